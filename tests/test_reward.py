@@ -1,0 +1,604 @@
+r"""[B] reward.py: the rule, the last box, numbers as numbers, GSM8K's files, pass@k and maj@k."""
+import hashlib
+import http.client
+import io
+import itertools
+import json
+import math
+import runpy
+import sys
+import time
+import urllib.error
+import urllib.request
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import example, given, settings
+
+import reward
+from reward import (
+    canonical,
+    extract_boxed,
+    load_problems,
+    majority_at_k,
+    pass_at_k,
+    rule_reward,
+    score_responses,
+)
+
+ROOT = Path(reward.__file__).resolve().parent
+REAL = ROOT.parent / "shared" / "data" / "gsm8k"
+
+
+def box(answer):
+    return rf"So it is \boxed{{{answer}}}."
+
+
+# ----- the rule ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("response, expected", [
+    ("16 - 3 - 4 = 9 eggs a day, 9 * 7 = 63 a week.\n\\boxed{63}", 1.5),
+    (r"About 50, I think. \boxed{50}", 0.5),
+    ("She has 63 eggs a week.", 0.0),
+    ("", 0.0),
+    (r"First \boxed{50}, no, wait: \boxed{63}", 1.5),  # the last box counts
+    (r"First \boxed{63}, no, wait: \boxed{50}", 0.5),
+    (r"\boxed{63} or, better, \boxed{5", 1.5),  # the last complete box
+    (r"\boxed{63", 0.0),
+    (r"\boxed{9 * 7}", 0.5),  # nothing is computed for the model
+    (r"\boxed{__import__('os').getpid()}", 0.5),
+    (r"\boxed{63 or 50}", 0.5),
+])
+def test_egg_problem(response, expected):
+    assert rule_reward(response, "63") == expected
+    assert type(rule_reward(response, "63")) is float
+
+
+@pytest.mark.parametrize("empty", ["", " ", "\n\t", "$", "$$", r"\$", ".", "...", r"\text{}", r"\text{ }",
+                                   r"\ ", "\u00a0", "\u2003"])
+def test_an_empty_box_is_no_answer(empty):
+    assert rule_reward(box(empty), "63") == 0.0
+    assert rule_reward(box(empty), empty) == 0.0
+    assert rule_reward(rf"\boxed{{63}} and \boxed{{{empty}}}", "63") == 0.0
+
+
+@pytest.mark.parametrize("zero", ["0", "0.0", "-0", "$0", ".0", r"0\%"])
+def test_zero_is_an_answer(zero):
+    assert rule_reward(box(zero), "0") == 1.5
+    assert rule_reward(box(zero), "7") == 0.5
+
+
+def test_truth_may_be_a_number():
+    assert rule_reward(box("63.0"), 63) == 1.5
+    assert rule_reward(box("64"), 63) == 0.5
+
+
+def test_score_responses_is_prompt_major():
+    responses = [box(7), box(8), "none", box(8), box(7), box(8)]
+    rewards = score_responses(responses, ["7", "8"], group_size=3)
+    assert rewards.dtype == torch.float32 and rewards.shape == (6,) and rewards.device.type == "cpu"
+    assert rewards.tolist() == [1.5, 0.5, 0.0, 1.5, 0.5, 1.5]
+    assert score_responses([box(7)] * 16, ["7", "8"]).tolist() == [1.5] * 8 + [0.5] * 8  # group_size 8
+    assert score_responses([], [], group_size=4).shape == (0,)
+
+
+@pytest.mark.parametrize("rows, truths, group_size", [(5, 2, 3), (7, 2, 3), (6, 3, 3), (6, 0, 3), (2, 2, 0)])
+def test_score_responses_refuses_rows_that_are_not_whole_groups(rows, truths, group_size):
+    with pytest.raises(ValueError, match="groups of"):
+        score_responses([box(7)] * rows, ["7"] * truths, group_size)
+
+
+# ----- the box ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text, content", [
+    (r"\boxed{5}", "5"),
+    (r"\boxed{ 5 }", " 5 "),
+    (r"\boxed{}", ""),
+    (r"$\boxed{\frac{1}{2}}$", r"\frac{1}{2}"),
+    (r"\boxed{\text{a {b} c}}", r"\text{a {b} c}"),
+    (r"\boxed{1} then \boxed{2}", "2"),
+    (r"\boxed{\boxed{5}}", "5"),
+    (r"\boxed{1 \boxed{2} 3}", "2"),
+    (r"\boxed{1} \boxed{2", "1"),
+    (r"\boxed{1 \boxed{2}", "2"),
+    (r"\boxed{1 {2}", None),
+    (r"{\boxed{5} and on", "5"),  # a brace left open outside
+    (r"} } \boxed{5} }", "5"),  # braces that close nothing
+    (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+    (r"\boxed{\{}", r"\{"),
+    (r"\boxed{\}}", r"\}"),
+    (r"\boxed{1\}", None),
+    (r"\\boxed{5}", "5"),  # a backslash too many, as in a quoted string
+    ("\\boxed{1\n2}", "1\n2"),
+    (r"boxed{5}", None),
+    (r"\boxed 5", None),
+    (r"\fbox{5} \Boxed{5}", None),
+    ("\\boxed{\0\ud800}", "\0\ud800"),
+    ("5", None),
+    ("", None),
+])
+def test_extract_boxed(text, content):
+    assert extract_boxed(text) == content
+
+
+def slow_extract_boxed(text):
+    """The definition, box by box from the last to the first, in quadratic time."""
+    for start in range(len(text), -1, -1):
+        if text.startswith("\\boxed{", start):
+            depth = 1
+            for i in range(start + len("\\boxed{"), len(text)):
+                if text[i] in "{}" and text[i - 1] != "\\":
+                    depth += 1 if text[i] == "{" else -1
+                if depth == 0:
+                    return text[start + len("\\boxed{") : i]
+    return None
+
+
+PIECES = ["\\boxed{", "{", "}", "}", "\\{", "\\}", "\\", "5", " ", "$"]
+LATEX_LIKE = st.lists(st.sampled_from(PIECES), max_size=30).map("".join)
+
+
+@settings(max_examples=300, deadline=None)
+@given(LATEX_LIKE)
+def test_extract_boxed_is_its_definition(text):
+    assert extract_boxed(text) == slow_extract_boxed(text)
+
+
+# ----- numbers as numbers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer, number", [
+    ("18", "18"), ("18.0", "18"), ("18.", "18"), ("018", "18"), (" 18\n", "18"), ("+18", "18"),
+    ("$18", "18"), ("18$", "18"), ("$18$", "18"), (r"\$18", "18"), (r"$\$18.00$", "18"), ("$18.$", "18"),
+    ("1,000", "1000"), ("1{,}000", "1000"), (r"1,\!000", "1000"), (r"\$1{,}000", "1000"),
+    ("1,234,567.50", "1234567.5"), ("109,200,000", "109200000"),
+    (r"18\text{ dollars}", "18"), (r"18 \text{ dollars}.", "18"), (r"18\ \mathrm{cm}", "18"),
+    (r"18\,\text{km/h}", "18"), (r"18.\text{ eggs}", "18"), (r"18~\text{}", "18"),
+    (r"\$18\text{ a day}", "18"),
+    (r"\text{18}", "18"), (r"\mathbf{ 18. }", "18"), (r"$\textbf{\$18}$", "18"),
+    (r"50\%", "50"), ("50%", "50"), (r"50 \%", "50"), (r"12.5\% \text{off}", "12.5"),
+    ("-3", "-3"), ("\u22123", "-3"), ("- 3", "-3"), ("-$3", "-3"), ("$-3", "-3"), (r"-\$3.0", "-3"),
+    (".5", "0.5"), ("-.5", "-0.5"), ("0.50", "0.5"), ("-0", "0"),
+    ("9" * 100, "9" * 100),
+    ("0.1", "0.1000000000000000000000000000000"),
+])
+def test_numbers_that_are_equal(answer, number):
+    assert isinstance(canonical(answer), Decimal)
+    assert rule_reward(box(answer), number) == 1.5
+    assert rule_reward(box(number), answer) == 1.5
+    assert rule_reward(box(answer), str(Decimal(number) + 1)) == 0.5
+
+
+@pytest.mark.parametrize("answer, truth", [
+    ("15", "5"), ("5", "15"), ("5", "5.01"), ("63", "62.995"), ("1", "1.0000000000000000000000001"),
+    ("1,2", "12"), ("1,00", "100"), ("1,0000", "10000"), (",100", "100"), ("1,,000", "1000"),
+    ("1000,000", "1000000"),
+    ("1 000", "1000"), (r"1\,000", "1000"), ("1_000", "1000"), ("1e3", "1000"), ("0x10", "16"),
+    (r"5\text{ or }6", "56"), (r"5\text{ or }6", "5"), (r"5\text{ or }6", "6"), (r"5\text{ or 6}", "5"),
+    (r"5\text{ or 6}", "6"), (r"\text{about }5", "5"), (r"5\text{a}\text{b}", "5"), ("5 or 6", "5"),
+    ("x = 5", "5"), ("5 dollars", "5"), ("5$6", "56"), ("5$6", "5"), ("--5", "5"), ("-5", "5"), ("5-", "5"),
+    ("5-3", "2"), ("1/2", "0.5"), (r"\frac{1}{2}", "0.5"), ("50%", "0.5"), ("1.2.3", "1.2"), ("2^3", "8"),
+    ("nan", "0"), ("inf", "0"), ("-", "0"), ("%", "0"), (",", "0"), ("-.", "0"),
+    ("\u0665", "5"), ("\uff15", "5"), ("\u00b2", "2"), ("\u0967,000", "1000"),
+    ("9" * 101, "9" * 100),
+])
+def test_answers_that_are_not_equal(answer, truth):
+    assert rule_reward(box(answer), truth) == 0.5
+    assert rule_reward(box(truth), answer) == 0.5
+
+
+@pytest.mark.parametrize("word", ["nan", "NaN", "sNaN", "inf", "-inf", "Infinity", "1e5", "1E5", "9" * 101,
+                                  "\u0665", "-", "+", "$-", "-%"])
+def test_not_a_number(word):
+    assert isinstance(canonical(word), str)
+
+
+@pytest.mark.parametrize("answer, truth", [
+    ("Monday", "monday"), (r"\text{Monday}", "Monday"), ("Monday.", "Monday"), ("$x + 1$", "x + 1"),
+    ("x  +\n1", "x + 1"), (r"\frac{1}{2}", r"\frac{1}{2}"), (r"\text{a week}", "a   week"),
+    ("STRASSE", "straße"), ("nan", "NaN"), ("9" * 101, "9" * 101),
+])
+def test_text_is_cleaned_and_compared_whole(answer, truth):
+    assert rule_reward(box(answer), truth) == 1.5
+    assert rule_reward(box(answer + "x"), truth) == 0.5
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(-(10**12), 10**12), st.integers(0, 3), st.text(max_size=20))
+@example(0, 0, "\\")
+@example(5, 0, "\\boxed{")
+def test_every_way_to_write_a_number(units, places, noise):
+    number = Decimal(units).scaleb(-places)
+    written = [f"{number:f}", f"{number:,f}", f"{number:f}{'' if places else '.'}00", f"${number:f}$",
+               f"{number:,f}".replace(",", "{,}"), f"{number:f}".replace("-", "\N{MINUS SIGN}"),
+               rf"{number:f}\text{{ eggs}}", rf"\text{{{number:,f}}}", rf"{number:f}\%"]
+    for answer in written:
+        assert rule_reward(f"{noise}\\boxed{{{answer}}}", str(number)) == 1.5, answer
+        assert rule_reward(f"{noise}\\boxed{{{answer}}}", str(number + 1)) == 0.5, answer
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.characters(exclude_categories=[]), max_size=60) | LATEX_LIKE, st.text(max_size=8))
+def test_any_text_is_scored(text, truth):
+    for response in (text, box(text)):
+        assert rule_reward(response, truth) in (0.0, 0.5, 1.5)
+        assert (rule_reward(response, truth) == 0.0) == (canonical(extract_boxed(response) or "") == "")
+
+
+# ----- hostile text -----------------------------------------------------------------------------------------
+
+HOSTILE = {
+    "open braces": "{" * 100_000,
+    "closing braces": "}" * 100_000,
+    "balanced braces": "\\boxed{" + "{" * 100_000 + "}" * 100_000 + "}",
+    "escaped braces": box(r"\{" * 100_000),
+    "unclosed boxes": r"\boxed{" * 100_000,
+    "nested boxes": r"\boxed{" * 100_000 + "5" + "}" * 100_000,
+    "boxes in a row": r"\boxed{5}" * 100_000,
+    "boxes left open": r"\boxed{5} \boxed{" * 50_000,
+    "backslashes": box("\\" * 200_000),
+    "digits": box("1" * 200_000),
+    "groups of digits": box("1" + ",000" * 50_000),
+    "groups, then a letter": box("1" + ",000" * 50_000 + "x"),
+    "dots": box("." * 200_000),
+    "dots, then a letter": box("." * 200_000 + "x"),
+    "dollars": box("$" * 100_000 + "5" + "$" * 100_000),
+    "blanks": box("5" + " " * 200_000 + "6"),
+    "units": box(r"5" + r"\text{ or }" * 20_000),
+    "open texts": box(r"\text{" * 20_000 + "}" * 20_000),
+    "one long text": box(r"\text{" + "a" * 200_000 + "}"),
+    "minus signs": box("\N{MINUS SIGN}" * 200_000),
+    "nulls": box("\0" * 200_000),
+    "lone surrogates": box("\ud800\udfff" * 100_000),
+    "exponent": box("1e999999999"),
+    "power": box("9**9**9**9"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_text_is_scored_at_once(name):
+    start = time.process_time()
+    scores = [rule_reward(HOSTILE[name], "5"), rule_reward(box("5"), HOSTILE[name])]
+    assert time.process_time() - start < 0.2
+    assert set(scores) <= {0.0, 0.5, 1.5}
+
+
+# ----- problems ---------------------------------------------------------------------------------------------
+
+
+def line(question="How many?", answer="Count: 8 * 9 = 72.\n#### 72", **columns):
+    return json.dumps({"question": question, "answer": answer, **columns})
+
+
+def test_load_problems(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join([
+        line(), "", "  \t", line("Wie viele Eier, süß?", "####  1,000 ", level=3, tags=["a"]),
+        line(answer="#### 1 #### 2"), line(answer="a\n#### 0"),
+    ]).encode())  # a byte-order mark, Windows line ends, blank lines, no newline at the end
+    expected = [
+        {"question": "How many?", "answer": "72", "solution": "Count: 8 * 9 = 72."},
+        {"question": "Wie viele Eier, süß?", "answer": "1,000", "solution": "", "level": 3, "tags": ["a"]},
+        {"question": "How many?", "answer": "2", "solution": "#### 1"},
+        {"question": "How many?", "answer": "0", "solution": "a"},
+    ]
+    assert load_problems(path) == load_problems(str(path)) == expected
+
+
+BAD_LINES = {
+    "broken JSON": (b'{"question": ', "not JSON"),
+    "two objects": (line().encode() * 2, "not JSON"),
+    "a nest too deep": (b"[" * 200_000, "not JSON"),
+    "an object too deep": (b'{"a":' * 200_000, "not JSON"),
+    "a number too long": (b'{"n": ' + b"1" * 5000 + b"}", "not JSON"),
+    "not UTF-8": ('{"question": "süß"'.encode("latin-1"), "not UTF-8"),
+    "half a character": (line(question="\ud800").encode(), "not UTF-8"),
+    "a null byte": (b"\0", "not JSON"),
+    "a list": (b'["question", "answer"]', "object"),
+    "a string": (b'"question"', "object"),
+    "null": (b"null", "object"),
+    "no question": (b'{"answer": "#### 1"}', "question"),
+    "no answer": (b'{"question": "?"}', "answer"),
+    "an empty question": (line(question="").encode(), "question"),
+    "a blank question": (line(question=" \n").encode(), "question"),
+    "a question of another type": (line(question=5).encode(), "question"),
+    "a null question": (line(question=None).encode(), "question"),
+    "an empty answer": (line(answer="").encode(), "answer"),
+    "an answer of another type": (line(answer=72).encode(), "answer"),
+    "a list of answers": (line(answer=["#### 72"]).encode(), "answer"),
+    "no marker": (line(answer="72").encode(), "####"),
+    "half a marker": (line(answer="## 72").encode(), "####"),
+    "nothing behind the marker": (line(answer="8 * 9 = 72\n####").encode(), "####"),
+    "blanks behind the marker": (line(answer="#### 72 ####  \n").encode(), "####"),
+    "no answer behind the marker": (line(answer="#### $.").encode(), "####"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LINES)
+def test_a_bad_line_is_named(tmp_path, name):
+    bad, reason = BAD_LINES[name]
+    path = tmp_path / "problems.jsonl"
+    path.write_bytes(b"\n".join([line().encode(), b"", bad, line().encode()]))
+    with pytest.raises(ValueError) as error:
+        load_problems(path)
+    message = str(error.value)
+    assert message.startswith(f"{path}, line 3: ") and reason in message.split("line 3: ")[1]
+    assert "\n" not in message and type(error.value) is ValueError
+
+
+@pytest.mark.parametrize("content", [b"", b"\n\n  \n"])
+def test_an_empty_file(tmp_path, content):
+    path = tmp_path / "problems.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="problems.jsonl: no problems"):
+        load_problems(path)
+
+
+@pytest.mark.parametrize("source, reason", [("missing.jsonl", "No such"), ("gsm8k:dev", "No such"),
+                                            ("", "directory")])
+def test_a_path_that_is_no_file(tmp_path, monkeypatch, source, reason):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=reason) as error:
+        load_problems(source)
+    assert str(error.value).startswith(source or ".") and "\n" not in str(error.value)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.lists(st.fixed_dictionaries(
+    {"question": st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip),
+     "solution": st.text(st.characters(codec="utf-8")), "answer": st.integers(),
+     "more": st.integers() | st.none()},
+), min_size=1, max_size=4), ascii_only=st.booleans())
+def test_load_problems_gives_back_what_was_written(rows, ascii_only, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "written.jsonl"
+    lines = [json.dumps({"question": row["question"], "answer": f"{row['solution']}\n#### {row['answer']}",
+                         "more": row["more"]}, ensure_ascii=ascii_only) for row in rows]
+    path.write_bytes("\n".join(lines).encode())
+    expected = [{**row, "answer": str(row["answer"]), "solution": row["solution"].strip()} for row in rows]
+    assert load_problems(path) == expected
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=40) | st.recursive(
+    st.none() | st.booleans() | st.floats() | st.text(max_size=5) | st.just("#### 1"),
+    lambda part: st.lists(part, max_size=3) | st.dictionaries(st.sampled_from(["question", "answer"]), part),
+    max_leaves=6,
+).map(lambda value: json.dumps(value).encode()))
+def test_any_file_is_read_or_refused_in_one_line(tmp_path_factory, content):
+    path = tmp_path_factory.getbasetemp() / "anything.jsonl"
+    path.write_bytes(content)
+    try:
+        assert all(problem["answer"] and problem["question"] for problem in load_problems(path))
+    except ValueError as error:
+        assert str(error).startswith(str(path)) and "\n" not in str(error)
+
+
+# ----- the download -----------------------------------------------------------------------------------------
+
+TRAIN, TEST = f"{line()}\n".encode(), f"{line(answer='#### 5')}\n".encode()
+
+
+@pytest.fixture
+def network(tmp_path, monkeypatch):
+    """GSM8K served from memory: `network.files` by address; `network.asked` lists what was asked for."""
+    class Network:
+        files = {reward.GSM8K_URL + "train.jsonl": TRAIN, reward.GSM8K_URL + "test.jsonl": TEST}
+        asked = []
+        cache = tmp_path / "cache" / "grpo-gsm8k"
+
+        def urlopen(self, url, timeout=None):
+            assert timeout, "a download must not hang for ever"
+            self.asked.append(url)
+            if isinstance(self.files[url], Exception):
+                raise self.files[url]
+            return io.BytesIO(self.files[url])
+
+    network = Network()
+    monkeypatch.setattr(urllib.request, "urlopen", network.urlopen)
+    monkeypatch.setattr(reward, "GSM8K", {
+        "gsm8k": ("train.jsonl", hashlib.sha256(TRAIN).hexdigest()),
+        "gsm8k:test": ("test.jsonl", hashlib.sha256(TEST).hexdigest()),
+    })
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return network
+
+
+def test_gsm8k_is_downloaded_once(network):
+    for _ in range(3):
+        assert [problem["answer"] for problem in load_problems("gsm8k")] == ["72"]
+        assert [problem["answer"] for problem in load_problems("gsm8k:test")] == ["5"]
+    assert network.asked == [reward.GSM8K_URL + "train.jsonl", reward.GSM8K_URL + "test.jsonl"]
+    assert sorted(path.name for path in network.cache.iterdir()) == ["test.jsonl", "train.jsonl"]
+
+
+@pytest.mark.parametrize("unset", [True, False])
+def test_without_xdg_the_cache_is_in_the_home(network, tmp_path, monkeypatch, unset):
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    if unset:
+        monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    load_problems("gsm8k")
+    assert (tmp_path / "home" / ".cache" / "grpo-gsm8k" / "train.jsonl").read_bytes() == TRAIN
+
+
+def test_a_wrong_file_is_refused_and_not_kept(network):
+    network.files[reward.GSM8K_URL + "train.jsonl"] = TRAIN + b" "
+    with pytest.raises(ValueError, match="train.jsonl: its SHA-256") as error:
+        load_problems("gsm8k")
+    assert "\n" not in str(error.value)
+    assert not list(network.cache.rglob("*"))
+
+
+def test_a_damaged_cache_is_downloaded_again(network):
+    load_problems("gsm8k")
+    (network.cache / "train.jsonl").write_bytes(TRAIN[:-5])
+    assert load_problems("gsm8k")[0]["answer"] == "72"
+    assert len(network.asked) == 2 and (network.cache / "train.jsonl").read_bytes() == TRAIN
+
+
+@pytest.mark.parametrize("failure", [urllib.error.URLError("no route to host"), TimeoutError("timed out"),
+                                     ConnectionResetError(), http.client.IncompleteRead(b"{")])
+def test_no_network(network, failure):
+    network.files[reward.GSM8K_URL + "train.jsonl"] = failure
+    with pytest.raises(ValueError, match="^gsm8k: no download") as error:
+        load_problems("gsm8k")
+    assert "\n" not in str(error.value) and not list(network.cache.rglob("*"))
+
+
+def test_a_cache_that_cannot_be_written(network, tmp_path):
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    with pytest.raises(ValueError, match="^gsm8k: no download"):
+        load_problems("gsm8k")
+
+
+def test_a_write_that_fails_leaves_nothing(network, monkeypatch):
+    def disk_full(path, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", disk_full)
+    with pytest.raises(ValueError, match="No space left"):
+        load_problems("gsm8k")
+    assert not list(network.cache.iterdir())
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="GSM8K is not here")
+@pytest.mark.parametrize("name, count", [("gsm8k", 7473), ("gsm8k:test", 1319)])
+def test_the_real_gsm8k(name, count, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(urllib.request, "urlopen",
+                        lambda url, timeout: io.BytesIO((REAL / url.rpartition("/")[2]).read_bytes()))
+    problems = load_problems(name)  # the table's SHA-256 is that of the real file
+    assert len(problems) == count
+    for problem in problems:
+        assert isinstance(canonical(problem["answer"]), Decimal)
+        assert rule_reward(box(problem["answer"]), problem["answer"]) == 1.5
+        assert rule_reward(box(rf"\${problem['answer']}.00"), problem["answer"]) == 1.5
+        assert rule_reward(box(f"1{problem['answer']}"), problem["answer"]) == 0.5
+        assert rule_reward(problem["solution"], problem["answer"]) == 0.0
+
+
+# ----- evaluation figures -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", range(1, 8))
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n):
+    for c, k in itertools.product(range(n + 1), range(1, n + 1)):
+        correct = [True] * c + [False] * (n - c)
+        subsets = list(itertools.combinations(correct, k))
+        exact = Fraction(sum(map(any, subsets)), len(subsets))
+        assert pass_at_k([correct], k) == pytest.approx(float(exact), abs=1e-12)
+        paper = 1.0 if n - c < k else 1 - math.prod(1 - k / i for i in range(n - c + 1, n + 1))
+        assert pass_at_k([correct], k) == pytest.approx(paper, abs=1e-12)
+
+
+def test_pass_at_k_is_the_mean_over_problems():
+    correct = [[True, False, False, False], [True, True, True, True], [False, False, False, False]]
+    assert pass_at_k(correct, 1) == pytest.approx((1 / 4 + 1 + 0) / 3)
+    assert pass_at_k(correct, 2) == pytest.approx((1 / 2 + 1 + 0) / 3)
+    assert pass_at_k(torch.tensor(correct), 2) == pass_at_k(correct, 2)
+    assert pass_at_k([[1, 0]], 1) == 0.5
+    assert type(pass_at_k(torch.tensor(correct), 2)) is float
+
+
+def test_pass_at_k_does_not_overflow():
+    assert pass_at_k([[True] * 5000], 2500) == 1.0
+    assert pass_at_k([[True] + [False] * 4999], 2500) == pytest.approx(0.5)
+    assert pass_at_k([[False] * 5000], 5000) == 0.0
+
+
+@pytest.mark.parametrize("correct, k", [
+    ([[True]], 0), ([[True]], -1), ([[True]], 2), ([], 1), ([[]], 1), ([[]], 0), ([[True, True], [True]], 1),
+    (torch.zeros(0, 4, dtype=torch.bool), 1),
+])
+def test_pass_at_k_refuses(correct, k):
+    with pytest.raises(ValueError):
+        pass_at_k(correct, k)
+
+
+def test_no_problem_has_no_figure():
+    for figure in (lambda: pass_at_k([], 1), lambda: majority_at_k([], [], 1)):
+        with pytest.raises(ValueError, match="at least one problem"):
+            figure()
+
+
+def test_pass_at_k_refuses_rewards():
+    with pytest.raises(TypeError):  # 0.5 is not half right
+        pass_at_k(torch.tensor([[1.5, 0.5]]), 1)
+
+
+@pytest.mark.parametrize("answers, truth, k, expected", [
+    (["7", "8", "7"], "7", 3, 1.0),
+    (["7", "8", "8"], "7", 3, 0.0),
+    (["7", "8", "8"], "7", 1, 1.0),  # only the first k vote
+    (["7", "8", "8"], "7", 2, 1 / 2),  # a tie
+    (["7", "8", "9"], "7", 3, 1 / 3),
+    (["7", "8", "9"], "6", 3, 0.0),
+    (["7", "7", "8", "8", "9"], "8", 5, 1 / 2),
+    ([r"\$7.00", "8", r"7\text{ eggs}", "8", "7.0"], "7", 5, 1.0),  # one vote each for the same number
+    (["1,000", "1000", "5"], "1{,}000", 3, 1.0),
+    (["Monday", r"\text{monday}", "Tuesday"], "Monday.", 3, 1.0),
+    ([None, None, "7"], "7", 3, 1.0),  # the unparsed do not vote
+    ([None, "", " ", "$", "7"], "7", 5, 1.0),
+    ([None, "7"], "7", 1, 0.0),
+    ([None, None], "7", 2, 0.0),
+    ([None, ""], "", 2, 0.0),
+    (["0", "0", "7"], "0", 3, 1.0),  # zero votes
+])
+def test_majority_at_k(answers, truth, k, expected):
+    assert majority_at_k([answers], [truth], k) == pytest.approx(expected)
+
+
+def test_majority_at_k_is_the_mean_over_problems():
+    answers = [["7", "7"], ["8", "9"], [None, None], ["1", "2", "2"]]  # rows may hold more than k
+    assert majority_at_k(answers, ["7", "9", "7", "2"], 2) == pytest.approx((1 + 1 / 2 + 0 + 1 / 2) / 4)
+    assert majority_at_k([["63.0"]], [63], 1) == 1.0
+
+
+@pytest.mark.parametrize("answers, truths, k", [
+    ([["7"]], ["7"], 0), ([["7"]], ["7"], 2), ([["7", "7"], ["7"]], ["7", "7"], 2),
+    ([["7"]], [], 1), ([["7"]], ["7", "8"], 1), ([], [], 1),
+])
+def test_majority_at_k_refuses(answers, truths, k):
+    with pytest.raises(ValueError):
+        majority_at_k(answers, truths, k)
+
+
+# ----- script -----------------------------------------------------------------------------------------------
+
+
+def run_script(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["reward.py", *arguments])
+    runpy.run_path(str(ROOT / "reward.py"), run_name="__main__")
+
+
+def test_script_shows_the_egg_problem(monkeypatch, capsys):
+    run_script(monkeypatch)
+    printed = capsys.readouterr().out
+    assert [row.split()[0] for row in printed.splitlines()[1:]] == ["1.5", "0.5", "0.0"]
+    assert printed.isascii()  # any terminal can show it
+
+
+def test_script_scores_its_arguments(monkeypatch, capsys):
+    run_script(monkeypatch, box("63.0"), "63")
+    assert capsys.readouterr().out == "1.5\n"
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_script_refuses_other_numbers_of_arguments(monkeypatch, capsys, count):
+    with pytest.raises(SystemExit) as stop:
+        run_script(monkeypatch, *["63"] * count)
+    printed = capsys.readouterr()
+    assert stop.value.code == 2 and printed.out == "" and len(printed.err.splitlines()) == 1
+
+
+def test_reward_imports_no_other_stage():
+    stages = {path.stem for path in ROOT.glob("*.py")} - {"reward"}
+    imported = {row.split()[1].split(".")[0] for row in (ROOT / "reward.py").read_text("utf-8").splitlines()
+                if row.startswith(("import ", "from "))}
+    assert imported and not imported & stages
