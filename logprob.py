@@ -1,0 +1,169 @@
+"""[D] Log-probabilities of the tokens that were sampled, under any model: the policy or the reference.
+
+    log pi(y | x) = sum over t of log pi(y_t | x, y_<t),    log pi(v | ...) = log_softmax(logits / T)[v]
+
+The theory's code map names this function and does not show it. What the stages hand round is the row
+`[prompt][response][padding]`: the padding stands on the right, where causal attention cannot see it from a
+real token, so there is no attention mask to get wrong and positions are 0, 1, 2, ... Labels are -100 outside
+the response: the prompt and the padding have no log-probability here, the end token has one.
+
+Entry t of a (N, S-1) tensor speaks of token t+1. The logits of a step are as large as the vocabulary
+(8 rows of 512 tokens, 151,936 words: 2.5 GB), so they are made for labelled positions only, a few at a time.
+
+    python logprob.py "prompt" "response"      # every token, its label mark, its log-prob
+"""
+
+import argparse
+import sys
+import weakref
+from pathlib import Path
+
+import torch
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+IGNORE = -100                                            # the label of a token that no loss speaks of
+
+
+def selected_logprobs(logits, targets, temperature=1.0):
+    """The formula itself: logits (M, V), targets (M,) -> log softmax(logits / T)[target], (M,) float32."""
+    return (logits.float() / temperature).log_softmax(dim=-1).gather(1, targets[:, None])[:, 0]
+
+
+def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False):
+    """log pi(input_ids[n, t+1] | input_ids[n, :t+1]) at temperature T -> (N, S-1) float32, differentiable.
+
+    input_ids, labels: (N, S); 0 where labels[:, 1:] is -100. In nats. With `with_entropy` a second (N, S-1)
+    tensor follows: the entropy of the distribution each token was drawn from, detached.
+    """
+    mask = labels[:, 1:] != IGNORE                                                   # (N, S-1)
+    hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state    # (N, S, H)
+    hidden, targets = hidden[:, :-1][mask], input_ids[:, 1:][mask]                   # (M, H), (M,)
+    logprobs, entropy = head_logprobs(model, hidden, targets, temperature, with_entropy)
+    blank = torch.zeros(mask.shape, device=mask.device)
+    logprobs = blank.masked_scatter(mask, logprobs)
+    return (logprobs, blank.masked_scatter(mask, entropy)) if with_entropy else logprobs
+
+
+def sequence_logprob(model, input_ids, labels, temperature=1.0):
+    """log pi(y | x) of each row, (N,): the sum over its response tokens."""
+    return token_logprobs(model, input_ids, labels, temperature).sum(dim=1)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The same numbers without the logits. Nearly every model ends in one matrix product, and then the gradient
+# of log softmax is known in closed form, onehot(target) - softmax: a chunk of logits is made, used and
+# dropped in the forward pass, and made again in the backward pass, instead of being kept.
+
+class LeanHead(torch.autograd.Function):
+    """selected_logprobs(hidden @ weight.T, targets, T) and the entropy: hidden (M, H), weight (V, H)."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, temperature, with_entropy):
+        lse, logprobs, entropy = torch.zeros(3, len(hidden), device=hidden.device)
+        for rows in chunks(len(hidden), len(weight), hidden.device):
+            logits = (hidden[rows] @ weight.T).float().div_(temperature)                 # (m, V)
+            lse[rows] = logits.logsumexp(dim=-1)
+            logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - lse[rows]
+            if with_entropy:                                     # H = -sum p log p = lse - sum p * logit
+                p = (logits - lse[rows, None]).exp_()
+                entropy[rows] = lse[rows] - torch.linalg.vecdot(p, logits)
+        ctx.save_for_backward(hidden, weight, targets, lse)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    def backward(ctx, grad, _):                                                          # (M,)
+        hidden, weight, targets, lse = ctx.saved_tensors
+        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+        grad = grad / ctx.temperature
+        for rows in chunks(len(hidden), len(weight), hidden.device):
+            logits = (hidden[rows] @ weight.T).float().div_(ctx.temperature)
+            d = logits.sub_(lse[rows, None]).exp_().mul_(-grad[rows, None])              # -g * softmax
+            d.scatter_add_(1, targets[rows, None], grad[rows, None])                     # +g at the target
+            d = d.to(weight.dtype)
+            grad_hidden[rows] = d @ weight
+            grad_weight.addmm_(d.T, hidden[rows])
+        return grad_hidden, grad_weight, None, None, None
+
+
+def chunks(M, V, device):
+    """Slices of M rows whose logits (m, V) are large enough to keep the device busy, and no larger."""
+    step = max(1, (2**28 if device.type == "cuda" else 2**23) // V)      # 1 GB or 32 MB in float32
+    return [slice(start, start + step) for start in range(0, M, step)]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Heads that do more than one matrix product: Gemma 2 soft-caps its logits, Granite and Cohere scale them,
+# Phi adds a bias. They are found by trying, and then the model's own head is run, chunk by chunk.
+
+def head_logprobs(model, hidden, targets, temperature, with_entropy):
+    """hidden (M, H), targets (M,) -> log-probs (M,), entropies (M,)."""
+    if has_plain_head(model):
+        weight = model.get_output_embeddings().weight
+        return LeanHead.apply(hidden, weight, targets, temperature, with_entropy)
+
+    def scored(hidden, targets):
+        logits = own_head(model, hidden).float() / temperature
+        p = logits.detach().softmax(dim=-1)
+        return selected_logprobs(logits, targets), -(p * p.log().clamp(min=-1e4)).sum(dim=-1)
+
+    parts = [checkpoint(scored, hidden[rows], targets[rows], use_reentrant=False)
+             for rows in chunks(len(hidden), model.config.get_text_config().vocab_size, hidden.device)]
+    return tuple(torch.cat(part) for part in zip(*parts)) if parts else (hidden.sum(1), hidden.sum(1))
+
+
+def own_head(model, hidden):
+    """The model's whole forward, its body put aside for one that answers `hidden` (M, H): logits (M, V)."""
+    body, answer = model.base_model, BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden[None])
+    body.forward = lambda *args, **kwargs: answer
+    try:
+        return model(inputs_embeds=hidden[None]).logits[0]
+    finally:
+        del body.forward                                         # the class's own forward is back in force
+
+
+PLAIN_HEADS = weakref.WeakKeyDictionary()                        # model -> bool, tried once
+
+
+@torch.no_grad()
+def has_plain_head(model):
+    """Is this model's head `hidden @ weight.T` and nothing else? Large hidden states would show a cap."""
+    if model not in PLAIN_HEADS:
+        weight = model.get_output_embeddings().weight
+        hidden = 30 * torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0))
+        hidden = hidden.to(weight)
+        PLAIN_HEADS[model] = torch.allclose(own_head(model, hidden), hidden @ weight.T, rtol=1e-3, atol=1e-3)
+    return PLAIN_HEADS[model]
+
+
+def main():
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    parser = argparse.ArgumentParser(description="Score one answer, token by token.")
+    parser.add_argument("prompt", nargs="?", default="Anna has 9 books , loses 4 , gives 2 , gets 7 . How many ?")
+    parser.add_argument("response", nargs="?", default="9 - 4 = 5 , 5 - 2 = 3 , 3 + 7 = 10 , \\boxed{ 10 }")
+    parser.add_argument("--model", default=str(Path(__file__).parent / "tests" / "tiny"))
+    parser.add_argument("--temperature", type=float, default=1.0)
+    args = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=True).eval()
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": args.prompt}],
+                                           tokenize=False, add_generation_prompt=True)
+    prompt_ids = tokenizer(prompt, add_special_tokens=False).input_ids
+    response_ids = tokenizer(args.response, add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
+    input_ids = torch.tensor([prompt_ids + response_ids])                                # (1, S)
+    labels = torch.tensor([[IGNORE] * len(prompt_ids) + response_ids])
+    with torch.no_grad():
+        logprobs = token_logprobs(model, input_ids, labels, args.temperature)[0]         # (S-1,)
+    print(" row   label  log-prob  token")
+    for t, token in enumerate(input_ids[0].tolist()):
+        label = "." if labels[0, t] == IGNORE else "label"
+        value = "" if labels[0, t] == IGNORE else f"{logprobs[t - 1]:+.4f}"
+        print(f"{t:4}  {label:>6}  {value:>8}  {tokenizer.decode([token])!r}")
+    print(f"log pi(y | x) = {logprobs.sum():+.4f} over {len(response_ids)} tokens")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""[A] Group sampling: G answers to every prompt, drawn token by token from the policy itself.
+
+    y_{j,i} ~ pi_old(. | x_j),   i = 1..G          one softmax draw a token, until the end token or the limit
+
+Each prompt runs through the model once and its key/value cache is repeated G times: the G answers share the
+prompt, and part ways at their first token, which each row draws for itself. A row that has ended leaves the
+batch. Prompts of different lengths stand side by side, padded on the left of the cache only.
+
+Departures from the theory's code map:
+- The ids that were drawn are kept, and their log-probabilities with them. The map decodes to text and
+  tokenises again: other ids than those sampled, with the prompt among the labels.
+- The draw is the plain softmax at `temperature`, and [D] scores at the same one. `generate` lets a
+  checkpoint's own top-k and top-p in silently (and the map samples at 0.8 what it scores at 1.0).
+- `responses` hold the answer alone: a prompt that says "put it in \\boxed{}" earns nothing.
+
+    python sample.py --group-size 4 "Anna has 9 books , loses 4 , gives 2 , gets 7 . How many ?"
+"""
+
+import argparse
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+IGNORE = -100                                            # the label of a token that no loss speaks of
+
+
+@dataclass
+class Rollout:
+    """N = B * G rows `[prompt][response][padding]`; row i answers prompt i // G."""
+
+    input_ids: torch.Tensor      # (N, S) long
+    labels: torch.Tensor         # (N, S) long: input_ids on the response, its end token included; else -100
+    logprobs: torch.Tensor       # (N, S-1) float32: entry t is log pi(input_ids[t+1] | before), as drawn
+    responses: list              # N strings: the response alone, special tokens stripped
+    finished: torch.Tensor       # (N,) bool: False where max_new_tokens cut the answer
+    group_ids: torch.Tensor      # (N,) long: i // G
+
+
+@torch.no_grad()
+def sample_groups(model, tokenizer, prompts, group_size=8, max_new_tokens=256, temperature=1.0, generator=None):
+    """Draw `group_size` answers to each of the B `prompts` (chat template already applied) -> Rollout.
+
+    `temperature=0` is greedy decoding; its log-probs are those of temperature 1. `generator` lives on the
+    model's device. ValueError: a prompt without tokens, a model and tokenizer without any end token.
+    """
+    prompt_ids = [tokenizer(prompt, add_special_tokens=False).input_ids for prompt in prompts]
+    ends = torch.tensor(end_token_ids(model, tokenizer), device=model.device)
+    cache, mask, logits = prefill(model, prompt_ids, group_size)
+
+    N = len(prompts) * group_size
+    tokens = torch.full((N, max_new_tokens), int(ends[0]), device=model.device)
+    logprobs = torch.zeros(N, max_new_tokens, device=model.device)
+    rows = torch.arange(N, device=model.device)                          # the rows still being written
+    for t in range(max_new_tokens):
+        drawn, logprobs[rows, t] = draw(logits, temperature, generator)
+        tokens[rows, t] = drawn
+        alive = (~torch.isin(drawn, ends)).nonzero()[:, 0]
+        if len(alive) == 0 or t + 1 == max_new_tokens:
+            break
+        if len(alive) < len(rows):                                       # finished rows leave the batch
+            rows, mask, drawn = rows[alive], mask[alive], drawn[alive]
+            cache.batch_select_indices(alive)
+        mask = torch.cat((mask, mask.new_ones(len(rows), 1)), dim=1)     # (n, P+t+1)
+        logits = model(drawn[:, None], attention_mask=mask, position_ids=mask.sum(1, keepdim=True) - 1,
+                       past_key_values=cache, use_cache=True).logits[:, -1]
+    return to_rollout(tokenizer, prompt_ids, group_size, tokens, logprobs, ends)
+
+
+def prefill(model, prompt_ids, group_size):
+    """Every prompt once, then G copies of its cache -> cache, mask (N, P), logits of the next token (N, V)."""
+    if not all(prompt_ids):
+        raise ValueError(f"prompt {prompt_ids.index([])} has no tokens")
+    P = max(map(len, prompt_ids))
+    ids = torch.tensor([[0] * (P - len(p)) + p for p in prompt_ids], device=model.device)    # (B, P)
+    mask = torch.tensor([[0] * (P - len(p)) + [1] * len(p) for p in prompt_ids], device=model.device)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    out = model(ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
+    out.past_key_values.batch_repeat_interleave(group_size)
+    repeat = torch.arange(len(prompt_ids), device=model.device).repeat_interleave(group_size)     # (N,)
+    return out.past_key_values, mask[repeat], out.logits[repeat, -1]
+
+
+def draw(logits, temperature=1.0, generator=None):
+    """One token a row from softmax(logits / temperature), and its log-prob: (n, V) -> (n,), (n,) float32."""
+    logprobs = (logits.float() / (temperature or 1.0)).log_softmax(dim=-1)
+    if temperature == 0:
+        token = logprobs.argmax(dim=-1)
+    else:
+        token = torch.multinomial(logprobs.exp(), 1, generator=generator)[:, 0]
+    return token, logprobs.gather(1, token[:, None])[:, 0]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Ids in, rows out
+
+def end_token_ids(model, tokenizer):
+    """Every end token of the model's generation config (it may name several), else the tokenizer's own."""
+    ends = model.generation_config.eos_token_id
+    ends = tokenizer.eos_token_id if ends is None else ends
+    if ends is None:
+        raise ValueError("neither the model's generation config nor the tokenizer names an end token")
+    return [ends] if isinstance(ends, int) else list(ends)
+
+
+def to_rollout(tokenizer, prompt_ids, group_size, tokens, logprobs, ends):
+    """tokens, logprobs (N, T), anything after a row's first end token ignored -> Rollout."""
+    N, T = tokens.shape
+    is_end = torch.isin(tokens, ends)
+    finished = is_end.any(dim=1)
+    lengths = torch.where(finished, is_end.int().argmax(dim=1) + 1, T).tolist()      # the end token counts
+    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+    S = max(len(prompt_ids[n // group_size]) + lengths[n] for n in range(N))
+    input_ids = tokens.new_full((N, S), int(ends[0]) if pad is None else pad)
+    labels, out_logprobs = tokens.new_full((N, S), IGNORE), logprobs.new_zeros(N, S - 1)
+    for n, length in enumerate(lengths):
+        prompt = prompt_ids[n // group_size]
+        a, b = len(prompt), len(prompt) + length
+        input_ids[n, :a] = tokens.new_tensor(prompt)
+        input_ids[n, a:b] = labels[n, a:b] = tokens[n, :length]
+        out_logprobs[n, a - 1:b - 1] = logprobs[n, :length]      # entry t speaks of token t + 1
+    answers = [row[:length] for row, length in zip(tokens.tolist(), lengths)]
+    return Rollout(input_ids, labels, out_logprobs, tokenizer.batch_decode(answers, skip_special_tokens=True),
+                   finished, torch.arange(N, device=tokens.device) // group_size)
+
+
+def main():
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    parser = argparse.ArgumentParser(description="Draw one group of answers.")
+    parser.add_argument("question", nargs="?",
+                        default="Anna has 9 books , loses 4 , gives 2 , gets 7 . How many ?")
+    parser.add_argument("--model", default=str(Path(__file__).parent / "tests" / "tiny"))
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=True).eval()
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": args.question}],
+                                           tokenize=False, add_generation_prompt=True)
+    rollout = sample_groups(model, tokenizer, [prompt], args.group_size, args.max_new_tokens,
+                            args.temperature, torch.Generator().manual_seed(args.seed))
+    print(prompt)
+    for n, response in enumerate(rollout.responses):
+        length, total = int((rollout.labels[n] != IGNORE).sum()), float(rollout.logprobs[n].sum())
+        cut = "" if rollout.finished[n] else ", cut at the limit"
+        print(f"\n[{n}] {length} tokens, log-prob {total:.2f}{cut}\n{response}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
