@@ -1,0 +1,636 @@
+"""GRPO, online: [G] one training step and [H] the loop around it.
+
+    sample G answers a prompt [A] -> score them [B] -> advantages inside each group [C]
+    -> log-probabilities [D] -> clipped loss with a KL leash [E][F] -> gradient step        (and again)
+
+Departures from the theory's code map:
+- The ids that were sampled are the ids that are trained on: nothing is decoded and tokenised again.
+- A step may take several updates on one rollout. The log-probs of the first pass, taken before anything
+  has moved, are the old ones of all of them.
+- The batch is cut into micro-batches, and divided once by the size of the whole: the gradient does not
+  depend on the cut.
+
+    python train.py                                          # the tiny policy learns to reason, on a laptop
+    python train.py --model Qwen/Qwen2.5-1.5B-Instruct       # GSM8K, on a GPU
+"""
+
+import argparse
+import copy
+import dataclasses
+import importlib.util
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.nn.utils import clip_grad_norm_
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from advantage import group_advantages
+from logprob import IGNORE, token_logprobs
+from loss import grpo_loss
+from reward import extract_boxed, load_problems, majority_at_k, pass_at_k, score_responses
+from sample import sample_groups
+
+# ---------------------------------------------------------------------------------------------------------
+# [G] One step: sample, score, normalise, update
+
+def train_step(policy_model, ref_model, optimizer, tokenizer, prompts, ground_truths, settings,
+               generator=None, reward_fn=None, on_rollout=None):
+    """One GRPO step on B prompts (chat template applied) and their B true answers -> metrics, floats.
+
+    `ref_model` is the frozen reference, None for no KL. `reward_fn(prompts, responses) -> (N,)` replaces the
+    rule reward; `on_rollout(rollout, rewards, advantages)` may look at the answers. DeepSeekMath, algorithm 1.
+    """
+    s, started = settings, time.perf_counter()
+    rollout = sample_groups(policy_model, tokenizer, prompts, s.group_size, s.max_new_tokens,
+                            s.temperature, generator)                                            # [A]
+    rule_rewards = score_responses(rollout.responses, ground_truths, s.group_size, policy_model.device)
+    rewards = reward_fn(prompts, rollout.responses) if reward_fn else rule_rewards               # [B]
+    advantages = group_advantages(rewards, s.group_size, scale_by_std=s.scale_by_std)            # [C]
+    if on_rollout:
+        on_rollout(rollout, rewards, advantages)
+    sampled = time.perf_counter()
+
+    old_logprobs = torch.zeros_like(rollout.logprobs)                                            # (N, S-1)
+    ref_logprobs = None if ref_model is None else torch.zeros_like(old_logprobs)
+    updates = [update(policy_model, ref_model, optimizer, rollout, advantages, old_logprobs, ref_logprobs,
+                      first=(u == 0), settings=s) for u in range(s.updates_per_rollout)]
+    trained = time.perf_counter()
+
+    metrics = rollout_metrics(rollout, rewards, rule_rewards, s.group_size)
+    metrics |= {name: sum(u[name] for u in updates) / len(updates) for name in updates[-1]}
+    metrics |= {name: updates[0][name] for name in ("entropy", "sampler_ratio_error")}
+    metrics["skipped_updates"] = sum(u["skipped_updates"] for u in updates)
+    tokens = metrics["response_length_mean"] * len(rewards)
+    return metrics | {"seconds_sampling": sampled - started, "seconds_training": trained - sampled,
+                      "tokens_per_second": tokens / (trained - started)}
+
+
+def update(policy_model, ref_model, optimizer, rollout, advantages, old_logprobs, ref_logprobs, first, settings):
+    """One gradient step on the rollout. The first update fills in old_logprobs and ref_logprobs."""
+    s, N, n_tokens = settings, len(rollout.labels), int((rollout.labels != IGNORE).sum())
+    totals = {}
+    optimizer.zero_grad()
+    for rows, width in micro_batches(rollout.labels, s.micro_batch_tokens):
+        ids, labels = rollout.input_ids[rows, :width], rollout.labels[rows, :width]              # (n, w)
+        here, mask = (rows, slice(width - 1)), labels[:, 1:] != IGNORE                           # (n, w-1)
+        logprobs, entropy = token_logprobs(policy_model, ids, labels, s.temperature, with_entropy=True)  # [D]
+        if first:                                        # nothing has moved yet: these are the old log-probs
+            old_logprobs[here] = logprobs.detach()
+            if ref_model is not None:
+                with torch.no_grad():
+                    ref_logprobs[here] = token_logprobs(ref_model, ids, labels, s.temperature)
+        loss, metrics = grpo_loss(                                                               # [E] [F]
+            logprobs, old_logprobs[here], None if ref_logprobs is None else ref_logprobs[here],
+            advantages[rows], mask, s.clip_eps, s.kl_coef, clip_eps_high=s.clip_eps_high,
+            kl_estimator=s.kl_estimator, aggregate=s.aggregate, ratio=s.ratio,
+            max_new_tokens=s.max_new_tokens, n_rows=N, n_tokens=n_tokens)
+        loss.backward()
+        metrics["entropy"] = entropy.sum() / n_tokens
+        totals = {name: totals.get(name, 0) + value for name, value in metrics.items()}
+    grad_norm = clip_grad_norm_(optimizer.param_groups[0]["params"], s.max_grad_norm)
+    finite = bool(grad_norm.isfinite() & totals["loss"].isfinite())
+    if finite:
+        optimizer.step()
+    gap = (old_logprobs - rollout.logprobs).expm1().abs().max()  # trainer against sampler: rounding, no more
+    return {name: float(value) for name, value in totals.items()} | {
+        "grad_norm": float(grad_norm), "skipped_updates": int(not finite), "sampler_ratio_error": float(gap)}
+
+
+def micro_batches(labels, token_budget):
+    """Cut N rows into (row indices, width), rows x width within the budget; a row too long stands alone.
+
+    Rows are sorted by length, so that little padding is computed; the longest come first, so that memory
+    runs out at once or not at all.
+    """
+    positions = torch.arange(1, labels.shape[1] + 1, device=labels.device)
+    lengths = ((labels != IGNORE) * positions).amax(dim=1)                                       # (N,)
+    order, lengths = lengths.argsort(descending=True, stable=True), lengths.tolist()
+    while len(order):
+        width = max(lengths[order[0]], 2)
+        n = max(token_budget // width, 1)
+        yield order[:n], width
+        order = order[n:]
+
+
+def rollout_metrics(rollout, rewards, rule_rewards, group_size):
+    """What the answers were like. `accuracy` and `format_rate` are the rule's, whoever gave the rewards."""
+    lengths = (rollout.labels != IGNORE).sum(dim=1).float()
+    groups = rewards.view(-1, group_size)
+    return {name: float(value) for name, value in {
+        "reward_mean": rewards.mean(),
+        "reward_std": rewards.std(correction=0),
+        "accuracy": (rule_rewards == 1.5).float().mean(),
+        "format_rate": (rule_rewards >= 0.5).float().mean(),
+        "zero_variance_groups": (groups == groups[:, :1]).all(dim=1).float().mean(),     # they teach nothing
+        "response_length_mean": lengths.mean(),
+        "response_length_p95": lengths.quantile(0.95),
+        "truncated_fraction": (~rollout.finished).float().mean(),
+    }.items()}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# [H] The loop: every step draws fresh answers from the policy as it is now
+
+def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_problems, settings,
+               run=None, reward_fn=None):
+    """Steps run.step + 1 .. settings.steps on `problems` ({"question", "answer", ...}, see load_problems).
+
+    Everything random in a step comes from (seed, step), so a resumed run needs to know the step alone.
+    """
+    s, run = settings, run or Run()
+    assert_own_frozen_tensors(ref_model, policy_model)
+    if run.step == 0:
+        accuracy, run.before = evaluate(policy_model, tokenizer, eval_problems, s)
+        run.log({"step": 0, "eval_accuracy": accuracy})
+    bar = tqdm(total=s.steps, initial=run.step, desc="GRPO", unit="step", dynamic_ncols=True)
+    for step in range(run.step + 1, s.steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = s.lr * min(1.0, step / max(s.warmup_steps, 1))
+        batch = problems_of_step(problems, step, s)
+        prompts = [chat_prompt(tokenizer, problem["question"], s.system_prompt) for problem in batch]
+        generator = torch.Generator(policy_model.device).manual_seed(s.seed * 1_000_003 + step)
+        metrics = train_step(
+            policy_model, ref_model, optimizer, tokenizer, prompts, [p["answer"] for p in batch], s, generator,
+            reward_fn and (lambda prompts, responses: reward_fn(prompts, responses, batch)),        # noqa: B023
+            lambda *rollout: run.log_samples(step, prompts, *rollout))                              # noqa: B023
+        metrics = {"step": step, "lr": optimizer.param_groups[0]["lr"], **metrics}
+        if step % s.eval_every == 0 or step == s.steps:
+            metrics["eval_accuracy"], run.after = evaluate(policy_model, tokenizer, eval_problems, s)
+        run.log(metrics)
+        bar.set_postfix_str("reward {reward_mean:.2f} accuracy {accuracy:.2f} length {response_length_mean:.0f} "
+                            "KL {approx_kl:.3f} flat groups {zero_variance_groups:.2f}".format(**metrics)
+                            + (f" SKIPPED {run.skipped}" if run.skipped else ""))
+        bar.update()
+        run.step = step
+        if step % s.save_every == 0 or step == s.steps:
+            run.save_checkpoint(policy_model, optimizer)
+    bar.close()
+
+
+def problems_of_step(problems, step, settings):
+    """The step's B problems: every epoch a new order, drawn from (seed, epoch); its short rest is left out."""
+    B = settings.prompts_per_step
+    epoch, k = divmod(step - 1, len(problems) // B)
+    generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + epoch)
+    order = torch.randperm(len(problems), generator=generator)
+    return [problems[i] for i in order[k * B:(k + 1) * B].tolist()]
+
+
+def evaluate(model, tokenizer, problems, settings, group_size=1, temperature=0.0, seed=0):
+    """Greedy answers (or `group_size` sampled ones) to all problems -> share that is right, responses."""
+    s, responses = settings, []
+    prompts = [chat_prompt(tokenizer, problem["question"], s.system_prompt) for problem in problems]
+    generator = torch.Generator(model.device).manual_seed(seed)
+    B = max(s.prompts_per_step * s.group_size // group_size, 1)                    # as many rows as in a step
+    for start in tqdm(range(0, len(prompts), B), desc="evaluation", unit="batch", leave=False, dynamic_ncols=True):
+        responses += sample_groups(model, tokenizer, prompts[start:start + B], group_size, s.max_new_tokens,
+                                   temperature, generator).responses
+    rewards = score_responses(responses, [problem["answer"] for problem in problems], group_size)
+    return float((rewards == 1.5).float().mean()), responses
+
+
+def chat_prompt(tokenizer, question, system_prompt):
+    """The text the policy continues: the model's own chat template around the question."""
+    messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    messages.append({"role": "user", "content": question})
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception:                                    # Gemma's template, for one, refuses a system message
+        merged = [{"role": "user", "content": f"{system_prompt}\n\n{question}"}]
+        return tokenizer.apply_chat_template(merged, tokenize=False, add_generation_prompt=True)
+
+
+def assert_own_frozen_tensors(ref_model, policy_model):
+    """A reference that shares a tensor with the policy moves along with it, and its KL stays 0."""
+    if ref_model is not None:
+        shared = {p.data_ptr() for p in ref_model.parameters()} & {p.data_ptr() for p in policy_model.parameters()}
+        assert not shared, "the reference shares tensors with the policy"
+        assert not any(p.requires_grad for p in ref_model.parameters()), "the reference is not frozen"
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Settings: every flag, one a line, with its default and its reason. A model folder may bring its own
+# defaults in a recipe.json ({"lr": 3e-4, ...}); what stands on the command line wins.
+
+TINY = Path(__file__).parent / "tests" / "tiny"
+BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
+
+
+class BadInput(Exception):
+    """What the user gave cannot be used: one line on standard error, exit status 2, no traceback."""
+
+
+def flag(default, help, **bounds):                       # bounds: least, above, most, choices
+    return dataclasses.field(default=default, metadata={"help": help, **bounds})
+
+
+@dataclasses.dataclass
+class Settings:
+    # what is trained, on what
+    model: str = flag(str(TINY), "hub name or folder of the policy")
+    data: str = flag("gsm8k", "training problems: a JSONL of question and answer, `gsm8k` or `gsm8k:test`")
+    eval_data: str = flag("gsm8k:test", "held-out problems, likewise")
+    system_prompt: str = flag(BOXED, "system message before every question; empty for none")
+    reward: str = flag("", "your own reward, path/to/file.py:function, called as TRL calls its reward_funcs")
+    output: str = flag("", "folder of the run; default: runs/MODEL-TIME")
+    # the rollout
+    steps: int = flag(500, "rollouts in all", least=1)
+    prompts_per_step: int = flag(8, "B, questions a step", least=1)
+    group_size: int = flag(8, "G, answers a question: their mean is the baseline", least=2)
+    max_new_tokens: int = flag(512, "an answer is cut here", least=1)
+    temperature: float = flag(1.0, "of the sampler, and of the log-probs", above=0)
+    # the objective
+    clip_eps: float = flag(0.2, "the ratio is clipped below 1 - this, and above 1 + this", least=0, most=1)
+    clip_eps_high: float = flag(None, "above 1 + this instead: DAPO's clip-higher, 0.28", least=0)
+    kl_coef: float = flag(0.04, "beta; 0: no KL, and no reference in memory", least=0)
+    kl_estimator: str = flag("k3", "estimator of the KL", choices=("k1", "k2", "k3"))
+    aggregate: str = flag("sequence", "mean over tokens: GRPO, DAPO, Dr. GRPO",
+                          choices=("sequence", "token", "constant"))
+    ratio: str = flag("token", "ratio a token, or a sequence: GSPO", choices=("token", "sequence"))
+    scale_by_std: bool = flag(True, "divide the advantages by the group's std; off: Dr. GRPO")
+    # the update
+    lr: float = flag(1e-6, "AdamW's learning rate, constant after the warm-up", above=0)
+    warmup_steps: int = flag(10, "the learning rate rises linearly over these", least=0)
+    updates_per_rollout: int = flag(1, "gradient steps on the same answers", least=1)
+    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", above=0)
+    micro_batch_tokens: int = flag(8192, "tokens in one forward and backward pass: memory, not learning", least=1)
+    # measuring and keeping
+    eval_every: int = flag(50, "steps between evaluations", least=1)
+    eval_limit: int = flag(200, "held-out problems that are asked; 0: all", least=0)
+    save_every: int = flag(50, "steps between checkpoints", least=1)
+    seed: int = flag(0, "of the problems' order and of the sampling", least=0, most=2**32)
+    device: str = flag("auto", "cuda, mps or cpu; auto: the first of them that is there")
+    dtype: str = flag("auto", "of the weights that compute; auto: bfloat16 on CUDA, else float32",
+                      choices=("auto", "float32", "bfloat16"))
+    resume: bool = flag(False, "go on with the run in --output")
+    eval_only: bool = flag(False, "evaluate --model on --eval-data, greedy and sampled, and stop")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise BadInput(message)
+
+
+def make_parser():
+    parser = Parser(prog="train.py", description=__doc__, allow_abbrev=False,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    for field in dataclasses.fields(Settings):
+        shown = "" if field.default in ("", None) else f" (default: {field.default})".replace("%", "%%")
+        how = {"action": argparse.BooleanOptionalAction} if field.type is bool else {
+            "type": field.type, "choices": field.metadata.get("choices"), "metavar": field.type.__name__.upper()}
+        parser.add_argument("--" + field.name.replace("_", "-"), default=field.default,
+                            help=field.metadata["help"] + shown, **how)
+    return parser
+
+
+def parse(argv):
+    """Flags -> (Settings, what the model's recipe.json brought)."""
+    model = Path(checked(argv).model)
+    recipe = read_recipe(model / "recipe.json") if (model / "recipe.json").is_file() else {}
+    return checked(as_flags(recipe) + argv), recipe
+
+
+def checked(argv):
+    settings = Settings(**vars(make_parser().parse_args(argv)))
+    for field in dataclasses.fields(Settings):
+        value, bounds, name = getattr(settings, field.name), field.metadata, "--" + field.name.replace("_", "-")
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            if not math.isfinite(value):
+                raise BadInput(f"{name} {value}: not a finite number")
+            if "least" in bounds and value < bounds["least"]:
+                raise BadInput(f"{name} {value}: must be at least {bounds['least']}")
+            if "above" in bounds and value <= bounds["above"]:
+                raise BadInput(f"{name} {value}: must be above {bounds['above']}")
+            if "most" in bounds and value > bounds["most"]:
+                raise BadInput(f"{name} {value}: must be at most {bounds['most']}")
+    return settings
+
+
+def as_flags(recipe):
+    """{"kl-coef": 0.02, "scale-by-std": false} -> ["--kl-coef=0.02", "--no-scale-by-std"]."""
+    return [f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name}={value}"
+            for name, value in recipe.items()]
+
+
+def read_recipe(path):
+    """The flags in a model folder's recipe.json; a path that stands in that folder is meant there."""
+    try:
+        recipe = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(recipe, dict):
+            raise BadInput("not an object of flags and values")
+        recipe = {name.replace("_", "-"): value for name, value in recipe.items()}
+        for name in ("data", "eval-data"):
+            if (path.parent / str(recipe.get(name) or ":")).is_file():
+                recipe[name] = str(path.parent / recipe[name])
+        checked(as_flags(recipe))
+    except (BadInput, ValueError, OSError, RecursionError) as error:
+        raise BadInput(f"{path}: {error}") from None
+    return recipe
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Loading: model, tokenizer, problems, reward
+
+def load_policy(s):
+    """The policy and its tokenizer: safetensors only, no code of the checkpoint's own."""
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    device, dtype = choose_device(s)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(s.model, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(
+            s.model, dtype=dtype, use_safetensors=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise BadInput(f"--model {s.model}: cannot be loaded from here or from the hub ({reason})") from None
+    if not tokenizer.chat_template:
+        raise BadInput(f"--model {s.model}: its tokenizer has no chat template")
+    if tokenizer.eos_token_id is None and model.generation_config.eos_token_id is None:
+        raise BadInput(f"--model {s.model}: neither generation config nor tokenizer names an end token")
+    return model.to(device).eval(), tokenizer
+
+
+def choose_device(s):
+    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    try:
+        device = torch.device(next(d for d in present if present[d]) if s.device == "auto" else s.device)
+    except RuntimeError:
+        raise BadInput(f"--device {s.device}: not a device torch knows") from None
+    if not present.get(device.type):
+        raise BadInput(f"--device {s.device}: not on this machine")
+    has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    if s.dtype == "bfloat16" and not has_bf16:
+        raise BadInput(f"--dtype bfloat16: {device} has no bfloat16")
+    auto = "bfloat16" if device.type == "cuda" and has_bf16 else "float32"
+    return device, getattr(torch, auto if s.dtype == "auto" else s.dtype)
+
+
+def load_data(flag_name, source):
+    try:
+        return load_problems(source)
+    except ValueError as error:
+        raise BadInput(f"{flag_name}: {error}") from None
+
+
+def check_lengths(flag_name, problems, model, tokenizer, s):
+    """Every prompt and its answer must fit into the positions the model was made for."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    prompts = [chat_prompt(tokenizer, problem["question"], s.system_prompt) for problem in problems]
+    lengths = [len(ids) for ids in tokenizer(prompts, add_special_tokens=False).input_ids]
+    longest = max(range(len(lengths)), key=lengths.__getitem__)
+    if lengths[longest] + s.max_new_tokens > limit:
+        raise BadInput(f"{flag_name}: the prompt of problem {longest + 1} has {lengths[longest]} tokens; with "
+                       f"--max-new-tokens {s.max_new_tokens} that is more than the model's {limit} positions")
+
+
+def load_reward(spec):
+    """`path/to/file.py:function` -> reward_fn(prompts, responses, problems) -> (N,) float32."""
+    path, _, name = spec.rpartition(":")
+    if not Path(path).is_file():
+        raise BadInput(f"--reward {spec}: no file {path!r}; write path/to/file.py:function")
+    try:
+        module_spec = importlib.util.spec_from_file_location("user_reward", path)
+        module = importlib.util.module_from_spec(module_spec)
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        raise BadInput(f"--reward {spec}: {path} fails to load: {type(error).__name__}: {error}") from None
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise BadInput(f"--reward {spec}: {path} has no function {name!r}")
+
+    def reward_fn(prompts, responses, problems):
+        G = len(responses) // len(prompts)
+        columns = {key: [p.get(key) for p in problems for _ in range(G)] for key in problems[0]}
+        try:
+            values = function(prompts=[p for p in prompts for _ in range(G)], completions=responses, **columns)
+        except Exception as error:
+            raise BadInput(f"--reward {spec}: {type(error).__name__}: {error}") from None
+        return as_rewards(values, len(responses), spec)
+    return reward_fn
+
+
+def as_rewards(values, n, spec):
+    try:
+        values = list(values)
+    except TypeError:
+        raise BadInput(f"--reward {spec}: gave {type(values).__name__}, not a list of numbers") from None
+    if len(values) != n:
+        raise BadInput(f"--reward {spec}: gave {len(values)} rewards for {n} responses")
+    for row, value in enumerate(values):
+        if isinstance(value, (str, bytes)) or not hasattr(value, "__float__") or not math.isfinite(float(value)):
+            raise BadInput(f"--reward {spec}: row {row} got {value!r}, not a finite number")
+    return torch.tensor([float(value) for value in values])
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Weights. AdamW at 1e-6 moves a weight by about 1e-6; a bfloat16 weight of 0.02 knows no step below 6e-5 and
+# would stay where it is. So the optimizer works on float32 masters, and bfloat16 copies of them compute.
+
+def make_optimizer(model, s):
+    """AdamW over float32 masters of the model's weights; where the weights are float32, over themselves."""
+    weights = [p for p in model.parameters() if p.requires_grad]
+    if all(w.dtype == torch.float32 for w in weights):
+        return torch.optim.AdamW(weights, s.lr, weight_decay=0.0, fused=True)
+    masters = [w.detach().float() for w in weights]
+    for weight, master in zip(weights, masters):
+        def hand_over(weight, master=master):            # as soon as a gradient is complete, master takes it
+            grad, weight.grad = weight.grad.to(master), None
+            master.grad = grad if master.grad is None else master.grad.add_(grad)
+        weight.register_post_accumulate_grad_hook(hand_over)
+
+    @torch.no_grad()
+    def copy_back(*_):
+        for weight, master in zip(weights, masters):
+            weight.copy_(master)
+
+    optimizer = torch.optim.AdamW(masters, s.lr, weight_decay=0.0, fused=True)
+    optimizer.register_step_post_hook(copy_back)
+    return optimizer
+
+
+# ---------------------------------------------------------------------------------------------------------
+# A run's folder: config.json, metrics.jsonl, samples.jsonl, checkpoint/, final/
+
+class Run:
+    """Where a run stands and where it writes; without a folder nothing is written."""
+
+    def __init__(self, folder=None):
+        self.folder = folder and Path(folder)
+        self.step, self.skipped = 0, 0
+        self.before, self.after = [], []                 # greedy answers to the held-out problems
+
+    def log(self, metrics):
+        self.skipped += metrics.get("skipped_updates", 0)
+        self.append("metrics.jsonl", metrics)
+
+    def log_samples(self, step, prompts, rollout, rewards, advantages, groups=2):
+        G = len(rollout.responses) // len(prompts)
+        for j, prompt in enumerate(prompts[:groups]):
+            rows = slice(j * G, (j + 1) * G)
+            self.append("samples.jsonl", {
+                "step": step, "prompt": prompt, "responses": rollout.responses[rows],
+                "rewards": rewards[rows].tolist(), "advantages": advantages[rows].tolist()})
+
+    def append(self, name, record):
+        if self.folder:
+            record = {key: None if value != value else value for key, value in record.items()}   # NaN: null
+            with open(self.folder / name, "a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
+
+    def save_checkpoint(self, model, optimizer):
+        """Masters, moments and counters in one safetensors file, written beside the old one and moved over it."""
+        if not self.folder:
+            return
+        tensors = {}
+        for name, master in named_masters(model, optimizer):
+            tensors[f"weight/{name}"] = master.detach()
+            for key, value in optimizer.state.get(master, {}).items():
+                tensors[f"{key}/{name}"] = value
+        state = {"step": self.step, "skipped": self.skipped, "before": self.before}
+        path = self.folder / "checkpoint" / "run.safetensors"
+        path.parent.mkdir(exist_ok=True)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, f"{path}.tmp",
+                  metadata={"grpo": json.dumps(state)})
+        os.replace(f"{path}.tmp", path)
+
+    def load_checkpoint(self, model, optimizer):
+        path = self.folder / "checkpoint" / "run.safetensors"
+        if not path.is_file():
+            raise BadInput(f"--resume: no checkpoint at {path}")
+        try:
+            with safe_open(path, framework="pt") as file:
+                state = json.loads(file.metadata()["grpo"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+            raise BadInput(f"--resume: {path} is torn or not a checkpoint of this program ({error})") from None
+        with torch.no_grad():
+            for name, master in named_masters(model, optimizer):
+                weight = tensors.get(f"weight/{name}")
+                if weight is None or weight.shape != master.shape:
+                    raise BadInput(f"--resume: {path} is not of this model: {name} is missing or of another shape")
+                master.copy_(weight)
+                dict(model.named_parameters())[name].copy_(master)
+                if f"exp_avg/{name}" in tensors:
+                    optimizer.state[master] = {key: tensors[f"{key}/{name}"].to(master.device)
+                                               for key in ("step", "exp_avg", "exp_avg_sq")}
+        self.step, self.skipped, self.before = state["step"], state["skipped"], state["before"]
+        self.forget_after(self.step)
+
+    def forget_after(self, step):
+        """Lines of steps that the checkpoint has not seen will be written again."""
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            if (path := self.folder / name).is_file():
+                lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True)
+                         if line.endswith("\n") and json.loads(line)["step"] <= step]
+                path.with_suffix(".tmp").write_text("".join(lines), encoding="utf-8")
+                os.replace(path.with_suffix(".tmp"), path)
+
+
+def named_masters(model, optimizer):
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    return list(zip(names, optimizer.param_groups[0]["params"]))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The program
+
+def main(argv=None):
+    try:
+        settings, recipe = parse(sys.argv[1:] if argv is None else argv)
+        return program(settings, recipe)
+    except BadInput as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 2
+
+
+def program(s, recipe):
+    if recipe:
+        print(f"{s.model}/recipe.json: " + " ".join(as_flags(recipe)))
+    policy_model, tokenizer = load_policy(s)
+    eval_problems = load_data("--eval-data", s.eval_data)[:s.eval_limit or None]
+    check_lengths("--eval-data", eval_problems, policy_model, tokenizer, s)
+    if s.eval_only:
+        return print_figures(policy_model, tokenizer, eval_problems, s)
+    problems = load_data("--data", s.data)
+    check_lengths("--data", problems, policy_model, tokenizer, s)
+    if len(problems) < s.prompts_per_step:
+        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: --data {s.data} has {len(problems)} problems")
+    reward_fn = load_reward(s.reward) if s.reward else None
+    ref_model = copy.deepcopy(policy_model).requires_grad_(False) if s.kl_coef else None
+    optimizer = make_optimizer(policy_model, s)
+    run = open_run(s, recipe)
+    if s.resume:
+        run.load_checkpoint(policy_model, optimizer)
+
+    n = sum(p.numel() for p in policy_model.parameters())
+    print(f"{s.model}: {n / 1e6:.1f}M parameters in {policy_model.dtype} on {policy_model.device}; "
+          f"{len(problems)} problems, {len(eval_problems)} held out; run in {run.folder}")
+    train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_problems, s, run, reward_fn)
+    save_final(policy_model, tokenizer, run.folder / "final")
+    print_story(run, eval_problems)
+    return 0
+
+
+def open_run(s, recipe):
+    name = Path(s.model).name or "run"
+    folder = Path(s.output or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if s.resume and not s.output:
+        raise BadInput("--resume: needs --output, the folder of the run to go on with")
+    if not s.resume and folder.exists() and any(folder.iterdir()):
+        raise BadInput(f"--output {folder}: holds a run already; go on with it (--resume) or name another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"--output {folder}: cannot be made ({error.strerror})") from None
+    if not s.resume:
+        config = {"settings": dataclasses.asdict(s), "recipe": recipe,
+                  "torch": torch.__version__, "transformers": transformers.__version__}
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return Run(folder)
+
+
+def save_final(model, tokenizer, folder):
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def print_story(run, eval_problems):
+    """One held-out problem, answered before and after; the held-out accuracy, before, during, after."""
+    truths = [problem["answer"] for problem in eval_problems]
+    right = [score_responses(answers, truths, 1).eq(1.5).tolist() for answers in (run.before, run.after)]
+    i = next((i for i, (b, a) in enumerate(zip(*right)) if a and not b), 0)
+    print(f"\nquestion  {eval_problems[i]['question']}\nbefore    {run.before[i]}\nafter     {run.after[i]}\n"
+          f"truth     {truths[i]}\n")
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    curve = " ".join(f"{m['step']}:{m['eval_accuracy']:.3f}" for m in lines if "eval_accuracy" in m)
+    print(f"held-out accuracy, step:greedy  {curve}\n"
+          f"{run.folder}: config.json metrics.jsonl samples.jsonl checkpoint/ final/")
+
+
+def print_figures(model, tokenizer, problems, s):
+    """--eval-only: greedy accuracy, and from G samples a problem accuracy, pass@k and maj@k."""
+    G = s.group_size
+    greedy, _ = evaluate(model, tokenizer, problems, s)
+    sampled, responses = evaluate(model, tokenizer, problems, s, G, s.temperature, s.seed)
+    truths = [problem["answer"] for problem in problems]
+    correct = (score_responses(responses, truths, G) == 1.5).view(-1, G)                 # (B, G)
+    answers = [[extract_boxed(r) for r in responses[j * G:(j + 1) * G]] for j in range(len(problems))]
+    print(f"{len(problems)} problems of {s.eval_data}")
+    print(f"greedy accuracy           {greedy:.4f}")
+    print(f"sampled at temperature {s.temperature:g}  {sampled:.4f}   ({G} samples a problem)")
+    for k in sorted({1 << i for i in range(G.bit_length()) if 1 << i <= G} | {G}):
+        print(f"pass@{k:<3} {pass_at_k(correct, k):.4f}   maj@{k:<3} {majority_at_k(answers, truths, k):.4f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
