@@ -19,7 +19,12 @@ import weakref
 from pathlib import Path
 
 import torch
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 IGNORE = -100                                            # the label of a token that no loss speaks of
@@ -30,15 +35,20 @@ def selected_logprobs(logits, targets, temperature=1.0):
     return (logits.float() / temperature).log_softmax(dim=-1).gather(1, targets[:, None])[:, 0]
 
 
-def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False):
+def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False, group_ids=None):
     """log pi(input_ids[n, t+1] | input_ids[n, :t+1]) at temperature T -> (N, S-1) float32, differentiable.
 
     input_ids, labels: (N, S); 0 where labels[:, 1:] is -100. In nats. With `with_entropy` a second (N, S-1)
-    tensor follows: the entropy of the distribution each token was drawn from, detached.
+    tensor follows: the entropy of the distribution each token was drawn from, detached. With `group_ids`
+    (N,) rows of the same number share their prompt, and it is run once for all of them, see below.
     """
-    mask = labels[:, 1:] != IGNORE                                                   # (N, S-1)
-    hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state    # (N, S, H)
-    hidden, targets = hidden[:, :-1][mask], input_ids[:, 1:][mask]                   # (M, H), (M,)
+    mask = labels[:, 1:] != IGNORE                                                       # (N, S-1)
+    if group_ids is None or not can_group(model):
+        hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state    # (N, S, H)
+        hidden = hidden[:, :-1][mask]                                                    # (M, H)
+    else:
+        hidden = grouped_hidden(model, input_ids, labels, group_ids)
+    targets = input_ids[:, 1:][mask]                                                     # (M,)
     logprobs, entropy = head_logprobs(model, hidden, targets, temperature, with_entropy)
     blank = torch.zeros(mask.shape, device=mask.device)
     logprobs = blank.masked_scatter(mask, logprobs)
@@ -95,6 +105,59 @@ def chunks(M, V, device):
 
 
 # ---------------------------------------------------------------------------------------------------------
+# The same hidden states from one row for whole groups: [prompt | y_1 | ... | y_G | prompt | y_1 | ...]. The
+# prompt runs once instead of G times and no padding runs at all; positions restart behind the prompt. Every
+# layer treats its tokens one by one, but for attention: there each y_i sees its prompt and itself.
+
+def grouped_hidden(model, input_ids, labels, group_ids):
+    """Hidden states (M, H) that predict the labelled tokens, in the order of labels[:, 1:] != -100."""
+    positions, is_label = torch.arange(labels.shape[1], device=labels.device), labels != IGNORE
+    first = is_label.int().argmax(dim=1).tolist()                                        # the prompts' lengths
+    last = (positions * is_label).amax(dim=1).tolist()           # the last label is predicted, not read
+    row_of_groups, groups, T = [], [], 0
+    index = labels.new_zeros(len(labels), labels.shape[1] - 1)   # where in the row entry (n, t) is predicted
+    for g in dict.fromkeys(group_ids.tolist()):
+        members = (group_ids == g).nonzero()[:, 0].tolist()
+        P = first[members[0]]
+        row_of_groups.append((members[0], slice(0, P)))
+        prompt_end, T, sizes = T + P - 1, T + P, [P]
+        for n in members:
+            L = max(last[n] - P, 0)
+            row_of_groups.append((n, slice(P, P + L)))
+            index[n, P - 1], index[n, P:P + L] = prompt_end, torch.arange(T, T + L)
+            T, sizes = T + L, [*sizes, L]
+        groups.append(sizes)
+    ids = torch.cat([input_ids[n, part] for n, part in row_of_groups])[None]             # (1, T)
+    restarting = torch.cat([positions[part] for _, part in row_of_groups])[None]
+    unused = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)     # keeps transformers from making a mask
+    hidden = model.base_model(input_ids=ids, position_ids=restarting, attention_mask=unused, use_cache=False,
+                              groups=groups).last_hidden_state[0]                        # (T, H)
+    return hidden[index[is_label[:, 1:]]]
+
+
+def grouped_attention(module, query, key, value, attention_mask, scaling=None, groups=None, **kwargs):
+    """query (1, Hq, T, D), key and value (1, Hkv, T, D), groups [[P, L_1, ..., L_G], ...] -> (1, T, Hq, D)."""
+    if groups is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    shared = query.shape[1] // key.shape[1]                      # query heads that share a key head
+    key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
+    q, k, v = (iter(x.split([L for sizes in groups for L in sizes], dim=2)) for x in (query, key, value))
+    out = []
+    for P, *answers in groups:
+        prompt_k, prompt_v = next(k), next(v)
+        out.append(scaled_dot_product_attention(next(q), prompt_k, prompt_v, is_causal=True, scale=scaling))
+        for L in answers:
+            q_y, k_y, v_y = next(q), torch.cat((prompt_k, next(k)), dim=2), torch.cat((prompt_v, next(v)), dim=2)
+            out.append(scaled_dot_product_attention(q_y, k_y, v_y, causal_lower_right(L, P + L), scale=scaling)
+                       if L else q_y)
+    return torch.cat(out, dim=2).transpose(1, 2), None
+
+
+AttentionInterface.register("grouped", grouped_attention)
+AttentionMaskInterface.register("grouped", sdpa_mask)
+
+
+# ---------------------------------------------------------------------------------------------------------
 # Heads that do more than one matrix product: Gemma 2 soft-caps its logits, Granite and Cohere scale them,
 # Phi adds a bias. They are found by trying, and then the model's own head is run, chunk by chunk.
 
@@ -124,25 +187,57 @@ def own_head(model, hidden):
         del body.forward                                         # the class's own forward is back in force
 
 
-PLAIN_HEADS = weakref.WeakKeyDictionary()                        # model -> bool, tried once
+# ---------------------------------------------------------------------------------------------------------
+# Which of these forms a model allows is tried out, once a model
+
+def once_a_model(probe):
+    known = weakref.WeakKeyDictionary()                          # model -> bool
+
+    def answer(model):
+        if model not in known:
+            with torch.no_grad():
+                known[model] = probe(model)
+        return known[model]
+    return answer
 
 
-@torch.no_grad()
+@once_a_model
 def has_plain_head(model):
     """Is this model's head `hidden @ weight.T` and nothing else? Large hidden states would show a cap."""
-    if model not in PLAIN_HEADS:
-        weight = model.get_output_embeddings().weight
-        hidden = 30 * torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0))
-        hidden = hidden.to(weight)
-        PLAIN_HEADS[model] = torch.allclose(own_head(model, hidden), hidden @ weight.T, rtol=1e-3, atol=1e-3)
-    return PLAIN_HEADS[model]
+    weight = model.get_output_embeddings().weight
+    hidden = 30 * torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
+    return torch.allclose(own_head(model, hidden), hidden @ weight.T, rtol=1e-3, atol=1e-3)
+
+
+@once_a_model
+def can_group(model):
+    """Does this model's attention, run over a row of groups, give what padded rows give?"""
+    config = model.config.get_text_config()
+    if model.config._attn_implementation not in ("sdpa", "grouped") or getattr(config, "sliding_window", None):
+        return False
+    input_ids = torch.arange(12, device=model.device).view(2, 6) % 7
+    input_ids[1, :3] = input_ids[0, :3]                          # a prompt of 3, answers of 3 and of 2 tokens
+    unlabelled = torch.tensor([[1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 1]], dtype=torch.bool, device=model.device)
+    labels = input_ids.masked_fill(unlabelled, IGNORE)
+    padded = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
+    padded = padded[labels[:, 1:] != IGNORE].float()
+    model.set_attn_implementation("grouped")
+    try:
+        grouped = grouped_hidden(model, input_ids, labels, torch.zeros(2)).float()
+        same = bool((grouped - padded).norm() < 0.03 * padded.norm())
+    except Exception:                                            # a model whose layers pass nothing on
+        same = False
+    if not same:
+        model.set_attn_implementation("sdpa")
+    return same
 
 
 def main():
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     parser = argparse.ArgumentParser(description="Score one answer, token by token.")
-    parser.add_argument("prompt", nargs="?", default="Anna has 9 books , loses 4 , gives 2 , gets 7 . How many ?")
+    parser.add_argument("prompt", nargs="?",
+                        default="Anna has 9 books , loses 4 , gives 2 , gets 7 . How many ?")
     parser.add_argument("response", nargs="?", default="9 - 4 = 5 , 5 - 2 = 3 , 3 + 7 = 10 , \\boxed{ 10 }")
     parser.add_argument("--model", default=str(Path(__file__).parent / "tests" / "tiny"))
     parser.add_argument("--temperature", type=float, default=1.0)

@@ -79,15 +79,16 @@ def update(policy_model, ref_model, optimizer, rollout, advantages, old_logprobs
     s, N, n_tokens = settings, len(rollout.labels), int((rollout.labels != IGNORE).sum())
     totals = {}
     optimizer.zero_grad()
-    for rows, width in micro_batches(rollout.labels, s.micro_batch_tokens):
+    for rows, width in micro_batches(rollout, s.micro_batch_tokens, s.share_prompts):
         ids, labels = rollout.input_ids[rows, :width], rollout.labels[rows, :width]              # (n, w)
+        groups = rollout.group_ids[rows] if s.share_prompts else None
         here, mask = (rows, slice(width - 1)), labels[:, 1:] != IGNORE                           # (n, w-1)
-        logprobs, entropy = token_logprobs(policy_model, ids, labels, s.temperature, with_entropy=True)  # [D]
+        logprobs, entropy = token_logprobs(policy_model, ids, labels, s.temperature, True, groups)   # [D]
         if first:                                        # nothing has moved yet: these are the old log-probs
             old_logprobs[here] = logprobs.detach()
             if ref_model is not None:
                 with torch.no_grad():
-                    ref_logprobs[here] = token_logprobs(ref_model, ids, labels, s.temperature)
+                    ref_logprobs[here] = token_logprobs(ref_model, ids, labels, s.temperature, group_ids=groups)
         loss, metrics = grpo_loss(                                                               # [E] [F]
             logprobs, old_logprobs[here], None if ref_logprobs is None else ref_logprobs[here],
             advantages[rows], mask, s.clip_eps, s.kl_coef, clip_eps_high=s.clip_eps_high,
@@ -105,20 +106,29 @@ def update(policy_model, ref_model, optimizer, rollout, advantages, old_logprobs
         "grad_norm": float(grad_norm), "skipped_updates": int(not finite), "sampler_ratio_error": float(gap)}
 
 
-def micro_batches(labels, token_budget):
-    """Cut N rows into (row indices, width), rows x width within the budget; a row too long stands alone.
+def micro_batches(rollout, token_budget, share_prompts):
+    """Cut the rows into micro-batches of at most `token_budget` tokens -> (row indices, width of the longest).
 
-    Rows are sorted by length, so that little padding is computed; the longest come first, so that memory
-    runs out at once or not at all.
+    Rows are sorted by length, so that little padding is computed, the longest first, so that memory runs out at
+    once or not at all. Where a prompt is shared there is no padding: groups stay together and pay for it once.
+    A row too long for the budget stands alone.
     """
-    positions = torch.arange(1, labels.shape[1] + 1, device=labels.device)
-    lengths = ((labels != IGNORE) * positions).amax(dim=1)                                       # (N,)
-    order, lengths = lengths.argsort(descending=True, stable=True), lengths.tolist()
-    while len(order):
-        width = max(lengths[order[0]], 2)
-        n = max(token_budget // width, 1)
-        yield order[:n], width
-        order = order[n:]
+    labelled, device = rollout.labels != IGNORE, rollout.labels.device
+    ends = (labelled * torch.arange(1, labelled.shape[1] + 1, device=device)).amax(dim=1).tolist()   # row lengths
+    answers, groups = labelled.sum(dim=1).tolist(), rollout.group_ids.tolist()
+
+    def cost(rows):
+        if share_prompts:
+            return sum(answers[n] for n in rows) + sum({groups[n]: ends[n] - answers[n] for n in rows}.values())
+        return len(rows) * max(ends[n] for n in rows)
+
+    cut = []
+    for n in range(len(ends)) if share_prompts else sorted(range(len(ends)), key=lambda n: -ends[n]):
+        if cut and cost([*cut, n]) > token_budget:
+            yield torch.tensor(cut, device=device), max(ends[m] for m in cut)
+            cut = []
+        cut.append(n)
+    yield torch.tensor(cut, device=device), max(ends[m] for m in cut)
 
 
 def rollout_metrics(rollout, rewards, rule_rewards, group_size):
@@ -262,6 +272,7 @@ class Settings:
     warmup_steps: int = flag(10, "the learning rate rises linearly over these", least=0)
     updates_per_rollout: int = flag(1, "gradient steps on the same answers", least=1)
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", above=0)
+    share_prompts: bool = flag(True, "run a prompt once for its whole group in the update, and no padding")
     micro_batch_tokens: int = flag(8192, "tokens in one forward and backward pass: memory, not learning", least=1)
     # measuring and keeping
     eval_every: int = flag(50, "steps between evaluations", least=1)

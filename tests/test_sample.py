@@ -1,0 +1,459 @@
+"""[A] sample.py: the draw, greedy decoding against `generate`, log-probs against [D], the rows, the work done."""
+import copy
+import runpy
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import SMALL, small_model
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+import sample
+from logprob import token_logprobs
+from sample import IGNORE, draw, sample_groups
+
+ROOT = Path(sample.__file__).resolve().parent
+V, PAD, END, START = SMALL["vocab_size"], 0, 1, 2
+PROMPTS = ["w5 w9 w12", "w7", " ".join(f"w{i}" for i in range(20, 33)), "w60 w3 w3 w41 w8 w17"]
+
+
+def make_tokenizer(**special):
+    """A word a token, w3 .. w63; without being told not to, it puts <start> in front."""
+    words = ["<pad>", "<end>", "<start>", *(f"w{i}" for i in range(3, V))]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w3"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.post_processor = processors.TemplateProcessing("<start> $A", special_tokens=[("<start>", START)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<start>", clean_up_tokenization_spaces=False,
+                                   **special)
+
+
+TOKENIZER = make_tokenizer(pad_token="<pad>", eos_token="<end>")
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def ids_of(prompt):
+    return [int(word[1:]) for word in prompt.split()]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return small_model("qwen2", tie_word_embeddings=False)
+
+
+@pytest.fixture
+def config(model, monkeypatch):
+    """Set a value of the model's generation config for one test."""
+    return lambda name, value: monkeypatch.setattr(model.generation_config, name, value)
+
+
+@pytest.fixture
+def runs(model):
+    """The (rows, tokens) of every run through the model."""
+    found = []
+    hook = model.get_input_embeddings().register_forward_pre_hook(
+        lambda module, args: found.append(tuple(args[0].shape)))
+    yield found
+    hook.remove()
+
+
+def responses_of(rollout, prompts, group_size):
+    """The ids behind each row's prompt, by the labels."""
+    return [row[labels != IGNORE].tolist() for row, labels in zip(rollout.input_ids, rollout.labels)]
+
+
+def same(a, b):
+    return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+               for x, y in ((getattr(a, f.name), getattr(b, f.name)) for f in fields(a)))
+
+
+def surprise(counts, expected):
+    """Pearson's chi-square as a number of standard deviations: chance alone stays within (-5, 5)."""
+    rare = expected < 5
+    pooled = torch.stack((counts[rare].sum(), expected[rare].sum())).double()
+    counts, expected = counts[~rare].double(), expected[~rare].double()
+    if pooled[1] >= 5:
+        counts, expected = torch.cat((counts, pooled[:1])), torch.cat((expected, pooled[1:]))
+    k = len(counts) - 1
+    chi_square = float(((counts - expected) ** 2 / expected).sum())
+    return ((chi_square / k) ** (1 / 3) - (1 - 2 / (9 * k))) / (2 / (9 * k)) ** 0.5  # Wilson and Hilferty
+
+
+# ----- greedy decoding --------------------------------------------------------------------------------------
+
+
+def test_greedy_is_generate(random_model):
+    """Token for token, each prompt alone; in float64, so that no tie is decided by rounding."""
+    exact = copy.deepcopy(random_model).double()
+    rollout = sample_groups(exact, TOKENIZER, PROMPTS, 2, 30, temperature=0)
+    seen = set()
+    for n, prompt in enumerate(prompt for prompt in PROMPTS for _ in range(2)):
+        ids = torch.tensor([ids_of(prompt)])
+        expected = exact.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=30)[0]
+        assert rollout.input_ids[n, :len(expected)].tolist() == expected.tolist()
+        assert (rollout.labels[n] != IGNORE).sum() == len(expected) - ids.shape[1]
+        seen.update(expected[ids.shape[1]:].tolist())
+    assert len(seen) > 8  # not one token over and over
+
+
+def test_greedy_ends_where_generate_ends(model):
+    """With many end tokens some rows end early; the others go on as if alone."""
+    exact = copy.deepcopy(model).double()
+    exact.generation_config.eos_token_id = list(range(1, V, 9))
+    prompts = [f"w{i} w{i + 1} w{i + 2}" * (i % 3 + 1) for i in range(10, 30)]
+    prompts = [" ".join(f"w{i + j}" for j in range(1 + i % 4)) for i in range(10, 30)]
+    rollout = sample_groups(exact, TOKENIZER, prompts, 1, 25, temperature=0)
+    lengths = set()
+    for n, prompt in enumerate(prompts):
+        ids = torch.tensor([ids_of(prompt)])
+        expected = exact.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=25)[0]
+        response = expected[ids.shape[1]:].tolist()
+        assert responses_of(rollout, prompts, 1)[n] == response
+        assert bool(rollout.finished[n]) == (response[-1] % 9 == 1)
+        lengths.add(len(response))
+    assert len(lengths) > 3 and min(lengths) < 25
+
+
+def test_greedy_logprobs_are_those_of_temperature_one(model):
+    rollout = sample_groups(model, TOKENIZER, PROMPTS, 2, 12, temperature=0)
+    expected = token_logprobs(model, rollout.input_ids, rollout.labels).detach()
+    torch.testing.assert_close(rollout.logprobs, expected, rtol=0, atol=1e-4)
+
+
+# ----- log-probs --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_recorded_logprobs_are_those_of_logprob_py(random_model, temperature):
+    rollout = sample_groups(random_model, TOKENIZER, PROMPTS, 4, 30, temperature, seeded())
+    expected = token_logprobs(random_model, rollout.input_ids, rollout.labels, temperature).detach()
+    assert len(set(rollout.labels[rollout.labels != IGNORE].tolist())) > 8
+    torch.testing.assert_close(rollout.logprobs, expected, rtol=0, atol=1e-4)
+    assert rollout.logprobs.dtype == torch.float32 and not rollout.logprobs.requires_grad
+
+
+# ----- the rows ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [1, 2, 12])
+@pytest.mark.parametrize("ends", [[END], [END, 7, 40, 41, 42, 43]])
+def test_the_layout(model, config, ends, limit):
+    config("eos_token_id", ends if len(ends) > 1 else END)
+    G, N = 20, 4 * 20
+    rollout = sample_groups(model, TOKENIZER, PROMPTS, G, limit, 1.5, seeded())
+    S = rollout.input_ids.shape[1]
+    assert rollout.input_ids.shape == rollout.labels.shape == (N, S) and rollout.logprobs.shape == (N, S - 1)
+    assert rollout.finished.shape == rollout.group_ids.shape == (N,) and len(rollout.responses) == N
+    assert {rollout.input_ids.dtype, rollout.labels.dtype, rollout.group_ids.dtype} == {torch.long}
+    assert rollout.finished.dtype == torch.bool
+    assert rollout.group_ids.tolist() == [n // G for n in range(N)]
+
+    longest, at_the_limit = 0, 0
+    for n in range(N):
+        row, prompt = rollout.input_ids[n].tolist(), ids_of(PROMPTS[n // G])
+        assert row[:len(prompt)] == prompt
+        answer = row[len(prompt):len(prompt) + limit]
+        length = next((t + 1 for t, token in enumerate(answer) if token in ends), limit)
+        answer, rest = answer[:length], row[len(prompt) + length:]
+        assert len(answer) == length and rest == [PAD] * len(rest)
+        assert rollout.labels[n].tolist() == [IGNORE] * len(prompt) + answer + [IGNORE] * len(rest)
+        spoken = [0] * (len(prompt) - 1) + [1] * length + [0] * len(rest)
+        assert (rollout.logprobs[n] < 0).int().tolist() == spoken
+        assert not rollout.logprobs[n][rollout.labels[n, 1:] == IGNORE].any()
+        assert bool(rollout.finished[n]) == (answer[-1] in ends)
+        assert rollout.responses[n].split() == [f"w{token}" for token in answer if token > START]
+        longest = max(longest, len(prompt) + length)
+        at_the_limit += length == limit and answer[-1] in ends
+    assert S == longest
+    assert rollout.finished.any() and not rollout.finished.all() and at_the_limit  # all of these occurred
+    if limit == 12:
+        drawn = rollout.labels[rollout.labels != IGNORE]
+        assert (drawn == PAD).any() and all((drawn == end).any() for end in ends)
+
+
+def test_the_ids_are_kept_though_the_text_is_not_theirs(model, config):
+    """A padding id that was drawn is an action like any other, though `responses` does not show it."""
+    config("eos_token_id", END)
+    rollout = sample_groups(model, TOKENIZER, PROMPTS[:1], 64, 8, 1.5, seeded())
+    inside = (rollout.labels == PAD).any(dim=1)
+    assert inside.any()
+    for n in inside.nonzero()[:, 0].tolist():
+        answer = rollout.labels[n][rollout.labels[n] != IGNORE]
+        assert len(TOKENIZER(rollout.responses[n], add_special_tokens=False).input_ids) < len(answer)
+
+
+def test_no_special_token_in_the_responses(model):
+    rollout = sample_groups(model, TOKENIZER, PROMPTS, 50, 12, 1.5, seeded())
+    assert {PAD, END, START} <= set(rollout.labels.flatten().tolist())
+    assert not any(f"<{name}>" in text for text in rollout.responses for name in ("pad", "end", "start"))
+
+
+def test_no_start_token_is_added(model):
+    assert TOKENIZER("w5").input_ids == [START, 5]
+    rollout = sample_groups(model, TOKENIZER, ["w5", "<start> w5"], 1, 2, 1.0, seeded())
+    assert rollout.input_ids[0, 0] == 5 and rollout.input_ids[1, :2].tolist() == [START, 5]
+
+
+# ----- end tokens -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("generation, tokenizer_end, ends", [
+    (END, "<end>", {END}), ([END, 9], "<end>", {END, 9}), ([11, 9, 8], "<end>", {8, 9, 11}), (12, None, {12}),
+    (None, "<end>", {END}), (None, "w13", {13}),
+])
+def test_end_tokens(model, config, generation, tokenizer_end, ends):
+    config("eos_token_id", generation)
+    tokenizer = make_tokenizer(pad_token="<pad>", **({"eos_token": tokenizer_end} if tokenizer_end else {}))
+    rollout = sample_groups(model, tokenizer, PROMPTS, 100, 20, 1.5, seeded())
+    last = set()
+    for answer, finished in zip(responses_of(rollout, PROMPTS, 100), rollout.finished.tolist()):
+        assert not ends & set(answer[:-1])
+        assert finished == (answer[-1] in ends) and (finished or len(answer) == 20)
+        last |= {answer[-1]} & ends
+    assert last == ends
+
+
+def test_without_an_end_token_anywhere(model, config):
+    config("eos_token_id", None)
+    with pytest.raises(ValueError, match="end token") as error:
+        sample_groups(model, make_tokenizer(pad_token="<pad>"), PROMPTS, 2, 4)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("ends, pad", [(END, END), ([11, 9], END)])
+def test_without_a_padding_token_the_end_token_pads(model, config, ends, pad):
+    config("eos_token_id", ends)
+    rollout = sample_groups(model, make_tokenizer(eos_token="<end>"), PROMPTS, 10, 20, 1.5, seeded())
+    response = (rollout.labels != IGNORE).int()
+    behind = (rollout.labels == IGNORE) & (response.cumsum(dim=1) > 0)
+    assert behind.any() and (rollout.input_ids[behind] == pad).all()
+
+
+@pytest.mark.parametrize("prompts, which", [([""], 0), (["w5", ""], 1), (["w5", "  ", ""], 1)])
+def test_an_empty_prompt(model, prompts, which):
+    with pytest.raises(ValueError, match=f"prompt {which}") as error:
+        sample_groups(model, TOKENIZER, prompts, 2, 4)
+    assert "\n" not in str(error.value)
+
+
+# ----- chance -----------------------------------------------------------------------------------------------
+
+
+def next_token(model, ids, temperature):
+    with torch.no_grad():
+        return (model(torch.tensor([ids])).logits[0, -1].double() / temperature).softmax(dim=0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_first_tokens_have_the_softmax_frequencies(model, temperature):
+    G = 8000
+    rollout = sample_groups(model, TOKENIZER, PROMPTS[:2], G, 1, temperature, seeded())
+    expected = [next_token(model, ids_of(prompt), temperature) for prompt in PROMPTS[:2]]
+    counts = [torch.tensor(answers).flatten().bincount(minlength=V)
+              for answers in (responses_of(rollout, PROMPTS, G)[g * G:g * G + G] for g in (0, 1))]
+    for g in (0, 1):
+        assert abs(surprise(counts[g], expected[g] * G)) < 5
+        assert surprise(counts[g], expected[1 - g] * G) > 50  # what a mistake would look like
+        other = next_token(model, ids_of(PROMPTS[g]), 0.7 if temperature == 1.0 else 1.0)
+        assert surprise(counts[g], other * G) > 20
+
+
+def test_siblings_draw_independently(model):
+    """Neighbours of a group: how often both fall into the first half of the vocabulary, one, none."""
+    G = 8000
+    rollout = sample_groups(model, TOKENIZER, PROMPTS[:2], G, 1, 1.0, seeded())
+    first = torch.tensor(responses_of(rollout, PROMPTS, G)).view(2, G)
+    for g in (0, 1):
+        p = next_token(model, ids_of(PROMPTS[g]), 1.0)
+        quarter = ((p.cumsum(dim=0) - p / 2) * 4).long().clamp(max=3)  # of the probability: of each token
+        share = torch.zeros(4, dtype=torch.double).scatter_add(0, quarter, p)
+        assert share.min() > 0.05
+        for lag in (1, 2, G // 2):
+            pairs = quarter[first[g, ::2 * lag][:G // 2]] * 4 + quarter[first[g, lag::2 * lag][:G // 2]]
+            if lag == G // 2:
+                pairs = quarter[first[g, :lag]] * 4 + quarter[first[g, lag:]]
+            expected = torch.outer(share, share).flatten() * len(pairs)
+            assert abs(surprise(pairs.bincount(minlength=16), expected)) < 5
+
+
+def test_every_later_token_has_the_softmax_frequencies(model, config):
+    """Each draw lands in its distribution at F(token - 1) + u p(token), which is uniform; so are pairs of them."""
+    config("eos_token_id", [END, 7, 40])
+    rollout = sample_groups(model, TOKENIZER, PROMPTS, 60, 24, 0.7, seeded())
+    with torch.no_grad():
+        p = (model(rollout.input_ids).logits[:, :-1].double() / 0.7).softmax(dim=-1)
+    chosen = rollout.input_ids[:, 1:, None]
+    u = torch.rand(chosen.shape[:2], dtype=torch.double, generator=seeded(1))
+    landed = p.cumsum(dim=-1).gather(2, chosen)[..., 0] - u * p.gather(2, chosen)[..., 0]
+    mask = rollout.labels[:, 1:] != IGNORE
+    tenth = (landed * 10).long().clamp(0, 9)
+    counts = tenth[mask].bincount(minlength=10)
+    assert abs(surprise(counts, torch.full((10,), counts.sum() / 10))) < 5
+    for a, b in (((slice(None), slice(1, None)), (slice(None), slice(None, -1))),  # in a row
+                 ((slice(1, None), slice(None)), (slice(None, -1), slice(None)))):  # in neighbouring rows
+        both = mask[a] & mask[b]
+        counts = (tenth[a] * 10 + tenth[b])[both].bincount(minlength=100)
+        assert abs(surprise(counts, torch.full((100,), counts.sum() / 100))) < 5
+
+
+@pytest.mark.parametrize("settings", [
+    dict(do_sample=True, top_k=1), dict(temperature=0.01), dict(repetition_penalty=5.0), dict(do_sample=False),
+    dict(top_p=0.01, min_p=0.5, typical_p=0.1), dict(max_new_tokens=2, max_length=3), dict(min_new_tokens=12),
+    dict(no_repeat_ngram_size=1, bad_words_ids=[[i] for i in range(3, 50)], suppress_tokens=[1]),
+])
+def test_a_checkpoints_own_settings_change_nothing(model, config, settings):
+    plain = sample_groups(model, TOKENIZER, PROMPTS, 3, 10, 1.5, seeded())
+    for name, value in settings.items():
+        config(name, value)
+    assert same(sample_groups(model, TOKENIZER, PROMPTS, 3, 10, 1.5, seeded()), plain)
+
+
+def test_the_generator_decides(model):
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    first = sample_groups(model, TOKENIZER, PROMPTS, 3, 10, 1.0, seeded(5))
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(1)
+    assert same(sample_groups(model, TOKENIZER, PROMPTS, 3, 10, 1.0, seeded(5)), first)
+    assert not same(sample_groups(model, TOKENIZER, PROMPTS, 3, 10, 1.0, seeded(6)), first)
+    generator = seeded(5)
+    assert same(sample_groups(model, TOKENIZER, PROMPTS, 3, 10, 1.0, generator), first)
+    assert not same(sample_groups(model, TOKENIZER, PROMPTS, 3, 10, 1.0, generator), first)  # it has moved on
+
+
+def test_without_a_generator_the_global_seed_decides(model):
+    rollouts = []
+    for seed in (5, 5, 6):
+        torch.manual_seed(seed)
+        rollouts.append(sample_groups(model, TOKENIZER, PROMPTS, 3, 10))
+    assert same(rollouts[0], rollouts[1]) and not same(rollouts[0], rollouts[2])
+
+
+# ----- the work done ----------------------------------------------------------------------------------------
+
+
+def test_nothing_is_run_twice_or_for_nothing(model, config, runs):
+    """A prompt runs once, then each row a token at a time until its last, which is drawn but not run."""
+    config("eos_token_id", [END, 7, 40, 41, 42])
+    rollout = sample_groups(model, TOKENIZER, PROMPTS, 5, 40, 1.5, seeded())
+    lengths = [len(answer) for answer in responses_of(rollout, PROMPTS, 5)]
+    assert len(set(lengths)) > 5
+    assert runs[0] == (len(PROMPTS), max(len(ids_of(prompt)) for prompt in PROMPTS))
+    assert runs[1:] == [(sum(length > t for length in lengths), 1) for t in range(1, max(lengths))]
+    assert sum(rows for rows, _ in runs[1:]) == sum(length - 1 for length in lengths)
+
+
+def test_one_token_needs_no_second_run(model, runs):
+    sample_groups(model, TOKENIZER, PROMPTS, 5, 1, 1.0, seeded())
+    assert len(runs) == 1
+
+
+# ----- one draw ---------------------------------------------------------------------------------------------
+
+TAIL = -2.2 * torch.arange(1, 1001).double().log()[torch.randperm(1000, generator=seeded())]  # Zipf: 0.6 .. 2e-7
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_draw_has_the_softmax_frequencies(temperature):
+    """A million draws from a thousand words."""
+    generator, counts = seeded(), torch.zeros(1000, dtype=torch.long)
+    logits = TAIL.float().expand(20_000, 1000)
+    for _ in range(50):
+        counts += draw(logits, temperature, generator)[0].bincount(minlength=1000)
+    expected = (TAIL / temperature).softmax(dim=0) * 1_000_000
+    assert abs(surprise(counts, expected)) < 5
+    rare = expected < 5
+    assert rare.sum() > 100  # whose sum was a cell of its own, and here is tested alone
+    assert abs(int(counts[rare].sum()) - float(expected[rare].sum())) < 5 * float(expected[rare].sum()) ** 0.5
+    assert (counts[rare] > 0).sum() > 50  # all over the tail
+
+
+def test_draw_by_rows():
+    """Every row has a distribution of its own."""
+    logits = torch.randn(6, 9, generator=seeded()) * 3
+    tokens, logprobs = draw(logits.repeat_interleave(5000, dim=0), 1.0, seeded(1))
+    for row, drawn in zip(logits.double().softmax(dim=1), tokens.view(6, 5000)):
+        assert abs(surprise(drawn.bincount(minlength=9), row * 5000)) < 5
+    assert tokens.shape == logprobs.shape == (30000,) and tokens.dtype == torch.long
+
+
+def test_draw_greedily():
+    logits = torch.randn(50, 30, generator=seeded())
+    tokens, logprobs = draw(logits, temperature=0, generator=seeded())
+    assert tokens.tolist() == [max(range(30), key=row.__getitem__) for row in logits.tolist()]
+    torch.testing.assert_close(logprobs.double(), logits.double().log_softmax(dim=1).max(dim=1)[0])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_logprob_of_a_draw(temperature, dtype):
+    logits = (4 * torch.randn(500, 30, generator=seeded())).to(dtype)
+    tokens, logprobs = draw(logits, temperature, seeded())
+    expected = (logits.double() / temperature).log_softmax(dim=1).gather(1, tokens[:, None])[:, 0]
+    assert logprobs.dtype == torch.float32
+    torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_has_no_probability_is_never_drawn():
+    logits = torch.zeros(100_000, 50)
+    logits[:, ::2] = -torch.inf
+    tokens, logprobs = draw(logits, 1.0, seeded())
+    assert (tokens % 2 == 1).all() and logprobs.isfinite().all()
+    assert len(tokens.unique()) == 25
+
+
+def test_draw_leaves_the_logits():
+    logits = torch.randn(20, 30, generator=seeded())
+    before = logits.clone()
+    draw(logits, 0.7, seeded())
+    assert torch.equal(logits, before)
+
+
+# ----- the tiny policy and the script -----------------------------------------------------------------------
+
+
+def test_tiny(tiny):
+    model, tokenizer = tiny
+    chats = [[{"role": "user", "content": "How many ?"}], [{"role": "user", "content": "How many ? " * 3}]]
+    prompts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    rollout = sample_groups(model, tokenizer, prompts, 4, 16, 1.0, seeded())
+    for n, row in enumerate(rollout.input_ids):
+        ids = tokenizer(prompts[n // 4], add_special_tokens=False).input_ids
+        assert row[:len(ids)].tolist() == ids
+    expected = token_logprobs(model, rollout.input_ids, rollout.labels).detach()
+    torch.testing.assert_close(rollout.logprobs, expected, rtol=0, atol=1e-4)
+
+
+def run_script(monkeypatch, capsys, *arguments):
+    monkeypatch.setattr(sys, "argv", ["sample.py", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(ROOT / "sample.py"), run_name="__main__")
+    assert not stop.value.code
+    return capsys.readouterr().out
+
+
+def test_script_draws_a_group(monkeypatch, capsys, tiny):
+    model, tokenizer = tiny
+    printed = run_script(monkeypatch, capsys, "--group-size=3", "--max-new-tokens=9", "--seed=4", "How many ?")
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "How many ?"}], tokenize=False,
+                                           add_generation_prompt=True)
+    rollout = sample_groups(model, tokenizer, [prompt], 3, 9, 1.0, seeded(4))
+    head, *answers = printed.split("\n\n")
+    assert head == prompt.rstrip("\n") and len(answers) == 3
+    for n, answer in enumerate(answers):
+        facts, _, text = answer.rstrip("\n").partition("\n")
+        length, total = len(responses_of(rollout, [prompt], 3)[n]), float(rollout.logprobs[n].sum())
+        assert facts.startswith(f"[{n}] {length} tokens, log-prob {total:.2f}")
+        assert ("cut" in facts) == (not rollout.finished[n])
+        assert text == rollout.responses[n]
+
+
+def test_script_greedy(monkeypatch, capsys):
+    printed = run_script(monkeypatch, capsys, "--group-size=2", "--max-new-tokens=9", "--temperature=0")
+    first, second = printed.split("\n\n")[1:]
+    assert first.split()[1:] == second.split()[1:]

@@ -1,0 +1,187 @@
+"""
+Makes everything else in this folder: a tiny policy, its problems, and the recipe that trains it.
+
+    python tests/tiny/make.py
+
+The problems are short sums told as stories, in GSM8K's format:
+
+    Anna has 9 books , loses 4 , gives 2 , gets 7 . How many ?
+
+The policy is a Qwen3 of 78k parameters that has been shown two ways to answer:
+
+    \\boxed{ 10 }                                             guessing, two times in three
+    9 - 4 = 5 , 5 - 2 = 3 , 3 + 7 = 10 , \\boxed{ 10 }        working it out, one time in three
+
+It is too small to do a whole sum in its head, so most of its guesses are wrong, while most of what it
+works out is right. By habit it guesses. No example says that working is better: RL has to find this, and
+the accuracy on held-out problems shows whether it did.
+"""
+
+import hashlib
+import json
+import random
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config
+
+HERE = Path(__file__).parent
+GUESSES = 2 / 3  # of the warm start's answers
+STEPS, BATCH, LR = 1000, 32, 5e-3
+
+NAMES = "Anna Ben Carla David Emma Felix Grace Henry".split()
+THINGS = "apples books coins marbles pens stamps".split()
+VERBS = {"+": "gets finds buys".split(), "-": "gives loses sells".split()}
+SPECIAL = {"pad_token": "<|pad|>", "eos_token": "<|end|>", "unk_token": "<|unk|>"}
+ROLES = ["<|user|>", "<|assistant|>"]
+CHAT_TEMPLATE = (  # no place for a system message: it is left out
+    "{% for message in messages if message.role != 'system' %}"
+    "<|{{ message.role }}|> {{ message.content }} {% if message.role == 'assistant' %}<|end|> {% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")
+RECIPE = {  # the defaults this folder brings to train.py; its paths are relative to this folder
+    "data": "train.jsonl", "eval-data": "test.jsonl", "system-prompt": "", "steps": 100,
+    "prompts-per-step": 16, "group-size": 8, "max-new-tokens": 48, "lr": 3e-4, "kl-coef": 0.02,
+    "updates-per-rollout": 2, "eval-every": 20, "warmup-steps": 0}
+
+
+def split_of(start, operations):
+    """Hangs on nothing but the numbers, so that no held-out sum is trained on under another story."""
+    digest = hashlib.sha256(f"{start} {operations}".encode()).digest()
+    return {0: "test", 1: "validation"}.get(digest[0] % 8, "train")
+
+
+def draw(rng, split):
+    """A random problem of this split: the start, and 3 to 5 operations that keep the total in 0..20."""
+    while True:
+        start = total = rng.randint(1, 20)
+        operations = []
+        for n in rng.sample(range(1, 10), rng.randint(3, 5)):
+            sign = rng.choice([s for s in "+-" if 0 <= total + int(f"{s}{n}") <= 20])
+            operations.append((sign, n))
+            total += int(f"{sign}{n}")
+        if split_of(start, operations) == split:
+            return start, operations
+
+
+def tell(rng, start, operations):
+    """The problem as a question, the steps that work it out, and the answer."""
+    events, steps, total = [], [], start
+    for sign, n in operations:
+        events.append(f"{rng.choice(VERBS[sign])} {n}")
+        steps.append(f"{total} {sign} {n} = {total + int(f'{sign}{n}')}")
+        total += int(f"{sign}{n}")
+    events = " , ".join(events)
+    return f"{rng.choice(NAMES)} has {start} {rng.choice(THINGS)} , {events} . How many ?", steps, total
+
+
+def make_problems(rng, split, count):
+    problems = {}
+    while len(problems) < count:
+        start, operations = draw(rng, split)
+        question, steps, total = tell(rng, start, operations)
+        answer = "\n".join([*steps, f"#### {total}"])
+        problems[start, *operations] = {"question": question, "answer": answer}  # no sum twice
+    (HERE / f"{split}.jsonl").write_text("".join(json.dumps(p) + "\n" for p in problems.values()))
+    return list(problems.values())
+
+
+def make_tokenizer():
+    """A token for each word, where a whole number is a word and so is `\\boxed{`."""
+    words = [*SPECIAL.values(), *ROLES, *NAMES, *THINGS, *VERBS["+"], *VERBS["-"], *map(str, range(21)),
+             *"has , . How many ? + - = \\boxed{ }".split()]
+    vocab = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=SPECIAL["unk_token"]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, **SPECIAL, extra_special_tokens=ROLES, chat_template=CHAT_TEMPLATE,
+        padding_side="left", clean_up_tokenization_spaces=False)
+
+
+def make_model(tokenizer):
+    # AutoTokenizer gives a Qwen2 model Qwen2's own tokenizer whatever its folder says, so this is a Qwen3
+    return AutoModelForCausalLM.from_config(Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=128,
+        tie_word_embeddings=True, initializer_range=0.1, bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id))
+
+
+def render(tokenizer, question):
+    messages = [{"role": "user", "content": question}]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def make_batch(tokenizer, rng, split, size, guesses):
+    """Prompts and responses as ids padded on the right, and labels that leave out all but the responses."""
+    ids, labels = [], []
+    for _ in range(size):
+        question, steps, total = tell(rng, *draw(rng, split))
+        steps = [] if rng.random() < guesses else steps
+        response = " , ".join([*steps, f"\\boxed{{ {total} }}"]) + " <|end|>"
+        prompt_ids, response_ids = tokenizer([render(tokenizer, question), response]).input_ids
+        ids.append(torch.tensor(prompt_ids + response_ids))
+        labels.append(torch.tensor([-100] * len(prompt_ids) + response_ids))
+    return pad_sequence(ids, True, tokenizer.pad_token_id), pad_sequence(labels, True, -100)
+
+
+@torch.no_grad()
+def worked_accuracy(model, ids, labels):
+    """How likely a worked answer, once begun, is to be sampled through to its end without a slip."""
+    targets = labels[:, 1:]
+    logps = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    begun = labels[:, :-1] != -100  # true from the response's second token on
+    return (logps * (begun & (targets != -100))).sum(1).exp().mean().item()
+
+
+def warm_start(model, tokenizer, rng):
+    validation = make_batch(tokenizer, rng, "validation", 256, guesses=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98))
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, STEPS)
+    for step in (bar := tqdm(range(1, STEPS + 1), desc="warm start")):
+        ids, labels = make_batch(tokenizer, rng, "train", BATCH, GUESSES)
+        model(ids, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if step % 50 == 0:
+            accuracy = worked_accuracy(model, *validation)
+            bar.set_postfix(worked_accuracy=f"{accuracy:.3f}")
+    assert accuracy >= 0.8, "the policy has not learnt to work it out"
+
+
+def check(problems):
+    """Loads the folder as a user would. Its policy must guess by habit, mostly wrongly."""
+    tokenizer, model = AutoTokenizer.from_pretrained(HERE), AutoModelForCausalLM.from_pretrained(HERE)
+    prompts = [render(tokenizer, problem["question"]) for problem in problems]
+    batch = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
+    for prompt, ids in zip(prompts, batch.input_ids, strict=True):  # a token a word, and back
+        ids = ids[ids != tokenizer.pad_token_id].tolist()
+        assert ids == [tokenizer.vocab[word] for word in prompt.split()]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == " ".join(prompt.split()[1:-1])
+    for name, how in {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "top_k": 0}}.items():
+        ids = model.generate(**batch, max_new_tokens=RECIPE["max-new-tokens"], **how)
+        texts = tokenizer.batch_decode(ids[:, batch.input_ids.shape[1]:], skip_special_tokens=True)
+        right = [f"\\boxed{{ {problem['answer'].split()[-1]} }}" in text
+                 for problem, text in zip(problems, texts, strict=True)]
+        worked = sum("=" in text for text in texts) / len(texts)
+        accuracy = sum(right) / len(right)
+        print(f"held out, {name}: {accuracy:.3f} right, {worked:.3f} worked out")
+        assert accuracy <= (0.25 if name == "greedy" else 0.5) and worked <= 0.5
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # the sums' order, and with it every byte, must not hang on the cores there are
+    torch.manual_seed(0)
+    rng = random.Random(0)
+    (HERE / "recipe.json").write_text(json.dumps(RECIPE, indent=2) + "\n")
+    make_problems(rng, "train", 2000)
+    held_out = make_problems(rng, "test", 256)
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer)
+    warm_start(model, tokenizer, rng)
+    model.save_pretrained(HERE)
+    tokenizer.save_pretrained(HERE)
+    check(held_out)
