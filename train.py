@@ -15,17 +15,25 @@ Departures from the theory's code map:
 """
 
 import argparse
+import contextlib
 import copy
 import dataclasses
+import hashlib
 import importlib.util
 import json
 import math
 import os
+import shlex
+import shutil
+import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from types import MethodType
 
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -33,8 +41,13 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+try:
+    import fcntl
+except ImportError:                                      # Windows: two runs in one folder are not noticed there
+    fcntl = None
+
 from advantage import group_advantages
-from logprob import IGNORE, token_logprobs
+from logprob import IGNORE, can_group, has_plain_head, token_logprobs
 from loss import grpo_loss
 from reward import extract_boxed, load_problems, majority_at_k, pass_at_k, score_responses
 from sample import sample_groups
@@ -48,10 +61,12 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, prompts, ground_tr
 
     `ref_model` is the frozen reference, None for no KL. `reward_fn(prompts, responses) -> (N,)` replaces the
     rule reward; `on_rollout(rollout, rewards, advantages)` may look at the answers. DeepSeekMath, algorithm 1.
+    On several GPUs each has prompts of its own, with all G answers to them; the metrics are of all of them.
     """
     s, started = settings, time.perf_counter()
-    rollout = sample_groups(policy_model, tokenizer, prompts, s.group_size, s.max_new_tokens,
-                            s.temperature, generator)                                            # [A]
+    with whole_weights(policy_model):
+        rollout = sample_groups(policy_model, tokenizer, prompts, s.group_size, s.max_new_tokens,
+                                s.temperature, generator)                                        # [A]
     rule_rewards = score_responses(rollout.responses, ground_truths, s.group_size, policy_model.device)
     rewards = reward_fn(prompts, rollout.responses) if reward_fn else rule_rewards               # [B]
     advantages = group_advantages(rewards, s.group_size, scale_by_std=s.scale_by_std)            # [C]
@@ -61,49 +76,50 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, prompts, ground_tr
 
     old_logprobs = torch.zeros_like(rollout.logprobs)                                            # (N, S-1)
     ref_logprobs = None if ref_model is None else torch.zeros_like(old_logprobs)
-    updates = [update(policy_model, ref_model, optimizer, rollout, advantages, old_logprobs, ref_logprobs,
-                      first=(u == 0), settings=s) for u in range(s.updates_per_rollout)]
+    updates = [within_memory(s, update, policy_model, ref_model, optimizer, rollout, advantages, old_logprobs,
+                             ref_logprobs, u == 0) for u in range(s.updates_per_rollout)]        # [D] [E] [F]
     trained = time.perf_counter()
 
     metrics = rollout_metrics(rollout, rewards, rule_rewards, s.group_size)
-    metrics |= {name: sum(u[name] for u in updates) / len(updates) for name in updates[-1]}
+    metrics |= {name: sum(u[name] for u in updates) / len(updates) for name in updates[0]}
     metrics |= {name: updates[0][name] for name in ("entropy", "sampler_ratio_error")}
     metrics["skipped_updates"] = sum(u["skipped_updates"] for u in updates)
-    tokens = metrics["response_length_mean"] * len(rewards)
     return metrics | {"seconds_sampling": sampled - started, "seconds_training": trained - sampled,
-                      "tokens_per_second": tokens / (trained - started)}
+                      "tokens_per_second": metrics["tokens"] / (trained - started)}
 
 
-def update(policy_model, ref_model, optimizer, rollout, advantages, old_logprobs, ref_logprobs, first, settings):
-    """One gradient step on the rollout. The first update fills in old_logprobs and ref_logprobs."""
-    s, N, n_tokens = settings, len(rollout.labels), int((rollout.labels != IGNORE).sum())
-    totals = {}
+def update(settings, policy_model, ref_model, optimizer, rollout, advantages, old_logprobs, ref_logprobs, first):
+    """One gradient step on the rollout. The first update fills in old_logprobs and ref_logprobs, (N, S-1)."""
+    s, totals = settings, {}
+    n_rows = total(len(rollout.labels))                          # of the whole batch, on all GPUs
+    n_tokens = total(int((rollout.labels != IGNORE).sum()))
     optimizer.zero_grad()
-    for rows, width in micro_batches(rollout, s.micro_batch_tokens, s.share_prompts):
+    for rows, width, weight in same_count(micro_batches(rollout, s.micro_batch_tokens, s.share_prompts)):
         ids, labels = rollout.input_ids[rows, :width], rollout.labels[rows, :width]              # (n, w)
         groups = rollout.group_ids[rows] if s.share_prompts else None
         here, mask = (rows, slice(width - 1)), labels[:, 1:] != IGNORE                           # (n, w-1)
-        logprobs, entropy = token_logprobs(policy_model, ids, labels, s.temperature, True, groups)   # [D]
+        logprobs, entropy = score(policy_model, ids, labels, s.temperature, True, groups)        # [D]
         if first:                                        # nothing has moved yet: these are the old log-probs
             old_logprobs[here] = logprobs.detach()
             if ref_model is not None:
                 with torch.no_grad():
-                    ref_logprobs[here] = token_logprobs(ref_model, ids, labels, s.temperature, group_ids=groups)
+                    ref_logprobs[here], _ = score(ref_model, ids, labels, s.temperature, True, groups)
         loss, metrics = grpo_loss(                                                               # [E] [F]
             logprobs, old_logprobs[here], None if ref_logprobs is None else ref_logprobs[here],
             advantages[rows], mask, s.clip_eps, s.kl_coef, clip_eps_high=s.clip_eps_high,
             kl_estimator=s.kl_estimator, aggregate=s.aggregate, ratio=s.ratio,
-            max_new_tokens=s.max_new_tokens, n_rows=N, n_tokens=n_tokens)
-        loss.backward()
+            max_new_tokens=s.max_new_tokens, n_rows=n_rows, n_tokens=n_tokens)
+        (loss * weight).backward()
         metrics["entropy"] = entropy.sum() / n_tokens
-        totals = {name: totals.get(name, 0) + value for name, value in metrics.items()}
-    grad_norm = clip_grad_norm_(optimizer.param_groups[0]["params"], s.max_grad_norm)
-    finite = bool(grad_norm.isfinite() & totals["loss"].isfinite())
+        totals = {name: totals.get(name, 0) + (weight > 0) * value for name, value in metrics.items()}
+    totals = {name: total(float(value)) for name, value in totals.items()}
+    grad_norm = float(full(clip_grad_norm_(optimizer.param_groups[0]["params"], s.max_grad_norm)))
+    finite = math.isfinite(grad_norm) and math.isfinite(totals["loss"])
     if finite:
         optimizer.step()
     gap = (old_logprobs - rollout.logprobs).expm1().abs().max()  # trainer against sampler: rounding, no more
-    return {name: float(value) for name, value in totals.items()} | {
-        "grad_norm": float(grad_norm), "skipped_updates": int(not finite), "sampler_ratio_error": float(gap)}
+    return totals | {"grad_norm": grad_norm, "skipped_updates": int(not finite),
+                     "sampler_ratio_error": float(gathered(gap[None]).max())}
 
 
 def micro_batches(rollout, token_budget, share_prompts):
@@ -134,6 +150,7 @@ def micro_batches(rollout, token_budget, share_prompts):
 def rollout_metrics(rollout, rewards, rule_rewards, group_size):
     """What the answers were like. `accuracy` and `format_rate` are the rule's, whoever gave the rewards."""
     lengths = (rollout.labels != IGNORE).sum(dim=1).float()
+    lengths, rewards, rule_rewards, finished = map(gathered, (lengths, rewards, rule_rewards, rollout.finished))
     groups = rewards.view(-1, group_size)
     return {name: float(value) for name, value in {
         "reward_mean": rewards.mean(),
@@ -143,7 +160,8 @@ def rollout_metrics(rollout, rewards, rule_rewards, group_size):
         "zero_variance_groups": (groups == groups[:, :1]).all(dim=1).float().mean(),     # they teach nothing
         "response_length_mean": lengths.mean(),
         "response_length_p95": lengths.quantile(0.95),
-        "truncated_fraction": (~rollout.finished).float().mean(),
+        "truncated_fraction": (~finished).float().mean(),
+        "tokens": lengths.sum(),
     }.items()}
 
 
@@ -154,56 +172,75 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
                run=None, reward_fn=None):
     """Steps run.step + 1 .. settings.steps on `problems` ({"question", "answer", ...}, see load_problems).
 
-    Everything random in a step comes from (seed, step), so a resumed run needs to know the step alone.
+    Everything random comes from (seed, step, prompt): a resumed run needs to know its step and no more, and
+    the answers do not depend on how many GPUs share them.
     """
     s, run = settings, run or Run()
     assert_own_frozen_tensors(ref_model, policy_model)
-    if run.step == 0:
+    if not run.before:
         accuracy, run.before = evaluate(policy_model, tokenizer, eval_problems, s)
         run.log({"step": 0, "eval_accuracy": accuracy})
-    bar = tqdm(total=s.steps, initial=run.step, desc="GRPO", unit="step", dynamic_ncols=True)
+    bar = tqdm(total=s.steps, initial=run.step, desc="GRPO", unit="step", dynamic_ncols=True, disable=rank() > 0)
     for step in range(run.step + 1, s.steps + 1):
+        if run.stopped():
+            break
         for group in optimizer.param_groups:
             group["lr"] = s.lr * min(1.0, step / max(s.warmup_steps, 1))
-        batch = problems_of_step(problems, step, s)
+        batch, generators = problems_of_step(problems, step, s)
         prompts = [chat_prompt(tokenizer, problem["question"], s.system_prompt) for problem in batch]
-        generator = torch.Generator(policy_model.device).manual_seed(s.seed * 1_000_003 + step)
-        metrics = train_step(
-            policy_model, ref_model, optimizer, tokenizer, prompts, [p["answer"] for p in batch], s, generator,
-            reward_fn and (lambda prompts, responses: reward_fn(prompts, responses, batch)),        # noqa: B023
-            lambda *rollout: run.log_samples(step, prompts, *rollout))                              # noqa: B023
+        try:
+            metrics = train_step(
+                policy_model, ref_model, optimizer, tokenizer, prompts, [problem["answer"] for problem in batch],
+                s, generators, reward_fn and partial(reward_fn, batch), partial(run.log_samples, step, prompts))
+        except BadInput:                                 # a reward that failed: nothing has moved in this step
+            run.save_checkpoint(policy_model, optimizer)
+            raise
         metrics = {"step": step, "lr": optimizer.param_groups[0]["lr"], **metrics}
         if step % s.eval_every == 0 or step == s.steps:
             metrics["eval_accuracy"], run.after = evaluate(policy_model, tokenizer, eval_problems, s)
         run.log(metrics)
-        bar.set_postfix_str("reward {reward_mean:.2f} accuracy {accuracy:.2f} length {response_length_mean:.0f} "
-                            "KL {approx_kl:.3f} flat groups {zero_variance_groups:.2f}".format(**metrics)
-                            + (f" SKIPPED {run.skipped}" if run.skipped else ""))
+        bar.set_postfix_str("reward {reward_mean:.2f}, accuracy {accuracy:.2f}, length {response_length_mean:.0f}, "
+                            "KL {approx_kl:.3f}, flat groups {zero_variance_groups:.2f}".format(**metrics)
+                            + (f", {run.skipped} SKIPPED" if run.skipped else ""))
         bar.update()
-        run.step = step
         if step % s.save_every == 0 or step == s.steps:
             run.save_checkpoint(policy_model, optimizer)
     bar.close()
 
 
 def problems_of_step(problems, step, settings):
-    """The step's B problems: every epoch a new order, drawn from (seed, epoch); its short rest is left out."""
-    B = settings.prompts_per_step
+    """This GPU's share of the step's B problems, and a random generator for each.
+
+    Every epoch has a new order, drawn from (seed, epoch); its short rest is left out. A prompt's answers are all
+    drawn on one GPU: a group that is split has two means and two baselines.
+    """
+    s, B = settings, settings.prompts_per_step
     epoch, k = divmod(step - 1, len(problems) // B)
-    generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + epoch)
-    order = torch.randperm(len(problems), generator=generator)
-    return [problems[i] for i in order[k * B:(k + 1) * B].tolist()]
+    order = torch.randperm(len(problems), generator=seeded(s.seed, 0, epoch))[k * B:(k + 1) * B].tolist()
+    mine = range(rank() * B // world(), (rank() + 1) * B // world())
+    whose = gathered(torch.tensor([order[j] for j in mine]))
+    assert whose.tolist() == order, "every prompt, with its whole group, must live on one rank"
+    return [problems[order[j]] for j in mine], [seeded(s.seed, step, j) for j in mine]
+
+
+def seeded(*numbers):
+    digest = hashlib.sha256(repr(numbers).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def evaluate(model, tokenizer, problems, settings, group_size=1, temperature=0.0, seed=0):
     """Greedy answers (or `group_size` sampled ones) to all problems -> share that is right, responses."""
     s, responses = settings, []
     prompts = [chat_prompt(tokenizer, problem["question"], s.system_prompt) for problem in problems]
-    generator = torch.Generator(model.device).manual_seed(seed)
     B = max(s.prompts_per_step * s.group_size // group_size, 1)                    # as many rows as in a step
-    for start in tqdm(range(0, len(prompts), B), desc="evaluation", unit="batch", leave=False, dynamic_ncols=True):
-        responses += sample_groups(model, tokenizer, prompts[start:start + B], group_size, s.max_new_tokens,
-                                   temperature, generator).responses
+    mine = list(range(rank() * len(prompts) // world(), (rank() + 1) * len(prompts) // world()))
+    with whole_weights(model):
+        for start in tqdm(range(0, len(mine), B), desc="evaluation", unit="batch", leave=False, dynamic_ncols=True,
+                          disable=rank() > 0):
+            part = mine[start:start + B]
+            responses += sample_groups(model, tokenizer, [prompts[j] for j in part], group_size, s.max_new_tokens,
+                                       temperature, [seeded(seed, "evaluation", j) for j in part]).responses
+    responses = sum(gathered_objects(responses), [])
     rewards = score_responses(responses, [problem["answer"] for problem in problems], group_size)
     return float((rewards == 1.5).float().mean()), responses
 
@@ -292,38 +329,59 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser():
-    parser = Parser(prog="train.py", description=__doc__, allow_abbrev=False,
+    parser = Parser(prog="train.py", description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     for field in dataclasses.fields(Settings):
         shown = "" if field.default in ("", None) else f" (default: {field.default})".replace("%", "%%")
         how = {"action": argparse.BooleanOptionalAction} if field.type is bool else {
             "type": field.type, "choices": field.metadata.get("choices"), "metavar": field.type.__name__.upper()}
-        parser.add_argument("--" + field.name.replace("_", "-"), default=field.default,
-                            help=field.metadata["help"] + shown, **how)
+        parser.add_argument(flag_of(field.name), help=field.metadata["help"] + shown, **how)
     return parser
 
 
+def flag_of(name):
+    return "--" + name.replace("_", "-")
+
+
 def parse(argv):
-    """Flags -> (Settings, what the model's recipe.json brought)."""
-    model = Path(checked(argv).model)
-    recipe = read_recipe(model / "recipe.json") if (model / "recipe.json").is_file() else {}
-    return checked(as_flags(recipe) + argv), recipe
+    """Flags -> (Settings, what the model's recipe.json brought). With --resume the run's own settings stand."""
+    given = checked(argv)
+    if given.get("resume"):
+        return resumed_settings(given), {}
+    path = Path(given.get("model", TINY)) / "recipe.json"
+    recipe = read_recipe(path) if path.is_file() else {}
+    return Settings(**{**checked(as_flags(recipe)), **given}), recipe
+
+
+def resumed_settings(given):
+    if not given.get("output"):
+        raise BadInput("--resume: needs --output, the folder of the run to go on with")
+    path = Path(given["output"]) / "config.json"
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))["settings"]
+        settings = Settings(**{**saved, "resume": True, "output": given["output"]})
+    except (OSError, ValueError, KeyError, TypeError):
+        raise BadInput(f"--output {given['output']}: no run to resume, config.json is missing or not ours") from None
+    for name, value in given.items():
+        if name not in ("resume", "output", "steps") and value != saved[name]:
+            raise BadInput(f"{flag_of(name)} {value}: the run in {given['output']} has {saved[name]}; "
+                           "only --steps may change when a run is resumed")
+    return dataclasses.replace(settings, steps=given.get("steps", settings.steps))
 
 
 def checked(argv):
-    settings = Settings(**vars(make_parser().parse_args(argv)))
+    """The flags that were given, {name: value}, each within its bounds."""
+    given = vars(make_parser().parse_args(argv))
     for field in dataclasses.fields(Settings):
-        value, bounds, name = getattr(settings, field.name), field.metadata, "--" + field.name.replace("_", "-")
+        value, bounds = given.get(field.name), field.metadata
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            if not math.isfinite(value):
-                raise BadInput(f"{name} {value}: not a finite number")
-            if "least" in bounds and value < bounds["least"]:
-                raise BadInput(f"{name} {value}: must be at least {bounds['least']}")
-            if "above" in bounds and value <= bounds["above"]:
-                raise BadInput(f"{name} {value}: must be above {bounds['above']}")
-            if "most" in bounds and value > bounds["most"]:
-                raise BadInput(f"{name} {value}: must be at most {bounds['most']}")
-    return settings
+            for wrong, words in ((not math.isfinite(value), "not a finite number"),
+                                 (value < bounds.get("least", value), f"must be at least {bounds.get('least')}"),
+                                 (value <= bounds.get("above", -math.inf), f"must be above {bounds.get('above')}"),
+                                 (value > bounds.get("most", value), f"must be at most {bounds.get('most')}")):
+                if wrong:
+                    raise BadInput(f"{flag_of(field.name)} {value}: {words}")
+    return given
 
 
 def as_flags(recipe):
@@ -356,6 +414,7 @@ def load_policy(s):
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     device, dtype = choose_device(s)
+    dtype = torch.float32 if world() > 1 else dtype      # FSDP holds float32 shards and gathers in bfloat16
     try:
         tokenizer = AutoTokenizer.from_pretrained(s.model, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(
@@ -404,7 +463,7 @@ def check_lengths(flag_name, problems, model, tokenizer, s):
 
 
 def load_reward(spec):
-    """`path/to/file.py:function` -> reward_fn(prompts, responses, problems) -> (N,) float32."""
+    """`path/to/file.py:function` -> reward_fn(problems, prompts, responses) -> (N,) float32."""
     path, _, name = spec.rpartition(":")
     if not Path(path).is_file():
         raise BadInput(f"--reward {spec}: no file {path!r}; write path/to/file.py:function")
@@ -418,15 +477,36 @@ def load_reward(spec):
     if not callable(function):
         raise BadInput(f"--reward {spec}: {path} has no function {name!r}")
 
-    def reward_fn(prompts, responses, problems):
+    def call(problems, prompts, responses):
         G = len(responses) // len(prompts)
-        columns = {key: [p.get(key) for p in problems for _ in range(G)] for key in problems[0]}
-        try:
-            values = function(prompts=[p for p in prompts for _ in range(G)], completions=responses, **columns)
-        except Exception as error:
-            raise BadInput(f"--reward {spec}: {type(error).__name__}: {error}") from None
+        columns = {key: [problem.get(key) for problem in problems for _ in range(G)] for key in problems[0]}
+        values = function(prompts=[p for p in prompts for _ in range(G)], completions=list(responses), **columns)
         return as_rewards(values, len(responses), spec)
+
+    def reward_fn(problems, prompts, responses):
+        try:
+            return call(problems, prompts, responses)
+        except BadInput:
+            raise
+        except Exception as error:
+            row, error = first_failing_row(call, problems, prompts, responses, error)
+            raise BadInput(f"--reward {spec}: {row}: {type(error).__name__}: {one_line(error)}") from None
     return reward_fn
+
+
+def first_failing_row(call, problems, prompts, responses, error):
+    """The batch raised: score its rows one by one to tell which."""
+    G = len(responses) // len(prompts)
+    for n, response in enumerate(responses):
+        try:
+            call([problems[n // G]], [prompts[n // G]], [response])
+        except Exception as error:
+            return f"row {n}, response {response[:60]!r}", error
+    return f"{len(responses)} rows together", error
+
+
+def one_line(error):
+    return " ".join(str(error).split())[:300]
 
 
 def as_rewards(values, n, spec):
@@ -469,81 +549,188 @@ def make_optimizer(model, s):
 
 
 # ---------------------------------------------------------------------------------------------------------
+# Several GPUs (torchrun): torch's own FSDP2. Every rank holds a shard of the float32 weights, gathers a layer
+# when it computes, and takes whole groups of its own. On one process all of this is the identity.
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def gathered(tensor):
+    """Every rank's rows, in the order of the ranks: (n, ...) -> (n * world, ...)."""
+    if world() == 1:
+        return tensor
+    parts = [torch.empty_like(tensor) for _ in range(world())]
+    dist.all_gather(parts, tensor.contiguous())
+    return torch.cat(parts)
+
+
+def gathered_objects(value):
+    values = [value] * world()
+    if world() > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def total(value):
+    """The sum over the ranks of a number."""
+    return sum(gathered_objects(value))
+
+
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def same_count(cuts):
+    """(rows, width) -> (rows, width, weight of the loss). Every rank must run equally many passes, or FSDP's
+    gathers wait for ever: the last cut is run again, for nothing. FSDP averages gradients; we want their sum."""
+    cuts = list(cuts)
+    most = max(gathered_objects(len(cuts)))
+    return [(*cut, world()) for cut in cuts] + [(*cuts[-1], 0)] * (most - len(cuts))
+
+
+def shard(model, compute_dtype):
+    """FSDP2 on every decoder layer and on the rest; float32 shards, gathered in the dtype that computes."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+    has_plain_head(model), can_group(model)              # tried while the weights are whole
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    layers = next(m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList))
+    for layer in layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    model.score = MethodType(token_logprobs, model)      # [D] enters below the model's forward: FSDP must know
+    register_fsdp_forward_method(model, "score")
+    return model
+
+
+def score(model, *args):
+    return model.score(*args) if world() > 1 else token_logprobs(model, *args)
+
+
+@contextlib.contextmanager
+def whole_weights(model):
+    """For a rollout all weights are gathered at once: then no rank waits for another's longer answers."""
+    if world() == 1:
+        yield
+        return
+    parts = [module for module in model.modules() if hasattr(module, "unshard")]
+    for part in parts:
+        part.unshard()
+        part.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.reshard()
+            part.set_reshard_after_forward(part is not model, recurse=False)
+
+
+# ---------------------------------------------------------------------------------------------------------
 # A run's folder: config.json, metrics.jsonl, samples.jsonl, checkpoint/, final/
 
 class Run:
-    """Where a run stands and where it writes; without a folder nothing is written."""
+    """Where a run stands and where it writes; without a folder nothing is written. Only rank 0 writes."""
 
     def __init__(self, folder=None):
-        self.folder = folder and Path(folder)
-        self.step, self.skipped = 0, 0
+        self.folder = Path(folder) if folder and rank() == 0 else None
+        self.name, self.step, self.saved_step, self.skipped, self.signal = str(folder), 0, None, 0, 0
         self.before, self.after = [], []                 # greedy answers to the held-out problems
 
+    def stop_on_signals(self):
+        """Ctrl-C and SIGTERM let the step in hand end; the second one does not."""
+        def stop(number, _):
+            if self.signal:
+                os._exit(128 + number)
+            self.signal = number
+            print(f"\nstopping after this step ({signal.Signals(number).name}; once more: at once)", file=sys.stderr)
+        signal.signal(signal.SIGINT, stop)
+        signal.signal(signal.SIGTERM, stop)
+
+    def stopped(self):
+        self.signal = max(gathered_objects(self.signal))         # one rank's signal stops all of them
+        return self.signal
+
     def log(self, metrics):
+        self.step = metrics["step"]
         self.skipped += metrics.get("skipped_updates", 0)
-        self.append("metrics.jsonl", metrics)
+        self.append("metrics.jsonl", [metrics])
 
     def log_samples(self, step, prompts, rollout, rewards, advantages, groups=2):
         G = len(rollout.responses) // len(prompts)
-        for j, prompt in enumerate(prompts[:groups]):
-            rows = slice(j * G, (j + 1) * G)
-            self.append("samples.jsonl", {
-                "step": step, "prompt": prompt, "responses": rollout.responses[rows],
-                "rewards": rewards[rows].tolist(), "advantages": advantages[rows].tolist()})
+        self.append("samples.jsonl", [
+            {"step": step, "prompt": prompt, "responses": rollout.responses[j * G:(j + 1) * G],
+             "rewards": rewards[j * G:(j + 1) * G].tolist(), "advantages": advantages[j * G:(j + 1) * G].tolist()}
+            for j, prompt in enumerate(prompts[:groups])])
 
-    def append(self, name, record):
+    def append(self, name, records):
         if self.folder:
-            record = {key: None if value != value else value for key, value in record.items()}   # NaN: null
-            with open(self.folder / name, "a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+            lines = [json.dumps({key: None if value != value else value for key, value in record.items()}) + "\n"
+                     for record in records]                      # NaN is no JSON: null
+            with self.writing(name), open(self.folder / name, "a", encoding="utf-8") as file:
+                file.write("".join(lines))
+
+    @contextlib.contextmanager
+    def writing(self, what):
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            last = "none" if self.saved_step is None else f"of step {self.saved_step}, whole"
+            raise BadInput(f"--output {self.name}: {what} cannot be written ({one_line(error)}); "
+                           f"last checkpoint: {last}") from None
 
     def save_checkpoint(self, model, optimizer):
-        """Masters, moments and counters in one safetensors file, written beside the old one and moved over it."""
-        if not self.folder:
-            return
+        """Masters, moments, counters in one safetensors file, written beside the old one and moved over it.
+
+        Tensors are whole, whatever they were sharded on. What else a step needs (problems, random numbers,
+        learning rate) follows from the step and the settings.
+        """
         tensors = {}
         for name, master in named_masters(model, optimizer):
-            tensors[f"weight/{name}"] = master.detach()
-            for key, value in optimizer.state.get(master, {}).items():
-                tensors[f"{key}/{name}"] = value
-        state = {"step": self.step, "skipped": self.skipped, "before": self.before}
-        path = self.folder / "checkpoint" / "run.safetensors"
-        path.parent.mkdir(exist_ok=True)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, f"{path}.tmp",
-                  metadata={"grpo": json.dumps(state)})
-        os.replace(f"{path}.tmp", path)
+            for key, value in {"weight": master.detach(), **optimizer.state.get(master, {})}.items():
+                value = full(value)
+                if rank() == 0:
+                    tensors[f"{key}/{name}"] = value.cpu().contiguous()
+        if self.folder:
+            state = {"step": self.step, "skipped": self.skipped, "before": self.before}
+            path = self.folder / "checkpoint" / "run.safetensors"
+            with self.writing("checkpoint"):
+                path.parent.mkdir(exist_ok=True)
+                save_file(tensors, f"{path}.tmp", metadata={"grpo": json.dumps(state)})
+                with open(f"{path}.tmp", "rb") as file:
+                    os.fsync(file.fileno())
+                os.replace(f"{path}.tmp", path)
+        self.saved_step = self.step
 
     def load_checkpoint(self, model, optimizer):
-        path = self.folder / "checkpoint" / "run.safetensors"
-        if not path.is_file():
-            raise BadInput(f"--resume: no checkpoint at {path}")
-        try:
-            with safe_open(path, framework="pt") as file:
-                state = json.loads(file.metadata()["grpo"])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
-            raise BadInput(f"--resume: {path} is torn or not a checkpoint of this program ({error})") from None
-        with torch.no_grad():
-            for name, master in named_masters(model, optimizer):
-                weight = tensors.get(f"weight/{name}")
-                if weight is None or weight.shape != master.shape:
-                    raise BadInput(f"--resume: {path} is not of this model: {name} is missing or of another shape")
-                master.copy_(weight)
-                dict(model.named_parameters())[name].copy_(master)
-                if f"exp_avg/{name}" in tensors:
-                    optimizer.state[master] = {key: tensors[f"{key}/{name}"].to(master.device)
-                                               for key in ("step", "exp_avg", "exp_avg_sq")}
-        self.step, self.skipped, self.before = state["step"], state["skipped"], state["before"]
-        self.forget_after(self.step)
+        """Take up where the checkpoint stands; a run killed before its first one starts again from step 0."""
+        path = Path(self.name) / "checkpoint" / "run.safetensors"
+        if path.is_file():
+            try:
+                with safe_open(path, framework="pt") as file:
+                    state = json.loads(file.metadata()["grpo"])
+                    tensors = {name: file.get_tensor(name) for name in file.keys()}
+            except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+                raise BadInput(f"--resume: {path} is torn, or no checkpoint of ours ({one_line(error)})") from None
+            take_up(tensors, model, optimizer, path)
+            self.step, self.skipped, self.before = state["step"], state["skipped"], state["before"]
+        self.saved_step = self.step if path.is_file() else None
+        if self.folder:
+            self.forget_after(self.step if path.is_file() else -1)
 
     def forget_after(self, step):
         """Lines of steps that the checkpoint has not seen will be written again."""
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            if (path := self.folder / name).is_file():
+        for path in (self.folder / "metrics.jsonl", self.folder / "samples.jsonl"):
+            if path.is_file():
                 lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True)
                          if line.endswith("\n") and json.loads(line)["step"] <= step]
-                path.with_suffix(".tmp").write_text("".join(lines), encoding="utf-8")
-                os.replace(path.with_suffix(".tmp"), path)
+                with self.writing(path.name):
+                    path.with_suffix(".tmp").write_text("".join(lines), encoding="utf-8")
+                    os.replace(path.with_suffix(".tmp"), path)
 
 
 def named_masters(model, optimizer):
@@ -551,80 +738,197 @@ def named_masters(model, optimizer):
     return list(zip(names, optimizer.param_groups[0]["params"]))
 
 
+@torch.no_grad()
+def take_up(tensors, model, optimizer, path):
+    """Checkpoint tensors into masters, moments and weights; onto shards where the masters are sharded."""
+    def like(master, tensor):
+        if not hasattr(master, "device_mesh"):
+            return tensor.to(master.device)
+        return dist.tensor.distribute_tensor(tensor.to(master.device), master.device_mesh, master.placements)
+
+    weights = dict(model.named_parameters())
+    for name, master in named_masters(model, optimizer):
+        weight = tensors.get(f"weight/{name}")
+        if weight is None or weight.shape != master.shape:
+            raise BadInput(f"--resume: {path} is not of this model: {name} is missing or of another shape")
+        master.copy_(like(master, weight))
+        weights[name].copy_(master)
+        if f"exp_avg/{name}" in tensors:
+            optimizer.state[master] = {
+                "step": tensors[f"step/{name}"],
+                **{key: like(master, tensors[f"{key}/{name}"]) for key in ("exp_avg", "exp_avg_sq")}}
+
+
 # ---------------------------------------------------------------------------------------------------------
 # The program
 
 def main(argv=None):
+    run, started = None, False
+
+    def say(line):                                       # at the start all ranks find the same fault: one tells
+        if started or int(os.environ.get("RANK", 0)) == 0:
+            print(f"train.py: {line}", file=sys.stderr)
+
     try:
         settings, recipe = parse(sys.argv[1:] if argv is None else argv)
-        return program(settings, recipe)
+        join_ranks()
+        run, *parts = prepare(settings, recipe)
+        if run is None:
+            return 0
+        started = True
+        return train(run, settings, *parts)
     except BadInput as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        return 2
+        say(error)
+    except KeyboardInterrupt:
+        say("interrupted before the first step")
+        return 130
+    except RuntimeError as error:
+        if out_of_memory(error):
+            say("out of memory: lower --prompts-per-step, --group-size, --max-new-tokens or --micro-batch-tokens")
+        elif started and world() > 1:                    # gloo and NCCL raise this when a peer is gone
+            say(f"rank {rank()} lost another rank ({one_line(error)}); go on with: {resume_command(run)}")
+        else:
+            raise
+    return 2
 
 
-def program(s, recipe):
-    if recipe:
+def prepare(s, recipe):
+    """Everything that can be refused is looked at here, before a folder is made."""
+    if recipe and rank() == 0:
         print(f"{s.model}/recipe.json: " + " ".join(as_flags(recipe)))
     policy_model, tokenizer = load_policy(s)
     eval_problems = load_data("--eval-data", s.eval_data)[:s.eval_limit or None]
     check_lengths("--eval-data", eval_problems, policy_model, tokenizer, s)
     if s.eval_only:
-        return print_figures(policy_model, tokenizer, eval_problems, s)
+        print_figures(policy_model, tokenizer, eval_problems, s)
+        return [None]
     problems = load_data("--data", s.data)
     check_lengths("--data", problems, policy_model, tokenizer, s)
     if len(problems) < s.prompts_per_step:
         raise BadInput(f"--prompts-per-step {s.prompts_per_step}: --data {s.data} has {len(problems)} problems")
+    if s.prompts_per_step % world():
+        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: not a multiple of the {world()} processes")
     reward_fn = load_reward(s.reward) if s.reward else None
+    if reward_fn:                                        # does it give a number a row?
+        reward_fn(problems[:1], [problems[0]["question"]], ["\\boxed{1}"] * s.group_size)
     ref_model = copy.deepcopy(policy_model).requires_grad_(False) if s.kl_coef else None
+    if world() > 1:
+        compute = choose_device(s)[1]
+        policy_model, ref_model = shard(policy_model, compute), ref_model and shard(ref_model, compute)
     optimizer = make_optimizer(policy_model, s)
     run = open_run(s, recipe)
     if s.resume:
         run.load_checkpoint(policy_model, optimizer)
+    if rank() == 0:
+        n = sum(p.numel() for p in policy_model.parameters())
+        print(f"{s.model}: {n / 1e6:.2f}M parameters in {choose_device(s)[1]} on {policy_model.device}, "
+              f"{len(problems)} problems, {len(eval_problems)} held out, {world()} processes; "
+              f"run in {run.name}, from step {run.step}")
+    return run, policy_model, ref_model, optimizer, tokenizer, problems, eval_problems, reward_fn
 
-    n = sum(p.numel() for p in policy_model.parameters())
-    print(f"{s.model}: {n / 1e6:.1f}M parameters in {policy_model.dtype} on {policy_model.device}; "
-          f"{len(problems)} problems, {len(eval_problems)} held out; run in {run.folder}")
+
+def train(run, s, policy_model, ref_model, optimizer, tokenizer, problems, eval_problems, reward_fn):
+    run.stop_on_signals()
     train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_problems, s, run, reward_fn)
-    save_final(policy_model, tokenizer, run.folder / "final")
-    print_story(run, eval_problems)
+    if run.step < s.steps:
+        run.save_checkpoint(policy_model, optimizer)
+        if rank() == 0:
+            print(f"\nstopped after step {run.step}; go on with: {resume_command(run)}")
+        return 128 + run.signal
+    run.after = run.after or evaluate(policy_model, tokenizer, eval_problems, s)[1]
+    save_final(policy_model, tokenizer, s, run)
+    if rank() == 0:
+        print_story(run, eval_problems)
     return 0
 
 
-def open_run(s, recipe):
-    name = Path(s.model).name or "run"
-    folder = Path(s.output or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if s.resume and not s.output:
-        raise BadInput("--resume: needs --output, the folder of the run to go on with")
-    if not s.resume and folder.exists() and any(folder.iterdir()):
-        raise BadInput(f"--output {folder}: holds a run already; go on with it (--resume) or name another folder")
+def within_memory(settings, update, *args):
+    """Out of memory: half the micro-batch, and the update once more. On several ranks the others would wait."""
     try:
+        return update(settings, *args)
+    except RuntimeError as error:
+        if not out_of_memory(error) or world() > 1:
+            raise
+    settings.micro_batch_tokens = max(settings.micro_batch_tokens // 2, 1)   # outside: `error` held the activations
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    tqdm.write(f"out of memory: --micro-batch-tokens is now {settings.micro_batch_tokens}; the update is repeated")
+    return update(settings, *args)
+
+
+def out_of_memory(error):
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        words in str(error) for words in ("out of memory", "not enough memory", "can't allocate memory"))
+
+
+def join_ranks():
+    if "RANK" in os.environ and not dist.is_initialized():
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+
+
+def resume_command(run):
+    return shlex.join(["python", "train.py", "--output", run.name, "--resume"])
+
+
+def open_run(s, recipe):
+    """The run's folder: made, locked, with its config.json; never one that holds something already."""
+    folder = Path(s.output or f"runs/{Path(s.model).name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    run = Run(gathered_objects(str(folder))[0])
+    if not run.folder:
+        return run
+    try:
+        if not s.resume and folder.exists() and any(path.name != ".lock" for path in folder.iterdir()):
+            raise BadInput(f"--output {folder}: holds a run already; go on with it (--resume) or name another folder")
         folder.mkdir(parents=True, exist_ok=True)
+        run.lock = open(folder / ".lock", "w")
+        if fcntl:
+            fcntl.flock(run.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)         # gone with the process, however it ends
+    except BlockingIOError:
+        raise BadInput(f"--output {folder}: another run is writing there") from None
     except OSError as error:
-        raise BadInput(f"--output {folder}: cannot be made ({error.strerror})") from None
-    if not s.resume:
-        config = {"settings": dataclasses.asdict(s), "recipe": recipe,
-                  "torch": torch.__version__, "transformers": transformers.__version__}
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return Run(folder)
+        raise BadInput(f"--output {folder}: cannot be written ({error.strerror})") from None
+    config = {"settings": dataclasses.asdict(s), "recipe": recipe,
+              "torch": torch.__version__, "transformers": transformers.__version__}
+    with run.writing("config.json"):
+        (folder / "config.tmp").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        os.replace(folder / "config.tmp", folder / "config.json")
+    return run
 
 
-def save_final(model, tokenizer, folder):
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+def save_final(model, tokenizer, s, run):
+    """final/: a transformers folder, with a recipe.json that brings the run's own flags along."""
+    state = {name: full(p.detach()).cpu() for name, p in model.named_parameters()}
+    if not run.folder:
+        return
+    if world() > 1:                                      # a model without FSDP's hooks takes the whole weights
+        dtype = choose_device(s)[1]
+        model = AutoModelForCausalLM.from_pretrained(s.model, dtype=dtype, use_safetensors=True)
+        model.load_state_dict({name: p.to(dtype) for name, p in state.items()}, strict=False)
+    folder, beside = run.folder / "final", run.folder / "final.tmp"
+    own = {flag_of(f.name)[2:]: getattr(s, f.name) for f in dataclasses.fields(s) if getattr(s, f.name) != f.default
+           and f.name not in ("model", "output", "resume", "eval_only", "steps", "seed", "device", "dtype", "reward")}
+    own |= {name: os.path.abspath(own[name]) for name in ("data", "eval-data") if os.path.isfile(own.get(name, ""))}
+    with run.writing("final"):
+        model.save_pretrained(beside)
+        tokenizer.save_pretrained(beside)
+        (beside / "recipe.json").write_text(json.dumps(own, indent=2) + "\n", encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(beside, folder)
 
 
 def print_story(run, eval_problems):
     """One held-out problem, answered before and after; the held-out accuracy, before, during, after."""
     truths = [problem["answer"] for problem in eval_problems]
     right = [score_responses(answers, truths, 1).eq(1.5).tolist() for answers in (run.before, run.after)]
-    i = next((i for i, (b, a) in enumerate(zip(*right)) if a and not b), 0)
+    i = next((i for i, (before, after) in enumerate(zip(*right)) if after and not before), 0)
     print(f"\nquestion  {eval_problems[i]['question']}\nbefore    {run.before[i]}\nafter     {run.after[i]}\n"
           f"truth     {truths[i]}\n")
     lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     curve = " ".join(f"{m['step']}:{m['eval_accuracy']:.3f}" for m in lines if "eval_accuracy" in m)
     print(f"held-out accuracy, step:greedy  {curve}\n"
-          f"{run.folder}: config.json metrics.jsonl samples.jsonl checkpoint/ final/")
+          f"{run.name}: config.json metrics.jsonl samples.jsonl checkpoint/ final/")
 
 
 def print_figures(model, tokenizer, problems, s):
@@ -640,7 +944,6 @@ def print_figures(model, tokenizer, problems, s):
     print(f"sampled at temperature {s.temperature:g}  {sampled:.4f}   ({G} samples a problem)")
     for k in sorted({1 << i for i in range(G.bit_length()) if 1 << i <= G} | {G}):
         print(f"pass@{k:<3} {pass_at_k(correct, k):.4f}   maj@{k:<3} {majority_at_k(answers, truths, k):.4f}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ The policy is a Qwen3 of 78k parameters that has been shown two ways to answer:
     \\boxed{ 10 }                                             guessing, two times in three
     9 - 4 = 5 , 5 - 2 = 3 , 3 + 7 = 10 , \\boxed{ 10 }        working it out, one time in three
 
-It is too small to do a whole sum in its head, so most of its guesses are wrong, while most of what it
-works out is right. By habit it guesses. No example says that working is better: RL has to find this, and
-the accuracy on held-out problems shows whether it did.
+It has not learnt to do a whole sum in its head, so most of its guesses are wrong, while most of what it
+works out is right. By habit it guesses. No example says that working pays: RL has to find this, and the
+accuracy on held-out problems shows whether it did.
 """
 
 import hashlib
@@ -29,67 +29,64 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config
 
 HERE = Path(__file__).parent
-GUESSES = 2 / 3  # of the warm start's answers
-STEPS, BATCH, LR = 1000, 32, 5e-3
+STEPS, BATCH, LR, GUESSES = 1000, 32, 5e-3, 2 / 3  # the warm start, and how many of its answers are guesses
 
 NAMES = "Anna Ben Carla David Emma Felix Grace Henry".split()
 THINGS = "apples books coins marbles pens stamps".split()
 VERBS = {"+": "gets finds buys".split(), "-": "gives loses sells".split()}
 SPECIAL = {"pad_token": "<|pad|>", "eos_token": "<|end|>", "unk_token": "<|unk|>"}
 ROLES = ["<|user|>", "<|assistant|>"]
-CHAT_TEMPLATE = (  # no place for a system message: it is left out
+CHAT_TEMPLATE = (  # a system message is left out
     "{% for message in messages if message.role != 'system' %}"
     "<|{{ message.role }}|> {{ message.content }} {% if message.role == 'assistant' %}<|end|> {% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")
-RECIPE = {  # the defaults this folder brings to train.py; its paths are relative to this folder
-    "data": "train.jsonl", "eval-data": "test.jsonl", "system-prompt": "", "steps": 100,
-    "prompts-per-step": 16, "group-size": 8, "max-new-tokens": 48, "lr": 3e-4, "kl-coef": 0.02,
+RECIPE = {  # the defaults that this folder brings to train.py, paths relative to this folder
+    "data": "train.jsonl", "eval-data": "test.jsonl", "system-prompt": "", "steps": 80,
+    "prompts-per-step": 16, "group-size": 8, "max-new-tokens": 40, "lr": 3e-4, "kl-coef": 0.02,
     "updates-per-rollout": 2, "eval-every": 20, "warmup-steps": 0}
 
 
-def split_of(start, operations):
-    """Hangs on nothing but the numbers, so that no held-out sum is trained on under another story."""
-    digest = hashlib.sha256(f"{start} {operations}".encode()).digest()
+def split_of(start, changes):
+    """Looks at nothing but the numbers, so that no held-out sum is trained on under another story."""
+    digest = hashlib.sha256(f"{start} {changes}".encode()).digest()
     return {0: "test", 1: "validation"}.get(digest[0] % 8, "train")
 
 
 def draw(rng, split):
-    """A random problem of this split: the start, and 3 to 5 operations that keep the total in 0..20."""
+    """A random sum of this split: a start, and 3 to 5 changes that keep the total within 0..20."""
     while True:
         start = total = rng.randint(1, 20)
-        operations = []
+        changes = []
         for n in rng.sample(range(1, 10), rng.randint(3, 5)):
-            sign = rng.choice([s for s in "+-" if 0 <= total + int(f"{s}{n}") <= 20])
-            operations.append((sign, n))
-            total += int(f"{sign}{n}")
-        if split_of(start, operations) == split:
-            return start, operations
+            changes.append(rng.choice([change for change in (n, -n) if 0 <= total + change <= 20]))
+            total += changes[-1]
+        if split_of(start, changes) == split:
+            return start, changes
 
 
-def tell(rng, start, operations):
-    """The problem as a question, the steps that work it out, and the answer."""
-    events, steps, total = [], [], start
-    for sign, n in operations:
-        events.append(f"{rng.choice(VERBS[sign])} {n}")
-        steps.append(f"{total} {sign} {n} = {total + int(f'{sign}{n}')}")
-        total += int(f"{sign}{n}")
-    events = " , ".join(events)
-    return f"{rng.choice(NAMES)} has {start} {rng.choice(THINGS)} , {events} . How many ?", steps, total
+def tell(rng, start, changes):
+    """The sum as a question, the steps that work it out, and the answer."""
+    question, steps, total = f"{rng.choice(NAMES)} has {start} {rng.choice(THINGS)}", [], start
+    for change in changes:
+        sign, n = f"{change:+}"  # two characters, such as -4
+        question += f" , {rng.choice(VERBS[sign])} {n}"
+        steps.append(f"{total} {sign} {n} = {total + change}")
+        total += change
+    return f"{question} . How many ?", steps, total
 
 
 def make_problems(rng, split, count):
-    problems = {}
+    problems = {}  # by their sums, so that none comes twice
     while len(problems) < count:
-        start, operations = draw(rng, split)
-        question, steps, total = tell(rng, start, operations)
-        answer = "\n".join([*steps, f"#### {total}"])
-        problems[start, *operations] = {"question": question, "answer": answer}  # no sum twice
+        start, changes = draw(rng, split)
+        question, steps, total = tell(rng, start, changes)
+        problems[start, *changes] = {"question": question, "answer": "\n".join([*steps, f"#### {total}"])}
     (HERE / f"{split}.jsonl").write_text("".join(json.dumps(p) + "\n" for p in problems.values()))
     return list(problems.values())
 
 
 def make_tokenizer():
-    """A token for each word, where a whole number is a word and so is `\\boxed{`."""
+    """One token for each word; a whole number is a word, and so is `\\boxed{`."""
     words = [*SPECIAL.values(), *ROLES, *NAMES, *THINGS, *VERBS["+"], *VERBS["-"], *map(str, range(21)),
              *"has , . How many ? + - = \\boxed{ }".split()]
     vocab = {word: i for i, word in enumerate(words)}
@@ -101,7 +98,7 @@ def make_tokenizer():
 
 
 def make_model(tokenizer):
-    # AutoTokenizer gives a Qwen2 model Qwen2's own tokenizer whatever its folder says, so this is a Qwen3
+    # not a Qwen2, which AutoTokenizer would load with Qwen2's own tokenizer whatever the folder says
     return AutoModelForCausalLM.from_config(Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=128,
@@ -119,7 +116,8 @@ def make_batch(tokenizer, rng, split, size, guesses):
     ids, labels = [], []
     for _ in range(size):
         question, steps, total = tell(rng, *draw(rng, split))
-        steps = [] if rng.random() < guesses else steps
+        if rng.random() < guesses:
+            steps, total = [], rng.randint(0, 20)
         response = " , ".join([*steps, f"\\boxed{{ {total} }}"]) + " <|end|>"
         prompt_ids, response_ids = tokenizer([render(tokenizer, question), response]).input_ids
         ids.append(torch.tensor(prompt_ids + response_ids))
@@ -131,9 +129,9 @@ def make_batch(tokenizer, rng, split, size, guesses):
 def worked_accuracy(model, ids, labels):
     """How likely a worked answer, once begun, is to be sampled through to its end without a slip."""
     targets = labels[:, 1:]
+    begun = (labels[:, :-1] != -100) & (targets != -100)  # the response from its second token on
     logps = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-    begun = labels[:, :-1] != -100  # true from the response's second token on
-    return (logps * (begun & (targets != -100))).sum(1).exp().mean().item()
+    return (logps * begun).sum(1).exp().mean().item()
 
 
 def warm_start(model, tokenizer, rng):
@@ -149,31 +147,34 @@ def warm_start(model, tokenizer, rng):
         if step % 50 == 0:
             accuracy = worked_accuracy(model, *validation)
             bar.set_postfix(worked_accuracy=f"{accuracy:.3f}")
-    assert accuracy >= 0.8, "the policy has not learnt to work it out"
+    assert accuracy >= 0.8, "the policy has not learnt to work a problem out"
 
 
 def check(problems):
-    """Loads the folder as a user would. Its policy must guess by habit, mostly wrongly."""
+    """Loads the folder as train.py would: its policy must guess by habit, and guess badly."""
     tokenizer, model = AutoTokenizer.from_pretrained(HERE), AutoModelForCausalLM.from_pretrained(HERE)
     prompts = [render(tokenizer, problem["question"]) for problem in problems]
     batch = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
-    for prompt, ids in zip(prompts, batch.input_ids, strict=True):  # a token a word, and back
-        ids = ids[ids != tokenizer.pad_token_id].tolist()
-        assert ids == [tokenizer.vocab[word] for word in prompt.split()]
-        assert tokenizer.decode(ids, skip_special_tokens=True) == " ".join(prompt.split()[1:-1])
-    for name, how in {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "top_k": 0}}.items():
-        ids = model.generate(**batch, max_new_tokens=RECIPE["max-new-tokens"], **how)
+    for prompt, ids in zip(prompts, batch.input_ids, strict=True):
+        words = prompt.split()
+        assert ids[-len(words):].tolist() == [tokenizer.vocab[word] for word in words]
+        assert tokenizer.decode(ids, skip_special_tokens=True) == " ".join(words[1:-1])
+
+    def answer(**sampling):
+        ids = model.generate(**batch, max_new_tokens=RECIPE["max-new-tokens"], **sampling)
         texts = tokenizer.batch_decode(ids[:, batch.input_ids.shape[1]:], skip_special_tokens=True)
-        right = [f"\\boxed{{ {problem['answer'].split()[-1]} }}" in text
-                 for problem, text in zip(problems, texts, strict=True)]
-        worked = sum("=" in text for text in texts) / len(texts)
-        accuracy = sum(right) / len(right)
-        print(f"held out, {name}: {accuracy:.3f} right, {worked:.3f} worked out")
-        assert accuracy <= (0.25 if name == "greedy" else 0.5) and worked <= 0.5
+        boxes = [f"\\boxed{{ {problem['answer'].split()[-1]} }}" for problem in problems]
+        right = sum(text.endswith(box) for text, box in zip(texts, boxes, strict=True)) / len(problems)
+        worked = sum("=" in text for text in texts) / len(problems)
+        print(f"held out, {sampling}: {right:.3f} right, {worked:.3f} worked out")
+        return right, worked
+
+    assert answer(do_sample=False)[0] <= 0.25, "the policy guesses too well"
+    assert 0.2 <= answer(do_sample=True, top_k=0)[1] <= 0.5, "the policy has the wrong habit"
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # the sums' order, and with it every byte, must not hang on the cores there are
+    torch.set_num_threads(1)  # one order of adding up, whatever the cores: the same bytes again
     torch.manual_seed(0)
     rng = random.Random(0)
     (HERE / "recipe.json").write_text(json.dumps(RECIPE, indent=2) + "\n")
