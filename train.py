@@ -180,32 +180,31 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
     if not run.before:
         accuracy, run.before = evaluate(policy_model, tokenizer, eval_problems, s)
         run.log({"step": 0, "eval_accuracy": accuracy})
-    bar = tqdm(total=s.steps, initial=run.step, desc="GRPO", unit="step", dynamic_ncols=True, disable=rank() > 0)
-    for step in range(run.step + 1, s.steps + 1):
-        if run.stopped():
-            break
-        for group in optimizer.param_groups:
-            group["lr"] = s.lr * min(1.0, step / max(s.warmup_steps, 1))
-        batch, generators = problems_of_step(problems, step, s)
-        prompts = [chat_prompt(tokenizer, problem["question"], s.system_prompt) for problem in batch]
-        try:
-            metrics = train_step(
-                policy_model, ref_model, optimizer, tokenizer, prompts, [problem["answer"] for problem in batch],
-                s, generators, reward_fn and partial(reward_fn, batch), partial(run.log_samples, step, prompts))
-        except BadInput:                                 # a reward that failed: nothing has moved in this step
-            run.save_checkpoint(policy_model, optimizer)
-            raise
-        metrics = {"step": step, "lr": optimizer.param_groups[0]["lr"], **metrics}
-        if step % s.eval_every == 0 or step == s.steps:
-            metrics["eval_accuracy"], run.after = evaluate(policy_model, tokenizer, eval_problems, s)
-        run.log(metrics)
-        bar.set_postfix_str("reward {reward_mean:.2f}, accuracy {accuracy:.2f}, length {response_length_mean:.0f}, "
-                            "KL {approx_kl:.3f}, flat groups {zero_variance_groups:.2f}".format(**metrics)
-                            + (f", {run.skipped} SKIPPED" if run.skipped else ""))
-        bar.update()
-        if step % s.save_every == 0 or step == s.steps:
-            run.save_checkpoint(policy_model, optimizer)
-    bar.close()
+    with tqdm(total=s.steps, initial=run.step, desc="GRPO", dynamic_ncols=True, disable=rank() > 0) as bar:
+        for step in range(run.step + 1, s.steps + 1):
+            if run.stopped():
+                break
+            for group in optimizer.param_groups:
+                group["lr"] = s.lr * min(1.0, step / max(s.warmup_steps, 1))
+            batch, generators = problems_of_step(problems, step, s)
+            prompts = [chat_prompt(tokenizer, problem["question"], s.system_prompt) for problem in batch]
+            try:
+                metrics = train_step(
+                    policy_model, ref_model, optimizer, tokenizer, prompts, [problem["answer"] for problem in batch],
+                    s, generators, reward_fn and partial(reward_fn, batch), partial(run.log_samples, step, prompts))
+            except BadInput:                                 # a reward that failed: nothing has moved in this step
+                run.save_checkpoint(policy_model, optimizer)
+                raise
+            metrics = {"step": step, "lr": optimizer.param_groups[0]["lr"], **metrics}
+            if step % s.eval_every == 0 or step == s.steps:
+                metrics["eval_accuracy"], run.after = evaluate(policy_model, tokenizer, eval_problems, s)
+            run.log(metrics)
+            bar.set_postfix_str("reward {reward_mean:.2f}, accuracy {accuracy:.2f}, length {response_length_mean:.0f}, "
+                                "KL {approx_kl:.3f}, flat groups {zero_variance_groups:.2f}".format(**metrics)
+                                + (f", {run.skipped} SKIPPED" if run.skipped else ""))
+            bar.update()
+            if step % s.save_every == 0 or step == s.steps:
+                run.save_checkpoint(policy_model, optimizer)
 
 
 def problems_of_step(problems, step, settings):
@@ -347,7 +346,7 @@ def parse(argv):
     """Flags -> (Settings, what the model's recipe.json brought). With --resume the run's own settings stand."""
     given = checked(argv)
     if given.get("resume"):
-        return resumed_settings(given), {}
+        return resumed_settings(given)
     path = Path(given.get("model", TINY)) / "recipe.json"
     recipe = read_recipe(path) if path.is_file() else {}
     return Settings(**{**checked(as_flags(recipe)), **given}), recipe
@@ -358,7 +357,8 @@ def resumed_settings(given):
         raise BadInput("--resume: needs --output, the folder of the run to go on with")
     path = Path(given["output"]) / "config.json"
     try:
-        saved = json.loads(path.read_text(encoding="utf-8"))["settings"]
+        config = json.loads(path.read_text(encoding="utf-8"))
+        saved, recipe = config["settings"], config["recipe"]
         settings = Settings(**{**saved, "resume": True, "output": given["output"]})
     except (OSError, ValueError, KeyError, TypeError):
         raise BadInput(f"--output {given['output']}: no run to resume, config.json is missing or not ours") from None
@@ -366,7 +366,7 @@ def resumed_settings(given):
         if name not in ("resume", "output", "steps") and value != saved[name]:
             raise BadInput(f"{flag_of(name)} {value}: the run in {given['output']} has {saved[name]}; "
                            "only --steps may change when a run is resumed")
-    return dataclasses.replace(settings, steps=given.get("steps", settings.steps))
+    return dataclasses.replace(settings, steps=given.get("steps", settings.steps)), recipe
 
 
 def checked(argv):
@@ -640,6 +640,7 @@ class Run:
         self.folder = Path(folder) if folder and rank() == 0 else None
         self.name, self.step, self.saved_step, self.skipped, self.signal = str(folder), 0, None, 0, 0
         self.before, self.after = [], []                 # greedy answers to the held-out problems
+        self.lock = None
 
     def stop_on_signals(self):
         """Ctrl-C and SIGTERM let the step in hand end; the second one does not."""
@@ -673,6 +674,14 @@ class Run:
                      for record in records]                      # NaN is no JSON: null
             with self.writing(name), open(self.folder / name, "a", encoding="utf-8") as file:
                 file.write("".join(lines))
+
+    def write(self, name, content):
+        """A whole file, beside the old one and moved over it."""
+        if self.folder:
+            with self.writing(name):
+                text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
+                (self.folder / f"{name}.tmp").write_text(text, encoding="utf-8")
+                os.replace(self.folder / f"{name}.tmp", self.folder / name)
 
     @contextlib.contextmanager
     def writing(self, what):
@@ -724,13 +733,11 @@ class Run:
 
     def forget_after(self, step):
         """Lines of steps that the checkpoint has not seen will be written again."""
-        for path in (self.folder / "metrics.jsonl", self.folder / "samples.jsonl"):
-            if path.is_file():
-                lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True)
-                         if line.endswith("\n") and json.loads(line)["step"] <= step]
-                with self.writing(path.name):
-                    path.with_suffix(".tmp").write_text("".join(lines), encoding="utf-8")
-                    os.replace(path.with_suffix(".tmp"), path)
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            if (self.folder / name).is_file():
+                lines = (self.folder / name).read_text(encoding="utf-8").splitlines(keepends=True)
+                self.write(name, "".join(line for line in lines
+                                         if line.endswith("\n") and json.loads(line)["step"] <= step))
 
 
 def named_masters(model, optimizer):
@@ -789,6 +796,9 @@ def main(argv=None):
             say(f"rank {rank()} lost another rank ({one_line(error)}); go on with: {resume_command(run)}")
         else:
             raise
+    finally:
+        if run and run.lock:
+            run.lock.close()                             # the folder is free again
     return 2
 
 
@@ -816,9 +826,11 @@ def prepare(s, recipe):
         compute = choose_device(s)[1]
         policy_model, ref_model = shard(policy_model, compute), ref_model and shard(ref_model, compute)
     optimizer = make_optimizer(policy_model, s)
-    run = open_run(s, recipe)
+    run = open_run(s)
     if s.resume:
         run.load_checkpoint(policy_model, optimizer)
+    run.write("config.json", {"settings": dataclasses.asdict(dataclasses.replace(s, resume=False)), "recipe": recipe,
+                              "torch": torch.__version__, "transformers": transformers.__version__})
     if rank() == 0:
         n = sum(p.numel() for p in policy_model.parameters())
         print(f"{s.model}: {n / 1e6:.2f}M parameters in {choose_device(s)[1]} on {policy_model.device}, "
@@ -872,8 +884,8 @@ def resume_command(run):
     return shlex.join(["python", "train.py", "--output", run.name, "--resume"])
 
 
-def open_run(s, recipe):
-    """The run's folder: made, locked, with its config.json; never one that holds something already."""
+def open_run(s):
+    """The run's folder, made and locked; never one that holds something already."""
     folder = Path(s.output or f"runs/{Path(s.model).name}-{time.strftime('%Y%m%d-%H%M%S')}")
     run = Run(gathered_objects(str(folder))[0])
     if not run.folder:
@@ -889,11 +901,6 @@ def open_run(s, recipe):
         raise BadInput(f"--output {folder}: another run is writing there") from None
     except OSError as error:
         raise BadInput(f"--output {folder}: cannot be written ({error.strerror})") from None
-    config = {"settings": dataclasses.asdict(s), "recipe": recipe,
-              "torch": torch.__version__, "transformers": transformers.__version__}
-    with run.writing("config.json"):
-        (folder / "config.tmp").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        os.replace(folder / "config.tmp", folder / "config.json")
     return run
 
 

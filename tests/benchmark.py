@@ -20,6 +20,7 @@ policy, the reference and the optimizer (still without moments) were loaded.
 """
 import argparse
 import copy
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -59,14 +60,20 @@ PAD, END = 0, 1
 # One process, one measurement
 
 def measure(job):
-    """Steps of one side -> {"wall", "cpu", "sampling", "update", "tokens": one number a step, "peak": bytes}."""
+    """Steps of one side -> {"wall", "cpu", "sampling", "update", "tokens", ...: a number a step; "peak": bytes}."""
     settings, _ = train.parse([f"--model={job['folder']}", *job["flags"]])
-    policy, tokenizer = train.load_policy(settings)
+    policy, _ = train.load_policy(settings)
+    tokenizer = load_tokenizer(job["folder"])
     problems = train.load_problems(settings.data)[:settings.prompts_per_step]
     prompts = [train.chat_prompt(tokenizer, problem["question"], settings.system_prompt) for problem in problems]
     truths = [problem["answer"] for problem in problems]
     side = {"ours": ours, "trl": trl, "update": update_alone}[job["side"]]
     return side(settings, policy, tokenizer, prompts, truths, job)
+
+
+def load_tokenizer(folder):
+    """As the folder says; AutoTokenizer would give every Qwen2 the words of Qwen2."""
+    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def reward(completions, answer, **_):
@@ -86,7 +93,7 @@ def ours(settings, policy, tokenizer, prompts, truths, job):
                              reward_fn=lambda _, responses: torch.tensor(reward(responses, truth_of_rows)))
         after = now()
         steps.append((after[0] - before[0], after[1] - before[1], m["seconds_sampling"], m["tokens"]))
-    return as_result(steps[job["warm_up"]:], loaded)
+    return as_result(steps[job["warm_up"]:], loaded, settings)
 
 
 def trl(settings, policy, tokenizer, prompts, truths, job):
@@ -128,7 +135,7 @@ def trl(settings, policy, tokenizer, prompts, truths, job):
     trainer.train()
     steps = [(end[0] - begin[0], end[1] - begin[1], *rollout)
              for begin, end, rollout in zip(begins[::U], ends[U - 1::U], rollouts)]
-    return as_result(steps[job["warm_up"]:], loaded)
+    return as_result(steps[job["warm_up"]:], loaded, settings)
 
 
 def update_alone(settings, policy, tokenizer, prompts, truths, job):
@@ -142,7 +149,7 @@ def update_alone(settings, policy, tokenizer, prompts, truths, job):
         loaded = memory_loaded(policy, reference)
         train.update(policy, reference, optimizer, rollout, advantages, torch.zeros_like(rollout.logprobs),
                      torch.zeros_like(rollout.logprobs), first=True, settings=settings)
-    return {"peak": peak_memory() - loaded}
+    return {"peak": [peak_memory() - loaded]}
 
 
 def now():
@@ -173,20 +180,22 @@ def peak_memory():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def as_result(steps, loaded):
+def as_result(steps, loaded, settings):
     wall, cpu, sampling, tokens = zip(*steps)
-    update = [w - s for w, s in zip(wall, sampling)]
-    return dict(wall=wall, cpu=cpu, sampling=sampling, update=update, tokens=tokens, peak=peak_memory() - loaded)
+    update, N = [w - s for w, s in zip(wall, sampling)], settings.prompts_per_step * settings.group_size
+    return dict(wall=wall, cpu=cpu, sampling=sampling, update=update, tokens=tokens, peak=[peak_memory() - loaded],
+                sampling_rate=[n / s for n, s in zip(tokens, sampling)], length=[n / N for n in tokens],
+                update_rate=[settings.updates_per_rollout * n / s for n, s in zip(tokens, update)])
 
 
 # ---------------------------------------------------------------------------------------------------------
-# A model folder to measure: random weights, a tokenizer of the words w0, w1, ..., prompts, a recipe
+# A model folder to measure: random weights, a tokenizer of the words w2, w3, ..., prompts, a recipe
 
 def make_folder(size, folder):
     torch.manual_seed(0)
-    words = [f"w{i}" for i in range(size["vocab"])]
+    words = ["<pad>", "<end>"] + [f"w{i}" for i in range(2, size["vocab"])]
     core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[PAD]))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token=words[PAD], eos_token=words[END],
                                         chat_template="{{ messages[0]['content'] }}")
     tokenizer.save_pretrained(folder)
@@ -212,7 +221,7 @@ def set_end_chance(model, chance):
     for layer in model.model.layers:
         layer.input_layernorm.weight[0] = layer.post_attention_layernorm.weight[0] = 0
         layer.self_attn.o_proj.weight[0] = layer.mlp.down_proj.weight[0] = 0
-    hidden = model.model(torch.randint(2, len(head), (1, 256))).last_hidden_state[0]
+    hidden = model.model(torch.randint(2, len(head), (1, 256))).last_hidden_state[0, 100:]
     others = (hidden @ head[2:].T).logsumexp(dim=1).mean()
     head[END, 0] = (others + math.log(chance / (1 - chance))) / hidden[:, 0].mean()
 
@@ -228,8 +237,9 @@ def run(folder, side, repeat, rows=0, flags=(), warm_up=1):
         sys.exit(f"{side}: {process.stderr[-3000:]}")
     result = json.loads(process.stdout.splitlines()[-1])
     if "wall" in result:
-        print(f"    {Path(folder).name:10} {side:5} rows {rows or '-':3}  {statistics.median(result['wall']):8.2f} s a step"
-              f"  {result['peak'] / 1e6:7.0f} MB   load {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
+        print(f"    {Path(folder).name:10} {side:5} rows {rows or '-':3} {median([result], 'wall'):8.2f} s a step, of CPU "
+              f"{median([result], 'cpu'):8.2f} {result['peak'][0] / 1e6:7.0f} MB   load {os.getloadavg()[0]:.1f}",
+              file=sys.stderr, flush=True)
     return result
 
 
@@ -249,13 +259,13 @@ def compare(folder, repeat, pairs, micro_batches):
 
 
 def longest_prompt(settings):
-    tokenizer = train.AutoTokenizer.from_pretrained(settings.model)
+    tokenizer = load_tokenizer(settings.model)
     return max(len(tokenizer(train.chat_prompt(tokenizer, problem["question"], settings.system_prompt)).input_ids)
                for problem in train.load_problems(settings.data)[:settings.prompts_per_step])
 
 
-def median(results, figure):
-    return statistics.median(figure(result, k) for result in results for k in range(len(result["wall"])))
+def median(results, key):
+    return statistics.median(value for result in results for value in result[key])
 
 
 def ratios(above, below, key):
@@ -264,30 +274,24 @@ def ratios(above, below, key):
     return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
-def print_figures(measured, updates):
+def print_figures(name, sides):
     print("\n| | sampling tokens/s | update tokens/s | sampling s | update s | **s a step** | CPU s | mean length "
           "| peak MB |\n|" + " --- |" * 9)
-    for name, sides in measured.items():
-        rows, U = updates[name]
-        for side, results in sides.items():
-            figures = [median(results, figure) for figure in (
-                lambda r, k: r["tokens"][k] / r["sampling"][k], lambda r, k: U * r["tokens"][k] / r["update"][k],
-                lambda r, k: r["sampling"][k], lambda r, k: r["update"][k], lambda r, k: r["wall"][k],
-                lambda r, k: r["cpu"][k], lambda r, k: r["tokens"][k] / rows, lambda r, k: r["peak"] / 1e6)]
-            print("| {} {} | {:.0f} | {:.0f} | {:.2f} | {:.2f} | **{:.2f}** | {:.2f} | {:.0f} | {:.0f} |".format(
-                name, side, *figures))
+    for side, results in sides.items():
+        figures = [median(results, key) for key in (
+            "sampling_rate", "update_rate", "sampling", "update", "wall", "cpu", "length", "peak")]
+        figures[-1] /= 1e6
+        print("| {} {} | {:.0f} | {:.0f} | {:.2f} | {:.2f} | **{:.2f}** | {:.2f} | {:.0f} | {:.0f} |".format(
+            name, side, *figures))
 
 
-def print_ratios(measured):
-    print("\nTRL's seconds over ours, memory ours over TRL's\n\n"
-          "| | **a step** | sampling | update | CPU seconds | **memory** |\n|" + " --- |" * 6)
-    for name, sides in measured.items():
-        trl_runs = next((results for side, results in sides.items() if side.startswith("TRL")), None)
-        for side, results in sides.items() if trl_runs else ():
-            if side.startswith("ours"):
-                times = [ratios(trl_runs, results, key) for key in ("wall", "sampling", "update", "cpu")]
-                memory = statistics.median(r["peak"] for r in results) / statistics.median(r["peak"] for r in trl_runs)
-                print("| {} {} | **{}** | {} | {} | {} | **{:.2f}** |".format(name, side, *times, memory))
+def print_ratios(name, same, trl_runs, default):
+    print("\n| TRL's over ours | **a step** | sampling | update | CPU seconds | **peak MB, ours over TRL's** |\n|"
+          + " --- |" * 6)
+    for side, results in (("same micro-batch", same), ("our default", default)):
+        times = [ratios(trl_runs, results, key) for key in ("wall", "sampling", "update", "cpu")]
+        print("| {} {} | **{}** | {} | {} | {} | **{}** |".format(
+            name, side, *times, ratios(results, trl_runs, "peak")), flush=True)
 
 
 def scaling(folder, size, repeat, pairs):
@@ -299,12 +303,13 @@ def scaling(folder, size, repeat, pairs):
     for flag, key in twice.items():
         turns = [(run(folder / "base", "ours", repeat, flags=[*base, f"--{flag}={2 * size[key]}"]),
                   run(folder / "base", "ours", repeat, flags=base)) for _ in range(pairs)]
-        print(f"| {flag} | " + " | ".join(ratios(*zip(*turns), key) for key in ("wall", "cpu", "tokens")) + " |", flush=True)
+        figures = " | ".join(ratios(*zip(*turns), key) for key in ("wall", "cpu", "tokens"))
+        print(f"| {flag} | {figures} |", flush=True)
     print("\n| vocabulary | peak MB of an update | of them gradients |\n| --- | --- | --- |")
     for vocab in (4000, 151936):
         make_folder(size | dict(vocab=vocab), folder / str(vocab))
         weights = (folder / str(vocab) / "model.safetensors").stat().st_size
-        peak = run(folder / str(vocab), "update", 1)["peak"]
+        peak = run(folder / str(vocab), "update", 1)["peak"][0]
         print(f"| {vocab} | {peak / 1e6:.0f} | {weights / 1e6:.0f} |", flush=True)
 
 
@@ -315,7 +320,8 @@ def main():
         parser.add_argument("--" + name.replace("_", "-"), type=type(value), help="instead of the preset's")
     parser.add_argument("--repeat", type=int, default=3, help="measured steps a process (tiny: ten times as many)")
     parser.add_argument("--pairs", type=int, default=3, help="turns of ours and TRL's")
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8, 16], help="tried for TRL, besides all rows")
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8, 16],
+                        help="rows, tried for TRL besides all rows")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--scaling", action="store_true", help="measure how ours grows instead")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -334,7 +340,6 @@ def main():
     with tempfile.TemporaryDirectory() as temporary:
         if args.scaling:
             return scaling(Path(temporary), SMALL | sizes, args.repeat, args.pairs)
-        measured, updates = {}, {}
         for preset in args.presets or [preset for preset in PRESETS if preset != "qwen1.5b"]:
             if preset == "qwen1.5b" and not torch.cuda.is_available():
                 print("qwen1.5b needs a GPU: not measured here")
@@ -345,11 +350,10 @@ def main():
                 folder = Path(temporary, name.replace("/", "-")) if size else train.TINY
                 if size:
                     make_folder(size, folder)
-                settings, _ = train.parse([f"--model={folder}"])
-                measured[name] = compare(folder, args.repeat * (1 if size else 10), args.pairs, args.micro_batches)
-                updates[name] = settings.prompts_per_step * settings.group_size, settings.updates_per_rollout
-                print_figures({name: measured[name]}, updates)
-                print_ratios({name: measured[name]})
+                sides = compare(folder, args.repeat * (1 if size else 10), args.pairs, args.micro_batches)
+                print_figures(name, sides)
+                if len(sides) > 1:
+                    print_ratios(name, *sides.values())
         print(f"\nload at the end {os.getloadavg()[0]:.1f}")
 
 
