@@ -257,9 +257,11 @@ def chat_prompt(tokenizer, question, system_prompt):
 
 def assert_own_frozen_tensors(ref_model, policy_model):
     """A reference that shares a tensor with the policy moves along with it, and its KL stays 0."""
+    def addresses(model):
+        return {local(p).data_ptr() for p in model.parameters() if local(p).numel()}
+
     if ref_model is not None:
-        shared = {p.data_ptr() for p in ref_model.parameters()} & {p.data_ptr() for p in policy_model.parameters()}
-        assert not shared, "the reference shares tensors with the policy"
+        assert not addresses(ref_model) & addresses(policy_model), "the reference shares tensors with the policy"
         assert not any(p.requires_grad for p in ref_model.parameters()), "the reference is not frozen"
 
 
@@ -583,6 +585,10 @@ def total(value):
 
 def full(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def same_count(cuts):

@@ -9,12 +9,11 @@ The problems are short sums told as stories, in GSM8K's format:
 
 The policy is a Qwen3 of 78k parameters that has been shown two ways to answer:
 
-    \\boxed{ 10 }                                             guessing, two times in three
-    9 - 4 = 5 , 5 - 2 = 3 , 3 + 7 = 10 , \\boxed{ 10 }        working it out, one time in three
+    9 - 4 = 5 , 5 - 2 = 3 , 3 + 7 = 10 , \\boxed{ 10 }      working it out, one time in three
+    \\boxed{ 17 }                                           guessing, two times in three: any number at all
 
-It has not learnt to do a whole sum in its head, so most of its guesses are wrong, while most of what it
-works out is right. By habit it guesses. No example says that working pays: RL has to find this, and the
-accuracy on held-out problems shows whether it did.
+So by habit it guesses, and is nearly always wrong, though it is able to work most of them out. No example
+says that working pays: RL has to find this, and the accuracy on held-out problems shows whether it did.
 """
 
 import hashlib
@@ -29,7 +28,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config
 
 HERE = Path(__file__).parent
-STEPS, BATCH, LR, GUESSES = 1000, 32, 5e-3, 2 / 3  # the warm start, and how many of its answers are guesses
+STEPS, BATCH, LR, GUESSES = 1500, 32, 5e-3, 2 / 3  # of the warm start; GUESSES is a share of its answers
 
 NAMES = "Anna Ben Carla David Emma Felix Grace Henry".split()
 THINGS = "apples books coins marbles pens stamps".split()
@@ -150,27 +149,23 @@ def warm_start(model, tokenizer, rng):
     assert accuracy >= 0.8, "the policy has not learnt to work a problem out"
 
 
+@torch.no_grad()
 def check(problems):
     """Loads the folder as train.py would: its policy must guess by habit, and guess badly."""
     tokenizer, model = AutoTokenizer.from_pretrained(HERE), AutoModelForCausalLM.from_pretrained(HERE)
     prompts = [render(tokenizer, problem["question"]) for problem in problems]
     batch = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
-    for prompt, ids in zip(prompts, batch.input_ids, strict=True):
-        words = prompt.split()
+    for words, ids in zip(map(str.split, prompts), batch.input_ids, strict=True):  # there and back
         assert ids[-len(words):].tolist() == [tokenizer.vocab[word] for word in words]
         assert tokenizer.decode(ids, skip_special_tokens=True) == " ".join(words[1:-1])
-
-    def answer(**sampling):
-        ids = model.generate(**batch, max_new_tokens=RECIPE["max-new-tokens"], **sampling)
-        texts = tokenizer.batch_decode(ids[:, batch.input_ids.shape[1]:], skip_special_tokens=True)
-        boxes = [f"\\boxed{{ {problem['answer'].split()[-1]} }}" for problem in problems]
-        right = sum(text.endswith(box) for text, box in zip(texts, boxes, strict=True)) / len(problems)
-        worked = sum("=" in text for text in texts) / len(problems)
-        print(f"held out, {sampling}: {right:.3f} right, {worked:.3f} worked out")
-        return right, worked
-
-    assert answer(do_sample=False)[0] <= 0.25, "the policy guesses too well"
-    assert 0.2 <= answer(do_sample=True, top_k=0)[1] <= 0.5, "the policy has the wrong habit"
+    first = model(**batch).logits[:, -1].softmax(-1)
+    guesses = first[:, tokenizer.vocab["\\boxed{"]].mean().item()
+    ids = model.generate(**batch, max_new_tokens=RECIPE["max-new-tokens"], do_sample=False)
+    texts = tokenizer.batch_decode(ids[:, batch.input_ids.shape[1]:], skip_special_tokens=True)
+    answers = [f"\\boxed{{ {problem['answer'].split()[-1]} }}" for problem in problems]
+    right = sum(text.endswith(answer) for text, answer in zip(texts, answers, strict=True)) / len(texts)
+    print(f"held-out problems: {right:.3f} right by greedy decoding, {guesses:.3f} guessed when sampled")
+    assert right <= 0.25 and 0.55 <= guesses <= 0.8
 
 
 if __name__ == "__main__":
