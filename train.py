@@ -38,8 +38,10 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 try:
     import fcntl
@@ -76,8 +78,9 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, prompts, ground_tr
 
     old_logprobs = torch.zeros_like(rollout.logprobs)                                            # (N, S-1)
     ref_logprobs = None if ref_model is None else torch.zeros_like(old_logprobs)
-    updates = [within_memory(s, update, policy_model, ref_model, optimizer, rollout, advantages, old_logprobs,
-                             ref_logprobs, u == 0) for u in range(s.updates_per_rollout)]        # [D] [E] [F]
+    with layers_checkpointed(policy_model, s.gradient_checkpointing):
+        updates = [within_memory(s, update, policy_model, ref_model, optimizer, rollout, advantages, old_logprobs,
+                                 ref_logprobs, u == 0) for u in range(s.updates_per_rollout)]    # [D] [E] [F]
     trained = time.perf_counter()
 
     metrics = rollout_metrics(rollout, rewards, rule_rewards, s.group_size)
@@ -312,6 +315,8 @@ class Settings:
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", above=0)
     share_prompts: bool = flag(True, "run a prompt once for its whole group in the update, and no padding")
     micro_batch_tokens: int = flag(8192, "tokens in one forward and backward pass: memory, not learning", least=1)
+    gradient_checkpointing: bool = flag(True, "keep a layer's input, compute the rest again: less memory, 1/3 slower")
+    offload: bool = flag(True, "bfloat16 on CUDA: float32 masters and moments live in host memory")
     # measuring and keeping
     eval_every: int = flag(50, "steps between evaluations", least=1)
     eval_limit: int = flag(200, "held-out problems that are asked; 0: all", least=0)
@@ -322,6 +327,7 @@ class Settings:
                       choices=("auto", "float32", "bfloat16"))
     resume: bool = flag(False, "go on with the run in --output")
     eval_only: bool = flag(False, "evaluate --model on --eval-data, greedy and sampled, and stop")
+    dry_run: bool = flag(False, "count the memory of these flags, from the model's configuration alone, and stop")
 
 
 class Parser(argparse.ArgumentParser):
@@ -529,25 +535,111 @@ def as_rewards(values, n, spec):
 # would stay where it is. So the optimizer works on float32 masters, and bfloat16 copies of them compute.
 
 def make_optimizer(model, s):
-    """AdamW over float32 masters of the model's weights; where the weights are float32, over themselves."""
+    """AdamW over float32 masters of the model's weights; where the weights are float32, over themselves.
+
+    Moments take 8 bytes a weight, masters 4, their gradients 4. With --offload these 16 live in host memory and
+    the GPU holds 2: gradients go over as soon as they are complete, new weights come back once an update.
+    """
     weights = [p for p in model.parameters() if p.requires_grad]
     if all(w.dtype == torch.float32 for w in weights):
         return torch.optim.AdamW(weights, s.lr, weight_decay=0.0, fused=True)
-    masters = [w.detach().float() for w in weights]
-    for weight, master in zip(weights, masters):
-        def hand_over(weight, master=master):            # as soon as a gradient is complete, master takes it
-            grad, weight.grad = weight.grad.to(master), None
-            master.grad = grad if master.grad is None else master.grad.add_(grad)
-        weight.register_post_accumulate_grad_hook(hand_over)
+    home = "cpu" if s.offload else model.device
+    masters = [w.detach().to(home, torch.float32) for w in weights]
+
+    def hand_over(master, weight):
+        grad, weight.grad = weight.grad.to(home, torch.float32), None
+        master.grad = grad if master.grad is None else master.grad.add_(grad)
 
     @torch.no_grad()
     def copy_back(*_):
         for weight, master in zip(weights, masters):
             weight.copy_(master)
 
+    for weight, master in zip(weights, masters):
+        weight.register_post_accumulate_grad_hook(partial(hand_over, master))
     optimizer = torch.optim.AdamW(masters, s.lr, weight_decay=0.0, fused=True)
     optimizer.register_step_post_hook(copy_back)
     return optimizer
+
+
+@contextlib.contextmanager
+def layers_checkpointed(model, on):
+    """transformers checkpoints a layer that is in training mode. Its attention is not: no dropout comes back."""
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)] if on else []
+    for layer in layers:
+        layer.training = layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False                       # a rollout needs the cache, which checkpointing forbids
+
+
+def print_memory(s):
+    """--dry-run: what one process of these flags holds, tensor by tensor, counted on a model without storage."""
+    device = choose_device(s)[0].type if s.device == "auto" else s.device.split(":")[0]      # need not be here
+    dtype = getattr(torch, s.dtype if s.dtype != "auto" else "bfloat16" if device == "cuda" else "float32")
+    try:
+        config = AutoConfig.from_pretrained(s.model, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--model {s.model}: no configuration ({one_line(error)})") from None
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    text, n = config.get_text_config(), sum(p.numel() for p in model.parameters())
+    prompt, masters = 256, dtype != torch.float32
+    rows, length, b = s.prompts_per_step * s.group_size, prompt + s.max_new_tokens, dtype.itemsize
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    host = masters and s.offload and device != "cpu"
+    print(f"{s.model}: {n:,} weights in {dtype}; {s.prompts_per_step} x {s.group_size} answers of {s.max_new_tokens} "
+          f"tokens behind prompts of {prompt}; one process; GB = 1e9 bytes\n")
+    lines = [
+        ("always", "policy, weights that compute", n * b, False),
+        ("always", "reference, frozen", n * b * bool(s.kl_coef), False),
+        ("always", "float32 masters", 4 * n * masters, host),
+        ("always", "AdamW's two moments, float32", 8 * n, host),
+        ("always", "gradients, float32", 4 * n, host),
+        ("rollout", "key/value cache", 2 * rows * length * text.num_hidden_layers * kv_heads * head_dim * b, False),
+        ("rollout", "one layer's cache while it grows", 2 * rows * length * kv_heads * head_dim * b, False),
+        ("rollout", "logits of a step, and their exp", (b + 2 * 4) * rows * text.vocab_size, False),
+        ("update", "what a micro-batch keeps for backward",
+         activations(model, s, prompt, s.gradient_checkpointing), False),
+        ("update", "one layer of it, computed again",
+         s.gradient_checkpointing * activations(model, s, prompt, False) // text.num_hidden_layers, False),
+        ("update", "gradient of the largest tensor", 2 * b * max(p.numel() for p in model.parameters()), False),
+        ("update", "a chunk of logits, and its gradient", 3 * 4 * (2**28 if device == "cuda" else 2**23), False)]
+    for when, what, size, on_host in lines:
+        print(f"{when:8} {what:38} {size / 1e9:9.3f} GB" + ("   host" if on_host else ""))
+    def held(*phases):
+        return sum(size for when, _, size, on_host in lines if when in phases and not on_host) / 1e9
+
+    print(f"\n{device}: {held('always', 'rollout'):.2f} GB in the rollout, {held('always', 'update'):.2f} GB in the "
+          f"update; host: {sum(size for *_, size, on_host in lines if on_host) / 1e9:.2f} GB. Not counted: CUDA's own "
+          "context, the allocator's fragments, the kernels' work space.")
+
+
+def activations(model, s, prompt, checkpointed):
+    """Bytes that one micro-batch keeps for its backward pass: the saved tensors of a pass on the meta device."""
+    answer = s.max_new_tokens
+    count = max((s.micro_batch_tokens - prompt) // answer, 1)
+    groups = [[prompt] + [answer] * min(s.group_size, count - i) for i in range(0, count, s.group_size)]
+    T = sum(sum(sizes) for sizes in groups)
+    model.set_attn_implementation("grouped")
+    ids, seen = torch.zeros(1, T, dtype=torch.long, device="meta"), {}
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            seen[storage._cdata] = (storage, storage.nbytes())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), layers_checkpointed(
+            model, checkpointed):
+        hidden = model.base_model(input_ids=ids, position_ids=ids, use_cache=False, groups=groups,
+                                  attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta"))
+    return sum(size for _, size in seen.values()) + hidden.last_hidden_state.nbytes
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -784,6 +876,9 @@ def main(argv=None):
 
     try:
         settings, recipe = parse(sys.argv[1:] if argv is None else argv)
+        if settings.dry_run:
+            print_memory(settings)
+            return 0
         join_ranks()
         run, *parts = prepare(settings, recipe)
         if run is None:

@@ -237,8 +237,8 @@ def run(folder, side, repeat, rows=0, flags=(), warm_up=1):
         sys.exit(f"{side}: {process.stderr[-3000:]}")
     result = json.loads(process.stdout.splitlines()[-1])
     if "wall" in result:
-        print(f"    {Path(folder).name:10} {side:5} rows {rows or '-':3} {median([result], 'wall'):8.2f} s a step, of CPU "
-              f"{median([result], 'cpu'):8.2f} {result['peak'][0] / 1e6:7.0f} MB   load {os.getloadavg()[0]:.1f}",
+        print(f"    {Path(folder).name:10} {side:5} rows {rows or '-':3} {median([result], 'wall'):8.2f} s a step, "
+              f"CPU {median([result], 'cpu'):8.2f} {result['peak'][0] / 1e6:7.0f} MB   load {os.getloadavg()[0]:.1f}",
               file=sys.stderr, flush=True)
     return result
 
@@ -344,8 +344,7 @@ def main():
             if preset == "qwen1.5b" and not torch.cuda.is_available():
                 print("qwen1.5b needs a GPU: not measured here")
                 continue
-            for size in PRESETS[preset]:
-                size = size and size | sizes
+            for size in {str(size and size | sizes): size and size | sizes for size in PRESETS[preset]}.values():
                 name = f"{preset}/{size['new_tokens']}" if size else preset
                 folder = Path(temporary, name.replace("/", "-")) if size else train.TINY
                 if size:

@@ -326,6 +326,20 @@ def test_the_generator_decides(model):
     assert not same(sample_groups(model, TOKENIZER, PROMPTS, 3, 10, 1.0, generator), first)  # it has moved on
 
 
+def test_a_generator_a_prompt(model):
+    """Then an answer does not depend on the other prompts, their number and their lengths."""
+    exact = in_float64(model)
+    generators = [seeded(5), seeded(6), seeded(7), seeded(8)]
+    together = sample_groups(exact, TOKENIZER, PROMPTS, 3, 10, 1.0, generators)
+    for which in ([0], [2], [3, 1]):
+        apart = sample_groups(exact, TOKENIZER, [PROMPTS[i] for i in which], 3, 10, 1.0,
+                              [seeded(5 + i) for i in which])
+        rows = [3 * i + k for i in which for k in range(3)]
+        assert responses_of(apart) == [responses_of(together)[row] for row in rows]
+    same_prompt = sample_groups(exact, TOKENIZER, PROMPTS[:1] * 2, 3, 10, 1.0, [seeded(5), seeded(6)])
+    assert responses_of(same_prompt)[:3] != responses_of(same_prompt)[3:]
+
+
 def test_without_a_generator_the_global_seed_decides(model):
     rollouts = []
     for seed in (5, 5, 6):
@@ -355,11 +369,15 @@ def test_one_token_needs_no_second_run(model, runs):
 
 # ----- one draw ---------------------------------------------------------------------------------------------
 
-DRAWS = [draw, draw_fast]
+def fast(logits, temperature=1.0, generator=None):
+    return draw_fast(logits, temperature, torch.rand(len(logits), dtype=torch.float64, generator=generator))
+
+
+DRAWS = [draw, fast]
 TAIL = -2.2 * torch.arange(1, 1001).double().log()[torch.randperm(1000, generator=seeded())]  # Zipf
 
 
-@pytest.mark.parametrize("draw, draws", [(draw, 100_000), (draw_fast, 1_000_000)])
+@pytest.mark.parametrize("draw, draws", [(draw, 100_000), (fast, 1_000_000)])
 def test_a_draw_has_the_softmax_frequencies(draw, draws):
     """A thousand words, most of them rare."""
     generator, counts = seeded(), torch.zeros(1000, dtype=torch.long)
@@ -371,7 +389,25 @@ def test_a_draw_has_the_softmax_frequencies(draw, draws):
     rare = expected < 5  # so rare that `surprise` takes them together
     tail = float(expected[rare].sum())
     assert rare.sum() > 800 and abs(int(counts[rare].sum()) - tail) < 5 * tail**0.5
-    assert (counts[rare] > 0).sum() > (0.8 * (1 - (-expected[rare]).exp()).sum())  # all over the tail
+    assert (counts[rare] > 0).sum() > 0.8 * (1 - (-expected[rare]).exp()).sum()  # all over the tail
+
+
+@pytest.mark.parametrize("words", [7, 128, 1000, 151_936])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_u_is_a_place_in_the_running_sum(words, temperature):
+    """Also among words of 3e-8 and less, behind one that has nearly all: float32 cannot tell such sums apart."""
+    logits = torch.randn(words, generator=seeded())
+    logits[words // 2] = 17.0
+    p = (logits.double() / temperature).softmax(dim=0)
+    above = p.cumsum(dim=0)
+    head = float(above[words // 2])
+    u = torch.linspace(0, 1, 201, dtype=torch.double)[:-1] + 1e-3
+    u = torch.cat((u, head + (1 - head) * u, torch.tensor([0.0, 1 - 2**-53])))
+    tokens, logprobs = draw_fast(logits.expand(len(u), words), temperature, u)
+    near = 1e-5 * (1 - head)
+    assert (above[tokens] - p[tokens] - near <= u).all() and (u <= above[tokens] + near).all()
+    assert (tokens[200:400] > words // 2).all() and len(tokens.unique()) > min(words // 3, 100)
+    torch.testing.assert_close(logprobs.double(), p[tokens].log(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("draw", DRAWS)
