@@ -587,28 +587,32 @@ def print_memory(s):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     text, n = config.get_text_config(), sum(p.numel() for p in model.parameters())
-    prompt, masters = 256, dtype != torch.float32
-    rows, length, b = s.prompts_per_step * s.group_size, prompt + s.max_new_tokens, dtype.itemsize
+    W, prompt, b = int(os.environ.get("WORLD_SIZE", 1)), 256, dtype.itemsize
+    rows, length = s.prompts_per_step * s.group_size // W, prompt + s.max_new_tokens
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    layers, layer = text.num_hidden_layers, max(sum(p.numel() for p in m.parameters()) for m in model.modules()
+                                                if isinstance(m, GradientCheckpointingLayer))
+    masters = W == 1 and dtype != torch.float32          # FSDP's float32 shards are masters and weights in one
     host = masters and s.offload and device != "cpu"
-    print(f"{s.model}: {n:,} weights in {dtype}; {s.prompts_per_step} x {s.group_size} answers of {s.max_new_tokens} "
-          f"tokens behind prompts of {prompt}; one process; GB = 1e9 bytes\n")
+    kept = partial(activations, model, s, prompt)
     lines = [
-        ("always", "policy, weights that compute", n * b, False),
-        ("always", "reference, frozen", n * b * bool(s.kl_coef), False),
+        ("always", "policy, weights that compute", n * b if W == 1 else 4 * n // W, False),
+        ("always", "reference, frozen", bool(s.kl_coef) * n * b // W, False),
         ("always", "float32 masters", 4 * n * masters, host),
-        ("always", "AdamW's two moments, float32", 8 * n, host),
-        ("always", "gradients, float32", 4 * n, host),
-        ("rollout", "key/value cache", 2 * rows * length * text.num_hidden_layers * kv_heads * head_dim * b, False),
+        ("always", "AdamW's two moments, float32", 8 * n // W, host),
+        ("always", "gradients, float32", 4 * n // W, host),
+        ("rollout", "policy, gathered whole", n * b * (W > 1), False),
+        ("rollout", "key/value cache", 2 * rows * length * layers * kv_heads * head_dim * b, False),
         ("rollout", "one layer's cache while it grows", 2 * rows * length * kv_heads * head_dim * b, False),
         ("rollout", "logits of a step, and their exp", (b + 2 * 4) * rows * text.vocab_size, False),
-        ("update", "what a micro-batch keeps for backward",
-         activations(model, s, prompt, s.gradient_checkpointing), False),
-        ("update", "one layer of it, computed again",
-         s.gradient_checkpointing * activations(model, s, prompt, False) // text.num_hidden_layers, False),
+        ("update", "layers gathered, two and the head", (2 * layer + n - layers * layer) * b * (W > 1), False),
+        ("update", "what a micro-batch keeps for backward", kept(s.gradient_checkpointing), False),
+        ("update", "one layer of it, computed again", s.gradient_checkpointing * kept(False) // layers, False),
         ("update", "gradient of the largest tensor", 2 * b * max(p.numel() for p in model.parameters()), False),
         ("update", "a chunk of logits, and its gradient", 3 * 4 * (2**28 if device == "cuda" else 2**23), False)]
+    print(f"{s.model}: {n:,} weights in {dtype}; {s.prompts_per_step} x {s.group_size} answers of {s.max_new_tokens} "
+          f"tokens behind prompts of {prompt}; one of {W} processes; GB = 1e9 bytes\n")
     for when, what, size, on_host in lines:
         print(f"{when:8} {what:38} {size / 1e9:9.3f} GB" + ("   host" if on_host else ""))
     def held(*phases):
@@ -925,7 +929,7 @@ def prepare(s, recipe):
     ref_model = copy.deepcopy(policy_model).requires_grad_(False) if s.kl_coef else None
     if world() > 1:
         compute = choose_device(s)[1]
-        policy_model, ref_model = shard(policy_model, compute), ref_model and shard(ref_model, compute)
+        policy_model, ref_model = shard(policy_model, compute), ref_model and shard(ref_model.to(compute), compute)
     optimizer = make_optimizer(policy_model, s)
     run = open_run(s)
     if s.resume:
