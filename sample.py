@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from transformers import AttentionInterface
 
 IGNORE = -100                                            # the label of a token that no loss speaks of
 
@@ -52,26 +53,33 @@ def sample_groups(model, tokenizer, prompts, group_size=8, max_new_tokens=256, t
     chance = uniform_numbers(generator, len(prompts), group_size, max_new_tokens, model.device)      # (N, T)
     cache, mask, logits = prefill(model, prompt_ids, group_size)
 
-    N, check_every = len(logits), 16 if model.device.type == "cuda" else 1     # a look at `done` makes a GPU wait
+    N = len(logits)
     tokens = torch.full((N, max_new_tokens), int(ends[0]), device=model.device)
     logprobs = torch.zeros(N, max_new_tokens, device=model.device)
-    rows, done = torch.arange(N, device=model.device), torch.zeros(N, dtype=torch.bool, device=model.device)
-    for t in range(max_new_tokens):
+    decode = decode_graphs if model.device.type == "cuda" and can_decode_static(model) else decode_plain
+    decode(model, cache, mask, logits, chance, temperature, ends, tokens, logprobs)
+    return to_rollout(tokenizer, prompt_ids, group_size, tokens, logprobs, ends)
+
+
+def decode_plain(model, cache, mask, logits, chance, temperature, ends, tokens, logprobs):
+    """Draw, write, run the drawn tokens, again: fills tokens and logprobs (N, T)."""
+    rows = torch.arange(len(tokens), device=tokens.device)                     # the rows still being written
+    every = 16 if tokens.is_cuda else 1                                        # asking who has ended makes a GPU wait
+    for t in range(tokens.shape[1]):
         drawn, logprobs[rows, t] = draw_fast(logits, temperature, chance[rows, t])     # as `draw` does, (n,)
         tokens[rows, t] = drawn
-        done |= torch.isin(drawn, ends)
-        if t + 1 == max_new_tokens:
+        if t + 1 == tokens.shape[1]:
             break
-        if t % check_every == 0 and done.any():                                # finished rows leave the batch
-            alive = (~done).nonzero()[:, 0]
+        if (t + 1) % every == 0:
+            alive = (~torch.isin(tokens[rows, t + 1 - every:t + 1], ends).any(dim=1)).nonzero()[:, 0]
             if len(alive) == 0:
                 break
-            rows, mask, drawn, done = rows[alive], mask[alive], drawn[alive], done[alive]
-            cache.batch_select_indices(alive)
+            if len(alive) < len(rows):                                         # finished rows leave the batch
+                rows, mask, drawn = rows[alive], mask[alive], drawn[alive]
+                cache.batch_select_indices(alive)
         mask = torch.cat((mask, mask.new_ones(len(rows), 1)), dim=1)           # (n, P+t+1)
         logits = model(drawn[:, None], attention_mask=mask, position_ids=mask.sum(1, keepdim=True) - 1,
                        past_key_values=cache, use_cache=True).logits[:, -1]
-    return to_rollout(tokenizer, prompt_ids, group_size, tokens, logprobs, ends)
 
 
 def prefill(model, prompt_ids, group_size):
@@ -133,6 +141,129 @@ def uniform_numbers(generator, B, group_size, T, device):
     numbers = torch.cat([torch.rand(group_size, T, dtype=torch.float64, generator=g, device=g and g.device)
                          for g in generators])
     return numbers.to(device, torch.float32 if device.type == "mps" else torch.float64)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The same loop on CUDA, where launching a thousand small kernels a token costs more than running them: every
+# tensor keeps its place, so that a step can be captured once as a CUDA graph and replayed. Written for a GPU and
+# never run on one: its steps are tested on the CPU, uncaptured, against the plain loop; its speed is not measured.
+
+class StaticCache:
+    """Keys and values (N, Hkv, capacity, D) a layer, written at one slot for all rows: prompts end together."""
+
+    def __init__(self, cache, capacity):
+        def roomy(x):                                                          # (N, Hkv, P, D)
+            return torch.cat((x, x.new_zeros(*x.shape[:2], capacity - x.shape[2], x.shape[3])), dim=2)
+        self.slot = torch.tensor([cache.get_seq_length()], device=cache.layers[0].keys.device)
+        self.layers = []
+        for layer in cache.layers:
+            self.layers.append((roomy(layer.keys), roomy(layer.values)))
+            layer.keys = layer.values = None                                   # one layer's copy at a time
+        self.n, self.length = len(self.layers[0][0]), capacity
+
+    def update(self, key, value, layer, *_, **__):
+        for whole, new in zip(self.layers[layer], (key, value)):
+            whole[:self.n].index_copy_(2, self.slot, new)
+        return tuple(whole[:self.n, :, :self.length] for whole in self.layers[layer])
+
+    def get_seq_length(self, *_):
+        return 0                                                               # positions and masks are given
+
+    def keep(self, alive):
+        for layer in self.layers:
+            for whole in layer:
+                whole[:len(alive)] = whole[alive]
+        self.n = len(alive)
+
+
+def decode_graphs(model, cache, mask, logits, chance, temperature, ends, tokens, logprobs, check_every=16, bucket=512):
+    """decode_plain in buckets: n rows (halved when half of them have ended) by cache length (512, 1024, ...).
+
+    Every 16th token the host asks who has ended, and waits for the answer; till then ended rows draw on, and what
+    they draw is cut off. Graphs share one memory pool and are gone when this returns.
+    """
+    (N, P), T, device = mask.shape, tokens.shape[1], mask.device
+    cache = StaticCache(cache, P + T)
+    seen = torch.zeros(N, 1, 1, P + T, dtype=torch.bool, device=device)
+    seen[:, 0, 0, :P] = mask.bool()
+    position, drawn, u = mask.sum(dim=1, keepdim=True) - 1, torch.zeros_like(mask[:, :1]), chance[:, 0].clone()
+    logprob = torch.zeros(N, device=device)
+
+    def choose(logits, n):
+        token, logprob[:n] = draw_fast(logits, temperature, u[:n])
+        drawn[:n, 0] = token
+
+    def step():                                                                # reads and writes in place only
+        n = cache.n
+        seen[:n].index_fill_(3, cache.slot, True)
+        position[:n] += 1
+        choose(model(drawn[:n], attention_mask=seen[:n, :, :, :cache.length], position_ids=position[:n],
+                     past_key_values=cache, use_cache=True).logits[:, -1], n)
+        cache.slot += 1
+
+    attention = model.config._attn_implementation
+    model.set_attn_implementation("decode")
+    try:
+        choose(logits, N)
+        rows, run, graphs, pool = torch.arange(N, device=device), step, {}, None
+        for t in range(T):
+            tokens[rows, t], logprobs[rows, t] = drawn[:cache.n, 0], logprob[:cache.n]
+            if t + 1 == T:
+                break
+            if t % check_every == 0:
+                alive = (~torch.isin(tokens[rows, :t + 1], ends).any(dim=1)).nonzero()[:, 0]
+                if len(alive) == 0:
+                    break
+                if 2 * len(alive) <= cache.n:
+                    for state in (seen, position, drawn):
+                        state[:len(alive)] = state[alive]
+                    rows = rows[alive]
+                    cache.keep(alive)
+            cache.length = min(-(-(P + t + 1) // bucket) * bucket, P + T)
+            u[:cache.n] = chance[rows, t + 1]
+            if device.type == "cuda":
+                if (shape := (cache.n, cache.length)) not in graphs:
+                    graphs[shape] = capture(step, (seen, position, drawn, logprob, cache.slot), pool)
+                    pool = graphs[shape].pool()
+                run = graphs[shape].replay
+            run()
+    finally:
+        model.set_attn_implementation(attention)
+
+
+def capture(step, state, pool):
+    """`step` as a CUDA graph. It is run twice to warm up, on a stream of its own; `state` is put back after."""
+    before = [x.clone() for x in state]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+            for x, old in zip(state, before):
+                x.copy_(old)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):                                   # recorded, not run
+        step()
+    return graph
+
+
+def decode_attention(module, query, key, value, attention_mask, scaling=None, **_):
+    """One query a row, (N, Hq, 1, D): query heads that share a key head become queries of it; no key is copied."""
+    N, Hq, _, D = query.shape
+    packed = query.view(N, key.shape[1], Hq // key.shape[1], D)                # (N, Hkv, g, D)
+    out = torch.nn.functional.scaled_dot_product_attention(packed, key, value, attention_mask, scale=scaling)
+    return out.view(N, 1, Hq, D), None
+
+
+AttentionInterface.register("decode", decode_attention)
+
+
+def can_decode_static(model):
+    """Full attention in every layer, no soft cap on its scores, no FSDP hooks around the layers."""
+    config = model.config.get_text_config()
+    return not (hasattr(model, "unshard") or getattr(config, "sliding_window", None)
+                or getattr(config, "attn_logit_softcapping", None))
 
 
 # ---------------------------------------------------------------------------------------------------------
