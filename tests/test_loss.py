@@ -144,7 +144,7 @@ def test_walkthrough_loss():
     old, A = torch.tensor([[-1.0, -2.0]], dtype=torch.float64), torch.tensor([-1.4321], dtype=torch.float64)
     logprobs, mask = (old + WALKTHROUGH).requires_grad_(), torch.tensor([[True, True]])
     value, metrics = grpo_loss(logprobs, old, None, A, mask, kl_coef=0)
-    assert float(value) == pytest.approx(1.4923, abs=5e-5)
+    assert value.item() == pytest.approx(1.4923, abs=5e-5)
     assert metrics["clip_fraction"] == 0.5
     assert float(metrics["ratio_mean"]) == pytest.approx((1.2840 + 0.7408) / 2, abs=5e-5)
     flows, stopped = gradient(value, logprobs)[0].tolist()
@@ -160,7 +160,7 @@ def test_walkthrough_loss():
 def test_only_moves_for_the_better_are_clipped(A, log_ratio, expected, clipped):
     leaf = torch.tensor(log_ratio, dtype=torch.float64, requires_grad=True)
     objective, was_clipped = clipped_objective(leaf, A, 0.2, 0.3)
-    assert float(objective) == pytest.approx(expected, abs=1e-12) and bool(was_clipped) == clipped
+    assert objective.item() == pytest.approx(expected, abs=1e-12) and bool(was_clipped) == clipped
     assert float(gradient(objective, leaf)) == pytest.approx(0 if clipped else A * math.exp(log_ratio), abs=1e-12)
 
 
@@ -171,7 +171,7 @@ def test_the_sequence_ratio_has_one_value_a_row():
     mask = torch.tensor([[True, True, True, False], [True] * 4])
     A = torch.tensor([2.0, 2.0], dtype=torch.float64)
     value, metrics = grpo_loss(logprobs, old, None, A, mask, kl_coef=0, ratio="sequence", clip_eps=0.1)
-    assert float(value) == pytest.approx(-(1.1 * 2 + 1.0 * 2) / 2)  # exp(0.2) is above 1.1
+    assert value.item() == pytest.approx(-(1.1 * 2 + 1.0 * 2) / 2)  # exp(0.2) is above 1.1
     assert float(metrics["clip_fraction"]) == pytest.approx(3 / 7)
     assert float(metrics["ratio_mean"]) == pytest.approx((3 * math.exp(0.2) + 4) / 7)
     close(gradient(value, logprobs), torch.tensor([[0.0] * 4, [-2 / 4 / 2] * 4], dtype=torch.float64))
@@ -279,7 +279,7 @@ def test_a_row_without_tokens_adds_nothing(aggregate, share, ratio):
     more[4][5] = False
     more[0] = more[0].detach().requires_grad_()
     with_empty, with_empty_metrics = grpo_loss(*more, **options)
-    assert float(with_empty) == pytest.approx(float(value) * share, rel=1e-12)
+    assert with_empty.item() == pytest.approx(value.item() * share, rel=1e-12)
     for name in ("clip_fraction", "ratio_mean"):
         assert float(with_empty_metrics[name]) == pytest.approx(float(metrics[name]), rel=1e-12)
     close(gradient(with_empty, more[0])[:5], gradient(value, data[0]) * share)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 import sample
 from logprob import token_logprobs
-from sample import IGNORE, draw, draw_fast, sample_groups
+from sample import IGNORE, can_decode_static, decode_graphs, draw, draw_fast, sample_groups, uniform_numbers
 
 ROOT = Path(sample.__file__).resolve().parent
 V, PAD, END, START = SMALL["vocab_size"], 0, 1, 2
@@ -326,11 +326,13 @@ def test_the_generator_decides(model):
     assert not same(sample_groups(model, TOKENIZER, PROMPTS, 3, 10, 1.0, generator), first)  # it has moved on
 
 
-def test_a_generator_a_prompt(model):
-    """Then an answer does not depend on the other prompts, their number and their lengths."""
+def test_a_generator_a_prompt(model, config):
+    """Then an answer does not depend on the other prompts, on their number, lengths or answers."""
+    config("eos_token_id", [END, 7, 40, 41, 42, 43])
     exact = in_float64(model)
     generators = [seeded(5), seeded(6), seeded(7), seeded(8)]
     together = sample_groups(exact, TOKENIZER, PROMPTS, 3, 10, 1.0, generators)
+    assert len(set(map(len, responses_of(together)))) > 3
     for which in ([0], [2], [3, 1]):
         apart = sample_groups(exact, TOKENIZER, [PROMPTS[i] for i in which], 3, 10, 1.0,
                               [seeded(5 + i) for i in which])
@@ -346,6 +348,12 @@ def test_without_a_generator_the_global_seed_decides(model):
         torch.manual_seed(seed)
         rollouts.append(sample_groups(model, TOKENIZER, PROMPTS, 3, 10))
     assert same(rollouts[0], rollouts[1]) and not same(rollouts[0], rollouts[2])
+
+
+def test_the_defaults(model, config):
+    config("eos_token_id", list(range(1, V, 5)))
+    assert same(sample_groups(model, TOKENIZER, PROMPTS, generator=seeded()),
+                sample_groups(model, TOKENIZER, PROMPTS, 8, 256, 1.0, seeded()))
 
 
 # ----- the work done ----------------------------------------------------------------------------------------
@@ -365,6 +373,36 @@ def test_nothing_is_run_twice_or_for_nothing(model, config, runs):
 def test_one_token_needs_no_second_run(model, runs):
     sample_groups(model, TOKENIZER, PROMPTS, 5, 1, 1.0, seeded())
     assert len(runs) == 1
+
+
+@pytest.mark.parametrize("check_every, bucket", [(16, 512), (1, 8), (3, 4)])
+@pytest.mark.parametrize("temperature", [1.2, 0])
+def test_the_steps_that_a_gpu_replays(random_model, monkeypatch, check_every, bucket, temperature):
+    """`decode_graphs` without its graphs: the rows of the plain loop, whenever it looks and however it grows."""
+    model = in_float64(random_model)
+    if not can_decode_static(model):
+        pytest.skip("decoded by the plain loop")
+    model.generation_config.eos_token_id = [END, 7, 40, 41, 42, 43]
+    plain = sample_groups(model, TOKENIZER, PROMPTS, 6, 30, temperature, seeded())
+    called = []
+
+    def in_place(*args):
+        called.append(True)
+        decode_graphs(*args, check_every=check_every, bucket=bucket)
+
+    monkeypatch.setattr(sample, "decode_plain", in_place)
+    again = sample_groups(model, TOKENIZER, PROMPTS, 6, 30, temperature, seeded())
+    assert called and len(set(map(len, responses_of(plain)))) > 2
+    torch.testing.assert_close(again.logprobs, plain.logprobs, rtol=0, atol=1e-6)
+    again.logprobs = plain.logprobs
+    assert same(again, plain)
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("architecture, static", [("qwen2", True), ("llama", True), ("gpt2", True),
+                                                  ("mistral", False), ("gemma2", False)])
+def test_a_window_is_left_to_the_plain_loop(architecture, static):
+    assert can_decode_static(small_model(architecture)) == static
 
 
 # ----- one draw ---------------------------------------------------------------------------------------------
@@ -451,6 +489,25 @@ def test_what_has_no_probability_is_never_drawn(draw, words):
     assert logprobs.tolist() == pytest.approx([-math.log((words - 24) // 2)] * 50_000, abs=1e-5)
 
 
+@pytest.mark.parametrize("words, first, last", [(50, 5, 30), (500, 5, 490), (500, 140, 370)])
+def test_the_ends_of_the_running_sum(words, first, last):
+    """The smallest and the largest u meet words that have a probability."""
+    logits = torch.full((2, words), -torch.inf)
+    logits[:, first:last + 1] = torch.randn(last + 1 - first, generator=seeded())
+    tokens, _ = draw_fast(logits, 1.0, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))
+    assert tokens.tolist() == [first, last]
+
+
+def test_the_numbers_behind_the_draws():
+    """So fine that no two of 200,000 are the same; a prompt's come from its own generator."""
+    numbers = uniform_numbers(seeded(), 4, 50, 1000, torch.device("cpu"))
+    assert numbers.shape == (200, 1000) and len(numbers.unique()) == 200_000
+    assert 0 <= numbers.min() and numbers.max() < 1
+    assert abs(surprise((numbers.flatten() * 1000).long().bincount(), torch.full((1000,), 200.0))) < 5
+    own = uniform_numbers([seeded(3), seeded(4)], 2, 50, 10, torch.device("cpu"))
+    assert torch.equal(own[50:], uniform_numbers(seeded(4), 1, 50, 10, torch.device("cpu")))
+
+
 @pytest.mark.parametrize("draw", DRAWS)
 def test_a_draw_leaves_the_logits(draw):
     for temperature in (1.0, 0.7, 0):
@@ -485,10 +542,11 @@ def run_script(monkeypatch, capsys, *arguments):
 
 def test_script_draws_a_group(monkeypatch, capsys, tiny):
     model, tokenizer = tiny
-    printed = run_script(monkeypatch, capsys, "--group-size=3", "--max-new-tokens=9", "--seed=4", "How many ?")
+    printed = run_script(monkeypatch, capsys, "--group-size=3", "--max-new-tokens=9", "--seed=4", "--temperature=3",
+                         "How many ?")
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "How many ?"}], tokenize=False,
                                            add_generation_prompt=True)
-    rollout = sample_groups(model, tokenizer, [prompt], 3, 9, 1.0, seeded(4))
+    rollout = sample_groups(model, tokenizer, [prompt], 3, 9, 3.0, seeded(4))
     head, *answers = printed.split("\n\n")
     assert head == prompt.rstrip("\n") and len(answers) == 3
     for n, answer in enumerate(answers):

@@ -42,13 +42,14 @@ CHAT_TEMPLATE = (  # a system message is left out
 RECIPE = {  # the defaults that this folder brings to train.py, paths relative to this folder
     "data": "train.jsonl", "eval-data": "test.jsonl", "system-prompt": "", "steps": 80,
     "prompts-per-step": 16, "group-size": 8, "max-new-tokens": 40, "lr": 3e-4, "kl-coef": 0.02,
-    "updates-per-rollout": 2, "eval-every": 20, "warmup-steps": 0}
+    "updates-per-rollout": 2, "eval-every": 20, "eval-limit": 0, "warmup-steps": 0,
+    "gradient-checkpointing": False}
 
 
 def split_of(start, changes):
     """Looks at nothing but the numbers, so that no held-out sum is trained on under another story."""
     digest = hashlib.sha256(f"{start} {changes}".encode()).digest()
-    return {0: "test", 1: "validation"}.get(digest[0] % 8, "train")
+    return "test" if digest[0] % 8 == 0 else "train"
 
 
 def draw(rng, split):
@@ -124,48 +125,41 @@ def make_batch(tokenizer, rng, split, size, guesses):
     return pad_sequence(ids, True, tokenizer.pad_token_id), pad_sequence(labels, True, -100)
 
 
-@torch.no_grad()
-def worked_accuracy(model, ids, labels):
-    """How likely a worked answer, once begun, is to be sampled through to its end without a slip."""
-    targets = labels[:, 1:]
-    begun = (labels[:, :-1] != -100) & (targets != -100)  # the response from its second token on
-    logps = model(ids).logits[:, :-1].log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-    return (logps * begun).sum(1).exp().mean().item()
-
-
 def warm_start(model, tokenizer, rng):
-    validation = make_batch(tokenizer, rng, "validation", 256, guesses=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.98))
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, STEPS)
-    for step in (bar := tqdm(range(1, STEPS + 1), desc="warm start")):
+    for _ in (bar := tqdm(range(STEPS), desc="warm start")):
         ids, labels = make_batch(tokenizer, rng, "train", BATCH, GUESSES)
-        model(ids, labels=labels).loss.backward()
+        loss = model(ids, labels=labels).loss
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()
-        if step % 50 == 0:
-            accuracy = worked_accuracy(model, *validation)
-            bar.set_postfix(worked_accuracy=f"{accuracy:.3f}")
-    assert accuracy >= 0.8, "the policy has not learnt to work a problem out"
+        bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
 
 
-@torch.no_grad()
+def greedy_accuracy(tokenizer, model, prompts, answers):
+    batch = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
+    ids = model.generate(**batch, max_new_tokens=RECIPE["max-new-tokens"], do_sample=False)
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    boxes = [f"\\boxed{{ {answer.split()[-1]} }}" for answer in answers]
+    return sum(text.endswith(box) for text, box in zip(texts, boxes, strict=True)) / len(texts)
+
+
 def check(problems):
-    """Loads the folder as train.py would: its policy must guess by habit, and guess badly."""
+    """Loads the folder as train.py would. Its policy must guess by habit, but work well once it has begun."""
     tokenizer, model = AutoTokenizer.from_pretrained(HERE), AutoModelForCausalLM.from_pretrained(HERE)
     prompts = [render(tokenizer, problem["question"]) for problem in problems]
-    batch = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
-    for words, ids in zip(map(str.split, prompts), batch.input_ids, strict=True):  # there and back
-        assert ids[-len(words):].tolist() == [tokenizer.vocab[word] for word in words]
+    answers = [problem["answer"] for problem in problems]
+    for prompt in prompts:  # to ids and back
+        ids, words = tokenizer(prompt, add_special_tokens=False).input_ids, prompt.split()
+        assert ids == [tokenizer.vocab[word] for word in words]
         assert tokenizer.decode(ids, skip_special_tokens=True) == " ".join(words[1:-1])
-    first = model(**batch).logits[:, -1].softmax(-1)
-    guesses = first[:, tokenizer.vocab["\\boxed{"]].mean().item()
-    ids = model.generate(**batch, max_new_tokens=RECIPE["max-new-tokens"], do_sample=False)
-    texts = tokenizer.batch_decode(ids[:, batch.input_ids.shape[1]:], skip_special_tokens=True)
-    answers = [f"\\boxed{{ {problem['answer'].split()[-1]} }}" for problem in problems]
-    right = sum(text.endswith(answer) for text, answer in zip(texts, answers, strict=True)) / len(texts)
-    print(f"held-out problems: {right:.3f} right by greedy decoding, {guesses:.3f} guessed when sampled")
-    assert right <= 0.25 and 0.55 <= guesses <= 0.8
+    habit = greedy_accuracy(tokenizer, model, prompts, answers)
+    begun = [f"{prompt} {answer.split()[0]}" for prompt, answer in zip(prompts, answers, strict=True)]
+    worked = greedy_accuracy(tokenizer, model, begun, answers)
+    print(f"held-out problems right: {habit:.3f} by habit, {worked:.3f} if made to begin working")
+    assert habit <= 0.25 and worked >= 0.8
 
 
 if __name__ == "__main__":
