@@ -21,11 +21,12 @@ import torch
 def group_advantages(rewards, group_size=8, eps=1e-8, scale_by_std=True, unbiased=False):
     """Rewards (N,) in prompt-major order, row i of prompt i // group_size -> advantages (N,).
 
-    `scale_by_std=False` only centres: Dr. GRPO (arXiv 2503.20783). The result keeps dtype and device; the
-    sums are taken in float32 at least. ValueError: a group of one (it has no sibling), N that is not a
-    multiple of the group size, a reward that is NaN or infinite.
+    `scale_by_std=False` only centres: Dr. GRPO (arXiv 2503.20783). The result keeps dtype and device
+    (integers become float32); the sums are taken in float32 at least. ValueError: a group of one (it has no
+    sibling), N that is not a multiple of the group size, a reward that is NaN or infinite.
     """
     check(rewards, group_size)
+    rewards = rewards if rewards.is_floating_point() else rewards.float()
     precise = torch.promote_types(rewards.dtype, torch.float32)
     r = rewards.to(precise).view(-1, group_size)                         # (B, G)
     advantages = r - r.mean(dim=1, keepdim=True)

@@ -43,7 +43,7 @@ def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False
     (N,) rows of the same number share their prompt, and it is run once for all of them, see below.
     """
     mask = labels[:, 1:] != IGNORE                                                       # (N, S-1)
-    if group_ids is None or not can_group(model):
+    if group_ids is None or not can_group(model) or not mask.any():
         hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state    # (N, S, H)
         hidden = hidden[:, :-1][mask]                                                    # (M, H)
     else:
@@ -112,13 +112,13 @@ def chunks(M, V, device):
 def grouped_hidden(model, input_ids, labels, group_ids):
     """Hidden states (M, H) that predict the labelled tokens, in the order of labels[:, 1:] != -100."""
     positions, is_label = torch.arange(labels.shape[1], device=labels.device), labels != IGNORE
-    first = is_label.int().argmax(dim=1).tolist()                                        # the prompts' lengths
+    first = is_label.int().argmax(dim=1).where(is_label.any(dim=1), labels.shape[1]).tolist()
     last = (positions * is_label).amax(dim=1).tolist()           # the last label is predicted, not read
     row_of_groups, groups, T = [], [], 0
     index = labels.new_zeros(len(labels), labels.shape[1] - 1)   # where in the row entry (n, t) is predicted
     for g in dict.fromkeys(group_ids.tolist()):
         members = (group_ids == g).nonzero()[:, 0].tolist()
-        P = first[members[0]]
+        P = min(first[n] for n in members)                       # the prompt's length
         row_of_groups.append((members[0], slice(0, P)))
         prompt_end, T, sizes = T + P - 1, T + P, [P]
         for n in members:
@@ -204,7 +204,10 @@ def once_a_model(probe):
 @once_a_model
 def has_plain_head(model):
     """Is this model's head `hidden @ weight.T` and nothing else? Large hidden states would show a cap."""
-    weight = model.get_output_embeddings().weight
+    head = model.get_output_embeddings()
+    if getattr(head, "bias", None) is not None:
+        return False
+    weight = head.weight
     hidden = 30 * torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
     return torch.allclose(own_head(model, hidden), hidden @ weight.T, rtol=1e-3, atol=1e-3)
 
@@ -213,7 +216,8 @@ def has_plain_head(model):
 def can_group(model):
     """Does this model's attention, run over a row of groups, give what padded rows give?"""
     config = model.config.get_text_config()
-    if model.config._attn_implementation not in ("sdpa", "grouped") or getattr(config, "sliding_window", None):
+    windowed = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
+    if windowed or model.config._attn_implementation not in ("sdpa", "grouped"):
         return False
     input_ids = torch.arange(12, device=model.device).view(2, 6) % 7
     input_ids[1, :3] = input_ids[0, :3]                          # a prompt of 3, answers of 3 and of 2 tokens

@@ -62,7 +62,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
     """
     check(ref_logprobs, kl_coef, kl_estimator, aggregate, ratio, max_new_tokens)
     logprobs, old_logprobs = logprobs.where(mask, 0), old_logprobs.where(mask, 0)
-    A = advantages.unsqueeze(1) if advantages.ndim == 1 else advantages.where(mask, 0)   # (N, 1 or S-1)
+    A = (advantages.unsqueeze(1) if advantages.ndim == 1 else advantages).where(mask, 0)     # (N, S-1)
 
     def average(values, how):                                                            # (N, S-1) -> ()
         return masked_average(values, mask, how, max_new_tokens, n_rows, n_tokens)
@@ -71,6 +71,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
     log_ratio = logprobs - old_logprobs
     if ratio == "sequence":
         log_ratio = row_mean(log_ratio, mask).unsqueeze(1).expand_as(mask)
+    log_ratio = log_ratio.clamp(max=20)                  # exp overflows at 88, and inf * 0 would be NaN
     objective, clipped = clipped_objective(
         log_ratio, A, clip_eps, clip_eps if clip_eps_high is None else clip_eps_high)
     policy_loss = -average(objective, aggregate)

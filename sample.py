@@ -46,8 +46,11 @@ def sample_groups(model, tokenizer, prompts, group_size=8, max_new_tokens=256, t
 
     `temperature=0` is greedy decoding; its log-probs are those of temperature 1. `generator` is one for all, or
     a list of one a prompt: then an answer depends on nothing but its prompt, the policy and its own numbers.
-    ValueError: a prompt without tokens, a model and tokenizer without any end token.
+    ValueError: nothing to sample, a prompt without tokens, a model and tokenizer without any end token.
     """
+    if not prompts or min(group_size, max_new_tokens) < 1 or temperature < 0:
+        raise ValueError(f"{len(prompts)} prompts, group_size {group_size}, max_new_tokens {max_new_tokens}, "
+                         f"temperature {temperature}: nothing can be sampled")
     prompt_ids = [tokenizer(prompt, add_special_tokens=False).input_ids for prompt in prompts]
     ends = torch.tensor(end_token_ids(model, tokenizer), device=model.device)
     chance = uniform_numbers(generator, len(prompts), group_size, max_new_tokens, model.device)      # (N, T)
@@ -56,7 +59,7 @@ def sample_groups(model, tokenizer, prompts, group_size=8, max_new_tokens=256, t
     N = len(logits)
     tokens = torch.full((N, max_new_tokens), int(ends[0]), device=model.device)
     logprobs = torch.zeros(N, max_new_tokens, device=model.device)
-    decode = decode_graphs if model.device.type == "cuda" and can_decode_static(model) else decode_plain
+    decode = decode_graphs if model.device.type == "cuda" and can_decode_static(model, cache) else decode_plain
     decode(model, cache, mask, logits, chance, temperature, ends, tokens, logprobs)
     return to_rollout(tokenizer, prompt_ids, group_size, tokens, logprobs, ends)
 
@@ -259,11 +262,13 @@ def decode_attention(module, query, key, value, attention_mask, scaling=None, **
 AttentionInterface.register("decode", decode_attention)
 
 
-def can_decode_static(model):
-    """Full attention in every layer, no soft cap on its scores, no FSDP hooks around the layers."""
+def can_decode_static(model, cache):
+    """Plain full attention in every layer; no soft cap on its scores, no experts, no FSDP hooks."""
     config = model.config.get_text_config()
-    return not (hasattr(model, "unshard") or getattr(config, "sliding_window", None)
-                or getattr(config, "attn_logit_softcapping", None))
+    special = ("sliding_window", "attention_chunk_size", "attn_logit_softcapping", "num_experts", "num_local_experts")
+    if hasattr(model, "unshard") or any(getattr(config, name, None) for name in special):
+        return False
+    return all(hasattr(layer, "keys") and layer.keys.shape == layer.values.shape for layer in cache.layers)
 
 
 # ---------------------------------------------------------------------------------------------------------

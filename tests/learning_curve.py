@@ -12,6 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
+os.environ["TQDM_DISABLE"] = "1"
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import train  # noqa: E402

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 import sample
 from logprob import token_logprobs
-from sample import IGNORE, can_decode_static, decode_graphs, draw, draw_fast, sample_groups, uniform_numbers
+from sample import IGNORE, can_decode_static, decode_graphs, draw, draw_fast, prefill, sample_groups, uniform_numbers
 
 ROOT = Path(sample.__file__).resolve().parent
 V, PAD, END, START = SMALL["vocab_size"], 0, 1, 2
@@ -375,34 +375,32 @@ def test_one_token_needs_no_second_run(model, runs):
     assert len(runs) == 1
 
 
-@pytest.mark.parametrize("check_every, bucket", [(16, 512), (1, 8), (3, 4)])
-@pytest.mark.parametrize("temperature", [1.2, 0])
-def test_the_steps_that_a_gpu_replays(random_model, monkeypatch, check_every, bucket, temperature):
+@pytest.mark.parametrize("check_every, bucket, temperature", [(16, 512, 1.2), (1, 8, 1.2), (3, 4, 0)])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama", "gpt2", "granite", "cohere"])
+def test_the_steps_that_a_gpu_replays(architecture, monkeypatch, check_every, bucket, temperature):
     """`decode_graphs` without its graphs: the rows of the plain loop, whenever it looks and however it grows."""
-    model = in_float64(random_model)
-    if not can_decode_static(model):
-        pytest.skip("decoded by the plain loop")
+    model, rows = small_model(architecture).double(), []
     model.generation_config.eos_token_id = [END, 7, 40, 41, 42, 43]
     plain = sample_groups(model, TOKENIZER, PROMPTS, 6, 30, temperature, seeded())
-    called = []
+    assert len(set(map(len, responses_of(plain)))) > (3 if temperature else 1)
 
-    def in_place(*args):
-        called.append(True)
-        decode_graphs(*args, check_every=check_every, bucket=bucket)
-
-    monkeypatch.setattr(sample, "decode_plain", in_place)
+    monkeypatch.setattr(sample, "decode_plain",
+                        lambda *args: decode_graphs(*args, check_every=check_every, bucket=bucket))
+    model.get_input_embeddings().register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
     again = sample_groups(model, TOKENIZER, PROMPTS, 6, 30, temperature, seeded())
-    assert called and len(set(map(len, responses_of(plain)))) > 2
     torch.testing.assert_close(again.logprobs, plain.logprobs, rtol=0, atol=1e-6)
     again.logprobs = plain.logprobs
     assert same(again, plain)
     assert model.config._attn_implementation == "sdpa"
+    assert rows[:2] == [4, 24] and (not temperature or rows[-1] <= 12)  # half of them gone: the rest closes ranks
 
 
 @pytest.mark.parametrize("architecture, static", [("qwen2", True), ("llama", True), ("gpt2", True),
                                                   ("mistral", False), ("gemma2", False)])
 def test_a_window_is_left_to_the_plain_loop(architecture, static):
-    assert can_decode_static(small_model(architecture)) == static
+    model = small_model(architecture)
+    cache, *_ = prefill(model, [[5, 6, 7]], 2)
+    assert can_decode_static(model, cache) == static
 
 
 # ----- one draw ---------------------------------------------------------------------------------------------

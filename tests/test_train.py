@@ -441,3 +441,63 @@ def test_recipe_yields_to_the_command_line(tmp_path):
     s, recipe = train.parse([f"--model={tmp_path}", "--kl-coef=0.3"])
     assert (s.lr, s.scale_by_std, s.kl_coef) == (0.5, False, 0.3)
     assert s.data == str(tmp_path / "d.jsonl") and recipe["kl-coef"] == 0
+
+
+# ----- memory -----------------------------------------------------------------------------------------------
+
+
+def test_checkpointed_layers_change_no_gradient():
+    policy, reference, _, tokenizer, prompts, truths, s = parts("--max-grad-norm=1e9")
+    rollout = sample_groups(policy, tokenizer, prompts, 4, 40, generator=seeded())
+    found, counts = [], []
+    for on in (False, True):
+        model, calls = copy.deepcopy(policy), []
+        model.model.layers[0].mlp.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        old, ref = torch.zeros_like(rollout.logprobs), torch.zeros_like(rollout.logprobs)
+        with train.layers_checkpointed(model, on):
+            train.update(s, model, reference, torch.optim.SGD(model.parameters(), lr=0.0), rollout,
+                         torch.tensor([1.0, -1.0] * 4), old, ref, True)
+        found.append(gradient(model))
+        counts.append(len(calls))
+        assert not any(module.training for module in model.modules())
+    assert counts[1] == 2 * counts[0]                    # it really runs again
+    assert (found[0] - found[1]).norm() <= 1e-6 * found[0].norm()
+
+
+def test_dry_run_counts_from_the_configuration_alone(capsys, tmp_path):
+    config = json.loads((train.TINY / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))                # no weights, no tokenizer
+    assert train.main([f"--model={tmp_path}", "--dry-run", "--device=cuda"]) == 0
+    out = capsys.readouterr().out
+    n = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(train.TINY).parameters())
+    assert f"{n:,} weights in torch.bfloat16" in out
+    for words in ("reference", "two moments", "key/value cache", "backward", "in the rollout", "host"):
+        assert words in out
+    big = json.dumps({**config, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12})
+    (tmp_path / "config.json").write_text(big)
+    assert train.main([f"--model={tmp_path}", "--dry-run", "--device=cuda", "--kl-coef=0", "--no-offload"]) == 0
+    lines = dict(line[9:].rsplit("  ", 1) for line in capsys.readouterr().out.splitlines() if line.endswith(" GB"))
+    sizes = {name.strip(): float(size.split()[0]) for name, size in lines.items()}
+    assert sizes["reference, frozen"] == 0
+    assert sizes["AdamW's two moments, float32"] == pytest.approx(4 * sizes["policy, weights that compute"], abs=2e-3)
+    assert train.main([f"--model={tmp_path / 'none'}", "--dry-run"]) == 2
+
+
+def test_activations_are_those_a_real_pass_keeps():
+    """The count on the meta device against the saved tensors of a pass with storage."""
+    s = settings("--micro-batch-tokens=200", "--max-new-tokens=20")
+    model = AutoModelForCausalLM.from_pretrained(train.TINY)
+    with torch.device("meta"):
+        meta = AutoModelForCausalLM.from_config(model.config)
+    kept, groups = {}, [[24] + [20] * 8]
+    model.set_attn_implementation("grouped")
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in {p.untyped_storage().data_ptr() for p in model.parameters()}:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        ids = torch.zeros(1, 184, dtype=torch.long)
+        hidden = model.base_model(input_ids=ids, position_ids=ids, use_cache=False, groups=groups,
+                                  attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool)).last_hidden_state
+    assert train.activations(meta.eval(), s, 24, False) == pytest.approx(sum(kept.values()) + hidden.nbytes, rel=0.1)

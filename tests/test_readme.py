@@ -1,0 +1,108 @@
+"""The README's claims: names, commands, worked numbers, flags, the layout."""
+import dataclasses
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from advantage import group_advantages
+from loss import clipped_objective, grpo_loss, kl_estimate
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+STAGES = ("sample", "reward", "advantage", "logprob", "loss", "train")
+
+
+def test_every_function_of_the_table_is_in_its_file():
+    rows = re.findall(r"^\| \[([A-H])\] \|.*\| `(\w+)\.py` \| (.*) \|$", README, flags=re.M)
+    assert [letter for letter, *_ in rows] == list("ABCDEFGH")
+    for letter, file, names in rows:
+        module = importlib.import_module(file)
+        assert f"[{letter}]" in (ROOT / f"{file}.py").read_text(encoding="utf-8")
+        for name in re.findall(r"`(\w+)`", names):
+            assert callable(getattr(module, name)), (file, name)
+
+
+def test_every_flag_is_a_flag_and_every_flag_is_there():
+    known = {train.flag_of(field.name) for field in dataclasses.fields(train.Settings)}
+    known |= {flag.replace("--", "--no-", 1) for flag in known}
+    named = set(re.findall(r"--[a-z][a-z-]+", README)) - {"--nproc-per-node", "--nnodes", "--help"}
+    assert named <= known, named - known
+    missing = {train.flag_of(field.name) for field in dataclasses.fields(train.Settings)} - named
+    assert {flag for flag in missing if flag.replace("--", "--no-", 1) not in named} == set()
+
+
+def test_files_and_commands_exist():
+    for name in re.findall(r"`((?:tests/)?\w+(?:/\w+)?\.py)`", README) + re.findall(r"python (\S+\.py)", README):
+        assert (ROOT / name).is_file() or name == "my.py", name
+
+
+def test_the_layout():
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    if not tracked:
+        pytest.skip("not a git checkout")
+    top = {name.split("/")[0] for name in tracked if not name.startswith(".")}
+    assert top == {f"{stage}.py" for stage in STAGES} | {"README.md", "LICENSE", "requirements.txt", "tests"}
+
+
+def test_a_stage_imports_no_other_stage():
+    for stage in STAGES[:-1]:
+        text = (ROOT / f"{stage}.py").read_text(encoding="utf-8")
+        assert not re.search(rf"^\s*(from|import) ({'|'.join(STAGES)})\b", text, flags=re.M), stage
+
+
+@pytest.mark.parametrize("command, printed", re.findall(
+    r"^\| `python (advantage\.py [\d .-]+)` \| (.*) \|$", README, re.M))
+def test_printed_numbers(command, printed):
+    out = subprocess.run([sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True).stdout
+    numbers = re.findall(r"[+-]?\d+\.\d+", printed.replace("−", "-"))
+    assert numbers and all(number.lstrip("+") in out for number in numbers)
+
+
+@pytest.mark.parametrize("script, numbers", [
+    ("loss.py", ["1.2840", "0.7408", "-1.8389", "-1.1457", "-1.4923", "0.125", "0.148721", "0.106531"]),
+    ("reward.py", ["1.5", "0.5", "0.0", "63"])])
+def test_scripts_print_the_worked_numbers(script, numbers):
+    out = subprocess.run([sys.executable, script], cwd=ROOT, capture_output=True, text=True).stdout
+    assert all(number in out for number in numbers), out
+
+
+def test_the_numbers_where_the_documents_err():
+    eight = torch.tensor([1.5, 0, 1.5, 0, 1, 1.5, 0.5, 1.5])
+    assert eight.mean() == 0.9375 and float(eight.std(correction=0)) == pytest.approx(0.634306, abs=1e-6)
+    assert group_advantages(eight).tolist() == pytest.approx(
+        [0.8868, -1.4780, 0.8868, -1.4780, 0.0985, 0.8868, -0.6897, 0.8868], abs=5e-5)
+    seven = group_advantages(torch.tensor([1.0] * 7 + [0.0])).tolist()
+    assert seven == pytest.approx([0.37796] * 7 + [-2.64575], abs=5e-6)
+    both = [group_advantages(eight, unbiased=unbiased)[0] for unbiased in (False, True)]
+    assert float(both[0] / both[1]) == pytest.approx(1.069, abs=5e-4)
+    assert group_advantages(torch.tensor([0.7] * 7), group_size=7).tolist() == [0.0] * 7
+    assert float(torch.tensor(0.01 * 256).exp()) == pytest.approx(13, abs=0.1)
+    logp = torch.tensor([[0.0]], requires_grad=True)                          # gradient coefficient 1.04
+    loss, _ = grpo_loss(logp, logp.detach(), logp.detach() + torch.tensor(2.0).log(), torch.ones(1),
+                        torch.ones(1, 1, dtype=torch.bool), kl_coef=0.04)
+    loss.backward()
+    assert float(-logp.grad) == pytest.approx(1.04, abs=1e-6)
+    assert float(kl_estimate(torch.zeros(()), torch.tensor(1e-4))) > 0
+    assert float(clipped_objective(torch.tensor([0.25, -0.30]), -1.4321)[0].mean()) == pytest.approx(-1.4923, abs=1e-4)
+
+
+def test_ci_runs_the_readmes_test_command():
+    block = re.search(r"<!-- tests -->\n```sh\n(.*)\n```", README)[1]
+    assert block.startswith("python3 -m venv .venv && ") and "-r requirements.txt" in block and "pytest" in block
+    assert "<!-- tests -->" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+
+
+def test_the_curve_is_the_one_in_the_table():
+    line = re.search(r"line \[(.*)\]", README)[1].split(", ")
+    steps = re.search(r'x-axis "step" \[(.*)\]', README)[1].split(", ")
+    assert len(line) == len(steps)
+    for step, accuracy in re.findall(
+            r"^\| (\d+) \| [\d.]+ \| ([\d.]+) \|(?: −?[\d.]+ \|){4} \d\.\d{4} \|$", README, flags=re.M):
+        if step in steps:
+            assert float(line[steps.index(step)]) == pytest.approx(float(accuracy), abs=0.006)
