@@ -427,9 +427,8 @@ def load_policy(s):
         tokenizer = AutoTokenizer.from_pretrained(s.model, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(
             s.model, dtype=dtype, use_safetensors=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise BadInput(f"--model {s.model}: cannot be loaded from here or from the hub ({reason})") from None
+    except Exception as error:                           # a foreign folder can be wrong in any way
+        raise BadInput(f"--model {s.model}: cannot be loaded from here or from the hub ({one_line(error)})") from None
     if not tokenizer.chat_template:
         raise BadInput(f"--model {s.model}: its tokenizer has no chat template")
     if tokenizer.eos_token_id is None and model.generation_config.eos_token_id is None:
@@ -582,7 +581,7 @@ def print_memory(s):
     dtype = getattr(torch, s.dtype if s.dtype != "auto" else "bfloat16" if device == "cuda" else "float32")
     try:
         config = AutoConfig.from_pretrained(s.model, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:
         raise BadInput(f"--model {s.model}: no configuration ({one_line(error)})") from None
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

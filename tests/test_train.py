@@ -452,7 +452,7 @@ def test_checkpointed_layers_change_no_gradient():
     found, counts = [], []
     for on in (False, True):
         model, calls = copy.deepcopy(policy), []
-        model.model.layers[0].mlp.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
         old, ref = torch.zeros_like(rollout.logprobs), torch.zeros_like(rollout.logprobs)
         with train.layers_checkpointed(model, on):
             train.update(s, model, reference, torch.optim.SGD(model.parameters(), lr=0.0), rollout,
@@ -460,7 +460,7 @@ def test_checkpointed_layers_change_no_gradient():
         found.append(gradient(model))
         counts.append(len(calls))
         assert not any(module.training for module in model.modules())
-    assert counts[1] == 2 * counts[0]                    # it really runs again
+    assert counts[1] == counts[0] + len(list(train.micro_batches(rollout, s.micro_batch_tokens, True)))  # it runs again
     assert (found[0] - found[1]).norm() <= 1e-6 * found[0].norm()
 
 
@@ -473,7 +473,7 @@ def test_dry_run_counts_from_the_configuration_alone(capsys, tmp_path):
     assert f"{n:,} weights in torch.bfloat16" in out
     for words in ("reference", "two moments", "key/value cache", "backward", "in the rollout", "host"):
         assert words in out
-    big = json.dumps({**config, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12})
+    big = json.dumps({**config, "hidden_size": 1024, "intermediate_size": 4096})
     (tmp_path / "config.json").write_text(big)
     assert train.main([f"--model={tmp_path}", "--dry-run", "--device=cuda", "--kl-coef=0", "--no-offload"]) == 0
     lines = dict(line[9:].rsplit("  ", 1) for line in capsys.readouterr().out.splitlines() if line.endswith(" GB"))
