@@ -325,6 +325,7 @@ class Settings:
     device: str = flag("auto", "cuda, mps or cpu; auto: the first of them that is there")
     dtype: str = flag("auto", "of the weights that compute; auto: bfloat16 on CUDA, else float32",
                       choices=("auto", "float32", "bfloat16"))
+    threads: int = flag(0, "CPU threads; 0: torch's own choice. Small models are fastest, by far, on one", least=0)
     resume: bool = flag(False, "go on with the run in --output")
     eval_only: bool = flag(False, "evaluate --model on --eval-data, greedy and sampled, and stop")
     dry_run: bool = flag(False, "count the memory of these flags, from the model's configuration alone, and stop")
@@ -908,6 +909,8 @@ def main(argv=None):
 
 def prepare(s, recipe):
     """Everything that can be refused is looked at here, before a folder is made."""
+    if s.threads:
+        torch.set_num_threads(s.threads)
     if recipe and rank() == 0:
         print(f"{s.model}/recipe.json: " + " ".join(as_flags(recipe)))
     policy_model, tokenizer = load_policy(s)
