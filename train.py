@@ -70,7 +70,7 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, prompts, ground_tr
         rollout = sample_groups(policy_model, tokenizer, prompts, s.group_size, s.max_new_tokens,
                                 s.temperature, generator)                                        # [A]
     rule_rewards = score_responses(rollout.responses, ground_truths, s.group_size, policy_model.device)
-    rewards = reward_fn(prompts, rollout.responses) if reward_fn else rule_rewards               # [B]
+    rewards = reward_fn(prompts, rollout.responses).to(rule_rewards) if reward_fn else rule_rewards      # [B]
     advantages = group_advantages(rewards, s.group_size, scale_by_std=s.scale_by_std)            # [C]
     if on_rollout:
         on_rollout(rollout, rewards, advantages)
@@ -195,7 +195,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
                 metrics = train_step(
                     policy_model, ref_model, optimizer, tokenizer, prompts, [problem["answer"] for problem in batch],
                     s, generators, reward_fn and partial(reward_fn, batch), partial(run.log_samples, step, prompts))
-            except BadInput:                                 # a reward that failed: nothing has moved in this step
+            except RewardFailed:                             # on every rank, and nothing has moved in this step
                 run.save_checkpoint(policy_model, optimizer)
                 raise
             metrics = {"step": step, "lr": optimizer.param_groups[0]["lr"], **metrics}
@@ -253,9 +253,10 @@ def chat_prompt(tokenizer, question, system_prompt):
     messages.append({"role": "user", "content": question})
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception:                                    # Gemma's template, for one, refuses a system message
-        merged = [{"role": "user", "content": f"{system_prompt}\n\n{question}"}]
-        return tokenizer.apply_chat_template(merged, tokenize=False, add_generation_prompt=True)
+    except Exception as error:                           # Gemma's template, for one, refuses a system message
+        if not system_prompt:
+            raise BadInput(f"the model's chat template fails ({one_line(error)})") from None
+        return chat_prompt(tokenizer, f"{system_prompt}\n\n{question}", "")
 
 
 def assert_own_frozen_tensors(ref_model, policy_model):
@@ -278,6 +279,10 @@ BOXED = "Please reason step by step, and put your final answer within \\boxed{}.
 
 class BadInput(Exception):
     """What the user gave cannot be used: one line on standard error, exit status 2, no traceback."""
+
+
+class RewardFailed(BadInput):
+    """A user's reward raised, or gave no number: the last step stands, and can be resumed from."""
 
 
 def flag(default, help, **bounds):                       # bounds: least, above, most, choices
@@ -492,13 +497,17 @@ def load_reward(spec):
         return as_rewards(values, len(responses), spec)
 
     def reward_fn(problems, prompts, responses):
+        rewards = fault = None
         try:
-            return call(problems, prompts, responses)
-        except BadInput:
-            raise
+            rewards = call(problems, prompts, responses)
+        except BadInput as error:
+            fault = str(error)
         except Exception as error:
             row, error = first_failing_row(call, problems, prompts, responses, error)
-            raise BadInput(f"--reward {spec}: {row}: {type(error).__name__}: {one_line(error)}") from None
+            fault = f"--reward {spec}: {row}: {type(error).__name__}: {one_line(error)}"
+        for found in filter(None, gathered_objects(fault)):      # one rank's fault ends the step on all of them
+            raise RewardFailed(found)
+        return rewards
     return reward_fn
 
 
@@ -874,8 +883,8 @@ def take_up(tensors, model, optimizer, path):
 def main(argv=None):
     run, started = None, False
 
-    def say(line):                                       # at the start all ranks find the same fault: one tells
-        if started or int(os.environ.get("RANK", 0)) == 0:
+    def say(line, of_all_ranks=True):                    # what every rank has found, rank 0 tells
+        if int(os.environ.get("RANK", 0)) == 0 or not of_all_ranks:
             print(f"train.py: {line}", file=sys.stderr)
 
     try:
@@ -896,9 +905,11 @@ def main(argv=None):
         return 130
     except RuntimeError as error:
         if out_of_memory(error):
-            say("out of memory: lower --prompts-per-step, --group-size, --max-new-tokens or --micro-batch-tokens")
+            say("out of memory: lower --prompts-per-step, --group-size, --max-new-tokens or --micro-batch-tokens",
+                of_all_ranks=False)
         elif started and world() > 1:                    # gloo and NCCL raise this when a peer is gone
-            say(f"rank {rank()} lost another rank ({one_line(error)}); go on with: {resume_command(run)}")
+            say(f"rank {rank()} lost another rank ({one_line(error)}); go on with: {resume_command(run)}",
+                of_all_ranks=False)
         else:
             raise
     finally:
@@ -1061,4 +1072,9 @@ def print_figures(model, tokenizer, problems, s):
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if "RANK" in os.environ:                             # an orderly exit now and then aborts in gloo's threads
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)

@@ -45,7 +45,7 @@ SMALL = dict(layers=4, hidden=256, heads=4, kv_heads=2, ffn=1024, vocab=4000, pr
              prompts=8, group_size=8, end_chance=1e-12)          # of the end token, a draw: answers of full length
 QWEN = dict(layers=28, hidden=1536, heads=12, kv_heads=2, ffn=8960, vocab=151936, new_tokens=256)
 PRESETS = {
-    "tiny": [{}],                                                # tests/tiny with its own recipe
+    "tiny": [],                                                  # tests/tiny with its own recipe
     "small": [SMALL, SMALL | dict(new_tokens=256)],
     "ragged": [SMALL | dict(new_tokens=256, end_chance=1 / 64)],
     "vocab": [SMALL | dict(vocab=151936, hidden=128, ffn=512)],
@@ -258,12 +258,12 @@ def ratios(above, below, key):
 
 
 def print_figures(name, sides):
-    print("\n| | sampling tokens/s | update tokens/s | sampling s | update s | **s a step** | CPU s | mean length "
-          "| peak MB |\n|" + " --- |" * 9)
+    keys = ("sampling_rate", "update_rate", "length", "peak", "sampling", "update", "cpu", "seconds")
+    print("\n| | sampling tokens/s | update tokens/s | mean length | peak MB | sampling s | update s | CPU s "
+          "| **s a step** |\n|" + " --- |" * 9)
     for side, results in sides.items():
-        print("| {} {} | {:.0f} | {:.0f} | {:.2f} | {:.2f} | **{:.2f}** | {:.2f} | {:.0f} | {:.0f} |".format(
-            name, side, *(middle(results, key) for key in (
-                "sampling_rate", "update_rate", "sampling", "update", "seconds", "cpu", "length", "peak"))), flush=True)
+        print("| {} {} | {:.0f} | {:.0f} | {:.0f} | {:.0f} | {:.2f} | {:.2f} | {:.2f} | **{:.2f}** |".format(
+            name, side, *(middle(results, key) for key in keys)), flush=True)
 
 
 def print_ratios(name, same, theirs, default):
@@ -321,13 +321,13 @@ def main():
             if preset == "qwen1.5b" and not torch.cuda.is_available():
                 print("qwen1.5b needs a GPU: not measured here")
                 continue
-            rows = {f"{preset}/{size['new_tokens']}": size for size in (row | sizes for row in PRESETS[preset])
-                    } if preset != "tiny" else {"tiny": {}}
-            for name, size in rows.items():
-                folder = Path(temporary, name.replace("/", "-")) if size else train.TINY
-                if size:
-                    make_folder(size, folder)
-                compare(name, folder, args.repeat * (1 if size else 10), args.pairs, args.micro_batches)
+            if preset == "tiny":
+                compare("tiny", train.TINY, 10 * args.repeat, args.pairs, args.micro_batches)
+                continue
+            for size in {row["new_tokens"]: row for row in (row | sizes for row in PRESETS[preset])}.values():
+                folder = Path(temporary, f"{preset}-{size['new_tokens']}")
+                make_folder(size, folder)
+                compare(f"{preset}/{size['new_tokens']}", folder, args.repeat, args.pairs, args.micro_batches)
         print(f"\nload at the end {os.getloadavg()[0]:.1f}")
 
 

@@ -70,6 +70,25 @@ def test_prompts_must_divide_among_the_ranks(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_reward_that_fails_on_one_rank_ends_the_step_on_all(one, tmp_path):
+    folder, reward = tmp_path / "run", tmp_path / "mine.py"
+    code = ("import os\nfrom reward import rule_reward\ncalls = 0\n"
+            "def score(completions, answer, **columns):\n"
+            "    global calls\n"
+            "    calls += 1\n"
+            "    if {broken} and calls >= 3 and os.environ.get('RANK') == '1':\n"
+            "        raise KeyError('oh')\n"
+            "    return [rule_reward(c, a) for c, a in zip(completions, answer)]\n")
+    reward.write_text(code.format(broken=True))
+    done = torchrun(2, *FLAGS, f"--output={folder}", f"--reward={reward}:score", ok=False)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
+    assert done.returncode != 0 and len(lines) == 1, done.stderr
+    assert "row 0" in lines[0] and "KeyError: 'oh'" in lines[0]
+    reward.write_text(code.format(broken=False))
+    torchrun(2, f"--output={folder}", "--resume")
+    assert_same(folder, one)
+
+
 def test_a_rank_that_dies_ends_the_run_which_can_be_resumed(one, tmp_path):
     folder = tmp_path / "run"
     (tmp_path / "mine.py").write_text(
