@@ -85,7 +85,8 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, prompts, ground_tr
 
     metrics = rollout_metrics(rollout, rewards, rule_rewards, s.group_size)
     metrics |= {name: sum(u[name] for u in updates) / len(updates) for name in updates[0]}
-    metrics |= {name: updates[0][name] for name in ("entropy", "sampler_ratio_error")}
+    metrics |= {name: updates[0][name] for name in ("entropy", "sampler_ratio_error")}           # of the old policy
+    metrics["ratio_max_error"] = max(u["ratio_max_error"] for u in updates)
     metrics["skipped_updates"] = sum(u["skipped_updates"] for u in updates)
     return metrics | {"seconds_sampling": sampled - started, "seconds_training": trained - sampled,
                       "tokens_per_second": metrics["tokens"] / (trained - started)}
@@ -93,7 +94,7 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, prompts, ground_tr
 
 def update(settings, policy_model, ref_model, optimizer, rollout, advantages, old_logprobs, ref_logprobs, first):
     """One gradient step on the rollout. The first update fills in old_logprobs and ref_logprobs, (N, S-1)."""
-    s, totals = settings, {}
+    s, totals, drift = settings, {}, torch.zeros(1, device=rollout.labels.device)
     n_rows = total(len(rollout.labels))                          # of the whole batch, on all GPUs
     n_tokens = total(int((rollout.labels != IGNORE).sum()))
     optimizer.zero_grad()
@@ -113,6 +114,7 @@ def update(settings, policy_model, ref_model, optimizer, rollout, advantages, ol
             kl_estimator=s.kl_estimator, aggregate=s.aggregate, ratio=s.ratio,
             max_new_tokens=s.max_new_tokens, n_rows=n_rows, n_tokens=n_tokens)
         (loss * weight).backward()
+        drift = torch.maximum(drift, (logprobs.detach() - old_logprobs[here]).expm1().abs().max())
         metrics["entropy"] = entropy.sum() / n_tokens
         totals = {name: totals.get(name, 0) + (weight > 0) * value for name, value in metrics.items()}
     totals = {name: total(float(value)) for name, value in totals.items()}
@@ -122,6 +124,7 @@ def update(settings, policy_model, ref_model, optimizer, rollout, advantages, ol
         optimizer.step()
     gap = (old_logprobs - rollout.logprobs).expm1().abs().max()  # trainer against sampler: rounding, no more
     return totals | {"grad_norm": grad_norm, "skipped_updates": int(not finite),
+                     "ratio_max_error": float(gathered(drift).max()),                    # max |w - 1|
                      "sampler_ratio_error": float(gathered(gap[None]).max())}
 
 

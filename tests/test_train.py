@@ -138,6 +138,7 @@ def test_first_step_is_honest():
                                on_rollout=lambda rollout, *_: seen.update(rollout=rollout))
     assert abs(metrics["approx_kl"]) < 1e-9
     assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-6) and metrics["clip_fraction"] == 0
+    assert metrics["ratio_max_error"] < 1e-5
     assert metrics["sampler_ratio_error"] < 1e-4         # cached decoding against one pass: rounding
     # and not by construction alone: [D] on single rows, at another width, as the policy was
     rollout, mask = seen["rollout"], seen["rollout"].labels[:, 1:] != IGNORE
@@ -170,6 +171,8 @@ def test_later_updates_measure_the_ratio_from_the_first():
     metrics = train.update(s, policy, reference, optimizer, rollout, advantages, old, ref, False)
     assert torch.equal(old, kept)
     assert metrics["approx_kl"] > 1e-6
+    w = (moved - kept).exp()[rollout.labels[:, 1:] != IGNORE]
+    assert metrics["ratio_max_error"] == pytest.approx(float((w - 1).abs().max()), rel=1e-3) and float(w.std()) > 0
     for name in ("loss", "approx_kl", "ratio_mean", "clip_fraction"):
         assert metrics[name] == pytest.approx(float(expected[name]), rel=1e-4, abs=1e-6)
 
