@@ -16,6 +16,7 @@ Entry t of a (N, S-1) tensor speaks of token t+1. The logits of a step are as la
 import argparse
 import sys
 import weakref
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -100,7 +101,7 @@ class LeanHead(torch.autograd.Function):
 
 def chunks(M, V, device):
     """Slices of M rows whose logits (m, V) are large enough to keep the device busy, and no larger."""
-    step = max(1, (2**28 if device.type == "cuda" else 2**23) // V)      # 1 GB or 32 MB in float32
+    step = max(1, (2**28 if device.type == "cuda" else 2**22) // V)      # 1 GB or 16 MB in float32
     return [slice(start, start + step) for start in range(0, M, step)]
 
 
@@ -148,9 +149,17 @@ def grouped_attention(module, query, key, value, attention_mask, scaling=None, g
         out.append(scaled_dot_product_attention(next(q), prompt_k, prompt_v, is_causal=True, scale=scaling))
         for L in answers:
             q_y, k_y, v_y = next(q), torch.cat((prompt_k, next(k)), dim=2), torch.cat((prompt_v, next(v)), dim=2)
-            out.append(scaled_dot_product_attention(q_y, k_y, v_y, causal_lower_right(L, P + L), scale=scaling)
+            out.append(scaled_dot_product_attention(q_y, k_y, v_y, prompt_and_past(P, L, q_y.device), scale=scaling)
                        if L else q_y)
     return torch.cat(out, dim=2).transpose(1, 2), None
+
+
+@lru_cache(maxsize=256)
+def prompt_and_past(P, L, device):
+    """Answer token t sees the prompt and the answer up to t: (L, P+L), lower right. CUDA's kernel knows the form."""
+    if device.type == "cuda":
+        return causal_lower_right(L, P + L)
+    return torch.ones(L, P + L, dtype=torch.bool, device=device).tril(P)
 
 
 AttentionInterface.register("grouped", grouped_attention)

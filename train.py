@@ -107,7 +107,7 @@ def update(settings, policy_model, ref_model, optimizer, rollout, advantages, ol
             old_logprobs[here] = logprobs.detach()
             if ref_model is not None:
                 with torch.no_grad():
-                    ref_logprobs[here], _ = score(ref_model, ids, labels, s.temperature, True, groups)
+                    ref_logprobs[here] = score(ref_model, ids, labels, s.temperature, False, groups)
         loss, metrics = grpo_loss(                                                               # [E] [F]
             logprobs, old_logprobs[here], None if ref_logprobs is None else ref_logprobs[here],
             advantages[rows], mask, s.clip_eps, s.kl_coef, clip_eps_high=s.clip_eps_high,
@@ -622,7 +622,7 @@ def print_memory(s):
         ("update", "what a micro-batch keeps for backward", kept(s.gradient_checkpointing), False),
         ("update", "one layer of it, computed again", s.gradient_checkpointing * kept(False) // layers, False),
         ("update", "gradient of the largest tensor", 2 * b * max(p.numel() for p in model.parameters()), False),
-        ("update", "a chunk of logits, and its gradient", 3 * 4 * (2**28 if device == "cuda" else 2**23), False)]
+        ("update", "a chunk of logits, and its gradient", 3 * 4 * (2**28 if device == "cuda" else 2**22), False)]
     print(f"{s.model}: {n:,} weights in {dtype}; {s.prompts_per_step} x {s.group_size} answers of {s.max_new_tokens} "
           f"tokens behind prompts of {prompt}; one of {W} processes; GB = 1e9 bytes\n")
     for when, what, size, on_host in lines:
