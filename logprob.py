@@ -247,7 +247,9 @@ def can_group(model):
 
 def main():
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     parser = argparse.ArgumentParser(description="Score one answer, token by token.")
     parser.add_argument("prompt", nargs="?",
                         default="Anna has 9 books , loses 4 , gives 2 , gets 7 . How many ?")
@@ -274,4 +276,8 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except (OSError, ValueError) as error:
+        print(f"logprob.py: {str(error).splitlines()[0]}", file=sys.stderr)
+        sys.exit(2)

@@ -307,7 +307,9 @@ def to_rollout(tokenizer, prompt_ids, group_size, tokens, logprobs, ends):
 
 def main():
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     parser = argparse.ArgumentParser(description="Draw one group of answers.")
     parser.add_argument("question", nargs="?",
                         default="Anna has 9 books , loses 4 , gives 2 , gets 7 . How many ?")
@@ -331,4 +333,8 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except (OSError, ValueError) as error:
+        print(f"sample.py: {str(error).splitlines()[0]}", file=sys.stderr)
+        sys.exit(2)
