@@ -591,6 +591,8 @@ def layers_checkpointed(model, on):
 def print_memory(s):
     """--dry-run: what one process of these flags holds, tensor by tensor, counted on a model without storage."""
     device = choose_device(s)[0].type if s.device == "auto" else s.device.split(":")[0]      # need not be here
+    if device not in ("cuda", "mps", "cpu"):
+        raise BadInput(f"--device {s.device}: not cuda, mps or cpu")
     dtype = getattr(torch, s.dtype if s.dtype != "auto" else "bfloat16" if device == "cuda" else "float32")
     try:
         config = AutoConfig.from_pretrained(s.model, trust_remote_code=False)

@@ -484,6 +484,8 @@ def test_dry_run_counts_from_the_configuration_alone(capsys, tmp_path):
     assert sizes["reference, frozen"] == 0
     assert sizes["AdamW's two moments, float32"] == pytest.approx(4 * sizes["policy, weights that compute"], abs=2e-3)
     assert train.main([f"--model={tmp_path / 'none'}", "--dry-run"]) == 2
+    assert train.main([f"--model={tmp_path}", "--dry-run", "--device=abacus"]) == 2
+    assert all(line.startswith("train.py: --") for line in capsys.readouterr().err.splitlines())
 
 
 def test_activations_are_those_a_real_pass_keeps():
