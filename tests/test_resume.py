@@ -18,16 +18,25 @@ FLAGS = ("--steps=6", "--prompts-per-step=2", "--group-size=4", "--max-new-token
          "--eval-every=3", "--save-every=1", "--warmup-steps=3", "--updates-per-rollout=2")
 
 
+# Forked by a server that has imported train and used nothing of it. A fork of this process would share the
+# semaphore of its tqdm bars, and a child killed while it draws would leave it locked for all that come after.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["train"])
+LIMIT = 120  # seconds: a process that hangs fails its test
+
+
+def program(flags):
+    os.setpgid(0, 0)
+    torch.set_num_threads(1)
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    os._exit(train.main(list(map(str, flags))) or 0)
+
+
 def start(*flags):
-    """train.main in a process of its own (forked: the imports are done)."""
-    def child():
-        os.setpgid(0, 0)
-        torch.set_num_threads(1)
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1)
-        os.dup2(null, 2)
-        os._exit(train.main(list(map(str, flags))) or 0)
-    process = multiprocessing.get_context("fork").Process(target=child)
+    """train.main in a process of its own, its imports done."""
+    process = PROCESSES.Process(target=program, args=(flags,), daemon=True)
     process.start()
     return process
 
@@ -39,9 +48,10 @@ def weights_of(folder):
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole") / "run"
+    start("--help").join(LIMIT)  # the server's imports
     started = time.perf_counter()
     process = start(*FLAGS, f"--output={folder}")
-    process.join()
+    process.join(LIMIT)
     assert process.exitcode == 0
     return folder, time.perf_counter() - started
 
@@ -54,8 +64,9 @@ def test_killed_twenty_times_the_run_ends_the_same(uninterrupted, tmp_path):
         folder, resume = tmp_path / str(runs), ()
         while True:
             process = start(*FLAGS, f"--output={folder}") if not resume else start(f"--output={folder}", "--resume")
-            process.join(chance.uniform(0, 1.2 * seconds) if kills < 20 else None)
+            process.join(chance.uniform(0, 1.2 * seconds) if kills < 20 else LIMIT)
             if process.exitcode is None:
+                assert kills < 20, "the last run hangs"
                 process.kill()
                 process.join()
                 kills += 1
@@ -79,10 +90,10 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(uninterrupted, tmp_p
     folder = tmp_path / "run"
     process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *FLAGS, f"--output={folder}"],
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
-    while not (folder / "checkpoint" / "run.safetensors").is_file():
+    while process.poll() is None and not (folder / "checkpoint" / "run.safetensors").is_file():
         time.sleep(0.01)
     process.send_signal(number)
-    out, err = process.communicate()
+    out, err = process.communicate(timeout=LIMIT)
     if process.returncode == 0:
         pytest.skip("the run was over before the signal arrived")
     assert process.returncode == status, err
@@ -91,17 +102,19 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(uninterrupted, tmp_p
     assert weights_of(folder) == weights_of(uninterrupted[0]) and curve(folder) == curve(uninterrupted[0])
 
 
+def interrupted_twice():
+    run = train.Run()
+    run.stop_on_signals()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert run.stopped() == signal.SIGINT
+    os.kill(os.getpid(), signal.SIGINT)
+    os._exit(1)
+
+
 def test_the_second_signal_leaves_at_once():
-    def child():
-        run = train.Run()
-        run.stop_on_signals()
-        os.kill(os.getpid(), signal.SIGINT)
-        assert run.stopped() == signal.SIGINT
-        os.kill(os.getpid(), signal.SIGINT)
-        os._exit(1)
-    process = multiprocessing.get_context("fork").Process(target=child)
+    process = PROCESSES.Process(target=interrupted_twice)
     process.start()
-    process.join()
+    process.join(LIMIT)
     assert process.exitcode == 130
 
 
