@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 from transformers import AttentionInterface
+from transformers.cache_utils import DynamicLayer
 
 IGNORE = -100                                            # the label of a token that no loss speaks of
 
@@ -66,6 +67,7 @@ def sample_groups(model, tokenizer, prompts, group_size=8, max_new_tokens=256, t
 
 def decode_plain(model, cache, mask, logits, chance, temperature, ends, tokens, logprobs):
     """Draw, write, run the drawn tokens, again: fills tokens and logprobs (N, T)."""
+    make_room(cache)
     rows = torch.arange(len(tokens), device=tokens.device)                     # the rows still being written
     every = 16 if tokens.is_cuda else 1                                        # asking who has ended makes a GPU wait
     for t in range(tokens.shape[1]):
@@ -74,7 +76,7 @@ def decode_plain(model, cache, mask, logits, chance, temperature, ends, tokens, 
         if t + 1 == tokens.shape[1]:
             break
         if (t + 1) % every == 0:
-            alive = (~torch.isin(tokens[rows, t + 1 - every:t + 1], ends).any(dim=1)).nonzero()[:, 0]
+            alive = close_up(~torch.isin(tokens[rows, t + 1 - every:t + 1], ends).any(dim=1))
             if len(alive) == 0:
                 break
             if len(alive) < len(rows):                                         # finished rows leave the batch
@@ -83,6 +85,14 @@ def decode_plain(model, cache, mask, logits, chance, temperature, ends, tokens, 
         mask = torch.cat((mask, mask.new_ones(len(rows), 1)), dim=1)           # (n, P+t+1)
         logits = model(drawn[:, None], attention_mask=mask, position_ids=mask.sum(1, keepdim=True) - 1,
                        past_key_values=cache, use_cache=True).logits[:, -1]
+
+
+def close_up(alive):
+    """Indices of the rows that live on, (n,) bool -> (m,): the last of them take the places of those that ended."""
+    kept = alive.nonzero()[:, 0]
+    order = torch.arange(len(kept), device=alive.device)
+    order[~alive[:len(kept)]] = kept[kept >= len(kept)]
+    return order
 
 
 def prefill(model, prompt_ids, group_size):
@@ -136,6 +146,32 @@ def draw_fast(logits, temperature, u, block=128):
     token = b * block + torch.searchsorted(inner, rest, right=True).clamp_(max=block - 1)
     token.clamp_(max=logits.shape[1] - 1)
     return token[:, 0], (logits.gather(1, token) - peak - total.log())[:, 0].float()
+
+
+class RoomyLayer(DynamicLayer):
+    """Room for the keys and values of 64 tokens more: transformers' own layer copies all it has at every token."""
+
+    def update(self, key, value, *_, **__):                                    # (n, Hkv, 1, D)
+        start, end = self.keys.shape[2], self.keys.shape[2] + key.shape[2]
+        if self.room is None or end > self.room[0].shape[2]:
+            self.room = [torch.cat((x, x.new_empty(*x.shape[:2], 64, x.shape[3])), dim=2)
+                         for x in (self.keys, self.values)]
+        for x, new in zip(self.room, (key, value)):
+            x[:len(new), :, start:end] = new
+        self.keys, self.values = (x[:len(key), :, :end] for x in self.room)
+        return self.keys, self.values
+
+    def batch_select_indices(self, rows):
+        moved = (rows != torch.arange(len(rows), device=rows.device)).nonzero()[:, 0]
+        for x in (self.keys, self.values):
+            x[moved] = x[rows[moved]]                                          # few rows are copied, see close_up
+        self.keys, self.values = self.keys[:len(rows)], self.values[:len(rows)]
+
+
+def make_room(cache):
+    for layer in cache.layers:
+        if type(layer) is DynamicLayer:                                        # a sliding window throws away as it goes
+            layer.__class__, layer.room = RoomyLayer, None
 
 
 def uniform_numbers(generator, B, group_size, T, device):
