@@ -101,7 +101,7 @@ class LeanHead(torch.autograd.Function):
 
 def chunks(M, V, device):
     """Slices of M rows whose logits (m, V) are large enough to keep the device busy, and no larger."""
-    step = max(1, (2**28 if device.type == "cuda" else 2**22) // V)      # 1 GB or 16 MB in float32
+    step = max(32, (2**28 if device.type == "cuda" else 2**18) // V)     # 1 GB; 1 MB, or 32 rows
     return [slice(start, start + step) for start in range(0, M, step)]
 
 

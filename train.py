@@ -81,6 +81,7 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, prompts, ground_tr
     with layers_checkpointed(policy_model, s.gradient_checkpointing):
         updates = [within_memory(s, update, policy_model, ref_model, optimizer, rollout, advantages, old_logprobs,
                                  ref_logprobs, u == 0) for u in range(s.updates_per_rollout)]    # [D] [E] [F]
+    optimizer.zero_grad()                                        # the next rollout can use their memory
     trained = time.perf_counter()
 
     metrics = rollout_metrics(rollout, rewards, rule_rewards, s.group_size)
@@ -132,24 +133,31 @@ def micro_batches(rollout, token_budget, share_prompts):
     """Cut the rows into micro-batches of at most `token_budget` tokens -> (row indices, width of the longest).
 
     Rows are sorted by length, so that little padding is computed, the longest first, so that memory runs out at
-    once or not at all. Where a prompt is shared there is no padding: groups stay together and pay for it once.
-    A row too long for the budget stands alone.
+    once or not at all. Where a prompt is shared there is no padding: groups stay in order, whole where the budget
+    allows it, and pay for their prompt once in each micro-batch. A row too long for the budget stands alone.
     """
     labelled, device = rollout.labels != IGNORE, rollout.labels.device
     ends = (labelled * torch.arange(1, labelled.shape[1] + 1, device=device)).amax(dim=1).tolist()   # row lengths
     answers, groups = labelled.sum(dim=1).tolist(), rollout.group_ids.tolist()
+    of_group = torch.bincount(rollout.group_ids, labelled.sum(dim=1)).tolist()                       # answer tokens
 
-    def cost(rows):
-        if share_prompts:
-            return sum(answers[n] for n in rows) + sum({groups[n]: ends[n] - answers[n] for n in rows}.values())
-        return len(rows) * max(ends[n] for n in rows)
+    def costs(cut, n):
+        """Tokens that row n adds to a cut, and those that must still fit for it to be begun there."""
+        if not share_prompts:
+            return 2 * [ends[cut[0] if cut else n]]
+        if cut and groups[cut[-1]] == groups[n]:
+            return 2 * [answers[n]]
+        whole = ends[n] - answers[n] + of_group[groups[n]]
+        return ends[n], whole if whole <= token_budget else ends[n]
 
-    cut = []
+    cut, used = [], 0
     for n in range(len(ends)) if share_prompts else sorted(range(len(ends)), key=lambda n: -ends[n]):
-        if cut and cost([*cut, n]) > token_budget:
+        cost, room = costs(cut, n)
+        if cut and used + room > token_budget:
             yield torch.tensor(cut, device=device), max(ends[m] for m in cut)
-            cut = []
-        cut.append(n)
+            cut, used = [], 0
+            cost, _ = costs(cut, n)
+        cut, used = [*cut, n], used + cost
     yield torch.tensor(cut, device=device), max(ends[m] for m in cut)
 
 
@@ -322,7 +330,8 @@ class Settings:
     updates_per_rollout: int = flag(1, "gradient steps on the same answers", least=1)
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", above=0)
     share_prompts: bool = flag(True, "run a prompt once for its whole group in the update, and no padding")
-    micro_batch_tokens: int = flag(8192, "tokens in one forward and backward pass: memory, not learning", least=1)
+    micro_batch_tokens: int = flag(1024, "tokens in a forward and backward pass: memory, not learning; on a GPU 8192",
+                                   least=1)
     gradient_checkpointing: bool = flag(True, "keep a layer's input, compute the rest again: less memory, 1/3 slower")
     offload: bool = flag(True, "bfloat16 on CUDA: float32 masters and moments live in host memory")
     # measuring and keeping
@@ -366,7 +375,11 @@ def parse(argv):
         return resumed_settings(given)
     path = Path(given.get("model", TINY)) / "recipe.json"
     recipe = read_recipe(path) if path.is_file() else {}
-    return Settings(**{**checked(as_flags(recipe)), **given}), recipe
+    chosen = {**checked(as_flags(recipe)), **given}
+    settings = Settings(**chosen)
+    if "micro_batch_tokens" not in chosen and device_type(settings) != "cpu":
+        settings.micro_batch_tokens = 8192
+    return settings, recipe
 
 
 def resumed_settings(given):
@@ -443,6 +456,11 @@ def load_policy(s):
     if tokenizer.eos_token_id is None and model.generation_config.eos_token_id is None:
         raise BadInput(f"--model {s.model}: neither generation config nor tokenizer names an end token")
     return model.to(device).eval(), tokenizer
+
+
+def device_type(s):
+    """cuda, mps or cpu; one that was named need not be here: --dry-run counts for it."""
+    return choose_device(s)[0].type if s.device == "auto" else s.device.split(":")[0]
 
 
 def choose_device(s):
@@ -590,7 +608,7 @@ def layers_checkpointed(model, on):
 
 def print_memory(s):
     """--dry-run: what one process of these flags holds, tensor by tensor, counted on a model without storage."""
-    device = choose_device(s)[0].type if s.device == "auto" else s.device.split(":")[0]      # need not be here
+    device = device_type(s)
     if device not in ("cuda", "mps", "cpu"):
         raise BadInput(f"--device {s.device}: not cuda, mps or cpu")
     dtype = getattr(torch, s.dtype if s.dtype != "auto" else "bfloat16" if device == "cuda" else "float32")
@@ -624,7 +642,8 @@ def print_memory(s):
         ("update", "what a micro-batch keeps for backward", kept(s.gradient_checkpointing), False),
         ("update", "one layer of it, computed again", s.gradient_checkpointing * kept(False) // layers, False),
         ("update", "gradient of the largest tensor", 2 * b * max(p.numel() for p in model.parameters()), False),
-        ("update", "a chunk of logits, and its gradient", 3 * 4 * (2**28 if device == "cuda" else 2**22), False)]
+        ("update", "a chunk of logits, and its gradient",
+         3 * 4 * max(2**28 if device == "cuda" else 2**18, 32 * text.vocab_size), False)]
     print(f"{s.model}: {n:,} weights in {dtype}; {s.prompts_per_step} x {s.group_size} answers of {s.max_new_tokens} "
           f"tokens behind prompts of {prompt}; one of {W} processes; GB = 1e9 bytes\n")
     for when, what, size, on_host in lines:

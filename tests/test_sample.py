@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import SMALL, small_model
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import DynamicCache, PreTrainedTokenizerFast
 
 import sample
 from logprob import token_logprobs
@@ -120,6 +120,35 @@ def test_greedy_ends_where_generate_ends(random_model):
     assert responses_of(rollout) == expected
     assert rollout.finished.tolist() == [answer[-1] % 9 == 1 for answer in expected]
     assert len(set(map(len, expected))) > 3
+
+
+def test_the_cache_with_room_holds_what_transformers_own_holds():
+    """150 tokens, past several growths, while rows end now and then: the same keys and values, row by row."""
+    torch.manual_seed(0)
+    plain, roomy = DynamicCache(), DynamicCache()
+    for cache in (plain, roomy):
+        cache.update(*torch.arange(2 * 20 * 2 * 5 * 4.0).view(2, 20, 2, 5, 4), 0)
+    sample.make_room(roomy)
+    assert type(roomy.layers[0]) is sample.RoomyLayer
+    for t in range(150):
+        if t % 20 == 7:
+            n = plain.layers[0].keys.shape[0]
+            ends = torch.randperm(n)[:1 + t // 70]
+            rows = sample.close_up(~torch.isin(torch.arange(n), ends))
+            assert sorted(rows.tolist()) == sorted(set(range(n)) - set(ends.tolist()))
+            for cache in (plain, roomy):
+                cache.batch_select_indices(rows)
+        new = torch.randn(2, plain.layers[0].keys.shape[0], 2, 1, 4)
+        for ours, theirs in zip(roomy.update(*new, 0), plain.update(*new, 0)):
+            assert torch.equal(ours, theirs)
+    assert roomy.get_seq_length() == 155
+
+
+@pytest.mark.parametrize("ended", [[], [0], [8], [0, 1, 2], [3, 8], [7, 8], [0, 2, 4, 6, 8], list(range(9))])
+def test_few_rows_move_when_rows_end(ended):
+    rows = sample.close_up(torch.tensor([n not in ended for n in range(9)]))
+    assert sorted(rows.tolist()) == [n for n in range(9) if n not in ended]
+    assert sum(n != row for n, row in enumerate(rows.tolist())) <= len(ended)
 
 
 def test_greedy_logprobs_are_those_of_temperature_one(model):

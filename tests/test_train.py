@@ -111,6 +111,28 @@ def test_micro_batches_of_shared_prompts_pay_a_prompt_once():
     assert [rows.tolist() for rows, _ in cuts] == [[0, 1, 2, 3], [4, 5], [6], [7]]      # 3+2+6 + 5+1+4 = 21
 
 
+def test_micro_batches_keep_a_group_whole_that_fits():
+    prompts, answers = [3, 3, 5, 5, 2, 2, 9, 9], [2, 6, 1, 4, 7, 5, 21, 1]               # groups of 11, 10, 14, 31
+    cuts = list(train.micro_batches(fake_rollout(prompts, answers), 31, share_prompts=True))
+    assert [rows.tolist() for rows, _ in cuts] == [[0, 1, 2, 3], [4, 5], [6, 7]]        # row 4 alone would have fitted
+
+
+def test_micro_batches_suit_the_device():
+    def tokens(*flags):
+        return train.parse(flags)[0].micro_batch_tokens
+
+    gpt = "--model=gpt2"                                 # a name: no recipe is looked for
+    assert tokens(gpt, "--device=cpu") == train.Settings().micro_batch_tokens == 1024
+    assert tokens(gpt, "--device=cuda") == tokens(gpt, "--device=mps") == 8192
+    assert tokens(gpt, "--device=cuda", "--micro-batch-tokens=99") == 99
+
+
+def test_no_gradient_is_held_through_the_rollout():
+    policy, reference, optimizer, tokenizer, prompts, truths, s = parts()
+    train.train_step(policy, reference, optimizer, tokenizer, prompts, truths, s)
+    assert all(p.grad is None for p in policy.parameters())
+
+
 def test_gradient_is_that_of_the_formula_on_full_logits():
     """One update against the loss written out on full log-softmax logits, padding and all, in one batch."""
     policy, reference, _, tokenizer, prompts, truths, s = parts("--max-grad-norm=1e9")

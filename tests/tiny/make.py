@@ -43,7 +43,7 @@ RECIPE = {  # the defaults that this folder brings to train.py, paths relative t
     "data": "train.jsonl", "eval-data": "test.jsonl", "system-prompt": "", "steps": 80,
     "prompts-per-step": 16, "group-size": 8, "max-new-tokens": 40, "lr": 3e-4, "kl-coef": 0.02,
     "updates-per-rollout": 2, "eval-every": 20, "eval-limit": 0, "warmup-steps": 0,
-    "gradient-checkpointing": False, "threads": 1}
+    "micro-batch-tokens": 2048, "gradient-checkpointing": False, "threads": 1}
 
 
 def split_of(start, changes):
