@@ -5,6 +5,8 @@
     python tests/benchmark.py ragged --new-tokens 128   # end tokens: answers a quarter of the limit; another limit
     python tests/benchmark.py vocab qwen1.5b            # 151,936 words;  the shape of Qwen2.5-1.5B, on a GPU only
     python tests/benchmark.py --scaling                 # ours alone: twice the groups, the answers, the prompts
+    python tests/benchmark.py small --against=--no-share-prompts        # ours alone: other flags against the default
+    python tests/benchmark.py --head                    # log-probs alone, 8 x 512 tokens: [D]'s head, the full logits
 
 What: a whole step, `train.train_step` here and `GRPOTrainer.train` there, on the same weights (random, but for
 tiny), prompts, lengths, reward and threads, on a CPU in float32. TRL gets `loss_type="grpo"`, our beta, learning
@@ -39,6 +41,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train  # noqa: E402
+from logprob import LeanHead, selected_logprobs  # noqa: E402
 from reward import rule_reward  # noqa: E402
 
 SMALL = dict(layers=4, hidden=256, heads=4, kv_heads=2, ffn=1024, vocab=4000, prompt_length=100, new_tokens=64,
@@ -144,6 +147,19 @@ def trl(settings, policy, tokenizer, prompts, truths, job):
     trainer.train()
     return [(end[0] - start[0], end[1] - start[1], *rollout)
             for start, end, rollout in zip(starts[::U], ends[U - 1::U], rollouts)], loaded
+
+
+def head_alone(job):
+    """Log-probs of 8 x 512 tokens, V 151,936, hidden 256, forward and backward, and all that a process holds."""
+    hidden, weight = torch.randn(8 * 512, 256, requires_grad=True), torch.randn(151936, 256, requires_grad=True)
+    targets, start = torch.randint(len(weight), (len(hidden),)), now()
+    if job["side"] == "lean head":
+        logprobs, _ = LeanHead.apply(hidden, weight, targets, 16.0, False)
+    else:
+        logprobs = selected_logprobs(hidden @ weight.T, targets, 16.0)
+    logprobs.sum().backward()
+    end = now()
+    return {"seconds": [end[0] - start[0]], "cpu": [end[1] - start[1]], "peak": [peak_memory()]}
 
 
 def now():
@@ -275,6 +291,27 @@ def print_ratios(name, same, theirs, default):
             name, side, *times, ratios(results, theirs, "peak")), flush=True)
 
 
+def against(name, folder, repeat, pairs, flags):
+    """Ours with these flags and without, in turns."""
+    sides = list(zip(*[(run(folder, "ours", repeat, flags=flags), run(folder, "ours", repeat)) for _ in range(pairs)]))
+    print(f"\n| {' '.join(flags)}, over the default | a step | sampling | update | CPU seconds | peak MB |\n|"
+          + " --- |" * 6)
+    print(f"| {name} | " + " | ".join(ratios(*sides, key) for key in ("seconds", "sampling", "update", "cpu", "peak"))
+          + " |", flush=True)
+
+
+def head(pairs):
+    turns = [(run(Path("8 x 512 tokens"), "full logits", 1), run(Path("8 x 512 tokens"), "lean head", 1))
+             for _ in range(pairs)]
+    print("\n| 8 x 512 tokens, V 151,936, hidden 256 | forward + backward, s | CPU s | peak MB, the whole process |\n|"
+          + " --- |" * 4)
+    for side, results in zip(("full logits", "lean head"), zip(*turns)):
+        print("| {} | {:.1f} | {:.1f} | {:.0f} |".format(
+            side, *(middle(results, key) for key in ("seconds", "cpu", "peak"))))
+    print(f"| full logits over lean head | {ratios(*zip(*turns), 'seconds')} | {ratios(*zip(*turns), 'cpu')} | "
+          f"{ratios(*zip(*turns), 'peak')} |")
+
+
 def scaling(folder, size, repeat, pairs):
     """Ours alone: what twice as much costs, and what a vocabulary costs the update in memory."""
     make_folder(size | dict(prompts=2 * size["prompts"]), folder / "twice")
@@ -301,20 +338,32 @@ def main():
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8, 16, 64, 128], help="rows, for TRL")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--scaling", action="store_true", help="measure how ours grows instead")
+    parser.add_argument("--against", metavar="FLAGS", help="measure ours with these flags, against the default")
+    parser.add_argument("--head", action="store_true", help="measure [D]'s head alone")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if unknown := set(args.presets) - set(PRESETS):
         parser.error(f"no preset {', '.join(sorted(unknown))}; there are {', '.join(PRESETS)}")
     if args.child:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        return print(json.dumps(measure(json.loads(args.child))))
+        job = json.loads(args.child)
+        return print(json.dumps((head_alone if job["side"] in ("lean head", "full logits") else measure)(job)))
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     has_trl = importlib.util.find_spec("trl")
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {args.threads} threads, torch {torch.__version__}, "
           f"transformers {train.transformers.__version__}, "
           + ("TRL " + importlib.metadata.version("trl") if has_trl else "no TRL here (pip install trl): ours alone"))
+
+    def measured(name, folder, repeat):
+        if args.against:
+            against(name, folder, repeat, args.pairs, args.against.split())
+        else:
+            compare(name, folder, repeat, args.pairs, args.micro_batches)
+
     sizes = {name: getattr(args, name) for name in SMALL if getattr(args, name) is not None}
     with tempfile.TemporaryDirectory() as temporary:
+        if args.head:
+            return head(args.pairs)
         if args.scaling:
             return scaling(Path(temporary), SMALL | sizes, args.repeat, args.pairs)
         for preset in args.presets or [preset for preset in PRESETS if preset != "qwen1.5b"]:
@@ -322,12 +371,12 @@ def main():
                 print("qwen1.5b needs a GPU: not measured here")
                 continue
             if preset == "tiny":
-                compare("tiny", train.TINY, 10 * args.repeat, args.pairs, args.micro_batches)
+                measured("tiny", train.TINY, 10 * args.repeat)
                 continue
             for size in {row["new_tokens"]: row for row in (row | sizes for row in PRESETS[preset])}.values():
                 folder = Path(temporary, f"{preset}-{size['new_tokens']}")
                 make_folder(size, folder)
-                compare(f"{preset}/{size['new_tokens']}", folder, args.repeat, args.pairs, args.micro_batches)
+                measured(f"{preset}/{size['new_tokens']}", folder, args.repeat)
         print(f"\nload at the end {os.getloadavg()[0]:.1f}")
 
 
