@@ -16,9 +16,11 @@ few; ours is the same number of tokens without checkpointing, and then whatever 
 How: every measurement is a process of its own, with one warm-up step and then `--repeat` measured ones. Ours and
 TRL's take turns `--pairs` times, and ratios are taken between neighbours, so that a busy machine slows both. Their
 spread (lowest-highest) says how well that worked, and so does the ratio of CPU seconds, which other programs hardly
-change. Sampling is `sample_groups` and the scoring of its answers, and TRL's `_generate`; the update is the rest of
-the step. Peak memory is the most a process held, less what it held when policy, reference and optimizer (without
-its moments) were loaded; on CUDA the allocator's, else the resident set's.
+change. Each process measures its ceilings too: the rollout is held against one pass over weights and cache a token at
+the memory's bandwidth, the update against its matrix products at the machine's rate. Sampling is `sample_groups` and
+the scoring of its answers, and TRL's `_generate`; the update is the rest of the step. Peak memory is the most a
+process held, less what it held when policy, reference and optimizer (without its moments) were loaded; on CUDA the
+allocator's, else the resident set's, and that includes what the C library keeps of freed memory, on both sides.
 """
 import argparse
 import copy
@@ -46,7 +48,7 @@ from reward import rule_reward  # noqa: E402
 
 SMALL = dict(layers=4, hidden=256, heads=4, kv_heads=2, ffn=1024, vocab=4000, prompt_length=100, new_tokens=64,
              prompts=8, group_size=8, end_chance=1e-12)          # of the end token, a draw: answers of full length
-QWEN = dict(layers=28, hidden=1536, heads=12, kv_heads=2, ffn=8960, vocab=151936, new_tokens=256)
+QWEN = dict(layers=28, hidden=1536, heads=12, kv_heads=2, ffn=8960, vocab=151936, prompts=32, new_tokens=512)
 PRESETS = {
     "tiny": [],                                                  # tests/tiny with its own recipe
     "small": [SMALL, SMALL | dict(new_tokens=256)],
@@ -67,11 +69,50 @@ def measure(job):
     tokenizer, prompts, truths = read_prompts(settings)
     run_steps = trl if job["side"] == "trl" else ours
     steps, loaded = run_steps(settings, policy, tokenizer, prompts, truths, job)
-    N, U = settings.prompts_per_step * settings.group_size, settings.updates_per_rollout
-    figures = [{"seconds": seconds, "cpu": cpu, "sampling": sampling, "update": seconds - sampling, "length": n / N,
-                "sampling_rate": n / sampling, "update_rate": U * n / (seconds - sampling)}
-               for seconds, cpu, sampling, n in steps[1:]]
-    return {name: [step[name] for step in figures] for name in figures[0]} | {"peak": [peak_memory() - loaded]}
+    peak, U = peak_memory() - loaded, settings.updates_per_rollout
+    P, (matrix_rate, bandwidth) = len(tokenizer(prompts[0]).input_ids), ceilings(policy.device, policy.dtype)
+    figures = []
+    for seconds, cpu, sampling, lengths in steps[1:]:
+        n, update, (flops, traffic) = sum(lengths), seconds - sampling, least_work(policy, P, lengths, settings)
+        figures.append({
+            "seconds": seconds, "cpu": cpu, "sampling": sampling, "update": update, "length": n / len(lengths),
+            "sampling_rate": n / sampling, "update_rate": U * n / update,
+            "of_bandwidth": traffic / sampling / bandwidth, "of_matrix_rate": flops / update / matrix_rate})
+    return {name: [step[name] for step in figures] for name in figures[0]} | {
+        "peak": [peak], "bandwidth": [bandwidth], "matrix_rate": [matrix_rate]}
+
+
+def least_work(policy, P, lengths, s):
+    """What no step can do without: FLOP of the update's matrix products, bytes that the rollout reads.
+
+    Prompts once a group, no padding, no attention, nothing computed again; weights once a token, keys and values once
+    for every row that is still being written.
+    """
+    head, words, c = policy.get_output_embeddings().weight, policy.get_input_embeddings().weight, policy.config
+    body, tokens = sum(p.numel() for p in policy.base_model.parameters()) - words.numel(), sum(lengths)
+    passes = 3 * s.updates_per_rollout + 1               # forward 1 and backward 2, and the reference forward
+    flops = 2 * passes * (body * (tokens + P * s.prompts_per_step) + head.numel() * tokens)
+    head_dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    kv = 2 * c.num_hidden_layers * c.num_key_value_heads * head_dim
+    values = (body + head.numel()) * max(lengths) + kv * sum(L * P + L * (L - 1) / 2 for L in lengths)
+    return flops, values * head.element_size()
+
+
+def ceilings(device, dtype):
+    """What this machine does at best: FLOP/s of a large matrix product, bytes/s of a copy."""
+    n = 8192 if device.type == "cuda" else 2048
+    a, b = torch.randn(2, n, n, device=device).to(dtype)
+    x, y = torch.ones(2, 2**27, device=device)           # 0.5 GB each
+
+    def best(work):
+        times = []
+        for _ in range(6):
+            start = now()
+            work()
+            times.append(now()[0] - start[0])
+        return min(times)
+
+    return 2 * n**3 / best(lambda: a @ b), 2 * x.nbytes / best(lambda: x.copy_(y))
 
 
 def read_prompts(settings):
@@ -92,10 +133,11 @@ def ours(settings, policy, tokenizer, prompts, truths, job):
     reference = copy.deepcopy(policy).requires_grad_(False)
     optimizer = train.make_optimizer(policy, settings)
     truth_of_rows = [truth for truth in truths for _ in range(settings.group_size)]
-    steps, loaded = [], memory_loaded(policy, reference)
+    steps, lengths, loaded = [], [], memory_loaded(policy, reference)
 
-    def sampled(*_):
-        nonlocal loaded
+    def sampled(rollout, *_):
+        nonlocal loaded, lengths
+        lengths = (rollout.labels != train.IGNORE).sum(dim=1).tolist()
         if job["side"] == "update":                      # its memory alone: from here on, the moments are there
             optimizer.zero_grad()
             loaded = memory_loaded(policy, reference)
@@ -105,7 +147,7 @@ def ours(settings, policy, tokenizer, prompts, truths, job):
         m = train.train_step(policy, reference, optimizer, tokenizer, prompts, truths, settings, on_rollout=sampled,
                              reward_fn=lambda _, responses: torch.tensor(reward(responses, truth_of_rows)))
         end = now()
-        steps.append((end[0] - start[0], end[1] - start[1], m["seconds_sampling"], m["tokens"]))
+        steps.append((end[0] - start[0], end[1] - start[1], m["seconds_sampling"], lengths))
     return steps, loaded
 
 
@@ -117,13 +159,13 @@ def trl(settings, policy, tokenizer, prompts, truths, job):
     s, U, cuda = settings, settings.updates_per_rollout, policy.device.type == "cuda"
     if cuda:                                             # float32 weights under bfloat16 autocast: its own default
         policy = AutoModelForCausalLM.from_pretrained(s.model, dtype=torch.float32)
-    rollouts, starts, ends = [], [], []                  # (seconds, tokens) a rollout, clocks an optimizer step
+    rollouts, starts, ends = [], [], []                  # (seconds, lengths) a rollout, clocks an optimizer step
 
     class Timed(GRPOTrainer):
         def _generate(self, prompts):
             start = now()
             out = super()._generate(prompts)
-            rollouts.append((now()[0] - start[0], sum(map(len, out[1]))))
+            rollouts.append((now()[0] - start[0], list(map(len, out[1]))))
             return out
 
     class Clock(TrainerCallback):
@@ -280,6 +322,10 @@ def print_figures(name, sides):
     for side, results in sides.items():
         print("| {} {} | {:.0f} | {:.0f} | {:.0f} | {:.0f} | {:.2f} | {:.2f} | {:.2f} | **{:.2f}** |".format(
             name, side, *(middle(results, key) for key in keys)), flush=True)
+    for side, results in sides.items():
+        print("\n{} {}: rollout at {:.0%} of the memory's {:.1f} GB/s, update at {:.0%} of a matrix product's {:.3f} "
+              "TFLOP/s".format(name, side, middle(results, "of_bandwidth"), middle(results, "bandwidth") / 1e9,
+                      middle(results, "of_matrix_rate"), middle(results, "matrix_rate") / 1e12))
 
 
 def print_ratios(name, same, theirs, default):
@@ -366,9 +412,9 @@ def main():
             return head(args.pairs)
         if args.scaling:
             return scaling(Path(temporary), SMALL | sizes, args.repeat, args.pairs)
-        for preset in args.presets or [preset for preset in PRESETS if preset != "qwen1.5b"]:
+        for preset in args.presets or PRESETS:
             if preset == "qwen1.5b" and not torch.cuda.is_available():
-                print("qwen1.5b needs a GPU: not measured here")
+                print("\nqwen1.5b needs a GPU, and there is none here: NOT MEASURED")
                 continue
             if preset == "tiny":
                 measured("tiny", train.TINY, 10 * args.repeat)
