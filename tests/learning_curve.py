@@ -12,7 +12,6 @@ import tempfile
 import time
 from pathlib import Path
 
-os.environ["TQDM_DISABLE"] = "1"
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import train  # noqa: E402
@@ -22,6 +21,7 @@ def figures(model_folder):
     """Sampled accuracy and share of worked answers of a policy, one sample a held-out problem, eight times."""
     settings, _ = train.parse(["--eval-limit=0"])
     settings.model = str(model_folder)
+    train.torch.set_num_threads(settings.threads)
     model, tokenizer = train.load_policy(settings)
     problems = train.load_problems(settings.eval_data)
     accuracy, responses = train.evaluate(model, tokenizer, problems, settings, group_size=8, temperature=1.0)
