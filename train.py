@@ -49,7 +49,7 @@ except ImportError:                                      # Windows: two runs in 
     fcntl = None
 
 from advantage import group_advantages
-from logprob import IGNORE, can_group, has_plain_head, token_logprobs
+from logprob import IGNORE, can_group, chunks, has_plain_head, token_logprobs
 from loss import grpo_loss
 from reward import extract_boxed, load_problems, majority_at_k, pass_at_k, score_responses
 from sample import sample_groups
@@ -628,6 +628,7 @@ def print_memory(s):
     masters = W == 1 and dtype != torch.float32          # FSDP's float32 shards are masters and weights in one
     host = masters and s.offload and device != "cpu"
     kept = partial(activations, model, s, prompt)
+    chunk = min(chunks(s.micro_batch_tokens, text.vocab_size, torch.device(device))[0].stop, s.micro_batch_tokens)
     lines = [
         ("always", "policy, weights that compute", n * b if W == 1 else 4 * n // W, False),
         ("always", "reference, frozen", bool(s.kl_coef) * n * b // W, False),
@@ -642,8 +643,7 @@ def print_memory(s):
         ("update", "what a micro-batch keeps for backward", kept(s.gradient_checkpointing), False),
         ("update", "one layer of it, computed again", s.gradient_checkpointing * kept(False) // layers, False),
         ("update", "gradient of the largest tensor", 2 * b * max(p.numel() for p in model.parameters()), False),
-        ("update", "a chunk of logits, and its gradient",
-         3 * 4 * max(2**28 if device == "cuda" else 2**18, 32 * text.vocab_size), False)]
+        ("update", "a chunk of logits, and its gradient", 3 * 4 * chunk * text.vocab_size, False)]
     print(f"{s.model}: {n:,} weights in {dtype}; {s.prompts_per_step} x {s.group_size} answers of {s.max_new_tokens} "
           f"tokens behind prompts of {prompt}; one of {W} processes; GB = 1e9 bytes\n")
     for when, what, size, on_host in lines:
