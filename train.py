@@ -29,6 +29,7 @@ import signal
 import sys
 import time
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from types import MethodType
 
@@ -139,26 +140,23 @@ def micro_batches(rollout, token_budget, share_prompts):
     labelled, device = rollout.labels != IGNORE, rollout.labels.device
     ends = (labelled * torch.arange(1, labelled.shape[1] + 1, device=device)).amax(dim=1).tolist()   # row lengths
     answers, groups = labelled.sum(dim=1).tolist(), rollout.group_ids.tolist()
-    of_group = torch.bincount(rollout.group_ids, labelled.sum(dim=1)).tolist()                       # answer tokens
 
-    def costs(cut, n):
-        """Tokens that row n adds to a cut, and those that must still fit for it to be begun there."""
-        if not share_prompts:
-            return 2 * [ends[cut[0] if cut else n]]
-        if cut and groups[cut[-1]] == groups[n]:
-            return 2 * [answers[n]]
-        whole = ends[n] - answers[n] + of_group[groups[n]]
-        return ends[n], whole if whole <= token_budget else ends[n]
+    def cost(rows):
+        if share_prompts:
+            return sum(answers[n] for n in rows) + sum({groups[n]: ends[n] - answers[n] for n in rows}.values())
+        return len(rows) * ends[rows[0]]
 
-    cut, used = [], 0
-    for n in range(len(ends)) if share_prompts else sorted(range(len(ends)), key=lambda n: -ends[n]):
-        cost, room = costs(cut, n)
-        if cut and used + room > token_budget:
-            yield torch.tensor(cut, device=device), max(ends[m] for m in cut)
-            cut, used = [], 0
-            cost, _ = costs(cut, n)
-        cut, used = [*cut, n], used + cost
-    yield torch.tensor(cut, device=device), max(ends[m] for m in cut)
+    parts = [[n] for n in sorted(range(len(ends)), key=lambda n: -ends[n])]
+    if share_prompts:
+        whole = [list(rows) for _, rows in groupby(range(len(ends)), key=groups.__getitem__)]
+        parts = [part for rows in whole for part in ([rows] if cost(rows) <= token_budget else [[n] for n in rows])]
+    cut = []
+    for part in parts:
+        if cut and cost(cut + part) > token_budget:
+            yield torch.tensor(cut, device=device), max(ends[n] for n in cut)
+            cut = []
+        cut = cut + part
+    yield torch.tensor(cut, device=device), max(ends[n] for n in cut)
 
 
 def rollout_metrics(rollout, rewards, rule_rewards, group_size):
