@@ -330,7 +330,8 @@ class Settings:
     share_prompts: bool = flag(True, "run a prompt once for its whole group in the update, and no padding")
     micro_batch_tokens: int = flag(1024, "tokens in a forward and backward pass: memory, not learning; on a GPU 8192",
                                    least=1)
-    gradient_checkpointing: bool = flag(True, "keep a layer's input, compute the rest again: less memory, 1/3 slower")
+    gradient_checkpointing: bool = flag(False, "keep a layer's input, compute the rest again: less memory, slower; "
+                                               "on a GPU True")
     offload: bool = flag(True, "bfloat16 on CUDA: float32 masters and moments live in host memory")
     # measuring and keeping
     eval_every: int = flag(50, "steps between evaluations", least=1)
@@ -344,6 +345,9 @@ class Settings:
     resume: bool = flag(False, "go on with the run in --output")
     eval_only: bool = flag(False, "evaluate --model on --eval-data, greedy and sampled, and stop")
     dry_run: bool = flag(False, "count the memory of these flags, from the model's configuration alone, and stop")
+
+
+GPU_DEFAULTS = {"micro_batch_tokens": 8192, "gradient_checkpointing": True}    # fast, and short of memory
 
 
 class Parser(argparse.ArgumentParser):
@@ -374,10 +378,8 @@ def parse(argv):
     path = Path(given.get("model", TINY)) / "recipe.json"
     recipe = read_recipe(path) if path.is_file() else {}
     chosen = {**checked(as_flags(recipe)), **given}
-    settings = Settings(**chosen)
-    if "micro_batch_tokens" not in chosen and device_type(settings) != "cpu":
-        settings.micro_batch_tokens = 8192
-    return settings, recipe
+    on_gpu = device_type(Settings(**chosen)) != "cpu"
+    return Settings(**{**(GPU_DEFAULTS if on_gpu else {}), **chosen}), recipe
 
 
 def resumed_settings(given):

@@ -118,13 +118,14 @@ def test_micro_batches_keep_a_group_whole_that_fits():
 
 
 def test_micro_batches_suit_the_device():
-    def tokens(*flags):
-        return train.parse(flags)[0].micro_batch_tokens
+    def chosen(*flags):
+        s, _ = train.parse(["--model=gpt2", *flags])     # a name: no recipe is looked for
+        return s.micro_batch_tokens, s.gradient_checkpointing
 
-    gpt = "--model=gpt2"                                 # a name: no recipe is looked for
-    assert tokens(gpt, "--device=cpu") == train.Settings().micro_batch_tokens == 1024
-    assert tokens(gpt, "--device=cuda") == tokens(gpt, "--device=mps") == 8192
-    assert tokens(gpt, "--device=cuda", "--micro-batch-tokens=99") == 99
+    assert chosen("--device=cpu") == (1024, False)
+    assert chosen("--device=cuda") == chosen("--device=mps") == (8192, True)
+    assert chosen("--device=cuda", "--micro-batch-tokens=99") == (99, True)
+    assert chosen("--device=cuda", "--no-gradient-checkpointing") == (8192, False)
 
 
 def test_no_gradient_is_held_through_the_rollout():
