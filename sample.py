@@ -148,8 +148,19 @@ def draw_fast(logits, temperature, u, block=128):
     return token[:, 0], (logits.gather(1, token) - peak - total.log())[:, 0].float()
 
 
+def uniform_numbers(generator, B, group_size, T, device):
+    """The chance of all draws, (N, T): float64, drawn where the generator lives. MPS knows float32 only."""
+    generators = generator if isinstance(generator, list) else [generator] * B
+    numbers = torch.cat([torch.rand(group_size, T, dtype=torch.float64, generator=g, device=g and g.device)
+                         for g in generators])
+    return numbers.to(device, torch.float32 if device.type == "mps" else torch.float64)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The same cache with room for the tokens to come: transformers' own copies all its keys and values at every token
+
 class RoomyLayer(DynamicLayer):
-    """Room for the keys and values of 64 tokens more: transformers' own layer copies all it has at every token."""
+    """A layer of the cache that copies what it has once in 64 tokens."""
 
     def update(self, key, value, *_, **__):                                    # (n, Hkv, 1, D)
         start, end = self.keys.shape[2], self.keys.shape[2] + key.shape[2]
@@ -172,14 +183,6 @@ def make_room(cache):
     for layer in cache.layers:
         if type(layer) is DynamicLayer:                                        # a sliding window throws away as it goes
             layer.__class__, layer.room = RoomyLayer, None
-
-
-def uniform_numbers(generator, B, group_size, T, device):
-    """The chance of all draws, (N, T): float64, drawn where the generator lives. MPS knows float32 only."""
-    generators = generator if isinstance(generator, list) else [generator] * B
-    numbers = torch.cat([torch.rand(group_size, T, dtype=torch.float64, generator=g, device=g and g.device)
-                         for g in generators])
-    return numbers.to(device, torch.float32 if device.type == "mps" else torch.float64)
 
 
 # ---------------------------------------------------------------------------------------------------------
