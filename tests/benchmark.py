@@ -194,7 +194,7 @@ def trl(settings, policy, tokenizer, prompts, truths, job):
 def head_alone(job):
     """Log-probs of 8 x 512 tokens, V 151,936, hidden 256, forward and backward, and all that a process holds."""
     hidden, weight = torch.randn(8 * 512, 256, requires_grad=True), torch.randn(151936, 256, requires_grad=True)
-    targets, start = torch.randint(len(weight), (len(hidden),)), now()
+    targets, start = torch.randint(len(weight), (len(hidden),)), now()     # logits of std 16, at temperature 16
     if job["side"] == "lean head":
         logprobs, _ = LeanHead.apply(hidden, weight, targets, 16.0, False)
     else:
@@ -390,6 +390,10 @@ def main():
     args = parser.parse_args()
     if unknown := set(args.presets) - set(PRESETS):
         parser.error(f"no preset {', '.join(sorted(unknown))}; there are {', '.join(PRESETS)}")
+    try:
+        train.checked((args.against or "").split())
+    except train.BadInput as error:
+        parser.error(f"--against: {error}")
     if args.child:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         job = json.loads(args.child)
