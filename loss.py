@@ -18,6 +18,10 @@ Departures from the theory's code map:
 
 import torch
 
+KL_ESTIMATORS = ("k1", "k2", "k3")
+AGGREGATES = ("sequence", "token", "constant")
+RATIOS = ("token", "sequence")
+
 
 def clipped_objective(log_ratio, advantages, clip_low=0.2, clip_high=0.2):
     """[E] min(w A, clip(w, 1 - low, 1 + high) A) and where the clip was chosen (no gradient flows there).

@@ -96,6 +96,55 @@ def canonical(answer: str) -> Decimal | str:
     return text
 
 
+def is_right(rewards):
+    return rewards == 1.5
+
+
+def has_format(rewards):
+    return rewards >= 0.5
+
+
+def load_reward(spec):
+    import importlib.util
+    path, _, name = spec.rpartition(":")
+    if not Path(path).is_file():
+        raise ValueError(f"{spec}: no file {path!r}; write path/to/file.py:function")
+    try:
+        s = importlib.util.spec_from_file_location("user_reward", path)
+        module = importlib.util.module_from_spec(s)
+        s.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{spec}: {path} fails to load: {type(error).__name__}: {error}") from None
+    f = getattr(module, name, None)
+    if not callable(f):
+        raise ValueError(f"{spec}: {path} has no function {name!r}")
+    return f
+
+
+def user_rewards(functions, weights, problems, prompts, responses, completion_ids=None):
+    G = len(responses) // len(prompts)
+    (spec, function), = functions.items()
+    def call(problems, prompts, responses):
+        G = len(responses) // len(prompts)
+        columns = {key: [problem.get(key) for problem in problems for _ in range(G)] for key in problems[0]}
+        values = function(prompts=[p for p in prompts for _ in range(G)], completions=list(responses), **columns)
+        return [float(v) for v in values]
+    try:
+        return torch.tensor(call(problems, prompts, responses)), {}
+    except (Exception, SystemExit) as error:
+        for n, response in enumerate(responses):
+            try:
+                call([problems[n // G]], [prompts[n // G]], [response])
+            except (Exception, SystemExit) as e:
+                raise ValueError(f"{spec}: row {n}, response {response[:60]!r}: {type(e).__name__}: {e}")
+        raise ValueError(f"{spec}: {error}")
+
+
+def hold_out(problems, share=0.1):
+    n = max(int(len(problems) * share), 1)
+    return problems[n:], problems[:n]
+
+
 # ----- problems ---------------------------------------------------------------------------------------------
 
 GSM8K_URL = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/"
@@ -105,7 +154,7 @@ GSM8K = {  # name: (file, its SHA-256)
 }
 
 
-def load_problems(source) -> list[dict]:
+def load_problems(source, question_field='question', answer_field='answer', need_answer=True) -> list[dict]:
     """Problems from a JSONL path, or from the name `gsm8k` (train, 7473) or `gsm8k:test` (1319).
 
     A line has GSM8K's fields (arXiv 2110.14168): `question`, and `answer`, a worked solution, then `#### 72`.

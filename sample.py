@@ -38,6 +38,13 @@ class Rollout:
     responses: list              # N strings: the response alone, special tokens stripped
     finished: torch.Tensor       # (N,) bool: False where max_new_tokens cut the answer
     group_ids: torch.Tensor      # (N,) long: i // G
+    old_logprobs: torch.Tensor = None
+    ref_logprobs: torch.Tensor = None
+    entropies: torch.Tensor = None
+
+
+def forms_of(model):
+    return {}
 
 
 @torch.no_grad()

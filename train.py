@@ -1,687 +1,1135 @@
-"""GRPO, online: [G] one training step and [H] the loop around it.
+"""[G] One training step and [H] the loop around it: GRPO, online.
 
-    sample G answers a prompt [A] -> score them [B] -> advantages inside each group [C]
-    -> log-probabilities [D] -> clipped loss with a KL leash [E][F] -> gradient step        (and again)
+    sample G answers to each prompt [A] -> score them [B] -> compare siblings [C]
+    -> log-probabilities [D] -> clipped objective [E], KL [F] -> gradient step -> and again
 
 Departures from the theory's code map:
-- The ids that were sampled are the ids that are trained on: nothing is decoded and tokenised again.
-- A step may take several updates on one rollout. The log-probs of the first pass, taken before anything
-  has moved, are the old ones of all of them.
-- The batch is cut into micro-batches, and divided once by the size of the whole: the gradient does not
-  depend on the cut.
+- The ids that were sampled are the ids that are trained on: no text is tokenised again.
+- A step may take several updates on one rollout. The old log-probs of all of them are those
+  that the first update finds, before anything has moved.
+- The batch is cut into micro-batches and divided once, by the size of the whole batch: the
+  gradient does not depend on the cut.
 
-    python train.py                                          # the tiny policy learns to reason, on a laptop
-    python train.py --model Qwen/Qwen2.5-1.5B-Instruct       # GSM8K, on a GPU
+    python train.py                                       # the tiny policy learns to reason
+    python train.py --model Qwen/Qwen2.5-1.5B-Instruct    # GSM8K, on a GPU
+
+[G] and [H] come first. Below the ruler stands what makes them usable: settings, loading,
+float32 masters, a count of the memory, several GPUs, the files of a run.
 """
 
-import argparse
+import os
+import signal
+import sys
+
+if __name__ == "__main__":
+    # Importing torch takes seconds. Ctrl-C in them ends quietly, for nothing has begun.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+
 import contextlib
 import copy
 import dataclasses
+import functools
 import hashlib
-import importlib.util
 import json
 import math
-import os
+import re
 import shlex
 import shutil
-import signal
-import sys
 import time
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from types import MethodType
 
 import torch
 import torch.distributed as dist
 import transformers
+from huggingface_hub.utils import enable_progress_bars
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import cached_file
 
-try:
-    import fcntl
-except ImportError:                                      # Windows: two runs in one folder are not noticed there
-    fcntl = None
-
+import logprob
+import loss
+import reward
+import sample
 from advantage import group_advantages
-from logprob import IGNORE, can_group, chunks, has_plain_head, token_logprobs
+from logprob import IGNORE, token_logprobs
 from loss import grpo_loss
-from reward import extract_boxed, load_problems, majority_at_k, pass_at_k, score_responses
+from reward import score_responses
 from sample import sample_groups
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # [G] One step: sample, score, normalise, update
+
 
 def train_step(policy_model, ref_model, optimizer, tokenizer, prompts, ground_truths, settings,
                generator=None, reward_fn=None, on_rollout=None):
-    """One GRPO step on B prompts (chat template applied) and their B true answers -> metrics, floats.
+    """One GRPO step on B prompts -> its metrics, floats by name. DeepSeekMath, algorithm 1.
 
-    `ref_model` is the frozen reference, None for no KL. `reward_fn(prompts, responses) -> (N,)` replaces the
-    rule reward; `on_rollout(rollout, rewards, advantages)` may look at the answers. DeepSeekMath, algorithm 1.
-    On several GPUs each has prompts of its own, with all G answers to them; the metrics are of all of them.
+    prompts: B strings, chat template applied; ground_truths: their B true answers. ref_model: the
+    frozen reference, None for no KL. `generator` is as sample_groups takes it. `reward_fn(prompts,
+    rollout) -> (N,)` replaces the rule's reward; `on_rollout(rollout, rewards, advantages)` may
+    look at the answers. Each of several GPUs has prompts of its own; the metrics are of all.
     """
-    s, started = settings, time.perf_counter()
+    s = settings
+    clock = [time.perf_counter()]
     with whole_weights(policy_model):
-        rollout = sample_groups(policy_model, tokenizer, prompts, s.group_size, s.max_new_tokens,
-                                s.temperature, generator)                                        # [A]
-    rule_rewards = score_responses(rollout.responses, ground_truths, s.group_size, policy_model.device)
-    rewards = reward_fn(prompts, rollout.responses).to(rule_rewards) if reward_fn else rule_rewards      # [B]
-    advantages = group_advantages(rewards, s.group_size, scale_by_std=s.scale_by_std)            # [C]
+        rollout = sample_groups(policy_model, tokenizer, prompts, s.group_size,
+                                s.max_new_tokens, s.temperature, generator)            # [A]
+    rule_rewards = score_responses(rollout.responses, ground_truths, s.group_size)     # [B]
+    rewards = reward_fn(prompts, rollout) if reward_fn else rule_rewards
+    advantages = group_advantages(rewards, s.group_size, **chosen(s, ADVANTAGE))       # [C]
+    advantages = advantages.to(rollout.labels.device)                                  # (N,)
     if on_rollout:
         on_rollout(rollout, rewards, advantages)
-    sampled = time.perf_counter()
+    clock.append(time.perf_counter())
 
-    old_logprobs = torch.zeros_like(rollout.logprobs)                                            # (N, S-1)
-    ref_logprobs = None if ref_model is None else torch.zeros_like(old_logprobs)
-    with layers_checkpointed(policy_model, s.gradient_checkpointing):
-        updates = [within_memory(s, update, policy_model, ref_model, optimizer, rollout, advantages, old_logprobs,
-                                 ref_logprobs, u == 0) for u in range(s.updates_per_rollout)]    # [D] [E] [F]
-    optimizer.zero_grad()                                        # the next rollout can use their memory
-    trained = time.perf_counter()
-
-    metrics = rollout_metrics(rollout, rewards, rule_rewards, s.group_size)
-    metrics |= {name: sum(u[name] for u in updates) / len(updates) for name in updates[0]}
-    metrics |= {name: updates[0][name] for name in ("entropy", "sampler_ratio_error")}           # of the old policy
-    metrics["ratio_max_error"] = max(u["ratio_max_error"] for u in updates)
-    metrics["skipped_updates"] = sum(u["skipped_updates"] for u in updates)
-    return metrics | {"seconds_sampling": sampled - started, "seconds_training": trained - sampled,
-                      "tokens_per_second": metrics["tokens"] / (trained - started)}
-
-
-def update(settings, policy_model, ref_model, optimizer, rollout, advantages, old_logprobs, ref_logprobs, first):
-    """One gradient step on the rollout. The first update fills in old_logprobs and ref_logprobs, (N, S-1)."""
-    s, totals, drift = settings, {}, torch.zeros(1, device=rollout.labels.device)
-    n_rows = total(len(rollout.labels))                          # of the whole batch, on all GPUs
-    n_tokens = total(int((rollout.labels != IGNORE).sum()))
+    rollout.ref_logprobs = reference_logprobs(ref_model, rollout, s)                   # [D]
+    updates = []
+    for _ in range(s.updates_per_rollout):
+        updates.append(update(policy_model, optimizer, rollout, advantages, s))        # [D] [E] [F]
+    # The next rollout can use the gradients' memory.
     optimizer.zero_grad()
-    for rows, width, weight in same_count(micro_batches(rollout, s.micro_batch_tokens, s.share_prompts)):
-        ids, labels = rollout.input_ids[rows, :width], rollout.labels[rows, :width]              # (n, w)
-        groups = rollout.group_ids[rows] if s.share_prompts else None
-        here, mask = (rows, slice(width - 1)), labels[:, 1:] != IGNORE                           # (n, w-1)
-        logprobs, entropy = score(policy_model, ids, labels, s.temperature, True, groups)        # [D]
-        if first:                                        # nothing has moved yet: these are the old log-probs
-            old_logprobs[here] = logprobs.detach()
-            if ref_model is not None:
-                with torch.no_grad():
-                    ref_logprobs[here] = score(ref_model, ids, labels, s.temperature, False, groups)
-        loss, metrics = grpo_loss(                                                               # [E] [F]
-            logprobs, old_logprobs[here], None if ref_logprobs is None else ref_logprobs[here],
-            advantages[rows], mask, s.clip_eps, s.kl_coef, clip_eps_high=s.clip_eps_high,
-            kl_estimator=s.kl_estimator, aggregate=s.aggregate, ratio=s.ratio,
-            max_new_tokens=s.max_new_tokens, n_rows=n_rows, n_tokens=n_tokens)
-        (loss * weight).backward()
-        drift = torch.maximum(drift, (logprobs.detach() - old_logprobs[here]).expm1().abs().max())
-        metrics["entropy"] = entropy.sum() / n_tokens
-        totals = {name: totals.get(name, 0) + (weight > 0) * value for name, value in metrics.items()}
-    totals = {name: total(float(value)) for name, value in totals.items()}
-    grad_norm = float(full(clip_grad_norm_(optimizer.param_groups[0]["params"], s.max_grad_norm)))
-    finite = math.isfinite(grad_norm) and math.isfinite(totals["loss"])
+    clock.append(time.perf_counter())
+    return step_metrics(rollout, rewards, rule_rewards, updates, clock, s)
+
+
+def update(policy_model, optimizer, rollout, advantages, settings):
+    """One gradient step on the rollout; advantages: (N,) -> metrics of the whole batch.
+
+    The first update of a rollout keeps its log-probs there: nothing has moved before it, so they
+    are the old ones, and all of its ratios are 1.
+    """
+    s = settings
+    sizes = batch_sizes(rollout)                         # rows and tokens of the whole batch
+    logprobs = torch.zeros_like(rollout.logprobs)                                      # (N, S-1)
+    entropies = torch.zeros_like(rollout.logprobs)                                     # (N, S-1)
+    sums = {}
+    optimizer.zero_grad()
+    # Micro-batches of n rows, w tokens wide: they save memory and change nothing else.
+    for rows, width, weight in cut(rollout, s):
+        here = (rows, slice(width - 1))
+        logp, entropies[here] = score(policy_model, rollout, rows, width, s)           # [D] (n,w-1)
+        logprobs[here] = logp.detach()
+        old = logprobs if rollout.old_logprobs is None else rollout.old_logprobs
+        ref = None if rollout.ref_logprobs is None else rollout.ref_logprobs[here]
+        mask = rollout.labels[rows, 1:width] != IGNORE
+        value, metrics = grpo_loss(logp, old[here], ref, advantages[rows], mask,       # [E] [F]
+                                   **chosen(s, OBJECTIVE), **sizes)
+        (value * weight).backward()
+        add(sums, metrics, weight)
+    if rollout.old_logprobs is None:
+        rollout.old_logprobs = logprobs
+        rollout.entropies = entropies
+
+    sums = summed(sums)
+    grad_norm = float(full(clip_grad_norm_(policy_model.parameters(), s.max_grad_norm)))
+    # A step that would write NaN into the weights is not taken, and counted.
+    finite = math.isfinite(grad_norm) and math.isfinite(sums["loss"])
     if finite:
         optimizer.step()
-    gap = (old_logprobs - rollout.logprobs).expm1().abs().max()  # trainer against sampler: rounding, no more
-    return totals | {"grad_norm": grad_norm, "skipped_updates": int(not finite),
-                     "ratio_max_error": float(gathered(drift).max()),                    # max |w - 1|
-                     "sampler_ratio_error": float(gathered(gap[None]).max())}
+    sums["grad_norm"] = grad_norm
+    sums["skipped_updates"] = int(not finite)
+    sums["ratio_max_error"] = largest_ratio_error(logprobs, rollout.old_logprobs)
+    return sums
 
 
-def micro_batches(rollout, token_budget, share_prompts):
-    """Cut the rows into micro-batches of at most `token_budget` tokens -> (row indices, width of the longest).
+# --------------------------------------------------------------------------------------------------
+# [H] The loop: every step draws fresh answers from the policy as it is now
 
-    Rows are sorted by length, so that little padding is computed, the longest first, so that memory runs out at
-    once or not at all. Where a prompt is shared there is no padding: groups stay in order, whole where the budget
-    allows it, and pay for their prompt once in each micro-batch. A row too long for the budget stands alone.
+
+def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_problems, settings,
+               run=None, reward_fn=None):
+    """Steps run.step + 1 .. settings.steps on `problems` (dicts, see load_problems).
+
+    `reward_fn(problems, prompts, rollout) -> (N,)` replaces the rule's reward. Everything random
+    follows from (seed, step, prompt): a resumed run needs to know its step and no more, and the
+    answers do not depend on how many GPUs share them.
     """
-    labelled, device = rollout.labels != IGNORE, rollout.labels.device
-    ends = (labelled * torch.arange(1, labelled.shape[1] + 1, device=device)).amax(dim=1).tolist()   # row lengths
-    answers, groups = labelled.sum(dim=1).tolist(), rollout.group_ids.tolist()
+    s = settings
+    run = run or Run()
+    assert_own_frozen_tensors(ref_model, policy_model)
+    judge = partial(evaluate, policy_model, tokenizer, eval_problems, s, reward_fn=reward_fn)
+    if not run.before:
+        figures, run.before = judge()
+        run.log({"step": 0, **figures})
+    with progress_bar(s.steps, run.step) as bar:
+        for step in range(run.step + 1, s.steps + 1):
+            if run.stopped():
+                break
+            set_learning_rate(optimizer, step, s)
+            batch, generators = problems_of_step(problems, step, s)
+            prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in batch]
+            truths = [problem["answer"] for problem in batch]
+            metrics = train_step(
+                policy_model, ref_model, optimizer, tokenizer, prompts, truths, s, generators,
+                reward_fn and partial(reward_fn, batch), partial(run.log_samples, step, prompts))
+            metrics = {"step": step, "lr": optimizer.param_groups[0]["lr"], **metrics}
+            if step % s.eval_every == 0 or step == s.steps:
+                figures, run.after = judge()
+                metrics |= figures
+            run.log(metrics)
+            show(bar, metrics, run, eval_problems)
+            if step % s.save_every == 0 or step == s.steps:
+                run.save_checkpoint(policy_model, optimizer)
 
-    def cost(rows):
-        if share_prompts:
-            return sum(answers[n] for n in rows) + sum({groups[n]: ends[n] - answers[n] for n in rows}.values())
-        return len(rows) * ends[rows[0]]
 
-    parts = [[n] for n in sorted(range(len(ends)), key=lambda n: -ends[n])]
-    if share_prompts:
-        whole = [list(rows) for _, rows in groupby(range(len(ends)), key=groups.__getitem__)]
-        parts = [part for rows in whole for part in ([rows] if cost(rows) <= token_budget else [[n] for n in rows])]
-    cut = []
-    for part in parts:
-        if cut and cost(cut + part) > token_budget:
-            yield torch.tensor(cut, device=device), max(ends[n] for n in cut)
-            cut = []
-        cut = cut + part
-    yield torch.tensor(cut, device=device), max(ends[n] for n in cut)
+# ==================================================================================================
+# A reader of the theory may stop here.
+# --------------------------------------------------------------------------------------------------
+# What train_step leaves to helpers: the flags of [C] and of [E][F], log-probs batch by batch, sums
+
+# The flags that group_advantages and grpo_loss take, under the same names
+ADVANTAGE = ("scale_by_std",)
+OBJECTIVE = ("clip_eps", "clip_eps_high", "kl_coef", "kl_estimator", "aggregate", "ratio",
+             "max_new_tokens")
 
 
-def rollout_metrics(rollout, rewards, rule_rewards, group_size):
-    """What the answers were like. `accuracy` and `format_rate` are the rule's, whoever gave the rewards."""
-    lengths = (rollout.labels != IGNORE).sum(dim=1).float()
-    lengths, rewards, rule_rewards, finished = map(gathered, (lengths, rewards, rule_rewards, rollout.finished))
-    groups = rewards.view(-1, group_size)
-    return {name: float(value) for name, value in {
+def chosen(settings, names):
+    return {name: getattr(settings, name) for name in names}
+
+
+def score(model, rollout, rows, width, settings, with_entropy=True):
+    """[D] of one micro-batch: log-probs (n, w-1) and, if asked for, their entropies."""
+    s = settings
+    # A sharded model must be entered through a method that FSDP knows, see shard().
+    logprobs_of = getattr(model, "token_logprobs", partial(token_logprobs, model))
+    groups = rollout.group_ids[rows] if s.share_prompts else None
+    with layers_checkpointed(model, s.gradient_checkpointing and torch.is_grad_enabled()):
+        return logprobs_of(rollout.input_ids[rows, :width], rollout.labels[rows, :width],
+                           s.temperature, with_entropy, groups)
+
+
+@torch.no_grad()
+def reference_logprobs(ref_model, rollout, settings):
+    """[D] under the frozen reference: (N, S-1), or None where there is no reference."""
+    if ref_model is None:
+        return None
+    logprobs = torch.zeros_like(rollout.logprobs)
+    for rows, width, _ in cut(rollout, settings):
+        logprobs[rows, :width - 1] = score(ref_model, rollout, rows, width, settings, False)
+    return logprobs
+
+
+def cut(rollout, settings):
+    """Micro-batches -> a list of (rows, width, weight of its loss).
+
+    On one GPU every weight is 1. Several GPUs must run equally many passes, or FSDP's gathers wait
+    for ever: whoever has fewer runs its last one again, with weight 0. And FSDP averages the
+    gradients of the GPUs where we want their sum: so a real pass weighs as much as there are GPUs.
+    """
+    s = settings
+    cuts = list(logprob.micro_batches(rollout.labels, rollout.group_ids, s.micro_batch_tokens,
+                                      s.share_prompts))
+    most = max(gathered_objects(len(cuts)))
+    passes = [(rows, width, world()) for rows, width in cuts]
+    rows, width = cuts[-1]
+    return passes + [(rows, width, 0)] * (most - len(cuts))
+
+
+def batch_sizes(rollout):
+    """Rows and response tokens of the whole batch, on all GPUs: the loss is divided by these."""
+    n_tokens = int((rollout.labels != IGNORE).sum())
+    return summed({"n_rows": len(rollout.labels), "n_tokens": n_tokens})
+
+
+def add(sums, metrics, weight):
+    """Metrics of a micro-batch onto those before it; a pass of weight 0 is not counted."""
+    for name, value in metrics.items():
+        sums[name] = sums.get(name, 0) + value * (weight > 0)
+
+
+def largest_ratio_error(logprobs, old_logprobs):
+    """max over all tokens, on all GPUs, of |exp(log pi - log pi_old) - 1|."""
+    largest = (logprobs - old_logprobs).expm1().abs().max()
+    return max(gathered_objects(float(largest)))
+
+
+def step_metrics(rollout, rewards, rule_rewards, updates, clock, settings):
+    """What a step was like: the answers, the mean of its updates, the time.
+
+    `accuracy` and `format_rate` are the rule's, whoever gave the rewards; they are NaN where no
+    true answer is known.
+    """
+    lengths = (rollout.labels != IGNORE).sum(dim=1).float()                            # (N,)
+    lengths = gathered(lengths)
+    rewards = gathered(rewards)
+    rule_rewards = gathered(rule_rewards)
+    finished = gathered(rollout.finished)
+    groups = rewards.view(-1, settings.group_size)                                     # (B, G)
+    sizes = batch_sizes(rollout)
+    entropy = summed({"entropy": rollout.entropies.sum()})["entropy"]
+    metrics = {
         "reward_mean": rewards.mean(),
         "reward_std": rewards.std(correction=0),
-        "accuracy": (rule_rewards == 1.5).float().mean(),
-        "format_rate": (rule_rewards >= 0.5).float().mean(),
-        "zero_variance_groups": (groups == groups[:, :1]).all(dim=1).float().mean(),     # they teach nothing
+        "accuracy": share(reward.is_right(rule_rewards), rule_rewards),
+        "format_rate": share(reward.has_format(rule_rewards), rule_rewards),
+        # Groups whose rewards are all equal teach nothing.
+        "zero_variance_groups": (groups == groups[:, :1]).all(dim=1).float().mean(),
         "response_length_mean": lengths.mean(),
         "response_length_p95": lengths.quantile(0.95),
         "truncated_fraction": (~finished).float().mean(),
         "tokens": lengths.sum(),
-    }.items()}
+        # per token, of the policy that drew the answers
+        "entropy": entropy / sizes["n_tokens"],
+        # trainer against sampler, before anything has moved: rounding, and no more
+        "sampler_ratio_error": largest_ratio_error(rollout.old_logprobs, rollout.logprobs),
+    }
+    for name in updates[0]:
+        metrics[name] = sum(u[name] for u in updates) / len(updates)
+    metrics["ratio_max_error"] = max(u["ratio_max_error"] for u in updates)
+    metrics["skipped_updates"] = sum(u["skipped_updates"] for u in updates)
+    started, sampled, trained = clock
+    metrics["seconds_sampling"] = sampled - started
+    metrics["seconds_training"] = trained - sampled
+    metrics["tokens_per_second"] = metrics["tokens"] / (trained - started)
+    return {name: float(value) for name, value in metrics.items()}
 
 
-# ---------------------------------------------------------------------------------------------------------
-# [H] The loop: every step draws fresh answers from the policy as it is now
+def share(right, rewards):
+    """The share of True among the rows whose reward is known, else NaN."""
+    return right[~rewards.isnan()].float().mean()
 
-def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_problems, settings,
-               run=None, reward_fn=None):
-    """Steps run.step + 1 .. settings.steps on `problems` ({"question", "answer", ...}, see load_problems).
 
-    Everything random comes from (seed, step, prompt): a resumed run needs to know its step and no more, and
-    the answers do not depend on how many GPUs share them.
-    """
-    s, run = settings, run or Run()
-    assert_own_frozen_tensors(ref_model, policy_model)
-    if not run.before:
-        accuracy, run.before = evaluate(policy_model, tokenizer, eval_problems, s)
-        run.log({"step": 0, "eval_accuracy": accuracy})
-    with tqdm(total=s.steps, initial=run.step, desc="GRPO", dynamic_ncols=True, disable=rank() > 0) as bar:
-        for step in range(run.step + 1, s.steps + 1):
-            if run.stopped():
-                break
-            for group in optimizer.param_groups:
-                group["lr"] = s.lr * min(1.0, step / max(s.warmup_steps, 1))
-            batch, generators = problems_of_step(problems, step, s)
-            prompts = [chat_prompt(tokenizer, problem["question"], s.system_prompt) for problem in batch]
-            try:
-                metrics = train_step(
-                    policy_model, ref_model, optimizer, tokenizer, prompts, [problem["answer"] for problem in batch],
-                    s, generators, reward_fn and partial(reward_fn, batch), partial(run.log_samples, step, prompts))
-            except RewardFailed:                             # on every rank, and nothing has moved in this step
-                run.save_checkpoint(policy_model, optimizer)
-                raise
-            metrics = {"step": step, "lr": optimizer.param_groups[0]["lr"], **metrics}
-            if step % s.eval_every == 0 or step == s.steps:
-                metrics["eval_accuracy"], run.after = evaluate(policy_model, tokenizer, eval_problems, s)
-            run.log(metrics)
-            bar.set_postfix_str("reward {reward_mean:.2f}, accuracy {accuracy:.2f}, length {response_length_mean:.0f}, "
-                                "KL {approx_kl:.3f}, flat groups {zero_variance_groups:.2f}".format(**metrics)
-                                + (f", {run.skipped} SKIPPED" if run.skipped else ""))
-            bar.update()
-            if step % s.save_every == 0 or step == s.steps:
-                run.save_checkpoint(policy_model, optimizer)
+# --------------------------------------------------------------------------------------------------
+# What train_grpo leaves to helpers: problems and random numbers of a step, prompts, evaluation, bar
 
 
 def problems_of_step(problems, step, settings):
     """This GPU's share of the step's B problems, and a random generator for each.
 
-    Every epoch has a new order, drawn from (seed, epoch); its short rest is left out. A prompt's answers are all
-    drawn on one GPU: a group that is split has two means and two baselines.
+    Every epoch has a new order, drawn from (seed, epoch); the few problems that do not fill a
+    step are left out. All answers to a prompt are drawn on one GPU: a group that is split has
+    two means and two baselines.
     """
-    s, B = settings, settings.prompts_per_step
+    s = settings
+    B = s.prompts_per_step
     epoch, k = divmod(step - 1, len(problems) // B)
-    order = torch.randperm(len(problems), generator=seeded(s.seed, 0, epoch))[k * B:(k + 1) * B].tolist()
-    mine = range(rank() * B // world(), (rank() + 1) * B // world())
+    order = torch.randperm(len(problems), generator=seeded(s.seed, 0, epoch))
+    order = order[k * B:(k + 1) * B].tolist()
+    mine = share_of_rank(B)
     whose = gathered(torch.tensor([order[j] for j in mine]))
     assert whose.tolist() == order, "every prompt, with its whole group, must live on one rank"
     return [problems[order[j]] for j in mine], [seeded(s.seed, step, j) for j in mine]
 
 
 def seeded(*numbers):
+    """A random generator that follows from these numbers alone."""
     digest = hashlib.sha256(repr(numbers).encode()).digest()
+    # manual_seed takes a signed 64-bit number: one bit fewer than eight bytes have.
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def evaluate(model, tokenizer, problems, settings, group_size=1, temperature=0.0, seed=0):
-    """Greedy answers (or `group_size` sampled ones) to all problems -> share that is right, responses."""
-    s, responses = settings, []
-    prompts = [chat_prompt(tokenizer, problem["question"], s.system_prompt) for problem in problems]
-    B = max(s.prompts_per_step * s.group_size // group_size, 1)                    # as many rows as in a step
-    mine = list(range(rank() * len(prompts) // world(), (rank() + 1) * len(prompts) // world()))
-    with whole_weights(model):
-        for start in tqdm(range(0, len(mine), B), desc="evaluation", unit="batch", leave=False, dynamic_ncols=True,
-                          disable=rank() > 0):
-            part = mine[start:start + B]
-            responses += sample_groups(model, tokenizer, [prompts[j] for j in part], group_size, s.max_new_tokens,
-                                       temperature, [seeded(seed, "evaluation", j) for j in part]).responses
-    responses = sum(gathered_objects(responses), [])
-    rewards = score_responses(responses, [problem["answer"] for problem in problems], group_size)
-    return float((rewards == 1.5).float().mean()), responses
+def set_learning_rate(optimizer, step, settings):
+    """A linear warm-up, then constant."""
+    for group in optimizer.param_groups:
+        group["lr"] = settings.lr * min(1.0, step / max(settings.warmup_steps, 1))
 
 
-def chat_prompt(tokenizer, question, system_prompt):
-    """The text the policy continues: the model's own chat template around the question."""
-    messages = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    messages.append({"role": "user", "content": question})
+def chat_prompt(tokenizer, problem, system_prompt):
+    """The text that the policy continues: the model's own chat template around the problem."""
+    messages = problem.get("messages") or [{"role": "user", "content": problem["question"]}]
+    messages = [{**m, "content": as_text(tokenizer, m["content"])} for m in messages]
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:                           # Gemma's template, for one, refuses a system message
+        prompt = tokenizer.apply_chat_template(
+            system + messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:
+        # Gemma's template, for one, refuses a system message: then it opens the first turn.
         if not system_prompt:
             raise BadInput(f"the model's chat template fails ({one_line(error)})") from None
-        return chat_prompt(tokenizer, f"{system_prompt}\n\n{question}", "")
+        first = {**messages[0], "content": f"{system_prompt}\n\n{messages[0]['content']}"}
+        return chat_prompt(tokenizer, {"messages": [first, *messages[1:]]}, "")
+    if not prompt.strip():
+        raise BadInput("the model's chat template makes an empty prompt")
+    return prompt
+
+
+def as_text(tokenizer, text):
+    """Text from a file stays text: an `<|im_end|>` in a question must not end the user's turn.
+
+    A blank inside a special token makes plain characters of it.
+    """
+    for token in tokenizer.all_special_tokens:
+        if len(token) > 1:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+    return text
+
+
+def evaluate(model, tokenizer, problems, settings, group_size=1, temperature=0.0, seed=0,
+             reward_fn=None):
+    """Greedy answers (or group_size sampled ones) to all problems -> (figures, responses).
+
+    Figures: eval_accuracy by the rule, NaN where no true answer is known; with a reward of the
+    user's own also its mean, eval_reward.
+    """
+    s = settings
+    prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
+    # as many rows at a time as a training step has
+    B = max(s.prompts_per_step * s.group_size // group_size, 1)
+    mine = share_of_rank(len(prompts))
+    responses = []
+    rewards = []
+    with whole_weights(model):
+        for start in tqdm(range(0, len(mine), B), desc="evaluation", unit="batch", leave=False,
+                          dynamic_ncols=True, disable=rank() > 0):
+            part = mine[start:start + B]
+            generators = [seeded(seed, "evaluation", j) for j in part]
+            asked = [prompts[j] for j in part]
+            rollout = sample_groups(model, tokenizer, asked, group_size, s.max_new_tokens,
+                                    temperature, generators)
+            responses += rollout.responses
+            if reward_fn:
+                rewards += reward_fn([problems[j] for j in part], asked, rollout).tolist()
+    responses = sum(gathered_objects(responses), [])
+    truths = [problem["answer"] for problem in problems]
+    rule_rewards = score_responses(responses, truths, group_size)
+    figures = {"eval_accuracy": float(share(reward.is_right(rule_rewards), rule_rewards))}
+    if reward_fn:
+        rewards = sum(gathered_objects(rewards), [])
+        figures["eval_reward"] = sum(rewards) / len(rewards)
+    return figures, responses
+
+
+def progress_bar(steps, done):
+    layout = "{desc} {n_fmt}/{total_fmt} {bar:10} {elapsed}<{remaining}{postfix}"
+    return tqdm(total=steps, initial=done, desc="GRPO", bar_format=layout, disable=rank() > 0)
+
+
+def show(bar, metrics, run, eval_problems):
+    """The bar, in 80 columns, trouble first; after an evaluation one answer, to watch it change."""
+    trouble = f"{run.skipped} SKIPPED, " if run.skipped else ""
+    bar.set_postfix_str(trouble + "reward {reward_mean:.2f}, acc {accuracy:.2f}, "
+                        "len {response_length_mean:.0f}, KL {approx_kl:.3f}".format(**metrics))
+    bar.update()
+    if "eval_accuracy" in metrics and rank() == 0:
+        question = one_line(eval_problems[0]["question"])[-60:]
+        answer = one_line(run.after[0])[-100:]
+        bar.write(f"step {metrics['step']}, held out: {question} -> {answer}")
 
 
 def assert_own_frozen_tensors(ref_model, policy_model):
-    """A reference that shares a tensor with the policy moves along with it, and its KL stays 0."""
+    """A reference that shares a tensor with the policy moves with it, and its KL stays 0."""
     def addresses(model):
         return {local(p).data_ptr() for p in model.parameters() if local(p).numel()}
 
     if ref_model is not None:
-        assert not addresses(ref_model) & addresses(policy_model), "the reference shares tensors with the policy"
-        assert not any(p.requires_grad for p in ref_model.parameters()), "the reference is not frozen"
+        shared = addresses(ref_model) & addresses(policy_model)
+        assert not shared, "the reference shares tensors with the policy"
+        assert not any(p.requires_grad for p in ref_model.parameters()), "it is not frozen"
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Settings: every flag, one a line, with its default and its reason. A model folder may bring its own
-# defaults in a recipe.json ({"lr": 3e-4, ...}); what stands on the command line wins.
+# --------------------------------------------------------------------------------------------------
+# Settings: every flag, one per line, with its default and its reason
 
-TINY = Path(__file__).parent / "tests" / "tiny"
+TINY = Path(__file__).resolve().parent / "tests" / "tiny"
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
 class BadInput(Exception):
-    """What the user gave cannot be used: one line on standard error, exit status 2, no traceback."""
+    """What the user gave cannot be used: one line on standard error, exit status 2."""
 
 
 class RewardFailed(BadInput):
-    """A user's reward raised, or gave no number: the last step stands, and can be resumed from."""
+    """A user's reward raised, or gave no number: the step before stands and can be resumed."""
 
 
-def flag(default, help, **bounds):                       # bounds: least, above, most, choices
-    return dataclasses.field(default=default, metadata={"help": help, **bounds})
+def switch(text):
+    """The type of a flag that is on, off, or left to the program."""
+    known = {"auto": "auto", "true": True, "yes": True, "false": False, "no": False}
+    if text.lower() not in known:
+        raise ValueError(text)
+    return known[text.lower()]
+
+
+def number_or_auto(text):
+    return "auto" if text == "auto" else int(text)
+
+
+def flag(default, help, **how):
+    """A field of Settings; `how` goes to argparse's add_argument."""
+    return dataclasses.field(default=default, metadata={"help": help, **how})
 
 
 @dataclasses.dataclass
 class Settings:
     # what is trained, on what
     model: str = flag(str(TINY), "hub name or folder of the policy")
-    data: str = flag("gsm8k", "training problems: a JSONL of question and answer, `gsm8k` or `gsm8k:test`")
-    eval_data: str = flag("gsm8k:test", "held-out problems, likewise")
+    data: str = flag("gsm8k", "training problems: a JSONL file, `gsm8k` or `gsm8k:test`")
+    eval_data: str = flag("", "held-out problems; default: gsm8k:test, or a tenth of your --data")
+    question_field: str = flag("question", "the column of the JSONL that holds the question")
+    answer_field: str = flag("answer", "the column that ends in `#### ` and the final answer")
     system_prompt: str = flag(BOXED, "system message before every question; empty for none")
-    reward: str = flag("", "your own reward, path/to/file.py:function, called as TRL calls its reward_funcs")
+    reward: list[str] = flag(None, "your own rewards, path/to/file.py:function, called as TRL "
+                             "calls its reward_funcs; several are added", action="extend")
+    reward_weights: list[float] = flag(None, "a weight for each --reward; default: 1 each")
     output: str = flag("", "folder of the run; default: runs/MODEL-TIME")
     # the rollout
-    steps: int = flag(500, "rollouts in all", least=1)
-    prompts_per_step: int = flag(8, "B, questions a step", least=1)
-    group_size: int = flag(8, "G, answers a question: their mean is the baseline", least=2)
-    max_new_tokens: int = flag(512, "an answer is cut here", least=1)
-    temperature: float = flag(1.0, "of the sampler, and of the log-probs", above=0)
+    steps: int = flag(500, "rollouts in all")
+    prompts_per_step: int = flag(8, "B, questions per step")
+    group_size: int = flag(8, "G, answers per question: their mean is the baseline")
+    max_new_tokens: int = flag(512, "an answer is cut here")
+    max_prompt_tokens: int = flag(0, "longer prompts are left out; 0: refused, if they do not fit")
+    temperature: float = flag(1.0, "of the sampler, and of the log-probs")
     # the objective
-    clip_eps: float = flag(0.2, "the ratio is clipped below 1 - this, and above 1 + this", least=0, most=1)
-    clip_eps_high: float = flag(None, "above 1 + this instead: DAPO's clip-higher, 0.28", least=0)
-    kl_coef: float = flag(0.04, "beta; 0: no KL, and no reference in memory", least=0)
-    kl_estimator: str = flag("k3", "estimator of the KL", choices=("k1", "k2", "k3"))
-    aggregate: str = flag("sequence", "mean over tokens: GRPO, DAPO, Dr. GRPO",
-                          choices=("sequence", "token", "constant"))
-    ratio: str = flag("token", "ratio a token, or a sequence: GSPO", choices=("token", "sequence"))
+    clip_eps: float = flag(0.2, "the ratio is clipped below 1 - this and above 1 + this")
+    clip_eps_high: float = flag(None, "above 1 + this instead: DAPO's clip-higher, 0.28")
+    kl_coef: float = flag(0.04, "beta; 0: no KL, and no reference in memory")
+    kl_estimator: str = flag("k3", "estimator of the KL", choices=loss.KL_ESTIMATORS)
+    aggregate: str = flag("sequence", "mean over tokens: sequence for GRPO, token for DAPO, "
+                          "constant for Dr. GRPO", choices=loss.AGGREGATES)
+    ratio: str = flag("token", "ratio per token, or per sequence: GSPO", choices=loss.RATIOS)
     scale_by_std: bool = flag(True, "divide the advantages by the group's std; off: Dr. GRPO")
     # the update
-    lr: float = flag(1e-6, "AdamW's learning rate, constant after the warm-up", above=0)
-    warmup_steps: int = flag(10, "the learning rate rises linearly over these", least=0)
-    updates_per_rollout: int = flag(1, "gradient steps on the same answers", least=1)
-    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", above=0)
-    share_prompts: bool = flag(True, "run a prompt once for its whole group in the update, and no padding")
-    micro_batch_tokens: int = flag(1024, "tokens in a forward and backward pass: memory, not learning; on a GPU 8192",
-                                   least=1)
-    gradient_checkpointing: bool = flag(False, "keep a layer's input, compute the rest again: less memory, slower; "
-                                               "on a GPU True")
-    offload: bool = flag(True, "bfloat16 on CUDA: float32 masters and moments live in host memory")
+    lr: float = flag(1e-6, "AdamW's learning rate, constant after the warm-up")
+    warmup_steps: int = flag(10, "the learning rate rises linearly over these")
+    updates_per_rollout: int = flag(1, "gradient steps on the same answers")
+    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
+    # memory: these change nothing but memory and time
+    share_prompts: bool = flag(True, "run a prompt once for its whole group in the update")
+    micro_batch_tokens: number_or_auto = flag("auto", "tokens in a forward and backward pass")
+    gradient_checkpointing: switch = flag(
+        "auto", "keep a layer's input, compute the rest again: less memory, slower",
+        nargs="?", const=True)
+    offload: switch = flag("auto", "bfloat16 on CUDA: float32 masters and moments in host memory",
+                           nargs="?", const=True)
     # measuring and keeping
-    eval_every: int = flag(50, "steps between evaluations", least=1)
-    eval_limit: int = flag(200, "held-out problems that are asked; 0: all", least=0)
-    save_every: int = flag(50, "steps between checkpoints", least=1)
-    seed: int = flag(0, "of the problems' order and of the sampling", least=0, most=2**32)
+    eval_every: int = flag(50, "steps between evaluations")
+    eval_limit: int = flag(200, "held-out problems that are asked; 0: all")
+    save_every: int = flag(50, "steps between checkpoints")
+    seed: int = flag(0, "of the problems' order and of the sampling")
     device: str = flag("auto", "cuda, mps or cpu; auto: the first of them that is there")
     dtype: str = flag("auto", "of the weights that compute; auto: bfloat16 on CUDA, else float32",
                       choices=("auto", "float32", "bfloat16"))
-    threads: int = flag(0, "CPU threads; 0: torch's own choice. Small models are fastest, by far, on one", least=0)
-    resume: bool = flag(False, "go on with the run in --output")
-    eval_only: bool = flag(False, "evaluate --model on --eval-data, greedy and sampled, and stop")
-    dry_run: bool = flag(False, "count the memory of these flags, from the model's configuration alone, and stop")
+    threads: int = flag(0, "CPU threads; 0: torch's choice. Small models are fastest on one")
+    resume: bool = flag(False, "continue the run in --output")
+    eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop")
+    dry_run: bool = flag(False, "count the memory of these flags and stop; nothing is loaded")
 
 
-GPU_DEFAULTS = {"micro_batch_tokens": 8192, "gradient_checkpointing": True}    # fast, and short of memory
+AT_LEAST = {
+    "steps": 1, "prompts_per_step": 1, "group_size": 2, "max_new_tokens": 1, "clip_eps": 0,
+    "clip_eps_high": 0, "kl_coef": 0, "warmup_steps": 0, "updates_per_rollout": 1,
+    "micro_batch_tokens": 1, "eval_every": 1, "eval_limit": 0, "save_every": 1, "seed": 0,
+    "threads": 0, "max_prompt_tokens": 0,
+}
+ABOVE = {"temperature": 0, "lr": 0, "max_grad_norm": 0}
+AT_MOST = {"clip_eps": 1, "threads": 1024, "seed": 2**32}
+
+# A model folder's recipe.json may set these and nothing else. It is foreign input: it may say how
+# to train, never what to run or where to write. final/recipe.json says as much of a run.
+RECIPE = ("data", "eval_data", "question_field", "answer_field", "system_prompt", "steps",
+          "prompts_per_step", "group_size", "max_new_tokens", "max_prompt_tokens", "temperature",
+          *OBJECTIVE, *ADVANTAGE, "lr", "warmup_steps", "updates_per_rollout", "max_grad_norm",
+          "share_prompts", "micro_batch_tokens", "gradient_checkpointing", "offload", "eval_every",
+          "eval_limit", "save_every", "threads")
+# A run that is resumed may change these: none of them changes what is learned.
+FREE = ("resume", "output", "steps", "micro_batch_tokens", "gradient_checkpointing", "offload",
+        "eval_every", "save_every", "threads")
 
 
-class Parser(argparse.ArgumentParser):
+class Parser(HfArgumentParser):
     def error(self, message):
-        raise BadInput(message)
+        # Every flag has two spellings, --kl_coef and --kl-coef; one is enough in a message.
+        raise BadInput(re.sub(r"--\w+_\w+/", "", message))
 
 
 def make_parser():
-    parser = Parser(prog="train.py", description=__doc__, allow_abbrev=False, argument_default=argparse.SUPPRESS,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
-    for field in dataclasses.fields(Settings):
-        shown = "" if field.default in ("", None) else f" (default: {field.default})".replace("%", "%%")
-        how = {"action": argparse.BooleanOptionalAction} if field.type is bool else {
-            "type": field.type, "choices": field.metadata.get("choices"), "metavar": field.type.__name__.upper()}
-        parser.add_argument(flag_of(field.name), help=field.metadata["help"] + shown, **how)
+    parser = Parser(Settings, prog="train.py", allow_abbrev=False,
+                    description="Group Relative Policy Optimization. See README.md.")
+    for name in ("gradient-checkpointing", "offload"):
+        parser.add_argument(f"--no-{name}", dest=name.replace("-", "_"), action="store_false")
     return parser
+
+
+def given_flags(argv):
+    """The flags that stand in argv, {name: value}, each of them within its bounds."""
+    parser = make_parser()
+    names = [field.name for field in dataclasses.fields(Settings)]
+    parser.set_defaults(**dict.fromkeys(names))
+    values = vars(parser.parse_args(argv))
+    given = {name: value for name, value in values.items() if value is not None}
+    for name, value in given.items():
+        if type(value) in (int, float):
+            check_bounds(name, value)
+        elif isinstance(value, str) and name in ("model", "data", "eval_data"):
+            # A relative path means another file once the run is resumed from elsewhere.
+            given[name] = os.path.abspath(value) if os.path.exists(value) else value
+    given["reward"] = [absolute_spec(spec) for spec in given.get("reward", [])] or None
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def check_bounds(name, value):
+    fault = None
+    if not math.isfinite(value):
+        fault = "not a finite number"
+    elif value < AT_LEAST.get(name, value):
+        fault = f"must be at least {AT_LEAST[name]}"
+    elif value <= ABOVE.get(name, -math.inf):
+        fault = f"must be above {ABOVE[name]}"
+    elif value > AT_MOST.get(name, 2**31 - 1):
+        fault = f"must be at most {AT_MOST.get(name, 2**31 - 1)}"
+    if fault:
+        raise BadInput(f"{flag_of(name)} {value}: {fault}")
+
+
+def absolute_spec(spec):
+    path, colon, function = spec.rpartition(":")
+    return os.path.abspath(path) + colon + function if os.path.exists(path) else spec
 
 
 def flag_of(name):
     return "--" + name.replace("_", "-")
 
 
+def as_flags(values):
+    """{"kl_coef": 0.02, "reward": ["a.py:f"]} -> ["--kl-coef=0.02", "--reward", "a.py:f"]."""
+    argv = []
+    for name, value in values.items():
+        if isinstance(value, list):
+            argv += [flag_of(name), *map(str, value)]
+        elif value is not None:
+            argv.append(f"{flag_of(name)}={value}")
+    return argv
+
+
 def parse(argv):
-    """Flags -> (Settings, what the model's recipe.json brought). With --resume the run's own settings stand."""
-    given = checked(argv)
+    """Command line -> (Settings, what the model's recipe.json brought). The command line wins."""
+    given = given_flags(argv)
     if given.get("resume"):
         return resumed_settings(given)
-    path = Path(given.get("model", TINY)) / "recipe.json"
-    recipe = read_recipe(path) if path.is_file() else {}
-    chosen = {**checked(as_flags(recipe)), **given}
-    on_gpu = device_type(Settings(**chosen)) != "cpu"
-    return Settings(**{**(GPU_DEFAULTS if on_gpu else {}), **chosen}), recipe
+    recipe = read_recipe(Path(given.get("model", TINY)))
+    if "data" in given:
+        # Held-out problems of another data set would measure something else.
+        recipe.pop("eval_data", None)
+    return Settings(**{**recipe, **given}), recipe
 
 
-def resumed_settings(given):
-    if not given.get("output"):
-        raise BadInput("--resume: needs --output, the folder of the run to go on with")
-    path = Path(given["output"]) / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        saved, recipe = config["settings"], config["recipe"]
-        settings = Settings(**{**saved, "resume": True, "output": given["output"]})
-    except (OSError, ValueError, KeyError, TypeError):
-        raise BadInput(f"--output {given['output']}: no run to resume, config.json is missing or not ours") from None
-    for name, value in given.items():
-        if name not in ("resume", "output", "steps") and value != saved[name]:
-            raise BadInput(f"{flag_of(name)} {value}: the run in {given['output']} has {saved[name]}; "
-                           "only --steps may change when a run is resumed")
-    return dataclasses.replace(settings, steps=given.get("steps", settings.steps)), recipe
-
-
-def checked(argv):
-    """The flags that were given, {name: value}, each within its bounds."""
-    given = vars(make_parser().parse_args(argv))
-    for field in dataclasses.fields(Settings):
-        value, bounds = given.get(field.name), field.metadata
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            for wrong, words in ((not math.isfinite(value), "not a finite number"),
-                                 (value < bounds.get("least", value), f"must be at least {bounds.get('least')}"),
-                                 (value <= bounds.get("above", -math.inf), f"must be above {bounds.get('above')}"),
-                                 (value > bounds.get("most", value), f"must be at most {bounds.get('most')}")):
-                if wrong:
-                    raise BadInput(f"{flag_of(field.name)} {value}: {words}")
-    return given
-
-
-def as_flags(recipe):
-    """{"kl-coef": 0.02, "scale-by-std": false} -> ["--kl-coef=0.02", "--no-scale-by-std"]."""
-    return [f"--{'' if value else 'no-'}{name}" if isinstance(value, bool) else f"--{name}={value}"
-            for name, value in recipe.items()]
-
-
-def read_recipe(path):
-    """The flags in a model folder's recipe.json; a path that stands in that folder is meant there."""
+def read_recipe(folder):
+    """The flags in a model folder's recipe.json, {} where it has none."""
+    path = folder / "recipe.json"
+    if not os.path.isfile(path):
+        return {}
     try:
         recipe = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(recipe, dict):
             raise BadInput("not an object of flags and values")
-        recipe = {name.replace("_", "-"): value for name, value in recipe.items()}
-        for name in ("data", "eval-data"):
-            if (path.parent / str(recipe.get(name) or ":")).is_file():
-                recipe[name] = str(path.parent / recipe[name])
-        checked(as_flags(recipe))
+        recipe = {name.replace("-", "_"): value for name, value in recipe.items()}
+        for name in recipe.keys() - set(RECIPE):
+            raise BadInput(f"{flag_of(name)} is not for a recipe to set")
+        for name in recipe.keys() & {"data", "eval_data"}:
+            # A path is meant from the folder that the recipe stands in.
+            beside = folder / str(recipe[name])
+            recipe[name] = str(beside) if os.path.isfile(beside) else recipe[name]
+        return given_flags(as_flags(recipe))
     except (BadInput, ValueError, OSError, RecursionError) as error:
-        raise BadInput(f"{path}: {error}") from None
-    return recipe
+        raise BadInput(f"{path}: {one_line(error)}") from None
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Loading: model, tokenizer, problems, reward
-
-def load_policy(s):
-    """The policy and its tokenizer: safetensors only, no code of the checkpoint's own."""
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    device, dtype = choose_device(s)
-    dtype = torch.float32 if world() > 1 else dtype      # FSDP holds float32 shards and gathers in bfloat16
+def resumed_settings(given):
+    """The saved flags of the run in --output, with those of FREE that are given now."""
+    if not given.get("output"):
+        raise BadInput("--resume: needs --output, the folder of the run to continue")
+    path = Path(given["output"]) / "config.json"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(s.model, trust_remote_code=False)
-        model = AutoModelForCausalLM.from_pretrained(
-            s.model, dtype=dtype, use_safetensors=True, trust_remote_code=False)
-    except Exception as error:                           # a foreign folder can be wrong in any way
-        raise BadInput(f"--model {s.model}: cannot be loaded from here or from the hub ({one_line(error)})") from None
-    if not tokenizer.chat_template:
-        raise BadInput(f"--model {s.model}: its tokenizer has no chat template")
-    if tokenizer.eos_token_id is None and model.generation_config.eos_token_id is None:
-        raise BadInput(f"--model {s.model}: neither generation config nor tokenizer names an end token")
-    return model.to(device).eval(), tokenizer
+        config = json.loads(path.read_text(encoding="utf-8"))
+        saved = config["settings"]
+        recipe = config["recipe"]
+        saved = {name: saved[name] for name in saved if name not in ("resume", "output")}
+        saved = given_flags(as_flags(saved))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, BadInput) as error:
+        raise BadInput(f"--output {given['output']}: no run to resume, config.json is missing or "
+                       f"not ours ({one_line(error)})") from None
+    old = Settings(**saved)
+    for name, value in given.items():
+        if name not in FREE and value != getattr(old, name):
+            raise BadInput(f"{flag_of(name)} {value}: the run in {given['output']} has "
+                           f"{getattr(old, name)}; a resumed run may change only "
+                           + ", ".join(flag_of(name) for name in FREE[2:]))
+    return Settings(**{**saved, **given}), recipe
 
 
-def device_type(s):
-    """cuda, mps or cpu; one that was named need not be here: --dry-run counts for it."""
-    return choose_device(s)[0].type if s.device == "auto" else s.device.split(":")[0]
+# --------------------------------------------------------------------------------------------------
+# Loading: device, model, tokenizer, problems, reward. Whatever is wrong is found here, before a
+# folder is made.
 
 
-def choose_device(s):
-    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+def choose_device(settings):
+    """-> (torch.device, dtype of the weights that compute)."""
+    s = settings
+    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
+               "cpu": True}
+    best = next(name for name in present if present[name])
     try:
-        device = torch.device(next(d for d in present if present[d]) if s.device == "auto" else s.device)
+        device = torch.device(best if s.device == "auto" else s.device)
     except RuntimeError:
         raise BadInput(f"--device {s.device}: not a device torch knows") from None
     if not present.get(device.type):
         raise BadInput(f"--device {s.device}: not on this machine")
-    has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    on_cuda = device.type == "cuda"
+    has_bf16 = not on_cuda or torch.cuda.is_bf16_supported(including_emulation=False)
     if s.dtype == "bfloat16" and not has_bf16:
         raise BadInput(f"--dtype bfloat16: {device} has no bfloat16")
-    auto = "bfloat16" if device.type == "cuda" and has_bf16 else "float32"
-    return device, getattr(torch, auto if s.dtype == "auto" else s.dtype)
+    if s.dtype != "auto":
+        return device, getattr(torch, s.dtype)
+    return device, torch.bfloat16 if on_cuda and has_bf16 else torch.float32
 
 
-def load_data(flag_name, source):
+def load_policy(settings):
+    """The policy and its tokenizer: safetensors only, and no code of the checkpoint's own."""
+    s = settings
+    device, dtype = choose_device(s)
+    if world() > 1:
+        dtype = torch.float32  # FSDP keeps float32 shards, and gathers them in bfloat16
+    quiet_transformers()
     try:
-        return load_problems(source)
+        tokenizer = AutoTokenizer.from_pretrained(s.model, trust_remote_code=False)
+        model, report = AutoModelForCausalLM.from_pretrained(
+            s.model, dtype=dtype, use_safetensors=True, trust_remote_code=False,
+            output_loading_info=True)
+    except Exception as error:  # a foreign folder can be wrong in any way
+        raise BadInput(f"--model {s.model}: cannot be loaded from here or from the hub "
+                       f"({one_line(error)})") from None
+    fault = fault_of_weights(model, report) or fault_of_tokenizer(tokenizer, model)
+    if fault:
+        raise BadInput(f"--model {s.model}: {fault}")
+    switch_off_dropout(model)
+    return model.to(device).eval(), tokenizer
+
+
+def quiet_transformers():
+    """No warnings, no bar for reading weights; the bar of a download stays."""
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    enable_progress_bars()
+
+
+def fault_of_weights(model, report):
+    """transformers fills what a file lacks with random numbers and drops what it has too much."""
+    def first(names):
+        return sorted(names)[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+    def form(name):
+        return re.sub(r"\.\d+\.", ".N.", name)
+
+    if report["missing_keys"]:
+        return f"its files lack weights: {first(report['missing_keys'])}"
+    if report["mismatched_keys"]:
+        return f"weights of another shape: {first({str(key) for key in report['mismatched_keys']})}"
+    # Something unknown may be left over, a vision tower say. A layer that is left over may not.
+    known = {form(name) for name, _ in model.named_parameters()}
+    layers = [name for name in report["unexpected_keys"] if form(name) in known]
+    if layers:
+        return f"its files hold layers that its config.json does not know: {first(layers)}"
+    for name, p in model.named_parameters():
+        if not p.isfinite().all():
+            return f"{name} is not finite"
+    return None
+
+
+def fault_of_tokenizer(tokenizer, model):
+    words = model.get_input_embeddings().weight.shape[0]
+    highest = max(tokenizer.get_vocab().values(), default=-1)
+    if highest < 0:
+        return "its tokenizer has no words"
+    if highest >= words:
+        return f"its tokenizer has ids up to {highest}, its embeddings only {words} rows"
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id >= words:
+        return f"the padding id {tokenizer.pad_token_id} lies outside its {words} embeddings"
+    if not tokenizer.chat_template:
+        return "its tokenizer has no chat template"
+    if model.generation_config.eos_token_id in (None, []) and tokenizer.eos_token_id is None:
+        return "neither generation config nor tokenizer names an end token"
+    return None
+
+
+def switch_off_dropout(model):
+    """For good: with dropout no ratio is 1, and checkpointing puts layers into training mode."""
+    for owner in (model.config, model.config.get_text_config(), *model.modules()):
+        for name, value in list(vars(owner).items()):
+            # Layers keep rates of their own: self.dropout, self.hidden_dropout, self.resid_pdrop.
+            named = "dropout" in name or "pdrop" in name
+            if isinstance(value, float) and (named or isinstance(owner, torch.nn.Dropout)):
+                setattr(owner, name, 0.0)
+
+
+def check_forms(model, settings):
+    """One line: which fast forms of [A] and [D] this model takes, which it was refused and why."""
+    try:
+        forms = {**sample.forms_of(model), **logprob.forms_of(model)}
     except ValueError as error:
-        raise BadInput(f"{flag_name}: {error}") from None
+        raise BadInput(f"--model {settings.model}: {error}") from None
+    taken = ", ".join(name for name, refused in forms.items() if refused is None)
+    others = "; ".join(f"{name} refused: {refused}" for name, refused in forms.items() if refused)
+    say(f"fast forms: {taken or 'none'}" + (f"; {others}" if others else ""))
 
 
-def check_lengths(flag_name, problems, model, tokenizer, s):
-    """Every prompt and its answer must fit into the positions the model was made for."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    prompts = [chat_prompt(tokenizer, problem["question"], s.system_prompt) for problem in problems]
+def load_data(settings, tokenizer, model):
+    """Training and held-out problems -> two lists of dicts."""
+    s = settings
+    fields = {"question_field": s.question_field, "answer_field": s.answer_field,
+              "need_answer": not s.reward}
+
+    def load(flag_name, source):
+        try:
+            return reward.load_problems(source, **fields)
+        except ValueError as error:
+            raise BadInput(f"{flag_name}: {error}") from None
+
+    held_out = s.eval_data or ("gsm8k:test" if s.data == "gsm8k" else None)
+    problems = [] if s.eval_only and held_out else load("--data", s.data)
+    if held_out:
+        eval_problems = load("--eval-data", held_out)
+    else:
+        problems, eval_problems = reward.hold_out(problems)
+        say(f"--eval-data is not given: {len(eval_problems)} of {s.data} are held out")
+    eval_problems = eval_problems[:s.eval_limit or None]
+    eval_problems = fitting("--eval-data", eval_problems, tokenizer, model, s)
+    problems = fitting("--data", problems, tokenizer, model, s)
+    if not s.eval_only and len(problems) < s.prompts_per_step:
+        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: --data {s.data} has "
+                       f"{len(problems)} problems")
+    return problems, eval_problems
+
+
+def fitting(flag_name, problems, tokenizer, model, settings):
+    """The problems whose prompt and answer fit into the positions that the model was made for."""
+    s = settings
+    if not problems:
+        return problems
+    prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
     lengths = [len(ids) for ids in tokenizer(prompts, add_special_tokens=False).input_ids]
+    if s.max_prompt_tokens:
+        kept = [i for i, length in enumerate(lengths) if length <= s.max_prompt_tokens]
+        if len(kept) < len(problems):
+            say(f"{flag_name}: {len(problems) - len(kept)} of {len(problems)} prompts are longer "
+                f"than --max-prompt-tokens {s.max_prompt_tokens}, and left out")
+        if not kept:
+            raise BadInput(f"{flag_name}: no prompt has --max-prompt-tokens {s.max_prompt_tokens} "
+                           "or fewer")
+        problems = [problems[i] for i in kept]
+        lengths = [lengths[i] for i in kept]
+    limit = logprob.length_limit(model.config)
     longest = max(range(len(lengths)), key=lengths.__getitem__)
     if lengths[longest] + s.max_new_tokens > limit:
-        raise BadInput(f"{flag_name}: the prompt of problem {longest + 1} has {lengths[longest]} tokens; with "
-                       f"--max-new-tokens {s.max_new_tokens} that is more than the model's {limit} positions")
+        raise BadInput(f"{flag_name}: the prompt of problem {longest + 1} has {lengths[longest]} "
+                       f"tokens; with --max-new-tokens {s.max_new_tokens} that is more than the "
+                       f"model's {limit} positions; --max-prompt-tokens leaves such prompts out")
+    return problems
 
 
-def load_reward(spec):
-    """`path/to/file.py:function` -> reward_fn(problems, prompts, responses) -> (N,) float32."""
-    path, _, name = spec.rpartition(":")
-    if not Path(path).is_file():
-        raise BadInput(f"--reward {spec}: no file {path!r}; write path/to/file.py:function")
+def make_reward_fn(settings):
+    """--reward and --reward-weights -> reward_fn(problems, prompts, rollout) -> (N,), or None."""
+    s = settings
+    if not s.reward:
+        return None
+    if s.reward_weights and len(s.reward_weights) != len(s.reward):
+        raise BadInput(f"--reward-weights: {len(s.reward_weights)} weights for {len(s.reward)} "
+                       "rewards")
     try:
-        module_spec = importlib.util.spec_from_file_location("user_reward", path)
-        module = importlib.util.module_from_spec(module_spec)
-        module_spec.loader.exec_module(module)
-    except Exception as error:
-        raise BadInput(f"--reward {spec}: {path} fails to load: {type(error).__name__}: {error}") from None
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise BadInput(f"--reward {spec}: {path} has no function {name!r}")
+        functions = {spec: reward.load_reward(spec) for spec in s.reward}
+    except ValueError as error:
+        raise BadInput(f"--reward {error}") from None
 
-    def call(problems, prompts, responses):
-        G = len(responses) // len(prompts)
-        columns = {key: [problem.get(key) for problem in problems for _ in range(G)] for key in problems[0]}
-        values = function(prompts=[p for p in prompts for _ in range(G)], completions=list(responses), **columns)
-        return as_rewards(values, len(responses), spec)
-
-    def reward_fn(problems, prompts, responses):
-        rewards = fault = None
+    def reward_fn(problems, prompts, rollout):
+        rewards = None
+        fault = None
+        ids = [row[row != IGNORE].tolist() for row in rollout.labels]
         try:
-            rewards = call(problems, prompts, responses)
-        except BadInput as error:
-            fault = str(error)
-        except Exception as error:
-            row, error = first_failing_row(call, problems, prompts, responses, error)
-            fault = f"--reward {spec}: {row}: {type(error).__name__}: {one_line(error)}"
-        for found in filter(None, gathered_objects(fault)):      # one rank's fault ends the step on all of them
-            raise RewardFailed(found)
+            rewards, _ = reward.user_rewards(functions, s.reward_weights, problems, prompts,
+                                             rollout.responses, ids)
+        except ValueError as error:
+            fault = f"--reward {error}"
+        # One rank's fault ends the step on all of them.
+        for found in gathered_objects(fault):
+            if found:
+                raise RewardFailed(found)
         return rewards
     return reward_fn
 
 
-def first_failing_row(call, problems, prompts, responses, error):
-    """The batch raised: score its rows one by one to tell which."""
-    G = len(responses) // len(prompts)
-    for n, response in enumerate(responses):
-        try:
-            call([problems[n // G]], [prompts[n // G]], [response])
-        except Exception as error:
-            return f"row {n}, response {response[:60]!r}", error
-    return f"{len(responses)} rows together", error
+def one_line(text):
+    return " ".join(str(text).split())[:300]
 
 
-def one_line(error):
-    return " ".join(str(error).split())[:300]
+# --------------------------------------------------------------------------------------------------
+# Weights. AdamW at 1e-6 moves a weight by about 1e-6; a bfloat16 weight of 0.02 knows no step below
+# 6e-5 and would stay where it is. So the optimizer works on float32 masters, and bfloat16 copies
+# of them compute.
 
 
-def as_rewards(values, n, spec):
-    try:
-        values = list(values)
-    except TypeError:
-        raise BadInput(f"--reward {spec}: gave {type(values).__name__}, not a list of numbers") from None
-    if len(values) != n:
-        raise BadInput(f"--reward {spec}: gave {len(values)} rewards for {n} responses")
-    for row, value in enumerate(values):
-        if isinstance(value, (str, bytes)) or not hasattr(value, "__float__") or not math.isfinite(float(value)):
-            raise BadInput(f"--reward {spec}: row {row} got {value!r}, not a finite number")
-    return torch.tensor([float(value) for value in values])
+def make_optimizer(model, settings):
+    """AdamW over float32 masters of the model's weights; over the weights where they are float32.
 
-
-# ---------------------------------------------------------------------------------------------------------
-# Weights. AdamW at 1e-6 moves a weight by about 1e-6; a bfloat16 weight of 0.02 knows no step below 6e-5 and
-# would stay where it is. So the optimizer works on float32 masters, and bfloat16 copies of them compute.
-
-def make_optimizer(model, s):
-    """AdamW over float32 masters of the model's weights; where the weights are float32, over themselves.
-
-    Moments take 8 bytes a weight, masters 4, their gradients 4. With --offload these 16 live in host memory and
-    the GPU holds 2: gradients go over as soon as they are complete, new weights come back once an update.
+    Per weight, moments take 8 bytes, a master 4, its gradient 4. With --offload masters and
+    moments live in host memory: gradients are added up on the GPU, go over once per update, and
+    new weights come back.
     """
     weights = [p for p in model.parameters() if p.requires_grad]
     if all(w.dtype == torch.float32 for w in weights):
-        return torch.optim.AdamW(weights, s.lr, weight_decay=0.0, fused=True)
-    home = "cpu" if s.offload else model.device
-    masters = [w.detach().to(home, torch.float32) for w in weights]
+        return torch.optim.AdamW(weights, settings.lr, weight_decay=0.0, fused=True)
+    home = torch.device("cpu") if settings.offload else model.device
+    masters = [w.detach().to(home, torch.float32, copy=True) for w in weights]
+    away = home != model.device
+    for weight in weights:
+        weight.grad_dtype = torch.float32  # micro-batches are added up in float32
+    # Buffers in pinned memory are copied without waiting; plain host memory is copied ten times
+    # slower. They are kept for the whole run.
+    pinned = model.device.type == "cuda"
+    grads = [torch.empty_like(m, pin_memory=pinned) for m in masters] if away else None
+    copies = [torch.empty_like(m, dtype=w.dtype, pin_memory=pinned)
+              for m, w in zip(masters, weights)] if away else None
 
-    def hand_over(master, weight):
-        grad, weight.grad = weight.grad.to(home, torch.float32), None
-        master.grad = grad if master.grad is None else master.grad.add_(grad)
+    def hand_over(*_):
+        for i, (master, weight) in enumerate(zip(masters, weights)):
+            if weight.grad is not None:
+                grad = weight.grad
+                master.grad = grads[i].copy_(grad, non_blocking=True) if away else grad
+        if away and pinned:
+            torch.cuda.synchronize()
 
     @torch.no_grad()
     def copy_back(*_):
-        for weight, master in zip(weights, masters):
-            weight.copy_(master)
+        for i, (master, weight) in enumerate(zip(masters, weights)):
+            weight.copy_(copies[i].copy_(master) if away else master, non_blocking=True)
+            master.grad = None
 
-    for weight, master in zip(weights, masters):
-        weight.register_post_accumulate_grad_hook(partial(hand_over, master))
-    optimizer = torch.optim.AdamW(masters, s.lr, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(masters, settings.lr, weight_decay=0.0, fused=True)
+    optimizer.register_step_pre_hook(hand_over)
     optimizer.register_step_post_hook(copy_back)
+    # The gradients are the weights' own.
+    optimizer.zero_grad = model.zero_grad
     return optimizer
 
 
 @contextlib.contextmanager
 def layers_checkpointed(model, on):
-    """transformers checkpoints a layer that is in training mode. Its attention is not: no dropout comes back."""
+    """transformers recomputes a layer in the backward pass if the layer is in training mode."""
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)] if on else []
     for layer in layers:
-        layer.training = layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        layer.training = True
+        layer.gradient_checkpointing = True
+        layer._gradient_checkpointing_func = partial(
+            checkpoint, use_reentrant=False, preserve_rng_state=False)
     try:
         yield
     finally:
+        # A rollout needs the cache, which checkpointing forbids.
         for layer in layers:
-            layer.training = False                       # a rollout needs the cache, which checkpointing forbids
+            layer.training = False
 
 
-def print_memory(s):
-    """--dry-run: what one process of these flags holds, tensor by tensor, counted on a model without storage."""
-    device = device_type(s)
-    if device not in ("cuda", "mps", "cpu"):
-        raise BadInput(f"--device {s.device}: not cuda, mps or cpu")
-    dtype = getattr(torch, s.dtype if s.dtype != "auto" else "bfloat16" if device == "cuda" else "float32")
+def with_smaller_micro_batches(function):
+    """Out of memory: half the micro-batch, and the same once more. Not with several ranks, for the
+    others would wait.
+    """
+    @functools.wraps(function)
+    def run(*args):
+        settings = args[-1]
+        try:
+            return function(*args)
+        except RuntimeError as error:
+            if not out_of_memory(error) or world() > 1:
+                raise
+        # Outside of `except`, for there the error still holds the activations.
+        settings.micro_batch_tokens = max(settings.micro_batch_tokens // 2, 1)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        tqdm.write(f"out of memory: --micro-batch-tokens is now {settings.micro_batch_tokens}; "
+                   "the update is repeated")
+        return function(*args)
+    return run
+
+
+# train_step calls these two by name: from here on, with that second try.
+update = with_smaller_micro_batches(update)
+reference_logprobs = with_smaller_micro_batches(reference_logprobs)
+
+
+def out_of_memory(error):
+    words = ("out of memory", "not enough memory", "can't allocate memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(w in str(error) for w in words)
+
+
+# --------------------------------------------------------------------------------------------------
+# Memory, counted on a model without storage: --dry-run prints it, and every `auto` follows from it
+
+GROUPED_PROMPT = 256  # tokens of a prompt that the count assumes
+
+
+def plan_memory(settings):
+    """Replace every `auto` by the fastest setting whose count fits into the memory that is free."""
+    s = settings
+    device, dtype = choose_device(s)
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    planned, why = fastest_that_fits(s, device.type, dtype, free)
+    if why:
+        say(why)
+    return planned
+
+
+def fastest_that_fits(settings, device, dtype, free):
+    """-> (settings without `auto`, one line that says why). `free`: bytes, on CUDA alone."""
+    s = settings
+    names = ("offload", "gradient_checkpointing", "micro_batch_tokens")
+    fixed = {name: getattr(s, name) for name in names if getattr(s, name) != "auto"}
+    if device != "cuda":
+        # A CPU has memory enough and is fastest on what fits its cache.
+        usual = {"offload": False, "gradient_checkpointing": device == "mps",
+                 "micro_batch_tokens": 1024 if device == "cpu" else 8192}
+        return dataclasses.replace(s, **{**usual, **fixed}), None
+    group = GROUPED_PROMPT + s.group_size * s.max_new_tokens
+    tried = [(offload, layers, tokens) for offload, layers in ((False, False), (False, True),
+                                                               (True, True))
+             for tokens in (2 * group, group)]
+    tried += [(True, True, tokens) for tokens in (group // 2, group // 4, 1024)]
     try:
-        config = AutoConfig.from_pretrained(s.model, trust_remote_code=False)
+        model = model_without_storage(s, dtype)
+        for values in tried:
+            planned = dataclasses.replace(s, **{**dict(zip(names, values)), **fixed})
+            lines = count_memory(planned, model, device, dtype)
+            needed = max(held(lines, "rollout"), held(lines, "update"))
+            if needed <= 0.9 * free / 1e9:
+                break
+    except BadInput:
+        raise
+    except Exception as error:  # a family whose layers do not run on the meta device
+        planned = dataclasses.replace(s, **{**dict(zip(names, (True, True, 8192))), **fixed})
+        return planned, f"memory cannot be counted ({one_line(error)}): the leanest settings"
+    why = (f"counted {needed:.1f} GB of {free / 1e9:.1f} free: "
+           f"masters {'in host memory' if planned.offload else 'on the GPU'}, "
+           f"{'checkpointing' if planned.gradient_checkpointing else 'no checkpointing'}, "
+           f"{planned.micro_batch_tokens} tokens per micro-batch")
+    return planned, why
+
+
+def model_without_storage(settings, dtype):
+    try:
+        config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False)
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     except Exception as error:
-        raise BadInput(f"--model {s.model}: no configuration ({one_line(error)})") from None
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    text, n = config.get_text_config(), sum(p.numel() for p in model.parameters())
-    W, prompt, b = int(os.environ.get("WORLD_SIZE", 1)), 256, dtype.itemsize
-    rows, length = s.prompts_per_step * s.group_size // W, prompt + s.max_new_tokens
+        raise BadInput(f"--model {settings.model}: no configuration of a language model "
+                       f"({one_line(error)})") from None
+
+
+def count_memory(settings, model, device, dtype):
+    """What one process holds: a list of (when, what, bytes, whether it is host memory)."""
+    s = settings
+    W = int(os.environ.get("WORLD_SIZE", 1))
+    text = model.config.get_text_config()
+    n = sum(p.numel() for p in model.parameters())
+    b = dtype.itemsize
+    rows = max(s.prompts_per_step * s.group_size // W, 1)
+    length = GROUPED_PROMPT + s.max_new_tokens
+    layers = text.num_hidden_layers
+    blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    block = max(sum(p.numel() for p in m.parameters()) for m in blocks)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    layers, layer = text.num_hidden_layers, max(sum(p.numel() for p in m.parameters()) for m in model.modules()
-                                                if isinstance(m, GradientCheckpointingLayer))
-    masters = W == 1 and dtype != torch.float32          # FSDP's float32 shards are masters and weights in one
+    cache = 2 * rows * length * layers * heads * head_dim * b
+    # FSDP's float32 shards are weights and masters in one.
+    masters = W == 1 and dtype != torch.float32
     host = masters and s.offload and device != "cpu"
-    kept = partial(activations, model, s, prompt)
-    chunk = min(chunks(s.micro_batch_tokens, text.vocab_size, torch.device(device))[0].stop, s.micro_batch_tokens)
-    lines = [
+    chunk = logprob.chunks(s.micro_batch_tokens, text.vocab_size, torch.device(device))[0].stop
+    logits = min(chunk, s.micro_batch_tokens) * text.vocab_size * 4
+    kept = activations(model, s, s.gradient_checkpointing)
+    again = activations(model, s, False) // layers if s.gradient_checkpointing else 0
+    largest = max(p.numel() for p in model.parameters())
+    return [
         ("always", "policy, weights that compute", n * b if W == 1 else 4 * n // W, False),
-        ("always", "reference, frozen", bool(s.kl_coef) * n * b // W, False),
+        ("always", "reference, frozen", n * b // W if s.kl_coef else 0, False),
         ("always", "float32 masters", 4 * n * masters, host),
         ("always", "AdamW's two moments, float32", 8 * n // W, host),
-        ("always", "gradients, float32", 4 * n // W, host),
+        ("update", "gradients, float32", 4 * n // W, False),
+        ("always", "gradients, handed over", 4 * n * host, host),
         ("rollout", "policy, gathered whole", n * b * (W > 1), False),
-        ("rollout", "key/value cache", 2 * rows * length * layers * kv_heads * head_dim * b, False),
-        ("rollout", "one layer's cache while it grows", 2 * rows * length * kv_heads * head_dim * b, False),
-        ("rollout", "logits of a step, and their exp", (b + 2 * 4) * rows * text.vocab_size, False),
-        ("update", "layers gathered, two and the head", (2 * layer + n - layers * layer) * b * (W > 1), False),
-        ("update", "what a micro-batch keeps for backward", kept(s.gradient_checkpointing), False),
-        ("update", "one layer of it, computed again", s.gradient_checkpointing * kept(False) // layers, False),
-        ("update", "gradient of the largest tensor", 2 * b * max(p.numel() for p in model.parameters()), False),
-        ("update", "a chunk of logits, and its gradient", 3 * 4 * chunk * text.vocab_size, False)]
-    print(f"{s.model}: {n:,} weights in {dtype}; {s.prompts_per_step} x {s.group_size} answers of {s.max_new_tokens} "
-          f"tokens behind prompts of {prompt}; one of {W} processes; GB = 1e9 bytes\n")
-    for when, what, size, on_host in lines:
-        print(f"{when:8} {what:38} {size / 1e9:9.3f} GB" + ("   host" if on_host else ""))
-    def held(*phases):
-        return sum(size for when, _, size, on_host in lines if when in phases and not on_host) / 1e9
-
-    print(f"\n{device}: {held('always', 'rollout'):.2f} GB in the rollout, {held('always', 'update'):.2f} GB in the "
-          f"update; host: {sum(size for *_, size, on_host in lines if on_host) / 1e9:.2f} GB. Not counted: CUDA's own "
-          "context, the allocator's fragments, the kernels' work space.")
+        ("rollout", "key/value cache", cache, False),
+        ("rollout", "one layer's cache while it grows", cache // layers, False),
+        ("rollout", "logits of a step, and their exp", (b + 8) * rows * text.vocab_size, False),
+        ("update", "layers gathered, two and the head",
+         (2 * block + n - layers * block) * b * (W > 1), False),
+        ("update", "what a micro-batch keeps for backward", kept, False),
+        ("update", "one layer of it, computed again", again, False),
+        ("update", "gradient of the largest tensor", 2 * b * largest, False),
+        ("update", "a chunk of logits, and its gradient", 3 * logits, False),
+    ]
 
 
-def activations(model, s, prompt, checkpointed):
-    """Bytes that one micro-batch keeps for its backward pass: the saved tensors of a pass on the meta device."""
-    answer = s.max_new_tokens
-    count = max((s.micro_batch_tokens - prompt) // answer, 1)
-    groups = [[prompt] + [answer] * min(s.group_size, count - i) for i in range(0, count, s.group_size)]
-    T = sum(sum(sizes) for sizes in groups)
-    model.set_attn_implementation("grouped")
-    ids, seen = torch.zeros(1, T, dtype=torch.long, device="meta"), {}
+def held(lines, phase):
+    """GB on the device while this phase lasts."""
+    return sum(size for when, _, size, host in lines
+               if when in ("always", phase) and not host) / 1e9
+
+
+def activations(model, settings, checkpointed):
+    """Bytes that one micro-batch keeps for its backward pass: the tensors that autograd saves."""
+    s = settings
+    answers = max((s.micro_batch_tokens - GROUPED_PROMPT) // s.max_new_tokens, 1)
+    sizes = [min(s.group_size, answers - i) for i in range(0, answers, s.group_size)]
+    groups = [[GROUPED_PROMPT] + [s.max_new_tokens] * size for size in sizes]
+    ids = torch.zeros(1, sum(map(sum, groups)), dtype=torch.long, device="meta")
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
+    seen = {}
 
     def pack(tensor):
         storage = tensor.untyped_storage()
         if storage._cdata not in weights:
-            seen[storage._cdata] = (storage, storage.nbytes())
+            # The storage is kept, so that its address is not given to another.
+            seen[storage._cdata] = storage
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), layers_checkpointed(
-            model, checkpointed):
+    model.set_attn_implementation("grouped")
+    unused = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), \
+            layers_checkpointed(model, checkpointed):
         hidden = model.base_model(input_ids=ids, position_ids=ids, use_cache=False, groups=groups,
-                                  attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta"))
-    return sum(size for _, size in seen.values()) + hidden.last_hidden_state.nbytes
+                                  attention_mask=unused).last_hidden_state
+    return sum(storage.nbytes() for storage in seen.values()) + hidden.nbytes
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Several GPUs (torchrun): torch's own FSDP2. Every rank holds a shard of the float32 weights, gathers a layer
-# when it computes, and takes whole groups of its own. On one process all of this is the identity.
+def print_memory(settings):
+    """--dry-run: the count of these flags, and what `auto` chooses on cards of four sizes."""
+    s = settings
+    known = s.device.split(":")[0]
+    if known not in ("auto", "cuda", "mps", "cpu"):
+        raise BadInput(f"--device {s.device}: not cuda, mps or cpu")
+    device = choose_device(s)[0].type if known == "auto" else known
+    auto = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = auto if s.dtype == "auto" else getattr(torch, s.dtype)
+    model = model_without_storage(s, dtype)
+    here = device == "cuda" and torch.cuda.is_available()
+    sizes = [torch.cuda.mem_get_info()[0]] if here else [24e9, 48e9, 80e9, 141e9]
+    for free in sizes if device == "cuda" else [None]:
+        planned, why = fastest_that_fits(s, device, dtype, free)
+        if why:
+            print(why)
+    try:
+        lines = count_memory(planned, model, device, dtype)
+    except Exception as error:
+        raise BadInput(f"--dry-run: {s.model} cannot be counted ({one_line(error)})") from None
+    n = sum(p.numel() for p in model.parameters())
+    print(f"{s.model}: {n:,} weights in {dtype}; {s.prompts_per_step} x {s.group_size} answers of "
+          f"{s.max_new_tokens} tokens behind prompts of {GROUPED_PROMPT}; one of "
+          f"{os.environ.get('WORLD_SIZE', 1)} processes; GB = 1e9 bytes\n")
+    for when, what, size, host in lines:
+        print(f"{when:8} {what:38} {size / 1e9:9.3f} GB" + ("   host" if host else ""))
+    on_host = sum(size for *_, size, host in lines if host)
+    print(f"\n{device}: {held(lines, 'rollout'):.2f} GB in the rollout, "
+          f"{held(lines, 'update'):.2f} GB in the update; host: {on_host / 1e9:.2f} GB. "
+          "Not counted: CUDA's own context, the allocator's fragments, the kernels' work space.")
+
+
+# --------------------------------------------------------------------------------------------------
+# Several GPUs (torchrun): torch's own FSDP2. Every rank holds a shard of the float32 weights,
+# gathers a layer when it computes, and takes whole groups of its own. With one process all of this
+# is the identity.
+
 
 def rank():
     return dist.get_rank() if dist.is_initialized() else 0
@@ -689,6 +1137,22 @@ def rank():
 
 def world():
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def join_ranks():
+    if "RANK" not in os.environ or dist.is_initialized():
+        return
+    for name in ("WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise BadInput(f"RANK is set and {name} is not: start several processes with torchrun")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+
+
+def share_of_rank(n):
+    """The part of n things that this rank takes: a range."""
+    return range(rank() * n // world(), (rank() + 1) * n // world())
 
 
 def gathered(tensor):
@@ -701,18 +1165,37 @@ def gathered(tensor):
 
 
 def gathered_objects(value):
+    """Every rank's value, a list."""
     values = [value] * world()
     if world() > 1:
         dist.all_gather_object(values, value)
     return values
 
 
-def total(value):
-    """The sum over the ranks of a number."""
-    return sum(gathered_objects(value))
+def summed(numbers):
+    """{name: number} -> the same, summed over the ranks."""
+    numbers = {name: float(value) for name, value in numbers.items()}
+    everywhere = gathered_objects(numbers)
+    return {name: sum(each[name] for each in everywhere) for name in numbers}
+
+
+def on_rank_0(function, *args):
+    """What the function returns on rank 0, on every rank; and what it refuses, likewise."""
+    result = None
+    fault = None
+    if rank() == 0:
+        try:
+            result = function(*args)
+        except BadInput as error:
+            fault = str(error)
+    result, fault = gathered_objects((result, fault))[0]
+    if fault:
+        raise BadInput(fault)
+    return result
 
 
 def full(tensor):
+    """A sharded tensor, gathered."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -720,36 +1203,28 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def same_count(cuts):
-    """(rows, width) -> (rows, width, weight of the loss). Every rank must run equally many passes, or FSDP's
-    gathers wait for ever: the last cut is run again, for nothing. FSDP averages gradients; we want their sum."""
-    cuts = list(cuts)
-    most = max(gathered_objects(len(cuts)))
-    return [(*cut, world()) for cut in cuts] + [(*cuts[-1], 0)] * (most - len(cuts))
-
-
 def shard(model, compute_dtype):
-    """FSDP2 on every decoder layer and on the rest; float32 shards, gathered in the dtype that computes."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+    """FSDP2 on every decoder layer and on the rest; float32 shards, gathered as they compute."""
+    from torch.distributed.fsdp import (
+        MixedPrecisionPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
 
-    has_plain_head(model), can_group(model)              # tried while the weights are whole
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     layers = next(m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList))
     for layer in layers:
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    model.score = MethodType(token_logprobs, model)      # [D] enters below the model's forward: FSDP must know
-    register_fsdp_forward_method(model, "score")
+    # [D] enters below the model's own forward, and FSDP gathers only where it knows the door.
+    model.token_logprobs = MethodType(token_logprobs, model)
+    register_fsdp_forward_method(model, "token_logprobs")
     return model
-
-
-def score(model, *args):
-    return model.score(*args) if world() > 1 else token_logprobs(model, *args)
 
 
 @contextlib.contextmanager
 def whole_weights(model):
-    """For a rollout all weights are gathered at once: then no rank waits for another's longer answers."""
+    """For a rollout all weights are gathered at once: no rank waits for another's long answers."""
     if world() == 1:
         yield
         return
@@ -765,114 +1240,187 @@ def whole_weights(model):
             part.set_reshard_after_forward(part is not model, recurse=False)
 
 
-# ---------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # A run's folder: config.json, metrics.jsonl, samples.jsonl, checkpoint/, final/
 
+
 class Run:
-    """Where a run stands and where it writes; without a folder nothing is written. Only rank 0 writes."""
+    """Where a run stands and where it writes. Only rank 0 writes; without a folder nobody does."""
 
     def __init__(self, folder=None):
+        self.name = str(folder)
         self.folder = Path(folder) if folder and rank() == 0 else None
-        self.name, self.step, self.saved_step, self.skipped, self.signal = str(folder), 0, None, 0, 0
-        self.before, self.after = [], []                 # greedy answers to the held-out problems
         self.lock = None
+        self.step = 0
+        self.saved_step = None
+        self.skipped = 0
+        self.skipped_in_a_row = 0
+        self.signal = 0
+        # greedy answers to the held-out problems, before and after training
+        self.before = []
+        self.after = []
 
     def stop_on_signals(self):
-        """Ctrl-C and SIGTERM let the step in hand end; the second one does not."""
+        """Ctrl-C, SIGTERM and SIGHUP let the step in hand end; the second one does not."""
         def stop(number, _):
             if self.signal:
                 os._exit(128 + number)
             self.signal = number
-            print(f"\nstopping after this step ({signal.Signals(number).name}; once more: at once)", file=sys.stderr)
-        signal.signal(signal.SIGINT, stop)
-        signal.signal(signal.SIGTERM, stop)
+            name = signal.Signals(number).name
+            print(f"\nstopping after this step ({name}; once more: at once)", file=sys.stderr)
+
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), stop)
 
     def stopped(self):
-        self.signal = max(gathered_objects(self.signal))         # one rank's signal stops all of them
+        """One rank's signal stops all of them."""
+        self.signal = max(gathered_objects(self.signal))
         return self.signal
 
     def log(self, metrics):
+        """A line of metrics. BadInput after ten steps in a row that changed no weight."""
         self.step = metrics["step"]
-        self.skipped += metrics.get("skipped_updates", 0)
+        skipped = metrics.get("skipped_updates", 0)
+        self.skipped += skipped
+        self.skipped_in_a_row = self.skipped_in_a_row + skipped if skipped else 0
         self.append("metrics.jsonl", [metrics])
+        if self.skipped_in_a_row >= 10:
+            raise BadInput(
+                f"{self.skipped_in_a_row:.0f} updates in a row had a loss or gradient that is not "
+                "finite, and were skipped: --lr or a reward may be too large, or --temperature too "
+                f"small; {self.last_checkpoint()}")
 
     def log_samples(self, step, prompts, rollout, rewards, advantages, groups=2):
+        """A few whole groups, as they were scored."""
         G = len(rollout.responses) // len(prompts)
-        self.append("samples.jsonl", [
-            {"step": step, "prompt": prompt, "responses": rollout.responses[j * G:(j + 1) * G],
-             "rewards": rewards[j * G:(j + 1) * G].tolist(), "advantages": advantages[j * G:(j + 1) * G].tolist()}
-            for j, prompt in enumerate(prompts[:groups])])
+        records = []
+        for j, prompt in enumerate(prompts[:groups]):
+            rows = slice(j * G, (j + 1) * G)
+            records.append({
+                "step": step, "prompt": prompt, "responses": rollout.responses[rows],
+                "rewards": rewards[rows].tolist(), "advantages": advantages[rows].tolist()})
+        self.append("samples.jsonl", records)
 
     def append(self, name, records):
         if self.folder:
-            lines = [json.dumps({key: None if value != value else value for key, value in record.items()}) + "\n"
-                     for record in records]                      # NaN is no JSON: null
+            lines = [json.dumps(as_json(record)) + "\n" for record in records]
             with self.writing(name), open(self.folder / name, "a", encoding="utf-8") as file:
                 file.write("".join(lines))
 
-    def write(self, name, content):
-        """A whole file, beside the old one and moved over it."""
+    def write(self, name, text):
+        """A whole file, written beside the old one and moved over it."""
         if self.folder:
             with self.writing(name):
-                text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
-                (self.folder / f"{name}.tmp").write_text(text, encoding="utf-8")
-                os.replace(self.folder / f"{name}.tmp", self.folder / name)
+                beside = self.folder / f"{name}.tmp"
+                beside.write_text(text, encoding="utf-8")
+                reach_the_disk(beside)
+                os.replace(beside, self.folder / name)
 
     @contextlib.contextmanager
     def writing(self, what):
         try:
             yield
-        except (OSError, SafetensorError) as error:
-            last = "none" if self.saved_step is None else f"of step {self.saved_step}, whole"
+        except BadInput:
+            raise
+        # The tokenizers' own library raises a bare Exception when the disk is full.
+        except Exception as error:
             raise BadInput(f"--output {self.name}: {what} cannot be written ({one_line(error)}); "
-                           f"last checkpoint: {last}") from None
+                           + self.last_checkpoint()) from None
+
+    def last_checkpoint(self):
+        if self.saved_step is None:
+            return "last checkpoint: none"
+        return f"last checkpoint: of step {self.saved_step}, whole"
 
     def save_checkpoint(self, model, optimizer):
-        """Masters, moments, counters in one safetensors file, written beside the old one and moved over it.
+        """Masters, moments and counters in one safetensors file, moved over the old one.
 
-        Tensors are whole, whatever they were sharded on. What else a step needs (problems, random numbers,
-        learning rate) follows from the step and the settings.
+        Tensors are whole, whatever they were sharded on. What else a step needs (problems, random
+        numbers, learning rate) follows from the step and the settings. After a skipped update, or
+        with weights that are not finite, the checkpoint before stays.
         """
         tensors = {}
+        finite = True
         for name, master in named_masters(model, optimizer):
-            for key, value in {"weight": master.detach(), **optimizer.state.get(master, {})}.items():
+            state = {"weight": master.detach(), **optimizer.state.get(master, {})}
+            for key, value in state.items():
                 value = full(value)
                 if rank() == 0:
                     tensors[f"{key}/{name}"] = value.cpu().contiguous()
+                    finite = finite and bool(value.isfinite().all())
+        if self.skipped_in_a_row or not all(gathered_objects(finite)):
+            return
         if self.folder:
-            state = {"step": self.step, "skipped": self.skipped, "before": self.before}
+            # A tensor, for the header of the file has a limit.
+            before = bytearray(json.dumps(self.before).encode())
+            tensors["before"] = torch.frombuffer(before, dtype=torch.uint8)
+            state = {"step": self.step, "skipped": self.skipped}
             path = self.folder / "checkpoint" / "run.safetensors"
             with self.writing("checkpoint"):
+                # The lines of these steps first: a checkpoint ahead of them would leave a gap.
+                for name in ("metrics.jsonl", "samples.jsonl"):
+                    reach_the_disk(self.folder / name)
                 path.parent.mkdir(exist_ok=True)
                 save_file(tensors, f"{path}.tmp", metadata={"grpo": json.dumps(state)})
-                with open(f"{path}.tmp", "rb") as file:
-                    os.fsync(file.fileno())
+                os.chmod(f"{path}.tmp", 0o666 & ~umask())
+                reach_the_disk(f"{path}.tmp")
                 os.replace(f"{path}.tmp", path)
         self.saved_step = self.step
 
     def load_checkpoint(self, model, optimizer):
-        """Take up where the checkpoint stands; a run killed before its first one starts again from step 0."""
+        """Restore what the checkpoint holds; a run killed before its first starts from step 0."""
         path = Path(self.name) / "checkpoint" / "run.safetensors"
         if path.is_file():
             try:
                 with safe_open(path, framework="pt") as file:
                     state = json.loads(file.metadata()["grpo"])
                     tensors = {name: file.get_tensor(name) for name in file.keys()}
+                self.before = json.loads(tensors.pop("before").numpy().tobytes())
+                self.step = int(state["step"])
+                self.skipped = int(state["skipped"])
             except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-                raise BadInput(f"--resume: {path} is torn, or no checkpoint of ours ({one_line(error)})") from None
-            take_up(tensors, model, optimizer, path)
-            self.step, self.skipped, self.before = state["step"], state["skipped"], state["before"]
-        self.saved_step = self.step if path.is_file() else None
-        if self.folder:
-            self.forget_after(self.step if path.is_file() else -1)
+                raise BadInput(f"--resume: {path} is torn, or no checkpoint of ours "
+                               f"({one_line(error)})") from None
+            restore(tensors, model, optimizer, path)
+            self.saved_step = self.step
+        on_rank_0(self.forget_after, self.step if path.is_file() else -1)
 
     def forget_after(self, step):
         """Lines of steps that the checkpoint has not seen will be written again."""
         for name in ("metrics.jsonl", "samples.jsonl"):
-            if (self.folder / name).is_file():
-                lines = (self.folder / name).read_text(encoding="utf-8").splitlines(keepends=True)
-                self.write(name, "".join(line for line in lines
-                                         if line.endswith("\n") and json.loads(line)["step"] <= step))
+            path = self.folder / name
+            if not path.is_file():
+                continue
+            kept = []
+            lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+            for number, line in enumerate(lines, start=1):
+                if not line.endswith("\n"):
+                    break  # the last line, cut off by a kill
+                try:
+                    if json.loads(line)["step"] <= step:
+                        kept.append(line)
+                except (ValueError, KeyError, TypeError):
+                    raise BadInput(f"--resume: {path}, line {number}: not a line of ours") from None
+            self.write(name, "".join(kept))
+
+
+def as_json(record):
+    """NaN and Infinity are no JSON: null."""
+    return {name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()}
+
+
+def reach_the_disk(path):
+    if os.path.exists(path):
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def named_masters(model, optimizer):
@@ -881,224 +1429,370 @@ def named_masters(model, optimizer):
 
 
 @torch.no_grad()
-def take_up(tensors, model, optimizer, path):
-    """Checkpoint tensors into masters, moments and weights; onto shards where the masters are sharded."""
+def restore(tensors, model, optimizer, path):
+    """Checkpoint tensors into masters, moments and weights; onto shards where these are sharded."""
     def like(master, tensor):
         if not hasattr(master, "device_mesh"):
             return tensor.to(master.device)
-        return dist.tensor.distribute_tensor(tensor.to(master.device), master.device_mesh, master.placements)
+        tensor = tensor.to(master.device)
+        return dist.tensor.distribute_tensor(tensor, master.device_mesh, master.placements)
 
     weights = dict(model.named_parameters())
     for name, master in named_masters(model, optimizer):
-        weight = tensors.get(f"weight/{name}")
-        if weight is None or weight.shape != master.shape:
-            raise BadInput(f"--resume: {path} is not of this model: {name} is missing or of another shape")
-        master.copy_(like(master, weight))
+        shapes = {"weight": master.shape}
+        if any(key.startswith("exp_avg/") for key in tensors):
+            shapes |= {"exp_avg": master.shape, "exp_avg_sq": master.shape, "step": ()}
+        for key, shape in shapes.items():
+            saved = tensors.get(f"{key}/{name}")
+            # A weight that no gradient has reached has no moments.
+            if saved is None and key != "weight":
+                continue
+            if saved is None or saved.shape != shape:
+                raise BadInput(f"--resume: {path} is not of this model: {key} of {name} is "
+                               "missing or of another shape")
+        master.copy_(like(master, tensors[f"weight/{name}"]))
         weights[name].copy_(master)
         if f"exp_avg/{name}" in tensors:
-            optimizer.state[master] = {
-                "step": tensors[f"step/{name}"],
-                **{key: like(master, tensors[f"{key}/{name}"]) for key in ("exp_avg", "exp_avg_sq")}}
+            # The fused kernel reads the step where the weights are.
+            state = {"step": tensors[f"step/{name}"].to(local(master).device)}
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = like(master, tensors[f"{key}/{name}"])
+            optimizer.state[master] = state
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The program
+def open_run(settings):
+    """The run's folder, made and locked; never one that holds something already."""
+    s = settings
+    run = Run(on_rank_0(free_folder, s))
+    if run.folder:
+        run.lock = lock_folder(run.folder)
+        forget_unfinished(run.folder)
+    return run
+
+
+def free_folder(settings):
+    """The name of a folder to write in, on rank 0 alone."""
+    s = settings
+    folder = s.output or f"runs/{Path(s.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    try:
+        # Two runs may start in one second.
+        for n in range(2, 100):
+            if s.output or not os.path.exists(folder):
+                break
+            folder = f"{folder.rsplit('.', 1)[0]}.{n}"
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock_folder(folder).close()
+        begun = [path for path in folder.iterdir()
+                 if path.name != ".lock" and not path.name.endswith(".tmp")]
+        if begun and not s.resume:
+            raise BadInput(f"--output {folder}: holds a run already; continue it (--resume) or "
+                           "name another folder")
+    except OSError as error:
+        raise BadInput(f"--output {folder}: cannot be written ({error.strerror})") from None
+    return str(folder)
+
+
+def lock_folder(folder):
+    """An open file whose lock is gone with the process, however it ends."""
+    lock = open(folder / ".lock", "w")
+    try:
+        import fcntl
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except ImportError:  # Windows has none: two runs in one folder go unnoticed there
+        pass
+    except BlockingIOError:
+        raise BadInput(f"--output {folder}: another run is writing there") from None
+    return lock
+
+
+def forget_unfinished(folder):
+    """What a kill or a full disk left half written: it may be as large as a checkpoint."""
+    for pattern in ("*.tmp", "checkpoint/*.tmp", "checkpoint/.tmp*"):
+        for path in folder.glob(pattern):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def inputs_of(settings, problems, eval_problems):
+    """SHA-256 of what the run starts from, so that a resumed run starts from the same."""
+    s = settings
+    return {
+        "--model": digest_of_files(weight_files(s.model)),
+        "--data": digest(json.dumps(problems, sort_keys=True)),
+        "--eval-data": digest(json.dumps(eval_problems, sort_keys=True)),
+        "--reward": digest_of_files([Path(spec.rpartition(":")[0]) for spec in s.reward or []]),
+    }
+
+
+def weight_files(model):
+    """The safetensors files of a folder or of a hub name's snapshot."""
+    folder = Path(cached_file(model, "config.json")).parent
+    return sorted(folder.glob("*.safetensors"))
+
+
+def digest(text):
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def digest_of_files(paths):
+    parts = []
+    for path in paths:
+        with open(path, "rb") as file:
+            parts.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return digest(" ".join(parts))
+
+
+def check_inputs(run, found):
+    """A resumed run must find what it started from; a reward may have been mended in between."""
+    saved = json.loads((run.folder / "config.json").read_text(encoding="utf-8")).get("inputs", {})
+    for name, value in found.items():
+        if saved.get(name, value) == value:
+            continue
+        if name != "--reward":
+            raise BadInput(f"--resume: {name} is not what the run in {run.name} started from: its "
+                           "content has changed")
+        say("--reward has changed since this run began")
+
+
+def save_final(model, tokenizer, settings, run, name="final"):
+    """A transformers folder, with a recipe.json that brings along how the run was trained."""
+    s = settings
+    state = {name: full(p.detach()).cpu() for name, p in model.named_parameters()}
+    if not run.folder:
+        return
+    if world() > 1:
+        # A model without FSDP's hooks takes the whole weights.
+        dtype = choose_device(s)[1]
+        model = AutoModelForCausalLM.from_pretrained(s.model, dtype=dtype, use_safetensors=True)
+        model.load_state_dict({name: p.to(dtype) for name, p in state.items()}, strict=False)
+    recipe = {}
+    for field in dataclasses.fields(s):
+        value = getattr(s, field.name)
+        if field.name in RECIPE and value != field.default:
+            recipe[field.name.replace("_", "-")] = value
+    folder = run.folder / name
+    beside = run.folder / f"{name}.tmp"
+    with run.writing(name):
+        model.save_pretrained(beside)
+        tokenizer.save_pretrained(beside)
+        (beside / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(beside, folder)
+
+
+# --------------------------------------------------------------------------------------------------
+# The program: parse, load, open the folder, train, save, tell
+
+
+@dataclasses.dataclass
+class Parts:
+    """What a run is made of: the arguments of train_grpo."""
+
+    policy_model: torch.nn.Module
+    ref_model: torch.nn.Module | None
+    optimizer: torch.optim.Optimizer
+    tokenizer: object
+    problems: list
+    eval_problems: list
+    reward_fn: object
+
 
 def main(argv=None):
-    run, started = None, False
-
-    def say(line, of_all_ranks=True):                    # what every rank has found, rank 0 tells
-        if int(os.environ.get("RANK", 0)) == 0 or not of_all_ranks:
-            print(f"train.py: {line}", file=sys.stderr)
-
+    """-> exit status: 0 done; 2 bad input, one line on standard error; 128 + signal if stopped."""
+    run = None
     try:
         settings, recipe = parse(sys.argv[1:] if argv is None else argv)
         if settings.dry_run:
             print_memory(settings)
             return 0
         join_ranks()
-        run, *parts = prepare(settings, recipe)
-        if run is None:
+        settings = plan_memory(set_threads(settings))
+        if recipe:
+            taken = {name: getattr(settings, name) for name in recipe}
+            say(f"{settings.model}/recipe.json: {' '.join(as_flags(taken))}")
+        parts = load(settings)
+        if settings.eval_only:
+            print_figures(parts, settings)
             return 0
-        started = True
-        return train(run, settings, *parts)
+        run = open_run(settings)
+        begin(run, parts, settings, recipe)
+        try:
+            train_grpo(**vars(parts), settings=settings, run=run)
+        except RewardFailed:  # on every rank, and nothing has moved in this step
+            run.save_checkpoint(parts.policy_model, parts.optimizer)
+            raise
+        if run.step < settings.steps:
+            run.save_checkpoint(parts.policy_model, parts.optimizer)
+            say(f"\nstopped after step {run.step}; continue with: {resume_command(run)}")
+            return 128 + run.signal
+        if not run.after:
+            _, run.after = evaluate(
+                parts.policy_model, parts.tokenizer, parts.eval_problems, settings)
+        save_final(parts.policy_model, parts.tokenizer, settings, run)
+        print_story(run, parts.eval_problems)
+        return 0
     except BadInput as error:
-        say(error)
+        say(f"train.py: {error}", sys.stderr)
     except KeyboardInterrupt:
-        say("interrupted before the first step")
+        say("train.py: interrupted before the first step", sys.stderr)
         return 130
     except RuntimeError as error:
-        if out_of_memory(error):
-            say("out of memory: lower --prompts-per-step, --group-size, --max-new-tokens or --micro-batch-tokens",
-                of_all_ranks=False)
-        elif started and world() > 1:                    # gloo and NCCL raise this when a peer is gone
-            say(f"rank {rank()} lost another rank ({one_line(error)}); go on with: {resume_command(run)}",
-                of_all_ranks=False)
-        else:
+        fault = fault_of_machine(error, run)
+        if fault is None:
             raise
+        print(f"train.py: {fault}", file=sys.stderr)
     finally:
         if run and run.lock:
-            run.lock.close()                             # the folder is free again
+            run.lock.close()
     return 2
 
 
-def prepare(s, recipe):
+def fault_of_machine(error, run):
+    """One line for memory that ran out and for a rank that is gone; None for an error of ours."""
+    if out_of_memory(error):
+        return ("out of memory: lower --prompts-per-step, --group-size, --max-new-tokens or "
+                "--micro-batch-tokens")
+    if run and world() > 1:
+        # gloo and NCCL raise this when a peer is gone.
+        return (f"rank {rank()} lost another rank ({one_line(error)}); continue with: "
+                f"{resume_command(run)}")
+    return None
+
+
+def set_threads(settings):
+    """The number of CPU threads is kept with the run, for sums depend on it in their last digit."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    return dataclasses.replace(settings, threads=torch.get_num_threads())
+
+
+def load(settings):
     """Everything that can be refused is looked at here, before a folder is made."""
-    if s.threads:
-        torch.set_num_threads(s.threads)
-    if recipe and rank() == 0:
-        print(f"{s.model}/recipe.json: " + " ".join(as_flags(recipe)))
+    s = settings
+    reward_fn = make_reward_fn(s)
     policy_model, tokenizer = load_policy(s)
-    eval_problems = load_data("--eval-data", s.eval_data)[:s.eval_limit or None]
-    check_lengths("--eval-data", eval_problems, policy_model, tokenizer, s)
-    if s.eval_only:
-        print_figures(policy_model, tokenizer, eval_problems, s)
-        return [None]
-    problems = load_data("--data", s.data)
-    check_lengths("--data", problems, policy_model, tokenizer, s)
-    if len(problems) < s.prompts_per_step:
-        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: --data {s.data} has {len(problems)} problems")
+    check_forms(policy_model, s)
+    problems, eval_problems = load_data(s, tokenizer, policy_model)
     if s.prompts_per_step % world():
-        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: not a multiple of the {world()} processes")
-    reward_fn = load_reward(s.reward) if s.reward else None
-    if reward_fn:                                        # does it give a number a row?
-        reward_fn(problems[:1], [problems[0]["question"]], ["\\boxed{1}"] * s.group_size)
-    ref_model = copy.deepcopy(policy_model).requires_grad_(False) if s.kl_coef else None
+        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: not a multiple of the {world()} "
+                       "processes")
+    ref_model = None
+    if s.kl_coef and not s.eval_only:
+        ref_model = copy.deepcopy(policy_model).requires_grad_(False)
     if world() > 1:
         compute = choose_device(s)[1]
-        policy_model, ref_model = shard(policy_model, compute), ref_model and shard(ref_model.to(compute), compute)
-    optimizer = make_optimizer(policy_model, s)
-    run = open_run(s)
+        policy_model = shard(policy_model, compute)
+        ref_model = ref_model and shard(ref_model.to(compute), compute)
+    optimizer = None if s.eval_only else make_optimizer(policy_model, s)
+    return Parts(policy_model, ref_model, optimizer, tokenizer, problems, eval_problems, reward_fn)
+
+
+def begin(run, parts, settings, recipe):
+    """Restore what was saved, write config.json, say what starts."""
+    s = settings
+    found = on_rank_0(inputs_of, s, parts.problems, parts.eval_problems)
     if s.resume:
-        run.load_checkpoint(policy_model, optimizer)
-    run.write("config.json", {"settings": dataclasses.asdict(dataclasses.replace(s, resume=False)), "recipe": recipe,
-                              "torch": torch.__version__, "transformers": transformers.__version__})
-    if rank() == 0:
-        n = sum(p.numel() for p in policy_model.parameters())
-        print(f"{s.model}: {n / 1e6:.2f}M parameters in {choose_device(s)[1]} on {policy_model.device}, "
-              f"{len(problems)} problems, {len(eval_problems)} held out, {world()} processes; "
-              f"run in {run.name}, from step {run.step}")
-    return run, policy_model, ref_model, optimizer, tokenizer, problems, eval_problems, reward_fn
-
-
-def train(run, s, policy_model, ref_model, optimizer, tokenizer, problems, eval_problems, reward_fn):
+        on_rank_0(check_inputs, run, found)
+        run.load_checkpoint(parts.policy_model, parts.optimizer)
+        if s.steps < run.step:
+            raise BadInput(f"--steps {s.steps}: the run in {run.name} stands at step {run.step}")
+    saved = dataclasses.asdict(dataclasses.replace(s, resume=False))
+    config = {"settings": saved, "recipe": recipe, "inputs": found, "torch": torch.__version__,
+              "transformers": transformers.__version__}
+    run.write("config.json", json.dumps(config, indent=2) + "\n")
+    n = sum(p.numel() for p in parts.policy_model.parameters())
+    say(f"{s.model}: {n / 1e6:.2f}M parameters in {choose_device(s)[1]} on "
+        f"{parts.policy_model.device}, {len(parts.problems)} problems, "
+        f"{len(parts.eval_problems)} held out, {world()} processes; run in {run.name}, "
+        f"from step {run.step}")
     run.stop_on_signals()
-    train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_problems, s, run, reward_fn)
-    if run.step < s.steps:
-        run.save_checkpoint(policy_model, optimizer)
-        if rank() == 0:
-            print(f"\nstopped after step {run.step}; go on with: {resume_command(run)}")
-        return 128 + run.signal
-    run.after = run.after or evaluate(policy_model, tokenizer, eval_problems, s)[1]
-    save_final(policy_model, tokenizer, s, run)
-    if rank() == 0:
-        print_story(run, eval_problems)
-    return 0
 
 
-def within_memory(settings, update, *args):
-    """Out of memory: half the micro-batch, and the update once more. On several ranks the others would wait."""
-    try:
-        return update(settings, *args)
-    except RuntimeError as error:
-        if not out_of_memory(error) or world() > 1:
-            raise
-    settings.micro_batch_tokens = max(settings.micro_batch_tokens // 2, 1)   # outside: `error` held the activations
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    tqdm.write(f"out of memory: --micro-batch-tokens is now {settings.micro_batch_tokens}; the update is repeated")
-    return update(settings, *args)
-
-
-def out_of_memory(error):
-    return isinstance(error, torch.OutOfMemoryError) or any(
-        words in str(error) for words in ("out of memory", "not enough memory", "can't allocate memory"))
-
-
-def join_ranks():
-    if "RANK" in os.environ and not dist.is_initialized():
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+def say(line, file=None):
+    """What every rank has found, rank 0 tells."""
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(line, file=file or sys.stdout, flush=True)
 
 
 def resume_command(run):
-    return shlex.join(["python", "train.py", "--output", run.name, "--resume"])
-
-
-def open_run(s):
-    """The run's folder, made and locked; never one that holds something already."""
-    folder = Path(s.output or f"runs/{Path(s.model).name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    run = Run(gathered_objects(str(folder))[0])
-    if not run.folder:
-        return run
-    try:
-        if not s.resume and folder.exists() and any(path.name != ".lock" for path in folder.iterdir()):
-            raise BadInput(f"--output {folder}: holds a run already; go on with it (--resume) or name another folder")
-        folder.mkdir(parents=True, exist_ok=True)
-        run.lock = open(folder / ".lock", "w")
-        if fcntl:
-            fcntl.flock(run.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)         # gone with the process, however it ends
-    except BlockingIOError:
-        raise BadInput(f"--output {folder}: another run is writing there") from None
-    except OSError as error:
-        raise BadInput(f"--output {folder}: cannot be written ({error.strerror})") from None
-    return run
-
-
-def save_final(model, tokenizer, s, run):
-    """final/: a transformers folder, with a recipe.json that brings the run's own flags along."""
-    state = {name: full(p.detach()).cpu() for name, p in model.named_parameters()}
-    if not run.folder:
-        return
-    if world() > 1:                                      # a model without FSDP's hooks takes the whole weights
-        dtype = choose_device(s)[1]
-        model = AutoModelForCausalLM.from_pretrained(s.model, dtype=dtype, use_safetensors=True)
-        model.load_state_dict({name: p.to(dtype) for name, p in state.items()}, strict=False)
-    folder, beside = run.folder / "final", run.folder / "final.tmp"
-    own = {flag_of(f.name)[2:]: getattr(s, f.name) for f in dataclasses.fields(s) if getattr(s, f.name) != f.default
-           and f.name not in ("model", "output", "resume", "eval_only", "steps", "seed", "device", "dtype", "reward")}
-    own |= {name: os.path.abspath(own[name]) for name in ("data", "eval-data") if os.path.isfile(own.get(name, ""))}
-    with run.writing("final"):
-        model.save_pretrained(beside)
-        tokenizer.save_pretrained(beside)
-        (beside / "recipe.json").write_text(json.dumps(own, indent=2) + "\n", encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(beside, folder)
+    # sys.executable: outside its virtual environment a bare `python` would not find torch.
+    return shlex.join([sys.executable, sys.argv[0], "--output", run.name, "--resume"])
 
 
 def print_story(run, eval_problems):
-    """One held-out problem, answered before and after; the held-out accuracy, before, during, after."""
+    """One held-out problem, answered before and after; the accuracy on the way; what comes next."""
+    if not run.folder:
+        return
     truths = [problem["answer"] for problem in eval_problems]
-    right = [score_responses(answers, truths, 1).eq(1.5).tolist() for answers in (run.before, run.after)]
-    i = next((i for i, (before, after) in enumerate(zip(*right)) if after and not before), 0)
-    print(f"\nquestion  {eval_problems[i]['question']}\nbefore    {run.before[i]}\nafter     {run.after[i]}\n"
-          f"truth     {truths[i]}\n")
-    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    curve = " ".join(f"{m['step']}:{m['eval_accuracy']:.3f}" for m in lines if "eval_accuracy" in m)
-    print(f"held-out accuracy, step:greedy  {curve}\n"
+    before = reward.is_right(score_responses(run.before, truths, 1)).tolist()
+    after = reward.is_right(score_responses(run.after, truths, 1)).tolist()
+    learned = [i for i in range(len(truths)) if after[i] and not before[i]]
+    i = learned[0] if learned else 0
+    print(f"\nquestion  {eval_problems[i]['question']}\nbefore    {run.before[i]}\n"
+          f"after     {run.after[i]}\ntruth     {truths[i]}\n")
+    curve = []
+    for line in (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+        metrics = json.loads(line)
+        if metrics.get("eval_accuracy") is not None:
+            curve.append(f"{metrics['step']}:{metrics['eval_accuracy']:.3f}")
+    print(f"held-out accuracy, step:greedy  {' '.join(curve)}\n"
           f"{run.name}: config.json metrics.jsonl samples.jsonl checkpoint/ final/")
 
 
-def print_figures(model, tokenizer, problems, s):
-    """--eval-only: greedy accuracy, and from G samples a problem accuracy, pass@k and maj@k."""
+def print_figures(parts, settings):
+    """--eval-only: greedy accuracy, and from G samples per problem accuracy, pass@k and maj@k."""
+    s = settings
     G = s.group_size
+    model, tokenizer, problems = parts.policy_model, parts.tokenizer, parts.eval_problems
     greedy, _ = evaluate(model, tokenizer, problems, s)
     sampled, responses = evaluate(model, tokenizer, problems, s, G, s.temperature, s.seed)
     truths = [problem["answer"] for problem in problems]
-    correct = (score_responses(responses, truths, G) == 1.5).view(-1, G)                 # (B, G)
-    answers = [[extract_boxed(r) for r in responses[j * G:(j + 1) * G]] for j in range(len(problems))]
-    print(f"{len(problems)} problems of {s.eval_data}")
-    print(f"greedy accuracy           {greedy:.4f}")
-    print(f"sampled at temperature {s.temperature:g}  {sampled:.4f}   ({G} samples a problem)")
-    for k in sorted({1 << i for i in range(G.bit_length()) if 1 << i <= G} | {G}):
-        print(f"pass@{k:<3} {pass_at_k(correct, k):.4f}   maj@{k:<3} {majority_at_k(answers, truths, k):.4f}")
+    correct = reward.is_right(score_responses(responses, truths, G)).view(-1, G)       # (B, G)
+    boxes = [reward.extract_boxed(response) for response in responses]
+    answers = [boxes[j * G:(j + 1) * G] for j in range(len(problems))]
+    say(f"{len(problems)} problems")
+    say(f"greedy accuracy           {greedy['eval_accuracy']:.4f}")
+    say(f"sampled at temperature {s.temperature:g}  {sampled['eval_accuracy']:.4f}   "
+        f"({G} samples per problem)")
+    powers = [2**i for i in range(G.bit_length()) if 2**i <= G]
+    for k in sorted({*powers, G}):
+        say(f"pass@{k:<3} {reward.pass_at_k(correct, k):.4f}   "
+            f"maj@{k:<3} {reward.majority_at_k(answers, truths, k):.4f}")
+
+
+class Patient:
+    """A stream whose reader may go away or whose disk may be full: the run goes on."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        with contextlib.suppress(OSError, ValueError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self):
+        with contextlib.suppress(OSError, ValueError):
+            self.stream.flush()
 
 
 if __name__ == "__main__":
-    status = main()
-    if "RANK" in os.environ:                             # an orderly exit now and then aborts in gloo's threads
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    sys.exit(status)
+    for stream in (sys.stdout, sys.stderr):
+        # A terminal that knows ASCII only gets the rest as \u escapes.
+        stream.reconfigure(errors="backslashreplace")
+    sys.stdout = Patient(sys.stdout)
+    sys.stderr = Patient(sys.stderr)
+    try:
+        status = main()
+    except SystemExit as leaving:  # --help
+        status = leaving.code or 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # An orderly exit now and then aborts in gloo's threads, and complains of a closed pipe.
+    os._exit(status)
