@@ -684,14 +684,11 @@ def load_policy(settings):
     """The policy and its tokenizer: safetensors only, and no code of the checkpoint's own."""
     s = settings
     device, dtype = choose_device(s)
-    if world() > 1:
-        dtype = torch.float32  # FSDP keeps float32 shards, and gathers them in bfloat16
-    quiet_transformers()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(s.model, trust_remote_code=False)
+        tokenizer = load_tokenizer(s)
         model, report = AutoModelForCausalLM.from_pretrained(
-            s.model, dtype=dtype, use_safetensors=True, trust_remote_code=False,
-            output_loading_info=True)
+            s.model, dtype=dtype if world() == 1 else "auto", use_safetensors=True,
+            trust_remote_code=False, output_loading_info=True)
     except Exception as error:  # a foreign folder can be wrong in any way
         raise BadInput(f"--model {s.model}: cannot be loaded from here or from the hub "
                        f"({one_line(error)})") from None
@@ -699,7 +696,13 @@ def load_policy(settings):
     if fault:
         raise BadInput(f"--model {s.model}: {fault}")
     switch_off_dropout(model)
-    return model.to(device).eval(), tokenizer
+    # Several ranks take their shards of it from host memory.
+    return model.to(device if world() == 1 else "cpu").eval(), tokenizer
+
+
+def load_tokenizer(settings):
+    quiet_transformers()
+    return AutoTokenizer.from_pretrained(settings.model, trust_remote_code=False)
 
 
 def quiet_transformers():
@@ -769,7 +772,7 @@ def check_forms(model, settings):
     say(f"fast forms: {taken or 'none'}" + (f"; {others}" if others else ""))
 
 
-def load_data(settings, tokenizer, model):
+def load_data(settings, tokenizer):
     """Training and held-out problems -> two lists of dicts."""
     s = settings
     fields = {"question_field": s.question_field, "answer_field": s.answer_field,
@@ -789,15 +792,15 @@ def load_data(settings, tokenizer, model):
         problems, eval_problems = reward.hold_out(problems)
         say(f"--eval-data is not given: {len(eval_problems)} of {s.data} are held out")
     eval_problems = eval_problems[:s.eval_limit or None]
-    eval_problems = fitting("--eval-data", eval_problems, tokenizer, model, s)
-    problems = fitting("--data", problems, tokenizer, model, s)
+    eval_problems = fitting("--eval-data", eval_problems, tokenizer, s)
+    problems = fitting("--data", problems, tokenizer, s)
     if not s.eval_only and len(problems) < s.prompts_per_step:
         raise BadInput(f"--prompts-per-step {s.prompts_per_step}: --data {s.data} has "
                        f"{len(problems)} problems")
     return problems, eval_problems
 
 
-def fitting(flag_name, problems, tokenizer, model, settings):
+def fitting(flag_name, problems, tokenizer, settings):
     """The problems whose prompt and answer fit into the positions that the model was made for."""
     s = settings
     if not problems:
@@ -814,7 +817,7 @@ def fitting(flag_name, problems, tokenizer, model, settings):
                            "or fewer")
         problems = [problems[i] for i in kept]
         lengths = [lengths[i] for i in kept]
-    limit = logprob.length_limit(model.config)
+    limit = logprob.length_limit(AutoConfig.from_pretrained(s.model))
     longest = max(range(len(lengths)), key=lengths.__getitem__)
     if lengths[longest] + s.max_new_tokens > limit:
         raise BadInput(f"{flag_name}: the prompt of problem {longest + 1} has {lengths[longest]} "
@@ -1179,8 +1182,8 @@ def summed(numbers):
     return {name: sum(each[name] for each in everywhere) for name in numbers}
 
 
-def on_rank_0(function, *args):
-    """What the function returns on rank 0, on every rank; and what it refuses, likewise."""
+def on_rank_0(function, *args, share=True):
+    """What the function returns on rank 0, on every rank if shared; what it refuses, on all."""
     result = None
     fault = None
     if rank() == 0:
@@ -1188,10 +1191,10 @@ def on_rank_0(function, *args):
             result = function(*args)
         except BadInput as error:
             fault = str(error)
-    result, fault = gathered_objects((result, fault))[0]
+    told, fault = gathered_objects((result if share else None, fault))[0]
     if fault:
         raise BadInput(fault)
-    return result
+    return told if share else result
 
 
 def full(tensor):
@@ -1203,23 +1206,56 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def shard(model, compute_dtype):
-    """FSDP2 on every decoder layer and on the rest; float32 shards, gathered as they compute."""
+def shard(whole, settings, dtype):
+    """FSDP2 on every decoder layer and on the rest: shards in `dtype`, gathered as they compute.
+
+    `whole` is the model on rank 0, in host memory, and None elsewhere: no other rank ever holds
+    more than its shards and one layer, or one tensor on its way.
+    """
     from torch.distributed.fsdp import (
         MixedPrecisionPolicy,
         fully_shard,
         register_fsdp_forward_method,
     )
 
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    layers = next(m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList))
-    for layer in layers:
-        fully_shard(layer, mp_policy=policy)
+    device, compute = choose_device(settings)
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    model = model_without_storage(settings, dtype)
+    switch_off_dropout(model)
+    for layer in next(m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList)):
+        fully_shard(layer.to_empty(device=device), mp_policy=policy)
+    for module in model.modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if any(tensor.is_meta for tensor in own):
+            module.to_empty(device=device, recurse=False)
+    model.tie_weights()
     fully_shard(model, mp_policy=policy)
+    fill(model, whole)
     # [D] enters below the model's own forward, and FSDP gathers only where it knows the door.
     model.token_logprobs = MethodType(token_logprobs, model)
     register_fsdp_forward_method(model, "token_logprobs")
     return model
+
+
+@torch.no_grad()
+def fill(model, whole):
+    """Rank 0 hands out the weights of `whole`, tensor by tensor."""
+    weights = whole.state_dict() if whole else {}
+    for name, p in model.named_parameters():
+        p.copy_(sharded_like(p, weights[name] if whole else torch.empty(p.shape)))
+    for name, buffer in model.named_buffers():
+        if whole:
+            buffer.copy_(whole.get_buffer(name))
+        dist.broadcast(buffer, 0)
+    model.generation_config = gathered_objects(whole and whole.generation_config)[0]
+
+
+def sharded_like(p, tensor):
+    """The whole tensor of rank 0 on p's device; this rank's shard of it where p is sharded."""
+    tensor = tensor.to(p.device, p.dtype)
+    if not hasattr(p, "device_mesh"):
+        return tensor
+    return dist.tensor.distribute_tensor(tensor, p.device_mesh, p.placements)
 
 
 @contextlib.contextmanager
@@ -1431,12 +1467,6 @@ def named_masters(model, optimizer):
 @torch.no_grad()
 def restore(tensors, model, optimizer, path):
     """Checkpoint tensors into masters, moments and weights; onto shards where these are sharded."""
-    def like(master, tensor):
-        if not hasattr(master, "device_mesh"):
-            return tensor.to(master.device)
-        tensor = tensor.to(master.device)
-        return dist.tensor.distribute_tensor(tensor, master.device_mesh, master.placements)
-
     weights = dict(model.named_parameters())
     for name, master in named_masters(model, optimizer):
         shapes = {"weight": master.shape}
@@ -1450,13 +1480,13 @@ def restore(tensors, model, optimizer, path):
             if saved is None or saved.shape != shape:
                 raise BadInput(f"--resume: {path} is not of this model: {key} of {name} is "
                                "missing or of another shape")
-        master.copy_(like(master, tensors[f"weight/{name}"]))
+        master.copy_(sharded_like(master, tensors[f"weight/{name}"]))
         weights[name].copy_(master)
         if f"exp_avg/{name}" in tensors:
             # The fused kernel reads the step where the weights are.
             state = {"step": tensors[f"step/{name}"].to(local(master).device)}
             for key in ("exp_avg", "exp_avg_sq"):
-                state[key] = like(master, tensors[f"{key}/{name}"])
+                state[key] = sharded_like(master, tensors[f"{key}/{name}"])
             optimizer.state[master] = state
 
 
@@ -1560,7 +1590,11 @@ def check_inputs(run, found):
 def save_final(model, tokenizer, settings, run, name="final"):
     """A transformers folder, with a recipe.json that brings along how the run was trained."""
     s = settings
-    state = {name: full(p.detach()).cpu() for name, p in model.named_parameters()}
+    state = {}
+    for name, p in model.named_parameters():
+        weight = full(p.detach())  # every rank takes part, one keeps it
+        if run.folder:
+            state[name] = weight.cpu()
     if not run.folder:
         return
     if world() > 1:
@@ -1673,19 +1707,21 @@ def load(settings):
     """Everything that can be refused is looked at here, before a folder is made."""
     s = settings
     reward_fn = make_reward_fn(s)
-    policy_model, tokenizer = load_policy(s)
-    check_forms(policy_model, s)
-    problems, eval_problems = load_data(s, tokenizer, policy_model)
+    policy_model, tokenizer = on_rank_0(load_policy, s, share=False) or (None, load_tokenizer(s))
+    on_rank_0(check_forms, policy_model, s)
+    problems, eval_problems = load_data(s, tokenizer)
     if s.prompts_per_step % world():
         raise BadInput(f"--prompts-per-step {s.prompts_per_step}: not a multiple of the {world()} "
                        "processes")
     ref_model = None
-    if s.kl_coef and not s.eval_only:
-        ref_model = copy.deepcopy(policy_model).requires_grad_(False)
     if world() > 1:
-        compute = choose_device(s)[1]
-        policy_model = shard(policy_model, compute)
-        ref_model = ref_model and shard(ref_model.to(compute), compute)
+        whole = policy_model
+        policy_model = shard(whole, s, torch.float32)
+        ref_model = shard(whole, s, choose_device(s)[1]) if s.kl_coef else None
+    elif s.kl_coef and not s.eval_only:
+        ref_model = copy.deepcopy(policy_model)
+    if ref_model:
+        ref_model.requires_grad_(False)
     optimizer = None if s.eval_only else make_optimizer(policy_model, s)
     return Parts(policy_model, ref_model, optimizer, tokenizer, problems, eval_problems, reward_fn)
 
