@@ -466,7 +466,8 @@ class Settings:
     answer_field: str = flag("answer", "the column that ends in `#### ` and the final answer")
     system_prompt: str = flag(BOXED, "system message before every question; empty for none")
     reward: list[str] = flag(None, "your own rewards, path/to/file.py:function, called as TRL "
-                             "calls its reward_funcs; several are added", action="extend")
+                             "calls its reward_funcs; several are added; `rule` is ours",
+                             action="extend")
     reward_weights: list[float] = flag(None, "a weight for each --reward; default: 1 each")
     output: str = flag("", "folder of the run; default: runs/MODEL-TIME")
     # the rollout
@@ -603,7 +604,12 @@ def parse(argv):
     given = given_flags(argv)
     if given.get("resume"):
         return resumed_settings(given)
-    recipe = read_recipe(Path(given.get("model", TINY)))
+    if given.get("eval_only") and os.path.isdir(os.path.join(given.get("model", ""), "final")):
+        given["model"] = os.path.join(given["model"], "final")  # a run's folder
+    recipe, rewards = read_recipe(Path(given.get("model", TINY)))
+    if rewards and not given.get("reward") and not given.get("eval_only"):
+        raise BadInput(f"--model {given['model']}: was trained with --reward {' '.join(rewards)}; "
+                       "name it again, or another (--reward rule for the rule's)")
     if "data" in given:
         # Held-out problems of another data set would measure something else.
         recipe.pop("eval_data", None)
@@ -611,23 +617,27 @@ def parse(argv):
 
 
 def read_recipe(folder):
-    """The flags in a model folder's recipe.json, {} where it has none."""
+    """A model folder's recipe.json -> (its flags, the rewards that it was trained with).
+
+    The rewards are told to the user, never loaded: they would be a program from a foreign folder.
+    """
     path = folder / "recipe.json"
     if not os.path.isfile(path):
-        return {}
+        return {}, []
     try:
         recipe = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(recipe, dict):
             raise BadInput("not an object of flags and values")
         recipe = {name.replace("-", "_"): value for name, value in recipe.items()}
+        rewards = [str(spec) for spec in recipe.pop("reward", [])]
         for name in recipe.keys() - set(RECIPE):
             raise BadInput(f"{flag_of(name)} is not for a recipe to set")
         for name in recipe.keys() & {"data", "eval_data"}:
             # A path is meant from the folder that the recipe stands in.
             beside = folder / str(recipe[name])
             recipe[name] = str(beside) if os.path.isfile(beside) else recipe[name]
-        return given_flags(as_flags(recipe))
-    except (BadInput, ValueError, OSError, RecursionError) as error:
+        return given_flags(as_flags(recipe)), rewards
+    except (BadInput, ValueError, TypeError, OSError, RecursionError) as error:
         raise BadInput(f"{path}: {one_line(error)}") from None
 
 
@@ -651,6 +661,9 @@ def resumed_settings(given):
             raise BadInput(f"{flag_of(name)} {value}: the run in {given['output']} has "
                            f"{getattr(old, name)}; a resumed run may change only "
                            + ", ".join(flag_of(name) for name in FREE[2:]))
+    if given.get("threads", old.threads) != old.threads:
+        say(f"--threads {given['threads']}: the run had {old.threads}; sums differ in their last "
+            "digit, and so will the metrics")
     return Settings(**{**saved, **given}), recipe
 
 
@@ -831,11 +844,16 @@ def make_reward_fn(settings):
     s = settings
     if not s.reward:
         return None
+
+    def rule(completions, answer, **_):
+        return [reward.rule_reward(text, truth) for text, truth in zip(completions, answer)]
+
     if s.reward_weights and len(s.reward_weights) != len(s.reward):
         raise BadInput(f"--reward-weights: {len(s.reward_weights)} weights for {len(s.reward)} "
                        "rewards")
     try:
-        functions = {spec: reward.load_reward(spec) for spec in s.reward}
+        functions = {spec: rule if spec == "rule" else reward.load_reward(spec)
+                     for spec in s.reward}
     except ValueError as error:
         raise BadInput(f"--reward {error}") from None
 
@@ -1607,6 +1625,8 @@ def save_final(model, tokenizer, settings, run, name="final"):
         value = getattr(s, field.name)
         if field.name in RECIPE and value != field.default:
             recipe[field.name.replace("_", "-")] = value
+    if s.reward:
+        recipe["reward"] = s.reward
     folder = run.folder / name
     beside = run.folder / f"{name}.tmp"
     with run.writing(name):
@@ -1775,7 +1795,12 @@ def print_story(run, eval_problems):
         if metrics.get("eval_accuracy") is not None:
             curve.append(f"{metrics['step']}:{metrics['eval_accuracy']:.3f}")
     print(f"held-out accuracy, step:greedy  {' '.join(curve)}\n"
-          f"{run.name}: config.json metrics.jsonl samples.jsonl checkpoint/ final/")
+          f"{run.name}: config.json metrics.jsonl samples.jsonl checkpoint/ final/\n")
+    python = shlex.quote(sys.executable)
+    final = shlex.quote(os.path.join(run.name, "final"))
+    print(f"look at answers      tail -n 2 {shlex.quote(os.path.join(run.name, 'samples.jsonl'))}\n"
+          f"talk to the result   {python} sample.py --model {final} \"YOUR QUESTION\"\n"
+          f"go on from it        {python} train.py --model {final}")
 
 
 def print_figures(parts, settings):
