@@ -53,11 +53,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgu
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import cached_file
 
+import advantage
 import logprob
 import loss
 import reward
 import sample
-from advantage import group_advantages
+from advantage import advantages_for
 from logprob import IGNORE, token_logprobs
 from loss import grpo_loss
 from reward import score_responses
@@ -68,45 +69,50 @@ from sample import sample_groups
 
 
 def train_step(policy_model, ref_model, optimizer, tokenizer, prompts, ground_truths, settings,
-               generator=None, reward_fn=None, on_rollout=None):
+               generator=None, reward_fn=None, on_rollout=None, more=None):
     """One GRPO step on B prompts -> its metrics, floats by name. DeepSeekMath, algorithm 1.
 
     prompts: B strings, chat template applied; ground_truths: their B true answers. ref_model: the
     frozen reference, None for no KL. `generator` is as sample_groups takes it. `reward_fn(prompts,
     rollout) -> (N,)` replaces the rule's reward; `on_rollout(rollout, rewards, advantages)` may
-    look at the answers. Each of several GPUs has prompts of its own; the metrics are of all.
+    look at the answers; `more` gives other problems to --max-resample. Each of several GPUs has
+    prompts of its own; the metrics are of all.
     """
     s = settings
-    clock = [time.perf_counter()]
+    started = time.perf_counter()
     with whole_weights(policy_model):
         rollout = sample_groups(policy_model, tokenizer, prompts, s.group_size,
                                 s.max_new_tokens, s.temperature, generator)            # [A]
     rule_rewards = score_responses(rollout.responses, ground_truths, s.group_size)     # [B]
     rewards = reward_fn(prompts, rollout) if reward_fn else rule_rewards
-    advantages = group_advantages(rewards, s.group_size, **chosen(s, ADVANTAGE))       # [C]
-    advantages = advantages.to(rollout.labels.device)                                  # (N,)
+    if s.max_resample:
+        rollout, rewards, rule_rewards = without_flat_groups(
+            policy_model, tokenizer, prompts, rollout, rewards, rule_rewards, more, s)
+    rewards = with_length_terms(rewards, rollout, s)
+    clock = (started, time.perf_counter())
+    fill_in_logprobs(policy_model, ref_model, rollout, s)                              # [D]
+    advantages = advantages_for(s.advantage, rewards, s.group_size,                    # [C]
+                                **advantage_inputs(rollout, rule_rewards, reward_fn, s))
     if on_rollout:
         on_rollout(rollout, rewards, advantages)
-    clock.append(time.perf_counter())
-
-    rollout.ref_logprobs = reference_logprobs(ref_model, rollout, s)                   # [D]
     updates = []
     for _ in range(s.updates_per_rollout):
-        updates.append(update(policy_model, optimizer, rollout, advantages, s))        # [D] [E] [F]
+        for batch in mini_batches(rollout, advantages, s):
+            updates.append(update(policy_model, optimizer, *batch, s))                 # [D] [E] [F]
     # The next rollout can use the gradients' memory.
     optimizer.zero_grad()
-    clock.append(time.perf_counter())
     return step_metrics(rollout, rewards, rule_rewards, updates, clock, s)
 
 
 def update(policy_model, optimizer, rollout, advantages, settings):
-    """One gradient step on the rollout; advantages: (N,) -> metrics of the whole batch.
+    """One gradient step on the rollout; advantages: (N,) or (N, S-1) -> metrics of the batch.
 
     The first update of a rollout keeps its log-probs there: nothing has moved before it, so they
     are the old ones, and all of its ratios are 1.
     """
     s = settings
-    sizes = batch_sizes(rollout)                         # rows and tokens of the whole batch
+    mask = loss_mask(rollout, s)                                                       # (N, S-1)
+    sizes = batch_sizes(mask)                            # rows and tokens of the whole batch
     logprobs = torch.zeros_like(rollout.logprobs)                                      # (N, S-1)
     entropies = torch.zeros_like(rollout.logprobs)                                     # (N, S-1)
     sums = {}
@@ -118,9 +124,9 @@ def update(policy_model, optimizer, rollout, advantages, settings):
         logprobs[here] = logp.detach()
         old = logprobs if rollout.old_logprobs is None else rollout.old_logprobs
         ref = None if rollout.ref_logprobs is None else rollout.ref_logprobs[here]
-        mask = rollout.labels[rows, 1:width] != IGNORE
-        value, metrics = grpo_loss(logp, old[here], ref, advantages[rows], mask,       # [E] [F]
-                                   **chosen(s, OBJECTIVE), **sizes)
+        A = advantages[rows] if advantages.ndim == 1 else advantages[here]
+        value, metrics = grpo_loss(logp, old[here], ref, A, mask[here],                # [E] [F]
+                                   **loss_options(rollout, here, s), **sizes)
         (value * weight).backward()
         add(sums, metrics, weight)
     if rollout.old_logprobs is None:
@@ -154,6 +160,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
     s = settings
     run = run or Run()
     assert_own_frozen_tensors(ref_model, policy_model)
+    s.kl_coef = s.kl_coef if run.kl_coef is None else run.kl_coef
     judge = partial(evaluate, policy_model, tokenizer, eval_problems, s, reward_fn=reward_fn)
     if not run.before:
         figures, run.before = judge()
@@ -168,30 +175,68 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             truths = [problem["answer"] for problem in batch]
             metrics = train_step(
                 policy_model, ref_model, optimizer, tokenizer, prompts, truths, s, generators,
-                reward_fn and partial(reward_fn, batch), partial(run.log_samples, step, prompts))
+                reward_fn and partial(reward_fn, batch), partial(run.log_samples, step, prompts),
+                partial(more_problems, tokenizer, problems, step, s, reward_fn))
             metrics = {"step": step, "lr": optimizer.param_groups[0]["lr"], **metrics}
             if step % s.eval_every == 0 or step == s.steps:
                 figures, run.after = judge()
                 metrics |= figures
+                keep_best(policy_model, tokenizer, s, run, figures)
             run.log(metrics)
+            run.kl_coef = s.kl_coef = next_beta(metrics["approx_kl"], s)
             show(bar, metrics, run, eval_problems)
+            if s.renew_reference and step % s.renew_reference == 0:
+                renew(ref_model, policy_model)
             if step % s.save_every == 0 or step == s.steps:
-                run.save_checkpoint(policy_model, optimizer)
+                run.save_checkpoint(policy_model, optimizer,
+                                    ref_model if s.renew_reference else None)
 
 
 # ==================================================================================================
 # A reader of the theory may stop here.
 # --------------------------------------------------------------------------------------------------
-# What train_step leaves to helpers: the flags of [C] and of [E][F], log-probs batch by batch, sums
+# What train_step leaves to helpers: the options of [B], [C] and [E][F], log-probs batch by batch
 
-# The flags that group_advantages and grpo_loss take, under the same names
-ADVANTAGE = ("scale_by_std",)
+# The flags that grpo_loss takes, under the same names
 OBJECTIVE = ("clip_eps", "clip_eps_high", "kl_coef", "kl_estimator", "aggregate", "ratio",
-             "max_new_tokens")
+             "objective", "max_new_tokens")
 
 
-def chosen(settings, names):
-    return {name: getattr(settings, name) for name in names}
+def loss_options(rollout, here, settings):
+    """The flags of [E][F]; with --sampler-correction also what the sampler said."""
+    options = {name: getattr(settings, name) for name in OBJECTIVE}
+    if settings.sampler_correction:
+        options["sampler_logprobs"] = rollout.logprobs[here]
+        options["sampler_cap"] = settings.sampler_correction
+    return options
+
+
+def advantage_inputs(rollout, rule_rewards, reward_fn, settings):
+    """What the kinds of [C] read beside the rewards; plain GRPO needs none of the first three."""
+    s = settings
+    return {"entropies": rollout.entropies, "mask": rollout.labels[:, 1:] != IGNORE,
+            "right": None if reward_fn else reward.is_right(rule_rewards),
+            "scale_by_std": s.scale_by_std, "clip": s.clip_advantages}
+
+
+def with_length_terms(rewards, rollout, settings):
+    """GR3's rescaling and DAPO's penalty for answers that are almost too long, where asked for."""
+    s = settings
+    lengths = (rollout.labels != IGNORE).sum(dim=1).cpu()                              # (N,)
+    try:
+        if s.length_rescale:
+            rewards = reward.length_rescaled(rewards, lengths, s.group_size, s.length_rescale)
+    except ValueError as error:
+        raise RewardFailed(f"--length-rescale: {error}") from None
+    if s.overlong_buffer:
+        rewards = rewards + reward.overlong_penalty(lengths, s.max_new_tokens, s.overlong_buffer)
+    return rewards
+
+
+def loss_mask(rollout, settings):
+    """The tokens that the loss speaks of, (N, S-1): responses, cut off ones left out if asked."""
+    mask = rollout.labels[:, 1:] != IGNORE
+    return mask & rollout.finished[:, None] if settings.mask_truncated else mask
 
 
 def score(model, rollout, rows, width, settings, with_entropy=True):
@@ -206,14 +251,44 @@ def score(model, rollout, rows, width, settings, with_entropy=True):
 
 
 @torch.no_grad()
-def reference_logprobs(ref_model, rollout, settings):
-    """[D] under the frozen reference: (N, S-1), or None where there is no reference."""
-    if ref_model is None:
-        return None
-    logprobs = torch.zeros_like(rollout.logprobs)
-    for rows, width, _ in cut(rollout, settings):
-        logprobs[rows, :width - 1] = score(ref_model, rollout, rows, width, settings, False)
-    return logprobs
+def fill_in_logprobs(policy_model, ref_model, rollout, settings):
+    """[D] before anything moves: the reference's, and the policy's own where they are needed now.
+
+    The first update finds the policy's by the way. But [C] may ask for entropies, and mini-batches
+    move the policy before the last of them has been seen.
+    """
+    s = settings
+    if ref_model is not None:
+        rollout.ref_logprobs = torch.zeros_like(rollout.logprobs)
+        for rows, width, _ in cut(rollout, s):
+            logprobs = score(ref_model, rollout, rows, width, s, with_entropy=False)
+            rollout.ref_logprobs[rows, :width - 1] = logprobs
+    if s.minibatches > 1 or s.advantage in ("gtpo", "grpo-s"):
+        old_logprobs = torch.zeros_like(rollout.logprobs)
+        entropies = torch.zeros_like(rollout.logprobs)
+        for rows, width, _ in cut(rollout, s):
+            here = (rows, slice(width - 1))
+            old_logprobs[here], entropies[here] = score(policy_model, rollout, rows, width, s)
+        rollout.old_logprobs = old_logprobs
+        rollout.entropies = entropies
+
+
+def mini_batches(rollout, advantages, settings):
+    """--minibatches: the groups dealt out, in order -> a list of (rollout, advantages)."""
+    n = settings.minibatches
+    if n == 1:
+        return [(rollout, advantages)]
+    G = settings.group_size
+    B = len(rollout.labels) // G
+    parts = []
+    for k in range(n):
+        rows = slice(B * k // n * G, B * (k + 1) // n * G)
+        part = copy.copy(rollout)
+        for field in dataclasses.fields(rollout):
+            value = getattr(rollout, field.name)
+            setattr(part, field.name, None if value is None else value[rows])
+        parts.append((part, advantages[rows]))
+    return parts
 
 
 def cut(rollout, settings):
@@ -232,10 +307,9 @@ def cut(rollout, settings):
     return passes + [(rows, width, 0)] * (most - len(cuts))
 
 
-def batch_sizes(rollout):
-    """Rows and response tokens of the whole batch, on all GPUs: the loss is divided by these."""
-    n_tokens = int((rollout.labels != IGNORE).sum())
-    return summed({"n_rows": len(rollout.labels), "n_tokens": n_tokens})
+def batch_sizes(mask):
+    """Rows and tokens of the whole batch, on all GPUs: the loss is divided by these."""
+    return summed({"n_rows": len(mask), "n_tokens": mask.sum()})
 
 
 def add(sums, metrics, weight):
@@ -261,8 +335,6 @@ def step_metrics(rollout, rewards, rule_rewards, updates, clock, settings):
     rewards = gathered(rewards)
     rule_rewards = gathered(rule_rewards)
     finished = gathered(rollout.finished)
-    groups = rewards.view(-1, settings.group_size)                                     # (B, G)
-    sizes = batch_sizes(rollout)
     entropy = summed({"entropy": rollout.entropies.sum()})["entropy"]
     metrics = {
         "reward_mean": rewards.mean(),
@@ -270,13 +342,14 @@ def step_metrics(rollout, rewards, rule_rewards, updates, clock, settings):
         "accuracy": share(reward.is_right(rule_rewards), rule_rewards),
         "format_rate": share(reward.has_format(rule_rewards), rule_rewards),
         # Groups whose rewards are all equal teach nothing.
-        "zero_variance_groups": (groups == groups[:, :1]).all(dim=1).float().mean(),
+        "zero_variance_groups": is_flat(rewards, settings.group_size).float().mean(),
         "response_length_mean": lengths.mean(),
         "response_length_p95": lengths.quantile(0.95),
         "truncated_fraction": (~finished).float().mean(),
         "tokens": lengths.sum(),
         # per token, of the policy that drew the answers
-        "entropy": entropy / sizes["n_tokens"],
+        "entropy": entropy / lengths.sum(),
+        "kl_coef": settings.kl_coef,
         # trainer against sampler, before anything has moved: rounding, and no more
         "sampler_ratio_error": largest_ratio_error(rollout.old_logprobs, rollout.logprobs),
     }
@@ -284,7 +357,14 @@ def step_metrics(rollout, rewards, rule_rewards, updates, clock, settings):
         metrics[name] = sum(u[name] for u in updates) / len(updates)
     metrics["ratio_max_error"] = max(u["ratio_max_error"] for u in updates)
     metrics["skipped_updates"] = sum(u["skipped_updates"] for u in updates)
-    started, sampled, trained = clock
+    if settings.max_resample:
+        metrics["resampled_groups"] = summed({"n": rollout.resampled})["n"]
+    for name, values in vars(rollout).get("reward_parts", {}).items():
+        values = gathered(values)
+        metrics[f"reward/{name}"] = values.nanmean()
+        metrics[f"reward_std/{name}"] = values[~values.isnan()].std(correction=0)
+    started, sampled = clock
+    trained = time.perf_counter()
     metrics["seconds_sampling"] = sampled - started
     metrics["seconds_training"] = trained - sampled
     metrics["tokens_per_second"] = metrics["tokens"] / (trained - started)
@@ -294,6 +374,67 @@ def step_metrics(rollout, rewards, rule_rewards, updates, clock, settings):
 def share(right, rewards):
     """The share of True among the rows whose reward is known, else NaN."""
     return right[~rewards.isnan()].float().mean()
+
+
+# --------------------------------------------------------------------------------------------------
+# Dynamic sampling (DAPO, arXiv 2503.14476): a group whose rewards are all equal teaches nothing,
+# and makes room for a group of another problem
+
+
+def without_flat_groups(model, tokenizer, prompts, rollout, rewards, rule_rewards, more, settings):
+    """Groups without variance are replaced, in --max-resample rounds at most.
+
+    `prompts` is changed in place. What stays flat after the last round stays: its advantages are 0.
+    `rollout.resampled` counts the groups that were thrown away.
+    """
+    s = settings
+    G = s.group_size
+    resampled = 0
+    for attempt in range(1, s.max_resample + 1):
+        flat = is_flat(rewards, G).nonzero()[:, 0].tolist()
+        if not any(gathered_objects(len(flat))):
+            break
+        # A rank that needs nothing draws one group all the same: the others wait for it in FSDP.
+        new_prompts, truths, generators, reward_fn = more(attempt, max(len(flat), 1))
+        with whole_weights(model):
+            new = sample_groups(model, tokenizer, new_prompts, G, s.max_new_tokens, s.temperature,
+                                generators)
+        new_rule = score_responses(new.responses, truths, G)
+        new_rewards = reward_fn(new_prompts, new) if reward_fn else new_rule
+        useful = (~is_flat(new_rewards, G)).nonzero()[:, 0].tolist()
+        for j, k in zip(flat, useful):
+            prompts[j] = new_prompts[k]
+            rows = slice(j * G, (j + 1) * G)
+            others = slice(k * G, (k + 1) * G)
+            rewards[rows] = new_rewards[others]
+            rule_rewards[rows] = new_rule[others]
+            rollout = with_rows(rollout, rows, new, others)
+        resampled += len(flat)
+    rollout.resampled = resampled
+    return rollout, rewards, rule_rewards
+
+
+def is_flat(rewards, group_size):
+    """(N,) -> (B,) bool: all rewards of the group are equal."""
+    groups = rewards.view(-1, group_size)
+    return (groups == groups[:, :1]).all(dim=1)
+
+
+def with_rows(rollout, rows, other, others):
+    """The rollout with these rows taken from another; both are widened to the longer of the two."""
+    S = max(rollout.labels.shape[1], other.labels.shape[1])
+    rollout = copy.copy(rollout)
+    for name, width, blank in (("input_ids", S, 0), ("labels", S, IGNORE), ("logprobs", S - 1, 0)):
+        value, new = getattr(rollout, name), getattr(other, name)
+        value = torch.nn.functional.pad(value, (0, width - value.shape[1]), value=blank)
+        new = torch.nn.functional.pad(new, (0, width - new.shape[1]), value=blank)
+        value[rows] = new[others]
+        setattr(rollout, name, value)
+    rollout.finished = rollout.finished.clone()
+    rollout.finished[rows] = other.finished[others]
+    rollout.responses = list(rollout.responses)
+    rollout.responses[rows] = other.responses[others]
+    return rollout
 
 
 # --------------------------------------------------------------------------------------------------
@@ -318,6 +459,33 @@ def problems_of_step(problems, step, settings):
     return [problems[order[j]] for j in mine], [seeded(s.seed, step, j) for j in mine]
 
 
+def more_problems(tokenizer, problems, step, settings, reward_fn, attempt, n):
+    """n other problems for this GPU: their prompts, truths, generators and reward_fn."""
+    s = settings
+    order = torch.randperm(len(problems), generator=seeded(s.seed, "resample", step, attempt))
+    mine = share_of_rank(s.prompts_per_step)[:n]
+    batch = [problems[order[j]] for j in mine]
+    prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in batch]
+    generators = [seeded(s.seed, "resample", step, attempt, j) for j in mine]
+    truths = [problem["answer"] for problem in batch]
+    return prompts, truths, generators, reward_fn and partial(reward_fn, batch)
+
+
+def renew(ref_model, policy_model):
+    """The reference becomes what the policy is now: DeepSeekMath's iterative GRPO."""
+    with torch.no_grad():
+        for ref, p in zip(ref_model.parameters(), policy_model.parameters()):
+            ref.copy_(p)
+
+
+def keep_best(model, tokenizer, settings, run, figures):
+    """--keep-best: best/ beside final/, of the highest held-out accuracy so far."""
+    accuracy = figures["eval_accuracy"]
+    if settings.keep_best and accuracy > run.best:
+        run.best = accuracy
+        save_final(model, tokenizer, settings, run, "best")
+
+
 def seeded(*numbers):
     """A random generator that follows from these numbers alone."""
     digest = hashlib.sha256(repr(numbers).encode()).digest()
@@ -326,9 +494,24 @@ def seeded(*numbers):
 
 
 def set_learning_rate(optimizer, step, settings):
-    """A linear warm-up, then constant."""
+    """A linear warm-up; then constant, or down to 0 at the last step: a line or half a cosine."""
+    s = settings
+    rate = min(1.0, step / max(s.warmup_steps, 1))
+    left = (s.steps - step) / max(s.steps - s.warmup_steps, 1)
+    if step > s.warmup_steps and s.lr_schedule == "linear":
+        rate = left
+    elif step > s.warmup_steps and s.lr_schedule == "cosine":
+        rate = (1 - math.cos(math.pi * left)) / 2
     for group in optimizer.param_groups:
-        group["lr"] = settings.lr * min(1.0, step / max(settings.warmup_steps, 1))
+        group["lr"] = s.lr * rate
+
+
+def next_beta(approx_kl, settings):
+    """The KL coefficient of the next step: another one only with --kl-band."""
+    s = settings
+    if not s.kl_band or not math.isfinite(approx_kl):
+        return s.kl_coef
+    return loss.next_kl_coef(s.kl_coef, approx_kl, *s.kl_band)
 
 
 def chat_prompt(tokenizer, problem, system_prompt):
@@ -477,6 +660,7 @@ class Settings:
     max_new_tokens: int = flag(512, "an answer is cut here")
     max_prompt_tokens: int = flag(0, "longer prompts are left out; 0: refused, if they do not fit")
     temperature: float = flag(1.0, "of the sampler, and of the log-probs")
+    max_resample: int = flag(0, "DAPO: rounds in which groups without variance are drawn anew")
     # the objective
     clip_eps: float = flag(0.2, "the ratio is clipped below 1 - this and above 1 + this")
     clip_eps_high: float = flag(None, "above 1 + this instead: DAPO's clip-higher, 0.28")
@@ -485,11 +669,27 @@ class Settings:
     aggregate: str = flag("sequence", "mean over tokens: sequence for GRPO, token for DAPO, "
                           "constant for Dr. GRPO", choices=loss.AGGREGATES)
     ratio: str = flag("token", "ratio per token, or per sequence: GSPO", choices=loss.RATIOS)
+    objective: str = flag("clip", "clip, or CISPO's weighted log-probs", choices=loss.OBJECTIVES)
+    sampler_correction: float = flag(0.0, "weigh tokens by min(trainer / sampler, this): 2.0")
+    mask_truncated: bool = flag(False, "keep answers that were cut off out of the loss")
+    renew_reference: int = flag(0, "steps after which the reference becomes the policy; 0: never")
+    kl_band: list[float] = flag(None, "LOW HIGH: beta follows, to keep the KL per token there: "
+                                "0.02 0.05", nargs=2)
+    # the advantage
+    advantage: str = flag("group", "how siblings are compared", choices=advantage.ADVANTAGES)
     scale_by_std: bool = flag(True, "divide the advantages by the group's std; off: Dr. GRPO")
+    clip_advantages: float = flag(None, "advantages stay within -this and this: 5")
+    length_rescale: float = flag(0.0, "GR3's alpha: rewards shrink with length, 0.33")
+    overlong_buffer: int = flag(0, "DAPO: the last tokens before the limit, where answers lose up "
+                                "to 1")
     # the update
-    lr: float = flag(1e-6, "AdamW's learning rate, constant after the warm-up")
+    lr: float = flag(1e-6, "AdamW's learning rate, after the warm-up")
+    lr_schedule: str = flag("constant", "after the warm-up; linear and cosine end at 0",
+                            choices=("constant", "linear", "cosine"))
+    weight_decay: float = flag(0.0, "AdamW's")
     warmup_steps: int = flag(10, "the learning rate rises linearly over these")
-    updates_per_rollout: int = flag(1, "gradient steps on the same answers")
+    updates_per_rollout: int = flag(1, "times that the same answers are gone through")
+    minibatches: int = flag(1, "gradient steps each time, on the groups dealt out to them")
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm")
     # memory: these change nothing but memory and time
     share_prompts: bool = flag(True, "run a prompt once for its whole group in the update")
@@ -503,6 +703,7 @@ class Settings:
     eval_every: int = flag(50, "steps between evaluations")
     eval_limit: int = flag(200, "held-out problems that are asked; 0: all")
     save_every: int = flag(50, "steps between checkpoints")
+    keep_best: bool = flag(False, "keep best/ too, by held-out accuracy")
     seed: int = flag(0, "of the problems' order and of the sampling")
     device: str = flag("auto", "cuda, mps or cpu; auto: the first of them that is there")
     dtype: str = flag("auto", "of the weights that compute; auto: bfloat16 on CUDA, else float32",
@@ -517,16 +718,22 @@ AT_LEAST = {
     "steps": 1, "prompts_per_step": 1, "group_size": 2, "max_new_tokens": 1, "clip_eps": 0,
     "clip_eps_high": 0, "kl_coef": 0, "warmup_steps": 0, "updates_per_rollout": 1,
     "micro_batch_tokens": 1, "eval_every": 1, "eval_limit": 0, "save_every": 1, "seed": 0,
-    "threads": 0, "max_prompt_tokens": 0,
+    "threads": 0, "max_prompt_tokens": 0, "weight_decay": 0, "sampler_correction": 0,
+    "length_rescale": 0, "overlong_buffer": 0, "minibatches": 1, "max_resample": 0,
+    "renew_reference": 0,
 }
-ABOVE = {"temperature": 0, "lr": 0, "max_grad_norm": 0}
+ABOVE = {"temperature": 0, "lr": 0, "max_grad_norm": 0, "clip_advantages": 0}
 AT_MOST = {"clip_eps": 1, "threads": 1024, "seed": 2**32}
 
 # A model folder's recipe.json may set these and nothing else. It is foreign input: it may say how
 # to train, never what to run or where to write. final/recipe.json says as much of a run.
 RECIPE = ("data", "eval_data", "question_field", "answer_field", "system_prompt", "steps",
           "prompts_per_step", "group_size", "max_new_tokens", "max_prompt_tokens", "temperature",
-          *OBJECTIVE, *ADVANTAGE, "lr", "warmup_steps", "updates_per_rollout", "max_grad_norm",
+          "max_resample", "renew_reference", "keep_best",
+          *OBJECTIVE, "sampler_correction", "mask_truncated", "kl_band", "advantage",
+          "scale_by_std", "clip_advantages", "length_rescale", "overlong_buffer", "lr",
+          "lr_schedule", "weight_decay", "warmup_steps", "updates_per_rollout", "minibatches",
+          "max_grad_norm",
           "share_prompts", "micro_batch_tokens", "gradient_checkpointing", "offload", "eval_every",
           "eval_limit", "save_every", "threads")
 # A run that is resumed may change these: none of them changes what is learned.
@@ -839,6 +1046,30 @@ def fitting(flag_name, problems, tokenizer, settings):
     return problems
 
 
+def check_combinations(settings):
+    """What the stages would refuse in the middle of a step: tried on two answers of one token."""
+    s = settings
+    two = torch.zeros(2, 1)
+    mask = torch.ones(2, 1, dtype=torch.bool)
+    try:
+        advantages = advantages_for(s.advantage, torch.tensor([0.0, 1.0]), 2, two, mask,
+                                    scale_by_std=s.scale_by_std, clip=s.clip_advantages)
+        options = {name: getattr(s, name) for name in OBJECTIVE}
+        grpo_loss(two, two, two, advantages, mask, **options)
+        if s.kl_band:
+            loss.next_kl_coef(s.kl_coef, 0.0, *s.kl_band)
+    except ValueError as error:
+        raise BadInput(f"flags that do not go together: {error}") from None
+    if (s.kl_band or s.renew_reference) and not s.kl_coef:
+        which = "--kl-band" if s.kl_band else "--renew-reference"
+        raise BadInput(f"{which}: needs a --kl-coef above 0")
+    if s.minibatches > s.prompts_per_step // world():
+        raise BadInput(f"--minibatches {s.minibatches}: more than the "
+                       f"{s.prompts_per_step // world()} prompts that a process has in a step")
+    if s.overlong_buffer > s.max_new_tokens:
+        raise BadInput(f"--overlong-buffer {s.overlong_buffer}: longer than --max-new-tokens")
+
+
 def make_reward_fn(settings):
     """--reward and --reward-weights -> reward_fn(problems, prompts, rollout) -> (N,), or None."""
     s = settings
@@ -862,8 +1093,8 @@ def make_reward_fn(settings):
         fault = None
         ids = [row[row != IGNORE].tolist() for row in rollout.labels]
         try:
-            rewards, _ = reward.user_rewards(functions, s.reward_weights, problems, prompts,
-                                             rollout.responses, ids)
+            rewards, rollout.reward_parts = reward.user_rewards(
+                functions, s.reward_weights, problems, prompts, rollout.responses, ids)
         except ValueError as error:
             fault = f"--reward {error}"
         # One rank's fault ends the step on all of them.
@@ -892,8 +1123,9 @@ def make_optimizer(model, settings):
     new weights come back.
     """
     weights = [p for p in model.parameters() if p.requires_grad]
+    how = {"lr": settings.lr, "weight_decay": settings.weight_decay, "fused": True}
     if all(w.dtype == torch.float32 for w in weights):
-        return torch.optim.AdamW(weights, settings.lr, weight_decay=0.0, fused=True)
+        return torch.optim.AdamW(weights, **how)
     home = torch.device("cpu") if settings.offload else model.device
     masters = [w.detach().to(home, torch.float32, copy=True) for w in weights]
     away = home != model.device
@@ -920,7 +1152,7 @@ def make_optimizer(model, settings):
             weight.copy_(copies[i].copy_(master) if away else master, non_blocking=True)
             master.grad = None
 
-    optimizer = torch.optim.AdamW(masters, settings.lr, weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(masters, **how)
     optimizer.register_step_pre_hook(hand_over)
     optimizer.register_step_post_hook(copy_back)
     # The gradients are the weights' own.
@@ -969,7 +1201,7 @@ def with_smaller_micro_batches(function):
 
 # train_step calls these two by name: from here on, with that second try.
 update = with_smaller_micro_batches(update)
-reference_logprobs = with_smaller_micro_batches(reference_logprobs)
+fill_in_logprobs = with_smaller_micro_batches(fill_in_logprobs)
 
 
 def out_of_memory(error):
@@ -1310,6 +1542,8 @@ class Run:
         self.skipped = 0
         self.skipped_in_a_row = 0
         self.signal = 0
+        self.kl_coef = None
+        self.best = -1.0
         # greedy answers to the held-out problems, before and after training
         self.before = []
         self.after = []
@@ -1387,29 +1621,35 @@ class Run:
             return "last checkpoint: none"
         return f"last checkpoint: of step {self.saved_step}, whole"
 
-    def save_checkpoint(self, model, optimizer):
+    def save_checkpoint(self, model, optimizer, ref_model=None):
         """Masters, moments and counters in one safetensors file, moved over the old one.
 
         Tensors are whole, whatever they were sharded on. What else a step needs (problems, random
         numbers, learning rate) follows from the step and the settings. After a skipped update, or
-        with weights that are not finite, the checkpoint before stays.
+        with weights that are not finite, the checkpoint before stays. ref_model is given where it
+        is not the model that the run started from.
         """
         tensors = {}
         finite = True
+        states = {f"reference/{name}": p for name, p in ref_model.named_parameters()} \
+            if ref_model else {}
         for name, master in named_masters(model, optimizer):
-            state = {"weight": master.detach(), **optimizer.state.get(master, {})}
-            for key, value in state.items():
-                value = full(value)
-                if rank() == 0:
-                    tensors[f"{key}/{name}"] = value.cpu().contiguous()
-                    finite = finite and bool(value.isfinite().all())
+            states[f"weight/{name}"] = master.detach()
+            for key, value in optimizer.state.get(master, {}).items():
+                states[f"{key}/{name}"] = value
+        for name, value in states.items():
+            value = full(value)  # every rank takes part, one keeps it
+            if rank() == 0:
+                tensors[name] = value.cpu().contiguous()
+                finite = finite and bool(value.isfinite().all())
         if self.skipped_in_a_row or not all(gathered_objects(finite)):
             return
         if self.folder:
             # A tensor, for the header of the file has a limit.
             before = bytearray(json.dumps(self.before).encode())
             tensors["before"] = torch.frombuffer(before, dtype=torch.uint8)
-            state = {"step": self.step, "skipped": self.skipped}
+            state = {"step": self.step, "skipped": self.skipped, "kl_coef": self.kl_coef,
+                     "best": self.best}
             path = self.folder / "checkpoint" / "run.safetensors"
             with self.writing("checkpoint"):
                 # The lines of these steps first: a checkpoint ahead of them would leave a gap.
@@ -1422,7 +1662,7 @@ class Run:
                 os.replace(f"{path}.tmp", path)
         self.saved_step = self.step
 
-    def load_checkpoint(self, model, optimizer):
+    def load_checkpoint(self, model, optimizer, ref_model=None):
         """Restore what the checkpoint holds; a run killed before its first starts from step 0."""
         path = Path(self.name) / "checkpoint" / "run.safetensors"
         if path.is_file():
@@ -1433,10 +1673,12 @@ class Run:
                 self.before = json.loads(tensors.pop("before").numpy().tobytes())
                 self.step = int(state["step"])
                 self.skipped = int(state["skipped"])
+                self.kl_coef = state["kl_coef"]
+                self.best = state["best"]
             except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
                 raise BadInput(f"--resume: {path} is torn, or no checkpoint of ours "
                                f"({one_line(error)})") from None
-            restore(tensors, model, optimizer, path)
+            restore(tensors, model, optimizer, ref_model, path)
             self.saved_step = self.step
         on_rank_0(self.forget_after, self.step if path.is_file() else -1)
 
@@ -1483,8 +1725,11 @@ def named_masters(model, optimizer):
 
 
 @torch.no_grad()
-def restore(tensors, model, optimizer, path):
+def restore(tensors, model, optimizer, ref_model, path):
     """Checkpoint tensors into masters, moments and weights; onto shards where these are sharded."""
+    for name, ref in ref_model.named_parameters() if ref_model else ():
+        if f"reference/{name}" in tensors:
+            ref.copy_(sharded_like(ref, tensors[f"reference/{name}"]))
     weights = dict(model.named_parameters())
     for name, master in named_masters(model, optimizer):
         shapes = {"weight": master.shape}
@@ -1608,18 +1853,18 @@ def check_inputs(run, found):
 def save_final(model, tokenizer, settings, run, name="final"):
     """A transformers folder, with a recipe.json that brings along how the run was trained."""
     s = settings
-    state = {}
-    for name, p in model.named_parameters():
+    weights = {}
+    for key, p in model.named_parameters():
         weight = full(p.detach())  # every rank takes part, one keeps it
         if run.folder:
-            state[name] = weight.cpu()
+            weights[key] = weight.cpu()
     if not run.folder:
         return
     if world() > 1:
         # A model without FSDP's hooks takes the whole weights.
         dtype = choose_device(s)[1]
         model = AutoModelForCausalLM.from_pretrained(s.model, dtype=dtype, use_safetensors=True)
-        model.load_state_dict({name: p.to(dtype) for name, p in state.items()}, strict=False)
+        model.load_state_dict({key: p.to(dtype) for key, p in weights.items()}, strict=False)
     recipe = {}
     for field in dataclasses.fields(s):
         value = getattr(s, field.name)
@@ -1673,13 +1918,15 @@ def main(argv=None):
             return 0
         run = open_run(settings)
         begin(run, parts, settings, recipe)
+        save = partial(run.save_checkpoint, parts.policy_model, parts.optimizer,
+                       parts.ref_model if settings.renew_reference else None)
         try:
             train_grpo(**vars(parts), settings=settings, run=run)
         except RewardFailed:  # on every rank, and nothing has moved in this step
-            run.save_checkpoint(parts.policy_model, parts.optimizer)
+            save()
             raise
         if run.step < settings.steps:
-            run.save_checkpoint(parts.policy_model, parts.optimizer)
+            save()
             say(f"\nstopped after step {run.step}; continue with: {resume_command(run)}")
             return 128 + run.signal
         if not run.after:
@@ -1726,6 +1973,7 @@ def set_threads(settings):
 def load(settings):
     """Everything that can be refused is looked at here, before a folder is made."""
     s = settings
+    check_combinations(s)
     reward_fn = make_reward_fn(s)
     policy_model, tokenizer = on_rank_0(load_policy, s, share=False) or (None, load_tokenizer(s))
     on_rank_0(check_forms, policy_model, s)
@@ -1752,7 +2000,7 @@ def begin(run, parts, settings, recipe):
     found = on_rank_0(inputs_of, s, parts.problems, parts.eval_problems)
     if s.resume:
         on_rank_0(check_inputs, run, found)
-        run.load_checkpoint(parts.policy_model, parts.optimizer)
+        run.load_checkpoint(parts.policy_model, parts.optimizer, parts.ref_model)
         if s.steps < run.step:
             raise BadInput(f"--steps {s.steps}: the run in {run.name} stands at step {run.step}")
     saved = dataclasses.asdict(dataclasses.replace(s, resume=False))
