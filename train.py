@@ -79,17 +79,18 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, prompts, ground_tr
     prompts of its own; the metrics are of all.
     """
     s = settings
-    started = time.perf_counter()
+    clock = [time.perf_counter()]
     with whole_weights(policy_model):
         rollout = sample_groups(policy_model, tokenizer, prompts, s.group_size,
                                 s.max_new_tokens, s.temperature, generator)            # [A]
+    clock.append(time.perf_counter())
     rule_rewards = score_responses(rollout.responses, ground_truths, s.group_size)     # [B]
     rewards = reward_fn(prompts, rollout) if reward_fn else rule_rewards
     if s.max_resample:
         rollout, rewards, rule_rewards = without_flat_groups(
             policy_model, tokenizer, prompts, rollout, rewards, rule_rewards, more, s)
     rewards = with_length_terms(rewards, rollout, s)
-    clock = (started, time.perf_counter())
+    clock.append(time.perf_counter())
     fill_in_logprobs(policy_model, ref_model, rollout, s)                              # [D]
     advantages = advantages_for(s.advantage, rewards, s.group_size,                    # [C]
                                 **advantage_inputs(rollout, rule_rewards, reward_fn, s))
@@ -343,6 +344,8 @@ def step_metrics(rollout, rewards, rule_rewards, updates, clock, settings):
         "format_rate": share(reward.has_format(rule_rewards), rule_rewards),
         # Groups whose rewards are all equal teach nothing.
         "zero_variance_groups": is_flat(rewards, settings.group_size).float().mean(),
+        "groups_all_right": all_of(reward.is_right(rule_rewards), settings.group_size),
+        "groups_all_wrong": all_of(~reward.is_right(rule_rewards), settings.group_size),
         "response_length_mean": lengths.mean(),
         "response_length_p95": lengths.quantile(0.95),
         "truncated_fraction": (~finished).float().mean(),
@@ -363,12 +366,32 @@ def step_metrics(rollout, rewards, rule_rewards, updates, clock, settings):
         values = gathered(values)
         metrics[f"reward/{name}"] = values.nanmean()
         metrics[f"reward_std/{name}"] = values[~values.isnan()].std(correction=0)
-    started, sampled = clock
+    started, sampled, scored = clock
     trained = time.perf_counter()
     metrics["seconds_sampling"] = sampled - started
-    metrics["seconds_training"] = trained - sampled
+    metrics["seconds_scoring"] = scored - sampled
+    metrics["seconds_training"] = trained - scored
+    metrics["peak_memory_gb"] = peak_memory() / 1e9
     metrics["tokens_per_second"] = metrics["tokens"] / (trained - started)
     return {name: float(value) for name, value in metrics.items()}
+
+
+def all_of(which, group_size):
+    """The share of groups in which it is true of every answer."""
+    return which.view(-1, group_size).all(dim=1).float().mean()
+
+
+def peak_memory():
+    """Bytes: of the allocator on CUDA, else the process's resident set."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    try:
+        import resource
+    except ImportError:  # Windows
+        return math.nan
+    # macOS counts bytes, Linux kilobytes
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def share(right, rewards):
@@ -608,6 +631,52 @@ def assert_own_frozen_tensors(ref_model, policy_model):
 
 
 # --------------------------------------------------------------------------------------------------
+# The known failures of GRPO runs, as they show in the metrics, and the flag that is the remedy
+
+
+def symptoms(history):
+    """Metrics of the steps so far -> {what: one line with the number and the remedy}. Pure.
+
+    Numbers are means over the last ten steps, so that an episode is told once.
+    """
+    recent = history[-20:]
+    before = history[-40:-20]
+    found = {}
+
+    def mean(name, rows):
+        return sum(math.nan if row[name] is None else row[name] for row in rows) / len(rows)
+
+    now = {name: mean(name, history[-10:]) for name in (
+        "approx_kl", "zero_variance_groups", "sampler_ratio_error", "entropy", "grad_norm")}
+    if len(before) == 20:
+        growth = mean("response_length_mean", recent) / mean("response_length_mean", before) - 1
+        gain = mean("accuracy", recent) - mean("accuracy", before)
+        if growth > 0.2 and gain < 0.01:
+            found["length"] = (f"answers grew by {growth:.0%} in 20 steps, accuracy by {gain:.3f}: "
+                               "--length-rescale 0.33, or --aggregate constant")
+    if len(before) > 5 and history[-1]["grad_norm"] > 10 * mean("grad_norm", before):
+        found["gradient"] = (f"gradient norm {history[-1]['grad_norm']:.3g}, it was "
+                             f"{mean('grad_norm', before):.3g}: a lower --lr, a higher --kl-coef")
+    if now["approx_kl"] > 0.05:
+        found["kl"] = (f"KL {now['approx_kl']:.3f} nats per token, above 0.05: "
+                       "a higher --kl-coef, or --kl-band 0.02 0.05")
+    if now["approx_kl"] == 0 and now["grad_norm"] > 0 and len(history) > 3:
+        found["reference"] = ("KL is exactly 0 while the policy has gradients: does the reference "
+                              "share its weights, or is --lr too small to move it?")
+    if now["zero_variance_groups"] > 0.5:
+        found["flat"] = (f"{now['zero_variance_groups']:.0%} of the groups have no variance and "
+                         "teach nothing: --max-resample 3, harder problems, more --temperature")
+    if now["sampler_ratio_error"] > 0.1:
+        found["ratio"] = (f"before the first update a ratio is off 1 by "
+                          f"{now['sampler_ratio_error']:.2f}: sampler and trainer differ; "
+                          "--sampler-correction 2.0, --dtype float32")
+    if now["entropy"] < 0.1 * mean("entropy", history[:5]):
+        found["entropy"] = (f"entropy {now['entropy']:.4f} nats per token, a tenth of what it was: "
+                            "--clip-eps-high 0.28, a higher --kl-coef or --temperature")
+    return found
+
+
+# --------------------------------------------------------------------------------------------------
 # Settings: every flag, one per line, with its default and its reason
 
 TINY = Path(__file__).resolve().parent / "tests" / "tiny"
@@ -711,6 +780,7 @@ class Settings:
     threads: int = flag(0, "CPU threads; 0: torch's choice. Small models are fastest on one")
     resume: bool = flag(False, "continue the run in --output")
     eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop")
+    trace: bool = flag(False, "tell one step stage by stage, and stop")
     dry_run: bool = flag(False, "count the memory of these flags and stop; nothing is loaded")
 
 
@@ -1544,6 +1614,8 @@ class Run:
         self.signal = 0
         self.kl_coef = None
         self.best = -1.0
+        self.history = []
+        self.tensorboard = None
         # greedy answers to the held-out problems, before and after training
         self.before = []
         self.after = []
@@ -1567,8 +1639,20 @@ class Run:
         return self.signal
 
     def log(self, metrics):
-        """A line of metrics. BadInput after ten steps in a row that changed no weight."""
+        """A line of metrics, and of warning when a known failure begins to show.
+
+        BadInput after ten updates in a row that changed no weight.
+        """
         self.step = metrics["step"]
+        if "loss" in metrics:
+            # Twice from the same pure function, so that a resumed run warns as one never stopped.
+            known = symptoms(self.history) if self.history else {}
+            self.history.append(metrics)
+            new = {what: line for what, line in symptoms(self.history).items() if what not in known}
+            if new:
+                metrics["warning"] = "; ".join(new.values())
+                tqdm.write(f"step {self.step}: {metrics['warning']}", file=sys.stderr)
+        self.to_tensorboard(metrics)
         skipped = metrics.get("skipped_updates", 0)
         self.skipped += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + skipped if skipped else 0
@@ -1578,6 +1662,19 @@ class Run:
                 f"{self.skipped_in_a_row:.0f} updates in a row had a loss or gradient that is not "
                 "finite, and were skipped: --lr or a reward may be too large, or --temperature too "
                 f"small; {self.last_checkpoint()}")
+
+    def to_tensorboard(self, metrics):
+        """Scalars for TensorBoard where it is installed, nothing otherwise."""
+        if self.folder and self.tensorboard is None:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+                self.tensorboard = SummaryWriter(self.folder / "tensorboard", purge_step=self.step)
+            except ImportError:
+                self.tensorboard = False
+        if self.tensorboard:
+            for name, value in metrics.items():
+                if isinstance(value, float):
+                    self.tensorboard.add_scalar(name, value, self.step)
 
     def log_samples(self, step, prompts, rollout, rewards, advantages, groups=2):
         """A few whole groups, as they were scored."""
@@ -1589,6 +1686,9 @@ class Run:
                 "step": step, "prompt": prompt, "responses": rollout.responses[rows],
                 "rewards": rewards[rows].tolist(), "advantages": advantages[rows].tolist()})
         self.append("samples.jsonl", records)
+        if self.tensorboard:
+            text = "\n\n".join(record["responses"][0] for record in records)
+            self.tensorboard.add_text("answers", text, step)
 
     def append(self, name, records):
         if self.folder:
@@ -1694,10 +1794,14 @@ class Run:
                 if not line.endswith("\n"):
                     break  # the last line, cut off by a kill
                 try:
-                    if json.loads(line)["step"] <= step:
-                        kept.append(line)
+                    record = json.loads(line)
+                    if record["step"] > step:
+                        continue
                 except (ValueError, KeyError, TypeError):
                     raise BadInput(f"--resume: {path}, line {number}: not a line of ours") from None
+                kept.append(line)
+                if "loss" in record:
+                    self.history.append(record)
             self.write(name, "".join(kept))
 
 
@@ -1913,8 +2017,9 @@ def main(argv=None):
             taken = {name: getattr(settings, name) for name in recipe}
             say(f"{settings.model}/recipe.json: {' '.join(as_flags(taken))}")
         parts = load(settings)
-        if settings.eval_only:
-            print_figures(parts, settings)
+        if settings.eval_only or settings.trace:
+            show_figures = print_figures if settings.eval_only else print_trace
+            show_figures(parts, settings)
             return 0
         run = open_run(settings)
         begin(run, parts, settings, recipe)
@@ -2042,6 +2147,8 @@ def print_story(run, eval_problems):
         metrics = json.loads(line)
         if metrics.get("eval_accuracy") is not None:
             curve.append(f"{metrics['step']}:{metrics['eval_accuracy']:.3f}")
+    for name in ("accuracy", "reward_mean", "approx_kl", "response_length_mean"):
+        print(f"{name:22}" + small_curve([m[name] for m in run.history if m[name] is not None]))
     print(f"held-out accuracy, step:greedy  {' '.join(curve)}\n"
           f"{run.name}: config.json metrics.jsonl samples.jsonl checkpoint/ final/\n")
     python = shlex.quote(sys.executable)
@@ -2049,6 +2156,20 @@ def print_story(run, eval_problems):
     print(f"look at answers      tail -n 2 {shlex.quote(os.path.join(run.name, 'samples.jsonl'))}\n"
           f"talk to the result   {python} sample.py --model {final} \"YOUR QUESTION\"\n"
           f"go on from it        {python} train.py --model {final}")
+
+
+def small_curve(values, width=50):
+    """Numbers as one line of blocks between their extremes: did it learn?"""
+    if not values:
+        return ""
+    step = max(len(values) / width, 1)
+    starts = [int(i * step) for i in range(min(width, len(values)))]
+    parts = [values[start:start + math.ceil(step)] for start in starts]
+    means = [sum(part) / len(part) for part in parts]
+    low = min(means)
+    span = max(means) - low or 1
+    blocks = "".join("▁▂▃▄▅▆▇█"[int(7 * (mean - low) / span)] for mean in means)
+    return f"{means[0]:8.3f} {blocks} {means[-1]:.3f}"
 
 
 def print_figures(parts, settings):
@@ -2070,6 +2191,85 @@ def print_figures(parts, settings):
     for k in sorted({*powers, G}):
         say(f"pass@{k:<3} {reward.pass_at_k(correct, k):.4f}   "
             f"maj@{k:<3} {reward.majority_at_k(answers, truths, k):.4f}")
+
+
+def print_trace(parts, settings):
+    """--trace: one step on one group, told stage by stage, as the theory walks through it."""
+    s = dataclasses.replace(settings, prompts_per_step=1)
+    model, tokenizer = parts.policy_model, parts.tokenizer
+    G = s.group_size
+    # Of the first problems, one about which the answers disagree: else all advantages are 0.
+    for j, problem in enumerate(parts.problems[:20]):
+        prompt = chat_prompt(tokenizer, problem, s.system_prompt)
+        rollout = sample_groups(model, tokenizer, [prompt], G, s.max_new_tokens, s.temperature,
+                                [seeded(s.seed, 1, j)])
+        rule_rewards = score_responses(rollout.responses, [problem["answer"]], G)
+        rewards = rule_rewards
+        if parts.reward_fn:
+            rewards = parts.reward_fn([problem], [prompt], rollout)
+        if not is_flat(rewards, G).any():
+            break
+    mask = rollout.labels[:, 1:] != IGNORE                                             # (G, S-1)
+    N, S = rollout.labels.shape
+    lengths = mask.sum(dim=1).tolist()
+    print(f"\n[A] sample_groups: {G} answers to one prompt, input_ids ({N}, {S})\n{prompt}")
+    for n, response in enumerate(rollout.responses):
+        before = int((rollout.labels[n] != IGNORE).int().argmax())
+        print(f"  y_{n + 1}  mask: prompt {before} off, response {lengths[n]} on, "
+              f"padding {S - before - lengths[n]} off\n       {shortened(response)}")
+    print(f"\n[B] score_responses: truth {problem['answer']}, rewards ({N},)  "
+          + " ".join(f"{r:g}" for r in rewards.tolist()))
+    fill_in_logprobs(model, parts.ref_model, rollout, s)
+    advantages = advantages_for(s.advantage, rewards, G, **advantage_inputs(
+        rollout, rule_rewards, parts.reward_fn, s))
+    print(f"\n[C] advantages_for {s.advantage!r}: mean {rewards.mean():.4f}, std "
+          f"{rewards.std(correction=0):.4f}; per answer, of its first token:")
+    A = advantages.unsqueeze(1).expand(mask.shape) if advantages.ndim == 1 else advantages
+    A = A.to(mask.device)                                                              # (G, S-1)
+    print("  " + " ".join(f"{A[n][mask[n]][0]:+.4f}" for n in range(N)))
+
+    metrics = update(model, parts.optimizer, rollout, advantages, s)
+    with torch.no_grad():
+        new = torch.zeros_like(rollout.logprobs)
+        for rows, width, _ in cut(rollout, s):
+            new[rows, :width - 1] = score(model, rollout, rows, width, s, with_entropy=False)
+    old = rollout.old_logprobs
+    ref = old if rollout.ref_logprobs is None else rollout.ref_logprobs
+    high = s.clip_eps if s.clip_eps_high is None else s.clip_eps_high
+    print(f"\n[D] token_logprobs, [E] clipped_objective, [F] kl_estimate: per token ({N}, {S - 1}),"
+          f" after the update; clip to [{1 - s.clip_eps:g}, {1 + high:g}]\n"
+          "  answer token       log old  log ref  log new   ratio      w A  minimum       k3  moved")
+    J, clipped = loss.clipped_objective(new - old, A, s.clip_eps, high)
+    k3 = loss.kl_estimate(new, ref)
+    for n in range(N):
+        tokens = mask[n].nonzero()[:, 0].tolist()
+        for t in tokens[:4] + tokens[-2:] if len(tokens) > 6 else tokens:
+            word = tokenizer.decode(rollout.input_ids[n, t + 1:t + 2])
+            ratio = float((new[n, t] - old[n, t]).exp())
+            verdict = "against A"
+            if A[n, t] == 0 or new[n, t] == old[n, t]:
+                verdict = "A = 0" if A[n, t] == 0 else "not"
+            elif (ratio > 1) == (A[n, t] > 0):
+                verdict = "as A says"
+            print(f"  y_{n + 1:<4} {word[:10]!r:12} {old[n, t]:8.4f} {ref[n, t]:8.4f} "
+                  f"{new[n, t]:8.4f} {ratio:7.4f} {ratio * A[n, t]:+8.4f} {J[n, t]:+8.4f} "
+                  f"{k3[n, t]:8.5f}  {verdict}" + (", clipped" if clipped[n, t] else ""))
+    agreed = int((((new - old) * A)[mask] > 0).sum())
+    means = [f"{float(J[n][mask[n]].mean()):+.4f}" for n in range(N)]
+    print(f"  mean objective of each answer after the update: {' '.join(means)}")
+    print(f"\n[G] grpo_loss before the update {metrics['loss']:+.6f} (policy "
+          f"{metrics['policy_loss']:+.6f}, KL {metrics['approx_kl']:.6f}); clip_grad_norm_: norm "
+          f"{metrics['grad_norm']:.4f}; optimizer.step at --lr {s.lr:g}\n    {agreed} of "
+          f"{int(mask.sum())} tokens moved as their advantage says; the others share weights with "
+          "them, or are certain already")
+    print("\n[H] train_grpo: fresh answers from the policy as it is now, and again")
+
+
+def shortened(text, limit=100):
+    """Long answers lose their middle."""
+    text = one_line(text)
+    half = limit // 2
+    return text if len(text) <= limit else f"{text[:half]} ... {text[-half:]}"
 
 
 class Patient:
