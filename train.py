@@ -2238,7 +2238,7 @@ def print_trace(parts, settings):
     high = s.clip_eps if s.clip_eps_high is None else s.clip_eps_high
     print(f"\n[D] token_logprobs, [E] clipped_objective, [F] kl_estimate: ({N}, {S - 1}),"
           f" after the update; clip to [{1 - s.clip_eps:g}, {1 + high:g}]\n"
-          "  answer token       log old  log ref  log new   ratio      w A  minimum       k3  moved")
+          "  answer token       log old  log ref  log new   ratio      w A  minimum      k3  moved")
     J, clipped = loss.clipped_objective(new - old, A, s.clip_eps, high)
     k3 = loss.kl_estimate(new, ref)
     for n in range(N):
