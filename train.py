@@ -1361,8 +1361,9 @@ def count_memory(settings, model, device, dtype):
     host = masters and s.offload and device != "cpu"
     chunk = logprob.chunks(s.micro_batch_tokens, text.vocab_size, torch.device(device))[0].stop
     logits = min(chunk, s.micro_batch_tokens) * text.vocab_size * 4
-    kept = activations(model, s, s.gradient_checkpointing)
-    again = activations(model, s, False) // layers if s.gradient_checkpointing else 0
+    shape = (s.micro_batch_tokens, s.group_size, s.max_new_tokens)
+    kept = activations(model, *shape, s.gradient_checkpointing)
+    again = activations(model, *shape, False) // layers if s.gradient_checkpointing else 0
     largest = max(p.numel() for p in model.parameters())
     return [
         ("always", "policy, weights that compute", n * b if W == 1 else 4 * n // W, False),
@@ -1390,12 +1391,12 @@ def held(lines, phase):
                if when in ("always", phase) and not host) / 1e9
 
 
-def activations(model, settings, checkpointed):
+@functools.lru_cache
+def activations(model, tokens, group_size, max_new_tokens, checkpointed):
     """Bytes that one micro-batch keeps for its backward pass: the tensors that autograd saves."""
-    s = settings
-    answers = max((s.micro_batch_tokens - GROUPED_PROMPT) // s.max_new_tokens, 1)
-    sizes = [min(s.group_size, answers - i) for i in range(0, answers, s.group_size)]
-    groups = [[GROUPED_PROMPT] + [s.max_new_tokens] * size for size in sizes]
+    answers = max((tokens - GROUPED_PROMPT) // max_new_tokens, 1)
+    sizes = [min(group_size, answers - i) for i in range(0, answers, group_size)]
+    groups = [[GROUPED_PROMPT] + [max_new_tokens] * size for size in sizes]
     ids = torch.zeros(1, sum(map(sum, groups)), dtype=torch.long, device="meta")
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     seen = {}

@@ -3,10 +3,11 @@
     python tests/mutants.py                    # all of them, two at a time
     python tests/mutants.py loss.py reward.py  # those of some files
 
-Each row of mutants.json names a file, a fragment that stands in it exactly once, and what it becomes:
-another operator, sign or constant, an argument dropped, a mask shifted by one. The fault is planted in a
-copy of the project and the tests of that file are run there; when one fails, the fault was seen. What
-nobody saw is printed at the end. A fault that no test can see carries the reason in its row.
+Each row of mutants.json names a file, a fragment that stands in it exactly once, and what it
+becomes: another operator, sign or constant, an argument dropped, a mask shifted by one. The fault
+is planted in a copy of the project and the tests of that file are run there; when one fails, the
+fault was seen. What nobody saw is printed at the end. A fault that no test can see carries the
+reason in its row.
 """
 import argparse
 import json
@@ -42,11 +43,12 @@ def is_seen(row):
         path = copy / row["file"]
         text = path.read_text(encoding="utf-8")
         path.write_text(text.replace(row["original"], row["fault"]), encoding="utf-8")
-        tests = [f"tests/test_{row['file']}", *(f"tests/{name}" for name in ALSO.get(row["file"], ()))]
+        names = [f"test_{row['file']}", *ALSO.get(row["file"], ())]
+        tests = [f"tests/{name}" for name in names]
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
         done = subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=1800,
                               env={**os.environ, "OMP_NUM_THREADS": "1"})
-    # 1: tests failed; 2: the fault stopped the collection. Anything else is no verdict of the tests.
+    # 1: tests failed; 2: the fault stopped their collection. The rest is no verdict of the tests.
     if done.returncode not in (0, 1, 2):
         raise RuntimeError(f"pytest ended with {done.returncode}: {done.stdout[-500:]}")
     return done.returncode != 0
