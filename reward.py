@@ -1,18 +1,27 @@
-r"""[B] Rule reward: a math answer is scored by a rule, so no reward model is trained.
+r"""[B] Rule reward: a math answer is scored by a rule, so no reward model has to be trained.
 
-    R(x, y) = 0.5 · [y gives an answer in \boxed{…}]  +  1.0 · [that answer is right]       in {0, 0.5, 1.5}
+    R(x, y) = 0.5 · [y gives an answer in \boxed{…}]  +  1.0 · [that answer is right]
 
-x is the problem, with its known final answer; y is one response to it. Where this departs from the theory's
-code map, and why:
-  - The response alone is scored. The map scores prompt and response together, and a prompt that shows what a
-    \boxed{answer} looks like is then scored as one.
-  - The last complete box counts, not the first: a model that corrects itself means its last word. Braces are
-    balanced: \boxed{\frac{1}{2}} is read whole, where the map's pattern stops at the first closing brace.
-  - Numbers are compared as numbers, exactly: 1,000 = 1000.0 = \$1{,}000. The map compares strings, and the
-    theory's other version lets an error under 0.01 pass. An answer inside another (5 in 15) is not right.
+so R is 0, 0.5 or 1.5. x is the problem, with its known final answer; y is one response to it.
+
+Departures from the theory's code map:
+- The response alone is scored. The map scores prompt and response together, and a prompt that shows
+  what a \boxed{answer} looks like is then scored as one.
+- The last complete box counts, not the first: a model that corrects itself means its last word.
+  Braces are balanced: \boxed{\frac{1}{2}} is read whole, where the map's pattern stops at the first
+  closing brace.
+- Numbers are compared as numbers, exactly: 1,000 = 1000.0 = \$1{,}000. The map compares strings,
+  and the theory's other version lets an error under 0.01 pass. An answer inside another (5 in 15)
+  is not right.
+
+    python reward.py                        # the egg problem, scored
+    python reward.py "So \boxed{63}." 63    # one response against its truth
 """
+import functools
 import hashlib
 import http.client
+import importlib.util
+import inspect
 import json
 import math
 import os
@@ -20,14 +29,16 @@ import re
 import sys
 import tempfile
 import urllib.request
+import warnings
 from collections import Counter
+from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
 
 import torch
 
 
-def rule_reward(response: str, ground_truth: str) -> float:
+def rule_reward(response, ground_truth):
     """R(x, y) as above: 0.0, 0.5 (an answer in the right format) or 1.5 (and it is right).
 
     An empty box is no answer. Any text is scored, none raises, and nothing in it is ever evaluated.
@@ -38,41 +49,54 @@ def rule_reward(response: str, ground_truth: str) -> float:
     return 0.5 + 1.0 * (answer == canonical(str(ground_truth)))
 
 
-def score_responses(responses, ground_truths, group_size=8, device="cpu") -> torch.Tensor:
+def score_responses(responses, ground_truths, group_size=8, device="cpu"):
     """Score N = B·G responses, prompt-major, against B ground truths: (N,) float32.
 
     ValueError if N is not B·group_size: rows would be scored against another prompt's truth.
     """
-    if len(responses) != len(ground_truths) * group_size:
-        raise ValueError(f"{len(responses)} responses are not {len(ground_truths)} groups of {group_size}")
-    rewards = [rule_reward(response, ground_truths[i // group_size]) for i, response in enumerate(responses)]
+    N, B = len(responses), len(ground_truths)
+    if N != B * group_size:
+        raise ValueError(f"{N} responses are not {B} groups of {group_size}")
+    truths = [truth for truth in ground_truths for _ in range(group_size)]  # one per row
+    rewards = [rule_reward(response, truth) for response, truth in zip(responses, truths)]
     return torch.tensor(rewards, dtype=torch.float32, device=device)  # (N,)
 
 
-def extract_boxed(text: str) -> str | None:
+def is_right(rewards):
+    """Rewards (N,) of the rule -> (N,) bool: which answers are right."""
+    return torch.as_tensor(rewards) == 1.5
+
+
+def has_format(rewards):
+    """Rewards (N,) of the rule -> (N,) bool: which responses give an answer in a box."""
+    return torch.as_tensor(rewards) > 0
+
+
+def extract_boxed(text):
     r"""The content of the last complete \boxed{…}, braces balanced; None if there is none.
 
-    Last means starting last, so \boxed{\boxed{5}} gives 5; a box that is never closed is passed over. One
-    pass with a stack: linear in the length of the text, whatever a model that has lost its way may write.
+    Last means starting last, so \boxed{\boxed{5}} gives 5; a box that is never closed is passed
+    over. One pass with a stack: linear in the length of the text, whatever a model may write.
     """
     opened = []  # for each brace still open: where its box's content starts, -1 if it opened no box
     start = end = -1
     for token in re.finditer(r"\\boxed\{|\\[{}]|[{}]", text):
-        if token[0] in ("{", r"\boxed{"):  # the escaped \{ and \} are printed characters and group nothing
+        if token[0] in ("{", r"\boxed{"):  # the escaped \{ and \} are printed and group nothing
             opened.append(token.end() if token[0] != "{" else -1)
         elif token[0] == "}" and opened and (content := opened.pop()) > start:
             start, end = content, token.start()
     return None if start < 0 else text[start:end]
 
 
-# ----- number comparison ------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Reading an answer: text to what it is compared by. Plumbing of the rule above.
 
 LATEX = {"\\$": "$", "\\%": "%", "{,}": ",", "\\!": "", "\\,": " ", "\\ ": " ", "~": " ",
          "\N{MINUS SIGN}": "-"}
 TEXT = r"\\(?:text|textbf|mathrm|mathbf)"
 WRAPPED = re.compile(rf"{TEXT}\{{([^{{}}]*)\}}")  # \text{Monday}
-# Sign, digits (commas as thousands separators only), percent sign, unit. [0-9], since \d also takes the
-# digits of other scripts; and no digit in the unit, so that 5\text{ or 6} is not 5.
+# Sign, digits (commas as thousands separators only), percent sign, unit. [0-9], since \d also takes
+# the digits of other scripts; and no digit in the unit, so that 5\text{ or 6} is not 5.
 NUMBER = re.compile(
     r"([+-]?) ?\$?((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
     rf" ?%? ?(?:{TEXT}\{{[^{{}}0-9]*\}})?"
@@ -80,12 +104,8 @@ NUMBER = re.compile(
 LONGEST_NUMBER = 100  # characters; also bounds the work of the pattern and of Decimal
 
 
-def canonical(answer: str) -> Decimal | str:
-    r"""What an answer is compared by, and what it votes as: its number, or else its cleaned text.
-
-    18, $18, 18.0, 18. and 18\text{ dollars} are one number, and 50\% is 50; a fraction stays text. Text is
-    compared without case, dollar signs around it or full stop behind it. "" means there is no answer.
-    """
+def canonical(answer):
+    """What an answer is compared by, and what it votes as: its number, or else its cleaned text."""
     for latex, plain in LATEX.items():
         answer = answer.replace(latex, plain)
     text = " ".join(answer.split()).lstrip("$ ").rstrip("$ .").casefold()
@@ -96,23 +116,31 @@ def canonical(answer: str) -> Decimal | str:
     return text
 
 
-# ----- problems ---------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Problems: GSM8K, or a JSONL file in its form. Every line that is not one is named.
 
-GSM8K_URL = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/"
+GSM8K_URL = (
+    "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/"
+)
 GSM8K = {  # name: (file, its SHA-256)
-    "gsm8k": ("train.jsonl", "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465"),
-    "gsm8k:test": ("test.jsonl", "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14"),
+    "gsm8k": (
+        "train.jsonl", "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465"
+    ),
+    "gsm8k:test": (
+        "test.jsonl", "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14"
+    ),
 }
 
 
-def load_problems(source) -> list[dict]:
+def load_problems(source):
     """Problems from a JSONL path, or from the name `gsm8k` (train, 7473) or `gsm8k:test` (1319).
 
-    A line has GSM8K's fields (arXiv 2110.14168): `question`, and `answer`, a worked solution, then `#### 72`.
-    `answer` comes back as the bare final answer and the worked part as `solution`; other columns stay as they
-    are. Blank lines are skipped. ValueError, in one line naming the file and the line, for whatever is wrong.
+    A line has GSM8K's fields (arXiv 2110.14168): `question`, and `answer`, a worked solution, then
+    `#### 72`. `answer` comes back as the bare final answer and the worked part as `solution` unless
+    the line has a `solution` of its own; other columns stay as they are. Blank lines are skipped.
+    ValueError, in one line naming the file and the line, for whatever is wrong.
     """
-    path = _gsm8k_file(source) if source in GSM8K else Path(source)
+    path = gsm8k_file(source) if source in GSM8K else Path(source)
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -121,7 +149,7 @@ def load_problems(source) -> list[dict]:
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                problems.append(_problem(line))
+                problems.append(read_problem(line))
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
     if not problems:
@@ -129,10 +157,10 @@ def load_problems(source) -> list[dict]:
     return problems
 
 
-def _problem(line: bytes) -> dict:
+def read_problem(line):
     try:
         row = json.loads(line.decode("utf-8-sig"))
-        json.dumps(row, ensure_ascii=False).encode()  # "\ud800" is JSON, but no tokenizer can encode it
+        json.dumps(row, ensure_ascii=False).encode()  # "\ud800" is JSON, but no tokenizer takes it
     except UnicodeError as error:
         raise ValueError("not UTF-8") from error
     except (ValueError, RecursionError) as error:
@@ -145,13 +173,14 @@ def _problem(line: bytes) -> dict:
     solution, marker, answer = row["answer"].rpartition("####")
     if not marker or canonical(answer) == "":
         raise ValueError("'answer' does not end in '#### ' and the final answer")
-    return {**row, "answer": answer.strip(), "solution": solution.strip()}
+    return {"solution": solution.strip()} | row | {"answer": answer.strip()}
 
 
-def _gsm8k_file(name: str) -> Path:
+def gsm8k_file(name):
     """The cached file of a GSM8K name, downloaded if it is not there or not what it should be."""
     file, sha256 = GSM8K[name]
-    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo-gsm8k" / file
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = cache / "grpo-gsm8k" / file
     try:
         if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256:
             return path
@@ -164,33 +193,36 @@ def _gsm8k_file(name: str) -> Path:
             Path(beside, file).write_bytes(data)
             os.replace(Path(beside, file), path)  # nobody ever reads half a file
     except (OSError, http.client.HTTPException) as error:
-        raise ValueError(f"{name}: no download to {path} ({error}); a JSONL path works too") from error
+        problem = f"no download to {path} ({error}); a JSONL path works too"
+        raise ValueError(f"{name}: {problem}") from error
     return path
 
 
-# ----- evaluation figures -----------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Evaluation figures.
 
 
-def pass_at_k(correct, k: int) -> float:
-    """The chance that one of k samples is right, unbiased from n >= k (arXiv 2107.03374), mean over problems.
+def pass_at_k(correct, k):
+    """The chance that one of k samples is right, unbiased from n >= k samples, mean over problems.
 
     correct: (B, n) bools. Of n samples c are right: 1 - C(n-c, k) / C(n, k), which is the paper's
-    1 - prod_{i=n-c+1..n} (1 - k/i), in integers that cannot overflow. ValueError unless 1 <= k <= n, B > 0.
+    1 - prod_{i=n-c+1..n} (1 - k/i) (arXiv 2107.03374, eq. 1), in integers that cannot overflow.
+    ValueError unless 1 <= k <= n and B > 0.
     """
     correct = torch.as_tensor(correct).tolist()
-    _check_k(correct, k)
+    check_k(correct, k)
     chances = [1 - math.comb(len(row) - sum(row), k) / math.comb(len(row), k) for row in correct]
     return sum(chances) / len(chances)
 
 
-def majority_at_k(answers, truths, k: int) -> float:
+def majority_at_k(answers, truths, k):
     """maj@k: how often the most frequent of the first k answers is right, mean over problems.
 
-    answers: B lists of n >= k answers from extract_boxed; None and an empty box do not vote. A tie counts as
-    the fraction of the tied answers that are right, no vote as 0. ValueError as in pass_at_k, or unless the
-    truths are B.
+    answers: B lists of n >= k answers from extract_boxed; None and an empty box do not vote. A tie
+    counts as the fraction of the tied answers that are right, no vote as 0. ValueError as in
+    pass_at_k, or unless the truths are B.
     """
-    _check_k(answers, k)
+    check_k(answers, k)
     scores = []
     for row, truth in zip(answers, truths, strict=True):
         votes = Counter(canonical(answer or "") for answer in row[:k])
@@ -201,20 +233,191 @@ def majority_at_k(answers, truths, k: int) -> float:
     return sum(scores) / len(scores)
 
 
-def _check_k(rows, k: int) -> None:
+def check_k(rows, k):
     if not 1 <= k <= min(map(len, rows), default=0):
-        raise ValueError(f"k = {k} needs at least one problem, and 1 <= k <= samples of each problem")
+        raise ValueError(
+            f"k = {k} needs at least one problem, and 1 <= k <= samples of each problem"
+        )
 
 
-# ----- script: python reward.py [RESPONSE TRUTH] ------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# A user's own reward in place of the rule (`--reward`), written as for TRL's `reward_funcs`: its
+# file is loaded, the columns of the data are handed over, and where it goes wrong the row is named.
 
-if __name__ == "__main__":
+GIVEN = ("prompts", "completions", "completion_ids")  # what a reward gets from the rollout
+FAILURE = (Exception, SystemExit)  # sys.exit() in a reward is a failing reward; Ctrl-C is not
+
+
+def load_reward(spec):
+    """`path/to/file.py:function` -> the user's function, called as TRL calls its `reward_funcs`:
+
+        function(prompts=…, completions=…, completion_ids=…, **columns) -> a list
+
+    All are lists with one entry per row; `columns` are the columns of the problems file, under
+    their names. The list that comes back has one number per row, or None where this reward does not
+    apply. Of TRL these are not there: async functions, prompts and completions as lists of messages
+    (both are strings here), `trainer_state` and the logging functions.
+
+    The file may define dataclasses and import what lies beside it. ValueError, in one line, for no
+    such file, one that fails to load or exits, no such function in it.
+    """
+    path, _, name = spec.rpartition(":")
+    if not os.path.isfile(path) or not path.endswith(".py"):
+        raise ValueError(f"{spec}: no file {path!r}; write path/to/file.py:function")
+    path = os.path.abspath(path)
+    module_spec = importlib.util.spec_from_file_location(f"reward file {path}", path)
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # a dataclass looks its module up there, by name
+    try:
+        with importing_from(os.path.dirname(path)):
+            module_spec.loader.exec_module(module)
+    except FAILURE as error:
+        raise ValueError(f"{spec}: the file fails to load: {in_one_line(error)}") from error
+    function = getattr(module, name, None)
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        raise ValueError(f"{spec}: the file has no function {name!r} (async ones do not count)")
+
+    @functools.wraps(function, updated=())
+    def call(**columns):
+        with importing_from(os.path.dirname(path)):  # for an import inside the function
+            return list(function(**columns))  # a generator runs here too
+
+    return call
+
+
+@contextmanager
+def importing_from(folder):
+    """The folder stands first on the import path, as that of a script does."""
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        if folder in sys.path:  # the user's code may have changed the path
+            sys.path.remove(folder)
+
+
+def column_names(problems):
+    """Every column that any of the problems has, in order of first appearance.
+
+    ValueError for a column with the name of what a reward gets from the rollout: they cannot both
+    be passed, and neither gives way in silence.
+    """
+    names = list(dict.fromkeys(name for problem in problems for name in problem))
+    for name in GIVEN:
+        if name in names:
+            raise ValueError(f"a column of the data is named {name!r}, and so is what a reward "
+                             "gets from the rollout: rename the column")
+    return names
+
+
+def user_rewards(functions, weights, problems, prompts, responses, completion_ids=None, columns=()):
+    """The weighted sum of users' rewards: (rewards (N,) float32, parts).
+
+    functions: {name: function} as from `load_reward`. weights: one number per function, or None for
+    all 1. problems: B dicts. prompts: B strings. responses: N = B·G strings, prompt-major.
+    completion_ids: N lists of token ids. A function gets every column that any of the B problems
+    has, None where a problem lacks it. columns: names to pass besides these; with `column_names` of
+    the whole file here, every batch has the same columns.
+
+    parts: {name: (N,) float32, NaN where that function gave None}. As in TRL, None adds nothing to
+    the sum, and a row with nothing but None counts as 0, with a warning.
+
+    ValueError, naming the reward, the row and the beginning of the response, where a function
+    raises or exits, gives another number of rewards than rows, or what is not a finite float32.
+    """
+    N, B = len(responses), len(prompts)
+    if N == 0 or B == 0 or len(problems) != B or N % B:
+        raise ValueError(f"{N} responses for {B} prompts and {len(problems)} problems")
+    weights = [1.0] * len(functions) if weights is None else weights
+    if len(weights) != len(functions) or not all(map(math.isfinite, weights)):
+        raise ValueError(f"weights {weights}: not one finite number for each of {list(functions)}")
+    names = dict.fromkeys([*column_names(problems), *columns])
+    rows = []  # for each row, what it hands over
+    for n, response in enumerate(responses):
+        b = n // (N // B)
+        row = {name: problems[b].get(name) for name in names}
+        ids = None if completion_ids is None else completion_ids[n]
+        rows.append(row | {"prompts": prompts[b], "completions": response, "completion_ids": ids})
+    parts = {name: one_reward(name, functions[name], rows) for name in functions}
+    values = torch.stack(list(parts.values()))  # (K, N)
+    rewards = (torch.tensor(weights)[:, None] * values).nansum(dim=0)  # (N,)
+    if values.isnan().all(dim=0).any():
+        warnings.warn("every reward gave None for some rows: they count as 0", stacklevel=2)
+    for n in (~rewards.isfinite()).nonzero().flatten().tolist():
+        raise ValueError(f"{list(parts)}, {row_name(rows, n)}: the weighted sum is {rewards[n]}")
+    return rewards, parts
+
+
+def one_reward(name, function, rows):
+    """One function's rewards, checked: (N,) float32, NaN where it gave None."""
+    try:
+        values = call_reward(function, rows)
+    except FAILURE as error:
+        where, error = first_failing_row(function, rows, error)
+        raise ValueError(f"{name}, {where}: {in_one_line(error)}") from error
+    if len(values) != len(rows):
+        counts = f"{len(values)} rewards for {len(rows)} responses"
+        raise ValueError(f"{name}, from {row_name(rows, 0)} on: {counts}")
+    numbers = []
+    for n, value in enumerate(values):
+        number = as_number(value)
+        if number is None:
+            shown = " ".join(repr(value).split())[:60]
+            raise ValueError(f"{name}, {row_name(rows, n)}: {shown} is not a finite float32 number")
+        numbers.append(number)
+    return torch.tensor(numbers, dtype=torch.float32)
+
+
+def call_reward(function, rows):
+    return list(function(**{key: [row[key] for row in rows] for key in rows[0]}))
+
+
+def first_failing_row(function, rows, error):
+    """The call with all rows raised `error`: score them again one by one, to tell which row."""
+    for n, row in enumerate(rows):
+        try:
+            call_reward(function, [row])
+        except FAILURE as its_error:
+            return row_name(rows, n), its_error
+    return f"{len(rows)} rows together, from {row_name(rows, 0)} on", error
+
+
+def as_number(value):
+    """What a reward gave for one row as a float: NaN for None, None for what is not a number."""
+    if value is None:
+        return math.nan
+    try:
+        number = float(value)
+    except Exception:  # the value is the user's: its float() may raise anything
+        return None
+    if isinstance(value, (str, bytes)) or not abs(number) <= torch.finfo(torch.float32).max:
+        return None  # NaN fails every comparison
+    return number
+
+
+def row_name(rows, n):
+    return f"row {n}, response {rows[n]['completions'][:60]!r}"
+
+
+def in_one_line(error):
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+# --------------------------------------------------------------------------------------------------
+# Demonstration: python reward.py [RESPONSE TRUTH]
+
+
+def main():
     if len(sys.argv) == 3:
         print(rule_reward(sys.argv[1], sys.argv[2]))
-    elif len(sys.argv) == 1:
-        print("16 eggs a day, 3 are eaten and 4 go into a cake: how many are left in a week? Truth: 63")
-        for response in (r"(16 - 3 - 4) * 7 = \boxed{63}", r"Some \boxed{50}.", "It must be 63."):
-            print(f"{rule_reward(response, '63'):.1f}  {response}")
-    else:
-        print("usage: python reward.py [RESPONSE TRUTH]", file=sys.stderr)
+        return
+    if len(sys.argv) != 1:
+        print("reward.py: usage: python reward.py [RESPONSE TRUTH]", file=sys.stderr)
         sys.exit(2)
+    print("16 eggs a day, 3 are eaten and 4 go into a cake: how many are left in a week? Truth: 63")
+    for response in (r"(16 - 3 - 4) * 7 = \boxed{63}", r"Some \boxed{50}.", "It must be 63."):
+        print(f"{rule_reward(response, '63'):.1f}  {response}")
+
+
+if __name__ == "__main__":
+    main()

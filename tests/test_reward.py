@@ -7,6 +7,7 @@ import json
 import math
 import runpy
 import sys
+import textwrap
 import time
 import urllib.error
 import urllib.request
@@ -22,12 +23,17 @@ from hypothesis import example, given, settings
 import reward
 from reward import (
     canonical,
+    column_names,
     extract_boxed,
+    has_format,
+    is_right,
     load_problems,
+    load_reward,
     majority_at_k,
     pass_at_k,
     rule_reward,
     score_responses,
+    user_rewards,
 )
 
 ROOT = Path(reward.__file__).resolve().parent
@@ -38,7 +44,8 @@ def box(answer):
     return rf"So it is \boxed{{{answer}}}."
 
 
-# ----- the rule ---------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The rule
 
 
 @pytest.mark.parametrize("response, expected", [
@@ -59,8 +66,8 @@ def test_egg_problem(response, expected):
     assert type(rule_reward(response, "63")) is float
 
 
-@pytest.mark.parametrize("empty", ["", " ", "\n\t", "$", "$$", r"\$", ".", "...", r"\text{}", r"\text{ }",
-                                   r"\ ", "\u00a0", "\u2003"])
+@pytest.mark.parametrize("empty", ["", " ", "\n\t", "$", "$$", r"\$", ".", "...", r"\text{}",
+                                   r"\text{ }", r"\ ", "\u00a0", "\u2003"])
 def test_an_empty_box_is_no_answer(empty):
     assert rule_reward(box(empty), "63") == 0.0
     assert rule_reward(box(empty), empty) == 0.0
@@ -83,17 +90,22 @@ def test_score_responses_is_prompt_major():
     rewards = score_responses(responses, ["7", "8"], group_size=3)
     assert rewards.dtype == torch.float32 and rewards.shape == (6,) and rewards.device.type == "cpu"
     assert rewards.tolist() == [1.5, 0.5, 0.0, 1.5, 0.5, 1.5]
-    assert score_responses([box(7)] * 16, ["7", "8"]).tolist() == [1.5] * 8 + [0.5] * 8  # group_size 8
+    assert score_responses([box(7)] * 16, ["7", "8"]).tolist() == [1.5] * 8 + [0.5] * 8
     assert score_responses([], [], group_size=4).shape == (0,)
+    assert is_right(rewards).tolist() == [True, False, False, True, False, True]
+    assert has_format(rewards).tolist() == [True, True, False, True, True, True]
+    assert is_right(rewards.tolist()).dtype == has_format(rewards.half()).dtype == torch.bool
 
 
-@pytest.mark.parametrize("rows, truths, group_size", [(5, 2, 3), (7, 2, 3), (6, 3, 3), (6, 0, 3), (2, 2, 0)])
+@pytest.mark.parametrize("rows, truths, group_size", [(5, 2, 3), (7, 2, 3), (6, 3, 3), (6, 0, 3),
+                                                      (2, 2, 0)])
 def test_score_responses_refuses_rows_that_are_not_whole_groups(rows, truths, group_size):
     with pytest.raises(ValueError, match="groups of"):
         score_responses([box(7)] * rows, ["7"] * truths, group_size)
 
 
-# ----- the box ----------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The box
 
 
 @pytest.mark.parametrize("text, content", [
@@ -150,7 +162,8 @@ def test_extract_boxed_is_its_definition(text):
     assert extract_boxed(text) == slow_extract_boxed(text)
 
 
-# ----- numbers as numbers -----------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Numbers as numbers
 
 
 @pytest.mark.parametrize("answer, number", [
@@ -231,7 +244,8 @@ def test_any_text_is_scored(text, truth):
         assert (rule_reward(response, truth) == 0.0) == (canonical(extract_boxed(response) or "") == "")
 
 
-# ----- hostile text -----------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Hostile text
 
 HOSTILE = {
     "open braces": "{" * 100_000,
@@ -269,7 +283,8 @@ def test_hostile_text_is_scored_at_once(name):
     assert set(scores) <= {0.0, 0.5, 1.5}
 
 
-# ----- problems ---------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Problems
 
 
 def line(question="How many?", answer="Count: 8 * 9 = 72.\n#### 72", **columns):
@@ -284,11 +299,18 @@ def test_load_problems(tmp_path):
     ]).encode())  # a byte-order mark, Windows line ends, blank lines, no newline at the end
     expected = [
         {"question": "How many?", "answer": "72", "solution": "Count: 8 * 9 = 72."},
-        {"question": "Wie viele Eier, süß?", "answer": "1,000", "solution": "", "level": 3, "tags": ["a"]},
+        {"question": "Wie viele Eier, süß?", "answer": "1,000", "solution": "", "level": 3,
+         "tags": ["a"]},
         {"question": "How many?", "answer": "2", "solution": "#### 1"},
         {"question": "How many?", "answer": "0", "solution": "a"},
     ]
     assert load_problems(path) == load_problems(str(path)) == expected
+
+
+def test_a_solution_column_of_the_users_own_stays(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    path.write_text(line(solution="mine") + "\n" + line(solution=None))
+    assert [problem["solution"] for problem in load_problems(path)] == ["mine", None]
 
 
 BAD_LINES = {
@@ -357,17 +379,20 @@ def test_a_path_that_is_no_file(tmp_path, monkeypatch, source, reason):
 ), min_size=1, max_size=4), ascii_only=st.booleans())
 def test_load_problems_gives_back_what_was_written(rows, ascii_only, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "written.jsonl"
-    lines = [json.dumps({"question": row["question"], "answer": f"{row['solution']}\n#### {row['answer']}",
-                         "more": row["more"]}, ensure_ascii=ascii_only) for row in rows]
+    lines = [json.dumps({"question": row["question"], "more": row["more"],
+                         "answer": f"{row['solution']}\n#### {row['answer']}"},
+                        ensure_ascii=ascii_only) for row in rows]
     path.write_bytes("\n".join(lines).encode())
-    expected = [{**row, "answer": str(row["answer"]), "solution": row["solution"].strip()} for row in rows]
+    expected = [{**row, "answer": str(row["answer"]), "solution": row["solution"].strip()}
+                for row in rows]
     assert load_problems(path) == expected
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=40) | st.recursive(
     st.none() | st.booleans() | st.floats() | st.text(max_size=5) | st.just("#### 1"),
-    lambda part: st.lists(part, max_size=3) | st.dictionaries(st.sampled_from(["question", "answer"]), part),
+    lambda part: (st.lists(part, max_size=3)
+                  | st.dictionaries(st.sampled_from(["question", "answer"]), part)),
     max_leaves=6,
 ).map(lambda value: json.dumps(value).encode()))
 def test_any_file_is_read_or_refused_in_one_line(tmp_path_factory, content):
@@ -379,14 +404,15 @@ def test_any_file_is_read_or_refused_in_one_line(tmp_path_factory, content):
         assert str(error).startswith(str(path)) and "\n" not in str(error)
 
 
-# ----- the download -----------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The download
 
 TRAIN, TEST = f"{line()}\n".encode(), f"{line(answer='#### 5')}\n".encode()
 
 
 @pytest.fixture
 def network(tmp_path, monkeypatch):
-    """GSM8K served from memory: `network.files` by address; `network.asked` lists what was asked for."""
+    """GSM8K served from memory: `network.files` by address; `network.asked`: what was asked for."""
     class Network:
         files = {reward.GSM8K_URL + "train.jsonl": TRAIN, reward.GSM8K_URL + "test.jsonl": TEST}
         asked = []
@@ -442,8 +468,10 @@ def test_a_damaged_cache_is_downloaded_again(network):
     assert len(network.asked) == 2 and (network.cache / "train.jsonl").read_bytes() == TRAIN
 
 
-@pytest.mark.parametrize("failure", [urllib.error.URLError("no route to host"), TimeoutError("timed out"),
-                                     ConnectionResetError(), http.client.IncompleteRead(b"{")])
+@pytest.mark.parametrize("failure", [
+    urllib.error.URLError("no route to host"), TimeoutError("timed out"), ConnectionResetError(),
+    http.client.IncompleteRead(b"{"),
+])
 def test_no_network(network, failure):
     network.files[reward.GSM8K_URL + "train.jsonl"] = failure
     with pytest.raises(ValueError, match="^gsm8k: no download") as error:
@@ -471,8 +499,8 @@ def test_a_write_that_fails_leaves_nothing(network, monkeypatch):
 @pytest.mark.parametrize("name, count", [("gsm8k", 7473), ("gsm8k:test", 1319)])
 def test_the_real_gsm8k(name, count, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(urllib.request, "urlopen",
-                        lambda url, timeout: io.BytesIO((REAL / url.rpartition("/")[2]).read_bytes()))
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: io.BytesIO(
+        (REAL / url.rpartition("/")[2]).read_bytes()))
     problems = load_problems(name)  # the table's SHA-256 is that of the real file
     assert len(problems) == count
     for problem in problems:
@@ -483,7 +511,8 @@ def test_the_real_gsm8k(name, count, monkeypatch, tmp_path):
         assert rule_reward(problem["solution"], problem["answer"]) == 0.0
 
 
-# ----- evaluation figures -----------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Evaluation figures
 
 
 @pytest.mark.parametrize("n", range(1, 8))
@@ -513,7 +542,8 @@ def test_pass_at_k_does_not_overflow():
 
 
 @pytest.mark.parametrize("correct, k", [
-    ([[True]], 0), ([[True]], -1), ([[True]], 2), ([], 1), ([[]], 1), ([[]], 0), ([[True, True], [True]], 1),
+    ([[True]], 0), ([[True]], -1), ([[True]], 2), ([], 1), ([[]], 1), ([[]], 0),
+    ([[True, True], [True]], 1),
     (torch.zeros(0, 4, dtype=torch.bool), 1),
 ])
 def test_pass_at_k_refuses(correct, k):
@@ -540,7 +570,7 @@ def test_pass_at_k_refuses_rewards():
     (["7", "8", "9"], "7", 3, 1 / 3),
     (["7", "8", "9"], "6", 3, 0.0),
     (["7", "7", "8", "8", "9"], "8", 5, 1 / 2),
-    ([r"\$7.00", "8", r"7\text{ eggs}", "8", "7.0"], "7", 5, 1.0),  # one vote each for the same number
+    ([r"\$7.00", "8", r"7\text{ eggs}", "8", "7.0"], "7", 5, 1.0),  # all for the same number
     (["1,000", "1000", "5"], "1{,}000", 3, 1.0),
     (["Monday", r"\text{monday}", "Tuesday"], "Monday.", 3, 1.0),
     ([None, None, "7"], "7", 3, 1.0),  # the unparsed do not vote
@@ -556,7 +586,7 @@ def test_majority_at_k(answers, truth, k, expected):
 
 def test_majority_at_k_is_the_mean_over_problems():
     answers = [["7", "7"], ["8", "9"], [None, None], ["1", "2", "2"]]  # rows may hold more than k
-    assert majority_at_k(answers, ["7", "9", "7", "2"], 2) == pytest.approx((1 + 1 / 2 + 0 + 1 / 2) / 4)
+    assert majority_at_k(answers, ["7", "9", "7", "2"], 2) == pytest.approx((1 + 1/2 + 0 + 1/2) / 4)
     assert majority_at_k([["63.0"]], [63], 1) == 1.0
 
 
@@ -569,7 +599,213 @@ def test_majority_at_k_refuses(answers, truths, k):
         majority_at_k(answers, truths, k)
 
 
-# ----- script -----------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# A user's own reward
+
+
+def write(path, text):
+    path.write_text(textwrap.dedent(text), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """mine(code) -> the function `score` of a reward file with that code."""
+    return lambda code: load_reward(f"{write(tmp_path / 'mine.py', code)}:score")
+
+
+PROBLEMS = [{"question": "a", "answer": "7", "level": 3}, {"question": "b", "answer": "8", "k": 1}]
+
+
+def scored(function, responses=(box(7), box(8), "x", box(8)), **more):
+    """`user_rewards` of one function named f over the two problems."""
+    return user_rewards({"f": function}, None, PROBLEMS, ["<a>", "<b>"], list(responses), **more)
+
+
+def test_a_reward_is_called_as_trl_calls_it():
+    seen = {}
+
+    def f(prompts, completions, completion_ids, **columns):
+        seen.update(columns, prompts=prompts, completions=completions, ids=completion_ids)
+        return [1, 2.5, None, True]
+
+    with pytest.warns(UserWarning, match="every reward gave None for some rows: they count as 0"):
+        rewards, parts = scored(
+            f, completion_ids=[[1], [2, 3], [], [4]], columns=["tag", "level"])
+    assert rewards.tolist() == [1.0, 2.5, 0.0, 1.0] and rewards.dtype == torch.float32
+    assert list(parts) == ["f"] and parts["f"].dtype == torch.float32
+    assert parts["f"].isnan().tolist() == [False, False, True, False]
+    assert seen == {
+        "prompts": ["<a>", "<a>", "<b>", "<b>"], "completions": [box(7), box(8), "x", box(8)],
+        "ids": [[1], [2, 3], [], [4]], "question": ["a", "a", "b", "b"],
+        "answer": ["7", "7", "8", "8"], "level": [3, 3, None, None], "k": [None, None, 1, 1],
+        "tag": [None] * 4,
+    }
+
+
+def test_rewards_are_summed_with_their_weights_over_those_that_apply():
+    functions = {
+        "a": lambda **columns: [1.0, None, 3.0, None],
+        "b": lambda **columns: torch.tensor([10.0, 20.0, 30.0, 40.0]),
+        "c": lambda **columns: (None for _ in range(4)),
+    }
+    arguments = PROBLEMS, ["", ""], [""] * 4
+    rewards, parts = user_rewards(functions, [2.0, 0.5, 9.0], *arguments)
+    assert rewards.tolist() == [7.0, 10.0, 21.0, 20.0]
+    assert parts["c"].isnan().all() and parts["b"].tolist() == [10.0, 20.0, 30.0, 40.0]
+    assert user_rewards(functions, None, *arguments)[0].tolist() == [11.0, 20.0, 33.0, 40.0]
+    with pytest.warns(UserWarning, match="None for some rows"):  # as TRL: a warning, and 0
+        rewards, _ = user_rewards({"c": functions["c"], "a": functions["a"]}, None, *arguments)
+    assert rewards.tolist() == [1.0, 0.0, 3.0, 0.0]
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0, 3.0], [1.0, math.nan], [1.0, math.inf], []])
+def test_weights_are_one_finite_number_per_reward(weights):
+    functions = {"a": lambda **columns: [1.0], "b": lambda **columns: [1.0]}
+    with pytest.raises(ValueError, match="weights"):
+        user_rewards(functions, weights, PROBLEMS[:1], [""], [""])
+
+
+@pytest.mark.parametrize("problems, prompts, responses", [(2, 2, 3), (2, 1, 2), (1, 2, 2),
+                                                          (2, 2, 0), (0, 0, 2)])
+def test_user_rewards_refuses_rows_that_are_not_whole_groups(problems, prompts, responses):
+    with pytest.raises(ValueError, match="responses for"):
+        user_rewards({"f": lambda **columns: []}, None, PROBLEMS[:problems], [""] * prompts,
+                     [""] * responses)
+
+
+def exits(**columns):
+    sys.exit(3)
+
+
+def raises_together(completions, **columns):
+    if len(completions) > 1:
+        raise RuntimeError("too many\nat once")
+    return [1.0]
+
+
+def raises_at_x(completions, **columns):
+    return [{box(7): 1.0, box(8): 2.0}[completion] for completion in completions]
+
+
+def gives(*values):
+    return lambda **columns: list(values)
+
+
+class Hostile:
+    def __float__(self):
+        raise KeyError("no")
+
+
+@pytest.mark.parametrize("function, row, reason", [
+    (exits, 0, "SystemExit: 3"),
+    (raises_at_x, 2, "KeyError: 'x'"),
+    (raises_together, 0, "4 rows together"),
+    (raises_together, 0, "RuntimeError: too many at once"),
+    (lambda **columns: 1.0, 0, "TypeError"),
+    (gives(1, 2, 3), 0, "3 rewards for 4 responses"),
+    (gives(), 0, "0 rewards for 4 responses"),
+    (gives(1, 2, 3, 4, 5), 0, "5 rewards for 4"),
+    (gives(1, "2", 3, 4), 1, "'2' is not a finite float32"),
+    (gives(1, 2, 3, b"4"), 3, "b'4' is not"),
+    (gives(1, 2, 3, math.nan), 3, "nan is not"),
+    (gives(1, 2, -math.inf, 4), 2, "-inf is not"),
+    (gives(1e300, 2, 3, 4), 0, "1e+300 is not"),
+    (gives(1, -1e39, 3, 4), 1, "-1e+39 is not"),
+    (gives(10**400, 2, 3, 4), 0, "0000 is not"),
+    (gives(1, 2, [3], 4), 2, "[3] is not"),
+    (gives(1, torch.ones(2), 3, 4), 1, "tensor([1., 1.]) is not"),
+    (gives(1, 2, 3, 1j), 3, "1j is not"),
+    (gives(1, 2, Hostile(), 4), 2, "Hostile"),
+])
+def test_a_reward_that_goes_wrong_is_named_with_its_row(function, row, reason):
+    with pytest.raises(ValueError) as error:
+        scored(function)
+    message = str(error.value)
+    assert message.startswith("f, ") and reason in message and "\n" not in message
+    response = [box(7), box(8), "x", box(8)][row]
+    assert f"row {row}, response {response!r}" in message
+
+
+def test_a_sum_that_overflows_is_named_with_its_row():
+    with pytest.raises(ValueError, match="row 1, response .*the weighted sum is inf") as error:
+        user_rewards({"a": gives(1, 3e38), "b": gives(1, 3e38)}, None, PROBLEMS, ["", ""], ["", ""])
+    assert "['a', 'b']" in str(error.value)
+
+
+def test_ctrl_c_in_a_reward_passes():
+    def interrupted(**columns):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        scored(interrupted)
+
+
+@pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids"])
+def test_a_column_with_the_name_of_the_rollouts_is_refused(name):
+    with pytest.raises(ValueError, match=f"named '{name}'.*rename the column"):
+        user_rewards({"f": gives(1)}, None, [{"question": "a", name: 1}], [""], [""])
+    with pytest.raises(ValueError, match=name):
+        column_names([{"a": 1}, {name: None}])
+
+
+def test_column_names_are_the_union():
+    assert column_names(PROBLEMS) == ["question", "answer", "level", "k"]
+    assert column_names([{"prompt": 1, "completion": 2}]) == ["prompt", "completion"]
+
+
+def test_a_reward_file_with_dataclasses_and_neighbours(mine, tmp_path):
+    write(tmp_path / "grpo_neighbour.py", "points = 2.0\n")
+    write(tmp_path / "grpo_late_neighbour.py", "points = 3.0\n")
+    path = list(sys.path)
+    score = mine("""
+        from __future__ import annotations
+        from dataclasses import dataclass
+        from grpo_neighbour import points
+        from reward import rule_reward
+
+        @dataclass
+        class Part:
+            value: float
+
+        def score(completions, answer, **columns):
+            from grpo_late_neighbour import points as late
+            for completion, truth in zip(completions, answer):
+                yield Part(points + late + rule_reward(completion, truth)).value
+    """)
+    assert sys.path == path
+    assert scored(score)[0].tolist() == [6.5, 5.5, 5.0, 6.5]
+    assert sys.path == path and score.__name__ == "score"
+
+
+@pytest.mark.parametrize("code, reason", [
+    ("import sys\nsys.exit()\n", "SystemExit"),
+    ("raise ValueError('two\\nlines')", "ValueError: two lines"),
+    ("import grpo_no_such_module", "ModuleNotFoundError"),
+    ("def score(:", "SyntaxError"),
+    ("\0", "null bytes"),
+    ("other = 1", "no function 'score'"),
+    ("score = 1", "no function 'score'"),
+    ("async def score(**columns):\n    return []", "no function 'score'"),
+])
+def test_a_reward_file_that_does_not_load(mine, code, reason):
+    with pytest.raises(ValueError, match=reason) as error:
+        mine(code)
+    assert "mine.py:score: the file" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("spec", ["", ":", "mine.py", "mine.py:", "none.py:score", "folder:score",
+                                  "\0:score", "x" * 5000 + ".py:score", "notes.txt:score"])
+def test_a_reward_without_a_file(tmp_path, monkeypatch, spec):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "notes.txt", "score = max")
+    with pytest.raises(ValueError, match="no f"):
+        load_reward(spec)
+
+
+# --------------------------------------------------------------------------------------------------
+# Script
 
 
 def run_script(monkeypatch, *arguments):
@@ -599,6 +835,6 @@ def test_script_refuses_other_numbers_of_arguments(monkeypatch, capsys, count):
 
 def test_reward_imports_no_other_stage():
     stages = {path.stem for path in ROOT.glob("*.py")} - {"reward"}
-    imported = {row.split()[1].split(".")[0] for row in (ROOT / "reward.py").read_text("utf-8").splitlines()
-                if row.startswith(("import ", "from "))}
+    rows = (ROOT / "reward.py").read_text("utf-8").splitlines()
+    imported = {row.split()[1].split(".")[0] for row in rows if row.startswith(("import ", "from "))}
     assert imported and not imported & stages
