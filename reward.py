@@ -32,7 +32,7 @@ import urllib.request
 import warnings
 from collections import Counter
 from contextlib import contextmanager
-from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -72,48 +72,136 @@ def has_format(rewards):
     return torch.as_tensor(rewards) > 0
 
 
+BOX = re.compile(
+    r"\{|\}\s*|\\[{}]"  # the escaped \{ and \} are printed characters and group nothing
+    r"|(?P<box>\\boxed\s*\{)\s*"  # \boxed{ or \boxed {
+    r"|\\boxed\s*(?P<bare>[-+]?\.?[0-9](?:[^\s{}$\\]*[^\s{}$\\.,;:!?)*])?)\s*"  # \boxed 18
+)
+
+
 def extract_boxed(text):
     r"""The content of the last complete \boxed{…}, braces balanced; None if there is none.
 
-    Last means starting last, so \boxed{\boxed{5}} gives 5; a box that is never closed is passed
-    over. One pass with a stack: linear in the length of the text, whatever a model may write.
+    A box inside a complete box is part of its content, but \boxed{\boxed{5}} is 5. A box that is
+    never closed is passed over. \boxed 18 is read as well, up to the next space. One pass with a
+    stack: linear in the length of the text, whatever a model that has lost its way may write.
     """
-    opened = []  # for each brace still open: where its box's content starts, -1 if it opened no box
-    start = end = -1
-    for token in re.finditer(r"\\boxed\{|\\[{}]|[{}]", text):
-        if token[0] in ("{", r"\boxed{"):  # the escaped \{ and \} are printed and group nothing
-            opened.append(token.end() if token[0] != "{" else -1)
-        elif token[0] == "}" and opened and (content := opened.pop()) > start:
-            start, end = content, token.start()
-    return None if start < 0 else text[start:end]
+    opened = []  # for each open brace: where its box and the content begin, None if it has no box
+    last = None  # the box that was closed last: its begin and end, its content's begin and end
+    for token in BOX.finditer(text):
+        first = token[0][0]
+        if first == "{":
+            opened.append(None)
+        elif token["box"]:
+            opened.append((token.start(), token.end("box"), token.end()))
+        elif token["bare"]:
+            last = (token.start(), token.end(), *token.span("bare"))
+        elif first == "}" and opened and (box := opened.pop()):
+            begin, content, not_blank = box
+            if last and last[:2] == (not_blank, token.start()):  # it holds a box and nothing else
+                last = (begin, token.end(), *last[2:])
+            else:
+                last = (begin, token.end(), content, token.start())
+    return text[last[2] : last[3]] if last else None
 
 
 # --------------------------------------------------------------------------------------------------
-# Reading an answer: text to what it is compared by. Plumbing of the rule above.
+# Reading an answer: the rule compares what `canonical` makes of the two texts. Mathematics in LaTeX
+# has many spellings; a reader of the method may skip how they are read.
 
-LATEX = {"\\$": "$", "\\%": "%", "{,}": ",", "\\!": "", "\\,": " ", "\\ ": " ", "~": " ",
-         "\N{MINUS SIGN}": "-"}
-TEXT = r"\\(?:text|textbf|mathrm|mathbf)"
-WRAPPED = re.compile(rf"{TEXT}\{{([^{{}}]*)\}}")  # \text{Monday}
-# Sign, digits (commas as thousands separators only), percent sign, unit. [0-9], since \d also takes
-# the digits of other scripts; and no digit in the unit, so that 5\text{ or 6} is not 5.
-NUMBER = re.compile(
-    r"([+-]?) ?\$?((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
-    rf" ?%? ?(?:{TEXT}\{{[^{{}}0-9]*\}})?"
+SPELLINGS = {  # LaTeX and Unicode for the same thing, replaced in this order
+    '"': " ", "{,}": ",", "\\!": "", "\\,": " ", "\\;": " ", "\\:": " ", "\\ ": " ", "~": " ",
+    "\\quad": " ", "\\qquad": " ", "\\left": "", "\\right": "", "\\(": " ", "\\)": " ", "\\[": " ",
+    "\\]": " ", "\\$": "$", "\\%": "%", "^{\\circ}": "°", "^\\circ": "°", "\\degree": "°",
+    "\\pounds": "£", "\\approx": "=", "≈": "=", "\\times": "*", "\\cdot": "*", "×": "*", "·": "*",
+    "\\dfrac": "\\frac", "\\tfrac": "\\frac", "½": " 1/2", "¼": " 1/4", "¾": " 3/4",
+    "²": "^2 ", "³": "^3 ", "\N{MINUS SIGN}": "-", "\N{EN DASH}": "-",
+}
+TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|boxed) ?\{([^{}]*)\}")
+FRACTION = re.compile(r"\\frac ?(?:\{([^{}]*)\}|([0-9])) ?(?:\{([^{}]*)\}|([0-9]))")
+POWER = re.compile(r"\^ ?\{([^{}]*)\}")
+# What may stand before an answer: "x =", "x_1 =", "f(3) =", "\theta =", '"answer: "', a bare "=".
+NAME = re.compile(
+    r'(?:(?!\\not)\\?[a-z]+(?:_[a-z0-9]+|_\{[a-z0-9]+\})?(?:\([a-z0-9]\))? ?[=:]'
+    r'|"[^"]*" ?[=:]|"[^"]*[=:] ?"|=) ?'
 )
-LONGEST_NUMBER = 100  # characters; also bounds the work of the pattern and of Decimal
+DECIMAL = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
+NUMBER = re.compile(
+    r"(?P<sign>[+-]?) ?[$€£]? ?(?:"
+    r"(?P<whole>[0-9]+) (?P<part>[1-9][0-9]?) ?/ ?(?P<parts>[0-9]+)"  # 3 1/2
+    rf"|(?:(?P<factor>{DECIMAL}) ?[*x] ?)?10 ?\^ ?(?P<power>-?[0-9]{{1,3}})(?![0-9])"  # 1.5*10^3
+    rf"|(?P<top>{DECIMAL}) ?/ ?(?P<bottom>-?{DECIMAL})"  # 1/2
+    rf"|(?P<number>{DECIMAL})(?:e(?P<exponent>[+-]?[0-9]{{1,3}})(?![0-9]))?)"  # 1,000.5 and 1e3
+)
+# A unit is made of signs and of words, each perhaps with a power; no digit and no variable.
+UNIT = re.compile(r'[%°€£$ ]|[/*]? ?(?:"[^"0-9]*"|[a-z]+(?:-[a-z]+)*)(?: ?\^ ?-?[0-9] ?)?\.?')
+SHORT_UNITS = set("m g s h l km cm mm kg mg lb oz ft in yd mi hr ml".split())  # 18m, but not 18x
+NO_UNITS = set(  # words that change the number, or add another
+    "k bn hundred hundreds thousand thousands million millions billion billions trillion trillions "
+    "dozen dozens lakh crore mil half halves third thirds tenths squared cubed factorial plus "
+    "minus mod modulo remainder and or to not is am pm pi zero one two three four five six seven "
+    "eight nine ten eleven twelve twenty thirty forty fifty".split()
+)
+LONGEST = 300  # characters; what is longer is compared as text, so no pattern meets long text
 
 
 def canonical(answer):
-    """What an answer is compared by, and what it votes as: its number, or else its cleaned text."""
-    for latex, plain in LATEX.items():
-        answer = answer.replace(latex, plain)
-    text = " ".join(answer.split()).lstrip("$ ").rstrip("$ .").casefold()
-    if wrapped := WRAPPED.fullmatch(text):
-        return canonical(wrapped[1])
-    if len(text) <= LONGEST_NUMBER and (number := NUMBER.fullmatch(text)):
-        return Decimal(number[1] + number[2].replace(",", ""))  # exact; equal numbers hash alike
-    return text
+    r"""What an answer is compared by, and what it votes as: its number, or else its cleaned text.
+
+    18, $18, 18.0, x = 18, 18 km, 18\text{ cm}^2 and \frac{36}{2} are one number: a Fraction, which
+    is exact, and equal Fractions hash alike. 50\% is 50 and not 1/2. Two numbers (5 or 6), 18x,
+    18 dozen, and what would have to be calculated (2^3) are text. Text is compared without case,
+    \text{…}, spaces beside signs, dollar signs around it and a full stop behind it. "" means that
+    there is no answer. Nothing is evaluated, and the time is linear in the length of the answer.
+    """
+    if len(answer) > LONGEST:
+        return " ".join(answer.split()).casefold()
+    text = answer.strip("*")  # Markdown's bold
+    for spelling, plain in SPELLINGS.items():
+        text = text.replace(spelling, plain)
+    # \text{ cm} becomes " cm" in quotes; with a digit in it, it is no unit: \text{18 cm} is 18 cm.
+    text = TEXT.sub(lambda word: word[1] if re.search("[0-9]", word[1]) else f'"{word[1]}"', text)
+    text = " ".join(text.casefold().split()).lstrip("$ ").rstrip("$ .")
+    text = NAME.sub("", text, count=1) if NAME.match(text) else text
+    number = as_fraction(text)
+    if number is not None:
+        return number
+    text = re.sub(r" ?([^\w ]) ?", r"\1", text.replace('"', "").strip("$ ."))
+    return text[1:-1] if re.fullmatch(r"\([^(),]*\)|\{[^{}]*\}", text) else text
+
+
+def as_fraction(text):
+    """The number that an answer is, apart from its unit, as a Fraction; None if it is none."""
+    text = FRACTION.sub(r" \1\2/\3\4 ", text)  # 3\frac{1}{2} is 3 1/2
+    text = POWER.sub(r"^\1 ", text)  # 10^{3} is 10^3, and no digit behind it joins it
+    text = " ".join(re.sub(r"(?<!\\)[{}]", "", text).split())
+    while (text[:1], text[-1:]) in (("(", ")"), ("[", "]")):
+        text = text[1:-1].strip("$ ")
+    found = NUMBER.match(text)
+    if not found or not is_unit(text[found.end() :]):
+        return None
+    part = {name: re.sub("[, ]", "", digits) for name, digits in found.groupdict("0").items()}
+    if found["whole"]:
+        top, bottom = int(part["whole"]) * int(part["parts"]) + int(part["part"]), part["parts"]
+    elif found["power"]:
+        top, bottom = Fraction(part["factor"] if found["factor"] else 1), 1
+    elif found["top"]:
+        top, bottom = part["top"], part["bottom"]
+    else:
+        top, bottom = part["number"], 1
+    if Fraction(bottom) == 0:
+        return None
+    scale = Fraction(10) ** (int(part["power"]) + int(part["exponent"]))  # at most 10^999
+    value = Fraction(top) / Fraction(bottom) * scale
+    return -value if found["sign"] == "-" else value
+
+
+def is_unit(text):
+    """Whether what stands behind a number leaves it as it is: nothing, or a unit."""
+    first = re.match(r"[ /*]*([a-z]{1,2})(?![a-z])", text)  # 18x, 18n and 18 pi are other numbers
+    if UNIT.sub("", text) or (first and first[1] not in SHORT_UNITS):
+        return False
+    return NO_UNITS.isdisjoint(re.findall("[a-z]+", text))
 
 
 # --------------------------------------------------------------------------------------------------
