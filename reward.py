@@ -220,16 +220,25 @@ GSM8K = {  # name: (file, its SHA-256)
 }
 
 
-def load_problems(source):
+def load_problems(source, question_field="question", answer_field="answer", need_answer=True):
     """Problems from a JSONL path, or from the name `gsm8k` (train, 7473) or `gsm8k:test` (1319).
 
-    A line has GSM8K's fields (arXiv 2110.14168): `question`, and `answer`, a worked solution, then
-    `#### 72`. `answer` comes back as the bare final answer and the worked part as `solution` unless
-    the line has a `solution` of its own; other columns stay as they are. Blank lines are skipped.
+    A line has GSM8K's fields (arXiv 2110.14168): a question, and a worked solution that ends in
+    `#### 72`. It comes back as a dict with `question`, `answer` (the bare final answer, "72") and
+    `solution` (the worked part, unless the line has a `solution` of its own); all other columns
+    stay as they are. Blank lines are skipped.
+
+    question_field, answer_field: the columns that hold the two. In place of the question a line may
+    have `messages`, a chat history of {"role": …, "content": …} that ends with the user's turn:
+    `question` is then what that turn says, and `messages` stays. need_answer=False, for users with
+    a reward of their own: an answer without `####` stays as it is, and no answer is "".
+
     ValueError, in one line naming the file and the line, for whatever is wrong.
     """
     path = gsm8k_file(source) if source in GSM8K else Path(source)
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ValueError(f"{path}: not a file")  # a device or a pipe may never end
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
@@ -237,7 +246,7 @@ def load_problems(source):
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                problems.append(read_problem(line))
+                problems.append(read_problem(line, question_field, answer_field, need_answer))
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
     if not problems:
@@ -245,7 +254,7 @@ def load_problems(source):
     return problems
 
 
-def read_problem(line):
+def read_problem(line, question_field, answer_field, need_answer):
     try:
         row = json.loads(line.decode("utf-8-sig"))
         json.dumps(row, ensure_ascii=False).encode()  # "\ud800" is JSON, but no tokenizer takes it
@@ -255,13 +264,57 @@ def read_problem(line):
         raise ValueError("not JSON") from error
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
-    for field in ("question", "answer"):
-        if not isinstance(row.get(field), str) or not row[field].strip():
-            raise ValueError(f"{field!r} is missing, empty or not a string")
-    solution, marker, answer = row["answer"].rpartition("####")
-    if not marker or canonical(answer) == "":
-        raise ValueError("'answer' does not end in '#### ' and the final answer")
-    return {"solution": solution.strip()} | row | {"answer": answer.strip()}
+    if "messages" in row and question_field in row and question_field != "messages":
+        raise ValueError(f"{question_field!r} and 'messages': which of them is the question?")
+    question = last_turn(row["messages"]) if "messages" in row else row.get(question_field)
+    if not isinstance(question, str) or not question.strip():
+        raise ValueError(f"{question_field!r} is missing, empty or not a string")
+    answer = row.get(answer_field)
+    if need_answer and (not isinstance(answer, str) or not answer.strip()):
+        raise ValueError(f"{answer_field!r} is missing, empty or not a string")
+    worked, marker, final = answer.rpartition("####") if isinstance(answer, str) else ("", "", "")
+    final = final.strip()
+    if marker and canonical(final) != "" and "\n" not in final:  # #### may also be a heading
+        return {"solution": worked.strip()} | row | {"question": question, "answer": final}
+    if need_answer:
+        raise ValueError(f"{answer_field!r} does not end in '#### ' and the final answer")
+    return row | {"question": question, "answer": "" if answer is None else answer}
+
+
+def last_turn(messages):
+    """What the user says at the end of a chat history."""
+    turns = messages if isinstance(messages, list) else []
+    for turn in turns:
+        keys = ("role", "content")
+        if not isinstance(turn, dict) or not all(isinstance(turn.get(key), str) for key in keys):
+            raise ValueError("'messages' is not a list of turns with 'role' and 'content', strings")
+    if not turns or turns[-1]["role"] != "user" or not turns[-1]["content"].strip():
+        raise ValueError("'messages' does not end with something that the user says")
+    return turns[-1]["content"]
+
+
+def hold_out(problems, share=0.1):
+    """Split problems by a stable hash of the question: (training, held_out), in their order.
+
+    About `share` of them is held out, and the same ones whatever the order of the file or what is
+    added to it; equal questions stay together. With two different questions or more, neither side
+    is empty. ValueError unless 0 < share < 1.
+    """
+    if not 0 < share < 1:
+        raise ValueError(f"share {share}: not between 0 and 1")
+    places = [place_of(problem["question"]) for problem in problems]
+    order = sorted(set(places))
+    if len(order) < 2:
+        return list(problems), []
+    limit = min(max(share, order[0]), order[-2])  # the lowest is held out, the highest never
+    held_out = [problem for problem, place in zip(problems, places) if place <= limit]
+    training = [problem for problem, place in zip(problems, places) if place > limit]
+    return training, held_out
+
+
+def place_of(question):
+    """A text's place between 0 and 1, by its SHA-256."""
+    return int(hashlib.sha256(question.encode()).hexdigest()[:16], 16) / 16**16
 
 
 def gsm8k_file(name):

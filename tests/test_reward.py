@@ -5,8 +5,11 @@ import io
 import itertools
 import json
 import math
+import os
+import random
 import re
 import runpy
+import socket
 import sys
 import textwrap
 import time
@@ -28,6 +31,7 @@ from reward import (
     column_names,
     extract_boxed,
     has_format,
+    hold_out,
     is_right,
     load_problems,
     load_reward,
@@ -325,19 +329,20 @@ def test_any_text_is_scored(text, truth):
 
 PIECES_OF_IT = [
     "(", ")", "[", "{", "}", "}{", "\\", "\\frac", "\\frac{", "\\frac1", "^", "^{", "1", "1,", "1 ",
-    "1/", ",", ",000", ".", "-", "+", "=", "x=", "*", "$", '"', "a", "a-", " ", "\t", "\n", "°", "½", "é",
-    "\\text{", "\\text{ or }", "\\{", "\\boxed", "\\boxed{", "\\boxed{ ", "\\boxed ", "\\boxed 1.",
-    "\\boxed{1}", "\\boxed{\\boxed{1}", "\\boxed\n1!!!!", "\N{MINUS SIGN}", "\0", "\ud800\udfff",
+    "1/", ",", ",000", ".", "-", "+", "=", "x=", "*", "$", '"', "a", "a-", " ", "\t", "\n", "°",
+    "½", "é", "\\text{", "\\text{ or }", "\\{", "\\boxed", "\\boxed{", "\\boxed{ ", "\\boxed ",
+    "\\boxed 1.", "\\boxed{1}", "\\boxed{\\boxed{1}", "\\boxed\n1!!!!", "\N{MINUS SIGN}", "\0",
+    "\ud800\udfff",
 ]
 
 
 @pytest.mark.parametrize("piece", PIECES_OF_IT)
 def test_hostile_text_is_scored_at_once(piece):
-    many = piece * (10**5 // len(piece))
+    many = piece * (30_000 // len(piece))
     hostile = [many, box(many), box(f"5{many}"), box(f"{many}5"), many + "}" * len(many)]
     start = time.process_time()
     scores = {rule_reward(text, "5") for text in hostile} | {rule_reward(box("5"), many)}
-    assert time.process_time() - start < 1.5  # it takes 0.4 at most; in quadratic time, minutes
+    assert time.process_time() - start < 0.5  # it takes 0.1 at most; in quadratic time, minutes
     assert scores <= {0.0, 0.5, 1.5}
 
 
@@ -453,6 +458,121 @@ def test_a_path_that_is_no_file(tmp_path, monkeypatch, source, reason):
     with pytest.raises(ValueError, match=reason) as error:
         load_problems(source)
     assert str(error.value).startswith(source or ".") and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("kind", ["zero", "pipe", "socket", "folder", "long name"])
+def test_what_is_no_file_is_refused_before_it_is_read(tmp_path, kind):
+    special = {"zero": Path("/dev/zero"), "long name": tmp_path / ("x" * 300)}
+    path = special.get(kind, tmp_path / "x")
+    if kind == "pipe":
+        os.mkfifo(path)
+    if kind == "socket":
+        here = socket.socket(socket.AF_UNIX)
+        here.bind(str(path))
+    if kind == "folder":
+        path.mkdir()
+    with pytest.raises(ValueError, match="not a file|directory|too long") as error:
+        load_problems(path)
+    assert str(error.value).startswith(f"{path}: ") and "\n" not in str(error.value)
+
+
+def load(path, *lines, **options):
+    path = path / "problems.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return load_problems(path, **options)
+
+
+def test_the_fields_may_have_other_names(tmp_path):
+    row = {"problem": "How many?", "worked": "8 * 9 #### 72", "answer": "mine", "question_id": 3}
+    fields = {"question_field": "problem", "answer_field": "worked"}
+    assert load(tmp_path, json.dumps(row), **fields) == [
+        {**row, "question": "How many?", "answer": "72", "solution": "8 * 9"}]
+    for missing in fields.values():
+        left = {key: row[key] for key in row if key != missing}
+        with pytest.raises(ValueError, match=f"line 1: '{missing}' is missing"):
+            load(tmp_path, json.dumps(left), **fields)
+
+
+@pytest.mark.parametrize("given, answer", [
+    ("no marker", "no marker"), ("8 * 9\n#### 72", "72"), ("", ""), (None, ""), (72, 72),
+    (["a", "b"], ["a", "b"]), ("#### ", "#### "),
+    ("#### A heading\nand text", "#### A heading\nand text"),
+])
+def test_answers_of_any_kind_for_a_reward_of_ones_own(tmp_path, given, answer):
+    [problem] = load(tmp_path, line(answer=given, level=3), need_answer=False)
+    solution = {"solution": "8 * 9"} if answer == "72" else {}
+    assert problem == {"question": "How many?", "answer": answer, "level": 3, **solution}
+    if answer != "72":
+        with pytest.raises(ValueError, match="line 1: 'answer'"):
+            load(tmp_path, line(answer=given))
+
+
+def test_no_answer_at_all_for_a_reward_of_ones_own(tmp_path):
+    [problem] = load(tmp_path, '{"question": "?"}', need_answer=False)
+    assert problem == {"question": "?", "answer": ""}
+
+
+CHAT = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "5 + 4?"},
+        {"role": "assistant", "content": "9"}, {"role": "user", "content": "And 8?", "name": "Eve"}]
+
+
+def test_a_chat_history_in_place_of_the_question(tmp_path):
+    row = {"messages": CHAT, "answer": "#### 17"}
+    expected = {"messages": CHAT, "question": "And 8?", "answer": "17", "solution": ""}
+    assert load(tmp_path, json.dumps(row)) == [expected]
+    assert load(tmp_path, json.dumps(row), question_field="messages") == [expected]
+    row.pop("answer")
+    assert load(tmp_path, json.dumps(row), need_answer=False) == [
+        {"messages": CHAT, "question": "And 8?", "answer": ""}]
+
+
+@pytest.mark.parametrize("messages", [
+    None, [], "?", {}, {"role": "user", "content": "?"}, ["?"], CHAT[:1], CHAT[:3],
+    [{"role": "user"}], [{"role": "user", "content": " "}], [{"role": "user", "content": None}],
+    [{"role": "user", "content": [{"type": "text", "text": "?"}]}], [{"role": 1, "content": "?"}],
+])
+def test_a_chat_history_that_is_none(tmp_path, messages):
+    with pytest.raises(ValueError, match="line 2: 'messages'") as error:
+        load(tmp_path, "", json.dumps({"messages": messages, "answer": "#### 17"}))
+    assert "\n" not in str(error.value)
+
+
+def test_a_question_and_a_chat_history_are_one_too_many(tmp_path):
+    with pytest.raises(ValueError, match="line 1: 'question' and 'messages'"):
+        load(tmp_path, line(messages=CHAT))
+
+
+def test_hold_out_is_stable():
+    problems = [{"question": f"question {i % 900}", "row": i} for i in range(1000)]
+    training, held_out = hold_out(problems)
+    assert sorted(training + held_out, key=lambda problem: problem["row"]) == problems
+    assert 60 < len(held_out) < 140
+    assert not {p["question"] for p in training} & {p["question"] for p in held_out}
+    rows = [problem["row"] for problem in held_out]
+    assert rows == sorted(rows)
+    kept = set(rows)
+    shuffled = random.Random(0).sample(problems, 1000)
+    assert {problem["row"] for problem in hold_out(shuffled)[1]} == kept
+    more = problems + [{"question": f"one more {i}", "row": -1} for i in range(500)]
+    assert {problem["row"] for problem in hold_out(more)[1]} - {-1} == kept
+    assert 400 < len(hold_out(problems, share=0.5)[1]) < 600
+    assert [p["row"] for p in hold_out(problems[:100])[1]] == [1, 49, 62, 66, 96]  # for ever
+
+
+@pytest.mark.parametrize("share", [1e-9, 0.1, 0.5, 1 - 1e-9])
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_hold_out_leaves_neither_side_empty(share, count):
+    for first in range(30):
+        problems = [{"question": f"{first} {i}"} for i in range(count)]
+        training, held_out = hold_out(problems, share)
+        assert training and held_out and len(training + held_out) == count
+
+
+def test_hold_out_of_one_question_keeps_it_for_training():
+    assert hold_out([{"question": "?"}] * 3) == ([{"question": "?"}] * 3, [])
+    for share in (0, 1, -0.1, math.nan, 2):
+        with pytest.raises(ValueError, match="share"):
+            hold_out([{"question": "a"}, {"question": "b"}], share)
 
 
 @settings(max_examples=60, deadline=None)
