@@ -545,6 +545,82 @@ def in_one_line(error):
 
 
 # --------------------------------------------------------------------------------------------------
+# Variants of the reward, each a pure function that train.py calls only where its flag is given.
+
+
+def think_answer_reward(response, ground_truth):
+    """The think/answer format (DeepSeek-R1, arXiv 2501.12948): 0.0, 0.5 or 1.5.
+
+    0.5 for one <think>…</think> and after it one <answer>…</answer>, with nothing but white space
+    around them; 1.0 more if what stands in <answer>, or in a box there, is right by the rule's
+    comparison.
+    """
+    pieces = re.split(r"(</?(?:think|answer)>)", response)  # text, tag, text, tag, …, text
+    if pieces[1::2] != ["<think>", "</think>", "<answer>", "</answer>"]:
+        return 0.0
+    before, _, between, answer, after = pieces[::2]
+    if (before + between + after).strip():
+        return 0.0
+    answer = canonical(extract_boxed(answer) or answer)
+    return 0.5 + 1.0 * (answer != "" and answer == canonical(str(ground_truth)))
+
+
+def length_rescaled(rewards, lengths, group_size=8, alpha=0.33):
+    """GR3 (arXiv 2603.10535): r_i / (1 + alpha · L_i / mean L of its group), (N,) -> (N,).
+
+    It cures length inflation: of two right answers the shorter one earns more. lengths: response
+    tokens. Apply it before the group statistics. ValueError for a negative reward, which it would
+    raise for long answers, for a negative length or alpha, and for rows that are not whole groups.
+    """
+    rewards, lengths = torch.as_tensor(rewards), torch.as_tensor(lengths)
+    if rewards.ndim != 1 or rewards.shape != lengths.shape or len(rewards) % group_size:
+        raise ValueError(f"rewards {tuple(rewards.shape)} and lengths {tuple(lengths.shape)}: "
+                         f"not whole groups of {group_size}")
+    if alpha < 0 or not (rewards >= 0).all() or not (lengths >= 0).all():
+        raise ValueError("length rescaling needs rewards, lengths and alpha that are not negative")
+    L = lengths.to(rewards.device, torch.float32).view(-1, group_size)  # (B, G)
+    share = L / L.mean(dim=1, keepdim=True).clamp(min=1e-9)  # all empty: 0, the rewards as they are
+    return rewards / (1 + alpha * share.flatten())
+
+
+def overlong_penalty(lengths, limit, buffer):
+    """DAPO's soft overlong penalty (arXiv 2503.14476), to be added to the rewards: (N,).
+
+    0 up to limit - buffer tokens, from there down in a straight line to -1 at the limit, and -1
+    beyond it. ValueError unless 0 < buffer <= limit.
+    """
+    if not 0 < buffer <= limit:
+        raise ValueError(f"buffer {buffer}: not between 1 and the limit of {limit} tokens")
+    lengths = torch.as_tensor(lengths, dtype=torch.float32)
+    return ((limit - buffer - lengths) / buffer).clamp(-1, 0)
+
+
+def diversity(responses, group_size=8):
+    """How much the answers to one problem differ: {"distinct_answers": …, "distinct_3grams": …}.
+
+    responses: N = B·G strings, prompt-major. Both are shares in 0..1, computed per problem, then
+    averaged: different final answers per response (one without an answer adds none), and different
+    sequences of three words per such sequence (distinct-n, arXiv 1510.03055), over the problems
+    that have one. ValueError unless N is B·group_size, B > 0.
+    """
+    if not responses or len(responses) % group_size:
+        raise ValueError(f"{len(responses)} responses are not whole groups of {group_size}")
+    answers, grams = [], []
+    for start in range(0, len(responses), group_size):
+        group = responses[start : start + group_size]
+        found = {canonical(extract_boxed(response) or "") for response in group} - {""}
+        answers.append(len(found) / group_size)
+        words = [response.split() for response in group]
+        triples = [triple for row in words for triple in zip(row, row[1:], row[2:])]
+        if triples:
+            grams.append(len(set(triples)) / len(triples))
+    return {
+        "distinct_answers": sum(answers) / len(answers),
+        "distinct_3grams": sum(grams) / max(len(grams), 1),
+    }
+
+
+# --------------------------------------------------------------------------------------------------
 # Demonstration: python reward.py [RESPONSE TRUTH]
 
 
@@ -558,6 +634,15 @@ def main():
     print("16 eggs a day, 3 are eaten and 4 go into a cake: how many are left in a week? Truth: 63")
     for response in (r"(16 - 3 - 4) * 7 = \boxed{63}", r"Some \boxed{50}.", "It must be 63."):
         print(f"{rule_reward(response, '63'):.1f}  {response}")
+    print("\nvariants")
+    response = "<think>9 eggs a day</think> <answer>63 eggs</answer>"
+    print(f"{think_answer_reward(response, '63'):.1f}  {response}")
+    rescaled = length_rescaled(torch.tensor([1.0, 0.5, 0.8]), [10, 20, 10], group_size=3)
+    print("GR3: rewards 1 0.5 0.8 of 10 20 10 tokens, less their mean: "
+          + " ".join(f"{r:+.5f}" for r in (rescaled - rescaled.mean()).tolist()))
+    penalties = overlong_penalty([80, 90, 100, 110], limit=100, buffer=20)
+    print("overlong: 80 90 100 110 tokens, limit 100, buffer 20: "
+          + " ".join(f"{penalty:g}" for penalty in penalties.tolist()))
 
 
 if __name__ == "__main__":

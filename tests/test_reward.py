@@ -29,16 +29,20 @@ import reward
 from reward import (
     canonical,
     column_names,
+    diversity,
     extract_boxed,
     has_format,
     hold_out,
     is_right,
+    length_rescaled,
     load_problems,
     load_reward,
     majority_at_k,
+    overlong_penalty,
     pass_at_k,
     rule_reward,
     score_responses,
+    think_answer_reward,
     user_rewards,
 )
 
@@ -1010,6 +1014,102 @@ def test_a_reward_without_a_file(tmp_path, monkeypatch, spec):
 
 
 # --------------------------------------------------------------------------------------------------
+# Variants
+
+
+@pytest.mark.parametrize("response, expected", [
+    ("<think>9 * 7</think><answer>63</answer>", 1.5),
+    (" <think>9 * 7</think>\n\n<answer> $63.00 eggs </answer>\n", 1.5),
+    (r"<think>9 < 10 > 8</think> <answer>So \boxed{63}.</answer>", 1.5),
+    ("<think></think><answer>50</answer>", 0.5),
+    ("<think>63</think><answer></answer>", 0.5),
+    ("<think>63</think><answer>so 63, I think</answer>", 0.5),
+    ("<think>63</think>", 0.0),
+    ("<answer>63</answer>", 0.0),
+    ("63", 0.0),
+    ("", 0.0),
+    ("<answer>63</answer><think>63</think>", 0.0),
+    ("<think>9</think>63<answer>63</answer>", 0.0),
+    ("Well: <think>9</think><answer>63</answer>", 0.0),
+    ("<think>9</think><answer>63</answer>.", 0.0),
+    ("<think>9</think><answer>50</answer><answer>63</answer>", 0.0),
+    ("<think>9</think><think>9</think><answer>63</answer>", 0.0),
+    ("<think><think>9</think><answer>63</answer>", 0.0),
+    ("<think>9<answer>63</answer></think>", 0.0),
+    ("<think>9<think><answer>63<answer>", 0.0),
+    ("<think>9</think><answer>63", 0.0),
+    ("<Think>9</Think><answer>63</answer>", 0.0),
+])
+def test_think_answer_reward(response, expected):
+    assert think_answer_reward(response, "63") == expected
+    assert type(think_answer_reward(response, "63")) is float
+
+
+def test_think_answer_reward_pays_no_empty_answer():
+    assert think_answer_reward("<think></think><answer></answer>", "") == 0.5
+
+
+@pytest.mark.parametrize("piece", ["<think>", "</think>", "<", "<think></think><answer>",
+                                   "</answer>"])
+def test_hostile_tags_are_scored_at_once(piece):
+    start = time.process_time()
+    many = piece * (10**5 // len(piece))
+    for text in (many, f"<think>{many}</think><answer>{many}</answer>"):
+        assert think_answer_reward(text, "63") in (0.0, 0.5)
+    assert time.process_time() - start < 0.5
+
+
+def test_length_rescaled_is_gr3():
+    rewards, lengths = torch.tensor([1.0, 0.5, 0.8]), torch.tensor([10, 20, 10])
+    scaled = length_rescaled(rewards, lengths, group_size=3)
+    assert (scaled - scaled.mean()).tolist() == pytest.approx(
+        [0.20915856, -0.25799648, 0.04883792], abs=1e-7)
+    twice = length_rescaled(rewards.repeat(2), torch.tensor([10, 20, 10, 5, 10, 5]), 3)
+    assert twice.tolist() == pytest.approx(scaled.tolist() * 2)  # lengths count inside their group
+    double = length_rescaled(rewards.double(), lengths, 3, alpha=1.0)
+    assert double.dtype == torch.float64
+    assert double.tolist() == pytest.approx([1 / 1.75, 0.5 / 2.5, 0.8 / 1.75])
+    assert length_rescaled(rewards, lengths, 3, alpha=0.0).tolist() == rewards.tolist()
+    assert length_rescaled(rewards, [0, 0, 0], 3).tolist() == rewards.tolist()
+    assert length_rescaled(torch.tensor([1, 0]), [2, 2], 2).tolist() == pytest.approx([1 / 1.33, 0])
+
+
+@pytest.mark.parametrize("rewards, lengths, alpha", [
+    ([1.0, -0.1], [1, 1], 0.33), ([1.0, math.nan], [1, 1], 0.33), ([1.0, 1.0], [1, -1], 0.33),
+    ([1.0, 1.0], [1, 1], -0.1), ([1.0, 1.0, 1.0], [1, 1, 1], 0.33), ([1.0, 1.0], [1], 0.33),
+    ([[1.0, 1.0]], [[1, 1]], 0.33),
+])
+def test_length_rescaled_refuses(rewards, lengths, alpha):
+    with pytest.raises(ValueError):
+        length_rescaled(torch.tensor(rewards), torch.tensor(lengths), 2, alpha)
+
+
+def test_overlong_penalty_is_dapos():
+    lengths = torch.tensor([0, 79, 80, 81, 90, 99, 100, 101, 500])
+    assert overlong_penalty(lengths, limit=100, buffer=20).tolist() == pytest.approx(
+        [0, 0, 0, -0.05, -0.5, -0.95, -1, -1, -1])
+    assert overlong_penalty([0, 50, 100], limit=100, buffer=100).tolist() == [0, -0.5, -1]
+    for buffer in (0, -1, 101):
+        with pytest.raises(ValueError, match="buffer"):
+            overlong_penalty(lengths, limit=100, buffer=buffer)
+
+
+def test_diversity():
+    responses = ["a b c \\boxed{7}", "a b c \\boxed{7.0}", "none", "", "", "", "", ""]
+    figures = diversity(responses, group_size=4)
+    # one different answer of four; (a b c) and (b c box) and (a b c) and (b c other box): 3 of 4
+    assert figures == {"distinct_answers": (1 / 4 + 0) / 2, "distinct_3grams": 3 / 4}
+    assert diversity([rf"\boxed{{{i}}} {i} {i} {i}" for i in range(8)]) == {
+        "distinct_answers": 1.0, "distinct_3grams": 1.0}
+    assert diversity(["x x x x x"] * 2 + ["x y z", "z y x"], 2) == {
+        "distinct_answers": 0.0, "distinct_3grams": (1 / 6 + 1) / 2}
+    assert diversity([""], 1) == {"distinct_answers": 0.0, "distinct_3grams": 0.0}
+    for responses, group_size in (([], 2), (["x"] * 3, 2)):
+        with pytest.raises(ValueError, match="whole groups"):
+            diversity(responses, group_size)
+
+
+# --------------------------------------------------------------------------------------------------
 # Script
 
 
@@ -1021,7 +1121,9 @@ def run_script(monkeypatch, *arguments):
 def test_script_shows_the_egg_problem(monkeypatch, capsys):
     run_script(monkeypatch)
     printed = capsys.readouterr().out
-    assert [row.split()[0] for row in printed.splitlines()[1:]] == ["1.5", "0.5", "0.0"]
+    assert [row.split()[0] for row in printed.splitlines()[1:4]] == ["1.5", "0.5", "0.0"]
+    assert "1.5  <think>" in printed and "+0.20916 -0.25800 +0.04884" in printed
+    assert "20: 0 -0.5 -1 -1\n" in printed
     assert printed.isascii()  # any terminal can show it
 
 
