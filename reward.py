@@ -621,6 +621,113 @@ def diversity(responses, group_size=8):
 
 
 # --------------------------------------------------------------------------------------------------
+# A reward model in place of the rule (DeepSeekMath, arXiv 2402.03300, sec. 4.1.4), for answers that
+# no rule can check. Between iterations it is trained further, on the policy's own answers.
+
+
+def reward_model_scores(model, tokenizer, prompts, responses, batch_rows=16):
+    """Scores of N = B·G responses to B prompts, prompt-major, without gradients: (N,) float32.
+
+    model: a transformers sequence-classification model with one label; tokenizer: its own. prompts
+    have their chat template applied. ValueError: another number of labels, rows that are not whole
+    groups, a row longer than the model's positions.
+    """
+    if not prompts or len(responses) % len(prompts):
+        raise ValueError(f"{len(responses)} responses for {len(prompts)} prompts")
+    G = len(responses) // len(prompts)
+    rows = reward_model_rows(tokenizer, [p for p in prompts for _ in range(G)], responses)
+    with torch.no_grad():
+        batches = [rows[start : start + batch_rows] for start in range(0, len(rows), batch_rows)]
+        scores = [score_rows(model, batch) for batch in batches]
+    return torch.cat(scores)
+
+
+def reward_model_rows(tokenizer, prompts, responses):
+    """[prompt][response][end] as N lists of token ids. Whatever a response says is text in it."""
+    prompt_ids = tokenizer(prompts, add_special_tokens=False).input_ids
+    text_only = {"add_special_tokens": False, "split_special_tokens": True}
+    response_ids = tokenizer(responses, **text_only).input_ids
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return [prompt + response + end for prompt, response in zip(prompt_ids, response_ids)]
+
+
+def score_rows(model, rows):
+    """Lists of token ids -> (N,) float32, differentiable: the score at each row's last token.
+
+    Rows are padded on the right under an attention mask. The position is taken from the lengths:
+    transformers takes the last token that is not the padding token, which an end token may be.
+    """
+    if model.config.num_labels != 1:
+        raise ValueError(f"a reward model has one label, this one has {model.config.num_labels}")
+    lengths = torch.tensor([len(row) for row in rows])  # (N,)
+    limit = getattr(model.config, "max_position_embeddings", None) or math.inf
+    if lengths.min() < 1 or lengths.max() > limit:
+        raise ValueError(f"a row of {lengths.min()} to {lengths.max()} tokens: the reward model "
+                         f"takes from 1 to {limit}")
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]  # (N, S)
+    input_ids = torch.zeros(mask.shape, dtype=torch.long)
+    input_ids[mask] = torch.tensor([token for row in rows for token in row])
+    inputs = {"input_ids": input_ids, "attention_mask": mask.long()}
+    inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+    if not hasattr(model, "score"):  # an encoder: it pools as it was trained to
+        return model(**inputs).logits[:, 0].float()
+    hidden = model.base_model(**inputs, use_cache=False)[0]  # (N, S, hidden)
+    last = hidden[torch.arange(len(rows)), lengths - 1]  # (N, hidden)
+    return model.score(last)[:, 0].float()
+
+
+def preference_pairs(rewards, group_size=8, generator=None, pairs_per_group=4, margin=0.0):
+    """Pairs of rows (better, worse) from the same group: (P, 2) long.
+
+    Of all pairs whose rewards differ by more than `margin`, at most `pairs_per_group` per group,
+    drawn with `generator` (a CPU one); None keeps all. A group of equal rewards has none.
+    """
+    if rewards.ndim != 1 or len(rewards) % group_size:
+        raise ValueError(f"rewards {tuple(rewards.shape)}: not whole groups of {group_size}")
+    groups = rewards.cpu().view(-1, group_size)  # (B, G)
+    pairs = [torch.empty(0, 2, dtype=torch.long)]
+    for b, r in enumerate(groups):
+        found = (r[:, None] - r[None, :] > margin).nonzero()  # (pairs of the group, 2)
+        chosen = torch.randperm(len(found), generator=generator)[:pairs_per_group]
+        pairs.append(found[chosen] + b * group_size)
+    return torch.cat(pairs)
+
+
+def bradley_terry_loss(chosen, rejected):
+    """-log sigmoid(score of the better - score of the worse), mean over pairs: (P,), (P,) -> ()."""
+    return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+
+
+def train_reward_model(model, optimizer, tokenizer, pairs, replay, generator=None,
+                       replay_share=0.1, batch_pairs=8):
+    """One pass over new pairs mixed with old ones; one optimizer step per `batch_pairs` pairs.
+
+    pairs, replay: lists of (prompt, better response, worse response). `replay_share` of the mix are
+    old pairs, as far as there are any, drawn with `generator` (a CPU one), so that the model does
+    not forget how earlier policies answered. -> {"reward_model_loss", "reward_model_accuracy"},
+    measured on each pair before the step that it is in.
+    """
+    if not pairs:
+        raise ValueError("no pairs to train the reward model on")
+    wanted = round(len(pairs) * replay_share / (1 - replay_share))
+    drawn = torch.randperm(len(replay), generator=generator)[:wanted].tolist()
+    mixed = [*pairs, *(replay[i] for i in drawn)]
+    order = torch.randperm(len(mixed), generator=generator).tolist()
+    losses, right = 0.0, 0
+    for start in range(0, len(mixed), batch_pairs):
+        prompts, better, worse = zip(*(mixed[i] for i in order[start : start + batch_pairs]))
+        rows = reward_model_rows(tokenizer, list(prompts * 2), list(better + worse))
+        chosen, rejected = score_rows(model, rows).chunk(2)
+        loss = bradley_terry_loss(chosen, rejected)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses += float(loss.detach()) * len(prompts)
+        right += int((chosen > rejected).sum())
+    return {"reward_model_loss": losses / len(mixed), "reward_model_accuracy": right / len(mixed)}
+
+
+# --------------------------------------------------------------------------------------------------
 # Demonstration: python reward.py [RESPONSE TRUTH]
 
 
@@ -643,6 +750,9 @@ def main():
     penalties = overlong_penalty([80, 90, 100, 110], limit=100, buffer=20)
     print("overlong: 80 90 100 110 tokens, limit 100, buffer 20: "
           + " ".join(f"{penalty:g}" for penalty in penalties.tolist()))
+    losses = [bradley_terry_loss(torch.tensor([d]), torch.tensor([0.0])) for d in (-1.0, 0.0, 1.0)]
+    print("Bradley-Terry: the better answer scored 1 lower, equal, 1 higher: loss "
+          + " ".join(f"{loss:.4f}" for loss in losses))
 
 
 if __name__ == "__main__":

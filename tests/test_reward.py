@@ -13,6 +13,7 @@ import socket
 import sys
 import textwrap
 import time
+import types
 import urllib.error
 import urllib.request
 from decimal import Decimal
@@ -24,9 +25,11 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import example, given, settings
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import reward
 from reward import (
+    bradley_terry_loss,
     canonical,
     column_names,
     diversity,
@@ -40,9 +43,14 @@ from reward import (
     majority_at_k,
     overlong_penalty,
     pass_at_k,
+    preference_pairs,
+    reward_model_rows,
+    reward_model_scores,
     rule_reward,
     score_responses,
+    score_rows,
     think_answer_reward,
+    train_reward_model,
     user_rewards,
 )
 
@@ -1110,6 +1118,146 @@ def test_diversity():
 
 
 # --------------------------------------------------------------------------------------------------
+# A reward model
+
+
+def small_reward_model(architecture="qwen2", **changes):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                 num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+                 bos_token_id=None, eos_token_id=1, pad_token_id=None, num_labels=1)
+    config = AutoConfig.for_model(architecture, **{**sizes, **changes})
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape), alpha=0.2)
+    return model
+
+
+ROWS = [[5, 6, 7, 1], [8], [9, 10, 11, 12, 13, 14, 1], [0, 0, 0], [5, 6, 7, 1]]
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama", "gpt2", "gemma2", "bert"])
+def test_a_row_scores_the_same_alone_and_padded(architecture):
+    model = small_reward_model(architecture, pad_token_id=0 if architecture == "bert" else None)
+    scores = score_rows(model, ROWS)
+    assert scores.shape == (5,) and scores.dtype == torch.float32 and scores.requires_grad
+    with torch.no_grad():  # transformers' own, one by one and without padding
+        alone = [float(model(input_ids=torch.tensor([row])).logits) for row in ROWS]
+    assert scores.tolist() == pytest.approx(alone, abs=1e-5)
+    assert min(abs(a - b) for i, a in enumerate(alone[:4]) for b in alone[:i]) > 0.01
+
+
+def test_the_last_token_counts_where_it_is_the_padding_token():
+    model = small_reward_model()
+    scores = score_rows(model, ROWS)
+    model.config.pad_token_id = 1  # the end token pads, as in many checkpoints
+    assert torch.equal(score_rows(model, ROWS), scores)
+
+
+@pytest.mark.parametrize("rows, changes", [([[5], []], {}), ([[5] * 65], {}),
+                                           (ROWS, {"num_labels": 2})])
+def test_score_rows_refuses(rows, changes):
+    with pytest.raises(ValueError, match="label|tokens"):
+        score_rows(small_reward_model(**changes), rows)
+
+
+def test_reward_model_scores(tiny):
+    tokenizer = tiny[1]
+    model = small_reward_model()
+    prompts, responses = ["1 + 2", "5"], ["3", "4 and 5 and 6", "", "<|end|>3"]
+    scores = reward_model_scores(model, tokenizer, prompts, responses)
+    assert scores.shape == (4,) and scores.dtype == torch.float32 and not scores.requires_grad
+    rows = reward_model_rows(tokenizer, ["1 + 2", "1 + 2", "5", "5"], responses)
+    assert all(row.count(tokenizer.eos_token_id) == 1 for row in rows)  # what was written is text
+    assert all(row[-1] == tokenizer.eos_token_id for row in rows)
+    assert rows[0][:-1] == tokenizer("1 + 2", add_special_tokens=False).input_ids + [
+        *tokenizer("3", add_special_tokens=False).input_ids]
+    assert scores.tolist() == pytest.approx(score_rows(model, rows).tolist(), abs=1e-6)
+    one_by_one = reward_model_scores(model, tokenizer, prompts, responses, batch_rows=1)
+    assert scores.tolist() == pytest.approx(one_by_one.tolist(), abs=1e-5)
+    for prompts in ([], ["a", "b", "c"]):
+        with pytest.raises(ValueError, match="responses for"):
+            reward_model_scores(model, tokenizer, prompts, responses)
+
+
+def test_preference_pairs_are_of_one_group_the_better_first():
+    rewards = torch.tensor([0.0, 1.5, 0.5, 1.5, 0.5, 0.5, 0.5, 0.5])
+    every = preference_pairs(rewards, 4, pairs_per_group=None)
+    assert sorted(every.tolist()) == [[1, 0], [1, 2], [2, 0], [3, 0], [3, 2]]
+    assert sorted(preference_pairs(rewards, 4, pairs_per_group=None, margin=0.5).tolist()) == [
+        [1, 0], [1, 2], [3, 0], [3, 2]]
+    assert preference_pairs(rewards[4:], 4).shape == (0, 2)
+    assert preference_pairs(rewards[:0], 4).shape == (0, 2)
+    both = preference_pairs(rewards[[4, 5, 6, 7, 0, 1, 2, 3]], 4, pairs_per_group=None)
+    assert sorted(both.tolist()) == [[5, 4], [5, 6], [6, 4], [7, 4], [7, 6]]
+    drawn = [preference_pairs(rewards, 4, torch.Generator().manual_seed(seed), pairs_per_group=2)
+             for seed in (0, 0, 1, 2, 3)]
+    assert torch.equal(drawn[0], drawn[1]) and drawn[0].shape == (2, 2)
+    assert any(not torch.equal(drawn[0], other) for other in drawn)
+    for bad in (rewards[:7], rewards.view(2, 4)):
+        with pytest.raises(ValueError, match="whole groups"):
+            preference_pairs(bad, 4)
+
+
+def test_bradley_terry_loss():
+    chosen, rejected = torch.tensor([1.0, -1.0, 2.0]), torch.tensor([0.0, 0.0, 2.0])
+    expected = [-math.log(1 / (1 + math.exp(-d))) for d in (1.0, -1.0, 0.0)]
+    assert float(bradley_terry_loss(chosen, rejected)) == pytest.approx(sum(expected) / 3, abs=1e-6)
+    assert float(bradley_terry_loss(chosen[:1] - 1e4, rejected[:1])) == pytest.approx(9999.0)
+
+
+class Seen:
+    """A tokenizer that remembers the texts it was given; one token per letter."""
+    eos_token_id = 1
+
+    def __init__(self):
+        self.texts = []
+
+    def __call__(self, texts, **options):
+        self.texts += texts
+        return types.SimpleNamespace(input_ids=[[2 + ord(c) % 60 for c in text] for text in texts])
+
+
+def test_train_reward_model_mixes_a_tenth_of_old_pairs():
+    model = small_reward_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    pairs = [("p", f"new{i}", "bad") for i in range(18)]
+    replay = [("p", f"old{i}", "bad") for i in range(50)]
+    seen = Seen()
+    figures = train_reward_model(model, optimizer, seen, pairs, replay,
+                                 torch.Generator().manual_seed(0))
+    assert sorted(text for text in seen.texts if "new" in text) == sorted(p[1] for p in pairs)
+    assert len({text for text in seen.texts if "old" in text}) == 2  # 2 of 20
+    # With a learning rate of 0, the figures are those of the mix as it was.
+    rows = reward_model_rows(Seen(), ["p"] * 40, [t for t in seen.texts if t not in ("p", "bad")]
+                             + ["bad"] * 20)
+    chosen, rejected = score_rows(model, rows).chunk(2)
+    assert figures["reward_model_loss"] == pytest.approx(
+        float(bradley_terry_loss(chosen, rejected)), abs=1e-5)
+    assert figures["reward_model_accuracy"] == int((chosen > rejected).sum()) / 20
+    few = Seen()
+    train_reward_model(model, optimizer, few, pairs, replay[:1])
+    assert sum("old" in text for text in few.texts) == 1
+    with pytest.raises(ValueError, match="no pairs"):
+        train_reward_model(model, optimizer, Seen(), [], replay)
+
+
+def test_a_reward_model_learns_the_rule():
+    model = small_reward_model()
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    right = [("1 + 2", f"{i} \\boxed{{3}}", f"{i} \\boxed{{4}}") for i in range(16)]
+    first = train_reward_model(model, optimizer, Seen(), right, [])
+    for seed in range(6):
+        last = train_reward_model(model, optimizer, Seen(), right, right[:4],
+                                  torch.Generator().manual_seed(seed))
+    assert last["reward_model_loss"] < 0.1 < first["reward_model_loss"]
+    assert last["reward_model_accuracy"] == 1.0
+    scores = reward_model_scores(model, Seen(), ["1 + 2"], ["77 \\boxed{3}", "77 \\boxed{4}"])
+    assert scores[0] > scores[1]
+
+
+# --------------------------------------------------------------------------------------------------
 # Script
 
 
@@ -1124,6 +1272,7 @@ def test_script_shows_the_egg_problem(monkeypatch, capsys):
     assert [row.split()[0] for row in printed.splitlines()[1:4]] == ["1.5", "0.5", "0.0"]
     assert "1.5  <think>" in printed and "+0.20916 -0.25800 +0.04884" in printed
     assert "20: 0 -0.5 -1 -1\n" in printed
+    assert "1.3133 0.6931 0.3133\n" in printed
     assert printed.isascii()  # any terminal can show it
 
 
