@@ -17,6 +17,7 @@ Departures from the theory's code map:
     python reward.py                        # the egg problem, scored
     python reward.py "So \boxed{63}." 63    # one response against its truth
 """
+
 import functools
 import hashlib
 import http.client
@@ -86,23 +87,23 @@ def extract_boxed(text):
     never closed is passed over. \boxed 18 is read as well, up to the next space. One pass with a
     stack: linear in the length of the text, whatever a model that has lost its way may write.
     """
-    opened = []  # for each open brace: where its box and the content begin, None if it has no box
-    last = None  # the box that was closed last: its begin and end, its content's begin and end
+    opened = []  # for each open brace: the token that opened a box, None for a plain brace
+    closed = None  # where the box that was closed last begins and ends
+    content = (0, 0)  # and where its content does
     for token in BOX.finditer(text):
         first = token[0][0]
         if first == "{":
             opened.append(None)
         elif token["box"]:
-            opened.append((token.start(), token.end("box"), token.end()))
+            opened.append(token)
         elif token["bare"]:
-            last = (token.start(), token.end(), *token.span("bare"))
+            closed = token.span()
+            content = token.span("bare")
         elif first == "}" and opened and (box := opened.pop()):
-            begin, content, not_blank = box
-            if last and last[:2] == (not_blank, token.start()):  # it holds a box and nothing else
-                last = (begin, token.end(), *last[2:])
-            else:
-                last = (begin, token.end(), content, token.start())
-    return text[last[2] : last[3]] if last else None
+            if closed != (box.end(), token.start()):  # else: a box that holds a box and no more
+                content = (box.end("box"), token.start())
+            closed = (box.start(), token.end())
+    return text[slice(*content)] if closed else None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -238,7 +239,7 @@ def load_problems(source, question_field="question", answer_field="answer", need
     path = gsm8k_file(source) if source in GSM8K else Path(source)
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
-            raise ValueError(f"{path}: not a file")  # a device or a pipe may never end
+            raise OSError(0, "not a file")  # a device or a pipe may never end
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
@@ -302,7 +303,8 @@ def hold_out(problems, share=0.1):
     """
     if not 0 < share < 1:
         raise ValueError(f"share {share}: not between 0 and 1")
-    places = [place_of(problem["question"]) for problem in problems]
+    hashes = [hashlib.sha256(problem["question"].encode()).hexdigest() for problem in problems]
+    places = [int(digits[:16], 16) / 16**16 for digits in hashes]  # from 0 to 1
     order = sorted(set(places))
     if len(order) < 2:
         return list(problems), []
@@ -310,11 +312,6 @@ def hold_out(problems, share=0.1):
     held_out = [problem for problem, place in zip(problems, places) if place <= limit]
     training = [problem for problem, place in zip(problems, places) if place > limit]
     return training, held_out
-
-
-def place_of(question):
-    """A text's place between 0 and 1, by its SHA-256."""
-    return int(hashlib.sha256(question.encode()).hexdigest()[:16], 16) / 16**16
 
 
 def gsm8k_file(name):
@@ -340,7 +337,7 @@ def gsm8k_file(name):
 
 
 # --------------------------------------------------------------------------------------------------
-# Evaluation figures.
+# Evaluation figures: not part of training, but of what is told about it.
 
 
 def pass_at_k(correct, k):
@@ -376,9 +373,7 @@ def majority_at_k(answers, truths, k):
 
 def check_k(rows, k):
     if not 1 <= k <= min(map(len, rows), default=0):
-        raise ValueError(
-            f"k = {k} needs at least one problem, and 1 <= k <= samples of each problem"
-        )
+        raise ValueError(f"k = {k}: needs at least one problem, and k samples of each")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -470,7 +465,7 @@ def user_rewards(functions, weights, problems, prompts, responses, completion_id
     if N == 0 or B == 0 or len(problems) != B or N % B:
         raise ValueError(f"{N} responses for {B} prompts and {len(problems)} problems")
     weights = [1.0] * len(functions) if weights is None else weights
-    if len(weights) != len(functions) or not all(map(math.isfinite, weights)):
+    if not functions or len(weights) != len(functions) or not all(map(math.isfinite, weights)):
         raise ValueError(f"weights {weights}: not one finite number for each of {list(functions)}")
     names = dict.fromkeys([*column_names(problems), *columns])
     rows = []  # for each row, what it hands over
@@ -481,7 +476,8 @@ def user_rewards(functions, weights, problems, prompts, responses, completion_id
         rows.append(row | {"prompts": prompts[b], "completions": response, "completion_ids": ids})
     parts = {name: one_reward(name, functions[name], rows) for name in functions}
     values = torch.stack(list(parts.values()))  # (K, N)
-    rewards = (torch.tensor(weights)[:, None] * values).nansum(dim=0)  # (N,)
+    weights = torch.tensor(weights, dtype=torch.float64)[:, None]  # (K, 1)
+    rewards = (weights * values).nansum(dim=0).float()  # (N,)
     if values.isnan().all(dim=0).any():
         warnings.warn("every reward gave None for some rows: they count as 0", stacklevel=2)
     for n in (~rewards.isfinite()).nonzero().flatten().tolist():
@@ -632,7 +628,7 @@ def reward_model_scores(model, tokenizer, prompts, responses, batch_rows=16):
     have their chat template applied. ValueError: another number of labels, rows that are not whole
     groups, a row longer than the model's positions.
     """
-    if not prompts or len(responses) % len(prompts):
+    if not prompts or not responses or len(responses) % len(prompts):
         raise ValueError(f"{len(responses)} responses for {len(prompts)} prompts")
     G = len(responses) // len(prompts)
     rows = reward_model_rows(tokenizer, [p for p in prompts for _ in range(G)], responses)

@@ -876,6 +876,15 @@ def test_rewards_are_summed_with_their_weights_over_those_that_apply():
     assert rewards.tolist() == [1.0, 0.0, 3.0, 0.0]
 
 
+def test_a_huge_weight_loses_no_row():
+    arguments = PROBLEMS, ["", ""], ["", ""]
+    assert user_rewards({"f": gives(0.0, 1e-300)}, [1e300], *arguments)[0].tolist() == [0.0, 0.0]
+    with pytest.raises(ValueError, match="row 1.*weighted sum is inf"):
+        user_rewards({"f": gives(0.0, 1.0)}, [1e300], *arguments)
+    with pytest.raises(ValueError, match="weights"):
+        user_rewards({}, None, *arguments)
+
+
 @pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0, 3.0], [1.0, math.nan], [1.0, math.inf], []])
 def test_weights_are_one_finite_number_per_reward(weights):
     functions = {"a": lambda **columns: [1.0], "b": lambda **columns: [1.0]}
@@ -1176,9 +1185,9 @@ def test_reward_model_scores(tiny):
     assert scores.tolist() == pytest.approx(score_rows(model, rows).tolist(), abs=1e-6)
     one_by_one = reward_model_scores(model, tokenizer, prompts, responses, batch_rows=1)
     assert scores.tolist() == pytest.approx(one_by_one.tolist(), abs=1e-5)
-    for prompts in ([], ["a", "b", "c"]):
+    for prompts, some in (([], responses), (["a", "b", "c"], responses), (["a"], [])):
         with pytest.raises(ValueError, match="responses for"):
-            reward_model_scores(model, tokenizer, prompts, responses)
+            reward_model_scores(model, tokenizer, prompts, some)
 
 
 def test_preference_pairs_are_of_one_group_the_better_first():
@@ -1234,7 +1243,7 @@ def test_train_reward_model_mixes_a_tenth_of_old_pairs():
                              + ["bad"] * 20)
     chosen, rejected = score_rows(model, rows).chunk(2)
     assert figures["reward_model_loss"] == pytest.approx(
-        float(bradley_terry_loss(chosen, rejected)), abs=1e-5)
+        bradley_terry_loss(chosen, rejected).item(), abs=1e-5)
     assert figures["reward_model_accuracy"] == int((chosen > rejected).sum()) / 20
     few = Seen()
     train_reward_model(model, optimizer, few, pairs, replay[:1])
