@@ -1,18 +1,28 @@
-r"""[B] Rule reward: a math answer is scored by a rule, so no reward model is trained.
+r"""[B] Rule reward: a math answer is scored by a rule, so no reward model has to be trained.
 
-    R(x, y) = 0.5 · [y gives an answer in \boxed{…}]  +  1.0 · [that answer is right]       in {0, 0.5, 1.5}
+    R(x, y) = 0.5 · [y gives an answer in \boxed{…}]  +  1.0 · [that answer is right]
 
-x is the problem, with its known final answer; y is one response to it. Where this departs from the theory's
-code map, and why:
-  - The response alone is scored. The map scores prompt and response together, and a prompt that shows what a
-    \boxed{answer} looks like is then scored as one.
-  - The last complete box counts, not the first: a model that corrects itself means its last word. Braces are
-    balanced: \boxed{\frac{1}{2}} is read whole, where the map's pattern stops at the first closing brace.
-  - Numbers are compared as numbers, exactly: 1,000 = 1000.0 = \$1{,}000. The map compares strings, and the
-    theory's other version lets an error under 0.01 pass. An answer inside another (5 in 15) is not right.
+so R is 0, 0.5 or 1.5. x is the problem, with its known final answer; y is one response to it.
+
+Departures from the theory's code map:
+- The response alone is scored. The map scores prompt and response together, and a prompt that shows
+  what a \boxed{answer} looks like is then scored as one.
+- The last complete box counts, not the first: a model that corrects itself means its last word.
+  Braces are balanced: \boxed{\frac{1}{2}} is read whole, where the map's pattern stops at the first
+  closing brace.
+- Numbers are compared as numbers, exactly: 1,000 = 1000.0 = \$1{,}000. The map compares strings,
+  and the theory's other version lets an error under 0.01 pass. An answer inside another (5 in 15)
+  is not right.
+
+    python reward.py                        # the egg problem, scored
+    python reward.py "So \boxed{63}." 63    # one response against its truth
 """
+
+import functools
 import hashlib
 import http.client
+import importlib.util
+import inspect
 import json
 import math
 import os
@@ -20,14 +30,16 @@ import re
 import sys
 import tempfile
 import urllib.request
+import warnings
 from collections import Counter
-from decimal import Decimal
+from contextlib import contextmanager
+from fractions import Fraction
 from pathlib import Path
 
 import torch
 
 
-def rule_reward(response: str, ground_truth: str) -> float:
+def rule_reward(response, ground_truth):
     """R(x, y) as above: 0.0, 0.5 (an answer in the right format) or 1.5 (and it is right).
 
     An empty box is no answer. Any text is scored, none raises, and nothing in it is ever evaluated.
@@ -38,131 +50,196 @@ def rule_reward(response: str, ground_truth: str) -> float:
     return 0.5 + 1.0 * (answer == canonical(str(ground_truth)))
 
 
-def score_responses(responses, ground_truths, group_size=8, device="cpu") -> torch.Tensor:
+def score_responses(responses, ground_truths, group_size=8, device="cpu"):
     """Score N = B·G responses, prompt-major, against B ground truths: (N,) float32.
 
     ValueError if N is not B·group_size: rows would be scored against another prompt's truth.
     """
-    if len(responses) != len(ground_truths) * group_size:
-        raise ValueError(f"{len(responses)} responses are not {len(ground_truths)} groups of {group_size}")
-    rewards = [rule_reward(response, ground_truths[i // group_size]) for i, response in enumerate(responses)]
+    N, B = len(responses), len(ground_truths)
+    if N != B * group_size:
+        raise ValueError(f"{N} responses are not {B} groups of {group_size}")
+    truths = [truth for truth in ground_truths for _ in range(group_size)]  # one per row
+    rewards = [rule_reward(response, truth) for response, truth in zip(responses, truths)]
     return torch.tensor(rewards, dtype=torch.float32, device=device)  # (N,)
 
 
-def extract_boxed(text: str) -> str | None:
-    r"""The content of the last complete \boxed{…}, braces balanced; None if there is none.
-
-    Last means starting last, so \boxed{\boxed{5}} gives 5; a box that is never closed is passed over. One
-    pass with a stack: linear in the length of the text, whatever a model that has lost its way may write.
-    """
-    opened = []  # for each brace still open: where its box's content starts, -1 if it opened no box
-    start = end = -1
-    for token in re.finditer(r"\\boxed\{|\\[{}]|[{}]", text):
-        if token[0] in ("{", r"\boxed{"):  # the escaped \{ and \} are printed characters and group nothing
-            opened.append(token.end() if token[0] != "{" else -1)
-        elif token[0] == "}" and opened and (content := opened.pop()) > start:
-            start, end = content, token.start()
-    return None if start < 0 else text[start:end]
-
-
-# ----- number comparison ------------------------------------------------------------------------------------
-
-LATEX = {"\\$": "$", "\\%": "%", "{,}": ",", "\\!": "", "\\,": " ", "\\ ": " ", "~": " ",
-         "\N{MINUS SIGN}": "-"}
-TEXT = r"\\(?:text|textbf|mathrm|mathbf)"
-WRAPPED = re.compile(rf"{TEXT}\{{([^{{}}]*)\}}")  # \text{Monday}
-# Sign, digits (commas as thousands separators only), percent sign, unit. [0-9], since \d also takes the
-# digits of other scripts; and no digit in the unit, so that 5\text{ or 6} is not 5.
-NUMBER = re.compile(
-    r"([+-]?) ?\$?((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
-    rf" ?%? ?(?:{TEXT}\{{[^{{}}0-9]*\}})?"
-)
-LONGEST_NUMBER = 100  # characters; also bounds the work of the pattern and of Decimal
-
-
-def canonical(answer: str) -> Decimal | str:
-    r"""What an answer is compared by, and what it votes as: its number, or else its cleaned text.
-
-    18, $18, 18.0, 18. and 18\text{ dollars} are one number, and 50\% is 50; a fraction stays text. Text is
-    compared without case, dollar signs around it or full stop behind it. "" means there is no answer.
-    """
-    for latex, plain in LATEX.items():
-        answer = answer.replace(latex, plain)
-    text = " ".join(answer.split()).lstrip("$ ").rstrip("$ .").casefold()
-    if wrapped := WRAPPED.fullmatch(text):
-        return canonical(wrapped[1])
-    if len(text) <= LONGEST_NUMBER and (number := NUMBER.fullmatch(text)):
-        return Decimal(number[1] + number[2].replace(",", ""))  # exact; equal numbers hash alike
-    return text
-
-
 def is_right(rewards):
-    return rewards == 1.5
+    """Rewards (N,) of the rule -> (N,) bool: which answers are right."""
+    return torch.as_tensor(rewards) == 1.5
 
 
 def has_format(rewards):
-    return rewards >= 0.5
+    """Rewards (N,) of the rule -> (N,) bool: which responses give an answer in a box."""
+    return torch.as_tensor(rewards) > 0
 
 
-def load_reward(spec):
-    import importlib.util
-    path, _, name = spec.rpartition(":")
-    if not Path(path).is_file():
-        raise ValueError(f"{spec}: no file {path!r}; write path/to/file.py:function")
-    try:
-        s = importlib.util.spec_from_file_location("user_reward", path)
-        module = importlib.util.module_from_spec(s)
-        s.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{spec}: {path} fails to load: {type(error).__name__}: {error}") from None
-    f = getattr(module, name, None)
-    if not callable(f):
-        raise ValueError(f"{spec}: {path} has no function {name!r}")
-    return f
+BOX = re.compile(
+    r"\{|\}\s*|\\[{}]"  # the escaped \{ and \} are printed characters and group nothing
+    r"|(?P<box>\\boxed\s*\{)\s*"  # \boxed{ or \boxed {
+    r"|\\boxed\s*(?P<bare>[-+]?\.?[0-9](?:[^\s{}$\\]*[^\s{}$\\.,;:!?)*])?)\s*"  # \boxed 18
+)
 
 
-def user_rewards(functions, weights, problems, prompts, responses, completion_ids=None):
-    G = len(responses) // len(prompts)
-    (spec, function), = functions.items()
-    def call(problems, prompts, responses):
-        G = len(responses) // len(prompts)
-        columns = {key: [problem.get(key) for problem in problems for _ in range(G)] for key in problems[0]}
-        values = function(prompts=[p for p in prompts for _ in range(G)], completions=list(responses), **columns)
-        return [float(v) for v in values]
-    try:
-        return torch.tensor(call(problems, prompts, responses)), {}
-    except (Exception, SystemExit) as error:
-        for n, response in enumerate(responses):
-            try:
-                call([problems[n // G]], [prompts[n // G]], [response])
-            except (Exception, SystemExit) as e:
-                raise ValueError(f"{spec}: row {n}, response {response[:60]!r}: {type(e).__name__}: {e}")
-        raise ValueError(f"{spec}: {error}")
+def extract_boxed(text):
+    r"""The content of the last complete \boxed{…}, braces balanced; None if there is none.
+
+    A box inside a complete box is part of its content, but \boxed{\boxed{5}} is 5. A box that is
+    never closed is passed over. \boxed 18 is read as well, up to the next space. One pass with a
+    stack: linear in the length of the text, whatever a model that has lost its way may write.
+    """
+    opened = []  # for each open brace: the token that opened a box, None for a plain brace
+    closed = None  # where the box that was closed last begins and ends
+    content = (0, 0)  # and where its content does
+    for token in BOX.finditer(text):
+        first = token[0][0]
+        if first == "{":
+            opened.append(None)
+        elif token["box"]:
+            opened.append(token)
+        elif token["bare"]:
+            closed = token.span()
+            content = token.span("bare")
+        elif first == "}" and opened and (box := opened.pop()):
+            if closed != (box.end(), token.start()):  # else: a box that holds a box and no more
+                content = (box.end("box"), token.start())
+            closed = (box.start(), token.end())
+    return text[slice(*content)] if closed else None
 
 
-def hold_out(problems, share=0.1):
-    n = max(int(len(problems) * share), 1)
-    return problems[n:], problems[:n]
+# --------------------------------------------------------------------------------------------------
+# Reading an answer: the rule compares what `canonical` makes of the two texts. Mathematics in LaTeX
+# has many spellings; a reader of the method may skip how they are read.
+
+SPELLINGS = {  # LaTeX and Unicode for the same thing, replaced in this order
+    '"': " ", "{,}": ",", "\\!": "", "\\,": " ", "\\;": " ", "\\:": " ", "\\ ": " ", "~": " ",
+    "\\quad": " ", "\\qquad": " ", "\\left": "", "\\right": "", "\\(": " ", "\\)": " ", "\\[": " ",
+    "\\]": " ", "\\$": "$", "\\%": "%", "^{\\circ}": "°", "^\\circ": "°", "\\degree": "°",
+    "\\pounds": "£", "\\approx": "=", "≈": "=", "\\times": "*", "\\cdot": "*", "×": "*", "·": "*",
+    "\\dfrac": "\\frac", "\\tfrac": "\\frac", "½": " 1/2", "¼": " 1/4", "¾": " 3/4",
+    "²": "^2 ", "³": "^3 ", "\N{MINUS SIGN}": "-", "\N{EN DASH}": "-",
+}
+TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox|boxed) ?\{([^{}]*)\}")
+FRACTION = re.compile(r"\\frac ?(?:\{([^{}]*)\}|([0-9])) ?(?:\{([^{}]*)\}|([0-9]))")
+POWER = re.compile(r"\^ ?\{([^{}]*)\}")
+# What may stand before an answer: "x =", "x_1 =", "f(3) =", "\theta =", '"answer: "', a bare "=".
+NAME = re.compile(
+    r'(?:(?!\\not)\\?[a-z]+(?:_[a-z0-9]+|_\{[a-z0-9]+\})?(?:\([a-z0-9]\))? ?[=:]'
+    r'|"[^"]*" ?[=:]|"[^"]*[=:] ?"|=) ?'
+)
+DECIMAL = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)"
+NUMBER = re.compile(
+    r"(?P<sign>[+-]?) ?[$€£]? ?(?:"
+    r"(?P<whole>[0-9]+) (?P<part>[1-9][0-9]?) ?/ ?(?P<parts>[0-9]+)"  # 3 1/2
+    rf"|(?:(?P<factor>{DECIMAL}) ?[*x] ?)?10 ?\^ ?(?P<power>-?[0-9]{{1,3}})(?![0-9])"  # 1.5*10^3
+    rf"|(?P<top>{DECIMAL}) ?/ ?(?P<bottom>-?{DECIMAL})"  # 1/2
+    rf"|(?P<number>{DECIMAL})(?:e(?P<exponent>[+-]?[0-9]{{1,3}})(?![0-9]))?)"  # 1,000.5 and 1e3
+)
+# A unit is made of signs and of words, each perhaps with a power; no digit and no variable.
+UNIT = re.compile(r'[%°€£$ ]|[/*]? ?(?:"[^"0-9]*"|[a-z]+(?:-[a-z]+)*)(?: ?\^ ?-?[0-9] ?)?\.?')
+SHORT_UNITS = set("m g s h l km cm mm kg mg lb oz ft in yd mi hr ml".split())  # 18m, but not 18x
+NO_UNITS = set(  # words that change the number, or add another
+    "k bn hundred hundreds thousand thousands million millions billion billions trillion trillions "
+    "dozen dozens lakh crore mil half halves third thirds tenths squared cubed factorial plus "
+    "minus mod modulo remainder and or to not is am pm pi zero one two three four five six seven "
+    "eight nine ten eleven twelve twenty thirty forty fifty".split()
+)
+LONGEST = 300  # characters; what is longer is compared as text, so no pattern meets long text
 
 
-# ----- problems ---------------------------------------------------------------------------------------------
+def canonical(answer):
+    r"""What an answer is compared by, and what it votes as: its number, or else its cleaned text.
 
-GSM8K_URL = "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/"
+    18, $18, 18.0, x = 18, 18 km, 18\text{ cm}^2 and \frac{36}{2} are one number: a Fraction, which
+    is exact, and equal Fractions hash alike. 50\% is 50 and not 1/2. Two numbers (5 or 6), 18x,
+    18 dozen, and what would have to be calculated (2^3) are text. Text is compared without case,
+    \text{…}, spaces beside signs, dollar signs around it and a full stop behind it. "" means that
+    there is no answer. Nothing is evaluated, and the time is linear in the length of the answer.
+    """
+    if len(answer) > LONGEST:
+        return " ".join(answer.split()).casefold()
+    text = answer.strip("*")  # Markdown's bold
+    for spelling, plain in SPELLINGS.items():
+        text = text.replace(spelling, plain)
+    # \text{ cm} becomes " cm" in quotes; with a digit in it, it is no unit: \text{18 cm} is 18 cm.
+    text = TEXT.sub(lambda word: word[1] if re.search("[0-9]", word[1]) else f'"{word[1]}"', text)
+    text = " ".join(text.casefold().split()).lstrip("$ ").rstrip("$ .")
+    text = NAME.sub("", text, count=1) if NAME.match(text) else text
+    number = as_fraction(text)
+    if number is not None:
+        return number
+    text = re.sub(r" ?([^\w ]) ?", r"\1", text.replace('"', "").strip("$ ."))
+    return text[1:-1] if re.fullmatch(r"\([^(),]*\)|\{[^{}]*\}", text) else text
+
+
+def as_fraction(text):
+    """The number that an answer is, apart from its unit, as a Fraction; None if it is none."""
+    text = FRACTION.sub(r" \1\2/\3\4 ", text)  # 3\frac{1}{2} is 3 1/2
+    text = POWER.sub(r"^\1 ", text)  # 10^{3} is 10^3, and no digit behind it joins it
+    text = " ".join(re.sub(r"(?<!\\)[{}]", "", text).split())
+    while (text[:1], text[-1:]) in (("(", ")"), ("[", "]")):
+        text = text[1:-1].strip("$ ")
+    found = NUMBER.match(text)
+    if not found or not is_unit(text[found.end() :]):
+        return None
+    part = {name: re.sub("[, ]", "", digits) for name, digits in found.groupdict("0").items()}
+    if found["whole"]:
+        top, bottom = int(part["whole"]) * int(part["parts"]) + int(part["part"]), part["parts"]
+    elif found["power"]:
+        top, bottom = Fraction(part["factor"] if found["factor"] else 1), 1
+    elif found["top"]:
+        top, bottom = part["top"], part["bottom"]
+    else:
+        top, bottom = part["number"], 1
+    if Fraction(bottom) == 0:
+        return None
+    scale = Fraction(10) ** (int(part["power"]) + int(part["exponent"]))  # at most 10^999
+    value = Fraction(top) / Fraction(bottom) * scale
+    return -value if found["sign"] == "-" else value
+
+
+def is_unit(text):
+    """Whether what stands behind a number leaves it as it is: nothing, or a unit."""
+    first = re.match(r"[ /*]*([a-z]{1,2})(?![a-z])", text)  # 18x, 18n and 18 pi are other numbers
+    if UNIT.sub("", text) or (first and first[1] not in SHORT_UNITS):
+        return False
+    return NO_UNITS.isdisjoint(re.findall("[a-z]+", text))
+
+
+# --------------------------------------------------------------------------------------------------
+# Problems: GSM8K, or a JSONL file in its form. Every line that is not one is named.
+
+GSM8K_URL = (
+    "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/"
+)
 GSM8K = {  # name: (file, its SHA-256)
-    "gsm8k": ("train.jsonl", "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465"),
-    "gsm8k:test": ("test.jsonl", "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14"),
+    "gsm8k": (
+        "train.jsonl", "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465"
+    ),
+    "gsm8k:test": (
+        "test.jsonl", "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14"
+    ),
 }
 
 
-def load_problems(source, question_field='question', answer_field='answer', need_answer=True) -> list[dict]:
+def load_problems(source, question_field="question", answer_field="answer", need_answer=True):
     """Problems from a JSONL path, or from the name `gsm8k` (train, 7473) or `gsm8k:test` (1319).
 
-    A line has GSM8K's fields (arXiv 2110.14168): `question`, and `answer`, a worked solution, then `#### 72`.
-    `answer` comes back as the bare final answer and the worked part as `solution`; other columns stay as they
-    are. Blank lines are skipped. ValueError, in one line naming the file and the line, for whatever is wrong.
+    A line has GSM8K's fields (arXiv 2110.14168): a question, and a worked solution that ends in
+    `#### 72`. It comes back as a dict with `question`, `answer` (the bare final answer, "72") and
+    `solution` (the worked part, unless the line has a `solution` of its own); all other columns
+    stay as they are. Blank lines are skipped.
+
+    question_field, answer_field: the columns that hold the two. In place of the question a line may
+    have `messages`, a chat history of {"role": …, "content": …} that ends with the user's turn:
+    `question` is then what that turn says, and `messages` stays. need_answer=False, for users with
+    a reward of their own: an answer without `####` stays as it is, and no answer is "".
+
+    ValueError, in one line naming the file and the line, for whatever is wrong.
     """
-    path = _gsm8k_file(source) if source in GSM8K else Path(source)
+    path = gsm8k_file(source) if source in GSM8K else Path(source)
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise OSError(0, "not a file")  # a device or a pipe may never end
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from error
@@ -170,7 +247,7 @@ def load_problems(source, question_field='question', answer_field='answer', need
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                problems.append(_problem(line))
+                problems.append(read_problem(line, question_field, answer_field, need_answer))
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
     if not problems:
@@ -178,29 +255,70 @@ def load_problems(source, question_field='question', answer_field='answer', need
     return problems
 
 
-def _problem(line: bytes) -> dict:
+def read_problem(line, question_field, answer_field, need_answer):
     try:
         row = json.loads(line.decode("utf-8-sig"))
-        json.dumps(row, ensure_ascii=False).encode()  # "\ud800" is JSON, but no tokenizer can encode it
+        json.dumps(row, ensure_ascii=False).encode()  # "\ud800" is JSON, but no tokenizer takes it
     except UnicodeError as error:
         raise ValueError("not UTF-8") from error
     except (ValueError, RecursionError) as error:
         raise ValueError("not JSON") from error
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
-    for field in ("question", "answer"):
-        if not isinstance(row.get(field), str) or not row[field].strip():
-            raise ValueError(f"{field!r} is missing, empty or not a string")
-    solution, marker, answer = row["answer"].rpartition("####")
-    if not marker or canonical(answer) == "":
-        raise ValueError("'answer' does not end in '#### ' and the final answer")
-    return {**row, "answer": answer.strip(), "solution": solution.strip()}
+    if "messages" in row and question_field in row and question_field != "messages":
+        raise ValueError(f"{question_field!r} and 'messages': which of them is the question?")
+    question = last_turn(row["messages"]) if "messages" in row else row.get(question_field)
+    if not isinstance(question, str) or not question.strip():
+        raise ValueError(f"{question_field!r} is missing, empty or not a string")
+    answer = row.get(answer_field)
+    if need_answer and (not isinstance(answer, str) or not answer.strip()):
+        raise ValueError(f"{answer_field!r} is missing, empty or not a string")
+    worked, marker, final = answer.rpartition("####") if isinstance(answer, str) else ("", "", "")
+    final = final.strip()
+    if marker and canonical(final) != "" and "\n" not in final:  # #### may also be a heading
+        return {"solution": worked.strip()} | row | {"question": question, "answer": final}
+    if need_answer:
+        raise ValueError(f"{answer_field!r} does not end in '#### ' and the final answer")
+    return row | {"question": question, "answer": "" if answer is None else answer}
 
 
-def _gsm8k_file(name: str) -> Path:
+def last_turn(messages):
+    """What the user says at the end of a chat history."""
+    turns = messages if isinstance(messages, list) else []
+    for turn in turns:
+        keys = ("role", "content")
+        if not isinstance(turn, dict) or not all(isinstance(turn.get(key), str) for key in keys):
+            raise ValueError("'messages' is not a list of turns with 'role' and 'content', strings")
+    if not turns or turns[-1]["role"] != "user" or not turns[-1]["content"].strip():
+        raise ValueError("'messages' does not end with something that the user says")
+    return turns[-1]["content"]
+
+
+def hold_out(problems, share=0.1):
+    """Split problems by a stable hash of the question: (training, held_out), in their order.
+
+    About `share` of them is held out, and the same ones whatever the order of the file or what is
+    added to it; equal questions stay together. With two different questions or more, neither side
+    is empty. ValueError unless 0 < share < 1.
+    """
+    if not 0 < share < 1:
+        raise ValueError(f"share {share}: not between 0 and 1")
+    hashes = [hashlib.sha256(problem["question"].encode()).hexdigest() for problem in problems]
+    places = [int(digits[:16], 16) / 16**16 for digits in hashes]  # from 0 to 1
+    order = sorted(set(places))
+    if len(order) < 2:
+        return list(problems), []
+    limit = min(max(share, order[0]), order[-2])  # the lowest is held out, the highest never
+    held_out = [problem for problem, place in zip(problems, places) if place <= limit]
+    training = [problem for problem, place in zip(problems, places) if place > limit]
+    return training, held_out
+
+
+def gsm8k_file(name):
     """The cached file of a GSM8K name, downloaded if it is not there or not what it should be."""
     file, sha256 = GSM8K[name]
-    path = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "grpo-gsm8k" / file
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = cache / "grpo-gsm8k" / file
     try:
         if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256:
             return path
@@ -213,33 +331,36 @@ def _gsm8k_file(name: str) -> Path:
             Path(beside, file).write_bytes(data)
             os.replace(Path(beside, file), path)  # nobody ever reads half a file
     except (OSError, http.client.HTTPException) as error:
-        raise ValueError(f"{name}: no download to {path} ({error}); a JSONL path works too") from error
+        problem = f"no download to {path} ({error}); a JSONL path works too"
+        raise ValueError(f"{name}: {problem}") from error
     return path
 
 
-# ----- evaluation figures -----------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Evaluation figures: not part of training, but of what is told about it.
 
 
-def pass_at_k(correct, k: int) -> float:
-    """The chance that one of k samples is right, unbiased from n >= k (arXiv 2107.03374), mean over problems.
+def pass_at_k(correct, k):
+    """The chance that one of k samples is right, unbiased from n >= k samples, mean over problems.
 
     correct: (B, n) bools. Of n samples c are right: 1 - C(n-c, k) / C(n, k), which is the paper's
-    1 - prod_{i=n-c+1..n} (1 - k/i), in integers that cannot overflow. ValueError unless 1 <= k <= n, B > 0.
+    1 - prod_{i=n-c+1..n} (1 - k/i) (arXiv 2107.03374, eq. 1), in integers that cannot overflow.
+    ValueError unless 1 <= k <= n and B > 0.
     """
     correct = torch.as_tensor(correct).tolist()
-    _check_k(correct, k)
+    check_k(correct, k)
     chances = [1 - math.comb(len(row) - sum(row), k) / math.comb(len(row), k) for row in correct]
     return sum(chances) / len(chances)
 
 
-def majority_at_k(answers, truths, k: int) -> float:
+def majority_at_k(answers, truths, k):
     """maj@k: how often the most frequent of the first k answers is right, mean over problems.
 
-    answers: B lists of n >= k answers from extract_boxed; None and an empty box do not vote. A tie counts as
-    the fraction of the tied answers that are right, no vote as 0. ValueError as in pass_at_k, or unless the
-    truths are B.
+    answers: B lists of n >= k answers from extract_boxed; None and an empty box do not vote. A tie
+    counts as the fraction of the tied answers that are right, no vote as 0. ValueError as in
+    pass_at_k, or unless the truths are B.
     """
-    _check_k(answers, k)
+    check_k(answers, k)
     scores = []
     for row, truth in zip(answers, truths, strict=True):
         votes = Counter(canonical(answer or "") for answer in row[:k])
@@ -250,20 +371,385 @@ def majority_at_k(answers, truths, k: int) -> float:
     return sum(scores) / len(scores)
 
 
-def _check_k(rows, k: int) -> None:
+def check_k(rows, k):
     if not 1 <= k <= min(map(len, rows), default=0):
-        raise ValueError(f"k = {k} needs at least one problem, and 1 <= k <= samples of each problem")
+        raise ValueError(f"k = {k}: needs at least one problem, and k samples of each")
 
 
-# ----- script: python reward.py [RESPONSE TRUTH] ------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# A user's own reward in place of the rule (`--reward`), written as for TRL's `reward_funcs`: its
+# file is loaded, the columns of the data are handed over, and where it goes wrong the row is named.
 
-if __name__ == "__main__":
+GIVEN = ("prompts", "completions", "completion_ids")  # what a reward gets from the rollout
+FAILURE = (Exception, SystemExit)  # sys.exit() in a reward is a failing reward; Ctrl-C is not
+
+
+def load_reward(spec):
+    """`path/to/file.py:function` -> the user's function, called as TRL calls its `reward_funcs`:
+
+        function(prompts=…, completions=…, completion_ids=…, **columns) -> a list
+
+    All are lists with one entry per row; `columns` are the columns of the problems file, under
+    their names. The list that comes back has one number per row, or None where this reward does not
+    apply. Of TRL these are not there: async functions, prompts and completions as lists of messages
+    (both are strings here), `trainer_state` and the logging functions.
+
+    The file may define dataclasses and import what lies beside it. ValueError, in one line, for no
+    such file, one that fails to load or exits, no such function in it.
+    """
+    path, _, name = spec.rpartition(":")
+    if not os.path.isfile(path) or not path.endswith(".py"):
+        raise ValueError(f"{spec}: no file {path!r}; write path/to/file.py:function")
+    path = os.path.abspath(path)
+    module_spec = importlib.util.spec_from_file_location(f"reward file {path}", path)
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # a dataclass looks its module up there, by name
+    try:
+        with importing_from(os.path.dirname(path)):
+            module_spec.loader.exec_module(module)
+    except FAILURE as error:
+        raise ValueError(f"{spec}: the file fails to load: {in_one_line(error)}") from error
+    function = getattr(module, name, None)
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        raise ValueError(f"{spec}: the file has no function {name!r} (async ones do not count)")
+
+    @functools.wraps(function, updated=())
+    def call(**columns):
+        with importing_from(os.path.dirname(path)):  # for an import inside the function
+            return list(function(**columns))  # a generator runs here too
+
+    return call
+
+
+@contextmanager
+def importing_from(folder):
+    """The folder stands first on the import path, as that of a script does."""
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        if folder in sys.path:  # the user's code may have changed the path
+            sys.path.remove(folder)
+
+
+def column_names(problems):
+    """Every column that any of the problems has, in order of first appearance.
+
+    ValueError for a column with the name of what a reward gets from the rollout: they cannot both
+    be passed, and neither gives way in silence.
+    """
+    names = list(dict.fromkeys(name for problem in problems for name in problem))
+    for name in GIVEN:
+        if name in names:
+            raise ValueError(f"a column of the data is named {name!r}, and so is what a reward "
+                             "gets from the rollout: rename the column")
+    return names
+
+
+def user_rewards(functions, weights, problems, prompts, responses, completion_ids=None, columns=()):
+    """The weighted sum of users' rewards: (rewards (N,) float32, parts).
+
+    functions: {name: function} as from `load_reward`. weights: one number per function, or None for
+    all 1. problems: B dicts. prompts: B strings. responses: N = B·G strings, prompt-major.
+    completion_ids: N lists of token ids. A function gets every column that any of the B problems
+    has, None where a problem lacks it. columns: names to pass besides these; with `column_names` of
+    the whole file here, every batch has the same columns.
+
+    parts: {name: (N,) float32, NaN where that function gave None}. As in TRL, None adds nothing to
+    the sum, and a row with nothing but None counts as 0, with a warning.
+
+    ValueError, naming the reward, the row and the beginning of the response, where a function
+    raises or exits, gives another number of rewards than rows, or what is not a finite float32.
+    """
+    N, B = len(responses), len(prompts)
+    if N == 0 or B == 0 or len(problems) != B or N % B:
+        raise ValueError(f"{N} responses for {B} prompts and {len(problems)} problems")
+    weights = [1.0] * len(functions) if weights is None else weights
+    if not functions or len(weights) != len(functions) or not all(map(math.isfinite, weights)):
+        raise ValueError(f"weights {weights}: not one finite number for each of {list(functions)}")
+    names = dict.fromkeys([*column_names(problems), *columns])
+    rows = []  # for each row, what it hands over
+    for n, response in enumerate(responses):
+        b = n // (N // B)
+        row = {name: problems[b].get(name) for name in names}
+        ids = None if completion_ids is None else completion_ids[n]
+        rows.append(row | {"prompts": prompts[b], "completions": response, "completion_ids": ids})
+    parts = {name: one_reward(name, functions[name], rows) for name in functions}
+    values = torch.stack(list(parts.values()))  # (K, N)
+    weights = torch.tensor(weights, dtype=torch.float64)[:, None]  # (K, 1)
+    rewards = (weights * values).nansum(dim=0).float()  # (N,)
+    if values.isnan().all(dim=0).any():
+        warnings.warn("every reward gave None for some rows: they count as 0", stacklevel=2)
+    for n in (~rewards.isfinite()).nonzero().flatten().tolist():
+        raise ValueError(f"{list(parts)}, {row_name(rows, n)}: the weighted sum is {rewards[n]}")
+    return rewards, parts
+
+
+def one_reward(name, function, rows):
+    """One function's rewards, checked: (N,) float32, NaN where it gave None."""
+    try:
+        values = call_reward(function, rows)
+    except FAILURE as error:
+        where, error = first_failing_row(function, rows, error)
+        raise ValueError(f"{name}, {where}: {in_one_line(error)}") from error
+    if len(values) != len(rows):
+        counts = f"{len(values)} rewards for {len(rows)} responses"
+        raise ValueError(f"{name}, from {row_name(rows, 0)} on: {counts}")
+    numbers = []
+    for n, value in enumerate(values):
+        number = as_number(value)
+        if number is None:
+            shown = " ".join(repr(value).split())[:60]
+            raise ValueError(f"{name}, {row_name(rows, n)}: {shown} is not a finite float32 number")
+        numbers.append(number)
+    return torch.tensor(numbers, dtype=torch.float32)
+
+
+def call_reward(function, rows):
+    return list(function(**{key: [row[key] for row in rows] for key in rows[0]}))
+
+
+def first_failing_row(function, rows, error):
+    """The call with all rows raised `error`: score them again one by one, to tell which row."""
+    for n, row in enumerate(rows):
+        try:
+            call_reward(function, [row])
+        except FAILURE as its_error:
+            return row_name(rows, n), its_error
+    return f"{len(rows)} rows together, from {row_name(rows, 0)} on", error
+
+
+def as_number(value):
+    """What a reward gave for one row as a float: NaN for None, None for what is not a number."""
+    if value is None:
+        return math.nan
+    try:
+        number = float(value)
+    except Exception:  # the value is the user's: its float() may raise anything
+        return None
+    if isinstance(value, (str, bytes)) or not abs(number) <= torch.finfo(torch.float32).max:
+        return None  # NaN fails every comparison
+    return number
+
+
+def row_name(rows, n):
+    return f"row {n}, response {rows[n]['completions'][:60]!r}"
+
+
+def in_one_line(error):
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+# --------------------------------------------------------------------------------------------------
+# Variants of the reward, each a pure function that train.py calls only where its flag is given.
+
+
+def think_answer_reward(response, ground_truth):
+    """The think/answer format (DeepSeek-R1, arXiv 2501.12948): 0.0, 0.5 or 1.5.
+
+    0.5 for one <think>…</think> and after it one <answer>…</answer>, with nothing but white space
+    around them; 1.0 more if what stands in <answer>, or in a box there, is right by the rule's
+    comparison.
+    """
+    pieces = re.split(r"(</?(?:think|answer)>)", response)  # text, tag, text, tag, …, text
+    if pieces[1::2] != ["<think>", "</think>", "<answer>", "</answer>"]:
+        return 0.0
+    before, _, between, answer, after = pieces[::2]
+    if (before + between + after).strip():
+        return 0.0
+    answer = canonical(extract_boxed(answer) or answer)
+    return 0.5 + 1.0 * (answer != "" and answer == canonical(str(ground_truth)))
+
+
+def length_rescaled(rewards, lengths, group_size=8, alpha=0.33):
+    """GR3 (arXiv 2603.10535): r_i / (1 + alpha · L_i / mean L of its group), (N,) -> (N,).
+
+    It cures length inflation: of two right answers the shorter one earns more. lengths: response
+    tokens. Apply it before the group statistics. ValueError for a negative reward, which it would
+    raise for long answers, for a negative length or alpha, and for rows that are not whole groups.
+    """
+    rewards, lengths = torch.as_tensor(rewards), torch.as_tensor(lengths)
+    if rewards.ndim != 1 or rewards.shape != lengths.shape or len(rewards) % group_size:
+        raise ValueError(f"rewards {tuple(rewards.shape)} and lengths {tuple(lengths.shape)}: "
+                         f"not whole groups of {group_size}")
+    if alpha < 0 or not (rewards >= 0).all() or not (lengths >= 0).all():
+        raise ValueError("length rescaling needs rewards, lengths and alpha that are not negative")
+    L = lengths.to(rewards.device, torch.float32).view(-1, group_size)  # (B, G)
+    share = L / L.mean(dim=1, keepdim=True).clamp(min=1e-9)  # all empty: 0, the rewards as they are
+    return rewards / (1 + alpha * share.flatten())
+
+
+def overlong_penalty(lengths, limit, buffer):
+    """DAPO's soft overlong penalty (arXiv 2503.14476), to be added to the rewards: (N,).
+
+    0 up to limit - buffer tokens, from there down in a straight line to -1 at the limit, and -1
+    beyond it. ValueError unless 0 < buffer <= limit.
+    """
+    if not 0 < buffer <= limit:
+        raise ValueError(f"buffer {buffer}: not between 1 and the limit of {limit} tokens")
+    lengths = torch.as_tensor(lengths, dtype=torch.float32)
+    return ((limit - buffer - lengths) / buffer).clamp(-1, 0)
+
+
+def diversity(responses, group_size=8):
+    """How much the answers to one problem differ: {"distinct_answers": …, "distinct_3grams": …}.
+
+    responses: N = B·G strings, prompt-major. Both are shares in 0..1, computed per problem, then
+    averaged: different final answers per response (one without an answer adds none), and different
+    sequences of three words per such sequence (distinct-n, arXiv 1510.03055), over the problems
+    that have one. ValueError unless N is B·group_size, B > 0.
+    """
+    if not responses or len(responses) % group_size:
+        raise ValueError(f"{len(responses)} responses are not whole groups of {group_size}")
+    answers, grams = [], []
+    for start in range(0, len(responses), group_size):
+        group = responses[start : start + group_size]
+        found = {canonical(extract_boxed(response) or "") for response in group} - {""}
+        answers.append(len(found) / group_size)
+        words = [response.split() for response in group]
+        triples = [triple for row in words for triple in zip(row, row[1:], row[2:])]
+        if triples:
+            grams.append(len(set(triples)) / len(triples))
+    return {
+        "distinct_answers": sum(answers) / len(answers),
+        "distinct_3grams": sum(grams) / max(len(grams), 1),
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# A reward model in place of the rule (DeepSeekMath, arXiv 2402.03300, sec. 4.1.4), for answers that
+# no rule can check. Between iterations it is trained further, on the policy's own answers.
+
+
+def reward_model_scores(model, tokenizer, prompts, responses, batch_rows=16):
+    """Scores of N = B·G responses to B prompts, prompt-major, without gradients: (N,) float32.
+
+    model: a transformers sequence-classification model with one label; tokenizer: its own. prompts
+    have their chat template applied. ValueError: another number of labels, rows that are not whole
+    groups, a row longer than the model's positions.
+    """
+    if not prompts or not responses or len(responses) % len(prompts):
+        raise ValueError(f"{len(responses)} responses for {len(prompts)} prompts")
+    G = len(responses) // len(prompts)
+    rows = reward_model_rows(tokenizer, [p for p in prompts for _ in range(G)], responses)
+    with torch.no_grad():
+        batches = [rows[start : start + batch_rows] for start in range(0, len(rows), batch_rows)]
+        scores = [score_rows(model, batch) for batch in batches]
+    return torch.cat(scores)
+
+
+def reward_model_rows(tokenizer, prompts, responses):
+    """[prompt][response][end] as N lists of token ids. Whatever a response says is text in it."""
+    prompt_ids = tokenizer(prompts, add_special_tokens=False).input_ids
+    text_only = {"add_special_tokens": False, "split_special_tokens": True}
+    response_ids = tokenizer(responses, **text_only).input_ids
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return [prompt + response + end for prompt, response in zip(prompt_ids, response_ids)]
+
+
+def score_rows(model, rows):
+    """Lists of token ids -> (N,) float32, differentiable: the score at each row's last token.
+
+    Rows are padded on the right under an attention mask. The position is taken from the lengths:
+    transformers takes the last token that is not the padding token, which an end token may be.
+    """
+    if model.config.num_labels != 1:
+        raise ValueError(f"a reward model has one label, this one has {model.config.num_labels}")
+    lengths = torch.tensor([len(row) for row in rows])  # (N,)
+    limit = getattr(model.config, "max_position_embeddings", None) or math.inf
+    if lengths.min() < 1 or lengths.max() > limit:
+        raise ValueError(f"a row of {lengths.min()} to {lengths.max()} tokens: the reward model "
+                         f"takes from 1 to {limit}")
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]  # (N, S)
+    input_ids = torch.zeros(mask.shape, dtype=torch.long)
+    input_ids[mask] = torch.tensor([token for row in rows for token in row])
+    inputs = {"input_ids": input_ids, "attention_mask": mask.long()}
+    inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+    if not hasattr(model, "score"):  # an encoder: it pools as it was trained to
+        return model(**inputs).logits[:, 0].float()
+    hidden = model.base_model(**inputs, use_cache=False)[0]  # (N, S, hidden)
+    last = hidden[torch.arange(len(rows)), lengths - 1]  # (N, hidden)
+    return model.score(last)[:, 0].float()
+
+
+def preference_pairs(rewards, group_size=8, generator=None, pairs_per_group=4, margin=0.0):
+    """Pairs of rows (better, worse) from the same group: (P, 2) long.
+
+    Of all pairs whose rewards differ by more than `margin`, at most `pairs_per_group` per group,
+    drawn with `generator` (a CPU one); None keeps all. A group of equal rewards has none.
+    """
+    if rewards.ndim != 1 or len(rewards) % group_size:
+        raise ValueError(f"rewards {tuple(rewards.shape)}: not whole groups of {group_size}")
+    groups = rewards.cpu().view(-1, group_size)  # (B, G)
+    pairs = [torch.empty(0, 2, dtype=torch.long)]
+    for b, r in enumerate(groups):
+        found = (r[:, None] - r[None, :] > margin).nonzero()  # (pairs of the group, 2)
+        chosen = torch.randperm(len(found), generator=generator)[:pairs_per_group]
+        pairs.append(found[chosen] + b * group_size)
+    return torch.cat(pairs)
+
+
+def bradley_terry_loss(chosen, rejected):
+    """-log sigmoid(score of the better - score of the worse), mean over pairs: (P,), (P,) -> ()."""
+    return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+
+
+def train_reward_model(model, optimizer, tokenizer, pairs, replay, generator=None,
+                       replay_share=0.1, batch_pairs=8):
+    """One pass over new pairs mixed with old ones; one optimizer step per `batch_pairs` pairs.
+
+    pairs, replay: lists of (prompt, better response, worse response). `replay_share` of the mix are
+    old pairs, as far as there are any, drawn with `generator` (a CPU one), so that the model does
+    not forget how earlier policies answered. -> {"reward_model_loss", "reward_model_accuracy"},
+    measured on each pair before the step that it is in.
+    """
+    if not pairs:
+        raise ValueError("no pairs to train the reward model on")
+    wanted = round(len(pairs) * replay_share / (1 - replay_share))
+    drawn = torch.randperm(len(replay), generator=generator)[:wanted].tolist()
+    mixed = [*pairs, *(replay[i] for i in drawn)]
+    order = torch.randperm(len(mixed), generator=generator).tolist()
+    losses, right = 0.0, 0
+    for start in range(0, len(mixed), batch_pairs):
+        prompts, better, worse = zip(*(mixed[i] for i in order[start : start + batch_pairs]))
+        rows = reward_model_rows(tokenizer, list(prompts * 2), list(better + worse))
+        chosen, rejected = score_rows(model, rows).chunk(2)
+        loss = bradley_terry_loss(chosen, rejected)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses += float(loss.detach()) * len(prompts)
+        right += int((chosen > rejected).sum())
+    return {"reward_model_loss": losses / len(mixed), "reward_model_accuracy": right / len(mixed)}
+
+
+# --------------------------------------------------------------------------------------------------
+# Demonstration: python reward.py [RESPONSE TRUTH]
+
+
+def main():
     if len(sys.argv) == 3:
         print(rule_reward(sys.argv[1], sys.argv[2]))
-    elif len(sys.argv) == 1:
-        print("16 eggs a day, 3 are eaten and 4 go into a cake: how many are left in a week? Truth: 63")
-        for response in (r"(16 - 3 - 4) * 7 = \boxed{63}", r"Some \boxed{50}.", "It must be 63."):
-            print(f"{rule_reward(response, '63'):.1f}  {response}")
-    else:
-        print("usage: python reward.py [RESPONSE TRUTH]", file=sys.stderr)
+        return
+    if len(sys.argv) != 1:
+        print("reward.py: usage: python reward.py [RESPONSE TRUTH]", file=sys.stderr)
         sys.exit(2)
+    print("16 eggs a day, 3 are eaten and 4 go into a cake: how many are left in a week? Truth: 63")
+    for response in (r"(16 - 3 - 4) * 7 = \boxed{63}", r"Some \boxed{50}.", "It must be 63."):
+        print(f"{rule_reward(response, '63'):.1f}  {response}")
+    print("\nvariants")
+    response = "<think>9 eggs a day</think> <answer>63 eggs</answer>"
+    print(f"{think_answer_reward(response, '63'):.1f}  {response}")
+    rescaled = length_rescaled(torch.tensor([1.0, 0.5, 0.8]), [10, 20, 10], group_size=3)
+    print("GR3: rewards 1 0.5 0.8 of 10 20 10 tokens, less their mean: "
+          + " ".join(f"{r:+.5f}" for r in (rescaled - rescaled.mean()).tolist()))
+    penalties = overlong_penalty([80, 90, 100, 110], limit=100, buffer=20)
+    print("overlong: 80 90 100 110 tokens, limit 100, buffer 20: "
+          + " ".join(f"{penalty:g}" for penalty in penalties.tolist()))
+    losses = [bradley_terry_loss(torch.tensor([d]), torch.tensor([0.0])) for d in (-1.0, 0.0, 1.0)]
+    print("Bradley-Terry: the better answer scored 1 lower, equal, 1 higher: loss "
+          + " ".join(f"{loss:.4f}" for loss in losses))
+
+
+if __name__ == "__main__":
+    main()

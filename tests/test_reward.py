@@ -1,33 +1,57 @@
-r"""[B] reward.py: the rule, the last box, numbers as numbers, GSM8K's files, pass@k and maj@k."""
+r"""[B] reward.py: the rule, the last box, fair readings, problem files, users' rewards, figures."""
 import hashlib
 import http.client
 import io
 import itertools
 import json
 import math
+import os
+import random
+import re
 import runpy
+import socket
 import sys
+import textwrap
 import time
+import types
 import urllib.error
 import urllib.request
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 
+import answers
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import example, given, settings
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import reward
 from reward import (
+    bradley_terry_loss,
     canonical,
+    column_names,
+    diversity,
     extract_boxed,
+    has_format,
+    hold_out,
+    is_right,
+    length_rescaled,
     load_problems,
+    load_reward,
     majority_at_k,
+    overlong_penalty,
     pass_at_k,
+    preference_pairs,
+    reward_model_rows,
+    reward_model_scores,
     rule_reward,
     score_responses,
+    score_rows,
+    think_answer_reward,
+    train_reward_model,
+    user_rewards,
 )
 
 ROOT = Path(reward.__file__).resolve().parent
@@ -38,7 +62,8 @@ def box(answer):
     return rf"So it is \boxed{{{answer}}}."
 
 
-# ----- the rule ---------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The rule
 
 
 @pytest.mark.parametrize("response, expected", [
@@ -59,8 +84,8 @@ def test_egg_problem(response, expected):
     assert type(rule_reward(response, "63")) is float
 
 
-@pytest.mark.parametrize("empty", ["", " ", "\n\t", "$", "$$", r"\$", ".", "...", r"\text{}", r"\text{ }",
-                                   r"\ ", "\u00a0", "\u2003"])
+@pytest.mark.parametrize("empty", ["", " ", "\n\t", "$", "$$", r"\$", ".", "...", r"\text{}",
+                                   r"\text{ }", r"\ ", "\u00a0", "\u2003"])
 def test_an_empty_box_is_no_answer(empty):
     assert rule_reward(box(empty), "63") == 0.0
     assert rule_reward(box(empty), empty) == 0.0
@@ -83,17 +108,22 @@ def test_score_responses_is_prompt_major():
     rewards = score_responses(responses, ["7", "8"], group_size=3)
     assert rewards.dtype == torch.float32 and rewards.shape == (6,) and rewards.device.type == "cpu"
     assert rewards.tolist() == [1.5, 0.5, 0.0, 1.5, 0.5, 1.5]
-    assert score_responses([box(7)] * 16, ["7", "8"]).tolist() == [1.5] * 8 + [0.5] * 8  # group_size 8
+    assert score_responses([box(7)] * 16, ["7", "8"]).tolist() == [1.5] * 8 + [0.5] * 8
     assert score_responses([], [], group_size=4).shape == (0,)
+    assert is_right(rewards).tolist() == [True, False, False, True, False, True]
+    assert has_format(rewards).tolist() == [True, True, False, True, True, True]
+    assert is_right(rewards.tolist()).dtype == has_format(rewards.half()).dtype == torch.bool
 
 
-@pytest.mark.parametrize("rows, truths, group_size", [(5, 2, 3), (7, 2, 3), (6, 3, 3), (6, 0, 3), (2, 2, 0)])
+@pytest.mark.parametrize("rows, truths, group_size", [(5, 2, 3), (7, 2, 3), (6, 3, 3), (6, 0, 3),
+                                                      (2, 2, 0)])
 def test_score_responses_refuses_rows_that_are_not_whole_groups(rows, truths, group_size):
     with pytest.raises(ValueError, match="groups of"):
         score_responses([box(7)] * rows, ["7"] * truths, group_size)
 
 
-# ----- the box ----------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The box
 
 
 @pytest.mark.parametrize("text, content", [
@@ -104,7 +134,23 @@ def test_score_responses_refuses_rows_that_are_not_whole_groups(rows, truths, gr
     (r"\boxed{\text{a {b} c}}", r"\text{a {b} c}"),
     (r"\boxed{1} then \boxed{2}", "2"),
     (r"\boxed{\boxed{5}}", "5"),
-    (r"\boxed{1 \boxed{2} 3}", "2"),
+    (r"\boxed{1 \boxed{2} 3}", r"1 \boxed{2} 3"),  # inside a complete box: part of its content
+    (r"\boxed{1 \boxed{2}}", r"1 \boxed{2}"),
+    ("\\boxed{ \\boxed{ \n\\boxed{ 5 } }\t}", " 5 "),
+    (r"\boxed{\boxed{1}\boxed{2}}", r"\boxed{1}\boxed{2}"),
+    (r"\boxed{{\boxed{5}}}", r"{\boxed{5}}"),
+    (r"\boxed{5}}", "5"),
+    (r"\boxed {5}", "5"),
+    ("\\boxed\n  {5}", "5"),
+    (r"\boxed 5", "5"),
+    (r"\boxed5", "5"),
+    (r"So \boxed -1/2, I think.", "-1/2"),
+    (r"$\boxed .5$", ".5"),
+    (r"\boxed 1,000.50.", "1,000.50"),
+    (r"\boxed{4} \boxed 5", "5"),
+    (r"\boxed 4 \boxed{5}", "5"),
+    (r"\boxed{\boxed 5 }", "5"),
+    (r"Use \boxed and see.", None),
     (r"\boxed{1} \boxed{2", "1"),
     (r"\boxed{1 \boxed{2}", "2"),
     (r"\boxed{1 {2}", None),
@@ -117,7 +163,6 @@ def test_score_responses_refuses_rows_that_are_not_whole_groups(rows, truths, gr
     (r"\\boxed{5}", "5"),  # a backslash too many, as in a quoted string
     ("\\boxed{1\n2}", "1\n2"),
     (r"boxed{5}", None),
-    (r"\boxed 5", None),
     (r"\fbox{5} \Boxed{5}", None),
     ("\\boxed{\0\ud800}", "\0\ud800"),
     ("5", None),
@@ -127,20 +172,31 @@ def test_extract_boxed(text, content):
     assert extract_boxed(text) == content
 
 
+def complete_boxes(text):
+    """(end, begin, content) of each complete box, one by one, in quadratic time."""
+    for start in re.finditer(r"\\boxed\s*\{", text):
+        depth = 1
+        for i in range(start.end(), len(text)):
+            if text[i] in "{}" and text[i - 1] != "\\":
+                depth += 1 if text[i] == "{" else -1
+            if depth == 0:
+                yield i + 1, start.start(), text[start.end() : i]
+                break
+    for bare in re.finditer(r"\\boxed\s*([0-9]+)", text):
+        yield bare.end(), bare.start(), bare[1]
+
+
 def slow_extract_boxed(text):
-    """The definition, box by box from the last to the first, in quadratic time."""
-    for start in range(len(text), -1, -1):
-        if text.startswith("\\boxed{", start):
-            depth = 1
-            for i in range(start + len("\\boxed{"), len(text)):
-                if text[i] in "{}" and text[i - 1] != "\\":
-                    depth += 1 if text[i] == "{" else -1
-                if depth == 0:
-                    return text[start + len("\\boxed{") : i]
-    return None
+    """The definition: the complete box that ends last, opened while it holds a box and no more."""
+    boxes = list(complete_boxes(text))
+    if not boxes:
+        return None
+    content = max(boxes)[2]
+    nested = any(content[begin:end] == content.strip() for end, begin, _ in complete_boxes(content))
+    return slow_extract_boxed(content) if nested else content
 
 
-PIECES = ["\\boxed{", "{", "}", "}", "\\{", "\\}", "\\", "5", " ", "$"]
+PIECES = ["\\boxed{", "\\boxed ", "{", "}", "}", "\\{", "\\}", "\\", "5", " ", "$"]
 LATEX_LIKE = st.lists(st.sampled_from(PIECES), max_size=30).map("".join)
 
 
@@ -150,63 +206,109 @@ def test_extract_boxed_is_its_definition(text):
     assert extract_boxed(text) == slow_extract_boxed(text)
 
 
-# ----- numbers as numbers -----------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Answers, read fairly
 
 
-@pytest.mark.parametrize("answer, number", [
-    ("18", "18"), ("18.0", "18"), ("18.", "18"), ("018", "18"), (" 18\n", "18"), ("+18", "18"),
-    ("$18", "18"), ("18$", "18"), ("$18$", "18"), (r"\$18", "18"), (r"$\$18.00$", "18"), ("$18.$", "18"),
-    ("1,000", "1000"), ("1{,}000", "1000"), (r"1,\!000", "1000"), (r"\$1{,}000", "1000"),
-    ("1,234,567.50", "1234567.5"), ("109,200,000", "109200000"),
-    (r"18\text{ dollars}", "18"), (r"18 \text{ dollars}.", "18"), (r"18\ \mathrm{cm}", "18"),
-    (r"18\,\text{km/h}", "18"), (r"18.\text{ eggs}", "18"), (r"18~\text{}", "18"),
-    (r"\$18\text{ a day}", "18"),
-    (r"\text{18}", "18"), (r"\mathbf{ 18. }", "18"), (r"$\textbf{\$18}$", "18"),
-    (r"50\%", "50"), ("50%", "50"), (r"50 \%", "50"), (r"12.5\% \text{off}", "12.5"),
-    ("-3", "-3"), ("\u22123", "-3"), ("- 3", "-3"), ("-$3", "-3"), ("$-3", "-3"), (r"-\$3.0", "-3"),
-    (".5", "0.5"), ("-.5", "-0.5"), ("0.50", "0.5"), ("-0", "0"),
-    ("9" * 100, "9" * 100),
-    ("0.1", "0.1000000000000000000000000000000"),
+NUMBERS = {  # how 18, and other numbers, may be written
+    "18": r"""18  18.0  18.  018  +18  $18  18$  $18$  \$18  18\$  $\$18.00$  $18.$  $$18$$
+        €18  £18  18 €  (18)  ((18))  {18}  {{18}}  \(18\)  \[18\]  [18]  \left(18\right)  **18**
+        "18"  36/2
+        x=18  x = 18  =18  = 18  \approx 18  ≈ 18  x_1 = 18  x_{10} = 18  \theta = 18  f(3) = 18
+        Answer: 18  \text{Answer: }18  \text{Total cost} = \$18
+        18 apples  18apples  18 km  18km  18 dollars  18 dollars.  18 km/h  18 hours per day  18 m
+        18\text{ dollars}  18 \text{ dollars}.  18\ \mathrm{cm}  18\,\text{km/h}  18.\text{ eggs}
+        18~\text{}  \$18\text{ a day}  18\;\text{km}  18\quad\text{km}  18\qquad km  18\:\text{km}
+        \text{18}  \text{18 dollars}  \textit{18}  \textrm{18 km}  \mbox{18}  \mathbf{ 18. }
+        $\textbf{\$18}$  18\textit{ cm}  18\textrm{ cm}  18\mbox{ cm}  \mathbf{18}\text{ km}
+        18\text{ cm}^2  18\text{ cm}^{2}  18\,\text{m}^{3}  18 cm^2  18 cm²  18\text{ N}
+        18\ \frac{\text{km}}{\text{h}}  18\,\text{m}\cdot\text{s}^{-1}
+        18^\circ  18^{\circ}  18°  18 \degree  18^\circ\text{C}  18°C  18 degrees
+        18\%  18%  18 \%  18 percent""",
+    "12.5": r"12.5  12.50  12\frac{1}{2}  12 1/2  12½  25/2  12.5\% \text{off}  1.25e1",
+    "-3": r"-3  −3  –3  - 3  -$3  $-3  -\$3.0  (-3)  -6/2  \frac{-6}{2}  -\frac{6}{2}  6/-2",
+    "1000": r"""1000  1,000  1{,}000  1,\!000  \$1{,}000  1 000  1\,000  1\ 000  1~000  1\;000  10^3
+        10^{3}  10³  1\times10^3  1 \times 10^{3}  1\cdot 10^3  1 × 10^3  1x10^3  1*10^3  1e3  1E3
+        1.0e+3  100\times 10^1  1\times10^3\text{ m}  1e3 m""",
+    "0.5": r"""0.5  .5  0.50  1/2  1 / 2  \frac{1}{2}  \dfrac{1}{2}  \tfrac{1}{2}  \frac12
+        \frac{1}2  {1}/{2}  ½  \frac{1}{2}\text{ cup}  5\times 10^{-1}  5e-1  x = \frac{1}{2}""",
+    "3.5": r"3\frac{1}{2}  3 \frac{1}{2}  3\,\frac{1}{2}  3 1/2  3½  7/2  3\frac{1}{2} cups",
+    "-3.5": r"-3\frac{1}{2}  -3 1/2  -\frac{7}{2}",
+    "1/3": r"\frac{1}{3}  \frac{2}{6}  1/3  \frac{0.5}{1.5}  \frac{1,000}{3,000}",
+    "0": r"0  0.0  -0  $0  .0  0\%  0/5  0e9",
+    "1234567.5": r"1,234,567.50  1 234 567.5",
+}
+
+
+@pytest.mark.parametrize("number, written", [
+    (number, written) for number, forms in NUMBERS.items()
+    for written in re.split(r"\s\s+", forms)
 ])
-def test_numbers_that_are_equal(answer, number):
-    assert isinstance(canonical(answer), Decimal)
-    assert rule_reward(box(answer), number) == 1.5
-    assert rule_reward(box(number), answer) == 1.5
-    assert rule_reward(box(answer), str(Decimal(number) + 1)) == 0.5
+def test_numbers_that_are_equal(number, written):
+    assert canonical(written) == Fraction(number) and isinstance(canonical(written), Fraction)
+    assert rule_reward(box(written), number) == rule_reward(box(number), written) == 1.5
+    assert rule_reward(box(written), str(Fraction(number) + Fraction(1, 10**12))) == 0.5
 
 
 @pytest.mark.parametrize("answer, truth", [
     ("15", "5"), ("5", "15"), ("5", "5.01"), ("63", "62.995"), ("1", "1.0000000000000000000000001"),
+    ("1/3", "0.333333333333333333"), ("5-", "5"), ("-5", "5"), ("--5", "5"), (r"\pm 5", "5"),
     ("1,2", "12"), ("1,00", "100"), ("1,0000", "10000"), (",100", "100"), ("1,,000", "1000"),
-    ("1000,000", "1000000"),
-    ("1 000", "1000"), (r"1\,000", "1000"), ("1_000", "1000"), ("1e3", "1000"), ("0x10", "16"),
-    (r"5\text{ or }6", "56"), (r"5\text{ or }6", "5"), (r"5\text{ or }6", "6"), (r"5\text{ or 6}", "5"),
-    (r"5\text{ or 6}", "6"), (r"\text{about }5", "5"), (r"5\text{a}\text{b}", "5"), ("5 or 6", "5"),
-    ("x = 5", "5"), ("5 dollars", "5"), ("5$6", "56"), ("5$6", "5"), ("--5", "5"), ("-5", "5"), ("5-", "5"),
-    ("5-3", "2"), ("1/2", "0.5"), (r"\frac{1}{2}", "0.5"), ("50%", "0.5"), ("1.2.3", "1.2"), ("2^3", "8"),
-    ("nan", "0"), ("inf", "0"), ("-", "0"), ("%", "0"), (",", "0"), ("-.", "0"),
+    ("1000,000", "1000000"), ("1 00", "100"), ("1_000", "1000"), ("0x10", "16"), ("1.2.3", "1.2"),
+    (r"18\text{ thousand}", "18"), (r"18\text{ dozen}", "18"), ("18 thousand", "18000"),
+    ("18 million", "18"), (r"\$18k", "18"), (r"18\text{ K}", "18"), ("18 and a half", "18"),
+    (r"5\text{ or }6", "56"), (r"5\text{ or }6", "5"), (r"5\text{ or }6", "6"), ("5 or 6", "5"),
+    (r"5\text{ or 6}", "5"), (r"5\text{ or 6}", "6"), (r"5\text{ or six}", "5"), ("5 to 6", "5"),
+    ("5, 6", "5"), ("(5, 6)", "5"), ("5-6", "5"), ("5\N{EN DASH}6", "5"), ("12:30", "12"),
+    ("12:30", "30"), ("x = 5, y = 6", "5"), ("5$6", "56"), ("5$6", "5"), (r"\text{about }5", "5"),
+    ("18 out of 20", "18"), ("18 R 2", "18"), ("not 18", "18"), ("5 am", "5"),
+    ("50%", "0.5"), (r"50\%", r"\frac{1}{2}"), (r"50\%", "1/2"),
+    ("18x", "18"), ("18 xy", "18"), (r"18\pi", "18"), ("18 pi", "18"), (r"18\sqrt{2}", "18"),
+    ("18!", "18"), ("18^2", "18"), (r"18^{2}", "324"), ("18²", "18"), ("18 squared", "18"),
+    ("3x = 18", "18"), (r"x \neq 18", "18"), (r"\not= 18", "18"), ("x > 18", "18"), ("> 18", "18"),
+    ("5-3", "2"), ("2^3", "8"), ("9 * 2", "18"), ("1/2/3", "1/6"), ("1/0", "1"), ("0/0", "0"),
+    (r"\frac{1}{2}", "12"), (r"3\frac{1}{2}", "1.5"), (r"3\frac{1}{2}", "31/2"), (r"\frac12", "12"),
+    (r"\frac{1}{2}x", "0.5"), ("10^x", "10"), (r"10^{3}5", "10"), (r"10^{30}", "1000"), ("e3", "3"),
+    ("1e", "1"), ("nan", "0"), ("inf", "0"), ("-", "0"), ("%", "0"), (",", "0"), ("-.", "0"),
     ("\u0665", "5"), ("\uff15", "5"), ("\u00b2", "2"), ("\u0967,000", "1000"),
-    ("9" * 101, "9" * 100),
+    ("9" * 301, "9" * 300), ("10^9999", "10"), ("1e1000", "1"), ("1e999999999", "1"),
 ])
 def test_answers_that_are_not_equal(answer, truth):
     assert rule_reward(box(answer), truth) == 0.5
     assert rule_reward(box(truth), answer) == 0.5
 
 
-@pytest.mark.parametrize("word", ["nan", "NaN", "sNaN", "inf", "-inf", "Infinity", "1e5", "1E5", "9" * 101,
-                                  "\u0665", "-", "+", "$-", "-%"])
-def test_not_a_number(word):
-    assert isinstance(canonical(word), str)
+def test_a_box_with_a_guess_and_a_box_in_it_is_not_right():
+    for truth in ("17", "18", "1718"):
+        assert rule_reward(r"\boxed{17 \boxed{18}}", truth) == 0.5
+    assert rule_reward(r"\boxed{17 \boxed 18}", "18") == 0.5
 
 
 @pytest.mark.parametrize("answer, truth", [
-    ("Monday", "monday"), (r"\text{Monday}", "Monday"), ("Monday.", "Monday"), ("$x + 1$", "x + 1"),
-    ("x  +\n1", "x + 1"), (r"\frac{1}{2}", r"\frac{1}{2}"), (r"\text{a week}", "a   week"),
-    ("STRASSE", "straße"), ("nan", "NaN"), ("9" * 101, "9" * 101),
+    ("Monday", "monday"), (r"\text{Monday}", "Monday"), ("Monday.", "Monday"), ("{A}", "a"),
+    ("$x + 1$", "x+1"), ("x  +\n1", "x + 1"), (r"y = \dfrac{x}{2}", r"\frac{x}{2}"),
+    (r"\(x\)", "x"),
+    (r"2 \sqrt{2}", r"2\sqrt{2}"), (r"\left(1, 2\right)", "(1,2)"), (r"\text{(A)}", "A"),
+    (r"\text{a week}", "a   week"), ("STRASSE", "straße"), ("nan", "NaN"), ("9" * 301, "9" * 301),
 ])
 def test_text_is_cleaned_and_compared_whole(answer, truth):
+    assert isinstance(canonical(answer), str)
     assert rule_reward(box(answer), truth) == 1.5
     assert rule_reward(box(answer + "x"), truth) == 0.5
+
+
+DIFFERS = {  # where the rule reads less, or more, than a fair reader
+    "USD 18", r"9 \times 2 = 18", "18 = 18", r"\boxed{\text{The answer is } 18}", "2^3",
+    r"9 \times 2", "eighteen", "18{,}5", "18 apples and oranges", r"\underline{18}", "18_{10}",
+    "1+x", r"\sqrt{8}", r"\{1, 2\}", r"\pi/2", "0.5x",  # missed
+    "18 km", "18 cm",  # paid, where the truth has another unit
+}
+
+
+def test_the_table_of_fair_verdicts():
+    assert len(answers.PAIRS) > 300
+    differ = [pair for pair in answers.PAIRS if answers.ours(pair) != pair["fair"]]
+    assert len(differ) == len(DIFFERS) and {pair["answer"] for pair in differ} == DIFFERS
 
 
 @settings(max_examples=100, deadline=None)
@@ -215,7 +317,9 @@ def test_text_is_cleaned_and_compared_whole(answer, truth):
 @example(5, 0, "\\boxed{")
 def test_every_way_to_write_a_number(units, places, noise):
     number = Decimal(units).scaleb(-places)
-    written = [f"{number:f}", f"{number:,f}", f"{number:f}{'' if places else '.'}00", f"${number:f}$",
+    written = [f"{number:f}", f"{number:,f}", f"{number:f}{'' if places else '.'}00",
+               f"${number:f}$", f"x = {number:f}", f"{number:e}", f"({number:f})",
+               rf"\frac{{{units}}}{{{10**places}}}", f"{number:,f}".replace(",", " "),
                f"{number:,f}".replace(",", "{,}"), f"{number:f}".replace("-", "\N{MINUS SIGN}"),
                rf"{number:f}\text{{ eggs}}", rf"\text{{{number:,f}}}", rf"{number:f}\%"]
     for answer in written:
@@ -228,48 +332,60 @@ def test_every_way_to_write_a_number(units, places, noise):
 def test_any_text_is_scored(text, truth):
     for response in (text, box(text)):
         assert rule_reward(response, truth) in (0.0, 0.5, 1.5)
-        assert (rule_reward(response, truth) == 0.0) == (canonical(extract_boxed(response) or "") == "")
+        answer = canonical(extract_boxed(response) or "")
+        assert (rule_reward(response, truth) == 0.0) == (answer == "")
 
 
-# ----- hostile text -----------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Hostile text
 
-HOSTILE = {
-    "open braces": "{" * 100_000,
-    "closing braces": "}" * 100_000,
-    "balanced braces": "\\boxed{" + "{" * 100_000 + "}" * 100_000 + "}",
-    "escaped braces": box(r"\{" * 100_000),
-    "unclosed boxes": r"\boxed{" * 100_000,
-    "nested boxes": r"\boxed{" * 100_000 + "5" + "}" * 100_000,
-    "boxes in a row": r"\boxed{5}" * 100_000,
-    "boxes left open": r"\boxed{5} \boxed{" * 50_000,
-    "backslashes": box("\\" * 200_000),
-    "digits": box("1" * 200_000),
-    "groups of digits": box("1" + ",000" * 50_000),
-    "groups, then a letter": box("1" + ",000" * 50_000 + "x"),
-    "dots": box("." * 200_000),
-    "dots, then a letter": box("." * 200_000 + "x"),
-    "dollars": box("$" * 100_000 + "5" + "$" * 100_000),
-    "blanks": box("5" + " " * 200_000 + "6"),
-    "units": box(r"5" + r"\text{ or }" * 20_000),
-    "open texts": box(r"\text{" * 20_000 + "}" * 20_000),
-    "one long text": box(r"\text{" + "a" * 200_000 + "}"),
-    "minus signs": box("\N{MINUS SIGN}" * 200_000),
-    "nulls": box("\0" * 200_000),
-    "lone surrogates": box("\ud800\udfff" * 100_000),
-    "exponent": box("1e999999999"),
-    "power": box("9**9**9**9"),
-}
+PIECES_OF_IT = [
+    "(", ")", "[", "{", "}", "}{", "\\", "\\frac", "\\frac{", "\\frac1", "^", "^{", "1", "1,", "1 ",
+    "1/", ",", ",000", ".", "-", "+", "=", "x=", "*", "$", '"', "a", "a-", " ", "\t", "\n", "°",
+    "½", "é", "\\text{", "\\text{ or }", "\\{", "\\boxed", "\\boxed{", "\\boxed{ ", "\\boxed ",
+    "\\boxed 1.", "\\boxed{1}", "\\boxed{\\boxed{1}", "\\boxed\n1!!!!", "\N{MINUS SIGN}", "\0",
+    "\ud800\udfff",
+]
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_text_is_scored_at_once(name):
+@pytest.mark.parametrize("piece", PIECES_OF_IT)
+def test_hostile_text_is_scored_at_once(piece):
+    many = piece * (30_000 // len(piece))
+    hostile = [many, box(many), box(f"5{many}"), box(f"{many}5"), many + "}" * len(many)]
     start = time.process_time()
-    scores = [rule_reward(HOSTILE[name], "5"), rule_reward(box("5"), HOSTILE[name])]
-    assert time.process_time() - start < 0.2
-    assert set(scores) <= {0.0, 0.5, 1.5}
+    scores = {rule_reward(text, "5") for text in hostile} | {rule_reward(box("5"), many)}
+    assert time.process_time() - start < 0.5  # it takes 0.1 at most; in quadratic time, minutes
+    assert scores <= {0.0, 0.5, 1.5}
 
 
-# ----- problems ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("piece", ["(", "{", "\\frac", "1", "^", "{}"])
+def test_a_million_characters_are_scored_in_less_than_a_second(piece):
+    text = box(piece * (10**6 // len(piece)))
+    start = time.process_time()
+    assert rule_reward(text, "5") in (0.0, 0.5)
+    assert time.process_time() - start < 1
+
+
+@pytest.mark.parametrize("piece", PIECES_OF_IT)
+def test_the_longest_text_that_patterns_meet_is_read_at_once(piece):
+    many = piece * (reward.LONGEST // len(piece) - 1)
+    start = time.process_time()
+    for text in (many, f"5{many}", f"{many}5", f"5 {many}!", f"x{many}=5"):
+        canonical(text)
+    assert time.process_time() - start < 0.1
+
+
+@pytest.mark.parametrize("number", ["10^999999999", "10^{999999999}", "1e999999999", "1e-999999999",
+                                    r"1\times10^{999999999}", "9**9**9**9", "9^{9^{9^9}}"])
+def test_huge_powers_are_never_computed(number):
+    start = time.process_time()
+    assert rule_reward(box(number), "5") == 0.5
+    assert rule_reward(box(number), number) == 1.5
+    assert time.process_time() - start < 0.1
+
+
+# --------------------------------------------------------------------------------------------------
+# Problems
 
 
 def line(question="How many?", answer="Count: 8 * 9 = 72.\n#### 72", **columns):
@@ -284,11 +400,18 @@ def test_load_problems(tmp_path):
     ]).encode())  # a byte-order mark, Windows line ends, blank lines, no newline at the end
     expected = [
         {"question": "How many?", "answer": "72", "solution": "Count: 8 * 9 = 72."},
-        {"question": "Wie viele Eier, süß?", "answer": "1,000", "solution": "", "level": 3, "tags": ["a"]},
+        {"question": "Wie viele Eier, süß?", "answer": "1,000", "solution": "", "level": 3,
+         "tags": ["a"]},
         {"question": "How many?", "answer": "2", "solution": "#### 1"},
         {"question": "How many?", "answer": "0", "solution": "a"},
     ]
     assert load_problems(path) == load_problems(str(path)) == expected
+
+
+def test_a_solution_column_of_the_users_own_stays(tmp_path):
+    path = tmp_path / "problems.jsonl"
+    path.write_text(line(solution="mine") + "\n" + line(solution=None))
+    assert [problem["solution"] for problem in load_problems(path)] == ["mine", None]
 
 
 BAD_LINES = {
@@ -349,6 +472,121 @@ def test_a_path_that_is_no_file(tmp_path, monkeypatch, source, reason):
     assert str(error.value).startswith(source or ".") and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("kind", ["zero", "pipe", "socket", "folder", "long name"])
+def test_what_is_no_file_is_refused_before_it_is_read(tmp_path, kind):
+    special = {"zero": Path("/dev/zero"), "long name": tmp_path / ("x" * 300)}
+    path = special.get(kind, tmp_path / "x")
+    if kind == "pipe":
+        os.mkfifo(path)
+    if kind == "socket":
+        here = socket.socket(socket.AF_UNIX)
+        here.bind(str(path))
+    if kind == "folder":
+        path.mkdir()
+    with pytest.raises(ValueError, match="not a file|directory|too long") as error:
+        load_problems(path)
+    assert str(error.value).startswith(f"{path}: ") and "\n" not in str(error.value)
+
+
+def load(path, *lines, **options):
+    path = path / "problems.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return load_problems(path, **options)
+
+
+def test_the_fields_may_have_other_names(tmp_path):
+    row = {"problem": "How many?", "worked": "8 * 9 #### 72", "answer": "mine", "question_id": 3}
+    fields = {"question_field": "problem", "answer_field": "worked"}
+    assert load(tmp_path, json.dumps(row), **fields) == [
+        {**row, "question": "How many?", "answer": "72", "solution": "8 * 9"}]
+    for missing in fields.values():
+        left = {key: row[key] for key in row if key != missing}
+        with pytest.raises(ValueError, match=f"line 1: '{missing}' is missing"):
+            load(tmp_path, json.dumps(left), **fields)
+
+
+@pytest.mark.parametrize("given, answer", [
+    ("no marker", "no marker"), ("8 * 9\n#### 72", "72"), ("", ""), (None, ""), (72, 72),
+    (["a", "b"], ["a", "b"]), ("#### ", "#### "),
+    ("#### A heading\nand text", "#### A heading\nand text"),
+])
+def test_answers_of_any_kind_for_a_reward_of_ones_own(tmp_path, given, answer):
+    [problem] = load(tmp_path, line(answer=given, level=3), need_answer=False)
+    solution = {"solution": "8 * 9"} if answer == "72" else {}
+    assert problem == {"question": "How many?", "answer": answer, "level": 3, **solution}
+    if answer != "72":
+        with pytest.raises(ValueError, match="line 1: 'answer'"):
+            load(tmp_path, line(answer=given))
+
+
+def test_no_answer_at_all_for_a_reward_of_ones_own(tmp_path):
+    [problem] = load(tmp_path, '{"question": "?"}', need_answer=False)
+    assert problem == {"question": "?", "answer": ""}
+
+
+CHAT = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "5 + 4?"},
+        {"role": "assistant", "content": "9"}, {"role": "user", "content": "And 8?", "name": "Eve"}]
+
+
+def test_a_chat_history_in_place_of_the_question(tmp_path):
+    row = {"messages": CHAT, "answer": "#### 17"}
+    expected = {"messages": CHAT, "question": "And 8?", "answer": "17", "solution": ""}
+    assert load(tmp_path, json.dumps(row)) == [expected]
+    assert load(tmp_path, json.dumps(row), question_field="messages") == [expected]
+    row.pop("answer")
+    assert load(tmp_path, json.dumps(row), need_answer=False) == [
+        {"messages": CHAT, "question": "And 8?", "answer": ""}]
+
+
+@pytest.mark.parametrize("messages", [
+    None, [], "?", {}, {"role": "user", "content": "?"}, ["?"], CHAT[:1], CHAT[:3],
+    [{"role": "user"}], [{"role": "user", "content": " "}], [{"role": "user", "content": None}],
+    [{"role": "user", "content": [{"type": "text", "text": "?"}]}], [{"role": 1, "content": "?"}],
+])
+def test_a_chat_history_that_is_none(tmp_path, messages):
+    with pytest.raises(ValueError, match="line 2: 'messages'") as error:
+        load(tmp_path, "", json.dumps({"messages": messages, "answer": "#### 17"}))
+    assert "\n" not in str(error.value)
+
+
+def test_a_question_and_a_chat_history_are_one_too_many(tmp_path):
+    with pytest.raises(ValueError, match="line 1: 'question' and 'messages'"):
+        load(tmp_path, line(messages=CHAT))
+
+
+def test_hold_out_is_stable():
+    problems = [{"question": f"question {i % 900}", "row": i} for i in range(1000)]
+    training, held_out = hold_out(problems)
+    assert sorted(training + held_out, key=lambda problem: problem["row"]) == problems
+    assert 60 < len(held_out) < 140
+    assert not {p["question"] for p in training} & {p["question"] for p in held_out}
+    rows = [problem["row"] for problem in held_out]
+    assert rows == sorted(rows)
+    kept = set(rows)
+    shuffled = random.Random(0).sample(problems, 1000)
+    assert {problem["row"] for problem in hold_out(shuffled)[1]} == kept
+    more = problems + [{"question": f"one more {i}", "row": -1} for i in range(500)]
+    assert {problem["row"] for problem in hold_out(more)[1]} - {-1} == kept
+    assert 400 < len(hold_out(problems, share=0.5)[1]) < 600
+    assert [p["row"] for p in hold_out(problems[:100])[1]] == [1, 49, 62, 66, 96]  # for ever
+
+
+@pytest.mark.parametrize("share", [1e-9, 0.1, 0.5, 1 - 1e-9])
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_hold_out_leaves_neither_side_empty(share, count):
+    for first in range(30):
+        problems = [{"question": f"{first} {i}"} for i in range(count)]
+        training, held_out = hold_out(problems, share)
+        assert training and held_out and len(training + held_out) == count
+
+
+def test_hold_out_of_one_question_keeps_it_for_training():
+    assert hold_out([{"question": "?"}] * 3) == ([{"question": "?"}] * 3, [])
+    for share in (0, 1, -0.1, math.nan, 2):
+        with pytest.raises(ValueError, match="share"):
+            hold_out([{"question": "a"}, {"question": "b"}], share)
+
+
 @settings(max_examples=60, deadline=None)
 @given(rows=st.lists(st.fixed_dictionaries(
     {"question": st.text(st.characters(codec="utf-8"), min_size=1).filter(str.strip),
@@ -357,17 +595,20 @@ def test_a_path_that_is_no_file(tmp_path, monkeypatch, source, reason):
 ), min_size=1, max_size=4), ascii_only=st.booleans())
 def test_load_problems_gives_back_what_was_written(rows, ascii_only, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "written.jsonl"
-    lines = [json.dumps({"question": row["question"], "answer": f"{row['solution']}\n#### {row['answer']}",
-                         "more": row["more"]}, ensure_ascii=ascii_only) for row in rows]
+    lines = [json.dumps({"question": row["question"], "more": row["more"],
+                         "answer": f"{row['solution']}\n#### {row['answer']}"},
+                        ensure_ascii=ascii_only) for row in rows]
     path.write_bytes("\n".join(lines).encode())
-    expected = [{**row, "answer": str(row["answer"]), "solution": row["solution"].strip()} for row in rows]
+    expected = [{**row, "answer": str(row["answer"]), "solution": row["solution"].strip()}
+                for row in rows]
     assert load_problems(path) == expected
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=40) | st.recursive(
     st.none() | st.booleans() | st.floats() | st.text(max_size=5) | st.just("#### 1"),
-    lambda part: st.lists(part, max_size=3) | st.dictionaries(st.sampled_from(["question", "answer"]), part),
+    lambda part: (st.lists(part, max_size=3)
+                  | st.dictionaries(st.sampled_from(["question", "answer"]), part)),
     max_leaves=6,
 ).map(lambda value: json.dumps(value).encode()))
 def test_any_file_is_read_or_refused_in_one_line(tmp_path_factory, content):
@@ -379,14 +620,15 @@ def test_any_file_is_read_or_refused_in_one_line(tmp_path_factory, content):
         assert str(error).startswith(str(path)) and "\n" not in str(error)
 
 
-# ----- the download -----------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The download
 
 TRAIN, TEST = f"{line()}\n".encode(), f"{line(answer='#### 5')}\n".encode()
 
 
 @pytest.fixture
 def network(tmp_path, monkeypatch):
-    """GSM8K served from memory: `network.files` by address; `network.asked` lists what was asked for."""
+    """GSM8K served from memory: `network.files` by address; `network.asked`: what was asked for."""
     class Network:
         files = {reward.GSM8K_URL + "train.jsonl": TRAIN, reward.GSM8K_URL + "test.jsonl": TEST}
         asked = []
@@ -442,8 +684,10 @@ def test_a_damaged_cache_is_downloaded_again(network):
     assert len(network.asked) == 2 and (network.cache / "train.jsonl").read_bytes() == TRAIN
 
 
-@pytest.mark.parametrize("failure", [urllib.error.URLError("no route to host"), TimeoutError("timed out"),
-                                     ConnectionResetError(), http.client.IncompleteRead(b"{")])
+@pytest.mark.parametrize("failure", [
+    urllib.error.URLError("no route to host"), TimeoutError("timed out"), ConnectionResetError(),
+    http.client.IncompleteRead(b"{"),
+])
 def test_no_network(network, failure):
     network.files[reward.GSM8K_URL + "train.jsonl"] = failure
     with pytest.raises(ValueError, match="^gsm8k: no download") as error:
@@ -471,19 +715,20 @@ def test_a_write_that_fails_leaves_nothing(network, monkeypatch):
 @pytest.mark.parametrize("name, count", [("gsm8k", 7473), ("gsm8k:test", 1319)])
 def test_the_real_gsm8k(name, count, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(urllib.request, "urlopen",
-                        lambda url, timeout: io.BytesIO((REAL / url.rpartition("/")[2]).read_bytes()))
+    monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: io.BytesIO(
+        (REAL / url.rpartition("/")[2]).read_bytes()))
     problems = load_problems(name)  # the table's SHA-256 is that of the real file
     assert len(problems) == count
-    for problem in problems:
-        assert isinstance(canonical(problem["answer"]), Decimal)
+    for problem in problems[::5]:
+        assert isinstance(canonical(problem["answer"]), Fraction)
         assert rule_reward(box(problem["answer"]), problem["answer"]) == 1.5
         assert rule_reward(box(rf"\${problem['answer']}.00"), problem["answer"]) == 1.5
         assert rule_reward(box(f"1{problem['answer']}"), problem["answer"]) == 0.5
         assert rule_reward(problem["solution"], problem["answer"]) == 0.0
 
 
-# ----- evaluation figures -----------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Evaluation figures
 
 
 @pytest.mark.parametrize("n", range(1, 8))
@@ -513,7 +758,8 @@ def test_pass_at_k_does_not_overflow():
 
 
 @pytest.mark.parametrize("correct, k", [
-    ([[True]], 0), ([[True]], -1), ([[True]], 2), ([], 1), ([[]], 1), ([[]], 0), ([[True, True], [True]], 1),
+    ([[True]], 0), ([[True]], -1), ([[True]], 2), ([], 1), ([[]], 1), ([[]], 0),
+    ([[True, True], [True]], 1),
     (torch.zeros(0, 4, dtype=torch.bool), 1),
 ])
 def test_pass_at_k_refuses(correct, k):
@@ -540,7 +786,7 @@ def test_pass_at_k_refuses_rewards():
     (["7", "8", "9"], "7", 3, 1 / 3),
     (["7", "8", "9"], "6", 3, 0.0),
     (["7", "7", "8", "8", "9"], "8", 5, 1 / 2),
-    ([r"\$7.00", "8", r"7\text{ eggs}", "8", "7.0"], "7", 5, 1.0),  # one vote each for the same number
+    ([r"\$7.00", "8", r"7\text{ eggs}", "8", "7.0"], "7", 5, 1.0),  # all for the same number
     (["1,000", "1000", "5"], "1{,}000", 3, 1.0),
     (["Monday", r"\text{monday}", "Tuesday"], "Monday.", 3, 1.0),
     ([None, None, "7"], "7", 3, 1.0),  # the unparsed do not vote
@@ -556,7 +802,7 @@ def test_majority_at_k(answers, truth, k, expected):
 
 def test_majority_at_k_is_the_mean_over_problems():
     answers = [["7", "7"], ["8", "9"], [None, None], ["1", "2", "2"]]  # rows may hold more than k
-    assert majority_at_k(answers, ["7", "9", "7", "2"], 2) == pytest.approx((1 + 1 / 2 + 0 + 1 / 2) / 4)
+    assert majority_at_k(answers, ["7", "9", "7", "2"], 2) == pytest.approx((1 + 1/2 + 0 + 1/2) / 4)
     assert majority_at_k([["63.0"]], [63], 1) == 1.0
 
 
@@ -569,7 +815,459 @@ def test_majority_at_k_refuses(answers, truths, k):
         majority_at_k(answers, truths, k)
 
 
-# ----- script -----------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# A user's own reward
+
+
+def write(path, text):
+    path.write_text(textwrap.dedent(text), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def mine(tmp_path):
+    """mine(code) -> the function `score` of a reward file with that code."""
+    return lambda code: load_reward(f"{write(tmp_path / 'mine.py', code)}:score")
+
+
+PROBLEMS = [{"question": "a", "answer": "7", "level": 3}, {"question": "b", "answer": "8", "k": 1}]
+
+
+def scored(function, **more):
+    """`user_rewards` of one function named f, two answers per problem."""
+    responses = [box(7), box(8), "x", box(8)]
+    return user_rewards({"f": function}, None, PROBLEMS, ["<a>", "<b>"], responses, **more)
+
+
+def test_a_reward_is_called_as_trl_calls_it():
+    seen = {}
+
+    def f(prompts, completions, completion_ids, **columns):
+        seen.update(columns, prompts=prompts, completions=completions, ids=completion_ids)
+        return [1, 2.5, None, True]
+
+    with pytest.warns(UserWarning, match="every reward gave None for some rows: they count as 0"):
+        rewards, parts = scored(
+            f, completion_ids=[[1], [2, 3], [], [4]], columns=["tag", "level"])
+    assert rewards.tolist() == [1.0, 2.5, 0.0, 1.0] and rewards.dtype == torch.float32
+    assert list(parts) == ["f"] and parts["f"].dtype == torch.float32
+    assert parts["f"].isnan().tolist() == [False, False, True, False]
+    assert seen == {
+        "prompts": ["<a>", "<a>", "<b>", "<b>"], "completions": [box(7), box(8), "x", box(8)],
+        "ids": [[1], [2, 3], [], [4]], "question": ["a", "a", "b", "b"],
+        "answer": ["7", "7", "8", "8"], "level": [3, 3, None, None], "k": [None, None, 1, 1],
+        "tag": [None] * 4,
+    }
+
+
+def test_rewards_are_summed_with_their_weights_over_those_that_apply():
+    functions = {
+        "a": lambda **columns: [1.0, None, 3.0, None],
+        "b": lambda **columns: torch.tensor([10.0, 20.0, 30.0, 40.0]),
+        "c": lambda **columns: (None for _ in range(4)),
+    }
+    arguments = PROBLEMS, ["", ""], [""] * 4
+    rewards, parts = user_rewards(functions, [2.0, 0.5, 9.0], *arguments)
+    assert rewards.tolist() == [7.0, 10.0, 21.0, 20.0]
+    assert parts["c"].isnan().all() and parts["b"].tolist() == [10.0, 20.0, 30.0, 40.0]
+    assert user_rewards(functions, None, *arguments)[0].tolist() == [11.0, 20.0, 33.0, 40.0]
+    with pytest.warns(UserWarning, match="None for some rows"):  # as TRL: a warning, and 0
+        rewards, _ = user_rewards({"c": functions["c"], "a": functions["a"]}, None, *arguments)
+    assert rewards.tolist() == [1.0, 0.0, 3.0, 0.0]
+
+
+def test_a_huge_weight_loses_no_row():
+    arguments = PROBLEMS, ["", ""], ["", ""]
+    assert user_rewards({"f": gives(0.0, 1e-300)}, [1e300], *arguments)[0].tolist() == [0.0, 0.0]
+    with pytest.raises(ValueError, match="row 1.*weighted sum is inf"):
+        user_rewards({"f": gives(0.0, 1.0)}, [1e300], *arguments)
+    with pytest.raises(ValueError, match="weights"):
+        user_rewards({}, None, *arguments)
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 2.0, 3.0], [1.0, math.nan], [1.0, math.inf], []])
+def test_weights_are_one_finite_number_per_reward(weights):
+    functions = {"a": lambda **columns: [1.0], "b": lambda **columns: [1.0]}
+    with pytest.raises(ValueError, match="weights"):
+        user_rewards(functions, weights, PROBLEMS[:1], [""], [""])
+
+
+@pytest.mark.parametrize("problems, prompts, responses", [(2, 2, 3), (2, 1, 2), (1, 2, 2),
+                                                          (2, 2, 0), (0, 0, 2)])
+def test_user_rewards_refuses_rows_that_are_not_whole_groups(problems, prompts, responses):
+    with pytest.raises(ValueError, match="responses for"):
+        user_rewards({"f": lambda **columns: []}, None, PROBLEMS[:problems], [""] * prompts,
+                     [""] * responses)
+
+
+def exits(**columns):
+    sys.exit(3)
+
+
+def raises_together(completions, **columns):
+    if len(completions) > 1:
+        raise RuntimeError("too many\nat once")
+    return [1.0]
+
+
+def raises_at_x(completions, **columns):
+    return [{box(7): 1.0, box(8): 2.0}[completion] for completion in completions]
+
+
+def gives(*values):
+    return lambda **columns: list(values)
+
+
+class Hostile:
+    def __float__(self):
+        raise KeyError("no")
+
+
+@pytest.mark.parametrize("function, row, reason", [
+    (exits, 0, "SystemExit: 3"),
+    (raises_at_x, 2, "KeyError: 'x'"),
+    (raises_together, 0, "4 rows together"),
+    (raises_together, 0, "RuntimeError: too many at once"),
+    (lambda **columns: 1.0, 0, "TypeError"),
+    (gives(1, 2, 3), 0, "3 rewards for 4 responses"),
+    (gives(), 0, "0 rewards for 4 responses"),
+    (gives(1, 2, 3, 4, 5), 0, "5 rewards for 4"),
+    (gives(1, "2", 3, 4), 1, "'2' is not a finite float32"),
+    (gives(1, 2, 3, b"4"), 3, "b'4' is not"),
+    (gives(1, 2, 3, math.nan), 3, "nan is not"),
+    (gives(1, 2, -math.inf, 4), 2, "-inf is not"),
+    (gives(1e300, 2, 3, 4), 0, "1e+300 is not"),
+    (gives(1, -1e39, 3, 4), 1, "-1e+39 is not"),
+    (gives(10**400, 2, 3, 4), 0, "0000 is not"),
+    (gives(1, 2, [3], 4), 2, "[3] is not"),
+    (gives(1, torch.ones(2), 3, 4), 1, "tensor([1., 1.]) is not"),
+    (gives(1, 2, 3, 1j), 3, "1j is not"),
+    (gives(1, 2, Hostile(), 4), 2, "Hostile"),
+])
+def test_a_reward_that_goes_wrong_is_named_with_its_row(function, row, reason):
+    with pytest.raises(ValueError) as error:
+        scored(function)
+    message = str(error.value)
+    assert message.startswith("f, ") and reason in message and "\n" not in message
+    response = [box(7), box(8), "x", box(8)][row]
+    assert f"row {row}, response {response!r}" in message
+
+
+def test_a_sum_that_overflows_is_named_with_its_row():
+    with pytest.raises(ValueError, match="row 1, response .*the weighted sum is inf") as error:
+        user_rewards({"a": gives(1, 3e38), "b": gives(1, 3e38)}, None, PROBLEMS, ["", ""], ["", ""])
+    assert "['a', 'b']" in str(error.value)
+
+
+def test_ctrl_c_in_a_reward_passes():
+    def interrupted(**columns):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        scored(interrupted)
+
+
+@pytest.mark.parametrize("name", ["prompts", "completions", "completion_ids"])
+def test_a_column_with_the_name_of_the_rollouts_is_refused(name):
+    with pytest.raises(ValueError, match=f"named '{name}'.*rename the column"):
+        user_rewards({"f": gives(1)}, None, [{"question": "a", name: 1}], [""], [""])
+    with pytest.raises(ValueError, match=name):
+        column_names([{"a": 1}, {name: None}])
+
+
+def test_column_names_are_the_union():
+    assert column_names(PROBLEMS) == ["question", "answer", "level", "k"]
+    assert column_names([{"prompt": 1, "completion": 2}]) == ["prompt", "completion"]
+
+
+def test_a_reward_file_with_dataclasses_and_neighbours(mine, tmp_path):
+    write(tmp_path / "grpo_neighbour.py", "points = 2.0\n")
+    write(tmp_path / "grpo_late_neighbour.py", "points = 3.0\n")
+    path = list(sys.path)
+    score = mine("""
+        from __future__ import annotations
+        from dataclasses import dataclass
+        from grpo_neighbour import points
+        from reward import rule_reward
+
+        @dataclass
+        class Part:
+            value: float
+
+        def score(completions, answer, **columns):
+            from grpo_late_neighbour import points as late
+            for completion, truth in zip(completions, answer):
+                yield Part(points + late + rule_reward(completion, truth)).value
+    """)
+    assert sys.path == path
+    assert scored(score)[0].tolist() == [6.5, 5.5, 5.0, 6.5]
+    assert sys.path == path and score.__name__ == "score"
+
+
+@pytest.mark.parametrize("code, reason", [
+    ("import sys\nsys.exit()\n", "SystemExit"),
+    ("raise ValueError('two\\nlines')", "ValueError: two lines"),
+    ("import grpo_no_such_module", "ModuleNotFoundError"),
+    ("def score(:", "SyntaxError"),
+    ("\0", "null bytes"),
+    ("other = 1", "no function 'score'"),
+    ("score = 1", "no function 'score'"),
+    ("async def score(**columns):\n    return []", "no function 'score'"),
+])
+def test_a_reward_file_that_does_not_load(mine, code, reason):
+    with pytest.raises(ValueError, match=reason) as error:
+        mine(code)
+    assert "mine.py:score: the file" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("spec", ["", ":", "mine.py", "mine.py:", "none.py:score", "folder:score",
+                                  "\0:score", "x" * 5000 + ".py:score", "notes.txt:score"])
+def test_a_reward_without_a_file(tmp_path, monkeypatch, spec):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    write(tmp_path / "notes.txt", "score = max")
+    with pytest.raises(ValueError, match="no f"):
+        load_reward(spec)
+
+
+# --------------------------------------------------------------------------------------------------
+# Variants
+
+
+@pytest.mark.parametrize("response, expected", [
+    ("<think>9 * 7</think><answer>63</answer>", 1.5),
+    (" <think>9 * 7</think>\n\n<answer> $63.00 eggs </answer>\n", 1.5),
+    (r"<think>9 < 10 > 8</think> <answer>So \boxed{63}.</answer>", 1.5),
+    ("<think></think><answer>50</answer>", 0.5),
+    ("<think>63</think><answer></answer>", 0.5),
+    ("<think>63</think><answer>so 63, I think</answer>", 0.5),
+    ("<think>63</think>", 0.0),
+    ("<answer>63</answer>", 0.0),
+    ("63", 0.0),
+    ("", 0.0),
+    ("<answer>63</answer><think>63</think>", 0.0),
+    ("<think>9</think>63<answer>63</answer>", 0.0),
+    ("Well: <think>9</think><answer>63</answer>", 0.0),
+    ("<think>9</think><answer>63</answer>.", 0.0),
+    ("<think>9</think><answer>50</answer><answer>63</answer>", 0.0),
+    ("<think>9</think><think>9</think><answer>63</answer>", 0.0),
+    ("<think><think>9</think><answer>63</answer>", 0.0),
+    ("<think>9<answer>63</answer></think>", 0.0),
+    ("<think>9<think><answer>63<answer>", 0.0),
+    ("<think>9</think><answer>63", 0.0),
+    ("<Think>9</Think><answer>63</answer>", 0.0),
+])
+def test_think_answer_reward(response, expected):
+    assert think_answer_reward(response, "63") == expected
+    assert type(think_answer_reward(response, "63")) is float
+
+
+def test_think_answer_reward_pays_no_empty_answer():
+    assert think_answer_reward("<think></think><answer></answer>", "") == 0.5
+
+
+@pytest.mark.parametrize("piece", ["<think>", "</think>", "<", "<think></think><answer>",
+                                   "</answer>"])
+def test_hostile_tags_are_scored_at_once(piece):
+    start = time.process_time()
+    many = piece * (10**5 // len(piece))
+    for text in (many, f"<think>{many}</think><answer>{many}</answer>"):
+        assert think_answer_reward(text, "63") in (0.0, 0.5)
+    assert time.process_time() - start < 0.5
+
+
+def test_length_rescaled_is_gr3():
+    rewards, lengths = torch.tensor([1.0, 0.5, 0.8]), torch.tensor([10, 20, 10])
+    scaled = length_rescaled(rewards, lengths, group_size=3)
+    assert (scaled - scaled.mean()).tolist() == pytest.approx(
+        [0.20915856, -0.25799648, 0.04883792], abs=1e-7)
+    twice = length_rescaled(rewards.repeat(2), torch.tensor([10, 20, 10, 5, 10, 5]), 3)
+    assert twice.tolist() == pytest.approx(scaled.tolist() * 2)  # lengths count inside their group
+    double = length_rescaled(rewards.double(), lengths, 3, alpha=1.0)
+    assert double.dtype == torch.float64
+    assert double.tolist() == pytest.approx([1 / 1.75, 0.5 / 2.5, 0.8 / 1.75])
+    assert length_rescaled(rewards, lengths, 3, alpha=0.0).tolist() == rewards.tolist()
+    assert length_rescaled(rewards, [0, 0, 0], 3).tolist() == rewards.tolist()
+    assert length_rescaled(torch.tensor([1, 0]), [2, 2], 2).tolist() == pytest.approx([1 / 1.33, 0])
+
+
+@pytest.mark.parametrize("rewards, lengths, alpha", [
+    ([1.0, -0.1], [1, 1], 0.33), ([1.0, math.nan], [1, 1], 0.33), ([1.0, 1.0], [1, -1], 0.33),
+    ([1.0, 1.0], [1, 1], -0.1), ([1.0, 1.0, 1.0], [1, 1, 1], 0.33), ([1.0, 1.0], [1], 0.33),
+    ([[1.0, 1.0]], [[1, 1]], 0.33),
+])
+def test_length_rescaled_refuses(rewards, lengths, alpha):
+    with pytest.raises(ValueError):
+        length_rescaled(torch.tensor(rewards), torch.tensor(lengths), 2, alpha)
+
+
+def test_overlong_penalty_is_dapos():
+    lengths = torch.tensor([0, 79, 80, 81, 90, 99, 100, 101, 500])
+    assert overlong_penalty(lengths, limit=100, buffer=20).tolist() == pytest.approx(
+        [0, 0, 0, -0.05, -0.5, -0.95, -1, -1, -1])
+    assert overlong_penalty([0, 50, 100], limit=100, buffer=100).tolist() == [0, -0.5, -1]
+    for buffer in (0, -1, 101):
+        with pytest.raises(ValueError, match="buffer"):
+            overlong_penalty(lengths, limit=100, buffer=buffer)
+
+
+def test_diversity():
+    responses = ["a b c \\boxed{7}", "a b c \\boxed{7.0}", "none", "", "", "", "", ""]
+    figures = diversity(responses, group_size=4)
+    # one different answer of four; (a b c) and (b c box) and (a b c) and (b c other box): 3 of 4
+    assert figures == {"distinct_answers": (1 / 4 + 0) / 2, "distinct_3grams": 3 / 4}
+    assert diversity([rf"\boxed{{{i}}} {i} {i} {i}" for i in range(8)]) == {
+        "distinct_answers": 1.0, "distinct_3grams": 1.0}
+    assert diversity(["x x x x x"] * 2 + ["x y z", "z y x"], 2) == {
+        "distinct_answers": 0.0, "distinct_3grams": (1 / 6 + 1) / 2}
+    assert diversity([""], 1) == {"distinct_answers": 0.0, "distinct_3grams": 0.0}
+    for responses, group_size in (([], 2), (["x"] * 3, 2)):
+        with pytest.raises(ValueError, match="whole groups"):
+            diversity(responses, group_size)
+
+
+# --------------------------------------------------------------------------------------------------
+# A reward model
+
+
+def small_reward_model(architecture="qwen2", **changes):
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                 num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+                 bos_token_id=None, eos_token_id=1, pad_token_id=None, num_labels=1)
+    config = AutoConfig.for_model(architecture, **{**sizes, **changes})
+    model = AutoModelForSequenceClassification.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape), alpha=0.2)
+    return model
+
+
+ROWS = [[5, 6, 7, 1], [8], [9, 10, 11, 12, 13, 14, 1], [0, 0, 0], [5, 6, 7, 1]]
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama", "gpt2", "gemma2", "bert"])
+def test_a_row_scores_the_same_alone_and_padded(architecture):
+    model = small_reward_model(architecture, pad_token_id=0 if architecture == "bert" else None)
+    scores = score_rows(model, ROWS)
+    assert scores.shape == (5,) and scores.dtype == torch.float32 and scores.requires_grad
+    with torch.no_grad():  # transformers' own, one by one and without padding
+        alone = [float(model(input_ids=torch.tensor([row])).logits) for row in ROWS]
+    assert scores.tolist() == pytest.approx(alone, abs=1e-5)
+    assert min(abs(a - b) for i, a in enumerate(alone[:4]) for b in alone[:i]) > 0.01
+
+
+def test_the_last_token_counts_where_it_is_the_padding_token():
+    model = small_reward_model()
+    scores = score_rows(model, ROWS)
+    model.config.pad_token_id = 1  # the end token pads, as in many checkpoints
+    assert torch.equal(score_rows(model, ROWS), scores)
+
+
+@pytest.mark.parametrize("rows, changes", [([[5], []], {}), ([[5] * 65], {}),
+                                           (ROWS, {"num_labels": 2})])
+def test_score_rows_refuses(rows, changes):
+    with pytest.raises(ValueError, match="label|tokens"):
+        score_rows(small_reward_model(**changes), rows)
+
+
+def test_reward_model_scores(tiny):
+    tokenizer = tiny[1]
+    model = small_reward_model()
+    prompts, responses = ["1 + 2", "5"], ["3", "4 and 5 and 6", "", "<|end|>3"]
+    scores = reward_model_scores(model, tokenizer, prompts, responses)
+    assert scores.shape == (4,) and scores.dtype == torch.float32 and not scores.requires_grad
+    rows = reward_model_rows(tokenizer, ["1 + 2", "1 + 2", "5", "5"], responses)
+    assert all(row.count(tokenizer.eos_token_id) == 1 for row in rows)  # what was written is text
+    assert all(row[-1] == tokenizer.eos_token_id for row in rows)
+    assert rows[0][:-1] == tokenizer("1 + 2", add_special_tokens=False).input_ids + [
+        *tokenizer("3", add_special_tokens=False).input_ids]
+    assert scores.tolist() == pytest.approx(score_rows(model, rows).tolist(), abs=1e-6)
+    one_by_one = reward_model_scores(model, tokenizer, prompts, responses, batch_rows=1)
+    assert scores.tolist() == pytest.approx(one_by_one.tolist(), abs=1e-5)
+    for prompts, some in (([], responses), (["a", "b", "c"], responses), (["a"], [])):
+        with pytest.raises(ValueError, match="responses for"):
+            reward_model_scores(model, tokenizer, prompts, some)
+
+
+def test_preference_pairs_are_of_one_group_the_better_first():
+    rewards = torch.tensor([0.0, 1.5, 0.5, 1.5, 0.5, 0.5, 0.5, 0.5])
+    every = preference_pairs(rewards, 4, pairs_per_group=None)
+    assert sorted(every.tolist()) == [[1, 0], [1, 2], [2, 0], [3, 0], [3, 2]]
+    assert sorted(preference_pairs(rewards, 4, pairs_per_group=None, margin=0.5).tolist()) == [
+        [1, 0], [1, 2], [3, 0], [3, 2]]
+    assert preference_pairs(rewards[4:], 4).shape == (0, 2)
+    assert preference_pairs(rewards[:0], 4).shape == (0, 2)
+    both = preference_pairs(rewards[[4, 5, 6, 7, 0, 1, 2, 3]], 4, pairs_per_group=None)
+    assert sorted(both.tolist()) == [[5, 4], [5, 6], [6, 4], [7, 4], [7, 6]]
+    drawn = [preference_pairs(rewards, 4, torch.Generator().manual_seed(seed), pairs_per_group=2)
+             for seed in (0, 0, 1, 2, 3)]
+    assert torch.equal(drawn[0], drawn[1]) and drawn[0].shape == (2, 2)
+    assert any(not torch.equal(drawn[0], other) for other in drawn)
+    for bad in (rewards[:7], rewards.view(2, 4)):
+        with pytest.raises(ValueError, match="whole groups"):
+            preference_pairs(bad, 4)
+
+
+def test_bradley_terry_loss():
+    chosen, rejected = torch.tensor([1.0, -1.0, 2.0]), torch.tensor([0.0, 0.0, 2.0])
+    expected = [-math.log(1 / (1 + math.exp(-d))) for d in (1.0, -1.0, 0.0)]
+    assert float(bradley_terry_loss(chosen, rejected)) == pytest.approx(sum(expected) / 3, abs=1e-6)
+    assert float(bradley_terry_loss(chosen[:1] - 1e4, rejected[:1])) == pytest.approx(9999.0)
+
+
+class Seen:
+    """A tokenizer that remembers the texts it was given; one token per letter."""
+    eos_token_id = 1
+
+    def __init__(self):
+        self.texts = []
+
+    def __call__(self, texts, **options):
+        self.texts += texts
+        return types.SimpleNamespace(input_ids=[[2 + ord(c) % 60 for c in text] for text in texts])
+
+
+def test_train_reward_model_mixes_a_tenth_of_old_pairs():
+    model = small_reward_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    pairs = [("p", f"new{i}", "bad") for i in range(18)]
+    replay = [("p", f"old{i}", "bad") for i in range(50)]
+    seen = Seen()
+    figures = train_reward_model(model, optimizer, seen, pairs, replay,
+                                 torch.Generator().manual_seed(0))
+    assert sorted(text for text in seen.texts if "new" in text) == sorted(p[1] for p in pairs)
+    assert len({text for text in seen.texts if "old" in text}) == 2  # 2 of 20
+    # With a learning rate of 0, the figures are those of the mix as it was.
+    rows = reward_model_rows(Seen(), ["p"] * 40, [t for t in seen.texts if t not in ("p", "bad")]
+                             + ["bad"] * 20)
+    chosen, rejected = score_rows(model, rows).chunk(2)
+    assert figures["reward_model_loss"] == pytest.approx(
+        bradley_terry_loss(chosen, rejected).item(), abs=1e-5)
+    assert figures["reward_model_accuracy"] == int((chosen > rejected).sum()) / 20
+    few = Seen()
+    train_reward_model(model, optimizer, few, pairs, replay[:1])
+    assert sum("old" in text for text in few.texts) == 1
+    with pytest.raises(ValueError, match="no pairs"):
+        train_reward_model(model, optimizer, Seen(), [], replay)
+
+
+def test_a_reward_model_learns_the_rule():
+    model = small_reward_model()
+    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    right = [("1 + 2", f"{i} \\boxed{{3}}", f"{i} \\boxed{{4}}") for i in range(16)]
+    first = train_reward_model(model, optimizer, Seen(), right, [])
+    for seed in range(6):
+        last = train_reward_model(model, optimizer, Seen(), right, right[:4],
+                                  torch.Generator().manual_seed(seed))
+    assert last["reward_model_loss"] < 0.1 < first["reward_model_loss"]
+    assert last["reward_model_accuracy"] == 1.0
+    scores = reward_model_scores(model, Seen(), ["1 + 2"], ["77 \\boxed{3}", "77 \\boxed{4}"])
+    assert scores[0] > scores[1]
+
+
+# --------------------------------------------------------------------------------------------------
+# Script
 
 
 def run_script(monkeypatch, *arguments):
@@ -580,7 +1278,10 @@ def run_script(monkeypatch, *arguments):
 def test_script_shows_the_egg_problem(monkeypatch, capsys):
     run_script(monkeypatch)
     printed = capsys.readouterr().out
-    assert [row.split()[0] for row in printed.splitlines()[1:]] == ["1.5", "0.5", "0.0"]
+    assert [row.split()[0] for row in printed.splitlines()[1:4]] == ["1.5", "0.5", "0.0"]
+    assert "1.5  <think>" in printed and "+0.20916 -0.25800 +0.04884" in printed
+    assert "20: 0 -0.5 -1 -1\n" in printed
+    assert "1.3133 0.6931 0.3133\n" in printed
     assert printed.isascii()  # any terminal can show it
 
 
@@ -599,6 +1300,6 @@ def test_script_refuses_other_numbers_of_arguments(monkeypatch, capsys, count):
 
 def test_reward_imports_no_other_stage():
     stages = {path.stem for path in ROOT.glob("*.py")} - {"reward"}
-    imported = {row.split()[1].split(".")[0] for row in (ROOT / "reward.py").read_text("utf-8").splitlines()
-                if row.startswith(("import ", "from "))}
+    text = (ROOT / "reward.py").read_text(encoding="utf-8")
+    imported = set(re.findall(r"^(?:import|from) (\w+)", text, flags=re.M))
     assert imported and not imported & stages
