@@ -375,6 +375,11 @@ def test_process_supervision_of_one_step_at_the_end_is_plain_grpo(rewards):
     )
 
 
+def test_two_steps_in_a_group_are_enough():
+    advantages = process_advantages([[(1, 1.0)], [(0, 0.0)]], torch.ones(2, 2, dtype=torch.bool), 2)
+    assert_close(advantages.flatten(), [1.0, 1.0, -1.0, 0.0], 1e-6)
+
+
 def test_equal_step_rewards_give_exactly_zero():
     steps = [[(0, 0.7), (1, 0.7)], [(1, 0.7)], [(0, 0.7), (1, 0.7)], [(0, 0.7), (1, 0.7)]]
     assert not process_advantages(steps, torch.ones(4, 2, dtype=torch.bool), 4).any()

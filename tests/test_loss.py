@@ -252,6 +252,25 @@ def test_walkthrough():
     assert clipped.tolist() == [False, True]
 
 
+def test_the_clip_is_symmetric_by_default():
+    objective, clipped = clipped_objective(torch.tensor([0.5, 0.5]), torch.tensor([1.0, -1.0]))
+    assert objective.tolist() == pytest.approx([1.2, -math.exp(0.5)])
+    assert clipped.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("ratio, objective", every(RATIOS, OBJECTIVES))
+def test_a_ratio_beyond_float32_stays_finite(ratio, objective):
+    """exp(200) is inf, and inf * 0 would be NaN in a row whose advantage is 0."""
+    logprobs = torch.tensor([[-1.0], [-1.0]], requires_grad=True)
+    old = torch.full((2, 1), -201.0)
+    value, metrics = grpo_loss(
+        logprobs, old, None, torch.tensor([0.0, -1.0]), torch.ones(2, 1) > 0, kl_coef=0,
+        ratio=ratio, objective=objective,
+    )
+    assert value.isfinite() and gradient(value, logprobs).isfinite().all()
+    assert metrics["ratio_mean"].isfinite()
+
+
 def test_walkthrough_loss():
     old, A = (
         torch.tensor([[-1.0, -2.0]], dtype=torch.float64),
