@@ -433,7 +433,7 @@ def test_cispo(w, A, weight, capped):
     J, beyond = cispo_objective(logprob, logprob - old, A, 0.3)
     assert J.item() == pytest.approx(weight * A * -1.5) and bool(beyond) == capped
     assert float(gradient(J, logprob)) == pytest.approx(weight * A)  # none flows through w
-    assert float(cispo_objective(logprob, logprob - old, A)[0]) == pytest.approx(
+    assert cispo_objective(logprob, logprob - old, A)[0].item() == pytest.approx(
         min(w, 1.2) * A * -1.5
     )
 
