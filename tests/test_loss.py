@@ -252,6 +252,25 @@ def test_walkthrough():
     assert clipped.tolist() == [False, True]
 
 
+def test_the_clip_is_symmetric_by_default():
+    objective, clipped = clipped_objective(torch.tensor([0.5, 0.5]), torch.tensor([1.0, -1.0]))
+    assert objective.tolist() == pytest.approx([1.2, -math.exp(0.5)])
+    assert clipped.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("ratio, objective", every(RATIOS, OBJECTIVES))
+def test_a_ratio_beyond_float32_stays_finite(ratio, objective):
+    """exp(200) is inf, and inf * 0 would be NaN in a row whose advantage is 0."""
+    logprobs = torch.tensor([[-1.0], [-1.0]], requires_grad=True)
+    old = torch.full((2, 1), -201.0)
+    value, metrics = grpo_loss(
+        logprobs, old, None, torch.tensor([0.0, -1.0]), torch.ones(2, 1) > 0, kl_coef=0,
+        ratio=ratio, objective=objective,
+    )
+    assert value.isfinite() and gradient(value, logprobs).isfinite().all()
+    assert metrics["ratio_mean"].isfinite()
+
+
 def test_walkthrough_loss():
     old, A = (
         torch.tensor([[-1.0, -2.0]], dtype=torch.float64),
@@ -414,7 +433,7 @@ def test_cispo(w, A, weight, capped):
     J, beyond = cispo_objective(logprob, logprob - old, A, 0.3)
     assert J.item() == pytest.approx(weight * A * -1.5) and bool(beyond) == capped
     assert float(gradient(J, logprob)) == pytest.approx(weight * A)  # none flows through w
-    assert float(cispo_objective(logprob, logprob - old, A)[0]) == pytest.approx(
+    assert cispo_objective(logprob, logprob - old, A)[0].item() == pytest.approx(
         min(w, 1.2) * A * -1.5
     )
 
