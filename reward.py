@@ -53,13 +53,14 @@ def rule_reward(response, ground_truth):
 def score_responses(responses, ground_truths, group_size=8, device="cpu"):
     """Score N = B·G responses, prompt-major, against B ground truths: (N,) float32.
 
-    ValueError if N is not B·group_size: rows would be scored against another prompt's truth.
+    Where the truth is None nothing can be said: NaN. ValueError if N is not B·group_size: rows would be scored against another prompt's truth.
     """
     N, B = len(responses), len(ground_truths)
     if N != B * group_size:
         raise ValueError(f"{N} responses are not {B} groups of {group_size}")
     truths = [truth for truth in ground_truths for _ in range(group_size)]  # one per row
-    rewards = [rule_reward(response, truth) for response, truth in zip(responses, truths)]
+    rewards = [math.nan if truth is None else rule_reward(response, truth)
+               for response, truth in zip(responses, truths)]
     return torch.tensor(rewards, dtype=torch.float32, device=device)  # (N,)
 
 
@@ -280,6 +281,11 @@ def read_problem(line, question_field, answer_field, need_answer):
     if need_answer:
         raise ValueError(f"{answer_field!r} does not end in '#### ' and the final answer")
     return row | {"question": question, "answer": "" if answer is None else answer}
+
+
+def truths_of(problems):
+    """The final answers that the rule can score against; None where a line had no `####`."""
+    return [problem["answer"] if "solution" in problem else None for problem in problems]
 
 
 def last_turn(messages):

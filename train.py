@@ -173,7 +173,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             set_learning_rate(optimizer, step, s)
             batch, generators = problems_of_step(problems, step, s)
             prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in batch]
-            truths = [problem["answer"] for problem in batch]
+            truths = reward.truths_of(batch)
             metrics = train_step(
                 policy_model, ref_model, optimizer, tokenizer, prompts, truths, s, generators,
                 reward_fn and partial(reward_fn, batch), partial(run.log_samples, step, prompts),
@@ -490,7 +490,7 @@ def more_problems(tokenizer, problems, step, settings, reward_fn, attempt, n):
     batch = [problems[order[j]] for j in mine]
     prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in batch]
     generators = [seeded(s.seed, "resample", step, attempt, j) for j in mine]
-    truths = [problem["answer"] for problem in batch]
+    truths = reward.truths_of(batch)
     return prompts, truths, generators, reward_fn and partial(reward_fn, batch)
 
 
@@ -593,8 +593,7 @@ def evaluate(model, tokenizer, problems, settings, group_size=1, temperature=0.0
             if reward_fn:
                 rewards += reward_fn([problems[j] for j in part], asked, rollout).tolist()
     responses = sum(gathered_objects(responses), [])
-    truths = [problem["answer"] for problem in problems]
-    rule_rewards = score_responses(responses, truths, group_size)
+    rule_rewards = score_responses(responses, reward.truths_of(problems), group_size)
     figures = {"eval_accuracy": float(share(reward.is_right(rule_rewards), rule_rewards))}
     if reward_fn:
         rewards = sum(gathered_objects(rewards), [])
@@ -1153,8 +1152,12 @@ def make_reward_fn(settings):
         raise BadInput(f"--reward-weights: {len(s.reward_weights)} weights for {len(s.reward)} "
                        "rewards")
     try:
-        functions = {spec: rule if spec == "rule" else reward.load_reward(spec)
-                     for spec in s.reward}
+        functions = {}
+        for spec in s.reward:
+            # In the metrics it has the function's name, or more where two have the same.
+            name = spec.rpartition(":")[2]
+            functions[spec if name in functions else name] = (
+                rule if spec == "rule" else reward.load_reward(spec))
     except ValueError as error:
         raise BadInput(f"--reward {error}") from None
 
@@ -2136,20 +2139,20 @@ def print_story(run, eval_problems):
     """One held-out problem, answered before and after; the accuracy on the way; what comes next."""
     if not run.folder:
         return
-    truths = [problem["answer"] for problem in eval_problems]
+    truths = reward.truths_of(eval_problems)
     before = reward.is_right(score_responses(run.before, truths, 1)).tolist()
     after = reward.is_right(score_responses(run.after, truths, 1)).tolist()
     learned = [i for i in range(len(truths)) if after[i] and not before[i]]
     i = learned[0] if learned else 0
     print(f"\nquestion  {eval_problems[i]['question']}\nbefore    {run.before[i]}\n"
-          f"after     {run.after[i]}\ntruth     {truths[i]}\n")
+          f"after     {run.after[i]}\ntruth     {truths[i] or 'not known'}\n")
     curve = []
     for line in (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         metrics = json.loads(line)
         if metrics.get("eval_accuracy") is not None:
             curve.append(f"{metrics['step']}:{metrics['eval_accuracy']:.3f}")
     for name in ("accuracy", "reward_mean", "approx_kl", "response_length_mean"):
-        print(f"{name:22}" + small_curve([m[name] for m in run.history if m[name] is not None]))
+        print(f"{name:22}" + small_curve([m[name] for m in run.history]))
     print(f"held-out accuracy, step:greedy  {' '.join(curve)}\n"
           f"{run.name}: config.json metrics.jsonl samples.jsonl checkpoint/ final/\n")
     python = shlex.quote(sys.executable)
@@ -2161,6 +2164,7 @@ def print_story(run, eval_problems):
 
 def small_curve(values, width=50):
     """Numbers as one line of blocks between their extremes: did it learn?"""
+    values = [value for value in values if value is not None and math.isfinite(value)]
     if not values:
         return ""
     step = max(len(values) / width, 1)
@@ -2177,17 +2181,23 @@ def print_figures(parts, settings):
     """--eval-only: greedy accuracy, and from G samples per problem accuracy, pass@k and maj@k."""
     s = settings
     G = s.group_size
-    model, tokenizer, problems = parts.policy_model, parts.tokenizer, parts.eval_problems
-    greedy, _ = evaluate(model, tokenizer, problems, s)
-    sampled, responses = evaluate(model, tokenizer, problems, s, G, s.temperature, s.seed)
-    truths = [problem["answer"] for problem in problems]
+    problems = parts.eval_problems
+    judge = partial(evaluate, parts.policy_model, parts.tokenizer, problems, s,
+                    reward_fn=parts.reward_fn)
+    greedy, _ = judge()
+    sampled, responses = judge(group_size=G, temperature=s.temperature, seed=s.seed)
+    say(f"{len(problems)} problems")
+    for name, value in greedy.items():
+        say(f"greedy {name.removeprefix('eval_'):17} {value:.4f}\nsampled at temperature "
+            f"{s.temperature:g}  {sampled[name]:.4f}   ({G} samples per problem)")
+    for name, value in reward.diversity(responses, G).items():
+        say(f"{name.replace('_', ' '):24} {value:.4f}")
+    truths = reward.truths_of(problems)
+    if None in truths:
+        return
     correct = reward.is_right(score_responses(responses, truths, G)).view(-1, G)       # (B, G)
     boxes = [reward.extract_boxed(response) for response in responses]
     answers = [boxes[j * G:(j + 1) * G] for j in range(len(problems))]
-    say(f"{len(problems)} problems")
-    say(f"greedy accuracy           {greedy['eval_accuracy']:.4f}")
-    say(f"sampled at temperature {s.temperature:g}  {sampled['eval_accuracy']:.4f}   "
-        f"({G} samples per problem)")
     powers = [2**i for i in range(G.bit_length()) if 2**i <= G]
     for k in sorted({*powers, G}):
         say(f"pass@{k:<3} {reward.pass_at_k(correct, k):.4f}   "
@@ -2204,7 +2214,7 @@ def print_trace(parts, settings):
         prompt = chat_prompt(tokenizer, problem, s.system_prompt)
         rollout = sample_groups(model, tokenizer, [prompt], G, s.max_new_tokens, s.temperature,
                                 [seeded(s.seed, 1, j)])
-        rule_rewards = score_responses(rollout.responses, [problem["answer"]], G)
+        rule_rewards = score_responses(rollout.responses, reward.truths_of([problem]), G)
         rewards = rule_rewards
         if parts.reward_fn:
             rewards = parts.reward_fn([problem], [prompt], rollout)
