@@ -1,14 +1,15 @@
 """[A] Group sampling: G answers to every prompt, drawn token by token from the policy itself.
 
-    y_{j,i} ~ pi_old(. | x_j),   i = 1..G          one softmax draw a token, until the end token or the limit
+    y_{j,i} ~ pi_old(. | x_j),   i = 1..G     one softmax draw per token, until the end or the limit
 
-Each prompt runs through the model once and its key/value cache is repeated G times: the G answers share the
-prompt, and part ways at their first token, which each row draws for itself. A row that has ended leaves the
-batch. Prompts of different lengths stand side by side, padded on the left of the cache only.
+Each prompt runs through the model once and its key/value cache is repeated G times: the G answers
+share the prompt and part ways at their first token, which each row draws for itself. A row that has
+ended leaves the batch. Prompts of different lengths stand side by side, padded on the left of the
+cache only.
 
 Departures from the theory's code map:
-- The ids that were drawn are kept, and their log-probabilities with them. The map decodes to text and
-  tokenises again: other ids than those sampled, with the prompt among the labels.
+- The ids that were drawn are kept, and their log-probabilities with them. The map decodes to text
+  and tokenises again: other ids than those sampled, with the prompt among the labels.
 - The draw is the plain softmax at `temperature`, and [D] scores at the same one. `generate` lets a
   checkpoint's own top-k and top-p in silently (and the map samples at 0.8 what it scores at 1.0).
 - `responses` hold the answer alone: a prompt that says "put it in \\boxed{}" earns nothing.
@@ -17,15 +18,22 @@ Departures from the theory's code map:
 """
 
 import argparse
+import json
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
-from transformers import AttentionInterface
-from transformers.cache_utils import DynamicLayer
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
-IGNORE = -100                                            # the label of a token that no loss speaks of
+IGNORE = -100                    # the label of a token that no loss speaks of
+
+# cuDNN's attention builds a plan for every new shape, tens of milliseconds each, and is known to be
+# wrong for masked bfloat16 (pytorch issues 191612, 193893).
+torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @dataclass
@@ -33,9 +41,9 @@ class Rollout:
     """N = B * G rows `[prompt][response][padding]`; row i answers prompt i // G."""
 
     input_ids: torch.Tensor      # (N, S) long
-    labels: torch.Tensor         # (N, S) long: input_ids on the response, its end token included; else -100
-    logprobs: torch.Tensor       # (N, S-1) float32: entry t is log pi(input_ids[t+1] | before), as drawn
-    responses: list              # N strings: the response alone, special tokens stripped
+    labels: torch.Tensor         # (N, S) long: input_ids on the response, end token included; else -100
+    logprobs: torch.Tensor       # (N, S-1) float32: entry t is log pi(input_ids[t+1] | ids before)
+    responses: list              # N strings: the response alone, without its end token
     finished: torch.Tensor       # (N,) bool: False where max_new_tokens cut the answer
     group_ids: torch.Tensor      # (N,) long: i // G
     old_logprobs: torch.Tensor = None
@@ -46,309 +54,500 @@ class Rollout:
 def forms_of(model):
     return {}
 
+    # Computed by [D] before the first update, (N, S-1) float32; None until then.
+    old_logprobs: torch.Tensor | None = None
+    ref_logprobs: torch.Tensor | None = None
+    entropies: torch.Tensor | None = None
 
-@torch.no_grad()
+
 def sample_groups(model, tokenizer, prompts, group_size=8, max_new_tokens=256, temperature=1.0,
                   generator=None):
-    """Draw `group_size` answers to each of the B `prompts` (chat template already applied) -> Rollout.
+    """Draw `group_size` answers to each of B `prompts` (chat template already applied) -> Rollout.
 
-    `temperature=0` is greedy decoding; its log-probs are those of temperature 1. `generator` is one for all, or
-    a list of one a prompt: then an answer depends on nothing but its prompt, the policy and its own numbers.
-    ValueError: nothing to sample, a prompt without tokens, a model and tokenizer without any end token.
+    `temperature=0` is greedy decoding; its log-probs are those of temperature 1. `generator` is one
+    for all, or a list of one per prompt: then an answer depends on nothing but its prompt, the policy
+    and its own numbers. ValueError: nothing to sample, a prompt without tokens, no end token known, a
+    model that `forms_of` refuses.
     """
-    if not prompts or min(group_size, max_new_tokens) < 1 or temperature < 0:
-        raise ValueError(f"{len(prompts)} prompts, group_size {group_size}, max_new_tokens {max_new_tokens}, "
-                         f"temperature {temperature}: nothing can be sampled")
+    if not prompts or min(group_size, max_new_tokens) < 1 or not temperature >= 0:
+        raise ValueError(f"{len(prompts)} prompts, group_size {group_size}, max_new_tokens "
+                         f"{max_new_tokens}, temperature {temperature}: nothing can be sampled")
     prompt_ids = [tokenizer(prompt, add_special_tokens=False).input_ids for prompt in prompts]
-    ends = torch.tensor(end_token_ids(model, tokenizer), device=model.device)
-    chance = uniform_numbers(generator, len(prompts), group_size, max_new_tokens, model.device)      # (N, T)
-    cache, mask, logits = prefill(model, prompt_ids, group_size)
-
-    N = len(logits)
-    tokens = torch.full((N, max_new_tokens), int(ends[0]), device=model.device)
-    logprobs = torch.zeros(N, max_new_tokens, device=model.device)
-    decode = decode_graphs if model.device.type == "cuda" and can_decode_static(model, cache) else decode_plain
-    decode(model, cache, mask, logits, chance, temperature, ends, tokens, logprobs)
-    return to_rollout(tokenizer, prompt_ids, group_size, tokens, logprobs, ends)
+    ends = end_token_ids(model, tokenizer)
+    chance = uniform_numbers(generator, len(prompts), group_size, max_new_tokens, model.device)
+    answers = write_answers(model, prompt_ids, chance, temperature, ends)
+    rows = [[(prompt_ids[n // group_size], None), answer] for n, answer in enumerate(answers)]
+    return to_rollout(tokenizer, rows, ends, group_size)
 
 
-def decode_plain(model, cache, mask, logits, chance, temperature, ends, tokens, logprobs):
-    """Draw, write, run the drawn tokens, again: fills tokens and logprobs (N, T)."""
-    make_room(cache)
-    rows = torch.arange(len(tokens), device=tokens.device)                     # the rows still being written
-    every = 16 if tokens.is_cuda else 1                                        # asking who has ended makes a GPU wait
-    for t in range(tokens.shape[1]):
-        drawn, logprobs[rows, t] = draw_fast(logits, temperature, chance[rows, t])     # as `draw` does, (n,)
-        tokens[rows, t] = drawn
-        if t + 1 == tokens.shape[1]:
-            break
-        if (t + 1) % every == 0:
-            alive = close_up(~torch.isin(tokens[rows, t + 1 - every:t + 1], ends).any(dim=1))
-            if len(alive) == 0:
-                break
-            if len(alive) < len(rows):                                         # finished rows leave the batch
-                rows, mask, drawn = rows[alive], mask[alive], drawn[alive]
-                cache.batch_select_indices(alive)
-        mask = torch.cat((mask, mask.new_ones(len(rows), 1)), dim=1)           # (n, P+t+1)
-        logits = model(drawn[:, None], attention_mask=mask, position_ids=mask.sum(1, keepdim=True) - 1,
-                       past_key_values=cache, use_cache=True).logits[:, -1]
+@torch.no_grad()
+def write_answers(model, prompt_ids, chance, temperature, ends):
+    """B prompts, and chance (N, T) in [0, 1) for all draws -> N pairs (token ids, log-probs)."""
+    decode_n_tokens = fastest_form(model)        # `decode` below, or a faster form of it
+    cache, mask, logits = prefill(model, prompt_ids)
+    tokens, logprobs = decode_n_tokens(model, cache, mask, logits, chance, temperature, ends)
+    return cut_at_end(tokens, logprobs, ends)
 
 
-def close_up(alive):
-    """Indices of the rows that live on, (n,) bool -> (m,): the last of them take the places of those that ended."""
-    kept = alive.nonzero()[:, 0]
-    order = torch.arange(len(kept), device=alive.device)
-    order[~alive[:len(kept)]] = kept[kept >= len(kept)]
-    return order
-
-
-def prefill(model, prompt_ids, group_size):
-    """Every prompt once, then G copies of its cache -> cache, mask (N, P), logits of the next token (N, V)."""
+def prefill(model, prompt_ids):
+    """Every prompt once -> its keys and values, mask (B, P), logits of the next token (B, V)."""
     if not all(prompt_ids):
         raise ValueError(f"prompt {prompt_ids.index([])} has no tokens")
-    P = max(map(len, prompt_ids))
-    ids = torch.tensor([[0] * (P - len(p)) + p for p in prompt_ids], device=model.device)    # (B, P)
-    mask = torch.tensor([[0] * (P - len(p)) + [1] * len(p) for p in prompt_ids], device=model.device)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    P = max(len(prompt) for prompt in prompt_ids)
+    ids = [[0] * (P - len(prompt)) + prompt for prompt in prompt_ids]
+    mask = [[0] * (P - len(prompt)) + [1] * len(prompt) for prompt in prompt_ids]
+    ids = torch.tensor(ids, device=model.device)                     # (B, P), padded on the left
+    mask = torch.tensor(mask, device=model.device)                   # (B, P)
+    positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     out = model(ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
-    out.past_key_values.batch_repeat_interleave(group_size)
-    repeat = torch.arange(len(prompt_ids), device=model.device).repeat_interleave(group_size)     # (N,)
-    return out.past_key_values, mask[repeat], out.logits[repeat, -1]
+    return out.past_key_values, mask, out.logits[:, -1]
 
 
-def draw(logits, temperature=1.0, generator=None):
-    """One token a row from softmax(logits / temperature), and its log-prob: (n, V) -> (n,), (n,) float32."""
-    logprobs = (logits.float() / (temperature or 1.0)).log_softmax(dim=-1)
+def decode(model, cache, mask, logits, chance, temperature, ends):
+    """The plain loop: draw a token per row, run the model on it, again -> tokens, logprobs (N, T)."""
+    N, T = chance.shape
+    G = N // len(mask)
+    cache.batch_repeat_interleave(G)                                 # B prompts become N rows
+    mask, logits = mask.repeat_interleave(G, dim=0), logits.repeat_interleave(G, dim=0)
+    tokens = mask.new_full((N, T), int(ends[0]))
+    logprobs = torch.zeros(N, T, device=mask.device)
+    rows = torch.arange(N, device=mask.device)                       # those still being written
+    for t in range(T):
+        token, logprobs[rows, t] = draw(logits, temperature, chance[rows, t])
+        tokens[rows, t] = token
+        alive = ~torch.isin(token, ends)
+        if t + 1 == T or not alive.any():
+            break
+        if not alive.all():                                          # finished rows leave the batch
+            rows, mask, token = rows[alive], mask[alive], token[alive]
+            cache.batch_select_indices(alive)
+        mask = F.pad(mask, (0, 1), value=1)                          # (n, P + t + 1)
+        positions = mask.sum(dim=1, keepdim=True) - 1
+        logits = model(token[:, None], attention_mask=mask, position_ids=positions,
+                       past_key_values=cache, use_cache=True).logits[:, -1]
+    return tokens, logprobs
+
+
+def draw(logits, temperature, u):
+    """One token per row from softmax(logits / temperature): (n, V) -> tokens, log-probs (n,).
+
+    Inverse CDF: the first token whose running sum of probabilities is above u, (n,) in [0, 1). The
+    sum is taken in u's float64, since float32's stands still at words rarer than 6e-8.
+    """
+    logprobs = (logits.float() / (temperature or 1.0)).log_softmax(dim=-1)      # (n, V)
     if temperature == 0:
-        token = logprobs.argmax(dim=-1)
+        token = logprobs.argmax(dim=-1, keepdim=True)
     else:
-        token = torch.multinomial(logprobs.exp(), 1, generator=generator)[:, 0]
-    return token, logprobs.gather(1, token[:, None])[:, 0]
+        cdf = logprobs.exp().to(u.dtype).cumsum(dim=-1)
+        token = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)
+        token.clamp_(max=logits.shape[1] - 1)
+    return token[:, 0], logprobs.gather(1, token)[:, 0]
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The same draw, ten times faster on 152k words: one exp and one sum instead of a softmax, a log and a race
+# --------------------------------------------------------------------------------------------------
+# The same draw, several times faster on 152k words: one exp and one sum over all of them.
 
 def draw_fast(logits, temperature, u, block=128):
-    """Inverse CDF on two levels: u (n,) in [0, 1) picks a block of words by its mass, then a word inside it.
+    """`draw` on two levels: u picks a block of words by its mass, then a word inside the block.
 
-    A float32 running sum over the whole vocabulary stands still at words below 6e-8, and would never draw
-    them. Sums of 128 words do not, and the few block masses are added up in float64.
+    A float32 sum of 128 words loses none of them, and the few block masses are added in float64.
     """
-    if temperature == 0:
-        return draw(logits, 0)
+    if temperature == 0 or logits.shape[1] <= 1024:                  # too few words to gain by it
+        return draw(logits, temperature, u)
     logits = logits.float() if temperature == 1 else logits.float() / temperature        # (n, V)
     peak = logits.amax(dim=-1, keepdim=True)
     p = (logits - peak).exp_()
     if p.shape[1] % block:
-        p = torch.nn.functional.pad(p, (0, -p.shape[1] % block))
-    p = p.unflatten(1, (-1, block))                                            # (n, V / block, block)
-    mass = p.sum(dim=-1).to(u.dtype)                                           # (n, V / block)
+        p = F.pad(p, (0, -p.shape[1] % block))
+    p = p.unflatten(1, (-1, block))                                  # (n, V / block, block)
+    mass = p.sum(dim=-1).to(u.dtype)                                 # (n, V / block)
     cdf = mass.cumsum(dim=-1)
     total = cdf[:, -1:]
     u = u[:, None] * total
-    b = torch.searchsorted(cdf, u, right=True).clamp_(max=cdf.shape[1] - 1)    # (n, 1), the first cdf above u
-    inner = p.take_along_dim(b[:, :, None], dim=1)[:, 0].to(u.dtype).cumsum(dim=-1)      # (n, block)
+    b = torch.searchsorted(cdf, u, right=True).clamp_(max=cdf.shape[1] - 1)              # (n, 1)
+    inner = p.take_along_dim(b[:, :, None], dim=1)[:, 0].to(u.dtype).cumsum(dim=-1)     # (n, block)
     rest = (u - (cdf - mass).gather(1, b)) / mass.gather(1, b) * inner[:, -1:]
     token = b * block + torch.searchsorted(inner, rest, right=True).clamp_(max=block - 1)
     token.clamp_(max=logits.shape[1] - 1)
     return token[:, 0], (logits.gather(1, token) - peak - total.log())[:, 0].float()
 
 
-def uniform_numbers(generator, B, group_size, T, device):
-    """The chance of all draws, (N, T): float64, drawn where the generator lives. MPS knows float32 only."""
-    generators = generator if isinstance(generator, list) else [generator] * B
-    numbers = torch.cat([torch.rand(group_size, T, dtype=torch.float64, generator=g, device=g and g.device)
-                         for g in generators])
-    return numbers.to(device, torch.float32 if device.type == "mps" else torch.float64)
+# --------------------------------------------------------------------------------------------------
+# The same loop, faster: the decode step of the family that Qwen2, Qwen3, Llama, Mistral and SmolLM
+# share, written out, with a cache in which every tensor keeps its place. On CUDA such a step can be
+# captured as a graph and replayed, where transformers' launches more than a thousand small kernels.
 
-
-# ---------------------------------------------------------------------------------------------------------
-# The same cache with room for the tokens to come: transformers' own copies all its keys and values at every token
-
-class RoomyLayer(DynamicLayer):
-    """A layer of the cache that copies what it has once in 64 tokens."""
-
-    def update(self, key, value, *_, **__):                                    # (n, Hkv, 1, D)
-        start, end = self.keys.shape[2], self.keys.shape[2] + key.shape[2]
-        if self.room is None or end > self.room[0].shape[2]:
-            self.room = [torch.cat((x, x.new_empty(*x.shape[:2], 64, x.shape[3])), dim=2)
-                         for x in (self.keys, self.values)]
-        for x, new in zip(self.room, (key, value)):
-            x[:len(new), :, start:end] = new
-        self.keys, self.values = (x[:len(key), :, :end] for x in self.room)
-        return self.keys, self.values
-
-    def batch_select_indices(self, rows):
-        moved = (rows != torch.arange(len(rows), device=rows.device)).nonzero()[:, 0]
-        for x in (self.keys, self.values):
-            x[moved] = x[rows[moved]]                                          # few rows are copied, see close_up
-        self.keys, self.values = self.keys[:len(rows)], self.values[:len(rows)]
-
-
-def make_room(cache):
-    for layer in cache.layers:
-        if type(layer) is DynamicLayer:                                        # a sliding window throws away as it goes
-            layer.__class__, layer.room = RoomyLayer, None
-
-
-# ---------------------------------------------------------------------------------------------------------
-# The same loop on CUDA, where launching a thousand small kernels a token costs more than running them: every
-# tensor keeps its place, so that a step can be captured once as a CUDA graph and replayed. Written for a GPU and
-# never run on one: its steps are tested on the CPU, uncaptured, against the plain loop; its speed is not measured.
-
-class StaticCache:
-    """Keys and values (N, Hkv, capacity, D) a layer, written at one slot for all rows: prompts end together."""
-
-    def __init__(self, cache, capacity):
-        def roomy(x):                                                          # (N, Hkv, P, D)
-            return torch.cat((x, x.new_zeros(*x.shape[:2], capacity - x.shape[2], x.shape[3])), dim=2)
-        self.slot = torch.tensor([cache.get_seq_length()], device=cache.layers[0].keys.device)
-        self.layers = []
-        for layer in cache.layers:
-            self.layers.append((roomy(layer.keys), roomy(layer.values)))
-            layer.keys = layer.values = None                                   # one layer's copy at a time
-        self.n, self.length = len(self.layers[0][0]), capacity
-
-    def update(self, key, value, layer, *_, **__):
-        for whole, new in zip(self.layers[layer], (key, value)):
-            whole[:self.n].index_copy_(2, self.slot, new)
-        return tuple(whole[:self.n, :, :self.length] for whole in self.layers[layer])
-
-    def get_seq_length(self, *_):
-        return 0                                                               # positions and masks are given
-
-    def keep(self, alive):
-        for layer in self.layers:
-            for whole in layer:
-                whole[:len(alive)] = whole[alive]
-        self.n = len(alive)
-
-
-def decode_graphs(model, cache, mask, logits, chance, temperature, ends, tokens, logprobs, check_every=16, bucket=512):
-    """decode_plain in buckets: n rows (halved when half of them have ended) by cache length (512, 1024, ...).
-
-    Every 16th token the host asks who has ended, and waits for the answer; till then ended rows draw on, and what
-    they draw is cut off. Graphs share one memory pool and are gone when this returns.
-    """
-    (N, P), T, device = mask.shape, tokens.shape[1], mask.device
-    cache = StaticCache(cache, P + T)
-    seen = torch.zeros(N, 1, 1, P + T, dtype=torch.bool, device=device)
-    seen[:, 0, 0, :P] = mask.bool()
-    position, drawn, u = mask.sum(dim=1, keepdim=True) - 1, torch.zeros_like(mask[:, :1]), chance[:, 0].clone()
-    logprob = torch.zeros(N, device=device)
-
-    def choose(logits, n):
-        token, logprob[:n] = draw_fast(logits, temperature, u[:n])
-        drawn[:n, 0] = token
-
-    def step():                                                                # reads and writes in place only
-        n = cache.n
-        seen[:n].index_fill_(3, cache.slot, True)
-        position[:n] += 1
-        choose(model(drawn[:n], attention_mask=seen[:n, :, :, :cache.length], position_ids=position[:n],
-                     past_key_values=cache, use_cache=True).logits[:, -1], n)
-        cache.slot += 1
-
-    attention = model.config._attn_implementation
-    model.set_attn_implementation("decode")
-    try:
-        choose(logits, N)
-        rows, run, graphs, pool = torch.arange(N, device=device), step, {}, None
-        for t in range(T):
-            tokens[rows, t], logprobs[rows, t] = drawn[:cache.n, 0], logprob[:cache.n]
-            if t + 1 == T:
+def decode_fast(model, cache, mask, logits, chance, temperature, ends, graphs=False):
+    """`decode` on the step below: the same tokens from the same chance, rounding apart."""
+    (B, P), (N, T) = mask.shape, chance.shape
+    decoder = decoder_for(model, N, P + T, graphs)
+    n = decoder.places(N)                                            # N, or more: some stay empty
+    decoder.fill(cache, mask, N)
+    decoder.token[:N], decoder.logprob[:N] = draw_fast(
+        logits.repeat_interleave(N // B, dim=0), temperature, chance[:, 0])
+    chance = F.pad(chance, (0, 0, 0, n - N))                         # (n, T)
+    tokens = mask.new_zeros(n, T)
+    logprobs = torch.zeros(n, T, device=mask.device)
+    rows = torch.arange(n, device=mask.device)                       # whose row is in each place
+    alive = rows < N
+    every = 1 if mask.device.type == "cpu" else 16                   # asking makes a GPU wait
+    for t in range(T):
+        tokens[rows, t], logprobs[rows, t] = decoder.token[:n], decoder.logprob[:n]
+        if t + 1 == T:
+            break
+        if t % every == 0:
+            alive &= ~torch.isin(tokens[rows, max(0, t + 1 - every):t + 1], ends).any(dim=1)
+            living = int(alive.sum())
+            if living == 0:
                 break
-            if t % check_every == 0:
-                alive = (~torch.isin(tokens[rows, :t + 1], ends).any(dim=1)).nonzero()[:, 0]
-                if len(alive) == 0:
-                    break
-                if 2 * len(alive) <= cache.n:
-                    for state in (seen, position, drawn):
-                        state[:len(alive)] = state[alive]
-                    rows = rows[alive]
-                    cache.keep(alive)
-            cache.length = min(-(-(P + t + 1) // bucket) * bucket, P + T)
-            u[:cache.n] = chance[rows, t + 1]
-            if device.type == "cuda":
-                if (shape := (cache.n, cache.length)) not in graphs:
-                    graphs[shape] = capture(step, (seen, position, drawn, logprob, cache.slot), pool)
-                    pool = graphs[shape].pool()
-                run = graphs[shape].replay
-            run()
-    finally:
-        model.set_attn_implementation(attention)
+            if decoder.places(living) < n:                           # the living close ranks
+                n = decoder.places(living)
+                free, late = close_up(alive, n)
+                decoder.move(free, late)
+                rows[free], alive[free] = rows[late], True
+                rows, alive = rows[:n], alive[:n]
+        decoder.u[:n] = chance[rows, t + 1]
+        decoder.run(model, n, temperature)
+    return tokens[:N], logprobs[:N]
 
 
-def capture(step, state, pool):
-    """`step` as a CUDA graph. It is run twice to warm up, on a stream of its own; `state` is put back after."""
-    before = [x.clone() for x in state]
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-            for x, old in zip(state, before):
-                x.copy_(old)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):                                   # recorded, not run
-        step()
-    return graph
+def close_up(alive, n):
+    """alive (m,) -> free places among the first n, and the living behind them that move there."""
+    late = alive[n:].nonzero()[:, 0] + n
+    free = (~alive[:n]).nonzero()[:, 0][:len(late)]
+    return free, late                                                # (k,) each
 
 
-def decode_attention(module, query, key, value, attention_mask, scaling=None, **_):
-    """One query a row, (N, Hq, 1, D): query heads that share a key head become queries of it; no key is copied."""
-    N, Hq, _, D = query.shape
-    packed = query.view(N, key.shape[1], Hq // key.shape[1], D)                # (N, Hkv, g, D)
-    out = torch.nn.functional.scaled_dot_product_attention(packed, key, value, attention_mask, scale=scaling)
-    return out.view(N, 1, Hq, D), None
+class Decoder:
+    """The decode step, and all that it reads and writes except the weights."""
+
+    def __init__(self, model, N, capacity, graphs):
+        refuse_relatives(model)
+        body, device, dtype = model.base_model, model.device, model.dtype
+        attention = body.layers[0].self_attn
+        self.N, self.capacity, self.graphs = N, capacity, {} if graphs else None
+        self.D = attention.head_dim
+        self.Hq = attention.q_proj.out_features // self.D
+        self.Hkv = attention.k_proj.out_features // self.D
+        self.flash = (device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+                      and self.D % 8 == 0 and torch.cuda.get_device_capability(device)[0] >= 8)
+
+        def room():                              # (N, Hkv, capacity, D)
+            if self.flash:                       # it wants a token's heads side by side
+                return body.norm.weight.new_empty(N, capacity, self.Hkv, self.D).transpose(1, 2)
+            return body.norm.weight.new_empty(N, self.Hkv, capacity, self.D)
+
+        self.keys = [room() for _ in body.layers]
+        self.values = [room() for _ in body.layers]
+        self.bias = torch.zeros(N, 1, 1, capacity, device=device, dtype=dtype)
+        slots = torch.arange(capacity, device=device)
+        cos, sin = body.rotary_emb(self.keys[0], slots[None])        # (1, capacity, D) each
+        self.cos = cos[0, :, None]                                   # (capacity, 1, D)
+        half = self.D // 2
+        self.sin = torch.cat((-sin[0, :, None, :half], sin[0, :, None, half:]), dim=-1)
+        self.slot = slots[:1].clone()                                # where all rows write next
+        self.token, self.position = slots.new_zeros(2, N)            # drawn, not yet run
+        self.logprob = torch.zeros(N, device=device)
+        self.u = torch.zeros(N, device=device, dtype=chance_type(device))
+        self.first = torch.arange(N + 1, dtype=torch.int32, device=device)       # 0, 1, 2, ...
+        self.padding = torch.zeros_like(self.first)                  # slots before the prompt
+        self.addresses = addresses(model)
+
+    def fill(self, cache, mask, N):
+        """Take over B prompts' keys and values, (B, Hkv, P, D) per layer, for N / B rows each."""
+        B, P = mask.shape
+        mask = mask.repeat_interleave(N // B, dim=0)                 # (N, P)
+        for keys, values, layer in zip(self.keys, self.values, cache.layers):
+            for whole, prompt in ((keys, layer.keys), (values, layer.values)):
+                whole[:N, :, :P].unflatten(0, (B, N // B)).copy_(prompt[:, None])
+                if self.graphs is not None:      # they read all slots; 0 * NaN is NaN
+                    whole[:, :, P:] = 0
+            layer.keys = layer.values = None     # one layer's copy at a time
+        self.bias.fill_(0.0 if self.graphs is None else -torch.inf)
+        self.bias[:N, 0, 0, :P] = torch.where(mask.bool(), 0.0, -torch.inf)
+        self.position.zero_()
+        self.position[:N] = mask.sum(dim=1)
+        self.padding[:N] = P - self.position[:N]
+        self.slot.fill_(P)
+        self.length = P if self.graphs is None else self.capacity    # a graph's shapes are fixed
+
+    def move(self, free, late):
+        """The rows in the places `late` go to the places `free`."""
+        for whole in (*self.keys, *self.values):
+            whole = whole[:, :, :self.length]
+            whole[free] = whole[late]
+        for whole in (self.bias, self.token, self.position, self.padding):
+            whole[free] = whole[late]
+
+    def places(self, n):
+        """How many places run for n rows: n, or the next of N, N/2, N/4, ..., which have graphs."""
+        places = n if self.graphs is None else self.N
+        while n <= places // 2:
+            places //= 2
+        return places
+
+    def run(self, model, n, temperature):
+        """One step, replayed where steps are captured."""
+        if self.graphs is None:
+            self.length += 1
+            return self.step(model, n, temperature)
+        if (n, temperature) not in self.graphs:
+            self.graphs[n, temperature] = self.capture(model, n, temperature)
+        self.graphs[n, temperature].replay()
+
+    def step(self, model, n, temperature):
+        """Run the last token of the first n rows, draw the next. Reads and writes in place only."""
+        body, position = model.base_model, self.position[:n]
+        own_keys = None
+        if self.flash:                           # where each row's keys begin, how many they are
+            starts = self.first[:n + 1] * self.capacity + self.padding[:n + 1]
+            own_keys = starts, (position + 1).int()
+        elif self.graphs is not None:
+            self.bias[:n].index_fill_(3, self.slot, 0.0)
+        cos, sin = self.cos[position], self.sin[position]            # (n, 1, D)
+        x = body.embed_tokens(self.token[:n])                        # (n, H)
+        for layer, keys, values in zip(body.layers, self.keys, self.values):
+            attention, mlp = layer.self_attn, layer.mlp
+            h = rms_norm(x, layer.input_layernorm)
+            q = attention.q_proj(h).view(n, self.Hq, self.D)
+            k = attention.k_proj(h).view(n, self.Hkv, self.D)
+            v = attention.v_proj(h).view(n, self.Hkv, self.D)
+            if hasattr(attention, "q_norm"):                         # Qwen3
+                q, k = rms_norm(q, attention.q_norm), rms_norm(k, attention.k_norm)
+            if getattr(attention, "use_rope", True):                 # not in every layer of SmolLM3
+                qk = torch.cat((q, k), dim=1)                        # (n, Hq + Hkv, D)
+                qk = torch.addcmul(qk * cos, qk.roll(self.D // 2, dims=-1), sin)
+                q, k = qk.split((self.Hq, self.Hkv), dim=1)
+            keys[:n].index_copy_(2, self.slot, k[:, :, None])
+            values[:n].index_copy_(2, self.slot, v[:, :, None])
+            o = self.attend(q, keys, values, own_keys, attention.scaling)        # (n, Hq * D)
+            add_linear(x, o, attention.o_proj)
+            h = rms_norm(x, layer.post_attention_layernorm)
+            add_linear(x, mlp.act_fn(mlp.gate_proj(h)) * mlp.up_proj(h), mlp.down_proj)
+        logits = model.get_output_embeddings()(rms_norm(x, body.norm))           # (n, V)
+        self.token[:n], self.logprob[:n] = draw_fast(logits, temperature, self.u[:n])
+        self.position[:n] += 1
+        self.slot += 1
+
+    def attend(self, q, keys, values, own_keys, scale):
+        """One query per row and head, (n, Hq, D), over the row's own keys -> (n, Hq * D)."""
+        n = len(q)
+        if self.flash:                           # splits over the keys, packs heads, needs no mask
+            starts, counts = own_keys
+            keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (keys, values))
+            return torch.ops.aten._flash_attention_forward(
+                q, keys, values, self.first[:n + 1], starts, 1, self.capacity, 0.0, False, False,
+                scale=scale, seqused_k=counts)[0].reshape(n, -1)
+        q = q.reshape(n, self.Hkv, -1, self.D)   # heads that share keys: queries of one head
+        keys, values = (x[:n, :, :self.length] for x in (keys, values))
+        bias = self.bias[:n, :, :, :self.length]
+        out = F.scaled_dot_product_attention(q, keys, values, bias, scale=scale)
+        return out.reshape(n, -1)                # CUDA's kernel returns it transposed: no view
+
+    def capture(self, model, n, temperature):
+        """`step` as a CUDA graph, after two runs that warm up; the state is put back behind them."""
+        state = (self.token, self.position, self.slot, self.logprob)
+        before = [x.clone() for x in state]
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self.step(model, n, temperature)
+                for x, old in zip(state, before):
+                    x.copy_(old)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        pool = next((other.pool() for other in self.graphs.values()), None)      # one for all
+        with torch.cuda.graph(graph, pool=pool):                     # recorded, not run
+            self.step(model, n, temperature)
+        return graph
 
 
-AttentionInterface.register("decode", decode_attention)
+def rms_norm(x, norm):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in one kernel."""
+    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
-def can_decode_static(model, cache):
-    """Plain full attention in every layer; no soft cap on its scores, no experts, no FSDP hooks."""
-    config = model.config.get_text_config()
-    special = ("sliding_window", "attention_chunk_size", "attn_logit_softcapping", "num_experts", "num_local_experts")
-    if hasattr(model, "unshard") or any(getattr(config, name, None) for name in special):
-        return False
-    return all(hasattr(layer, "keys") and layer.keys.shape == layer.values.shape for layer in cache.layers)
+def add_linear(x, h, linear):
+    """x += linear(h), the sum inside the matrix product."""
+    x.addmm_(h, linear.weight.T)
+    if linear.bias is not None:
+        x += linear.bias
 
 
-# ---------------------------------------------------------------------------------------------------------
+def refuse_relatives(model):
+    """ValueError for what the step does not compute, and what a few tokens would not show."""
+    config, body = model.config.get_text_config(), model.base_model
+    for name in ("sliding_window", "attention_chunk_size", "attn_logit_softcapping"):
+        if getattr(config, name, None) and getattr(config, f"use_{name}", True):
+            raise ValueError("a " + name.replace("_", " "))
+    if body.rotary_emb.rope_type in ("dynamic", "longrope"):
+        raise ValueError(f"positions that change as the text grows ({body.rotary_emb.rope_type})")
+    for layer in body.layers:
+        for linear in (*layer.self_attn.children(), *layer.mlp.children()):
+            if hasattr(linear, "in_features") and type(linear) is not torch.nn.Linear:
+                raise ValueError(f"{type(linear).__name__} for Linear")      # an adapter, 8 bits
+
+
+DECODERS = WeakKeyDictionary()   # model -> its Decoder with graphs, kept from rollout to rollout
+
+
+def decoder_for(model, N, capacity, graphs):
+    """A decoder with room for N rows of `capacity` tokens; the one with graphs is kept."""
+    if not graphs:
+        return Decoder(model, N, capacity, graphs)
+    kept = DECODERS.get(model)
+    if kept and N <= kept.N and capacity <= kept.capacity and kept.addresses == addresses(model):
+        return kept
+    release(model)                               # its memory first
+    DECODERS[model] = Decoder(model, N, -(-capacity // 256) * 256, graphs)       # prompts may grow
+    return DECODERS[model]
+
+
+def release(model):
+    """Free the cache and the graphs kept for this model; the next rollout makes them again."""
+    DECODERS.pop(model, None)
+
+
+def addresses(model):
+    """Where the weights lie. A graph reads them there: it survives updates in place only."""
+    return [weight.data_ptr() for weight in model.parameters()]
+
+
+# --------------------------------------------------------------------------------------------------
+# The check, once per model: each form of the loop against the model's plain forward pass.
+
+FORMS = WeakKeyDictionary()      # model -> (its device and dtype, what forms_of found)
+
+
+@torch.no_grad()
+def forms_of(model):
+    """Which fast forms the model takes -> {name: None, or in a few words why it was refused}.
+
+    "own decode step", and on CUDA "CUDA graphs". ValueError in one line where not even the plain
+    loop gives the plain forward pass's log-probs. Weights sharded by FSDP have to be gathered first.
+    """
+    where = model.device, model.dtype
+    if model in FORMS and FORMS[model][0] == where:
+        return FORMS[model][1]
+    if reason := refusal(model, decode):
+        kind = model.config.model_type
+        raise ValueError(f"{kind} cannot be sampled from with its cache: {reason}")
+    found = {"own decode step": refusal(model, decode_fast)}
+    if model.device.type == "cuda":
+        moving = "FSDP's gathered weights may move" if hasattr(model, "unshard") else None
+        found["CUDA graphs"] = moving or refusal(model, partial(decode_fast, graphs=True))
+    release(model)                               # four rows are not worth keeping
+    FORMS[model] = where, found
+    return found
+
+
+def fastest_form(model):
+    """The fastest form of `decode` that `forms_of` found right."""
+    found = forms_of(model)
+    if found["own decode step"]:
+        return decode
+    return partial(decode_fast, graphs="CUDA graphs" in found and not found["CUDA graphs"])
+
+
+def refusal(model, form, T=8):
+    """None where this form draws tokens with the plain forward pass's log-probs, else why not.
+
+    Two prompts of different length, two rows each, and an end token that one row is known to draw.
+    What is too slight to notice is rounding: 1e-6 nats in float32, 0.02 in bfloat16.
+    """
+    tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
+    prompts, errors = [[3, 1, 4, 1, 5], [2, 6, 5]], []
+    chance = uniform_numbers(torch.Generator().manual_seed(0), 2, 2, T, model.device)
+    never = torch.tensor([-1], device=model.device)
+    try:
+        tokens, _ = decode(model, *prefill(model, prompts), chance, 1.0, never)
+        ends = tokens[0, 2:3]                                        # so row 0 leaves the batch
+        tokens, logprobs = form(model, *prefill(model, prompts), chance, 1.0, ends)
+        for n, (ids, drawn) in enumerate(cut_at_end(tokens, logprobs, ends)):
+            prompt = prompts[n // 2]
+            row = torch.tensor([prompt + ids], device=model.device)  # (1, S)
+            logits = model(row, use_cache=False).logits[0, len(prompt) - 1:-1].float()
+            plain = logits.log_softmax(dim=-1).gather(1, row[0, len(prompt):, None])[:, 0]
+            errors += (plain.cpu() - torch.tensor(drawn)).abs().tolist()
+    except Exception as failure:
+        if isinstance(failure, torch.OutOfMemoryError) or "allocate memory" in str(failure):
+            raise                                                    # no fault of the form
+        return str(failure).split("\n")[0][:100] or type(failure).__name__
+    error = sum(errors) / len(errors)
+    return None if error <= tolerance else f"off by {error:.2g} nats"
+
+
+# --------------------------------------------------------------------------------------------------
 # Ids in, rows out
 
 def end_token_ids(model, tokenizer):
-    """Every end token of the model's generation config (it may name several), else the tokenizer's own."""
+    """Every end token of the model's generation config (it may name several), else the tokenizer's."""
     ends = model.generation_config.eos_token_id
-    ends = tokenizer.eos_token_id if ends is None else ends
+    ends = tokenizer.eos_token_id if ends is None or ends == [] else ends
     if ends is None:
-        raise ValueError("neither the model's generation config nor the tokenizer names an end token")
-    return [ends] if isinstance(ends, int) else list(ends)
+        raise ValueError("neither the generation config nor the tokenizer names an end token")
+    return torch.tensor([ends] if isinstance(ends, int) else list(ends), device=model.device)
 
 
-def to_rollout(tokenizer, prompt_ids, group_size, tokens, logprobs, ends):
-    """tokens, logprobs (N, T), anything after a row's first end token ignored -> Rollout."""
-    N, T = tokens.shape
+def uniform_numbers(generator, B, group_size, T, device):
+    """The chance of all draws, (N, T) in [0, 1), drawn where the generator lives."""
+    generators = generator if isinstance(generator, list) else [generator] * B
+    numbers = torch.cat([torch.rand(group_size, T, dtype=torch.float64, generator=g,
+                                    device=g and g.device) for g in generators])
+    if chance_type(device) == torch.float32:
+        numbers = numbers.float().clamp(max=1 - 2**-24)              # rounding may not make it 1
+    return numbers.to(device)
+
+
+def chance_type(device):
+    return torch.float32 if device.type == "mps" else torch.float64  # all that MPS knows
+
+
+def cut_at_end(tokens, logprobs, ends):
+    """(N, T) each -> N pairs of lists (ids, log-probs): a row as far as its first end token."""
     is_end = torch.isin(tokens, ends)
-    finished = is_end.any(dim=1)
-    lengths = torch.where(finished, is_end.int().argmax(dim=1) + 1, T).tolist()      # the end token counts
-    pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    lengths = torch.where(is_end.any(dim=1), is_end.int().argmax(dim=1) + 1, tokens.shape[1])
+    return [(ids[:length], drawn[:length]) for ids, drawn, length
+            in zip(tokens.tolist(), logprobs.tolist(), lengths.tolist())]
 
-    S = max(len(prompt_ids[n // group_size]) + lengths[n] for n in range(N))
-    input_ids = tokens.new_full((N, S), int(ends[0]) if pad is None else pad)
-    labels, out_logprobs = tokens.new_full((N, S), IGNORE), logprobs.new_zeros(N, S - 1)
-    for n, length in enumerate(lengths):
-        prompt = prompt_ids[n // group_size]
-        a, b = len(prompt), len(prompt) + length
-        input_ids[n, :a] = tokens.new_tensor(prompt)
-        input_ids[n, a:b] = labels[n, a:b] = tokens[n, :length]
-        out_logprobs[n, a - 1:b - 1] = logprobs[n, :length]      # entry t speaks of token t + 1
-    answers = [row[:length] for row, length in zip(tokens.tolist(), lengths)]
-    return Rollout(input_ids, labels, out_logprobs, tokenizer.batch_decode(answers, skip_special_tokens=True),
-                   finished, torch.arange(N, device=tokens.device) // group_size)
+
+def to_rollout(tokenizer, rows, ends, group_size):
+    """N rows, each a list of pieces (ids, log-probs; None where others wrote them) -> Rollout."""
+    device, ends = ends.device, ends.tolist()
+    pad = tokenizer.pad_token_id
+    if pad is None:
+        pad = ends[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    input_ids, labels, logprobs, answers = [], [], [], []
+    for pieces in rows:
+        written = [[len(ids) * [IGNORE], len(ids) * [0.0]] if drawn is None else [ids, drawn]
+                   for ids, drawn in pieces]
+        input_ids.append(torch.tensor(sum((ids for ids, _ in pieces), [])))
+        labels.append(torch.tensor(sum((ids for ids, _ in written), [])))
+        logprobs.append(torch.tensor(sum((drawn for _, drawn in written), []))[1:])  # of t + 1
+        answers.append(sum((ids for ids, drawn in pieces if drawn is not None), []))
+    finished = [answer[-1] in ends for answer in answers]
+    texts = [answer[:-1] if done else answer for answer, done in zip(answers, finished)]
+    return Rollout(
+        pad_sequence(input_ids, batch_first=True, padding_value=pad).to(device),
+        pad_sequence(labels, batch_first=True, padding_value=IGNORE).to(device),
+        pad_sequence(logprobs, batch_first=True).to(device),
+        tokenizer.batch_decode(texts, skip_special_tokens=False),    # all it wrote is seen
+        torch.tensor(finished, device=device), torch.arange(len(rows), device=device) // group_size)
+
+
+# --------------------------------------------------------------------------------------------------
+# One group from a model folder, or from a run's final/ with the settings that it was trained with
+
+def recipe_of(folder):
+    """What a model folder's recipe.json says about sampling -> {argument: value}."""
+    path = Path(folder, "recipe.json")
+    recipe = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    kinds = {"system-prompt": str, "max-new-tokens": int, "temperature": (int, float)}
+    for flag in kinds.keys() & recipe.keys():
+        if not isinstance(recipe[flag], kinds[flag]):
+            raise ValueError(f"{path}: {flag} is {recipe[flag]!r}")
+    return {flag.replace("-", "_"): recipe[flag] for flag in kinds if flag in recipe}
 
 
 def main():
@@ -359,18 +558,24 @@ def main():
     parser = argparse.ArgumentParser(description="Draw one group of answers.")
     parser.add_argument("question", nargs="?",
                         default="Anna has 9 books , loses 4 , gives 2 , gets 7 . How many ?")
-    parser.add_argument("--model", default=str(Path(__file__).parent / "tests" / "tiny"))
-    parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--model", default=str(Path(__file__).parent / "tests" / "tiny"),
+                        help="a hub name or a folder; its recipe.json gives the next three")
+    parser.add_argument("--system-prompt", default="")
+    parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.set_defaults(**recipe_of(parser.parse_args().model))
+    args = parser.parse_args()                                       # the command line wins
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=True).eval()
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": args.question}],
-                                           tokenize=False, add_generation_prompt=True)
-    rollout = sample_groups(model, tokenizer, [prompt], args.group_size, args.max_new_tokens,
-                            args.temperature, torch.Generator().manual_seed(args.seed))
+    model = AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=True)
+    messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
+    messages.append({"role": "user", "content": args.question})
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    rollout = sample_groups(model.eval().to(args.device), tokenizer, [prompt], args.group_size,
+                            args.max_new_tokens, args.temperature,
+                            torch.Generator().manual_seed(args.seed))
     print(prompt)
     for n, response in enumerate(rollout.responses):
         length, total = int((rollout.labels[n] != IGNORE).sum()), float(rollout.logprobs[n].sum())
@@ -381,6 +586,6 @@ def main():
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:             # also: no such device
         print(f"sample.py: {str(error).splitlines()[0]}", file=sys.stderr)
         sys.exit(2)
