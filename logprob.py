@@ -1,19 +1,25 @@
-"""[D] Log-probabilities of the tokens that were sampled, under any model: the policy or the reference.
+"""[D] Log-probabilities of the tokens that were sampled, under the policy or the reference.
 
-    log pi(y | x) = sum over t of log pi(y_t | x, y_<t),    log pi(v | ...) = log_softmax(logits / T)[v]
+    log pi(y | x) = sum over t of log pi(y_t | x, y_<t)
+    log pi(v | ...) = log_softmax(logits / T)[v]
 
-The theory's code map names this function and does not show it. What the stages hand round is the row
-`[prompt][response][padding]`: the padding stands on the right, where causal attention cannot see it from a
-real token, so there is no attention mask to get wrong and positions are 0, 1, 2, ... Labels are -100 outside
-the response: the prompt and the padding have no log-probability here, the end token has one.
+Departures from the theory's code map:
+- The map names `sequence_logprob` and does not show it. This is it, from the definition.
+- Every token keeps its own log-probability: the loss takes the ratio per token, and a ratio of
+  whole-sequence probabilities would explode with the length.
+- Only the response is labelled. The map scores prompt and padding too.
 
-Entry t of a (N, S-1) tensor speaks of token t+1. The logits of a step are as large as the vocabulary
-(8 rows of 512 tokens, 151,936 words: 2.5 GB), so they are made for labelled positions only, a few at a time.
+Rows are `[prompt][response][padding]`. Padding stands on the right, where causal attention cannot
+see it from a real token: there is no attention mask to get wrong, and positions are 0, 1, 2, ...
+Labels are -100 outside the response; its end token is labelled. Entry t of a (N, S-1) tensor is
+about token t+1, which is predicted from all tokens up to t.
 
     python logprob.py "prompt" "response"      # every token, its label mark, its log-prob
 """
 
 import argparse
+import json
+import math
 import sys
 import weakref
 import math
@@ -22,40 +28,49 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
-from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-IGNORE = -100                                            # the label of a token that no loss speaks of
+# cuDNN builds a plan for every new shape, which takes longer than the attention itself, and its
+# masked bfloat16 kernels have returned wrong numbers. Torch's other kernels have neither fault.
+torch.backends.cuda.enable_cudnn_sdp(False)
+
+# The label of a token that no loss is about
+IGNORE = -100
 
 
 def selected_logprobs(logits, targets, temperature=1.0):
-    """The formula itself: logits (M, V), targets (M,) -> log softmax(logits / T)[target], (M,) float32."""
-    return (logits.float() / temperature).log_softmax(dim=-1).gather(1, targets[:, None])[:, 0]
+    """The formula: logits (M, V), targets (M,) -> log softmax(logits / T)[target], (M,) float32."""
+    logprobs = (logits.float() / temperature).log_softmax(dim=-1)                 # (M, V)
+    return logprobs.gather(1, targets[:, None])[:, 0]
+
+
+def plain_logprobs(model, input_ids, labels, temperature=1.0):
+    """The definition, word for word: (N, S) ids and labels -> (N, S-1) float32, in nats.
+
+    It holds all N * S * V logits: 2.5 GB for 8 rows of 512 tokens and 151,936 words. That is the
+    only thing wrong with it, and all the rest of this file is measured against it.
+    """
+    mask = labels[:, 1:] != IGNORE                                                # (N, S-1)
+    logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1]           # (N, S-1, V)
+    targets = input_ids[:, 1:]                                                    # (N, S-1)
+    logprobs = selected_logprobs(logits[mask], targets[mask], temperature)        # (M,)
+    return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, logprobs)
 
 
 def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False, group_ids=None):
-    """log pi(input_ids[n, t+1] | input_ids[n, :t+1]) at temperature T -> (N, S-1) float32, differentiable.
+    """The same numbers, and logits for a few labelled tokens at a time -> (N, S-1), differentiable.
 
-    input_ids, labels: (N, S); 0 where labels[:, 1:] is -100. In nats. With `with_entropy` a second (N, S-1)
-    tensor follows: the entropy of the distribution each token was drawn from, detached. With `group_ids`
-    (N,) rows of the same number share their prompt, and it is run once for all of them, see below.
+    `with_entropy`: a second (N, S-1) tensor follows, the entropy in nats of the distribution that
+    each token was drawn from, detached. `group_ids` (N,): rows of one number share their prompt,
+    which then runs once for all of them. Which of the fast forms below a model takes is found out
+    at its first call, see forms_of. ValueError: none of them gives the model's own log-probs.
     """
-    mask = labels[:, 1:] != IGNORE                                                       # (N, S-1)
-    if group_ids is None or not can_group(model) or not mask.any():
-        hidden = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state    # (N, S, H)
-        hidden = hidden[:, :-1][mask]                                                    # (M, H)
-    else:
-        hidden = grouped_hidden(model, input_ids, labels, group_ids)
-    targets = input_ids[:, 1:][mask]                                                     # (M,)
-    logprobs, entropy = head_logprobs(model, hidden, targets, temperature, with_entropy)
-    blank = torch.zeros(mask.shape, device=mask.device)
-    logprobs = blank.masked_scatter(mask, logprobs)
-    return (logprobs, blank.masked_scatter(mask, entropy)) if with_entropy else logprobs
+    return scored(model, input_ids, labels, temperature, with_entropy, group_ids, forms_of(model))
 
 
 def sequence_logprob(model, input_ids, labels, temperature=1.0):
@@ -63,22 +78,66 @@ def sequence_logprob(model, input_ids, labels, temperature=1.0):
     return token_logprobs(model, input_ids, labels, temperature).sum(dim=1)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The same numbers without the logits. Nearly every model ends in one matrix product, and then the gradient
-# of log softmax is known in closed form, onehot(target) - softmax: a chunk of logits is made, used and
-# dropped in the forward pass, and made again in the backward pass, instead of being kept.
+# --------------------------------------------------------------------------------------------------
+# The same numbers without all the logits: the body of the model runs on whole rows, its head on
+# labelled tokens only. A reader of the theory may stop here: the rest is about speed and memory.
+
+def scored(model, input_ids, labels, temperature, with_entropy, group_ids, forms):
+    """token_logprobs in those forms that `forms` does not refuse."""
+    mask = labels[:, 1:] != IGNORE                                                # (N, S-1)
+    targets = input_ids[:, 1:][mask]                                              # (M,)
+    if group_ids is None or forms["grouped rows"] or not mask.any():
+        output = body_of(model)(input_ids=input_ids, use_cache=False)
+        hidden = output.last_hidden_state[:, :-1][mask]                           # (M, H)
+    else:
+        output, hidden = grouped_hidden(model, input_ids, labels, group_ids)
+    if forms["lean head"]:
+        logprobs, entropy = own_logprobs(model, output, hidden, targets, temperature)
+    else:
+        weight = model.get_output_embeddings().weight                             # (V, H)
+        logprobs, entropy = LeanHead.apply(hidden, weight, targets, temperature, with_entropy)
+    blank = torch.zeros(mask.shape, device=mask.device)
+    logprobs = blank.masked_scatter(mask, logprobs)                               # (N, S-1)
+    if with_entropy:
+        return logprobs, blank.masked_scatter(mask, entropy)
+    return logprobs
+
+
+def body_of(model):
+    """The part of the model that ends in hidden states: OPT, for one, keeps it a module lower."""
+    body = model.get_decoder()
+    # Llama 4 names itself
+    return model.base_model.model if body is model else body
+
+
+def chunks(M, V, device):
+    """Slices of M rows whose logits (m, V) keep the device busy and are no larger than that."""
+    values = 2**28 if device.type == "cuda" else 2**18                            # 1 GB; 1 MB
+    step = max(32, values // V)
+    return [slice(start, start + step) for start in range(0, M, step)]
+
+
+# --------------------------------------------------------------------------------------------------
+# Lean head. Nearly every model ends in one matrix product, and then the gradient of log softmax is
+# known: onehot(target) - softmax. A chunk of logits is made, used and dropped in the forward pass,
+# and made again in the backward pass.
 
 class LeanHead(torch.autograd.Function):
-    """selected_logprobs(hidden @ weight.T, targets, T) and the entropy: hidden (M, H), weight (V, H)."""
+    """selected_logprobs(hidden @ weight.T, targets, T) and the entropies, (M,) each.
+
+    hidden is (M, H), weight (V, H). The gradient of the weight is added up in float32 over the
+    chunks; autograd returns it in the weight's dtype, or in its grad_dtype where that is set.
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, with_entropy):
         lse, logprobs, entropy = torch.zeros(3, len(hidden), device=hidden.device)
         for rows in chunks(len(hidden), len(weight), hidden.device):
-            logits = (hidden[rows] @ weight.T).float().div_(temperature)                 # (m, V)
+            logits = (hidden[rows] @ weight.T).float().div_(temperature)          # (m, V)
             lse[rows] = logits.logsumexp(dim=-1)
             logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - lse[rows]
-            if with_entropy:                                     # H = -sum p log p = lse - sum p * logit
+            if with_entropy:
+                # H = -sum of p log p = lse - sum of p * logit
                 p = (logits - lse[rows, None]).exp_()
                 entropy[rows] = lse[rows] - torch.linalg.vecdot(p, logits)
         ctx.save_for_backward(hidden, weight, targets, lse)
@@ -87,164 +146,363 @@ class LeanHead(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx, grad, _):                                                          # (M,)
+    def backward(ctx, grad, _):
         hidden, weight, targets, lse = ctx.saved_tensors
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight)
-        grad = grad / ctx.temperature
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad = grad / ctx.temperature                                             # (M,)
         for rows in chunks(len(hidden), len(weight), hidden.device):
             logits = (hidden[rows] @ weight.T).float().div_(ctx.temperature)
-            d = logits.sub_(lse[rows, None]).exp_().mul_(-grad[rows, None])              # -g * softmax
-            d.scatter_add_(1, targets[rows, None], grad[rows, None])                     # +g at the target
+            d = logits.sub_(lse[rows, None]).exp_().mul_(-grad[rows, None])       # -g * softmax
+            d.scatter_add_(1, targets[rows, None], grad[rows, None])              # +g at the target
             d = d.to(weight.dtype)
             grad_hidden[rows] = d @ weight
-            grad_weight.addmm_(d.T, hidden[rows])
+            if weight.dtype == torch.float32:
+                grad_weight.addmm_(d.T, hidden[rows])
+            else:
+                grad_weight += d.T @ hidden[rows]
         return grad_hidden, grad_weight, None, None, None
 
 
-def chunks(M, V, device):
-    """Slices of M rows whose logits (m, V) are large enough to keep the device busy, and no larger."""
-    step = max(32, (2**28 if device.type == "cuda" else 2**18) // V)     # 1 GB; 1 MB, or 32 rows
-    return [slice(start, start + step) for start in range(0, M, step)]
+# --------------------------------------------------------------------------------------------------
+# Own head. Gemma 2 caps its logits, Granite and Cohere scale them, Phi adds a bias. Their heads run
+# as the model itself runs them, chunk by chunk.
+
+def own_logprobs(model, output, hidden, targets, temperature):
+    """hidden (M, H), targets (M,), what the body answered -> log-probs (M,), entropies (M,)."""
+    def part(hidden, targets):
+        logits = own_head(model, output, hidden).float() / temperature            # (m, V)
+        p = logits.detach().softmax(dim=-1)
+        # p log p is 0 where p is 0, and not 0 * -inf
+        return selected_logprobs(logits, targets), -(p * p.log().clamp(min=-1e4)).sum(dim=-1)
+
+    words = model.config.get_text_config().vocab_size
+    parts = [checkpoint(part, hidden[rows], targets[rows], use_reentrant=False)
+             for rows in chunks(len(hidden), words, hidden.device)]
+    if not parts:
+        return hidden.sum(dim=1).float(), hidden.sum(dim=1).float()               # (0,), (0,)
+    logprobs, entropies = zip(*parts)
+    return torch.cat(logprobs), torch.cat(entropies)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# The same hidden states from one row for whole groups: [prompt | y_1 | ... | y_G | prompt | y_1 | ...]. The
-# prompt runs once instead of G times and no padding runs at all; positions restart behind the prompt. Every
-# layer treats its tokens one by one, but for attention: there each y_i sees its prompt and itself.
+def own_head(model, output, hidden):
+    """Logits (M, V) of hidden states (M, H), by the model's whole forward.
+
+    Its body is put aside for one that answers at once, with all that the real body answered
+    (mixtures of experts read their routers' logits there) but for the hidden states.
+    """
+    answer = type(output)(**{**output, "last_hidden_state": hidden[None]})
+    body = body_of(model)
+    body.forward = lambda *args, **kwargs: answer
+    try:
+        return model(inputs_embeds=hidden[None], use_cache=False).logits[0]
+    finally:
+        # The class's own forward is back in force
+        del body.forward
+
+
+# --------------------------------------------------------------------------------------------------
+# Grouped rows. All groups of a micro-batch become a row [x | y_1 | ... | y_G | x' | ...]:
+# a prompt runs once instead of G times, and padding not at all. Positions go on behind the prompt
+# for every answer. A layer treats its tokens one by one, except in attention: there each y_i sees
+# its prompt and itself.
 
 def grouped_hidden(model, input_ids, labels, group_ids):
-    """Hidden states (M, H) that predict the labelled tokens, in the order of labels[:, 1:] != -100."""
-    positions, is_label = torch.arange(labels.shape[1], device=labels.device), labels != IGNORE
-    first = is_label.int().argmax(dim=1).where(is_label.any(dim=1), labels.shape[1]).tolist()
-    last = (positions * is_label).amax(dim=1).tolist()           # the last label is predicted, not read
-    row_of_groups, groups, T = [], [], 0
-    index = labels.new_zeros(len(labels), labels.shape[1] - 1)   # where in the row entry (n, t) is predicted
-    for g in dict.fromkeys(group_ids.tolist()):
-        members = (group_ids == g).nonzero()[:, 0].tolist()
-        P = min(first[n] for n in members)                       # the prompt's length
-        row_of_groups.append((members[0], slice(0, P)))
-        prompt_end, T, sizes = T + P - 1, T + P, [P]
-        for n in members:
-            L = max(last[n] - P, 0)
-            row_of_groups.append((n, slice(P, P + L)))
-            index[n, P - 1], index[n, P:P + L] = prompt_end, torch.arange(T, T + L)
-            T, sizes = T + L, [*sizes, L]
-        groups.append(sizes)
-    ids = torch.cat([input_ids[n, part] for n, part in row_of_groups])[None]             # (1, T)
-    restarting = torch.cat([positions[part] for _, part in row_of_groups])[None]
-    unused = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids.device)     # keeps transformers from making a mask
-    hidden = model.base_model(input_ids=ids, position_ids=restarting, attention_mask=unused, use_cache=False,
-                              groups=groups).last_hidden_state[0]                        # (T, H)
-    return hidden[index[is_label[:, 1:]]]
+    """The body's output, and hidden states (M, H) that predict labelled tokens, in mask order."""
+    S = labels.shape[1]
+    mask = labels[:, 1:] != IGNORE                                                # (N, S-1)
+    after = torch.arange(1, S, device=labels.device)
+    # The first and the last labelled token of every row, S and 0 where there is none
+    firsts = torch.where(mask, after, S).amin(dim=1).tolist()
+    lasts = torch.where(mask, after, 0).amax(dim=1).tolist()
+    members = {}
+    for n, g in enumerate(group_ids.tolist()):
+        if lasts[n]:
+            members.setdefault(g, []).append(n)
+
+    # Places are counted through all of input_ids, row after row.
+    groups = []      # (P, L_1, ..., L_G) each
+    tokens = []      # the place of every token that is taken
+    ends = []        # the place before every answer,
+    shared = []      # and where that token was taken from, once per group
+    for rows in members.values():
+        P = min(firsts[n] for n in rows)
+        tokens += range(rows[0] * S, rows[0] * S + P)
+        for n in rows:
+            # The last token is predicted, and predicts nothing
+            tokens += range(n * S + P, n * S + lasts[n])
+            ends.append(n * S + P - 1)
+            shared.append(rows[0] * S + P - 1)
+        groups.append((P, *(max(lasts[n] - P, 0) for n in rows)))
+
+    tokens, ends, shared = (torch.tensor(x, device=labels.device) for x in (tokens, ends, shared))
+    places = torch.zeros_like(labels).flatten()                                   # (N * S,)
+    places[tokens] = torch.arange(len(tokens), device=labels.device)
+    places[ends] = places[shared]
+    # An attention mask of one entry keeps transformers from making one of its own
+    unused = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=labels.device)
+    output = body_of(model)(input_ids=input_ids.flatten()[tokens][None], attention_mask=unused,
+                            position_ids=(tokens % S)[None], use_cache=False, groups=tuple(groups))
+    return output, output.last_hidden_state[0][places.view(-1, S)[:, :-1][mask]]
 
 
-def grouped_attention(module, query, key, value, attention_mask, scaling=None, groups=None, **kwargs):
-    """query (1, Hq, T, D), key and value (1, Hkv, T, D), groups [[P, L_1, ..., L_G], ...] -> (1, T, Hq, D)."""
+def grouped_attention(module, query, key, value, attention_mask, scaling=None, groups=None,
+                      **kwargs):
+    """transformers' own attention; with `groups` ((P, L_1, ..., L_G), ...) that of a grouped row.
+
+    query (1, Hq, T, D), key (1, Hkv, T, D), value (1, Hkv, T, Dv) -> (1, T, Hq, Dv).
+    """
     if groups is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    shared = query.shape[1] // key.shape[1]                      # query heads that share a key head
-    key, value = key.repeat_interleave(shared, dim=1), value.repeat_interleave(shared, dim=1)
-    q, k, v = (iter(x.split([L for sizes in groups for L in sizes], dim=2)) for x in (query, key, value))
-    out = []
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling,
+                                      **kwargs)
+    for name in ("softcap", "sliding_window", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"its attention has a {name}")
+    groups = tuple(tuple(sizes) for sizes in groups)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))                 # (T, H, D)
+    if takes_flash(query, value):
+        return flash_attention(q, k, v, scaling, groups)[None], None
+    heads = q.shape[1] // k.shape[1]                     # query heads that share a key head
+    calls, places = attention_calls(groups, heads, query.device)
+    out = [masked_attention(q[rows], k[seen], v[seen], mask, scaling) for rows, seen, mask in calls]
+    return torch.cat(out)[places][None], None
+
+
+def masked_attention(q, k, v, mask, scaling):
+    """q (n, Lq, Hq, D), k (n, Lk, Hkv, D), v (n, Lk, Hkv, Dv), mask of heads -> (n * Lq, Hq, Dv).
+
+    Query heads that share a key head become more queries of that head: no key is copied.
+    """
+    q = q.unflatten(2, (k.shape[2], -1)).transpose(1, 2)                      # (n, Hkv, Lq, g, D)
+    k = k.transpose(1, 2)
+    v = v.transpose(1, 2)
+    out = scaled_dot_product_attention(q.flatten(2, 3), k, v, mask, scale=scaling)
+    out = out.unflatten(2, q.shape[2:4]).transpose(1, 2)                      # (n, Lq, Hkv, g, Dv)
+    return out.flatten(2, 3).flatten(0, 1)
+
+
+@lru_cache(maxsize=8)
+def attention_calls(groups, heads, device):
+    """Pieces of like length in one call -> [(queries, keys, mask)], and each token's place in them.
+
+    A hundred short answers one by one cost a hundred calls; all in one call, they cost the padding
+    to the longest. In a call of lengths between two powers of 2 at most half is padding.
+    """
+    def kind(piece):
+        _, L, _, P = piece
+        return P > 0, max(L - 1, 8).bit_length()
+
+    calls = []
+    places = torch.zeros(sum(map(sum, groups)), dtype=torch.long)                 # (T,)
+    end = 0
+    for _, pieces in groupby(sorted(pieces_of(groups), key=kind), key=kind):
+        queries, keys, mask = side_by_side(list(pieces))
+        places[queries] = torch.arange(end, end + queries.numel()).view_as(queries)
+        end += queries.numel()
+        mask = mask.repeat_interleave(heads, dim=1)[:, None]                      # (n, 1, Lq*g, Lk)
+        calls.append((queries.to(device), keys.to(device), mask.to(device)))
+    return calls, places.to(device)
+
+
+def pieces_of(groups):
+    """Prompts and answers of the row: (start, length, start and length of the prompt before it)."""
+    pieces = []
+    start = 0
     for P, *answers in groups:
-        prompt_k, prompt_v = next(k), next(v)
-        out.append(scaled_dot_product_attention(next(q), prompt_k, prompt_v, is_causal=True, scale=scaling))
+        prompt = start
+        pieces.append((start, P, prompt, 0))
+        start += P
         for L in answers:
-            q_y, k_y, v_y = next(q), torch.cat((prompt_k, next(k)), dim=2), torch.cat((prompt_v, next(v)), dim=2)
-            out.append(scaled_dot_product_attention(q_y, k_y, v_y, prompt_and_past(P, L, q_y.device), scale=scaling)
-                       if L else q_y)
-    return torch.cat(out, dim=2).transpose(1, 2), None
+            if L:
+                pieces.append((start, L, prompt, P))
+            start += L
+    return pieces
 
 
-@lru_cache(maxsize=256)
-def prompt_and_past(P, L, device):
-    """Answer token t sees the prompt and the answer up to t: (L, P+L), lower right. CUDA's kernel knows the form."""
-    if device.type == "cuda":
-        return causal_lower_right(L, P + L)
-    return torch.ones(L, P + L, dtype=torch.bool, device=device).tril(P)
+def side_by_side(pieces):
+    """Where queries (n, Lq) and keys (n, Lk) of n pieces stand in the row; their mask (n, Lq, Lk).
+
+    Past its end a piece repeats its last token, with the same result for the same query. A token
+    sees the prompt before its piece, and the piece up to itself.
+    """
+    start, L, prompt, P = torch.tensor(pieces).T[:, :, None]                      # (n, 1) each
+    t = torch.arange(int(L.max())).clamp(max=L - 1)                               # (n, Lq)
+    seen = torch.arange(int((P + L).max()))                                       # (Lk,)
+    keys = torch.where(seen < P, prompt + seen, start + (seen - P).clamp(max=L - 1))
+    return start + t, keys, seen <= (P + t)[:, :, None]
+
+
+# On CUDA in half precision flash attention takes pieces of any length in one call, without a mask.
+
+def takes_flash(query, value):
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if not query.shape[-1] == value.shape[-1] <= 256:
+        return False
+    # The meta device holds no numbers. On it memory is counted, and for CUDA.
+    return query.is_meta or query.is_cuda and torch.cuda.get_device_capability() >= (8, 0)
+
+
+def flash_attention(q, k, v, scaling, groups):
+    """q (T, Hq, D), k and v (T, Hkv, D) -> (T, Hq, D): every piece sees its prompt and itself."""
+    keys, ends_q, ends_k, Lq, Lk = flash_calls(groups, q.device)
+    heads = q.shape[1] // k.shape[1]
+    # torch 2.11 and 2.12 take as many key heads as query heads only
+    k, v = (x[keys].repeat_interleave(heads, dim=1) for x in (k, v))              # (Tk, Hq, D)
+    return varlen_attn(q, k, v, ends_q, ends_k, Lq, Lk, scale=scaling, window_size=(-1, 0))
+
+
+@lru_cache(maxsize=8)
+def flash_calls(groups, device):
+    """Where the pieces' keys stand in the row, where their queries and keys end, the longest."""
+    pieces = pieces_of(groups)
+    _, L, _, P = torch.tensor(pieces).T                                           # (n,) each
+    _, keys, mask = side_by_side(pieces)
+    ends = [torch.nn.functional.pad(x.cumsum(0), (1, 0)).int().to(device) for x in (L, P + L)]
+    # What the last token of a piece sees is all that the piece sees
+    return keys[mask[:, -1]].to(device), *ends, int(L.max()), int((P + L).max())
 
 
 AttentionInterface.register("grouped", grouped_attention)
 AttentionMaskInterface.register("grouped", sdpa_mask)
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Heads that do more than one matrix product: Gemma 2 soft-caps its logits, Granite and Cohere scale them,
-# Phi adds a bias. They are found by trying, and then the model's own head is run, chunk by chunk.
+def micro_batches(labels, group_ids, token_budget, share_prompts):
+    """Cut N rows into micro-batches -> [(row indices (n,), width of the longest), ...].
 
-def head_logprobs(model, hidden, targets, temperature, with_entropy):
-    """hidden (M, H), targets (M,) -> log-probs (M,), entropies (M,)."""
-    if has_plain_head(model):
-        weight = model.get_output_embeddings().weight
-        return LeanHead.apply(hidden, weight, targets, temperature, with_entropy)
+    Each costs at most `token_budget` tokens, unless it is one row. Padded rows are sorted by
+    length, the longest first: little padding is computed, and memory runs out at once or not at
+    all. With `share_prompts` the price is that of grouped rows: no padding, and a group's prompt
+    once per micro-batch. Groups stay in order, and whole where the budget allows it.
+    """
+    is_label = labels != IGNORE                                                   # (N, S)
+    after = torch.arange(1, labels.shape[1] + 1, device=labels.device)
+    ends = (is_label * after).amax(dim=1).tolist()                                # row lengths
+    answers = is_label.sum(dim=1).tolist()
+    groups = group_ids.tolist()
 
-    def scored(hidden, targets):
-        logits = own_head(model, hidden).float() / temperature
-        p = logits.detach().softmax(dim=-1)
-        return selected_logprobs(logits, targets), -(p * p.log().clamp(min=-1e4)).sum(dim=-1)
+    def price(rows):
+        if not share_prompts:
+            return len(rows) * max(ends[n] for n in rows)
+        prompts = {groups[n]: ends[n] - answers[n] for n in rows}
+        return sum(prompts.values()) + sum(answers[n] for n in rows)
 
-    parts = [checkpoint(scored, hidden[rows], targets[rows], use_reentrant=False)
-             for rows in chunks(len(hidden), model.config.get_text_config().vocab_size, hidden.device)]
-    return tuple(torch.cat(part) for part in zip(*parts)) if parts else (hidden.sum(1), hidden.sum(1))
+    parts = [[n] for n in sorted(range(len(ends)), key=lambda n: -ends[n])]
+    if share_prompts:
+        parts = []
+        for _, rows in groupby(range(len(ends)), key=groups.__getitem__):
+            rows = list(rows)
+            parts += [rows] if price(rows) <= token_budget else [[n] for n in rows]
+    cuts = parts[:1]
+    for part in parts[1:]:
+        if price(cuts[-1] + part) <= token_budget:
+            cuts[-1] = cuts[-1] + part
+        else:
+            cuts.append(part)
+    return [(torch.tensor(rows, device=labels.device), max(ends[n] for n in rows)) for rows in cuts]
 
 
-def own_head(model, hidden):
-    """The model's whole forward, its body put aside for one that answers `hidden` (M, H): logits (M, V)."""
-    body, answer = model.base_model, BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden[None])
-    body.forward = lambda *args, **kwargs: answer
+# --------------------------------------------------------------------------------------------------
+# Which of these forms does a model take? Each is tried once per model, on a few rows, against the
+# model's own forward pass on each row alone.
+
+FORMS = weakref.WeakKeyDictionary()      # model -> what forms_of found
+
+
+def forms_of(model):
+    """{"lean head": None or why not, "grouped rows": None or why not}; None: the form is taken.
+
+    Found out at the first call for a model, and kept as long as the model lives: call it before
+    FSDP shards the model. A model that takes grouped rows is left with the attention "grouped",
+    which is transformers' own wherever no groups are passed. ValueError: not even padded rows and
+    the model's own head give the log-probs of its forward pass.
+    """
+    if model not in FORMS:
+        FORMS[model] = try_forms(model)
+    return FORMS[model]
+
+
+@torch.no_grad()
+def try_forms(model):
+    """The plain form must hold. What rounding does to it says what it may do to the fast ones."""
+    ids, labels, group_ids = rows_to_try(model)
+    forms = {"lean head": "not tried", "grouped rows": "not tried"}
+    root = math.sqrt(torch.finfo(model.dtype).eps)       # 3e-4 in float32, 0.09 in bfloat16
+    claim = f"{model.config.model_type}: the log-probs of its body and its own head"
+
+    def error():
+        actual = scored(model, ids, labels, 1.0, False, group_ids, forms)
+        return float((actual - expected)[labels[:, 1:] != IGNORE].square().mean().sqrt())
+
     try:
-        return model(inputs_embeds=hidden[None]).logits[0]
-    finally:
-        del body.forward                                         # the class's own forward is back in force
+        expected = row_by_row(model, ids, labels)                                 # (N, S-1)
+        noise = error()
+    except Exception as problem:
+        raise ValueError(f"{claim} fail ({words_of(problem)})") from None
+    if not noise <= root * (1 + float(expected.abs().max())):
+        raise ValueError(f"{claim} are off by {noise:.2g} nats from its forward pass")
+
+    attention = model.config._attn_implementation
+    for form, reason in (("lean head", more_than_a_product), ("grouped rows", unlike_a_row)):
+        forms[form] = None
+        try:
+            forms[form] = reason(model, ids)
+            distance = 0 if forms[form] else error()
+            if not distance <= root / 4 + 4 * noise:
+                forms[form] = f"off by {distance:.2g} nats"
+        except Exception as problem:
+            forms[form] = words_of(problem)
+    if forms["grouped rows"]:
+        model.set_attn_implementation(attention)
+    return forms
 
 
-# ---------------------------------------------------------------------------------------------------------
-# Which of these forms a model allows is tried out, once a model
+def rows_to_try(model):
+    """Two prompts of different length, answers of one and of several tokens -> ids, labels, groups.
 
-def once_a_model(probe):
-    known = weakref.WeakKeyDictionary()                          # model -> bool
+    Random ids also stand in the padding, where they must not matter.
+    """
+    sizes = [(5, 6), (5, 1), (5, 4), (9, 7), (9, 1)]                              # prompt, answer
+    words = model.config.get_text_config().vocab_size
+    ids = torch.randint(words, (5, 17), generator=torch.Generator().manual_seed(0))
+    labels = torch.full_like(ids, IGNORE)
+    for n, (P, L) in enumerate(sizes):
+        ids[n, :P] = ids[0 if P == 5 else 3, :P]
+        labels[n, P:P + L] = ids[n, P:P + L]
+    group_ids = torch.tensor([P for P, _ in sizes])
+    return tuple(x.to(model.device) for x in (ids, labels, group_ids))
 
-    def answer(model):
-        if model not in known:
-            with torch.no_grad():
-                known[model] = probe(model)
-        return known[model]
-    return answer
+
+def row_by_row(model, ids, labels):
+    """plain_logprobs of each row alone, without its padding -> (N, S-1)."""
+    logprobs = torch.zeros(len(ids), ids.shape[1] - 1, device=ids.device)
+    for n in range(len(ids)):
+        end = int((labels[n] != IGNORE).nonzero().max()) + 1
+        logprobs[n, :end - 1] = plain_logprobs(model, ids[n:n + 1, :end], labels[n:n + 1, :end])[0]
+    return logprobs
 
 
-@once_a_model
-def has_plain_head(model):
-    """Is this model's head `hidden @ weight.T` and nothing else? Large hidden states would show a cap."""
+def more_than_a_product(model, ids):
+    """Does the head do more than hidden @ weight.T? Logits as large as 1000 would show a cap."""
     head = model.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
-        return False
-    weight = head.weight
-    hidden = 30 * torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
-    return torch.allclose(own_head(model, hidden), hidden @ weight.T, rtol=1e-3, atol=1e-3)
+        return "a bias in the head"
+    output = body_of(model)(input_ids=ids, use_cache=False)
+    hidden = output.last_hidden_state[0]                                          # (S, H)
+    hidden = hidden * (1000 / (hidden @ head.weight.T).abs().max())
+    error = (own_head(model, output, hidden) - hidden @ head.weight.T).abs().max()
+    return None if error <= 10 else "a cap or a scale on the logits"
 
 
-@once_a_model
-def can_group(model):
-    """Does this model's attention, run over a row of groups, give what padded rows give?"""
+def unlike_a_row(model, ids):
+    """Is there what a short trial would not show? If there is not, the attention is switched."""
     config = model.config.get_text_config()
-    windowed = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
-    if windowed or model.config._attn_implementation not in ("sdpa", "grouped"):
-        return False
-    input_ids = torch.arange(12, device=model.device).view(2, 6) % 7
-    input_ids[1, :3] = input_ids[0, :3]                          # a prompt of 3, answers of 3 and of 2 tokens
-    unlabelled = torch.tensor([[1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 0, 1]], dtype=torch.bool, device=model.device)
-    labels = input_ids.masked_fill(unlabelled, IGNORE)
-    padded = model.base_model(input_ids=input_ids, use_cache=False).last_hidden_state[:, :-1]
-    padded = padded[labels[:, 1:] != IGNORE].float()
+    if getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None):
+        return "a sliding window"
+    if model.config._attn_implementation not in ("sdpa", "grouped"):
+        return f"{model.config._attn_implementation} attention"
     model.set_attn_implementation("grouped")
-    try:
-        grouped = grouped_hidden(model, input_ids, labels, torch.zeros(2)).float()
-        same = bool((grouped - padded).norm() < 0.03 * padded.norm())
-    except Exception:                                            # a model whose layers pass nothing on
-        same = False
-    if not same:
-        model.set_attn_implementation("sdpa")
-    return same
+    return None
 
 def micro_batches(labels, group_ids, token_budget, share_prompts):
     """Cut the rows into micro-batches of at most `token_budget` tokens -> (row indices, width of the longest).
@@ -284,6 +542,34 @@ def length_limit(config):
     return getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
 
 
+def words_of(error):
+    """An exception in one short line. Memory that runs out says nothing about a model: raised."""
+    words = ("out of memory", "not enough memory", "can't allocate memory")
+    if isinstance(error, torch.OutOfMemoryError) or any(w in str(error) for w in words):
+        raise error
+    return " ".join(f"{type(error).__name__}: {error}".split())[:100]
+
+
+def length_limit(config):
+    """The longest prompt and answer together that a model can be trained on, in tokens; inf: none.
+
+    Beyond its original length "longrope" (Phi-3) turns all positions at another speed. The sampler
+    keeps the keys that it made before, the trainer makes all of them anew: 8 nats apart.
+    """
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None) or math.inf
+    ropes = getattr(text, "rope_parameters", None) or {}
+    # Some families have a set of parameters per kind of layer
+    for rope in (ropes, *ropes.values()):
+        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
+            original = rope.get("original_max_position_embeddings")
+            limit = min(limit, original or text.original_max_position_embeddings)
+    return limit
+
+
+# --------------------------------------------------------------------------------------------------
+# The command: one answer, token by token
+
 def main():
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
@@ -292,26 +578,57 @@ def main():
     parser = argparse.ArgumentParser(description="Score one answer, token by token.")
     parser.add_argument("prompt", nargs="?",
                         default="Anna has 9 books , loses 4 , gives 2 , gets 7 . How many ?")
-    parser.add_argument("response", nargs="?", default="9 - 4 = 5 , 5 - 2 = 3 , 3 + 7 = 10 , \\boxed{ 10 }")
-    parser.add_argument("--model", default=str(Path(__file__).parent / "tests" / "tiny"))
+    parser.add_argument("response", nargs="?",
+                        default="9 - 4 = 5 , 5 - 2 = 3 , 3 + 7 = 10 , \\boxed{ 10 }")
+    parser.add_argument("--model", default=str(Path(__file__).parent / "tests" / "tiny"),
+                        help="a hub name or a folder; its recipe.json gives the next two")
+    parser.add_argument("--system-prompt", default="")
     parser.add_argument("--temperature", type=float, default=1.0)
-    args = parser.parse_args()
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.set_defaults(**recipe_of(parser.parse_args().model))
+    args = parser.parse_args()                           # the command line wins
+    if not args.temperature > 0:
+        raise ValueError(f"--temperature {args.temperature}: must be above 0")
+
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=True).eval()
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": args.prompt}],
-                                           tokenize=False, add_generation_prompt=True)
+    model = AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=True)
+    model = model.eval().to(args.device)
+    messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
+    messages.append({"role": "user", "content": args.prompt})
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     prompt_ids = tokenizer(prompt, add_special_tokens=False).input_ids
-    response_ids = tokenizer(args.response, add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
-    input_ids = torch.tensor([prompt_ids + response_ids])                                # (1, S)
-    labels = torch.tensor([[IGNORE] * len(prompt_ids) + response_ids])
+    response_ids = tokenizer(args.response, add_special_tokens=False).input_ids
+    response_ids.append(tokenizer.eos_token_id)
+    input_ids = torch.tensor([prompt_ids + response_ids], device=model.device)    # (1, S)
+    labels = torch.tensor([[IGNORE] * len(prompt_ids) + response_ids], device=model.device)
     with torch.no_grad():
-        logprobs = token_logprobs(model, input_ids, labels, args.temperature)[0]         # (S-1,)
+        logprobs = token_logprobs(model, input_ids, labels, args.temperature)[0]  # (S-1,)
+
     print(" row   label  log-prob  token")
     for t, token in enumerate(input_ids[0].tolist()):
-        label = "." if labels[0, t] == IGNORE else "label"
-        value = "" if labels[0, t] == IGNORE else f"{logprobs[t - 1]:+.4f}"
+        label = "."
+        value = ""
+        if labels[0, t] != IGNORE:
+            label = "label"
+            value = f"{logprobs[t - 1]:+.4f}"
         print(f"{t:4}  {label:>6}  {value:>8}  {tokenizer.decode([token])!r}")
     print(f"log pi(y | x) = {logprobs.sum():+.4f} over {len(response_ids)} tokens")
+
+
+def recipe_of(folder):
+    """What a run has left beside the model in its final/ -> {"system_prompt", "temperature"}."""
+    path = Path(folder, "recipe.json")
+    try:
+        recipe = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(recipe, dict):
+        raise ValueError(f"{path}: not an object of flags and values")
+    kinds = {"system-prompt": str, "temperature": (int, float)}
+    for flag in kinds.keys() & recipe.keys():
+        if not isinstance(recipe[flag], kinds[flag]):
+            raise ValueError(f"{path}: {flag} is {recipe[flag]!r}")
+    return {flag.replace("-", "_"): recipe[flag] for flag in kinds if flag in recipe}
 
 
 if __name__ == "__main__":

@@ -1,39 +1,56 @@
-"""[D] logprob.py: values, entropies and gradients against the full log-softmax, memory, precision, the script."""
+"""[D] logprob.py: values, entropies, gradients against the full log-softmax; forms; the script."""
+
 import copy
+import json
+import re
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ARCHITECTURES, SMALL, small_model
+from conftest import SMALL, small_model
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig
 
 import logprob
-from logprob import IGNORE, LeanHead, has_plain_head, selected_logprobs, sequence_logprob, token_logprobs
+from logprob import (
+    IGNORE,
+    LeanHead,
+    forms_of,
+    length_limit,
+    micro_batches,
+    plain_logprobs,
+    selected_logprobs,
+    sequence_logprob,
+    token_logprobs,
+)
 
 ROOT = Path(logprob.__file__).resolve().parent
 V, PAD = SMALL["vocab_size"], SMALL["pad_token_id"]
-PLAIN = {name: name not in ("gemma2", "granite", "cohere") for name in ARCHITECTURES}
 GROUPS = torch.tensor([0, 0, 0, 1, 1])
-SIZES = [(5, 14), (5, 1), (5, 7), (9, 3), (9, 11)]  # of the rows: the prompt's tokens, the response's
+# Of the rows: tokens of the prompt, of the response
+SIZES = [(5, 14), (5, 1), (5, 7), (9, 3), (9, 11)]
 
 
 def batch(seed=0, pad=PAD):
-    """Five random rows, two prompts: input_ids, labels (5, 20), and a random weight for every log-prob."""
+    """Five random rows, two prompts: input_ids, labels (5, 20), a random weight per log-prob."""
     generator = torch.Generator().manual_seed(seed)
     input_ids = torch.randint(V, (5, 20), generator=generator)
     input_ids[1:3, :5], input_ids[4, :9] = input_ids[0, :5], input_ids[3, :9]
     labels = input_ids.clone()
     for n, (prompt, response) in enumerate(SIZES):
-        labels[n, :prompt] = labels[n, prompt + response:] = IGNORE
-        input_ids[n, prompt + response:] = pad
+        labels[n, :prompt] = labels[n, prompt + response :] = IGNORE
+        input_ids[n, prompt + response :] = pad
     return input_ids, labels, torch.randn(5, 19, generator=generator)
 
 
 def naive(model, input_ids, labels, temperature=1.0):
     """Every logit, in float64 -> log-probs, entropies (N, S-1)."""
-    logp = (model(input_ids, use_cache=False).logits[:, :-1].double() / temperature).log_softmax(dim=-1)
+    logp = (model(input_ids, use_cache=False).logits[:, :-1].double() / temperature).log_softmax(
+        dim=-1
+    )
     mask = labels[:, 1:] != IGNORE
     chosen = logp.gather(2, input_ids[:, 1:, None])[:, :, 0]
     return chosen.where(mask, 0), -(logp.exp() * logp).sum(dim=-1).where(mask, 0)
@@ -42,7 +59,10 @@ def naive(model, input_ids, labels, temperature=1.0):
 def gradients(model, loss):
     model.zero_grad()
     loss.backward()
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in model.named_parameters()
+    }
 
 
 def assert_same_gradients(actual, expected, tolerance=1e-4):
@@ -50,14 +70,19 @@ def assert_same_gradients(actual, expected, tolerance=1e-4):
     largest = max(float(g.norm()) for g in expected.values())
     assert largest > 0 and actual.keys() == expected.keys()
     for name, g in expected.items():
-        assert float((actual[name] - g).norm()) <= tolerance * max(float(g.norm()), 1e-3 * largest), name
+        assert float((actual[name] - g).norm()) <= tolerance * max(
+            float(g.norm()), 1e-3 * largest
+        ), name
 
 
 def three_rows_a_chunk(monkeypatch):
-    monkeypatch.setattr(logprob, "chunks", lambda M, V, device: [slice(m, m + 3) for m in range(0, M, 3)])
+    monkeypatch.setattr(
+        logprob, "chunks", lambda M, V, device: [slice(m, m + 3) for m in range(0, M, 3)]
+    )
 
 
-# ----- against the full log-softmax -------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Against the full log-softmax
 
 
 @pytest.mark.parametrize("group_ids", [None, GROUPS], ids=["rows", "groups"])
@@ -69,20 +94,29 @@ def test_values_entropies_and_gradients(random_model, temperature, group_ids, mo
     expected, entropies = naive(exact, input_ids, labels, temperature)
     assert entropies[labels[:, 1:] != IGNORE].min().item() > 0.01  # none is a mere certainty
 
-    actual, entropy = token_logprobs(model, input_ids, labels, temperature, with_entropy=True, group_ids=group_ids)
-    assert actual.dtype == entropy.dtype == torch.float32 and actual.shape == entropy.shape == (5, 19)
+    actual, entropy = token_logprobs(
+        model, input_ids, labels, temperature, with_entropy=True, group_ids=group_ids
+    )
+    assert actual.dtype == entropy.dtype == torch.float32 and actual.shape == entropy.shape == (
+        5,
+        19,
+    )
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(entropy.double(), entropies, rtol=1e-5, atol=1e-4)
     assert not entropy.requires_grad
-    assert_same_gradients(gradients(model, (actual * weights).sum()),
-                          gradients(exact, (expected * weights).sum()))
+    assert_same_gradients(
+        gradients(model, (actual * weights).sum()), gradients(exact, (expected * weights).sum())
+    )
 
     whole = sequence_logprob(model, input_ids, labels, temperature)
     torch.testing.assert_close(whole.double(), expected.sum(dim=1), rtol=1e-5, atol=1e-3)
     assert whole.shape == (5,) and whole.dtype == torch.float32
-    assert_same_gradients(gradients(model, (whole * weights[:, 0]).sum()),
-                          gradients(exact, (naive(exact, input_ids, labels, temperature)[0].sum(1)
-                                            * weights[:, 0]).sum()))
+    assert_same_gradients(
+        gradients(model, (whole * weights[:, 0]).sum()),
+        gradients(
+            exact, (naive(exact, input_ids, labels, temperature)[0].sum(1) * weights[:, 0]).sum()
+        ),
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -127,20 +161,24 @@ def test_frozen_weights_pass_the_gradient_on():
 def test_selected_logprobs_is_the_formula():
     logits = 5 * torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
     targets = torch.tensor([0, 8, 3, 3, 1, 7])
-    expected = [float(logits[m, v].double() / 0.7 - (logits[m].double() / 0.7).exp().sum().log())
-                for m, v in enumerate(targets)]
+    expected = [
+        float(logits[m, v].double() / 0.7 - (logits[m].double() / 0.7).exp().sum().log())
+        for m, v in enumerate(targets)
+    ]
     assert selected_logprobs(logits, targets, 0.7).tolist() == pytest.approx(expected, abs=1e-5)
     assert selected_logprobs(logits.bfloat16(), targets).dtype == torch.float32
 
 
-# ----- masks and padding ------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Masks and padding
 
 
 def test_zero_where_masked(random_model):
     input_ids, labels, _ = batch()
     logprobs, entropy = token_logprobs(random_model, input_ids, labels, with_entropy=True)
     for n, (prompt, response) in enumerate(SIZES):
-        spoken = [prompt - 1 <= t < prompt - 1 + response for t in range(19)]  # entry t speaks of token t + 1
+        # Entry t is about token t + 1
+        spoken = [prompt - 1 <= t < prompt - 1 + response for t in range(19)]
         assert (logprobs[n] != 0).tolist() == spoken == (entropy[n] != 0).tolist()
     assert bool((logprobs <= 0).all())
 
@@ -151,18 +189,23 @@ def test_what_stands_in_the_padding_does_not_matter(random_model, group_ids):
     input_ids, labels, weights = batch()
     other_ids = input_ids.clone()
     for n, (prompt, response) in enumerate(SIZES):
-        other_ids[n, prompt + response:] = (7 * torch.arange(20 - prompt - response) + n) % V
+        other_ids[n, prompt + response :] = (7 * torch.arange(20 - prompt - response) + n) % V
     assert not torch.equal(input_ids, other_ids)
-    a, b = (token_logprobs(model, ids, labels, group_ids=group_ids) for ids in (input_ids, other_ids))
+    a, b = (
+        token_logprobs(model, ids, labels, group_ids=group_ids) for ids in (input_ids, other_ids)
+    )
     torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-    assert_same_gradients(gradients(model, (a * weights).sum()), gradients(model, (b * weights).sum()), 1e-6)
+    assert_same_gradients(
+        gradients(model, (a * weights).sum()), gradients(model, (b * weights).sum()), 1e-6
+    )
 
 
 def test_labels_anywhere_in_the_row(random_model):
     """The mask is the labels': a hole in the response is not scored, but still read."""
     input_ids, labels, _ = batch()
     whole = token_logprobs(random_model, input_ids, labels)
-    labels[0, 9], labels[3, 10], labels[2, 0] = IGNORE, IGNORE, input_ids[2, 0]  # nothing predicts token 0
+    labels[0, 9] = labels[3, 10] = IGNORE
+    labels[2, 0] = input_ids[2, 0]  # nothing predicts token 0
     expected = whole.clone()
     expected[0, 8] = expected[3, 9] = 0
     torch.testing.assert_close(token_logprobs(random_model, input_ids, labels), expected)
@@ -173,17 +216,21 @@ def test_a_batch_without_labels(random_model):
     nothing = torch.full_like(labels, IGNORE)
     logprobs, entropy = token_logprobs(model, input_ids, nothing, with_entropy=True)
     assert torch.equal(logprobs, torch.zeros(5, 19)) and torch.equal(entropy, torch.zeros(5, 19))
-    assert not any(g.any() for g in gradients(model, logprobs.sum()).values())  # and it can be asked for
+    # And the gradient can be asked for
+    assert not any(g.any() for g in gradients(model, logprobs.sum()).values())
 
 
 def test_the_rows_do_not_see_each_other(random_model):
     input_ids, labels, _ = batch()
     together = token_logprobs(random_model, input_ids, labels)
-    alone = torch.cat([token_logprobs(random_model, input_ids[n:n + 1], labels[n:n + 1]) for n in range(5)])
+    alone = torch.cat(
+        [token_logprobs(random_model, input_ids[n : n + 1], labels[n : n + 1]) for n in range(5)]
+    )
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-4)
 
 
-# ----- shared prompts ---------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Shared prompts
 
 
 def test_rows_of_a_group_may_stand_apart(random_model):
@@ -195,16 +242,22 @@ def test_rows_of_a_group_may_stand_apart(random_model):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("architecture, shared", [("qwen2", True), ("qwen3", True), ("llama", True),
-                                                  ("mistral", False), ("gemma2", False)])
+@pytest.mark.parametrize(
+    "architecture, shared",
+    [("qwen2", True), ("qwen3", True), ("llama", True), ("mistral", False), ("gemma2", False)],
+)
 def test_a_shared_prompt_runs_once(architecture, shared):
-    """And no padding does. A sliding window or a soft cap inside the attention is left to the padded rows."""
+    """And no padding does. A window or a cap inside the attention is left to padded rows."""
     model, (input_ids, labels, _) = small_model(architecture), batch()
-    token_logprobs(model, input_ids, labels, group_ids=GROUPS)  # tries it out
+    forms_of(model)  # tries it out
     run = []
-    model.get_input_embeddings().register_forward_pre_hook(lambda module, args: run.append(args[0].numel()))
+    model.get_input_embeddings().register_forward_pre_hook(
+        lambda module, args: run.append(args[0].numel())
+    )
     token_logprobs(model, input_ids, labels, group_ids=GROUPS)
-    assert run == [5 + 9 + sum(response - 1 for _, response in SIZES) if shared else input_ids.numel()]
+    assert run == [
+        5 + 9 + sum(response - 1 for _, response in SIZES) if shared else input_ids.numel()
+    ]
 
 
 def test_groups_leave_the_model_as_it_was(random_model):
@@ -213,19 +266,26 @@ def test_groups_leave_the_model_as_it_was(random_model):
     written = model.generate(input_ids[:1, :5], do_sample=False, max_new_tokens=8)
     token_logprobs(model, input_ids, labels, group_ids=GROUPS)
     torch.testing.assert_close(model(input_ids).logits, expected, rtol=1e-5, atol=1e-4)
-    assert torch.equal(model.generate(input_ids[:1, :5], do_sample=False, max_new_tokens=8), written)
+    assert torch.equal(
+        model.generate(input_ids[:1, :5], do_sample=False, max_new_tokens=8), written
+    )
 
 
-# ----- the lean head ----------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The lean head
 
 
 @pytest.mark.parametrize("rows", [1, 3, 10, None])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_lean_head(monkeypatch, rows, temperature):
     if rows:
-        monkeypatch.setattr(logprob, "chunks", lambda M, V, device: [slice(m, m + rows) for m in range(0, M, rows)])
+        monkeypatch.setattr(
+            logprob, "chunks", lambda M, V, device: [slice(m, m + rows) for m in range(0, M, rows)]
+        )
     generator = torch.Generator().manual_seed(0)
-    hidden, weight, grad = (torch.randn(shape, generator=generator) for shape in ((10, 6), (13, 6), (10,)))
+    hidden, weight, grad = (
+        torch.randn(shape, generator=generator) for shape in ((10, 6), (13, 6), (10,))
+    )
     targets = torch.tensor([3, 3, 0, 12, 5, 7, 12, 1, 0, 3])
     hidden.requires_grad_(), weight.requires_grad_()
     logprobs, entropy = LeanHead.apply(hidden, weight, targets, temperature, True)
@@ -233,9 +293,15 @@ def test_lean_head(monkeypatch, rows, temperature):
 
     hidden64, weight64 = (x.detach().double().requires_grad_() for x in (hidden, weight))
     logp = (hidden64 @ weight64.T / temperature).log_softmax(dim=1)
-    expected = torch.autograd.grad(logp[torch.arange(10), targets], (hidden64, weight64), grad.double())
-    torch.testing.assert_close(logprobs.double(), logp[torch.arange(10), targets], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(entropy.double(), -(logp.exp() * logp).sum(dim=1), rtol=1e-5, atol=1e-5)
+    expected = torch.autograd.grad(
+        logp[torch.arange(10), targets], (hidden64, weight64), grad.double()
+    )
+    torch.testing.assert_close(
+        logprobs.double(), logp[torch.arange(10), targets], rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(
+        entropy.double(), -(logp.exp() * logp).sum(dim=1), rtol=1e-5, atol=1e-5
+    )
     for a, e in zip(actual, expected):
         torch.testing.assert_close(a.double(), e, rtol=1e-5, atol=1e-5)
     assert logprobs.requires_grad and not entropy.requires_grad
@@ -243,14 +309,19 @@ def test_lean_head(monkeypatch, rows, temperature):
 
 def test_lean_head_with_large_logits():
     """The largest logit is taken out before any exponential."""
-    hidden, weight = torch.eye(3, requires_grad=True), torch.tensor([[500.0, -500, 0], [-500, 500, 0], [0, 0, 0]])
+    hidden, weight = (
+        torch.eye(3, requires_grad=True),
+        torch.tensor([[500.0, -500, 0], [-500, 500, 0], [0, 0, 0]]),
+    )
     logprobs, entropy = LeanHead.apply(hidden, weight, torch.tensor([0, 0, 1]), 1.0, True)
     assert logprobs.tolist() == pytest.approx([0.0, -1000.0, -1.0986123], abs=1e-4)
     assert entropy.tolist() == pytest.approx([0.0, 0.0, 1.0986123], abs=1e-4)
     assert torch.autograd.grad(logprobs.sum(), hidden)[0].isfinite().all()
 
 
-@pytest.mark.parametrize("M, words", [(1, 151_936), (4_096, 151_936), (5, 2**30), (1000, 57), (0, 57)])
+@pytest.mark.parametrize(
+    "M, words", [(1, 151_936), (4_096, 151_936), (5, 2**30), (1000, 57), (0, 57)]
+)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_chunks_cover_every_row_once(M, words, device):
     slices = logprob.chunks(M, words, torch.device(device))
@@ -261,38 +332,24 @@ def test_chunks_cover_every_row_once(M, words, device):
         assert len(slices) > 1
 
 
-# ----- heads ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("std", [0.0, 0.3])  # as initialised, and far from it
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_heads_that_do_more_are_noticed(architecture, dtype, std):
-    model = small_model(architecture, std).to(dtype)
-    assert has_plain_head(model) == PLAIN[architecture]
+# --------------------------------------------------------------------------------------------------
+# Heads
 
 
 def test_a_head_with_a_bias():
     model, (input_ids, labels, weights) = small_model("phi"), batch()
-    assert model.lm_head.bias.any() and not has_plain_head(model)
+    assert model.lm_head.bias.any() and forms_of(model)["lean head"] == "a bias in the head"
     exact = copy.deepcopy(model).double()
     expected, _ = naive(exact, input_ids, labels)
     actual = token_logprobs(model, input_ids, labels)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
-    assert_same_gradients(gradients(model, (actual * weights).sum()),
-                          gradients(exact, (expected * weights).sum()))
+    assert_same_gradients(
+        gradients(model, (actual * weights).sum()), gradients(exact, (expected * weights).sum())
+    )
 
 
-def test_looking_at_the_head_changes_nothing(random_model):
-    model, (input_ids, labels, _) = copy.deepcopy(random_model), batch()
-    expected = model(input_ids).logits
-    has_plain_head(model)
-    token_logprobs(model, input_ids, labels)
-    assert torch.equal(model(input_ids).logits, expected)
-    assert "forward" not in vars(model) and "forward" not in vars(model.base_model)
-
-
-# ----- precision --------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Precision
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "granite"])
@@ -300,10 +357,14 @@ def test_bfloat16_logits_meet_a_float32_softmax(architecture):
     model, (input_ids, labels, _) = small_model(architecture).bfloat16(), batch()
     mask = labels[:, 1:] != IGNORE
     with torch.no_grad():
-        logits, actual = model(input_ids).logits[:, :-1], token_logprobs(model, input_ids, labels, 0.7)
+        logits, actual = (
+            model(input_ids).logits[:, :-1],
+            token_logprobs(model, input_ids, labels, 0.7),
+        )
     assert logits.dtype == torch.bfloat16 and actual.dtype == torch.float32
 
-    def error(values):  # the mean one: a bfloat16 logit may round the other way in a product of another shape
+    # The mean error: a bfloat16 logit may round the other way in a product of another shape
+    def error(values):
         chosen = values.gather(2, input_ids[:, 1:, None])[:, :, 0]
         return float((actual - chosen)[mask].abs().mean())
 
@@ -311,7 +372,8 @@ def test_bfloat16_logits_meet_a_float32_softmax(architecture):
     assert error((logits / 0.7).log_softmax(dim=-1)) > 4e-3
 
 
-# ----- memory -----------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Memory
 
 
 class Shapes(TorchDispatchMode):
@@ -335,10 +397,11 @@ def test_the_logits_are_never_held(architecture, monkeypatch):
     words, width = 101, 32
     model, (input_ids, labels, _) = small_model(architecture, vocab_size=words), batch()
     assert int((labels != IGNORE).sum()) not in (words, width)
-    has_plain_head(model)  # tries a few rows of its own
+    forms_of(model)  # tries a few rows of its own
     saved = []
 
-    def rows_of(shapes):  # a tensor as wide as the vocabulary: how many rows? the weight has `width`
+    # A tensor as wide as the vocabulary: how many rows? The weight has `width`.
+    def rows_of(shapes):
         return {torch.Size(shape).numel() // words for shape in shapes if words in shape} - {width}
 
     def keep(x):
@@ -354,35 +417,439 @@ def test_the_logits_are_never_held(architecture, monkeypatch):
     assert saved and not rows_of(saved)
 
 
-# ----- script -----------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Which forms a model takes
+
+WINDOW = "a sliding window"
+CAP = "a cap or a scale on the logits"
+FORMS = {  # architecture -> why its lean head and its grouped rows are refused
+    "qwen2": (None, None),
+    "qwen3": (None, None),
+    "llama": (None, None),
+    "mistral": (None, WINDOW),
+    "gemma2": (CAP, WINDOW),
+    "gpt2": (None, None),
+    "granite": (CAP, None),
+    "cohere": (CAP, None),
+}
 
 
-def run_script(monkeypatch, capsys, *arguments):
+@pytest.mark.parametrize("std", [0.0, 0.3])  # as initialised, and far from it
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", FORMS)
+def test_forms(architecture, dtype, std):
+    model = small_model(architecture, std).to(dtype)
+    lean, grouped = FORMS[architecture]
+    attention = model.config._attn_implementation
+    assert forms_of(model) == {"lean head": lean, "grouped rows": grouped}
+    assert model.config._attn_implementation == (attention if grouped else "grouped")
+
+
+def test_forms_are_found_once(monkeypatch):
+    tried = []
+    monkeypatch.setattr(logprob, "try_forms", lambda model: tried.append(model) or {})
+    model = small_model("llama")
+    other = copy.deepcopy(model)
+    assert forms_of(model) is forms_of(model)
+    assert len(tried) == 1
+    forms_of(other)
+    assert tried[1] is other
+
+
+def test_looking_changes_nothing(random_model):
+    model, (input_ids, labels, _) = copy.deepcopy(random_model), batch()
+    expected = model(input_ids).logits
+    state = torch.get_rng_state()
+    forms_of(model)
+    token_logprobs(model, input_ids, labels)
+    assert torch.equal(model(input_ids).logits, expected)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert "forward" not in vars(model)
+    assert "forward" not in vars(logprob.body_of(model))
+
+
+def raises(error):
+    def form(*args, **kwargs):
+        raise error
+
+    return form
+
+
+def shifted(*args):
+    """Hidden states of the wrong tokens."""
+    output, hidden = GROUPED_HIDDEN(*args)
+    return output, hidden.roll(1, dims=0)
+
+
+GROUPED_HIDDEN = logprob.grouped_hidden
+
+
+@pytest.mark.parametrize(
+    "form, reason",
+    [
+        (raises(TypeError("no such\nargument")), "TypeError: no such argument"),
+        (shifted, "off by .* nats"),
+        (lambda *args: (None, GROUPED_HIDDEN(*args)[1] * float("nan")), "off by nan nats"),
+    ],
+)
+def test_a_form_that_fails_is_refused_with_its_reason(monkeypatch, form, reason):
+    monkeypatch.setattr(logprob, "grouped_hidden", form)
+    model, (input_ids, labels, _) = small_model("llama"), batch()
+    assert re.fullmatch(reason, forms_of(model)["grouped rows"])
+    assert forms_of(model)["lean head"] is None
+    assert model.config._attn_implementation == "sdpa"
+    actual = token_logprobs(model, input_ids, labels, group_ids=GROUPS)
+    expected, _ = naive(model, input_ids, labels)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["grouped_hidden", "own_head", "plain_logprobs"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_memory_that_runs_out_is_not_a_reason(monkeypatch, form, error):
+    monkeypatch.setattr(logprob, form, raises(error))
+    with pytest.raises(type(error), match="memory"):
+        forms_of(small_model("llama"))
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_a_model_that_disagrees_is_refused(monkeypatch, architecture):
+    """Where the body's hidden states or the head are not those of the forward pass."""
+    own_head = logprob.own_head
+    monkeypatch.setattr(logprob, "own_head", lambda *args: 1.02 * own_head(*args))
+    with pytest.raises(ValueError, match=rf"{architecture}: .* are off by [\d.e-]+ nats") as error:
+        token_logprobs(small_model(architecture), *batch()[:2])
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_an_encoder_is_refused():
+    with pytest.raises(ValueError, match="bert: .* are off by"):
+        forms_of(small_model("bert"))
+
+
+def test_a_model_whose_body_fails_is_refused(monkeypatch):
+    monkeypatch.setattr(logprob, "body_of", raises(AttributeError("no body\nhere")))
+    with pytest.raises(ValueError, match=r"llama: .* fail \(AttributeError: no body here\)"):
+        forms_of(small_model("llama"))
+
+
+def test_the_definition(random_model):
+    input_ids, labels, _ = batch()
+    actual = plain_logprobs(random_model, input_ids, labels, 0.7)
+    expected, _ = naive(random_model, input_ids, labels, 0.7)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+# --------------------------------------------------------------------------------------------------
+# Attention in a grouped row
+
+ROWS = {
+    "one group": [(7, 3, 5)],
+    "answers of one token, and of none": [(4, 1, 0, 1), (1, 1, 1)],
+    "no answer": [(5,), (3, 0)],
+    "many lengths": [(30, 1, 2, 9, 16, 17, 33, 40), (5, 25, 3), (18, 8, 8, 8)],
+}
+
+
+def tree(groups):
+    """Who sees whom in the row, one token at a time."""
+    owner = []  # (group, answer or None, place in it)
+    for g, (P, *answers) in enumerate(groups):
+        owner += [(g, None, t) for t in range(P)]
+        owner += [(g, n, t) for n, L in enumerate(answers) for t in range(L)]
+    return torch.tensor(
+        [
+            [
+                a[0] == b[0]
+                and (
+                    b[1] is None
+                    and (a[1] is not None or b[2] <= a[2])
+                    or a[1] == b[1]
+                    and b[2] <= a[2]
+                )
+                for b in owner
+            ]
+            for a in owner
+        ]
+    )
+
+
+def tensors(T, heads, key_heads, width, value_width, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, heads, T, width), (1, key_heads, T, width), (1, key_heads, T, value_width))
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+
+def reference(query, key, value, mask, scaling):
+    """Every score, in float64."""
+    shared = query.shape[1] // key.shape[1]
+    query, key, value = (x.double() for x in (query, key, value))
+    key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
+    scores = (scaling * query @ key.transpose(2, 3)).masked_fill(~mask, -torch.inf)
+    return (scores.softmax(dim=-1) @ value).transpose(1, 2)
+
+
+def assert_same_attention(groups, inputs, tolerance, flash=False):
+    T = sum(map(sum, groups))
+    out, _ = logprob.grouped_attention(None, *inputs, None, scaling=0.3, groups=groups)
+    expected = reference(*inputs, tree(groups), 0.3)
+    assert out.shape == expected.shape and out.shape[1] == T
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    actual_grads = torch.autograd.grad(out, inputs, weights.to(out.dtype))
+    expected_grads = torch.autograd.grad(expected, inputs, weights.double())
+    for a, e in zip((out, *actual_grads), (expected, *expected_grads)):
+        assert (a.double() - e).norm() <= tolerance * e.double().norm()
+
+
+@pytest.mark.parametrize("heads, key_heads, value_width", [(4, 4, 6), (6, 2, 6), (4, 1, 3)])
+@pytest.mark.parametrize("groups", ROWS.values(), ids=ROWS)
+def test_grouped_attention(groups, heads, key_heads, value_width):
+    inputs = tensors(sum(map(sum, groups)), heads, key_heads, 6, value_width)
+    assert_same_attention(groups, inputs, 1e-5)
+
+
+def test_pieces_of_like_length_share_a_call():
+    groups = ((20, *range(1, 65)), (25, *range(1, 65)))
+    calls, _ = logprob.attention_calls(groups, 2, torch.device("cpu"))
+    assert len(calls) == 1 + 3  # prompts; answers of up to 16, 32, 64 tokens
+    queries = sum(places.numel() for places, _, _ in calls)
+    assert queries <= 1.5 * sum(map(sum, groups))
+
+
+def test_attention_that_is_not_plain_is_refused():
+    for name in ("softcap", "sliding_window", "s_aux", "position_bias"):
+        with pytest.raises(ValueError, match=name):
+            logprob.grouped_attention(
+                None, *tensors(8, 2, 2, 4, 4), None, groups=[[5, 3]], **{name: 2}
+            )
+
+
+def varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_size):
+    """What flash attention computes, piece by piece: causal, aligned at the lower right."""
+    assert window_size == (-1, 0) and ends_q.dtype == ends_k.dtype == torch.int32
+    assert q.shape[1] == k.shape[1] == v.shape[1]
+    assert (len(q), len(k)) == (ends_q[-1], ends_k[-1]) and ends_q[0] == ends_k[0] == 0
+    assert (longest_q, longest_k) == (ends_q.diff().max(), ends_k.diff().max())
+    out = []
+    for a, b, c, d in zip(ends_q, ends_q[1:], ends_k, ends_k[1:]):
+        scores = scale * torch.einsum("qhd,khd->hqk", q[a:b].float(), k[c:d].float())
+        seen = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a))
+        p = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
+        out.append(torch.einsum("hqk,khd->qhd", p, v[c:d].float()))
+    return torch.cat(out).to(q.dtype)
+
+
+@pytest.mark.parametrize("groups", ROWS.values(), ids=ROWS)
+def test_flash_attention_gets_the_pieces(monkeypatch, groups):
+    monkeypatch.setattr(logprob, "takes_flash", lambda *_: True)
+    monkeypatch.setattr(logprob, "varlen_attn", varlen)
+    inputs = tensors(sum(map(sum, groups)), 6, 2, 8, 8, torch.bfloat16)
+    assert_same_attention(groups, inputs, 2e-2)
+
+
+def test_where_flash_attention_runs(monkeypatch):
+    def device(name, dtype, width=64, value_width=64):
+        def tensor(width):
+            return SimpleNamespace(
+                dtype=dtype, shape=(1, 2, 9, width), is_cuda=name == "cuda", is_meta=name == "meta"
+            )
+
+        return logprob.takes_flash(tensor(width), tensor(value_width))
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    assert device("cuda", torch.bfloat16) and device("cuda", torch.float16, 256, 256)
+    assert device("meta", torch.bfloat16)
+    assert not device("cuda", torch.float32) and not device("cpu", torch.bfloat16)
+    assert not device("cuda", torch.bfloat16, 96, 64)
+    assert not device("cuda", torch.bfloat16, 320, 320)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+    assert not device("cuda", torch.bfloat16)
+
+
+def test_memory_is_counted_without_numbers():
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = [x.to("meta", dtype) for x in tensors(15, 4, 2, 8, 8)]
+        out, _ = logprob.grouped_attention(None, *inputs, None, groups=[[5, 3, 2], [4, 1]])
+        assert out.shape == (1, 15, 4, 8) and out.is_meta
+
+
+def test_cudnn_is_off():
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("lengths", [(1, 1, 1), (1, 4, 2)])
+def test_groups_of_short_answers(lengths):
+    model, (input_ids, labels, weights) = small_model("deepseek_v3", 0.1, **LATENT), batch()
+    input_ids = input_ids[:3]
+    labels = torch.full_like(input_ids, IGNORE)
+    for n, L in enumerate(lengths):
+        labels[n, 5 : 5 + L] = input_ids[n, 5 : 5 + L]
+    assert forms_of(model)["grouped rows"] is None
+    expected = plain_logprobs(model, input_ids, labels)
+    actual = token_logprobs(model, input_ids, labels, group_ids=GROUPS[:3])
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+    assert_same_gradients(
+        gradients(model, (actual * weights[:3]).sum()),
+        gradients(model, (expected * weights[:3]).sum()),
+    )
+
+
+# Values narrower than queries, and a mixture of experts
+LATENT = dict(
+    num_key_value_heads=4,
+    kv_lora_rank=16,
+    q_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=8,
+    v_head_dim=8,
+    head_dim=8,
+    n_routed_experts=4,
+    n_group=1,
+    topk_group=1,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    n_shared_experts=1,
+    first_k_dense_replace=1,
+)
+
+
+def test_rows_without_labels_in_a_group(random_model):
+    """They cost nothing, and change nothing."""
+    model, (input_ids, labels, _) = copy.deepcopy(random_model), batch()
+    labels[0] = labels[3] = labels[4] = IGNORE
+    expected, _ = naive(model, input_ids, labels)
+    actual = token_logprobs(model, input_ids, labels, group_ids=GROUPS)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+# --------------------------------------------------------------------------------------------------
+# Micro-batches and lengths
+
+PROMPTS = [3, 3, 5, 5, 2, 2, 9, 9]
+ANSWERS = [2, 6, 1, 4, 7, 5, 21, 1]
+
+
+def cuts_of(budget, share_prompts):
+    """Rows of PROMPTS[n] + ANSWERS[n] tokens, two rows in a group."""
+    labels = torch.full((8, 40), IGNORE)
+    for n, (P, L) in enumerate(zip(PROMPTS, ANSWERS)):
+        labels[n, P : P + L] = 1
+    return list(micro_batches(labels, torch.arange(8) // 2, budget, share_prompts))
+
+
+def test_micro_batches_hold_every_row_once_within_the_budget():
+    for budget in (1, 15, 20, 40, 1000):
+        cuts = cuts_of(budget, share_prompts=False)
+        assert sorted(torch.cat([rows for rows, _ in cuts]).tolist()) == list(range(8))
+        for rows, width in cuts:
+            assert width == max(PROMPTS[n] + ANSWERS[n] for n in rows)
+            assert len(rows) * width <= budget or len(rows) == 1
+        assert [width for _, width in cuts] == sorted((width for _, width in cuts), reverse=True)
+    assert len(cuts_of(1000, share_prompts=False)) == 1
+
+
+def test_micro_batches_of_shared_prompts_pay_a_prompt_once():
+    cuts = cuts_of(21, share_prompts=True)
+    # 3 + 2 + 6 and 5 + 1 + 4 are 21
+    assert [rows.tolist() for rows, _ in cuts] == [[0, 1, 2, 3], [4, 5], [6], [7]]
+    assert [width for _, width in cuts] == [9, 9, 30, 10]
+
+
+def test_micro_batches_keep_a_group_whole_that_fits():
+    cuts = cuts_of(31, share_prompts=True)
+    # Groups of 11, 10, 14 and 31: row 4 alone would have fitted
+    assert [rows.tolist() for rows, _ in cuts] == [[0, 1, 2, 3], [4, 5], [6, 7]]
+
+
+def test_length_limit():
+    def limit(kind, **changes):
+        return length_limit(AutoConfig.for_model(kind, **changes))
+
+    assert limit("gpt2", n_positions=512) == 512
+    assert limit("bloom") == float("inf")
+    long = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    assert (
+        limit(
+            "phi3",
+            max_position_embeddings=8192,
+            original_max_position_embeddings=4096,
+            rope_parameters=long,
+        )
+        == 4096
+    )
+    assert limit("phi3", max_position_embeddings=8192) == 8192
+    gemma = limit("gemma3_text", max_position_embeddings=8192)
+    assert gemma == 8192  # its parameters are one set per kind of layer
+
+
+# --------------------------------------------------------------------------------------------------
+# The command
+
+
+def run_script(monkeypatch, capsys, *arguments, status=None):
     monkeypatch.setattr(sys, "argv", ["logprob.py", *arguments])
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(ROOT / "logprob.py"), run_name="__main__")
-    assert not stop.value.code
-    return capsys.readouterr().out.splitlines()
+    assert stop.value.code == status
+    out, err = capsys.readouterr()
+    return (err if status else out).splitlines()
+
+
+def total_of(lines):
+    return float(lines[-1].split(" = ")[1].split()[0])
 
 
 def test_script_marks_the_response(monkeypatch, capsys, tiny):
     tokenizer = tiny[1]
-    words = [tokenizer.decode([i]) for i in range(len(tokenizer)) if i not in tokenizer.all_special_ids][:6]
-    _, *rows, total = run_script(monkeypatch, capsys, " ".join(words[:3]), " ".join(words[2:]))
+    special = tokenizer.all_special_ids
+    words = [tokenizer.decode([i]) for i in range(len(tokenizer)) if i not in special][:6]
+    _, *rows, _ = lines = run_script(monkeypatch, capsys, " ".join(words[:3]), " ".join(words[2:]))
     rows = [row.split(maxsplit=3) for row in rows]
     response = [row for row in rows if row[1] == "label"]
-    prompt = rows[:-len(response)]
+    prompt = rows[: -len(response)]
     assert [int(row[0]) for row in rows] == list(range(len(rows)))
-    assert len(prompt) >= 3 and all(row[1] == "." and row[2].startswith("'") for row in prompt)  # no log-prob
-    assert [row[3] for row in response] == [repr(word) for word in [*words[2:], tokenizer.eos_token]]
-    assert rows[-len(response):] == response  # the response and its end token, and nothing behind them
+    assert len(prompt) >= 3
+    assert all(row[1] == "." and row[2].startswith("'") for row in prompt)  # no log-prob
+    assert [row[3] for row in response] == [repr(w) for w in [*words[2:], tokenizer.eos_token]]
+    assert rows[-len(response) :] == response  # the response and its end token, nothing behind them
     value = sum(float(row[2]) for row in response)
-    assert float(total.split(" = ")[1].split()[0]) == pytest.approx(value, abs=1e-3)
-    assert f"over {len(response)} tokens" in total
+    assert total_of(lines) == pytest.approx(value, abs=1e-3)
+    assert f"over {len(response)} tokens" in lines[-1]
 
 
-def test_script_takes_the_temperature(monkeypatch, capsys, tiny):
+def test_script_takes_a_run_and_its_flags(monkeypatch, capsys, tiny, tmp_path):
+    """final/ brings the run's system prompt and temperature; the command line wins."""
     model, tokenizer = tiny
-    totals = [float(run_script(monkeypatch, capsys, f"--temperature={T}")[-1].split(" = ")[1].split()[0])
-              for T in (1.0, 0.5)]
-    assert totals[0] != totals[1]
+    model.save_pretrained(tmp_path)
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    tokenizer.save_pretrained(tmp_path)
+    folder = f"--model={tmp_path}"
+    plain = run_script(monkeypatch, capsys, folder)
+    cold = run_script(monkeypatch, capsys, folder, "--temperature=0.5", "--device=cpu")
+    assert total_of(plain) != total_of(cold) and len(plain) == len(cold)
+
+    recipe = {"temperature": 0.5, "system-prompt": "books books", "lr": 1}
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe))
+    told = run_script(monkeypatch, capsys, folder)
+    assert len(told) == len(plain) + 2 and "books" in told[1] and "books" in told[2]
+    assert run_script(monkeypatch, capsys, folder, "--system-prompt=") == cold
+    again = run_script(monkeypatch, capsys, folder, "--system-prompt=", "--temperature=1")
+    assert again == plain
+
+
+@pytest.mark.parametrize("recipe", ["[", "[1]", '{"temperature": "hot"}', '{"system-prompt": 3}'])
+def test_script_refuses_a_recipe_in_one_line(monkeypatch, capsys, tmp_path, recipe):
+    (tmp_path / "recipe.json").write_text(recipe)
+    (line,) = run_script(monkeypatch, capsys, f"--model={tmp_path}", status=2)
+    assert line.startswith(f"logprob.py: {tmp_path / 'recipe.json'}: ")
+
+
+def test_script_refuses_a_temperature_of_nothing(monkeypatch, capsys):
+    (line,) = run_script(monkeypatch, capsys, "--temperature=0", status=2)
+    assert line == "logprob.py: --temperature 0.0: must be above 0"

@@ -1,0 +1,242 @@
+"""Families of models, small and random: [A] and [D] against each one's own forward pass.
+
+    python tests/test_families.py      # which fast forms each family takes, and why not the others
+"""
+
+import sys
+from functools import lru_cache, partial
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from conftest import SMALL  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
+
+import logprob  # noqa: E402
+import sample  # noqa: E402
+from logprob import IGNORE, plain_logprobs, token_logprobs  # noqa: E402
+
+try:
+    from train import switch_off_dropout
+except ImportError:
+    switch_off_dropout = None
+
+EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
+DEEPSEEK = dict(EXPERTS, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, n_group=1,
+                topk_group=1)
+LATENT = dict(DEEPSEEK, num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, head_dim=8,
+              qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+CODEGEN = dict(n_embd=32, n_layer=2, n_head=4, rotary_dim=4)
+
+# name -> what its config changes; the name is transformers' model type where no `type` says it.
+# The sliding windows are smaller than the rows.
+FAMILIES = {
+    # one stack of layers, dense
+    "qwen2": dict(tie_word_embeddings=True),
+    "qwen3": dict(head_dim=8),
+    "llama": dict(),
+    "mistral": dict(sliding_window=None),
+    "mistral with a window": dict(type="mistral", sliding_window=8),
+    "gemma": dict(head_dim=8),
+    "gemma2": dict(head_dim=8, sliding_window=8, query_pre_attn_scalar=8,
+                   attn_logit_softcapping=2.0, final_logit_softcapping=4.0),
+    "gemma3_text": dict(head_dim=8, sliding_window=8, query_pre_attn_scalar=8),
+    "phi": dict(),
+    "phi3": dict(sliding_window=None),
+    "olmo": dict(),
+    "olmo2": dict(),
+    "olmo3": dict(sliding_window=8),
+    "smollm3": dict(),
+    "granite": dict(logits_scaling=2.0),
+    "cohere": dict(logit_scale=0.25),
+    "cohere2": dict(logit_scale=0.25, sliding_window=8),
+    "glm": dict(head_dim=8),
+    "glm4": dict(head_dim=8),
+    "starcoder2": dict(sliding_window=None),
+    "stablelm": dict(),
+    "nemotron": dict(),
+    "persimmon": dict(),
+    "ernie4_5": dict(),
+    "seed_oss": dict(head_dim=8),
+    "helium": dict(head_dim=8),
+    "apertus": dict(),
+    "arcee": dict(),
+    "hunyuan_v1_dense": dict(head_dim=8),
+    # positions learned, or as a slope on the scores
+    "gpt2": dict(),
+    "gpt_bigcode": dict(),
+    "gpt_neo": dict(num_layers=2, attention_types=[[["global", "local"], 1]], window_size=8),
+    "gpt_neox": dict(),
+    "gptj": CODEGEN,
+    "codegen": CODEGEN,
+    "opt": dict(ffn_dim=48, word_embed_proj_dim=32),
+    "bloom": dict(),
+    "falcon": dict(),
+    "falcon with slopes": dict(type="falcon", alibi=True),
+    "mpt": dict(d_model=32, n_heads=4, n_layers=2),
+    "biogpt": dict(),
+    "xglm": dict(d_model=32, attention_heads=4, num_layers=2, ffn_dim=48),
+    # mixtures of experts
+    "qwen2_moe": dict(EXPERTS, num_experts=4, shared_expert_intermediate_size=32),
+    "qwen3_moe": dict(EXPERTS, num_experts=4, head_dim=8),
+    "mixtral": dict(num_local_experts=4, sliding_window=None),
+    "olmoe": dict(EXPERTS, num_experts=4),
+    "granitemoe": dict(EXPERTS, num_local_experts=4, logits_scaling=2.0),
+    "phimoe": dict(num_local_experts=4, sliding_window=None),
+    "gpt_oss": dict(EXPERTS, num_local_experts=4, head_dim=8, sliding_window=8),
+    "deepseek_v2": dict(LATENT, topk_method="greedy"),
+    "deepseek_v3": LATENT,
+    "glm4_moe": dict(DEEPSEEK, head_dim=8),
+    "minimax": dict(head_dim=8, num_local_experts=4, layer_types=["full_attention"] * 2),
+    "llama4_text": dict(head_dim=8, intermediate_size_mlp=48, num_local_experts=2,
+                        attention_chunk_size=8),
+}
+MIXERS = dict(EXPERTS, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
+              linear_value_head_dim=8)
+CACHE = "cannot be sampled from with its cache"
+# name -> the words of its refusal, what its config changes: these families cannot be trained here
+REFUSED = {
+    "bert": ("are off by", dict()),
+    "mamba": (CACHE, dict(state_size=4)),
+    "jamba": (CACHE, dict(EXPERTS, num_experts=2, mamba_d_state=4, attn_layer_period=2,
+                          attn_layer_offset=1, use_mamba_kernels=False)),
+    "qwen3_next": (CACHE, dict(MIXERS, num_experts=4, head_dim=8,
+                               shared_expert_intermediate_size=32)),
+    "lfm2": (CACHE, dict(layer_types=["conv", "full_attention"])),
+}
+PROMPTS = ["2 9 4 33 17", "5 60 21 8 8 40 13 2 7"]
+SIZES = [(5, 6), (5, 1), (5, 3), (9, 7), (9, 4)]         # of the rows: prompt, answer
+GROUPS = torch.tensor([0, 0, 0, 1, 1])
+
+
+class Numbers(SimpleNamespace):
+    """A tokenizer whose words are the ids themselves."""
+
+    eos_token_id = SMALL["eos_token_id"]
+    pad_token_id = SMALL["pad_token_id"]
+
+    def __call__(self, text, add_special_tokens):
+        return SimpleNamespace(input_ids=[int(word) for word in text.split()])
+
+    def batch_decode(self, ids, **_):
+        return [" ".join(map(str, row)) for row in ids]
+
+
+@lru_cache(maxsize=2)
+def family(name, dropout=0.0):
+    """A small model whose every weight matters: random, biases and norms too."""
+    changes = dict(FAMILIES[name] if name in FAMILIES else REFUSED[name][1])
+    kind = changes.pop("type", name)
+    config = AutoConfig.for_model(kind, **{**SMALL, **changes})
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        for key, value in vars(part).items():
+            if isinstance(value, float) and ("dropout" in key or "pdrop" in key):
+                setattr(part, key, dropout)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+    return model
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    input_ids = torch.randint(2, SMALL["vocab_size"], (5, 20), generator=generator)
+    input_ids[1:3, :5] = input_ids[0, :5]
+    input_ids[4, :9] = input_ids[3, :9]
+    labels = torch.full_like(input_ids, IGNORE)
+    for n, (P, L) in enumerate(SIZES):
+        labels[n, P:P + L] = input_ids[n, P:P + L]
+        input_ids[n, P + L:] = SMALL["pad_token_id"]
+    return input_ids, labels, torch.randn(5, 19, generator=generator)
+
+
+def gradient(model, loss):
+    """All of it in one vector; the weights that the loss does not reach have zeros."""
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([(p.new_zeros(p.shape) if p.grad is None else p.grad).flatten()
+                      for p in model.parameters()])
+
+
+def definition(model, input_ids, labels):
+    """[D] word for word: every logit of every row alone, without its padding."""
+    logprobs = []
+    for n, (P, L) in enumerate(SIZES):
+        row = plain_logprobs(model, input_ids[n:n + 1, :P + L], labels[n:n + 1, :P + L])
+        logprobs.append(torch.nn.functional.pad(row, (0, 20 - P - L)))
+    return torch.cat(logprobs)
+
+
+def compare(model, measured):
+    """Log-probs and gradients of `measured` against those of the definition on `model`."""
+    input_ids, labels, weights = batch()
+    expected = definition(model, input_ids, labels)
+    expected_gradient = gradient(model, (expected * weights).sum())
+    for group_ids in (None, GROUPS):
+        actual = token_logprobs(measured, input_ids, labels, group_ids=group_ids)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+        error = gradient(measured, (actual * weights).sum()) - expected_gradient
+        assert error.norm() <= 1e-5 * expected_gradient.norm()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logprobs_and_gradients(name):
+    compare(family(name), family(name))
+
+
+@pytest.mark.skipif(switch_off_dropout is None, reason="train.py does not switch dropout off")
+@pytest.mark.parametrize("name", FAMILIES)
+def test_checkpointed_layers_without_dropout(name):
+    """A layer is checkpointed in training mode only, and then its dropout would come back."""
+    model = family(name, dropout=0.5)
+    switch_off_dropout(model)
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.training = layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+    compare(family(name), model)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_greedy_answers(name):
+    model = family(name)
+    rollout = sample.sample_groups(model, Numbers(), PROMPTS, 2, 6, temperature=0)
+    for n, row in enumerate(rollout.labels):
+        ids = [int(word) for word in PROMPTS[n // 2].split()]
+        written = []
+        while len(written) < 6 and written[-1:] != [SMALL["eos_token_id"]]:
+            with torch.no_grad():
+                logits = model(torch.tensor([ids + written]), use_cache=False).logits
+            written.append(int(logits[0, -1].argmax()))
+        assert row[row != IGNORE].tolist() == written
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_in_one_line(name):
+    with pytest.raises(ValueError, match=REFUSED[name][0]) as error:
+        logprob.forms_of(family(name))
+        sample.forms_of(family(name))
+    assert len(str(error.value).splitlines()) == 1
+
+
+def main():
+    for name in [*FAMILIES, *REFUSED]:
+        try:
+            forms = {**logprob.forms_of(family(name)), **sample.forms_of(family(name))}
+        except ValueError as error:
+            print(f"{name:24}REFUSED: {error}")
+            continue
+        taken = ", ".join(form for form, why in forms.items() if why is None)
+        others = "; ".join(f"{form} refused: {why}" for form, why in forms.items() if why)
+        print(f"{name:24}{taken or 'the plain forms'}" + (f"; {others}" if others else ""))
+
+
+if __name__ == "__main__":
+    main()
