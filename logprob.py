@@ -22,7 +22,6 @@ import json
 import math
 import sys
 import weakref
-import math
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -503,43 +502,6 @@ def unlike_a_row(model, ids):
         return f"{model.config._attn_implementation} attention"
     model.set_attn_implementation("grouped")
     return None
-
-def micro_batches(labels, group_ids, token_budget, share_prompts):
-    """Cut the rows into micro-batches of at most `token_budget` tokens -> (row indices, width of the longest).
-
-    Rows are sorted by length, so that little padding is computed, the longest first, so that memory runs out at
-    once or not at all. Where a prompt is shared there is no padding: groups stay in order, whole where the budget
-    allows it, and pay for their prompt once in each micro-batch. A row too long for the budget stands alone.
-    """
-    labelled, device = labels != IGNORE, labels.device
-    ends = (labelled * torch.arange(1, labelled.shape[1] + 1, device=device)).amax(dim=1).tolist()   # row lengths
-    answers, groups = labelled.sum(dim=1).tolist(), group_ids.tolist()
-
-    def cost(rows):
-        if share_prompts:
-            return sum(answers[n] for n in rows) + sum({groups[n]: ends[n] - answers[n] for n in rows}.values())
-        return len(rows) * ends[rows[0]]
-
-    parts = [[n] for n in sorted(range(len(ends)), key=lambda n: -ends[n])]
-    if share_prompts:
-        whole = [list(rows) for _, rows in groupby(range(len(ends)), key=groups.__getitem__)]
-        parts = [part for rows in whole for part in ([rows] if cost(rows) <= token_budget else [[n] for n in rows])]
-    cut = []
-    for part in parts:
-        if cut and cost(cut + part) > token_budget:
-            yield torch.tensor(cut, device=device), max(ends[n] for n in cut)
-            cut = []
-        cut = cut + part
-    yield torch.tensor(cut, device=device), max(ends[n] for n in cut)
-
-
-def forms_of(model):
-    can_group(model), has_plain_head(model)
-    return {}
-
-
-def length_limit(config):
-    return getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
 
 
 def words_of(error):
