@@ -41,7 +41,7 @@ class Rollout:
     """N = B * G rows `[prompt][response][padding]`; row i answers prompt i // G."""
 
     input_ids: torch.Tensor      # (N, S) long
-    labels: torch.Tensor         # (N, S) long: input_ids on the response, end token included; else -100
+    labels: torch.Tensor         # (N, S) long: input_ids on the response and its end; else -100
     logprobs: torch.Tensor       # (N, S-1) float32: entry t is log pi(input_ids[t+1] | ids before)
     responses: list              # N strings: the response alone, without its end token
     finished: torch.Tensor       # (N,) bool: False where max_new_tokens cut the answer
@@ -58,9 +58,9 @@ def sample_groups(model, tokenizer, prompts, group_size=8, max_new_tokens=256, t
     """Draw `group_size` answers to each of B `prompts` (chat template already applied) -> Rollout.
 
     `temperature=0` is greedy decoding; its log-probs are those of temperature 1. `generator` is one
-    for all, or a list of one per prompt: then an answer depends on nothing but its prompt, the policy
-    and its own numbers. ValueError: nothing to sample, a prompt without tokens, no end token known, a
-    model that `forms_of` refuses.
+    for all, or a list of one per prompt: then an answer depends on nothing but its prompt, the
+    policy and its own numbers. ValueError: nothing to sample, a prompt without tokens, no end token
+    known, a model that `forms_of` refuses.
     """
     if not prompts or min(group_size, max_new_tokens) < 1 or not temperature >= 0:
         raise ValueError(f"{len(prompts)} prompts, group_size {group_size}, max_new_tokens "
@@ -97,7 +97,7 @@ def prefill(model, prompt_ids):
 
 
 def decode(model, cache, mask, logits, chance, temperature, ends):
-    """The plain loop: draw a token per row, run the model on it, again -> tokens, logprobs (N, T)."""
+    """The plain loop: draw a token per row, run the model on it, again -> ids, log-probs (N, T)."""
     N, T = chance.shape
     G = N // len(mask)
     cache.batch_repeat_interleave(G)                                 # B prompts become N rows
@@ -140,12 +140,12 @@ def draw(logits, temperature, u):
 # --------------------------------------------------------------------------------------------------
 # The same draw, several times faster on 152k words: one exp and one sum over all of them.
 
-def draw_fast(logits, temperature, u, block=128):
+def draw_fast(logits, temperature, u, block=128, few=1024):
     """`draw` on two levels: u picks a block of words by its mass, then a word inside the block.
 
     A float32 sum of 128 words loses none of them, and the few block masses are added in float64.
     """
-    if temperature == 0 or logits.shape[1] <= 1024:                  # too few words to gain by it
+    if temperature == 0 or logits.shape[1] <= few:                   # nothing to gain
         return draw(logits, temperature, u)
     logits = logits.float() if temperature == 1 else logits.float() / temperature        # (n, V)
     peak = logits.amax(dim=-1, keepdim=True)
@@ -338,7 +338,7 @@ class Decoder:
         return out.reshape(n, -1)                # CUDA's kernel returns it transposed: no view
 
     def capture(self, model, n, temperature):
-        """`step` as a CUDA graph, after two runs that warm up; the state is put back behind them."""
+        """`step` as a CUDA graph, after two runs that warm up; then the state is put back."""
         state = (self.token, self.position, self.slot, self.logprob)
         before = [x.clone() for x in state]
         stream = torch.cuda.Stream()
@@ -418,7 +418,7 @@ def forms_of(model):
     """Which fast forms the model takes -> {name: None, or in a few words why it was refused}.
 
     "own decode step", and on CUDA "CUDA graphs". ValueError in one line where not even the plain
-    loop gives the plain forward pass's log-probs. Weights sharded by FSDP have to be gathered first.
+    loop gives the plain forward pass's log-probs. Weights that FSDP sharded are gathered first.
     """
     where = model.device, model.dtype
     if model in FORMS and FORMS[model][0] == where:
@@ -475,7 +475,7 @@ def refusal(model, form, T=8):
 # Ids in, rows out
 
 def end_token_ids(model, tokenizer):
-    """Every end token of the model's generation config (it may name several), else the tokenizer's."""
+    """Every end token in the generation config (it may name several), else the tokenizer's."""
     ends = model.generation_config.eos_token_id
     ends = tokenizer.eos_token_id if ends is None or ends == [] else ends
     if ends is None:
@@ -527,6 +527,96 @@ def to_rollout(tokenizer, rows, ends, group_size):
         pad_sequence(logprobs, batch_first=True).to(device),
         tokenizer.batch_decode(texts, skip_special_tokens=False),    # all it wrote is seen
         torch.tensor(finished, device=device), torch.arange(len(rows), device=device) // group_size)
+
+
+# --------------------------------------------------------------------------------------------------
+# Variants: continue the best answers from their middle; answers of several turns.
+
+def sample_around(model, tokenizer, prompts, rewards_of, group_size=8, max_new_tokens=256,
+                  temperature=1.0, generator=None, best=1, cut=0.5):
+    """Coarse, then fine: half of each group is drawn freely, and its best answers are branched.
+
+    `rewards_of(prompts, responses)` gives the rewards of the first half, (B * group_size / 2,). The
+    `best` of each group keep the first `cut` of their tokens, and the other half of the group goes on
+    from there. All that the policy wrote is labelled, in both halves. The second half is not drawn
+    from pi(. | prompt): its prefixes were chosen. ValueError: halves that `best` does not divide.
+    """
+    half = group_size // 2
+    if group_size % 2 or not 1 <= best <= half or half % best or not 0 <= cut < 1:
+        raise ValueError(f"group_size {group_size} cannot be halved and shared among {best} prefixes "
+                         f"that keep {cut} of their tokens")
+    prompt_ids = [tokenizer(prompt, add_special_tokens=False).input_ids for prompt in prompts]
+    ends = end_token_ids(model, tokenizer)
+    chance = uniform_numbers(generator, len(prompts), group_size, max_new_tokens, model.device)
+    coarse, fine = chance.unflatten(0, (len(prompts), 2, half)).unbind(dim=1)    # (B, G / 2, T)
+    answers = write_answers(model, prompt_ids, coarse.flatten(0, 1), temperature, ends)
+    texts = to_rollout(tokenizer, [[answer] for answer in answers], ends, half).responses
+    ranked = rewards_of(prompts, texts).view(-1, half).argsort(dim=1, descending=True, stable=True)
+    groups = [answers[start:start + half] for start in range(0, len(answers), half)]
+    stems = []                                                       # (prompt, prefix, its log-probs)
+    for prompt, group, order in zip(prompt_ids, groups, ranked[:, :best].tolist()):
+        for ids, drawn in (group[place] for place in order):
+            kept = int(len(ids) * cut)
+            stems.append((prompt, ids[:kept], drawn[:kept]))
+    branches = write_answers(model, [prompt + prefix for prompt, prefix, _ in stems],
+                             fine.flatten(0, 1), temperature, ends)
+    rows = []
+    for b, prompt in enumerate(prompt_ids):
+        rows += [[(prompt, None), answer] for answer in groups[b]]
+        for n in range(b * half, (b + 1) * half):
+            _, prefix, drawn = stems[n * best // half]
+            left = max_new_tokens - len(prefix)
+            rows.append([(prompt, None), (prefix, drawn), tuple(part[:left] for part in branches[n])])
+    return to_rollout(tokenizer, rows, ends, group_size)
+
+
+def sample_conversations(model, tokenizer, conversations, reply, group_size=8, max_turns=4,
+                         max_new_tokens=256, temperature=1.0, generator=None):
+    """B conversations (lists of chat messages), each continued `group_size` times -> Rollout.
+
+    After each answer `reply(messages)` is the user's next message (a tool's result, a checker's remark,
+    a second player's move), or None where the conversation is over. Only the policy's tokens are
+    labelled; `responses` joins its turns with line breaks. Each turn draws up to `max_new_tokens`.
+    """
+    ends = end_token_ids(model, tokenizer)
+    talks = [list(messages) for messages in conversations for _ in range(group_size)]
+    begun = [tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+             for messages in conversations]
+    prompt_ids = [tokenizer(text, add_special_tokens=False).input_ids for text in begun]
+    rows = [[(ids, None)] for ids in prompt_ids for _ in range(group_size)]
+    turns, open_rows = [[] for _ in rows], list(range(len(rows)))
+    for turn in range(max_turns):
+        chance = uniform_numbers(generator, len(conversations), group_size, max_new_tokens,
+                                 model.device)[open_rows]
+        contexts = prompt_ids if turn == 0 else [sum((ids for ids, _ in rows[n]), []) for n in open_rows]
+        answers = write_answers(model, contexts, chance, temperature, ends)
+        texts = to_rollout(tokenizer, [[answer] for answer in answers], ends, 1).responses
+        still_open = []
+        for n, answer, text in zip(open_rows, answers, texts):
+            rows[n].append(answer)
+            turns[n].append(text)
+            talks[n].append({"role": "assistant", "content": text})
+            said = reply(talks[n]) if turn + 1 < max_turns else None
+            if said is not None:
+                talks[n].append({"role": "user", "content": said})
+                rows[n].append((ids_between_turns(tokenizer, said, answer[0][-1], ends.tolist()), None))
+                still_open.append(n)
+        open_rows = still_open
+        if not open_rows:
+            break
+    rollout = to_rollout(tokenizer, rows, ends, group_size)
+    rollout.responses = ["\n".join(texts) for texts in turns]
+    return rollout
+
+
+def ids_between_turns(tokenizer, said, last, ends):
+    """What the chat template puts between an answer that ended on the id `last` and the next one."""
+    mark = "ANSWER"                              # any answer: what follows it is the same for all
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark},
+                {"role": "user", "content": said}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text.split(mark, 1)[1], add_special_tokens=False).input_ids
+    return ids[1:] if last in ends and ids[0] in ends else ids       # the end token is there already
 
 
 # --------------------------------------------------------------------------------------------------
