@@ -1,20 +1,25 @@
 """[A] sample.py: the draw, greedy decoding against `generate`, log-probs against [D], the rows, the work done."""
 import copy
 import math
+import json
 import runpy
+import shutil
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import SMALL, small_model
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import DynamicCache, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import sample
 from logprob import token_logprobs
-from sample import IGNORE, can_decode_static, decode_graphs, draw, draw_fast, prefill, sample_groups, uniform_numbers
+from sample import (
+    IGNORE, Decoder, close_up, decode, decode_fast, draw, draw_fast, forms_of, sample_around,
+    sample_conversations, sample_groups, uniform_numbers)
 
 ROOT = Path(sample.__file__).resolve().parent
 V, PAD, END, START = SMALL["vocab_size"], 0, 1, 2
@@ -122,35 +127,6 @@ def test_greedy_ends_where_generate_ends(random_model):
     assert len(set(map(len, expected))) > 3
 
 
-def test_the_cache_with_room_holds_what_transformers_own_holds():
-    """150 tokens, past several growths, while rows end now and then: the same keys and values, row by row."""
-    torch.manual_seed(0)
-    plain, roomy = DynamicCache(), DynamicCache()
-    for cache in (plain, roomy):
-        cache.update(*torch.arange(2 * 20 * 2 * 5 * 4.0).view(2, 20, 2, 5, 4), 0)
-    sample.make_room(roomy)
-    assert type(roomy.layers[0]) is sample.RoomyLayer
-    for t in range(150):
-        if t % 20 == 7:
-            n = plain.layers[0].keys.shape[0]
-            ends = torch.randperm(n)[:1 + t // 70]
-            rows = sample.close_up(~torch.isin(torch.arange(n), ends))
-            assert sorted(rows.tolist()) == sorted(set(range(n)) - set(ends.tolist()))
-            for cache in (plain, roomy):
-                cache.batch_select_indices(rows)
-        new = torch.randn(2, plain.layers[0].keys.shape[0], 2, 1, 4)
-        for ours, theirs in zip(roomy.update(*new, 0), plain.update(*new, 0)):
-            assert torch.equal(ours, theirs)
-    assert roomy.get_seq_length() == 155
-
-
-@pytest.mark.parametrize("ended", [[], [0], [8], [0, 1, 2], [3, 8], [7, 8], [0, 2, 4, 6, 8], list(range(9))])
-def test_few_rows_move_when_rows_end(ended):
-    rows = sample.close_up(torch.tensor([n not in ended for n in range(9)]))
-    assert sorted(rows.tolist()) == [n for n in range(9) if n not in ended]
-    assert sum(n != row for n, row in enumerate(rows.tolist())) <= len(ended)
-
-
 def test_greedy_logprobs_are_those_of_temperature_one(model):
     rollout = sample_groups(model, TOKENIZER, PROMPTS, 2, 12, temperature=0)
     expected = token_logprobs(model, rollout.input_ids, rollout.labels).detach()
@@ -198,7 +174,8 @@ def test_the_layout(model, config, ends, limit):
         assert (rollout.logprobs[n] < 0).int().tolist() == spoken
         assert not rollout.logprobs[n][rollout.labels[n, 1:] == IGNORE].any()
         assert bool(rollout.finished[n]) == (answer[-1] in ends)
-        assert rollout.responses[n].split() == [f"w{token}" for token in answer if token > START]
+        text = answer[:-1] if answer[-1] in ends else answer  # the end token alone is left out
+        assert rollout.responses[n].split() == TOKENIZER.convert_ids_to_tokens(text)
         longest = max(longest, len(prompt) + length)
         at_the_limit += length == limit and answer[-1] in ends
     assert S == longest
@@ -209,21 +186,16 @@ def test_the_layout(model, config, ends, limit):
         assert (drawn == PAD).any() and all((drawn == end).any() for end in ends)
 
 
-def test_the_ids_are_kept_though_the_text_is_not_theirs(model, config):
-    """A padding id that was drawn is an action like any other, though `responses` does not show it."""
-    config("eos_token_id", END)
-    rollout = sample_groups(model, TOKENIZER, PROMPTS[:1], 64, 8, 1.5, seeded())
-    inside = (rollout.labels == PAD).any(dim=1)
-    assert inside.any()
-    for n in inside.nonzero()[:, 0].tolist():
-        answer = rollout.labels[n][rollout.labels[n] != IGNORE]
-        assert len(TOKENIZER(rollout.responses[n], add_special_tokens=False).input_ids) < len(answer)
-
-
-def test_no_special_token_in_the_responses(model):
+def test_special_tokens_stay_visible(model):
+    """What the policy wrote is what is scored: a control token inside a number does not vanish."""
     rollout = sample_groups(model, TOKENIZER, PROMPTS, 50, 12, 1.5, seeded())
-    assert {PAD, END, START} <= set(rollout.labels.flatten().tolist())
-    assert not any(f"<{name}>" in text for text in rollout.responses for name in ("pad", "end", "start"))
+    said = " ".join(rollout.responses)
+    assert "<pad>" in said and "<start>" in said and "<end>" not in said
+
+
+def test_what_training_fills_in_is_none(model):
+    rollout = sample_groups(model, TOKENIZER, PROMPTS, 2, 3, 1.0, seeded())
+    assert (rollout.old_logprobs, rollout.ref_logprobs, rollout.entropies) == (None, None, None)
 
 
 def test_no_start_token_is_added(model):
@@ -385,64 +357,367 @@ def test_the_defaults(model, config):
                 sample_groups(model, TOKENIZER, PROMPTS, 8, 256, 1.0, seeded()))
 
 
-# ----- the work done ----------------------------------------------------------------------------------------
+# ----- the fast forms against the plain loop ----------------------------------------------------------------
+
+FAMILY = {
+    "qwen2": {}, "qwen3": {}, "llama": {}, "llama with biases": dict(attention_bias=True, mlp_bias=True),
+    "llama stretched": dict(rope_parameters=dict(
+        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, rope_theta=10000.0,
+        original_max_position_embeddings=16)),
+    "mistral": dict(sliding_window=None), "smollm3": dict(no_rope_layers=[1, 0]),
+}
+
+
+def member(name):
+    return small_model(name.split()[0], **FAMILY[name])
+
+
+class Replay:
+    """Stands for a captured graph where there is no GPU: the same step, run again."""
+
+    captured = []
+
+    def __init__(self, decoder, model, n, temperature):
+        self.step = lambda: decoder.step(model, n, temperature)
+        self.captured.append(n)
+
+    def replay(self):
+        self.step()
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The loop as CUDA runs it, without its graphs -> the row counts of the captured steps."""
+    monkeypatch.setattr(Decoder, "capture", lambda *args: Replay(*args))
+    monkeypatch.setattr(Replay, "captured", [])
+    monkeypatch.setattr(sample, "fastest_form", lambda model: lambda *args: decode_fast(*args, graphs=True))
+    return Replay.captured
+
+
+def plainly(monkeypatch, *args):
+    """The rollout of the plain loop."""
+    with monkeypatch.context() as patch:
+        patch.setattr(sample, "fastest_form", lambda model: decode)
+        return sample_groups(*args)
+
+
+def assert_same_rollout(a, b, atol):
+    torch.testing.assert_close(a.logprobs, b.logprobs, rtol=0, atol=atol)
+    assert same(replace(a, logprobs=b.logprobs), b)
+
+
+@pytest.mark.parametrize("temperature", [1.2, 0])
+@pytest.mark.parametrize("name", FAMILY)
+def test_the_own_step_draws_what_the_plain_loop_draws(name, temperature, monkeypatch):
+    model = member(name)
+    assert forms_of(model) == {"own decode step": None}
+    model = model.double()  # no tie is decided by rounding
+    model.generation_config.eos_token_id = [END, 7, 40, 41, 42, 43]
+    args = model, TOKENIZER, PROMPTS, 6, 30, temperature
+    plain = plainly(monkeypatch, *args, seeded())
+    assert len(set(map(len, responses_of(plain)))) > (3 if temperature else 1)
+    assert_same_rollout(sample_groups(*args, seeded()), plain, 1e-5)
+
+
+def test_the_own_step_in_float32(monkeypatch):
+    """Rounding decides next to nothing: 200 rows, and no id differs."""
+    model = member("qwen3")
+    args = model, TOKENIZER, PROMPTS, 50, 20, 1.0
+    assert_same_rollout(sample_groups(*args, seeded()), plainly(monkeypatch, *args, seeded()), 1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama with biases", "smollm3"])
+@pytest.mark.parametrize("temperature", [1.2, 0])
+def test_the_steps_that_a_gpu_replays(name, temperature, monkeypatch, graphs):
+    model = member(name).double()
+    model.generation_config.eos_token_id = [END, 7, 40, 41, 42, 43]
+    args = model, TOKENIZER, PROMPTS, 6, 30, temperature
+    plain = plainly(monkeypatch, *args, seeded())
+    assert_same_rollout(sample_groups(*args, seeded()), plain, 1e-5)
+    assert graphs == [n for n in (24, 12, 6, 3, 1) if n in graphs] and graphs[0] == 24
+    if temperature:
+        assert len(graphs) > 2
+
+
+def test_the_decoder_is_kept_and_released(monkeypatch, graphs):
+    """Nothing of an earlier rollout, not even a NaN, shows in a later one of other shape."""
+    model = member("qwen2").double()
+    model.generation_config.eos_token_id = [END, 7, 40]
+    sample_groups(model, TOKENIZER, PROMPTS, 6, 30, 1.0, seeded())
+    kept, captured = sample.DECODERS[model], len(graphs)
+    for whole in (*kept.keys, *kept.values):
+        whole.fill_(torch.nan)
+    for prompts, G, T in ((PROMPTS, 6, 30), (PROMPTS[1:2], 5, 12), (PROMPTS[2:], 7, 30)):
+        args = model, TOKENIZER, prompts, G, T, 1.0
+        assert_same_rollout(sample_groups(*args, seeded(1)), plainly(monkeypatch, *args, seeded(1)), 1e-5)
+        assert sample.DECODERS[model] is kept
+    assert len(graphs) <= captured + 3 and set(graphs) <= {24, 12, 6, 3, 1}  # no shape twice
+    assert len(graphs) == len(set(graphs))
+
+    with torch.no_grad():  # weights move on in place, and a graph reads them there
+        model.model.layers[0].mlp.down_proj.weight.mul_(0.5)
+    args = model, TOKENIZER, PROMPTS, 6, 30, 1.0
+    assert_same_rollout(sample_groups(*args, seeded()), plainly(monkeypatch, *args, seeded()), 1e-5)
+    assert sample.DECODERS[model] is kept
+
+    down = model.model.layers[0].mlp.down_proj
+    down.weight = torch.nn.Parameter(down.weight.detach().clone())  # a graph would read the old ones
+    sample_groups(*args, seeded())
+    assert sample.DECODERS[model] is not kept
+    sample_groups(model, TOKENIZER, PROMPTS, 7, 30, 1.0, seeded())  # 28 rows: no room for them
+    assert sample.DECODERS[model].N == 28
+    sample.release(model)
+    sample.release(model)
+    assert model not in sample.DECODERS
+
+
+@pytest.mark.parametrize("name", ["qwen2", "smollm3"])
+def test_without_graphs_nothing_is_kept(name):
+    model = member(name)
+    sample_groups(model, TOKENIZER, PROMPTS, 3, 5, 1.0, seeded())
+    assert model not in sample.DECODERS
+
+
+@pytest.mark.parametrize("ended", [[], [0], [8], [0, 1, 2], [3, 8], [7, 8], [0, 2, 4, 6, 8], list(range(8))])
+@pytest.mark.parametrize("spare", [0, 1])
+def test_few_rows_move_when_rows_end(ended, spare):
+    alive = torch.tensor([n not in ended for n in range(9)])
+    n = min(int(alive.sum()) + spare, 9)
+    free, late = close_up(alive, n)
+    rows = torch.arange(9)
+    rows[free] = rows[late]
+    assert set(range(9)) - set(ended) <= set(rows[:n].tolist())
+    assert len(set(rows[:n].tolist())) == n and len(free) <= len(ended)
 
 
 def test_nothing_is_run_twice_or_for_nothing(model, config, runs):
     """A prompt runs once, then each row a token at a time until its last, which is drawn but not run."""
     config("eos_token_id", [END, 7, 40, 41, 42])
+    forms_of(model)
+    runs.clear()
     rollout = sample_groups(model, TOKENIZER, PROMPTS, 5, 40, 1.5, seeded())
     lengths = [len(answer) for answer in responses_of(rollout)]
     assert len(set(lengths)) > 5
     assert runs[0] == (len(PROMPTS), max(len(ids_of(prompt)) for prompt in PROMPTS))
-    assert runs[1:] == [(sum(length > t for length in lengths), 1) for t in range(1, max(lengths))]
-    assert sum(rows for rows, _ in runs[1:]) == sum(length - 1 for length in lengths)
+    assert runs[1:] == [(sum(length > t for length in lengths),) for t in range(1, max(lengths))]
 
 
 def test_one_token_needs_no_second_run(model, runs):
+    forms_of(model)
+    runs.clear()
     sample_groups(model, TOKENIZER, PROMPTS, 5, 1, 1.0, seeded())
     assert len(runs) == 1
 
 
-@pytest.mark.parametrize("check_every, bucket, temperature", [(16, 512, 1.2), (1, 8, 1.2), (3, 4, 0)])
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama", "gpt2", "granite", "cohere"])
-def test_the_steps_that_a_gpu_replays(architecture, monkeypatch, check_every, bucket, temperature):
-    """`decode_graphs` without its graphs: the rows of the plain loop, whenever it looks and however it grows."""
-    model, rows = small_model(architecture).double(), []
-    model.generation_config.eos_token_id = [END, 7, 40, 41, 42, 43]
-    plain = sample_groups(model, TOKENIZER, PROMPTS, 6, 30, temperature, seeded())
-    assert len(set(map(len, responses_of(plain)))) > (3 if temperature else 1)
-
-    monkeypatch.setattr(sample, "decode_plain",
-                        lambda *args: decode_graphs(*args, check_every=check_every, bucket=bucket))
-    model.get_input_embeddings().register_forward_pre_hook(lambda module, args: rows.append(len(args[0])))
-    again = sample_groups(model, TOKENIZER, PROMPTS, 6, 30, temperature, seeded())
-    torch.testing.assert_close(again.logprobs, plain.logprobs, rtol=0, atol=1e-6)
-    again.logprobs = plain.logprobs
-    assert same(again, plain)
-    assert model.config._attn_implementation == "sdpa"
-    assert rows[:2] == [4, 24] and (not temperature or rows[-1] <= 12)  # half of them gone: the rest closes ranks
+# ----- the check ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture, static", [("qwen2", True), ("llama", True), ("gpt2", True),
-                                                  ("mistral", False), ("gemma2", False)])
-def test_a_window_is_left_to_the_plain_loop(architecture, static):
-    model = small_model(architecture)
-    cache, *_ = prefill(model, [[5, 6, 7]], 2)
-    assert can_decode_static(model, cache) == static
+@pytest.mark.parametrize("architecture, why", [
+    ("qwen2", None), ("qwen3", None), ("llama", None), ("mistral", "a sliding window"),
+    ("gemma2", "a sliding window"), ("granite", "off by"), ("gpt2", "no attribute"), ("cohere", "no attribute"),
+])
+def test_the_form_that_a_family_takes(architecture, why):
+    found = forms_of(small_model(architecture))["own decode step"]
+    assert found is None if why is None else why in found and "\n" not in found
+
+
+@pytest.mark.parametrize("changes, why", [
+    (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0)), "dynamic"),
+    (dict(attn_logit_softcapping=1000.0), "softcapping"), (dict(attention_chunk_size=64), "chunk"),
+])
+def test_what_a_few_tokens_would_not_show(changes, why):
+    assert why in forms_of(small_model("llama", **changes))["own decode step"]
+
+
+def test_an_adapter_is_not_stepped_over():
+    model = small_model("llama")
+    linear = model.model.layers[1].self_attn.q_proj
+    linear.__class__ = type("Adapted", (torch.nn.Linear,), {})
+    assert "Adapted" in forms_of(model)["own decode step"]
+
+
+def test_a_wrong_form_is_refused_and_not_taken(monkeypatch):
+    model = small_model("llama")
+    plain = plainly(monkeypatch, model, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded())
+    monkeypatch.setattr(sample, "rms_norm", lambda x, norm: x * norm.weight)
+    assert forms_of(model)["own decode step"].startswith("off by")
+    assert same(sample_groups(model, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded()), plain)
+
+
+def test_a_form_that_fails_is_refused_in_one_line(monkeypatch):
+    def fails(*args):
+        raise RuntimeError("no kernel\nfor this\ncard")
+
+    monkeypatch.setattr(Decoder, "step", fails)
+    assert forms_of(small_model("llama")) == {"own decode step": "no kernel"}
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"),
+                                   RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_memory_that_runs_out_is_raised(monkeypatch, error):
+    def fails(*args):
+        raise error
+
+    monkeypatch.setattr(Decoder, "step", fails)
+    with pytest.raises(type(error)):
+        forms_of(small_model("llama"))
+
+
+def test_the_check_runs_once(model, runs):
+    small = small_model("qwen2")
+    calls = []
+    small.register_forward_pre_hook(lambda *_: calls.append(1))
+    sample_groups(small, TOKENIZER, PROMPTS, 2, 1, 1.0, seeded())
+    after = len(calls)
+    sample_groups(small, TOKENIZER, PROMPTS, 2, 1, 1.0, seeded())
+    assert after > 5 and len(calls) == after + 1
+    forms_of(small.double())  # other numbers: checked again
+    assert len(calls) > after + 5
+
+
+def test_the_check_leaves_no_trace(model):
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    small = small_model("qwen2")
+    torch.set_rng_state(state)
+    forms_of(small)
+    assert torch.equal(torch.get_rng_state(), state) and small not in sample.DECODERS
+    assert all(p.grad is None for p in small.parameters())
+
+
+def test_a_cache_that_is_wrong_is_said_by_how_much():
+    model = small_model("llama")
+    forward = model.forward
+
+    def forgetful(*args, past_key_values=None, **kwargs):
+        out = forward(*args, past_key_values=past_key_values, **kwargs)
+        if past_key_values is not None:
+            out.logits = out.logits.roll(1, dims=-1)
+        return out
+
+    model.forward = forgetful
+    with pytest.raises(ValueError, match=r"^llama cannot be sampled .* off by [\d.]+ nats$"):
+        sample_groups(model, TOKENIZER, PROMPTS, 2, 4)
+
+
+@pytest.mark.parametrize("architecture, changes", [
+    ("mamba", dict(state_size=4)), ("recurrent_gemma", dict(block_types=["recurrent", "attention"])),
+    ("bert", dict(is_decoder=False)),
+])
+def test_without_keys_and_values_it_is_one_line(architecture, changes):
+    config = AutoConfig.for_model(architecture, **{**SMALL, **changes})
+    with pytest.raises(ValueError, match=f"^{architecture} cannot be sampled from") as error:
+        forms_of(AutoModelForCausalLM.from_config(config).eval())
+    assert "\n" not in str(error.value)
+
+
+# ----- variants ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("best, cut", [(1, 0.5), (3, 0.3), (3, 0.9)])
+def test_sampling_around_the_best(model, config, best, cut):
+    config("eos_token_id", [END, 7, 40])
+    asked = []
+
+    def rewards_of(prompts, responses):
+        asked.append((prompts, responses))
+        return torch.tensor([float(len(text)) for text in responses])  # the longest is the best
+
+    around = sample_around(model, TOKENIZER, PROMPTS, rewards_of, 6, 20, 1.0, seeded(), best, cut)
+    (prompts, texts), = asked
+    assert prompts == PROMPTS and len(texts) == 4 * 3
+    rows, answers = around.responses, responses_of(around)
+    assert len(rows) == 24 and around.group_ids.tolist() == [n // 6 for n in range(24)]
+    for g in range(4):
+        first, fine = range(6 * g, 6 * g + 3), range(6 * g + 3, 6 * g + 6)
+        assert [rows[n] for n in first] == texts[3 * g:3 * g + 3]
+        ranked = sorted(first, key=lambda n: -len(rows[n]))[:best]
+        for n in fine:
+            stem = answers[ranked[(n - fine[0]) // (3 // best)]]
+            kept = int(len(stem) * cut)
+            assert answers[n][:kept] == stem[:kept] and len(answers[n]) <= 20
+    assert len({tuple(answer) for answer in answers}) > 16
+    expected = token_logprobs(model, around.input_ids, around.labels).detach()  # of every policy token
+    torch.testing.assert_close(around.logprobs, expected, rtol=0, atol=1e-4)
+    for n, answer in enumerate(answers):
+        ended = [token in (END, 7, 40) for token in answer]
+        assert not any(ended[:-1]) and bool(around.finished[n]) == ended[-1]
+
+
+@pytest.mark.parametrize("group_size, best, cut", [(5, 2, 0.5), (6, 4, 0.5), (6, 2, 0.5), (6, 1, 1.0), (1, 1, 0.5)])
+def test_what_cannot_be_sampled_around(model, group_size, best, cut):
+    with pytest.raises(ValueError) as error:
+        sample_around(model, TOKENIZER, PROMPTS, None, group_size, 20, 1.0, seeded(), best, cut)
+    assert "\n" not in str(error.value)
+
+
+def test_conversations(tiny):
+    """Turn by turn: the ids are those that were said, and only the policy's are labelled."""
+    model, tokenizer = tiny
+    asked = [[{"role": "user", "content": "How many ?"}], [{"role": "user", "content": "Anna has 9 . How many ?"}]]
+    heard = []
+
+    def reply(messages):
+        heard.append([message["role"] for message in messages])
+        if len(messages) == 4 and "1" in messages[1]["content"]:
+            return None
+        return "loses 4 ."
+
+    before = json.dumps(asked)
+    rollout = sample_conversations(model, tokenizer, asked, reply, 4, 3, 12, 1.0, seeded())
+    assert json.dumps(asked) == before and rollout.input_ids.shape[0] == 8
+    assert rollout.group_ids.tolist() == [0] * 4 + [1] * 4
+    turns = []
+    for n in range(8):
+        said = (rollout.labels[n] != IGNORE).int()
+        starts = (said.diff(prepend=said[:1]) == 1).nonzero()[:, 0].tolist()
+        turns.append(len(starts))
+        text = tokenizer.decode(rollout.input_ids[n])
+        assert text.count("<|user|>") == len(starts) and text.count("<|assistant|>") == len(starts)
+        assert text.count("loses 4 .") == len(starts) - 1
+        first = tokenizer.apply_chat_template(asked[n // 4], tokenize=False, add_generation_prompt=True)
+        ids = tokenizer(first, add_special_tokens=False).input_ids
+        assert rollout.input_ids[n, :starts[0]].tolist() == ids
+        assert len(rollout.responses[n].split("\n")) == len(starts) and "<|user|>" not in rollout.responses[n]
+        row = rollout.input_ids[n].tolist()
+        ends = [t for t, token in enumerate(row[:int(said.nonzero()[-1]) + 1]) if token == 1]
+        assert len(ends) in (len(starts) - 1, len(starts))  # one after every turn, drawn or put there
+    firsts = [response.split("\n")[0] for response in rollout.responses]
+    assert turns == [2 if "1" in first else 3 for first in firsts] and set(turns) == {2, 3}
+    assert {tuple(roles) for roles in heard} == {("user", "assistant"), ("user", "assistant") * 2}
+    expected = token_logprobs(model, rollout.input_ids, rollout.labels).detach()
+    torch.testing.assert_close(rollout.logprobs, expected, rtol=0, atol=1e-4)
+
+
+def test_a_conversation_of_one_turn_is_a_group(tiny):
+    model, tokenizer = tiny
+    asked = [[{"role": "user", "content": "How many ?"}], [{"role": "user", "content": "Anna has 9 ."}]]
+    prompts = [tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+               for messages in asked]
+    for turns, reply in ((1, lambda messages: "more"), (5, lambda messages: None)):
+        talk = sample_conversations(model, tokenizer, asked, reply, 3, turns, 12, 1.0, [seeded(1), seeded(2)])
+        assert same(talk, sample_groups(model, tokenizer, prompts, 3, 12, 1.0, [seeded(1), seeded(2)]))
 
 
 # ----- one draw ---------------------------------------------------------------------------------------------
 
-def fast(logits, temperature=1.0, generator=None):
-    return draw_fast(logits, temperature, torch.rand(len(logits), dtype=torch.float64, generator=generator))
+def by_chance(form):
+    """The draw with its own numbers."""
+    def drawn(logits, temperature=1.0, generator=None):
+        u = torch.rand(len(logits), dtype=torch.float64, generator=generator)
+        return form(logits, temperature, u)
+    return drawn
 
 
-DRAWS = [draw, fast]
+# below 1024 words `draw_fast` leaves it to `draw`, unless it is told not to
+plain, fast = by_chance(draw), by_chance(partial(draw_fast, few=0))
+DRAWS = [plain, fast]
+
+
 TAIL = -2.2 * torch.arange(1, 1001).double().log()[torch.randperm(1000, generator=seeded())]  # Zipf
 
 
-@pytest.mark.parametrize("draw, draws", [(draw, 100_000), (fast, 1_000_000)])
+@pytest.mark.parametrize("draw, draws", [(plain, 200_000), (fast, 200_000)])
 def test_a_draw_has_the_softmax_frequencies(draw, draws):
     """A thousand words, most of them rare."""
     generator, counts = seeded(), torch.zeros(1000, dtype=torch.long)
@@ -468,7 +743,7 @@ def test_u_is_a_place_in_the_running_sum(words, temperature):
     head = float(above[words // 2])
     u = torch.linspace(0, 1, 201, dtype=torch.double)[:-1] + 1e-3
     u = torch.cat((u, head + (1 - head) * u, torch.tensor([0.0, 1 - 2**-53])))
-    tokens, logprobs = draw_fast(logits.expand(len(u), words), temperature, u)
+    tokens, logprobs = draw_fast(logits.expand(len(u), words), temperature, u, few=0)
     near = 1e-5 * (1 - head)
     assert (above[tokens] - p[tokens] - near <= u).all() and (u <= above[tokens] + near).all()
     assert (tokens[200:400] > words // 2).all() and len(tokens.unique()) > min(words // 3, 100)
@@ -521,7 +796,7 @@ def test_the_ends_of_the_running_sum(words, first, last):
     """The smallest and the largest u meet words that have a probability."""
     logits = torch.full((2, words), -torch.inf)
     logits[:, first:last + 1] = torch.randn(last + 1 - first, generator=seeded())
-    tokens, _ = draw_fast(logits, 1.0, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64))
+    tokens, _ = draw_fast(logits, 1.0, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64), few=0)
     assert tokens.tolist() == [first, last]
 
 
@@ -559,12 +834,61 @@ def test_tiny(tiny):
     torch.testing.assert_close(rollout.logprobs, expected, rtol=0, atol=1e-4)
 
 
-def run_script(monkeypatch, capsys, *arguments):
+def run_script(monkeypatch, capsys, *arguments, status=0):
     monkeypatch.setattr(sys, "argv", ["sample.py", *arguments])
     with pytest.raises(SystemExit) as stop:
         runpy.run_path(str(ROOT / "sample.py"), run_name="__main__")
-    assert not stop.value.code
-    return capsys.readouterr().out
+    printed = capsys.readouterr()
+    assert (stop.value.code or 0) == status
+    return printed.err if status else printed.out
+
+
+@pytest.fixture
+def final(tmp_path):
+    """A model folder as a run leaves it -> a function that writes its recipe."""
+    shutil.copytree(ROOT / "tests" / "tiny", tmp_path / "final")
+
+    def write(recipe):
+        (tmp_path / "final" / "recipe.json").write_text(json.dumps(recipe))
+        return f"--model={tmp_path / 'final'}"
+    return write
+
+
+def test_script_takes_a_runs_settings(monkeypatch, capsys, final):
+    """The recipe gives the defaults, and the command line wins."""
+    model = final({"max-new-tokens": 3, "temperature": 0, "lr": 1, "system-prompt": "", "data": "none"})
+    answers = run_script(monkeypatch, capsys, model, "--group-size=4").split("\n\n")[1:]
+    assert len({answer.split(maxsplit=1)[1] for answer in answers}) == 1
+    assert all(int(answer.split()[1]) <= 3 for answer in answers)
+    answers = run_script(monkeypatch, capsys, model, "--group-size=20", "--max-new-tokens=2",
+                         "--temperature=3").split("\n\n")[1:]
+    assert len({answer.split(maxsplit=1)[1] for answer in answers}) > 1
+    assert all(int(answer.split()[1]) <= 2 for answer in answers)
+
+
+def test_script_says_the_system_prompt(monkeypatch, capsys, final):
+    arguments = final({"system-prompt": "Anna"}), "--group-size=1", "--max-new-tokens=1", "Bob ?"
+    template = Path(arguments[0].split("=")[1], "chat_template.jinja")
+    template.write_text("{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}")
+    assert "system : Anna user : Bob ?" in run_script(monkeypatch, capsys, *arguments)
+    assert "system : Eve user : Bob ?" in run_script(monkeypatch, capsys, *arguments, "--system-prompt=Eve")
+    assert "system" not in run_script(monkeypatch, capsys, *arguments, "--system-prompt=")
+
+
+@pytest.mark.parametrize("recipe, says", [
+    ({"max-new-tokens": "many"}, "max-new-tokens is 'many'"), ({"system-prompt": 3}, "system-prompt is 3"),
+    ({"temperature": [1]}, "temperature is [1]"), ({"temperature": -1}, "temperature -1"),
+])
+def test_script_refuses_a_recipe_in_one_line(monkeypatch, capsys, final, recipe, says):
+    said = run_script(monkeypatch, capsys, final(recipe), status=2)
+    assert said.startswith("sample.py: ") and says in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["--device=abacus"], ["--model=nowhere/at/all"], ["--group-size=0"],
+                                       ["--max-new-tokens=0"], ["--temperature=nan"]])
+def test_script_refuses_in_one_line(monkeypatch, capsys, arguments):
+    said = run_script(monkeypatch, capsys, *arguments, status=2)
+    assert said.startswith("sample.py: ") and said.count("\n") == 1
 
 
 def test_script_draws_a_group(monkeypatch, capsys, tiny):
