@@ -638,9 +638,12 @@ def resumed_settings(given):
     path = Path(given["output"]) / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        saved = config["settings"]
         recipe = config["recipe"]
-        saved = {name: saved[name] for name in saved if name not in ("resume", "output")}
+        saved = {name: value for name, value in config["settings"].items()
+                 if name not in ("resume", "output")}
+        for name, value in saved.items():
+            if value is None and getattr(Settings, name, None) is not None:
+                raise BadInput(f"{flag_of(name)}: has no value")
         saved = given_flags(as_flags(saved))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, BadInput) as error:
         raise BadInput(f"--output {given['output']}: no run to resume, config.json is missing or "
