@@ -1443,13 +1443,12 @@ def restore(tensors, model, optimizer, path):
     weights = dict(model.named_parameters())
     for name, master in named_masters(model, optimizer):
         shapes = {"weight": master.shape}
-        if any(key.startswith("exp_avg/") for key in tensors):
-            shapes |= {"exp_avg": master.shape, "exp_avg_sq": master.shape, "step": ()}
+        moments = {"exp_avg": master.shape, "exp_avg_sq": master.shape, "step": ()}
+        # A weight that no gradient has reached has none of them.
+        if any(f"{key}/{name}" in tensors for key in moments):
+            shapes |= moments
         for key, shape in shapes.items():
             saved = tensors.get(f"{key}/{name}")
-            # A weight that no gradient has reached has no moments.
-            if saved is None and key != "weight":
-                continue
             if saved is None or saved.shape != shape:
                 raise BadInput(f"--resume: {path} is not of this model: {key} of {name} is "
                                "missing or of another shape")
