@@ -1475,13 +1475,14 @@ def open_run(settings):
 def free_folder(settings):
     """The name of a folder to write in, on rank 0 alone."""
     s = settings
-    folder = s.output or f"runs/{Path(s.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = s.output or f"runs/{Path(s.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = name
     try:
         # Two runs may start in one second.
         for n in range(2, 100):
             if s.output or not os.path.exists(folder):
                 break
-            folder = f"{folder.rsplit('.', 1)[0]}.{n}"
+            folder = f"{name}.{n}"
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         lock_folder(folder).close()
