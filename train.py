@@ -924,9 +924,12 @@ def resumed_settings(given):
     path = Path(given["output"]) / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        saved = config["settings"]
         recipe = config["recipe"]
-        saved = {name: saved[name] for name in saved if name not in ("resume", "output")}
+        saved = {name: value for name, value in config["settings"].items()
+                 if name not in ("resume", "output")}
+        for name, value in saved.items():
+            if value is None and getattr(Settings, name, None) is not None:
+                raise BadInput(f"{flag_of(name)}: has no value")
         saved = given_flags(as_flags(saved))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, BadInput) as error:
         raise BadInput(f"--output {given['output']}: no run to resume, config.json is missing or "
@@ -1841,13 +1844,12 @@ def restore(tensors, model, optimizer, ref_model, path):
     weights = dict(model.named_parameters())
     for name, master in named_masters(model, optimizer):
         shapes = {"weight": master.shape}
-        if any(key.startswith("exp_avg/") for key in tensors):
-            shapes |= {"exp_avg": master.shape, "exp_avg_sq": master.shape, "step": ()}
+        moments = {"exp_avg": master.shape, "exp_avg_sq": master.shape, "step": ()}
+        # A weight that no gradient has reached has none of them.
+        if any(f"{key}/{name}" in tensors for key in moments):
+            shapes |= moments
         for key, shape in shapes.items():
             saved = tensors.get(f"{key}/{name}")
-            # A weight that no gradient has reached has no moments.
-            if saved is None and key != "weight":
-                continue
             if saved is None or saved.shape != shape:
                 raise BadInput(f"--resume: {path} is not of this model: {key} of {name} is "
                                "missing or of another shape")
@@ -1874,13 +1876,14 @@ def open_run(settings):
 def free_folder(settings):
     """The name of a folder to write in, on rank 0 alone."""
     s = settings
-    folder = s.output or f"runs/{Path(s.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    name = s.output or f"runs/{Path(s.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = name
     try:
         # Two runs may start in one second.
         for n in range(2, 100):
             if s.output or not os.path.exists(folder):
                 break
-            folder = f"{folder.rsplit('.', 1)[0]}.{n}"
+            folder = f"{name}.{n}"
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         lock_folder(folder).close()

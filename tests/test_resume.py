@@ -1,28 +1,75 @@
-"""Runs that survive: checkpoints, --resume, signals, full disks, shared folders."""
+"""Runs that survive: checkpoints, --resume, signals, full disks, rewards that fail."""
 import errno
-import hashlib
 import json
 import multiprocessing
 import os
 import random
+import shlex
+import shutil
 import signal
+import stat
+import subprocess
+import sys
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from test_train import curve, metrics_of, run_program
+from conftest import (
+    ENVIRONMENT,
+    LIMIT,
+    ROOT,
+    TINY,
+    curve,
+    ends_badly,
+    lines_of,
+    metrics_of,
+    refused,
+    snapshot,
+    trains,
+    weights_of,
+)
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 import train
 
-FLAGS = ("--steps=6", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=16", "--eval-limit=4",
-         "--eval-every=3", "--save-every=1", "--warmup-steps=3", "--updates-per-rollout=2")
+FLAGS = ("--steps=6", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=16",
+         "--eval-limit=4", "--eval-every=3", "--save-every=1", "--warmup-steps=3",
+         "--updates-per-rollout=2")
 
 
-# Forked by a server that has imported train and used nothing of it. A fork of this process would share the
-# semaphore of its tqdm bars, and a child killed while it draws would leave it locked for all that come after.
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    trains(*FLAGS, f"--output={folder}")
+    return folder
+
+
+@pytest.fixture
+def run_folder(uninterrupted, tmp_path):
+    return shutil.copytree(uninterrupted, tmp_path / "run")
+
+
+def ended_the_same(folder, whole):
+    assert curve(folder) == curve(whole)                  # no step twice, none missing
+    assert weights_of(folder) == weights_of(whole)
+    steps = [record["step"] for record in lines_of(folder / "samples.jsonl")]
+    assert steps == sorted(2 * list(range(1, 7)))
+
+
+def checkpoint_of(folder):
+    return folder / "checkpoint" / "run.safetensors"
+
+
+# --------------------------------------------------------------------------------------------------
+# Killed. Processes are forked by a server that has imported train and used nothing of it. A fork of
+# this process would share the semaphore of its tqdm bars, and a child killed while it draws would
+# leave it locked for all that come after.
+
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["train"])
-LIMIT = 120  # seconds: a process that hangs fails its test
 
 
 def program(flags):
@@ -41,65 +88,136 @@ def start(*flags):
     return process
 
 
-def weights_of(folder):
-    return hashlib.sha256((folder / "final" / "model.safetensors").read_bytes()).hexdigest()
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    start("--help").join(LIMIT)  # the server's imports
+def test_killed_at_random_the_run_ends_the_same(uninterrupted, tmp_path):
+    """SIGKILL in loading, sampling, update, evaluation and save; then resumed to the end."""
+    start("--help").join(LIMIT)                           # the server's imports
     started = time.perf_counter()
-    process = start(*FLAGS, f"--output={folder}")
+    process = start(*FLAGS, f"--output={tmp_path / 'timed'}")
     process.join(LIMIT)
+    seconds = time.perf_counter() - started
     assert process.exitcode == 0
-    return folder, time.perf_counter() - started
-
-
-def test_killed_twenty_times_the_run_ends_the_same(uninterrupted, tmp_path):
-    """SIGKILL at random moments, in sampling, update, evaluation and save; then resumed to the end."""
-    whole, seconds = uninterrupted
-    chance, kills, runs = random.Random(0), 0, 0
-    while kills < 20:
-        folder, resume = tmp_path / str(runs), ()
+    chance = random.Random(0)
+    kills = 0
+    runs = 0
+    while kills < 12:
+        folder = tmp_path / str(runs)
+        begun = False
         while True:
-            process = start(*FLAGS, f"--output={folder}") if not resume else start(f"--output={folder}", "--resume")
-            process.join(chance.uniform(0, 1.2 * seconds) if kills < 20 else LIMIT)
-            if process.exitcode is None:
-                assert kills < 20, "the last run hangs"
-                process.kill()
-                process.join()
-                kills += 1
-                resume = (folder / "config.json").is_file()
-            else:
+            process = start(f"--output={folder}", *(["--resume"] if begun else FLAGS))
+            process.join(chance.uniform(0, seconds) if kills < 12 else LIMIT)
+            if process.exitcode is not None:
                 assert process.exitcode == 0
                 break
-        assert curve(folder) == curve(whole)                                     # no step twice, none missing
-        assert weights_of(folder) == weights_of(whole)
-        steps = [json.loads(line)["step"] for line in (folder / "samples.jsonl").read_text().splitlines()]
-        assert steps == sorted(2 * list(range(1, 7)))
+            assert kills < 12, "the last run hangs"
+            process.kill()
+            process.join()
+            kills += 1
+            begun = (folder / "config.json").is_file()
+        ended_the_same(folder, uninterrupted)
         runs += 1
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(uninterrupted, tmp_path, number, status):
-    import subprocess
-    import sys
-
-    from test_train import ENVIRONMENT, ROOT
+def test_killed_while_the_first_config_is_written(uninterrupted, tmp_path):
     folder = tmp_path / "run"
-    process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *FLAGS, f"--output={folder}"],
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
-    while process.poll() is None and not (folder / "checkpoint" / "run.safetensors").is_file():
-        time.sleep(0.01)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=LIMIT)
-    if process.returncode == 0:
-        pytest.skip("the run was over before the signal arrived")
-    assert process.returncode == status, err
-    assert f"python train.py --output {folder} --resume" in out and "Traceback" not in err
-    run_program(f"--output={folder}", "--resume")
-    assert weights_of(folder) == weights_of(uninterrupted[0]) and curve(folder) == curve(uninterrupted[0])
+    folder.mkdir()
+    (folder / ".lock").touch()
+    (folder / "config.json.tmp").write_text('{"settings": {"mod')
+    trains(*FLAGS, f"--output={folder}")
+    ended_the_same(folder, uninterrupted)
+
+
+def test_a_disk_full_while_the_first_config_is_written(capsys, monkeypatch, tmp_path,
+                                                       uninterrupted):
+    def write_text(path, text, **how):
+        path.write_bytes(text[:20].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", write_text)
+        assert "config.json cannot be written" in ends_badly(capsys, *FLAGS, f"--output={folder}")
+    trains(*FLAGS, f"--output={folder}")
+    ended_the_same(folder, uninterrupted)
+
+
+def test_leftovers_of_a_kill_are_cleaned(run_folder):
+    for name in ("config.json.tmp", "metrics.jsonl.tmp", "checkpoint/run.safetensors.tmp",
+                 "checkpoint/.tmpAbCdEf"):
+        (run_folder / name).write_text("half")
+    (run_folder / "final.tmp").mkdir()
+    (run_folder / "final.tmp" / "model.safetensors").write_text("half")
+    trains(f"--output={run_folder}", "--resume")
+    names = [path.name for path in run_folder.rglob("*")]
+    assert not [name for name in names if "tmp" in name]
+
+
+# --------------------------------------------------------------------------------------------------
+# Signals, and rewards that fail: this reward does on demand what can go wrong in one
+
+REWARD = """
+import os
+import signal
+import sys
+
+from reward import rule_reward
+
+calls = 0
+
+
+def score(completions, answer, **columns):
+    global calls
+    calls += 1
+    fault = os.environ.get("FAULT", "")
+    if calls >= 4 and fault == "exit":
+        sys.exit()
+    if calls >= 4 and fault == "raise":
+        raise KeyError("no, please")
+    if calls == 4 and fault.startswith("SIG"):
+        os.kill(os.getpid(), getattr(signal, fault))
+    return [rule_reward(c, a) for c, a in zip(completions, answer)]
+"""
+
+
+@pytest.fixture(scope="module")
+def own_reward(tmp_path_factory):
+    """(flags with this reward, the folder of a run to which nothing happened)."""
+    folder = tmp_path_factory.mktemp("reward")
+    (folder / "mine.py").write_text(REWARD)
+    flags = (*FLAGS, f"--reward={folder / 'mine.py'}:score")
+    trains(*flags, f"--output={folder / 'run'}")
+    return flags, folder / "run"
+
+
+@pytest.mark.parametrize("name, status", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
+def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(
+        capsys, monkeypatch, tmp_path, own_reward, name, status):
+    flags, whole = own_reward
+    folder = tmp_path / "run"
+    monkeypatch.setenv("FAULT", name)
+    assert train.main([*flags, f"--output={folder}"]) == status
+    out, err = capsys.readouterr()
+    # the first call was the evaluation's, so the fourth is of step 3
+    assert "stopped after step 3; continue with: " in out
+    assert shlex.join([sys.executable, sys.argv[0], "--output", str(folder), "--resume"]) in out
+    assert name in err and "Traceback" not in err
+    assert metrics_of(folder)[-1]["step"] == 3 and not (folder / "final").exists()
+    monkeypatch.delenv("FAULT")
+    trains(f"--output={folder}", "--resume")
+    ended_the_same(folder, whole)
+
+
+def test_the_line_that_is_printed_continues_the_run(tmp_path, own_reward):
+    """From the shell, and from another folder; `python` alone may be another Python."""
+    flags, whole = own_reward
+    folder = tmp_path / "a run"
+    command = [sys.executable, str(ROOT / "train.py"), *flags, f"--output={folder}"]
+    how = {"capture_output": True, "text": True, "timeout": LIMIT, "cwd": tmp_path}
+    done = subprocess.run(command, env={**ENVIRONMENT, "FAULT": "SIGINT"}, **how)
+    assert done.returncode == 130, done.stderr
+    line = done.stdout.split("continue with: ")[1].splitlines()[0]
+    done = subprocess.run(line, shell=True, env=ENVIRONMENT, **how)
+    assert done.returncode == 0, done.stderr
+    ended_the_same(folder, whole)
 
 
 def interrupted_twice():
@@ -118,35 +236,56 @@ def test_the_second_signal_leaves_at_once():
     assert process.exitcode == 130
 
 
-# ----- what --resume refuses --------------------------------------------------------------------------------
+@pytest.mark.parametrize("fault, words", [("raise", "KeyError"), ("exit", "SystemExit")])
+def test_a_reward_that_fails_names_the_row_and_the_run_goes_on(
+        capsys, monkeypatch, tmp_path, own_reward, fault, words):
+    flags, whole = own_reward
+    folder = tmp_path / "run"
+    monkeypatch.setenv("FAULT", fault)
+    line = ends_badly(capsys, *flags, f"--output={folder}")
+    assert "row 0" in line and words in line and "mine.py:score" in line
+    assert metrics_of(folder)[-1]["step"] == 2
+    monkeypatch.delenv("FAULT")
+    trains(f"--output={folder}", "--resume")
+    ended_the_same(folder, whole)
 
 
-def refused(capsys, *flags):
-    assert train.main(list(map(str, flags))) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("train.py: ") and err.count("\n") == 1, err
-    return err
+def test_a_reward_that_fails_at_once_can_be_mended_and_the_run_resumed(capsys, tmp_path,
+                                                                       own_reward):
+    flags, whole = own_reward
+    folder = tmp_path / "run"
+    mine = tmp_path / "mine.py"
+    flags = (*flags[:-1], f"--reward={mine}:score")
+    mine.write_text("def score(completions, **columns):\n    raise KeyError('not yet')\n")
+    assert "not yet" in ends_badly(capsys, *flags, f"--output={folder}")
+    mine.write_text(REWARD)
+    trains(f"--output={folder}", "--resume")
+    assert "--reward has changed since this run began" in capsys.readouterr().out
+    ended_the_same(folder, whole)
 
 
-def snapshot(folder):
-    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+# --------------------------------------------------------------------------------------------------
+# What --resume refuses: one line, and not a byte of the run is changed
 
-
-@pytest.fixture
-def run_folder(uninterrupted, tmp_path):
-    import shutil
-    return shutil.copytree(uninterrupted[0], tmp_path / "run")
+def refuses_to_resume(capsys, folder, *flags):
+    before = snapshot(folder)
+    line = refused(capsys, f"--output={folder}", "--resume", *flags)
+    assert snapshot(folder) == before
+    return line
 
 
 def test_other_flags_than_the_saved_ones(capsys, run_folder):
-    before = snapshot(run_folder)
-    message = refused(capsys, f"--output={run_folder}", "--resume", "--lr=0.5")
-    assert "--lr 0.5" in message and "0.0003" in message
-    assert snapshot(run_folder) == before
+    line = refuses_to_resume(capsys, run_folder, "--lr=0.5")
+    assert "--lr 0.5" in line and "0.0003" in line
+
+
+def test_fewer_steps_than_have_been_taken(capsys, run_folder):
+    line = refuses_to_resume(capsys, run_folder, "--steps=3")
+    assert "--steps 3" in line and "stands at step 6" in line
 
 
 def test_the_saved_flags_may_be_repeated_and_steps_may_grow(run_folder):
-    run_program(f"--output={run_folder}", "--resume", "--group-size=4", "--steps=7")
+    trains(f"--output={run_folder}", "--resume", "--group-size=4", "--steps=7")
     assert [m["step"] for m in metrics_of(run_folder)] == list(range(8))
     assert json.loads((run_folder / "config.json").read_text())["settings"]["steps"] == 7
 
@@ -157,117 +296,404 @@ def test_a_folder_that_holds_a_run(capsys, run_folder):
     assert snapshot(run_folder) == before
 
 
+def test_nothing_to_resume(capsys, tmp_path):
+    assert "no run to resume" in refuses_to_resume(capsys, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert "--resume: needs --output" in refused(capsys, "--resume")
+
+
+@pytest.fixture(scope="module")
+def movable(tmp_path_factory):
+    """A run of two steps on a model and data of its own, all named by relative paths."""
+    home = tmp_path_factory.mktemp("home")
+    shutil.copytree(TINY, home / "model")
+    for name in ("train.jsonl", "test.jsonl"):
+        lines = (TINY / name).read_text().splitlines(keepends=True)[:8]
+        (home / name).write_text("".join(lines))
+    before = os.getcwd()
+    os.chdir(home)
+    try:
+        trains(*FLAGS, "--steps=2", "--model=model", "--data=train.jsonl",
+               "--eval-data=test.jsonl", "--output=run")
+    finally:
+        os.chdir(before)
+    return home
+
+
+@pytest.fixture
+def home(movable, tmp_path, monkeypatch):
+    """A copy of it, under the name that its config.json knows."""
+    kept = movable.with_name("kept")
+    shutil.copytree(movable, kept)
+    monkeypatch.chdir(tmp_path)
+    yield movable
+    shutil.rmtree(movable)
+    kept.rename(movable)
+
+
+def test_relative_paths_are_found_from_elsewhere(home):
+    trains(f"--output={home / 'run'}", "--resume", "--steps=3")
+    assert [m["step"] for m in metrics_of(home / "run")] == [0, 1, 2, 3]
+
+
+def reverse(path):
+    path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
+
+
+def cut(path):
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+
+
+def other_weights(path):
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.001
+    save_file(tensors, path, metadata=metadata)
+
+
+@pytest.mark.parametrize("name, change, flag", [
+    ("train.jsonl", reverse, "--data"), ("train.jsonl", cut, "--data"),
+    ("test.jsonl", reverse, "--eval-data"), ("test.jsonl", cut, "--eval-data"),
+    ("model/model.safetensors", other_weights, "--model"),
+])
+def test_what_the_run_started_from_has_changed(capsys, home, name, change, flag):
+    if name == "test.jsonl" and change is cut:            # the first four are what is asked
+        for _ in range(4):
+            change(home / name)
+    change(home / name)
+    line = refuses_to_resume(capsys, home / "run", "--steps=3")
+    assert f"--resume: {flag} is not what the run" in line and "changed" in line
+
+
+# config.json is checked as flags are. What is wrong, and how it is made of the right one.
+EDITED = {
+    "not JSON": lambda c: "{",
+    "empty": lambda c: "",
+    "not an object": lambda c: [1],
+    "no settings": lambda c: {"recipe": {}},
+    "settings of another kind": lambda c: {**c, "settings": [1, 2]},
+    "no recipe": lambda c: {"settings": c["settings"]},
+    "a flag that is gone": lambda c: with_setting(c, "no_such_flag", 1),
+    "a word for a number": lambda c: with_setting(c, "lr", "fast"),
+    "a number out of bounds": lambda c: with_setting(c, "lr", -1),
+    "not finite": lambda c: with_setting(c, "lr", float("nan")),
+    "a fraction for a whole number": lambda c: with_setting(c, "group_size", 2.5),
+    "a group of one": lambda c: with_setting(c, "group_size", 1),
+    "a huge number": lambda c: with_setting(c, "threads", 10**30),
+    "an object for a word": lambda c: with_setting(c, "kl_estimator", {"k": 3}),
+    "a list for a number": lambda c: with_setting(c, "clip_eps", [0.1, 0.2]),
+    "nothing for a number": lambda c: with_setting(c, "lr", None),
+    "a path that is gone": lambda c: with_setting(c, "model", "/no/such/folder"),
+    "no reward in the list": lambda c: with_setting(c, "reward", []),
+}
+
+
+def with_setting(config, name, value):
+    return {**config, "settings": {**config["settings"], name: value}}
+
+
+@pytest.mark.parametrize("what", EDITED)
+def test_an_edited_config(capsys, run_folder, what):
+    path = run_folder / "config.json"
+    edited = EDITED[what](json.loads(path.read_text()))
+    path.write_text(edited if isinstance(edited, str) else json.dumps(edited))
+    refuses_to_resume(capsys, run_folder)
+
+
+def test_a_config_of_an_older_version_resumes_with_todays_default(run_folder):
+    path = run_folder / "config.json"
+    config = json.loads(path.read_text())
+    for name in ("ratio", "max_prompt_tokens"):
+        del config["settings"][name]
+    del config["inputs"]
+    path.write_text(json.dumps(config))
+    trains(f"--output={run_folder}", "--resume", "--steps=7")
+    assert json.loads(path.read_text())["settings"]["ratio"] == "token"
+
+
+@pytest.mark.parametrize("broken", ["not JSON", '{"no step": 1}', "3", '{"step": "x"}',
+                                    '{"step": null}', "\x00\x01"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
+def test_a_broken_line(capsys, run_folder, name, broken):
+    path = run_folder / name
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:2], broken, *lines[2:]]) + "\n")
+    line = refuses_to_resume(capsys, run_folder)
+    assert f"{path}, line 3: not a line of ours" in line
+
+
+def test_a_last_line_that_a_kill_cut_off_is_written_again(uninterrupted, run_folder):
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        with open(run_folder / name, "a") as file:
+            file.write('{"step": 7, "lo')
+    trains(f"--output={run_folder}", "--resume")
+    ended_the_same(run_folder, uninterrupted)
+
+
+def rewritten(path, change):
+    """The checkpoint with `change(tensors, state)` applied."""
+    with safe_open(path, framework="pt") as file:
+        state = json.loads(file.metadata()["grpo"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    change(tensors, state)
+    save_file(tensors, path, metadata={"grpo": json.dumps(state)})
+
+
+NORM = "model.norm.weight"
+CHECKPOINTS = {
+    "without its step": lambda tensors, state: state.pop("step"),
+    "with a step that is none": lambda tensors, state: state.update(step="many"),
+    "without the first answers": lambda tensors, state: tensors.pop("before"),
+    "without a weight": lambda tensors, state: tensors.pop(f"weight/{NORM}"),
+    "weight of another shape":
+        lambda tensors, state: tensors.update({f"weight/{NORM}": torch.ones(3)}),
+    "moment of another shape":
+        lambda tensors, state: tensors.update({f"exp_avg/{NORM}": torch.ones(1)}),
+    "second moment of another shape":
+        lambda tensors, state: tensors.update({f"exp_avg_sq/{NORM}": torch.ones(3)}),
+    "without one moment": lambda tensors, state: tensors.pop(f"exp_avg_sq/{NORM}"),
+    "without a moment's step": lambda tensors, state: tensors.pop(f"step/{NORM}"),
+}
+
+
+@pytest.mark.parametrize("what", CHECKPOINTS)
+def test_a_checkpoint_that_is_not_whole(capsys, run_folder, what):
+    rewritten(checkpoint_of(run_folder), CHECKPOINTS[what])
+    line = refuses_to_resume(capsys, run_folder)
+    assert "checkpoint" in line and ("torn" in line or "not of this model" in line)
+
+
 def test_a_torn_checkpoint(capsys, run_folder):
-    path = run_folder / "checkpoint" / "run.safetensors"
+    path = checkpoint_of(run_folder)
     path.write_bytes(path.read_bytes()[:-1000])
-    before = snapshot(run_folder)
-    assert "torn" in refused(capsys, f"--output={run_folder}", "--resume")
-    assert snapshot(run_folder) == before
+    assert "torn" in refuses_to_resume(capsys, run_folder)
 
 
 def test_a_foreign_checkpoint(capsys, run_folder):
-    from safetensors.torch import save_file
-    path = run_folder / "checkpoint" / "run.safetensors"
-    save_file({"x": torch.zeros(3)}, path)
-    assert "no checkpoint of ours" in refused(capsys, f"--output={run_folder}", "--resume")
-    save_file({"x": torch.zeros(3)}, path, metadata={"grpo": '{"step": 1, "skipped": 0, "before": []}'})
-    assert "not of this model" in refused(capsys, f"--output={run_folder}", "--resume")
+    save_file({"x": torch.zeros(3)}, checkpoint_of(run_folder))
+    assert "no checkpoint of ours" in refuses_to_resume(capsys, run_folder)
 
 
-def test_nothing_to_resume(capsys, tmp_path):
-    assert "no run to resume" in refused(capsys, f"--output={tmp_path}", "--resume")
-    assert list(tmp_path.iterdir()) == []
+def test_moments_and_weights_come_back(uninterrupted):
+    s = train.plan_memory(train.parse(list(FLAGS))[0])
+    policy, _ = train.load_policy(s)
+    optimizer = train.make_optimizer(policy, s)
+    run = train.Run(uninterrupted)
+    run.load_checkpoint(policy, optimizer)
+    assert run.step == run.saved_step == 6 and len(run.before) == 4
+    with safe_open(checkpoint_of(uninterrupted), framework="pt") as file:
+        assert json.loads(file.metadata()["grpo"]).keys() == {"step", "skipped"}
+        for name, master in train.named_masters(policy, optimizer):
+            state = {"weight": master, **optimizer.state[master]}
+            assert state.keys() == {"weight", "step", "exp_avg", "exp_avg_sq"}
+            for key, value in state.items():
+                assert torch.equal(file.get_tensor(f"{key}/{name}"), value), (key, name)
 
+
+# --------------------------------------------------------------------------------------------------
+# Disks and folders
 
 def test_no_pickle_is_written_or_read(uninterrupted):
-    names = [path.name for path in uninterrupted[0].rglob("*") if path.is_file()]
-    assert names and all(name.endswith((".json", ".jsonl", ".safetensors", ".jinja", ".lock")) for name in names)
-
-
-# ----- disks, folders ---------------------------------------------------------------------------------------
+    names = [path.name for path in uninterrupted.rglob("*") if path.is_file()]
+    known = (".json", ".jsonl", ".safetensors", ".jinja", ".lock")
+    assert names and all(name.endswith(known) for name in names)
 
 
 def test_two_runs_in_one_folder(capsys, run_folder):
+    import fcntl
     held = open(run_folder / ".lock", "w")
-    train.fcntl.flock(held, train.fcntl.LOCK_EX)
-    before = snapshot(run_folder)
-    assert "another run is writing there" in refused(capsys, f"--output={run_folder}", "--resume")
-    assert snapshot(run_folder) == before
+    fcntl.flock(held, fcntl.LOCK_EX)
+    assert "another run is writing there" in refuses_to_resume(capsys, run_folder)
+    held.close()
 
 
-def test_output_that_cannot_be_written(capsys, tmp_path):
+def test_two_default_runs_in_one_second(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    clock = SimpleNamespace(strftime=lambda form: "20260101-000000")
+    monkeypatch.setattr(train, "time", clock)
+    s = train.parse(["--model=Qwen/Qwen2.5-1.5B"])[0]
+    folders = []
+    for _ in range(3):
+        folders.append(train.free_folder(s))
+        (Path(folders[-1]) / "config.json").touch()
+    first = "runs/Qwen2.5-1.5B-20260101-000000"
+    assert folders[0] == first and len(set(folders)) == 3
+    assert all(folder.startswith(first) for folder in folders)
+
+
+@pytest.mark.parametrize("name", ["file/run", 300 * "x"])
+def test_output_that_cannot_be_written(capsys, tmp_path, name):
     (tmp_path / "file").write_text("")
-    assert "cannot be written" in refused(capsys, *FLAGS, f"--output={tmp_path / 'file' / 'run'}")
+    assert "--output" in refused(capsys, *FLAGS, f"--output={tmp_path / name}")
 
 
-@pytest.mark.parametrize("what", ["checkpoint", "metrics.jsonl", "samples.jsonl"])
-def test_a_full_disk_costs_one_line_and_no_checkpoint(capsys, monkeypatch, tmp_path, uninterrupted, what):
-    full, folder = OSError(errno.ENOSPC, "No space left on device"), tmp_path / "run"
-    with monkeypatch.context() as patch:
-        def save(tensors, path, metadata):
-            if json.loads(metadata["grpo"])["step"] > 2:
-                open(path, "wb").write(b"half a ch")
+def test_files_keep_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        trains(*FLAGS, "--steps=1", f"--output={tmp_path / 'run'}")
+    finally:
+        assert os.umask(before) == 0o027
+    for name in ("checkpoint/run.safetensors", "config.json", "metrics.jsonl"):
+        assert stat.S_IMODE((tmp_path / "run" / name).stat().st_mode) == 0o640, name
+
+
+def test_metrics_reach_the_disk_before_the_checkpoint_that_follows_them(monkeypatch, tmp_path):
+    """A checkpoint that is ahead of its lines would leave a gap in them."""
+    done = []
+
+    def note(name, function):
+        def noted(*given, **how):
+            done.append((name, *(Path(path).name for path in given if isinstance(path, str | Path))))
+            return function(*given, **how)
+        monkeypatch.setattr(train.os if name == "replace" else train, name, noted)
+
+    for name, function in (("reach_the_disk", train.reach_the_disk), ("replace", os.replace),
+                           ("save_file", train.save_file)):
+        note(name, function)
+    trains(*FLAGS, "--steps=1", f"--output={tmp_path / 'run'}")
+    start = done.index(("reach_the_disk", "metrics.jsonl"))
+    assert done[start:start + 5] == [
+        ("reach_the_disk", "metrics.jsonl"), ("reach_the_disk", "samples.jsonl"),
+        ("save_file", "run.safetensors.tmp"), ("reach_the_disk", "run.safetensors.tmp"),
+        ("replace", "run.safetensors.tmp", "run.safetensors")]
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "metrics.jsonl", "samples.jsonl", "final"])
+def test_a_full_disk_costs_one_line_and_no_checkpoint(capsys, monkeypatch, tmp_path,
+                                                      uninterrupted, what):
+    folder = tmp_path / "run"
+    full = OSError(errno.ENOSPC, "No space left on device")
+    real_save = train.save_file
+    real_append = train.Run.append
+
+    def save(tensors, path, metadata):
+        if json.loads(metadata["grpo"])["step"] > 2:
+            Path(path).write_bytes(b"half a ch")
+            raise full
+        real_save(tensors, path, metadata)
+
+    def append(self, name, records):
+        if name == what and records[0]["step"] > 2:
+            with self.writing(name):
                 raise full
-            return real_save(tensors, path, metadata)
+        real_append(self, name, records)
 
-        def append(self, name, records):
-            if name == what and records[0]["step"] > 2:
-                with self.writing(name):
-                    raise full
-            return real_append(self, name, records)
-        real_save, real_append = train.save_file, train.Run.append
+    def save_tokenizer(self, folder):
+        raise Exception("No space left on device")        # as the library in Rust does
+
+    with monkeypatch.context() as patch:
         if what == "checkpoint":
             patch.setattr(train, "save_file", save)
+        elif what == "final":
+            kind = type(train.AutoTokenizer.from_pretrained(TINY))
+            patch.setattr(kind, "save_pretrained", save_tokenizer)
         else:
             patch.setattr(train.Run, "append", append)
-        assert train.main([*FLAGS, f"--output={folder}"]) == 2
-    err = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train.py: ")]
-    assert len(err) == 1 and "No space left" in err[0] and what in err[0] and "last checkpoint: of step 2" in err[0]
-    assert train.main([f"--output={folder}", "--resume"]) == 0
-    assert weights_of(folder) == weights_of(uninterrupted[0]) and curve(folder) == curve(uninterrupted[0])
+        line = ends_badly(capsys, *FLAGS, f"--output={folder}")
+    last = 6 if what == "final" else 2
+    assert "No space left" in line and f"{what} cannot be written" in line
+    assert f"last checkpoint: of step {last}, whole" in line
+    trains(f"--output={folder}", "--resume")
+    ended_the_same(folder, uninterrupted)
 
 
-# ----- a reward that fails, memory that runs out ------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Numbers that are not finite, memory that runs out
+
+def strictly(line):
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+    return json.loads(line, parse_constant=refuse)
 
 
-def test_a_reward_that_raises_on_a_row_names_it_and_the_run_goes_on(capsys, tmp_path):
-    path, folder = tmp_path / "mine.py", tmp_path / "run"
-    code = """def score(completions, **columns):
-    if {broken} and len(columns["prompts"]) >= 1 and any("=" in c for c in completions):
-        raise KeyError("no equations, please")
-    return [float(len(c)) for c in completions]
-"""
-    path.write_text(code.format(broken=True))
-    assert train.main([*FLAGS, f"--output={folder}", f"--reward={path}:score"]) == 2
-    err = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train.py: ")]
-    assert len(err) == 1 and "row " in err[0] and "KeyError" in err[0] and "=" in err[0]
-    path.write_text(code.format(broken=False))
-    assert train.main([f"--output={folder}", "--resume"]) == 0
-    assert train.main([*FLAGS, f"--output={tmp_path / 'whole'}", f"--reward={path}:score"]) == 0
-    assert weights_of(folder) == weights_of(tmp_path / "whole") and curve(folder) == curve(tmp_path / "whole")
+def test_ten_skipped_updates_stop_the_run_and_the_last_good_checkpoint_stays(
+        capsys, monkeypatch, tmp_path, uninterrupted):
+    folder = tmp_path / "run"
+    calls = []
+    real = train.grpo_loss
+
+    def infinite_from_step_3(*given, **options):
+        calls.append(1)
+        value, metrics = real(*given, **options)
+        if len(calls) <= 4:                               # two updates in a step
+            return value, metrics
+        return value * torch.inf, {**metrics, "loss": metrics["loss"] + torch.inf}
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "grpo_loss", infinite_from_step_3)
+        line = ends_badly(capsys, *FLAGS, "--steps=100", f"--output={folder}")
+    assert "10 updates in a row" in line and "last checkpoint: of step 2, whole" in line
+    for cause in ("--lr", "reward", "--temperature"):
+        assert cause in line
+    metrics = [strictly(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[-1]["step"] == 7 and metrics[-1]["loss"] is None
+    assert [m["skipped_updates"] for m in metrics[1:]] == [0, 0, 2, 2, 2, 2, 2]
+    trains(f"--output={folder}", "--resume", "--steps=6")
+    ended_the_same(folder, uninterrupted)
+
+
+def test_updates_that_are_skipped_now_and_then_do_not_stop_it(tmp_path):
+    run = train.Run(tmp_path)
+    for step in range(1, 20):
+        run.log({"step": step, "skipped_updates": 3 if step % 4 else 0})
+    assert run.skipped == 45
+    run.log({"step": 20, "skipped_updates": 0})
+    for step in range(21, 30):
+        run.log({"step": step, "skipped_updates": 1})
+    with pytest.raises(train.BadInput, match="10 updates in a row .* last checkpoint: none"):
+        run.log({"step": 30, "skipped_updates": 1})
+
+
+def test_a_temperature_that_is_too_small(capsys, tmp_path):
+    """Logits overflow: a line, whichever stage finds it, and never a run that learned nothing."""
+    flags = (*FLAGS, "--temperature=1e-38", "--steps=20", f"--output={tmp_path / 'run'}")
+    ends_badly(capsys, *flags)
+
+
+def out_of_memory_at(monkeypatch, errors):
+    """[E] raises errors[n] at its n-th call -> the micro-batch budgets that are asked for."""
+    budgets = []
+    calls = iter(range(10**6))
+    loss = train.grpo_loss
+    cut = train.logprob.micro_batches
+
+    def failing_loss(*given, **options):
+        error = errors.get(next(calls))
+        if error:
+            raise error
+        return loss(*given, **options)
+
+    def noted_cut(labels, group_ids, budget, share):
+        budgets.append(budget)
+        return cut(labels, group_ids, budget, share)
+
+    monkeypatch.setattr(train, "grpo_loss", failing_loss)
+    monkeypatch.setattr(train.logprob, "micro_batches", noted_cut)
+    return budgets
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"),
                                    RuntimeError("DefaultCPUAllocator: can't allocate memory")])
-def test_out_of_memory_halves_the_micro_batch_once(capsys, monkeypatch, tmp_path, error):
-    budgets, real = [], train.update
-
-    def update(settings, *args):
-        budgets.append(settings.micro_batch_tokens)
-        if len(budgets) == 2:
-            raise error
-        return real(settings, *args)
-    monkeypatch.setattr(train, "update", update)
-    assert train.main([*FLAGS, "--micro-batch-tokens=1000", f"--output={tmp_path / 'run'}"]) == 0
-    assert budgets == [1000, 1000] + [500] * 11
-    out = capsys.readouterr()
-    assert (out.out + out.err).count("out of memory: --micro-batch-tokens is now 500") == 1
+def test_out_of_memory_halves_the_micro_batch_once(capsys, monkeypatch, tmp_path, uninterrupted,
+                                                   error):
+    budgets = out_of_memory_at(monkeypatch, {1: error})
+    trains(*FLAGS, "--micro-batch-tokens=10001", f"--output={tmp_path / 'run'}")
+    # reference and update, the update that fails, and from there on all with half of it
+    assert budgets == 3 * [10001] + (len(budgets) - 3) * [5000] and len(budgets) == 6 * 3 + 1
+    out, err = capsys.readouterr()
+    assert (out + err).count("out of memory: --micro-batch-tokens is now 5000") == 1
+    ended_the_same(tmp_path / "run", uninterrupted)       # nothing of the first try is left
 
 
 def test_out_of_memory_again_is_one_line(capsys, monkeypatch, tmp_path):
-    def update(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-    monkeypatch.setattr(train, "update", update)
-    assert train.main([*FLAGS, f"--output={tmp_path / 'run'}"]) == 2
-    err = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train.py: ")]
-    assert len(err) == 1 and "out of memory: lower" in err[0]
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    out_of_memory_at(monkeypatch, {n: error for n in range(10)})
+    line = ends_badly(capsys, *FLAGS, f"--output={tmp_path / 'run'}")
+    assert "out of memory: lower --prompts-per-step" in line
+
+
+def test_another_runtime_error_is_not_taken_for_memory(monkeypatch, tmp_path):
+    out_of_memory_at(monkeypatch, {0: RuntimeError("shapes do not match")})
+    with pytest.raises(RuntimeError, match="shapes"):
+        train.main([*FLAGS, f"--output={tmp_path / 'run'}"])

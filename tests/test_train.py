@@ -1,303 +1,596 @@
-r"""[G][H] train.py: the step, the loop, the flags, the files of a run."""
+"""[G][H] train.py: the step, the loop, the flags, the files of a run."""
+import contextlib
 import copy
+import functools
+import io
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import (
+    ROOT,
+    TINY,
+    curve,
+    lines_of,
+    metrics_of,
+    run_script,
+    trains,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
+import sample
 import train
-from logprob import IGNORE, token_logprobs
+from advantage import group_advantages
+from logprob import IGNORE, micro_batches, token_logprobs
 from loss import grpo_loss
+from reward import load_problems
 from sample import sample_groups
 
-ROOT = Path(train.__file__).resolve().parent
 SHARED = ROOT.parent / "shared"
 KEYS = """step reward_mean reward_std accuracy format_rate zero_variance_groups response_length_mean
 response_length_p95 truncated_fraction approx_kl clip_fraction ratio_mean entropy grad_norm loss
 seconds_sampling seconds_training tokens_per_second""".split()
+SMALL = ("--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=16",
+         "--eval-limit=8", "--eval-every=2", "--warmup-steps=2")
+# Rewards in place of the rule's: by these, half of the eight answers are worth something.
+REWARDS = torch.tensor([1.0, 0.0, 0.5, 0.0, 2.0, 2.0, 0.0, 1.0])
 
 
 def settings(*flags):
-    return train.parse(list(flags))[0]
-
-
-def metrics_of(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def curve(folder):
-    """The metrics without the clock's."""
-    return [{k: v for k, v in m.items() if "second" not in k} for m in metrics_of(folder)]
-
-
-def parts(*flags, dtype=torch.float32):
-    """Policy, reference, optimizer, tokenizer, two prompts and their answers, settings: of the tiny default."""
-    s = settings("--prompts-per-step=2", "--group-size=4", *flags)
-    policy = AutoModelForCausalLM.from_pretrained(s.model, dtype=dtype).eval()
-    tokenizer = AutoTokenizer.from_pretrained(s.model)
-    reference = copy.deepcopy(policy).requires_grad_(False)
-    problems = train.load_problems(s.data)[:2]
-    prompts = [train.chat_prompt(tokenizer, p["question"], s.system_prompt) for p in problems]
-    return policy, reference, train.make_optimizer(policy, s), tokenizer, prompts, [p["answer"] for p in problems], s
+    return train.plan_memory(train.parse(list(flags))[0])
 
 
 def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
+def parts(*flags, dtype=torch.float32, noise=0.05):
+    """What train_step takes, of the tiny default, with two prompts and four answers each.
+
+    The reference stands a little apart from the policy, so that the KL has a gradient.
+    """
+    s = settings("--prompts-per-step=2", "--group-size=4", *flags)
+    policy = AutoModelForCausalLM.from_pretrained(s.model, dtype=dtype).eval()
+    reference = copy.deepcopy(policy).requires_grad_(False)
+    generator = seeded(1)
+    for p in reference.parameters():
+        p.add_(noise * torch.randn(p.shape, generator=generator))
+    tokenizer = AutoTokenizer.from_pretrained(s.model)
+    problems = load_problems(s.data)[:2]
+    prompts = [train.chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
+    return SimpleNamespace(
+        policy=policy, reference=reference, optimizer=train.make_optimizer(policy, s),
+        tokenizer=tokenizer, prompts=prompts, truths=[p["answer"] for p in problems], settings=s)
+
+
+def rollout_of(p, max_new_tokens=40, temperature=1.0):
+    return sample_groups(p.policy, p.tokenizer, p.prompts, 4, max_new_tokens, temperature, seeded())
+
+
+def step(p, optimizer=None, reward_fn=lambda prompts, rollout: REWARDS, **how):
+    return train.train_step(p.policy, p.reference, optimizer or p.optimizer, p.tokenizer,
+                            p.prompts, p.truths, p.settings, seeded(), reward_fn, **how)
+
+
 def gradient(model):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
-# ----- [G] one step -----------------------------------------------------------------------------------------
+def still(model):
+    """An optimizer that leaves the weights and the gradients as they are."""
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
+# --------------------------------------------------------------------------------------------------
+# [G] Every flag arrives: a step against the stage functions, called by hand with plain numbers
+
+RATE = 0.05  # of the SGD that takes the place of AdamW: a second update has ratios off 1
+
+
+def updates_by_hand(p, rollout, advantages, temperature, updates, max_grad_norm, kl_coef,
+                    **objective):
+    """[D] [E] [F] and a clipped SGD step, the whole batch at once -> one record per update."""
+    model = copy.deepcopy(p.policy)
+    weights = list(model.parameters())
+    mask = rollout.labels[:, 1:] != IGNORE
+    ids_and_labels = (rollout.input_ids, rollout.labels)
+    ref = None
+    if kl_coef:
+        ref = token_logprobs(p.reference, *ids_and_labels, temperature).detach()
+    old = None
+    records = []
+    for _ in range(updates):
+        logp = token_logprobs(model, *ids_and_labels, temperature)
+        old = logp.detach() if old is None else old
+        loss, metrics = grpo_loss(logp, old, ref, advantages, mask, kl_coef=kl_coef, **objective)
+        grads = torch.autograd.grad(loss, weights)
+        norm = math.sqrt(sum(float(g.square().sum()) for g in grads))
+        grads = [g * min(1.0, max_grad_norm / (norm + 1e-6)) for g in grads]
+        with torch.no_grad():
+            for weight, grad in zip(weights, grads):
+                weight -= RATE * grad
+        ratio_error = float((logp.detach() - old)[mask].expm1().abs().max())
+        records.append(SimpleNamespace(
+            gradient=torch.cat([g.flatten() for g in grads]), grad_norm=norm,
+            ratio_max_error=ratio_error, metrics={k: float(v) for k, v in metrics.items()}))
+    return records
+
+
+def step_by_hand(p, temperature=1.0, max_new_tokens=40, scale_by_std=True, updates=2,
+                 max_grad_norm=1.0, **objective):
+    rollout = rollout_of(p, max_new_tokens, temperature)
+    advantages = group_advantages(REWARDS, 4, scale_by_std=scale_by_std)
+    objective = {"clip_eps": 0.2, "kl_coef": 0.02, "max_new_tokens": max_new_tokens, **objective}
+    return rollout, updates_by_hand(p, rollout, advantages, temperature, updates, max_grad_norm,
+                                    **objective)
+
+
+def step_of_the_program(p):
+    optimizer = torch.optim.SGD(p.policy.parameters(), RATE)
+    gradients = []
+    optimizer.register_step_pre_hook(lambda *_: gradients.append(gradient(p.policy)))
+    seen = []
+    metrics = step(p, optimizer, on_rollout=lambda rollout, *_: seen.append(rollout))
+    return seen[0], gradients, metrics
+
+
+FLAGS = [
+    ([], {}),
+    (["--no-scale-by-std"], {"scale_by_std": False}),
+    (["--ratio=sequence", "--clip-eps=0.01"], {"ratio": "sequence", "clip_eps": 0.01}),
+    (["--kl-estimator=k1", "--kl-coef=0.5"], {"kl_estimator": "k1", "kl_coef": 0.5}),
+    (["--kl-estimator=k2", "--kl-coef=0.5"], {"kl_estimator": "k2", "kl_coef": 0.5}),
+    (["--clip-eps=0.02"], {"clip_eps": 0.02}),
+    (["--clip-eps-high=0.02"], {"clip_eps_high": 0.02}),
+    (["--kl-coef=0.5"], {"kl_coef": 0.5}),
+    (["--kl-coef=0"], {"kl_coef": 0}),
+    (["--aggregate=token"], {"aggregate": "token"}),
+    (["--aggregate=constant"], {"aggregate": "constant"}),
+    (["--aggregate=constant", "--max-new-tokens=9"],
+     {"max_new_tokens": 9, "aggregate": "constant"}),
+    (["--updates-per-rollout=1"], {"updates": 1}),
+    (["--updates-per-rollout=3"], {"updates": 3}),
+    (["--max-grad-norm=0.01"], {"max_grad_norm": 0.01}),
+]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("flags, by_hand", FLAGS, ids=[" ".join(flags) for flags, _ in FLAGS])
+def test_a_flag_that_changes_the_mathematics_arrives(flags, by_hand, temperature):
+    p = parts(*flags, f"--temperature={temperature}", "--micro-batch-tokens=150")
+    expected_rollout, expected = step_by_hand(p, temperature, **by_hand)
+    p_before = copy.copy(p)
+    p_before.policy = copy.deepcopy(p.policy)
+    if "--kl-coef=0" in flags:
+        p.reference = None
+    rollout, gradients, metrics = step_of_the_program(p)
+
+    assert torch.equal(rollout.input_ids, expected_rollout.input_ids)
+    assert len(gradients) == len(expected)
+    for found, record in zip(gradients, expected):
+        assert (found - record.gradient).norm() <= 2e-4 * record.gradient.norm()
+    for name in expected[0].metrics:
+        mean = sum(record.metrics[name] for record in expected) / len(expected)
+        assert metrics[name] == pytest.approx(mean, rel=1e-3, abs=1e-6, nan_ok=True), name
+    norms = [record.grad_norm for record in expected]
+    assert metrics["grad_norm"] == pytest.approx(sum(norms) / len(norms), rel=1e-3)
+    largest = max(record.ratio_max_error for record in expected)
+    assert metrics["ratio_max_error"] == pytest.approx(largest, rel=1e-3, abs=1e-5)
+
+    # and it would be missed: without the flag, or at temperature 1, the step is another
+    without = dict(list(by_hand.items())[1:])
+    _, others = step_by_hand(p_before, temperature if flags else 1.0, **without)
+    if flags or temperature != 1.0:
+        last, other = expected[-1].gradient, others[-1].gradient
+        assert len(expected) != len(others) or (last - other).norm() > 2e-3 * last.norm()
+
+
+def test_share_prompts_arrives(monkeypatch):
+    """It changes no gradient, so what [D] and the cut are told is looked at."""
+    told = []
+
+    def logprobs_of(model, input_ids, labels, temperature, with_entropy, groups):
+        told.append(groups)
+        return token_logprobs(model, input_ids, labels, temperature, with_entropy, groups)
+
+    def cut_into(labels, group_ids, budget, share_prompts):
+        told.append((budget, share_prompts))
+        return micro_batches(labels, group_ids, budget, share_prompts)
+
+    monkeypatch.setattr(train, "token_logprobs", logprobs_of)
+    monkeypatch.setattr(train.logprob, "micro_batches", cut_into)
+    p = parts("--micro-batch-tokens=10000", "--updates-per-rollout=1")
+    step(p)
+    assert told[0] == told[2] == (10000, True)                  # reference, then policy
+    assert told[1].tolist() == [0] * 4 + [1] * 4
+    assert told[3].tolist() == sorted(told[1].tolist())
+    told.clear()
+    p.settings = settings("--no-share-prompts", "--group-size=4", "--micro-batch-tokens=10000",
+                          "--updates-per-rollout=1")
+    step(p)
+    assert told == [(10000, False), None] * 2
+
+
+def test_the_reward_is_asked_about_the_rollout_and_replaces_the_rules():
+    p = parts()
+    asked = []
+
+    def reward_fn(prompts, rollout):
+        asked.append((prompts, rollout))
+        return REWARDS
+
+    seen = []
+    step(p, reward_fn=reward_fn, on_rollout=lambda *given: seen.append(given))
+    (rollout, rewards, advantages), = seen
+    assert asked == [(p.prompts, rollout)]
+    assert torch.equal(rewards, REWARDS)
+    assert torch.allclose(advantages, group_advantages(REWARDS, 4))
+    step(p, reward_fn=None, on_rollout=lambda *given: seen.append(given))
+    rollout, rewards, _ = seen[1]
+    expected = train.score_responses(rollout.responses, p.truths, 4)
+    assert torch.equal(rewards, expected) and rewards.unique().numel() > 1
 
 
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("aggregate", ["sequence", "token", "constant"])
 def test_gradient_does_not_depend_on_the_cut_into_micro_batches(aggregate, share):
-    policy, reference, _, tokenizer, prompts, truths, _ = parts()
-    with torch.no_grad():                                # a reference elsewhere, so that the KL has a gradient
-        for p in reference.parameters():
-            p.add_(0.02 * torch.randn(p.shape, generator=seeded(1)))
-    rollout = sample_groups(policy, tokenizer, prompts, 4, 40, generator=seeded())
-    advantages = torch.tensor([1.3, -0.2, -0.6, -0.5, 0.9, 0.9, -0.9, -0.9])
-    three = next(t for t in range(10**4) if len(list(train.micro_batches(rollout, t, share))) == 3)
-    found = {}
-    for cut, tokens in (("one", 10**6), ("three", three), ("rows", 1)):
-        s = settings(f"--micro-batch-tokens={tokens}", f"--aggregate={aggregate}", "--max-grad-norm=1e9",
-                     "--share-prompts" if share else "--no-share-prompts")
-        model = copy.deepcopy(policy)
-        old, ref = torch.zeros_like(rollout.logprobs), torch.zeros_like(rollout.logprobs)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        metrics = train.update(s, model, reference, optimizer, rollout, advantages, old, ref, True)
-        found[cut] = (gradient(model), metrics, len(list(train.micro_batches(rollout, tokens, share))))
-    assert [found[cut][2] for cut in found] == [1, 3, 8]
-    whole, metrics, _ = found["one"]
-    for cut in ("three", "rows"):
-        assert (found[cut][0] - whole).norm() <= 1e-6 * whole.norm()
-        for name in metrics:
-            assert found[cut][1][name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6), name
+    flags = ("--max-grad-norm=1e9", f"--aggregate={aggregate}",
+             "--share-prompts" if share else "--no-share-prompts")
+    p = parts(*flags)
+    rollout = rollout_of(p)
+    p.reference.requires_grad_(False)
+    rollout.ref_logprobs = token_logprobs(p.reference, rollout.input_ids, rollout.labels)
+    advantages = group_advantages(REWARDS, 4)
 
+    def cuts(budget):
+        return list(micro_batches(rollout.labels, rollout.group_ids, budget, share))
 
-def fake_rollout(prompts, answers):
-    """Row lengths only: prompts[n] + answers[n] tokens, two rows a group."""
-    labels = torch.full((len(prompts), 40), IGNORE)
-    for n, (P, L) in enumerate(zip(prompts, answers)):
-        labels[n, P:P + L] = 1
-    return SimpleNamespace(labels=labels, group_ids=torch.arange(len(prompts)) // 2)
-
-
-def test_micro_batches_hold_every_row_once_within_the_budget():
-    prompts, answers = [3, 3, 5, 5, 2, 2, 9, 9], [2, 6, 1, 4, 7, 5, 21, 1]
-    for budget in (1, 15, 20, 40, 1000):
-        cuts = list(train.micro_batches(fake_rollout(prompts, answers), budget, share_prompts=False))
-        assert sorted(torch.cat([rows for rows, _ in cuts]).tolist()) == list(range(8))
-        for rows, width in cuts:
-            assert width == max(prompts[n] + answers[n] for n in rows)
-            assert len(rows) * width <= budget or len(rows) == 1
-        assert [width for _, width in cuts] == sorted((width for _, width in cuts), reverse=True)
-
-
-def test_micro_batches_of_shared_prompts_pay_a_prompt_once():
-    prompts, answers = [3, 3, 5, 5, 2, 2, 9, 9], [2, 6, 1, 4, 7, 5, 21, 1]
-    cuts = list(train.micro_batches(fake_rollout(prompts, answers), 21, share_prompts=True))
-    assert [rows.tolist() for rows, _ in cuts] == [[0, 1, 2, 3], [4, 5], [6], [7]]      # 3+2+6 + 5+1+4 = 21
-
-
-def test_micro_batches_keep_a_group_whole_that_fits():
-    prompts, answers = [3, 3, 5, 5, 2, 2, 9, 9], [2, 6, 1, 4, 7, 5, 21, 1]               # groups of 11, 10, 14, 31
-    cuts = list(train.micro_batches(fake_rollout(prompts, answers), 31, share_prompts=True))
-    assert [rows.tolist() for rows, _ in cuts] == [[0, 1, 2, 3], [4, 5], [6, 7]]        # row 4 alone would have fitted
-
-
-def test_micro_batches_suit_the_device():
-    def chosen(*flags):
-        s, _ = train.parse(["--model=gpt2", *flags])     # a name: no recipe is looked for
-        return s.micro_batch_tokens, s.gradient_checkpointing
-
-    assert chosen("--device=cpu") == (1024, False)
-    assert chosen("--device=cuda") == chosen("--device=mps") == (8192, True)
-    assert chosen("--device=cuda", "--micro-batch-tokens=99") == (99, True)
-    assert chosen("--device=cuda", "--no-gradient-checkpointing") == (8192, False)
-
-
-def test_no_gradient_is_held_through_the_rollout():
-    policy, reference, optimizer, tokenizer, prompts, truths, s = parts()
-    train.train_step(policy, reference, optimizer, tokenizer, prompts, truths, s)
-    assert all(p.grad is None for p in policy.parameters())
+    three = next(budget for budget in range(10**4) if len(cuts(budget)) == 3)
+    assert len(cuts(10**6)) == 1 and len(cuts(1)) == 8
+    found = []
+    for budget in (10**6, three, 1):
+        model = copy.deepcopy(p.policy)
+        p.settings.micro_batch_tokens = budget
+        rollout.old_logprobs = None
+        metrics = train.update(model, still(model), rollout, advantages, p.settings)
+        found.append((gradient(model), metrics))
+    whole, expected = found[0]
+    for grads, metrics in found[1:]:
+        assert (grads - whole).norm() <= 1e-6 * whole.norm()
+        for name in expected:
+            assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
 
 
 def test_gradient_is_that_of_the_formula_on_full_logits():
-    """One update against the loss written out on full log-softmax logits, padding and all, in one batch."""
-    policy, reference, _, tokenizer, prompts, truths, s = parts("--max-grad-norm=1e9")
-    rollout = sample_groups(policy, tokenizer, prompts, 4, 40, generator=seeded())
-    advantages = torch.tensor([1.3, -0.2, -0.6, -0.5, 0.9, 0.9, -0.9, -0.9])
-    model = copy.deepcopy(policy)
-    old, ref = torch.zeros_like(rollout.logprobs), torch.zeros_like(rollout.logprobs)
-    train.update(s, model, reference, torch.optim.SGD(model.parameters(), lr=0.0), rollout, advantages, old, ref, True)
+    """One update against the loss written out on full log-softmax logits, in one batch."""
+    p = parts("--max-grad-norm=1e9", "--temperature=0.7")
+    rollout = rollout_of(p, temperature=0.7)
+    advantages = group_advantages(REWARDS, 4)
+    model = copy.deepcopy(p.policy)
+    train.update(model, still(model), rollout, advantages, with_settings(p, kl_coef=0))
 
     mask = (rollout.labels[:, 1:] != IGNORE).double()
-    logits = policy(rollout.input_ids).logits[:, :-1].double()
-    logp = logits.log_softmax(-1).gather(-1, rollout.input_ids[:, 1:, None])[..., 0]
-    w = (logp - logp.detach()).exp()                     # on-policy, reference = policy: ratio 1, KL gradient 0
+    logp = logprobs_on_full_logits(p.policy, rollout, 0.7)[0]
+    w = (logp - logp.detach()).exp()
     loss = -((w * advantages[:, None] * mask).sum(1) / mask.sum(1)).mean()
     loss.backward()
-    assert (gradient(model) - gradient(policy)).norm() <= 1e-5 * gradient(policy).norm()
+    assert (gradient(model) - gradient(p.policy)).norm() <= 1e-5 * gradient(p.policy).norm()
+
+
+def with_settings(p, **changes):
+    return train.dataclasses.replace(p.settings, **changes)
+
+
+def logprobs_on_full_logits(model, rollout, temperature):
+    """The formula in float64: log-probs of the next token and entropies, (N, S-1) each."""
+    logits = model(rollout.input_ids).logits[:, :-1].double() / temperature
+    log_p = logits.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return log_p.gather(-1, rollout.input_ids[:, 1:, None])[..., 0], entropy
 
 
 def test_first_step_is_honest():
-    """Fresh rollout, one update: every ratio is 1, the KL against the untouched reference is 0."""
-    policy, reference, optimizer, tokenizer, prompts, truths, s = parts("--updates-per-rollout=1")
-    seen = {}
-    before = copy.deepcopy(policy)
-    metrics = train.train_step(policy, reference, optimizer, tokenizer, prompts, truths, s, seeded(),
-                               on_rollout=lambda rollout, *_: seen.update(rollout=rollout))
+    """Fresh rollout, one update, untouched reference: every ratio is 1 and the KL is 0."""
+    p = parts("--updates-per-rollout=1", noise=0)
+    metrics = step(p)
     assert abs(metrics["approx_kl"]) < 1e-9
-    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-6) and metrics["clip_fraction"] == 0
-    assert metrics["ratio_max_error"] < 1e-5
-    assert metrics["sampler_ratio_error"] < 1e-4         # cached decoding against one pass: rounding
-    # and not by construction alone: [D] on single rows, at another width, as the policy was
-    rollout, mask = seen["rollout"], seen["rollout"].labels[:, 1:] != IGNORE
-    with torch.no_grad():
-        together = token_logprobs(before, rollout.input_ids, rollout.labels)
-        alone = torch.cat([token_logprobs(before, rollout.input_ids[n:n + 1], rollout.labels[n:n + 1])
-                           for n in range(len(mask))])
-    assert float((together - alone).expm1().abs().max()) < 1e-5
-    # a sampler at another temperature than the trainer's would be seen
-    other = sample_groups(before, tokenizer, prompts, 4, 40, temperature=0.8, generator=seeded())
-    with torch.no_grad():
-        gap = (token_logprobs(before, other.input_ids, other.labels) - other.logprobs).expm1().abs().max()
-    assert float(gap) > 0.05
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-6)
+    assert metrics["clip_fraction"] == 0
+    assert metrics["ratio_max_error"] == 0
+    assert metrics["sampler_ratio_error"] < 1e-4           # decoding against one pass
 
 
-def test_later_updates_measure_the_ratio_from_the_first():
-    policy, reference, _, tokenizer, prompts, truths, s = parts("--max-grad-norm=1e9", "--micro-batch-tokens=100")
-    rollout = sample_groups(policy, tokenizer, prompts, 4, 40, generator=seeded())
-    optimizer = torch.optim.SGD(policy.parameters(), lr=0.01)
-    old, ref = torch.zeros_like(rollout.logprobs), torch.zeros_like(rollout.logprobs)
-    advantages = torch.tensor([1.0, -1.0] * 4)
-    with torch.no_grad():
-        fresh = token_logprobs(policy, rollout.input_ids, rollout.labels)
-    train.update(s, policy, reference, optimizer, rollout, advantages, old, ref, True)
-    assert torch.allclose(old, fresh, atol=1e-5) and torch.allclose(ref, fresh, atol=1e-5)
-    kept = old.clone()
-    with torch.no_grad():
-        moved = token_logprobs(policy, rollout.input_ids, rollout.labels)
-    _, expected = grpo_loss(moved, kept, ref, advantages, rollout.labels[:, 1:] != IGNORE, kl_coef=s.kl_coef)
-    metrics = train.update(s, policy, reference, optimizer, rollout, advantages, old, ref, False)
-    assert torch.equal(old, kept)
-    assert metrics["approx_kl"] > 1e-6
-    w = (moved - kept).exp()[rollout.labels[:, 1:] != IGNORE]
-    assert metrics["ratio_max_error"] == pytest.approx(float((w - 1).abs().max()), rel=1e-3) and float(w.std()) > 0
-    for name in ("loss", "approx_kl", "ratio_mean", "clip_fraction"):
-        assert metrics[name] == pytest.approx(float(expected[name]), rel=1e-4, abs=1e-6)
+def test_a_later_update_leaves_the_old_logprobs_alone():
+    p = parts("--micro-batch-tokens=100")
+    rollout = rollout_of(p)
+    rollout.ref_logprobs = train.reference_logprobs(p.reference, rollout, p.settings)
+    fresh = token_logprobs(p.policy, rollout.input_ids, rollout.labels).detach()
+    apart = token_logprobs(p.reference, rollout.input_ids, rollout.labels)
+    optimizer = torch.optim.SGD(p.policy.parameters(), RATE)
+    train.update(p.policy, optimizer, rollout, group_advantages(REWARDS, 4), p.settings)
+    assert torch.allclose(rollout.old_logprobs, fresh, atol=1e-5)
+    assert torch.allclose(rollout.ref_logprobs, apart, atol=1e-5)
+    kept = rollout.old_logprobs.clone()
+    entropies = rollout.entropies.clone()
+    train.update(p.policy, optimizer, rollout, group_advantages(REWARDS, 4), p.settings)
+    assert torch.equal(rollout.old_logprobs, kept) and torch.equal(rollout.entropies, entropies)
 
 
-def test_a_non_finite_gradient_skips_the_update_and_is_counted():
-    policy, reference, optimizer, tokenizer, prompts, truths, s = parts()
-    before = copy.deepcopy(policy.state_dict())
-    hook = policy.model.norm.weight.register_hook(lambda grad: grad * math.nan)
-    metrics = train.train_step(policy, reference, optimizer, tokenizer, prompts, truths, s, seeded(), lambda p, r:
-                               torch.arange(len(r)).float())
-    assert metrics["skipped_updates"] == s.updates_per_rollout == 2
-    assert all(torch.equal(before[name], value) for name, value in policy.state_dict().items())
-    hook.remove()
-    metrics = train.train_step(policy, reference, optimizer, tokenizer, prompts, truths, s, seeded(), lambda p, r:
-                               torch.arange(len(r)).float())
-    assert metrics["skipped_updates"] == 0
-    assert not all(torch.equal(before[name], value) for name, value in policy.state_dict().items())
+def test_no_gradient_is_held_through_the_rollout():
+    p = parts()
+    step(p)
+    assert all(weight.grad is None for weight in p.policy.parameters())
 
 
-def test_gradient_is_clipped_and_its_own_norm_reported():
-    policy, reference, _, tokenizer, prompts, truths, s = parts("--max-grad-norm=0.001")
-    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
-    rollout = sample_groups(policy, tokenizer, prompts, 4, 40, generator=seeded())
-    old, ref = torch.zeros_like(rollout.logprobs), torch.zeros_like(rollout.logprobs)
-    metrics = train.update(s, policy, reference, optimizer, rollout, torch.tensor([1.0, -1.0] * 4), old, ref, True)
-    assert metrics["grad_norm"] > 0.01
-    assert float(gradient(policy).norm()) == pytest.approx(0.001, rel=1e-3)
+@pytest.mark.parametrize("what", ["gradient", "loss"])
+def test_what_is_not_finite_skips_the_update_and_is_counted(monkeypatch, what):
+    p = parts()
+    before = copy.deepcopy(p.policy.state_dict())
+    with monkeypatch.context() as patch:
+        if what == "gradient":
+            p.policy.model.norm.weight.register_hook(lambda grad: grad * math.nan)
+        else:
+            def of_infinite_value(*given, **options):
+                loss, metrics = grpo_loss(*given, **options)
+                return loss, {**metrics, "loss": metrics["loss"] + math.inf}
+            patch.setattr(train, "grpo_loss", of_infinite_value)
+        metrics = step(p)
+    assert metrics["skipped_updates"] == p.settings.updates_per_rollout == 2
+    after = p.policy.state_dict()
+    assert all(torch.equal(before[name], value) for name, value in after.items())
+    p = parts()
+    assert step(p)["skipped_updates"] == 0
+    after = p.policy.state_dict()
+    assert not all(torch.equal(before[name], value) for name, value in after.items())
 
 
-def test_reference_must_have_tensors_of_its_own_and_stand_still():
-    policy, reference, *_ = parts()
-    train.assert_own_frozen_tensors(reference, policy)
-    train.assert_own_frozen_tensors(None, policy)
+def test_reference_must_have_tensors_of_its_own_and_be_frozen():
+    p = parts()
+    train.assert_own_frozen_tensors(p.reference, p.policy)
+    train.assert_own_frozen_tensors(None, p.policy)
     with pytest.raises(AssertionError, match="shares"):
-        train.assert_own_frozen_tensors(policy, policy)
+        train.assert_own_frozen_tensors(p.policy, p.policy)
     with pytest.raises(AssertionError, match="frozen"):
-        train.assert_own_frozen_tensors(copy.deepcopy(policy), policy)
+        train.assert_own_frozen_tensors(copy.deepcopy(p.policy), p.policy)
 
 
 def test_reference_stands_still_while_the_policy_moves():
-    policy, reference, optimizer, tokenizer, prompts, truths, s = parts()
-    before = copy.deepcopy(reference.state_dict())
-    train.train_step(policy, reference, optimizer, tokenizer, prompts, truths, s, seeded(), lambda p, r:
-                     torch.arange(len(r)).float())
-    assert all(torch.equal(before[name], value) for name, value in reference.state_dict().items())
+    p = parts()
+    before = copy.deepcopy(p.reference.state_dict())
+    step(p)
+    after = p.reference.state_dict()
+    assert all(torch.equal(before[name], value) for name, value in after.items())
 
 
-# ----- weights ----------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Every metric of the README against its definition, on six answers written by hand
+
+PROMPT_LENGTHS = [4, 4, 3, 3, 5, 5]
+ANSWER_LENGTHS = [2, 3, 1, 4, 5, 9]
+RESPONSES = ["\\boxed{7}", "\\boxed{8}", "none", "\\boxed{6}", "\\boxed{5}", "so \\boxed{5}"]
+TRUTHS = ["7", "7", "5"]
 
 
-def moved(before, after):
-    return sum(int((a != b).sum()) for a, b in zip(before, after)) / sum(b.numel() for b in before)
+def rollout_by_hand():
+    input_ids = torch.randint(5, 57, (6, 14), generator=seeded())
+    labels = torch.full((6, 14), IGNORE)
+    for n, (start, length) in enumerate(zip(PROMPT_LENGTHS, ANSWER_LENGTHS)):
+        input_ids[n, :start] = input_ids[n // 2 * 2, :start]
+        labels[n, start:start + length] = input_ids[n, start:start + length]
+    finished = torch.tensor([True, True, True, True, True, False])
+    return sample.Rollout(input_ids, labels, torch.zeros(6, 13), RESPONSES, finished,
+                          torch.arange(6) // 2)
 
 
-def test_masters_move_where_bfloat16_weights_stand_still():
-    """lr 1e-6: AdamW on bare bfloat16 moves hardly a weight; on float32 masters it moves nearly every one."""
-    def one_step(optimizer, model, tokenizer, prompts, truths, s):
-        train.train_step(model, None, optimizer, tokenizer, prompts, truths, s, seeded(),
-                         lambda p, r: torch.arange(len(r)).float())
-
-    flags = ("--lr=1e-6", "--kl-coef=0")
-    policy, _, optimizer, *rest = parts(*flags, dtype=torch.bfloat16)
-    masters = optimizer.param_groups[0]["params"]
-    before = [m.detach().clone() for m in masters]
-    one_step(optimizer, policy, *rest)
-    assert all(m.dtype == torch.float32 for m in masters)
-    assert moved(before, masters) > 0.85                 # words that no answer used have no gradient
-    assert all(torch.equal(w, m.bfloat16()) for w, m in zip(policy.parameters(), masters))
-
-    policy, _, _, *rest = parts(*flags, dtype=torch.bfloat16)
-    before = [p.detach().clone() for p in policy.parameters()]
-    one_step(torch.optim.AdamW(policy.parameters(), 1e-6, weight_decay=0.0), policy, *rest)
-    assert moved(before, list(policy.parameters())) < 0.05
-
-
-def test_masters_of_float32_weights_are_the_weights():
-    policy, _, optimizer, *_ = parts()
-    assert all(p is m for p, m in zip(policy.parameters(), optimizer.param_groups[0]["params"]))
+@pytest.fixture
+def measured(monkeypatch):
+    """A step on these answers, drawn at temperature 0.8 and trained at 0.7."""
+    def measure(reward_fn=None):
+        p = parts("--group-size=2", "--temperature=0.7", "--micro-batch-tokens=40",
+                  "--max-new-tokens=9")
+        rollout = rollout_by_hand()
+        mask = rollout.labels[:, 1:] != IGNORE
+        with torch.no_grad():
+            rollout.logprobs = logprobs_on_full_logits(p.policy, rollout, 0.8)[0].float() * mask
+            old, entropy = logprobs_on_full_logits(p.policy, rollout, 0.7)
+        moments = iter([100.0, 102.0, 105.0])
+        clock = SimpleNamespace(perf_counter=functools.partial(next, moments))
+        monkeypatch.setattr(train, "sample_groups", lambda *_: rollout)
+        monkeypatch.setattr(train, "time", clock)
+        metrics = train.train_step(
+            p.policy, p.reference, p.optimizer, p.tokenizer, ["a", "b", "c"], TRUTHS, p.settings,
+            reward_fn=reward_fn)
+        drift = (old - rollout.logprobs)[mask].expm1().abs().max()
+        return metrics, float(entropy[mask].mean()), float(drift)
+    return measure
 
 
-def test_masters_gather_the_gradient_of_all_micro_batches():
-    """bfloat16 gradients are added up in float32, and are those of the bfloat16 model."""
-    policy, _, optimizer, tokenizer, prompts, truths, s = parts("--max-grad-norm=1e9", "--kl-coef=0",
-                                                              dtype=torch.bfloat16)
-    rollout = sample_groups(policy, tokenizer, prompts, 4, 40, generator=seeded())
-    sums = []
-    for tokens in (10**6, 1):
-        s.micro_batch_tokens, old = tokens, torch.zeros_like(rollout.logprobs)
-        optimizer.step = lambda: None
-        train.update(s, policy, None, optimizer, rollout, torch.tensor([1.0, -1.0] * 4), old, None, True)
-        sums.append(torch.cat([m.grad.flatten() for m in optimizer.param_groups[0]["params"]]))
-        assert all(p.grad is None for p in policy.parameters())
-    assert (sums[0] - sums[1]).norm() < 0.02 * sums[0].norm()
+def test_every_metric_is_its_definition(measured):
+    metrics, entropy, drift = measured()
+    # rewards 1.5 0.5 | 0 0.5 | 1.5 1.5: the third group's are equal
+    expected = {
+        "reward_mean": 5.5 / 6,
+        "reward_std": math.sqrt(7.25 / 6 - (5.5 / 6)**2),
+        "accuracy": 3 / 6,
+        "format_rate": 5 / 6,
+        "zero_variance_groups": 1 / 3,
+        "response_length_mean": 24 / 6,
+        "response_length_p95": 5 + 0.75 * (9 - 5),    # at 0.95 * 5 = 4.75 of the sorted
+        "truncated_fraction": 1 / 6,
+        "tokens": 24,
+        "entropy": entropy,
+        "sampler_ratio_error": drift,
+        "skipped_updates": 0,
+        "seconds_sampling": 2,
+        "seconds_training": 3,
+        "tokens_per_second": 24 / 5,
+    }
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-4), name
+    assert drift > 0.05                                   # a sampler at another temperature shows
+    by_gradient = {"loss", "policy_loss", "approx_kl", "clip_fraction", "ratio_mean", "grad_norm",
+                   "ratio_max_error"}                     # shown above, flag by flag
+    assert metrics.keys() - expected.keys() >= by_gradient
 
 
-# ----- [H] the loop -----------------------------------------------------------------------------------------
+def test_accuracy_is_the_rules_and_zero_variance_the_rewards(measured):
+    metrics, *_ = measured(lambda prompts, rollout: torch.tensor([3.0, 3, 1, 1, 0, 2]))
+    assert metrics["reward_mean"] == pytest.approx(10 / 6)
+    assert metrics["accuracy"] == pytest.approx(3 / 6)
+    assert metrics["format_rate"] == pytest.approx(5 / 6)
+    assert metrics["zero_variance_groups"] == pytest.approx(2 / 3)
+
+
+def test_shares_are_of_the_rows_whose_truth_is_known():
+    rewards = torch.tensor([1.5, math.nan, 0.0, math.nan, 1.5])
+    assert float(train.share(rewards == 1.5, rewards)) == pytest.approx(2 / 3)
+    nothing = torch.full((2,), math.nan)
+    assert math.isnan(train.share(nothing == 1.5, nothing))
+
+
+def test_evaluation_is_its_definition(monkeypatch):
+    """Seven problems in batches of three: who is asked, how, and what the figures are."""
+    p = parts("--max-new-tokens=11", "--system-prompt=Think.", "--prompts-per-step=3",
+              "--group-size=2")
+    problems = [{"question": f"q {j}", "answer": str(j)} for j in range(7)]
+    calls = []
+
+    def answers(model, tokenizer, prompts, group_size, max_new_tokens, temperature, generators):
+        calls.append((prompts, group_size, max_new_tokens, temperature,
+                      [g.initial_seed() for g in generators]))
+        # right where the number of the problem is even, and in the second of two answers
+        numbers = [prompt.split()[2] for prompt in prompts for _ in range(group_size)]
+        right = [int(x) % 2 == 0 or i % group_size == 1 for i, x in enumerate(numbers)]
+        responses = [f"\\boxed{{{x}}}" if ok else "?" for x, ok in zip(numbers, right)]
+        return SimpleNamespace(responses=responses)
+
+    def reward_fn(problems, prompts, rollout):
+        assert [problem["question"] in prompt for problem, prompt in zip(problems, prompts)]
+        return torch.tensor([float(problem["answer"]) for problem in problems])
+
+    monkeypatch.setattr(train, "sample_groups", answers)
+    figures, responses = train.evaluate(p.policy, p.tokenizer, problems, p.settings,
+                                        reward_fn=reward_fn)
+    assert figures == {"eval_accuracy": pytest.approx(4 / 7), "eval_reward": pytest.approx(3)}
+    assert responses[:3] == ["\\boxed{0}", "?", "\\boxed{2}"] and len(responses) == 7
+    prompts, group_size, max_new_tokens, temperature, seeds = calls[0]
+    assert (group_size, max_new_tokens, temperature) == (1, 11, 0.0)
+    assert [len(call[0]) for call in calls] == [6, 1]
+    assert sum((call[0] for call in calls), []) == [
+        train.chat_prompt(p.tokenizer, problem, "Think.") for problem in problems]
+    greedy_seeds = sum((call[4] for call in calls), [])
+    assert len(set(greedy_seeds)) == 7
+
+    calls.clear()
+    figures, responses = train.evaluate(p.policy, p.tokenizer, problems, p.settings, 2, 0.7, 5)
+    assert figures == {"eval_accuracy": pytest.approx(11 / 14)} and len(responses) == 14
+    assert [call[1:4] for call in calls] == [(2, 11, 0.7)] * 3
+    assert not set(greedy_seeds) & set(sum((call[4] for call in calls), []))
+
+
+# --------------------------------------------------------------------------------------------------
+# [H] The loop
+
+class Diary(train.Run):
+    """A run without a folder that remembers what it was told."""
+
+    def __init__(self):
+        super().__init__()
+        self.metrics = []
+        self.samples = []
+        self.saved = []
+
+    def log(self, metrics):
+        super().log(metrics)
+        self.metrics.append(metrics)
+
+    def log_samples(self, step, prompts, rollout, rewards, advantages, groups=2):
+        self.samples.append((step, prompts, rollout, rewards, advantages))
+
+    def save_checkpoint(self, model, optimizer):
+        self.saved.append(self.step)
+
+
+def loop(*flags, problems=None, run=None, **how):
+    s = settings("--steps=5", "--prompts-per-step=2", "--group-size=2", "--max-new-tokens=8",
+                 "--lr=0.004", *flags)
+    p = parts(*flags)
+    optimizer = train.make_optimizer(p.policy, s)
+    rates = []
+    optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
+    run = run or Diary()
+    problems = problems or load_problems(str(TINY / "train.jsonl"))[:8]
+    train.train_grpo(p.policy, p.reference, optimizer, p.tokenizer, problems, problems[:3], s,
+                     run, **how)
+    run.rates = rates
+    run.policy = p.policy
+    return run
+
+
+def test_the_loop_warms_up_evaluates_and_saves_when_it_should():
+    run = loop("--warmup-steps=4", "--eval-every=2", "--save-every=3", "--updates-per-rollout=1")
+    assert run.rates == pytest.approx([0.001, 0.002, 0.003, 0.004, 0.004])
+    assert [m["lr"] for m in run.metrics[1:]] == pytest.approx(run.rates)
+    assert [m["step"] for m in run.metrics] == list(range(6))
+    assert [m["step"] for m in run.metrics if "eval_accuracy" in m] == [0, 2, 4, 5]
+    assert run.saved == [3, 5]
+    assert [step for step, *_ in run.samples] == [1, 2, 3, 4, 5]
+    assert len(run.before) == len(run.after) == 3
+
+
+def test_without_a_warm_up_the_rate_is_the_flags():
+    assert loop("--warmup-steps=0", "--updates-per-rollout=1").rates == pytest.approx([0.004] * 5)
+
+
+def test_the_loop_starts_behind_its_run_and_stops_when_told():
+    run = Diary()
+    run.step, run.before = 3, ["as before"]
+    loop(run=run)
+    assert [m["step"] for m in run.metrics] == [4, 5] and run.before == ["as before"]
+    run = Diary()
+    run.stopped = lambda: run.step == 2
+    loop(run=run)
+    assert [m["step"] for m in run.metrics] == [0, 1, 2]
+
+
+def test_every_step_asks_its_own_problems_with_its_own_random_numbers(monkeypatch):
+    drawn = []
+
+    def spy(model, tokenizer, prompts, group_size, max_new_tokens, temperature, generators):
+        drawn.append((prompts, temperature, [g.initial_seed() for g in generators]))
+        return sample_groups(model, tokenizer, prompts, group_size, max_new_tokens, temperature,
+                             generators)
+
+    monkeypatch.setattr(train, "sample_groups", spy)
+    problems = load_problems(str(TINY / "train.jsonl"))[:4]
+    asked = []
+
+    def reward_fn(batch, prompts, rollout):
+        asked.append([problem["question"] for problem in batch])
+        return torch.arange(float(len(rollout.responses)))
+
+    run = loop("--system-prompt=", problems=problems, reward_fn=reward_fn)
+    training = [(prompts, seeds) for prompts, temperature, seeds in drawn if temperature]
+    assert len(training) == 5
+    for (prompts, _), (_, logged, _, rewards, advantages) in zip(training, run.samples):
+        assert prompts == logged
+        assert rewards.tolist() == [0, 1, 2, 3]
+        assert advantages.tolist() == pytest.approx([-1, 1, -1, 1])
+    seeds = sum((seeds for _, seeds in training), [])
+    assert len(set(seeds)) == 10                          # of every (step, prompt)
+    # an epoch is two steps long, and asks every problem once
+    questions = [tuple(questions) for questions in asked if len(questions) == 2]
+    assert set(questions[0] + questions[1]) == {problem["question"] for problem in problems}
+    assert all(m["eval_reward"] == pytest.approx(1.0) for m in run.metrics if m["step"] == 5)
 
 
 def test_problems_of_a_step_make_epochs_without_repetition():
-    s, problems = settings("--prompts-per-step=4"), list(range(18))
-    def asked_in(step, s=s):
-        return train.problems_of_step(problems, step, s)[0]
+    problems = list(range(18))
+
+    def asked_in(step, *flags):
+        return train.problems_of_step(problems, step, settings("--prompts-per-step=4", *flags))[0]
 
     epochs = [[asked_in(step) for step in range(1 + 4 * e, 5 + 4 * e)] for e in range(2)]
     for epoch in epochs:
@@ -305,227 +598,513 @@ def test_problems_of_a_step_make_epochs_without_repetition():
         assert len(asked) == len(set(asked)) == 16
     assert epochs[0] != epochs[1]
     assert asked_in(3) == epochs[0][2]
-    assert asked_in(3, settings("--prompts-per-step=4", "--seed=1")) != epochs[0][2]
+    assert asked_in(3, "--seed=1") != epochs[0][2]
 
 
-ENVIRONMENT = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+def test_random_numbers_follow_from_seed_step_and_prompt():
+    def seeds(step, *flags):
+        s = settings("--prompts-per-step=4", *flags)
+        return [g.initial_seed() for g in train.problems_of_step(list(range(8)), step, s)[1]]
+
+    assert len(set(seeds(1) + seeds(2) + seeds(1, "--seed=1"))) == 12
+    assert seeds(2) == seeds(2)
 
 
-def run_program(*flags, ok=True):
-    done = subprocess.run([sys.executable, str(ROOT / "train.py"), *map(str, flags)], capture_output=True, text=True,
-                          env=ENVIRONMENT)
-    assert not ok or done.returncode == 0, done.stderr
-    return done
+def test_text_from_data_stays_text():
+    """A special token in a question must not end the user's turn."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    question = "Anna <|end|> <|assistant|> has 9"
+    for problem in ({"question": question},
+                    {"messages": [{"role": "user", "content": question}]}):
+        ids = tokenizer(train.chat_prompt(tokenizer, problem, ""), add_special_tokens=False)
+        special = [tokenizer.convert_ids_to_tokens(i) for i in ids.input_ids
+                   if i in tokenizer.all_special_ids and i != tokenizer.unk_token_id]
+        assert special == ["<|user|>", "<|assistant|>"]
 
 
-SMALL = ("--steps=3", "--prompts-per-step=4", "--group-size=4", "--eval-limit=8", "--eval-every=2", "--warmup-steps=2")
+def test_a_template_that_refuses_a_system_message_gets_it_in_the_first_turn():
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+        "[{{ m.content }}]{% endfor %}")
+    problem = {"messages": [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]}
+    assert train.chat_prompt(tokenizer, problem, "system") == "[system\n\none][two]"
 
+
+def test_the_bar_shows_trouble_first_and_an_answer_after_an_evaluation():
+    written = []
+    bar = SimpleNamespace(set_postfix_str=written.append, update=lambda: written.append("update"),
+                          write=written.append)
+    metrics = {"step": 4, "reward_mean": 1.25, "accuracy": 0.5, "response_length_mean": 12.4,
+               "approx_kl": 0.0123}
+    run = train.Run()
+    run.after = ["an\nanswer"]
+    train.show(bar, metrics, run, [{"question": "why ?"}])
+    assert written == ["reward 1.25, acc 0.50, len 12, KL 0.012", "update"]
+    run.skipped = 3
+    train.show(bar, {**metrics, "eval_accuracy": 0.5}, run, [{"question": "why ?"}])
+    assert written[2].startswith("3 SKIPPED, reward")
+    assert written[4] == "step 4, held out: why ? -> an answer"
+
+
+# --------------------------------------------------------------------------------------------------
+# Weights
+
+def moved(before, after):
+    """The share of the weights that are not what they were."""
+    changed = sum(int((a != b).sum()) for a, b in zip(before, after))
+    return changed / sum(b.numel() for b in before)
+
+
+def test_masters_move_where_bfloat16_weights_stand_still():
+    """lr 1e-6: AdamW on bare bfloat16 moves hardly a weight, on float32 masters nearly all."""
+    p = parts("--lr=1e-6", "--kl-coef=0", dtype=torch.bfloat16)
+    p.reference = None
+    masters = p.optimizer.param_groups[0]["params"]
+    before = [m.detach().clone() for m in masters]
+    step(p)
+    assert all(m.dtype == torch.float32 for m in masters)
+    assert moved(before, masters) > 0.85                  # unused words have no gradient
+    assert all(torch.equal(w, m.bfloat16()) for w, m in zip(p.policy.parameters(), masters))
+
+    p.policy = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.bfloat16).eval()
+    before = [weight.detach().clone() for weight in p.policy.parameters()]
+    step(p, torch.optim.AdamW(p.policy.parameters(), 1e-6, weight_decay=0.0))
+    assert moved(before, list(p.policy.parameters())) < 0.05
+
+
+def test_masters_of_float32_weights_are_the_weights():
+    p = parts()
+    masters = p.optimizer.param_groups[0]["params"]
+    assert all(weight is master for weight, master in zip(p.policy.parameters(), masters))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_optimizer_is_adamw_without_weight_decay(dtype):
+    """The first step of AdamW moves every weight that has a gradient by lr, against its sign."""
+    p = parts("--lr=0.002", dtype=dtype)
+    masters = p.optimizer.param_groups[0]["params"]
+    before = [master.detach().clone() for master in masters]
+    for weight in p.policy.parameters():
+        weight.grad = torch.ones(weight.shape)
+    p.optimizer.step()
+    for master, was in zip(masters, before):
+        assert torch.allclose(was - master, torch.full_like(was, 0.002), atol=1e-6)
+
+
+def test_masters_gather_the_gradient_of_all_micro_batches():
+    """bfloat16 gradients are added up in float32, and are those of the bfloat16 model."""
+    p = parts("--max-grad-norm=1e9", "--kl-coef=0", dtype=torch.bfloat16)
+    rollout = rollout_of(p)
+    masters = p.optimizer.param_groups[0]["params"]
+    found = []
+    p.optimizer.register_step_pre_hook(
+        lambda *_: found.append(torch.cat([m.grad.flatten() for m in masters])))
+    weights = [weight.detach().clone() for weight in p.policy.parameters()]
+    for budget in (10**6, 1):
+        p.settings.micro_batch_tokens = budget
+        p.optimizer.param_groups[0]["lr"] = 0.0
+        train.update(p.policy, p.optimizer, rollout, group_advantages(REWARDS, 4), p.settings)
+    assert all(torch.equal(a, b) for a, b in zip(weights, p.policy.parameters()))
+    assert (found[0] - found[1]).norm() < 0.02 * found[0].norm()
+
+
+def test_dropout_is_off_whatever_the_configuration_says():
+    config = Qwen2Config(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+                         num_attention_heads=4, num_key_value_heads=2, attention_dropout=0.3)
+    model = Qwen2ForCausalLM(config)
+    model.extra = torch.nn.Dropout(0.2)
+    train.switch_off_dropout(model)
+    assert model.extra.p == 0 and model.config.attention_dropout == 0
+    assert all(getattr(module, "attention_dropout", 0) == 0 for module in model.modules())
+
+
+# --------------------------------------------------------------------------------------------------
+# A run, its files and what it prints
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "run"
-    return folder, run_program(*SMALL, f"--output={folder}")
+    out = io.StringIO()
+    err = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        trains(*SMALL, f"--output={folder}")
+    return SimpleNamespace(folder=folder, out=out.getvalue(), err=err.getvalue())
 
 
 def test_a_run_leaves_the_files_of_the_contract(finished_run):
-    folder, done = finished_run
+    folder = finished_run.folder
     assert sorted(p.name for p in folder.iterdir() if not p.name.startswith(".")) == [
         "checkpoint", "config.json", "final", "metrics.jsonl", "samples.jsonl"]
     metrics = metrics_of(folder)
     assert [m["step"] for m in metrics] == [0, 1, 2, 3]
     assert all(key in m for m in metrics[1:] for key in KEYS)
     assert [m["step"] for m in metrics if "eval_accuracy" in m] == [0, 2, 3]
-    assert [m["lr"] for m in metrics[1:]] == pytest.approx([1.5e-4, 3e-4, 3e-4])         # warm-up of two steps
     config = json.loads((folder / "config.json").read_text())
-    assert config["settings"]["lr"] == 3e-4 and config["recipe"]["lr"] == 3e-4           # taken from recipe.json
-    assert config["settings"]["steps"] == 3 and config["recipe"]["steps"] != 3           # the command line won
-    sample = json.loads((folder / "samples.jsonl").read_text().splitlines()[0])
-    assert len(sample["responses"]) == len(sample["rewards"]) == len(sample["advantages"]) == 4
-    for word in ("before", "after", "truth", "held-out accuracy", "recipe.json", str(folder)):
-        assert word in done.stdout
-    for word in ("reward", "accuracy", "length", "KL", "flat groups"):
-        assert word in done.stderr                       # the bar
+    assert config["settings"]["lr"] == config["recipe"]["lr"] == 3e-4     # of recipe.json
+    assert config["settings"]["steps"] == 3 and config["recipe"]["steps"] != 3
+    samples = lines_of(folder / "samples.jsonl")
+    assert [record["step"] for record in samples] == [1, 1, 2, 2, 3, 3]
+    for record in samples:
+        assert "<|user|>" in record["prompt"]
+        assert len(record["responses"]) == len(record["rewards"]) == 4
+        advantages = group_advantages(torch.tensor(record["rewards"]), 4)
+        assert record["advantages"] == pytest.approx(advantages.tolist(), abs=1e-6)
+
+
+def test_samples_are_the_first_groups_as_they_were_scored(monkeypatch):
+    run = train.Run()
+    written = []
+    monkeypatch.setattr(run, "append", lambda name, records: written.append((name, records)))
+    rollout = SimpleNamespace(responses=list("abcdef"))
+    run.log_samples(7, ["p", "q", "r"], rollout, torch.arange(6.0), -torch.arange(6.0))
+    (name, records), = written
+    assert name == "samples.jsonl"
+    assert records == [
+        {"step": 7, "prompt": "p", "responses": ["a", "b"], "rewards": [0, 1],
+         "advantages": [0, -1]},
+        {"step": 7, "prompt": "q", "responses": ["c", "d"], "rewards": [2, 3],
+         "advantages": [-2, -3]}]
+
+
+def test_a_run_says_what_it_does(finished_run):
+    for word in ("before", "after", "truth", "held-out accuracy", "recipe.json: ", "--lr=0.0003",
+                 "--steps=3", "0.08M parameters", "2000 problems", "8 held out", "from step 0",
+                 str(finished_run.folder)):
+        assert word in finished_run.out
+    for word in ("GRPO 3/3", "reward", "acc", "len", "KL"):
+        assert word in finished_run.err                   # the bar
+
+
+def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
+    run = train.Run(tmp_path)
+    run.append("metrics.jsonl", [{"step": 0, "eval_accuracy": 0.25}, {"step": 1},
+                                 {"step": 2, "eval_accuracy": 0.5}])
+    problems = [{"question": f"question {x}", "answer": x} for x in "123"]
+    run.before = ["\\boxed{1}", "\\boxed{9}", "\\boxed{9}"]
+    run.after = ["\\boxed{1}", "\\boxed{8}", "\\boxed{3}"]
+    train.print_story(run, problems)
+    out = capsys.readouterr().out
+    assert "question  question 3\nbefore    \\boxed{9}\nafter     \\boxed{3}\ntruth     3" in out
+    assert "step:greedy  0:0.250 2:0.500\n" in out
 
 
 def test_final_opens_and_is_the_trained_policy(finished_run):
-    folder, _ = finished_run
-    final = AutoModelForCausalLM.from_pretrained(folder / "final").eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder / "final")
-    policy, _, optimizer, _, prompts, _, _ = parts()
-    run = train.Run(folder)
-    run.load_checkpoint(policy, optimizer)               # the checkpoint's weights: those of the last step
+    final = AutoModelForCausalLM.from_pretrained(finished_run.folder / "final").eval()
+    assert AutoTokenizer.from_pretrained(finished_run.folder / "final").chat_template
+    p = parts()
+    run = train.Run(finished_run.folder)
+    run.load_checkpoint(p.policy, p.optimizer)            # the weights of the last step
     assert run.step == 3
-    rollout = sample_groups(final, tokenizer, prompts, 4, 40, generator=seeded())
-    with torch.no_grad():
-        a, b = (token_logprobs(m, rollout.input_ids, rollout.labels) for m in (final, policy))
-    assert torch.equal(a, b)
-    start = AutoModelForCausalLM.from_pretrained(train.TINY).state_dict()
-    assert any(not torch.equal(start[name], value) for name, value in final.state_dict().items())
+    trained = p.policy.state_dict()
+    assert all(torch.equal(value, trained[name]) for name, value in final.state_dict().items())
+    start = AutoModelForCausalLM.from_pretrained(TINY).state_dict()
+    assert any(not torch.equal(start[name], value) for name, value in trained.items())
 
 
-def test_eval_only_prints_the_figures(finished_run):
-    out = run_program("--eval-only", "--eval-limit=8", "--group-size=4").stdout
-    assert "greedy accuracy" in out and "pass@1" in out and "maj@4" in out
+def test_final_brings_its_recipe_along(finished_run):
+    """The flags of the run, and none that a recipe may not set."""
+    s, recipe = train.parse([f"--model={finished_run.folder / 'final'}"])
+    assert (s.steps, s.prompts_per_step, s.lr, s.kl_coef) == (3, 4, 3e-4, 0.02)
+    assert s.data == str(TINY / "train.jsonl")
+    assert recipe.keys() <= set(train.RECIPE)
+
+
+def test_eval_only_prints_the_figures(capsys, monkeypatch):
+    monkeypatch.chdir("/")
+    trains("--eval-only", "--eval-limit=8", "--group-size=4", "--max-new-tokens=16")
+    out = capsys.readouterr().out
+    greedy, sampled, *_ = [line for line in out.splitlines() if "accuracy" in line or "sampled" in
+                           line]
+    s = settings("--group-size=4", "--max-new-tokens=16")
+    p = parts()
+    problems = load_problems(s.eval_data)[:8]
+    figures, responses = train.evaluate(p.policy, p.tokenizer, problems, s)
+    assert f"{figures['eval_accuracy']:.4f}" in greedy
+    figures, responses = train.evaluate(p.policy, p.tokenizer, problems, s, 4, 1.0, 0)
+    assert f"{figures['eval_accuracy']:.4f}" in sampled and "4 samples per problem" in sampled
+    right = train.score_responses(responses, [q["answer"] for q in problems], 4).view(8, 4) == 1.5
+    assert f"pass@4   {float(right.any(dim=1).float().mean()):.4f}" in out
+    assert f"pass@1   {float(right.float().mean()):.4f}" in out
+    for k in (1, 2, 4):
+        assert f"pass@{k} " in out and f"maj@{k} " in out
 
 
 def test_same_seed_same_run_other_seed_other_run(finished_run, tmp_path):
-    run_program(*SMALL, f"--output={tmp_path / 'same'}")
-    run_program(*SMALL, f"--output={tmp_path / 'other'}", "--seed=1")
-    assert curve(tmp_path / "same") == curve(finished_run[0])
-    assert curve(tmp_path / "other") != curve(finished_run[0])
+    trains(*SMALL, f"--output={tmp_path / 'same'}")
+    trains(*SMALL, f"--output={tmp_path / 'other'}", "--seed=1")
+    assert curve(tmp_path / "same") == curve(finished_run.folder)
+    assert curve(tmp_path / "other")[1] != curve(finished_run.folder)[1]
 
 
 def test_no_reference_without_kl(tmp_path):
-    run_program(*SMALL, "--kl-coef=0", f"--output={tmp_path / 'run'}")
+    trains(*SMALL, "--kl-coef=0", f"--output={tmp_path / 'run'}")
     assert all(m["approx_kl"] is None for m in metrics_of(tmp_path / "run")[1:])
 
 
 def test_a_reward_of_ones_own(tmp_path):
     (tmp_path / "my.py").write_text(
         "def shorter(prompts, completions, answer, question, **columns):\n"
-        "    assert len(prompts) == len(completions) == len(answer) == len(question) in (4, 16)\n"
+        "    n = len(prompts)\n"
+        "    assert n == len(completions) == len(answer) == len(question) and n in (8, 16)\n"
         "    assert all(q in p for p, q in zip(prompts, question))\n"
         "    return [-float(len(c)) for c in completions]\n")
-    run_program(*SMALL, f"--reward={tmp_path / 'my.py'}:shorter", f"--output={tmp_path / 'run'}")
-    sample = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
-    assert sample["rewards"] == [-len(r) for r in sample["responses"]]
+    trains(*SMALL, f"--reward={tmp_path / 'my.py'}:shorter", f"--output={tmp_path / 'run'}")
+    samples = lines_of(tmp_path / "run" / "samples.jsonl")
+    assert all(record["rewards"] == [-len(response) for response in record["responses"]]
+               for record in samples)
+    metrics = metrics_of(tmp_path / "run")
+    assert metrics[0]["eval_reward"] < 0 and metrics[1]["reward_mean"] < 0
 
 
-# ----- real input -------------------------------------------------------------------------------------------
+def test_a_tenth_of_the_users_own_data_is_held_out(capsys, tmp_path):
+    lines = (TINY / "train.jsonl").read_text().splitlines(keepends=True)[:40]
+    (tmp_path / "mine.jsonl").write_text("".join(lines))
+    trains(*SMALL, f"--data={tmp_path / 'mine.jsonl'}", f"--output={tmp_path / 'run'}")
+    out = capsys.readouterr().out
+    assert "4 of " in out and "mine.jsonl are held out" in out
+    assert "36 problems, 4 held out" in out
 
 
-@pytest.mark.skipif(not (SHARED / "models" / "qwen2.5-tokenizer").is_dir(), reason="the real tokenizer is not here")
+def test_prompts_that_are_too_long_are_left_out_if_that_is_wished(capsys):
+    p = parts("--max-prompt-tokens=20", "--max-new-tokens=30")
+    problems = [{"question": "Anna " * n, "answer": "1"} for n in (5, 90, 10)]
+    kept = train.fitting("--data", problems, p.tokenizer, p.policy, p.settings)
+    assert kept == [problems[0], problems[2]]
+    out = capsys.readouterr().out
+    assert "--data: 1 of 3 prompts are longer than --max-prompt-tokens 20" in out
+    with pytest.raises(train.BadInput, match="no prompt has --max-prompt-tokens 3 or fewer"):
+        train.fitting("--data", problems, p.tokenizer, p.policy,
+                      with_settings(p, max_prompt_tokens=3))
+    # 128 positions: a prompt of 94 tokens leaves no room for 40
+    with pytest.raises(train.BadInput, match="prompt of problem 2 has 9. tokens"):
+        train.fitting("--data", problems, p.tokenizer, p.policy,
+                      with_settings(p, max_prompt_tokens=0, max_new_tokens=40))
+    train.fitting("--data", problems, p.tokenizer, p.policy, with_settings(p, max_prompt_tokens=0))
+
+
+def test_the_program_from_the_shell(tmp_path):
+    done = run_script("train.py", *SMALL, "--steps=1", f"--output={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path / "run") in done.stdout
+    done = run_script("train.py", "--help")
+    assert done.returncode == 0 and "--kl-coef" in done.stdout and done.stderr == ""
+
+
+@pytest.mark.skipif(not (SHARED / "models" / "qwen2.5-tokenizer").is_dir(),
+                    reason="the real tokenizer is not here")
 def test_a_qwen2_of_random_weights_trains_on_gsm8k(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(SHARED / "models" / "qwen2.5-tokenizer")
     torch.manual_seed(0)
     Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=151936, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)).save_pretrained(tmp_path / "model")
+        vocab_size=151936, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=1024,
+        tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id)).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     data = SHARED / "data" / "gsm8k"
-    run_program(f"--model={tmp_path / 'model'}", f"--data={data / 'train.jsonl'}", f"--eval-data={data / 'test.jsonl'}",
-                "--steps=1", "--prompts-per-step=2", "--group-size=2", "--max-new-tokens=8", "--eval-limit=2",
-                f"--output={tmp_path / 'run'}")
-    sample = json.loads((tmp_path / "run" / "samples.jsonl").read_text().splitlines()[0])
-    assert "<|im_start|>user" in sample["prompt"] and "\\boxed{}" in sample["prompt"]
-    assert sample["prompt"].endswith("<|im_start|>assistant\n")
+    trains(f"--model={tmp_path / 'model'}", f"--data={data / 'train.jsonl'}",
+           f"--eval-data={data / 'test.jsonl'}", "--steps=1", "--prompts-per-step=2",
+           "--group-size=2", "--max-new-tokens=8", "--eval-limit=2", f"--output={tmp_path / 'run'}")
+    prompt = lines_of(tmp_path / "run" / "samples.jsonl")[0]["prompt"]
+    assert "<|im_start|>user" in prompt and "\\boxed{}" in prompt
+    assert prompt.endswith("<|im_start|>assistant\n")
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
 
 
-# ----- flags and bad input ----------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Settings
 
-
-def bad(capsys, *flags):
-    """train.py on these flags: exit status 2 and one line on standard error, which is returned."""
-    assert train.main(list(map(str, flags))) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("train.py: ") and err.count("\n") == 1 and "Traceback" not in err
-    return err
-
-
-@pytest.mark.parametrize("flags, words", [
-    (["--lr=0"], "--lr 0.0: must be above 0"),
-    (["--lr=nan"], "--lr nan: not a finite number"),
-    (["--group-size=1"], "--group-size 1: must be at least 2"),
-    (["--steps=0"], "--steps 0"),
-    (["--temperature=0"], "--temperature 0.0"),
-    (["--clip-eps=1.5"], "--clip-eps 1.5: must be at most 1"),
-    (["--kl-coef=-1"], "--kl-coef -1.0"),
-    (["--kl-estimator=k4"], "--kl-estimator"),
-    (["--steps=many"], "--steps"),
-    (["--nonsense=1"], "--nonsense"),
-    (["--device=abacus"], "--device abacus"),
-    (["--data=nowhere.jsonl"], "--data: nowhere.jsonl"),
-    (["--eval-data=nowhere.jsonl"], "--eval-data: nowhere.jsonl"),
-    (["--model=./no/such/folder"], "--model ./no/such/folder"),
-    (["--reward=nowhere.py:f"], "--reward nowhere.py:f"),
-    (["--prompts-per-step=100000"], "--prompts-per-step 100000"),
-    (["--max-new-tokens=100000"], "--max-new-tokens 100000"),
-    (["--resume"], "--resume: needs --output"),
-])
-def test_bad_flags(capsys, monkeypatch, tmp_path, flags, words):
-    monkeypatch.chdir(tmp_path)
-    assert words in bad(capsys, *flags)
-    assert list(tmp_path.iterdir()) == []                # nothing half made is left behind
-
-
-@pytest.mark.parametrize("recipe, words", [
-    ('{"lr": "fast"}', "--lr"), ('{"lr": -1}', "--lr -1.0"), ('{"nonsense": 1}', "--nonsense"),
-    ("[1]", "not an object"),
-    ('{"lr": ', "recipe.json"),
-])
-def test_bad_recipe(capsys, tmp_path, recipe, words):
-    (tmp_path / "recipe.json").write_text(recipe)
-    message = bad(capsys, f"--model={tmp_path}")
-    assert words in message and "recipe.json" in message
-
-
-def test_recipe_yields_to_the_command_line(tmp_path):
+def test_the_command_line_wins_over_the_recipe(tmp_path):
     (tmp_path / "d.jsonl").write_text("")
-    (tmp_path / "recipe.json").write_text('{"lr": 0.5, "scale-by-std": false, "data": "d.jsonl", "kl_coef": 0}')
+    (tmp_path / "recipe.json").write_text(json.dumps(
+        {"lr": 0.5, "scale-by-std": False, "data": "d.jsonl", "kl_coef": 0}))
     s, recipe = train.parse([f"--model={tmp_path}", "--kl-coef=0.3"])
     assert (s.lr, s.scale_by_std, s.kl_coef) == (0.5, False, 0.3)
-    assert s.data == str(tmp_path / "d.jsonl") and recipe["kl-coef"] == 0
+    assert s.data == str(tmp_path / "d.jsonl") and recipe["kl_coef"] == 0
 
 
-# ----- memory -----------------------------------------------------------------------------------------------
+def test_held_out_problems_of_the_recipe_do_not_judge_another_data_set(tmp_path):
+    (tmp_path / "d.jsonl").write_text("")
+    assert train.parse([])[0].eval_data == str(TINY / "test.jsonl")
+    assert train.parse([f"--data={tmp_path / 'd.jsonl'}"])[0].eval_data == ""
 
 
-def test_checkpointed_layers_change_no_gradient():
-    policy, reference, _, tokenizer, prompts, truths, s = parts("--max-grad-norm=1e9")
-    rollout = sample_groups(policy, tokenizer, prompts, 4, 40, generator=seeded())
-    found, counts = [], []
-    for on in (False, True):
-        model, calls = copy.deepcopy(policy), []
-        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        old, ref = torch.zeros_like(rollout.logprobs), torch.zeros_like(rollout.logprobs)
-        with train.layers_checkpointed(model, on):
-            train.update(s, model, reference, torch.optim.SGD(model.parameters(), lr=0.0), rollout,
-                         torch.tensor([1.0, -1.0] * 4), old, ref, True)
-        found.append(gradient(model))
-        counts.append(len(calls))
-        assert not any(module.training for module in model.modules())
-    assert counts[1] == counts[0] + len(list(train.micro_batches(rollout, s.micro_batch_tokens, True)))  # it runs again
-    assert (found[0] - found[1]).norm() <= 1e-6 * found[0].norm()
+def test_a_flag_has_two_spellings_and_a_list_several_values():
+    s, _ = train.parse(["--kl_coef=0.5", "--reward", "a.py:f", "b.py:g", "--reward", "c.py:h",
+                        "--reward-weights", "1", "0.5", "-2"])
+    assert s.kl_coef == 0.5
+    assert s.reward == ["a.py:f", "b.py:g", "c.py:h"] and s.reward_weights == [1, 0.5, -2]
+
+
+@pytest.mark.parametrize("flags, value", [
+    ([], "auto"), (["--offload"], True), (["--offload=no"], False), (["--no-offload"], False),
+    (["--offload=TRUE"], True), (["--offload=auto"], "auto"),
+])
+def test_a_switch_is_on_off_or_left_to_the_program(flags, value):
+    found = train.parse(flags)[0].offload
+    assert found == value and type(found) is type(value)
+
+
+def test_paths_are_absolute_so_that_a_resumed_run_finds_them(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name in ("d.jsonl", "e.jsonl", "r.py"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "m").mkdir()
+    s, _ = train.parse(["--model=m", "--data=d.jsonl", "--eval-data=e.jsonl", "--reward=r.py:f"])
+    assert (s.model, s.data, s.eval_data) == tuple(
+        str(tmp_path / name) for name in ("m", "d.jsonl", "e.jsonl"))
+    assert s.reward == [f"{tmp_path / 'r.py'}:f"]
+    assert train.parse(["--model=Qwen/Qwen2.5-0.5B", "--data=gsm8k"])[0].data == "gsm8k"
+
+
+def test_settings_come_back_from_the_flags_that_they_are_written_as():
+    s, _ = train.parse(["--reward", "a.py:f", "b.py:g", "--no-scale-by-std", "--system-prompt=",
+                        "--clip-eps-high=0.3", "--offload", "--micro-batch-tokens=99"])
+    values = train.dataclasses.asdict(s)
+    given = {name: value for name, value in values.items() if value is not None}
+    assert train.given_flags(train.as_flags(values)) == given
+
+
+def test_threads_are_set_and_kept_with_the_run():
+    before = torch.get_num_threads()
+    try:
+        assert train.set_threads(settings("--threads=2")).threads == 2
+        assert torch.get_num_threads() == 2
+        assert train.set_threads(settings("--threads=0")).threads == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+# --------------------------------------------------------------------------------------------------
+# Memory
+
+def test_checkpointed_layers_run_again_and_change_no_gradient():
+    p = parts("--max-grad-norm=1e9", "--micro-batch-tokens=10000", "--kl-coef=0")
+    rollout = rollout_of(p)
+    calls = []
+
+    def counted_update(checkpointing):
+        calls.clear()
+        s = with_settings(p, gradient_checkpointing=checkpointing)
+        train.update(p.policy, still(p.policy), rollout, group_advantages(REWARDS, 4), s)
+        assert not any(module.training for module in p.policy.modules())
+        return len(calls), gradient(p.policy)
+
+    counted_update(False)                                 # [D] looks at the model once
+    p.policy.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    once, expected = counted_update(False)
+    twice, found = counted_update(True)
+    assert (once, twice) == (1, 2)
+    assert (found - expected).norm() <= 1e-6 * expected.norm()
+
+
+def auto_settings(*flags):
+    return train.parse([f"--model={TINY}", *flags, "--gradient-checkpointing=auto",
+                        "--micro-batch-tokens=auto"])[0]
+
+
+def chosen_memory(s, device, free=None):
+    planned, why = train.fastest_that_fits(s, device, torch.bfloat16, free)
+    return (planned.offload, planned.gradient_checkpointing, planned.micro_batch_tokens), why
+
+
+def test_auto_is_the_fastest_that_fits():
+    s = auto_settings("--group-size=4", "--max-new-tokens=64")
+    group = 256 + 4 * 64
+    assert chosen_memory(s, "cpu") == ((False, False, 1024), None)
+    assert chosen_memory(s, "mps") == ((False, True, 8192), None)
+    choice, why = chosen_memory(s, "cuda", 1e12)
+    assert choice == (False, False, 2 * group)
+    assert "of 1000.0 free: masters on the GPU, no checkpointing" in why
+    choice, why = chosen_memory(s, "cuda", 1.0)
+    assert choice == (True, True, 1024) and "host memory, checkpointing" in why
+
+
+def test_auto_takes_the_first_choice_that_fits(monkeypatch):
+    """With made-up counts: from fast to lean, each as soon as it fits into 90%."""
+    s = auto_settings("--group-size=4", "--max-new-tokens=64")
+    group = 256 + 4 * 64
+    choices = [(False, False, 2 * group), (False, False, group), (False, True, 2 * group),
+               (False, True, group), (True, True, 2 * group), (True, True, group),
+               (True, True, group // 2), (True, True, group // 4), (True, True, 1024)]
+
+    def count(planned, model, device, dtype):
+        choice = (planned.offload, planned.gradient_checkpointing, planned.micro_batch_tokens)
+        size = 1000 - 100 * choices.index(choice)
+        return [("always", "", 0.1 * size, False), ("rollout", "", 0.8 * size, False),
+                ("update", "", 0.9 * size, False), ("always", "", 1e12, True)]
+
+    monkeypatch.setattr(train, "count_memory", count)
+    for i, choice in enumerate(choices):
+        assert chosen_memory(s, "cuda", (1000 - 100 * i) / 0.9 + 1)[0] == choice
+    assert chosen_memory(s, "cuda", 1.0)[0] == choices[-1]
+
+
+def test_what_the_user_has_chosen_stays():
+    s = settings("--micro-batch-tokens=99", "--gradient-checkpointing", "--no-offload")
+    for device, free in (("cpu", None), ("mps", None), ("cuda", 1.0), ("cuda", 1e12)):
+        assert chosen_memory(s, device, free)[0] == (False, True, 99)
 
 
 def test_dry_run_counts_from_the_configuration_alone(capsys, tmp_path):
-    config = json.loads((train.TINY / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config))                # no weights, no tokenizer
-    assert train.main([f"--model={tmp_path}", "--dry-run", "--device=cuda"]) == 0
+    config = json.loads((TINY / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))     # no weights, no tokenizer
+    trains(f"--model={tmp_path}", "--dry-run", "--device=cuda")
     out = capsys.readouterr().out
-    n = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(train.TINY).parameters())
+    n = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(TINY).parameters())
     assert f"{n:,} weights in torch.bfloat16" in out
-    for words in ("reference", "two moments", "key/value cache", "backward", "in the rollout", "host"):
+    for words in ("reference", "two moments", "key/value cache", "backward", "in the rollout",
+                  "host", "of 24.0 free", "of 141.0 free"):
         assert words in out
-    big = json.dumps({**config, "hidden_size": 1024, "intermediate_size": 4096})
-    (tmp_path / "config.json").write_text(big)
-    assert train.main([f"--model={tmp_path}", "--dry-run", "--device=cuda", "--kl-coef=0", "--no-offload"]) == 0
-    lines = dict(line[9:].rsplit("  ", 1) for line in capsys.readouterr().out.splitlines() if line.endswith(" GB"))
-    sizes = {name.strip(): float(size.split()[0]) for name, size in lines.items()}
+    big = {**config, "hidden_size": 1024, "intermediate_size": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(big))
+    trains(f"--model={tmp_path}", "--dry-run", "--device=cuda", "--kl-coef=0", "--no-offload")
+    rows = [line[9:].rsplit("  ", 1) for line in capsys.readouterr().out.splitlines()
+            if line.endswith(" GB")]
+    sizes = {name.strip(): float(size.split()[0]) for name, size in rows}
+    policy = sizes["policy, weights that compute"]
     assert sizes["reference, frozen"] == 0
-    assert sizes["AdamW's two moments, float32"] == pytest.approx(4 * sizes["policy, weights that compute"], abs=2e-3)
-    assert train.main([f"--model={tmp_path / 'none'}", "--dry-run"]) == 2
-    assert train.main([f"--model={tmp_path}", "--dry-run", "--device=abacus"]) == 2
-    assert all(line.startswith("train.py: --") for line in capsys.readouterr().err.splitlines())
+    assert sizes["float32 masters"] == pytest.approx(2 * policy, abs=2e-3)
+    assert sizes["AdamW's two moments, float32"] == pytest.approx(4 * policy, abs=2e-3)
+    assert sizes["gradients, float32"] == pytest.approx(2 * policy, abs=2e-3)
 
 
-def test_activations_are_those_a_real_pass_keeps():
+def test_count_of_the_key_value_cache():
+    s = settings("--prompts-per-step=3", "--group-size=4", "--max-new-tokens=44")
+    model = train.model_without_storage(s, torch.bfloat16)
+    lines = train.count_memory(s, model, "cuda", torch.bfloat16)
+    sizes = {what: (when, size) for when, what, size, _ in lines}
+    # keys and values of 12 rows, 300 positions, 2 layers, 2 heads of 16, in bfloat16
+    assert sizes["key/value cache"] == ("rollout", 2 * 12 * 300 * 2 * 2 * 16 * 2)
+    both = train.held(lines, "rollout"), train.held(lines, "update")
+    for phase, total in zip(("rollout", "update"), both):
+        parts = [size for when, _, size, host in lines if when in ("always", phase) and not host]
+        assert total == pytest.approx(sum(parts) / 1e9)
+
+
+def test_activations_are_those_a_real_pass_keeps(monkeypatch):
     """The count on the meta device against the saved tensors of a pass with storage."""
+    monkeypatch.setattr(train, "GROUPED_PROMPT", 24)
     s = settings("--micro-batch-tokens=200", "--max-new-tokens=20")
-    model = AutoModelForCausalLM.from_pretrained(train.TINY)
+    model = AutoModelForCausalLM.from_pretrained(TINY)
     with torch.device("meta"):
         meta = AutoModelForCausalLM.from_config(model.config)
-    kept, groups = {}, [[24] + [20] * 8]
     model.set_attn_implementation("grouped")
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
 
     def pack(tensor):
-        if tensor.untyped_storage().data_ptr() not in {p.untyped_storage().data_ptr() for p in model.parameters()}:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
         return tensor
+
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        ids = torch.zeros(1, 184, dtype=torch.long)
-        hidden = model.base_model(input_ids=ids, position_ids=ids, use_cache=False, groups=groups,
-                                  attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool)).last_hidden_state
-    assert train.activations(meta.eval(), s, 24, False) == pytest.approx(sum(kept.values()) + hidden.nbytes, rel=0.1)
+        ids = torch.zeros(1, 24 + 8 * 20, dtype=torch.long)
+        hidden = model.base_model(
+            input_ids=ids, position_ids=ids, use_cache=False, groups=[[24] + [20] * 8],
+            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool)).last_hidden_state
+    counted = train.activations(meta.eval(), s, False)
+    assert counted == pytest.approx(sum(kept.values()) + hidden.nbytes, rel=0.1)
+    assert train.activations(meta.eval(), s, True) < 0.5 * counted
