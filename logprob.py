@@ -136,9 +136,9 @@ class LeanHead(torch.autograd.Function):
             lse[rows] = logits.logsumexp(dim=-1)
             logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - lse[rows]
             if with_entropy:
-                # H = -sum of p log p = lse - sum of p * logit
-                p = (logits - lse[rows, None]).exp_()
-                entropy[rows] = lse[rows] - torch.linalg.vecdot(p, logits)
+                # H = -sum of p log p; not lse - sum of p * logit, whose digits cancel where T is low
+                logits.sub_(lse[rows, None])
+                entropy[rows] = -torch.linalg.vecdot(logits.exp(), logits)
         ctx.save_for_backward(hidden, weight, targets, lse)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropy)

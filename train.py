@@ -1558,6 +1558,11 @@ def shard(whole, settings, dtype):
     model.tie_weights()
     fully_shard(model, mp_policy=policy)
     fill(model, whole)
+    # Which forms of [D] it takes was tried on the whole model.
+    forms = gathered_objects(whole and logprob.forms_of(whole))[0]
+    logprob.FORMS[model] = forms
+    if not forms["grouped rows"]:
+        model.set_attn_implementation("grouped")
     # [D] enters below the model's own forward, and FSDP gathers only where it knows the door.
     model.token_logprobs = MethodType(token_logprobs, model)
     register_fsdp_forward_method(model, "token_logprobs")
