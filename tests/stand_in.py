@@ -30,7 +30,7 @@ import torch.nn.attention.varlen  # registers torch.ops.torch_attn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 CUDA = torch.device("cuda:0")
 HALF = (torch.float16, torch.bfloat16)
@@ -77,8 +77,15 @@ def on_gpu(tensor):
     return place(tensor) == "gpu"
 
 
-def tensors_in(tree):
-    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+def tensors_in(*values):
+    """The tensors among the arguments or results of an operation, and in lists of them."""
+    found = []
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found += tensors_in(*value)
+    return found
 
 
 def is_cuda(device):
@@ -125,12 +132,13 @@ class Gpu:
         name = func._schema.name.removeprefix("aten::")
         if name == "record_stream":
             return None
-        tensors = tensors_in((args, kwargs))
+        tensors = tensors_in(args, *kwargs.values())
         where = self.destination(name, tensors, args, kwargs)
         if where != "gpu" and not any(map(on_gpu, tensors)):
             out = func(*args, **kwargs)
             if where != "host":
-                tree_map(lambda x: put(x, where) if isinstance(x, torch.Tensor) else x, out)
+                for x in tensors_in(out):
+                    put(x, where)
             return out
 
         landing = self.check(func, name, tensors, where, args, kwargs)
@@ -177,7 +185,7 @@ class Gpu:
                 self.wait(name)
             return where != "gpu" and not blocking
 
-        indices = [x for x in tree_leaves(args[1]) if x is not None] if name in INDEXING else []
+        indices = tensors_in(args[1]) if name in INDEXING else []
         masks = any(x.dtype in (torch.bool, torch.uint8) for x in indices)
         if masks and "put" in name and args[2].numel() == 1:
             masks = False                                # x[mask] = number is a masked_fill
@@ -251,7 +259,7 @@ class Graph:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self.before += [(same_memory(x), x.clone()) for x in tensors_in(given.get(argument.name))]
         out = func(*args, **kwargs)
-        fresh = fresh_in(out, tensors_in((args, kwargs)))
+        fresh = fresh_in(out, tensors_in(args, *kwargs.values()))
         if fresh or func._schema.is_mutable:
             self.tape.append((func, tree_map(same_memory, args), tree_map(same_memory, kwargs), fresh))
         return out
@@ -266,7 +274,7 @@ class Graph:
                             spoil(x)
             for func, args, kwargs, fresh in self.tape:
                 out = func(*args, **kwargs)
-                for x, new in zip(fresh, fresh_in(out, tensors_in((args, kwargs)))):
+                for x, new in zip(fresh, fresh_in(out, tensors_in(args, *kwargs.values()))):
                     x.copy_(new)
 
 
@@ -393,7 +401,7 @@ class Requests(TorchFunctionMode):
         if func in ANSWERS and args and isinstance(args[0], torch.Tensor) and (
                 on_gpu(args[0]) or func in (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.pin_memory)):
             return ANSWERS[func](gpu, *args, **kwargs)
-        with gpu.state(asked="device" in kwargs or not tensors_in((args, kwargs))):
+        with gpu.state(asked="device" in kwargs or not tensors_in(args, *kwargs.values())):
             return func(*args, **kwargs)
 
     def from_data(self, func, *args, device=None, **kwargs):
