@@ -1,7 +1,8 @@
-"""The CUDA branches keep to CUDA's rules: every stage on the stand-in device, held against the same on the CPU.
+"""The CUDA branches keep to CUDA's rules: every stage on a stand-in for the device, held against
+the same stage on the CPU.
 
-The stand-in (stand_in.py) is tried first: it has to refuse what CUDA refuses. Nothing here measures speed; kernels,
-waits and copies are counted, since those are what costs time on a GPU.
+The stand-in (stand_in.py) is tried first: it has to refuse what CUDA refuses. Nothing here measures
+speed; kernels, waits and copies are counted, since those are what costs time on a GPU.
 """
 import copy
 import json
@@ -27,7 +28,8 @@ BF16 = torch.bfloat16
 # --------------------------------------------------------------------------------------------------
 # All that this file knows of the project's names
 
-PROMPTS = ["Anna has 9 books .", "How many ?", "Anna has 9 books , loses 4 , gives 2 , gets 7 . How many ?", "8 - 4"]
+PROMPTS = ["Anna has 9 books .", "How many ?", "8 - 4",
+           "Anna has 9 books , loses 4 , gives 2 , gets 7 . How many ?"]
 LINES = (TINY / "train.jsonl").read_text(encoding="utf-8").splitlines()
 PROBLEMS = [json.loads(line) for line in LINES[:12]]
 OFFLOAD = {True: ["--offload"], False: ["--no-offload"]}
@@ -36,7 +38,8 @@ OFFLOAD = {True: ["--offload"], False: ["--no-offload"]}
 def drawn(model, tokenizer, max_new_tokens=40, temperature=1.0):
     """A rollout of 4 prompts x 4 answers, from the same random numbers every time."""
     generators = [torch.Generator().manual_seed(j) for j in range(len(PROMPTS))]
-    return sample.sample_groups(model, tokenizer, PROMPTS, 4, max_new_tokens, temperature, generators)
+    return sample.sample_groups(model, tokenizer, PROMPTS, 4, max_new_tokens, temperature,
+                                generators)
 
 
 def scored(model, ids, labels, groups):
@@ -52,16 +55,18 @@ def refused_forms(model):
 
 def trained(model, tokenizer, device, steps=3, **changes):
     """A few training steps -> the float32 masters, and the metrics of the last step."""
-    s = train.Settings(**{**dict(group_size=4, prompts_per_step=4, max_new_tokens=24, micro_batch_tokens=96, lr=1e-3,
-                                 gradient_checkpointing=True, updates_per_rollout=2, device=device), **changes})
+    s = train.Settings(**{**dict(
+        group_size=4, prompts_per_step=2, max_new_tokens=24, micro_batch_tokens=96, lr=1e-3,
+        gradient_checkpointing=True, updates_per_rollout=2, device=device), **changes})
     optimizer = train.make_optimizer(model, s)
     reference = copy.deepcopy(model).requires_grad_(False)
     for step in range(steps):
-        problems = PROBLEMS[4 * step:4 * step + 4]
+        problems = PROBLEMS[2 * step:2 * step + 2]
         prompts = [train.chat_prompt(tokenizer, problem["question"], "") for problem in problems]
         truths = [problem["answer"].split("#### ")[1] for problem in problems]
-        generators = [torch.Generator().manual_seed(10 * step + j) for j in range(4)]
-        metrics = train.train_step(model, reference, optimizer, tokenizer, prompts, truths, s, generators)
+        generators = [torch.Generator().manual_seed(10 * step + j) for j in range(2)]
+        metrics = train.train_step(model, reference, optimizer, tokenizer, prompts, truths, s,
+                                   generators)
     return optimizer.param_groups[0]["params"], metrics
 
 
@@ -78,7 +83,8 @@ def wrong_today(reason):
     return pytest.mark.xfail(strict=False, reason=reason)
 
 
-CARDS = {"float32": (torch.float32, False), "bfloat16": (BF16, False), "bfloat16 on Hopper": (BF16, True)}
+CARDS = {"float32": (torch.float32, False), "bfloat16": (BF16, False),
+         "bfloat16 on Hopper": (BF16, True)}
 cards = pytest.mark.parametrize("dtype, hopper", CARDS.values(), ids=CARDS)
 
 
@@ -132,10 +138,12 @@ def ragged_in_float32():
 
 OUTSIDE = {
     "tensors of two devices": (lambda: gpu_ones(3) + torch.ones(3), "same device"),
-    "an index of two devices": (lambda: torch.ones(3).index_select(0, gpu_ones(1, dtype=int)), "same device"),
+    "an index of two devices": (
+        lambda: torch.ones(3).index_select(0, gpu_ones(1, dtype=int)), "same device"),
     "a gradient of two devices": (gradient_on_the_host, "same device"),
     "AdamW with its step on the host": (adamw_with_its_step_on_the_host, "same device"),
-    "the host's random numbers": (lambda: torch.rand(3, device="cuda", generator=torch.Generator()), "generator"),
+    "the host's random numbers": (
+        lambda: torch.rand(3, device="cuda", generator=torch.Generator()), "generator"),
     "numpy": (lambda: gpu_ones(3).numpy(), "numpy"),
     "a view of attention's result": (view_of_attention, "view size"),
     "flash attention in float32": (ragged_in_float32, "float32"),
@@ -213,12 +221,13 @@ def test_a_copy_that_does_not_block_arrives_when_something_waits():
         torch.cuda.synchronize()
         pageable.copy_(gpu_ones(3), non_blocking=True)   # blocks all the same
     assert before and there.tolist() == pageable.tolist() == [1, 1, 1]
-    assert [c.blocking for c in gpu.copies] == [False, True] and gpu.waits == {"synchronize": 1, "copy_": 1}
+    assert [c.blocking for c in gpu.copies] == [False, True]
+    assert gpu.waits == {"synchronize": 1, "copy_": 1}
 
 
 @pytest.mark.parametrize("dtype, hopper, masked, kernel", [
-    (torch.float32, False, False, "efficient"), (torch.float32, True, True, "efficient"), (BF16, False, False, "flash"),
-    (BF16, False, True, "efficient"), (BF16, True, True, "cudnn")])
+    (torch.float32, False, False, "efficient"), (torch.float32, True, True, "efficient"),
+    (BF16, False, False, "flash"), (BF16, False, True, "efficient"), (BF16, True, True, "cudnn")])
 def test_attention_and_its_kernel(dtype, hopper, masked, kernel, monkeypatch):
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8), torch.randn(2, 2, 6, 8)
@@ -227,10 +236,10 @@ def test_attention_and_its_kernel(dtype, hopper, masked, kernel, monkeypatch):
     expected = scaled_dot_product_attention(*arguments, mask, is_causal=not masked, enable_gqa=True)
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: True)
     with stand_in.machine(hopper) as gpu:
-        there = [x.to("cuda") for x in arguments]
-        out = scaled_dot_product_attention(*there, mask if mask is None else mask.to("cuda"), is_causal=not masked,
-                                           enable_gqa=True)
-    assert gpu.attention == {kernel: 1} and same(out, expected, 1e-6 if dtype == torch.float32 else 1e-2)
+        there = [x.to("cuda") for x in (*arguments, *([mask] if masked else []))]
+        out = scaled_dot_product_attention(*there, is_causal=not masked, enable_gqa=True)
+    assert gpu.attention == {kernel: 1}
+    assert same(out, expected, 1e-6 if dtype == torch.float32 else 1e-2)
     assert out.is_contiguous() == (kernel != "efficient")
 
 
@@ -241,10 +250,11 @@ def test_ragged_attention_reads_each_sequence_alone():
     with stand_in.machine():
         starts_q, starts_k, used = (torch.tensor(x, dtype=torch.int32, device="cuda")
                                     for x in ([0, 3, 5], [0, 4, 9], [3, 4]))
-        out = torch.ops.aten._flash_attention_forward(*(x.to("cuda") for x in (q, k, v)), starts_q, starts_k, 3, 5, 0.0,
-                                                      True, False, seqused_k=used)[0]
+        there = [x.to("cuda") for x in (q, k, v)]
+        out = torch.ops.aten._flash_attention_forward(*there, starts_q, starts_k, 3, 5, 0.0, True,
+                                                      False, seqused_k=used)[0]
     for queries, keys in ((slice(0, 3), slice(0, 3)), (slice(3, 5), slice(4, 8))):
-        parts = [x[part].transpose(0, 1)[None] for x, part in ((q, queries), (k, keys), (v, keys))]
+        parts = [x.transpose(0, 1)[None] for x in (q[queries], k[keys], v[keys])]
         past = torch.ones(parts[0].shape[2], parts[1].shape[2], dtype=torch.bool)
         past = past.tril(past.shape[1] - past.shape[0])
         alone = scaled_dot_product_attention(*parts, past, enable_gqa=True)
@@ -278,7 +288,8 @@ def test_sampling_through_graphs(tokenizer, dtype, hopper, temperature):
     assert not gpu.attention["cudnn"], "a plan for every new shape, and open faults in bfloat16"
     assert_drawn_from(model, rollout, 1e-4 if dtype == torch.float32 else 0.1)
     if dtype == torch.float32:                           # rounding moves a few draws of bfloat16
-        assert torch.equal(rollout.input_ids, expected.input_ids) and torch.equal(rollout.labels, expected.labels)
+        assert torch.equal(rollout.input_ids, expected.input_ids)
+        assert torch.equal(rollout.labels, expected.labels)
 
 
 @wrong_today("graphs are captured anew for every rollout")
@@ -306,7 +317,8 @@ def test_kernels_of_a_decode_step(tokenizer):
             drawn(random_policy(BF16, num_hidden_layers=layers).to("cuda"), tokenizer, 20)
         kernels[layers] = gpu.graphs[0].kernels
     per_layer = (kernels[4] - kernels[2]) / 2
-    assert per_layer <= 20 and kernels[2] + 26 * per_layer <= 620, f"{per_layer} per layer, {kernels}"
+    assert per_layer <= 20, kernels
+    assert kernels[2] + 26 * per_layer <= 620, kernels
 
 
 @wrong_today("sample.py views the efficient kernel's result")
@@ -335,9 +347,9 @@ def rows():
     return ids, labels, torch.arange(6) // 3, torch.randn(6, 19)
 
 
-@wrong_today("logprob.py: causal_lower_right, which the stand-in does not know; cuDNN on Hopper")
-@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
-@pytest.mark.parametrize("grouped", [False, True], ids=["padded", "grouped"])
+@wrong_today("logprob.py: causal_lower_right, not in the stand-in; cuDNN on Hopper")
+@pytest.mark.parametrize("grouped, checkpointed", [(False, False), (True, False), (True, True)],
+                         ids=["padded", "grouped", "grouped, checkpointed"])
 @cards
 def test_logprobs_and_gradients(dtype, hopper, grouped, checkpointed):
     def run(model, ids, labels, groups, weight):
@@ -354,7 +366,8 @@ def test_logprobs_and_gradients(dtype, hopper, grouped, checkpointed):
         assert not refused_forms(there)
         found = run(there, *(x.to("cuda") for x in rows()))
         assert all(map(on_gpu, found))
-    assert all(same(a, b, 2e-5 if dtype == torch.float32 else 0.15) for a, b in zip(found, expected))
+    tolerance = 2e-5 if dtype == torch.float32 else 0.15
+    assert all(same(a, b, tolerance) for a, b in zip(found, expected))
     assert not gpu.attention["cudnn"]
 
 
@@ -377,23 +390,31 @@ def test_steps_in_float32(tiny):
 
 
 @wrong_today("sample.py views the efficient kernel's result")
-@pytest.mark.parametrize("hopper", [False, True], ids=["Ada", "Hopper"])
-def test_steps_in_bfloat16_with_and_without_offload(tiny, hopper):
-    """The same masters bit for bit, wherever they live; the weights that compute are their masters, rounded."""
+def test_steps_in_bfloat16_with_and_without_offload(tiny):
+    """The same masters bit for bit, wherever they live; the weights are their masters, rounded."""
     policy, tokenizer = tiny
     found = {}
     for offload in (True, False):
-        with stand_in.machine(hopper) as gpu:
+        with stand_in.machine():
             model = copy.deepcopy(policy).to(BF16).to("cuda")
-            found[offload], metrics = trained(model, tokenizer, "cuda", offload=offload)
-            assert all(on_gpu(master) != offload and master.dtype == torch.float32 for master in found[offload])
-        assert metrics["grad_norm"] > 0 and metrics["skipped_updates"] == 0 and not gpu.attention["cudnn"]
-        for weight, master, start in zip(model.parameters(), found[offload], policy.parameters()):
+            masters, metrics = trained(model, tokenizer, "cuda", offload=offload)
+            assert all(on_gpu(x) != offload and x.dtype == torch.float32 for x in masters)
+        assert metrics["grad_norm"] > 0 and metrics["skipped_updates"] == 0
+        for weight, master, start in zip(model.parameters(), masters, policy.parameters()):
             assert torch.equal(weight, master.to(BF16)) and not torch.equal(master, start)
+        found[offload] = masters
     assert all(torch.equal(a, b) for a, b in zip(found[True], found[False]))
 
 
-@wrong_today("train.py hands every gradient over for every micro-batch, pageable and blocking")
+@wrong_today("sample.py and logprob.py leave cuDNN's attention on")
+def test_a_step_on_hopper_does_not_use_cudnn(tiny):
+    policy, tokenizer = tiny
+    with stand_in.machine(hopper=True) as gpu:
+        trained(copy.deepcopy(policy).to(BF16).to("cuda"), tokenizer, "cuda", 1, offload=False)
+    assert gpu.attention and not gpu.attention["cudnn"]
+
+
+@wrong_today("train.py hands gradients over for every micro-batch, pageable, blocking")
 def test_gradients_go_to_the_host_once_per_update(tiny):
     """Pinned and without blocking; how many micro-batches there are makes no difference."""
     policy, tokenizer = tiny
@@ -401,7 +422,7 @@ def test_gradients_go_to_the_host_once_per_update(tiny):
     for tokens in (64, 4096):
         with stand_in.machine() as gpu:
             model = copy.deepcopy(policy).to(BF16).to("cuda")
-            trained(model, tokenizer, "cuda", steps=1, micro_batch_tokens=tokens, offload=True)
+            trained(model, tokenizer, "cuda", 1, micro_batch_tokens=tokens, offload=True)
         large = [c for c in gpu.copies if c.to_host and c.elements > 2000]
         assert large and not any(c.blocking for c in large)
         sent[tokens] = sum(c.elements for c in large)
@@ -411,17 +432,20 @@ def test_gradients_go_to_the_host_once_per_update(tiny):
 # --------------------------------------------------------------------------------------------------
 # [H] The program, and its resume
 
-@wrong_today("sample.py views the efficient kernel's result; train.py resumes with the step on the host")
+@wrong_today("sample.py views attention's result; train.py resumes with the step on the host")
 @pytest.mark.parametrize("flags", [OFFLOAD[True], OFFLOAD[False], ["--dtype=float32"]],
                          ids=["offload", "no offload", "float32"])
 def test_the_program_and_its_resume(tmp_path, flags, capsys):
     """Two steps and a third after a resume end with the weights of three steps in one go."""
-    flags = ["--prompts-per-step=2", "--group-size=4", "--max-new-tokens=24", "--eval-limit=4", "--save-every=1", *flags]
+    flags = ["--prompts-per-step=2", "--group-size=2", "--max-new-tokens=12", "--eval-limit=2",
+             "--save-every=1", "--updates-per-rollout=1", *flags]
     with stand_in.machine():
         assert program(tmp_path / "whole", "--steps=3", *flags) == 0
         assert program(tmp_path / "parts", "--steps=2", *flags) == 0
         assert program(tmp_path / "parts", "--steps=3", "--resume") == 0
     lines = (tmp_path / "parts" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3]
-    whole, parts = (load_file(tmp_path / name / "checkpoint" / "run.safetensors") for name in ("whole", "parts"))
-    assert whole.keys() == parts.keys() and all(torch.equal(whole[name], parts[name]) for name in whole)
+    whole, parts = (load_file(tmp_path / name / "checkpoint" / "run.safetensors")
+                    for name in ("whole", "parts"))
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
