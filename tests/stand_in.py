@@ -31,7 +31,7 @@ import torch
 import torch.nn.attention.varlen  # registers torch.ops.torch_attn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
 CUDA = torch.device("cuda:0")
@@ -123,10 +123,10 @@ class Gpu:
         self.in_flight = []              # (target, value) of copies that nobody has waited for
         self.graphs = []                 # all that were captured
         self.replays = 0
+        self.replayed = None             # the last graph that was
         self.capturing = None            # the graph that is being captured
         self.inside_kernel = False       # operations are parts of one fused kernel
         self.asked = False               # Python named a device, or made a tensor from nothing
-        self.asleep = False              # nothing is checked, counted or written down
 
     @contextlib.contextmanager
     def state(self, **values):
@@ -155,7 +155,10 @@ class Gpu:
         fresh = fresh_in(out, tensors)
         for x in fresh:
             put(x, where)
-        if (fresh or func._schema.is_mutable) and name not in ALLOCATIONS:
+        if name in ALLOCATIONS:
+            for x in fresh:
+                spoil(x)                                 # nobody has written to it yet
+        elif fresh or func._schema.is_mutable:
             self.kernels += not self.inside_kernel
         if arrives_later:
             for x in tensors_in(args[0]):
@@ -223,7 +226,7 @@ class Gpu:
         if self.capturing:
             raise CudaError(f"operation not permitted when stream is capturing: {name}")
         self.waits[name] += 1
-        with self.state(asleep=True), torch.no_grad():
+        with unseen():
             for target, value in self.in_flight:
                 target.copy_(value)
         self.in_flight = []
@@ -237,11 +240,15 @@ class Kernels(TorchDispatchMode):
         self.gpu = gpu
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if self.gpu.asleep:
-            return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():            # `Requests` has had its say
-            return self.gpu.launch(func, args, kwargs)
+            return self.gpu.launch(func, args, dict(kwargs or {}))
+
+
+@contextlib.contextmanager
+def unseen():
+    """Nothing is checked, counted or written down."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+        yield
 
 
 # --------------------------------------------------------------------------------------------------
@@ -273,20 +280,24 @@ class Graph:
         fresh = fresh_in(out, tensors_in(args, *kwargs.values()))
         if fresh or func._schema.is_mutable:
             given = tree_map(same_memory, args), tree_map(same_memory, kwargs)
-            self.tape.append((func, *given, fresh))
+            made = [(i, x) for i, x in enumerate(tensors_in(out)) if any(x is y for y in fresh)]
+            self.tape.append((func, *given, made))
         return out
 
     def replay(self):
-        self.gpu.replays += 1
-        with self.gpu.state(asleep=True), torch.no_grad():
-            for graph in self.gpu.graphs:
-                if graph.handle is self.handle:
-                    for x in (x for *_, fresh in graph.tape for x in fresh):
-                        spoil(x)
-            for func, args, kwargs, fresh in self.tape:
-                out = func(*args, **kwargs)
-                for x, new in zip(fresh, fresh_in(out, tensors_in(args, *kwargs.values()))):
-                    x.copy_(new)
+        gpu = self.gpu
+        gpu.replays += 1
+        with unseen():
+            if gpu.replayed is not self:
+                for graph in gpu.graphs:
+                    if graph is not self and graph.handle is self.handle:
+                        for _, x in (entry for step in graph.tape for entry in step[-1]):
+                            spoil(x)
+            for func, args, kwargs, made in self.tape:
+                out = tensors_in(func(*args, **kwargs))
+                for i, x in made:
+                    x.copy_(out[i])
+        gpu.replayed = self
 
 
 def same_memory(x):
@@ -305,7 +316,7 @@ def capture(gpu, graph, pool=None, **_):
             yield
     finally:
         graph.kernels = gpu.kernels - kernels
-        with gpu.state(asleep=True), torch.no_grad():
+        with unseen():
             for x, value in reversed(graph.before):
                 x.copy_(value)
 
@@ -376,6 +387,8 @@ def ragged(gpu, q, k, v, cu_q, cu_k, max_q, max_k, causal, scale, used=None, blo
             seen &= s <= (t + used[i] - cu_q.diff()[i])[:, None]
         seen &= (t < max_q)[:, None] & (s < max_k)       # a length that is too small cuts
         bias = torch.where(seen, 0.0, -math.inf)
+        unread = ~seen.any(dim=0)[:, None, None]         # whatever stands there
+        k, v = k.masked_fill(unread, 0), v.masked_fill(unread, 0)
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))     # (H, T or K, D)
     return attend(gpu, "ragged", q, k, v, bias, scale).transpose(0, 1).contiguous()
 
@@ -413,8 +426,6 @@ class Requests(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         gpu, kwargs = self.gpu, kwargs or {}
-        if gpu.asleep:
-            return func(*args, **kwargs)
         if func in MADE_FROM_DATA:
             return from_data(gpu, func, *args, **kwargs)
         if func in ANSWERS and (func in HOST_TOO or on_gpu(args[0])):
@@ -460,12 +471,12 @@ def to_numpy(gpu, x, **_):
 
 
 def pin(gpu, x, *_):
-    with gpu.state(asleep=True):
+    with unseen():
         return put(x.clone(), "pinned")
 
 
 def deep_copy(gpu, x, memo):
-    with gpu.state(asleep=True):
+    with unseen():
         return put(torch.Tensor.__deepcopy__(x, memo), "gpu")
 
 

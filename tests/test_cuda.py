@@ -48,17 +48,18 @@ def scored(model, ids, labels, groups):
 
 
 def refused_forms(model):
-    """Names of the fast forms of [D] that this model does not get."""
-    forms = {"can_group": logprob.can_group(model), "has_plain_head": logprob.has_plain_head(model)}
-    return [name for name, allowed in forms.items() if not allowed]
+    """Names of the fast forms of [A] and [D] that this model does not get, and why."""
+    forms = sample.forms_of(model)                       # None where a form is granted
+    return {name: reason for name, reason in forms.items() if reason}
 
 
 def trained(model, tokenizer, device, steps=3, **changes):
-    """A few training steps -> the float32 masters, and the metrics of the last step."""
+    """Steps that update weights in place -> the float32 masters, metrics of the last step."""
     s = train.Settings(**{**dict(
         group_size=4, prompts_per_step=2, max_new_tokens=24, micro_batch_tokens=96, lr=1e-3,
-        gradient_checkpointing=True, updates_per_rollout=2, device=device), **changes})
+        gradient_checkpointing=True, device=device), **changes})
     optimizer = train.make_optimizer(model, s)
+    addresses = [weight.data_ptr() for weight in model.parameters()]
     reference = copy.deepcopy(model).requires_grad_(False)
     for step in range(steps):
         problems = PROBLEMS[2 * step:2 * step + 2]
@@ -67,11 +68,12 @@ def trained(model, tokenizer, device, steps=3, **changes):
         generators = [torch.Generator().manual_seed(10 * step + j) for j in range(2)]
         metrics = train.train_step(model, reference, optimizer, tokenizer, prompts, truths, s,
                                    generators)
+    assert addresses == [weight.data_ptr() for weight in model.parameters()], "graphs read there"
     return optimizer.param_groups[0]["params"], metrics
 
 
 def program(folder, *flags):
-    """train.py itself, two answered prompts per step."""
+    """train.py itself, on the tiny policy."""
     return train.main(["--device=cuda", f"--output={folder}", *flags])
 
 
@@ -265,12 +267,12 @@ def test_ragged_attention_reads_each_sequence_alone():
 # [A] Sampling through captured and replayed graphs
 
 def assert_drawn_from(model, rollout, tolerance, temperature=1.0):
-    """The rollout's log-probs are those of the formula, by the model's own forward."""
+    """The rollout's log-probs are those of the formula, by the model's own forward: mean error."""
     with torch.no_grad():
         logits = model(rollout.input_ids).logits[:, :-1].float() / temperature
     expected = logits.log_softmax(-1).gather(2, rollout.input_ids[:, 1:, None])[:, :, 0]
     mask = rollout.labels[:, 1:] != -100
-    assert mask.any() and torch.allclose(rollout.logprobs[mask], expected[mask], atol=tolerance)
+    assert (rollout.logprobs - expected)[mask].abs().mean() <= tolerance
 
 
 @wrong_today("sample.py views the efficient kernel's result; cuDNN on Hopper")
@@ -280,31 +282,35 @@ def test_sampling_through_graphs(tokenizer, dtype, hopper, temperature):
     model = random_policy(dtype)
     expected = drawn(model, tokenizer, 40, temperature)
     with stand_in.machine(hopper) as gpu:
-        rollout = drawn(copy.deepcopy(model).to("cuda"), tokenizer, 40, temperature)
+        there = copy.deepcopy(model).to("cuda")
+        assert not refused_forms(there)
+        tried = len(gpu.graphs)
+        rollout = drawn(there, tokenizer, 40, temperature)
         assert on_gpu(rollout.input_ids) and on_gpu(rollout.logprobs)
     lengths = (rollout.labels != -100).sum(dim=1)
     assert lengths.min() < 30 and lengths.max() == 40    # rows end at different times
-    assert len(gpu.graphs) > 1 and gpu.replays >= 39
+    assert len(gpu.graphs) > tried + 1 and gpu.replays >= 39
     assert not gpu.attention["cudnn"], "a plan for every new shape, and open faults in bfloat16"
-    assert_drawn_from(model, rollout, 1e-4 if dtype == torch.float32 else 0.1)
+    assert_drawn_from(model, rollout, 1e-5 if dtype == torch.float32 else 0.05)
     if dtype == torch.float32:                           # rounding moves a few draws of bfloat16
         assert torch.equal(rollout.input_ids, expected.input_ids)
         assert torch.equal(rollout.labels, expected.labels)
 
 
 @wrong_today("graphs are captured anew for every rollout")
-def test_graphs_see_weights_that_are_updated_in_place(tokenizer):
-    """And they are kept: a second rollout captures nothing."""
+def test_graphs_are_kept_and_see_weights_that_are_updated_in_place(tokenizer):
     model = random_policy()
     with stand_in.machine() as gpu:
         there = copy.deepcopy(model).to("cuda")
         drawn(there, tokenizer)
-        captured = len(gpu.graphs)
         with torch.no_grad():
             for weight in [*there.parameters(), *model.parameters()]:
                 weight.mul_(0.9)
-        rollout = drawn(there, tokenizer)
-    assert torch.equal(rollout.input_ids, drawn(model, tokenizer).input_ids)
+        second = drawn(there, tokenizer)
+        captured = len(gpu.graphs)
+        third = drawn(there, tokenizer)
+    expected = drawn(model, tokenizer).input_ids
+    assert torch.equal(second.input_ids, expected) and torch.equal(third.input_ids, expected)
     assert captured and len(gpu.graphs) == captured
 
 
@@ -312,25 +318,25 @@ def test_graphs_see_weights_that_are_updated_in_place(tokenizer):
 def test_kernels_of_a_decode_step(tokenizer):
     """Per layer and for 28 layers, from what two depths need."""
     kernels = {}
-    for layers in (2, 4):
+    for layers in (1, 3):
         with stand_in.machine() as gpu:
-            drawn(random_policy(BF16, num_hidden_layers=layers).to("cuda"), tokenizer, 20)
-        kernels[layers] = gpu.graphs[0].kernels
-    per_layer = (kernels[4] - kernels[2]) / 2
+            drawn(random_policy(BF16, num_hidden_layers=layers).to("cuda"), tokenizer, 4)
+        kernels[layers] = gpu.graphs[-1].kernels
+    per_layer = (kernels[3] - kernels[1]) / 2
     assert per_layer <= 20, kernels
-    assert kernels[2] + 26 * per_layer <= 620, kernels
+    assert kernels[1] + 27 * per_layer <= 620, kernels
 
 
 @wrong_today("sample.py views the efficient kernel's result")
 def test_the_host_seldom_waits_while_tokens_are_drawn(tokenizer):
     """Asking who has ended makes it wait: not more often than at every 8th token."""
     waits = {}
-    for T in (32, 96):
+    for T in (24, 72):
         with stand_in.machine() as gpu:
             rollout = drawn(random_policy(ends=[56]).to("cuda"), tokenizer, T)
         assert (rollout.labels != -100).sum(dim=1).max() == T
         waits[T] = sum(gpu.waits.values())
-    assert waits[96] - waits[32] <= 64 / 8, waits
+    assert waits[72] - waits[24] <= 48 / 8, waits
 
 
 # --------------------------------------------------------------------------------------------------
@@ -378,10 +384,10 @@ def test_logprobs_and_gradients(dtype, hopper, grouped, checkpointed):
 def test_steps_in_float32(tiny):
     policy, tokenizer = tiny
     model = copy.deepcopy(policy)
-    expected, on_cpu = trained(model, tokenizer, "cpu")
+    expected, on_cpu = trained(model, tokenizer, "cpu", updates_per_rollout=2)
     with stand_in.machine():
         there = copy.deepcopy(policy).to("cuda")
-        masters, metrics = trained(there, tokenizer, "cuda")
+        masters, metrics = trained(there, tokenizer, "cuda", updates_per_rollout=2)
         assert all(map(on_gpu, masters))
     assert metrics["grad_norm"] > 0 and metrics["skipped_updates"] == 0
     for name in ("loss", "reward_mean", "approx_kl", "entropy", "grad_norm", "tokens"):
@@ -433,18 +439,17 @@ def test_gradients_go_to_the_host_once_per_update(tiny):
 # [H] The program, and its resume
 
 @wrong_today("sample.py views attention's result; train.py resumes with the step on the host")
-@pytest.mark.parametrize("flags", [OFFLOAD[True], OFFLOAD[False], ["--dtype=float32"]],
-                         ids=["offload", "no offload", "float32"])
-def test_the_program_and_its_resume(tmp_path, flags, capsys):
-    """Two steps and a third after a resume end with the weights of three steps in one go."""
-    flags = ["--prompts-per-step=2", "--group-size=2", "--max-new-tokens=12", "--eval-limit=2",
+@pytest.mark.parametrize("flags", OFFLOAD.values(), ids=["offload", "no offload"])
+def test_the_program_and_its_resume(tmp_path, flags):
+    """A step and, after a resume, a second one end with the weights of two steps in one go."""
+    flags = ["--prompts-per-step=2", "--group-size=4", "--max-new-tokens=12", "--eval-limit=2",
              "--save-every=1", "--updates-per-rollout=1", *flags]
     with stand_in.machine():
-        assert program(tmp_path / "whole", "--steps=3", *flags) == 0
-        assert program(tmp_path / "parts", "--steps=2", *flags) == 0
-        assert program(tmp_path / "parts", "--steps=3", "--resume") == 0
+        assert program(tmp_path / "whole", "--steps=2", *flags) == 0
+        assert program(tmp_path / "parts", "--steps=1", *flags) == 0
+        assert program(tmp_path / "parts", "--steps=2", "--resume") == 0
     lines = (tmp_path / "parts" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3]
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
     whole, parts = (load_file(tmp_path / name / "checkpoint" / "run.safetensors")
                     for name in ("whole", "parts"))
     assert whole.keys() == parts.keys()
