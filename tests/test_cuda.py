@@ -49,7 +49,7 @@ def scored(model, ids, labels, groups):
 
 def refused_forms(model):
     """Names of the fast forms of [A] and [D] that this model does not get, and why."""
-    forms = sample.forms_of(model)                       # None where a form is granted
+    forms = {**sample.forms_of(model), **logprob.forms_of(model)}    # None: granted
     return {name: reason for name, reason in forms.items() if reason}
 
 
