@@ -94,6 +94,7 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, prompts, ground_tr
     fill_in_logprobs(policy_model, ref_model, rollout, s)                              # [D]
     advantages = advantages_for(s.advantage, rewards, s.group_size,                    # [C]
                                 **advantage_inputs(rollout, rule_rewards, reward_fn, s))
+    advantages = advantages.to(rollout.labels.device)                    # (N,) or (N, S-1)
     if on_rollout:
         on_rollout(rollout, rewards, advantages)
     updates = []

@@ -53,17 +53,22 @@ def refused_forms(model):
     return {name: reason for name, reason in forms.items() if reason}
 
 
-def trained(model, tokenizer, device, steps=3, **changes):
-    """Steps that update weights in place -> the float32 masters, metrics of the last step."""
+def trained(model, tokenizer, device, steps=3, gpu=None, **changes):
+    """Steps that update weights in place -> the float32 masters, metrics of the last step.
+
+    The copies that `gpu` has counted are then those of the steps alone.
+    """
     s = train.Settings(**{**dict(
         group_size=4, prompts_per_step=2, max_new_tokens=24, micro_batch_tokens=96, lr=1e-3,
-        gradient_checkpointing=True, device=device), **changes})
+        gradient_checkpointing=True, offload=False, device=device), **changes})
     optimizer = train.make_optimizer(model, s)
     addresses = [weight.data_ptr() for weight in model.parameters()]
+    if gpu:
+        gpu.copies.clear()
     reference = copy.deepcopy(model).requires_grad_(False)
     for step in range(steps):
         problems = PROBLEMS[2 * step:2 * step + 2]
-        prompts = [train.chat_prompt(tokenizer, problem["question"], "") for problem in problems]
+        prompts = [train.chat_prompt(tokenizer, problem, "") for problem in problems]
         truths = [problem["answer"].split("#### ")[1] for problem in problems]
         generators = [torch.Generator().manual_seed(10 * step + j) for j in range(2)]
         metrics = train.train_step(model, reference, optimizer, tokenizer, prompts, truths, s,
@@ -79,11 +84,6 @@ def program(folder, *flags):
 
 # --------------------------------------------------------------------------------------------------
 # Tools
-
-def wrong_today(reason):
-    """A known fault of the project; take the line off with the fault."""
-    return pytest.mark.xfail(strict=False, reason=reason)
-
 
 CARDS = {"float32": (torch.float32, False), "bfloat16": (BF16, False),
          "bfloat16 on Hopper": (BF16, True)}
@@ -275,7 +275,6 @@ def assert_drawn_from(model, rollout, tolerance, temperature=1.0):
     assert (rollout.logprobs - expected)[mask].abs().mean() <= tolerance
 
 
-@wrong_today("sample.py views the efficient kernel's result; cuDNN on Hopper")
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 @cards
 def test_sampling_through_graphs(tokenizer, dtype, hopper, temperature):
@@ -297,7 +296,6 @@ def test_sampling_through_graphs(tokenizer, dtype, hopper, temperature):
         assert torch.equal(rollout.labels, expected.labels)
 
 
-@wrong_today("graphs are captured anew for every rollout")
 def test_graphs_are_kept_and_see_weights_that_are_updated_in_place(tokenizer):
     model = random_policy()
     with stand_in.machine() as gpu:
@@ -314,7 +312,6 @@ def test_graphs_are_kept_and_see_weights_that_are_updated_in_place(tokenizer):
     assert captured and len(gpu.graphs) == captured
 
 
-@wrong_today("43 kernels per layer")
 def test_kernels_of_a_decode_step(tokenizer):
     """Per layer and for 28 layers, from what two depths need."""
     kernels = {}
@@ -327,7 +324,6 @@ def test_kernels_of_a_decode_step(tokenizer):
     assert kernels[1] + 27 * per_layer <= 620, kernels
 
 
-@wrong_today("sample.py views the efficient kernel's result")
 def test_the_host_seldom_waits_while_tokens_are_drawn(tokenizer):
     """Asking who has ended makes it wait: not more often than at every 8th token."""
     waits = {}
@@ -353,7 +349,6 @@ def rows():
     return ids, labels, torch.arange(6) // 3, torch.randn(6, 19)
 
 
-@wrong_today("logprob.py: causal_lower_right, not in the stand-in; cuDNN on Hopper")
 @pytest.mark.parametrize("grouped, checkpointed", [(False, False), (True, False), (True, True)],
                          ids=["padded", "grouped", "grouped, checkpointed"])
 @cards
@@ -380,7 +375,6 @@ def test_logprobs_and_gradients(dtype, hopper, grouped, checkpointed):
 # --------------------------------------------------------------------------------------------------
 # [G] Training steps
 
-@wrong_today("sample.py views the efficient kernel's result")
 def test_steps_in_float32(tiny):
     policy, tokenizer = tiny
     model = copy.deepcopy(policy)
@@ -395,7 +389,6 @@ def test_steps_in_float32(tiny):
     assert all(same(a, b, 1e-5) for a, b in zip(masters, expected))
 
 
-@wrong_today("sample.py views the efficient kernel's result")
 def test_steps_in_bfloat16_with_and_without_offload(tiny):
     """The same masters bit for bit, wherever they live; the weights are their masters, rounded."""
     policy, tokenizer = tiny
@@ -412,7 +405,6 @@ def test_steps_in_bfloat16_with_and_without_offload(tiny):
     assert all(torch.equal(a, b) for a, b in zip(found[True], found[False]))
 
 
-@wrong_today("sample.py and logprob.py leave cuDNN's attention on")
 def test_a_step_on_hopper_does_not_use_cudnn(tiny):
     policy, tokenizer = tiny
     with stand_in.machine(hopper=True) as gpu:
@@ -420,7 +412,6 @@ def test_a_step_on_hopper_does_not_use_cudnn(tiny):
     assert gpu.attention and not gpu.attention["cudnn"]
 
 
-@wrong_today("train.py hands gradients over for every micro-batch, pageable, blocking")
 def test_gradients_go_to_the_host_once_per_update(tiny):
     """Pinned and without blocking; how many micro-batches there are makes no difference."""
     policy, tokenizer = tiny
@@ -428,7 +419,7 @@ def test_gradients_go_to_the_host_once_per_update(tiny):
     for tokens in (64, 4096):
         with stand_in.machine() as gpu:
             model = copy.deepcopy(policy).to(BF16).to("cuda")
-            trained(model, tokenizer, "cuda", 1, micro_batch_tokens=tokens, offload=True)
+            trained(model, tokenizer, "cuda", 1, gpu, micro_batch_tokens=tokens, offload=True)
         large = [c for c in gpu.copies if c.to_host and c.elements > 2000]
         assert large and not any(c.blocking for c in large)
         sent[tokens] = sum(c.elements for c in large)
@@ -438,7 +429,6 @@ def test_gradients_go_to_the_host_once_per_update(tiny):
 # --------------------------------------------------------------------------------------------------
 # [H] The program, and its resume
 
-@wrong_today("sample.py views attention's result; train.py resumes with the step on the host")
 @pytest.mark.parametrize("flags", OFFLOAD.values(), ids=["offload", "no offload"])
 def test_the_program_and_its_resume(tmp_path, flags):
     """A step and, after a resume, a second one end with the weights of two steps in one go."""
