@@ -260,6 +260,9 @@ def fill_in_logprobs(policy_model, ref_model, rollout, settings):
     move the policy before the last of them has been seen.
     """
     s = settings
+    if s.offload:
+        # Memory is short: the rollout's cache and graphs make room for the update.
+        sample.release(policy_model)
     if ref_model is not None:
         rollout.ref_logprobs = torch.zeros_like(rollout.logprobs)
         for rows, width, _ in cut(rollout, s):
@@ -1380,8 +1383,7 @@ def count_memory(settings, model, device, dtype):
         ("update", "gradients, float32", 4 * n // W, False),
         ("always", "gradients, handed over", 4 * n * host, host),
         ("rollout", "policy, gathered whole", n * b * (W > 1), False),
-        ("rollout", "key/value cache", cache, False),
-        ("rollout", "one layer's cache while it grows", cache // layers, False),
+        ("rollout" if s.offload else "always", "key/value cache", cache, False),
         ("rollout", "logits of a step, and their exp", (b + 8) * rows * text.vocab_size, False),
         ("update", "layers gathered, two and the head",
          (2 * block + n - layers * block) * b * (W > 1), False),
