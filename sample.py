@@ -216,23 +216,24 @@ class Decoder:
 
     def __init__(self, model, N, capacity, graphs):
         refuse_relatives(model)
-        body, device, dtype = model.base_model, model.device, model.dtype
+        body, device = model.base_model, model.device
         attention = body.layers[0].self_attn
+        weight = attention.k_proj.weight         # its dtype is what the cache holds
         self.N, self.capacity, self.graphs = N, capacity, {} if graphs else None
         self.D = attention.head_dim
         self.Hq = attention.q_proj.out_features // self.D
         self.Hkv = attention.k_proj.out_features // self.D
-        self.flash = (device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
+        self.flash = (device.type == "cuda" and weight.dtype in (torch.float16, torch.bfloat16)
                       and self.D % 8 == 0 and torch.cuda.get_device_capability(device)[0] >= 8)
 
         def room():                              # (N, Hkv, capacity, D)
             if self.flash:                       # it wants a token's heads side by side
-                return body.norm.weight.new_empty(N, capacity, self.Hkv, self.D).transpose(1, 2)
-            return body.norm.weight.new_empty(N, self.Hkv, capacity, self.D)
+                return weight.new_empty(N, capacity, self.Hkv, self.D).transpose(1, 2)
+            return weight.new_empty(N, self.Hkv, capacity, self.D)
 
         self.keys = [room() for _ in body.layers]
         self.values = [room() for _ in body.layers]
-        self.bias = torch.zeros(N, 1, 1, capacity, device=device, dtype=dtype)
+        self.bias = weight.new_zeros(N, 1, 1, capacity)
         slots = torch.arange(capacity, device=device)
         cos, sin = body.rotary_emb(self.keys[0], slots[None])        # (1, capacity, D) each
         self.cos = cos[0, :, None]                                   # (capacity, 1, D)
@@ -258,7 +259,8 @@ class Decoder:
             layer.keys = layer.values = None     # one layer's copy at a time
         self.bias.fill_(0.0 if self.graphs is None else -torch.inf)
         self.bias[:N, 0, 0, :P] = torch.where(mask.bool(), 0.0, -torch.inf)
-        self.position.zero_()
+        self.position.zero_()                    # empty places read and write too
+        self.padding.zero_()
         self.position[:N] = mask.sum(dim=1)
         self.padding[:N] = P - self.position[:N]
         self.slot.fill_(P)
@@ -443,19 +445,20 @@ def fastest_form(model):
     return partial(decode_fast, graphs="CUDA graphs" in found and not found["CUDA graphs"])
 
 
-def refusal(model, form, T=8):
+def refusal(model, form):
     """None where this form draws tokens with the plain forward pass's log-probs, else why not.
 
-    Two prompts of different length, two rows each, and an end token that one row is known to draw.
+    Two prompts of different length, two rows each, and end tokens that two rows are known to draw.
     What is too slight to notice is rounding: 1e-6 nats in float32, 0.02 in bfloat16.
     """
+    T = 8 if model.device.type == "cpu" else 20                      # there, rows leave every 16th
     tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
     prompts, errors = [[3, 1, 4, 1, 5], [2, 6, 5]], []
     chance = uniform_numbers(torch.Generator().manual_seed(0), 2, 2, T, model.device)
     never = torch.tensor([-1], device=model.device)
     try:
         tokens, _ = decode(model, *prefill(model, prompts), chance, 1.0, never)
-        ends = tokens[0, 2:3]                                        # so row 0 leaves the batch
+        ends = tokens[:2, 2]                                         # so these two leave the batch
         tokens, logprobs = form(model, *prefill(model, prompts), chance, 1.0, ends)
         for n, (ids, drawn) in enumerate(cut_at_end(tokens, logprobs, ends)):
             prompt = prompts[n // 2]
@@ -464,8 +467,9 @@ def refusal(model, form, T=8):
             plain = logits.log_softmax(dim=-1).gather(1, row[0, len(prompt):, None])[:, 0]
             errors += (plain.cpu() - torch.tensor(drawn)).abs().tolist()
     except Exception as failure:
-        if isinstance(failure, torch.OutOfMemoryError) or "allocate memory" in str(failure):
-            raise                                                    # no fault of the form
+        no_memory = isinstance(failure, (torch.OutOfMemoryError, MemoryError))
+        if no_memory or "allocate memory" in str(failure):           # no fault of the form
+            raise
         return str(failure).split("\n")[0][:100] or type(failure).__name__
     error = sum(errors) / len(errors)
     return None if error <= tolerance else f"off by {error:.2g} nats"
@@ -534,17 +538,16 @@ def to_rollout(tokenizer, rows, ends, group_size):
 
 def sample_around(model, tokenizer, prompts, rewards_of, group_size=8, max_new_tokens=256,
                   temperature=1.0, generator=None, best=1, cut=0.5):
-    """Coarse, then fine: half of each group is drawn freely, and its best answers are branched.
+    """Coarse, then fine: half of each group is drawn freely, the other half branches off its best.
 
     `rewards_of(prompts, responses)` gives the rewards of the first half, (B * group_size / 2,). The
-    `best` of each group keep the first `cut` of their tokens, and the other half of the group goes on
-    from there. All that the policy wrote is labelled, in both halves. The second half is not drawn
-    from pi(. | prompt): its prefixes were chosen. ValueError: halves that `best` does not divide.
+    `best` of each group keep the first `cut` of their tokens, the second half goes on from there.
+    All that the policy wrote is labelled; but the second half is not drawn from pi(. | prompt): its
+    prefixes were chosen. ValueError: halves that `best` does not divide.
     """
     half = group_size // 2
     if group_size % 2 or not 1 <= best <= half or half % best or not 0 <= cut < 1:
-        raise ValueError(f"group_size {group_size} cannot be halved and shared among {best} prefixes "
-                         f"that keep {cut} of their tokens")
+        raise ValueError(f"a group of {group_size} has no half for {best} prefixes cut at {cut}")
     prompt_ids = [tokenizer(prompt, add_special_tokens=False).input_ids for prompt in prompts]
     ends = end_token_ids(model, tokenizer)
     chance = uniform_numbers(generator, len(prompts), group_size, max_new_tokens, model.device)
@@ -552,21 +555,20 @@ def sample_around(model, tokenizer, prompts, rewards_of, group_size=8, max_new_t
     answers = write_answers(model, prompt_ids, coarse.flatten(0, 1), temperature, ends)
     texts = to_rollout(tokenizer, [[answer] for answer in answers], ends, half).responses
     ranked = rewards_of(prompts, texts).view(-1, half).argsort(dim=1, descending=True, stable=True)
-    groups = [answers[start:start + half] for start in range(0, len(answers), half)]
-    stems = []                                                       # (prompt, prefix, its log-probs)
-    for prompt, group, order in zip(prompt_ids, groups, ranked[:, :best].tolist()):
-        for ids, drawn in (group[place] for place in order):
+    stems = []                                                       # B * best (ids, log-probs)
+    for b, order in enumerate(ranked[:, :best].tolist()):
+        for ids, drawn in (answers[b * half + place] for place in order):
             kept = int(len(ids) * cut)
-            stems.append((prompt, ids[:kept], drawn[:kept]))
-    branches = write_answers(model, [prompt + prefix for prompt, prefix, _ in stems],
-                             fine.flatten(0, 1), temperature, ends)
+            stems.append((ids[:kept], drawn[:kept]))
+    starts = [prompt_ids[n // best] + ids for n, (ids, _) in enumerate(stems)]
+    branches = write_answers(model, starts, fine.flatten(0, 1), temperature, ends)
     rows = []
     for b, prompt in enumerate(prompt_ids):
-        rows += [[(prompt, None), answer] for answer in groups[b]]
+        rows += [[(prompt, None), answer] for answer in answers[b * half:(b + 1) * half]]
         for n in range(b * half, (b + 1) * half):
-            _, prefix, drawn = stems[n * best // half]
-            left = max_new_tokens - len(prefix)
-            rows.append([(prompt, None), (prefix, drawn), tuple(part[:left] for part in branches[n])])
+            stem, (ids, drawn) = stems[n * best // half], branches[n]
+            left = max_new_tokens - len(stem[0])
+            rows.append([(prompt, None), stem, (ids[:left], drawn[:left])])
     return to_rollout(tokenizer, rows, ends, group_size)
 
 
@@ -574,49 +576,51 @@ def sample_conversations(model, tokenizer, conversations, reply, group_size=8, m
                          max_new_tokens=256, temperature=1.0, generator=None):
     """B conversations (lists of chat messages), each continued `group_size` times -> Rollout.
 
-    After each answer `reply(messages)` is the user's next message (a tool's result, a checker's remark,
-    a second player's move), or None where the conversation is over. Only the policy's tokens are
-    labelled; `responses` joins its turns with line breaks. Each turn draws up to `max_new_tokens`.
+    After each answer `reply(messages)` is the user's next message (a tool's result, a checker's
+    remark, a second player's move), or None where the conversation is over. Only the policy's
+    tokens are labelled; `responses` joins its turns with line breaks; a turn has up to
+    `max_new_tokens`. Each turn runs its conversation again from the start.
     """
     ends = end_token_ids(model, tokenizer)
+    contexts = []
+    for messages in conversations:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        contexts.append(tokenizer(text, add_special_tokens=False).input_ids)
+    rows = [[(ids, None)] for ids in contexts for _ in range(group_size)]
     talks = [list(messages) for messages in conversations for _ in range(group_size)]
-    begun = [tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-             for messages in conversations]
-    prompt_ids = [tokenizer(text, add_special_tokens=False).input_ids for text in begun]
-    rows = [[(ids, None)] for ids in prompt_ids for _ in range(group_size)]
-    turns, open_rows = [[] for _ in rows], list(range(len(rows)))
+    speaking = list(range(len(rows)))                                # rows whose turn comes now
     for turn in range(max_turns):
         chance = uniform_numbers(generator, len(conversations), group_size, max_new_tokens,
-                                 model.device)[open_rows]
-        contexts = prompt_ids if turn == 0 else [sum((ids for ids, _ in rows[n]), []) for n in open_rows]
+                                 model.device)[speaking]
         answers = write_answers(model, contexts, chance, temperature, ends)
         texts = to_rollout(tokenizer, [[answer] for answer in answers], ends, 1).responses
-        still_open = []
-        for n, answer, text in zip(open_rows, answers, texts):
+        for n, answer, text in zip(list(speaking), answers, texts):
             rows[n].append(answer)
-            turns[n].append(text)
             talks[n].append({"role": "assistant", "content": text})
             said = reply(talks[n]) if turn + 1 < max_turns else None
-            if said is not None:
-                talks[n].append({"role": "user", "content": said})
-                rows[n].append((ids_between_turns(tokenizer, said, answer[0][-1], ends.tolist()), None))
-                still_open.append(n)
-        open_rows = still_open
-        if not open_rows:
+            if said is None:
+                speaking.remove(n)
+                continue
+            talks[n].append({"role": "user", "content": said})
+            rows[n].append((ids_between_turns(tokenizer, said, answer[0][-1], ends.tolist()), None))
+        if not speaking:
             break
+        contexts = [sum((ids for ids, _ in rows[n]), []) for n in speaking]
     rollout = to_rollout(tokenizer, rows, ends, group_size)
-    rollout.responses = ["\n".join(texts) for texts in turns]
+    for n, messages in enumerate(talks):
+        own = messages[len(conversations[n // group_size]):]
+        rollout.responses[n] = "\n".join(m["content"] for m in own if m["role"] == "assistant")
     return rollout
 
 
 def ids_between_turns(tokenizer, said, last, ends):
-    """What the chat template puts between an answer that ended on the id `last` and the next one."""
+    """What the chat template puts between an answer whose last id is `last` and the next answer."""
     mark = "ANSWER"                              # any answer: what follows it is the same for all
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark},
                 {"role": "user", "content": said}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text.split(mark, 1)[1], add_special_tokens=False).input_ids
-    return ids[1:] if last in ends and ids[0] in ends else ids       # the end token is there already
+    return ids[1:] if last in ends and ids[0] in ends else ids       # it ended already
 
 
 # --------------------------------------------------------------------------------------------------

@@ -800,6 +800,18 @@ def test_the_ends_of_the_running_sum(words, first, last):
     assert tokens.tolist() == [first, last]
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_plain_draw_is_the_inverse_of_the_running_sum(temperature):
+    logits = torch.randn(50, generator=seeded()) * 2
+    logits[:3] = logits[40:] = -torch.inf
+    above = (logits.double() / temperature).softmax(dim=0).cumsum(dim=0)
+    u = torch.rand(502, dtype=torch.float64, generator=seeded(1))
+    u[-2:] = torch.tensor([0, 1 - 2**-53], dtype=torch.float64)
+    tokens, _ = draw(logits.expand(len(u), 50), temperature, u)
+    expected = [next(v for v in range(50) if above[v] > x) for x in u.clamp(max=1 - 1e-9).tolist()]
+    assert tokens.tolist() == expected and {3, 39} <= set(expected)
+
+
 def test_the_numbers_behind_the_draws():
     """So fine that no two of 200,000 are the same; a prompt's come from its own generator."""
     numbers = uniform_numbers(seeded(), 4, 50, 1000, torch.device("cpu"))
@@ -857,7 +869,7 @@ def final(tmp_path):
 def test_script_takes_a_runs_settings(monkeypatch, capsys, final):
     """The recipe gives the defaults, and the command line wins."""
     model = final({"max-new-tokens": 3, "temperature": 0, "lr": 1, "system-prompt": "", "data": "none"})
-    answers = run_script(monkeypatch, capsys, model, "--group-size=4").split("\n\n")[1:]
+    answers = run_script(monkeypatch, capsys, model, "--group-size=4").strip().split("\n\n")[1:]
     assert len({answer.split(maxsplit=1)[1] for answer in answers}) == 1
     assert all(int(answer.split()[1]) <= 3 for answer in answers)
     answers = run_script(monkeypatch, capsys, model, "--group-size=20", "--max-new-tokens=2",
