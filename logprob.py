@@ -256,7 +256,7 @@ def grouped_attention(module, query, key, value, attention_mask, scaling=None, g
                                       **kwargs)
     for name in ("softcap", "sliding_window", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
-            raise ValueError(f"its attention has a {name}")
+            raise ValueError(f"{name} in its attention")
     groups = tuple(tuple(sizes) for sizes in groups)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))                 # (T, H, D)
     if takes_flash(query, value):
@@ -334,9 +334,8 @@ def side_by_side(pieces):
 # On CUDA in half precision flash attention takes pieces of any length in one call, without a mask.
 
 def takes_flash(query, value):
-    if query.dtype not in (torch.float16, torch.bfloat16):
-        return False
-    if not query.shape[-1] == value.shape[-1] <= 256:
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    if not half or not query.shape[-1] == value.shape[-1] <= 256:
         return False
     # The meta device holds no numbers. On it memory is counted, and for CUDA.
     return query.is_meta or query.is_cuda and torch.cuda.get_device_capability() >= (8, 0)

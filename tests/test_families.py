@@ -92,7 +92,6 @@ FAMILIES = {
     "deepseek_v2": dict(LATENT, topk_method="greedy"),
     "deepseek_v3": LATENT,
     "glm4_moe": dict(DEEPSEEK, head_dim=8),
-    "minimax": dict(head_dim=8, num_local_experts=4, layer_types=["full_attention"] * 2),
     "llama4_text": dict(head_dim=8, intermediate_size_mlp=48, num_local_experts=2,
                         attention_chunk_size=8),
 }

@@ -307,6 +307,25 @@ def test_lean_head(monkeypatch, rows, temperature):
     assert logprobs.requires_grad and not entropy.requires_grad
 
 
+@pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
+def test_lean_head_adds_up_in_float32(monkeypatch, grad_dtype):
+    """300 chunks' gradients, summed in bfloat16, would lose all that is below the sum's last bit."""
+    monkeypatch.setattr(logprob, "chunks", lambda M, V, device: [slice(m, m + 1) for m in range(M)])
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.rand((300, 6), generator=generator).bfloat16()
+    weight = torch.randn((13, 6), generator=generator).bfloat16().requires_grad_()
+    weight.grad_dtype = grad_dtype
+    targets = torch.randint(13, (300,), generator=generator)
+    LeanHead.apply(hidden, weight, targets, 1.0, False)[0].sum().backward()
+
+    exact = weight.detach().double().requires_grad_()
+    logp = (hidden.double() @ exact.T).log_softmax(dim=1)
+    logp[torch.arange(300), targets].sum().backward()
+    assert weight.grad.dtype == grad_dtype
+    allowed = 1e-3 if grad_dtype == torch.float32 else 4e-3
+    assert (weight.grad.double() - exact.grad).norm() <= allowed * exact.grad.norm()
+
+
 def test_lean_head_with_large_logits():
     """The largest logit is taken out before any exponential."""
     hidden, weight = (
