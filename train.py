@@ -622,6 +622,10 @@ def read_recipe(folder):
         recipe = {name.replace("-", "_"): value for name, value in recipe.items()}
         for name in recipe.keys() - set(RECIPE):
             raise BadInput(f"{flag_of(name)} is not for a recipe to set")
+        for name, value in recipe.items():
+            # The items of a list would be read as flags of their own.
+            if isinstance(value, list | dict):
+                raise BadInput(f"{flag_of(name)}: not a single value")
         for name in recipe.keys() & {"data", "eval_data"}:
             # A path is meant from the folder that the recipe stands in.
             beside = folder / str(recipe[name])
