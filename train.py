@@ -698,7 +698,7 @@ def load_policy(settings):
         tokenizer = AutoTokenizer.from_pretrained(s.model, trust_remote_code=False)
         model, report = AutoModelForCausalLM.from_pretrained(
             s.model, dtype=dtype, use_safetensors=True, trust_remote_code=False,
-            output_loading_info=True)
+            output_loading_info=True, ignore_mismatched_sizes=True)
     except Exception as error:  # a foreign folder can be wrong in any way
         raise BadInput(f"--model {s.model}: cannot be loaded from here or from the hub "
                        f"({one_line(error)})") from None
