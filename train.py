@@ -912,6 +912,10 @@ def read_recipe(folder):
         rewards = [str(spec) for spec in recipe.pop("reward", [])]
         for name in recipe.keys() - set(RECIPE):
             raise BadInput(f"{flag_of(name)} is not for a recipe to set")
+        for name, value in recipe.items():
+            # The items of a list would be read as flags of their own.
+            if isinstance(value, list | dict):
+                raise BadInput(f"{flag_of(name)}: not a single value")
         for name in recipe.keys() & {"data", "eval_data"}:
             # A path is meant from the folder that the recipe stands in.
             beside = folder / str(recipe[name])
@@ -983,8 +987,8 @@ def load_policy(settings):
     try:
         tokenizer = load_tokenizer(s)
         model, report = AutoModelForCausalLM.from_pretrained(
-            s.model, dtype=dtype if world() == 1 else "auto", use_safetensors=True,
-            trust_remote_code=False, output_loading_info=True)
+            s.model, dtype=dtype, use_safetensors=True, trust_remote_code=False,
+            output_loading_info=True, ignore_mismatched_sizes=True)
     except Exception as error:  # a foreign folder can be wrong in any way
         raise BadInput(f"--model {s.model}: cannot be loaded from here or from the hub "
                        f"({one_line(error)})") from None

@@ -5,6 +5,7 @@ import functools
 import io
 import json
 import math
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -716,6 +717,15 @@ def test_dropout_is_off_whatever_the_configuration_says():
     model.extra = torch.nn.Dropout(0.2)
     train.switch_off_dropout(model)
     assert model.extra.p == 0 and model.config.attention_dropout == 0
+    assert all(getattr(module, "attention_dropout", 0) == 0 for module in model.modules())
+
+
+def test_a_policy_is_loaded_without_its_dropout(tmp_path):
+    shutil.copytree(TINY, tmp_path / "m")
+    config = json.loads((TINY / "config.json").read_text())
+    (tmp_path / "m" / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.3}))
+    model, _ = train.load_policy(settings(f"--model={tmp_path / 'm'}"))
+    assert model.config.attention_dropout == 0 and not model.training
     assert all(getattr(module, "attention_dropout", 0) == 0 for module in model.modules())
 
 
