@@ -19,6 +19,7 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import math
 import os
 import platform
 import sys
@@ -56,10 +57,10 @@ TINY = SMALL | {
 }
 # The count of the memory assumes prompts of this length.
 FULL = QWEN | {"prompt_length": train.GROUPED_PROMPT}
-# What the checks are made on: two layers, grouped heads of 64, enough words for the fast draw.
+# What the checks are made on: two layers, heads that share keys, enough words for the fast draw.
 CHECKED = SMALL | {
-    "layers": 2, "ffn": 512, "vocab": 2000, "prompt_length": 40, "new_tokens": 40, "prompts": 4,
-    "group_size": 4,
+    "layers": 2, "hidden": 128, "ffn": 256, "vocab": 1500, "prompt_length": 40, "new_tokens": 40,
+    "prompts": 4, "group_size": 4,
 }
 
 
@@ -68,13 +69,13 @@ class Place:
     """Where everything runs, at what size, and what this machine does at best."""
 
     device: torch.device
-    dtype: torch.dtype          # of the weights that compute, as train.py chooses it
-    half: torch.dtype           # bfloat16 where the device has it
+    dtype: torch.dtype              # of the weights that compute, as train.py chooses it
+    half: torch.dtype               # bfloat16 where the device has it
     size: dict
-    free: int | None = None     # bytes, before anything is loaded; None on a CPU
-    matrix_rate: float = 0.0    # FLOP/s in `dtype`
-    bandwidth: float = 0.0      # bytes/s, read and written
-    link: float = 0.0           # bytes/s between host and device
+    free: int | None = None         # bytes, before anything is loaded; None on a CPU
+    matrix_rate: float = math.nan   # FLOP/s in `dtype`
+    bandwidth: float = math.nan     # bytes/s, read and written
+    link: float = math.nan          # bytes/s between host and device
 
     @property
     def cuda(self):
@@ -203,7 +204,7 @@ def small_policy(place, dtype, **changes):
     model = random_model(CHECKED | changes, place.device, torch.float32)
     with torch.no_grad():
         for weight in model.parameters():
-            weight.add_(torch.randn_like(weight), alpha=0.05)
+            weight.add_(torch.randn_like(weight), alpha=0.1)
     # One draw in twenty ends an answer: rows of many lengths.
     model.generation_config.eos_token_id = list(range(1, CHECKED["vocab"], 20))
     return model.to(dtype)
