@@ -317,6 +317,8 @@ def make_folder(size, folder):
     tokenizer = word_tokenizer(size["vocab"])
     tokenizer.save_pretrained(folder)
     random_model(size, device, dtype).save_pretrained(folder)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the processes that measure need it
     lines = [{"question": question, "answer": "#### 0"} for question in random_questions(size)]
     (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "recipe.json").write_text(json.dumps({
@@ -579,6 +581,7 @@ def main(argv=None):
         side = head_alone if job["side"] in ("lean head", "full logits") else measure
         print(json.dumps(side(job)))
         return 0
+    train.quiet_transformers()
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false",
                    "HF_HUB_OFFLINE": "1"}
     rival = "no TRL here (pip install trl): ours alone"
