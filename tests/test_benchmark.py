@@ -1,0 +1,312 @@
+"""The benchmark and its first run: they run on a CPU, their floors are right, their checks fail."""
+
+import contextlib
+import math
+import sys
+
+import benchmark
+import first_run
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+import sample
+import train
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch):
+    """Small sizes, on a machine with a GPU too: they follow from the device alone."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+
+
+@pytest.fixture
+def place():
+    return first_run.Place(torch.device("cpu"), torch.float32, torch.bfloat16, first_run.TINY)
+
+
+def failures(part, *args):
+    return [words for verdict, words in part(*args) if verdict is False]
+
+
+# --------------------------------------------------------------------------------------------------
+# The first run on a machine without a GPU
+
+
+def test_first_run(capsys):
+    status = benchmark.main(["--first-run"])
+    out = capsys.readouterr().out
+    assert status == 0 and "FAIL" not in out, out
+    assert out.count("NOTHING WAS MEASURED ON A GPU") == 2
+    for words in ("TFLOP/s", "grouped rows: scaled_dot_product", "same ids in 16 of 16 rows",
+                  "grouped against padded rows", "offload against none", "checkpointing against",
+                  "ms per token", "the first rollout took", "per token, 2 layers",
+                  "two steps, no offload, no checkpointing", "two steps, offload, checkpointing",
+                  "checks passed, 0 failed"):
+        assert words in out, words
+    for phase in ("sampling", "reference", "forward and backward", "optimizer"):
+        assert out.count(f"  {phase:22} ") == 6  # three settings, two steps
+
+
+def test_a_part_that_breaks_is_a_line(capsys):
+    def breaks():
+        yield True, "this much was right"
+        raise ZeroDivisionError("1 / 0")
+
+    def runs_out():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+        yield
+
+    lines = first_run.Lines()
+    for part in (breaks, runs_out):
+        lines.of(part.__name__, part)
+    lines.of("afterwards", lambda: [(True, "right"), (None, "a figure"), (False, "wrong")])
+    place = first_run.Place(torch.device("cuda"), torch.float32, torch.float32, {})
+    assert lines.close(place) == 1
+    out = capsys.readouterr().out
+    assert "FAIL  ZeroDivisionError: 1 / 0" in out and "FAIL  out of memory" in out
+    assert "2 checks passed, 3 failed" in out and "NOTHING" not in out
+
+
+def test_no_part_begins_after_seven_minutes(capsys):
+    lines = first_run.Lines()
+    lines.start -= 421
+    lines.of("late", lambda: pytest.fail("it began"))
+    assert lines.failed == ["late: left out: 420 s are over"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Its checks, on planted faults
+
+
+def test_drawing_sees_other_ids(place, monkeypatch):
+    def shifted(*args):
+        (ids, logprobs), *others = write_answers(*args)
+        return [([ids[-1], *ids[:-1]], logprobs), *others]
+
+    write_answers = sample.write_answers
+    monkeypatch.setattr(sample, "write_answers", shifted)
+    found = failures(first_run.drawing, place, torch.float32)
+    assert any("same ids in 15 of 16 rows" in words for words in found), found
+    assert any("against the definition, first rollout" in words for words in found), found
+    found = failures(first_run.drawing, place, torch.bfloat16)
+    assert any("against the definition, weights have moved" in words for words in found), found
+
+
+def test_drawing_sees_weights_of_before(place, monkeypatch):
+    """As a graph would draw that reads weights where they lay when it was captured."""
+    def from_a_copy(model, *args):
+        old.setdefault("model", copy_of(model))
+        return write_answers(old["model"], *args)
+
+    def copy_of(model):
+        copied = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype).eval()
+        copied.load_state_dict(model.state_dict())
+        return copied
+
+    old = {}
+    write_answers = sample.write_answers
+    monkeypatch.setattr(sample, "write_answers", from_a_copy)
+    found = failures(first_run.drawing, place, torch.float32)
+    assert found and all("weights have moved" in words for words in found), found
+
+
+def test_a_form_that_is_refused_fails(place, monkeypatch):
+    monkeypatch.setattr(sample, "forms_of", lambda model: {"own decode step": "off by 3 nats"})
+    assert failures(first_run.drawing, place, torch.float32) == ["own decode step: off by 3 nats"]
+    assert failures(first_run.decoding, place)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_see_a_hundredth(place, monkeypatch, dtype):
+    def scaled(*args, group_ids=None):
+        logprobs = token_logprobs(*args, group_ids=group_ids)
+        if group_ids is not None:
+            logprobs = logprobs + 0.01 * (logprobs - logprobs.detach())
+        return logprobs
+
+    token_logprobs = first_run.token_logprobs
+    monkeypatch.setattr(first_run, "token_logprobs", scaled)
+    found = failures(first_run.gradients, place, dtype)
+    assert len(found) == 1 and "grouped against padded rows" in found[0], found
+
+
+def scale_all(masters, weights):
+    for master in masters:
+        master.grad.mul_(1.01)
+
+
+def forget_one(masters, weights):
+    masters[3].grad = torch.zeros_like(masters[3])
+
+
+@pytest.mark.parametrize("fault, words", [(scale_all, "first moments"), (forget_one, "of each")])
+def test_updates_see_gradients_that_are_handed_over_wrongly(place, monkeypatch, fault, words):
+    def faulty(model, settings):
+        optimizer = make_optimizer(model, settings)
+        masters = optimizer.param_groups[0]["params"]
+        if settings.offload:
+            optimizer.register_step_pre_hook(lambda *_: fault(masters, model))
+        return optimizer
+
+    make_optimizer = train.make_optimizer
+    monkeypatch.setattr(train, "make_optimizer", faulty)
+    found = failures(first_run.updates, place)
+    assert found and all("offload against none" in line for line in found), found
+    assert any(words in line for line in found), found
+
+
+def test_updates_see_a_weight_that_is_not_copied_back(place, monkeypatch):
+    def faulty(model, settings):
+        optimizer = make_optimizer(model, settings)
+        weight = next(model.parameters())
+        if settings.offload:
+            optimizer.register_step_post_hook(lambda *_: weight.data.mul_(1.5))
+        return optimizer
+
+    make_optimizer = train.make_optimizer
+    monkeypatch.setattr(train, "make_optimizer", faulty)
+    assert "offload: 1 weights are not their masters' copies" in failures(first_run.updates, place)
+
+
+def test_updates_see_layers_that_are_computed_otherwise(place, monkeypatch):
+    @contextlib.contextmanager
+    def faulty(model, on):
+        weight = model.model.layers[0].mlp.down_proj.weight
+        right = weight.data
+        if on:
+            weight.data = right * 1.1
+        yield
+        weight.data = right
+
+    monkeypatch.setattr(train, "layers_checkpointed", faulty)
+    found = failures(first_run.updates, place)
+    assert any("gradient checkpointing against none" in line for line in found), found
+
+
+def test_steps_see_memory_that_the_count_did_not(place, monkeypatch):
+    def halves(*args):
+        args[-1].micro_batch_tokens //= 2
+        return update(*args)
+
+    def runs_out(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    update = train.update
+    monkeypatch.setattr(train, "update", halves)
+    assert failures(first_run.whole_steps, place, False, False) == [
+        "micro-batches of 256 tokens, 1024 planned"]
+    monkeypatch.setattr(train, "update", runs_out)
+    with pytest.raises(torch.OutOfMemoryError):
+        failures(first_run.whole_steps, place, False, False)
+    place.free = 1000
+    lines = list(first_run.whole_steps(place, False, False))
+    assert lines[-1] == (None, "out of memory, as the count says")
+
+
+# --------------------------------------------------------------------------------------------------
+# The benchmark: what it makes, and what it holds it against
+
+
+def random_tiny(**changes):
+    return benchmark.random_model(first_run.TINY | changes, torch.device("cpu"), torch.float32)
+
+
+def test_the_shape_of_qwen():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(benchmark.config_of(benchmark.QWEN))
+    assert sum(p.numel() for p in model.parameters()) == 1_543_714_304
+    rows = [benchmark.QWEN[name] for name in ("prompts", "group_size", "new_tokens")]
+    assert rows == [8, 8, 512]
+    assert (benchmark.REPEAT["qwen1.5b"], benchmark.PAIRS["qwen1.5b"]) == (2, 1)
+
+
+def test_flops_of_a_forward_pass():
+    model = random_tiny()
+    P, n = 10, 30
+    with FlopCounterMode(display=False) as counter:
+        hidden = model.model(torch.randint(2, 4000, (1, P + n))).last_hidden_state
+        model.lm_head(hidden[:, -n:])
+    products = sum(flops for operation, flops in counter.get_flop_counts()["Global"].items()
+                   if "attention" not in str(operation))
+    settings = train.Settings(prompts_per_step=1)
+    assert benchmark.forward_flops(model, P, [n], settings) == pytest.approx(products, rel=0.02)
+
+
+def test_bytes_of_a_rollout():
+    model = random_tiny()
+    P, lengths = 10, [7, 3]
+    weights = sum(p.numel() for p in model.parameters())  # tied: the head reads what embeds
+    token = 2 * 2 * 2 * 16  # keys and values, layers, heads, head size
+    total = 0
+    for t in range(max(lengths)):
+        total += weights + sum(token * (P + t) for length in lengths if t < length)
+    assert benchmark.rollout_bytes(model, P, lengths) == 4 * total
+
+
+def test_end_chance():
+    tokenizer = benchmark.word_tokenizer(4000)
+    questions = benchmark.random_questions(first_run.TINY)
+    lengths = {}
+    for chance in (1 / 8, 1e-12):
+        model = random_tiny(end_chance=chance)
+        rollout = sample.sample_groups(model, tokenizer, questions, 32, 64,
+                                       generator=torch.Generator().manual_seed(0))
+        lengths[chance] = (rollout.labels != train.IGNORE).sum(dim=1).float()
+    assert 6 < lengths[1 / 8].mean() < 10.5
+    assert lengths[1e-12].unique().tolist() == [64]
+
+
+def test_a_measurement(tmp_path):
+    """The folder opens with train.py's own loader, `auto` is settled, every figure is there."""
+    benchmark.make_folder(first_run.TINY, tmp_path)
+    for side in ("ours", "update"):
+        result = benchmark.measure({"folder": str(tmp_path), "side": side, "repeat": 1,
+                                    "flags": ["--no-share-prompts"]})
+        assert {"seconds", "cpu", "sampling", "update", "length", "sampling_rate", "update_rate",
+                "of_bandwidth", "of_matrix_rate", "peak"} <= result.keys()
+        assert result["length"] == [first_run.TINY["new_tokens"]]
+        assert result["seconds"][0] == pytest.approx(result["sampling"][0] + result["update"][0])
+        assert all(math.isfinite(value) for values in result.values() for value in values)
+
+
+def test_turns_and_tables(capsys, monkeypatch):
+    """What `run` returns ends in the tables, with TRL's columns where it is there."""
+    def run(folder, side, repeat, rows=0, flags=()):
+        seconds = {"trl": 6.0, "ours": 4.0 if flags else 2.0}[side]
+        keys = ("seconds", "cpu", "sampling", "update", "length", "sampling_rate", "update_rate",
+                "of_bandwidth", "of_matrix_rate", "peak", "bandwidth", "matrix_rate")
+        return dict.fromkeys(keys, [seconds])
+
+    monkeypatch.setattr(benchmark, "run", run)
+    assert benchmark.main(["tiny", "--against=--no-share-prompts", "--threads=1"]) == 0
+    assert "| tiny | 2.00 (2.00-2.00) |" in capsys.readouterr().out
+    monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: True)
+    benchmark.compare("tiny", train.TINY, 1, 2, [8, 16])
+    out = capsys.readouterr().out
+    assert "| tiny TRL, 8 rows | 6 |" in out and "| tiny ours, default | 2 |" in out
+    assert "| tiny same micro-batch | **1.50 (1.50-1.50)** |" in out
+    assert "| tiny our default | **3.00 (3.00-3.00)** |" in out
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["medium"], "no preset medium"),
+    (["small", "--against=--nonsense=3"], "--against: unrecognized arguments: --nonsense=3"),
+    (["small", "--against=--lr=-1"], "--against: --lr -1.0: must be above 0"),
+])
+def test_bad_input(argv, words, capsys):
+    with pytest.raises(SystemExit) as leaving:
+        benchmark.main(argv)
+    assert leaving.value.code == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_gpu_is_needed_for_qwen(capsys):
+    assert benchmark.main(["qwen1.5b"]) == 0
+    assert "NOT MEASURED" in capsys.readouterr().out
+
+
+def test_nothing_but_requirements():
+    assert "trl" not in sys.modules and "datasets" not in sys.modules
