@@ -136,7 +136,7 @@ class LeanHead(torch.autograd.Function):
             lse[rows] = logits.logsumexp(dim=-1)
             logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - lse[rows]
             if with_entropy:
-                # H = -sum of p log p; not lse - sum of p * logit, whose digits cancel where T is low
+                # H = -sum of p log p. In lse - sum of p * logit digits cancel where T is low.
                 logits.sub_(lse[rows, None])
                 entropy[rows] = -torch.linalg.vecdot(logits.exp(), logits)
         ctx.save_for_backward(hidden, weight, targets, lse)

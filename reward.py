@@ -53,8 +53,8 @@ def rule_reward(response, ground_truth):
 def score_responses(responses, ground_truths, group_size=8, device="cpu"):
     """Score N = B·G responses, prompt-major, against B ground truths: (N,) float32.
 
-    Where the truth is None nothing can be said: NaN. ValueError if N is not B·group_size: rows would
-    be scored against another prompt's truth.
+    Where the truth is None nothing can be said: NaN. ValueError if N is not B·group_size: rows
+    would be scored against another prompt's truth.
     """
     N, B = len(responses), len(ground_truths)
     if N != B * group_size:
