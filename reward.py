@@ -234,7 +234,8 @@ def load_problems(source, question_field="question", answer_field="answer", need
     question_field, answer_field: the columns that hold the two. In place of the question a line may
     have `messages`, a chat history of {"role": …, "content": …} that ends with the user's turn:
     `question` is then what that turn says, and `messages` stays. need_answer=False, for users with
-    a reward of their own: an answer without `####` stays as it is, and no answer is "".
+    a reward of their own: an answer without `####` stays as it is, no answer is "", and `solution`
+    is None.
 
     ValueError, in one line naming the file and the line, for whatever is wrong.
     """
@@ -281,12 +282,14 @@ def read_problem(line, question_field, answer_field, need_answer):
         return {"solution": worked.strip()} | row | {"question": question, "answer": final}
     if need_answer:
         raise ValueError(f"{answer_field!r} does not end in '#### ' and the final answer")
-    return row | {"question": question, "answer": "" if answer is None else answer}
+    unknown = {"question": question, "answer": "" if answer is None else answer}
+    return {"solution": None} | row | unknown
 
 
 def truths_of(problems):
     """The final answers that the rule can score against; None where a line had no `####`."""
-    return [problem["answer"] if "solution" in problem else None for problem in problems]
+    return [None if problem.get("solution", "") is None else problem["answer"]
+            for problem in problems]
 
 
 def last_turn(messages):

@@ -136,8 +136,10 @@ def metrics_of(folder):
 
 
 def curve(folder):
-    """The metrics without the clock's."""
-    return [{name: value for name, value in metrics.items() if "second" not in name}
+    """The metrics without those of the clock and of the machine."""
+    measured = ("second", "memory")
+    return [{name: value for name, value in metrics.items()
+             if not any(word in name for word in measured)}
             for metrics in metrics_of(folder)]
 
 
