@@ -1,7 +1,9 @@
-"""[A] sample.py: the draw, greedy decoding against `generate`, log-probs against [D], the rows, the work done."""
+"""[A] sample.py: greedy decoding against `generate`, log-probs against [D], the rows, fast forms
+against the plain loop, the check that chooses among them, the draw, the variants, the script."""
+
 import copy
-import math
 import json
+import math
 import runpy
 import shutil
 import sys
@@ -18,8 +20,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 import sample
 from logprob import token_logprobs
 from sample import (
-    IGNORE, Decoder, close_up, decode, decode_fast, draw, draw_fast, forms_of, sample_around,
-    sample_conversations, sample_groups, uniform_numbers)
+    IGNORE,
+    Decoder,
+    close_up,
+    decode,
+    decode_fast,
+    draw,
+    draw_fast,
+    forms_of,
+    sample_around,
+    sample_conversations,
+    sample_groups,
+    uniform_numbers,
+)
 
 ROOT = Path(sample.__file__).resolve().parent
 V, PAD, END, START = SMALL["vocab_size"], 0, 1, 2
@@ -31,9 +44,12 @@ def make_tokenizer(**special):
     words = ["<pad>", "<end>", "<start>", *(f"w{i}" for i in range(3, V))]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w3"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.post_processor = processors.TemplateProcessing("<start> $A", special_tokens=[("<start>", START)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<start>", clean_up_tokenization_spaces=False,
-                                   **special)
+    backend.post_processor = processors.TemplateProcessing(
+        "<start> $A", special_tokens=[("<start>", START)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<start>", clean_up_tokenization_spaces=False, **special
+    )
 
 
 TOKENIZER = make_tokenizer(pad_token="<pad>", eos_token="<end>")
@@ -63,23 +79,28 @@ def runs(model):
     """The (rows, tokens) of every run through the model."""
     found = []
     hook = model.get_input_embeddings().register_forward_pre_hook(
-        lambda module, args: found.append(tuple(args[0].shape)))
+        lambda module, args: found.append(tuple(args[0].shape))
+    )
     yield found
     hook.remove()
 
 
 def responses_of(rollout):
     """The ids of each response, by the labels."""
-    return [row[labels != IGNORE].tolist() for row, labels in zip(rollout.input_ids, rollout.labels)]
+    return [
+        row[labels != IGNORE].tolist() for row, labels in zip(rollout.input_ids, rollout.labels)
+    ]
 
 
 def same(a, b):
-    return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
-               for x, y in ((getattr(a, f.name), getattr(b, f.name)) for f in fields(a)))
+    return all(
+        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+        for x, y in ((getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
+    )
 
 
 def surprise(counts, expected):
-    """Pearson's chi-square as a number of standard deviations: chance alone stays within (-5, 5)."""
+    """Pearson's chi-square in standard deviations: chance alone stays within (-5, 5)."""
     rare = expected < 5
     pooled = torch.stack((counts[rare].sum(), expected[rare].sum())).double()
     counts, expected = counts[~rare].double(), expected[~rare].double()
@@ -87,21 +108,26 @@ def surprise(counts, expected):
         counts, expected = torch.cat((counts, pooled[:1])), torch.cat((expected, pooled[1:]))
     k = len(counts) - 1
     chi_square = float(((counts - expected) ** 2 / expected).sum())
-    return ((chi_square / k) ** (1 / 3) - (1 - 2 / (9 * k))) / (2 / (9 * k)) ** 0.5  # Wilson and Hilferty
+    return ((chi_square / k) ** (1 / 3) - (1 - 2 / (9 * k))) / (
+        2 / (9 * k)
+    ) ** 0.5  # Wilson and Hilferty
 
 
-# ----- greedy decoding --------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Greedy decoding
 
 
 def generated(model, prompt, limit):
     """What `generate` answers to this prompt alone."""
     ids = torch.tensor([ids_of(prompt)])
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=limit)
-    return out[0, ids.shape[1]:].tolist()
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=limit
+    )
+    return out[0, ids.shape[1] :].tolist()
 
 
 def in_float64(model):
-    """A copy in which no tie is decided by rounding. (Gemma 2 masks with float32's lowest number: it stays.)"""
+    """A copy in which no tie is decided by rounding; Gemma 2 masks with float32's lowest number."""
     model = copy.deepcopy(model)
     return model if model.config.model_type == "gemma2" else model.double()
 
@@ -112,7 +138,9 @@ def test_greedy_is_generate(random_model):
     rollout = sample_groups(model, TOKENIZER, PROMPTS, 2, 30, temperature=0)
     expected = [generated(model, prompt, 30) for prompt in PROMPTS for _ in range(2)]
     assert responses_of(rollout) == expected
-    assert len({token for answer in expected for token in answer}) > 8  # not one token over and over
+    assert (
+        len({token for answer in expected for token in answer}) > 8
+    )  # not one token over and over
 
 
 def test_greedy_ends_where_generate_ends(random_model):
@@ -133,7 +161,8 @@ def test_greedy_logprobs_are_those_of_temperature_one(model):
     torch.testing.assert_close(rollout.logprobs, expected, rtol=0, atol=1e-4)
 
 
-# ----- log-probs --------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Log-probs
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -145,7 +174,8 @@ def test_the_recorded_logprobs_are_those_of_logprob_py(random_model, temperature
     assert rollout.logprobs.dtype == torch.float32 and not rollout.logprobs.requires_grad
 
 
-# ----- the rows ---------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The rows
 
 
 @pytest.mark.parametrize("limit", [1, 2, 12])
@@ -155,7 +185,10 @@ def test_the_layout(model, config, ends, limit):
     G, N = 50, 4 * 50
     rollout = sample_groups(model, TOKENIZER, PROMPTS, G, limit, 1.5, seeded())
     S = rollout.input_ids.shape[1]
-    assert rollout.input_ids.shape == rollout.labels.shape == (N, S) and rollout.logprobs.shape == (N, S - 1)
+    assert rollout.input_ids.shape == rollout.labels.shape == (N, S) and rollout.logprobs.shape == (
+        N,
+        S - 1,
+    )
     assert rollout.finished.shape == rollout.group_ids.shape == (N,) and len(rollout.responses) == N
     assert {rollout.input_ids.dtype, rollout.labels.dtype, rollout.group_ids.dtype} == {torch.long}
     assert rollout.finished.dtype == torch.bool
@@ -164,10 +197,10 @@ def test_the_layout(model, config, ends, limit):
     longest, at_the_limit = 0, 0
     for n in range(N):
         row, prompt = rollout.input_ids[n].tolist(), ids_of(PROMPTS[n // G])
-        assert row[:len(prompt)] == prompt
-        answer = row[len(prompt):len(prompt) + limit]
+        assert row[: len(prompt)] == prompt
+        answer = row[len(prompt) : len(prompt) + limit]
         length = next((t + 1 for t, token in enumerate(answer) if token in ends), limit)
-        answer, rest = answer[:length], row[len(prompt) + length:]
+        answer, rest = answer[:length], row[len(prompt) + length :]
         assert len(answer) == length and rest == [PAD] * len(rest)
         assert rollout.labels[n].tolist() == [IGNORE] * len(prompt) + answer + [IGNORE] * len(rest)
         spoken = [0] * (len(prompt) - 1) + [1] * length + [0] * len(rest)
@@ -180,7 +213,11 @@ def test_the_layout(model, config, ends, limit):
         at_the_limit += length == limit and answer[-1] in ends
     assert S == longest
     if len(ends) > 1 or limit == 12:  # all of these occurred
-        assert rollout.finished.any() and not rollout.finished.all() and (at_the_limit or len(ends) == 1)
+        assert (
+            rollout.finished.any()
+            and not rollout.finished.all()
+            and (at_the_limit or len(ends) == 1)
+        )
     if limit == 12:
         drawn = rollout.labels[rollout.labels != IGNORE]
         assert (drawn == PAD).any() and all((drawn == end).any() for end in ends)
@@ -204,16 +241,26 @@ def test_no_start_token_is_added(model):
     assert rollout.input_ids[0, 0] == 5 and rollout.input_ids[1, :2].tolist() == [START, 5]
 
 
-# ----- end tokens -------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# End tokens
 
 
-@pytest.mark.parametrize("generation, tokenizer_end, ends", [
-    (END, "<end>", {END}), ([END, 9], "<end>", {END, 9}), ([11, 9, 8], "<end>", {8, 9, 11}), (12, None, {12}),
-    (None, "<end>", {END}), (None, "w13", {13}),
-])
+@pytest.mark.parametrize(
+    "generation, tokenizer_end, ends",
+    [
+        (END, "<end>", {END}),
+        ([END, 9], "<end>", {END, 9}),
+        ([11, 9, 8], "<end>", {8, 9, 11}),
+        (12, None, {12}),
+        (None, "<end>", {END}),
+        (None, "w13", {13}),
+    ],
+)
 def test_end_tokens(model, config, generation, tokenizer_end, ends):
     config("eos_token_id", generation)
-    tokenizer = make_tokenizer(pad_token="<pad>", **({"eos_token": tokenizer_end} if tokenizer_end else {}))
+    tokenizer = make_tokenizer(
+        pad_token="<pad>", **({"eos_token": tokenizer_end} if tokenizer_end else {})
+    )
     rollout = sample_groups(model, tokenizer, PROMPTS, 100, 20, 1.5, seeded())
     last = set()
     for answer, finished in zip(responses_of(rollout), rollout.finished.tolist()):
@@ -233,7 +280,9 @@ def test_without_an_end_token_anywhere(model, config):
 @pytest.mark.parametrize("ends, pad", [(END, END), ([11, 9], END)])
 def test_without_a_padding_token_the_end_token_pads(model, config, ends, pad):
     config("eos_token_id", ends)
-    rollout = sample_groups(model, make_tokenizer(eos_token="<end>"), PROMPTS, 10, 20, 1.5, seeded())
+    rollout = sample_groups(
+        model, make_tokenizer(eos_token="<end>"), PROMPTS, 10, 20, 1.5, seeded()
+    )
     response = (rollout.labels != IGNORE).int()
     behind = (rollout.labels == IGNORE) & (response.cumsum(dim=1) > 0)
     assert behind.any() and (rollout.input_ids[behind] == pad).all()
@@ -246,7 +295,8 @@ def test_an_empty_prompt(model, prompts, which):
     assert "\n" not in str(error.value)
 
 
-# ----- chance -----------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Chance
 
 
 def next_token(model, ids, temperature):
@@ -259,8 +309,10 @@ def test_first_tokens_have_the_softmax_frequencies(model, temperature):
     G = 8000
     rollout = sample_groups(model, TOKENIZER, PROMPTS[:2], G, 1, temperature, seeded())
     expected = [next_token(model, ids_of(prompt), temperature) for prompt in PROMPTS[:2]]
-    counts = [torch.tensor(answers).flatten().bincount(minlength=V)
-              for answers in (responses_of(rollout)[g * G:g * G + G] for g in (0, 1))]
+    counts = [
+        torch.tensor(answers).flatten().bincount(minlength=V)
+        for answers in (responses_of(rollout)[g * G : g * G + G] for g in (0, 1))
+    ]
     for g in (0, 1):
         assert abs(surprise(counts[g], expected[g] * G)) < 5
         assert surprise(counts[g], expected[1 - g] * G) > 50  # what a mistake would look like
@@ -283,7 +335,7 @@ def test_siblings_draw_independently(model):
 
 
 def test_every_later_token_has_the_softmax_frequencies(model, config):
-    """Each draw lands in its distribution at F(token - 1) + u p(token), which is uniform; so are pairs of them."""
+    """Each draw lands at F(token - 1) + u p(token), which is uniform; so are pairs of them."""
     config("eos_token_id", [END, 7, 40])
     rollout = sample_groups(model, TOKENIZER, PROMPTS, 60, 24, 0.7, seeded())
     with torch.no_grad():
@@ -295,18 +347,30 @@ def test_every_later_token_has_the_softmax_frequencies(model, config):
     tenth = (landed * 10).long().clamp(0, 9)
     counts = tenth[mask].bincount(minlength=10)
     assert abs(surprise(counts, torch.full((10,), counts.sum() / 10))) < 5
-    for a, b in (((slice(None), slice(1, None)), (slice(None), slice(None, -1))),  # in a row
-                 ((slice(1, None), slice(None)), (slice(None, -1), slice(None)))):  # in neighbouring rows
+    for a, b in (
+        ((slice(None), slice(1, None)), (slice(None), slice(None, -1))),  # in a row
+        ((slice(1, None), slice(None)), (slice(None, -1), slice(None))),
+    ):  # in neighbouring rows
         both = mask[a] & mask[b]
         counts = (tenth[a] * 10 + tenth[b])[both].bincount(minlength=100)
         assert abs(surprise(counts, torch.full((100,), counts.sum() / 100))) < 5
 
 
-@pytest.mark.parametrize("settings", [
-    dict(do_sample=True, top_k=1), dict(temperature=0.01), dict(repetition_penalty=5.0), dict(do_sample=False),
-    dict(top_p=0.01, min_p=0.5, typical_p=0.1), dict(max_new_tokens=2, max_length=3), dict(min_new_tokens=12),
-    dict(no_repeat_ngram_size=1, bad_words_ids=[[i] for i in range(3, 50)], suppress_tokens=[1]),
-])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(do_sample=True, top_k=1),
+        dict(temperature=0.01),
+        dict(repetition_penalty=5.0),
+        dict(do_sample=False),
+        dict(top_p=0.01, min_p=0.5, typical_p=0.1),
+        dict(max_new_tokens=2, max_length=3),
+        dict(min_new_tokens=12),
+        dict(
+            no_repeat_ngram_size=1, bad_words_ids=[[i] for i in range(3, 50)], suppress_tokens=[1]
+        ),
+    ],
+)
 def test_a_checkpoints_own_settings_change_nothing(model, config, settings):
     plain = sample_groups(model, TOKENIZER, PROMPTS, 3, 10, 1.5, seeded())
     for name, value in settings.items():
@@ -324,7 +388,9 @@ def test_the_generator_decides(model):
     assert not same(sample_groups(model, TOKENIZER, PROMPTS, 3, 10, 1.0, seeded(6)), first)
     generator = seeded(5)
     assert same(sample_groups(model, TOKENIZER, PROMPTS, 3, 10, 1.0, generator), first)
-    assert not same(sample_groups(model, TOKENIZER, PROMPTS, 3, 10, 1.0, generator), first)  # it has moved on
+    assert not same(
+        sample_groups(model, TOKENIZER, PROMPTS, 3, 10, 1.0, generator), first
+    )  # it has moved on
 
 
 def test_a_generator_a_prompt(model, config):
@@ -335,11 +401,20 @@ def test_a_generator_a_prompt(model, config):
     together = sample_groups(exact, TOKENIZER, PROMPTS, 3, 10, 1.0, generators)
     assert len(set(map(len, responses_of(together)))) > 3
     for which in ([0], [2], [3, 1]):
-        apart = sample_groups(exact, TOKENIZER, [PROMPTS[i] for i in which], 3, 10, 1.0,
-                              [seeded(5 + i) for i in which])
+        apart = sample_groups(
+            exact,
+            TOKENIZER,
+            [PROMPTS[i] for i in which],
+            3,
+            10,
+            1.0,
+            [seeded(5 + i) for i in which],
+        )
         rows = [3 * i + k for i in which for k in range(3)]
         assert responses_of(apart) == [responses_of(together)[row] for row in rows]
-    same_prompt = sample_groups(exact, TOKENIZER, PROMPTS[:1] * 2, 3, 10, 1.0, [seeded(5), seeded(6)])
+    same_prompt = sample_groups(
+        exact, TOKENIZER, PROMPTS[:1] * 2, 3, 10, 1.0, [seeded(5), seeded(6)]
+    )
     assert responses_of(same_prompt)[:3] != responses_of(same_prompt)[3:]
 
 
@@ -353,18 +428,32 @@ def test_without_a_generator_the_global_seed_decides(model):
 
 def test_the_defaults(model, config):
     config("eos_token_id", list(range(1, V, 5)))
-    assert same(sample_groups(model, TOKENIZER, PROMPTS, generator=seeded()),
-                sample_groups(model, TOKENIZER, PROMPTS, 8, 256, 1.0, seeded()))
+    assert same(
+        sample_groups(model, TOKENIZER, PROMPTS, generator=seeded()),
+        sample_groups(model, TOKENIZER, PROMPTS, 8, 256, 1.0, seeded()),
+    )
 
 
-# ----- the fast forms against the plain loop ----------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The fast forms against the plain loop
 
 FAMILY = {
-    "qwen2": {}, "qwen3": {}, "llama": {}, "llama with biases": dict(attention_bias=True, mlp_bias=True),
-    "llama stretched": dict(rope_parameters=dict(
-        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, rope_theta=10000.0,
-        original_max_position_embeddings=16)),
-    "mistral": dict(sliding_window=None), "smollm3": dict(no_rope_layers=[1, 0]),
+    "qwen2": {},
+    "qwen3": {},
+    "llama": {},
+    "llama with biases": dict(attention_bias=True, mlp_bias=True),
+    "llama stretched": dict(
+        rope_parameters=dict(
+            rope_type="llama3",
+            factor=8.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            rope_theta=10000.0,
+            original_max_position_embeddings=16,
+        )
+    ),
+    "mistral": dict(sliding_window=None),
+    "smollm3": dict(no_rope_layers=[1, 0]),
 }
 
 
@@ -390,7 +479,9 @@ def graphs(monkeypatch):
     """The loop as CUDA runs it, without its graphs -> the row counts of the captured steps."""
     monkeypatch.setattr(Decoder, "capture", lambda *args: Replay(*args))
     monkeypatch.setattr(Replay, "captured", [])
-    monkeypatch.setattr(sample, "fastest_form", lambda model: lambda *args: decode_fast(*args, graphs=True))
+    monkeypatch.setattr(
+        sample, "fastest_form", lambda model: lambda *args: decode_fast(*args, graphs=True)
+    )
     return Replay.captured
 
 
@@ -449,7 +540,9 @@ def test_the_decoder_is_kept_and_released(monkeypatch, graphs):
         whole.fill_(torch.nan)
     for prompts, G, T in ((PROMPTS, 6, 30), (PROMPTS[1:2], 5, 12), (PROMPTS[2:], 7, 30)):
         args = model, TOKENIZER, prompts, G, T, 1.0
-        assert_same_rollout(sample_groups(*args, seeded(1)), plainly(monkeypatch, *args, seeded(1)), 1e-5)
+        assert_same_rollout(
+            sample_groups(*args, seeded(1)), plainly(monkeypatch, *args, seeded(1)), 1e-5
+        )
         assert sample.DECODERS[model] is kept
     assert len(graphs) <= captured + 3 and set(graphs) <= {24, 12, 6, 3, 1}  # no shape twice
     assert len(graphs) == len(set(graphs))
@@ -461,7 +554,9 @@ def test_the_decoder_is_kept_and_released(monkeypatch, graphs):
     assert sample.DECODERS[model] is kept
 
     down = model.model.layers[0].mlp.down_proj
-    down.weight = torch.nn.Parameter(down.weight.detach().clone())  # a graph would read the old ones
+    down.weight = torch.nn.Parameter(
+        down.weight.detach().clone()
+    )  # a graph would read the old ones
     sample_groups(*args, seeded())
     assert sample.DECODERS[model] is not kept
     sample_groups(model, TOKENIZER, PROMPTS, 7, 30, 1.0, seeded())  # 28 rows: no room for them
@@ -478,7 +573,9 @@ def test_without_graphs_nothing_is_kept(name):
     assert model not in sample.DECODERS
 
 
-@pytest.mark.parametrize("ended", [[], [0], [8], [0, 1, 2], [3, 8], [7, 8], [0, 2, 4, 6, 8], list(range(8))])
+@pytest.mark.parametrize(
+    "ended", [[], [0], [8], [0, 1, 2], [3, 8], [7, 8], [0, 2, 4, 6, 8], list(range(8))]
+)
 @pytest.mark.parametrize("spare", [0, 1])
 def test_few_rows_move_when_rows_end(ended, spare):
     alive = torch.tensor([n not in ended for n in range(9)])
@@ -491,7 +588,7 @@ def test_few_rows_move_when_rows_end(ended, spare):
 
 
 def test_nothing_is_run_twice_or_for_nothing(model, config, runs):
-    """A prompt runs once, then each row a token at a time until its last, which is drawn but not run."""
+    """A prompt runs once, then each row token by token; its last is drawn but not run."""
     config("eos_token_id", [END, 7, 40, 41, 42])
     forms_of(model)
     runs.clear()
@@ -509,22 +606,39 @@ def test_one_token_needs_no_second_run(model, runs):
     assert len(runs) == 1
 
 
-# ----- the check ---------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The check
 
 
-@pytest.mark.parametrize("architecture, why", [
-    ("qwen2", None), ("qwen3", None), ("llama", None), ("mistral", "a sliding window"),
-    ("gemma2", "a sliding window"), ("granite", "off by"), ("gpt2", "no attribute"), ("cohere", "no attribute"),
-])
+@pytest.mark.parametrize(
+    "architecture, why",
+    [
+        ("qwen2", None),
+        ("qwen3", None),
+        ("llama", None),
+        ("mistral", "a sliding window"),
+        ("gemma2", "a sliding window"),
+        ("granite", "off by"),
+        ("gpt2", "no attribute"),
+        ("cohere", "no attribute"),
+    ],
+)
 def test_the_form_that_a_family_takes(architecture, why):
     found = forms_of(small_model(architecture))["own decode step"]
     assert found is None if why is None else why in found and "\n" not in found
 
 
-@pytest.mark.parametrize("changes, why", [
-    (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0)), "dynamic"),
-    (dict(attn_logit_softcapping=1000.0), "softcapping"), (dict(attention_chunk_size=64), "chunk"),
-])
+@pytest.mark.parametrize(
+    "changes, why",
+    [
+        (
+            dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0)),
+            "dynamic",
+        ),
+        (dict(attn_logit_softcapping=1000.0), "softcapping"),
+        (dict(attention_chunk_size=64), "chunk"),
+    ],
+)
 def test_what_a_few_tokens_would_not_show(changes, why):
     assert why in forms_of(small_model("llama", **changes))["own decode step"]
 
@@ -552,8 +666,13 @@ def test_a_form_that_fails_is_refused_in_one_line(monkeypatch):
     assert forms_of(small_model("llama")) == {"own decode step": "no kernel"}
 
 
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"),
-                                   RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
 def test_memory_that_runs_out_is_raised(monkeypatch, error):
     def fails(*args):
         raise error
@@ -600,10 +719,14 @@ def test_a_cache_that_is_wrong_is_said_by_how_much():
         sample_groups(model, TOKENIZER, PROMPTS, 2, 4)
 
 
-@pytest.mark.parametrize("architecture, changes", [
-    ("mamba", dict(state_size=4)), ("recurrent_gemma", dict(block_types=["recurrent", "attention"])),
-    ("bert", dict(is_decoder=False)),
-])
+@pytest.mark.parametrize(
+    "architecture, changes",
+    [
+        ("mamba", dict(state_size=4)),
+        ("recurrent_gemma", dict(block_types=["recurrent", "attention"])),
+        ("bert", dict(is_decoder=False)),
+    ],
+)
 def test_without_keys_and_values_it_is_one_line(architecture, changes):
     config = AutoConfig.for_model(architecture, **{**SMALL, **changes})
     with pytest.raises(ValueError, match=f"^{architecture} cannot be sampled from") as error:
@@ -611,7 +734,8 @@ def test_without_keys_and_values_it_is_one_line(architecture, changes):
     assert "\n" not in str(error.value)
 
 
-# ----- variants ----------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Variants
 
 
 @pytest.mark.parametrize("best, cut", [(1, 0.5), (3, 0.3), (3, 0.9)])
@@ -624,27 +748,31 @@ def test_sampling_around_the_best(model, config, best, cut):
         return torch.tensor([float(len(text)) for text in responses])  # the longest is the best
 
     around = sample_around(model, TOKENIZER, PROMPTS, rewards_of, 6, 20, 1.0, seeded(), best, cut)
-    (prompts, texts), = asked
+    ((prompts, texts),) = asked
     assert prompts == PROMPTS and len(texts) == 4 * 3
     rows, answers = around.responses, responses_of(around)
     assert len(rows) == 24 and around.group_ids.tolist() == [n // 6 for n in range(24)]
     for g in range(4):
         first, fine = range(6 * g, 6 * g + 3), range(6 * g + 3, 6 * g + 6)
-        assert [rows[n] for n in first] == texts[3 * g:3 * g + 3]
+        assert [rows[n] for n in first] == texts[3 * g : 3 * g + 3]
         ranked = sorted(first, key=lambda n: -len(rows[n]))[:best]
         for n in fine:
             stem = answers[ranked[(n - fine[0]) // (3 // best)]]
             kept = int(len(stem) * cut)
             assert answers[n][:kept] == stem[:kept] and len(answers[n]) <= 20
     assert len({tuple(answer) for answer in answers}) > 16
-    expected = token_logprobs(model, around.input_ids, around.labels).detach()  # of every policy token
+    expected = token_logprobs(
+        model, around.input_ids, around.labels
+    ).detach()  # of every policy token
     torch.testing.assert_close(around.logprobs, expected, rtol=0, atol=1e-4)
     for n, answer in enumerate(answers):
         ended = [token in (END, 7, 40) for token in answer]
         assert not any(ended[:-1]) and bool(around.finished[n]) == ended[-1]
 
 
-@pytest.mark.parametrize("group_size, best, cut", [(5, 2, 0.5), (6, 4, 0.5), (6, 2, 0.5), (6, 1, 1.0), (1, 1, 0.5)])
+@pytest.mark.parametrize(
+    "group_size, best, cut", [(5, 2, 0.5), (6, 4, 0.5), (6, 2, 0.5), (6, 1, 1.0), (1, 1, 0.5)]
+)
 def test_what_cannot_be_sampled_around(model, group_size, best, cut):
     with pytest.raises(ValueError) as error:
         sample_around(model, TOKENIZER, PROMPTS, None, group_size, 20, 1.0, seeded(), best, cut)
@@ -654,7 +782,10 @@ def test_what_cannot_be_sampled_around(model, group_size, best, cut):
 def test_conversations(tiny):
     """Turn by turn: the ids are those that were said, and only the policy's are labelled."""
     model, tokenizer = tiny
-    asked = [[{"role": "user", "content": "How many ?"}], [{"role": "user", "content": "Anna has 9 . How many ?"}]]
+    asked = [
+        [{"role": "user", "content": "How many ?"}],
+        [{"role": "user", "content": "Anna has 9 . How many ?"}],
+    ]
     heard = []
 
     def reply(messages):
@@ -675,13 +806,21 @@ def test_conversations(tiny):
         text = tokenizer.decode(rollout.input_ids[n])
         assert text.count("<|user|>") == len(starts) and text.count("<|assistant|>") == len(starts)
         assert text.count("loses 4 .") == len(starts) - 1
-        first = tokenizer.apply_chat_template(asked[n // 4], tokenize=False, add_generation_prompt=True)
+        first = tokenizer.apply_chat_template(
+            asked[n // 4], tokenize=False, add_generation_prompt=True
+        )
         ids = tokenizer(first, add_special_tokens=False).input_ids
-        assert rollout.input_ids[n, :starts[0]].tolist() == ids
-        assert len(rollout.responses[n].split("\n")) == len(starts) and "<|user|>" not in rollout.responses[n]
+        assert rollout.input_ids[n, : starts[0]].tolist() == ids
+        assert (
+            len(rollout.responses[n].split("\n")) == len(starts)
+            and "<|user|>" not in rollout.responses[n]
+        )
         row = rollout.input_ids[n].tolist()
-        ends = [t for t, token in enumerate(row[:int(said.nonzero()[-1]) + 1]) if token == 1]
-        assert len(ends) in (len(starts) - 1, len(starts))  # one after every turn, drawn or put there
+        ends = [t for t, token in enumerate(row[: int(said.nonzero()[-1]) + 1]) if token == 1]
+        assert len(ends) in (
+            len(starts) - 1,
+            len(starts),
+        )  # one after every turn, drawn or put there
     firsts = [response.split("\n")[0] for response in rollout.responses]
     assert turns == [2 if "1" in first else 3 for first in firsts] and set(turns) == {2, 3}
     assert {tuple(roles) for roles in heard} == {("user", "assistant"), ("user", "assistant") * 2}
@@ -691,21 +830,34 @@ def test_conversations(tiny):
 
 def test_a_conversation_of_one_turn_is_a_group(tiny):
     model, tokenizer = tiny
-    asked = [[{"role": "user", "content": "How many ?"}], [{"role": "user", "content": "Anna has 9 ."}]]
-    prompts = [tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-               for messages in asked]
+    asked = [
+        [{"role": "user", "content": "How many ?"}],
+        [{"role": "user", "content": "Anna has 9 ."}],
+    ]
+    prompts = [
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        for messages in asked
+    ]
     for turns, reply in ((1, lambda messages: "more"), (5, lambda messages: None)):
-        talk = sample_conversations(model, tokenizer, asked, reply, 3, turns, 12, 1.0, [seeded(1), seeded(2)])
-        assert same(talk, sample_groups(model, tokenizer, prompts, 3, 12, 1.0, [seeded(1), seeded(2)]))
+        talk = sample_conversations(
+            model, tokenizer, asked, reply, 3, turns, 12, 1.0, [seeded(1), seeded(2)]
+        )
+        assert same(
+            talk, sample_groups(model, tokenizer, prompts, 3, 12, 1.0, [seeded(1), seeded(2)])
+        )
 
 
-# ----- one draw ---------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# One draw
+
 
 def by_chance(form):
     """The draw with its own numbers."""
+
     def drawn(logits, temperature=1.0, generator=None):
         u = torch.rand(len(logits), dtype=torch.float64, generator=generator)
         return form(logits, temperature, u)
+
     return drawn
 
 
@@ -735,7 +887,7 @@ def test_a_draw_has_the_softmax_frequencies(draw, draws):
 @pytest.mark.parametrize("words", [7, 128, 1000, 151_936])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_u_is_a_place_in_the_running_sum(words, temperature):
-    """Also among words of 3e-8 and less, behind one that has nearly all: float32 cannot tell such sums apart."""
+    """Also among words of 3e-8 and less, which a float32 sum cannot tell apart."""
     logits = torch.randn(words, generator=seeded())
     logits[words // 2] = 17.0
     p = (logits.double() / temperature).softmax(dim=0)
@@ -785,7 +937,9 @@ def test_the_logprob_of_a_draw(draw, temperature, dtype):
 @pytest.mark.parametrize("words", [50, 300])
 def test_what_has_no_probability_is_never_drawn(draw, words):
     logits = torch.zeros(50_000, words)
-    logits[:, ::2] = logits[:, :5] = logits[:, -20:] = -torch.inf  # here and there, in front and behind
+    logits[:, ::2] = logits[:, :5] = logits[
+        :, -20:
+    ] = -torch.inf  # here and there, in front and behind
     tokens, logprobs = draw(logits, 1.0, seeded())
     assert set(tokens.tolist()) == set(range(5, words - 20, 2))
     assert logprobs.tolist() == pytest.approx([-math.log((words - 24) // 2)] * 50_000, abs=1e-5)
@@ -795,7 +949,7 @@ def test_what_has_no_probability_is_never_drawn(draw, words):
 def test_the_ends_of_the_running_sum(words, first, last):
     """The smallest and the largest u meet words that have a probability."""
     logits = torch.full((2, words), -torch.inf)
-    logits[:, first:last + 1] = torch.randn(last + 1 - first, generator=seeded())
+    logits[:, first : last + 1] = torch.randn(last + 1 - first, generator=seeded())
     tokens, _ = draw_fast(logits, 1.0, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64), few=0)
     assert tokens.tolist() == [first, last]
 
@@ -817,7 +971,9 @@ def test_the_numbers_behind_the_draws():
     numbers = uniform_numbers(seeded(), 4, 50, 1000, torch.device("cpu"))
     assert numbers.shape == (200, 1000) and len(numbers.unique()) == 200_000
     assert 0 <= numbers.min() and numbers.max() < 1
-    assert abs(surprise((numbers.flatten() * 1000).long().bincount(), torch.full((1000,), 200.0))) < 5
+    assert (
+        abs(surprise((numbers.flatten() * 1000).long().bincount(), torch.full((1000,), 200.0))) < 5
+    )
     own = uniform_numbers([seeded(3), seeded(4)], 2, 50, 10, torch.device("cpu"))
     assert torch.equal(own[50:], uniform_numbers(seeded(4), 1, 50, 10, torch.device("cpu")))
 
@@ -831,17 +987,24 @@ def test_a_draw_leaves_the_logits(draw):
         assert torch.equal(logits, before)
 
 
-# ----- the tiny policy and the script -----------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The tiny policy and the script
 
 
 def test_tiny(tiny):
     model, tokenizer = tiny
-    chats = [[{"role": "user", "content": "How many ?"}], [{"role": "user", "content": "How many ? " * 3}]]
-    prompts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    chats = [
+        [{"role": "user", "content": "How many ?"}],
+        [{"role": "user", "content": "How many ? " * 3}],
+    ]
+    prompts = [
+        tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        for chat in chats
+    ]
     rollout = sample_groups(model, tokenizer, prompts, 4, 16, 1.0, seeded())
     for n, row in enumerate(rollout.input_ids):
         ids = tokenizer(prompts[n // 4], add_special_tokens=False).input_ids
-        assert row[:len(ids)].tolist() == ids
+        assert row[: len(ids)].tolist() == ids
     expected = token_logprobs(model, rollout.input_ids, rollout.labels).detach()
     torch.testing.assert_close(rollout.logprobs, expected, rtol=0, atol=1e-4)
 
@@ -863,17 +1026,21 @@ def final(tmp_path):
     def write(recipe):
         (tmp_path / "final" / "recipe.json").write_text(json.dumps(recipe))
         return f"--model={tmp_path / 'final'}"
+
     return write
 
 
 def test_script_takes_a_runs_settings(monkeypatch, capsys, final):
     """The recipe gives the defaults, and the command line wins."""
-    model = final({"max-new-tokens": 3, "temperature": 0, "lr": 1, "system-prompt": "", "data": "none"})
+    model = final(
+        {"max-new-tokens": 3, "temperature": 0, "lr": 1, "system-prompt": "", "data": "none"}
+    )
     answers = run_script(monkeypatch, capsys, model, "--group-size=4").strip().split("\n\n")[1:]
     assert len({answer.split(maxsplit=1)[1] for answer in answers}) == 1
     assert all(int(answer.split()[1]) <= 3 for answer in answers)
-    answers = run_script(monkeypatch, capsys, model, "--group-size=20", "--max-new-tokens=2",
-                         "--temperature=3").split("\n\n")[1:]
+    answers = run_script(
+        monkeypatch, capsys, model, "--group-size=20", "--max-new-tokens=2", "--temperature=3"
+    ).split("\n\n")[1:]
     assert len({answer.split(maxsplit=1)[1] for answer in answers}) > 1
     assert all(int(answer.split()[1]) <= 2 for answer in answers)
 
@@ -883,21 +1050,36 @@ def test_script_says_the_system_prompt(monkeypatch, capsys, final):
     template = Path(arguments[0].split("=")[1], "chat_template.jinja")
     template.write_text("{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}")
     assert "system : Anna user : Bob ?" in run_script(monkeypatch, capsys, *arguments)
-    assert "system : Eve user : Bob ?" in run_script(monkeypatch, capsys, *arguments, "--system-prompt=Eve")
+    assert "system : Eve user : Bob ?" in run_script(
+        monkeypatch, capsys, *arguments, "--system-prompt=Eve"
+    )
     assert "system" not in run_script(monkeypatch, capsys, *arguments, "--system-prompt=")
 
 
-@pytest.mark.parametrize("recipe, says", [
-    ({"max-new-tokens": "many"}, "max-new-tokens is 'many'"), ({"system-prompt": 3}, "system-prompt is 3"),
-    ({"temperature": [1]}, "temperature is [1]"), ({"temperature": -1}, "temperature -1"),
-])
+@pytest.mark.parametrize(
+    "recipe, says",
+    [
+        ({"max-new-tokens": "many"}, "max-new-tokens is 'many'"),
+        ({"system-prompt": 3}, "system-prompt is 3"),
+        ({"temperature": [1]}, "temperature is [1]"),
+        ({"temperature": -1}, "temperature -1"),
+    ],
+)
 def test_script_refuses_a_recipe_in_one_line(monkeypatch, capsys, final, recipe, says):
     said = run_script(monkeypatch, capsys, final(recipe), status=2)
     assert said.startswith("sample.py: ") and says in said and said.count("\n") == 1
 
 
-@pytest.mark.parametrize("arguments", [["--device=abacus"], ["--model=nowhere/at/all"], ["--group-size=0"],
-                                       ["--max-new-tokens=0"], ["--temperature=nan"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--device=abacus"],
+        ["--model=nowhere/at/all"],
+        ["--group-size=0"],
+        ["--max-new-tokens=0"],
+        ["--temperature=nan"],
+    ],
+)
 def test_script_refuses_in_one_line(monkeypatch, capsys, arguments):
     said = run_script(monkeypatch, capsys, *arguments, status=2)
     assert said.startswith("sample.py: ") and said.count("\n") == 1
@@ -905,10 +1087,18 @@ def test_script_refuses_in_one_line(monkeypatch, capsys, arguments):
 
 def test_script_draws_a_group(monkeypatch, capsys, tiny):
     model, tokenizer = tiny
-    printed = run_script(monkeypatch, capsys, "--group-size=3", "--max-new-tokens=9", "--seed=4", "--temperature=3",
-                         "How many ?")
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "How many ?"}], tokenize=False,
-                                           add_generation_prompt=True)
+    printed = run_script(
+        monkeypatch,
+        capsys,
+        "--group-size=3",
+        "--max-new-tokens=9",
+        "--seed=4",
+        "--temperature=3",
+        "How many ?",
+    )
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "How many ?"}], tokenize=False, add_generation_prompt=True
+    )
     rollout = sample_groups(model, tokenizer, [prompt], 3, 9, 3.0, seeded(4))
     head, *answers = printed.split("\n\n")
     assert head == prompt.rstrip("\n") and len(answers) == 3
@@ -921,6 +1111,8 @@ def test_script_draws_a_group(monkeypatch, capsys, tiny):
 
 
 def test_script_greedy(monkeypatch, capsys):
-    printed = run_script(monkeypatch, capsys, "--group-size=2", "--max-new-tokens=9", "--temperature=0")
+    printed = run_script(
+        monkeypatch, capsys, "--group-size=2", "--max-new-tokens=9", "--temperature=0"
+    )
     first, second = printed.split("\n\n")[1:]
     assert first.split()[1:] == second.split()[1:]
