@@ -544,7 +544,8 @@ def test_metrics_reach_the_disk_before_the_checkpoint_that_follows_them(monkeypa
 
     def note(name, function):
         def noted(*given, **how):
-            done.append((name, *(Path(path).name for path in given if isinstance(path, str | Path))))
+            paths = [path for path in given if isinstance(path, str | Path)]
+            done.append((name, *(Path(path).name for path in paths)))
             return function(*given, **how)
         monkeypatch.setattr(train.os if name == "replace" else train, name, noted)
 
