@@ -47,6 +47,7 @@ class Arm:
     sampled_at: float = 0.0      # temperature of the rollout, where it is not the trainer's
     from_trained: bool = False   # starts from what plain GRPO with the same seed has become
 
+
 # Claims: (document, figure, what it says of the arms, in words). `A > B`: the figure of A should be
 # larger; `A > 0`: above 0; `A ~ B`: no difference; `A in LOW HIGH`.
 GRPO = Arm("GRPO")

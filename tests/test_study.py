@@ -66,6 +66,8 @@ def test_mean_and_spread():
     ("high > low", "seen: 5 ± 1 against 2 ± 1"),        # 3 apart, spreads of 1 and 1
     ("low > high", "the opposite: 2 ± 1 against 5 ± 1"),
     ("mid > low", "not seen: 4 ± 1 against 2 ± 1"),     # 2 apart: no more than both spreads
+    ("low > mid", "not seen: 2 ± 1 against 4 ± 1"),
+    ("low ~ high", "not seen: 2 ± 1 against 5 ± 1"),
     ("high > 0", "seen: 5 ± 1 against 0 ± 0"),
     ("wide > 0", "not seen: 4 ± 4 against 0 ± 0"),
     ("mid ~ low", "seen: 4 ± 1 against 2 ± 1"),
