@@ -1,0 +1,137 @@
+"""The study: figures, verdicts and plan on numbers written by hand; one of its runs, end to end."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import study
+
+import train
+
+
+def metrics_of(accuracies):
+    """metrics.jsonl of a run: step 0 is the evaluation, then a line per step."""
+    lines = [{"step": 0, "eval_accuracy": 0.1}]
+    for step, accuracy in enumerate(accuracies, 1):
+        lines.append({
+            "step": step, "accuracy": accuracy, "response_length_mean": 10.0 + step,
+            "group_std": 0.5 / step, "zero_variance_groups": 0.25, "grad_norm": 0.5,
+            "approx_kl": None, "kl_coef": 0.02, "clip_fraction": 0.01 * step,
+            "sampler_ratio_error": 0.3 / step, "reward_mean": 1.0})
+    lines[-1]["eval_accuracy"] = 0.75
+    return lines
+
+
+def results_of(**values):
+    return {label: [{"x": value, "never": 0} for value in some] for label, some in values.items()}
+
+
+def test_figures_of_a_run():
+    found = study.figures(metrics_of([0.2] * 9 + [0.95, 0.4] + [0.8] * 9))      # 20 steps
+    assert found["greedy"] == 0.75
+    assert found["last_ten"] == pytest.approx((0.4 + 9 * 0.8) / 10)
+    assert (found["at_09"], found["never"]) == (10, 0)
+    assert found["length"] == pytest.approx(10 + 15.5)
+    assert found["length_growth"] == pytest.approx(10)
+    early = sum(0.5 / step for step in range(1, 11)) / 10
+    late = sum(0.5 / step for step in range(11, 21)) / 10
+    assert found["std_fall"] == pytest.approx(early - late)
+    assert found["clip_fraction"] == pytest.approx(0.01 * 10.5)
+    assert found["sampler_gap"] == 0.3
+    assert math.isnan(found["approx_kl"])                                       # null throughout
+    assert found["length_curve"] == [10.0 + step for step in range(1, 21)]
+
+
+def test_a_run_that_never_reaches_it_counts_as_one_step_more_and_is_marked():
+    found = study.figures(metrics_of([0.5, 0.89, 0.8]))
+    assert (found["at_09"], found["never"]) == (4, 1)
+    there = study.figures(metrics_of([0.5, 0.9, 0.8]))
+    assert (there["at_09"], there["never"]) == (2, 0)
+    assert study.cell([found, there], "at_09") == "≥ 3 ± 1.4"
+    assert study.cell([there, there], "at_09") == "2 ± 0"
+    assert study.cell([found], "approx_kl") == "–"
+
+
+def test_mean_and_spread():
+    assert study.summary([1.0, 2.0, 3.0]) == (2.0, 1.0)
+    assert study.summary([5.0]) == (5.0, 0.0)
+
+
+@pytest.mark.parametrize("relation, expected", [
+    ("high > low", "seen: 5 ± 1 against 2 ± 1"),        # 3 apart, spreads of 1 and 1
+    ("low > high", "the opposite: 2 ± 1 against 5 ± 1"),
+    ("mid > low", "not seen: 4 ± 1 against 2 ± 1"),     # 2 apart: no more than both spreads
+    ("low > mid", "not seen: 2 ± 1 against 4 ± 1"),
+    ("low ~ high", "not seen: 2 ± 1 against 5 ± 1"),
+    ("high > 0", "seen: 5 ± 1 against 0 ± 0"),
+    ("wide > 0", "not seen: 4 ± 4 against 0 ± 0"),
+    ("mid ~ low", "seen: 4 ± 1 against 2 ± 1"),
+    ("high ~ low", "not seen: 5 ± 1 against 2 ± 1"),
+    ("low in 1 3", "seen: 2 ± 1"),
+    ("low in 2.5 3", "not seen: 2 ± 1"),
+    ("none > low", "cannot be said: nan ± nan against 2 ± 1"),
+    ("none ~ low", "cannot be said: nan ± nan against 2 ± 1"),
+    ("one > low", "cannot be said: fewer than two seeds"),
+    ("high > one", "cannot be said: fewer than two seeds"),
+])
+def test_verdicts(relation, expected):
+    results = results_of(high=[4, 5, 6], mid=[3, 4, 5], low=[1, 2, 3], wide=[0, 4, 8], one=[9],
+                         none=[math.nan, math.nan])
+    assert study.verdict("x", relation, results) == expected
+
+
+@pytest.mark.parametrize("name", study.STUDY)
+def test_the_plan_names_what_exists(name):
+    _, more, arms, claims = study.STUDY[name]
+    labels = [arm.label for arm in arms]
+    assert len(set(labels)) == len(labels)
+    assert len({study.folder_of("", arm, 0, 80) for arm in arms}) == len(arms)
+    for arm in arms:
+        train.check_combinations(train.Settings(**train.given_flags(
+            arm.flags.format(study=study.__file__).split())))
+    for document, figure, relation, _ in claims:
+        assert document in ("000", "001", "002", "003", "004")
+        assert figure in study.COLUMNS or figure in more
+        label, sign, other = study.parts_of(relation)
+        assert label in labels
+        assert other in labels or sign == "in" or (sign, other) == (">", "0")
+
+
+def test_the_reward_of_the_length_study():
+    texts = [r"\boxed{ 4 }", r"1 + 2 = 3 , \boxed{ 3 }", r"2 + 2 = 4 , \boxed{ 4 }", "4"]
+    assert study.even_box(texts, answer=["9"] * 4) == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_the_chart_averages_over_runs_and_steps():
+    text = study.chart("t", "y", [[[1.0, 3.0, 5.0], [3.0, 5.0, 7.0]]], every=2)
+    assert "line [3, 6]" in text and "[2, 3]" in text
+
+
+def test_one_run_end_to_end_the_others_are_kept(tmp_path):
+    arms = study.STUDY["mismatch"][2]
+    fake = study.figures(metrics_of([0.5, 0.5])) | {"sampled": 0.5, "kl": 0, "entropy": 1,
+                                                    "cpu_seconds": 1}
+    for arm in arms[:2] + arms[3:]:
+        folder = study.folder_of(tmp_path, arm, 0, 2)
+        folder.mkdir()
+        (folder / "figures.json").write_text(json.dumps({"code": "old", "figures": fake}))
+    done = subprocess.run(
+        [sys.executable, study.__file__, "--only", "mismatch", "--seeds", "0", "--steps", "2",
+         "--output", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "4 runs, 1 of them to do" in done.stderr
+    assert "0 runs missing, 3 made by other code" in done.stdout
+    assert all(f"| {arm.label} | " in done.stdout for arm in arms)
+
+    folder = study.folder_of(tmp_path, arms[2], 0, 2)
+    found = json.loads((folder / "figures.json").read_text())["figures"]
+    assert found["sampler_gap"] > 0.1                    # sampled at 1.3, scored at 1.0
+    assert len(found["std_curve"]) == 2 and 0 < found["std_curve"][0] < 0.75
+    assert 0 < found["sampled"] < 1 and 0 < found["entropy"] < 3 and abs(found["kl"]) < 0.05
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[-1])["eval_accuracy"] == found["greedy"]
