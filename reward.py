@@ -132,9 +132,9 @@ DECIMAL = r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]{1,3}(?: [0-9]{3})+|[0-9]+)(?:\.
 NUMBER = re.compile(
     r"(?P<sign>[+-]?) ?[$€£]? ?(?:"
     r"(?P<whole>[0-9]+) (?P<part>[1-9][0-9]?) ?/ ?(?P<parts>[0-9]+)"  # 3 1/2
-    rf"|(?:(?P<factor>{DECIMAL}) ?[*x] ?)?10 ?\^ ?(?P<power>-?[0-9]{{1,3}})(?![0-9])"  # 1.5*10^3
+    rf"|(?:(?P<factor>{DECIMAL}) ?[*x] ?)?10 ?\^ ?(?P<power>-?[0-9]{{1,3}})"  # 1.5*10^3
     rf"|(?P<top>{DECIMAL}) ?/ ?(?P<bottom>-?{DECIMAL})"  # 1/2
-    rf"|(?P<number>{DECIMAL})(?:e(?P<exponent>[+-]?[0-9]{{1,3}})(?![0-9]))?)"  # 1,000.5 and 1e3
+    rf"|(?P<number>{DECIMAL})(?:e(?P<exponent>[+-]?[0-9]{{1,3}}))?)"  # 1,000.5 and 1e3
 )
 # A unit is made of signs and of words, each perhaps with a power; no digit and no variable.
 UNIT = re.compile(r'[%°€£$ ]|[/*]? ?(?:"[^"0-9]*"|[a-z]+(?:-[a-z]+)*)(?: ?\^ ?-?[0-9] ?)?\.?')
@@ -183,19 +183,20 @@ def as_fraction(text):
     found = NUMBER.match(text)
     if not found or not is_unit(text[found.end() :]):
         return None
+    # The named parts without their separators; "0" for those that this form of number lacks.
     part = {name: re.sub("[, ]", "", digits) for name, digits in found.groupdict("0").items()}
-    if found["whole"]:
-        top, bottom = int(part["whole"]) * int(part["parts"]) + int(part["part"]), part["parts"]
-    elif found["power"]:
-        top, bottom = Fraction(part["factor"] if found["factor"] else 1), 1
-    elif found["top"]:
-        top, bottom = part["top"], part["bottom"]
-    else:
-        top, bottom = part["number"], 1
-    if Fraction(bottom) == 0:
-        return None
     scale = Fraction(10) ** (int(part["power"]) + int(part["exponent"]))  # at most 10^999
-    value = Fraction(top) / Fraction(bottom) * scale
+    try:
+        if found["whole"]:
+            value = Fraction(part["whole"]) + Fraction(int(part["part"]), int(part["parts"]))
+        elif found["top"]:
+            value = Fraction(part["top"]) / Fraction(part["bottom"])
+        elif found["power"]:
+            value = scale * Fraction(part["factor"] if found["factor"] else 1)
+        else:
+            value = scale * Fraction(part["number"])
+    except ZeroDivisionError:
+        return None
     return -value if found["sign"] == "-" else value
 
 
@@ -208,7 +209,7 @@ def is_unit(text):
 
 
 # --------------------------------------------------------------------------------------------------
-# Problems: GSM8K, or a JSONL file in its form. Every line that is not one is named.
+# Problems: GSM8K, or a JSONL file in its form. What is wrong with a file is told in one line.
 
 GSM8K_URL = (
     "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/"

@@ -235,6 +235,7 @@ NUMBERS = {  # how 18, and other numbers, may be written
     "3.5": r"3\frac{1}{2}  3 \frac{1}{2}  3\,\frac{1}{2}  3 1/2  3½  7/2  3\frac{1}{2} cups",
     "-3.5": r"-3\frac{1}{2}  -3 1/2  -\frac{7}{2}",
     "1/3": r"\frac{1}{3}  \frac{2}{6}  1/3  \frac{0.5}{1.5}  \frac{1,000}{3,000}",
+    "1000/3": r"1000/3  1,000/3  1 000/3  333 1/3  333\frac{1}{3}",
     "0": r"0  0.0  -0  $0  .0  0\%  0/5  0e9",
     "1234567.5": r"1,234,567.50  1 234 567.5",
 }
@@ -268,9 +269,9 @@ def test_numbers_that_are_equal(number, written):
     ("3x = 18", "18"), (r"x \neq 18", "18"), (r"\not= 18", "18"), ("x > 18", "18"), ("> 18", "18"),
     ("5-3", "2"), ("2^3", "8"), ("9 * 2", "18"), ("1/2/3", "1/6"), ("1/0", "1"), ("0/0", "0"),
     (r"\frac{1}{2}", "12"), (r"3\frac{1}{2}", "1.5"), (r"3\frac{1}{2}", "31/2"), (r"\frac12", "12"),
-    (r"\frac{1}{2}x", "0.5"), ("10^x", "10"), (r"10^{3}5", "10"), (r"10^{30}", "1000"), ("e3", "3"),
-    ("1e", "1"), ("nan", "0"), ("inf", "0"), ("-", "0"), ("%", "0"), (",", "0"), ("-.", "0"),
-    ("\u0665", "5"), ("\uff15", "5"), ("\u00b2", "2"), ("\u0967,000", "1000"),
+    (r"\frac{1}{2}x", "0.5"), ("10^x", "10"), (r"10^{3}5", "10^{35}"), (r"10^{30}", "1000"),
+    ("e3", "3"), ("1e", "1"), ("nan", "0"), ("inf", "0"), ("-", "0"), ("%", "0"), (",", "0"),
+    ("-.", "0"), ("\u0665", "5"), ("\uff15", "5"), ("\u00b2", "2"), ("\u0967,000", "1000"),
     ("9" * 301, "9" * 300), ("10^9999", "10"), ("1e1000", "1"), ("1e999999999", "1"),
 ])
 def test_answers_that_are_not_equal(answer, truth):
@@ -1231,20 +1232,25 @@ class Seen:
 def test_train_reward_model_mixes_a_tenth_of_old_pairs():
     model = small_reward_model()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    pairs = [("p", f"new{i}", "bad") for i in range(18)]
+    pairs = [("p", f"new{i}", "bad") for i in range(45)]
     replay = [("p", f"old{i}", "bad") for i in range(50)]
     seen = Seen()
     figures = train_reward_model(model, optimizer, seen, pairs, replay,
                                  torch.Generator().manual_seed(0))
     assert sorted(text for text in seen.texts if "new" in text) == sorted(p[1] for p in pairs)
-    assert len({text for text in seen.texts if "old" in text}) == 2  # 2 of 20
+    assert len({text for text in seen.texts if "old" in text}) == 5  # 5 of 50
     # With a learning rate of 0, the figures are those of the mix as it was.
-    rows = reward_model_rows(Seen(), ["p"] * 40, [t for t in seen.texts if t not in ("p", "bad")]
-                             + ["bad"] * 20)
+    rows = reward_model_rows(Seen(), ["p"] * 100, [t for t in seen.texts if t not in ("p", "bad")]
+                             + ["bad"] * 50)
     chosen, rejected = score_rows(model, rows).chunk(2)
     assert figures["reward_model_loss"] == pytest.approx(
         bradley_terry_loss(chosen, rejected).item(), abs=1e-5)
-    assert figures["reward_model_accuracy"] == int((chosen > rejected).sum()) / 20
+    assert figures["reward_model_accuracy"] == int((chosen > rejected).sum()) / 50
+    gradients = []  # of the same pair twice: nothing is left over from the step before
+    for _ in range(2):
+        train_reward_model(model, optimizer, Seen(), pairs[:1], [])
+        gradients.append(model.score.weight.grad.clone())
+    assert torch.equal(*gradients) and gradients[0].any()
     few = Seen()
     train_reward_model(model, optimizer, few, pairs, replay[:1])
     assert sum("old" in text for text in few.texts) == 1
