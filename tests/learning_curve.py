@@ -1,7 +1,7 @@
-"""The README's figures of the default run: `python tests/learning_curve.py` trains seeds 0-4 and prints them.
+"""The README's figures of the default run: `python tests/learning_curve.py` trains seeds 0-4.
 
-Greedy accuracy on all held-out problems before and after; accuracy and the share of worked answers (an answer
-with an equation in it) among answers sampled at temperature 1; the wall-clock seconds of the whole command.
+Greedy accuracy on all held-out problems before and after; accuracy and the share of worked answers
+(with an equation in them) among answers sampled at temperature 1; seconds of the whole command.
 """
 import argparse
 import json
@@ -18,46 +18,66 @@ import train  # noqa: E402
 
 
 def figures(model_folder):
-    """Sampled accuracy and share of worked answers of a policy, one sample a held-out problem, eight times."""
+    """Eight samples per held-out problem -> (share right, share worked out)."""
     settings, _ = train.parse(["--eval-limit=0"])
     settings.model = str(model_folder)
     train.torch.set_num_threads(settings.threads)
     model, tokenizer = train.load_policy(settings)
-    problems = train.load_problems(settings.eval_data)
-    accuracy, responses = train.evaluate(model, tokenizer, problems, settings, group_size=8, temperature=1.0)
-    return accuracy, sum("=" in response for response in responses) / len(responses)
+    problems = train.reward.load_problems(settings.eval_data)
+    found, responses = train.evaluate(model, tokenizer, problems, settings, group_size=8,
+                                      temperature=1.0)
+    worked = sum("=" in response for response in responses)
+    return found["eval_accuracy"], worked / len(responses)
+
+
+def metrics_of(folder):
+    with open(Path(folder, "metrics.jsonl"), encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def print_row(seed, folder, before):
+    """Train with this seed -> the metrics of its steps; prints its row of the table."""
+    started = time.perf_counter()
+    command = [sys.executable, ROOT / "train.py", f"--seed={seed}", f"--output={folder}"]
+    subprocess.run(command, check=True, capture_output=True)
+    seconds = time.perf_counter() - started
+    lines = metrics_of(folder)
+    greedy = [line["eval_accuracy"] for line in lines if "eval_accuracy" in line]
+    sampled, worked = figures(Path(folder, "final"))
+    print(f"| {seed} | {greedy[0]:.3f} | {greedy[-1]:.3f} | {before[0]:.3f} | {sampled:.3f} | "
+          f"{before[1]:.3f} | {worked:.3f} | {seconds:.0f} |", flush=True)
+    return lines[1:]
+
+
+def print_curve(lines):
+    every = [line for line in lines if line["step"] == 1 or line["step"] % 5 == 0]
+    steps = ", ".join(str(line["step"]) for line in every)
+    accuracies = ", ".join(f"{line['accuracy']:.2f}" for line in every)
+    print(f"\nthe first seed, accuracy of the sampled answers:\n    x-axis [{steps}]\n"
+          f"    line [{accuracies}]\n")
+    names = ("reward_mean", "accuracy", "loss", "policy_loss", "approx_kl", "grad_norm",
+             "zero_variance_groups")
+    print("| step | " + " | ".join(names) + " |\n|" + " --- |" * (len(names) + 1))
+    for line in lines:
+        if line["step"] in (1, 2, 5, 10, 20, 40, len(lines)):
+            values = " | ".join(f"{line[name]:.4f}" for name in names)
+            print(f"| {line['step']} | {values} |")
+    errors = [line["sampler_ratio_error"] for line in lines]
+    print(f"\nsampler_ratio_error: {min(errors):.1e} to {max(errors):.1e}")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     seeds = parser.parse_args().seeds
-    print(f"{os.cpu_count()} cores, torch {train.torch.__version__}, transformers {train.transformers.__version__}\n")
-    sampled, worked = figures(train.TINY)
-    print("| seed | greedy before | greedy after | sampled before | after | worked before | after | seconds |\n"
-          "| --- | --- | --- | --- | --- | --- | --- | --- |")
+    print(f"{os.cpu_count()} cores, torch {train.torch.__version__}, "
+          f"transformers {train.transformers.__version__}\n")
+    before = figures(train.TINY)
+    print("| seed | greedy before | greedy after | sampled before | after | worked before | after "
+          "| seconds |\n|" + " --- |" * 8)
     with tempfile.TemporaryDirectory() as folder:
-        for seed in seeds:
-            started = time.perf_counter()
-            subprocess.run([sys.executable, ROOT / "train.py", f"--seed={seed}", f"--output={folder}/{seed}"],
-                           check=True, capture_output=True)
-            seconds = time.perf_counter() - started
-            lines = [json.loads(line) for line in open(f"{folder}/{seed}/metrics.jsonl", encoding="utf-8")]
-            greedy = [line["eval_accuracy"] for line in lines if "eval_accuracy" in line]
-            sampled_after, worked_after = figures(f"{folder}/{seed}/final")
-            print(f"| {seed} | {greedy[0]:.3f} | {greedy[-1]:.3f} | {sampled:.3f} | {sampled_after:.3f} | "
-                  f"{worked:.3f} | {worked_after:.3f} | {seconds:.0f} |", flush=True)
-        lines = [json.loads(line) for line in open(f"{folder}/{seeds[0]}/metrics.jsonl", encoding="utf-8")][1:]
-
-    print(f"\nseed {seeds[0]}, accuracy of the sampled answers:")
-    every = [line for line in lines if line["step"] == 1 or line["step"] % 5 == 0]
-    print("    x-axis [" + ", ".join(str(line["step"]) for line in every) + "]\n"
-          "    line [" + ", ".join(f"{line['accuracy']:.2f}" for line in every) + "]\n")
-    names = ("reward_mean", "accuracy", "loss", "policy_loss", "approx_kl", "grad_norm", "zero_variance_groups")
-    print("| step | " + " | ".join(names) + " |\n|" + " --- |" * (len(names) + 1))
-    for line in lines:
-        if line["step"] in (1, 2, 5, 10, 20, 40, len(lines)):
-            print(f"| {line['step']} | " + " | ".join(f"{line[name]:.4f}" for name in names) + " |")
+        curves = [print_row(seed, f"{folder}/{seed}", before) for seed in seeds]
+    print_curve(curves[0])
 
 
 if __name__ == "__main__":
