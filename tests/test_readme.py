@@ -28,54 +28,85 @@ def test_every_function_of_the_table_is_in_its_file():
             assert callable(getattr(module, name)), (file, name)
 
 
+FIELDS = {train.flag_of(field.name) for field in dataclasses.fields(train.Settings)}
+OTHERS = {"--nproc-per-node", "--nnodes", "--shutdown-timeout", "--help", "--first-run", "--head",
+          "--scaling", "--against", "--only", "--all"}  # of torchrun, and of the scripts in tests/
+
+
 def test_every_flag_is_a_flag_and_every_flag_is_there():
-    known = {train.flag_of(field.name) for field in dataclasses.fields(train.Settings)}
-    known |= {flag.replace("--", "--no-", 1) for flag in known}
-    named = set(re.findall(r"--[a-z][a-z-]+", README)) - {"--nproc-per-node", "--nnodes", "--help", "--scaling",
-                                                            "--against", "--head"}
+    known = FIELDS | {flag.replace("--", "--no-", 1) for flag in FIELDS}
+    named = set(re.findall(r"--[a-z][a-z-]+", README)) - OTHERS
     assert named <= known, named - known
-    missing = {train.flag_of(field.name) for field in dataclasses.fields(train.Settings)} - named
-    assert {flag for flag in missing if flag.replace("--", "--no-", 1) not in named} == set()
+    table = README[README.index("## Flags"):README.index("## Rewards")]
+    named = set(re.findall(r"--[a-z][a-z-]+", table))
+    missing = {flag for flag in FIELDS - named if flag.replace("--", "--no-", 1) not in named}
+    assert missing == set()
+
+
+VARIANTS = re.findall(r"^\| [^|]+ \| (`--[^|]+) \|", README, flags=re.M)
+
+
+@pytest.mark.parametrize("flags", VARIANTS)
+def test_the_flags_of_a_variant_are_taken(flags):
+    first = re.match("`([^`]+)`", flags)[1].replace("f.py:steps", "tests/conftest.py:curve")
+    assert train.given_flags(first.split())
+
+
+def test_the_variants_are_found():
+    assert len(VARIANTS) >= 15
 
 
 def test_files_and_commands_exist():
-    for name in re.findall(r"`((?:tests/)?\w+(?:/\w+)?\.py)`", README) + re.findall(r"python (\S+\.py)", README):
-        assert (ROOT / name).is_file() or name == "my.py", name
+    names = re.findall(r"`((?:tests/)?\w+(?:/\w+)?\.py)`", README)
+    names += re.findall(r"python (\S+\.py)", README)
+    assert len(names) > 10
+    for name in names:
+        assert (ROOT / name).is_file(), name
 
 
 def test_the_layout():
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    tracked = done.stdout.split()
     if not tracked:
         pytest.skip("not a git checkout")
     top = {name.split("/")[0] for name in tracked if not name.startswith(".")}
-    assert top == {f"{stage}.py" for stage in STAGES} | {"README.md", "LICENSE", "requirements.txt", "tests"}
+    stages = {f"{stage}.py" for stage in STAGES}
+    assert top == stages | {"README.md", "LICENSE", "requirements.txt", "tests"}
 
 
 def test_a_stage_imports_no_other_stage():
     for stage in STAGES[:-1]:
         text = (ROOT / f"{stage}.py").read_text(encoding="utf-8")
-        assert not re.search(rf"^\s*(from|import) ({'|'.join(STAGES)})\b", text, flags=re.M), stage
+        imports = rf"^\s*(from|import) ({'|'.join(STAGES)})\b"
+        assert not re.search(imports, text, flags=re.M), stage
+
+
+def printed_by(*command):
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout
 
 
 @pytest.mark.parametrize("command, printed", re.findall(
     r"^\| `python (advantage\.py [\d .-]+)` \| (.*) \|$", README, re.M))
 def test_printed_numbers(command, printed):
-    out = subprocess.run([sys.executable, *command.split()], cwd=ROOT, capture_output=True, text=True).stdout
+    out = printed_by(*command.split())
     numbers = re.findall(r"[+-]?\d+\.\d+", printed.replace("−", "-"))
     assert numbers and all(number.lstrip("+") in out for number in numbers)
 
 
 @pytest.mark.parametrize("script, numbers", [
-    ("loss.py", ["1.2840", "0.7408", "-1.8389", "-1.1457", "-1.4923", "0.125", "0.148721", "0.106531"]),
+    ("loss.py", ["1.2840", "0.7408", "-1.8389", "-1.1457", "-1.4923", "0.125", "0.148721",
+                 "0.106531"]),
     ("reward.py", ["1.5", "0.5", "0.0", "63"])])
 def test_scripts_print_the_worked_numbers(script, numbers):
-    out = subprocess.run([sys.executable, script], cwd=ROOT, capture_output=True, text=True).stdout
+    out = printed_by(script)
     assert all(number in out for number in numbers), out
 
 
 def test_the_numbers_where_the_documents_err():
     eight = torch.tensor([1.5, 0, 1.5, 0, 1, 1.5, 0.5, 1.5])
-    assert eight.mean() == 0.9375 and float(eight.std(correction=0)) == pytest.approx(0.634306, abs=1e-6)
+    assert eight.mean() == 0.9375
+    assert float(eight.std(correction=0)) == pytest.approx(0.634306, abs=1e-6)
     assert group_advantages(eight).tolist() == pytest.approx(
         [0.8868, -1.4780, 0.8868, -1.4780, 0.0985, 0.8868, -0.6897, 0.8868], abs=5e-5)
     seven = group_advantages(torch.tensor([1.0] * 7 + [0.0])).tolist()
@@ -84,18 +115,20 @@ def test_the_numbers_where_the_documents_err():
     assert float(both[0] / both[1]) == pytest.approx(1.069, abs=5e-4)
     assert group_advantages(torch.tensor([0.7] * 7), group_size=7).tolist() == [0.0] * 7
     assert float(torch.tensor(0.01 * 256).exp()) == pytest.approx(13, abs=0.1)
-    logp = torch.tensor([[0.0]], requires_grad=True)                          # gradient coefficient 1.04
+    logp = torch.tensor([[0.0]], requires_grad=True)     # the gradient coefficient, 1.04
     loss, _ = grpo_loss(logp, logp.detach(), logp.detach() + torch.tensor(2.0).log(), torch.ones(1),
                         torch.ones(1, 1, dtype=torch.bool), kl_coef=0.04)
     loss.backward()
     assert float(-logp.grad) == pytest.approx(1.04, abs=1e-6)
     assert float(kl_estimate(torch.zeros(()), torch.tensor(1e-4))) > 0
-    assert float(clipped_objective(torch.tensor([0.25, -0.30]), -1.4321)[0].mean()) == pytest.approx(-1.4923, abs=1e-4)
+    objective, _ = clipped_objective(torch.tensor([0.25, -0.30]), -1.4321)
+    assert float(objective.mean()) == pytest.approx(-1.4923, abs=1e-4)
 
 
 def test_ci_runs_the_readmes_test_command():
     block = re.search(r"<!-- tests -->\n```sh\n(.*)\n```", README)[1]
-    assert block.startswith("python3 -m venv .venv && ") and "-r requirements.txt" in block and "pytest" in block
+    assert block.startswith("python3 -m venv .venv && ")
+    assert "-r requirements.txt" in block and "pytest" in block
     assert "<!-- tests -->" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 
 
@@ -103,7 +136,9 @@ def test_the_curve_is_the_one_in_the_table():
     line = re.search(r"line \[(.*)\]", README)[1].split(", ")
     steps = re.search(r'x-axis "step" \[(.*)\]', README)[1].split(", ")
     assert len(line) == len(steps)
-    for step, accuracy in re.findall(
-            r"^\| (\d+) \| [\d.]+ \| ([\d.]+) \|(?: −?[\d.]+ \|){4} \d\.\d{4} \|$", README, flags=re.M):
+    row = r"^\| (\d+) \| [\d.]+ \| ([\d.]+) \|(?: −?[\d.]+ \|){4} \d\.\d{4} \|$"
+    rows = re.findall(row, README, flags=re.M)
+    assert rows
+    for step, accuracy in rows:
         if step in steps:
             assert float(line[steps.index(step)]) == pytest.approx(float(accuracy), abs=0.006)
