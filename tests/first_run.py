@@ -88,11 +88,13 @@ def main():
     train.quiet_transformers()
     device, dtype = train.choose_device(train.Settings())
     cuda = device.type == "cuda"
+    if not cuda:
+        torch.set_num_threads(1)  # the small sizes gain nothing from more
     place = Place(device, dtype, dtype if cuda else torch.bfloat16, FULL if cuda else TINY)
     lines = Lines()
     lines.of("this machine", versions, place)
     lines.of("what it does at best", rates, place)
-    lines.of("attention kernels, heads of Qwen2.5-1.5B", attention_kernels, place)
+    lines.of("attention kernels", attention_kernels, place)
     for dtype in dict.fromkeys((torch.float32, place.half)):
         lines.of(f"drawing, {dtype}", drawing, place, dtype)
         lines.of(f"gradients, {dtype}", gradients, place, dtype)
@@ -185,7 +187,7 @@ def versions(place):
 
 
 def rates(place):
-    """A large matrix product, a large copy on the device, a large copy from it and to it."""
+    """A large matrix product, a large copy on the device, and copies to and from pinned memory."""
     place.matrix_rate, place.bandwidth = ceilings(place.device, place.dtype)
     n = 2**28 if place.cuda else 2**22
     there = torch.zeros(n, device=place.device)
@@ -195,7 +197,7 @@ def rates(place):
     place.link = min(down, up)
     yield None, f"matrix product in {place.dtype}: {place.matrix_rate / 1e12:.3g} TFLOP/s"
     yield None, f"copy on the device: {place.bandwidth / 1e9:.4g} GB/s, read and written"
-    yield None, f"device to host {down / 1e9:.3g} GB/s, host to device {up / 1e9:.3g} GB/s, pinned"
+    yield None, f"device to host {down / 1e9:.3g} GB/s, host to device {up / 1e9:.3g} GB/s"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -225,8 +227,9 @@ def ragged_questions():
 
 
 def attention_kernels(place):
-    """Which of torch's attention operations every shape takes; on a GPU none may be cuDNN's, which
-    plans anew for every shape and has been wrong with masks.
+    """Which of torch's attention operations every shape takes, on a GPU with the heads of
+    Qwen2.5-1.5B. There none may be cuDNN's: it plans anew for every shape, and has been wrong
+    with masks.
     """
     heads = {}
     if place.cuda:
