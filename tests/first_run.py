@@ -565,7 +565,7 @@ def stopwatch(optimizer):
         return patch.object(owner, name, run)
 
     with timed("sampling", train, "sample_groups"), \
-            timed("reference", train, "reference_logprobs"), \
+            timed("reference", train, "fill_in_logprobs"), \
             timed("update", train, "update"), \
             timed("optimizer", optimizer, "step"):
         yield seconds
