@@ -88,14 +88,14 @@ def assert_same(folder, one):
     assert architectures[0] == architectures[1]
 
 
-def test_two_ranks_compute_what_one_does_also_after_one_has_died(flags, one, tmp_path):
+def test_ranks_compute_what_one_process_does_also_after_one_has_died(flags, one, tmp_path):
     """Rank 1 is killed in step 2; the run is resumed, and ends as if nothing had been."""
     folder = tmp_path / "run"
     done = torchrun(2, *flags, f"--output={folder}", FAULT="die")
     assert done.returncode != 0
     assert "rank 0 lost another rank" in done.stderr
     assert f"--output {folder} --resume" in done.stderr
-    done = torchrun(2, f"--output={folder}", "--resume")
+    done = torchrun(4, f"--output={folder}", "--resume")  # begun by two, ended by four
     assert done.returncode == 0, done.stderr
     assert_same(folder, one)
     assert done.stdout.count("question  ") == 1           # only rank 0 speaks
@@ -110,10 +110,10 @@ def test_two_ranks_compute_what_one_does_also_after_one_has_died(flags, one, tmp
     assert snapshot(folder) == before
 
 
-def test_four_ranks_stop_for_a_signal_and_one_goes_on(flags, one, tmp_path):
-    """A signal to rank 1 alone stops all four after step 2."""
+def test_two_ranks_stop_for_a_signal_and_one_goes_on(flags, one, tmp_path):
+    """A signal to rank 1 alone stops both after step 2."""
     folder = tmp_path / "run"
-    done = torchrun(4, *flags, f"--output={folder}", FAULT="stop")
+    done = torchrun(2, *flags, f"--output={folder}", FAULT="stop")
     assert "stopped after step 2; continue with" in done.stdout, done.stderr
     trains(f"--output={folder}", "--resume")
     assert_same(folder, one)
@@ -126,8 +126,7 @@ def test_a_reward_that_fails_on_one_rank_ends_the_step_on_all(flags, one, tmp_pa
     lines = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
     assert len(lines) == 1 and "row 0" in lines[0] and "KeyError: 'oh'" in lines[0], done.stderr
     assert metrics_of(folder)[-1]["step"] == 1
-    done = torchrun(4, f"--output={folder}", "--resume")  # begun by two, ended by four
-    assert done.returncode == 0, done.stderr
+    trains(f"--output={folder}", "--resume")
     assert_same(folder, one)
 
 

@@ -319,10 +319,12 @@ def test_a_later_update_leaves_the_old_logprobs_alone():
     assert torch.equal(rollout.old_logprobs, kept) and torch.equal(rollout.entropies, entropies)
 
 
-def test_no_gradient_is_held_through_the_rollout():
-    p = parts()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_gradient_is_held_through_the_rollout(dtype):
+    p = parts(dtype=dtype)
     step(p)
-    assert all(weight.grad is None for weight in p.policy.parameters())
+    masters = p.optimizer.param_groups[0]["params"]
+    assert all(weight.grad is None for weight in [*p.policy.parameters(), *masters])
 
 
 @pytest.mark.parametrize("what", ["gradient", "loss"])
