@@ -909,7 +909,8 @@ def read_recipe(folder):
         if not isinstance(recipe, dict):
             raise BadInput("not an object of flags and values")
         recipe = {name.replace("-", "_"): value for name, value in recipe.items()}
-        rewards = [str(spec) for spec in recipe.pop("reward", [])]
+        rewards = recipe.pop("reward", [])
+        rewards = [str(spec) for spec in (rewards if isinstance(rewards, list) else [rewards])]
         for name in recipe.keys() - set(RECIPE):
             raise BadInput(f"{flag_of(name)} is not for a recipe to set")
         for name, value in recipe.items():
@@ -1180,7 +1181,7 @@ def make_reward_fn(settings):
             rewards, rollout.reward_parts = reward.user_rewards(
                 functions, s.reward_weights, problems, prompts, rollout.responses, ids)
         except ValueError as error:
-            fault = f"--reward {error}"
+            fault = f"--reward {' '.join(s.reward or ['rule'])}: {error}"
         # One rank's fault ends the step on all of them.
         for found in gathered_objects(fault):
             if found:

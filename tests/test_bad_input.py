@@ -39,8 +39,6 @@ def refused_before_a_folder_is_made(capsys, tmp_path, *flags):
 # Flags
 
 HUGE = "9" * 30
-# What reward.py of this version does not refuse yet
-UNTIL_REWARD = pytest.mark.xfail(strict=False, reason="reward.py has to refuse it")
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -78,7 +76,7 @@ UNTIL_REWARD = pytest.mark.xfail(strict=False, reason="reward.py has to refuse i
     ([f"--model={300 * 'm'}"], "cannot be loaded"),
     ([f"--data={300 * 'd'}"], "--data: "),
     ([f"--eval-data={300 * 'd'}"], "--eval-data: "),
-    pytest.param([f"--reward={300 * 'r'}.py:f"], "--reward ", marks=UNTIL_REWARD),
+    ([f"--reward={300 * 'r'}.py:f"], "--reward "),
     ([f"--output={300 * 'o'}"], "--output "),
     (["--reward=no_colon"], "--reward no_colon"),
     (["--reward-weights=1", "2"], "--reward-weights"),
@@ -129,12 +127,10 @@ def test_a_bad_recipe(capsys, tmp_path, recipe, words):
 
 
 @pytest.mark.parametrize("name, value", [
-    ("reward", ["evil.py:f"]), ("reward-weights", [1.0]), ("output", "run"), ("resume", True),
-    ("dry-run", True), ("eval-only", True), ("dry_run", True), ("help", True), ("model", "x"),
+    ("reward-weights", [1.0]), ("output", "run"), ("resume", True), ("dry-run", True), ("eval-only", True), ("dry_run", True), ("help", True), ("model", "x"),
     ("device", "cpu"), ("dtype", "bfloat16"), ("seed", 1),
 ])
 def test_what_is_not_for_a_recipe_to_set(capsys, tmp_path, name, value):
-    (tmp_path / "evil.py").write_text("open('was_here', 'w')\ndef f(**columns): pass\n")
     (tmp_path / "recipe.json").write_text(json.dumps({"lr": 1.0, name: value}))
     line = refused_before_a_folder_is_made(capsys, tmp_path, f"--model={tmp_path}")
     assert f"{train.flag_of(name.replace('-', '_'))} is not for a recipe to set" in line
@@ -142,6 +138,17 @@ def test_what_is_not_for_a_recipe_to_set(capsys, tmp_path, name, value):
     (tmp_path / "recipe.json").write_text(json.dumps({"system-prompt": f"x --{name}={value}"}))
     assert getattr(train.parse([f"--model={tmp_path}"])[0], name.replace("-", "_"), None) in (
         None, False, "", str(tmp_path), 0, "auto")
+
+
+@pytest.mark.parametrize("value", [["evil.py:f"], "evil.py:f", [1], {"evil.py:f": 1}])
+def test_the_reward_in_a_recipe_is_told_and_never_run(capsys, tmp_path, value):
+    (tmp_path / "evil.py").write_text("open('was_here', 'w')\ndef f(**columns): pass\n")
+    (tmp_path / "recipe.json").write_text(json.dumps({"lr": 1.0, "reward": value}))
+    line = refused_before_a_folder_is_made(capsys, tmp_path, f"--model={tmp_path}")
+    assert "was trained with --reward" in line and "name it again" in line
+    settings, recipe = train.parse([f"--model={tmp_path}", "--reward=rule"])
+    assert settings.reward == ["rule"] and "reward" not in recipe
+    assert not (tmp_path / "was_here").exists()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -340,10 +347,6 @@ def test_too_few_and_too_long_problems(capsys, tmp_path):
         assert f"{flag}: the prompt of problem 2 has 207 tokens" in line
 
 
-NEVER_ENDS = pytest.mark.xfail(run=False, reason="reward.py reads what is not a file for ever")
-
-
-@NEVER_ENDS
 @pytest.mark.parametrize("flag", ["--data", "--eval-data"])
 def test_data_that_never_ends(capsys, tmp_path, flag):
     os.mkfifo(tmp_path / "pipe")
@@ -384,7 +387,6 @@ def test_a_reward_that_cannot_be_used(capsys, tmp_path, body, words):
     assert f"--reward {tmp_path / 'r.py'}:f" in line and words in line
 
 
-@UNTIL_REWARD
 @pytest.mark.parametrize("value", ["[float('nan')] * N", "[1e300] * N", "['1'] * N", "[1.0]"])
 def test_a_reward_that_is_no_finite_number_for_each_row(capsys, tmp_path, value):
     (tmp_path / "r.py").write_text(
