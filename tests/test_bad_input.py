@@ -127,7 +127,8 @@ def test_a_bad_recipe(capsys, tmp_path, recipe, words):
 
 
 @pytest.mark.parametrize("name, value", [
-    ("reward-weights", [1.0]), ("output", "run"), ("resume", True), ("dry-run", True), ("eval-only", True), ("dry_run", True), ("help", True), ("model", "x"),
+    ("reward-weights", [1.0]), ("output", "run"), ("resume", True), ("dry-run", True),
+    ("eval-only", True), ("dry_run", True), ("help", True), ("model", "x"),
     ("device", "cpu"), ("dtype", "bfloat16"), ("seed", 1),
 ])
 def test_what_is_not_for_a_recipe_to_set(capsys, tmp_path, name, value):
