@@ -761,8 +761,13 @@ def test_rows_without_labels_in_a_group(random_model):
     model, (input_ids, labels, _) = copy.deepcopy(random_model), batch()
     labels[0] = labels[3] = labels[4] = IGNORE
     expected, _ = naive(model, input_ids, labels)
+    grouped = forms_of(model)["grouped rows"] is None
+    run = []
+    embeddings = model.get_input_embeddings()
+    embeddings.register_forward_pre_hook(lambda module, args: run.append(args[0].numel()))
     actual = token_logprobs(model, input_ids, labels, group_ids=GROUPS)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
+    assert run == [5 + 6 if grouped else input_ids.numel()]
 
 
 # --------------------------------------------------------------------------------------------------
