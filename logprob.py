@@ -187,10 +187,10 @@ def own_logprobs(model, output, hidden, targets, temperature):
 def own_head(model, output, hidden):
     """Logits (M, V) of hidden states (M, H), by the model's whole forward.
 
-    Its body is put aside for one that answers at once, with all that the real body answered
-    (mixtures of experts read their routers' logits there) but for the hidden states.
+    Its body is put aside for one that answers at once, in the real body's kind of output: mixtures
+    of experts look for their routers' logits there, Mamba for its state.
     """
-    answer = type(output)(**{**output, "last_hidden_state": hidden[None]})
+    answer = type(output)(last_hidden_state=hidden[None])
     body = body_of(model)
     body.forward = lambda *args, **kwargs: answer
     try:

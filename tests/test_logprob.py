@@ -200,15 +200,17 @@ def test_what_stands_in_the_padding_does_not_matter(random_model, group_ids):
     )
 
 
-def test_labels_anywhere_in_the_row(random_model):
+@pytest.mark.parametrize("group_ids", [None, GROUPS], ids=["rows", "groups"])
+def test_labels_anywhere_in_the_row(random_model, group_ids):
     """The mask is the labels': a hole in the response is not scored, but still read."""
     input_ids, labels, _ = batch()
     whole = token_logprobs(random_model, input_ids, labels)
-    labels[0, 9] = labels[3, 10] = IGNORE
+    labels[0, 5] = labels[0, 9] = labels[3, 10] = IGNORE
     labels[2, 0] = input_ids[2, 0]  # nothing predicts token 0
     expected = whole.clone()
-    expected[0, 8] = expected[3, 9] = 0
-    torch.testing.assert_close(token_logprobs(random_model, input_ids, labels), expected)
+    expected[0, 4] = expected[0, 8] = expected[3, 9] = 0
+    actual = token_logprobs(random_model, input_ids, labels, group_ids=group_ids)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_a_batch_without_labels(random_model):
@@ -309,7 +311,7 @@ def test_lean_head(monkeypatch, rows, temperature):
 
 @pytest.mark.parametrize("grad_dtype", [torch.bfloat16, torch.float32])
 def test_lean_head_adds_up_in_float32(monkeypatch, grad_dtype):
-    """300 chunks' gradients, summed in bfloat16, would lose all that is below the sum's last bit."""
+    """The sum of 300 chunks in bfloat16 would lose all that is below its own last bit."""
     monkeypatch.setattr(logprob, "chunks", lambda M, V, device: [slice(m, m + 1) for m in range(M)])
     generator = torch.Generator().manual_seed(0)
     hidden = torch.rand((300, 6), generator=generator).bfloat16()
@@ -564,6 +566,23 @@ def test_the_definition(random_model):
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
 
 
+BODIES = {  # a body that hangs lower, one that is not named, two whose output holds more
+    "opt": dict(ffn_dim=48, word_embed_proj_dim=32),
+    "llama4_text": dict(head_dim=8, intermediate_size_mlp=48, num_local_experts=2),
+    "mixtral": dict(num_local_experts=4),
+    "granitemoe": dict(num_local_experts=4, num_experts_per_tok=2, logits_scaling=2.0),
+}
+
+
+@pytest.mark.parametrize("architecture", BODIES)
+def test_bodies(architecture):
+    model = small_model(architecture, 0.1, **BODIES[architecture])
+    input_ids, labels, _ = batch()
+    expected = plain_logprobs(model, input_ids, labels)
+    actual = token_logprobs(model, input_ids, labels)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+
+
 # --------------------------------------------------------------------------------------------------
 # Attention in a grouped row
 
@@ -742,8 +761,13 @@ def test_rows_without_labels_in_a_group(random_model):
     model, (input_ids, labels, _) = copy.deepcopy(random_model), batch()
     labels[0] = labels[3] = labels[4] = IGNORE
     expected, _ = naive(model, input_ids, labels)
+    grouped = forms_of(model)["grouped rows"] is None
+    run = []
+    embeddings = model.get_input_embeddings()
+    embeddings.register_forward_pre_hook(lambda module, args: run.append(args[0].numel()))
     actual = token_logprobs(model, input_ids, labels, group_ids=GROUPS)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
+    assert run == [5 + 6 if grouped else input_ids.numel()]
 
 
 # --------------------------------------------------------------------------------------------------
