@@ -1071,6 +1071,7 @@ def check_forms(model, settings):
     taken = ", ".join(name for name, refused in forms.items() if refused is None)
     others = "; ".join(f"{name} refused: {refused}" for name, refused in forms.items() if refused)
     say(f"fast forms: {taken or 'none'}" + (f"; {others}" if others else ""))
+    return forms
 
 
 def load_data(settings, tokenizer):
@@ -2101,7 +2102,10 @@ def load(settings):
     check_combinations(s)
     reward_fn = make_reward_fn(s)
     policy_model, tokenizer = on_rank_0(load_policy, s, share=False) or (None, load_tokenizer(s))
-    on_rank_0(check_forms, policy_model, s)
+    forms = on_rank_0(check_forms, policy_model, s)
+    if forms["grouped rows"]:
+        # Its rows are padded, and their price is that of padded rows.
+        s.share_prompts = False
     problems, eval_problems = load_data(s, tokenizer)
     if s.prompts_per_step % world():
         raise BadInput(f"--prompts-per-step {s.prompts_per_step}: not a multiple of the {world()} "
