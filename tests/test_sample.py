@@ -567,7 +567,7 @@ def test_the_decoder_is_kept_and_released(monkeypatch, graphs):
 
 
 def test_the_ladder_of_row_counts():
-    """With graphs the least of 20, 10, 5, 2, 1 that holds the rows; without, as many as there are."""
+    """With graphs the least of 20, 10, 5, 2, 1 that holds the rows; without, as many as rows."""
     decoder = Decoder(small_model("llama"), 20, 64, graphs=True)
     rungs = [decoder.places(n) for n in (1, 2, 3, 5, 6, 10, 11, 20)]
     assert rungs == [1, 2, 5, 5, 10, 10, 20, 20]
