@@ -566,6 +566,15 @@ def test_the_decoder_is_kept_and_released(monkeypatch, graphs):
     assert model not in sample.DECODERS
 
 
+def test_the_ladder_of_row_counts():
+    """With graphs the least of 20, 10, 5, 2, 1 that holds the rows; without, as many as rows."""
+    decoder = Decoder(small_model("llama"), 20, 64, graphs=True)
+    rungs = [decoder.places(n) for n in (1, 2, 3, 5, 6, 10, 11, 20)]
+    assert rungs == [1, 2, 5, 5, 10, 10, 20, 20]
+    decoder.graphs = None
+    assert [decoder.places(n) for n in (1, 3, 20)] == [1, 3, 20]
+
+
 @pytest.mark.parametrize("name", ["qwen2", "smollm3"])
 def test_without_graphs_nothing_is_kept(name):
     model = member(name)
