@@ -1219,17 +1219,17 @@ def make_optimizer(model, settings):
         weight.grad_dtype = torch.float32  # micro-batches are added up in float32
     # Buffers in pinned memory are copied without waiting; plain host memory is copied ten times
     # slower. They are kept for the whole run.
-    pinned = model.device.type == "cuda"
-    grads = [torch.empty_like(m, pin_memory=pinned) for m in masters] if away else None
-    copies = [torch.empty_like(m, dtype=w.dtype, pin_memory=pinned)
-              for m, w in zip(masters, weights)] if away else None
+    pinned = away and model.device.type == "cuda"
+    grads = [torch.empty(m.shape, pin_memory=pinned) for m in masters] if away else None
+    copies = [torch.empty(w.shape, dtype=w.dtype, pin_memory=pinned)
+              for w in weights] if away else None
 
     def hand_over(*_):
         for i, (master, weight) in enumerate(zip(masters, weights)):
             if weight.grad is not None:
                 grad = weight.grad
                 master.grad = grads[i].copy_(grad, non_blocking=True) if away else grad
-        if away and pinned:
+        if pinned:
             torch.cuda.synchronize()
 
     @torch.no_grad()
