@@ -49,7 +49,13 @@ from safetensors.torch import save_file
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    HfArgumentParser,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import cached_file
 
@@ -151,12 +157,13 @@ def update(policy_model, optimizer, rollout, advantages, settings):
 
 
 def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_problems, settings,
-               run=None, reward_fn=None):
+               run=None, reward_fn=None, reward_model=None):
     """Steps run.step + 1 .. settings.steps on `problems` (dicts, see load_problems).
 
-    `reward_fn(problems, prompts, rollout) -> (N,)` replaces the rule's reward. Everything random
-    follows from (seed, step, prompt): a resumed run needs to know its step and no more, and the
-    answers do not depend on how many GPUs share them.
+    `reward_fn(problems, prompts, rollout) -> (N,)` replaces the rule's reward; `reward_model` is
+    what stands behind it, if that learns from iteration to iteration. Everything random follows
+    from (seed, step, prompt): a resumed run needs to know its step and no more, and the answers do
+    not depend on how many GPUs share them.
     """
     s = settings
     run = run or Run()
@@ -176,9 +183,12 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             truths = reward.truths_of(batch)
             metrics = train_step(
                 policy_model, ref_model, optimizer, tokenizer, prompts, truths, s, generators,
-                reward_fn and partial(reward_fn, batch), partial(run.log_samples, step, prompts),
+                reward_fn and partial(reward_fn, batch),
+                partial(keep_answers, run, reward_model, step, prompts, s),
                 partial(more_problems, tokenizer, problems, step, s, reward_fn))
             metrics = {"step": step, "lr": optimizer.param_groups[0]["lr"], **metrics}
+            if reward_model and s.renew_reference and step % s.renew_reference == 0:
+                metrics |= renew_reward_model(reward_model, step, s)
             if step % s.eval_every == 0 or step == s.steps:
                 figures, run.after = judge()
                 metrics |= figures
@@ -190,7 +200,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
                 renew(ref_model, policy_model)
             if step % s.save_every == 0 or step == s.steps:
                 run.save_checkpoint(policy_model, optimizer,
-                                    ref_model if s.renew_reference else None)
+                                    *renewed(ref_model, reward_model, s))
 
 
 # ==================================================================================================
@@ -217,6 +227,7 @@ def advantage_inputs(rollout, rule_rewards, reward_fn, settings):
     s = settings
     return {"entropies": rollout.entropies, "mask": rollout.labels[:, 1:] != IGNORE,
             "right": None if reward_fn else reward.is_right(rule_rewards),
+            "step_rewards": vars(rollout).get("step_rewards"),
             "scale_by_std": s.scale_by_std, "clip": s.clip_advantages}
 
 
@@ -455,8 +466,15 @@ def with_rows(rollout, rows, other, others):
         setattr(rollout, name, value)
     rollout.finished = rollout.finished.clone()
     rollout.finished[rows] = other.finished[others]
-    rollout.responses = list(rollout.responses)
-    rollout.responses[rows] = other.responses[others]
+    # What --reward or --reward-model said of them goes along.
+    for name in ("responses", "judged"):
+        if hasattr(rollout, name):
+            setattr(rollout, name, list(getattr(rollout, name)))
+            getattr(rollout, name)[rows] = getattr(other, name)[others]
+    if hasattr(rollout, "reward_parts"):
+        rollout.reward_parts = {name: part.clone() for name, part in rollout.reward_parts.items()}
+        for name, part in rollout.reward_parts.items():
+            part[rows] = other.reward_parts[name][others]
     return rollout
 
 
@@ -499,6 +517,28 @@ def renew(ref_model, policy_model):
     with torch.no_grad():
         for ref, p in zip(ref_model.parameters(), policy_model.parameters()):
             ref.copy_(p)
+
+
+def keep_answers(run, reward_model, step, prompts, settings, rollout, rewards, advantages):
+    """Samples for the reader; for a reward model that learns, pairs of the answers of all ranks."""
+    s = settings
+    run.log_samples(step, prompts, rollout, rewards, advantages)
+    if reward_model and s.renew_reference:
+        rows = sum(gathered_objects(rollout.judged), [])
+        reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
+
+
+def renew_reward_model(reward_model, step, settings):
+    """The end of an iteration: every rank takes the same steps on the same pairs -> figures."""
+    figures = reward.end_iteration(reward_model, seeded(settings.seed, "reward model", step))
+    for p in reward_model.model.parameters() if world() > 1 else ():
+        dist.broadcast(p.data, 0)  # a GPU's sums may differ in their last digit
+    return figures
+
+
+def renewed(ref_model, reward_model, settings):
+    """Reference and reward model as a checkpoint takes them: only where they change."""
+    return (ref_model, reward_model) if settings.renew_reference else (None, None)
 
 
 def keep_best(model, tokenizer, settings, run, figures):
@@ -720,6 +760,11 @@ class Settings:
                              "calls its reward_funcs; several are added; `rule` is ours",
                              action="extend")
     reward_weights: list[float] = flag(None, "a weight for each --reward; default: 1 each")
+    step_reward: str = flag("", "path/to/file.py:function, rewards of the steps in an answer: "
+                            "process supervision")
+    reward_model: str = flag("", "folder of a sequence-classification model, the rewards are its "
+                             "scores; each --renew-reference trains it further")
+    reward_model_lr: float = flag(2e-5, "AdamW's learning rate for it")
     output: str = flag("", "folder of the run; default: runs/MODEL-TIME")
     # the rollout
     steps: int = flag(500, "rollouts in all")
@@ -791,7 +836,8 @@ AT_LEAST = {
     "length_rescale": 0, "overlong_buffer": 0, "minibatches": 1, "max_resample": 0,
     "renew_reference": 0,
 }
-ABOVE = {"temperature": 0, "lr": 0, "max_grad_norm": 0, "clip_advantages": 0}
+ABOVE = {"temperature": 0, "lr": 0, "max_grad_norm": 0, "clip_advantages": 0,
+         "reward_model_lr": 0}
 AT_MOST = {"clip_eps": 1, "threads": 1024, "seed": 2**32}
 
 # A model folder's recipe.json may set these and nothing else. It is foreign input: it may say how
@@ -834,10 +880,11 @@ def given_flags(argv):
     for name, value in given.items():
         if type(value) in (int, float):
             check_bounds(name, value)
-        elif isinstance(value, str) and name in ("model", "data", "eval_data"):
+        elif isinstance(value, str) and name in ("model", "data", "eval_data", "reward_model"):
             # A relative path means another file once the run is resumed from elsewhere.
             given[name] = os.path.abspath(value) if os.path.exists(value) else value
     given["reward"] = [absolute_spec(spec) for spec in given.get("reward", [])] or None
+    given["step_reward"] = absolute_spec(given.get("step_reward", "")) or None
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -1024,7 +1071,44 @@ def fault_of_weights(model, report):
     return None
 
 
+def load_reward_model(settings):
+    """--reward-model, loaded as carefully as the policy: a RewardModel, the same on every rank."""
+    s = settings
+    if not s.reward_model:
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(s.reward_model, trust_remote_code=False)
+        # float32, for AdamW at 2e-5 moves no bfloat16 weight
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            s.reward_model, dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
+            output_loading_info=True)
+        fault = fault_of_weights(model, report) or fault_of_vocabulary(tokenizer, model)
+        if tokenizer.chat_template:
+            chat_prompt(tokenizer, {"question": "1 + 1"}, s.system_prompt)
+    except Exception as error:  # a foreign folder can be wrong in any way
+        raise BadInput(f"--reward-model {s.reward_model}: cannot be loaded ({one_line(error)})"
+                       ) from None
+    if not fault and model.config.num_labels != 1:
+        fault = f"has {model.config.num_labels} labels, a reward model has one"
+    if fault:
+        raise BadInput(f"--reward-model {s.reward_model}: {fault}")
+    model.to(choose_device(s)[0]).eval()  # eval: without dropout, in its training too
+    optimizer = torch.optim.AdamW(model.parameters(), lr=s.reward_model_lr, weight_decay=0.0)
+    return reward.RewardModel(model, tokenizer, optimizer)
+
+
 def fault_of_tokenizer(tokenizer, model):
+    fault = fault_of_vocabulary(tokenizer, model)
+    if fault:
+        return fault
+    if not tokenizer.chat_template:
+        return "its tokenizer has no chat template"
+    if model.generation_config.eos_token_id in (None, []) and tokenizer.eos_token_id is None:
+        return "neither generation config nor tokenizer names an end token"
+    return None
+
+
+def fault_of_vocabulary(tokenizer, model):
     words = model.get_input_embeddings().weight.shape[0]
     highest = max(tokenizer.get_vocab().values(), default=-1)
     if highest < 0:
@@ -1033,10 +1117,6 @@ def fault_of_tokenizer(tokenizer, model):
         return f"its tokenizer has ids up to {highest}, its embeddings only {words} rows"
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id >= words:
         return f"the padding id {tokenizer.pad_token_id} lies outside its {words} embeddings"
-    if not tokenizer.chat_template:
-        return "its tokenizer has no chat template"
-    if model.generation_config.eos_token_id in (None, []) and tokenizer.eos_token_id is None:
-        return "neither generation config nor tokenizer names an end token"
     return None
 
 
@@ -1065,7 +1145,7 @@ def load_data(settings, tokenizer):
     """Training and held-out problems -> two lists of dicts."""
     s = settings
     fields = {"question_field": s.question_field, "answer_field": s.answer_field,
-              "need_answer": not s.reward}
+              "need_answer": not (s.reward or s.reward_model)}
 
     def load(flag_name, source):
         try:
@@ -1121,8 +1201,10 @@ def check_combinations(settings):
     two = torch.zeros(2, 1)
     mask = torch.ones(2, 1, dtype=torch.bool)
     try:
+        steps = [[(0, 0.0)], [(0, 1.0)]] if s.step_reward else None
         advantages = advantages_for(s.advantage, torch.tensor([0.0, 1.0]), 2, two, mask,
-                                    scale_by_std=s.scale_by_std, clip=s.clip_advantages)
+                                    step_rewards=steps, scale_by_std=s.scale_by_std,
+                                    clip=s.clip_advantages)
         options = {name: getattr(s, name) for name in OBJECTIVE}
         grpo_loss(two, two, two, advantages, mask, **options)
         if s.kl_band:
@@ -1137,45 +1219,92 @@ def check_combinations(settings):
                        f"{s.prompts_per_step // world()} prompts that a process has in a step")
     if s.overlong_buffer > s.max_new_tokens:
         raise BadInput(f"--overlong-buffer {s.overlong_buffer}: longer than --max-new-tokens")
+    if s.reward_model and s.reward:
+        raise BadInput("--reward-model and --reward: one of them gives the rewards")
+    # Rewards of steps take the place of rewards of answers, and of what these three do to them.
+    for name in ("reward_model", "length_rescale", "overlong_buffer", "max_resample"):
+        if s.step_reward and getattr(s, name):
+            raise BadInput(f"{flag_of(name)}: does not go together with --step-reward")
 
 
-def make_reward_fn(settings):
-    """--reward and --reward-weights -> reward_fn(problems, prompts, rollout) -> (N,), or None."""
+def make_reward_fn(settings, reward_model=None):
+    """The flags of the reward -> reward_fn(problems, prompts, rollout) -> (N,); None: the rule's.
+
+    What else it finds stands beside the answers: `rollout.reward_parts`, of several rewards;
+    `rollout.step_rewards`; `rollout.judged`, the rows that a reward model has read.
+    """
     s = settings
-    if not s.reward:
+    if reward_model:
+        return partial(rewards_of_model, reward_model, s)
+    if not s.reward and not s.step_reward:
         return None
 
     def rule(completions, answer, **_):
         return [reward.rule_reward(text, truth) for text, truth in zip(completions, answer)]
 
-    if s.reward_weights and len(s.reward_weights) != len(s.reward):
-        raise BadInput(f"--reward-weights: {len(s.reward_weights)} weights for {len(s.reward)} "
+    specs = s.reward or ["rule"]
+    if s.reward_weights and len(s.reward_weights) != len(specs):
+        raise BadInput(f"--reward-weights: {len(s.reward_weights)} weights for {len(specs)} "
                        "rewards")
     try:
         functions = {}
-        for spec in s.reward:
+        for spec in specs:
             # In the metrics it has the function's name, or more where two have the same.
             name = spec.rpartition(":")[2]
             functions[spec if name in functions else name] = (
                 rule if spec == "rule" else reward.load_reward(spec))
     except ValueError as error:
         raise BadInput(f"--reward {error}") from None
+    try:
+        steps_of = reward.load_reward(s.step_reward) if s.step_reward else None
+    except ValueError as error:
+        raise BadInput(f"--step-reward {error}") from None
 
     def reward_fn(problems, prompts, rollout):
         rewards = None
         fault = None
+        flag_name = "--reward"
         ids = [row[row != IGNORE].tolist() for row in rollout.labels]
         try:
             rewards, rollout.reward_parts = reward.user_rewards(
                 functions, s.reward_weights, problems, prompts, rollout.responses, ids)
+            if steps_of:
+                flag_name = "--step-reward"
+                rollout.step_rewards = reward.user_step_rewards(
+                    s.step_reward, steps_of, problems, prompts, rollout.responses, ids)
         except ValueError as error:
-            fault = f"--reward {error}"
-        # One rank's fault ends the step on all of them.
-        for found in gathered_objects(fault):
-            if found:
-                raise RewardFailed(found)
+            fault = f"{flag_name} {error}"
+        fail_on_all(fault)
         return rewards
     return reward_fn
+
+
+def rewards_of_model(reward_model, settings, problems, prompts, rollout):
+    """--reward-model: its scores (N,), of the problems in its own chat template if it has one."""
+    G = len(rollout.responses) // len(prompts)
+    tokenizer = reward_model.tokenizer
+    if tokenizer.chat_template:
+        prompts = [chat_prompt(tokenizer, p, settings.system_prompt) for p in problems]
+    rewards = None
+    fault = None
+    try:
+        rewards = reward.reward_model_scores(
+            reward_model.model, tokenizer, prompts, rollout.responses).cpu()
+    except ValueError as error:
+        fault = f"--reward-model: {error}"
+    fail_on_all(fault)
+    # The rule's verdicts, where it has any, are what the model is trained on later.
+    verdicts = score_responses(rollout.responses, reward.truths_of(problems), G).tolist()
+    read = [prompt for prompt in prompts for _ in range(G)]
+    rollout.judged = list(zip(read, rollout.responses, verdicts))
+    return rewards
+
+
+def fail_on_all(fault):
+    """One rank's fault ends the step on all of them."""
+    for found in gathered_objects(fault):
+        if found:
+            raise RewardFailed(found)
 
 
 def one_line(text):
@@ -1725,18 +1854,19 @@ class Run:
             return "last checkpoint: none"
         return f"last checkpoint: of step {self.saved_step}, whole"
 
-    def save_checkpoint(self, model, optimizer, ref_model=None):
+    def save_checkpoint(self, model, optimizer, ref_model=None, reward_model=None):
         """Masters, moments and counters in one safetensors file, moved over the old one.
 
         Tensors are whole, whatever they were sharded on. What else a step needs (problems, random
         numbers, learning rate) follows from the step and the settings. After a skipped update, or
-        with weights that are not finite, the checkpoint before stays. ref_model is given where it
-        is not the model that the run started from.
+        with weights that are not finite, the checkpoint before stays. ref_model and reward_model
+        are given where they are not the models that the run started from.
         """
         tensors = {}
         finite = True
         states = {f"reference/{name}": p for name, p in ref_model.named_parameters()} \
             if ref_model else {}
+        states |= reward.reward_model_state(reward_model) if reward_model else {}
         for name, master in named_masters(model, optimizer):
             states[f"weight/{name}"] = master.detach()
             for key, value in optimizer.state.get(master, {}).items():
@@ -1766,7 +1896,7 @@ class Run:
                 os.replace(f"{path}.tmp", path)
         self.saved_step = self.step
 
-    def load_checkpoint(self, model, optimizer, ref_model=None):
+    def load_checkpoint(self, model, optimizer, ref_model=None, reward_model=None):
         """Restore what the checkpoint holds; a run killed before its first starts from step 0."""
         path = Path(self.name) / "checkpoint" / "run.safetensors"
         if path.is_file():
@@ -1783,6 +1913,11 @@ class Run:
                 raise BadInput(f"--resume: {path} is torn, or no checkpoint of ours "
                                f"({one_line(error)})") from None
             restore(tensors, model, optimizer, ref_model, path)
+            try:
+                if reward_model:
+                    reward.restore_reward_model(reward_model, tensors)
+            except ValueError as error:
+                raise BadInput(f"--resume: {path}: {error}") from None
             self.saved_step = self.step
         on_rank_0(self.forget_after, self.step if path.is_file() else -1)
 
@@ -1920,11 +2055,13 @@ def forget_unfinished(folder):
 def inputs_of(settings, problems, eval_problems):
     """SHA-256 of what the run starts from, so that a resumed run starts from the same."""
     s = settings
+    specs = [*(s.reward or []), *([s.step_reward] if s.step_reward else [])]
     return {
         "--model": digest_of_files(weight_files(s.model)),
         "--data": digest(json.dumps(problems, sort_keys=True)),
         "--eval-data": digest(json.dumps(eval_problems, sort_keys=True)),
-        "--reward": digest_of_files([Path(spec.rpartition(":")[0]) for spec in s.reward or []]),
+        "--reward": digest_of_files([Path(spec.rpartition(":")[0]) for spec in specs]),
+        "--reward-model": digest_of_files(weight_files(s.reward_model) if s.reward_model else []),
     }
 
 
@@ -1980,12 +2117,19 @@ def save_final(model, tokenizer, settings, run, name="final"):
             recipe[field.name.replace("_", "-")] = value
     if s.reward:
         recipe["reward"] = s.reward
+    save_folder(model, tokenizer, run, name, recipe)
+
+
+def save_folder(model, tokenizer, run, name, recipe=None):
+    """A transformers folder, written beside the old one and moved over it."""
     folder = run.folder / name
     beside = run.folder / f"{name}.tmp"
     with run.writing(name):
         model.save_pretrained(beside)
         tokenizer.save_pretrained(beside)
-        (beside / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")
+        if recipe is not None:
+            text = json.dumps(recipe, indent=2) + "\n"
+            (beside / "recipe.json").write_text(text, encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(beside, folder)
 
@@ -2005,6 +2149,7 @@ class Parts:
     problems: list
     eval_problems: list
     reward_fn: object
+    reward_model: object = None
 
 
 def main(argv=None):
@@ -2028,7 +2173,7 @@ def main(argv=None):
         run = open_run(settings)
         begin(run, parts, settings, recipe)
         save = partial(run.save_checkpoint, parts.policy_model, parts.optimizer,
-                       parts.ref_model if settings.renew_reference else None)
+                       *renewed(parts.ref_model, parts.reward_model, settings))
         try:
             train_grpo(**vars(parts), settings=settings, run=run)
         except RewardFailed:  # on every rank, and nothing has moved in this step
@@ -2042,6 +2187,8 @@ def main(argv=None):
             _, run.after = evaluate(
                 parts.policy_model, parts.tokenizer, parts.eval_problems, settings)
         save_final(parts.policy_model, parts.tokenizer, settings, run)
+        if run.folder and parts.reward_model and settings.renew_reference:
+            save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
         print_story(run, parts.eval_problems)
         return 0
     except BadInput as error:
@@ -2083,7 +2230,8 @@ def load(settings):
     """Everything that can be refused is looked at here, before a folder is made."""
     s = settings
     check_combinations(s)
-    reward_fn = make_reward_fn(s)
+    reward_model = load_reward_model(s)
+    reward_fn = make_reward_fn(s, reward_model)
     policy_model, tokenizer = on_rank_0(load_policy, s, share=False) or (None, load_tokenizer(s))
     on_rank_0(check_forms, policy_model, s)
     problems, eval_problems = load_data(s, tokenizer)
@@ -2100,7 +2248,8 @@ def load(settings):
     if ref_model:
         ref_model.requires_grad_(False)
     optimizer = None if s.eval_only else make_optimizer(policy_model, s)
-    return Parts(policy_model, ref_model, optimizer, tokenizer, problems, eval_problems, reward_fn)
+    return Parts(policy_model, ref_model, optimizer, tokenizer, problems, eval_problems, reward_fn,
+                 reward_model)
 
 
 def begin(run, parts, settings, recipe):
@@ -2109,7 +2258,8 @@ def begin(run, parts, settings, recipe):
     found = on_rank_0(inputs_of, s, parts.problems, parts.eval_problems)
     if s.resume:
         on_rank_0(check_inputs, run, found)
-        run.load_checkpoint(parts.policy_model, parts.optimizer, parts.ref_model)
+        run.load_checkpoint(parts.policy_model, parts.optimizer, parts.ref_model,
+                            parts.reward_model if s.renew_reference else None)
         if s.steps < run.step:
             raise BadInput(f"--steps {s.steps}: the run in {run.name} stands at step {run.step}")
     saved = dataclasses.asdict(dataclasses.replace(s, resume=False))
