@@ -514,6 +514,9 @@ def more_problems(tokenizer, problems, step, settings, reward_fn, attempt, n):
 
 def renew(ref_model, policy_model):
     """The reference becomes what the policy is now: DeepSeekMath's iterative GRPO."""
+    for part in [*ref_model.modules(), *policy_model.modules()]:
+        if hasattr(part, "reshard"):
+            part.reshard()  # FSDP may still hold gathered weights: what is written there is lost
     with torch.no_grad():
         for ref, p in zip(ref_model.parameters(), policy_model.parameters()):
             ref.copy_(p)
@@ -1076,6 +1079,7 @@ def load_reward_model(settings):
     s = settings
     if not s.reward_model:
         return None
+    quiet_transformers()
     try:
         tokenizer = AutoTokenizer.from_pretrained(s.reward_model, trust_remote_code=False)
         # float32, for AdamW at 2e-5 moves no bfloat16 weight
@@ -2055,7 +2059,7 @@ def forget_unfinished(folder):
 def inputs_of(settings, problems, eval_problems):
     """SHA-256 of what the run starts from, so that a resumed run starts from the same."""
     s = settings
-    specs = [*(s.reward or []), *([s.step_reward] if s.step_reward else [])]
+    specs = [spec for spec in [*(s.reward or []), s.step_reward] if spec not in ("", "rule")]
     return {
         "--model": digest_of_files(weight_files(s.model)),
         "--data": digest(json.dumps(problems, sort_keys=True)),

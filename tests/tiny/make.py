@@ -192,7 +192,7 @@ def judged_answers(model, tokenizer, problems, seed):
 
 
 def make_reward_model(problems):
-    """Bradley-Terry on pairs of the policy's answers: about 400 steps of eight pairs."""
+    """Bradley-Terry on pairs of the policy's answers, eight to a step; new pairs every epoch."""
     tokenizer = AutoTokenizer.from_pretrained(HERE)
     policy = AutoModelForCausalLM.from_pretrained(HERE).eval()
     torch.manual_seed(0)
@@ -207,6 +207,7 @@ def make_reward_model(problems):
     generator = torch.Generator().manual_seed(2)
     for epoch in range(REWARD_EPOCHS):
         reward.collect_pairs(learner, rows, 8, generator)
+        print(f"{len(learner.pairs)} pairs, ", end="")
         figures = reward.end_iteration(learner, generator, replay_share=0.0)
         print(f"reward model, epoch {epoch + 1}: " + " ".join(f"{v:.3f}" for v in figures.values()))
     model.save_pretrained(HERE / "reward_model")
@@ -221,7 +222,8 @@ def check_reward_model(problems):
     rows = judged_answers(policy, tokenizer, problems, seed=3)
     prompts, answers, rewards = zip(*rows)
     scores = reward.reward_model_scores(model, tokenizer, list(prompts), list(answers))
-    pairs = reward.preference_pairs(torch.tensor(rewards), 8, pairs_per_group=None)
+    is_right = reward.is_right(rewards).float()
+    pairs = reward.preference_pairs(is_right, 8, pairs_per_group=None)
     worked = torch.tensor([" = " in answer for answer in answers])
     right = scores[pairs[:, 0]] > scores[pairs[:, 1]]
     print(f"reward model, {sum(p.numel() for p in model.parameters())} weights: ranks the right "
