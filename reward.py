@@ -39,6 +39,7 @@ from fractions import Fraction
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 
 def rule_reward(response, ground_truth):
@@ -795,6 +796,36 @@ class RewardModel:
     optimizer: torch.optim.Optimizer
     pairs: list = field(default_factory=list)  # (prompt, better, worse) since it was trained last
     replay: list = field(default_factory=list)  # of the iterations before
+
+
+def open_reward_model(folder, lr=2e-5, device="cpu"):
+    """A transformers folder -> (RewardModel, transformers' report of what its files lack).
+
+    safetensors only, and no code of the folder's own. In float32, for AdamW at 2e-5 moves no
+    bfloat16 weight; without dropout, in its training too. ValueError: not one label.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model, report = AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
+        output_loading_info=True)
+    if model.config.num_labels != 1 and not report["missing_keys"]:
+        raise ValueError(f"has {model.config.num_labels} labels, a reward model has one")
+    model = model.to(device).eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    return RewardModel(model, tokenizer, optimizer), report
+
+
+def judge(reward_model, prompts, responses, truths):
+    """Its scores, (N,) on the CPU, and N rows of (prompt, response, the rule's reward).
+
+    The rule's rewards are what it is trained on later; NaN where the truth, one per prompt, is
+    None. ValueError as in `reward_model_scores`.
+    """
+    G = len(responses) // len(prompts)
+    scores = reward_model_scores(reward_model.model, reward_model.tokenizer, prompts, responses)
+    rule = score_responses(responses, truths, G).tolist()
+    read = [prompt for prompt in prompts for _ in range(G)]  # one per row
+    return scores.cpu(), list(zip(read, responses, rule))
 
 
 def collect_pairs(reward_model, rows, group_size=8, generator=None):

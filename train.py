@@ -49,13 +49,7 @@ from safetensors.torch import save_file
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    HfArgumentParser,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import cached_file
 
@@ -161,9 +155,9 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
     """Steps run.step + 1 .. settings.steps on `problems` (dicts, see load_problems).
 
     `reward_fn(problems, prompts, rollout) -> (N,)` replaces the rule's reward; `reward_model` is
-    what stands behind it, if that learns from iteration to iteration. Everything random follows
-    from (seed, step, prompt): a resumed run needs to know its step and no more, and the answers do
-    not depend on how many GPUs share them.
+    what stands behind it, if it is trained further with every new reference. Everything random
+    follows from (seed, step, prompt): a resumed run needs to know its step and no more, and the
+    answers do not depend on how many GPUs share them.
     """
     s = settings
     run = run or Run()
@@ -184,10 +178,10 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             metrics = train_step(
                 policy_model, ref_model, optimizer, tokenizer, prompts, truths, s, generators,
                 reward_fn and partial(reward_fn, batch),
-                partial(keep_answers, run, reward_model, step, prompts, s),
+                partial(keep_answers, run, reward_model, s, step, prompts),
                 partial(more_problems, tokenizer, problems, step, s, reward_fn))
             metrics = {"step": step, "lr": optimizer.param_groups[0]["lr"], **metrics}
-            if reward_model and s.renew_reference and step % s.renew_reference == 0:
+            if reward_model and step % s.renew_reference == 0:
                 metrics |= renew_reward_model(reward_model, step, s)
             if step % s.eval_every == 0 or step == s.steps:
                 figures, run.after = judge()
@@ -200,7 +194,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
                 renew(ref_model, policy_model)
             if step % s.save_every == 0 or step == s.steps:
                 run.save_checkpoint(policy_model, optimizer,
-                                    *renewed(ref_model, reward_model, s))
+                                    ref_model if s.renew_reference else None, reward_model)
 
 
 # ==================================================================================================
@@ -466,11 +460,12 @@ def with_rows(rollout, rows, other, others):
         setattr(rollout, name, value)
     rollout.finished = rollout.finished.clone()
     rollout.finished[rows] = other.finished[others]
-    # What --reward or --reward-model said of them goes along.
-    for name in ("responses", "judged"):
-        if hasattr(rollout, name):
-            setattr(rollout, name, list(getattr(rollout, name)))
-            getattr(rollout, name)[rows] = getattr(other, name)[others]
+    rollout.responses = list(rollout.responses)
+    rollout.responses[rows] = other.responses[others]
+    # What --reward and --reward-model said of them goes along.
+    if hasattr(rollout, "judged"):
+        rollout.judged = list(rollout.judged)
+        rollout.judged[rows] = other.judged[others]
     if hasattr(rollout, "reward_parts"):
         rollout.reward_parts = {name: part.clone() for name, part in rollout.reward_parts.items()}
         for name, part in rollout.reward_parts.items():
@@ -522,11 +517,11 @@ def renew(ref_model, policy_model):
             ref.copy_(p)
 
 
-def keep_answers(run, reward_model, step, prompts, settings, rollout, rewards, advantages):
+def keep_answers(run, reward_model, settings, step, prompts, rollout, rewards, advantages):
     """Samples for the reader; for a reward model that learns, pairs of the answers of all ranks."""
     s = settings
     run.log_samples(step, prompts, rollout, rewards, advantages)
-    if reward_model and s.renew_reference:
+    if reward_model:
         rows = sum(gathered_objects(rollout.judged), [])
         reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
 
@@ -537,11 +532,6 @@ def renew_reward_model(reward_model, step, settings):
     for p in reward_model.model.parameters() if world() > 1 else ():
         dist.broadcast(p.data, 0)  # a GPU's sums may differ in their last digit
     return figures
-
-
-def renewed(ref_model, reward_model, settings):
-    """Reference and reward model as a checkpoint takes them: only where they change."""
-    return (ref_model, reward_model) if settings.renew_reference else (None, None)
 
 
 def keep_best(model, tokenizer, settings, run, figures):
@@ -1077,34 +1067,24 @@ def fault_of_weights(model, report):
 def load_reward_model(settings):
     """--reward-model, loaded as carefully as the policy: a RewardModel, the same on every rank."""
     s = settings
-    if not s.reward_model:
-        return None
     quiet_transformers()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(s.reward_model, trust_remote_code=False)
-        # float32, for AdamW at 2e-5 moves no bfloat16 weight
-        model, report = AutoModelForSequenceClassification.from_pretrained(
-            s.reward_model, dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
-            output_loading_info=True)
-        fault = fault_of_weights(model, report) or fault_of_vocabulary(tokenizer, model)
-        if tokenizer.chat_template:
-            chat_prompt(tokenizer, {"question": "1 + 1"}, s.system_prompt)
+        found, report = reward.open_reward_model(s.reward_model, s.reward_model_lr,
+                                                 choose_device(s)[0])
+        if found.tokenizer.chat_template:
+            chat_prompt(found.tokenizer, {"question": "1 + 1"}, s.system_prompt)
     except Exception as error:  # a foreign folder can be wrong in any way
-        raise BadInput(f"--reward-model {s.reward_model}: cannot be loaded ({one_line(error)})"
-                       ) from None
-    if not fault and model.config.num_labels != 1:
-        fault = f"has {model.config.num_labels} labels, a reward model has one"
+        fault = f"cannot be loaded ({one_line(error)})"
+        raise BadInput(f"--reward-model {s.reward_model}: {fault}") from None
+    fault = fault_of_weights(found.model, report) or fault_of_words(found.tokenizer, found.model)
     if fault:
         raise BadInput(f"--reward-model {s.reward_model}: {fault}")
-    model.to(choose_device(s)[0]).eval()  # eval: without dropout, in its training too
-    optimizer = torch.optim.AdamW(model.parameters(), lr=s.reward_model_lr, weight_decay=0.0)
-    return reward.RewardModel(model, tokenizer, optimizer)
+    return found
 
 
 def fault_of_tokenizer(tokenizer, model):
-    fault = fault_of_vocabulary(tokenizer, model)
-    if fault:
-        return fault
+    if fault_of_words(tokenizer, model):
+        return fault_of_words(tokenizer, model)
     if not tokenizer.chat_template:
         return "its tokenizer has no chat template"
     if model.generation_config.eos_token_id in (None, []) and tokenizer.eos_token_id is None:
@@ -1112,7 +1092,7 @@ def fault_of_tokenizer(tokenizer, model):
     return None
 
 
-def fault_of_vocabulary(tokenizer, model):
+def fault_of_words(tokenizer, model):
     words = model.get_input_embeddings().weight.shape[0]
     highest = max(tokenizer.get_vocab().values(), default=-1)
     if highest < 0:
@@ -1285,22 +1265,17 @@ def make_reward_fn(settings, reward_model=None):
 
 def rewards_of_model(reward_model, settings, problems, prompts, rollout):
     """--reward-model: its scores (N,), of the problems in its own chat template if it has one."""
-    G = len(rollout.responses) // len(prompts)
     tokenizer = reward_model.tokenizer
     if tokenizer.chat_template:
         prompts = [chat_prompt(tokenizer, p, settings.system_prompt) for p in problems]
     rewards = None
     fault = None
     try:
-        rewards = reward.reward_model_scores(
-            reward_model.model, tokenizer, prompts, rollout.responses).cpu()
+        rewards, rollout.judged = reward.judge(
+            reward_model, prompts, rollout.responses, reward.truths_of(problems))
     except ValueError as error:
         fault = f"--reward-model: {error}"
     fail_on_all(fault)
-    # The rule's verdicts, where it has any, are what the model is trained on later.
-    verdicts = score_responses(rollout.responses, reward.truths_of(problems), G).tolist()
-    read = [prompt for prompt in prompts for _ in range(G)]
-    rollout.judged = list(zip(read, rollout.responses, verdicts))
     return rewards
 
 
@@ -2153,7 +2128,7 @@ class Parts:
     problems: list
     eval_problems: list
     reward_fn: object
-    reward_model: object = None
+    reward_model: object = None  # if it is trained further
 
 
 def main(argv=None):
@@ -2177,7 +2152,8 @@ def main(argv=None):
         run = open_run(settings)
         begin(run, parts, settings, recipe)
         save = partial(run.save_checkpoint, parts.policy_model, parts.optimizer,
-                       *renewed(parts.ref_model, parts.reward_model, settings))
+                       parts.ref_model if settings.renew_reference else None,
+                       parts.reward_model)
         try:
             train_grpo(**vars(parts), settings=settings, run=run)
         except RewardFailed:  # on every rank, and nothing has moved in this step
@@ -2191,7 +2167,7 @@ def main(argv=None):
             _, run.after = evaluate(
                 parts.policy_model, parts.tokenizer, parts.eval_problems, settings)
         save_final(parts.policy_model, parts.tokenizer, settings, run)
-        if run.folder and parts.reward_model and settings.renew_reference:
+        if run.folder and parts.reward_model:
             save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
         print_story(run, parts.eval_problems)
         return 0
@@ -2234,7 +2210,7 @@ def load(settings):
     """Everything that can be refused is looked at here, before a folder is made."""
     s = settings
     check_combinations(s)
-    reward_model = load_reward_model(s)
+    reward_model = load_reward_model(s) if s.reward_model else None
     reward_fn = make_reward_fn(s, reward_model)
     policy_model, tokenizer = on_rank_0(load_policy, s, share=False) or (None, load_tokenizer(s))
     on_rank_0(check_forms, policy_model, s)
@@ -2253,7 +2229,7 @@ def load(settings):
         ref_model.requires_grad_(False)
     optimizer = None if s.eval_only else make_optimizer(policy_model, s)
     return Parts(policy_model, ref_model, optimizer, tokenizer, problems, eval_problems, reward_fn,
-                 reward_model)
+                 reward_model if s.renew_reference else None)
 
 
 def begin(run, parts, settings, recipe):
@@ -2263,7 +2239,7 @@ def begin(run, parts, settings, recipe):
     if s.resume:
         on_rank_0(check_inputs, run, found)
         run.load_checkpoint(parts.policy_model, parts.optimizer, parts.ref_model,
-                            parts.reward_model if s.renew_reference else None)
+                            parts.reward_model)
         if s.steps < run.step:
             raise BadInput(f"--steps {s.steps}: the run in {run.name} stands at step {run.step}")
     saved = dataclasses.asdict(dataclasses.replace(s, resume=False))

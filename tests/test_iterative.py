@@ -29,7 +29,7 @@ ROOT = Path(train.__file__).resolve().parent
 TINY = ROOT / "tests" / "tiny"
 MODEL = TINY / "reward_model"
 SMALL = ("--prompts-per-step=2", "--group-size=4", "--max-new-tokens=40", "--device=cpu",
-         "--eval-limit=2", "--eval-every=1", "--save-every=1", "--lr=1e-3")
+         "--eval-limit=2", "--eval-every=1", "--save-every=1", "--lr=2e-3")
 ITERATIVE = (*SMALL, "--renew-reference=2", f"--reward-model={MODEL}", "--reward-model-lr=1e-3")
 
 
@@ -197,6 +197,16 @@ def test_the_reward_model_reads_problems_in_its_own_chat_template(tiny, learner)
     train.rewards_of_model(learner, settings, problems, ["p", "q"], rollout)
     assert [row[0] for row in rollout.judged] == ["p", "p", "q", "q"]
     assert learner.pairs == []  # they are kept in training steps alone
+
+
+def test_a_reward_model_has_no_dropout(tmp_path):
+    config = AutoConfig.from_pretrained(MODEL, attention_dropout=0.9)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path)
+    learner, _ = reward.open_reward_model(tmp_path)
+    rows = reward.reward_model_rows(learner.tokenizer, ["Anna has 9 books"], ["\\boxed{ 9 }"])
+    scores = {float(reward.score_rows(learner.model, rows)) for _ in range(4)}
+    assert len(scores) == 1
 
 
 def test_a_score_that_is_not_finite_ends_the_step(learner):

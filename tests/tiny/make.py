@@ -182,7 +182,7 @@ REWARD_PROBLEMS, REWARD_EPOCHS, REWARD_LR = 256, 6, 3e-3  # of the reward model'
 
 
 def judged_answers(model, tokenizer, problems, seed):
-    """Eight answers of the policy to each problem -> rows of (prompt, answer, the rule's reward)."""
+    """The policy's eight answers to each problem -> rows of (prompt, answer, the rule's reward)."""
     prompts = [render(tokenizer, problem["question"]) for problem in problems]
     truths = [problem["answer"].split()[-1] for problem in problems]
     generator = torch.Generator().manual_seed(seed)
@@ -227,7 +227,7 @@ def check_reward_model(problems):
     worked = torch.tensor([" = " in answer for answer in answers])
     right = scores[pairs[:, 0]] > scores[pairs[:, 1]]
     print(f"reward model, {sum(p.numel() for p in model.parameters())} weights: ranks the right "
-          f"answer above the wrong one in {right.float().mean():.3f} of {len(pairs)} held-out pairs")
+          f"answer above the wrong in {right.float().mean():.3f} of {len(pairs)} held-out pairs")
     for name, alike in (("both worked out", worked[pairs].all(dim=1)),
                         ("both guessed", ~worked[pairs].any(dim=1))):
         print(f"  {name}: {right[alike].float().mean():.3f} of {int(alike.sum())}")
