@@ -204,8 +204,9 @@ def test_a_reward_model_has_no_dropout(tmp_path):
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path)
     learner, _ = reward.open_reward_model(tmp_path)
-    rows = reward.reward_model_rows(learner.tokenizer, ["Anna has 9 books"], ["\\boxed{ 9 }"])
-    scores = {float(reward.score_rows(learner.model, rows)) for _ in range(4)}
+    same_answer = (["Anna has 9 books"], ["\\boxed{ 9 }"])
+    scores = {float(reward.reward_model_scores(learner.model, learner.tokenizer, *same_answer)[0])
+              for _ in range(4)}
     assert len(scores) == 1
 
 
