@@ -1247,7 +1247,7 @@ def make_reward_fn(settings, reward_model=None):
     def reward_fn(problems, prompts, rollout):
         rewards = None
         fault = None
-        flag_name = "--reward"
+        flag_name = f"--reward {' '.join(specs)}:"
         ids = [row[row != IGNORE].tolist() for row in rollout.labels]
         try:
             rewards, rollout.reward_parts = reward.user_rewards(
