@@ -194,7 +194,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
                 renew(ref_model, policy_model)
             if step % s.save_every == 0 or step == s.steps:
                 run.save_checkpoint(policy_model, optimizer,
-                                    ref_model if s.renew_reference else None, reward_model)
+                                    ref_model if s.renew_reference else None)
 
 
 # ==================================================================================================
@@ -753,7 +753,7 @@ class Settings:
                              "calls its reward_funcs; several are added; `rule` is ours",
                              action="extend")
     reward_weights: list[float] = flag(None, "a weight for each --reward; default: 1 each")
-    step_reward: str = flag("", "path/to/file.py:function, rewards of the steps in an answer: "
+    step_reward: str = flag(None, "path/to/file.py:function, rewards of the steps in an answer: "
                             "process supervision")
     reward_model: str = flag("", "folder of a sequence-classification model, the rewards are its "
                              "scores; each --renew-reference trains it further")
@@ -1728,6 +1728,7 @@ class Run:
         self.best = -1.0
         self.history = []
         self.tensorboard = None
+        self.reward_model = None
         # greedy answers to the held-out problems, before and after training
         self.before = []
         self.after = []
@@ -1833,19 +1834,19 @@ class Run:
             return "last checkpoint: none"
         return f"last checkpoint: of step {self.saved_step}, whole"
 
-    def save_checkpoint(self, model, optimizer, ref_model=None, reward_model=None):
+    def save_checkpoint(self, model, optimizer, ref_model=None):
         """Masters, moments and counters in one safetensors file, moved over the old one.
 
         Tensors are whole, whatever they were sharded on. What else a step needs (problems, random
         numbers, learning rate) follows from the step and the settings. After a skipped update, or
-        with weights that are not finite, the checkpoint before stays. ref_model and reward_model
-        are given where they are not the models that the run started from.
+        with weights that are not finite, the checkpoint before stays. ref_model is given where it
+        is not the model that the run started from.
         """
         tensors = {}
         finite = True
         states = {f"reference/{name}": p for name, p in ref_model.named_parameters()} \
             if ref_model else {}
-        states |= reward.reward_model_state(reward_model) if reward_model else {}
+        states |= reward.reward_model_state(self.reward_model) if self.reward_model else {}
         for name, master in named_masters(model, optimizer):
             states[f"weight/{name}"] = master.detach()
             for key, value in optimizer.state.get(master, {}).items():
@@ -1875,7 +1876,7 @@ class Run:
                 os.replace(f"{path}.tmp", path)
         self.saved_step = self.step
 
-    def load_checkpoint(self, model, optimizer, ref_model=None, reward_model=None):
+    def load_checkpoint(self, model, optimizer, ref_model=None):
         """Restore what the checkpoint holds; a run killed before its first starts from step 0."""
         path = Path(self.name) / "checkpoint" / "run.safetensors"
         if path.is_file():
@@ -1893,8 +1894,8 @@ class Run:
                                f"({one_line(error)})") from None
             restore(tensors, model, optimizer, ref_model, path)
             try:
-                if reward_model:
-                    reward.restore_reward_model(reward_model, tensors)
+                if self.reward_model:
+                    reward.restore_reward_model(self.reward_model, tensors)
             except ValueError as error:
                 raise BadInput(f"--resume: {path}: {error}") from None
             self.saved_step = self.step
@@ -2034,7 +2035,7 @@ def forget_unfinished(folder):
 def inputs_of(settings, problems, eval_problems):
     """SHA-256 of what the run starts from, so that a resumed run starts from the same."""
     s = settings
-    specs = [spec for spec in [*(s.reward or []), s.step_reward] if spec not in ("", "rule")]
+    specs = [spec for spec in [*(s.reward or []), s.step_reward] if spec not in (None, "rule")]
     return {
         "--model": digest_of_files(weight_files(s.model)),
         "--data": digest(json.dumps(problems, sort_keys=True)),
@@ -2152,8 +2153,7 @@ def main(argv=None):
         run = open_run(settings)
         begin(run, parts, settings, recipe)
         save = partial(run.save_checkpoint, parts.policy_model, parts.optimizer,
-                       parts.ref_model if settings.renew_reference else None,
-                       parts.reward_model)
+                       parts.ref_model if settings.renew_reference else None)
         try:
             train_grpo(**vars(parts), settings=settings, run=run)
         except RewardFailed:  # on every rank, and nothing has moved in this step
@@ -2235,11 +2235,11 @@ def load(settings):
 def begin(run, parts, settings, recipe):
     """Restore what was saved, write config.json, say what starts."""
     s = settings
+    run.reward_model = parts.reward_model  # its state goes into the checkpoint
     found = on_rank_0(inputs_of, s, parts.problems, parts.eval_problems)
     if s.resume:
         on_rank_0(check_inputs, run, found)
-        run.load_checkpoint(parts.policy_model, parts.optimizer, parts.ref_model,
-                            parts.reward_model)
+        run.load_checkpoint(parts.policy_model, parts.optimizer, parts.ref_model)
         if s.steps < run.step:
             raise BadInput(f"--steps {s.steps}: the run in {run.name} stands at step {run.step}")
     saved = dataclasses.asdict(dataclasses.replace(s, resume=False))

@@ -178,10 +178,11 @@ def test_without_true_answers_there_are_rewards_and_no_pairs(tmp_path):
     assert same(weights(folder / "reward_model"), weights(MODEL))
 
 
-def test_the_reward_model_reads_problems_in_its_own_chat_template(tiny, learner):
+def test_the_reward_model_reads_problems_in_its_own_chat_template(tmp_path, learner):
     learner.tokenizer.chat_template = "Anna {{ messages[-1].content }}"
-    problems = [{"question": "Ben has 9", "answer": "9", "solution": ""},
-                {"question": "Ben has 5", "answer": "?"}]
+    (tmp_path / "two.jsonl").write_text('{"question": "Ben has 9", "answer": "#### 9"}\n'
+                                        '{"question": "Ben has 5"}\n')
+    problems = reward.load_problems(str(tmp_path / "two.jsonl"), need_answer=False)
     rollout = SimpleNamespace(responses=["\\boxed{ 9 }", "\\boxed{ 5 }"] * 2)
     settings = train.parse(list(ITERATIVE))[0]
     scores = train.rewards_of_model(learner, settings, problems, ["p", "q"], rollout)
