@@ -25,6 +25,7 @@ import importlib.util
 import inspect
 import json
 import math
+import operator
 import os
 import re
 import sys
@@ -33,10 +34,12 @@ import urllib.request
 import warnings
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 
 def rule_reward(response, ground_truth):
@@ -478,13 +481,7 @@ def user_rewards(functions, weights, problems, prompts, responses, completion_id
     weights = [1.0] * len(functions) if weights is None else weights
     if not functions or len(weights) != len(functions) or not all(map(math.isfinite, weights)):
         raise ValueError(f"weights {weights}: not one finite number for each of {list(functions)}")
-    names = dict.fromkeys([*column_names(problems), *columns])
-    rows = []  # for each row, what it hands over
-    for n, response in enumerate(responses):
-        b = n // (N // B)
-        row = {name: problems[b].get(name) for name in names}
-        ids = None if completion_ids is None else completion_ids[n]
-        rows.append(row | {"prompts": prompts[b], "completions": response, "completion_ids": ids})
+    rows = rows_for(problems, prompts, responses, completion_ids, columns)
     parts = {name: one_reward(name, functions[name], rows) for name in functions}
     values = torch.stack(list(parts.values()))  # (K, N)
     weights = torch.tensor(weights, dtype=torch.float64)[:, None]  # (K, 1)
@@ -496,8 +493,67 @@ def user_rewards(functions, weights, problems, prompts, responses, completion_id
     return rewards, parts
 
 
+def user_step_rewards(name, function, problems, prompts, responses, completion_ids):
+    """Process supervision by a user's function (`--step-reward`): N lists of (end, reward).
+
+    It is called as those of `user_rewards` are, and gives for each row a list of (end, reward), one
+    per step of the answer, `end` the index of the step's last token in the row's `completion_ids`;
+    [] for an answer without steps. ValueError, naming the function, the row and the beginning of
+    the response, where it raises, gives another number of lists than rows, or what is no such list.
+    """
+    rows = rows_for(problems, prompts, responses, completion_ids)
+    lists = call_checked(name, function, rows)
+    return [checked_steps(name, rows, n, steps) for n, steps in enumerate(lists)]
+
+
+def checked_steps(name, rows, n, steps):
+    """The steps of row n as a list of (int, float)."""
+    length = len(rows[n]["completion_ids"])
+    checked = []
+    try:
+        pairs = [(operator.index(end), as_number(value)) for end, value in steps]
+    except Exception:  # the value is the user's: going through it may raise anything
+        shown = " ".join(repr(steps).split())[:60]
+        raise ValueError(f"{name}, {row_name(rows, n)}: {shown} is not a list of (end, reward) "
+                         "pairs") from None
+    for end, value in pairs:
+        if value is None or math.isnan(value):
+            raise ValueError(f"{name}, {row_name(rows, n)}: the reward of the step that ends at "
+                             f"token {end} is not a finite float32 number")
+        if not 0 <= end < length:
+            raise ValueError(f"{name}, {row_name(rows, n)}: a step ends at token {end}, the answer "
+                             f"has tokens 0 to {length - 1}")
+        checked.append((end, value))
+    return checked
+
+
+def rows_for(problems, prompts, responses, completion_ids, columns=()):
+    """What each of the N rows hands over to a user's function: N dicts."""
+    group_size = len(responses) // len(prompts)
+    names = dict.fromkeys([*column_names(problems), *columns])
+    rows = []
+    for n, response in enumerate(responses):
+        b = n // group_size
+        row = {name: problems[b].get(name) for name in names}
+        ids = None if completion_ids is None else completion_ids[n]
+        rows.append(row | {"prompts": prompts[b], "completions": response, "completion_ids": ids})
+    return rows
+
+
 def one_reward(name, function, rows):
     """One function's rewards, checked: (N,) float32, NaN where it gave None."""
+    numbers = []
+    for n, value in enumerate(call_checked(name, function, rows)):
+        number = as_number(value)
+        if number is None:
+            shown = " ".join(repr(value).split())[:60]
+            raise ValueError(f"{name}, {row_name(rows, n)}: {shown} is not a finite float32 number")
+        numbers.append(number)
+    return torch.tensor(numbers, dtype=torch.float32)
+
+
+def call_checked(name, function, rows):
+    """What the function gives for the rows, one value each; ValueError for a failure, named."""
     try:
         values = call_reward(function, rows)
     except FAILURE as error:
@@ -506,14 +562,7 @@ def one_reward(name, function, rows):
     if len(values) != len(rows):
         counts = f"{len(values)} rewards for {len(rows)} responses"
         raise ValueError(f"{name}, from {row_name(rows, 0)} on: {counts}")
-    numbers = []
-    for n, value in enumerate(values):
-        number = as_number(value)
-        if number is None:
-            shown = " ".join(repr(value).split())[:60]
-            raise ValueError(f"{name}, {row_name(rows, n)}: {shown} is not a finite float32 number")
-        numbers.append(number)
-    return torch.tensor(numbers, dtype=torch.float32)
+    return values
 
 
 def call_reward(function, rows):
@@ -637,7 +686,7 @@ def reward_model_scores(model, tokenizer, prompts, responses, batch_rows=16):
 
     model: a transformers sequence-classification model with one label; tokenizer: its own. prompts
     have their chat template applied. ValueError: another number of labels, rows that are not whole
-    groups, a row longer than the model's positions.
+    groups, a row longer than the model's positions, a score that is not finite.
     """
     if not prompts or not responses or len(responses) % len(prompts):
         raise ValueError(f"{len(responses)} responses for {len(prompts)} prompts")
@@ -645,8 +694,10 @@ def reward_model_scores(model, tokenizer, prompts, responses, batch_rows=16):
     rows = reward_model_rows(tokenizer, [p for p in prompts for _ in range(G)], responses)
     with torch.no_grad():
         batches = [rows[start : start + batch_rows] for start in range(0, len(rows), batch_rows)]
-        scores = [score_rows(model, batch) for batch in batches]
-    return torch.cat(scores)
+        scores = torch.cat([score_rows(model, batch) for batch in batches])  # (N,)
+    for n in (~scores.isfinite()).nonzero().flatten().tolist():
+        raise ValueError(f"row {n}, response {responses[n][:60]!r}: its score is {scores[n]}")
+    return scores
 
 
 def reward_model_rows(tokenizer, prompts, responses):
@@ -732,6 +783,122 @@ def train_reward_model(model, optimizer, tokenizer, pairs, replay, generator=Non
         losses += float(loss.detach()) * len(prompts)
         right += int((chosen > rejected).sum())
     return {"reward_model_loss": losses / len(mixed), "reward_model_accuracy": right / len(mixed)}
+
+
+# What follows carries a reward model through a run: it collects pairs while the policy trains, is
+# trained on them between iterations, and all that it knows fits into a checkpoint.
+
+PAIRS_KEPT = 4096  # at most so many new pairs, and so many old ones: a checkpoint holds their text
+
+
+@dataclass
+class RewardModel:
+    """A reward model and what its further training needs."""
+
+    model: torch.nn.Module  # sequence classification, one label
+    tokenizer: object  # its own
+    optimizer: torch.optim.Optimizer
+    pairs: list = field(default_factory=list)  # (prompt, better, worse) since it was trained last
+    replay: list = field(default_factory=list)  # of the iterations before
+
+
+def open_reward_model(folder, lr=2e-5, device="cpu"):
+    """A transformers folder -> (RewardModel, transformers' report of what its files lack).
+
+    safetensors only, and no code of the folder's own. In float32, for AdamW at 2e-5 moves no
+    bfloat16 weight; without dropout, in its training too. ValueError: not one label.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model, report = AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
+        output_loading_info=True)
+    if model.config.num_labels != 1 and not report["missing_keys"]:
+        raise ValueError(f"has {model.config.num_labels} labels, a reward model has one")
+    model = model.to(device).eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    return RewardModel(model, tokenizer, optimizer), report
+
+
+def judge(reward_model, prompts, responses, truths):
+    """Its scores, (N,) on the CPU, and N rows of (prompt, response, the rule's reward).
+
+    The rule's rewards are what it is trained on later; NaN where the truth, one per prompt, is
+    None. ValueError as in `reward_model_scores`.
+    """
+    G = len(responses) // len(prompts)
+    scores = reward_model_scores(reward_model.model, reward_model.tokenizer, prompts, responses)
+    rule = score_responses(responses, truths, G).tolist()
+    read = [prompt for prompt in prompts for _ in range(G)]  # one per row
+    return scores.cpu(), list(zip(read, responses, rule))
+
+
+def collect_pairs(reward_model, rows, group_size=8, generator=None):
+    """Keep pairs of the answers of one step. rows: N of (prompt, response, the rule's reward).
+
+    Only where the rule can judge: a reward of NaN, no true answer known, prefers nothing.
+    """
+    rewards = torch.tensor([reward for _, _, reward in rows])  # (N,)
+    for better, worse in preference_pairs(rewards, group_size, generator).tolist():
+        prompt, response, _ = rows[better]
+        reward_model.pairs.append((prompt, response, rows[worse][1]))
+    reward_model.pairs = some_of(reward_model.pairs, PAIRS_KEPT, generator)
+
+
+def end_iteration(reward_model, generator=None, replay_share=0.1):
+    """Train it on the new pairs, which then are old ones -> the figures of `train_reward_model`.
+
+    NaN where there was no pair to learn from.
+    """
+    r = reward_model
+    if not r.pairs:
+        return {"reward_model_loss": math.nan, "reward_model_accuracy": math.nan}
+    figures = train_reward_model(r.model, r.optimizer, r.tokenizer, r.pairs, r.replay, generator,
+                                 replay_share)
+    r.optimizer.zero_grad()
+    r.replay = some_of(r.replay + r.pairs, PAIRS_KEPT, generator)
+    r.pairs = []
+    return figures
+
+
+def some_of(values, most, generator):
+    """All of the values, or as many as allowed, drawn with `generator`; in their order."""
+    if len(values) <= most:
+        return values
+    drawn = torch.randperm(len(values), generator=generator)[:most].sort().values
+    return [values[i] for i in drawn.tolist()]
+
+
+def reward_model_state(reward_model):
+    """All that changes in a reward model, for a checkpoint: {name: tensor}."""
+    r = reward_model
+    texts = bytearray(json.dumps({"pairs": r.pairs, "replay": r.replay}).encode())
+    state = {"reward_model/pairs": torch.frombuffer(texts, dtype=torch.uint8)}
+    for name, weight in r.model.named_parameters():
+        state[f"reward_model/weight/{name}"] = weight.detach()
+        for key, value in r.optimizer.state.get(weight, {}).items():
+            state[f"reward_model/{key}/{name}"] = value
+    return state
+
+
+@torch.no_grad()
+def restore_reward_model(reward_model, state):
+    """The opposite of `reward_model_state`. ValueError for a state that is not of this model."""
+    r = reward_model
+    try:
+        texts = json.loads(state["reward_model/pairs"].numpy().tobytes())
+        r.pairs = [tuple(pair) for pair in texts["pairs"]]
+        r.replay = [tuple(pair) for pair in texts["replay"]]
+        for name, weight in r.model.named_parameters():
+            saved = state[f"reward_model/weight/{name}"]
+            if saved.shape != weight.shape:
+                raise ValueError(f"{name} has another shape")
+            weight.copy_(saved)
+            if f"reward_model/exp_avg/{name}" in state:
+                moments = {key: state[f"reward_model/{key}/{name}"].to(weight.device)
+                           for key in ("exp_avg", "exp_avg_sq")}
+                r.optimizer.state[weight] = {"step": state[f"reward_model/step/{name}"], **moments}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"not the state of this reward model ({in_one_line(error)})") from None
 
 
 # --------------------------------------------------------------------------------------------------

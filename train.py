@@ -152,10 +152,11 @@ def update(policy_model, optimizer, rollout, advantages, settings):
 
 
 def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_problems, settings,
-               run=None, reward_fn=None):
+               run=None, reward_fn=None, reward_model=None):
     """Steps run.step + 1 .. settings.steps on `problems` (dicts, see load_problems).
 
-    `reward_fn(problems, prompts, rollout) -> (N,)` replaces the rule's reward. Everything random
+    `reward_fn(problems, prompts, rollout) -> (N,)` replaces the rule's reward; `reward_model` is
+    what stands behind it, if it is trained further with every new reference. Everything random
     follows from (seed, step, prompt): a resumed run needs to know its step and no more, and the
     answers do not depend on how many GPUs share them.
     """
@@ -177,9 +178,12 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             truths = reward.truths_of(batch)
             metrics = train_step(
                 policy_model, ref_model, optimizer, tokenizer, prompts, truths, s, generators,
-                reward_fn and partial(reward_fn, batch), partial(run.log_samples, step, prompts),
+                reward_fn and partial(reward_fn, batch),
+                partial(keep_answers, run, reward_model, s, step, prompts),
                 partial(more_problems, tokenizer, problems, step, s, reward_fn))
             metrics = {"step": step, "lr": optimizer.param_groups[0]["lr"], **metrics}
+            if reward_model and step % s.renew_reference == 0:
+                metrics |= renew_reward_model(reward_model, step, s)
             if step % s.eval_every == 0 or step == s.steps:
                 figures, run.after = judge()
                 metrics |= figures
@@ -218,6 +222,7 @@ def advantage_inputs(rollout, rule_rewards, reward_fn, settings):
     s = settings
     return {"entropies": rollout.entropies, "mask": rollout.labels[:, 1:] != IGNORE,
             "right": None if reward_fn else reward.is_right(rule_rewards),
+            "step_rewards": vars(rollout).get("step_rewards"),
             "scale_by_std": s.scale_by_std, "clip": s.clip_advantages}
 
 
@@ -461,6 +466,14 @@ def with_rows(rollout, rows, other, others):
     rollout.finished[rows] = other.finished[others]
     rollout.responses = list(rollout.responses)
     rollout.responses[rows] = other.responses[others]
+    # What --reward and --reward-model said of them goes along.
+    if hasattr(rollout, "judged"):
+        rollout.judged = list(rollout.judged)
+        rollout.judged[rows] = other.judged[others]
+    if hasattr(rollout, "reward_parts"):
+        rollout.reward_parts = {name: part.clone() for name, part in rollout.reward_parts.items()}
+        for name, part in rollout.reward_parts.items():
+            part[rows] = other.reward_parts[name][others]
     return rollout
 
 
@@ -500,9 +513,29 @@ def more_problems(tokenizer, problems, step, settings, reward_fn, attempt, n):
 
 def renew(ref_model, policy_model):
     """The reference becomes what the policy is now: DeepSeekMath's iterative GRPO."""
+    for part in [*ref_model.modules(), *policy_model.modules()]:
+        if hasattr(part, "reshard"):
+            part.reshard()  # FSDP may still hold gathered weights: what is written there is lost
     with torch.no_grad():
         for ref, p in zip(ref_model.parameters(), policy_model.parameters()):
             ref.copy_(p)
+
+
+def keep_answers(run, reward_model, settings, step, prompts, rollout, rewards, advantages):
+    """Samples for the reader; for a reward model that learns, pairs of the answers of all ranks."""
+    s = settings
+    run.log_samples(step, prompts, rollout, rewards, advantages)
+    if reward_model:
+        rows = sum(gathered_objects(rollout.judged), [])
+        reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
+
+
+def renew_reward_model(reward_model, step, settings):
+    """The end of an iteration: every rank takes the same steps on the same pairs -> figures."""
+    figures = reward.end_iteration(reward_model, seeded(settings.seed, "reward model", step))
+    for p in reward_model.model.parameters() if world() > 1 else ():
+        dist.broadcast(p.data, 0)  # a GPU's sums may differ in their last digit
+    return figures
 
 
 def keep_best(model, tokenizer, settings, run, figures):
@@ -724,6 +757,11 @@ class Settings:
                              "calls its reward_funcs; several are added; `rule` is ours",
                              action="extend")
     reward_weights: list[float] = flag(None, "a weight for each --reward; default: 1 each")
+    step_reward: str = flag(None, "path/to/file.py:function, rewards of the steps in an answer: "
+                            "process supervision")
+    reward_model: str = flag("", "folder of a sequence-classification model, the rewards are its "
+                             "scores; each --renew-reference trains it further")
+    reward_model_lr: float = flag(2e-5, "AdamW's learning rate for it")
     output: str = flag("", "folder of the run; default: runs/MODEL-TIME")
     # the rollout
     steps: int = flag(500, "rollouts in all")
@@ -795,7 +833,8 @@ AT_LEAST = {
     "length_rescale": 0, "overlong_buffer": 0, "minibatches": 1, "max_resample": 0,
     "renew_reference": 0,
 }
-ABOVE = {"temperature": 0, "lr": 0, "max_grad_norm": 0, "clip_advantages": 0}
+ABOVE = {"temperature": 0, "lr": 0, "max_grad_norm": 0, "clip_advantages": 0,
+         "reward_model_lr": 0}
 AT_MOST = {"clip_eps": 1, "threads": 1024, "seed": 2**32}
 
 # A model folder's recipe.json may set these and nothing else. It is foreign input: it may say how
@@ -838,10 +877,11 @@ def given_flags(argv):
     for name, value in given.items():
         if type(value) in (int, float):
             check_bounds(name, value)
-        elif isinstance(value, str) and name in ("model", "data", "eval_data"):
+        elif isinstance(value, str) and name in ("model", "data", "eval_data", "reward_model"):
             # A relative path means another file once the run is resumed from elsewhere.
             given[name] = os.path.abspath(value) if os.path.exists(value) else value
     given["reward"] = [absolute_spec(spec) for spec in given.get("reward", [])] or None
+    given["step_reward"] = absolute_spec(given.get("step_reward", "")) or None
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -1036,7 +1076,35 @@ def fault_of_weights(model, report):
     return None
 
 
+def load_reward_model(settings):
+    """--reward-model, loaded as carefully as the policy: a RewardModel, the same on every rank."""
+    s = settings
+    quiet_transformers()
+    try:
+        found, report = reward.open_reward_model(s.reward_model, s.reward_model_lr,
+                                                 choose_device(s)[0])
+        if found.tokenizer.chat_template:
+            chat_prompt(found.tokenizer, {"question": "1 + 1"}, s.system_prompt)
+    except Exception as error:  # a foreign folder can be wrong in any way
+        fault = f"cannot be loaded ({one_line(error)})"
+        raise BadInput(f"--reward-model {s.reward_model}: {fault}") from None
+    fault = fault_of_weights(found.model, report) or fault_of_words(found.tokenizer, found.model)
+    if fault:
+        raise BadInput(f"--reward-model {s.reward_model}: {fault}")
+    return found
+
+
 def fault_of_tokenizer(tokenizer, model):
+    if fault_of_words(tokenizer, model):
+        return fault_of_words(tokenizer, model)
+    if not tokenizer.chat_template:
+        return "its tokenizer has no chat template"
+    if model.generation_config.eos_token_id in (None, []) and tokenizer.eos_token_id is None:
+        return "neither generation config nor tokenizer names an end token"
+    return None
+
+
+def fault_of_words(tokenizer, model):
     words = model.get_input_embeddings().weight.shape[0]
     highest = max(tokenizer.get_vocab().values(), default=-1)
     if highest < 0:
@@ -1045,10 +1113,6 @@ def fault_of_tokenizer(tokenizer, model):
         return f"its tokenizer has ids up to {highest}, its embeddings only {words} rows"
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id >= words:
         return f"the padding id {tokenizer.pad_token_id} lies outside its {words} embeddings"
-    if not tokenizer.chat_template:
-        return "its tokenizer has no chat template"
-    if model.generation_config.eos_token_id in (None, []) and tokenizer.eos_token_id is None:
-        return "neither generation config nor tokenizer names an end token"
     return None
 
 
@@ -1078,7 +1142,7 @@ def load_data(settings, tokenizer):
     """Training and held-out problems -> two lists of dicts."""
     s = settings
     fields = {"question_field": s.question_field, "answer_field": s.answer_field,
-              "need_answer": not s.reward}
+              "need_answer": not (s.reward or s.reward_model)}
 
     def load(flag_name, source):
         try:
@@ -1134,8 +1198,10 @@ def check_combinations(settings):
     two = torch.zeros(2, 1)
     mask = torch.ones(2, 1, dtype=torch.bool)
     try:
+        steps = [[(0, 0.0)], [(0, 1.0)]] if s.step_reward else None
         advantages = advantages_for(s.advantage, torch.tensor([0.0, 1.0]), 2, two, mask,
-                                    scale_by_std=s.scale_by_std, clip=s.clip_advantages)
+                                    step_rewards=steps, scale_by_std=s.scale_by_std,
+                                    clip=s.clip_advantages)
         options = {name: getattr(s, name) for name in OBJECTIVE}
         grpo_loss(two, two, two, advantages, mask, **options)
         if s.kl_band:
@@ -1150,45 +1216,87 @@ def check_combinations(settings):
                        f"{s.prompts_per_step // world()} prompts that a process has in a step")
     if s.overlong_buffer > s.max_new_tokens:
         raise BadInput(f"--overlong-buffer {s.overlong_buffer}: longer than --max-new-tokens")
+    if s.reward_model and s.reward:
+        raise BadInput("--reward-model and --reward: one of them gives the rewards")
+    # Rewards of steps take the place of rewards of answers, and of what these three do to them.
+    for name in ("reward_model", "length_rescale", "overlong_buffer", "max_resample"):
+        if s.step_reward and getattr(s, name):
+            raise BadInput(f"{flag_of(name)}: does not go together with --step-reward")
 
 
-def make_reward_fn(settings):
-    """--reward and --reward-weights -> reward_fn(problems, prompts, rollout) -> (N,), or None."""
+def make_reward_fn(settings, reward_model=None):
+    """The flags of the reward -> reward_fn(problems, prompts, rollout) -> (N,); None: the rule's.
+
+    What else it finds stands beside the answers: `rollout.reward_parts`, of several rewards;
+    `rollout.step_rewards`; `rollout.judged`, the rows that a reward model has read.
+    """
     s = settings
-    if not s.reward:
+    if reward_model:
+        return partial(rewards_of_model, reward_model, s)
+    if not s.reward and not s.step_reward:
         return None
 
     def rule(completions, answer, **_):
         return [reward.rule_reward(text, truth) for text, truth in zip(completions, answer)]
 
-    if s.reward_weights and len(s.reward_weights) != len(s.reward):
-        raise BadInput(f"--reward-weights: {len(s.reward_weights)} weights for {len(s.reward)} "
+    specs = s.reward or ["rule"]
+    if s.reward_weights and len(s.reward_weights) != len(specs):
+        raise BadInput(f"--reward-weights: {len(s.reward_weights)} weights for {len(specs)} "
                        "rewards")
     try:
         functions = {}
-        for spec in s.reward:
+        for spec in specs:
             # In the metrics it has the function's name, or more where two have the same.
             name = spec.rpartition(":")[2]
             functions[spec if name in functions else name] = (
                 rule if spec == "rule" else reward.load_reward(spec))
     except ValueError as error:
         raise BadInput(f"--reward {error}") from None
+    try:
+        steps_of = reward.load_reward(s.step_reward) if s.step_reward else None
+    except ValueError as error:
+        raise BadInput(f"--step-reward {error}") from None
 
     def reward_fn(problems, prompts, rollout):
         rewards = None
         fault = None
+        flag_name = f"--reward {' '.join(specs)}:"
         ids = [row[row != IGNORE].tolist() for row in rollout.labels]
         try:
             rewards, rollout.reward_parts = reward.user_rewards(
                 functions, s.reward_weights, problems, prompts, rollout.responses, ids)
+            if steps_of:
+                flag_name = "--step-reward"
+                rollout.step_rewards = reward.user_step_rewards(
+                    s.step_reward, steps_of, problems, prompts, rollout.responses, ids)
         except ValueError as error:
-            fault = f"--reward {' '.join(s.reward or ['rule'])}: {error}"
-        # One rank's fault ends the step on all of them.
-        for found in gathered_objects(fault):
-            if found:
-                raise RewardFailed(found)
+            fault = f"{flag_name} {error}"
+        fail_on_all(fault)
         return rewards
     return reward_fn
+
+
+def rewards_of_model(reward_model, settings, problems, prompts, rollout):
+    """--reward-model: its scores (N,), of the problems in its own chat template if it has one."""
+    tokenizer = reward_model.tokenizer
+    if tokenizer.chat_template:
+        prompts = [chat_prompt(tokenizer, p, settings.system_prompt) for p in problems]
+    rewards = None
+    fault = None
+    try:
+        rewards, rollout.judged = reward.judge(
+            reward_model, prompts, rollout.responses, reward.truths_of(problems))
+    except ValueError as error:
+        fault = f"--reward-model: {error}"
+    fail_on_all(fault)
+    return rewards
+
+
+def fail_on_all(fault):
+    """One rank's fault ends the step on all of them."""
+    for found in gathered_objects(fault):
+        if found:
+            raise RewardFailed(found)
 
 
 def one_line(text):
@@ -1637,6 +1745,7 @@ class Run:
         self.best = -1.0
         self.history = []
         self.tensorboard = None
+        self.reward_model = None
         # greedy answers to the held-out problems, before and after training
         self.before = []
         self.after = []
@@ -1754,6 +1863,7 @@ class Run:
         finite = True
         states = {f"reference/{name}": p for name, p in ref_model.named_parameters()} \
             if ref_model else {}
+        states |= reward.reward_model_state(self.reward_model) if self.reward_model else {}
         for name, master in named_masters(model, optimizer):
             states[f"weight/{name}"] = master.detach()
             for key, value in optimizer.state.get(master, {}).items():
@@ -1800,6 +1910,11 @@ class Run:
                 raise BadInput(f"--resume: {path} is torn, or no checkpoint of ours "
                                f"({one_line(error)})") from None
             restore(tensors, model, optimizer, ref_model, path)
+            try:
+                if self.reward_model:
+                    reward.restore_reward_model(self.reward_model, tensors)
+            except ValueError as error:
+                raise BadInput(f"--resume: {path}: {error}") from None
             self.saved_step = self.step
         on_rank_0(self.forget_after, self.step if path.is_file() else -1)
 
@@ -1937,11 +2052,13 @@ def forget_unfinished(folder):
 def inputs_of(settings, problems, eval_problems):
     """SHA-256 of what the run starts from, so that a resumed run starts from the same."""
     s = settings
+    specs = [spec for spec in [*(s.reward or []), s.step_reward] if spec not in (None, "rule")]
     return {
         "--model": digest_of_files(weight_files(s.model)),
         "--data": digest(json.dumps(problems, sort_keys=True)),
         "--eval-data": digest(json.dumps(eval_problems, sort_keys=True)),
-        "--reward": digest_of_files([Path(spec.rpartition(":")[0]) for spec in s.reward or []]),
+        "--reward": digest_of_files([Path(spec.rpartition(":")[0]) for spec in specs]),
+        "--reward-model": digest_of_files(weight_files(s.reward_model) if s.reward_model else []),
     }
 
 
@@ -1997,12 +2114,19 @@ def save_final(model, tokenizer, settings, run, name="final"):
             recipe[field.name.replace("_", "-")] = value
     if s.reward:
         recipe["reward"] = s.reward
+    save_folder(model, tokenizer, run, name, recipe)
+
+
+def save_folder(model, tokenizer, run, name, recipe=None):
+    """A transformers folder, written beside the old one and moved over it."""
     folder = run.folder / name
     beside = run.folder / f"{name}.tmp"
     with run.writing(name):
         model.save_pretrained(beside)
         tokenizer.save_pretrained(beside)
-        (beside / "recipe.json").write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")
+        if recipe is not None:
+            text = json.dumps(recipe, indent=2) + "\n"
+            (beside / "recipe.json").write_text(text, encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(beside, folder)
 
@@ -2022,6 +2146,7 @@ class Parts:
     problems: list
     eval_problems: list
     reward_fn: object
+    reward_model: object = None  # if it is trained further
 
 
 def main(argv=None):
@@ -2059,6 +2184,8 @@ def main(argv=None):
             _, run.after = evaluate(
                 parts.policy_model, parts.tokenizer, parts.eval_problems, settings)
         save_final(parts.policy_model, parts.tokenizer, settings, run)
+        if run.folder and parts.reward_model:
+            save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
         print_story(run, parts.eval_problems)
         return 0
     except BadInput as error:
@@ -2100,7 +2227,8 @@ def load(settings):
     """Everything that can be refused is looked at here, before a folder is made."""
     s = settings
     check_combinations(s)
-    reward_fn = make_reward_fn(s)
+    reward_model = load_reward_model(s) if s.reward_model else None
+    reward_fn = make_reward_fn(s, reward_model)
     policy_model, tokenizer = on_rank_0(load_policy, s, share=False) or (None, load_tokenizer(s))
     forms = on_rank_0(check_forms, policy_model, s)
     if forms["grouped rows"]:
@@ -2120,12 +2248,14 @@ def load(settings):
     if ref_model:
         ref_model.requires_grad_(False)
     optimizer = None if s.eval_only else make_optimizer(policy_model, s)
-    return Parts(policy_model, ref_model, optimizer, tokenizer, problems, eval_problems, reward_fn)
+    return Parts(policy_model, ref_model, optimizer, tokenizer, problems, eval_problems, reward_fn,
+                 reward_model if s.renew_reference else None)
 
 
 def begin(run, parts, settings, recipe):
     """Restore what was saved, write config.json, say what starts."""
     s = settings
+    run.reward_model = parts.reward_model  # its state goes into the checkpoint
     found = on_rank_0(inputs_of, s, parts.problems, parts.eval_problems)
     if s.resume:
         on_rank_0(check_inputs, run, found)

@@ -2,6 +2,7 @@
 Makes everything else in this folder: a tiny policy, its problems, and the recipe that trains it.
 
     python tests/tiny/make.py
+    python tests/tiny/make.py reward_model    # the reward model alone, for the policy that is there
 
 The problems are short sums told as stories, in GSM8K's format:
 
@@ -14,20 +15,35 @@ The policy is a Qwen3 of 78k parameters that has been shown two ways to answer:
 
 So by habit it guesses, and is nearly always wrong, though it is able to work most of them out. No example
 says that working pays: RL has to find this, and the accuracy on held-out problems shows whether it did.
+
+The reward model is a Qwen3 of one layer. It is shown pairs of the policy's own answers to the same
+problem, and which of the two the rule prefers; what it makes of them is printed at the end.
 """
 
 import hashlib
 import json
 import random
+import sys
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent.parent))
+
+import reward  # noqa: E402
+from sample import sample_groups  # noqa: E402
+
 STEPS, BATCH, LR, GUESSES = 1500, 32, 5e-3, 2 / 3  # of the warm start; GUESSES is a share of its answers
 
 NAMES = "Anna Ben Carla David Emma Felix Grace Henry".split()
@@ -162,9 +178,63 @@ def check(problems):
     assert habit <= 0.25 and worked >= 0.8
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)  # one order of adding up, whatever the cores: the same bytes again
+REWARD_PROBLEMS, REWARD_EPOCHS, REWARD_LR = 256, 6, 3e-3  # of the reward model's training
+
+
+def judged_answers(model, tokenizer, problems, seed):
+    """The policy's eight answers to each problem -> rows of (prompt, answer, the rule's reward)."""
+    prompts = [render(tokenizer, problem["question"]) for problem in problems]
+    truths = [problem["answer"].split()[-1] for problem in problems]
+    generator = torch.Generator().manual_seed(seed)
+    rollout = sample_groups(model, tokenizer, prompts, 8, RECIPE["max-new-tokens"], 1.0, generator)
+    rewards = reward.score_responses(rollout.responses, truths, 8).tolist()
+    return list(zip([p for p in prompts for _ in range(8)], rollout.responses, rewards))
+
+
+def make_reward_model(problems):
+    """Bradley-Terry on pairs of the policy's answers, eight to a step; new pairs every epoch."""
+    tokenizer = AutoTokenizer.from_pretrained(HERE)
+    policy = AutoModelForCausalLM.from_pretrained(HERE).eval()
     torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=128,
+        initializer_range=0.1, num_labels=1, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id)).eval()
+    rows = judged_answers(policy, tokenizer, problems[:REWARD_PROBLEMS], seed=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=REWARD_LR, weight_decay=0.0)
+    learner = reward.RewardModel(model, tokenizer, optimizer)
+    generator = torch.Generator().manual_seed(2)
+    for epoch in range(REWARD_EPOCHS):
+        reward.collect_pairs(learner, rows, 8, generator)
+        print(f"{len(learner.pairs)} pairs, ", end="")
+        figures = reward.end_iteration(learner, generator, replay_share=0.0)
+        print(f"reward model, epoch {epoch + 1}: " + " ".join(f"{v:.3f}" for v in figures.values()))
+    model.save_pretrained(HERE / "reward_model")
+    tokenizer.save_pretrained(HERE / "reward_model")
+
+
+def check_reward_model(problems):
+    """How often it ranks a right answer above a wrong one to the same held-out problem."""
+    tokenizer = AutoTokenizer.from_pretrained(HERE / "reward_model")
+    model = AutoModelForSequenceClassification.from_pretrained(HERE / "reward_model").eval()
+    policy = AutoModelForCausalLM.from_pretrained(HERE).eval()
+    rows = judged_answers(policy, tokenizer, problems, seed=3)
+    prompts, answers, rewards = zip(*rows)
+    scores = reward.reward_model_scores(model, tokenizer, list(prompts), list(answers))
+    is_right = reward.is_right(rewards).float()
+    pairs = reward.preference_pairs(is_right, 8, pairs_per_group=None)
+    worked = torch.tensor([" = " in answer for answer in answers])
+    right = scores[pairs[:, 0]] > scores[pairs[:, 1]]
+    print(f"reward model, {sum(p.numel() for p in model.parameters())} weights: ranks the right "
+          f"answer above the wrong in {right.float().mean():.3f} of {len(pairs)} held-out pairs")
+    for name, alike in (("both worked out", worked[pairs].all(dim=1)),
+                        ("both guessed", ~worked[pairs].any(dim=1))):
+        print(f"  {name}: {right[alike].float().mean():.3f} of {int(alike.sum())}")
+    assert right.float().mean() > 0.8
+
+
+def make_policy():
     rng = random.Random(0)
     (HERE / "recipe.json").write_text(json.dumps(RECIPE, indent=2) + "\n")
     make_problems(rng, "train", 2000)
@@ -175,3 +245,16 @@ if __name__ == "__main__":
     model.save_pretrained(HERE)
     tokenizer.save_pretrained(HERE)
     check(held_out)
+
+
+def problems_of(split):
+    return [json.loads(line) for line in (HERE / f"{split}.jsonl").read_text().splitlines()]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # one order of adding up, whatever the cores: the same bytes again
+    torch.manual_seed(0)
+    if sys.argv[1:] != ["reward_model"]:
+        make_policy()
+    make_reward_model(problems_of("train"))
+    check_reward_model(problems_of("test"))

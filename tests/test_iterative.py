@@ -1,0 +1,570 @@
+"""Process supervision (--step-reward), iterative training with a reward model (--reward-model)."""
+import copy
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+
+import reward
+import train
+from advantage import process_advantages
+from logprob import IGNORE
+from sample import sample_groups
+
+ROOT = Path(train.__file__).resolve().parent
+TINY = ROOT / "tests" / "tiny"
+MODEL = TINY / "reward_model"
+SMALL = ("--prompts-per-step=2", "--group-size=4", "--max-new-tokens=40", "--device=cpu",
+         "--eval-limit=2", "--eval-every=1", "--save-every=1", "--lr=2e-3")
+ITERATIVE = (*SMALL, "--renew-reference=2", f"--reward-model={MODEL}", "--reward-model-lr=1e-3")
+
+
+@pytest.fixture(autouse=True)
+def signals():
+    """train.main takes the signals of its process; here it hands them back."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM,
+                                                            signal.SIGHUP)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+def run(folder, *flags):
+    assert train.main([*map(str, flags), f"--output={folder}"]) == 0
+    return folder
+
+
+def refused(capsys, *flags):
+    capsys.readouterr()
+    assert train.main(list(map(str, flags))) == 2
+    err = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train.py")]
+    assert len(err) == 1, err
+    return err[0]
+
+
+def curve(folder):
+    """The metrics without the clock's and the memory's."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    own = ("second", "peak")
+    return [{key: value for key, value in json.loads(line).items()
+             if not any(word in key for word in own)} for line in lines]
+
+
+def weights(folder):
+    return load_file(folder / "model.safetensors")
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Two iterations of two steps."""
+    return run(tmp_path_factory.mktemp("whole") / "run", *ITERATIVE, "--steps=4")
+
+
+@pytest.fixture
+def learner():
+    """The tiny reward model with an optimizer, as train.py would load it."""
+    return train.load_reward_model(train.parse(list(ITERATIVE))[0])
+
+
+# ----- the iteration ------------------------------------------------------------------------------
+
+
+def test_two_iterations_are_those_of_the_formulas(whole, learner):
+    """Rewards, pairs, replay and the trained weights again, from the answers that were logged."""
+    problems = reward.load_problems(str(TINY / "train.jsonl"))
+    truths = {problem["question"]: problem["answer"] for problem in problems}
+    model, tokenizer = learner.model, learner.tokenizer
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    metrics = {m["step"]: m for m in curve(whole)}
+    records = [json.loads(line) for line in (whole / "samples.jsonl").read_text().splitlines()]
+    pairs, replay = [], []
+    for step in range(1, 5):
+        groups = [record for record in records if record["step"] == step]
+        assert len(groups) == 2
+        prompts = [group["prompt"] for group in groups]
+        responses = groups[0]["responses"] + groups[1]["responses"]
+        scores = reward.reward_model_scores(model, tokenizer, prompts, responses)
+        logged = torch.tensor(groups[0]["rewards"] + groups[1]["rewards"])
+        assert torch.allclose(logged, scores, atol=1e-5)
+        assert metrics[step]["reward_mean"] == pytest.approx(float(scores.mean()), abs=1e-5)
+
+        answers = [truths[prompt[len("<|user|> "):-len(" <|assistant|>")]] for prompt in prompts]
+        rule = reward.score_responses(responses, answers, 4)
+        assert metrics[step]["accuracy"] == pytest.approx(float((rule == 1.5).float().mean()))
+        chosen = reward.preference_pairs(rule, 4, train.seeded(0, "pairs", step))
+        pairs += [(prompts[i // 4], responses[i], responses[j]) for i, j in chosen.tolist()]
+        if step % 2:
+            assert "reward_model_loss" not in metrics[step]
+            continue
+        assert len(pairs) > 2
+        figures = reward.train_reward_model(model, optimizer, tokenizer, pairs, replay,
+                                            train.seeded(0, "reward model", step), 0.1)
+        for name, value in figures.items():
+            assert metrics[step][name] == pytest.approx(value, rel=1e-5)
+        replay, pairs = replay + pairs, []
+    found = weights(whole / "reward_model")
+    assert all(torch.equal(found[name], p) for name, p in model.named_parameters())
+    assert not same(found, weights(MODEL))
+    assert AutoTokenizer.from_pretrained(whole / "reward_model").chat_template
+
+
+def test_a_resumed_run_is_bitwise_the_same(whole, tmp_path):
+    """Stopped in the middle of an iteration, and at its end."""
+    run(tmp_path / "run", *ITERATIVE, "--steps=1")
+    for steps in (2, 3, 4):
+        run(tmp_path / "run", "--resume", f"--steps={steps}")
+    assert curve(tmp_path / "run") == curve(whole)
+    for name in ("final", "reward_model"):
+        assert same(weights(tmp_path / "run" / name), weights(whole / name)), name
+    ours, theirs = (load_file(folder / "checkpoint" / "run.safetensors")
+                    for folder in (tmp_path / "run", whole))
+    assert same(ours, theirs)
+    state = {name for name in ours if name.startswith("reward_model/")}
+    kinds = {name.split("/")[1] for name in state}
+    assert kinds == {"pairs", "weight", "exp_avg", "exp_avg_sq", "step"}
+
+
+def test_two_ranks_train_the_same_reward_model(whole, tmp_path):
+    flags = [*ITERATIVE, "--steps=4", f"--output={tmp_path / 'run'}"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+               str(ROOT / "train.py"), *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    for ours, theirs in zip(curve(tmp_path / "run"), curve(whole)):
+        assert ours.keys() == theirs.keys()
+        for name in ours.keys() & {"reward_mean", "accuracy", "approx_kl", "reward_model_loss",
+                                   "reward_model_accuracy", "eval_reward"}:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+    for name in ("final", "reward_model"):
+        ours, theirs = (weights(folder / name) for folder in (tmp_path / "run", whole))
+        assert max(float((ours[key] - theirs[key]).abs().max()) for key in ours) < 1e-4, name
+
+
+def test_without_renewal_the_reward_model_stays_as_it_is(tmp_path):
+    folder = run(tmp_path / "run", *SMALL, f"--reward-model={MODEL}", "--steps=1")
+    assert not (folder / "reward_model").exists()
+    saved = load_file(folder / "checkpoint" / "run.safetensors")
+    assert not any(name.startswith("reward_model/") for name in saved)
+    assert curve(folder)[1]["reward_mean"] != 0 and "eval_reward" in curve(folder)[1]
+
+
+def test_without_true_answers_there_are_rewards_and_no_pairs(tmp_path):
+    lines = (TINY / "train.jsonl").read_text().splitlines()[:12]
+    asked = [json.dumps({"question": json.loads(line)["question"]}) + "\n" for line in lines]
+    (tmp_path / "asked.jsonl").write_text("".join(asked))
+    folder = run(tmp_path / "run", *ITERATIVE, "--steps=2", f"--data={tmp_path / 'asked.jsonl'}")
+    last = curve(folder)[-1]
+    assert last["reward_model_loss"] is None and last["accuracy"] is None
+    assert last["reward_std"] > 0 and last["grad_norm"] > 0
+    assert same(weights(folder / "reward_model"), weights(MODEL))
+
+
+def test_the_reward_model_reads_problems_in_its_own_chat_template(tmp_path, learner):
+    learner.tokenizer.chat_template = "Anna {{ messages[-1].content }}"
+    (tmp_path / "two.jsonl").write_text('{"question": "Ben has 9", "answer": "#### 9"}\n'
+                                        '{"question": "Ben has 5"}\n')
+    problems = reward.load_problems(str(tmp_path / "two.jsonl"), need_answer=False)
+    rollout = SimpleNamespace(responses=["\\boxed{ 9 }", "\\boxed{ 5 }"] * 2)
+    settings = train.parse(list(ITERATIVE))[0]
+    scores = train.rewards_of_model(learner, settings, problems, ["p", "q"], rollout)
+    prompts = ["Anna Ben has 9", "Anna Ben has 5"]
+    expected = reward.reward_model_scores(learner.model, learner.tokenizer, prompts,
+                                          rollout.responses)
+    assert torch.equal(scores, expected)
+    assert [row[:2] for row in rollout.judged] == list(
+        zip([prompts[0]] * 2 + [prompts[1]] * 2, rollout.responses))
+    verdicts = [row[2] for row in rollout.judged]
+    assert verdicts[:2] == [1.5, 0.5] and verdicts[2] != verdicts[2]
+    learner.tokenizer.chat_template = None
+    train.rewards_of_model(learner, settings, problems, ["p", "q"], rollout)
+    assert [row[0] for row in rollout.judged] == ["p", "p", "q", "q"]
+    assert learner.pairs == []  # they are kept in training steps alone
+
+
+def test_a_reward_model_has_no_dropout(tmp_path):
+    config = AutoConfig.from_pretrained(MODEL, attention_dropout=0.9)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path)
+    learner, _ = reward.open_reward_model(tmp_path)
+    same_answer = (["Anna has 9 books"], ["\\boxed{ 9 }"])
+    scores = {float(reward.reward_model_scores(learner.model, learner.tokenizer, *same_answer)[0])
+              for _ in range(4)}
+    assert len(scores) == 1
+
+
+def test_a_score_that_is_not_finite_ends_the_step(learner):
+    with torch.no_grad():
+        learner.model.score.weight[:] = 3e38
+    rollout = SimpleNamespace(responses=["9", "5"])
+    with pytest.raises(train.RewardFailed, match="--reward-model: row 0, response '9': its score"):
+        train.rewards_of_model(learner, train.parse(list(ITERATIVE))[0],
+                               [{"question": "Ben has 9", "answer": "9"}], ["p"], rollout)
+    rollout.responses = ["9 " * 200] * 2
+    with pytest.raises(train.RewardFailed, match="the reward model takes from 1 to 128"):
+        train.rewards_of_model(learner, train.parse(list(ITERATIVE))[0],
+                               [{"question": "Ben has 9", "answer": "9"}], ["p"], rollout)
+
+
+# ----- the reward model's own learning ------------------------------------------------------------
+
+
+def fresh_learner(lr=1e-2):
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    torch.manual_seed(1)
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(MODEL)).eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    return reward.RewardModel(model, tokenizer, optimizer)
+
+
+def worked_and_guessed(first, last):
+    """Rows of a group of two per problem: worked out, and a guess that is wrong."""
+    rows = []
+    for problem in reward.load_problems(str(TINY / "train.jsonl"))[first:last]:
+        steps = problem["solution"].replace("\n", " , ")
+        rows.append((problem["question"], f"{steps} , \\boxed{{ {problem['answer']} }}", 1.5))
+        rows.append((problem["question"], "\\boxed{ 3 }", 0.5))
+    return rows
+
+
+def test_a_reward_model_learns_from_round_to_round():
+    learner = fresh_learner()
+    generator = torch.Generator().manual_seed(0)
+    accuracies, losses = [], []
+    for k in range(4):
+        reward.collect_pairs(learner, worked_and_guessed(24 * k, 24 * k + 24), 2, generator)
+        assert len(learner.pairs) == 24 and len(learner.replay) == 24 * k
+        figures = reward.end_iteration(learner, generator)
+        accuracies.append(figures["reward_model_accuracy"])
+        losses.append(figures["reward_model_loss"])
+        assert learner.pairs == []
+    assert accuracies[0] < 0.9 and accuracies[-1] == 1.0
+    assert losses[-1] < 0.2 < losses[0]
+    assert all(p.grad is None for p in learner.model.parameters())
+
+
+def test_pairs_and_replay_are_bounded_and_keep_what_is_old(monkeypatch):
+    monkeypatch.setattr(reward, "PAIRS_KEPT", 8)
+    learner = fresh_learner()
+    generator = torch.Generator().manual_seed(0)
+    seen = [{(row[0], row[1]) for row in worked_and_guessed(first, first + 8)} for first in (0, 8)]
+    reward.collect_pairs(learner, worked_and_guessed(0, 8), 2, generator)
+    reward.end_iteration(learner, generator)
+    assert len(learner.replay) == 8
+    reward.collect_pairs(learner, worked_and_guessed(8, 20), 2, generator)
+    assert len(learner.pairs) == 8 and len(set(learner.pairs)) == 8
+    reward.end_iteration(learner, generator)
+    assert len(learner.replay) == 8
+    old = sum((prompt, better) in seen[0] for prompt, better, _ in learner.replay)
+    assert 0 < old < 8
+
+
+def test_replay_is_a_tenth_and_of_older_pairs(monkeypatch):
+    taken = []
+
+    def spy(model, optimizer, tokenizer, pairs, replay, generator, replay_share):
+        taken.append((list(pairs), list(replay), replay_share))
+        return {}
+
+    monkeypatch.setattr(reward, "train_reward_model", spy)
+    learner = fresh_learner()
+    for k in range(2):
+        reward.collect_pairs(learner, worked_and_guessed(4 * k, 4 * k + 4), 2)
+        reward.end_iteration(learner)
+    (first, none, share), (second, old, _) = taken
+    assert none == [] and old == first and second != first and share == 0.1
+
+
+def test_nothing_is_preferred_where_no_answer_is_known():
+    learner = fresh_learner()
+    rows = [("p", "a", float("nan")), ("p", "b", float("nan")), ("q", "c", 0.5), ("q", "d", 1.5)]
+    reward.collect_pairs(learner, rows, 2)
+    assert learner.pairs == [("q", "d", "c")]
+
+
+def test_the_state_of_a_reward_model_comes_back():
+    learner, other = fresh_learner(), fresh_learner()
+    rows = worked_and_guessed(0, 6)
+    reward.collect_pairs(learner, rows, 2)
+    reward.end_iteration(learner)
+    reward.collect_pairs(learner, rows[:4], 2)
+    state = {name: value.clone() for name, value in reward.reward_model_state(learner).items()}
+    reward.restore_reward_model(other, state)
+    assert (other.pairs, other.replay) == (learner.pairs, learner.replay)
+    for each in (learner, other):
+        reward.end_iteration(each, torch.Generator().manual_seed(0))
+    assert same(reward.reward_model_state(learner), reward.reward_model_state(other))
+    name = next(iter(dict(other.model.named_parameters())))
+    for broken in ({}, {**state, f"reward_model/weight/{name}": torch.zeros(1)},
+                   {**state, "reward_model/pairs": torch.zeros(3, dtype=torch.uint8)}):
+        with pytest.raises(ValueError, match="not the state of this reward model"):
+            reward.restore_reward_model(other, broken)
+
+
+def test_the_tiny_reward_model_ranks_worked_answers_above_wrong_guesses():
+    model = AutoModelForSequenceClassification.from_pretrained(MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    rows = worked_and_guessed(0, 50)
+    prompts = [f"<|user|> {prompt} <|assistant|>" for prompt, _, _ in rows]
+    scores = reward.reward_model_scores(model, tokenizer, prompts, [row[1] for row in rows])
+    assert float((scores[::2] > scores[1::2]).float().mean()) >= 0.95
+    assert (MODEL / "model.safetensors").stat().st_size < 60_000
+
+
+# ----- process supervision ------------------------------------------------------------------------
+
+STEPS = """
+def steps(prompts, completions, completion_ids, answer, solution, **columns):
+    lists = []
+    for text, ids, worked in zip(completions, completion_ids, solution):
+        words = text.split()
+        ends = [i for i, word in enumerate(words) if word == ','] + [len(ids) - 1]
+        lists.append([(end, float((7 * end + len(worked)) % 5)) for end in ends])
+    return lists
+"""
+
+
+def by_hand(rollout, problems):
+    """What STEPS says, from the ids that were trained on."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    comma = tokenizer.vocab[","]
+    lists = []
+    for n, row in enumerate(rollout.labels):
+        ids = row[row != IGNORE].tolist()
+        ends = [i for i, token in enumerate(ids) if token == comma] + [len(ids) - 1]
+        worked = problems[n // 4]["solution"]
+        lists.append([(end, float((7 * end + len(worked)) % 5)) for end in ends])
+    return lists
+
+
+@pytest.fixture
+def step_file(tmp_path):
+    (tmp_path / "mine.py").write_text(STEPS)
+    return f"{tmp_path / 'mine.py'}:steps"
+
+
+def test_step_rewards_reach_the_gradient(tiny, step_file):
+    policy = copy.deepcopy(tiny[0])
+    s = train.parse([*SMALL, f"--step-reward={step_file}", "--updates-per-rollout=1",
+                     "--max-grad-norm=1e9"])[0]
+    train.check_combinations(s)
+    problems = reward.load_problems(s.data)[:2]
+    prompts = [train.chat_prompt(tiny[1], problem, "") for problem in problems]
+    truths = reward.truths_of(problems)
+    reward_fn = train.make_reward_fn(s)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
+    seen = {}
+
+    def keep(rollout, rewards, advantages):
+        seen.update(rollout=rollout, rewards=rewards, advantages=advantages)
+
+    def gradient():
+        return torch.cat([p.grad.flatten() for p in policy.parameters()])
+
+    optimizer.register_step_pre_hook(lambda *_: seen.update(gradient=gradient()))
+    train.train_step(policy, None, optimizer, tiny[1], prompts, truths,
+                     train.dataclasses.replace(s, kl_coef=0.0, micro_batch_tokens=10**6,
+                                               gradient_checkpointing=False),
+                     train.seeded(6), lambda p, r: reward_fn(problems, p, r), keep)
+    rollout = seen["rollout"]
+    mask = rollout.labels[:, 1:] != IGNORE                                             # (N, S-1)
+    A = process_advantages(by_hand(rollout, problems), mask, 4)
+    assert torch.equal(seen["advantages"], A) and A[mask].std() > 0
+    rule = reward.score_responses(rollout.responses, truths, 4)
+    assert torch.equal(seen["rewards"], rule)
+
+    policy.zero_grad()
+    logits = policy(rollout.input_ids).logits[:, :-1].double()
+    logp = logits.log_softmax(-1).gather(-1, rollout.input_ids[:, 1:, None])[..., 0]
+    (-(logp * A * mask).sum(1) / mask.sum(1)).mean().backward()
+    assert (gradient() - seen["gradient"]).norm() <= 1e-5 * gradient().norm()
+
+
+def test_a_run_with_step_rewards_and_a_reward_beside_them(step_file, tmp_path):
+    folder = run(tmp_path / "run", *SMALL, f"--step-reward={step_file}", "--reward", "rule",
+                 "--clip-advantages=1", "--steps=2")
+    records = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    flat = [a for record in records for row in record["advantages"] for a in row]
+    assert min(flat) >= -1 and max(flat) <= 1 and len(set(flat)) > 4
+    assert curve(folder)[-1]["reward/rule"] == curve(folder)[-1]["reward_mean"]
+
+
+ROW = {"question": "q", "answer": "9", "solution": ""}
+LISTS = {
+    "gives other": "[[(0, 1.0)]]",
+    "is not a list of (end, reward) pairs": "[[(0, 1.0)], [0.5]]",
+    "is not a list of (end, reward)  pairs": "[[(0, 1.0)], 5]",
+    "is not a list of (end, reward)   pairs": "[[(0, 1.0)], [(0, 1.0, 2.0)]]",
+    "is not a list of (end, reward)    pairs": "[[(0, 1.0)], [(0.5, 1.0)]]",
+    "is not a list of (end, reward)     pairs": "[[(0, 1.0)], None]",
+    "a step ends at token 2, the answer has tokens 0 to 1": "[[(0, 1.0)], [(2, 1.0)]]",
+    "a step ends at token -1, the answer has tokens 0 to 1": "[[(0, 1.0)], [(-1, 1.0)]]",
+    "ends at token 1 is not a finite": "[[(0, 1.0)], [(1, float('nan'))]]",
+    "ends at token 0 is not a finite": "[[(0, 1.0)], [(0, None)]]",
+    "ends at token  0 is not a finite": "[[(0, 1.0)], [(0, 'much')]]",
+}
+
+
+@pytest.mark.parametrize("said, lists", LISTS.items())
+def test_what_a_step_function_gives_is_looked_at(said, lists):
+    def steps(**columns):
+        return eval(lists)
+
+    said = {"gives other": "1 rewards for 2 responses"}.get(said, " ".join(said.split()))
+    with pytest.raises(ValueError) as error:
+        reward.user_step_rewards("mine.py:steps", steps, [ROW], ["p"], ["good", "bad"],
+                                 [[4, 5, 6], [7, 8]])
+    assert said in str(error.value) and "\n" not in str(error.value)
+    assert str(error.value).startswith("mine.py:steps")
+    assert "row 1, response 'bad'" in str(error.value) or "from row 0" in str(error.value)
+
+
+def test_step_functions_may_give_nothing_and_numbers_of_any_kind():
+    def steps(completions, completion_ids, question, **columns):
+        assert completions == ["good", "bad"] and question == ["q", "q"]
+        yield []
+        yield [(torch.tensor(1), torch.tensor(0.5)), [0, 1]]
+
+    found = reward.user_step_rewards("f", steps, [ROW], ["p"], ["good", "bad"], [[4, 5], [7, 8]])
+    assert found == [[], [(1, 0.5), (0, 1.0)]]
+
+
+def test_a_step_function_that_raises_ends_the_run_in_one_line(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        STEPS.replace("    lists = []\n", "    lists = []\n    if len(prompts) == 8: 1 / 0\n"))
+    line = refused(capsys, *SMALL, "--steps=1", f"--output={tmp_path / 'run'}",
+                   f"--step-reward={tmp_path / 'mine.py'}:steps")
+    assert "--step-reward" in line and "ZeroDivisionError" in line
+
+
+# ----- other rows, other folders, other flags -----------------------------------------------------
+
+
+def test_replaced_rows_bring_along_what_was_said_of_them(tiny):
+    policy, tokenizer = tiny
+    prompts = ["<|user|> Anna has 9 <|assistant|>", "<|user|> Ben has 5 books <|assistant|>"]
+    old, new = (sample_groups(policy, tokenizer, prompts, 2, 12, generator=train.seeded(k))
+                for k in (1, 2))
+    for k, rollout in enumerate((old, new)):
+        rollout.reward_parts = {"a": torch.arange(4.0) + 10 * k, "b": torch.arange(4.0) - 10 * k}
+        rollout.judged = [("p", f"{k}{n}", float(n)) for n in range(4)]
+    kept = {name: part.clone() for name, part in old.reward_parts.items()}
+    mixed = train.with_rows(old, slice(2, 4), new, slice(0, 2))
+    assert mixed.reward_parts["a"].tolist() == [0, 1, 10, 11]
+    assert mixed.reward_parts["b"].tolist() == [0, 1, -10, -9]
+    assert [row[1] for row in mixed.judged] == ["00", "01", "10", "11"]
+    assert mixed.responses == old.responses[:2] + new.responses[:2]
+    assert same(kept, old.reward_parts) and old.judged[2][1] == "02"
+
+
+def test_combinations_that_make_no_sense_are_refused(step_file, tmp_path, capsys):
+    out = f"--output={tmp_path / 'run'}"
+    step, model = f"--step-reward={step_file}", f"--reward-model={MODEL}"
+    for flags, said in (
+            ((model, "--reward", "rule"), "--reward-model and --reward"),
+            ((step, model), "--reward-model: does not go together with --step-reward"),
+            ((step, "--max-resample=1"), "--max-resample: does not go"),
+            ((step, "--length-rescale=0.3"), "--length-rescale: does not go"),
+            ((step, "--overlong-buffer=4"), "--overlong-buffer: does not go"),
+            ((step, "--advantage=gtpo"), "only 'group' can use rewards of steps"),
+            ((step, "--advantage=leave-one-out"), "only 'group' can use rewards of steps"),
+            ((step, "--no-scale-by-std"), "scale_by_std off"),
+            ((f"--step-reward={tmp_path / 'none.py'}:f",), "--step-reward"),
+            ((f"--step-reward={tmp_path / 'mine.py'}:f",), "has no function 'f'"),
+            ((model, "--reward-model-lr=0"), "--reward-model-lr 0.0: must be above 0")):
+        assert said in refused(capsys, *SMALL, "--steps=1", out, *flags), flags
+    assert not (tmp_path / "run").exists()
+
+
+def test_folders_that_are_no_reward_model_are_refused(tmp_path, capsys):
+    def broken(name, change=lambda folder: None):
+        folder = shutil.copytree(MODEL, tmp_path / name)
+        change(folder)
+        return folder
+
+    def pickled(folder):
+        torch.save(weights(folder), folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+
+    def two_labels(folder):
+        config = AutoConfig.from_pretrained(folder, num_labels=2)
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+
+    def change_weights(folder, **changes):
+        save_file({**weights(folder), **changes}, folder / "model.safetensors", {"format": "pt"})
+
+    def not_finite(folder):
+        change_weights(folder, **{"score.weight": torch.full((1, 32), float("nan"))})
+
+    def few_words(folder):
+        config = AutoConfig.from_pretrained(folder, vocab_size=9)
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+
+    for folder, said in (
+            (tmp_path / "none", "cannot be loaded"),
+            (TINY, "lack weights: score.weight"),
+            (broken("pickle", pickled), "cannot be loaded"),
+            (broken("two", two_labels), "has 2 labels, a reward model has one"),
+            (broken("nan", not_finite), "score.weight is not finite"),
+            (broken("words", few_words), "its embeddings only 9 rows")):
+        line = refused(capsys, *SMALL, "--steps=1", f"--output={tmp_path / 'run'}",
+                       f"--reward-model={folder}")
+        assert said in line and f"--reward-model {folder}" in line, line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_recipe_cannot_bring_a_reward_model_or_a_step_reward(tmp_path, capsys):
+    folder = shutil.copytree(TINY, tmp_path / "policy")
+    for name in ("reward-model", "step-reward", "reward-model-lr"):
+        (folder / "recipe.json").write_text(json.dumps({name: "x.py:f"}))
+        assert "is not for a recipe to set" in refused(capsys, f"--model={folder}")
+
+
+def test_resume_finds_the_reward_model_that_it_began_with(whole, tmp_path, capsys):
+    folder = shutil.copytree(whole, tmp_path / "run")
+    config = json.loads((folder / "config.json").read_text())
+    kept = dict(config["inputs"])
+    config["inputs"]["--reward-model"] = "0"
+    (folder / "config.json").write_text(json.dumps(config))
+    resume = (f"--output={folder}", "--resume", "--steps=5")
+    assert "--resume: --reward-model is not what the run" in refused(capsys, *resume)
+    copied = shutil.copytree(MODEL, tmp_path / "other")
+    save_file({**weights(copied), "score.weight": torch.zeros(1, 32)}, copied / "model.safetensors",
+              {"format": "pt"})
+    config["inputs"] = kept
+    config["settings"]["reward_model"] = str(copied)
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "--resume: --reward-model is not what the run" in refused(capsys, *resume)
+    config["settings"]["reward_model"] = str(MODEL)
+    (folder / "config.json").write_text(json.dumps(config))
+    path = folder / "checkpoint" / "run.safetensors"
+    with train.safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    del tensors["reward_model/weight/score.weight"]
+    save_file(tensors, path, metadata)
+    assert "not the state of this reward model" in refused(capsys, *resume)
+
+
+def test_the_policy_of_an_iterative_run_opens(whole):
+    AutoModelForCausalLM.from_pretrained(whole / "final")
+    recipe = json.loads((whole / "final" / "recipe.json").read_text())
+    assert "reward-model" not in recipe and recipe["renew-reference"] == 2
