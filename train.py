@@ -628,7 +628,7 @@ def evaluate(model, tokenizer, problems, settings, group_size=1, temperature=0.0
                                     temperature, generators)
             responses += rollout.responses
             if reward_fn:
-                rewards += reward_fn([problems[j] for j in part], asked, rollout).tolist()
+                rewards += judged(reward_fn, [problems[j] for j in part], asked, rollout)
     responses = sum(gathered_objects(responses), [])
     rule_rewards = score_responses(responses, reward.truths_of(problems), group_size)
     figures = {"eval_accuracy": float(share(reward.is_right(rule_rewards), rule_rewards))}
@@ -636,6 +636,15 @@ def evaluate(model, tokenizer, problems, settings, group_size=1, temperature=0.0
         rewards = sum(gathered_objects(rewards), [])
         figures["eval_reward"] = sum(rewards) / len(rewards)
     return figures, responses
+
+
+def judged(reward_fn, problems, prompts, rollout):
+    """The rewards of answers to held-out problems, a list."""
+    try:
+        return reward_fn(problems, prompts, rollout).tolist()
+    except RewardFailed as error:
+        # The weights have moved in this step, so it cannot be saved: the checkpoint before stands.
+        raise BadInput(str(error)) from None
 
 
 def progress_bar(steps, done):
