@@ -461,6 +461,10 @@ def with_rows(rollout, rows, other, others):
     rollout.finished[rows] = other.finished[others]
     rollout.responses = list(rollout.responses)
     rollout.responses[rows] = other.responses[others]
+    parts = vars(rollout).get("reward_parts", {})
+    rollout.reward_parts = {name: values.clone() for name, values in parts.items()}
+    for name, values in rollout.reward_parts.items():
+        values[rows] = other.reward_parts[name][others]
     return rollout
 
 
