@@ -917,7 +917,9 @@ def read_recipe(folder):
         for name in recipe.keys() - set(RECIPE):
             raise BadInput(f"{flag_of(name)} is not for a recipe to set")
         for name, value in recipe.items():
-            # The items of a list would be read as flags of their own.
+            # The items of a list would be read as flags of their own. Numbers would not.
+            if name == "kl_band" and all(type(bound) in (int, float) for bound in value):
+                continue
             if isinstance(value, list | dict):
                 raise BadInput(f"{flag_of(name)}: not a single value")
         for name in recipe.keys() & {"data", "eval_data"}:
