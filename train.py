@@ -1945,7 +1945,8 @@ def inputs_of(settings, problems, eval_problems):
         "--model": digest_of_files(weight_files(s.model)),
         "--data": digest(json.dumps(problems, sort_keys=True)),
         "--eval-data": digest(json.dumps(eval_problems, sort_keys=True)),
-        "--reward": digest_of_files([Path(spec.rpartition(":")[0]) for spec in s.reward or []]),
+        "--reward": digest_of_files([Path(spec.rpartition(":")[0]) for spec in s.reward or []
+                                     if spec != "rule"]),
     }
 
 
