@@ -348,8 +348,8 @@ def step_metrics(rollout, rewards, rule_rewards, updates, clock, settings):
         "format_rate": share(reward.has_format(rule_rewards), rule_rewards),
         # Groups whose rewards are all equal teach nothing.
         "zero_variance_groups": is_flat(rewards, settings.group_size).float().mean(),
-        "groups_all_right": all_of(reward.is_right(rule_rewards), settings.group_size),
-        "groups_all_wrong": all_of(~reward.is_right(rule_rewards), settings.group_size),
+        "groups_all_right": all_are(rule_rewards, True, settings.group_size),
+        "groups_all_wrong": all_are(rule_rewards, False, settings.group_size),
         "response_length_mean": lengths.mean(),
         "response_length_p95": lengths.quantile(0.95),
         "truncated_fraction": (~finished).float().mean(),
@@ -380,9 +380,10 @@ def step_metrics(rollout, rewards, rule_rewards, updates, clock, settings):
     return {name: float(value) for name, value in metrics.items()}
 
 
-def all_of(which, group_size):
-    """The share of groups in which it is true of every answer."""
-    return which.view(-1, group_size).all(dim=1).float().mean()
+def all_are(rule_rewards, right, group_size):
+    """The share of groups that are all right, or all wrong, among those whose truth is known."""
+    same = (reward.is_right(rule_rewards) == right).view(-1, group_size).all(dim=1)
+    return share(same, rule_rewards[::group_size])
 
 
 def peak_memory():
