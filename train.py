@@ -2078,6 +2078,8 @@ def main(argv=None):
             raise
         print(f"train.py: {fault}", file=sys.stderr)
     finally:
+        if run and run.tensorboard:
+            run.tensorboard.close()  # what it still holds back is written
         if run and run.lock:
             run.lock.close()
     return 2
