@@ -654,6 +654,7 @@ def symptoms(history):
     def mean(name, rows):
         return sum(math.nan if row[name] is None else row[name] for row in rows) / len(rows)
 
+    grad_norm = mean("grad_norm", history[-1:])
     now = {name: mean(name, history[-10:]) for name in (
         "approx_kl", "zero_variance_groups", "sampler_ratio_error", "entropy", "grad_norm")}
     if len(before) == 20:
@@ -662,8 +663,8 @@ def symptoms(history):
         if growth > 0.2 and gain < 0.01:
             found["length"] = (f"answers grew by {growth:.0%} in 20 steps, accuracy by {gain:.3f}: "
                                "--length-rescale 0.33, or --aggregate constant")
-    if len(before) > 5 and history[-1]["grad_norm"] > 10 * mean("grad_norm", before):
-        found["gradient"] = (f"gradient norm {history[-1]['grad_norm']:.3g}, it was "
+    if len(before) > 5 and grad_norm > 10 * mean("grad_norm", before):
+        found["gradient"] = (f"gradient norm {grad_norm:.3g}, it was "
                              f"{mean('grad_norm', before):.3g}: a lower --lr, a higher --kl-coef")
     if now["approx_kl"] > 0.05:
         found["kl"] = (f"KL {now['approx_kl']:.3f} nats per token, above 0.05: "
@@ -1671,13 +1672,15 @@ class Run:
         """
         self.step = metrics["step"]
         if "loss" in metrics:
-            # Twice from the same pure function, so that a resumed run warns as one never stopped.
+            # Twice from the same pure function, and from what the file holds, so that a resumed
+            # run warns as one never stopped.
             known = symptoms(self.history) if self.history else {}
-            self.history.append(metrics)
+            self.history.append(as_json(metrics))
             new = {what: line for what, line in symptoms(self.history).items() if what not in known}
             if new:
                 metrics["warning"] = "; ".join(new.values())
-                tqdm.write(f"step {self.step}: {metrics['warning']}", file=sys.stderr)
+                if rank() == 0:
+                    tqdm.write(f"step {self.step}: {metrics['warning']}", file=sys.stderr)
         self.to_tensorboard(metrics)
         skipped = metrics.get("skipped_updates", 0)
         self.skipped += skipped
