@@ -2248,6 +2248,7 @@ def print_trace(parts, settings):
             rewards = parts.reward_fn([problem], [prompt], rollout)
         if not is_flat(rewards, G).any():
             break
+    rewards = with_length_terms(rewards, rollout, s)
     mask = rollout.labels[:, 1:] != IGNORE                                             # (G, S-1)
     N, S = rollout.labels.shape
     lengths = mask.sum(dim=1).tolist()
@@ -2261,10 +2262,10 @@ def print_trace(parts, settings):
     fill_in_logprobs(model, parts.ref_model, rollout, s)
     advantages = advantages_for(s.advantage, rewards, G, **advantage_inputs(
         rollout, rule_rewards, parts.reward_fn, s))
+    advantages = advantages.to(mask.device)
     print(f"\n[C] advantages_for {s.advantage!r}: mean {rewards.mean():.4f}, std "
           f"{rewards.std(correction=0):.4f}; per answer, of its first token:")
     A = advantages.unsqueeze(1).expand(mask.shape) if advantages.ndim == 1 else advantages
-    A = A.to(mask.device)                                                              # (G, S-1)
     print("  " + " ".join(f"{A[n][mask[n]][0]:+.4f}" for n in range(N)))
 
     metrics = update(model, parts.optimizer, rollout, advantages, s)
