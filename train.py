@@ -599,8 +599,13 @@ def evaluate(model, tokenizer, problems, settings, group_size=1, temperature=0.0
             rollout = sample_groups(model, tokenizer, asked, group_size, s.max_new_tokens,
                                     temperature, generators)
             responses += rollout.responses
-            if reward_fn:
+            if not reward_fn:
+                continue
+            try:
                 rewards += reward_fn([problems[j] for j in part], asked, rollout).tolist()
+            except RewardFailed as error:
+                # The policy has moved: it must not be saved as that of the step before.
+                raise BadInput(error) from None
     responses = sum(gathered_objects(responses), [])
     rule_rewards = score_responses(responses, reward.truths_of(problems), group_size)
     figures = {"eval_accuracy": float(share(reward.is_right(rule_rewards), rule_rewards))}
