@@ -369,7 +369,7 @@ def step_metrics(rollout, rewards, rule_rewards, updates, clock, settings):
     for name, values in vars(rollout).get("reward_parts", {}).items():
         values = gathered(values)
         metrics[f"reward/{name}"] = values.nanmean()
-        metrics[f"reward_std/{name}"] = values[~values.isnan()].std(correction=0)
+        metrics[f"reward_std/{name}"] = (values - values.nanmean()).square().nanmean().sqrt()
     started, sampled, scored = clock
     trained = time.perf_counter()
     metrics["seconds_sampling"] = sampled - started
