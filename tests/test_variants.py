@@ -1,6 +1,8 @@
 """train.py beyond plain GRPO: every variant arrives, every warning comes, every choice is shown."""
+import contextlib
 import copy
 import dataclasses
+import io
 import json
 import math
 import re
@@ -24,15 +26,12 @@ from conftest import (
 from safetensors.torch import load_file
 from test_train import (
     RATE,
-    Diary,
     gradient,
     logprobs_on_full_logits,
     loop,
     parts,
     seeded,
     settings,
-    still,
-    with_settings,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
@@ -506,3 +505,617 @@ def test_final_of_such_a_run_can_be_gone_on_from(everything):
     assert s.kl_band == [0.0001, 0.0002] and s.keep_best and s.advantage == "gtpo"
     assert (s.renew_reference, s.max_resample, s.minibatches) == (3, 1, 2)
     assert (s.lr_schedule, s.weight_decay) == ("cosine", 0.1)
+
+
+def test_a_reward_that_fails_in_an_evaluation_leaves_the_run_as_it_was(capsys, monkeypatch,
+                                                                       tmp_path):
+    """The policy of step 2 has moved when it fails: it is not saved as that of step 1."""
+    (tmp_path / "mine.py").write_text(
+        "import os\n"
+        "def score(completions, question, **columns):\n"
+        "    if os.environ.get('FAULT') and len(completions) == 4:\n"
+        "        open(os.environ['FAULT'], 'a').write('.')\n"
+        "        assert len(open(os.environ['FAULT']).read()) < 2\n"
+        "    return [float(len(text)) for text in completions]\n")
+    flags = (*SMALL, f"--reward={tmp_path / 'mine.py'}:score", "--lr=0.002")
+    trains(*flags, f"--output={tmp_path / 'whole'}")
+    monkeypatch.setenv("FAULT", str(tmp_path / "calls"))
+    assert "AssertionError" in ends_badly(capsys, *flags, f"--output={tmp_path / 'run'}")
+    assert metrics_of(tmp_path / "run")[-1]["step"] == 1
+    monkeypatch.delenv("FAULT")
+    trains(f"--output={tmp_path / 'run'}", "--resume")
+    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
+    assert weights_of(tmp_path / "run") == weights_of(tmp_path / "whole")
+
+
+# --------------------------------------------------------------------------------------------------
+# Warnings: each known failure is provoked, and nothing is said of a healthy run
+
+HEALTHY = {"approx_kl": 0.01, "zero_variance_groups": 0.3, "sampler_ratio_error": 1e-5,
+           "entropy": 0.5, "grad_norm": 1.0, "response_length_mean": 100.0, "accuracy": 0.4}
+
+
+def history(n, **series):
+    """n steps of a healthy run; of a name in `series` the last values are these."""
+    rows = [dict(HEALTHY) for _ in range(n)]
+    for name, values in series.items():
+        for row, value in zip(rows[-len(values):], values):
+            row[name] = value
+    return rows
+
+
+@pytest.mark.parametrize("n", [1, 4, 10, 26, 60])
+def test_a_healthy_run_is_not_warned(n):
+    assert train.symptoms(history(n)) == {}
+
+
+SYMPTOMS = {
+    # what: (history with the failure, words of the line, the same just not a failure)
+    "length": (history(40, response_length_mean=[121.0] * 20), ("21%", "--length-rescale"),
+               history(40, response_length_mean=[119.0] * 20)),
+    "gradient": (history(30, grad_norm=[10.5]), ("10.5", "it was 1", "--lr"),
+                 history(30, grad_norm=[9.5])),
+    "kl": (history(12, approx_kl=[0.06] * 10), ("0.060", "--kl-band 0.02 0.05"),
+           history(12, approx_kl=[0.04] * 10)),
+    "reference": (history(4, approx_kl=[0.0] * 4), ("exactly 0", "--lr"),
+                  history(4, approx_kl=[0.0] * 3)),
+    "flat": (history(10, zero_variance_groups=[0.51] * 10), ("51%", "--max-resample 3"),
+             history(10, zero_variance_groups=[0.5] * 10)),
+    "ratio": (history(10, sampler_ratio_error=[0.11] * 10), ("0.11", "--sampler-correction 2.0"),
+              history(10, sampler_ratio_error=[0.09] * 10)),
+    "entropy": (history(20, entropy=[0.049] * 10), ("0.0490", "--clip-eps-high 0.28"),
+                history(20, entropy=[0.051] * 10)),
+}
+
+
+@pytest.mark.parametrize("what", SYMPTOMS)
+def test_a_failure_is_named_with_its_number_and_its_remedy(what):
+    failing, words, healthy = SYMPTOMS[what]
+    before = copy.deepcopy(failing)
+    found = train.symptoms(failing)
+    assert list(found) == [what]
+    assert all(word in found[what] for word in words), found[what]
+    assert "\n" not in found[what]
+    assert train.symptoms(healthy) == {}
+    assert failing == before                              # a pure function
+
+
+def test_what_makes_a_failure_none():
+    """Answers may grow if accuracy does; a policy without gradients has a KL of 0."""
+    longer = {"response_length_mean": [200.0] * 20}
+    assert "length" in train.symptoms(history(40, **longer))
+    assert train.symptoms(history(40, accuracy=[0.45] * 20, **longer)) == {}
+    assert train.symptoms(history(39, **longer)) == {}    # two windows of 20, not fewer
+    assert train.symptoms(history(8, approx_kl=[0.0] * 8, grad_norm=[0.0] * 8)) == {}
+    assert train.symptoms(history(25, grad_norm=[99.0])) == {}
+    # nothing is said where nothing is known: no reference, no true answers
+    unknown = {"approx_kl": [None] * 40, "accuracy": [None] * 40, **longer}
+    assert train.symptoms(history(40, **unknown)) == {}
+
+
+def logged(lines, run=None):
+    run = run or train.Run()
+    for step, metrics in enumerate(lines, start=run.step + 1):
+        run.log({"step": step, "loss": 0.0, **metrics})
+    return run
+
+
+def warnings_of(run):
+    return {m["step"]: m["warning"] for m in run.written if "warning" in m}
+
+
+class Written(train.Run):
+    """A run that keeps what it would write."""
+
+    def __init__(self):
+        super().__init__()
+        self.written = []
+
+    def append(self, name, records):
+        self.written += records
+
+
+def test_an_episode_is_told_once(capsys):
+    lines = history(20, approx_kl=[0.2] * 10) + history(30, approx_kl=[0.2] * 10)
+    run = logged(lines, Written())
+    warnings = warnings_of(run)
+    assert len(warnings) == 2                             # it ended in between, and came back
+    assert all("KL" in line for line in warnings.values())
+    err = capsys.readouterr().err
+    assert err.count("above 0.05") == 2
+    assert all(f"step {step}: {line}" in err for step, line in warnings.items())
+
+
+@pytest.mark.parametrize("at", range(1, 30, 4))
+def test_a_resumed_run_warns_as_one_that_was_never_stopped(tmp_path, at):
+    """Also where numbers were not finite: they stand as null in the file."""
+    lines = history(30, approx_kl=[math.inf, *[0.06] * 15], grad_norm=[math.nan, *[1.0] * 20],
+                    sampler_ratio_error=[math.inf] * 3 + [0.2] * 9)
+    whole = warnings_of(logged(lines, Written()))
+    assert whole
+    train_run = train.Run(tmp_path)
+    logged(lines[:at], train_run)
+    resumed = Written()
+    resumed.folder = tmp_path
+    resumed.write = lambda *_: None
+    resumed.forget_after(at)
+    resumed.step = at
+    logged(lines[at:], resumed)
+    found = {m["step"]: m["warning"] for m in metrics_of(tmp_path) if "warning" in m}
+    assert found | warnings_of(resumed) == whole
+
+
+def test_a_warning_stands_in_the_metrics_of_a_run(capsys, tmp_path):
+    """A learning rate so small that no weight moves: KL exactly 0, told once in six steps."""
+    trains(*SMALL, "--steps=6", "--lr=1e-30", f"--output={tmp_path / 'run'}")
+    warned = [m for m in metrics_of(tmp_path / "run") if "KL is exactly 0" in m.get("warning", "")]
+    assert [m["step"] for m in warned] == [4]
+    assert "step 4: " in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------
+# --trace
+
+
+@pytest.fixture(scope="module")
+def traced():
+    """The lines of a trace, and the parts to compute them again."""
+    flags = ("--group-size=4", "--lr=0.003", "--temperature=0.9", "--length-rescale=0.5")
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        trains("--trace", *flags)
+    p = parts(*flags, noise=0)
+    problems = load_problems(p.settings.data)
+    for j, problem in enumerate(problems):
+        prompt = train.chat_prompt(p.tokenizer, problem, p.settings.system_prompt)
+        rollout = sample_groups(p.policy, p.tokenizer, [prompt], 4, p.settings.max_new_tokens, 0.9,
+                                [train.seeded(0, 1, j)])
+        rewards = score_responses(rollout.responses, [problem["answer"]], 4)
+        if len(set(rewards.tolist())) > 1:
+            break
+    return SimpleNamespace(out=out.getvalue(), p=p, prompt=prompt, rollout=rollout, rewards=rewards,
+                           truth=problem["answer"])
+
+
+def test_the_trace_tells_the_stages_in_order(traced):
+    letters = re.findall(r"^\[(\w)\] (\w+)|^.*?, \[(E|F)\]", traced.out, re.MULTILINE)
+    assert [first or other for first, _, other in letters] == list("ABCDGH")
+    assert "[D] token_logprobs, [E] clipped_objective, [F] kl_estimate" in traced.out
+    for name in ("sample_groups", "score_responses", "advantages_for", "grpo_loss", "train_grpo"):
+        assert name in traced.out
+    N, S = traced.rollout.input_ids.shape
+    assert f"input_ids ({N}, {S})" in traced.out and f"({N}, {S - 1})" in traced.out
+    assert traced.prompt in traced.out and f"truth {traced.truth}" in traced.out
+    lengths = (traced.rollout.labels != IGNORE).sum(dim=1).tolist()
+    start = len(traced.p.tokenizer(traced.prompt, add_special_tokens=False).input_ids)
+    for n, length in enumerate(lengths):
+        assert (f"y_{n + 1}  mask: prompt {start} off, response {length} on, "
+                f"padding {S - start - length} off") in traced.out
+        assert train.shortened(traced.rollout.responses[n]) in traced.out
+
+
+def test_the_trace_agrees_with_a_step_computed_again(traced):
+    p, rollout = traced.p, traced.rollout
+    mask = rollout.labels[:, 1:] != IGNORE
+    rewards = length_rescaled(traced.rewards, mask.sum(dim=1), 4, 0.5)
+    advantages = group_advantages(rewards, 4)
+    shown = traced.out.split("[C]")[1].splitlines()[1].split()
+    assert [float(x) for x in shown] == pytest.approx(advantages.tolist(), abs=1e-4)
+    assert f"mean {rewards.mean():.4f}, std {rewards.std(correction=0):.4f}" in traced.out
+    printed = traced.out.split("rewards (4,)  ")[1].splitlines()[0].split()
+    assert [float(x) for x in printed] == pytest.approx(rewards.tolist(), rel=1e-4)
+
+    policy = copy.deepcopy(p.policy)
+    old, _ = logprobs_on_full_logits(policy, rollout, 0.9)
+    loss, metrics = grpo_loss(old, old.detach(), old.detach(), advantages, mask, kl_coef=0.02)
+    loss.backward()
+    old = old.detach()
+    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+    torch.optim.AdamW(policy.parameters(), 0.003, weight_decay=0.0).step()
+    with torch.no_grad():
+        new, _ = logprobs_on_full_logits(policy, rollout, 0.9)
+    ratio = (new - old).exp()
+    A = advantages[:, None].expand_as(ratio)
+    J = torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A)
+    k3 = kl_estimate(new, old)
+
+    rows = re.findall(r"^  y_(\d) +('.*?'|\".*?\") +(.*)$", traced.out, re.MULTILINE)
+    expected = []
+    for n in range(4):
+        tokens = mask[n].nonzero()[:, 0].tolist()
+        tokens = tokens[:4] + tokens[-2:] if len(tokens) > 6 else tokens
+        expected += [(n, t) for t in tokens]
+    assert len(rows) == len(expected)
+    verdicts = set()
+    for (row, word, numbers), (n, t) in zip(rows, expected):
+        assert int(row) == n + 1
+        assert word == repr(p.tokenizer.decode(rollout.input_ids[n, t + 1:t + 2])[:10])
+        *values, verdict = re.split(r" +", numbers, maxsplit=7)
+        assert [float(x) for x in values] == pytest.approx(
+            [float(x[n, t]) for x in (old, old, new, ratio, ratio * A, J, k3)],
+            rel=1e-3, abs=2e-3)
+        moved = float(new[n, t] - old[n, t])
+        if abs(moved) > 1e-3:
+            agrees = moved * float(A[n, t]) > 0
+            assert verdict.startswith("as A says" if agrees else "against A")
+            assert ("clipped" in verdict) == bool(J[n, t] < ratio[n, t] * A[n, t])
+            verdicts.add(verdict)
+    assert any("clipped" in verdict for verdict in verdicts)
+    assert f"norm {norm:.4f}"[:-1] in traced.out
+    assert f"grpo_loss before the update {metrics['loss']:+.5f}"[:-1] in traced.out
+    agreed = int(((new - old) * A)[mask].gt(0).sum())
+    shown = re.search(r"(\d+) of (\d+) tokens moved", traced.out)
+    assert int(shown[2]) == int(mask.sum()) and abs(int(shown[1]) - agreed) <= 0.2 * mask.sum()
+
+
+def test_a_trace_leaves_no_folder(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    trains("--trace", "--group-size=2", "--max-new-tokens=8", "--kl-coef=0", "--advantage=gtpo")
+    assert list(tmp_path.iterdir()) == []
+    assert "advantages_for 'gtpo'" in capsys.readouterr().out
+
+
+def test_long_answers_lose_their_middle():
+    assert train.shortened("a\nb  c") == "a b c"
+    assert train.shortened("x" * 100) == "x" * 100
+    long = "".join(chr(ord("a") + i % 26) for i in range(300))
+    assert train.shortened(long) == long[:50] + " ... " + long[-50:]
+
+
+# --------------------------------------------------------------------------------------------------
+# TensorBoard, where it is installed
+
+
+@pytest.fixture
+def tensorboard(monkeypatch):
+    """In the place of torch.utils.tensorboard: what its writer was told."""
+    told = SimpleNamespace(opened=[], scalars=[], texts=[], closed=0)
+
+    class SummaryWriter:
+        def __init__(self, folder, purge_step):
+            told.opened.append((folder, purge_step))
+
+        def add_scalar(self, name, value, step):
+            told.scalars.append((name, value, step))
+
+        def add_text(self, name, text, step):
+            told.texts.append((name, text, step))
+
+        def close(self):
+            told.closed += 1
+
+    module = ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = SummaryWriter
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    return told
+
+
+def test_tensorboard_gets_scalars_and_answers(tmp_path, tensorboard):
+    folder = tmp_path / "run"
+    trains(*SMALL, "--steps=2", f"--output={folder}")
+    assert tensorboard.opened == [(folder / "tensorboard", 0)] and tensorboard.closed == 1
+    lines = metrics_of(folder)
+    for metrics in lines:
+        numbers = {(name, value) for name, value in metrics.items() if isinstance(value, float)}
+        told = {(name, value) for name, value, step in tensorboard.scalars
+                if step == metrics["step"] and math.isfinite(value)}
+        assert told == numbers
+    assert {"reward_mean", "eval_accuracy", "approx_kl"} <= {n for n, *_ in tensorboard.scalars}
+    samples = lines_of(folder / "samples.jsonl")
+    for name, text, step in tensorboard.texts:
+        assert name == "answers"
+        assert text == "\n\n".join(r["responses"][0] for r in samples if r["step"] == step)
+    assert [step for *_, step in tensorboard.texts] == [1, 2]
+
+
+def test_a_resumed_run_drops_what_tensorboard_holds_of_later_steps(monkeypatch, tmp_path,
+                                                                   tensorboard):
+    with monkeypatch.context() as patch:
+        stopped_after(patch, 2)
+        assert train.main([*SMALL, f"--output={tmp_path / 'run'}"]) == 130
+    trains(f"--output={tmp_path / 'run'}", "--resume")
+    assert [step for _, step in tensorboard.opened] == [0, 3] and tensorboard.closed == 2
+
+
+def test_without_tensorboard_nothing_happens(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)      # ImportError
+    trains(*SMALL, "--steps=1", f"--output={tmp_path / 'run'}")
+    assert not (tmp_path / "run" / "tensorboard").exists()
+    run = train.Run()                                     # nor without a folder
+    run.to_tensorboard({"x": 1.0})
+    assert run.tensorboard is None
+
+
+# --------------------------------------------------------------------------------------------------
+# Memory: what is chosen for Qwen2.5-1.5B on the cards people have
+
+NAMES = ("offload", "gradient_checkpointing", "micro_batch_tokens")
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    """fastest_that_fits of its shape, whatever the flags; each count on it is made once."""
+    folder = tmp_path_factory.mktemp("qwen")
+    Qwen2Config(
+        num_hidden_layers=28, hidden_size=1536, num_attention_heads=12, num_key_value_heads=2,
+        intermediate_size=8960, vocab_size=151936, tie_word_embeddings=True,
+        max_position_embeddings=32768).save_pretrained(folder)
+    model = train.model_without_storage(train.Settings(model=str(folder)), torch.bfloat16)
+    assert sum(p.numel() for p in model.parameters()) == 1_543_714_304
+
+    def choose(free, *flags, device="cuda"):
+        s, _ = train.parse([f"--model={folder}", *flags])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(train, "model_without_storage", lambda *_: model)
+            planned, why = train.fastest_that_fits(s, device, torch.bfloat16, free)
+        others = {field.name for field in dataclasses.fields(s)} - set(NAMES)
+        assert all(getattr(planned, name) == getattr(s, name) for name in others)
+        return tuple(getattr(planned, name) for name in NAMES), why
+    return choose
+
+
+@pytest.mark.parametrize("free, offload, checkpointing", [
+    (24e9, True, True), (48e9, False, None), (80e9, False, None), (141e9, False, False),
+])
+def test_the_choice_for_cards_of_four_sizes(qwen, free, offload, checkpointing):
+    (masters, layers, tokens), why = qwen(free)
+    assert masters is offload and checkpointing in (None, layers)
+    # for a cut that fits, and the prompt counted with each group
+    assert tokens in (2 * (256 + 8 * 512), 256 + 8 * 512, (256 + 8 * 512) // 2,
+                      (256 + 8 * 512) // 4, 1024)
+    counted, of = map(float, re.match(r"counted ([\d.]+) GB of ([\d.]+) free: ", why).groups())
+    assert counted <= 0.9 * of + 0.05 and of == pytest.approx(free / 1e9)
+    assert ("masters in host memory" if offload else "masters on the GPU") in why
+    assert (", no checkpointing" in why) == (not layers)
+    assert f"{tokens} tokens per micro-batch" in why
+
+
+def test_flags_that_are_given_stand_and_the_rest_follows(qwen):
+    assert qwen(24e9, "--no-offload", "--gradient-checkpointing",
+                "--micro-batch-tokens=4352")[0] == (False, True, 4352)
+    (masters, layers, tokens), _ = qwen(141e9, "--offload")
+    assert (masters, layers) == (True, False)
+    (masters, layers, tokens), _ = qwen(141e9, "--gradient-checkpointing")
+    assert (masters, layers) == (False, True)
+    assert qwen(141e9, "--micro-batch-tokens=4352")[0] == (False, False, 4352)
+
+
+def test_a_cpu_and_mps_get_their_usual_settings(qwen):
+    assert qwen(None, device="cpu") == ((False, False, 1024), None)
+    assert qwen(None, device="mps") == ((False, True, 8192), None)
+    assert qwen(None, "--gradient-checkpointing", device="cpu")[0] == (False, True, 1024)
+    assert qwen(None, "--no-gradient-checkpointing", "--micro-batch-tokens=5",
+                device="mps")[0] == (False, False, 5)
+
+
+def test_a_family_that_cannot_be_counted_gets_the_leanest(tmp_path):
+    config = {"model_type": "mamba", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    s = train.parse([f"--model={tmp_path}"])[0]
+    planned, why = train.fastest_that_fits(s, "cuda", torch.bfloat16, 141e9)
+    assert [getattr(planned, name) for name in NAMES] == [True, True, 8192]
+    assert "memory cannot be counted" in why and "leanest" in why and "\n" not in why
+    s = train.parse([f"--model={tmp_path}", "--no-offload"])[0]
+    assert train.fastest_that_fits(s, "cuda", torch.bfloat16, 141e9)[0].offload is False
+
+
+@pytest.mark.parametrize("family, dropout", [
+    ("gpt2", {"attn_pdrop": 0.5, "embd_pdrop": 0.5, "resid_pdrop": 0.5}),
+    ("falcon", {"attention_dropout": 0.5, "hidden_dropout": 0.5}),
+])
+def test_no_layer_drops_anything_whatever_mode_it_is_in(family, dropout):
+    """Checkpointing puts layers into training mode; in some families dropout wakes up there."""
+    plain = small_model(family, **dict.fromkeys(dropout, 0.0))
+    model = small_model(family, **dropout)
+    model.load_state_dict(plain.state_dict())
+    ids = torch.randint(2, 64, (2, 9), generator=seeded())
+
+    def grads(model):
+        model.zero_grad()
+        model(ids, use_cache=False).logits.logsumexp(-1).sum().backward()
+        return gradient(model)
+
+    expected = grads(plain)
+    torch.manual_seed(0)
+    assert (grads(model.train()) - expected).norm() > 0.1 * expected.norm()
+    train.switch_off_dropout(model)
+    assert (grads(model) - expected).norm() <= 1e-5 * expected.norm()
+    with train.layers_checkpointed(model.eval(), True):
+        assert (grads(model) - expected).norm() <= 1e-5 * expected.norm()
+    assert not any(module.training for module in model.modules())
+
+
+# --------------------------------------------------------------------------------------------------
+# Rewards of one's own, and problems whose answers nobody knows
+
+MINE = """
+def first(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+def second(completions, **columns):
+    return [None if i % 2 else 1.0 for i in range(len(completions))]
+"""
+
+
+@pytest.fixture
+def mine(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    return f"{tmp_path / 'mine.py'}"
+
+
+def test_each_reward_has_its_mean_and_spread(mine, tmp_path):
+    trains(*SMALL, "--steps=2", "--reward", f"{mine}:first", f"{mine}:second", "rule",
+           "--reward-weights", "0.5", "2", "10", f"--output={tmp_path / 'run'}")
+    samples = [r for r in lines_of(tmp_path / "run" / "samples.jsonl") if r["step"] == 1]
+    assert len(samples) == 2                              # the whole step
+    problems = {p["question"]: p["answer"] for p in load_problems(str(TINY / "train.jsonl"))}
+    lengths = []
+    rule = []
+    for record in samples:
+        truth = next(a for q, a in problems.items() if q in record["prompt"])
+        lengths += [float(len(text)) for text in record["responses"]]
+        rule += score_responses(record["responses"], [truth], 4).tolist()
+    lengths, rule = torch.tensor(lengths), torch.tensor(rule)
+    second = torch.tensor([1.0, 0.0] * 4)
+    metrics = metrics_of(tmp_path / "run")[1]
+    expected = {
+        "reward/first": lengths.mean(), "reward_std/first": lengths.std(correction=0),
+        "reward/second": 1.0, "reward_std/second": 0.0,   # None does not count
+        "reward/rule": rule.mean(), "reward_std/rule": rule.std(correction=0),
+        "reward_mean": (0.5 * lengths + 2 * second + 10 * rule).mean()}
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(float(value), rel=1e-5), name
+    rewards = sum((record["rewards"] for record in samples), [])
+    assert rewards == pytest.approx((0.5 * lengths + 2 * second + 10 * rule).tolist())
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_a_reward_that_never_applies_is_null(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def never(completions, **columns):\n    return [None] * len(completions)\n")
+    trains(*SMALL, "--steps=1", "--reward", f"{tmp_path / 'mine.py'}:never", "rule",
+           f"--output={tmp_path / 'run'}")
+    metrics = metrics_of(tmp_path / "run")[1]
+    assert metrics["reward/never"] is None and metrics["reward_std/never"] is None
+    assert metrics["reward_mean"] == pytest.approx(metrics["reward/rule"])
+
+
+def test_rewards_of_the_same_name_are_told_apart(tmp_path):
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        (tmp_path / f"{name}.py").write_text(
+            f"def f(completions, **columns):\n    return [{value}] * len(completions)\n")
+    a, b = (f"{tmp_path / name}.py:f" for name in "ab")
+    rollout = SimpleNamespace(labels=torch.full((2, 3), IGNORE), responses=["x", "y"])
+    fn = train.make_reward_fn(settings("--reward", a, b))
+    assert fn([{"question": "q"}], ["q"], rollout).tolist() == [3.0, 3.0]
+    assert {name: values.tolist() for name, values in rollout.reward_parts.items()} == {
+        "f": [1.0, 1.0], b: [2.0, 2.0]}
+    assert train.make_reward_fn(settings()) is None
+
+
+def test_the_rule_by_name_is_the_rule(tmp_path):
+    trains(*SMALL, "--reward=rule", f"--output={tmp_path / 'named'}")
+    trains(*SMALL, f"--output={tmp_path / 'plain'}")
+    added = ("reward/rule", "reward_std/rule", "eval_reward")
+    named = [{name: value for name, value in metrics.items() if name not in added}
+             for metrics in curve(tmp_path / "named")]
+    assert named == curve(tmp_path / "plain")
+    assert weights_of(tmp_path / "named") == weights_of(tmp_path / "plain")
+
+
+def test_as_many_weights_as_rewards(capsys, mine):
+    line = refused(capsys, "--reward", f"{mine}:first", f"{mine}:second", "--reward-weights", "1")
+    assert "--reward-weights: 1 weights for 2 rewards" in line
+
+
+@pytest.fixture(scope="module")
+def unknown(tmp_path_factory):
+    """A run on questions without answers, by a reward of one's own; and what it printed."""
+    folder = tmp_path_factory.mktemp("unknown")
+    (folder / "mine.py").write_text(MINE)
+    lines = []
+    for problem in load_problems(str(TINY / "train.jsonl"))[:20]:
+        lines.append(json.dumps({"task": problem["question"]}) + "\n")
+    (folder / "mine.jsonl").write_text("".join(lines))
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        trains(*SMALL, f"--reward={folder / 'mine.py'}:first", f"--data={folder / 'mine.jsonl'}",
+               "--question-field=task", f"--output={folder / 'run'}")
+    return SimpleNamespace(folder=folder / "run", out=out.getvalue(), mine=folder / "mine.py")
+
+
+def test_without_known_answers_the_rules_figures_are_null(unknown):
+    metrics = metrics_of(unknown.folder)
+    assert all(m["eval_accuracy"] is None for m in metrics if "eval_accuracy" in m)
+    assert all(m["eval_reward"] > 0 for m in metrics if "eval_accuracy" in m)
+    for name in ("accuracy", "format_rate", "groups_all_right", "groups_all_wrong"):
+        assert all(m[name] is None for m in metrics[1:]), name
+    assert all(m["reward_mean"] > 0 for m in metrics[1:])
+    assert "truth     not known" in unknown.out
+
+
+def test_the_question_stands_in_another_column(unknown):
+    questions = [p["question"] for p in load_problems(str(TINY / "train.jsonl"))[:20]]
+    for record in lines_of(unknown.folder / "samples.jsonl"):
+        assert any(question in record["prompt"] for question in questions)
+
+
+def test_going_on_needs_the_reward_once_more(capsys, unknown):
+    final = unknown.folder / "final"
+    line = refused(capsys, f"--model={final}")
+    assert f"--reward {unknown.mine}:first" in line and "name it again" in line
+    s, _ = train.parse([f"--model={final}", "--reward=rule"])
+    assert s.reward == ["rule"] and s.question_field == "task"
+
+
+def test_evaluation_of_a_runs_folder_is_that_of_its_final(capsys, unknown):
+    """Without the reward nothing is known of these answers, with it their mean is shown."""
+    flags = ("--eval-only", "--group-size=2", "--eval-limit=2")
+    trains(*flags, f"--model={unknown.folder}", f"--reward={unknown.mine}:first")
+    out = capsys.readouterr().out
+    assert f"{unknown.folder / 'final'}/recipe.json" in out
+    assert "greedy accuracy          nan" in out and "pass@" not in out
+    assert float(re.search(r"greedy reward +([\d.]+)", out)[1]) > 0
+    trains(*flags, f"--model={unknown.folder / 'final'}", f"--reward={unknown.mine}:first")
+    assert capsys.readouterr().out == out
+
+
+def test_the_groups_whose_truth_is_known_are_all_right_or_all_wrong():
+    rewards = torch.tensor([1.5, 1.5, 0.5, 0.0, 1.5, 0.0, math.nan, math.nan, 0.0, 0.0])
+    assert float(train.all_are(rewards, True, 2)) == pytest.approx(1 / 4)
+    assert float(train.all_are(rewards, False, 2)) == pytest.approx(2 / 4)
+
+
+def test_special_tokens_in_text_become_plain_characters():
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    token = max(tokenizer.all_special_tokens, key=len)
+    text = train.as_text(tokenizer, f"a{token}{token} b")
+    assert token not in text and text.replace(" ", "") == f"a{token}{token}b"
+    assert train.as_text(tokenizer, "a < b | c > d") == "a < b | c > d"
+    one = SimpleNamespace(all_special_tokens=["x"])       # one character cannot be parted
+    assert train.as_text(one, "x") == "x"
+
+
+# --------------------------------------------------------------------------------------------------
+# The end of a run, and how it goes on
+
+
+def test_threads_of_another_number_are_told(capsys, unknown):
+    resume = (f"--output={unknown.folder}", "--resume")
+    assert train.parse([*resume, "--threads=1"])[0].threads == 1
+    assert capsys.readouterr().out == ""
+    assert train.parse([*resume, "--threads=2"])[0].threads == 2
+    assert "--threads 2: the run had 1; sums differ" in capsys.readouterr().out
+
+
+def test_a_small_curve():
+    assert train.small_curve([0.0, 1.0, 0.5]) == "   0.000 ▁█▄ 0.500"
+    assert train.small_curve([2.0, None, math.nan, 2.0]) == "   2.000 ▁▁ 2.000"
+    assert train.small_curve([]) == train.small_curve([None]) == ""
+    first, blocks, last = train.small_curve([float(i) for i in range(1000)]).split()
+    assert len(blocks) == 50 and list(blocks) == sorted(blocks)
+    assert blocks[0] == "▁" and blocks[-1] == "█"
+    assert float(first) == 9.5 and float(last) == 989.5   # means of 20
+
+
+def test_the_end_draws_curves_and_names_what_comes_next(unknown):
+    history = metrics_of(unknown.folder)[1:]
+    for name in ("reward_mean", "approx_kl", "response_length_mean"):
+        line = next(line for line in unknown.out.splitlines() if line.startswith(name))
+        assert line.split(None, 1)[1] == train.small_curve([m[name] for m in history]).strip()
+    folder = unknown.folder
+    commands = {line[:21].strip(): shlex.split(line[21:])
+                for line in unknown.out.splitlines()[-3:]}
+    assert commands == {
+        "look at answers": ["tail", "-n", "2", str(folder / "samples.jsonl")],
+        "talk to the result": [sys.executable, "sample.py", "--model", str(folder / "final"),
+                               "YOUR QUESTION"],
+        "go on from it": [sys.executable, "train.py", "--model", str(folder / "final")]}
+
+
+def test_a_stopped_run_names_the_interpreter_that_resumes_it(capsys, monkeypatch, tmp_path):
+    stopped_after(monkeypatch, 1)
+    assert train.main([*SMALL, f"--output={tmp_path / 'a run'}"]) == 130
+    line = capsys.readouterr().out.split("continue with: ")[1].splitlines()[0]
+    assert shlex.split(line) == [sys.executable, sys.argv[0], "--output", str(tmp_path / "a run"),
+                                 "--resume"]
