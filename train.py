@@ -177,7 +177,8 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             truths = reward.truths_of(batch)
             metrics = train_step(
                 policy_model, ref_model, optimizer, tokenizer, prompts, truths, s, generators,
-                reward_fn and partial(reward_fn, batch), partial(run.log_samples, step, prompts),
+                reward_fn and partial(agreed_rewards, reward_fn, batch),
+                partial(run.log_samples, step, prompts),
                 partial(more_problems, tokenizer, problems, step, s, reward_fn))
             metrics = {"step": step, "lr": optimizer.param_groups[0]["lr"], **metrics}
             if step % s.eval_every == 0 or step == s.steps:
@@ -500,7 +501,7 @@ def more_problems(tokenizer, problems, step, settings, reward_fn, attempt, n):
     prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in batch]
     generators = [seeded(s.seed, "resample", step, attempt, j) for j in mine]
     truths = reward.truths_of(batch)
-    return prompts, truths, generators, reward_fn and partial(reward_fn, batch)
+    return prompts, truths, generators, reward_fn and partial(agreed_rewards, reward_fn, batch)
 
 
 def renew(ref_model, policy_model):
@@ -590,6 +591,7 @@ def evaluate(model, tokenizer, problems, settings, group_size=1, temperature=0.0
     mine = share_of_rank(len(prompts))
     responses = []
     rewards = []
+    fault = None
     with whole_weights(model):
         for start in tqdm(range(0, len(mine), B), desc="evaluation", unit="batch", leave=False,
                           dynamic_ncols=True, disable=rank() > 0):
@@ -599,13 +601,14 @@ def evaluate(model, tokenizer, problems, settings, group_size=1, temperature=0.0
             rollout = sample_groups(model, tokenizer, asked, group_size, s.max_new_tokens,
                                     temperature, generators)
             responses += rollout.responses
-            if not reward_fn:
+            if not reward_fn or fault:
                 continue
             try:
                 rewards += reward_fn([problems[j] for j in part], asked, rollout).tolist()
             except RewardFailed as error:
-                # The policy has moved: it must not be saved as that of the step before.
-                raise BadInput(error) from None
+                fault = BadInput(error)
+    # No RewardFailed: the policy has moved, and must not be saved as that of the step before.
+    raise_on_all_ranks(fault)
     responses = sum(gathered_objects(responses), [])
     rule_rewards = score_responses(responses, reward.truths_of(problems), group_size)
     figures = {"eval_accuracy": float(share(reward.is_right(rule_rewards), rule_rewards))}
@@ -1186,20 +1189,26 @@ def make_reward_fn(settings):
         raise BadInput(f"--reward {error}") from None
 
     def reward_fn(problems, prompts, rollout):
-        rewards = None
-        fault = None
         ids = [row[row != IGNORE].tolist() for row in rollout.labels]
         try:
             rewards, rollout.reward_parts = reward.user_rewards(
                 functions, s.reward_weights, problems, prompts, rollout.responses, ids)
         except ValueError as error:
-            fault = f"--reward {error}"
-        # One rank's fault ends the step on all of them.
-        for found in gathered_objects(fault):
-            if found:
-                raise RewardFailed(found)
+            raise RewardFailed(f"--reward {error}") from None
         return rewards
     return reward_fn
+
+
+def agreed_rewards(reward_fn, problems, prompts, rollout):
+    """The rewards of this rank's part of a step; one rank's fault ends the step on all of them."""
+    rewards = None
+    fault = None
+    try:
+        rewards = reward_fn(problems, prompts, rollout)
+    except RewardFailed as error:
+        fault = error
+    raise_on_all_ranks(fault)
+    return rewards
 
 
 def one_line(text):
@@ -1527,6 +1536,13 @@ def summed(numbers):
     numbers = {name: float(value) for name, value in numbers.items()}
     everywhere = gathered_objects(numbers)
     return {name: sum(each[name] for each in everywhere) for name in numbers}
+
+
+def raise_on_all_ranks(fault):
+    """The first rank's exception that is not None, on every rank: every rank must come here."""
+    for found in gathered_objects(fault):
+        if found:
+            raise found
 
 
 def on_rank_0(function, *args, share=True):
