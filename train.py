@@ -2089,7 +2089,7 @@ def main(argv=None):
             _, run.after = evaluate(
                 parts.policy_model, parts.tokenizer, parts.eval_problems, settings)
         save_final(parts.policy_model, parts.tokenizer, settings, run)
-        print_story(run, parts.eval_problems)
+        print_story(run, parts.eval_problems, settings.reward)
         return 0
     except BadInput as error:
         say(f"train.py: {error}", sys.stderr)
@@ -2184,7 +2184,7 @@ def resume_command(run):
     return shlex.join([sys.executable, sys.argv[0], "--output", run.name, "--resume"])
 
 
-def print_story(run, eval_problems):
+def print_story(run, eval_problems, rewards=None):
     """One held-out problem, answered before and after; the accuracy on the way; what comes next."""
     if not run.folder:
         return
@@ -2206,9 +2206,10 @@ def print_story(run, eval_problems):
           f"{run.name}: config.json metrics.jsonl samples.jsonl checkpoint/ final/\n")
     python = shlex.quote(sys.executable)
     final = shlex.quote(os.path.join(run.name, "final"))
+    named = f" --reward {shlex.join(rewards)}" if rewards else ""
     print(f"look at answers      tail -n 2 {shlex.quote(os.path.join(run.name, 'samples.jsonl'))}\n"
           f"talk to the result   {python} sample.py --model {final} \"YOUR QUESTION\"\n"
-          f"go on from it        {python} train.py --model {final}")
+          f"go on from it        {python} train.py --model {final}{named}")
 
 
 def small_curve(values, width=50):
