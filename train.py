@@ -1188,11 +1188,11 @@ def make_reward_fn(settings):
     except ValueError as error:
         raise BadInput(f"--reward {error}") from None
 
-    def reward_fn(problems, prompts, rollout):
+    def reward_fn(problems, prompts, rollout, columns=()):
         ids = [row[row != IGNORE].tolist() for row in rollout.labels]
         try:
             rewards, rollout.reward_parts = reward.user_rewards(
-                functions, s.reward_weights, problems, prompts, rollout.responses, ids)
+                functions, s.reward_weights, problems, prompts, rollout.responses, ids, columns)
         except ValueError as error:
             raise RewardFailed(f"--reward {error}") from None
         return rewards
@@ -2136,6 +2136,13 @@ def load(settings):
     policy_model, tokenizer = on_rank_0(load_policy, s, share=False) or (None, load_tokenizer(s))
     on_rank_0(check_forms, policy_model, s)
     problems, eval_problems = load_data(s, tokenizer)
+    if reward_fn:
+        # Every batch has the columns of the whole files, also those that few lines have.
+        try:
+            columns = reward.column_names(problems + eval_problems)
+        except ValueError as error:
+            raise BadInput(f"--data: {error}") from None
+        reward_fn = partial(reward_fn, columns=columns)
     if s.prompts_per_step % world():
         raise BadInput(f"--prompts-per-step {s.prompts_per_step}: not a multiple of the {world()} "
                        "processes")
