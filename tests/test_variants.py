@@ -528,6 +528,37 @@ def test_a_reward_that_fails_in_an_evaluation_leaves_the_run_as_it_was(capsys, m
     assert weights_of(tmp_path / "run") == weights_of(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_meet_equally_often_in_an_evaluation(monkeypatch, fails):
+    """17 problems in batches of 8: one batch on rank 0, two on rank 1. Else one waits for ever."""
+    p = parts("--prompts-per-step=2", "--group-size=4")
+    problems = [{"question": f"q {j}", "answer": "1"} for j in range(17)]
+    monkeypatch.setattr(train, "sample_groups", lambda model, tokenizer, prompts, *_:
+                        SimpleNamespace(responses=["no"] * len(prompts),
+                                        labels=torch.full((len(prompts), 1), IGNORE)))
+    monkeypatch.setattr(train, "world", lambda: 2)
+
+    def rule(completions, **columns):
+        assert not fails
+        return [1.0] * len(completions)
+
+    monkeypatch.setattr(train.reward, "load_reward", lambda spec: rule)
+    meetings = []
+
+    def gathered_objects(value):
+        meetings[-1].append(type(value))
+        return [value + value[:1] * (17 - len(value))] if isinstance(value, list) else [value]
+
+    monkeypatch.setattr(train, "gathered_objects", gathered_objects)
+    for rank in (0, 1):
+        meetings.append([])
+        monkeypatch.setattr(train, "rank", lambda rank=rank: rank)
+        with pytest.raises(train.BadInput) if fails else contextlib.nullcontext():
+            train.evaluate(p.policy, p.tokenizer, problems, p.settings,
+                           reward_fn=train.make_reward_fn(settings("--reward=r.py:f")))
+    assert meetings[0] == meetings[1] and len(meetings[0]) == (1 if fails else 3)
+
+
 # --------------------------------------------------------------------------------------------------
 # Warnings: each known failure is provoked, and nothing is said of a healthy run
 
@@ -993,6 +1024,31 @@ def test_rewards_of_the_same_name_are_told_apart(tmp_path):
     assert train.make_reward_fn(settings()) is None
 
 
+def data_with_columns(path, columns):
+    """Twenty problems; only the last line has these columns too."""
+    lines = (TINY / "train.jsonl").read_text().splitlines()[:20]
+    lines[-1] = json.dumps({**json.loads(lines[-1]), **columns})
+    path.write_text("\n".join(lines))
+
+
+def test_a_column_that_few_lines_have_is_none_in_the_others(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def f(completions, level, **columns):\n"
+        "    assert set(level) <= {None, 'hard'}\n"
+        "    return [float(len(text)) for text in completions]\n")
+    data_with_columns(tmp_path / "d.jsonl", {"level": "hard"})
+    trains(*SMALL, "--steps=1", f"--reward={tmp_path / 'mine.py'}:f",
+           f"--data={tmp_path / 'd.jsonl'}", f"--output={tmp_path / 'run'}")
+
+
+def test_a_column_named_as_what_a_reward_is_given(capsys, mine, tmp_path):
+    data_with_columns(tmp_path / "d.jsonl", {"completions": "x"})
+    train.main([*SMALL, f"--reward={mine}:first", f"--data={tmp_path / 'd.jsonl'}",
+                f"--output={tmp_path / 'run'}"])
+    assert "--data: a column of the data is named 'completions'" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_rule_by_name_is_the_rule(tmp_path):
     trains(*SMALL, "--reward=rule", f"--output={tmp_path / 'named'}")
     trains(*SMALL, f"--output={tmp_path / 'plain'}")
@@ -1110,7 +1166,8 @@ def test_the_end_draws_curves_and_names_what_comes_next(unknown):
         "look at answers": ["tail", "-n", "2", str(folder / "samples.jsonl")],
         "talk to the result": [sys.executable, "sample.py", "--model", str(folder / "final"),
                                "YOUR QUESTION"],
-        "go on from it": [sys.executable, "train.py", "--model", str(folder / "final")]}
+        "go on from it": [sys.executable, "train.py", "--model", str(folder / "final"),
+                          "--reward", f"{unknown.mine}:first"]}
 
 
 def test_a_stopped_run_names_the_interpreter_that_resumes_it(capsys, monkeypatch, tmp_path):
