@@ -1106,6 +1106,9 @@ def load_data(settings, tokenizer):
         eval_problems = load("--eval-data", held_out)
     else:
         problems, eval_problems = reward.hold_out(problems)
+        if not eval_problems:
+            raise BadInput(f"--data {s.data}: one question alone, and none to hold out; give "
+                           "--eval-data")
         say(f"--eval-data is not given: {len(eval_problems)} of {s.data} are held out")
     eval_problems = eval_problems[:s.eval_limit or None]
     eval_problems = fitting("--eval-data", eval_problems, tokenizer, s)
