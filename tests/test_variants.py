@@ -1176,3 +1176,10 @@ def test_a_stopped_run_names_the_interpreter_that_resumes_it(capsys, monkeypatch
     line = capsys.readouterr().out.split("continue with: ")[1].splitlines()[0]
     assert shlex.split(line) == [sys.executable, sys.argv[0], "--output", str(tmp_path / "a run"),
                                  "--resume"]
+
+
+def test_one_question_leaves_none_to_hold_out(capsys, tmp_path):
+    line = (TINY / "train.jsonl").read_text().splitlines()[0]
+    (tmp_path / "d.jsonl").write_text(f"{line}\n{line}\n")
+    assert train.main([*SMALL, f"--data={tmp_path / 'd.jsonl'}"]) == 2
+    assert "one question alone" in capsys.readouterr().err
