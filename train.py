@@ -178,7 +178,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             truths = reward.truths_of(batch)
             metrics = train_step(
                 policy_model, ref_model, optimizer, tokenizer, prompts, truths, s, generators,
-                reward_fn and partial(reward_fn, batch),
+                reward_fn and partial(agreed_rewards, reward_fn, batch),
                 partial(keep_answers, run, reward_model, s, step, prompts),
                 partial(more_problems, tokenizer, problems, step, s, reward_fn))
             metrics = {"step": step, "lr": optimizer.param_groups[0]["lr"], **metrics}
@@ -353,8 +353,8 @@ def step_metrics(rollout, rewards, rule_rewards, updates, clock, settings):
         "format_rate": share(reward.has_format(rule_rewards), rule_rewards),
         # Groups whose rewards are all equal teach nothing.
         "zero_variance_groups": is_flat(rewards, settings.group_size).float().mean(),
-        "groups_all_right": all_of(reward.is_right(rule_rewards), settings.group_size),
-        "groups_all_wrong": all_of(~reward.is_right(rule_rewards), settings.group_size),
+        "groups_all_right": all_are(rule_rewards, True, settings.group_size),
+        "groups_all_wrong": all_are(rule_rewards, False, settings.group_size),
         "response_length_mean": lengths.mean(),
         "response_length_p95": lengths.quantile(0.95),
         "truncated_fraction": (~finished).float().mean(),
@@ -374,7 +374,7 @@ def step_metrics(rollout, rewards, rule_rewards, updates, clock, settings):
     for name, values in vars(rollout).get("reward_parts", {}).items():
         values = gathered(values)
         metrics[f"reward/{name}"] = values.nanmean()
-        metrics[f"reward_std/{name}"] = values[~values.isnan()].std(correction=0)
+        metrics[f"reward_std/{name}"] = (values - values.nanmean()).square().nanmean().sqrt()
     started, sampled, scored = clock
     trained = time.perf_counter()
     metrics["seconds_sampling"] = sampled - started
@@ -385,9 +385,10 @@ def step_metrics(rollout, rewards, rule_rewards, updates, clock, settings):
     return {name: float(value) for name, value in metrics.items()}
 
 
-def all_of(which, group_size):
-    """The share of groups in which it is true of every answer."""
-    return which.view(-1, group_size).all(dim=1).float().mean()
+def all_are(rule_rewards, right, group_size):
+    """The share of groups that are all right, or all wrong, among those whose truth is known."""
+    same = (reward.is_right(rule_rewards) == right).view(-1, group_size).all(dim=1)
+    return share(same, rule_rewards[::group_size])
 
 
 def peak_memory():
@@ -508,7 +509,7 @@ def more_problems(tokenizer, problems, step, settings, reward_fn, attempt, n):
     prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in batch]
     generators = [seeded(s.seed, "resample", step, attempt, j) for j in mine]
     truths = reward.truths_of(batch)
-    return prompts, truths, generators, reward_fn and partial(reward_fn, batch)
+    return prompts, truths, generators, reward_fn and partial(agreed_rewards, reward_fn, batch)
 
 
 def renew(ref_model, policy_model):
@@ -618,6 +619,7 @@ def evaluate(model, tokenizer, problems, settings, group_size=1, temperature=0.0
     mine = share_of_rank(len(prompts))
     responses = []
     rewards = []
+    fault = None
     with whole_weights(model):
         for start in tqdm(range(0, len(mine), B), desc="evaluation", unit="batch", leave=False,
                           dynamic_ncols=True, disable=rank() > 0):
@@ -627,8 +629,14 @@ def evaluate(model, tokenizer, problems, settings, group_size=1, temperature=0.0
             rollout = sample_groups(model, tokenizer, asked, group_size, s.max_new_tokens,
                                     temperature, generators)
             responses += rollout.responses
-            if reward_fn:
-                rewards += judged(reward_fn, [problems[j] for j in part], asked, rollout)
+            if not reward_fn or fault:
+                continue
+            try:
+                rewards += reward_fn([problems[j] for j in part], asked, rollout).tolist()
+            except RewardFailed as error:
+                fault = BadInput(error)
+    # No RewardFailed: the policy has moved, and must not be saved as that of the step before.
+    raise_on_all_ranks(fault)
     responses = sum(gathered_objects(responses), [])
     rule_rewards = score_responses(responses, reward.truths_of(problems), group_size)
     figures = {"eval_accuracy": float(share(reward.is_right(rule_rewards), rule_rewards))}
@@ -636,15 +644,6 @@ def evaluate(model, tokenizer, problems, settings, group_size=1, temperature=0.0
         rewards = sum(gathered_objects(rewards), [])
         figures["eval_reward"] = sum(rewards) / len(rewards)
     return figures, responses
-
-
-def judged(reward_fn, problems, prompts, rollout):
-    """The rewards of answers to held-out problems, a list."""
-    try:
-        return reward_fn(problems, prompts, rollout).tolist()
-    except RewardFailed as error:
-        # The weights have moved in this step, so it cannot be saved: the checkpoint before stands.
-        raise BadInput(str(error)) from None
 
 
 def progress_bar(steps, done):
@@ -691,6 +690,7 @@ def symptoms(history):
     def mean(name, rows):
         return sum(math.nan if row[name] is None else row[name] for row in rows) / len(rows)
 
+    grad_norm = mean("grad_norm", history[-1:])
     now = {name: mean(name, history[-10:]) for name in (
         "approx_kl", "zero_variance_groups", "sampler_ratio_error", "entropy", "grad_norm")}
     if len(before) == 20:
@@ -699,8 +699,8 @@ def symptoms(history):
         if growth > 0.2 and gain < 0.01:
             found["length"] = (f"answers grew by {growth:.0%} in 20 steps, accuracy by {gain:.3f}: "
                                "--length-rescale 0.33, or --aggregate constant")
-    if len(before) > 5 and history[-1]["grad_norm"] > 10 * mean("grad_norm", before):
-        found["gradient"] = (f"gradient norm {history[-1]['grad_norm']:.3g}, it was "
+    if len(before) > 5 and grad_norm > 10 * mean("grad_norm", before):
+        found["gradient"] = (f"gradient norm {grad_norm:.3g}, it was "
                              f"{mean('grad_norm', before):.3g}: a lower --lr, a higher --kl-coef")
     if now["approx_kl"] > 0.05:
         found["kl"] = (f"KL {now['approx_kl']:.3f} nats per token, above 0.05: "
@@ -963,7 +963,9 @@ def read_recipe(folder):
         for name in recipe.keys() - set(RECIPE):
             raise BadInput(f"{flag_of(name)} is not for a recipe to set")
         for name, value in recipe.items():
-            # The items of a list would be read as flags of their own.
+            # The items of a list would be read as flags of their own. Numbers would not.
+            if name == "kl_band" and all(type(bound) in (int, float) for bound in value):
+                continue
             if isinstance(value, list | dict):
                 raise BadInput(f"{flag_of(name)}: not a single value")
         for name in recipe.keys() & {"data", "eval_data"}:
@@ -1165,6 +1167,9 @@ def load_data(settings, tokenizer):
         eval_problems = load("--eval-data", held_out)
     else:
         problems, eval_problems = reward.hold_out(problems)
+        if not eval_problems:
+            raise BadInput(f"--data {s.data}: one question alone, and none to hold out; give "
+                           "--eval-data")
         say(f"--eval-data is not given: {len(eval_problems)} of {s.data} are held out")
     eval_problems = eval_problems[:s.eval_limit or None]
     eval_problems = fitting("--eval-data", eval_problems, tokenizer, s)
@@ -1266,46 +1271,45 @@ def make_reward_fn(settings, reward_model=None):
     except ValueError as error:
         raise BadInput(f"--step-reward {error}") from None
 
-    def reward_fn(problems, prompts, rollout):
-        rewards = None
-        fault = None
+    def reward_fn(problems, prompts, rollout, columns=()):
         flag_name = f"--reward {' '.join(specs)}:"
         ids = [row[row != IGNORE].tolist() for row in rollout.labels]
         try:
             rewards, rollout.reward_parts = reward.user_rewards(
-                functions, s.reward_weights, problems, prompts, rollout.responses, ids)
+                functions, s.reward_weights, problems, prompts, rollout.responses, ids, columns)
             if steps_of:
                 flag_name = "--step-reward"
                 rollout.step_rewards = reward.user_step_rewards(
                     s.step_reward, steps_of, problems, prompts, rollout.responses, ids)
         except ValueError as error:
-            fault = f"{flag_name} {error}"
-        fail_on_all(fault)
+            raise RewardFailed(f"{flag_name} {error}") from None
         return rewards
     return reward_fn
 
 
-def rewards_of_model(reward_model, settings, problems, prompts, rollout):
+def rewards_of_model(reward_model, settings, problems, prompts, rollout, columns=()):
     """--reward-model: its scores (N,), of the problems in its own chat template if it has one."""
     tokenizer = reward_model.tokenizer
     if tokenizer.chat_template:
         prompts = [chat_prompt(tokenizer, p, settings.system_prompt) for p in problems]
-    rewards = None
-    fault = None
     try:
         rewards, rollout.judged = reward.judge(
             reward_model, prompts, rollout.responses, reward.truths_of(problems))
     except ValueError as error:
-        fault = f"--reward-model: {error}"
-    fail_on_all(fault)
+        raise RewardFailed(f"--reward-model: {error}") from None
     return rewards
 
 
-def fail_on_all(fault):
-    """One rank's fault ends the step on all of them."""
-    for found in gathered_objects(fault):
-        if found:
-            raise RewardFailed(found)
+def agreed_rewards(reward_fn, problems, prompts, rollout):
+    """The rewards of this rank's part of a step; one rank's fault ends the step on all of them."""
+    rewards = None
+    fault = None
+    try:
+        rewards = reward_fn(problems, prompts, rollout)
+    except RewardFailed as error:
+        fault = error
+    raise_on_all_ranks(fault)
+    return rewards
 
 
 def one_line(text):
@@ -1635,6 +1639,13 @@ def summed(numbers):
     return {name: sum(each[name] for each in everywhere) for name in numbers}
 
 
+def raise_on_all_ranks(fault):
+    """The first rank's exception that is not None, on every rank: every rank must come here."""
+    for found in gathered_objects(fault):
+        if found:
+            raise found
+
+
 def on_rank_0(function, *args, share=True):
     """What the function returns on rank 0, on every rank if shared; what it refuses, on all."""
     result = None
@@ -1784,13 +1795,15 @@ class Run:
         """
         self.step = metrics["step"]
         if "loss" in metrics:
-            # Twice from the same pure function, so that a resumed run warns as one never stopped.
+            # Twice from the same pure function, and from what the file holds, so that a resumed
+            # run warns as one never stopped.
             known = symptoms(self.history) if self.history else {}
-            self.history.append(metrics)
+            self.history.append(as_json(metrics))
             new = {what: line for what, line in symptoms(self.history).items() if what not in known}
             if new:
                 metrics["warning"] = "; ".join(new.values())
-                tqdm.write(f"step {self.step}: {metrics['warning']}", file=sys.stderr)
+                if rank() == 0:
+                    tqdm.write(f"step {self.step}: {metrics['warning']}", file=sys.stderr)
         self.to_tensorboard(metrics)
         skipped = metrics.get("skipped_updates", 0)
         self.skipped += skipped
@@ -2195,7 +2208,7 @@ def main(argv=None):
         save_final(parts.policy_model, parts.tokenizer, settings, run)
         if run.folder and parts.reward_model:
             save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
-        print_story(run, parts.eval_problems)
+        print_story(run, parts.eval_problems, settings.reward)
         return 0
     except BadInput as error:
         say(f"train.py: {error}", sys.stderr)
@@ -2208,6 +2221,8 @@ def main(argv=None):
             raise
         print(f"train.py: {fault}", file=sys.stderr)
     finally:
+        if run and run.tensorboard:
+            run.tensorboard.close()  # what it still holds back is written
         if run and run.lock:
             run.lock.close()
     return 2
@@ -2244,6 +2259,13 @@ def load(settings):
         # Its rows are padded, and their price is that of padded rows.
         s.share_prompts = False
     problems, eval_problems = load_data(s, tokenizer)
+    if reward_fn:
+        # Every batch has the columns of the whole files, also those that few lines have.
+        try:
+            columns = reward.column_names(problems + eval_problems)
+        except ValueError as error:
+            raise BadInput(f"--data: {error}") from None
+        reward_fn = partial(reward_fn, columns=columns)
     if s.prompts_per_step % world():
         raise BadInput(f"--prompts-per-step {s.prompts_per_step}: not a multiple of the {world()} "
                        "processes")
@@ -2294,7 +2316,7 @@ def resume_command(run):
     return shlex.join([sys.executable, sys.argv[0], "--output", run.name, "--resume"])
 
 
-def print_story(run, eval_problems):
+def print_story(run, eval_problems, rewards=None):
     """One held-out problem, answered before and after; the accuracy on the way; what comes next."""
     if not run.folder:
         return
@@ -2316,9 +2338,10 @@ def print_story(run, eval_problems):
           f"{run.name}: config.json metrics.jsonl samples.jsonl checkpoint/ final/\n")
     python = shlex.quote(sys.executable)
     final = shlex.quote(os.path.join(run.name, "final"))
+    named = f" --reward {shlex.join(rewards)}" if rewards else ""
     print(f"look at answers      tail -n 2 {shlex.quote(os.path.join(run.name, 'samples.jsonl'))}\n"
           f"talk to the result   {python} sample.py --model {final} \"YOUR QUESTION\"\n"
-          f"go on from it        {python} train.py --model {final}")
+          f"go on from it        {python} train.py --model {final}{named}")
 
 
 def small_curve(values, width=50):
@@ -2379,6 +2402,7 @@ def print_trace(parts, settings):
             rewards = parts.reward_fn([problem], [prompt], rollout)
         if not is_flat(rewards, G).any():
             break
+    rewards = with_length_terms(rewards, rollout, s)
     mask = rollout.labels[:, 1:] != IGNORE                                             # (G, S-1)
     N, S = rollout.labels.shape
     lengths = mask.sum(dim=1).tolist()
@@ -2392,10 +2416,10 @@ def print_trace(parts, settings):
     fill_in_logprobs(model, parts.ref_model, rollout, s)
     advantages = advantages_for(s.advantage, rewards, G, **advantage_inputs(
         rollout, rule_rewards, parts.reward_fn, s))
+    advantages = advantages.to(mask.device)
     print(f"\n[C] advantages_for {s.advantage!r}: mean {rewards.mean():.4f}, std "
           f"{rewards.std(correction=0):.4f}; per answer, of its first token:")
     A = advantages.unsqueeze(1).expand(mask.shape) if advantages.ndim == 1 else advantages
-    A = A.to(mask.device)                                                              # (G, S-1)
     print("  " + " ".join(f"{A[n][mask[n]][0]:+.4f}" for n in range(N)))
 
     metrics = update(model, parts.optimizer, rollout, advantages, s)
