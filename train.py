@@ -80,27 +80,38 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, prompts, ground_tr
     """
     s = settings
     clock = [time.perf_counter()]
+
+    # [A] G answers to each prompt, drawn from the policy as it is now.
     with whole_weights(policy_model):
-        rollout = sample_groups(policy_model, tokenizer, prompts, s.group_size,
-                                s.max_new_tokens, s.temperature, generator)            # [A]
+        rollout = sample_groups(policy_model, tokenizer, prompts, s.group_size, s.max_new_tokens,
+                                s.temperature, generator)
     clock.append(time.perf_counter())
-    rule_rewards = score_responses(rollout.responses, ground_truths, s.group_size)     # [B]
+
+    # [B] One number per answer, (N,). The rule's is computed in any case: accuracy comes from it.
+    rule_rewards = score_responses(rollout.responses, ground_truths, s.group_size)
     rewards = reward_fn(prompts, rollout) if reward_fn else rule_rewards
     if s.max_resample:
         rollout, rewards, rule_rewards = without_flat_groups(
             policy_model, tokenizer, prompts, rollout, rewards, rule_rewards, more, s)
     rewards = with_length_terms(rewards, rollout, s)
     clock.append(time.perf_counter())
-    fill_in_logprobs(policy_model, ref_model, rollout, s)                              # [D]
-    advantages = advantages_for(s.advantage, rewards, s.group_size,                    # [C]
+
+    # [D] The reference's log-probs. The policy's own are found by the first update.
+    fill_in_logprobs(policy_model, ref_model, rollout, s)
+
+    # [C] Each answer against its siblings: (N,), or (N, S-1) where tokens differ.
+    advantages = advantages_for(s.advantage, rewards, s.group_size,
                                 **advantage_inputs(rollout, rule_rewards, reward_fn, s))
-    advantages = advantages.to(rollout.labels.device)                    # (N,) or (N, S-1)
+    advantages = advantages.to(rollout.labels.device)
     if on_rollout:
         on_rollout(rollout, rewards, advantages)
+
+    # [D] [E] [F] One gradient step by default. With more of them the answers come from a policy
+    # that has moved on, and that is what the ratio and its clip are for.
     updates = []
     for _ in range(s.updates_per_rollout):
         for batch in mini_batches(rollout, advantages, s):
-            updates.append(update(policy_model, optimizer, *batch, s))                 # [D] [E] [F]
+            updates.append(update(policy_model, optimizer, *batch, s))
     # The next rollout can use the gradients' memory.
     optimizer.zero_grad()
     return step_metrics(rollout, rewards, rule_rewards, updates, clock, s)
@@ -114,21 +125,25 @@ def update(policy_model, optimizer, rollout, advantages, settings):
     """
     s = settings
     mask = loss_mask(rollout, s)                                                       # (N, S-1)
-    sizes = batch_sizes(mask)                            # rows and tokens of the whole batch
     logprobs = torch.zeros_like(rollout.logprobs)                                      # (N, S-1)
     entropies = torch.zeros_like(rollout.logprobs)                                     # (N, S-1)
+    # The loss is divided once, by the rows and tokens of the whole batch. Then micro-batches of n
+    # rows, w tokens wide, simply add up: they save memory and change nothing else.
+    sizes = batch_sizes(mask)
     sums = {}
     optimizer.zero_grad()
-    # Micro-batches of n rows, w tokens wide: they save memory and change nothing else.
     for rows, width, weight in cut(rollout, s):
         here = (rows, slice(width - 1))
-        logp, entropies[here] = score(policy_model, rollout, rows, width, s)           # [D] (n,w-1)
+        # [D] of the policy as it is now, with a gradient: (n, w-1)
+        logp, entropies[here] = score(policy_model, rollout, rows, width, s)
         logprobs[here] = logp.detach()
+        # [E] [F] against the policy that drew the answers, and against the reference
         old = logprobs if rollout.old_logprobs is None else rollout.old_logprobs
         ref = None if rollout.ref_logprobs is None else rollout.ref_logprobs[here]
         A = advantages[rows] if advantages.ndim == 1 else advantages[here]
-        value, metrics = grpo_loss(logp, old[here], ref, A, mask[here],                # [E] [F]
+        value, metrics = grpo_loss(logp, old[here], ref, A, mask[here],
                                    **loss_options(rollout, here, s), **sizes)
+        # The weight is 1, but for several GPUs, see cut().
         (value * weight).backward()
         add(sums, metrics, weight)
     if rollout.old_logprobs is None:
@@ -173,6 +188,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             if run.stopped():
                 break
             set_learning_rate(optimizer, step, s)
+            # Fresh problems, fresh answers: what the policy learned from is not asked again.
             batch, generators = problems_of_step(problems, step, s)
             prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in batch]
             truths = reward.truths_of(batch)
@@ -182,6 +198,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
                 partial(keep_answers, run, reward_model, s, step, prompts),
                 partial(more_problems, tokenizer, problems, step, s, reward_fn))
             metrics = {"step": step, "lr": optimizer.param_groups[0]["lr"], **metrics}
+            # Iterative GRPO: with every new reference the reward model goes on learning, too.
             if reward_model and step % s.renew_reference == 0:
                 metrics |= renew_reward_model(reward_model, step, s)
             if step % s.eval_every == 0 or step == s.steps:
@@ -189,6 +206,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
                 metrics |= figures
                 keep_best(policy_model, tokenizer, s, run, figures)
             run.log(metrics)
+            # The leash of the next step: another one only with --kl-band.
             run.kl_coef = s.kl_coef = next_beta(metrics["approx_kl"], s)
             show(bar, metrics, run, eval_problems)
             if s.renew_reference and step % s.renew_reference == 0:
