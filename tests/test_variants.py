@@ -420,7 +420,7 @@ def stopped_after(monkeypatch, step):
 
 EVERYTHING = (*SMALL, "--renew-reference=3", "--kl-band", "0.0001", "0.0002", "--keep-best",
               "--max-resample=1", "--lr-schedule=cosine", "--weight-decay=0.1", "--minibatches=2",
-              "--advantage=gtpo", "--steps=6", "--lr=0.002")
+              "--advantage=gtpo", "--steps=6", "--lr=0.002", "--group-size=2")
 
 
 def checkpoint_of(folder):
