@@ -558,10 +558,15 @@ def renew_reward_model(reward_model, step, settings):
 
 
 def keep_best(model, tokenizer, settings, run, figures):
-    """--keep-best: best/ beside final/, of the highest held-out accuracy so far."""
-    accuracy = figures["eval_accuracy"]
-    if settings.keep_best and accuracy > run.best:
-        run.best = accuracy
+    """--keep-best: best/ beside final/, of the highest held-out accuracy so far.
+
+    Where no answers are known it is the mean of the user's own reward.
+    """
+    figure = figures["eval_accuracy"]
+    if math.isnan(figure):
+        figure = figures.get("eval_reward", figure)
+    if settings.keep_best and (run.best is None or figure > run.best):
+        run.best = figure
         save_final(model, tokenizer, settings, run, "best")
 
 
@@ -573,10 +578,10 @@ def seeded(*numbers):
 
 
 def set_learning_rate(optimizer, step, settings):
-    """A linear warm-up; then constant, or down to 0 at the last step: a line or half a cosine."""
+    """A linear warm-up; then constant, or down to 0 behind the last step, in a line or a cosine."""
     s = settings
     rate = min(1.0, step / max(s.warmup_steps, 1))
-    left = (s.steps - step) / max(s.steps - s.warmup_steps, 1)
+    left = (s.steps - step + 1) / max(s.steps - s.warmup_steps, 1)
     if step > s.warmup_steps and s.lr_schedule == "linear":
         rate = left
     elif step > s.warmup_steps and s.lr_schedule == "cosine":
@@ -1018,6 +1023,9 @@ def resumed_settings(given):
             raise BadInput(f"{flag_of(name)} {value}: the run in {given['output']} has "
                            f"{getattr(old, name)}; a resumed run may change only "
                            + ", ".join(flag_of(name) for name in FREE[2:]))
+    if given.get("steps", old.steps) != old.steps and old.lr_schedule != "constant":
+        raise BadInput(f"--steps {given['steps']}: the run has {old.steps}, and its --lr-schedule "
+                       f"{old.lr_schedule} depends on them")
     if given.get("threads", old.threads) != old.threads:
         say(f"--threads {given['threads']}: the run had {old.threads}; sums differ in their last "
             "digit, and so will the metrics")
@@ -1780,7 +1788,7 @@ class Run:
         self.skipped_in_a_row = 0
         self.signal = 0
         self.kl_coef = None
-        self.best = -1.0
+        self.best = None
         self.history = []
         self.tensorboard = None
         self.reward_model = None

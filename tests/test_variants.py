@@ -384,8 +384,8 @@ def test_beta_follows_the_band():
 
 
 @pytest.mark.parametrize("schedule, rates", [
-    ("linear", [0.5, 1, 0.75, 0.5, 0.25, 0]),
-    ("cosine", [0.5, 1, (1 + 2**-0.5) / 2, 0.5, (1 - 2**-0.5) / 2, 0]),
+    ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]),
+    ("cosine", [0.5, 1, 1, (1 + 2**-0.5) / 2, 0.5, (1 - 2**-0.5) / 2]),
     ("constant", [0.5, 1, 1, 1, 1, 1]),
 ])
 def test_learning_rate_schedule(schedule, rates):
