@@ -11,10 +11,11 @@ The problems are short sums told as stories, in GSM8K's format:
 The policy is a Qwen3 of 78k parameters that has been shown two ways to answer:
 
     9 - 4 = 5 , 5 - 2 = 3 , 3 + 7 = 10 , \\boxed{ 10 }      working it out, one time in three
-    \\boxed{ 17 }                                           guessing, two times in three: any number at all
+    \\boxed{ 17 }                                           guessing any number, the other two
 
-So by habit it guesses, and is nearly always wrong, though it is able to work most of them out. No example
-says that working pays: RL has to find this, and the accuracy on held-out problems shows whether it did.
+So by habit it guesses, and is nearly always wrong, though it is able to work most of them out. No
+example says that working pays: RL has to find this, and the accuracy on held-out problems shows
+whether it did.
 
 The reward model is a Qwen3 of one layer. It is shown pairs of the policy's own answers to the same
 problem, and which of the two the rule prefers; what it makes of them is printed at the end.
@@ -44,7 +45,11 @@ sys.path.insert(0, str(HERE.parent.parent))
 import reward  # noqa: E402
 from sample import sample_groups  # noqa: E402
 
-STEPS, BATCH, LR, GUESSES = 1500, 32, 5e-3, 2 / 3  # of the warm start; GUESSES is a share of its answers
+# The warm start
+STEPS = 1500
+BATCH = 32
+LR = 5e-3
+GUESSES = 2 / 3  # a share of its answers
 
 NAMES = "Anna Ben Carla David Emma Felix Grace Henry".split()
 THINGS = "apples books coins marbles pens stamps".split()
@@ -53,7 +58,8 @@ SPECIAL = {"pad_token": "<|pad|>", "eos_token": "<|end|>", "unk_token": "<|unk|>
 ROLES = ["<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (  # a system message is left out
     "{% for message in messages if message.role != 'system' %}"
-    "<|{{ message.role }}|> {{ message.content }} {% if message.role == 'assistant' %}<|end|> {% endif %}"
+    "<|{{ message.role }}|> {{ message.content }} "
+    "{% if message.role == 'assistant' %}<|end|> {% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")
 RECIPE = {  # the defaults that this folder brings to train.py, paths relative to this folder
     "data": "train.jsonl", "eval-data": "test.jsonl", "system-prompt": "", "steps": 80,
@@ -63,7 +69,7 @@ RECIPE = {  # the defaults that this folder brings to train.py, paths relative t
 
 
 def split_of(start, changes):
-    """Looks at nothing but the numbers, so that no held-out sum is trained on under another story."""
+    """By the numbers alone, so that no held-out sum is trained on under another story."""
     digest = hashlib.sha256(f"{start} {changes}".encode()).digest()
     return "test" if digest[0] % 8 == 0 else "train"
 
@@ -96,25 +102,28 @@ def make_problems(rng, split, count):
     while len(problems) < count:
         start, changes = draw(rng, split)
         question, steps, total = tell(rng, start, changes)
-        problems[start, *changes] = {"question": question, "answer": "\n".join([*steps, f"#### {total}"])}
+        answer = "\n".join([*steps, f"#### {total}"])
+        problems[start, *changes] = {"question": question, "answer": answer}
     (HERE / f"{split}.jsonl").write_text("".join(json.dumps(p) + "\n" for p in problems.values()))
     return list(problems.values())
 
 
 def make_tokenizer():
     """One token for each word; a whole number is a word, and so is `\\boxed{`."""
-    words = [*SPECIAL.values(), *ROLES, *NAMES, *THINGS, *VERBS["+"], *VERBS["-"], *map(str, range(21)),
+    words = [*SPECIAL.values(), *ROLES, *NAMES, *THINGS, *VERBS["+"], *VERBS["-"],
+             *map(str, range(21)),
              *"has , . How many ? + - = \\boxed{ }".split()]
     vocab = {word: i for i, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=SPECIAL["unk_token"]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, **SPECIAL, extra_special_tokens=ROLES, chat_template=CHAT_TEMPLATE,
+        tokenizer_object=tokenizer, **SPECIAL, extra_special_tokens=ROLES,
+        chat_template=CHAT_TEMPLATE,
         padding_side="left", clean_up_tokenization_spaces=False)
 
 
 def make_model(tokenizer):
-    # not a Qwen2, which AutoTokenizer would load with Qwen2's own tokenizer whatever the folder says
+    # Not a Qwen2: AutoTokenizer would load it with Qwen2's own tokenizer, whatever the folder says.
     return AutoModelForCausalLM.from_config(Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=128,
@@ -128,7 +137,7 @@ def render(tokenizer, question):
 
 
 def make_batch(tokenizer, rng, split, size, guesses):
-    """Prompts and responses as ids padded on the right, and labels that leave out all but the responses."""
+    """Prompts and responses as ids padded on the right, and labels of the responses alone."""
     ids, labels = [], []
     for _ in range(size):
         question, steps, total = tell(rng, *draw(rng, split))
@@ -163,8 +172,9 @@ def greedy_accuracy(tokenizer, model, prompts, answers):
 
 
 def check(problems):
-    """Loads the folder as train.py would. Its policy must guess by habit, but work well once it has begun."""
-    tokenizer, model = AutoTokenizer.from_pretrained(HERE), AutoModelForCausalLM.from_pretrained(HERE)
+    """Loads the folder as train.py does: by habit the policy guesses, once begun it works well."""
+    tokenizer = AutoTokenizer.from_pretrained(HERE)
+    model = AutoModelForCausalLM.from_pretrained(HERE)
     prompts = [render(tokenizer, problem["question"]) for problem in problems]
     answers = [problem["answer"] for problem in problems]
     for prompt in prompts:  # to ids and back
@@ -172,7 +182,8 @@ def check(problems):
         assert ids == [tokenizer.vocab[word] for word in words]
         assert tokenizer.decode(ids, skip_special_tokens=True) == " ".join(words[1:-1])
     habit = greedy_accuracy(tokenizer, model, prompts, answers)
-    begun = [f"{prompt} {answer.split()[0]}" for prompt, answer in zip(prompts, answers, strict=True)]
+    begun = [f"{prompt} {answer.split()[0]}"
+             for prompt, answer in zip(prompts, answers, strict=True)]
     worked = greedy_accuracy(tokenizer, model, begun, answers)
     print(f"held-out problems right: {habit:.3f} by habit, {worked:.3f} if made to begin working")
     assert habit <= 0.25 and worked >= 0.8
