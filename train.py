@@ -1172,6 +1172,10 @@ def check_forms(model, settings):
     taken = ", ".join(name for name, refused in forms.items() if refused is None)
     others = "; ".join(f"{name} refused: {refused}" for name, refused in forms.items() if refused)
     say(f"fast forms: {taken or 'none'}" + (f"; {others}" if others else ""))
+    text = model.config.get_text_config()
+    if any(getattr(text, name, 0) for name in ("num_experts", "num_local_experts",
+                                               "n_routed_experts")):
+        say("a mixture of experts: no balance or z-loss is added for its routers")
     return forms
 
 

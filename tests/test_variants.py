@@ -1185,3 +1185,14 @@ def test_one_question_leaves_none_to_hold_out(capsys, tmp_path):
     (tmp_path / "d.jsonl").write_text(f"{line}\n{line}\n")
     assert train.main([*SMALL, f"--data={tmp_path / 'd.jsonl'}"]) == 2
     assert "one question alone" in capsys.readouterr().err
+
+
+def test_a_mixture_of_experts_is_told_what_it_lacks(capsys):
+    p = parts()
+    train.check_forms(p.policy, p.settings)
+    assert "mixture" not in capsys.readouterr().out
+    mixture = small_model("qwen3_moe", num_experts=4, num_experts_per_tok=2,
+                          moe_intermediate_size=16, head_dim=8)
+    train.check_forms(mixture, p.settings)
+    out = capsys.readouterr().out
+    assert "no balance or z-loss" in out and "own decode step refused" in out
