@@ -18,7 +18,7 @@ from conftest import (
     trains,
 )
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 FLAGS = ("--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=12",
          "--eval-limit=6", "--eval-every=2", "--save-every=1", "--micro-batch-tokens=150",
@@ -136,3 +136,51 @@ def test_prompts_must_divide_among_the_ranks(flags, tmp_path):
     lines = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
     assert lines == ["train.py: --prompts-per-step 3: not a multiple of the 2 processes"]
     assert not os.path.exists(tmp_path / "run")
+
+
+# What a rank holds while a model is sharded; rank 0 has it whole before that.
+PEAK = """
+import sys
+
+import torch
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+import train
+
+settings, _ = train.parse([f"--model={sys.argv[1]}", "--device=cpu"])
+train.join_ranks()
+whole = AutoModelForCausalLM.from_pretrained(sys.argv[1]) if train.rank() == 0 else None
+for weight in whole.parameters() if whole else ():
+    weight.sum()                                          # read from the file that is mapped
+
+
+def peak():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) / 1e3 for line in file if line.startswith("VmHWM"))
+
+
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")                                       # forget the peak so far
+before = peak()
+train.shard(whole, settings, torch.float32)
+print(f"grew {train.rank()} {peak() - before:.0f}", flush=True)
+train.dist.barrier()
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="Linux tells the peak")
+def test_no_rank_holds_the_whole_model_while_it_is_sharded(tmp_path):
+    config = Qwen2Config(vocab_size=1000, hidden_size=512, intermediate_size=2048,
+                         num_hidden_layers=10, num_attention_heads=8, num_key_value_heads=2,
+                         tie_word_embeddings=True)
+    model = Qwen2ForCausalLM(config)
+    megabytes = sum(p.numel() for p in model.parameters()) * 4 / 1e6
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "peak.py").write_text(PEAK)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+               "--nproc-per-node=4", str(tmp_path / "peak.py"), str(tmp_path / "model")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3 * LIMIT,
+                          env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)})
+    grew = [float(line.split()[2]) for line in done.stdout.splitlines() if line[:4] == "grew"]
+    assert len(grew) == 4, done.stderr
+    assert max(grew) < 0.5 * megabytes, (grew, megabytes)    # a quarter, a layer and a tensor
