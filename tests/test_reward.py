@@ -51,6 +51,7 @@ from reward import (
     score_rows,
     think_answer_reward,
     train_reward_model,
+    truths_of,
     user_rewards,
 )
 
@@ -513,8 +514,9 @@ def test_the_fields_may_have_other_names(tmp_path):
 ])
 def test_answers_of_any_kind_for_a_reward_of_ones_own(tmp_path, given, answer):
     [problem] = load(tmp_path, line(answer=given, level=3), need_answer=False)
-    solution = {"solution": "8 * 9"} if answer == "72" else {}
-    assert problem == {"question": "How many?", "answer": answer, "level": 3, **solution}
+    solution = "8 * 9" if answer == "72" else None        # None: the rule knows no truth
+    assert problem == {"question": "How many?", "answer": answer, "level": 3, "solution": solution}
+    assert truths_of([problem]) == ["72" if answer == "72" else None]
     if answer != "72":
         with pytest.raises(ValueError, match="line 1: 'answer'"):
             load(tmp_path, line(answer=given))
@@ -522,7 +524,13 @@ def test_answers_of_any_kind_for_a_reward_of_ones_own(tmp_path, given, answer):
 
 def test_no_answer_at_all_for_a_reward_of_ones_own(tmp_path):
     [problem] = load(tmp_path, '{"question": "?"}', need_answer=False)
-    assert problem == {"question": "?", "answer": ""}
+    assert problem == {"question": "?", "answer": "", "solution": None}
+
+
+def test_an_answer_whose_truth_is_not_known_is_neither_right_nor_wrong():
+    rewards = score_responses(["\\boxed{1}"] * 4, ["1", None], group_size=2)
+    assert rewards[:2].tolist() == [1.5, 1.5] and rewards[2:].isnan().all()
+    assert is_right(rewards).tolist() == has_format(rewards).tolist() == [True, True, False, False]
 
 
 CHAT = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "5 + 4?"},
@@ -536,7 +544,7 @@ def test_a_chat_history_in_place_of_the_question(tmp_path):
     assert load(tmp_path, json.dumps(row), question_field="messages") == [expected]
     row.pop("answer")
     assert load(tmp_path, json.dumps(row), need_answer=False) == [
-        {"messages": CHAT, "question": "And 8?", "answer": ""}]
+        {"messages": CHAT, "question": "And 8?", "answer": "", "solution": None}]
 
 
 @pytest.mark.parametrize("messages", [
