@@ -216,9 +216,9 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
                                     ref_model if s.renew_reference else None)
 
 
-# ==================================================================================================
-# A reader of the theory may stop here.
 # --------------------------------------------------------------------------------------------------
+# A reader of the theory may stop here.
+#
 # What train_step leaves to helpers: the options of [B], [C] and [E][F], log-probs batch by batch
 
 # The flags that grpo_loss takes, under the same names
