@@ -551,8 +551,11 @@ def main():
     if not args.temperature > 0:
         raise ValueError(f"--temperature {args.temperature}: must be above 0")
 
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        model = AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model {args.model}: cannot be loaded ({error})") from None
     model = model.eval().to(args.device)
     messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
     messages.append({"role": "user", "content": args.prompt})

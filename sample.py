@@ -655,8 +655,11 @@ def main():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.set_defaults(**recipe_of(parser.parse_args().model))
     args = parser.parse_args()                                       # the command line wins
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        model = AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model {args.model}: cannot be loaded ({error})") from None
     messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
     messages.append({"role": "user", "content": args.question})
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
