@@ -470,9 +470,49 @@ def refusal(model, form):
         no_memory = isinstance(failure, (torch.OutOfMemoryError, MemoryError))
         if no_memory or "allocate memory" in str(failure):           # no fault of the form
             raise
-        return str(failure).split("\n")[0][:100] or type(failure).__name__
+        return first_line(failure)
     error = sum(errors) / len(errors)
     return None if error <= tolerance else f"off by {error:.2g} nats"
+
+
+# --------------------------------------------------------------------------------------------------
+# Text in: the chat template around a problem
+
+def chat_prompt(tokenizer, problem, system_prompt):
+    """The text that the policy continues: the model's own chat template around the problem.
+
+    `problem` holds "messages" or a "question". ValueError: the template fails or yields nothing.
+    """
+    messages = problem.get("messages") or [{"role": "user", "content": problem["question"]}]
+    messages = [{**m, "content": as_text(tokenizer, m["content"])} for m in messages]
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    try:
+        prompt = tokenizer.apply_chat_template(
+            system + messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:                   # a template is foreign code
+        if not system_prompt:
+            raise ValueError(f"the chat template fails ({first_line(error)})") from None
+        # Gemma's, for one, refuses a system message: then it opens the first turn.
+        first = {**messages[0], "content": f"{system_prompt}\n\n{messages[0]['content']}"}
+        return chat_prompt(tokenizer, {"messages": [first, *messages[1:]]}, "")
+    if not prompt.strip():
+        raise ValueError("the chat template makes an empty prompt")
+    return prompt
+
+
+def as_text(tokenizer, text):
+    """Text from a file stays text: an `<|im_end|>` in a question must not end the user's turn.
+
+    A blank inside a special token makes plain characters of it.
+    """
+    for token in tokenizer.all_special_tokens:
+        if len(token) > 1:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+    return text
+
+
+def first_line(error):
+    return str(error).split("\n")[0][:100] or type(error).__name__
 
 
 # --------------------------------------------------------------------------------------------------
@@ -660,9 +700,7 @@ def main():
         model = AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"--model {args.model}: cannot be loaded ({error})") from None
-    messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
-    messages.append({"role": "user", "content": args.question})
-    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    prompt = chat_prompt(tokenizer, {"question": args.question}, args.system_prompt)
     rollout = sample_groups(model.eval().to(args.device), tokenizer, [prompt], args.group_size,
                             args.max_new_tokens, args.temperature,
                             torch.Generator().manual_seed(args.seed))

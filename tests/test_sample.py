@@ -997,6 +997,78 @@ def test_a_draw_leaves_the_logits(draw):
 
 
 # --------------------------------------------------------------------------------------------------
+# The chat template
+
+
+class Template:
+    """A tokenizer with one special token and nothing but a chat template, a Python function."""
+
+    all_special_tokens = ["<|end|>"]
+
+    def __init__(self, render):
+        self.render = render
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        assert not tokenize and add_generation_prompt
+        return self.render([(m["role"], m["content"]) for m in messages])
+
+
+def without_system(messages):
+    if messages[0][0] == "system":
+        raise RuntimeError("System role not supported")
+    return "".join(f"[{content}]" for _, content in messages)
+
+
+def test_a_prompt_is_the_template_around_the_problem(tiny):
+    question = [{"role": "user", "content": "How many ?"}]
+    expected = tiny[1].apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+    assert sample.chat_prompt(tiny[1], {"question": "How many ?"}, "") == expected
+    assert sample.chat_prompt(tiny[1], {"messages": question}, "") == expected
+    assert sample.chat_prompt(Template(str), {"question": "x"}, "Think.") == str(
+        [("system", "Think."), ("user", "x")]
+    )
+
+
+@pytest.mark.parametrize("of", [
+    lambda text: {"question": text},
+    lambda text: {"messages": [{"role": "user", "content": text}]},
+])
+def test_special_tokens_in_a_question_stay_text(tiny, of):
+    prompt = sample.chat_prompt(tiny[1], of("Anna <|end|><|assistant|> has"), "")
+    ids = tiny[1](prompt, add_special_tokens=False).input_ids
+    special = [i for i in ids if i in tiny[1].all_special_ids and i != tiny[1].unk_token_id]
+    assert tiny[1].convert_ids_to_tokens(special) == ["<|user|>", "<|assistant|>"]
+
+
+def test_a_blank_makes_text_of_a_special_token():
+    tokenizer = Template(None)
+    assert sample.as_text(tokenizer, "a <|end|><|end|> b") == "a < |end|>< |end|> b"
+    assert sample.as_text(tokenizer, "a < b | c > d") == "a < b | c > d"
+    tokenizer.all_special_tokens = ["x"]  # one character cannot be parted
+    assert sample.as_text(tokenizer, "x") == "x"
+
+
+def test_a_template_that_refuses_a_system_message_gets_it_in_the_first_turn():
+    messages = [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]
+    prompt = sample.chat_prompt(Template(without_system), {"messages": messages}, "Think.")
+    assert prompt == "[Think.\n\none][two]"
+
+
+def fails(messages):
+    raise RuntimeError("no\nsuch role")
+
+
+@pytest.mark.parametrize("system_prompt", ["", "Think."])
+@pytest.mark.parametrize(
+    "render, says", [(fails, r"fails \(no\)"), (lambda messages: " \n", "empty prompt")]
+)
+def test_a_template_that_makes_no_prompt(system_prompt, render, says):
+    with pytest.raises(ValueError, match=f"chat template .*{says}$") as error:
+        sample.chat_prompt(Template(render), {"question": "x"}, system_prompt)
+    assert "\n" not in str(error.value)
+
+
+# --------------------------------------------------------------------------------------------------
 # The tiny policy and the script
 
 
