@@ -33,6 +33,7 @@ import tempfile
 import urllib.request
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -390,23 +391,152 @@ def check_k(rows, k):
         raise ValueError(f"k = {k}: needs at least one problem, and k samples of each")
 
 
+def diversity(responses, group_size=8):
+    """How much the answers to one problem differ: {"distinct_answers": …, "distinct_3grams": …}.
+
+    responses: N = B·G strings, prompt-major. Both are shares in 0..1, computed per problem, then
+    averaged: different final answers per response (one without an answer adds none), and different
+    sequences of three words per such sequence (distinct-n, arXiv 1510.03055), over the problems
+    that have one. ValueError unless N is B·group_size, B > 0.
+    """
+    if not responses or len(responses) % group_size:
+        raise ValueError(f"{len(responses)} responses are not whole groups of {group_size}")
+    answers, grams = [], []
+    for start in range(0, len(responses), group_size):
+        group = responses[start : start + group_size]
+        found = {canonical(extract_boxed(response) or "") for response in group} - {""}
+        answers.append(len(found) / group_size)
+        words = [response.split() for response in group]
+        triples = [triple for row in words for triple in zip(row, row[1:], row[2:])]
+        if triples:
+            grams.append(len(set(triples)) / len(triples))
+    return {
+        "distinct_answers": sum(answers) / len(answers),
+        "distinct_3grams": sum(grams) / max(len(grams), 1),
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# Variants of the reward, each a pure function that train.py calls only where its flag is given.
+
+
+def think_answer_reward(response, ground_truth):
+    """The think/answer format (DeepSeek-R1, arXiv 2501.12948): 0.0, 0.5 or 1.5.
+
+    0.5 for one <think>…</think> and after it one <answer>…</answer>, with nothing but white space
+    around them; 1.0 more if what stands in <answer>, or in a box there, is right by the rule's
+    comparison.
+    """
+    pieces = re.split(r"(</?(?:think|answer)>)", response)  # text, tag, text, tag, …, text
+    if pieces[1::2] != ["<think>", "</think>", "<answer>", "</answer>"]:
+        return 0.0
+    before, _, between, answer, after = pieces[::2]
+    if (before + between + after).strip():
+        return 0.0
+    answer = canonical(extract_boxed(answer) or answer)
+    return 0.5 + 1.0 * (answer != "" and answer == canonical(str(ground_truth)))
+
+
+def length_rescaled(rewards, lengths, group_size=8, alpha=0.33):
+    """GR3 (arXiv 2603.10535): r_i / (1 + alpha · L_i / mean L of its group), (N,) -> (N,).
+
+    It cures length inflation: of two right answers the shorter one earns more. lengths: response
+    tokens. Apply it before the group statistics. ValueError for a negative reward, which it would
+    raise for long answers, for a negative length or alpha, and for rows that are not whole groups.
+    """
+    rewards, lengths = torch.as_tensor(rewards), torch.as_tensor(lengths)
+    if rewards.ndim != 1 or rewards.shape != lengths.shape or len(rewards) % group_size:
+        raise ValueError(f"rewards {tuple(rewards.shape)} and lengths {tuple(lengths.shape)}: "
+                         f"not whole groups of {group_size}")
+    if alpha < 0 or not (rewards >= 0).all() or not (lengths >= 0).all():
+        raise ValueError("length rescaling needs rewards, lengths and alpha that are not negative")
+    L = lengths.to(rewards.device, torch.float32).view(-1, group_size)  # (B, G)
+    share = L / L.mean(dim=1, keepdim=True).clamp(min=1e-9)  # all empty: 0, the rewards as they are
+    return rewards / (1 + alpha * share.flatten())
+
+
+def overlong_penalty(lengths, limit, buffer):
+    """DAPO's soft overlong penalty (arXiv 2503.14476), to be added to the rewards: (N,).
+
+    0 up to limit - buffer tokens, from there down in a straight line to -1 at the limit, and -1
+    beyond it. ValueError unless 0 < buffer <= limit.
+    """
+    if not 0 < buffer <= limit:
+        raise ValueError(f"buffer {buffer}: not between 1 and the limit of {limit} tokens")
+    lengths = torch.as_tensor(lengths, dtype=torch.float32)
+    return ((limit - buffer - lengths) / buffer).clamp(-1, 0)
+
+
+def with_length_terms(rewards, lengths, group_size, max_new_tokens, length_rescale=0.0,
+                      overlong_buffer=0):
+    """GR3's rescaling (`--length-rescale`) and DAPO's penalty (`--overlong-buffer`), if asked for.
+
+    rewards, lengths: (N,), lengths in response tokens. -> (N,).
+    """
+    if length_rescale:
+        with named("--length-rescale:"):
+            rewards = length_rescaled(rewards, lengths, group_size, length_rescale)
+    if overlong_buffer:
+        with named("--overlong-buffer:"):
+            rewards = rewards + overlong_penalty(lengths, max_new_tokens, overlong_buffer)
+    return rewards
+
+
+BUILT_IN = {"rule": rule_reward, "think": think_answer_reward}  # what `--reward` knows by name
+
+
 # --------------------------------------------------------------------------------------------------
 # A user's own reward in place of the rule (`--reward`), written as for TRL's `reward_funcs`: its
 # file is loaded, the columns of the data are handed over, and where it goes wrong the row is named.
 
 GIVEN = ("prompts", "completions", "completion_ids")  # what a reward gets from the rollout
 FAILURE = (Exception, SystemExit)  # sys.exit() in a reward is a failing reward; Ctrl-C is not
+IGNORE = -100  # in `labels`: not a token of the response
 
 
-def load_reward(spec):
-    """`path/to/file.py:function` -> the user's function, called as TRL calls its `reward_funcs`:
+def reward_fn_of(specs, weights=None, step_spec=None):
+    """`--reward`, `--reward-weights` and `--step-reward` -> a reward_fn; None if none was given.
 
-        function(prompts=…, completions=…, completion_ids=…, **columns) -> a list
+    reward_fn(problems, prompts, rollout, columns=()) -> (N,) float32: the weighted sum of the
+    rewards in specs, the rule's if there are none. It leaves each reward's own part, (N,) by name,
+    in `rollout.reward_parts`, and those of the steps in `rollout.step_rewards`. ValueError, in one
+    line that begins with the flag, for whatever is wrong with a user's file or what it gives.
+    """
+    if not specs and not step_spec:
+        return None
+    specs = specs or ["rule"]
+    if weights and len(weights) != len(specs):
+        raise ValueError(f"--reward-weights: {len(weights)} weights for {len(specs)} rewards")
+    with named("--reward"):
+        functions = load_rewards(specs)
+    with named("--step-reward"):
+        steps_of = load_reward(step_spec) if step_spec else None
 
-    All are lists with one entry per row; `columns` are the columns of the problems file, under
-    their names. The list that comes back has one number per row, or None where this reward does not
-    apply. Of TRL these are not there: async functions, prompts and completions as lists of messages
-    (both are strings here), `trainer_state` and the logging functions.
+    def reward_fn(problems, prompts, rollout, columns=()):
+        ids = [row[row != IGNORE].tolist() for row in rollout.labels]
+        with named(f"--reward {' '.join(specs)}:"):
+            rewards, rollout.reward_parts = user_rewards(
+                functions, weights or None, problems, prompts, rollout.responses, ids, columns)
+        if steps_of:
+            with named("--step-reward"):
+                rollout.step_rewards = user_step_rewards(
+                    step_spec, steps_of, problems, prompts, rollout.responses, ids)
+        return rewards
+
+    return reward_fn
+
+
+@contextmanager
+def named(flag):
+    """What goes wrong inside is told under the flag that brought it."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{flag} {error}") from None
+
+
+def load_function(spec):
+    """`path/to/file.py:function` -> the user's function, with its folder on the import path.
 
     The file may define dataclasses and import what lies beside it. ValueError, in one line, for no
     such file, one that fails to load or exits, no such function in it.
@@ -428,9 +558,50 @@ def load_reward(spec):
         raise ValueError(f"{spec}: the file has no function {name!r} (async ones do not count)")
 
     @functools.wraps(function, updated=())
-    def call(**columns):
+    def call(*values, **columns):
         with importing_from(os.path.dirname(path)):  # for an import inside the function
-            return list(function(**columns))  # a generator runs here too
+            result = function(*values, **columns)
+            return list(result) if isinstance(result, Iterator) else result  # a generator runs here
+
+    return call
+
+
+def load_reward(spec):
+    """`path/to/file.py:function` -> the user's function, called as TRL calls its `reward_funcs`:
+
+        function(prompts=…, completions=…, completion_ids=…, **columns) -> a list
+
+    All are lists with one entry per row; `columns` are the columns of the problems file, under
+    their names. The list that comes back has one number per row, or None where this reward does not
+    apply. Of TRL these are not there: async functions, prompts and completions as lists of messages
+    (both are strings here), `trainer_state` and the logging functions. ValueError: `load_function`.
+    """
+    function = load_function(spec)
+
+    @functools.wraps(function, updated=())
+    def call(**columns):
+        return list(function(**columns))
+
+    return call
+
+
+def load_rewards(specs):
+    """The values of `--reward` -> {name: function}: `rule`, `think` or path/to/file.py:function.
+
+    A name is the function's own; of several with the same name all but the first have a longer one.
+    """
+    functions = {}
+    for spec in specs:
+        names = [spec.rpartition(":")[2], spec, *(f"{spec} {n}" for n in range(2, len(specs) + 1))]
+        name = next(name for name in names if name not in functions)
+        functions[name] = built_in(spec) if spec in BUILT_IN else load_reward(spec)
+    return functions
+
+
+def built_in(name):
+    """A reward of this file, taking what a user's own reward takes."""
+    def call(completions, answer, **_):
+        return [BUILT_IN[name](text, truth) for text, truth in zip(completions, answer)]
 
     return call
 
@@ -601,82 +772,6 @@ def in_one_line(error):
 
 
 # --------------------------------------------------------------------------------------------------
-# Variants of the reward, each a pure function that train.py calls only where its flag is given.
-
-
-def think_answer_reward(response, ground_truth):
-    """The think/answer format (DeepSeek-R1, arXiv 2501.12948): 0.0, 0.5 or 1.5.
-
-    0.5 for one <think>…</think> and after it one <answer>…</answer>, with nothing but white space
-    around them; 1.0 more if what stands in <answer>, or in a box there, is right by the rule's
-    comparison.
-    """
-    pieces = re.split(r"(</?(?:think|answer)>)", response)  # text, tag, text, tag, …, text
-    if pieces[1::2] != ["<think>", "</think>", "<answer>", "</answer>"]:
-        return 0.0
-    before, _, between, answer, after = pieces[::2]
-    if (before + between + after).strip():
-        return 0.0
-    answer = canonical(extract_boxed(answer) or answer)
-    return 0.5 + 1.0 * (answer != "" and answer == canonical(str(ground_truth)))
-
-
-def length_rescaled(rewards, lengths, group_size=8, alpha=0.33):
-    """GR3 (arXiv 2603.10535): r_i / (1 + alpha · L_i / mean L of its group), (N,) -> (N,).
-
-    It cures length inflation: of two right answers the shorter one earns more. lengths: response
-    tokens. Apply it before the group statistics. ValueError for a negative reward, which it would
-    raise for long answers, for a negative length or alpha, and for rows that are not whole groups.
-    """
-    rewards, lengths = torch.as_tensor(rewards), torch.as_tensor(lengths)
-    if rewards.ndim != 1 or rewards.shape != lengths.shape or len(rewards) % group_size:
-        raise ValueError(f"rewards {tuple(rewards.shape)} and lengths {tuple(lengths.shape)}: "
-                         f"not whole groups of {group_size}")
-    if alpha < 0 or not (rewards >= 0).all() or not (lengths >= 0).all():
-        raise ValueError("length rescaling needs rewards, lengths and alpha that are not negative")
-    L = lengths.to(rewards.device, torch.float32).view(-1, group_size)  # (B, G)
-    share = L / L.mean(dim=1, keepdim=True).clamp(min=1e-9)  # all empty: 0, the rewards as they are
-    return rewards / (1 + alpha * share.flatten())
-
-
-def overlong_penalty(lengths, limit, buffer):
-    """DAPO's soft overlong penalty (arXiv 2503.14476), to be added to the rewards: (N,).
-
-    0 up to limit - buffer tokens, from there down in a straight line to -1 at the limit, and -1
-    beyond it. ValueError unless 0 < buffer <= limit.
-    """
-    if not 0 < buffer <= limit:
-        raise ValueError(f"buffer {buffer}: not between 1 and the limit of {limit} tokens")
-    lengths = torch.as_tensor(lengths, dtype=torch.float32)
-    return ((limit - buffer - lengths) / buffer).clamp(-1, 0)
-
-
-def diversity(responses, group_size=8):
-    """How much the answers to one problem differ: {"distinct_answers": …, "distinct_3grams": …}.
-
-    responses: N = B·G strings, prompt-major. Both are shares in 0..1, computed per problem, then
-    averaged: different final answers per response (one without an answer adds none), and different
-    sequences of three words per such sequence (distinct-n, arXiv 1510.03055), over the problems
-    that have one. ValueError unless N is B·group_size, B > 0.
-    """
-    if not responses or len(responses) % group_size:
-        raise ValueError(f"{len(responses)} responses are not whole groups of {group_size}")
-    answers, grams = [], []
-    for start in range(0, len(responses), group_size):
-        group = responses[start : start + group_size]
-        found = {canonical(extract_boxed(response) or "") for response in group} - {""}
-        answers.append(len(found) / group_size)
-        words = [response.split() for response in group]
-        triples = [triple for row in words for triple in zip(row, row[1:], row[2:])]
-        if triples:
-            grams.append(len(set(triples)) / len(triples))
-    return {
-        "distinct_answers": sum(answers) / len(answers),
-        "distinct_3grams": sum(grams) / max(len(grams), 1),
-    }
-
-
-# --------------------------------------------------------------------------------------------------
 # A reward model in place of the rule (DeepSeekMath, arXiv 2402.03300, sec. 4.1.4), for answers that
 # no rule can check. Between iterations it is trained further, on the policy's own answers.
 
@@ -817,6 +912,23 @@ def open_reward_model(folder, lr=2e-5, device="cpu"):
     model = model.to(device).eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     return RewardModel(model, tokenizer, optimizer), report
+
+
+def model_reward_fn(reward_model, prompt_of=None):
+    """`--reward-model` -> reward_fn(problems, prompts, rollout, columns=()) -> (N,): its scores.
+
+    prompt_of(problem) -> the prompt in the reward model's own chat template; None if it has none:
+    then it reads the policy's prompts. What it has read is left in `rollout.judged`, for `judge`.
+    ValueError, in one line that begins with the flag.
+    """
+    def reward_fn(problems, prompts, rollout, columns=()):
+        read = [prompt_of(problem) for problem in problems] if prompt_of else prompts
+        with named("--reward-model:"):
+            rewards, rollout.judged = judge(
+                reward_model, read, rollout.responses, truths_of(problems))
+        return rewards
+
+    return reward_fn
 
 
 def judge(reward_model, prompts, responses, truths):

@@ -38,12 +38,16 @@ from reward import (
     hold_out,
     is_right,
     length_rescaled,
+    load_function,
     load_problems,
     load_reward,
+    load_rewards,
     majority_at_k,
+    model_reward_fn,
     overlong_penalty,
     pass_at_k,
     preference_pairs,
+    reward_fn_of,
     reward_model_rows,
     reward_model_scores,
     rule_reward,
@@ -53,6 +57,7 @@ from reward import (
     train_reward_model,
     truths_of,
     user_rewards,
+    with_length_terms,
 )
 
 ROOT = Path(reward.__file__).resolve().parent
@@ -1037,6 +1042,157 @@ def test_a_reward_without_a_file(tmp_path, monkeypatch, spec):
     write(tmp_path / "notes.txt", "score = max")
     with pytest.raises(ValueError, match="no f"):
         load_reward(spec)
+
+
+def test_a_function_gives_what_it_gives(tmp_path):
+    write(tmp_path / "grpo_third_neighbour.py", "word = 'yes'\n")
+    path = write(tmp_path / "talk.py", """
+        def reply(response, *, times=1):
+            from grpo_third_neighbour import word
+            return response + times * word
+
+        def words(response):
+            from grpo_third_neighbour import word
+            yield word
+    """)
+    before = list(sys.path)
+    reply = load_function(f"{path}:reply")
+    assert reply("No, ", times=2) == "No, yesyes" and reply.__name__ == "reply"
+    assert load_function(f"{path}:words")("") == ["yes"]  # not run later, on another path
+    assert sys.path == before
+    with pytest.raises(ValueError, match="talk.py:other: the file has no function 'other'"):
+        load_function(f"{path}:other")
+
+
+# --------------------------------------------------------------------------------------------------
+# --reward, --reward-weights, --step-reward, --reward-model and the length terms
+
+ONE_AND_TWO = """
+    def one(completions, **columns):
+        return [1.0 for _ in completions]
+
+    def two(completions, level, **columns):
+        return [2.0 if mark is None else None for mark in level]
+
+    def steps(completion_ids, **columns):
+        return [[(len(ids) - 1, float(sum(ids)))] for ids in completion_ids]
+
+    def rule(completions, **columns):
+        return [7.0 for _ in completions]
+"""
+
+
+@pytest.fixture
+def mine_py(tmp_path):
+    return str(write(tmp_path / "mine.py", ONE_AND_TWO))
+
+
+def rollout_of(*responses):
+    """Two prompt tokens, then the answer's: 5 6 in the first row, 5 6 7 in the second, and so on"""
+    labels = torch.full((len(responses), 3 + len(responses)), -100)
+    for n in range(len(responses)):
+        labels[n, 2 : 4 + n] = torch.arange(5, 7 + n)
+    return types.SimpleNamespace(responses=list(responses), labels=labels)
+
+
+def test_each_of_several_rewards_has_a_name_of_its_own(mine_py, tmp_path):
+    other = str(write(tmp_path / "other.py", ONE_AND_TWO))
+    one, far = f"{mine_py}:one", f"{other}:one"
+    assert list(load_rewards([one, f"{mine_py}:two", "rule", "think"])) == [
+        "one", "two", "rule", "think"]
+    for specs, names in (
+            ([one, one, one], ["one", one, f"{one} 2"]),
+            ([one, far, one, far], ["one", far, one, f"{far} 2"]),
+            ([f"{mine_py}:rule", "rule", "rule"], ["rule", "rule 2", "rule 3"]),
+            (["rule", f"{mine_py}:rule"], ["rule", f"{mine_py}:rule"])):
+        assert list(load_rewards(specs)) == names
+        rollout = rollout_of("x", "y")
+        rewards = reward_fn_of(specs)(PROBLEMS[:1], ["p"], rollout)
+        assert list(rollout.reward_parts) == names
+        assert torch.equal(rewards, sum(rollout.reward_parts.values()))
+
+
+def test_nothing_asked_for_is_no_reward_fn():
+    assert reward_fn_of(None) is None and reward_fn_of([]) is None
+    assert reward_fn_of(None, [1.0]) is None
+
+
+def test_the_rewards_of_the_flags(mine_py):
+    answers = [box(7), box(8), "<think>8</think><answer>8</answer>", box(8)]
+    rollout = rollout_of(*answers)
+    specs = [f"{mine_py}:one", "rule", "think", f"{mine_py}:two"]
+    rewards = reward_fn_of(specs, [10.0, 1.0, 100.0, 1000.0])(PROBLEMS, ["<a>", "<b>"], rollout)
+    assert rewards.tolist() == [11.5, 10.5, 2160.0, 2011.5]
+    parts = {name: part.nan_to_num(-1.0).tolist() for name, part in rollout.reward_parts.items()}
+    assert parts == {"one": [1.0] * 4, "rule": [1.5, 0.5, 0.0, 1.5], "think": [0.0, 0.0, 1.5, 0.0],
+                     "two": [-1.0, -1.0, 2.0, 2.0]}
+    assert reward_fn_of(["rule"], [])(PROBLEMS, ["", ""], rollout).tolist() == parts["rule"]
+    assert not hasattr(rollout, "step_rewards")
+
+
+def test_rewards_of_steps_stand_beside_the_rules(mine_py):
+    rollout = rollout_of(box(7), "x")
+    rewards = reward_fn_of(None, None, f"{mine_py}:steps")(PROBLEMS[:1], ["p"], rollout)
+    assert rewards.tolist() == [1.5, 0.0] and list(rollout.reward_parts) == ["rule"]
+    assert rollout.step_rewards == [[(1, 11.0)], [(2, 18.0)]]
+
+
+def test_every_batch_gets_the_columns_of_the_whole_file(mine_py):
+    """`two` reads the column `level`, which the second problem lacks."""
+    fn = reward_fn_of([f"{mine_py}:two"])
+    assert fn(PROBLEMS[1:], ["p"], rollout_of("x", "y"), ["level"]).tolist() == [2.0, 2.0]
+    with pytest.raises(ValueError, match="missing 1 required positional argument: 'level'"):
+        fn(PROBLEMS[1:], ["p"], rollout_of("x", "y"))
+
+
+def test_what_is_wrong_is_told_under_its_flag(mine_py):
+    bad = f"{mine_py}:steps"
+    for arguments, line in (
+            ((["rule", "think"], [1.0]), "--reward-weights: 1 weights for 2 rewards"),
+            ((None, [1.0, 2.0], bad), "--reward-weights: 2 weights for 1 rewards"),
+            (([f"{mine_py}:none"],), f"--reward {mine_py}:none: the file has no function 'none'"),
+            ((["thinks"],), "--reward thinks: no file ''"),
+            ((["rule"], None, "x.py:f"), "--step-reward x.py:f: no file 'x.py'")):
+        with pytest.raises(ValueError, match=f"^{re.escape(line)}"):
+            reward_fn_of(*arguments)
+    for fn, line in (
+            (reward_fn_of(["rule", bad]), f"--reward rule {bad}: steps, row 0, response 'x': [(1,"),
+            (reward_fn_of(None, None, f"{mine_py}:one"),
+             f"--step-reward {mine_py}:one, row 0, response 'x': 1.0 is not a list of (end,")):
+        with pytest.raises(ValueError, match=f"^{re.escape(line)}") as error:
+            fn(PROBLEMS[:1], ["p"], rollout_of("x", "y"))
+        assert "\n" not in str(error.value)
+
+
+def test_a_reward_model_reads_its_own_template(tiny):
+    model = reward.RewardModel(small_reward_model(), tiny[1], None)
+    rollout = rollout_of("7", "8", "7 and 7", "8")
+    problems = [{**PROBLEMS[0], "solution": ""}, {**PROBLEMS[1], "solution": None}]
+    for prompt_of, prompts in ((None, ["1 + 2", "5"]), (lambda problem: problem["answer"], "78")):
+        scores = model_reward_fn(model, prompt_of)(problems, ["1 + 2", "5"], rollout, ["level"])
+        expected = reward_model_scores(model.model, tiny[1], list(prompts), rollout.responses)
+        assert torch.equal(scores, expected)
+        read, responses, rule = zip(*rollout.judged)
+        assert list(read) == [prompts[0], prompts[0], prompts[1], prompts[1]]
+        assert list(responses) == rollout.responses
+        assert rule[:2] == (0.0, 0.0) and math.isnan(rule[2])  # no answer known: no preference
+    rollout.responses[1] = "9 " * 100
+    with pytest.raises(ValueError, match="^--reward-model: a row of .* tokens"):
+        model_reward_fn(model)(problems, ["1 + 2", "5"], rollout)
+
+
+def test_length_terms_where_they_are_asked_for():
+    rewards, lengths = torch.tensor([1.5, 0.5]), torch.tensor([10, 30])
+    assert with_length_terms(rewards, lengths, 2, 30) is rewards
+    assert torch.equal(with_length_terms(rewards, lengths, 2, 30, length_rescale=0.5),
+                       length_rescaled(rewards, lengths, 2, 0.5))
+    assert with_length_terms(rewards, lengths, 2, 30, 0.0, 20).tolist() == [1.5, -0.5]
+    both = with_length_terms(rewards, lengths, 2, 40, 0.5, 20)
+    assert both.tolist() == pytest.approx([1.5 / 1.25, 0.5 / 1.75 - 0.5])
+    for name, options in (("--length-rescale: length", {"length_rescale": 0.1}),
+                          ("--overlong-buffer: buffer 50", {"overlong_buffer": 50})):
+        with pytest.raises(ValueError, match=f"^{name}"):
+            with_length_terms(-rewards, lengths, 2, 40, **options)
 
 
 # --------------------------------------------------------------------------------------------------
