@@ -22,17 +22,20 @@ import json
 import math
 import sys
 import weakref
-from functools import lru_cache
+from contextlib import contextmanager
+from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 # cuDNN builds a plan for every new shape, which takes longer than the attention itself, and its
 # masked bfloat16 kernels have returned wrong numbers. Torch's other kernels have neither fault.
@@ -365,6 +368,10 @@ AttentionInterface.register("grouped", grouped_attention)
 AttentionMaskInterface.register("grouped", sdpa_mask)
 
 
+# --------------------------------------------------------------------------------------------------
+# Memory: micro-batches of so many tokens, layers that keep nothing for the backward pass, and a
+# count of what is kept
+
 def micro_batches(labels, group_ids, token_budget, share_prompts):
     """Cut N rows into micro-batches -> [(row indices (n,), width of the longest), ...].
 
@@ -398,6 +405,58 @@ def micro_batches(labels, group_ids, token_budget, share_prompts):
         else:
             cuts.append(part)
     return [(torch.tensor(rows, device=labels.device), max(ends[n] for n in rows)) for rows in cuts]
+
+
+@contextmanager
+def layers_checkpointed(model, on):
+    """While `on`, a layer keeps its input alone, and the backward pass computes the layer again.
+
+    transformers does that for layers in training mode, and makes no key/value cache then: the
+    layers are left in evaluation mode, for the next rollout needs one.
+    """
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)] if on else []
+    for layer in layers:
+        layer.training = True
+        layer.gradient_checkpointing = True
+        # No layer draws random numbers: dropout is off
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False,
+                                                     preserve_rng_state=False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
+
+
+@lru_cache
+def activation_bytes(model, tokens, group_size, max_new_tokens, checkpointed, prompt_tokens=256):
+    """Bytes that the layers keep for the backward pass of one micro-batch of so many tokens.
+
+    `model` is one on the meta device, which takes the attention "grouped"; the answers are as long
+    as they may be. Counted are the tensors that autograd saves, and the last hidden states.
+    """
+    group = (prompt_tokens, *[max_new_tokens] * group_size)
+    groups = [group] * (tokens // sum(group))
+    if not groups:
+        answers = max((tokens - prompt_tokens) // max_new_tokens, 1)
+        groups = [group[:1 + answers]]
+    ids = torch.zeros(1, sum(map(sum, groups)), dtype=torch.long, device="meta")  # (1, T)
+    unused = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta")
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        # Tensors may share a storage. It is held here, or another could get its address.
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            kept[storage._cdata] = storage
+        return tensor
+
+    model.set_attn_implementation("grouped")
+    with saved_tensors_hooks(pack, lambda tensor: tensor), layers_checkpointed(model, checkpointed):
+        hidden = body_of(model)(input_ids=ids, position_ids=ids, attention_mask=unused,
+                                use_cache=False, groups=groups).last_hidden_state
+    return sum(storage.nbytes() for storage in kept.values()) + hidden.nbytes
 
 
 # --------------------------------------------------------------------------------------------------

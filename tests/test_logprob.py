@@ -12,13 +12,16 @@ import pytest
 import torch
 from conftest import SMALL, small_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import logprob
 from logprob import (
     IGNORE,
     LeanHead,
+    activation_bytes,
     forms_of,
+    layers_checkpointed,
     length_limit,
     micro_batches,
     plain_logprobs,
@@ -807,6 +810,90 @@ def test_micro_batches_keep_a_group_whole_that_fits():
     cuts = cuts_of(31, share_prompts=True)
     # Groups of 11, 10, 14 and 31: row 4 alone would have fitted
     assert [rows.tolist() for rows, _ in cuts] == [[0, 1, 2, 3], [4, 5], [6, 7]]
+
+
+# --------------------------------------------------------------------------------------------------
+# Checkpointed layers, and the count of what a micro-batch keeps
+
+
+@pytest.mark.parametrize("group_ids", [None, GROUPS], ids=["rows", "groups"])
+def test_checkpointed_layers_give_the_same_gradients(random_model, group_ids):
+    model, (input_ids, labels, weights) = copy.deepcopy(random_model), batch()
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    forms_of(model)
+    run = []
+    # Not a hook of the layer itself: checkpointing stands between that and the layer's forward.
+    inner = next(layers[0].children())
+    inner.register_forward_hook(lambda *args: run.append(args[0]))
+
+    def grads(on):
+        run.clear()
+        with layers_checkpointed(model, on):
+            logprobs = token_logprobs(model, input_ids, labels, group_ids=group_ids)
+            assert all(layer.training == on for layer in layers)
+            assert len(run) == 1
+            found = gradients(model, (logprobs * weights).sum())
+            assert len(run) == 1 + on
+        assert not any(layer.training for layer in layers)
+        return found
+
+    assert_same_gradients(grads(True), grads(False), 1e-6)
+
+
+def test_checkpointed_layers_wake_up_after_an_error():
+    model = small_model("llama")
+    with pytest.raises(ValueError, match="out"), layers_checkpointed(model, True):
+        assert model.model.layers[1].training
+        raise ValueError("out")
+    assert not any(module.training for module in model.modules())
+
+
+def on_meta(architecture="llama", **changes):
+    config = small_model(architecture, **changes).config
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_activation_bytes_are_those_a_real_pass_keeps(architecture, checkpointed):
+    model = small_model(architecture)
+    assert forms_of(model)["grouped rows"] is None
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def pack(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
+        return x
+
+    # Two groups of three answers fit into 100 tokens, with 10 to spare.
+    prompt, answer, T = 15, 10, 90
+    ids = torch.zeros(1, T, dtype=torch.long)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+    with hooks, layers_checkpointed(model, checkpointed):
+        hidden = logprob.body_of(model)(
+            input_ids=ids,
+            position_ids=ids,
+            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),
+            use_cache=False,
+            groups=[(prompt, answer, answer, answer)] * 2,
+        ).last_hidden_state
+    expected = hidden.nbytes + sum(x.nbytes() for p, x in kept.items() if p not in weights)
+    actual = activation_bytes(on_meta(architecture), 100, 3, answer, checkpointed, prompt)
+    assert actual == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "tokens, T",
+    # Groups of 5 + 3 * 10: as many whole ones as fit; or as many answers of one, one at least
+    [(35, 35), (69, 35), (70, 70), (34, 25), (14, 15), (1, 15)],
+)
+def test_a_checkpointed_layer_keeps_its_input_alone(tokens, T):
+    def count(layers):
+        return activation_bytes(on_meta(num_hidden_layers=layers), tokens, 3, 10, True, 5)
+
+    assert count(3) - count(2) == T * SMALL["hidden_size"] * 4
+    assert activation_bytes(on_meta(), tokens, 3, 10, False, 5) > 2 * count(2)
 
 
 def test_length_limit():
