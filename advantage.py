@@ -36,11 +36,19 @@ def group_advantages(rewards, group_size=8, eps=1e-8, scale_by_std=True, unbiase
     advantages = r - r.mean(dim=1, keepdim=True)
     if scale_by_std:
         advantages = advantages / (r.std(dim=1, keepdim=True, correction=int(unbiased)) + eps)
-    all_equal = (r == r[:, :1]).all(dim=1, keepdim=True)                     # (B, 1), no threshold
-    advantages = advantages.masked_fill(all_equal, 0.0)
+    advantages = advantages.masked_fill(is_flat(rewards, group_size)[:, None], 0.0)
     if clip is not None:
         advantages = advantages.clamp(-clip, clip)
     return advantages.flatten().to(rewards.dtype)
+
+
+def is_flat(rewards, group_size):
+    """Rewards (N,) -> (B,) bool: all rewards of the group are equal, and so it teaches nothing.
+
+    They are compared: the std of equal rewards is not always 0, see above.
+    """
+    groups = rewards.view(-1, group_size)                                    # (B, G)
+    return (groups == groups[:, :1]).all(dim=1)
 
 
 def check(rewards, group_size, clip=None):
@@ -59,25 +67,29 @@ def check(rewards, group_size, clip=None):
 # Variants: other baselines, and advantages that differ from token to token. Plain GRPO is above and
 # needs none of them. `advantages_for` is where one is chosen.
 
-ADVANTAGES = ("group", "leave-one-out", "gtpo", "grpo-s")
+ADVANTAGES = ("group", "leave-one-out", "gtpo", "grpo-s", "shape")
 
 
 def advantages_for(kind, rewards, group_size=8, entropies=None, mask=None, right=None, *,
-                   step_rewards=None, scale_by_std=True, clip=None):
+                   step_rewards=None, candidates=None, scale_by_std=True, clip=None):
     """The advantages of this kind: (N,) for "group" and "leave-one-out", otherwise (N, S-1).
 
     `entropies` and `mask` (N, S-1) are needed by "gtpo" and "grpo-s", and `right` (N,) is read by
-    them alone. With `step_rewards` and `mask`, kind "group" is process supervision: the rewards of
-    steps take the place of the rewards of answers. `clip` bounds every kind. ValueError: a kind
-    that does not exist, an input that is missing or that this kind cannot use.
+    them alone; "shape" needs `mask` and `candidates`, the pair (candidate_rewards, candidate_spans)
+    of `shape_advantages`. With `step_rewards` and `mask`, kind "group" is process supervision: the
+    rewards of steps take the place of the rewards of answers. `clip` bounds every kind. ValueError:
+    a kind that does not exist, an input that is missing or that this kind cannot use.
     """
     if kind not in ADVANTAGES:
         raise ValueError(f"advantage {kind!r}: not one of {', '.join(ADVANTAGES)}")
     check(rewards, group_size, clip)
     if step_rewards is not None and kind != "group":
         raise ValueError(f"advantage {kind!r}: only 'group' can use rewards of steps")
-    if not scale_by_std and (step_rewards is not None or kind in ("gtpo", "grpo-s")):
-        raise ValueError("scale_by_std off: rewards of steps, gtpo and grpo-s divide by the std")
+    if not scale_by_std and (step_rewards is not None or kind in ("gtpo", "grpo-s", "shape")):
+        raise ValueError("scale_by_std off: rewards of steps, gtpo, grpo-s and shape"
+                         " divide by the std")
+    if kind == "shape" and (mask is None or candidates is None):
+        raise ValueError("advantage 'shape': the mask and the candidates are needed")
 
     if step_rewards is not None:
         advantages = process_advantages(step_rewards, mask, group_size)
@@ -85,6 +97,8 @@ def advantages_for(kind, rewards, group_size=8, entropies=None, mask=None, right
         advantages = group_advantages(rewards, group_size, scale_by_std=scale_by_std)
     elif kind == "leave-one-out":
         advantages = leave_one_out_advantages(rewards, group_size)
+    elif kind == "shape":
+        advantages = shape_advantages(*candidates, mask, group_size)
     elif kind == "gtpo":
         advantages = entropy_advantages(rewards, entropies, mask, group_size, "token", right=right)
     else:

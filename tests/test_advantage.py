@@ -18,6 +18,7 @@ from advantage import (
     advantages_for,
     entropy_advantages,
     group_advantages,
+    is_flat,
     leave_one_out_advantages,
     process_advantages,
     shape_advantages,
@@ -160,6 +161,17 @@ def test_equal_groups_beside_others():
     advantages = group_advantages(rewards, 7)
     assert advantages[:7].tolist() == [0.0] * 7 == advantages[14:].tolist()
     assert_close(advantages[7:14], reference(rewards[7:14].tolist(), 7), 1e-6)
+
+
+def test_is_flat():
+    rewards = torch.tensor([0.7] * 7 + [0, 0, 0, 1.5, 0, 0, 0] + [0.7] * 6 + [0.7 + 1e-7])
+    assert is_flat(rewards, 7).tolist() == [True, False, False]
+    assert is_flat(rewards[14:].repeat_interleave(2)[::2], 7).tolist() == [False]
+    assert is_flat(torch.tensor([2, 2, 3, 3]), 2).tolist() == [True, True]
+    assert is_flat(torch.tensor([2, 2, 3, 3]), 4).tolist() == [False]
+    # as many as there are groups whose advantages are all 0
+    zero = (group_advantages(rewards, 7) == 0).view(3, 7).all(dim=1)
+    assert torch.equal(is_flat(rewards, 7), zero)
 
 
 # ----- what must not matter -----
@@ -408,19 +420,22 @@ def test_process_supervision_refuses(steps, group_size, reason):
     assert "\n" not in str(error.value)
 
 
+CANDIDATE_REWARDS = [[0.2, 0.8, 0.5], [1.0], [], [0.0, 1.0], [], [1.0, 1.0, 0.0], [0.5], []]
+SPANS = [
+    [(0, 0), (1, 2), (3, 3)],
+    [(1, 1)],
+    [],
+    [(0, 1), (2, 2)],
+    [],
+    [(0, 1), (2, 2), (4, 4)],
+    [(0, 1)],
+    [],
+]
+
+
 def test_shape_advantages():
     mask = ragged_mask()
-    rewards = [[0.2, 0.8, 0.5], [1.0], [], [0.0, 1.0], [], [1.0, 1.0, 0.0], [0.5], []]
-    spans = [
-        [(0, 0), (1, 2), (3, 3)],
-        [(1, 1)],
-        [],
-        [(0, 1), (2, 2)],
-        [],
-        [(0, 1), (2, 2), (4, 4)],
-        [(0, 1)],
-        [],
-    ]
+    rewards, spans = CANDIDATE_REWARDS, SPANS
     rows = []
     for row, length in enumerate(LENGTHS):
         group = range(row // 4 * 4, row // 4 * 4 + 4)
@@ -598,11 +613,14 @@ def test_advantages_for():
         "leave-one-out": leave_one_out_advantages(rewards, 4),
         "gtpo": entropy_advantages(rewards, H, mask, 4, "token", right=right),
         "grpo-s": entropy_advantages(rewards, H, mask, 4, "sequence", right=right),
+        "shape": shape_advantages(CANDIDATE_REWARDS, SPANS, mask, 4),
     }
     assert tuple(expected) == ADVANTAGES
+    candidates = (CANDIDATE_REWARDS, SPANS)
     for kind, advantages in expected.items():
-        assert torch.equal(advantages_for(kind, rewards, 4, H, mask, right), advantages)
-        clipped = advantages_for(kind, rewards, 4, H, mask, right, clip=0.3)
+        given = (kind, rewards, 4, H, mask, right)
+        assert torch.equal(advantages_for(*given, candidates=candidates), advantages)
+        clipped = advantages_for(*given, candidates=candidates, clip=0.3)
         assert torch.equal(clipped, advantages.clamp(-0.3, 0.3))
         assert (advantages > 0.3).any() and (advantages < -0.3).any()
     for kind, other in itertools.combinations(ADVANTAGES[2:], 2):
@@ -624,7 +642,7 @@ def test_advantages_for():
 @pytest.mark.parametrize(
     "kind, options, reason",
     [
-        ("median", {}, "'median': not one of group, leave-one-out, gtpo, grpo-s"),
+        ("median", {}, "'median': not one of group, leave-one-out, gtpo, grpo-s, shape"),
         ("leave-one-out", dict(step_rewards=STEPS), "only 'group'"),
         ("gtpo", dict(step_rewards=STEPS), "only 'group'"),
         ("gtpo", dict(scale_by_std=False), "scale_by_std"),
@@ -633,6 +651,13 @@ def test_advantages_for():
         ("group", dict(step_rewards=STEPS, mask=None), "mask is needed"),
         ("gtpo", dict(entropies=None), "needed"),
         ("group", dict(group_size=3), "groups of 3"),
+        ("shape", dict(step_rewards=STEPS), "only 'group'"),
+        ("shape", dict(candidates=(CANDIDATE_REWARDS, SPANS), scale_by_std=False), "scale_by_std"),
+        ("shape", dict(candidates=(CANDIDATE_REWARDS, SPANS), mask=None), "'shape': the mask and"),
+        ("shape", {}, "the candidates are needed"),
+        ("shape", dict(candidates=(CANDIDATE_REWARDS[:7], SPANS[:7])), "7 answers"),
+        ("shape", dict(candidates=(CANDIDATE_REWARDS, SPANS), group_size=3), "groups of 3"),
+        ("shape", dict(candidates=(CANDIDATE_REWARDS, SPANS), clip=0), "clip 0"),
     ],
 )
 def test_advantages_for_refuses(kind, options, reason):
