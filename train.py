@@ -13,8 +13,7 @@ Departures from the theory's code map:
     python train.py                                       # the tiny policy learns to reason
     python train.py --model Qwen/Qwen2.5-1.5B-Instruct    # GSM8K, on a GPU
 
-[G] and [H] come first. Below the ruler stands what makes them usable: settings, loading,
-float32 masters, a count of the memory, several GPUs, the files of a run.
+[G] and [H] come first. Below them stands what makes them usable.
 """
 
 import os
@@ -28,7 +27,6 @@ if __name__ == "__main__":
 import contextlib
 import copy
 import dataclasses
-import functools
 import hashlib
 import json
 import math
@@ -36,45 +34,41 @@ import re
 import shlex
 import shutil
 import time
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from types import MethodType
 
 import torch
 import torch.distributed as dist
 import transformers
-from huggingface_hub.utils import enable_progress_bars
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.nn.utils import clip_grad_norm_
-from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import cached_file
 
 import advantage
 import logprob
 import loss
 import reward
 import sample
-from advantage import advantages_for
-from logprob import IGNORE, token_logprobs
+from advantage import advantages_for, is_flat
+from logprob import IGNORE, layers_checkpointed, token_logprobs
 from loss import grpo_loss
 from reward import score_responses
-from sample import sample_groups
+from sample import chat_prompt, sample_groups
 
 # --------------------------------------------------------------------------------------------------
 # [G] One step: sample, score, normalise, update
 
 
 def train_step(policy_model, ref_model, optimizer, tokenizer, prompts, ground_truths, settings,
-               generator=None, reward_fn=None, on_rollout=None, more=None):
+               generator=None, reward_fn=None, sampler=sample_groups, on_rollout=None, more=None):
     """One GRPO step on B prompts -> its metrics, floats by name. DeepSeekMath, algorithm 1.
 
     prompts: B strings, chat template applied; ground_truths: their B true answers. ref_model: the
-    frozen reference, None for no KL. `generator` is as sample_groups takes it. `reward_fn(prompts,
-    rollout) -> (N,)` replaces the rule's reward; `on_rollout(rollout, rewards, advantages)` may
+    frozen reference, None for no KL. `reward_fn(prompts, rollout) -> (N,)` replaces the rule's
+    reward, `sampler` is called as sample_groups is. `on_rollout(rollout, rewards, advantages)` may
     look at the answers; `more` gives other problems to --max-resample. Each of several GPUs has
     prompts of its own; the metrics are of all.
     """
@@ -83,8 +77,8 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, prompts, ground_tr
 
     # [A] G answers to each prompt, drawn from the policy as it is now.
     with whole_weights(policy_model):
-        rollout = sample_groups(policy_model, tokenizer, prompts, s.group_size, s.max_new_tokens,
-                                s.temperature, generator)
+        rollout = sampler(policy_model, tokenizer, prompts, s.group_size, s.max_new_tokens,
+                          s.temperature, generator)
     clock.append(time.perf_counter())
 
     # [B] One number per answer, (N,). The rule's is computed in any case: accuracy comes from it.
@@ -92,7 +86,8 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, prompts, ground_tr
     rewards = reward_fn(prompts, rollout) if reward_fn else rule_rewards
     if s.max_resample:
         rollout, rewards, rule_rewards = without_flat_groups(
-            policy_model, tokenizer, prompts, rollout, rewards, rule_rewards, more, s)
+            policy_model, tokenizer, prompts, ground_truths, rollout, rewards, rule_rewards,
+            sampler, more, s)
     rewards = with_length_terms(rewards, rollout, s)
     clock.append(time.perf_counter())
 
@@ -100,9 +95,8 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, prompts, ground_tr
     fill_in_logprobs(policy_model, ref_model, rollout, s)
 
     # [C] Each answer against its siblings: (N,), or (N, S-1) where tokens differ.
-    advantages = advantages_for(s.advantage, rewards, s.group_size,
-                                **advantage_inputs(rollout, rule_rewards, reward_fn, s))
-    advantages = advantages.to(rollout.labels.device)
+    advantages = advantages_for(s.advantage, rewards, s.group_size, **advantage_inputs(
+        rollout, rule_rewards, reward_fn, ground_truths, tokenizer, s))
     if on_rollout:
         on_rollout(rollout, rewards, advantages)
 
@@ -112,8 +106,7 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, prompts, ground_tr
     for _ in range(s.updates_per_rollout):
         for batch in mini_batches(rollout, advantages, s):
             updates.append(update(policy_model, optimizer, *batch, s))
-    # The next rollout can use the gradients' memory.
-    optimizer.zero_grad()
+    optimizer.zero_grad()  # the next rollout can use the gradients' memory
     return step_metrics(rollout, rewards, rule_rewards, updates, clock, s)
 
 
@@ -150,16 +143,12 @@ def update(policy_model, optimizer, rollout, advantages, settings):
         rollout.old_logprobs = logprobs
         rollout.entropies = entropies
 
-    sums = summed(sums)
-    grad_norm = float(full(clip_grad_norm_(policy_model.parameters(), s.max_grad_norm)))
-    # A step that would write NaN into the weights is not taken, and counted.
-    finite = math.isfinite(grad_norm) and math.isfinite(sums["loss"])
-    if finite:
+    # [G] The gradient step. One that would write NaN into the weights is not taken, and counted.
+    grad_norm = clip_grad_norm_(policy_model.parameters(), s.max_grad_norm)
+    metrics = update_metrics(sums, grad_norm, logprobs, rollout.old_logprobs)
+    if not metrics["skipped_updates"]:
         optimizer.step()
-    sums["grad_norm"] = grad_norm
-    sums["skipped_updates"] = int(not finite)
-    sums["ratio_max_error"] = largest_ratio_error(logprobs, rollout.old_logprobs)
-    return sums
+    return metrics
 
 
 # --------------------------------------------------------------------------------------------------
@@ -167,10 +156,10 @@ def update(policy_model, optimizer, rollout, advantages, settings):
 
 
 def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_problems, settings,
-               run=None, reward_fn=None, reward_model=None):
+               run=None, reward_of=None, reward_model=None, sampler=sample_groups):
     """Steps run.step + 1 .. settings.steps on `problems` (dicts, see load_problems).
 
-    `reward_fn(problems, prompts, rollout) -> (N,)` replaces the rule's reward; `reward_model` is
+    `reward_of(problems, prompts, rollout) -> (N,)` replaces the rule's reward; `reward_model` is
     what stands behind it, if it is trained further with every new reference. Everything random
     follows from (seed, step, prompt): a resumed run needs to know its step and no more, and the
     answers do not depend on how many GPUs share them.
@@ -178,8 +167,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
     s = settings
     run = run or Run()
     assert_own_frozen_tensors(ref_model, policy_model)
-    s.kl_coef = s.kl_coef if run.kl_coef is None else run.kl_coef
-    judge = partial(evaluate, policy_model, tokenizer, eval_problems, s, reward_fn=reward_fn)
+    judge = partial(evaluate, policy_model, tokenizer, eval_problems, s, reward_of, sampler)
     if not run.before:
         figures, run.before = judge()
         run.log({"step": 0, **figures})
@@ -189,18 +177,17 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
                 break
             set_learning_rate(optimizer, step, s)
             # Fresh problems, fresh answers: what the policy learned from is not asked again.
-            batch, generators = problems_of_step(problems, step, s)
-            prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in batch]
-            truths = reward.truths_of(batch)
+            prompts, truths, generators, reward_fn = problems_of_step(
+                tokenizer, problems, step, s, reward_of)
             metrics = train_step(
                 policy_model, ref_model, optimizer, tokenizer, prompts, truths, s, generators,
-                reward_fn and partial(agreed_rewards, reward_fn, batch),
-                partial(keep_answers, run, reward_model, s, step, prompts),
-                partial(more_problems, tokenizer, problems, step, s, reward_fn))
+                reward_fn, partial(agreed, sampler),
+                on_rollout=partial(keep_answers, run, reward_model, s, step, prompts),
+                more=partial(more_problems, tokenizer, problems, step, s, reward_of))
             metrics = {"step": step, "lr": optimizer.param_groups[0]["lr"], **metrics}
-            # Iterative GRPO: with every new reference the reward model goes on learning, too.
-            if reward_model and step % s.renew_reference == 0:
-                metrics |= renew_reward_model(reward_model, step, s)
+            # Iterative GRPO: a new reference, and the reward model goes on learning, too.
+            if s.renew_reference and step % s.renew_reference == 0:
+                metrics |= renew(ref_model, policy_model, reward_model, step, s)
             if step % s.eval_every == 0 or step == s.steps:
                 figures, run.after = judge()
                 metrics |= figures
@@ -209,11 +196,8 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             # The leash of the next step: another one only with --kl-band.
             run.kl_coef = s.kl_coef = next_beta(metrics["approx_kl"], s)
             show(bar, metrics, run, eval_problems)
-            if s.renew_reference and step % s.renew_reference == 0:
-                renew(ref_model, policy_model)
             if step % s.save_every == 0 or step == s.steps:
-                run.save_checkpoint(policy_model, optimizer,
-                                    ref_model if s.renew_reference else None)
+                run.save_checkpoint(policy_model, optimizer)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -235,12 +219,17 @@ def loss_options(rollout, here, settings):
     return options
 
 
-def advantage_inputs(rollout, rule_rewards, reward_fn, settings):
-    """What the kinds of [C] read beside the rewards; plain GRPO needs none of the first three."""
+def advantage_inputs(rollout, rule_rewards, reward_fn, ground_truths, tokenizer, settings):
+    """What the kinds of [C] read beside the rewards; plain GRPO reads the last two alone."""
     s = settings
+    candidates = None
+    if s.advantage == "shape":
+        ids = [row[row != IGNORE].tolist() for row in rollout.labels]
+        candidates = reward.boxed_candidates(rollout.responses, ground_truths, s.group_size, ids,
+                                             tokenizer.decode)
     return {"entropies": rollout.entropies, "mask": rollout.labels[:, 1:] != IGNORE,
             "right": None if reward_fn else reward.is_right(rule_rewards),
-            "step_rewards": vars(rollout).get("step_rewards"),
+            "step_rewards": vars(rollout).get("step_rewards"), "candidates": candidates,
             "scale_by_std": s.scale_by_std, "clip": s.clip_advantages}
 
 
@@ -248,14 +237,9 @@ def with_length_terms(rewards, rollout, settings):
     """GR3's rescaling and DAPO's penalty for answers that are almost too long, where asked for."""
     s = settings
     lengths = (rollout.labels != IGNORE).sum(dim=1).cpu()                              # (N,)
-    try:
-        if s.length_rescale:
-            rewards = reward.length_rescaled(rewards, lengths, s.group_size, s.length_rescale)
-    except ValueError as error:
-        raise RewardFailed(f"--length-rescale: {error}") from None
-    if s.overlong_buffer:
-        rewards = rewards + reward.overlong_penalty(lengths, s.max_new_tokens, s.overlong_buffer)
-    return rewards
+    with telling("--length-rescale:", RewardFailed):
+        return reward.with_length_terms(rewards, lengths, s.group_size, s.max_new_tokens,
+                                        s.length_rescale, s.overlong_buffer)
 
 
 def loss_mask(rollout, settings):
@@ -287,22 +271,27 @@ def fill_in_logprobs(policy_model, ref_model, rollout, settings):
         # Memory is short: the rollout's cache and graphs make room for the update.
         sample.release(policy_model)
     if ref_model is not None:
-        rollout.ref_logprobs = torch.zeros_like(rollout.logprobs)
-        for rows, width, _ in cut(rollout, s):
-            logprobs = score(ref_model, rollout, rows, width, s, with_entropy=False)
-            rollout.ref_logprobs[rows, :width - 1] = logprobs
+        rollout.ref_logprobs, _ = logprobs_of_all(ref_model, rollout, s, with_entropy=False)
     if s.minibatches > 1 or s.advantage in ("gtpo", "grpo-s"):
-        old_logprobs = torch.zeros_like(rollout.logprobs)
-        entropies = torch.zeros_like(rollout.logprobs)
-        for rows, width, _ in cut(rollout, s):
-            here = (rows, slice(width - 1))
-            old_logprobs[here], entropies[here] = score(policy_model, rollout, rows, width, s)
-        rollout.old_logprobs = old_logprobs
-        rollout.entropies = entropies
+        rollout.old_logprobs, rollout.entropies = logprobs_of_all(policy_model, rollout, s)
+
+
+def logprobs_of_all(model, rollout, settings, with_entropy=True):
+    """[D] of the whole rollout, micro-batch by micro-batch: log-probs and entropies, (N, S-1)."""
+    logprobs = torch.zeros_like(rollout.logprobs)
+    entropies = torch.zeros_like(rollout.logprobs)
+    for rows, width, _ in cut(rollout, settings):
+        here = (rows, slice(width - 1))
+        found = score(model, rollout, rows, width, settings, with_entropy)
+        if with_entropy:
+            found, entropies[here] = found
+        logprobs[here] = found
+    return logprobs, entropies
 
 
 def mini_batches(rollout, advantages, settings):
     """--minibatches: the groups dealt out, in order -> a list of (rollout, advantages)."""
+    advantages = advantages.to(rollout.labels.device)
     n = settings.minibatches
     if n == 1:
         return [(rollout, advantages)]
@@ -344,6 +333,16 @@ def add(sums, metrics, weight):
     """Metrics of a micro-batch onto those before it; a pass of weight 0 is not counted."""
     for name, value in metrics.items():
         sums[name] = sums.get(name, 0) + value * (weight > 0)
+
+
+def update_metrics(sums, grad_norm, logprobs, old_logprobs):
+    """The metrics of all micro-batches, on all GPUs; whether the step must be skipped."""
+    metrics = summed(sums)
+    metrics["grad_norm"] = float(full(grad_norm))
+    finite = math.isfinite(metrics["grad_norm"]) and math.isfinite(metrics["loss"])
+    metrics["skipped_updates"] = int(not finite)
+    metrics["ratio_max_error"] = largest_ratio_error(logprobs, old_logprobs)
+    return metrics
 
 
 def largest_ratio_error(logprobs, old_logprobs):
@@ -432,11 +431,12 @@ def share(right, rewards):
 # and makes room for a group of another problem
 
 
-def without_flat_groups(model, tokenizer, prompts, rollout, rewards, rule_rewards, more, settings):
+def without_flat_groups(model, tokenizer, prompts, ground_truths, rollout, rewards, rule_rewards,
+                        sampler, more, settings):
     """Groups without variance are replaced, in --max-resample rounds at most.
 
-    `prompts` is changed in place. What stays flat after the last round stays: its advantages are 0.
-    `rollout.resampled` counts the groups that were thrown away.
+    `prompts` and `ground_truths` are changed in place. What stays flat after the last round stays:
+    its advantages are 0. `rollout.resampled` counts the groups that were thrown away.
     """
     s = settings
     G = s.group_size
@@ -448,13 +448,14 @@ def without_flat_groups(model, tokenizer, prompts, rollout, rewards, rule_reward
         # A rank that needs nothing draws one group all the same: the others wait for it in FSDP.
         new_prompts, truths, generators, reward_fn = more(attempt, max(len(flat), 1))
         with whole_weights(model):
-            new = sample_groups(model, tokenizer, new_prompts, G, s.max_new_tokens, s.temperature,
-                                generators)
+            new = sampler(model, tokenizer, new_prompts, G, s.max_new_tokens, s.temperature,
+                          generators)
         new_rule = score_responses(new.responses, truths, G)
         new_rewards = reward_fn(new_prompts, new) if reward_fn else new_rule
         useful = (~is_flat(new_rewards, G)).nonzero()[:, 0].tolist()
         for j, k in zip(flat, useful):
             prompts[j] = new_prompts[k]
+            ground_truths[j] = truths[k]
             rows = slice(j * G, (j + 1) * G)
             others = slice(k * G, (k + 1) * G)
             rewards[rows] = new_rewards[others]
@@ -463,12 +464,6 @@ def without_flat_groups(model, tokenizer, prompts, rollout, rewards, rule_reward
         resampled += len(flat)
     rollout.resampled = resampled
     return rollout, rewards, rule_rewards
-
-
-def is_flat(rewards, group_size):
-    """(N,) -> (B,) bool: all rewards of the group are equal."""
-    groups = rewards.view(-1, group_size)
-    return (groups == groups[:, :1]).all(dim=1)
 
 
 def with_rows(rollout, rows, other, others):
@@ -500,8 +495,8 @@ def with_rows(rollout, rows, other, others):
 # What train_grpo leaves to helpers: problems and random numbers of a step, prompts, evaluation, bar
 
 
-def problems_of_step(problems, step, settings):
-    """This GPU's share of the step's B problems, and a random generator for each.
+def problems_of_step(tokenizer, problems, step, settings, reward_of):
+    """This GPU's share of the step's B problems, as train_step takes them, see asked().
 
     Every epoch has a new order, drawn from (seed, epoch); the few problems that do not fill a
     step are left out. All answers to a prompt are drawn on one GPU: a group that is split has
@@ -515,29 +510,37 @@ def problems_of_step(problems, step, settings):
     mine = share_of_rank(B)
     whose = gathered(torch.tensor([order[j] for j in mine]))
     assert whose.tolist() == order, "every prompt, with its whole group, must live on one rank"
-    return [problems[order[j]] for j in mine], [seeded(s.seed, step, j) for j in mine]
+    return asked(tokenizer, [problems[order[j]] for j in mine],
+                 [seeded(s.seed, step, j) for j in mine], s, reward_of)
 
 
-def more_problems(tokenizer, problems, step, settings, reward_fn, attempt, n):
-    """n other problems for this GPU: their prompts, truths, generators and reward_fn."""
+def more_problems(tokenizer, problems, step, settings, reward_of, attempt, n):
+    """n other problems for this GPU, see asked()."""
     s = settings
     order = torch.randperm(len(problems), generator=seeded(s.seed, "resample", step, attempt))
     mine = share_of_rank(s.prompts_per_step)[:n]
-    batch = [problems[order[j]] for j in mine]
-    prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in batch]
-    generators = [seeded(s.seed, "resample", step, attempt, j) for j in mine]
-    truths = reward.truths_of(batch)
-    return prompts, truths, generators, reward_fn and partial(agreed_rewards, reward_fn, batch)
+    return asked(tokenizer, [problems[order[j]] for j in mine],
+                 [seeded(s.seed, "resample", step, attempt, j) for j in mine], s, reward_of)
 
 
-def renew(ref_model, policy_model):
-    """The reference becomes what the policy is now: DeepSeekMath's iterative GRPO."""
-    for part in [*ref_model.modules(), *policy_model.modules()]:
-        if hasattr(part, "reshard"):
-            part.reshard()  # FSDP may still hold gathered weights: what is written there is lost
-    with torch.no_grad():
-        for ref, p in zip(ref_model.parameters(), policy_model.parameters()):
-            ref.copy_(p)
+def asked(tokenizer, batch, generators, settings, reward_of):
+    """Problems -> their prompts, their truths, their generators, and the reward of answers."""
+    prompts = [chat_prompt(tokenizer, problem, settings.system_prompt) for problem in batch]
+    # A fault in one rank's rewards ends the step on all of them.
+    reward_fn = partial(agreed, reward_of, batch) if reward_of else None
+    return prompts, reward.truths_of(batch), generators, reward_fn
+
+
+def agreed(function, *args):
+    """What the function gives on this rank; a RewardFailed on one rank is raised on all of them."""
+    result = None
+    fault = None
+    try:
+        result = function(*args)
+    except RewardFailed as error:
+        fault = error
+    raise_on_all_ranks(fault)
+    return result
 
 
 def keep_answers(run, reward_model, settings, step, prompts, rollout, rewards, advantages):
@@ -549,8 +552,19 @@ def keep_answers(run, reward_model, settings, step, prompts, rollout, rewards, a
         reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
 
 
-def renew_reward_model(reward_model, step, settings):
-    """The end of an iteration: every rank takes the same steps on the same pairs -> figures."""
+def renew(ref_model, policy_model, reward_model, step, settings):
+    """DeepSeekMath's iterative GRPO: the reference becomes what the policy is now -> figures.
+
+    A reward model that learns takes the same steps on the same pairs on every rank.
+    """
+    for part in [*ref_model.modules(), *policy_model.modules()]:
+        if hasattr(part, "reshard"):
+            part.reshard()  # FSDP may still hold gathered weights: what is written there is lost
+    with torch.no_grad():
+        for ref, p in zip(ref_model.parameters(), policy_model.parameters()):
+            ref.copy_(p)
+    if reward_model is None:
+        return {}
     figures = reward.end_iteration(reward_model, seeded(settings.seed, "reward model", step))
     for p in reward_model.model.parameters() if world() > 1 else ():
         dist.broadcast(p.data, 0)  # a GPU's sums may differ in their last digit
@@ -598,44 +612,16 @@ def next_beta(approx_kl, settings):
     return loss.next_kl_coef(s.kl_coef, approx_kl, *s.kl_band)
 
 
-def chat_prompt(tokenizer, problem, system_prompt):
-    """The text that the policy continues: the model's own chat template around the problem."""
-    messages = problem.get("messages") or [{"role": "user", "content": problem["question"]}]
-    messages = [{**m, "content": as_text(tokenizer, m["content"])} for m in messages]
-    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    try:
-        prompt = tokenizer.apply_chat_template(
-            system + messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:
-        # Gemma's template, for one, refuses a system message: then it opens the first turn.
-        if not system_prompt:
-            raise BadInput(f"the model's chat template fails ({one_line(error)})") from None
-        first = {**messages[0], "content": f"{system_prompt}\n\n{messages[0]['content']}"}
-        return chat_prompt(tokenizer, {"messages": [first, *messages[1:]]}, "")
-    if not prompt.strip():
-        raise BadInput("the model's chat template makes an empty prompt")
-    return prompt
-
-
-def as_text(tokenizer, text):
-    """Text from a file stays text: an `<|im_end|>` in a question must not end the user's turn.
-
-    A blank inside a special token makes plain characters of it.
-    """
-    for token in tokenizer.all_special_tokens:
-        if len(token) > 1:
-            text = text.replace(token, f"{token[0]} {token[1:]}")
-    return text
-
-
-def evaluate(model, tokenizer, problems, settings, group_size=1, temperature=0.0, seed=0,
-             reward_fn=None):
+def evaluate(model, tokenizer, problems, settings, reward_of=None, sampler=sample_groups,
+             group_size=1, temperature=0.0, seed=0):
     """Greedy answers (or group_size sampled ones) to all problems -> (figures, responses).
 
     Figures: eval_accuracy by the rule, NaN where no true answer is known; with a reward of the
     user's own also its mean, eval_reward.
     """
     s = settings
+    if s.around_best:
+        sampler = sample_groups  # to choose among answers by their rewards is no evaluation
     prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
     # as many rows at a time as a training step has
     B = max(s.prompts_per_step * s.group_size // group_size, 1)
@@ -649,21 +635,22 @@ def evaluate(model, tokenizer, problems, settings, group_size=1, temperature=0.0
             part = mine[start:start + B]
             generators = [seeded(seed, "evaluation", j) for j in part]
             asked = [prompts[j] for j in part]
-            rollout = sample_groups(model, tokenizer, asked, group_size, s.max_new_tokens,
-                                    temperature, generators)
-            responses += rollout.responses
-            if not reward_fn or fault:
-                continue
             try:
-                rewards += reward_fn([problems[j] for j in part], asked, rollout).tolist()
+                rollout = sampler(model, tokenizer, asked, group_size, s.max_new_tokens,
+                                  temperature, generators)
+                responses += rollout.responses
+                if reward_of:
+                    found = reward_of([problems[j] for j in part], asked, rollout)
+                    rewards += found.tolist()
             except RewardFailed as error:
                 fault = BadInput(error)
+                break
     # No RewardFailed: the policy has moved, and must not be saved as that of the step before.
     raise_on_all_ranks(fault)
     responses = sum(gathered_objects(responses), [])
     rule_rewards = score_responses(responses, reward.truths_of(problems), group_size)
     figures = {"eval_accuracy": float(share(reward.is_right(rule_rewards), rule_rewards))}
-    if reward_fn:
+    if reward_of:
         rewards = sum(gathered_objects(rewards), [])
         figures["eval_reward"] = sum(rewards) / len(rewards)
     return figures, responses
@@ -756,7 +743,16 @@ class BadInput(Exception):
 
 
 class RewardFailed(BadInput):
-    """A user's reward raised, or gave no number: the step before stands and can be resumed."""
+    """A user's function raised, or gave no number: the step before stands and can be resumed."""
+
+
+@contextlib.contextmanager
+def telling(flags, kind=BadInput):
+    """What a stage refuses with a ValueError becomes one line that begins with these flags."""
+    try:
+        yield
+    except ValueError as error:
+        raise kind(f"{flags} {error}".strip()) from None
 
 
 def switch(text):
@@ -786,7 +782,7 @@ class Settings:
     answer_field: str = flag("answer", "the column that ends in `#### ` and the final answer")
     system_prompt: str = flag(BOXED, "system message before every question; empty for none")
     reward: list[str] = flag(None, "your own rewards, path/to/file.py:function, called as TRL "
-                             "calls its reward_funcs; several are added; `rule` is ours",
+                             "calls its reward_funcs; several are added; ours: `rule`, `think`",
                              action="extend")
     reward_weights: list[float] = flag(None, "a weight for each --reward; default: 1 each")
     step_reward: str = flag(None, "path/to/file.py:function, rewards of the steps in an answer: "
@@ -794,6 +790,9 @@ class Settings:
     reward_model: str = flag("", "folder of a sequence-classification model, the rewards are its "
                              "scores; each --renew-reference trains it further")
     reward_model_lr: float = flag(2e-5, "AdamW's learning rate for it")
+    reply: str = flag(None, "path/to/file.py:function, the user's next message after an answer: "
+                      "a tool, a checker, a second player")
+    max_turns: int = flag(4, "answers in a conversation with --reply, at most")
     output: str = flag("", "folder of the run; default: runs/MODEL-TIME")
     # the rollout
     steps: int = flag(500, "rollouts in all")
@@ -803,6 +802,8 @@ class Settings:
     max_prompt_tokens: int = flag(0, "longer prompts are left out; 0: refused, if they do not fit")
     temperature: float = flag(1.0, "of the sampler, and of the log-probs")
     max_resample: int = flag(0, "DAPO: rounds in which groups without variance are drawn anew")
+    around_best: int = flag(0, "half of a group goes on from the middle of so many of the other "
+                            "half's best answers")
     # the objective
     clip_eps: float = flag(0.2, "the ratio is clipped below 1 - this and above 1 + this")
     clip_eps_high: float = flag(None, "above 1 + this instead: DAPO's clip-higher, 0.28")
@@ -863,7 +864,7 @@ AT_LEAST = {
     "micro_batch_tokens": 1, "eval_every": 1, "eval_limit": 0, "save_every": 1, "seed": 0,
     "threads": 0, "max_prompt_tokens": 0, "weight_decay": 0, "sampler_correction": 0,
     "length_rescale": 0, "overlong_buffer": 0, "minibatches": 1, "max_resample": 0,
-    "renew_reference": 0,
+    "renew_reference": 0, "max_turns": 1, "around_best": 0,
 }
 ABOVE = {"temperature": 0, "lr": 0, "max_grad_norm": 0, "clip_advantages": 0,
          "reward_model_lr": 0}
@@ -873,7 +874,7 @@ AT_MOST = {"clip_eps": 1, "threads": 1024, "seed": 2**32}
 # to train, never what to run or where to write. final/recipe.json says as much of a run.
 RECIPE = ("data", "eval_data", "question_field", "answer_field", "system_prompt", "steps",
           "prompts_per_step", "group_size", "max_new_tokens", "max_prompt_tokens", "temperature",
-          "max_resample", "renew_reference", "keep_best",
+          "max_resample", "around_best", "renew_reference", "keep_best",
           *OBJECTIVE, "sampler_correction", "mask_truncated", "kl_band", "advantage",
           "scale_by_std", "clip_advantages", "length_rescale", "overlong_buffer", "lr",
           "lr_schedule", "weight_decay", "warmup_steps", "updates_per_rollout", "minibatches",
@@ -913,7 +914,8 @@ def given_flags(argv):
             # A relative path means another file once the run is resumed from elsewhere.
             given[name] = os.path.abspath(value) if os.path.exists(value) else value
     given["reward"] = [absolute_spec(spec) for spec in given.get("reward", [])] or None
-    given["step_reward"] = absolute_spec(given.get("step_reward", "")) or None
+    for name in ("step_reward", "reply"):
+        given[name] = absolute_spec(given.get(name, "")) or None
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -1085,6 +1087,8 @@ def load_tokenizer(settings):
 
 def quiet_transformers():
     """No warnings, no bar for reading weights; the bar of a download stays."""
+    from huggingface_hub.utils import enable_progress_bars
+
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     enable_progress_bars()
@@ -1165,10 +1169,8 @@ def switch_off_dropout(model):
 
 def check_forms(model, settings):
     """One line: which fast forms of [A] and [D] this model takes, which it was refused and why."""
-    try:
+    with telling(f"--model {settings.model}:"):
         forms = {**sample.forms_of(model), **logprob.forms_of(model)}
-    except ValueError as error:
-        raise BadInput(f"--model {settings.model}: {error}") from None
     taken = ", ".join(name for name, refused in forms.items() if refused is None)
     others = "; ".join(f"{name} refused: {refused}" for name, refused in forms.items() if refused)
     say(f"fast forms: {taken or 'none'}" + (f"; {others}" if others else ""))
@@ -1186,10 +1188,8 @@ def load_data(settings, tokenizer):
               "need_answer": not (s.reward or s.reward_model)}
 
     def load(flag_name, source):
-        try:
+        with telling(f"{flag_name}:"):
             return reward.load_problems(source, **fields)
-        except ValueError as error:
-            raise BadInput(f"{flag_name}: {error}") from None
 
     held_out = s.eval_data or ("gsm8k:test" if s.data == "gsm8k" else None)
     problems = [] if s.eval_only and held_out else load("--data", s.data)
@@ -1241,17 +1241,16 @@ def check_combinations(settings):
     s = settings
     two = torch.zeros(2, 1)
     mask = torch.ones(2, 1, dtype=torch.bool)
-    try:
+    with telling("flags that do not go together:"):
         steps = [[(0, 0.0)], [(0, 1.0)]] if s.step_reward else None
+        candidates = ([[0.0], [1.0]], [[(0, 0)], [(0, 0)]])
         advantages = advantages_for(s.advantage, torch.tensor([0.0, 1.0]), 2, two, mask,
-                                    step_rewards=steps, scale_by_std=s.scale_by_std,
-                                    clip=s.clip_advantages)
+                                    step_rewards=steps, candidates=candidates,
+                                    scale_by_std=s.scale_by_std, clip=s.clip_advantages)
         options = {name: getattr(s, name) for name in OBJECTIVE}
         grpo_loss(two, two, two, advantages, mask, **options)
         if s.kl_band:
             loss.next_kl_coef(s.kl_coef, 0.0, *s.kl_band)
-    except ValueError as error:
-        raise BadInput(f"flags that do not go together: {error}") from None
     if (s.kl_band or s.renew_reference) and not s.kl_coef:
         which = "--kl-band" if s.kl_band else "--renew-reference"
         raise BadInput(f"{which}: needs a --kl-coef above 0")
@@ -1260,6 +1259,12 @@ def check_combinations(settings):
                        f"{s.prompts_per_step // world()} prompts that a process has in a step")
     if s.overlong_buffer > s.max_new_tokens:
         raise BadInput(f"--overlong-buffer {s.overlong_buffer}: longer than --max-new-tokens")
+    if s.around_best and (s.reply or s.reward or s.reward_model):
+        raise BadInput("--around-best: goes by the rule's reward of single answers; it does not go "
+                       "together with --reply, --reward or --reward-model")
+    if s.around_best and (s.group_size % 2 or s.group_size // 2 % s.around_best):
+        raise BadInput(f"--around-best {s.around_best}: does not divide half of --group-size "
+                       f"{s.group_size}")
     if s.reward_model and s.reward:
         raise BadInput("--reward-model and --reward: one of them gives the rewards")
     # Rewards of steps take the place of rewards of answers, and of what these three do to them.
@@ -1268,78 +1273,41 @@ def check_combinations(settings):
             raise BadInput(f"{flag_of(name)}: does not go together with --step-reward")
 
 
-def make_reward_fn(settings, reward_model=None):
-    """The flags of the reward -> reward_fn(problems, prompts, rollout) -> (N,); None: the rule's.
+def load_reward_of(settings, reward_model=None):
+    """The flags of the reward -> reward_of(problems, prompts, rollout) -> (N,); None: the rule's.
 
     What else it finds stands beside the answers: `rollout.reward_parts`, of several rewards;
     `rollout.step_rewards`; `rollout.judged`, the rows that a reward model has read.
     """
     s = settings
     if reward_model:
-        return partial(rewards_of_model, reward_model, s)
-    if not s.reward and not s.step_reward:
-        return None
-
-    def rule(completions, answer, **_):
-        return [reward.rule_reward(text, truth) for text, truth in zip(completions, answer)]
-
-    specs = s.reward or ["rule"]
-    if s.reward_weights and len(s.reward_weights) != len(specs):
-        raise BadInput(f"--reward-weights: {len(s.reward_weights)} weights for {len(specs)} "
-                       "rewards")
-    try:
-        functions = {}
-        for spec in specs:
-            # In the metrics it has the function's name, or more where two have the same.
-            name = spec.rpartition(":")[2]
-            functions[spec if name in functions else name] = (
-                rule if spec == "rule" else reward.load_reward(spec))
-    except ValueError as error:
-        raise BadInput(f"--reward {error}") from None
-    try:
-        steps_of = reward.load_reward(s.step_reward) if s.step_reward else None
-    except ValueError as error:
-        raise BadInput(f"--step-reward {error}") from None
-
-    def reward_fn(problems, prompts, rollout, columns=()):
-        flag_name = f"--reward {' '.join(specs)}:"
-        ids = [row[row != IGNORE].tolist() for row in rollout.labels]
-        try:
-            rewards, rollout.reward_parts = reward.user_rewards(
-                functions, s.reward_weights, problems, prompts, rollout.responses, ids, columns)
-            if steps_of:
-                flag_name = "--step-reward"
-                rollout.step_rewards = reward.user_step_rewards(
-                    s.step_reward, steps_of, problems, prompts, rollout.responses, ids)
-        except ValueError as error:
-            raise RewardFailed(f"{flag_name} {error}") from None
-        return rewards
-    return reward_fn
+        prompt_of = partial(chat_prompt, reward_model.tokenizer, system_prompt=s.system_prompt)
+        reward_of = reward.model_reward_fn(
+            reward_model, prompt_of if reward_model.tokenizer.chat_template else None)
+    else:
+        with telling(""):
+            reward_of = reward.reward_fn_of(s.reward, s.reward_weights, s.step_reward)
+    return reward_of and telling("", RewardFailed)(reward_of)
 
 
-def rewards_of_model(reward_model, settings, problems, prompts, rollout, columns=()):
-    """--reward-model: its scores (N,), of the problems in its own chat template if it has one."""
-    tokenizer = reward_model.tokenizer
-    if tokenizer.chat_template:
-        prompts = [chat_prompt(tokenizer, p, settings.system_prompt) for p in problems]
-    try:
-        rewards, rollout.judged = reward.judge(
-            reward_model, prompts, rollout.responses, reward.truths_of(problems))
-    except ValueError as error:
-        raise RewardFailed(f"--reward-model: {error}") from None
-    return rewards
+def load_sampler(settings, tokenizer, problems):
+    """[A] as the flags ask for it: sample_groups, or a form that is called in the same way."""
+    s = settings
+    if s.reply:
+        with telling("--reply"):
+            reply = reward.load_function(s.reply)
+        talk = partial(sample.sample_conversations, reply=reply, max_turns=s.max_turns)
+        return telling("--reply", RewardFailed)(talk)
+    if s.around_best:
+        prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
+        truth_of = dict(zip(prompts, reward.truths_of(problems)))
 
+        def rewards_of(prompts, responses):
+            truths = [truth_of[prompt] for prompt in prompts]
+            return score_responses(responses, truths, s.group_size // 2)
 
-def agreed_rewards(reward_fn, problems, prompts, rollout):
-    """The rewards of this rank's part of a step; one rank's fault ends the step on all of them."""
-    rewards = None
-    fault = None
-    try:
-        rewards = reward_fn(problems, prompts, rollout)
-    except RewardFailed as error:
-        fault = error
-    raise_on_all_ranks(fault)
-    return rewards
+        return partial(sample.sample_around, rewards_of=rewards_of, best=s.around_best)
+    return sample_groups
 
 
 def one_line(text):
@@ -1397,28 +1365,11 @@ def make_optimizer(model, settings):
     return optimizer
 
 
-@contextlib.contextmanager
-def layers_checkpointed(model, on):
-    """transformers recomputes a layer in the backward pass if the layer is in training mode."""
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)] if on else []
-    for layer in layers:
-        layer.training = True
-        layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = partial(
-            checkpoint, use_reentrant=False, preserve_rng_state=False)
-    try:
-        yield
-    finally:
-        # A rollout needs the cache, which checkpointing forbids.
-        for layer in layers:
-            layer.training = False
-
-
 def with_smaller_micro_batches(function):
     """Out of memory: half the micro-batch, and the same once more. Not with several ranks, for the
     others would wait.
     """
-    @functools.wraps(function)
+    @wraps(function)
     def run(*args):
         settings = args[-1]
         try:
@@ -1449,7 +1400,7 @@ def out_of_memory(error):
 # --------------------------------------------------------------------------------------------------
 # Memory, counted on a model without storage: --dry-run prints it, and every `auto` follows from it
 
-GROUPED_PROMPT = 256  # tokens of a prompt that the count assumes
+PROMPT = 256  # tokens of a prompt that the count assumes
 
 
 def plan_memory(settings):
@@ -1473,7 +1424,7 @@ def fastest_that_fits(settings, device, dtype, free):
         usual = {"offload": False, "gradient_checkpointing": device == "mps",
                  "micro_batch_tokens": 1024 if device == "cpu" else 8192}
         return dataclasses.replace(s, **{**usual, **fixed}), None
-    group = GROUPED_PROMPT + s.group_size * s.max_new_tokens
+    group = PROMPT + s.group_size * s.max_new_tokens
     tried = [(offload, layers, tokens) for offload, layers in ((False, False), (False, True),
                                                                (True, True))
              for tokens in (2 * group, group)]
@@ -1516,7 +1467,7 @@ def count_memory(settings, model, device, dtype):
     n = sum(p.numel() for p in model.parameters())
     b = dtype.itemsize
     rows = max(s.prompts_per_step * s.group_size // W, 1)
-    length = GROUPED_PROMPT + s.max_new_tokens
+    length = PROMPT + s.max_new_tokens
     layers = text.num_hidden_layers
     blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     block = max(sum(p.numel() for p in m.parameters()) for m in blocks)
@@ -1529,8 +1480,10 @@ def count_memory(settings, model, device, dtype):
     chunk = logprob.chunks(s.micro_batch_tokens, text.vocab_size, torch.device(device))[0].stop
     logits = min(chunk, s.micro_batch_tokens) * text.vocab_size * 4
     shape = (s.micro_batch_tokens, s.group_size, s.max_new_tokens)
-    kept = activations(model, *shape, s.gradient_checkpointing)
-    again = activations(model, *shape, False) // layers if s.gradient_checkpointing else 0
+    kept = logprob.activation_bytes(model, *shape, s.gradient_checkpointing)
+    again = 0
+    if s.gradient_checkpointing:
+        again = logprob.activation_bytes(model, *shape, False) // layers
     largest = max(p.numel() for p in model.parameters())
     return [
         ("always", "policy, weights that compute", n * b if W == 1 else 4 * n // W, False),
@@ -1557,32 +1510,6 @@ def held(lines, phase):
                if when in ("always", phase) and not host) / 1e9
 
 
-@functools.lru_cache
-def activations(model, tokens, group_size, max_new_tokens, checkpointed):
-    """Bytes that one micro-batch keeps for its backward pass: the tensors that autograd saves."""
-    answers = max((tokens - GROUPED_PROMPT) // max_new_tokens, 1)
-    sizes = [min(group_size, answers - i) for i in range(0, answers, group_size)]
-    groups = [[GROUPED_PROMPT] + [max_new_tokens] * size for size in sizes]
-    ids = torch.zeros(1, sum(map(sum, groups)), dtype=torch.long, device="meta")
-    weights = {p.untyped_storage()._cdata for p in model.parameters()}
-    seen = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage._cdata not in weights:
-            # The storage is kept, so that its address is not given to another.
-            seen[storage._cdata] = storage
-        return tensor
-
-    model.set_attn_implementation("grouped")
-    unused = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta")
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), \
-            layers_checkpointed(model, checkpointed):
-        hidden = model.base_model(input_ids=ids, position_ids=ids, use_cache=False, groups=groups,
-                                  attention_mask=unused).last_hidden_state
-    return sum(storage.nbytes() for storage in seen.values()) + hidden.nbytes
-
-
 def print_memory(settings):
     """--dry-run: the count of these flags, and what `auto` chooses on cards of four sizes."""
     s = settings
@@ -1605,7 +1532,7 @@ def print_memory(settings):
         raise BadInput(f"--dry-run: {s.model} cannot be counted ({one_line(error)})") from None
     n = sum(p.numel() for p in model.parameters())
     print(f"{s.model}: {n:,} weights in {dtype}; {s.prompts_per_step} x {s.group_size} answers of "
-          f"{s.max_new_tokens} tokens behind prompts of {GROUPED_PROMPT}; one of "
+          f"{s.max_new_tokens} tokens behind prompts of {PROMPT}; one of "
           f"{os.environ.get('WORLD_SIZE', 1)} processes; GB = 1e9 bytes\n")
     for when, what, size, host in lines:
         print(f"{when:8} {what:38} {size / 1e9:9.3f} GB" + ("   host" if host else ""))
@@ -1731,7 +1658,7 @@ def shard(whole, settings, dtype):
     if not forms["grouped rows"]:
         model.set_attn_implementation("grouped")
     # [D] enters below the model's own forward, and FSDP gathers only where it knows the door.
-    model.token_logprobs = MethodType(token_logprobs, model)
+    model.token_logprobs = partial(token_logprobs, model)
     register_fsdp_forward_method(model, "token_logprobs")
     return model
 
@@ -1796,6 +1723,7 @@ class Run:
         self.history = []
         self.tensorboard = None
         self.reward_model = None
+        self.ref_model = None
         # greedy answers to the held-out problems, before and after training
         self.before = []
         self.after = []
@@ -1903,19 +1831,18 @@ class Run:
             return "last checkpoint: none"
         return f"last checkpoint: of step {self.saved_step}, whole"
 
-    def save_checkpoint(self, model, optimizer, ref_model=None):
+    def save_checkpoint(self, model, optimizer):
         """Masters, moments and counters in one safetensors file, moved over the old one.
 
         Tensors are whole, whatever they were sharded on. What else a step needs (problems, random
         numbers, learning rate) follows from the step and the settings. After a skipped update, or
-        with weights that are not finite, the checkpoint before stays. ref_model is given where it
-        is not the model that the run started from.
+        with weights that are not finite, the checkpoint before stays.
         """
         tensors = {}
         finite = True
-        states = {f"reference/{name}": p for name, p in ref_model.named_parameters()} \
-            if ref_model else {}
-        states |= reward.reward_model_state(self.reward_model) if self.reward_model else {}
+        states = reward.reward_model_state(self.reward_model) if self.reward_model else {}
+        for name, p in self.ref_model.named_parameters() if self.ref_model else ():
+            states[f"reference/{name}"] = p
         for name, master in named_masters(model, optimizer):
             states[f"weight/{name}"] = master.detach()
             for key, value in optimizer.state.get(master, {}).items():
@@ -1945,7 +1872,7 @@ class Run:
                 os.replace(f"{path}.tmp", path)
         self.saved_step = self.step
 
-    def load_checkpoint(self, model, optimizer, ref_model=None):
+    def load_checkpoint(self, model, optimizer):
         """Restore what the checkpoint holds; a run killed before its first starts from step 0."""
         path = Path(self.name) / "checkpoint" / "run.safetensors"
         if path.is_file():
@@ -1961,12 +1888,10 @@ class Run:
             except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
                 raise BadInput(f"--resume: {path} is torn, or no checkpoint of ours "
                                f"({one_line(error)})") from None
-            restore(tensors, model, optimizer, ref_model, path)
-            try:
-                if self.reward_model:
+            restore(tensors, model, optimizer, self.ref_model, path)
+            if self.reward_model:
+                with telling(f"--resume: {path}:"):
                     reward.restore_reward_model(self.reward_model, tensors)
-            except ValueError as error:
-                raise BadInput(f"--resume: {path}: {error}") from None
             self.saved_step = self.step
         on_rank_0(self.forget_after, self.step if path.is_file() else -1)
 
@@ -2104,7 +2029,8 @@ def forget_unfinished(folder):
 def inputs_of(settings, problems, eval_problems):
     """SHA-256 of what the run starts from, so that a resumed run starts from the same."""
     s = settings
-    specs = [spec for spec in [*(s.reward or []), s.step_reward] if spec not in (None, "rule")]
+    specs = [spec for spec in [*(s.reward or []), s.step_reward, s.reply]
+             if spec and ":" in spec]
     return {
         "--model": digest_of_files(weight_files(s.model)),
         "--data": digest(json.dumps(problems, sort_keys=True)),
@@ -2116,7 +2042,7 @@ def inputs_of(settings, problems, eval_problems):
 
 def weight_files(model):
     """The safetensors files of a folder or of a hub name's snapshot."""
-    folder = Path(cached_file(model, "config.json")).parent
+    folder = Path(transformers.utils.cached_file(model, "config.json")).parent
     return sorted(folder.glob("*.safetensors"))
 
 
@@ -2141,7 +2067,7 @@ def check_inputs(run, found):
         if name != "--reward":
             raise BadInput(f"--resume: {name} is not what the run in {run.name} started from: its "
                            "content has changed")
-        say("--reward has changed since this run began")
+        say("--reward, --step-reward or --reply has changed since this run began")
 
 
 def save_final(model, tokenizer, settings, run, name="final"):
@@ -2197,8 +2123,9 @@ class Parts:
     tokenizer: object
     problems: list
     eval_problems: list
-    reward_fn: object
-    reward_model: object = None  # if it is trained further
+    reward_of: object
+    reward_model: object  # if it is trained further
+    sampler: object
 
 
 def main(argv=None):
@@ -2221,8 +2148,7 @@ def main(argv=None):
             return 0
         run = open_run(settings)
         begin(run, parts, settings, recipe)
-        save = partial(run.save_checkpoint, parts.policy_model, parts.optimizer,
-                       parts.ref_model if settings.renew_reference else None)
+        save = partial(run.save_checkpoint, parts.policy_model, parts.optimizer)
         try:
             train_grpo(**vars(parts), settings=settings, run=run)
         except RewardFailed:  # on every rank, and nothing has moved in this step
@@ -2233,8 +2159,8 @@ def main(argv=None):
             say(f"\nstopped after step {run.step}; continue with: {resume_command(run)}")
             return 128 + run.signal
         if not run.after:
-            _, run.after = evaluate(
-                parts.policy_model, parts.tokenizer, parts.eval_problems, settings)
+            _, run.after = evaluate(parts.policy_model, parts.tokenizer, parts.eval_problems,
+                                    settings, sampler=parts.sampler)
         save_final(parts.policy_model, parts.tokenizer, settings, run)
         if run.folder and parts.reward_model:
             save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
@@ -2282,20 +2208,18 @@ def load(settings):
     s = settings
     check_combinations(s)
     reward_model = load_reward_model(s) if s.reward_model else None
-    reward_fn = make_reward_fn(s, reward_model)
+    reward_of = load_reward_of(s, reward_model)
     policy_model, tokenizer = on_rank_0(load_policy, s, share=False) or (None, load_tokenizer(s))
     forms = on_rank_0(check_forms, policy_model, s)
     if forms["grouped rows"]:
         # Its rows are padded, and their price is that of padded rows.
         s.share_prompts = False
     problems, eval_problems = load_data(s, tokenizer)
-    if reward_fn:
+    if reward_of:
         # Every batch has the columns of the whole files, also those that few lines have.
-        try:
+        with telling("--data:"):
             columns = reward.column_names(problems + eval_problems)
-        except ValueError as error:
-            raise BadInput(f"--data: {error}") from None
-        reward_fn = partial(reward_fn, columns=columns)
+        reward_of = partial(reward_of, columns=columns)
     if s.prompts_per_step % world():
         raise BadInput(f"--prompts-per-step {s.prompts_per_step}: not a multiple of the {world()} "
                        "processes")
@@ -2309,18 +2233,21 @@ def load(settings):
     if ref_model:
         ref_model.requires_grad_(False)
     optimizer = None if s.eval_only else make_optimizer(policy_model, s)
-    return Parts(policy_model, ref_model, optimizer, tokenizer, problems, eval_problems, reward_fn,
-                 reward_model if s.renew_reference else None)
+    return Parts(policy_model, ref_model, optimizer, tokenizer, problems, eval_problems, reward_of,
+                 reward_model if s.renew_reference else None,
+                 load_sampler(s, tokenizer, problems + eval_problems))
 
 
 def begin(run, parts, settings, recipe):
     """Restore what was saved, write config.json, say what starts."""
     s = settings
-    run.reward_model = parts.reward_model  # its state goes into the checkpoint
+    # What is trained further beside the policy goes into the checkpoint, too.
+    run.reward_model = parts.reward_model
+    run.ref_model = parts.ref_model if s.renew_reference else None
     found = on_rank_0(inputs_of, s, parts.problems, parts.eval_problems)
     if s.resume:
         on_rank_0(check_inputs, run, found)
-        run.load_checkpoint(parts.policy_model, parts.optimizer, parts.ref_model)
+        run.load_checkpoint(parts.policy_model, parts.optimizer)
         if s.steps < run.step:
             raise BadInput(f"--steps {s.steps}: the run in {run.name} stands at step {run.step}")
     saved = dataclasses.asdict(dataclasses.replace(s, resume=False))
@@ -2332,6 +2259,8 @@ def begin(run, parts, settings, recipe):
         f"{parts.policy_model.device}, {len(parts.problems)} problems, "
         f"{len(parts.eval_problems)} held out, {world()} processes; run in {run.name}, "
         f"from step {run.step}")
+    # Only now, for config.json has the coefficient that the run began with.
+    s.kl_coef = s.kl_coef if run.kl_coef is None else run.kl_coef
     run.stop_on_signals()
 
 
@@ -2394,8 +2323,8 @@ def print_figures(parts, settings):
     s = settings
     G = s.group_size
     problems = parts.eval_problems
-    judge = partial(evaluate, parts.policy_model, parts.tokenizer, problems, s,
-                    reward_fn=parts.reward_fn)
+    judge = partial(evaluate, parts.policy_model, parts.tokenizer, problems, s, parts.reward_of,
+                    parts.sampler)
     greedy, _ = judge()
     sampled, responses = judge(group_size=G, temperature=s.temperature, seed=s.seed)
     say(f"{len(problems)} problems")
@@ -2419,74 +2348,85 @@ def print_figures(parts, settings):
 def print_trace(parts, settings):
     """--trace: one step on one group, told stage by stage, as the theory walks through it."""
     s = dataclasses.replace(settings, prompts_per_step=1)
-    model, tokenizer = parts.policy_model, parts.tokenizer
-    G = s.group_size
-    # Of the first problems, one about which the answers disagree: else all advantages are 0.
-    for j, problem in enumerate(parts.problems[:20]):
-        prompt = chat_prompt(tokenizer, problem, s.system_prompt)
-        rollout = sample_groups(model, tokenizer, [prompt], G, s.max_new_tokens, s.temperature,
-                                [seeded(s.seed, 1, j)])
-        rule_rewards = score_responses(rollout.responses, reward.truths_of([problem]), G)
-        rewards = rule_rewards
-        if parts.reward_fn:
-            rewards = parts.reward_fn([problem], [prompt], rollout)
-        if not is_flat(rewards, G).any():
-            break
-    rewards = with_length_terms(rewards, rollout, s)
+    model = parts.policy_model
+    problem, prompt, rollout, rule_rewards, rewards = group_that_differs(parts, s)
     mask = rollout.labels[:, 1:] != IGNORE                                             # (G, S-1)
     N, S = rollout.labels.shape
     lengths = mask.sum(dim=1).tolist()
-    print(f"\n[A] sample_groups: {G} answers to one prompt, input_ids ({N}, {S})\n{prompt}")
+    print(f"\n[A] sample_groups: {N} answers to one prompt, input_ids ({N}, {S})\n{prompt}")
     for n, response in enumerate(rollout.responses):
         before = int((rollout.labels[n] != IGNORE).int().argmax())
         print(f"  y_{n + 1}  mask: prompt {before} off, response {lengths[n]} on, "
               f"padding {S - before - lengths[n]} off\n       {shortened(response)}")
     print(f"\n[B] score_responses: truth {problem['answer']}, rewards ({N},)  "
           + " ".join(f"{r:g}" for r in rewards.tolist()))
+
     fill_in_logprobs(model, parts.ref_model, rollout, s)
-    advantages = advantages_for(s.advantage, rewards, G, **advantage_inputs(
-        rollout, rule_rewards, parts.reward_fn, s))
+    advantages = advantages_for(s.advantage, rewards, N, **advantage_inputs(
+        rollout, rule_rewards, parts.reward_of, reward.truths_of([problem]), parts.tokenizer, s))
     advantages = advantages.to(mask.device)
+    A = advantages[:, None].expand(mask.shape) if advantages.ndim == 1 else advantages
     print(f"\n[C] advantages_for {s.advantage!r}: mean {rewards.mean():.4f}, std "
-          f"{rewards.std(correction=0):.4f}; per answer, of its first token:")
-    A = advantages.unsqueeze(1).expand(mask.shape) if advantages.ndim == 1 else advantages
-    print("  " + " ".join(f"{A[n][mask[n]][0]:+.4f}" for n in range(N)))
+          f"{rewards.std(correction=0):.4f}; per answer, of its first token:\n  "
+          + " ".join(f"{A[n][mask[n]][0]:+.4f}" for n in range(N)))
 
     metrics = update(model, parts.optimizer, rollout, advantages, s)
     with torch.no_grad():
-        new = torch.zeros_like(rollout.logprobs)
-        for rows, width, _ in cut(rollout, s):
-            new[rows, :width - 1] = score(model, rollout, rows, width, s, with_entropy=False)
-    old = rollout.old_logprobs
-    ref = old if rollout.ref_logprobs is None else rollout.ref_logprobs
-    high = s.clip_eps if s.clip_eps_high is None else s.clip_eps_high
-    print(f"\n[D] token_logprobs, [E] clipped_objective, [F] kl_estimate: ({N}, {S - 1}),"
-          f" after the update; clip to [{1 - s.clip_eps:g}, {1 + high:g}]\n"
-          "  answer token       log old  log ref  log new   ratio      w A  minimum      k3  moved")
-    J, clipped = loss.clipped_objective(new - old, A, s.clip_eps, high)
-    k3 = loss.kl_estimate(new, ref)
-    for n in range(N):
-        tokens = mask[n].nonzero()[:, 0].tolist()
-        for t in tokens[:4] + tokens[-2:] if len(tokens) > 6 else tokens:
-            word = tokenizer.decode(rollout.input_ids[n, t + 1:t + 2])
-            ratio = float((new[n, t] - old[n, t]).exp())
-            verdict = "against A"
-            if A[n, t] == 0 or new[n, t] == old[n, t]:
-                verdict = "A = 0" if A[n, t] == 0 else "not"
-            elif (ratio > 1) == (A[n, t] > 0):
-                verdict = "as A says"
-            print(f"  y_{n + 1:<4} {word[:10]!r:12} {old[n, t]:8.4f} {ref[n, t]:8.4f} "
-                  f"{new[n, t]:8.4f} {ratio:7.4f} {ratio * A[n, t]:+8.4f} {J[n, t]:+8.4f} "
-                  f"{k3[n, t]:8.5f}  {verdict}" + (", clipped" if clipped[n, t] else ""))
-    agreed = int((((new - old) * A)[mask] > 0).sum())
-    means = [f"{float(J[n][mask[n]].mean()):+.4f}" for n in range(N)]
-    print(f"  mean objective of each answer after the update: {' '.join(means)}")
+        new, _ = logprobs_of_all(model, rollout, s, with_entropy=False)                # (G, S-1)
+    print_tokens(parts.tokenizer, rollout, new, A, mask, s)
+    agreed = int((((new - rollout.old_logprobs) * A)[mask] > 0).sum())
     print(f"\n[G] grpo_loss before the update {metrics['loss']:+.6f} (policy "
           f"{metrics['policy_loss']:+.6f}, KL {metrics['approx_kl']:.6f}); clip_grad_norm_: norm "
           f"{metrics['grad_norm']:.4f}; optimizer.step at --lr {s.lr:g}\n    {agreed} of "
           f"{int(mask.sum())} tokens moved as their advantage says; the others share weights with "
-          "them, or are certain already")
-    print("\n[H] train_grpo: fresh answers from the policy as it is now, and again")
+          "them, or are certain already\n"
+          "\n[H] train_grpo: fresh answers from the policy as it is now, and again")
+
+
+def group_that_differs(parts, settings):
+    """Of the first problems, one about which the answers disagree: else all advantages are 0."""
+    s = settings
+    G = s.group_size
+    for j, problem in enumerate(parts.problems[:20]):
+        prompt = chat_prompt(parts.tokenizer, problem, s.system_prompt)
+        rollout = parts.sampler(parts.policy_model, parts.tokenizer, [prompt], G, s.max_new_tokens,
+                                s.temperature, [seeded(s.seed, 1, j)])
+        rule_rewards = score_responses(rollout.responses, reward.truths_of([problem]), G)
+        rewards = rule_rewards
+        if parts.reward_of:
+            rewards = parts.reward_of([problem], [prompt], rollout)
+        if not is_flat(rewards, G).any():
+            break
+    return problem, prompt, rollout, rule_rewards, with_length_terms(rewards, rollout, s)
+
+
+def print_tokens(tokenizer, rollout, new, A, mask, settings):
+    """[D] [E] [F] of single tokens after the update, by the objective that is in use."""
+    s = settings
+    old = rollout.old_logprobs
+    ref = old if rollout.ref_logprobs is None else rollout.ref_logprobs
+    J, clipped, kl, log_ratio = loss.token_terms(
+        new, old, ref, A, mask, **loss_options(rollout, slice(None), s))
+    high = s.clip_eps if s.clip_eps_high is None else s.clip_eps_high
+    print(f"\n[D] token_logprobs, [E] {s.objective} by the ratio per {s.ratio}, [F] "
+          f"{s.kl_estimator}: {tuple(mask.shape)}, after the update; clip to "
+          f"[{1 - s.clip_eps:g}, {1 + high:g}]\n"
+          "  answer token       log old  log ref  log new   ratio      w A     term        KL  moved")
+    for n in range(len(mask)):
+        tokens = mask[n].nonzero()[:, 0].tolist()
+        for t in tokens[:4] + tokens[-2:] if len(tokens) > 6 else tokens:
+            word = tokenizer.decode(rollout.input_ids[n, t + 1:t + 2])
+            ratio = float(log_ratio[n, t].exp())
+            verdict = "against A"
+            if A[n, t] == 0 or new[n, t] == old[n, t]:
+                verdict = "A = 0" if A[n, t] == 0 else "not"
+            elif (new[n, t] > old[n, t]) == (A[n, t] > 0):
+                verdict = "as A says"
+            print(f"  y_{n + 1:<4} {word[:10]!r:12} {old[n, t]:8.4f} {ref[n, t]:8.4f} "
+                  f"{new[n, t]:8.4f} {ratio:7.4f} {ratio * A[n, t]:+8.4f} {J[n, t]:+8.4f} "
+                  f"{kl[n, t]:9.5f}  {verdict}" + (", clipped" if clipped[n, t] else ""))
+    means = [f"{float(J[n][mask[n]].mean()):+.4f}" for n in range(len(mask))]
+    print(f"  mean objective of each answer after the update: {' '.join(means)}")
 
 
 def shortened(text, limit=100):
