@@ -20,6 +20,7 @@ Departures from the theory's code map:
 import argparse
 import json
 import sys
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -62,11 +63,7 @@ def sample_groups(model, tokenizer, prompts, group_size=8, max_new_tokens=256, t
     policy and its own numbers. ValueError: nothing to sample, a prompt without tokens, no end token
     known, a model that `forms_of` refuses.
     """
-    if not prompts or min(group_size, max_new_tokens) < 1 or not temperature >= 0:
-        raise ValueError(f"{len(prompts)} prompts, group_size {group_size}, max_new_tokens "
-                         f"{max_new_tokens}, temperature {temperature}: nothing can be sampled")
-    prompt_ids = [tokenizer(prompt, add_special_tokens=False).input_ids for prompt in prompts]
-    ends = end_token_ids(model, tokenizer)
+    prompt_ids, ends = prepare(model, tokenizer, prompts, group_size, max_new_tokens, temperature)
     chance = uniform_numbers(generator, len(prompts), group_size, max_new_tokens, model.device)
     answers = write_answers(model, prompt_ids, chance, temperature, ends)
     rows = [[(prompt_ids[n // group_size], None), answer] for n, answer in enumerate(answers)]
@@ -84,16 +81,18 @@ def write_answers(model, prompt_ids, chance, temperature, ends):
 
 def prefill(model, prompt_ids):
     """Every prompt once -> its keys and values, mask (B, P), logits of the next token (B, V)."""
-    if not all(prompt_ids):
-        raise ValueError(f"prompt {prompt_ids.index([])} has no tokens")
-    P = max(len(prompt) for prompt in prompt_ids)
-    ids = [[0] * (P - len(prompt)) + prompt for prompt in prompt_ids]
-    mask = [[0] * (P - len(prompt)) + [1] * len(prompt) for prompt in prompt_ids]
-    ids = torch.tensor(ids, device=model.device)                     # (B, P), padded on the left
-    mask = torch.tensor(mask, device=model.device)                   # (B, P)
+    ids, mask = padded_left(prompt_ids, model.device)                # (B, P) each
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     out = model(ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
     return out.past_key_values, mask, out.logits[:, -1]
+
+
+def padded_left(rows, device):
+    """B lists of ids -> ids and mask (B, P), so that all of them end in the last column."""
+    P = max(len(row) for row in rows)
+    ids = [[0] * (P - len(row)) + row for row in rows]
+    mask = [[0] * (P - len(row)) + [1] * len(row) for row in rows]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
 def decode(model, cache, mask, logits, chance, temperature, ends):
@@ -518,6 +517,17 @@ def first_line(error):
 # --------------------------------------------------------------------------------------------------
 # Ids in, rows out
 
+def prepare(model, tokenizer, prompts, group_size, max_new_tokens, temperature):
+    """-> the ids of every prompt, the end tokens; ValueError for what cannot be sampled."""
+    if not prompts or min(group_size, max_new_tokens) < 1 or not temperature >= 0:
+        raise ValueError(f"{len(prompts)} prompts, group_size {group_size}, max_new_tokens "
+                         f"{max_new_tokens}, temperature {temperature}: nothing can be sampled")
+    prompt_ids = [tokenizer(prompt, add_special_tokens=False).input_ids for prompt in prompts]
+    if not all(prompt_ids):
+        raise ValueError(f"prompt {prompt_ids.index([])} has no tokens")
+    return prompt_ids, end_token_ids(model, tokenizer)
+
+
 def end_token_ids(model, tokenizer):
     """Every end token in the generation config (it may name several), else the tokenizer's."""
     ends = model.generation_config.eos_token_id
@@ -551,49 +561,55 @@ def cut_at_end(tokens, logprobs, ends):
 
 def to_rollout(tokenizer, rows, ends, group_size):
     """N rows, each a list of pieces (ids, log-probs; None where others wrote them) -> Rollout."""
-    device, ends = ends.device, ends.tolist()
+    device = ends.device
     pad = tokenizer.pad_token_id
     if pad is None:
-        pad = ends[0] if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    input_ids, labels, logprobs, answers = [], [], [], []
+        pad = int(ends[0]) if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    input_ids, labels, logprobs, responses, last = [], [], [], [], []
     for pieces in rows:
         written = [[len(ids) * [IGNORE], len(ids) * [0.0]] if drawn is None else [ids, drawn]
                    for ids, drawn in pieces]
         input_ids.append(torch.tensor(sum((ids for ids, _ in pieces), [])))
         labels.append(torch.tensor(sum((ids for ids, _ in written), [])))
         logprobs.append(torch.tensor(sum((drawn for _, drawn in written), []))[1:])  # of t + 1
-        answers.append(sum((ids for ids, drawn in pieces if drawn is not None), []))
-    finished = [answer[-1] in ends for answer in answers]
-    texts = [answer[:-1] if done else answer for answer, done in zip(answers, finished)]
+        answers = [ids for ids, drawn in pieces if drawn is not None]
+        responses.append("\n".join(texts_of(tokenizer, answers, ends)))
+        last.append(answers[-1][-1])
     return Rollout(
         pad_sequence(input_ids, batch_first=True, padding_value=pad).to(device),
         pad_sequence(labels, batch_first=True, padding_value=IGNORE).to(device),
         pad_sequence(logprobs, batch_first=True).to(device),
-        tokenizer.batch_decode(texts, skip_special_tokens=False),    # all it wrote is seen
-        torch.tensor(finished, device=device), torch.arange(len(rows), device=device) // group_size)
+        responses, torch.isin(torch.tensor(last, device=device), ends),
+        torch.arange(len(rows), device=device) // group_size)
+
+
+def texts_of(tokenizer, answers, ends):
+    """What answers say, without their end tokens; any other special token in them is seen."""
+    ends = ends.tolist()
+    texts = [ids[:-1] if ids[-1] in ends else ids for ids in answers]
+    return tokenizer.batch_decode(texts, skip_special_tokens=False)
 
 
 # --------------------------------------------------------------------------------------------------
-# Variants: continue the best answers from their middle; answers of several turns.
+# Variants, called as `sample_groups` is: half of a group branches off its best; several turns.
 
-def sample_around(model, tokenizer, prompts, rewards_of, group_size=8, max_new_tokens=256,
-                  temperature=1.0, generator=None, best=1, cut=0.5):
+def sample_around(model, tokenizer, prompts, group_size=8, max_new_tokens=256, temperature=1.0,
+                  generator=None, *, rewards_of, best=1, cut=0.5):
     """Coarse, then fine: half of each group is drawn freely, the other half branches off its best.
 
     `rewards_of(prompts, responses)` gives the rewards of the first half, (B * group_size / 2,). The
     `best` of each group keep the first `cut` of their tokens, the second half goes on from there.
     All that the policy wrote is labelled; but the second half is not drawn from pi(. | prompt): its
-    prefixes were chosen. ValueError: halves that `best` does not divide.
+    prefixes were chosen. ValueError: halves that `best` does not divide; as `sample_groups`.
     """
     half = group_size // 2
     if group_size % 2 or not 1 <= best <= half or half % best or not 0 <= cut < 1:
         raise ValueError(f"a group of {group_size} has no half for {best} prefixes cut at {cut}")
-    prompt_ids = [tokenizer(prompt, add_special_tokens=False).input_ids for prompt in prompts]
-    ends = end_token_ids(model, tokenizer)
+    prompt_ids, ends = prepare(model, tokenizer, prompts, group_size, max_new_tokens, temperature)
     chance = uniform_numbers(generator, len(prompts), group_size, max_new_tokens, model.device)
     coarse, fine = chance.unflatten(0, (len(prompts), 2, half)).unbind(dim=1)    # (B, G / 2, T)
     answers = write_answers(model, prompt_ids, coarse.flatten(0, 1), temperature, ends)
-    texts = to_rollout(tokenizer, [[answer] for answer in answers], ends, half).responses
+    texts = texts_of(tokenizer, [ids for ids, _ in answers], ends)
     ranked = rewards_of(prompts, texts).view(-1, half).argsort(dim=1, descending=True, stable=True)
     stems = []                                                       # B * best (ids, log-probs)
     for b, order in enumerate(ranked[:, :best].tolist()):
@@ -604,53 +620,105 @@ def sample_around(model, tokenizer, prompts, rewards_of, group_size=8, max_new_t
     branches = write_answers(model, starts, fine.flatten(0, 1), temperature, ends)
     rows = []
     for b, prompt in enumerate(prompt_ids):
-        rows += [[(prompt, None), answer] for answer in answers[b * half:(b + 1) * half]]
+        group = answers[b * half:(b + 1) * half]
         for n in range(b * half, (b + 1) * half):
-            stem, (ids, drawn) = stems[n * best // half], branches[n]
-            left = max_new_tokens - len(stem[0])
-            rows.append([(prompt, None), stem, (ids[:left], drawn[:left])])
+            whole = (stem + branch for stem, branch in zip(stems[n * best // half], branches[n]))
+            group.append(tuple(part[:max_new_tokens] for part in whole))
+        rows += [[(prompt, None), answer] for answer in group]
     return to_rollout(tokenizer, rows, ends, group_size)
 
 
-def sample_conversations(model, tokenizer, conversations, reply, group_size=8, max_turns=4,
-                         max_new_tokens=256, temperature=1.0, generator=None):
-    """B conversations (lists of chat messages), each continued `group_size` times -> Rollout.
+@torch.no_grad()
+def sample_conversations(model, tokenizer, prompts, group_size=8, max_new_tokens=256,
+                         temperature=1.0, generator=None, *, reply, max_turns=4):
+    """B prompts, each a conversation of up to `max_turns` answers, `group_size` times -> Rollout.
 
-    After each answer `reply(messages)` is the user's next message (a tool's result, a checker's
-    remark, a second player's move), or None where the conversation is over. Only the policy's
-    tokens are labelled; `responses` joins its turns with line breaks; a turn has up to
-    `max_new_tokens`. Each turn runs its conversation again from the start.
+    After each answer but the last `reply(prompt, turns)` is the user's next message (a tool's
+    result, a checker's remark, a second player's move), or None where the conversation is over;
+    `turns` are the strings so far: answer, reply, ..., answer. Only the policy's tokens are
+    labelled; `responses` joins its turns with line breaks; a turn has up to `max_new_tokens`.
+    ValueError: a reply that fails or is no text; as `sample_groups`.
     """
-    ends = end_token_ids(model, tokenizer)
-    contexts = []
-    for messages in conversations:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        contexts.append(tokenizer(text, add_special_tokens=False).input_ids)
-    rows = [[(ids, None)] for ids in contexts for _ in range(group_size)]
-    talks = [list(messages) for messages in conversations for _ in range(group_size)]
-    speaking = list(range(len(rows)))                                # rows whose turn comes now
-    for turn in range(max_turns):
-        chance = uniform_numbers(generator, len(conversations), group_size, max_new_tokens,
-                                 model.device)[speaking]
-        answers = write_answers(model, contexts, chance, temperature, ends)
-        texts = to_rollout(tokenizer, [[answer] for answer in answers], ends, 1).responses
-        for n, answer, text in zip(list(speaking), answers, texts):
-            rows[n].append(answer)
-            talks[n].append({"role": "assistant", "content": text})
-            said = reply(talks[n]) if turn + 1 < max_turns else None
-            if said is None:
-                speaking.remove(n)
-                continue
-            talks[n].append({"role": "user", "content": said})
-            rows[n].append((ids_between_turns(tokenizer, said, answer[0][-1], ends.tolist()), None))
-        if not speaking:
+    if max_turns < 1:
+        raise ValueError(f"a conversation of {max_turns} turns")
+    prompt_ids, ends = prepare(model, tokenizer, prompts, group_size, max_new_tokens, temperature)
+    N = len(prompts) * group_size
+    rows = [[(prompt_ids[n // group_size], None)] for n in range(N)]
+    turns = [[] for _ in range(N)]
+    talking = list(range(N))                                         # rows whose turn comes now
+    decode_n_tokens = fastest_form(model)
+    cache, mask, logits = prefill(model, prompt_ids)
+    for turn in range(1, max_turns + 1):
+        chance = uniform_numbers(generator, len(prompts), group_size, max_new_tokens,
+                                 model.device)[talking]
+        kept = copy(cache)                       # decoding uses up its layers, not these tensors
+        kept.layers = [copy(layer) for layer in cache.layers]
+        tokens, logprobs = decode_n_tokens(model, cache, mask, logits, chance, temperature, ends)
+        answers = cut_at_end(tokens, logprobs, ends)
+        texts = texts_of(tokenizer, [ids for ids, _ in answers], ends)
+        heard = []                                                   # places of the rows that go on
+        for place, n in enumerate(talking):
+            rows[n].append(answers[place])
+            turns[n].append(texts[place])
+            said = None
+            if turn < max_turns:
+                said = reply_to(reply, prompts[n // group_size], turns[n], n)
+            if said is not None:
+                turns[n].append(said)
+                last = answers[place][0][-1]
+                rows[n].append((ids_between_turns(tokenizer, said, last, ends), None))
+                heard.append(place)
+        if not heard:
             break
-        contexts = [sum((ids for ids, _ in rows[n]), []) for n in speaking]
-    rollout = to_rollout(tokenizer, rows, ends, group_size)
-    for n, messages in enumerate(talks):
-        own = messages[len(conversations[n // group_size]):]
-        rollout.responses[n] = "\n".join(m["content"] for m in own if m["role"] == "assistant")
-    return rollout
+        once = len(talking) // len(mask)         # a prompt's cache served all rows of its group
+        places = torch.tensor(heard, device=model.device) // once
+        talking = [talking[place] for place in heard]
+        cache, mask, logits = next_turn(model, kept, mask, places, [rows[n] for n in talking])
+    return to_rollout(tokenizer, rows, ends, group_size)
+
+
+def next_turn(model, cache, mask, places, rows):
+    """`prefill` for rows that go on: only an answer and what follows it are run, (n, E) tokens.
+
+    `places` (n,): where the row stands in cache and mask, which know it up to that answer.
+    """
+    if not can_grow(model, cache):               # from the start, then
+        return prefill(model, [sum((ids for ids, _ in pieces), []) for pieces in rows])
+    cache.batch_select_indices(places)
+    ids, new = padded_left([pieces[-2][0] + pieces[-1][0] for pieces in rows], model.device)
+    mask = torch.cat((mask[places], new), dim=1)                     # (n, P + E), with gaps
+    positions = mask.cumsum(dim=1)[:, -ids.shape[1]:] - 1            # (n, E)
+    out = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache,
+                use_cache=True, logits_to_keep=1)
+    # Keys have their rotation already and may move: all padding to the left, what all have is cut.
+    order = mask.argsort(dim=1, stable=True)[:, -int(mask.sum(dim=1).max()):]
+    for layer in cache.layers:
+        layer.keys = layer.keys.take_along_dim(order[:, None, :, None], dim=2)
+        layer.values = layer.values.take_along_dim(order[:, None, :, None], dim=2)
+    return cache, mask.gather(1, order), out.logits[:, -1]
+
+
+def can_grow(model, cache):
+    """Whether tokens see no more of the cache than keys, values and rotated positions.
+
+    Not so where a window or a slope counts slots of the cache, gaps included, or where a state
+    has all of the past in it.
+    """
+    from transformers.cache_utils import DynamicLayer
+
+    plain = all(type(layer) is DynamicLayer for layer in cache.layers)
+    return plain and hasattr(model.base_model, "rotary_emb")
+
+
+def reply_to(reply, prompt, turns, n):
+    """The user's next message to row n, or None."""
+    try:
+        said = reply(prompt, list(turns))
+    except Exception as error:
+        raise ValueError(f"the reply to row {n} fails ({first_line(error)})") from error
+    if not isinstance(said, str | None):
+        raise ValueError(f"the reply to row {n} is {said!r:.80}, neither text nor None")
+    return said
 
 
 def ids_between_turns(tokenizer, said, last, ends):
@@ -658,8 +726,10 @@ def ids_between_turns(tokenizer, said, last, ends):
     mark = "ANSWER"                              # any answer: what follows it is the same for all
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": mark},
                 {"role": "user", "content": said}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    ids = tokenizer(text.split(mark, 1)[1], add_special_tokens=False).input_ids
+    between = chat_prompt(tokenizer, {"messages": messages}, "").partition(mark)[2]
+    ids = tokenizer(between, add_special_tokens=False).input_ids
+    if not ids:
+        raise ValueError("the chat template puts nothing between two answers")
     return ids[1:] if last in ends and ids[0] in ends else ids       # it ended already
 
 

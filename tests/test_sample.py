@@ -756,7 +756,9 @@ def test_sampling_around_the_best(model, config, best, cut):
         asked.append((prompts, responses))
         return torch.tensor([float(len(text)) for text in responses])  # the longest is the best
 
-    around = sample_around(model, TOKENIZER, PROMPTS, rewards_of, 6, 20, 1.0, seeded(), best, cut)
+    around = sample_around(
+        model, TOKENIZER, PROMPTS, 6, 20, 1.0, seeded(), rewards_of=rewards_of, best=best, cut=cut
+    )
     ((prompts, texts),) = asked
     assert prompts == PROMPTS and len(texts) == 4 * 3
     rows, answers = around.responses, responses_of(around)
@@ -784,76 +786,198 @@ def test_sampling_around_the_best(model, config, best, cut):
 )
 def test_what_cannot_be_sampled_around(model, group_size, best, cut):
     with pytest.raises(ValueError) as error:
-        sample_around(model, TOKENIZER, PROMPTS, None, group_size, 20, 1.0, seeded(), best, cut)
+        sample_around(
+            model, TOKENIZER, PROMPTS, group_size, rewards_of=None, best=best, cut=cut
+        )
     assert "\n" not in str(error.value)
+
+
+# Conversations of word tokenizers: <start> begins a user's message and w3 an answer.
+TALK = (
+    "{% for m in messages %}{{ '<start> ' if m.role == 'user' else 'w3 ' }}{{ m.content }} "
+    "{% if m.role == 'assistant' %}<end> {% endif %}{% endfor %}w3"
+)
+
+
+def talk_tokenizer():
+    tokenizer = make_tokenizer(pad_token="<pad>", eos_token="<end>")
+    tokenizer.chat_template = TALK
+    return tokenizer
+
+
+def echo(prompt, turns):
+    """Some of the answer's words, more or fewer; some conversations end early."""
+    words = turns[-1].split() or ["w4"]
+    if len(turns) > 1 and {"w5", "w9", "w11", "w60"} & set(words):
+        return None
+    return " ".join(words[: 1 + len(turns[-1]) % 7])
+
+
+def talked(model):
+    prompts = [f"<start> {prompt} w3" for prompt in PROMPTS]
+    how = dict(generator=seeded(), reply=echo, max_turns=4)
+    return sample_conversations(model, talk_tokenizer(), prompts, 5, 9, 1.2, **how)
+
+
+def from_the_start(monkeypatch, model):
+    with monkeypatch.context() as patch:
+        patch.setattr(sample, "can_grow", lambda *args: False)
+        return talked(model)
+
+
+def turns_of(rollout):
+    """How many answers each row has: runs of labels."""
+    said = (rollout.labels != IGNORE).int()
+    return (said.diff(dim=1, prepend=torch.zeros_like(said[:, :1])) == 1).sum(dim=1).tolist()
 
 
 def test_conversations(tiny):
     """Turn by turn: the ids are those that were said, and only the policy's are labelled."""
     model, tokenizer = tiny
-    asked = [
-        [{"role": "user", "content": "How many ?"}],
-        [{"role": "user", "content": "Anna has 9 . How many ?"}],
-    ]
+    asked = ["How many ?", "Anna has 9 . How many ?"]
+    prompts = [sample.chat_prompt(tokenizer, {"question": text}, "") for text in asked]
     heard = []
 
-    def reply(messages):
-        heard.append([message["role"] for message in messages])
-        if len(messages) == 4 and "1" in messages[1]["content"]:
-            return None
-        return "loses 4 ."
+    def reply(prompt, turns):
+        heard.append((prompt, list(turns)))
+        return None if len(turns) == 3 and "1" in turns[0] else "loses <|end|> 4 ."
 
-    before = json.dumps(asked)
-    rollout = sample_conversations(model, tokenizer, asked, reply, 4, 3, 12, 1.0, seeded())
-    assert json.dumps(asked) == before and rollout.input_ids.shape[0] == 8
+    rollout = sample_conversations(
+        model, tokenizer, prompts, 4, 12, 1.0, seeded(), reply=reply, max_turns=3
+    )
     assert rollout.group_ids.tolist() == [0] * 4 + [1] * 4
-    turns = []
+    turns = turns_of(rollout)
     for n in range(8):
         said = (rollout.labels[n] != IGNORE).int()
-        starts = (said.diff(prepend=said[:1]) == 1).nonzero()[:, 0].tolist()
-        turns.append(len(starts))
+        start = int(said.argmax())
+        ids = tokenizer(prompts[n // 4], add_special_tokens=False).input_ids
+        assert rollout.input_ids[n, :start].tolist() == ids
         text = tokenizer.decode(rollout.input_ids[n])
-        assert text.count("<|user|>") == len(starts) and text.count("<|assistant|>") == len(starts)
-        assert text.count("loses 4 .") == len(starts) - 1
-        first = tokenizer.apply_chat_template(
-            asked[n // 4], tokenize=False, add_generation_prompt=True
-        )
-        ids = tokenizer(first, add_special_tokens=False).input_ids
-        assert rollout.input_ids[n, : starts[0]].tolist() == ids
-        assert (
-            len(rollout.responses[n].split("\n")) == len(starts)
-            and "<|user|>" not in rollout.responses[n]
-        )
+        assert text.count("<|user|>") == text.count("<|assistant|>") == turns[n]
+        assert text.count("loses") == turns[n] - 1
+        assert len(rollout.responses[n].split("\n")) == turns[n]
+        assert "<|user|>" not in rollout.responses[n]
         row = rollout.input_ids[n].tolist()
         ends = [t for t, token in enumerate(row[: int(said.nonzero()[-1]) + 1]) if token == 1]
-        assert len(ends) in (
-            len(starts) - 1,
-            len(starts),
-        )  # one after every turn, drawn or put there
+        # one after every turn, drawn or put there; the one in the reply is text
+        assert len(ends) in (turns[n] - 1, turns[n])
     firsts = [response.split("\n")[0] for response in rollout.responses]
     assert turns == [2 if "1" in first else 3 for first in firsts] and set(turns) == {2, 3}
-    assert {tuple(roles) for roles in heard} == {("user", "assistant"), ("user", "assistant") * 2}
+    assert [prompt for prompt, _ in heard[:8]] == [prompts[n // 4] for n in range(8)]
+    assert [said for _, said in heard[:8]] == [[first] for first in firsts]
+    assert all(said[1] == "loses <|end|> 4 ." for _, said in heard[8:])
     expected = token_logprobs(model, rollout.input_ids, rollout.labels).detach()
+    torch.testing.assert_close(rollout.logprobs, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", [decode, decode_fast, partial(decode_fast, graphs=True)])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "smollm3"])
+def test_a_kept_prefix_gives_what_a_run_from_the_start_gives(name, form, monkeypatch):
+    model = member(name).double()
+    model.generation_config.eos_token_id = [END, 7, 40, 41, 42, 43]
+    monkeypatch.setattr(sample, "fastest_form", lambda model: form)
+    monkeypatch.setattr(Decoder, "capture", lambda *args: Replay(*args))
+    kept = talked(model)
+    assert_same_rollout(kept, from_the_start(monkeypatch, model), 1e-6)
+    assert set(turns_of(kept)) == {2, 3, 4}  # rows leave, the others have many lengths
+    expected = token_logprobs(model, kept.input_ids, kept.labels, 1.2).detach()
+    torch.testing.assert_close(kept.logprobs, expected, rtol=0, atol=1e-5)
+    sample.release(model)
+
+
+def test_after_a_turn_padding_is_on_the_left(model, monkeypatch):
+    """What the kernels that count a row's keys rely on; the longest row has none."""
+    real, turns = sample.next_turn, []
+
+    def checked(*args):
+        cache, mask, logits = real(*args)
+        assert (mask.diff(dim=1) >= 0).all() and (mask[:, 0] == 0).any()
+        assert mask.sum(dim=1).max() == mask.shape[1] and len(logits) == len(mask)
+        assert all(layer.keys.shape[2] == mask.shape[1] for layer in cache.layers)
+        turns.append(len(mask))
+        return cache, mask, logits
+
+    monkeypatch.setattr(sample, "next_turn", checked)
+    talked(model)
+    assert len(turns) > 1
+
+
+def test_a_turn_runs_only_what_is_new(model, runs):
+    """Prompts once; then each answer, the reply and what the template puts around them, once."""
+    forms_of(model)
+    runs.clear()
+    rollout = talked(model)
+    lengths = sorted(set(map(len, map(ids_of, PROMPTS))))
+    turns = [shape for shape in runs if len(shape) == 2]  # the others are single tokens
+    assert turns[0] == (len(PROMPTS), lengths[-1] + 2) and len(turns) == max(turns_of(rollout))
+    begun = [sum(count > turn for count in turns_of(rollout)) for turn in range(1, len(turns))]
+    assert [rows for rows, _ in turns[1:]] == begun and len(begun) > 1
+    assert all(tokens <= 2 * 9 + 3 for _, tokens in turns[1:])  # an answer, a reply, the template
+    assert max(tokens for _, tokens in turns[1:]) > 9
+
+
+@pytest.mark.parametrize("architecture", ["mistral", "gemma2", "gpt2"])
+def test_a_cache_that_cannot_grow_is_run_from_the_start(architecture):
+    """Windows count slots, and learned positions are left alone: the log-probs are [D]'s."""
+    model = small_model(architecture)
+    rollout = talked(model)
+    assert not sample.can_grow(model, sample.prefill(model, [[5, 6]])[0])
+    assert max(turns_of(rollout)) > 2
+    expected = token_logprobs(model, rollout.input_ids, rollout.labels, 1.2).detach()
     torch.testing.assert_close(rollout.logprobs, expected, rtol=0, atol=1e-4)
 
 
 def test_a_conversation_of_one_turn_is_a_group(tiny):
     model, tokenizer = tiny
-    asked = [
-        [{"role": "user", "content": "How many ?"}],
-        [{"role": "user", "content": "Anna has 9 ."}],
-    ]
-    prompts = [
-        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        for messages in asked
-    ]
-    for turns, reply in ((1, lambda messages: "more"), (5, lambda messages: None)):
-        talk = sample_conversations(
-            model, tokenizer, asked, reply, 3, turns, 12, 1.0, [seeded(1), seeded(2)]
+    asked = ["How many ?", "Anna has 9 ."]
+    prompts = [sample.chat_prompt(tokenizer, {"question": text}, "") for text in asked]
+    for turns, reply in ((1, lambda *_: "more"), (5, lambda *_: None)):
+        settings = dict(generator=[seeded(1), seeded(2)], reply=reply, max_turns=turns)
+        talk = sample_conversations(model, tokenizer, prompts, 3, 12, 1.0, **settings)
+        group = sample_groups(model, tokenizer, prompts, 3, 12, 1.0, [seeded(1), seeded(2)])
+        assert same(talk, group)
+
+
+def complains(prompt, turns):
+    raise KeyError("no\ntool")
+
+
+@pytest.mark.parametrize(
+    "reply, says",
+    [
+        (complains, "row 0 fails"),
+        (lambda prompt, turns: 3, "row 0 is 3"),
+        (lambda prompt, turns: None if "w41 w8" not in prompt else ["x"], r"row 15 is \['x'\]"),
+    ],
+)
+def test_a_reply_that_is_none(model, reply, says):
+    with pytest.raises(ValueError, match=says) as error:
+        sample_conversations(model, talk_tokenizer(), PROMPTS, 5, 4, reply=reply)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        (dict(max_turns=0), "0 turns"),
+        (dict(group_size=0), "group_size 0"),
+        (dict(prompts=[]), "0 prompts"),
+        (dict(prompts=["w5", ""]), "prompt 1"),
+    ],
+)
+def test_what_is_no_conversation(model, changes, says):
+    with pytest.raises(ValueError, match=says) as error:
+        sample_conversations(
+            model, talk_tokenizer(), **{"prompts": PROMPTS, "reply": echo, **changes}
         )
-        assert same(
-            talk, sample_groups(model, tokenizer, prompts, 3, 12, 1.0, [seeded(1), seeded(2)])
-        )
+    assert "\n" not in str(error.value)
+
+
+def test_a_template_without_anything_between_two_answers(model):
+    tokenizer = talk_tokenizer()
+    tokenizer.chat_template = "{{ messages[0].content }} w3"
+    with pytest.raises(ValueError, match="nothing between"):
+        sample_conversations(model, tokenizer, PROMPTS, reply=lambda *_: "w5")
 
 
 # --------------------------------------------------------------------------------------------------
