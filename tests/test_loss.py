@@ -5,6 +5,7 @@ import math
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,12 +18,11 @@ from loss import (
     RATIOS,
     cispo_objective,
     clipped_objective,
-    corrected_k3,
     gradient_coefficient,
     grpo_loss,
     kl_estimate,
     next_kl_coef,
-    sampler_weight,
+    token_terms,
 )
 
 ROOT = Path(loss.__file__).resolve().parent
@@ -50,28 +50,25 @@ def sampler_of(old, seed=7):
     return old + 0.3 * noise.to(old.dtype)
 
 
-def reference(
+def reference_terms(
     logprobs,
     old,
     ref,
     advantages,
     mask,
     clip_eps=0.2,
-    kl_coef=0.04,
     clip_eps_high=None,
     kl_estimator="k3",
-    aggregate="sequence",
     ratio="token",
     objective="clip",
     sampler=None,
     sampler_cap=2.0,
 ):
-    """The formulas, token by token, on scalars -> loss, metrics."""
-    N = len(mask)
+    """The formulas, token by token, on scalars -> {(n, t): its terms}."""
     low = 1 - clip_eps
     high = 1 + (clip_eps if clip_eps_high is None else clip_eps_high)
-    objectives, kls, below, above, ratios = [], [], [], [], []  # of the tokens
-    for n in range(N):
+    terms = {}
+    for n in range(len(mask)):
         tokens = [t for t in range(len(mask[n])) if mask[n, t]]
         L = len(tokens)
         for t in tokens:
@@ -83,36 +80,40 @@ def reference(
             bounded = low if w < low else high if w > high else w
             if objective == "clip":
                 J = w * A if w * A <= bounded * A else bounded * A
-                below.append(bool(w < low and A < 0))
-                above.append(bool(w > high and A > 0))
+                below = bool(w < low and A < 0)
+                above = bool(w > high and A > 0)
             else:
                 J = min(float(w.detach()), high) * A * torch.log(pi)
-                below.append(False)
-                above.append(bool(w > high))
+                below = False
+                above = bool(w > high)
             if sampler is not None:
                 J = J * min(float(pi_old / sampler[n, t].exp()), sampler_cap)
             k3 = pi_ref / pi - torch.log(pi_ref / pi) - 1
-            kls.append(
-                (
-                    {
-                        "k1": torch.log(pi / pi_ref),
-                        "k2": torch.log(pi / pi_ref) ** 2 / 2,
-                        "k3": k3,
-                        "k3_corrected": pi / pi_old * k3,
-                    }[kl_estimator],
-                    L,
-                )
-            )
-            objectives.append((J, L))
-            ratios.append(w)
+            kl = {
+                "k1": torch.log(pi / pi_ref),
+                "k2": torch.log(pi / pi_ref) ** 2 / 2,
+                "k3": k3,
+                "k3_corrected": pi / pi_old * k3,
+            }[kl_estimator]
+            terms[n, t] = SimpleNamespace(J=J, below=below, above=above, kl=kl, w=w, L=L)
+    return terms
 
-    def average(values):
+
+def reference(*data, kl_coef=0.04, aggregate="sequence", **options):
+    """The loss and the metrics, from the terms of every token."""
+    N = len(data[4])
+    terms = reference_terms(*data, **options).values()
+    below = [term.below for term in terms]
+    above = [term.above for term in terms]
+    ratios = [term.w for term in terms]
+
+    def average(name):
         if aggregate == "sequence":
-            return sum(value / L for value, L in values) / N
-        total = sum(value for value, _ in values)
-        return total / len(values) if aggregate == "token" else total / (N * LIMIT)
+            return sum(getattr(term, name) / term.L for term in terms) / N
+        total = sum(getattr(term, name) for term in terms)
+        return total / len(terms) if aggregate == "token" else total / (N * LIMIT)
 
-    policy_loss, kl = -average(objectives), average(kls)
+    policy_loss, kl = -average("J"), average("kl")
     return policy_loss + kl_coef * kl, {
         "loss": float(policy_loss.detach() + kl_coef * kl.detach()),
         "policy_loss": float(policy_loss.detach()),
@@ -167,6 +168,67 @@ def test_the_formula(aggregate, ratio, kl_estimator, objective, clip_eps_high):
     assert any(
         0 < fraction < 1 for fraction in fractions
     )  # both branches of the minimum were taken
+
+
+@pytest.mark.parametrize(
+    "ratio, kl_estimator, objective, corrected",
+    every(RATIOS, KL_ESTIMATORS, OBJECTIVES, (False, True)),
+)
+def test_the_terms_of_every_token(ratio, kl_estimator, objective, corrected):
+    """What grpo_loss averages: each token's J, whether the clip bit, its KL, its log-ratio."""
+    logprobs, old, ref, advantages, mask = batch(8, rows=8, per_token=corrected)
+    options = dict(
+        clip_eps=0.1,
+        clip_eps_high=0.08,
+        ratio=ratio,
+        kl_estimator=kl_estimator,
+        objective=objective,
+        sampler_cap=1.2,
+    )
+    sampler = sampler_of(old) if corrected else None
+    expected = reference_terms(
+        logprobs.detach(), old, ref, advantages, mask, sampler=sampler, **options
+    )
+    garbage = (x.masked_fill(~mask, math.nan) for x in (logprobs, old, ref))
+    terms = token_terms(*garbage, advantages, mask, sampler_logprobs=sampler, **options)
+    J, clipped, kl, log_ratio = terms
+    assert all(term.shape == mask.shape and term.isfinite().all() for term in terms)
+    assert clipped.dtype == torch.bool and set(expected) == {
+        tuple(place) for place in mask.nonzero().tolist()
+    }
+    for place, term in expected.items():
+        close(J[place].detach(), term.J)
+        close(kl[place].detach(), term.kl)
+        close(log_ratio[place].detach(), term.w.log())
+        assert bool(clipped[place]) == (term.below or term.above)
+    assert 0 < sum(term.below or term.above for term in expected.values()) < len(expected)
+
+
+def test_the_terms_of_plain_grpo():
+    """Without options they are the two plain formulas, and without a reference there is no KL."""
+    logprobs, old, ref, advantages, mask = batch(9)
+    J, clipped, kl, log_ratio = token_terms(logprobs, old, ref, advantages, mask)
+    plain_J, plain_clipped = clipped_objective(logprobs - old, advantages[:, None])
+    assert torch.equal(J[mask], plain_J[mask]) and torch.equal(clipped[mask], plain_clipped[mask])
+    assert torch.equal(kl[mask], kl_estimate(logprobs, ref)[mask])
+    assert torch.equal(log_ratio[mask], (logprobs - old)[mask])
+    without = token_terms(logprobs, old, None, advantages, mask)
+    assert without[2] is None and torch.equal(without[0], J)
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        (dict(kl_estimator="k4"), "kl_estimator 'k4'"),
+        (dict(ratio="row"), "ratio 'row'"),
+        (dict(objective="ppo"), "objective 'ppo'"),
+        (dict(sampler_cap=0.0), "sampler_cap 0.0"),
+    ],
+)
+def test_the_terms_refuse(options, reason):
+    with pytest.raises(ValueError, match=reason) as error:
+        token_terms(*batch(), **options)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("aggregate, ratio, objective", every(AGGREGATES, RATIOS, OBJECTIVES))
@@ -449,11 +511,18 @@ def test_on_policy_cispo_has_the_gradient_of_grpo():
 
 
 def test_the_sampler_weight():
-    old = torch.tensor([3.0, 2.0, 0.5, 1.0]).log().requires_grad_()
-    weight = sampler_weight(old, torch.zeros(4))
-    assert weight.tolist() == pytest.approx([2, 2, 0.5, 1]) and not weight.requires_grad
-    assert sampler_weight(old, torch.zeros(4), 2.5).tolist() == pytest.approx([2.5, 2, 0.5, 1])
-    assert sampler_weight(torch.zeros(1), torch.tensor([-math.inf])).tolist() == [2.0]
+    """On-policy and with A = 1, J is the weight; no gradient flows through it."""
+    logprobs = torch.zeros(1, 5, requires_grad=True)
+    old = torch.zeros(1, 5, requires_grad=True)
+    sampler = -torch.tensor([[3.0, 2.0, 0.5, 1.0, math.inf]]).log()
+    data = (logprobs, old, None, torch.ones(1), torch.ones(1, 5) > 0)
+    J, *_ = token_terms(*data, sampler_logprobs=sampler)
+    assert J[0].tolist() == pytest.approx([2, 2, 0.5, 1, 2])
+    assert gradient(J.sum(), logprobs)[0].tolist() == pytest.approx([2, 2, 0.5, 1, 2])
+    J, *_ = token_terms(*data, sampler_logprobs=sampler, sampler_cap=2.5)
+    assert J[0].tolist() == pytest.approx([2.5, 2, 0.5, 1, 2.5])
+    # of the old log-probs only the ratio's gradient, which is minus that of the new ones
+    assert gradient(J.sum(), old)[0].tolist() == pytest.approx([-2.5, -2, -0.5, -1, -2.5])
 
 
 def test_the_penalty_does_not_see_the_sampler():
@@ -509,9 +578,16 @@ def test_the_corrected_k3_is_corrected_token_by_token():
         for ratio in RATIOS
     )
     assert token == sequence
-    assert float(
-        corrected_k3(torch.zeros(()), torch.tensor(0.5), torch.tensor(2.0).log())
-    ) == pytest.approx(2 * 0.148721, abs=2e-6)
+    zero = torch.zeros(1, 1)
+    _, _, kl, _ = token_terms(
+        zero,
+        zero - math.log(2),
+        zero + 0.5,
+        torch.ones(1),
+        zero == 0,
+        kl_estimator="k3_corrected",
+    )
+    assert float(kl) == pytest.approx(2 * 0.148721, abs=2e-6)
 
 
 @pytest.mark.parametrize("ref_over_pi, coefficient", [(2.0, 1.04), (1.0, 1.0), (0.5, 0.98)])
@@ -819,7 +895,7 @@ def test_script_shows_the_walkthrough(monkeypatch, capsys):
     assert ["-0.5", "0.5", "0.125", "0.106531"] in rows
     smallest = next(row for row in rows if row[:1] == ["0.0001"])
     assert [float(x) for x in smallest] == pytest.approx([1e-4, -1e-4, 5e-9, 5e-9], rel=2e-3)
-    assert "2.0: grad logp is multiplied by 1.2" in printed and "[2.0, 0.5]" in printed
+    assert "2.0: grad logp is multiplied by 1.2" in printed and "J = 2.4, 0.6" in printed
     assert "0.297443" in printed and "ref/pi = 2: 1.04" in printed
     for kl, coefficient in (("0.01", 0.036), ("0.03", 0.04), ("0.10", 0.044)):
         assert f"{kl} nats per token: {coefficient}\n" in printed
