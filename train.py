@@ -2405,13 +2405,16 @@ def print_tokens(tokenizer, rollout, new, A, mask, settings):
     s = settings
     old = rollout.old_logprobs
     ref = old if rollout.ref_logprobs is None else rollout.ref_logprobs
-    J, clipped, kl, log_ratio = loss.token_terms(
-        new, old, ref, A, mask, **loss_options(rollout, slice(None), s))
+    options = loss_options(rollout, slice(None), s)
+    for name in ("kl_coef", "aggregate", "max_new_tokens"):
+        del options[name]  # of the average
+    J, clipped, kl, log_ratio = loss.token_terms(new, old, ref, A, mask, **options)
     high = s.clip_eps if s.clip_eps_high is None else s.clip_eps_high
-    print(f"\n[D] token_logprobs, [E] {s.objective} by the ratio per {s.ratio}, [F] "
+    objective = "clipped_objective" if s.objective == "clip" else "cispo_objective"
+    print(f"\n[D] token_logprobs, [E] {objective} with a ratio per {s.ratio}, [F] kl_estimate "
           f"{s.kl_estimator}: {tuple(mask.shape)}, after the update; clip to "
-          f"[{1 - s.clip_eps:g}, {1 + high:g}]\n"
-          "  answer token       log old  log ref  log new   ratio      w A     term        KL  moved")
+          f"[{1 - s.clip_eps:g}, {1 + high:g}]\n  answer token       "
+          "log old  log ref  log new   ratio      w A     term        KL  moved")
     for n in range(len(mask)):
         tokens = mask[n].nonzero()[:, 0].tolist()
         for t in tokens[:4] + tokens[-2:] if len(tokens) > 6 else tokens:

@@ -56,7 +56,7 @@ TINY = SMALL | {
     "group_size": 4,
 }
 # The count of the memory assumes prompts of this length.
-FULL = QWEN | {"prompt_length": train.GROUPED_PROMPT}
+FULL = QWEN | {"prompt_length": train.PROMPT}
 # What the checks are made on: two layers, heads that share keys, enough words for the fast draw.
 CHECKED = SMALL | {
     "layers": 2, "hidden": 128, "ffn": 256, "vocab": 1500, "prompt_length": 40, "new_tokens": 40,
@@ -533,7 +533,8 @@ def steps(place, settings):
         with stopwatch(optimizer) as seconds:
             start, _ = now()
             metrics = train.train_step(policy, reference, optimizer, tokenizer, prompts,
-                                       ["0"] * len(prompts), s, chance, reward_fn)
+                                       ["0"] * len(prompts), s, chance, reward_fn,
+                                       sampler=train.sample_groups)
             whole = now()[0] - start
         yield not metrics["skipped_updates"], (f"step {step}: {whole:.2f} s, "
                                                f"{metrics['tokens'] / whole:.0f} tokens/s")

@@ -185,7 +185,7 @@ def test_the_reward_model_reads_problems_in_its_own_chat_template(tmp_path, lear
     problems = reward.load_problems(str(tmp_path / "two.jsonl"), need_answer=False)
     rollout = SimpleNamespace(responses=["\\boxed{ 9 }", "\\boxed{ 5 }"] * 2)
     settings = train.parse(list(ITERATIVE))[0]
-    scores = train.rewards_of_model(learner, settings, problems, ["p", "q"], rollout)
+    scores = train.load_reward_of(settings, learner)(problems, ["p", "q"], rollout)
     prompts = ["Anna Ben has 9", "Anna Ben has 5"]
     expected = reward.reward_model_scores(learner.model, learner.tokenizer, prompts,
                                           rollout.responses)
@@ -195,7 +195,7 @@ def test_the_reward_model_reads_problems_in_its_own_chat_template(tmp_path, lear
     verdicts = [row[2] for row in rollout.judged]
     assert verdicts[:2] == [1.5, 0.5] and verdicts[2] != verdicts[2]
     learner.tokenizer.chat_template = None
-    train.rewards_of_model(learner, settings, problems, ["p", "q"], rollout)
+    train.load_reward_of(settings, learner)(problems, ["p", "q"], rollout)
     assert [row[0] for row in rollout.judged] == ["p", "p", "q", "q"]
     assert learner.pairs == []  # they are kept in training steps alone
 
@@ -215,13 +215,12 @@ def test_a_score_that_is_not_finite_ends_the_step(learner):
     with torch.no_grad():
         learner.model.score.weight[:] = 3e38
     rollout = SimpleNamespace(responses=["9", "5"])
+    reward_of = train.load_reward_of(train.parse(list(ITERATIVE))[0], learner)
     with pytest.raises(train.RewardFailed, match="--reward-model: row 0, response '9': its score"):
-        train.rewards_of_model(learner, train.parse(list(ITERATIVE))[0],
-                               [{"question": "Ben has 9", "answer": "9"}], ["p"], rollout)
+        reward_of([{"question": "Ben has 9", "answer": "9"}], ["p"], rollout)
     rollout.responses = ["9 " * 200] * 2
     with pytest.raises(train.RewardFailed, match="the reward model takes from 1 to 128"):
-        train.rewards_of_model(learner, train.parse(list(ITERATIVE))[0],
-                               [{"question": "Ben has 9", "answer": "9"}], ["p"], rollout)
+        reward_of([{"question": "Ben has 9", "answer": "9"}], ["p"], rollout)
 
 
 # ----- the reward model's own learning ------------------------------------------------------------
@@ -369,7 +368,7 @@ def test_step_rewards_reach_the_gradient(tiny, step_file):
     problems = reward.load_problems(s.data)[:2]
     prompts = [train.chat_prompt(tiny[1], problem, "") for problem in problems]
     truths = reward.truths_of(problems)
-    reward_fn = train.make_reward_fn(s)
+    reward_of = train.load_reward_of(s)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
     seen = {}
 
@@ -383,7 +382,8 @@ def test_step_rewards_reach_the_gradient(tiny, step_file):
     train.train_step(policy, None, optimizer, tiny[1], prompts, truths,
                      train.dataclasses.replace(s, kl_coef=0.0, micro_batch_tokens=10**6,
                                                gradient_checkpointing=False),
-                     train.seeded(6), lambda p, r: reward_fn(problems, p, r), keep)
+                     train.seeded(6), lambda p, r: reward_of(problems, p, r),
+                     on_rollout=keep)
     rollout = seen["rollout"]
     mask = rollout.labels[:, 1:] != IGNORE                                             # (N, S-1)
     A = process_advantages(by_hand(rollout, problems), mask, 4)

@@ -180,7 +180,7 @@ def test_no_rank_holds_the_whole_model_while_it_is_sharded(tmp_path):
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "peak.py").write_text(PEAK)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-               "--nproc-per-node=4", str(tmp_path / "peak.py"), str(tmp_path / "model"), str(tmp_path)]
+               "--nproc-per-node=4", *(str(tmp_path / name) for name in ("peak.py", "model", ""))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3 * LIMIT,
                           env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr

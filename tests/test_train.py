@@ -400,11 +400,10 @@ def measured(monkeypatch):
             old, entropy = logprobs_on_full_logits(p.policy, rollout, 0.7)
         moments = iter([100.0, 101.5, 102.0, 105.0])
         clock = SimpleNamespace(perf_counter=functools.partial(next, moments))
-        monkeypatch.setattr(train, "sample_groups", lambda *_: rollout)
         monkeypatch.setattr(train, "time", clock)
         metrics = train.train_step(
             p.policy, p.reference, p.optimizer, p.tokenizer, ["a", "b", "c"], TRUTHS, p.settings,
-            reward_fn=reward_fn)
+            reward_fn=reward_fn, sampler=lambda *_: rollout)
         drift = (old - rollout.logprobs)[mask].expm1().abs().max()
         return metrics, float(entropy[mask].mean()), float(drift)
     return measure
@@ -454,7 +453,7 @@ def test_shares_are_of_the_rows_whose_truth_is_known():
     assert math.isnan(train.share(nothing == 1.5, nothing))
 
 
-def test_evaluation_is_its_definition(monkeypatch):
+def test_evaluation_is_its_definition():
     """Seven problems in batches of three: who is asked, how, and what the figures are."""
     p = parts("--max-new-tokens=11", "--system-prompt=Think.", "--prompts-per-step=3",
               "--group-size=2")
@@ -470,13 +469,12 @@ def test_evaluation_is_its_definition(monkeypatch):
         responses = [f"\\boxed{{{x}}}" if ok else "?" for x, ok in zip(numbers, right)]
         return SimpleNamespace(responses=responses)
 
-    def reward_fn(problems, prompts, rollout):
+    def reward_of(problems, prompts, rollout):
         assert [problem["question"] in prompt for problem, prompt in zip(problems, prompts)]
         return torch.tensor([float(problem["answer"]) for problem in problems])
 
-    monkeypatch.setattr(train, "sample_groups", answers)
-    figures, responses = train.evaluate(p.policy, p.tokenizer, problems, p.settings,
-                                        reward_fn=reward_fn)
+    figures, responses = train.evaluate(p.policy, p.tokenizer, problems, p.settings, reward_of,
+                                        answers)
     assert figures == {"eval_accuracy": pytest.approx(4 / 7), "eval_reward": pytest.approx(3)}
     assert responses[:3] == ["\\boxed{0}", "?", "\\boxed{2}"] and len(responses) == 7
     prompts, group_size, max_new_tokens, temperature, seeds = calls[0]
@@ -488,7 +486,8 @@ def test_evaluation_is_its_definition(monkeypatch):
     assert len(set(greedy_seeds)) == 7
 
     calls.clear()
-    figures, responses = train.evaluate(p.policy, p.tokenizer, problems, p.settings, 2, 0.7, 5)
+    figures, responses = train.evaluate(p.policy, p.tokenizer, problems, p.settings, None, answers,
+                                        2, 0.7, 5)
     assert figures == {"eval_accuracy": pytest.approx(11 / 14)} and len(responses) == 14
     assert [call[1:4] for call in calls] == [(2, 11, 0.7)] * 3
     assert not set(greedy_seeds) & set(sum((call[4] for call in calls), []))
@@ -513,7 +512,7 @@ class Diary(train.Run):
     def log_samples(self, step, prompts, rollout, rewards, advantages, groups=2):
         self.samples.append((step, prompts, rollout, rewards, advantages))
 
-    def save_checkpoint(self, model, optimizer, ref_model=None):
+    def save_checkpoint(self, model, optimizer):
         self.saved.append(self.step)
 
 
@@ -559,7 +558,7 @@ def test_the_loop_starts_behind_its_run_and_stops_when_told():
     assert [m["step"] for m in run.metrics] == [0, 1, 2]
 
 
-def test_every_step_asks_its_own_problems_with_its_own_random_numbers(monkeypatch):
+def test_every_step_asks_its_own_problems_with_its_own_random_numbers():
     drawn = []
 
     def spy(model, tokenizer, prompts, group_size, max_new_tokens, temperature, generators):
@@ -567,15 +566,14 @@ def test_every_step_asks_its_own_problems_with_its_own_random_numbers(monkeypatc
         return sample_groups(model, tokenizer, prompts, group_size, max_new_tokens, temperature,
                              generators)
 
-    monkeypatch.setattr(train, "sample_groups", spy)
     problems = load_problems(str(TINY / "train.jsonl"))[:4]
     asked = []
 
-    def reward_fn(batch, prompts, rollout):
+    def reward_of(batch, prompts, rollout):
         asked.append([problem["question"] for problem in batch])
         return torch.arange(float(len(rollout.responses)))
 
-    run = loop("--system-prompt=", problems=problems, reward_fn=reward_fn)
+    run = loop("--system-prompt=", problems=problems, reward_of=reward_of, sampler=spy)
     training = [(prompts, seeds) for prompts, temperature, seeds in drawn if temperature]
     assert len(training) == 5
     for (prompts, _), (_, logged, _, rewards, advantages) in zip(training, run.samples):
@@ -590,11 +588,18 @@ def test_every_step_asks_its_own_problems_with_its_own_random_numbers(monkeypatc
     assert all(m["eval_reward"] == pytest.approx(1.0) for m in run.metrics if m["step"] == 5)
 
 
-def test_problems_of_a_step_make_epochs_without_repetition():
-    problems = list(range(18))
+def problems_of_step(n, step, *flags):
+    """Of n problems -> the prompts and the random generators of a step."""
+    problems = [{"question": f"q {j}", "answer": "1"} for j in range(n)]
+    prompts, _, generators, _ = train.problems_of_step(
+        AutoTokenizer.from_pretrained(TINY), problems, step,
+        settings("--prompts-per-step=4", *flags), None)
+    return prompts, generators
 
+
+def test_problems_of_a_step_make_epochs_without_repetition():
     def asked_in(step, *flags):
-        return train.problems_of_step(problems, step, settings("--prompts-per-step=4", *flags))[0]
+        return problems_of_step(18, step, *flags)[0]
 
     epochs = [[asked_in(step) for step in range(1 + 4 * e, 5 + 4 * e)] for e in range(2)]
     for epoch in epochs:
@@ -607,8 +612,7 @@ def test_problems_of_a_step_make_epochs_without_repetition():
 
 def test_random_numbers_follow_from_seed_step_and_prompt():
     def seeds(step, *flags):
-        s = settings("--prompts-per-step=4", *flags)
-        return [g.initial_seed() for g in train.problems_of_step(list(range(8)), step, s)[1]]
+        return [g.initial_seed() for g in problems_of_step(8, step, *flags)[1]]
 
     assert len(set(seeds(1) + seeds(2) + seeds(1, "--seed=1"))) == 12
     assert seeds(2) == seeds(2)
@@ -834,7 +838,8 @@ def test_eval_only_prints_the_figures(capsys, monkeypatch):
     problems = load_problems(s.eval_data)[:8]
     figures, responses = train.evaluate(p.policy, p.tokenizer, problems, s)
     assert f"{figures['eval_accuracy']:.4f}" in greedy
-    figures, responses = train.evaluate(p.policy, p.tokenizer, problems, s, 4, 1.0, 0)
+    figures, responses = train.evaluate(p.policy, p.tokenizer, problems, s, group_size=4,
+                                        temperature=1.0, seed=0)
     assert f"{figures['eval_accuracy']:.4f}" in sampled and "4 samples per problem" in sampled
     right = train.score_responses(responses, [q["answer"] for q in problems], 4).view(8, 4) == 1.5
     assert f"pass@4   {float(right.any(dim=1).float().mean()):.4f}" in out
@@ -1096,9 +1101,8 @@ def test_count_of_the_key_value_cache():
         assert total == pytest.approx(sum(parts) / 1e9)
 
 
-def test_activations_are_those_a_real_pass_keeps(monkeypatch):
+def test_activations_are_those_a_real_pass_keeps():
     """The count on the meta device against the saved tensors of a pass with storage."""
-    monkeypatch.setattr(train, "GROUPED_PROMPT", 24)
     s = settings("--micro-batch-tokens=200", "--max-new-tokens=20")
     model = AutoModelForCausalLM.from_pretrained(TINY)
     with torch.device("meta"):
@@ -1118,6 +1122,7 @@ def test_activations_are_those_a_real_pass_keeps(monkeypatch):
         hidden = model.base_model(
             input_ids=ids, position_ids=ids, use_cache=False, groups=[[24] + [20] * 8],
             attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool)).last_hidden_state
-    counted = train.activations(meta.eval(), 200, s.group_size, 20, False)
+    counted = train.logprob.activation_bytes(meta.eval(), 200, s.group_size, 20, False, 24)
     assert counted == pytest.approx(sum(kept.values()) + hidden.nbytes, rel=0.1)
-    assert train.activations(meta, 200, s.group_size, 20, True) < 0.5 * counted
+    fewer = train.logprob.activation_bytes(meta, 200, s.group_size, 20, True, 24)
+    assert fewer < 0.5 * counted

@@ -130,14 +130,13 @@ def gradients_by_hand(p, rollout, flags, temperature, order):
 
 def gradients_of_the_program(p, rollout, monkeypatch):
     """-> (the gradient of every gradient step, what on_rollout saw, metrics)."""
-    monkeypatch.setattr(train, "sample_groups", lambda *_: copy.deepcopy(rollout))
     optimizer = torch.optim.SGD(p.policy.parameters(), RATE)
     found = []
     seen = []
     optimizer.register_step_pre_hook(lambda *_: found.append(gradient(p.policy)))
     metrics = train.train_step(
         p.policy, p.reference, optimizer, p.tokenizer, p.prompts, p.truths, p.settings,
-        on_rollout=lambda *given: seen.append(given))
+        sampler=lambda *_: copy.deepcopy(rollout), on_rollout=lambda *given: seen.append(given))
     return found, seen[0], metrics
 
 
@@ -243,7 +242,6 @@ def resampled(monkeypatch):
         first = draws(p, [flat, ["a", "bb", "c", "d"], flat, flat], 9, 5)
         rollouts = iter([first, *(draws(p, texts, 7 + 4 * i, 20 + 20 * i)
                                   for i, texts in enumerate(rounds))])
-        monkeypatch.setattr(train, "sample_groups", lambda *_: next(rollouts))
         asked = []
 
         def more(attempt, n):
@@ -255,7 +253,8 @@ def resampled(monkeypatch):
         seen = []
         metrics = train.train_step(
             p.policy, p.reference, p.optimizer, p.tokenizer, prompts, ["7"] * 4, p.settings,
-            reward_fn=reward_fn, on_rollout=lambda *given: seen.append(given), more=more)
+            reward_fn=reward_fn, sampler=lambda *_: next(rollouts),
+            on_rollout=lambda *given: seen.append(given), more=more)
         return SimpleNamespace(prompts=prompts, metrics=metrics, asked=asked, rollout=seen[0][0],
                                rewards=seen[0][1], advantages=seen[0][2])
     return run
@@ -361,7 +360,7 @@ def test_the_kl_is_0_right_after_the_reference_was_renewed():
 
 def test_the_reference_becomes_a_copy():
     p = parts()
-    train.renew(p.reference, p.policy)
+    train.renew(p.reference, p.policy, None, 1, p.settings)
     assert torch.equal(weights(p.reference), weights(p.policy))
     train.assert_own_frozen_tensors(p.reference, p.policy)
 
@@ -438,9 +437,10 @@ def everything(tmp_path_factory):
             watched.append((figures["eval_accuracy"], copy.deepcopy(model.state_dict())))
             plain(model, tokenizer, settings, run, figures)
 
-        def renew(ref, policy, plain=train.renew):
-            plain(ref, policy)
+        def renew(ref, *others, plain=train.renew):
+            figures = plain(ref, *others)
             reference.append(copy.deepcopy(dict(ref.named_parameters())))
+            return figures
 
         patch.setattr(train, "keep_best", keep_best)
         patch.setattr(train, "renew", renew)
@@ -535,9 +535,11 @@ def test_ranks_meet_equally_often_in_an_evaluation(monkeypatch, fails):
     """17 problems in batches of 8: one batch on rank 0, two on rank 1. Else one waits for ever."""
     p = parts("--prompts-per-step=2", "--group-size=4")
     problems = [{"question": f"q {j}", "answer": "1"} for j in range(17)]
-    monkeypatch.setattr(train, "sample_groups", lambda model, tokenizer, prompts, *_:
-                        SimpleNamespace(responses=["no"] * len(prompts),
-                                        labels=torch.full((len(prompts), 1), IGNORE)))
+
+    def sampler(model, tokenizer, prompts, *_):
+        return SimpleNamespace(responses=["no"] * len(prompts),
+                               labels=torch.full((len(prompts), 1), IGNORE))
+
     monkeypatch.setattr(train, "world", lambda: 2)
 
     def rule(completions, **columns):
@@ -557,7 +559,7 @@ def test_ranks_meet_equally_often_in_an_evaluation(monkeypatch, fails):
         monkeypatch.setattr(train, "rank", lambda rank=rank: rank)
         with pytest.raises(train.BadInput) if fails else contextlib.nullcontext():
             train.evaluate(p.policy, p.tokenizer, problems, p.settings,
-                           reward_fn=train.make_reward_fn(settings("--reward=r.py:f")))
+                           train.load_reward_of(settings("--reward=r.py:f")), sampler)
     assert meetings[0] == meetings[1] and len(meetings[0]) == (1 if fails else 3)
 
 
@@ -713,7 +715,7 @@ def traced():
 def test_the_trace_tells_the_stages_in_order(traced):
     letters = re.findall(r"^\[(\w)\] (\w+)|^.*?, \[(E|F)\]", traced.out, re.MULTILINE)
     assert [first or other for first, _, other in letters] == list("ABCDGH")
-    assert "[D] token_logprobs, [E] clipped_objective, [F] kl_estimate" in traced.out
+    assert "[E] clipped_objective with a ratio per token, [F] kl_estimate k3" in traced.out
     for name in ("sample_groups", "score_responses", "advantages_for", "grpo_loss", "train_grpo"):
         assert name in traced.out
     N, S = traced.rollout.input_ids.shape
@@ -1019,11 +1021,11 @@ def test_rewards_of_the_same_name_are_told_apart(tmp_path):
             f"def f(completions, **columns):\n    return [{value}] * len(completions)\n")
     a, b = (f"{tmp_path / name}.py:f" for name in "ab")
     rollout = SimpleNamespace(labels=torch.full((2, 3), IGNORE), responses=["x", "y"])
-    fn = train.make_reward_fn(settings("--reward", a, b))
+    fn = train.load_reward_of(settings("--reward", a, b))
     assert fn([{"question": "q"}], ["q"], rollout).tolist() == [3.0, 3.0]
     assert {name: values.tolist() for name, values in rollout.reward_parts.items()} == {
         "f": [1.0, 1.0], b: [2.0, 2.0]}
-    assert train.make_reward_fn(settings()) is None
+    assert train.load_reward_of(settings()) is None
 
 
 def data_with_columns(path, columns):
@@ -1122,16 +1124,6 @@ def test_the_groups_whose_truth_is_known_are_all_right_or_all_wrong():
     rewards = torch.tensor([1.5, 1.5, 0.5, 0.0, 1.5, 0.0, math.nan, math.nan, 0.0, 0.0])
     assert float(train.all_are(rewards, True, 2)) == pytest.approx(1 / 4)
     assert float(train.all_are(rewards, False, 2)) == pytest.approx(2 / 4)
-
-
-def test_special_tokens_in_text_become_plain_characters():
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    token = max(tokenizer.all_special_tokens, key=len)
-    text = train.as_text(tokenizer, f"a{token}{token} b")
-    assert token not in text and text.replace(" ", "") == f"a{token}{token}b"
-    assert train.as_text(tokenizer, "a < b | c > d") == "a < b | c > d"
-    one = SimpleNamespace(all_special_tokens=["x"])       # one character cannot be parted
-    assert train.as_text(one, "x") == "x"
 
 
 # --------------------------------------------------------------------------------------------------
