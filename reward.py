@@ -18,6 +18,7 @@ Departures from the theory's code map:
     python reward.py "So \boxed{63}." 63    # one response against its truth
 """
 
+import bisect
 import functools
 import hashlib
 import http.client
@@ -90,12 +91,20 @@ def extract_boxed(text):
     r"""The content of the last complete \boxed{…}, braces balanced; None if there is none.
 
     A box inside a complete box is part of its content, but \boxed{\boxed{5}} is 5. A box that is
-    never closed is passed over. \boxed 18 is read as well, up to the next space. One pass with a
-    stack: linear in the length of the text, whatever a model that has lost its way may write.
+    never closed is passed over. \boxed 18 is read as well, up to the next space.
+    """
+    boxes = complete_boxes(text)
+    return text[boxes[-1][1]] if boxes else None
+
+
+def complete_boxes(text):
+    """The complete boxes that are in no other, in order: [(slice of the box, of its content)].
+
+    One pass with a stack: linear in the length of the text, whatever a model that has lost its way
+    may write. White space behind a box belongs to it.
     """
     opened = []  # for each open brace: the token that opened a box, None for a plain brace
-    closed = None  # where the box that was closed last begins and ends
-    content = (0, 0)  # and where its content does
+    boxes = []
     for token in BOX.finditer(text):
         first = token[0][0]
         if first == "{":
@@ -103,13 +112,15 @@ def extract_boxed(text):
         elif token["box"]:
             opened.append(token)
         elif token["bare"]:
-            closed = token.span()
-            content = token.span("bare")
+            boxes.append((slice(*token.span()), slice(*token.span("bare"))))
         elif first == "}" and opened and (box := opened.pop()):
-            if closed != (box.end(), token.start()):  # else: a box that holds a box and no more
-                content = (box.end("box"), token.start())
-            closed = (box.start(), token.end())
-    return text[slice(*content)] if closed else None
+            content = slice(box.end("box"), token.start())
+            if boxes and boxes[-1][0] == slice(box.end(), token.start()):
+                content = boxes[-1][1]  # a box that holds a box and no more
+            while boxes and boxes[-1][0].start > box.start():
+                boxes.pop()
+            boxes.append((slice(box.start(), token.end()), content))
+    return boxes
 
 
 # --------------------------------------------------------------------------------------------------
@@ -483,6 +494,60 @@ def with_length_terms(rewards, lengths, group_size, max_new_tokens, length_resca
 
 
 BUILT_IN = {"rule": rule_reward, "think": think_answer_reward}  # what `--reward` knows by name
+
+
+def boxed_candidates(responses, truths, group_size, completion_ids, decode):
+    """Several candidates in one answer, found by their boxes: (rewards, spans) for ShapE-GRPO.
+
+    responses: N = B·G strings, prompt-major; truths: B, None where none is known; completion_ids:
+    N lists of token ids; decode(ids) -> str, the tokenizer's own. Both results are N lists with an
+    entry for each complete box that is in no other. Its reward is 1.0 where it is right, else 0.0.
+    Its span is (first, last) among the row's tokens: from behind the candidate before it to the
+    token that closes the box. A box without a token of its own is left out: it is closed by the
+    token that closed the one before it, or beyond what the ids decode to.
+    """
+    if len(responses) != len(truths) * group_size:
+        raise ValueError(f"{len(responses)} responses are not {len(truths)} groups of {group_size}")
+    candidate_rewards, candidate_spans = [], []
+    for n, (response, ids) in enumerate(zip(responses, completion_ids, strict=True)):
+        truth = truths[n // group_size]
+        rewards, spans = [], []
+        first = written = 0  # tokens and characters of the candidates so far
+        for whole, _ in complete_boxes(response):
+            box = response[whole].rstrip()
+            end = whole.start + len(box)
+            count, length = ids_until(end, ids, decode, first, written)
+            if length < end:
+                break
+            if count > first:
+                rewards.append(float(truth is not None and rule_reward(box, truth) == 1.5))
+                spans.append((first, count - 1))
+                first = count
+                written = length
+        candidate_rewards.append(rewards)
+        candidate_spans.append(spans)
+    return candidate_rewards, candidate_spans
+
+
+def ids_until(end, ids, decode, first=0, written=0):
+    """The smallest number of leading ids that write `end` characters, and how many these write.
+
+    The first `first` ids are known to write `written` characters. The steps from there double, then
+    halve: no text is decoded that is much longer than what lies between. If all ids are too few,
+    their own number and length come back.
+    """
+    start = max(first - 1, 0)  # one more: some decoders drop the space before the first token
+    known = len(decode(ids[start:first]))
+
+    def characters(count):
+        # Bytes of a character that is not complete yet are shown as one or more \ufffd.
+        return written + len(decode(ids[start:count]).rstrip("\ufffd")) - known
+
+    high = min(first + 1, len(ids))
+    while high < len(ids) and characters(high) < end:
+        high = min(2 * high - first, len(ids))
+    count = bisect.bisect_left(range(high), end, lo=first, key=characters)
+    return count, characters(count)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -25,13 +25,15 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import example, given, settings
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 import reward
 from reward import (
+    boxed_candidates,
     bradley_terry_loss,
     canonical,
     column_names,
+    complete_boxes,
     diversity,
     extract_boxed,
     has_format,
@@ -178,7 +180,7 @@ def test_extract_boxed(text, content):
     assert extract_boxed(text) == content
 
 
-def complete_boxes(text):
+def every_complete_box(text):
     """(end, begin, content) of each complete box, one by one, in quadratic time."""
     for start in re.finditer(r"\\boxed\s*\{", text):
         depth = 1
@@ -194,11 +196,12 @@ def complete_boxes(text):
 
 def slow_extract_boxed(text):
     """The definition: the complete box that ends last, opened while it holds a box and no more."""
-    boxes = list(complete_boxes(text))
+    boxes = list(every_complete_box(text))
     if not boxes:
         return None
     content = max(boxes)[2]
-    nested = any(content[begin:end] == content.strip() for end, begin, _ in complete_boxes(content))
+    nested = any(content[begin:end] == content.strip()
+                 for end, begin, _ in every_complete_box(content))
     return slow_extract_boxed(content) if nested else content
 
 
@@ -210,6 +213,16 @@ LATEX_LIKE = st.lists(st.sampled_from(PIECES), max_size=30).map("".join)
 @given(LATEX_LIKE)
 def test_extract_boxed_is_its_definition(text):
     assert extract_boxed(text) == slow_extract_boxed(text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(LATEX_LIKE)
+def test_complete_boxes_are_those_in_no_other(text):
+    every = [(begin, end) for end, begin, _ in every_complete_box(text)]
+    outer = [(begin, end) for begin, end in every
+             if not any(b < begin and end < e for b, e in every)]
+    found = [(box.start, box.start + len(text[box].rstrip())) for box, _ in complete_boxes(text)]
+    assert found == sorted(outer)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1289,6 +1302,147 @@ def test_diversity():
     for responses, group_size in (([], 2), (["x"] * 3, 2)):
         with pytest.raises(ValueError, match="whole groups"):
             diversity(responses, group_size)
+
+
+# --------------------------------------------------------------------------------------------------
+# Several candidates in one answer
+
+QWEN = ROOT.parent / "shared" / "models" / "qwen2.5-tokenizer"
+THE_QWEN = pytest.param("qwen", marks=pytest.mark.skipif(not QWEN.is_dir(), reason="not here"))
+
+
+@pytest.fixture(scope="module")
+def qwen():
+    return AutoTokenizer.from_pretrained(QWEN)
+
+
+def test_candidates_of_the_tiny_policy(tiny):
+    tokenizer = tiny[1]
+    answers = ["9 + 9 = \\boxed{ 18 } \\boxed{ 9 } 9 <|end|>", "9 <|end|>",
+               "\\boxed{ 9 } \\boxed{ } \\boxed{ 9 \\boxed{ 9 }",
+               "} \\boxed{ \\boxed{ 3 } } <|end|>"]
+    ids = [tokenizer(text, add_special_tokens=False).input_ids for text in answers]
+    responses = [tokenizer.decode(row).removesuffix(" <|end|>") for row in ids]
+    rewards, spans = boxed_candidates(responses, ["18", "9"], 2, ids, tokenizer.decode)
+    assert spans == [[(0, 6), (7, 9)], [], [(0, 2), (3, 4), (5, 9)], [(0, 5)]]
+    assert rewards == [[1.0, 0.0], [], [1.0, 0.0, 1.0], [0.0]]
+    unknown, _ = boxed_candidates(responses, [None, "3"], 2, ids, tokenizer.decode)
+    assert unknown == [[0.0, 0.0], [], [0.0, 0.0, 0.0], [1.0]]
+    for truths, group_size in ((["18"], 2), (["18", "9"], 4)):
+        with pytest.raises(ValueError, match="4 responses are not . groups"):
+            boxed_candidates(responses, truths, group_size, ids, tokenizer.decode)
+    with pytest.raises(ValueError):
+        boxed_candidates(responses, ["18", "9"], 2, ids[:3], tokenizer.decode)
+
+
+class Characters:
+    """A tokenizer of characters, `size` to a token."""
+    def __init__(self, size):
+        self.size = size
+
+    def __call__(self, text):
+        pieces = [text[i : i + self.size] for i in range(0, len(text), self.size)]
+        return types.SimpleNamespace(input_ids=pieces)
+
+    def decode(self, ids):
+        return "".join(ids)
+
+
+class Words(Characters):
+    """As SentencePiece has it: a token starts with a space, which the first of all loses."""
+    def __init__(self):
+        pass
+
+    def __call__(self, text):
+        return types.SimpleNamespace(input_ids=re.findall(r" ?[^ ]{1,4}| ", text))
+
+    def decode(self, ids):
+        return "".join(ids).removeprefix(" ")
+
+
+class Bytes(Characters):
+    """A token per byte; every byte of a character that is not complete is shown as one \ufffd."""
+    def __init__(self):
+        pass
+
+    def __call__(self, text):
+        return types.SimpleNamespace(input_ids=list(text.encode()))
+
+    def decode(self, ids):
+        return re.sub(b"[\x80-\xff]+", self.shown, bytes(ids)).decode()
+
+    def shown(self, run):
+        try:
+            return run[0].decode().encode()
+        except UnicodeError:
+            return "\ufffd".encode() * len(run[0])
+
+
+# What an answer may be made of: (text, whether it is a candidate, whether that is right).
+PARTS = [
+    ("word ", None), ("\n\n", None), ("é中😀", None), ("\\frac{1}{2}", None), ("}}$$. ", None),
+    ("\\boxed{7}", 1.0), ("\\boxed{7}}$. ", 1.0), (" \\boxed {7.0} ", 1.0), ("\\boxed 7 ", 1.0),
+    ("\\boxed{\\frac{1}{2}}", 0.0), ("\\boxed{中\\{😀}\n", 0.0), ("\\boxed{\\boxed{7}}", 1.0),
+    ("\\boxed{}", 0.0), ("\\boxed{7 or \\boxed{7}}", 0.0),
+]
+
+
+@settings(max_examples=80, deadline=None)
+@given(parts=st.lists(st.sampled_from(PARTS), max_size=12))
+@pytest.mark.parametrize("kind", ["one", "three", "words", "bytes", THE_QWEN])
+def test_a_candidate_ends_with_the_first_token_that_shows_its_box_closed(request, kind, parts):
+    tokenizer = {"one": Characters(1), "three": Characters(3), "words": Words(), "bytes": Bytes()
+                 }.get(kind) or request.getfixturevalue(kind)
+    text = "".join(part for part, _ in parts)
+    text = text.removeprefix(" ") if kind == "words" else text
+    ids = tokenizer(text).input_ids
+    shown = [tokenizer.decode(ids[: i + 1]) for i in range(len(ids))]
+    expected_rewards, expected_spans, written, first = [], [], "", 0
+    for part, right in parts:
+        box = part.rstrip(" \n.$")[: -1 if part.endswith("}}$. ") else None]
+        end = written + box
+        written += part
+        if right is not None:
+            end = end.removeprefix(" ") if kind == "words" else end
+            last = next(i for i, prefix in enumerate(shown) if prefix.startswith(end))
+            if last >= first:
+                expected_spans.append((first, last))
+                expected_rewards.append(right)
+                first = last + 1
+    rewards, spans = boxed_candidates([text], ["7"], 1, [ids], tokenizer.decode)
+    assert (rewards, spans) == ([expected_rewards], [expected_spans])
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=LATEX_LIKE, length=st.integers(0, 12),
+       shown=st.lists(st.text("\ufffd}{5 ", max_size=30), min_size=1, max_size=7))
+def test_spans_are_valid_whatever_the_decoder_shows(text, length, shown):
+    text = "\\boxed{5}" + text
+    [rewards], [spans] = boxed_candidates(
+        [text], ["5"], 1, [list(range(length))], lambda ids: shown[sum(ids) % len(shown)])
+    assert len(rewards) == len(spans) <= len(complete_boxes(text))
+    places = [-1, *itertools.chain.from_iterable((span[0] - 1, span[1]) for span in spans)]
+    assert places[1::2] == places[:-1:2] and places == sorted(places)  # each begins behind the last
+    assert all(first <= last < length for first, last in spans)
+
+
+def test_candidates_are_found_at_once():
+    tokenizer = Characters(2)
+    for text, count in (("\\boxed{1}" * 2000, 1999), ("x" * 20_000 + "\\boxed{1}", 1),
+                        ("\\boxed{" * 4000 + "}" * 4000, 1), ("\\boxed{1" * 4000, 0)):
+        ids = tokenizer(text).input_ids
+        decoded = []
+
+        def decode(ids, decoded=decoded):
+            decoded.append(len(ids))
+            return "".join(ids)
+
+        start = time.process_time()
+        [spans] = boxed_candidates([text], ["1"], 1, [ids], decode)[1]
+        assert len(spans) >= count and sum(decoded) < 40 * len(ids)
+        boxed_candidates([text], ["1"], 1, [ids[:100]], decode)  # the ids end before the text
+        boxed_candidates([text], ["1"], 1, [ids], lambda ids: "")
+        assert time.process_time() - start < 1
 
 
 # --------------------------------------------------------------------------------------------------
