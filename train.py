@@ -201,7 +201,11 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
 
 
 # --------------------------------------------------------------------------------------------------
-# A reader of the theory may stop here.
+# A reader of the theory may stop here. What follows, in this order:
+#
+#     helpers of train_step, dynamic sampling, helpers of train_grpo, known failures
+#     settings (every flag), loading, weights and optimizer, a count of the memory
+#     several GPUs, the files of a run, the program
 #
 # What train_step leaves to helpers: the options of [B], [C] and [E][F], log-probs batch by batch
 
@@ -238,7 +242,7 @@ def with_length_terms(rewards, rollout, settings):
     s = settings
     lengths = (rollout.labels != IGNORE).sum(dim=1).cpu()                              # (N,)
     with telling("--length-rescale:", RewardFailed):
-        return reward.with_length_terms(rewards, lengths, s.group_size, s.max_new_tokens,
+        return reward.with_length_terms(rewards, lengths, s.group_size, s.answer_tokens,
                                         s.length_rescale, s.overlong_buffer)
 
 
@@ -857,6 +861,11 @@ class Settings:
     trace: bool = flag(False, "tell one step stage by stage, and stop")
     dry_run: bool = flag(False, "count the memory of these flags and stop; nothing is loaded")
 
+    @property
+    def answer_tokens(self):
+        """Tokens that the policy writes in a row, at most: with --reply it has several turns."""
+        return self.max_new_tokens * (self.max_turns if self.reply else 1)
+
 
 AT_LEAST = {
     "steps": 1, "prompts_per_step": 1, "group_size": 2, "max_new_tokens": 1, "clip_eps": 0,
@@ -1229,10 +1238,12 @@ def fitting(flag_name, problems, tokenizer, settings):
         lengths = [lengths[i] for i in kept]
     limit = logprob.length_limit(AutoConfig.from_pretrained(s.model))
     longest = max(range(len(lengths)), key=lengths.__getitem__)
-    if lengths[longest] + s.max_new_tokens > limit:
+    if lengths[longest] + s.answer_tokens > limit:
+        turns = f", --max-turns {s.max_turns}" if s.reply else ""
         raise BadInput(f"{flag_name}: the prompt of problem {longest + 1} has {lengths[longest]} "
-                       f"tokens; with --max-new-tokens {s.max_new_tokens} that is more than the "
-                       f"model's {limit} positions; --max-prompt-tokens leaves such prompts out")
+                       f"tokens; with --max-new-tokens {s.max_new_tokens}{turns} that is more than "
+                       f"the model's {limit} positions; --max-prompt-tokens leaves such prompts "
+                       "out")
     return problems
 
 
@@ -1424,7 +1435,7 @@ def fastest_that_fits(settings, device, dtype, free):
         usual = {"offload": False, "gradient_checkpointing": device == "mps",
                  "micro_batch_tokens": 1024 if device == "cpu" else 8192}
         return dataclasses.replace(s, **{**usual, **fixed}), None
-    group = PROMPT + s.group_size * s.max_new_tokens
+    group = PROMPT + s.group_size * s.answer_tokens
     tried = [(offload, layers, tokens) for offload, layers in ((False, False), (False, True),
                                                                (True, True))
              for tokens in (2 * group, group)]
@@ -1467,7 +1478,7 @@ def count_memory(settings, model, device, dtype):
     n = sum(p.numel() for p in model.parameters())
     b = dtype.itemsize
     rows = max(s.prompts_per_step * s.group_size // W, 1)
-    length = PROMPT + s.max_new_tokens
+    length = PROMPT + s.answer_tokens
     layers = text.num_hidden_layers
     blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     block = max(sum(p.numel() for p in m.parameters()) for m in blocks)
@@ -1479,7 +1490,7 @@ def count_memory(settings, model, device, dtype):
     host = masters and s.offload and device != "cpu"
     chunk = logprob.chunks(s.micro_batch_tokens, text.vocab_size, torch.device(device))[0].stop
     logits = min(chunk, s.micro_batch_tokens) * text.vocab_size * 4
-    shape = (s.micro_batch_tokens, s.group_size, s.max_new_tokens)
+    shape = (s.micro_batch_tokens, s.group_size, s.answer_tokens)
     kept = logprob.activation_bytes(model, *shape, s.gradient_checkpointing)
     again = 0
     if s.gradient_checkpointing:
