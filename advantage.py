@@ -43,10 +43,7 @@ def group_advantages(rewards, group_size=8, eps=1e-8, scale_by_std=True, unbiase
 
 
 def is_flat(rewards, group_size):
-    """Rewards (N,) -> (B,) bool: all rewards of the group are equal, and so it teaches nothing.
-
-    They are compared: the std of equal rewards is not always 0, see above.
-    """
+    """Rewards (N,) -> (B,) bool: all rewards of the group are equal, and it teaches nothing."""
     groups = rewards.view(-1, group_size)                                    # (B, G)
     return (groups == groups[:, :1]).all(dim=1)
 
@@ -74,11 +71,11 @@ def advantages_for(kind, rewards, group_size=8, entropies=None, mask=None, right
                    step_rewards=None, candidates=None, scale_by_std=True, clip=None):
     """The advantages of this kind: (N,) for "group" and "leave-one-out", otherwise (N, S-1).
 
-    `entropies` and `mask` (N, S-1) are needed by "gtpo" and "grpo-s", and `right` (N,) is read by
-    them alone; "shape" needs `mask` and `candidates`, the pair (candidate_rewards, candidate_spans)
-    of `shape_advantages`. With `step_rewards` and `mask`, kind "group" is process supervision: the
-    rewards of steps take the place of the rewards of answers. `clip` bounds every kind. ValueError:
-    a kind that does not exist, an input that is missing or that this kind cannot use.
+    "gtpo" and "grpo-s" need `entropies` and `mask` (N, S-1), and read `right` (N,). "shape" needs
+    `mask` and `candidates`, the pair (candidate_rewards, candidate_spans). "group" with
+    `step_rewards` and `mask` is process supervision: the rewards of steps take the place of the
+    rewards of answers. `clip` bounds every kind. ValueError: a kind that does not exist, an input
+    that is missing or that this kind cannot use.
     """
     if kind not in ADVANTAGES:
         raise ValueError(f"advantage {kind!r}: not one of {', '.join(ADVANTAGES)}")
@@ -86,10 +83,9 @@ def advantages_for(kind, rewards, group_size=8, entropies=None, mask=None, right
     if step_rewards is not None and kind != "group":
         raise ValueError(f"advantage {kind!r}: only 'group' can use rewards of steps")
     if not scale_by_std and (step_rewards is not None or kind in ("gtpo", "grpo-s", "shape")):
-        raise ValueError("scale_by_std off: rewards of steps, gtpo, grpo-s and shape"
-                         " divide by the std")
-    if kind == "shape" and (mask is None or candidates is None):
-        raise ValueError("advantage 'shape': the mask and the candidates are needed")
+        raise ValueError("scale_by_std off: rewards of steps, gtpo, grpo-s and shape need the std")
+    if kind == "shape" and candidates is None:
+        raise ValueError("advantage 'shape': the candidates are needed")
 
     if step_rewards is not None:
         advantages = process_advantages(step_rewards, mask, group_size)
@@ -99,19 +95,17 @@ def advantages_for(kind, rewards, group_size=8, entropies=None, mask=None, right
         advantages = leave_one_out_advantages(rewards, group_size)
     elif kind == "shape":
         advantages = shape_advantages(*candidates, mask, group_size)
-    elif kind == "gtpo":
-        advantages = entropy_advantages(rewards, entropies, mask, group_size, "token", right=right)
     else:
-        advantages = entropy_advantages(rewards, entropies, mask, group_size, "sequence",
-                                        right=right)
+        level = "token" if kind == "gtpo" else "sequence"
+        advantages = entropy_advantages(rewards, entropies, mask, group_size, level, right=right)
     return advantages if clip is None else advantages.clamp(-clip, clip)
 
 
 def leave_one_out_advantages(rewards, group_size=8):
     """A_i = r_i - mean of the other rewards of its group: (N,) -> (N,). RLOO, arXiv 2402.14740.
 
-    An answer is not part of its own baseline, so the gradient is unbiased. It is the centred reward
-    times G / (G - 1): r_i - (sum - r_i) / (G - 1) = (r_i - mean) G / (G - 1).
+    An answer is not part of its own baseline, so the gradient is unbiased:
+    r_i - (sum - r_i) / (G - 1) = (r_i - mean) G / (G - 1).
     """
     centred = group_advantages(rewards, group_size, scale_by_std=False)
     return centred * (group_size / (group_size - 1))
@@ -121,13 +115,12 @@ def process_advantages(step_rewards, mask, group_size=8):
     """Process supervision, DeepSeekMath section 4.1.3: rewards of steps -> advantages (N, S-1).
 
     `step_rewards`: N lists of (end, reward), where `end` is the index of the step's last token
-    among the row's response tokens, from 0. The step rewards of all answers of a group are pooled
-    and normalised together, so the answers may have different numbers of steps. A_t is the sum of
-    the normalised rewards of the steps that end at or after t: a token answers for its own step and
-    for all that follow. It is 0 after the last step, and in a group with a single step.
+    among the row's response tokens, from 0. A_t is the sum of the normalised rewards of the steps
+    that end at or after t: a token answers for its own step and for all that follow. It is 0 after
+    the last step, and in a group with a single step.
     """
-    pieces = [[(0, end, reward) for end, reward in steps] for steps in step_rewards]
-    return pooled_advantages(pieces, mask, group_size)
+    parts = [[(0, end, reward) for end, reward in steps] for steps in step_rewards]
+    return pooled_advantages(parts, mask, group_size)
 
 
 def shape_advantages(candidate_rewards, candidate_spans, mask, group_size=8):
@@ -135,18 +128,18 @@ def shape_advantages(candidate_rewards, candidate_spans, mask, group_size=8):
 
     `candidate_rewards`: N lists of rewards, one per candidate of the answer; `candidate_spans`: N
     lists of (first, last), the indices of a candidate's first and last token among the row's
-    response tokens, from 0. The Shapley shares of all candidates of a group are pooled and
-    normalised. A token outside every span, and so an answer without candidates, has advantage 0.
-    Unconfirmed: that the shares are pooled like the rewards of steps was not read in the paper.
+    response tokens, from 0. A token outside every span, and so an answer without candidates, has
+    advantage 0. Unconfirmed: that the paper pools the shares as the rewards of steps are pooled.
     """
     counts = [len(rewards) for rewards in candidate_rewards]
     if counts != [len(spans) for spans in candidate_spans]:
         raise ValueError("candidate rewards and spans: not one of each for every candidate")
-    pieces = []
+    parts = []
     for rewards, spans in zip(candidate_rewards, candidate_spans):
-        shares = shapley_shares(torch.tensor(rewards, dtype=torch.float64)) if rewards else []
-        pieces.append([(first, last, float(phi)) for (first, last), phi in zip(spans, shares)])
-    return pooled_advantages(pieces, mask, group_size)
+        rewards = torch.tensor(rewards, dtype=torch.float64)
+        shares = shapley_shares(rewards).tolist() if len(rewards) else []
+        parts.append([(*span, share) for span, share in zip(spans, shares)])
+    return pooled_advantages(parts, mask, group_size)
 
 
 def shapley_shares(rewards):
@@ -162,6 +155,42 @@ def shapley_shares(rewards):
     added = ordered.diff(prepend=ordered.new_zeros(1))
     sharers = torch.arange(len(rewards), 0, -1, device=rewards.device)       # K, K-1, .., 1
     return torch.zeros_like(ordered).scatter(0, order, (added / sharers).cumsum(0))
+
+
+def pooled_advantages(parts, mask, group_size):
+    """N lists of (first, last, reward): z-scores over the group, added to tokens first..last.
+
+    The parts of all answers of a group are pooled, so answers may have different numbers of them.
+    """
+    check_parts(parts, mask, group_size)
+    position = mask.cpu().cumsum(dim=1) - 1               # (N, S-1), index among response tokens
+    advantages = torch.zeros(mask.shape, dtype=torch.float64)
+    for rows in torch.arange(len(parts)).split(group_size):
+        group = [(row, *part) for row in rows for part in parts[row]]
+        scores = z_scores(torch.tensor([reward for *_, reward in group], dtype=torch.float64))
+        for (row, first, last, _), score in zip(group, scores):
+            advantages[row] += score * ((first <= position[row]) & (position[row] <= last))
+    return advantages.where(mask.cpu(), 0).float().to(mask.device)
+
+
+def check_parts(parts, mask, group_size):
+    if mask is None or len(mask) != len(parts):
+        raise ValueError(f"parts of {len(parts)} answers: a mask of as many rows is needed")
+    check(torch.zeros(len(parts)), group_size)
+    for row, length in enumerate(mask.sum(dim=1).tolist()):
+        for first, last, reward in parts[row]:
+            if not 0 <= first <= last < length or not math.isfinite(reward):
+                raise ValueError(f"row {row}: a part with reward {reward} from token {first} to "
+                                 f"{last}, of {length}")
+
+
+def z_scores(values):
+    """(M,) float64 -> (M,): what `group_advantages` does to one group; a single value gives 0.
+
+    Float64 on the CPU, once per rollout: values that are equal but for rounding must not be told
+    apart, and 1e-16 disappears beside eps where the 1e-7 of float32 would not.
+    """
+    return group_advantages(values, len(values)) if len(values) > 1 else torch.zeros_like(values)
 
 
 def entropy_advantages(rewards, entropies, mask, group_size=8, level="token", a1=1.0, a2=0.1,
@@ -183,64 +212,39 @@ def entropy_advantages(rewards, entropies, mask, group_size=8, level="token", a1
     """
     check(rewards, group_size)
     check_entropies(rewards, entropies, mask, level, right)
-    device = mask.device
-    mask = mask.cpu()                                                        # (N, S-1)
-    entropies = entropies.detach().cpu().double()
-    rewards = rewards.cpu().double()
-    right = rewards > 0 if right is None else right.cpu()
+    right = rewards > 0 if right is None else right
+    r = rewards.cpu().double().view(-1, group_size, 1)                       # (B, G, 1)
+    is_right = right.cpu().view(-1, group_size, 1)
+    on = mask.cpu()                                                          # (N, S-1)
 
     # Left-aligned, so that the t-th tokens of all answers stand in one column whatever the prompt.
-    lengths = mask.sum(dim=1, keepdim=True)                                  # (N, 1)
-    taken = torch.arange(mask.shape[1]) < lengths                            # (N, S-1)
-    H = torch.zeros_like(entropies)
-    H[taken] = entropies[mask]
+    lengths = on.sum(dim=1, keepdim=True)                                    # (N, 1)
+    aligned = torch.arange(on.shape[1]) < lengths                            # (N, S-1)
+    H = torch.zeros(on.shape, dtype=torch.float64)
+    H[aligned] = entropies.detach().cpu().double()[on]
+    taken = aligned
     if level == "sequence":
         H = H.sum(dim=1, keepdim=True) / lengths.clamp(min=1)                # (N, 1)
         taken = lengths > 0
-    H = H.clamp(min=1e-6)                                                    # 1/H stays finite
+    # T is S-1, or 1 where an answer has one value. 1/H stays finite.
+    H = H.clamp(min=1e-6).view(len(r), group_size, -1)                       # (B, G, T)
+    taken = taken.view(H.shape)
 
-    shaped = torch.zeros_like(H)
-    for rows in torch.arange(len(rewards)).split(group_size):
-        r, is_right = rewards[rows, None], right[rows, None]                 # (G, 1)
-        praise = a1 * r + a2 * over_mean(H[rows], is_right & taken[rows])
-        blame = -(a1 + a2 * over_mean(1 / H[rows], ~is_right & taken[rows]))
-        group = torch.where(is_right, praise, blame)                         # (G, S-1) or (G, 1)
-        if normalize:
-            group[taken[rows]] = z_scores(group[taken[rows]])
-        shaped[rows] = group
-
-    advantages = torch.zeros_like(entropies)
-    advantages[mask] = shaped[taken] if level == "token" else shaped.expand_as(mask)[mask]
-    return advantages.float().to(device)
+    praise = a1 * r + a2 * over_mean(H, is_right & taken)
+    blame = -(a1 + a2 * over_mean(1 / H, ~is_right & taken))
+    shaped = torch.where(is_right, praise, blame)                            # (B, G, T)
+    if normalize:
+        for group, where in zip(shaped, taken):
+            group[where] = z_scores(group[where])
+    advantages = torch.zeros(on.shape)
+    advantages[on] = shaped.view(len(on), -1).expand_as(on)[aligned].float()
+    return advantages.to(mask.device)
 
 
 def over_mean(values, members):
-    """Values (G, T) over the mean of the members in their column: d_t H / sum of H."""
-    totals = (values * members).sum(dim=0) / members.sum(dim=0).clamp(min=1)
-    return values / totals.where(totals > 0, 1)                              # no member: not used
-
-
-def pooled_advantages(pieces, mask, group_size):
-    """N lists of (first, last, reward): z-scores over the group, added to tokens first..last."""
-    check_pieces(pieces, mask, group_size)
-    position = mask.cpu().cumsum(dim=1) - 1               # (N, S-1), index among response tokens
-    advantages = torch.zeros(mask.shape, dtype=torch.float64)
-    for start in range(0, len(pieces), group_size):
-        group = [(row, piece) for row in range(start, start + group_size) for piece in pieces[row]]
-        rewards = [reward for _, (_, _, reward) in group]
-        scores = z_scores(torch.tensor(rewards, dtype=torch.float64))
-        for (row, (first, last, _)), score in zip(group, scores):
-            advantages[row, (first <= position[row]) & (position[row] <= last)] += score
-    return advantages.where(mask.cpu(), 0).float().to(mask.device)
-
-
-def z_scores(values):
-    """(M,) float64 -> (M,): what `group_advantages` does to one group; a single value gives 0.
-
-    Float64 on the CPU, once per rollout: values that are equal but for rounding must not be told
-    apart, and 1e-16 disappears beside eps where the 1e-7 of float32 would not.
-    """
-    return group_advantages(values, len(values)) if len(values) > 1 else torch.zeros_like(values)
+    """(B, G, T): each value over the mean of the members in its column, d_t H / sum of H."""
+    # NaN in a column without members, where no value is used
+    return values * members.sum(dim=1, keepdim=True) / (values * members).sum(dim=1, keepdim=True)
 
 
 def check_entropies(rewards, entropies, mask, level, right):
@@ -257,28 +261,14 @@ def check_entropies(rewards, entropies, mask, level, right):
         raise ValueError(f"right: {right.dtype} {tuple(right.shape)}, not one bool per answer")
 
 
-def check_pieces(pieces, mask, group_size):
-    if mask is None:
-        raise ValueError("rewards of parts of an answer: the mask is needed")
-    if group_size < 2 or len(pieces) == 0 or len(pieces) != len(mask) or len(pieces) % group_size:
-        raise ValueError(f"rewards of parts for {len(pieces)} answers, mask {tuple(mask.shape)}: "
-                         f"not whole groups of {group_size}, two answers or more")
-    lengths = mask.sum(dim=1).tolist()
-    for row, (length, parts) in enumerate(zip(lengths, pieces)):
-        for first, last, reward in parts:
-            if not 0 <= first <= last < length:
-                raise ValueError(f"row {row}: a part from token {first} to {last}, of {length}")
-            if not math.isfinite(reward):
-                raise ValueError(f"row {row}: a part has reward {reward}, not a finite number")
-
-
 # --------------------------------------------------------------------------------------------------
 # The demonstration: the group of the command line, then each variant on a few small numbers.
 
 def main():
     try:
         rewards = torch.tensor([float(word) for word in sys.argv[1:] or (1.5, 1.0, 0, 0)])
-        advantages = group_advantages(rewards, group_size=len(rewards))
+        G = len(rewards)
+        advantages = group_advantages(rewards, G)
     except ValueError as error:
         print(f"advantage.py: {error}", file=sys.stderr)
         sys.exit(2)
@@ -286,31 +276,23 @@ def main():
     print(f"mean {rewards.mean():.6g}   std {rewards.std(correction=0):.6g}")
     show("reward", rewards)
     show("advantage", advantages)
-
     print("\nthe variants, on the same group")
-    show("centred only (Dr. GRPO)", group_advantages(rewards, len(rewards), scale_by_std=False))
-    show("clipped to -1 and 1", group_advantages(rewards, len(rewards), clip=1.0))
-    show("leave-one-out", leave_one_out_advantages(rewards, len(rewards)))
+    show("centred only (Dr. GRPO)", group_advantages(rewards, G, scale_by_std=False))
+    show("clipped to -1 and 1", group_advantages(rewards, G, clip=1.0))
+    show("leave-one-out", leave_one_out_advantages(rewards, G))
 
-    print("\ntwo answers of two tokens, token by token")
-    mask = torch.ones(2, 2, dtype=torch.bool)
+    print("\ntoken by token, two answers of two tokens each")
+    mask = torch.ones(4, 2, dtype=torch.bool)
     steps = [[(0, 1.0), (1, 0.0)], [(1, 1.0)]]
-    show("process: steps 1 0 | 1", process_advantages(steps, mask, 2))
-    spans = [[(0, 0), (1, 1)], [(0, 1)]]
-    show("ShapE: candidates 1 0 | 1", shape_advantages([[1.0, 0.0], [1.0]], spans, mask, 2))
-    right = torch.tensor([1.0, 1.0])
-    wrong = torch.tensor([0.0, 0.0])
-    for level, first, second in (("token", [3, 1], [1, 3]), ("sequence", [3, 1], [1, 1])):
-        entropies = torch.tensor([first, second]).float()
-        praise = entropy_advantages(right, entropies, mask, 2, level, normalize=False)
-        blame = entropy_advantages(wrong, entropies, mask, 2, level, normalize=False)
-        name = "GTPO" if level == "token" else "GRPO-S"
-        numbers = f"H {first[0]} {first[1]} | {second[0]} {second[1]}"
-        show(f"{name}: right, {numbers}", praise)
-        show(f"{name}: wrong, {numbers}", blame)
-
-    print("\nthree candidates in one answer: 0.2 0.8 0.5")
-    show("Shapley shares", shapley_shares(torch.tensor([0.2, 0.8, 0.5])))
+    show("process: steps 1 0 | 1", process_advantages(steps, mask[:2], 2))
+    # Entropies of two right and two wrong answers; before the z-score, which would hide the shares
+    entropies = torch.tensor([[3.0, 1.0], [1.0, 1.0], [3.0, 1.0], [1.0, 1.0]])
+    right = torch.tensor([1.0, 1.0, 0.0, 0.0])
+    for name, level in (("GTPO", "token"), ("GRPO-S", "sequence")):
+        shaped = entropy_advantages(right, entropies, mask, 4, level, normalize=False)
+        show(f"{name}: right, H 3 1 | 1 1", shaped[:2])
+        show(f"{name}: wrong, H 3 1 | 1 1", shaped[2:])
+    show("Shapley: rewards .2 .8 .5", shapley_shares(torch.tensor([0.2, 0.8, 0.5])))
 
 
 def show(name, values):

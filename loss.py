@@ -59,8 +59,8 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
 
     logprobs, old_logprobs, ref_logprobs, mask: (N, S-1), nats; advantages: (N,) or (N, S-1). Where
     the mask is false anything may stand, inf and NaN included. `ref_logprobs` may be None when
-    `kl_coef` is 0. To keep an answer that was cut off out of the loss, make its row of the mask
-    false, after the advantages: it adds 0, and still counts as a row (as a token it does not).
+    `kl_coef` is 0. A row without a response token adds 0 and counts as a row: so an answer that was
+    cut off is kept out of the loss, by masking its row after the advantages were computed.
 
     aggregate  "sequence": mean over each row, then over rows (GRPO);  "token": mean over all tokens
                (DAPO);  "constant": sum / (rows * max_new_tokens), Dr. GRPO, 2503.20783
@@ -71,8 +71,8 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
     `clip_fraction` and `ratio_mean` are means over tokens, and `clip_fraction_low` and `_high` say
     on which side the clip bit; `approx_kl` is averaged as the loss is, so that
     loss = policy_loss + kl_coef * approx_kl; it is NaN without a reference. ValueError: an option
-    that does not exist, "constant" without max_new_tokens, a KL penalty without a reference, a
-    sampler_cap that is not above 0.
+    that does not exist, "constant" without max_new_tokens, a KL penalty without a reference, and
+    what `token_terms` refuses.
     """
     check_option("aggregate", aggregate, AGGREGATES)
     if aggregate == "constant" and not max_new_tokens:
@@ -130,7 +130,8 @@ def token_terms(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps
     """[E] [F] J_t, where the clip bit, KL_t and the log-ratio of every token, before any average.
 
     Takes what `grpo_loss` takes -> (J, clipped, kl, log_ratio), each (N, S-1); kl is None without
-    ref_logprobs. Where the mask is false they are finite and mean nothing.
+    ref_logprobs. Where the mask is false they are finite and mean nothing. ValueError: an option
+    that does not exist, a sampler_cap that is not above 0.
 
     clip_eps_high  the upper clip where it differs from the lower: DAPO's clip-higher, 2503.14476
     kl_estimator   "k1", "k2", "k3": `kl_estimate`;  "k3_corrected": (pi / pi_old) k3, 2512.02556
@@ -144,6 +145,7 @@ def token_terms(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps
     check_option("objective", objective, OBJECTIVES)
     if not sampler_cap > 0:
         raise ValueError(f"sampler_cap {sampler_cap}: not above 0")
+    # What is masked becomes 0 before anything is computed: no inf or NaN reaches a gradient.
     logprobs = logprobs.where(mask, 0)
     old_logprobs = old_logprobs.where(mask, 0)
     A = advantages.unsqueeze(1) if advantages.ndim == 1 else advantages      # (N, 1) or (N, S-1)
@@ -154,8 +156,8 @@ def token_terms(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps
     token_log_ratio = (logprobs - old_logprobs).clamp(max=20)
     log_ratio = token_log_ratio
     if ratio == "sequence":
-        row_log_ratio = row_mean(logprobs - old_logprobs, mask).clamp(max=20)            # (N,)
-        log_ratio = row_log_ratio.unsqueeze(1).expand_as(mask)
+        log_ratio = row_mean(logprobs - old_logprobs, mask).clamp(max=20)    # (N,)
+        log_ratio = log_ratio.unsqueeze(1).expand_as(mask)                   # (N, S-1)
     if objective == "clip":
         J, clipped = clipped_objective(log_ratio, A, clip_eps, clip_high)
     else:

@@ -403,7 +403,7 @@ def test_equal_step_rewards_give_exactly_zero():
         ([[(0, 1.0)]] * 7, 4, "7 answers"),
         ([], 4, "0 answers"),
         ([[(0, 1.0)]] * 8, 3, "groups of 3"),
-        ([[(0, 1.0)]] * 8, 1, "groups of 1"),
+        ([[(0, 1.0)]] * 8, 1, "group_size 1"),
         ([[(0, 1.0)]] * 8, 4, "row 2: .* to 0, of 0"),
         ([[(3, 1.0)]] + [[]] * 7, 4, None),
         ([[(4, 1.0)]] + [[]] * 7, 4, "row 0: .* to 4, of 4"),
@@ -431,6 +431,7 @@ SPANS = [
     [(0, 1)],
     [],
 ]
+CANDIDATES = (CANDIDATE_REWARDS, SPANS)
 
 
 def test_shape_advantages():
@@ -616,11 +617,10 @@ def test_advantages_for():
         "shape": shape_advantages(CANDIDATE_REWARDS, SPANS, mask, 4),
     }
     assert tuple(expected) == ADVANTAGES
-    candidates = (CANDIDATE_REWARDS, SPANS)
     for kind, advantages in expected.items():
         given = (kind, rewards, 4, H, mask, right)
-        assert torch.equal(advantages_for(*given, candidates=candidates), advantages)
-        clipped = advantages_for(*given, candidates=candidates, clip=0.3)
+        assert torch.equal(advantages_for(*given, candidates=CANDIDATES), advantages)
+        clipped = advantages_for(*given, candidates=CANDIDATES, clip=0.3)
         assert torch.equal(clipped, advantages.clamp(-0.3, 0.3))
         assert (advantages > 0.3).any() and (advantages < -0.3).any()
     for kind, other in itertools.combinations(ADVANTAGES[2:], 2):
@@ -648,16 +648,16 @@ def test_advantages_for():
         ("gtpo", dict(scale_by_std=False), "scale_by_std"),
         ("grpo-s", dict(scale_by_std=False), "scale_by_std"),
         ("group", dict(step_rewards=STEPS, scale_by_std=False), "scale_by_std"),
-        ("group", dict(step_rewards=STEPS, mask=None), "mask is needed"),
+        ("group", dict(step_rewards=STEPS, mask=None), "parts of 8 answers: a mask"),
         ("gtpo", dict(entropies=None), "needed"),
         ("group", dict(group_size=3), "groups of 3"),
         ("shape", dict(step_rewards=STEPS), "only 'group'"),
-        ("shape", dict(candidates=(CANDIDATE_REWARDS, SPANS), scale_by_std=False), "scale_by_std"),
-        ("shape", dict(candidates=(CANDIDATE_REWARDS, SPANS), mask=None), "'shape': the mask and"),
-        ("shape", {}, "the candidates are needed"),
+        ("shape", dict(candidates=CANDIDATES, scale_by_std=False), "scale_by_std"),
+        ("shape", dict(candidates=CANDIDATES, mask=None), "parts of 8 answers: a mask"),
+        ("shape", {}, "'shape': the candidates are needed"),
         ("shape", dict(candidates=(CANDIDATE_REWARDS[:7], SPANS[:7])), "7 answers"),
-        ("shape", dict(candidates=(CANDIDATE_REWARDS, SPANS), group_size=3), "groups of 3"),
-        ("shape", dict(candidates=(CANDIDATE_REWARDS, SPANS), clip=0), "clip 0"),
+        ("shape", dict(candidates=CANDIDATES, group_size=3), "groups of 3"),
+        ("shape", dict(candidates=CANDIDATES, clip=0), "clip 0"),
     ],
 )
 def test_advantages_for_refuses(kind, options, reason):
@@ -715,12 +715,11 @@ def test_script_shows_a_group(monkeypatch, capsys):
         "clipped to -1 and 1": [1.0, 0.57735, -0.96225, -0.96225],
         "leave-one-out": [1.16667, 0.5, -0.83333, -0.83333],
         "process: steps 1 0 | 1": [-0.70711, -1.41421, 0.70711, 0.70711],
-        "ShapE: candidates 1 0 | 1": [0.70711, -1.41421, 0.70711, 0.70711],
-        "GTPO: right, H 3 1 | 1 3": [1.15, 1.05, 1.05, 1.15],
-        "GTPO: wrong, H 3 1 | 1 3": [-1.05, -1.15, -1.15, -1.05],
+        "GTPO: right, H 3 1 | 1 1": [1.15, 1.1, 1.05, 1.1],
+        "GTPO: wrong, H 3 1 | 1 1": [-1.05, -1.1, -1.15, -1.1],
         "GRPO-S: right, H 3 1 | 1 1": [1.13333, 1.13333, 1.06667, 1.06667],
         "GRPO-S: wrong, H 3 1 | 1 1": [-1.06667, -1.06667, -1.13333, -1.13333],
-        "Shapley shares": [0.06667, 0.51667, 0.21667],
+        "Shapley: rewards .2 .8 .5": [0.06667, 0.51667, 0.21667],
     }
 
 
