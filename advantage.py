@@ -104,7 +104,7 @@ def advantages_for(kind, rewards, group_size=8, entropies=None, mask=None, right
 def leave_one_out_advantages(rewards, group_size=8):
     """A_i = r_i - mean of the other rewards of its group: (N,) -> (N,). RLOO, arXiv 2402.14740.
 
-    An answer is not part of its own baseline, so the gradient is unbiased:
+    An answer is not part of its own baseline, so the gradient is unbiased. With the mean of all G,
     r_i - (sum - r_i) / (G - 1) = (r_i - mean) G / (G - 1).
     """
     centred = group_advantages(rewards, group_size, scale_by_std=False)
