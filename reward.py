@@ -19,7 +19,6 @@ Departures from the theory's code map:
 """
 
 import bisect
-import functools
 import hashlib
 import http.client
 import importlib.util
@@ -38,9 +37,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial, wraps
 from pathlib import Path
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 
@@ -230,12 +231,9 @@ GSM8K_URL = (
     "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/"
 )
 GSM8K = {  # name: (file, its SHA-256)
-    "gsm8k": (
-        "train.jsonl", "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465"
-    ),
-    "gsm8k:test": (
-        "test.jsonl", "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14"
-    ),
+    "gsm8k": ("train.jsonl", "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465"),
+    "gsm8k:test": ("test.jsonl",
+                   "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14"),
 }
 
 
@@ -243,15 +241,13 @@ def load_problems(source, question_field="question", answer_field="answer", need
     """Problems from a JSONL path, or from the name `gsm8k` (train, 7473) or `gsm8k:test` (1319).
 
     A line has GSM8K's fields (arXiv 2110.14168): a question, and a worked solution that ends in
-    `#### 72`. It comes back as a dict with `question`, `answer` (the bare final answer, "72") and
-    `solution` (the worked part, unless the line has a `solution` of its own); all other columns
-    stay as they are. Blank lines are skipped.
+    `#### 72`. It comes back with `question`, `answer` (the bare final answer, "72") and `solution`
+    (the worked part, unless the line has its own); all other columns stay, blank lines are skipped.
 
     question_field, answer_field: the columns that hold the two. In place of the question a line may
-    have `messages`, a chat history of {"role": …, "content": …} that ends with the user's turn:
-    `question` is then what that turn says, and `messages` stays. need_answer=False, for users with
-    a reward of their own: an answer without `####` stays as it is, no answer is "", and `solution`
-    is None.
+    have `messages`, a chat history of {"role": …, "content": …}; `question` is then the user's turn
+    at its end. need_answer=False, for rewards that know no truth: an answer without `####` stays as
+    it is, no answer is "", and `solution` is None.
 
     ValueError, in one line naming the file and the line, for whatever is wrong.
     """
@@ -302,12 +298,6 @@ def read_problem(line, question_field, answer_field, need_answer):
     return {"solution": None} | row | unknown
 
 
-def truths_of(problems):
-    """The final answers that the rule can score against; None where a line had no `####`."""
-    return [None if problem.get("solution", "") is None else problem["answer"]
-            for problem in problems]
-
-
 def last_turn(messages):
     """What the user says at the end of a chat history."""
     turns = messages if isinstance(messages, list) else []
@@ -320,12 +310,18 @@ def last_turn(messages):
     return turns[-1]["content"]
 
 
+def truths_of(problems):
+    """The final answers that the rule can score against; None where a line had no `####`."""
+    return [None if problem.get("solution", "") is None else problem["answer"]
+            for problem in problems]
+
+
 def hold_out(problems, share=0.1):
     """Split problems by a stable hash of the question: (training, held_out), in their order.
 
-    About `share` of them is held out, and the same ones whatever the order of the file or what is
-    added to it; equal questions stay together. With two different questions or more, neither side
-    is empty. ValueError unless 0 < share < 1.
+    About `share` of them is held out, the same ones whatever the order of the file or what is added
+    to it; equal questions stay together. Two different ones or more leave neither side empty.
+    ValueError unless 0 < share < 1.
     """
     if not 0 < share < 1:
         raise ValueError(f"share {share}: not between 0 and 1")
@@ -489,7 +485,8 @@ def with_length_terms(rewards, lengths, group_size, max_new_tokens, length_resca
             rewards = length_rescaled(rewards, lengths, group_size, length_rescale)
     if overlong_buffer:
         with named("--overlong-buffer:"):
-            rewards = rewards + overlong_penalty(lengths, max_new_tokens, overlong_buffer)
+            penalty = overlong_penalty(lengths, max_new_tokens, overlong_buffer)
+        rewards = rewards + penalty.to(rewards.device)
     return rewards
 
 
@@ -536,12 +533,14 @@ def ids_until(end, ids, decode, first=0, written=0):
     halve: no text is decoded that is much longer than what lies between. If all ids are too few,
     their own number and length come back.
     """
+    def length(ids):  # without the \ufffd that show bytes of a character still incomplete
+        return len(decode(ids).rstrip("\ufffd"))
+
     start = max(first - 1, 0)  # one more: some decoders drop the space before the first token
-    known = len(decode(ids[start:first]))
+    before = written - length(ids[start:first])
 
     def characters(count):
-        # Bytes of a character that is not complete yet are shown as one or more \ufffd.
-        return written + len(decode(ids[start:count]).rstrip("\ufffd")) - known
+        return before + length(ids[start:count])
 
     high = min(first + 1, len(ids))
     while high < len(ids) and characters(high) < end:
@@ -563,9 +562,9 @@ def reward_fn_of(specs, weights=None, step_spec=None):
     """`--reward`, `--reward-weights` and `--step-reward` -> a reward_fn; None if none was given.
 
     reward_fn(problems, prompts, rollout, columns=()) -> (N,) float32: the weighted sum of the
-    rewards in specs, the rule's if there are none. It leaves each reward's own part, (N,) by name,
-    in `rollout.reward_parts`, and those of the steps in `rollout.step_rewards`. ValueError, in one
-    line that begins with the flag, for whatever is wrong with a user's file or what it gives.
+    rewards in specs, or the rule's. It leaves each one's part, (N,) by name, as
+    `rollout.reward_parts`, and what the steps earn as `rollout.step_rewards`. ValueError, in one
+    line that begins with the flag, for what is wrong with a user's file or with what it gives.
     """
     if not specs and not step_spec:
         return None
@@ -622,7 +621,7 @@ def load_function(spec):
     if not callable(function) or inspect.iscoroutinefunction(function):
         raise ValueError(f"{spec}: the file has no function {name!r} (async ones do not count)")
 
-    @functools.wraps(function, updated=())
+    @wraps(function, updated=())
     def call(*values, **columns):
         with importing_from(os.path.dirname(path)):  # for an import inside the function
             result = function(*values, **columns)
@@ -636,14 +635,14 @@ def load_reward(spec):
 
         function(prompts=…, completions=…, completion_ids=…, **columns) -> a list
 
-    All are lists with one entry per row; `columns` are the columns of the problems file, under
-    their names. The list that comes back has one number per row, or None where this reward does not
-    apply. Of TRL these are not there: async functions, prompts and completions as lists of messages
-    (both are strings here), `trainer_state` and the logging functions. ValueError: `load_function`.
+    All are lists with one entry per row; `columns` are those of the problems file. The list that
+    comes back has one number per row, or None where this reward does not apply. Of TRL these are
+    not there: async functions, prompts and completions as lists of messages (both are strings
+    here), `trainer_state` and the logging functions. ValueError as in `load_function`.
     """
     function = load_function(spec)
 
-    @functools.wraps(function, updated=())
+    @wraps(function, updated=())
     def call(**columns):
         return list(function(**columns))
 
@@ -653,22 +652,21 @@ def load_reward(spec):
 def load_rewards(specs):
     """The values of `--reward` -> {name: function}: `rule`, `think` or path/to/file.py:function.
 
-    A name is the function's own; of several with the same name all but the first have a longer one.
+    A name is the function's own. Of several with the same name the second has its path before it,
+    and where that is taken too, a number behind it.
     """
     functions = {}
     for spec in specs:
         names = [spec.rpartition(":")[2], spec, *(f"{spec} {n}" for n in range(2, len(specs) + 1))]
         name = next(name for name in names if name not in functions)
-        functions[name] = built_in(spec) if spec in BUILT_IN else load_reward(spec)
+        ours = spec in BUILT_IN
+        functions[name] = partial(row_by_row, BUILT_IN[spec]) if ours else load_reward(spec)
     return functions
 
 
-def built_in(name):
-    """A reward of this file, taking what a user's own reward takes."""
-    def call(completions, answer, **_):
-        return [BUILT_IN[name](text, truth) for text, truth in zip(completions, answer)]
-
-    return call
+def row_by_row(score, completions, answer, **_):
+    """A reward of this file, called as a user's own is."""
+    return [score(text, truth) for text, truth in zip(completions, answer)]
 
 
 @contextmanager
@@ -685,8 +683,7 @@ def importing_from(folder):
 def column_names(problems):
     """Every column that any of the problems has, in order of first appearance.
 
-    ValueError for a column with the name of what a reward gets from the rollout: they cannot both
-    be passed, and neither gives way in silence.
+    ValueError for a column with the name of what a reward gets from the rollout.
     """
     names = list(dict.fromkeys(name for problem in problems for name in problem))
     for name in GIVEN:
@@ -699,17 +696,16 @@ def column_names(problems):
 def user_rewards(functions, weights, problems, prompts, responses, completion_ids=None, columns=()):
     """The weighted sum of users' rewards: (rewards (N,) float32, parts).
 
-    functions: {name: function} as from `load_reward`. weights: one number per function, or None for
-    all 1. problems: B dicts. prompts: B strings. responses: N = B·G strings, prompt-major.
-    completion_ids: N lists of token ids. A function gets every column that any of the B problems
-    has, None where a problem lacks it. columns: names to pass besides these; with `column_names` of
-    the whole file here, every batch has the same columns.
+    functions: {name: function} as from `load_rewards`. weights: one number per function, or None
+    for all 1. problems: B dicts. prompts: B strings. responses: N = B·G strings, prompt-major.
+    completion_ids: N lists of token ids. A function gets every column that any of these problems
+    has, and those named in `columns` (`column_names` of the whole file: the same in every batch),
+    None where a problem lacks it.
 
     parts: {name: (N,) float32, NaN where that function gave None}. As in TRL, None adds nothing to
-    the sum, and a row with nothing but None counts as 0, with a warning.
-
-    ValueError, naming the reward, the row and the beginning of the response, where a function
-    raises or exits, gives another number of rewards than rows, or what is not a finite float32.
+    the sum, and a row with nothing but None counts as 0, with a warning. ValueError, naming the
+    reward, the row and the beginning of the response, where a function raises or exits, gives
+    another number of rewards than rows, or what is not a finite float32.
     """
     N, B = len(responses), len(prompts)
     if N == 0 or B == 0 or len(problems) != B or N % B:
@@ -717,15 +713,15 @@ def user_rewards(functions, weights, problems, prompts, responses, completion_id
     weights = [1.0] * len(functions) if weights is None else weights
     if not functions or len(weights) != len(functions) or not all(map(math.isfinite, weights)):
         raise ValueError(f"weights {weights}: not one finite number for each of {list(functions)}")
-    rows = rows_for(problems, prompts, responses, completion_ids, columns)
-    parts = {name: one_reward(name, functions[name], rows) for name in functions}
+    table = table_for(problems, prompts, responses, completion_ids, columns)
+    parts = {name: one_reward(name, functions[name], table) for name in functions}
     values = torch.stack(list(parts.values()))  # (K, N)
     weights = torch.tensor(weights, dtype=torch.float64)[:, None]  # (K, 1)
     rewards = (weights * values).nansum(dim=0).float()  # (N,)
     if values.isnan().all(dim=0).any():
         warnings.warn("every reward gave None for some rows: they count as 0", stacklevel=2)
     for n in (~rewards.isfinite()).nonzero().flatten().tolist():
-        raise ValueError(f"{list(parts)}, {row_name(rows, n)}: the weighted sum is {rewards[n]}")
+        raise ValueError(f"{list(parts)}, {row_name(table, n)}: the weighted sum is {rewards[n]}")
     return rewards, parts
 
 
@@ -734,85 +730,78 @@ def user_step_rewards(name, function, problems, prompts, responses, completion_i
 
     It is called as those of `user_rewards` are, and gives for each row a list of (end, reward), one
     per step of the answer, `end` the index of the step's last token in the row's `completion_ids`;
-    [] for an answer without steps. ValueError, naming the function, the row and the beginning of
-    the response, where it raises, gives another number of lists than rows, or what is no such list.
+    [] for an answer without steps. ValueError as in `user_rewards`.
     """
-    rows = rows_for(problems, prompts, responses, completion_ids)
-    lists = call_checked(name, function, rows)
-    return [checked_steps(name, rows, n, steps) for n, steps in enumerate(lists)]
+    table = table_for(problems, prompts, responses, completion_ids)
+    lists = []
+    for n, steps in enumerate(call_checked(name, function, table)):
+        where = f"{name}, {row_name(table, n)}"
+        length = len(completion_ids[n])
+        try:
+            pairs = [(operator.index(end), as_number(value)) for end, value in steps]
+        except Exception:  # the value is the user's: going through it may raise anything
+            what = f"{shown(steps)} is not a list of (end, reward) pairs"
+            raise ValueError(f"{where}: {what}") from None
+        for end, value in pairs:
+            if value is None or math.isnan(value):
+                raise ValueError(f"{where}: the reward of the step that ends at token {end} is not "
+                                 "a finite float32 number")
+            if not 0 <= end < length:
+                raise ValueError(f"{where}: a step ends at token {end}, the answer has tokens 0 to "
+                                 f"{length - 1}")
+        lists.append(pairs)
+    return lists
 
 
-def checked_steps(name, rows, n, steps):
-    """The steps of row n as a list of (int, float)."""
-    length = len(rows[n]["completion_ids"])
-    checked = []
-    try:
-        pairs = [(operator.index(end), as_number(value)) for end, value in steps]
-    except Exception:  # the value is the user's: going through it may raise anything
-        shown = " ".join(repr(steps).split())[:60]
-        raise ValueError(f"{name}, {row_name(rows, n)}: {shown} is not a list of (end, reward) "
-                         "pairs") from None
-    for end, value in pairs:
-        if value is None or math.isnan(value):
-            raise ValueError(f"{name}, {row_name(rows, n)}: the reward of the step that ends at "
-                             f"token {end} is not a finite float32 number")
-        if not 0 <= end < length:
-            raise ValueError(f"{name}, {row_name(rows, n)}: a step ends at token {end}, the answer "
-                             f"has tokens 0 to {length - 1}")
-        checked.append((end, value))
-    return checked
-
-
-def rows_for(problems, prompts, responses, completion_ids, columns=()):
-    """What each of the N rows hands over to a user's function: N dicts."""
-    group_size = len(responses) // len(prompts)
+def table_for(problems, prompts, responses, completion_ids, columns=()):
+    """What is handed over to a user's function: {name: a list with one entry for each row}."""
+    G = len(responses) // len(prompts)
     names = dict.fromkeys([*column_names(problems), *columns])
-    rows = []
-    for n, response in enumerate(responses):
-        b = n // group_size
-        row = {name: problems[b].get(name) for name in names}
-        ids = None if completion_ids is None else completion_ids[n]
-        rows.append(row | {"prompts": prompts[b], "completions": response, "completion_ids": ids})
-    return rows
+    table = {name: [p.get(name) for p in problems for _ in range(G)] for name in names}
+    table["prompts"] = [prompt for prompt in prompts for _ in range(G)]
+    table["completions"] = responses
+    table["completion_ids"] = completion_ids or [None] * len(responses)
+    return table
 
 
-def one_reward(name, function, rows):
+def one_reward(name, function, table):
     """One function's rewards, checked: (N,) float32, NaN where it gave None."""
-    numbers = []
-    for n, value in enumerate(call_checked(name, function, rows)):
-        number = as_number(value)
-        if number is None:
-            shown = " ".join(repr(value).split())[:60]
-            raise ValueError(f"{name}, {row_name(rows, n)}: {shown} is not a finite float32 number")
-        numbers.append(number)
+    values = call_checked(name, function, table)
+    numbers = [as_number(value) for value in values]
+    if None in numbers:
+        n = numbers.index(None)
+        raise ValueError(f"{name}, {row_name(table, n)}: {shown(values[n])} is not a finite "
+                         "float32 number")
     return torch.tensor(numbers, dtype=torch.float32)
 
 
-def call_checked(name, function, rows):
+def call_checked(name, function, table):
     """What the function gives for the rows, one value each; ValueError for a failure, named."""
+    N = len(table["completions"])
     try:
-        values = call_reward(function, rows)
+        values = call_reward(function, table)
     except FAILURE as error:
-        where, error = first_failing_row(function, rows, error)
+        where, error = first_failing_row(function, table, error)
         raise ValueError(f"{name}, {where}: {in_one_line(error)}") from error
-    if len(values) != len(rows):
-        counts = f"{len(values)} rewards for {len(rows)} responses"
-        raise ValueError(f"{name}, from {row_name(rows, 0)} on: {counts}")
+    if len(values) != N:
+        counts = f"{len(values)} rewards for {N} responses"
+        raise ValueError(f"{name}, from {row_name(table, 0)} on: {counts}")
     return values
 
 
-def call_reward(function, rows):
-    return list(function(**{key: [row[key] for row in rows] for key in rows[0]}))
+def call_reward(function, table, rows=slice(None)):
+    return list(function(**{name: list(values[rows]) for name, values in table.items()}))
 
 
-def first_failing_row(function, rows, error):
+def first_failing_row(function, table, error):
     """The call with all rows raised `error`: score them again one by one, to tell which row."""
-    for n, row in enumerate(rows):
+    N = len(table["completions"])
+    for n in range(N):
         try:
-            call_reward(function, [row])
+            call_reward(function, table, slice(n, n + 1))
         except FAILURE as its_error:
-            return row_name(rows, n), its_error
-    return f"{len(rows)} rows together, from {row_name(rows, 0)} on", error
+            return row_name(table, n), its_error
+    return f"{N} rows together, from {row_name(table, 0)} on", error
 
 
 def as_number(value):
@@ -828,8 +817,12 @@ def as_number(value):
     return number
 
 
-def row_name(rows, n):
-    return f"row {n}, response {rows[n]['completions'][:60]!r}"
+def row_name(table, n):
+    return f"row {n}, response {table['completions'][n][:60]!r}"
+
+
+def shown(value):
+    return " ".join(repr(value).split())[:60]
 
 
 def in_one_line(error):
@@ -882,9 +875,8 @@ def score_rows(model, rows):
     if lengths.min() < 1 or lengths.max() > limit:
         raise ValueError(f"a row of {lengths.min()} to {lengths.max()} tokens: the reward model "
                          f"takes from 1 to {limit}")
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]  # (N, S)
-    input_ids = torch.zeros(mask.shape, dtype=torch.long)
-    input_ids[mask] = torch.tensor([token for row in rows for token in row])
+    input_ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)  # (N, S)
+    mask = torch.arange(input_ids.shape[1]) < lengths[:, None]  # (N, S)
     inputs = {"input_ids": input_ids, "attention_mask": mask.long()}
     inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
     if not hasattr(model, "score"):  # an encoder: it pools as it was trained to
@@ -983,30 +975,24 @@ def model_reward_fn(reward_model, prompt_of=None):
     """`--reward-model` -> reward_fn(problems, prompts, rollout, columns=()) -> (N,): its scores.
 
     prompt_of(problem) -> the prompt in the reward model's own chat template; None if it has none:
-    then it reads the policy's prompts. What it has read is left in `rollout.judged`, for `judge`.
-    ValueError, in one line that begins with the flag.
+    then it reads the policy's prompts. For its training later it leaves `rollout.judged`: N rows of
+    (prompt, response, the rule's reward, NaN where no truth is known). ValueError, in one line that
+    begins with the flag, as in `reward_model_scores`.
     """
     def reward_fn(problems, prompts, rollout, columns=()):
-        read = [prompt_of(problem) for problem in problems] if prompt_of else prompts
+        responses = rollout.responses
+        if prompt_of:
+            prompts = [prompt_of(problem) for problem in problems]
         with named("--reward-model:"):
-            rewards, rollout.judged = judge(
-                reward_model, read, rollout.responses, truths_of(problems))
-        return rewards
+            scores = reward_model_scores(
+                reward_model.model, reward_model.tokenizer, prompts, responses)
+        G = len(responses) // len(prompts)
+        rule_rewards = score_responses(responses, truths_of(problems), G).tolist()
+        read = [prompt for prompt in prompts for _ in range(G)]  # one per row
+        rollout.judged = list(zip(read, responses, rule_rewards))
+        return scores.cpu()
 
     return reward_fn
-
-
-def judge(reward_model, prompts, responses, truths):
-    """Its scores, (N,) on the CPU, and N rows of (prompt, response, the rule's reward).
-
-    The rule's rewards are what it is trained on later; NaN where the truth, one per prompt, is
-    None. ValueError as in `reward_model_scores`.
-    """
-    G = len(responses) // len(prompts)
-    scores = reward_model_scores(reward_model.model, reward_model.tokenizer, prompts, responses)
-    rule = score_responses(responses, truths, G).tolist()
-    read = [prompt for prompt in prompts for _ in range(G)]  # one per row
-    return scores.cpu(), list(zip(read, responses, rule))
 
 
 def collect_pairs(reward_model, rows, group_size=8, generator=None):

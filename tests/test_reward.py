@@ -1361,15 +1361,12 @@ class Words(Characters):
 
 
 class Bytes(Characters):
-    """A token per byte; every byte of a character that is not complete is shown as one \ufffd."""
-    def __init__(self):
-        pass
-
+    """Every byte of a character that is not complete is shown as one \\ufffd."""
     def __call__(self, text):
-        return types.SimpleNamespace(input_ids=list(text.encode()))
+        return super().__call__(text.encode())
 
     def decode(self, ids):
-        return re.sub(b"[\x80-\xff]+", self.shown, bytes(ids)).decode()
+        return re.sub(b"[\x80-\xff]+", self.shown, b"".join(ids)).decode()
 
     def shown(self, run):
         try:
@@ -1389,10 +1386,10 @@ PARTS = [
 
 @settings(max_examples=80, deadline=None)
 @given(parts=st.lists(st.sampled_from(PARTS), max_size=12))
-@pytest.mark.parametrize("kind", ["one", "three", "words", "bytes", THE_QWEN])
+@pytest.mark.parametrize("kind", ["one", "three", "words", "byte", "bytes", THE_QWEN])
 def test_a_candidate_ends_with_the_first_token_that_shows_its_box_closed(request, kind, parts):
-    tokenizer = {"one": Characters(1), "three": Characters(3), "words": Words(), "bytes": Bytes()
-                 }.get(kind) or request.getfixturevalue(kind)
+    tokenizer = {"one": Characters(1), "three": Characters(3), "words": Words(), "byte": Bytes(1),
+                 "bytes": Bytes(3)}.get(kind) or request.getfixturevalue(kind)
     text = "".join(part for part, _ in parts)
     text = text.removeprefix(" ") if kind == "words" else text
     ids = tokenizer(text).input_ids
@@ -1424,6 +1421,20 @@ def test_spans_are_valid_whatever_the_decoder_shows(text, length, shown):
     places = [-1, *itertools.chain.from_iterable((span[0] - 1, span[1]) for span in spans)]
     assert places[1::2] == places[:-1:2] and places == sorted(places)  # each begins behind the last
     assert all(first <= last < length for first, last in spans)
+
+
+def test_a_box_that_the_tokens_do_not_reach_is_left_out():
+    decode = Characters(1).decode
+    for ids in ("a \\boxed{1} \\boxed{1", "a \\boxed{1}"):
+        found = boxed_candidates(["a \\boxed{1} \\boxed{1}"], ["1"], 1, [list(ids)], decode)
+        assert found == ([[1.0]], [[(0, 10)]])
+    assert boxed_candidates(["\\boxed{1}"], ["1"], 1, [[]], decode) == ([[]], [[]])
+
+
+def test_two_boxes_that_one_token_closes_are_one_candidate():
+    ids = ["so ", "\\boxed{1}\\boxed{2}", " or ", "\\boxed 1 "]
+    found = boxed_candidates(["".join(ids)], ["1"], 1, [ids], "".join)
+    assert found == ([[1.0, 1.0]], [[(0, 1), (2, 3)]])
 
 
 def test_candidates_are_found_at_once():
