@@ -28,6 +28,7 @@ from hypothesis import example, given, settings
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 import reward
+from advantage import shape_advantages
 from reward import (
     boxed_candidates,
     bradley_terry_loss,
@@ -1326,6 +1327,10 @@ def test_candidates_of_the_tiny_policy(tiny):
     rewards, spans = boxed_candidates(responses, ["18", "9"], 2, ids, tokenizer.decode)
     assert spans == [[(0, 6), (7, 9)], [], [(0, 2), (3, 4), (5, 9)], [(0, 5)]]
     assert rewards == [[1.0, 0.0], [], [1.0, 0.0, 1.0], [0.0]]
+    mask = torch.arange(12) < torch.tensor([[len(row)] for row in ids])  # (N, S-1)
+    advantages = shape_advantages(rewards, spans, mask, 2)  # takes them as they are
+    assert advantages[0, :7].unique().numel() == 1 and advantages[0, 0] > 0 > advantages[0, 7]
+    assert not advantages[1].any() and not advantages[0, 10:].any()
     unknown, _ = boxed_candidates(responses, [None, "3"], 2, ids, tokenizer.decode)
     assert unknown == [[0.0, 0.0], [], [0.0, 0.0, 0.0], [1.0]]
     for truths, group_size in ((["18"], 2), (["18", "9"], 4)):
