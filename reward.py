@@ -325,8 +325,8 @@ def hold_out(problems, share=0.1):
     """
     if not 0 < share < 1:
         raise ValueError(f"share {share}: not between 0 and 1")
-    hashes = [hashlib.sha256(problem["question"].encode()).hexdigest() for problem in problems]
-    places = [int(digits[:16], 16) / 16**16 for digits in hashes]  # from 0 to 1
+    hashes = [hashlib.sha256(problem["question"].encode()).digest() for problem in problems]
+    places = [int.from_bytes(digest[:8]) / 2**64 for digest in hashes]  # from 0 to 1
     order = sorted(set(places))
     if len(order) < 2:
         return list(problems), []
@@ -465,8 +465,8 @@ def length_rescaled(rewards, lengths, group_size=8, alpha=0.33):
 def overlong_penalty(lengths, limit, buffer):
     """DAPO's soft overlong penalty (arXiv 2503.14476), to be added to the rewards: (N,).
 
-    0 up to limit - buffer tokens, from there down in a straight line to -1 at the limit, and -1
-    beyond it. ValueError unless 0 < buffer <= limit.
+    0 up to limit - buffer tokens, a straight line down to -1 at the limit, -1 beyond it. ValueError
+    unless 0 < buffer <= limit.
     """
     if not 0 < buffer <= limit:
         raise ValueError(f"buffer {buffer}: not between 1 and the limit of {limit} tokens")
@@ -498,10 +498,9 @@ def boxed_candidates(responses, truths, group_size, completion_ids, decode):
 
     responses: N = B·G strings, prompt-major; truths: B, None where none is known; completion_ids:
     N lists of token ids; decode(ids) -> str, the tokenizer's own. Both results are N lists with an
-    entry for each complete box that is in no other. Its reward is 1.0 where it is right, else 0.0.
-    Its span is (first, last) among the row's tokens: from behind the candidate before it to the
-    token that closes the box. A box without a token of its own is left out: it is closed by the
-    token that closed the one before it, or beyond what the ids decode to.
+    entry for each complete box that is in no other: 1.0 where it is right, else 0.0; (first, last)
+    among the row's tokens, from behind the candidate before it to the token that closes the box. A
+    box that is closed by the token which closed the one before it, or by none, is left out.
     """
     if len(responses) != len(truths) * group_size:
         raise ValueError(f"{len(responses)} responses are not {len(truths)} groups of {group_size}")
@@ -770,38 +769,32 @@ def one_reward(name, function, table):
     numbers = [as_number(value) for value in values]
     if None in numbers:
         n = numbers.index(None)
-        raise ValueError(f"{name}, {row_name(table, n)}: {shown(values[n])} is not a finite "
-                         "float32 number")
+        what = f"{shown(values[n])} is not a finite float32 number"
+        raise ValueError(f"{name}, {row_name(table, n)}: {what}")
     return torch.tensor(numbers, dtype=torch.float32)
 
 
 def call_checked(name, function, table):
     """What the function gives for the rows, one value each; ValueError for a failure, named."""
+    def call(rows):
+        return list(function(**{key: list(values[rows]) for key, values in table.items()}))
+
     N = len(table["completions"])
     try:
-        values = call_reward(function, table)
+        values = call(slice(N))
     except FAILURE as error:
-        where, error = first_failing_row(function, table, error)
-        raise ValueError(f"{name}, {where}: {in_one_line(error)}") from error
+        fault = f"{N} rows together, from {row_name(table, 0)} on: {in_one_line(error)}"
+        for n in range(N):  # score them again one by one, to tell which row it is
+            try:
+                call(slice(n, n + 1))
+            except FAILURE as its_error:
+                fault = f"{row_name(table, n)}: {in_one_line(its_error)}"
+                break
+        raise ValueError(f"{name}, {fault}") from error
     if len(values) != N:
-        counts = f"{len(values)} rewards for {N} responses"
-        raise ValueError(f"{name}, from {row_name(table, 0)} on: {counts}")
+        fault = f"{len(values)} rewards for {N} responses"
+        raise ValueError(f"{name}, from {row_name(table, 0)} on: {fault}")
     return values
-
-
-def call_reward(function, table, rows=slice(None)):
-    return list(function(**{name: list(values[rows]) for name, values in table.items()}))
-
-
-def first_failing_row(function, table, error):
-    """The call with all rows raised `error`: score them again one by one, to tell which row."""
-    N = len(table["completions"])
-    for n in range(N):
-        try:
-            call_reward(function, table, slice(n, n + 1))
-        except FAILURE as its_error:
-            return row_name(table, n), its_error
-    return f"{N} rows together, from {row_name(table, 0)} on", error
 
 
 def as_number(value):
@@ -998,7 +991,7 @@ def model_reward_fn(reward_model, prompt_of=None):
 def collect_pairs(reward_model, rows, group_size=8, generator=None):
     """Keep pairs of the answers of one step. rows: N of (prompt, response, the rule's reward).
 
-    Only where the rule can judge: a reward of NaN, no true answer known, prefers nothing.
+    Where no true answer is known that reward is NaN, and prefers nothing.
     """
     rewards = torch.tensor([reward for _, _, reward in rows])  # (N,)
     for better, worse in preference_pairs(rewards, group_size, generator).tolist():
@@ -1008,10 +1001,7 @@ def collect_pairs(reward_model, rows, group_size=8, generator=None):
 
 
 def end_iteration(reward_model, generator=None, replay_share=0.1):
-    """Train it on the new pairs, which then are old ones -> the figures of `train_reward_model`.
-
-    NaN where there was no pair to learn from.
-    """
+    """Train it on the new pairs, which then are old -> figures, NaN if there was no new pair."""
     r = reward_model
     if not r.pairs:
         return {"reward_model_loss": math.nan, "reward_model_accuracy": math.nan}
