@@ -241,7 +241,7 @@ def with_length_terms(rewards, rollout, settings):
     """GR3's rescaling and DAPO's penalty for answers that are almost too long, where asked for."""
     s = settings
     lengths = (rollout.labels != IGNORE).sum(dim=1).cpu()                              # (N,)
-    with telling("--length-rescale:", RewardFailed):
+    with telling("", RewardFailed):
         return reward.with_length_terms(rewards, lengths, s.group_size, s.answer_tokens,
                                         s.length_rescale, s.overlong_buffer)
 
