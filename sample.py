@@ -24,6 +24,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -211,17 +212,17 @@ def close_up(alive, n):
 
 
 class Decoder:
-    """The decode step, and all that it reads and writes except the weights."""
+    """The decode step, and all that it reads and writes. The weights stay where the model has them."""
 
     def __init__(self, model, N, capacity, graphs):
         refuse_relatives(model)
         body, device = model.base_model, model.device
-        attention = body.layers[0].self_attn
-        weight = attention.k_proj.weight         # its dtype is what the cache holds
+        self.layers = [tensors_of(layer) for layer in body.layers]
+        self.last_norm = norm_tensors(body.norm)
+        self.D = body.layers[0].self_attn.head_dim
+        weight = self.layers[0].k_proj[0]        # its dtype is what the cache holds
+        self.Hkv = len(weight) // self.D
         self.N, self.capacity, self.graphs = N, capacity, {} if graphs else None
-        self.D = attention.head_dim
-        self.Hq = attention.q_proj.out_features // self.D
-        self.Hkv = attention.k_proj.out_features // self.D
         self.flash = (device.type == "cuda" and weight.dtype in (torch.float16, torch.bfloat16)
                       and self.D % 8 == 0 and torch.cuda.get_device_capability(device)[0] >= 8)
 
@@ -263,6 +264,7 @@ class Decoder:
         self.position[:N] = mask.sum(dim=1)
         self.padding[:N] = P - self.position[:N]
         self.slot.fill_(P)
+        self.masked = self.graphs is not None or not bool(mask.all())
         self.length = P if self.graphs is None else self.capacity    # a graph's shapes are fixed
 
     def move(self, free, late):
@@ -300,25 +302,24 @@ class Decoder:
             self.bias[:n].index_fill_(3, self.slot, 0.0)
         cos, sin = self.cos[position], self.sin[position]            # (n, 1, D)
         x = body.embed_tokens(self.token[:n])                        # (n, H)
-        for layer, keys, values in zip(body.layers, self.keys, self.values):
-            attention, mlp = layer.self_attn, layer.mlp
-            h = rms_norm(x, layer.input_layernorm)
-            q = attention.q_proj(h).view(n, self.Hq, self.D)
-            k = attention.k_proj(h).view(n, self.Hkv, self.D)
-            v = attention.v_proj(h).view(n, self.Hkv, self.D)
-            if hasattr(attention, "q_norm"):                         # Qwen3
-                q, k = rms_norm(q, attention.q_norm), rms_norm(k, attention.k_norm)
-            if getattr(attention, "use_rope", True):                 # not in every layer of SmolLM3
+        for layer, keys, values in zip(self.layers, self.keys, self.values):
+            h = F.rms_norm(x, *layer.input_layernorm)
+            q, k, v = (F.linear(h, *weights).view(n, -1, self.D)     # (n, Hq or Hkv, D)
+                       for weights in (layer.q_proj, layer.k_proj, layer.v_proj))
+            if layer.q_norm:                                         # Qwen3
+                q, k = F.rms_norm(q, *layer.q_norm), F.rms_norm(k, *layer.k_norm)
+            if layer.rotary:
                 qk = torch.cat((q, k), dim=1)                        # (n, Hq + Hkv, D)
                 qk = torch.addcmul(qk * cos, qk.roll(self.D // 2, dims=-1), sin)
-                q, k = qk.split((self.Hq, self.Hkv), dim=1)
+                q, k = qk.split((q.shape[1], self.Hkv), dim=1)
             keys[:n].index_copy_(2, self.slot, k[:, :, None])
             values[:n].index_copy_(2, self.slot, v[:, :, None])
-            o = self.attend(q, keys, values, own_keys, attention.scaling)        # (n, Hq * D)
-            add_linear(x, o, attention.o_proj)
-            h = rms_norm(x, layer.post_attention_layernorm)
-            add_linear(x, mlp.act_fn(mlp.gate_proj(h)) * mlp.up_proj(h), mlp.down_proj)
-        logits = model.get_output_embeddings()(rms_norm(x, body.norm))           # (n, V)
+            o = self.attend(q, keys, values, own_keys, layer.scale)  # (n, Hq * D)
+            add_linear(x, o, *layer.o_proj)
+            h = F.rms_norm(x, *layer.post_attention_layernorm)
+            h = layer.act(F.linear(h, *layer.gate_proj)) * F.linear(h, *layer.up_proj)
+            add_linear(x, h, *layer.down_proj)
+        logits = model.get_output_embeddings()(F.rms_norm(x, *self.last_norm))   # (n, V)
         self.token[:n], self.logprob[:n] = draw_fast(logits, temperature, self.u[:n])
         self.position[:n] += 1
         self.slot += 1
@@ -333,8 +334,8 @@ class Decoder:
                 q, keys, values, self.first[:n + 1], starts, 1, self.capacity, 0.0, False, False,
                 scale=scale, seqused_k=counts)[0].reshape(n, -1)
         q = q.reshape(n, self.Hkv, -1, self.D)   # heads that share keys: queries of one head
-        keys, values = (x[:n, :, :self.length] for x in (keys, values))
-        bias = self.bias[:n, :, :, :self.length]
+        keys, values = keys[:n, :, :self.length], values[:n, :, :self.length]
+        bias = self.bias[:n, :, :, :self.length] if self.masked else None
         out = F.scaled_dot_product_attention(q, keys, values, bias, scale=scale)
         return out.reshape(n, -1)                # CUDA's kernel returns it transposed: no view
 
@@ -357,16 +358,32 @@ class Decoder:
         return graph
 
 
-def rms_norm(x, norm):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in one kernel."""
-    return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+def tensors_of(layer):
+    """A layer's weights, as F.linear and F.rms_norm take them.
+
+    On a CPU, to look all of them up in their modules for every token takes as long as a few kernels.
+    """
+    attention, mlp = layer.self_attn, layer.mlp
+    found = SimpleNamespace(scale=attention.scaling, act=mlp.act_fn, q_norm=None)
+    found.rotary = getattr(attention, "use_rope", True)              # not in all layers of SmolLM3
+    for part in (layer, attention, mlp):
+        for name, module in part.named_children():
+            if hasattr(module, "in_features"):
+                setattr(found, name, (module.weight, module.bias))
+            elif hasattr(module, "variance_epsilon"):
+                setattr(found, name, norm_tensors(module))
+    return found
 
 
-def add_linear(x, h, linear):
+def norm_tensors(norm):
+    return norm.weight.shape, norm.weight, norm.variance_epsilon
+
+
+def add_linear(x, h, weight, bias):
     """x += linear(h), the sum inside the matrix product."""
-    x.addmm_(h, linear.weight.T)
-    if linear.bias is not None:
-        x += linear.bias
+    x.addmm_(h, weight.T)
+    if bias is not None:
+        x += bias
 
 
 def refuse_relatives(model):
