@@ -82,18 +82,10 @@ def write_answers(model, prompt_ids, chance, temperature, ends):
 
 def prefill(model, prompt_ids):
     """Every prompt once -> its keys and values, mask (B, P), logits of the next token (B, V)."""
-    ids, mask = padded_left(prompt_ids, model.device)                # (B, P) each
+    ids, mask = padded_left(prompt_ids, model.device)                # (B, P) each; mask 0 or 1
     positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
     out = model(ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
     return out.past_key_values, mask, out.logits[:, -1]
-
-
-def padded_left(rows, device):
-    """B lists of ids -> ids and mask (B, P), so that all of them end in the last column."""
-    P = max(len(row) for row in rows)
-    ids = [[0] * (P - len(row)) + row for row in rows]
-    mask = [[0] * (P - len(row)) + [1] * len(row) for row in rows]
-    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
 
 
 def decode(model, cache, mask, logits, chance, temperature, ends):
@@ -102,7 +94,7 @@ def decode(model, cache, mask, logits, chance, temperature, ends):
     G = N // len(mask)
     cache.batch_repeat_interleave(G)                                 # B prompts become N rows
     mask, logits = mask.repeat_interleave(G, dim=0), logits.repeat_interleave(G, dim=0)
-    tokens = mask.new_full((N, T), int(ends[0]))
+    tokens = mask.new_zeros(N, T)
     logprobs = torch.zeros(N, T, device=mask.device)
     rows = torch.arange(N, device=mask.device)                       # those still being written
     for t in range(T):
@@ -195,32 +187,22 @@ def decode_fast(model, cache, mask, logits, chance, temperature, ends, graphs=Fa
                 break
             if decoder.places(living) < n:                           # the living close ranks
                 n = decoder.places(living)
-                free, late = close_up(alive, n)
-                decoder.move(free, late)
-                rows[free], alive[free] = rows[late], True
-                rows, alive = rows[:n], alive[:n]
+                rows, alive = decoder.close_up(n, rows, alive)
         decoder.u[:n] = chance[rows, t + 1]
         decoder.run(model, n, temperature)
     return tokens[:N], logprobs[:N]
 
 
-def close_up(alive, n):
-    """alive (m,) -> free places among the first n, and the living behind them that move there."""
-    late = alive[n:].nonzero()[:, 0] + n
-    free = (~alive[:n]).nonzero()[:, 0][:len(late)]
-    return free, late                                                # (k,) each
-
-
 class Decoder:
-    """The decode step, and all that it reads and writes. The weights stay where the model has them."""
+    """The decode step, and all that it reads and writes; the weights stay in the model."""
 
     def __init__(self, model, N, capacity, graphs):
         refuse_relatives(model)
         body, device = model.base_model, model.device
-        self.layers = [tensors_of(layer) for layer in body.layers]
-        self.last_norm = norm_tensors(body.norm)
+        self.weights = [tensors_of(x, x.self_attn, x.mlp) for x in body.layers]
+        self.last_norm = tensors_of(body).norm
+        weight = self.weights[0].k_proj[0]       # its dtype is what the cache holds
         self.D = body.layers[0].self_attn.head_dim
-        weight = self.layers[0].k_proj[0]        # its dtype is what the cache holds
         self.Hkv = len(weight) // self.D
         self.N, self.capacity, self.graphs = N, capacity, {} if graphs else None
         self.flash = (device.type == "cuda" and weight.dtype in (torch.float16, torch.bfloat16)
@@ -254,10 +236,9 @@ class Decoder:
         for keys, values, layer in zip(self.keys, self.values, cache.layers):
             for whole, prompt in ((keys, layer.keys), (values, layer.values)):
                 whole[:N, :, :P].unflatten(0, (B, N // B)).copy_(prompt[:, None])
-                if self.graphs is not None:      # they read all slots; 0 * NaN is NaN
-                    whole[:, :, P:] = 0
+                whole[:, :, P:] = 0              # graphs read all slots; 0 * NaN is NaN
             layer.keys = layer.values = None     # one layer's copy at a time
-        self.bias.fill_(0.0 if self.graphs is None else -torch.inf)
+        self.bias.fill_(-torch.inf)
         self.bias[:N, 0, 0, :P] = torch.where(mask.bool(), 0.0, -torch.inf)
         self.position.zero_()                    # empty places read and write too
         self.padding.zero_()
@@ -267,13 +248,16 @@ class Decoder:
         self.masked = self.graphs is not None or not bool(mask.all())
         self.length = P if self.graphs is None else self.capacity    # a graph's shapes are fixed
 
-    def move(self, free, late):
-        """The rows in the places `late` go to the places `free`."""
+    def close_up(self, n, rows, alive):
+        """The living behind the first n places move to free ones, with all that is theirs."""
+        late = alive[n:].nonzero()[:, 0] + n
+        free = (~alive[:n]).nonzero()[:, 0][:len(late)]
         for whole in (*self.keys, *self.values):
             whole = whole[:, :, :self.length]
             whole[free] = whole[late]
-        for whole in (self.bias, self.token, self.position, self.padding):
+        for whole in (self.bias, self.token, self.position, self.padding, rows, alive):
             whole[free] = whole[late]
+        return rows[:n], alive[:n]
 
     def places(self, n):
         """How many places run for n rows: n, or the next of N, N/2, N/4, ..., which have graphs."""
@@ -298,27 +282,28 @@ class Decoder:
         if self.flash:                           # where each row's keys begin, how many they are
             starts = self.first[:n + 1] * self.capacity + self.padding[:n + 1]
             own_keys = starts, (position + 1).int()
-        elif self.graphs is not None:
+        else:
             self.bias[:n].index_fill_(3, self.slot, 0.0)
         cos, sin = self.cos[position], self.sin[position]            # (n, 1, D)
         x = body.embed_tokens(self.token[:n])                        # (n, H)
-        for layer, keys, values in zip(self.layers, self.keys, self.values):
-            h = F.rms_norm(x, *layer.input_layernorm)
-            q, k, v = (F.linear(h, *weights).view(n, -1, self.D)     # (n, Hq or Hkv, D)
-                       for weights in (layer.q_proj, layer.k_proj, layer.v_proj))
-            if layer.q_norm:                                         # Qwen3
-                q, k = F.rms_norm(q, *layer.q_norm), F.rms_norm(k, *layer.k_norm)
-            if layer.rotary:
+        for layer, weights, keys, values in zip(body.layers, self.weights, self.keys, self.values):
+            attention = layer.self_attn
+            h = F.rms_norm(x, *weights.input_layernorm)
+            q, k, v = (F.linear(h, *projection).view(n, -1, self.D)  # (n, Hq or Hkv, D)
+                       for projection in (weights.q_proj, weights.k_proj, weights.v_proj))
+            if weights.q_norm:                                       # Qwen3
+                q, k = F.rms_norm(q, *weights.q_norm), F.rms_norm(k, *weights.k_norm)
+            if getattr(attention, "use_rope", True):                 # not in every layer of SmolLM3
                 qk = torch.cat((q, k), dim=1)                        # (n, Hq + Hkv, D)
                 qk = torch.addcmul(qk * cos, qk.roll(self.D // 2, dims=-1), sin)
                 q, k = qk.split((q.shape[1], self.Hkv), dim=1)
             keys[:n].index_copy_(2, self.slot, k[:, :, None])
             values[:n].index_copy_(2, self.slot, v[:, :, None])
-            o = self.attend(q, keys, values, own_keys, layer.scale)  # (n, Hq * D)
-            add_linear(x, o, *layer.o_proj)
-            h = F.rms_norm(x, *layer.post_attention_layernorm)
-            h = layer.act(F.linear(h, *layer.gate_proj)) * F.linear(h, *layer.up_proj)
-            add_linear(x, h, *layer.down_proj)
+            o = self.attend(q, keys, values, own_keys, attention.scaling)        # (n, Hq * D)
+            add_linear(x, o, *weights.o_proj)
+            h = F.rms_norm(x, *weights.post_attention_layernorm)
+            h = layer.mlp.act_fn(F.linear(h, *weights.gate_proj)) * F.linear(h, *weights.up_proj)
+            add_linear(x, h, *weights.down_proj)
         logits = model.get_output_embeddings()(F.rms_norm(x, *self.last_norm))   # (n, V)
         self.token[:n], self.logprob[:n] = draw_fast(logits, temperature, self.u[:n])
         self.position[:n] += 1
@@ -358,25 +343,18 @@ class Decoder:
         return graph
 
 
-def tensors_of(layer):
-    """A layer's weights, as F.linear and F.rms_norm take them.
+def tensors_of(*modules):
+    """What F.linear and F.rms_norm take of the modules' children, by their names.
 
-    On a CPU, to look all of them up in their modules for every token takes as long as a few kernels.
+    Found once, because on a CPU looking them up for every token takes as long as a few kernels.
     """
-    attention, mlp = layer.self_attn, layer.mlp
-    found = SimpleNamespace(scale=attention.scaling, act=mlp.act_fn, q_norm=None)
-    found.rotary = getattr(attention, "use_rope", True)              # not in all layers of SmolLM3
-    for part in (layer, attention, mlp):
-        for name, module in part.named_children():
-            if hasattr(module, "in_features"):
-                setattr(found, name, (module.weight, module.bias))
-            elif hasattr(module, "variance_epsilon"):
-                setattr(found, name, norm_tensors(module))
+    found = SimpleNamespace(q_norm=None)
+    for name, child in (pair for module in modules for pair in module.named_children()):
+        if hasattr(child, "in_features"):
+            setattr(found, name, (child.weight, child.bias))
+        elif hasattr(child, "variance_epsilon"):
+            setattr(found, name, (child.weight.shape, child.weight, child.variance_epsilon))
     return found
-
-
-def norm_tensors(norm):
-    return norm.weight.shape, norm.weight, norm.variance_epsilon
 
 
 def add_linear(x, h, weight, bias):
@@ -421,7 +399,7 @@ def release(model):
 
 
 def addresses(model):
-    """Where the weights lie. A graph reads them there: it survives updates in place only."""
+    """Where the weights lie: a graph reads them there, and survives only updates in place."""
     return [weight.data_ptr() for weight in model.parameters()]
 
 
@@ -458,7 +436,7 @@ def fastest_form(model):
     found = forms_of(model)
     if found["own decode step"]:
         return decode
-    return partial(decode_fast, graphs="CUDA graphs" in found and not found["CUDA graphs"])
+    return partial(decode_fast, graphs=found.get("CUDA graphs", "not on CUDA") is None)
 
 
 def refusal(model, form):
@@ -477,10 +455,9 @@ def refusal(model, form):
         ends = tokens[:2, 2]                                         # so these two leave the batch
         tokens, logprobs = form(model, *prefill(model, prompts), chance, 1.0, ends)
         for n, (ids, drawn) in enumerate(cut_at_end(tokens, logprobs, ends)):
-            prompt = prompts[n // 2]
-            row = torch.tensor([prompt + ids], device=model.device)  # (1, S)
-            logits = model(row, use_cache=False).logits[0, len(prompt) - 1:-1].float()
-            plain = logits.log_softmax(dim=-1).gather(1, row[0, len(prompt):, None])[:, 0]
+            row = torch.tensor([prompts[n // 2] + ids], device=model.device)     # (1, S)
+            logits = model(row, use_cache=False).logits[0, :-1].float()
+            plain = logits.log_softmax(dim=-1).gather(1, row[0, 1:, None])[-len(ids):, 0]
             errors += (plain.cpu() - torch.tensor(drawn)).abs().tolist()
     except Exception as failure:
         no_memory = isinstance(failure, (torch.OutOfMemoryError, MemoryError))
@@ -545,6 +522,14 @@ def prepare(model, tokenizer, prompts, group_size, max_new_tokens, temperature):
     return prompt_ids, end_token_ids(model, tokenizer)
 
 
+def padded_left(rows, device):
+    """B lists of ids -> ids and mask (B, P), so that all of them end in the last column."""
+    P = max(len(row) for row in rows)
+    ids = [[0] * (P - len(row)) + row for row in rows]
+    mask = [[0] * (P - len(row)) + [1] * len(row) for row in rows]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
 def end_token_ids(model, tokenizer):
     """Every end token in the generation config (it may name several), else the tokenizer's."""
     ends = model.generation_config.eos_token_id
@@ -578,26 +563,26 @@ def cut_at_end(tokens, logprobs, ends):
 
 def to_rollout(tokenizer, rows, ends, group_size):
     """N rows, each a list of pieces (ids, log-probs; None where others wrote them) -> Rollout."""
-    device = ends.device
-    pad = tokenizer.pad_token_id
-    if pad is None:
-        pad = int(ends[0]) if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     input_ids, labels, logprobs, responses, last = [], [], [], [], []
     for pieces in rows:
-        written = [[len(ids) * [IGNORE], len(ids) * [0.0]] if drawn is None else [ids, drawn]
-                   for ids, drawn in pieces]
-        input_ids.append(torch.tensor(sum((ids for ids, _ in pieces), [])))
-        labels.append(torch.tensor(sum((ids for ids, _ in written), [])))
-        logprobs.append(torch.tensor(sum((drawn for _, drawn in written), []))[1:])  # of t + 1
-        answers = [ids for ids, drawn in pieces if drawn is not None]
-        responses.append("\n".join(texts_of(tokenizer, answers, ends)))
-        last.append(answers[-1][-1])
+        own = [ids for ids, drawn in pieces if drawn]
+        input_ids.append(sum((ids for ids, _ in pieces), []))
+        labels.append(sum((ids if drawn else len(ids) * [IGNORE] for ids, drawn in pieces), []))
+        logprobs.append(sum((drawn or len(ids) * [0.0] for ids, drawn in pieces), []))
+        responses.append("\n".join(texts_of(tokenizer, own, ends)))
+        last.append(own[-1][-1])
+
+    def padded(lists, value):                                        # -> (N, S)
+        tensors = [torch.tensor(numbers) for numbers in lists]
+        return pad_sequence(tensors, batch_first=True, padding_value=value).to(ends.device)
+
+    pad = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, int(ends[0]))
+               if i is not None)
     return Rollout(
-        pad_sequence(input_ids, batch_first=True, padding_value=pad).to(device),
-        pad_sequence(labels, batch_first=True, padding_value=IGNORE).to(device),
-        pad_sequence(logprobs, batch_first=True).to(device),
-        responses, torch.isin(torch.tensor(last, device=device), ends),
-        torch.arange(len(rows), device=device) // group_size)
+        padded(input_ids, pad), padded(labels, IGNORE),
+        padded(logprobs, 0.0)[:, 1:].contiguous(),                   # entry t speaks of t + 1
+        responses, torch.isin(torch.tensor(last, device=ends.device), ends),
+        torch.arange(len(rows), device=ends.device) // group_size)
 
 
 def texts_of(tokenizer, answers, ends):
@@ -635,13 +620,13 @@ def sample_around(model, tokenizer, prompts, group_size=8, max_new_tokens=256, t
             stems.append((ids[:kept], drawn[:kept]))
     starts = [prompt_ids[n // best] + ids for n, (ids, _) in enumerate(stems)]
     branches = write_answers(model, starts, fine.flatten(0, 1), temperature, ends)
+    for n, branch in enumerate(branches):                            # stem and branch, one answer
+        stem = stems[n * best // half]
+        branches[n] = [(a + b)[:max_new_tokens] for a, b in zip(stem, branch)]
     rows = []
     for b, prompt in enumerate(prompt_ids):
-        group = answers[b * half:(b + 1) * half]
-        for n in range(b * half, (b + 1) * half):
-            whole = (stem + branch for stem, branch in zip(stems[n * best // half], branches[n]))
-            group.append(tuple(part[:max_new_tokens] for part in whole))
-        rows += [[(prompt, None), answer] for answer in group]
+        group = slice(b * half, (b + 1) * half)
+        rows += [[(prompt, None), answer] for answer in answers[group] + branches[group]]
     return to_rollout(tokenizer, rows, ends, group_size)
 
 
@@ -666,20 +651,19 @@ def sample_conversations(model, tokenizer, prompts, group_size=8, max_new_tokens
     decode_n_tokens = fastest_form(model)
     cache, mask, logits = prefill(model, prompt_ids)
     for turn in range(1, max_turns + 1):
-        chance = uniform_numbers(generator, len(prompts), group_size, max_new_tokens,
-                                 model.device)[talking]
+        chance = uniform_numbers(generator, len(prompts), group_size, max_new_tokens, model.device)
         kept = copy(cache)                       # decoding uses up its layers, not these tensors
         kept.layers = [copy(layer) for layer in cache.layers]
-        tokens, logprobs = decode_n_tokens(model, cache, mask, logits, chance, temperature, ends)
-        answers = cut_at_end(tokens, logprobs, ends)
+        answers = cut_at_end(*decode_n_tokens(model, cache, mask, logits, chance[talking],
+                                              temperature, ends), ends)
         texts = texts_of(tokenizer, [ids for ids, _ in answers], ends)
         heard = []                                                   # places of the rows that go on
         for place, n in enumerate(talking):
             rows[n].append(answers[place])
             turns[n].append(texts[place])
-            said = None
-            if turn < max_turns:
-                said = reply_to(reply, prompts[n // group_size], turns[n], n)
+            if turn == max_turns:
+                continue
+            said = reply_to(reply, prompts[n // group_size], turns[n], n)
             if said is not None:
                 turns[n].append(said)
                 last = answers[place][0][-1]
@@ -697,9 +681,14 @@ def sample_conversations(model, tokenizer, prompts, group_size=8, max_new_tokens
 def next_turn(model, cache, mask, places, rows):
     """`prefill` for rows that go on: only an answer and what follows it are run, (n, E) tokens.
 
-    `places` (n,): where the row stands in cache and mask, which know it up to that answer.
+    `places` (n,): where the row stands in cache and mask, which know it up to that answer. A window
+    or a slope may count slots of the cache, gaps included, and a state has all of the past in it:
+    such models run their rows from the start.
     """
-    if not can_grow(model, cache):               # from the start, then
+    from transformers.cache_utils import DynamicLayer
+
+    plain = all(type(layer) is DynamicLayer for layer in cache.layers)
+    if not plain or not hasattr(model.base_model, "rotary_emb"):
         return prefill(model, [sum((ids for ids, _ in pieces), []) for pieces in rows])
     cache.batch_select_indices(places)
     ids, new = padded_left([pieces[-2][0] + pieces[-1][0] for pieces in rows], model.device)
@@ -715,18 +704,6 @@ def next_turn(model, cache, mask, places, rows):
     return cache, mask.gather(1, order), out.logits[:, -1]
 
 
-def can_grow(model, cache):
-    """Whether tokens see no more of the cache than keys, values and rotated positions.
-
-    Not so where a window or a slope counts slots of the cache, gaps included, or where a state
-    has all of the past in it.
-    """
-    from transformers.cache_utils import DynamicLayer
-
-    plain = all(type(layer) is DynamicLayer for layer in cache.layers)
-    return plain and hasattr(model.base_model, "rotary_emb")
-
-
 def reply_to(reply, prompt, turns, n):
     """The user's next message to row n, or None."""
     try:
@@ -734,7 +711,8 @@ def reply_to(reply, prompt, turns, n):
     except Exception as error:
         raise ValueError(f"the reply to row {n} fails ({first_line(error)})") from error
     if not isinstance(said, str | None):
-        raise ValueError(f"the reply to row {n} is {said!r:.80}, neither text nor None")
+        kind = type(said).__name__
+        raise ValueError(f"the reply to row {n} is of type {kind}, neither text nor None")
     return said
 
 

@@ -22,7 +22,6 @@ from logprob import token_logprobs
 from sample import (
     IGNORE,
     Decoder,
-    close_up,
     decode,
     decode_fast,
     draw,
@@ -510,6 +509,16 @@ def test_the_own_step_draws_what_the_plain_loop_draws(name, temperature, monkeyp
     assert_same_rollout(sample_groups(*args, seeded()), plain, 1e-5)
 
 
+def test_the_own_step_without_padding(monkeypatch):
+    """Prompts of one length need no mask."""
+    model = member("qwen2").double()
+    model.generation_config.eos_token_id = [END, 7, 40, 41, 42, 43]
+    args = model, TOKENIZER, ["w5 w9 w12", "w7 w7 w30"], 6, 20, 1.2
+    plain = plainly(monkeypatch, *args, seeded())
+    assert len(set(map(len, responses_of(plain)))) > 3
+    assert_same_rollout(sample_groups(*args, seeded()), plain, 1e-5)
+
+
 def test_the_own_step_in_float32(monkeypatch):
     """Rounding decides next to nothing: 200 rows, and no id differs."""
     model = member("qwen3")
@@ -587,13 +596,20 @@ def test_without_graphs_nothing_is_kept(name):
 )
 @pytest.mark.parametrize("spare", [0, 1])
 def test_few_rows_move_when_rows_end(ended, spare):
+    decoder = Decoder(small_model("llama"), 9, 4, graphs=False)
+    decoder.length = 3
+    decoder.token.copy_(torch.arange(9))
+    for keys in decoder.keys:
+        keys.copy_(decoder.token[:, None, None, None].expand_as(keys))
+    before = decoder.token.clone()
     alive = torch.tensor([n not in ended for n in range(9)])
     n = min(int(alive.sum()) + spare, 9)
-    free, late = close_up(alive, n)
-    rows = torch.arange(9)
-    rows[free] = rows[late]
-    assert set(range(9)) - set(ended) <= set(rows[:n].tolist())
-    assert len(set(rows[:n].tolist())) == n and len(free) <= len(ended)
+    rows, living = decoder.close_up(n, torch.arange(9), alive.clone())
+    assert set(range(9)) - set(ended) <= set(rows.tolist())
+    assert len(set(rows.tolist())) == n and int(living.sum()) == int(alive.sum())
+    assert torch.equal(decoder.token[:n], rows)
+    assert all((keys[:n, 0, :3, 0] == rows[:, None]).all() for keys in decoder.keys)
+    assert int((decoder.token != before).sum()) <= len(ended)  # the others stay where they are
 
 
 def test_nothing_is_run_twice_or_for_nothing(model, config, runs):
@@ -820,8 +836,13 @@ def talked(model):
 
 
 def from_the_start(monkeypatch, model):
+    """Every turn runs its whole conversation."""
+
+    def next_turn(model, cache, mask, places, rows):
+        return sample.prefill(model, [sum((ids for ids, _ in pieces), []) for pieces in rows])
+
     with monkeypatch.context() as patch:
-        patch.setattr(sample, "can_grow", lambda *args: False)
+        patch.setattr(sample, "next_turn", next_turn)
         return talked(model)
 
 
@@ -917,12 +938,16 @@ def test_a_turn_runs_only_what_is_new(model, runs):
 
 
 @pytest.mark.parametrize("architecture", ["mistral", "gemma2", "gpt2"])
-def test_a_cache_that_cannot_grow_is_run_from_the_start(architecture):
-    """Windows count slots, and learned positions are left alone: the log-probs are [D]'s."""
-    model = small_model(architecture)
+def test_windows_and_learned_positions_run_from_the_start(architecture, monkeypatch):
+    """There a gap in the cache might count; the rows and [D]'s log-probs are the same."""
+    model, runs = small_model(architecture), []
+    forms_of(model)
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, args: runs.append(args[0]))
     rollout = talked(model)
-    assert not sample.can_grow(model, sample.prefill(model, [[5, 6]])[0])
-    assert max(turns_of(rollout)) > 2
+    again = [ids for ids in runs if ids.dim() == 2 and ids.shape[1] > 1][1:]
+    assert len(again) > 1 and all((ids == START).any(dim=1).all() for ids in again)
+    assert all(((ids == START).sum(dim=1) > 1).all() for ids in again)  # their first turn too
+    assert_same_rollout(rollout, from_the_start(monkeypatch, model), 0)
     expected = token_logprobs(model, rollout.input_ids, rollout.labels, 1.2).detach()
     torch.testing.assert_close(rollout.logprobs, expected, rtol=0, atol=1e-4)
 
@@ -946,8 +971,8 @@ def complains(prompt, turns):
     "reply, says",
     [
         (complains, "row 0 fails"),
-        (lambda prompt, turns: 3, "row 0 is 3"),
-        (lambda prompt, turns: None if "w41 w8" not in prompt else ["x"], r"row 15 is \['x'\]"),
+        (lambda prompt, turns: 3, "row 0 is of type int"),
+        (lambda prompt, turns: None if "w41 w8" not in prompt else ["x"], "row 15 is of type list"),
     ],
 )
 def test_a_reply_that_is_none(model, reply, says):
@@ -971,6 +996,14 @@ def test_what_is_no_conversation(model, changes, says):
             model, talk_tokenizer(), **{"prompts": PROMPTS, "reply": echo, **changes}
         )
     assert "\n" not in str(error.value)
+
+
+def test_one_end_token_stands_between_turns():
+    """The policy's own, or the template's where the limit cut the answer."""
+    ends = torch.tensor([END, 7])
+    between = partial(sample.ids_between_turns, talk_tokenizer(), "w9 w9")
+    assert between(5, ends) == [END, START, 9, 9, 3]
+    assert between(END, ends) == between(7, ends) == [START, 9, 9, 3]
 
 
 def test_a_template_without_anything_between_two_answers(model):
