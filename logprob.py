@@ -85,24 +85,38 @@ def sequence_logprob(model, input_ids, labels, temperature=1.0):
 # labelled tokens only. A reader of the theory may stop here: the rest is about speed and memory.
 
 def scored(model, input_ids, labels, temperature, with_entropy, group_ids, forms):
-    """token_logprobs in those forms that `forms` does not refuse."""
+    """token_logprobs in those forms that `forms` does not refuse. Equal rows run once."""
+    firsts = firsts_of_equal(torch.cat([input_ids, labels], dim=1))               # (N,)
+    distinct, row_of = firsts.unique(return_inverse=True)                         # (U,), (N,)
+    input_ids = input_ids[distinct]
+    labels = labels[distinct]
     mask = labels[:, 1:] != IGNORE                                                # (N, S-1)
     targets = input_ids[:, 1:][mask]                                              # (M,)
     if group_ids is None or forms["grouped rows"] or not mask.any():
         output = body_of(model)(input_ids=input_ids, use_cache=False)
         hidden = output.last_hidden_state[:, :-1][mask]                           # (M, H)
     else:
-        output, hidden = grouped_hidden(model, input_ids, labels, group_ids)
+        output, hidden = grouped_hidden(model, input_ids, labels, group_ids[distinct])
     if forms["lean head"]:
         logprobs, entropy = own_logprobs(model, output, hidden, targets, temperature)
     else:
         weight = model.get_output_embeddings().weight                             # (V, H)
         logprobs, entropy = LeanHead.apply(hidden, weight, targets, temperature, with_entropy)
     blank = torch.zeros(mask.shape, device=mask.device)
-    logprobs = blank.masked_scatter(mask, logprobs)                               # (N, S-1)
+    logprobs = blank.masked_scatter(mask, logprobs)[row_of]                       # (N, S-1)
     if with_entropy:
-        return logprobs, blank.masked_scatter(mask, entropy)
+        return logprobs, blank.masked_scatter(mask, entropy)[row_of]
     return logprobs
+
+
+def firsts_of_equal(rows):
+    """rows (N, K) -> (N,): the number of the first row that equals this one.
+
+    The surer a policy is, the more of its answers are word for word the same.
+    """
+    numbers = {}
+    firsts = [numbers.setdefault(tuple(row), n) for n, row in enumerate(rows.tolist())]
+    return torch.tensor(firsts, dtype=torch.long, device=rows.device)
 
 
 def body_of(model):
@@ -378,15 +392,18 @@ def micro_batches(labels, group_ids, token_budget, share_prompts):
     Each costs at most `token_budget` tokens, unless it is one row. Padded rows are sorted by
     length, the longest first: little padding is computed, and memory runs out at once or not at
     all. With `share_prompts` the price is that of grouped rows: no padding, and a group's prompt
-    once per micro-batch. Groups stay in order, and whole where the budget allows it.
+    once per micro-batch. Groups stay in order, and whole where the budget allows it. Either way
+    an answer that a group holds several times is paid once.
     """
     is_label = labels != IGNORE                                                   # (N, S)
     after = torch.arange(1, labels.shape[1] + 1, device=labels.device)
     ends = (is_label * after).amax(dim=1).tolist()                                # row lengths
     answers = is_label.sum(dim=1).tolist()
     groups = group_ids.tolist()
+    firsts = firsts_of_equal(torch.cat([group_ids[:, None], labels], dim=1)).tolist()
 
     def price(rows):
+        rows = {firsts[n] for n in rows}
         if not share_prompts:
             return len(rows) * max(ends[n] for n in rows)
         prompts = {groups[n]: ends[n] - answers[n] for n in rows}
