@@ -82,38 +82,34 @@ def sequence_logprob(model, input_ids, labels, temperature=1.0):
 
 # --------------------------------------------------------------------------------------------------
 # The same numbers without all the logits: the body of the model runs on whole rows, its head on
-# labelled tokens only. A reader of the theory may stop here: the rest is about speed and memory.
+# labelled tokens only, and rows that are equal run once. A reader of the theory may stop here: the
+# rest is about speed and memory.
 
 def scored(model, input_ids, labels, temperature, with_entropy, group_ids, forms):
-    """token_logprobs in those forms that `forms` does not refuse. Equal rows run once."""
+    """token_logprobs in those forms that `forms` does not refuse."""
     firsts = firsts_of_equal(torch.cat([input_ids, labels], dim=1))               # (N,)
-    distinct, row_of = firsts.unique(return_inverse=True)                         # (U,), (N,)
-    input_ids = input_ids[distinct]
-    labels = labels[distinct]
-    mask = labels[:, 1:] != IGNORE                                                # (N, S-1)
+    rows, copies = firsts.unique(return_inverse=True)                             # (U,), (N,)
+    input_ids = input_ids[rows]
+    labels = labels[rows]
+    mask = labels[:, 1:] != IGNORE                                                # (U, S-1)
     targets = input_ids[:, 1:][mask]                                              # (M,)
     if group_ids is None or forms["grouped rows"] or not mask.any():
         output = body_of(model)(input_ids=input_ids, use_cache=False)
         hidden = output.last_hidden_state[:, :-1][mask]                           # (M, H)
     else:
-        output, hidden = grouped_hidden(model, input_ids, labels, group_ids[distinct])
+        output, hidden = grouped_hidden(model, input_ids, labels, group_ids[rows])
     if forms["lean head"]:
         logprobs, entropy = own_logprobs(model, output, hidden, targets, temperature)
     else:
         weight = model.get_output_embeddings().weight                             # (V, H)
         logprobs, entropy = LeanHead.apply(hidden, weight, targets, temperature, with_entropy)
     blank = torch.zeros(mask.shape, device=mask.device)
-    logprobs = blank.masked_scatter(mask, logprobs)[row_of]                       # (N, S-1)
-    if with_entropy:
-        return logprobs, blank.masked_scatter(mask, entropy)[row_of]
-    return logprobs
+    logprobs, entropy = (blank.masked_scatter(mask, x)[copies] for x in (logprobs, entropy))
+    return (logprobs, entropy) if with_entropy else logprobs                      # (N, S-1)
 
 
 def firsts_of_equal(rows):
-    """rows (N, K) -> (N,): the number of the first row that equals this one.
-
-    The surer a policy is, the more of its answers are word for word the same.
-    """
+    """rows (N, K) -> (N,): which row is the first that equals this one. A sure policy repeats."""
     numbers = {}
     firsts = [numbers.setdefault(tuple(row), n) for n, row in enumerate(rows.tolist())]
     return torch.tensor(firsts, dtype=torch.long, device=rows.device)
@@ -218,59 +214,51 @@ def own_head(model, output, hidden):
 
 
 # --------------------------------------------------------------------------------------------------
-# Grouped rows. All groups of a micro-batch become a row [x | y_1 | ... | y_G | x' | ...]:
-# a prompt runs once instead of G times, and padding not at all. Positions go on behind the prompt
-# for every answer. A layer treats its tokens one by one, except in attention: there each y_i sees
-# its prompt and itself.
+# Grouped rows. All groups of a micro-batch become a row [x | y_1 | ... | y_G | x' | ...]: a prompt
+# runs once instead of G times, and padding not at all. Positions go on behind the prompt for every
+# answer. A layer treats its tokens one by one, except in attention: each y_i sees its prompt and
+# itself.
 
 def grouped_hidden(model, input_ids, labels, group_ids):
     """The body's output, and hidden states (M, H) that predict labelled tokens, in mask order."""
     S = labels.shape[1]
-    mask = labels[:, 1:] != IGNORE                                                # (N, S-1)
-    after = torch.arange(1, S, device=labels.device)
-    # The first and the last labelled token of every row, S and 0 where there is none
-    firsts = torch.where(mask, after, S).amin(dim=1).tolist()
-    lasts = torch.where(mask, after, 0).amax(dim=1).tolist()
+    # Nothing predicts token 0.
+    labelled = [[t for t in range(1, S) if row[t] != IGNORE] for row in labels.tolist()]
     members = {}
     for n, g in enumerate(group_ids.tolist()):
-        if lasts[n]:
+        if labelled[n]:
             members.setdefault(g, []).append(n)
 
-    # Places are counted through all of input_ids, row after row.
-    groups = []      # (P, L_1, ..., L_G) each
-    tokens = []      # the place of every token that is taken
-    ends = []        # the place before every answer,
-    shared = []      # and where that token was taken from, once per group
+    groups = []                             # (P, L_1, ..., L_G) each
+    taken = []                              # what the row is made of: places in all of input_ids
+    predictors = [[] for _ in labelled]     # per labelled token: where in the row is the one before
     for rows in members.values():
-        P = min(firsts[n] for n in rows)
-        tokens += range(rows[0] * S, rows[0] * S + P)
+        P = min(labelled[n][0] for n in rows)
+        last_of_prompt = len(taken) + P - 1
+        taken += range(rows[0] * S, rows[0] * S + P)
         for n in rows:
+            shift = len(taken) - P          # from a place in row n to its place in the long row
             # The last token is predicted, and predicts nothing
-            tokens += range(n * S + P, n * S + lasts[n])
-            ends.append(n * S + P - 1)
-            shared.append(rows[0] * S + P - 1)
-        groups.append((P, *(max(lasts[n] - P, 0) for n in rows)))
+            taken += range(n * S + P, n * S + labelled[n][-1])
+            predictors[n] = [shift + t - 1 if t > P else last_of_prompt for t in labelled[n]]
+        groups.append((P, *(labelled[n][-1] - P for n in rows)))
 
-    tokens, ends, shared = (torch.tensor(x, device=labels.device) for x in (tokens, ends, shared))
-    places = torch.zeros_like(labels).flatten()                                   # (N * S,)
-    places[tokens] = torch.arange(len(tokens), device=labels.device)
-    places[ends] = places[shared]
+    taken = torch.tensor(taken, device=labels.device)                             # (T,)
+    predictors = torch.tensor([t for row in predictors for t in row], device=labels.device)
     # An attention mask of one entry keeps transformers from making one of its own
     unused = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=labels.device)
-    output = body_of(model)(input_ids=input_ids.flatten()[tokens][None], attention_mask=unused,
-                            position_ids=(tokens % S)[None], use_cache=False, groups=tuple(groups))
-    return output, output.last_hidden_state[0][places.view(-1, S)[:, :-1][mask]]
+    output = body_of(model)(input_ids=input_ids.flatten()[taken][None], attention_mask=unused,
+                            position_ids=(taken % S)[None], use_cache=False, groups=tuple(groups))
+    return output, output.last_hidden_state[0, predictors]
 
 
-def grouped_attention(module, query, key, value, attention_mask, scaling=None, groups=None,
-                      **kwargs):
+def grouped_attention(module, query, key, value, mask, scaling=None, groups=None, **kwargs):
     """transformers' own attention; with `groups` ((P, L_1, ..., L_G), ...) that of a grouped row.
 
     query (1, Hq, T, D), key (1, Hkv, T, D), value (1, Hkv, T, Dv) -> (1, T, Hq, Dv).
     """
     if groups is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling,
-                                      **kwargs)
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
     for name in ("softcap", "sliding_window", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise ValueError(f"{name} in its attention")
@@ -348,9 +336,8 @@ def side_by_side(pieces):
     return start + t, keys, seen <= (P + t)[:, :, None]
 
 
-# On CUDA in half precision flash attention takes pieces of any length in one call, without a mask.
-
 def takes_flash(query, value):
+    """In half precision on CUDA pieces of any length go into one call, without a mask."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     if not half or not query.shape[-1] == value.shape[-1] <= 256:
         return False
@@ -389,39 +376,39 @@ AttentionMaskInterface.register("grouped", sdpa_mask)
 def micro_batches(labels, group_ids, token_budget, share_prompts):
     """Cut N rows into micro-batches -> [(row indices (n,), width of the longest), ...].
 
-    Each costs at most `token_budget` tokens, unless it is one row. Padded rows are sorted by
-    length, the longest first: little padding is computed, and memory runs out at once or not at
-    all. With `share_prompts` the price is that of grouped rows: no padding, and a group's prompt
-    once per micro-batch. Groups stay in order, and whole where the budget allows it. Either way
-    an answer that a group holds several times is paid once.
+    Each costs at most `token_budget` tokens, unless it is one row; rows that are equal cost as one.
+    Padded rows are sorted by length, the longest first: little padding is computed, and memory runs
+    out at once or not at all. With `share_prompts` the price is that of grouped rows: no padding,
+    and a group's prompt once. Groups stay in order, and whole where the budget allows it.
     """
     is_label = labels != IGNORE                                                   # (N, S)
     after = torch.arange(1, labels.shape[1] + 1, device=labels.device)
     ends = (is_label * after).amax(dim=1).tolist()                                # row lengths
     answers = is_label.sum(dim=1).tolist()
     groups = group_ids.tolist()
-    firsts = firsts_of_equal(torch.cat([group_ids[:, None], labels], dim=1)).tolist()
+    firsts = firsts_of_equal(torch.cat([group_ids[:, None], labels], dim=1))      # (N,)
+    distinct = firsts.unique().tolist()
 
     def price(rows):
-        rows = {firsts[n] for n in rows}
         if not share_prompts:
             return len(rows) * max(ends[n] for n in rows)
         prompts = {groups[n]: ends[n] - answers[n] for n in rows}
         return sum(prompts.values()) + sum(answers[n] for n in rows)
 
-    parts = [[n] for n in sorted(range(len(ends)), key=lambda n: -ends[n])]
+    parts = [[n] for n in sorted(distinct, key=lambda n: -ends[n])]
     if share_prompts:
         parts = []
-        for _, rows in groupby(range(len(ends)), key=groups.__getitem__):
+        for _, rows in groupby(distinct, key=groups.__getitem__):
             rows = list(rows)
             parts += [rows] if price(rows) <= token_budget else [[n] for n in rows]
-    cuts = parts[:1]
-    for part in parts[1:]:
-        if price(cuts[-1] + part) <= token_budget:
-            cuts[-1] = cuts[-1] + part
-        else:
-            cuts.append(part)
-    return [(torch.tensor(rows, device=labels.device), max(ends[n] for n in rows)) for rows in cuts]
+    cuts = [[]]
+    for part in parts:
+        if cuts[-1] and price(cuts[-1] + part) > token_budget:
+            cuts.append([])
+        cuts[-1] += part
+    # Rows that equal those of a cut go with them.
+    return [(torch.isin(firsts, torch.tensor(rows, device=firsts.device)).nonzero()[:, 0],
+             max(ends[n] for n in rows)) for rows in cuts]
 
 
 @contextmanager
@@ -453,10 +440,8 @@ def activation_bytes(model, tokens, group_size, max_new_tokens, checkpointed, pr
     as they may be. Counted are the tensors that autograd saves, and the last hidden states.
     """
     group = (prompt_tokens, *[max_new_tokens] * group_size)
-    groups = [group] * (tokens // sum(group))
-    if not groups:
-        answers = max((tokens - prompt_tokens) // max_new_tokens, 1)
-        groups = [group[:1 + answers]]
+    part = max((tokens - prompt_tokens) // max_new_tokens, 1)    # answers, if no whole group fits
+    groups = [group] * (tokens // sum(group)) or [group[:1 + part]]
     ids = torch.zeros(1, sum(map(sum, groups)), dtype=torch.long, device="meta")  # (1, T)
     unused = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta")
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
@@ -646,11 +631,9 @@ def main():
 
     print(" row   label  log-prob  token")
     for t, token in enumerate(input_ids[0].tolist()):
-        label = "."
-        value = ""
-        if labels[0, t] != IGNORE:
-            label = "label"
-            value = f"{logprobs[t - 1]:+.4f}"
+        is_label = labels[0, t] != IGNORE
+        label = "label" if is_label else "."
+        value = f"{logprobs[t - 1]:+.4f}" if is_label else ""
         print(f"{t:4}  {label:>6}  {value:>8}  {tokenizer.decode([token])!r}")
     print(f"log pi(y | x) = {logprobs.sum():+.4f} over {len(response_ids)} tokens")
 

@@ -277,6 +277,43 @@ def test_groups_leave_the_model_as_it_was(random_model):
 
 
 # --------------------------------------------------------------------------------------------------
+# Rows that are equal
+
+
+def test_which_row_is_the_first_that_equals():
+    rows = torch.tensor([[3, 1], [1, 3], [3, 1], [3, 3], [1, 3], [3, 1]])
+    assert logprob.firsts_of_equal(rows).tolist() == [0, 1, 0, 3, 1, 0]
+    assert logprob.firsts_of_equal(rows[:0]).tolist() == []
+
+
+@pytest.mark.parametrize("group_ids", [None, GROUPS], ids=["rows", "groups"])
+def test_equal_rows_run_once(random_model, group_ids):
+    """Each keeps its own weight in the gradient, and labels of its own make a row another one."""
+    model = copy.deepcopy(random_model)
+    order = torch.tensor([0, 1, 0, 3, 4, 1, 0, 4, 2])
+    input_ids, labels, _ = (x[order] for x in batch())
+    labels[4, 12] = IGNORE
+    weights = torch.randn(9, 19, generator=torch.Generator().manual_seed(1))
+    exact = copy.deepcopy(model).double()
+    expected, entropies = naive(exact, input_ids, labels, 0.7)
+    forms_of(model)
+    run = []
+    embeddings = model.get_input_embeddings()
+    embeddings.register_forward_pre_hook(lambda module, args: run.append(args[0].numel()))
+    groups = None if group_ids is None else group_ids[order]
+    actual, entropy = token_logprobs(model, input_ids, labels, 0.7, True, groups)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(entropy.double(), entropies, rtol=1e-5, atol=1e-4)
+    assert_same_gradients(
+        gradients(model, (actual * weights).sum()), gradients(exact, (expected * weights).sum())
+    )
+    # Rows 0, 1, 2 and 3 of the batch, and row 4 with two kinds of labels
+    lengths = [14, 1, 7, 3, 11, 11]
+    grouped = groups is not None and forms_of(model)["grouped rows"] is None
+    assert run == [5 + 9 + sum(L - 1 for L in lengths) if grouped else 6 * 20]
+
+
+# --------------------------------------------------------------------------------------------------
 # The lean head
 
 
@@ -894,6 +931,26 @@ def test_a_checkpointed_layer_keeps_its_input_alone(tokens, T):
 
     assert count(3) - count(2) == T * SMALL["hidden_size"] * 4
     assert activation_bytes(on_meta(), tokens, 3, 10, False, 5) > 2 * count(2)
+
+
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_micro_batches_pay_equal_rows_once(share_prompts):
+    answers = [[1, 2, 3], [4, 5, 6], [1, 2, 3], [1, 2, 3], [1, 2, 3], [9]]
+    labels = torch.full((6, 8), IGNORE)
+    for n, ids in enumerate(answers):
+        labels[n, 4 : 4 + len(ids)] = torch.tensor(ids)
+    groups = torch.tensor([0, 0, 0, 0, 1, 1])
+
+    def cuts(budget):
+        cut = micro_batches(labels, groups, budget, share_prompts)
+        return [(sorted(rows.tolist()), width) for rows, width in cut]
+
+    # Group 0 costs 4 + 3 + 3, or two rows of 7; an equal answer of group 1 is another row.
+    first = 10 if share_prompts else 14
+    everything = first + (4 + 3 + 1 if share_prompts else 14)
+    assert cuts(everything) == [([0, 1, 2, 3, 4, 5], 7)]
+    assert cuts(first) == [([0, 1, 2, 3], 7), ([4, 5], 7)]
+    assert cuts(7)[0] == ([0, 2, 3], 7)
 
 
 def test_length_limit():
