@@ -111,7 +111,7 @@ def scored(model, input_ids, labels, temperature, with_entropy, group_ids, forms
 def firsts_of_equal(rows):
     """rows (N, K) -> (N,): which row is the first that equals this one. A sure policy repeats."""
     numbers = {}
-    firsts = [numbers.setdefault(tuple(row), n) for n, row in enumerate(rows.tolist())]
+    firsts = [numbers.setdefault(row.tobytes(), n) for n, row in enumerate(rows.cpu().numpy())]
     return torch.tensor(firsts, dtype=torch.long, device=rows.device)
 
 
