@@ -2,6 +2,7 @@
 import hashlib
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -78,6 +79,23 @@ def run_script(name, *arguments, **how):
     command = [sys.executable, str(ROOT / name), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True,
                           **{"env": ENVIRONMENT, "timeout": LIMIT, **how})
+
+
+@pytest.fixture
+def run_here(monkeypatch, capsys):
+    """A stage's command without a new interpreter -> what it printed, on stderr if it refuses."""
+    def run(name, *arguments, status=0):
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        ended = 0
+        try:
+            runpy.run_path(str(ROOT / name), run_name="__main__")
+        except SystemExit as leaving:
+            ended = leaving.code or 0
+        out, err = capsys.readouterr()
+        assert ended == status, err
+        assert not (status and out), out
+        return err if status else out
+    return run
 
 
 def one_line_of(err, program="train.py"):

@@ -3,8 +3,6 @@
 import copy
 import json
 import re
-import runpy
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -978,24 +976,16 @@ def test_length_limit():
 # The command
 
 
-def run_script(monkeypatch, capsys, *arguments, status=None):
-    monkeypatch.setattr(sys, "argv", ["logprob.py", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        runpy.run_path(str(ROOT / "logprob.py"), run_name="__main__")
-    assert stop.value.code == status
-    out, err = capsys.readouterr()
-    return (err if status else out).splitlines()
-
-
 def total_of(lines):
     return float(lines[-1].split(" = ")[1].split()[0])
 
 
-def test_script_marks_the_response(monkeypatch, capsys, tiny):
+def test_script_marks_the_response(run_here, tiny):
     tokenizer = tiny[1]
     special = tokenizer.all_special_ids
     words = [tokenizer.decode([i]) for i in range(len(tokenizer)) if i not in special][:6]
-    _, *rows, _ = lines = run_script(monkeypatch, capsys, " ".join(words[:3]), " ".join(words[2:]))
+    printed = run_here("logprob.py", " ".join(words[:3]), " ".join(words[2:]))
+    _, *rows, _ = lines = printed.splitlines()
     rows = [row.split(maxsplit=3) for row in rows]
     response = [row for row in rows if row[1] == "label"]
     prompt = rows[: -len(response)]
@@ -1009,7 +999,7 @@ def test_script_marks_the_response(monkeypatch, capsys, tiny):
     assert f"over {len(response)} tokens" in lines[-1]
 
 
-def test_script_takes_a_run_and_its_flags(monkeypatch, capsys, tiny, tmp_path):
+def test_script_takes_a_run_and_its_flags(run_here, tiny, tmp_path):
     """final/ brings the run's system prompt and temperature; the command line wins."""
     model, tokenizer = tiny
     model.save_pretrained(tmp_path)
@@ -1017,26 +1007,26 @@ def test_script_takes_a_run_and_its_flags(monkeypatch, capsys, tiny, tmp_path):
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     tokenizer.save_pretrained(tmp_path)
     folder = f"--model={tmp_path}"
-    plain = run_script(monkeypatch, capsys, folder)
-    cold = run_script(monkeypatch, capsys, folder, "--temperature=0.5", "--device=cpu")
+    plain = run_here("logprob.py", folder).splitlines()
+    cold = run_here("logprob.py", folder, "--temperature=0.5", "--device=cpu").splitlines()
     assert total_of(plain) != total_of(cold) and len(plain) == len(cold)
 
     recipe = {"temperature": 0.5, "system-prompt": "books books", "lr": 1}
     (tmp_path / "recipe.json").write_text(json.dumps(recipe))
-    told = run_script(monkeypatch, capsys, folder)
+    told = run_here("logprob.py", folder).splitlines()
     assert len(told) == len(plain) + 2 and "books" in told[1] and "books" in told[2]
-    assert run_script(monkeypatch, capsys, folder, "--system-prompt=") == cold
-    again = run_script(monkeypatch, capsys, folder, "--system-prompt=", "--temperature=1")
+    assert run_here("logprob.py", folder, "--system-prompt=").splitlines() == cold
+    again = run_here("logprob.py", folder, "--system-prompt=", "--temperature=1").splitlines()
     assert again == plain
 
 
 @pytest.mark.parametrize("recipe", ["[", "[1]", '{"temperature": "hot"}', '{"system-prompt": 3}'])
-def test_script_refuses_a_recipe_in_one_line(monkeypatch, capsys, tmp_path, recipe):
+def test_script_refuses_a_recipe_in_one_line(run_here, tmp_path, recipe):
     (tmp_path / "recipe.json").write_text(recipe)
-    (line,) = run_script(monkeypatch, capsys, f"--model={tmp_path}", status=2)
+    (line,) = run_here("logprob.py", f"--model={tmp_path}", status=2).splitlines()
     assert line.startswith(f"logprob.py: {tmp_path / 'recipe.json'}: ")
 
 
-def test_script_refuses_a_temperature_of_nothing(monkeypatch, capsys):
-    (line,) = run_script(monkeypatch, capsys, "--temperature=0", status=2)
+def test_script_refuses_a_temperature_of_nothing(run_here):
+    (line,) = run_here("logprob.py", "--temperature=0", status=2).splitlines()
     assert line == "logprob.py: --temperature 0.0: must be above 0"

@@ -8,7 +8,6 @@ import math
 import os
 import random
 import re
-import runpy
 import socket
 import sys
 import textwrap
@@ -1610,14 +1609,8 @@ def test_a_reward_model_learns_the_rule():
 # Script
 
 
-def run_script(monkeypatch, *arguments):
-    monkeypatch.setattr(sys, "argv", ["reward.py", *arguments])
-    runpy.run_path(str(ROOT / "reward.py"), run_name="__main__")
-
-
-def test_script_shows_the_egg_problem(monkeypatch, capsys):
-    run_script(monkeypatch)
-    printed = capsys.readouterr().out
+def test_script_shows_the_egg_problem(run_here):
+    printed = run_here("reward.py")
     assert [row.split()[0] for row in printed.splitlines()[1:4]] == ["1.5", "0.5", "0.0"]
     assert "1.5  <think>" in printed and "+0.20916 -0.25800 +0.04884" in printed
     assert "20: 0 -0.5 -1 -1\n" in printed
@@ -1625,17 +1618,13 @@ def test_script_shows_the_egg_problem(monkeypatch, capsys):
     assert printed.isascii()  # any terminal can show it
 
 
-def test_script_scores_its_arguments(monkeypatch, capsys):
-    run_script(monkeypatch, box("63.0"), "63")
-    assert capsys.readouterr().out == "1.5\n"
+def test_script_scores_its_arguments(run_here):
+    assert run_here("reward.py", box("63.0"), "63") == "1.5\n"
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_script_refuses_other_numbers_of_arguments(monkeypatch, capsys, count):
-    with pytest.raises(SystemExit) as stop:
-        run_script(monkeypatch, *["63"] * count)
-    printed = capsys.readouterr()
-    assert stop.value.code == 2 and printed.out == "" and len(printed.err.splitlines()) == 1
+def test_script_refuses_other_numbers_of_arguments(run_here, count):
+    assert len(run_here("reward.py", *["63"] * count, status=2).splitlines()) == 1
 
 
 def test_reward_imports_no_other_stage():

@@ -4,9 +4,7 @@ against the plain loop, the check that chooses among them, the draw, the variant
 import copy
 import json
 import math
-import runpy
 import shutil
-import sys
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -1247,15 +1245,6 @@ def test_tiny(tiny):
     torch.testing.assert_close(rollout.logprobs, expected, rtol=0, atol=1e-4)
 
 
-def run_script(monkeypatch, capsys, *arguments, status=0):
-    monkeypatch.setattr(sys, "argv", ["sample.py", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        runpy.run_path(str(ROOT / "sample.py"), run_name="__main__")
-    printed = capsys.readouterr()
-    assert (stop.value.code or 0) == status
-    return printed.err if status else printed.out
-
-
 @pytest.fixture
 def final(tmp_path):
     """A model folder as a run leaves it -> a function that writes its recipe."""
@@ -1268,30 +1257,28 @@ def final(tmp_path):
     return write
 
 
-def test_script_takes_a_runs_settings(monkeypatch, capsys, final):
+def test_script_takes_a_runs_settings(run_here, final):
     """The recipe gives the defaults, and the command line wins."""
     model = final(
         {"max-new-tokens": 3, "temperature": 0, "lr": 1, "system-prompt": "", "data": "none"}
     )
-    answers = run_script(monkeypatch, capsys, model, "--group-size=4").strip().split("\n\n")[1:]
+    answers = run_here("sample.py", model, "--group-size=4").strip().split("\n\n")[1:]
     assert len({answer.split(maxsplit=1)[1] for answer in answers}) == 1
     assert all(int(answer.split()[1]) <= 3 for answer in answers)
-    answers = run_script(
-        monkeypatch, capsys, model, "--group-size=20", "--max-new-tokens=2", "--temperature=3"
+    answers = run_here(
+        "sample.py", model, "--group-size=20", "--max-new-tokens=2", "--temperature=3"
     ).split("\n\n")[1:]
     assert len({answer.split(maxsplit=1)[1] for answer in answers}) > 1
     assert all(int(answer.split()[1]) <= 2 for answer in answers)
 
 
-def test_script_says_the_system_prompt(monkeypatch, capsys, final):
+def test_script_says_the_system_prompt(run_here, final):
     arguments = final({"system-prompt": "Anna"}), "--group-size=1", "--max-new-tokens=1", "Bob ?"
     template = Path(arguments[0].split("=")[1], "chat_template.jinja")
     template.write_text("{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}")
-    assert "system : Anna user : Bob ?" in run_script(monkeypatch, capsys, *arguments)
-    assert "system : Eve user : Bob ?" in run_script(
-        monkeypatch, capsys, *arguments, "--system-prompt=Eve"
-    )
-    assert "system" not in run_script(monkeypatch, capsys, *arguments, "--system-prompt=")
+    assert "system : Anna user : Bob ?" in run_here("sample.py", *arguments)
+    assert "system : Eve user : Bob ?" in run_here("sample.py", *arguments, "--system-prompt=Eve")
+    assert "system" not in run_here("sample.py", *arguments, "--system-prompt=")
 
 
 @pytest.mark.parametrize(
@@ -1303,8 +1290,8 @@ def test_script_says_the_system_prompt(monkeypatch, capsys, final):
         ({"temperature": -1}, "temperature -1"),
     ],
 )
-def test_script_refuses_a_recipe_in_one_line(monkeypatch, capsys, final, recipe, says):
-    said = run_script(monkeypatch, capsys, final(recipe), status=2)
+def test_script_refuses_a_recipe_in_one_line(run_here, final, recipe, says):
+    said = run_here("sample.py", final(recipe), status=2)
     assert said.startswith("sample.py: ") and says in said and said.count("\n") == 1
 
 
@@ -1318,16 +1305,15 @@ def test_script_refuses_a_recipe_in_one_line(monkeypatch, capsys, final, recipe,
         ["--temperature=nan"],
     ],
 )
-def test_script_refuses_in_one_line(monkeypatch, capsys, arguments):
-    said = run_script(monkeypatch, capsys, *arguments, status=2)
+def test_script_refuses_in_one_line(run_here, arguments):
+    said = run_here("sample.py", *arguments, status=2)
     assert said.startswith("sample.py: ") and said.count("\n") == 1
 
 
-def test_script_draws_a_group(monkeypatch, capsys, tiny):
+def test_script_draws_a_group(run_here, tiny):
     model, tokenizer = tiny
-    printed = run_script(
-        monkeypatch,
-        capsys,
+    printed = run_here(
+        "sample.py",
         "--group-size=3",
         "--max-new-tokens=9",
         "--seed=4",
@@ -1348,9 +1334,7 @@ def test_script_draws_a_group(monkeypatch, capsys, tiny):
         assert text == rollout.responses[n]
 
 
-def test_script_greedy(monkeypatch, capsys):
-    printed = run_script(
-        monkeypatch, capsys, "--group-size=2", "--max-new-tokens=9", "--temperature=0"
-    )
+def test_script_greedy(run_here):
+    printed = run_here("sample.py", "--group-size=2", "--max-new-tokens=9", "--temperature=0")
     first, second = printed.split("\n\n")[1:]
     assert first.split()[1:] == second.split()[1:]
