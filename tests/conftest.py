@@ -1,11 +1,15 @@
 """What the tests share: the stage files on the path, one thread, no network, models, and runs."""
 import hashlib
 import json
+import multiprocessing
 import os
 import runpy
 import signal
 import subprocess
 import sys
+import tempfile
+import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -72,14 +76,7 @@ def tiny():
 
 
 # --------------------------------------------------------------------------------------------------
-# Programs: in a process of their own where that is the point, else as a function call
-
-def run_script(name, *arguments, **how):
-    """`python NAME ARGUMENTS`, with what it printed and its exit status."""
-    command = [sys.executable, str(ROOT / name), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True,
-                          **{"env": ENVIRONMENT, "timeout": LIMIT, **how})
-
+# Programs as function calls: here a line of refusal, a status and files are what counts
 
 @pytest.fixture
 def run_here(monkeypatch, capsys):
@@ -140,6 +137,85 @@ def signals():
     yield
     for name, handler in before.items():
         signal.signal(name, handler)
+
+
+# --------------------------------------------------------------------------------------------------
+# Programs in processes of their own. Their imports take five seconds, so all but a few are forked
+# by a server that has imported what they need and used nothing of it. (A fork of this process would
+# share the semaphore of its tqdm bars, which a child that is killed while it draws leaves locked.)
+
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["conftest", "train", "transformers.models.qwen2.modeling_qwen2"])
+
+
+def run_script(name, *arguments, **how):
+    """`python NAME ARGUMENTS` by a new interpreter, with what it printed and its exit status."""
+    command = [sys.executable, str(ROOT / name), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True,
+                          **{"env": ENVIRONMENT, "timeout": LIMIT, **how})
+
+
+def child(program, arguments, environment, folder, out, err):
+    """What a forked process does: it becomes `python PROGRAM ARGUMENTS` in that folder."""
+    os.setpgid(0, 0)
+    multiprocessing.set_start_method("fork", force=True)  # as it was: the server is ours, not its
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
+    encoding = environment.get("PYTHONIOENCODING", "utf-8")
+    sys.stdout = open(1, "w", encoding=encoding)
+    sys.stderr = open(2, "w", encoding=encoding, errors="backslashreplace")
+    sys.argv = [program, *arguments]
+    runpy.run_path(program, run_name="__main__")
+
+
+def start(program, *arguments, folder=ROOT, out=os.devnull, err=os.devnull, **environment):
+    """Begin `python PROGRAM ARGUMENTS`, which prints into these files -> the process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
+        forkserver.ensure_running()                       # finds what it imports by that
+    given = (str(ROOT / program), list(map(str, arguments)), {**ENVIRONMENT, **environment},
+             str(folder), str(out), str(err))
+    process = PROCESSES.Process(target=child, args=given, daemon=True)
+    process.start()
+    return process
+
+
+def ended(processes, limit=LIMIT):
+    """The exit statuses of processes, once all have ended; those that hang are killed."""
+    deadline = time.monotonic() + limit
+    for process in processes:
+        process.join(max(0, deadline - time.monotonic()))
+    for process in processes:
+        process.kill()
+        process.join()
+    return [process.exitcode for process in processes]
+
+
+def run_forked(program, *arguments, each=({},), **how):
+    """Run `python PROGRAM ARGUMENTS` to its end -> exit status, what it printed.
+
+    With an environment for `each` of several processes: the first status that is not 0, and what
+    they printed one behind the other.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        files = [(Path(place, f"out{n}"), Path(place, f"err{n}")) for n in range(len(each))]
+        processes = [start(program, *arguments, out=out, err=err, **how, **environment)
+                     for (out, err), environment in zip(files, each)]
+        statuses = ended(processes)
+        out, err = ("".join(path.read_text() for path in paths) for paths in zip(*files))
+    status = next((status for status in statuses if status), 0)
+    return subprocess.CompletedProcess((program, *arguments), status, out, err)
+
+
+def torchrun(ranks, *flags, **environment):
+    """train.py on several ranks by torchrun itself -> its exit status, what they printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+               f"--nproc-per-node={ranks}", str(ROOT / "train.py"), *map(str, flags)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=3 * LIMIT,
+                          env={**ENVIRONMENT, **environment})
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,23 +1,11 @@
-"""Several processes: torchrun with gloo on the CPU against one process on the same batch.
-
-Starting torchrun takes longer than what it runs, so each start here shows several things.
-"""
+"""Several processes with gloo on the CPU against one process on the same batch."""
 import json
 import os
-import subprocess
-import sys
 
 import pytest
-from conftest import (
-    ENVIRONMENT,
-    LIMIT,
-    ROOT,
-    curve,
-    metrics_of,
-    snapshot,
-    trains,
-)
+from conftest import curve, metrics_of, run_forked, snapshot, torchrun, trains
 from safetensors.torch import load_file
+from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 FLAGS = ("--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=12",
@@ -47,12 +35,14 @@ def score(completions, answer, **columns):
 """
 
 
-def torchrun(ranks, *flags, **environment):
-    """train.py on several ranks -> what they printed, and the exit status of torchrun."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-               f"--nproc-per-node={ranks}", str(ROOT / "train.py"), *map(str, flags)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=3 * LIMIT,
-                          env={**ENVIRONMENT, **environment})
+def run_ranks(ranks, program, *arguments, **environment):
+    """A program on several ranks that are told what torchrun tells them, without its start."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # 0: a port is free
+    each = [dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
+                 MASTER_ADDR="localhost", MASTER_PORT=str(store.port),
+                 TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+            for rank in range(ranks)]
+    return run_forked(program, *arguments, each=each, **environment)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +85,7 @@ def test_ranks_compute_what_one_process_does_also_after_one_has_died(flags, one,
     assert done.returncode != 0
     assert "rank 0 lost another rank" in done.stderr
     assert f"--output {folder} --resume" in done.stderr
-    done = torchrun(4, f"--output={folder}", "--resume")  # begun by two, ended by four
+    done = run_ranks(4, "train.py", f"--output={folder}", "--resume")   # two began, four end it
     assert done.returncode == 0, done.stderr
     assert_same(folder, one)
     assert done.stdout.count("question  ") == 1           # only rank 0 speaks
@@ -103,7 +93,7 @@ def test_ranks_compute_what_one_process_does_also_after_one_has_died(flags, one,
 
     # now that there is a run: one line, and no word of a lost rank
     before = snapshot(folder)
-    done = torchrun(2, *flags, f"--output={folder}")
+    done = run_ranks(2, "train.py", *flags, f"--output={folder}")
     assert done.returncode != 0 and "lost another rank" not in done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
     assert len(lines) == 1 and "holds a run already" in lines[0], done.stderr
@@ -113,7 +103,7 @@ def test_ranks_compute_what_one_process_does_also_after_one_has_died(flags, one,
 def test_two_ranks_stop_for_a_signal_and_one_goes_on(flags, one, tmp_path):
     """A signal to rank 1 alone stops both after step 2."""
     folder = tmp_path / "run"
-    done = torchrun(2, *flags, f"--output={folder}", FAULT="stop")
+    done = run_ranks(2, "train.py", *flags, f"--output={folder}", FAULT="stop")
     assert "stopped after step 2; continue with" in done.stdout, done.stderr
     trains(f"--output={folder}", "--resume")
     assert_same(folder, one)
@@ -121,7 +111,7 @@ def test_two_ranks_stop_for_a_signal_and_one_goes_on(flags, one, tmp_path):
 
 def test_a_reward_that_fails_on_one_rank_ends_the_step_on_all(flags, one, tmp_path):
     folder = tmp_path / "run"
-    done = torchrun(2, *flags, f"--output={folder}", FAULT="raise")
+    done = run_ranks(2, "train.py", *flags, f"--output={folder}", FAULT="raise")
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
     assert len(lines) == 1 and "row 0" in lines[0] and "KeyError: 'oh'" in lines[0], done.stderr
@@ -131,7 +121,7 @@ def test_a_reward_that_fails_on_one_rank_ends_the_step_on_all(flags, one, tmp_pa
 
 
 def test_prompts_must_divide_among_the_ranks(flags, tmp_path):
-    done = torchrun(2, *flags, "--prompts-per-step=3", f"--output={tmp_path / 'run'}")
+    done = run_ranks(2, "train.py", *flags, "--prompts-per-step=3", f"--output={tmp_path / 'run'}")
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
     assert lines == ["train.py: --prompts-per-step 3: not a multiple of the 2 processes"]
@@ -179,10 +169,7 @@ def test_no_rank_holds_the_whole_model_while_it_is_sharded(tmp_path):
     megabytes = sum(p.numel() for p in model.parameters()) * 4 / 1e6
     model.save_pretrained(tmp_path / "model")
     (tmp_path / "peak.py").write_text(PEAK)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-               "--nproc-per-node=4", *(str(tmp_path / name) for name in ("peak.py", "model", ""))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3 * LIMIT,
-                          env={**ENVIRONMENT, "PYTHONPATH": str(ROOT)})
+    done = run_ranks(4, tmp_path / "peak.py", tmp_path / "model", tmp_path)
     assert done.returncode == 0, done.stderr
     grew = [float((tmp_path / f"grew_{rank}").read_text()) for rank in range(4)]
     assert max(grew) < 0.5 * megabytes, (grew, megabytes)    # a quarter, a layer and a tensor
