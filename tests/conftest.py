@@ -148,13 +148,6 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["conftest", "train", "transformers.models.qwen2.modeling_qwen2"])
 
 
-def run_script(name, *arguments, **how):
-    """`python NAME ARGUMENTS` by a new interpreter, with what it printed and its exit status."""
-    command = [sys.executable, str(ROOT / name), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True,
-                          **{"env": ENVIRONMENT, "timeout": LIMIT, **how})
-
-
 def child(program, arguments, environment, folder, out, err):
     """What a forked process does: it becomes `python PROGRAM ARGUMENTS` in that folder."""
     os.setpgid(0, 0)
@@ -194,7 +187,7 @@ def ended(processes, limit=LIMIT):
     return [process.exitcode for process in processes]
 
 
-def run_forked(program, *arguments, each=({},), **how):
+def run_script(program, *arguments, each=({},), **how):
     """Run `python PROGRAM ARGUMENTS` to its end -> exit status, what it printed.
 
     With an environment for `each` of several processes: the first status that is not 0, and what

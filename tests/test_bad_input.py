@@ -11,7 +11,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ENVIRONMENT, LIMIT, ROOT, TINY, ends_badly, refused, trains
+from conftest import (
+    ENVIRONMENT,
+    LIMIT,
+    ROOT,
+    TINY,
+    ended,
+    ends_badly,
+    refused,
+    run_script,
+    start,
+    trains,
+)
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -409,14 +420,10 @@ def test_memory_that_runs_out_while_sampling(capsys, monkeypatch, tmp_path):
 # --------------------------------------------------------------------------------------------------
 # The terminal
 
-def started(*flags, **how):
-    command = [sys.executable, str(ROOT / "train.py"), *map(str, flags)]
-    return subprocess.Popen(command, env={**ENVIRONMENT, **how.pop("env", {})}, **how)
-
-
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
 def test_ctrl_c_while_torch_is_imported_is_quiet():
-    process = started(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, str(ROOT / "train.py")], env=ENVIRONMENT,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     maps = f"/proc/{process.pid}/maps"
     while process.poll() is None and "torch" not in open(maps).read():
         time.sleep(0.01)
@@ -426,23 +433,21 @@ def test_ctrl_c_while_torch_is_imported_is_quiet():
 
 
 def test_a_terminal_that_goes_away_does_not_stop_the_run(tmp_path):
-    with open("/dev/full", "w") as full:
-        process = started(*SMALL, f"--output={tmp_path / 'run'}", stdout=subprocess.PIPE,
-                          stderr=full)
-        process.stdout.close()
-        assert process.wait(LIMIT) == 0
+    os.mkfifo(tmp_path / "out")
+    process = start("train.py", *SMALL, f"--output={tmp_path / 'run'}", out=tmp_path / "out",
+                    err="/dev/full")
+    open(tmp_path / "out").close()                        # as soon as the process has opened it
+    assert ended([process]) == [0]
     assert (tmp_path / "run" / "final").is_dir()
 
 
 def test_a_terminal_that_knows_ascii_only(tmp_path):
     (tmp_path / "x.jsonl").write_text(lines(*2 * [{**GOOD, "question": "Žofie hat 9 Bücher ?"}]))
-    process = started(*SMALL, f"--data={tmp_path / 'x.jsonl'}",
+    done = run_script("train.py", *SMALL, f"--data={tmp_path / 'x.jsonl'}",
                       f"--eval-data={tmp_path / 'x.jsonl'}", f"--output={tmp_path / 'run'}",
-                      env={"PYTHONIOENCODING": "ascii"}, stdout=subprocess.PIPE,
-                      stderr=subprocess.PIPE)
-    out, err = process.communicate(timeout=LIMIT)
-    assert process.returncode == 0, err
-    assert rb"question  \u017dofie hat 9 B\xfccher ?" in out
+                      PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert r"question  \u017dofie hat 9 B\xfccher ?" in done.stdout
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"),

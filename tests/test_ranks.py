@@ -3,7 +3,7 @@ import json
 import os
 
 import pytest
-from conftest import curve, metrics_of, run_forked, snapshot, torchrun, trains
+from conftest import curve, metrics_of, run_script, snapshot, torchrun, trains
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -42,7 +42,7 @@ def run_ranks(ranks, program, *arguments, **environment):
                  MASTER_ADDR="localhost", MASTER_PORT=str(store.port),
                  TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
             for rank in range(ranks)]
-    return run_forked(program, *arguments, each=each, **environment)
+    return run_script(program, *arguments, each=each, **environment)
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@ import dataclasses
 import importlib
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -83,15 +82,10 @@ def test_a_stage_imports_no_other_stage():
         assert not re.search(imports, text, flags=re.M), stage
 
 
-def printed_by(*command):
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout
-
-
 @pytest.mark.parametrize("command, printed", re.findall(
     r"^\| `python (advantage\.py [\d .-]+)` \| (.*) \|$", README, re.M))
-def test_printed_numbers(command, printed):
-    out = printed_by(*command.split())
+def test_printed_numbers(run_here, command, printed):
+    out = run_here(*command.split())
     numbers = re.findall(r"[+-]?\d+\.\d+", printed.replace("−", "-"))
     assert numbers and all(number.lstrip("+") in out for number in numbers)
 
@@ -100,8 +94,8 @@ def test_printed_numbers(command, printed):
     ("loss.py", ["1.2840", "0.7408", "-1.8389", "-1.1457", "-1.4923", "0.125", "0.148721",
                  "0.106531"]),
     ("reward.py", ["1.5", "0.5", "0.0", "63"])])
-def test_scripts_print_the_worked_numbers(script, numbers):
-    out = printed_by(script)
+def test_scripts_print_the_worked_numbers(run_here, script, numbers):
+    out = run_here(script)
     assert all(number in out for number in numbers), out
 
 

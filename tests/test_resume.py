@@ -1,7 +1,6 @@
 """Runs that survive: checkpoints, --resume, signals, full disks, rewards that fail."""
 import errno
 import json
-import multiprocessing
 import os
 import random
 import shlex
@@ -19,14 +18,17 @@ import torch
 from conftest import (
     ENVIRONMENT,
     LIMIT,
-    ROOT,
+    PROCESSES,
     TINY,
     curve,
+    ended,
     ends_badly,
     lines_of,
     metrics_of,
     refused,
+    run_script,
     snapshot,
+    start,
     trains,
     weights_of,
 )
@@ -64,38 +66,14 @@ def checkpoint_of(folder):
 
 
 # --------------------------------------------------------------------------------------------------
-# Killed. Processes are forked by a server that has imported train and used nothing of it. A fork of
-# this process would share the semaphore of its tqdm bars, and a child killed while it draws would
-# leave it locked for all that come after.
-
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["train"])
-
-
-def program(flags):
-    os.setpgid(0, 0)
-    torch.set_num_threads(1)
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
-    os.dup2(null, 2)
-    os._exit(train.main(list(map(str, flags))) or 0)
-
-
-def start(*flags):
-    """train.main in a process of its own, its imports done."""
-    process = PROCESSES.Process(target=program, args=(flags,), daemon=True)
-    process.start()
-    return process
-
+# Killed
 
 def test_killed_at_random_the_run_ends_the_same(uninterrupted, tmp_path):
     """SIGKILL in loading, sampling, update, evaluation and save; then resumed to the end."""
-    start("--help").join(LIMIT)                           # the server's imports
+    run_script("train.py", "--help")                      # the server's imports
     started = time.perf_counter()
-    process = start(*FLAGS, f"--output={tmp_path / 'timed'}")
-    process.join(LIMIT)
+    assert run_script("train.py", *FLAGS, f"--output={tmp_path / 'timed'}").returncode == 0
     seconds = time.perf_counter() - started
-    assert process.exitcode == 0
     chance = random.Random(0)
     kills = 0
     runs = 0
@@ -103,7 +81,7 @@ def test_killed_at_random_the_run_ends_the_same(uninterrupted, tmp_path):
         folder = tmp_path / str(runs)
         begun = False
         while True:
-            process = start(f"--output={folder}", *(["--resume"] if begun else FLAGS))
+            process = start("train.py", f"--output={folder}", *(["--resume"] if begun else FLAGS))
             process.join(chance.uniform(0, seconds) if kills < 12 else LIMIT)
             if process.exitcode is not None:
                 assert process.exitcode == 0
@@ -210,12 +188,11 @@ def test_the_line_that_is_printed_continues_the_run(tmp_path, own_reward):
     """From the shell, and from another folder; `python` alone may be another Python."""
     flags, whole = own_reward
     folder = tmp_path / "a run"
-    command = [sys.executable, str(ROOT / "train.py"), *flags, f"--output={folder}"]
-    how = {"capture_output": True, "text": True, "timeout": LIMIT, "cwd": tmp_path}
-    done = subprocess.run(command, env={**ENVIRONMENT, "FAULT": "SIGINT"}, **how)
+    done = run_script("train.py", *flags, f"--output={folder}", folder=tmp_path, FAULT="SIGINT")
     assert done.returncode == 130, done.stderr
     line = done.stdout.split("continue with: ")[1].splitlines()[0]
-    done = subprocess.run(line, shell=True, env=ENVIRONMENT, **how)
+    done = subprocess.run(line, shell=True, env=ENVIRONMENT, capture_output=True, text=True,
+                          timeout=LIMIT, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     ended_the_same(folder, whole)
 
@@ -232,8 +209,7 @@ def interrupted_twice():
 def test_the_second_signal_leaves_at_once():
     process = PROCESSES.Process(target=interrupted_twice)
     process.start()
-    process.join(LIMIT)
-    assert process.exitcode == 130
+    assert ended([process]) == [130]
 
 
 @pytest.mark.parametrize("fault, words", [("raise", "KeyError"), ("exit", "SystemExit")])

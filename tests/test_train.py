@@ -901,7 +901,7 @@ def test_prompts_that_are_too_long_are_left_out_if_that_is_wished(capsys):
     train.fitting("--data", problems, p.tokenizer, with_settings(p, max_prompt_tokens=0))
 
 
-def test_the_program_from_the_shell(tmp_path):
+def test_the_program_and_its_help(tmp_path):
     done = run_script("train.py", *SMALL, "--steps=1", f"--output={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr
     assert str(tmp_path / "run") in done.stdout
