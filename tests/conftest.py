@@ -1,4 +1,5 @@
 """What the tests share: the stage files on the path, one thread, no network, models, and runs."""
+import functools
 import hashlib
 import json
 import multiprocessing
@@ -16,6 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
@@ -24,6 +26,11 @@ from transformers.utils import logging  # noqa: E402
 torch.set_num_threads(1)
 logging.disable_progress_bar()
 logging.set_verbosity_error()
+# The same examples at every run; and a machine that is busy is no fault of the program.
+hypothesis.settings.register_profile(
+    "steady", derandomize=True, deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("steady")
 
 TINY = ROOT / "tests" / "tiny"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -75,6 +82,13 @@ def tiny():
     """The policy of tests/tiny: (model, tokenizer)."""
     model = AutoModelForCausalLM.from_pretrained(TINY).eval()
     return model, AutoTokenizer.from_pretrained(TINY)
+
+
+@functools.cache
+def tiny_problems():
+    """The problems that the policy of tests/tiny is trained on."""
+    from reward import load_problems
+    return load_problems(str(TINY / "train.jsonl"))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -150,6 +164,15 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["conftest", "train", "transformers.models.qwen2.modeling_qwen2"])
 
 
+def opened(path):
+    """A file to print into; without a name it is a pipe whose reader has gone away."""
+    if path:
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
 def child(program, arguments, environment, folder, out, err):
     """What a forked process does: it becomes `python PROGRAM ARGUMENTS` in that folder."""
     os.setpgid(0, 0)
@@ -158,7 +181,7 @@ def child(program, arguments, environment, folder, out, err):
     os.environ.update(environment)
     os.chdir(folder)
     for number, path in ((1, out), (2, err)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), number)
+        os.dup2(opened(path), number)
     encoding = environment.get("PYTHONIOENCODING", "utf-8")
     sys.stdout = open(1, "w", encoding=encoding)
     sys.stderr = open(2, "w", encoding=encoding, errors="backslashreplace")

@@ -141,16 +141,17 @@ class Gpu:
         name = func._schema.name.removeprefix("aten::")
         if name == "record_stream":
             return None
-        tensors = tensors_in(args, *kwargs.values())
-        where = self.destination(name, tensors, args, kwargs)
-        if where != "gpu" and not any(map(on_gpu, tensors)):
+        tensors = tensors_in(*args, *kwargs.values())
+        places = {place(x) for x in tensors}
+        where = self.destination(name, places, args, kwargs)
+        if where != "gpu" and "gpu" not in places:
             out = func(*args, **kwargs)
             if where != "host":
                 for x in tensors_in(out):
                     put(x, where)
             return out
 
-        arrives_later = self.check(func, name, tensors, where, args, kwargs)
+        arrives_later = self.check(func, name, tensors, places, where, args, kwargs)
         out = self.capturing.record(func, args, kwargs) if self.capturing else func(*args, **kwargs)
         fresh = fresh_in(out, tensors)
         for x in fresh:
@@ -166,9 +167,8 @@ class Gpu:
                 spoil(x)
         return out
 
-    def destination(self, name, tensors, args, kwargs):
+    def destination(self, name, places, args, kwargs):
         """Where the result will live; `kwargs` lose what only CUDA understands."""
-        places = {place(x) for x in tensors}
         if "gpu" in places:
             inherited = "gpu"
         else:
@@ -184,14 +184,16 @@ class Gpu:
             return "gpu"
         if self.asked:
             return "pinned" if pinned else "host"
-        return inherited if tensors else "either"
+        return inherited if places else "either"
 
-    def check(self, func, name, tensors, where, args, kwargs):
+    def check(self, func, name, tensors, places, where, args, kwargs):
         """Raise what CUDA would raise, count waits -> does the copy arrive at the host later?"""
-        for x in tensors:
-            if place(x) == "either":
-                put(x, "gpu")
-        strangers = [x for x in tensors if not on_gpu(x)]
+        strangers = []
+        if places != {"gpu"}:
+            for x in tensors:
+                if place(x) == "either":
+                    put(x, "gpu")
+            strangers = [x for x in tensors if not on_gpu(x)]
         if name in COPIES and (strangers or where != "gpu"):
             pinned = bool(strangers) and all(place(x) == "pinned" for x in strangers)
             non_blocking = kwargs.get("non_blocking") or True in args[2:]
@@ -430,8 +432,12 @@ class Requests(TorchFunctionMode):
             return from_data(gpu, func, *args, **kwargs)
         if func in ANSWERS and (func in HOST_TOO or on_gpu(args[0])):
             return ANSWERS[func](gpu, *args, **kwargs)
-        with gpu.state(asked="device" in kwargs or not tensors_in(args)):
+        before = gpu.asked                               # `state` would take longer than most calls
+        gpu.asked = "device" in kwargs or not tensors_in(*args)
+        try:
             return func(*args, **kwargs)
+        finally:
+            gpu.asked = before
 
 
 def from_data(gpu, func, *args, device=None, **kwargs):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import (
     ENVIRONMENT,
+    FEW,
     LIMIT,
     ROOT,
     TINY,
@@ -29,7 +30,7 @@ from safetensors.torch import save_file
 import train
 
 GOOD = {"question": "Anna has 9 books , loses 4 . How many ?", "answer": "9 - 4 = 5\n#### 5"}
-SMALL = ("--steps=1", "--prompts-per-step=2", "--group-size=2", "--max-new-tokens=8",
+SMALL = (*FEW, "--steps=1", "--prompts-per-step=2", "--group-size=2", "--max-new-tokens=8",
          "--eval-limit=2")
 
 
@@ -433,10 +434,7 @@ def test_ctrl_c_while_torch_is_imported_is_quiet():
 
 
 def test_a_terminal_that_goes_away_does_not_stop_the_run(tmp_path):
-    os.mkfifo(tmp_path / "out")
-    process = start("train.py", *SMALL, f"--output={tmp_path / 'run'}", out=tmp_path / "out",
-                    err="/dev/full")
-    open(tmp_path / "out").close()                        # as soon as the process has opened it
+    process = start("train.py", *SMALL, f"--output={tmp_path / 'run'}", out="", err="/dev/full")
     assert ended([process]) == [0]
     assert (tmp_path / "run" / "final").is_dir()
 

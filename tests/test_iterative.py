@@ -1,16 +1,12 @@
 """Process supervision (--step-reward), iterative training with a reward model (--reward-model)."""
 import copy
 import json
-import os
 import shutil
-import signal
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import TINY, curve, ends_badly, lines_of, refused, tiny_problems, torchrun, trains
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -25,43 +21,15 @@ from advantage import process_advantages
 from logprob import IGNORE
 from sample import sample_groups
 
-ROOT = Path(train.__file__).resolve().parent
-TINY = ROOT / "tests" / "tiny"
 MODEL = TINY / "reward_model"
 SMALL = ("--prompts-per-step=2", "--group-size=4", "--max-new-tokens=40", "--device=cpu",
          "--eval-limit=2", "--eval-every=1", "--save-every=1", "--lr=2e-3")
 ITERATIVE = (*SMALL, "--renew-reference=2", f"--reward-model={MODEL}", "--reward-model-lr=1e-3")
 
 
-@pytest.fixture(autouse=True)
-def signals():
-    """train.main takes the signals of its process; here it hands them back."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM,
-                                                            signal.SIGHUP)}
-    yield
-    for number, handler in kept.items():
-        signal.signal(number, handler)
-
-
 def run(folder, *flags):
-    assert train.main([*map(str, flags), f"--output={folder}"]) == 0
+    trains(*flags, f"--output={folder}")
     return folder
-
-
-def refused(capsys, *flags):
-    capsys.readouterr()
-    assert train.main(list(map(str, flags))) == 2
-    err = [line for line in capsys.readouterr().err.splitlines() if line.startswith("train.py")]
-    assert len(err) == 1, err
-    return err[0]
-
-
-def curve(folder):
-    """The metrics without the clock's and the memory's."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    own = ("second", "peak")
-    return [{key: value for key, value in json.loads(line).items()
-             if not any(word in key for word in own)} for line in lines]
 
 
 def weights(folder):
@@ -89,12 +57,12 @@ def learner():
 
 def test_two_iterations_are_those_of_the_formulas(whole, learner):
     """Rewards, pairs, replay and the trained weights again, from the answers that were logged."""
-    problems = reward.load_problems(str(TINY / "train.jsonl"))
+    problems = tiny_problems()
     truths = {problem["question"]: problem["answer"] for problem in problems}
     model, tokenizer = learner.model, learner.tokenizer
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     metrics = {m["step"]: m for m in curve(whole)}
-    records = [json.loads(line) for line in (whole / "samples.jsonl").read_text().splitlines()]
+    records = lines_of(whole / "samples.jsonl")
     pairs, replay = [], []
     for step in range(1, 5):
         groups = [record for record in records if record["step"] == step]
@@ -143,11 +111,7 @@ def test_a_resumed_run_is_bitwise_the_same(whole, tmp_path):
 
 
 def test_two_ranks_train_the_same_reward_model(whole, tmp_path):
-    flags = [*ITERATIVE, "--steps=4", f"--output={tmp_path / 'run'}"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-               str(ROOT / "train.py"), *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300,
-                          env=os.environ | {"OMP_NUM_THREADS": "1"})
+    done = torchrun(2, *ITERATIVE, "--steps=4", f"--output={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr
     for ours, theirs in zip(curve(tmp_path / "run"), curve(whole)):
         assert ours.keys() == theirs.keys()
@@ -237,7 +201,7 @@ def fresh_learner(lr=1e-2):
 def worked_and_guessed(first, last):
     """Rows of a group of two per problem: worked out, and a guess that is wrong."""
     rows = []
-    for problem in reward.load_problems(str(TINY / "train.jsonl"))[first:last]:
+    for problem in tiny_problems()[first:last]:
         steps = problem["solution"].replace("\n", " , ")
         rows.append((problem["question"], f"{steps} , \\boxed{{ {problem['answer']} }}", 1.5))
         rows.append((problem["question"], "\\boxed{ 3 }", 0.5))
@@ -365,7 +329,7 @@ def test_step_rewards_reach_the_gradient(tiny, step_file):
     s = train.parse([*SMALL, f"--step-reward={step_file}", "--updates-per-rollout=1",
                      "--max-grad-norm=1e9"])[0]
     train.check_combinations(s)
-    problems = reward.load_problems(s.data)[:2]
+    problems = tiny_problems()[:2]
     prompts = [train.chat_prompt(tiny[1], problem, "") for problem in problems]
     truths = reward.truths_of(problems)
     reward_of = train.load_reward_of(s)
@@ -401,7 +365,7 @@ def test_step_rewards_reach_the_gradient(tiny, step_file):
 def test_a_run_with_step_rewards_and_a_reward_beside_them(step_file, tmp_path):
     folder = run(tmp_path / "run", *SMALL, f"--step-reward={step_file}", "--reward", "rule",
                  "--clip-advantages=1", "--steps=2")
-    records = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    records = lines_of(folder / "samples.jsonl")
     flat = [a for record in records for row in record["advantages"] for a in row]
     assert min(flat) >= -1 and max(flat) <= 1 and len(set(flat)) > 4
     assert curve(folder)[-1]["reward/rule"] == curve(folder)[-1]["reward_mean"]
@@ -450,8 +414,8 @@ def test_step_functions_may_give_nothing_and_numbers_of_any_kind():
 def test_a_step_function_that_raises_ends_the_run_in_one_line(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(
         STEPS.replace("    lists = []\n", "    lists = []\n    if len(prompts) == 8: 1 / 0\n"))
-    line = refused(capsys, *SMALL, "--steps=1", f"--output={tmp_path / 'run'}",
-                   f"--step-reward={tmp_path / 'mine.py'}:steps")
+    line = ends_badly(capsys, *SMALL, "--steps=1", f"--output={tmp_path / 'run'}",
+                      f"--step-reward={tmp_path / 'mine.py'}:steps")
     assert "--step-reward" in line and "ZeroDivisionError" in line
 
 

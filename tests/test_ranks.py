@@ -3,12 +3,12 @@ import json
 import os
 
 import pytest
-from conftest import curve, metrics_of, run_script, snapshot, torchrun, trains
+from conftest import FEW, curve, metrics_of, run_script, snapshot, torchrun, trains
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-FLAGS = ("--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=12",
+FLAGS = (*FEW, "--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=12",
          "--eval-limit=6", "--eval-every=2", "--save-every=1", "--micro-batch-tokens=150",
          "--updates-per-rollout=2")
 

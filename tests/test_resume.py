@@ -17,6 +17,7 @@ import pytest
 import torch
 from conftest import (
     ENVIRONMENT,
+    FEW,
     LIMIT,
     PROCESSES,
     TINY,
@@ -37,7 +38,7 @@ from safetensors.torch import save_file
 
 import train
 
-FLAGS = ("--steps=6", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=16",
+FLAGS = (*FEW, "--steps=6", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=16",
          "--eval-limit=4", "--eval-every=3", "--save-every=1", "--warmup-steps=3",
          "--updates-per-rollout=2")
 

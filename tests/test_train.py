@@ -17,6 +17,7 @@ from conftest import (
     lines_of,
     metrics_of,
     run_script,
+    tiny_problems,
     trains,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
@@ -59,7 +60,7 @@ def parts(*flags, dtype=torch.float32, noise=0.05):
     for p in reference.parameters():
         p.add_(noise * torch.randn(p.shape, generator=generator))
     tokenizer = AutoTokenizer.from_pretrained(s.model)
-    problems = load_problems(s.data)[:2]
+    problems = tiny_problems()[:2]
     prompts = [train.chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
     return SimpleNamespace(
         policy=policy, reference=reference, optimizer=train.make_optimizer(policy, s),
@@ -77,6 +78,16 @@ def step(p, optimizer=None, reward_fn=lambda prompts, rollout: REWARDS, **how):
 
 def gradient(model):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def masters_after_a_step(p, gradient):
+    """The float32 masters before and after a step, in which all gradients are this number."""
+    masters = p.optimizer.param_groups[0]["params"]
+    before = [master.detach().clone() for master in masters]
+    for weight in p.policy.parameters():
+        weight.grad = torch.full(weight.shape, gradient)
+    p.optimizer.step()
+    return zip(before, masters)
 
 
 def still(model):
@@ -524,7 +535,7 @@ def loop(*flags, problems=None, run=None, **how):
     rates = []
     optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
     run = run or Diary()
-    problems = problems or load_problems(str(TINY / "train.jsonl"))[:8]
+    problems = problems or tiny_problems()[:8]
     train.train_grpo(p.policy, p.reference, optimizer, p.tokenizer, problems, problems[:3], s,
                      run, **how)
     run.rates = rates
@@ -566,7 +577,7 @@ def test_every_step_asks_its_own_problems_with_its_own_random_numbers():
         return sample_groups(model, tokenizer, prompts, group_size, max_new_tokens, temperature,
                              generators)
 
-    problems = load_problems(str(TINY / "train.jsonl"))[:4]
+    problems = tiny_problems()[:4]
     asked = []
 
     def reward_of(batch, prompts, rollout):
@@ -690,13 +701,7 @@ def test_masters_of_float32_weights_are_the_weights():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_optimizer_is_adamw_without_weight_decay(dtype):
     """The first step of AdamW moves every weight that has a gradient by lr, against its sign."""
-    p = parts("--lr=0.002", dtype=dtype)
-    masters = p.optimizer.param_groups[0]["params"]
-    before = [master.detach().clone() for master in masters]
-    for weight in p.policy.parameters():
-        weight.grad = torch.ones(weight.shape)
-    p.optimizer.step()
-    for master, was in zip(masters, before):
+    for was, master in masters_after_a_step(parts("--lr=0.002", dtype=dtype), gradient=1.0):
         assert torch.allclose(was - master, torch.full_like(was, 0.002), atol=1e-6)
 
 
@@ -920,9 +925,11 @@ def test_a_qwen2_of_random_weights_trains_on_gsm8k(tmp_path):
         tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id)).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    data = SHARED / "data" / "gsm8k"
-    trains(f"--model={tmp_path / 'model'}", f"--data={data / 'train.jsonl'}",
-           f"--eval-data={data / 'test.jsonl'}", "--steps=1", "--prompts-per-step=2",
+    for name in ("train.jsonl", "test.jsonl"):
+        lines = (SHARED / "data" / "gsm8k" / name).read_text(encoding="utf-8").splitlines()[:100]
+        (tmp_path / name).write_text("\n".join(lines), encoding="utf-8")
+    trains(f"--model={tmp_path / 'model'}", f"--data={tmp_path / 'train.jsonl'}",
+           f"--eval-data={tmp_path / 'test.jsonl'}", "--steps=1", "--prompts-per-step=2",
            "--group-size=2", "--max-new-tokens=8", "--eval-limit=2", f"--output={tmp_path / 'run'}")
     prompt = lines_of(tmp_path / "run" / "samples.jsonl")[0]["prompt"]
     assert "<|im_start|>user" in prompt and "\\boxed{}" in prompt

@@ -20,6 +20,7 @@ from conftest import (
     metrics_of,
     refused,
     small_model,
+    tiny_problems,
     trains,
     weights_of,
 )
@@ -29,6 +30,7 @@ from test_train import (
     gradient,
     logprobs_on_full_logits,
     loop,
+    masters_after_a_step,
     parts,
     seeded,
     settings,
@@ -39,7 +41,7 @@ import train
 from advantage import entropy_advantages, group_advantages, leave_one_out_advantages
 from logprob import IGNORE
 from loss import grpo_loss, kl_estimate, next_kl_coef
-from reward import length_rescaled, load_problems, overlong_penalty, score_responses
+from reward import length_rescaled, overlong_penalty, score_responses
 from sample import Rollout, sample_groups
 
 SMALL = ("--steps=4", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=16",
@@ -319,7 +321,7 @@ def test_the_rules_rewards_are_those_of_the_new_answers(resampled):
 
 def test_other_problems_follow_from_seed_step_and_round():
     tokenizer = AutoTokenizer.from_pretrained(TINY)
-    problems = load_problems(str(TINY / "train.jsonl"))[:12]
+    problems = tiny_problems()[:12]
     s = settings("--prompts-per-step=4")
 
     def more(step, attempt, n=3):
@@ -400,12 +402,7 @@ def test_learning_rate_schedule(schedule, rates):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weight_decay(dtype):
     p = parts("--lr=0.01", "--weight-decay=0.5", dtype=dtype)
-    masters = p.optimizer.param_groups[0]["params"]
-    before = [master.detach().clone() for master in masters]
-    for weight in p.policy.parameters():
-        weight.grad = torch.zeros(weight.shape)
-    p.optimizer.step()
-    for master, was in zip(masters, before):
+    for was, master in masters_after_a_step(p, gradient=0.0):
         assert torch.allclose(master, was * (1 - 0.01 * 0.5), atol=1e-7)
 
 
@@ -700,7 +697,7 @@ def traced():
     with contextlib.redirect_stdout(out):
         trains("--trace", *flags)
     p = parts(*flags, noise=0)
-    problems = load_problems(p.settings.data)
+    problems = tiny_problems()
     for j, problem in enumerate(problems):
         prompt = train.chat_prompt(p.tokenizer, problem, p.settings.system_prompt)
         rollout = sample_groups(p.policy, p.tokenizer, [prompt], 4, p.settings.max_new_tokens, 0.9,
@@ -983,7 +980,7 @@ def test_each_reward_has_its_mean_and_spread(mine, tmp_path):
            "--reward-weights", "0.5", "2", "10", f"--output={tmp_path / 'run'}")
     samples = [r for r in lines_of(tmp_path / "run" / "samples.jsonl") if r["step"] == 1]
     assert len(samples) == 2                              # the whole step
-    problems = {p["question"]: p["answer"] for p in load_problems(str(TINY / "train.jsonl"))}
+    problems = {p["question"]: p["answer"] for p in tiny_problems()}
     lengths = []
     rule = []
     for record in samples:
@@ -1074,7 +1071,7 @@ def unknown(tmp_path_factory):
     folder = tmp_path_factory.mktemp("unknown")
     (folder / "mine.py").write_text(MINE)
     lines = []
-    for problem in load_problems(str(TINY / "train.jsonl"))[:20]:
+    for problem in tiny_problems()[:20]:
         lines.append(json.dumps({"task": problem["question"]}) + "\n")
     (folder / "mine.jsonl").write_text("".join(lines))
     out = io.StringIO()
@@ -1095,7 +1092,7 @@ def test_without_known_answers_the_rules_figures_are_null(unknown):
 
 
 def test_the_question_stands_in_another_column(unknown):
-    questions = [p["question"] for p in load_problems(str(TINY / "train.jsonl"))[:20]]
+    questions = [p["question"] for p in tiny_problems()[:20]]
     for record in lines_of(unknown.folder / "samples.jsonl"):
         assert any(question in record["prompt"] for question in questions)
 
