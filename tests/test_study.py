@@ -2,11 +2,11 @@
 
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import run_script
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import study
@@ -120,8 +120,9 @@ def test_one_run_end_to_end_the_others_are_kept(tmp_path):
         folder = study.folder_of(tmp_path, arm, 0, 2)
         folder.mkdir()
         (folder / "figures.json").write_text(json.dumps({"code": "old", "figures": fake}))
-    done = run_script("tests/study.py", "--only=mismatch", "--seeds=0", "--steps=2",
-                      f"--output={tmp_path}")
+    done = subprocess.run(
+        [sys.executable, study.__file__, "--only", "mismatch", "--seeds", "0", "--steps", "2",
+         "--output", tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "4 runs, 1 of them to do" in done.stderr
     assert "0 runs missing, 3 made by other code" in done.stdout
