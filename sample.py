@@ -708,8 +708,9 @@ def reply_to(reply, prompt, turns, n):
     """The user's next message to row n, or None."""
     try:
         said = reply(prompt, list(turns))
-    except Exception as error:
-        raise ValueError(f"the reply to row {n} fails ({first_line(error)})") from error
+    except (Exception, SystemExit) as error:     # sys.exit() is a failing reply, too
+        fault = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ValueError(f"the reply to row {n} fails ({fault})") from error
     if not isinstance(said, str | None):
         kind = type(said).__name__
         raise ValueError(f"the reply to row {n} is of type {kind}, neither text nor None")
