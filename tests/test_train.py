@@ -258,7 +258,9 @@ def test_gradient_does_not_depend_on_the_cut_into_micro_batches(aggregate, share
         return list(micro_batches(rollout.labels, rollout.group_ids, budget, share))
 
     three = next(budget for budget in range(10**4) if len(cuts(budget)) == 3)
-    assert len(cuts(10**6)) == 1 and len(cuts(1)) == 8
+    # One for each answer; those that a group holds twice run once.
+    distinct = {(g, *row) for g, row in zip(rollout.group_ids.tolist(), rollout.labels.tolist())}
+    assert len(cuts(10**6)) == 1 and len(cuts(1)) == len(distinct) > 3
     found = []
     for budget in (10**6, three, 1):
         model = copy.deepcopy(p.policy)
@@ -1104,30 +1106,3 @@ def test_count_of_the_key_value_cache():
     for phase, total in zip(("rollout", "update"), both):
         parts = [size for when, _, size, host in lines if when in ("always", phase) and not host]
         assert total == pytest.approx(sum(parts) / 1e9)
-
-
-def test_activations_are_those_a_real_pass_keeps():
-    """The count on the meta device against the saved tensors of a pass with storage."""
-    s = settings("--micro-batch-tokens=200", "--max-new-tokens=20")
-    model = AutoModelForCausalLM.from_pretrained(TINY)
-    with torch.device("meta"):
-        meta = AutoModelForCausalLM.from_config(model.config)
-    model.set_attn_implementation("grouped")
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        ids = torch.zeros(1, 24 + 8 * 20, dtype=torch.long)
-        hidden = model.base_model(
-            input_ids=ids, position_ids=ids, use_cache=False, groups=[[24] + [20] * 8],
-            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool)).last_hidden_state
-    counted = train.logprob.activation_bytes(meta.eval(), 200, s.group_size, 20, False, 24)
-    assert counted == pytest.approx(sum(kept.values()) + hidden.nbytes, rel=0.1)
-    fewer = train.logprob.activation_bytes(meta, 200, s.group_size, 20, True, 24)
-    assert fewer < 0.5 * counted
