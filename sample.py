@@ -29,7 +29,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 IGNORE = -100                    # the label of a token that no loss speaks of
 
@@ -572,9 +571,11 @@ def to_rollout(tokenizer, rows, ends, group_size):
         responses.append("\n".join(texts_of(tokenizer, own, ends)))
         last.append(own[-1][-1])
 
+    S = max(len(ids) for ids in input_ids)
+
     def padded(lists, value):                                        # -> (N, S)
-        tensors = [torch.tensor(numbers) for numbers in lists]
-        return pad_sequence(tensors, batch_first=True, padding_value=value).to(ends.device)
+        whole = [numbers + (S - len(numbers)) * [value] for numbers in lists]
+        return torch.tensor(whole, device=ends.device)
 
     pad = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, int(ends[0]))
                if i is not None)
