@@ -1,5 +1,6 @@
 """What the tests share: the stage files on the path, one thread, no network, models, and runs."""
 import functools
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -31,6 +32,13 @@ hypothesis.settings.register_profile(
     "steady", derandomize=True, deadline=None,
     suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("steady")
+
+
+def pytest_collection_finish():
+    """What is imported stays: to search it for garbage would take a third of a second, which a
+    test that measures time could not tell from its own."""
+    gc.freeze()
+
 
 TINY = ROOT / "tests" / "tiny"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
