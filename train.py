@@ -1224,7 +1224,8 @@ def fitting(flag_name, problems, tokenizer, settings):
     s = settings
     if not problems:
         return problems
-    prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
+    with telling(f"--model {s.model}:"):
+        prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
     lengths = [len(ids) for ids in tokenizer(prompts, add_special_tokens=False).input_ids]
     if s.max_prompt_tokens:
         kept = [i for i, length in enumerate(lengths) if length <= s.max_prompt_tokens]

@@ -237,7 +237,7 @@ def test_a_reward_that_fails_at_once_can_be_mended_and_the_run_resumed(capsys, t
     assert "not yet" in ends_badly(capsys, *flags, f"--output={folder}")
     mine.write_text(REWARD)
     trains(f"--output={folder}", "--resume")
-    assert "--reward has changed since this run began" in capsys.readouterr().out
+    assert "--reply has changed since this run began" in capsys.readouterr().out
     ended_the_same(folder, whole)
 
 
