@@ -231,6 +231,7 @@ def advantage_inputs(rollout, rule_rewards, reward_fn, ground_truths, tokenizer,
         ids = [row[row != IGNORE].tolist() for row in rollout.labels]
         candidates = reward.boxed_candidates(rollout.responses, ground_truths, s.group_size, ids,
                                              tokenizer.decode)
+    # With a reward of one's own, an answer counts as right if its reward is positive.
     return {"entropies": rollout.entropies, "mask": rollout.labels[:, 1:] != IGNORE,
             "right": None if reward_fn else reward.is_right(rule_rewards),
             "step_rewards": vars(rollout).get("step_rewards"), "candidates": candidates,
@@ -456,6 +457,7 @@ def without_flat_groups(model, tokenizer, prompts, ground_truths, rollout, rewar
                           generators)
         new_rule = score_responses(new.responses, truths, G)
         new_rewards = reward_fn(new_prompts, new) if reward_fn else new_rule
+        # A new group takes the place of a flat one, unless it is flat itself.
         useful = (~is_flat(new_rewards, G)).nonzero()[:, 0].tolist()
         for j, k in zip(flat, useful):
             prompts[j] = new_prompts[k]
@@ -508,6 +510,7 @@ def problems_of_step(tokenizer, problems, step, settings, reward_of):
     """
     s = settings
     B = s.prompts_per_step
+    # Epoch and place in it follow from the step: nothing has to be kept for a resumed run.
     epoch, k = divmod(step - 1, len(problems) // B)
     order = torch.randperm(len(problems), generator=seeded(s.seed, 0, epoch))
     order = order[k * B:(k + 1) * B].tolist()
@@ -599,6 +602,7 @@ def set_learning_rate(optimizer, step, settings):
     """A linear warm-up; then constant, or down to 0 behind the last step, in a line or a cosine."""
     s = settings
     rate = min(1.0, step / max(s.warmup_steps, 1))
+    # 1 at the end of the warm-up; the last step still has a little, so that it is not wasted.
     left = (s.steps - step + 1) / max(s.steps - s.warmup_steps, 1)
     if step > s.warmup_steps and s.lr_schedule == "linear":
         rate = left
@@ -701,6 +705,7 @@ def symptoms(history):
     before = history[-40:-20]
     found = {}
 
+    # A metric that is null counts as NaN, and no comparison with NaN is true.
     def mean(name, rows):
         return sum(math.nan if row[name] is None else row[name] for row in rows) / len(rows)
 
@@ -912,6 +917,7 @@ def make_parser():
 def given_flags(argv):
     """The flags that stand in argv, {name: value}, each of them within its bounds."""
     parser = make_parser()
+    # With None for every default, what was given can be told from what was not.
     names = [field.name for field in dataclasses.fields(Settings)]
     parser.set_defaults(**dict.fromkeys(names))
     values = vars(parser.parse_args(argv))
@@ -922,6 +928,7 @@ def given_flags(argv):
         elif isinstance(value, str) and name in ("model", "data", "eval_data", "reward_model"):
             # A relative path means another file once the run is resumed from elsewhere.
             given[name] = os.path.abspath(value) if os.path.exists(value) else value
+    # The same for the files of the user's own functions.
     given["reward"] = [absolute_spec(spec) for spec in given.get("reward", [])] or None
     for name in ("step_reward", "reply"):
         given[name] = absolute_spec(given.get(name, "")) or None
@@ -1061,6 +1068,7 @@ def choose_device(settings):
     if not present.get(device.type):
         raise BadInput(f"--device {s.device}: not on this machine")
     on_cuda = device.type == "cuda"
+    # Older cards emulate bfloat16, which is slower than their float32.
     has_bf16 = not on_cuda or torch.cuda.is_bf16_supported(including_emulation=False)
     if s.dtype == "bfloat16" and not has_bf16:
         raise BadInput(f"--dtype bfloat16: {device} has no bfloat16")
@@ -1108,6 +1116,7 @@ def fault_of_weights(model, report):
     def first(names):
         return sorted(names)[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
+    # layers.3.mlp and layers.4.mlp are of the same form.
     def form(name):
         return re.sub(r"\.\d+\.", ".N.", name)
 
@@ -1437,6 +1446,8 @@ def fastest_that_fits(settings, device, dtype, free):
                  "micro_batch_tokens": 1024 if device == "cpu" else 8192}
         return dataclasses.replace(s, **{**usual, **fixed}), None
     group = PROMPT + s.group_size * s.answer_tokens
+    # Fastest first. Activations are given up before the masters leave the GPU, and two groups per
+    # micro-batch before one.
     tried = [(offload, layers, tokens) for offload, layers in ((False, False), (False, True),
                                                                (True, True))
              for tokens in (2 * group, group)]
@@ -1447,6 +1458,7 @@ def fastest_that_fits(settings, device, dtype, free):
             planned = dataclasses.replace(s, **{**dict(zip(names, values)), **fixed})
             lines = count_memory(planned, model, device, dtype)
             needed = max(held(lines, "rollout"), held(lines, "update"))
+            # A tenth is left for what is not counted, see print_memory.
             if needed <= 0.9 * free / 1e9:
                 break
     except BadInput:
@@ -1483,16 +1495,19 @@ def count_memory(settings, model, device, dtype):
     layers = text.num_hidden_layers
     blocks = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     block = max(sum(p.numel() for p in m.parameters()) for m in blocks)
+    # Keys and values of every row, layer and token
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     cache = 2 * rows * length * layers * heads * head_dim * b
     # FSDP's float32 shards are weights and masters in one.
     masters = W == 1 and dtype != torch.float32
     host = masters and s.offload and device != "cpu"
+    # [D] makes logits chunk by chunk, in float32.
     chunk = logprob.chunks(s.micro_batch_tokens, text.vocab_size, torch.device(device))[0].stop
     logits = min(chunk, s.micro_batch_tokens) * text.vocab_size * 4
     shape = (s.micro_batch_tokens, s.group_size, s.answer_tokens)
     kept = logprob.activation_bytes(model, *shape, s.gradient_checkpointing)
+    # Under checkpointing the backward pass holds one layer at a time, computed again.
     again = 0
     if s.gradient_checkpointing:
         again = logprob.activation_bytes(model, *shape, False) // layers
@@ -1576,6 +1591,7 @@ def join_ranks():
             raise BadInput(f"RANK is set and {name} is not: start several processes with torchrun")
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # Tensors meet through NCCL, Python objects and tensors of the CPU through gloo.
     dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
 
 
@@ -1588,6 +1604,7 @@ def gathered(tensor):
     """Every rank's rows, in the order of the ranks: (n, ...) -> (n * world, ...)."""
     if world() == 1:
         return tensor
+    # All ranks have equally many rows: prompts divide among them.
     parts = [torch.empty_like(tensor) for _ in range(world())]
     dist.all_gather(parts, tensor.contiguous())
     return torch.cat(parts)
@@ -1655,8 +1672,10 @@ def shard(whole, settings, dtype):
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     model = model_without_storage(settings, dtype)
     switch_off_dropout(model)
+    # Layer by layer: each gets storage and is sharded before the next one gets any.
     for layer in next(m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList)):
         fully_shard(layer.to_empty(device=device), mp_policy=policy)
+    # What stands outside the layers: embeddings, the last norm, the head.
     for module in model.modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if any(tensor.is_meta for tensor in own):
@@ -1722,14 +1741,17 @@ class Run:
     """Where a run stands and where it writes. Only rank 0 writes; without a folder nobody does."""
 
     def __init__(self, folder=None):
+        # Every rank knows the name; rank 0 alone has the folder.
         self.name = str(folder)
         self.folder = Path(folder) if folder and rank() == 0 else None
         self.lock = None
+        # the step that was done last, and that of the last checkpoint
         self.step = 0
         self.saved_step = None
         self.skipped = 0
         self.skipped_in_a_row = 0
         self.signal = 0
+        # of --kl-band, of --keep-best, and the metrics that symptoms() reads
         self.kl_coef = None
         self.best = None
         self.history = []
@@ -1962,7 +1984,7 @@ def restore(tensors, model, optimizer, ref_model, path):
     weights = dict(model.named_parameters())
     for name, master in named_masters(model, optimizer):
         shapes = {"weight": master.shape}
-        moments = {"exp_avg": master.shape, "exp_avg_sq": master.shape, "step": ()}
+        moments = {"exp_avg": master.shape, "exp_avg_sq": master.shape, "step": ()}  # AdamW's
         # A weight that no gradient has reached has none of them.
         if any(f"{key}/{name}" in tensors for key in moments):
             shapes |= moments
@@ -2087,7 +2109,7 @@ def save_final(model, tokenizer, settings, run, name="final"):
     s = settings
     weights = {}
     for key, p in model.named_parameters():
-        weight = full(p.detach())  # every rank takes part, one keeps it
+        weight = full(p.detach())  # every rank takes part in gathering, one keeps it
         if run.folder:
             weights[key] = weight.cpu()
     if not run.folder:
@@ -2117,6 +2139,7 @@ def save_folder(model, tokenizer, run, name, recipe=None):
         if recipe is not None:
             text = json.dumps(recipe, indent=2) + "\n"
             (beside / "recipe.json").write_text(text, encoding="utf-8")
+        # A folder cannot be replaced by another in one move, as a file can.
         shutil.rmtree(folder, ignore_errors=True)
         os.replace(beside, folder)
 
@@ -2218,6 +2241,7 @@ def set_threads(settings):
 def load(settings):
     """Everything that can be refused is looked at here, before a folder is made."""
     s = settings
+    # The cheap questions come first: flags, then files, then the model.
     check_combinations(s)
     reward_model = load_reward_model(s) if s.reward_model else None
     reward_of = load_reward_of(s, reward_model)
@@ -2235,6 +2259,7 @@ def load(settings):
     if s.prompts_per_step % world():
         raise BadInput(f"--prompts-per-step {s.prompts_per_step}: not a multiple of the {world()} "
                        "processes")
+    # The reference is a copy of the policy as it starts, frozen; on several GPUs both are sharded.
     ref_model = None
     if world() > 1:
         whole = policy_model
@@ -2291,6 +2316,7 @@ def print_story(run, eval_problems, rewards=None):
     """One held-out problem, answered before and after; the accuracy on the way; what comes next."""
     if not run.folder:
         return
+    # A problem that was wrong before training and is right after it, if there is one.
     truths = reward.truths_of(eval_problems)
     before = reward.is_right(score_responses(run.before, truths, 1)).tolist()
     after = reward.is_right(score_responses(run.after, truths, 1)).tolist()
@@ -2349,6 +2375,7 @@ def print_figures(parts, settings):
     if None in truths:
         return
     correct = reward.is_right(score_responses(responses, truths, G)).view(-1, G)       # (B, G)
+    # The most frequent box of a problem is its vote.
     boxes = [reward.extract_boxed(response) for response in responses]
     answers = [boxes[j * G:(j + 1) * G] for j in range(len(problems))]
     powers = [2**i for i in range(G.bit_length()) if 2**i <= G]

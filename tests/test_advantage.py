@@ -3,8 +3,6 @@
 import itertools
 import math
 import re
-import runpy
-import sys
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -695,12 +693,10 @@ def test_refusals(rewards, group_size, reason):
 # ----- script -----
 
 
-def test_script_shows_a_group(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["advantage.py", "1.5", "1.0", "0", "0"])
-    runpy.run_path(str(ROOT / "advantage.py"), run_name="__main__")
-    printed = capsys.readouterr()
-    lines = printed.out.splitlines()
-    assert printed.out.isascii() and printed.err == ""
+def test_script_shows_a_group(run_here):
+    printed = run_here("advantage.py", 1.5, 1.0, 0, 0)
+    lines = printed.splitlines()
+    assert printed.isascii()
     mean_and_std, rewards, advantages = (line.split() for line in lines[:3])
     assert mean_and_std == ["mean", "0.625", "std", "0.649519"]
     assert rewards == ["reward", "+1.50000", "+1.00000", "+0.00000", "+0.00000"]
@@ -726,11 +722,7 @@ def test_script_shows_a_group(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "arguments, reason", [(["1", "apple"], "apple"), (["1", "nan"], "nan"), (["1"], "at least two")]
 )
-def test_script_refuses(arguments, reason, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["advantage.py", *arguments])
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(str(ROOT / "advantage.py"), run_name="__main__")
-    printed = capsys.readouterr()
-    assert stopped.value.code == 2 and printed.out == ""
-    assert len(printed.err.splitlines()) == 1 and reason in printed.err
-    assert printed.err.startswith("advantage.py: ")
+def test_script_refuses(arguments, reason, run_here):
+    printed = run_here("advantage.py", *arguments, status=2)
+    assert len(printed.splitlines()) == 1 and reason in printed
+    assert printed.startswith("advantage.py: ")

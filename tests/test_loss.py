@@ -2,8 +2,6 @@
 
 import itertools
 import math
-import runpy
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -872,10 +870,8 @@ def test_a_penalty_needs_a_reference():
 # ----- script -----
 
 
-def test_script_shows_the_walkthrough(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["loss.py"])
-    runpy.run_path(str(ROOT / "loss.py"), run_name="__main__")
-    printed = capsys.readouterr().out
+def test_script_shows_the_walkthrough(run_here):
+    printed = run_here("loss.py")
     assert printed.isascii()
     rows = [line.split() for line in printed.splitlines()]
     first, second = (

@@ -66,7 +66,8 @@ def assert_same(folder, one):
     assert [m["step"] for m in ours] == [m["step"] for m in theirs]
     for a, b in zip(ours, theirs):
         assert a.keys() == b.keys()
-        for name in a.keys() - {"sampler_ratio_error"}:
+        assert a.get("warning") == b.get("warning")
+        for name in a.keys() - {"sampler_ratio_error", "warning"}:
             assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-5), (a["step"], name)
     ours = load_file(folder / "final" / "model.safetensors")
     theirs = load_file(one / "final" / "model.safetensors")

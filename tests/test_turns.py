@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from conftest import TINY, curve, ends_badly, lines_of, metrics_of, refused, trains, weights_of
+from test_ranks import assert_same, run_ranks
 from test_train import parts, seeded
 from transformers import AutoTokenizer
 
@@ -28,7 +29,7 @@ asked = []
 
 def check(prompt, turns):
     asked.append((prompt, list(turns)))
-    if os.environ.get("REPLY") == "raise" and len(asked) > 12:
+    if os.environ.get("REPLY") == "raise" and len(asked) > 12 and os.environ.get("RANK") != "0":
         raise KeyError("oh")
     if os.environ.get("REPLY") == "exit" and len(asked) > 12:
         sys.exit(0)
@@ -102,6 +103,23 @@ def test_a_reply_that_fails_ends_the_step(reply, capsys, monkeypatch, tmp_path, 
     monkeypatch.delenv("REPLY")
     trains("--resume", f"--output={tmp_path / 'run'}")
     assert len(metrics_of(tmp_path / "run")) == 4 > before
+
+
+@pytest.mark.parametrize("form", ["--reply", "--around-best=2", "--advantage=shape"])
+def test_two_ranks_draw_what_one_process_draws(reply, tmp_path, form):
+    flags = (*SMALL, reply if form == "--reply" else form, "--prompts-per-step=4", "--steps=2")
+    trains(*flags, f"--output={tmp_path / 'one'}")
+    done = run_ranks(2, "train.py", *flags, f"--output={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+    assert_same(tmp_path / "run", tmp_path / "one")
+
+
+def test_a_reply_that_fails_on_one_rank_ends_the_step_on_all(reply, tmp_path):
+    flags = (*SMALL, reply, "--prompts-per-step=4", f"--output={tmp_path / 'run'}")
+    done = run_ranks(2, "train.py", *flags, REPLY="raise")
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
+    assert len(lines) == 1 and "--reply" in lines[0] and "KeyError: 'oh'" in lines[0], done.stderr
 
 
 def test_a_reply_that_is_no_text(reply, capsys, monkeypatch, tmp_path):
