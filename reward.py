@@ -42,7 +42,7 @@ from pathlib import Path
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 
 def rule_reward(response, ground_truth):
@@ -945,6 +945,14 @@ class RewardModel:
     optimizer: torch.optim.Optimizer
     pairs: list = field(default_factory=list)  # (prompt, better, worse) since it was trained last
     replay: list = field(default_factory=list)  # of the iterations before
+
+
+def reward_model_size(folder):
+    """The number of its weights, counted without loading any."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(config)
+    return sum(p.numel() for p in model.parameters())
 
 
 def open_reward_model(folder, lr=2e-5, device="cpu"):

@@ -19,6 +19,7 @@ Departures from the theory's code map:
 
 import argparse
 import json
+import math
 import sys
 from copy import copy
 from dataclasses import dataclass
@@ -639,12 +640,14 @@ def sample_conversations(model, tokenizer, prompts, group_size=8, max_new_tokens
     After each answer but the last `reply(prompt, turns)` is the user's next message (a tool's
     result, a checker's remark, a second player's move), or None where the conversation is over;
     `turns` are the strings so far: answer, reply, ..., answer. Only the policy's tokens are
-    labelled; `responses` joins its turns with line breaks; a turn has up to `max_new_tokens`.
+    labelled; `responses` joins its turns with line breaks; a turn has up to `max_new_tokens`. A
+    conversation also ends where the model's positions leave no room for another answer.
     ValueError: a reply that fails or is no text; as `sample_groups`.
     """
     if max_turns < 1:
         raise ValueError(f"a conversation of {max_turns} turns")
     prompt_ids, ends = prepare(model, tokenizer, prompts, group_size, max_new_tokens, temperature)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     N = len(prompts) * group_size
     rows = [[(prompt_ids[n // group_size], None)] for n in range(N)]
     turns = [[] for _ in range(N)]
@@ -665,10 +668,13 @@ def sample_conversations(model, tokenizer, prompts, group_size=8, max_new_tokens
             if turn == max_turns:
                 continue
             said = reply_to(reply, prompts[n // group_size], turns[n], n)
-            if said is not None:
+            if said is None:
+                continue
+            between = ids_between_turns(tokenizer, said, answers[place][0][-1], ends)
+            length = sum(len(ids) for ids, _ in rows[n]) + len(between)
+            if length + max_new_tokens <= limit:                     # room for another answer
                 turns[n].append(said)
-                last = answers[place][0][-1]
-                rows[n].append((ids_between_turns(tokenizer, said, last, ends), None))
+                rows[n].append((between, None))
                 heard.append(place)
         if not heard:
             break

@@ -509,22 +509,32 @@ def problems_of_step(tokenizer, problems, step, settings, reward_of):
     two means and two baselines.
     """
     s = settings
-    B = s.prompts_per_step
-    # Epoch and place in it follow from the step: nothing has to be kept for a resumed run.
-    epoch, k = divmod(step - 1, len(problems) // B)
-    order = torch.randperm(len(problems), generator=seeded(s.seed, 0, epoch))
-    order = order[k * B:(k + 1) * B].tolist()
-    mine = share_of_rank(B)
+    order = order_of_step(len(problems), step, s)
+    mine = share_of_rank(s.prompts_per_step)
     whose = gathered(torch.tensor([order[j] for j in mine]))
     assert whose.tolist() == order, "every prompt, with its whole group, must live on one rank"
     return asked(tokenizer, [problems[order[j]] for j in mine],
                  [seeded(s.seed, step, j) for j in mine], s, reward_of)
 
 
+def order_of_step(n, step, settings):
+    """The numbers of the step's B problems among n.
+
+    Epoch and place in it follow from the step: nothing has to be kept for a resumed run.
+    """
+    s = settings
+    B = s.prompts_per_step
+    epoch, k = divmod(step - 1, n // B)
+    order = torch.randperm(n, generator=seeded(s.seed, 0, epoch))
+    return order[k * B:(k + 1) * B].tolist()
+
+
 def more_problems(tokenizer, problems, step, settings, reward_of, attempt, n):
     """n other problems for this GPU, see asked()."""
     s = settings
     order = torch.randperm(len(problems), generator=seeded(s.seed, "resample", step, attempt))
+    # Those of the step itself come last.
+    order = sorted(order.tolist(), key=set(order_of_step(len(problems), step, s)).__contains__)
     mine = share_of_rank(s.prompts_per_step)[:n]
     return asked(tokenizer, [problems[order[j]] for j in mine],
                  [seeded(s.seed, "resample", step, attempt, j) for j in mine], s, reward_of)
@@ -571,11 +581,11 @@ def renew(ref_model, policy_model, reward_model, step, settings):
         for ref, p in zip(ref_model.parameters(), policy_model.parameters()):
             ref.copy_(p)
     if reward_model is None:
-        return {}
+        return {"reference_renewed": 1.0}
     figures = reward.end_iteration(reward_model, seeded(settings.seed, "reward model", step))
     for p in reward_model.model.parameters() if world() > 1 else ():
         dist.broadcast(p.data, 0)  # a GPU's sums may differ in their last digit
-    return figures
+    return {"reference_renewed": 1.0, **figures}
 
 
 def keep_best(model, tokenizer, settings, run, figures):
@@ -724,7 +734,9 @@ def symptoms(history):
     if now["approx_kl"] > 0.05:
         found["kl"] = (f"KL {now['approx_kl']:.3f} nats per token, above 0.05: "
                        "a higher --kl-coef, or --kl-band 0.02 0.05")
-    if now["approx_kl"] == 0 and now["grad_norm"] > 0 and len(history) > 3:
+    # Right after a renewal it has to be 0, with --renew-reference 1 in every step.
+    renewed = "reference_renewed" in history[-1]
+    if now["approx_kl"] == 0 and now["grad_norm"] > 0 and len(history) > 3 and not renewed:
         found["reference"] = ("KL is exactly 0 while the policy has gradients: does the reference "
                               "share its weights, or is --lr too small to move it?")
     if now["zero_variance_groups"] > 0.5:
@@ -1490,6 +1502,7 @@ def count_memory(settings, model, device, dtype):
     text = model.config.get_text_config()
     n = sum(p.numel() for p in model.parameters())
     b = dtype.itemsize
+    judge = reward.reward_model_size(s.reward_model) if s.reward_model else 0
     rows = max(s.prompts_per_step * s.group_size // W, 1)
     length = PROMPT + s.answer_tokens
     layers = text.num_hidden_layers
@@ -1515,6 +1528,8 @@ def count_memory(settings, model, device, dtype):
     return [
         ("always", "policy, weights that compute", n * b if W == 1 else 4 * n // W, False),
         ("always", "reference, frozen", n * b // W if s.kl_coef else 0, False),
+        ("always", "reward model, float32", 4 * judge, False),
+        ("always", "its gradients and moments", 12 * judge if s.renew_reference else 0, False),
         ("always", "float32 masters", 4 * n * masters, host),
         ("always", "AdamW's two moments, float32", 8 * n // W, host),
         ("update", "gradients, float32", 4 * n // W, False),

@@ -532,3 +532,14 @@ def test_the_policy_of_an_iterative_run_opens(whole):
     AutoModelForCausalLM.from_pretrained(whole / "final")
     recipe = json.loads((whole / "final" / "recipe.json").read_text())
     assert "reward-model" not in recipe and recipe["renew-reference"] == 2
+
+
+def test_the_count_of_the_memory_knows_the_reward_model(capsys):
+    """Its float32 weights; trained further also gradients and two moments."""
+    model = AutoModelForSequenceClassification.from_pretrained(MODEL)
+    n = sum(p.numel() for p in model.parameters())
+    s = train.plan_memory(train.parse(list(ITERATIVE))[0])
+    policy = train.model_without_storage(s, torch.float32)
+    lines = {what: size for _, what, size, _ in train.count_memory(s, policy, "cpu", torch.float32)}
+    assert lines["reward model, float32"] == 4 * n
+    assert lines["its gradients and moments"] == 12 * n * bool(s.renew_reference) > 0

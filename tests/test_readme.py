@@ -29,7 +29,7 @@ def test_every_function_of_the_table_is_in_its_file():
 
 FIELDS = {train.flag_of(field.name) for field in dataclasses.fields(train.Settings)}
 OTHERS = {"--nproc-per-node", "--nnodes", "--shutdown-timeout", "--help", "--first-run", "--head",
-          "--scaling", "--against", "--only", "--seeds", "--all"}  # of torchrun, and of the scripts in tests/
+          "--scaling", "--against", "--only", "--seeds", "--all"}  # of torchrun, and of tests/
 
 
 def test_every_flag_is_a_flag_and_every_flag_is_there():

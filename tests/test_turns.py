@@ -78,6 +78,18 @@ def test_a_conversation_is_trained_on_where_the_policy_speaks(reply, tiny):
     assert torch.allclose(plain[mask], rollout.logprobs[mask], atol=2e-4)
 
 
+def test_a_conversation_ends_where_no_room_is_left(tiny):
+    """The tiny policy has 128 positions: a prompt of 22, answers of 20, and much to listen to."""
+    policy, tokenizer = tiny
+    prompt = train.chat_prompt(tokenizer, load_problems(str(TINY / "train.jsonl"))[0], "")
+    rollout = train.sample.sample_conversations(
+        policy, tokenizer, [prompt], 4, 20, 1.0, [seeded(1)],
+        reply=lambda prompt, turns: "Anna has 9 books , loses 4 , gives 2 , gets 7 . How many ?",
+        max_turns=9)
+    assert rollout.input_ids.shape[1] <= 128
+    assert all(2 <= len(text.split("\n")) <= 4 for text in rollout.responses)
+
+
 def test_a_run_of_conversations_resumes_bitwise(reply, tmp_path):
     flags = (*SMALL, reply, "--max-turns=2")
     trains(*flags, f"--output={tmp_path / 'whole'}")

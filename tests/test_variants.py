@@ -343,6 +343,10 @@ def test_other_problems_follow_from_seed_step_and_round():
     assert len({tuple(prompts) for prompts, _ in drawn}) == 3
     assert len({seed for _, seeds in drawn for seed in seeds}) == 9
     assert len(set(more(3, 1)[0])) == 3
+    own = train.problems_of_step(tokenizer, problems, 3, s, None)[0]
+    assert not set(own) & set(more(3, 1, 4)[0])           # 8 others are there, and come first
+    four = train.more_problems(tokenizer, problems[:4], 1, s, None, 1, 4)
+    assert len(four[0]) == 4                              # where there are no others
 
 
 # --------------------------------------------------------------------------------------------------
@@ -619,6 +623,9 @@ def test_what_makes_a_failure_none():
     assert train.symptoms(history(40, accuracy=[0.45] * 20, **longer)) == {}
     assert train.symptoms(history(39, **longer)) == {}    # two windows of 20, not fewer
     assert train.symptoms(history(8, approx_kl=[0.0] * 8, grad_norm=[0.0] * 8)) == {}
+    assert "reference" in train.symptoms(history(8, approx_kl=[0.0] * 8))
+    renewed = history(8, approx_kl=[0.0] * 8, reference_renewed=[1.0] * 8)
+    assert train.symptoms(renewed) == {}                  # --renew-reference 1: it has to be 0
     assert train.symptoms(history(25, grad_norm=[99.0])) == {}
     # nothing is said where nothing is known: no reference, no true answers
     unknown = {"approx_kl": [None] * 40, "accuracy": [None] * 40, **longer}
