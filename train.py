@@ -1295,6 +1295,9 @@ def check_combinations(settings):
     if s.around_best and (s.reply or s.reward or s.reward_model):
         raise BadInput("--around-best: goes by the rule's reward of single answers; it does not go "
                        "together with --reply, --reward or --reward-model")
+    if s.reply and s.advantage == "shape":
+        raise BadInput("--advantage shape: reads single answers; it does not go together with "
+                       "--reply")
     if s.around_best and (s.group_size % 2 or s.group_size // 2 % s.around_best):
         raise BadInput(f"--around-best {s.around_best}: does not divide half of --group-size "
                        f"{s.group_size}")

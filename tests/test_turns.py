@@ -148,6 +148,7 @@ def test_what_cannot_be_said_is_refused(reply, capsys, tmp_path):
     assert "must be at least 1" in refused(capsys, *SMALL, reply, "--max-turns=0")
     for flags in ((reply,), ("--reward=rule",), ("--reward-model=x",)):
         assert "--around-best" in refused(capsys, *SMALL, "--around-best=1", *flags)
+    assert "--advantage shape" in refused(capsys, *SMALL, "--advantage=shape", reply)
     assert "does not divide" in refused(capsys, *SMALL, "--around-best=3")
 
 
