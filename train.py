@@ -2469,8 +2469,9 @@ def print_tokens(tokenizer, rollout, new, A, mask, settings):
     high = s.clip_eps if s.clip_eps_high is None else s.clip_eps_high
     objective = "clipped_objective" if s.objective == "clip" else "cispo_objective"
     print(f"\n[D] token_logprobs, [E] {objective} with a ratio per {s.ratio}, [F] kl_estimate "
-          f"{s.kl_estimator}: {tuple(mask.shape)}, after the update; clip to "
-          f"[{1 - s.clip_eps:g}, {1 + high:g}]\n  answer token       "
+          f"{s.kl_estimator}: {tuple(mask.shape)}\n"
+          f"    after the update; the clip is to [{1 - s.clip_eps:g}, {1 + high:g}]\n"
+          "  answer token       "
           "log old  log ref  log new   ratio      w A     term        KL  moved")
     for n in range(len(mask)):
         tokens = mask[n].nonzero()[:, 0].tolist()
