@@ -408,7 +408,8 @@ def diversity(responses, group_size=8):
     """
     if not responses or len(responses) % group_size:
         raise ValueError(f"{len(responses)} responses are not whole groups of {group_size}")
-    answers, grams = [], []
+    answers = []
+    grams = []
     for start in range(0, len(responses), group_size):
         group = responses[start : start + group_size]
         found = {canonical(extract_boxed(response) or "") for response in group} - {""}
@@ -504,10 +505,12 @@ def boxed_candidates(responses, truths, group_size, completion_ids, decode):
     """
     if len(responses) != len(truths) * group_size:
         raise ValueError(f"{len(responses)} responses are not {len(truths)} groups of {group_size}")
-    candidate_rewards, candidate_spans = [], []
+    candidate_rewards = []
+    candidate_spans = []
     for n, (response, ids) in enumerate(zip(responses, completion_ids, strict=True)):
         truth = truths[n // group_size]
-        rewards, spans = [], []
+        rewards = []
+        spans = []
         first = written = 0  # tokens and characters of the candidates so far
         for whole, _ in complete_boxes(response):
             box = response[whole].rstrip()
@@ -916,7 +919,8 @@ def train_reward_model(model, optimizer, tokenizer, pairs, replay, generator=Non
     drawn = torch.randperm(len(replay), generator=generator)[:wanted].tolist()
     mixed = [*pairs, *(replay[i] for i in drawn)]
     order = torch.randperm(len(mixed), generator=generator).tolist()
-    losses, right = 0.0, 0
+    losses = 0.0
+    right = 0
     for start in range(0, len(mixed), batch_pairs):
         prompts, better, worse = zip(*(mixed[i] for i in order[start : start + batch_pairs]))
         rows = reward_model_rows(tokenizer, list(prompts * 2), list(better + worse))

@@ -104,7 +104,9 @@ def decode(model, cache, mask, logits, chance, temperature, ends):
         if t + 1 == T or not alive.any():
             break
         if not alive.all():                                          # finished rows leave the batch
-            rows, mask, token = rows[alive], mask[alive], token[alive]
+            rows = rows[alive]
+            mask = mask[alive]
+            token = token[alive]
             cache.batch_select_indices(alive)
         mask = F.pad(mask, (0, 1), value=1)                          # (n, P + t + 1)
         positions = mask.sum(dim=1, keepdim=True) - 1
@@ -198,13 +200,16 @@ class Decoder:
 
     def __init__(self, model, N, capacity, graphs):
         refuse_relatives(model)
-        body, device = model.base_model, model.device
+        body = model.base_model
+        device = model.device
         self.weights = [tensors_of(x, x.self_attn, x.mlp) for x in body.layers]
         self.last_norm = tensors_of(body).norm
         weight = self.weights[0].k_proj[0]       # its dtype is what the cache holds
         self.D = body.layers[0].self_attn.head_dim
         self.Hkv = len(weight) // self.D
-        self.N, self.capacity, self.graphs = N, capacity, {} if graphs else None
+        self.N = N
+        self.capacity = capacity
+        self.graphs = {} if graphs else None
         self.flash = (device.type == "cuda" and weight.dtype in (torch.float16, torch.bfloat16)
                       and self.D % 8 == 0 and torch.cuda.get_device_capability(device)[0] >= 8)
 
@@ -277,14 +282,16 @@ class Decoder:
 
     def step(self, model, n, temperature):
         """Run the last token of the first n rows, draw the next. Reads and writes in place only."""
-        body, position = model.base_model, self.position[:n]
+        body = model.base_model
+        position = self.position[:n]
         own_keys = None
         if self.flash:                           # where each row's keys begin, how many they are
             starts = self.first[:n + 1] * self.capacity + self.padding[:n + 1]
             own_keys = starts, (position + 1).int()
         else:
             self.bias[:n].index_fill_(3, self.slot, 0.0)
-        cos, sin = self.cos[position], self.sin[position]            # (n, 1, D)
+        cos = self.cos[position]                                     # (n, 1, D)
+        sin = self.sin[position]
         x = body.embed_tokens(self.token[:n])                        # (n, H)
         for layer, weights, keys, values in zip(body.layers, self.weights, self.keys, self.values):
             attention = layer.self_attn
@@ -292,7 +299,8 @@ class Decoder:
             q, k, v = (F.linear(h, *projection).view(n, -1, self.D)  # (n, Hq or Hkv, D)
                        for projection in (weights.q_proj, weights.k_proj, weights.v_proj))
             if weights.q_norm:                                       # Qwen3
-                q, k = F.rms_norm(q, *weights.q_norm), F.rms_norm(k, *weights.k_norm)
+                q = F.rms_norm(q, *weights.q_norm)
+                k = F.rms_norm(k, *weights.k_norm)
             if getattr(attention, "use_rope", True):                 # not in every layer of SmolLM3
                 qk = torch.cat((q, k), dim=1)                        # (n, Hq + Hkv, D)
                 qk = torch.addcmul(qk * cos, qk.roll(self.D // 2, dims=-1), sin)
@@ -319,7 +327,8 @@ class Decoder:
                 q, keys, values, self.first[:n + 1], starts, 1, self.capacity, 0.0, False, False,
                 scale=scale, seqused_k=counts)[0].reshape(n, -1)
         q = q.reshape(n, self.Hkv, -1, self.D)   # heads that share keys: queries of one head
-        keys, values = keys[:n, :, :self.length], values[:n, :, :self.length]
+        keys = keys[:n, :, :self.length]
+        values = values[:n, :, :self.length]
         bias = self.bias[:n, :, :, :self.length] if self.masked else None
         out = F.scaled_dot_product_attention(q, keys, values, bias, scale=scale)
         return out.reshape(n, -1)                # CUDA's kernel returns it transposed: no view
@@ -366,7 +375,8 @@ def add_linear(x, h, weight, bias):
 
 def refuse_relatives(model):
     """ValueError for what the step does not compute, and what a few tokens would not show."""
-    config, body = model.config.get_text_config(), model.base_model
+    config = model.config.get_text_config()
+    body = model.base_model
     for name in ("sliding_window", "attention_chunk_size", "attn_logit_softcapping"):
         if getattr(config, name, None) and getattr(config, f"use_{name}", True):
             raise ValueError("a " + name.replace("_", " "))
@@ -447,7 +457,8 @@ def refusal(model, form):
     """
     T = 8 if model.device.type == "cpu" else 20                      # there, rows leave every 16th
     tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
-    prompts, errors = [[3, 1, 4, 1, 5], [2, 6, 5]], []
+    prompts = [[3, 1, 4, 1, 5], [2, 6, 5]]
+    errors = []
     chance = uniform_numbers(torch.Generator().manual_seed(0), 2, 2, T, model.device)
     never = torch.tensor([-1], device=model.device)
     try:
@@ -563,7 +574,11 @@ def cut_at_end(tokens, logprobs, ends):
 
 def to_rollout(tokenizer, rows, ends, group_size):
     """N rows, each a list of pieces (ids, log-probs; None where others wrote them) -> Rollout."""
-    input_ids, labels, logprobs, responses, last = [], [], [], [], []
+    input_ids = []
+    labels = []
+    logprobs = []
+    responses = []
+    last = []
     for pieces in rows:
         own = [ids for ids, drawn in pieces if drawn]
         input_ids.append(sum((ids for ids, _ in pieces), []))
