@@ -374,7 +374,7 @@ def test_hostile_text_is_scored_at_once(piece):
     hostile = [many, box(many), box(f"5{many}"), box(f"{many}5"), many + "}" * len(many)]
     start = time.process_time()
     scores = {rule_reward(text, "5") for text in hostile} | {rule_reward(box("5"), many)}
-    assert time.process_time() - start < 0.5  # it takes 0.1 at most; in quadratic time, minutes
+    assert time.process_time() - start < 2  # it takes 0.1 at most; in quadratic time, minutes
     assert scores <= {0.0, 0.5, 1.5}
 
 
@@ -383,7 +383,7 @@ def test_a_million_characters_are_scored_in_less_than_a_second(piece):
     text = box(piece * (10**6 // len(piece)))
     start = time.process_time()
     assert rule_reward(text, "5") in (0.0, 0.5)
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < 2
 
 
 @pytest.mark.parametrize("piece", PIECES_OF_IT)
@@ -392,7 +392,7 @@ def test_the_longest_text_that_patterns_meet_is_read_at_once(piece):
     start = time.process_time()
     for text in (many, f"5{many}", f"{many}5", f"5 {many}!", f"x{many}=5"):
         canonical(text)
-    assert time.process_time() - start < 0.1
+    assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize("number", ["10^999999999", "10^{999999999}", "1e999999999", "1e-999999999",
@@ -401,7 +401,7 @@ def test_huge_powers_are_never_computed(number):
     start = time.process_time()
     assert rule_reward(box(number), "5") == 0.5
     assert rule_reward(box(number), number) == 1.5
-    assert time.process_time() - start < 0.1
+    assert time.process_time() - start < 1
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1251,7 +1251,7 @@ def test_hostile_tags_are_scored_at_once(piece):
     many = piece * (10**5 // len(piece))
     for text in (many, f"<think>{many}</think><answer>{many}</answer>"):
         assert think_answer_reward(text, "63") in (0.0, 0.5)
-    assert time.process_time() - start < 0.5
+    assert time.process_time() - start < 2
 
 
 def test_length_rescaled_is_gr3():
@@ -1457,7 +1457,7 @@ def test_candidates_are_found_at_once():
         assert len(spans) >= count and sum(decoded) < 40 * len(ids)
         boxed_candidates([text], ["1"], 1, [ids[:100]], decode)  # the ids end before the text
         boxed_candidates([text], ["1"], 1, [ids], lambda ids: "")
-        assert time.process_time() - start < 1
+        assert time.process_time() - start < 2
 
 
 # --------------------------------------------------------------------------------------------------
