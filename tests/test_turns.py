@@ -35,6 +35,8 @@ def check(prompt, turns):
         sys.exit(0)
     if os.environ.get("REPLY") == "number":
         return 7
+    if os.environ.get("REPLY") == "always":
+        return "How many ?"
     return None if len(turns) > 1 or "boxed" in turns[0] else "How many ?"
 """
 
@@ -76,6 +78,15 @@ def test_a_conversation_is_trained_on_where_the_policy_speaks(reply, tiny):
     with torch.no_grad():
         plain = token_logprobs(policy, rollout.input_ids, rollout.labels, s.temperature)
     assert torch.allclose(plain[mask], rollout.logprobs[mask], atol=2e-4)
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_a_conversation_has_so_many_turns(reply, monkeypatch, turns):
+    monkeypatch.setenv("REPLY", "always")
+    p = parts(reply, f"--max-turns={turns}", *SMALL)
+    sampler = train.load_sampler(p.settings, p.tokenizer, [])
+    rollout = sampler(p.policy, p.tokenizer, p.prompts[:1], 2, 10, 1.0, [seeded(1)])
+    assert [text.count("\n") + 1 for text in rollout.responses] == [turns] * 2
 
 
 def test_a_conversation_ends_where_no_room_is_left(tiny):
