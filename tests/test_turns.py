@@ -165,7 +165,7 @@ def test_what_cannot_be_said_is_refused(reply, capsys, tmp_path):
 
 def test_half_of_a_group_goes_on_from_the_best_of_the_other(tmp_path):
     """Branches begin as the best answer of the first half does, and evaluation knows none."""
-    flags = (*SMALL, "--around-best=1", "--group-size=8")
+    flags = (*SMALL, "--around-best=2", "--group-size=8")
     p = parts(*flags)
     s = p.settings
     problems = load_problems(str(TINY / "train.jsonl"))[:4]
@@ -177,9 +177,11 @@ def test_half_of_a_group_goes_on_from_the_best_of_the_other(tmp_path):
         answers = [row[row != IGNORE].tolist() for row in rows]
         first = range(8 * b, 8 * b + 4)
         rewards = [rule_reward(rollout.responses[n], truth) for n in first]
-        best = answers[rewards.index(max(rewards))]
-        stem = best[:len(best) // 2]
-        assert stem and all(answer[:len(stem)] == stem for answer in answers[4:])
+        ranked = sorted(range(4), key=lambda n: -rewards[n])
+        for place, branches in ((0, answers[4:6]), (1, answers[6:])):
+            best = answers[ranked[place]]
+            stem = best[:len(best) // 2]
+            assert stem and all(answer[:len(stem)] == stem for answer in branches)
     trains(*flags, f"--output={tmp_path / 'run'}")
     assert len(metrics_of(tmp_path / "run")) == 4
     assert "sample_around" not in repr(train.evaluate.__defaults__)
