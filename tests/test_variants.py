@@ -249,14 +249,17 @@ def resampled(monkeypatch):
         def more(attempt, n):
             asked.append((attempt, n))
             names = [f"new {attempt}.{k}" for k in range(n)]
-            return names, ["7"] * n, None, reward_fn
+            return names, ["7.0"] * n, None, reward_fn
 
         prompts = [f"old {j}" for j in range(4)]
+        truths = ["7"] * 4
         seen = []
         metrics = train.train_step(
-            p.policy, p.reference, p.optimizer, p.tokenizer, prompts, ["7"] * 4, p.settings,
+            p.policy, p.reference, p.optimizer, p.tokenizer, prompts, truths, p.settings,
             reward_fn=reward_fn, sampler=lambda *_: next(rollouts),
             on_rollout=lambda *given: seen.append(given), more=more)
+        # A truth goes where its problem goes.
+        assert [text == "7.0" for text in truths] == [text[:3] == "new" for text in prompts]
         return SimpleNamespace(prompts=prompts, metrics=metrics, asked=asked, rollout=seen[0][0],
                                rewards=seen[0][1], advantages=seen[0][2])
     return run
