@@ -101,13 +101,21 @@ def test_a_conversation_ends_where_no_room_is_left(tiny):
     assert all(2 <= len(text.split("\n")) <= 4 for text in rollout.responses)
 
 
-def test_a_run_of_conversations_resumes_bitwise(reply, tmp_path):
-    flags = (*SMALL, reply, "--max-turns=2")
+FORMS = ("--reply", "--around-best=2", "--advantage=shape")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_run_resumes_bitwise(reply, tmp_path, form):
+    flags = (*SMALL, reply if form == "--reply" else form)
     trains(*flags, f"--output={tmp_path / 'whole'}")
     trains(*flags, "--steps=2", f"--output={tmp_path / 'run'}")
     trains("--resume", "--steps=3", f"--output={tmp_path / 'run'}")
     assert curve(tmp_path / "run") == curve(tmp_path / "whole")
     assert weights_of(tmp_path / "run") == weights_of(tmp_path / "whole")
+
+
+def test_what_a_run_of_conversations_leaves(reply, tmp_path):
+    trains(*SMALL, "--steps=2", reply, f"--output={tmp_path / 'run'}")
     samples = lines_of(tmp_path / "run" / "samples.jsonl")
     assert any("\n" in text for line in samples for text in line["responses"])
     config = json.loads((tmp_path / "run" / "config.json").read_text())
@@ -128,7 +136,7 @@ def test_a_reply_that_fails_ends_the_step(reply, capsys, monkeypatch, tmp_path, 
     assert len(metrics_of(tmp_path / "run")) == 4 > before
 
 
-@pytest.mark.parametrize("form", ["--reply", "--around-best=2", "--advantage=shape"])
+@pytest.mark.parametrize("form", FORMS)
 def test_two_ranks_draw_what_one_process_draws(reply, tmp_path, form):
     flags = (*SMALL, reply if form == "--reply" else form, "--prompts-per-step=4", "--steps=2")
     trains(*flags, f"--output={tmp_path / 'one'}")
