@@ -657,6 +657,6 @@ def recipe_of(folder):
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:             # also: no such device
         print(f"logprob.py: {str(error).splitlines()[0]}", file=sys.stderr)
         sys.exit(2)

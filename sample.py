@@ -93,7 +93,8 @@ def decode(model, cache, mask, logits, chance, temperature, ends):
     N, T = chance.shape
     G = N // len(mask)
     cache.batch_repeat_interleave(G)                                 # B prompts become N rows
-    mask, logits = mask.repeat_interleave(G, dim=0), logits.repeat_interleave(G, dim=0)
+    mask = mask.repeat_interleave(G, dim=0)
+    logits = logits.repeat_interleave(G, dim=0)
     tokens = mask.new_zeros(N, T)
     logprobs = torch.zeros(N, T, device=mask.device)
     rows = torch.arange(N, device=mask.device)                       # those still being written
@@ -757,7 +758,12 @@ def ids_between_turns(tokenizer, said, last, ends):
 def recipe_of(folder):
     """What a model folder's recipe.json says about sampling -> {argument: value}."""
     path = Path(folder, "recipe.json")
-    recipe = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    try:
+        recipe = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not isinstance(recipe, dict):
+        raise ValueError(f"{path}: not an object of flags and values")
     kinds = {"system-prompt": str, "max-new-tokens": int, "temperature": (int, float)}
     for flag in kinds.keys() & recipe.keys():
         if not isinstance(recipe[flag], kinds[flag]):
@@ -794,7 +800,8 @@ def main():
                             torch.Generator().manual_seed(args.seed))
     print(prompt)
     for n, response in enumerate(rollout.responses):
-        length, total = int((rollout.labels[n] != IGNORE).sum()), float(rollout.logprobs[n].sum())
+        length = int((rollout.labels[n] != IGNORE).sum())
+        total = float(rollout.logprobs[n].sum())
         cut = "" if rollout.finished[n] else ", cut at the limit"
         print(f"\n[{n}] {length} tokens, log-prob {total:.2f}{cut}\n{response}")
 

@@ -1027,6 +1027,11 @@ def test_script_refuses_a_recipe_in_one_line(run_here, tmp_path, recipe):
     assert line.startswith(f"logprob.py: {tmp_path / 'recipe.json'}: ")
 
 
+def test_script_refuses_a_device_that_does_not_exist(run_here):
+    (line,) = run_here("logprob.py", "--device=foo", status=2).splitlines()
+    assert line.startswith("logprob.py: ") and "foo" in line
+
+
 def test_script_refuses_a_temperature_of_nothing(run_here):
     (line,) = run_here("logprob.py", "--temperature=0", status=2).splitlines()
     assert line == "logprob.py: --temperature 0.0: must be above 0"

@@ -1288,6 +1288,7 @@ def test_script_says_the_system_prompt(run_here, final):
         ({"system-prompt": 3}, "system-prompt is 3"),
         ({"temperature": [1]}, "temperature is [1]"),
         ({"temperature": -1}, "temperature -1"),
+        (["temperature"], "recipe.json: not an object of flags and values"),
     ],
 )
 def test_script_refuses_a_recipe_in_one_line(run_here, final, recipe, says):
