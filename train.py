@@ -473,27 +473,27 @@ def without_flat_groups(model, tokenizer, prompts, ground_truths, rollout, rewar
 
 
 def with_rows(rollout, rows, other, others):
-    """The rollout with these rows taken from another; both are widened to the longer of the two."""
-    S = max(rollout.labels.shape[1], other.labels.shape[1])
+    """The rollout with these rows taken from another; both are widened to the longer of the two.
+
+    What the rewards have left beside the answers goes along.
+    """
+    def taken(mine, theirs, blank):
+        if isinstance(mine, dict):
+            return {name: taken(mine[name], theirs[name], blank) for name in mine}
+        if isinstance(mine, torch.Tensor) and mine.ndim == 2:
+            width = max(mine.shape[1], theirs.shape[1])
+            mine = torch.nn.functional.pad(mine, (0, width - mine.shape[1]), value=blank)
+            theirs = torch.nn.functional.pad(theirs, (0, width - theirs.shape[1]), value=blank)
+        mine = copy.deepcopy(mine)
+        mine[rows] = theirs[others]
+        return mine
+
     rollout = copy.copy(rollout)
-    for name, width, blank in (("input_ids", S, 0), ("labels", S, IGNORE), ("logprobs", S - 1, 0)):
-        value, new = getattr(rollout, name), getattr(other, name)
-        value = torch.nn.functional.pad(value, (0, width - value.shape[1]), value=blank)
-        new = torch.nn.functional.pad(new, (0, width - new.shape[1]), value=blank)
-        value[rows] = new[others]
-        setattr(rollout, name, value)
-    rollout.finished = rollout.finished.clone()
-    rollout.finished[rows] = other.finished[others]
-    rollout.responses = list(rollout.responses)
-    rollout.responses[rows] = other.responses[others]
-    # What --reward and --reward-model said of them goes along.
-    if hasattr(rollout, "judged"):
-        rollout.judged = list(rollout.judged)
-        rollout.judged[rows] = other.judged[others]
-    if hasattr(rollout, "reward_parts"):
-        rollout.reward_parts = {name: part.clone() for name, part in rollout.reward_parts.items()}
-        for name, part in rollout.reward_parts.items():
-            part[rows] = other.reward_parts[name][others]
+    for name, value in list(vars(rollout).items()):
+        # What [D] has not computed yet is None, and the rows of a group keep its number.
+        if value is not None and name != "group_ids":
+            blank = IGNORE if name == "labels" else 0
+            setattr(rollout, name, taken(value, getattr(other, name), blank))
     return rollout
 
 
@@ -511,8 +511,8 @@ def problems_of_step(tokenizer, problems, step, settings, reward_of):
     s = settings
     order = order_of_step(len(problems), step, s)
     mine = share_of_rank(s.prompts_per_step)
-    whose = gathered(torch.tensor([order[j] for j in mine]))
-    assert whose.tolist() == order, "every prompt, with its whole group, must live on one rank"
+    whose = sum(gathered_objects([order[j] for j in mine]), [])
+    assert whose == order, "every prompt, with its whole group, must live on one rank"
     return asked(tokenizer, [problems[order[j]] for j in mine],
                  [seeded(s.seed, step, j) for j in mine], s, reward_of)
 
@@ -546,18 +546,6 @@ def asked(tokenizer, batch, generators, settings, reward_of):
     # A fault in one rank's rewards ends the step on all of them.
     reward_fn = partial(agreed, reward_of, batch) if reward_of else None
     return prompts, reward.truths_of(batch), generators, reward_fn
-
-
-def agreed(function, *args):
-    """What the function gives on this rank; a RewardFailed on one rank is raised on all of them."""
-    result = None
-    fault = None
-    try:
-        result = function(*args)
-    except RewardFailed as error:
-        fault = error
-    raise_on_all_ranks(fault)
-    return result
 
 
 def keep_answers(run, reward_model, settings, step, prompts, rollout, rewards, advantages):
@@ -644,32 +632,33 @@ def evaluate(model, tokenizer, problems, settings, reward_of=None, sampler=sampl
     # as many rows at a time as a training step has
     B = max(s.prompts_per_step * s.group_size // group_size, 1)
     mine = share_of_rank(len(prompts))
-    responses = []
-    rewards = []
-    fault = None
-    with whole_weights(model):
+
+    def answers():
+        responses = []
+        rewards = []
         for start in tqdm(range(0, len(mine), B), desc="evaluation", unit="batch", leave=False,
                           dynamic_ncols=True, disable=rank() > 0):
             part = mine[start:start + B]
+            questions = [prompts[j] for j in part]
             generators = [seeded(seed, "evaluation", j) for j in part]
-            asked = [prompts[j] for j in part]
-            try:
-                rollout = sampler(model, tokenizer, asked, group_size, s.max_new_tokens,
-                                  temperature, generators)
-                responses += rollout.responses
-                if reward_of:
-                    found = reward_of([problems[j] for j in part], asked, rollout)
-                    rewards += found.tolist()
-            except RewardFailed as error:
-                fault = BadInput(error)
-                break
-    # No RewardFailed: the policy has moved, and must not be saved as that of the step before.
-    raise_on_all_ranks(fault)
-    responses = sum(gathered_objects(responses), [])
+            rollout = sampler(model, tokenizer, questions, group_size, s.max_new_tokens,
+                              temperature, generators)
+            responses += rollout.responses
+            if reward_of:
+                rewards += reward_of([problems[j] for j in part], questions, rollout).tolist()
+        return responses, rewards
+
+    try:
+        with whole_weights(model):
+            found = gathered_objects(agreed(answers))
+    except RewardFailed as error:
+        # The policy has moved, and must not be saved as that of the step before.
+        raise BadInput(error) from None
+    responses = sum((responses for responses, _ in found), [])
+    rewards = sum((rewards for _, rewards in found), [])
     rule_rewards = score_responses(responses, reward.truths_of(problems), group_size)
     figures = {"eval_accuracy": float(share(reward.is_right(rule_rewards), rule_rewards))}
     if reward_of:
-        rewards = sum(gathered_objects(rewards), [])
         figures["eval_reward"] = sum(rewards) / len(rewards)
     return figures, responses
 
@@ -768,12 +757,16 @@ class RewardFailed(BadInput):
 
 
 @contextlib.contextmanager
-def telling(flags, kind=BadInput):
-    """What a stage refuses with a ValueError becomes one line that begins with these flags."""
+def telling(flags, kind=BadInput, of=ValueError):
+    """What a stage refuses with a ValueError becomes one line that begins with these flags.
+
+    of=Exception where something foreign is read, which can be wrong in any way.
+    """
     try:
         yield
-    except ValueError as error:
-        raise kind(f"{flags} {error}".strip()) from None
+    except of as error:
+        fault = error if of is ValueError else one_line(error)
+        raise kind(f"{flags} {fault}".strip()) from None
 
 
 def switch(text):
@@ -937,14 +930,11 @@ def given_flags(argv):
     for name, value in given.items():
         if type(value) in (int, float):
             check_bounds(name, value)
-        elif isinstance(value, str) and name in ("model", "data", "eval_data", "reward_model"):
-            # A relative path means another file once the run is resumed from elsewhere.
-            given[name] = os.path.abspath(value) if os.path.exists(value) else value
-    # The same for the files of the user's own functions.
-    given["reward"] = [absolute_spec(spec) for spec in given.get("reward", [])] or None
-    for name in ("step_reward", "reply"):
-        given[name] = absolute_spec(given.get(name, "")) or None
-    return {name: value for name, value in given.items() if value is not None}
+        elif name in ("model", "data", "eval_data", "reward_model", "step_reward", "reply"):
+            given[name] = absolute(value)
+        elif name == "reward":
+            given[name] = [absolute(spec) for spec in value]
+    return given
 
 
 def check_bounds(name, value):
@@ -961,9 +951,10 @@ def check_bounds(name, value):
         raise BadInput(f"{flag_of(name)} {value}: {fault}")
 
 
-def absolute_spec(spec):
-    path, colon, function = spec.rpartition(":")
-    return os.path.abspath(path) + colon + function if os.path.exists(path) else spec
+def absolute(text):
+    """A file, or file.py:function, from the root: a resumed run may start somewhere else."""
+    path, colon, function = text.rpartition(":") if ".py:" in text else (text, "", "")
+    return os.path.abspath(path) + colon + function if os.path.exists(path) else text
 
 
 def flag_of(name):
@@ -1006,28 +997,25 @@ def read_recipe(folder):
     path = folder / "recipe.json"
     if not os.path.isfile(path):
         return {}, []
-    try:
+    with telling(f"{path}:", of=Exception):
         recipe = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(recipe, dict):
             raise BadInput("not an object of flags and values")
         recipe = {name.replace("-", "_"): value for name, value in recipe.items()}
         rewards = recipe.pop("reward", [])
         rewards = [str(spec) for spec in (rewards if isinstance(rewards, list) else [rewards])]
-        for name in recipe.keys() - set(RECIPE):
-            raise BadInput(f"{flag_of(name)} is not for a recipe to set")
         for name, value in recipe.items():
+            if name not in RECIPE:
+                raise BadInput(f"{flag_of(name)} is not for a recipe to set")
             # The items of a list would be read as flags of their own. Numbers would not.
-            if name == "kl_band" and all(type(bound) in (int, float) for bound in value):
-                continue
-            if isinstance(value, list | dict):
+            numbers = name == "kl_band" and all(type(bound) in (int, float) for bound in value)
+            if isinstance(value, list | dict) and not numbers:
                 raise BadInput(f"{flag_of(name)}: not a single value")
         for name in recipe.keys() & {"data", "eval_data"}:
             # A path is meant from the folder that the recipe stands in.
             beside = folder / str(recipe[name])
             recipe[name] = str(beside) if os.path.isfile(beside) else recipe[name]
         return given_flags(as_flags(recipe)), rewards
-    except (BadInput, ValueError, TypeError, OSError, RecursionError) as error:
-        raise BadInput(f"{path}: {one_line(error)}") from None
 
 
 def resumed_settings(given):
@@ -1035,7 +1023,8 @@ def resumed_settings(given):
     if not given.get("output"):
         raise BadInput("--resume: needs --output, the folder of the run to continue")
     path = Path(given["output"]) / "config.json"
-    try:
+    refusal = f"--output {given['output']}: no run to resume, config.json is missing or not ours:"
+    with telling(refusal, of=Exception):
         config = json.loads(path.read_text(encoding="utf-8"))
         recipe = config["recipe"]
         saved = {name: value for name, value in config["settings"].items()
@@ -1044,9 +1033,6 @@ def resumed_settings(given):
             if value is None and getattr(Settings, name, None) is not None:
                 raise BadInput(f"{flag_of(name)}: has no value")
         saved = given_flags(as_flags(saved))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, BadInput) as error:
-        raise BadInput(f"--output {given['output']}: no run to resume, config.json is missing or "
-                       f"not ours ({one_line(error)})") from None
     old = Settings(**saved)
     for name, value in given.items():
         if name not in FREE and value != getattr(old, name):
@@ -1093,17 +1079,17 @@ def load_policy(settings):
     """The policy and its tokenizer: safetensors only, and no code of the checkpoint's own."""
     s = settings
     device, dtype = choose_device(s)
-    try:
+    with telling(f"--model {s.model}: cannot be loaded:", of=Exception):
         tokenizer = load_tokenizer(s)
         model, report = AutoModelForCausalLM.from_pretrained(
             s.model, dtype=dtype, use_safetensors=True, trust_remote_code=False,
             output_loading_info=True, ignore_mismatched_sizes=True)
-    except Exception as error:  # a foreign folder can be wrong in any way
-        raise BadInput(f"--model {s.model}: cannot be loaded from here or from the hub "
-                       f"({one_line(error)})") from None
-    fault = fault_of_weights(model, report) or fault_of_tokenizer(tokenizer, model)
-    if fault:
-        raise BadInput(f"--model {s.model}: {fault}")
+        check_weights(model, report)
+        check_words(tokenizer, model)
+        if not tokenizer.chat_template:
+            raise ValueError("its tokenizer has no chat template")
+        if model.generation_config.eos_token_id in (None, []) and tokenizer.eos_token_id is None:
+            raise ValueError("neither generation config nor tokenizer names an end token")
     switch_off_dropout(model)
     # Several ranks take their shards of it from host memory.
     return model.to(device if world() == 1 else "cpu").eval(), tokenizer
@@ -1123,68 +1109,55 @@ def quiet_transformers():
     enable_progress_bars()
 
 
-def fault_of_weights(model, report):
+def check_weights(model, report):
     """transformers fills what a file lacks with random numbers and drops what it has too much."""
     def first(names):
-        return sorted(names)[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        names = sorted(map(str, names))
+        return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
     # layers.3.mlp and layers.4.mlp are of the same form.
     def form(name):
         return re.sub(r"\.\d+\.", ".N.", name)
 
     if report["missing_keys"]:
-        return f"its files lack weights: {first(report['missing_keys'])}"
+        raise ValueError(f"its files lack weights: {first(report['missing_keys'])}")
     if report["mismatched_keys"]:
-        return f"weights of another shape: {first({str(key) for key in report['mismatched_keys']})}"
+        raise ValueError(f"weights of another shape: {first(report['mismatched_keys'])}")
     # Something unknown may be left over, a vision tower say. A layer that is left over may not.
     known = {form(name) for name, _ in model.named_parameters()}
     layers = [name for name in report["unexpected_keys"] if form(name) in known]
     if layers:
-        return f"its files hold layers that its config.json does not know: {first(layers)}"
+        raise ValueError(f"its files hold layers that its config.json does not know: "
+                         f"{first(layers)}")
     for name, p in model.named_parameters():
         if not p.isfinite().all():
-            return f"{name} is not finite"
-    return None
+            raise ValueError(f"{name} is not finite")
+
+
+def check_words(tokenizer, model):
+    words = model.get_input_embeddings().weight.shape[0]
+    highest = max(tokenizer.get_vocab().values(), default=-1)
+    if highest < 0:
+        raise ValueError("its tokenizer has no words")
+    if highest >= words:
+        raise ValueError(f"its tokenizer has ids up to {highest}, its embeddings only {words} rows")
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id >= words:
+        raise ValueError(f"the padding id {tokenizer.pad_token_id} lies outside its {words} "
+                         "embeddings")
 
 
 def load_reward_model(settings):
     """--reward-model, loaded as carefully as the policy: a RewardModel, the same on every rank."""
     s = settings
     quiet_transformers()
-    try:
+    with telling(f"--reward-model {s.reward_model}: cannot be loaded:", of=Exception):
         found, report = reward.open_reward_model(s.reward_model, s.reward_model_lr,
                                                  choose_device(s)[0])
-        if found.tokenizer.chat_template:
+        check_weights(found.model, report)
+        check_words(found.tokenizer, found.model)
+        if found.tokenizer.chat_template:  # tried here, for a template is foreign code
             chat_prompt(found.tokenizer, {"question": "1 + 1"}, s.system_prompt)
-    except Exception as error:  # a foreign folder can be wrong in any way
-        fault = f"cannot be loaded ({one_line(error)})"
-        raise BadInput(f"--reward-model {s.reward_model}: {fault}") from None
-    fault = fault_of_weights(found.model, report) or fault_of_words(found.tokenizer, found.model)
-    if fault:
-        raise BadInput(f"--reward-model {s.reward_model}: {fault}")
     return found
-
-
-def fault_of_tokenizer(tokenizer, model):
-    if fault_of_words(tokenizer, model):
-        return fault_of_words(tokenizer, model)
-    if not tokenizer.chat_template:
-        return "its tokenizer has no chat template"
-    if model.generation_config.eos_token_id in (None, []) and tokenizer.eos_token_id is None:
-        return "neither generation config nor tokenizer names an end token"
-    return None
-
-
-def fault_of_words(tokenizer, model):
-    words = model.get_input_embeddings().weight.shape[0]
-    highest = max(tokenizer.get_vocab().values(), default=-1)
-    if highest < 0:
-        return "its tokenizer has no words"
-    if highest >= words:
-        return f"its tokenizer has ids up to {highest}, its embeddings only {words} rows"
-    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id >= words:
-        return f"the padding id {tokenizer.pad_token_id} lies outside its {words} embeddings"
-    return None
 
 
 def switch_off_dropout(model):
@@ -1284,29 +1257,31 @@ def check_combinations(settings):
         grpo_loss(two, two, two, advantages, mask, **options)
         if s.kl_band:
             loss.next_kl_coef(s.kl_coef, 0.0, *s.kl_band)
-    if (s.kl_band or s.renew_reference) and not s.kl_coef:
-        which = "--kl-band" if s.kl_band else "--renew-reference"
-        raise BadInput(f"{which}: needs a --kl-coef above 0")
-    if s.minibatches > s.prompts_per_step // world():
-        raise BadInput(f"--minibatches {s.minibatches}: more than the "
-                       f"{s.prompts_per_step // world()} prompts that a process has in a step")
-    if s.overlong_buffer > s.max_new_tokens:
-        raise BadInput(f"--overlong-buffer {s.overlong_buffer}: longer than --max-new-tokens")
-    if s.around_best and (s.reply or s.reward or s.reward_model):
-        raise BadInput("--around-best: goes by the rule's reward of single answers; it does not go "
-                       "together with --reply, --reward or --reward-model")
-    if s.reply and s.advantage == "shape":
-        raise BadInput("--advantage shape: reads single answers; it does not go together with "
-                       "--reply")
-    if s.around_best and (s.group_size % 2 or s.group_size // 2 % s.around_best):
-        raise BadInput(f"--around-best {s.around_best}: does not divide half of --group-size "
-                       f"{s.group_size}")
-    if s.reward_model and s.reward:
-        raise BadInput("--reward-model and --reward: one of them gives the rewards")
-    # Rewards of steps take the place of rewards of answers, and of what these three do to them.
+    share = s.prompts_per_step // world()  # of a process
+    half = s.group_size // 2
+    refused = {
+        "--kl-band: needs a --kl-coef above 0": s.kl_band and not s.kl_coef,
+        "--renew-reference: needs a --kl-coef above 0": s.renew_reference and not s.kl_coef,
+        f"--minibatches {s.minibatches}: more than the {share} prompts that a process has in a "
+        "step": s.minibatches > share,
+        f"--overlong-buffer {s.overlong_buffer}: longer than --max-new-tokens":
+            s.overlong_buffer > s.max_new_tokens,
+        "--around-best: goes by the rule's reward of single answers; it does not go together with "
+        "--reply, --reward or --reward-model":
+            s.around_best and (s.reply or s.reward or s.reward_model),
+        f"--around-best {s.around_best}: does not divide half of --group-size {s.group_size}":
+            s.around_best and (s.group_size % 2 or half % s.around_best),
+        "--advantage shape: reads single answers; it does not go together with --reply":
+            s.reply and s.advantage == "shape",
+        "--reward-model and --reward: one of them gives the rewards": s.reward_model and s.reward,
+    }
+    # Rewards of steps take the place of rewards of answers, and of what these do to them.
     for name in ("reward_model", "length_rescale", "overlong_buffer", "max_resample"):
-        if s.step_reward and getattr(s, name):
-            raise BadInput(f"{flag_of(name)}: does not go together with --step-reward")
+        line = f"{flag_of(name)}: does not go together with --step-reward"
+        refused[line] = s.step_reward and getattr(s, name)
+    for line, holds in refused.items():
+        if holds:
+            raise BadInput(line)
 
 
 def load_reward_of(settings, reward_model=None):
@@ -1347,7 +1322,9 @@ def load_sampler(settings, tokenizer, problems):
 
 
 def one_line(text):
-    return " ".join(str(text).split())[:300]
+    """Text in one line; of an exception its beginning, for some are pages long."""
+    line = " ".join(str(text).split())
+    return line[:300] if isinstance(text, Exception) else line
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1467,8 +1444,8 @@ def fastest_that_fits(settings, device, dtype, free):
                                                                (True, True))
              for tokens in (2 * group, group)]
     tried += [(True, True, tokens) for tokens in (group // 2, group // 4, 1024)]
+    model = model_without_storage(s, dtype)
     try:
-        model = model_without_storage(s, dtype)
         for values in tried:
             planned = dataclasses.replace(s, **{**dict(zip(names, values)), **fixed})
             lines = count_memory(planned, model, device, dtype)
@@ -1476,8 +1453,6 @@ def fastest_that_fits(settings, device, dtype, free):
             # A tenth is left for what is not counted, see print_memory.
             if needed <= 0.9 * free / 1e9:
                 break
-    except BadInput:
-        raise
     except Exception as error:  # a family whose layers do not run on the meta device
         planned = dataclasses.replace(s, **{**dict(zip(names, (True, True, 8192))), **fixed})
         return planned, f"memory cannot be counted ({one_line(error)}): the leanest settings"
@@ -1489,13 +1464,10 @@ def fastest_that_fits(settings, device, dtype, free):
 
 
 def model_without_storage(settings, dtype):
-    try:
+    with telling(f"--model {settings.model}: no configuration of a language model:", of=Exception):
         config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    except Exception as error:
-        raise BadInput(f"--model {settings.model}: no configuration of a language model "
-                       f"({one_line(error)})") from None
 
 
 def count_memory(settings, model, device, dtype):
@@ -1571,10 +1543,8 @@ def print_memory(settings):
         planned, why = fastest_that_fits(s, device, dtype, free)
         if why:
             print(why)
-    try:
+    with telling(f"--dry-run: {s.model} cannot be counted:", of=Exception):
         lines = count_memory(planned, model, device, dtype)
-    except Exception as error:
-        raise BadInput(f"--dry-run: {s.model} cannot be counted ({one_line(error)})") from None
     n = sum(p.numel() for p in model.parameters())
     print(f"{s.model}: {n:,} weights in {dtype}; {s.prompts_per_step} x {s.group_size} answers of "
           f"{s.max_new_tokens} tokens behind prompts of {PROMPT}; one of "
@@ -1620,12 +1590,7 @@ def share_of_rank(n):
 
 def gathered(tensor):
     """Every rank's rows, in the order of the ranks: (n, ...) -> (n * world, ...)."""
-    if world() == 1:
-        return tensor
-    # All ranks have equally many rows: prompts divide among them.
-    parts = [torch.empty_like(tensor) for _ in range(world())]
-    dist.all_gather(parts, tensor.contiguous())
-    return torch.cat(parts)
+    return torch.cat(gathered_objects(tensor.cpu())) if world() > 1 else tensor
 
 
 def gathered_objects(value):
@@ -1643,26 +1608,24 @@ def summed(numbers):
     return {name: sum(each[name] for each in everywhere) for name in numbers}
 
 
-def raise_on_all_ranks(fault):
-    """The first rank's exception that is not None, on every rank: every rank must come here."""
+def agreed(function, *args):
+    """What the function gives on this rank; what one rank refuses is raised on all of them."""
+    result = None
+    fault = None
+    try:
+        result = function(*args)
+    except BadInput as error:
+        fault = error
     for found in gathered_objects(fault):
         if found:
             raise found
+    return result
 
 
 def on_rank_0(function, *args, share=True):
     """What the function returns on rank 0, on every rank if shared; what it refuses, on all."""
-    result = None
-    fault = None
-    if rank() == 0:
-        try:
-            result = function(*args)
-        except BadInput as error:
-            fault = str(error)
-    told, fault = gathered_objects((result if share else None, fault))[0]
-    if fault:
-        raise BadInput(fault)
-    return told if share else result
+    result = agreed(function, *args) if rank() == 0 else agreed(lambda: None)
+    return gathered_objects(result)[0] if share else result
 
 
 def full(tensor):

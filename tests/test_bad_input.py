@@ -299,9 +299,10 @@ def test_a_tokenizer_without_padding_token_needs_none(tmp_path):
 def test_weights_that_are_left_over_may_be_a_tower_of_another_kind():
     model = SimpleNamespace(named_parameters=lambda: [("model.layers.0.x", torch.ones(1))])
     report = {"missing_keys": [], "mismatched_keys": [], "unexpected_keys": ["vision.layers.3.x"]}
-    assert train.fault_of_weights(model, report) is None
+    train.check_weights(model, report)
     report["unexpected_keys"] += ["model.layers.1.x"]
-    assert "model.layers.1.x" in train.fault_of_weights(model, report)
+    with pytest.raises(ValueError, match="does not know: model.layers.1.x"):
+        train.check_weights(model, report)
 
 
 @pytest.mark.parametrize("config", [

@@ -664,6 +664,9 @@ def test_the_bar_shows_trouble_first_and_an_answer_after_an_evaluation():
     train.show(bar, {**metrics, "eval_accuracy": 0.5}, run, [{"question": "why ?"}])
     assert written[2].startswith("3 SKIPPED, reward")
     assert written[4] == "step 4, held out: why ? -> an answer"
+    run.after = ["a long answer\n" * 100 + "\\boxed{ 5 }"]
+    train.show(bar, {**metrics, "eval_accuracy": 0.5}, run, [{"question": "why ?"}])
+    assert written[7].endswith("a long answer \\boxed{ 5 }")  # of a long answer its end
 
 
 # --------------------------------------------------------------------------------------------------

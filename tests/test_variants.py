@@ -800,7 +800,7 @@ def test_a_trace_leaves_no_folder(monkeypatch, tmp_path, capsys):
 def test_long_answers_lose_their_middle():
     assert train.shortened("a\nb  c") == "a b c"
     assert train.shortened("x" * 100) == "x" * 100
-    long = "".join(chr(ord("a") + i % 26) for i in range(300))
+    long = "".join(chr(ord("a") + i % 26) for i in range(700))
     assert train.shortened(long) == long[:50] + " ... " + long[-50:]
 
 
