@@ -122,7 +122,7 @@ def update(policy_model, optimizer, rollout, advantages, settings):
     entropies = torch.zeros_like(rollout.logprobs)                                     # (N, S-1)
     # The loss is divided once, by the rows and tokens of the whole batch. Then micro-batches of n
     # rows, w tokens wide, simply add up: they save memory and change nothing else.
-    sizes = batch_sizes(mask)
+    sizes = summed({"n_rows": len(mask), "n_tokens": mask.sum()})
     sums = {}
     optimizer.zero_grad()
     for rows, width, weight in cut(rollout, s):
@@ -207,6 +207,8 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
 #     settings (every flag), loading, weights and optimizer, a count of the memory
 #     several GPUs, the files of a run, the program
 #
+# From here on `s` is the Settings.
+#
 # What train_step leaves to helpers: the options of [B], [C] and [E][F], log-probs batch by batch
 
 # The flags that grpo_loss takes, under the same names
@@ -214,18 +216,18 @@ OBJECTIVE = ("clip_eps", "clip_eps_high", "kl_coef", "kl_estimator", "aggregate"
              "objective", "max_new_tokens")
 
 
-def loss_options(rollout, here, settings):
+def loss_options(rollout, here, s):
     """The flags of [E][F]; with --sampler-correction also what the sampler said."""
-    options = {name: getattr(settings, name) for name in OBJECTIVE}
-    if settings.sampler_correction:
+    options = {name: getattr(s, name) for name in OBJECTIVE}
+    if s.sampler_correction:
+        # The sampler's own numbers, of other kernels than [D]'s; plain GRPO never reads them.
         options["sampler_logprobs"] = rollout.logprobs[here]
-        options["sampler_cap"] = settings.sampler_correction
+        options["sampler_cap"] = s.sampler_correction
     return options
 
 
-def advantage_inputs(rollout, rule_rewards, reward_fn, ground_truths, tokenizer, settings):
+def advantage_inputs(rollout, rule_rewards, reward_fn, ground_truths, tokenizer, s):
     """What the kinds of [C] read beside the rewards; plain GRPO reads the last two alone."""
-    s = settings
     candidates = None
     if s.advantage == "shape":
         ids = [row[row != IGNORE].tolist() for row in rollout.labels]
@@ -238,24 +240,25 @@ def advantage_inputs(rollout, rule_rewards, reward_fn, ground_truths, tokenizer,
             "scale_by_std": s.scale_by_std, "clip": s.clip_advantages}
 
 
-def with_length_terms(rewards, rollout, settings):
+def with_length_terms(rewards, rollout, s):
     """GR3's rescaling and DAPO's penalty for answers that are almost too long, where asked for."""
-    s = settings
     lengths = (rollout.labels != IGNORE).sum(dim=1).cpu()                              # (N,)
     with telling("", RewardFailed):
         return reward.with_length_terms(rewards, lengths, s.group_size, s.answer_tokens,
                                         s.length_rescale, s.overlong_buffer)
 
 
-def loss_mask(rollout, settings):
-    """The tokens that the loss speaks of, (N, S-1): responses, cut off ones left out if asked."""
+def loss_mask(rollout, s):
+    """The tokens that the loss speaks of, (N, S-1): responses, cut off ones left out if asked.
+
+    Not earlier: their rewards belong to the mean that their siblings are compared with.
+    """
     mask = rollout.labels[:, 1:] != IGNORE
-    return mask & rollout.finished[:, None] if settings.mask_truncated else mask
+    return mask & rollout.finished[:, None] if s.mask_truncated else mask
 
 
-def score(model, rollout, rows, width, settings, with_entropy=True):
+def score(model, rollout, rows, width, s, with_entropy=True):
     """[D] of one micro-batch: log-probs (n, w-1) and, if asked for, their entropies."""
-    s = settings
     # A sharded model must be entered through a method that FSDP knows, see shard().
     logprobs_of = getattr(model, "token_logprobs", partial(token_logprobs, model))
     groups = rollout.group_ids[rows] if s.share_prompts else None
@@ -265,13 +268,12 @@ def score(model, rollout, rows, width, settings, with_entropy=True):
 
 
 @torch.no_grad()
-def fill_in_logprobs(policy_model, ref_model, rollout, settings):
+def fill_in_logprobs(policy_model, ref_model, rollout, s):
     """[D] before anything moves: the reference's, and the policy's own where they are needed now.
 
     The first update finds the policy's by the way. But [C] may ask for entropies, and mini-batches
     move the policy before the last of them has been seen.
     """
-    s = settings
     if s.offload:
         # Memory is short: the rollout's cache and graphs make room for the update.
         sample.release(policy_model)
@@ -281,26 +283,26 @@ def fill_in_logprobs(policy_model, ref_model, rollout, settings):
         rollout.old_logprobs, rollout.entropies = logprobs_of_all(policy_model, rollout, s)
 
 
-def logprobs_of_all(model, rollout, settings, with_entropy=True):
+def logprobs_of_all(model, rollout, s, with_entropy=True):
     """[D] of the whole rollout, micro-batch by micro-batch: log-probs and entropies, (N, S-1)."""
     logprobs = torch.zeros_like(rollout.logprobs)
     entropies = torch.zeros_like(rollout.logprobs)
-    for rows, width, _ in cut(rollout, settings):
+    for rows, width, _ in cut(rollout, s):
         here = (rows, slice(width - 1))
-        found = score(model, rollout, rows, width, settings, with_entropy)
+        found = score(model, rollout, rows, width, s, with_entropy)
         if with_entropy:
             found, entropies[here] = found
         logprobs[here] = found
     return logprobs, entropies
 
 
-def mini_batches(rollout, advantages, settings):
+def mini_batches(rollout, advantages, s):
     """--minibatches: the groups dealt out, in order -> a list of (rollout, advantages)."""
     advantages = advantages.to(rollout.labels.device)
-    n = settings.minibatches
+    n = s.minibatches
     if n == 1:
         return [(rollout, advantages)]
-    G = settings.group_size
+    G = s.group_size
     B = len(rollout.labels) // G
     parts = []
     for k in range(n):
@@ -313,25 +315,20 @@ def mini_batches(rollout, advantages, settings):
     return parts
 
 
-def cut(rollout, settings):
+def cut(rollout, s):
     """Micro-batches -> a list of (rows, width, weight of its loss).
 
     On one GPU every weight is 1. Several GPUs must run equally many passes, or FSDP's gathers wait
     for ever: whoever has fewer runs its last one again, with weight 0. And FSDP averages the
     gradients of the GPUs where we want their sum: so a real pass weighs as much as there are GPUs.
     """
-    s = settings
     cuts = list(logprob.micro_batches(rollout.labels, rollout.group_ids, s.micro_batch_tokens,
                                       s.share_prompts))
+    # Answers differ in length, so ranks may have different numbers of micro-batches.
     most = max(gathered_objects(len(cuts)))
     passes = [(rows, width, world()) for rows, width in cuts]
     rows, width = cuts[-1]
     return passes + [(rows, width, 0)] * (most - len(cuts))
-
-
-def batch_sizes(mask):
-    """Rows and tokens of the whole batch, on all GPUs: the loss is divided by these."""
-    return summed({"n_rows": len(mask), "n_tokens": mask.sum()})
 
 
 def add(sums, metrics, weight):
@@ -356,7 +353,7 @@ def largest_ratio_error(logprobs, old_logprobs):
     return max(gathered_objects(float(largest)))
 
 
-def step_metrics(rollout, rewards, rule_rewards, updates, clock, settings):
+def step_metrics(rollout, rewards, rule_rewards, updates, clock, s):
     """What a step was like: the answers, the mean of its updates, the time.
 
     `accuracy` and `format_rate` are the rule's, whoever gave the rewards; they are NaN where no
@@ -373,28 +370,29 @@ def step_metrics(rollout, rewards, rule_rewards, updates, clock, settings):
         "reward_std": rewards.std(correction=0),
         "accuracy": share(reward.is_right(rule_rewards), rule_rewards),
         "format_rate": share(reward.has_format(rule_rewards), rule_rewards),
-        # Groups whose rewards are all equal teach nothing.
-        "zero_variance_groups": is_flat(rewards, settings.group_size).float().mean(),
-        "groups_all_right": all_are(rule_rewards, True, settings.group_size),
-        "groups_all_wrong": all_are(rule_rewards, False, settings.group_size),
+        # Groups whose rewards are all equal teach nothing: all of their advantages are 0.
+        "zero_variance_groups": is_flat(rewards, s.group_size).float().mean(),
+        "groups_all_right": all_are(rule_rewards, True, s.group_size),
+        "groups_all_wrong": all_are(rule_rewards, False, s.group_size),
         "response_length_mean": lengths.mean(),
         "response_length_p95": lengths.quantile(0.95),
         "truncated_fraction": (~finished).float().mean(),
         "tokens": lengths.sum(),
         # per token, of the policy that drew the answers
         "entropy": entropy / lengths.sum(),
-        "kl_coef": settings.kl_coef,
+        "kl_coef": s.kl_coef,
         # trainer against sampler, before anything has moved: rounding, and no more
         "sampler_ratio_error": largest_ratio_error(rollout.old_logprobs, rollout.logprobs),
     }
+    # Several updates: their mean, but the largest ratio error and the number of skipped ones.
     for name in updates[0]:
         metrics[name] = sum(u[name] for u in updates) / len(updates)
     metrics["ratio_max_error"] = max(u["ratio_max_error"] for u in updates)
     metrics["skipped_updates"] = sum(u["skipped_updates"] for u in updates)
-    if settings.max_resample:
+    if s.max_resample:
         metrics["resampled_groups"] = summed({"n": rollout.resampled})["n"]
     for name, values in vars(rollout).get("reward_parts", {}).items():
-        values = gathered(values)
+        values = gathered(values)  # NaN where this reward does not apply
         metrics[f"reward/{name}"] = values.nanmean()
         metrics[f"reward_std/{name}"] = (values - values.nanmean()).square().nanmean().sqrt()
     started, sampled, scored = clock
@@ -437,19 +435,18 @@ def share(right, rewards):
 
 
 def without_flat_groups(model, tokenizer, prompts, ground_truths, rollout, rewards, rule_rewards,
-                        sampler, more, settings):
+                        sampler, more, s):
     """Groups without variance are replaced, in --max-resample rounds at most.
 
     `prompts` and `ground_truths` are changed in place. What stays flat after the last round stays:
     its advantages are 0. `rollout.resampled` counts the groups that were thrown away.
     """
-    s = settings
     G = s.group_size
     resampled = 0
     for attempt in range(1, s.max_resample + 1):
         flat = is_flat(rewards, G).nonzero()[:, 0].tolist()
         if not any(gathered_objects(len(flat))):
-            break
+            break  # every group of every rank teaches something
         # A rank that needs nothing draws one group all the same: the others wait for it in FSDP.
         new_prompts, truths, generators, reward_fn = more(attempt, max(len(flat), 1))
         with whole_weights(model):
@@ -501,14 +498,13 @@ def with_rows(rollout, rows, other, others):
 # What train_grpo leaves to helpers: problems and random numbers of a step, prompts, evaluation, bar
 
 
-def problems_of_step(tokenizer, problems, step, settings, reward_of):
+def problems_of_step(tokenizer, problems, step, s, reward_of):
     """This GPU's share of the step's B problems, as train_step takes them, see asked().
 
     Every epoch has a new order, drawn from (seed, epoch); the few problems that do not fill a
     step are left out. All answers to a prompt are drawn on one GPU: a group that is split has
     two means and two baselines.
     """
-    s = settings
     order = order_of_step(len(problems), step, s)
     mine = share_of_rank(s.prompts_per_step)
     whose = sum(gathered_objects([order[j] for j in mine]), [])
@@ -517,21 +513,19 @@ def problems_of_step(tokenizer, problems, step, settings, reward_of):
                  [seeded(s.seed, step, j) for j in mine], s, reward_of)
 
 
-def order_of_step(n, step, settings):
+def order_of_step(n, step, s):
     """The numbers of the step's B problems among n.
 
     Epoch and place in it follow from the step: nothing has to be kept for a resumed run.
     """
-    s = settings
     B = s.prompts_per_step
-    epoch, k = divmod(step - 1, n // B)
+    epoch, k = divmod(step - 1, n // B)  # steps count from 1
     order = torch.randperm(n, generator=seeded(s.seed, 0, epoch))
     return order[k * B:(k + 1) * B].tolist()
 
 
-def more_problems(tokenizer, problems, step, settings, reward_of, attempt, n):
+def more_problems(tokenizer, problems, step, s, reward_of, attempt, n):
     """n other problems for this GPU, see asked()."""
-    s = settings
     order = torch.randperm(len(problems), generator=seeded(s.seed, "resample", step, attempt))
     # Those of the step itself come last.
     order = sorted(order.tolist(), key=set(order_of_step(len(problems), step, s)).__contains__)
@@ -540,24 +534,24 @@ def more_problems(tokenizer, problems, step, settings, reward_of, attempt, n):
                  [seeded(s.seed, "resample", step, attempt, j) for j in mine], s, reward_of)
 
 
-def asked(tokenizer, batch, generators, settings, reward_of):
+def asked(tokenizer, batch, generators, s, reward_of):
     """Problems -> their prompts, their truths, their generators, and the reward of answers."""
-    prompts = [chat_prompt(tokenizer, problem, settings.system_prompt) for problem in batch]
+    prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in batch]
     # A fault in one rank's rewards ends the step on all of them.
     reward_fn = partial(agreed, reward_of, batch) if reward_of else None
     return prompts, reward.truths_of(batch), generators, reward_fn
 
 
-def keep_answers(run, reward_model, settings, step, prompts, rollout, rewards, advantages):
+def keep_answers(run, reward_model, s, step, prompts, rollout, rewards, advantages):
     """Samples for the reader; for a reward model that learns, pairs of the answers of all ranks."""
-    s = settings
     run.log_samples(step, prompts, rollout, rewards, advantages)
     if reward_model:
+        # Every rank trains the reward model on all pairs, so that its copies stay equal.
         rows = sum(gathered_objects(rollout.judged), [])
         reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
 
 
-def renew(ref_model, policy_model, reward_model, step, settings):
+def renew(ref_model, policy_model, reward_model, step, s):
     """DeepSeekMath's iterative GRPO: the reference becomes what the policy is now -> figures.
 
     A reward model that learns takes the same steps on the same pairs on every rank.
@@ -570,13 +564,13 @@ def renew(ref_model, policy_model, reward_model, step, settings):
             ref.copy_(p)
     if reward_model is None:
         return {"reference_renewed": 1.0}
-    figures = reward.end_iteration(reward_model, seeded(settings.seed, "reward model", step))
+    figures = reward.end_iteration(reward_model, seeded(s.seed, "reward model", step))
     for p in reward_model.model.parameters() if world() > 1 else ():
         dist.broadcast(p.data, 0)  # a GPU's sums may differ in their last digit
     return {"reference_renewed": 1.0, **figures}
 
 
-def keep_best(model, tokenizer, settings, run, figures):
+def keep_best(model, tokenizer, s, run, figures):
     """--keep-best: best/ beside final/, of the highest held-out accuracy so far.
 
     Where no answers are known it is the mean of the user's own reward.
@@ -584,21 +578,22 @@ def keep_best(model, tokenizer, settings, run, figures):
     figure = figures["eval_accuracy"]
     if math.isnan(figure):
         figure = figures.get("eval_reward", figure)
-    if settings.keep_best and (run.best is None or figure > run.best):
+    if s.keep_best and (run.best is None or figure > run.best):
         run.best = figure
-        save_final(model, tokenizer, settings, run, "best")
+        save_final(model, tokenizer, s, run, "best")
 
 
 def seeded(*numbers):
     """A random generator that follows from these numbers alone."""
+    # A hash, for sums like seed + step would give step 2 of seed 0 and step 1 of seed 1 the same.
     digest = hashlib.sha256(repr(numbers).encode()).digest()
     # manual_seed takes a signed 64-bit number: one bit fewer than eight bytes have.
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def set_learning_rate(optimizer, step, settings):
+def set_learning_rate(optimizer, step, s):
     """A linear warm-up; then constant, or down to 0 behind the last step, in a line or a cosine."""
-    s = settings
+    # Adam's second moment is a mean of few gradients at first: small steps until it is reliable.
     rate = min(1.0, step / max(s.warmup_steps, 1))
     # 1 at the end of the warm-up; the last step still has a little, so that it is not wasted.
     left = (s.steps - step + 1) / max(s.steps - s.warmup_steps, 1)
@@ -610,22 +605,20 @@ def set_learning_rate(optimizer, step, settings):
         group["lr"] = s.lr * rate
 
 
-def next_beta(approx_kl, settings):
+def next_beta(approx_kl, s):
     """The KL coefficient of the next step: another one only with --kl-band."""
-    s = settings
     if not s.kl_band or not math.isfinite(approx_kl):
-        return s.kl_coef
+        return s.kl_coef  # a step that was skipped says nothing
     return loss.next_kl_coef(s.kl_coef, approx_kl, *s.kl_band)
 
 
-def evaluate(model, tokenizer, problems, settings, reward_of=None, sampler=sample_groups,
+def evaluate(model, tokenizer, problems, s, reward_of=None, sampler=sample_groups,
              group_size=1, temperature=0.0, seed=0):
     """Greedy answers (or group_size sampled ones) to all problems -> (figures, responses).
 
     Figures: eval_accuracy by the rule, NaN where no true answer is known; with a reward of the
     user's own also its mean, eval_reward.
     """
-    s = settings
     if s.around_best:
         sampler = sample_groups  # to choose among answers by their rewards is no evaluation
     prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
@@ -712,11 +705,13 @@ def symptoms(history):
     now = {name: mean(name, history[-10:]) for name in (
         "approx_kl", "zero_variance_groups", "sampler_ratio_error", "entropy", "grad_norm")}
     if len(before) == 20:
+        # Twenty steps against the twenty before them: lengths and accuracies of single steps jump.
         growth = mean("response_length_mean", recent) / mean("response_length_mean", before) - 1
         gain = mean("accuracy", recent) - mean("accuracy", before)
         if growth > 0.2 and gain < 0.01:
             found["length"] = (f"answers grew by {growth:.0%} in 20 steps, accuracy by {gain:.3f}: "
                                "--length-rescale 0.33, or --aggregate constant")
+    # A jump shows in one step, so this is no mean of ten.
     if len(before) > 5 and grad_norm > 10 * mean("grad_norm", before):
         found["gradient"] = (f"gradient norm {grad_norm:.3g}, it was "
                              f"{mean('grad_norm', before):.3g}: a lower --lr, a higher --kl-coef")
@@ -1053,9 +1048,9 @@ def resumed_settings(given):
 # folder is made.
 
 
-def choose_device(settings):
+def choose_device(s):
     """-> (torch.device, dtype of the weights that compute)."""
-    s = settings
+    # in order of preference
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
                "cpu": True}
     best = next(name for name in present if present[name])
@@ -1075,12 +1070,12 @@ def choose_device(settings):
     return device, torch.bfloat16 if on_cuda and has_bf16 else torch.float32
 
 
-def load_policy(settings):
+def load_policy(s):
     """The policy and its tokenizer: safetensors only, and no code of the checkpoint's own."""
-    s = settings
     device, dtype = choose_device(s)
     with telling(f"--model {s.model}: cannot be loaded:", of=Exception):
         tokenizer = load_tokenizer(s)
+        # Weights of another shape are reported, so that check_weights can name them.
         model, report = AutoModelForCausalLM.from_pretrained(
             s.model, dtype=dtype, use_safetensors=True, trust_remote_code=False,
             output_loading_info=True, ignore_mismatched_sizes=True)
@@ -1095,9 +1090,9 @@ def load_policy(settings):
     return model.to(device if world() == 1 else "cpu").eval(), tokenizer
 
 
-def load_tokenizer(settings):
+def load_tokenizer(s):
     quiet_transformers()
-    return AutoTokenizer.from_pretrained(settings.model, trust_remote_code=False)
+    return AutoTokenizer.from_pretrained(s.model, trust_remote_code=False)
 
 
 def quiet_transformers():
@@ -1129,12 +1124,14 @@ def check_weights(model, report):
     if layers:
         raise ValueError(f"its files hold layers that its config.json does not know: "
                          f"{first(layers)}")
+    # One NaN in the weights makes every answer noise, and no metric would name it.
     for name, p in model.named_parameters():
         if not p.isfinite().all():
             raise ValueError(f"{name} is not finite")
 
 
 def check_words(tokenizer, model):
+    """A tokenizer of another model: its ids would be out of range in the middle of a step."""
     words = model.get_input_embeddings().weight.shape[0]
     highest = max(tokenizer.get_vocab().values(), default=-1)
     if highest < 0:
@@ -1146,9 +1143,8 @@ def check_words(tokenizer, model):
                          "embeddings")
 
 
-def load_reward_model(settings):
+def load_reward_model(s):
     """--reward-model, loaded as carefully as the policy: a RewardModel, the same on every rank."""
-    s = settings
     quiet_transformers()
     with telling(f"--reward-model {s.reward_model}: cannot be loaded:", of=Exception):
         found, report = reward.open_reward_model(s.reward_model, s.reward_model_lr,
@@ -1170,9 +1166,9 @@ def switch_off_dropout(model):
                 setattr(owner, name, 0.0)
 
 
-def check_forms(model, settings):
+def check_forms(model, s):
     """One line: which fast forms of [A] and [D] this model takes, which it was refused and why."""
-    with telling(f"--model {settings.model}:"):
+    with telling(f"--model {s.model}:"):
         forms = {**sample.forms_of(model), **logprob.forms_of(model)}
     taken = ", ".join(name for name, refused in forms.items() if refused is None)
     others = "; ".join(f"{name} refused: {refused}" for name, refused in forms.items() if refused)
@@ -1184,9 +1180,8 @@ def check_forms(model, settings):
     return forms
 
 
-def load_data(settings, tokenizer):
+def load_data(s, tokenizer):
     """Training and held-out problems -> two lists of dicts."""
-    s = settings
     fields = {"question_field": s.question_field, "answer_field": s.answer_field,
               "need_answer": not (s.reward or s.reward_model)}
 
@@ -1195,6 +1190,7 @@ def load_data(settings, tokenizer):
             return reward.load_problems(source, **fields)
 
     held_out = s.eval_data or ("gsm8k:test" if s.data == "gsm8k" else None)
+    # --eval-only needs --data only to hold some of it out.
     problems = [] if s.eval_only and held_out else load("--data", s.data)
     if held_out:
         eval_problems = load("--eval-data", held_out)
@@ -1213,38 +1209,34 @@ def load_data(settings, tokenizer):
     return problems, eval_problems
 
 
-def fitting(flag_name, problems, tokenizer, settings):
+def fitting(flag_name, problems, tokenizer, s):
     """The problems whose prompt and answer fit into the positions that the model was made for."""
-    s = settings
     if not problems:
         return problems
     with telling(f"--model {s.model}:"):
         prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
     lengths = [len(ids) for ids in tokenizer(prompts, add_special_tokens=False).input_ids]
-    if s.max_prompt_tokens:
-        kept = [i for i, length in enumerate(lengths) if length <= s.max_prompt_tokens]
-        if len(kept) < len(problems):
-            say(f"{flag_name}: {len(problems) - len(kept)} of {len(problems)} prompts are longer "
-                f"than --max-prompt-tokens {s.max_prompt_tokens}, and left out")
-        if not kept:
-            raise BadInput(f"{flag_name}: no prompt has --max-prompt-tokens {s.max_prompt_tokens} "
-                           "or fewer")
-        problems = [problems[i] for i in kept]
-        lengths = [lengths[i] for i in kept]
+    most = s.max_prompt_tokens or math.inf
+    kept = [(problem, length) for problem, length in zip(problems, lengths) if length <= most]
+    if not kept:
+        raise BadInput(f"{flag_name}: no prompt has --max-prompt-tokens {most} or fewer")
+    if len(kept) < len(problems):
+        say(f"{flag_name}: {len(problems) - len(kept)} of {len(problems)} prompts are longer than "
+            f"--max-prompt-tokens {most}, and left out")
     limit = logprob.length_limit(AutoConfig.from_pretrained(s.model))
-    longest = max(range(len(lengths)), key=lengths.__getitem__)
-    if lengths[longest] + s.answer_tokens > limit:
+    problem, longest = max(kept, key=lambda pair: pair[1])
+    if longest + s.answer_tokens > limit:
         turns = f", --max-turns {s.max_turns}" if s.reply else ""
-        raise BadInput(f"{flag_name}: the prompt of problem {longest + 1} has {lengths[longest]} "
+        raise BadInput(f"{flag_name}: the prompt of {problem['question'][:40]!r} has {longest} "
                        f"tokens; with --max-new-tokens {s.max_new_tokens}{turns} that is more than "
                        f"the model's {limit} positions; --max-prompt-tokens leaves such prompts "
                        "out")
-    return problems
+    return [problem for problem, _ in kept]
 
 
-def check_combinations(settings):
+def check_combinations(s):
     """What the stages would refuse in the middle of a step: tried on two answers of one token."""
-    s = settings
+    # Every flag of [C] and [E][F] goes through the function that takes it, which knows best.
     two = torch.zeros(2, 1)
     mask = torch.ones(2, 1, dtype=torch.bool)
     with telling("flags that do not go together:"):
@@ -1284,13 +1276,12 @@ def check_combinations(settings):
             raise BadInput(line)
 
 
-def load_reward_of(settings, reward_model=None):
+def load_reward_of(s, reward_model=None):
     """The flags of the reward -> reward_of(problems, prompts, rollout) -> (N,); None: the rule's.
 
     What else it finds stands beside the answers: `rollout.reward_parts`, of several rewards;
     `rollout.step_rewards`; `rollout.judged`, the rows that a reward model has read.
     """
-    s = settings
     if reward_model:
         prompt_of = partial(chat_prompt, reward_model.tokenizer, system_prompt=s.system_prompt)
         reward_of = reward.model_reward_fn(
@@ -1301,9 +1292,8 @@ def load_reward_of(settings, reward_model=None):
     return reward_of and telling("", RewardFailed)(reward_of)
 
 
-def load_sampler(settings, tokenizer, problems):
+def load_sampler(s, tokenizer, problems):
     """[A] as the flags ask for it: sample_groups, or a form that is called in the same way."""
-    s = settings
     if s.reply:
         with telling("--reply"):
             reply = reward.load_function(s.reply)
@@ -1333,7 +1323,7 @@ def one_line(text):
 # of them compute.
 
 
-def make_optimizer(model, settings):
+def make_optimizer(model, s):
     """AdamW over float32 masters of the model's weights; over the weights where they are float32.
 
     Per weight, moments take 8 bytes, a master 4, its gradient 4. With --offload masters and
@@ -1341,10 +1331,11 @@ def make_optimizer(model, settings):
     new weights come back.
     """
     weights = [p for p in model.parameters() if p.requires_grad]
-    how = {"lr": settings.lr, "weight_decay": settings.weight_decay, "fused": True}
+    how = {"lr": s.lr, "weight_decay": s.weight_decay, "fused": True}
     if all(w.dtype == torch.float32 for w in weights):
         return torch.optim.AdamW(weights, **how)
-    home = torch.device("cpu") if settings.offload else model.device
+    home = torch.device("cpu") if s.offload else model.device
+    # Detached: nothing flows back through them, the optimizer is told their gradients.
     masters = [w.detach().to(home, torch.float32, copy=True) for w in weights]
     away = home != model.device
     for weight in weights:
@@ -1362,11 +1353,12 @@ def make_optimizer(model, settings):
                 grad = weight.grad
                 master.grad = grads[i].copy_(grad, non_blocking=True) if away else grad
         if pinned:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize()  # the CPU must not read gradients that are still on their way
 
     @torch.no_grad()
     def copy_back(*_):
         for i, (master, weight) in enumerate(zip(masters, weights)):
+            # Rounded to bfloat16 on the CPU: half as much goes over.
             weight.copy_(copies[i].copy_(master) if away else master, non_blocking=True)
             master.grad = None
 
@@ -1416,9 +1408,8 @@ def out_of_memory(error):
 PROMPT = 256  # tokens of a prompt that the count assumes
 
 
-def plan_memory(settings):
+def plan_memory(s):
     """Replace every `auto` by the fastest setting whose count fits into the memory that is free."""
-    s = settings
     device, dtype = choose_device(s)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
     planned, why = fastest_that_fits(s, device.type, dtype, free)
@@ -1427,9 +1418,8 @@ def plan_memory(settings):
     return planned
 
 
-def fastest_that_fits(settings, device, dtype, free):
+def fastest_that_fits(s, device, dtype, free):
     """-> (settings without `auto`, one line that says why). `free`: bytes, on CUDA alone."""
-    s = settings
     names = ("offload", "gradient_checkpointing", "micro_batch_tokens")
     fixed = {name: getattr(s, name) for name in names if getattr(s, name) != "auto"}
     if device != "cuda":
@@ -1440,10 +1430,10 @@ def fastest_that_fits(settings, device, dtype, free):
     group = PROMPT + s.group_size * s.answer_tokens
     # Fastest first. Activations are given up before the masters leave the GPU, and two groups per
     # micro-batch before one.
-    tried = [(offload, layers, tokens) for offload, layers in ((False, False), (False, True),
-                                                               (True, True))
-             for tokens in (2 * group, group)]
-    tried += [(True, True, tokens) for tokens in (group // 2, group // 4, 1024)]
+    tried = [(False, False, 2 * group), (False, False, group),
+             (False, True, 2 * group), (False, True, group),
+             (True, True, 2 * group), (True, True, group),
+             (True, True, group // 2), (True, True, group // 4), (True, True, 1024)]
     model = model_without_storage(s, dtype)
     try:
         for values in tried:
@@ -1463,16 +1453,15 @@ def fastest_that_fits(settings, device, dtype, free):
     return planned, why
 
 
-def model_without_storage(settings, dtype):
-    with telling(f"--model {settings.model}: no configuration of a language model:", of=Exception):
-        config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False)
+def model_without_storage(s, dtype):
+    with telling(f"--model {s.model}: no configuration of a language model:", of=Exception):
+        config = AutoConfig.from_pretrained(s.model, trust_remote_code=False)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def count_memory(settings, model, device, dtype):
+def count_memory(s, model, device, dtype):
     """What one process holds: a list of (when, what, bytes, whether it is host memory)."""
-    s = settings
     W = int(os.environ.get("WORLD_SIZE", 1))
     text = model.config.get_text_config()
     n = sum(p.numel() for p in model.parameters())
@@ -1527,9 +1516,8 @@ def held(lines, phase):
                if when in ("always", phase) and not host) / 1e9
 
 
-def print_memory(settings):
+def print_memory(s):
     """--dry-run: the count of these flags, and what `auto` chooses on cards of four sizes."""
-    s = settings
     known = s.device.split(":")[0]
     if known not in ("auto", "cuda", "mps", "cpu"):
         raise BadInput(f"--device {s.device}: not cuda, mps or cpu")
@@ -1637,7 +1625,7 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def shard(whole, settings, dtype):
+def shard(whole, s, dtype):
     """FSDP2 on every decoder layer and on the rest: shards in `dtype`, gathered as they compute.
 
     `whole` is the model on rank 0, in host memory, and None elsewhere: no other rank ever holds
@@ -1649,9 +1637,9 @@ def shard(whole, settings, dtype):
         register_fsdp_forward_method,
     )
 
-    device, compute = choose_device(settings)
+    device, compute = choose_device(s)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
-    model = model_without_storage(settings, dtype)
+    model = model_without_storage(s, dtype)
     switch_off_dropout(model)
     # Layer by layer: each gets storage and is sharded before the next one gets any.
     for layer in next(m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList)):

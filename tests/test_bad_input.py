@@ -354,11 +354,11 @@ def test_too_few_and_too_long_problems(capsys, tmp_path):
     line = refused_before_a_folder_is_made(
         capsys, tmp_path, f"--data={path}", f"--eval-data={TINY / 'test.jsonl'}")
     assert f"--prompts-per-step 16: --data {path} has 2 problems" in line
-    path.write_text(lines(GOOD, {**GOOD, "question": "Anna " * 205}))
+    path.write_text(lines(GOOD, {**GOOD, "question": "How " + "Anna " * 204}))
     for flag in ("--data", "--eval-data"):
         line = refused_before_a_folder_is_made(
             capsys, tmp_path, f"--eval-data={TINY / 'test.jsonl'}", f"{flag}={path}")
-        assert f"{flag}: the prompt of problem 2 has 207 tokens" in line
+        assert f"{flag}: the prompt of 'How Anna Anna" in line and "has 207 tokens" in line
 
 
 @pytest.mark.parametrize("flag", ["--data", "--eval-data"])
