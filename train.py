@@ -24,6 +24,7 @@ if __name__ == "__main__":
     # Importing torch takes seconds. Ctrl-C in them ends quietly, for nothing has begun.
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
+import argparse
 import contextlib
 import copy
 import dataclasses
@@ -907,7 +908,8 @@ class Parser(HfArgumentParser):
 
 
 def make_parser():
-    parser = Parser(Settings, prog="train.py", allow_abbrev=False,
+    parser = Parser(Settings, prog="train.py", usage="train.py [--FLAG VALUE ...]",
+                    allow_abbrev=False,
                     description="Group Relative Policy Optimization. See README.md.")
     for name in ("gradient-checkpointing", "offload"):
         parser.add_argument(f"--no-{name}", dest=name.replace("-", "_"), action="store_false")
@@ -916,11 +918,9 @@ def make_parser():
 
 def given_flags(argv):
     """The flags that stand in argv, {name: value}, each of them within its bounds."""
-    parser = make_parser()
-    # With None for every default, what was given can be told from what was not.
-    names = [field.name for field in dataclasses.fields(Settings)]
-    parser.set_defaults(**dict.fromkeys(names))
-    values = vars(parser.parse_args(argv))
+    # No default is filled in where None stands already: so what was given can be told apart.
+    nothing = dict.fromkeys(field.name for field in dataclasses.fields(Settings))
+    values = vars(make_parser().parse_args(argv, argparse.Namespace(**nothing)))
     given = {name: value for name, value in values.items() if value is not None}
     for name, value in given.items():
         if type(value) in (int, float):

@@ -915,6 +915,8 @@ def test_the_program_and_its_help(tmp_path):
     assert str(tmp_path / "run") in done.stdout
     done = run_script("train.py", "--help")
     assert done.returncode == 0 and "--kl-coef" in done.stdout and done.stderr == ""
+    assert "beta; 0: no KL, and no reference in memory (default: 0.04)" in " ".join(
+        done.stdout.split())
 
 
 @pytest.mark.skipif(not (SHARED / "models" / "qwen2.5-tokenizer").is_dir(),
