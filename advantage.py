@@ -207,35 +207,34 @@ def entropy_advantages(rewards, entropies, mask, group_size=8, level="token", a1
     check(rewards, group_size)
     check_entropies(rewards, entropies, mask, level, right)
     right = rewards > 0 if right is None else right
+    on = mask.cpu()                                                          # (N, S-1)
+    lengths = on.sum(dim=1, keepdim=True)                                    # (N, 1)
+    # Left-aligned, so that the t-th tokens of all answers stand in one column whatever the prompt.
+    taken = torch.arange(on.shape[1]) < lengths                              # (N, S-1)
+    H = torch.zeros(on.shape, dtype=torch.float64)
+    H[taken] = entropies.detach().cpu().double()[on]
+    if level == "sequence":
+        # Every answer as if it were one token, with the mean for its entropy
+        mean = H.sum(dim=1, keepdim=True) / lengths.clamp(min=1)             # (N, 1)
+        advantages = entropy_advantages(rewards, mean, lengths > 0, group_size, "token", a1, a2,
+                                        right, normalize)
+        return advantages.where(on, 0).to(mask.device)
+
+    H = H.clamp(min=1e-6).view(-1, group_size, on.shape[1])   # (B, G, S-1); 1/H stays finite
+    taken = taken.view(H.shape)
     r = rewards.cpu().double().view(-1, group_size, 1)                       # (B, G, 1)
     is_right = right.cpu().view(-1, group_size, 1)
-    on = mask.cpu()                                                          # (N, S-1)
-
-    # Left-aligned, so that the t-th tokens of all answers stand in one column whatever the prompt.
-    lengths = on.sum(dim=1, keepdim=True)                                    # (N, 1)
-    aligned = torch.arange(on.shape[1]) < lengths                            # (N, S-1)
-    H = torch.zeros(on.shape, dtype=torch.float64)
-    H[aligned] = entropies.detach().cpu().double()[on]
-    taken = aligned
-    if level == "sequence":
-        H = H.sum(dim=1, keepdim=True) / lengths.clamp(min=1)                # (N, 1)
-        taken = lengths > 0
-    # T is S-1, or 1 where an answer has one value. 1/H stays finite.
-    H = H.clamp(min=1e-6).view(len(r), group_size, -1)                       # (B, G, T)
-    taken = taken.view(H.shape)
-
     praise = a1 * r + a2 * over_mean(H, is_right & taken)
     blame = -(a1 + a2 * over_mean(1 / H, ~is_right & taken))
-    shaped = torch.where(is_right, praise, blame)                            # (B, G, T)
+    shaped = torch.where(is_right, praise, blame)                            # (B, G, S-1)
     if normalize:
         for group, where in zip(shaped, taken):
             group[where] = z_scores(group[where])
-    shaped = shaped.view(len(on), -1).expand_as(on)[aligned].float()         # (tokens,)
-    return torch.zeros(on.shape).masked_scatter(on, shaped).to(mask.device)
+    return torch.zeros(on.shape).masked_scatter(on, shaped[taken].float()).to(mask.device)
 
 
 def over_mean(values, members):
-    """(B, G, T): each value over the mean of the members in its column, d_t H / sum of H."""
+    """(B, G, S-1): each value over the mean of the members in its column, d_t H / sum of H."""
     # NaN in a column without members, where no value is used
     return values * members.sum(dim=1, keepdim=True) / (values * members).sum(dim=1, keepdim=True)
 

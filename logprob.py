@@ -189,7 +189,7 @@ def own_logprobs(model, output, hidden, targets, temperature):
         return selected_logprobs(logits, targets), -(p * p.log().clamp(min=-1e4)).sum(dim=-1)
 
     words = model.config.get_text_config().vocab_size
-    # At least one chunk, if an empty one: the gradient of a batch without labels can be asked for
+    # At least one chunk, even an empty one: the gradient of a batch without labels can be asked for
     parts = [checkpoint(part, hidden[rows], targets[rows], use_reentrant=False)
              for rows in chunks(max(len(hidden), 1), words, hidden.device)]
     return tuple(torch.cat(values) for values in zip(*parts))
@@ -387,15 +387,14 @@ def micro_batches(labels, group_ids, token_budget, share_prompts):
 
     parts = [[n] for n in sorted(distinct, key=lambda n: -ends[n])]
     if share_prompts:
-        parts = []
-        for _, rows in groupby(distinct, key=groups.__getitem__):
-            rows = list(rows)
-            parts += [rows] if price(rows) <= token_budget else [[n] for n in rows]
+        parts = [list(rows) for _, rows in groupby(distinct, key=groups.__getitem__)]
     cuts = [[]]
     for part in parts:
-        if cuts[-1] and price(cuts[-1] + part) > token_budget:
-            cuts.append([])
-        cuts[-1] += part
+        # A group that is too large goes row by row.
+        for rows in [part] if price(part) <= token_budget else [[n] for n in part]:
+            if cuts[-1] and price(cuts[-1] + rows) > token_budget:
+                cuts.append([])
+            cuts[-1] += rows
     # Rows that equal those of a cut go with them.
     return [(torch.isin(firsts, torch.tensor(rows, device=firsts.device)).nonzero()[:, 0],
              max(ends[n] for n in rows)) for rows in cuts]
