@@ -64,7 +64,8 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
                (DAPO);  "constant": sum / (rows * max_new_tokens), Dr. GRPO, 2503.20783
     n_rows, n_tokens   sizes of the whole batch, where these rows are only a micro-batch of it: then
                losses, gradients and metrics of the micro-batches add up to those of the batch.
-    variant    what else stands in the place of J_t or KL_t: the keywords of `token_terms`
+    variant    clip_eps_high, kl_estimator, ratio, objective, sampler_logprobs, sampler_cap: what
+               stands in the place of J_t or KL_t, see `token_terms`
 
     `clip_fraction`, its `_low` and `_high` side and `ratio_mean` are means over tokens; `approx_kl`
     is averaged as the loss is, loss = policy_loss + kl_coef * approx_kl, and NaN without a
@@ -195,8 +196,8 @@ def next_kl_coef(kl_coef, approx_kl, low=0.02, high=0.05, rate=0.1):
 
     Inside the band from low to high it is unchanged; above it grows and below it shrinks, in
     proportion to how far outside the KL is, by at most `rate`. Clipped proportional control, as in
-    arXiv 1909.08593; the band is theory 001's, in place of the paper's one target. ValueError: a
-    coefficient, a KL, a band or a rate that makes no sense.
+    arXiv 1909.08593; the band is theory 001's, in place of the paper's one target. ValueError
+    unless kl_coef >= 0, 0 < low <= high, 0 < rate < 1 and the KL is a number, inf included.
     """
     if not (kl_coef >= 0 and 0 < low <= high and 0 < rate < 1) or math.isnan(approx_kl):
         raise ValueError(f"kl_coef {kl_coef}, KL {approx_kl}, band {low} to {high}, rate {rate}: "
