@@ -82,7 +82,7 @@ def advantages_for(kind, rewards, group_size=8, entropies=None, mask=None, right
     check(rewards, group_size, clip)
     if step_rewards is not None and kind != "group":
         raise ValueError(f"advantage {kind!r}: only 'group' can use rewards of steps")
-    if not scale_by_std and (step_rewards is not None or kind in ("gtpo", "grpo-s", "shape")):
+    if not scale_by_std and (step_rewards is not None or kind not in ("group", "leave-one-out")):
         raise ValueError("scale_by_std off: rewards of steps, gtpo, grpo-s and shape need the std")
     if kind == "shape" and candidates is None:
         raise ValueError("advantage 'shape': the candidates are needed")
@@ -162,34 +162,28 @@ def pooled_advantages(parts, mask, group_size):
 
     The parts of all answers of a group are pooled, so answers may have different numbers of them.
     """
-    check_parts(parts, mask, group_size)
+    if mask is None or len(mask) != len(parts):
+        raise ValueError(f"parts of {len(parts)} answers: a mask of as many rows is needed")
+    check(torch.zeros(len(parts)), group_size)
+    lengths = mask.sum(dim=1).tolist()
     position = mask.cpu().cumsum(dim=1) - 1               # (N, S-1), index among response tokens
     advantages = torch.zeros(mask.shape, dtype=torch.float64)
     for rows in torch.arange(len(parts)).split(group_size):
-        group = [(row, *part) for row in rows for part in parts[row]]
+        group = [(row, *part) for row in rows.tolist() for part in parts[row]]
+        for row, first, last, reward in group:
+            if not 0 <= first <= last < lengths[row] or not math.isfinite(reward):
+                raise ValueError(f"row {row}: a part with reward {reward} from token {first} to "
+                                 f"{last}, of {lengths[row]}")
         scores = z_scores(torch.tensor([reward for *_, reward in group], dtype=torch.float64))
         for (row, first, last, _), score in zip(group, scores):
             advantages[row] += score * ((first <= position[row]) & (position[row] <= last))
     return advantages.where(mask.cpu(), 0).float().to(mask.device)
 
 
-def check_parts(parts, mask, group_size):
-    if mask is None or len(mask) != len(parts):
-        raise ValueError(f"parts of {len(parts)} answers: a mask of as many rows is needed")
-    check(torch.zeros(len(parts)), group_size)
-    for row, length in enumerate(mask.sum(dim=1).tolist()):
-        for first, last, reward in parts[row]:
-            if not 0 <= first <= last < length or not math.isfinite(reward):
-                raise ValueError(f"row {row}: a part with reward {reward} from token {first} to "
-                                 f"{last}, of {length}")
-
-
 def z_scores(values):
-    """(M,) float64 -> (M,): what `group_advantages` does to one group; a single value gives 0.
-
-    Float64 on the CPU, once per rollout: values that are equal but for rounding must not be told
-    apart, and 1e-16 disappears beside eps where the 1e-7 of float32 would not.
-    """
+    """(M,) float64 -> (M,): what `group_advantages` does to one group; a single value gives 0."""
+    # Float64, on the CPU and once per rollout: values that are equal but for rounding must not be
+    # told apart, and 1e-16 disappears beside eps where the 1e-7 of float32 would not.
     return group_advantages(values, len(values)) if len(values) > 1 else torch.zeros_like(values)
 
 
@@ -213,36 +207,34 @@ def entropy_advantages(rewards, entropies, mask, group_size=8, level="token", a1
     check(rewards, group_size)
     check_entropies(rewards, entropies, mask, level, right)
     right = rewards > 0 if right is None else right
+    on = mask.cpu()                                                          # (N, S-1)
+    lengths = on.sum(dim=1, keepdim=True)                                    # (N, 1)
+    # Left-aligned, so that the t-th tokens of all answers stand in one column whatever the prompt.
+    taken = torch.arange(on.shape[1]) < lengths                              # (N, S-1)
+    H = torch.zeros(on.shape, dtype=torch.float64)
+    H[taken] = entropies.detach().cpu().double()[on]
+    if level == "sequence":
+        # Every answer as if it were one token, with the mean for its entropy
+        mean = H.sum(dim=1, keepdim=True) / lengths.clamp(min=1)             # (N, 1)
+        advantages = entropy_advantages(rewards, mean, lengths > 0, group_size, "token", a1, a2,
+                                        right, normalize)
+        return advantages.where(on, 0).to(mask.device)
+
+    H = H.clamp(min=1e-6).view(-1, group_size, on.shape[1])   # (B, G, S-1); 1/H stays finite
+    taken = taken.view(H.shape)
     r = rewards.cpu().double().view(-1, group_size, 1)                       # (B, G, 1)
     is_right = right.cpu().view(-1, group_size, 1)
-    on = mask.cpu()                                                          # (N, S-1)
-
-    # Left-aligned, so that the t-th tokens of all answers stand in one column whatever the prompt.
-    lengths = on.sum(dim=1, keepdim=True)                                    # (N, 1)
-    aligned = torch.arange(on.shape[1]) < lengths                            # (N, S-1)
-    H = torch.zeros(on.shape, dtype=torch.float64)
-    H[aligned] = entropies.detach().cpu().double()[on]
-    taken = aligned
-    if level == "sequence":
-        H = H.sum(dim=1, keepdim=True) / lengths.clamp(min=1)                # (N, 1)
-        taken = lengths > 0
-    # T is S-1, or 1 where an answer has one value. 1/H stays finite.
-    H = H.clamp(min=1e-6).view(len(r), group_size, -1)                       # (B, G, T)
-    taken = taken.view(H.shape)
-
     praise = a1 * r + a2 * over_mean(H, is_right & taken)
     blame = -(a1 + a2 * over_mean(1 / H, ~is_right & taken))
-    shaped = torch.where(is_right, praise, blame)                            # (B, G, T)
+    shaped = torch.where(is_right, praise, blame)                            # (B, G, S-1)
     if normalize:
         for group, where in zip(shaped, taken):
             group[where] = z_scores(group[where])
-    advantages = torch.zeros(on.shape)
-    advantages[on] = shaped.view(len(on), -1).expand_as(on)[aligned].float()
-    return advantages.to(mask.device)
+    return torch.zeros(on.shape).masked_scatter(on, shaped[taken].float()).to(mask.device)
 
 
 def over_mean(values, members):
-    """(B, G, T): each value over the mean of the members in its column, d_t H / sum of H."""
+    """(B, G, S-1): each value over the mean of the members in its column, d_t H / sum of H."""
     # NaN in a column without members, where no value is used
     return values * members.sum(dim=1, keepdim=True) / (values * members).sum(dim=1, keepdim=True)
 
@@ -265,18 +257,12 @@ def check_entropies(rewards, entropies, mask, level, right):
 # The demonstration: the group of the command line, then each variant on a few small numbers.
 
 def main():
-    try:
-        rewards = torch.tensor([float(word) for word in sys.argv[1:] or (1.5, 1.0, 0, 0)])
-        G = len(rewards)
-        advantages = group_advantages(rewards, G)
-    except ValueError as error:
-        print(f"advantage.py: {error}", file=sys.stderr)
-        sys.exit(2)
-
+    rewards = torch.tensor([float(word) for word in sys.argv[1:] or (1.5, 1.0, 0, 0)])
+    G = len(rewards)
+    advantages = group_advantages(rewards, G)
     print(f"mean {rewards.mean():.6g}   std {rewards.std(correction=0):.6g}")
     show("reward", rewards)
     show("advantage", advantages)
-    print("\nthe variants, on the same group")
     show("centred only (Dr. GRPO)", group_advantages(rewards, G, scale_by_std=False))
     show("clipped to -1 and 1", group_advantages(rewards, G, clip=1.0))
     show("leave-one-out", leave_one_out_advantages(rewards, G))
@@ -285,11 +271,11 @@ def main():
     mask = torch.ones(4, 2, dtype=torch.bool)
     steps = [[(0, 1.0), (1, 0.0)], [(1, 1.0)]]
     show("process: steps 1 0 | 1", process_advantages(steps, mask[:2], 2))
-    # Entropies of two right and two wrong answers; before the z-score, which would hide the shares
-    entropies = torch.tensor([[3.0, 1.0], [1.0, 1.0], [3.0, 1.0], [1.0, 1.0]])
+    # Two right and two wrong answers, before the z-score: it would hide the shares
+    H = torch.tensor([[3.0, 1.0], [1.0, 1.0], [3.0, 1.0], [1.0, 1.0]])
     right = torch.tensor([1.0, 1.0, 0.0, 0.0])
     for name, level in (("GTPO", "token"), ("GRPO-S", "sequence")):
-        shaped = entropy_advantages(right, entropies, mask, 4, level, normalize=False)
+        shaped = entropy_advantages(right, H, mask, 4, level, normalize=False)
         show(f"{name}: right, H 3 1 | 1 1", shaped[:2])
         show(f"{name}: wrong, H 3 1 | 1 1", shaped[2:])
     show("Shapley: rewards .2 .8 .5", shapley_shares(torch.tensor([0.2, 0.8, 0.5])))
@@ -300,4 +286,8 @@ def show(name, values):
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ValueError as error:
+        print(f"advantage.py: {error}", file=sys.stderr)
+        sys.exit(2)

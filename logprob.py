@@ -189,12 +189,10 @@ def own_logprobs(model, output, hidden, targets, temperature):
         return selected_logprobs(logits, targets), -(p * p.log().clamp(min=-1e4)).sum(dim=-1)
 
     words = model.config.get_text_config().vocab_size
+    # At least one chunk, even an empty one: the gradient of a batch without labels can be asked for
     parts = [checkpoint(part, hidden[rows], targets[rows], use_reentrant=False)
-             for rows in chunks(len(hidden), words, hidden.device)]
-    if not parts:
-        return hidden.sum(dim=1).float(), hidden.sum(dim=1).float()               # (0,), (0,)
-    logprobs, entropies = zip(*parts)
-    return torch.cat(logprobs), torch.cat(entropies)
+             for rows in chunks(max(len(hidden), 1), words, hidden.device)]
+    return tuple(torch.cat(values) for values in zip(*parts))
 
 
 def own_head(model, output, hidden):
@@ -264,9 +262,12 @@ def grouped_attention(module, query, key, value, mask, scaling=None, groups=None
             raise ValueError(f"{name} in its attention")
     groups = tuple(tuple(sizes) for sizes in groups)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))                 # (T, H, D)
-    if takes_flash(query, value):
-        return flash_attention(q, k, v, scaling, groups)[None], None
     heads = q.shape[1] // k.shape[1]                     # query heads that share a key head
+    if takes_flash(query, value):
+        keys, *lengths = flash_calls(groups, query.device)
+        # torch 2.11 and 2.12 take as many key heads as query heads only
+        k, v = (x[keys].repeat_interleave(heads, dim=1) for x in (k, v))          # (Tk, Hq, D)
+        return varlen_attn(q, k, v, *lengths, scale=scaling, window_size=(-1, 0))[None], None
     calls, places = attention_calls(groups, heads, query.device)
     out = [masked_attention(q[rows], k[seen], v[seen], mask, scaling) for rows, seen, mask in calls]
     return torch.cat(out)[places][None], None
@@ -312,13 +313,11 @@ def pieces_of(groups):
     """Prompts and answers of the row: (start, length, start and length of the prompt before it)."""
     pieces = []
     start = 0
-    for P, *answers in groups:
+    for sizes in groups:
         prompt = start
-        pieces.append((start, P, prompt, 0))
-        start += P
-        for L in answers:
+        for n, L in enumerate(sizes):
             if L:
-                pieces.append((start, L, prompt, P))
+                pieces.append((start, L, prompt, sizes[0] if n else 0))
             start += L
     return pieces
 
@@ -343,15 +342,6 @@ def takes_flash(query, value):
         return False
     # The meta device holds no numbers. On it memory is counted, and for CUDA.
     return query.is_meta or query.is_cuda and torch.cuda.get_device_capability() >= (8, 0)
-
-
-def flash_attention(q, k, v, scaling, groups):
-    """q (T, Hq, D), k and v (T, Hkv, D) -> (T, Hq, D): every piece sees its prompt and itself."""
-    keys, ends_q, ends_k, Lq, Lk = flash_calls(groups, q.device)
-    heads = q.shape[1] // k.shape[1]
-    # torch 2.11 and 2.12 take as many key heads as query heads only
-    k, v = (x[keys].repeat_interleave(heads, dim=1) for x in (k, v))              # (Tk, Hq, D)
-    return varlen_attn(q, k, v, ends_q, ends_k, Lq, Lk, scale=scaling, window_size=(-1, 0))
 
 
 @lru_cache(maxsize=8)
@@ -397,15 +387,14 @@ def micro_batches(labels, group_ids, token_budget, share_prompts):
 
     parts = [[n] for n in sorted(distinct, key=lambda n: -ends[n])]
     if share_prompts:
-        parts = []
-        for _, rows in groupby(distinct, key=groups.__getitem__):
-            rows = list(rows)
-            parts += [rows] if price(rows) <= token_budget else [[n] for n in rows]
+        parts = [list(rows) for _, rows in groupby(distinct, key=groups.__getitem__)]
     cuts = [[]]
     for part in parts:
-        if cuts[-1] and price(cuts[-1] + part) > token_budget:
-            cuts.append([])
-        cuts[-1] += part
+        # A group that is too large goes row by row.
+        for rows in [part] if price(part) <= token_budget else [[n] for n in part]:
+            if cuts[-1] and price(cuts[-1] + rows) > token_budget:
+                cuts.append([])
+            cuts[-1] += rows
     # Rows that equal those of a cut go with them.
     return [(torch.isin(firsts, torch.tensor(rows, device=firsts.device)).nonzero()[:, 0],
              max(ends[n] for n in rows)) for rows in cuts]
@@ -466,6 +455,8 @@ def activation_bytes(model, tokens, group_size, max_new_tokens, checkpointed, pr
 # model's own forward pass on each row alone.
 
 FORMS = weakref.WeakKeyDictionary()      # model -> what forms_of found
+# Tokens of prompt and answer in each row of the trial: two prompts, answers of one token and more
+TRIAL = ((5, 6), (5, 1), (5, 4), (9, 7), (9, 1))
 
 
 def forms_of(model):
@@ -485,16 +476,20 @@ def forms_of(model):
 def try_forms(model):
     """The plain form must hold. What rounding does to it says what it may do to the fast ones."""
     ids, labels, group_ids = rows_to_try(model)
+    mask = labels[:, 1:] != IGNORE
     forms = {"lean head": "not tried", "grouped rows": "not tried"}
     root = math.sqrt(torch.finfo(model.dtype).eps)       # 3e-4 in float32, 0.09 in bfloat16
     claim = f"{model.config.model_type}: the log-probs of its body and its own head"
 
     def error():
-        actual = scored(model, ids, labels, 1.0, False, group_ids, forms)
-        return float((actual - expected)[labels[:, 1:] != IGNORE].square().mean().sqrt())
+        actual = scored(model, ids, labels, 1.0, False, group_ids, forms)[mask]
+        return float((actual - expected).square().mean().sqrt())
 
     try:
-        expected = row_by_row(model, ids, labels)                                 # (N, S-1)
+        # Each row alone, without its padding
+        alone = [plain_logprobs(model, ids[n:n + 1, :P + L], labels[n:n + 1, :P + L])[0, P - 1:]
+                 for n, (P, L) in enumerate(TRIAL)]
+        expected = torch.cat(alone)                                               # (M,)
         noise = error()
     except Exception as problem:
         raise ValueError(f"{claim} fail ({words_of(problem)})") from None
@@ -517,28 +512,19 @@ def try_forms(model):
 
 
 def rows_to_try(model):
-    """Two prompts of different length, answers of one and of several tokens -> ids, labels, groups.
+    """The rows of TRIAL -> ids, labels (5, 17), groups (5,). Rows of a group share their prompt.
 
     Random ids also stand in the padding, where they must not matter.
     """
-    sizes = [(5, 6), (5, 1), (5, 4), (9, 7), (9, 1)]                              # prompt, answer
     words = model.config.get_text_config().vocab_size
     ids = torch.randint(words, (5, 17), generator=torch.Generator().manual_seed(0))
+    ids[1:3, :5] = ids[0, :5]
+    ids[4, :9] = ids[3, :9]
     labels = torch.full_like(ids, IGNORE)
-    for n, (P, L) in enumerate(sizes):
-        ids[n, :P] = ids[0 if P == 5 else 3, :P]
+    for n, (P, L) in enumerate(TRIAL):
         labels[n, P:P + L] = ids[n, P:P + L]
-    group_ids = torch.tensor([P for P, _ in sizes])
+    group_ids = torch.tensor([P for P, _ in TRIAL])
     return tuple(x.to(model.device) for x in (ids, labels, group_ids))
-
-
-def row_by_row(model, ids, labels):
-    """plain_logprobs of each row alone, without its padding -> (N, S-1)."""
-    logprobs = torch.zeros(len(ids), ids.shape[1] - 1, device=ids.device)
-    for n in range(len(ids)):
-        end = int((labels[n] != IGNORE).nonzero().max()) + 1
-        logprobs[n, :end - 1] = plain_logprobs(model, ids[n:n + 1, :end], labels[n:n + 1, :end])[0]
-    return logprobs
 
 
 def more_than_a_product(model, ids):
@@ -620,8 +606,7 @@ def main():
     model = model.eval().to(args.device)
     messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
     messages.append({"role": "user", "content": args.prompt})
-    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    prompt_ids = tokenizer(prompt, add_special_tokens=False).input_ids
+    prompt_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True).input_ids
     response_ids = tokenizer(args.response, add_special_tokens=False).input_ids
     response_ids.append(tokenizer.eos_token_id)
     input_ids = torch.tensor([prompt_ids + response_ids], device=model.device)    # (1, S)
@@ -630,7 +615,7 @@ def main():
         logprobs = token_logprobs(model, input_ids, labels, args.temperature)[0]  # (S-1,)
 
     print(" row   label  log-prob  token")
-    for t, token in enumerate(input_ids[0].tolist()):
+    for t, token in enumerate(prompt_ids + response_ids):
         is_label = labels[0, t] != IGNORE
         label = "label" if is_label else "."
         value = f"{logprobs[t - 1]:+.4f}" if is_label else ""

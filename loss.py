@@ -52,9 +52,7 @@ def kl_estimate(logprobs, ref_logprobs, estimator="k3"):
 
 
 def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0.2, kl_coef=0.04, *,
-              clip_eps_high=None, kl_estimator="k3", aggregate="sequence", ratio="token",
-              objective="clip", sampler_logprobs=None, sampler_cap=2.0, max_new_tokens=None,
-              n_rows=None, n_tokens=None):
+              aggregate="sequence", max_new_tokens=None, n_rows=None, n_tokens=None, **variant):
     """The GRPO loss of a batch and its metrics: `(loss, {name: detached scalar})`.
 
     logprobs, old_logprobs, ref_logprobs, mask: (N, S-1), nats; advantages: (N,) or (N, S-1). Where
@@ -66,13 +64,13 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
                (DAPO);  "constant": sum / (rows * max_new_tokens), Dr. GRPO, 2503.20783
     n_rows, n_tokens   sizes of the whole batch, where these rows are only a micro-batch of it: then
                losses, gradients and metrics of the micro-batches add up to those of the batch.
-    The other options choose a variant of J_t or KL_t: `token_terms`.
+    variant    clip_eps_high, kl_estimator, ratio, objective, sampler_logprobs, sampler_cap: what
+               stands in the place of J_t or KL_t, see `token_terms`
 
-    `clip_fraction` and `ratio_mean` are means over tokens, and `clip_fraction_low` and `_high` say
-    on which side the clip bit; `approx_kl` is averaged as the loss is, so that
-    loss = policy_loss + kl_coef * approx_kl; it is NaN without a reference. ValueError: an option
-    that does not exist, "constant" without max_new_tokens, a KL penalty without a reference, and
-    what `token_terms` refuses.
+    `clip_fraction`, its `_low` and `_high` side and `ratio_mean` are means over tokens; `approx_kl`
+    is averaged as the loss is, loss = policy_loss + kl_coef * approx_kl, and NaN without a
+    reference. ValueError: an aggregate that does not exist, "constant" without max_new_tokens, a KL
+    penalty without a reference, and what `token_terms` refuses.
     """
     check_option("aggregate", aggregate, AGGREGATES)
     if aggregate == "constant" and not max_new_tokens:
@@ -81,37 +79,31 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
         raise ValueError(f"kl_coef {kl_coef} needs ref_logprobs")
     n_rows = len(mask) if n_rows is None else n_rows
     n_tokens = int(mask.sum()) if n_tokens is None else n_tokens
+    lengths = mask.sum(dim=1).clamp(min=1)                                   # (N,)
 
     def average(values, how):                                                # (N, S-1) -> ()
+        values = values * mask
         if how == "sequence":
-            return row_mean(values, mask).sum() / n_rows
-        size = n_rows * max_new_tokens if how == "constant" else max(n_tokens, 1)
-        return (values * mask).sum() / size
+            return (values.sum(dim=1) / lengths).sum() / n_rows
+        if how == "token":
+            return values.sum() / max(n_tokens, 1)
+        return values.sum() / (n_rows * max_new_tokens)
 
     # J_t is `clipped_objective` and KL_t `kl_estimate`, unless an option chooses a variant.
-    J, clipped, kl, log_ratio = token_terms(
-        logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps,
-        clip_eps_high=clip_eps_high, kl_estimator=kl_estimator, ratio=ratio, objective=objective,
-        sampler_logprobs=sampler_logprobs, sampler_cap=sampler_cap)
-    policy_loss = -average(J, aggregate)
-    approx_kl = torch.full_like(policy_loss, torch.nan)
-    loss = policy_loss
+    J, clipped, kl, log_ratio = token_terms(logprobs, old_logprobs, ref_logprobs, advantages, mask,
+                                            clip_eps, **variant)
+    loss = policy_loss = -average(J, aggregate)
+    approx_kl = torch.full_like(loss, torch.nan)
     if kl is not None:
         approx_kl = average(kl, aggregate)
         loss = policy_loss + kl_coef * approx_kl
 
-    clip_fraction_low = average((clipped & (log_ratio < 0)).to(loss.dtype), "token")
-    clip_fraction_high = average((clipped & (log_ratio > 0)).to(loss.dtype), "token")
+    low = average((clipped & (log_ratio < 0)).to(loss.dtype), "token")
+    high = average((clipped & (log_ratio > 0)).to(loss.dtype), "token")
     metrics = {"loss": loss, "policy_loss": policy_loss, "approx_kl": approx_kl,
-               "clip_fraction": clip_fraction_low + clip_fraction_high,
-               "clip_fraction_low": clip_fraction_low, "clip_fraction_high": clip_fraction_high,
+               "clip_fraction": low + high, "clip_fraction_low": low, "clip_fraction_high": high,
                "ratio_mean": average(log_ratio.exp(), "token")}
     return loss, {name: value.detach() for name, value in metrics.items()}
-
-
-def row_mean(values, mask):
-    """Values (N, S-1) -> (N,): the mean where the mask is true, 0 where it is true nowhere."""
-    return (values * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -148,16 +140,14 @@ def token_terms(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps
     # What is masked becomes 0 before anything is computed: no inf or NaN reaches a gradient.
     logprobs = logprobs.where(mask, 0)
     old_logprobs = old_logprobs.where(mask, 0)
-    A = advantages.unsqueeze(1) if advantages.ndim == 1 else advantages      # (N, 1) or (N, S-1)
-    A = A.where(mask, 0)                                                     # (N, S-1)
+    A = advantages.view(len(mask), -1).where(mask, 0)                        # (N, S-1)
     clip_high = clip_eps if clip_eps_high is None else clip_eps_high
 
     # Bounded: exp overflows at 88, and inf * 0 would be NaN.
-    token_log_ratio = (logprobs - old_logprobs).clamp(max=20)
-    log_ratio = token_log_ratio
+    log_ratio = token_log_ratio = (logprobs - old_logprobs).clamp(max=20)    # (N, S-1)
     if ratio == "sequence":
-        log_ratio = row_mean(logprobs - old_logprobs, mask).clamp(max=20)    # (N,)
-        log_ratio = log_ratio.unsqueeze(1).expand_as(mask)                   # (N, S-1)
+        mean = (logprobs - old_logprobs).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+        log_ratio = mean.clamp(max=20)[:, None].expand_as(mask)              # one value per row
     if objective == "clip":
         J, clipped = clipped_objective(log_ratio, A, clip_eps, clip_high)
     else:
@@ -171,14 +161,12 @@ def token_terms(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps
 
     if ref_logprobs is None:
         return J, clipped, None, log_ratio
-    ref_logprobs = ref_logprobs.where(mask, 0)
+    kl = kl_estimate(logprobs, ref_logprobs.where(mask, 0), kl_estimator.removesuffix("_corrected"))
     if kl_estimator == "k3_corrected":
         # Exact for KL(pi || ref), in value and gradient, when the tokens were drawn from pi_old:
         # the mean of (pi / pi_old) k3 over pi_old is that of k3 over pi. The gradient flows
         # through the ratio too, which is the token's own whatever `ratio` says.
-        kl = token_log_ratio.exp() * kl_estimate(logprobs, ref_logprobs, "k3")
-    else:
-        kl = kl_estimate(logprobs, ref_logprobs, kl_estimator)
+        kl = token_log_ratio.exp() * kl
     return J, clipped, kl, log_ratio
 
 
@@ -186,8 +174,7 @@ def cispo_objective(logprobs, log_ratio, advantages, clip_high=0.2):
     """CISPO, MiniMax-M1, arXiv 2506.13585: min(w, 1 + high) A logp, and where the cap bit.
 
     No gradient flows through the weight, and so none is lost: a token beyond the cap still learns,
-    with the cap for a weight. The value is no estimate of anything; its gradient is. There is no
-    lower cap.
+    with the cap for a weight. There is no lower cap. Only the gradient is an estimate, not J.
     """
     w = log_ratio.exp().detach()
     cap = 1 + clip_high
@@ -200,7 +187,7 @@ def gradient_coefficient(advantages, logprobs, ref_logprobs, kl_coef=0.04):
     advantages: (N,) or (N, S-1); logprobs, ref_logprobs: (N, S-1) -> (N, S-1). Where the reference
     is above the policy the penalty pulls the probability up.
     """
-    A = advantages.unsqueeze(1) if advantages.ndim == logprobs.ndim - 1 else advantages
+    A = advantages.view(len(logprobs), -1)                                   # (N, 1) or (N, S-1)
     return A + kl_coef * (ref_logprobs - logprobs).expm1()
 
 
@@ -209,12 +196,13 @@ def next_kl_coef(kl_coef, approx_kl, low=0.02, high=0.05, rate=0.1):
 
     Inside the band from low to high it is unchanged; above it grows and below it shrinks, in
     proportion to how far outside the KL is, by at most `rate`. Clipped proportional control, as in
-    arXiv 1909.08593; the band is theory 001's, in place of the paper's one target.
-    It does not fall below 1e-8 and restarts there from 0: a factor alone would be stuck at 0.
+    arXiv 1909.08593; the band is theory 001's, in place of the paper's one target. ValueError
+    unless kl_coef >= 0, 0 < low <= high, 0 < rate < 1 and the KL is a number, inf included.
     """
     if not (kl_coef >= 0 and 0 < low <= high and 0 < rate < 1) or math.isnan(approx_kl):
         raise ValueError(f"kl_coef {kl_coef}, KL {approx_kl}, band {low} to {high}, rate {rate}: "
                          "not all above 0 and in order")
+    # It does not fall below this, and restarts here from 0: a factor alone would be stuck at 0.
     smallest = 1e-8
     if approx_kl > high:
         return (kl_coef or smallest) * min(approx_kl / high, 1 + rate)
@@ -245,21 +233,21 @@ def main():
 
     print("d = log ref - log pi          k1          k2          k3")
     for d in (0.5, -0.5, 0.05, 1e-4):
-        estimates = [kl_estimate(torch.zeros(()), torch.tensor(d), k) for k in ("k1", "k2", "k3")]
-        print(f"{d:20g}" + "".join(f"  {value:10.6g}" for value in estimates))
+        k1, k2, k3 = (kl_estimate(torch.tensor(0.0), torch.tensor(d), k) for k in KL_ESTIMATORS[:3])
+        print(f"{d:20g}  {k1:10.6g}  {k2:10.6g}  {k3:10.6g}")
 
     print("\nthe variants, with A = 1")
-    logprobs = torch.full((1, 2), -1.0)
     for w in (0.5, 1.0, 2.0):
-        J, _ = cispo_objective(logprobs, torch.tensor(w).log(), 1.0)
-        print(f"CISPO, w = {w}: grad logp is multiplied by {J[0, 0] / logprobs[0, 0]:g}")
-    old = logprobs - math.log(2)
+        weight, _ = cispo_objective(1.0, torch.tensor(w).log(), 1.0)
+        print(f"CISPO, w = {w}: grad logp is multiplied by {weight:g}")
+    old = torch.full((1, 2), -1.0)
+    new = old + math.log(2)
     sampler = old - torch.tensor([3.0, 0.5]).log()
-    J, _, kl, _ = token_terms(logprobs, old, logprobs + 0.5, torch.ones(1), logprobs < 0,
+    J, _, kl, _ = token_terms(new, old, new + 0.5, torch.ones(1), old < 0,
                               kl_estimator="k3_corrected", sampler_logprobs=sampler)
     print(f"sampler correction, w = 2, old/sampler = 3 and 0.5: J = {J[0, 0]:g}, {J[0, 1]:g}")
     print(f"corrected k3, w = 2, d = 0.5: {kl[0, 0]:.6f}")
-    coefficient = gradient_coefficient(torch.ones(1), logprobs, logprobs + math.log(2))
+    coefficient = gradient_coefficient(torch.ones(1), old, new)
     print(f"gradient coefficient, beta = 0.04, ref/pi = 2: {coefficient[0, 0]:.4g}")
     for kl in (0.01, 0.03, 0.10):
         print(f"adaptive beta, 0.04 at {kl:.2f} nats per token: {next_kl_coef(0.04, kl):.4g}")

@@ -703,7 +703,7 @@ def test_script_shows_a_group(run_here):
     assert advantages == ["advantage", "+1.34715", "+0.57735", "-0.96225", "-0.96225"]
     variants = {
         line[:28].strip(): [float(x) for x in line[28:].split()]
-        for line in lines[4:]
+        for line in lines[3:]
         if re.search(r"[+-]\d\.\d{5}$", line)
     }
     assert variants == {
