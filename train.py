@@ -1865,7 +1865,7 @@ class Run:
                 # A resumed run takes back what was drawn of the steps that it does again.
                 self.tensorboard = SummaryWriter(self.folder / "tensorboard", purge_step=self.step)
             except ImportError:
-                self.tensorboard = False
+                self.tensorboard = False  # and is not looked for again
         if self.tensorboard:
             for name, value in metrics.items():
                 if isinstance(value, float):
@@ -1903,10 +1903,7 @@ class Run:
 
     @contextlib.contextmanager
     def replacing(self, name):
-        """A path beside the file or folder of that name: what is written there takes its place.
-
-        Whoever is killed in between leaves the old one whole.
-        """
+        """Where to write a file or a folder: beside the old one, whose place it then takes."""
         beside = self.folder / f"{name}.tmp"
         with self.writing(name):
             yield beside
@@ -1969,8 +1966,8 @@ class Run:
                 for name in ("metrics.jsonl", "samples.jsonl"):
                     reach_the_disk(self.folder / name)
                 save_file(tensors, beside, metadata={"grpo": json.dumps(state)})
-                # safetensors writes for the owner alone; whoever may read the lines may read it.
-                shutil.copymode(self.folder / "metrics.jsonl", beside)
+                # safetensors writes for the owner alone, we for whom the umask says.
+                shutil.copymode(self.folder / "config.json", beside)
         self.last_checkpoint = f"of step {self.step}, whole"
 
     @torch.no_grad()
@@ -2004,7 +2001,7 @@ class Run:
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             raise BadInput(f"--resume: {path} is torn, or not of this model "
                            f"({one_line(error)})") from None
-        # bfloat16 weights are copies of their masters.
+        # Where weights are bfloat16 copies of their masters, they still are those of the start.
         weights = dict(model.named_parameters())
         for name, master in named_masters(model, optimizer):
             weights[name].copy_(master)
@@ -2105,9 +2102,7 @@ def digest_of_files(paths):
 def check_inputs(run, found):
     """A resumed run must find what it started from; a reward may have been mended in between."""
     saved = json.loads((run.folder / "config.json").read_text(encoding="utf-8")).get("inputs", {})
-    for name, value in found.items():
-        if saved.get(name, value) == value:
-            continue
+    for name in [name for name in found if saved.get(name, found[name]) != found[name]]:
         if name != "--reward":
             raise BadInput(f"--resume: {name} is not what the run in {run.name} started from: its "
                            "content has changed")
@@ -2133,6 +2128,7 @@ def save_final(model, tokenizer, settings, run, name="final"):
 
 
 def save_folder(model, tokenizer, run, name, recipe=None):
+    """A folder that from_pretrained opens, in the place of the old one."""
     with run.replacing(name) as beside:
         model.save_pretrained(beside)
         tokenizer.save_pretrained(beside)
@@ -2280,6 +2276,7 @@ def begin(run, parts, settings, recipe):
         f"from step {run.step}")
     # Only now, for config.json has the coefficient that the run began with.
     s.kl_coef = s.kl_coef if run.kl_coef is None else run.kl_coef
+    # From here on a signal lets the step end; what came before had nothing to save.
     run.stop_on_signals()
 
 
@@ -2443,31 +2440,20 @@ def shortened(text, limit=100):
     return text if len(text) <= limit else f"{text[:half]} ... {text[-half:]}"
 
 
-class Patient:
-    """A stream whose reader may go away or whose disk may be full: the run goes on."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-    def write(self, text):
+def patient(function):
+    """A stream's write or flush: no reader who goes away and no full disk stops the run."""
+    def call(*given):
         with contextlib.suppress(OSError, ValueError):
-            self.stream.write(text)
-        return len(text)
-
-    def flush(self):
-        with contextlib.suppress(OSError, ValueError):
-            self.stream.flush()
+            function(*given)
+    return call
 
 
 if __name__ == "__main__":
     for stream in (sys.stdout, sys.stderr):
         # A terminal that knows ASCII only gets the rest as \u escapes.
         stream.reconfigure(errors="backslashreplace")
-    sys.stdout = Patient(sys.stdout)
-    sys.stderr = Patient(sys.stderr)
+        stream.write = patient(stream.write)
+        stream.flush = patient(stream.flush)
     try:
         status = main()
     except SystemExit as leaving:  # --help

@@ -454,8 +454,9 @@ def test_a_foreign_checkpoint(capsys, run_folder):
     assert "not of this model" in refuses_to_resume(capsys, run_folder)
 
 
-def test_moments_and_weights_come_back(uninterrupted):
-    s = train.plan_memory(train.parse(list(FLAGS))[0])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_moments_and_weights_come_back(uninterrupted, dtype):
+    s = train.plan_memory(train.parse([*FLAGS, f"--dtype={dtype}"])[0])
     policy, _ = train.load_policy(s)
     optimizer = train.make_optimizer(policy, s)
     run = train.Run(uninterrupted)
@@ -469,6 +470,23 @@ def test_moments_and_weights_come_back(uninterrupted):
             assert state.keys() == {"weight", "step", "exp_avg", "exp_avg_sq"}
             for key, value in state.items():
                 assert torch.equal(file.get_tensor(f"{key}/{name}"), value), (key, name)
+            assert torch.equal(policy.get_parameter(name), master.to(policy.dtype))
+
+
+def test_weights_that_are_not_finite_are_not_saved(run_folder):
+    s = train.plan_memory(train.parse(list(FLAGS))[0])
+    policy, _ = train.load_policy(s)
+    run = train.Run(run_folder)
+    before = checkpoint_of(run_folder).read_bytes()
+    with torch.no_grad():
+        policy.model.norm.weight[3] = torch.nan
+    run.save_checkpoint(policy, train.make_optimizer(policy, s))
+    assert run.last_checkpoint == "none" and checkpoint_of(run_folder).read_bytes() == before
+    with torch.no_grad():
+        policy.model.norm.weight[3] = 1.0
+    run.save_checkpoint(policy, train.make_optimizer(policy, s))
+    assert run.last_checkpoint == "of step 0, whole"
+    assert checkpoint_of(run_folder).read_bytes() != before
 
 
 # --------------------------------------------------------------------------------------------------
