@@ -1955,11 +1955,14 @@ class Run:
         if self.folder:
             state = {"step": self.step, "skipped": self.skipped, "kl_coef": self.kl_coef,
                      "best": self.best}
-            # Texts are tensors, too, for the header of the file has a limit.
-            tensors["before"] = as_bytes(self.before)
+            texts = {"before": self.before}
             if self.reward_model:
-                pairs = {"pairs": self.reward_model.pairs, "replay": self.reward_model.replay}
-                tensors["reward_model/pairs"] = as_bytes(pairs)
+                r = self.reward_model
+                texts["reward_model/pairs"] = {"pairs": r.pairs, "replay": r.replay}
+            for name, value in texts.items():
+                # Long texts are tensors, too, for the header of the file has a limit.
+                text = bytearray(json.dumps(value).encode())
+                tensors[name] = torch.frombuffer(text, dtype=torch.uint8)
             with self.replacing("checkpoint/run.safetensors") as beside:
                 beside.parent.mkdir(exist_ok=True)
                 # The lines of these steps first: a checkpoint ahead of them would leave a gap.
@@ -1984,9 +1987,9 @@ class Run:
                 self.skipped = int(state["skipped"])
                 self.kl_coef = state["kl_coef"]
                 self.best = state["best"]
-                self.before = from_bytes(file.get_tensor("before"))
+                self.before = json.loads(file.get_tensor("before").numpy().tobytes())
                 if self.reward_model:
-                    pairs = from_bytes(file.get_tensor("reward_model/pairs"))
+                    pairs = json.loads(file.get_tensor("reward_model/pairs").numpy().tobytes())
                     self.reward_model.pairs = pairs["pairs"]
                     self.reward_model.replay = pairs["replay"]
                 names = set(file.keys()) - {"before", "reward_model/pairs"}
@@ -2048,14 +2051,6 @@ def whole_on_rank_0(tensors):
     return whole
 
 
-def as_bytes(value):
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def from_bytes(tensor):
-    return json.loads(tensor.numpy().tobytes())
-
-
 def as_json(record):
     """NaN and Infinity are no JSON: null."""
     return {name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -2068,27 +2063,32 @@ def reach_the_disk(path):
             os.fsync(file.fileno())
 
 
-def inputs_of(settings, problems, eval_problems):
-    """SHA-256 of what the run starts from, so that a resumed run starts from the same."""
+def inputs_of(run, settings, problems, eval_problems):
+    """SHA-256 of what the run starts from: a resumed one must find the same."""
     s = settings
     specs = [spec for spec in [*(s.reward or []), s.step_reward, s.reply] if spec and ":" in spec]
-    return {
+    found = {
         "--model": digest_of_files(weight_files(s.model)),
         "--data": digest(json.dumps(problems, sort_keys=True)),
         "--eval-data": digest(json.dumps(eval_problems, sort_keys=True)),
         "--reward": digest_of_files([spec.rpartition(":")[0] for spec in specs]),
         "--reward-model": digest_of_files(weight_files(s.reward_model) if s.reward_model else []),
     }
+    config = run.folder / "config.json"
+    saved = json.loads(config.read_text(encoding="utf-8")).get("inputs", {}) if s.resume else {}
+    for name in [name for name in found if saved.get(name, found[name]) != found[name]]:
+        if name != "--reward":
+            raise BadInput(f"--resume: {name} is not what the run in {run.name} started from: its "
+                           "content has changed")
+        # It may have been mended: a reward that fails ends a run, to be resumed.
+        say("--reward, --step-reward or --reply has changed since this run began")
+    return found
 
 
 def weight_files(model):
     """The safetensors files of a folder or of a hub name's snapshot."""
     folder = Path(transformers.utils.cached_file(model, "config.json")).parent
     return sorted(folder.glob("*.safetensors"))
-
-
-def digest(text):
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def digest_of_files(paths):
@@ -2099,14 +2099,8 @@ def digest_of_files(paths):
     return digest(" ".join(parts))
 
 
-def check_inputs(run, found):
-    """A resumed run must find what it started from; a reward may have been mended in between."""
-    saved = json.loads((run.folder / "config.json").read_text(encoding="utf-8")).get("inputs", {})
-    for name in [name for name in found if saved.get(name, found[name]) != found[name]]:
-        if name != "--reward":
-            raise BadInput(f"--resume: {name} is not what the run in {run.name} started from: its "
-                           "content has changed")
-        say("--reward, --step-reward or --reply has changed since this run began")
+def digest(text):
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def save_final(model, tokenizer, settings, run, name="final"):
@@ -2257,9 +2251,8 @@ def begin(run, parts, settings, recipe):
     # Only what moves goes into the checkpoint; the first reference is the policy as it started.
     run.reward_model = parts.reward_model
     run.ref_model = parts.ref_model if s.renew_reference else None
-    found = on_rank_0(inputs_of, s, parts.problems, parts.eval_problems)
+    found = on_rank_0(inputs_of, run, s, parts.problems, parts.eval_problems)
     if s.resume:
-        on_rank_0(check_inputs, run, found)
         run.load_checkpoint(parts.policy_model, parts.optimizer)
         if s.steps < run.step:
             raise BadInput(f"--steps {s.steps}: the run in {run.name} stands at step {run.step}")
