@@ -1929,9 +1929,8 @@ class Run:
                 if f"{prefix}exp_avg/{name}" in saved:
                     # The fused kernel reads the step where the weights are, the others on the CPU.
                     where = local(master).device if adamw.defaults["fused"] else "cpu"
-                    adamw.state[master] = {"step": torch.zeros((), device=where),
-                                           "exp_avg": torch.zeros_like(master),
-                                           "exp_avg_sq": torch.zeros_like(master)}
+                    moments = {key: torch.zeros_like(master) for key in ("exp_avg", "exp_avg_sq")}
+                    adamw.state[master] = {"step": torch.zeros((), device=where), **moments}
                 tensors[f"{prefix}weight/{name}"] = master.detach()
                 for key, value in adamw.state.get(master, {}).items():
                     tensors[f"{prefix}{key}/{name}"] = value
@@ -2076,7 +2075,8 @@ def inputs_of(run, settings, problems, eval_problems):
     }
     config = run.folder / "config.json"
     saved = json.loads(config.read_text(encoding="utf-8")).get("inputs", {}) if s.resume else {}
-    for name in [name for name in found if saved.get(name, found[name]) != found[name]]:
+    changed = [name for name in found if saved.get(name, found[name]) != found[name]]
+    for name in changed:
         if name != "--reward":
             raise BadInput(f"--resume: {name} is not what the run in {run.name} started from: its "
                            "content has changed")
@@ -2358,14 +2358,14 @@ def print_trace(parts, settings):
             tokenizer, [problem], [seeded(s.seed, 1, j)], s, parts.reward_of)
         rollout = parts.sampler(model, tokenizer, prompts, s.group_size, s.max_new_tokens,
                                 s.temperature, generators)
-        rewards = (reward_fn(prompts, rollout) if reward_fn else
-                   score_responses(rollout.responses, truths, s.group_size))
-        if not is_flat(rewards, s.group_size).any():
+        scored = (reward_fn(prompts, rollout) if reward_fn else
+                  score_responses(rollout.responses, truths, s.group_size))
+        if not is_flat(scored, s.group_size).any():
             break
-    # The step itself, on these answers; its rewards and advantages are looked at on the way.
+    # The step itself, on what was drawn and scored; rewards and advantages are seen on the way.
     seen = []
     metrics = train_step(model, parts.ref_model, parts.optimizer, tokenizer, prompts, truths, s,
-                         reward_fn=reward_fn, sampler=lambda *_: rollout,
+                         reward_fn=reward_fn and (lambda *_: scored), sampler=lambda *_: rollout,
                          on_rollout=lambda *given: seen.extend(given))
     _, rewards, A = seen
     with torch.no_grad():
