@@ -37,6 +37,7 @@ import shutil
 import time
 from functools import partial, wraps
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -1710,13 +1711,13 @@ class Run:
     """Where a run stands and where it writes. Only rank 0 writes; without a folder nobody does."""
 
     def __init__(self, folder=None):
-        # Every rank knows the name; rank 0 alone has the folder.
+        # Every rank knows the name; rank 0 alone has the folder and its lock.
         self.name = str(folder)
         self.folder = Path(folder) if folder and rank() == 0 else None
         self.lock = None
-        # the step that was done last, and that of the last checkpoint
+        # the step that was done last, and what error lines say of the last checkpoint
         self.step = 0
-        self.saved_step = None
+        self.last_checkpoint = "none"
         self.skipped = 0
         self.skipped_in_a_row = 0
         self.signal = 0
@@ -1725,11 +1726,42 @@ class Run:
         self.best = None
         self.history = []
         self.tensorboard = None
+        # what is trained further beside the policy, and so belongs into the checkpoint
         self.reward_model = None
         self.ref_model = None
         # greedy answers to the held-out problems, before and after training
         self.before = []
         self.after = []
+
+    def claim_folder(self, settings):
+        """On rank 0: a folder, made and locked, that holds no run but one to resume -> its name."""
+        s = settings
+        name = s.output or f"runs/{Path(s.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        while not s.output and os.path.exists(name):
+            name += ".2"  # two runs may start in one second
+        self.folder = Path(name)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.lock = open(self.folder / ".lock", "w")
+            with contextlib.suppress(ImportError):  # Windows has none: there nobody is kept out
+                import fcntl
+                # This lock is gone with the process, however it ends.
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            begun = {path.name for path in self.folder.iterdir() if path.suffix != ".tmp"}
+            if begun != {".lock"} and not s.resume:
+                raise BadInput(f"--output {name}: holds a run already; continue it (--resume) or "
+                               "name another folder")
+            # What a kill or a full disk left half written may be as large as a checkpoint.
+            for path in [*self.folder.glob("*.tmp"), *self.folder.glob("checkpoint/*.tmp*")]:
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+        except BlockingIOError:
+            raise BadInput(f"--output {name}: another run is writing there") from None
+        except OSError as error:
+            raise BadInput(f"--output {name}: cannot be written ({error.strerror})") from None
+        return name
 
     def stop_on_signals(self):
         """Ctrl-C, SIGTERM and SIGHUP let the step in hand end; the second one does not."""
@@ -1741,7 +1773,7 @@ class Run:
             print(f"\nstopping after this step ({name}; once more: at once)", file=sys.stderr)
 
         for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            if hasattr(signal, name):
+            if hasattr(signal, name):  # Windows has no SIGHUP
                 signal.signal(getattr(signal, name), stop)
 
     def stopped(self):
@@ -1756,34 +1788,35 @@ class Run:
         """
         self.step = metrics["step"]
         if "loss" in metrics:
-            # Twice from the same pure function, and from what the file holds, so that a resumed
-            # run warns as one never stopped.
+            # From what the file holds, and from nothing else: a resumed run warns as one never
+            # stopped.
             known = symptoms(self.history) if self.history else {}
             self.history.append(as_json(metrics))
-            new = {what: line for what, line in symptoms(self.history).items() if what not in known}
+            new = [line for what, line in symptoms(self.history).items() if what not in known]
             if new:
-                metrics["warning"] = "; ".join(new.values())
+                metrics["warning"] = "; ".join(new)
                 if rank() == 0:
                     tqdm.write(f"step {self.step}: {metrics['warning']}", file=sys.stderr)
         self.to_tensorboard(metrics)
+        self.append("metrics.jsonl", [metrics])
         skipped = metrics.get("skipped_updates", 0)
         self.skipped += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + skipped if skipped else 0
-        self.append("metrics.jsonl", [metrics])
         if self.skipped_in_a_row >= 10:
             raise BadInput(
                 f"{self.skipped_in_a_row:.0f} updates in a row had a loss or gradient that is not "
                 "finite, and were skipped: --lr or a reward may be too large, or --temperature too "
-                f"small; {self.last_checkpoint()}")
+                f"small; last checkpoint: {self.last_checkpoint}")
 
     def to_tensorboard(self, metrics):
         """Scalars for TensorBoard where it is installed, nothing otherwise."""
         if self.folder and self.tensorboard is None:
             try:
                 from torch.utils.tensorboard import SummaryWriter
+                # A resumed run takes back what was drawn of the steps that it does again.
                 self.tensorboard = SummaryWriter(self.folder / "tensorboard", purge_step=self.step)
             except ImportError:
-                self.tensorboard = False
+                self.tensorboard = False  # and is not looked for again
         if self.tensorboard:
             for name, value in metrics.items():
                 if isinstance(value, float):
@@ -1809,30 +1842,52 @@ class Run:
             with self.writing(name), open(self.folder / name, "a", encoding="utf-8") as file:
                 file.write("".join(lines))
 
-    def write(self, name, text):
-        """A whole file, written beside the old one and moved over it."""
-        if self.folder:
-            with self.writing(name):
-                beside = self.folder / f"{name}.tmp"
-                beside.write_text(text, encoding="utf-8")
-                reach_the_disk(beside)
-                os.replace(beside, self.folder / name)
-
     @contextlib.contextmanager
-    def writing(self, what):
+    def writing(self, name):
+        """One line for whatever goes wrong with this file; the run can be resumed."""
         try:
             yield
-        except BadInput:
-            raise
         # The tokenizers' own library raises a bare Exception when the disk is full.
         except Exception as error:
-            raise BadInput(f"--output {self.name}: {what} cannot be written ({one_line(error)}); "
-                           + self.last_checkpoint()) from None
+            raise BadInput(f"--output {self.name}: {name} cannot be written ({one_line(error)}); "
+                           f"last checkpoint: {self.last_checkpoint}") from None
 
-    def last_checkpoint(self):
-        if self.saved_step is None:
-            return "last checkpoint: none"
-        return f"last checkpoint: of step {self.saved_step}, whole"
+    @contextlib.contextmanager
+    def replacing(self, name):
+        """Where to write a file or a folder: beside the old one, whose place it then takes."""
+        beside = self.folder / f"{name}.tmp"
+        with self.writing(name):
+            yield beside
+            if beside.is_dir():
+                # A folder cannot be replaced by another in one move, as a file can.
+                shutil.rmtree(self.folder / name, ignore_errors=True)
+            else:
+                reach_the_disk(beside)
+            os.replace(beside, self.folder / name)
+
+    def training_state(self, model, optimizer, saved=()):
+        """All tensors that training moves, {name: tensor}: a checkpoint is these, out and back in.
+
+        AdamW makes its moments when a weight has its first gradient; here those that are in
+        `saved` are made before, so that they can be filled.
+        """
+        learners = [("", model, optimizer)]
+        if self.reward_model:
+            learners.append(("reward_model/", self.reward_model.model, self.reward_model.optimizer))
+        tensors = {}
+        for prefix, part, adamw in learners:
+            for name, master in named_masters(part, adamw):
+                if f"{prefix}exp_avg/{name}" in saved:
+                    # The fused kernel reads the step where the weights are, the others on the CPU.
+                    where = local(master).device if adamw.defaults["fused"] else "cpu"
+                    moments = {key: torch.zeros_like(master) for key in ("exp_avg", "exp_avg_sq")}
+                    adamw.state[master] = {"step": torch.zeros((), device=where), **moments}
+                tensors[f"{prefix}weight/{name}"] = master.detach()
+                for key, value in adamw.state.get(master, {}).items():
+                    tensors[f"{prefix}{key}/{name}"] = value
+        for name, p in self.ref_model.named_parameters() if self.ref_model else ():
+            tensors[f"reference/{name}"] = p
+        return tensors
 
     def save_checkpoint(self, model, optimizer):
         """Masters, moments and counters in one safetensors file, moved over the old one.
@@ -1841,62 +1896,70 @@ class Run:
         numbers, learning rate) follows from the step and the settings. After a skipped update, or
         with weights that are not finite, the checkpoint before stays.
         """
-        tensors = {}
-        finite = True
-        states = reward.reward_model_state(self.reward_model) if self.reward_model else {}
-        for name, p in self.ref_model.named_parameters() if self.ref_model else ():
-            states[f"reference/{name}"] = p
-        for name, master in named_masters(model, optimizer):
-            states[f"weight/{name}"] = master.detach()
-            for key, value in optimizer.state.get(master, {}).items():
-                states[f"{key}/{name}"] = value
-        for name, value in states.items():
-            value = full(value)  # every rank takes part, one keeps it
-            if rank() == 0:
-                tensors[name] = value.cpu().contiguous()
-                finite = finite and bool(value.isfinite().all())
+        tensors = self.training_state(model, optimizer)
+        # every rank looks at its own shards
+        finite = all(bool(local(tensor).isfinite().all()) for tensor in tensors.values())
         if self.skipped_in_a_row or not all(gathered_objects(finite)):
             return
+        tensors = whole_on_rank_0(tensors)
         if self.folder:
-            # A tensor, for the header of the file has a limit.
-            before = bytearray(json.dumps(self.before).encode())
-            tensors["before"] = torch.frombuffer(before, dtype=torch.uint8)
             state = {"step": self.step, "skipped": self.skipped, "kl_coef": self.kl_coef,
                      "best": self.best}
-            path = self.folder / "checkpoint" / "run.safetensors"
-            with self.writing("checkpoint"):
+            texts = {"before": self.before}
+            if self.reward_model:
+                r = self.reward_model
+                texts["reward_model/pairs"] = {"pairs": r.pairs, "replay": r.replay}
+            for name, value in texts.items():
+                # Long texts are tensors, too, for the header of the file has a limit.
+                text = bytearray(json.dumps(value).encode())
+                tensors[name] = torch.frombuffer(text, dtype=torch.uint8)
+            with self.replacing("checkpoint/run.safetensors") as beside:
+                beside.parent.mkdir(exist_ok=True)
                 # The lines of these steps first: a checkpoint ahead of them would leave a gap.
                 for name in ("metrics.jsonl", "samples.jsonl"):
                     reach_the_disk(self.folder / name)
-                path.parent.mkdir(exist_ok=True)
-                save_file(tensors, f"{path}.tmp", metadata={"grpo": json.dumps(state)})
-                os.chmod(f"{path}.tmp", 0o666 & ~umask())
-                reach_the_disk(f"{path}.tmp")
-                os.replace(f"{path}.tmp", path)
-        self.saved_step = self.step
+                save_file(tensors, beside, metadata={"grpo": json.dumps(state)})
+                # safetensors writes for the owner alone, we for whom the umask says.
+                shutil.copymode(self.folder / "config.json", beside)
+        self.last_checkpoint = f"of step {self.step}, whole"
 
+    @torch.no_grad()
     def load_checkpoint(self, model, optimizer):
         """Restore what the checkpoint holds; a run killed before its first starts from step 0."""
         path = Path(self.name) / "checkpoint" / "run.safetensors"
-        if path.is_file():
-            try:
-                with safe_open(path, framework="pt") as file:
-                    state = json.loads(file.metadata()["grpo"])
-                    tensors = {name: file.get_tensor(name) for name in file.keys()}
-                self.before = json.loads(tensors.pop("before").numpy().tobytes())
+        if not path.is_file():
+            on_rank_0(self.forget_after, -1)  # step 0 is its first evaluation
+            return
+        try:
+            with safe_open(path, framework="pt") as file:
+                state = json.loads(file.metadata()["grpo"])
                 self.step = int(state["step"])
                 self.skipped = int(state["skipped"])
                 self.kl_coef = state["kl_coef"]
                 self.best = state["best"]
-            except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
-                raise BadInput(f"--resume: {path} is torn, or no checkpoint of ours "
-                               f"({one_line(error)})") from None
-            restore(tensors, model, optimizer, self.ref_model, path)
-            if self.reward_model:
-                with telling(f"--resume: {path}:"):
-                    reward.restore_reward_model(self.reward_model, tensors)
-            self.saved_step = self.step
-        on_rank_0(self.forget_after, self.step if path.is_file() else -1)
+                self.before = json.loads(file.get_tensor("before").numpy().tobytes())
+                if self.reward_model:
+                    pairs = json.loads(file.get_tensor("reward_model/pairs").numpy().tobytes())
+                    self.reward_model.pairs = pairs["pairs"]
+                    self.reward_model.replay = pairs["replay"]
+                names = set(file.keys()) - {"before", "reward_model/pairs"}
+                tensors = self.training_state(model, optimizer, names)
+                for name in names - tensors.keys():
+                    raise ValueError(f"{name} is unknown")
+                for name, tensor in tensors.items():
+                    saved = file.get_tensor(name)
+                    if saved.shape != tensor.shape:
+                        raise ValueError(f"{name} has another shape")
+                    tensor.copy_(sharded_like(tensor, saved))
+        except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
+            raise BadInput(f"--resume: {path} is torn, or not of this model "
+                           f"({one_line(error)})") from None
+        # Where weights are bfloat16 copies of their masters, they still are those of the start.
+        weights = dict(model.named_parameters())
+        for name, master in named_masters(model, optimizer):
+            weights[name].copy_(master)
+        self.last_checkpoint = f"of step {self.step}, whole"
+        on_rank_0(self.forget_after, self.step)
 
     def forget_after(self, step):
         """Lines of steps that the checkpoint has not seen will be written again."""
@@ -1904,21 +1967,38 @@ class Run:
             path = self.folder / name
             if not path.is_file():
                 continue
+            # Behind the last end of a line stands nothing, or a line that a kill has cut off.
+            lines = path.read_bytes().split(b"\n")[:-1]
             kept = []
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
             for number, line in enumerate(lines, start=1):
-                if not line.endswith("\n"):
-                    break  # the last line, cut off by a kill
                 try:
                     record = json.loads(line)
                     if record["step"] > step:
                         continue
                 except (ValueError, KeyError, TypeError):
                     raise BadInput(f"--resume: {path}, line {number}: not a line of ours") from None
-                kept.append(line)
+                kept.append(line + b"\n")
                 if "loss" in record:
                     self.history.append(record)
-            self.write(name, "".join(kept))
+            with self.replacing(name) as beside:
+                beside.write_bytes(b"".join(kept))
+
+
+def named_masters(model, optimizer):
+    """[(name of a weight, the float32 tensor that AdamW moves)]; see make_optimizer."""
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    return list(zip(names, optimizer.param_groups[0]["params"]))
+
+
+@torch.no_grad()
+def whole_on_rank_0(tensors):
+    """{name: tensor}, sharded or not -> the same whole, in host memory; elsewhere {}."""
+    whole = {}
+    for name, tensor in tensors.items():
+        tensor = full(tensor)  # every rank takes part in gathering, one keeps it
+        if rank() == 0:
+            whole[name] = tensor.cpu().contiguous()
+    return whole
 
 
 def as_json(record):
@@ -1933,124 +2013,33 @@ def reach_the_disk(path):
             os.fsync(file.fileno())
 
 
-def umask():
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def named_masters(model, optimizer):
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    return list(zip(names, optimizer.param_groups[0]["params"]))
-
-
-@torch.no_grad()
-def restore(tensors, model, optimizer, ref_model, path):
-    """Checkpoint tensors into masters, moments and weights; onto shards where these are sharded."""
-    for name, ref in ref_model.named_parameters() if ref_model else ():
-        if f"reference/{name}" in tensors:
-            ref.copy_(sharded_like(ref, tensors[f"reference/{name}"]))
-    weights = dict(model.named_parameters())
-    for name, master in named_masters(model, optimizer):
-        shapes = {"weight": master.shape}
-        moments = {"exp_avg": master.shape, "exp_avg_sq": master.shape, "step": ()}  # AdamW's
-        # A weight that no gradient has reached has none of them.
-        if any(f"{key}/{name}" in tensors for key in moments):
-            shapes |= moments
-        for key, shape in shapes.items():
-            saved = tensors.get(f"{key}/{name}")
-            if saved is None or saved.shape != shape:
-                raise BadInput(f"--resume: {path} is not of this model: {key} of {name} is "
-                               "missing or of another shape")
-        master.copy_(sharded_like(master, tensors[f"weight/{name}"]))
-        weights[name].copy_(master)
-        if f"exp_avg/{name}" in tensors:
-            # The fused kernel reads the step where the weights are.
-            state = {"step": tensors[f"step/{name}"].to(local(master).device)}
-            for key in ("exp_avg", "exp_avg_sq"):
-                state[key] = sharded_like(master, tensors[f"{key}/{name}"])
-            optimizer.state[master] = state
-
-
-def open_run(settings):
-    """The run's folder, made and locked; never one that holds something already."""
+def inputs_of(run, settings, problems, eval_problems):
+    """SHA-256 of what the run starts from: a resumed one must find the same."""
     s = settings
-    run = Run(on_rank_0(free_folder, s))
-    if run.folder:
-        run.lock = lock_folder(run.folder)
-        forget_unfinished(run.folder)
-    return run
-
-
-def free_folder(settings):
-    """The name of a folder to write in, on rank 0 alone."""
-    s = settings
-    name = s.output or f"runs/{Path(s.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = name
-    try:
-        # Two runs may start in one second.
-        for n in range(2, 100):
-            if s.output or not os.path.exists(folder):
-                break
-            folder = f"{name}.{n}"
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        lock_folder(folder).close()
-        begun = [path for path in folder.iterdir()
-                 if path.name != ".lock" and not path.name.endswith(".tmp")]
-        if begun and not s.resume:
-            raise BadInput(f"--output {folder}: holds a run already; continue it (--resume) or "
-                           "name another folder")
-    except OSError as error:
-        raise BadInput(f"--output {folder}: cannot be written ({error.strerror})") from None
-    return str(folder)
-
-
-def lock_folder(folder):
-    """An open file whose lock is gone with the process, however it ends."""
-    lock = open(folder / ".lock", "w")
-    try:
-        import fcntl
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except ImportError:  # Windows has none: two runs in one folder go unnoticed there
-        pass
-    except BlockingIOError:
-        raise BadInput(f"--output {folder}: another run is writing there") from None
-    return lock
-
-
-def forget_unfinished(folder):
-    """What a kill or a full disk left half written: it may be as large as a checkpoint."""
-    for pattern in ("*.tmp", "checkpoint/*.tmp", "checkpoint/.tmp*"):
-        for path in folder.glob(pattern):
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-
-
-def inputs_of(settings, problems, eval_problems):
-    """SHA-256 of what the run starts from, so that a resumed run starts from the same."""
-    s = settings
-    specs = [spec for spec in [*(s.reward or []), s.step_reward, s.reply]
-             if spec and ":" in spec]
-    return {
+    specs = [spec for spec in [*(s.reward or []), s.step_reward, s.reply] if spec and ":" in spec]
+    found = {
         "--model": digest_of_files(weight_files(s.model)),
         "--data": digest(json.dumps(problems, sort_keys=True)),
         "--eval-data": digest(json.dumps(eval_problems, sort_keys=True)),
-        "--reward": digest_of_files([Path(spec.rpartition(":")[0]) for spec in specs]),
+        "--reward": digest_of_files([spec.rpartition(":")[0] for spec in specs]),
         "--reward-model": digest_of_files(weight_files(s.reward_model) if s.reward_model else []),
     }
+    config = run.folder / "config.json"
+    saved = json.loads(config.read_text(encoding="utf-8")).get("inputs", {}) if s.resume else {}
+    changed = [name for name in found if saved.get(name, found[name]) != found[name]]
+    for name in changed:
+        if name != "--reward":
+            raise BadInput(f"--resume: {name} is not what the run in {run.name} started from: its "
+                           "content has changed")
+        # It may have been mended: a reward that fails ends a run, to be resumed.
+        say("--reward, --step-reward or --reply has changed since this run began")
+    return found
 
 
 def weight_files(model):
     """The safetensors files of a folder or of a hub name's snapshot."""
     folder = Path(transformers.utils.cached_file(model, "config.json")).parent
     return sorted(folder.glob("*.safetensors"))
-
-
-def digest(text):
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def digest_of_files(paths):
@@ -2061,80 +2050,46 @@ def digest_of_files(paths):
     return digest(" ".join(parts))
 
 
-def check_inputs(run, found):
-    """A resumed run must find what it started from; a reward may have been mended in between."""
-    saved = json.loads((run.folder / "config.json").read_text(encoding="utf-8")).get("inputs", {})
-    for name, value in found.items():
-        if saved.get(name, value) == value:
-            continue
-        if name != "--reward":
-            raise BadInput(f"--resume: {name} is not what the run in {run.name} started from: its "
-                           "content has changed")
-        say("--reward, --step-reward or --reply has changed since this run began")
+def digest(text):
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def save_final(model, tokenizer, settings, run, name="final"):
     """A transformers folder, with a recipe.json that brings along how the run was trained."""
     s = settings
-    weights = {}
-    for key, p in model.named_parameters():
-        weight = full(p.detach())  # every rank takes part in gathering, one keeps it
-        if run.folder:
-            weights[key] = weight.cpu()
+    weights = whole_on_rank_0(dict(model.named_parameters())) if world() > 1 else None
     if not run.folder:
         return
-    if world() > 1:
-        # A model without FSDP's hooks takes the whole weights.
-        dtype = choose_device(s)[1]
-        model = AutoModelForCausalLM.from_pretrained(s.model, dtype=dtype, use_safetensors=True)
-        model.load_state_dict({key: p.to(dtype) for key, p in weights.items()}, strict=False)
-    recipe = {}
-    for field in dataclasses.fields(s):
-        value = getattr(s, field.name)
-        if field.name in RECIPE and value != field.default:
-            recipe[field.name.replace("_", "-")] = value
+    if weights:
+        # A model without FSDP's hooks takes them.
+        model = AutoModelForCausalLM.from_pretrained(s.model, dtype=choose_device(s)[1],
+                                                     use_safetensors=True)
+        model.load_state_dict(weights, strict=False)
+    recipe = {name.replace("_", "-"): getattr(s, name) for name in RECIPE
+              if getattr(s, name) != getattr(Settings, name)}
     if s.reward:
         recipe["reward"] = s.reward
     save_folder(model, tokenizer, run, name, recipe)
 
 
 def save_folder(model, tokenizer, run, name, recipe=None):
-    """A transformers folder, written beside the old one and moved over it."""
-    folder = run.folder / name
-    beside = run.folder / f"{name}.tmp"
-    with run.writing(name):
+    """A folder that from_pretrained opens, in the place of the old one."""
+    with run.replacing(name) as beside:
         model.save_pretrained(beside)
         tokenizer.save_pretrained(beside)
         if recipe is not None:
             text = json.dumps(recipe, indent=2) + "\n"
             (beside / "recipe.json").write_text(text, encoding="utf-8")
-        # A folder cannot be replaced by another in one move, as a file can.
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(beside, folder)
 
 
 # --------------------------------------------------------------------------------------------------
 # The program: parse, load, open the folder, train, save, tell
 
 
-@dataclasses.dataclass
-class Parts:
-    """What a run is made of: the arguments of train_grpo."""
-
-    policy_model: torch.nn.Module
-    ref_model: torch.nn.Module | None
-    optimizer: torch.optim.Optimizer
-    tokenizer: object
-    problems: list
-    eval_problems: list
-    reward_of: object
-    reward_model: object  # if it is trained further
-    sampler: object
-
-
 def main(argv=None):
     """-> exit status: 0 done; 2 bad input, one line on standard error; 128 + signal if stopped."""
     run = None
+    go_on = None
     try:
         settings, recipe = parse(sys.argv[1:] if argv is None else argv)
         if settings.dry_run:
@@ -2147,10 +2102,12 @@ def main(argv=None):
             say(f"{settings.model}/recipe.json: {' '.join(as_flags(taken))}")
         parts = load(settings)
         if settings.eval_only or settings.trace:
-            show_figures = print_figures if settings.eval_only else print_trace
-            show_figures(parts, settings)
+            (print_figures if settings.eval_only else print_trace)(parts, settings)
             return 0
-        run = open_run(settings)
+        run = Run()
+        run.name = on_rank_0(run.claim_folder, settings)
+        # sys.executable: outside its virtual environment a bare `python` would not find torch.
+        go_on = shlex.join([sys.executable, sys.argv[0], "--output", run.name, "--resume"])
         begin(run, parts, settings, recipe)
         save = partial(run.save_checkpoint, parts.policy_model, parts.optimizer)
         try:
@@ -2160,9 +2117,9 @@ def main(argv=None):
             raise
         if run.step < settings.steps:
             save()
-            say(f"\nstopped after step {run.step}; continue with: {resume_command(run)}")
+            say(f"\nstopped after step {run.step}; continue with: {go_on}")
             return 128 + run.signal
-        if not run.after:
+        if not run.after:  # a run that was done already when it was resumed
             _, run.after = evaluate(parts.policy_model, parts.tokenizer, parts.eval_problems,
                                     settings, sampler=parts.sampler)
         save_final(parts.policy_model, parts.tokenizer, settings, run)
@@ -2176,28 +2133,20 @@ def main(argv=None):
         say("train.py: interrupted before the first step", sys.stderr)
         return 130
     except RuntimeError as error:
-        fault = fault_of_machine(error, run)
-        if fault is None:
+        if out_of_memory(error):
+            fault = ("out of memory: lower --prompts-per-step, --group-size, --max-new-tokens or "
+                     "--micro-batch-tokens")
+        elif go_on and world() > 1:  # gloo and NCCL raise this when a peer is gone
+            fault = f"rank {rank()} lost another rank ({one_line(error)}); continue with: {go_on}"
+        else:
             raise
-        print(f"train.py: {fault}", file=sys.stderr)
+        print(f"train.py: {fault}", file=sys.stderr)  # any rank, for it may be alone with this
     finally:
         if run and run.tensorboard:
             run.tensorboard.close()  # what it still holds back is written
         if run and run.lock:
             run.lock.close()
     return 2
-
-
-def fault_of_machine(error, run):
-    """One line for memory that ran out and for a rank that is gone; None for an error of ours."""
-    if out_of_memory(error):
-        return ("out of memory: lower --prompts-per-step, --group-size, --max-new-tokens or "
-                "--micro-batch-tokens")
-    if run and world() > 1:
-        # gloo and NCCL raise this when a peer is gone.
-        return (f"rank {rank()} lost another rank ({one_line(error)}); continue with: "
-                f"{resume_command(run)}")
-    return None
 
 
 def set_threads(settings):
@@ -2208,7 +2157,10 @@ def set_threads(settings):
 
 
 def load(settings):
-    """Everything that can be refused is looked at here, before a folder is made."""
+    """Everything that can be refused is looked at here, before a folder is made.
+
+    -> what a run is made of, under the names of train_grpo's arguments.
+    """
     s = settings
     # The cheap questions come first: flags, then files, then the model.
     check_combinations(s)
@@ -2228,38 +2180,39 @@ def load(settings):
     if s.prompts_per_step % world():
         raise BadInput(f"--prompts-per-step {s.prompts_per_step}: not a multiple of the {world()} "
                        "processes")
-    # The reference is a copy of the policy as it starts, frozen; on several GPUs both are sharded.
-    ref_model = None
+    whole = policy_model
     if world() > 1:
-        whole = policy_model
         policy_model = shard(whole, s, torch.float32)
-        ref_model = shard(whole, s, choose_device(s)[1]) if s.kl_coef else None
-    elif s.kl_coef and not s.eval_only:
-        ref_model = copy.deepcopy(policy_model)
-    if ref_model:
+    # The reference is the policy as it starts, frozen.
+    ref_model = None
+    if s.kl_coef and not s.eval_only:
+        ref_model = shard(whole, s, choose_device(s)[1]) if world() > 1 else copy.deepcopy(whole)
         ref_model.requires_grad_(False)
-    optimizer = None if s.eval_only else make_optimizer(policy_model, s)
-    return Parts(policy_model, ref_model, optimizer, tokenizer, problems, eval_problems, reward_of,
-                 reward_model if s.renew_reference else None,
-                 load_sampler(s, tokenizer, problems + eval_problems))
+    return SimpleNamespace(
+        policy_model=policy_model, ref_model=ref_model, tokenizer=tokenizer, reward_of=reward_of,
+        optimizer=None if s.eval_only else make_optimizer(policy_model, s),
+        problems=problems, eval_problems=eval_problems,
+        reward_model=reward_model if s.renew_reference else None,  # if it is trained further
+        sampler=load_sampler(s, tokenizer, problems + eval_problems))
 
 
 def begin(run, parts, settings, recipe):
     """Restore what was saved, write config.json, say what starts."""
     s = settings
-    # What is trained further beside the policy goes into the checkpoint, too.
+    # Only what moves goes into the checkpoint; the first reference is the policy as it started.
     run.reward_model = parts.reward_model
     run.ref_model = parts.ref_model if s.renew_reference else None
-    found = on_rank_0(inputs_of, s, parts.problems, parts.eval_problems)
+    found = on_rank_0(inputs_of, run, s, parts.problems, parts.eval_problems)
     if s.resume:
-        on_rank_0(check_inputs, run, found)
         run.load_checkpoint(parts.policy_model, parts.optimizer)
         if s.steps < run.step:
             raise BadInput(f"--steps {s.steps}: the run in {run.name} stands at step {run.step}")
-    saved = dataclasses.asdict(dataclasses.replace(s, resume=False))
-    config = {"settings": saved, "recipe": recipe, "inputs": found, "torch": torch.__version__,
-              "transformers": transformers.__version__}
-    run.write("config.json", json.dumps(config, indent=2) + "\n")
+    if run.folder:
+        saved = dataclasses.asdict(dataclasses.replace(s, resume=False))
+        config = {"settings": saved, "recipe": recipe, "inputs": found, "torch": torch.__version__,
+                  "transformers": transformers.__version__}
+        with run.replacing("config.json") as beside:
+            beside.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     n = sum(p.numel() for p in parts.policy_model.parameters())
     say(f"{s.model}: {n / 1e6:.2f}M parameters in {choose_device(s)[1]} on "
         f"{parts.policy_model.device}, {len(parts.problems)} problems, "
@@ -2267,39 +2220,33 @@ def begin(run, parts, settings, recipe):
         f"from step {run.step}")
     # Only now, for config.json has the coefficient that the run began with.
     s.kl_coef = s.kl_coef if run.kl_coef is None else run.kl_coef
+    # From here on a signal lets the step end; what came before had nothing to save.
     run.stop_on_signals()
 
 
 def say(line, file=None):
     """What every rank has found, rank 0 tells."""
+    # From the environment, for some of it is said before the ranks have met.
     if int(os.environ.get("RANK", 0)) == 0:
         print(line, file=file or sys.stdout, flush=True)
-
-
-def resume_command(run):
-    # sys.executable: outside its virtual environment a bare `python` would not find torch.
-    return shlex.join([sys.executable, sys.argv[0], "--output", run.name, "--resume"])
 
 
 def print_story(run, eval_problems, rewards=None):
     """One held-out problem, answered before and after; the accuracy on the way; what comes next."""
     if not run.folder:
         return
-    # A problem that was wrong before training and is right after it, if there is one.
+    # A problem that was wrong before training and is right after it; if there is none, the first.
     truths = reward.truths_of(eval_problems)
-    before = reward.is_right(score_responses(run.before, truths, 1)).tolist()
-    after = reward.is_right(score_responses(run.after, truths, 1)).tolist()
-    learned = [i for i in range(len(truths)) if after[i] and not before[i]]
-    i = learned[0] if learned else 0
+    before = reward.is_right(score_responses(run.before, truths, 1))
+    after = reward.is_right(score_responses(run.after, truths, 1))
+    i = int((after & ~before).int().argmax())
     print(f"\nquestion  {eval_problems[i]['question']}\nbefore    {run.before[i]}\n"
           f"after     {run.after[i]}\ntruth     {truths[i] or 'not known'}\n")
-    curve = []
-    for line in (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        metrics = json.loads(line)
-        if metrics.get("eval_accuracy") is not None:
-            curve.append(f"{metrics['step']}:{metrics['eval_accuracy']:.3f}")
     for name in ("accuracy", "reward_mean", "approx_kl", "response_length_mean"):
         print(f"{name:22}" + small_curve([m[name] for m in run.history]))
+    lines = (run.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    curve = [f"{m['step']}:{m['eval_accuracy']:.3f}" for m in map(json.loads, lines)
+             if m.get("eval_accuracy") is not None]
     print(f"held-out accuracy, step:greedy  {' '.join(curve)}\n"
           f"{run.name}: config.json metrics.jsonl samples.jsonl checkpoint/ final/\n")
     python = shlex.quote(sys.executable)
@@ -2315,10 +2262,9 @@ def small_curve(values, width=50):
     values = [value for value in values if value is not None and math.isfinite(value)]
     if not values:
         return ""
-    step = max(len(values) / width, 1)
-    starts = [int(i * step) for i in range(min(width, len(values)))]
-    parts = [values[start:start + math.ceil(step)] for start in starts]
-    means = [sum(part) / len(part) for part in parts]
+    # adaptive pooling: means of `width` stretches that are as equal as can be
+    means = torch.nn.functional.adaptive_avg_pool1d(
+        torch.tensor([values], dtype=torch.float64), min(width, len(values)))[0].tolist()
     low = min(means)
     span = max(means) - low or 1
     blocks = "".join("▁▂▃▄▅▆▇█"[int(7 * (mean - low) / span)] for mean in means)
@@ -2347,68 +2293,60 @@ def print_figures(parts, settings):
     # The most frequent box of a problem is its vote.
     boxes = [reward.extract_boxed(response) for response in responses]
     answers = [boxes[j * G:(j + 1) * G] for j in range(len(problems))]
-    powers = [2**i for i in range(G.bit_length()) if 2**i <= G]
-    for k in sorted({*powers, G}):
+    for k in sorted({G, *(2**i for i in range(G.bit_length()))}):                      # 1, 2 .. G
         say(f"pass@{k:<3} {reward.pass_at_k(correct, k):.4f}   "
             f"maj@{k:<3} {reward.majority_at_k(answers, truths, k):.4f}")
 
 
 def print_trace(parts, settings):
     """--trace: one step on one group, told stage by stage, as the theory walks through it."""
-    s = dataclasses.replace(settings, prompts_per_step=1)
-    model = parts.policy_model
-    problem, prompt, rollout, rule_rewards, rewards = group_that_differs(parts, s)
+    s = dataclasses.replace(settings, prompts_per_step=1, max_resample=0, updates_per_rollout=1,
+                            minibatches=1)
+    model, tokenizer = parts.policy_model, parts.tokenizer
+    # Of the first problems, one about which the answers disagree: else all advantages are 0.
+    for j, problem in enumerate(parts.problems[:20]):
+        prompts, truths, generators, reward_fn = asked(
+            tokenizer, [problem], [seeded(s.seed, 1, j)], s, parts.reward_of)
+        rollout = parts.sampler(model, tokenizer, prompts, s.group_size, s.max_new_tokens,
+                                s.temperature, generators)
+        scored = (reward_fn(prompts, rollout) if reward_fn else
+                  score_responses(rollout.responses, truths, s.group_size))
+        if not is_flat(scored, s.group_size).any():
+            break
+    # The step itself, on what was drawn and scored; rewards and advantages are seen on the way.
+    seen = []
+    metrics = train_step(model, parts.ref_model, parts.optimizer, tokenizer, prompts, truths, s,
+                         reward_fn=reward_fn and (lambda *_: scored), sampler=lambda *_: rollout,
+                         on_rollout=lambda *given: seen.extend(given))
+    _, rewards, A = seen
+    with torch.no_grad():
+        new, _ = logprobs_of_all(model, rollout, s, with_entropy=False)                # (G, S-1)
+
     mask = rollout.labels[:, 1:] != IGNORE                                             # (G, S-1)
+    A = (A[:, None] if A.ndim == 1 else A).to(mask.device).expand(mask.shape)          # (G, S-1)
     N, S = rollout.labels.shape
     lengths = mask.sum(dim=1).tolist()
-    print(f"\n[A] sample_groups: {N} answers to one prompt, input_ids ({N}, {S})\n{prompt}")
+    print(f"\n[A] sample_groups: {N} answers to one prompt, input_ids ({N}, {S})\n{prompts[0]}")
     for n, response in enumerate(rollout.responses):
-        before = int((rollout.labels[n] != IGNORE).int().argmax())
+        before = int(mask[n].int().argmax()) + 1
         print(f"  y_{n + 1}  mask: prompt {before} off, response {lengths[n]} on, "
               f"padding {S - before - lengths[n]} off\n       {shortened(response)}")
     print(f"\n[B] score_responses: truth {problem['answer']}, rewards ({N},)  "
           + " ".join(f"{r:g}" for r in rewards.tolist()))
-
-    fill_in_logprobs(model, parts.ref_model, rollout, s)
-    advantages = advantages_for(s.advantage, rewards, N, **advantage_inputs(
-        rollout, rule_rewards, parts.reward_of, reward.truths_of([problem]), parts.tokenizer, s))
-    advantages = advantages.to(mask.device)
-    A = advantages[:, None].expand(mask.shape) if advantages.ndim == 1 else advantages
     print(f"\n[C] advantages_for {s.advantage!r}: mean {rewards.mean():.4f}, std "
           f"{rewards.std(correction=0):.4f}; per answer, of its first token:\n  "
           + " ".join(f"{A[n][mask[n]][0]:+.4f}" for n in range(N)))
-
-    metrics = update(model, parts.optimizer, rollout, advantages, s)
-    with torch.no_grad():
-        new, _ = logprobs_of_all(model, rollout, s, with_entropy=False)                # (G, S-1)
-    print_tokens(parts.tokenizer, rollout, new, A, mask, s)
-    agreed = int((((new - rollout.old_logprobs) * A)[mask] > 0).sum())
+    moved = (new - rollout.old_logprobs).sign() * A.sign()  # 1: as the advantage says
+    print_tokens(tokenizer, rollout, new, A, mask, moved, s)
     print(f"\n[G] grpo_loss before the update {metrics['loss']:+.6f} (policy "
           f"{metrics['policy_loss']:+.6f}, KL {metrics['approx_kl']:.6f}); clip_grad_norm_: norm "
-          f"{metrics['grad_norm']:.4f}; optimizer.step at --lr {s.lr:g}\n    {agreed} of "
-          f"{int(mask.sum())} tokens moved as their advantage says; the others share weights with "
-          "them, or are certain already\n"
+          f"{metrics['grad_norm']:.4f}; optimizer.step at --lr {s.lr:g}\n    "
+          f"{int((moved[mask] > 0).sum())} of {int(mask.sum())} tokens moved as their advantage "
+          "says; the others share weights with them, or are certain already\n"
           "\n[H] train_grpo: fresh answers from the policy as it is now, and again")
 
 
-def group_that_differs(parts, settings):
-    """Of the first problems, one about which the answers disagree: else all advantages are 0."""
-    s = settings
-    G = s.group_size
-    for j, problem in enumerate(parts.problems[:20]):
-        prompt = chat_prompt(parts.tokenizer, problem, s.system_prompt)
-        rollout = parts.sampler(parts.policy_model, parts.tokenizer, [prompt], G, s.max_new_tokens,
-                                s.temperature, [seeded(s.seed, 1, j)])
-        rule_rewards = score_responses(rollout.responses, reward.truths_of([problem]), G)
-        rewards = rule_rewards
-        if parts.reward_of:
-            rewards = parts.reward_of([problem], [prompt], rollout)
-        if not is_flat(rewards, G).any():
-            break
-    return problem, prompt, rollout, rule_rewards, with_length_terms(rewards, rollout, s)
-
-
-def print_tokens(tokenizer, rollout, new, A, mask, settings):
+def print_tokens(tokenizer, rollout, new, A, mask, moved, settings):
     """[D] [E] [F] of single tokens after the update, by the objective that is in use."""
     s = settings
     old = rollout.old_logprobs
@@ -2417,6 +2355,7 @@ def print_tokens(tokenizer, rollout, new, A, mask, settings):
     for name in ("kl_coef", "aggregate", "max_new_tokens"):
         del options[name]  # of the average
     J, clipped, kl, log_ratio = loss.token_terms(new, old, ref, A, mask, **options)
+    ratio = log_ratio.exp()
     high = s.clip_eps if s.clip_eps_high is None else s.clip_eps_high
     objective = "clipped_objective" if s.objective == "clip" else "cispo_objective"
     print(f"\n[D] token_logprobs, [E] {objective} with a ratio per {s.ratio}, [F] kl_estimate "
@@ -2424,55 +2363,41 @@ def print_tokens(tokenizer, rollout, new, A, mask, settings):
           f"    after the update; the clip is to [{1 - s.clip_eps:g}, {1 + high:g}]\n"
           "  answer token       "
           "log old  log ref  log new   ratio      w A     term        KL  moved")
+    table = torch.stack([old, ref, new, ratio, ratio * A, J, kl], dim=-1)           # (G, S-1, 7)
+    row = "{:8.4f} {:8.4f} {:8.4f} {:7.4f} {:+8.4f} {:+8.4f} {:9.5f}"
     for n in range(len(mask)):
         tokens = mask[n].nonzero()[:, 0].tolist()
         for t in tokens[:4] + tokens[-2:] if len(tokens) > 6 else tokens:
             word = tokenizer.decode(rollout.input_ids[n, t + 1:t + 2])
-            ratio = float(log_ratio[n, t].exp())
-            verdict = "against A"
-            if A[n, t] == 0 or new[n, t] == old[n, t]:
-                verdict = "A = 0" if A[n, t] == 0 else "not"
-            elif (new[n, t] > old[n, t]) == (A[n, t] > 0):
-                verdict = "as A says"
-            print(f"  y_{n + 1:<4} {word[:10]!r:12} {old[n, t]:8.4f} {ref[n, t]:8.4f} "
-                  f"{new[n, t]:8.4f} {ratio:7.4f} {ratio * A[n, t]:+8.4f} {J[n, t]:+8.4f} "
-                  f"{kl[n, t]:9.5f}  {verdict}" + (", clipped" if clipped[n, t] else ""))
+            verdict = {1: "as A says", -1: "against A"}.get(float(moved[n, t]), "not")
+            verdict = "A = 0" if A[n, t] == 0 else verdict
+            print(f"  y_{n + 1:<4} {word[:10]!r:12} {row.format(*table[n, t].tolist())}  {verdict}"
+                  + (", clipped" if clipped[n, t] else ""))
     means = [f"{float(J[n][mask[n]].mean()):+.4f}" for n in range(len(mask))]
     print(f"  mean objective of each answer after the update: {' '.join(means)}")
 
 
 def shortened(text, limit=100):
     """Long answers lose their middle."""
-    text = one_line(text)
+    text = " ".join(text.split())
     half = limit // 2
     return text if len(text) <= limit else f"{text[:half]} ... {text[-half:]}"
 
 
-class Patient:
-    """A stream whose reader may go away or whose disk may be full: the run goes on."""
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-    def write(self, text):
+def patient(function):
+    """A stream's write or flush: no reader who goes away and no full disk stops the run."""
+    def call(*given):
         with contextlib.suppress(OSError, ValueError):
-            self.stream.write(text)
-        return len(text)
-
-    def flush(self):
-        with contextlib.suppress(OSError, ValueError):
-            self.stream.flush()
+            function(*given)
+    return call
 
 
 if __name__ == "__main__":
     for stream in (sys.stdout, sys.stderr):
         # A terminal that knows ASCII only gets the rest as \u escapes.
         stream.reconfigure(errors="backslashreplace")
-    sys.stdout = Patient(sys.stdout)
-    sys.stderr = Patient(sys.stderr)
+        stream.write = patient(stream.write)
+        stream.flush = patient(stream.flush)
     try:
         status = main()
     except SystemExit as leaving:  # --help

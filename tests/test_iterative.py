@@ -523,9 +523,16 @@ def test_resume_finds_the_reward_model_that_it_began_with(whole, tmp_path, capsy
     with train.safe_open(path, framework="pt") as file:
         metadata = file.metadata()
     tensors = load_file(path)
-    del tensors["reward_model/weight/score.weight"]
-    save_file(tensors, path, metadata)
-    assert "not the state of this reward model" in refused(capsys, *resume)
+    for name, value in (("reward_model/weight/score.weight", None),
+                        ("reward_model/exp_avg/score.weight", torch.zeros(1)),
+                        ("reward_model/pairs", None),
+                        ("reward_model/pairs", torch.zeros(3, dtype=torch.uint8))):
+        broken = {key: tensor for key, tensor in {**tensors, name: value}.items()
+                  if tensor is not None}
+        save_file(broken, path, metadata)
+        line = refused(capsys, *resume)
+        assert f"{path} is torn, or not of this model (" in line
+        assert name in line or "JSON" in line or "Expecting" in line, line
 
 
 def test_the_policy_of_an_iterative_run_opens(whole):

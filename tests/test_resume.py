@@ -430,6 +430,7 @@ CHECKPOINTS = {
     "second moment of another shape":
         lambda tensors, state: tensors.update({f"exp_avg_sq/{NORM}": torch.ones(3)}),
     "without one moment": lambda tensors, state: tensors.pop(f"exp_avg_sq/{NORM}"),
+    "without the other": lambda tensors, state: tensors.pop(f"exp_avg/{NORM}"),
     "without a moment's step": lambda tensors, state: tensors.pop(f"step/{NORM}"),
 }
 
@@ -438,7 +439,8 @@ CHECKPOINTS = {
 def test_a_checkpoint_that_is_not_whole(capsys, run_folder, what):
     rewritten(checkpoint_of(run_folder), CHECKPOINTS[what])
     line = refuses_to_resume(capsys, run_folder)
-    assert "checkpoint" in line and ("torn" in line or "not of this model" in line)
+    assert f"{checkpoint_of(run_folder)} is torn, or not of this model (" in line
+    assert NORM in line or "step" in line or "many" in line or "before" in line
 
 
 def test_a_torn_checkpoint(capsys, run_folder):
@@ -449,16 +451,17 @@ def test_a_torn_checkpoint(capsys, run_folder):
 
 def test_a_foreign_checkpoint(capsys, run_folder):
     save_file({"x": torch.zeros(3)}, checkpoint_of(run_folder))
-    assert "no checkpoint of ours" in refuses_to_resume(capsys, run_folder)
+    assert "not of this model" in refuses_to_resume(capsys, run_folder)
 
 
-def test_moments_and_weights_come_back(uninterrupted):
-    s = train.plan_memory(train.parse(list(FLAGS))[0])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_moments_and_weights_come_back(uninterrupted, dtype):
+    s = train.plan_memory(train.parse([*FLAGS, f"--dtype={dtype}"])[0])
     policy, _ = train.load_policy(s)
     optimizer = train.make_optimizer(policy, s)
     run = train.Run(uninterrupted)
     run.load_checkpoint(policy, optimizer)
-    assert run.step == run.saved_step == 6 and len(run.before) == 4
+    assert run.step == 6 and run.last_checkpoint == "of step 6, whole" and len(run.before) == 4
     with safe_open(checkpoint_of(uninterrupted), framework="pt") as file:
         assert json.loads(file.metadata()["grpo"]).keys() == {
             "step", "skipped", "kl_coef", "best"}
@@ -467,6 +470,23 @@ def test_moments_and_weights_come_back(uninterrupted):
             assert state.keys() == {"weight", "step", "exp_avg", "exp_avg_sq"}
             for key, value in state.items():
                 assert torch.equal(file.get_tensor(f"{key}/{name}"), value), (key, name)
+            assert torch.equal(policy.get_parameter(name), master.to(policy.dtype))
+
+
+def test_weights_that_are_not_finite_are_not_saved(run_folder):
+    s = train.plan_memory(train.parse(list(FLAGS))[0])
+    policy, _ = train.load_policy(s)
+    run = train.Run(run_folder)
+    before = checkpoint_of(run_folder).read_bytes()
+    with torch.no_grad():
+        policy.model.norm.weight[3] = torch.nan
+    run.save_checkpoint(policy, train.make_optimizer(policy, s))
+    assert run.last_checkpoint == "none" and checkpoint_of(run_folder).read_bytes() == before
+    with torch.no_grad():
+        policy.model.norm.weight[3] = 1.0
+    run.save_checkpoint(policy, train.make_optimizer(policy, s))
+    assert run.last_checkpoint == "of step 0, whole"
+    assert checkpoint_of(run_folder).read_bytes() != before
 
 
 # --------------------------------------------------------------------------------------------------
@@ -493,8 +513,10 @@ def test_two_default_runs_in_one_second(monkeypatch, tmp_path):
     s = train.parse(["--model=Qwen/Qwen2.5-1.5B"])[0]
     folders = []
     for _ in range(3):
-        folders.append(train.free_folder(s))
-        (Path(folders[-1]) / "config.json").touch()
+        run = train.Run()
+        folders.append(run.claim_folder(s))
+        run.lock.close()
+        (run.folder / "config.json").touch()
     first = "runs/Qwen2.5-1.5B-20260101-000000"
     assert folders[0] == first and len(set(folders)) == 3
     assert all(folder.startswith(first) for folder in folders)
@@ -538,7 +560,8 @@ def test_metrics_reach_the_disk_before_the_checkpoint_that_follows_them(monkeypa
         ("replace", "run.safetensors.tmp", "run.safetensors")]
 
 
-@pytest.mark.parametrize("what", ["checkpoint", "metrics.jsonl", "samples.jsonl", "final"])
+@pytest.mark.parametrize("what", ["checkpoint/run.safetensors", "metrics.jsonl", "samples.jsonl",
+                                  "final"])
 def test_a_full_disk_costs_one_line_and_no_checkpoint(capsys, monkeypatch, tmp_path,
                                                       uninterrupted, what):
     folder = tmp_path / "run"
@@ -562,7 +585,7 @@ def test_a_full_disk_costs_one_line_and_no_checkpoint(capsys, monkeypatch, tmp_p
         raise Exception("No space left on device")        # as the library in Rust does
 
     with monkeypatch.context() as patch:
-        if what == "checkpoint":
+        if what == "checkpoint/run.safetensors":
             patch.setattr(train, "save_file", save)
         elif what == "final":
             kind = type(train.AutoTokenizer.from_pretrained(TINY))
