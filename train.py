@@ -2013,9 +2013,8 @@ def reach_the_disk(path):
             os.fsync(file.fileno())
 
 
-def inputs_of(run, settings, problems, eval_problems):
+def inputs_of(run, s, problems, eval_problems):
     """SHA-256 of what the run starts from: a resumed one must find the same."""
-    s = settings
     specs = [spec for spec in [*(s.reward or []), s.step_reward, s.reply] if spec and ":" in spec]
     found = {
         "--model": digest_of_files(weight_files(s.model)),
@@ -2054,9 +2053,8 @@ def digest(text):
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def save_final(model, tokenizer, settings, run, name="final"):
+def save_final(model, tokenizer, s, run, name="final"):
     """A transformers folder, with a recipe.json that brings along how the run was trained."""
-    s = settings
     weights = whole_on_rank_0(dict(model.named_parameters())) if world() > 1 else None
     if not run.folder:
         return
@@ -2149,19 +2147,18 @@ def main(argv=None):
     return 2
 
 
-def set_threads(settings):
+def set_threads(s):
     """The number of CPU threads is kept with the run, for sums depend on it in their last digit."""
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    return dataclasses.replace(settings, threads=torch.get_num_threads())
+    if s.threads:
+        torch.set_num_threads(s.threads)
+    return dataclasses.replace(s, threads=torch.get_num_threads())
 
 
-def load(settings):
+def load(s):
     """Everything that can be refused is looked at here, before a folder is made.
 
     -> what a run is made of, under the names of train_grpo's arguments.
     """
-    s = settings
     # The cheap questions come first: flags, then files, then the model.
     check_combinations(s)
     reward_model = load_reward_model(s) if s.reward_model else None
@@ -2196,9 +2193,8 @@ def load(settings):
         sampler=load_sampler(s, tokenizer, problems + eval_problems))
 
 
-def begin(run, parts, settings, recipe):
+def begin(run, parts, s, recipe):
     """Restore what was saved, write config.json, say what starts."""
-    s = settings
     # Only what moves goes into the checkpoint; the first reference is the policy as it started.
     run.reward_model = parts.reward_model
     run.ref_model = parts.ref_model if s.renew_reference else None
@@ -2271,9 +2267,8 @@ def small_curve(values, width=50):
     return f"{means[0]:8.3f} {blocks} {means[-1]:.3f}"
 
 
-def print_figures(parts, settings):
+def print_figures(parts, s):
     """--eval-only: greedy accuracy, and from G samples per problem accuracy, pass@k and maj@k."""
-    s = settings
     G = s.group_size
     problems = parts.eval_problems
     judge = partial(evaluate, parts.policy_model, parts.tokenizer, problems, s, parts.reward_of,
@@ -2298,9 +2293,9 @@ def print_figures(parts, settings):
             f"maj@{k:<3} {reward.majority_at_k(answers, truths, k):.4f}")
 
 
-def print_trace(parts, settings):
+def print_trace(parts, s):
     """--trace: one step on one group, told stage by stage, as the theory walks through it."""
-    s = dataclasses.replace(settings, prompts_per_step=1, max_resample=0, updates_per_rollout=1,
+    s = dataclasses.replace(s, prompts_per_step=1, max_resample=0, updates_per_rollout=1,
                             minibatches=1)
     model, tokenizer = parts.policy_model, parts.tokenizer
     # Of the first problems, one about which the answers disagree: else all advantages are 0.
@@ -2346,9 +2341,8 @@ def print_trace(parts, settings):
           "\n[H] train_grpo: fresh answers from the policy as it is now, and again")
 
 
-def print_tokens(tokenizer, rollout, new, A, mask, moved, settings):
+def print_tokens(tokenizer, rollout, new, A, mask, moved, s):
     """[D] [E] [F] of single tokens after the update, by the objective that is in use."""
-    s = settings
     old = rollout.old_logprobs
     ref = old if rollout.ref_logprobs is None else rollout.ref_logprobs
     options = loss_options(rollout, slice(None), s)
