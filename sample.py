@@ -166,7 +166,10 @@ def draw_fast(logits, temperature, u, block=128, few=1024):
 # captured as a graph and replayed, where transformers' launches more than a thousand small kernels.
 
 def decode_fast(model, cache, mask, logits, chance, temperature, ends, graphs=False):
-    """`decode` on the step below: the same tokens from the same chance, rounding apart."""
+    """`decode` on the step below: the same tokens from the same chance, rounding apart.
+
+    Rows that have ended leave when a smaller step will do; until then nobody reads what they draw.
+    """
     N, T = chance.shape
     G = N // len(mask)
     decoder = decoder_for(model, N, mask.shape[1] + T, graphs)
@@ -195,9 +198,9 @@ def decode_fast(model, cache, mask, logits, chance, temperature, ends, graphs=Fa
 
 
 class Decoder:
-    """The decode step in N places of `capacity` slots, and all that it reads and writes.
+    """The decode step for N places of `capacity` slots, and all that it reads and writes.
 
-    Prompts end in the same slot, so at any time all places write to one slot.
+    Prompts end in the same slot, so all places write to the same slot next.
     """
 
     def __init__(self, model, N, capacity, graphs):
@@ -220,9 +223,9 @@ class Decoder:
                 layer.past = weight.new_empty(2, N, Hkv, capacity, self.D)
         slots = torch.arange(capacity, device=device)
         cos, sin = body.rotary_emb(weight, slots[None])              # (1, capacity, D) each
-        left, right = sin.chunk(2, dim=-1)
+        left, right = sin[0, :, None].chunk(2, dim=-1)
         self.cos = cos[0, :, None]                                   # (capacity, 1, D)
-        self.sin = torch.cat((-left, right), dim=-1)[0, :, None]
+        self.sin = torch.cat((-left, right), dim=-1)                 # as x is rolled by D / 2
         self.slot = slots[:1].clone()                                # where all places write next
         self.token = slots.new_zeros(N)                              # what they run next
         self.bias = weight.new_zeros(N, 1, 1, capacity)              # 0, or -inf: another's slot
@@ -285,7 +288,10 @@ class Decoder:
         return graph, logits
 
     def step(self, model, n, length):
-        """The step itself: in place, without waiting, and the same when it is run again."""
+        """The last tokens of n places -> the next logits, (n, V).
+
+        As a graph wants it: it works in place and never waits. Run again, it does the same again.
+        """
         body = model.base_model
         position = self.slot - self.padding[:n]
         if self.flash:                           # where each row's keys begin, how many they are
@@ -327,9 +333,7 @@ class Decoder:
                 q, keys, values, self.first[:len(starts)], starts, 1, self.capacity, 0.0, False,
                 False, scale=scale, seqused_k=counts)[0].flatten(1)
         q = q.unflatten(1, (keys.shape[1], -1))  # heads that share keys: queries of one head
-        length = own.shape[3]
-        keys = keys[:, :, :length]
-        values = values[:, :, :length]
+        keys, values = (x[:, :, :own.shape[3]] for x in (keys, values))
         return F.scaled_dot_product_attention(q, keys, values, own, scale=scale).flatten(1)
 
 
@@ -343,8 +347,10 @@ def tensors_of(module):
         name = name.rpartition(".")[2]
         if hasattr(part, "variance_epsilon"):
             setattr(found, name, (part.weight.shape, part.weight, part.variance_epsilon))
-        elif hasattr(part, "in_features"):
+        elif type(part) is torch.nn.Linear:
             setattr(found, name, (part.weight, part.bias))
+        elif hasattr(part, "in_features"):       # an adapter, 8 bits: more than a product
+            raise ValueError(f"{type(part).__name__} for Linear")
     return found
 
 
@@ -454,10 +460,6 @@ def refuse_relatives(model):
     positions = model.base_model.rotary_emb.rope_type
     if positions in ("dynamic", "longrope"):
         raise ValueError(f"positions that change as the text grows ({positions})")
-    for layer in model.base_model.layers:
-        for part in layer.modules():
-            if hasattr(part, "in_features") and type(part) is not torch.nn.Linear:
-                raise ValueError(f"{type(part).__name__} for Linear")        # an adapter, 8 bits
 
 
 # --------------------------------------------------------------------------------------------------
@@ -653,9 +655,9 @@ def sample_conversations(model, tokenizer, prompts, group_size=8, max_new_tokens
             n = talking[place]
             rows[n].append(answers[place])
             turns[n].append(text)
-            said = None
-            if turn < max_turns:
-                said = reply_to(reply, prompts[n // group_size], turns[n], n)
+            if turn == max_turns:
+                continue
+            said = reply_to(reply, prompts[n // group_size], turns[n], n)
             if said is None:
                 continue
             between = ids_between_turns(tokenizer, said, answers[place][0][-1], ends)
