@@ -241,7 +241,7 @@ class Decoder:
             layer.past.zero_()                   # graphs read all slots, and 0 * NaN is NaN
             layer.past[:, :n, :, :self.length] = past
         mask = F.pad(mask, (0, self.capacity - self.length, 0, self.N - n))      # (N, capacity)
-        self.bias[:, 0, 0] = mask.log()
+        self.bias[:, 0, 0] = torch.where(mask.bool(), 0.0, -torch.inf)
         self.padding[:n] = self.length - mask[:n].sum(dim=1)
 
     def close_up(self, ended, n):
