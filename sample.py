@@ -180,6 +180,7 @@ def decode_fast(model, cache, mask, logits, chance, temperature, ends, graphs=Fa
     rows = torch.arange(N, device=mask.device)                       # whose row is in each place
     every = 1 if mask.device.type == "cpu" else 16                   # asking makes a GPU wait
     for t in range(T):
+        # Outside the step: its graphs serve every temperature, and a run again changes nothing.
         token, logprobs[rows, t] = draw_fast(logits, temperature, chance[rows, t])
         tokens[rows, t] = token
         if t + 1 == T:
@@ -229,7 +230,8 @@ class Decoder:
         self.slot = slots[:1].clone()                                # where all places write next
         self.token = slots.new_zeros(N)                              # what they run next
         self.bias = weight.new_zeros(N, 1, 1, capacity)              # 0, or -inf: another's slot
-        self.first = torch.arange(N + 1, dtype=torch.int32, device=device)       # 0, 1, 2, ...
+        # Flash attention asks where each query begins, 0, 1, ..., and where the last one ends.
+        self.first = torch.arange(N + 1, dtype=torch.int32, device=device)
         self.padding = torch.zeros_like(self.first)                  # slots before the prompt
 
     def fill(self, cache, mask, G):
