@@ -64,8 +64,8 @@ def sample_groups(model, tokenizer, prompts, group_size=8, max_new_tokens=256, t
     policy and its own numbers. ValueError: nothing to sample, a prompt without tokens, no end token
     known, a model that `forms_of` refuses.
     """
-    prompt_ids, ends = prepare(model, tokenizer, prompts, group_size, max_new_tokens, temperature)
-    chance = uniform_numbers(generator, len(prompts), group_size, max_new_tokens, model.device)
+    prompt_ids, ends, chance = prepare(model, tokenizer, prompts, group_size, max_new_tokens,
+                                       temperature, generator)
     answers = write_answers(model, prompt_ids, chance, temperature, ends)
     rows = [[(prompt_ids[n // group_size], None), answer] for n, answer in enumerate(answers)]
     return to_rollout(tokenizer, rows, ends, group_size)
@@ -166,135 +166,145 @@ def draw_fast(logits, temperature, u, block=128, few=1024):
 # captured as a graph and replayed, where transformers' launches more than a thousand small kernels.
 
 def decode_fast(model, cache, mask, logits, chance, temperature, ends, graphs=False):
-    """`decode` on the step below: the same tokens from the same chance, rounding apart."""
-    (B, P), (N, T) = mask.shape, chance.shape
-    decoder = decoder_for(model, N, P + T, graphs)
-    n = decoder.places(N)                                            # N, or more: some stay empty
-    decoder.fill(cache, mask, N)
-    decoder.token[:N], decoder.logprob[:N] = draw_fast(
-        logits.repeat_interleave(N // B, dim=0), temperature, chance[:, 0])
-    chance = F.pad(chance, (0, 0, 0, n - N))                         # (n, T)
-    tokens = mask.new_zeros(n, T)
-    logprobs = torch.zeros(n, T, device=mask.device)
-    rows = torch.arange(n, device=mask.device)                       # whose row is in each place
-    alive = rows < N
+    """`decode` on the step below: the same tokens from the same chance, rounding apart.
+
+    Rows that have ended leave when a smaller step will do; until then nobody reads what they draw.
+    """
+    N, T = chance.shape
+    G = N // len(mask)
+    decoder = decoder_for(model, N, mask.shape[1] + T, graphs)
+    decoder.fill(cache, mask.repeat_interleave(G, dim=0), G)
+    logits = logits.repeat_interleave(G, dim=0)
+    tokens = mask.new_zeros(N, T)
+    logprobs = torch.zeros(N, T, device=mask.device)
+    rows = torch.arange(N, device=mask.device)                       # whose row is in each place
     every = 1 if mask.device.type == "cpu" else 16                   # asking makes a GPU wait
     for t in range(T):
-        tokens[rows, t], logprobs[rows, t] = decoder.token[:n], decoder.logprob[:n]
+        # Outside the step: its graphs serve every temperature, and a run again changes nothing.
+        token, logprobs[rows, t] = draw_fast(logits, temperature, chance[rows, t])
+        tokens[rows, t] = token
         if t + 1 == T:
             break
         if t % every == 0:
-            alive &= ~torch.isin(tokens[rows, max(0, t + 1 - every):t + 1], ends).any(dim=1)
-            living = int(alive.sum())
+            ended = torch.isin(tokens[rows, :t + 1], ends).any(dim=1)
+            living = len(rows) - int(ended.sum())
             if living == 0:
                 break
-            if decoder.places(living) < n:                           # the living close ranks
-                n = decoder.places(living)
-                rows, alive = decoder.close_up(n, rows, alive)
-        decoder.u[:n] = chance[rows, t + 1]
-        decoder.run(model, n, temperature)
-    return tokens[:N], logprobs[:N]
+            if decoder.size(living) < decoder.size(len(rows)):
+                places = decoder.close_up(ended, living)
+                rows = rows[places]
+                token = token[places]
+        logits = decoder.run(model, token)
+    return tokens, logprobs
 
 
 class Decoder:
-    """The decode step, and all that it reads and writes; the weights stay in the model."""
+    """The decode step for N places of `capacity` slots, and all that it reads and writes.
+
+    Prompts end in the same slot, so all places write to the same slot next.
+    """
 
     def __init__(self, model, N, capacity, graphs):
-        refuse_relatives(model)
         body = model.base_model
         device = model.device
-        self.weights = [tensors_of(x, x.self_attn, x.mlp) for x in body.layers]
-        self.last_norm = tensors_of(body).norm
-        weight = self.weights[0].k_proj[0]       # its dtype is what the cache holds
-        self.D = body.layers[0].self_attn.head_dim
-        self.Hkv = len(weight) // self.D
         self.N = N
         self.capacity = capacity
         self.graphs = {} if graphs else None
+        self.layers = [tensors_of(layer) for layer in body.layers]
+        self.last_norm = tensors_of(body).norm
+        self.D = body.layers[0].self_attn.head_dim
+        weight = self.layers[0].k_proj[0]        # its dtype is what the cache holds
+        Hkv = len(weight) // self.D
         self.flash = (device.type == "cuda" and weight.dtype in (torch.float16, torch.bfloat16)
                       and self.D % 8 == 0 and torch.cuda.get_device_capability(device)[0] >= 8)
-
-        def room():                              # (N, Hkv, capacity, D)
+        for layer in self.layers:                # keys and values (2, N, Hkv, capacity, D)
             if self.flash:                       # it wants a token's heads side by side
-                return weight.new_empty(N, capacity, self.Hkv, self.D).transpose(1, 2)
-            return weight.new_empty(N, self.Hkv, capacity, self.D)
-
-        self.keys = [room() for _ in body.layers]
-        self.values = [room() for _ in body.layers]
-        self.bias = weight.new_zeros(N, 1, 1, capacity)
+                layer.past = weight.new_empty(2, N, capacity, Hkv, self.D).transpose(2, 3)
+            else:
+                layer.past = weight.new_empty(2, N, Hkv, capacity, self.D)
         slots = torch.arange(capacity, device=device)
-        cos, sin = body.rotary_emb(self.keys[0], slots[None])        # (1, capacity, D) each
+        cos, sin = body.rotary_emb(weight, slots[None])              # (1, capacity, D) each
+        left, right = sin[0, :, None].chunk(2, dim=-1)
         self.cos = cos[0, :, None]                                   # (capacity, 1, D)
-        half = self.D // 2
-        self.sin = torch.cat((-sin[0, :, None, :half], sin[0, :, None, half:]), dim=-1)
-        self.slot = slots[:1].clone()                                # where all rows write next
-        self.token, self.position = slots.new_zeros(2, N)            # drawn, not yet run
-        self.logprob = torch.zeros(N, device=device)
-        self.u = torch.zeros(N, device=device, dtype=chance_type(device))
-        self.first = torch.arange(N + 1, dtype=torch.int32, device=device)       # 0, 1, 2, ...
+        self.sin = torch.cat((-left, right), dim=-1)                 # as x is rolled by D / 2
+        self.slot = slots[:1].clone()                                # where all places write next
+        self.token = slots.new_zeros(N)                              # what they run next
+        self.bias = weight.new_zeros(N, 1, 1, capacity)              # 0, or -inf: another's slot
+        # Flash attention asks where each query begins, 0, 1, ..., and where the last one ends.
+        self.first = torch.arange(N + 1, dtype=torch.int32, device=device)
         self.padding = torch.zeros_like(self.first)                  # slots before the prompt
-        self.addresses = addresses(model)
 
-    def fill(self, cache, mask, N):
-        """Take over B prompts' keys and values, (B, Hkv, P, D) per layer, for N / B rows each."""
-        B, P = mask.shape
-        mask = mask.repeat_interleave(N // B, dim=0)                 # (N, P)
-        for keys, values, layer in zip(self.keys, self.values, cache.layers):
-            for whole, prompt in ((keys, layer.keys), (values, layer.values)):
-                whole[:N, :, :P].unflatten(0, (B, N // B)).copy_(prompt[:, None])
-                whole[:, :, P:] = 0              # graphs read all slots; 0 * NaN is NaN
-            layer.keys = layer.values = None     # one layer's copy at a time
-        self.bias.fill_(-torch.inf)
-        self.bias[:N, 0, 0, :P] = torch.where(mask.bool(), 0.0, -torch.inf)
-        self.position.zero_()                    # empty places read and write too
-        self.padding.zero_()
-        self.position[:N] = mask.sum(dim=1)
-        self.padding[:N] = P - self.position[:N]
-        self.slot.fill_(P)
-        self.masked = self.graphs is not None or not bool(mask.all())
-        self.length = P if self.graphs is None else self.capacity    # a graph's shapes are fixed
+    def fill(self, cache, mask, G):
+        """Take over the prompts' keys and values, (n / G, Hkv, P, D) per layer; mask (n, P)."""
+        n, self.length = mask.shape
+        for layer, prompt in zip(self.layers, cache.layers):
+            past = torch.stack((prompt.keys, prompt.values)).repeat_interleave(G, dim=1)
+            prompt.keys = prompt.values = None   # one layer's copy at a time
+            layer.past.zero_()                   # graphs read all slots, and 0 * NaN is NaN
+            layer.past[:, :n, :, :self.length] = past
+        mask = F.pad(mask, (0, self.capacity - self.length, 0, self.N - n))      # (N, capacity)
+        self.bias[:, 0, 0] = torch.where(mask.bool(), 0.0, -torch.inf)
+        self.padding[:n] = self.length - mask[:n].sum(dim=1)
 
-    def close_up(self, n, rows, alive):
-        """The living behind the first n places move to free ones, with all that is theirs."""
-        late = alive[n:].nonzero()[:, 0] + n
-        free = (~alive[:n]).nonzero()[:, 0][:len(late)]
-        for whole in (*self.keys, *self.values):
-            whole = whole[:, :, :self.length]
-            whole[free] = whole[late]
-        for whole in (self.bias, self.token, self.position, self.padding, rows, alive):
-            whole[free] = whole[late]
-        return rows[:n], alive[:n]
-
-    def places(self, n):
-        """How many places run for n rows: n, or the next of N, N/2, N/4, ..., which have graphs."""
-        places = n if self.graphs is None else self.N
-        while n <= places // 2:
-            places //= 2
+    def close_up(self, ended, n):
+        """The n living close ranks: those behind move to free places -> who stands where, (n,)."""
+        late = (~ended[n:]).nonzero()[:, 0] + n
+        free = ended[:n].nonzero()[:, 0]
+        for layer in self.layers:
+            layer.past[:, free, :, :self.length] = layer.past[:, late, :, :self.length]
+        self.bias[free] = self.bias[late]
+        self.padding[free] = self.padding[late]
+        places = torch.arange(n, device=ended.device)
+        places[free] = late
         return places
 
-    def run(self, model, n, temperature):
-        """One step, replayed where steps are captured."""
-        if self.graphs is None:
-            self.length += 1
-            return self.step(model, n, temperature)
-        if (n, temperature) not in self.graphs:
-            self.graphs[n, temperature] = self.capture(model, n, temperature)
-        self.graphs[n, temperature].replay()
+    def size(self, n):
+        """How many places run for n rows: n, or the least of N, N/2, N/4, ... that hold them."""
+        size = n if self.graphs is None else self.N
+        while n <= size // 2:
+            size //= 2
+        return size
 
-    def step(self, model, n, temperature):
-        """Run the last token of the first n rows, draw the next. Reads and writes in place only."""
+    def run(self, model, token):
+        """The tokens of the first n places (n,) -> logits of the next (n, V)."""
+        n = len(token)
+        self.token[:n] = token
+        self.slot.fill_(self.length)
+        self.length += 1
+        if self.graphs is None:
+            return self.step(model, n, self.length)
+        size = self.size(n)
+        if size not in self.graphs:
+            self.graphs[size] = self.capture(model, size)
+        graph, logits = self.graphs[size]
+        graph.replay()
+        return logits[:n]
+
+    def capture(self, model, n):
+        """`step` as a CUDA graph -> the graph, and where it leaves the logits."""
+        self.step(model, n, self.capacity)       # outside: libraries make themselves ready
+        graph = torch.cuda.CUDAGraph()
+        pool = next((other.pool() for other, _ in self.graphs.values()), None)   # one for all
+        with torch.cuda.graph(graph, pool=pool):                     # recorded, not run
+            logits = self.step(model, n, self.capacity)
+        return graph, logits
+
+    def step(self, model, n, length):
+        """The last tokens of n places -> the next logits, (n, V).
+
+        As a graph wants it: it works in place and never waits. Run again, it does the same again.
+        """
         body = model.base_model
-        position = self.position[:n]
-        own_keys = None
+        position = self.slot - self.padding[:n]
         if self.flash:                           # where each row's keys begin, how many they are
             starts = self.first[:n + 1] * self.capacity + self.padding[:n + 1]
-            own_keys = starts, (position + 1).int()
+            own = starts, (position + 1).int()
         else:
-            self.bias[:n].index_fill_(3, self.slot, 0.0)
+            own = self.bias[:n].index_fill_(3, self.slot, 0.0)[..., :length]
         cos = self.cos[position]                                     # (n, 1, D)
         sin = self.sin[position]
         x = body.embed_tokens(self.token[:n])                        # (n, H)
-        for layer, weights, keys, values in zip(body.layers, self.weights, self.keys, self.values):
+        for layer, weights in zip(body.layers, self.layers):
             attention = layer.self_attn
             h = F.rms_norm(x, *weights.input_layernorm)
             q, k, v = (F.linear(h, *projection).view(n, -1, self.D)  # (n, Hq or Hkv, D)
@@ -305,65 +315,44 @@ class Decoder:
             if getattr(attention, "use_rope", True):                 # not in every layer of SmolLM3
                 qk = torch.cat((q, k), dim=1)                        # (n, Hq + Hkv, D)
                 qk = torch.addcmul(qk * cos, qk.roll(self.D // 2, dims=-1), sin)
-                q, k = qk.split((q.shape[1], self.Hkv), dim=1)
-            keys[:n].index_copy_(2, self.slot, k[:, :, None])
-            values[:n].index_copy_(2, self.slot, v[:, :, None])
-            o = self.attend(q, keys, values, own_keys, attention.scaling)        # (n, Hq * D)
+                q, k = qk.split((q.shape[1], k.shape[1]), dim=1)
+            keys, values = weights.past[:, :n]                       # (n, Hkv, capacity, D)
+            keys.index_copy_(2, self.slot, k[:, :, None])
+            values.index_copy_(2, self.slot, v[:, :, None])
+            o = self.attend(q, keys, values, own, attention.scaling)             # (n, Hq * D)
             add_linear(x, o, *weights.o_proj)
             h = F.rms_norm(x, *weights.post_attention_layernorm)
             h = layer.mlp.act_fn(F.linear(h, *weights.gate_proj)) * F.linear(h, *weights.up_proj)
             add_linear(x, h, *weights.down_proj)
-        logits = model.get_output_embeddings()(F.rms_norm(x, *self.last_norm))   # (n, V)
-        self.token[:n], self.logprob[:n] = draw_fast(logits, temperature, self.u[:n])
-        self.position[:n] += 1
-        self.slot += 1
+        return model.get_output_embeddings()(F.rms_norm(x, *self.last_norm))     # (n, V)
 
-    def attend(self, q, keys, values, own_keys, scale):
+    def attend(self, q, keys, values, own, scale):
         """One query per row and head, (n, Hq, D), over the row's own keys -> (n, Hq * D)."""
-        n = len(q)
         if self.flash:                           # splits over the keys, packs heads, needs no mask
-            starts, counts = own_keys
+            starts, counts = own
             keys, values = (x.transpose(1, 2).flatten(0, 1) for x in (keys, values))
             return torch.ops.aten._flash_attention_forward(
-                q, keys, values, self.first[:n + 1], starts, 1, self.capacity, 0.0, False, False,
-                scale=scale, seqused_k=counts)[0].reshape(n, -1)
-        q = q.reshape(n, self.Hkv, -1, self.D)   # heads that share keys: queries of one head
-        keys = keys[:n, :, :self.length]
-        values = values[:n, :, :self.length]
-        bias = self.bias[:n, :, :, :self.length] if self.masked else None
-        out = F.scaled_dot_product_attention(q, keys, values, bias, scale=scale)
-        return out.reshape(n, -1)                # CUDA's kernel returns it transposed: no view
-
-    def capture(self, model, n, temperature):
-        """`step` as a CUDA graph, after two runs that warm up; then the state is put back."""
-        state = (self.token, self.position, self.slot, self.logprob)
-        before = [x.clone() for x in state]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                self.step(model, n, temperature)
-                for x, old in zip(state, before):
-                    x.copy_(old)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        pool = next((other.pool() for other in self.graphs.values()), None)      # one for all
-        with torch.cuda.graph(graph, pool=pool):                     # recorded, not run
-            self.step(model, n, temperature)
-        return graph
+                q, keys, values, self.first[:len(starts)], starts, 1, self.capacity, 0.0, False,
+                False, scale=scale, seqused_k=counts)[0].flatten(1)
+        q = q.unflatten(1, (keys.shape[1], -1))  # heads that share keys: queries of one head
+        keys, values = (x[:, :, :own.shape[3]] for x in (keys, values))
+        return F.scaled_dot_product_attention(q, keys, values, own, scale=scale).flatten(1)
 
 
-def tensors_of(*modules):
-    """What F.linear and F.rms_norm take of the modules' children, by their names.
+def tensors_of(module):
+    """What F.linear and F.rms_norm take of a layer's parts, by their names.
 
     Found once, because on a CPU looking them up for every token takes as long as a few kernels.
     """
     found = SimpleNamespace(q_norm=None)
-    for name, child in (pair for module in modules for pair in module.named_children()):
-        if hasattr(child, "in_features"):
-            setattr(found, name, (child.weight, child.bias))
-        elif hasattr(child, "variance_epsilon"):
-            setattr(found, name, (child.weight.shape, child.weight, child.variance_epsilon))
+    for name, part in module.named_modules():
+        name = name.rpartition(".")[2]
+        if hasattr(part, "variance_epsilon"):
+            setattr(found, name, (part.weight.shape, part.weight, part.variance_epsilon))
+        elif type(part) is torch.nn.Linear:
+            setattr(found, name, (part.weight, part.bias))
+        elif hasattr(part, "in_features"):       # an adapter, 8 bits: more than a product
+            raise ValueError(f"{type(part).__name__} for Linear")
     return found
 
 
@@ -374,21 +363,6 @@ def add_linear(x, h, weight, bias):
         x += bias
 
 
-def refuse_relatives(model):
-    """ValueError for what the step does not compute, and what a few tokens would not show."""
-    config = model.config.get_text_config()
-    body = model.base_model
-    for name in ("sliding_window", "attention_chunk_size", "attn_logit_softcapping"):
-        if getattr(config, name, None) and getattr(config, f"use_{name}", True):
-            raise ValueError("a " + name.replace("_", " "))
-    if body.rotary_emb.rope_type in ("dynamic", "longrope"):
-        raise ValueError(f"positions that change as the text grows ({body.rotary_emb.rope_type})")
-    for layer in body.layers:
-        for linear in (*layer.self_attn.children(), *layer.mlp.children()):
-            if hasattr(linear, "in_features") and type(linear) is not torch.nn.Linear:
-                raise ValueError(f"{type(linear).__name__} for Linear")      # an adapter, 8 bits
-
-
 DECODERS = WeakKeyDictionary()   # model -> its Decoder with graphs, kept from rollout to rollout
 
 
@@ -396,22 +370,19 @@ def decoder_for(model, N, capacity, graphs):
     """A decoder with room for N rows of `capacity` tokens; the one with graphs is kept."""
     if not graphs:
         return Decoder(model, N, capacity, graphs)
+    addresses = [weight.data_ptr() for weight in model.parameters()]             # graphs read there
     kept = DECODERS.get(model)
-    if kept and N <= kept.N and capacity <= kept.capacity and kept.addresses == addresses(model):
-        return kept
-    release(model)                               # its memory first
-    DECODERS[model] = Decoder(model, N, -(-capacity // 256) * 256, graphs)       # prompts may grow
-    return DECODERS[model]
+    if not kept or kept.addresses != addresses or N > kept.N or capacity > kept.capacity:
+        release(model)                           # its memory first
+        kept = Decoder(model, N, -(-capacity // 256) * 256, graphs)              # prompts may grow
+        kept.addresses = addresses
+        DECODERS[model] = kept
+    return kept
 
 
 def release(model):
     """Free the cache and the graphs kept for this model; the next rollout makes them again."""
     DECODERS.pop(model, None)
-
-
-def addresses(model):
-    """Where the weights lie: a graph reads them there, and survives only updates in place."""
-    return [weight.data_ptr() for weight in model.parameters()]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -463,6 +434,8 @@ def refusal(model, form):
     chance = uniform_numbers(torch.Generator().manual_seed(0), 2, 2, T, model.device)
     never = torch.tensor([-1], device=model.device)
     try:
+        if form is not decode:
+            refuse_relatives(model)
         tokens, _ = decode(model, *prefill(model, prompts), chance, 1.0, never)
         ends = tokens[:2, 2]                                         # so these two leave the batch
         tokens, logprobs = form(model, *prefill(model, prompts), chance, 1.0, ends)
@@ -478,6 +451,17 @@ def refusal(model, form):
         return first_line(failure)
     error = sum(errors) / len(errors)
     return None if error <= tolerance else f"off by {error:.2g} nats"
+
+
+def refuse_relatives(model):
+    """ValueError for what our step does not compute, and what a few tokens would not show."""
+    config = model.config.get_text_config()
+    for name in ("sliding_window", "attention_chunk_size", "attn_logit_softcapping"):
+        if getattr(config, name, None) and getattr(config, f"use_{name}", True):
+            raise ValueError("a " + name.replace("_", " "))
+    positions = model.base_model.rotary_emb.rope_type
+    if positions in ("dynamic", "longrope"):
+        raise ValueError(f"positions that change as the text grows ({positions})")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -523,15 +507,16 @@ def first_line(error):
 # --------------------------------------------------------------------------------------------------
 # Ids in, rows out
 
-def prepare(model, tokenizer, prompts, group_size, max_new_tokens, temperature):
-    """-> the ids of every prompt, the end tokens; ValueError for what cannot be sampled."""
-    if not prompts or min(group_size, max_new_tokens) < 1 or not temperature >= 0:
-        raise ValueError(f"{len(prompts)} prompts, group_size {group_size}, max_new_tokens "
-                         f"{max_new_tokens}, temperature {temperature}: nothing can be sampled")
+def prepare(model, tokenizer, prompts, group_size, T, temperature, generator):
+    """-> ids of each prompt, end tokens, chance (N, T); ValueError for what cannot be sampled."""
+    if not prompts or min(group_size, T) < 1 or not temperature >= 0:
+        raise ValueError(f"{len(prompts)} prompts, group_size {group_size}, max_new_tokens {T}, "
+                         f"temperature {temperature}: nothing can be sampled")
     prompt_ids = [tokenizer(prompt, add_special_tokens=False).input_ids for prompt in prompts]
     if not all(prompt_ids):
         raise ValueError(f"prompt {prompt_ids.index([])} has no tokens")
-    return prompt_ids, end_token_ids(model, tokenizer)
+    ends = end_token_ids(model, tokenizer)
+    return prompt_ids, ends, uniform_numbers(generator, len(prompts), group_size, T, model.device)
 
 
 def padded_left(rows, device):
@@ -556,13 +541,9 @@ def uniform_numbers(generator, B, group_size, T, device):
     generators = generator if isinstance(generator, list) else [generator] * B
     numbers = torch.cat([torch.rand(group_size, T, dtype=torch.float64, generator=g,
                                     device=g and g.device) for g in generators])
-    if chance_type(device) == torch.float32:
-        numbers = numbers.float().clamp(max=1 - 2**-24)              # rounding may not make it 1
+    if device.type == "mps":                     # it has no float64; rounding may not make it 1
+        numbers = numbers.float().clamp(max=1 - 2**-24)
     return numbers.to(device)
-
-
-def chance_type(device):
-    return torch.float32 if device.type == "mps" else torch.float64  # all that MPS knows
 
 
 def cut_at_end(tokens, logprobs, ends):
@@ -574,39 +555,34 @@ def cut_at_end(tokens, logprobs, ends):
 
 
 def to_rollout(tokenizer, rows, ends, group_size):
-    """N rows, each a list of pieces (ids, log-probs; None where others wrote them) -> Rollout."""
-    input_ids = []
-    labels = []
-    logprobs = []
-    responses = []
-    last = []
-    for pieces in rows:
-        own = [ids for ids, drawn in pieces if drawn]
-        input_ids.append(sum((ids for ids, _ in pieces), []))
-        labels.append(sum((ids if drawn else len(ids) * [IGNORE] for ids, drawn in pieces), []))
-        logprobs.append(sum((drawn or len(ids) * [0.0] for ids, drawn in pieces), []))
-        responses.append("\n".join(texts_of(tokenizer, own, ends)))
-        last.append(own[-1][-1])
-
-    S = max(len(ids) for ids in input_ids)
-
-    def padded(lists, value):                                        # -> (N, S)
-        whole = [numbers + (S - len(numbers)) * [value] for numbers in lists]
-        return torch.tensor(whole, device=ends.device)
-
-    pad = next(i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id, int(ends[0]))
-               if i is not None)
+    """N rows, each of pieces (ids, log-probs; None where others wrote them) -> Rollout."""
+    pieces = [piece for row in rows for piece in row]
+    ids = torch.tensor([token for ids, _ in pieces for token in ids])
+    drawn = torch.tensor([logprob for _, drawn in pieces for logprob in drawn or ()])
+    counts = torch.tensor([len(ids) for ids, _ in pieces])
+    own = torch.tensor([drawn is not None for _, drawn in pieces]).repeat_interleave(counts)
+    lengths = torch.tensor([sum(len(ids) for ids, _ in row) for row in rows])
+    written = torch.arange(int(lengths.max())) < lengths[:, None]    # (N, S): all but the padding
+    response = torch.zeros_like(written).masked_scatter(written, own)
+    pad = next(token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id, int(ends[0]))
+               if token is not None)
+    input_ids = torch.full(written.shape, pad).masked_scatter(written, ids)
+    labels = input_ids.where(response, IGNORE)
+    logprobs = torch.zeros(written.shape).masked_scatter(response, drawn)
+    answers = [[piece for piece in row if piece[1]] for row in rows]
+    device = ends.device
     return Rollout(
-        padded(input_ids, pad), padded(labels, IGNORE),
-        padded(logprobs, 0.0)[:, 1:].contiguous(),                   # entry t speaks of t + 1
-        responses, torch.isin(torch.tensor(last, device=ends.device), ends),
-        torch.arange(len(rows), device=ends.device) // group_size)
+        input_ids.to(device), labels.to(device),
+        logprobs[:, 1:].contiguous().to(device),                     # entry t speaks of t + 1
+        responses=["\n".join(texts_of(tokenizer, own, ends)) for own in answers],
+        finished=torch.isin(torch.tensor([own[-1][0][-1] for own in answers], device=device), ends),
+        group_ids=torch.arange(len(rows), device=device) // group_size)
 
 
 def texts_of(tokenizer, answers, ends):
-    """What answers say, without their end tokens; any other special token in them is seen."""
+    """What answers (ids, log-probs) say, end tokens left out; other special tokens are seen."""
     ends = ends.tolist()
-    texts = [ids[:-1] if ids[-1] in ends else ids for ids in answers]
+    texts = [ids[:-1] if ids[-1] in ends else ids for ids, _ in answers]
     return tokenizer.batch_decode(texts, skip_special_tokens=False)
 
 
@@ -625,11 +601,11 @@ def sample_around(model, tokenizer, prompts, group_size=8, max_new_tokens=256, t
     half = group_size // 2
     if group_size % 2 or not 1 <= best <= half or half % best or not 0 <= cut < 1:
         raise ValueError(f"a group of {group_size} has no half for {best} prefixes cut at {cut}")
-    prompt_ids, ends = prepare(model, tokenizer, prompts, group_size, max_new_tokens, temperature)
-    chance = uniform_numbers(generator, len(prompts), group_size, max_new_tokens, model.device)
+    prompt_ids, ends, chance = prepare(model, tokenizer, prompts, group_size, max_new_tokens,
+                                       temperature, generator)
     coarse, fine = chance.unflatten(0, (len(prompts), 2, half)).unbind(dim=1)    # (B, G / 2, T)
     answers = write_answers(model, prompt_ids, coarse.flatten(0, 1), temperature, ends)
-    texts = texts_of(tokenizer, [ids for ids, _ in answers], ends)
+    texts = texts_of(tokenizer, answers, ends)
     ranked = rewards_of(prompts, texts).view(-1, half).argsort(dim=1, descending=True, stable=True)
     stems = []                                                       # B * best (ids, log-probs)
     for b, order in enumerate(ranked[:, :best].tolist()):
@@ -662,25 +638,25 @@ def sample_conversations(model, tokenizer, prompts, group_size=8, max_new_tokens
     """
     if max_turns < 1:
         raise ValueError(f"a conversation of {max_turns} turns")
-    prompt_ids, ends = prepare(model, tokenizer, prompts, group_size, max_new_tokens, temperature)
+    prompt_ids, ends, chance = prepare(model, tokenizer, prompts, group_size, max_new_tokens,
+                                       temperature, generator)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
-    N = len(prompts) * group_size
+    N = len(chance)
     rows = [[(prompt_ids[n // group_size], None)] for n in range(N)]
     turns = [[] for _ in range(N)]
     talking = list(range(N))                                         # rows whose turn comes now
     decode_n_tokens = fastest_form(model)
     cache, mask, logits = prefill(model, prompt_ids)
     for turn in range(1, max_turns + 1):
-        chance = uniform_numbers(generator, len(prompts), group_size, max_new_tokens, model.device)
         kept = copy(cache)                       # decoding uses up its layers, not these tensors
         kept.layers = [copy(layer) for layer in cache.layers]
         answers = cut_at_end(*decode_n_tokens(model, cache, mask, logits, chance[talking],
                                               temperature, ends), ends)
-        texts = texts_of(tokenizer, [ids for ids, _ in answers], ends)
         heard = []                                                   # places of the rows that go on
-        for place, n in enumerate(talking):
+        for place, text in enumerate(texts_of(tokenizer, answers, ends)):
+            n = talking[place]
             rows[n].append(answers[place])
-            turns[n].append(texts[place])
+            turns[n].append(text)
             if turn == max_turns:
                 continue
             said = reply_to(reply, prompts[n // group_size], turns[n], n)
@@ -698,6 +674,7 @@ def sample_conversations(model, tokenizer, prompts, group_size=8, max_new_tokens
         places = torch.tensor(heard, device=model.device) // once
         talking = [talking[place] for place in heard]
         cache, mask, logits = next_turn(model, kept, mask, places, [rows[n] for n in talking])
+        chance = uniform_numbers(generator, len(prompts), group_size, max_new_tokens, model.device)
     return to_rollout(tokenizer, rows, ends, group_size)
 
 

@@ -292,11 +292,14 @@ def test_sampling_through_graphs(tokenizer, dtype, hopper):
         there = copy.deepcopy(model).to("cuda")
         assert not refused_forms(sample, there)
         rollouts = {}
+        tried = len(gpu.graphs)
         for temperature in (1.0, 0.0):
-            captured, replayed = len(gpu.graphs), gpu.replays
+            replayed = gpu.replays
             rollout = rollouts[temperature] = drawn(there, tokenizer, 40, temperature)
             assert on_gpu(rollout.input_ids) and on_gpu(rollout.logprobs)
-            assert len(gpu.graphs) > captured + 1 and gpu.replays >= replayed + 39
+            assert gpu.replays >= replayed + 39
+        # for several of 16, 8, 4, 2, 1 rows, and the same ones at any temperature
+        assert 2 <= len(gpu.graphs) - tried <= 5
     assert not gpu.attention["cudnn"], "a plan for every new shape, and open faults in bfloat16"
     for temperature, rollout in rollouts.items():
         lengths = (rollout.labels != -100).sum(dim=1)
@@ -325,12 +328,19 @@ def test_graphs_are_kept_and_see_weights_that_are_updated_in_place(granted, toke
 
 
 def test_kernels_of_a_decode_step(granted, tokenizer):
-    """Per layer and for 28 layers, from what two depths need."""
+    """Per layer and for 28 layers, from what two depths need; the draw is outside the graph."""
     kernels = {}
     for layers in (1, 3):
         with stand_in.machine() as gpu:
-            drawn(random_policy(BF16, num_hidden_layers=layers).to("cuda"), tokenizer, 4)
-        kernels[layers] = gpu.graphs[-1].kernels
+            model = random_policy(BF16, num_hidden_layers=layers).to("cuda")
+            counts = []
+            for T in (8, 4, 8):                          # the first of them captures
+                before = gpu.kernels
+                drawn(model, tokenizer, T)
+                counts.append(gpu.kernels - before)
+        outside = (counts[2] - counts[1]) / 4
+        assert len(gpu.graphs) == 1 and 0 < outside < 40
+        kernels[layers] = gpu.graphs[-1].kernels + outside
     per_layer = (kernels[3] - kernels[1]) / 2
     assert per_layer <= 20, kernels
     assert kernels[1] + 27 * per_layer <= 620, kernels

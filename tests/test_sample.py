@@ -462,20 +462,30 @@ class Replay:
     """Stands for a captured graph where there is no GPU: the same step, run again."""
 
     captured = []
+    replayed = []
 
-    def __init__(self, decoder, model, n, temperature):
-        self.step = lambda: decoder.step(model, n, temperature)
+    def __init__(self, decoder, model, n):
+        self.step = lambda: decoder.step(model, n, decoder.capacity)
+        self.logits = self.step()
+        self.n = n
         self.captured.append(n)
 
     def replay(self):
-        self.step()
+        self.logits.copy_(self.step())
+        self.replayed.append(self.n)
+
+
+def capture(*args):
+    graph = Replay(*args)
+    return graph, graph.logits
 
 
 @pytest.fixture
 def graphs(monkeypatch):
     """The loop as CUDA runs it, without its graphs -> the row counts of the captured steps."""
-    monkeypatch.setattr(Decoder, "capture", lambda *args: Replay(*args))
+    monkeypatch.setattr(Decoder, "capture", capture)
     monkeypatch.setattr(Replay, "captured", [])
+    monkeypatch.setattr(Replay, "replayed", [])
     monkeypatch.setattr(
         sample, "fastest_form", lambda model: lambda *args: decode_fast(*args, graphs=True)
     )
@@ -543,8 +553,8 @@ def test_the_decoder_is_kept_and_released(monkeypatch, graphs):
     model.generation_config.eos_token_id = [END, 7, 40]
     sample_groups(model, TOKENIZER, PROMPTS, 6, 30, 1.0, seeded())
     kept, captured = sample.DECODERS[model], len(graphs)
-    for whole in (*kept.keys, *kept.values):
-        whole.fill_(torch.nan)
+    for layer in kept.layers:
+        layer.past.fill_(torch.nan)
     for prompts, G, T in ((PROMPTS, 6, 30), (PROMPTS[1:2], 5, 12), (PROMPTS[2:], 7, 30)):
         args = model, TOKENIZER, prompts, G, T, 1.0
         assert_same_rollout(
@@ -573,13 +583,17 @@ def test_the_decoder_is_kept_and_released(monkeypatch, graphs):
     assert model not in sample.DECODERS
 
 
-def test_the_ladder_of_row_counts():
+@torch.no_grad()
+def test_the_ladder_of_row_counts(graphs):
     """With graphs the least of 20, 10, 5, 2, 1 that holds the rows; without, as many as rows."""
-    decoder = Decoder(small_model("llama"), 20, 64, graphs=True)
-    rungs = [decoder.places(n) for n in (1, 2, 3, 5, 6, 10, 11, 20)]
-    assert rungs == [1, 2, 5, 5, 10, 10, 20, 20]
-    decoder.graphs = None
-    assert [decoder.places(n) for n in (1, 3, 20)] == [1, 3, 20]
+    model = small_model("llama")
+    prompt = sample.prefill(model, [[3, 4, 5]])[:2]
+    for form in (True, False):
+        decoder = Decoder(model, 20, 64, form)
+        decoder.fill(copy.deepcopy(prompt[0]), prompt[1].expand(20, 3), 20)
+        for n in (1, 2, 3, 5, 6, 10, 11, 20):
+            assert decoder.run(model, torch.full((n,), 6)).shape == (n, V)
+    assert graphs == [1, 2, 5, 10, 20] and Replay.replayed == [1, 2, 5, 5, 10, 10, 20, 20]
 
 
 @pytest.mark.parametrize("name", ["qwen2", "smollm3"])
@@ -592,22 +606,24 @@ def test_without_graphs_nothing_is_kept(name):
 @pytest.mark.parametrize(
     "ended", [[], [0], [8], [0, 1, 2], [3, 8], [7, 8], [0, 2, 4, 6, 8], list(range(8))]
 )
-@pytest.mark.parametrize("spare", [0, 1])
-def test_few_rows_move_when_rows_end(ended, spare):
+def test_few_rows_move_when_rows_end(ended):
     decoder = Decoder(small_model("llama"), 9, 4, graphs=False)
     decoder.length = 3
-    decoder.token.copy_(torch.arange(9))
-    for keys in decoder.keys:
-        keys.copy_(decoder.token[:, None, None, None].expand_as(keys))
-    before = decoder.token.clone()
-    alive = torch.tensor([n not in ended for n in range(9)])
-    n = min(int(alive.sum()) + spare, 9)
-    rows, living = decoder.close_up(n, torch.arange(9), alive.clone())
-    assert set(range(9)) - set(ended) <= set(rows.tolist())
-    assert len(set(rows.tolist())) == n and int(living.sum()) == int(alive.sum())
-    assert torch.equal(decoder.token[:n], rows)
-    assert all((keys[:n, 0, :3, 0] == rows[:, None]).all() for keys in decoder.keys)
-    assert int((decoder.token != before).sum()) <= len(ended)  # the others stay where they are
+    rows = torch.arange(9)
+    for layer in decoder.layers:
+        layer.past[0] = rows[:, None, None, None]
+        layer.past[1] = rows[:, None, None, None] + 10
+    decoder.padding[:9] = rows
+    decoder.bias.copy_(rows[:, None, None, None].expand_as(decoder.bias))
+    n = 9 - len(ended)
+    places = decoder.close_up(torch.isin(rows, torch.tensor(ended, dtype=torch.long)), n)
+    assert set(places.tolist()) == set(range(9)) - set(ended) and len(places) == n
+    assert int((places != rows[:n]).sum()) <= len(ended)  # the others stay where they are
+    for layer in decoder.layers:
+        keys, values = layer.past[:, :n, 0, :3, 0]
+        assert (keys == places[:, None]).all() and (values == places[:, None] + 10).all()
+    assert torch.equal(decoder.padding[:n].long(), places)
+    assert (decoder.bias[:n, 0, 0] == places[:, None]).all()
 
 
 def test_nothing_is_run_twice_or_for_nothing(model, config, runs):
@@ -895,7 +911,7 @@ def test_a_kept_prefix_gives_what_a_run_from_the_start_gives(name, form, monkeyp
     model = member(name).double()
     model.generation_config.eos_token_id = [END, 7, 40, 41, 42, 43]
     monkeypatch.setattr(sample, "fastest_form", lambda model: form)
-    monkeypatch.setattr(Decoder, "capture", lambda *args: Replay(*args))
+    monkeypatch.setattr(Decoder, "capture", capture)
     kept = talked(model)
     assert_same_rollout(kept, from_the_start(monkeypatch, model), 1e-6)
     assert set(turns_of(kept)) == {2, 3, 4}  # rows leave, the others have many lengths
