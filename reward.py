@@ -37,7 +37,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -253,7 +253,7 @@ def load_problems(source, question_field="question", answer_field="answer", need
     """
     path = gsm8k_file(source) if source in GSM8K else Path(source)
     try:
-        if path.exists() and not path.is_file() and not path.is_dir():
+        if path.exists() and not path.is_file():
             raise OSError(0, "not a file")  # a device or a pipe may never end
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -261,13 +261,25 @@ def load_problems(source, question_field="question", answer_field="answer", need
     problems = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            try:
+            with named(f"{path}, line {number}:"):
                 problems.append(read_problem(line, question_field, answer_field, need_answer))
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
     if not problems:
         raise ValueError(f"{path}: no problems in it")
     return problems
+
+
+@contextmanager
+def named(name, failures=ValueError):
+    """What fails inside is told in one line that begins with the name, as a ValueError."""
+    try:
+        yield
+    except failures as error:
+        said = error if failures is ValueError else in_one_line(error)  # others say what they are
+        raise ValueError(f"{name} {said}") from None
+
+
+def in_one_line(error):
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def read_problem(line, question_field, answer_field, need_answer):
@@ -286,14 +298,12 @@ def read_problem(line, question_field, answer_field, need_answer):
     if not isinstance(question, str) or not question.strip():
         raise ValueError(f"{question_field!r} is missing, empty or not a string")
     answer = row.get(answer_field)
-    if need_answer and (not isinstance(answer, str) or not answer.strip()):
-        raise ValueError(f"{answer_field!r} is missing, empty or not a string")
     worked, marker, final = answer.rpartition("####") if isinstance(answer, str) else ("", "", "")
     final = final.strip()
     if marker and canonical(final) != "" and "\n" not in final:  # #### may also be a heading
         return {"solution": worked.strip()} | row | {"question": question, "answer": final}
     if need_answer:
-        raise ValueError(f"{answer_field!r} does not end in '#### ' and the final answer")
+        raise ValueError(f"{answer_field!r} is missing, or not a string that ends in '#### 72'")
     unknown = {"question": question, "answer": "" if answer is None else answer}
     return {"solution": None} | row | unknown
 
@@ -353,8 +363,7 @@ def gsm8k_file(name):
             Path(beside, file).write_bytes(data)
             os.replace(Path(beside, file), path)  # nobody ever reads half a file
     except (OSError, http.client.HTTPException) as error:
-        problem = f"no download to {path} ({error}); a JSONL path works too"
-        raise ValueError(f"{name}: {problem}") from error
+        raise ValueError(f"{name}: no download to {path} ({error}); a JSONL path works") from error
     return path
 
 
@@ -418,10 +427,8 @@ def diversity(responses, group_size=8):
         triples = [triple for row in words for triple in zip(row, row[1:], row[2:])]
         if triples:
             grams.append(len(set(triples)) / len(triples))
-    return {
-        "distinct_answers": sum(answers) / len(answers),
-        "distinct_3grams": sum(grams) / max(len(grams), 1),
-    }
+    return {"distinct_answers": sum(answers) / len(answers),
+            "distinct_3grams": sum(grams) / max(len(grams), 1)}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -475,25 +482,6 @@ def overlong_penalty(lengths, limit, buffer):
     return ((limit - buffer - lengths) / buffer).clamp(-1, 0)
 
 
-def with_length_terms(rewards, lengths, group_size, max_new_tokens, length_rescale=0.0,
-                      overlong_buffer=0):
-    """GR3's rescaling (`--length-rescale`) and DAPO's penalty (`--overlong-buffer`), if asked for.
-
-    rewards, lengths: (N,), lengths in response tokens. -> (N,).
-    """
-    if length_rescale:
-        with named("--length-rescale:"):
-            rewards = length_rescaled(rewards, lengths, group_size, length_rescale)
-    if overlong_buffer:
-        with named("--overlong-buffer:"):
-            penalty = overlong_penalty(lengths, max_new_tokens, overlong_buffer)
-        rewards = rewards + penalty.to(rewards.device)
-    return rewards
-
-
-BUILT_IN = {"rule": rule_reward, "think": think_answer_reward}  # what `--reward` knows by name
-
-
 def boxed_candidates(responses, truths, group_size, completion_ids, decode):
     """Several candidates in one answer, found by their boxes: (rewards, spans) for ShapE-GRPO.
 
@@ -505,12 +493,10 @@ def boxed_candidates(responses, truths, group_size, completion_ids, decode):
     """
     if len(responses) != len(truths) * group_size:
         raise ValueError(f"{len(responses)} responses are not {len(truths)} groups of {group_size}")
-    candidate_rewards = []
-    candidate_spans = []
+    rewards = [[] for _ in responses]
+    spans = [[] for _ in responses]
     for n, (response, ids) in enumerate(zip(responses, completion_ids, strict=True)):
         truth = truths[n // group_size]
-        rewards = []
-        spans = []
         first = written = 0  # tokens and characters of the candidates so far
         for whole, _ in complete_boxes(response):
             box = response[whole].rstrip()
@@ -519,41 +505,41 @@ def boxed_candidates(responses, truths, group_size, completion_ids, decode):
             if length < end:
                 break
             if count > first:
-                rewards.append(float(truth is not None and rule_reward(box, truth) == 1.5))
-                spans.append((first, count - 1))
+                rewards[n].append(float(truth is not None and rule_reward(box, truth) == 1.5))
+                spans[n].append((first, count - 1))
                 first = count
                 written = length
-        candidate_rewards.append(rewards)
-        candidate_spans.append(spans)
-    return candidate_rewards, candidate_spans
+    return rewards, spans
 
 
-def ids_until(end, ids, decode, first=0, written=0):
+def ids_until(end, ids, decode, first, written):
     """The smallest number of leading ids that write `end` characters, and how many these write.
 
     The first `first` ids are known to write `written` characters. The steps from there double, then
     halve: no text is decoded that is much longer than what lies between. If all ids are too few,
     their own number and length come back.
     """
-    def length(ids):  # without the \ufffd that show bytes of a character still incomplete
-        return len(decode(ids).rstrip("\ufffd"))
-
     start = max(first - 1, 0)  # one more: some decoders drop the space before the first token
-    before = written - length(ids[start:first])
 
-    def characters(count):
-        return before + length(ids[start:count])
+    def length(count):  # without the \ufffd that show bytes of a character still incomplete
+        return len(decode(ids[start:count]).rstrip("\ufffd"))
 
+    before = written - length(first)  # characters up to `start`
     high = min(first + 1, len(ids))
-    while high < len(ids) and characters(high) < end:
+    while high < len(ids) and before + length(high) < end:
         high = min(2 * high - first, len(ids))
-    count = bisect.bisect_left(range(high), end, lo=first, key=characters)
-    return count, characters(count)
+    count = bisect.bisect_left(range(high), end - before, lo=first, key=length)
+    return count, before + length(count)
 
 
 # --------------------------------------------------------------------------------------------------
-# A user's own reward in place of the rule (`--reward`), written as for TRL's `reward_funcs`: its
-# file is loaded, the columns of the data are handed over, and where it goes wrong the row is named.
+# A user's own rewards (`--reward`, `--step-reward`), called as TRL calls its `reward_funcs`:
+#
+#     function(prompts=…, completions=…, completion_ids=…, **columns) -> a list
+#
+# All are lists with one entry per row; `columns` are those of the problems file. Of TRL these are
+# not there: async functions, prompts and completions as lists of messages (both are strings here),
+# `trainer_state` and the logging functions.
 
 GIVEN = ("prompts", "completions", "completion_ids")  # what a reward gets from the rollout
 FAILURE = (Exception, SystemExit)  # sys.exit() in a reward is a failing reward; Ctrl-C is not
@@ -565,40 +551,57 @@ def reward_fn_of(specs, weights=None, step_spec=None):
 
     reward_fn(problems, prompts, rollout, columns=()) -> (N,) float32: the weighted sum of the
     rewards in specs, or the rule's. It leaves each one's part, (N,) by name, as
-    `rollout.reward_parts`, and what the steps earn as `rollout.step_rewards`. ValueError, in one
-    line that begins with the flag, for what is wrong with a user's file or with what it gives.
+    `rollout.reward_parts`, and what the steps earn as `rollout.step_rewards`, N lists of (end,
+    reward). ValueError, in one line that begins with the flag, for what is wrong with a user's file
+    or with what it gives: then the row is named, too.
     """
     if not specs and not step_spec:
         return None
     specs = specs or ["rule"]
-    if weights and len(weights) != len(specs):
-        raise ValueError(f"--reward-weights: {len(weights)} weights for {len(specs)} rewards")
+    weights = weights or [1.0] * len(specs)
+    if len(weights) != len(specs) or not all(map(math.isfinite, weights)):
+        raise ValueError(f"--reward-weights: {len(weights)} weights for {len(specs)} rewards; "
+                         "each takes a finite number")
     with named("--reward"):
         functions = load_rewards(specs)
     with named("--step-reward"):
-        steps_of = load_reward(step_spec) if step_spec else None
+        steps_of = load_function(step_spec) if step_spec else None
 
     def reward_fn(problems, prompts, rollout, columns=()):
-        ids = [row[row != IGNORE].tolist() for row in rollout.labels]
-        with named(f"--reward {' '.join(specs)}:"):
-            rewards, rollout.reward_parts = user_rewards(
-                functions, weights or None, problems, prompts, rollout.responses, ids, columns)
+        table = table_for(problems, prompts, rollout, columns)
+        parts = {}
+        for spec, (name, function) in zip(specs, functions.items()):
+            values = checked(f"--reward {spec}", function, table, as_reward)
+            parts[name] = torch.tensor(values, dtype=torch.float32)  # (N,)
         if steps_of:
-            with named("--step-reward"):
-                rollout.step_rewards = user_step_rewards(
-                    step_spec, steps_of, problems, prompts, rollout.responses, ids)
-        return rewards
+            rollout.step_rewards = checked(f"--step-reward {step_spec}", steps_of, table, as_steps)
+        rollout.reward_parts = parts
+        return weighted_sum(parts, weights, table)
 
     return reward_fn
 
 
-@contextmanager
-def named(flag):
-    """What goes wrong inside is told under the flag that brought it."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{flag} {error}") from None
+def load_rewards(specs):
+    """The values of `--reward` -> {name: function}: `rule`, `think` or path/to/file.py:function.
+
+    A name is the function's own. Of several with the same name the second has its path before it,
+    and where that is taken too, a number behind it.
+    """
+    functions = {}
+    for spec in specs:
+        names = [spec.rpartition(":")[2], spec, *(f"{spec} {n}" for n in range(2, len(specs) + 1))]
+        name = next(name for name in names if name not in functions)
+        functions[name] = BUILT_IN.get(spec) or load_function(spec)
+    return functions
+
+
+def row_by_row(score, completions, answer, **_):
+    """A reward of this file, called as a user's own is."""
+    return [score(text, truth) for text, truth in zip(completions, answer)]
+
+
+BUILT_IN = {"rule": partial(row_by_row, rule_reward),
+            "think": partial(row_by_row, think_answer_reward)}
 
 
 def load_function(spec):
@@ -614,61 +617,19 @@ def load_function(spec):
     module_spec = importlib.util.spec_from_file_location(f"reward file {path}", path)
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # a dataclass looks its module up there, by name
-    try:
-        with importing_from(os.path.dirname(path)):
-            module_spec.loader.exec_module(module)
-    except FAILURE as error:
-        raise ValueError(f"{spec}: the file fails to load: {in_one_line(error)}") from error
+    folder = os.path.dirname(path)
+    with named(f"{spec}: the file fails to load:", FAILURE), importing_from(folder):
+        module_spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function) or inspect.iscoroutinefunction(function):
         raise ValueError(f"{spec}: the file has no function {name!r} (async ones do not count)")
 
-    @wraps(function, updated=())
+    @importing_from(folder)  # for an import inside the function
     def call(*values, **columns):
-        with importing_from(os.path.dirname(path)):  # for an import inside the function
-            result = function(*values, **columns)
-            return list(result) if isinstance(result, Iterator) else result  # a generator runs here
+        result = function(*values, **columns)
+        return list(result) if isinstance(result, Iterator) else result  # a generator runs here
 
     return call
-
-
-def load_reward(spec):
-    """`path/to/file.py:function` -> the user's function, called as TRL calls its `reward_funcs`:
-
-        function(prompts=…, completions=…, completion_ids=…, **columns) -> a list
-
-    All are lists with one entry per row; `columns` are those of the problems file. The list that
-    comes back has one number per row, or None where this reward does not apply. Of TRL these are
-    not there: async functions, prompts and completions as lists of messages (both are strings
-    here), `trainer_state` and the logging functions. ValueError as in `load_function`.
-    """
-    function = load_function(spec)
-
-    @wraps(function, updated=())
-    def call(**columns):
-        return list(function(**columns))
-
-    return call
-
-
-def load_rewards(specs):
-    """The values of `--reward` -> {name: function}: `rule`, `think` or path/to/file.py:function.
-
-    A name is the function's own. Of several with the same name the second has its path before it,
-    and where that is taken too, a number behind it.
-    """
-    functions = {}
-    for spec in specs:
-        names = [spec.rpartition(":")[2], spec, *(f"{spec} {n}" for n in range(2, len(specs) + 1))]
-        name = next(name for name in names if name not in functions)
-        ours = spec in BUILT_IN
-        functions[name] = partial(row_by_row, BUILT_IN[spec]) if ours else load_reward(spec)
-    return functions
-
-
-def row_by_row(score, completions, answer, **_):
-    """A reward of this file, called as a user's own is."""
-    return [score(text, truth) for text, truth in zip(completions, answer)]
 
 
 @contextmanager
@@ -695,122 +656,93 @@ def column_names(problems):
     return names
 
 
-def user_rewards(functions, weights, problems, prompts, responses, completion_ids=None, columns=()):
-    """The weighted sum of users' rewards: (rewards (N,) float32, parts).
+def table_for(problems, prompts, rollout, columns=()):
+    """What a user's function gets: {name: a list with one entry per row of the rollout}.
 
-    functions: {name: function} as from `load_rewards`. weights: one number per function, or None
-    for all 1. problems: B dicts. prompts: B strings. responses: N = B·G strings, prompt-major.
-    completion_ids: N lists of token ids. A function gets every column that any of these problems
-    has, and those named in `columns` (`column_names` of the whole file: the same in every batch),
-    None where a problem lacks it.
-
-    parts: {name: (N,) float32, NaN where that function gave None}. As in TRL, None adds nothing to
-    the sum, and a row with nothing but None counts as 0, with a warning. ValueError, naming the
-    reward, the row and the beginning of the response, where a function raises or exits, gives
-    another number of rewards than rows, or what is not a finite float32.
+    It has every column that any of these B problems has, and those named in `columns`
+    (`column_names` of the whole file: the same in every batch); None where a problem lacks it.
     """
-    N, B = len(responses), len(prompts)
+    N, B = len(rollout.responses), len(prompts)
     if N == 0 or B == 0 or len(problems) != B or N % B:
         raise ValueError(f"{N} responses for {B} prompts and {len(problems)} problems")
-    weights = [1.0] * len(functions) if weights is None else weights
-    if not functions or len(weights) != len(functions) or not all(map(math.isfinite, weights)):
-        raise ValueError(f"weights {weights}: not one finite number for each of {list(functions)}")
-    table = table_for(problems, prompts, responses, completion_ids, columns)
-    parts = {name: one_reward(name, functions[name], table) for name in functions}
+    names = [*column_names(problems), *columns]
+    table = {name: [p.get(name) for p in problems for _ in range(N // B)] for name in names}
+    table["prompts"] = [prompt for prompt in prompts for _ in range(N // B)]
+    table["completions"] = rollout.responses
+    table["completion_ids"] = [row[row != IGNORE].tolist() for row in rollout.labels]
+    return table
+
+
+def checked(name, function, table, read):
+    """read(value, token ids) of what the function gives for each row; ValueError names the row."""
+    def call(rows):
+        return list(function(**{key: values[rows] for key, values in table.items()}))
+
+    N = len(table["completions"])
+    together = f"{name}, {N} rows together, from {row_name(table, 0)} on:"
+    try:
+        values = call(slice(N))
+    except FAILURE as error:
+        for n in range(N):  # score them again one by one, to tell which row it is
+            with named(f"{name}, {row_name(table, n)}:", FAILURE):
+                call(slice(n, n + 1))
+        raise ValueError(f"{together} {in_one_line(error)}") from error
+    if len(values) != N:
+        raise ValueError(f"{together} {len(values)} rewards for {N} responses")
+    found = []
+    for n, (value, ids) in enumerate(zip(values, table["completion_ids"])):
+        with named(f"{name}, {row_name(table, n)}:"):
+            found.append(read(value, ids))
+    return found
+
+
+def as_reward(value, ids):
+    """What a reward gives for a row: a number, or None (NaN here), where it does not apply."""
+    return math.nan if value is None else as_number(value)
+
+
+def as_steps(steps, ids):
+    """What `--step-reward` gives for a row: a list of (end, reward), one per step of the answer.
+
+    `end` is the index of the step's last token in the row's ids; [] for an answer without steps.
+    """
+    try:
+        pairs = [(operator.index(end), as_number(value)) for end, value in steps]
+    except Exception as error:  # the value is the user's: going through it may raise anything
+        why = in_one_line(error)
+        raise ValueError(f"{shown(steps)} is not a list of (end, reward) pairs: {why}") from None
+    for end, _ in pairs:
+        if not 0 <= end < len(ids):
+            raise ValueError(f"a step ends at token {end} of an answer of {len(ids)} tokens")
+    return pairs
+
+
+def as_number(value):
+    """The value as a float; ValueError for what is not a number or not a finite float32."""
+    try:
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except Exception:  # the value is the user's: its float() may raise anything
+        number = math.nan
+    if not abs(number) <= torch.finfo(torch.float32).max:  # NaN fails every comparison
+        raise ValueError(f"{shown(value)} is not a finite float32 number")
+    return number
+
+
+def weighted_sum(parts, weights, table):
+    """The sum of the rewards {name: (N,)} with their weights: (N,) float32.
+
+    As in TRL, None (NaN here) adds nothing, and a row with nothing but None counts as 0, with a
+    warning. ValueError, naming the row, where the sum is not finite.
+    """
     values = torch.stack(list(parts.values()))  # (K, N)
     weights = torch.tensor(weights, dtype=torch.float64)[:, None]  # (K, 1)
     rewards = (weights * values).nansum(dim=0).float()  # (N,)
     if values.isnan().all(dim=0).any():
         warnings.warn("every reward gave None for some rows: they count as 0", stacklevel=2)
     for n in (~rewards.isfinite()).nonzero().flatten().tolist():
-        raise ValueError(f"{list(parts)}, {row_name(table, n)}: the weighted sum is {rewards[n]}")
-    return rewards, parts
-
-
-def user_step_rewards(name, function, problems, prompts, responses, completion_ids):
-    """Process supervision by a user's function (`--step-reward`): N lists of (end, reward).
-
-    It is called as those of `user_rewards` are, and gives for each row a list of (end, reward), one
-    per step of the answer, `end` the index of the step's last token in the row's `completion_ids`;
-    [] for an answer without steps. ValueError as in `user_rewards`.
-    """
-    table = table_for(problems, prompts, responses, completion_ids)
-    lists = []
-    for n, steps in enumerate(call_checked(name, function, table)):
-        where = f"{name}, {row_name(table, n)}"
-        length = len(completion_ids[n])
-        try:
-            pairs = [(operator.index(end), as_number(value)) for end, value in steps]
-        except Exception:  # the value is the user's: going through it may raise anything
-            what = f"{shown(steps)} is not a list of (end, reward) pairs"
-            raise ValueError(f"{where}: {what}") from None
-        for end, value in pairs:
-            if value is None or math.isnan(value):
-                raise ValueError(f"{where}: the reward of the step that ends at token {end} is not "
-                                 "a finite float32 number")
-            if not 0 <= end < length:
-                raise ValueError(f"{where}: a step ends at token {end}, the answer has tokens 0 to "
-                                 f"{length - 1}")
-        lists.append(pairs)
-    return lists
-
-
-def table_for(problems, prompts, responses, completion_ids, columns=()):
-    """What is handed over to a user's function: {name: a list with one entry for each row}."""
-    G = len(responses) // len(prompts)
-    names = dict.fromkeys([*column_names(problems), *columns])
-    table = {name: [p.get(name) for p in problems for _ in range(G)] for name in names}
-    table["prompts"] = [prompt for prompt in prompts for _ in range(G)]
-    table["completions"] = responses
-    table["completion_ids"] = completion_ids or [None] * len(responses)
-    return table
-
-
-def one_reward(name, function, table):
-    """One function's rewards, checked: (N,) float32, NaN where it gave None."""
-    values = call_checked(name, function, table)
-    numbers = [as_number(value) for value in values]
-    if None in numbers:
-        n = numbers.index(None)
-        what = f"{shown(values[n])} is not a finite float32 number"
-        raise ValueError(f"{name}, {row_name(table, n)}: {what}")
-    return torch.tensor(numbers, dtype=torch.float32)
-
-
-def call_checked(name, function, table):
-    """What the function gives for the rows, one value each; ValueError for a failure, named."""
-    def call(rows):
-        return list(function(**{key: list(values[rows]) for key, values in table.items()}))
-
-    N = len(table["completions"])
-    try:
-        values = call(slice(N))
-    except FAILURE as error:
-        fault = f"{N} rows together, from {row_name(table, 0)} on: {in_one_line(error)}"
-        for n in range(N):  # score them again one by one, to tell which row it is
-            try:
-                call(slice(n, n + 1))
-            except FAILURE as its_error:
-                fault = f"{row_name(table, n)}: {in_one_line(its_error)}"
-                break
-        raise ValueError(f"{name}, {fault}") from error
-    if len(values) != N:
-        fault = f"{len(values)} rewards for {N} responses"
-        raise ValueError(f"{name}, from {row_name(table, 0)} on: {fault}")
-    return values
-
-
-def as_number(value):
-    """What a reward gave for one row as a float: NaN for None, None for what is not a number."""
-    if value is None:
-        return math.nan
-    try:
-        number = float(value)
-    except Exception:  # the value is the user's: its float() may raise anything
-        return None
-    if isinstance(value, (str, bytes)) or not abs(number) <= torch.finfo(torch.float32).max:
-        return None  # NaN fails every comparison
-    return number
+        where = f"--reward {' '.join(parts)}: {row_name(table, n)}"
+        raise ValueError(f"{where}: the weighted sum is {rewards[n]}")
+    return rewards
 
 
 def row_name(table, n):
@@ -821,21 +753,73 @@ def shown(value):
     return " ".join(repr(value).split())[:60]
 
 
-def in_one_line(error):
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
-
-
 # --------------------------------------------------------------------------------------------------
 # A reward model in place of the rule (DeepSeekMath, arXiv 2402.03300, sec. 4.1.4), for answers that
 # no rule can check. Between iterations it is trained further, on the policy's own answers.
+
+PAIRS_KEPT = 4096  # at most so many new pairs, and so many old ones: a checkpoint holds their text
+
+
+@dataclass
+class RewardModel:
+    """A reward model and what its further training needs."""
+
+    model: torch.nn.Module  # sequence classification, one label
+    tokenizer: object  # its own
+    optimizer: torch.optim.Optimizer
+    pairs: list = field(default_factory=list)  # (prompt, better, worse) since it was trained last
+    replay: list = field(default_factory=list)  # of the iterations before
+
+
+def open_reward_model(folder, lr=2e-5, device="cpu"):
+    """A transformers folder -> (RewardModel, transformers' report of what its files lack).
+
+    safetensors only, and no code of the folder's own. In float32, for AdamW at 2e-5 moves no
+    bfloat16 weight; without dropout, in its training too. ValueError: not one label.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model, report = AutoModelForSequenceClassification.from_pretrained(
+        folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
+        output_loading_info=True)
+    if model.config.num_labels != 1 and not report["missing_keys"]:
+        raise ValueError(f"has {model.config.num_labels} labels, a reward model has one")
+    model = model.to(device).eval()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+    return RewardModel(model, tokenizer, optimizer), report
+
+
+def reward_model_size(folder):
+    """The number of its weights, counted without loading any."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(config)
+    return sum(p.numel() for p in model.parameters())
+
+
+def model_rewards(reward_model, prompt_of, problems, prompts, rollout, columns=()):
+    """`--reward-model`, called as a reward_fn of `reward_fn_of`: its scores, (N,) float32.
+
+    prompt_of(problem) -> the prompt in its own chat template; if it has none, it reads the policy's
+    prompts. For its training later it leaves `rollout.judged`: N rows of (prompt, response, the
+    rule's reward, NaN where no truth is known). ValueError as in `reward_model_scores`.
+    """
+    responses = rollout.responses
+    tokenizer = reward_model.tokenizer
+    if tokenizer.chat_template:
+        prompts = [prompt_of(problem) for problem in problems]
+    scores = reward_model_scores(reward_model.model, tokenizer, prompts, responses)
+    G = len(responses) // len(prompts)
+    rule_rewards = score_responses(responses, truths_of(problems), G).tolist()
+    read = [prompt for prompt in prompts for _ in range(G)]  # one per row
+    rollout.judged = list(zip(read, responses, rule_rewards))
+    return scores.cpu()
 
 
 def reward_model_scores(model, tokenizer, prompts, responses, batch_rows=16):
     """Scores of N = B·G responses to B prompts, prompt-major, without gradients: (N,) float32.
 
-    model: a transformers sequence-classification model with one label; tokenizer: its own. prompts
-    have their chat template applied. ValueError: another number of labels, rows that are not whole
-    groups, a row longer than the model's positions, a score that is not finite.
+    prompts have their chat template applied. ValueError: rows that are not whole groups, a row
+    longer than the model's positions, a score that is not finite.
     """
     if not prompts or not responses or len(responses) % len(prompts):
         raise ValueError(f"{len(responses)} responses for {len(prompts)} prompts")
@@ -864,22 +848,31 @@ def score_rows(model, rows):
     Rows are padded on the right under an attention mask. The position is taken from the lengths:
     transformers takes the last token that is not the padding token, which an end token may be.
     """
-    if model.config.num_labels != 1:
-        raise ValueError(f"a reward model has one label, this one has {model.config.num_labels}")
-    lengths = torch.tensor([len(row) for row in rows])  # (N,)
+    lengths = torch.tensor([len(row) for row in rows], device=model.device)  # (N,)
     limit = getattr(model.config, "max_position_embeddings", None) or math.inf
     if lengths.min() < 1 or lengths.max() > limit:
         raise ValueError(f"a row of {lengths.min()} to {lengths.max()} tokens: the reward model "
                          f"takes from 1 to {limit}")
     input_ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)  # (N, S)
-    mask = torch.arange(input_ids.shape[1]) < lengths[:, None]  # (N, S)
-    inputs = {"input_ids": input_ids, "attention_mask": mask.long()}
-    inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
+    mask = torch.arange(input_ids.shape[1], device=model.device) < lengths[:, None]  # (N, S)
+    inputs = {"input_ids": input_ids.to(model.device), "attention_mask": mask.long()}
     if not hasattr(model, "score"):  # an encoder: it pools as it was trained to
         return model(**inputs).logits[:, 0].float()
     hidden = model.base_model(**inputs, use_cache=False)[0]  # (N, S, hidden)
     last = hidden[torch.arange(len(rows)), lengths - 1]  # (N, hidden)
     return model.score(last)[:, 0].float()
+
+
+def collect_pairs(reward_model, rows, group_size=8, generator=None):
+    """Keep pairs of the answers of one step. rows: N of (prompt, response, the rule's reward).
+
+    Where no true answer is known that reward is NaN, and prefers nothing.
+    """
+    rewards = torch.tensor([reward for _, _, reward in rows])  # (N,)
+    for better, worse in preference_pairs(rewards, group_size, generator).tolist():
+        prompt, response, _ = rows[better]
+        reward_model.pairs.append((prompt, response, rows[worse][1]))
+    reward_model.pairs = some_of(reward_model.pairs, PAIRS_KEPT, generator)
 
 
 def preference_pairs(rewards, group_size=8, generator=None, pairs_per_group=4, margin=0.0):
@@ -899,138 +892,47 @@ def preference_pairs(rewards, group_size=8, generator=None, pairs_per_group=4, m
     return torch.cat(pairs)
 
 
+def some_of(values, most, generator):
+    """At most so many of the values, drawn with `generator`, in their order."""
+    drawn = torch.randperm(len(values), generator=generator)[:most].sort().values
+    return [values[i] for i in drawn.tolist()]
+
+
 def bradley_terry_loss(chosen, rejected):
     """-log sigmoid(score of the better - score of the worse), mean over pairs: (P,), (P,) -> ()."""
     return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
 
 
-def train_reward_model(model, optimizer, tokenizer, pairs, replay, generator=None,
-                       replay_share=0.1, batch_pairs=8):
-    """One pass over new pairs mixed with old ones; one optimizer step per `batch_pairs` pairs.
+def end_iteration(reward_model, generator=None, replay_share=0.1, batch_pairs=8):
+    """One pass over the new pairs mixed with old ones; then the new ones are old.
 
-    pairs, replay: lists of (prompt, better response, worse response). `replay_share` of the mix are
-    old pairs, as far as there are any, drawn with `generator` (a CPU one), so that the model does
-    not forget how earlier policies answered. -> {"reward_model_loss", "reward_model_accuracy"},
-    measured on each pair before the step that it is in.
+    One optimizer step per `batch_pairs` pairs. `replay_share` of the mix are old pairs, as far as
+    there are any, drawn with `generator` (a CPU one), so that the model does not forget how earlier
+    policies answered. -> {"reward_model_loss", "reward_model_accuracy"}, measured on each pair
+    before the step that it is in; NaN if there was no new pair.
     """
-    if not pairs:
-        raise ValueError("no pairs to train the reward model on")
-    wanted = round(len(pairs) * replay_share / (1 - replay_share))
-    drawn = torch.randperm(len(replay), generator=generator)[:wanted].tolist()
-    mixed = [*pairs, *(replay[i] for i in drawn)]
+    r = reward_model
+    if not r.pairs:
+        return {"reward_model_loss": math.nan, "reward_model_accuracy": math.nan}
+    wanted = round(len(r.pairs) * replay_share / (1 - replay_share))
+    drawn = torch.randperm(len(r.replay), generator=generator)[:wanted].tolist()
+    mixed = [*r.pairs, *(r.replay[i] for i in drawn)]
     order = torch.randperm(len(mixed), generator=generator).tolist()
     losses = 0.0
     right = 0
     for start in range(0, len(mixed), batch_pairs):
         prompts, better, worse = zip(*(mixed[i] for i in order[start : start + batch_pairs]))
-        rows = reward_model_rows(tokenizer, list(prompts * 2), list(better + worse))
-        chosen, rejected = score_rows(model, rows).chunk(2)
+        rows = reward_model_rows(r.tokenizer, list(prompts * 2), list(better + worse))
+        chosen, rejected = score_rows(r.model, rows).chunk(2)
         loss = bradley_terry_loss(chosen, rejected)
-        optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
+        r.optimizer.step()
+        r.optimizer.zero_grad()
         losses += float(loss.detach()) * len(prompts)
         right += int((chosen > rejected).sum())
-    return {"reward_model_loss": losses / len(mixed), "reward_model_accuracy": right / len(mixed)}
-
-
-# What follows carries a reward model through a run: it collects pairs while the policy trains, is
-# trained on them between iterations, and all that it knows fits into a checkpoint.
-
-PAIRS_KEPT = 4096  # at most so many new pairs, and so many old ones: a checkpoint holds their text
-
-
-@dataclass
-class RewardModel:
-    """A reward model and what its further training needs."""
-
-    model: torch.nn.Module  # sequence classification, one label
-    tokenizer: object  # its own
-    optimizer: torch.optim.Optimizer
-    pairs: list = field(default_factory=list)  # (prompt, better, worse) since it was trained last
-    replay: list = field(default_factory=list)  # of the iterations before
-
-
-def reward_model_size(folder):
-    """The number of its weights, counted without loading any."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    with torch.device("meta"):
-        model = AutoModelForSequenceClassification.from_config(config)
-    return sum(p.numel() for p in model.parameters())
-
-
-def open_reward_model(folder, lr=2e-5, device="cpu"):
-    """A transformers folder -> (RewardModel, transformers' report of what its files lack).
-
-    safetensors only, and no code of the folder's own. In float32, for AdamW at 2e-5 moves no
-    bfloat16 weight; without dropout, in its training too. ValueError: not one label.
-    """
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    model, report = AutoModelForSequenceClassification.from_pretrained(
-        folder, dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
-        output_loading_info=True)
-    if model.config.num_labels != 1 and not report["missing_keys"]:
-        raise ValueError(f"has {model.config.num_labels} labels, a reward model has one")
-    model = model.to(device).eval()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
-    return RewardModel(model, tokenizer, optimizer), report
-
-
-def model_reward_fn(reward_model, prompt_of=None):
-    """`--reward-model` -> reward_fn(problems, prompts, rollout, columns=()) -> (N,): its scores.
-
-    prompt_of(problem) -> the prompt in the reward model's own chat template; None if it has none:
-    then it reads the policy's prompts. For its training later it leaves `rollout.judged`: N rows of
-    (prompt, response, the rule's reward, NaN where no truth is known). ValueError, in one line that
-    begins with the flag, as in `reward_model_scores`.
-    """
-    def reward_fn(problems, prompts, rollout, columns=()):
-        responses = rollout.responses
-        if prompt_of:
-            prompts = [prompt_of(problem) for problem in problems]
-        with named("--reward-model:"):
-            scores = reward_model_scores(
-                reward_model.model, reward_model.tokenizer, prompts, responses)
-        G = len(responses) // len(prompts)
-        rule_rewards = score_responses(responses, truths_of(problems), G).tolist()
-        read = [prompt for prompt in prompts for _ in range(G)]  # one per row
-        rollout.judged = list(zip(read, responses, rule_rewards))
-        return scores.cpu()
-
-    return reward_fn
-
-
-def collect_pairs(reward_model, rows, group_size=8, generator=None):
-    """Keep pairs of the answers of one step. rows: N of (prompt, response, the rule's reward).
-
-    Where no true answer is known that reward is NaN, and prefers nothing.
-    """
-    rewards = torch.tensor([reward for _, _, reward in rows])  # (N,)
-    for better, worse in preference_pairs(rewards, group_size, generator).tolist():
-        prompt, response, _ = rows[better]
-        reward_model.pairs.append((prompt, response, rows[worse][1]))
-    reward_model.pairs = some_of(reward_model.pairs, PAIRS_KEPT, generator)
-
-
-def end_iteration(reward_model, generator=None, replay_share=0.1):
-    """Train it on the new pairs, which then are old -> figures, NaN if there was no new pair."""
-    r = reward_model
-    if not r.pairs:
-        return {"reward_model_loss": math.nan, "reward_model_accuracy": math.nan}
-    figures = train_reward_model(r.model, r.optimizer, r.tokenizer, r.pairs, r.replay, generator,
-                                 replay_share)
-    r.optimizer.zero_grad()
     r.replay = some_of(r.replay + r.pairs, PAIRS_KEPT, generator)
     r.pairs = []
-    return figures
-
-
-def some_of(values, most, generator):
-    """All of the values, or as many as allowed, drawn with `generator`; in their order."""
-    if len(values) <= most:
-        return values
-    drawn = torch.randperm(len(values), generator=generator)[:most].sort().values
-    return [values[i] for i in drawn.tolist()]
+    return {"reward_model_loss": losses / len(mixed), "reward_model_accuracy": right / len(mixed)}
 
 
 def reward_model_state(reward_model):
@@ -1049,7 +951,7 @@ def reward_model_state(reward_model):
 def restore_reward_model(reward_model, state):
     """The opposite of `reward_model_state`. ValueError for a state that is not of this model."""
     r = reward_model
-    try:
+    with named("not the state of this reward model:", (KeyError, TypeError, ValueError)):
         texts = json.loads(state["reward_model/pairs"].numpy().tobytes())
         r.pairs = [tuple(pair) for pair in texts["pairs"]]
         r.replay = [tuple(pair) for pair in texts["replay"]]
@@ -1062,8 +964,6 @@ def restore_reward_model(reward_model, state):
                 moments = {key: state[f"reward_model/{key}/{name}"].to(weight.device)
                            for key in ("exp_avg", "exp_avg_sq")}
                 r.optimizer.state[weight] = {"step": state[f"reward_model/step/{name}"], **moments}
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"not the state of this reward model ({in_one_line(error)})") from None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1084,14 +984,13 @@ def main():
     response = "<think>9 eggs a day</think> <answer>63 eggs</answer>"
     print(f"{think_answer_reward(response, '63'):.1f}  {response}")
     rescaled = length_rescaled(torch.tensor([1.0, 0.5, 0.8]), [10, 20, 10], group_size=3)
-    print("GR3: rewards 1 0.5 0.8 of 10 20 10 tokens, less their mean: "
-          + " ".join(f"{r:+.5f}" for r in (rescaled - rescaled.mean()).tolist()))
+    print("GR3: rewards 1 0.5 0.8 of 10 20 10 tokens, less their mean:",
+          *(f"{r:+.5f}" for r in rescaled - rescaled.mean()))
     penalties = overlong_penalty([80, 90, 100, 110], limit=100, buffer=20)
-    print("overlong: 80 90 100 110 tokens, limit 100, buffer 20: "
-          + " ".join(f"{penalty:g}" for penalty in penalties.tolist()))
+    print("overlong: 80 90 100 110 tokens, limit 100, buffer 20:", *(f"{p:g}" for p in penalties))
     losses = [bradley_terry_loss(torch.tensor([d]), torch.tensor([0.0])) for d in (-1.0, 0.0, 1.0)]
-    print("Bradley-Terry: the better answer scored 1 lower, equal, 1 higher: loss "
-          + " ".join(f"{loss:.4f}" for loss in losses))
+    print("Bradley-Terry: the better answer scored 1 lower, equal, 1 higher: loss",
+          *(f"{loss:.4f}" for loss in losses))
 
 
 if __name__ == "__main__":
