@@ -199,20 +199,14 @@ def as_fraction(text):
     found = NUMBER.match(text)
     if not found or not is_unit(text[found.end() :]):
         return None
-    # The named parts without their separators; "0" for those that this form of number lacks.
-    part = {name: re.sub("[, ]", "", digits) for name, digits in found.groupdict("0").items()}
-    scale = Fraction(10) ** (int(part["power"]) + int(part["exponent"]))  # at most 10^999
-    try:
-        if found["whole"]:
-            value = Fraction(part["whole"]) + Fraction(int(part["part"]), int(part["parts"]))
-        elif found["top"]:
-            value = Fraction(part["top"]) / Fraction(part["bottom"])
-        elif found["power"]:
-            value = scale * Fraction(part["factor"] if found["factor"] else 1)
-        else:
-            value = scale * Fraction(part["number"])
-    except ZeroDivisionError:
+    # whole + top / bottom · 10^power, of which each form of number lacks some
+    part = {name: re.sub("[, ]", "", digits) for name, digits in found.groupdict("").items()}
+    top = Fraction(part["part"] or part["top"] or part["factor"] or part["number"] or 1)
+    bottom = Fraction(part["parts"] or part["bottom"] or 1)
+    power = int(part["power"] or part["exponent"] or 0)  # at most 999, either way
+    if bottom == 0:
         return None
+    value = Fraction(part["whole"] or 0) + top / bottom * Fraction(10) ** power
     return -value if found["sign"] == "-" else value
 
 
@@ -227,9 +221,8 @@ def is_unit(text):
 # --------------------------------------------------------------------------------------------------
 # Problems: GSM8K, or a JSONL file in its form. What is wrong with a file is told in one line.
 
-GSM8K_URL = (
-    "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/"
-)
+GSM8K_URL = ("https://raw.githubusercontent.com/openai/grade-school-math/master/"
+             "grade_school_math/data/")
 GSM8K = {  # name: (file, its SHA-256)
     "gsm8k": ("train.jsonl", "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465"),
     "gsm8k:test": ("test.jsonl",
@@ -303,7 +296,7 @@ def read_problem(line, question_field, answer_field, need_answer):
     if marker and canonical(final) != "" and "\n" not in final:  # #### may also be a heading
         return {"solution": worked.strip()} | row | {"question": question, "answer": final}
     if need_answer:
-        raise ValueError(f"{answer_field!r} is missing, or not a string that ends in '#### 72'")
+        raise ValueError(f"{answer_field!r} is missing or does not end in '#### ' and the answer")
     unknown = {"question": question, "answer": "" if answer is None else answer}
     return {"solution": None} | row | unknown
 
@@ -331,10 +324,7 @@ def hold_out(problems, share=0.1):
 
     About `share` of them is held out, the same ones whatever the order of the file or what is added
     to it; equal questions stay together. Two different ones or more leave neither side empty.
-    ValueError unless 0 < share < 1.
     """
-    if not 0 < share < 1:
-        raise ValueError(f"share {share}: not between 0 and 1")
     hashes = [hashlib.sha256(problem["question"].encode()).digest() for problem in problems]
     places = [int.from_bytes(digest[:8]) / 2**64 for digest in hashes]  # from 0 to 1
     order = sorted(set(places))
@@ -541,7 +531,6 @@ def ids_until(end, ids, decode, first, written):
 # not there: async functions, prompts and completions as lists of messages (both are strings here),
 # `trainer_state` and the logging functions.
 
-GIVEN = ("prompts", "completions", "completion_ids")  # what a reward gets from the rollout
 FAILURE = (Exception, SystemExit)  # sys.exit() in a reward is a failing reward; Ctrl-C is not
 IGNORE = -100  # in `labels`: not a token of the response
 
@@ -649,7 +638,7 @@ def column_names(problems):
     ValueError for a column with the name of what a reward gets from the rollout.
     """
     names = list(dict.fromkeys(name for problem in problems for name in problem))
-    for name in GIVEN:
+    for name in ("prompts", "completions", "completion_ids"):
         if name in names:
             raise ValueError(f"a column of the data is named {name!r}, and so is what a reward "
                              "gets from the rollout: rename the column")
@@ -740,8 +729,7 @@ def weighted_sum(parts, weights, table):
     if values.isnan().all(dim=0).any():
         warnings.warn("every reward gave None for some rows: they count as 0", stacklevel=2)
     for n in (~rewards.isfinite()).nonzero().flatten().tolist():
-        where = f"--reward {' '.join(parts)}: {row_name(table, n)}"
-        raise ValueError(f"{where}: the weighted sum is {rewards[n]}")
+        raise ValueError(f"--reward, {row_name(table, n)}: the weighted sum is {rewards[n]}")
     return rewards
 
 
@@ -804,27 +792,23 @@ def model_rewards(reward_model, prompt_of, problems, prompts, rollout, columns=(
     rule's reward, NaN where no truth is known). ValueError as in `reward_model_scores`.
     """
     responses = rollout.responses
-    tokenizer = reward_model.tokenizer
-    if tokenizer.chat_template:
+    G = len(responses) // len(problems)
+    if reward_model.tokenizer.chat_template:
         prompts = [prompt_of(problem) for problem in problems]
-    scores = reward_model_scores(reward_model.model, tokenizer, prompts, responses)
-    G = len(responses) // len(prompts)
+    prompts = [prompt for prompt in prompts for _ in range(G)]  # one per row
+    scores = reward_model_scores(reward_model.model, reward_model.tokenizer, prompts, responses)
     rule_rewards = score_responses(responses, truths_of(problems), G).tolist()
-    read = [prompt for prompt in prompts for _ in range(G)]  # one per row
-    rollout.judged = list(zip(read, responses, rule_rewards))
+    rollout.judged = list(zip(prompts, responses, rule_rewards))
     return scores.cpu()
 
 
 def reward_model_scores(model, tokenizer, prompts, responses, batch_rows=16):
-    """Scores of N = B·G responses to B prompts, prompt-major, without gradients: (N,) float32.
+    """Scores of N responses, each with its prompt, without gradients: (N,) float32.
 
-    prompts have their chat template applied. ValueError: rows that are not whole groups, a row
-    longer than the model's positions, a score that is not finite.
+    prompts: N strings, their chat template applied. ValueError: a row longer than the model's
+    positions, a score that is not finite.
     """
-    if not prompts or not responses or len(responses) % len(prompts):
-        raise ValueError(f"{len(responses)} responses for {len(prompts)} prompts")
-    G = len(responses) // len(prompts)
-    rows = reward_model_rows(tokenizer, [p for p in prompts for _ in range(G)], responses)
+    rows = reward_model_rows(tokenizer, prompts, responses)
     with torch.no_grad():
         batches = [rows[start : start + batch_rows] for start in range(0, len(rows), batch_rows)]
         scores = torch.cat([score_rows(model, batch) for batch in batches])  # (N,)
@@ -836,10 +820,11 @@ def reward_model_scores(model, tokenizer, prompts, responses, batch_rows=16):
 def reward_model_rows(tokenizer, prompts, responses):
     """[prompt][response][end] as N lists of token ids. Whatever a response says is text in it."""
     prompt_ids = tokenizer(prompts, add_special_tokens=False).input_ids
-    text_only = {"add_special_tokens": False, "split_special_tokens": True}
-    response_ids = tokenizer(responses, **text_only).input_ids
+    text = {"add_special_tokens": False, "split_special_tokens": True}
+    response_ids = tokenizer(responses, **text).input_ids
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return [prompt + response + end for prompt, response in zip(prompt_ids, response_ids)]
+    return [prompt + response + end
+            for prompt, response in zip(prompt_ids, response_ids, strict=True)]
 
 
 def score_rows(model, rows):
@@ -893,7 +878,9 @@ def preference_pairs(rewards, group_size=8, generator=None, pairs_per_group=4, m
 
 
 def some_of(values, most, generator):
-    """At most so many of the values, drawn with `generator`, in their order."""
+    """All of the values, or as many as allowed, drawn with `generator`; in their order."""
+    if len(values) <= most:
+        return values
     drawn = torch.randperm(len(values), generator=generator)[:most].sort().values
     return [values[i] for i in drawn.tolist()]
 

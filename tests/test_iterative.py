@@ -69,7 +69,8 @@ def test_two_iterations_are_those_of_the_formulas(whole, learner):
         assert len(groups) == 2
         prompts = [group["prompt"] for group in groups]
         responses = groups[0]["responses"] + groups[1]["responses"]
-        scores = reward.reward_model_scores(model, tokenizer, prompts, responses)
+        scores = reward.reward_model_scores(
+            model, tokenizer, [prompts[n // 4] for n in range(8)], responses)
         logged = torch.tensor(groups[0]["rewards"] + groups[1]["rewards"])
         assert torch.allclose(logged, scores, atol=1e-5)
         assert metrics[step]["reward_mean"] == pytest.approx(float(scores.mean()), abs=1e-5)
@@ -151,11 +152,12 @@ def test_the_reward_model_reads_problems_in_its_own_chat_template(tmp_path, lear
     settings = train.parse(list(ITERATIVE))[0]
     scores = train.load_reward_of(settings, learner)(problems, ["p", "q"], rollout)
     prompts = ["Anna Ben has 9", "Anna Ben has 5"]
-    expected = reward.reward_model_scores(learner.model, learner.tokenizer, prompts,
+    each = [prompts[0], prompts[0], prompts[1], prompts[1]]
+    expected = reward.reward_model_scores(learner.model, learner.tokenizer, each,
                                           rollout.responses)
     assert torch.equal(scores, expected)
     assert [row[:2] for row in rollout.judged] == list(
-        zip([prompts[0]] * 2 + [prompts[1]] * 2, rollout.responses))
+        zip(each, rollout.responses))
     verdicts = [row[2] for row in rollout.judged]
     assert verdicts[:2] == [1.5, 0.5] and verdicts[2] != verdicts[2]
     learner.tokenizer.chat_template = None

@@ -597,7 +597,7 @@ def test_hold_out_is_stable():
     assert [p["row"] for p in hold_out(problems[:100])[1]] == [1, 49, 62, 66, 96]  # for ever
 
 
-@pytest.mark.parametrize("share", [1e-9, 0.1, 0.5, 1 - 1e-9])
+@pytest.mark.parametrize("share", [0, 1e-9, 0.1, 0.5, 1 - 1e-9, 1])
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_hold_out_leaves_neither_side_empty(share, count):
     for first in range(30):
@@ -608,9 +608,6 @@ def test_hold_out_leaves_neither_side_empty(share, count):
 
 def test_hold_out_of_one_question_keeps_it_for_training():
     assert hold_out([{"question": "?"}] * 3) == ([{"question": "?"}] * 3, [])
-    for share in (0, 1, -0.1, math.nan, 2):
-        with pytest.raises(ValueError, match="share"):
-            hold_out([{"question": "a"}, {"question": "b"}], share)
 
 
 @settings(max_examples=60, deadline=None)
@@ -989,7 +986,7 @@ def test_a_reward_that_goes_wrong_is_named_with_its_row(function, row, reason):
 def test_a_sum_that_overflows_is_named_with_its_row():
     with pytest.raises(ValueError, match="row 1, response .*the weighted sum is inf") as error:
         user_rewards({"a": gives(1, 3e38), "b": gives(1, 3e38)}, None, PROBLEMS, ["", ""], ["", ""])
-    assert str(error.value).startswith("--reward a b: row 1")
+    assert str(error.value).startswith("--reward, row 1")
 
 
 def test_ctrl_c_in_a_reward_passes():
@@ -1191,10 +1188,11 @@ def test_a_reward_model_reads_its_own_template(tiny, monkeypatch):
     for template, prompts in ((None, ["1 + 2", "5"]), ("its own", "78")):
         monkeypatch.setattr(tiny[1], "chat_template", template)
         scores = model_rewards(model, *arguments, ["level"])
-        expected = reward_model_scores(model.model, tiny[1], list(prompts), rollout.responses)
+        each = [prompts[0], prompts[0], prompts[1], prompts[1]]
+        expected = reward_model_scores(model.model, tiny[1], each, rollout.responses)
         assert torch.equal(scores, expected)
         read, responses, rule = zip(*rollout.judged)
-        assert list(read) == [prompts[0], prompts[0], prompts[1], prompts[1]]
+        assert list(read) == each
         assert list(responses) == rollout.responses
         assert rule[:2] == (0.0, 0.0) and math.isnan(rule[2])  # no answer known: no preference
     rollout.responses[1] = "9 " * 100
@@ -1521,10 +1519,10 @@ def test_score_rows_refuses(rows):
 def test_reward_model_scores(tiny):
     tokenizer = tiny[1]
     model = small_reward_model()
-    prompts, responses = ["1 + 2", "5"], ["3", "4 and 5 and 6", "", "<|end|>3"]
+    prompts, responses = ["1 + 2", "1 + 2", "5", "5"], ["3", "4 and 5 and 6", "", "<|end|>3"]
     scores = reward_model_scores(model, tokenizer, prompts, responses)
     assert scores.shape == (4,) and scores.dtype == torch.float32 and not scores.requires_grad
-    rows = reward_model_rows(tokenizer, ["1 + 2", "1 + 2", "5", "5"], responses)
+    rows = reward_model_rows(tokenizer, prompts, responses)
     assert all(row.count(tokenizer.eos_token_id) == 1 for row in rows)  # what was written is text
     assert all(row[-1] == tokenizer.eos_token_id for row in rows)
     assert rows[0][:-1] == tokenizer("1 + 2", add_special_tokens=False).input_ids + [
@@ -1532,9 +1530,8 @@ def test_reward_model_scores(tiny):
     assert scores.tolist() == pytest.approx(score_rows(model, rows).tolist(), abs=1e-6)
     one_by_one = reward_model_scores(model, tokenizer, prompts, responses, batch_rows=1)
     assert scores.tolist() == pytest.approx(one_by_one.tolist(), abs=1e-5)
-    for prompts, some in (([], responses), (["a", "b", "c"], responses), (["a"], [])):
-        with pytest.raises(ValueError, match="responses for"):
-            reward_model_scores(model, tokenizer, prompts, some)
+    with pytest.raises(ValueError, match="argument 2 is longer"):
+        reward_model_scores(model, tokenizer, prompts[:3], responses)
 
 
 def test_preference_pairs_are_of_one_group_the_better_first():
@@ -1623,7 +1620,7 @@ def test_a_reward_model_learns_the_rule():
         last = end_iteration(r, torch.Generator().manual_seed(seed))
     assert last["reward_model_loss"] < 0.1 < first["reward_model_loss"]
     assert last["reward_model_accuracy"] == 1.0
-    scores = reward_model_scores(model, Seen(), ["1 + 2"], ["77 \\boxed{3}", "77 \\boxed{4}"])
+    scores = reward_model_scores(model, Seen(), ["1 + 2"] * 2, ["77 \\boxed{3}", "77 \\boxed{4}"])
     assert scores[0] > scores[1]
 
 
