@@ -240,9 +240,8 @@ def load_problems(source, question_field="question", answer_field="answer", need
     question_field, answer_field: the columns that hold the two. In place of the question a line may
     have `messages`, a chat history of {"role": …, "content": …}; `question` is then the user's turn
     at its end. need_answer=False, for rewards that know no truth: an answer without `####` stays as
-    it is, no answer is "", and `solution` is None.
-
-    ValueError, in one line naming the file and the line, for whatever is wrong.
+    it is, no answer is "", and `solution` is None. ValueError, in one line naming the file and the
+    line, for whatever is wrong.
     """
     path = gsm8k_file(source) if source in GSM8K else Path(source)
     try:
@@ -323,7 +322,7 @@ def hold_out(problems, share=0.1):
     """Split problems by a stable hash of the question: (training, held_out), in their order.
 
     About `share` of them is held out, the same ones whatever the order of the file or what is added
-    to it; equal questions stay together. Two different ones or more leave neither side empty.
+    to it; equal questions stay together. Of two different ones or more neither side is empty.
     """
     hashes = [hashlib.sha256(problem["question"].encode()).digest() for problem in problems]
     places = [int.from_bytes(digest[:8]) / 2**64 for digest in hashes]  # from 0 to 1
@@ -429,8 +428,7 @@ def think_answer_reward(response, ground_truth):
     """The think/answer format (DeepSeek-R1, arXiv 2501.12948): 0.0, 0.5 or 1.5.
 
     0.5 for one <think>…</think> and after it one <answer>…</answer>, with nothing but white space
-    around them; 1.0 more if what stands in <answer>, or in a box there, is right by the rule's
-    comparison.
+    around them; 1.0 more if the answer, or a box in it, is right by the rule's comparison.
     """
     pieces = re.split(r"(</?(?:think|answer)>)", response)  # text, tag, text, tag, …, text
     if pieces[1::2] != ["<think>", "</think>", "<answer>", "</answer>"]:
@@ -505,9 +503,8 @@ def boxed_candidates(responses, truths, group_size, completion_ids, decode):
 def ids_until(end, ids, decode, first, written):
     """The smallest number of leading ids that write `end` characters, and how many these write.
 
-    The first `first` ids are known to write `written` characters. The steps from there double, then
-    halve: no text is decoded that is much longer than what lies between. If all ids are too few,
-    their own number and length come back.
+    The first `first` ids write `written` characters. The steps from there double, then halve: no
+    text is decoded that is much longer than what lies between. All ids if they are too few.
     """
     start = max(first - 1, 0)  # one more: some decoders drop the space before the first token
 
@@ -542,7 +539,7 @@ def reward_fn_of(specs, weights=None, step_spec=None):
     rewards in specs, or the rule's. It leaves each one's part, (N,) by name, as
     `rollout.reward_parts`, and what the steps earn as `rollout.step_rewards`, N lists of (end,
     reward). ValueError, in one line that begins with the flag, for what is wrong with a user's file
-    or with what it gives: then the row is named, too.
+    or with what it gives (then it names the row).
     """
     if not specs and not step_spec:
         return None
@@ -571,13 +568,10 @@ def reward_fn_of(specs, weights=None, step_spec=None):
 
 
 def load_rewards(specs):
-    """The values of `--reward` -> {name: function}: `rule`, `think` or path/to/file.py:function.
-
-    A name is the function's own. Of several with the same name the second has its path before it,
-    and where that is taken too, a number behind it.
-    """
+    """The values of `--reward` -> {name: function}: `rule`, `think` or path/to/file.py:function."""
     functions = {}
     for spec in specs:
+        # The function's own name; where that is taken, with its path; and then with a number.
         names = [spec.rpartition(":")[2], spec, *(f"{spec} {n}" for n in range(2, len(specs) + 1))]
         name = next(name for name in names if name not in functions)
         functions[name] = BUILT_IN.get(spec) or load_function(spec)
@@ -633,23 +627,19 @@ def importing_from(folder):
 
 
 def column_names(problems):
-    """Every column that any of the problems has, in order of first appearance.
-
-    ValueError for a column with the name of what a reward gets from the rollout.
-    """
+    """The columns that any problem has, as they appear; ValueError for a name of the rollout's."""
     names = list(dict.fromkeys(name for problem in problems for name in problem))
     for name in ("prompts", "completions", "completion_ids"):
         if name in names:
-            raise ValueError(f"a column of the data is named {name!r}, and so is what a reward "
-                             "gets from the rollout: rename the column")
+            raise ValueError(f"a column is named {name!r}, as is what a reward gets from the "
+                             "rollout: rename the column")
     return names
 
 
 def table_for(problems, prompts, rollout, columns=()):
     """What a user's function gets: {name: a list with one entry per row of the rollout}.
 
-    It has every column that any of these B problems has, and those named in `columns`
-    (`column_names` of the whole file: the same in every batch); None where a problem lacks it.
+    columns: those of the whole file, the same in every batch; None where a problem lacks one.
     """
     N, B = len(rollout.responses), len(prompts)
     if N == 0 or B == 0 or len(problems) != B or N % B:
@@ -691,10 +681,7 @@ def as_reward(value, ids):
 
 
 def as_steps(steps, ids):
-    """What `--step-reward` gives for a row: a list of (end, reward), one per step of the answer.
-
-    `end` is the index of the step's last token in the row's ids; [] for an answer without steps.
-    """
+    """The (end, reward) of each step of an answer, `end` the index of its last token in the ids."""
     try:
         pairs = [(operator.index(end), as_number(value)) for end, value in steps]
     except Exception as error:  # the value is the user's: going through it may raise anything
@@ -803,10 +790,9 @@ def model_rewards(reward_model, prompt_of, problems, prompts, rollout, columns=(
 
 
 def reward_model_scores(model, tokenizer, prompts, responses, batch_rows=16):
-    """Scores of N responses, each with its prompt, without gradients: (N,) float32.
+    """Scores of N responses to N prompts in their chat template, no gradients: (N,) float32.
 
-    prompts: N strings, their chat template applied. ValueError: a row longer than the model's
-    positions, a score that is not finite.
+    ValueError: a row longer than the model's positions, a score that is not finite.
     """
     rows = reward_model_rows(tokenizer, prompts, responses)
     with torch.no_grad():
@@ -849,11 +835,8 @@ def score_rows(model, rows):
 
 
 def collect_pairs(reward_model, rows, group_size=8, generator=None):
-    """Keep pairs of the answers of one step. rows: N of (prompt, response, the rule's reward).
-
-    Where no true answer is known that reward is NaN, and prefers nothing.
-    """
-    rewards = torch.tensor([reward for _, _, reward in rows])  # (N,)
+    """Keep pairs of the answers of one step. rows: N of (prompt, response, the rule's reward)."""
+    rewards = torch.tensor([reward for _, _, reward in rows])  # (N,); NaN prefers nothing
     for better, worse in preference_pairs(rewards, group_size, generator).tolist():
         prompt, response, _ = rows[better]
         reward_model.pairs.append((prompt, response, rows[worse][1]))
@@ -893,10 +876,9 @@ def bradley_terry_loss(chosen, rejected):
 def end_iteration(reward_model, generator=None, replay_share=0.1, batch_pairs=8):
     """One pass over the new pairs mixed with old ones; then the new ones are old.
 
-    One optimizer step per `batch_pairs` pairs. `replay_share` of the mix are old pairs, as far as
-    there are any, drawn with `generator` (a CPU one), so that the model does not forget how earlier
-    policies answered. -> {"reward_model_loss", "reward_model_accuracy"}, measured on each pair
-    before the step that it is in; NaN if there was no new pair.
+    `replay_share` of the mix are old pairs, as far as there are any, so that the model does not
+    forget how earlier policies answered; `generator` is a CPU one. -> {"reward_model_loss",
+    "reward_model_accuracy"}, measured on each pair before its step; NaN if there was no new pair.
     """
     r = reward_model
     if not r.pairs:
