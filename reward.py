@@ -149,8 +149,8 @@ NUMBER = re.compile(
     r"(?P<sign>[+-]?) ?[$€£]? ?(?:"
     r"(?P<whole>[0-9]+) (?P<part>[1-9][0-9]?) ?/ ?(?P<parts>[0-9]+)"  # 3 1/2
     rf"|(?:(?P<factor>{DECIMAL}) ?[*x] ?)?10 ?\^ ?(?P<power>-?[0-9]{{1,3}})"  # 1.5*10^3
-    rf"|(?P<top>{DECIMAL}) ?/ ?(?P<bottom>-?{DECIMAL})"  # 1/2
-    rf"|(?P<number>{DECIMAL})(?:e(?P<exponent>[+-]?[0-9]{{1,3}}))?)"  # 1,000.5 and 1e3
+    rf"|(?P<top>{DECIMAL})(?: ?/ ?(?P<bottom>-?{DECIMAL})"  # 1/2 and 1,000.5
+    r"|e(?P<exponent>[+-]?[0-9]{1,3}))?)"  # 1e3
 )
 # A unit is made of signs and of words, each perhaps with a power; no digit and no variable.
 UNIT = re.compile(r'[%°€£$ ]|[/*]? ?(?:"[^"0-9]*"|[a-z]+(?:-[a-z]+)*)(?: ?\^ ?-?[0-9] ?)?\.?')
@@ -201,7 +201,7 @@ def as_fraction(text):
         return None
     # whole + top / bottom · 10^power, of which each form of number lacks some
     part = {name: re.sub("[, ]", "", digits) for name, digits in found.groupdict("").items()}
-    top = Fraction(part["part"] or part["top"] or part["factor"] or part["number"] or 1)
+    top = Fraction(part["part"] or part["top"] or part["factor"] or 1)
     bottom = Fraction(part["parts"] or part["bottom"] or 1)
     power = int(part["power"] or part["exponent"] or 0)  # at most 999, either way
     if bottom == 0:
@@ -244,12 +244,10 @@ def load_problems(source, question_field="question", answer_field="answer", need
     line, for whatever is wrong.
     """
     path = gsm8k_file(source) if source in GSM8K else Path(source)
-    try:
-        if path.exists() and not path.is_file():
-            raise OSError(0, "not a file")  # a device or a pipe may never end
+    if not os.path.isfile(path):  # a device or a pipe may never end
+        raise ValueError(f"{path}: No such file (folders, devices and pipes are none)")
+    with named(f"{path}:", OSError):
         lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from error
     problems = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
@@ -275,13 +273,9 @@ def in_one_line(error):
 
 
 def read_problem(line, question_field, answer_field, need_answer):
-    try:
+    with named("not JSON in UTF-8:", (ValueError, RecursionError)):
         row = json.loads(line.decode("utf-8-sig"))
         json.dumps(row, ensure_ascii=False).encode()  # "\ud800" is JSON, but no tokenizer takes it
-    except UnicodeError as error:
-        raise ValueError("not UTF-8") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError("not JSON") from error
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
     if "messages" in row and question_field in row and question_field != "messages":
@@ -340,7 +334,8 @@ def gsm8k_file(name):
     file, sha256 = GSM8K[name]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = cache / "grpo-gsm8k" / file
-    try:
+    failures = (OSError, http.client.HTTPException)
+    with named(f"{name}: no download to {path}, a JSONL path works too:", failures):
         if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256:
             return path
         with urllib.request.urlopen(GSM8K_URL + file, timeout=60) as reply:
@@ -351,8 +346,6 @@ def gsm8k_file(name):
         with tempfile.TemporaryDirectory(dir=path.parent) as beside:  # written beside, then moved:
             Path(beside, file).write_bytes(data)
             os.replace(Path(beside, file), path)  # nobody ever reads half a file
-    except (OSError, http.client.HTTPException) as error:
-        raise ValueError(f"{name}: no download to {path} ({error}); a JSONL path works") from error
     return path
 
 
@@ -631,8 +624,7 @@ def column_names(problems):
     names = list(dict.fromkeys(name for problem in problems for name in problem))
     for name in ("prompts", "completions", "completion_ids"):
         if name in names:
-            raise ValueError(f"a column is named {name!r}, as is what a reward gets from the "
-                             "rollout: rename the column")
+            raise ValueError(f"a column named {name!r} hides what a reward gets: rename the column")
     return names
 
 
@@ -682,11 +674,9 @@ def as_reward(value, ids):
 
 def as_steps(steps, ids):
     """The (end, reward) of each step of an answer, `end` the index of its last token in the ids."""
-    try:
+    # They are the user's: going through them may raise anything.
+    with named("not a list of (end, reward) pairs:", Exception):
         pairs = [(operator.index(end), as_number(value)) for end, value in steps]
-    except Exception as error:  # the value is the user's: going through it may raise anything
-        why = in_one_line(error)
-        raise ValueError(f"{shown(steps)} is not a list of (end, reward) pairs: {why}") from None
     for end, _ in pairs:
         if not 0 <= end < len(ids):
             raise ValueError(f"a step ends at token {end} of an answer of {len(ids)} tokens")
@@ -700,7 +690,8 @@ def as_number(value):
     except Exception:  # the value is the user's: its float() may raise anything
         number = math.nan
     if not abs(number) <= torch.finfo(torch.float32).max:  # NaN fails every comparison
-        raise ValueError(f"{shown(value)} is not a finite float32 number")
+        shown = " ".join(repr(value).split())[:60]
+        raise ValueError(f"{shown} is not a finite float32 number")
     return number
 
 
@@ -722,10 +713,6 @@ def weighted_sum(parts, weights, table):
 
 def row_name(table, n):
     return f"row {n}, response {table['completions'][n][:60]!r}"
-
-
-def shown(value):
-    return " ".join(repr(value).split())[:60]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -822,8 +809,7 @@ def score_rows(model, rows):
     lengths = torch.tensor([len(row) for row in rows], device=model.device)  # (N,)
     limit = getattr(model.config, "max_position_embeddings", None) or math.inf
     if lengths.min() < 1 or lengths.max() > limit:
-        raise ValueError(f"a row of {lengths.min()} to {lengths.max()} tokens: the reward model "
-                         f"takes from 1 to {limit}")
+        raise ValueError(f"rows of {lengths.min()} to {lengths.max()} tokens, not of 1 to {limit}")
     input_ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)  # (N, S)
     mask = torch.arange(input_ids.shape[1], device=model.device) < lengths[:, None]  # (N, S)
     inputs = {"input_ids": input_ids.to(model.device), "attention_mask": mask.long()}
@@ -920,15 +906,13 @@ def reward_model_state(reward_model):
 def restore_reward_model(reward_model, state):
     """The opposite of `reward_model_state`. ValueError for a state that is not of this model."""
     r = reward_model
-    with named("not the state of this reward model:", (KeyError, TypeError, ValueError)):
+    with named("not the state of this reward model:", Exception):
         texts = json.loads(state["reward_model/pairs"].numpy().tobytes())
         r.pairs = [tuple(pair) for pair in texts["pairs"]]
         r.replay = [tuple(pair) for pair in texts["replay"]]
         for name, weight in r.model.named_parameters():
             saved = state[f"reward_model/weight/{name}"]
-            if saved.shape != weight.shape:
-                raise ValueError(f"{name} has another shape")
-            weight.copy_(saved)
+            weight.copy_(saved.view_as(weight))  # copy_ alone would take one number for all
             if f"reward_model/exp_avg/{name}" in state:
                 moments = {key: state[f"reward_model/{key}/{name}"].to(weight.device)
                            for key in ("exp_avg", "exp_avg_sq")}

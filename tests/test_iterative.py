@@ -185,7 +185,7 @@ def test_a_score_that_is_not_finite_ends_the_step(learner):
     with pytest.raises(train.RewardFailed, match="--reward-model: row 0, response '9': its score"):
         reward_of([{"question": "Ben has 9", "answer": "9"}], ["p"], rollout)
     rollout.responses = ["9 " * 200] * 2
-    with pytest.raises(train.RewardFailed, match="the reward model takes from 1 to 128"):
+    with pytest.raises(train.RewardFailed, match="^--reward-model: rows of .*, not of 1 to 128"):
         reward_of([{"question": "Ben has 9", "answer": "9"}], ["p"], rollout)
 
 
@@ -381,11 +381,11 @@ def test_a_run_with_step_rewards_and_a_reward_beside_them(step_file, tmp_path):
 ROW = {"question": "q", "answer": "9", "solution": ""}
 LISTS = {
     "gives other": "[[(0, 1.0)]]",
-    "is not a list of (end, reward) pairs": "[[(0, 1.0)], [0.5]]",
-    "is not a list of (end, reward)  pairs": "[[(0, 1.0)], 5]",
-    "is not a list of (end, reward)   pairs": "[[(0, 1.0)], [(0, 1.0, 2.0)]]",
-    "is not a list of (end, reward)    pairs": "[[(0, 1.0)], [(0.5, 1.0)]]",
-    "is not a list of (end, reward)     pairs": "[[(0, 1.0)], None]",
+    "not a list of (end, reward) pairs": "[[(0, 1.0)], [0.5]]",
+    "not a list of (end, reward)  pairs": "[[(0, 1.0)], 5]",
+    "not a list of (end, reward)   pairs": "[[(0, 1.0)], [(0, 1.0, 2.0)]]",
+    "not a list of (end, reward)    pairs": "[[(0, 1.0)], [(0.5, 1.0)]]",
+    "not a list of (end, reward)     pairs": "[[(0, 1.0)], None]",
     "a step ends at token 2 of an answer of 2 tokens": "[[(0, 1.0)], [(2, 1.0)]]",
     "a step ends at token -1 of an answer of 2 tokens": "[[(0, 1.0)], [(-1, 1.0)]]",
     "pairs: ValueError: nan is not a finite float32 number": "[[(0, 1.0)], [(1, float('nan'))]]",

@@ -434,14 +434,14 @@ def test_a_solution_column_of_the_users_own_stays(tmp_path):
 
 
 BAD_LINES = {
-    "broken JSON": (b'{"question": ', "not JSON"),
-    "two objects": (line().encode() * 2, "not JSON"),
-    "a nest too deep": (b"[" * 200_000, "not JSON"),
-    "an object too deep": (b'{"a":' * 200_000, "not JSON"),
-    "a number too long": (b'{"n": ' + b"1" * 5000 + b"}", "not JSON"),
-    "not UTF-8": ('{"question": "süß"'.encode("latin-1"), "not UTF-8"),
-    "half a character": (line(question="\ud800").encode(), "not UTF-8"),
-    "a null byte": (b"\0", "not JSON"),
+    "broken JSON": (b'{"question": ', "not JSON in UTF-8: "),
+    "two objects": (line().encode() * 2, "not JSON in UTF-8: "),
+    "a nest too deep": (b"[" * 200_000, "not JSON in UTF-8: "),
+    "an object too deep": (b'{"a":' * 200_000, "not JSON in UTF-8: "),
+    "a number too long": (b'{"n": ' + b"1" * 5000 + b"}", "not JSON in UTF-8: "),
+    "not UTF-8": ('{"question": "süß"'.encode("latin-1"), "not JSON in UTF-8: Unicode"),
+    "half a character": (line(question="\ud800").encode(), "not JSON in UTF-8: Unicode"),
+    "a null byte": (b"\0", "not JSON in UTF-8: "),
     "a list": (b'["question", "answer"]', "object"),
     "a string": (b'"question"', "object"),
     "null": (b"null", "object"),
@@ -482,11 +482,10 @@ def test_an_empty_file(tmp_path, content):
         load_problems(path)
 
 
-@pytest.mark.parametrize("source, reason", [("missing.jsonl", "No such"), ("gsm8k:dev", "No such"),
-                                            ("", "not a file")])
-def test_a_path_that_is_no_file(tmp_path, monkeypatch, source, reason):
+@pytest.mark.parametrize("source", ["missing.jsonl", "gsm8k:dev", ""])
+def test_a_path_that_is_no_file(tmp_path, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=reason) as error:
+    with pytest.raises(ValueError, match="No such file") as error:
         load_problems(source)
     assert str(error.value).startswith(source or ".") and "\n" not in str(error.value)
 
@@ -502,9 +501,20 @@ def test_what_is_no_file_is_refused_before_it_is_read(tmp_path, kind):
         here.bind(str(path))
     if kind == "folder":
         path.mkdir()
-    with pytest.raises(ValueError, match="not a file|too long") as error:
+    with pytest.raises(ValueError, match="No such file .folders, devices and pipes") as error:
         load_problems(path)
     assert str(error.value).startswith(f"{path}: ") and "\n" not in str(error.value)
+
+
+def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    path = tmp_path / "problems.jsonl"
+    path.write_text(line())
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(ValueError, match="problems.jsonl: PermissionError: .*Permission denied"):
+        load_problems(path)
 
 
 def load(path, *lines, **options):
@@ -1174,7 +1184,7 @@ def test_what_is_wrong_is_told_under_its_flag(mine_py):
     for fn, line in (
             (reward_fn_of(["rule", bad]), f"--reward {bad}, row 0, response 'x': [(1,"),
             (reward_fn_of(None, None, f"{mine_py}:one"),
-             f"--step-reward {mine_py}:one, row 0, response 'x': 1.0 is not a list of (end,")):
+             f"--step-reward {mine_py}:one, row 0, response 'x': not a list of (end, reward) p")):
         with pytest.raises(ValueError, match=f"^{re.escape(line)}") as error:
             fn(PROBLEMS[:1], ["p"], rollout_of("x", "y"))
         assert "\n" not in str(error.value)
@@ -1196,7 +1206,7 @@ def test_a_reward_model_reads_its_own_template(tiny, monkeypatch):
         assert list(responses) == rollout.responses
         assert rule[:2] == (0.0, 0.0) and math.isnan(rule[2])  # no answer known: no preference
     rollout.responses[1] = "9 " * 100
-    with pytest.raises(ValueError, match="^a row of .* tokens"):
+    with pytest.raises(ValueError, match="^rows of .* tokens, not of 1 to 64"):
         model_rewards(model, *arguments)
 
 
