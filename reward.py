@@ -200,11 +200,12 @@ def as_fraction(text):
     if not found or not is_unit(text[found.end() :]):
         return None
     # whole + top / bottom · 10^power, of which each form of number lacks some
-    part = {name: re.sub("[, ]", "", digits) for name, digits in found.groupdict("").items()}
+    part = {name: digits.replace(",", "").replace(" ", "")
+            for name, digits in found.groupdict("").items()}
     top = Fraction(part["part"] or part["top"] or part["factor"] or 1)
     bottom = Fraction(part["parts"] or part["bottom"] or 1)
     power = int(part["power"] or part["exponent"] or 0)  # at most 999, either way
-    if bottom == 0:
+    if bottom == 0:  # 1/0 is text
         return None
     value = Fraction(part["whole"] or 0) + top / bottom * Fraction(10) ** power
     return -value if found["sign"] == "-" else value
@@ -308,8 +309,7 @@ def last_turn(messages):
 
 def truths_of(problems):
     """The final answers that the rule can score against; None where a line had no `####`."""
-    return [None if problem.get("solution", "") is None else problem["answer"]
-            for problem in problems]
+    return [None if p.get("solution", "") is None else p["answer"] for p in problems]
 
 
 def hold_out(problems, share=0.1):
@@ -423,14 +423,12 @@ def think_answer_reward(response, ground_truth):
     0.5 for one <think>…</think> and after it one <answer>…</answer>, with nothing but white space
     around them; 1.0 more if the answer, or a box in it, is right by the rule's comparison.
     """
-    pieces = re.split(r"(</?(?:think|answer)>)", response)  # text, tag, text, tag, …, text
-    if pieces[1::2] != ["<think>", "</think>", "<answer>", "</answer>"]:
-        return 0.0
-    before, _, between, answer, after = pieces[::2]
-    if (before + between + after).strip():
-        return 0.0
-    answer = canonical(extract_boxed(answer) or answer)
-    return 0.5 + 1.0 * (answer != "" and answer == canonical(str(ground_truth)))
+    match re.split(r"(</?(?:think|answer)>)", response):  # text, tag, text, tag, …, text
+        case [before, "<think>", _, "</think>", between, "<answer>", answer, "</answer>", after]:
+            if not (before + between + after).strip():
+                answer = canonical(extract_boxed(answer) or answer)
+                return 0.5 + 1.0 * (answer != "" and answer == canonical(str(ground_truth)))
+    return 0.0
 
 
 def length_rescaled(rewards, lengths, group_size=8, alpha=0.33):
@@ -517,9 +515,11 @@ def ids_until(end, ids, decode, first, written):
 #
 #     function(prompts=…, completions=…, completion_ids=…, **columns) -> a list
 #
-# All are lists with one entry per row; `columns` are those of the problems file. Of TRL these are
-# not there: async functions, prompts and completions as lists of messages (both are strings here),
-# `trainer_state` and the logging functions.
+# All are lists with one entry per row; `columns` are those of the problems file. A reward is a
+# number, or None where it does not apply; for `--step-reward` a list of (end, reward), one per step
+# of the answer, `end` the index of the step's last token in the row's completion_ids. Of TRL these
+# are not there: async functions, prompts and completions as lists of messages (both are strings
+# here), `trainer_state` and the logging functions.
 
 FAILURE = (Exception, SystemExit)  # sys.exit() in a reward is a failing reward; Ctrl-C is not
 IGNORE = -100  # in `labels`: not a token of the response
@@ -673,7 +673,7 @@ def as_reward(value, ids):
 
 
 def as_steps(steps, ids):
-    """The (end, reward) of each step of an answer, `end` the index of its last token in the ids."""
+    """What `--step-reward` gives for a row: a list of (end, reward), [] for no steps."""
     # They are the user's: going through them may raise anything.
     with named("not a list of (end, reward) pairs:", Exception):
         pairs = [(operator.index(end), as_number(value)) for end, value in steps]
@@ -916,6 +916,7 @@ def restore_reward_model(reward_model, state):
             if f"reward_model/exp_avg/{name}" in state:
                 moments = {key: state[f"reward_model/{key}/{name}"].to(weight.device)
                            for key in ("exp_avg", "exp_avg_sq")}
+                # AdamW counts its steps on the CPU.
                 r.optimizer.state[weight] = {"step": state[f"reward_model/step/{name}"], **moments}
 
 
