@@ -902,7 +902,6 @@ def reward_model_state(reward_model):
     return state
 
 
-@torch.no_grad()
 def restore_reward_model(reward_model, state):
     """The opposite of `reward_model_state`. ValueError for a state that is not of this model."""
     r = reward_model
@@ -910,9 +909,10 @@ def restore_reward_model(reward_model, state):
         texts = json.loads(state["reward_model/pairs"].numpy().tobytes())
         r.pairs = [tuple(pair) for pair in texts["pairs"]]
         r.replay = [tuple(pair) for pair in texts["replay"]]
-        for name, weight in r.model.named_parameters():
-            saved = state[f"reward_model/weight/{name}"]
-            weight.copy_(saved.view_as(weight))  # copy_ alone would take one number for all
+        weights = dict(r.model.named_parameters())
+        saved = {name: state[f"reward_model/weight/{name}"] for name in weights}
+        r.model.load_state_dict(saved, strict=False)  # not strict: it holds no buffers
+        for name, weight in weights.items():
             if f"reward_model/exp_avg/{name}" in state:
                 moments = {key: state[f"reward_model/{key}/{name}"].to(weight.device)
                            for key in ("exp_avg", "exp_avg_sq")}
