@@ -806,13 +806,13 @@ def score_rows(model, rows):
     Rows are padded on the right under an attention mask. The position is taken from the lengths:
     transformers takes the last token that is not the padding token, which an end token may be.
     """
-    lengths = torch.tensor([len(row) for row in rows], device=model.device)  # (N,)
+    lengths = torch.tensor([len(row) for row in rows])  # (N,)
     limit = getattr(model.config, "max_position_embeddings", None) or math.inf
     if lengths.min() < 1 or lengths.max() > limit:
         raise ValueError(f"rows of {lengths.min()} to {lengths.max()} tokens, not of 1 to {limit}")
     input_ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)  # (N, S)
-    mask = torch.arange(input_ids.shape[1], device=model.device) < lengths[:, None]  # (N, S)
-    inputs = {"input_ids": input_ids.to(model.device), "attention_mask": mask.long()}
+    mask = (torch.arange(input_ids.shape[1]) < lengths[:, None]).long()  # (N, S)
+    inputs = {"input_ids": input_ids.to(model.device), "attention_mask": mask.to(model.device)}
     if not hasattr(model, "score"):  # an encoder: it pools as it was trained to
         return model(**inputs).logits[:, 0].float()
     hidden = model.base_model(**inputs, use_cache=False)[0]  # (N, S, hidden)

@@ -1167,6 +1167,9 @@ def test_every_batch_gets_the_columns_of_the_whole_file(mine_py):
     """`two` reads the column `level`, which the second problem lacks."""
     fn = reward_fn_of([f"{mine_py}:two"])
     assert fn(PROBLEMS[1:], ["p"], rollout_of("x", "y"), ["level"]).tolist() == [2.0, 2.0]
+    steps = reward_fn_of(None, None, f"{mine_py}:two")  # called as those are, then refused
+    with pytest.raises(ValueError, match="^--step-reward .*:two, row 0.*: not a list of .* pairs"):
+        steps(PROBLEMS[1:], ["p"], rollout_of("x", "y"), ["level"])
     with pytest.raises(ValueError, match="missing 1 required positional argument: 'level'"):
         fn(PROBLEMS[1:], ["p"], rollout_of("x", "y"))
 
