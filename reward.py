@@ -624,7 +624,8 @@ def column_names(problems):
     names = list(dict.fromkeys(name for problem in problems for name in problem))
     for name in ("prompts", "completions", "completion_ids"):
         if name in names:
-            raise ValueError(f"a column named {name!r} hides what a reward gets: rename the column")
+            raise ValueError(f"a column of the data is named {name!r}, and so is what a reward "
+                             "gets from the rollout: rename the column")
     return names
 
 
