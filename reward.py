@@ -37,7 +37,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -149,8 +149,8 @@ NUMBER = re.compile(
     r"(?P<sign>[+-]?) ?[$€£]? ?(?:"
     r"(?P<whole>[0-9]+) (?P<part>[1-9][0-9]?) ?/ ?(?P<parts>[0-9]+)"  # 3 1/2
     rf"|(?:(?P<factor>{DECIMAL}) ?[*x] ?)?10 ?\^ ?(?P<power>-?[0-9]{{1,3}})"  # 1.5*10^3
-    rf"|(?P<top>{DECIMAL}) ?/ ?(?P<bottom>-?{DECIMAL})"  # 1/2
-    rf"|(?P<number>{DECIMAL})(?:e(?P<exponent>[+-]?[0-9]{{1,3}}))?)"  # 1,000.5 and 1e3
+    rf"|(?P<top>{DECIMAL})(?: ?/ ?(?P<bottom>-?{DECIMAL})"  # 1/2 and 1,000.5
+    r"|e(?P<exponent>[+-]?[0-9]{1,3}))?)"  # 1e3
 )
 # A unit is made of signs and of words, each perhaps with a power; no digit and no variable.
 UNIT = re.compile(r'[%°€£$ ]|[/*]? ?(?:"[^"0-9]*"|[a-z]+(?:-[a-z]+)*)(?: ?\^ ?-?[0-9] ?)?\.?')
@@ -199,20 +199,15 @@ def as_fraction(text):
     found = NUMBER.match(text)
     if not found or not is_unit(text[found.end() :]):
         return None
-    # The named parts without their separators; "0" for those that this form of number lacks.
-    part = {name: re.sub("[, ]", "", digits) for name, digits in found.groupdict("0").items()}
-    scale = Fraction(10) ** (int(part["power"]) + int(part["exponent"]))  # at most 10^999
-    try:
-        if found["whole"]:
-            value = Fraction(part["whole"]) + Fraction(int(part["part"]), int(part["parts"]))
-        elif found["top"]:
-            value = Fraction(part["top"]) / Fraction(part["bottom"])
-        elif found["power"]:
-            value = scale * Fraction(part["factor"] if found["factor"] else 1)
-        else:
-            value = scale * Fraction(part["number"])
-    except ZeroDivisionError:
+    # whole + top / bottom · 10^power, of which each form of number lacks some
+    part = {name: digits.replace(",", "").replace(" ", "")
+            for name, digits in found.groupdict("").items()}
+    top = Fraction(part["part"] or part["top"] or part["factor"] or 1)
+    bottom = Fraction(part["parts"] or part["bottom"] or 1)
+    power = int(part["power"] or part["exponent"] or 0)  # at most 999, either way
+    if bottom == 0:  # 1/0 is text
         return None
+    value = Fraction(part["whole"] or 0) + top / bottom * Fraction(10) ** power
     return -value if found["sign"] == "-" else value
 
 
@@ -227,9 +222,8 @@ def is_unit(text):
 # --------------------------------------------------------------------------------------------------
 # Problems: GSM8K, or a JSONL file in its form. What is wrong with a file is told in one line.
 
-GSM8K_URL = (
-    "https://raw.githubusercontent.com/openai/grade-school-math/master/grade_school_math/data/"
-)
+GSM8K_URL = ("https://raw.githubusercontent.com/openai/grade-school-math/master/"
+             "grade_school_math/data/")
 GSM8K = {  # name: (file, its SHA-256)
     "gsm8k": ("train.jsonl", "17f347dc51477c50d4efb83959dbb7c56297aba886e5544ee2aaed3024813465"),
     "gsm8k:test": ("test.jsonl",
@@ -247,37 +241,42 @@ def load_problems(source, question_field="question", answer_field="answer", need
     question_field, answer_field: the columns that hold the two. In place of the question a line may
     have `messages`, a chat history of {"role": …, "content": …}; `question` is then the user's turn
     at its end. need_answer=False, for rewards that know no truth: an answer without `####` stays as
-    it is, no answer is "", and `solution` is None.
-
-    ValueError, in one line naming the file and the line, for whatever is wrong.
+    it is, no answer is "", and `solution` is None. ValueError, in one line naming the file and the
+    line, for whatever is wrong.
     """
     path = gsm8k_file(source) if source in GSM8K else Path(source)
-    try:
-        if path.exists() and not path.is_file() and not path.is_dir():
-            raise OSError(0, "not a file")  # a device or a pipe may never end
+    if not os.path.isfile(path):  # a device or a pipe may never end
+        raise ValueError(f"{path}: No such file (folders, devices and pipes are none)")
+    with named(f"{path}:", OSError):
         lines = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}") from error
     problems = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            try:
+            with named(f"{path}, line {number}:"):
                 problems.append(read_problem(line, question_field, answer_field, need_answer))
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
     if not problems:
         raise ValueError(f"{path}: no problems in it")
     return problems
 
 
-def read_problem(line, question_field, answer_field, need_answer):
+@contextmanager
+def named(name, failures=ValueError):
+    """What fails inside is told in one line that begins with the name, as a ValueError."""
     try:
+        yield
+    except failures as error:
+        said = error if failures is ValueError else in_one_line(error)  # others say what they are
+        raise ValueError(f"{name} {said}") from None
+
+
+def in_one_line(error):
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def read_problem(line, question_field, answer_field, need_answer):
+    with named("not JSON in UTF-8:", (ValueError, RecursionError)):
         row = json.loads(line.decode("utf-8-sig"))
         json.dumps(row, ensure_ascii=False).encode()  # "\ud800" is JSON, but no tokenizer takes it
-    except UnicodeError as error:
-        raise ValueError("not UTF-8") from error
-    except (ValueError, RecursionError) as error:
-        raise ValueError("not JSON") from error
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
     if "messages" in row and question_field in row and question_field != "messages":
@@ -286,14 +285,12 @@ def read_problem(line, question_field, answer_field, need_answer):
     if not isinstance(question, str) or not question.strip():
         raise ValueError(f"{question_field!r} is missing, empty or not a string")
     answer = row.get(answer_field)
-    if need_answer and (not isinstance(answer, str) or not answer.strip()):
-        raise ValueError(f"{answer_field!r} is missing, empty or not a string")
     worked, marker, final = answer.rpartition("####") if isinstance(answer, str) else ("", "", "")
     final = final.strip()
     if marker and canonical(final) != "" and "\n" not in final:  # #### may also be a heading
         return {"solution": worked.strip()} | row | {"question": question, "answer": final}
     if need_answer:
-        raise ValueError(f"{answer_field!r} does not end in '#### ' and the final answer")
+        raise ValueError(f"{answer_field!r} is missing or does not end in '#### ' and the answer")
     unknown = {"question": question, "answer": "" if answer is None else answer}
     return {"solution": None} | row | unknown
 
@@ -312,19 +309,15 @@ def last_turn(messages):
 
 def truths_of(problems):
     """The final answers that the rule can score against; None where a line had no `####`."""
-    return [None if problem.get("solution", "") is None else problem["answer"]
-            for problem in problems]
+    return [None if p.get("solution", "") is None else p["answer"] for p in problems]
 
 
 def hold_out(problems, share=0.1):
     """Split problems by a stable hash of the question: (training, held_out), in their order.
 
     About `share` of them is held out, the same ones whatever the order of the file or what is added
-    to it; equal questions stay together. Two different ones or more leave neither side empty.
-    ValueError unless 0 < share < 1.
+    to it; equal questions stay together. Of two different ones or more neither side is empty.
     """
-    if not 0 < share < 1:
-        raise ValueError(f"share {share}: not between 0 and 1")
     hashes = [hashlib.sha256(problem["question"].encode()).digest() for problem in problems]
     places = [int.from_bytes(digest[:8]) / 2**64 for digest in hashes]  # from 0 to 1
     order = sorted(set(places))
@@ -341,7 +334,8 @@ def gsm8k_file(name):
     file, sha256 = GSM8K[name]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = cache / "grpo-gsm8k" / file
-    try:
+    failures = (OSError, http.client.HTTPException)
+    with named(f"{name}: no download to {path}, a JSONL path works too:", failures):
         if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == sha256:
             return path
         with urllib.request.urlopen(GSM8K_URL + file, timeout=60) as reply:
@@ -352,9 +346,6 @@ def gsm8k_file(name):
         with tempfile.TemporaryDirectory(dir=path.parent) as beside:  # written beside, then moved:
             Path(beside, file).write_bytes(data)
             os.replace(Path(beside, file), path)  # nobody ever reads half a file
-    except (OSError, http.client.HTTPException) as error:
-        problem = f"no download to {path} ({error}); a JSONL path works too"
-        raise ValueError(f"{name}: {problem}") from error
     return path
 
 
@@ -418,10 +409,8 @@ def diversity(responses, group_size=8):
         triples = [triple for row in words for triple in zip(row, row[1:], row[2:])]
         if triples:
             grams.append(len(set(triples)) / len(triples))
-    return {
-        "distinct_answers": sum(answers) / len(answers),
-        "distinct_3grams": sum(grams) / max(len(grams), 1),
-    }
+    return {"distinct_answers": sum(answers) / len(answers),
+            "distinct_3grams": sum(grams) / max(len(grams), 1)}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -432,17 +421,14 @@ def think_answer_reward(response, ground_truth):
     """The think/answer format (DeepSeek-R1, arXiv 2501.12948): 0.0, 0.5 or 1.5.
 
     0.5 for one <think>…</think> and after it one <answer>…</answer>, with nothing but white space
-    around them; 1.0 more if what stands in <answer>, or in a box there, is right by the rule's
-    comparison.
+    around them; 1.0 more if the answer, or a box in it, is right by the rule's comparison.
     """
-    pieces = re.split(r"(</?(?:think|answer)>)", response)  # text, tag, text, tag, …, text
-    if pieces[1::2] != ["<think>", "</think>", "<answer>", "</answer>"]:
-        return 0.0
-    before, _, between, answer, after = pieces[::2]
-    if (before + between + after).strip():
-        return 0.0
-    answer = canonical(extract_boxed(answer) or answer)
-    return 0.5 + 1.0 * (answer != "" and answer == canonical(str(ground_truth)))
+    match re.split(r"(</?(?:think|answer)>)", response):  # text, tag, text, tag, …, text
+        case [before, "<think>", _, "</think>", between, "<answer>", answer, "</answer>", after]:
+            if not (before + between + after).strip():
+                answer = canonical(extract_boxed(answer) or answer)
+                return 0.5 + 1.0 * (answer != "" and answer == canonical(str(ground_truth)))
+    return 0.0
 
 
 def length_rescaled(rewards, lengths, group_size=8, alpha=0.33):
@@ -475,25 +461,6 @@ def overlong_penalty(lengths, limit, buffer):
     return ((limit - buffer - lengths) / buffer).clamp(-1, 0)
 
 
-def with_length_terms(rewards, lengths, group_size, max_new_tokens, length_rescale=0.0,
-                      overlong_buffer=0):
-    """GR3's rescaling (`--length-rescale`) and DAPO's penalty (`--overlong-buffer`), if asked for.
-
-    rewards, lengths: (N,), lengths in response tokens. -> (N,).
-    """
-    if length_rescale:
-        with named("--length-rescale:"):
-            rewards = length_rescaled(rewards, lengths, group_size, length_rescale)
-    if overlong_buffer:
-        with named("--overlong-buffer:"):
-            penalty = overlong_penalty(lengths, max_new_tokens, overlong_buffer)
-        rewards = rewards + penalty.to(rewards.device)
-    return rewards
-
-
-BUILT_IN = {"rule": rule_reward, "think": think_answer_reward}  # what `--reward` knows by name
-
-
 def boxed_candidates(responses, truths, group_size, completion_ids, decode):
     """Several candidates in one answer, found by their boxes: (rewards, spans) for ShapE-GRPO.
 
@@ -505,12 +472,10 @@ def boxed_candidates(responses, truths, group_size, completion_ids, decode):
     """
     if len(responses) != len(truths) * group_size:
         raise ValueError(f"{len(responses)} responses are not {len(truths)} groups of {group_size}")
-    candidate_rewards = []
-    candidate_spans = []
+    rewards = [[] for _ in responses]
+    spans = [[] for _ in responses]
     for n, (response, ids) in enumerate(zip(responses, completion_ids, strict=True)):
         truth = truths[n // group_size]
-        rewards = []
-        spans = []
         first = written = 0  # tokens and characters of the candidates so far
         for whole, _ in complete_boxes(response):
             box = response[whole].rstrip()
@@ -519,43 +484,43 @@ def boxed_candidates(responses, truths, group_size, completion_ids, decode):
             if length < end:
                 break
             if count > first:
-                rewards.append(float(truth is not None and rule_reward(box, truth) == 1.5))
-                spans.append((first, count - 1))
+                rewards[n].append(float(truth is not None and rule_reward(box, truth) == 1.5))
+                spans[n].append((first, count - 1))
                 first = count
                 written = length
-        candidate_rewards.append(rewards)
-        candidate_spans.append(spans)
-    return candidate_rewards, candidate_spans
+    return rewards, spans
 
 
-def ids_until(end, ids, decode, first=0, written=0):
+def ids_until(end, ids, decode, first, written):
     """The smallest number of leading ids that write `end` characters, and how many these write.
 
-    The first `first` ids are known to write `written` characters. The steps from there double, then
-    halve: no text is decoded that is much longer than what lies between. If all ids are too few,
-    their own number and length come back.
+    The first `first` ids write `written` characters. The steps from there double, then halve: no
+    text is decoded that is much longer than what lies between. All ids if they are too few.
     """
-    def length(ids):  # without the \ufffd that show bytes of a character still incomplete
-        return len(decode(ids).rstrip("\ufffd"))
-
     start = max(first - 1, 0)  # one more: some decoders drop the space before the first token
-    before = written - length(ids[start:first])
 
-    def characters(count):
-        return before + length(ids[start:count])
+    def length(count):  # without the \ufffd that show bytes of a character still incomplete
+        return len(decode(ids[start:count]).rstrip("\ufffd"))
 
+    before = written - length(first)  # characters up to `start`
     high = min(first + 1, len(ids))
-    while high < len(ids) and characters(high) < end:
+    while high < len(ids) and before + length(high) < end:
         high = min(2 * high - first, len(ids))
-    count = bisect.bisect_left(range(high), end, lo=first, key=characters)
-    return count, characters(count)
+    count = bisect.bisect_left(range(high), end - before, lo=first, key=length)
+    return count, before + length(count)
 
 
 # --------------------------------------------------------------------------------------------------
-# A user's own reward in place of the rule (`--reward`), written as for TRL's `reward_funcs`: its
-# file is loaded, the columns of the data are handed over, and where it goes wrong the row is named.
+# A user's own rewards (`--reward`, `--step-reward`), called as TRL calls its `reward_funcs`:
+#
+#     function(prompts=…, completions=…, completion_ids=…, **columns) -> a list
+#
+# All are lists with one entry per row; `columns` are those of the problems file. A reward is a
+# number, or None where it does not apply; for `--step-reward` a list of (end, reward), one per step
+# of the answer, `end` the index of the step's last token in the row's completion_ids. Of TRL these
+# are not there: async functions, prompts and completions as lists of messages (both are strings
+# here), `trainer_state` and the logging functions.
 
-GIVEN = ("prompts", "completions", "completion_ids")  # what a reward gets from the rollout
 FAILURE = (Exception, SystemExit)  # sys.exit() in a reward is a failing reward; Ctrl-C is not
 IGNORE = -100  # in `labels`: not a token of the response
 
@@ -565,40 +530,54 @@ def reward_fn_of(specs, weights=None, step_spec=None):
 
     reward_fn(problems, prompts, rollout, columns=()) -> (N,) float32: the weighted sum of the
     rewards in specs, or the rule's. It leaves each one's part, (N,) by name, as
-    `rollout.reward_parts`, and what the steps earn as `rollout.step_rewards`. ValueError, in one
-    line that begins with the flag, for what is wrong with a user's file or with what it gives.
+    `rollout.reward_parts`, and what the steps earn as `rollout.step_rewards`, N lists of (end,
+    reward). ValueError, in one line that begins with the flag, for what is wrong with a user's file
+    or with what it gives (then it names the row).
     """
     if not specs and not step_spec:
         return None
     specs = specs or ["rule"]
-    if weights and len(weights) != len(specs):
-        raise ValueError(f"--reward-weights: {len(weights)} weights for {len(specs)} rewards")
+    weights = weights or [1.0] * len(specs)
+    if len(weights) != len(specs) or not all(map(math.isfinite, weights)):
+        raise ValueError(f"--reward-weights: {len(weights)} weights for {len(specs)} rewards; "
+                         "each takes a finite number")
     with named("--reward"):
         functions = load_rewards(specs)
     with named("--step-reward"):
-        steps_of = load_reward(step_spec) if step_spec else None
+        steps_of = load_function(step_spec) if step_spec else None
 
     def reward_fn(problems, prompts, rollout, columns=()):
-        ids = [row[row != IGNORE].tolist() for row in rollout.labels]
-        with named(f"--reward {' '.join(specs)}:"):
-            rewards, rollout.reward_parts = user_rewards(
-                functions, weights or None, problems, prompts, rollout.responses, ids, columns)
+        table = table_for(problems, prompts, rollout, columns)
+        parts = {}
+        for spec, (name, function) in zip(specs, functions.items()):
+            values = checked(f"--reward {spec}", function, table, as_reward)
+            parts[name] = torch.tensor(values, dtype=torch.float32)  # (N,)
         if steps_of:
-            with named("--step-reward"):
-                rollout.step_rewards = user_step_rewards(
-                    step_spec, steps_of, problems, prompts, rollout.responses, ids)
-        return rewards
+            rollout.step_rewards = checked(f"--step-reward {step_spec}", steps_of, table, as_steps)
+        rollout.reward_parts = parts
+        return weighted_sum(parts, weights, table)
 
     return reward_fn
 
 
-@contextmanager
-def named(flag):
-    """What goes wrong inside is told under the flag that brought it."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{flag} {error}") from None
+def load_rewards(specs):
+    """The values of `--reward` -> {name: function}: `rule`, `think` or path/to/file.py:function."""
+    functions = {}
+    for spec in specs:
+        # The function's own name; where that is taken, with its path; and then with a number.
+        names = [spec.rpartition(":")[2], spec, *(f"{spec} {n}" for n in range(2, len(specs) + 1))]
+        name = next(name for name in names if name not in functions)
+        functions[name] = BUILT_IN.get(spec) or load_function(spec)
+    return functions
+
+
+def row_by_row(score, completions, answer, **_):
+    """A reward of this file, called as a user's own is."""
+    return [score(text, truth) for text, truth in zip(completions, answer)]
+
+
+BUILT_IN = {"rule": partial(row_by_row, rule_reward),
+            "think": partial(row_by_row, think_answer_reward)}
 
 
 def load_function(spec):
@@ -614,61 +593,19 @@ def load_function(spec):
     module_spec = importlib.util.spec_from_file_location(f"reward file {path}", path)
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # a dataclass looks its module up there, by name
-    try:
-        with importing_from(os.path.dirname(path)):
-            module_spec.loader.exec_module(module)
-    except FAILURE as error:
-        raise ValueError(f"{spec}: the file fails to load: {in_one_line(error)}") from error
+    folder = os.path.dirname(path)
+    with named(f"{spec}: the file fails to load:", FAILURE), importing_from(folder):
+        module_spec.loader.exec_module(module)
     function = getattr(module, name, None)
     if not callable(function) or inspect.iscoroutinefunction(function):
         raise ValueError(f"{spec}: the file has no function {name!r} (async ones do not count)")
 
-    @wraps(function, updated=())
+    @importing_from(folder)  # for an import inside the function
     def call(*values, **columns):
-        with importing_from(os.path.dirname(path)):  # for an import inside the function
-            result = function(*values, **columns)
-            return list(result) if isinstance(result, Iterator) else result  # a generator runs here
+        result = function(*values, **columns)
+        return list(result) if isinstance(result, Iterator) else result  # a generator runs here
 
     return call
-
-
-def load_reward(spec):
-    """`path/to/file.py:function` -> the user's function, called as TRL calls its `reward_funcs`:
-
-        function(prompts=…, completions=…, completion_ids=…, **columns) -> a list
-
-    All are lists with one entry per row; `columns` are those of the problems file. The list that
-    comes back has one number per row, or None where this reward does not apply. Of TRL these are
-    not there: async functions, prompts and completions as lists of messages (both are strings
-    here), `trainer_state` and the logging functions. ValueError as in `load_function`.
-    """
-    function = load_function(spec)
-
-    @wraps(function, updated=())
-    def call(**columns):
-        return list(function(**columns))
-
-    return call
-
-
-def load_rewards(specs):
-    """The values of `--reward` -> {name: function}: `rule`, `think` or path/to/file.py:function.
-
-    A name is the function's own. Of several with the same name the second has its path before it,
-    and where that is taken too, a number behind it.
-    """
-    functions = {}
-    for spec in specs:
-        names = [spec.rpartition(":")[2], spec, *(f"{spec} {n}" for n in range(2, len(specs) + 1))]
-        name = next(name for name in names if name not in functions)
-        ours = spec in BUILT_IN
-        functions[name] = partial(row_by_row, BUILT_IN[spec]) if ours else load_reward(spec)
-    return functions
-
-
-def row_by_row(score, completions, answer, **_):
-    """A reward of this file, called as a user's own is."""
-    return [score(text, truth) for text, truth in zip(completions, answer)]
 
 
 @contextmanager
@@ -683,259 +620,105 @@ def importing_from(folder):
 
 
 def column_names(problems):
-    """Every column that any of the problems has, in order of first appearance.
-
-    ValueError for a column with the name of what a reward gets from the rollout.
-    """
+    """The columns that any problem has, as they appear; ValueError for a name of the rollout's."""
     names = list(dict.fromkeys(name for problem in problems for name in problem))
-    for name in GIVEN:
+    for name in ("prompts", "completions", "completion_ids"):
         if name in names:
             raise ValueError(f"a column of the data is named {name!r}, and so is what a reward "
                              "gets from the rollout: rename the column")
     return names
 
 
-def user_rewards(functions, weights, problems, prompts, responses, completion_ids=None, columns=()):
-    """The weighted sum of users' rewards: (rewards (N,) float32, parts).
+def table_for(problems, prompts, rollout, columns=()):
+    """What a user's function gets: {name: a list with one entry per row of the rollout}.
 
-    functions: {name: function} as from `load_rewards`. weights: one number per function, or None
-    for all 1. problems: B dicts. prompts: B strings. responses: N = B·G strings, prompt-major.
-    completion_ids: N lists of token ids. A function gets every column that any of these problems
-    has, and those named in `columns` (`column_names` of the whole file: the same in every batch),
-    None where a problem lacks it.
-
-    parts: {name: (N,) float32, NaN where that function gave None}. As in TRL, None adds nothing to
-    the sum, and a row with nothing but None counts as 0, with a warning. ValueError, naming the
-    reward, the row and the beginning of the response, where a function raises or exits, gives
-    another number of rewards than rows, or what is not a finite float32.
+    columns: those of the whole file, the same in every batch; None where a problem lacks one.
     """
-    N, B = len(responses), len(prompts)
+    N, B = len(rollout.responses), len(prompts)
     if N == 0 or B == 0 or len(problems) != B or N % B:
         raise ValueError(f"{N} responses for {B} prompts and {len(problems)} problems")
-    weights = [1.0] * len(functions) if weights is None else weights
-    if not functions or len(weights) != len(functions) or not all(map(math.isfinite, weights)):
-        raise ValueError(f"weights {weights}: not one finite number for each of {list(functions)}")
-    table = table_for(problems, prompts, responses, completion_ids, columns)
-    parts = {name: one_reward(name, functions[name], table) for name in functions}
+    names = [*column_names(problems), *columns]
+    table = {name: [p.get(name) for p in problems for _ in range(N // B)] for name in names}
+    table["prompts"] = [prompt for prompt in prompts for _ in range(N // B)]
+    table["completions"] = rollout.responses
+    table["completion_ids"] = [row[row != IGNORE].tolist() for row in rollout.labels]
+    return table
+
+
+def checked(name, function, table, read):
+    """read(value, token ids) of what the function gives for each row; ValueError names the row."""
+    def call(rows):
+        return list(function(**{key: values[rows] for key, values in table.items()}))
+
+    N = len(table["completions"])
+    together = f"{name}, {N} rows together, from {row_name(table, 0)} on:"
+    try:
+        values = call(slice(N))
+    except FAILURE as error:
+        for n in range(N):  # score them again one by one, to tell which row it is
+            with named(f"{name}, {row_name(table, n)}:", FAILURE):
+                call(slice(n, n + 1))
+        raise ValueError(f"{together} {in_one_line(error)}") from error
+    if len(values) != N:
+        raise ValueError(f"{together} {len(values)} rewards for {N} responses")
+    found = []
+    for n, (value, ids) in enumerate(zip(values, table["completion_ids"])):
+        with named(f"{name}, {row_name(table, n)}:"):
+            found.append(read(value, ids))
+    return found
+
+
+def as_reward(value, ids):
+    """What a reward gives for a row: a number, or None (NaN here), where it does not apply."""
+    return math.nan if value is None else as_number(value)
+
+
+def as_steps(steps, ids):
+    """What `--step-reward` gives for a row: a list of (end, reward), [] for no steps."""
+    # They are the user's: going through them may raise anything.
+    with named("not a list of (end, reward) pairs:", Exception):
+        pairs = [(operator.index(end), as_number(value)) for end, value in steps]
+    for end, _ in pairs:
+        if not 0 <= end < len(ids):
+            raise ValueError(f"a step ends at token {end} of an answer of {len(ids)} tokens")
+    return pairs
+
+
+def as_number(value):
+    """The value as a float; ValueError for what is not a number or not a finite float32."""
+    try:
+        number = math.nan if isinstance(value, (str, bytes)) else float(value)
+    except Exception:  # the value is the user's: its float() may raise anything
+        number = math.nan
+    if not abs(number) <= torch.finfo(torch.float32).max:  # NaN fails every comparison
+        shown = " ".join(repr(value).split())[:60]
+        raise ValueError(f"{shown} is not a finite float32 number")
+    return number
+
+
+def weighted_sum(parts, weights, table):
+    """The sum of the rewards {name: (N,)} with their weights: (N,) float32.
+
+    As in TRL, None (NaN here) adds nothing, and a row with nothing but None counts as 0, with a
+    warning. ValueError, naming the row, where the sum is not finite.
+    """
     values = torch.stack(list(parts.values()))  # (K, N)
     weights = torch.tensor(weights, dtype=torch.float64)[:, None]  # (K, 1)
     rewards = (weights * values).nansum(dim=0).float()  # (N,)
     if values.isnan().all(dim=0).any():
         warnings.warn("every reward gave None for some rows: they count as 0", stacklevel=2)
     for n in (~rewards.isfinite()).nonzero().flatten().tolist():
-        raise ValueError(f"{list(parts)}, {row_name(table, n)}: the weighted sum is {rewards[n]}")
-    return rewards, parts
-
-
-def user_step_rewards(name, function, problems, prompts, responses, completion_ids):
-    """Process supervision by a user's function (`--step-reward`): N lists of (end, reward).
-
-    It is called as those of `user_rewards` are, and gives for each row a list of (end, reward), one
-    per step of the answer, `end` the index of the step's last token in the row's `completion_ids`;
-    [] for an answer without steps. ValueError as in `user_rewards`.
-    """
-    table = table_for(problems, prompts, responses, completion_ids)
-    lists = []
-    for n, steps in enumerate(call_checked(name, function, table)):
-        where = f"{name}, {row_name(table, n)}"
-        length = len(completion_ids[n])
-        try:
-            pairs = [(operator.index(end), as_number(value)) for end, value in steps]
-        except Exception:  # the value is the user's: going through it may raise anything
-            what = f"{shown(steps)} is not a list of (end, reward) pairs"
-            raise ValueError(f"{where}: {what}") from None
-        for end, value in pairs:
-            if value is None or math.isnan(value):
-                raise ValueError(f"{where}: the reward of the step that ends at token {end} is not "
-                                 "a finite float32 number")
-            if not 0 <= end < length:
-                raise ValueError(f"{where}: a step ends at token {end}, the answer has tokens 0 to "
-                                 f"{length - 1}")
-        lists.append(pairs)
-    return lists
-
-
-def table_for(problems, prompts, responses, completion_ids, columns=()):
-    """What is handed over to a user's function: {name: a list with one entry for each row}."""
-    G = len(responses) // len(prompts)
-    names = dict.fromkeys([*column_names(problems), *columns])
-    table = {name: [p.get(name) for p in problems for _ in range(G)] for name in names}
-    table["prompts"] = [prompt for prompt in prompts for _ in range(G)]
-    table["completions"] = responses
-    table["completion_ids"] = completion_ids or [None] * len(responses)
-    return table
-
-
-def one_reward(name, function, table):
-    """One function's rewards, checked: (N,) float32, NaN where it gave None."""
-    values = call_checked(name, function, table)
-    numbers = [as_number(value) for value in values]
-    if None in numbers:
-        n = numbers.index(None)
-        what = f"{shown(values[n])} is not a finite float32 number"
-        raise ValueError(f"{name}, {row_name(table, n)}: {what}")
-    return torch.tensor(numbers, dtype=torch.float32)
-
-
-def call_checked(name, function, table):
-    """What the function gives for the rows, one value each; ValueError for a failure, named."""
-    def call(rows):
-        return list(function(**{key: list(values[rows]) for key, values in table.items()}))
-
-    N = len(table["completions"])
-    try:
-        values = call(slice(N))
-    except FAILURE as error:
-        fault = f"{N} rows together, from {row_name(table, 0)} on: {in_one_line(error)}"
-        for n in range(N):  # score them again one by one, to tell which row it is
-            try:
-                call(slice(n, n + 1))
-            except FAILURE as its_error:
-                fault = f"{row_name(table, n)}: {in_one_line(its_error)}"
-                break
-        raise ValueError(f"{name}, {fault}") from error
-    if len(values) != N:
-        fault = f"{len(values)} rewards for {N} responses"
-        raise ValueError(f"{name}, from {row_name(table, 0)} on: {fault}")
-    return values
-
-
-def as_number(value):
-    """What a reward gave for one row as a float: NaN for None, None for what is not a number."""
-    if value is None:
-        return math.nan
-    try:
-        number = float(value)
-    except Exception:  # the value is the user's: its float() may raise anything
-        return None
-    if isinstance(value, (str, bytes)) or not abs(number) <= torch.finfo(torch.float32).max:
-        return None  # NaN fails every comparison
-    return number
+        raise ValueError(f"--reward, {row_name(table, n)}: the weighted sum is {rewards[n]}")
+    return rewards
 
 
 def row_name(table, n):
     return f"row {n}, response {table['completions'][n][:60]!r}"
 
 
-def shown(value):
-    return " ".join(repr(value).split())[:60]
-
-
-def in_one_line(error):
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
-
-
 # --------------------------------------------------------------------------------------------------
 # A reward model in place of the rule (DeepSeekMath, arXiv 2402.03300, sec. 4.1.4), for answers that
 # no rule can check. Between iterations it is trained further, on the policy's own answers.
-
-
-def reward_model_scores(model, tokenizer, prompts, responses, batch_rows=16):
-    """Scores of N = B·G responses to B prompts, prompt-major, without gradients: (N,) float32.
-
-    model: a transformers sequence-classification model with one label; tokenizer: its own. prompts
-    have their chat template applied. ValueError: another number of labels, rows that are not whole
-    groups, a row longer than the model's positions, a score that is not finite.
-    """
-    if not prompts or not responses or len(responses) % len(prompts):
-        raise ValueError(f"{len(responses)} responses for {len(prompts)} prompts")
-    G = len(responses) // len(prompts)
-    rows = reward_model_rows(tokenizer, [p for p in prompts for _ in range(G)], responses)
-    with torch.no_grad():
-        batches = [rows[start : start + batch_rows] for start in range(0, len(rows), batch_rows)]
-        scores = torch.cat([score_rows(model, batch) for batch in batches])  # (N,)
-    for n in (~scores.isfinite()).nonzero().flatten().tolist():
-        raise ValueError(f"row {n}, response {responses[n][:60]!r}: its score is {scores[n]}")
-    return scores
-
-
-def reward_model_rows(tokenizer, prompts, responses):
-    """[prompt][response][end] as N lists of token ids. Whatever a response says is text in it."""
-    prompt_ids = tokenizer(prompts, add_special_tokens=False).input_ids
-    text_only = {"add_special_tokens": False, "split_special_tokens": True}
-    response_ids = tokenizer(responses, **text_only).input_ids
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    return [prompt + response + end for prompt, response in zip(prompt_ids, response_ids)]
-
-
-def score_rows(model, rows):
-    """Lists of token ids -> (N,) float32, differentiable: the score at each row's last token.
-
-    Rows are padded on the right under an attention mask. The position is taken from the lengths:
-    transformers takes the last token that is not the padding token, which an end token may be.
-    """
-    if model.config.num_labels != 1:
-        raise ValueError(f"a reward model has one label, this one has {model.config.num_labels}")
-    lengths = torch.tensor([len(row) for row in rows])  # (N,)
-    limit = getattr(model.config, "max_position_embeddings", None) or math.inf
-    if lengths.min() < 1 or lengths.max() > limit:
-        raise ValueError(f"a row of {lengths.min()} to {lengths.max()} tokens: the reward model "
-                         f"takes from 1 to {limit}")
-    input_ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)  # (N, S)
-    mask = torch.arange(input_ids.shape[1]) < lengths[:, None]  # (N, S)
-    inputs = {"input_ids": input_ids, "attention_mask": mask.long()}
-    inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
-    if not hasattr(model, "score"):  # an encoder: it pools as it was trained to
-        return model(**inputs).logits[:, 0].float()
-    hidden = model.base_model(**inputs, use_cache=False)[0]  # (N, S, hidden)
-    last = hidden[torch.arange(len(rows)), lengths - 1]  # (N, hidden)
-    return model.score(last)[:, 0].float()
-
-
-def preference_pairs(rewards, group_size=8, generator=None, pairs_per_group=4, margin=0.0):
-    """Pairs of rows (better, worse) from the same group: (P, 2) long.
-
-    Of all pairs whose rewards differ by more than `margin`, at most `pairs_per_group` per group,
-    drawn with `generator` (a CPU one); None keeps all. A group of equal rewards has none.
-    """
-    if rewards.ndim != 1 or len(rewards) % group_size:
-        raise ValueError(f"rewards {tuple(rewards.shape)}: not whole groups of {group_size}")
-    groups = rewards.cpu().view(-1, group_size)  # (B, G)
-    pairs = [torch.empty(0, 2, dtype=torch.long)]
-    for b, r in enumerate(groups):
-        found = (r[:, None] - r[None, :] > margin).nonzero()  # (pairs of the group, 2)
-        chosen = torch.randperm(len(found), generator=generator)[:pairs_per_group]
-        pairs.append(found[chosen] + b * group_size)
-    return torch.cat(pairs)
-
-
-def bradley_terry_loss(chosen, rejected):
-    """-log sigmoid(score of the better - score of the worse), mean over pairs: (P,), (P,) -> ()."""
-    return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
-
-
-def train_reward_model(model, optimizer, tokenizer, pairs, replay, generator=None,
-                       replay_share=0.1, batch_pairs=8):
-    """One pass over new pairs mixed with old ones; one optimizer step per `batch_pairs` pairs.
-
-    pairs, replay: lists of (prompt, better response, worse response). `replay_share` of the mix are
-    old pairs, as far as there are any, drawn with `generator` (a CPU one), so that the model does
-    not forget how earlier policies answered. -> {"reward_model_loss", "reward_model_accuracy"},
-    measured on each pair before the step that it is in.
-    """
-    if not pairs:
-        raise ValueError("no pairs to train the reward model on")
-    wanted = round(len(pairs) * replay_share / (1 - replay_share))
-    drawn = torch.randperm(len(replay), generator=generator)[:wanted].tolist()
-    mixed = [*pairs, *(replay[i] for i in drawn)]
-    order = torch.randperm(len(mixed), generator=generator).tolist()
-    losses = 0.0
-    right = 0
-    for start in range(0, len(mixed), batch_pairs):
-        prompts, better, worse = zip(*(mixed[i] for i in order[start : start + batch_pairs]))
-        rows = reward_model_rows(tokenizer, list(prompts * 2), list(better + worse))
-        chosen, rejected = score_rows(model, rows).chunk(2)
-        loss = bradley_terry_loss(chosen, rejected)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses += float(loss.detach()) * len(prompts)
-        right += int((chosen > rejected).sum())
-    return {"reward_model_loss": losses / len(mixed), "reward_model_accuracy": right / len(mixed)}
-
-
-# What follows carries a reward model through a run: it collects pairs while the policy trains, is
-# trained on them between iterations, and all that it knows fits into a checkpoint.
 
 PAIRS_KEPT = 4096  # at most so many new pairs, and so many old ones: a checkpoint holds their text
 
@@ -949,14 +732,6 @@ class RewardModel:
     optimizer: torch.optim.Optimizer
     pairs: list = field(default_factory=list)  # (prompt, better, worse) since it was trained last
     replay: list = field(default_factory=list)  # of the iterations before
-
-
-def reward_model_size(folder):
-    """The number of its weights, counted without loading any."""
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    with torch.device("meta"):
-        model = AutoModelForSequenceClassification.from_config(config)
-    return sum(p.numel() for p in model.parameters())
 
 
 def open_reward_model(folder, lr=2e-5, device="cpu"):
@@ -976,53 +751,100 @@ def open_reward_model(folder, lr=2e-5, device="cpu"):
     return RewardModel(model, tokenizer, optimizer), report
 
 
-def model_reward_fn(reward_model, prompt_of=None):
-    """`--reward-model` -> reward_fn(problems, prompts, rollout, columns=()) -> (N,): its scores.
+def reward_model_size(folder):
+    """The number of its weights, counted without loading any."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(config)
+    return sum(p.numel() for p in model.parameters())
 
-    prompt_of(problem) -> the prompt in the reward model's own chat template; None if it has none:
-    then it reads the policy's prompts. For its training later it leaves `rollout.judged`: N rows of
-    (prompt, response, the rule's reward, NaN where no truth is known). ValueError, in one line that
-    begins with the flag, as in `reward_model_scores`.
+
+def model_rewards(reward_model, prompt_of, problems, prompts, rollout, columns=()):
+    """`--reward-model`, called as a reward_fn of `reward_fn_of`: its scores, (N,) float32.
+
+    prompt_of(problem) -> the prompt in its own chat template; if it has none, it reads the policy's
+    prompts. For its training later it leaves `rollout.judged`: N rows of (prompt, response, the
+    rule's reward, NaN where no truth is known). ValueError as in `reward_model_scores`.
     """
-    def reward_fn(problems, prompts, rollout, columns=()):
-        responses = rollout.responses
-        if prompt_of:
-            prompts = [prompt_of(problem) for problem in problems]
-        with named("--reward-model:"):
-            scores = reward_model_scores(
-                reward_model.model, reward_model.tokenizer, prompts, responses)
-        G = len(responses) // len(prompts)
-        rule_rewards = score_responses(responses, truths_of(problems), G).tolist()
-        read = [prompt for prompt in prompts for _ in range(G)]  # one per row
-        rollout.judged = list(zip(read, responses, rule_rewards))
-        return scores.cpu()
+    responses = rollout.responses
+    G = len(responses) // len(problems)
+    if reward_model.tokenizer.chat_template:
+        prompts = [prompt_of(problem) for problem in problems]
+    prompts = [prompt for prompt in prompts for _ in range(G)]  # one per row
+    scores = reward_model_scores(reward_model.model, reward_model.tokenizer, prompts, responses)
+    rule_rewards = score_responses(responses, truths_of(problems), G).tolist()
+    rollout.judged = list(zip(prompts, responses, rule_rewards))
+    return scores.cpu()
 
-    return reward_fn
+
+def reward_model_scores(model, tokenizer, prompts, responses, batch_rows=16):
+    """Scores of N responses to N prompts in their chat template, no gradients: (N,) float32.
+
+    ValueError: a row longer than the model's positions, a score that is not finite.
+    """
+    rows = reward_model_rows(tokenizer, prompts, responses)
+    with torch.no_grad():
+        batches = [rows[start : start + batch_rows] for start in range(0, len(rows), batch_rows)]
+        scores = torch.cat([score_rows(model, batch) for batch in batches])  # (N,)
+    for n in (~scores.isfinite()).nonzero().flatten().tolist():
+        raise ValueError(f"row {n}, response {responses[n][:60]!r}: its score is {scores[n]}")
+    return scores
+
+
+def reward_model_rows(tokenizer, prompts, responses):
+    """[prompt][response][end] as N lists of token ids. Whatever a response says is text in it."""
+    prompt_ids = tokenizer(prompts, add_special_tokens=False).input_ids
+    text = {"add_special_tokens": False, "split_special_tokens": True}
+    response_ids = tokenizer(responses, **text).input_ids
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return [prompt + response + end
+            for prompt, response in zip(prompt_ids, response_ids, strict=True)]
+
+
+def score_rows(model, rows):
+    """Lists of token ids -> (N,) float32, differentiable: the score at each row's last token.
+
+    Rows are padded on the right under an attention mask. The position is taken from the lengths:
+    transformers takes the last token that is not the padding token, which an end token may be.
+    """
+    lengths = torch.tensor([len(row) for row in rows])  # (N,)
+    limit = getattr(model.config, "max_position_embeddings", None) or math.inf
+    if lengths.min() < 1 or lengths.max() > limit:
+        raise ValueError(f"rows of {lengths.min()} to {lengths.max()} tokens, not of 1 to {limit}")
+    input_ids = pad_sequence([torch.tensor(row) for row in rows], batch_first=True)  # (N, S)
+    mask = (torch.arange(input_ids.shape[1]) < lengths[:, None]).long()  # (N, S)
+    inputs = {"input_ids": input_ids.to(model.device), "attention_mask": mask.to(model.device)}
+    if not hasattr(model, "score"):  # an encoder: it pools as it was trained to
+        return model(**inputs).logits[:, 0].float()
+    hidden = model.base_model(**inputs, use_cache=False)[0]  # (N, S, hidden)
+    last = hidden[torch.arange(len(rows)), lengths - 1]  # (N, hidden)
+    return model.score(last)[:, 0].float()
 
 
 def collect_pairs(reward_model, rows, group_size=8, generator=None):
-    """Keep pairs of the answers of one step. rows: N of (prompt, response, the rule's reward).
-
-    Where no true answer is known that reward is NaN, and prefers nothing.
-    """
-    rewards = torch.tensor([reward for _, _, reward in rows])  # (N,)
+    """Keep pairs of the answers of one step. rows: N of (prompt, response, the rule's reward)."""
+    rewards = torch.tensor([reward for _, _, reward in rows])  # (N,); NaN prefers nothing
     for better, worse in preference_pairs(rewards, group_size, generator).tolist():
         prompt, response, _ = rows[better]
         reward_model.pairs.append((prompt, response, rows[worse][1]))
     reward_model.pairs = some_of(reward_model.pairs, PAIRS_KEPT, generator)
 
 
-def end_iteration(reward_model, generator=None, replay_share=0.1):
-    """Train it on the new pairs, which then are old -> figures, NaN if there was no new pair."""
-    r = reward_model
-    if not r.pairs:
-        return {"reward_model_loss": math.nan, "reward_model_accuracy": math.nan}
-    figures = train_reward_model(r.model, r.optimizer, r.tokenizer, r.pairs, r.replay, generator,
-                                 replay_share)
-    r.optimizer.zero_grad()
-    r.replay = some_of(r.replay + r.pairs, PAIRS_KEPT, generator)
-    r.pairs = []
-    return figures
+def preference_pairs(rewards, group_size=8, generator=None, pairs_per_group=4, margin=0.0):
+    """Pairs of rows (better, worse) from the same group: (P, 2) long.
+
+    Of all pairs whose rewards differ by more than `margin`, at most `pairs_per_group` per group,
+    drawn with `generator` (a CPU one); None keeps all. A group of equal rewards has none.
+    """
+    if rewards.ndim != 1 or len(rewards) % group_size:
+        raise ValueError(f"rewards {tuple(rewards.shape)}: not whole groups of {group_size}")
+    groups = rewards.cpu().view(-1, group_size)  # (B, G)
+    pairs = [torch.empty(0, 2, dtype=torch.long)]
+    for b, r in enumerate(groups):
+        found = (r[:, None] - r[None, :] > margin).nonzero()  # (pairs of the group, 2)
+        chosen = torch.randperm(len(found), generator=generator)[:pairs_per_group]
+        pairs.append(found[chosen] + b * group_size)
+    return torch.cat(pairs)
 
 
 def some_of(values, most, generator):
@@ -1031,6 +853,42 @@ def some_of(values, most, generator):
         return values
     drawn = torch.randperm(len(values), generator=generator)[:most].sort().values
     return [values[i] for i in drawn.tolist()]
+
+
+def bradley_terry_loss(chosen, rejected):
+    """-log sigmoid(score of the better - score of the worse), mean over pairs: (P,), (P,) -> ()."""
+    return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+
+
+def end_iteration(reward_model, generator=None, replay_share=0.1, batch_pairs=8):
+    """One pass over the new pairs mixed with old ones; then the new ones are old.
+
+    `replay_share` of the mix are old pairs, as far as there are any, so that the model does not
+    forget how earlier policies answered; `generator` is a CPU one. -> {"reward_model_loss",
+    "reward_model_accuracy"}, measured on each pair before its step; NaN if there was no new pair.
+    """
+    r = reward_model
+    if not r.pairs:
+        return {"reward_model_loss": math.nan, "reward_model_accuracy": math.nan}
+    wanted = round(len(r.pairs) * replay_share / (1 - replay_share))
+    drawn = torch.randperm(len(r.replay), generator=generator)[:wanted].tolist()
+    mixed = [*r.pairs, *(r.replay[i] for i in drawn)]
+    order = torch.randperm(len(mixed), generator=generator).tolist()
+    losses = 0.0
+    right = 0
+    for start in range(0, len(mixed), batch_pairs):
+        prompts, better, worse = zip(*(mixed[i] for i in order[start : start + batch_pairs]))
+        rows = reward_model_rows(r.tokenizer, list(prompts * 2), list(better + worse))
+        chosen, rejected = score_rows(r.model, rows).chunk(2)
+        loss = bradley_terry_loss(chosen, rejected)
+        loss.backward()
+        r.optimizer.step()
+        r.optimizer.zero_grad()
+        losses += float(loss.detach()) * len(prompts)
+        right += int((chosen > rejected).sum())
+    r.replay = some_of(r.replay + r.pairs, PAIRS_KEPT, generator)
+    r.pairs = []
+    return {"reward_model_loss": losses / len(mixed), "reward_model_accuracy": right / len(mixed)}
 
 
 def reward_model_state(reward_model):
@@ -1045,25 +903,22 @@ def reward_model_state(reward_model):
     return state
 
 
-@torch.no_grad()
 def restore_reward_model(reward_model, state):
     """The opposite of `reward_model_state`. ValueError for a state that is not of this model."""
     r = reward_model
-    try:
+    with named("not the state of this reward model:", Exception):
         texts = json.loads(state["reward_model/pairs"].numpy().tobytes())
         r.pairs = [tuple(pair) for pair in texts["pairs"]]
         r.replay = [tuple(pair) for pair in texts["replay"]]
-        for name, weight in r.model.named_parameters():
-            saved = state[f"reward_model/weight/{name}"]
-            if saved.shape != weight.shape:
-                raise ValueError(f"{name} has another shape")
-            weight.copy_(saved)
+        weights = dict(r.model.named_parameters())
+        saved = {name: state[f"reward_model/weight/{name}"] for name in weights}
+        r.model.load_state_dict(saved, strict=False)  # not strict: it holds no buffers
+        for name, weight in weights.items():
             if f"reward_model/exp_avg/{name}" in state:
                 moments = {key: state[f"reward_model/{key}/{name}"].to(weight.device)
                            for key in ("exp_avg", "exp_avg_sq")}
+                # AdamW counts its steps on the CPU.
                 r.optimizer.state[weight] = {"step": state[f"reward_model/step/{name}"], **moments}
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"not the state of this reward model ({in_one_line(error)})") from None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1084,14 +939,13 @@ def main():
     response = "<think>9 eggs a day</think> <answer>63 eggs</answer>"
     print(f"{think_answer_reward(response, '63'):.1f}  {response}")
     rescaled = length_rescaled(torch.tensor([1.0, 0.5, 0.8]), [10, 20, 10], group_size=3)
-    print("GR3: rewards 1 0.5 0.8 of 10 20 10 tokens, less their mean: "
-          + " ".join(f"{r:+.5f}" for r in (rescaled - rescaled.mean()).tolist()))
+    print("GR3: rewards 1 0.5 0.8 of 10 20 10 tokens, less their mean:",
+          *(f"{r:+.5f}" for r in rescaled - rescaled.mean()))
     penalties = overlong_penalty([80, 90, 100, 110], limit=100, buffer=20)
-    print("overlong: 80 90 100 110 tokens, limit 100, buffer 20: "
-          + " ".join(f"{penalty:g}" for penalty in penalties.tolist()))
+    print("overlong: 80 90 100 110 tokens, limit 100, buffer 20:", *(f"{p:g}" for p in penalties))
     losses = [bradley_terry_loss(torch.tensor([d]), torch.tensor([0.0])) for d in (-1.0, 0.0, 1.0)]
-    print("Bradley-Terry: the better answer scored 1 lower, equal, 1 higher: loss "
-          + " ".join(f"{loss:.4f}" for loss in losses))
+    print("Bradley-Terry: the better answer scored 1 lower, equal, 1 higher: loss",
+          *(f"{loss:.4f}" for loss in losses))
 
 
 if __name__ == "__main__":

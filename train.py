@@ -245,9 +245,13 @@ def advantage_inputs(rollout, rule_rewards, reward_fn, ground_truths, tokenizer,
 def with_length_terms(rewards, rollout, s):
     """GR3's rescaling and DAPO's penalty for answers that are almost too long, where asked for."""
     lengths = (rollout.labels != IGNORE).sum(dim=1).cpu()                              # (N,)
-    with telling("", RewardFailed):
-        return reward.with_length_terms(rewards, lengths, s.group_size, s.answer_tokens,
-                                        s.length_rescale, s.overlong_buffer)
+    if s.length_rescale:
+        with telling("--length-rescale:", RewardFailed):
+            rewards = reward.length_rescaled(rewards, lengths, s.group_size, s.length_rescale)
+    if s.overlong_buffer:
+        penalty = reward.overlong_penalty(lengths, s.answer_tokens, s.overlong_buffer)
+        rewards = rewards + penalty.to(rewards.device)
+    return rewards
 
 
 def loss_mask(rollout, s):
@@ -1285,11 +1289,10 @@ def load_reward_of(s, reward_model=None):
     """
     if reward_model:
         prompt_of = partial(chat_prompt, reward_model.tokenizer, system_prompt=s.system_prompt)
-        reward_of = reward.model_reward_fn(
-            reward_model, prompt_of if reward_model.tokenizer.chat_template else None)
-    else:
-        with telling(""):
-            reward_of = reward.reward_fn_of(s.reward, s.reward_weights, s.step_reward)
+        reward_of = partial(reward.model_rewards, reward_model, prompt_of)
+        return telling("--reward-model:", RewardFailed)(reward_of)
+    with telling(""):
+        reward_of = reward.reward_fn_of(s.reward, s.reward_weights, s.step_reward)
     return reward_of and telling("", RewardFailed)(reward_of)
 
 

@@ -60,7 +60,7 @@ def test_two_iterations_are_those_of_the_formulas(whole, learner):
     problems = tiny_problems()
     truths = {problem["question"]: problem["answer"] for problem in problems}
     model, tokenizer = learner.model, learner.tokenizer
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    learner.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     metrics = {m["step"]: m for m in curve(whole)}
     records = lines_of(whole / "samples.jsonl")
     pairs, replay = [], []
@@ -69,7 +69,8 @@ def test_two_iterations_are_those_of_the_formulas(whole, learner):
         assert len(groups) == 2
         prompts = [group["prompt"] for group in groups]
         responses = groups[0]["responses"] + groups[1]["responses"]
-        scores = reward.reward_model_scores(model, tokenizer, prompts, responses)
+        scores = reward.reward_model_scores(
+            model, tokenizer, [prompts[n // 4] for n in range(8)], responses)
         logged = torch.tensor(groups[0]["rewards"] + groups[1]["rewards"])
         assert torch.allclose(logged, scores, atol=1e-5)
         assert metrics[step]["reward_mean"] == pytest.approx(float(scores.mean()), abs=1e-5)
@@ -83,8 +84,8 @@ def test_two_iterations_are_those_of_the_formulas(whole, learner):
             assert "reward_model_loss" not in metrics[step]
             continue
         assert len(pairs) > 2
-        figures = reward.train_reward_model(model, optimizer, tokenizer, pairs, replay,
-                                            train.seeded(0, "reward model", step), 0.1)
+        learner.pairs, learner.replay = pairs, replay
+        figures = reward.end_iteration(learner, train.seeded(0, "reward model", step))
         for name, value in figures.items():
             assert metrics[step][name] == pytest.approx(value, rel=1e-5)
         replay, pairs = replay + pairs, []
@@ -151,11 +152,12 @@ def test_the_reward_model_reads_problems_in_its_own_chat_template(tmp_path, lear
     settings = train.parse(list(ITERATIVE))[0]
     scores = train.load_reward_of(settings, learner)(problems, ["p", "q"], rollout)
     prompts = ["Anna Ben has 9", "Anna Ben has 5"]
-    expected = reward.reward_model_scores(learner.model, learner.tokenizer, prompts,
+    each = [prompts[0], prompts[0], prompts[1], prompts[1]]
+    expected = reward.reward_model_scores(learner.model, learner.tokenizer, each,
                                           rollout.responses)
     assert torch.equal(scores, expected)
     assert [row[:2] for row in rollout.judged] == list(
-        zip([prompts[0]] * 2 + [prompts[1]] * 2, rollout.responses))
+        zip(each, rollout.responses))
     verdicts = [row[2] for row in rollout.judged]
     assert verdicts[:2] == [1.5, 0.5] and verdicts[2] != verdicts[2]
     learner.tokenizer.chat_template = None
@@ -183,7 +185,7 @@ def test_a_score_that_is_not_finite_ends_the_step(learner):
     with pytest.raises(train.RewardFailed, match="--reward-model: row 0, response '9': its score"):
         reward_of([{"question": "Ben has 9", "answer": "9"}], ["p"], rollout)
     rollout.responses = ["9 " * 200] * 2
-    with pytest.raises(train.RewardFailed, match="the reward model takes from 1 to 128"):
+    with pytest.raises(train.RewardFailed, match="^--reward-model: rows of .*, not of 1 to 128"):
         reward_of([{"question": "Ben has 9", "answer": "9"}], ["p"], rollout)
 
 
@@ -241,19 +243,24 @@ def test_pairs_and_replay_are_bounded_and_keep_what_is_old(monkeypatch):
 
 
 def test_replay_is_a_tenth_and_of_older_pairs(monkeypatch):
-    taken = []
+    read = []
+    rows_of = reward.reward_model_rows
 
-    def spy(model, optimizer, tokenizer, pairs, replay, generator, replay_share):
-        taken.append((list(pairs), list(replay), replay_share))
-        return {}
+    def spy(tokenizer, prompts, responses):
+        read.append(list(zip(prompts, responses))[:len(prompts) // 2])  # the better ones
+        return rows_of(tokenizer, prompts, responses)
 
-    monkeypatch.setattr(reward, "train_reward_model", spy)
+    monkeypatch.setattr(reward, "reward_model_rows", spy)
     learner = fresh_learner()
+    kept = []
     for k in range(2):
-        reward.collect_pairs(learner, worked_and_guessed(4 * k, 4 * k + 4), 2)
+        reward.collect_pairs(learner, worked_and_guessed(9 * k, 9 * k + 9), 2)
+        kept.append([pair[:2] for pair in learner.pairs])
         reward.end_iteration(learner)
-    (first, none, share), (second, old, _) = taken
-    assert none == [] and old == first and second != first and share == 0.1
+    first, second = sum(read[:2], []), sum(read[2:], [])
+    assert sorted(first) == sorted(kept[0])
+    old = [pair for pair in second if pair not in kept[1]]
+    assert len(old) == 1 and old[0] in kept[0] and len(second) == 10
 
 
 def test_nothing_is_preferred_where_no_answer_is_known():
@@ -374,17 +381,23 @@ def test_a_run_with_step_rewards_and_a_reward_beside_them(step_file, tmp_path):
 ROW = {"question": "q", "answer": "9", "solution": ""}
 LISTS = {
     "gives other": "[[(0, 1.0)]]",
-    "is not a list of (end, reward) pairs": "[[(0, 1.0)], [0.5]]",
-    "is not a list of (end, reward)  pairs": "[[(0, 1.0)], 5]",
-    "is not a list of (end, reward)   pairs": "[[(0, 1.0)], [(0, 1.0, 2.0)]]",
-    "is not a list of (end, reward)    pairs": "[[(0, 1.0)], [(0.5, 1.0)]]",
-    "is not a list of (end, reward)     pairs": "[[(0, 1.0)], None]",
-    "a step ends at token 2, the answer has tokens 0 to 1": "[[(0, 1.0)], [(2, 1.0)]]",
-    "a step ends at token -1, the answer has tokens 0 to 1": "[[(0, 1.0)], [(-1, 1.0)]]",
-    "ends at token 1 is not a finite": "[[(0, 1.0)], [(1, float('nan'))]]",
-    "ends at token 0 is not a finite": "[[(0, 1.0)], [(0, None)]]",
-    "ends at token  0 is not a finite": "[[(0, 1.0)], [(0, 'much')]]",
+    "not a list of (end, reward) pairs": "[[(0, 1.0)], [0.5]]",
+    "not a list of (end, reward)  pairs": "[[(0, 1.0)], 5]",
+    "not a list of (end, reward)   pairs": "[[(0, 1.0)], [(0, 1.0, 2.0)]]",
+    "not a list of (end, reward)    pairs": "[[(0, 1.0)], [(0.5, 1.0)]]",
+    "not a list of (end, reward)     pairs": "[[(0, 1.0)], None]",
+    "a step ends at token 2 of an answer of 2 tokens": "[[(0, 1.0)], [(2, 1.0)]]",
+    "a step ends at token -1 of an answer of 2 tokens": "[[(0, 1.0)], [(-1, 1.0)]]",
+    "pairs: ValueError: nan is not a finite float32 number": "[[(0, 1.0)], [(1, float('nan'))]]",
+    "pairs: ValueError: None is not a finite float32 number": "[[(0, 1.0)], [(0, None)]]",
+    "pairs: ValueError: 'much' is not a finite float32 number": "[[(0, 1.0)], [(0, 'much')]]",
 }
+
+
+def step_rewards(steps, ids):
+    rollout = SimpleNamespace(responses=["good", "bad"], labels=[torch.tensor(row) for row in ids])
+    table = reward.table_for([ROW], ["p"], rollout)
+    return reward.checked("mine.py:steps", steps, table, reward.as_steps)
 
 
 @pytest.mark.parametrize("said, lists", LISTS.items())
@@ -394,8 +407,7 @@ def test_what_a_step_function_gives_is_looked_at(said, lists):
 
     said = {"gives other": "1 rewards for 2 responses"}.get(said, " ".join(said.split()))
     with pytest.raises(ValueError) as error:
-        reward.user_step_rewards("mine.py:steps", steps, [ROW], ["p"], ["good", "bad"],
-                                 [[4, 5, 6], [7, 8]])
+        step_rewards(steps, [[4, 5, 6], [7, 8]])
     assert said in str(error.value) and "\n" not in str(error.value)
     assert str(error.value).startswith("mine.py:steps")
     assert "row 1, response 'bad'" in str(error.value) or "from row 0" in str(error.value)
@@ -407,7 +419,7 @@ def test_step_functions_may_give_nothing_and_numbers_of_any_kind():
         yield []
         yield [(torch.tensor(1), torch.tensor(0.5)), [0, 1]]
 
-    found = reward.user_step_rewards("f", steps, [ROW], ["p"], ["good", "bad"], [[4, 5], [7, 8]])
+    found = step_rewards(steps, [[4, 5], [7, 8]])
     assert found == [[], [(1, 0.5), (0, 1.0)]]
 
 

@@ -550,7 +550,7 @@ def test_ranks_meet_equally_often_in_an_evaluation(monkeypatch, fails):
         assert not fails
         return [1.0] * len(completions)
 
-    monkeypatch.setattr(train.reward, "load_reward", lambda spec: rule)
+    monkeypatch.setattr(train.reward, "load_function", lambda spec: rule)
     meetings = []
 
     def gathered_objects(value):
