@@ -246,7 +246,7 @@ def load_problems(source, question_field="question", answer_field="answer", need
     """
     path = gsm8k_file(source) if source in GSM8K else Path(source)
     if not os.path.isfile(path):  # a device or a pipe may never end
-        raise ValueError(f"{path}: No such file (folders, devices and pipes are none)")
+        raise ValueError(f"{path}: No such file, or a folder, a device, a pipe")
     with named(f"{path}:", OSError):
         lines = path.read_bytes().split(b"\n")
     problems = []
@@ -889,36 +889,6 @@ def end_iteration(reward_model, generator=None, replay_share=0.1, batch_pairs=8)
     r.replay = some_of(r.replay + r.pairs, PAIRS_KEPT, generator)
     r.pairs = []
     return {"reward_model_loss": losses / len(mixed), "reward_model_accuracy": right / len(mixed)}
-
-
-def reward_model_state(reward_model):
-    """All that changes in a reward model, for a checkpoint: {name: tensor}."""
-    r = reward_model
-    texts = bytearray(json.dumps({"pairs": r.pairs, "replay": r.replay}).encode())
-    state = {"reward_model/pairs": torch.frombuffer(texts, dtype=torch.uint8)}
-    for name, weight in r.model.named_parameters():
-        state[f"reward_model/weight/{name}"] = weight.detach()
-        for key, value in r.optimizer.state.get(weight, {}).items():
-            state[f"reward_model/{key}/{name}"] = value
-    return state
-
-
-def restore_reward_model(reward_model, state):
-    """The opposite of `reward_model_state`. ValueError for a state that is not of this model."""
-    r = reward_model
-    with named("not the state of this reward model:", Exception):
-        texts = json.loads(state["reward_model/pairs"].numpy().tobytes())
-        r.pairs = [tuple(pair) for pair in texts["pairs"]]
-        r.replay = [tuple(pair) for pair in texts["replay"]]
-        weights = dict(r.model.named_parameters())
-        saved = {name: state[f"reward_model/weight/{name}"] for name in weights}
-        r.model.load_state_dict(saved, strict=False)  # not strict: it holds no buffers
-        for name, weight in weights.items():
-            if f"reward_model/exp_avg/{name}" in state:
-                moments = {key: state[f"reward_model/{key}/{name}"].to(weight.device)
-                           for key in ("exp_avg", "exp_avg_sq")}
-                # AdamW counts its steps on the CPU.
-                r.optimizer.state[weight] = {"step": state[f"reward_model/step/{name}"], **moments}
 
 
 # --------------------------------------------------------------------------------------------------

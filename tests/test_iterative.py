@@ -270,25 +270,6 @@ def test_nothing_is_preferred_where_no_answer_is_known():
     assert learner.pairs == [("q", "d", "c")]
 
 
-def test_the_state_of_a_reward_model_comes_back():
-    learner, other = fresh_learner(), fresh_learner()
-    rows = worked_and_guessed(0, 6)
-    reward.collect_pairs(learner, rows, 2)
-    reward.end_iteration(learner)
-    reward.collect_pairs(learner, rows[:4], 2)
-    state = {name: value.clone() for name, value in reward.reward_model_state(learner).items()}
-    reward.restore_reward_model(other, state)
-    assert (other.pairs, other.replay) == (learner.pairs, learner.replay)
-    for each in (learner, other):
-        reward.end_iteration(each, torch.Generator().manual_seed(0))
-    assert same(reward.reward_model_state(learner), reward.reward_model_state(other))
-    name = next(iter(dict(other.model.named_parameters())))
-    for broken in ({}, {**state, f"reward_model/weight/{name}": torch.zeros(1)},
-                   {**state, "reward_model/pairs": torch.zeros(3, dtype=torch.uint8)}):
-        with pytest.raises(ValueError, match="not the state of this reward model"):
-            reward.restore_reward_model(other, broken)
-
-
 def test_the_tiny_reward_model_ranks_worked_answers_above_wrong_guesses():
     model = AutoModelForSequenceClassification.from_pretrained(MODEL)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)

@@ -501,7 +501,7 @@ def test_what_is_no_file_is_refused_before_it_is_read(tmp_path, kind):
         here.bind(str(path))
     if kind == "folder":
         path.mkdir()
-    with pytest.raises(ValueError, match="No such file .folders, devices and pipes") as error:
+    with pytest.raises(ValueError, match="No such file, or a folder, a device, a pipe") as error:
         load_problems(path)
     assert str(error.value).startswith(f"{path}: ") and "\n" not in str(error.value)
 
