@@ -312,7 +312,7 @@ def mini_batches(rollout, advantages, s):
     B = len(rollout.labels) // G
     parts = []
     for k in range(n):
-        rows = slice(B * k // n * G, B * (k + 1) // n * G)
+        rows = slice(B * k // n * G, B * (k + 1) // n * G)  # whole groups, as equal as can be
         part = copy.copy(rollout)
         for field in dataclasses.fields(rollout):
             value = getattr(rollout, field.name)
@@ -582,7 +582,7 @@ def keep_best(model, tokenizer, s, run, figures):
     Where no answers are known it is the mean of the user's own reward.
     """
     figure = figures["eval_accuracy"]
-    if math.isnan(figure):
+    if math.isnan(figure):  # no answer is known
         figure = figures.get("eval_reward", figure)
     if s.keep_best and (run.best is None or figure > run.best):
         run.best = figure
@@ -1030,8 +1030,10 @@ def resumed_settings(given):
         saved = {name: value for name, value in config["settings"].items()
                  if name not in ("resume", "output")}
         for name, value in saved.items():
+            # as_flags leaves out what is None, and the default would take its place
             if value is None and getattr(Settings, name, None) is not None:
                 raise BadInput(f"{flag_of(name)}: has no value")
+        # Through the parser, as if they had been typed: types, choices and bounds are checked.
         saved = given_flags(as_flags(saved))
     old = Settings(**saved)
     for name, value in given.items():
@@ -1221,13 +1223,14 @@ def fitting(flag_name, problems, tokenizer, s):
     with telling(f"--model {s.model}:"):
         prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
     lengths = [len(ids) for ids in tokenizer(prompts, add_special_tokens=False).input_ids]
-    most = s.max_prompt_tokens or math.inf
+    most = s.max_prompt_tokens or math.inf  # 0: none is left out for its length alone
     kept = [(problem, length) for problem, length in zip(problems, lengths) if length <= most]
     if not kept:
         raise BadInput(f"{flag_name}: no prompt has --max-prompt-tokens {most} or fewer")
     if len(kept) < len(problems):
         say(f"{flag_name}: {len(problems) - len(kept)} of {len(problems)} prompts are longer than "
             f"--max-prompt-tokens {most}, and left out")
+    # The longest one decides, now, and not in the step that happens to draw it.
     limit = logprob.length_limit(AutoConfig.from_pretrained(s.model))
     problem, longest = max(kept, key=lambda pair: pair[1])
     if longest + s.answer_tokens > limit:
@@ -1305,6 +1308,7 @@ def load_sampler(s, tokenizer, problems):
         return telling("--reply", RewardFailed)(talk)
     if s.around_best:
         prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
+        # A sampler knows prompts alone; to find the best answers it needs their truths.
         truth_of = dict(zip(prompts, reward.truths_of(problems)))
 
         def rewards_of(prompts, responses):
@@ -1522,6 +1526,7 @@ def held(lines, phase):
 
 def print_memory(s):
     """--dry-run: the count of these flags, and what `auto` chooses on cards of four sizes."""
+    # The card need not be here: choose_device would refuse one that is not.
     known = s.device.split(":")[0]
     if known not in ("auto", "cuda", "mps", "cpu"):
         raise BadInput(f"--device {s.device}: not cuda, mps or cpu")
@@ -1529,6 +1534,7 @@ def print_memory(s):
     auto = torch.bfloat16 if device == "cuda" else torch.float32
     dtype = auto if s.dtype == "auto" else getattr(torch, s.dtype)
     model = model_without_storage(s, dtype)
+    # What this card has free; where there is none, four sizes to choose from.
     here = device == "cuda" and torch.cuda.is_available()
     sizes = [torch.cuda.mem_get_info()[0]] if here else [24e9, 48e9, 80e9, 141e9]
     for free in sizes if device == "cuda" else [None]:
@@ -1608,6 +1614,7 @@ def agreed(function, *args):
         result = function(*args)
     except BadInput as error:
         fault = error
+    # All ranks meet here, whether they failed or not: one that left alone would be waited for.
     for found in gathered_objects(fault):
         if found:
             raise found
@@ -1672,6 +1679,7 @@ def fill(model, whole):
     """Rank 0 hands out the weights of `whole`, tensor by tensor."""
     weights = whole.state_dict() if whole else {}
     for name, p in model.named_parameters():
+        # The other ranks bring an empty tensor of that shape, and get their shard of rank 0's.
         p.copy_(sharded_like(p, weights[name] if whole else torch.empty(p.shape)))
     for name, buffer in model.named_buffers():
         if whole:
@@ -1697,6 +1705,7 @@ def whole_weights(model):
     parts = [module for module in model.modules() if hasattr(module, "unshard")]
     for part in parts:
         part.unshard()
+        # A layer would drop what was gathered as soon as its first token has passed.
         part.set_reshard_after_forward(False, recurse=False)
     try:
         yield
@@ -2102,8 +2111,11 @@ def main(argv=None):
             taken = {name: getattr(settings, name) for name in recipe}
             say(f"{settings.model}/recipe.json: {' '.join(as_flags(taken))}")
         parts = load(settings)
-        if settings.eval_only or settings.trace:
-            (print_figures if settings.eval_only else print_trace)(parts, settings)
+        if settings.eval_only:
+            print_figures(parts, settings)
+            return 0
+        if settings.trace:
+            print_trace(parts, settings)
             return 0
         run = Run()
         run.name = on_rank_0(run.claim_folder, settings)
@@ -2300,7 +2312,8 @@ def print_trace(parts, s):
     """--trace: one step on one group, told stage by stage, as the theory walks through it."""
     s = dataclasses.replace(s, prompts_per_step=1, max_resample=0, updates_per_rollout=1,
                             minibatches=1)
-    model, tokenizer = parts.policy_model, parts.tokenizer
+    model = parts.policy_model
+    tokenizer = parts.tokenizer
     # Of the first problems, one about which the answers disagree: else all advantages are 0.
     for j, problem in enumerate(parts.problems[:20]):
         prompts, truths, generators, reward_fn = asked(
