@@ -178,6 +178,7 @@ def decode_fast(model, cache, mask, logits, chance, temperature, ends, graphs=Fa
     tokens = mask.new_zeros(N, T)
     logprobs = torch.zeros(N, T, device=mask.device)
     rows = torch.arange(N, device=mask.device)                       # whose row is in each place
+    ended = torch.zeros_like(rows, dtype=torch.bool)
     every = 1 if mask.device.type == "cpu" else 16                   # asking makes a GPU wait
     for t in range(T):
         # Outside the step: its graphs serve every temperature, and a run again changes nothing.
@@ -186,7 +187,8 @@ def decode_fast(model, cache, mask, logits, chance, temperature, ends, graphs=Fa
         if t + 1 == T:
             break
         if t % every == 0:
-            ended = torch.isin(tokens[rows, :t + 1], ends).any(dim=1)
+            since = max(0, t + 1 - every)
+            ended |= torch.isin(tokens[rows, since:t + 1], ends).any(dim=1)
             living = len(rows) - int(ended.sum())
             if living == 0:
                 break
@@ -194,6 +196,7 @@ def decode_fast(model, cache, mask, logits, chance, temperature, ends, graphs=Fa
                 places = decoder.close_up(ended, living)
                 rows = rows[places]
                 token = token[places]
+                ended = ended[places]
         logits = decoder.run(model, token)
     return tokens, logprobs
 
