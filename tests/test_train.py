@@ -919,8 +919,9 @@ def test_the_program_and_its_help(tmp_path):
         done.stdout.split())
 
 
-@pytest.mark.skipif(not (SHARED / "models" / "qwen2.5-tokenizer").is_dir(),
-                    reason="the real tokenizer is not here")
+@pytest.mark.skipif(not (SHARED / "models" / "qwen2.5-tokenizer").is_dir()
+                    or not (SHARED / "data" / "gsm8k").is_dir(),
+                    reason="the real tokenizer or GSM8K is not here")
 def test_a_qwen2_of_random_weights_trains_on_gsm8k(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(SHARED / "models" / "qwen2.5-tokenizer")
     torch.manual_seed(0)
