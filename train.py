@@ -878,16 +878,11 @@ class Settings:
         return self.max_new_tokens * (self.max_turns if self.reply else 1)
 
 
-AT_LEAST = {
-    "steps": 1, "prompts_per_step": 1, "group_size": 2, "max_new_tokens": 1, "clip_eps": 0,
-    "clip_eps_high": 0, "kl_coef": 0, "warmup_steps": 0, "updates_per_rollout": 1,
-    "micro_batch_tokens": 1, "eval_every": 1, "eval_limit": 0, "save_every": 1, "seed": 0,
-    "threads": 0, "max_prompt_tokens": 0, "weight_decay": 0, "sampler_correction": 0,
-    "length_rescale": 0, "overlong_buffer": 0, "minibatches": 1, "max_resample": 0,
-    "renew_reference": 0, "max_turns": 1, "around_best": 0,
-}
-ABOVE = {"temperature": 0, "lr": 0, "max_grad_norm": 0, "clip_advantages": 0,
-         "reward_model_lr": 0}
+# No number may be negative. Of some more is asked; a few have another limit than 2^31 - 1.
+POSITIVE = ("temperature", "lr", "max_grad_norm", "clip_advantages", "reward_model_lr")
+AT_LEAST = {"steps": 1, "prompts_per_step": 1, "group_size": 2, "max_new_tokens": 1,
+            "updates_per_rollout": 1, "minibatches": 1, "micro_batch_tokens": 1, "max_turns": 1,
+            "eval_every": 1, "save_every": 1}
 AT_MOST = {"clip_eps": 1, "threads": 1024, "seed": 2**32}
 
 # A model folder's recipe.json may set these and nothing else. It is foreign input: it may say how
@@ -938,15 +933,17 @@ def given_flags(argv):
 
 
 def check_bounds(name, value):
+    least = AT_LEAST.get(name, 0)
+    most = AT_MOST.get(name, 2**31 - 1)
     fault = None
     if not math.isfinite(value):
         fault = "not a finite number"
-    elif value < AT_LEAST.get(name, value):
-        fault = f"must be at least {AT_LEAST[name]}"
-    elif value <= ABOVE.get(name, -math.inf):
-        fault = f"must be above {ABOVE[name]}"
-    elif value > AT_MOST.get(name, 2**31 - 1):
-        fault = f"must be at most {AT_MOST.get(name, 2**31 - 1)}"
+    elif value <= 0 and name in POSITIVE:
+        fault = "must be above 0"
+    elif value < least:
+        fault = f"must be at least {least}"
+    elif value > most:
+        fault = f"must be at most {most}"
     if fault:
         raise BadInput(f"{flag_of(name)} {value}: {fault}")
 
