@@ -12,8 +12,6 @@ Departures from the theory's code map:
 
     python train.py                                       # the tiny policy learns to reason
     python train.py --model Qwen/Qwen2.5-1.5B-Instruct    # GSM8K, on a GPU
-
-[G] and [H] come first. Below them stands what makes them usable.
 """
 
 import os
@@ -24,7 +22,6 @@ if __name__ == "__main__":
     # Importing torch takes seconds. Ctrl-C in them ends quietly, for nothing has begun.
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))
 
-import argparse
 import contextlib
 import copy
 import dataclasses
@@ -920,7 +917,7 @@ def given_flags(argv):
     """The flags that stand in argv, {name: value}, each of them within its bounds."""
     # No default is filled in where None stands already: so what was given can be told apart.
     nothing = dict.fromkeys(field.name for field in dataclasses.fields(Settings))
-    values = vars(make_parser().parse_args(argv, argparse.Namespace(**nothing)))
+    values = vars(make_parser().parse_args(argv, SimpleNamespace(**nothing)))
     given = {name: value for name, value in values.items() if value is not None}
     for name, value in given.items():
         if type(value) in (int, float):
