@@ -1293,11 +1293,14 @@ def load_reward_of(s, reward_model=None):
     return reward_of and telling("", RewardFailed)(reward_of)
 
 
-def load_sampler(s, tokenizer, problems):
+def load_reply(s):
+    with telling("--reply"):
+        return reward.load_function(s.reply) if s.reply else None
+
+
+def load_sampler(s, tokenizer, problems, reply):
     """[A] as the flags ask for it: sample_groups, or a form that is called in the same way."""
-    if s.reply:
-        with telling("--reply"):
-            reply = reward.load_function(s.reply)
+    if reply:
         talk = partial(sample.sample_conversations, reply=reply, max_turns=s.max_turns)
         return telling("--reply", RewardFailed)(talk)
     if s.around_best:
@@ -2172,6 +2175,7 @@ def load(s):
     check_combinations(s)
     reward_model = load_reward_model(s) if s.reward_model else None
     reward_of = load_reward_of(s, reward_model)
+    reply = load_reply(s)
     policy_model, tokenizer = on_rank_0(load_policy, s, share=False) or (None, load_tokenizer(s))
     forms = on_rank_0(check_forms, policy_model, s)
     if forms["grouped rows"]:
@@ -2199,7 +2203,7 @@ def load(s):
         optimizer=None if s.eval_only else make_optimizer(policy_model, s),
         problems=problems, eval_problems=eval_problems,
         reward_model=reward_model if s.renew_reference else None,  # if it is trained further
-        sampler=load_sampler(s, tokenizer, problems + eval_problems))
+        sampler=load_sampler(s, tokenizer, problems + eval_problems, reply))
 
 
 def begin(run, parts, s, recipe):

@@ -54,7 +54,7 @@ def test_a_conversation_is_trained_on_where_the_policy_speaks(reply, tiny):
     p = parts(*flags)
     s = p.settings
     problems = load_problems(str(TINY / "train.jsonl"))[:4]
-    sampler = train.load_sampler(s, p.tokenizer, problems)
+    sampler = train.load_sampler(s, p.tokenizer, problems, train.load_reply(s))
     prompts, truths, generators, _ = train.problems_of_step(p.tokenizer, problems, 1, s, None)
     seen = []
     metrics = train.train_step(
@@ -84,7 +84,7 @@ def test_a_conversation_is_trained_on_where_the_policy_speaks(reply, tiny):
 def test_a_conversation_has_so_many_turns(reply, monkeypatch, turns):
     monkeypatch.setenv("REPLY", "always")
     p = parts(reply, f"--max-turns={turns}", *SMALL)
-    sampler = train.load_sampler(p.settings, p.tokenizer, [])
+    sampler = train.load_sampler(p.settings, p.tokenizer, [], train.load_reply(p.settings))
     rollout = sampler(p.policy, p.tokenizer, p.prompts[:1], 2, 10, 1.0, [seeded(1)])
     assert [text.count("\n") + 1 for text in rollout.responses] == [turns] * 2
 
@@ -160,7 +160,8 @@ def test_a_reply_that_is_no_text(reply, capsys, monkeypatch, tmp_path):
 
 
 def test_what_cannot_be_said_is_refused(reply, capsys, tmp_path):
-    assert "no file" in refused(capsys, *SMALL, "--reply=nowhere.py:check")
+    # before the model is looked for
+    assert "no file" in refused(capsys, "--model=nowhere", "--reply=nowhere.py:check")
     assert "no function 'other'" in refused(capsys, *SMALL, reply.replace(":check", ":other"))
     line = refused(capsys, *SMALL, reply, "--max-turns=50")
     assert "--max-turns 50" in line and "128 positions" in line
@@ -177,7 +178,7 @@ def test_half_of_a_group_goes_on_from_the_best_of_the_other(tmp_path):
     p = parts(*flags)
     s = p.settings
     problems = load_problems(str(TINY / "train.jsonl"))[:4]
-    sampler = train.load_sampler(s, p.tokenizer, problems)
+    sampler = train.load_sampler(s, p.tokenizer, problems, None)
     prompts = [train.chat_prompt(p.tokenizer, problem, "") for problem in problems[:2]]
     rollout = sampler(p.policy, p.tokenizer, prompts, 8, 10, 1.0, [seeded(1), seeded(2)])
     for b, truth in enumerate(truths_of(problems)[:2]):
