@@ -565,7 +565,8 @@ def test_off_policy_the_corrected_k3_has_the_gradient_of_the_kl(estimator, exact
         close(mean, kl.detach())
         close(total, kl_gradient)
     else:
-        assert float((mean - kl).abs()) > 0.01 and float((total - kl_gradient).abs().max()) > 0.01
+        assert (mean - kl).detach().abs() > 0.01
+        assert (total - kl_gradient).abs().max() > 0.01
 
 
 def test_the_corrected_k3_is_corrected_token_by_token():
