@@ -274,9 +274,13 @@ def in_one_line(error):
 
 
 def read_problem(line, question_field, answer_field, need_answer):
-    with named("not JSON in UTF-8:", (ValueError, RecursionError)):
+    try:
         row = json.loads(line.decode("utf-8-sig"))
         json.dumps(row, ensure_ascii=False).encode()  # "\ud800" is JSON, but no tokenizer takes it
+    except UnicodeError:
+        raise ValueError("not UTF-8") from None
+    except (ValueError, RecursionError):
+        raise ValueError("not JSON") from None
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
     if "messages" in row and question_field in row and question_field != "messages":

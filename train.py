@@ -1751,15 +1751,16 @@ class Run:
         self.folder = Path(name)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            # Looked at before anything is written: the folder may be somebody else's.
+            begun = {path.name for path in self.folder.iterdir() if path.suffix != ".tmp"}
+            if begun - {".lock"} and not s.resume:
+                raise BadInput(f"--output {name}: holds a run already; continue it (--resume) or "
+                               "name another folder")
             self.lock = open(self.folder / ".lock", "w")
             with contextlib.suppress(ImportError):  # Windows has none: there nobody is kept out
                 import fcntl
                 # This lock is gone with the process, however it ends.
                 fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            begun = {path.name for path in self.folder.iterdir() if path.suffix != ".tmp"}
-            if begun != {".lock"} and not s.resume:
-                raise BadInput(f"--output {name}: holds a run already; continue it (--resume) or "
-                               "name another folder")
             # What a kill or a full disk left half written may be as large as a checkpoint.
             for path in [*self.folder.glob("*.tmp"), *self.folder.glob("checkpoint/*.tmp*")]:
                 if path.is_dir():

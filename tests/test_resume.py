@@ -267,6 +267,12 @@ def test_the_saved_flags_may_be_repeated_and_steps_may_grow(run_folder):
     assert json.loads((run_folder / "config.json").read_text())["settings"]["steps"] == 7
 
 
+def test_a_folder_of_somebody_else_is_left_as_it_was(capsys, tmp_path):
+    (tmp_path / "letter.txt").write_text("mine")
+    assert "holds a run already" in refused(capsys, *FLAGS, f"--output={tmp_path}")
+    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+
+
 def test_a_folder_that_holds_a_run(capsys, run_folder):
     before = snapshot(run_folder)
     assert "holds a run already" in refused(capsys, *FLAGS, f"--output={run_folder}")

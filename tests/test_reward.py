@@ -434,14 +434,14 @@ def test_a_solution_column_of_the_users_own_stays(tmp_path):
 
 
 BAD_LINES = {
-    "broken JSON": (b'{"question": ', "not JSON in UTF-8: "),
-    "two objects": (line().encode() * 2, "not JSON in UTF-8: "),
-    "a nest too deep": (b"[" * 200_000, "not JSON in UTF-8: "),
-    "an object too deep": (b'{"a":' * 200_000, "not JSON in UTF-8: "),
-    "a number too long": (b'{"n": ' + b"1" * 5000 + b"}", "not JSON in UTF-8: "),
-    "not UTF-8": ('{"question": "süß"'.encode("latin-1"), "not JSON in UTF-8: Unicode"),
-    "half a character": (line(question="\ud800").encode(), "not JSON in UTF-8: Unicode"),
-    "a null byte": (b"\0", "not JSON in UTF-8: "),
+    "broken JSON": (b'{"question": ', "not JSON"),
+    "two objects": (line().encode() * 2, "not JSON"),
+    "a nest too deep": (b"[" * 200_000, "not JSON"),
+    "an object too deep": (b'{"a":' * 200_000, "not JSON"),
+    "a number too long": (b'{"n": ' + b"1" * 5000 + b"}", "not JSON"),
+    "not UTF-8": ('{"question": "süß"'.encode("latin-1"), "not UTF-8"),
+    "half a character": (line(question="\ud800").encode(), "not UTF-8"),
+    "a null byte": (b"\0", "not JSON"),
     "a list": (b'["question", "answer"]', "object"),
     "a string": (b'"question"', "object"),
     "null": (b"null", "object"),
