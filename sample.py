@@ -222,9 +222,9 @@ class Decoder:
                       and self.D % 8 == 0 and torch.cuda.get_device_capability(device)[0] >= 8)
         for layer in self.layers:                # keys and values (2, N, Hkv, capacity, D)
             if self.flash:                       # it wants a token's heads side by side
-                layer.past = weight.new_empty(2, N, capacity, Hkv, self.D).transpose(2, 3)
+                layer.past = weight.new_zeros(2, N, capacity, Hkv, self.D).transpose(2, 3)
             else:
-                layer.past = weight.new_empty(2, N, Hkv, capacity, self.D)
+                layer.past = weight.new_zeros(2, N, Hkv, capacity, self.D)
         slots = torch.arange(capacity, device=device)
         cos, sin = body.rotary_emb(weight, slots[None])              # (1, capacity, D) each
         left, right = sin[0, :, None].chunk(2, dim=-1)
@@ -241,10 +241,11 @@ class Decoder:
         """Take over the prompts' keys and values, (n / G, Hkv, P, D) per layer; mask (n, P)."""
         n, self.length = mask.shape
         for layer, prompt in zip(self.layers, cache.layers):
-            past = torch.stack((prompt.keys, prompt.values)).repeat_interleave(G, dim=1)
+            if self.graphs:                      # they read all slots, and 0 * NaN is NaN
+                layer.past.zero_()
+            past = torch.stack((prompt.keys, prompt.values))[:, :, None]
             prompt.keys = prompt.values = None   # one layer's copy at a time
-            layer.past.zero_()                   # graphs read all slots, and 0 * NaN is NaN
-            layer.past[:, :n, :, :self.length] = past
+            layer.past[:, :n, :, :self.length].unflatten(1, (-1, G)).copy_(past)
         mask = F.pad(mask, (0, self.capacity - self.length, 0, self.N - n))      # (N, capacity)
         self.bias[:, 0, 0] = torch.where(mask.bool(), 0.0, -torch.inf)
         self.padding[:n] = self.length - mask[:n].sum(dim=1)
@@ -303,7 +304,7 @@ class Decoder:
             starts = self.first[:n + 1] * self.capacity + self.padding[:n + 1]
             own = starts, (position + 1).int()
         else:
-            own = self.bias[:n].index_fill_(3, self.slot, 0.0)[..., :length]
+            own = self.bias[:n].index_fill_(3, self.slot, 0.0)[..., :length]     # (n, 1, 1, length)
         cos = self.cos[position]                                     # (n, 1, D)
         sin = self.sin[position]
         x = body.embed_tokens(self.token[:n])                        # (n, H)
@@ -318,7 +319,7 @@ class Decoder:
             if getattr(attention, "use_rope", True):                 # not in every layer of SmolLM3
                 qk = torch.cat((q, k), dim=1)                        # (n, Hq + Hkv, D)
                 qk = torch.addcmul(qk * cos, qk.roll(self.D // 2, dims=-1), sin)
-                q, k = qk.split((q.shape[1], k.shape[1]), dim=1)
+                q, k = qk[:, :q.shape[1]], qk[:, q.shape[1]:]
             keys, values = weights.past[:, :n]                       # (n, Hkv, capacity, D)
             keys.index_copy_(2, self.slot, k[:, :, None])
             values.index_copy_(2, self.slot, v[:, :, None])
@@ -337,9 +338,15 @@ class Decoder:
             return torch.ops.aten._flash_attention_forward(
                 q, keys, values, self.first[:len(starts)], starts, 1, self.capacity, 0.0, False,
                 False, scale=scale, seqused_k=counts)[0].flatten(1)
-        q = q.unflatten(1, (keys.shape[1], -1))  # heads that share keys: queries of one head
+        n, Hkv = keys.shape[:2]
+        q = q.unflatten(1, (Hkv, -1))            # heads that share keys: queries of one head
         keys, values = (x[:, :, :own.shape[3]] for x in (keys, values))
-        return F.scaled_dot_product_attention(q, keys, values, own, scale=scale).flatten(1)
+        if q.is_cuda:
+            return F.scaled_dot_product_attention(q, keys, values, own, scale=scale).flatten(1)
+        own = own[:, 0].repeat_interleave(Hkv, dim=0)                # (n * Hkv, 1, length)
+        q, keys, values = (x.flatten(0, 1) for x in (q, keys, values))
+        scores = torch.baddbmm(own, q, keys.mT, alpha=scale)         # a CPU is faster by hand
+        return torch.bmm(scores.softmax(dim=-1), values).view(n, -1)
 
 
 def tensors_of(module):

@@ -327,12 +327,13 @@ def test_graphs_are_kept_and_see_weights_that_are_updated_in_place(granted, toke
     assert captured and len(gpu.graphs) == captured
 
 
-def test_kernels_of_a_decode_step(granted, tokenizer):
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_kernels_of_a_decode_step(granted, tokenizer, dtype):
     """Per layer and for 28 layers, from what two depths need; the draw is outside the graph."""
     kernels = {}
     for layers in (1, 3):
         with stand_in.machine() as gpu:
-            model = random_policy(BF16, num_hidden_layers=layers).to("cuda")
+            model = random_policy(dtype, num_hidden_layers=layers).to("cuda")
             counts = []
             for T in (8, 4, 8):                          # the first of them captures
                 before = gpu.kernels
