@@ -197,7 +197,7 @@ def decode_fast(model, cache, mask, logits, chance, temperature, ends, graphs=Fa
                 rows = rows[places]
                 token = token[places]
                 ended = ended[places]
-        logits = decoder.run(model, token)
+        logits = decoder.run(token)
     return tokens, logprobs
 
 
@@ -214,7 +214,9 @@ class Decoder:
         self.capacity = capacity
         self.graphs = {} if graphs else None
         self.layers = [tensors_of(layer) for layer in body.layers]
-        self.last_norm = tensors_of(body).norm
+        self.embed = body.embed_tokens
+        self.last_norm = body.norm.weight.shape, body.norm.weight, body.norm.variance_epsilon
+        self.head = model.get_output_embeddings()
         self.D = body.layers[0].self_attn.head_dim
         weight = self.layers[0].k_proj[0]        # its dtype is what the cache holds
         Hkv = len(weight) // self.D
@@ -269,36 +271,35 @@ class Decoder:
             size //= 2
         return size
 
-    def run(self, model, token):
+    def run(self, token):
         """The tokens of the first n places (n,) -> logits of the next (n, V)."""
         n = len(token)
         self.token[:n] = token
         self.slot.fill_(self.length)
         self.length += 1
         if self.graphs is None:
-            return self.step(model, n, self.length)
+            return self.step(n, self.length)
         size = self.size(n)
         if size not in self.graphs:
-            self.graphs[size] = self.capture(model, size)
+            self.graphs[size] = self.capture(size)
         graph, logits = self.graphs[size]
         graph.replay()
         return logits[:n]
 
-    def capture(self, model, n):
+    def capture(self, n):
         """`step` as a CUDA graph -> the graph, and where it leaves the logits."""
-        self.step(model, n, self.capacity)       # outside: libraries make themselves ready
+        self.step(n, self.capacity)              # outside: libraries make themselves ready
         graph = torch.cuda.CUDAGraph()
         pool = next((other.pool() for other, _ in self.graphs.values()), None)   # one for all
         with torch.cuda.graph(graph, pool=pool):                     # recorded, not run
-            logits = self.step(model, n, self.capacity)
+            logits = self.step(n, self.capacity)
         return graph, logits
 
-    def step(self, model, n, length):
+    def step(self, n, length):
         """The last tokens of n places -> the next logits, (n, V).
 
         As a graph wants it: it works in place and never waits. Run again, it does the same again.
         """
-        body = model.base_model
         position = self.slot - self.padding[:n]
         if self.flash:                           # where each row's keys begin, how many they are
             starts = self.first[:n + 1] * self.capacity + self.padding[:n + 1]
@@ -307,28 +308,27 @@ class Decoder:
             own = self.bias[:n].index_fill_(3, self.slot, 0.0)[..., :length]     # (n, 1, 1, length)
         cos = self.cos[position]                                     # (n, 1, D)
         sin = self.sin[position]
-        x = body.embed_tokens(self.token[:n])                        # (n, H)
-        for layer, weights in zip(body.layers, self.layers):
-            attention = layer.self_attn
-            h = F.rms_norm(x, *weights.input_layernorm)
+        x = self.embed(self.token[:n])                               # (n, H)
+        for layer in self.layers:
+            h = F.rms_norm(x, *layer.input_layernorm)
             q, k, v = (F.linear(h, *projection).view(n, -1, self.D)  # (n, Hq or Hkv, D)
-                       for projection in (weights.q_proj, weights.k_proj, weights.v_proj))
-            if weights.q_norm:                                       # Qwen3
-                q = F.rms_norm(q, *weights.q_norm)
-                k = F.rms_norm(k, *weights.k_norm)
-            if getattr(attention, "use_rope", True):                 # not in every layer of SmolLM3
+                       for projection in (layer.q_proj, layer.k_proj, layer.v_proj))
+            if layer.q_norm:                                         # Qwen3
+                q = F.rms_norm(q, *layer.q_norm)
+                k = F.rms_norm(k, *layer.k_norm)
+            if layer.rotates:                                        # not all of SmolLM3 do
                 qk = torch.cat((q, k), dim=1)                        # (n, Hq + Hkv, D)
                 qk = torch.addcmul(qk * cos, qk.roll(self.D // 2, dims=-1), sin)
                 q, k = qk[:, :q.shape[1]], qk[:, q.shape[1]:]
-            keys, values = weights.past[:, :n]                       # (n, Hkv, capacity, D)
+            keys, values = layer.past[:, :n]                         # (n, Hkv, capacity, D)
             keys.index_copy_(2, self.slot, k[:, :, None])
             values.index_copy_(2, self.slot, v[:, :, None])
-            o = self.attend(q, keys, values, own, attention.scaling)             # (n, Hq * D)
-            add_linear(x, o, *weights.o_proj)
-            h = F.rms_norm(x, *weights.post_attention_layernorm)
-            h = layer.mlp.act_fn(F.linear(h, *weights.gate_proj)) * F.linear(h, *weights.up_proj)
-            add_linear(x, h, *weights.down_proj)
-        return model.get_output_embeddings()(F.rms_norm(x, *self.last_norm))     # (n, V)
+            o = self.attend(q, keys, values, own, layer.scale)       # (n, Hq * D)
+            add_linear(x, o, *layer.o_proj)
+            h = F.rms_norm(x, *layer.post_attention_layernorm)
+            h = layer.act(F.linear(h, *layer.gate_proj)) * F.linear(h, *layer.up_proj)
+            add_linear(x, h, *layer.down_proj)
+        return self.head(F.rms_norm(x, *self.last_norm))             # (n, V)
 
     def attend(self, q, keys, values, own, scale):
         """One query per row and head, (n, Hq, D), over the row's own keys -> (n, Hq * D)."""
@@ -349,13 +349,15 @@ class Decoder:
         return torch.bmm(scores.softmax(dim=-1), values).view(n, -1)
 
 
-def tensors_of(module):
-    """What F.linear and F.rms_norm take of a layer's parts, by their names.
+def tensors_of(layer):
+    """What the step reads of a layer, by name: of its parts what F.linear and F.rms_norm take.
 
     Found once, because on a CPU looking them up for every token takes as long as a few kernels.
     """
-    found = SimpleNamespace(q_norm=None)
-    for name, part in module.named_modules():
+    attention = layer.self_attn
+    found = SimpleNamespace(scale=attention.scaling, rotates=getattr(attention, "use_rope", True),
+                            act=layer.mlp.act_fn, q_norm=None)
+    for name, part in layer.named_modules():
         name = name.rpartition(".")[2]
         if hasattr(part, "variance_epsilon"):
             setattr(found, name, (part.weight.shape, part.weight, part.variance_epsilon))

@@ -464,8 +464,8 @@ class Replay:
     captured = []
     replayed = []
 
-    def __init__(self, decoder, model, n):
-        self.step = lambda: decoder.step(model, n, decoder.capacity)
+    def __init__(self, decoder, n):
+        self.step = lambda: decoder.step(n, decoder.capacity)
         self.logits = self.step()
         self.n = n
         self.captured.append(n)
@@ -592,7 +592,7 @@ def test_the_ladder_of_row_counts(graphs):
         decoder = Decoder(model, 20, 64, form)
         decoder.fill(copy.deepcopy(prompt[0]), prompt[1].expand(20, 3), 20)
         for n in (1, 2, 3, 5, 6, 10, 11, 20):
-            assert decoder.run(model, torch.full((n,), 6)).shape == (n, V)
+            assert decoder.run(torch.full((n,), 6)).shape == (n, V)
     assert graphs == [1, 2, 5, 10, 20] and Replay.replayed == [1, 2, 5, 5, 10, 10, 20, 20]
 
 
