@@ -341,11 +341,12 @@ class Decoder:
         n, Hkv = keys.shape[:2]
         q = q.unflatten(1, (Hkv, -1))            # heads that share keys: queries of one head
         keys, values = (x[:, :, :own.shape[3]] for x in (keys, values))
-        if q.is_cuda:
+        if q.is_cuda or own.shape[3] > 64:
             return F.scaled_dot_product_attention(q, keys, values, own, scale=scale).flatten(1)
+        # With few keys a CPU is faster if it does the two products itself.
         own = own[:, 0].repeat_interleave(Hkv, dim=0)                # (n * Hkv, 1, length)
         q, keys, values = (x.flatten(0, 1) for x in (q, keys, values))
-        scores = torch.baddbmm(own, q, keys.mT, alpha=scale)         # a CPU is faster by hand
+        scores = torch.baddbmm(own, q, keys.mT, alpha=scale)
         return torch.bmm(scores.softmax(dim=-1), values).view(n, -1)
 
 

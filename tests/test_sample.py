@@ -583,6 +583,24 @@ def test_the_decoder_is_kept_and_released(monkeypatch, graphs):
     assert model not in sample.DECODERS
 
 
+def test_few_keys_and_many(monkeypatch):
+    """On a CPU another kernel takes over where a row has more than 64 keys."""
+    model = member("qwen2").double()
+    model.generation_config.eos_token_id = [END]
+    lengths, real = [], sample.Decoder.attend
+
+    def attend(self, q, keys, values, own, scale):
+        lengths.append(own.shape[3])
+        return real(self, q, keys, values, own, scale)
+
+    monkeypatch.setattr(sample.Decoder, "attend", attend)
+    args = model, TOKENIZER, PROMPTS, 3, 80, 1.0
+    assert_same_rollout(
+        sample_groups(*args, seeded()), plainly(monkeypatch, *args, seeded()), 1e-5
+    )
+    assert min(lengths) < 64 < max(lengths)
+
+
 @torch.no_grad()
 def test_the_ladder_of_row_counts(graphs):
     """With graphs the least of 20, 10, 5, 2, 1 that holds the rows; without, as many as rows."""
