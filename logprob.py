@@ -580,9 +580,10 @@ def length_limit(config):
 
 def main():
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
+    from transformers.utils import logging
 
-    disable_progress_bar()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     parser = argparse.ArgumentParser(description="Score one answer, token by token.")
     parser.add_argument("prompt", nargs="?",
                         default="Anna has 9 books , loses 4 , gives 2 , gets 7 . How many ?")
@@ -598,17 +599,20 @@ def main():
     if not args.temperature > 0:
         raise ValueError(f"--temperature {args.temperature}: must be above 0")
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
-        model = AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--model {args.model}: cannot be loaded ({error})") from None
-    model = model.eval().to(args.device)
     messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
     messages.append({"role": "user", "content": args.prompt})
-    prompt_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True).input_ids
+    flag = f"--model {args.model}"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        prompt_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True).input_ids
+        model = AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=True)
+        flag = f"--device {args.device}"
+        model = model.eval().to(args.device)
+    except Exception as error:                           # foreign files can be wrong in any way
+        raise ValueError(f"{flag}: cannot be used ({words_of(error)})") from None
     response_ids = tokenizer(args.response, add_special_tokens=False).input_ids
-    response_ids.append(tokenizer.eos_token_id)
+    if tokenizer.eos_token_id is not None:
+        response_ids.append(tokenizer.eos_token_id)
     input_ids = torch.tensor([prompt_ids + response_ids], device=model.device)    # (1, S)
     labels = torch.tensor([[IGNORE] * len(prompt_ids) + response_ids], device=model.device)
     with torch.no_grad():
@@ -642,6 +646,6 @@ def recipe_of(folder):
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (OSError, ValueError, RuntimeError) as error:             # also: no such device
+    except (OSError, ValueError, RuntimeError) as error:             # also: out of memory
         print(f"logprob.py: {str(error).splitlines()[0]}", file=sys.stderr)
         sys.exit(2)

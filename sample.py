@@ -243,7 +243,7 @@ class Decoder:
         """Take over the prompts' keys and values, (n / G, Hkv, P, D) per layer; mask (n, P)."""
         n, self.length = mask.shape
         for layer, prompt in zip(self.layers, cache.layers):
-            if self.graphs:                      # they read all slots, and 0 * NaN is NaN
+            if self.graphs is not None:          # they read all slots, and 0 * NaN is NaN
                 layer.past.zero_()
             past = torch.stack((prompt.keys, prompt.values))[:, :, None]
             prompt.keys = prompt.values = None   # one layer's copy at a time
@@ -763,9 +763,10 @@ def recipe_of(folder):
 
 def main():
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
+    from transformers.utils import logging
 
-    disable_progress_bar()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     parser = argparse.ArgumentParser(description="Draw one group of answers.")
     parser.add_argument("question", nargs="?",
                         default="Anna has 9 books , loses 4 , gives 2 , gets 7 . How many ?")
@@ -779,15 +780,17 @@ def main():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.set_defaults(**recipe_of(parser.parse_args().model))
     args = parser.parse_args()                                       # the command line wins
+    flag = f"--model {args.model}"
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         model = AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=True)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--model {args.model}: cannot be loaded ({error})") from None
+        flag = f"--device {args.device}"
+        model = model.eval().to(args.device)
+    except Exception as error:                   # foreign files can be wrong in any way
+        raise ValueError(f"{flag}: cannot be used ({first_line(error)})") from None
     prompt = chat_prompt(tokenizer, {"question": args.question}, args.system_prompt)
-    rollout = sample_groups(model.eval().to(args.device), tokenizer, [prompt], args.group_size,
-                            args.max_new_tokens, args.temperature,
-                            torch.Generator().manual_seed(args.seed))
+    rollout = sample_groups(model, tokenizer, [prompt], args.group_size, args.max_new_tokens,
+                            args.temperature, torch.Generator().manual_seed(args.seed))
     print(prompt)
     for n, response in enumerate(rollout.responses):
         length = int((rollout.labels[n] != IGNORE).sum())
@@ -799,6 +802,6 @@ def main():
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except (OSError, ValueError, RuntimeError) as error:             # also: no such device
+    except (OSError, ValueError, RuntimeError) as error:             # also: out of memory
         print(f"sample.py: {str(error).splitlines()[0]}", file=sys.stderr)
         sys.exit(2)

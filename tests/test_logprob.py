@@ -3,6 +3,7 @@
 import copy
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -1029,7 +1030,30 @@ def test_script_refuses_a_recipe_in_one_line(run_here, tmp_path, recipe):
 
 def test_script_refuses_a_device_that_does_not_exist(run_here):
     (line,) = run_here("logprob.py", "--device=foo", status=2).splitlines()
-    assert line.startswith("logprob.py: ") and "foo" in line
+    assert line.startswith("logprob.py: --device foo: cannot be used (")
+
+
+@pytest.mark.parametrize(
+    "file, text",
+    [("model.safetensors", "torn"), ("tokenizer.json", "{}"), ("config.json", '{"model_type": 3}')],
+)
+def test_script_refuses_a_broken_folder_in_one_line(run_here, tmp_path, file, text):
+    folder = tmp_path / "model"
+    shutil.copytree(Path(__file__).parent / "tiny", folder)
+    (folder / file).write_text(text)
+    (line,) = run_here("logprob.py", f"--model={folder}", status=2).splitlines()
+    assert line.startswith(f"logprob.py: --model {folder}: cannot be used (")
+
+
+def test_script_scores_an_answer_without_an_end_token(run_here, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(Path(__file__).parent / "tiny", folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["eos_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    known = run_here("logprob.py").splitlines()
+    said = run_here("logprob.py", f"--model={folder}").splitlines()
+    assert said[:-1] == known[:-2] and len(known) == len(said) + 1  # all but the end token's line
 
 
 def test_script_refuses_a_temperature_of_nothing(run_here):

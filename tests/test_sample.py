@@ -1345,6 +1345,18 @@ def test_script_refuses_in_one_line(run_here, arguments):
     assert said.startswith("sample.py: ") and said.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    "file, text",
+    [("model.safetensors", "torn"), ("tokenizer.json", "{}"), ("config.json", '{"model_type": 3}')],
+)
+def test_script_refuses_a_broken_folder_in_one_line(run_here, tmp_path, file, text):
+    folder = tmp_path / "model"
+    shutil.copytree(Path(__file__).parent / "tiny", folder)
+    (folder / file).write_text(text)
+    (line,) = run_here("sample.py", f"--model={folder}", status=2).splitlines()
+    assert line.startswith(f"sample.py: --model {folder}: cannot be used (")
+
+
 def test_script_draws_a_group(run_here, tiny):
     model, tokenizer = tiny
     printed = run_here(
