@@ -123,6 +123,7 @@ def update(policy_model, optimizer, rollout, advantages, settings):
     # rows, w tokens wide, simply add up: they save memory and change nothing else.
     sizes = summed({"n_rows": len(mask), "n_tokens": mask.sum()})
     sums = {}
+    loss_scale = getattr(optimizer, "loss_scale", 1.0)
     optimizer.zero_grad()
     for rows, width, weight in cut(rollout, s):
         here = (rows, slice(width - 1))
@@ -135,19 +136,21 @@ def update(policy_model, optimizer, rollout, advantages, settings):
         A = advantages[rows] if advantages.ndim == 1 else advantages[here]
         value, metrics = grpo_loss(logp, old[here], ref, A, mask[here],
                                    **loss_options(rollout, here, s), **sizes)
-        # The weight is 1, but for several GPUs, see cut().
-        (value * weight).backward()
+        # Both are 1, but for several GPUs, see cut(), and for float16, see MasterAdamW.
+        (value * weight * loss_scale).backward()
         add(sums, metrics, weight)
     if rollout.old_logprobs is None:
         rollout.old_logprobs = logprobs
         rollout.entropies = entropies
 
     # [G] The gradient step. One that would write NaN into the weights is not taken, and counted.
+    if loss_scale != 1:
+        optimizer.unscale()
     grad_norm = clip_grad_norm_(policy_model.parameters(), s.max_grad_norm)
     metrics = update_metrics(sums, grad_norm, logprobs, rollout.old_logprobs)
     if not metrics["skipped_updates"]:
         optimizer.step()
-    return metrics
+    return metrics | of_half_precision(optimizer, metrics["skipped_updates"])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -559,18 +562,23 @@ def renew(ref_model, policy_model, reward_model, step, s):
 
     A reward model that learns takes the same steps on the same pairs on every rank.
     """
-    for part in [*ref_model.modules(), *policy_model.modules()]:
-        if hasattr(part, "reshard"):
-            part.reshard()  # FSDP may still hold gathered weights: what is written there is lost
-    with torch.no_grad():
-        for ref, p in zip(ref_model.parameters(), policy_model.parameters()):
-            ref.copy_(p)
+    follow(ref_model, policy_model)
     if reward_model is None:
         return {"reference_renewed": 1.0}
     figures = reward.end_iteration(reward_model, seeded(s.seed, "reward model", step))
     for p in reward_model.model.parameters() if world() > 1 else ():
         dist.broadcast(p.data, 0)  # a GPU's sums may differ in their last digit
     return {"reference_renewed": 1.0, **figures}
+
+
+@torch.no_grad()
+def follow(ref_model, policy_model):
+    """The reference becomes what the policy is now."""
+    for part in [*ref_model.modules(), *policy_model.modules()]:
+        if hasattr(part, "reshard"):
+            part.reshard()  # FSDP may still hold gathered weights: what is written there is lost
+    for ref, p in zip(ref_model.parameters(), policy_model.parameters()):
+        ref.copy_(p)
 
 
 def keep_best(model, tokenizer, s, run, figures):
@@ -586,12 +594,12 @@ def keep_best(model, tokenizer, s, run, figures):
         save_final(model, tokenizer, s, run, "best")
 
 
-def seeded(*numbers):
+def seeded(*numbers, device="cpu"):
     """A random generator that follows from these numbers alone."""
     # A hash, for sums like seed + step would give step 2 of seed 0 and step 1 of seed 1 the same.
     digest = hashlib.sha256(repr(numbers).encode()).digest()
     # manual_seed takes a signed 64-bit number: one bit fewer than eight bytes have.
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def set_learning_rate(optimizer, step, s):
@@ -862,7 +870,10 @@ class Settings:
     seed: int = flag(0, "of the problems' order and of the sampling")
     device: str = flag("auto", "cuda, mps or cpu; auto: the first of them that is there")
     dtype: str = flag("auto", "of the weights that compute; auto: bfloat16 on CUDA, else float32",
-                      choices=("auto", "float32", "bfloat16"))
+                      choices=("auto", "float32", "bfloat16", "float16"))
+    rounding: str = flag("threshold", "of bfloat16 and float16 weights: each at a threshold of its "
+                         "own, or to nearest, which loses small steps",
+                         choices=("threshold", "nearest"))
     threads: int = flag(0, "CPU threads; 0: torch's choice. Small models are fastest on one")
     resume: bool = flag(False, "continue the run in --output")
     eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop")
@@ -1323,56 +1334,203 @@ def one_line(text):
 
 
 # --------------------------------------------------------------------------------------------------
-# Weights. AdamW at 1e-6 moves a weight by about 1e-6; a bfloat16 weight of 0.02 knows no step below
-# 6e-5 and would stay where it is. So the optimizer works on float32 masters, and bfloat16 copies
-# of them compute.
+# Weights. AdamW at 1e-6 moves a weight by about 1e-6. A bfloat16 weight of 0.02 can be moved by
+# 1.2e-4 or not at all. So the optimizer works on float32 masters, and the weights that compute are
+# rounded from them after every step.
+
+# The last bits of a float32 that do not fit into these; their values lie 2^16 (2^13) floats apart.
+DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
 
 def make_optimizer(model, s):
-    """AdamW over float32 masters of the model's weights; over the weights where they are float32.
+    """AdamW over the model's weights; over float32 masters of them where they have fewer bits.
 
-    Per weight, moments take 8 bytes, a master 4, its gradient 4. With --offload masters and
-    moments live in host memory: gradients are added up on the GPU, go over once per update, and
-    new weights come back.
+    Per weight, moments take 8 bytes, a master 4, its gradient 4.
     """
     weights = [p for p in model.parameters() if p.requires_grad]
     how = {"lr": s.lr, "weight_decay": s.weight_decay, "fused": True}
-    if all(w.dtype == torch.float32 for w in weights):
-        return torch.optim.AdamW(weights, **how)
-    home = torch.device("cpu") if s.offload else model.device
-    # Detached: nothing flows back through them, the optimizer is told their gradients.
-    masters = [w.detach().to(home, torch.float32, copy=True) for w in weights]
-    away = home != model.device
-    for weight in weights:
-        weight.grad_dtype = torch.float32  # micro-batches are added up in float32
-    # Buffers in pinned memory are copied without waiting; plain host memory is copied ten times
-    # slower. They are kept for the whole run.
-    pinned = away and model.device.type == "cuda"
-    grads = [torch.empty(m.shape, pin_memory=pinned) for m in masters] if away else None
-    copies = [torch.empty(w.shape, dtype=w.dtype, pin_memory=pinned)
-              for w in weights] if away else None
+    if all(weight.dtype == torch.float32 for weight in weights):
+        return with_moments(torch.optim.AdamW(weights, **how))
+    home = torch.device("cpu") if s.offload and world() == 1 else model.device
+    return MasterAdamW(weights, home, s.rounding == "threshold", s.seed, **how)
 
-    def hand_over(*_):
-        for i, (master, weight) in enumerate(zip(masters, weights)):
-            if weight.grad is not None:
-                grad = weight.grad
-                master.grad = grads[i].copy_(grad, non_blocking=True) if away else grad
-        if pinned:
-            torch.cuda.synchronize()  # the CPU must not read gradients that are still on their way
+
+def with_moments(optimizer):
+    """Makes AdamW's moments now. Its first step would make them one by one, and running out of
+    memory between the two of a weight leaves a state that no later step can use.
+    """
+    for p in optimizer.param_groups[0]["params"]:
+        # The fused kernel reads the number of steps where the weights are.
+        optimizer.state[p] = {"step": torch.zeros((), device=local(p).device),
+                              "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+    return optimizer
+
+
+class MasterAdamW(torch.optim.AdamW):
+    """AdamW on float32 masters of bfloat16 or float16 weights; rounding that loses no step.
+
+    Pretrained weights lie on the grid of their dtype. Rounded to nearest, a weight would stay there
+    until its master has moved by half a unit, for hundreds of steps at 1e-6. Here each weight has a
+    threshold of its own, uniform between 0 and 1 unit, and rounds up where its master's remainder
+    reaches it. So a move by a hundredth of a unit moves one weight in a hundred by a whole unit: on
+    average what is meant arrives. The thresholds follow from the seed and never change: nothing is
+    random from step to step, and weights whose masters did not move are those of the start.
+    (Stochastic rounding, arXiv 2010.06192, draws at every step, and needs no masters.)
+
+    Masters and moments live at `home`. In host memory (--offload) gradients are added up on the
+    GPU, go over once per update, and rounded weights come back.
+    """
+
+    def __init__(self, weights, home, thresholds, seed, **how):
+        self.weights = weights
+        self.thresholds = thresholds
+        self.seed = seed
+        # Gradients below 6e-8 are 0 in float16: the loss is multiplied by this before backward().
+        self.loss_scale = 2.0**16 if weights[0].dtype == torch.float16 else 1.0
+        self.updates_since = 0  # a loss scale has been changed, or an update was skipped
+        self.arrived = math.nan
+        masters = [weight.detach().to(home, torch.float32, copy=True) for weight in weights]
+        super().__init__(masters, **how)
+        with_moments(self)
+        for weight in weights:
+            sum_in_float32(weight)
+        self.away = home != weights[0].device
+        if self.away:
+            self.grads = pinned_like(weights, torch.float32)
+            self.copies = pinned_like(weights, weights[0].dtype)
+
+    def unscale(self):
+        """Gradients of the loss itself, before they are clipped."""
+        for weight in self.weights:
+            if self.loss_scale != 1 and weight.grad is not None:
+                weight.grad /= self.loss_scale
 
     @torch.no_grad()
-    def copy_back(*_):
-        for i, (master, weight) in enumerate(zip(masters, weights)):
-            # Rounded to bfloat16 on the CPU: half as much goes over.
-            weight.copy_(copies[i].copy_(master) if away else master, non_blocking=True)
+    def step(self):
+        masters = self.param_groups[0]["params"]
+        for i, (master, weight) in enumerate(zip(masters, self.weights)):
+            if weight.grad is not None:
+                master.grad = weight.grad
+                if self.away:
+                    master.grad = self.grads[i].copy_(weight.grad, non_blocking=True)
+        if self.away and torch.cuda.is_available():
+            torch.cuda.synchronize()  # the CPU must not read gradients that are still on their way
+        before = self.looked_at()
+        super().step()
+        for master in masters:
             master.grad = None
+        self.round()
+        meant, written = (new - old for new, old in zip(self.looked_at(), before))
+        self.arrived = projection(written, meant)
 
-    optimizer = torch.optim.AdamW(masters, **how)
-    optimizer.register_step_pre_hook(hand_over)
-    optimizer.register_step_post_hook(copy_back)
-    # The gradients are the weights' own.
-    optimizer.zero_grad = model.zero_grad
-    return optimizer
+    @torch.no_grad()
+    def round(self):
+        """The weights that compute, made anew from their masters."""
+        for i, (master, weight) in enumerate(zip(self.param_groups[0]["params"], self.weights)):
+            where = local(self.copies[i] if self.away else weight)
+            seed = (self.seed, "thresholds", i, rank()) if self.thresholds else None
+            round_into(where, local(master), seed)
+            if self.away:
+                weight.copy_(where, non_blocking=True)
+
+    def looked_at(self, few=2**14):
+        """Some of each tensor's numbers, in the masters and in the weights, for `arrived`."""
+        return [torch.cat([local(tensor).flatten()[:few] for tensor in tensors]).float().cpu()
+                for tensors in (self.param_groups[0]["params"], self.weights)]
+
+    def adapt_loss_scale(self, skipped):
+        """float16: half of it after an update that was not finite, twice it after 200 that were."""
+        self.updates_since = 0 if skipped else self.updates_since + 1
+        if skipped:
+            self.loss_scale = max(self.loss_scale / 2, 1.0)
+        elif self.loss_scale != 1 and self.updates_since % 200 == 0:
+            self.loss_scale *= 2
+
+    def zero_grad(self, set_to_none=True):
+        for weight in self.weights:
+            weight.grad = None
+
+
+def round_into(weight, master, seed=None):
+    """weight <- master, in the weight's dtype: by thresholds that follow from `seed`, or to nearest.
+
+    Both are contiguous and of one shape, `master` in float32.
+    """
+    if seed is None:
+        weight.copy_(master)
+        return
+    half = 1 << DROPPED_BITS[weight.dtype] - 1
+    generator = seeded(*seed, device=master.device)
+    # Pieces that stay in a CPU's cache; 64 random bits are the thresholds of four weights.
+    drawn = torch.empty(2**16, dtype=torch.int64, device=master.device)
+    for weight, master in zip(weight.view(-1).split(2**18), master.view(-1).split(2**18)):
+        drawn.random_(-2**63, None, generator=generator)
+        noise = drawn.view(torch.int16)[:len(master)] >> 16 - DROPPED_BITS[weight.dtype]
+        # The bits of a float32, read as an integer, grow with its size. The threshold is
+        # noise + half, from 0 to 1 unit; what is left below the unit is cut off.
+        bits = (master.view(torch.int32) + noise).add_(half).bitwise_and_(-2 * half)
+        weight.copy_(bits.view(torch.float32))
+
+
+def projection(written, meant):
+    """The share of a meant change (K,) that a written one has in its direction; 1: all of it."""
+    return float(written @ meant / (meant @ meant))
+
+
+def sum_in_float32(weight):
+    """The gradients of micro-batches are added up in float32, whatever the weight's dtype."""
+    if not hasattr(weight, "device_mesh"):
+        weight.grad_dtype = torch.float32
+        return
+
+    # FSDP adds up by itself, in the dtype of what stands in .grad, and calls this after each time.
+    def widen(weight):
+        weight.grad = weight.grad.float()
+
+    weight.grad_dtype = None  # any
+    weight.register_post_accumulate_grad_hook(widen)
+
+
+def pinned_like(tensors, dtype, slab=2**30):
+    """Empty tensors of these shapes in host memory that a GPU copies to and from without waiting.
+
+    Pinned blocks are rounded up to powers of two, each by itself: so these are parts of large ones.
+    """
+    found = []
+    rest = torch.empty(0)
+    for tensor in tensors:
+        n = tensor.numel()
+        if n > len(rest):
+            rest = torch.empty(max(slab // dtype.itemsize, n), dtype=dtype,
+                               pin_memory=torch.cuda.is_available())
+        found.append(rest[:n].view(tensor.shape))
+        rest = rest[n:]
+    return found
+
+
+def of_half_precision(optimizer, skipped):
+    """Metrics of weights with fewer bits than their masters; {} for float32."""
+    if not isinstance(optimizer, MasterAdamW):
+        return {}
+    scale = optimizer.loss_scale
+    optimizer.adapt_loss_scale(skipped)
+    return {"arrived": math.nan if skipped else optimizer.arrived, "loss_scale": scale}
+
+
+@torch.no_grad()
+def start_from_file(optimizer, model, s):
+    """Masters with all the digits of the model's files, which may hold more than its weights do."""
+    half = isinstance(optimizer, MasterAdamW)
+    if not half or AutoConfig.from_pretrained(s.model).dtype == model.dtype:
+        return
+    whole = {}
+    if rank() == 0:
+        whole = dict(AutoModelForCausalLM.from_pretrained(
+            s.model, dtype=torch.float32, use_safetensors=True).named_parameters())
+    for name, master in named_masters(model, optimizer):
+        # The other ranks bring an empty tensor of that shape, and get their shard of rank 0's.
+        master.copy_(sharded_like(master, whole.get(name, torch.empty(master.shape))))
+    optimizer.round()
 
 
 def with_smaller_micro_batches(function):
@@ -1633,8 +1791,8 @@ def local(tensor):
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def shard(whole, s, dtype):
-    """FSDP2 on every decoder layer and on the rest: shards in `dtype`, gathered as they compute.
+def shard(whole, s):
+    """FSDP2 on every decoder layer and on the rest: shards in the dtype that computes.
 
     `whole` is the model on rank 0, in host memory, and None elsewhere: no other rank ever holds
     more than its shards and one layer, or one tensor on its way.
@@ -1645,8 +1803,8 @@ def shard(whole, s, dtype):
         register_fsdp_forward_method,
     )
 
-    device, compute = choose_device(s)
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    device, dtype = choose_device(s)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     model = model_without_storage(s, dtype)
     switch_off_dropout(model)
     # Layer by layer: each gets storage and is sharded before the next one gets any.
@@ -1964,10 +2122,8 @@ class Run:
         except (SafetensorError, OSError, KeyError, TypeError, ValueError) as error:
             raise BadInput(f"--resume: {path} is torn, or not of this model "
                            f"({one_line(error)})") from None
-        # Where weights are bfloat16 copies of their masters, they still are those of the start.
-        weights = dict(model.named_parameters())
-        for name, master in named_masters(model, optimizer):
-            weights[name].copy_(master)
+        if isinstance(optimizer, MasterAdamW):
+            optimizer.round()  # the weights are still those of the start
         self.last_checkpoint = f"of step {self.step}, whole"
         on_rank_0(self.forget_after, self.step)
 
@@ -2193,15 +2349,20 @@ def load(s):
                        "processes")
     whole = policy_model
     if world() > 1:
-        policy_model = shard(whole, s, torch.float32)
+        policy_model = shard(whole, s)
+    optimizer = None
+    if not s.eval_only:
+        optimizer = make_optimizer(policy_model, s)
+        start_from_file(optimizer, policy_model, s)
     # The reference is the policy as it starts, frozen.
     ref_model = None
     if s.kl_coef and not s.eval_only:
-        ref_model = shard(whole, s, choose_device(s)[1]) if world() > 1 else copy.deepcopy(whole)
+        ref_model = shard(whole, s) if world() > 1 else copy.deepcopy(policy_model)
         ref_model.requires_grad_(False)
+        follow(ref_model, policy_model)
     return SimpleNamespace(
         policy_model=policy_model, ref_model=ref_model, tokenizer=tokenizer, reward_of=reward_of,
-        optimizer=None if s.eval_only else make_optimizer(policy_model, s),
+        optimizer=optimizer,
         problems=problems, eval_problems=eval_problems,
         reward_model=reward_model if s.renew_reference else None,  # if it is trained further
         sampler=load_sampler(s, tokenizer, problems + eval_problems, reply))
