@@ -28,7 +28,7 @@ import signal
 import sys
 import threading
 import time
-from functools import partial, wraps
+from functools import lru_cache, partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -634,8 +634,14 @@ def show(bar, metrics, run):
 # The known failures of GRPO runs, as they show in the metrics, and the flag that is the remedy
 
 
-def symptoms(history):
+# By how much a ratio may be off 1 before the first update: rounding, of the largest of all tokens
+NORMAL_RATIO_ERROR = {torch.float32: 0.1, torch.float16: 0.2, torch.bfloat16: 1.0}
+
+
+def symptoms(history, dtype=torch.float32):
     """Metrics of the steps so far -> {what: one line with the number and the remedy}. Pure.
+
+    `dtype` is that of the weights that compute.
 
     Numbers are means over the last ten steps, so that an episode is told once.
     """
@@ -671,7 +677,8 @@ def symptoms(history):
          "or is --lr too small to move it?"),
         ("flat", flat > 0.5, f"{flat:.0%} of the groups have no variance and teach nothing: "
          "--max-resample 3, harder problems, more --temperature"),
-        ("ratio", ratio > 0.1, f"before the first update a ratio is off 1 by {ratio:.2f}: sampler "
+        ("ratio", ratio > NORMAL_RATIO_ERROR[dtype],
+         f"before the first update a ratio is off 1 by {ratio:.2f}: sampler "
          "and trainer differ; --sampler-correction 2.0, --dtype float32"),
         ("entropy", entropy < 0.1 * mean_of("entropy", history[:5]),
          f"entropy {entropy:.4f} nats per token, a tenth of what it was: --clip-eps-high 0.28, "
@@ -810,7 +817,8 @@ class Settings:
     keep_best: bool = flag(False, "keep best/ too, by held-out accuracy")
     seed: int = flag(0, "of the problems' order and of the sampling", high=2**32)
     device: str = flag("auto", "cuda, mps or cpu; auto: the first of them that is there")
-    dtype: str = flag("auto", "auto: bfloat16 on CUDA, else float32", choices=DTYPES)
+    dtype: str = flag("auto", "of the weights that compute; auto: bfloat16 where that is fast",
+                      choices=DTYPES)
     rounding: str = flag("threshold", "of half-precision weights: each at a threshold of its own, "
                          "or to nearest, which loses small steps", choices=ROUNDINGS)
     threads: int = flag(0, "of the CPU; 0: torch's choice. Small models want 1", 0, 1024, free=True)
@@ -1051,7 +1059,33 @@ def choose_device(s):
         raise BadInput(f"--dtype bfloat16: {device} has no bfloat16")
     if s.dtype != "auto":
         return device, getattr(torch, s.dtype)
+    if device.type == "cpu":
+        return device, dtype_of_cpu(s.model)
     return device, torch.bfloat16 if on_cuda and has_bf16 else torch.float32
+
+
+@lru_cache
+def dtype_of_cpu(model):
+    """bfloat16 where this CPU multiplies it at least twice as fast as float32, in this model."""
+    with telling(f"--model {model}: no configuration of a language model:", of=Exception):
+        text = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
+        hidden = text.hidden_size
+    if hidden < 512:
+        return torch.float32  # a small model's time goes elsewhere
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        tokens = torch.ones(512, hidden, dtype=dtype)
+        weight = torch.ones(hidden, 4 * hidden, dtype=dtype)
+        times = [time.perf_counter()]
+        for _ in range(6):
+            tokens @ weight
+            times.append(time.perf_counter())
+        seconds[dtype] = min(later - sooner for sooner, later in zip(times, times[1:]))
+    faster = seconds[torch.float32] / seconds[torch.bfloat16]
+    chosen = torch.bfloat16 if faster >= 2 else torch.float32
+    say(f"--dtype auto: {chosen}, for this CPU multiplies bfloat16 {faster:.1f} times as fast as "
+        "float32")
+    return chosen
 
 
 def load_policy(s):
@@ -1282,24 +1316,25 @@ class MasterAdamW(torch.optim.AdamW):
 
 
 def round_into(weight, master, seed=None):
-    """weight <- master, in the weight's dtype: by thresholds that follow from `seed`, or to nearest.
+    """weight <- master in the weight's dtype: at thresholds that follow from `seed`, or to nearest.
 
     Both are contiguous and of one shape, `master` in float32.
     """
     if seed is None:
         weight.copy_(master)
         return
-    half = 1 << DROPPED_BITS[weight.dtype] - 1
+    dropped = DROPPED_BITS[weight.dtype]
+    half = 1 << dropped - 1
     generator = seeded(*seed, device=master.device)
     # Pieces that stay in a CPU's cache; 64 random bits are the thresholds of four weights.
     drawn = torch.empty(2**16, dtype=torch.int64, device=master.device)
-    for weight, master in zip(weight.view(-1).split(2**18), master.view(-1).split(2**18)):
+    for w, m in zip(weight.view(-1).split(2**18), master.view(-1).split(2**18)):
         drawn.random_(-2**63, None, generator=generator)
-        noise = drawn.view(torch.int16)[:len(master)] >> 16 - DROPPED_BITS[weight.dtype]
+        noise = drawn.view(torch.int16)[:len(m)] >> 16 - dropped
         # The bits of a float32, read as an integer, grow with its size. The threshold is
-        # noise + half, from 0 to 1 unit; what is left below the unit is cut off.
-        bits = (master.view(torch.int32) + noise).add_(half).bitwise_and_(-2 * half)
-        weight.copy_(bits.view(torch.float32))
+        # noise + half, from 0 to 1 unit; what then is less than a unit is cut off.
+        bits = (m.view(torch.int32) + noise).add_(half).bitwise_and_(-2 * half)
+        w.copy_(bits.view(torch.float32))
 
 
 def projection(written, meant):
@@ -1375,6 +1410,8 @@ MEMORY = ("offload", "gradient_checkpointing", "micro_batch_tokens")  # the flag
 def plan_memory(s):
     """Settings -> the same without `auto`: on CUDA the fastest that fits into what is free."""
     device, dtype = choose_device(s)
+    # Kept with the run: measured again, it might be another.
+    s = dataclasses.replace(s, dtype=str(dtype).removeprefix("torch."))
     ways = ways_to_save(s, device.type)
     if device.type == "cpu":
         return ways[0]  # it has memory enough
@@ -1671,6 +1708,7 @@ class Run:
         self.kl_coef = None
         self.best = None
         self.history = []
+        self.dtype = torch.float32
         # what is trained further beside the policy, and so belongs into the checkpoint
         self.reward_model = None
         self.ref_model = None
@@ -1739,9 +1777,10 @@ class Run:
         if "loss" in metrics:
             # From what the file holds, and from nothing else: a resumed run warns as one never
             # stopped.
-            known = symptoms(self.history) if self.history else {}
+            known = symptoms(self.history, self.dtype) if self.history else {}
             self.history.append(as_json(metrics))
-            new = [line for what, line in symptoms(self.history).items() if what not in known]
+            now = symptoms(self.history, self.dtype)
+            new = [line for what, line in now.items() if what not in known]
             if new:
                 metrics["warning"] = "; ".join(new)
                 say(f"step {self.step}: {metrics['warning']}", sys.stderr)
@@ -2094,6 +2133,7 @@ def train(parts, run, s):
 
 def begin(run, parts, s):
     """Restore what was saved, write what the run is, say what starts."""
+    run.dtype = parts.policy_model.dtype
     # Only what moves goes into the checkpoint; the first reference is the policy as it started.
     run.reward_model = parts.reward_model
     run.ref_model = parts.ref_model if s.renew_reference else None
@@ -2208,10 +2248,12 @@ def print_trace(parts, s):
             say(f"  y_{n + 1:<4} {word[:10]!r:13}" + "{:9.4f}{:9.4f}{:9.4f}{:8.4f}{:+9.4f}{:10.5f}"
                 .format(*columns[n, t].tolist()) + (" clipped" if clipped[n, t] else ""))
     moved = ((new - old) * A > 0)[mask]
+    arrived = f"; {metrics['arrived']:.0%} of it arrived" if "arrived" in metrics else ""
     say(f"\n[G] grpo_loss before the update {metrics['loss']:+.6f}, norm of its gradient "
-        f"{metrics['grad_norm']:.4f}; after optimizer.step at --lr {s.lr:g}\n    {moved.sum()} of "
-        f"{len(moved)} tokens have moved as their advantage says; the others share weights with "
-        "them\n\n[H] train_grpo: fresh answers from the policy as it is now, and again")
+        f"{metrics['grad_norm']:.4f}; after optimizer.step at --lr {s.lr:g}{arrived}\n    "
+        f"{moved.sum()} of {len(moved)} tokens have moved as their advantage says; the others "
+        "share weights with them\n\n"
+        "[H] train_grpo: fresh answers from the policy as it is now, and again")
 
 
 def keep_going(stream):

@@ -1,8 +1,19 @@
 """Weights with fewer bits than their masters: what is meant arrives, and nothing else does."""
 import pytest
 import torch
-from conftest import small_model
-from train import DROPPED_BITS, MasterAdamW, pinned_like, projection, round_into, sum_in_float32
+from conftest import FEW, TINY, curve, small_model, trains
+from safetensors.torch import load_file
+from transformers import Qwen2Config
+
+import train
+from train import (
+    DROPPED_BITS,
+    MasterAdamW,
+    pinned_like,
+    projection,
+    round_into,
+    with_moments,
+)
 
 HALF = sorted(DROPPED_BITS, key=str)
 
@@ -112,3 +123,118 @@ def test_bfloat16_follows_float32_where_rounding_to_nearest_stands_still():
     assert sum(arrived) / len(arrived) == pytest.approx(1, abs=0.1)
     assert float((stood * meant).sum() / meant.square().sum()) < 0.5
     assert sum(nearest) / len(nearest) < 0.6
+
+
+def test_the_loss_scale_of_float16():
+    """Halved after an update that is not finite, doubled after 200 that are; 1 in bfloat16."""
+    weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
+    optimizer = MasterAdamW([weight], torch.device("cpu"), True, 0)
+    assert optimizer.loss_scale == 2**16
+    for skipped in (True, True, False):
+        optimizer.adapt_loss_scale(skipped)
+    assert optimizer.loss_scale == 2**14
+    for _ in range(198):
+        optimizer.adapt_loss_scale(False)
+    assert optimizer.loss_scale == 2**14
+    optimizer.adapt_loss_scale(False)
+    assert optimizer.loss_scale == 2**15
+    for _ in range(40):
+        optimizer.adapt_loss_scale(True)
+    assert optimizer.loss_scale == 1, "it only makes gradients larger"
+
+    weight.grad = torch.full((4,), 2.0**15)
+    optimizer.loss_scale = 2.0**14
+    optimizer.unscale()
+    assert weight.grad.tolist() == [2.0] * 4
+    other = MasterAdamW([torch.nn.Parameter(weight.detach().bfloat16())], torch.device("cpu"), True,
+                        0)
+    other.adapt_loss_scale(True)
+    assert other.loss_scale == 1
+
+
+def test_gradients_too_small_for_float16_arrive():
+    """A loss of 1e-6 per weight: without the scale its gradients in float16 are 0."""
+    weight = torch.nn.Parameter(torch.full((64, 64), 0.02, dtype=torch.float16))
+    optimizer = MasterAdamW([weight], torch.device("cpu"), True, 0, lr=1e-4, weight_decay=0.0)
+    for scale, moves in ((1.0, False), (optimizer.loss_scale, True)):
+        optimizer.zero_grad()
+        before = weight.detach().clone()
+        value = (torch.eye(64, dtype=torch.float16) @ weight).float().sum() * 1e-8
+        (value * scale).backward()
+        optimizer.loss_scale = scale
+        optimizer.unscale()
+        optimizer.step()
+        assert torch.equal(before, weight) != moves
+
+
+def test_moments_are_there_before_the_first_step():
+    """Running out of memory in the first step leaves a state that the next try can use."""
+    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = MasterAdamW([weight], torch.device("cpu"), True, 0, fused=True)
+    state = optimizer.state[optimizer.param_groups[0]["params"][0]]
+    assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}
+    assert all(tensor.dtype == torch.float32 for tensor in state.values())
+    plain = torch.nn.Parameter(torch.ones(3))
+    optimizer = with_moments(torch.optim.AdamW([plain], fused=True))
+    assert optimizer.state[plain].keys() == state.keys()
+    other = torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], fused=True)
+    for adamw in (optimizer, other):
+        for p in adamw.param_groups[0]["params"]:
+            p.grad = torch.tensor([1.0, -2.0, 3.0])
+        adamw.step()
+    assert torch.equal(plain, other.param_groups[0]["params"][0]), "and the step is the same"
+
+
+def test_pinned_memory_comes_in_slabs():
+    """One block per tensor would be rounded up to a power of two, each."""
+    tensors = [torch.empty(5, 7), torch.empty(300), torch.empty(64), torch.empty(2)]
+    found = pinned_like(tensors, torch.bfloat16, slab=1024)
+    assert [tensor.shape for tensor in found] == [tensor.shape for tensor in tensors]
+    blocks = [tensor.untyped_storage() for tensor in found]
+    assert len({block.data_ptr() for block in blocks}) == 1 and blocks[0].nbytes() == 1024
+    for i, tensor in enumerate(found):
+        tensor.fill_(i)
+    assert [int(tensor.sum()) for tensor in found] == [0, 300, 128, 6], "no two overlap"
+    assert len(pinned_like([torch.empty(600)], torch.float32, slab=1024)[0]) == 600
+
+
+def test_masters_start_from_the_files_own_digits(tmp_path):
+    """The tiny policy's file holds float32; a bfloat16 policy must not begin from less."""
+    weights = load_file(TINY / "model.safetensors")
+    flags = [*FEW, "--dtype=bfloat16", "--steps=1", "--threads=1"]
+    parts = train.load(train.plan_memory(train.parse(flags)))
+    names = [name for name, _ in parts.policy_model.named_parameters()]
+    for name, master in zip(names, parts.optimizer.param_groups[0]["params"]):
+        assert torch.equal(master, weights[name]), name
+    for p, ref in zip(parts.policy_model.parameters(), parts.ref_model.parameters()):
+        assert p.dtype == torch.bfloat16 and torch.equal(p, ref), "the reference is the start"
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_half_precision_run_resumes_bit_for_bit(tmp_path, dtype):
+    flags = (*FEW, "--prompts-per-step=4", "--eval-limit=4", "--save-every=1", f"--dtype={dtype}")
+    trains(*flags, "--steps=4", f"--output={tmp_path / 'whole'}")
+    trains(*flags, "--steps=2", f"--output={tmp_path / 'parts'}")
+    trains(f"--resume={tmp_path / 'parts'}", "--steps=4")
+    ours, theirs = (load_file(tmp_path / name / "checkpoint" / "run.safetensors")
+                    for name in ("whole", "parts"))
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]) or name == "counters", name
+    rows = curve(tmp_path / "whole")
+    assert all(0.9 < row["arrived"] < 1.1 for row in rows[1:])
+    assert rows[-1]["loss_scale"] == (65536 if dtype == "float16" else 1)
+
+
+def test_auto_measures_a_cpu_on_large_models_only(monkeypatch, tmp_path):
+    small = Qwen2Config(hidden_size=64, num_attention_heads=4)
+    large = Qwen2Config(hidden_size=512, num_attention_heads=4)
+    small.save_pretrained(tmp_path / "small")
+    large.save_pretrained(tmp_path / "large")
+    for faster, expected in ((2.5, torch.bfloat16), (1.9, torch.float32)):
+        train.dtype_of_cpu.cache_clear()
+        # float32's seven looks at the clock, then bfloat16's
+        ticks = iter([*(faster * n for n in range(7)), *range(100, 107)])
+        monkeypatch.setattr(train.time, "perf_counter", lambda ticks=ticks: next(ticks))
+        assert train.dtype_of_cpu(str(tmp_path / "large")) == expected
+        assert train.dtype_of_cpu(str(tmp_path / "small")) == torch.float32
+    train.dtype_of_cpu.cache_clear()
