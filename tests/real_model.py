@@ -66,7 +66,7 @@ TEST = 100
 
 def one_step(rng):
     """Anna has 4 stamps and buys 9 more. How many stamps does Anna have now?"""
-    name, things, start = rng.choice(NAMES), rng.choice(THINGS), rng.randint(2, 50)
+    name, things, start = rng.choice(NAMES), rng.choice(THINGS), rng.randint(2, 20)
     words, equation, total = change(rng, start)
     question = f"{name} has {start} {things} and {words}. How many {things} does {name} have now?"
     return question, equation, total
@@ -74,7 +74,7 @@ def one_step(rng):
 
 def two_steps(rng):
     """Ben has 14 coins, finds 5 more and loses 8. How many coins does Ben have now?"""
-    name, things, start = rng.choice(NAMES), rng.choice(THINGS), rng.randint(2, 50)
+    name, things, start = rng.choice(NAMES), rng.choice(THINGS), rng.randint(2, 20)
     first, equation, between = change(rng, start)
     second, another, total = change(rng, between)
     question = (f"{name} has {start} {things}, {first} and {second}. "
@@ -85,7 +85,7 @@ def two_steps(rng):
 def comparison(rng):
     """Emma has 6 books. Carla has 5 more than Emma. How many books does Carla have?"""
     name, other = rng.sample(NAMES, 2)
-    things, start = rng.choice(THINGS), rng.randint(2, 50)
+    things, start = rng.choice(THINGS), rng.randint(2, 20)
     words, equation, total = change(rng, start, ["{} more"], ["{} fewer"])
     question = (f"{name} has {start} {things}. {other} has {words} than {name}. "
                 f"How many {things} does {other} have?")
@@ -93,8 +93,8 @@ def comparison(rng):
 
 
 def change(rng, total, gains=GAINS, losses=LOSSES):
-    """A change of 2 to 20, never below 0 -> its words, its equation, the new total."""
-    number = rng.randint(2, 20)
+    """A change by 2 to 9, never below 0 -> its words, its equation, the new total."""
+    number = rng.randint(2, 9)
     if number > total or rng.random() < 0.5:
         new = total + number
         return rng.choice(gains).format(number), f"{total} + {number} = {new}", new
@@ -102,27 +102,33 @@ def change(rng, total, gains=GAINS, losses=LOSSES):
     return rng.choice(losses).format(number), f"{total} - {number} = {new}", new
 
 
-def make_problems(n, seed=0):
-    """n problems with GSM8K's fields, the three kinds in turn; each sum comes once.
+KINDS = (one_step, two_steps, one_step, comparison)  # half of them are easy, for a small model
 
-    So whoever holds some of them out asks there for no sum that was trained on under another name.
+
+def make_problems(n, seed, without=()):
+    """n problems with GSM8K's fields, the kinds in turn, each question once.
+
+    Problems in `without` are held out: none of their sums is asked again, whoever it is told of.
     """
     rng = random.Random(seed)
+    held_out = {problem["answer"] for problem in without}
     problems = {}
     while len(problems) < n:
-        kind = (one_step, two_steps, comparison)[len(problems) % 3]
-        question, solution, answer = kind(rng)
-        problem = {"question": question, "answer": f"{solution}\n#### {answer}"}
-        problems.setdefault(solution, problem)
+        kind = KINDS[len(problems) % len(KINDS)]
+        question, solution, total = kind(rng)
+        answer = f"{solution}\n#### {total}"
+        if answer not in held_out:
+            problems[question] = {"question": question, "answer": answer}
     return list(problems.values())
 
 
 def write_task(task, model):
     """Problems, rewards and config.json into the folder `task` -> the path of config.json."""
     task.mkdir(parents=True, exist_ok=True)
-    problems = make_problems(TRAIN + TEST)
-    for name, part in (("test.jsonl", problems[:TEST]), ("train.jsonl", problems[TEST:])):
-        lines = [json.dumps(problem) + "\n" for problem in part]
+    test = make_problems(TEST, seed=1)
+    train = make_problems(TRAIN, seed=0, without=test)
+    for name, problems in (("test.jsonl", test), ("train.jsonl", train)):
+        lines = [json.dumps(problem) + "\n" for problem in problems]
         (task / name).write_text("".join(lines), encoding="utf-8")
     shutil.copy(HERE / "real_reward.py", task)
     config = task / "config.json"
