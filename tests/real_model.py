@@ -211,7 +211,6 @@ def convert(source, folder):
     config.rms_norm_eps = round(config.rms_norm_eps, 9)  # 1e-5, which GGUF keeps in float32
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     plain.load_state_dict(quantized.state_dict())
-    plain.generation_config = quantized.generation_config
     plain.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
