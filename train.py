@@ -378,7 +378,8 @@ def step_metrics(rollout, batch, updates, clock, s):
     """
     lengths = gathered(rollout.mask.sum(dim=1).float())                                # (N,)
     rewards = gathered(rollout.rewards)                                                # (N,)
-    known = known_of(gathered(rollout.rule_rewards))
+    known = gathered(rollout.rule_rewards)
+    known = known[~known.isnan()]  # NaN: no true answer is known
     groups = reward.is_right(known).view(-1, s.group_size)                             # (B, G)
     entropy = summed({"entropy": rollout.entropies.sum()})["entropy"]
     started, sampled, scored = clock
@@ -418,11 +419,6 @@ def step_metrics(rollout, batch, updates, clock, s):
         metrics[f"reward/{name}"] = values.nanmean()
         metrics[f"reward_std/{name}"] = (values - values.nanmean()).square().nanmean().sqrt()
     return {name: float(value) for name, value in metrics.items()}
-
-
-def known_of(rule_rewards):
-    """Without those that are NaN, because no true answer is known."""
-    return rule_rewards[~rule_rewards.isnan()]
 
 
 def mean(bools):
@@ -538,13 +534,10 @@ def renew(ref_model, policy_model, reward_model, step, s):
 
 
 def keep_best(model, tokenizer, s, run, figures):
-    """--keep-best: best/ beside final/, of the highest held-out accuracy so far.
-
-    Where no answers are known it is the mean of the user's own reward.
-    """
+    """--keep-best: best/ beside final/, of the highest held-out accuracy so far."""
     figure = figures["eval_accuracy"]
     if math.isnan(figure):
-        figure = figures.get("eval_reward", figure)
+        figure = figures["eval_reward"]  # no answers are known, so there is a reward of one's own
     if s.keep_best and (run.best is None or figure > run.best):
         run.best = figure
         save_final(model, tokenizer, s, run, "best")
@@ -606,7 +599,9 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
         # The policy has moved, and must not be saved as that of the step before.
         raise BadInput(error) from None
     responses, rewards, own = zip(*sum(found, []))
-    figures = {"eval_accuracy": float(mean(reward.is_right(known_of(torch.tensor(rewards)))))}
+    known = torch.tensor(rewards)
+    known = known[~known.isnan()]
+    figures = {"eval_accuracy": float(mean(reward.is_right(known)))}
     if reward_of:
         figures["eval_reward"] = sum(own) / len(own)
     return figures, list(responses)
@@ -714,11 +709,9 @@ def flag(default, help, low=0, high=BIG, kept=True, free=False, head=None, **how
     """A field of Settings. low, high: the bounds of a number. kept: config.json has it. free: a
     resumed run may change it. head: a group of flags begins here. `how` goes to add_argument.
     """
-    if default not in (None, ""):
-        help = f"{help} [{default}]"
+    how["help"] = help if default in (None, "") else f"{help} [{default}]"
     return dataclasses.field(default=default, metadata={
-        "low": low, "high": high, "kept": kept, "free": free or not kept, "head": head,
-        "how": {"help": help, **how}})
+        "bounds": (low, high), "kept": kept, "free": free or not kept, "head": head, "how": how})
 
 
 def path(text, folder=""):
@@ -844,25 +837,21 @@ def given_flags(argv, folder=""):
         elif field.type is path:
             how = {"type": partial(path, folder=folder)}
         elif field.type in (int, float):
-            how = {"type": number_of(field)}
+            how = {"type": partial(number, field)}
         group.add_argument(flag_of(field.name), **how, **field.metadata["how"])
     return vars(parser.parse_args(argv))
 
 
-def number_of(field):
-    """The type of a flag that is a number, for argparse, which tells what it raises."""
-    low = field.metadata["low"]
-    high = field.metadata["high"]
-
-    def number(text):
-        if text == field.default:
-            return text  # auto
+def number(field, text):
+    """A number within the field's bounds, for argparse, which tells what it raises."""
+    low, high = field.metadata["bounds"]
+    if text == field.default:
+        return text  # auto
+    with contextlib.suppress(ValueError):
         value = field.type(text)
-        if not low <= value <= high:  # NaN is not, either
-            raise argparse.ArgumentTypeError(f"{text} is not from {low} to {high}")
-        return value
-    number.__name__ = field.type.__name__  # argparse: invalid int value
-    return number
+        if low <= value <= high:  # NaN is not
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is no {field.type.__name__} from {low} to {high}")
 
 
 def flag_of(name):
@@ -1054,8 +1043,6 @@ def load_reward_model(s):
         found, report = reward.open_reward_model(s.reward_model, s.reward_model_lr,
                                                  choose_device(s)[0])
         sample.check_loaded(found.model, found.tokenizer, report)
-        if found.tokenizer.chat_template:  # tried here, for a template is foreign code
-            chat_prompt(found.tokenizer, {"question": "1 + 1"}, s.system_prompt)
     return found
 
 
@@ -1065,9 +1052,7 @@ def check_forms(model, s):
         forms = {**sample.forms_of(model), **logprob.forms_of(model)}
     lines = [f"{name} refused: {refused}" if refused else name for name, refused in forms.items()]
     say("fast forms: " + "; ".join(lines))
-    text = model.config.get_text_config()
-    if any(getattr(text, name, 0) for name in ("num_experts", "num_local_experts",
-                                               "n_routed_experts")):
+    if any("experts" in name for name in vars(model.config.get_text_config())):
         say("a mixture of experts: no balance or z-loss is added for its routers")
     return forms
 
@@ -1111,9 +1096,8 @@ def fitting(name, problems, tokenizer, s):
     longest = max((len(row) for row in ids if len(row) <= most), default=0)
     limit = logprob.length_limit(AutoConfig.from_pretrained(s.model))
     if longest + s.answer_tokens > limit:
-        turns = f", --max-turns {s.max_turns}" if s.reply else ""
-        raise BadInput(f"{name}: a prompt has {longest} tokens; with --max-new-tokens "
-                       f"{s.max_new_tokens}{turns} that is more than the model's {limit} "
+        raise BadInput(f"{name}: a prompt of {longest} tokens and {s.answer_tokens} of an answer "
+                       f"(--max-new-tokens, --max-turns) are more than the model's {limit} "
                        "positions; --max-prompt-tokens leaves such prompts out")
     return kept
 
@@ -1504,10 +1488,9 @@ class Run:
         self.folder = Path(folder) if folder and rank() == 0 else None
         self.lock = None
         self.tensorboard = None
-        self.begun = False  # config.json is written: there is a run to go on with
         self.signal = 0
         self.step = 0  # the one that was done last
-        self.saved = "none"  # what error lines say of the last checkpoint
+        self.saved = None  # what error lines say of the last checkpoint, once there is a run
         self.skipped = 0
         self.skipped_in_a_row = 0
         # of --kl-band, of --keep-best, and the metrics that symptoms() reads
@@ -1526,7 +1509,8 @@ class Run:
         name = s.output or f"runs/{Path(s.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
         # From the root, for a reward may go to another folder.
         self.folder = Path(os.path.abspath(name))
-        with telling(f"--output {name}: cannot be written:", of=OSError):
+        with telling(f"--output {name}: cannot be written, or another run writes there:",
+                     of=OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             # Looked at before anything is written: the folder may be somebody else's.
             begun = {path.name for path in self.folder.iterdir()} - {".lock", "unfinished"}
@@ -1534,8 +1518,10 @@ class Run:
                 raise BadInput(f"--output {name}: holds a run already; continue it (--resume) or "
                                "name another folder")
             self.lock = open(self.folder / ".lock", "w")
-            if not locked(self.lock):
-                raise BadInput(f"--output {name}: another run is writing there")
+            with contextlib.suppress(ImportError):  # Windows has none: there nobody is kept out
+                import fcntl
+                # This lock is gone with the process, however it ends.
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # What a kill or a full disk left half written may be as large as a checkpoint.
             shutil.rmtree(self.folder / "unfinished", ignore_errors=True)
         return str(self.folder)
@@ -1663,19 +1649,6 @@ class Run:
                 opened.close()
 
 
-def locked(file):
-    """Whether this process has the file to itself. The lock is gone with it, however it ends."""
-    try:
-        import fcntl
-    except ImportError:
-        return True  # Windows has none: there nobody is kept out
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def as_json(record):
     """NaN and Infinity are no JSON: null."""
     return {name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -1683,13 +1656,12 @@ def as_json(record):
 
 
 def reach_the_disk(path):
-    with open(path, "rb+") as file:
+    with open(path, "ab") as file:
         os.fsync(file.fileno())
 
 
-def inputs_of(run, s, tokenizer, problems, eval_problems):
-    """SHA-256 of what the run starts from, and versions: a resumed run must find the same."""
-    specs = [spec for spec in [*(s.reward or []), s.step_reward, s.reply] if spec and ":" in spec]
+def inputs_of(s, tokenizer, problems, eval_problems):
+    """SHA-256 of what a run starts from, and versions -> {name: text}."""
     found = {
         "--model: its weights": digest_of_files(s.model, "*.safetensors"),
         "--model: its configuration": digest_of_files(s.model, "config.json", "generation_*.json"),
@@ -1698,27 +1670,30 @@ def inputs_of(run, s, tokenizer, problems, eval_problems):
         "--data": digest(json.dumps(problems, sort_keys=True)),
         "--eval-data": digest(json.dumps(eval_problems, sort_keys=True)),
         "--reward-model": digest_of_files(s.reward_model, "*.safetensors", "*.json"),
-    }
-    # These may change, and it is said: a reward that failed ends a run, to be mended and resumed.
-    said = {
-        **{f"the file of {spec}": digest(Path(spec.rpartition(":")[0]).read_bytes())
-           for spec in specs},
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
-    saved = {}
+    for spec in (*(s.reward or ()), s.step_reward, s.reply):
+        if spec and ":" in spec:
+            found[spec] = digest(Path(spec.rpartition(":")[0]).read_bytes())
+    return found
+
+
+def check_inputs(run, found):
+    """--resume: BadInput that names what is not the same as when the run began."""
     file = run.folder / "inputs.json"
-    if s.resume and file.is_file():
+    saved = found
+    if file.is_file():
         with telling(f"{file}:", of=Exception):
             saved = dict(json.loads(file.read_text(encoding="utf-8")))
-    changed = [name for name, value in {**found, **said}.items() if saved.get(name, value) != value]
-    refused = [name for name in changed if name in found]
-    if refused:
-        raise BadInput(f"--resume: {', '.join(refused)}: not what the run in {run.name} started "
-                       "from, the content has changed")
-    for name in changed:
+    for name in found:
+        if saved.get(name) == found[name]:
+            continue
+        if name.startswith("--"):
+            raise BadInput(f"--resume: {name}: the content is not what the run in {run.name} "
+                           "started from")
+        # Versions may change, and so may a reward: one that failed ends a run, to be mended.
         say(f"{name} has changed since this run began")
-    return {**found, **said}
 
 
 def digest_of_files(model, *patterns):
@@ -1758,6 +1733,7 @@ def save_folder(model, tokenizer, run, name, weights=None):
 # (problems, random numbers, learning rate) follows from the step and the settings.
 
 COUNTERS = ("step", "skipped", "kl_coef", "best", "before")
+LOGS = ("samples.jsonl", "metrics.jsonl")
 
 
 def moving(run, model, optimizer):
@@ -1793,16 +1769,14 @@ def save_checkpoint(run, model, optimizer):
         # A tensor, too: the text may be long, and the header of the file has a limit.
         text = bytearray(json.dumps(counters).encode())
         tensors["counters"] = torch.frombuffer(text, dtype=torch.uint8)
-        # The lines of these steps first: a checkpoint ahead of them would leave a gap.
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            if (run.folder / name).is_file():
-                with run.writing(name):
-                    reach_the_disk(run.folder / name)
         with run.replacing("checkpoint/run.safetensors") as place:
+            # The lines of these steps first: a checkpoint ahead of them would leave a gap.
+            for name in LOGS:
+                reach_the_disk(run.folder / name)
             save_file(tensors, place)
             # safetensors writes for the owner alone, we for whom the umask says.
             shutil.copymode(run.folder / "config.json", place)
-    run.saved = f"of step {run.step}, whole"
+    run.saved = f"of step {run.step}"
 
 
 @torch.no_grad()
@@ -1827,13 +1801,13 @@ def load_checkpoint(run, model, optimizer):
                     state[key] = sharded_like(tensor, file.get_tensor(f"{key}/{name}"))
     if isinstance(optimizer, MasterAdamW):
         optimizer.copy_back()
-    run.saved = f"of step {run.step}, whole"
+    run.saved = f"of step {run.step}"
     on_rank_0(forget_after, run, run.step)
 
 
 def forget_after(run, step):
     """Lines of steps that the checkpoint has not seen are cut off, and will be written again."""
-    for name in ("samples.jsonl", "metrics.jsonl"):
+    for name in LOGS:
         path = run.folder / name
         # Behind the last end of a line stands nothing, or a line that a kill has cut off.
         lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
@@ -1893,7 +1867,7 @@ def main(argv=None):
         if out_of_memory(error):
             fault = ("out of memory: lower --prompts-per-step, --group-size, --max-new-tokens or "
                      "--micro-batch-tokens")
-        elif run.begun and world() > 1:  # gloo and NCCL raise this when a peer is gone
+        elif run.saved and world() > 1:  # gloo and NCCL raise this when a peer is gone
             # Any rank says so, for rank 0 may be the one that is gone.
             print(f"train.py: rank {rank()} lost another rank ({one_line(error)}); continue with: "
                   f"{run.go_on()}", file=sys.stderr)
@@ -1902,7 +1876,7 @@ def main(argv=None):
             raise
     finally:
         run.close()
-    way_on = f"; last checkpoint: {run.saved}; continue with: {run.go_on()}" if run.begun else ""
+    way_on = f"; last checkpoint: {run.saved}; continue with: {run.go_on()}" if run.saved else ""
     say(f"train.py: {fault}{way_on}", sys.stderr)
     return status
 
@@ -1937,15 +1911,16 @@ def begin(run, parts, s):
     # Only what moves goes into the checkpoint; the first reference is the policy as it started.
     run.reward_model = parts.reward_model
     run.ref_model = parts.ref_model if s.renew_reference else None
-    inputs = on_rank_0(inputs_of, run, s, parts.tokenizer, parts.problems, parts.eval_problems)
+    inputs = inputs_of(s, parts.tokenizer, parts.problems, parts.eval_problems)
     if s.resume:
+        on_rank_0(check_inputs, run, inputs)
         load_checkpoint(run, parts.policy_model, parts.optimizer)
         if s.steps < run.step:
             raise BadInput(f"--steps {s.steps}: the run in {run.name} stands at step {run.step}")
     kept = {name: getattr(s, name) for name in FIELDS if FIELDS[name].metadata["kept"]}
     run.write_json("config.json", {name: v for name, v in kept.items() if v is not None})
     run.write_json("inputs.json", inputs)
-    run.begun = True
+    run.saved = run.saved or "none"
     if run.folder:
         run.open_tensorboard()
     n = sum(p.numel() for p in parts.policy_model.parameters())
