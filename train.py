@@ -1171,7 +1171,11 @@ def plan_memory(s):
     model = model_without_storage(s, dtype)
     free = torch.cuda.mem_get_info(device)[0]
     for way in ways:
-        counted = sum(memory(way, model).values())
+        try:
+            counted = sum(memory(way, model).values())
+        except AttributeError as error:  # a family whose layers are of another kind
+            say(f"memory cannot be counted ({error}): the leanest settings")
+            return ways[-1]
         # A tenth is left for what is not counted: CUDA itself, the allocator's fragments.
         if counted < 0.9 * free:
             break
@@ -1201,12 +1205,14 @@ def model_without_storage(s, dtype):
 
 
 def memory(s, model):
-    """What one process holds on its GPU: {what: bytes}. What a layer keeps is an estimate."""
+    """What one process holds on its GPU: {what: bytes}; `model` may be on the meta device."""
     text = model.config.get_text_config()
     hidden = text.hidden_size
     layers = text.num_hidden_layers
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    # Heads may be wider together than the hidden states are, as Qwen3-4B's.
     head_dim = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
+    queries = text.num_attention_heads * head_dim
+    keys = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head_dim
     size = model.dtype.itemsize
     n = sum(p.numel() for p in model.parameters())
     mine = n // world()
@@ -1214,9 +1220,13 @@ def memory(s, model):
     apart = world() == 1 and model.dtype != torch.float32
     there = not (apart and s.offload)
     rows = s.prompts_per_step * s.group_size // world()
-    # So many numbers per token a layer keeps for its backward pass; under checkpointing its input
-    # alone, and one layer at a time is computed again.
-    kept = 14 * hidden + 4 * (getattr(text, "intermediate_size", None) or 4 * hidden)
+    # So many numbers per token a layer keeps for its backward pass: of two norms, of the MLP, of the
+    # attention, and of norms of queries and keys where it has them.
+    kept = 8 * hidden + 4 * (getattr(text, "intermediate_size", None) or 4 * hidden)
+    kept += 5 * queries + keys
+    if any("q_norm" in name for name, _ in model.named_parameters()):
+        kept += 3 * (queries + keys)
+    # Under checkpointing each keeps its input alone, and one at a time is computed again.
     kept = kept + layers * hidden if s.gradient_checkpointing else layers * kept
     judge = reward.reward_model_size(s.reward_model) if s.reward_model else 0
     return {
@@ -1226,7 +1236,7 @@ def memory(s, model):
         "AdamW's two moments": 8 * mine if there else 0,
         "gradients, float32": 4 * mine,
         "reward model": judge * (16 if s.renew_reference else 4),
-        "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * layers * heads * head_dim * size,
+        "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * layers * keys * size,
         "kept for the backward pass": s.micro_batch_tokens * kept * size,
         # 2^28 at a time at most, their gradient, and the head's
         "logits": 12 * min(2**28, s.micro_batch_tokens * text.vocab_size)
