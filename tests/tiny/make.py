@@ -197,7 +197,8 @@ def judged_answers(model, tokenizer, problems, seed):
     prompts = [render(tokenizer, problem["question"]) for problem in problems]
     truths = [problem["answer"].split()[-1] for problem in problems]
     generator = torch.Generator().manual_seed(seed)
-    rollout = sample_groups(model, tokenizer, prompts, 8, SETTINGS["max_new_tokens"], 1.0, generator)
+    limit = SETTINGS["max_new_tokens"]
+    rollout = sample_groups(model, tokenizer, prompts, 8, limit, 1.0, generator)
     rewards = reward.score_responses(rollout.responses, truths, 8).tolist()
     return list(zip([p for p in prompts for _ in range(8)], rollout.responses, rewards))
 
