@@ -1568,6 +1568,11 @@ def full(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+def local(tensor):
+    """This rank's shard of it."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 def sharded_like(p, tensor):
     """The whole tensor on p's device; this rank's shard of it where p is sharded."""
     tensor = tensor.to(p.device, copy=True)  # or it would stay a view of the file

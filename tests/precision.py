@@ -1,0 +1,137 @@
+"""What arrives of a step in bfloat16 and float16: the README's two tables, on a real model.
+
+    python tests/real_model.py                  # makes the model and its problems, once
+    python tests/precision.py --steps 15        # five trainings, then the tables
+
+The five trainings are one: same model, problems and seed; float32, and bfloat16 and float16 with
+weights that are rounded to nearest or each at a threshold of its own. Then the float32 run's whole
+change of the weights, and parts of it, are rounded in these four ways: the first table says how
+much of what they mean for the log-probs of answer tokens arrives. `--only table` asks for that
+alone, of a float32 run that is there already.
+"""
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import train  # noqa: E402
+from logprob import token_logprobs  # noqa: E402
+from reward import load_problems  # noqa: E402
+from sample import chat_prompt, open_policy, sample_groups  # noqa: E402
+
+WAYS = [("float32", "nearest"), ("bfloat16", "nearest"), ("bfloat16", "threshold"),
+        ("float16", "nearest"), ("float16", "threshold")]
+PARTS = (0.01, 0.1, 0.25, 1.0)
+
+
+def rounded(weights, dtype, rounding):
+    """{name: float32} -> the same, rounded to `dtype` and back."""
+    found = {}
+    for i, (name, weight) in enumerate(weights.items()):
+        half = torch.empty(weight.shape, dtype=dtype)
+        train.round_into(half, weight, (0, i) if rounding == "threshold" else None)
+        found[name] = half.float()
+    return found
+
+
+@torch.no_grad()
+def logprobs_under(model, weights, rollout):
+    """The log-probs (M,) of the rollout's answer tokens, computed in float32 and kept in float64."""
+    for name, p in model.named_parameters():
+        p.copy_(weights[name])
+    found = [token_logprobs(model, rollout.input_ids[n:n + 8], rollout.labels[n:n + 8])
+             for n in range(0, len(rollout.labels), 8)]
+    return torch.cat(found)[rollout.mask].double()
+
+
+def print_arrivals(settings, end):
+    """Of the change from the start to `end`, how much arrives; the start lies on bfloat16's grid."""
+    model, tokenizer = open_policy(settings.model, "cpu", torch.float32)
+    problems = load_problems(settings.eval_data, need_answer=False)[:32]
+    prompts = [chat_prompt(tokenizer, problem, settings.system_prompt) for problem in problems]
+    rollout = sample_groups(model, tokenizer, prompts, 1, settings.max_new_tokens, 1.0,
+                            torch.Generator().manual_seed(0))
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    start = rounded(start, torch.bfloat16, "nearest")
+    final, _ = open_policy(end, "cpu", torch.float32)
+    change = {name: p.detach() - start[name] for name, p in final.named_parameters()}
+    before = logprobs_under(model, start, rollout)
+    print(f"{len(before)} answer tokens\n\n| part of the run's change | meant, rms nats | "
+          + " | ".join(f"{dtype}, {how}" for dtype, how in WAYS[1:]) + " |\n"
+          + "| --- " * (1 + len(WAYS)) + "|")
+    for part in PARTS:
+        moved = {name: start[name] + part * change[name] for name in start}
+        meant = logprobs_under(model, moved, rollout) - before
+        cells = []
+        for dtype, rounding in WAYS[1:]:
+            half = getattr(torch, dtype)
+            # float16 cannot hold the smallest of bfloat16's numbers: its own start
+            old = rounded(start, half, rounding)
+            new = rounded(moved, half, rounding)
+            arrived = (logprobs_under(model, new, rollout) - logprobs_under(model, old, rollout))
+            stayed = sum(int((new[name] == old[name]).sum()) for name in new)
+            stayed /= sum(weight.numel() for weight in new.values())
+            share = float(arrived @ meant / (meant @ meant))
+            alike = float(torch.corrcoef(torch.stack((arrived, meant)))[0, 1])
+            cells.append(f"{share:.1%} ({alike:.3f}; {stayed:.1%} stay)")
+        rms = float(meant.square().mean().sqrt())
+        print(f"| {part:g} | {rms:.4f} | " + " | ".join(cells) + " |", flush=True)
+
+
+def trained(config, folder, dtype, rounding, steps):
+    """One training -> (the metrics of its steps, its CPU seconds)."""
+    if not (folder / "final").is_dir():
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        command = [sys.executable, ROOT / "train.py", f"--config={config}", f"--output={folder}",
+                   f"--steps={steps}", f"--dtype={dtype}", f"--rounding={rounding}", "--threads=1",
+                   f"--eval-every={steps}", f"--save-every={steps}"]
+        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        (folder / "cpu_seconds").write_text(f"{seconds:.1f}")
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return list(map(json.loads, lines))[1:], float((folder / "cpu_seconds").read_text())
+
+
+def print_curves(config, output, steps):
+    every = [step for step in range(1, steps + 1) if step == 1 or step % 3 == 0]
+    print("| weights | reward, steps " + ", ".join(map(str, every)) + " | KL, step 6 | `arrived` | "
+          "`sampler_ratio_error` | CPU seconds per step |\n" + "| --- " * 6 + "|")
+    for dtype, rounding in WAYS:
+        rows, seconds = trained(config, output / f"{dtype}-{rounding}", dtype, rounding, steps)
+        curve = ", ".join(f"{rows[step - 1]['reward_mean']:.2f}" for step in every)
+        # A share of nothing in a step whose groups are all flat
+        arrived = [row["arrived"] for row in rows if row.get("arrived") is not None]
+        arrived = f"{sum(arrived) / len(arrived):.1%}" if arrived else "-"
+        errors = [row["sampler_ratio_error"] for row in rows]
+        print(f"| {dtype}, {rounding} | {curve} | {rows[5]['approx_kl']:.4f} | {arrived} | "
+              f"{sum(errors) / len(errors):.5f} (at most {max(errors):.5f}) | "
+              f"{seconds / steps:.0f} |", flush=True)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", default=ROOT / "runs" / "smollm2-sums" / "config.json",
+                        help="of train.py; default: the one that tests/real_model.py writes")
+    parser.add_argument("--output", type=Path, default=ROOT / "runs" / "precision",
+                        help="folder of the trainings; finished ones are not run again")
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--only", choices=("table", "curves"))
+    args = parser.parse_args(argv)
+    settings = train.parse([f"--config={args.config}"])
+    torch.set_num_threads(1)
+    if args.only != "table":
+        print_curves(args.config, args.output, args.steps)
+    if args.only != "curves":
+        print_arrivals(settings, args.output / "float32-nearest" / "final")
+
+
+if __name__ == "__main__":
+    main()
