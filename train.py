@@ -1213,7 +1213,7 @@ class MasterAdamW(torch.optim.AdamW):
     def unscale(self):
         """Gradients of the loss itself, before they are clipped."""
         for weight in self.weights:
-            if self.loss_scale != 1 and weight.grad is not None:
+            if weight.grad is not None:
                 weight.grad /= self.loss_scale
 
     @torch.no_grad()
@@ -1232,7 +1232,7 @@ class MasterAdamW(torch.optim.AdamW):
             master.grad = None
         self.round()
         meant, written = (new - old for new, old in zip(self.looked_at(), before))
-        self.arrived = projection(written, meant)
+        self.arrived = float(written @ meant / (meant @ meant))
 
     @torch.no_grad()
     def round(self):
@@ -1245,7 +1245,10 @@ class MasterAdamW(torch.optim.AdamW):
                 weight.copy_(where, non_blocking=True)
 
     def looked_at(self, few=2**14):
-        """Some of each tensor's numbers, in the masters and in the weights, for `arrived`."""
+        """Some numbers of each tensor, of the masters and of the weights.
+
+        `arrived` is the share of the meant change that the written one has in its direction.
+        """
         return [torch.cat([local(tensor).flatten()[:few] for tensor in tensors]).float().cpu()
                 for tensors in (self.param_groups[0]["params"], self.weights)]
 
@@ -1282,11 +1285,6 @@ def round_into(weight, master, seed=None):
         # noise + half, from 0 to 1 unit; what then is less than a unit is cut off.
         bits = (m.view(torch.int32) + noise).add_(half).bitwise_and_(-2 * half)
         w.copy_(bits.view(torch.float32))
-
-
-def projection(written, meant):
-    """The share of a meant change (K,) that a written one has in its direction; 1: all of it."""
-    return float(written @ meant / (meant @ meant))
 
 
 def sum_in_float32(weight):

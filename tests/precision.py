@@ -43,7 +43,7 @@ def rounded(weights, dtype, rounding):
 
 @torch.no_grad()
 def logprobs_under(model, weights, rollout):
-    """The log-probs (M,) of the rollout's answer tokens, computed in float32 and kept in float64."""
+    """The log-probs (M,) of the rollout's answer tokens, of weights in float32."""
     for name, p in model.named_parameters():
         p.copy_(weights[name])
     found = [token_logprobs(model, rollout.input_ids[n:n + 8], rollout.labels[n:n + 8])
@@ -52,7 +52,7 @@ def logprobs_under(model, weights, rollout):
 
 
 def print_arrivals(settings, end):
-    """Of the change from the start to `end`, how much arrives; the start lies on bfloat16's grid."""
+    """How much arrives of the change from the start, on bfloat16's grid, to `end`."""
     model, tokenizer = open_policy(settings.model, "cpu", torch.float32)
     problems = load_problems(settings.eval_data, need_answer=False)[:32]
     prompts = [chat_prompt(tokenizer, problem, settings.system_prompt) for problem in problems]

@@ -10,7 +10,6 @@ from train import (
     DROPPED_BITS,
     MasterAdamW,
     pinned_like,
-    projection,
     round_into,
     with_moments,
 )
@@ -30,6 +29,11 @@ def unit_of(numbers, dtype):
     """The distance from each number to the next one of its dtype, away from 0."""
     bits = numbers.view(torch.int32) + (1 << DROPPED_BITS[dtype])
     return (bits.view(torch.float32) - numbers).abs()
+
+
+def projection(written, meant):
+    """The share of a meant change that a written one has in its direction."""
+    return float(written @ meant / (meant @ meant))
 
 
 def rounded(masters, dtype, seed=(1, "thresholds", 0, 0)):
