@@ -394,7 +394,7 @@ def step_metrics(rollout, rewards, rule_rewards, updates, clock, s):
     metrics["skipped_updates"] = sum(u["skipped_updates"] for u in updates)
     if s.max_resample:
         metrics["resampled_groups"] = summed({"n": rollout.resampled})["n"]
-    for name, values in vars(rollout).get("reward_parts", {}).items():
+    for name, values in (rollout.reward_parts or {}).items():
         values = gathered(values)  # NaN where this reward does not apply
         metrics[f"reward/{name}"] = values.nanmean()
         metrics[f"reward_std/{name}"] = (values - values.nanmean()).square().nanmean().sqrt()

@@ -19,12 +19,12 @@ import sample
 from logprob import token_logprobs
 from sample import (
     IGNORE,
-    Decoder,
-    decode,
-    decode_fast,
+    OwnStep,
+    PlainStep,
+    Rollout,
     draw,
-    draw_fast,
     forms_of,
+    own_step,
     sample_around,
     sample_conversations,
     sample_groups,
@@ -483,19 +483,17 @@ def capture(*args):
 @pytest.fixture
 def graphs(monkeypatch):
     """The loop as CUDA runs it, without its graphs -> the row counts of the captured steps."""
-    monkeypatch.setattr(Decoder, "capture", capture)
+    monkeypatch.setattr(OwnStep, "capture", capture)
     monkeypatch.setattr(Replay, "captured", [])
     monkeypatch.setattr(Replay, "replayed", [])
-    monkeypatch.setattr(
-        sample, "fastest_form", lambda model: lambda *args: decode_fast(*args, graphs=True)
-    )
+    monkeypatch.setattr(sample, "fastest_form", lambda model: partial(own_step, graphs=True))
     return Replay.captured
 
 
 def plainly(monkeypatch, *args):
     """The rollout of the plain loop."""
     with monkeypatch.context() as patch:
-        patch.setattr(sample, "fastest_form", lambda model: decode)
+        patch.setattr(sample, "fastest_form", lambda model: PlainStep)
         return sample_groups(*args)
 
 
@@ -552,7 +550,7 @@ def test_the_decoder_is_kept_and_released(monkeypatch, graphs):
     model = member("qwen2").double()
     model.generation_config.eos_token_id = [END, 7, 40]
     sample_groups(model, TOKENIZER, PROMPTS, 6, 30, 1.0, seeded())
-    kept, captured = sample.DECODERS[model], len(graphs)
+    kept, captured = sample.KEPT[model], len(graphs)
     for layer in kept.layers:
         layer.past.fill_(torch.nan)
     for prompts, G, T in ((PROMPTS, 6, 30), (PROMPTS[1:2], 5, 12), (PROMPTS[2:], 7, 30)):
@@ -560,7 +558,7 @@ def test_the_decoder_is_kept_and_released(monkeypatch, graphs):
         assert_same_rollout(
             sample_groups(*args, seeded(1)), plainly(monkeypatch, *args, seeded(1)), 1e-5
         )
-        assert sample.DECODERS[model] is kept
+        assert sample.KEPT[model] is kept
     assert len(graphs) <= captured + 3 and set(graphs) <= {24, 12, 6, 3, 1}  # no shape twice
     assert len(graphs) == len(set(graphs))
 
@@ -568,32 +566,32 @@ def test_the_decoder_is_kept_and_released(monkeypatch, graphs):
         model.model.layers[0].mlp.down_proj.weight.mul_(0.5)
     args = model, TOKENIZER, PROMPTS, 6, 30, 1.0
     assert_same_rollout(sample_groups(*args, seeded()), plainly(monkeypatch, *args, seeded()), 1e-5)
-    assert sample.DECODERS[model] is kept
+    assert sample.KEPT[model] is kept
 
     down = model.model.layers[0].mlp.down_proj
     down.weight = torch.nn.Parameter(
         down.weight.detach().clone()
     )  # a graph would read the old ones
     sample_groups(*args, seeded())
-    assert sample.DECODERS[model] is not kept
+    assert sample.KEPT[model] is not kept
     sample_groups(model, TOKENIZER, PROMPTS, 7, 30, 1.0, seeded())  # 28 rows: no room for them
-    assert sample.DECODERS[model].N == 28
+    assert sample.KEPT[model].N == 28
     sample.release(model)
     sample.release(model)
-    assert model not in sample.DECODERS
+    assert model not in sample.KEPT
 
 
 def test_few_keys_and_many(monkeypatch):
     """On a CPU another kernel takes over where a row has more than 64 keys."""
     model = member("qwen2").double()
     model.generation_config.eos_token_id = [END]
-    lengths, real = [], sample.Decoder.attend
+    lengths, real = [], sample.OwnStep.attend
 
     def attend(self, q, keys, values, own, scale):
         lengths.append(own.shape[3])
         return real(self, q, keys, values, own, scale)
 
-    monkeypatch.setattr(sample.Decoder, "attend", attend)
+    monkeypatch.setattr(sample.OwnStep, "attend", attend)
     args = model, TOKENIZER, PROMPTS, 3, 80, 1.0
     assert_same_rollout(
         sample_groups(*args, seeded()), plainly(monkeypatch, *args, seeded()), 1e-5
@@ -607,8 +605,8 @@ def test_the_ladder_of_row_counts(graphs):
     model = small_model("llama")
     prompt = sample.prefill(model, [[3, 4, 5]])[:2]
     for form in (True, False):
-        decoder = Decoder(model, 20, 64, form)
-        decoder.fill(copy.deepcopy(prompt[0]), prompt[1].expand(20, 3), 20)
+        decoder = OwnStep(model, 20, 64, form)
+        decoder.fill(copy.deepcopy(prompt[0]), prompt[1], 20)
         for n in (1, 2, 3, 5, 6, 10, 11, 20):
             assert decoder.run(torch.full((n,), 6)).shape == (n, V)
     assert graphs == [1, 2, 5, 10, 20] and Replay.replayed == [1, 2, 5, 5, 10, 10, 20, 20]
@@ -618,14 +616,14 @@ def test_the_ladder_of_row_counts(graphs):
 def test_without_graphs_nothing_is_kept(name):
     model = member(name)
     sample_groups(model, TOKENIZER, PROMPTS, 3, 5, 1.0, seeded())
-    assert model not in sample.DECODERS
+    assert model not in sample.KEPT
 
 
 @pytest.mark.parametrize(
     "ended", [[], [0], [8], [0, 1, 2], [3, 8], [7, 8], [0, 2, 4, 6, 8], list(range(8))]
 )
 def test_few_rows_move_when_rows_end(ended):
-    decoder = Decoder(small_model("llama"), 9, 4, graphs=False)
+    decoder = OwnStep(small_model("llama"), 9, 4, graphs=False)
     decoder.length = 3
     rows = torch.arange(9)
     for layer in decoder.layers:
@@ -634,7 +632,7 @@ def test_few_rows_move_when_rows_end(ended):
     decoder.padding[:9] = rows
     decoder.bias.copy_(rows[:, None, None, None].expand_as(decoder.bias))
     n = 9 - len(ended)
-    places = decoder.close_up(torch.isin(rows, torch.tensor(ended, dtype=torch.long)), n)
+    places = decoder.keep(~torch.isin(rows, torch.tensor(ended, dtype=torch.long)))
     assert set(places.tolist()) == set(range(9)) - set(ended) and len(places) == n
     assert int((places != rows[:n]).sum()) <= len(ended)  # the others stay where they are
     for layer in decoder.layers:
@@ -710,7 +708,7 @@ def test_an_adapter_is_not_stepped_over():
 def test_a_wrong_form_is_refused_and_not_taken(monkeypatch):
     model = small_model("llama")
     plain = plainly(monkeypatch, model, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded())
-    monkeypatch.setattr(sample.F, "rms_norm", lambda x, shape, weight, eps: x * weight)
+    monkeypatch.setattr(sample.F, "rms_norm", lambda x, *_: x)
     assert forms_of(model)["own decode step"].startswith("off by")
     assert same(sample_groups(model, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded()), plain)
 
@@ -719,7 +717,7 @@ def test_a_form_that_fails_is_refused_in_one_line(monkeypatch):
     def fails(*args):
         raise RuntimeError("no kernel\nfor this\ncard")
 
-    monkeypatch.setattr(Decoder, "step", fails)
+    monkeypatch.setattr(OwnStep, "step", fails)
     assert forms_of(small_model("llama")) == {"own decode step": "no kernel"}
 
 
@@ -734,7 +732,7 @@ def test_memory_that_runs_out_is_raised(monkeypatch, error):
     def fails(*args):
         raise error
 
-    monkeypatch.setattr(Decoder, "step", fails)
+    monkeypatch.setattr(OwnStep, "step", fails)
     with pytest.raises(type(error)):
         forms_of(small_model("llama"))
 
@@ -757,7 +755,7 @@ def test_the_check_leaves_no_trace(model):
     small = small_model("qwen2")
     torch.set_rng_state(state)
     forms_of(small)
-    assert torch.equal(torch.get_rng_state(), state) and small not in sample.DECODERS
+    assert torch.equal(torch.get_rng_state(), state) and small not in sample.KEPT
     assert all(p.grad is None for p in small.parameters())
 
 
@@ -923,13 +921,13 @@ def test_conversations(tiny):
     torch.testing.assert_close(rollout.logprobs, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", [decode, decode_fast, partial(decode_fast, graphs=True)])
+@pytest.mark.parametrize("form", [PlainStep, own_step, partial(own_step, graphs=True)])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "smollm3"])
 def test_a_kept_prefix_gives_what_a_run_from_the_start_gives(name, form, monkeypatch):
     model = member(name).double()
     model.generation_config.eos_token_id = [END, 7, 40, 41, 42, 43]
     monkeypatch.setattr(sample, "fastest_form", lambda model: form)
-    monkeypatch.setattr(Decoder, "capture", capture)
+    monkeypatch.setattr(OwnStep, "capture", capture)
     kept = talked(model)
     assert_same_rollout(kept, from_the_start(monkeypatch, model), 1e-6)
     assert set(turns_of(kept)) == {2, 3, 4}  # rows leave, the others have many lengths
@@ -1032,7 +1030,7 @@ def test_what_is_no_conversation(model, changes, says):
 
 def test_one_end_token_stands_between_turns():
     """The policy's own, or the template's where the limit cut the answer."""
-    ends = torch.tensor([END, 7])
+    ends = [END, 7]
     between = partial(sample.ids_between_turns, talk_tokenizer(), "w9 w9")
     assert between(5, ends) == [END, START, 9, 9, 3]
     assert between(END, ends) == between(7, ends) == [START, 9, 9, 3]
@@ -1059,8 +1057,8 @@ def by_chance(form):
     return drawn
 
 
-# below 1024 words `draw_fast` leaves it to `draw`, unless it is told not to
-plain, fast = by_chance(draw), by_chance(partial(draw_fast, few=0))
+# below 1024 words the running sum has one level, unless `draw` is told otherwise
+plain, fast = by_chance(draw), by_chance(partial(draw, few=0))
 DRAWS = [plain, fast]
 
 
@@ -1093,7 +1091,7 @@ def test_u_is_a_place_in_the_running_sum(words, temperature):
     head = float(above[words // 2])
     u = torch.linspace(0, 1, 201, dtype=torch.double)[:-1] + 1e-3
     u = torch.cat((u, head + (1 - head) * u, torch.tensor([0.0, 1 - 2**-53])))
-    tokens, logprobs = draw_fast(logits.expand(len(u), words), temperature, u, few=0)
+    tokens, logprobs = draw(logits.expand(len(u), words), temperature, u, few=0)
     near = 1e-5 * (1 - head)
     assert (above[tokens] - p[tokens] - near <= u).all() and (u <= above[tokens] + near).all()
     assert (tokens[200:400] > words // 2).all() and len(tokens.unique()) > min(words // 3, 100)
@@ -1148,7 +1146,7 @@ def test_the_ends_of_the_running_sum(words, first, last):
     """The smallest and the largest u meet words that have a probability."""
     logits = torch.full((2, words), -torch.inf)
     logits[:, first : last + 1] = torch.randn(last + 1 - first, generator=seeded())
-    tokens, _ = draw_fast(logits, 1.0, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64), few=0)
+    tokens, _ = draw(logits, 1.0, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64), few=0)
     assert tokens.tolist() == [first, last]
 
 
