@@ -308,8 +308,9 @@ def same_memory(x):
 
 
 @contextlib.contextmanager
-def capture(gpu, graph, pool=None, **_):
+def capture(gpu, graph, pool=None, stream=None, **_):
     """Stands for torch.cuda.graph."""
+    graph.stream = stream
     graph.handle = object() if pool is None else pool
     gpu.graphs.append(graph)
     kernels = gpu.kernels

@@ -8,10 +8,12 @@ import shutil
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SMALL, small_model
+from conftest import SMALL, TINY, small_model
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -31,7 +33,6 @@ from sample import (
     uniform_numbers,
 )
 
-ROOT = Path(sample.__file__).resolve().parent
 V, PAD, END, START = SMALL["vocab_size"], 0, 1, 2
 PROMPTS = ["w5 w9 w12", "w7", " ".join(f"w{i}" for i in range(20, 33)), "w60 w3 w3 w41 w8 w17"]
 
@@ -227,9 +228,86 @@ def test_special_tokens_stay_visible(model):
     assert "<pad>" in said and "<start>" in said and "<end>" not in said
 
 
-def test_what_training_fills_in_is_none(model):
+def test_what_later_stages_find_is_none(model):
     rollout = sample_groups(model, TOKENIZER, PROMPTS, 2, 3, 1.0, seeded())
-    assert (rollout.old_logprobs, rollout.ref_logprobs, rollout.entropies) == (None, None, None)
+    assert all(getattr(rollout, f.name) is None for f in fields(rollout)[6:])
+    assert torch.equal(rollout.mask, rollout.labels[:, 1:] != IGNORE) and rollout.mask.any()
+
+
+def filled(N, S, seed, flat=True):
+    """A Rollout with a value of its own in every place of every field."""
+
+    def numbers(*shape):
+        return torch.rand(shape, generator=seeded(seed)) + seed
+
+    return Rollout(
+        (numbers(N, S) * 100).long(),
+        (numbers(N, S) * 100 + 50).long(),
+        numbers(N, S - 1),
+        [f"{seed}, {n}" for n in range(N)],
+        numbers(N) > seed + 0.5,
+        torch.arange(N) // 2,
+        rewards=numbers(N) + 1,
+        rule_rewards=numbers(N) + 2,
+        reward_parts={"a": numbers(N) + 3, "b": numbers(N) + 4},
+        step_rewards=[[(n, 0.5)] for n in range(N)],
+        judged=[{"row": n} for n in range(N)],
+        advantages=numbers(N) + 5 if flat else numbers(N, S - 1) + 5,
+        old_logprobs=numbers(N, S - 1) + 6,
+        ref_logprobs=numbers(N, S - 1) + 7,
+        entropies=numbers(N, S - 1) + 8,
+    )
+
+
+def rows_of(value, rows):
+    """Some rows of a field, one by one."""
+    if isinstance(value, dict):
+        return {name: rows_of(part, rows) for name, part in value.items()}
+    return [value[n].tolist() if isinstance(value, torch.Tensor) else value[n] for n in rows]
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("rows", [[2, 0], [3], [0, 1, 2, 3], [1, 1]])
+def test_take(rows, flat):
+    rollout = filled(4, 7, 1, flat)
+    for width in (None, 5):
+        part = rollout.take(rows, width)
+        for f in fields(rollout):
+            value, found = getattr(rollout, f.name), getattr(part, f.name)
+            if isinstance(value, torch.Tensor) and value.ndim == 2 and width:
+                value = value[:, :5] if value.shape[1] == 7 else value[:, :4]
+            assert rows_of(found, range(len(rows))) == rows_of(value, rows), f.name
+        assert part.mask.shape == part.logprobs.shape
+
+
+@pytest.mark.parametrize("widths", [(7, 4), (4, 7), (5, 5)])
+@pytest.mark.parametrize("flat", [True, False])
+def test_join(widths, flat):
+    """Each row ends in padding where the other rollout is longer: -100 in labels, else 0."""
+    a, b = filled(2, widths[0], 1, flat), filled(3, widths[1], 2, flat)
+    both = a.join(b)
+    S = max(widths)
+    for f in fields(both):
+        values = [getattr(part, f.name) for part in (a, b)]
+        found = getattr(both, f.name)
+        if isinstance(found, torch.Tensor) and found.ndim == 2:
+            assert found.dtype == values[0].dtype
+            assert found.shape == (5, S if f.name in ("input_ids", "labels") else S - 1)
+            blank = IGNORE if f.name == "labels" else 0
+            values = [
+                [row + [blank] * (found.shape[1] - len(row)) for row in value.tolist()]
+                for value in values
+            ]
+        pairs = [(found, values)]
+        if isinstance(found, dict):
+            pairs = [(found[name], [value[name] for value in values]) for name in ("a", "b")]
+        for found, (first, second) in pairs:
+            expected = rows_of(first, range(2)) + rows_of(second, range(3))
+            assert rows_of(found, range(5)) == expected, f.name
+    for name in ("rewards", "reward_parts", "judged", "advantages"):
+        lacking = replace(b, **{name: None})
+        assert getattr(a.join(lacking), name) is None and getattr(lacking.join(a), name) is None
+        assert getattr(lacking.take([0]), name) is None
 
 
 def test_no_start_token_is_added(model):
@@ -593,9 +671,7 @@ def test_few_keys_and_many(monkeypatch):
 
     monkeypatch.setattr(sample.OwnStep, "attend", attend)
     args = model, TOKENIZER, PROMPTS, 3, 80, 1.0
-    assert_same_rollout(
-        sample_groups(*args, seeded()), plainly(monkeypatch, *args, seeded()), 1e-5
-    )
+    assert_same_rollout(sample_groups(*args, seeded()), plainly(monkeypatch, *args, seeded()), 1e-5)
     assert min(lengths) < 64 < max(lengths)
 
 
@@ -832,9 +908,7 @@ def test_sampling_around_the_best(model, config, best, cut):
 )
 def test_what_cannot_be_sampled_around(model, group_size, best, cut):
     with pytest.raises(ValueError) as error:
-        sample_around(
-            model, TOKENIZER, PROMPTS, group_size, rewards_of=None, best=best, cut=cut
-        )
+        sample_around(model, TOKENIZER, PROMPTS, group_size, rewards_of=None, best=best, cut=cut)
     assert "\n" not in str(error.value)
 
 
@@ -1216,10 +1290,13 @@ def test_a_prompt_is_the_template_around_the_problem(tiny):
     )
 
 
-@pytest.mark.parametrize("of", [
-    lambda text: {"question": text},
-    lambda text: {"messages": [{"role": "user", "content": text}]},
-])
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda text: {"question": text},
+        lambda text: {"messages": [{"role": "user", "content": text}]},
+    ],
+)
 def test_special_tokens_in_a_question_stay_text(tiny, of):
     prompt = sample.chat_prompt(tiny[1], of("Anna <|end|><|assistant|> has"), "")
     ids = tiny[1](prompt, add_special_tokens=False).input_ids
@@ -1278,35 +1355,41 @@ def test_tiny(tiny):
 
 
 @pytest.fixture
-def final(tmp_path):
-    """A model folder as a run leaves it -> a function that writes its recipe."""
-    shutil.copytree(ROOT / "tests" / "tiny", tmp_path / "final")
+def run(tmp_path):
+    """A run's folder -> a function that writes its config.json."""
+    shutil.copytree(TINY, tmp_path / "final")
 
-    def write(recipe):
-        (tmp_path / "final" / "recipe.json").write_text(json.dumps(recipe))
-        return f"--model={tmp_path / 'final'}"
+    def write(config):
+        text = config if isinstance(config, str) else json.dumps(config)
+        (tmp_path / "config.json").write_text(text)
+        return f"--model={tmp_path}"
 
     return write
 
 
-def test_script_takes_a_runs_settings(run_here, final):
-    """The recipe gives the defaults, and the command line wins."""
-    model = final(
-        {"max-new-tokens": 3, "temperature": 0, "lr": 1, "system-prompt": "", "data": "none"}
-    )
+def test_script_takes_a_runs_settings(run_here, run):
+    """The run's config.json gives the defaults, and the command line wins."""
+    model = run({"max-new-tokens": 3, "temperature": 0, "lr": 1, "system-prompt": "", "data": "x"})
     answers = run_here("sample.py", model, "--group-size=4").strip().split("\n\n")[1:]
     assert len({answer.split(maxsplit=1)[1] for answer in answers}) == 1
     assert all(int(answer.split()[1]) <= 3 for answer in answers)
-    answers = run_here(
+    printed = run_here(
         "sample.py", model, "--group-size=20", "--max-new-tokens=2", "--temperature=3"
-    ).split("\n\n")[1:]
+    )
+    answers = printed.split("\n\n")[1:]
     assert len({answer.split(maxsplit=1)[1] for answer in answers}) > 1
     assert all(int(answer.split()[1]) <= 2 for answer in answers)
 
 
-def test_script_says_the_system_prompt(run_here, final):
-    arguments = final({"system-prompt": "Anna"}), "--group-size=1", "--max-new-tokens=1", "Bob ?"
-    template = Path(arguments[0].split("=")[1], "chat_template.jinja")
+def test_a_model_folder_brings_no_settings(run_here, run):
+    model = Path(run({}).partition("=")[2], "final")
+    (model / "recipe.json").write_text('{"max-new-tokens": 1}')
+    assert "cut at the limit" not in run_here("sample.py", f"--model={model}", "--temperature=0")
+
+
+def test_script_says_the_system_prompt(run_here, run):
+    arguments = run({"system-prompt": "Anna"}), "--group-size=1", "--max-new-tokens=1", "Bob ?"
+    template = Path(arguments[0].partition("=")[2], "final", "chat_template.jinja")
     template.write_text("{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}")
     assert "system : Anna user : Bob ?" in run_here("sample.py", *arguments)
     assert "system : Eve user : Bob ?" in run_here("sample.py", *arguments, "--system-prompt=Eve")
@@ -1314,18 +1397,26 @@ def test_script_says_the_system_prompt(run_here, final):
 
 
 @pytest.mark.parametrize(
-    "recipe, says",
+    "config, says",
     [
-        ({"max-new-tokens": "many"}, "max-new-tokens is 'many'"),
-        ({"system-prompt": 3}, "system-prompt is 3"),
-        ({"temperature": [1]}, "temperature is [1]"),
+        ({"max-new-tokens": "many"}, "config.json: max-new-tokens is 'many'"),
+        ({"max-new-tokens": True}, "config.json: max-new-tokens is True"),
+        ({"system-prompt": 3}, "config.json: system-prompt is 3"),
+        ({"temperature": [1]}, "config.json: temperature is [1]"),
         ({"temperature": -1}, "temperature -1"),
-        (["temperature"], "recipe.json: not an object of flags and values"),
+        (["temperature"], "config.json: not an object of flags and values"),
+        ("{", "config.json: Expecting"),
     ],
 )
-def test_script_refuses_a_recipe_in_one_line(run_here, final, recipe, says):
-    said = run_here("sample.py", final(recipe), status=2)
+def test_script_refuses_a_config_in_one_line(run_here, run, config, says):
+    said = run_here("sample.py", run(config), status=2)
     assert said.startswith("sample.py: ") and says in said and said.count("\n") == 1
+
+
+def test_script_needs_a_runs_config(run_here, run):
+    folder = Path(run({}).partition("=")[2])
+    (folder / "config.json").unlink()
+    assert "config.json" in run_here("sample.py", f"--model={folder}", status=2)
 
 
 @pytest.mark.parametrize(
@@ -1343,16 +1434,85 @@ def test_script_refuses_in_one_line(run_here, arguments):
     assert said.startswith("sample.py: ") and said.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "file, text",
-    [("model.safetensors", "torn"), ("tokenizer.json", "{}"), ("config.json", '{"model_type": 3}')],
-)
-def test_script_refuses_a_broken_folder_in_one_line(run_here, tmp_path, file, text):
-    folder = tmp_path / "model"
-    shutil.copytree(Path(__file__).parent / "tiny", folder)
-    (folder / file).write_text(text)
+@pytest.fixture
+def folder(tmp_path):
+    return Path(shutil.copytree(TINY, tmp_path / "model"))
+
+
+def changed(file, change):
+    """A fault: this JSON file of the folder after `change`."""
+
+    def apply(folder):
+        values = json.loads((folder / file).read_text())
+        change(values)
+        (folder / file).write_text(json.dumps(values))
+
+    return apply
+
+
+def weights(change):
+    """A fault: the folder's weights after `change`."""
+
+    def apply(folder):
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return apply
+
+
+def without_end(folder):
+    for file in ("generation_config.json", "config.json"):
+        changed(file, lambda values: values.update(eos_token_id=None))(folder)
+    changed("tokenizer_config.json", lambda values: values.update(eos_token=None))(folder)
+
+
+NORM = "model.norm.weight"
+FAULTS = {
+    "torn weights": (lambda f: (f / "model.safetensors").write_text("torn"), ""),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), ""),
+    "no config": (lambda f: (f / "config.json").write_text('{"model_type": 3}'), ""),
+    "pickled": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), ""),
+    "lacking": (weights(lambda w: w.pop(NORM)), f"lack weights: {NORM}, 1 in all"),
+    "a shape": (weights(lambda w: w.update({NORM: torch.ones(3)})), "weights of another shape"),
+    "a layer": (
+        weights(lambda w: w.update({"model.layers.7.input_layernorm.weight": w[NORM] + 0})),
+        "layers that its config.json does not know: model.layers.7.",
+    ),
+    "NaN": (weights(lambda w: w[NORM].fill_(torch.nan)), f"not finite: {NORM}, 1 in all"),
+    "padding": (
+        changed("tokenizer_config.json", lambda v: v.update(pad_token="<|more|>")),
+        "ids beyond its 57 embeddings: 57, 1 in all",
+    ),
+    "template": (lambda f: (f / "chat_template.jinja").unlink(), "has no chat template"),
+    "no end": (without_end, "names an end token"),
+}
+
+
+@pytest.mark.parametrize("fault, says", FAULTS.values(), ids=FAULTS)
+def test_a_folder_that_cannot_be_used_is_one_line(run_here, folder, fault, says):
+    fault(folder)
     (line,) = run_here("sample.py", f"--model={folder}", status=2).splitlines()
-    assert line.startswith(f"sample.py: --model {folder}: cannot be used (")
+    assert line.startswith(f"sample.py: --model {folder}: cannot be loaded: ") and says in line
+
+
+def test_a_tokenizer_without_words(tiny):
+    nothing = SimpleNamespace(get_vocab=dict, pad_token_id=None, name_or_path="x")
+    report = dict(missing_keys=[], mismatched_keys=[], unexpected_keys=["vision.tower"])
+    sample.check_loaded(*tiny, report)
+    with pytest.raises(ValueError, match="no words"):
+        sample.check_loaded(tiny[0], nothing, report)
+
+
+def test_open_policy(folder, tiny):
+    """In the dtype that is asked for, without dropout, ready for sampling."""
+    changed("config.json", lambda values: values.update(attention_dropout=0.5))(folder)
+    model, tokenizer = sample.open_policy(str(folder), "cpu", torch.bfloat16)
+    assert model.dtype == torch.bfloat16 and not model.training and tokenizer.chat_template
+    assert model.config.attention_dropout == 0
+    assert all(getattr(part, "attention_dropout", 0) == 0 for part in model.modules())
+    model, _ = sample.open_policy(str(folder))
+    assert all(map(torch.equal, model.parameters(), tiny[0].parameters()))
 
 
 def test_script_draws_a_group(run_here, tiny):
