@@ -310,6 +310,14 @@ def test_join(widths, flat):
         assert getattr(lacking.take([0]), name) is None
 
 
+def test_a_broken_logprob_is_not_hidden():
+    rows = [[([5, 6], None), ([7, END], [math.nan, -1.0])], [([5], None), ([END], [0.0])]]
+    rollout = sample.to_rollout(TOKENIZER, rows, [END], 2, torch.device("cpu"))
+    assert rollout.labels.tolist() == [[IGNORE, IGNORE, 7, END], [IGNORE, END, IGNORE, IGNORE]]
+    assert rollout.logprobs[0, 1].isnan() and rollout.logprobs[0, 2] == -1
+    assert rollout.finished.all() and rollout.responses == ["w7", ""]
+
+
 def test_no_start_token_is_added(model):
     assert TOKENIZER("w5").input_ids == [START, 5]
     rollout = sample_groups(model, TOKENIZER, ["w5", "<start> w5"], 1, 2, 1.0, seeded())
