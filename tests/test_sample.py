@@ -690,7 +690,7 @@ def test_the_ladder_of_row_counts(graphs):
     prompt = sample.prefill(model, [[3, 4, 5]])[:2]
     for form in (True, False):
         decoder = OwnStep(model, 20, 64, form)
-        decoder.fill(copy.deepcopy(prompt[0]), prompt[1], 20)
+        decoder.filled(copy.deepcopy(prompt[0]), prompt[1], 20)
         for n in (1, 2, 3, 5, 6, 10, 11, 20):
             assert decoder.run(torch.full((n,), 6)).shape == (n, V)
     assert graphs == [1, 2, 5, 10, 20] and Replay.replayed == [1, 2, 5, 5, 10, 10, 20, 20]
