@@ -296,7 +296,7 @@ def drawing(place, dtype):
     for when in ("first rollout", "weights have moved"):
         if dtype == torch.float32:
             chance = chance_of(place, len(prompts), CHECKED["group_size"], CHECKED["new_tokens"])
-            plain = sample.decode(model, *sample.prefill(model, prompts), chance, 1.0, ends)
+            plain = sample.decode(model, prompts, chance, 1.0, ends, sample.PlainStep)
             plain = [ids for ids, _ in sample.cut_at_end(*plain, ends)]
             fast = [ids for ids, _ in sample.write_answers(model, prompts, chance, 1.0, ends)]
             same = sum(a == b for a, b in zip(plain, fast))
@@ -432,7 +432,7 @@ def seconds_to_write(place, model, group_size, T):
     """Prefill and T tokens for each row."""
     size = place.size
     prompts = torch.randint(2, size["vocab"], (size["prompts"], size["prompt_length"])).tolist()
-    ends = torch.tensor([1], device=place.device)
+    ends = [1]
     chance = chance_of(place, size["prompts"], group_size, T)
     start, _ = now()
     sample.write_answers(model, prompts, chance, 1.0, ends)

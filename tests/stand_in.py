@@ -308,8 +308,9 @@ def same_memory(x):
 
 
 @contextlib.contextmanager
-def capture(gpu, graph, pool=None, **_):
+def capture(gpu, graph, pool=None, stream=None, **_):
     """Stands for torch.cuda.graph."""
+    graph.stream = stream
     graph.handle = object() if pool is None else pool
     gpu.graphs.append(graph)
     kernels = gpu.kernels
@@ -486,6 +487,17 @@ def deep_copy(gpu, x, memo):
         return put(torch.Tensor.__deepcopy__(x, memo), "gpu")
 
 
+def product(gpu, x, y, out_dtype=None, **kwargs):
+    """torch.mm, on CUDA also with its sums in another dtype than its factors."""
+    if out_dtype is None:
+        return torch.ops.aten.mm(x, y, **kwargs)
+    if x.dtype not in HALF or out_dtype != torch.float32:
+        raise CudaError(f"out_dtype {out_dtype} for factors of {x.dtype}")
+    gpu.kernels += 1
+    with gpu.state(inside_kernel=True):
+        return x.float() @ y.float()
+
+
 def fused_norm(gpu, x, *args, **kwargs):
     gpu.kernels += 1
     with gpu.state(inside_kernel=True):
@@ -504,6 +516,7 @@ ANSWERS = {
     torch.Tensor.tolist: to_list,
     torch.Tensor.numpy: to_numpy,
     torch.Tensor.__deepcopy__: deep_copy,
+    torch.mm: product,
     scaled_dot_product_attention: sdpa,
     rms_norm: fused_norm,
     torch.rms_norm: fused_norm,

@@ -6,6 +6,7 @@ speed; kernels, waits and copies are counted, since those are what costs time on
 """
 import copy
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -325,6 +326,64 @@ def test_graphs_are_kept_and_see_weights_that_are_updated_in_place(granted, toke
     expected = drawn(model, tokenizer).input_ids
     assert torch.equal(second.input_ids, expected) and torch.equal(third.input_ids, expected)
     assert captured and len(gpu.graphs) == captured
+
+
+def test_rollouts_of_two_shapes_in_turn_share_their_graphs(granted, tokenizer, monkeypatch):
+    """The kept step grows to hold both; its old cache is gone before the new one is made."""
+    real, steps, held = sample.OwnStep.__init__, weakref.WeakSet(), []
+
+    def counted(self, *args):
+        held.append(sum(layer.past.nbytes for step in steps for layer in step.layers))
+        real(self, *args)
+        steps.add(self)
+
+    monkeypatch.setattr(sample.OwnStep, "__init__", counted)
+    captured = []
+    with stand_in.machine() as gpu:
+        model = random_policy(ends=[56]).to("cuda")
+        for _ in range(3):
+            for prompts, T in ((PROMPTS, 20), (PROMPTS[:2], 300)):
+                seed = torch.Generator().manual_seed(T)
+                chance = sample.uniform_numbers(seed, len(prompts), 4, T, model.device)
+                ids = [tokenizer(text, add_special_tokens=False).input_ids for text in prompts]
+                sample.write_answers(model, ids, chance, 1.0, [56])
+                captured.append(len(gpu.graphs))
+        assert held == [0, 0] and (kept := sample.KEPT[model]).N == 16 and kept.capacity >= 300
+        assert captured[1] > captured[0] and captured[2] > 0
+        assert captured[2:] == captured[2:3] * 4
+        # one stream for all captures of a step: cuBLAS's workspaces go with a graph of their stream
+        assert len({id(graph.stream) for graph in gpu.graphs[captured[0]:]}) == 1
+        assert gpu.graphs[0].stream is not gpu.graphs[-1].stream
+
+
+def test_one_token_needs_no_cache(granted, tokenizer, monkeypatch):
+    monkeypatch.setattr(sample.OwnStep, "__init__", None)            # not to be called
+    with stand_in.machine():
+        rollout = drawn(random_policy().to("cuda"), tokenizer, max_new_tokens=1)
+    assert (rollout.labels != -100).sum(dim=1).tolist() == [1] * 16
+
+
+def test_the_host_does_not_wait_for_every_row(granted, tokenizer):
+    """Neither for its text nor for its end: 56 more rows cost a few waits, as they leave."""
+    waits = {}
+    for group_size in (2, 16):
+        with stand_in.machine() as gpu:
+            chance = torch.Generator().manual_seed(0)
+            sample.sample_groups(random_policy(ends=[56]).to("cuda"), tokenizer, PROMPTS,
+                                 group_size, 2, 1.0, chance)
+        waits[group_size] = sum(gpu.waits.values())
+    assert waits[16] - waits[2] < 8, waits
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32])
+def test_logits_leave_the_head_in_float32(dtype):
+    with stand_in.machine():
+        model = random_policy(dtype).to("cuda")
+        with torch.no_grad():
+            h = torch.randn(3, 32).to(dtype).to("cuda")
+            logits = sample.OwnStep(model, 3, 8, False).logits(h)
+    expected = h.float() @ model.lm_head.weight.float().T
+    assert logits.dtype == torch.float32 and same(logits, expected, 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])

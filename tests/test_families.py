@@ -21,11 +21,6 @@ import logprob  # noqa: E402
 import sample  # noqa: E402
 from logprob import IGNORE, plain_logprobs, token_logprobs  # noqa: E402
 
-try:
-    from train import switch_off_dropout
-except ImportError:
-    switch_off_dropout = None
-
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
 DEEPSEEK = dict(EXPERTS, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, n_group=1,
                 topk_group=1)
@@ -190,12 +185,11 @@ def test_logprobs_and_gradients(name):
     compare(family(name), family(name))
 
 
-@pytest.mark.skipif(switch_off_dropout is None, reason="train.py does not switch dropout off")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_checkpointed_layers_without_dropout(name):
     """A layer is checkpointed in training mode only, and then its dropout would come back."""
     model = family(name, dropout=0.5)
-    switch_off_dropout(model)
+    sample.switch_off_dropout(model)
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.training = layer.gradient_checkpointing = True

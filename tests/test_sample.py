@@ -8,10 +8,12 @@ import shutil
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SMALL, small_model
+from conftest import SMALL, TINY, small_model
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -19,19 +21,18 @@ import sample
 from logprob import token_logprobs
 from sample import (
     IGNORE,
-    Decoder,
-    decode,
-    decode_fast,
+    OwnStep,
+    PlainStep,
+    Rollout,
     draw,
-    draw_fast,
     forms_of,
+    own_step,
     sample_around,
     sample_conversations,
     sample_groups,
     uniform_numbers,
 )
 
-ROOT = Path(sample.__file__).resolve().parent
 V, PAD, END, START = SMALL["vocab_size"], 0, 1, 2
 PROMPTS = ["w5 w9 w12", "w7", " ".join(f"w{i}" for i in range(20, 33)), "w60 w3 w3 w41 w8 w17"]
 
@@ -227,9 +228,94 @@ def test_special_tokens_stay_visible(model):
     assert "<pad>" in said and "<start>" in said and "<end>" not in said
 
 
-def test_what_training_fills_in_is_none(model):
+def test_what_later_stages_find_is_none(model):
     rollout = sample_groups(model, TOKENIZER, PROMPTS, 2, 3, 1.0, seeded())
-    assert (rollout.old_logprobs, rollout.ref_logprobs, rollout.entropies) == (None, None, None)
+    assert all(getattr(rollout, f.name) is None for f in fields(rollout)[6:])
+    assert torch.equal(rollout.mask, rollout.labels[:, 1:] != IGNORE) and rollout.mask.any()
+
+
+def filled(N, S, seed, flat=True):
+    """A Rollout with a value of its own in every place of every field."""
+
+    def numbers(*shape):
+        return torch.rand(shape, generator=seeded(seed)) + seed
+
+    return Rollout(
+        (numbers(N, S) * 100).long(),
+        (numbers(N, S) * 100 + 50).long(),
+        numbers(N, S - 1),
+        [f"{seed}, {n}" for n in range(N)],
+        numbers(N) > seed + 0.5,
+        torch.arange(N) // 2,
+        rewards=numbers(N) + 1,
+        rule_rewards=numbers(N) + 2,
+        reward_parts={"a": numbers(N) + 3, "b": numbers(N) + 4},
+        step_rewards=[[(n, 0.5)] for n in range(N)],
+        judged=[{"row": n} for n in range(N)],
+        advantages=numbers(N) + 5 if flat else numbers(N, S - 1) + 5,
+        old_logprobs=numbers(N, S - 1) + 6,
+        ref_logprobs=numbers(N, S - 1) + 7,
+        entropies=numbers(N, S - 1) + 8,
+    )
+
+
+def rows_of(value, rows):
+    """Some rows of a field, one by one."""
+    if isinstance(value, dict):
+        return {name: rows_of(part, rows) for name, part in value.items()}
+    return [value[n].tolist() if isinstance(value, torch.Tensor) else value[n] for n in rows]
+
+
+@pytest.mark.parametrize("flat", [True, False])
+@pytest.mark.parametrize("rows", [[2, 0], [3], [0, 1, 2, 3], [1, 1]])
+def test_take(rows, flat):
+    rollout = filled(4, 7, 1, flat)
+    for width in (None, 5):
+        part = rollout.take(rows, width)
+        for f in fields(rollout):
+            value, found = getattr(rollout, f.name), getattr(part, f.name)
+            if isinstance(value, torch.Tensor) and value.ndim == 2 and width:
+                value = value[:, :5] if value.shape[1] == 7 else value[:, :4]
+            assert rows_of(found, range(len(rows))) == rows_of(value, rows), f.name
+        assert part.mask.shape == part.logprobs.shape
+
+
+@pytest.mark.parametrize("widths", [(7, 4), (4, 7), (5, 5)])
+@pytest.mark.parametrize("flat", [True, False])
+def test_join(widths, flat):
+    """Each row ends in padding where the other rollout is longer: -100 in labels, else 0."""
+    a, b = filled(2, widths[0], 1, flat), filled(3, widths[1], 2, flat)
+    both = a.join(b)
+    S = max(widths)
+    for f in fields(both):
+        values = [getattr(part, f.name) for part in (a, b)]
+        found = getattr(both, f.name)
+        if isinstance(found, torch.Tensor) and found.ndim == 2:
+            assert found.dtype == values[0].dtype
+            assert found.shape == (5, S if f.name in ("input_ids", "labels") else S - 1)
+            blank = IGNORE if f.name == "labels" else 0
+            values = [
+                [row + [blank] * (found.shape[1] - len(row)) for row in value.tolist()]
+                for value in values
+            ]
+        pairs = [(found, values)]
+        if isinstance(found, dict):
+            pairs = [(found[name], [value[name] for value in values]) for name in ("a", "b")]
+        for found, (first, second) in pairs:
+            expected = rows_of(first, range(2)) + rows_of(second, range(3))
+            assert rows_of(found, range(5)) == expected, f.name
+    for name in ("rewards", "reward_parts", "judged", "advantages"):
+        lacking = replace(b, **{name: None})
+        assert getattr(a.join(lacking), name) is None and getattr(lacking.join(a), name) is None
+        assert getattr(lacking.take([0]), name) is None
+
+
+def test_a_broken_logprob_is_not_hidden():
+    rows = [[([5, 6], None), ([7, END], [math.nan, -1.0])], [([5], None), ([END], [0.0])]]
+    rollout = sample.to_rollout(TOKENIZER, rows, [END], 2, torch.device("cpu"))
+    assert rollout.labels.tolist() == [[IGNORE, IGNORE, 7, END], [IGNORE, END, IGNORE, IGNORE]]
+    assert rollout.logprobs[0, 1].isnan() and rollout.logprobs[0, 2] == -1
+    assert rollout.finished.all() and rollout.responses == ["w7", ""]
 
 
 def test_no_start_token_is_added(model):
@@ -483,19 +569,17 @@ def capture(*args):
 @pytest.fixture
 def graphs(monkeypatch):
     """The loop as CUDA runs it, without its graphs -> the row counts of the captured steps."""
-    monkeypatch.setattr(Decoder, "capture", capture)
+    monkeypatch.setattr(OwnStep, "capture", capture)
     monkeypatch.setattr(Replay, "captured", [])
     monkeypatch.setattr(Replay, "replayed", [])
-    monkeypatch.setattr(
-        sample, "fastest_form", lambda model: lambda *args: decode_fast(*args, graphs=True)
-    )
+    monkeypatch.setattr(sample, "fastest_form", lambda model: partial(own_step, graphs=True))
     return Replay.captured
 
 
 def plainly(monkeypatch, *args):
     """The rollout of the plain loop."""
     with monkeypatch.context() as patch:
-        patch.setattr(sample, "fastest_form", lambda model: decode)
+        patch.setattr(sample, "fastest_form", lambda model: PlainStep)
         return sample_groups(*args)
 
 
@@ -552,7 +636,7 @@ def test_the_decoder_is_kept_and_released(monkeypatch, graphs):
     model = member("qwen2").double()
     model.generation_config.eos_token_id = [END, 7, 40]
     sample_groups(model, TOKENIZER, PROMPTS, 6, 30, 1.0, seeded())
-    kept, captured = sample.DECODERS[model], len(graphs)
+    kept, captured = sample.KEPT[model], len(graphs)
     for layer in kept.layers:
         layer.past.fill_(torch.nan)
     for prompts, G, T in ((PROMPTS, 6, 30), (PROMPTS[1:2], 5, 12), (PROMPTS[2:], 7, 30)):
@@ -560,7 +644,7 @@ def test_the_decoder_is_kept_and_released(monkeypatch, graphs):
         assert_same_rollout(
             sample_groups(*args, seeded(1)), plainly(monkeypatch, *args, seeded(1)), 1e-5
         )
-        assert sample.DECODERS[model] is kept
+        assert sample.KEPT[model] is kept
     assert len(graphs) <= captured + 3 and set(graphs) <= {24, 12, 6, 3, 1}  # no shape twice
     assert len(graphs) == len(set(graphs))
 
@@ -568,36 +652,34 @@ def test_the_decoder_is_kept_and_released(monkeypatch, graphs):
         model.model.layers[0].mlp.down_proj.weight.mul_(0.5)
     args = model, TOKENIZER, PROMPTS, 6, 30, 1.0
     assert_same_rollout(sample_groups(*args, seeded()), plainly(monkeypatch, *args, seeded()), 1e-5)
-    assert sample.DECODERS[model] is kept
+    assert sample.KEPT[model] is kept
 
     down = model.model.layers[0].mlp.down_proj
     down.weight = torch.nn.Parameter(
         down.weight.detach().clone()
     )  # a graph would read the old ones
     sample_groups(*args, seeded())
-    assert sample.DECODERS[model] is not kept
+    assert sample.KEPT[model] is not kept
     sample_groups(model, TOKENIZER, PROMPTS, 7, 30, 1.0, seeded())  # 28 rows: no room for them
-    assert sample.DECODERS[model].N == 28
+    assert sample.KEPT[model].N == 28
     sample.release(model)
     sample.release(model)
-    assert model not in sample.DECODERS
+    assert model not in sample.KEPT
 
 
 def test_few_keys_and_many(monkeypatch):
     """On a CPU another kernel takes over where a row has more than 64 keys."""
     model = member("qwen2").double()
     model.generation_config.eos_token_id = [END]
-    lengths, real = [], sample.Decoder.attend
+    lengths, real = [], sample.OwnStep.attend
 
     def attend(self, q, keys, values, own, scale):
         lengths.append(own.shape[3])
         return real(self, q, keys, values, own, scale)
 
-    monkeypatch.setattr(sample.Decoder, "attend", attend)
+    monkeypatch.setattr(sample.OwnStep, "attend", attend)
     args = model, TOKENIZER, PROMPTS, 3, 80, 1.0
-    assert_same_rollout(
-        sample_groups(*args, seeded()), plainly(monkeypatch, *args, seeded()), 1e-5
-    )
+    assert_same_rollout(sample_groups(*args, seeded()), plainly(monkeypatch, *args, seeded()), 1e-5)
     assert min(lengths) < 64 < max(lengths)
 
 
@@ -607,8 +689,8 @@ def test_the_ladder_of_row_counts(graphs):
     model = small_model("llama")
     prompt = sample.prefill(model, [[3, 4, 5]])[:2]
     for form in (True, False):
-        decoder = Decoder(model, 20, 64, form)
-        decoder.fill(copy.deepcopy(prompt[0]), prompt[1].expand(20, 3), 20)
+        decoder = OwnStep(model, 20, 64, form)
+        decoder.filled(copy.deepcopy(prompt[0]), prompt[1], 20)
         for n in (1, 2, 3, 5, 6, 10, 11, 20):
             assert decoder.run(torch.full((n,), 6)).shape == (n, V)
     assert graphs == [1, 2, 5, 10, 20] and Replay.replayed == [1, 2, 5, 5, 10, 10, 20, 20]
@@ -618,14 +700,14 @@ def test_the_ladder_of_row_counts(graphs):
 def test_without_graphs_nothing_is_kept(name):
     model = member(name)
     sample_groups(model, TOKENIZER, PROMPTS, 3, 5, 1.0, seeded())
-    assert model not in sample.DECODERS
+    assert model not in sample.KEPT
 
 
 @pytest.mark.parametrize(
     "ended", [[], [0], [8], [0, 1, 2], [3, 8], [7, 8], [0, 2, 4, 6, 8], list(range(8))]
 )
 def test_few_rows_move_when_rows_end(ended):
-    decoder = Decoder(small_model("llama"), 9, 4, graphs=False)
+    decoder = OwnStep(small_model("llama"), 9, 4, graphs=False)
     decoder.length = 3
     rows = torch.arange(9)
     for layer in decoder.layers:
@@ -634,7 +716,7 @@ def test_few_rows_move_when_rows_end(ended):
     decoder.padding[:9] = rows
     decoder.bias.copy_(rows[:, None, None, None].expand_as(decoder.bias))
     n = 9 - len(ended)
-    places = decoder.close_up(torch.isin(rows, torch.tensor(ended, dtype=torch.long)), n)
+    places = decoder.keep(~torch.isin(rows, torch.tensor(ended, dtype=torch.long)))
     assert set(places.tolist()) == set(range(9)) - set(ended) and len(places) == n
     assert int((places != rows[:n]).sum()) <= len(ended)  # the others stay where they are
     for layer in decoder.layers:
@@ -710,7 +792,7 @@ def test_an_adapter_is_not_stepped_over():
 def test_a_wrong_form_is_refused_and_not_taken(monkeypatch):
     model = small_model("llama")
     plain = plainly(monkeypatch, model, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded())
-    monkeypatch.setattr(sample.F, "rms_norm", lambda x, shape, weight, eps: x * weight)
+    monkeypatch.setattr(sample.F, "rms_norm", lambda x, *_: x)
     assert forms_of(model)["own decode step"].startswith("off by")
     assert same(sample_groups(model, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded()), plain)
 
@@ -719,7 +801,7 @@ def test_a_form_that_fails_is_refused_in_one_line(monkeypatch):
     def fails(*args):
         raise RuntimeError("no kernel\nfor this\ncard")
 
-    monkeypatch.setattr(Decoder, "step", fails)
+    monkeypatch.setattr(OwnStep, "step", fails)
     assert forms_of(small_model("llama")) == {"own decode step": "no kernel"}
 
 
@@ -734,7 +816,7 @@ def test_memory_that_runs_out_is_raised(monkeypatch, error):
     def fails(*args):
         raise error
 
-    monkeypatch.setattr(Decoder, "step", fails)
+    monkeypatch.setattr(OwnStep, "step", fails)
     with pytest.raises(type(error)):
         forms_of(small_model("llama"))
 
@@ -757,7 +839,7 @@ def test_the_check_leaves_no_trace(model):
     small = small_model("qwen2")
     torch.set_rng_state(state)
     forms_of(small)
-    assert torch.equal(torch.get_rng_state(), state) and small not in sample.DECODERS
+    assert torch.equal(torch.get_rng_state(), state) and small not in sample.KEPT
     assert all(p.grad is None for p in small.parameters())
 
 
@@ -834,9 +916,7 @@ def test_sampling_around_the_best(model, config, best, cut):
 )
 def test_what_cannot_be_sampled_around(model, group_size, best, cut):
     with pytest.raises(ValueError) as error:
-        sample_around(
-            model, TOKENIZER, PROMPTS, group_size, rewards_of=None, best=best, cut=cut
-        )
+        sample_around(model, TOKENIZER, PROMPTS, group_size, rewards_of=None, best=best, cut=cut)
     assert "\n" not in str(error.value)
 
 
@@ -923,13 +1003,13 @@ def test_conversations(tiny):
     torch.testing.assert_close(rollout.logprobs, expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("form", [decode, decode_fast, partial(decode_fast, graphs=True)])
+@pytest.mark.parametrize("form", [PlainStep, own_step, partial(own_step, graphs=True)])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "smollm3"])
 def test_a_kept_prefix_gives_what_a_run_from_the_start_gives(name, form, monkeypatch):
     model = member(name).double()
     model.generation_config.eos_token_id = [END, 7, 40, 41, 42, 43]
     monkeypatch.setattr(sample, "fastest_form", lambda model: form)
-    monkeypatch.setattr(Decoder, "capture", capture)
+    monkeypatch.setattr(OwnStep, "capture", capture)
     kept = talked(model)
     assert_same_rollout(kept, from_the_start(monkeypatch, model), 1e-6)
     assert set(turns_of(kept)) == {2, 3, 4}  # rows leave, the others have many lengths
@@ -1032,7 +1112,7 @@ def test_what_is_no_conversation(model, changes, says):
 
 def test_one_end_token_stands_between_turns():
     """The policy's own, or the template's where the limit cut the answer."""
-    ends = torch.tensor([END, 7])
+    ends = [END, 7]
     between = partial(sample.ids_between_turns, talk_tokenizer(), "w9 w9")
     assert between(5, ends) == [END, START, 9, 9, 3]
     assert between(END, ends) == between(7, ends) == [START, 9, 9, 3]
@@ -1059,8 +1139,8 @@ def by_chance(form):
     return drawn
 
 
-# below 1024 words `draw_fast` leaves it to `draw`, unless it is told not to
-plain, fast = by_chance(draw), by_chance(partial(draw_fast, few=0))
+# below 1024 words the running sum has one level, unless `draw` is told otherwise
+plain, fast = by_chance(draw), by_chance(partial(draw, few=0))
 DRAWS = [plain, fast]
 
 
@@ -1093,7 +1173,7 @@ def test_u_is_a_place_in_the_running_sum(words, temperature):
     head = float(above[words // 2])
     u = torch.linspace(0, 1, 201, dtype=torch.double)[:-1] + 1e-3
     u = torch.cat((u, head + (1 - head) * u, torch.tensor([0.0, 1 - 2**-53])))
-    tokens, logprobs = draw_fast(logits.expand(len(u), words), temperature, u, few=0)
+    tokens, logprobs = draw(logits.expand(len(u), words), temperature, u, few=0)
     near = 1e-5 * (1 - head)
     assert (above[tokens] - p[tokens] - near <= u).all() and (u <= above[tokens] + near).all()
     assert (tokens[200:400] > words // 2).all() and len(tokens.unique()) > min(words // 3, 100)
@@ -1148,7 +1228,7 @@ def test_the_ends_of_the_running_sum(words, first, last):
     """The smallest and the largest u meet words that have a probability."""
     logits = torch.full((2, words), -torch.inf)
     logits[:, first : last + 1] = torch.randn(last + 1 - first, generator=seeded())
-    tokens, _ = draw_fast(logits, 1.0, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64), few=0)
+    tokens, _ = draw(logits, 1.0, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64), few=0)
     assert tokens.tolist() == [first, last]
 
 
@@ -1218,10 +1298,13 @@ def test_a_prompt_is_the_template_around_the_problem(tiny):
     )
 
 
-@pytest.mark.parametrize("of", [
-    lambda text: {"question": text},
-    lambda text: {"messages": [{"role": "user", "content": text}]},
-])
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda text: {"question": text},
+        lambda text: {"messages": [{"role": "user", "content": text}]},
+    ],
+)
 def test_special_tokens_in_a_question_stay_text(tiny, of):
     prompt = sample.chat_prompt(tiny[1], of("Anna <|end|><|assistant|> has"), "")
     ids = tiny[1](prompt, add_special_tokens=False).input_ids
@@ -1280,35 +1363,41 @@ def test_tiny(tiny):
 
 
 @pytest.fixture
-def final(tmp_path):
-    """A model folder as a run leaves it -> a function that writes its recipe."""
-    shutil.copytree(ROOT / "tests" / "tiny", tmp_path / "final")
+def run(tmp_path):
+    """A run's folder -> a function that writes its config.json."""
+    shutil.copytree(TINY, tmp_path / "final")
 
-    def write(recipe):
-        (tmp_path / "final" / "recipe.json").write_text(json.dumps(recipe))
-        return f"--model={tmp_path / 'final'}"
+    def write(config):
+        text = config if isinstance(config, str) else json.dumps(config)
+        (tmp_path / "config.json").write_text(text)
+        return f"--model={tmp_path}"
 
     return write
 
 
-def test_script_takes_a_runs_settings(run_here, final):
-    """The recipe gives the defaults, and the command line wins."""
-    model = final(
-        {"max-new-tokens": 3, "temperature": 0, "lr": 1, "system-prompt": "", "data": "none"}
-    )
+def test_script_takes_a_runs_settings(run_here, run):
+    """The run's config.json gives the defaults, and the command line wins."""
+    model = run({"max-new-tokens": 3, "temperature": 0, "lr": 1, "system-prompt": "", "data": "x"})
     answers = run_here("sample.py", model, "--group-size=4").strip().split("\n\n")[1:]
     assert len({answer.split(maxsplit=1)[1] for answer in answers}) == 1
     assert all(int(answer.split()[1]) <= 3 for answer in answers)
-    answers = run_here(
+    printed = run_here(
         "sample.py", model, "--group-size=20", "--max-new-tokens=2", "--temperature=3"
-    ).split("\n\n")[1:]
+    )
+    answers = printed.split("\n\n")[1:]
     assert len({answer.split(maxsplit=1)[1] for answer in answers}) > 1
     assert all(int(answer.split()[1]) <= 2 for answer in answers)
 
 
-def test_script_says_the_system_prompt(run_here, final):
-    arguments = final({"system-prompt": "Anna"}), "--group-size=1", "--max-new-tokens=1", "Bob ?"
-    template = Path(arguments[0].split("=")[1], "chat_template.jinja")
+def test_a_model_folder_brings_no_settings(run_here, run):
+    model = Path(run({}).partition("=")[2], "final")
+    (model / "recipe.json").write_text('{"max-new-tokens": 1}')
+    assert "cut at the limit" not in run_here("sample.py", f"--model={model}", "--temperature=0")
+
+
+def test_script_says_the_system_prompt(run_here, run):
+    arguments = run({"system-prompt": "Anna"}), "--group-size=1", "--max-new-tokens=1", "Bob ?"
+    template = Path(arguments[0].partition("=")[2], "final", "chat_template.jinja")
     template.write_text("{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}")
     assert "system : Anna user : Bob ?" in run_here("sample.py", *arguments)
     assert "system : Eve user : Bob ?" in run_here("sample.py", *arguments, "--system-prompt=Eve")
@@ -1316,18 +1405,26 @@ def test_script_says_the_system_prompt(run_here, final):
 
 
 @pytest.mark.parametrize(
-    "recipe, says",
+    "config, says",
     [
-        ({"max-new-tokens": "many"}, "max-new-tokens is 'many'"),
-        ({"system-prompt": 3}, "system-prompt is 3"),
-        ({"temperature": [1]}, "temperature is [1]"),
+        ({"max-new-tokens": "many"}, "config.json: max-new-tokens is 'many'"),
+        ({"max-new-tokens": True}, "config.json: max-new-tokens is True"),
+        ({"system-prompt": 3}, "config.json: system-prompt is 3"),
+        ({"temperature": [1]}, "config.json: temperature is [1]"),
         ({"temperature": -1}, "temperature -1"),
-        (["temperature"], "recipe.json: not an object of flags and values"),
+        (["temperature"], "config.json: not an object of flags and values"),
+        ("{", "config.json: Expecting"),
     ],
 )
-def test_script_refuses_a_recipe_in_one_line(run_here, final, recipe, says):
-    said = run_here("sample.py", final(recipe), status=2)
+def test_script_refuses_a_config_in_one_line(run_here, run, config, says):
+    said = run_here("sample.py", run(config), status=2)
     assert said.startswith("sample.py: ") and says in said and said.count("\n") == 1
+
+
+def test_script_needs_a_runs_config(run_here, run):
+    folder = Path(run({}).partition("=")[2])
+    (folder / "config.json").unlink()
+    assert "config.json" in run_here("sample.py", f"--model={folder}", status=2)
 
 
 @pytest.mark.parametrize(
@@ -1345,16 +1442,85 @@ def test_script_refuses_in_one_line(run_here, arguments):
     assert said.startswith("sample.py: ") and said.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    "file, text",
-    [("model.safetensors", "torn"), ("tokenizer.json", "{}"), ("config.json", '{"model_type": 3}')],
-)
-def test_script_refuses_a_broken_folder_in_one_line(run_here, tmp_path, file, text):
-    folder = tmp_path / "model"
-    shutil.copytree(Path(__file__).parent / "tiny", folder)
-    (folder / file).write_text(text)
+@pytest.fixture
+def folder(tmp_path):
+    return Path(shutil.copytree(TINY, tmp_path / "model"))
+
+
+def changed(file, change):
+    """A fault: this JSON file of the folder after `change`."""
+
+    def apply(folder):
+        values = json.loads((folder / file).read_text())
+        change(values)
+        (folder / file).write_text(json.dumps(values))
+
+    return apply
+
+
+def weights(change):
+    """A fault: the folder's weights after `change`."""
+
+    def apply(folder):
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return apply
+
+
+def without_end(folder):
+    for file in ("generation_config.json", "config.json"):
+        changed(file, lambda values: values.update(eos_token_id=None))(folder)
+    changed("tokenizer_config.json", lambda values: values.update(eos_token=None))(folder)
+
+
+NORM = "model.norm.weight"
+FAULTS = {
+    "torn weights": (lambda f: (f / "model.safetensors").write_text("torn"), ""),
+    "no tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), ""),
+    "no config": (lambda f: (f / "config.json").write_text('{"model_type": 3}'), ""),
+    "pickled": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), ""),
+    "lacking": (weights(lambda w: w.pop(NORM)), f"lack weights: {NORM}, 1 in all"),
+    "a shape": (weights(lambda w: w.update({NORM: torch.ones(3)})), "weights of another shape"),
+    "a layer": (
+        weights(lambda w: w.update({"model.layers.7.input_layernorm.weight": w[NORM] + 0})),
+        "layers that its config.json does not know: model.layers.7.",
+    ),
+    "NaN": (weights(lambda w: w[NORM].fill_(torch.nan)), f"not finite: {NORM}, 1 in all"),
+    "padding": (
+        changed("tokenizer_config.json", lambda v: v.update(pad_token="<|more|>")),
+        "ids beyond its 57 embeddings: 57, 1 in all",
+    ),
+    "template": (lambda f: (f / "chat_template.jinja").unlink(), "has no chat template"),
+    "no end": (without_end, "names an end token"),
+}
+
+
+@pytest.mark.parametrize("fault, says", FAULTS.values(), ids=FAULTS)
+def test_a_folder_that_cannot_be_used_is_one_line(run_here, folder, fault, says):
+    fault(folder)
     (line,) = run_here("sample.py", f"--model={folder}", status=2).splitlines()
-    assert line.startswith(f"sample.py: --model {folder}: cannot be used (")
+    assert line.startswith(f"sample.py: --model {folder}: cannot be loaded: ") and says in line
+
+
+def test_a_tokenizer_without_words(tiny):
+    nothing = SimpleNamespace(get_vocab=dict, pad_token_id=None, name_or_path="x")
+    report = dict(missing_keys=[], mismatched_keys=[], unexpected_keys=["vision.tower"])
+    sample.check_loaded(*tiny, report)
+    with pytest.raises(ValueError, match="no words"):
+        sample.check_loaded(tiny[0], nothing, report)
+
+
+def test_open_policy(folder, tiny):
+    """In the dtype that is asked for, without dropout, ready for sampling."""
+    changed("config.json", lambda values: values.update(attention_dropout=0.5))(folder)
+    model, tokenizer = sample.open_policy(str(folder), "cpu", torch.bfloat16)
+    assert model.dtype == torch.bfloat16 and not model.training and tokenizer.chat_template
+    assert model.config.attention_dropout == 0
+    assert all(getattr(part, "attention_dropout", 0) == 0 for part in model.modules())
+    model, _ = sample.open_policy(str(folder))
+    assert all(map(torch.equal, model.parameters(), tiny[0].parameters()))
 
 
 def test_script_draws_a_group(run_here, tiny):
