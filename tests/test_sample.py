@@ -1377,7 +1377,7 @@ def run(tmp_path):
 
 def test_script_takes_a_runs_settings(run_here, run):
     """The run's config.json gives the defaults, and the command line wins."""
-    model = run({"max-new-tokens": 3, "temperature": 0, "lr": 1, "system-prompt": "", "data": "x"})
+    model = run({"max_new_tokens": 3, "temperature": 0, "lr": 1, "system_prompt": "", "data": "x"})
     answers = run_here("sample.py", model, "--group-size=4").strip().split("\n\n")[1:]
     assert len({answer.split(maxsplit=1)[1] for answer in answers}) == 1
     assert all(int(answer.split()[1]) <= 3 for answer in answers)
@@ -1391,12 +1391,12 @@ def test_script_takes_a_runs_settings(run_here, run):
 
 def test_a_model_folder_brings_no_settings(run_here, run):
     model = Path(run({}).partition("=")[2], "final")
-    (model / "recipe.json").write_text('{"max-new-tokens": 1}')
+    (model / "recipe.json").write_text('{"max_new_tokens": 1}')
     assert "cut at the limit" not in run_here("sample.py", f"--model={model}", "--temperature=0")
 
 
 def test_script_says_the_system_prompt(run_here, run):
-    arguments = run({"system-prompt": "Anna"}), "--group-size=1", "--max-new-tokens=1", "Bob ?"
+    arguments = run({"system_prompt": "Anna"}), "--group-size=1", "--max-new-tokens=1", "Bob ?"
     template = Path(arguments[0].partition("=")[2], "final", "chat_template.jinja")
     template.write_text("{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}")
     assert "system : Anna user : Bob ?" in run_here("sample.py", *arguments)
@@ -1407,9 +1407,9 @@ def test_script_says_the_system_prompt(run_here, run):
 @pytest.mark.parametrize(
     "config, says",
     [
-        ({"max-new-tokens": "many"}, "config.json: max-new-tokens is 'many'"),
-        ({"max-new-tokens": True}, "config.json: max-new-tokens is True"),
-        ({"system-prompt": 3}, "config.json: system-prompt is 3"),
+        ({"max_new_tokens": "many"}, "config.json: max_new_tokens is 'many'"),
+        ({"max_new_tokens": True}, "config.json: max_new_tokens is True"),
+        ({"system_prompt": 3}, "config.json: system_prompt is 3"),
         ({"temperature": [1]}, "config.json: temperature is [1]"),
         ({"temperature": -1}, "temperature -1"),
         (["temperature"], "config.json: not an object of flags and values"),
