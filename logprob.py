@@ -18,13 +18,12 @@ about token t+1, which is predicted from all tokens up to t.
 """
 
 import argparse
-import json
 import math
 import sys
 import weakref
 from contextlib import contextmanager
 from functools import lru_cache, partial
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import torch
@@ -99,7 +98,8 @@ def scored(model, input_ids, labels, temperature, with_entropy, group_ids, forms
     else:
         output, hidden = grouped_hidden(model, input_ids, labels, group_ids[rows])
     if forms["lean head"]:
-        logprobs, entropy = own_logprobs(model, output, hidden, targets, temperature)
+        logprobs, entropy = own_logprobs(model, output, hidden, targets, temperature,
+                                         with_entropy)
     else:
         weight = model.get_output_embeddings().weight                             # (V, H)
         logprobs, entropy = LeanHead.apply(hidden, weight, targets, temperature, with_entropy)
@@ -123,38 +123,47 @@ def body_of(model):
 
 
 def chunks(M, V, device):
-    """Slices of M rows whose logits (m, V) keep the device busy and are no larger than that."""
-    values = 2**28 if device.type == "cuda" else 2**18                            # 1 GB; 1 MB
-    step = max(32, values // V)
+    """Slices of M rows, each with so many logits (m, V) as keep the device busy, and no more.
+
+    At least 128 rows: with 32 a matrix product on a CPU runs at half its speed.
+    """
+    values = 2**28 if device.type == "cuda" else 2**18            # in float32 1 GB, or 1 MB
+    step = max(128, values // V)
     return [slice(start, start + step) for start in range(0, M, step)]
 
 
 # --------------------------------------------------------------------------------------------------
 # Lean head. Nearly every model ends in one matrix product, and then the gradient of log softmax is
 # known: onehot(target) - softmax. A chunk of logits is made, used and dropped in the forward pass,
-# and made again in the backward pass.
+# and made again in the backward pass. One buffer holds it: all steps work in place.
 
 class LeanHead(torch.autograd.Function):
     """selected_logprobs(hidden @ weight.T, targets, T) and the entropies, (M,) each.
 
-    hidden is (M, H), weight (V, H). The gradient of the weight is added up in float32 over the
-    chunks; autograd returns it in the weight's dtype, or in its grad_dtype where that is set.
+    hidden is (M, H), weight (V, H). The entropies are 0 unless asked for. The gradient of the
+    weight is added up in float32 over the chunks; autograd returns it in the weight's dtype, or in
+    its grad_dtype where that is set.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, with_entropy):
         lse, logprobs, entropy = torch.zeros(3, len(hidden), device=hidden.device)
-        for rows in chunks(len(hidden), len(weight), hidden.device):
-            logits = (hidden[rows] @ weight.T).float().div_(temperature)          # (m, V)
-            lse[rows] = logits.logsumexp(dim=-1)
-            logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - lse[rows]
-            if with_entropy:
-                # H = -sum of p log p. In lse - sum of p * logit digits cancel where T is low.
-                logits.sub_(lse[rows, None])
-                entropy[rows] = -torch.linalg.vecdot(logits.exp(), logits)
         ctx.save_for_backward(hidden, weight, targets, lse)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropy)
+        hidden, weight = factors(hidden, weight)
+        for rows in chunks(len(hidden), len(weight), hidden.device):
+            logits = logits_of(hidden[rows], weight, temperature)                 # (m, V)
+            top = logits.amax(dim=-1)                                             # (m,)
+            logits.sub_(top[:, None])
+            chosen = logits.gather(1, targets[rows, None])[:, 0]
+            exps = logits.exp() if with_entropy else logits.exp_()
+            Z = exps.sum(dim=-1)
+            lse[rows] = top + Z.log()
+            logprobs[rows] = chosen - Z.log()
+            if with_entropy:
+                # H = log Z - sum of p * (logit - top): of two terms >= 0 no digits cancel
+                entropy[rows] = Z.log() - exps.mul_(logits).sum(dim=-1) / Z
         return logprobs, entropy
 
     @staticmethod
@@ -163,8 +172,9 @@ class LeanHead(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         grad = grad / ctx.temperature                                             # (M,)
+        hidden, weight = factors(hidden, weight)
         for rows in chunks(len(hidden), len(weight), hidden.device):
-            logits = (hidden[rows] @ weight.T).float().div_(ctx.temperature)
+            logits = logits_of(hidden[rows], weight, ctx.temperature)
             d = logits.sub_(lse[rows, None]).exp_().mul_(-grad[rows, None])       # -g * softmax
             d.scatter_add_(1, targets[rows, None], grad[rows, None])              # +g at the target
             d = d.to(weight.dtype)
@@ -176,17 +186,35 @@ class LeanHead(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None
 
 
+def factors(hidden, weight):
+    """Both in float32, but for CUDA: there a product of half precision can leave in float32."""
+    return (hidden, weight) if hidden.is_cuda else (hidden.float(), weight.float())
+
+
+def logits_of(hidden, weight, temperature):
+    """hidden (m, H), weight (V, H) -> logits / T (m, V) in float32, never rounded to bfloat16."""
+    if hidden.is_cuda:
+        logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    else:
+        logits = hidden @ weight.T
+    return logits if temperature == 1 else logits.div_(temperature)
+
+
 # --------------------------------------------------------------------------------------------------
 # Own head. Gemma 2 caps its logits, Granite and Cohere scale them, Phi adds a bias. Their heads run
 # as the model itself runs them, chunk by chunk.
 
-def own_logprobs(model, output, hidden, targets, temperature):
+def own_logprobs(model, output, hidden, targets, temperature, with_entropy):
     """hidden (M, H), targets (M,), what the body answered -> log-probs (M,), entropies (M,)."""
     def part(hidden, targets):
         logits = own_head(model, output, hidden).float() / temperature            # (m, V)
-        p = logits.detach().softmax(dim=-1)
-        # p log p is 0 where p is 0, and not 0 * -inf
-        return selected_logprobs(logits, targets), -(p * p.log().clamp(min=-1e4)).sum(dim=-1)
+        logprobs = selected_logprobs(logits, targets)
+        entropy = torch.zeros_like(logprobs)
+        if with_entropy:
+            logp = logits.detach().log_softmax(dim=-1)
+            # p log p is 0 where p is 0, and not 0 * -inf
+            entropy = -(logp.exp() * logp.clamp(min=-1e4)).sum(dim=-1)
+        return logprobs, entropy
 
     words = model.config.get_text_config().vocab_size
     # At least one chunk, even an empty one: the gradient of a batch without labels can be asked for
@@ -268,71 +296,64 @@ def grouped_attention(module, query, key, value, mask, scaling=None, groups=None
         # torch 2.11 and 2.12 take as many key heads as query heads only
         k, v = (x[keys].repeat_interleave(heads, dim=1) for x in (k, v))          # (Tk, Hq, D)
         return varlen_attn(q, k, v, *lengths, scale=scaling, window_size=(-1, 0))[None], None
+
+    # Query heads that share a key head become more queries of that head: no key is copied
+    q = q.unflatten(1, (-1, heads))                                               # (T, Hkv, g, D)
     calls, places = attention_calls(groups, heads, query.device)
-    out = [masked_attention(q[rows], k[seen], v[seen], mask, scaling) for rows, seen, mask in calls]
+    out = []
+    for queries, keys, sees in calls:
+        o = scaled_dot_product_attention(                                    # (n, Hkv, L * g, Dv)
+            q[queries].transpose(1, 2).flatten(2, 3), k[keys].transpose(1, 2),
+            v[keys].transpose(1, 2), sees, scale=scaling)
+        o = o.unflatten(2, (-1, heads)).transpose(1, 2)                      # (n, L, Hkv, g, Dv)
+        out.append(o.flatten(2, 3).flatten(0, 1))                            # (n * L, Hq, Dv)
     return torch.cat(out)[places][None], None
-
-
-def masked_attention(q, k, v, mask, scaling):
-    """q (n, Lq, Hq, D), k (n, Lk, Hkv, D), v (n, Lk, Hkv, Dv), mask of heads -> (n * Lq, Hq, Dv).
-
-    Query heads that share a key head become more queries of that head: no key is copied.
-    """
-    q = q.unflatten(2, (k.shape[2], -1)).transpose(1, 2)                      # (n, Hkv, Lq, g, D)
-    k = k.transpose(1, 2)
-    v = v.transpose(1, 2)
-    out = scaled_dot_product_attention(q.flatten(2, 3), k, v, mask, scale=scaling)
-    out = out.unflatten(2, q.shape[2:4]).transpose(1, 2)                      # (n, Lq, Hkv, g, Dv)
-    return out.flatten(2, 3).flatten(0, 1)
 
 
 @lru_cache(maxsize=8)
 def attention_calls(groups, heads, device):
-    """Pieces of like length in one call -> [(queries, keys, mask)], and each token's place in them.
+    """Pieces of like length in one call -> [(queries, keys, what they see)], places.
+
+    queries (n, L) and keys (n, K) are tokens of the long row. The mask (n, 1, L * g, K) lets a
+    token see the prompt before its piece, and the piece up to itself. Past its end a piece repeats
+    its last token, with the same result. places (T,): where each token's result is found.
 
     A hundred short answers one by one cost a hundred calls; all in one call, they cost the padding
     to the longest. In a call of lengths between two powers of 2 at most half is padding.
     """
     def kind(piece):
-        _, L, _, P = piece
-        return P > 0, max(L - 1, 8).bit_length()
+        before, own = piece
+        return len(before) > 0, max(len(own) - 1, 8).bit_length()
 
     calls = []
-    places = torch.zeros(sum(map(sum, groups)), dtype=torch.long)                 # (T,)
-    end = 0
     for _, pieces in groupby(sorted(pieces_of(groups), key=kind), key=kind):
-        queries, keys, mask = side_by_side(list(pieces))
-        places[queries] = torch.arange(end, end + queries.numel()).view_as(queries)
-        end += queries.numel()
-        mask = mask.repeat_interleave(heads, dim=1)[:, None]                      # (n, 1, Lq*g, Lk)
-        calls.append((queries.to(device), keys.to(device), mask.to(device)))
-    return calls, places.to(device)
+        sizes = [(before.start, len(before), own.start, len(own)) for before, own in pieces]
+        prompt, P, start, L = torch.tensor(sizes).T[:, :, None]                   # (n, 1) each
+        t = torch.arange(int(L.max())).clamp(max=L - 1)                           # (n, L)
+        seen = torch.arange(int((P + L).max()))                                   # (K,)
+        own = start + (seen - P).clamp(max=L - 1)                                 # (n, K)
+        keys = torch.where(seen < P, prompt + seen, own)
+        sees = seen <= (P + t)[:, :, None]                                        # (n, L, K)
+        calls.append((start + t, keys, sees.repeat_interleave(heads, dim=1)[:, None]))
+    queries = torch.cat([queries.flatten() for queries, _, _ in calls])
+    places = torch.zeros(sum(map(sum, groups)), dtype=torch.long)                 # (T,)
+    places[queries] = torch.arange(len(queries))
+    return [[x.to(device) for x in call] for call in calls], places.to(device)
 
 
 def pieces_of(groups):
-    """Prompts and answers of the row: (start, length, start and length of the prompt before it)."""
+    """Prompts and answers in the row's order: (the prompt before it, its own tokens), as ranges."""
     pieces = []
     start = 0
-    for sizes in groups:
-        prompt = start
-        for n, L in enumerate(sizes):
+    for P, *answers in groups:
+        prompt = range(start, start + P)
+        pieces.append((range(0), prompt))
+        start += P
+        for L in answers:
             if L:
-                pieces.append((start, L, prompt, sizes[0] if n else 0))
+                pieces.append((prompt, range(start, start + L)))
             start += L
     return pieces
-
-
-def side_by_side(pieces):
-    """Where queries (n, Lq) and keys (n, Lk) of n pieces stand in the row; their mask (n, Lq, Lk).
-
-    Past its end a piece repeats its last token, with the same result for the same query. A token
-    sees the prompt before its piece, and the piece up to itself.
-    """
-    start, L, prompt, P = torch.tensor(pieces).T[:, :, None]                      # (n, 1) each
-    t = torch.arange(int(L.max())).clamp(max=L - 1)                               # (n, Lq)
-    seen = torch.arange(int((P + L).max()))                                       # (Lk,)
-    keys = torch.where(seen < P, prompt + seen, start + (seen - P).clamp(max=L - 1))
-    return start + t, keys, seen <= (P + t)[:, :, None]
 
 
 def takes_flash(query, value):
@@ -346,13 +367,17 @@ def takes_flash(query, value):
 
 @lru_cache(maxsize=8)
 def flash_calls(groups, device):
-    """Where the pieces' keys stand in the row, where their queries and keys end, the longest."""
-    pieces = pieces_of(groups)
-    _, L, _, P = torch.tensor(pieces).T                                           # (n,) each
-    _, keys, mask = side_by_side(pieces)
-    ends = [torch.nn.functional.pad(x.cumsum(0), (1, 0)).int().to(device) for x in (L, P + L)]
-    # What the last token of a piece sees is all that the piece sees
-    return keys[mask[:, -1]].to(device), *ends, int(L.max()), int((P + L).max())
+    """The keys of all pieces (Tk,), where each one's queries and keys end, the longest of both."""
+    keys = []
+    ends_q = [0]
+    ends_k = [0]
+    for before, own in pieces_of(groups):
+        keys += [*before, *own]
+        ends_q.append(ends_q[-1] + len(own))
+        ends_k.append(len(keys))
+    longest = [max(end - start for start, end in pairwise(ends)) for ends in (ends_q, ends_k)]
+    ends = [torch.tensor(ends, dtype=torch.int32, device=device) for ends in (ends_q, ends_k)]
+    return torch.tensor(keys, device=device), *ends, *longest
 
 
 AttentionInterface.register("grouped", grouped_attention)
@@ -459,6 +484,7 @@ FORMS = weakref.WeakKeyDictionary()      # model -> what forms_of found
 TRIAL = ((5, 6), (5, 1), (5, 4), (9, 7), (9, 1))
 
 
+@torch.no_grad()
 def forms_of(model):
     """{"lean head": None or why not, "grouped rows": None or why not}; None: the form is taken.
 
@@ -467,24 +493,27 @@ def forms_of(model):
     which is transformers' own wherever no groups are passed. ValueError: not even padded rows and
     the model's own head give the log-probs of its forward pass.
     """
-    if model not in FORMS:
-        FORMS[model] = try_forms(model)
-    return FORMS[model]
-
-
-@torch.no_grad()
-def try_forms(model):
-    """The plain form must hold. What rounding does to it says what it may do to the fast ones."""
-    ids, labels, group_ids = rows_to_try(model)
+    if model in FORMS:
+        return FORMS[model]
+    words = model.config.get_text_config().vocab_size
+    ids = torch.randint(words, (5, 17), generator=torch.Generator().manual_seed(0))
+    ids[1:3, :5] = ids[0, :5]                            # rows of a group share their prompt
+    ids[4, :9] = ids[3, :9]
+    P, L = torch.tensor(TRIAL).T[:, :, None]                                      # (5, 1) each
+    t = torch.arange(17)
+    # Random ids also stand in the padding, where they must not matter
+    labels = ids.where((P <= t) & (t < P + L), IGNORE)                            # (5, 17)
+    ids, labels, group_ids = (x.to(model.device) for x in (ids, labels, P[:, 0]))
     mask = labels[:, 1:] != IGNORE
-    forms = {"lean head": "not tried", "grouped rows": "not tried"}
-    root = math.sqrt(torch.finfo(model.dtype).eps)       # 3e-4 in float32, 0.09 in bfloat16
-    claim = f"{model.config.model_type}: the log-probs of its body and its own head"
 
     def error():
         actual = scored(model, ids, labels, 1.0, False, group_ids, forms)[mask]
         return float((actual - expected).square().mean().sqrt())
 
+    # The plain form must hold. What rounding does to it says what it may do to the fast ones.
+    forms = {"lean head": "not tried", "grouped rows": "not tried"}
+    root = math.sqrt(torch.finfo(model.dtype).eps)       # 3e-4 in float32, 0.09 in bfloat16
+    claim = f"{model.config.model_type}: the log-probs of its body and its own head"
     try:
         # Each row alone, without its padding
         alone = [plain_logprobs(model, ids[n:n + 1, :P + L], labels[n:n + 1, :P + L])[0, P - 1:]
@@ -508,23 +537,8 @@ def try_forms(model):
             forms[form] = words_of(problem)
     if forms["grouped rows"]:
         model.set_attn_implementation(attention)
+    FORMS[model] = forms
     return forms
-
-
-def rows_to_try(model):
-    """The rows of TRIAL -> ids, labels (5, 17), groups (5,). Rows of a group share their prompt.
-
-    Random ids also stand in the padding, where they must not matter.
-    """
-    words = model.config.get_text_config().vocab_size
-    ids = torch.randint(words, (5, 17), generator=torch.Generator().manual_seed(0))
-    ids[1:3, :5] = ids[0, :5]
-    ids[4, :9] = ids[3, :9]
-    labels = torch.full_like(ids, IGNORE)
-    for n, (P, L) in enumerate(TRIAL):
-        labels[n, P:P + L] = ids[n, P:P + L]
-    group_ids = torch.tensor([P for P, _ in TRIAL])
-    return tuple(x.to(model.device) for x in (ids, labels, group_ids))
 
 
 def more_than_a_product(model, ids):
@@ -566,12 +580,11 @@ def length_limit(config):
     """
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None) or math.inf
-    ropes = getattr(text, "rope_parameters", None) or {}
-    # Some families have a set of parameters per kind of layer
-    for rope in (ropes, *ropes.values()):
-        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
-            original = rope.get("original_max_position_embeddings")
-            limit = min(limit, original or text.original_max_position_embeddings)
+    # Some families have a set of parameters per kind of layer; none of these is "longrope"
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        original = rope.get("original_max_position_embeddings")
+        limit = min(limit, original or text.original_max_position_embeddings)
     return limit
 
 
@@ -590,22 +603,23 @@ def main():
     parser.add_argument("response", nargs="?",
                         default="9 - 4 = 5 , 5 - 2 = 3 , 3 + 7 = 10 , \\boxed{ 10 }")
     parser.add_argument("--model", default=str(Path(__file__).parent / "tests" / "tiny"),
-                        help="a hub name or a folder; its recipe.json gives the next two")
+                        help="a hub name, a folder, or a run's folder: its final/")
     parser.add_argument("--system-prompt", default="")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.set_defaults(**recipe_of(parser.parse_args().model))
-    args = parser.parse_args()                           # the command line wins
+    args = parser.parse_args()
     if not args.temperature > 0:
         raise ValueError(f"--temperature {args.temperature}: must be above 0")
 
     messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
     messages.append({"role": "user", "content": args.prompt})
+    final = Path(args.model, "final")                    # a run leaves its model there
+    source = str(final) if final.is_dir() else args.model
     flag = f"--model {args.model}"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        tokenizer = AutoTokenizer.from_pretrained(source)
         prompt_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True).input_ids
-        model = AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=True)
+        model = AutoModelForCausalLM.from_pretrained(source, use_safetensors=True)
         flag = f"--device {args.device}"
         model = model.eval().to(args.device)
     except Exception as error:                           # foreign files can be wrong in any way
@@ -625,22 +639,6 @@ def main():
         value = f"{logprobs[t - 1]:+.4f}" if is_label else ""
         print(f"{t:4}  {label:>6}  {value:>8}  {tokenizer.decode([token])!r}")
     print(f"log pi(y | x) = {logprobs.sum():+.4f} over {len(response_ids)} tokens")
-
-
-def recipe_of(folder):
-    """What a run has left beside the model in its final/ -> {"system_prompt", "temperature"}."""
-    path = Path(folder, "recipe.json")
-    try:
-        recipe = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    if not isinstance(recipe, dict):
-        raise ValueError(f"{path}: not an object of flags and values")
-    kinds = {"system-prompt": str, "temperature": (int, float)}
-    for flag in kinds.keys() & recipe.keys():
-        if not isinstance(recipe[flag], kinds[flag]):
-            raise ValueError(f"{path}: {flag} is {recipe[flag]!r}")
-    return {flag.replace("-", "_"): recipe[flag] for flag in kinds if flag in recipe}
 
 
 if __name__ == "__main__":
