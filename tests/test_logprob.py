@@ -428,9 +428,9 @@ def test_bfloat16_logits_meet_a_float32_softmax(architecture):
     with torch.no_grad():
         actual = token_logprobs(model, input_ids, labels, 0.7)
         hidden = logprob.body_of(model)(input_ids).last_hidden_state[:, :-1]
+        exact = hidden.float() @ model.lm_head.weight.float().T
         rounded = model(input_ids).logits[:, :-1]
     assert rounded.dtype == torch.bfloat16 and actual.dtype == torch.float32
-    exact = hidden.float() @ model.lm_head.weight.float().T
     logits = exact if forms_of(model)["lean head"] is None else rounded.float()
 
     # The mean error: a bfloat16 logit may round the other way in a product of another shape
