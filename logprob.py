@@ -226,8 +226,7 @@ def own_head(model, output, hidden):
 # --------------------------------------------------------------------------------------------------
 # Grouped rows. All groups of a micro-batch become a row [x | y_1 | ... | y_G | x' | ...]: a prompt
 # runs once instead of G times, and padding not at all. Positions go on behind the prompt for every
-# answer. A layer treats its tokens one by one, except in attention: each y_i sees its prompt and
-# itself.
+# answer. Only attention mixes the tokens of a row: there each y_i sees its prompt and itself.
 
 def grouped_hidden(model, input_ids, labels, group_ids):
     """The body's output, and hidden states (M, H) that predict labelled tokens, in mask order."""
@@ -276,7 +275,6 @@ def grouped_attention(module, query, key, value, mask, scaling=None, groups=None
         # torch 2.11 and 2.12 take as many key heads as query heads only
         k, v = (x[keys].repeat_interleave(heads, dim=1) for x in (k, v))          # (Tk, Hq, D)
         return varlen_attn(q, k, v, *lengths, scale=scaling, window_size=(-1, 0))[None], None
-
     # Query heads that share a key head become more queries of that head: no key is copied
     q = q.unflatten(1, (-1, heads))                                               # (T, Hkv, g, D)
     calls, places = attention_calls(groups, heads, query.device)
@@ -323,17 +321,15 @@ def attention_calls(groups, heads, device):
 
 def pieces_of(groups):
     """Prompts and answers in the row's order: (the prompt before it, its own tokens), as ranges."""
-    pieces = []
     start = 0
     for P, *answers in groups:
         prompt = range(start, start + P)
-        pieces.append((range(0), prompt))
+        yield range(0), prompt
         start += P
         for L in answers:
             if L:
-                pieces.append((prompt, range(start, start + L)))
+                yield prompt, range(start, start + L)
             start += L
-    return pieces
 
 
 def takes_flash(query, value):
@@ -348,7 +344,7 @@ def takes_flash(query, value):
 @lru_cache(maxsize=8)
 def flash_call(groups, device):
     """The keys of all pieces (Tk,), where each one's queries and keys end, the longest of both."""
-    pieces = pieces_of(groups)
+    pieces = list(pieces_of(groups))
     keys = [t for before, own in pieces for t in (*before, *own)]
     L = torch.tensor([0] + [len(own) for _, own in pieces])
     K = torch.tensor([0] + [len(before) + len(own) for before, own in pieces])
@@ -464,10 +460,10 @@ TRIAL = ((5, 6), (5, 1), (5, 4), (9, 7), (9, 1))
 def forms_of(model):
     """{"lean head": None or why not, "grouped rows": None or why not}; None: the form is taken.
 
-    Found out at the first call for a model, and kept as long as the model lives: call it before
-    FSDP shards the model. A model that takes grouped rows is left with the attention "grouped",
-    which is transformers' own wherever no groups are passed. ValueError: not even padded rows and
-    the model's own head give the log-probs of its forward pass.
+    Found out at the first call for a model and kept with it: call it before FSDP shards the model.
+    One that takes grouped rows is left with the attention "grouped", which is transformers' own
+    where no groups are passed. ValueError: not even padded rows and the model's own head give the
+    log-probs of its forward pass.
     """
     if model in FORMS:
         return FORMS[model]
@@ -547,10 +543,10 @@ def words_of(error):
 
 
 def length_limit(config):
-    """The longest prompt and answer together that a model can be trained on, in tokens; inf: none.
+    """The longest prompt and answer together that a model can be trained on, in tokens; inf: any.
 
-    Beyond its original length "longrope" (Phi-3) turns all positions at another speed. The sampler
-    keeps the keys that it made before, the trainer makes all of them anew: 8 nats apart.
+    Beyond its original length "longrope" (Phi-3) turns all positions at another speed: the keys
+    that the sampler kept and those that the trainer makes anew are then 8 nats apart.
     """
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None) or math.inf
@@ -584,7 +580,6 @@ def main():
     args = parser.parse_args()
     if not args.temperature > 0:
         raise ValueError(f"--temperature {args.temperature}: must be above 0")
-
     messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
     messages.append({"role": "user", "content": args.prompt})
     final = Path(args.model, "final")
@@ -605,7 +600,6 @@ def main():
     labels = torch.tensor([[IGNORE] * len(prompt_ids) + response_ids], device=model.device)
     with torch.no_grad():
         logprobs = token_logprobs(model, input_ids, labels, args.temperature)[0]  # (S-1,)
-
     print(" row   label  log-prob  token")
     for t, token in enumerate(prompt_ids + response_ids):
         is_label = labels[0, t] != IGNORE
