@@ -18,7 +18,6 @@ about token t+1, which is predicted from all tokens up to t.
 """
 
 import argparse
-import json
 import math
 import sys
 import weakref
@@ -41,8 +40,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 # masked bfloat16 kernels have returned wrong numbers. Torch's other kernels have neither fault.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
-# The label of a token that no loss is about
-IGNORE = -100
+IGNORE = -100                            # the label of a token that no loss is about
 
 
 def selected_logprobs(logits, targets, temperature=1.0):
@@ -64,33 +62,24 @@ def plain_logprobs(model, input_ids, labels, temperature=1.0):
     return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, logprobs)
 
 
-def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False, group_ids=None):
-    """The same numbers, and logits for a few labelled tokens at a time -> (N, S-1), differentiable.
+# --------------------------------------------------------------------------------------------------
+# The same numbers without all the logits: the body of the model runs on whole rows, its head on
+# labelled tokens only, and rows that are equal run once. A reader of the theory may stop after
+# sequence_logprob: the rest is about speed and memory.
+
+def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False, group_ids=None,
+                   forms=None):
+    """plain_logprobs for a few labelled tokens at a time -> (N, S-1) float32, differentiable.
 
     `with_entropy`: a second (N, S-1) tensor follows, the entropy in nats of the distribution that
     each token was drawn from, detached. `group_ids` (N,): rows of one number share their prompt,
-    which then runs once for all of them. Which of the fast forms below a model takes is found out
-    at its first call, see forms_of. ValueError: none of them gives the model's own log-probs.
+    which then runs once for all of them. `forms` are the model's fast forms, found out at its first
+    call: see forms_of. ValueError: none of them gives the model's own log-probs.
     """
-    return scored(model, input_ids, labels, temperature, with_entropy, group_ids, forms_of(model))
-
-
-def sequence_logprob(model, input_ids, labels, temperature=1.0):
-    """log pi(y | x) of each row, (N,): the sum over its response tokens."""
-    return token_logprobs(model, input_ids, labels, temperature).sum(dim=1)
-
-
-# --------------------------------------------------------------------------------------------------
-# The same numbers without all the logits: the body of the model runs on whole rows, its head on
-# labelled tokens only, and rows that are equal run once. A reader of the theory may stop here: the
-# rest is about speed and memory.
-
-def scored(model, input_ids, labels, temperature, with_entropy, group_ids, forms):
-    """token_logprobs in those forms that `forms` does not refuse."""
+    forms = forms or forms_of(model)
     firsts = firsts_of_equal(torch.cat([input_ids, labels], dim=1))               # (N,)
     rows, copies = firsts.unique(return_inverse=True)                             # (U,), (N,)
-    input_ids = input_ids[rows]
-    labels = labels[rows]
+    input_ids, labels = input_ids[rows], labels[rows]                             # (U, S)
     mask = labels[:, 1:] != IGNORE                                                # (U, S-1)
     targets = input_ids[:, 1:][mask]                                              # (M,)
     if group_ids is None or forms["grouped rows"] or not mask.any():
@@ -99,13 +88,18 @@ def scored(model, input_ids, labels, temperature, with_entropy, group_ids, forms
     else:
         output, hidden = grouped_hidden(model, input_ids, labels, group_ids[rows])
     if forms["lean head"]:
-        logprobs, entropy = own_logprobs(model, output, hidden, targets, temperature)
+        found = own_logprobs(model, output, hidden, targets, temperature, with_entropy)
     else:
         weight = model.get_output_embeddings().weight                             # (V, H)
-        logprobs, entropy = LeanHead.apply(hidden, weight, targets, temperature, with_entropy)
+        found = LeanHead.apply(hidden, weight, targets, temperature, with_entropy)
     blank = torch.zeros(mask.shape, device=mask.device)
-    logprobs, entropy = (blank.masked_scatter(mask, x)[copies] for x in (logprobs, entropy))
+    logprobs, entropy = (blank.masked_scatter(mask, x)[copies] for x in found)
     return (logprobs, entropy) if with_entropy else logprobs                      # (N, S-1)
+
+
+def sequence_logprob(model, input_ids, labels, temperature=1.0):
+    """log pi(y | x) of each row, (N,): the sum over its response tokens."""
+    return token_logprobs(model, input_ids, labels, temperature).sum(dim=1)
 
 
 def firsts_of_equal(rows):
@@ -118,43 +112,47 @@ def firsts_of_equal(rows):
 def body_of(model):
     """The part of the model that ends in hidden states: OPT, for one, keeps it a module lower."""
     body = model.get_decoder()
-    # Llama 4 names itself
-    return model.base_model.model if body is model else body
+    return model.base_model.model if body is model else body         # Llama 4 names itself
 
 
 def chunks(M, V, device):
     """Slices of M rows whose logits (m, V) keep the device busy and are no larger than that."""
-    values = 2**28 if device.type == "cuda" else 2**18                            # 1 GB; 1 MB
-    step = max(32, values // V)
+    values = 2**28 if device.type == "cuda" else 2**18            # in float32 1 GB, or 1 MB
+    step = max(128, values // V)             # with 32 rows a product on a CPU has half its speed
     return [slice(start, start + step) for start in range(0, M, step)]
 
 
 # --------------------------------------------------------------------------------------------------
 # Lean head. Nearly every model ends in one matrix product, and then the gradient of log softmax is
-# known: onehot(target) - softmax. A chunk of logits is made, used and dropped in the forward pass,
-# and made again in the backward pass.
+# known: onehot(target) - softmax. A chunk of logits is made, used in place and dropped in the
+# forward pass, and made again in the backward pass.
 
 class LeanHead(torch.autograd.Function):
     """selected_logprobs(hidden @ weight.T, targets, T) and the entropies, (M,) each.
 
-    hidden is (M, H), weight (V, H). The gradient of the weight is added up in float32 over the
-    chunks; autograd returns it in the weight's dtype, or in its grad_dtype where that is set.
+    hidden (M, H), weight (V, H); without `with_entropy` the entropies are 0. The weight's gradient
+    is added up in float32; autograd returns it in the weight's dtype, or in its grad_dtype if set.
     """
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, with_entropy):
         lse, logprobs, entropy = torch.zeros(3, len(hidden), device=hidden.device)
-        for rows in chunks(len(hidden), len(weight), hidden.device):
-            logits = (hidden[rows] @ weight.T).float().div_(temperature)          # (m, V)
-            lse[rows] = logits.logsumexp(dim=-1)
-            logprobs[rows] = logits.gather(1, targets[rows, None])[:, 0] - lse[rows]
-            if with_entropy:
-                # H = -sum of p log p. In lse - sum of p * logit digits cancel where T is low.
-                logits.sub_(lse[rows, None])
-                entropy[rows] = -torch.linalg.vecdot(logits.exp(), logits)
         ctx.save_for_backward(hidden, weight, targets, lse)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropy)
+        hidden, weight = factors(hidden, weight)
+        for rows in chunks(len(hidden), len(weight), hidden.device):
+            logits = logits_of(hidden[rows], weight, temperature)                 # (m, V)
+            top = logits.amax(dim=-1)                                             # (m,)
+            logits.sub_(top[:, None])
+            chosen = logits.gather(1, targets[rows, None])[:, 0]
+            exps = logits.exp() if with_entropy else logits.exp_()
+            Z = exps.sum(dim=-1)
+            lse[rows] = top + Z.log()
+            logprobs[rows] = chosen - Z.log()
+            if with_entropy:
+                # H = log Z - sum of p * (logit - top): of two terms >= 0 no digits cancel
+                entropy[rows] = Z.log() - exps.mul_(logits).sum(dim=-1) / Z
         return logprobs, entropy
 
     @staticmethod
@@ -163,8 +161,9 @@ class LeanHead(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         grad = grad / ctx.temperature                                             # (M,)
+        hidden, weight = factors(hidden, weight)
         for rows in chunks(len(hidden), len(weight), hidden.device):
-            logits = (hidden[rows] @ weight.T).float().div_(ctx.temperature)
+            logits = logits_of(hidden[rows], weight, ctx.temperature)
             d = logits.sub_(lse[rows, None]).exp_().mul_(-grad[rows, None])       # -g * softmax
             d.scatter_add_(1, targets[rows, None], grad[rows, None])              # +g at the target
             d = d.to(weight.dtype)
@@ -176,17 +175,31 @@ class LeanHead(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None
 
 
-# --------------------------------------------------------------------------------------------------
+def factors(hidden, weight):
+    """Both in float32, but for CUDA: there a product of half precision can leave in float32."""
+    return (hidden, weight) if hidden.is_cuda else (hidden.float(), weight.float())
+
+
+def logits_of(hidden, weight, temperature):
+    """Logits / T (m, V) in float32: in bfloat16 one of 16 is rounded by up to 0.06 nats."""
+    wide = {"out_dtype": torch.float32} if hidden.is_cuda else {}
+    logits = torch.mm(hidden, weight.T, **wide)
+    return logits if temperature == 1 else logits.div_(temperature)
+
+
 # Own head. Gemma 2 caps its logits, Granite and Cohere scale them, Phi adds a bias. Their heads run
 # as the model itself runs them, chunk by chunk.
 
-def own_logprobs(model, output, hidden, targets, temperature):
+def own_logprobs(model, output, hidden, targets, temperature, with_entropy):
     """hidden (M, H), targets (M,), what the body answered -> log-probs (M,), entropies (M,)."""
     def part(hidden, targets):
         logits = own_head(model, output, hidden).float() / temperature            # (m, V)
-        p = logits.detach().softmax(dim=-1)
+        logprobs = selected_logprobs(logits, targets)
+        if not with_entropy:
+            return logprobs, torch.zeros_like(logprobs)
+        logp = logits.detach().log_softmax(dim=-1)
         # p log p is 0 where p is 0, and not 0 * -inf
-        return selected_logprobs(logits, targets), -(p * p.log().clamp(min=-1e4)).sum(dim=-1)
+        return logprobs, -(logp.exp() * logp.clamp(min=-1e4)).sum(dim=-1)
 
     words = model.config.get_text_config().vocab_size
     # At least one chunk, even an empty one: the gradient of a batch without labels can be asked for
@@ -207,47 +220,41 @@ def own_head(model, output, hidden):
     try:
         return model(inputs_embeds=hidden[None], use_cache=False).logits[0]
     finally:
-        # The class's own forward is back in force
-        del body.forward
+        del body.forward                                 # the class's own is back in force
 
 
 # --------------------------------------------------------------------------------------------------
 # Grouped rows. All groups of a micro-batch become a row [x | y_1 | ... | y_G | x' | ...]: a prompt
 # runs once instead of G times, and padding not at all. Positions go on behind the prompt for every
-# answer. A layer treats its tokens one by one, except in attention: each y_i sees its prompt and
-# itself.
+# answer. Only attention mixes the tokens of a row: there each y_i sees its prompt and itself.
 
 def grouped_hidden(model, input_ids, labels, group_ids):
     """The body's output, and hidden states (M, H) that predict labelled tokens, in mask order."""
     S = labels.shape[1]
-    # Nothing predicts token 0.
-    labelled = [[t for t in range(1, S) if row[t] != IGNORE] for row in labels.tolist()]
+    mask = labels.cpu()[:, 1:] != IGNORE                                          # (N, S-1)
+    first = (mask.int().argmax(dim=1) + 1).tolist()      # labelled tokens of each row
+    last = (mask * torch.arange(1, S)).amax(dim=1).tolist()
     members = {}
     for n, g in enumerate(group_ids.tolist()):
-        if labelled[n]:
+        if last[n]:
             members.setdefault(g, []).append(n)
-
     groups = []                             # (P, L_1, ..., L_G) each
     taken = []                              # what the row is made of: places in all of input_ids
-    predictors = [[] for _ in labelled]     # per labelled token: where in the row is the one before
+    places = torch.zeros(labels.shape, dtype=torch.long) # where in the row each token stands
     for rows in members.values():
-        P = min(labelled[n][0] for n in rows)
-        last_of_prompt = len(taken) + P - 1
+        P = min(first[n] for n in rows)
+        places[rows, :P] = torch.arange(len(taken), len(taken) + P)
         taken += range(rows[0] * S, rows[0] * S + P)
         for n in rows:
-            shift = len(taken) - P          # from a place in row n to its place in the long row
-            # The last token is predicted, and predicts nothing
-            taken += range(n * S + P, n * S + labelled[n][-1])
-            predictors[n] = [shift + t - 1 if t > P else last_of_prompt for t in labelled[n]]
-        groups.append((P, *(labelled[n][-1] - P for n in rows)))
-
+            places[n, P:last[n]] = torch.arange(len(taken), len(taken) + last[n] - P)
+            taken += range(n * S + P, n * S + last[n])   # the last token predicts nothing
+        groups.append((P, *(last[n] - P for n in rows)))
     taken = torch.tensor(taken, device=labels.device)                             # (T,)
-    predictors = torch.tensor([t for row in predictors for t in row], device=labels.device)
     # An attention mask of one entry keeps transformers from making one of its own
     unused = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=labels.device)
     output = body_of(model)(input_ids=input_ids.flatten()[taken][None], attention_mask=unused,
                             position_ids=(taken % S)[None], use_cache=False, groups=tuple(groups))
-    return output, output.last_hidden_state[0, predictors]
+    return output, output.last_hidden_state[0, places[:, :-1][mask].to(labels.device)]
 
 
 def grouped_attention(module, query, key, value, mask, scaling=None, groups=None, **kwargs):
@@ -260,79 +267,69 @@ def grouped_attention(module, query, key, value, mask, scaling=None, groups=None
     for name in ("softcap", "sliding_window", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
             raise ValueError(f"{name} in its attention")
-    groups = tuple(tuple(sizes) for sizes in groups)
+    groups = tuple(map(tuple, groups))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))                 # (T, H, D)
     heads = q.shape[1] // k.shape[1]                     # query heads that share a key head
     if takes_flash(query, value):
-        keys, *lengths = flash_calls(groups, query.device)
+        keys, *lengths = flash_call(groups, query.device)
         # torch 2.11 and 2.12 take as many key heads as query heads only
         k, v = (x[keys].repeat_interleave(heads, dim=1) for x in (k, v))          # (Tk, Hq, D)
         return varlen_attn(q, k, v, *lengths, scale=scaling, window_size=(-1, 0))[None], None
+    # Query heads that share a key head become more queries of that head: no key is copied
+    q = q.unflatten(1, (-1, heads))                                               # (T, Hkv, g, D)
     calls, places = attention_calls(groups, heads, query.device)
-    out = [masked_attention(q[rows], k[seen], v[seen], mask, scaling) for rows, seen, mask in calls]
+    out = []
+    for queries, keys, mask in calls:
+        # Heads first: (n, Hkv, L * g, D), and (n, Hkv, K, D), (n, Hkv, K, Dv)
+        queries = q[queries].transpose(1, 2).flatten(2, 3)
+        seen_k, seen_v = (x[keys].transpose(1, 2) for x in (k, v))
+        o = scaled_dot_product_attention(queries, seen_k, seen_v, mask, scale=scaling)
+        o = o.unflatten(2, (-1, heads)).transpose(1, 2)                         # (n, L, Hkv, g, Dv)
+        out.append(o.flatten(2, 3).flatten(0, 1))                               # (n * L, Hq, Dv)
     return torch.cat(out)[places][None], None
-
-
-def masked_attention(q, k, v, mask, scaling):
-    """q (n, Lq, Hq, D), k (n, Lk, Hkv, D), v (n, Lk, Hkv, Dv), mask of heads -> (n * Lq, Hq, Dv).
-
-    Query heads that share a key head become more queries of that head: no key is copied.
-    """
-    q = q.unflatten(2, (k.shape[2], -1)).transpose(1, 2)                      # (n, Hkv, Lq, g, D)
-    k = k.transpose(1, 2)
-    v = v.transpose(1, 2)
-    out = scaled_dot_product_attention(q.flatten(2, 3), k, v, mask, scale=scaling)
-    out = out.unflatten(2, q.shape[2:4]).transpose(1, 2)                      # (n, Lq, Hkv, g, Dv)
-    return out.flatten(2, 3).flatten(0, 1)
 
 
 @lru_cache(maxsize=8)
 def attention_calls(groups, heads, device):
-    """Pieces of like length in one call -> [(queries, keys, mask)], and each token's place in them.
+    """Pieces of like length in one call -> [(queries, keys, what they see)], places.
 
-    A hundred short answers one by one cost a hundred calls; all in one call, they cost the padding
-    to the longest. In a call of lengths between two powers of 2 at most half is padding.
+    queries (n, L) and keys (n, K) are tokens of the long row. The mask (n, 1, L * g, K) lets a
+    token see the prompt before its piece, and the piece up to itself. Past its end a piece repeats
+    its last token, with the same result. places (T,): where each token's result is found.
     """
+    # A hundred short answers one by one cost a hundred calls; all in one call, they cost the
+    # padding to the longest. Between two powers of 2 at most half of a call is padding.
     def kind(piece):
-        _, L, _, P = piece
-        return P > 0, max(L - 1, 8).bit_length()
+        before, own = piece
+        return len(before) > 0, max(len(own) - 1, 8).bit_length()
 
     calls = []
-    places = torch.zeros(sum(map(sum, groups)), dtype=torch.long)                 # (T,)
-    end = 0
     for _, pieces in groupby(sorted(pieces_of(groups), key=kind), key=kind):
-        queries, keys, mask = side_by_side(list(pieces))
-        places[queries] = torch.arange(end, end + queries.numel()).view_as(queries)
-        end += queries.numel()
-        mask = mask.repeat_interleave(heads, dim=1)[:, None]                      # (n, 1, Lq*g, Lk)
-        calls.append((queries.to(device), keys.to(device), mask.to(device)))
-    return calls, places.to(device)
+        sizes = [(before.start, len(before), own.start, len(own)) for before, own in pieces]
+        prompt, P, start, L = torch.tensor(sizes).T[:, :, None]                   # (n, 1) each
+        t = torch.arange(int(L.max())).clamp(max=L - 1)                           # (n, L)
+        seen = torch.arange(int((P + L).max()))                                   # (K,)
+        own = start + (seen - P).clamp(max=L - 1)                                 # (n, K)
+        keys = torch.where(seen < P, prompt + seen, own)
+        sees = seen <= (P + t)[:, :, None]                                        # (n, L, K)
+        calls.append((start + t, keys, sees.repeat_interleave(heads, dim=1)[:, None]))
+    queries = torch.cat([queries.flatten() for queries, _, _ in calls])
+    places = torch.zeros(sum(map(sum, groups)), dtype=torch.long)                 # (T,)
+    places[queries] = torch.arange(len(queries))
+    return [[x.to(device) for x in call] for call in calls], places.to(device)
 
 
 def pieces_of(groups):
-    """Prompts and answers of the row: (start, length, start and length of the prompt before it)."""
-    pieces = []
+    """Prompts and answers in the row's order: (the prompt before it, its own tokens), as ranges."""
     start = 0
-    for sizes in groups:
-        prompt = start
-        for n, L in enumerate(sizes):
+    for P, *answers in groups:
+        prompt = range(start, start + P)
+        yield range(0), prompt
+        start += P
+        for L in answers:
             if L:
-                pieces.append((start, L, prompt, sizes[0] if n else 0))
+                yield prompt, range(start, start + L)
             start += L
-    return pieces
-
-
-def side_by_side(pieces):
-    """Where queries (n, Lq) and keys (n, Lk) of n pieces stand in the row; their mask (n, Lq, Lk).
-
-    Past its end a piece repeats its last token, with the same result for the same query. A token
-    sees the prompt before its piece, and the piece up to itself.
-    """
-    start, L, prompt, P = torch.tensor(pieces).T[:, :, None]                      # (n, 1) each
-    t = torch.arange(int(L.max())).clamp(max=L - 1)                               # (n, Lq)
-    seen = torch.arange(int((P + L).max()))                                       # (Lk,)
-    keys = torch.where(seen < P, prompt + seen, start + (seen - P).clamp(max=L - 1))
-    return start + t, keys, seen <= (P + t)[:, :, None]
 
 
 def takes_flash(query, value):
@@ -345,14 +342,14 @@ def takes_flash(query, value):
 
 
 @lru_cache(maxsize=8)
-def flash_calls(groups, device):
-    """Where the pieces' keys stand in the row, where their queries and keys end, the longest."""
-    pieces = pieces_of(groups)
-    _, L, _, P = torch.tensor(pieces).T                                           # (n,) each
-    _, keys, mask = side_by_side(pieces)
-    ends = [torch.nn.functional.pad(x.cumsum(0), (1, 0)).int().to(device) for x in (L, P + L)]
-    # What the last token of a piece sees is all that the piece sees
-    return keys[mask[:, -1]].to(device), *ends, int(L.max()), int((P + L).max())
+def flash_call(groups, device):
+    """The keys of all pieces (Tk,), where each one's queries and keys end, the longest of both."""
+    pieces = list(pieces_of(groups))
+    keys = [t for before, own in pieces for t in (*before, *own)]
+    L = torch.tensor([0] + [len(own) for _, own in pieces])
+    K = torch.tensor([0] + [len(before) + len(own) for before, own in pieces])
+    ends = [lengths.cumsum(0).int().to(device) for lengths in (L, K)]
+    return torch.tensor(keys, device=device), *ends, int(L.max()), int(K.max())
 
 
 AttentionInterface.register("grouped", grouped_attention)
@@ -366,10 +363,10 @@ AttentionMaskInterface.register("grouped", sdpa_mask)
 def micro_batches(labels, group_ids, token_budget, share_prompts):
     """Cut N rows into micro-batches -> [(row indices (n,), width of the longest), ...].
 
-    Each costs at most `token_budget` tokens, unless it is one row; rows that are equal cost as one.
-    Padded rows are sorted by length, the longest first: little padding is computed, and memory runs
-    out at once or not at all. With `share_prompts` the price is that of grouped rows: no padding,
-    and a group's prompt once. Groups stay in order, and whole where the budget allows it.
+    Each costs at most `token_budget` tokens, unless it is one row; equal rows cost as one. Padded
+    rows are sorted, the longest first: little padding is computed, and memory runs out at once or
+    not at all. With `share_prompts` there is no padding, and a group's prompt costs once: groups
+    stay in order, and whole where the budget allows it.
     """
     is_label = labels != IGNORE                                                   # (N, S)
     after = torch.arange(1, labels.shape[1] + 1, device=labels.device)
@@ -459,119 +456,105 @@ FORMS = weakref.WeakKeyDictionary()      # model -> what forms_of found
 TRIAL = ((5, 6), (5, 1), (5, 4), (9, 7), (9, 1))
 
 
+@torch.no_grad()
 def forms_of(model):
     """{"lean head": None or why not, "grouped rows": None or why not}; None: the form is taken.
 
-    Found out at the first call for a model, and kept as long as the model lives: call it before
-    FSDP shards the model. A model that takes grouped rows is left with the attention "grouped",
-    which is transformers' own wherever no groups are passed. ValueError: not even padded rows and
-    the model's own head give the log-probs of its forward pass.
+    Found out at the first call for a model and kept with it: call it before FSDP shards the model.
+    One that takes grouped rows is left with the attention "grouped", which is transformers' own
+    where no groups are passed. ValueError: not even padded rows and the model's own head give the
+    log-probs of its forward pass.
     """
-    if model not in FORMS:
-        FORMS[model] = try_forms(model)
-    return FORMS[model]
-
-
-@torch.no_grad()
-def try_forms(model):
-    """The plain form must hold. What rounding does to it says what it may do to the fast ones."""
-    ids, labels, group_ids = rows_to_try(model)
-    mask = labels[:, 1:] != IGNORE
-    forms = {"lean head": "not tried", "grouped rows": "not tried"}
-    root = math.sqrt(torch.finfo(model.dtype).eps)       # 3e-4 in float32, 0.09 in bfloat16
+    if model in FORMS:
+        return FORMS[model]
+    config = model.config.get_text_config()
+    ids = torch.randint(config.vocab_size, (5, 17), generator=torch.Generator().manual_seed(0))
+    ids[1:3, :5] = ids[0, :5]                            # rows of a group share their prompt
+    ids[4, :9] = ids[3, :9]
+    P, L = torch.tensor(TRIAL).T[:, :, None]                                      # (5, 1) each
+    t = torch.arange(17)
+    # Random ids also stand in the padding, where they must not matter
+    labels = ids.where((P <= t) & (t < P + L), IGNORE)                            # (5, 17)
+    ids, labels, group_ids = (x.to(model.device) for x in (ids, labels, P[:, 0]))
+    eps = torch.finfo(model.dtype).eps
+    root = math.sqrt(eps)                                # 3e-4 in float32, 0.09 in bfloat16
     claim = f"{model.config.model_type}: the log-probs of its body and its own head"
+    forms = {"lean head": "not tried", "grouped rows": "not tried"}
 
     def error():
-        actual = scored(model, ids, labels, 1.0, False, group_ids, forms)[mask]
-        return float((actual - expected).square().mean().sqrt())
+        logprobs = token_logprobs(model, ids, labels, group_ids=group_ids, forms=forms)
+        return float((logprobs[labels[:, 1:] != IGNORE] - expected).square().mean().sqrt())
 
+    # The plain form must hold. What rounding does to it says what it may do to the fast ones.
     try:
-        # Each row alone, without its padding
         alone = [plain_logprobs(model, ids[n:n + 1, :P + L], labels[n:n + 1, :P + L])[0, P - 1:]
-                 for n, (P, L) in enumerate(TRIAL)]
+                 for n, (P, L) in enumerate(TRIAL)]      # each row without its padding
         expected = torch.cat(alone)                                               # (M,)
         noise = error()
     except Exception as problem:
         raise ValueError(f"{claim} fail ({words_of(problem)})") from None
-    if not noise <= root * (1 + float(expected.abs().max())):
+    largest = float(expected.abs().max())
+    if not noise <= root * (1 + largest):
         raise ValueError(f"{claim} are off by {noise:.2g} nats from its forward pass")
 
     attention = model.config._attn_implementation
-    for form, reason in (("lean head", more_than_a_product), ("grouped rows", unlike_a_row)):
+    for form in forms:
         forms[form] = None
         try:
-            forms[form] = reason(model, ids)
+            forms[form] = unseen_in_a_trial(model, form, ids)
+            if form == "grouped rows":
+                model.set_attn_implementation("grouped")
             distance = 0 if forms[form] else error()
-            if not distance <= root / 4 + 4 * noise:
+            # The model rounds its logits to its own dtype, the lean head does not
+            if not distance <= root / 4 + 4 * noise + eps * largest:
                 forms[form] = f"off by {distance:.2g} nats"
         except Exception as problem:
             forms[form] = words_of(problem)
     if forms["grouped rows"]:
         model.set_attn_implementation(attention)
+    FORMS[model] = forms
     return forms
 
 
-def rows_to_try(model):
-    """The rows of TRIAL -> ids, labels (5, 17), groups (5,). Rows of a group share their prompt.
-
-    Random ids also stand in the padding, where they must not matter.
-    """
-    words = model.config.get_text_config().vocab_size
-    ids = torch.randint(words, (5, 17), generator=torch.Generator().manual_seed(0))
-    ids[1:3, :5] = ids[0, :5]
-    ids[4, :9] = ids[3, :9]
-    labels = torch.full_like(ids, IGNORE)
-    for n, (P, L) in enumerate(TRIAL):
-        labels[n, P:P + L] = ids[n, P:P + L]
-    group_ids = torch.tensor([P for P, _ in TRIAL])
-    return tuple(x.to(model.device) for x in (ids, labels, group_ids))
-
-
-def more_than_a_product(model, ids):
-    """Does the head do more than hidden @ weight.T? Logits as large as 1000 would show a cap."""
+def unseen_in_a_trial(model, form, ids):
+    """Why a form is refused whose few short rows may come out right all the same, or None."""
+    config = model.config.get_text_config()
+    if form == "grouped rows":
+        attention = model.config._attn_implementation
+        if getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None):
+            return "a sliding window"
+        return None if attention in ("sdpa", "grouped") else f"{attention} attention"
     head = model.get_output_embeddings()
     if getattr(head, "bias", None) is not None:
         return "a bias in the head"
     output = body_of(model)(input_ids=ids, use_cache=False)
     hidden = output.last_hidden_state[0]                                          # (S, H)
+    # Logits as large as 1000 show a cap
     hidden = hidden * (1000 / (hidden @ head.weight.T).abs().max())
     error = (own_head(model, output, hidden) - hidden @ head.weight.T).abs().max()
     return None if error <= 10 else "a cap or a scale on the logits"
 
 
-def unlike_a_row(model, ids):
-    """Is there what a short trial would not show? If there is not, the attention is switched."""
-    config = model.config.get_text_config()
-    if getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None):
-        return "a sliding window"
-    if model.config._attn_implementation not in ("sdpa", "grouped"):
-        return f"{model.config._attn_implementation} attention"
-    model.set_attn_implementation("grouped")
-    return None
-
-
 def words_of(error):
     """An exception in one short line. Memory that runs out says nothing about a model: raised."""
-    words = ("out of memory", "not enough memory", "can't allocate memory")
-    if isinstance(error, torch.OutOfMemoryError) or any(w in str(error) for w in words):
+    if "memory" in str(error):
         raise error
     return " ".join(f"{type(error).__name__}: {error}".split())[:100]
 
 
 def length_limit(config):
-    """The longest prompt and answer together that a model can be trained on, in tokens; inf: none.
+    """The longest prompt and answer together that a model can be trained on, in tokens; inf: any.
 
-    Beyond its original length "longrope" (Phi-3) turns all positions at another speed. The sampler
-    keeps the keys that it made before, the trainer makes all of them anew: 8 nats apart.
+    Beyond its original length "longrope" (Phi-3) turns all positions at another speed: the keys
+    that the sampler kept and those that the trainer makes anew are then 8 nats apart.
     """
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None) or math.inf
-    ropes = getattr(text, "rope_parameters", None) or {}
-    # Some families have a set of parameters per kind of layer
-    for rope in (ropes, *ropes.values()):
-        if isinstance(rope, dict) and rope.get("rope_type") == "longrope":
-            original = rope.get("original_max_position_embeddings")
-            limit = min(limit, original or text.original_max_position_embeddings)
+    # Some families have a set of parameters per kind of layer; none of these is "longrope"
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        original = rope.get("original_max_position_embeddings")
+        return min(limit, original or text.original_max_position_embeddings)
     return limit
 
 
@@ -590,22 +573,22 @@ def main():
     parser.add_argument("response", nargs="?",
                         default="9 - 4 = 5 , 5 - 2 = 3 , 3 + 7 = 10 , \\boxed{ 10 }")
     parser.add_argument("--model", default=str(Path(__file__).parent / "tests" / "tiny"),
-                        help="a hub name or a folder; its recipe.json gives the next two")
+                        help="a hub name, a model's folder, or a run's: then its final/")
     parser.add_argument("--system-prompt", default="")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.set_defaults(**recipe_of(parser.parse_args().model))
-    args = parser.parse_args()                           # the command line wins
+    args = parser.parse_args()
     if not args.temperature > 0:
         raise ValueError(f"--temperature {args.temperature}: must be above 0")
-
     messages = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
     messages.append({"role": "user", "content": args.prompt})
+    final = Path(args.model, "final")
+    source = str(final) if final.is_dir() else args.model
     flag = f"--model {args.model}"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(args.model)
+        tokenizer = AutoTokenizer.from_pretrained(source)
         prompt_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True).input_ids
-        model = AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=True)
+        model = AutoModelForCausalLM.from_pretrained(source, use_safetensors=True)
         flag = f"--device {args.device}"
         model = model.eval().to(args.device)
     except Exception as error:                           # foreign files can be wrong in any way
@@ -617,30 +600,13 @@ def main():
     labels = torch.tensor([[IGNORE] * len(prompt_ids) + response_ids], device=model.device)
     with torch.no_grad():
         logprobs = token_logprobs(model, input_ids, labels, args.temperature)[0]  # (S-1,)
-
     print(" row   label  log-prob  token")
     for t, token in enumerate(prompt_ids + response_ids):
         is_label = labels[0, t] != IGNORE
-        label = "label" if is_label else "."
         value = f"{logprobs[t - 1]:+.4f}" if is_label else ""
+        label = "label" if is_label else "."
         print(f"{t:4}  {label:>6}  {value:>8}  {tokenizer.decode([token])!r}")
     print(f"log pi(y | x) = {logprobs.sum():+.4f} over {len(response_ids)} tokens")
-
-
-def recipe_of(folder):
-    """What a run has left beside the model in its final/ -> {"system_prompt", "temperature"}."""
-    path = Path(folder, "recipe.json")
-    try:
-        recipe = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    if not isinstance(recipe, dict):
-        raise ValueError(f"{path}: not an object of flags and values")
-    kinds = {"system-prompt": str, "temperature": (int, float)}
-    for flag in kinds.keys() & recipe.keys():
-        if not isinstance(recipe[flag], kinds[flag]):
-            raise ValueError(f"{path}: {flag} is {recipe[flag]!r}")
-    return {flag.replace("-", "_"): recipe[flag] for flag in kinds if flag in recipe}
 
 
 if __name__ == "__main__":

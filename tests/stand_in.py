@@ -504,6 +504,17 @@ def fused_norm(gpu, x, *args, **kwargs):
         return torch.rms_norm(x, *args, **kwargs)
 
 
+def product(gpu, a, b, out_dtype=None):
+    """torch.mm: the result has the factors' dtype, or float32 where that is asked for."""
+    if out_dtype is None:
+        return torch.mm(a, b)
+    if a.dtype != b.dtype or out_dtype not in (a.dtype, torch.float32):
+        raise CudaError(f"torch.mm: {a.dtype} and {b.dtype} into {out_dtype}")
+    gpu.kernels += 1
+    with gpu.state(inside_kernel=True):
+        return torch.mm(a.to(out_dtype), b.to(out_dtype))
+
+
 MADE_FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
 HOST_TOO = {torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.is_pinned}
 ANSWERS = {
@@ -518,6 +529,7 @@ ANSWERS = {
     torch.Tensor.__deepcopy__: deep_copy,
     torch.mm: product,
     scaled_dot_product_attention: sdpa,
+    torch.mm: product,
     rms_norm: fused_norm,
     torch.rms_norm: fused_norm,
     torch.ops.aten._flash_attention_forward: flash_forward,

@@ -454,6 +454,18 @@ def test_logprobs_and_gradients(dtype, hopper, grouped, checkpointed):
     assert not gpu.attention["cudnn"]
 
 
+def test_logits_of_bfloat16_leave_the_head_in_float32():
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(40, 16, dtype=BF16), torch.randn(57, 16, dtype=BF16)
+    targets = torch.randint(57, (40,))
+    exact = (hidden.float() @ weight.float().T / 0.7).log_softmax(-1)
+    with stand_in.machine():
+        there = [x.to("cuda") for x in (hidden, weight, targets)]
+        logprobs, entropy = logprob.LeanHead.apply(*there, 0.7, True)
+    assert same(logprobs, exact.gather(1, targets[:, None])[:, 0], 1e-6)
+    assert same(entropy, -(exact.exp() * exact).sum(-1), 1e-6)
+
+
 # --------------------------------------------------------------------------------------------------
 # [G] Training steps
 
