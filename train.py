@@ -142,9 +142,7 @@ def update(policy_model, optimizer, rollout, settings):
         rollout.entropies = entropies
 
     # [G] The gradient step. One that would write NaN into the weights is not taken, and counted.
-    if loss_scale != 1:
-        optimizer.unscale()
-    grad_norm = clip_grad_norm_(policy_model.parameters(), s.max_grad_norm)
+    grad_norm = clip_grad_norm_(unscaled(policy_model, loss_scale), s.max_grad_norm)
     metrics = update_metrics(sums, grad_norm, logprobs, rollout.old_logprobs)
     if not metrics["skipped_updates"]:
         optimizer.step()
@@ -1210,12 +1208,6 @@ class MasterAdamW(torch.optim.AdamW):
             self.grads = pinned_like(weights, torch.float32)
             self.copies = pinned_like(weights, weights[0].dtype)
 
-    def unscale(self):
-        """Gradients of the loss itself, before they are clipped."""
-        for weight in self.weights:
-            if weight.grad is not None:
-                weight.grad /= self.loss_scale
-
     @torch.no_grad()
     def step(self):
         masters = self.param_groups[0]["params"]
@@ -1316,6 +1308,14 @@ def pinned_like(tensors, dtype, slab=2**30):
         found.append(rest[:n].view(tensor.shape))
         rest = rest[n:]
     return found
+
+
+def unscaled(model, loss_scale):
+    """The parameters, their gradients those of the loss itself again."""
+    weights = [p for p in model.parameters() if p.grad is not None]
+    for weight in weights if loss_scale != 1 else ():
+        weight.grad /= loss_scale
+    return weights
 
 
 def of_half_precision(optimizer, skipped):

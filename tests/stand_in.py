@@ -487,17 +487,6 @@ def deep_copy(gpu, x, memo):
         return put(torch.Tensor.__deepcopy__(x, memo), "gpu")
 
 
-def product(gpu, x, y, out_dtype=None, **kwargs):
-    """torch.mm, on CUDA also with its sums in another dtype than its factors."""
-    if out_dtype is None:
-        return torch.ops.aten.mm(x, y, **kwargs)
-    if x.dtype not in HALF or out_dtype != torch.float32:
-        raise CudaError(f"out_dtype {out_dtype} for factors of {x.dtype}")
-    gpu.kernels += 1
-    with gpu.state(inside_kernel=True):
-        return x.float() @ y.float()
-
-
 def fused_norm(gpu, x, *args, **kwargs):
     gpu.kernels += 1
     with gpu.state(inside_kernel=True):
@@ -529,7 +518,6 @@ ANSWERS = {
     torch.Tensor.__deepcopy__: deep_copy,
     torch.mm: product,
     scaled_dot_product_attention: sdpa,
-    torch.mm: product,
     rms_norm: fused_norm,
     torch.rms_norm: fused_norm,
     torch.ops.aten._flash_attention_forward: flash_forward,

@@ -385,10 +385,9 @@ def test_lean_head_works_in_place():
 
     for with_entropy, expected in ((False, ["mm"]), (True, ["mm", "exp"])):
         out = []
-        assert expected == made(
-            lambda: out.extend(LeanHead.apply(hidden, weight, targets, 1.0, with_entropy))
-        )
-        assert made(lambda: out[0].sum().backward()) == ["mm"]
+        arguments = (hidden, weight, targets, 1.0, with_entropy)
+        assert made(lambda a=arguments, o=out: o.extend(LeanHead.apply(*a))) == expected
+        assert made(lambda o=out: o[0].sum().backward()) == ["mm"]
 
 
 def test_lean_head_with_large_logits():

@@ -146,10 +146,6 @@ def test_the_loss_scale_of_float16():
         optimizer.adapt_loss_scale(True)
     assert optimizer.loss_scale == 1, "it only makes gradients larger"
 
-    weight.grad = torch.full((4,), 2.0**15)
-    optimizer.loss_scale = 2.0**14
-    optimizer.unscale()
-    assert weight.grad.tolist() == [2.0] * 4
     other = MasterAdamW([torch.nn.Parameter(weight.detach().bfloat16())], torch.device("cpu"), True,
                         0)
     other.adapt_loss_scale(True)
@@ -165,8 +161,7 @@ def test_gradients_too_small_for_float16_arrive():
         before = weight.detach().clone()
         value = (torch.eye(64, dtype=torch.float16) @ weight).float().sum() * 1e-8
         (value * scale).backward()
-        optimizer.loss_scale = scale
-        optimizer.unscale()
+        train.unscaled(torch.nn.ParameterList([weight]), scale)
         optimizer.step()
         assert torch.equal(before, weight) != moves
 
