@@ -1,4 +1,5 @@
 """What the tests share: the stage files on the path, one thread, no network, models, and runs."""
+import contextlib
 import functools
 import gc
 import hashlib
@@ -270,3 +271,14 @@ def weights_of(folder):
 def snapshot(folder):
     """Every file with its content: what a refused command must not change."""
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+# --------------------------------------------------------------------------------------------------
+# Refusals of the stage functions
+
+@contextlib.contextmanager
+def value_error(reason):
+    """What happens in here ends with a ValueError of one line that says so."""
+    with pytest.raises(ValueError, match=reason) as error:
+        yield
+    assert "\n" not in str(error.value)
