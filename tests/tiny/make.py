@@ -1,5 +1,5 @@
 """
-Makes everything else in this folder: a tiny policy, its problems, and the recipe that trains it.
+Makes everything else in this folder: a tiny policy, its problems, and the settings that train it.
 
     python tests/tiny/make.py
     python tests/tiny/make.py reward_model    # the reward model alone, for the policy that is there
@@ -61,11 +61,11 @@ CHAT_TEMPLATE = (  # a system message is left out
     "<|{{ message.role }}|> {{ message.content }} "
     "{% if message.role == 'assistant' %}<|end|> {% endif %}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")
-RECIPE = {  # the defaults that this folder brings to train.py, paths relative to this folder
-    "data": "train.jsonl", "eval-data": "test.jsonl", "system-prompt": "", "steps": 80,
-    "prompts-per-step": 16, "group-size": 8, "max-new-tokens": 40, "lr": 3e-4, "kl-coef": 0.02,
-    "updates-per-rollout": 2, "eval-every": 20, "eval-limit": 0, "warmup-steps": 0,
-    "micro-batch-tokens": 2048, "gradient-checkpointing": False, "threads": 1}
+SETTINGS = {  # of `python train.py`, a --config file; paths are relative to this folder
+    "data": "train.jsonl", "eval_data": "test.jsonl", "system_prompt": "", "steps": 80,
+    "prompts_per_step": 16, "group_size": 8, "max_new_tokens": 40, "lr": 3e-4, "kl_coef": 0.02,
+    "updates_per_rollout": 2, "eval_every": 20, "eval_limit": 0, "warmup_steps": 0,
+    "micro_batch_tokens": 2048, "gradient_checkpointing": False, "threads": 1}
 
 
 def split_of(start, changes):
@@ -165,7 +165,7 @@ def warm_start(model, tokenizer, rng):
 
 def greedy_accuracy(tokenizer, model, prompts, answers):
     batch = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
-    ids = model.generate(**batch, max_new_tokens=RECIPE["max-new-tokens"], do_sample=False)
+    ids = model.generate(**batch, max_new_tokens=SETTINGS["max_new_tokens"], do_sample=False)
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     boxes = [f"\\boxed{{ {answer.split()[-1]} }}" for answer in answers]
     return sum(text.endswith(box) for text, box in zip(texts, boxes, strict=True)) / len(texts)
@@ -197,7 +197,8 @@ def judged_answers(model, tokenizer, problems, seed):
     prompts = [render(tokenizer, problem["question"]) for problem in problems]
     truths = [problem["answer"].split()[-1] for problem in problems]
     generator = torch.Generator().manual_seed(seed)
-    rollout = sample_groups(model, tokenizer, prompts, 8, RECIPE["max-new-tokens"], 1.0, generator)
+    limit = SETTINGS["max_new_tokens"]
+    rollout = sample_groups(model, tokenizer, prompts, 8, limit, 1.0, generator)
     rewards = reward.score_responses(rollout.responses, truths, 8).tolist()
     return list(zip([p for p in prompts for _ in range(8)], rollout.responses, rewards))
 
@@ -247,7 +248,7 @@ def check_reward_model(problems):
 
 def make_policy():
     rng = random.Random(0)
-    (HERE / "recipe.json").write_text(json.dumps(RECIPE, indent=2) + "\n")
+    (HERE / "grpo.json").write_text(json.dumps(SETTINGS, indent=2) + "\n")
     make_problems(rng, "train", 2000)
     held_out = make_problems(rng, "test", 256)
     tokenizer = make_tokenizer()
