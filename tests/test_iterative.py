@@ -1,12 +1,23 @@
 """Process supervision (--step-reward), iterative training with a reward model (--reward-model)."""
 import copy
 import json
+import math
 import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, curve, ends_badly, lines_of, refused, tiny_problems, torchrun, trains
+from conftest import (
+    TINY,
+    curve,
+    ends_badly,
+    lines_of,
+    refused,
+    tiny_problems,
+    torchrun,
+    trains,
+    value_error,
+)
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -19,7 +30,6 @@ import reward
 import train
 from advantage import process_advantages
 from logprob import IGNORE
-from sample import sample_groups
 
 MODEL = TINY / "reward_model"
 SMALL = ("--prompts-per-step=2", "--group-size=4", "--max-new-tokens=40", "--device=cpu",
@@ -49,10 +59,11 @@ def whole(tmp_path_factory):
 @pytest.fixture
 def learner():
     """The tiny reward model with an optimizer, as train.py would load it."""
-    return train.load_reward_model(train.parse(list(ITERATIVE))[0])
+    return train.load_reward_model(train.parse(ITERATIVE))
 
 
-# ----- the iteration ------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The iteration
 
 
 def test_two_iterations_are_those_of_the_formulas(whole, learner):
@@ -99,16 +110,17 @@ def test_a_resumed_run_is_bitwise_the_same(whole, tmp_path):
     """Stopped in the middle of an iteration, and at its end."""
     run(tmp_path / "run", *ITERATIVE, "--steps=1")
     for steps in (2, 3, 4):
-        run(tmp_path / "run", "--resume", f"--steps={steps}")
+        trains("--resume", tmp_path / "run", f"--steps={steps}")
     assert curve(tmp_path / "run") == curve(whole)
     for name in ("final", "reward_model"):
         assert same(weights(tmp_path / "run" / name), weights(whole / name)), name
     ours, theirs = (load_file(folder / "checkpoint" / "run.safetensors")
                     for folder in (tmp_path / "run", whole))
     assert same(ours, theirs)
-    state = {name for name in ours if name.startswith("reward_model/")}
-    kinds = {name.split("/")[1] for name in state}
-    assert kinds == {"pairs", "weight", "exp_avg", "exp_avg_sq", "step"}
+    kinds = {name.split("/")[0] for name in ours if "/reward_model/" in name}
+    assert kinds == {"weight", "exp_avg", "exp_avg_sq", "step"}
+    counters = json.loads(ours["counters"].numpy().tobytes())
+    assert any(counters["pairs"])
 
 
 def test_two_ranks_train_the_same_reward_model(whole, tmp_path):
@@ -128,7 +140,7 @@ def test_without_renewal_the_reward_model_stays_as_it_is(tmp_path):
     folder = run(tmp_path / "run", *SMALL, f"--reward-model={MODEL}", "--steps=1")
     assert not (folder / "reward_model").exists()
     saved = load_file(folder / "checkpoint" / "run.safetensors")
-    assert not any(name.startswith("reward_model/") for name in saved)
+    assert not any("/reward_model/" in name for name in saved)
     assert curve(folder)[1]["reward_mean"] != 0 and "eval_reward" in curve(folder)[1]
 
 
@@ -149,7 +161,7 @@ def test_the_reward_model_reads_problems_in_its_own_chat_template(tmp_path, lear
                                         '{"question": "Ben has 5"}\n')
     problems = reward.load_problems(str(tmp_path / "two.jsonl"), need_answer=False)
     rollout = SimpleNamespace(responses=["\\boxed{ 9 }", "\\boxed{ 5 }"] * 2)
-    settings = train.parse(list(ITERATIVE))[0]
+    settings = train.parse(ITERATIVE)
     scores = train.load_reward_of(settings, learner)(problems, ["p", "q"], rollout)
     prompts = ["Anna Ben has 9", "Anna Ben has 5"]
     each = [prompts[0], prompts[0], prompts[1], prompts[1]]
@@ -181,7 +193,7 @@ def test_a_score_that_is_not_finite_ends_the_step(learner):
     with torch.no_grad():
         learner.model.score.weight[:] = 3e38
     rollout = SimpleNamespace(responses=["9", "5"])
-    reward_of = train.load_reward_of(train.parse(list(ITERATIVE))[0], learner)
+    reward_of = train.load_reward_of(train.parse(ITERATIVE), learner)
     with pytest.raises(train.RewardFailed, match="--reward-model: row 0, response '9': its score"):
         reward_of([{"question": "Ben has 9", "answer": "9"}], ["p"], rollout)
     rollout.responses = ["9 " * 200] * 2
@@ -189,7 +201,8 @@ def test_a_score_that_is_not_finite_ends_the_step(learner):
         reward_of([{"question": "Ben has 9", "answer": "9"}], ["p"], rollout)
 
 
-# ----- the reward model's own learning ------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# The reward model's own learning
 
 
 def fresh_learner(lr=1e-2):
@@ -280,7 +293,8 @@ def test_the_tiny_reward_model_ranks_worked_answers_above_wrong_guesses():
     assert (MODEL / "model.safetensors").stat().st_size < 60_000
 
 
-# ----- process supervision ------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
+# Process supervision
 
 STEPS = """
 def steps(prompts, completions, completion_ids, answer, solution, **columns):
@@ -315,39 +329,31 @@ def step_file(tmp_path):
 def test_step_rewards_reach_the_gradient(tiny, step_file):
     policy = copy.deepcopy(tiny[0])
     s = train.parse([*SMALL, f"--step-reward={step_file}", "--updates-per-rollout=1",
-                     "--max-grad-norm=1e9"])[0]
-    train.check_combinations(s)
+                     "--max-grad-norm=1e9", "--kl-coef=0", "--micro-batch-tokens=1000000",
+                     "--no-gradient-checkpointing"])
     problems = tiny_problems()[:2]
     prompts = [train.chat_prompt(tiny[1], problem, "") for problem in problems]
-    truths = reward.truths_of(problems)
-    reward_of = train.load_reward_of(s)
     optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
-    seen = {}
-
-    def keep(rollout, rewards, advantages):
-        seen.update(rollout=rollout, rewards=rewards, advantages=advantages)
+    seen = []
 
     def gradient():
         return torch.cat([p.grad.flatten() for p in policy.parameters()])
 
-    optimizer.register_step_pre_hook(lambda *_: seen.update(gradient=gradient()))
-    train.train_step(policy, None, optimizer, tiny[1], prompts, truths,
-                     train.dataclasses.replace(s, kl_coef=0.0, micro_batch_tokens=10**6,
-                                               gradient_checkpointing=False),
-                     train.seeded(6), lambda p, r: reward_of(problems, p, r),
-                     on_rollout=keep)
-    rollout = seen["rollout"]
-    mask = rollout.labels[:, 1:] != IGNORE                                             # (N, S-1)
+    optimizer.register_step_pre_hook(lambda *_: seen.append(gradient()))
+    _, rollout = train.train_step(policy, None, optimizer, tiny[1],
+                                  train.Batch(problems, prompts, train.seeded(6)), s,
+                                  reward_of=train.load_reward_of(s))
+    mask = rollout.mask                                                                # (N, S-1)
     A = process_advantages(by_hand(rollout, problems), mask, 4)
-    assert torch.equal(seen["advantages"], A) and A[mask].std() > 0
-    rule = reward.score_responses(rollout.responses, truths, 4)
-    assert torch.equal(seen["rewards"], rule)
+    assert torch.equal(rollout.advantages, A) and A[mask].std() > 0
+    rule = reward.score_responses(rollout.responses, reward.truths_of(problems), 4)
+    assert torch.equal(rollout.rewards, rule)
 
     policy.zero_grad()
     logits = policy(rollout.input_ids).logits[:, :-1].double()
     logp = logits.log_softmax(-1).gather(-1, rollout.input_ids[:, 1:, None])[..., 0]
     (-(logp * A * mask).sum(1) / mask.sum(1)).mean().backward()
-    assert (gradient() - seen["gradient"]).norm() <= 1e-5 * gradient().norm()
+    assert (gradient() - seen[0]).norm() <= 1e-5 * gradient().norm()
 
 
 def test_a_run_with_step_rewards_and_a_reward_beside_them(step_file, tmp_path):
@@ -360,38 +366,31 @@ def test_a_run_with_step_rewards_and_a_reward_beside_them(step_file, tmp_path):
 
 
 ROW = {"question": "q", "answer": "9", "solution": ""}
-LISTS = {
-    "gives other": "[[(0, 1.0)]]",
-    "not a list of (end, reward) pairs": "[[(0, 1.0)], [0.5]]",
-    "not a list of (end, reward)  pairs": "[[(0, 1.0)], 5]",
-    "not a list of (end, reward)   pairs": "[[(0, 1.0)], [(0, 1.0, 2.0)]]",
-    "not a list of (end, reward)    pairs": "[[(0, 1.0)], [(0.5, 1.0)]]",
-    "not a list of (end, reward)     pairs": "[[(0, 1.0)], None]",
-    "a step ends at token 2 of an answer of 2 tokens": "[[(0, 1.0)], [(2, 1.0)]]",
-    "a step ends at token -1 of an answer of 2 tokens": "[[(0, 1.0)], [(-1, 1.0)]]",
-    "pairs: ValueError: nan is not a finite float32 number": "[[(0, 1.0)], [(1, float('nan'))]]",
-    "pairs: ValueError: None is not a finite float32 number": "[[(0, 1.0)], [(0, None)]]",
-    "pairs: ValueError: 'much' is not a finite float32 number": "[[(0, 1.0)], [(0, 'much')]]",
-}
-
-
 def step_rewards(steps, ids):
     rollout = SimpleNamespace(responses=["good", "bad"], labels=[torch.tensor(row) for row in ids])
     table = reward.table_for([ROW], ["p"], rollout)
     return reward.checked("mine.py:steps", steps, table, reward.as_steps)
 
 
-@pytest.mark.parametrize("said, lists", LISTS.items())
-def test_what_a_step_function_gives_is_looked_at(said, lists):
-    def steps(**columns):
-        return eval(lists)
+PAIRS = "row 1, response 'bad'.* not a list of .end, reward. pairs"
 
-    said = {"gives other": "1 rewards for 2 responses"}.get(said, " ".join(said.split()))
-    with pytest.raises(ValueError) as error:
-        step_rewards(steps, [[4, 5, 6], [7, 8]])
-    assert said in str(error.value) and "\n" not in str(error.value)
-    assert str(error.value).startswith("mine.py:steps")
-    assert "row 1, response 'bad'" in str(error.value) or "from row 0" in str(error.value)
+
+@pytest.mark.parametrize("lists, said", [
+    ([[(0, 1.0)]], "from row 0, .*1 rewards for 2 responses"),
+    ([[(0, 1.0)], [0.5]], PAIRS),
+    ([[(0, 1.0)], 5], PAIRS),
+    ([[(0, 1.0)], [(0, 1.0, 2.0)]], PAIRS),
+    ([[(0, 1.0)], [(0.5, 1.0)]], PAIRS),
+    ([[(0, 1.0)], None], PAIRS),
+    ([[(0, 1.0)], [(2, 1.0)]], "row 1, .*a step ends at token 2 of an answer of 2 tokens"),
+    ([[(0, 1.0)], [(-1, 1.0)]], "row 1, .*a step ends at token -1 of an answer of 2 tokens"),
+    ([[(0, 1.0)], [(1, math.nan)]], "row 1, .*nan is not a finite float32 number"),
+    ([[(0, 1.0)], [(0, None)]], "row 1, .*None is not a finite float32 number"),
+    ([[(0, 1.0)], [(0, "much")]], "row 1, .*'much' is not a finite float32 number"),
+])
+def test_what_a_step_function_gives_is_looked_at(lists, said):
+    with value_error(f"^mine.py:steps.*{said}"):
+        step_rewards(lambda **columns: lists, [[4, 5, 6], [7, 8]])
 
 
 def test_step_functions_may_give_nothing_and_numbers_of_any_kind():
@@ -412,134 +411,95 @@ def test_a_step_function_that_raises_ends_the_run_in_one_line(tmp_path, capsys):
     assert "--step-reward" in line and "ZeroDivisionError" in line
 
 
-# ----- other rows, other folders, other flags -----------------------------------------------------
-
-
-def test_replaced_rows_bring_along_what_was_said_of_them(tiny):
-    policy, tokenizer = tiny
-    prompts = ["<|user|> Anna has 9 <|assistant|>", "<|user|> Ben has 5 books <|assistant|>"]
-    old, new = (sample_groups(policy, tokenizer, prompts, 2, 12, generator=train.seeded(k))
-                for k in (1, 2))
-    for k, rollout in enumerate((old, new)):
-        rollout.reward_parts = {"a": torch.arange(4.0) + 10 * k, "b": torch.arange(4.0) - 10 * k}
-        rollout.judged = [("p", f"{k}{n}", float(n)) for n in range(4)]
-    kept = {name: part.clone() for name, part in old.reward_parts.items()}
-    mixed = train.with_rows(old, slice(2, 4), new, slice(0, 2))
-    assert mixed.reward_parts["a"].tolist() == [0, 1, 10, 11]
-    assert mixed.reward_parts["b"].tolist() == [0, 1, -10, -9]
-    assert [row[1] for row in mixed.judged] == ["00", "01", "10", "11"]
-    assert mixed.responses == old.responses[:2] + new.responses[:2]
-    assert same(kept, old.reward_parts) and old.judged[2][1] == "02"
+# --------------------------------------------------------------------------------------------------
+# Other rows, other folders, other flags
 
 
 def test_combinations_that_make_no_sense_are_refused(step_file, tmp_path, capsys):
-    out = f"--output={tmp_path / 'run'}"
     step, model = f"--step-reward={step_file}", f"--reward-model={MODEL}"
     for flags, said in (
-            ((model, "--reward", "rule"), "--reward-model and --reward"),
-            ((step, model), "--reward-model: does not go together with --step-reward"),
-            ((step, "--max-resample=1"), "--max-resample: does not go"),
-            ((step, "--length-rescale=0.3"), "--length-rescale: does not go"),
-            ((step, "--overlong-buffer=4"), "--overlong-buffer: does not go"),
-            ((step, "--advantage=gtpo"), "only 'group' can use rewards of steps"),
-            ((step, "--advantage=leave-one-out"), "only 'group' can use rewards of steps"),
-            ((step, "--no-scale-by-std"), "scale_by_std off"),
-            ((f"--step-reward={tmp_path / 'none.py'}:f",), "--step-reward"),
+            ((model, "--reward", "rule"), "--reward-model and --reward: one of them"),
+            ((step, model), "--step-reward: only with"),
+            ((step, "--max-resample=1"), "--step-reward: only with"),
+            ((step, "--length-rescale=0.3"), "--step-reward: only with"),
+            ((step, "--overlong-buffer=4"), "--step-reward: only with"),
+            ((step, "--advantage=gtpo"), "--step-reward: only with --advantage group"),
+            ((step, "--advantage=leave-one-out"), "--step-reward: only with --advantage group"),
+            ((step, "--no-scale-by-std"), "--no-scale-by-std: only with"),
+            ((f"--step-reward={tmp_path / 'none.py'}:f",), "none.py"),
             ((f"--step-reward={tmp_path / 'mine.py'}:f",), "has no function 'f'"),
-            ((model, "--reward-model-lr=0"), "--reward-model-lr 0.0: must be above 0")):
+            ((model, "--reward-model-lr=0"), "--reward-model-lr")):
+        out = f"--output={tmp_path / 'run'}"
         assert said in refused(capsys, *SMALL, "--steps=1", out, *flags), flags
     assert not (tmp_path / "run").exists()
 
 
-def test_folders_that_are_no_reward_model_are_refused(tmp_path, capsys):
-    def broken(name, change=lambda folder: None):
-        folder = shutil.copytree(MODEL, tmp_path / name)
-        change(folder)
-        return folder
+def pickled(folder):
+    torch.save(weights(folder), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
 
-    def pickled(folder):
-        torch.save(weights(folder), folder / "pytorch_model.bin")
-        (folder / "model.safetensors").unlink()
 
-    def two_labels(folder):
-        config = AutoConfig.from_pretrained(folder, num_labels=2)
-        AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+def random_weights(folder, **changes):
+    config = AutoConfig.from_pretrained(folder, **changes)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
 
-    def change_weights(folder, **changes):
-        save_file({**weights(folder), **changes}, folder / "model.safetensors", {"format": "pt"})
 
-    def not_finite(folder):
-        change_weights(folder, **{"score.weight": torch.full((1, 32), float("nan"))})
+def change_weights(folder, **changes):
+    save_file({**weights(folder), **changes}, folder / "model.safetensors", {"format": "pt"})
 
-    def few_words(folder):
-        config = AutoConfig.from_pretrained(folder, vocab_size=9)
-        AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
 
-    for folder, said in (
-            (tmp_path / "none", "cannot be loaded"),
-            (TINY, "lack weights: score.weight"),
-            (broken("pickle", pickled), "cannot be loaded"),
-            (broken("two", two_labels), "has 2 labels, a reward model has one"),
-            (broken("nan", not_finite), "score.weight is not finite"),
-            (broken("words", few_words), "its embeddings only 9 rows")):
-        line = refused(capsys, *SMALL, "--steps=1", f"--output={tmp_path / 'run'}",
-                       f"--reward-model={folder}")
-        assert said in line and f"--reward-model {folder}" in line, line
+@pytest.mark.parametrize("change, said", [
+    (lambda folder: shutil.rmtree(folder), "cannot be loaded"),
+    (lambda folder: shutil.copytree(TINY, folder, dirs_exist_ok=True), "score.weight"),
+    (pickled, "cannot be loaded"),
+    (lambda folder: random_weights(folder, num_labels=2), "has 2 labels, a reward model has one"),
+    (lambda folder: change_weights(folder, **{"score.weight": torch.full((1, 32), math.nan)}),
+     "not finite: score.weight"),
+    (lambda folder: random_weights(folder, vocab_size=9), "beyond its 9 embeddings"),
+])
+def test_folders_that_are_no_reward_model_are_refused(tmp_path, capsys, change, said):
+    folder = shutil.copytree(MODEL, tmp_path / "model")
+    change(folder)
+    line = refused(capsys, *SMALL, "--steps=1", f"--output={tmp_path / 'run'}",
+                   f"--reward-model={folder}")
+    assert said in line and f"--reward-model {folder}" in line, line
     assert not (tmp_path / "run").exists()
-
-
-def test_a_recipe_cannot_bring_a_reward_model_or_a_step_reward(tmp_path, capsys):
-    folder = shutil.copytree(TINY, tmp_path / "policy")
-    for name in ("reward-model", "step-reward", "reward-model-lr"):
-        (folder / "recipe.json").write_text(json.dumps({name: "x.py:f"}))
-        assert "is not for a recipe to set" in refused(capsys, f"--model={folder}")
 
 
 def test_resume_finds_the_reward_model_that_it_began_with(whole, tmp_path, capsys):
     folder = shutil.copytree(whole, tmp_path / "run")
+    other = shutil.copytree(MODEL, tmp_path / "other")
+    change_weights(other, **{"score.weight": torch.zeros(1, 32)})
     config = json.loads((folder / "config.json").read_text())
-    kept = dict(config["inputs"])
-    config["inputs"]["--reward-model"] = "0"
-    (folder / "config.json").write_text(json.dumps(config))
-    resume = (f"--output={folder}", "--resume", "--steps=5")
-    assert "--resume: --reward-model is not what the run" in refused(capsys, *resume)
-    copied = shutil.copytree(MODEL, tmp_path / "other")
-    save_file({**weights(copied), "score.weight": torch.zeros(1, 32)}, copied / "model.safetensors",
-              {"format": "pt"})
-    config["inputs"] = kept
-    config["settings"]["reward_model"] = str(copied)
-    (folder / "config.json").write_text(json.dumps(config))
-    assert "--resume: --reward-model is not what the run" in refused(capsys, *resume)
-    config["settings"]["reward_model"] = str(MODEL)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config | {"reward_model": str(other)}))
+    line = refused(capsys, "--resume", folder, "--steps=5")
+    assert "--resume: --reward-model: the content is not what the run" in line
+
+
+@pytest.mark.parametrize("name, value", [
+    ("weight/reward_model/score.weight", None),
+    ("weight/reward_model/score.weight", torch.zeros(2, 32)),
+    ("counters", None),
+    ("counters", torch.zeros(3, dtype=torch.uint8)),
+])
+def test_a_checkpoint_of_another_reward_model(whole, tmp_path, capsys, name, value):
+    folder = shutil.copytree(whole, tmp_path / "run")
     path = folder / "checkpoint" / "run.safetensors"
-    with train.safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
-    tensors = load_file(path)
-    for name, value in (("reward_model/weight/score.weight", None),
-                        ("reward_model/exp_avg/score.weight", torch.zeros(1)),
-                        ("reward_model/pairs", None),
-                        ("reward_model/pairs", torch.zeros(3, dtype=torch.uint8))):
-        broken = {key: tensor for key, tensor in {**tensors, name: value}.items()
-                  if tensor is not None}
-        save_file(broken, path, metadata)
-        line = refused(capsys, *resume)
-        assert f"{path} is torn, or not of this model (" in line
-        assert name in line or "JSON" in line or "Expecting" in line, line
+    tensors = {**load_file(path), name: value}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
+    line = refused(capsys, "--resume", folder, "--steps=5")
+    assert f"{path} is torn, or not of this model:" in line
 
 
 def test_the_policy_of_an_iterative_run_opens(whole):
     AutoModelForCausalLM.from_pretrained(whole / "final")
-    recipe = json.loads((whole / "final" / "recipe.json").read_text())
-    assert "reward-model" not in recipe and recipe["renew-reference"] == 2
 
 
-def test_the_count_of_the_memory_knows_the_reward_model(capsys):
+def test_the_count_of_the_memory_knows_the_reward_model():
     """Its float32 weights; trained further also gradients and two moments."""
     model = AutoModelForSequenceClassification.from_pretrained(MODEL)
     n = sum(p.numel() for p in model.parameters())
-    s = train.plan_memory(train.parse(list(ITERATIVE))[0])
-    policy = train.model_without_storage(s, torch.float32)
-    lines = {what: size for _, what, size, _ in train.count_memory(s, policy, "cpu", torch.float32)}
-    assert lines["reward model, float32"] == 4 * n
-    assert lines["its gradients and moments"] == 12 * n * bool(s.renew_reference) > 0
+    for flags, copies in ((ITERATIVE, 4), ((*SMALL, f"--reward-model={MODEL}"), 1), (SMALL, 0)):
+        s = train.plan_memory(train.parse(flags))
+        policy = train.model_without_storage(s, torch.float32)
+        assert train.memory(s, policy)["reward model"] == 4 * n * copies

@@ -41,7 +41,7 @@ REWARDS = torch.tensor([1.0, 0.0, 0.5, 0.0, 2.0, 2.0, 0.0, 1.0])
 
 
 def settings(*flags):
-    return train.plan_memory(train.parse(list(flags))[0])
+    return train.plan_memory(train.parse(list(flags)))
 
 
 def seeded(seed=0):
@@ -64,7 +64,7 @@ def parts(*flags, dtype=torch.float32, noise=0.05):
     prompts = [train.chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
     return SimpleNamespace(
         policy=policy, reference=reference, optimizer=train.make_optimizer(policy, s),
-        tokenizer=tokenizer, prompts=prompts, truths=[p["answer"] for p in problems], settings=s)
+        tokenizer=tokenizer, settings=s, batch=train.Batch(problems, prompts, seeded()))
 
 
 def rollout_of(p, max_new_tokens=40, temperature=1.0):
@@ -520,8 +520,8 @@ class Diary(train.Run):
         super().log(metrics)
         self.metrics.append(metrics)
 
-    def log_samples(self, step, prompts, rollout, rewards, advantages, groups=2):
-        self.samples.append((step, prompts, rollout, rewards, advantages))
+    def log_samples(self, step, batch, rollout, groups=2):
+        self.samples.append((step, batch, rollout))
 
     def save_checkpoint(self, model, optimizer):
         self.saved.append(self.step)
