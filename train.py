@@ -197,13 +197,9 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
 
 
 # --------------------------------------------------------------------------------------------------
-# A reader of the theory may stop here. What follows, in this order:
-#
-#     helpers of train_step, dynamic sampling, helpers of train_grpo, known failures
-#     settings (every flag), loading, weights and optimizer, a count of the memory
-#     several GPUs, the files of a run, a checkpoint, the program
-#
-# From here on `s` is the Settings.
+# A reader of the theory may stop here. What follows: helpers of train_step and of train_grpo, known
+# failures, settings (every flag), loading, weights and optimizer, a count of the memory, several
+# GPUs, the files of a run, checkpoints, the program. From here on `s` is the Settings.
 #
 # What train_step leaves to helpers: the options of [B], [C] and [E][F], log-probs batch by batch
 
@@ -224,6 +220,11 @@ def loss_options(part, s, names=OF_TOKENS + OF_AVERAGE):
 
 def answers_to(batch, model, tokenizer, s, sampler):
     """[A] -> Rollout; a fault on one GPU ends the step on all of them."""
+    if s.around_best:
+        # Which answers are best is told by the rule, and the rule needs the batch's true answers.
+        truths = reward.truths_of(batch.problems)
+        sampler = partial(sample.sample_around, best=s.around_best, rewards_of=lambda _, responses:
+                          score_responses(responses, truths, s.group_size // 2))
     with whole_weights(model):
         return agreed(sampler, model, tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
                       s.temperature, batch.generators)
@@ -540,7 +541,7 @@ def keep_best(model, tokenizer, s, run, figures):
         figure = figures["eval_reward"]  # no answers are known, so there is a reward of one's own
     if s.keep_best and (run.best is None or figure > run.best):
         run.best = figure
-        save_final(model, tokenizer, s, run, "best")
+        save_folder(model, tokenizer, run, "best", choose_device(s)[1])
 
 
 def set_learning_rate(optimizer, step, s):
@@ -571,16 +572,13 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
     Figures: eval_accuracy by the rule, NaN where no true answer is known; with a reward of the
     user's own also its mean, eval_reward.
     """
-    if s.around_best:
-        sampler = sample_groups  # to choose among answers by their rewards is no evaluation
     # as many rows at a time as a training step has
     B = max(s.prompts_per_step * s.group_size // group_size, 1)
     mine = share_of_rank(len(problems))
 
     def answers():
         rows = []
-        for start in tqdm(range(0, len(mine), B), desc="evaluation", unit="batch", leave=False,
-                          dynamic_ncols=True, disable=rank() > 0):
+        for start in tqdm(range(0, len(mine), B), "evaluation", leave=False, disable=rank() > 0):
             part = [problems[j] for j in mine[start:start + B]]
             prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in part]
             generators = [seeded(seed, "evaluation", j) for j in mine[start:start + B]]
@@ -591,13 +589,10 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
             rows += zip(rollout.responses, rewards.tolist(), own.tolist())
         return rows
 
-    try:
-        # Around all batches, for ranks may have different numbers of them.
-        with whole_weights(model):
-            found = gathered_objects(agreed(answers))
-    except RewardFailed as error:
-        # The policy has moved, and must not be saved as that of the step before.
-        raise BadInput(error) from None
+    # Not RewardFailed: the policy has moved, and must not be saved as that of the step before.
+    # The weights are gathered around all batches, for ranks may have different numbers of them.
+    with telling("", BadInput, of=RewardFailed), whole_weights(model):
+        found = gathered_objects(agreed(answers))
     responses, rewards, own = zip(*sum(found, []))
     known = torch.tensor(rewards)
     known = known[~known.isnan()]
@@ -671,7 +666,8 @@ def symptoms(history):
 # Settings: every flag, one per line, with its default, its bounds and its reason. A config file
 # stands over the defaults, the command line over both.
 
-TINY = Path(__file__).resolve().parent / "tests" / "tiny"
+HERE = Path(__file__).resolve().parent
+TINY = HERE / "tests" / "tiny"
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 SCHEDULES = ("constant", "linear", "cosine")
 DTYPES = ("auto", "float32", "bfloat16")
@@ -711,7 +707,7 @@ def flag(default, help, low=0, high=BIG, kept=True, free=False, head=None, **how
     """
     how["help"] = help if default in (None, "") else f"{help} [{default}]"
     return dataclasses.field(default=default, metadata={
-        "bounds": (low, high), "kept": kept, "free": free or not kept, "head": head, "how": how})
+        "bounds": (low, high), "kept": kept, "free": free, "head": head, "how": how})
 
 
 def path(text, folder=""):
@@ -741,7 +737,6 @@ class Settings:
     reward_model_lr: float = flag(2e-5, "--renew-reference trains it further", low=ABOVE_0)
     reply: path = flag(None, "file.py:function, the user's next message: a tool, a second player")
     max_turns: int = flag(4, "answers in a conversation with --reply, at most", low=1)
-
     steps: int = flag(500, "rollouts in all", low=1, free=True, head="the rollout")
     prompts_per_step: int = flag(8, "B, questions per step", low=1)
     group_size: int = flag(8, "G, answers per question: their mean is the baseline", low=2)
@@ -750,28 +745,24 @@ class Settings:
     temperature: float = flag(1.0, "of the sampler, and of the log-probs", low=ABOVE_0)
     max_resample: int = flag(0, "DAPO: rounds in which groups without variance are drawn anew")
     around_best: int = flag(0, "half of a group goes on from so many best answers of the other")
-
     clip_eps: float = flag(0.2, "the ratio is clipped below 1 - this and above 1 + this", high=1,
                            head="the objective")
     clip_eps_high: float = flag(None, "above 1 + this instead: DAPO's clip-higher, 0.28")
     kl_coef: float = flag(0.04, "beta; 0: no KL, and no reference in memory")
     kl_estimator: str = flag("k3", "estimator of the KL", choices=loss.KL_ESTIMATORS)
-    aggregate: str = flag("sequence", "mean over tokens: sequence for GRPO, token for DAPO, "
-                          "constant for Dr. GRPO", choices=loss.AGGREGATES)
+    aggregate: str = flag("sequence", "mean over tokens", choices=loss.AGGREGATES)
     ratio: str = flag("token", "ratio per token, or per sequence: GSPO", choices=loss.RATIOS)
     objective: str = flag("clip", "clip, or CISPO's weighted log-probs", choices=loss.OBJECTIVES)
     sampler_correction: float = flag(0.0, "weigh tokens by min(trainer / sampler, this): 2.0")
     mask_truncated: bool = flag(False, "keep answers that were cut off out of the loss")
     renew_reference: int = flag(0, "steps after which the reference becomes the policy; 0: never")
     kl_band: float = flag(None, "LOW HIGH: beta follows, to keep the KL there: 0.02 0.05", nargs=2)
-
     advantage: str = flag("group", "how siblings are compared", choices=advantage.ADVANTAGES,
                           head="the advantage")
     scale_by_std: bool = flag(True, "divide the advantages by the group's std; off: Dr. GRPO")
     clip_advantages: float = flag(None, "advantages stay within -this and this: 5", low=ABOVE_0)
     length_rescale: float = flag(0.0, "GR3's alpha: rewards shrink with length, 0.33")
     overlong_buffer: int = flag(0, "DAPO: the last tokens before the limit cost up to 1")
-
     lr: float = flag(1e-6, "AdamW's learning rate, after the warm-up", low=ABOVE_0,
                      head="the update")
     lr_schedule: str = flag("constant", "after the warm-up; the others end at 0", choices=SCHEDULES)
@@ -780,13 +771,11 @@ class Settings:
     updates_per_rollout: int = flag(1, "times that the same answers are gone through", low=1)
     minibatches: int = flag(1, "gradient steps each time, on the groups dealt out to them", low=1)
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", low=ABOVE_0)
-
     share_prompts: bool = flag(True, "run a prompt once for its whole group in the update",
                                head="memory and time alone; auto: the fastest that fits")
     micro_batch_tokens: int = flag("auto", "of a forward and backward pass", low=1, free=True)
     gradient_checkpointing: bool = flag("auto", "compute layers again: less memory", free=True)
     offload: bool = flag("auto", "float32 masters and moments in host memory", free=True)
-
     eval_every: int = flag(50, "steps between evaluations", low=1, free=True,
                            head="measuring and keeping")
     eval_limit: int = flag(200, "held-out problems that are asked; 0: all")
@@ -796,14 +785,13 @@ class Settings:
     device: str = flag("auto", "cuda, mps or cpu; auto: the first of them that is there")
     dtype: str = flag("auto", "auto: bfloat16 on CUDA, else float32", choices=DTYPES)
     threads: int = flag(0, "of the CPU; 0: torch's choice. Small models want 1", 0, 1024, free=True)
-
     config: path = flag("", "JSON of flags and values, as a run's config.json", kept=False,
                         head="what to do, this once")
     output: str = flag("", "folder of the run; default: runs/MODEL-TIME", kept=False)
-    resume: str = flag("", "continue the run in this folder", kept=False)
+    resume: str = flag("", "continue the run in this folder", kept=False, free=True)
     eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop", kept=False)
     trace: bool = flag(False, "tell one step stage by stage, and stop", kept=False)
-    dry_run: bool = flag(False, "count the memory of these flags, and stop", kept=False)
+    dry_run: bool = flag(False, "count the memory of these flags, and stop", kept=False, free=True)
 
     @property
     def answer_tokens(self):
@@ -820,10 +808,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def given_flags(argv, folder=""):
-    """The flags that stand in argv -> {name: value}, of their types and within their bounds.
-
-    Paths are meant from `folder`.
-    """
+    """The flags in argv, paths from `folder` -> {name: value}, of their types, within bounds."""
     # Without defaults what was given can be told apart from what was not.
     parser = Parser(prog="train.py", usage="train.py [--FLAG VALUE ...]", allow_abbrev=False,
                     argument_default=argparse.SUPPRESS,
@@ -863,23 +848,22 @@ def parse(argv):
     given = given_flags(argv)
     if "resume" in given:
         return resumed_settings(given)
+    layers = [given]
     if "config" in given:
-        given = on_top(given, read_config(given["config"]))
-    if "model" not in given:
-        # The tiny policy has a config of its own.
-        own = str(TINY / "grpo.json")
-        given = on_top({"config": own, **given}, read_config(own))
-    final = os.path.join(given.get("model", TINY), "final")
+        layers.insert(0, read_config(given["config"]))
+    if not any("model" in layer for layer in layers):
+        own = str(TINY / "grpo.json")  # the tiny policy has a config of its own
+        layers.insert(0, {**read_config(own), "config": own})
+    values = {}
+    for layer in layers:
+        if "data" in layer:
+            # Held-out problems of another data set would measure something else.
+            values.pop("eval_data", None)
+        values |= layer
+    final = os.path.join(values.get("model", TINY), "final")
     if os.path.isfile(os.path.join(final, "config.json")):
-        given["model"] = os.path.abspath(final)  # a run's folder was named
-    return Settings(**given)
-
-
-def on_top(upper, lower):
-    """Flags over others. Held-out problems of another data set would measure something else."""
-    if "data" in upper:
-        lower = {name: value for name, value in lower.items() if name != "eval_data"}
-    return {**lower, **upper}
+        values["model"] = os.path.abspath(final)  # a run's folder was named
+    return Settings(**values)
 
 
 def read_config(file):
@@ -914,10 +898,6 @@ def as_flags(name, value):
 def resumed_settings(given):
     """--resume: the run's own settings. What changes what is learned stays as it was."""
     folder = given["resume"]
-    for name in ("config", "output", "eval_only", "trace"):
-        if name in given:
-            raise BadInput(f"{flag_of(name)}: not with --resume, which goes on with what the run "
-                           "in that folder is")
     file = os.path.join(folder, "config.json")
     if not os.path.isfile(file):
         raise BadInput(f"--resume {folder}: no run to resume, it has no config.json")
@@ -928,11 +908,11 @@ def resumed_settings(given):
         if name == "steps" and saved.lr_schedule != "constant":
             free = False  # the learning rate of every step depends on how many there are
         if new != old and not free:
-            raise BadInput(f"{flag_of(name)} {new}: the run in {folder} has {old}, and a resumed "
+            raise BadInput(f"{flag_of(name)} {new}: the run in {folder} has {old!r}, and a resumed "
                            "run cannot change it")
-    if given.get("threads", saved.threads) != saved.threads:
-        say(f"--threads {given['threads']}: the run had {saved.threads}; sums differ in their last "
-            "digit, and so will the metrics")
+        if new != old and name == "threads":
+            say(f"--threads {new}: the run had {old}; sums differ in their last digit, and so will "
+                "the metrics")
     return dataclasses.replace(saved, **given, output=folder)
 
 
@@ -947,8 +927,12 @@ def load(s):
     check_combinations(s)
     reward_model = load_reward_model(s) if s.reward_model else None
     reward_of = load_reward_of(s, reward_model)
-    with telling("--reply"):
-        reply = reward.load_function(s.reply) if s.reply else None
+    sampler = sample_groups
+    if s.reply:
+        with telling("--reply"):
+            reply = reward.load_function(s.reply)
+        talk = partial(sample.sample_conversations, reply=reply, max_turns=s.max_turns)
+        sampler = telling("--reply", RewardFailed)(talk)
     whole, tokenizer = on_rank_0(load_policy, s, share=False) or (
         None, AutoTokenizer.from_pretrained(s.model))
     if on_rank_0(check_forms, whole, s)["grouped rows"]:
@@ -966,9 +950,8 @@ def load(s):
     return SimpleNamespace(
         policy_model=policy_model, ref_model=ref_model, tokenizer=tokenizer, reward_of=reward_of,
         optimizer=None if s.eval_only else make_optimizer(policy_model, s),
-        problems=problems, eval_problems=eval_problems,
-        reward_model=reward_model if s.renew_reference else None,  # if it is trained further
-        sampler=load_sampler(s, tokenizer, problems + eval_problems, reply))
+        problems=problems, eval_problems=eval_problems, sampler=sampler,
+        reward_model=reward_model if s.renew_reference else None)  # if it is trained further
 
 
 def check_combinations(s):
@@ -979,18 +962,15 @@ def check_combinations(s):
     half, odd = divmod(s.group_size, 2)
     share, rest = divmod(s.prompts_per_step, world())
     refused = [
-        (rest, f"--prompts-per-step {s.prompts_per_step}: not a multiple of the {world()} "
-         "processes"),
-        (s.minibatches > share, f"--minibatches {s.minibatches}: more than the {share} prompts "
-         "that a process has in a step"),
+        (rest, f"--prompts-per-step {s.prompts_per_step}: not a multiple of {world()} processes"),
+        (s.minibatches > share, f"--minibatches {s.minibatches}: more than a process's prompts"),
         (s.kl_band and not s.kl_coef, "--kl-band: needs a --kl-coef above 0"),
         (not 0 < low <= high, "--kl-band: not two numbers above 0, the lower one first"),
         (s.renew_reference and not s.kl_coef, "--renew-reference: needs a --kl-coef above 0"),
         (s.overlong_buffer > s.max_new_tokens,
          f"--overlong-buffer {s.overlong_buffer}: longer than --max-new-tokens"),
         (s.max_turns != Settings.max_turns and not s.reply, "--max-turns: only with --reply"),
-        (s.reply and s.advantage == "shape",
-         "--advantage shape: reads single answers, and does not go together with --reply"),
+        (s.reply and s.advantage == "shape", "--advantage shape: reads single answers, no --reply"),
         (s.reward_weights and not s.reward, "--reward-weights: only with --reward"),
         (s.reward_model and s.reward, "--reward-model and --reward: one of them gives the rewards"),
         (s.around_best and (odd or half % s.around_best),
@@ -1116,24 +1096,6 @@ def load_reward_of(s, reward_model=None):
     return reward_of and telling("", RewardFailed)(reward_of)
 
 
-def load_sampler(s, tokenizer, problems, reply):
-    """[A] as the flags ask for it: sample_groups, or a form that is called in the same way."""
-    if reply:
-        talk = partial(sample.sample_conversations, reply=reply, max_turns=s.max_turns)
-        return telling("--reply", RewardFailed)(talk)
-    if s.around_best:
-        prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
-        # A sampler knows prompts alone; to find the best answers it needs their truths.
-        truth_of = dict(zip(prompts, reward.truths_of(problems)))
-
-        def rewards_of(prompts, responses):
-            truths = [truth_of[prompt] for prompt in prompts]
-            return score_responses(responses, truths, s.group_size // 2)
-
-        return partial(sample.sample_around, rewards_of=rewards_of, best=s.around_best)
-    return sample_groups
-
-
 # --------------------------------------------------------------------------------------------------
 # Weights. AdamW at 1e-6 moves a weight by about 1e-6; a bfloat16 weight of 0.02 knows no step below
 # 6e-5 and would stay where it is. So the optimizer works on float32 masters, and bfloat16 copies
@@ -1209,7 +1171,11 @@ def plan_memory(s):
     model = model_without_storage(s, dtype)
     free = torch.cuda.mem_get_info(device)[0]
     for way in ways:
-        counted = sum(memory(way, model).values())
+        try:
+            counted = sum(memory(way, model).values())
+        except AttributeError as error:  # a family whose layers are of another kind
+            say(f"memory cannot be counted ({error}): the leanest settings")
+            return ways[-1]
         # A tenth is left for what is not counted: CUDA itself, the allocator's fragments.
         if counted < 0.9 * free:
             break
@@ -1239,12 +1205,14 @@ def model_without_storage(s, dtype):
 
 
 def memory(s, model):
-    """What one process holds on its GPU: {what: bytes}. What a layer keeps is an estimate."""
+    """What one process holds on its GPU: {what: bytes}; `model` may be on the meta device."""
     text = model.config.get_text_config()
     hidden = text.hidden_size
     layers = text.num_hidden_layers
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    # Heads may be wider together than the hidden states are, as Qwen3-4B's.
     head_dim = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
+    queries = text.num_attention_heads * head_dim
+    keys = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head_dim
     size = model.dtype.itemsize
     n = sum(p.numel() for p in model.parameters())
     mine = n // world()
@@ -1252,9 +1220,13 @@ def memory(s, model):
     apart = world() == 1 and model.dtype != torch.float32
     there = not (apart and s.offload)
     rows = s.prompts_per_step * s.group_size // world()
-    # So many numbers per token a layer keeps for its backward pass; under checkpointing its input
-    # alone, and one layer at a time is computed again.
-    kept = 14 * hidden + 4 * (getattr(text, "intermediate_size", None) or 4 * hidden)
+    # So many numbers per token a layer keeps for its backward pass: of two norms, of the MLP, of the
+    # attention, and of norms of queries and keys where it has them.
+    kept = 8 * hidden + 4 * (getattr(text, "intermediate_size", None) or 4 * hidden)
+    kept += 5 * queries + keys
+    if any("q_norm" in name for name, _ in model.named_parameters()):
+        kept += 3 * (queries + keys)
+    # Under checkpointing each keeps its input alone, and one at a time is computed again.
     kept = kept + layers * hidden if s.gradient_checkpointing else layers * kept
     judge = reward.reward_model_size(s.reward_model) if s.reward_model else 0
     return {
@@ -1264,7 +1236,7 @@ def memory(s, model):
         "AdamW's two moments": 8 * mine if there else 0,
         "gradients, float32": 4 * mine,
         "reward model": judge * (16 if s.renew_reference else 4),
-        "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * layers * heads * head_dim * size,
+        "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * layers * keys * size,
         "kept for the backward pass": s.micro_batch_tokens * kept * size,
         # 2^28 at a time at most, their gradient, and the head's
         "logits": 12 * min(2**28, s.micro_batch_tokens * text.vocab_size)
@@ -1325,18 +1297,14 @@ def out_of_memory(error):
 # is the identity.
 
 
-def rank():
-    return told_by_torchrun("RANK", 0)
+def rank(name="RANK", alone=0):
+    """What torchrun tells in the environment; what is no number is refused by join_ranks()."""
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else alone
 
 
 def world():
-    return told_by_torchrun("WORLD_SIZE", 1)
-
-
-def told_by_torchrun(name, alone):
-    """A number from the environment. What is none is refused by join_ranks()."""
-    text = os.environ.get(name, "")
-    return int(text) if text.isdecimal() else alone
+    return rank("WORLD_SIZE", 1)
 
 
 def join_ranks():
@@ -1382,8 +1350,7 @@ def summed(numbers):
 
 def agreed(function, *args):
     """What the function gives on this rank; what one rank refuses is raised on all of them."""
-    result = None
-    fault = None
+    result = fault = None
     try:
         result = function(*args)
     except BadInput as error:
@@ -1404,11 +1371,6 @@ def on_rank_0(function, *args, share=True):
 def full(tensor):
     """A sharded tensor, gathered."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def local(tensor):
-    """This rank's shard."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def sharded_like(p, tensor):
@@ -1526,16 +1488,13 @@ class Run:
             shutil.rmtree(self.folder / "unfinished", ignore_errors=True)
         return str(self.folder)
 
-    def go_on(self):
-        """The command that continues the run."""
-        # sys.executable: outside its virtual environment a bare `python` would not find torch.
-        return shlex.join([sys.executable, os.path.abspath(__file__), "--resume", self.name])
+    @property
+    def way_on(self):
+        return command("train.py", "--resume", self.name)
 
     @contextlib.contextmanager
     def stopping_on_signals(self):
         """Ctrl-C, SIGTERM and SIGHUP let the step in hand end; a second one does not wait."""
-        before = {}
-
         def stop(number, _):
             self.signal = number
             signal.signal(number, signal.SIG_DFL)
@@ -1543,16 +1502,13 @@ class Run:
             say(f"\nstopping after this step ({name}; once more: at once)", sys.stderr)
 
         # Only the main thread may set handlers; elsewhere signals are left to whoever started it.
-        if threading.current_thread() is threading.main_thread():
-            for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-                if hasattr(signal, name):  # Windows has no SIGHUP
-                    number = getattr(signal, name)
-                    before[number] = signal.signal(number, stop)
-        try:
+        settable = threading.current_thread() is threading.main_thread()
+        with contextlib.ExitStack() as put_back:
+            for name in ("SIGINT", "SIGTERM", "SIGHUP") if settable else ():
+                number = getattr(signal, name, None)
+                if number:  # Windows has no SIGHUP
+                    put_back.callback(signal.signal, number, signal.signal(number, stop))
             yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def stopped(self):
         """One rank's signal stops all of them."""
@@ -1636,13 +1592,6 @@ class Run:
             os.replace(aside / name, self.folder / name)
             shutil.rmtree(aside)
 
-    def open_tensorboard(self):
-        """Where it is installed. A resumed run takes back what it drew of the steps to come."""
-        with contextlib.suppress(ImportError):
-            from torch.utils.tensorboard import SummaryWriter
-            to_come = self.step + 1 if self.before else 0
-            self.tensorboard = SummaryWriter(self.folder / "tensorboard", purge_step=to_come)
-
     def close(self):
         for opened in (self.tensorboard, self.lock):
             if opened:
@@ -1662,21 +1611,34 @@ def reach_the_disk(path):
 
 def inputs_of(s, tokenizer, problems, eval_problems):
     """SHA-256 of what a run starts from, and versions -> {name: text}."""
-    found = {
-        "--model: its weights": digest_of_files(s.model, "*.safetensors"),
-        "--model: its configuration": digest_of_files(s.model, "config.json", "generation_*.json"),
-        "--model: its tokenizer": digest_of_files(s.model, "*token*", "vocab*", "merges*"),
-        "--model: its chat template": digest(json.dumps(tokenizer.chat_template)),
-        "--data": digest(json.dumps(problems, sort_keys=True)),
-        "--eval-data": digest(json.dumps(eval_problems, sort_keys=True)),
-        "--reward-model": digest_of_files(s.reward_model, "*.safetensors", "*.json"),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    found = {"torch": torch.__version__, "transformers": transformers.__version__,
+             "--data": digest(json.dumps(problems, sort_keys=True)),
+             "--eval-data": digest(json.dumps(eval_problems, sort_keys=True)),
+             "--model, its chat template": digest(json.dumps(tokenizer.chat_template))}
+    parts = {"weights": ["*.safetensors"], "configuration": ["config.json", "generation_*.json"],
+             "tokenizer": ["*token*", "vocab*", "merges*"]}
+    for flag, model in (("--model", s.model), ("--reward-model", s.reward_model)):
+        for part, patterns in parts.items() if model else ():
+            # a folder, or the snapshot of a hub name
+            folder = Path(transformers.utils.cached_file(model, "config.json")).parent
+            files = sorted(file for pattern in patterns for file in folder.glob(pattern))
+            found[f"{flag}, its {part}"] = digest(*files)
     for spec in (*(s.reward or ()), s.step_reward, s.reply):
         if spec and ":" in spec:
-            found[spec] = digest(Path(spec.rpartition(":")[0]).read_bytes())
+            found[spec] = digest(Path(spec.rpartition(":")[0]))
     return found
+
+
+def digest(*parts):
+    """SHA-256 of texts, and of files that are named by Paths."""
+    total = hashlib.sha256()
+    for part in parts:
+        if isinstance(part, Path):
+            with open(part, "rb") as file:
+                hashlib.file_digest(file, lambda: total)
+        else:
+            total.update(part.encode())
+    return total.hexdigest()
 
 
 def check_inputs(run, found):
@@ -1696,32 +1658,14 @@ def check_inputs(run, found):
         say(f"{name} has changed since this run began")
 
 
-def digest_of_files(model, *patterns):
-    """Of the files of these names, in a folder or in a hub name's snapshot."""
-    if not model:
-        return ""
-    folder = Path(transformers.utils.cached_file(model, "config.json")).parent
-    parts = []
-    for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
-        with open(path, "rb") as file:
-            parts.append(hashlib.file_digest(file, "sha256").hexdigest())
-    return digest(" ".join(parts))
+def save_folder(model, tokenizer, run, name, dtype=None):
+    """A folder that from_pretrained opens, in the place of the old one.
 
-
-def digest(content):
-    return hashlib.sha256(content if isinstance(content, bytes) else content.encode()).hexdigest()
-
-
-def save_final(model, tokenizer, s, run, name="final"):
-    """A transformers folder. Sharded weights are gathered, in the dtype that computes."""
+    Several ranks gather the weights, in the dtype that computes.
+    """
     weights = None
     if world() > 1:
-        weights = whole_on_rank_0(dict(model.named_parameters()), choose_device(s)[1])
-    save_folder(model, tokenizer, run, name, weights)
-
-
-def save_folder(model, tokenizer, run, name, weights=None):
-    """A folder that from_pretrained opens, in the place of the old one."""
+        weights = whole_on_rank_0(dict(model.named_parameters()), dtype)
     if run.folder:
         with run.replacing(name) as place:
             model.save_pretrained(place, state_dict=weights)
@@ -1755,13 +1699,12 @@ def save_checkpoint(run, model, optimizer):
 
     After a skipped update, or with weights that are not finite, the checkpoint before stays.
     """
-    tensors = {f"{key}/{name}": value for name, tensor, state in moving(run, model, optimizer)
-               for key, value in {"weight": tensor, **state}.items()}
-    # every rank looks at its own shards
-    finite = all(bool(local(tensor).isfinite().all()) for tensor in tensors.values())
+    tensors = whole_on_rank_0({
+        f"{key}/{name}": value for name, tensor, state in moving(run, model, optimizer)
+        for key, value in {"weight": tensor, **state}.items()})
+    finite = all(bool(tensor.isfinite().all()) for tensor in tensors.values())
     if run.skipped_in_a_row or not all(gathered_objects(finite)):
         return
-    tensors = whole_on_rank_0(tensors)
     if run.folder:
         counters = {name: getattr(run, name) for name in COUNTERS}
         if run.reward_model:
@@ -1870,14 +1813,15 @@ def main(argv=None):
         elif run.saved and world() > 1:  # gloo and NCCL raise this when a peer is gone
             # Any rank says so, for rank 0 may be the one that is gone.
             print(f"train.py: rank {rank()} lost another rank ({one_line(error)}); continue with: "
-                  f"{run.go_on()}", file=sys.stderr)
+                  f"{run.way_on}", file=sys.stderr)
             return status
         else:
             raise
     finally:
         run.close()
-    way_on = f"; last checkpoint: {run.saved}; continue with: {run.go_on()}" if run.saved else ""
-    say(f"train.py: {fault}{way_on}", sys.stderr)
+    if run.saved:
+        fault = f"{fault}; last checkpoint: {run.saved}; continue with: {run.way_on}"
+    say(f"train.py: {fault}", sys.stderr)
     return status
 
 
@@ -1894,12 +1838,12 @@ def train(parts, run, s):
         raise
     if run.step < s.steps:
         save_checkpoint(run, parts.policy_model, parts.optimizer)
-        say(f"\nstopped after step {run.step}; continue with: {run.go_on()}")
+        say(f"\nstopped after step {run.step}; continue with: {run.way_on}")
         return 128 + run.signal
     if not run.after:  # a run that was done already when it was resumed
         _, run.after = evaluate(parts.policy_model, parts.tokenizer, parts.eval_problems, s,
                                 parts.sampler)
-    save_final(parts.policy_model, parts.tokenizer, s, run)
+    save_folder(parts.policy_model, parts.tokenizer, run, "final", choose_device(s)[1])
     if parts.reward_model:
         save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
     print_story(run, parts.eval_problems)
@@ -1922,7 +1866,11 @@ def begin(run, parts, s):
     run.write_json("inputs.json", inputs)
     run.saved = run.saved or "none"
     if run.folder:
-        run.open_tensorboard()
+        with contextlib.suppress(ImportError):  # where TensorBoard is installed
+            from torch.utils.tensorboard import SummaryWriter
+            # A resumed run takes back what was drawn of the steps to come.
+            run.tensorboard = SummaryWriter(run.folder / "tensorboard",
+                                            purge_step=run.step + 1 if run.before else 0)
     n = sum(p.numel() for p in parts.policy_model.parameters())
     say(f"{s.model}: {n / 1e6:.2f}M parameters in {choose_device(s)[1]} on "
         f"{parts.policy_model.device}, {len(parts.problems)} problems, "
@@ -1951,13 +1899,16 @@ def print_story(run, eval_problems):
         f"after     {run.after[i]}\ntruth     {truths[i] or 'not known'}\n")
     for name in ("accuracy", "reward_mean", "approx_kl", "response_length_mean"):
         say(f"{name:22}" + small_curve([m[name] for m in run.history if m[name] is not None]))
-    folder = shlex.quote(run.name)
-    train_py = shlex.quote(os.path.abspath(__file__))
-    sample_py = shlex.quote(os.path.abspath(sample.__file__))
-    python = shlex.quote(sys.executable)
-    say(f"\ntalk to the result   {python} {sample_py} --model {folder} \"YOUR QUESTION\"\n"
-        f"go on from it        {python} {train_py} --config {folder}/config.json --model "
-        f"{folder}/final")
+    config = os.path.join(run.name, "config.json")
+    final = os.path.join(run.name, "final")
+    say(f"\ntalk to the result   {command('sample.py', '--model', run.name)} \"YOUR QUESTION\"\n"
+        f"go on from it        {command('train.py', '--config', config, '--model', final)}")
+
+
+def command(program, *flags):
+    """What to type into a shell, in any folder."""
+    # sys.executable: outside its virtual environment a bare `python` would not find torch.
+    return shlex.join([sys.executable, str(HERE / program), *flags])
 
 
 def small_curve(values, width=50):
