@@ -92,8 +92,7 @@ def test_the_plan_names_what_exists(name):
     assert len(set(labels)) == len(labels)
     assert len({study.folder_of("", arm, 0, 80) for arm in arms}) == len(arms)
     for arm in arms:
-        train.check_combinations(train.Settings(**train.given_flags(
-            arm.flags.format(study=study.__file__).split())))
+        train.check_combinations(train.parse(arm.flags.format(study=study.__file__).split()))
     for document, figure, relation, _ in claims:
         assert document in ("000", "001", "002", "003", "004")
         assert figure in study.COLUMNS or figure in more

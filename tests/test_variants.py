@@ -455,7 +455,7 @@ def test_best_is_the_policy_of_the_best_evaluation(everything):
 
 def test_best_is_kept_until_a_better_one_comes(monkeypatch):
     saved = []
-    monkeypatch.setattr(train, "save_final", lambda *given: saved.append(given))
+    monkeypatch.setattr(train, "save_folder", lambda *given: saved.append(given))
     s = settings("--keep-best")
     run = train.Run()
     for accuracy in (0.0, 0.5, 0.25, 0.5):
@@ -464,8 +464,7 @@ def test_best_is_kept_until_a_better_one_comes(monkeypatch):
     for own in (0.4, 0.75):
         figures = {"eval_accuracy": math.nan, "eval_reward": own}
         train.keep_best("model", "tokenizer", s, run, figures)
-    assert [given[3].best for given in saved] == [0.75] * 3 and run.best == 0.75
-    assert all(given[4] == "best" for given in saved)
+    assert [given[2:4] for given in saved] == [(run, "best")] * 3 and run.best == 0.75
     train.keep_best("model", "tokenizer", settings(), train.Run(), {"eval_accuracy": 1.0})
     assert len(saved) == 3
 
