@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import runpy
-import signal
 import subprocess
 import sys
 import tempfile
@@ -152,16 +151,6 @@ def trains(*flags):
     """train.py does what it is told."""
     import train
     assert train.main(list(map(str, flags))) == 0
-
-
-@pytest.fixture(autouse=True)
-def signals():
-    """A run takes over the signals of its process; a test gives them back."""
-    names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {name: signal.getsignal(name) for name in names}
-    yield
-    for name, handler in before.items():
-        signal.signal(name, handler)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -5,7 +5,9 @@ import functools
 import io
 import json
 import math
+import re
 import shutil
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +22,13 @@ from conftest import (
     tiny_problems,
     trains,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 import sample
 import train
@@ -64,16 +72,32 @@ def parts(*flags, dtype=torch.float32, noise=0.05):
     prompts = [train.chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
     return SimpleNamespace(
         policy=policy, reference=reference, optimizer=train.make_optimizer(policy, s),
-        tokenizer=tokenizer, settings=s, batch=train.Batch(problems, prompts, seeded()))
+        tokenizer=tokenizer, problems=problems, prompts=prompts, settings=s)
 
 
 def rollout_of(p, max_new_tokens=40, temperature=1.0):
     return sample_groups(p.policy, p.tokenizer, p.prompts, 4, max_new_tokens, temperature, seeded())
 
 
-def step(p, optimizer=None, reward_fn=lambda prompts, rollout: REWARDS, **how):
-    return train.train_step(p.policy, p.reference, optimizer or p.optimizer, p.tokenizer,
-                            p.prompts, p.truths, p.settings, seeded(), reward_fn, **how)
+def own_reward(problems, prompts, rollout):
+    return REWARDS
+
+
+def whole_step(p, optimizer=None, reward_of=own_reward, **how):
+    """One step -> its metrics and its Rollout."""
+    batch = train.Batch(p.problems, p.prompts, seeded())
+    return train.train_step(p.policy, p.reference, optimizer or p.optimizer, p.tokenizer, batch,
+                            p.settings, reward_of=reward_of, **how)
+
+
+def step(p, *given, **how):
+    return whole_step(p, *given, **how)[0]
+
+
+def update(p, model, optimizer, rollout, **changes):
+    """One update on the rollout with the advantages of REWARDS."""
+    rollout.advantages = group_advantages(REWARDS, 4)
+    return train.update(model, optimizer, rollout, with_settings(p, **changes))
 
 
 def gradient(model):
@@ -143,9 +167,8 @@ def step_of_the_program(p):
     optimizer = torch.optim.SGD(p.policy.parameters(), RATE)
     gradients = []
     optimizer.register_step_pre_hook(lambda *_: gradients.append(gradient(p.policy)))
-    seen = []
-    metrics = step(p, optimizer, on_rollout=lambda rollout, *_: seen.append(rollout))
-    return seen[0], gradients, metrics
+    metrics, rollout = whole_step(p, optimizer)
+    return rollout, gradients, metrics
 
 
 FLAGS = [
@@ -227,20 +250,19 @@ def test_the_reward_is_asked_about_the_rollout_and_replaces_the_rules():
     p = parts()
     asked = []
 
-    def reward_fn(prompts, rollout):
-        asked.append((prompts, rollout))
+    def reward_of(*given):
+        asked.append(given)
         return REWARDS
 
-    seen = []
-    step(p, reward_fn=reward_fn, on_rollout=lambda *given: seen.append(given))
-    (rollout, rewards, advantages), = seen
-    assert asked == [(p.prompts, rollout)]
-    assert torch.equal(rewards, REWARDS)
-    assert torch.allclose(advantages, group_advantages(REWARDS, 4))
-    step(p, reward_fn=None, on_rollout=lambda *given: seen.append(given))
-    rollout, rewards, _ = seen[1]
-    expected = train.score_responses(rollout.responses, p.truths, 4)
-    assert torch.equal(rewards, expected) and rewards.unique().numel() > 1
+    _, rollout = whole_step(p, reward_of=reward_of)
+    assert asked == [(p.problems, p.prompts, rollout)]
+    assert torch.equal(rollout.rewards, REWARDS)
+    assert torch.allclose(rollout.advantages, group_advantages(REWARDS, 4))
+    _, rollout = whole_step(p, reward_of=None)
+    truths = [problem["answer"] for problem in p.problems]
+    expected = train.score_responses(rollout.responses, truths, 4)
+    assert torch.equal(rollout.rewards, expected) and expected.unique().numel() > 1
+    assert torch.equal(rollout.rule_rewards, expected)
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -252,7 +274,6 @@ def test_gradient_does_not_depend_on_the_cut_into_micro_batches(aggregate, share
     rollout = rollout_of(p)
     p.reference.requires_grad_(False)
     rollout.ref_logprobs = token_logprobs(p.reference, rollout.input_ids, rollout.labels)
-    advantages = group_advantages(REWARDS, 4)
 
     def cuts(budget):
         return list(micro_batches(rollout.labels, rollout.group_ids, budget, share))
@@ -264,9 +285,8 @@ def test_gradient_does_not_depend_on_the_cut_into_micro_batches(aggregate, share
     found = []
     for budget in (10**6, three, 1):
         model = copy.deepcopy(p.policy)
-        p.settings.micro_batch_tokens = budget
         rollout.old_logprobs = None
-        metrics = train.update(model, still(model), rollout, advantages, p.settings)
+        metrics = update(p, model, still(model), rollout, micro_batch_tokens=budget)
         found.append((gradient(model), metrics))
     whole, expected = found[0]
     for grads, metrics in found[1:]:
@@ -281,7 +301,7 @@ def test_gradient_is_that_of_the_formula_on_full_logits():
     rollout = rollout_of(p, temperature=0.7)
     advantages = group_advantages(REWARDS, 4)
     model = copy.deepcopy(p.policy)
-    train.update(model, still(model), rollout, advantages, with_settings(p, kl_coef=0))
+    update(p, model, still(model), rollout, kl_coef=0)
 
     mask = (rollout.labels[:, 1:] != IGNORE).double()
     logp = logprobs_on_full_logits(p.policy, rollout, 0.7)[0]
@@ -321,12 +341,12 @@ def test_a_later_update_leaves_the_old_logprobs_alone():
     fresh = token_logprobs(p.policy, rollout.input_ids, rollout.labels).detach()
     apart = token_logprobs(p.reference, rollout.input_ids, rollout.labels)
     optimizer = torch.optim.SGD(p.policy.parameters(), RATE)
-    train.update(p.policy, optimizer, rollout, group_advantages(REWARDS, 4), p.settings)
+    update(p, p.policy, optimizer, rollout)
     assert torch.allclose(rollout.old_logprobs, fresh, atol=1e-5)
     assert torch.allclose(rollout.ref_logprobs, apart, atol=1e-5)
     kept = rollout.old_logprobs.clone()
     entropies = rollout.entropies.clone()
-    train.update(p.policy, optimizer, rollout, group_advantages(REWARDS, 4), p.settings)
+    update(p, p.policy, optimizer, rollout)
     assert torch.equal(rollout.old_logprobs, kept) and torch.equal(rollout.entropies, entropies)
 
 
@@ -360,16 +380,6 @@ def test_what_is_not_finite_skips_the_update_and_is_counted(monkeypatch, what):
     assert not all(torch.equal(before[name], value) for name, value in after.items())
 
 
-def test_reference_must_have_tensors_of_its_own_and_be_frozen():
-    p = parts()
-    train.assert_own_frozen_tensors(p.reference, p.policy)
-    train.assert_own_frozen_tensors(None, p.policy)
-    with pytest.raises(AssertionError, match="shares"):
-        train.assert_own_frozen_tensors(p.policy, p.policy)
-    with pytest.raises(AssertionError, match="frozen"):
-        train.assert_own_frozen_tensors(copy.deepcopy(p.policy), p.policy)
-
-
 def test_reference_stands_still_while_the_policy_moves():
     p = parts()
     before = copy.deepcopy(p.reference.state_dict())
@@ -401,7 +411,7 @@ def rollout_by_hand():
 @pytest.fixture
 def measured(monkeypatch):
     """A step on these answers, drawn at temperature 0.8 and trained at 0.7."""
-    def measure(reward_fn=None):
+    def measure(reward_of=None):
         p = parts("--group-size=2", "--temperature=0.7", "--micro-batch-tokens=40",
                   "--max-new-tokens=9")
         rollout = rollout_by_hand()
@@ -412,9 +422,9 @@ def measured(monkeypatch):
         moments = iter([100.0, 101.5, 102.0, 105.0])
         clock = SimpleNamespace(perf_counter=functools.partial(next, moments))
         monkeypatch.setattr(train, "time", clock)
-        metrics = train.train_step(
-            p.policy, p.reference, p.optimizer, p.tokenizer, ["a", "b", "c"], TRUTHS, p.settings,
-            reward_fn=reward_fn, sampler=lambda *_: rollout)
+        batch = train.Batch([{"answer": truth} for truth in TRUTHS], ["a", "b", "c"])
+        metrics, _ = train.train_step(p.policy, p.reference, p.optimizer, p.tokenizer, batch,
+                                      p.settings, lambda *_: rollout, reward_of)
         drift = (old - rollout.logprobs)[mask].expm1().abs().max()
         return metrics, float(entropy[mask].mean()), float(drift)
     return measure
@@ -450,18 +460,19 @@ def test_every_metric_is_its_definition(measured):
 
 
 def test_accuracy_is_the_rules_and_zero_variance_the_rewards(measured):
-    metrics, *_ = measured(lambda prompts, rollout: torch.tensor([3.0, 3, 1, 1, 0, 2]))
+    metrics, *_ = measured(lambda *_: torch.tensor([3.0, 3, 1, 1, 0, 2]))
     assert metrics["reward_mean"] == pytest.approx(10 / 6)
     assert metrics["accuracy"] == pytest.approx(3 / 6)
     assert metrics["format_rate"] == pytest.approx(5 / 6)
     assert metrics["zero_variance_groups"] == pytest.approx(2 / 3)
 
 
-def test_shares_are_of_the_rows_whose_truth_is_known():
-    rewards = torch.tensor([1.5, math.nan, 0.0, math.nan, 1.5])
-    assert float(train.share(rewards == 1.5, rewards)) == pytest.approx(2 / 3)
-    nothing = torch.full((2,), math.nan)
-    assert math.isnan(train.share(nothing == 1.5, nothing))
+def test_accuracy_is_of_the_answers_whose_truth_is_known(monkeypatch, measured):
+    for truths, accuracy, form in ((["7", None, "5"], 3 / 4, 1.0), (3 * [None], None, None)):
+        monkeypatch.setattr(sys.modules[__name__], "TRUTHS", truths)
+        metrics, *_ = measured(lambda *_: torch.arange(6.0))
+        assert metrics["accuracy"] == pytest.approx(accuracy or math.nan, nan_ok=True)
+        assert metrics["format_rate"] == pytest.approx(form or math.nan, nan_ok=True)
 
 
 def test_evaluation_is_its_definition():
@@ -484,8 +495,8 @@ def test_evaluation_is_its_definition():
         assert [problem["question"] in prompt for problem, prompt in zip(problems, prompts)]
         return torch.tensor([float(problem["answer"]) for problem in problems])
 
-    figures, responses = train.evaluate(p.policy, p.tokenizer, problems, p.settings, reward_of,
-                                        answers)
+    figures, responses = train.evaluate(p.policy, p.tokenizer, problems, p.settings, answers,
+                                        reward_of)
     assert figures == {"eval_accuracy": pytest.approx(4 / 7), "eval_reward": pytest.approx(3)}
     assert responses[:3] == ["\\boxed{0}", "?", "\\boxed{2}"] and len(responses) == 7
     prompts, group_size, max_new_tokens, temperature, seeds = calls[0]
@@ -497,7 +508,7 @@ def test_evaluation_is_its_definition():
     assert len(set(greedy_seeds)) == 7
 
     calls.clear()
-    figures, responses = train.evaluate(p.policy, p.tokenizer, problems, p.settings, None, answers,
+    figures, responses = train.evaluate(p.policy, p.tokenizer, problems, p.settings, answers, None,
                                         2, 0.7, 5)
     assert figures == {"eval_accuracy": pytest.approx(11 / 14)} and len(responses) == 14
     assert [call[1:4] for call in calls] == [(2, 11, 0.7)] * 3
@@ -514,7 +525,7 @@ class Diary(train.Run):
         super().__init__()
         self.metrics = []
         self.samples = []
-        self.saved = []
+        self.checkpoints = []
 
     def log(self, metrics):
         super().log(metrics)
@@ -522,9 +533,6 @@ class Diary(train.Run):
 
     def log_samples(self, step, batch, rollout, groups=2):
         self.samples.append((step, batch, rollout))
-
-    def save_checkpoint(self, model, optimizer):
-        self.saved.append(self.step)
 
 
 def loop(*flags, problems=None, run=None, **how):
@@ -536,8 +544,10 @@ def loop(*flags, problems=None, run=None, **how):
     optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
     run = run or Diary()
     problems = problems or tiny_problems()[:8]
-    train.train_grpo(p.policy, p.reference, optimizer, p.tokenizer, problems, problems[:3], s,
-                     run, **how)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "save_checkpoint", lambda run, *_: run.checkpoints.append(run.step))
+        train.train_grpo(p.policy, p.reference, optimizer, p.tokenizer, problems, problems[:3], s,
+                         run, **how)
     run.rates = rates
     run.policy = p.policy
     return run
@@ -549,7 +559,7 @@ def test_the_loop_warms_up_evaluates_and_saves_when_it_should():
     assert [m["lr"] for m in run.metrics[1:]] == pytest.approx(run.rates)
     assert [m["step"] for m in run.metrics] == list(range(6))
     assert [m["step"] for m in run.metrics if "eval_accuracy" in m] == [0, 2, 4, 5]
-    assert run.saved == [3, 5]
+    assert run.checkpoints == [3, 5]
     assert [step for step, *_ in run.samples] == [1, 2, 3, 4, 5]
     assert len(run.before) == len(run.after) == 3
 
@@ -587,10 +597,10 @@ def test_every_step_asks_its_own_problems_with_its_own_random_numbers():
     run = loop("--system-prompt=", problems=problems, reward_of=reward_of, sampler=spy)
     training = [(prompts, seeds) for prompts, temperature, seeds in drawn if temperature]
     assert len(training) == 5
-    for (prompts, _), (_, logged, _, rewards, advantages) in zip(training, run.samples):
-        assert prompts == logged
-        assert rewards.tolist() == [0, 1, 2, 3]
-        assert advantages.tolist() == pytest.approx([-1, 1, -1, 1])
+    for (prompts, _), (_, batch, rollout) in zip(training, run.samples):
+        assert prompts == batch.prompts
+        assert rollout.rewards.tolist() == [0, 1, 2, 3]
+        assert rollout.advantages.tolist() == pytest.approx([-1, 1, -1, 1])
     seeds = sum((seeds for _, seeds in training), [])
     assert len(set(seeds)) == 10                          # of every (step, prompt)
     # an epoch is two steps long, and asks every problem once
@@ -599,18 +609,16 @@ def test_every_step_asks_its_own_problems_with_its_own_random_numbers():
     assert all(m["eval_reward"] == pytest.approx(1.0) for m in run.metrics if m["step"] == 5)
 
 
-def problems_of_step(n, step, *flags):
-    """Of n problems -> the prompts and the random generators of a step."""
+def batch_of_step(n, step, *flags):
+    """The Batch of a step on n problems."""
     problems = [{"question": f"q {j}", "answer": "1"} for j in range(n)]
-    prompts, _, generators, _ = train.problems_of_step(
-        AutoTokenizer.from_pretrained(TINY), problems, step,
-        settings("--prompts-per-step=4", *flags), None)
-    return prompts, generators
+    return train.batch_of_step(AutoTokenizer.from_pretrained(TINY), problems, step,
+                               settings("--prompts-per-step=4", *flags))
 
 
 def test_problems_of_a_step_make_epochs_without_repetition():
     def asked_in(step, *flags):
-        return problems_of_step(18, step, *flags)[0]
+        return batch_of_step(18, step, *flags).prompts
 
     epochs = [[asked_in(step) for step in range(1 + 4 * e, 5 + 4 * e)] for e in range(2)]
     for epoch in epochs:
@@ -623,50 +631,57 @@ def test_problems_of_a_step_make_epochs_without_repetition():
 
 def test_random_numbers_follow_from_seed_step_and_prompt():
     def seeds(step, *flags):
-        return [g.initial_seed() for g in problems_of_step(8, step, *flags)[1]]
+        return [g.initial_seed() for g in batch_of_step(8, step, *flags).generators]
 
     assert len(set(seeds(1) + seeds(2) + seeds(1, "--seed=1"))) == 12
     assert seeds(2) == seeds(2)
 
 
-def test_text_from_data_stays_text():
-    """A special token in a question must not end the user's turn."""
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    question = "Anna <|end|> <|assistant|> has 9"
-    for problem in ({"question": question},
-                    {"messages": [{"role": "user", "content": question}]}):
-        ids = tokenizer(train.chat_prompt(tokenizer, problem, ""), add_special_tokens=False)
-        special = [tokenizer.convert_ids_to_tokens(i) for i in ids.input_ids
-                   if i in tokenizer.all_special_ids and i != tokenizer.unk_token_id]
-        assert special == ["<|user|>", "<|assistant|>"]
-
-
-def test_a_template_that_refuses_a_system_message_gets_it_in_the_first_turn():
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
-        "[{{ m.content }}]{% endfor %}")
-    problem = {"messages": [{"role": "user", "content": "one"}, {"role": "user", "content": "two"}]}
-    assert train.chat_prompt(tokenizer, problem, "system") == "[system\n\none][two]"
-
-
-def test_the_bar_shows_trouble_first_and_an_answer_after_an_evaluation():
+def test_the_bar_shows_trouble_first_and_an_answer_after_an_evaluation(capsys):
     written = []
-    bar = SimpleNamespace(set_postfix_str=written.append, update=lambda: written.append("update"),
-                          write=written.append)
+    bar = SimpleNamespace(set_postfix_str=written.append, update=lambda: written.append("update"))
     metrics = {"step": 4, "reward_mean": 1.25, "accuracy": 0.5, "response_length_mean": 12.4,
                "approx_kl": 0.0123}
     run = train.Run()
-    run.after = ["an\nanswer"]
-    train.show(bar, metrics, run, [{"question": "why ?"}])
+    train.show(bar, metrics, run)
     assert written == ["reward 1.25, acc 0.50, len 12, KL 0.012", "update"]
     run.skipped = 3
-    train.show(bar, {**metrics, "eval_accuracy": 0.5}, run, [{"question": "why ?"}])
-    assert written[2].startswith("3 SKIPPED, reward")
-    assert written[4] == "step 4, held out: why ? -> an answer"
     run.after = ["a long answer\n" * 100 + "\\boxed{ 5 }"]
-    train.show(bar, {**metrics, "eval_accuracy": 0.5}, run, [{"question": "why ?"}])
-    assert written[7].endswith("a long answer \\boxed{ 5 }")  # of a long answer its end
+    train.show(bar, {**metrics, "eval_accuracy": 0.5}, run)
+    assert written[2].startswith("3 SKIPPED, reward")
+    out = capsys.readouterr().out
+    assert out.startswith("step 4, first held out: ")
+    assert out.endswith("a long answer \\boxed{ 5 }\n") and len(out) < 140  # its end
+
+
+# What is called from Python is told in one line what it lacks
+
+def with_a_loss_that_lacks(name):
+    def lacking(*given, **options):
+        value, metrics = grpo_loss(*given, **options)
+        return value, {key: value for key, value in metrics.items() if key != name}
+    return lacking
+
+
+@pytest.mark.parametrize("how, words", [
+    (dict(changes={"micro_batch_tokens": "auto"}), "--micro-batch-tokens: is still `auto`"),
+    (dict(changes={"offload": "auto"}), "--offload: is still `auto`"),
+    (dict(problems=1), "1 problems, and a step needs 2"),
+    (dict(eval_problems=0), "no held-out problems"),
+    (dict(reward_of=lambda *_: [1.0, 2.0]), "a tensor of . rewards, one per answer"),
+    (dict(reward_of=lambda *_: torch.ones(1)), "a tensor of . rewards, one per answer"),
+    (dict(loss="approx_kl"), "its metrics lack 'approx_kl'"),
+    (dict(loss="loss"), "its metrics lack 'loss'"),
+], ids=lambda value: " ".join(map(str, value)) if isinstance(value, dict) else "")
+def test_train_grpo_called_directly_names_what_is_wrong(monkeypatch, how, words):
+    p = parts("--max-new-tokens=8")
+    s = with_settings(p, **how.get("changes", {}))
+    if "loss" in how:
+        monkeypatch.setattr(train, "grpo_loss", with_a_loss_that_lacks(how["loss"]))
+    problems = tiny_problems()[:how.get("problems", 8)]
+    with pytest.raises(train.BadInput, match=words):
+        train.train_grpo(p.policy, p.reference, p.optimizer, p.tokenizer, problems,
+                         problems[:how.get("eval_problems", 3)], s, reward_of=how.get("reward_of"))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -712,16 +727,14 @@ def test_masters_gather_the_gradient_of_all_micro_batches():
     """bfloat16 gradients are added up in float32, and are those of the bfloat16 model."""
     p = parts("--max-grad-norm=1e9", "--kl-coef=0", dtype=torch.bfloat16)
     rollout = rollout_of(p)
-    masters = p.optimizer.param_groups[0]["params"]
     found = []
-    p.optimizer.register_step_pre_hook(
-        lambda *_: found.append(torch.cat([m.grad.flatten() for m in masters])))
+    p.optimizer.register_step_pre_hook(lambda *_: found.append(gradient(p.policy)))
     weights = [weight.detach().clone() for weight in p.policy.parameters()]
     for budget in (10**6, 1):
-        p.settings.micro_batch_tokens = budget
         p.optimizer.param_groups[0]["lr"] = 0.0
-        train.update(p.policy, p.optimizer, rollout, group_advantages(REWARDS, 4), p.settings)
+        update(p, p.policy, p.optimizer, rollout, micro_batch_tokens=budget)
     assert all(torch.equal(a, b) for a, b in zip(weights, p.policy.parameters()))
+    assert found[0].dtype == torch.float32
     assert (found[0] - found[1]).norm() < 0.02 * found[0].norm()
 
 
@@ -730,7 +743,7 @@ def test_dropout_is_off_whatever_the_configuration_says():
                          num_attention_heads=4, num_key_value_heads=2, attention_dropout=0.3)
     model = Qwen2ForCausalLM(config)
     model.extra = torch.nn.Dropout(0.2)
-    train.switch_off_dropout(model)
+    sample.switch_off_dropout(model)
     assert model.extra.p == 0 and model.config.attention_dropout == 0
     assert all(getattr(module, "attention_dropout", 0) == 0 for module in model.modules())
 
@@ -759,15 +772,19 @@ def finished_run(tmp_path_factory):
 
 def test_a_run_leaves_the_files_of_the_contract(finished_run):
     folder = finished_run.folder
-    assert sorted(p.name for p in folder.iterdir() if not p.name.startswith(".")) == [
-        "checkpoint", "config.json", "final", "metrics.jsonl", "samples.jsonl"]
+    assert sorted({p.name for p in folder.iterdir()} - {".lock", "tensorboard"}) == [
+        "checkpoint", "config.json", "final", "inputs.json", "metrics.jsonl", "samples.jsonl"]
     metrics = metrics_of(folder)
     assert [m["step"] for m in metrics] == [0, 1, 2, 3]
     assert all(key in m for m in metrics[1:] for key in KEYS)
     assert [m["step"] for m in metrics if "eval_accuracy" in m] == [0, 2, 3]
     config = json.loads((folder / "config.json").read_text())
-    assert config["settings"]["lr"] == config["recipe"]["lr"] == 3e-4     # of recipe.json
-    assert config["settings"]["steps"] == 3 and config["recipe"]["steps"] != 3
+    assert config["lr"] == 3e-4 and config["steps"] == 3  # of grpo.json, of the command line
+    assert not config.keys() & {"output", "resume", "config", "dry_run", "eval_only", "trace"}
+    inputs = json.loads((folder / "inputs.json").read_text())
+    assert inputs["torch"] == torch.__version__ and inputs.keys() >= {
+        "transformers", "--data", "--eval-data", "--model, its weights", "--model, its tokenizer",
+        "--model, its configuration", "--model, its chat template"}
     samples = lines_of(folder / "samples.jsonl")
     assert [record["step"] for record in samples] == [1, 1, 2, 2, 3, 3]
     for record in samples:
@@ -781,37 +798,37 @@ def test_samples_are_the_first_groups_as_they_were_scored(monkeypatch):
     run = train.Run()
     written = []
     monkeypatch.setattr(run, "append", lambda name, records: written.append((name, records)))
-    rollout = SimpleNamespace(responses=list("abcdef"))
-    run.log_samples(7, ["p", "q", "r"], rollout, torch.arange(6.0), -torch.arange(6.0))
+    rollout = rollout_by_hand()
+    rollout.rewards = torch.arange(6.0)
+    rollout.advantages = -torch.arange(6.0)
+    run.log_samples(7, train.Batch([], ["p", "q", "r"]), rollout)
     (name, records), = written
     assert name == "samples.jsonl"
     assert records == [
-        {"step": 7, "prompt": "p", "responses": ["a", "b"], "rewards": [0, 1],
+        {"step": 7, "prompt": "p", "responses": RESPONSES[:2], "rewards": [0, 1],
          "advantages": [0, -1]},
-        {"step": 7, "prompt": "q", "responses": ["c", "d"], "rewards": [2, 3],
+        {"step": 7, "prompt": "q", "responses": RESPONSES[2:4], "rewards": [2, 3],
          "advantages": [-2, -3]}]
 
 
 def test_a_run_says_what_it_does(finished_run):
-    for word in ("before", "after", "truth", "held-out accuracy", "recipe.json: ", "--lr=0.0003",
-                 "--steps=3", "0.08M parameters", "2000 problems", "8 held out", "from step 0",
-                 str(finished_run.folder)):
+    for word in ("before", "after", "truth", "accuracy", "grpo.json", "0.08M parameters",
+                 "2000 problems", "8 held out", "from step 0", str(finished_run.folder)):
         assert word in finished_run.out
-    for word in ("GRPO 3/3", "reward", "acc", "len", "KL"):
+    for word in ("3/3", "reward", "acc", "len", "KL"):
         assert word in finished_run.err                   # the bar
 
 
 def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
     run = train.Run(tmp_path)
-    run.append("metrics.jsonl", [{"step": 0, "eval_accuracy": 0.25}, {"step": 1},
-                                 {"step": 2, "eval_accuracy": 0.5}])
     problems = [{"question": f"question {x}", "answer": x} for x in "123"]
     run.before = ["\\boxed{1}", "\\boxed{9}", "\\boxed{9}"]
     run.after = ["\\boxed{1}", "\\boxed{8}", "\\boxed{3}"]
     train.print_story(run, problems)
     out = capsys.readouterr().out
     assert "question  question 3\nbefore    \\boxed{9}\nafter     \\boxed{3}\ntruth     3" in out
-    assert "step:greedy  0:0.250 2:0.500\n" in out
+    assert f"sample.py --model {tmp_path} \"YOUR QUESTION\"\n" in out
+    assert f"train.py --config {tmp_path}/config.json --model {tmp_path}/final\n" in out
 
 
 def test_final_opens_and_is_the_trained_policy(finished_run):
@@ -819,7 +836,7 @@ def test_final_opens_and_is_the_trained_policy(finished_run):
     assert AutoTokenizer.from_pretrained(finished_run.folder / "final").chat_template
     p = parts()
     run = train.Run(finished_run.folder)
-    run.load_checkpoint(p.policy, p.optimizer)            # the weights of the last step
+    train.load_checkpoint(run, p.policy, p.optimizer)     # the weights of the last step
     assert run.step == 3
     trained = p.policy.state_dict()
     assert all(torch.equal(value, trained[name]) for name, value in final.state_dict().items())
@@ -827,31 +844,36 @@ def test_final_opens_and_is_the_trained_policy(finished_run):
     assert any(not torch.equal(start[name], value) for name, value in trained.items())
 
 
-def test_final_brings_its_recipe_along(finished_run):
-    """The flags of the run, and none that a recipe may not set."""
-    s, recipe = train.parse([f"--model={finished_run.folder / 'final'}"])
-    assert (s.steps, s.prompts_per_step, s.lr, s.kl_coef) == (3, 4, 3e-4, 0.02)
-    assert s.data == str(TINY / "train.jsonl")
-    assert recipe.keys() <= set(train.RECIPE)
+def test_a_run_goes_on_from_its_model_with_all_of_its_settings(finished_run):
+    """The command that it prints, and the run's own folder as a model."""
+    command = finished_run.out.splitlines()[-1].partition("train.py ")[2].split()
+    assert command[::2] == ["--config", "--model"]
+    first = train.parse([*SMALL])
+    for model in (command[3], str(finished_run.folder)):
+        s = train.parse([*command[:2], "--model", model])
+        assert s.model == str(finished_run.folder / "final")
+        for name, field in train.FIELDS.items():
+            if field.metadata["kept"] and name not in ("model", "offload"):
+                assert getattr(s, name) == getattr(first, name), name
 
 
 def test_eval_only_prints_the_figures(capsys, monkeypatch):
     monkeypatch.chdir("/")
     trains("--eval-only", "--eval-limit=8", "--group-size=4", "--max-new-tokens=16")
     out = capsys.readouterr().out
-    greedy, sampled, *_ = [line for line in out.splitlines() if "accuracy" in line or "sampled" in
-                           line]
+    line, = [line for line in out.splitlines() if line.startswith("eval_accuracy: ")]
+    assert "8 problems, 4 samples of each at temperature 1.0" in out
     s = settings("--group-size=4", "--max-new-tokens=16")
     p = parts()
     problems = load_problems(s.eval_data)[:8]
     figures, responses = train.evaluate(p.policy, p.tokenizer, problems, s)
-    assert f"{figures['eval_accuracy']:.4f}" in greedy
+    assert f"greedy {figures['eval_accuracy']:.4f}, " in line
     figures, responses = train.evaluate(p.policy, p.tokenizer, problems, s, group_size=4,
                                         temperature=1.0, seed=0)
-    assert f"{figures['eval_accuracy']:.4f}" in sampled and "4 samples per problem" in sampled
+    assert line.endswith(f"sampled {figures['eval_accuracy']:.4f}")
     right = train.score_responses(responses, [q["answer"] for q in problems], 4).view(8, 4) == 1.5
-    assert f"pass@4   {float(right.any(dim=1).float().mean()):.4f}" in out
-    assert f"pass@1   {float(right.float().mean()):.4f}" in out
+    assert f"pass@4             {float(right.any(dim=1).float().mean()):.4f}" in out
+    assert f"pass@1             {float(right.float().mean()):.4f}" in out
     for k in (1, 2, 4):
         assert f"pass@{k} " in out and f"maj@{k} " in out
 
@@ -899,11 +921,10 @@ def test_prompts_that_are_too_long_are_left_out_if_that_is_wished(capsys):
     assert kept == [problems[0], problems[2]]
     out = capsys.readouterr().out
     assert "--data: 1 of 3 prompts are longer than --max-prompt-tokens 20" in out
-    with pytest.raises(train.BadInput, match="no prompt has --max-prompt-tokens 3 or fewer"):
-        train.fitting("--data", problems, p.tokenizer,
-                      with_settings(p, max_prompt_tokens=3))
+    most_3 = with_settings(p, max_prompt_tokens=3)
+    assert train.fitting("--data", problems, p.tokenizer, most_3) == []
     # 128 positions: a prompt of 94 tokens leaves no room for 40
-    with pytest.raises(train.BadInput, match="prompt of 'Anna Anna .* has 9. tokens"):
+    with pytest.raises(train.BadInput, match="a prompt of 9. tokens and 40 of an answer"):
         train.fitting("--data", problems, p.tokenizer,
                       with_settings(p, max_prompt_tokens=0, max_new_tokens=40))
     train.fitting("--data", problems, p.tokenizer, with_settings(p, max_prompt_tokens=0))
@@ -915,8 +936,15 @@ def test_the_program_and_its_help(tmp_path):
     assert str(tmp_path / "run") in done.stdout
     done = run_script("train.py", "--help")
     assert done.returncode == 0 and "--kl-coef" in done.stdout and done.stderr == ""
-    assert "beta; 0: no KL, and no reference in memory (default: 0.04)" in " ".join(
-        done.stdout.split())
+    told = " ".join(done.stdout.split())
+    assert "beta; 0: no KL, and no reference in memory [0.04]" in told
+    # every flag once, in one spelling, under the headings of the Settings
+    for name in train.FIELDS:
+        assert len(re.findall(rf"\n  {train.flag_of(name)}[ ,\n]", done.stdout)) == 1, name
+    assert "_" not in "".join(re.findall(r"\n  --(\S+)", done.stdout))
+    heads = [field.metadata["head"] for field in train.FIELDS.values() if field.metadata["head"]]
+    assert len(heads) == 8 and [told.index(head + ":") for head in heads] == sorted(
+        told.index(head + ":") for head in heads)
 
 
 @pytest.mark.skipif(not (SHARED / "models" / "qwen2.5-tokenizer").is_dir()
@@ -944,36 +972,52 @@ def test_a_qwen2_of_random_weights_trains_on_gsm8k(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# Settings
+# Settings: the defaults, over them a config file, over it the command line
 
-def test_the_command_line_wins_over_the_recipe(tmp_path):
+def test_the_command_line_wins_over_the_config_and_the_config_over_the_defaults(tmp_path):
     (tmp_path / "d.jsonl").write_text("")
-    (tmp_path / "recipe.json").write_text(json.dumps(
-        {"lr": 0.5, "scale-by-std": False, "data": "d.jsonl", "kl_coef": 0}))
-    s, recipe = train.parse([f"--model={tmp_path}", "--kl-coef=0.3"])
-    assert (s.lr, s.scale_by_std, s.kl_coef) == (0.5, False, 0.3)
-    assert s.data == str(tmp_path / "d.jsonl") and recipe["kl_coef"] == 0
+    (tmp_path / "c.json").write_text(json.dumps(
+        {"model": "Qwen/Qwen2.5-0.5B", "lr": 0.5, "scale-by-std": False, "data": "d.jsonl",
+         "kl_coef": 0, "kl_band": [0.1, 0.2], "clip_eps_high": None,
+         "reward": ["d.jsonl", "rule"]}))
+    s = train.parse([f"--config={tmp_path / 'c.json'}", "--kl-coef=0.3"])
+    assert (s.lr, s.scale_by_std, s.kl_coef, s.kl_band) == (0.5, False, 0.3, [0.1, 0.2])
+    assert s.clip_eps_high is None and s.steps == 500 and s.system_prompt == train.BOXED
+    assert s.data == str(tmp_path / "d.jsonl")            # from the folder of the file
+    assert s.reward == [str(tmp_path / "d.jsonl"), "rule"]
+    assert s.model == "Qwen/Qwen2.5-0.5B"
 
 
-def test_held_out_problems_of_the_recipe_do_not_judge_another_data_set(tmp_path):
+def test_the_tiny_policy_brings_its_config_and_no_other_model_does(tmp_path):
+    own = json.loads((TINY / "grpo.json").read_text())
+    s = train.parse([])
+    assert (s.steps, s.lr, s.system_prompt) == (own["steps"], own["lr"], "")
+    assert s.eval_data == str(TINY / "test.jsonl") and s.config == str(TINY / "grpo.json")
+    assert train.parse([f"--model={TINY}"]).steps == 500
+    (tmp_path / "c.json").write_text('{"lr": 0.5}')       # without a model: that of tests/tiny
+    s = train.parse([f"--config={tmp_path / 'c.json'}"])
+    assert (s.lr, s.steps) == (0.5, own["steps"])
+
+
+def test_held_out_problems_of_a_config_do_not_judge_another_data_set(tmp_path):
     (tmp_path / "d.jsonl").write_text("")
-    assert train.parse([])[0].eval_data == str(TINY / "test.jsonl")
-    assert train.parse([f"--data={tmp_path / 'd.jsonl'}"])[0].eval_data == ""
+    (tmp_path / "c.json").write_text('{"data": "d.jsonl"}')
+    assert train.parse([f"--data={tmp_path / 'd.jsonl'}"]).eval_data == ""
+    assert train.parse([f"--config={tmp_path / 'c.json'}"]).eval_data == ""
+    assert train.parse(["--data=x", "--eval-data=y"]).eval_data == "y"
 
 
-def test_a_flag_has_two_spellings_and_a_list_several_values():
-    s, _ = train.parse(["--kl_coef=0.5", "--reward", "a.py:f", "b.py:g", "--reward", "c.py:h",
-                        "--reward-weights", "1", "0.5", "-2"])
-    assert s.kl_coef == 0.5
+def test_a_list_has_several_values():
+    s = train.parse(["--reward", "a.py:f", "b.py:g", "--reward", "c.py:h",
+                     "--reward-weights", "1", "0.5", "-2"])
     assert s.reward == ["a.py:f", "b.py:g", "c.py:h"] and s.reward_weights == [1, 0.5, -2]
 
 
 @pytest.mark.parametrize("flags, value", [
-    ([], "auto"), (["--offload"], True), (["--offload=no"], False), (["--no-offload"], False),
-    (["--offload=TRUE"], True), (["--offload=auto"], "auto"),
+    ([], "auto"), (["--offload"], True), (["--no-offload"], False),
 ])
 def test_a_switch_is_on_off_or_left_to_the_program(flags, value):
-    found = train.parse(flags)[0].offload
+    found = train.parse(flags).offload
     assert found == value and type(found) is type(value)
 
 
@@ -982,29 +1026,21 @@ def test_paths_are_absolute_so_that_a_resumed_run_finds_them(monkeypatch, tmp_pa
     for name in ("d.jsonl", "e.jsonl", "r.py"):
         (tmp_path / name).write_text("")
     (tmp_path / "m").mkdir()
-    s, _ = train.parse(["--model=m", "--data=d.jsonl", "--eval-data=e.jsonl", "--reward=r.py:f"])
+    s = train.parse(["--model=m", "--data=d.jsonl", "--eval-data=e.jsonl", "--reward=r.py:f"])
     assert (s.model, s.data, s.eval_data) == tuple(
         str(tmp_path / name) for name in ("m", "d.jsonl", "e.jsonl"))
     assert s.reward == [f"{tmp_path / 'r.py'}:f"]
-    assert train.parse(["--model=Qwen/Qwen2.5-0.5B", "--data=gsm8k"])[0].data == "gsm8k"
+    assert train.parse(["--model=Qwen/Qwen2.5-0.5B", "--data=gsm8k"]).data == "gsm8k"
 
 
-def test_settings_come_back_from_the_flags_that_they_are_written_as():
-    s, _ = train.parse(["--reward", "a.py:f", "b.py:g", "--no-scale-by-std", "--system-prompt=",
-                        "--clip-eps-high=0.3", "--offload", "--micro-batch-tokens=99"])
-    values = train.dataclasses.asdict(s)
-    given = {name: value for name, value in values.items() if value is not None}
-    assert train.given_flags(train.as_flags(values)) == given
-
-
-def test_threads_are_set_and_kept_with_the_run():
-    before = torch.get_num_threads()
-    try:
-        assert train.set_threads(settings("--threads=2")).threads == 2
-        assert torch.get_num_threads() == 2
-        assert train.set_threads(settings("--threads=0")).threads == 2
-    finally:
-        torch.set_num_threads(before)
+def test_settings_come_back_from_the_config_that_they_are_written_as(tmp_path):
+    s = train.parse(["--reward", "a.py:f", "b.py:g", "--no-scale-by-std", "--system-prompt=--x",
+                     "--clip-eps-high=0.3", "--offload", "--reward-weights", "1", "-2"])
+    values = {name: getattr(s, name) for name, field in train.FIELDS.items()
+              if field.metadata["kept"] and getattr(s, name) not in (None, "auto")}
+    values["micro_batch_tokens"] = "auto"
+    (tmp_path / "c.json").write_text(json.dumps(values))
+    assert train.read_config(tmp_path / "c.json") == values
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1017,8 +1053,7 @@ def test_checkpointed_layers_run_again_and_change_no_gradient():
 
     def counted_update(checkpointing):
         calls.clear()
-        s = with_settings(p, gradient_checkpointing=checkpointing)
-        train.update(p.policy, still(p.policy), rollout, group_advantages(REWARDS, 4), s)
+        update(p, p.policy, still(p.policy), rollout, gradient_checkpointing=checkpointing)
         assert not any(module.training for module in p.policy.modules())
         return len(calls), gradient(p.policy)
 
@@ -1030,85 +1065,112 @@ def test_checkpointed_layers_run_again_and_change_no_gradient():
     assert (found - expected).norm() <= 1e-6 * expected.norm()
 
 
-def auto_settings(*flags):
-    return train.parse([f"--model={TINY}", *flags, "--gradient-checkpointing=auto",
-                        "--micro-batch-tokens=auto"])[0]
+QWEN = {"model_type": "qwen3", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16,
+        "tie_word_embeddings": True}
 
 
-def chosen_memory(s, device, free=None):
-    planned, why = train.fastest_that_fits(s, device, torch.bfloat16, free)
-    return (planned.offload, planned.gradient_checkpointing, planned.micro_batch_tokens), why
+def counted(tmp_path, *flags, dtype=torch.bfloat16, **changes):
+    """The count of a made-up model that has no weights -> {what: bytes}, its number of weights."""
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN, **changes}))
+    s = train.parse([f"--model={tmp_path}", "--prompts-per-step=3", "--group-size=4",
+                     "--max-new-tokens=44", "--micro-batch-tokens=500", "--no-offload",
+                     "--no-gradient-checkpointing", *flags])
+    model = train.model_without_storage(s, dtype)
+    return train.memory(s, model), sum(p.numel() for p in model.parameters())
 
 
-def test_auto_is_the_fastest_that_fits():
-    s = auto_settings("--group-size=4", "--max-new-tokens=64")
+def test_count_of_the_memory(tmp_path):
+    count, n = counted(tmp_path)
+    assert count["policy, weights that compute"] == count["reference, frozen"] == 2 * n
+    assert count["float32 masters"] == count["gradients, float32"] == 4 * n
+    assert count["AdamW's two moments"] == 8 * n and count["reward model"] == 0
+    # keys and values of 12 rows, 300 positions, 3 layers, 2 heads of 16, in bfloat16
+    assert count["key/value cache"] == 2 * 12 * 300 * 3 * 2 * 16 * 2
+    count, n = counted(tmp_path, "--offload", "--kl-coef=0")
+    assert count["float32 masters"] == count["AdamW's two moments"] == 0
+    assert count["reference, frozen"] == 0 and count["gradients, float32"] == 4 * n
+    count, n = counted(tmp_path, dtype=torch.float32)     # the weights are their own masters
+    assert count["float32 masters"] == 0 and count["policy, weights that compute"] == 4 * n
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"model_type": "qwen2", "num_attention_heads": 4},
+    {"model_type": "llama", "hidden_size": 128, "intermediate_size": 384},
+])
+def test_count_of_what_is_kept_is_what_autograd_saves(tmp_path, changes):
+    """Of a micro-batch of rows without padding, in bfloat16; heads wider than the hidden states."""
+    count, _ = counted(tmp_path, dtype=torch.bfloat16, **changes)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path),
+                                             dtype=torch.bfloat16)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.model(torch.zeros(1, 500, dtype=torch.long), use_cache=False)
+    saved = sum(storage.nbytes() for storage in kept.values())
+    assert count["kept for the backward pass"] == pytest.approx(saved, rel=0.15)
+
+
+def test_auto_is_the_first_way_that_fits(monkeypatch):
+    s = train.parse([f"--model={TINY}", "--group-size=4", "--max-new-tokens=64"])
+    monkeypatch.setattr(train, "choose_device", lambda s: (torch.device("cuda"), torch.bfloat16))
+    monkeypatch.setattr(train, "memory", lambda way, model: {
+        "a": 50 - 20 * way.gradient_checkpointing, "b": 50 - 20 * way.offload})
     group = 256 + 4 * 64
-    assert chosen_memory(s, "cpu") == ((False, False, 1024), None)
-    assert chosen_memory(s, "mps") == ((False, True, 8192), None)
-    choice, why = chosen_memory(s, "cuda", 1e12)
-    assert choice == (False, False, 2 * group)
-    assert "of 1000.0 free: masters on the GPU, no checkpointing" in why
-    choice, why = chosen_memory(s, "cuda", 1.0)
-    assert choice == (True, True, 1024) and "host memory, checkpointing" in why
+    for free, way in ((112, (False, False)), (111, (False, True)), (89, (False, True)),
+                      (88, (True, True)), (1, (True, True))):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 0))
+        planned = train.plan_memory(s)
+        assert (planned.offload, planned.gradient_checkpointing) == way, free
+        assert planned.micro_batch_tokens == 2 * group
+        chosen = train.plan_memory(with_settings(SimpleNamespace(settings=s), offload=False,
+                                                 micro_batch_tokens=99))
+        assert (chosen.offload, chosen.micro_batch_tokens) == (False, 99)  # what is given stands
 
 
-def test_auto_takes_the_first_choice_that_fits(monkeypatch):
-    """With made-up counts: from fast to lean, each as soon as it fits into 90%."""
-    s = auto_settings("--group-size=4", "--max-new-tokens=64")
-    group = 256 + 4 * 64
-    choices = [(False, False, 2 * group), (False, False, group), (False, True, 2 * group),
-               (False, True, group), (True, True, 2 * group), (True, True, group),
-               (True, True, group // 2), (True, True, group // 4), (True, True, 1024)]
-
-    def count(planned, model, device, dtype):
-        choice = (planned.offload, planned.gradient_checkpointing, planned.micro_batch_tokens)
-        size = 1000 - 100 * choices.index(choice)
-        return [("always", "", 0.1 * size, False), ("rollout", "", 0.8 * size, False),
-                ("update", "", 0.9 * size, False), ("always", "", 1e12, True)]
-
-    monkeypatch.setattr(train, "count_memory", count)
-    for i, choice in enumerate(choices):
-        assert chosen_memory(s, "cuda", (1000 - 100 * i) / 0.9 + 1)[0] == choice
-    assert chosen_memory(s, "cuda", 1.0)[0] == choices[-1]
+@pytest.mark.parametrize("device, expected", [("cpu", (False, False, 1024)),
+                                              ("mps", (False, True, 2 * (256 + 4 * 64)))])
+def test_auto_without_a_gpu(monkeypatch, device, expected):
+    s = train.parse([f"--model={TINY}", "--group-size=4", "--max-new-tokens=64"])
+    monkeypatch.setattr(train, "choose_device", lambda s: (torch.device(device), torch.float32))
+    assert tuple(getattr(train.plan_memory(s), name) for name in train.MEMORY) == expected
 
 
-def test_what_the_user_has_chosen_stays():
-    s = settings("--micro-batch-tokens=99", "--gradient-checkpointing", "--no-offload")
-    for device, free in (("cpu", None), ("mps", None), ("cuda", 1.0), ("cuda", 1e12)):
-        assert chosen_memory(s, device, free)[0] == (False, True, 99)
+def test_a_family_that_cannot_be_counted_gets_the_leanest(capsys, monkeypatch):
+    monkeypatch.setattr(train, "choose_device", lambda s: (torch.device("cuda"), torch.bfloat16))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1e12, 0))
+    monkeypatch.setattr(train, "memory", lambda *_: SimpleNamespace().num_attention_heads)
+    planned = train.plan_memory(train.parse([f"--model={TINY}"]))
+    assert planned.offload and planned.gradient_checkpointing
+    assert "memory cannot be counted" in capsys.readouterr().out
 
 
 def test_dry_run_counts_from_the_configuration_alone(capsys, tmp_path):
-    config = json.loads((TINY / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config))     # no weights, no tokenizer
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))   # no weights, no tokenizer
     trains(f"--model={tmp_path}", "--dry-run", "--device=cuda")
     out = capsys.readouterr().out
-    n = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(TINY).parameters())
+    n = counted(tmp_path)[1]
     assert f"{n:,} weights in torch.bfloat16" in out
-    for words in ("reference", "two moments", "key/value cache", "backward", "in the rollout",
-                  "host", "of 24.0 free", "of 141.0 free"):
-        assert words in out
-    big = {**config, "hidden_size": 1024, "intermediate_size": 4096}
-    (tmp_path / "config.json").write_text(json.dumps(big))
-    trains(f"--model={tmp_path}", "--dry-run", "--device=cuda", "--kl-coef=0", "--no-offload")
-    rows = [line[9:].rsplit("  ", 1) for line in capsys.readouterr().out.splitlines()
-            if line.endswith(" GB")]
-    sizes = {name.strip(): float(size.split()[0]) for name, size in rows}
-    policy = sizes["policy, weights that compute"]
-    assert sizes["reference, frozen"] == 0
-    assert sizes["float32 masters"] == pytest.approx(2 * policy, abs=2e-3)
-    assert sizes["AdamW's two moments, float32"] == pytest.approx(4 * policy, abs=2e-3)
-    assert sizes["gradients, float32"] == pytest.approx(2 * policy, abs=2e-3)
+    rows = {line[:30].strip(): line[30:].split() for line in out.splitlines()[2:]}
+    assert rows["--offload"] == ["False", "False", "True"]
+    assert rows["--gradient-checkpointing"] == ["False", "True", "True"]
+    for column in range(3):
+        parts = [float(row[column]) for what, row in rows.items()
+                 if what != "sum" and not what.startswith("--")]
+        assert sum(parts) == pytest.approx(float(rows["sum"][column]), abs=0.05)
 
 
-def test_count_of_the_key_value_cache():
-    s = settings("--prompts-per-step=3", "--group-size=4", "--max-new-tokens=44")
-    model = train.model_without_storage(s, torch.bfloat16)
-    lines = train.count_memory(s, model, "cuda", torch.bfloat16)
-    sizes = {what: (when, size) for when, what, size, _ in lines}
-    # keys and values of 12 rows, 300 positions, 2 layers, 2 heads of 16, in bfloat16
-    assert sizes["key/value cache"] == ("always", 2 * 12 * 300 * 2 * 2 * 16 * 2)
-    both = train.held(lines, "rollout"), train.held(lines, "update")
-    for phase, total in zip(("rollout", "update"), both):
-        parts = [size for when, _, size, host in lines if when in ("always", phase) and not host]
-        assert total == pytest.approx(sum(parts) / 1e9)
+@pytest.mark.parametrize("error, is_memory", [
+    (torch.OutOfMemoryError("no room"), True),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), True),
+    (RuntimeError("shapes do not match"), False),
+])
+def test_what_counts_as_out_of_memory(error, is_memory):
+    assert train.out_of_memory(error) == is_memory
