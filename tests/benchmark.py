@@ -50,7 +50,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train  # noqa: E402
-from logprob import IGNORE, LeanHead, selected_logprobs  # noqa: E402
+from logprob import LeanHead, selected_logprobs  # noqa: E402
 from reward import load_problems, rule_reward  # noqa: E402
 
 # An end token of this chance per draw never comes: all answers have the full length.
@@ -583,7 +583,8 @@ def main(argv=None):
         side = head_alone if job["side"] in ("lean head", "full logits") else measure
         print(json.dumps(side(job)))
         return 0
-    train.quiet_transformers()
+    train.transformers.utils.logging.disable_progress_bar()
+    train.transformers.utils.logging.set_verbosity_error()
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false",
                    "HF_HUB_OFFLINE": "1"}
     rival = "no TRL here (pip install trl): ours alone"

@@ -93,7 +93,7 @@ def test_a_conversation_is_trained_on_where_the_policy_speaks(reply, tiny):
 def test_a_conversation_has_so_many_turns(reply, monkeypatch, turns):
     monkeypatch.setenv("REPLY", "always")
     p = parts(*SMALL)
-    rollout = talking(reply, turns)(p.policy, p.tokenizer, p.batch.prompts[:1], 2, 10, 1.0,
+    rollout = talking(reply, turns)(p.policy, p.tokenizer, p.prompts[:1], 2, 10, 1.0,
                                     [seeded(1)])
     assert [text.count("\n") + 1 for text in rollout.responses] == [turns] * 2
 
@@ -202,7 +202,7 @@ def test_shapley_shares_arrive():
     """--advantage shape: each box of an answer earns its own share, tokens behind the last none."""
     p = parts("--advantage=shape", "--updates-per-rollout=1", *SMALL)
     texts = ["\\boxed{ 7 } \\boxed{ 9 } , 9", "\\boxed{ 5 }", "7 + 2", "\\boxed{ 9 } \\boxed{ 5 }"]
-    prompt = p.tokenizer(p.batch.prompts[0], add_special_tokens=False).input_ids
+    prompt = p.tokenizer(p.prompts[0], add_special_tokens=False).input_ids
     rows = [p.tokenizer(text, add_special_tokens=False).input_ids for text in texts]
     S = len(prompt) + max(map(len, rows))
     ids = torch.zeros(4, S, dtype=torch.long)
@@ -212,7 +212,7 @@ def test_shapley_shares_arrive():
         labels[n, len(prompt):len(prompt) + len(row)] = torch.tensor(row)
     rollout = sample.Rollout(ids, labels, torch.zeros(4, S - 1), texts,
                              torch.ones(4, dtype=torch.bool), torch.zeros(4).long())
-    batch = train.Batch([{"question": "q", "answer": "9"}], p.batch.prompts[:1])
+    batch = train.Batch([{"question": "q", "answer": "9"}], p.prompts[:1])
     train.train_step(p.policy, p.reference, p.optimizer, p.tokenizer, batch, p.settings,
                      lambda *_: rollout)
     mask = rollout.mask
