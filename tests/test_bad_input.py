@@ -1,21 +1,12 @@
 """Bad input gives exit status 2, one line on standard error, no traceback and no folder."""
 import json
 import os
-import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import (
-    ENVIRONMENT,
     FEW,
-    LIMIT,
-    ROOT,
     TINY,
     ended,
     ends_badly,
@@ -54,35 +45,32 @@ HUGE = "9" * 30
 
 
 @pytest.mark.parametrize("flags, words", [
-    (["--lr=0"], "--lr 0.0: must be above 0"),
-    (["--lr=-1"], "--lr -1.0: must be above 0"),
-    (["--lr=nan"], "--lr nan: not a finite number"),
-    (["--lr=1e400"], "--lr inf: not a finite number"),
-    (["--lr=1e300"], "--lr 1e+300: must be at most"),
-    (["--steps=0"], "--steps 0: must be at least 1"),
-    (["--steps=many"], "argument --steps: invalid int value: 'many'"),
-    ([f"--steps={HUGE}"], "must be at most"),
-    (["--threads=2147483648"], "--threads 2147483648: must be at most"),
-    ([f"--seed={HUGE}"], "--seed"),
-    ([f"--micro-batch-tokens={HUGE}"], "--micro-batch-tokens"),
-    (["--micro-batch-tokens=0"], "--micro-batch-tokens 0: must be at least 1"),
-    (["--micro-batch-tokens=some"], "--micro-batch-tokens"),
-    (["--group-size=1"], "--group-size 1: must be at least 2"),
-    (["--temperature=0"], "--temperature 0.0: must be above 0"),
-    (["--max-grad-norm=0"], "--max-grad-norm 0.0: must be above 0"),
-    (["--clip-eps=1.5"], "--clip-eps 1.5: must be at most 1"),
-    (["--clip-eps=-0.1"], "--clip-eps -0.1: must be at least 0"),
-    (["--kl-coef=-1"], "--kl-coef -1.0: must be at least 0"),
-    (["--warmup-steps=-1"], "--warmup-steps -1: must be at least 0"),
-    (["--kl-estimator=k4"], "--kl-estimator"),
-    (["--offload=perhaps"], "--offload"),
+    (["--lr=0"], "argument --lr: '0' is no float from 1e-12 to 2147483647"),
+    (["--lr=nan"], "argument --lr: 'nan'"),
+    (["--lr=1e400"], "argument --lr: '1e400'"),
+    (["--steps=0"], "argument --steps: '0' is no int from 1 to"),
+    (["--steps=many"], "argument --steps: 'many' is no int"),
+    ([f"--steps={HUGE}"], "argument --steps"),
+    (["--threads=2147483648"], "argument --threads: '2147483648' is no int from 0 to 1024"),
+    ([f"--seed={HUGE}"], "argument --seed"),
+    (["--micro-batch-tokens=0"], "argument --micro-batch-tokens: '0'"),
+    (["--micro-batch-tokens=some"], "argument --micro-batch-tokens: 'some'"),
+    (["--group-size=1"], "argument --group-size: '1' is no int from 2 to"),
+    (["--temperature=0"], "argument --temperature: '0'"),
+    (["--clip-eps=1.5"], "argument --clip-eps: '1.5' is no float from 0 to 1"),
+    (["--kl-coef=-1"], "argument --kl-coef: '-1'"),
+    (["--kl-estimator=k4"], "argument --kl-estimator: invalid choice: 'k4'"),
+    (["--dtype=int8"], "argument --dtype: invalid choice: 'int8'"),
+    (["--offload=perhaps"], "argument --offload"),
     (["--learning-rate=1"], "unrecognized arguments: --learning-rate=1"),
+    (["--kl_coef=1"], "unrecognized arguments: --kl_coef=1"),
     (["--kl"], "unrecognized arguments: --kl"),
-    (["--device=abacus"], "--device abacus: not a device torch knows"),
+    (["--kl-band", "0.1"], "argument --kl-band: expected 2 arguments"),
+    (["--kl-band", "0.1", "0.2", "0.3"], "unrecognized arguments: 0.3"),
+    (["--device=abacus"], "--device abacus: "),
     (["--device=xpu"], "--device xpu: not on this machine"),
-    (["--dtype=float16"], "--dtype"),
     (["--prompts-per-step=100000"], "--prompts-per-step 100000: --data"),
-    (["--max-new-tokens=100000"], "--max-new-tokens 100000"),
+    (["--max-new-tokens=100000"], "100000 of an answer (--max-new-tokens, --max-turns)"),
     (["--model=nobody/nothing"], "--model nobody/nothing: cannot be loaded"),
     (["--model=./no/such/folder"], "--model ./no/such/folder: cannot be loaded"),
     ([f"--model={300 * 'm'}"], "cannot be loaded"),
@@ -91,16 +79,27 @@ HUGE = "9" * 30
     ([f"--reward={300 * 'r'}.py:f"], "--reward "),
     ([f"--output={300 * 'o'}"], "--output "),
     (["--reward=no_colon"], "--reward no_colon"),
-    (["--reward-weights=1", "2"], "--reward-weights"),
-    (["--resume"], "--resume: needs --output"),
+    (["--resume"], "argument --resume: expected one argument"),
+    (["--resume=nowhere"], "--resume nowhere: no run to resume"),
+    (["--config=nowhere.json"], "nowhere.json: "),
 ])
-def test_bad_flags(capsys, monkeypatch, tmp_path, flags, words):
-    if flags[0] == "--reward-weights=1":
-        (tmp_path / "r.py").write_text("def f(completions, **columns): return []")
-        flags = [f"--reward={tmp_path / 'r.py'}:f", "--reward-weights", "1", "2"]
+def test_bad_flags(capsys, tmp_path, flags, words):
+    assert words in refused_before_a_folder_is_made(capsys, tmp_path, *flags)
+
+
+@pytest.mark.parametrize("flags", [
+    "--kl-band 0.1 0.2 --kl-coef 0", "--kl-band 0.2 0.1", "--renew-reference 2 --kl-coef 0",
+    "--minibatches 17", "--overlong-buffer 41", "--around-best 3", "--max-turns 3",
+    "--around-best 2 --reward rule", "--advantage shape --reply r.py:f", "--reward-weights 1",
+    "--reward-weights 1 2 --reward rule", "--reward-model m --reward rule",
+    "--no-scale-by-std --advantage gtpo", "--no-scale-by-std --step-reward r.py:f",
+    "--step-reward r.py:f --max-resample 1", "--step-reward r.py:f --advantage gtpo",
+])
+def test_flags_that_do_not_go_together(capsys, tmp_path, flags):
+    """The line names the first of them, before a file is looked for."""
+    flags = flags.split()
     line = refused_before_a_folder_is_made(capsys, tmp_path, *flags)
-    assert words in line
-    assert not re.search(r"--\w+_\w+", line.replace("no_colon", ""))    # one spelling is enough
+    assert flags[0] in line and "no file" not in line
 
 
 def test_a_dtype_the_device_lacks(capsys, monkeypatch):
@@ -110,58 +109,39 @@ def test_a_dtype_the_device_lacks(capsys, monkeypatch):
     assert line == "train.py: --dtype bfloat16: cuda has no bfloat16"
 
 
-@pytest.mark.parametrize("missing", ["WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
-def test_a_rank_without_torchrun(capsys, monkeypatch, tmp_path, missing):
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"),
-                        ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
+@pytest.mark.parametrize("name, value", [
+    ("RANK", None), ("WORLD_SIZE", None), ("LOCAL_RANK", None), ("MASTER_PORT", None),
+    ("RANK", "x"), ("WORLD_SIZE", "two"), ("LOCAL_RANK", "-1"),
+])
+def test_a_rank_without_torchrun(capsys, monkeypatch, tmp_path, name, value):
+    for known in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+        monkeypatch.setenv(known, "1")
+    monkeypatch.setenv("RANK", "0")  # the rank that speaks
+    if value is None:
+        monkeypatch.delenv(name)
+    else:
         monkeypatch.setenv(name, value)
-    monkeypatch.delenv(missing)
     line = refused_before_a_folder_is_made(capsys, tmp_path)
-    assert f"{missing} is not" in line and "torchrun" in line
+    assert f"{name} is not a number" in line and "torchrun" in line
 
 
 # --------------------------------------------------------------------------------------------------
-# A recipe is foreign input: it may say how to train, never what to run or where to write
+# A config file goes through the same parser
 
-@pytest.mark.parametrize("recipe, words", [
-    ('{"lr": "fast"}', "--lr"), ('{"lr": -1}', "--lr -1.0"), ('{"nonsense": 1}', "--nonsense"),
-    ("[1]", "not an object"), ('{"lr": ', "recipe.json: "), ('{"lr": NaN}', "--lr nan"),
-    ('{"steps": {"a": 1}}', "--steps"), ('{"kl-estimator": ["k1", "k2"]}', "--kl-estimator"),
-    ("[" * 10**5, "recipe.json: "), (b'{"lr": "\xff"}', "recipe.json: "),
-    ('{"lr": [0.1, "--reward=evil.py:f"]}', "--lr: not a single value"),
-    ('{"data": ["a.jsonl", "--output=run"]}', "--data: not a single value"),
+@pytest.mark.parametrize("config, words", [
+    ('{"lr": "fast"}', "argument --lr"), ('{"lr": -1}', "argument --lr: '-1'"),
+    ('{"nonsense": 1}', "--nonsense is no flag"), ("[1]", "not an object"), ('{"lr": ', ""),
+    ('{"lr": NaN}', "argument --lr"), ('{"steps": {"a": 1}}', "argument --steps"),
+    ('{"kl-estimator": ["k1", "k2"]}', "k2"), ("[" * 10**5, ""), (b'{"lr": "\xff"}', ""),
+    ('{"kl_band": [0.1]}', "--kl-band"), ('{"output": "x"}', "--output is no flag"),
+    ('{"resume": "x"}', "--resume is no flag"), ('{"help": true}', "--help is no flag"),
+    ('{"settings": {"lr": 1}, "recipe": {}}', "an older train.py"),
 ])
-def test_a_bad_recipe(capsys, tmp_path, recipe, words):
-    recipe = recipe if isinstance(recipe, bytes) else recipe.encode()
-    (tmp_path / "recipe.json").write_bytes(recipe)
-    line = refused_before_a_folder_is_made(capsys, tmp_path, f"--model={tmp_path}")
-    assert words in line
-
-
-@pytest.mark.parametrize("name, value", [
-    ("reward-weights", [1.0]), ("output", "run"), ("resume", True), ("dry-run", True),
-    ("eval-only", True), ("dry_run", True), ("help", True), ("model", "x"),
-    ("device", "cpu"), ("dtype", "bfloat16"), ("seed", 1),
-])
-def test_what_is_not_for_a_recipe_to_set(capsys, tmp_path, name, value):
-    (tmp_path / "recipe.json").write_text(json.dumps({"lr": 1.0, name: value}))
-    line = refused_before_a_folder_is_made(capsys, tmp_path, f"--model={tmp_path}")
-    assert f"{train.flag_of(name.replace('-', '_'))} is not for a recipe to set" in line
-    # nor on the way to a flag that is allowed
-    (tmp_path / "recipe.json").write_text(json.dumps({"system-prompt": f"x --{name}={value}"}))
-    assert getattr(train.parse([f"--model={tmp_path}"])[0], name.replace("-", "_"), None) in (
-        None, False, "", str(tmp_path), 0, "auto")
-
-
-@pytest.mark.parametrize("value", [["evil.py:f"], "evil.py:f", [1], {"evil.py:f": 1}])
-def test_the_reward_in_a_recipe_is_told_and_never_run(capsys, tmp_path, value):
-    (tmp_path / "evil.py").write_text("open('was_here', 'w')\ndef f(**columns): pass\n")
-    (tmp_path / "recipe.json").write_text(json.dumps({"lr": 1.0, "reward": value}))
-    line = refused_before_a_folder_is_made(capsys, tmp_path, f"--model={tmp_path}")
-    assert "was trained with --reward" in line and "name it again" in line
-    settings, recipe = train.parse([f"--model={tmp_path}", "--reward=rule"])
-    assert settings.reward == ["rule"] and "reward" not in recipe
-    assert not (tmp_path / "was_here").exists()
+def test_a_bad_config(capsys, tmp_path, config, words):
+    path = tmp_path / "c.json"
+    path.write_bytes(config if isinstance(config, bytes) else config.encode())
+    line = refused_before_a_folder_is_made(capsys, tmp_path, f"--config={path}")
+    assert line.startswith(f"train.py: {path}: ") and words in line
 
 
 # --------------------------------------------------------------------------------------------------
@@ -258,13 +238,13 @@ def padding_outside(m):
 
 
 MODELS = [
-    (no_template, "its tokenizer has no chat template"),
+    (no_template, "chat template"),
     (lambda m: template(m, ""), "chat template"),
     (lambda m: template(m, "{# nothing #}"), "makes an empty prompt"),
     (lambda m: template(m, "{{ messages[7].content.oh }}"), "chat template"),
     (lambda m: template(m, "{% if"), "chat template fails"),
-    (no_end_token, "neither generation config nor tokenizer names an end token"),
-    (empty_end_token, "neither generation config nor tokenizer names an end token"),
+    (no_end_token, "names an end token"),
+    (empty_end_token, "names an end token"),
     (no_tokenizer, "tokenizer"),
     (lambda m: (m / "config.json").write_text("{"), "cannot be loaded"),
     (pickled, "cannot be loaded"),
@@ -274,8 +254,8 @@ MODELS = [
     (nothing_that_fits, "its files lack weights"),
     (another_shape, "model.norm.weight"),
     (one_layer_too_many, "layers that its config.json does not know: model.layers.1."),
-    (not_finite, "model.norm.weight is not finite"),
-    (fewer_embeddings, "ids up to 56, its embeddings only 50 rows"),
+    (not_finite, "not finite: model.norm.weight"),
+    (fewer_embeddings, "its tokenizer has ids beyond its 50 embeddings: 50"),
     (padding_outside, "57"),
 ]
 
@@ -285,7 +265,8 @@ def test_a_bad_model(capsys, tmp_path, make_wrong, words):
     folder = tmp_path / "m"
     shutil.copytree(TINY, folder)
     make_wrong(folder)
-    line = refused_before_a_folder_is_made(capsys, tmp_path, f"--model={folder}")
+    line = refused_before_a_folder_is_made(capsys, tmp_path, f"--config={TINY / 'grpo.json'}",
+                                           f"--model={folder}")
     assert words in line and (str(folder) in line or "chat template" in words + line)
 
 
@@ -296,30 +277,13 @@ def test_a_tokenizer_without_padding_token_needs_none(tmp_path):
     trains(f"--model={tmp_path / 'm'}", *SMALL, f"--output={tmp_path / 'run'}")
 
 
-def test_weights_that_are_left_over_may_be_a_tower_of_another_kind():
-    model = SimpleNamespace(named_parameters=lambda: [("model.layers.0.x", torch.ones(1))])
-    report = {"missing_keys": [], "mismatched_keys": [], "unexpected_keys": ["vision.layers.3.x"]}
-    train.check_weights(model, report)
-    report["unexpected_keys"] += ["model.layers.1.x"]
-    with pytest.raises(ValueError, match="does not know: model.layers.1.x"):
-        train.check_weights(model, report)
-
-
 @pytest.mark.parametrize("config", [
     {"model_type": "mamba", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1},
     {"model_type": "t5"}, {"model_type": "no-such-type"}, {},
 ])
 def test_dry_run_on_a_family_that_cannot_be_counted(capsys, tmp_path, config):
     (tmp_path / "config.json").write_text(json.dumps(config))
-    for device in ("cuda", "cpu"):
-        refused_before_a_folder_is_made(
-            capsys, tmp_path, f"--model={tmp_path}", "--dry-run", f"--device={device}")
-
-
-@pytest.mark.parametrize("flags", [["--model={d}/none"], ["--device=abacus"], ["--device=xpu"]])
-def test_dry_run_refuses_as_a_run_does(capsys, tmp_path, flags):
-    flags = [flag.format(d=tmp_path) for flag in flags]
-    refused_before_a_folder_is_made(capsys, tmp_path, "--dry-run", *flags)
+    refused_before_a_folder_is_made(capsys, tmp_path, f"--model={tmp_path}", "--dry-run")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -358,7 +322,7 @@ def test_too_few_and_too_long_problems(capsys, tmp_path):
     for flag in ("--data", "--eval-data"):
         line = refused_before_a_folder_is_made(
             capsys, tmp_path, f"--eval-data={TINY / 'test.jsonl'}", f"{flag}={path}")
-        assert f"{flag}: the prompt of 'How Anna Anna" in line and "has 207 tokens" in line
+        assert f"{flag}: a prompt of 207 tokens and 40 of an answer" in line
 
 
 @pytest.mark.parametrize("flag", ["--data", "--eval-data"])
@@ -422,18 +386,6 @@ def test_memory_that_runs_out_while_sampling(capsys, monkeypatch, tmp_path):
 # --------------------------------------------------------------------------------------------------
 # The terminal
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
-def test_ctrl_c_while_torch_is_imported_is_quiet():
-    process = subprocess.Popen([sys.executable, str(ROOT / "train.py")], env=ENVIRONMENT,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    maps = f"/proc/{process.pid}/maps"
-    while process.poll() is None and "torch" not in open(maps).read():
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=LIMIT)
-    assert (process.returncode, out, err) == (130, "", "")
-
-
 def test_a_terminal_that_goes_away_does_not_stop_the_run(tmp_path):
     process = start("train.py", *SMALL, f"--output={tmp_path / 'run'}", out="", err="/dev/full")
     assert ended([process]) == [0]
@@ -447,16 +399,3 @@ def test_a_terminal_that_knows_ascii_only(tmp_path):
                       PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert r"question  \u017dofie hat 9 B\xfccher ?" in done.stdout
-
-
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"),
-                                   ValueError("I/O operation on closed file")])
-def test_a_patient_stream(error):
-    def fails(*given):
-        told.append(given)
-        raise error
-
-    told = []
-    train.patient(fails)("four")
-    train.patient(fails)()
-    assert told == [("four",), ()]

@@ -85,8 +85,8 @@ def test_ranks_compute_what_one_process_does_also_after_one_has_died(flags, one,
     done = torchrun(2, *flags, f"--output={folder}", FAULT="die")
     assert done.returncode != 0
     assert "rank 0 lost another rank" in done.stderr
-    assert f"--output {folder} --resume" in done.stderr
-    done = run_ranks(4, "train.py", f"--output={folder}", "--resume")   # two began, four end it
+    assert f"--resume {folder}" in done.stderr
+    done = run_ranks(4, "train.py", f"--resume={folder}")   # two began, four end it
     assert done.returncode == 0, done.stderr
     assert_same(folder, one)
     assert done.stdout.count("question  ") == 1           # only rank 0 speaks
@@ -106,7 +106,7 @@ def test_two_ranks_stop_for_a_signal_and_one_goes_on(flags, one, tmp_path):
     folder = tmp_path / "run"
     done = run_ranks(2, "train.py", *flags, f"--output={folder}", FAULT="stop")
     assert "stopped after step 2; continue with" in done.stdout, done.stderr
-    trains(f"--output={folder}", "--resume")
+    trains(f"--resume={folder}")
     assert_same(folder, one)
 
 
@@ -117,7 +117,7 @@ def test_a_reward_that_fails_on_one_rank_ends_the_step_on_all(flags, one, tmp_pa
     lines = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
     assert len(lines) == 1 and "row 0" in lines[0] and "KeyError: 'oh'" in lines[0], done.stderr
     assert metrics_of(folder)[-1]["step"] == 1
-    trains(f"--output={folder}", "--resume")
+    trains(f"--resume={folder}")
     assert_same(folder, one)
 
 
@@ -125,7 +125,7 @@ def test_prompts_must_divide_among_the_ranks(flags, tmp_path):
     done = run_ranks(2, "train.py", *flags, "--prompts-per-step=3", f"--output={tmp_path / 'run'}")
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
-    assert lines == ["train.py: --prompts-per-step 3: not a multiple of the 2 processes"]
+    assert lines == ["train.py: --prompts-per-step 3: not a multiple of 2 processes"]
     assert not os.path.exists(tmp_path / "run")
 
 
@@ -138,7 +138,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import train
 
-settings, _ = train.parse([f"--model={sys.argv[1]}", "--device=cpu"])
+settings = train.parse([f"--model={sys.argv[1]}", "--device=cpu"])
 train.join_ranks()
 whole = AutoModelForCausalLM.from_pretrained(sys.argv[1]) if train.rank() == 0 else None
 for weight in whole.parameters() if whole else ():
