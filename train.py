@@ -685,10 +685,8 @@ class RewardFailed(BadInput):
 
 @contextlib.contextmanager
 def telling(flags, kind=BadInput, of=ValueError):
-    """What a stage refuses with a ValueError becomes one line that begins with these flags.
-
-    of=Exception where something foreign is read, which can be wrong in any way.
-    """
+    """What a stage refuses with a ValueError becomes one line that begins with these flags."""
+    # of=Exception where something foreign is read, which can be wrong in any way.
     try:
         yield
     except of as error:
@@ -1032,7 +1030,9 @@ def check_forms(model, s):
         forms = {**sample.forms_of(model), **logprob.forms_of(model)}
     lines = [f"{name} refused: {refused}" if refused else name for name, refused in forms.items()]
     say("fast forms: " + "; ".join(lines))
-    if any("experts" in name for name in vars(model.config.get_text_config())):
+    text = model.config.get_text_config()
+    if any(getattr(text, name, 0) for name in ("num_experts", "num_local_experts",
+                                               "n_routed_experts")):
         say("a mixture of experts: no balance or z-loss is added for its routers")
     return forms
 
@@ -1220,7 +1220,7 @@ def memory(s, model):
     apart = world() == 1 and model.dtype != torch.float32
     there = not (apart and s.offload)
     rows = s.prompts_per_step * s.group_size // world()
-    # So many numbers per token a layer keeps for its backward pass: of two norms, of the MLP, of the
+    # So many numbers per token a layer keeps for its backward pass: of two norms, the MLP, the
     # attention, and of norms of queries and keys where it has them.
     kept = 8 * hidden + 4 * (getattr(text, "intermediate_size", None) or 4 * hidden)
     kept += 5 * queries + keys
@@ -1609,47 +1609,44 @@ def reach_the_disk(path):
         os.fsync(file.fileno())
 
 
-def inputs_of(s, tokenizer, problems, eval_problems):
+# The files of a model folder that say what it computes; others may lie there, too.
+MODEL_FILES = ("*.safetensors", "*config.json", "*token*", "vocab*", "merges*", "*.jinja")
+
+
+def inputs_of(s, problems, eval_problems):
     """SHA-256 of what a run starts from, and versions -> {name: text}."""
     found = {"torch": torch.__version__, "transformers": transformers.__version__,
-             "--data": digest(json.dumps(problems, sort_keys=True)),
-             "--eval-data": digest(json.dumps(eval_problems, sort_keys=True)),
-             "--model, its chat template": digest(json.dumps(tokenizer.chat_template))}
-    parts = {"weights": ["*.safetensors"], "configuration": ["config.json", "generation_*.json"],
-             "tokenizer": ["*token*", "vocab*", "merges*"]}
+             "--data": digest(json.dumps(problems, sort_keys=True).encode()),
+             "--eval-data": digest(json.dumps(eval_problems, sort_keys=True).encode())}
     for flag, model in (("--model", s.model), ("--reward-model", s.reward_model)):
-        for part, patterns in parts.items() if model else ():
+        for pattern in MODEL_FILES if model else ():
             # a folder, or the snapshot of a hub name
             folder = Path(transformers.utils.cached_file(model, "config.json")).parent
-            files = sorted(file for pattern in patterns for file in folder.glob(pattern))
-            found[f"{flag}, its {part}"] = digest(*files)
+            for file in sorted(folder.glob(pattern)):
+                found[f"{flag} {file.name}"] = digest(file)
     for spec in (*(s.reward or ()), s.step_reward, s.reply):
         if spec and ":" in spec:
             found[spec] = digest(Path(spec.rpartition(":")[0]))
     return found
 
 
-def digest(*parts):
-    """SHA-256 of texts, and of files that are named by Paths."""
-    total = hashlib.sha256()
-    for part in parts:
-        if isinstance(part, Path):
-            with open(part, "rb") as file:
-                hashlib.file_digest(file, lambda: total)
-        else:
-            total.update(part.encode())
-    return total.hexdigest()
+def digest(content):
+    """SHA-256 of bytes, or of the file of this Path."""
+    if isinstance(content, bytes):
+        return hashlib.sha256(content).hexdigest()
+    with open(content, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_inputs(run, found):
     """--resume: BadInput that names what is not the same as when the run began."""
     file = run.folder / "inputs.json"
-    saved = found
-    if file.is_file():
-        with telling(f"{file}:", of=Exception):
-            saved = dict(json.loads(file.read_text(encoding="utf-8")))
-    for name in found:
-        if saved.get(name) == found[name]:
+    if not file.is_file():
+        return
+    with telling(f"{file}:", of=Exception):
+        saved = dict(json.loads(file.read_text(encoding="utf-8")))
+    for name in {**saved, **found}:
+        if saved.get(name) == found.get(name):
             continue
         if name.startswith("--"):
             raise BadInput(f"--resume: {name}: the content is not what the run in {run.name} "
@@ -1794,11 +1791,9 @@ def main(argv=None):
         torch.set_num_threads(settings.threads)
         settings = plan_memory(settings)
         parts = load(settings)
-        if settings.eval_only:
-            print_figures(parts, settings)
-            return 0
-        if settings.trace:
-            print_trace(parts, settings)
+        if settings.eval_only or settings.trace:
+            tell = print_figures if settings.eval_only else print_trace
+            tell(parts, settings)
             return 0
         return train(parts, run, settings)
     except BadInput as error:
@@ -1855,7 +1850,7 @@ def begin(run, parts, s):
     # Only what moves goes into the checkpoint; the first reference is the policy as it started.
     run.reward_model = parts.reward_model
     run.ref_model = parts.ref_model if s.renew_reference else None
-    inputs = inputs_of(s, parts.tokenizer, parts.problems, parts.eval_problems)
+    inputs = inputs_of(s, parts.problems, parts.eval_problems)
     if s.resume:
         on_rank_0(check_inputs, run, inputs)
         load_checkpoint(run, parts.policy_model, parts.optimizer)
@@ -1967,12 +1962,12 @@ def print_trace(parts, s):
                                                  **loss_options(rollout, s, OF_TOKENS))
     say("\n[D] token_logprobs, [E] clipped_objective, [F] kl_estimate: the first tokens, after the "
         "update\n  answer token        log old  log ref  log new   ratio     term        KL")
-    columns = torch.stack([old, ref, new, log_ratio.exp(), J, kl], dim=-1)          # (G, S-1, 6)
     for n, t in mask.nonzero().tolist():
         if mask[n, :t].sum() < 4:
             word = parts.tokenizer.decode(rollout.input_ids[n, t + 1:t + 2])
-            say(f"  y_{n + 1:<4} {word[:10]!r:13}" + "{:9.4f}{:9.4f}{:9.4f}{:8.4f}{:+9.4f}{:10.5f}"
-                .format(*columns[n, t].tolist()) + (" clipped" if clipped[n, t] else ""))
+            say(f"  y_{n + 1:<4} {word[:10]!r:13}{old[n, t]:9.4f}{ref[n, t]:9.4f}{new[n, t]:9.4f}"
+                f"{log_ratio[n, t].exp():8.4f}{J[n, t]:+9.4f}{kl[n, t]:10.5f}"
+                + (" clipped" if clipped[n, t] else ""))
     moved = ((new - old) * A > 0)[mask]
     say(f"\n[G] grpo_loss before the update {metrics['loss']:+.6f}, norm of its gradient "
         f"{metrics['grad_norm']:.4f}; after optimizer.step at --lr {s.lr:g}\n    {moved.sum()} of "
@@ -1981,10 +1976,7 @@ def print_trace(parts, s):
 
 
 def keep_going(stream):
-    """A reader who goes away (`| head`) or a full disk does not stop a training: it goes on.
-
-    A terminal that knows ASCII alone gets the rest as escapes.
-    """
+    """A reader who goes away (`| head`) or a full disk does not stop a training: it goes on."""
     def unless_it_fails(call):
         def attempt(*given):
             try:
@@ -1993,6 +1985,7 @@ def keep_going(stream):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return attempt
 
+    # A terminal that knows ASCII alone gets the rest as escapes.
     stream.reconfigure(errors="backslashreplace")
     stream.write = unless_it_fails(stream.write)
     stream.flush = unless_it_fails(stream.flush)

@@ -379,10 +379,10 @@ def template(path):
 @pytest.mark.parametrize("name, change, what", [
     ("train.jsonl", reverse, "--data"), ("train.jsonl", cut, "--data"),
     ("test.jsonl", reverse, "--eval-data"),
-    ("model/model.safetensors", other_weights, "--model, its weights"),
-    ("model/tokenizer.json", template, "--model, its tokenizer"),
-    ("model/generation_config.json", template, "--model, its configuration"),
-    ("model/chat_template.jinja", template, "--model, its chat template"),
+    ("model/model.safetensors", other_weights, "--model model.safetensors"),
+    ("model/tokenizer.json", template, "--model tokenizer.json"),
+    ("model/generation_config.json", template, "--model generation_config.json"),
+    ("model/chat_template.jinja", template, "--model chat_template.jinja"),
 ])
 def test_what_the_run_started_from_has_changed(capsys, home, name, change, what):
     change(home / name)

@@ -783,8 +783,8 @@ def test_a_run_leaves_the_files_of_the_contract(finished_run):
     assert not config.keys() & {"output", "resume", "config", "dry_run", "eval_only", "trace"}
     inputs = json.loads((folder / "inputs.json").read_text())
     assert inputs["torch"] == torch.__version__ and inputs.keys() >= {
-        "transformers", "--data", "--eval-data", "--model, its weights", "--model, its tokenizer",
-        "--model, its configuration", "--model, its chat template"}
+        "transformers", "--data", "--eval-data", "--model model.safetensors",
+        "--model tokenizer.json", "--model chat_template.jinja", "--model config.json"}
     samples = lines_of(folder / "samples.jsonl")
     assert [record["step"] for record in samples] == [1, 1, 2, 2, 3, 3]
     for record in samples:
