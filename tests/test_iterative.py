@@ -473,7 +473,7 @@ def test_resume_finds_the_reward_model_that_it_began_with(whole, tmp_path, capsy
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"reward_model": str(other)}))
     line = refused(capsys, "--resume", folder, "--steps=5")
-    assert "--resume: --reward-model, its weights: the content is not what" in line
+    assert "--resume: --reward-model model.safetensors" in line
 
 
 @pytest.mark.parametrize("name, value", [

@@ -470,16 +470,6 @@ def test_best_is_kept_until_a_better_one_comes(monkeypatch):
     assert len(saved) == 3
 
 
-def test_a_run_can_be_gone_on_from_with_its_own_settings(everything):
-    """Its config.json has the band, a list, and is read again."""
-    s = train.parse([f"--config={everything.folder / 'config.json'}",
-                     f"--model={everything.folder / 'final'}"])
-    assert s.kl_band == [0.0001, 0.0002] and s.keep_best and s.advantage == "gtpo"
-    assert (s.renew_reference, s.max_resample, s.minibatches) == (3, 1, 2)
-    assert (s.lr_schedule, s.weight_decay) == ("cosine", 0.1)
-    assert s.model == str(everything.folder / "final") and not s.output
-
-
 def test_a_reward_that_fails_in_an_evaluation_leaves_the_run_as_it_was(capsys, monkeypatch,
                                                                        tmp_path):
     """The policy of step 2 has moved when it fails: it is not saved as that of step 1."""
