@@ -918,6 +918,12 @@ def test_a_column_that_few_lines_have_is_none_in_the_others(mine, tmp_path):
            data_with_columns(tmp_path / "d.jsonl", {"level": "hard"}))
 
 
+def test_a_column_named_as_what_a_reward_is_given(capsys, mine, tmp_path):
+    line = ends_badly(capsys, *SMALL, f"--reward={mine}:first", f"--output={tmp_path / 'run'}",
+                      data_with_columns(tmp_path / "d.jsonl", {"completions": "x"}))
+    assert "a column of the data is named 'completions'" in line
+
+
 def test_the_rule_by_name_is_the_rule(tmp_path):
     trains(*SMALL, "--reward=rule", f"--output={tmp_path / 'named'}")
     trains(*SMALL, f"--output={tmp_path / 'plain'}")
