@@ -190,8 +190,7 @@ def run_one(output, arm, seed, steps):
 
     def with_group_std(rollout, batch, updates, clock, settings):
         metrics = step_metrics(rollout, batch, updates, clock, settings)
-        groups = rollout.rewards.view(-1, settings.group_size)               # (B, G)
-        return {**metrics, "group_std": float(groups.std(dim=1, correction=0).mean())}
+        return {**metrics, "group_std": group_std(rollout.rewards, settings.group_size)}
 
     train.step_metrics = with_group_std
     if arm.sampled_at:
@@ -214,6 +213,12 @@ def run_one(output, arm, seed, steps):
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
     (folder / "figures.json").write_text(json.dumps({"code": digest(), "figures": found}))
     return 0
+
+
+def group_std(rewards, group_size):
+    """The std of the rewards inside a group, its mean over the groups."""
+    groups = rewards.view(-1, group_size)                                    # (B, G)
+    return float(groups.std(dim=1, correction=0).mean())
 
 
 def exam(train, sample_groups, final, samples=4):

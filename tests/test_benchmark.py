@@ -263,6 +263,8 @@ def test_end_chance():
 def test_a_measurement(tmp_path):
     """The folder opens with train.py's own loader, `auto` is settled, every figure is there."""
     benchmark.make_folder(first_run.TINY, tmp_path)
+    settings = benchmark.settings_of(tmp_path, ["--lr=0.5"])
+    assert (settings.lr, settings.group_size) == (0.5, first_run.TINY["group_size"])
     for side in ("ours", "update"):
         result = benchmark.measure({"folder": str(tmp_path), "side": side, "repeat": 1,
                                     "flags": ["--no-share-prompts"]})
