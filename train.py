@@ -247,7 +247,7 @@ def own_rewards(reward_of, problems, prompts, rollout):
     if not isinstance(rewards, torch.Tensor) or rewards.shape != (N,):
         raise BadInput(f"reward_of: a tensor of {N} rewards, one per answer, is needed; it gave "
                        f"{one_line(rewards)[:60]}")
-    return rewards
+    return rewards.cpu()  # where the rule's are
 
 
 def add_length_terms(rollout, s):
