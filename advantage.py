@@ -73,9 +73,8 @@ def advantages_for(kind, rewards, group_size=8, entropies=None, mask=None, right
 
     "gtpo" and "grpo-s" need `entropies` and `mask` (N, S-1), and read `right` (N,). "shape" needs
     `mask` and `candidates`, the pair (candidate_rewards, candidate_spans). "group" with
-    `step_rewards` and `mask` is process supervision: the rewards of steps take the place of the
-    rewards of answers. `clip` bounds every kind. ValueError: a kind that does not exist, an input
-    that is missing or that this kind cannot use.
+    `step_rewards` and `mask` is process supervision: steps are rewarded in place of answers. `clip`
+    bounds every kind. ValueError: an unknown kind, an input that is missing or does not fit it.
     """
     if kind not in ADVANTAGES:
         raise ValueError(f"advantage {kind!r}: not one of {', '.join(ADVANTAGES)}")
@@ -127,9 +126,8 @@ def shape_advantages(candidate_rewards, candidate_spans, mask, group_size=8):
     """ShapE-GRPO, arXiv 2603.29871: every candidate in an answer earns its own share -> (N, S-1).
 
     `candidate_rewards`: N lists of rewards, one per candidate of the answer; `candidate_spans`: N
-    lists of (first, last), the indices of a candidate's first and last token among the row's
-    response tokens, from 0. A token outside every span, and so an answer without candidates, has
-    advantage 0. Unconfirmed: that the paper pools the shares as the rewards of steps are pooled.
+    lists of (first, last), a candidate's first and last token, counted from 0 in the response. A
+    token outside every span has advantage 0. Unconfirmed: that the paper pools the shares as here.
     """
     counts = [len(rewards) for rewards in candidate_rewards]
     if counts != [len(spans) for spans in candidate_spans]:
@@ -201,8 +199,8 @@ def entropy_advantages(rewards, entropies, mask, group_size=8, level="token", a1
     `entropies` (N, S-1) in nats, read where `mask` is true; below 1e-6 it counts as 1e-6. `right`
     (N,) bool: which answers are right, by default those with a positive reward. `normalize=False`
     gives the shaped rewards before the z-score. A group that is all right or all wrong is ranked by
-    entropy alone; the remedy is to drop it (dynamic sampling). Unconfirmed: which set the paper
-    normalises over; here all tokens of the group (GTPO) or all answers with a token (GRPO-S).
+    entropy alone: drop it (dynamic sampling). Unconfirmed: what the paper normalises over. Here it
+    is all tokens of the group (GTPO), or all its answers that have a token (GRPO-S).
     """
     check(rewards, group_size)
     check_entropies(rewards, entropies, mask, level, right)
@@ -234,8 +232,7 @@ def entropy_advantages(rewards, entropies, mask, group_size=8, level="token", a1
 
 
 def over_mean(values, members):
-    """(B, G, S-1): each value over the mean of the members in its column, d_t H / sum of H."""
-    # NaN in a column without members, where no value is used
+    """(B, G, S-1): each value over the mean of its column's members; NaN where it has none."""
     return values * members.sum(dim=1, keepdim=True) / (values * members).sum(dim=1, keepdim=True)
 
 

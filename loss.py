@@ -57,8 +57,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
 
     logprobs, old_logprobs, ref_logprobs, mask: (N, S-1), nats; advantages: (N,) or (N, S-1). Where
     the mask is false anything may stand, inf and NaN included. `ref_logprobs` may be None when
-    `kl_coef` is 0. A row without a response token adds 0 and counts as a row: so an answer that was
-    cut off is kept out of the loss, by masking its row after the advantages were computed.
+    `kl_coef` is 0. A row whose mask is all false adds 0 and still counts as a row.
 
     aggregate  "sequence": mean over each row, then over rows (GRPO);  "token": mean over all tokens
                (DAPO);  "constant": sum / (rows * max_new_tokens), Dr. GRPO, 2503.20783
@@ -153,9 +152,8 @@ def token_terms(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps
     else:
         J, clipped = cispo_objective(logprobs, log_ratio, A, clip_high)
     if sampler_logprobs is not None:
-        # Truncated importance sampling. The sampler's kernels and precision are not the trainer's,
-        # so the tokens come from a slightly different policy. The weight takes that back; the cap
-        # bounds what one token may weigh. No gradient flows through it.
+        # Truncated importance sampling: the sampler's kernels and precision are not the trainer's,
+        # so its tokens come from a slightly different policy. The weight corrects for that.
         weight = (old_logprobs - sampler_logprobs.where(mask, 0)).exp().clamp(max=sampler_cap)
         J = J * weight.detach()
 

@@ -248,7 +248,7 @@ def own_rewards(reward_of, problems, prompts, rollout):
     if not isinstance(rewards, torch.Tensor) or rewards.shape != (N,):
         raise BadInput(f"reward_of: a tensor of {N} rewards, one per answer, is needed; it gave "
                        f"{one_line(rewards)[:60]}")
-    return rewards
+    return rewards.cpu()  # where the rule's are
 
 
 def add_length_terms(rollout, s):
@@ -1731,8 +1731,8 @@ class Run:
                 metrics["warning"] = "; ".join(new)
                 say(f"step {self.step}: {metrics['warning']}", sys.stderr)
         self.append("metrics.jsonl", [metrics])
-        if self.tensorboard:
-            for name, value in metrics.items():
+        with self.writing("tensorboard"):
+            for name, value in metrics.items() if self.tensorboard else ():
                 if isinstance(value, float):
                     self.tensorboard.add_scalar(name, value, self.step)
         skipped = metrics.get("skipped_updates", 0)
@@ -1756,7 +1756,8 @@ class Run:
         self.append("samples.jsonl", records)
         if self.tensorboard:
             text = "\n\n".join(record["responses"][0] for record in records)
-            self.tensorboard.add_text("answers", text, step)
+            with self.writing("tensorboard"):
+                self.tensorboard.add_text("answers", text, step)
 
     def append(self, name, records):
         """Lines of JSON at the end of a file."""
@@ -1794,8 +1795,9 @@ class Run:
 
     def close(self):
         for opened in (self.tensorboard, self.lock):
-            if opened:
-                opened.close()
+            with contextlib.suppress(OSError):  # a full disk has been told already
+                if opened:
+                    opened.close()
 
 
 def as_json(record):
@@ -2068,8 +2070,9 @@ def begin(run, parts, s):
         with contextlib.suppress(ImportError):  # where TensorBoard is installed
             from torch.utils.tensorboard import SummaryWriter
             # A resumed run takes back what was drawn of the steps to come.
-            run.tensorboard = SummaryWriter(run.folder / "tensorboard",
-                                            purge_step=run.step + 1 if run.before else 0)
+            to_come = run.step + 1 if run.before else 0
+            with run.writing("tensorboard"):
+                run.tensorboard = SummaryWriter(run.folder / "tensorboard", purge_step=to_come)
     n = sum(p.numel() for p in parts.policy_model.parameters())
     say(f"{s.model}: {n / 1e6:.2f}M parameters in {choose_device(s)[1]} on "
         f"{parts.policy_model.device}, {len(parts.problems)} problems, "

@@ -50,7 +50,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train  # noqa: E402
-from logprob import IGNORE, LeanHead, selected_logprobs  # noqa: E402
+from logprob import LeanHead, selected_logprobs  # noqa: E402
 from reward import load_problems, rule_reward  # noqa: E402
 
 # An end token of this chance per draw never comes: all answers have the full length.
@@ -63,7 +63,7 @@ QWEN = SMALL | {
     "new_tokens": 512,
 }
 PRESETS = {
-    "tiny": [],  # tests/tiny with its own recipe
+    "tiny": [],  # tests/tiny with its own config
     "small": [SMALL, SMALL | {"new_tokens": 256}],
     "ragged": [SMALL | {"new_tokens": 256, "end_chance": 1 / 64}],
     "vocab": [SMALL | {"vocab": 151936, "hidden": 128, "ffn": 512}],
@@ -82,15 +82,14 @@ PAD, END = 0, 1
 
 def measure(job):
     """Steps of one side -> {figure: one number per step}; one "peak", in MB, and the ceilings."""
-    settings, _ = train.parse([f"--model={job['folder']}", *job["flags"]])
-    settings = train.plan_memory(settings)
+    settings = train.plan_memory(settings_of(job["folder"], job["flags"]))
     policy, _ = train.load_policy(settings)
-    tokenizer, prompts, truths = read_prompts(settings)
+    tokenizer, batch = read_batch(settings)
     run_steps = trl if job["side"] == "trl" else ours
-    steps, loaded = run_steps(settings, policy, tokenizer, prompts, truths, job)
+    steps, loaded = run_steps(settings, policy, tokenizer, batch, job)
     peak = peak_memory() - loaded
     matrix_rate, bandwidth = ceilings(policy.device, policy.dtype)
-    P = len(tokenizer(prompts[0]).input_ids)
+    P = len(tokenizer(batch.prompts[0]).input_ids)
     U = settings.updates_per_rollout
     figures = []
     for seconds, cpu, sampling, lengths in steps[1:]:
@@ -164,13 +163,18 @@ def best_time(work, turns=3, times=5):
     return best
 
 
-def read_prompts(settings):
-    """Its own tokenizer class, for AutoTokenizer gives every Qwen2 the words of Qwen2."""
+def settings_of(folder, flags=()):
+    """The settings of tests/tiny or of a folder that make_folder made, and flags over them."""
+    return train.parse([f"--config={Path(folder) / 'grpo.json'}", f"--model={folder}", *flags])
+
+
+def read_batch(settings):
+    """-> tokenizer, Batch. AutoTokenizer would give every Qwen2 the words of Qwen2."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(settings.model)
     problems = load_problems(settings.data)[:settings.prompts_per_step]
     prompts = [train.chat_prompt(tokenizer, problem, settings.system_prompt)
                for problem in problems]
-    return tokenizer, prompts, [problem["answer"] for problem in problems]
+    return tokenizer, train.Batch(problems, prompts)
 
 
 def reward(completions, answer, **_):
@@ -179,35 +183,32 @@ def reward(completions, answer, **_):
             for text, truth in zip(completions, answer)]
 
 
-def ours(settings, policy, tokenizer, prompts, truths, job):
+def ours(settings, policy, tokenizer, batch, job):
     """-> steps (seconds, CPU seconds, seconds of sampling, lengths), and MB when all was loaded."""
     reference = copy.deepcopy(policy).requires_grad_(False) if settings.kl_coef else None
     optimizer = train.make_optimizer(policy, settings)
-    truth_of_rows = [truth for truth in truths for _ in range(settings.group_size)]
     loaded = memory_loaded(policy, reference)
-    lengths = []
     steps = []
 
-    def reward_fn(prompts, rollout):
-        return torch.tensor(reward(rollout.responses, truth_of_rows))
-
-    def on_rollout(rollout, rewards, advantages):
-        nonlocal loaded, lengths
-        lengths = (rollout.labels != IGNORE).sum(dim=1).tolist()
+    def reward_of(problems, prompts, rollout):
+        nonlocal loaded
         if job["side"] == "update":  # its memory alone: from here on, the moments are there
             optimizer.zero_grad()
             loaded = memory_loaded(policy, reference)
+        truths = [problem["answer"] for problem in problems for _ in range(settings.group_size)]
+        return torch.tensor(reward(rollout.responses, truths))
 
     for _ in range(1 + job["repeat"]):
         start = now()
-        metrics = train.train_step(policy, reference, optimizer, tokenizer, prompts, truths,
-                                   settings, reward_fn=reward_fn, on_rollout=on_rollout)
+        metrics, rollout = train.train_step(policy, reference, optimizer, tokenizer, batch,
+                                            settings, reward_of=reward_of)
         end = now()
+        lengths = rollout.mask.sum(dim=1).tolist()
         steps.append((end[0] - start[0], end[1] - start[1], metrics["seconds_sampling"], lengths))
     return steps, loaded
 
 
-def trl(settings, policy, tokenizer, prompts, truths, job):
+def trl(settings, policy, tokenizer, batch, job):
     """The same from TRL's trainer."""
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -247,7 +248,8 @@ def trl(settings, policy, tokenizer, prompts, truths, job):
         use_vllm=False, bf16=cuda, use_cpu=not cuda, gradient_checkpointing=False,
         shuffle_dataset=False, dataloader_pin_memory=False,
         report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True)
-    rows = [{"prompt": prompt, "answer": truth} for prompt, truth in zip(prompts, truths)]
+    rows = [{"prompt": prompt, "answer": problem["answer"]}
+            for prompt, problem in zip(batch.prompts, batch.problems)]
     trainer = Timed(policy, reward, args, processing_class=tokenizer, callbacks=[Clock()],
                     train_dataset=Dataset.from_list(rows))
     loaded = memory_loaded(trainer.model, trainer.ref_model)
@@ -308,11 +310,11 @@ def peak_memory():
 
 
 # --------------------------------------------------------------------------------------------------
-# What is measured: random weights, a tokenizer of the words w2, w3, ..., prompts, a recipe
+# What is measured: random weights, a tokenizer of the words w2, w3, ..., prompts, a config
 
 
 def make_folder(size, folder):
-    """A model folder that train.py takes, with its own problems and recipe."""
+    """A model folder that train.py takes, with problems and a config beside it."""
     device, dtype = train.choose_device(train.Settings())
     tokenizer = word_tokenizer(size["vocab"])
     tokenizer.save_pretrained(folder)
@@ -321,10 +323,10 @@ def make_folder(size, folder):
         torch.cuda.empty_cache()  # the processes that measure need it
     lines = [{"question": question, "answer": "#### 0"} for question in random_questions(size)]
     (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "recipe.json").write_text(json.dumps({
-        "data": "train.jsonl", "eval-data": "train.jsonl", "system-prompt": "",
-        "group-size": size["group_size"], "prompts-per-step": size["prompts"],
-        "max-new-tokens": size["new_tokens"]}))
+    (folder / "grpo.json").write_text(json.dumps({
+        "data": "train.jsonl", "eval_data": "train.jsonl", "system_prompt": "",
+        "group_size": size["group_size"], "prompts_per_step": size["prompts"],
+        "max_new_tokens": size["new_tokens"]}))
 
 
 def word_tokenizer(vocab):
@@ -404,7 +406,7 @@ def run(folder, side, repeat, rows=0, flags=()):
 
 def compare(name, folder, repeat, pairs, micro_batches):
     """Ours and TRL's at its best micro-batch, and our default, in turns; without TRL ours alone."""
-    settings, _ = train.parse([f"--model={folder}"])
+    settings = settings_of(folder)
     if not importlib.util.find_spec("trl"):
         print_figures(name, {"ours, default": [run(folder, "ours", repeat) for _ in range(pairs)]})
         return
@@ -416,8 +418,8 @@ def compare(name, folder, repeat, pairs, micro_batches):
         seconds = {n: middle([run(folder, "trl", max(repeat // 3, 1), n)], key) for n in rows}
         rows.sort(key=seconds.get)
     best = rows[0]
-    tokenizer, prompts, _ = read_prompts(settings)
-    longest = max(map(len, tokenizer(prompts).input_ids)) + settings.max_new_tokens
+    tokenizer, batch = read_batch(settings)
+    longest = max(map(len, tokenizer(batch.prompts).input_ids)) + settings.max_new_tokens
     same = [f"--micro-batch-tokens={best * longest}", "--no-gradient-checkpointing"]
     ours_same, theirs, ours_default = zip(*[
         (run(folder, "ours", repeat, best, same), run(folder, "trl", repeat, best),
@@ -581,7 +583,8 @@ def main(argv=None):
         side = head_alone if job["side"] in ("lean head", "full logits") else measure
         print(json.dumps(side(job)))
         return 0
-    train.quiet_transformers()
+    train.transformers.utils.logging.disable_progress_bar()
+    train.transformers.utils.logging.set_verbosity_error()
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false",
                    "HF_HUB_OFFLINE": "1"}
     rival = "no TRL here (pip install trl): ours alone"

@@ -85,7 +85,8 @@ class Place:
 def main():
     # Some images let float32 products round to TF32. Here they are what others are held against.
     torch.set_float32_matmul_precision("highest")
-    train.quiet_transformers()
+    train.transformers.utils.logging.disable_progress_bar()
+    train.transformers.utils.logging.set_verbosity_error()
     device, dtype = train.choose_device(train.Settings())
     cuda = device.type == "cuda"
     if not cuda:
@@ -356,17 +357,18 @@ def updates(place):
     """
     start = small_policy(place, place.half)
     rollouts = [small_rollout(start, seed) for seed in range(3)]
-    advantages = torch.randn(len(rollouts[0].labels)).to(place.device)
+    for rollout in rollouts:
+        rollout.advantages = torch.randn(len(rollout.labels)).to(place.device)
     # Nothing is clipped, for that would hide a factor.
     plain = train.Settings(group_size=CHECKED["group_size"], prompts_per_step=CHECKED["prompts"],
                            max_new_tokens=CHECKED["new_tokens"], kl_coef=0.0, lr=1e-3,
                            max_grad_norm=1e9, micro_batch_tokens=256, offload=False,
                            gradient_checkpointing=False)
-    moments, moved, stale = three_updates(start, rollouts, advantages, plain)
+    moments, moved, stale = three_updates(start, rollouts, plain)
     yield stale == 0, f"no offload, no checkpointing: {stale} weights are not their masters' copies"
     for name in ("offload", "gradient_checkpointing"):
         s = dataclasses.replace(plain, **{name: True})
-        its_moments, its_moved, stale = three_updates(start, rollouts, advantages, s)
+        its_moments, its_moved, stale = three_updates(start, rollouts, s)
         name = name.replace("_", " ")
         yield stale == 0, f"{name}: {stale} weights are not their masters' copies"
         yield alike(f"{name} against none, first moments", torch.cat(its_moments),
@@ -382,7 +384,7 @@ def updates(place):
                      f"{max(ways):.2f}, 0.5 to 2 allowed")
 
 
-def three_updates(start, rollouts, advantages, settings):
+def three_updates(start, rollouts, settings):
     """-> first moments and ways moved, a flat tensor per weight; how many weights are stale."""
     model = copy.deepcopy(start)
     optimizer = train.make_optimizer(model, settings)
@@ -390,7 +392,7 @@ def three_updates(start, rollouts, advantages, settings):
     before = [master.detach().clone() for master in masters]
     for rollout in rollouts:
         # A rollout remembers its old log-probs: every run has copies of its own.
-        train.update(model, optimizer, dataclasses.replace(rollout), advantages, settings)
+        train.update(model, optimizer, dataclasses.replace(rollout), settings)
     moments = [optimizer.state[master]["exp_avg"].flatten().cpu() for master in masters]
     moved = [(master.detach() - old).flatten().cpu() for master, old in zip(masters, before)]
     stale = sum(not torch.equal(weight.cpu(), master.detach().to("cpu", weight.dtype))
@@ -482,17 +484,15 @@ def whole_steps(place, offload, checkpointing):
     count. The first step pays for the graphs and for what is made once.
     """
     size = place.size
-    device = place.device.type
     with tempfile.TemporaryDirectory() as folder:
         config_of(size).save_pretrained(folder)
         asked = train.Settings(
             model=folder, group_size=size["group_size"], prompts_per_step=size["prompts"],
             max_new_tokens=size["new_tokens"], offload=offload,
             gradient_checkpointing=checkpointing)
-        s, _ = train.fastest_that_fits(asked, device, place.dtype, place.free)
-        empty = train.model_without_storage(s, place.dtype)
-        count = train.count_memory(s, empty, device, place.dtype)
-    counted = max(train.held(count, "rollout"), train.held(count, "update"))
+        s = train.plan_memory(asked)
+        model = train.model_without_storage(s, place.dtype)
+    counted = sum(train.memory(s, model).values()) / 1e9
     fits = place.free is None or counted <= 0.9 * place.free / 1e9
     planned = s.micro_batch_tokens
     yield None, (f"{s.prompts_per_step} x {s.group_size} answers of {s.max_new_tokens} tokens, "
@@ -519,28 +519,26 @@ def steps(place, settings):
     reference = copy.deepcopy(policy).requires_grad_(False)
     optimizer = train.make_optimizer(policy, s)
     tokenizer = word_tokenizer(place.size["vocab"])
-    prompts = random_questions(place.size)
-    chance = torch.Generator().manual_seed(0)
+    questions = random_questions(place.size)
+    problems = [{"question": question, "answer": "0"} for question in questions]
+    batch = train.Batch(problems, questions, torch.Generator().manual_seed(0))
     if place.cuda:
         torch.cuda.reset_peak_memory_stats()
-    seen = {}
 
-    def reward_fn(prompts, rollout):
-        seen["lengths"] = (rollout.labels != logprob.IGNORE).sum(dim=1).tolist()
+    def reward_of(problems, prompts, rollout):
         return torch.tensor(reward(rollout.responses, ["0"] * len(rollout.labels)))
 
     for step in (1, 2):
         with stopwatch(optimizer) as seconds:
             start, _ = now()
-            metrics = train.train_step(policy, reference, optimizer, tokenizer, prompts,
-                                       ["0"] * len(prompts), s, chance, reward_fn,
-                                       sampler=train.sample_groups)
+            metrics, rollout = train.train_step(policy, reference, optimizer, tokenizer, batch, s,
+                                                train.sample_groups, reward_of)
             whole = now()[0] - start
         yield not metrics["skipped_updates"], (f"step {step}: {whole:.2f} s, "
                                                f"{metrics['tokens'] / whole:.0f} tokens/s")
         seconds["forward and backward"] = seconds.pop("update") - seconds["optimizer"]
         seconds["the rest"] = whole - sum(seconds.values())
-        for phase, floor, of in floors(place, policy, seen["lengths"], s):
+        for phase, floor, of in floors(place, policy, rollout.mask.sum(dim=1).tolist(), s):
             yield None, (f"  {phase:22} {seconds[phase]:7.3f} s, floor {floor:7.3f} s: "
                          f"{floor / seconds[phase]:4.0%} of {of}")
         yield None, f"  {'the rest':22} {seconds['the rest']:7.3f} s"

@@ -19,7 +19,7 @@ import train  # noqa: E402
 
 def figures(model_folder):
     """Eight samples per held-out problem -> (share right, share worked out)."""
-    settings, _ = train.parse(["--eval-limit=0"])
+    settings = train.plan_memory(train.parse(["--eval-limit=0"]))
     settings.model = str(model_folder)
     train.torch.set_num_threads(settings.threads)
     model, tokenizer = train.load_policy(settings)

@@ -188,10 +188,9 @@ def run_one(output, arm, seed, steps):
         temperature = temperature and arm.sampled_at
         return sample_groups(model, tokenizer, prompts, group_size, limit, temperature, generator)
 
-    def with_group_std(rollout, rewards, rule_rewards, updates, clock, settings):
-        metrics = step_metrics(rollout, rewards, rule_rewards, updates, clock, settings)
-        groups = rewards.view(-1, settings.group_size)                       # (B, G)
-        return {**metrics, "group_std": float(groups.std(dim=1, correction=0).mean())}
+    def with_group_std(rollout, batch, updates, clock, settings):
+        metrics = step_metrics(rollout, batch, updates, clock, settings)
+        return {**metrics, "group_std": group_std(rollout.rewards, settings.group_size)}
 
     train.step_metrics = with_group_std
     if arm.sampled_at:
@@ -199,7 +198,9 @@ def run_one(output, arm, seed, steps):
     folder = folder_of(output, arm, seed, steps)
     argv = [part.format(study=Path(__file__).resolve()) for part in arm.flags.split()]
     if arm.from_trained:
-        argv += ["--model", str(folder_of(output, GRPO, seed, steps) / "final")]
+        # The tiny policy's own settings come with its model; another model brings none.
+        argv += ["--config", str(ROOT / "tests" / "tiny" / "grpo.json"),
+                 "--model", str(folder_of(output, GRPO, seed, steps) / "final")]
     argv += [f"--seed={seed}", f"--steps={steps}", f"--eval-every={steps}", f"--save-every={steps}",
              f"--output={folder}"]
     status = train.main(argv)
@@ -212,6 +213,12 @@ def run_one(output, arm, seed, steps):
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
     (folder / "figures.json").write_text(json.dumps({"code": digest(), "figures": found}))
     return 0
+
+
+def group_std(rewards, group_size):
+    """The std of the rewards inside a group, its mean over the groups."""
+    groups = rewards.view(-1, group_size)                                    # (B, G)
+    return float(groups.std(dim=1, correction=0).mean())
 
 
 def exam(train, sample_groups, final, samples=4):
@@ -234,7 +241,7 @@ def exam(train, sample_groups, final, samples=4):
             ref_logprobs = train.token_logprobs(ref, rollout.input_ids, rollout.labels)
         right += int(train.reward.is_right(rewards).sum())
         n += len(rewards)
-        tokens += int((rollout.labels[:, 1:] != train.IGNORE).sum())
+        tokens += int(rollout.mask.sum())
         log_pi += float(rollout.logprobs.double().sum())
         log_ref += float(ref_logprobs.double().sum())
     return {"sampled": right / n, "kl": (log_pi - log_ref) / tokens, "entropy": -log_pi / tokens}

@@ -134,22 +134,22 @@ def test_gradients_see_a_hundredth(place, monkeypatch, dtype):
     assert len(found) == 1 and "grouped against padded rows" in found[0], found
 
 
-def scale_all(masters, weights):
-    for master in masters:
-        master.grad.mul_(1.01)
+def scale_all(weights):
+    for weight in weights:
+        weight.grad.mul_(1.01)
 
 
-def forget_one(masters, weights):
-    masters[3].grad = torch.zeros_like(masters[3])
+def forget_one(weights):
+    weights[3].grad.zero_()
 
 
 @pytest.mark.parametrize("fault, words", [(scale_all, "first moments"), (forget_one, "of each")])
 def test_updates_see_gradients_that_are_handed_over_wrongly(place, monkeypatch, fault, words):
     def faulty(model, settings):
         optimizer = make_optimizer(model, settings)
-        masters = optimizer.param_groups[0]["params"]
+        weights = list(model.parameters())
         if settings.offload:
-            optimizer.register_step_pre_hook(lambda *_: fault(masters, model))
+            optimizer.register_step_pre_hook(lambda *_: fault(weights))
         return optimizer
 
     make_optimizer = train.make_optimizer
@@ -263,6 +263,8 @@ def test_end_chance():
 def test_a_measurement(tmp_path):
     """The folder opens with train.py's own loader, `auto` is settled, every figure is there."""
     benchmark.make_folder(first_run.TINY, tmp_path)
+    settings = benchmark.settings_of(tmp_path, ["--lr=0.5"])
+    assert (settings.lr, settings.group_size) == (0.5, first_run.TINY["group_size"])
     for side in ("ours", "update"):
         result = benchmark.measure({"folder": str(tmp_path), "side": side, "repeat": 1,
                                     "flags": ["--no-share-prompts"]})
@@ -295,7 +297,7 @@ def test_turns_and_tables(capsys, monkeypatch):
 @pytest.mark.parametrize("argv, words", [
     (["medium"], "no preset medium"),
     (["small", "--against=--nonsense=3"], "--against: unrecognized arguments: --nonsense=3"),
-    (["small", "--against=--lr=-1"], "--against: --lr -1.0: must be above 0"),
+    (["small", "--against=--lr=-1"], "--against: argument --lr: '-1' is no float"),
 ])
 def test_bad_input(argv, words, capsys):
     with pytest.raises(SystemExit) as leaving:

@@ -194,7 +194,7 @@ def test_a_score_that_is_not_finite_ends_the_step(learner):
         learner.model.score.weight[:] = 3e38
     rollout = SimpleNamespace(responses=["9", "5"])
     reward_of = train.load_reward_of(train.parse(ITERATIVE), learner)
-    with pytest.raises(train.RewardFailed, match="--reward-model: scores are not finite: .nan"):
+    with pytest.raises(train.RewardFailed, match="--reward-model: row 0, response '9': its score"):
         reward_of([{"question": "Ben has 9", "answer": "9"}], ["p"], rollout)
     rollout.responses = ["9 " * 200] * 2
     with pytest.raises(train.RewardFailed, match="^--reward-model: rows of .*, not of 1 to 128"):
@@ -365,26 +365,28 @@ def test_a_run_with_step_rewards_and_a_reward_beside_them(step_file, tmp_path):
     assert curve(folder)[-1]["reward/rule"] == curve(folder)[-1]["reward_mean"]
 
 
+ROW = {"question": "q", "answer": "9", "solution": ""}
 def step_rewards(steps, ids):
-    table = {"completions": ["good", "bad"], "completion_ids": ids, "question": ["q", "q"]}
-    return reward.called("mine.py:steps", steps, table, reward.as_steps)
+    rollout = SimpleNamespace(responses=["good", "bad"], labels=[torch.tensor(row) for row in ids])
+    table = reward.table_for([ROW], ["p"], rollout)
+    return reward.checked("mine.py:steps", steps, table, reward.as_steps)
 
 
 PAIRS = "row 1, response 'bad'.* not a list of .end, reward. pairs"
 
 
 @pytest.mark.parametrize("lists, said", [
-    ([[(0, 1.0)]], "1 rewards for 2 responses"),
+    ([[(0, 1.0)]], "from row 0, .*1 rewards for 2 responses"),
     ([[(0, 1.0)], [0.5]], PAIRS),
     ([[(0, 1.0)], 5], PAIRS),
     ([[(0, 1.0)], [(0, 1.0, 2.0)]], PAIRS),
     ([[(0, 1.0)], [(0.5, 1.0)]], PAIRS),
     ([[(0, 1.0)], None], PAIRS),
-    ([[(0, 1.0)], [(2, 1.0)]], "row 1, .*a step ends outside of the answer's 2 tokens"),
-    ([[(0, 1.0)], [(-1, 1.0)]], "row 1, .*a step ends outside of the answer's 2 tokens"),
+    ([[(0, 1.0)], [(2, 1.0)]], "row 1, .*a step ends at token 2 of an answer of 2 tokens"),
+    ([[(0, 1.0)], [(-1, 1.0)]], "row 1, .*a step ends at token -1 of an answer of 2 tokens"),
     ([[(0, 1.0)], [(1, math.nan)]], "row 1, .*nan is not a finite float32 number"),
-    ([[(0, 1.0)], [(0, None)]], PAIRS),
-    ([[(0, 1.0)], [(0, "much")]], "row 1, .*could not convert string to float: 'much'"),
+    ([[(0, 1.0)], [(0, None)]], "row 1, .*None is not a finite float32 number"),
+    ([[(0, 1.0)], [(0, "much")]], "row 1, .*'much' is not a finite float32 number"),
 ])
 def test_what_a_step_function_gives_is_looked_at(lists, said):
     with value_error(f"^mine.py:steps.*{said}"):
@@ -471,7 +473,7 @@ def test_resume_finds_the_reward_model_that_it_began_with(whole, tmp_path, capsy
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"reward_model": str(other)}))
     line = refused(capsys, "--resume", folder, "--steps=5")
-    assert "--resume: --reward-model: the content is not what the run" in line
+    assert "--resume: --reward-model model.safetensors" in line
 
 
 @pytest.mark.parametrize("name, value", [

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import study
@@ -58,6 +59,7 @@ def test_a_run_that_never_reaches_it_counts_as_one_step_more_and_is_marked():
 
 
 def test_mean_and_spread():
+    assert study.group_std(torch.tensor([1.0, 1.0, 0.0, 2.0, 0.0, 4.0]), 2) == 1  # 0, 1 and 2
     assert study.summary([1.0, 2.0, 3.0]) == (2.0, 1.0)
     assert study.summary([5.0]) == (5.0, 0.0)
 
@@ -92,8 +94,7 @@ def test_the_plan_names_what_exists(name):
     assert len(set(labels)) == len(labels)
     assert len({study.folder_of("", arm, 0, 80) for arm in arms}) == len(arms)
     for arm in arms:
-        train.check_combinations(train.Settings(**train.given_flags(
-            arm.flags.format(study=study.__file__).split())))
+        train.check_combinations(train.parse(arm.flags.format(study=study.__file__).split()))
     for document, figure, relation, _ in claims:
         assert document in ("000", "001", "002", "003", "004")
         assert figure in study.COLUMNS or figure in more

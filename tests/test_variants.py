@@ -53,11 +53,11 @@ SMALL = ("--steps=4", "--prompts-per-step=2", "--group-size=4", "--max-new-token
 
 def rollout_of(p, temperature, max_new_tokens=12):
     """Two groups with right, wrong and cut answers, and a sampler that is off by some tenths."""
-    rollout = sample_groups(p.policy, p.tokenizer, p.batch.prompts, 4, max_new_tokens, temperature,
+    rollout = sample_groups(p.policy, p.tokenizer, p.prompts, 4, max_new_tokens, temperature,
                             seeded(3))
     assert 0 < int(rollout.finished.sum()) < 8
     rollout.logprobs += rollout.mask * torch.randn(rollout.mask.shape, generator=seeded())
-    first, second = (f"\\boxed{{{problem['answer']}}}" for problem in p.batch.problems)
+    first, second = (f"\\boxed{{{problem['answer']}}}" for problem in p.problems)
     rollout.responses = [first, "\\boxed{-1}", "none", first, "\\boxed{-1}", second, "none", "no"]
     return rollout
 
@@ -125,8 +125,9 @@ def gradients_of_the_program(p, rollout):
     optimizer = torch.optim.SGD(p.policy.parameters(), RATE)
     found = []
     optimizer.register_step_pre_hook(lambda *_: found.append(gradient(p.policy)))
-    metrics, _ = train.train_step(p.policy, p.reference, optimizer, p.tokenizer, p.batch,
-                                  p.settings, sampler=lambda *_: copy.deepcopy(rollout))
+    batch = train.Batch(p.problems, p.prompts)
+    metrics, _ = train.train_step(p.policy, p.reference, optimizer, p.tokenizer, batch, p.settings,
+                                  sampler=lambda *_: copy.deepcopy(rollout))
     return found, metrics
 
 
@@ -455,7 +456,7 @@ def test_best_is_the_policy_of_the_best_evaluation(everything):
 
 def test_best_is_kept_until_a_better_one_comes(monkeypatch):
     saved = []
-    monkeypatch.setattr(train, "save_final", lambda *given: saved.append(given))
+    monkeypatch.setattr(train, "save_folder", lambda *given: saved.append(given))
     s = settings("--keep-best")
     run = train.Run()
     for accuracy in (0.0, 0.5, 0.25, 0.5):
@@ -464,20 +465,9 @@ def test_best_is_kept_until_a_better_one_comes(monkeypatch):
     for own in (0.4, 0.75):
         figures = {"eval_accuracy": math.nan, "eval_reward": own}
         train.keep_best("model", "tokenizer", s, run, figures)
-    assert [given[3].best for given in saved] == [0.75] * 3 and run.best == 0.75
-    assert all(given[4] == "best" for given in saved)
+    assert [given[2:4] for given in saved] == [(run, "best")] * 3 and run.best == 0.75
     train.keep_best("model", "tokenizer", settings(), train.Run(), {"eval_accuracy": 1.0})
     assert len(saved) == 3
-
-
-def test_a_run_can_be_gone_on_from_with_its_own_settings(everything):
-    """Its config.json has the band, a list, and is read again."""
-    s = train.parse([f"--config={everything.folder / 'config.json'}",
-                     f"--model={everything.folder / 'final'}"])
-    assert s.kl_band == [0.0001, 0.0002] and s.keep_best and s.advantage == "gtpo"
-    assert (s.renew_reference, s.max_resample, s.minibatches) == (3, 1, 2)
-    assert (s.lr_schedule, s.weight_decay) == ("cosine", 0.1)
-    assert s.model == str(everything.folder / "final") and not s.output
 
 
 def test_a_reward_that_fails_in_an_evaluation_leaves_the_run_as_it_was(capsys, monkeypatch,
@@ -795,70 +785,26 @@ def test_without_tensorboard_nothing_happens(monkeypatch, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory: what is chosen for Qwen2.5-1.5B on the cards people have
+# Memory
 
 
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory):
-    """(folder, model without storage) of its shape."""
-    folder = tmp_path_factory.mktemp("qwen")
+@pytest.mark.parametrize("free, offload, checkpointing", [
+    (24e9, True, True), (48e9, False, True), (80e9, False, False), (141e9, False, False),
+])
+def test_the_choice_for_qwen_on_cards_of_four_sizes(monkeypatch, tmp_path, free, offload,
+                                                    checkpointing):
+    """Qwen2.5-1.5B on the cards people have."""
     Qwen2Config(
         num_hidden_layers=28, hidden_size=1536, num_attention_heads=12, num_key_value_heads=2,
         intermediate_size=8960, vocab_size=151936, tie_word_embeddings=True,
-        max_position_embeddings=32768).save_pretrained(folder)
-    model = train.model_without_storage(train.Settings(model=str(folder)), torch.bfloat16)
+        max_position_embeddings=32768).save_pretrained(tmp_path)
+    s = train.parse([f"--model={tmp_path}"])
+    model = train.model_without_storage(s, torch.bfloat16)
     assert sum(p.numel() for p in model.parameters()) == 1_543_714_304
-    return folder, model
-
-
-@pytest.fixture
-def chosen(qwen, monkeypatch):
-    """plan_memory of that model on a GPU with so much free memory -> the flags with an `auto`."""
-    folder, model = qwen
-
-    def choose(free, *flags, device="cuda"):
-        s = train.parse([f"--model={folder}", *flags])
-        monkeypatch.setattr(train, "choose_device", lambda s: (torch.device(device),
-                                                               torch.bfloat16))
-        monkeypatch.setattr(train, "model_without_storage", lambda *_: model)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (int(free), int(free)))
-        planned = train.plan_memory(s)
-        others = {name for name in train.FIELDS} - set(train.MEMORY)
-        assert all(getattr(planned, name) == getattr(s, name) for name in others)
-        return tuple(getattr(planned, name) for name in train.MEMORY)
-    return choose
-
-
-TWO_GROUPS = 2 * (256 + 8 * 512)
-
-
-@pytest.mark.parametrize("free, flags, expected", [
-    (24e9, (), (True, True, TWO_GROUPS)),
-    (48e9, (), (False, True, TWO_GROUPS)),
-    (141e9, (), (False, False, TWO_GROUPS)),
-    # What is given stands, and the rest follows
-    (24e9, ("--no-offload", "--gradient-checkpointing", "--micro-batch-tokens=4352"),
-     (False, True, 4352)),
-    (141e9, ("--offload",), (True, False, TWO_GROUPS)),
-    (141e9, ("--gradient-checkpointing",), (False, True, TWO_GROUPS)),
-    (141e9, ("--micro-batch-tokens=4352",), (False, False, 4352)),
-])
-def test_the_choice_for_cards_of_these_sizes(chosen, capsys, free, flags, expected):
-    assert chosen(free, *flags) == expected
-    out = capsys.readouterr().out
-    counted, of = map(float, re.search(r"counted ([\d.]+) GB of ([\d.]+) free", out).groups())
-    assert of == pytest.approx(free / 1e9)
-    assert counted <= 0.9 * of + 0.05 or "--no-offload" in flags
-
-
-@pytest.mark.parametrize("device, flags, expected", [
-    ("cpu", (), (False, False, 1024)),
-    ("mps", (), (False, True, TWO_GROUPS)),
-    ("cpu", ("--gradient-checkpointing",), (False, True, 1024)),
-    ("mps", ("--no-gradient-checkpointing", "--micro-batch-tokens=5"), (False, False, 5)),
-])
-def test_a_cpu_and_mps_get_their_usual_settings(chosen, device, flags, expected):
-    assert chosen(0, *flags, device=device) == expected
+    monkeypatch.setattr(train, "choose_device", lambda s: (torch.device("cuda"), torch.bfloat16))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (int(free), int(free)))
+    planned = train.plan_memory(s)
+    assert (planned.offload, planned.gradient_checkpointing) == (offload, checkpointing)
 
 
 @pytest.mark.parametrize("family, dropout", [
@@ -955,7 +901,7 @@ def test_rewards_of_the_same_name_are_told_apart(tmp_path):
     fn = train.load_reward_of(settings("--reward", a, b))
     assert fn([{"question": "q"}], ["q"], rollout).tolist() == [3.0, 3.0]
     assert {name: values.tolist() for name, values in rollout.reward_parts.items()} == {
-        "f": [1.0, 1.0], "f 2": [2.0, 2.0]}
+        "f": [1.0, 1.0], b: [2.0, 2.0]}
     assert train.load_reward_of(settings()) is None
 
 
@@ -970,6 +916,12 @@ def data_with_columns(path, columns):
 def test_a_column_that_few_lines_have_is_none_in_the_others(mine, tmp_path):
     trains(*SMALL, "--steps=1", f"--reward={mine}:of_level", f"--output={tmp_path / 'run'}",
            data_with_columns(tmp_path / "d.jsonl", {"level": "hard"}))
+
+
+def test_a_column_named_as_what_a_reward_is_given(capsys, mine, tmp_path):
+    line = ends_badly(capsys, *SMALL, f"--reward={mine}:first", f"--output={tmp_path / 'run'}",
+                      data_with_columns(tmp_path / "d.jsonl", {"completions": "x"}))
+    assert "a column of the data is named 'completions'" in line
 
 
 def test_the_rule_by_name_is_the_rule(tmp_path):
