@@ -85,7 +85,8 @@ class Place:
 def main():
     # Some images let float32 products round to TF32. Here they are what others are held against.
     torch.set_float32_matmul_precision("highest")
-    train.quiet_transformers()
+    train.transformers.logging.set_verbosity_error()
+    train.transformers.utils.logging.disable_progress_bar()
     device, dtype = train.choose_device(train.Settings())
     cuda = device.type == "cuda"
     if not cuda:
@@ -390,7 +391,8 @@ def three_updates(start, rollouts, advantages, settings):
     before = [master.detach().clone() for master in masters]
     for rollout in rollouts:
         # A rollout remembers its old log-probs: every run has copies of its own.
-        train.update(model, optimizer, dataclasses.replace(rollout), advantages, settings)
+        own = dataclasses.replace(rollout, advantages=advantages)
+        train.update(model, optimizer, own, settings)
     moments = [optimizer.state[master]["exp_avg"].flatten().cpu() for master in masters]
     moved = [(master.detach() - old).flatten().cpu() for master, old in zip(masters, before)]
     stale = sum(not torch.equal(weight.cpu(), master.detach().to("cpu", weight.dtype))
@@ -489,10 +491,11 @@ def whole_steps(place, offload, checkpointing):
             model=folder, group_size=size["group_size"], prompts_per_step=size["prompts"],
             max_new_tokens=size["new_tokens"], offload=offload,
             gradient_checkpointing=checkpointing)
-        s, _ = train.fastest_that_fits(asked, device, place.dtype, place.free)
-        empty = train.model_without_storage(s, place.dtype)
-        count = train.count_memory(s, empty, device, place.dtype)
-    counted = max(train.held(count, "rollout"), train.held(count, "update"))
+        empty = train.model_without_storage(asked, place.dtype)
+        for s in train.ways_to_save(asked, device):
+            counted = sum(train.memory(s, empty).values()) / 1e9
+            if place.free is None or counted <= 0.9 * place.free / 1e9:
+                break
     fits = place.free is None or counted <= 0.9 * place.free / 1e9
     planned = s.micro_batch_tokens
     yield None, (f"{s.prompts_per_step} x {s.group_size} answers of {s.max_new_tokens} tokens, "
@@ -525,16 +528,16 @@ def steps(place, settings):
         torch.cuda.reset_peak_memory_stats()
     seen = {}
 
-    def reward_fn(prompts, rollout):
+    def reward_of(problems, prompts, rollout):
         seen["lengths"] = (rollout.labels != logprob.IGNORE).sum(dim=1).tolist()
         return torch.tensor(reward(rollout.responses, ["0"] * len(rollout.labels)))
 
     for step in (1, 2):
         with stopwatch(optimizer) as seconds:
             start, _ = now()
-            metrics = train.train_step(policy, reference, optimizer, tokenizer, prompts,
-                                       ["0"] * len(prompts), s, chance, reward_fn,
-                                       sampler=train.sample_groups)
+            batch = train.Batch([{"answer": "0"}] * len(prompts), prompts, chance)
+            metrics, _ = train.train_step(policy, reference, optimizer, tokenizer, batch, s,
+                                          train.sample_groups, reward_of)
             whole = now()[0] - start
         yield not metrics["skipped_updates"], (f"step {step}: {whole:.2f} s, "
                                                f"{metrics['tokens'] / whole:.0f} tokens/s")

@@ -22,7 +22,7 @@ import sample  # noqa: E402
 from logprob import IGNORE, plain_logprobs, token_logprobs  # noqa: E402
 
 try:
-    from train import switch_off_dropout
+    from sample import switch_off_dropout
 except ImportError:
     switch_off_dropout = None
 
@@ -190,7 +190,7 @@ def test_logprobs_and_gradients(name):
     compare(family(name), family(name))
 
 
-@pytest.mark.skipif(switch_off_dropout is None, reason="train.py does not switch dropout off")
+@pytest.mark.skipif(switch_off_dropout is None, reason="sample.py does not switch dropout off")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_checkpointed_layers_without_dropout(name):
     """A layer is checkpointed in training mode only, and then its dropout would come back."""
