@@ -73,19 +73,19 @@ def trained(model, tokenizer, device, steps=3, gpu=None, **changes):
         gpu.copies.clear()
     reference = copy.deepcopy(model).requires_grad_(False)
     for step in range(steps):
-        problems = PROBLEMS[2 * step:2 * step + 2]
+        problems = [{**problem, "answer": problem["answer"].split("#### ")[1]}
+                    for problem in PROBLEMS[2 * step:2 * step + 2]]
         prompts = [train.chat_prompt(tokenizer, problem, "") for problem in problems]
-        truths = [problem["answer"].split("#### ")[1] for problem in problems]
         generators = [torch.Generator().manual_seed(10 * step + j) for j in range(2)]
-        metrics = train.train_step(model, reference, optimizer, tokenizer, prompts, truths, s,
-                                   generators)
+        metrics, _ = train.train_step(model, reference, optimizer, tokenizer,
+                                      train.Batch(problems, prompts, generators), s)
     assert addresses == [weight.data_ptr() for weight in model.parameters()], "graphs read there"
     return optimizer.param_groups[0]["params"], metrics
 
 
-def program(folder, *flags):
+def program(*flags):
     """train.py itself, on the tiny policy."""
-    return train.main(["--device=cuda", f"--output={folder}", *flags])
+    return train.main(list(flags))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -527,12 +527,12 @@ def test_gradients_go_to_the_host_once_per_update(granted, tiny):
 def test_the_program_and_its_resume(monkeypatch, tmp_path, flags):
     """A step and, after a resume, a second one end with the weights of two steps in one go."""
     flags = [*FEW, "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=12",
-             "--eval-limit=2", "--save-every=1", "--updates-per-rollout=1", *flags]
+             "--eval-limit=2", "--device=cuda", "--save-every=1", "--updates-per-rollout=1", *flags]
     with stand_in.machine():
-        assert program(tmp_path / "whole", "--steps=2", *flags) == 0
+        assert program(f"--output={tmp_path / 'whole'}", "--steps=2", *flags) == 0
         grant_forms(monkeypatch)
-        assert program(tmp_path / "parts", "--steps=1", *flags) == 0
-        assert program(tmp_path / "parts", "--steps=2", "--resume") == 0
+        assert program(f"--output={tmp_path / 'parts'}", "--steps=1", *flags) == 0
+        assert program(f"--resume={tmp_path / 'parts'}", "--steps=2") == 0
     lines = (tmp_path / "parts" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
     whole, parts = (load_file(tmp_path / name / "checkpoint" / "run.safetensors")
