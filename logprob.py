@@ -116,7 +116,7 @@ def body_of(model):
 
 
 def chunks(M, V, device):
-    """Slices of M rows whose logits (m, V) keep the device busy and are no larger than that."""
+    """Slices of M rows whose logits (m, V) keep the device busy and are hardly larger than that."""
     values = 2**28 if device.type == "cuda" else 2**18            # in float32 1 GB, or 1 MB
     step = max(128, values // V)             # with 32 rows a product on a CPU has half its speed
     return [slice(start, start + step) for start in range(0, M, step)]
@@ -211,8 +211,8 @@ def own_logprobs(model, output, hidden, targets, temperature, with_entropy):
 def own_head(model, output, hidden):
     """Logits (M, V) of hidden states (M, H), by the model's whole forward.
 
-    Its body is put aside for one that answers at once, in the real body's kind of output: mixtures
-    of experts look for their routers' logits there, Mamba for its state.
+    Its body is put aside for one that answers at once, in the real body's kind of output: there
+    mixtures of experts look for their routers' logits.
     """
     answer = type(output)(last_hidden_state=hidden[None])
     body = body_of(model)
@@ -297,9 +297,9 @@ def attention_calls(groups, heads, device):
     token see the prompt before its piece, and the piece up to itself. Past its end a piece repeats
     its last token, with the same result. places (T,): where each token's result is found.
     """
-    # A hundred short answers one by one cost a hundred calls; all in one call, they cost the
-    # padding to the longest. Between two powers of 2 at most half of a call is padding.
     def kind(piece):
+        # A hundred short answers one by one cost a hundred calls; all in one call, they cost the
+        # padding to the longest. Between two powers of 2 at most half of a call is padding.
         before, own = piece
         return len(before) > 0, max(len(own) - 1, 8).bit_length()
 
