@@ -12,14 +12,13 @@ import pytest
 import torch
 from conftest import SMALL, small_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import logprob
 from logprob import (
     IGNORE,
     LeanHead,
-    activation_bytes,
     forms_of,
     layers_checkpointed,
     length_limit,
@@ -691,26 +690,18 @@ def test_where_flash_attention_runs(monkeypatch):
     def device(name, dtype, width=64, value_width=64):
         def tensor(width):
             return SimpleNamespace(
-                dtype=dtype, shape=(1, 2, 9, width), is_cuda=name == "cuda", is_meta=name == "meta"
+                dtype=dtype, shape=(1, 2, 9, width), is_cuda=name == "cuda"
             )
 
         return logprob.takes_flash(tensor(width), tensor(value_width))
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     assert device("cuda", torch.bfloat16) and device("cuda", torch.float16, 256, 256)
-    assert device("meta", torch.bfloat16)
     assert not device("cuda", torch.float32) and not device("cpu", torch.bfloat16)
     assert not device("cuda", torch.bfloat16, 96, 64)
     assert not device("cuda", torch.bfloat16, 320, 320)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
     assert not device("cuda", torch.bfloat16)
-
-
-def test_memory_is_counted_without_numbers():
-    for dtype in (torch.float32, torch.bfloat16):
-        inputs = [x.to("meta", dtype) for x in tensors(15, 4, 2, 8, 8)]
-        out, _ = logprob.grouped_attention(None, *inputs, None, groups=[[5, 3, 2], [4, 1]])
-        assert out.shape == (1, 15, 4, 8) and out.is_meta
 
 
 def test_cudnn_is_off():
@@ -780,7 +771,7 @@ def test_micro_batches_of_shared_prompts():
 
 
 # --------------------------------------------------------------------------------------------------
-# Checkpointed layers, and the count of what a micro-batch keeps
+# Checkpointed layers
 
 
 @pytest.mark.parametrize("group_ids", [None, GROUPS], ids=["rows", "groups"])
@@ -813,54 +804,6 @@ def test_checkpointed_layers_wake_up_after_an_error():
         assert model.model.layers[1].training
         raise ValueError("out")
     assert not any(module.training for module in model.modules())
-
-
-def on_meta(architecture="llama", **changes):
-    config = small_model(architecture, **changes).config
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config).eval()
-
-
-@pytest.mark.parametrize("architecture", ["llama", "qwen2", "gpt2"])
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_activation_bytes_are_those_a_real_pass_keeps(architecture, checkpointed):
-    model = small_model(architecture)
-    assert forms_of(model)["grouped rows"] is None
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept = {}
-
-    def pack(x):
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage()
-        return x
-
-    # Two groups of three answers fit into 100 tokens, with 10 to spare.
-    prompt, answer, T = 15, 10, 90
-    ids = torch.zeros(1, T, dtype=torch.long)
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
-    with hooks, layers_checkpointed(model, checkpointed):
-        hidden = logprob.body_of(model)(
-            input_ids=ids,
-            position_ids=ids,
-            attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool),
-            use_cache=False,
-            groups=[(prompt, answer, answer, answer)] * 2,
-        ).last_hidden_state
-    expected = hidden.nbytes + sum(x.nbytes() for p, x in kept.items() if p not in weights)
-    actual = activation_bytes(on_meta(architecture), 100, 3, answer, checkpointed, prompt)
-    assert actual == pytest.approx(expected, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    "tokens, T",
-    # Groups of 5 + 3 * 10: as many whole ones as fit; or as many answers of one, one at least
-    [(35, 35), (69, 35), (70, 70), (34, 25), (14, 15), (1, 15)],
-)
-def test_a_checkpointed_layer_keeps_its_input_alone(tokens, T):
-    def count(layers):
-        return activation_bytes(on_meta(num_hidden_layers=layers), tokens, 3, 10, True, 5)
-
-    assert count(3) - count(2) == T * SMALL["hidden_size"] * 4
-    assert activation_bytes(on_meta(), tokens, 3, 10, False, 5) > 2 * count(2)
 
 
 @pytest.mark.parametrize("share_prompts", [False, True])
