@@ -27,7 +27,6 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -116,7 +115,7 @@ def body_of(model):
 
 
 def chunks(M, V, device):
-    """Slices of M rows whose logits (m, V) keep the device busy and are no larger than that."""
+    """Slices of M rows whose logits (m, V) keep the device busy and are hardly larger than that."""
     values = 2**28 if device.type == "cuda" else 2**18            # in float32 1 GB, or 1 MB
     step = max(128, values // V)             # with 32 rows a product on a CPU has half its speed
     return [slice(start, start + step) for start in range(0, M, step)]
@@ -211,8 +210,8 @@ def own_logprobs(model, output, hidden, targets, temperature, with_entropy):
 def own_head(model, output, hidden):
     """Logits (M, V) of hidden states (M, H), by the model's whole forward.
 
-    Its body is put aside for one that answers at once, in the real body's kind of output: mixtures
-    of experts look for their routers' logits there, Mamba for its state.
+    Its body is put aside for one that answers at once, in the real body's kind of output: there
+    mixtures of experts look for their routers' logits.
     """
     answer = type(output)(last_hidden_state=hidden[None])
     body = body_of(model)
@@ -297,9 +296,9 @@ def attention_calls(groups, heads, device):
     token see the prompt before its piece, and the piece up to itself. Past its end a piece repeats
     its last token, with the same result. places (T,): where each token's result is found.
     """
-    # A hundred short answers one by one cost a hundred calls; all in one call, they cost the
-    # padding to the longest. Between two powers of 2 at most half of a call is padding.
     def kind(piece):
+        # A hundred short answers one by one cost a hundred calls; all in one call, they cost the
+        # padding to the longest. Between two powers of 2 at most half of a call is padding.
         before, own = piece
         return len(before) > 0, max(len(own) - 1, 8).bit_length()
 
@@ -335,10 +334,8 @@ def pieces_of(groups):
 def takes_flash(query, value):
     """In half precision on CUDA pieces of any length go into one call, without a mask."""
     half = query.dtype in (torch.float16, torch.bfloat16)
-    if not half or not query.shape[-1] == value.shape[-1] <= 256:
-        return False
-    # The meta device holds no numbers. On it memory is counted, and for CUDA.
-    return query.is_meta or query.is_cuda and torch.cuda.get_device_capability() >= (8, 0)
+    fits = query.shape[-1] == value.shape[-1] <= 256
+    return half and fits and query.is_cuda and torch.cuda.get_device_capability() >= (8, 0)
 
 
 @lru_cache(maxsize=8)
@@ -357,8 +354,7 @@ AttentionMaskInterface.register("grouped", sdpa_mask)
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory: micro-batches of so many tokens, layers that keep nothing for the backward pass, and a
-# count of what is kept
+# Memory: micro-batches of so many tokens, and layers that keep nothing for the backward pass
 
 def micro_batches(labels, group_ids, token_budget, share_prompts):
     """Cut N rows into micro-batches -> [(row indices (n,), width of the longest), ...].
@@ -416,35 +412,6 @@ def layers_checkpointed(model, on):
     finally:
         for layer in layers:
             layer.training = False
-
-
-@lru_cache
-def activation_bytes(model, tokens, group_size, max_new_tokens, checkpointed, prompt_tokens=256):
-    """Bytes that the layers keep for the backward pass of one micro-batch of so many tokens.
-
-    `model` is one on the meta device, which takes the attention "grouped"; the answers are as long
-    as they may be. Counted are the tensors that autograd saves, and the last hidden states.
-    """
-    group = (prompt_tokens, *[max_new_tokens] * group_size)
-    part = max((tokens - prompt_tokens) // max_new_tokens, 1)    # answers, if no whole group fits
-    groups = [group] * (tokens // sum(group)) or [group[:1 + part]]
-    ids = torch.zeros(1, sum(map(sum, groups)), dtype=torch.long, device="meta")  # (1, T)
-    unused = torch.ones(1, 1, 1, 1, dtype=torch.bool, device="meta")
-    weights = {p.untyped_storage()._cdata for p in model.parameters()}
-    kept = {}
-
-    def pack(tensor):
-        # Tensors may share a storage. It is held here, or another could get its address.
-        storage = tensor.untyped_storage()
-        if storage._cdata not in weights:
-            kept[storage._cdata] = storage
-        return tensor
-
-    model.set_attn_implementation("grouped")
-    with saved_tensors_hooks(pack, lambda tensor: tensor), layers_checkpointed(model, checkpointed):
-        hidden = body_of(model)(input_ids=ids, position_ids=ids, attention_mask=unused,
-                                use_cache=False, groups=groups).last_hidden_state
-    return sum(storage.nbytes() for storage in kept.values()) + hidden.nbytes
 
 
 # --------------------------------------------------------------------------------------------------
