@@ -1,7 +1,7 @@
 """What arrives of a step in bfloat16 and float16: the README's two tables, on a real model.
 
     python tests/real_model.py                  # makes the model and its problems, once
-    python tests/precision.py --steps 15        # five trainings, then the tables
+    python tests/precision.py                   # five trainings, then the tables
 
 The five trainings are one: same model, problems and seed; float32, and bfloat16 and float16 with
 weights that are rounded to nearest or each at a threshold of its own. Then the float32 run's whole
@@ -91,7 +91,7 @@ def trained(config, folder, dtype, rounding, steps):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         command = [sys.executable, ROOT / "train.py", f"--config={config}", f"--output={folder}",
                    f"--steps={steps}", f"--dtype={dtype}", f"--rounding={rounding}", "--threads=1",
-                   f"--eval-every={steps}", f"--save-every={steps}"]
+                   f"--eval-every={steps}", f"--save-every={steps}", "--eval-limit=1"]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -122,7 +122,7 @@ def main(argv=None):
                         help="of train.py; default: the one that tests/real_model.py writes")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "precision",
                         help="folder of the trainings; finished ones are not run again")
-    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=9)
     parser.add_argument("--only", choices=("table", "curves"))
     args = parser.parse_args(argv)
     settings = train.parse([f"--config={args.config}"])

@@ -45,6 +45,7 @@ FLAGS = {
     "max_new_tokens": 32,      # a sum in one sentence
     "temperature": 1.0,
     "lr": 1e-5,                # ten times the usual one: the model is small
+    "warmup_steps": 2,
     "kl_coef": 0.04,
     "updates_per_rollout": 1,
     "eval_every": 12,
