@@ -1073,7 +1073,8 @@ def load_reward_model(s):
 def check_forms(model, s):
     """One line: which fast forms of [A] and [D] this model takes, which it was refused and why."""
     with telling(f"--model {s.model}:"):
-        forms = {**sample.forms_of(model), **logprob.forms_of(model)}
+        of_rows = logprob.forms_of(model)
+        forms = {**sample.forms_of(model), **of_rows}
     lines = [f"{name} refused: {refused}" if refused else name for name, refused in forms.items()]
     say("fast forms: " + "; ".join(lines))
     text = model.config.get_text_config()
