@@ -1171,6 +1171,7 @@ def test_dry_run_counts_from_the_configuration_alone(capsys, tmp_path):
     (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory"), True),
     (RuntimeError("shapes do not match"), False),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), False),
 ])
 def test_what_counts_as_out_of_memory(error, is_memory):
     assert train.out_of_memory(error) == is_memory
