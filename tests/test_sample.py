@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import SMALL, TINY, small_model
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import sample
@@ -1272,7 +1272,7 @@ def test_a_draw_leaves_the_logits(draw):
 class Template:
     """A tokenizer with one special token and nothing but a chat template, a Python function."""
 
-    all_special_tokens = ["<|end|>"]
+    added_tokens_decoder = {0: AddedToken("<|end|>", special=True)}
 
     def __init__(self, render):
         self.render = render
@@ -1316,7 +1316,7 @@ def test_a_blank_makes_text_of_a_special_token():
     tokenizer = Template(None)
     assert sample.as_text(tokenizer, "a <|end|><|end|> b") == "a < |end|>< |end|> b"
     assert sample.as_text(tokenizer, "a < b | c > d") == "a < b | c > d"
-    tokenizer.all_special_tokens = ["x"]  # one character cannot be parted
+    tokenizer.added_tokens_decoder = {0: AddedToken("x", special=True)}  # cannot be parted
     assert sample.as_text(tokenizer, "x") == "x"
 
 
