@@ -702,7 +702,9 @@ def test_masters_move_where_bfloat16_weights_stand_still():
     step(p)
     assert all(m.dtype == torch.float32 for m in masters)
     assert moved(before, masters) > 0.85                  # unused words have no gradient
-    assert all(torch.equal(w, m.bfloat16()) for w, m in zip(p.policy.parameters(), masters))
+    for weight, master in zip(p.policy.parameters(), masters):
+        # One of the two neighbours, each weight by a threshold of its own: see test_rounding.py
+        assert ((weight.float() - master).abs() <= 2**-7 * master.abs()).all()
 
     p.policy = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.bfloat16).eval()
     before = [weight.detach().clone() for weight in p.policy.parameters()]
@@ -853,7 +855,7 @@ def test_a_run_goes_on_from_its_model_with_all_of_its_settings(finished_run):
         s = train.parse([*command[:2], "--model", model])
         assert s.model == str(finished_run.folder / "final")
         for name, field in train.FIELDS.items():
-            if field.metadata["kept"] and name not in ("model", "offload"):
+            if field.metadata["kept"] and name not in ("model", "offload", "dtype"):
                 assert getattr(s, name) == getattr(first, name), name
 
 
