@@ -65,7 +65,6 @@ def learner():
 # --------------------------------------------------------------------------------------------------
 # The iteration
 
-
 def test_two_iterations_are_those_of_the_formulas(whole, learner):
     """Rewards, pairs, replay and the trained weights again, from the answers that were logged."""
     problems = tiny_problems()
@@ -165,11 +164,9 @@ def test_the_reward_model_reads_problems_in_its_own_chat_template(tmp_path, lear
     scores = train.load_reward_of(settings, learner)(problems, ["p", "q"], rollout)
     prompts = ["Anna Ben has 9", "Anna Ben has 5"]
     each = [prompts[0], prompts[0], prompts[1], prompts[1]]
-    expected = reward.reward_model_scores(learner.model, learner.tokenizer, each,
-                                          rollout.responses)
+    expected = reward.reward_model_scores(learner.model, learner.tokenizer, each, rollout.responses)
     assert torch.equal(scores, expected)
-    assert [row[:2] for row in rollout.judged] == list(
-        zip(each, rollout.responses))
+    assert [row[:2] for row in rollout.judged] == list(zip(each, rollout.responses))
     verdicts = [row[2] for row in rollout.judged]
     assert verdicts[:2] == [1.5, 0.5] and verdicts[2] != verdicts[2]
     learner.tokenizer.chat_template = None
@@ -203,7 +200,6 @@ def test_a_score_that_is_not_finite_ends_the_step(learner):
 
 # --------------------------------------------------------------------------------------------------
 # The reward model's own learning
-
 
 def fresh_learner(lr=1e-2):
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -413,7 +409,6 @@ def test_a_step_function_that_raises_ends_the_run_in_one_line(tmp_path, capsys):
 
 # --------------------------------------------------------------------------------------------------
 # Other rows, other folders, other flags
-
 
 def test_combinations_that_make_no_sense_are_refused(step_file, tmp_path, capsys):
     step, model = f"--step-reward={step_file}", f"--reward-model={MODEL}"

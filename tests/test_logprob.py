@@ -60,10 +60,8 @@ def naive(model, input_ids, labels, temperature=1.0):
 def gradients(model, loss):
     model.zero_grad()
     loss.backward()
-    return {
-        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-        for name, p in model.named_parameters()
-    }
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in model.named_parameters()}
 
 
 def assert_same_gradients(actual, expected, tolerance=1e-4):
@@ -99,7 +97,6 @@ def tokens_run(model):
 
 class Shapes(TorchDispatchMode):
     """(name, shape) of every tensor that any operation returns, forward and backward."""
-
     def __init__(self):
         super().__init__()
         self.seen = []
@@ -114,7 +111,6 @@ class Shapes(TorchDispatchMode):
 
 # --------------------------------------------------------------------------------------------------
 # The formula, and all fast forms together against the full log-softmax
-
 
 def test_selected_logprobs_is_the_formula():
     logits = 5 * torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
@@ -141,9 +137,8 @@ def test_values_entropies_and_gradients(random_model, temperature, group_ids, mo
     expected, entropies = naive(exact, input_ids, labels, temperature)
     assert entropies[labels[:, 1:] != IGNORE].min().item() > 0.01  # none is a mere certainty
 
-    actual, entropy = token_logprobs(
-        model, input_ids, labels, temperature, with_entropy=True, group_ids=group_ids
-    )
+    actual, entropy = token_logprobs(model, input_ids, labels, temperature, with_entropy=True,
+                                     group_ids=group_ids)
     assert actual.dtype == entropy.dtype == torch.float32
     assert actual.shape == entropy.shape == (5, 19)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
@@ -195,7 +190,6 @@ def test_frozen_weights_pass_the_gradient_on():
 
 # --------------------------------------------------------------------------------------------------
 # Masks and padding
-
 
 def test_zero_where_masked(random_model):
     input_ids, labels, _ = batch()
@@ -254,7 +248,6 @@ def test_the_rows_do_not_see_each_other(random_model):
 # --------------------------------------------------------------------------------------------------
 # Shared prompts
 
-
 def test_rows_of_a_group_may_stand_apart(random_model):
     input_ids, labels, _ = batch()
     order = torch.tensor([3, 0, 4, 2, 1])
@@ -283,14 +276,12 @@ def test_groups_leave_the_model_as_it_was(random_model):
     written = model.generate(input_ids[:1, :5], do_sample=False, max_new_tokens=8)
     token_logprobs(model, input_ids, labels, group_ids=GROUPS)
     torch.testing.assert_close(model(input_ids).logits, expected, rtol=1e-5, atol=1e-4)
-    assert torch.equal(
-        model.generate(input_ids[:1, :5], do_sample=False, max_new_tokens=8), written
-    )
+    assert torch.equal(model.generate(input_ids[:1, :5], do_sample=False, max_new_tokens=8),
+                       written)
 
 
 # --------------------------------------------------------------------------------------------------
 # Rows that are equal
-
 
 def test_which_row_is_the_first_that_equals():
     rows = torch.tensor([[3, 1], [1, 3], [3, 1], [3, 3], [1, 3], [3, 1]])
@@ -322,7 +313,6 @@ def test_equal_rows_run_once(random_model, group_ids):
 
 # --------------------------------------------------------------------------------------------------
 # The lean head
-
 
 def lean_head_inputs(M, dtype):
     """hidden (M, 6), weight (13, 6), targets and a gradient (M,)."""
@@ -406,7 +396,6 @@ def test_chunks_cover_every_row_once(M, words, device):
 # --------------------------------------------------------------------------------------------------
 # Precision
 
-
 @pytest.mark.parametrize("architecture", ["qwen2", "granite"])
 def test_bfloat16_logits_meet_a_float32_softmax(architecture):
     """A model's own head rounds its logits to bfloat16, the lean head not even them."""
@@ -431,7 +420,6 @@ def test_bfloat16_logits_meet_a_float32_softmax(architecture):
 
 # --------------------------------------------------------------------------------------------------
 # Memory
-
 
 @pytest.mark.parametrize("architecture", ["qwen2", "gpt2", "gemma2"])
 def test_the_logits_are_never_held(architecture, monkeypatch):
@@ -529,14 +517,11 @@ def shifted(*args):
 GROUPED_HIDDEN = logprob.grouped_hidden
 
 
-@pytest.mark.parametrize(
-    "form, reason",
-    [
-        (raises(TypeError("no such\nargument")), "TypeError: no such argument"),
-        (shifted, "off by .* nats"),
-        (lambda *args: (None, GROUPED_HIDDEN(*args)[1] * float("nan")), "off by nan nats"),
-    ],
-)
+@pytest.mark.parametrize("form, reason", [
+    (raises(TypeError("no such\nargument")), "TypeError: no such argument"),
+    (shifted, "off by .* nats"),
+    (lambda *args: (None, GROUPED_HIDDEN(*args)[1] * float("nan")), "off by nan nats"),
+])
 def test_a_form_that_fails_is_refused_with_its_reason(monkeypatch, form, reason):
     monkeypatch.setattr(logprob, "grouped_hidden", form)
     model, (input_ids, labels, _) = small_model("llama"), batch()
@@ -548,10 +533,8 @@ def test_a_form_that_fails_is_refused_with_its_reason(monkeypatch, form, reason)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
 
 
-NO_MEMORY = [
-    torch.OutOfMemoryError("CUDA out of memory"),
-    RuntimeError("DefaultCPUAllocator: can't allocate memory"),
-]
+NO_MEMORY = [torch.OutOfMemoryError("CUDA out of memory"),
+             RuntimeError("DefaultCPUAllocator: can't allocate memory")]
 
 
 @pytest.mark.parametrize("form", ["grouped_hidden", "own_head", "plain_logprobs"])
@@ -648,9 +631,8 @@ def test_pieces_of_like_length_share_a_call():
 def test_attention_that_is_not_plain_is_refused():
     for name in ("softcap", "sliding_window", "s_aux", "position_bias"):
         with pytest.raises(ValueError, match=name):
-            logprob.grouped_attention(
-                None, *tensors(8, 2, 2, 4, 4), None, groups=[[5, 3]], **{name: 2}
-            )
+            logprob.grouped_attention(None, *tensors(8, 2, 2, 4, 4), None, groups=[[5, 3]],
+                                      **{name: 2})
 
 
 def varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_size):
@@ -688,9 +670,7 @@ def test_flash_attention_needs_no_more_than_its_keys():
 def test_where_flash_attention_runs(monkeypatch):
     def device(name, dtype, width=64, value_width=64):
         def tensor(width):
-            return SimpleNamespace(
-                dtype=dtype, shape=(1, 2, 9, width), is_cuda=name == "cuda"
-            )
+            return SimpleNamespace(dtype=dtype, shape=(1, 2, 9, width), is_cuda=name == "cuda")
 
         return logprob.takes_flash(tensor(width), tensor(value_width))
 
@@ -772,7 +752,6 @@ def test_micro_batches_of_shared_prompts():
 # --------------------------------------------------------------------------------------------------
 # Checkpointed layers
 
-
 @pytest.mark.parametrize("group_ids", [None, GROUPS], ids=["rows", "groups"])
 def test_checkpointed_layers_give_the_same_gradients(random_model, group_ids):
     model, (input_ids, labels, weights) = copy.deepcopy(random_model), batch()
@@ -842,7 +821,6 @@ def test_length_limit():
 # --------------------------------------------------------------------------------------------------
 # The command
 
-
 def total_of(lines):
     return float(lines[-1].split(" = ")[1].split()[0])
 
@@ -906,13 +884,10 @@ def test_script_scores_an_answer_without_an_end_token(run_here, tmp_path):
     assert said[:-1] == known[:-2] and len(known) == len(said) + 1  # all but the end token's line
 
 
-@pytest.mark.parametrize(
-    "flag, words",
-    [
-        ("--device=foo", "--device foo: cannot be used ("),
-        ("--temperature=0", "--temperature 0.0: must be above 0"),
-    ],
-)
+@pytest.mark.parametrize("flag, words", [
+    ("--device=foo", "--device foo: cannot be used ("),
+    ("--temperature=0", "--temperature 0.0: must be above 0"),
+])
 def test_script_refuses_a_flag_in_one_line(run_here, flag, words):
     (line,) = run_here("logprob.py", flag, status=2).splitlines()
     assert line.startswith(f"logprob.py: {words}")

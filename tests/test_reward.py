@@ -66,7 +66,6 @@ def box(answer):
 # --------------------------------------------------------------------------------------------------
 # The rule
 
-
 @pytest.mark.parametrize("response, expected", [
     ("16 - 3 - 4 = 9 eggs a day, 9 * 7 = 63 a week.\n\\boxed{63}", 1.5),
     (r"About 50, I think. \boxed{50}", 0.5),
@@ -126,7 +125,6 @@ def test_score_responses_refuses_rows_that_are_not_whole_groups(rows, truths, gr
 
 # --------------------------------------------------------------------------------------------------
 # The box
-
 
 @pytest.mark.parametrize("text, content", [
     (r"\boxed{5}", "5"),
@@ -221,7 +219,6 @@ def test_complete_boxes_are_those_in_no_other(text):
 
 # --------------------------------------------------------------------------------------------------
 # Answers, read fairly
-
 
 NUMBERS = {  # how 18, and other numbers, may be written
     "18": r"""18  18.0  18.  018  +18  $18  18$  $18$  \$18  18\$  $\$18.00$  $18.$  $$18$$
@@ -387,7 +384,6 @@ def test_huge_powers_are_never_computed(number):
 
 # --------------------------------------------------------------------------------------------------
 # Problems
-
 
 def line(question="How many?", answer="Count: 8 * 9 = 72.\n#### 72", **columns):
     return json.dumps({"question": question, "answer": answer, **columns})
@@ -668,7 +664,6 @@ def test_the_real_gsm8k(name, count, monkeypatch, tmp_path):
 
 # --------------------------------------------------------------------------------------------------
 # Evaluation figures
-
 
 @pytest.mark.parametrize("n", range(1, 8))
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n):
@@ -1082,7 +1077,6 @@ def test_length_terms_where_they_are_asked_for():
 # --------------------------------------------------------------------------------------------------
 # Variants
 
-
 @pytest.mark.parametrize("response, expected", [
     ("<think>9 * 7</think><answer>63</answer>", 1.5),
     (" <think>9 * 7</think>\n\n<answer> $63.00 eggs </answer>\n", 1.5),
@@ -1330,7 +1324,6 @@ def test_candidates_are_found_at_once():
 # --------------------------------------------------------------------------------------------------
 # A reward model
 
-
 def small_reward_model(architecture="qwen2", **changes):
     torch.manual_seed(0)
     sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -1476,7 +1469,6 @@ def test_a_reward_model_learns_the_rule():
 
 # --------------------------------------------------------------------------------------------------
 # Script
-
 
 def test_script_shows_the_egg_problem(run_here):
     printed = run_here("reward.py")

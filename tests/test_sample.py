@@ -42,12 +42,10 @@ def make_tokenizer(**special):
     words = ["<pad>", "<end>", "<start>", *(f"w{i}" for i in range(3, V))]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w3"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    backend.post_processor = processors.TemplateProcessing(
-        "<start> $A", special_tokens=[("<start>", START)]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<start>", clean_up_tokenization_spaces=False, **special
-    )
+    backend.post_processor = processors.TemplateProcessing("<start> $A",
+                                                           special_tokens=[("<start>", START)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<start>",
+                                   clean_up_tokenization_spaces=False, **special)
 
 
 TOKENIZER = make_tokenizer(pad_token="<pad>", eos_token="<end>")
@@ -77,24 +75,20 @@ def runs(model):
     """The (rows, tokens) of every run through the model."""
     found = []
     hook = model.get_input_embeddings().register_forward_pre_hook(
-        lambda module, args: found.append(tuple(args[0].shape))
-    )
+        lambda module, args: found.append(tuple(args[0].shape)))
     yield found
     hook.remove()
 
 
 def responses_of(rollout):
     """The ids of each response, by the labels."""
-    return [
-        row[labels != IGNORE].tolist() for row, labels in zip(rollout.input_ids, rollout.labels)
-    ]
+    return [row[labels != IGNORE].tolist()
+            for row, labels in zip(rollout.input_ids, rollout.labels)]
 
 
 def same(a, b):
-    return all(
-        torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
-        for x, y in ((getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
-    )
+    return all(torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+               for x, y in ((getattr(a, f.name), getattr(b, f.name)) for f in fields(a)))
 
 
 def surprise(counts, expected):
@@ -106,21 +100,18 @@ def surprise(counts, expected):
         counts, expected = torch.cat((counts, pooled[:1])), torch.cat((expected, pooled[1:]))
     k = len(counts) - 1
     chi_square = float(((counts - expected) ** 2 / expected).sum())
-    return ((chi_square / k) ** (1 / 3) - (1 - 2 / (9 * k))) / (
-        2 / (9 * k)
-    ) ** 0.5  # Wilson and Hilferty
+    # Wilson and Hilferty
+    return ((chi_square / k) ** (1 / 3) - (1 - 2 / (9 * k))) / (2 / (9 * k)) ** 0.5
 
 
 # --------------------------------------------------------------------------------------------------
 # Greedy decoding
 
-
 def generated(model, prompt, limit):
     """What `generate` answers to this prompt alone."""
     ids = torch.tensor([ids_of(prompt)])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=limit
-    )
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False,
+                         max_new_tokens=limit)
     return out[0, ids.shape[1] :].tolist()
 
 
@@ -136,9 +127,8 @@ def test_greedy_is_generate(random_model):
     rollout = sample_groups(model, TOKENIZER, PROMPTS, 2, 30, temperature=0)
     expected = [generated(model, prompt, 30) for prompt in PROMPTS for _ in range(2)]
     assert responses_of(rollout) == expected
-    assert (
-        len({token for answer in expected for token in answer}) > 8
-    )  # not one token over and over
+    # not one token over and over
+    assert len({token for answer in expected for token in answer}) > 8
 
 
 def test_greedy_ends_where_generate_ends(random_model):
@@ -162,7 +152,6 @@ def test_greedy_logprobs_are_those_of_temperature_one(model):
 # --------------------------------------------------------------------------------------------------
 # Log-probs
 
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_recorded_logprobs_are_those_of_logprob_py(random_model, temperature):
     rollout = sample_groups(random_model, TOKENIZER, PROMPTS, 4, 30, temperature, seeded())
@@ -175,7 +164,6 @@ def test_the_recorded_logprobs_are_those_of_logprob_py(random_model, temperature
 # --------------------------------------------------------------------------------------------------
 # The rows
 
-
 @pytest.mark.parametrize("limit", [1, 2, 12])
 @pytest.mark.parametrize("ends", [[END], [END, 7, 40, 41, 42, 43]])
 def test_the_layout(model, config, ends, limit):
@@ -184,9 +172,7 @@ def test_the_layout(model, config, ends, limit):
     rollout = sample_groups(model, TOKENIZER, PROMPTS, G, limit, 1.5, seeded())
     S = rollout.input_ids.shape[1]
     assert rollout.input_ids.shape == rollout.labels.shape == (N, S) and rollout.logprobs.shape == (
-        N,
-        S - 1,
-    )
+        N, S - 1)
     assert rollout.finished.shape == rollout.group_ids.shape == (N,) and len(rollout.responses) == N
     assert {rollout.input_ids.dtype, rollout.labels.dtype, rollout.group_ids.dtype} == {torch.long}
     assert rollout.finished.dtype == torch.bool
@@ -211,11 +197,8 @@ def test_the_layout(model, config, ends, limit):
         at_the_limit += length == limit and answer[-1] in ends
     assert S == longest
     if len(ends) > 1 or limit == 12:  # all of these occurred
-        assert (
-            rollout.finished.any()
-            and not rollout.finished.all()
-            and (at_the_limit or len(ends) == 1)
-        )
+        assert rollout.finished.any() and not rollout.finished.all() and (at_the_limit
+                                                                          or len(ends) == 1)
     if limit == 12:
         drawn = rollout.labels[rollout.labels != IGNORE]
         assert (drawn == PAD).any() and all((drawn == end).any() for end in ends)
@@ -236,27 +219,18 @@ def test_what_later_stages_find_is_none(model):
 
 def filled(N, S, seed, flat=True):
     """A Rollout with a value of its own in every place of every field."""
-
     def numbers(*shape):
         return torch.rand(shape, generator=seeded(seed)) + seed
 
-    return Rollout(
-        (numbers(N, S) * 100).long(),
-        (numbers(N, S) * 100 + 50).long(),
-        numbers(N, S - 1),
-        [f"{seed}, {n}" for n in range(N)],
-        numbers(N) > seed + 0.5,
-        torch.arange(N) // 2,
-        rewards=numbers(N) + 1,
-        rule_rewards=numbers(N) + 2,
-        reward_parts={"a": numbers(N) + 3, "b": numbers(N) + 4},
-        step_rewards=[[(n, 0.5)] for n in range(N)],
-        judged=[{"row": n} for n in range(N)],
-        advantages=numbers(N) + 5 if flat else numbers(N, S - 1) + 5,
-        old_logprobs=numbers(N, S - 1) + 6,
-        ref_logprobs=numbers(N, S - 1) + 7,
-        entropies=numbers(N, S - 1) + 8,
-    )
+    return Rollout((numbers(N, S) * 100).long(), (numbers(N, S) * 100 + 50).long(),
+                   numbers(N, S - 1), [f"{seed}, {n}" for n in range(N)], numbers(N) > seed + 0.5,
+                   torch.arange(N) // 2, rewards=numbers(N) + 1, rule_rewards=numbers(N) + 2,
+                   reward_parts={"a": numbers(N) + 3, "b": numbers(N) + 4},
+                   step_rewards=[[(n, 0.5)] for n in range(N)],
+                   judged=[{"row": n} for n in range(N)],
+                   advantages=numbers(N) + 5 if flat else numbers(N, S - 1) + 5,
+                   old_logprobs=numbers(N, S - 1) + 6, ref_logprobs=numbers(N, S - 1) + 7,
+                   entropies=numbers(N, S - 1) + 8)
 
 
 def rows_of(value, rows):
@@ -294,10 +268,8 @@ def test_join(widths, flat):
             assert found.dtype == values[0].dtype
             assert found.shape == (5, S if f.name in ("input_ids", "labels") else S - 1)
             blank = IGNORE if f.name == "labels" else 0
-            values = [
-                [row + [blank] * (found.shape[1] - len(row)) for row in value.tolist()]
-                for value in values
-            ]
+            values = [[row + [blank] * (found.shape[1] - len(row)) for row in value.tolist()]
+                      for value in values]
         pairs = [(found, values)]
         if isinstance(found, dict):
             pairs = [(found[name], [value[name] for value in values]) for name in ("a", "b")]
@@ -327,23 +299,18 @@ def test_no_start_token_is_added(model):
 # --------------------------------------------------------------------------------------------------
 # End tokens
 
-
-@pytest.mark.parametrize(
-    "generation, tokenizer_end, ends",
-    [
-        (END, "<end>", {END}),
-        ([END, 9], "<end>", {END, 9}),
-        ([11, 9, 8], "<end>", {8, 9, 11}),
-        (12, None, {12}),
-        (None, "<end>", {END}),
-        (None, "w13", {13}),
-    ],
-)
+@pytest.mark.parametrize("generation, tokenizer_end, ends", [
+    (END, "<end>", {END}),
+    ([END, 9], "<end>", {END, 9}),
+    ([11, 9, 8], "<end>", {8, 9, 11}),
+    (12, None, {12}),
+    (None, "<end>", {END}),
+    (None, "w13", {13}),
+])
 def test_end_tokens(model, config, generation, tokenizer_end, ends):
     config("eos_token_id", generation)
-    tokenizer = make_tokenizer(
-        pad_token="<pad>", **({"eos_token": tokenizer_end} if tokenizer_end else {})
-    )
+    tokenizer = make_tokenizer(pad_token="<pad>",
+                               **({"eos_token": tokenizer_end} if tokenizer_end else {}))
     rollout = sample_groups(model, tokenizer, PROMPTS, 100, 20, 1.5, seeded())
     last = set()
     for answer, finished in zip(responses_of(rollout), rollout.finished.tolist()):
@@ -363,9 +330,8 @@ def test_without_an_end_token_anywhere(model, config):
 @pytest.mark.parametrize("ends, pad", [(END, END), ([11, 9], END)])
 def test_without_a_padding_token_the_end_token_pads(model, config, ends, pad):
     config("eos_token_id", ends)
-    rollout = sample_groups(
-        model, make_tokenizer(eos_token="<end>"), PROMPTS, 10, 20, 1.5, seeded()
-    )
+    rollout = sample_groups(model, make_tokenizer(eos_token="<end>"), PROMPTS, 10, 20, 1.5,
+                            seeded())
     response = (rollout.labels != IGNORE).int()
     behind = (rollout.labels == IGNORE) & (response.cumsum(dim=1) > 0)
     assert behind.any() and (rollout.input_ids[behind] == pad).all()
@@ -381,7 +347,6 @@ def test_an_empty_prompt(model, prompts, which):
 # --------------------------------------------------------------------------------------------------
 # Chance
 
-
 def next_token(model, ids, temperature):
     with torch.no_grad():
         return (model(torch.tensor([ids])).logits[0, -1].double() / temperature).softmax(dim=0)
@@ -392,10 +357,8 @@ def test_first_tokens_have_the_softmax_frequencies(model, temperature):
     G = 8000
     rollout = sample_groups(model, TOKENIZER, PROMPTS[:2], G, 1, temperature, seeded())
     expected = [next_token(model, ids_of(prompt), temperature) for prompt in PROMPTS[:2]]
-    counts = [
-        torch.tensor(answers).flatten().bincount(minlength=V)
-        for answers in (responses_of(rollout)[g * G : g * G + G] for g in (0, 1))
-    ]
+    counts = [torch.tensor(answers).flatten().bincount(minlength=V)
+              for answers in (responses_of(rollout)[g * G : g * G + G] for g in (0, 1))]
     for g in (0, 1):
         assert abs(surprise(counts[g], expected[g] * G)) < 5
         assert surprise(counts[g], expected[1 - g] * G) > 50  # what a mistake would look like
@@ -439,21 +402,16 @@ def test_every_later_token_has_the_softmax_frequencies(model, config):
         assert abs(surprise(counts, torch.full((100,), counts.sum() / 100))) < 5
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        dict(do_sample=True, top_k=1),
-        dict(temperature=0.01),
-        dict(repetition_penalty=5.0),
-        dict(do_sample=False),
-        dict(top_p=0.01, min_p=0.5, typical_p=0.1),
-        dict(max_new_tokens=2, max_length=3),
-        dict(min_new_tokens=12),
-        dict(
-            no_repeat_ngram_size=1, bad_words_ids=[[i] for i in range(3, 50)], suppress_tokens=[1]
-        ),
-    ],
-)
+@pytest.mark.parametrize("settings", [
+    dict(do_sample=True, top_k=1),
+    dict(temperature=0.01),
+    dict(repetition_penalty=5.0),
+    dict(do_sample=False),
+    dict(top_p=0.01, min_p=0.5, typical_p=0.1),
+    dict(max_new_tokens=2, max_length=3),
+    dict(min_new_tokens=12),
+    dict(no_repeat_ngram_size=1, bad_words_ids=[[i] for i in range(3, 50)], suppress_tokens=[1]),
+])
 def test_a_checkpoints_own_settings_change_nothing(model, config, settings):
     plain = sample_groups(model, TOKENIZER, PROMPTS, 3, 10, 1.5, seeded())
     for name, value in settings.items():
@@ -471,9 +429,8 @@ def test_the_generator_decides(model):
     assert not same(sample_groups(model, TOKENIZER, PROMPTS, 3, 10, 1.0, seeded(6)), first)
     generator = seeded(5)
     assert same(sample_groups(model, TOKENIZER, PROMPTS, 3, 10, 1.0, generator), first)
-    assert not same(
-        sample_groups(model, TOKENIZER, PROMPTS, 3, 10, 1.0, generator), first
-    )  # it has moved on
+    # it has moved on
+    assert not same(sample_groups(model, TOKENIZER, PROMPTS, 3, 10, 1.0, generator), first)
 
 
 def test_a_generator_a_prompt(model, config):
@@ -484,20 +441,12 @@ def test_a_generator_a_prompt(model, config):
     together = sample_groups(exact, TOKENIZER, PROMPTS, 3, 10, 1.0, generators)
     assert len(set(map(len, responses_of(together)))) > 3
     for which in ([0], [2], [3, 1]):
-        apart = sample_groups(
-            exact,
-            TOKENIZER,
-            [PROMPTS[i] for i in which],
-            3,
-            10,
-            1.0,
-            [seeded(5 + i) for i in which],
-        )
+        apart = sample_groups(exact, TOKENIZER, [PROMPTS[i] for i in which], 3, 10, 1.0,
+                              [seeded(5 + i) for i in which])
         rows = [3 * i + k for i in which for k in range(3)]
         assert responses_of(apart) == [responses_of(together)[row] for row in rows]
-    same_prompt = sample_groups(
-        exact, TOKENIZER, PROMPTS[:1] * 2, 3, 10, 1.0, [seeded(5), seeded(6)]
-    )
+    same_prompt = sample_groups(exact, TOKENIZER, PROMPTS[:1] * 2, 3, 10, 1.0,
+                                [seeded(5), seeded(6)])
     assert responses_of(same_prompt)[:3] != responses_of(same_prompt)[3:]
 
 
@@ -511,10 +460,8 @@ def test_without_a_generator_the_global_seed_decides(model):
 
 def test_the_defaults(model, config):
     config("eos_token_id", list(range(1, V, 5)))
-    assert same(
-        sample_groups(model, TOKENIZER, PROMPTS, generator=seeded()),
-        sample_groups(model, TOKENIZER, PROMPTS, 8, 256, 1.0, seeded()),
-    )
+    assert same(sample_groups(model, TOKENIZER, PROMPTS, generator=seeded()),
+                sample_groups(model, TOKENIZER, PROMPTS, 8, 256, 1.0, seeded()))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -525,16 +472,10 @@ FAMILY = {
     "qwen3": {},
     "llama": {},
     "llama with biases": dict(attention_bias=True, mlp_bias=True),
-    "llama stretched": dict(
-        rope_parameters=dict(
-            rope_type="llama3",
-            factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            rope_theta=10000.0,
-            original_max_position_embeddings=16,
-        )
-    ),
+    "llama stretched": dict(rope_parameters=dict(rope_type="llama3", factor=8.0,
+                                                 low_freq_factor=1.0, high_freq_factor=4.0,
+                                                 rope_theta=10000.0,
+                                                 original_max_position_embeddings=16)),
     "mistral": dict(sliding_window=None),
     "smollm3": dict(no_rope_layers=[1, 0]),
 }
@@ -641,9 +582,8 @@ def test_the_decoder_is_kept_and_released(monkeypatch, graphs):
         layer.past.fill_(torch.nan)
     for prompts, G, T in ((PROMPTS, 6, 30), (PROMPTS[1:2], 5, 12), (PROMPTS[2:], 7, 30)):
         args = model, TOKENIZER, prompts, G, T, 1.0
-        assert_same_rollout(
-            sample_groups(*args, seeded(1)), plainly(monkeypatch, *args, seeded(1)), 1e-5
-        )
+        assert_same_rollout(sample_groups(*args, seeded(1)), plainly(monkeypatch, *args, seeded(1)),
+                            1e-5)
         assert sample.KEPT[model] is kept
     assert len(graphs) <= captured + 3 and set(graphs) <= {24, 12, 6, 3, 1}  # no shape twice
     assert len(graphs) == len(set(graphs))
@@ -655,9 +595,8 @@ def test_the_decoder_is_kept_and_released(monkeypatch, graphs):
     assert sample.KEPT[model] is kept
 
     down = model.model.layers[0].mlp.down_proj
-    down.weight = torch.nn.Parameter(
-        down.weight.detach().clone()
-    )  # a graph would read the old ones
+    # a graph would read the old ones
+    down.weight = torch.nn.Parameter(down.weight.detach().clone())
     sample_groups(*args, seeded())
     assert sample.KEPT[model] is not kept
     sample_groups(model, TOKENIZER, PROMPTS, 7, 30, 1.0, seeded())  # 28 rows: no room for them
@@ -748,36 +687,26 @@ def test_one_token_needs_no_second_run(model, runs):
 # --------------------------------------------------------------------------------------------------
 # The check
 
-
-@pytest.mark.parametrize(
-    "architecture, why",
-    [
-        ("qwen2", None),
-        ("qwen3", None),
-        ("llama", None),
-        ("mistral", "a sliding window"),
-        ("gemma2", "a sliding window"),
-        ("granite", "off by"),
-        ("gpt2", "no attribute"),
-        ("cohere", "no attribute"),
-    ],
-)
+@pytest.mark.parametrize("architecture, why", [
+    ("qwen2", None),
+    ("qwen3", None),
+    ("llama", None),
+    ("mistral", "a sliding window"),
+    ("gemma2", "a sliding window"),
+    ("granite", "off by"),
+    ("gpt2", "no attribute"),
+    ("cohere", "no attribute"),
+])
 def test_the_form_that_a_family_takes(architecture, why):
     found = forms_of(small_model(architecture))["own decode step"]
     assert found is None if why is None else why in found and "\n" not in found
 
 
-@pytest.mark.parametrize(
-    "changes, why",
-    [
-        (
-            dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0)),
-            "dynamic",
-        ),
-        (dict(attn_logit_softcapping=1000.0), "softcapping"),
-        (dict(attention_chunk_size=64), "chunk"),
-    ],
-)
+@pytest.mark.parametrize("changes, why", [
+    (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0)), "dynamic"),
+    (dict(attn_logit_softcapping=1000.0), "softcapping"),
+    (dict(attention_chunk_size=64), "chunk"),
+])
 def test_what_a_few_tokens_would_not_show(changes, why):
     assert why in forms_of(small_model("llama", **changes))["own decode step"]
 
@@ -805,13 +734,10 @@ def test_a_form_that_fails_is_refused_in_one_line(monkeypatch):
     assert forms_of(small_model("llama")) == {"own decode step": "no kernel"}
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory"),
-        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
-    ],
-)
+@pytest.mark.parametrize("error", [
+    torch.OutOfMemoryError("CUDA out of memory"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+])
 def test_memory_that_runs_out_is_raised(monkeypatch, error):
     def fails(*args):
         raise error
@@ -858,14 +784,11 @@ def test_a_cache_that_is_wrong_is_said_by_how_much():
         sample_groups(model, TOKENIZER, PROMPTS, 2, 4)
 
 
-@pytest.mark.parametrize(
-    "architecture, changes",
-    [
-        ("mamba", dict(state_size=4)),
-        ("recurrent_gemma", dict(block_types=["recurrent", "attention"])),
-        ("bert", dict(is_decoder=False)),
-    ],
-)
+@pytest.mark.parametrize("architecture, changes", [
+    ("mamba", dict(state_size=4)),
+    ("recurrent_gemma", dict(block_types=["recurrent", "attention"])),
+    ("bert", dict(is_decoder=False)),
+])
 def test_without_keys_and_values_it_is_one_line(architecture, changes):
     config = AutoConfig.for_model(architecture, **{**SMALL, **changes})
     with pytest.raises(ValueError, match=f"^{architecture} cannot be sampled from") as error:
@@ -876,7 +799,6 @@ def test_without_keys_and_values_it_is_one_line(architecture, changes):
 # --------------------------------------------------------------------------------------------------
 # Variants
 
-
 @pytest.mark.parametrize("best, cut", [(1, 0.5), (3, 0.3), (3, 0.9)])
 def test_sampling_around_the_best(model, config, best, cut):
     config("eos_token_id", [END, 7, 40])
@@ -886,9 +808,8 @@ def test_sampling_around_the_best(model, config, best, cut):
         asked.append((prompts, responses))
         return torch.tensor([float(len(text)) for text in responses])  # the longest is the best
 
-    around = sample_around(
-        model, TOKENIZER, PROMPTS, 6, 20, 1.0, seeded(), rewards_of=rewards_of, best=best, cut=cut
-    )
+    around = sample_around(model, TOKENIZER, PROMPTS, 6, 20, 1.0, seeded(), rewards_of=rewards_of,
+                           best=best, cut=cut)
     ((prompts, texts),) = asked
     assert prompts == PROMPTS and len(texts) == 4 * 3
     rows, answers = around.responses, responses_of(around)
@@ -902,9 +823,8 @@ def test_sampling_around_the_best(model, config, best, cut):
             kept = int(len(stem) * cut)
             assert answers[n][:kept] == stem[:kept] and len(answers[n]) <= 20
     assert len({tuple(answer) for answer in answers}) > 16
-    expected = token_logprobs(
-        model, around.input_ids, around.labels
-    ).detach()  # of every policy token
+    # of every policy token
+    expected = token_logprobs(model, around.input_ids, around.labels).detach()
     torch.testing.assert_close(around.logprobs, expected, rtol=0, atol=1e-4)
     for n, answer in enumerate(answers):
         ended = [token in (END, 7, 40) for token in answer]
@@ -949,7 +869,6 @@ def talked(model):
 
 def from_the_start(monkeypatch, model):
     """Every turn runs its whole conversation."""
-
     def next_turn(model, cache, mask, places, rows):
         return sample.prefill(model, [sum((ids for ids, _ in pieces), []) for pieces in rows])
 
@@ -975,9 +894,8 @@ def test_conversations(tiny):
         heard.append((prompt, list(turns)))
         return None if len(turns) == 3 and "1" in turns[0] else "loses <|end|> 4 ."
 
-    rollout = sample_conversations(
-        model, tokenizer, prompts, 4, 12, 1.0, seeded(), reply=reply, max_turns=3
-    )
+    rollout = sample_conversations(model, tokenizer, prompts, 4, 12, 1.0, seeded(), reply=reply,
+                                   max_turns=3)
     assert rollout.group_ids.tolist() == [0] * 4 + [1] * 4
     turns = turns_of(rollout)
     for n in range(8):
@@ -1079,34 +997,27 @@ def complains(prompt, turns):
     raise KeyError("no\ntool")
 
 
-@pytest.mark.parametrize(
-    "reply, says",
-    [
-        (complains, "row 0 fails"),
-        (lambda prompt, turns: 3, "row 0 is of type int"),
-        (lambda prompt, turns: None if "w41 w8" not in prompt else ["x"], "row 15 is of type list"),
-    ],
-)
+@pytest.mark.parametrize("reply, says", [
+    (complains, "row 0 fails"),
+    (lambda prompt, turns: 3, "row 0 is of type int"),
+    (lambda prompt, turns: None if "w41 w8" not in prompt else ["x"], "row 15 is of type list"),
+])
 def test_a_reply_that_is_none(model, reply, says):
     with pytest.raises(ValueError, match=says) as error:
         sample_conversations(model, talk_tokenizer(), PROMPTS, 5, 4, reply=reply)
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "changes, says",
-    [
-        (dict(max_turns=0), "0 turns"),
-        (dict(group_size=0), "group_size 0"),
-        (dict(prompts=[]), "0 prompts"),
-        (dict(prompts=["w5", ""]), "prompt 1"),
-    ],
-)
+@pytest.mark.parametrize("changes, says", [
+    (dict(max_turns=0), "0 turns"),
+    (dict(group_size=0), "group_size 0"),
+    (dict(prompts=[]), "0 prompts"),
+    (dict(prompts=["w5", ""]), "prompt 1"),
+])
 def test_what_is_no_conversation(model, changes, says):
     with pytest.raises(ValueError, match=says) as error:
-        sample_conversations(
-            model, talk_tokenizer(), **{"prompts": PROMPTS, "reply": echo, **changes}
-        )
+        sample_conversations(model, talk_tokenizer(),
+                             **{"prompts": PROMPTS, "reply": echo, **changes})
     assert "\n" not in str(error.value)
 
 
@@ -1128,10 +1039,8 @@ def test_a_template_without_anything_between_two_answers(model):
 # --------------------------------------------------------------------------------------------------
 # One draw
 
-
 def by_chance(form):
     """The draw with its own numbers."""
-
     def drawn(logits, temperature=1.0, generator=None):
         u = torch.rand(len(logits), dtype=torch.float64, generator=generator)
         return form(logits, temperature, u)
@@ -1215,9 +1124,8 @@ def test_the_logprob_of_a_draw(draw, temperature, dtype):
 @pytest.mark.parametrize("words", [50, 300])
 def test_what_has_no_probability_is_never_drawn(draw, words):
     logits = torch.zeros(50_000, words)
-    logits[:, ::2] = logits[:, :5] = logits[
-        :, -20:
-    ] = -torch.inf  # here and there, in front and behind
+    # here and there, in front and behind
+    logits[:, ::2] = logits[:, :5] = logits[:, -20:] = -torch.inf
     tokens, logprobs = draw(logits, 1.0, seeded())
     assert set(tokens.tolist()) == set(range(5, words - 20, 2))
     assert logprobs.tolist() == pytest.approx([-math.log((words - 24) // 2)] * 50_000, abs=1e-5)
@@ -1249,9 +1157,8 @@ def test_the_numbers_behind_the_draws():
     numbers = uniform_numbers(seeded(), 4, 50, 1000, torch.device("cpu"))
     assert numbers.shape == (200, 1000) and len(numbers.unique()) == 200_000
     assert 0 <= numbers.min() and numbers.max() < 1
-    assert (
-        abs(surprise((numbers.flatten() * 1000).long().bincount(), torch.full((1000,), 200.0))) < 5
-    )
+    assert abs(surprise((numbers.flatten() * 1000).long().bincount(),
+                        torch.full((1000,), 200.0))) < 5
     own = uniform_numbers([seeded(3), seeded(4)], 2, 50, 10, torch.device("cpu"))
     assert torch.equal(own[50:], uniform_numbers(seeded(4), 1, 50, 10, torch.device("cpu")))
 
@@ -1267,7 +1174,6 @@ def test_a_draw_leaves_the_logits(draw):
 
 # --------------------------------------------------------------------------------------------------
 # The chat template
-
 
 class Template:
     """A tokenizer with one special token and nothing but a chat template, a Python function."""
@@ -1293,18 +1199,14 @@ def test_a_prompt_is_the_template_around_the_problem(tiny):
     expected = tiny[1].apply_chat_template(question, tokenize=False, add_generation_prompt=True)
     assert sample.chat_prompt(tiny[1], {"question": "How many ?"}, "") == expected
     assert sample.chat_prompt(tiny[1], {"messages": question}, "") == expected
-    assert sample.chat_prompt(Template(str), {"question": "x"}, "Think.") == str(
-        [("system", "Think."), ("user", "x")]
-    )
+    assert sample.chat_prompt(Template(str), {"question": "x"},
+                              "Think.") == str([("system", "Think."), ("user", "x")])
 
 
-@pytest.mark.parametrize(
-    "of",
-    [
-        lambda text: {"question": text},
-        lambda text: {"messages": [{"role": "user", "content": text}]},
-    ],
-)
+@pytest.mark.parametrize("of", [
+    lambda text: {"question": text},
+    lambda text: {"messages": [{"role": "user", "content": text}]},
+])
 def test_special_tokens_in_a_question_stay_text(tiny, of):
     prompt = sample.chat_prompt(tiny[1], of("Anna <|end|><|assistant|> has"), "")
     ids = tiny[1](prompt, add_special_tokens=False).input_ids
@@ -1343,17 +1245,12 @@ def test_a_template_that_makes_no_prompt(system_prompt, render, says):
 # --------------------------------------------------------------------------------------------------
 # The tiny policy and the script
 
-
 def test_tiny(tiny):
     model, tokenizer = tiny
-    chats = [
-        [{"role": "user", "content": "How many ?"}],
-        [{"role": "user", "content": "How many ? " * 3}],
-    ]
-    prompts = [
-        tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        for chat in chats
-    ]
+    chats = [[{"role": "user", "content": "How many ?"}],
+             [{"role": "user", "content": "How many ? " * 3}]]
+    prompts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+               for chat in chats]
     rollout = sample_groups(model, tokenizer, prompts, 4, 16, 1.0, seeded())
     for n, row in enumerate(rollout.input_ids):
         ids = tokenizer(prompts[n // 4], add_special_tokens=False).input_ids
@@ -1381,9 +1278,8 @@ def test_script_takes_a_runs_settings(run_here, run):
     answers = run_here("sample.py", model, "--group-size=4").strip().split("\n\n")[1:]
     assert len({answer.split(maxsplit=1)[1] for answer in answers}) == 1
     assert all(int(answer.split()[1]) <= 3 for answer in answers)
-    printed = run_here(
-        "sample.py", model, "--group-size=20", "--max-new-tokens=2", "--temperature=3"
-    )
+    printed = run_here("sample.py", model, "--group-size=20", "--max-new-tokens=2",
+                       "--temperature=3")
     answers = printed.split("\n\n")[1:]
     assert len({answer.split(maxsplit=1)[1] for answer in answers}) > 1
     assert all(int(answer.split()[1]) <= 2 for answer in answers)
@@ -1404,18 +1300,15 @@ def test_script_says_the_system_prompt(run_here, run):
     assert "system" not in run_here("sample.py", *arguments, "--system-prompt=")
 
 
-@pytest.mark.parametrize(
-    "config, says",
-    [
-        ({"max_new_tokens": "many"}, "config.json: max_new_tokens is 'many'"),
-        ({"max_new_tokens": True}, "config.json: max_new_tokens is True"),
-        ({"system_prompt": 3}, "config.json: system_prompt is 3"),
-        ({"temperature": [1]}, "config.json: temperature is [1]"),
-        ({"temperature": -1}, "temperature -1"),
-        (["temperature"], "config.json: not an object of flags and values"),
-        ("{", "config.json: Expecting"),
-    ],
-)
+@pytest.mark.parametrize("config, says", [
+    ({"max_new_tokens": "many"}, "config.json: max_new_tokens is 'many'"),
+    ({"max_new_tokens": True}, "config.json: max_new_tokens is True"),
+    ({"system_prompt": 3}, "config.json: system_prompt is 3"),
+    ({"temperature": [1]}, "config.json: temperature is [1]"),
+    ({"temperature": -1}, "temperature -1"),
+    (["temperature"], "config.json: not an object of flags and values"),
+    ("{", "config.json: Expecting"),
+])
 def test_script_refuses_a_config_in_one_line(run_here, run, config, says):
     said = run_here("sample.py", run(config), status=2)
     assert said.startswith("sample.py: ") and says in said and said.count("\n") == 1
@@ -1427,16 +1320,13 @@ def test_script_needs_a_runs_config(run_here, run):
     assert "config.json" in run_here("sample.py", f"--model={folder}", status=2)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--device=abacus"],
-        ["--model=nowhere/at/all"],
-        ["--group-size=0"],
-        ["--max-new-tokens=0"],
-        ["--temperature=nan"],
-    ],
-)
+@pytest.mark.parametrize("arguments", [
+    ["--device=abacus"],
+    ["--model=nowhere/at/all"],
+    ["--group-size=0"],
+    ["--max-new-tokens=0"],
+    ["--temperature=nan"],
+])
 def test_script_refuses_in_one_line(run_here, arguments):
     said = run_here("sample.py", *arguments, status=2)
     assert said.startswith("sample.py: ") and said.count("\n") == 1
@@ -1449,7 +1339,6 @@ def folder(tmp_path):
 
 def changed(file, change):
     """A fault: this JSON file of the folder after `change`."""
-
     def apply(folder):
         values = json.loads((folder / file).read_text())
         change(values)
@@ -1460,7 +1349,6 @@ def changed(file, change):
 
 def weights(change):
     """A fault: the folder's weights after `change`."""
-
     def apply(folder):
         tensors = load_file(folder / "model.safetensors")
         change(tensors)
@@ -1483,15 +1371,11 @@ FAULTS = {
     "pickled": (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), ""),
     "lacking": (weights(lambda w: w.pop(NORM)), f"lack weights: {NORM}, 1 in all"),
     "a shape": (weights(lambda w: w.update({NORM: torch.ones(3)})), "weights of another shape"),
-    "a layer": (
-        weights(lambda w: w.update({"model.layers.7.input_layernorm.weight": w[NORM] + 0})),
-        "layers that its config.json does not know: model.layers.7.",
-    ),
+    "a layer": (weights(lambda w: w.update({"model.layers.7.input_layernorm.weight": w[NORM] + 0})),
+                "layers that its config.json does not know: model.layers.7."),
     "NaN": (weights(lambda w: w[NORM].fill_(torch.nan)), f"not finite: {NORM}, 1 in all"),
-    "padding": (
-        changed("tokenizer_config.json", lambda v: v.update(pad_token="<|more|>")),
-        "ids beyond its 57 embeddings: 57, 1 in all",
-    ),
+    "padding": (changed("tokenizer_config.json", lambda v: v.update(pad_token="<|more|>")),
+                "ids beyond its 57 embeddings: 57, 1 in all"),
     "template": (lambda f: (f / "chat_template.jinja").unlink(), "has no chat template"),
     "no end": (without_end, "names an end token"),
 }
@@ -1525,17 +1409,10 @@ def test_open_policy(folder, tiny):
 
 def test_script_draws_a_group(run_here, tiny):
     model, tokenizer = tiny
-    printed = run_here(
-        "sample.py",
-        "--group-size=3",
-        "--max-new-tokens=9",
-        "--seed=4",
-        "--temperature=3",
-        "How many ?",
-    )
-    prompt = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "How many ?"}], tokenize=False, add_generation_prompt=True
-    )
+    printed = run_here("sample.py", "--group-size=3", "--max-new-tokens=9", "--seed=4",
+                       "--temperature=3", "How many ?")
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "How many ?"}],
+                                           tokenize=False, add_generation_prompt=True)
     rollout = sample_groups(model, tokenizer, [prompt], 3, 9, 3.0, seeded(4))
     head, *answers = printed.split("\n\n")
     assert head == prompt.rstrip("\n") and len(answers) == 3

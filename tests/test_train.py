@@ -520,7 +520,6 @@ def test_evaluation_is_its_definition():
 
 class Diary(train.Run):
     """A run without a folder that remembers what it was told."""
-
     def __init__(self):
         super().__init__()
         self.metrics = []

@@ -50,7 +50,6 @@ SMALL = ("--steps=4", "--prompts-per-step=2", "--group-size=4", "--max-new-token
 # --------------------------------------------------------------------------------------------------
 # [C] [E] [F]: the updates of one step against the stage functions, called by hand on full logits
 
-
 def rollout_of(p, temperature, max_new_tokens=12):
     """Two groups with right, wrong and cut answers, and a sampler that is off by some tenths."""
     rollout = sample_groups(p.policy, p.tokenizer, p.prompts, 4, max_new_tokens, temperature,
@@ -203,7 +202,6 @@ def test_updates_that_are_skipped_are_counted_one_by_one():
 # --------------------------------------------------------------------------------------------------
 # --max-resample: flat groups make room for those of other problems
 
-
 def draws(texts, length, start):
     """A rollout of one group for each list of texts; ids and lengths tell where rows are from."""
     N = sum(map(len, texts))
@@ -320,7 +318,6 @@ def test_other_problems_follow_from_seed_step_and_round():
 
 # --------------------------------------------------------------------------------------------------
 # The loop: reference, best, beta, learning rate
-
 
 def weights(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -592,7 +589,6 @@ def logged(lines, run):
 
 class Written(train.Run):
     """A run that keeps what it would write."""
-
     def __init__(self):
         super().__init__()
         self.written = []
@@ -642,7 +638,6 @@ def test_a_warning_stands_in_the_metrics_of_a_run(capsys, tmp_path):
 
 # --------------------------------------------------------------------------------------------------
 # --trace
-
 
 @pytest.fixture(scope="module")
 def traced():
@@ -728,7 +723,6 @@ def test_a_trace_leaves_no_folder(monkeypatch, tmp_path, capsys):
 # --------------------------------------------------------------------------------------------------
 # TensorBoard, where it is installed
 
-
 @pytest.fixture
 def tensorboard(monkeypatch):
     """In the place of torch.utils.tensorboard: what its writer was told."""
@@ -787,17 +781,15 @@ def test_without_tensorboard_nothing_happens(monkeypatch, tmp_path):
 # --------------------------------------------------------------------------------------------------
 # Memory
 
-
 @pytest.mark.parametrize("free, offload, checkpointing", [
     (24e9, True, True), (48e9, False, True), (80e9, False, False), (141e9, False, False),
 ])
 def test_the_choice_for_qwen_on_cards_of_four_sizes(monkeypatch, tmp_path, free, offload,
                                                     checkpointing):
     """Qwen2.5-1.5B on the cards people have."""
-    Qwen2Config(
-        num_hidden_layers=28, hidden_size=1536, num_attention_heads=12, num_key_value_heads=2,
-        intermediate_size=8960, vocab_size=151936, tie_word_embeddings=True,
-        max_position_embeddings=32768).save_pretrained(tmp_path)
+    Qwen2Config(num_hidden_layers=28, hidden_size=1536, num_attention_heads=12,
+                num_key_value_heads=2, intermediate_size=8960, vocab_size=151936,
+                tie_word_embeddings=True, max_position_embeddings=32768).save_pretrained(tmp_path)
     s = train.parse([f"--model={tmp_path}"])
     model = train.model_without_storage(s, torch.bfloat16)
     assert sum(p.numel() for p in model.parameters()) == 1_543_714_304
@@ -985,7 +977,6 @@ def test_evaluation_of_a_runs_folder_is_that_of_its_final(capsys, unknown):
 # --------------------------------------------------------------------------------------------------
 # The end of a run, and how it goes on
 
-
 def test_threads_of_another_number_are_told(capsys, unknown):
     for threads, words in ((1, ""), (2, "--threads 2: the run had 1; sums differ")):
         s = train.parse(["--resume", str(unknown.folder), f"--threads={threads}"])
@@ -1008,8 +999,7 @@ def test_the_end_draws_curves_and_names_what_comes_next(unknown):
         line = next(line for line in unknown.out.splitlines() if line.startswith(name))
         assert line.split(None, 1)[1] == train.small_curve([m[name] for m in history]).strip()
     folder = unknown.folder
-    commands = {line[:21].strip(): shlex.split(line[21:])
-                for line in unknown.out.splitlines()[-2:]}
+    commands = {line[:21].strip(): shlex.split(line[21:]) for line in unknown.out.splitlines()[-2:]}
     assert commands == {
         "talk to the result": [sys.executable, train.sample.__file__, "--model", str(folder),
                                "YOUR QUESTION"],
