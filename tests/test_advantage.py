@@ -245,14 +245,8 @@ def shapley_by_definition(rewards):
 
 
 @pytest.mark.parametrize("rewards", [
-    [0.2, 0.8, 0.5],
-    [1.5],
-    [0.0, 0.0],
-    [1.0, 1.0, 0.0],
-    [0.5, 1.5, 1.5, 0.5],
-    [3.0, 1.0, 2.0, 0.0, 5.0],
-    [-1.0, 2.0, 0.5],
-    [-2.0, -1.0],
+    [0.2, 0.8, 0.5], [1.5], [0.0, 0.0], [1.0, 1.0, 0.0], [0.5, 1.5, 1.5, 0.5],
+    [3.0, 1.0, 2.0, 0.0, 5.0], [-1.0, 2.0, 0.5], [-2.0, -1.0],
 ])
 def test_shapley_shares(rewards):
     shares = shapley_shares(torch.tensor(rewards, dtype=torch.float64))
@@ -475,17 +469,11 @@ def test_advantages_for():
 # Refusals, and the script
 
 @pytest.mark.parametrize("rewards, group_size, reason", [
-    ([1.0] * 7, 8, "not whole groups of 8"),
-    ([1.0] * 9, 8, "not whole groups of 8"),
-    ([], 8, "not whole groups of 8"),
-    ([[1.0, 0.0], [0.0, 1.0]], 2, "not whole groups of 2"),
-    ([1.0], 1, "at least two"),
-    ([1.0, 2.0], 1, "at least two"),
-    ([1.0, 2.0], 0, "at least two"),
-    ([1.0, 2.0], -2, "at least two"),
-    ([1.0, 0.0, math.nan, 0.0], 2, "row 2 is nan"),
-    ([1.0, math.inf, 0.0, 0.0], 4, "row 1 is inf"),
-    ([-math.inf] * 4, 4, "row 0 is -inf"),
+    ([1.0] * 7, 8, "not whole groups of 8"), ([1.0] * 9, 8, "not whole groups of 8"),
+    ([], 8, "not whole groups of 8"), ([[1.0, 0.0], [0.0, 1.0]], 2, "not whole groups of 2"),
+    ([1.0], 1, "at least two"), ([1.0, 2.0], 1, "at least two"), ([1.0, 2.0], 0, "at least two"),
+    ([1.0, 2.0], -2, "at least two"), ([1.0, 0.0, math.nan, 0.0], 2, "row 2 is nan"),
+    ([1.0, math.inf, 0.0, 0.0], 4, "row 1 is inf"), ([-math.inf] * 4, 4, "row 0 is -inf"),
 ])
 def test_refusals(rewards, group_size, reason):
     with value_error(reason):
@@ -507,11 +495,8 @@ def test_shapley_refuses(rewards):
 
 
 @pytest.mark.parametrize("steps, group_size, reason", [
-    ([[(0, 1.0)]] * 7, 4, "7 answers"),
-    ([], 4, "0 answers"),
-    ([[(0, 1.0)]] * 8, 3, "groups of 3"),
-    ([[(0, 1.0)]] * 8, 1, "group_size 1"),
-    ([[(0, 1.0)]] * 8, 4, "row 2: .* to 0, of 0"),
+    ([[(0, 1.0)]] * 7, 4, "7 answers"), ([], 4, "0 answers"), ([[(0, 1.0)]] * 8, 3, "groups of 3"),
+    ([[(0, 1.0)]] * 8, 1, "group_size 1"), ([[(0, 1.0)]] * 8, 4, "row 2: .* to 0, of 0"),
     ([[(4, 1.0)]] + [[]] * 7, 4, "row 0: .* to 4, of 4"),
     ([[(-1, 1.0)]] + [[]] * 7, 4, "row 0: .* to -1"),
     ([[(0, math.nan)]] + [[]] * 7, 4, "row 0: .* nan"),
@@ -539,15 +524,12 @@ def arguments(**changes):
 
 
 @pytest.mark.parametrize("changes, reason", [
-    (dict(level="row"), "level 'row'"),
-    (dict(entropies=None), "needed"),
-    (dict(mask=None), "needed"),
-    (dict(entropies=torch.ones(8, 8)), "of 8 rows"),
+    (dict(level="row"), "level 'row'"), (dict(entropies=None), "needed"),
+    (dict(mask=None), "needed"), (dict(entropies=torch.ones(8, 8)), "of 8 rows"),
     (dict(rewards=torch.ones(4)), "of 4 rows"),
     (dict(entropies=torch.full((8, 9), math.nan)), "finite"),
     (dict(right=torch.ones(8)), "one bool per answer"),
-    (dict(right=torch.ones(4) > 0), "one bool per answer"),
-    (dict(group_size=3), "groups of 3"),
+    (dict(right=torch.ones(4) > 0), "one bool per answer"), (dict(group_size=3), "groups of 3"),
 ])
 def test_entropy_refuses(changes, reason):
     with value_error(reason):
@@ -562,8 +544,7 @@ def test_entropy_refuses(changes, reason):
     ("grpo-s", dict(scale_by_std=False), "scale_by_std"),
     ("group", dict(step_rewards=STEPS, scale_by_std=False), "scale_by_std"),
     ("group", dict(step_rewards=STEPS, mask=None), "parts of 8 answers: a mask"),
-    ("gtpo", dict(entropies=None), "needed"),
-    ("group", dict(group_size=3), "groups of 3"),
+    ("gtpo", dict(entropies=None), "needed"), ("group", dict(group_size=3), "groups of 3"),
     ("shape", dict(step_rewards=STEPS), "only 'group'"),
     ("shape", dict(candidates=CANDIDATES, scale_by_std=False), "scale_by_std"),
     ("shape", dict(candidates=CANDIDATES, mask=None), "parts of 8 answers: a mask"),
@@ -598,9 +579,7 @@ def test_script_shows_a_group(run_here):
 
 
 @pytest.mark.parametrize("arguments, reason", [
-    (["1", "apple"], "apple"),
-    (["1", "nan"], "nan"),
-    (["1"], "at least two"),
+    (["1", "apple"], "apple"), (["1", "nan"], "nan"), (["1"], "at least two"),
 ])
 def test_script_refuses(arguments, reason, run_here):
     printed = run_here("advantage.py", *arguments, status=2)

@@ -373,11 +373,8 @@ PAIRS = "row 1, response 'bad'.* not a list of .end, reward. pairs"
 
 @pytest.mark.parametrize("lists, said", [
     ([[(0, 1.0)]], "from row 0, .*1 rewards for 2 responses"),
-    ([[(0, 1.0)], [0.5]], PAIRS),
-    ([[(0, 1.0)], 5], PAIRS),
-    ([[(0, 1.0)], [(0, 1.0, 2.0)]], PAIRS),
-    ([[(0, 1.0)], [(0.5, 1.0)]], PAIRS),
-    ([[(0, 1.0)], None], PAIRS),
+    ([[(0, 1.0)], [0.5]], PAIRS), ([[(0, 1.0)], 5], PAIRS), ([[(0, 1.0)], [(0, 1.0, 2.0)]], PAIRS),
+    ([[(0, 1.0)], [(0.5, 1.0)]], PAIRS), ([[(0, 1.0)], None], PAIRS),
     ([[(0, 1.0)], [(2, 1.0)]], "row 1, .*a step ends at token 2 of an answer of 2 tokens"),
     ([[(0, 1.0)], [(-1, 1.0)]], "row 1, .*a step ends at token -1 of an answer of 2 tokens"),
     ([[(0, 1.0)], [(1, math.nan)]], "row 1, .*nan is not a finite float32 number"),
@@ -473,8 +470,7 @@ def test_resume_finds_the_reward_model_that_it_began_with(whole, tmp_path, capsy
 
 @pytest.mark.parametrize("name, value", [
     ("weight/reward_model/score.weight", None),
-    ("weight/reward_model/score.weight", torch.zeros(2, 32)),
-    ("counters", None),
+    ("weight/reward_model/score.weight", torch.zeros(2, 32)), ("counters", None),
     ("counters", torch.zeros(3, dtype=torch.uint8)),
 ])
 def test_a_checkpoint_of_another_reward_model(whole, tmp_path, capsys, name, value):

@@ -285,10 +285,8 @@ def refuses_to_resume(capsys, folder, *flags):
 @pytest.mark.parametrize("flag, words", [
     ("--lr=0.5", "--lr 0.5: the run in {folder} has 0.0003"),
     ("--seed=1", "--seed 1: the run in {folder} has 0"),
-    ("--no-scale-by-std", "--scale-by-std False: "),
-    ("--output=elsewhere", "--output elsewhere: "),
-    ("--config=c.json", "--config c.json: "),
-    ("--eval-only", "--eval-only True: "),
+    ("--no-scale-by-std", "--scale-by-std False: "), ("--output=elsewhere", "--output elsewhere: "),
+    ("--config=c.json", "--config c.json: "), ("--eval-only", "--eval-only True: "),
 ])
 def test_what_a_resumed_run_cannot_change(capsys, run_folder, flag, words):
     assert words.format(folder=run_folder) in refuses_to_resume(capsys, run_folder, flag)
@@ -470,8 +468,7 @@ NORM = "model.norm.weight"
 
 
 @pytest.mark.parametrize("change", [
-    lambda tensors: tensors.pop("counters"),
-    lambda tensors: tensors.pop(f"weight/{NORM}"),
+    lambda tensors: tensors.pop("counters"), lambda tensors: tensors.pop(f"weight/{NORM}"),
     lambda tensors: tensors.update({f"weight/{NORM}": torch.ones(3)}),
     lambda tensors: tensors.update({"counters": torch.zeros(9, dtype=torch.uint8)}),
 ])

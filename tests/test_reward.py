@@ -68,17 +68,14 @@ def box(answer):
 
 @pytest.mark.parametrize("response, expected", [
     ("16 - 3 - 4 = 9 eggs a day, 9 * 7 = 63 a week.\n\\boxed{63}", 1.5),
-    (r"About 50, I think. \boxed{50}", 0.5),
-    ("She has 63 eggs a week.", 0.0),
-    ("", 0.0),
+    (r"About 50, I think. \boxed{50}", 0.5), ("She has 63 eggs a week.", 0.0), ("", 0.0),
     (r"First \boxed{50}, no, wait: \boxed{63}", 1.5),  # the last box counts
     (r"First \boxed{63}, no, wait: \boxed{50}", 0.5),
     (r"\boxed{63} or, better, \boxed{5", 1.5),  # the last complete box
     (r"\boxed{63", 0.0),
     (r"\boxed{9 * 7}", 1.5),  # a product of two numbers is one
     (r"\boxed{7 * 3 * 3}", 0.5),  # and nothing else is computed for the model
-    (r"\boxed{__import__('os').getpid()}", 0.5),
-    (r"\boxed{63 or 50}", 0.5),
+    (r"\boxed{__import__('os').getpid()}", 0.5), (r"\boxed{63 or 50}", 0.5),
 ])
 def test_egg_problem(response, expected):
     assert rule_reward(response, "63") == expected
@@ -127,46 +124,26 @@ def test_score_responses_refuses_rows_that_are_not_whole_groups(rows, truths, gr
 # The box
 
 @pytest.mark.parametrize("text, content", [
-    (r"\boxed{5}", "5"),
-    (r"\boxed{ 5 }", " 5 "),
-    (r"\boxed{}", ""),
-    (r"$\boxed{\frac{1}{2}}$", r"\frac{1}{2}"),
-    (r"\boxed{\text{a {b} c}}", r"\text{a {b} c}"),
-    (r"\boxed{1} then \boxed{2}", "2"),
-    (r"\boxed{\boxed{5}}", "5"),
+    (r"\boxed{5}", "5"), (r"\boxed{ 5 }", " 5 "), (r"\boxed{}", ""),
+    (r"$\boxed{\frac{1}{2}}$", r"\frac{1}{2}"), (r"\boxed{\text{a {b} c}}", r"\text{a {b} c}"),
+    (r"\boxed{1} then \boxed{2}", "2"), (r"\boxed{\boxed{5}}", "5"),
     (r"\boxed{1 \boxed{2} 3}", r"1 \boxed{2} 3"),  # inside a complete box: part of its content
     (r"\boxed{1 \boxed{2}}", r"1 \boxed{2}"),
     ("\\boxed{ \\boxed{ \n\\boxed{ 5 } }\t}", " 5 "),
     (r"\boxed{\boxed{1}\boxed{2}}", r"\boxed{1}\boxed{2}"),
-    (r"\boxed{{\boxed{5}}}", r"{\boxed{5}}"),
-    (r"\boxed{5}}", "5"),
-    (r"\boxed {5}", "5"),
-    ("\\boxed\n  {5}", "5"),
-    (r"\boxed 5", "5"),
-    (r"\boxed5", "5"),
-    (r"So \boxed -1/2, I think.", "-1/2"),
-    (r"$\boxed .5$", ".5"),
-    (r"\boxed 1,000.50.", "1,000.50"),
-    (r"\boxed{4} \boxed 5", "5"),
-    (r"\boxed 4 \boxed{5}", "5"),
-    (r"\boxed{\boxed 5 }", "5"),
-    (r"Use \boxed and see.", None),
-    (r"\boxed{1} \boxed{2", "1"),
-    (r"\boxed{1 \boxed{2}", "2"),
-    (r"\boxed{1 {2}", None),
+    (r"\boxed{{\boxed{5}}}", r"{\boxed{5}}"), (r"\boxed{5}}", "5"), (r"\boxed {5}", "5"),
+    ("\\boxed\n  {5}", "5"), (r"\boxed 5", "5"), (r"\boxed5", "5"),
+    (r"So \boxed -1/2, I think.", "-1/2"), (r"$\boxed .5$", ".5"),
+    (r"\boxed 1,000.50.", "1,000.50"), (r"\boxed{4} \boxed 5", "5"), (r"\boxed 4 \boxed{5}", "5"),
+    (r"\boxed{\boxed 5 }", "5"), (r"Use \boxed and see.", None), (r"\boxed{1} \boxed{2", "1"),
+    (r"\boxed{1 \boxed{2}", "2"), (r"\boxed{1 {2}", None),
     (r"{\boxed{5} and on", "5"),  # a brace left open outside
     (r"} } \boxed{5} }", "5"),  # braces that close nothing
-    (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-    (r"\boxed{\{}", r"\{"),
-    (r"\boxed{\}}", r"\}"),
+    (r"\boxed{\{1, 2\}}", r"\{1, 2\}"), (r"\boxed{\{}", r"\{"), (r"\boxed{\}}", r"\}"),
     (r"\boxed{1\}", None),
     (r"\\boxed{5}", "5"),  # a backslash too many, as in a quoted string
-    ("\\boxed{1\n2}", "1\n2"),
-    (r"boxed{5}", None),
-    (r"\fbox{5} \Boxed{5}", None),
-    ("\\boxed{\0\ud800}", "\0\ud800"),
-    ("5", None),
-    ("", None),
+    ("\\boxed{1\n2}", "1\n2"), (r"boxed{5}", None), (r"\fbox{5} \Boxed{5}", None),
+    ("\\boxed{\0\ud800}", "\0\ud800"), ("5", None), ("", None),
 ])
 def test_extract_boxed(text, content):
     assert extract_boxed(text) == content
@@ -707,21 +684,17 @@ def test_pass_at_k_refuses_rewards():
 
 
 @pytest.mark.parametrize("answers, truth, k, expected", [
-    (["7", "8", "7"], "7", 3, 1.0),
-    (["7", "8", "8"], "7", 3, 0.0),
+    (["7", "8", "7"], "7", 3, 1.0), (["7", "8", "8"], "7", 3, 0.0),
     (["7", "8", "8"], "7", 1, 1.0),  # only the first k vote
     (["7", "8", "8"], "7", 2, 1 / 2),  # a tie
-    (["7", "8", "9"], "7", 3, 1 / 3),
-    (["7", "8", "9"], "6", 3, 0.0),
+    (["7", "8", "9"], "7", 3, 1 / 3), (["7", "8", "9"], "6", 3, 0.0),
     (["7", "7", "8", "8", "9"], "8", 5, 1 / 2),
     ([r"\$7.00", "8", r"7\text{ eggs}", "8", "7.0"], "7", 5, 1.0),  # all for the same number
     (["1,000", "1000", "5"], "1{,}000", 3, 1.0),
     (["Monday", r"\text{monday}", "Tuesday"], "Monday.", 3, 1.0),
     ([None, None, "7"], "7", 3, 1.0),  # the unparsed do not vote
-    ([None, "", " ", "$", "7"], "7", 5, 1.0),
-    ([None, "7"], "7", 1, 0.0),
-    ([None, None], "7", 2, 0.0),
-    ([None, ""], "", 2, 0.0),
+    ([None, "", " ", "$", "7"], "7", 5, 1.0), ([None, "7"], "7", 1, 0.0),
+    ([None, None], "7", 2, 0.0), ([None, ""], "", 2, 0.0),
     (["0", "0", "7"], "0", 3, 1.0),  # zero votes
 ])
 def test_majority_at_k(answers, truth, k, expected):
@@ -894,10 +867,8 @@ STRINGS = "prompts and completions are strings, not messages)"
     (gives(1, 2, 3, 4, 5), None, "5 rewards for 4"),
     (gives(1, "two", 3, 4), 1, "could not convert string to float: 'two'"),
     (gives(1, 2, 3, math.nan), 3, "nan is not a finite float32 number"),
-    (gives(1, 2, -math.inf, 4), 2, "-inf is not"),
-    (gives(1, -1e39, 3, 4), 1, "-1e+39 is not"),
-    (gives(10**400, 2, 3, 4), 0, "OverflowError"),
-    (gives(1, 2, [3], 4), 2, "TypeError"),
+    (gives(1, 2, -math.inf, 4), 2, "-inf is not"), (gives(1, -1e39, 3, 4), 1, "-1e+39 is not"),
+    (gives(10**400, 2, 3, 4), 0, "OverflowError"), (gives(1, 2, [3], 4), 2, "TypeError"),
     (gives(1, torch.ones(2), 3, 4), 1, "only one element tensors"),
     (gives(1, 2, 3, 1j), 3, "TypeError"),
     (gives(1, 2, Hostile(), 4), 2, "KeyError: 'no'"),
@@ -1009,10 +980,8 @@ def test_a_reward_file_takes_the_name_of_no_other_module(tmp_path, name):
 @pytest.mark.parametrize("code, reason", [
     ("import sys\nsys.exit()\n", "SystemExit"),
     ("raise ValueError('two\\nlines')", "load: two lines"),
-    ("import grpo_no_such_module", "ModuleNotFoundError"),
-    ("def score(:", "SyntaxError"),
-    ("\0", "null bytes"),
-    ("other = 1", "no function 'score'"),
+    ("import grpo_no_such_module", "ModuleNotFoundError"), ("def score(:", "SyntaxError"),
+    ("\0", "null bytes"), ("other = 1", "no function 'score'"),
     ("score = 1", "no function 'score'"),
 ])
 def test_a_reward_file_that_does_not_load(tmp_path, code, reason):
@@ -1081,24 +1050,17 @@ def test_length_terms_where_they_are_asked_for():
     ("<think>9 * 7</think><answer>63</answer>", 1.5),
     (" <think>9 * 7</think>\n\n<answer> $63.00 eggs </answer>\n", 1.5),
     (r"<think>9 < 10 > 8</think> <answer>So \boxed{63}.</answer>", 1.5),
-    ("<think></think><answer>50</answer>", 0.5),
-    ("<think>63</think><answer></answer>", 0.5),
-    ("<think>63</think><answer>so 63, I think</answer>", 0.5),
-    ("<think>63</think>", 0.0),
-    ("<answer>63</answer>", 0.0),
-    ("63", 0.0),
-    ("", 0.0),
-    ("<answer>63</answer><think>63</think>", 0.0),
-    ("<think>9</think>63<answer>63</answer>", 0.0),
+    ("<think></think><answer>50</answer>", 0.5), ("<think>63</think><answer></answer>", 0.5),
+    ("<think>63</think><answer>so 63, I think</answer>", 0.5), ("<think>63</think>", 0.0),
+    ("<answer>63</answer>", 0.0), ("63", 0.0), ("", 0.0),
+    ("<answer>63</answer><think>63</think>", 0.0), ("<think>9</think>63<answer>63</answer>", 0.0),
     ("Well: <think>9</think><answer>63</answer>", 0.0),
     ("<think>9</think><answer>63</answer>.", 0.0),
     ("<think>9</think><answer>50</answer><answer>63</answer>", 0.0),
     ("<think>9</think><think>9</think><answer>63</answer>", 0.0),
     ("<think><think>9</think><answer>63</answer>", 0.0),
-    ("<think>9<answer>63</answer></think>", 0.0),
-    ("<think>9<think><answer>63<answer>", 0.0),
-    ("<think>9</think><answer>63", 0.0),
-    ("<Think>9</Think><answer>63</answer>", 0.0),
+    ("<think>9<answer>63</answer></think>", 0.0), ("<think>9<think><answer>63<answer>", 0.0),
+    ("<think>9</think><answer>63", 0.0), ("<Think>9</Think><answer>63</answer>", 0.0),
 ])
 def test_think_answer_reward(response, expected):
     assert think_answer_reward(response, "63") == expected
@@ -1135,8 +1097,7 @@ def test_length_rescaled_is_gr3():
 
 
 @pytest.mark.parametrize("rewards, lengths, alpha", [
-    ([1.0, -0.1], [1, 1], 0.33), ([1.0, math.nan], [1, 1], 0.33),
-    ([1.0, 1.0], [1, 1], -0.1),
+    ([1.0, -0.1], [1, 1], 0.33), ([1.0, math.nan], [1, 1], 0.33), ([1.0, 1.0], [1, 1], -0.1),
 ])
 def test_length_rescaled_refuses(rewards, lengths, alpha):
     with pytest.raises(ValueError):

@@ -12,16 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import (
-    ROOT,
-    TINY,
-    curve,
-    lines_of,
-    metrics_of,
-    run_script,
-    tiny_problems,
-    trains,
-)
+from conftest import ROOT, TINY, curve, lines_of, metrics_of, run_script, tiny_problems, trains
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,

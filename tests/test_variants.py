@@ -142,18 +142,11 @@ PLAIN = ("--max-new-tokens=12", "--kl-coef=0.5", "--max-grad-norm=1e9")
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("flags", [
-    ("--advantage=leave-one-out",),
-    ("--advantage=gtpo",),
-    ("--advantage=grpo-s",),
-    ("--clip-advantages=0.6",),
-    ("--advantage=gtpo", "--clip-advantages=0.6"),
-    ("--objective=cispo", "--clip-eps-high=0.01"),
-    ("--sampler-correction=1.2",),
-    ("--kl-estimator=k3_corrected",),
-    ("--mask-truncated",),
-    ("--mask-truncated", "--aggregate=token"),
-    ("--length-rescale=0.5",),
-    ("--overlong-buffer=8",),
+    ("--advantage=leave-one-out",), ("--advantage=gtpo",), ("--advantage=grpo-s",),
+    ("--clip-advantages=0.6",), ("--advantage=gtpo", "--clip-advantages=0.6"),
+    ("--objective=cispo", "--clip-eps-high=0.01"), ("--sampler-correction=1.2",),
+    ("--kl-estimator=k3_corrected",), ("--mask-truncated",),
+    ("--mask-truncated", "--aggregate=token"), ("--length-rescale=0.5",), ("--overlong-buffer=8",),
 ], ids=" ".join)
 def test_a_variant_arrives(flags, temperature):
     p = parts(*flags, *PLAIN, f"--temperature={temperature}", "--micro-batch-tokens=150")
