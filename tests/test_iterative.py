@@ -103,6 +103,7 @@ def test_two_iterations_are_those_of_the_formulas(whole, learner):
     assert all(torch.equal(found[name], p) for name, p in model.named_parameters())
     assert not same(found, weights(MODEL))
     assert AutoTokenizer.from_pretrained(whole / "reward_model").chat_template
+    AutoModelForCausalLM.from_pretrained(whole / "final")
 
 
 def test_a_resumed_run_is_bitwise_the_same(whole, tmp_path):
@@ -154,11 +155,9 @@ def test_without_true_answers_there_are_rewards_and_no_pairs(tmp_path):
     assert same(weights(folder / "reward_model"), weights(MODEL))
 
 
-def test_the_reward_model_reads_problems_in_its_own_chat_template(tmp_path, learner):
+def test_the_reward_model_reads_problems_in_its_own_chat_template(learner):
     learner.tokenizer.chat_template = "Anna {{ messages[-1].content }}"
-    (tmp_path / "two.jsonl").write_text('{"question": "Ben has 9", "answer": "#### 9"}\n'
-                                        '{"question": "Ben has 5"}\n')
-    problems = reward.load_problems(str(tmp_path / "two.jsonl"), need_answer=False)
+    problems = [{"question": f"Ben has {n}", "answer": answer} for n, answer in ((9, "9"), (5, ""))]
     rollout = SimpleNamespace(responses=["\\boxed{ 9 }", "\\boxed{ 5 }"] * 2)
     settings = train.parse(ITERATIVE)
     scores = train.load_reward_of(settings, learner)(problems, ["p", "q"], rollout)
@@ -249,27 +248,6 @@ def test_pairs_and_replay_are_bounded_and_keep_what_is_old(monkeypatch):
     assert len(learner.replay) == 8
     old = sum((prompt, better) in seen[0] for prompt, better, _ in learner.replay)
     assert 0 < old < 8
-
-
-def test_replay_is_a_tenth_and_of_older_pairs(monkeypatch):
-    read = []
-    rows_of = reward.reward_model_rows
-
-    def spy(tokenizer, prompts, responses):
-        read.append(list(zip(prompts, responses))[:len(prompts) // 2])  # the better ones
-        return rows_of(tokenizer, prompts, responses)
-
-    monkeypatch.setattr(reward, "reward_model_rows", spy)
-    learner = fresh_learner()
-    kept = []
-    for k in range(2):
-        reward.collect_pairs(learner, worked_and_guessed(9 * k, 9 * k + 9), 2)
-        kept.append([pair[:2] for pair in learner.pairs])
-        reward.end_iteration(learner)
-    first, second = sum(read[:2], []), sum(read[2:], [])
-    assert sorted(first) == sorted(kept[0])
-    old = [pair for pair in second if pair not in kept[1]]
-    assert len(old) == 1 and old[0] in kept[0] and len(second) == 10
 
 
 def test_nothing_is_preferred_where_no_answer_is_known():
@@ -480,10 +458,6 @@ def test_a_checkpoint_of_another_reward_model(whole, tmp_path, capsys, name, val
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
     line = refused(capsys, "--resume", folder, "--steps=5")
     assert f"{path} is torn, or not of this model:" in line
-
-
-def test_the_policy_of_an_iterative_run_opens(whole):
-    AutoModelForCausalLM.from_pretrained(whole / "final")
 
 
 def test_the_count_of_the_memory_knows_the_reward_model():

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SMALL, small_model
+from conftest import NO_MEMORY, SMALL, raises, seeded, small_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -38,7 +38,7 @@ SIZES = [(5, 14), (5, 1), (5, 7), (9, 3), (9, 11)]
 
 def batch(seed=0, pad=PAD):
     """Five random rows, two prompts: input_ids, labels (5, 20), a random weight per log-prob."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     input_ids = torch.randint(V, (5, 20), generator=generator)
     input_ids[1:3, :5], input_ids[4, :9] = input_ids[0, :5], input_ids[3, :9]
     labels = input_ids.clone()
@@ -80,10 +80,8 @@ def assert_same_pull(model, actual, exact, expected, weights, tolerance=1e-4):
 
 
 def rows_a_chunk(monkeypatch, rows):
-    def chunks(M, V, device):
-        return [slice(m, m + rows) for m in range(0, M, rows)]
-
-    monkeypatch.setattr(logprob, "chunks", chunks)
+    monkeypatch.setattr(logprob, "chunks", lambda M, V, device: [
+        slice(m, m + rows) for m in range(0, M, rows)])
 
 
 def tokens_run(model):
@@ -113,7 +111,7 @@ class Shapes(TorchDispatchMode):
 # The formula, and all fast forms together against the full log-softmax
 
 def test_selected_logprobs_is_the_formula():
-    logits = 5 * torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
+    logits = 5 * torch.randn(6, 9, generator=seeded())
     targets = torch.tensor([0, 8, 3, 3, 1, 7])
     exact = logits.double() / 0.7
     expected = [float(exact[m, v] - exact[m].exp().sum().log()) for m, v in enumerate(targets)]
@@ -257,10 +255,9 @@ def test_rows_of_a_group_may_stand_apart(random_model):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "architecture, shared",
-    [("qwen2", True), ("qwen3", True), ("llama", True), ("mistral", False), ("gemma2", False)],
-)
+@pytest.mark.parametrize("architecture, shared", [
+    ("qwen2", True), ("qwen3", True), ("llama", True), ("mistral", False), ("gemma2", False),
+])
 def test_a_shared_prompt_runs_once(architecture, shared):
     """And no padding does. A window or a cap inside the attention is left to padded rows."""
     model, (input_ids, labels, _) = small_model(architecture), batch()
@@ -273,11 +270,11 @@ def test_a_shared_prompt_runs_once(architecture, shared):
 def test_groups_leave_the_model_as_it_was(random_model):
     model, (input_ids, labels, _) = copy.deepcopy(random_model), batch()
     expected = model(input_ids).logits
-    written = model.generate(input_ids[:1, :5], do_sample=False, max_new_tokens=8)
+    how = dict(do_sample=False, max_new_tokens=8)
+    written = model.generate(input_ids[:1, :5], **how)
     token_logprobs(model, input_ids, labels, group_ids=GROUPS)
     torch.testing.assert_close(model(input_ids).logits, expected, rtol=1e-5, atol=1e-4)
-    assert torch.equal(model.generate(input_ids[:1, :5], do_sample=False, max_new_tokens=8),
-                       written)
+    assert torch.equal(model.generate(input_ids[:1, :5], **how), written)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -296,7 +293,7 @@ def test_equal_rows_run_once(random_model, group_ids):
     order = torch.tensor([0, 1, 0, 3, 4, 1, 0, 4, 2])
     input_ids, labels, _ = (x[order] for x in batch())
     labels[4, 12] = IGNORE
-    weights = torch.randn(9, 19, generator=torch.Generator().manual_seed(1))
+    weights = torch.randn(9, 19, generator=seeded(1))
     exact = copy.deepcopy(model).double()
     expected, entropies = naive(exact, input_ids, labels, 0.7)
     run = tokens_run(model)
@@ -316,7 +313,7 @@ def test_equal_rows_run_once(random_model, group_ids):
 
 def lean_head_inputs(M, dtype):
     """hidden (M, 6), weight (13, 6), targets and a gradient (M,)."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     shapes = ((M, 6), (13, 6), (M,))
     hidden, weight, grad = (torch.randn(shape, generator=generator) for shape in shapes)
     targets = torch.randint(13, (M,), generator=generator)
@@ -501,13 +498,6 @@ def test_looking_changes_nothing(random_model):
     assert "forward" not in vars(logprob.body_of(model))
 
 
-def raises(error):
-    def form(*args, **kwargs):
-        raise error
-
-    return form
-
-
 def shifted(*args):
     """Hidden states of the wrong tokens."""
     output, hidden = GROUPED_HIDDEN(*args)
@@ -531,10 +521,6 @@ def test_a_form_that_fails_is_refused_with_its_reason(monkeypatch, form, reason)
     actual = token_logprobs(model, input_ids, labels, group_ids=GROUPS)
     expected, _ = naive(model, input_ids, labels)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
-
-
-NO_MEMORY = [torch.OutOfMemoryError("CUDA out of memory"),
-             RuntimeError("DefaultCPUAllocator: can't allocate memory")]
 
 
 @pytest.mark.parametrize("form", ["grouped_hidden", "own_head", "plain_logprobs"])
@@ -587,7 +573,7 @@ def tree(groups):
 
 
 def tensors(T, heads, key_heads, width, value_width, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     shapes = ((1, heads, T, width), (1, key_heads, T, width), (1, key_heads, T, value_width))
     return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
 
@@ -606,7 +592,7 @@ def assert_same_attention(groups, inputs, tolerance):
     out, _ = logprob.grouped_attention(None, *inputs, None, scaling=0.3, groups=groups)
     expected = reference(*inputs, tree(groups), 0.3)
     assert out.shape == expected.shape and out.shape[1] == T
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    weights = torch.randn(out.shape, generator=seeded(1))
     actual_grads = torch.autograd.grad(out, inputs, weights.to(out.dtype))
     expected_grads = torch.autograd.grad(expected, inputs, weights.double())
     for a, e in zip((out, *actual_grads), (expected, *expected_grads)):
@@ -749,6 +735,40 @@ def test_micro_batches_of_shared_prompts():
     assert [rows.tolist() for rows, _ in cuts] == [[0, 1, 2, 3], [4, 5], [6, 7]]
 
 
+@pytest.mark.parametrize("share_prompts", [False, True])
+def test_micro_batches_pay_equal_rows_once(share_prompts):
+    answers = [[1, 2, 3], [4, 5, 6], [1, 2, 3], [1, 2, 3], [1, 2, 3], [9]]
+    labels = torch.full((6, 8), IGNORE)
+    for n, ids in enumerate(answers):
+        labels[n, 4 : 4 + len(ids)] = torch.tensor(ids)
+    groups = torch.tensor([0, 0, 0, 0, 1, 1])
+
+    def cuts(budget):
+        cut = micro_batches(labels, groups, budget, share_prompts)
+        return [(sorted(rows.tolist()), width) for rows, width in cut]
+
+    # Group 0 costs 4 + 3 + 3, or two rows of 7; an equal answer of group 1 is another row.
+    first = 10 if share_prompts else 14
+    everything = first + (4 + 3 + 1 if share_prompts else 14)
+    assert cuts(everything) == [([0, 1, 2, 3, 4, 5], 7)]
+    assert cuts(first) == [([0, 1, 2, 3], 7), ([4, 5], 7)]
+    assert cuts(7)[0] == ([0, 2, 3], 7)
+
+
+def test_length_limit():
+    def limit(kind, **changes):
+        return length_limit(AutoConfig.for_model(kind, **changes))
+
+    assert limit("gpt2", n_positions=512) == 512
+    assert limit("bloom") == float("inf")
+    long = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+    phi3 = dict(max_position_embeddings=8192, original_max_position_embeddings=4096)
+    assert limit("phi3", **phi3, rope_parameters=long) == 4096
+    assert limit("phi3", max_position_embeddings=8192) == 8192
+    gemma = limit("gemma3_text", max_position_embeddings=8192)
+    assert gemma == 8192  # its parameters are one set per kind of layer
+
+
 # --------------------------------------------------------------------------------------------------
 # Checkpointed layers
 
@@ -782,40 +802,6 @@ def test_checkpointed_layers_wake_up_after_an_error():
         assert model.model.layers[1].training
         raise ValueError("out")
     assert not any(module.training for module in model.modules())
-
-
-@pytest.mark.parametrize("share_prompts", [False, True])
-def test_micro_batches_pay_equal_rows_once(share_prompts):
-    answers = [[1, 2, 3], [4, 5, 6], [1, 2, 3], [1, 2, 3], [1, 2, 3], [9]]
-    labels = torch.full((6, 8), IGNORE)
-    for n, ids in enumerate(answers):
-        labels[n, 4 : 4 + len(ids)] = torch.tensor(ids)
-    groups = torch.tensor([0, 0, 0, 0, 1, 1])
-
-    def cuts(budget):
-        cut = micro_batches(labels, groups, budget, share_prompts)
-        return [(sorted(rows.tolist()), width) for rows, width in cut]
-
-    # Group 0 costs 4 + 3 + 3, or two rows of 7; an equal answer of group 1 is another row.
-    first = 10 if share_prompts else 14
-    everything = first + (4 + 3 + 1 if share_prompts else 14)
-    assert cuts(everything) == [([0, 1, 2, 3, 4, 5], 7)]
-    assert cuts(first) == [([0, 1, 2, 3], 7), ([4, 5], 7)]
-    assert cuts(7)[0] == ([0, 2, 3], 7)
-
-
-def test_length_limit():
-    def limit(kind, **changes):
-        return length_limit(AutoConfig.for_model(kind, **changes))
-
-    assert limit("gpt2", n_positions=512) == 512
-    assert limit("bloom") == float("inf")
-    long = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
-    phi3 = dict(max_position_embeddings=8192, original_max_position_embeddings=4096)
-    assert limit("phi3", **phi3, rope_parameters=long) == 4096
-    assert limit("phi3", max_position_embeddings=8192) == 8192
-    gemma = limit("gemma3_text", max_position_embeddings=8192)
-    assert gemma == 8192  # its parameters are one set per kind of layer
 
 
 # --------------------------------------------------------------------------------------------------
@@ -861,10 +847,9 @@ def test_script_takes_a_run_and_its_flags(run_here, tiny, tmp_path):
     assert len(told) == len(plain) + 2 and "books" in told[1] and "books" in told[2]
 
 
-@pytest.mark.parametrize(
-    "file, text",
-    [("model.safetensors", "torn"), ("tokenizer.json", "{}"), ("config.json", '{"model_type": 3}')],
-)
+@pytest.mark.parametrize("file, text", [
+    ("model.safetensors", "torn"), ("tokenizer.json", "{}"), ("config.json", '{"model_type": 3}'),
+])
 def test_script_refuses_a_broken_folder_in_one_line(run_here, tmp_path, file, text):
     folder = tmp_path / "model"
     shutil.copytree(Path(__file__).parent / "tiny", folder)

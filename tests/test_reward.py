@@ -18,6 +18,7 @@ import answers
 import hypothesis.strategies as st
 import pytest
 import torch
+from conftest import SMALL, raises, seeded
 from hypothesis import given, settings
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -94,11 +95,7 @@ def test_an_empty_box_is_no_answer(empty):
 def test_zero_is_an_answer(zero):
     assert rule_reward(box(zero), "0") == 1.5
     assert rule_reward(box(zero), "7") == 0.5
-
-
-def test_truth_may_be_a_number():
-    assert rule_reward(box("63.0"), 63) == 1.5
-    assert rule_reward(box("64"), 63) == 0.5
+    assert rule_reward(box(zero), 0) == 1.5  # a truth may be a number
 
 
 def test_score_responses_is_prompt_major():
@@ -468,12 +465,9 @@ def test_what_is_no_file_is_refused_before_it_is_read(tmp_path, monkeypatch, sou
 
 
 def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
-    def refuse(path):
-        raise PermissionError(13, "Permission denied", str(path))
-
     path = tmp_path / "problems.jsonl"
     path.write_text(line())
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(Path, "read_bytes", raises(PermissionError(13, "Permission denied")))
     with pytest.raises(ValueError, match="problems.jsonl: PermissionError: .*Permission denied"):
         load_problems(path)
 
@@ -487,6 +481,11 @@ def test_the_fields_may_have_other_names(tmp_path):
         left = {key: row[key] for key in row if key != missing}
         with pytest.raises(ValueError, match=f"line 1: '{missing}' "):
             load(tmp_path, json.dumps(left), **fields)
+
+
+def test_no_answer_at_all_for_a_reward_of_ones_own(tmp_path):
+    [problem] = load(tmp_path, '{"question": "?"}', need_answer=False)
+    assert problem == {"question": "?", "answer": "", "solution": ""}
 
 
 @pytest.mark.parametrize("given, answer, truth", [
@@ -503,11 +502,6 @@ def test_answers_of_any_kind_for_a_reward_of_ones_own(tmp_path, given, answer, t
     if truth is None:
         with pytest.raises(ValueError, match="line 1: 'answer'"):
             load(tmp_path, line(answer=given))
-
-
-def test_no_answer_at_all_for_a_reward_of_ones_own(tmp_path):
-    [problem] = load(tmp_path, '{"question": "?"}', need_answer=False)
-    assert problem == {"question": "?", "answer": "", "solution": ""}
 
 
 def test_an_answer_whose_truth_is_not_known_is_neither_right_nor_wrong():
@@ -844,10 +838,6 @@ def gives(*values):
     return lambda **columns: list(values)
 
 
-def exits(**columns):
-    sys.exit(3)
-
-
 class Hostile:
     def __float__(self):
         raise KeyError("no")
@@ -857,7 +847,7 @@ STRINGS = "prompts and completions are strings, not messages)"
 
 
 @pytest.mark.parametrize("function, row, reason", [
-    (exits, None, "SystemExit: 3 (called with question, answer, level, prompts, completions, "),
+    (raises(SystemExit(3)), None, "SystemExit: 3 (called with question, answer, level, prompts, "),
     (lambda completions, **columns: [c[0]["content"] for c in completions], None, STRINGS),
     (lambda completions, mood, **columns: [], None, "required positional argument: 'mood' (called"),
     (lambda completions, **columns: 1 / 0, None, "ZeroDivisionError: division by zero"),
@@ -903,11 +893,8 @@ def test_what_is_wrong_is_told_under_its_flag(mine_py):
 
 
 def test_ctrl_c_in_a_reward_passes():
-    def interrupted(**columns):
-        raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        scored(interrupted)
+        scored(raises(KeyboardInterrupt()))
 
 
 def test_a_reward_file_with_dataclasses_and_neighbours(tmp_path):
@@ -1287,9 +1274,7 @@ def test_candidates_are_found_at_once():
 
 def small_reward_model(architecture="qwen2", **changes):
     torch.manual_seed(0)
-    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                 num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-                 bos_token_id=None, eos_token_id=1, pad_token_id=None, num_labels=1)
+    sizes = {**SMALL, "max_position_embeddings": 64, "pad_token_id": None, "num_labels": 1}
     config = AutoConfig.for_model(architecture, **{**sizes, **changes})
     model = AutoModelForSequenceClassification.from_config(config).eval()
     with torch.no_grad():
@@ -1351,7 +1336,7 @@ def test_preference_pairs_are_of_one_group_the_better_first():
     assert preference_pairs(rewards[:0], 4).shape == (0, 2)
     both = preference_pairs(rewards[[4, 5, 6, 7, 0, 1, 2, 3]], 4, pairs_per_group=None)
     assert sorted(both.tolist()) == [[5, 4], [5, 6], [6, 4], [7, 4], [7, 6]]
-    drawn = [preference_pairs(rewards, 4, torch.Generator().manual_seed(seed), pairs_per_group=2)
+    drawn = [preference_pairs(rewards, 4, seeded(seed), pairs_per_group=2)
              for seed in (0, 0, 1, 2, 3)]
     assert torch.equal(drawn[0], drawn[1]) and drawn[0].shape == (2, 2)
     assert any(not torch.equal(drawn[0], other) for other in drawn)
@@ -1376,17 +1361,17 @@ class Seen:
         return types.SimpleNamespace(input_ids=[[2 + ord(c) % 60 for c in text] for text in texts])
 
 
-def learner(optimizer=torch.optim.SGD, lr=0.0, pairs=(), replay=()):
+def learner(pairs=(), replay=()):
     model = small_reward_model()
-    return reward.RewardModel(model, Seen(), optimizer(model.parameters(), lr), list(pairs),
-                              list(replay))
+    still = torch.optim.SGD(model.parameters(), lr=0.0)
+    return reward.RewardModel(model, Seen(), still, list(pairs), list(replay))
 
 
 def test_an_iteration_mixes_a_tenth_of_old_pairs():
     pairs = [("p", f"new{i}", "bad") for i in range(45)]
     replay = [("p", f"old{i}", "bad") for i in range(50)]
     r = learner(pairs=pairs, replay=replay)
-    figures = end_iteration(r, torch.Generator().manual_seed(0))
+    figures = end_iteration(r, seeded())
     seen = r.tokenizer.texts
     assert sorted(text for text in seen if "new" in text) == sorted(p[1] for p in pairs)
     assert len({text for text in seen if "old" in text}) == 5  # 5 of 50
@@ -1412,20 +1397,6 @@ def test_an_iteration_mixes_a_tenth_of_old_pairs():
     none = learner(replay=replay)
     assert all(map(math.isnan, end_iteration(none).values()))
     assert none.replay == replay and none.tokenizer.texts == []
-
-
-def test_a_reward_model_learns_the_rule():
-    right = [("1 + 2", f"{i} \\boxed{{3}}", f"{i} \\boxed{{4}}") for i in range(16)]
-    r = learner(torch.optim.AdamW, 3e-3, pairs=right)
-    model = r.model
-    first = end_iteration(r)
-    for seed in range(6):
-        r.pairs, r.replay = list(right), right[:4]
-        last = end_iteration(r, torch.Generator().manual_seed(seed))
-    assert last["reward_model_loss"] < 0.1 < first["reward_model_loss"]
-    assert last["reward_model_accuracy"] == 1.0
-    scores = reward_model_scores(model, Seen(), ["1 + 2"] * 2, ["77 \\boxed{3}", "77 \\boxed{4}"])
-    assert scores[0] > scores[1]
 
 
 # --------------------------------------------------------------------------------------------------

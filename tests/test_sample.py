@@ -610,9 +610,9 @@ def test_without_graphs_nothing_is_kept(name):
     assert model not in sample.KEPT
 
 
-@pytest.mark.parametrize(
-    "ended", [[], [0], [8], [0, 1, 2], [3, 8], [7, 8], [0, 2, 4, 6, 8], list(range(8))]
-)
+@pytest.mark.parametrize("ended", [
+    [], [0], [8], [0, 1, 2], [3, 8], [7, 8], [0, 2, 4, 6, 8], list(range(8)),
+])
 def test_few_rows_move_when_rows_end(ended):
     decoder = OwnStep(small_model("llama"), 9, 4, graphs=False)
     decoder.length = 3
@@ -697,7 +697,7 @@ def test_memory_that_runs_out_is_raised(monkeypatch, error):
         forms_of(small_model("llama"))
 
 
-def test_the_check_runs_once(model, runs):
+def test_the_check_runs_once():
     small = small_model("qwen2")
     calls = []
     small.register_forward_pre_hook(lambda *_: calls.append(1))
@@ -709,7 +709,7 @@ def test_the_check_runs_once(model, runs):
     assert len(calls) > after + 5
 
 
-def test_the_check_leaves_no_trace(model):
+def test_the_check_leaves_no_trace():
     torch.manual_seed(3)
     state = torch.get_rng_state()
     small = small_model("qwen2")
@@ -778,13 +778,12 @@ def test_sampling_around_the_best(model, config, best, cut):
         assert not any(ended[:-1]) and bool(around.finished[n]) == ended[-1]
 
 
-@pytest.mark.parametrize(
-    "group_size, best, cut", [(5, 2, 0.5), (6, 4, 0.5), (6, 2, 0.5), (6, 1, 1.0), (1, 1, 0.5)]
-)
+@pytest.mark.parametrize("group_size, best, cut", [
+    (5, 2, 0.5), (6, 4, 0.5), (6, 2, 0.5), (6, 1, 1.0), (1, 1, 0.5),
+])
 def test_what_cannot_be_sampled_around(model, group_size, best, cut):
-    with pytest.raises(ValueError) as error:
+    with value_error(""):
         sample_around(model, TOKENIZER, PROMPTS, group_size, rewards_of=None, best=best, cut=cut)
-    assert "\n" not in str(error.value)
 
 
 # Conversations of word tokenizers: <start> begins a user's message and w3 an answer.
@@ -1172,18 +1171,7 @@ def test_a_template_that_makes_no_prompt(system_prompt, render, says):
 
 
 # --------------------------------------------------------------------------------------------------
-# The tiny policy and the script
-
-def test_tiny(tiny):
-    model, tokenizer = tiny
-    asked = ["How many ?", "How many ? " * 3]
-    prompts = [sample.chat_prompt(tokenizer, {"question": text}, "") for text in asked]
-    rollout = sample_groups(model, tokenizer, prompts, 4, 16, 1.0, seeded())
-    for n, row in enumerate(rollout.input_ids):
-        ids = tokenizer(prompts[n // 4], add_special_tokens=False).input_ids
-        assert row[: len(ids)].tolist() == ids
-    assert_logprobs(model, rollout)
-
+# The script
 
 @pytest.fixture
 def run(tmp_path):
@@ -1300,9 +1288,3 @@ def test_script_draws_a_group(run_here, tiny):
         assert facts.startswith(f"[{n}] {length} tokens, log-prob {total:.2f}")
         assert ("cut" in facts) == (not rollout.finished[n])
         assert text == rollout.responses[n]
-
-
-def test_script_greedy(run_here):
-    printed = run_here("sample.py", "--group-size=2", "--max-new-tokens=9", "--temperature=0")
-    first, second = printed.split("\n\n")[1:]
-    assert first.split()[1:] == second.split()[1:]

@@ -18,7 +18,7 @@ from conftest import (
     ends_badly,
     lines_of,
     metrics_of,
-    refused,
+    seeded,
     small_model,
     tiny_problems,
     trains,
@@ -32,7 +32,6 @@ from test_train import (
     loop,
     masters_after_a_step,
     parts,
-    seeded,
     settings,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
@@ -877,19 +876,6 @@ def test_a_reward_that_never_applies_is_null(mine, tmp_path):
     assert metrics["reward_mean"] == pytest.approx(metrics["reward/rule"])
 
 
-def test_rewards_of_the_same_name_are_told_apart(tmp_path):
-    for name, value in (("a", 1.0), ("b", 2.0)):
-        (tmp_path / f"{name}.py").write_text(
-            f"def f(completions, **columns):\n    return [{value}] * len(completions)\n")
-    a, b = (f"{tmp_path / name}.py:f" for name in "ab")
-    rollout = SimpleNamespace(labels=torch.full((2, 3), IGNORE), responses=["x", "y"])
-    fn = train.load_reward_of(settings("--reward", a, b))
-    assert fn([{"question": "q"}], ["q"], rollout).tolist() == [3.0, 3.0]
-    assert {name: values.tolist() for name, values in rollout.reward_parts.items()} == {
-        "f": [1.0, 1.0], b: [2.0, 2.0]}
-    assert train.load_reward_of(settings()) is None
-
-
 def data_with_columns(path, columns):
     """Twenty problems; only the last line has these columns too."""
     lines = (TINY / "train.jsonl").read_text().splitlines()[:20]
@@ -919,11 +905,6 @@ def test_the_rule_by_name_is_the_rule(tmp_path):
     assert weights_of(tmp_path / "named") == weights_of(tmp_path / "plain")
 
 
-def test_as_many_weights_as_rewards(capsys, mine):
-    line = refused(capsys, "--reward", f"{mine}:first", f"{mine}:second", "--reward-weights", "1")
-    assert "--reward-weights: 1 weights for 2 rewards" in line
-
-
 @pytest.fixture(scope="module")
 def unknown(tmp_path_factory):
     """A run on questions without answers, by a reward of one's own; and what it printed."""
@@ -946,10 +927,7 @@ def test_without_known_answers_the_rules_figures_are_null(unknown):
         assert all(m[name] is None for m in metrics[1:]), name
     assert all(m["reward_mean"] > 0 for m in metrics[1:])
     assert "truth     not known" in unknown.out
-
-
-def test_the_question_stands_in_another_column(unknown):
-    questions = [p["question"] for p in tiny_problems()[:20]]
+    questions = [p["question"] for p in tiny_problems()[:20]]   # they stand in another column
     for record in lines_of(unknown.folder / "samples.jsonl"):
         assert any(question in record["prompt"] for question in questions)
 
