@@ -1211,6 +1211,7 @@ class MasterAdamW(torch.optim.AdamW):
         if self.away:
             self.grads = pinned_like(weights, torch.float32)
             self.copies = pinned_like(weights, weights[0].dtype)
+            self.round()  # fills the copies
 
     @torch.no_grad()
     def step(self):
@@ -1245,8 +1246,9 @@ class MasterAdamW(torch.optim.AdamW):
 
         `arrived` is the share of the meant change that the written one has in its direction.
         """
-        return [torch.cat([local(tensor).flatten()[:few] for tensor in tensors]).float().cpu()
-                for tensors in (self.param_groups[0]["params"], self.weights)]
+        weights = self.copies if self.away else self.weights
+        return [torch.cat([local(tensor).flatten()[:few] for tensor in tensors]).float()
+                for tensors in (self.param_groups[0]["params"], weights)]
 
     def adapt_loss_scale(self, skipped):
         """float16: half of it after an update that was not finite, twice it after 200 that were."""

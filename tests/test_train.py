@@ -6,7 +6,6 @@ import io
 import json
 import math
 import re
-import shutil
 import sys
 from types import SimpleNamespace
 
@@ -19,6 +18,7 @@ from conftest import (
     lines_of,
     metrics_of,
     run_script,
+    seeded,
     tiny_problems,
     trains,
 )
@@ -50,10 +50,6 @@ REWARDS = torch.tensor([1.0, 0.0, 0.5, 0.0, 2.0, 2.0, 0.0, 1.0])
 
 def settings(*flags):
     return train.plan_memory(train.parse(list(flags)))
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def parts(*flags, dtype=torch.float32, noise=0.05):
@@ -350,14 +346,6 @@ def test_a_later_update_leaves_the_old_logprobs_alone():
     assert torch.equal(rollout.old_logprobs, kept) and torch.equal(rollout.entropies, entropies)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_gradient_is_held_through_the_rollout(dtype):
-    p = parts(dtype=dtype)
-    step(p)
-    masters = p.optimizer.param_groups[0]["params"]
-    assert all(weight.grad is None for weight in [*p.policy.parameters(), *masters])
-
-
 @pytest.mark.parametrize("what", ["gradient", "loss"])
 def test_what_is_not_finite_skips_the_update_and_is_counted(monkeypatch, what):
     p = parts()
@@ -380,10 +368,13 @@ def test_what_is_not_finite_skips_the_update_and_is_counted(monkeypatch, what):
     assert not all(torch.equal(before[name], value) for name, value in after.items())
 
 
-def test_reference_stands_still_while_the_policy_moves():
-    p = parts()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_after_a_step_no_gradient_is_held_and_the_reference_stands_where_it_stood(dtype):
+    p = parts(dtype=dtype)
     before = copy.deepcopy(p.reference.state_dict())
     step(p)
+    masters = p.optimizer.param_groups[0]["params"]
+    assert all(weight.grad is None for weight in [*p.policy.parameters(), *masters])
     after = p.reference.state_dict()
     assert all(torch.equal(before[name], value) for name, value in after.items())
 
@@ -520,7 +511,6 @@ def test_evaluation_is_its_definition():
 
 class Diary(train.Run):
     """A run without a folder that remembers what it was told."""
-
     def __init__(self):
         super().__init__()
         self.metrics = []
@@ -562,9 +552,6 @@ def test_the_loop_warms_up_evaluates_and_saves_when_it_should():
     assert run.checkpoints == [3, 5]
     assert [step for step, *_ in run.samples] == [1, 2, 3, 4, 5]
     assert len(run.before) == len(run.after) == 3
-
-
-def test_without_a_warm_up_the_rate_is_the_flags():
     assert loop("--warmup-steps=0", "--updates-per-rollout=1").rates == pytest.approx([0.004] * 5)
 
 
@@ -712,16 +699,14 @@ def test_masters_move_where_bfloat16_weights_stand_still():
     assert moved(before, list(p.policy.parameters())) < 0.05
 
 
-def test_masters_of_float32_weights_are_the_weights():
-    p = parts()
-    masters = p.optimizer.param_groups[0]["params"]
-    assert all(weight is master for weight, master in zip(p.policy.parameters(), masters))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_optimizer_is_adamw_without_weight_decay(dtype):
     """The first step of AdamW moves every weight that has a gradient by lr, against its sign."""
-    for was, master in masters_after_a_step(parts("--lr=0.002", dtype=dtype), gradient=1.0):
+    p = parts("--lr=0.002", dtype=dtype)
+    masters = p.optimizer.param_groups[0]["params"]
+    own = all(weight is master for weight, master in zip(p.policy.parameters(), masters))
+    assert own == (dtype == torch.float32)                # these are their own masters
+    for was, master in masters_after_a_step(p, gradient=1.0):
         assert torch.allclose(was - master, torch.full_like(was, 0.002), atol=1e-6)
 
 
@@ -738,25 +723,6 @@ def test_masters_gather_the_gradient_of_all_micro_batches():
     assert all(torch.equal(a, b) for a, b in zip(weights, p.policy.parameters()))
     assert found[0].dtype == torch.float32
     assert (found[0] - found[1]).norm() < 0.02 * found[0].norm()
-
-
-def test_dropout_is_off_whatever_the_configuration_says():
-    config = Qwen2Config(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-                         num_attention_heads=4, num_key_value_heads=2, attention_dropout=0.3)
-    model = Qwen2ForCausalLM(config)
-    model.extra = torch.nn.Dropout(0.2)
-    sample.switch_off_dropout(model)
-    assert model.extra.p == 0 and model.config.attention_dropout == 0
-    assert all(getattr(module, "attention_dropout", 0) == 0 for module in model.modules())
-
-
-def test_a_policy_is_loaded_without_its_dropout(tmp_path):
-    shutil.copytree(TINY, tmp_path / "m")
-    config = json.loads((TINY / "config.json").read_text())
-    (tmp_path / "m" / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.3}))
-    model, _ = train.load_policy(settings(f"--model={tmp_path / 'm'}"))
-    assert model.config.attention_dropout == 0 and not model.training
-    assert all(getattr(module, "attention_dropout", 0) == 0 for module in model.modules())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -892,21 +858,6 @@ def test_no_reference_without_kl(tmp_path):
     assert all(m["approx_kl"] is None for m in metrics_of(tmp_path / "run")[1:])
 
 
-def test_a_reward_of_ones_own(tmp_path):
-    (tmp_path / "my.py").write_text(
-        "def shorter(prompts, completions, answer, question, **columns):\n"
-        "    n = len(prompts)\n"
-        "    assert n == len(completions) == len(answer) == len(question) and n in (8, 16)\n"
-        "    assert all(q in p for p, q in zip(prompts, question))\n"
-        "    return [-float(len(c)) for c in completions]\n")
-    trains(*SMALL, f"--reward={tmp_path / 'my.py'}:shorter", f"--output={tmp_path / 'run'}")
-    samples = lines_of(tmp_path / "run" / "samples.jsonl")
-    assert all(record["rewards"] == [-len(response) for response in record["responses"]]
-               for record in samples)
-    metrics = metrics_of(tmp_path / "run")
-    assert metrics[0]["eval_reward"] < 0 and metrics[1]["reward_mean"] < 0
-
-
 def test_a_tenth_of_the_users_own_data_is_held_out(capsys, tmp_path):
     lines = (TINY / "train.jsonl").read_text().splitlines(keepends=True)[:40]
     (tmp_path / "mine.jsonl").write_text("".join(lines))
@@ -1009,18 +960,16 @@ def test_held_out_problems_of_a_config_do_not_judge_another_data_set(tmp_path):
     assert train.parse(["--data=x", "--eval-data=y"]).eval_data == "y"
 
 
+def test_a_switch_is_on_off_or_left_to_the_program():
+    assert train.parse([]).offload == "auto"
+    assert train.parse(["--offload"]).offload is True
+    assert train.parse(["--no-offload"]).offload is False
+
+
 def test_a_list_has_several_values():
     s = train.parse(["--reward", "a.py:f", "b.py:g", "--reward", "c.py:h",
                      "--reward-weights", "1", "0.5", "-2"])
     assert s.reward == ["a.py:f", "b.py:g", "c.py:h"] and s.reward_weights == [1, 0.5, -2]
-
-
-@pytest.mark.parametrize("flags, value", [
-    ([], "auto"), (["--offload"], True), (["--no-offload"], False),
-])
-def test_a_switch_is_on_off_or_left_to_the_program(flags, value):
-    found = train.parse(flags).offload
-    assert found == value and type(found) is type(value)
 
 
 def test_paths_are_absolute_so_that_a_resumed_run_finds_them(monkeypatch, tmp_path):
