@@ -50,7 +50,7 @@ from advantage import advantages_for, is_flat
 from logprob import IGNORE, layers_checkpointed, token_logprobs
 from loss import grpo_loss
 from reward import score_responses
-from sample import chat_prompt, sample_groups
+from sample import chat_prompt, out_of_memory, sample_groups
 
 # --------------------------------------------------------------------------------------------------
 # [G] One step: sample, score, normalise, update
@@ -1476,12 +1476,6 @@ def with_smaller_micro_batches(function):
 # train_step calls these two by name: from here on, with that second try.
 update = with_smaller_micro_batches(update)
 fill_in_logprobs = with_smaller_micro_batches(fill_in_logprobs)
-
-
-def out_of_memory(error):
-    words = ("out of memory", "not enough memory", "can't allocate memory",
-             "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(error, torch.OutOfMemoryError) or any(w in str(error) for w in words)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -68,7 +68,6 @@ def trained(model, tokenizer, device, steps=3, gpu=None, **changes):
         group_size=4, prompts_per_step=2, max_new_tokens=24, micro_batch_tokens=96, lr=1e-3,
         gradient_checkpointing=True, offload=False, device=device), **changes})
     optimizer = train.make_optimizer(model, s)
-    addresses = [weight.data_ptr() for weight in model.parameters()]
     if gpu:
         gpu.copies.clear()
     reference = copy.deepcopy(model).requires_grad_(False)
@@ -79,6 +78,8 @@ def trained(model, tokenizer, device, steps=3, gpu=None, **changes):
         generators = [torch.Generator().manual_seed(10 * step + j) for j in range(2)]
         metrics, _ = train.train_step(model, reference, optimizer, tokenizer,
                                       train.Batch(problems, prompts, generators), s)
+        # The first rollout may put weights side by side; from then on they stay.
+        addresses = addresses if step else [weight.data_ptr() for weight in model.parameters()]
     assert addresses == [weight.data_ptr() for weight in model.parameters()], "graphs read there"
     return optimizer.param_groups[0]["params"], metrics
 
@@ -298,13 +299,13 @@ def test_sampling_through_graphs(tokenizer, dtype, hopper):
             replayed = gpu.replays
             rollout = rollouts[temperature] = drawn(there, tokenizer, 40, temperature)
             assert on_gpu(rollout.input_ids) and on_gpu(rollout.logprobs)
-            assert gpu.replays >= replayed + 39
-        # for several of 16, 8, 4, 2, 1 rows, and the same ones at any temperature
-        assert 2 <= len(gpu.graphs) - tried <= 5
+            assert gpu.replays - replayed >= (rollout.labels != -100).sum(dim=1).max() - 1
+        # for several of 16, 8, 4, 2, 1 rows, at each of two temperatures
+        assert 4 <= len(gpu.graphs) - tried <= 10
     assert not gpu.attention["cudnn"], "a plan for every new shape, and open faults in bfloat16"
     for temperature, rollout in rollouts.items():
         lengths = (rollout.labels != -100).sum(dim=1)
-        assert lengths.min() < 30 and lengths.max() == 40    # rows end at different times
+        assert lengths.min() < 16 and lengths.max() > 20     # rows end at different times
         assert_drawn_from(model, rollout, 1e-5 if dtype == torch.float32 else 0.05)
         if dtype == torch.float32:                       # rounding moves a few draws of bfloat16
             expected = drawn(model, tokenizer, 40, temperature)
@@ -506,8 +507,9 @@ def test_a_step_on_hopper_does_not_use_cudnn(granted, tiny):
     assert gpu.attention and not gpu.attention["cudnn"]
 
 
-def test_gradients_go_to_the_host_once_per_update(granted, tiny):
+def test_gradients_go_to_the_host_once_per_update(granted, tiny, monkeypatch):
     """Pinned and without blocking; how many micro-batches there are makes no difference."""
+    monkeypatch.setattr(train.MasterAdamW.looked_at, "__defaults__", (1,))   # the figure `arrived`
     policy, tokenizer = tiny
     sent = {}
     for tokens in (64, 4096):
