@@ -1073,7 +1073,8 @@ def load_reward_model(s):
 def check_forms(model, s):
     """One line: which fast forms of [A] and [D] this model takes, which it was refused and why."""
     with telling(f"--model {s.model}:"):
-        forms = {**sample.forms_of(model), **logprob.forms_of(model)}
+        of_rows = logprob.forms_of(model)
+        forms = {**sample.forms_of(model), **of_rows}
     lines = [f"{name} refused: {refused}" if refused else name for name, refused in forms.items()]
     say("fast forms: " + "; ".join(lines))
     text = model.config.get_text_config()
@@ -1085,10 +1086,13 @@ def check_forms(model, s):
 
 def load_data(s, tokenizer):
     """Training and held-out problems -> two lists of dicts."""
+    # Our own rewards compare with a true answer: without one they would be 0 for ever.
+    only_rules = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
+
     def load_problems(name, source):
         with telling(f"{name}:"):
             return reward.load_problems(source, s.question_field, s.answer_field,
-                                        need_answer=not (s.reward or s.reward_model))
+                                        need_answer=only_rules)
 
     held_out = s.eval_data or ("gsm8k:test" if s.data == "gsm8k" else None)
     # --eval-only needs --data only to hold some of it out.

@@ -1003,10 +1003,6 @@ def test_a_reward_model_reads_its_own_template(tiny, monkeypatch):
         assert list(read) == each
         assert list(responses) == rollout.responses
         assert rule[:2] == (0.0, 0.0) and math.isnan(rule[2])  # no answer known: no preference
-    rollout.responses[1] = "9 " * 100
-    with pytest.raises(ValueError, match="^rows of .* tokens, not of 1 to 64"):
-        model_rewards(model, None, problems, ["", ""], rollout) if template is None else (
-            model_rewards(model, lambda problem: "5", problems, ["", ""], rollout))
 
 
 def test_length_terms_where_they_are_asked_for():

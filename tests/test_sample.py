@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import NO_MEMORY, SMALL, TINY, raises, seeded, small_model, value_error
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import sample
@@ -1111,7 +1111,7 @@ def test_a_draw_leaves_the_logits(draw):
 class Template:
     """A tokenizer with one special token and nothing but a chat template, a Python function."""
 
-    all_special_tokens = ["<|end|>"]
+    added_tokens_decoder = {0: AddedToken("<|end|>", special=True)}
 
     def __init__(self, render):
         self.render = render
@@ -1150,7 +1150,7 @@ def test_a_blank_makes_text_of_a_special_token():
     tokenizer = Template(None)
     assert sample.as_text(tokenizer, "a <|end|><|end|> b") == "a < |end|>< |end|> b"
     assert sample.as_text(tokenizer, "a < b | c > d") == "a < b | c > d"
-    tokenizer.all_special_tokens = ["x"]  # one character cannot be parted
+    tokenizer.added_tokens_decoder = {0: AddedToken("x", special=True)}  # cannot be parted
     assert sample.as_text(tokenizer, "x") == "x"
 
 

@@ -159,11 +159,11 @@ def step_by_hand(p, temperature=1.0, max_new_tokens=40, scale_by_std=True, updat
                                     **objective)
 
 
-def step_of_the_program(p):
+def step_of_the_program(p, **how):
     optimizer = torch.optim.SGD(p.policy.parameters(), RATE)
     gradients = []
     optimizer.register_step_pre_hook(lambda *_: gradients.append(gradient(p.policy)))
-    metrics, rollout = whole_step(p, optimizer)
+    metrics, rollout = whole_step(p, optimizer, **how)
     return rollout, gradients, metrics
 
 
@@ -689,7 +689,9 @@ def test_masters_move_where_bfloat16_weights_stand_still():
     step(p)
     assert all(m.dtype == torch.float32 for m in masters)
     assert moved(before, masters) > 0.85                  # unused words have no gradient
-    assert all(torch.equal(w, m.bfloat16()) for w, m in zip(p.policy.parameters(), masters))
+    for weight, master in zip(p.policy.parameters(), masters):
+        # One of the two neighbours, each weight by a threshold of its own: see test_rounding.py
+        assert ((weight.float() - master).abs() <= 2**-7 * master.abs()).all()
 
     p.policy = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.bfloat16).eval()
     before = [weight.detach().clone() for weight in p.policy.parameters()]
@@ -819,7 +821,7 @@ def test_a_run_goes_on_from_its_model_with_all_of_its_settings(finished_run):
         s = train.parse([*command[:2], "--model", model])
         assert s.model == str(finished_run.folder / "final")
         for name, field in train.FIELDS.items():
-            if field.metadata["kept"] and name not in ("model", "offload"):
+            if field.metadata["kept"] and name not in ("model", "offload", "dtype"):
                 assert getattr(s, name) == getattr(first, name), name
 
 
@@ -1120,6 +1122,7 @@ def test_dry_run_counts_from_the_configuration_alone(capsys, tmp_path):
     (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory"), True),
     (RuntimeError("shapes do not match"), False),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), False),
 ])
 def test_what_counts_as_out_of_memory(error, is_memory):
     assert train.out_of_memory(error) == is_memory

@@ -33,6 +33,7 @@ from test_train import (
     masters_after_a_step,
     parts,
     settings,
+    step_of_the_program,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
@@ -120,12 +121,8 @@ def gradients_by_hand(p, rollout, flags, temperature, order):
 
 def gradients_of_the_program(p, rollout):
     """-> (the gradient of every gradient step, the step's metrics)."""
-    optimizer = torch.optim.SGD(p.policy.parameters(), RATE)
-    found = []
-    optimizer.register_step_pre_hook(lambda *_: found.append(gradient(p.policy)))
-    batch = train.Batch(p.problems, p.prompts)
-    metrics, _ = train.train_step(p.policy, p.reference, optimizer, p.tokenizer, batch, p.settings,
-                                  sampler=lambda *_: copy.deepcopy(rollout))
+    _, found, metrics = step_of_the_program(p, sampler=lambda *_: copy.deepcopy(rollout),
+                                            reward_of=None)
     return found, metrics
 
 
@@ -887,12 +884,6 @@ def data_with_columns(path, columns):
 def test_a_column_that_few_lines_have_is_none_in_the_others(mine, tmp_path):
     trains(*SMALL, "--steps=1", f"--reward={mine}:of_level", f"--output={tmp_path / 'run'}",
            data_with_columns(tmp_path / "d.jsonl", {"level": "hard"}))
-
-
-def test_a_column_named_as_what_a_reward_is_given(capsys, mine, tmp_path):
-    line = ends_badly(capsys, *SMALL, f"--reward={mine}:first", f"--output={tmp_path / 'run'}",
-                      data_with_columns(tmp_path / "d.jsonl", {"completions": "x"}))
-    assert "a column of the data is named 'completions'" in line
 
 
 def test_the_rule_by_name_is_the_rule(tmp_path):
