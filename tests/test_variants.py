@@ -26,7 +26,6 @@ from conftest import (
 )
 from safetensors.torch import load_file
 from test_train import (
-    RATE,
     gradient,
     logprobs_on_full_logits,
     loop,
@@ -34,6 +33,7 @@ from test_train import (
     parts,
     settings,
     step_of_the_program,
+    updates_by_hand,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
@@ -92,31 +92,17 @@ def advantages_by_hand(flags, rollout, entropies):
 
 def gradients_by_hand(p, rollout, flags, temperature, order):
     """One gradient for each of the parts of `order` (slices of rows), each followed by SGD."""
-    model = copy.deepcopy(p.policy)
-    weights = list(model.parameters())
     with torch.no_grad():
-        old, entropies = logprobs_on_full_logits(model, rollout, temperature)
-        ref, _ = logprobs_on_full_logits(p.reference, rollout, temperature)
+        _, entropies = logprobs_on_full_logits(p.policy, rollout, temperature)
     advantages = advantages_by_hand(flags, rollout, entropies.float())
     mask = rollout.mask
     if "--mask-truncated" in flags:
         mask = mask & rollout.finished[:, None]
-    options = {"clip_eps": 0.2, "kl_coef": 0.5, "max_new_tokens": 12}
+    options = {"clip_eps": 0.2, "max_new_tokens": 12}
     for flag in flags:
         options |= OPTIONS.get(flag, {})
-    found = []
-    for rows in order:
-        logp, _ = logprobs_on_full_logits(model, rollout, temperature)
-        if "sampler_cap" in options:
-            options["sampler_logprobs"] = rollout.logprobs.double()[rows]
-        data = (tensor[rows] for tensor in (logp, old, ref, advantages, mask))
-        loss, _ = grpo_loss(*data, **options)
-        grads = torch.autograd.grad(loss, weights)
-        found.append(torch.cat([g.flatten() for g in grads]))
-        with torch.no_grad():
-            for weight, grad in zip(weights, grads):
-                weight -= RATE * grad
-    return found
+    records = updates_by_hand(p, rollout, advantages, temperature, order, 1e9, 0.5, mask, **options)
+    return [record.gradient for record in records]
 
 
 def gradients_of_the_program(p, rollout):
