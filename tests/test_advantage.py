@@ -85,8 +85,6 @@ def test_unbiased_is_torch_std(size):
     unbiased = group_advantages(rewards, size, unbiased=True)
     expected = (rewards - rewards.mean()) / (torch.std(rewards) + 1e-8)
     assert_close(unbiased, expected.tolist(), 1e-12)
-    ratio = group_advantages(rewards, size) / unbiased
-    assert_close(ratio, [math.sqrt(size / (size - 1))] * size, 1e-6)  # 6.9% for size 8
 
 
 def test_the_defaults():
@@ -160,20 +158,6 @@ def test_a_shift_and_a_scale_do_not_matter(rewards, unbiased):
     assert_close(-group_advantages(rewards * -3, 8, unbiased=unbiased), advantages, 1e-6)
 
 
-def test_dr_grpo_keeps_the_scale(rewards):
-    centred = group_advantages(rewards, 8, scale_by_std=False)
-    means = rewards.view(5, 8).mean(dim=1).repeat_interleave(8)
-    assert_close(centred, (rewards - means).tolist(), 1e-12)
-    scaled = group_advantages(rewards * 3 + 1, 8, scale_by_std=False)
-    assert_close(scaled, (centred * 3).tolist(), 1e-12)
-
-
-def test_each_group_has_mean_zero_and_std_one(rewards):
-    groups = group_advantages(rewards, 8).view(5, 8)
-    assert_close(groups.mean(dim=1), [0.0] * 5, 1e-12)
-    assert_close(groups.square().mean(dim=1), [1.0] * 5, 1e-6)
-
-
 def test_groups_are_independent_and_rows_prompt_major(rewards):
     advantages = group_advantages(rewards, 8)
     for group in range(5):
@@ -184,13 +168,6 @@ def test_groups_are_independent_and_rows_prompt_major(rewards):
         others = torch.arange(40) // 8 != group
         assert torch.equal(group_advantages(changed, 8)[others], advantages[others])
         assert not torch.equal(group_advantages(changed, 8)[rows], advantages[rows])
-
-
-def test_rows_of_a_group_may_stand_in_any_order(rewards):
-    order = torch.randperm(8, generator=torch.Generator().manual_seed(1))
-    mixed = rewards.view(5, 8)[:, order].flatten()
-    expected = group_advantages(rewards, 8).view(5, 8)[:, order].flatten()
-    assert_close(group_advantages(mixed, 8), expected.tolist(), 1e-12)
 
 
 def test_the_rewards_are_left_as_they_are(rewards):

@@ -190,7 +190,7 @@ def test_a_score_that_is_not_finite_ends_the_step(learner):
         learner.model.score.weight[:] = 3e38
     rollout = SimpleNamespace(responses=["9", "5"])
     reward_of = train.load_reward_of(train.parse(ITERATIVE), learner)
-    with pytest.raises(train.RewardFailed, match="--reward-model: row 0, response '9': its score"):
+    with pytest.raises(train.RewardFailed, match="^--reward-model: scores are not finite"):
         reward_of([{"question": "Ben has 9", "answer": "9"}], ["p"], rollout)
     rollout.responses = ["9 " * 200] * 2
     with pytest.raises(train.RewardFailed, match="^--reward-model: rows of .*, not of 1 to 128"):
@@ -339,29 +339,23 @@ def test_a_run_with_step_rewards_and_a_reward_beside_them(step_file, tmp_path):
     assert curve(folder)[-1]["reward/rule"] == curve(folder)[-1]["reward_mean"]
 
 
-ROW = {"question": "q", "answer": "9", "solution": ""}
 def step_rewards(steps, ids):
-    rollout = SimpleNamespace(responses=["good", "bad"], labels=[torch.tensor(row) for row in ids])
-    table = reward.table_for([ROW], ["p"], rollout)
-    return reward.checked("mine.py:steps", steps, table, reward.as_steps)
+    table = {"question": ["q", "q"], "completions": ["good", "bad"], "completion_ids": ids}
+    return reward.called("mine.py:steps", steps, table, reward.as_steps)
 
 
-PAIRS = "row 1, response 'bad'.* not a list of .end, reward. pairs"
+PAIRS = "row 1, response 'bad': not a list of .end, reward. pairs"
+OUTSIDE = "row 1, response 'bad': a step ends outside of the answer's 2 tokens"
 
 
-@pytest.mark.parametrize("lists, said", [
-    ([[(0, 1.0)]], "from row 0, .*1 rewards for 2 responses"),
-    ([[(0, 1.0)], [0.5]], PAIRS), ([[(0, 1.0)], 5], PAIRS), ([[(0, 1.0)], [(0, 1.0, 2.0)]], PAIRS),
-    ([[(0, 1.0)], [(0.5, 1.0)]], PAIRS), ([[(0, 1.0)], None], PAIRS),
-    ([[(0, 1.0)], [(2, 1.0)]], "row 1, .*a step ends at token 2 of an answer of 2 tokens"),
-    ([[(0, 1.0)], [(-1, 1.0)]], "row 1, .*a step ends at token -1 of an answer of 2 tokens"),
-    ([[(0, 1.0)], [(1, math.nan)]], "row 1, .*nan is not a finite float32 number"),
-    ([[(0, 1.0)], [(0, None)]], "row 1, .*None is not a finite float32 number"),
-    ([[(0, 1.0)], [(0, "much")]], "row 1, .*'much' is not a finite float32 number"),
+@pytest.mark.parametrize("second, said", [
+    ([0.5], PAIRS), (5, PAIRS), ([(0, 1.0, 2.0)], PAIRS), ([(0.5, 1.0)], PAIRS), (None, PAIRS),
+    ([(0, None)], PAIRS), ([(0, "much")], PAIRS), ([(2, 1.0)], OUTSIDE), ([(-1, 1.0)], OUTSIDE),
+    ([(1, math.nan)], "row 1, .*nan is not a finite float32 number"),
 ])
-def test_what_a_step_function_gives_is_looked_at(lists, said):
-    with value_error(f"^mine.py:steps.*{said}"):
-        step_rewards(lambda **columns: lists, [[4, 5, 6], [7, 8]])
+def test_what_a_step_function_gives_is_looked_at(second, said):
+    with value_error(f"^mine.py:steps, {said}"):
+        step_rewards(lambda **columns: [[(0, 1.0)], second], [[4, 5, 6], [7, 8]])
 
 
 def test_step_functions_may_give_nothing_and_numbers_of_any_kind():

@@ -247,13 +247,13 @@ def test_a_reward_that_goes_to_another_folder(monkeypatch, tmp_path, own_reward)
 
 
 @pytest.mark.parametrize("fault, words", [("raise", "KeyError"), ("exit", "SystemExit")])
-def test_a_reward_that_fails_names_the_row_and_the_run_goes_on(
+def test_a_reward_that_fails_is_named_and_the_run_goes_on(
         capsys, monkeypatch, tmp_path, own_reward, fault, words):
     flags, whole = own_reward
     folder = tmp_path / "run"
     monkeypatch.setenv("FAULT", fault)
     line = ends_badly(capsys, *flags, f"--output={folder}")
-    assert "row 0" in line and words in line and "mine.py:score" in line
+    assert words in line and "mine.py:score" in line
     assert metrics_of(folder)[-1]["step"] == 2
     monkeypatch.delenv("FAULT")
     resumed_ends_the_same(folder, whole)
@@ -306,19 +306,13 @@ def test_the_saved_flags_may_be_repeated_and_steps_may_grow(run_folder):
     assert json.loads((run_folder / "config.json").read_text())["steps"] == 7
 
 
-@pytest.fixture
-def letter_folder(tmp_path):
+def test_a_folder_that_holds_something_is_left_as_it_was(capsys, run_folder, tmp_path):
     (tmp_path / "somebody").mkdir()
     (tmp_path / "somebody" / "letter.txt").write_text("mine")
-    return tmp_path / "somebody"
-
-
-@pytest.mark.parametrize("whose", ["letter_folder", "run_folder"])
-def test_a_folder_that_holds_something_is_left_as_it_was(capsys, request, whose):
-    folder = request.getfixturevalue(whose)
-    before = snapshot(folder)
-    assert "holds a run already" in refused(capsys, *FLAGS, f"--output={folder}")
-    assert snapshot(folder) == before
+    for folder in (run_folder, tmp_path / "somebody"):
+        before = snapshot(folder)
+        assert "holds a run already" in refused(capsys, *FLAGS, f"--output={folder}")
+        assert snapshot(folder) == before
 
 
 def test_nothing_to_resume(capsys, tmp_path):
@@ -488,9 +482,9 @@ def test_a_checkpoint_that_is_not_whole(capsys, run_folder, spoil):
     assert f"{path} is torn, or not of this model: " in refuses_to_resume(capsys, run_folder)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_moments_and_weights_come_back(uninterrupted, dtype):
-    s = train.plan_memory(train.parse([*FLAGS, f"--dtype={dtype}"]))
+def test_moments_and_weights_come_back(uninterrupted):
+    """Of float32; test_rounding.py resumes a run in half precision."""
+    s = train.plan_memory(train.parse([*FLAGS, "--dtype=float32"]))
     policy, _ = train.load_policy(s)
     optimizer = train.make_optimizer(policy, s)
     run = train.Run(uninterrupted)
@@ -503,7 +497,7 @@ def test_moments_and_weights_come_back(uninterrupted, dtype):
             assert state.keys() == {"weight", "step", "exp_avg", "exp_avg_sq"}
             for key, value in state.items():
                 assert torch.equal(file.get_tensor(f"{key}/{name}"), value), (key, name)
-            assert torch.equal(weight, master.to(policy.dtype))
+            assert weight is master
 
 
 def test_weights_that_are_not_finite_are_not_saved(run_folder):

@@ -18,7 +18,7 @@ import answers
 import hypothesis.strategies as st
 import pytest
 import torch
-from conftest import SMALL, raises, seeded
+from conftest import SMALL, raises, seeded, value_error
 from hypothesis import given, settings
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -606,9 +606,8 @@ def test_a_wrong_file_or_none_is_refused_and_nothing_is_kept(network):
     (network.served / "train.jsonl").write_bytes(TRAIN + b" ")
     (network.served / "test.jsonl").unlink()
     for name, reason in (("gsm8k", "invalid hash"), ("gsm8k:test", "URLError")):
-        with pytest.raises(ValueError, match=f"^{name}: no download .*{reason}") as error:
+        with value_error(f"^{name}: no download .*{reason}"):
             load_problems(name)
-        assert "\n" not in str(error.value)
     assert not list(network.cache.iterdir())
 
 
@@ -887,9 +886,8 @@ def test_what_is_wrong_is_told_under_its_flag(mine_py):
             (reward_fn_of(["rule", bad]), f"--reward {bad}, row 0, response 'x': TypeError"),
             (reward_fn_of(None, None, f"{mine_py}:one"),
              f"--step-reward {mine_py}:one, row 0, response 'x': not a list of (end, reward) p")):
-        with pytest.raises(ValueError, match=f"^{re.escape(line)}") as error:
+        with value_error(f"^{re.escape(line)}"):
             fn(PROBLEMS[:1], ["p"], rollout_of("x", "y"))
-        assert "\n" not in str(error.value)
 
 
 def test_ctrl_c_in_a_reward_passes():
@@ -1003,10 +1001,6 @@ def test_a_reward_model_reads_its_own_template(tiny, monkeypatch):
         assert list(read) == each
         assert list(responses) == rollout.responses
         assert rule[:2] == (0.0, 0.0) and math.isnan(rule[2])  # no answer known: no preference
-    rollout.responses[1] = "9 " * 100
-    with pytest.raises(ValueError, match="^rows of .* tokens, not of 1 to 64"):
-        model_rewards(model, None, problems, ["", ""], rollout) if template is None else (
-            model_rewards(model, lambda problem: "5", problems, ["", ""], rollout))
 
 
 def test_length_terms_where_they_are_asked_for():

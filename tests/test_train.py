@@ -52,6 +52,10 @@ def settings(*flags):
     return train.plan_memory(train.parse(list(flags)))
 
 
+def with_settings(p, **changes):
+    return train.dataclasses.replace(p.settings, **changes)
+
+
 def parts(*flags, dtype=torch.float32, noise=0.05):
     """What train_step takes, of the tiny default, with two prompts and four answers each.
 
@@ -121,22 +125,49 @@ def still(model):
 RATE = 0.05  # of the SGD that takes the place of AdamW: a second update has ratios off 1
 
 
-def updates_by_hand(p, rollout, advantages, temperature, updates, max_grad_norm, kl_coef,
+def logprobs_on_full_logits(model, rollout, temperature):
+    """The formula in float64: log-probs of the next token and entropies, (N, S-1) each."""
+    logits = model(rollout.input_ids).logits[:, :-1].double() / temperature
+    log_p = logits.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return log_p.gather(-1, rollout.input_ids[:, 1:, None])[..., 0], entropy
+
+
+def test_gradient_is_that_of_the_formula_on_full_logits():
+    """One update against the loss written out on full log-softmax logits, in one batch."""
+    p = parts("--max-grad-norm=1e9", "--temperature=0.7")
+    rollout = rollout_of(p, temperature=0.7)
+    advantages = group_advantages(REWARDS, 4)
+    model = copy.deepcopy(p.policy)
+    update(p, model, still(model), rollout, kl_coef=0)
+
+    mask = (rollout.labels[:, 1:] != IGNORE).double()
+    logp = logprobs_on_full_logits(p.policy, rollout, 0.7)[0]
+    w = (logp - logp.detach()).exp()
+    loss = -((w * advantages[:, None] * mask).sum(1) / mask.sum(1)).mean()
+    loss.backward()
+    assert (gradient(model) - gradient(p.policy)).norm() <= 1e-5 * gradient(p.policy).norm()
+
+
+def updates_by_hand(p, rollout, advantages, temperature, order, max_grad_norm, kl_coef, mask=None,
                     **objective):
-    """[D] [E] [F] and a clipped SGD step, the whole batch at once -> one record per update."""
+    """[D] on full logits, [E] [F] and a clipped SGD step -> one record per update.
+
+    `order` has the rows of each update; the log-probs before the first are the old ones of all.
+    """
     model = copy.deepcopy(p.policy)
     weights = list(model.parameters())
-    mask = rollout.labels[:, 1:] != IGNORE
-    ids_and_labels = (rollout.input_ids, rollout.labels)
-    ref = None
-    if kl_coef:
-        ref = token_logprobs(p.reference, *ids_and_labels, temperature).detach()
-    old = None
+    mask = rollout.mask if mask is None else mask
+    with torch.no_grad():
+        old, _ = logprobs_on_full_logits(model, rollout, temperature)
+        ref, _ = logprobs_on_full_logits(p.reference, rollout, temperature)
     records = []
-    for _ in range(updates):
-        logp = token_logprobs(model, *ids_and_labels, temperature)
-        old = logp.detach() if old is None else old
-        loss, metrics = grpo_loss(logp, old, ref, advantages, mask, kl_coef=kl_coef, **objective)
+    for rows in order:
+        logp, _ = logprobs_on_full_logits(model, rollout, temperature)
+        if "sampler_cap" in objective:
+            objective["sampler_logprobs"] = rollout.logprobs.double()[rows]
+        loss, metrics = grpo_loss(logp[rows], old[rows], ref[rows] if kl_coef else None,
+                                  advantages[rows], mask[rows], kl_coef=kl_coef, **objective)
         grads = torch.autograd.grad(loss, weights)
         norm = math.sqrt(sum(float(g.square().sum()) for g in grads))
         grads = [g * min(1.0, max_grad_norm / (norm + 1e-6)) for g in grads]
@@ -155,15 +186,16 @@ def step_by_hand(p, temperature=1.0, max_new_tokens=40, scale_by_std=True, updat
     rollout = rollout_of(p, max_new_tokens, temperature)
     advantages = group_advantages(REWARDS, 4, scale_by_std=scale_by_std)
     objective = {"clip_eps": 0.2, "kl_coef": 0.02, "max_new_tokens": max_new_tokens, **objective}
-    return rollout, updates_by_hand(p, rollout, advantages, temperature, updates, max_grad_norm,
+    order = [slice(None)] * updates
+    return rollout, updates_by_hand(p, rollout, advantages, temperature, order, max_grad_norm,
                                     **objective)
 
 
-def step_of_the_program(p):
+def step_of_the_program(p, **how):
     optimizer = torch.optim.SGD(p.policy.parameters(), RATE)
     gradients = []
     optimizer.register_step_pre_hook(lambda *_: gradients.append(gradient(p.policy)))
-    metrics, rollout = whole_step(p, optimizer)
+    metrics, rollout = whole_step(p, optimizer, **how)
     return rollout, gradients, metrics
 
 
@@ -289,34 +321,6 @@ def test_gradient_does_not_depend_on_the_cut_into_micro_batches(aggregate, share
         assert (grads - whole).norm() <= 1e-6 * whole.norm()
         for name in expected:
             assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
-
-
-def test_gradient_is_that_of_the_formula_on_full_logits():
-    """One update against the loss written out on full log-softmax logits, in one batch."""
-    p = parts("--max-grad-norm=1e9", "--temperature=0.7")
-    rollout = rollout_of(p, temperature=0.7)
-    advantages = group_advantages(REWARDS, 4)
-    model = copy.deepcopy(p.policy)
-    update(p, model, still(model), rollout, kl_coef=0)
-
-    mask = (rollout.labels[:, 1:] != IGNORE).double()
-    logp = logprobs_on_full_logits(p.policy, rollout, 0.7)[0]
-    w = (logp - logp.detach()).exp()
-    loss = -((w * advantages[:, None] * mask).sum(1) / mask.sum(1)).mean()
-    loss.backward()
-    assert (gradient(model) - gradient(p.policy)).norm() <= 1e-5 * gradient(p.policy).norm()
-
-
-def with_settings(p, **changes):
-    return train.dataclasses.replace(p.settings, **changes)
-
-
-def logprobs_on_full_logits(model, rollout, temperature):
-    """The formula in float64: log-probs of the next token and entropies, (N, S-1) each."""
-    logits = model(rollout.input_ids).logits[:, :-1].double() / temperature
-    log_p = logits.log_softmax(-1)
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    return log_p.gather(-1, rollout.input_ids[:, 1:, None])[..., 0], entropy
 
 
 def test_first_step_is_honest():

@@ -26,13 +26,14 @@ from conftest import (
 )
 from safetensors.torch import load_file
 from test_train import (
-    RATE,
     gradient,
     logprobs_on_full_logits,
     loop,
     masters_after_a_step,
     parts,
     settings,
+    step_of_the_program,
+    updates_by_hand,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
@@ -91,41 +92,23 @@ def advantages_by_hand(flags, rollout, entropies):
 
 def gradients_by_hand(p, rollout, flags, temperature, order):
     """One gradient for each of the parts of `order` (slices of rows), each followed by SGD."""
-    model = copy.deepcopy(p.policy)
-    weights = list(model.parameters())
     with torch.no_grad():
-        old, entropies = logprobs_on_full_logits(model, rollout, temperature)
-        ref, _ = logprobs_on_full_logits(p.reference, rollout, temperature)
+        _, entropies = logprobs_on_full_logits(p.policy, rollout, temperature)
     advantages = advantages_by_hand(flags, rollout, entropies.float())
     mask = rollout.mask
     if "--mask-truncated" in flags:
         mask = mask & rollout.finished[:, None]
-    options = {"clip_eps": 0.2, "kl_coef": 0.5, "max_new_tokens": 12}
+    options = {"clip_eps": 0.2, "max_new_tokens": 12}
     for flag in flags:
         options |= OPTIONS.get(flag, {})
-    found = []
-    for rows in order:
-        logp, _ = logprobs_on_full_logits(model, rollout, temperature)
-        if "sampler_cap" in options:
-            options["sampler_logprobs"] = rollout.logprobs.double()[rows]
-        data = (tensor[rows] for tensor in (logp, old, ref, advantages, mask))
-        loss, _ = grpo_loss(*data, **options)
-        grads = torch.autograd.grad(loss, weights)
-        found.append(torch.cat([g.flatten() for g in grads]))
-        with torch.no_grad():
-            for weight, grad in zip(weights, grads):
-                weight -= RATE * grad
-    return found
+    records = updates_by_hand(p, rollout, advantages, temperature, order, 1e9, 0.5, mask, **options)
+    return [record.gradient for record in records]
 
 
 def gradients_of_the_program(p, rollout):
     """-> (the gradient of every gradient step, the step's metrics)."""
-    optimizer = torch.optim.SGD(p.policy.parameters(), RATE)
-    found = []
-    optimizer.register_step_pre_hook(lambda *_: found.append(gradient(p.policy)))
-    batch = train.Batch(p.problems, p.prompts)
-    metrics, _ = train.train_step(p.policy, p.reference, optimizer, p.tokenizer, batch, p.settings,
-                                  sampler=lambda *_: copy.deepcopy(rollout))
+    _, found, metrics = step_of_the_program(p, sampler=lambda *_: copy.deepcopy(rollout),
+                                            reward_of=None)
     return found, metrics
 
 
@@ -887,12 +870,6 @@ def data_with_columns(path, columns):
 def test_a_column_that_few_lines_have_is_none_in_the_others(mine, tmp_path):
     trains(*SMALL, "--steps=1", f"--reward={mine}:of_level", f"--output={tmp_path / 'run'}",
            data_with_columns(tmp_path / "d.jsonl", {"level": "hard"}))
-
-
-def test_a_column_named_as_what_a_reward_is_given(capsys, mine, tmp_path):
-    line = ends_badly(capsys, *SMALL, f"--reward={mine}:first", f"--output={tmp_path / 'run'}",
-                      data_with_columns(tmp_path / "d.jsonl", {"completions": "x"}))
-    assert "a column of the data is named 'completions'" in line
 
 
 def test_the_rule_by_name_is_the_rule(tmp_path):
