@@ -50,7 +50,7 @@ from advantage import advantages_for, is_flat
 from logprob import IGNORE, layers_checkpointed, token_logprobs
 from loss import grpo_loss
 from reward import score_responses
-from sample import chat_prompt, sample_groups
+from sample import chat_prompt, out_of_memory, sample_groups
 
 # --------------------------------------------------------------------------------------------------
 # [G] One step: sample, score, normalise, update
@@ -1211,6 +1211,7 @@ class MasterAdamW(torch.optim.AdamW):
         if self.away:
             self.grads = pinned_like(weights, torch.float32)
             self.copies = pinned_like(weights, weights[0].dtype)
+            self.round()  # fills the copies
 
     @torch.no_grad()
     def step(self):
@@ -1245,8 +1246,9 @@ class MasterAdamW(torch.optim.AdamW):
 
         `arrived` is the share of the meant change that the written one has in its direction.
         """
-        return [torch.cat([local(tensor).flatten()[:few] for tensor in tensors]).float().cpu()
-                for tensors in (self.param_groups[0]["params"], self.weights)]
+        weights = self.copies if self.away else self.weights
+        return [torch.cat([local(tensor).flatten()[:few] for tensor in tensors]).float()
+                for tensors in (self.param_groups[0]["params"], weights)]
 
     def adapt_loss_scale(self, skipped):
         """float16: half of it after an update that was not finite, twice it after 200 that were."""
@@ -1441,20 +1443,32 @@ def memory(s, model):
     }
 
 
+def host_memory(s, model):
+    """What --offload keeps in host memory: {what: bytes}; nothing of it counts for the GPU."""
+    n = sum(p.numel() for p in model.parameters())
+    away = s.offload and world() == 1 and model.dtype != torch.float32
+    bytes_each = {"float32 masters": 4, "AdamW's two moments": 8, "gradients, float32": 4,
+                  "rounded weights": model.dtype.itemsize}
+    return {f"host: {what}": size * n * away for what, size in bytes_each.items()}
+
+
 def print_memory(s):
     """--dry-run: the count of these flags on a GPU, for everything that `auto` may become there."""
     model = model_without_storage(s, torch.float32 if s.dtype == "float32" else torch.bfloat16)
     ways = ways_to_save(s, "cuda")
     with telling(f"--model {s.model}: its memory cannot be counted:", of=Exception):
         counts = [memory(way, model) for way in ways]
+        hosts = [host_memory(way, model) for way in ways]
     print(f"{s.model}: {sum(p.numel() for p in model.parameters()):,} weights in {model.dtype}; "
           f"{s.prompts_per_step} x {s.group_size} answers of {s.answer_tokens} tokens behind "
           f"prompts of {PROMPT}; one of {world()} processes, GB = 1e9 bytes on its GPU\n")
     for name in MEMORY:
         print(f"{flag_of(name):30}" + "".join(f"{getattr(way, name)!s:>10}" for way in ways))
-    for what in counts[0]:
-        print(f"{what:30}" + "".join(f"{count[what] / 1e9:10.2f}" for count in counts))
-    print(f"{'sum':30}" + "".join(f"{sum(count.values()) / 1e9:10.2f}" for count in counts))
+    for total, table in (("sum", counts), ("host: sum", hosts)):
+        for count in table:
+            count[total] = sum(count.values())
+        for what in table[0]:
+            print(f"{what:30}" + "".join(f"{count[what] / 1e9:10.2f}" for count in table))
 
 
 def with_smaller_micro_batches(function):
@@ -1480,12 +1494,6 @@ def with_smaller_micro_batches(function):
 # train_step calls these two by name: from here on, with that second try.
 update = with_smaller_micro_batches(update)
 fill_in_logprobs = with_smaller_micro_batches(fill_in_logprobs)
-
-
-def out_of_memory(error):
-    words = ("out of memory", "not enough memory", "can't allocate memory",
-             "CUBLAS_STATUS_ALLOC_FAILED")
-    return isinstance(error, torch.OutOfMemoryError) or any(w in str(error) for w in words)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -127,6 +127,7 @@ class Gpu:
         self.capturing = None            # the graph that is being captured
         self.inside_kernel = False       # operations are parts of one fused kernel
         self.asked = False               # Python named a device, or made a tensor from nothing
+        self.own_numbers = False         # Python gave a generator of the GPU's
 
     @contextlib.contextmanager
     def state(self, **values):
@@ -219,7 +220,7 @@ class Gpu:
                 shapes = ", ".join(f"{tuple(y.shape)} {place(y)}" for y in tensors[:4])
                 raise CudaError(f"Expected all tensors to be on the same device: {func}, {shapes}")
         generator = kwargs.get("generator")
-        if generator is not None:
+        if generator is not None and not self.own_numbers:
             raise CudaError(f"Expected a 'cuda' generator but found '{generator.device}'")
         return False
 
@@ -433,12 +434,13 @@ class Requests(TorchFunctionMode):
             return from_data(gpu, func, *args, **kwargs)
         if func in ANSWERS and (func in HOST_TOO or on_gpu(args[0])):
             return ANSWERS[func](gpu, *args, **kwargs)
-        before = gpu.asked                               # `state` would take longer than most calls
+        before = gpu.asked, gpu.own_numbers              # `state` would take longer than most calls
         gpu.asked = "device" in kwargs or not tensors_in(*args)
+        gpu.own_numbers = isinstance(kwargs.get("generator"), Generator)
         try:
             return func(*args, **kwargs)
         finally:
-            gpu.asked = before
+            gpu.asked, gpu.own_numbers = before
 
 
 def from_data(gpu, func, *args, device=None, **kwargs):
@@ -545,6 +547,10 @@ class Stream:
     wait_stream = wait_event = record_event = record = wait = ignored
 
 
+class Generator(torch.Generator):
+    """Stands for torch.Generator("cuda"): other numbers than CUDA's."""
+
+
 @contextlib.contextmanager
 def machine(hopper=False):
     """Here is a GPU: an Ada card of 24 GB, or a Hopper of 141 GB."""
@@ -599,9 +605,15 @@ def machine(hopper=False):
             groups[CUDA if on_gpu(tensors[0][0]) else device, dtype] = (tensors, indices)
         return groups
 
+    host = torch.Generator
+
+    def generator(device="cpu"):
+        return Generator() if is_cuda(device) else host(device)
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(patch.multiple(torch.cuda, create=True, **cuda))
         stack.enter_context(patch.multiple(torch.Tensor, create=True, **tensor))
+        stack.enter_context(patch.object(torch, "Generator", generator))
         stack.enter_context(patch.object(torch.autograd, "_engine_run_backward", backward))
         stack.enter_context(patch.object(torch._C, "_group_tensors_by_device_and_dtype", grouped))
         stack.enter_context(Kernels(gpu))

@@ -468,20 +468,21 @@ class Replay:
     captured = []
     replayed = []
 
-    def __init__(self, decoder, n):
-        self.step = lambda: decoder.step(n, decoder.capacity)
-        self.logits = self.step()
+    def __init__(self, decoder, n, temperature):
+        self.step = lambda: draw(decoder.step(n, decoder.capacity), temperature, decoder.u[:n])
+        self.results = self.step()
         self.n = n
         self.captured.append(n)
 
     def replay(self):
-        self.logits.copy_(self.step())
+        for result, new in zip(self.results, self.step()):
+            result.copy_(new)
         self.replayed.append(self.n)
 
 
 def capture(*args):
     graph = Replay(*args)
-    return graph, graph.logits
+    return graph, *graph.results
 
 
 @pytest.fixture
@@ -599,7 +600,8 @@ def test_the_ladder_of_row_counts(graphs):
         decoder = OwnStep(model, 20, 64, form)
         decoder.filled(copy.deepcopy(prompt[0]), prompt[1], 20)
         for n in (1, 2, 3, 5, 6, 10, 11, 20):
-            assert decoder.run(torch.full((n,), 6)).shape == (n, V)
+            drawn = decoder.run(torch.full((n,), 6), 1.0, torch.full((n,), 0.5).double())
+            assert [x.shape for x in drawn] == [(n,), (n,)]
     assert graphs == [1, 2, 5, 10, 20] and Replay.replayed == [1, 2, 5, 5, 10, 10, 20, 20]
 
 

@@ -1023,6 +1023,11 @@ def counted(tmp_path, *flags, dtype=torch.bfloat16, **changes):
     return train.memory(s, model), sum(p.numel() for p in model.parameters())
 
 
+def hosted(folder, *flags):
+    s = train.parse([f"--model={folder}", *flags])
+    return train.host_memory(s, train.model_without_storage(s, torch.bfloat16))
+
+
 def test_count_of_the_memory(tmp_path):
     count, n = counted(tmp_path)
     assert count["policy, weights that compute"] == count["reference, frozen"] == 2 * n
@@ -1033,6 +1038,8 @@ def test_count_of_the_memory(tmp_path):
     count, n = counted(tmp_path, "--offload", "--kl-coef=0")
     assert count["float32 masters"] == count["AdamW's two moments"] == 0
     assert count["reference, frozen"] == 0 and count["gradients, float32"] == 4 * n
+    assert sum(hosted(tmp_path, "--offload").values()) == (4 + 8 + 4 + 2) * n
+    assert not any(hosted(tmp_path, "--no-offload").values())
     count, n = counted(tmp_path, dtype=torch.float32)     # the weights are their own masters
     assert count["float32 masters"] == 0 and count["policy, weights that compute"] == 4 * n
 
@@ -1104,15 +1111,26 @@ def test_dry_run_counts_from_the_configuration_alone(capsys, tmp_path):
     assert rows["--offload"] == ["False", "False", "True"]
     assert rows["--gradient-checkpointing"] == ["False", "True", "True"]
     for column in range(3):
-        parts = [float(row[column]) for what, row in rows.items()
-                 if what != "sum" and not what.startswith("--")]
-        assert sum(parts) == pytest.approx(float(rows["sum"][column]), abs=0.05)
+        for host, total in ((False, "sum"), (True, "host: sum")):
+            parts = [float(row[column]) for what, row in rows.items()
+                     if what != total and not what.startswith("--")
+                     and what.startswith("host:") == host]
+            assert sum(parts) == pytest.approx(float(rows[total][column]), abs=0.05)
+
+
+def in_a_capture(fault):
+    """What is raised in its place where the end of the capture fails, too."""
+    error = RuntimeError("CUDA error: operation failed due to a previous error during capture")
+    error.__context__ = fault
+    return error
 
 
 @pytest.mark.parametrize("error, is_memory", [
     (torch.OutOfMemoryError("no room"), True),
     (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory"), True),
+    (in_a_capture(torch.OutOfMemoryError("no room")), True),
+    (in_a_capture(RuntimeError("shapes do not match")), False),
     (RuntimeError("shapes do not match"), False),
     (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), False),
 ])
