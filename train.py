@@ -411,7 +411,7 @@ def step_metrics(rollout, batch, updates, clock, s):
         "seconds_sampling": sampled - started,
         "seconds_scoring": scored - sampled,
         "seconds_training": seconds - (scored - started),
-        "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,  # 0 without CUDA
+        "peak_memory_gb": peak_memory() / 1e9,
         "tokens_per_second": lengths.sum() / seconds,
     }
     if s.max_resample:
@@ -421,6 +421,17 @@ def step_metrics(rollout, batch, updates, clock, s):
         metrics[f"reward/{name}"] = values.nanmean()
         metrics[f"reward_std/{name}"] = (values - values.nanmean()).square().nanmean().sqrt()
     return {name: float(value) for name, value in metrics.items()}
+
+
+def peak_memory():
+    """Bytes: of the allocator on CUDA, else of the whole process; NaN where nobody tells."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    with contextlib.suppress(ImportError):  # Windows
+        import resource
+        unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return math.nan
 
 
 def mean(bools):
