@@ -78,8 +78,8 @@ def trained(model, tokenizer, device, steps=3, gpu=None, **changes):
         generators = [torch.Generator().manual_seed(10 * step + j) for j in range(2)]
         metrics, _ = train.train_step(model, reference, optimizer, tokenizer,
                                       train.Batch(problems, prompts, generators), s)
-        # The first rollout may put weights side by side; from then on they stay.
-        addresses = addresses if step else [weight.data_ptr() for weight in model.parameters()]
+        if step == 0:  # the first rollout may put weights side by side; from then on they stay
+            addresses = [weight.data_ptr() for weight in model.parameters()]
     assert addresses == [weight.data_ptr() for weight in model.parameters()], "graphs read there"
     return optimizer.param_groups[0]["params"], metrics
 
