@@ -451,14 +451,8 @@ def test_the_logits_are_never_held(architecture, monkeypatch):
 WINDOW = "a sliding window"
 CAP = "a cap or a scale on the logits"
 FORMS = {  # architecture -> why its lean head and its grouped rows are refused
-    "qwen2": (None, None),
-    "qwen3": (None, None),
-    "llama": (None, None),
-    "mistral": (None, WINDOW),
-    "gemma2": (CAP, WINDOW),
-    "gpt2": (None, None),
-    "granite": (CAP, None),
-    "cohere": (CAP, None),
+    "qwen2": (None, None), "qwen3": (None, None), "llama": (None, None), "mistral": (None, WINDOW),
+    "gemma2": (CAP, WINDOW), "gpt2": (None, None), "granite": (CAP, None), "cohere": (CAP, None),
     "phi": ("a bias in the head", None),
 }
 
@@ -667,9 +661,6 @@ def test_where_flash_attention_runs(monkeypatch):
     assert not device("cuda", torch.bfloat16, 320, 320)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
     assert not device("cuda", torch.bfloat16)
-
-
-def test_cudnn_is_off():
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 

@@ -397,9 +397,7 @@ def test_another_version_is_said(capsys, home):
 
 # config.json is checked as flags are. What is wrong, and how it is made of the right one.
 EDITED = {
-    "not JSON": lambda c: "{",
-    "empty": lambda c: "",
-    "not an object": lambda c: [1],
+    "not JSON": lambda c: "{", "empty": lambda c: "", "not an object": lambda c: [1],
     "of an older train.py": lambda c: {"settings": c, "recipe": {}},
     "a flag that is gone": lambda c: {**c, "no_such_flag": 1},
     "a flag of one command": lambda c: {**c, "dry_run": True},

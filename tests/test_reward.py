@@ -653,11 +653,10 @@ def test_pass_at_k_is_the_mean_over_problems():
     assert pass_at_k(torch.tensor(correct), 2) == pass_at_k(correct, 2)
     assert pass_at_k([[1, 0]], 1) == 0.5
     assert type(pass_at_k(torch.tensor(correct), 2)) is float
-
-
-def test_pass_at_k_does_not_overflow():
+    assert pass_at_k([[True] + [False] * 4999], 2500) == pytest.approx(0.5)  # no overflow
     assert pass_at_k([[True] * 5000], 2500) == 1.0
-    assert pass_at_k([[True] + [False] * 4999], 2500) == pytest.approx(0.5)
+    with pytest.raises(TypeError):  # a reward of 0.5 is not half right
+        pass_at_k(torch.tensor([[1.5, 0.5]]), 1)
 
 
 @pytest.mark.parametrize("correct, k", [
@@ -669,11 +668,6 @@ def test_pass_and_majority_at_k_refuse(correct, k):
         pass_at_k(correct, k)
     with pytest.raises(ValueError, match="at least one problem, and k samples of each"):
         majority_at_k([["7"] * len(row) for row in correct], ["7"] * len(correct), k)
-
-
-def test_pass_at_k_refuses_rewards():
-    with pytest.raises(TypeError):  # 0.5 is not half right
-        pass_at_k(torch.tensor([[1.5, 0.5]]), 1)
 
 
 @pytest.mark.parametrize("answers, truth, k, expected", [
@@ -698,6 +692,9 @@ def test_majority_at_k_is_the_mean_over_problems():
     answers = [["7", "7"], ["8", "9"], [None, None], ["1", "2", "2"]]  # rows may hold more than k
     assert majority_at_k(answers, ["7", "9", "7", "2"], 2) == pytest.approx((1 + 1/2 + 0 + 1/2) / 4)
     assert majority_at_k([["63.0"]], [63], 1) == 1.0
+    for truths in ([], ["7", "8"]):
+        with pytest.raises(ValueError):
+            majority_at_k([["7"]], truths, 1)
 
 
 def test_all_figures_of_samples():
@@ -713,12 +710,6 @@ def test_all_figures_of_samples():
     assert figures_of(responses, ["7", None], 4) == diversity(responses, 4)
     assert {name for name in figures_of(responses[:6], ["7"], 6) if "@" in name} == {
         f"{kind}@{k}" for kind in ("pass", "maj") for k in (1, 2, 4, 6)}
-
-
-def test_majority_at_k_needs_a_truth_per_problem():
-    for truths in ([], ["7", "8"]):
-        with pytest.raises(ValueError):
-            majority_at_k([["7"]], truths, 1)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -888,6 +879,9 @@ def test_what_is_wrong_is_told_under_its_flag(mine_py):
              f"--step-reward {mine_py}:one, row 0, response 'x': not a list of (end, reward) p")):
         with value_error(f"^{re.escape(line)}"):
             fn(PROBLEMS[:1], ["p"], rollout_of("x", "y"))
+    hidden = [{**PROBLEMS[0], "completions": "mine"}]
+    with value_error("^--data: its column 'completions' has the name of what rewards are given"):
+        reward_fn_of(["rule"])(hidden, ["p"], rollout_of("x", "y"))
 
 
 def test_ctrl_c_in_a_reward_passes():

@@ -200,21 +200,17 @@ def step_of_the_program(p, **how):
 
 
 FLAGS = [
-    ([], {}),
-    (["--no-scale-by-std"], {"scale_by_std": False}),
+    ([], {}), (["--no-scale-by-std"], {"scale_by_std": False}),
     (["--ratio=sequence", "--clip-eps=0.01"], {"ratio": "sequence", "clip_eps": 0.01}),
     (["--kl-estimator=k1", "--kl-coef=0.5"], {"kl_estimator": "k1", "kl_coef": 0.5}),
     (["--kl-estimator=k2", "--kl-coef=0.5"], {"kl_estimator": "k2", "kl_coef": 0.5}),
-    (["--clip-eps=0.02"], {"clip_eps": 0.02}),
-    (["--clip-eps-high=0.02"], {"clip_eps_high": 0.02}),
-    (["--kl-coef=0.5"], {"kl_coef": 0.5}),
-    (["--kl-coef=0"], {"kl_coef": 0}),
+    (["--clip-eps=0.02"], {"clip_eps": 0.02}), (["--clip-eps-high=0.02"], {"clip_eps_high": 0.02}),
+    (["--kl-coef=0.5"], {"kl_coef": 0.5}), (["--kl-coef=0"], {"kl_coef": 0}),
     (["--aggregate=token"], {"aggregate": "token"}),
     (["--aggregate=constant"], {"aggregate": "constant"}),
     (["--aggregate=constant", "--max-new-tokens=9"],
      {"max_new_tokens": 9, "aggregate": "constant"}),
-    (["--updates-per-rollout=1"], {"updates": 1}),
-    (["--updates-per-rollout=3"], {"updates": 3}),
+    (["--updates-per-rollout=1"], {"updates": 1}), (["--updates-per-rollout=3"], {"updates": 3}),
     (["--max-grad-norm=0.01"], {"max_grad_norm": 0.01}),
 ]
 
@@ -431,20 +427,12 @@ def test_every_metric_is_its_definition(measured):
     expected = {
         "reward_mean": 5.5 / 6,
         "reward_std": math.sqrt(7.25 / 6 - (5.5 / 6)**2),
-        "accuracy": 3 / 6,
-        "format_rate": 5 / 6,
-        "zero_variance_groups": 1 / 3,
+        "accuracy": 3 / 6, "format_rate": 5 / 6, "zero_variance_groups": 1 / 3,
         "response_length_mean": 24 / 6,
         "response_length_p95": 5 + 0.75 * (9 - 5),    # at 0.95 * 5 = 4.75 of the sorted
-        "truncated_fraction": 1 / 6,
-        "tokens": 24,
-        "entropy": entropy,
-        "sampler_ratio_error": drift,
-        "skipped_updates": 0,
-        "seconds_sampling": 1.5,
-        "seconds_scoring": 0.5,
-        "seconds_training": 3,
-        "tokens_per_second": 24 / 5,
+        "truncated_fraction": 1 / 6, "tokens": 24, "entropy": entropy, "sampler_ratio_error": drift,
+        "skipped_updates": 0, "seconds_sampling": 1.5, "seconds_scoring": 0.5,
+        "seconds_training": 3, "tokens_per_second": 24 / 5,
     }
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(value, rel=1e-4), name

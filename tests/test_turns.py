@@ -167,7 +167,8 @@ def test_a_reply_that_is_no_text(reply, capsys, monkeypatch, tmp_path):
 
 def test_what_cannot_be_said_is_refused(reply, capsys):
     # before the model is looked for
-    assert "no file" in refused(capsys, "--model=nowhere", "--reply=nowhere.py:check")
+    assert "no file" in refused(capsys, "--model=nowhere", "--dtype=float32",
+                                "--reply=nowhere.py:check")
     assert "no function 'other'" in refused(capsys, *SMALL, reply.replace(":check", ":other"))
     line = refused(capsys, *SMALL, reply, "--max-turns=50")
     assert "--max-turns" in line and "128 positions" in line
