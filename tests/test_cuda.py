@@ -628,7 +628,8 @@ def test_steps_in_bfloat16_with_and_without_offload(granted, tiny):
     for offload in (True, False):
         with stand_in.machine():
             model = copy.deepcopy(policy).to(BF16).to("cuda")
-            masters, metrics = trained(model, tokenizer, "cuda", offload=offload, rounding="nearest")
+            masters, metrics = trained(model, tokenizer, "cuda", offload=offload,
+                                       rounding="nearest")
             assert all(on_gpu(x) != offload and x.dtype == torch.float32 for x in masters)
         assert metrics["grad_norm"] > 0 and metrics["skipped_updates"] == 0
         for weight, master, start in zip(model.parameters(), masters, policy.parameters()):
