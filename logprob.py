@@ -461,6 +461,9 @@ def forms_of(model):
     except Exception as problem:
         raise ValueError(f"{claim} fail ({words_of(problem)})") from None
     largest = float(expected.abs().max())
+    if not math.isfinite(largest):
+        raise ValueError(f"{config.model_type}: its log-probs are not finite in {model.dtype}, its "
+                         "activations may be too large for it: --dtype bfloat16 or float32")
     if not noise <= root * (1 + largest):
         raise ValueError(f"{claim} are off by {noise:.2g} nats from its forward pass")
 

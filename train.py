@@ -411,7 +411,7 @@ def step_metrics(rollout, batch, updates, clock, s):
         "seconds_sampling": sampled - started,
         "seconds_scoring": scored - sampled,
         "seconds_training": seconds - (scored - started),
-        "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,  # 0 without CUDA
+        "peak_memory_gb": peak_memory() / 1e9,
         "tokens_per_second": lengths.sum() / seconds,
     }
     if s.max_resample:
@@ -421,6 +421,17 @@ def step_metrics(rollout, batch, updates, clock, s):
         metrics[f"reward/{name}"] = values.nanmean()
         metrics[f"reward_std/{name}"] = (values - values.nanmean()).square().nanmean().sqrt()
     return {name: float(value) for name, value in metrics.items()}
+
+
+def peak_memory():
+    """Bytes: of the allocator on CUDA, else of the whole process; NaN where nobody tells."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    with contextlib.suppress(ImportError):  # Windows
+        import resource
+        unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return math.nan
 
 
 def mean(bools):
@@ -1073,7 +1084,8 @@ def load_reward_model(s):
 def check_forms(model, s):
     """One line: which fast forms of [A] and [D] this model takes, which it was refused and why."""
     with telling(f"--model {s.model}:"):
-        forms = {**sample.forms_of(model), **logprob.forms_of(model)}
+        of_rows = logprob.forms_of(model)
+        forms = {**sample.forms_of(model), **of_rows}
     lines = [f"{name} refused: {refused}" if refused else name for name, refused in forms.items()]
     say("fast forms: " + "; ".join(lines))
     text = model.config.get_text_config()
@@ -1085,10 +1097,13 @@ def check_forms(model, s):
 
 def load_data(s, tokenizer):
     """Training and held-out problems -> two lists of dicts."""
+    # Our own rewards compare with a true answer: without one they would be 0 for ever.
+    only_rules = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
+
     def load_problems(name, source):
         with telling(f"{name}:"):
             return reward.load_problems(source, s.question_field, s.answer_field,
-                                        need_answer=not (s.reward or s.reward_model))
+                                        need_answer=only_rules)
 
     held_out = s.eval_data or ("gsm8k:test" if s.data == "gsm8k" else None)
     # --eval-only needs --data only to hold some of it out.
@@ -1207,6 +1222,7 @@ class MasterAdamW(torch.optim.AdamW):
         if self.away:
             self.grads = pinned_like(weights, torch.float32)
             self.copies = pinned_like(weights, weights[0].dtype)
+            self.round()  # fills the copies
 
     @torch.no_grad()
     def step(self):
@@ -1241,8 +1257,9 @@ class MasterAdamW(torch.optim.AdamW):
 
         `arrived` is the share of the meant change that the written one has in its direction.
         """
-        return [torch.cat([local(tensor).flatten()[:few] for tensor in tensors]).float().cpu()
-                for tensors in (self.param_groups[0]["params"], self.weights)]
+        weights = self.copies if self.away else self.weights
+        return [torch.cat([local(tensor).flatten()[:few] for tensor in tensors]).float()
+                for tensors in (self.param_groups[0]["params"], weights)]
 
     def adapt_loss_scale(self, skipped):
         """float16: half of it after an update that was not finite, twice it after 200 that were."""

@@ -99,6 +99,10 @@ def tiny_problems():
     return load_problems(str(TINY / "train.jsonl"))
 
 
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
 # --------------------------------------------------------------------------------------------------
 # Programs as function calls: here a line of refusal, a status and files are what counts
 
@@ -263,7 +267,18 @@ def snapshot(folder):
 
 
 # --------------------------------------------------------------------------------------------------
-# Refusals of the stage functions
+# Refusals of the stage functions, and what is made to fail
+
+NO_MEMORY = [torch.OutOfMemoryError("CUDA out of memory"),
+             RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+
+
+def raises(error):
+    """A function that takes anything and raises this."""
+    def function(*args, **kwargs):
+        raise error
+    return function
+
 
 @contextlib.contextmanager
 def value_error(reason):

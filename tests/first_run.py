@@ -396,8 +396,10 @@ def three_updates(start, rollouts, settings):
         train.update(model, optimizer, dataclasses.replace(rollout), settings)
     moments = [optimizer.state[master]["exp_avg"].flatten().cpu() for master in masters]
     moved = [(master.detach() - old).flatten().cpu() for master, old in zip(masters, before)]
-    stale = sum(not torch.equal(weight.cpu(), master.detach().to("cpu", weight.dtype))
-                for weight, master in zip(model.parameters(), masters))
+    weights = [weight.detach().clone() for weight in model.parameters()]
+    if isinstance(optimizer, train.MasterAdamW):
+        optimizer.round()  # once more: the same masters give the same weights
+    stale = sum(not torch.equal(*pair) for pair in zip(weights, model.parameters()))
     return moments, moved, stale
 
 

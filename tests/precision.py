@@ -63,6 +63,11 @@ def print_arrivals(settings, end):
     final, _ = open_policy(end, "cpu", torch.float32)
     change = {name: p.detach() - start[name] for name, p in final.named_parameters()}
     before = logprobs_under(model, start, rollout)
+    starts = {}
+    for dtype, rounding in WAYS[1:]:
+        # float16 cannot hold the smallest of bfloat16's numbers: it has a start of its own.
+        old = rounded(start, getattr(torch, dtype), rounding)
+        starts[dtype, rounding] = old, logprobs_under(model, old, rollout)
     print(f"{len(before)} answer tokens\n\n| part of the run's change | meant, rms nats | "
           + " | ".join(f"{dtype}, {how}" for dtype, how in WAYS[1:]) + " |\n"
           + "| --- " * (1 + len(WAYS)) + "|")
@@ -71,11 +76,9 @@ def print_arrivals(settings, end):
         meant = logprobs_under(model, moved, rollout) - before
         cells = []
         for dtype, rounding in WAYS[1:]:
-            half = getattr(torch, dtype)
-            # float16 cannot hold the smallest of bfloat16's numbers: its own start
-            old = rounded(start, half, rounding)
-            new = rounded(moved, half, rounding)
-            arrived = (logprobs_under(model, new, rollout) - logprobs_under(model, old, rollout))
+            old, old_logprobs = starts[dtype, rounding]
+            new = rounded(moved, getattr(torch, dtype), rounding)
+            arrived = logprobs_under(model, new, rollout) - old_logprobs
             stayed = sum(int((new[name] == old[name]).sum()) for name in new)
             stayed /= sum(weight.numel() for weight in new.values())
             share = float(arrived @ meant / (meant @ meant))

@@ -71,6 +71,7 @@ def trained(model, tokenizer, device, steps=3, gpu=None, **changes):
     if gpu:
         gpu.copies.clear()
     reference = copy.deepcopy(model).requires_grad_(False)
+    addresses = None
     for step in range(steps):
         problems = [{**problem, "answer": problem["answer"].split("#### ")[1]}
                     for problem in PROBLEMS[2 * step:2 * step + 2]]
@@ -79,7 +80,7 @@ def trained(model, tokenizer, device, steps=3, gpu=None, **changes):
         metrics, _ = train.train_step(model, reference, optimizer, tokenizer,
                                       train.Batch(problems, prompts, generators), s)
         # The first rollout may put weights side by side; from then on they stay.
-        addresses = addresses if step else [weight.data_ptr() for weight in model.parameters()]
+        addresses = addresses or [weight.data_ptr() for weight in model.parameters()]
     assert addresses == [weight.data_ptr() for weight in model.parameters()], "graphs read there"
     return optimizer.param_groups[0]["params"], metrics
 

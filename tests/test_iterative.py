@@ -65,7 +65,6 @@ def learner():
 # --------------------------------------------------------------------------------------------------
 # The iteration
 
-
 def test_two_iterations_are_those_of_the_formulas(whole, learner):
     """Rewards, pairs, replay and the trained weights again, from the answers that were logged."""
     problems = tiny_problems()
@@ -104,6 +103,7 @@ def test_two_iterations_are_those_of_the_formulas(whole, learner):
     assert all(torch.equal(found[name], p) for name, p in model.named_parameters())
     assert not same(found, weights(MODEL))
     assert AutoTokenizer.from_pretrained(whole / "reward_model").chat_template
+    AutoModelForCausalLM.from_pretrained(whole / "final")
 
 
 def test_a_resumed_run_is_bitwise_the_same(whole, tmp_path):
@@ -155,21 +155,17 @@ def test_without_true_answers_there_are_rewards_and_no_pairs(tmp_path):
     assert same(weights(folder / "reward_model"), weights(MODEL))
 
 
-def test_the_reward_model_reads_problems_in_its_own_chat_template(tmp_path, learner):
+def test_the_reward_model_reads_problems_in_its_own_chat_template(learner):
     learner.tokenizer.chat_template = "Anna {{ messages[-1].content }}"
-    (tmp_path / "two.jsonl").write_text('{"question": "Ben has 9", "answer": "#### 9"}\n'
-                                        '{"question": "Ben has 5"}\n')
-    problems = reward.load_problems(str(tmp_path / "two.jsonl"), need_answer=False)
+    problems = [{"question": f"Ben has {n}", "answer": answer} for n, answer in ((9, "9"), (5, ""))]
     rollout = SimpleNamespace(responses=["\\boxed{ 9 }", "\\boxed{ 5 }"] * 2)
     settings = train.parse(ITERATIVE)
     scores = train.load_reward_of(settings, learner)(problems, ["p", "q"], rollout)
     prompts = ["Anna Ben has 9", "Anna Ben has 5"]
     each = [prompts[0], prompts[0], prompts[1], prompts[1]]
-    expected = reward.reward_model_scores(learner.model, learner.tokenizer, each,
-                                          rollout.responses)
+    expected = reward.reward_model_scores(learner.model, learner.tokenizer, each, rollout.responses)
     assert torch.equal(scores, expected)
-    assert [row[:2] for row in rollout.judged] == list(
-        zip(each, rollout.responses))
+    assert [row[:2] for row in rollout.judged] == list(zip(each, rollout.responses))
     verdicts = [row[2] for row in rollout.judged]
     assert verdicts[:2] == [1.5, 0.5] and verdicts[2] != verdicts[2]
     learner.tokenizer.chat_template = None
@@ -194,7 +190,7 @@ def test_a_score_that_is_not_finite_ends_the_step(learner):
         learner.model.score.weight[:] = 3e38
     rollout = SimpleNamespace(responses=["9", "5"])
     reward_of = train.load_reward_of(train.parse(ITERATIVE), learner)
-    with pytest.raises(train.RewardFailed, match="--reward-model: row 0, response '9': its score"):
+    with pytest.raises(train.RewardFailed, match="^--reward-model: scores are not finite"):
         reward_of([{"question": "Ben has 9", "answer": "9"}], ["p"], rollout)
     rollout.responses = ["9 " * 200] * 2
     with pytest.raises(train.RewardFailed, match="^--reward-model: rows of .*, not of 1 to 128"):
@@ -203,7 +199,6 @@ def test_a_score_that_is_not_finite_ends_the_step(learner):
 
 # --------------------------------------------------------------------------------------------------
 # The reward model's own learning
-
 
 def fresh_learner(lr=1e-2):
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -253,27 +248,6 @@ def test_pairs_and_replay_are_bounded_and_keep_what_is_old(monkeypatch):
     assert len(learner.replay) == 8
     old = sum((prompt, better) in seen[0] for prompt, better, _ in learner.replay)
     assert 0 < old < 8
-
-
-def test_replay_is_a_tenth_and_of_older_pairs(monkeypatch):
-    read = []
-    rows_of = reward.reward_model_rows
-
-    def spy(tokenizer, prompts, responses):
-        read.append(list(zip(prompts, responses))[:len(prompts) // 2])  # the better ones
-        return rows_of(tokenizer, prompts, responses)
-
-    monkeypatch.setattr(reward, "reward_model_rows", spy)
-    learner = fresh_learner()
-    kept = []
-    for k in range(2):
-        reward.collect_pairs(learner, worked_and_guessed(9 * k, 9 * k + 9), 2)
-        kept.append([pair[:2] for pair in learner.pairs])
-        reward.end_iteration(learner)
-    first, second = sum(read[:2], []), sum(read[2:], [])
-    assert sorted(first) == sorted(kept[0])
-    old = [pair for pair in second if pair not in kept[1]]
-    assert len(old) == 1 and old[0] in kept[0] and len(second) == 10
 
 
 def test_nothing_is_preferred_where_no_answer_is_known():
@@ -365,32 +339,23 @@ def test_a_run_with_step_rewards_and_a_reward_beside_them(step_file, tmp_path):
     assert curve(folder)[-1]["reward/rule"] == curve(folder)[-1]["reward_mean"]
 
 
-ROW = {"question": "q", "answer": "9", "solution": ""}
 def step_rewards(steps, ids):
-    rollout = SimpleNamespace(responses=["good", "bad"], labels=[torch.tensor(row) for row in ids])
-    table = reward.table_for([ROW], ["p"], rollout)
-    return reward.checked("mine.py:steps", steps, table, reward.as_steps)
+    table = {"question": ["q", "q"], "completions": ["good", "bad"], "completion_ids": ids}
+    return reward.called("mine.py:steps", steps, table, reward.as_steps)
 
 
-PAIRS = "row 1, response 'bad'.* not a list of .end, reward. pairs"
+PAIRS = "row 1, response 'bad': not a list of .end, reward. pairs"
+OUTSIDE = "row 1, response 'bad': a step ends outside of the answer's 2 tokens"
 
 
-@pytest.mark.parametrize("lists, said", [
-    ([[(0, 1.0)]], "from row 0, .*1 rewards for 2 responses"),
-    ([[(0, 1.0)], [0.5]], PAIRS),
-    ([[(0, 1.0)], 5], PAIRS),
-    ([[(0, 1.0)], [(0, 1.0, 2.0)]], PAIRS),
-    ([[(0, 1.0)], [(0.5, 1.0)]], PAIRS),
-    ([[(0, 1.0)], None], PAIRS),
-    ([[(0, 1.0)], [(2, 1.0)]], "row 1, .*a step ends at token 2 of an answer of 2 tokens"),
-    ([[(0, 1.0)], [(-1, 1.0)]], "row 1, .*a step ends at token -1 of an answer of 2 tokens"),
-    ([[(0, 1.0)], [(1, math.nan)]], "row 1, .*nan is not a finite float32 number"),
-    ([[(0, 1.0)], [(0, None)]], "row 1, .*None is not a finite float32 number"),
-    ([[(0, 1.0)], [(0, "much")]], "row 1, .*'much' is not a finite float32 number"),
+@pytest.mark.parametrize("second, said", [
+    ([0.5], PAIRS), (5, PAIRS), ([(0, 1.0, 2.0)], PAIRS), ([(0.5, 1.0)], PAIRS), (None, PAIRS),
+    ([(0, None)], PAIRS), ([(0, "much")], PAIRS), ([(2, 1.0)], OUTSIDE), ([(-1, 1.0)], OUTSIDE),
+    ([(1, math.nan)], "row 1, .*nan is not a finite float32 number"),
 ])
-def test_what_a_step_function_gives_is_looked_at(lists, said):
-    with value_error(f"^mine.py:steps.*{said}"):
-        step_rewards(lambda **columns: lists, [[4, 5, 6], [7, 8]])
+def test_what_a_step_function_gives_is_looked_at(second, said):
+    with value_error(f"^mine.py:steps, {said}"):
+        step_rewards(lambda **columns: [[(0, 1.0)], second], [[4, 5, 6], [7, 8]])
 
 
 def test_step_functions_may_give_nothing_and_numbers_of_any_kind():
@@ -413,7 +378,6 @@ def test_a_step_function_that_raises_ends_the_run_in_one_line(tmp_path, capsys):
 
 # --------------------------------------------------------------------------------------------------
 # Other rows, other folders, other flags
-
 
 def test_combinations_that_make_no_sense_are_refused(step_file, tmp_path, capsys):
     step, model = f"--step-reward={step_file}", f"--reward-model={MODEL}"
@@ -478,8 +442,7 @@ def test_resume_finds_the_reward_model_that_it_began_with(whole, tmp_path, capsy
 
 @pytest.mark.parametrize("name, value", [
     ("weight/reward_model/score.weight", None),
-    ("weight/reward_model/score.weight", torch.zeros(2, 32)),
-    ("counters", None),
+    ("weight/reward_model/score.weight", torch.zeros(2, 32)), ("counters", None),
     ("counters", torch.zeros(3, dtype=torch.uint8)),
 ])
 def test_a_checkpoint_of_another_reward_model(whole, tmp_path, capsys, name, value):
@@ -489,10 +452,6 @@ def test_a_checkpoint_of_another_reward_model(whole, tmp_path, capsys, name, val
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
     line = refused(capsys, "--resume", folder, "--steps=5")
     assert f"{path} is torn, or not of this model:" in line
-
-
-def test_the_policy_of_an_iterative_run_opens(whole):
-    AutoModelForCausalLM.from_pretrained(whole / "final")
 
 
 def test_the_count_of_the_memory_knows_the_reward_model():

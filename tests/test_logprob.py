@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SMALL, small_model
+from conftest import NO_MEMORY, SMALL, raises, seeded, small_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -38,7 +38,7 @@ SIZES = [(5, 14), (5, 1), (5, 7), (9, 3), (9, 11)]
 
 def batch(seed=0, pad=PAD):
     """Five random rows, two prompts: input_ids, labels (5, 20), a random weight per log-prob."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = seeded(seed)
     input_ids = torch.randint(V, (5, 20), generator=generator)
     input_ids[1:3, :5], input_ids[4, :9] = input_ids[0, :5], input_ids[3, :9]
     labels = input_ids.clone()
@@ -60,10 +60,8 @@ def naive(model, input_ids, labels, temperature=1.0):
 def gradients(model, loss):
     model.zero_grad()
     loss.backward()
-    return {
-        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-        for name, p in model.named_parameters()
-    }
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in model.named_parameters()}
 
 
 def assert_same_gradients(actual, expected, tolerance=1e-4):
@@ -82,10 +80,8 @@ def assert_same_pull(model, actual, exact, expected, weights, tolerance=1e-4):
 
 
 def rows_a_chunk(monkeypatch, rows):
-    def chunks(M, V, device):
-        return [slice(m, m + rows) for m in range(0, M, rows)]
-
-    monkeypatch.setattr(logprob, "chunks", chunks)
+    monkeypatch.setattr(logprob, "chunks", lambda M, V, device: [
+        slice(m, m + rows) for m in range(0, M, rows)])
 
 
 def tokens_run(model):
@@ -99,7 +95,6 @@ def tokens_run(model):
 
 class Shapes(TorchDispatchMode):
     """(name, shape) of every tensor that any operation returns, forward and backward."""
-
     def __init__(self):
         super().__init__()
         self.seen = []
@@ -115,9 +110,8 @@ class Shapes(TorchDispatchMode):
 # --------------------------------------------------------------------------------------------------
 # The formula, and all fast forms together against the full log-softmax
 
-
 def test_selected_logprobs_is_the_formula():
-    logits = 5 * torch.randn(6, 9, generator=torch.Generator().manual_seed(0))
+    logits = 5 * torch.randn(6, 9, generator=seeded())
     targets = torch.tensor([0, 8, 3, 3, 1, 7])
     exact = logits.double() / 0.7
     expected = [float(exact[m, v] - exact[m].exp().sum().log()) for m, v in enumerate(targets)]
@@ -141,9 +135,8 @@ def test_values_entropies_and_gradients(random_model, temperature, group_ids, mo
     expected, entropies = naive(exact, input_ids, labels, temperature)
     assert entropies[labels[:, 1:] != IGNORE].min().item() > 0.01  # none is a mere certainty
 
-    actual, entropy = token_logprobs(
-        model, input_ids, labels, temperature, with_entropy=True, group_ids=group_ids
-    )
+    actual, entropy = token_logprobs(model, input_ids, labels, temperature, with_entropy=True,
+                                     group_ids=group_ids)
     assert actual.dtype == entropy.dtype == torch.float32
     assert actual.shape == entropy.shape == (5, 19)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
@@ -195,7 +188,6 @@ def test_frozen_weights_pass_the_gradient_on():
 
 # --------------------------------------------------------------------------------------------------
 # Masks and padding
-
 
 def test_zero_where_masked(random_model):
     input_ids, labels, _ = batch()
@@ -254,7 +246,6 @@ def test_the_rows_do_not_see_each_other(random_model):
 # --------------------------------------------------------------------------------------------------
 # Shared prompts
 
-
 def test_rows_of_a_group_may_stand_apart(random_model):
     input_ids, labels, _ = batch()
     order = torch.tensor([3, 0, 4, 2, 1])
@@ -264,10 +255,9 @@ def test_rows_of_a_group_may_stand_apart(random_model):
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    "architecture, shared",
-    [("qwen2", True), ("qwen3", True), ("llama", True), ("mistral", False), ("gemma2", False)],
-)
+@pytest.mark.parametrize("architecture, shared", [
+    ("qwen2", True), ("qwen3", True), ("llama", True), ("mistral", False), ("gemma2", False),
+])
 def test_a_shared_prompt_runs_once(architecture, shared):
     """And no padding does. A window or a cap inside the attention is left to padded rows."""
     model, (input_ids, labels, _) = small_model(architecture), batch()
@@ -280,17 +270,15 @@ def test_a_shared_prompt_runs_once(architecture, shared):
 def test_groups_leave_the_model_as_it_was(random_model):
     model, (input_ids, labels, _) = copy.deepcopy(random_model), batch()
     expected = model(input_ids).logits
-    written = model.generate(input_ids[:1, :5], do_sample=False, max_new_tokens=8)
+    how = dict(do_sample=False, max_new_tokens=8)
+    written = model.generate(input_ids[:1, :5], **how)
     token_logprobs(model, input_ids, labels, group_ids=GROUPS)
     torch.testing.assert_close(model(input_ids).logits, expected, rtol=1e-5, atol=1e-4)
-    assert torch.equal(
-        model.generate(input_ids[:1, :5], do_sample=False, max_new_tokens=8), written
-    )
+    assert torch.equal(model.generate(input_ids[:1, :5], **how), written)
 
 
 # --------------------------------------------------------------------------------------------------
 # Rows that are equal
-
 
 def test_which_row_is_the_first_that_equals():
     rows = torch.tensor([[3, 1], [1, 3], [3, 1], [3, 3], [1, 3], [3, 1]])
@@ -305,7 +293,7 @@ def test_equal_rows_run_once(random_model, group_ids):
     order = torch.tensor([0, 1, 0, 3, 4, 1, 0, 4, 2])
     input_ids, labels, _ = (x[order] for x in batch())
     labels[4, 12] = IGNORE
-    weights = torch.randn(9, 19, generator=torch.Generator().manual_seed(1))
+    weights = torch.randn(9, 19, generator=seeded(1))
     exact = copy.deepcopy(model).double()
     expected, entropies = naive(exact, input_ids, labels, 0.7)
     run = tokens_run(model)
@@ -323,10 +311,9 @@ def test_equal_rows_run_once(random_model, group_ids):
 # --------------------------------------------------------------------------------------------------
 # The lean head
 
-
 def lean_head_inputs(M, dtype):
     """hidden (M, 6), weight (13, 6), targets and a gradient (M,)."""
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     shapes = ((M, 6), (13, 6), (M,))
     hidden, weight, grad = (torch.randn(shape, generator=generator) for shape in shapes)
     targets = torch.randint(13, (M,), generator=generator)
@@ -406,7 +393,6 @@ def test_chunks_cover_every_row_once(M, words, device):
 # --------------------------------------------------------------------------------------------------
 # Precision
 
-
 @pytest.mark.parametrize("architecture", ["qwen2", "granite"])
 def test_bfloat16_logits_meet_a_float32_softmax(architecture):
     """A model's own head rounds its logits to bfloat16, the lean head not even them."""
@@ -431,7 +417,6 @@ def test_bfloat16_logits_meet_a_float32_softmax(architecture):
 
 # --------------------------------------------------------------------------------------------------
 # Memory
-
 
 @pytest.mark.parametrize("architecture", ["qwen2", "gpt2", "gemma2"])
 def test_the_logits_are_never_held(architecture, monkeypatch):
@@ -513,13 +498,6 @@ def test_looking_changes_nothing(random_model):
     assert "forward" not in vars(logprob.body_of(model))
 
 
-def raises(error):
-    def form(*args, **kwargs):
-        raise error
-
-    return form
-
-
 def shifted(*args):
     """Hidden states of the wrong tokens."""
     output, hidden = GROUPED_HIDDEN(*args)
@@ -529,14 +507,11 @@ def shifted(*args):
 GROUPED_HIDDEN = logprob.grouped_hidden
 
 
-@pytest.mark.parametrize(
-    "form, reason",
-    [
-        (raises(TypeError("no such\nargument")), "TypeError: no such argument"),
-        (shifted, "off by .* nats"),
-        (lambda *args: (None, GROUPED_HIDDEN(*args)[1] * float("nan")), "off by nan nats"),
-    ],
-)
+@pytest.mark.parametrize("form, reason", [
+    (raises(TypeError("no such\nargument")), "TypeError: no such argument"),
+    (shifted, "off by .* nats"),
+    (lambda *args: (None, GROUPED_HIDDEN(*args)[1] * float("nan")), "off by nan nats"),
+])
 def test_a_form_that_fails_is_refused_with_its_reason(monkeypatch, form, reason):
     monkeypatch.setattr(logprob, "grouped_hidden", form)
     model, (input_ids, labels, _) = small_model("llama"), batch()
@@ -546,12 +521,6 @@ def test_a_form_that_fails_is_refused_with_its_reason(monkeypatch, form, reason)
     actual = token_logprobs(model, input_ids, labels, group_ids=GROUPS)
     expected, _ = naive(model, input_ids, labels)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
-
-
-NO_MEMORY = [
-    torch.OutOfMemoryError("CUDA out of memory"),
-    RuntimeError("DefaultCPUAllocator: can't allocate memory"),
-]
 
 
 @pytest.mark.parametrize("form", ["grouped_hidden", "own_head", "plain_logprobs"])
@@ -604,7 +573,7 @@ def tree(groups):
 
 
 def tensors(T, heads, key_heads, width, value_width, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
+    generator = seeded()
     shapes = ((1, heads, T, width), (1, key_heads, T, width), (1, key_heads, T, value_width))
     return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
 
@@ -623,7 +592,7 @@ def assert_same_attention(groups, inputs, tolerance):
     out, _ = logprob.grouped_attention(None, *inputs, None, scaling=0.3, groups=groups)
     expected = reference(*inputs, tree(groups), 0.3)
     assert out.shape == expected.shape and out.shape[1] == T
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    weights = torch.randn(out.shape, generator=seeded(1))
     actual_grads = torch.autograd.grad(out, inputs, weights.to(out.dtype))
     expected_grads = torch.autograd.grad(expected, inputs, weights.double())
     for a, e in zip((out, *actual_grads), (expected, *expected_grads)):
@@ -648,9 +617,8 @@ def test_pieces_of_like_length_share_a_call():
 def test_attention_that_is_not_plain_is_refused():
     for name in ("softcap", "sliding_window", "s_aux", "position_bias"):
         with pytest.raises(ValueError, match=name):
-            logprob.grouped_attention(
-                None, *tensors(8, 2, 2, 4, 4), None, groups=[[5, 3]], **{name: 2}
-            )
+            logprob.grouped_attention(None, *tensors(8, 2, 2, 4, 4), None, groups=[[5, 3]],
+                                      **{name: 2})
 
 
 def varlen(q, k, v, ends_q, ends_k, longest_q, longest_k, *, scale, window_size):
@@ -688,9 +656,7 @@ def test_flash_attention_needs_no_more_than_its_keys():
 def test_where_flash_attention_runs(monkeypatch):
     def device(name, dtype, width=64, value_width=64):
         def tensor(width):
-            return SimpleNamespace(
-                dtype=dtype, shape=(1, 2, 9, width), is_cuda=name == "cuda"
-            )
+            return SimpleNamespace(dtype=dtype, shape=(1, 2, 9, width), is_cuda=name == "cuda")
 
         return logprob.takes_flash(tensor(width), tensor(value_width))
 
@@ -769,42 +735,6 @@ def test_micro_batches_of_shared_prompts():
     assert [rows.tolist() for rows, _ in cuts] == [[0, 1, 2, 3], [4, 5], [6, 7]]
 
 
-# --------------------------------------------------------------------------------------------------
-# Checkpointed layers
-
-
-@pytest.mark.parametrize("group_ids", [None, GROUPS], ids=["rows", "groups"])
-def test_checkpointed_layers_give_the_same_gradients(random_model, group_ids):
-    model, (input_ids, labels, weights) = copy.deepcopy(random_model), batch()
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    forms_of(model)
-    run = []
-    # Not a hook of the layer itself: checkpointing stands between that and the layer's forward.
-    inner = next(layers[0].children())
-    inner.register_forward_hook(lambda *args: run.append(args[0]))
-
-    def grads(on):
-        run.clear()
-        with layers_checkpointed(model, on):
-            logprobs = token_logprobs(model, input_ids, labels, group_ids=group_ids)
-            assert all(layer.training == on for layer in layers)
-            assert len(run) == 1
-            found = gradients(model, (logprobs * weights).sum())
-            assert len(run) == 1 + on
-        assert not any(layer.training for layer in layers)
-        return found
-
-    assert_same_gradients(grads(True), grads(False), 1e-6)
-
-
-def test_checkpointed_layers_wake_up_after_an_error():
-    model = small_model("llama")
-    with pytest.raises(ValueError, match="out"), layers_checkpointed(model, True):
-        assert model.model.layers[1].training
-        raise ValueError("out")
-    assert not any(module.training for module in model.modules())
-
-
 @pytest.mark.parametrize("share_prompts", [False, True])
 def test_micro_batches_pay_equal_rows_once(share_prompts):
     answers = [[1, 2, 3], [4, 5, 6], [1, 2, 3], [1, 2, 3], [1, 2, 3], [9]]
@@ -840,8 +770,42 @@ def test_length_limit():
 
 
 # --------------------------------------------------------------------------------------------------
-# The command
+# Checkpointed layers
 
+@pytest.mark.parametrize("group_ids", [None, GROUPS], ids=["rows", "groups"])
+def test_checkpointed_layers_give_the_same_gradients(random_model, group_ids):
+    model, (input_ids, labels, weights) = copy.deepcopy(random_model), batch()
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    forms_of(model)
+    run = []
+    # Not a hook of the layer itself: checkpointing stands between that and the layer's forward.
+    inner = next(layers[0].children())
+    inner.register_forward_hook(lambda *args: run.append(args[0]))
+
+    def grads(on):
+        run.clear()
+        with layers_checkpointed(model, on):
+            logprobs = token_logprobs(model, input_ids, labels, group_ids=group_ids)
+            assert all(layer.training == on for layer in layers)
+            assert len(run) == 1
+            found = gradients(model, (logprobs * weights).sum())
+            assert len(run) == 1 + on
+        assert not any(layer.training for layer in layers)
+        return found
+
+    assert_same_gradients(grads(True), grads(False), 1e-6)
+
+
+def test_checkpointed_layers_wake_up_after_an_error():
+    model = small_model("llama")
+    with pytest.raises(ValueError, match="out"), layers_checkpointed(model, True):
+        assert model.model.layers[1].training
+        raise ValueError("out")
+    assert not any(module.training for module in model.modules())
+
+
+# --------------------------------------------------------------------------------------------------
+# The command
 
 def total_of(lines):
     return float(lines[-1].split(" = ")[1].split()[0])
@@ -883,10 +847,9 @@ def test_script_takes_a_run_and_its_flags(run_here, tiny, tmp_path):
     assert len(told) == len(plain) + 2 and "books" in told[1] and "books" in told[2]
 
 
-@pytest.mark.parametrize(
-    "file, text",
-    [("model.safetensors", "torn"), ("tokenizer.json", "{}"), ("config.json", '{"model_type": 3}')],
-)
+@pytest.mark.parametrize("file, text", [
+    ("model.safetensors", "torn"), ("tokenizer.json", "{}"), ("config.json", '{"model_type": 3}'),
+])
 def test_script_refuses_a_broken_folder_in_one_line(run_here, tmp_path, file, text):
     folder = tmp_path / "model"
     shutil.copytree(Path(__file__).parent / "tiny", folder)
@@ -906,13 +869,10 @@ def test_script_scores_an_answer_without_an_end_token(run_here, tmp_path):
     assert said[:-1] == known[:-2] and len(known) == len(said) + 1  # all but the end token's line
 
 
-@pytest.mark.parametrize(
-    "flag, words",
-    [
-        ("--device=foo", "--device foo: cannot be used ("),
-        ("--temperature=0", "--temperature 0.0: must be above 0"),
-    ],
-)
+@pytest.mark.parametrize("flag, words", [
+    ("--device=foo", "--device foo: cannot be used ("),
+    ("--temperature=0", "--temperature 0.0: must be above 0"),
+])
 def test_script_refuses_a_flag_in_one_line(run_here, flag, words):
     (line,) = run_here("logprob.py", flag, status=2).splitlines()
     assert line.startswith(f"logprob.py: {words}")

@@ -6,6 +6,7 @@ from safetensors.torch import load_file
 from transformers import Qwen2Config
 
 import train
+from logprob import forms_of
 from train import (
     DROPPED_BITS,
     MasterAdamW,
@@ -237,3 +238,11 @@ def test_auto_measures_a_cpu_on_large_models_only(monkeypatch, tmp_path):
         assert train.dtype_of_cpu(str(tmp_path / "large")) == expected
         assert train.dtype_of_cpu(str(tmp_path / "small")) == torch.float32
     train.dtype_of_cpu.cache_clear()
+
+
+def test_activations_too_large_for_float16_are_told_at_the_start():
+    model = small_model("llama").half()
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(1e5)
+    with pytest.raises(ValueError, match="not finite in torch.float16.*--dtype bfloat16"):
+        forms_of(model)

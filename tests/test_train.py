@@ -6,7 +6,6 @@ import io
 import json
 import math
 import re
-import shutil
 import sys
 from types import SimpleNamespace
 
@@ -19,6 +18,7 @@ from conftest import (
     lines_of,
     metrics_of,
     run_script,
+    seeded,
     tiny_problems,
     trains,
 )
@@ -52,8 +52,8 @@ def settings(*flags):
     return train.plan_memory(train.parse(list(flags)))
 
 
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
+def with_settings(p, **changes):
+    return train.dataclasses.replace(p.settings, **changes)
 
 
 def parts(*flags, dtype=torch.float32, noise=0.05):
@@ -125,22 +125,49 @@ def still(model):
 RATE = 0.05  # of the SGD that takes the place of AdamW: a second update has ratios off 1
 
 
-def updates_by_hand(p, rollout, advantages, temperature, updates, max_grad_norm, kl_coef,
+def logprobs_on_full_logits(model, rollout, temperature):
+    """The formula in float64: log-probs of the next token and entropies, (N, S-1) each."""
+    logits = model(rollout.input_ids).logits[:, :-1].double() / temperature
+    log_p = logits.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return log_p.gather(-1, rollout.input_ids[:, 1:, None])[..., 0], entropy
+
+
+def test_gradient_is_that_of_the_formula_on_full_logits():
+    """One update against the loss written out on full log-softmax logits, in one batch."""
+    p = parts("--max-grad-norm=1e9", "--temperature=0.7")
+    rollout = rollout_of(p, temperature=0.7)
+    advantages = group_advantages(REWARDS, 4)
+    model = copy.deepcopy(p.policy)
+    update(p, model, still(model), rollout, kl_coef=0)
+
+    mask = (rollout.labels[:, 1:] != IGNORE).double()
+    logp = logprobs_on_full_logits(p.policy, rollout, 0.7)[0]
+    w = (logp - logp.detach()).exp()
+    loss = -((w * advantages[:, None] * mask).sum(1) / mask.sum(1)).mean()
+    loss.backward()
+    assert (gradient(model) - gradient(p.policy)).norm() <= 1e-5 * gradient(p.policy).norm()
+
+
+def updates_by_hand(p, rollout, advantages, temperature, order, max_grad_norm, kl_coef, mask=None,
                     **objective):
-    """[D] [E] [F] and a clipped SGD step, the whole batch at once -> one record per update."""
+    """[D] on full logits, [E] [F] and a clipped SGD step -> one record per update.
+
+    `order` has the rows of each update; the log-probs before the first are the old ones of all.
+    """
     model = copy.deepcopy(p.policy)
     weights = list(model.parameters())
-    mask = rollout.labels[:, 1:] != IGNORE
-    ids_and_labels = (rollout.input_ids, rollout.labels)
-    ref = None
-    if kl_coef:
-        ref = token_logprobs(p.reference, *ids_and_labels, temperature).detach()
-    old = None
+    mask = rollout.mask if mask is None else mask
+    with torch.no_grad():
+        old, _ = logprobs_on_full_logits(model, rollout, temperature)
+        ref, _ = logprobs_on_full_logits(p.reference, rollout, temperature)
     records = []
-    for _ in range(updates):
-        logp = token_logprobs(model, *ids_and_labels, temperature)
-        old = logp.detach() if old is None else old
-        loss, metrics = grpo_loss(logp, old, ref, advantages, mask, kl_coef=kl_coef, **objective)
+    for rows in order:
+        logp, _ = logprobs_on_full_logits(model, rollout, temperature)
+        if "sampler_cap" in objective:
+            objective["sampler_logprobs"] = rollout.logprobs.double()[rows]
+        loss, metrics = grpo_loss(logp[rows], old[rows], ref[rows] if kl_coef else None,
+                                  advantages[rows], mask[rows], kl_coef=kl_coef, **objective)
         grads = torch.autograd.grad(loss, weights)
         norm = math.sqrt(sum(float(g.square().sum()) for g in grads))
         grads = [g * min(1.0, max_grad_norm / (norm + 1e-6)) for g in grads]
@@ -159,15 +186,16 @@ def step_by_hand(p, temperature=1.0, max_new_tokens=40, scale_by_std=True, updat
     rollout = rollout_of(p, max_new_tokens, temperature)
     advantages = group_advantages(REWARDS, 4, scale_by_std=scale_by_std)
     objective = {"clip_eps": 0.2, "kl_coef": 0.02, "max_new_tokens": max_new_tokens, **objective}
-    return rollout, updates_by_hand(p, rollout, advantages, temperature, updates, max_grad_norm,
+    order = [slice(None)] * updates
+    return rollout, updates_by_hand(p, rollout, advantages, temperature, order, max_grad_norm,
                                     **objective)
 
 
-def step_of_the_program(p):
+def step_of_the_program(p, **how):
     optimizer = torch.optim.SGD(p.policy.parameters(), RATE)
     gradients = []
     optimizer.register_step_pre_hook(lambda *_: gradients.append(gradient(p.policy)))
-    metrics, rollout = whole_step(p, optimizer)
+    metrics, rollout = whole_step(p, optimizer, **how)
     return rollout, gradients, metrics
 
 
@@ -295,34 +323,6 @@ def test_gradient_does_not_depend_on_the_cut_into_micro_batches(aggregate, share
             assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
 
 
-def test_gradient_is_that_of_the_formula_on_full_logits():
-    """One update against the loss written out on full log-softmax logits, in one batch."""
-    p = parts("--max-grad-norm=1e9", "--temperature=0.7")
-    rollout = rollout_of(p, temperature=0.7)
-    advantages = group_advantages(REWARDS, 4)
-    model = copy.deepcopy(p.policy)
-    update(p, model, still(model), rollout, kl_coef=0)
-
-    mask = (rollout.labels[:, 1:] != IGNORE).double()
-    logp = logprobs_on_full_logits(p.policy, rollout, 0.7)[0]
-    w = (logp - logp.detach()).exp()
-    loss = -((w * advantages[:, None] * mask).sum(1) / mask.sum(1)).mean()
-    loss.backward()
-    assert (gradient(model) - gradient(p.policy)).norm() <= 1e-5 * gradient(p.policy).norm()
-
-
-def with_settings(p, **changes):
-    return train.dataclasses.replace(p.settings, **changes)
-
-
-def logprobs_on_full_logits(model, rollout, temperature):
-    """The formula in float64: log-probs of the next token and entropies, (N, S-1) each."""
-    logits = model(rollout.input_ids).logits[:, :-1].double() / temperature
-    log_p = logits.log_softmax(-1)
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    return log_p.gather(-1, rollout.input_ids[:, 1:, None])[..., 0], entropy
-
-
 def test_first_step_is_honest():
     """Fresh rollout, one update, untouched reference: every ratio is 1 and the KL is 0."""
     p = parts("--updates-per-rollout=1", noise=0)
@@ -350,14 +350,6 @@ def test_a_later_update_leaves_the_old_logprobs_alone():
     assert torch.equal(rollout.old_logprobs, kept) and torch.equal(rollout.entropies, entropies)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_gradient_is_held_through_the_rollout(dtype):
-    p = parts(dtype=dtype)
-    step(p)
-    masters = p.optimizer.param_groups[0]["params"]
-    assert all(weight.grad is None for weight in [*p.policy.parameters(), *masters])
-
-
 @pytest.mark.parametrize("what", ["gradient", "loss"])
 def test_what_is_not_finite_skips_the_update_and_is_counted(monkeypatch, what):
     p = parts()
@@ -380,10 +372,13 @@ def test_what_is_not_finite_skips_the_update_and_is_counted(monkeypatch, what):
     assert not all(torch.equal(before[name], value) for name, value in after.items())
 
 
-def test_reference_stands_still_while_the_policy_moves():
-    p = parts()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_after_a_step_no_gradient_is_held_and_the_reference_stands_where_it_stood(dtype):
+    p = parts(dtype=dtype)
     before = copy.deepcopy(p.reference.state_dict())
     step(p)
+    masters = p.optimizer.param_groups[0]["params"]
+    assert all(weight.grad is None for weight in [*p.policy.parameters(), *masters])
     after = p.reference.state_dict()
     assert all(torch.equal(before[name], value) for name, value in after.items())
 
@@ -520,7 +515,6 @@ def test_evaluation_is_its_definition():
 
 class Diary(train.Run):
     """A run without a folder that remembers what it was told."""
-
     def __init__(self):
         super().__init__()
         self.metrics = []
@@ -562,9 +556,6 @@ def test_the_loop_warms_up_evaluates_and_saves_when_it_should():
     assert run.checkpoints == [3, 5]
     assert [step for step, *_ in run.samples] == [1, 2, 3, 4, 5]
     assert len(run.before) == len(run.after) == 3
-
-
-def test_without_a_warm_up_the_rate_is_the_flags():
     assert loop("--warmup-steps=0", "--updates-per-rollout=1").rates == pytest.approx([0.004] * 5)
 
 
@@ -702,7 +693,9 @@ def test_masters_move_where_bfloat16_weights_stand_still():
     step(p)
     assert all(m.dtype == torch.float32 for m in masters)
     assert moved(before, masters) > 0.85                  # unused words have no gradient
-    assert all(torch.equal(w, m.bfloat16()) for w, m in zip(p.policy.parameters(), masters))
+    for weight, master in zip(p.policy.parameters(), masters):
+        # One of the two neighbours, each weight by a threshold of its own: see test_rounding.py
+        assert ((weight.float() - master).abs() <= 2**-7 * master.abs()).all()
 
     p.policy = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.bfloat16).eval()
     before = [weight.detach().clone() for weight in p.policy.parameters()]
@@ -710,16 +703,14 @@ def test_masters_move_where_bfloat16_weights_stand_still():
     assert moved(before, list(p.policy.parameters())) < 0.05
 
 
-def test_masters_of_float32_weights_are_the_weights():
-    p = parts()
-    masters = p.optimizer.param_groups[0]["params"]
-    assert all(weight is master for weight, master in zip(p.policy.parameters(), masters))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_optimizer_is_adamw_without_weight_decay(dtype):
     """The first step of AdamW moves every weight that has a gradient by lr, against its sign."""
-    for was, master in masters_after_a_step(parts("--lr=0.002", dtype=dtype), gradient=1.0):
+    p = parts("--lr=0.002", dtype=dtype)
+    masters = p.optimizer.param_groups[0]["params"]
+    own = all(weight is master for weight, master in zip(p.policy.parameters(), masters))
+    assert own == (dtype == torch.float32)                # these are their own masters
+    for was, master in masters_after_a_step(p, gradient=1.0):
         assert torch.allclose(was - master, torch.full_like(was, 0.002), atol=1e-6)
 
 
@@ -736,25 +727,6 @@ def test_masters_gather_the_gradient_of_all_micro_batches():
     assert all(torch.equal(a, b) for a, b in zip(weights, p.policy.parameters()))
     assert found[0].dtype == torch.float32
     assert (found[0] - found[1]).norm() < 0.02 * found[0].norm()
-
-
-def test_dropout_is_off_whatever_the_configuration_says():
-    config = Qwen2Config(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-                         num_attention_heads=4, num_key_value_heads=2, attention_dropout=0.3)
-    model = Qwen2ForCausalLM(config)
-    model.extra = torch.nn.Dropout(0.2)
-    sample.switch_off_dropout(model)
-    assert model.extra.p == 0 and model.config.attention_dropout == 0
-    assert all(getattr(module, "attention_dropout", 0) == 0 for module in model.modules())
-
-
-def test_a_policy_is_loaded_without_its_dropout(tmp_path):
-    shutil.copytree(TINY, tmp_path / "m")
-    config = json.loads((TINY / "config.json").read_text())
-    (tmp_path / "m" / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.3}))
-    model, _ = train.load_policy(settings(f"--model={tmp_path / 'm'}"))
-    assert model.config.attention_dropout == 0 and not model.training
-    assert all(getattr(module, "attention_dropout", 0) == 0 for module in model.modules())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -853,7 +825,7 @@ def test_a_run_goes_on_from_its_model_with_all_of_its_settings(finished_run):
         s = train.parse([*command[:2], "--model", model])
         assert s.model == str(finished_run.folder / "final")
         for name, field in train.FIELDS.items():
-            if field.metadata["kept"] and name not in ("model", "offload"):
+            if field.metadata["kept"] and name not in ("model", "offload", "dtype"):
                 assert getattr(s, name) == getattr(first, name), name
 
 
@@ -888,21 +860,6 @@ def test_same_seed_same_run_other_seed_other_run(finished_run, tmp_path):
 def test_no_reference_without_kl(tmp_path):
     trains(*SMALL, "--kl-coef=0", f"--output={tmp_path / 'run'}")
     assert all(m["approx_kl"] is None for m in metrics_of(tmp_path / "run")[1:])
-
-
-def test_a_reward_of_ones_own(tmp_path):
-    (tmp_path / "my.py").write_text(
-        "def shorter(prompts, completions, answer, question, **columns):\n"
-        "    n = len(prompts)\n"
-        "    assert n == len(completions) == len(answer) == len(question) and n in (8, 16)\n"
-        "    assert all(q in p for p, q in zip(prompts, question))\n"
-        "    return [-float(len(c)) for c in completions]\n")
-    trains(*SMALL, f"--reward={tmp_path / 'my.py'}:shorter", f"--output={tmp_path / 'run'}")
-    samples = lines_of(tmp_path / "run" / "samples.jsonl")
-    assert all(record["rewards"] == [-len(response) for response in record["responses"]]
-               for record in samples)
-    metrics = metrics_of(tmp_path / "run")
-    assert metrics[0]["eval_reward"] < 0 and metrics[1]["reward_mean"] < 0
 
 
 def test_a_tenth_of_the_users_own_data_is_held_out(capsys, tmp_path):
@@ -1007,18 +964,16 @@ def test_held_out_problems_of_a_config_do_not_judge_another_data_set(tmp_path):
     assert train.parse(["--data=x", "--eval-data=y"]).eval_data == "y"
 
 
+def test_a_switch_is_on_off_or_left_to_the_program():
+    assert train.parse([]).offload == "auto"
+    assert train.parse(["--offload"]).offload is True
+    assert train.parse(["--no-offload"]).offload is False
+
+
 def test_a_list_has_several_values():
     s = train.parse(["--reward", "a.py:f", "b.py:g", "--reward", "c.py:h",
                      "--reward-weights", "1", "0.5", "-2"])
     assert s.reward == ["a.py:f", "b.py:g", "c.py:h"] and s.reward_weights == [1, 0.5, -2]
-
-
-@pytest.mark.parametrize("flags, value", [
-    ([], "auto"), (["--offload"], True), (["--no-offload"], False),
-])
-def test_a_switch_is_on_off_or_left_to_the_program(flags, value):
-    found = train.parse(flags).offload
-    assert found == value and type(found) is type(value)
 
 
 def test_paths_are_absolute_so_that_a_resumed_run_finds_them(monkeypatch, tmp_path):
@@ -1189,6 +1144,7 @@ def in_a_capture(fault):
     (in_a_capture(torch.OutOfMemoryError("no room")), True),
     (in_a_capture(RuntimeError("shapes do not match")), False),
     (RuntimeError("shapes do not match"), False),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), False),
 ])
 def test_what_counts_as_out_of_memory(error, is_memory):
     assert train.out_of_memory(error) == is_memory

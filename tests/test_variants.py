@@ -18,7 +18,7 @@ from conftest import (
     ends_badly,
     lines_of,
     metrics_of,
-    refused,
+    seeded,
     small_model,
     tiny_problems,
     trains,
@@ -26,14 +26,14 @@ from conftest import (
 )
 from safetensors.torch import load_file
 from test_train import (
-    RATE,
     gradient,
     logprobs_on_full_logits,
     loop,
     masters_after_a_step,
     parts,
-    seeded,
     settings,
+    step_of_the_program,
+    updates_by_hand,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
@@ -49,7 +49,6 @@ SMALL = ("--steps=4", "--prompts-per-step=2", "--group-size=4", "--max-new-token
 
 # --------------------------------------------------------------------------------------------------
 # [C] [E] [F]: the updates of one step against the stage functions, called by hand on full logits
-
 
 def rollout_of(p, temperature, max_new_tokens=12):
     """Two groups with right, wrong and cut answers, and a sampler that is off by some tenths."""
@@ -93,41 +92,23 @@ def advantages_by_hand(flags, rollout, entropies):
 
 def gradients_by_hand(p, rollout, flags, temperature, order):
     """One gradient for each of the parts of `order` (slices of rows), each followed by SGD."""
-    model = copy.deepcopy(p.policy)
-    weights = list(model.parameters())
     with torch.no_grad():
-        old, entropies = logprobs_on_full_logits(model, rollout, temperature)
-        ref, _ = logprobs_on_full_logits(p.reference, rollout, temperature)
+        _, entropies = logprobs_on_full_logits(p.policy, rollout, temperature)
     advantages = advantages_by_hand(flags, rollout, entropies.float())
     mask = rollout.mask
     if "--mask-truncated" in flags:
         mask = mask & rollout.finished[:, None]
-    options = {"clip_eps": 0.2, "kl_coef": 0.5, "max_new_tokens": 12}
+    options = {"clip_eps": 0.2, "max_new_tokens": 12}
     for flag in flags:
         options |= OPTIONS.get(flag, {})
-    found = []
-    for rows in order:
-        logp, _ = logprobs_on_full_logits(model, rollout, temperature)
-        if "sampler_cap" in options:
-            options["sampler_logprobs"] = rollout.logprobs.double()[rows]
-        data = (tensor[rows] for tensor in (logp, old, ref, advantages, mask))
-        loss, _ = grpo_loss(*data, **options)
-        grads = torch.autograd.grad(loss, weights)
-        found.append(torch.cat([g.flatten() for g in grads]))
-        with torch.no_grad():
-            for weight, grad in zip(weights, grads):
-                weight -= RATE * grad
-    return found
+    records = updates_by_hand(p, rollout, advantages, temperature, order, 1e9, 0.5, mask, **options)
+    return [record.gradient for record in records]
 
 
 def gradients_of_the_program(p, rollout):
     """-> (the gradient of every gradient step, the step's metrics)."""
-    optimizer = torch.optim.SGD(p.policy.parameters(), RATE)
-    found = []
-    optimizer.register_step_pre_hook(lambda *_: found.append(gradient(p.policy)))
-    batch = train.Batch(p.problems, p.prompts)
-    metrics, _ = train.train_step(p.policy, p.reference, optimizer, p.tokenizer, batch, p.settings,
-                                  sampler=lambda *_: copy.deepcopy(rollout))
+    _, found, metrics = step_of_the_program(p, sampler=lambda *_: copy.deepcopy(rollout),
+                                            reward_of=None)
     return found, metrics
 
 
@@ -143,18 +124,11 @@ PLAIN = ("--max-new-tokens=12", "--kl-coef=0.5", "--max-grad-norm=1e9")
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("flags", [
-    ("--advantage=leave-one-out",),
-    ("--advantage=gtpo",),
-    ("--advantage=grpo-s",),
-    ("--clip-advantages=0.6",),
-    ("--advantage=gtpo", "--clip-advantages=0.6"),
-    ("--objective=cispo", "--clip-eps-high=0.01"),
-    ("--sampler-correction=1.2",),
-    ("--kl-estimator=k3_corrected",),
-    ("--mask-truncated",),
-    ("--mask-truncated", "--aggregate=token"),
-    ("--length-rescale=0.5",),
-    ("--overlong-buffer=8",),
+    ("--advantage=leave-one-out",), ("--advantage=gtpo",), ("--advantage=grpo-s",),
+    ("--clip-advantages=0.6",), ("--advantage=gtpo", "--clip-advantages=0.6"),
+    ("--objective=cispo", "--clip-eps-high=0.01"), ("--sampler-correction=1.2",),
+    ("--kl-estimator=k3_corrected",), ("--mask-truncated",),
+    ("--mask-truncated", "--aggregate=token"), ("--length-rescale=0.5",), ("--overlong-buffer=8",),
 ], ids=" ".join)
 def test_a_variant_arrives(flags, temperature):
     p = parts(*flags, *PLAIN, f"--temperature={temperature}", "--micro-batch-tokens=150")
@@ -202,7 +176,6 @@ def test_updates_that_are_skipped_are_counted_one_by_one():
 
 # --------------------------------------------------------------------------------------------------
 # --max-resample: flat groups make room for those of other problems
-
 
 def draws(texts, length, start):
     """A rollout of one group for each list of texts; ids and lengths tell where rows are from."""
@@ -320,7 +293,6 @@ def test_other_problems_follow_from_seed_step_and_round():
 
 # --------------------------------------------------------------------------------------------------
 # The loop: reference, best, beta, learning rate
-
 
 def weights(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
@@ -592,7 +564,6 @@ def logged(lines, run):
 
 class Written(train.Run):
     """A run that keeps what it would write."""
-
     def __init__(self):
         super().__init__()
         self.written = []
@@ -642,7 +613,6 @@ def test_a_warning_stands_in_the_metrics_of_a_run(capsys, tmp_path):
 
 # --------------------------------------------------------------------------------------------------
 # --trace
-
 
 @pytest.fixture(scope="module")
 def traced():
@@ -728,7 +698,6 @@ def test_a_trace_leaves_no_folder(monkeypatch, tmp_path, capsys):
 # --------------------------------------------------------------------------------------------------
 # TensorBoard, where it is installed
 
-
 @pytest.fixture
 def tensorboard(monkeypatch):
     """In the place of torch.utils.tensorboard: what its writer was told."""
@@ -787,17 +756,15 @@ def test_without_tensorboard_nothing_happens(monkeypatch, tmp_path):
 # --------------------------------------------------------------------------------------------------
 # Memory
 
-
 @pytest.mark.parametrize("free, offload, checkpointing", [
     (24e9, True, True), (48e9, False, True), (80e9, False, False), (141e9, False, False),
 ])
 def test_the_choice_for_qwen_on_cards_of_four_sizes(monkeypatch, tmp_path, free, offload,
                                                     checkpointing):
     """Qwen2.5-1.5B on the cards people have."""
-    Qwen2Config(
-        num_hidden_layers=28, hidden_size=1536, num_attention_heads=12, num_key_value_heads=2,
-        intermediate_size=8960, vocab_size=151936, tie_word_embeddings=True,
-        max_position_embeddings=32768).save_pretrained(tmp_path)
+    Qwen2Config(num_hidden_layers=28, hidden_size=1536, num_attention_heads=12,
+                num_key_value_heads=2, intermediate_size=8960, vocab_size=151936,
+                tie_word_embeddings=True, max_position_embeddings=32768).save_pretrained(tmp_path)
     s = train.parse([f"--model={tmp_path}"])
     model = train.model_without_storage(s, torch.bfloat16)
     assert sum(p.numel() for p in model.parameters()) == 1_543_714_304
@@ -892,19 +859,6 @@ def test_a_reward_that_never_applies_is_null(mine, tmp_path):
     assert metrics["reward_mean"] == pytest.approx(metrics["reward/rule"])
 
 
-def test_rewards_of_the_same_name_are_told_apart(tmp_path):
-    for name, value in (("a", 1.0), ("b", 2.0)):
-        (tmp_path / f"{name}.py").write_text(
-            f"def f(completions, **columns):\n    return [{value}] * len(completions)\n")
-    a, b = (f"{tmp_path / name}.py:f" for name in "ab")
-    rollout = SimpleNamespace(labels=torch.full((2, 3), IGNORE), responses=["x", "y"])
-    fn = train.load_reward_of(settings("--reward", a, b))
-    assert fn([{"question": "q"}], ["q"], rollout).tolist() == [3.0, 3.0]
-    assert {name: values.tolist() for name, values in rollout.reward_parts.items()} == {
-        "f": [1.0, 1.0], b: [2.0, 2.0]}
-    assert train.load_reward_of(settings()) is None
-
-
 def data_with_columns(path, columns):
     """Twenty problems; only the last line has these columns too."""
     lines = (TINY / "train.jsonl").read_text().splitlines()[:20]
@@ -918,12 +872,6 @@ def test_a_column_that_few_lines_have_is_none_in_the_others(mine, tmp_path):
            data_with_columns(tmp_path / "d.jsonl", {"level": "hard"}))
 
 
-def test_a_column_named_as_what_a_reward_is_given(capsys, mine, tmp_path):
-    line = ends_badly(capsys, *SMALL, f"--reward={mine}:first", f"--output={tmp_path / 'run'}",
-                      data_with_columns(tmp_path / "d.jsonl", {"completions": "x"}))
-    assert "a column of the data is named 'completions'" in line
-
-
 def test_the_rule_by_name_is_the_rule(tmp_path):
     trains(*SMALL, "--reward=rule", f"--output={tmp_path / 'named'}")
     trains(*SMALL, f"--output={tmp_path / 'plain'}")
@@ -932,11 +880,6 @@ def test_the_rule_by_name_is_the_rule(tmp_path):
              for metrics in curve(tmp_path / "named")]
     assert named == curve(tmp_path / "plain")
     assert weights_of(tmp_path / "named") == weights_of(tmp_path / "plain")
-
-
-def test_as_many_weights_as_rewards(capsys, mine):
-    line = refused(capsys, "--reward", f"{mine}:first", f"{mine}:second", "--reward-weights", "1")
-    assert "--reward-weights: 1 weights for 2 rewards" in line
 
 
 @pytest.fixture(scope="module")
@@ -961,10 +904,7 @@ def test_without_known_answers_the_rules_figures_are_null(unknown):
         assert all(m[name] is None for m in metrics[1:]), name
     assert all(m["reward_mean"] > 0 for m in metrics[1:])
     assert "truth     not known" in unknown.out
-
-
-def test_the_question_stands_in_another_column(unknown):
-    questions = [p["question"] for p in tiny_problems()[:20]]
+    questions = [p["question"] for p in tiny_problems()[:20]]   # they stand in another column
     for record in lines_of(unknown.folder / "samples.jsonl"):
         assert any(question in record["prompt"] for question in questions)
 
@@ -984,7 +924,6 @@ def test_evaluation_of_a_runs_folder_is_that_of_its_final(capsys, unknown):
 
 # --------------------------------------------------------------------------------------------------
 # The end of a run, and how it goes on
-
 
 def test_threads_of_another_number_are_told(capsys, unknown):
     for threads, words in ((1, ""), (2, "--threads 2: the run had 1; sums differ")):
@@ -1008,8 +947,7 @@ def test_the_end_draws_curves_and_names_what_comes_next(unknown):
         line = next(line for line in unknown.out.splitlines() if line.startswith(name))
         assert line.split(None, 1)[1] == train.small_curve([m[name] for m in history]).strip()
     folder = unknown.folder
-    commands = {line[:21].strip(): shlex.split(line[21:])
-                for line in unknown.out.splitlines()[-2:]}
+    commands = {line[:21].strip(): shlex.split(line[21:]) for line in unknown.out.splitlines()[-2:]}
     assert commands == {
         "talk to the result": [sys.executable, train.sample.__file__, "--model", str(folder),
                                "YOUR QUESTION"],
