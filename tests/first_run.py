@@ -9,8 +9,9 @@ the next part begins. Exit status 0 if all checks passed, else 1.
 
 A floor is what no program can do without, at the rates that this machine showed a moment before:
 every weight, key and value read once per token; every matrix product once, without padding and
-without anything computed again. Aims, not checks: decoding at 50% of its floor's bandwidth, the
-update at 40% of the matrix rate, at most 620 kernels per token, and on an H200 a step under 3 s.
+without anything computed again. Aims, not checks, and estimated from counts: decoding at 45% of its
+floor's bandwidth, the update at 40% of the matrix rate, about 520 kernels per token (17 per layer,
+of which attention launches about 5, and 46 beside them), and on an H200 a step under 3 s.
 
 On a CPU the same parts run at a small size, which the test suite does: it shows that they run.
 """
@@ -237,7 +238,7 @@ def attention_kernels(place):
         heads = {name: FULL[name] for name in ("hidden", "heads", "kv_heads")}
     for dtype in dict.fromkeys((place.half, torch.float32)):
         for shape, names in attention_of_shapes(place, small_policy(place, dtype, **heads)):
-            right = not any("cudnn" in name for name in names) if place.cuda else None
+            right = bool(names) and not (place.cuda and any("cudnn" in name for name in names))
             yield right, f"{dtype}, {shape}: {', '.join(names) or 'none seen'}"
 
 
@@ -363,7 +364,7 @@ def updates(place):
     plain = train.Settings(group_size=CHECKED["group_size"], prompts_per_step=CHECKED["prompts"],
                            max_new_tokens=CHECKED["new_tokens"], kl_coef=0.0, lr=1e-3,
                            max_grad_norm=1e9, micro_batch_tokens=256, offload=False,
-                           gradient_checkpointing=False)
+                           gradient_checkpointing=False, rounding="nearest")
     moments, moved, stale = three_updates(start, rollouts, plain)
     yield stale == 0, f"no offload, no checkpointing: {stale} weights are not their masters' copies"
     for name in ("offload", "gradient_checkpointing"):
@@ -447,7 +448,8 @@ def kernels(place):
     """Kernels per token, and the five that take most of the time, by torch's profiler.
 
     Last of all, for a profiler may slow down what comes after it. The host looks for ended rows
-    every 16 tokens: 16 tokens hold one such look.
+    every 16 tokens: 16 tokens hold one such look. A layer alone takes more than ten: where fewer
+    are seen, the profiler does not look into graphs.
     """
     model = random_model(place.size, place.device, place.dtype)
     short, long = (2, 6) if not place.cuda else (17, 33)
@@ -456,8 +458,9 @@ def kernels(place):
     few = kernels_in(place, seconds_to_write, place, model, G, short)
     many = kernels_in(place, seconds_to_write, place, model, G, long)
     per_token = (len(many) - len(few)) / (long - short)
-    what = "kernels (aim: at most 620)" if place.cuda else "operations of the CPU"
-    yield per_token > 0, f"{per_token:.0f} {what} per token, {place.size['layers']} layers"
+    layers = place.size["layers"]
+    what = "kernels (aim: about 520)" if place.cuda else "operations of the CPU"
+    yield per_token > 10 * layers, f"{per_token:.0f} {what} per token, {layers} layers"
     times = {}
     for event in many:
         times[event.name] = times.get(event.name, 0) + event.time_range.elapsed_us()
@@ -581,7 +584,7 @@ def floors(place, policy, lengths, settings):
     masters = place.dtype != torch.float32
     memory = f"{place.bandwidth / 1e9:.0f} GB/s"
     matrices = f"{place.matrix_rate / 1e12:.3g} TFLOP/s"
-    yield "sampling", rollout_bytes(policy, P, lengths) / place.bandwidth, memory + ", aim 50%"
+    yield "sampling", rollout_bytes(policy, P, lengths) / place.bandwidth, memory + ", aim 45%"
     yield "reference", flops / place.matrix_rate, matrices
     yield "forward and backward", 3 * flops / place.matrix_rate, matrices + ", aim 40%"
     if masters and s.offload:

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import sys
+from types import SimpleNamespace
 
 import benchmark
 import first_run
@@ -80,6 +81,19 @@ def test_no_part_begins_after_seven_minutes(capsys):
 
 # --------------------------------------------------------------------------------------------------
 # Its checks, on planted faults
+
+
+def test_what_the_profiler_does_not_see_fails(place, monkeypatch):
+    monkeypatch.setattr(first_run, "small_rollout", lambda *_: first_run.sample.Rollout(
+        torch.zeros(1, 2).long(), torch.zeros(1, 2).long(), torch.zeros(1, 1), [""],
+        torch.ones(1).bool(), torch.zeros(1).long()))
+    monkeypatch.setattr(first_run, "attention_in", lambda *args, **kwargs: [])
+    assert len(failures(first_run.attention_kernels, place)) == 8
+    # Eight per token: those outside of the graphs.
+    monkeypatch.setattr(first_run, "kernels_in", lambda place, work, *args: [
+        SimpleNamespace(name="a", time_range=SimpleNamespace(elapsed_us=lambda: 1.0))
+        for _ in range(8 * args[-1])])
+    assert failures(first_run.kernels, place) == ["8 operations of the CPU per token, 2 layers"]
 
 
 def test_drawing_sees_other_ids(place, monkeypatch):
