@@ -115,7 +115,7 @@ def test_a_reward_that_fails_on_one_rank_ends_the_step_on_all(flags, one, tmp_pa
     done = run_ranks(2, "train.py", *flags, f"--output={folder}", FAULT="raise")
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
-    assert len(lines) == 1 and "row 0" in lines[0] and "KeyError: 'oh'" in lines[0], done.stderr
+    assert len(lines) == 1 and "KeyError: 'oh'" in lines[0], done.stderr
     assert metrics_of(folder)[-1]["step"] == 1
     trains(f"--resume={folder}")
     assert_same(folder, one)
@@ -138,7 +138,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 import train
 
-settings = train.parse([f"--model={sys.argv[1]}", "--device=cpu"])
+settings = train.parse([f"--model={sys.argv[1]}", "--device=cpu", "--dtype=float32"])
 train.join_ranks()
 whole = AutoModelForCausalLM.from_pretrained(sys.argv[1]) if train.rank() == 0 else None
 for weight in whole.parameters() if whole else ():
@@ -153,7 +153,7 @@ def peak():
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")                                       # forget the peak so far
 before = peak()
-train.shard(whole, settings, torch.float32)
+train.shard(whole, settings)
 grew = peak() - before
 with open(f"{sys.argv[2]}/grew_{train.rank()}", "w") as file:   # ranks' lines can mix in a pipe
     file.write(f"{grew:.0f}")
