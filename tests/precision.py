@@ -3,11 +3,12 @@
     python tests/real_model.py                  # makes the model and its problems, once
     python tests/precision.py                   # five trainings, then the tables
 
-The five trainings are one: same model, problems and seed; float32, and bfloat16 and float16 with
-weights that are rounded to nearest or each at a threshold of its own. Then the float32 run's whole
-change of the weights, and parts of it, are rounded in these four ways: the first table says how
-much of what they mean for the log-probs of answer tokens arrives. `--only table` asks for that
-alone, of a float32 run that is there already.
+The model is first written out in bfloat16, as pretrained models nearly always are: its weights then
+lie on bfloat16's grid. The five trainings have the same model, problems and seed; they compute in
+float32, and in bfloat16 and float16 with weights that are rounded to nearest, or each at a
+threshold of its own. Then the float32 run's whole change of the weights, and parts of it, are
+rounded in these four ways: the first table says how much of what they mean for the log-probs of
+answer tokens arrives. `--only table` asks for that alone, of a float32 run that is there already.
 """
 import argparse
 import json
@@ -88,13 +89,23 @@ def print_arrivals(settings, end):
         print(f"| {part:g} | {rms:.4f} | " + " | ".join(cells) + " |", flush=True)
 
 
+def on_the_grid(settings, folder):
+    """The model, its weights rounded to bfloat16, in a folder of its own."""
+    if not folder.is_dir():
+        model, tokenizer = open_policy(settings.model, "cpu", torch.bfloat16)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
 def trained(config, folder, dtype, rounding, steps):
     """One training -> (the metrics of its steps, its CPU seconds)."""
     if not (folder / "final").is_dir():
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         command = [sys.executable, ROOT / "train.py", f"--config={config}", f"--output={folder}",
-                   f"--steps={steps}", f"--dtype={dtype}", f"--rounding={rounding}", "--threads=1",
-                   f"--eval-every={steps}", f"--save-every={steps}", "--eval-limit=1"]
+                   f"--model={folder.parent / 'model'}", f"--dtype={dtype}",
+                   f"--rounding={rounding}", f"--steps={steps}", f"--eval-every={steps}",
+                   f"--save-every={steps}", "--eval-limit=1", "--threads=1"]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -105,7 +116,8 @@ def trained(config, folder, dtype, rounding, steps):
 
 def print_curves(config, output, steps):
     every = [step for step in range(1, steps + 1) if step == 1 or step % 3 == 0]
-    print("| weights | reward, steps " + ", ".join(map(str, every)) + " | KL, step 6 | `arrived` | "
+    print("| weights | reward, steps " + ", ".join(map(str, every))
+          + f" | KL, steps {steps // 2}, {steps} | `arrived` | "
           "`sampler_ratio_error` | CPU seconds per step |\n" + "| --- " * 6 + "|")
     for dtype, rounding in WAYS:
         rows, seconds = trained(config, output / f"{dtype}-{rounding}", dtype, rounding, steps)
@@ -114,9 +126,10 @@ def print_curves(config, output, steps):
         arrived = [row["arrived"] for row in rows if row.get("arrived") is not None]
         arrived = f"{sum(arrived) / len(arrived):.1%}" if arrived else "-"
         errors = [row["sampler_ratio_error"] for row in rows]
-        print(f"| {dtype}, {rounding} | {curve} | {rows[5]['approx_kl']:.4f} | {arrived} | "
-              f"{sum(errors) / len(errors):.5f} (at most {max(errors):.5f}) | "
-              f"{seconds / steps:.0f} |", flush=True)
+        error = f"{sum(errors) / len(errors):.5f} (at most {max(errors):.5f})"
+        print(f"| {dtype}, {rounding} | {curve} | {rows[steps // 2 - 1]['approx_kl']:.4f}, "
+              f"{rows[-1]['approx_kl']:.4f} | {arrived} | {error} | {seconds / steps:.0f} |",
+              flush=True)
 
 
 def main(argv=None):
@@ -125,11 +138,12 @@ def main(argv=None):
                         help="of train.py; default: the one that tests/real_model.py writes")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "precision",
                         help="folder of the trainings; finished ones are not run again")
-    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--only", choices=("table", "curves"))
     args = parser.parse_args(argv)
     settings = train.parse([f"--config={args.config}"])
     torch.set_num_threads(1)
+    on_the_grid(settings, args.output / "model")
     if args.only != "table":
         print_curves(args.config, args.output, args.steps)
     if args.only != "curves":
