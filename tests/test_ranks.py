@@ -3,6 +3,7 @@ import json
 import os
 
 import pytest
+import torch
 from conftest import FEW, curve, metrics_of, run_script, snapshot, torchrun, trains
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
@@ -127,6 +128,21 @@ def test_prompts_must_divide_among_the_ranks(flags, tmp_path):
     lines = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
     assert lines == ["train.py: --prompts-per-step 3: not a multiple of 2 processes"]
     assert not os.path.exists(tmp_path / "run")
+
+
+def test_two_ranks_in_bfloat16_lose_no_step(flags, tmp_path):
+    """bfloat16 shards, float32 masters over them: what is meant arrives, and a run is repeated."""
+    found = []
+    for name in ("run", "again"):
+        folder = tmp_path / name
+        done = run_ranks(2, "train.py", *flags, "--dtype=bfloat16", f"--output={folder}")
+        assert done.returncode == 0, done.stderr
+        weights = load_file(folder / "checkpoint" / "run.safetensors")
+        assert {w.dtype for name, w in weights.items() if name != "counters"} == {torch.float32}
+        assert all(0.95 < row["arrived"] < 1.05 for row in metrics_of(folder)[1:])
+        found.append(weights)
+    for name, weight in found[0].items():
+        assert torch.equal(weight, found[1][name]) or name == "counters", name
 
 
 # What a rank holds while a model is sharded; rank 0 has it whole before that.
