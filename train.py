@@ -55,7 +55,6 @@ from sample import chat_prompt, out_of_memory, sample_groups
 # --------------------------------------------------------------------------------------------------
 # [G] One step: sample, score, normalise, update
 
-
 @dataclasses.dataclass
 class Batch:
     """The problems of a step: B of them on this GPU."""
@@ -151,7 +150,6 @@ def update(policy_model, optimizer, rollout, settings):
 
 # --------------------------------------------------------------------------------------------------
 # [H] The loop: every step draws fresh answers from the policy as it is now
-
 
 def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_problems, settings,
                run=None, sampler=sample_groups, reward_of=None, reward_model=None):
@@ -443,7 +441,6 @@ def mean(bools):
 # Dynamic sampling (DAPO, arXiv 2503.14476): a group whose rewards are all equal teaches nothing,
 # and makes room for a group of another problem
 
-
 def without_flat_groups(rollout, model, tokenizer, batch, s, sampler, reward_of):
     """Groups without variance are replaced, in --max-resample rounds at most -> Rollout.
 
@@ -474,7 +471,6 @@ def without_flat_groups(rollout, model, tokenizer, batch, s, sampler, reward_of)
 
 # --------------------------------------------------------------------------------------------------
 # What train_grpo leaves to helpers: problems and random numbers of a step, evaluation, the bar
-
 
 def check_arguments(problems, eval_problems, s):
     """BadInput for what would fail in the middle of a step."""
@@ -631,7 +627,6 @@ def show(bar, metrics, run):
 
 # --------------------------------------------------------------------------------------------------
 # The known failures of GRPO runs, as they show in the metrics, and the flag that is the remedy
-
 
 # By how much a ratio may be off 1 before the first update: rounding, of the largest of all tokens
 NORMAL_RATIO_ERROR = {torch.float32: 0.1, torch.float16: 0.2, torch.bfloat16: 1.0}
@@ -945,7 +940,6 @@ def resumed_settings(given):
 # --------------------------------------------------------------------------------------------------
 # Loading: device, model, tokenizer, problems, reward. Whatever is wrong is found here, before a
 # folder is made.
-
 
 def load(s):
     """-> what a run is made of, under the names of train_grpo's arguments."""
@@ -1514,7 +1508,6 @@ fill_in_logprobs = with_smaller_micro_batches(fill_in_logprobs)
 # masters, gathers a layer when it computes, and takes whole groups of its own. With one process all
 # of this is the identity.
 
-
 def rank(name="RANK", alone=0):
     """What torchrun tells in the environment; what is no number is refused by join_ranks()."""
     text = os.environ.get(name, "")
@@ -1662,7 +1655,6 @@ def whole_weights(model):
 # --------------------------------------------------------------------------------------------------
 # A run: where it stands, and its folder with config.json, inputs.json, metrics.jsonl,
 # samples.jsonl, checkpoint/, final/
-
 
 class Run:
     """Where a run stands and where it writes. Only rank 0 writes; without a folder nobody does."""
@@ -2004,7 +1996,6 @@ def whole_on_rank_0(tensors, dtype=None):
 
 # --------------------------------------------------------------------------------------------------
 # The program: parse, load, open the folder, train, save, tell
-
 
 def main(argv=None):
     """-> exit status: 0 done; 2 bad input, one line on standard error; 128 + signal if stopped."""
