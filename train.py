@@ -26,7 +26,6 @@ import shlex
 import shutil
 import signal
 import sys
-import threading
 import time
 from functools import lru_cache, partial, wraps
 from pathlib import Path
@@ -1717,12 +1716,11 @@ class Run:
             name = signal.Signals(number).name
             say(f"\nstopping after this step ({name}; once more: at once)", sys.stderr)
 
-        # Only the main thread may set handlers; elsewhere signals are left to whoever started it.
-        settable = threading.current_thread() is threading.main_thread()
         with contextlib.ExitStack() as put_back:
-            for name in ("SIGINT", "SIGTERM", "SIGHUP") if settable else ():
-                number = getattr(signal, name, None)
-                if number:  # Windows has no SIGHUP
+            for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+                # Windows has no SIGHUP, and only the main thread may set handlers.
+                with contextlib.suppress(AttributeError, ValueError):
+                    number = getattr(signal, name)
                     put_back.callback(signal.signal, number, signal.signal(number, stop))
             yield
 
