@@ -1602,20 +1602,16 @@ def shard(whole, s):
     `whole` is the model on rank 0, in host memory, and None elsewhere: no other rank ever holds
     more than its shards and one tensor on its way.
     """
+    from torch.distributed import fsdp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-    from torch.distributed.fsdp import (
-        MixedPrecisionPolicy,
-        fully_shard,
-        register_fsdp_forward_method,
-    )
 
     device, dtype = choose_device(s)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     model = model_without_storage(s, dtype)
     sample.switch_off_dropout(model)
     for layer in next(m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList)):
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)  # what stands outside: embeddings, last norm, head
+        fsdp.fully_shard(layer, mp_policy=policy)
+    fsdp.fully_shard(model, mp_policy=policy)  # what stands outside: embeddings, last norm, head
     model.to_empty(device=device)  # storage for this rank's shards
     model.tie_weights()
     set_model_state_dict(model, whole.state_dict() if whole else {}, options=StateDictOptions(
@@ -1631,7 +1627,7 @@ def shard(whole, s):
         model.set_attn_implementation("grouped")
     # [D] enters below the model's own forward, and FSDP gathers only where it knows the door.
     model.token_logprobs = partial(token_logprobs, model)
-    register_fsdp_forward_method(model, "token_logprobs")
+    fsdp.register_fsdp_forward_method(model, "token_logprobs")
     return model
 
 
