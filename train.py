@@ -27,6 +27,7 @@ import shutil
 import signal
 import sys
 import time
+import timeit
 from functools import lru_cache, partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
@@ -1044,16 +1045,13 @@ def dtype_of_cpu(model):
         return torch.float32  # what is wrong with its files is told where they are loaded
     if hidden < 512:
         return torch.float32  # a small model's time goes elsewhere
-    seconds = {}
-    for dtype in (torch.float32, torch.bfloat16):
+
+    def seconds(dtype):
         tokens = torch.ones(512, hidden, dtype=dtype)
         weight = torch.ones(hidden, 4 * hidden, dtype=dtype)
-        times = [time.perf_counter()]
-        for _ in range(6):
-            tokens @ weight
-            times.append(time.perf_counter())
-        seconds[dtype] = min(later - sooner for sooner, later in zip(times, times[1:]))
-    faster = seconds[torch.float32] / seconds[torch.bfloat16]
+        return min(timeit.repeat(lambda: tokens @ weight, number=1, repeat=6))
+
+    faster = seconds(torch.float32) / seconds(torch.bfloat16)
     chosen = torch.bfloat16 if faster >= 2 else torch.float32
     say(f"--dtype auto: {chosen}, for this CPU multiplies bfloat16 {faster:.1f} times as fast as "
         "float32")
