@@ -109,11 +109,7 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
 
 
 def update(policy_model, optimizer, rollout, settings):
-    """One gradient step on the rollout -> metrics of the batch.
-
-    The first update of a rollout keeps its log-probs there: nothing has moved before it, so they
-    are the old ones, and all of its ratios are 1.
-    """
+    """One gradient step on the rollout -> metrics of the batch."""
     s = settings
     logprobs = torch.zeros_like(rollout.logprobs)                                      # (N, S-1)
     entropies = torch.zeros_like(rollout.logprobs)                                     # (N, S-1)
@@ -136,6 +132,8 @@ def update(policy_model, optimizer, rollout, settings):
         (value * weight * loss_scale).backward()
         for name in metrics:
             sums[name] = sums.get(name, 0) + metrics[name] * (weight > 0)
+    # Nothing has moved before a rollout's first update: its log-probs are the old ones, and all of
+    # its ratios are 1.
     if rollout.old_logprobs is None:
         rollout.old_logprobs = logprobs
         rollout.entropies = entropies
@@ -278,10 +276,8 @@ def advantage_options(rollout, batch, tokenizer, reward_of, s):
 
 
 def loss_mask(rollout, s):
-    """The tokens that the loss speaks of, (N, S-1): responses, cut off ones left out if asked.
-
-    Not earlier: their rewards belong to the mean that their siblings are compared with.
-    """
+    """The tokens that the loss speaks of, (N, S-1): responses, cut off ones left out if asked."""
+    # Not earlier: their rewards belong to the mean that their siblings are compared with.
     return rollout.mask & rollout.finished[:, None] if s.mask_truncated else rollout.mask
 
 
@@ -309,16 +305,14 @@ def logprobs_of_all(model, rollout, s, with_entropy=True):
 
 
 def fill_in_logprobs(policy_model, ref_model, rollout, s):
-    """[D] before anything moves: the reference's, and the policy's own where they are needed now.
-
-    The first update finds the policy's by the way. But [C] may ask for entropies, and mini-batches
-    move the policy before the last of them has been seen.
-    """
+    """[D] before anything moves: the reference's, and the policy's own if it is needed now."""
     if s.offload:
         # Memory is short: the rollout's cache and graphs make room for the update.
         sample.release(policy_model)
     if ref_model is not None:
         rollout.ref_logprobs, _ = logprobs_of_all(ref_model, rollout, s, with_entropy=False)
+    # The first update finds the policy's by the way. But [C] may ask for entropies, and with
+    # mini-batches the policy moves before the last of them has been seen.
     if s.minibatches > 1 or s.advantage in ("gtpo", "grpo-s"):
         rollout.old_logprobs, rollout.entropies = logprobs_of_all(policy_model, rollout, s)
 
@@ -334,17 +328,14 @@ def mini_batches(rollout, s):
 
 
 def micro_batches(rollout, s):
-    """Yields the rows of each as a Rollout, their place in (N, S-1), and the weight of their loss.
-
-    On one GPU every weight is 1. Several GPUs must run equally many passes, or FSDP's gathers wait
-    for ever: whoever has fewer runs its last one again, with weight 0. And FSDP averages the
-    gradients of the GPUs where we want their sum: so a real pass weighs as much as there are GPUs.
-    """
-    cuts = list(logprob.micro_batches(rollout.labels, rollout.group_ids, s.micro_batch_tokens,
-                                      s.share_prompts))
-    # Answers differ in length, so ranks may have different numbers of micro-batches.
-    most = max(gathered_objects(len(cuts)))
-    for n in range(most):
+    """Yields the rows of each as a Rollout, their place in (N, S-1), the weight of their loss."""
+    cuts = logprob.micro_batches(rollout.labels, rollout.group_ids, s.micro_batch_tokens,
+                                 s.share_prompts)
+    # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
+    # equally many, or FSDP's gathers wait for ever: whoever has fewer runs its last one again, with
+    # weight 0. And FSDP averages the gradients of the GPUs where we want their sum: so a real pass
+    # weighs as much as there are GPUs.
+    for n in range(max(gathered_objects(len(cuts)))):
         rows, width = cuts[min(n, len(cuts) - 1)]
         weight = world() if n < len(cuts) else 0
         rows = rows.tolist()
@@ -371,15 +362,12 @@ def largest_ratio_error(logprobs, old_logprobs):
 
 
 def step_metrics(rollout, batch, updates, clock, s):
-    """What a step was like: the answers, the mean of its updates, the time.
-
-    `accuracy` and `format_rate` are the rule's, whoever gave the rewards; they are NaN where no
-    true answer is known.
-    """
+    """What a step was like: the answers, the mean of its updates, the time."""
     lengths = gathered(rollout.mask.sum(dim=1).float())                                # (N,)
     rewards = gathered(rollout.rewards)                                                # (N,)
+    # Accuracy and format are the rule's, whoever gave the rewards; NaN: no true answer is known.
     known = gathered(rollout.rule_rewards)
-    known = known[~known.isnan()]  # NaN: no true answer is known
+    known = known[~known.isnan()]
     groups = reward.is_right(known).view(-1, s.group_size)                             # (B, G)
     entropy = summed({"entropy": rollout.entropies.sum()})["entropy"]
     started, sampled, scored = clock
@@ -442,12 +430,10 @@ def mean(bools):
 # and makes room for a group of another problem
 
 def without_flat_groups(rollout, model, tokenizer, batch, s, sampler, reward_of):
-    """Groups without variance are replaced, in --max-resample rounds at most -> Rollout.
-
-    What stays flat after the last round stays: its advantages are 0. `batch` is changed in place.
-    """
+    """Groups without variance are replaced -> Rollout; `batch` is changed in place."""
     G = s.group_size
     N = len(rollout.responses)
+    # What is flat after the last attempt stays: its advantages are 0.
     for attempt in range(1, s.max_resample + 1):
         flat = is_flat(rollout.rewards, G).nonzero()[:, 0].tolist()
         if not any(gathered_objects(len(flat))):
@@ -484,11 +470,7 @@ def check_arguments(problems, eval_problems, s):
 
 
 def batch_of_step(tokenizer, problems, step, s, attempt=0, n=None):
-    """This GPU's share of the step's B problems -> Batch; of an attempt to resample, n others.
-
-    All answers to a prompt are drawn on one GPU: a group that is split has two means and two
-    baselines.
-    """
+    """This GPU's share of the step's B problems -> Batch; of an attempt to resample, n others."""
     B = s.prompts_per_step
     # Every epoch has a new order; the few problems that do not fill a step are left out.
     epoch, k = divmod(step - 1, len(problems) // B)  # steps count from 1
@@ -498,6 +480,7 @@ def batch_of_step(tokenizer, problems, step, s, attempt=0, n=None):
         names = (s.seed, "resample", step, attempt)
         # Those of the step itself come last.
         order = sorted(shuffled(len(problems), *names), key=order.__contains__)
+    # Whole groups: one that is split over GPUs has two means and two baselines.
     mine = share_of_rank(B)[:n]
     chosen = [problems[order[j]] for j in mine]
     prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in chosen]
@@ -524,13 +507,11 @@ def remember(reward_model, rollout, step, s):
 
 
 def renew(ref_model, policy_model, reward_model, step, s):
-    """DeepSeekMath's iterative GRPO: the reference becomes what the policy is now -> figures.
-
-    A reward model that learns takes the same steps on the same pairs on every rank.
-    """
+    """DeepSeekMath's iterative GRPO: the reference becomes what the policy is now -> figures."""
     follow(ref_model, policy_model)
     if reward_model is None:
         return {"reference_renewed": 1.0}
+    # It takes the same steps on the same pairs on every rank.
     figures = reward.end_iteration(reward_model, seeded(s.seed, "reward model", step))
     for p in reward_model.model.parameters() if world() > 1 else ():
         dist.broadcast(p.data, 0)  # a GPU's sums may differ in their last digit
@@ -729,12 +710,10 @@ def flag(default, help, low=0, high=BIG, kept=True, free=False, head=None, **how
 
 
 def path(text, folder=""):
-    """A file, or file.py:function, from the root: a resumed run may start somewhere else.
-
-    What does not exist in this folder stays as it is: it is a name, gsm8k or that of a model.
-    """
+    """A file, or file.py:function, from the root: a resumed run may start somewhere else."""
     file, colon, function = text.rpartition(":") if ".py:" in text else (text, "", "")
     found = os.path.abspath(os.path.join(folder, file))
+    # What does not exist in this folder is a name, gsm8k or that of a model.
     return found + colon + function if file and os.path.exists(found) else text
 
 
@@ -1137,10 +1116,7 @@ def fitting(name, problems, tokenizer, s):
 
 
 def load_reward_of(s, reward_model=None):
-    """-> reward_of(problems, prompts, rollout) -> (N,), in place of the rule's; None: the rule's.
-
-    What else it finds stands beside the answers, in the Rollout.
-    """
+    """-> reward_of(problems, prompts, rollout) -> (N,); None: the rule's rewards count."""
     if reward_model:
         prompt_of = partial(chat_prompt, reward_model.tokenizer, system_prompt=s.system_prompt)
         reward_of = partial(reward.model_rewards, reward_model, prompt_of)
@@ -1595,11 +1571,9 @@ def sharded_like(p, tensor):
 
 
 def shard(whole, s):
-    """FSDP2 on every decoder layer and on the rest: shards, gathered when they compute.
-
-    `whole` is the model on rank 0, in host memory, and None elsewhere: no other rank ever holds
-    more than its shards and one tensor on its way.
-    """
+    """FSDP2 on every decoder layer and on the rest: shards, gathered when they compute."""
+    # `whole` is the model on rank 0, in host memory, and None elsewhere: no other rank ever holds
+    # more than its shards and one tensor on its way.
     from torch.distributed import fsdp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
@@ -1724,10 +1698,7 @@ class Run:
         return self.signal
 
     def log(self, metrics):
-        """A line of metrics, and of warning when a known failure begins to show.
-
-        BadInput after ten updates in a row that changed no weight.
-        """
+        """A line of metrics, and of warning when a known failure begins to show."""
         self.step = metrics["step"]
         if "loss" in metrics:
             # From what the file holds, and from nothing else: a resumed run warns as one never
@@ -1867,12 +1838,9 @@ def check_inputs(run, found):
 
 
 def save_folder(model, tokenizer, run, name, dtype=None):
-    """A folder that from_pretrained opens, in the place of the old one.
-
-    Several ranks gather the weights, in the dtype that computes.
-    """
+    """A folder that from_pretrained opens, in the place of the old one."""
     weights = None
-    if world() > 1:
+    if world() > 1:  # gathered, in the dtype that computes
         weights = whole_on_rank_0(dict(model.named_parameters()), dtype)
     if run.folder:
         with run.replacing(name) as place:
@@ -1903,13 +1871,11 @@ def moving(run, model, optimizer):
 
 
 def save_checkpoint(run, model, optimizer):
-    """One safetensors file, moved over the old one. Tensors are whole, however they are sharded.
-
-    After a skipped update, or with weights that are not finite, the checkpoint before stays.
-    """
+    """One safetensors file, moved over the old one. Tensors are whole, however they are sharded."""
     tensors = whole_on_rank_0({
         f"{key}/{name}": value for name, tensor, state in moving(run, model, optimizer)
         for key, value in {"weight": tensor, **state}.items()})
+    # After a skipped update, or with weights that are not finite, the checkpoint before stays.
     finite = all(bool(tensor.isfinite().all()) for tensor in tensors.values())
     if run.skipped_in_a_row or not all(gathered_objects(finite)):
         return
