@@ -701,7 +701,7 @@ def test_a_trace_leaves_no_folder(monkeypatch, tmp_path, capsys):
 @pytest.fixture
 def tensorboard(monkeypatch):
     """In the place of torch.utils.tensorboard: what its writer was told."""
-    told = SimpleNamespace(opened=[], scalars=[], texts=[], closed=0)
+    told = SimpleNamespace(opened=[], scalars=[], closed=0)
 
     class SummaryWriter:
         def __init__(self, folder, purge_step):
@@ -709,9 +709,6 @@ def tensorboard(monkeypatch):
 
         def add_scalar(self, name, value, step):
             told.scalars.append((name, value, step))
-
-        def add_text(self, name, text, step):
-            told.texts.append((name, text, step))
 
         def close(self):
             told.closed += 1
@@ -722,7 +719,7 @@ def tensorboard(monkeypatch):
     return told
 
 
-def test_tensorboard_gets_scalars_and_answers(tmp_path, tensorboard):
+def test_tensorboard_gets_scalars(tmp_path, tensorboard):
     folder = tmp_path / "run"
     trains(*SMALL, "--steps=2", f"--output={folder}")
     assert tensorboard.opened == [(folder / "tensorboard", 0)] and tensorboard.closed == 1
@@ -732,10 +729,6 @@ def test_tensorboard_gets_scalars_and_answers(tmp_path, tensorboard):
                 if step == metrics["step"] and math.isfinite(value)}
         assert told == numbers
     assert {"reward_mean", "eval_accuracy", "approx_kl"} <= {n for n, *_ in tensorboard.scalars}
-    samples = lines_of(folder / "samples.jsonl")
-    assert tensorboard.texts == [
-        ("answers", "\n\n".join(r["responses"][0] for r in samples if r["step"] == step), step)
-        for step in (1, 2)]
 
 
 def test_a_resumed_run_drops_what_tensorboard_holds_of_later_steps(monkeypatch, tmp_path,
