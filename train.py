@@ -318,12 +318,10 @@ def fill_in_logprobs(policy_model, ref_model, rollout, s):
 
 def mini_batches(rollout, s):
     """--minibatches: the groups dealt out in order, as equally as can be -> Rollouts."""
-    n = s.minibatches
-    if n == 1:
+    if s.minibatches == 1:
         return [rollout]  # itself, for the first update leaves its log-probs there
-    B = len(rollout.responses) // s.group_size
-    bounds = [B * k // n * s.group_size for k in range(n + 1)]
-    return [rollout.take(list(range(*rows))) for rows in zip(bounds, bounds[1:])]
+    groups = torch.arange(len(rollout.responses)).view(-1, s.group_size)               # (B, G)
+    return [rollout.take(rows.flatten().tolist()) for rows in groups.tensor_split(s.minibatches)]
 
 
 def micro_batches(rollout, s):

@@ -161,9 +161,9 @@ def test_mini_batches_are_whole_groups():
                       [str(i) for i in range(10)], n % 2 == 0, n // 2, advantages=n + 80)
     s = settings("--group-size=2", "--prompts-per-step=5", "--minibatches=2")
     first, second = train.mini_batches(rollout, s)
-    assert first.group_ids.tolist() == [0, 0, 1, 1]
-    assert second.group_ids.tolist() == [2, 2, 3, 3, 4, 4]
-    assert second.responses == list("456789") and second.advantages.tolist() == list(range(84, 90))
+    assert first.group_ids.tolist() == [0, 0, 1, 1, 2, 2]
+    assert second.group_ids.tolist() == [3, 3, 4, 4]
+    assert second.responses == list("6789") and second.advantages.tolist() == list(range(86, 90))
 
 
 def test_updates_that_are_skipped_are_counted_one_by_one():
