@@ -1407,31 +1407,31 @@ def memory(s, model):
 
 
 def host_memory(s, model):
-    """What --offload keeps in host memory: {what: bytes}; nothing of it counts for the GPU."""
+    """Bytes that --offload keeps in host memory; none of them counts for the GPU."""
     n = sum(p.numel() for p in model.parameters())
     away = s.offload and world() == 1 and model.dtype != torch.float32
-    bytes_each = {"float32 masters": 4, "AdamW's two moments": 8, "gradients, float32": 4,
-                  "rounded weights": model.dtype.itemsize}
-    return {f"host: {what}": size * n * away for what, size in bytes_each.items()}
+    # masters, two moments, gradients, rounded weights
+    return (4 + 8 + 4 + model.dtype.itemsize) * n * away
 
 
 def print_memory(s):
     """--dry-run: the count of these flags on a GPU, for everything that `auto` may become there."""
     model = model_without_storage(s, torch.float32 if s.dtype == "float32" else torch.bfloat16)
     ways = ways_to_save(s, "cuda")
+    columns = []
     with telling(f"--model {s.model}: its memory cannot be counted:", of=Exception):
-        counts = [memory(way, model) for way in ways]
-        hosts = [host_memory(way, model) for way in ways]
+        for way in ways:
+            column = memory(way, model)
+            column["sum"] = sum(column.values())
+            column["host memory"] = host_memory(way, model)
+            columns.append(column)
     print(f"{s.model}: {sum(p.numel() for p in model.parameters()):,} weights in {model.dtype}; "
           f"{s.prompts_per_step} x {s.group_size} answers of {s.answer_tokens} tokens behind "
           f"prompts of {PROMPT}; one of {world()} processes, GB = 1e9 bytes on its GPU\n")
     for name in MEMORY:
         print(f"{flag_of(name):30}" + "".join(f"{getattr(way, name)!s:>10}" for way in ways))
-    for total, table in (("sum", counts), ("host: sum", hosts)):
-        for count in table:
-            count[total] = sum(count.values())
-        for what in table[0]:
-            print(f"{what:30}" + "".join(f"{count[what] / 1e9:10.2f}" for count in table))
+    for what in columns[0]:
+        print(f"{what:30}" + "".join(f"{column[what] / 1e9:10.2f}" for column in columns))
 
 
 def with_smaller_micro_batches(function):
@@ -1776,9 +1776,9 @@ MODEL_FILES = ("*.safetensors", "*config.json", "*token*", "vocab*", "merges*", 
 
 def inputs_of(s, problems, eval_problems):
     """SHA-256 of what a run starts from, and versions -> {name: text}."""
-    found = {"torch": torch.__version__, "transformers": transformers.__version__,
-             "--data": digest(json.dumps(problems, sort_keys=True).encode()),
-             "--eval-data": digest(json.dumps(eval_problems, sort_keys=True).encode())}
+    found = {"torch": torch.__version__, "transformers": transformers.__version__}
+    for name, rows in (("--data", problems), ("--eval-data", eval_problems)):
+        found[name] = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
     for flag, model in (("--model", s.model), ("--reward-model", s.reward_model)):
         for pattern in MODEL_FILES if model else ():
             # a folder, or the snapshot of a hub name
@@ -1787,15 +1787,12 @@ def inputs_of(s, problems, eval_problems):
                 found[f"{flag} {file.name}"] = digest(file)
     for spec in (*(s.reward or ()), s.step_reward, s.reply):
         if spec and ":" in spec:
-            found[spec] = digest(Path(spec.rpartition(":")[0]))
+            found[spec] = digest(spec.rpartition(":")[0])
     return found
 
 
-def digest(content):
-    """SHA-256 of bytes, or of the file of this Path."""
-    if isinstance(content, bytes):
-        return hashlib.sha256(content).hexdigest()
-    with open(content, "rb") as file:
+def digest(path):
+    with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -1908,14 +1905,14 @@ def forget_after(run, step):
     """Lines of steps that the checkpoint has not seen are cut off, and will be written again."""
     for name in LOGS:
         path = run.folder / name
+        run.append(name, [])  # a run that was killed early may have none
         # Behind the last end of a line stands nothing, or a line that a kill has cut off.
-        lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
+        lines = path.read_bytes().split(b"\n")[:-1]
         with telling(f"--resume: {path}: not lines of ours:", of=Exception):
             records = [json.loads(line) for line in lines]
             kept = [record for record in records if record["step"] <= step]
-        if path.is_file():
-            with run.writing(name):
-                os.truncate(path, sum(len(line) + 1 for line in lines[:len(kept)]))
+        with run.writing(name):
+            os.truncate(path, sum(len(line) + 1 for line in lines[:len(kept)]))
     # of metrics.jsonl, the last one
     run.history = [record for record in kept if "loss" in record]
 
@@ -2016,7 +2013,7 @@ def begin(run, parts, s):
         if s.steps < run.step:
             raise BadInput(f"--steps {s.steps}: the run in {run.name} stands at step {run.step}")
     kept = {name: getattr(s, name) for name in FIELDS if FIELDS[name].metadata["kept"]}
-    run.write_json("config.json", {name: v for name, v in kept.items() if v is not None})
+    run.write_json("config.json", kept)
     run.write_json("inputs.json", inputs)
     run.saved = run.saved or "none"
     if run.folder:
