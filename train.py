@@ -82,8 +82,8 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     rollout = answers_to(batch, policy_model, tokenizer, s, sampler)
     clock.append(time.perf_counter())
 
-    # [B] One number per answer, (N,).
-    set_rewards(rollout, batch, s, reward_of)
+    # [B] One number per answer, (N,); what fails on one GPU fails on all of them.
+    agreed(set_rewards, rollout, batch, reward_of)
     if s.max_resample:
         rollout = without_flat_groups(rollout, policy_model, tokenizer, batch, s, sampler,
                                       reward_of)
@@ -226,24 +226,19 @@ def answers_to(batch, model, tokenizer, s, sampler):
                       s.temperature, batch.generators)
 
 
-def set_rewards(rollout, batch, s, reward_of=None):
+def set_rewards(rollout, batch, reward_of=None):
     """[B]: rollout.rewards and rollout.rule_rewards, (N,) each; the same without a `reward_of`."""
+    N = len(rollout.responses)
     truths = reward.truths_of(batch.problems)
     # The rule's are computed in any case: accuracy comes from them.
-    rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)
-    rollout.rewards = rollout.rule_rewards
+    rewards = score_responses(rollout.responses, truths, N // len(truths))
+    rollout.rule_rewards = rewards
     if reward_of:
-        rollout.rewards = agreed(own_rewards, reward_of, batch.problems, batch.prompts, rollout)
-
-
-def own_rewards(reward_of, problems, prompts, rollout):
-    """reward_of's rewards, (N,); BadInput where they are no such tensor."""
-    rewards = reward_of(problems, prompts, rollout)
-    N = len(rollout.responses)
-    if not isinstance(rewards, torch.Tensor) or rewards.shape != (N,):
-        raise BadInput(f"reward_of: a tensor of {N} rewards, one per answer, is needed; it gave "
-                       f"{one_line(rewards)[:60]}")
-    return rewards.cpu()  # where the rule's are
+        rewards = reward_of(batch.problems, batch.prompts, rollout)
+        if not isinstance(rewards, torch.Tensor) or rewards.shape != (N,):
+            raise BadInput(f"reward_of: a tensor of {N} rewards, one per answer, is needed; it "
+                           f"gave {one_line(rewards)[:60]}")
+    rollout.rewards = rewards.cpu()
 
 
 def add_length_terms(rollout, s):
@@ -362,19 +357,16 @@ def step_metrics(rollout, batch, updates, clock, s):
     # Accuracy and format are the rule's, whoever gave the rewards; NaN: no true answer is known.
     known = gathered(rollout.rule_rewards)
     known = known[~known.isnan()]
-    groups = reward.is_right(known).view(-1, s.group_size)                             # (B, G)
     entropy = summed({"entropy": rollout.entropies.sum()})["entropy"]
     started, sampled, scored = clock
     seconds = time.perf_counter() - started
     metrics = {
         "reward_mean": rewards.mean(),
         "reward_std": rewards.std(correction=0),
-        "accuracy": mean(groups),
+        "accuracy": mean(reward.is_right(known)),
         "format_rate": mean(reward.has_format(known)),
         # Groups whose rewards are all equal teach nothing: all of their advantages are 0.
         "zero_variance_groups": mean(is_flat(rewards, s.group_size)),
-        "groups_all_right": mean(groups.all(dim=1)),
-        "groups_all_wrong": mean(~groups.any(dim=1)),
         "response_length_mean": lengths.mean(),
         "response_length_p95": lengths.quantile(0.95),
         "truncated_fraction": mean(~gathered(rollout.finished)),
@@ -435,7 +427,7 @@ def without_flat_groups(rollout, model, tokenizer, batch, s, sampler, reward_of)
         # A rank that needs nothing draws one group all the same: the others wait for it in FSDP.
         others = batch.more(attempt, max(len(flat), 1))
         new = answers_to(others, model, tokenizer, s, sampler)
-        set_rewards(new, others, s, reward_of)
+        agreed(set_rewards, new, others, reward_of)
         # A new group takes the place of a flat one, unless it is flat itself.
         useful = (~is_flat(new.rewards, G)).nonzero()[:, 0].tolist()
         rows = list(range(N))
@@ -544,11 +536,7 @@ def next_beta(approx_kl, s):
 
 def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=None,
              group_size=1, temperature=0.0, seed=0):
-    """Greedy answers (or group_size sampled ones) to all problems -> (figures, responses).
-
-    Figures: eval_accuracy by the rule, NaN where no true answer is known; with a reward of the
-    user's own also its mean, eval_reward.
-    """
+    """Greedy answers (or group_size sampled ones) to all problems -> (figures, responses)."""
     # as many rows at a time as a training step has
     B = max(s.prompts_per_step * s.group_size // group_size, 1)
     mine = share_of_rank(len(problems))
@@ -561,9 +549,8 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
             generators = [seeded(seed, "evaluation", j) for j in mine[start:start + B]]
             rollout = sampler(model, tokenizer, prompts, group_size, s.max_new_tokens, temperature,
                               generators)
-            rewards = score_responses(rollout.responses, reward.truths_of(part), group_size)
-            own = own_rewards(reward_of, part, prompts, rollout) if reward_of else rewards
-            rows += zip(rollout.responses, rewards.tolist(), own.tolist())
+            set_rewards(rollout, Batch(part, prompts), reward_of)
+            rows += zip(rollout.responses, rollout.rule_rewards.tolist(), rollout.rewards.tolist())
         return rows
 
     # Not RewardFailed: the policy has moved, and must not be saved as that of the step before.
@@ -573,6 +560,7 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
     responses, rewards, own = zip(*sum(found, []))
     known = torch.tensor(rewards)
     known = known[~known.isnan()]
+    # By the rule, and NaN where no true answer is known
     figures = {"eval_accuracy": float(mean(reward.is_right(known)))}
     if reward_of:
         figures["eval_reward"] = sum(own) / len(own)
@@ -852,8 +840,7 @@ def parse(argv):
 def read_config(file):
     """A JSON object of flags and values -> the same, through the parser as if they were typed."""
     with telling(f"{file}:", of=Exception):
-        with open(file, encoding="utf-8") as opened:
-            config = json.load(opened)
+        config = json.loads(Path(file).read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError("not an object of flags and values")
         if isinstance(config.get("settings"), dict):
@@ -1007,12 +994,10 @@ def dtype_of_cpu(model):
         return torch.float32  # what is wrong with its files is told where they are loaded
     if hidden < 512:
         return torch.float32  # a small model's time goes elsewhere
-
     def seconds(dtype):
         tokens = torch.ones(512, hidden, dtype=dtype)
         weight = torch.ones(hidden, 4 * hidden, dtype=dtype)
         return min(timeit.repeat(lambda: tokens @ weight, number=1, repeat=6))
-
     faster = seconds(torch.float32) / seconds(torch.bfloat16)
     chosen = torch.bfloat16 if faster >= 2 else torch.float32
     say(f"--dtype auto: {chosen}, for this CPU multiplies bfloat16 {faster:.1f} times as fast as "
@@ -1054,7 +1039,6 @@ def load_data(s, tokenizer):
     """Training and held-out problems -> two lists of dicts."""
     # Our own rewards compare with a true answer: without one they would be 0 for ever.
     only_rules = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
-
     def load_problems(name, source):
         with telling(f"{name}:"):
             return reward.load_problems(source, s.question_field, s.answer_field,
@@ -1725,11 +1709,6 @@ class Run:
             with self.writing(name), open(self.folder / name, "a", encoding="utf-8") as file:
                 file.write("".join(lines))
 
-    def write_json(self, name, content):
-        if self.folder:
-            with self.replacing(name) as place:
-                place.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
     def writing(self, name):
         """One line for whatever goes wrong with this file; the run can be resumed."""
         # The tokenizers' own library raises a bare Exception when the disk is full.
@@ -2013,8 +1992,9 @@ def begin(run, parts, s):
         if s.steps < run.step:
             raise BadInput(f"--steps {s.steps}: the run in {run.name} stands at step {run.step}")
     kept = {name: getattr(s, name) for name in FIELDS if FIELDS[name].metadata["kept"]}
-    run.write_json("config.json", kept)
-    run.write_json("inputs.json", inputs)
+    for name, content in (("config.json", kept), ("inputs.json", inputs)) if run.folder else ():
+        with run.replacing(name) as place:
+            place.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     run.saved = run.saved or "none"
     if run.folder:
         with contextlib.suppress(ImportError):  # where TensorBoard is installed

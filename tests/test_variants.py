@@ -893,7 +893,7 @@ def test_without_known_answers_the_rules_figures_are_null(unknown):
     metrics = metrics_of(unknown.folder)
     assert all(m["eval_accuracy"] is None for m in metrics if "eval_accuracy" in m)
     assert all(m["eval_reward"] > 0 for m in metrics if "eval_accuracy" in m)
-    for name in ("accuracy", "format_rate", "groups_all_right", "groups_all_wrong"):
+    for name in ("accuracy", "format_rate"):
         assert all(m[name] is None for m in metrics[1:]), name
     assert all(m["reward_mean"] > 0 for m in metrics[1:])
     assert "truth     not known" in unknown.out
