@@ -389,7 +389,7 @@ def step_metrics(rollout, batch, updates, clock, s):
         "tokens_per_second": lengths.sum() / seconds,
     }
     if s.max_resample:
-        metrics["resampled_groups"] = summed({"n": batch.resampled})["n"]
+        metrics["resampled_groups"] = sum(gathered_objects(batch.resampled))
     for name, values in (rollout.reward_parts or {}).items():
         values = gathered(values)  # NaN where this reward does not apply
         metrics[f"reward/{name}"] = values.nanmean()
@@ -542,7 +542,7 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
              group_size=1, temperature=0.0, seed=0):
     """Greedy answers (or group_size sampled ones) to all problems -> (figures, responses)."""
     # as many rows at a time as a training step has
-    B = max(s.prompts_per_step * s.group_size // group_size, 1)
+    B = s.prompts_per_step * s.group_size // group_size
     mine = share_of_rank(len(problems))
 
     def answers():
@@ -1857,7 +1857,7 @@ def save_checkpoint(run, model, optimizer):
         f"{key}/{name}": value for name, tensor, state in moving(run, model, optimizer)
         for key, value in {"weight": tensor, **state}.items()})
     # After a skipped update, or with weights that are not finite, the checkpoint before stays.
-    finite = all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+    finite = all(tensor.isfinite().all() for tensor in tensors.values())
     if run.skipped_in_a_row or not all(gathered_objects(finite)):
         return
     if run.folder:
