@@ -232,9 +232,8 @@ def set_rewards(rollout, batch, reward_of=None):
     """[B]: rollout.rewards and rollout.rule_rewards, (N,) each; the same without a `reward_of`."""
     N = len(rollout.responses)
     truths = reward.truths_of(batch.problems)
-    # The rule's are computed in any case: accuracy comes from them.
     rewards = score_responses(rollout.responses, truths, N // len(truths))
-    rollout.rule_rewards = rewards
+    rollout.rule_rewards = rewards  # in any case, for accuracy comes from them
     if reward_of:
         rewards = reward_of(batch.problems, batch.prompts, rollout)
         if not isinstance(rewards, torch.Tensor) or rewards.shape != (N,):
@@ -302,8 +301,7 @@ def logprobs_of_all(model, rollout, s, with_entropy=True):
 
 def fill_in_logprobs(policy_model, ref_model, rollout, s):
     """[D] before anything moves: the reference's, and the policy's own if it is needed now."""
-    if s.offload:
-        # Memory is short: the rollout's cache and graphs make room for the update.
+    if s.offload:  # memory is short: the rollout's cache and graphs make room for the update
         sample.release(policy_model)
     if ref_model is not None:
         rollout.ref_logprobs, _ = logprobs_of_all(ref_model, rollout, s, with_entropy=False)
@@ -373,8 +371,7 @@ def step_metrics(rollout, batch, updates, clock, s):
         "response_length_p95": lengths.quantile(0.95),
         "truncated_fraction": mean(~gathered(rollout.finished)),
         "tokens": lengths.sum(),
-        # per token, of the policy that drew the answers
-        "entropy": entropy / lengths.sum(),
+        "entropy": entropy / lengths.sum(),  # per token, of the policy that drew the answers
         "kl_coef": s.kl_coef,
         # trainer against sampler, before anything has moved: rounding, and no more
         "sampler_ratio_error": largest_ratio_error(rollout.old_logprobs, rollout.logprobs),
@@ -421,8 +418,7 @@ def without_flat_groups(rollout, model, tokenizer, batch, s, sampler, reward_of)
     """Groups without variance are replaced -> Rollout; `batch` is changed in place."""
     G = s.group_size
     N = len(rollout.responses)
-    # What is flat after the last attempt stays: its advantages are 0.
-    for attempt in range(1, s.max_resample + 1):
+    for attempt in range(1, s.max_resample + 1):  # what stays flat has advantages of 0
         flat = is_flat(rollout.rewards, G).nonzero()[:, 0].tolist()
         if not any(gathered_objects(len(flat))):
             break  # every group of every rank teaches something
@@ -486,13 +482,12 @@ def remember(reward_model, rollout, step, s):
 def renew(ref_model, policy_model, reward_model, step, s):
     """DeepSeekMath's iterative GRPO: the reference becomes what the policy is now -> figures."""
     follow(ref_model, policy_model)
-    if reward_model is None:
-        return {"reference_renewed": 1.0}
-    # It takes the same steps on the same pairs on every rank.
-    figures = reward.end_iteration(reward_model, seeded(s.seed, "reward model", step))
-    for p in reward_model.model.parameters() if world() > 1 else ():
-        dist.broadcast(p.data, 0)  # a GPU's sums may differ in their last digit
-    return {"reference_renewed": 1.0, **figures}
+    figures = {"reference_renewed": 1.0}
+    if reward_model:  # it takes the same steps on the same pairs on every rank
+        figures |= reward.end_iteration(reward_model, seeded(s.seed, "reward model", step))
+        for p in reward_model.model.parameters() if world() > 1 else ():
+            dist.broadcast(p.data, 0)  # a GPU's sums may differ in their last digit
+    return figures
 
 
 @torch.no_grad()
@@ -541,8 +536,7 @@ def next_beta(approx_kl, s):
 def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=None,
              group_size=1, temperature=0.0, seed=0):
     """Greedy answers (or group_size sampled ones) to all problems -> (figures, responses)."""
-    # as many rows at a time as a training step has
-    B = s.prompts_per_step * s.group_size // group_size
+    B = s.prompts_per_step * s.group_size // group_size  # as many rows at a time as a step has
     mine = share_of_rank(len(problems))
 
     def answers():
@@ -908,8 +902,7 @@ def resumed_settings(given):
 
 def load(s):
     """-> what a run is made of, under the names of train_grpo's arguments."""
-    # The cheap questions come first: flags, then files, then the model.
-    check_combinations(s)
+    check_combinations(s)  # the cheap questions come first: flags, then files, then the model
     reward_model = load_reward_model(s) if s.reward_model else None
     reward_of = load_reward_of(s, reward_model)
     sampler = sample_groups
@@ -921,16 +914,14 @@ def load(s):
     whole, tokenizer = on_rank_0(load_policy, s, share=False) or (
         None, AutoTokenizer.from_pretrained(s.model))
     if on_rank_0(check_forms, whole, s)["grouped rows"]:
-        # Its rows are padded, and their price is that of padded rows.
-        s.share_prompts = False
+        s.share_prompts = False  # its rows are padded, and their price is that of padded rows
     problems, eval_problems = load_data(s, tokenizer)
     policy_model = shard(whole, s) if world() > 1 else whole
     optimizer = None
     if not s.eval_only:
         optimizer = make_optimizer(policy_model, s)
         start_from_file(optimizer, policy_model, s)
-    # The reference is the policy as it starts, frozen.
-    ref_model = None
+    ref_model = None  # the policy as it starts, frozen
     if s.kl_coef and not s.eval_only:
         ref_model = shard(whole, s) if world() > 1 else copy.deepcopy(policy_model)
         ref_model.requires_grad_(False)
@@ -1417,8 +1408,7 @@ def host_memory(s, model):
     """Bytes that --offload keeps in host memory; none of them counts for the GPU."""
     n = sum(p.numel() for p in model.parameters())
     away = s.offload and world() == 1 and model.dtype != torch.float32
-    # masters, two moments, gradients, rounded weights
-    return (4 + 8 + 4 + model.dtype.itemsize) * n * away
+    return (4 + 8 + 4 + model.dtype.itemsize) * n * away  # masters, moments, gradients, weights
 
 
 def print_memory(s):
@@ -1636,15 +1626,13 @@ class Run:
         # what is trained further beside the policy, and so belongs into the checkpoint
         self.reward_model = None
         self.ref_model = None
-        # greedy answers to the held-out problems, before and after training
-        self.before = []
-        self.after = []
+        self.before = []  # greedy answers to the held-out problems
+        self.after = []  # the same, after training
 
     def claim_folder(self, s):
         """On rank 0: a folder, made and locked, that holds no run but one to resume -> its name."""
         name = s.output or f"runs/{Path(s.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        # From the root, for a reward may go to another folder.
-        self.folder = Path(os.path.abspath(name))
+        self.folder = Path(os.path.abspath(name))  # a reward may go to another folder
         with telling(f"--output {name}: cannot be written, or another run writes there:",
                      of=OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -1895,8 +1883,7 @@ def load_checkpoint(run, model, optimizer):
         names = set(file.keys())
         for name, tensor, state in moving(run, model, optimizer):
             tensor.copy_(sharded_like(tensor, file.get_tensor(f"weight/{name}")))
-            # A weight that never had a gradient has no moments.
-            for key in ("step", "exp_avg", "exp_avg_sq"):
+            for key in ("step", "exp_avg", "exp_avg_sq"):  # no gradient yet: no moments
                 if f"{key}/{name}" in names:
                     state[key] = sharded_like(tensor, file.get_tensor(f"{key}/{name}"))
     if isinstance(optimizer, MasterAdamW):
@@ -1910,16 +1897,15 @@ def forget_after(run, step):
     """Lines of steps that the checkpoint has not seen are cut off, and will be written again."""
     for name in LOGS:
         path = run.folder / name
-        run.append(name, [])  # a run that was killed early may have none
-        # Behind the last end of a line stands nothing, or a line that a kill has cut off.
-        lines = path.read_bytes().split(b"\n")[:-1]
         with telling(f"--resume: {path}: not lines of ours:", of=Exception):
+            path.touch()  # a run that was killed early may have none
+            # Behind the last end of a line stands nothing, or a line that a kill has cut off.
+            lines = path.read_bytes().split(b"\n")[:-1]
             records = [json.loads(line) for line in lines]
             kept = [record for record in records if record["step"] <= step]
         with run.writing(name):
             os.truncate(path, sum(len(line) + 1 for line in lines[:len(kept)]))
-    # of metrics.jsonl, the last one
-    run.history = [record for record in kept if "loss" in record]
+    run.history = [record for record in kept if "loss" in record]  # of the last: metrics.jsonl
 
 
 @torch.no_grad()
@@ -2152,8 +2138,7 @@ def keep_going(stream):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return attempt
 
-    # A terminal that knows ASCII alone gets the rest as escapes.
-    stream.reconfigure(errors="backslashreplace")
+    stream.reconfigure(errors="backslashreplace")  # for a terminal that knows ASCII alone
     stream.write = unless_it_fails(stream.write)
     stream.flush = unless_it_fails(stream.flush)
 
