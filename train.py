@@ -132,8 +132,7 @@ def update(policy_model, optimizer, rollout, settings):
         (value * weight * loss_scale).backward()
         for name in metrics:
             sums[name] = sums.get(name, 0) + metrics[name] * (weight > 0)
-    # Nothing has moved before a rollout's first update: its log-probs are the old ones, and all of
-    # its ratios are 1.
+    # Nothing has moved before the first update: its log-probs are the old ones, all ratios are 1.
     if rollout.old_logprobs is None:
         rollout.old_logprobs = logprobs
         rollout.entropies = entropies
@@ -453,8 +452,7 @@ def batch_of_step(tokenizer, problems, step, s, attempt=0, n=None):
         names = (s.seed, "resample", step, attempt)
         # Those of the step itself come last.
         order = sorted(shuffled(len(problems), *names), key=order.__contains__)
-    # Whole groups: one that is split over GPUs has two means and two baselines.
-    mine = share_of_rank(B)[:n]
+    mine = share_of_rank(B)[:n]  # whole groups: one that is split over GPUs has two means
     chosen = [problems[order[j]] for j in mine]
     prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in chosen]
     return Batch(chosen, prompts, [seeded(*names, j) for j in mine],
@@ -1442,8 +1440,7 @@ def with_smaller_micro_batches(function):
             except RuntimeError as error:
                 if not out_of_memory(error) or s.micro_batch_tokens < 256 or world() > 1:
                     raise
-            # Outside of `except`, for there the error still holds the activations.
-            s.micro_batch_tokens //= 2
+            s.micro_batch_tokens //= 2  # outside of `except`: the error holds the activations
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             say(f"out of memory: --micro-batch-tokens is now {s.micro_batch_tokens}; "
@@ -1607,8 +1604,7 @@ class Run:
     """Where a run stands and where it writes. Only rank 0 writes; without a folder nobody does."""
 
     def __init__(self, folder=None):
-        # Every rank knows the name; rank 0 alone has the folder and its lock.
-        self.name = str(folder)
+        self.name = str(folder)  # every rank knows it; rank 0 alone has the folder and its lock
         self.folder = Path(folder) if folder and rank() == 0 else None
         self.lock = None
         self.tensorboard = None
@@ -1858,8 +1854,7 @@ def save_checkpoint(run, model, optimizer):
         text = bytearray(json.dumps(counters).encode())
         tensors["counters"] = torch.frombuffer(text, dtype=torch.uint8)
         with run.replacing("checkpoint/run.safetensors") as place:
-            # The lines of these steps first: a checkpoint ahead of them would leave a gap.
-            for name in LOGS:
+            for name in LOGS:  # first, for a checkpoint ahead of its lines would leave a gap
                 reach_the_disk(run.folder / name)
             save_file(tensors, place)
             # safetensors writes for the owner alone, we for whom the umask says.
