@@ -155,9 +155,10 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
     `sampler` and `reward_of` as in train_step; `reward_model` is what stands behind the latter, if
     it is trained further with every new reference. Everything random follows from (seed, step,
     prompt): a resumed run needs to know its step and no more, and the answers do not depend on how
-    many GPUs share them.
+    many GPUs share them. BadInput: settings that still hold `auto`, too few problems.
     """
     s = settings
+    check_arguments(problems, eval_problems, s)
     run = run or Run()
     judge = partial(evaluate, policy_model, tokenizer, eval_problems, s, sampler, reward_of)
     if not run.held_out:
@@ -335,6 +336,9 @@ def micro_batches(rollout, s):
 
 def update_metrics(sums, grad_norm, logprobs, old_logprobs):
     """The metrics of all micro-batches, on all GPUs; whether the step must be skipped."""
+    lacking = {"loss", "approx_kl"} - sums.keys()
+    if lacking:  # a loss of the reader's own
+        raise BadInput(f"grpo_loss: its metrics lack {min(lacking)!r}")
     metrics = summed(sums)
     metrics["grad_norm"] = float(full(grad_norm))
     finite = math.isfinite(metrics["grad_norm"]) and math.isfinite(metrics["loss"])
@@ -440,6 +444,20 @@ def without_flat_groups(rollout, model, tokenizer, batch, s, sampler, reward_of)
 
 # --------------------------------------------------------------------------------------------------
 # What train_grpo leaves to helpers: problems and random numbers of a step, evaluation, the bar
+
+def check_arguments(problems, eval_problems, s):
+    """BadInput for what would fail in the middle of a step; load() has found it before."""
+    unsettled = [flag_of(name) for name in MEMORY if getattr(s, name) == "auto"]
+    faults = {
+        f"{', '.join(unsettled)}: still `auto`; plan_memory(settings) decides": unsettled,
+        f"{len(problems)} problems, and a step needs {s.prompts_per_step}":
+            len(problems) < s.prompts_per_step,
+        "no held-out problems": not eval_problems,
+    }
+    for line, holds in faults.items():
+        if holds:
+            raise BadInput(line)
+
 
 def batch_of_step(tokenizer, problems, step, s, attempt=0, n=None):
     """This GPU's share of the step's B problems -> Batch; of an attempt to resample, n others."""

@@ -639,12 +639,34 @@ def test_the_bar_shows_trouble_first_and_an_answer_after_an_evaluation(capsys):
     assert out.endswith("a long answer \\boxed{ 5 }\n") and len(out) < 140  # its end
 
 
-@pytest.mark.parametrize("reward_of", [lambda *_: [1.0, 2.0], lambda *_: torch.ones(1)])
-def test_a_reward_from_python_that_is_no_tensor_of_n_is_named(reward_of):
+# What is called from Python is told in one line what it lacks
+
+def with_a_loss_that_lacks(name):
+    def lacking(*given, **options):
+        value, metrics = grpo_loss(*given, **options)
+        return value, {key: value for key, value in metrics.items() if key != name}
+    return lacking
+
+
+@pytest.mark.parametrize("how, words", [
+    (dict(changes={"micro_batch_tokens": "auto"}), "--micro-batch-tokens: still `auto`"),
+    (dict(changes={"offload": "auto"}), "--offload: still `auto`"),
+    (dict(problems=1), "1 problems, and a step needs 2"),
+    (dict(eval_problems=0), "no held-out problems"),
+    (dict(reward_of=lambda *_: [1.0, 2.0]), "a tensor of . rewards, one per answer"),
+    (dict(reward_of=lambda *_: torch.ones(1)), "a tensor of . rewards, one per answer"),
+    (dict(loss="approx_kl"), "its metrics lack 'approx_kl'"),
+    (dict(loss="loss"), "its metrics lack 'loss'"),
+], ids=lambda value: " ".join(map(str, value)) if isinstance(value, dict) else "")
+def test_train_grpo_called_directly_names_what_is_wrong(monkeypatch, how, words):
     p = parts("--max-new-tokens=8")
-    with pytest.raises(train.BadInput, match="a tensor of . rewards, one per answer"):
-        train.train_grpo(p.policy, p.reference, p.optimizer, p.tokenizer, tiny_problems()[:8],
-                         tiny_problems()[:3], p.settings, reward_of=reward_of)
+    s = with_settings(p, **how.get("changes", {}))
+    if "loss" in how:
+        monkeypatch.setattr(train, "grpo_loss", with_a_loss_that_lacks(how["loss"]))
+    problems = tiny_problems()[:how.get("problems", 8)]
+    with pytest.raises(train.BadInput, match=words):
+        train.train_grpo(p.policy, p.reference, p.optimizer, p.tokenizer, problems,
+                         problems[:how.get("eval_problems", 3)], s, reward_of=how.get("reward_of"))
 
 
 # --------------------------------------------------------------------------------------------------
