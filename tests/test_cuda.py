@@ -668,7 +668,8 @@ def test_gradients_go_to_the_host_once_per_update(granted, tiny, monkeypatch):
 def test_the_program_and_its_resume(monkeypatch, tmp_path, flags):
     """A step and, after a resume, a second one end with the weights of two steps in one go."""
     flags = [*FEW, "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=12",
-             "--eval-limit=2", "--device=cuda", "--save-every=1", "--updates-per-rollout=1", *flags]
+             "--eval-limit=2", "--eval-every=1", "--device=cuda", "--save-every=1",
+             "--updates-per-rollout=1", *flags]
     with stand_in.machine():
         assert program(f"--output={tmp_path / 'whole'}", "--steps=2", *flags) == 0
         grant_forms(monkeypatch)

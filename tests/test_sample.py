@@ -214,8 +214,8 @@ def filled(N, S, seed, flat=True):
     per_token = numbers(N, S - 1)
     return Rollout(
         ids, ids + 50, per_token, [f"{seed}, {n}" for n in range(N)], numbers(N) > seed + 0.5,
-        torch.arange(N) // 2, rewards=numbers(N) + 1, rule_rewards=numbers(N) + 2,
-        reward_parts={"a": numbers(N) + 3, "b": numbers(N) + 4},
+        torch.arange(N) // 2, turns=[["yes", str(n)] for n in range(N)], rewards=numbers(N) + 1,
+        rule_rewards=numbers(N) + 2, reward_parts={"a": numbers(N) + 3, "b": numbers(N) + 4},
         step_rewards=[[(n, 0.5)] for n in range(N)], judged=[{"row": n} for n in range(N)],
         advantages=(numbers(N) if flat else per_token) + 5, old_logprobs=per_token + 6,
         ref_logprobs=per_token + 7, entropies=per_token + 8)
@@ -934,6 +934,8 @@ def test_a_conversation_of_one_turn_is_a_group(tiny):
         settings = dict(generator=[seeded(1), seeded(2)], reply=reply, max_turns=turns)
         talk = sample_conversations(model, tokenizer, prompts, 3, 12, 1.0, **settings)
         group = sample_groups(model, tokenizer, prompts, 3, 12, 1.0, [seeded(1), seeded(2)])
+        assert talk.turns == [[text] for text in talk.responses]
+        talk.turns = None
         assert same(talk, group)
 
 
@@ -1256,10 +1258,11 @@ def test_a_folder_that_cannot_be_used_is_one_line(run_here, tmp_path, file, text
 
 
 def test_a_tokenizer_without_words(tiny):
-    nothing = SimpleNamespace(get_vocab=dict, pad_token_id=None, name_or_path="x")
+    nothing = SimpleNamespace(get_vocab=lambda: {"<|end|>": 0}, pad_token_id=None,
+                              get_added_vocab=lambda: {"<|end|>": 0}, name_or_path="x")
     report = dict(missing_keys=[], mismatched_keys=[], unexpected_keys=["vision.tower"])
     sample.check_loaded(*tiny, report)
-    with pytest.raises(ValueError, match="no words"):
+    with pytest.raises(ValueError, match="lack the words"):
         sample.check_loaded(tiny[0], nothing, report)
 
 
