@@ -131,6 +131,7 @@ class LeanHead(torch.autograd.Function):
 
     hidden (M, H), weight (V, H); without `with_entropy` the entropies are 0. The weight's gradient
     is added up in float32; autograd returns it in the weight's dtype, or in its grad_dtype if set.
+    A weight that is frozen gets none: with 152k words that is a matrix of a GB.
     """
 
     @staticmethod
@@ -158,7 +159,8 @@ class LeanHead(torch.autograd.Function):
     def backward(ctx, grad, _):
         hidden, weight, targets, lse = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        learns = ctx.needs_input_grad[1]
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
         grad = grad / ctx.temperature                                             # (M,)
         hidden, weight = factors(hidden, weight)
         for rows in chunks(len(hidden), len(weight), hidden.device):
@@ -167,6 +169,8 @@ class LeanHead(torch.autograd.Function):
             d.scatter_add_(1, targets[rows, None], grad[rows, None])              # +g at the target
             d = d.to(weight.dtype)
             grad_hidden[rows] = d @ weight
+            if not learns:
+                continue
             if weight.dtype == torch.float32:
                 grad_weight.addmm_(d.T, hidden[rows])
             else:

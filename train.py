@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -142,7 +142,7 @@ def update(policy_model, optimizer, rollout, settings):
         rollout.entropies = entropies
 
     # [G] The gradient step. One that would write NaN into the weights is not taken, and counted.
-    grad_norm = clip_grad_norm_(unscaled(policy_model, loss_scale), s.max_grad_norm)
+    grad_norm = clip_grad_norm_(unscaled(optimizer, loss_scale), s.max_grad_norm)
     metrics = update_metrics(sums, grad_norm, logprobs, rollout.old_logprobs)
     if not metrics["skipped_updates"]:
         optimizer.step()
@@ -790,6 +790,9 @@ class Settings:
                      head="the update")
     lr_schedule: str = flag("constant", "after the warm-up; the others end at 0", choices=SCHEDULES)
     weight_decay: float = flag(0.0, "AdamW's")
+    lora_rank: int = flag(0, "LoRA: train factors of this rank for every Linear; 0: all weights")
+    lora_alpha: float = flag(None, "LoRA: W = W0 + this / rank * B A; default: twice the rank",
+                             low=ABOVE_0)
     warmup_steps: int = flag(10, "the learning rate rises linearly over these")
     updates_per_rollout: int = flag(1, "times that the same answers are gone through", low=1)
     minibatches: int = flag(1, "gradient steps each time, on the groups dealt out to them", low=1)
@@ -889,6 +892,9 @@ def parse(argv):
     final = os.path.join(values.get("model", TINY), "final")
     if os.path.isfile(os.path.join(final, "config.json")):
         values["model"] = os.path.abspath(final)  # a run's folder was named
+    if values.get("lora_rank") and "lr" not in values:
+        values["lr"] = LORA_LR
+        say(f"--lr is not given: {LORA_LR:g}, for --lora-rank wants more than all weights do")
     return Settings(**values)
 
 
@@ -966,15 +972,16 @@ def load(s):
         s.share_prompts = False
     problems, eval_problems = load_data(s, tokenizer)
     policy_model = shard(whole, s) if world() > 1 else whole
-    optimizer = None
-    if not s.eval_only:
-        optimizer = make_optimizer(policy_model, s)
-        start_from_file(optimizer, policy_model, s)
     # The reference is the policy as it starts, frozen.
     ref_model = None
     if s.kl_coef and not s.eval_only:
         ref_model = shard(whole, s) if world() > 1 else copy.deepcopy(policy_model)
         ref_model.requires_grad_(False)
+    optimizer = None
+    if not s.eval_only:
+        optimizer = make_optimizer(policy_model, s, ref_model)
+        start_from_file(optimizer, policy_model, s)
+    if ref_model is not None:
         follow(ref_model, policy_model)
     return SimpleNamespace(
         policy_model=policy_model, ref_model=ref_model, tokenizer=tokenizer, reward_of=reward_of,
@@ -999,6 +1006,8 @@ def check_combinations(s):
         (s.overlong_buffer > s.max_new_tokens,
          f"--overlong-buffer {s.overlong_buffer}: longer than --max-new-tokens"),
         (s.max_turns != Settings.max_turns and not s.reply, "--max-turns: only with --reply"),
+        (s.lora_rank and world() > 1, "--lora-rank: on one GPU; several train all weights"),
+        (s.lora_alpha and not s.lora_rank, "--lora-alpha: only with --lora-rank"),
         (s.reply and s.advantage == "shape", "--advantage shape: reads single answers, no --reply"),
         (s.reward_weights and not s.reward, "--reward-weights: only with --reward"),
         (s.reward_model and s.reward, "--reward-model and --reward: one of them gives the rewards"),
@@ -1168,13 +1177,16 @@ def load_reward_of(s, reward_model=None):
 DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
 
-def make_optimizer(model, s):
+def make_optimizer(model, s, ref_model=None):
     """AdamW over the model's weights; over float32 masters of them where they have fewer bits.
 
-    Per weight, moments take 8 bytes, a master 4, its gradient 4.
+    Per weight, moments take 8 bytes, a master 4, its gradient 4. With --lora-rank: LoraAdamW, which
+    needs no copy of the first weights where `ref_model` keeps them.
     """
-    weights = [p for p in model.parameters() if p.requires_grad]
     how = {"lr": s.lr, "weight_decay": s.weight_decay, "fused": True}
+    if s.lora_rank:
+        return LoraAdamW(model, None if s.renew_reference else ref_model, s, **how)
+    weights = [p for p in model.parameters() if p.requires_grad]
     if all(weight.dtype == torch.float32 for weight in weights):
         return with_moments(torch.optim.AdamW(weights, **how))
     home = torch.device("cpu") if s.offload and world() == 1 else model.device
@@ -1207,7 +1219,7 @@ class MasterAdamW(torch.optim.AdamW):
     GPU, go over once per update, and rounded weights come back.
     """
 
-    def __init__(self, weights, home, thresholds, seed, **how):
+    def __init__(self, weights, home, thresholds, seed, moved=None, **how):
         self.weights = weights
         self.thresholds = thresholds
         self.seed = seed
@@ -1215,8 +1227,8 @@ class MasterAdamW(torch.optim.AdamW):
         self.loss_scale = 2.0**16 if weights[0].dtype == torch.float16 else 1.0
         self.updates_since = 0  # a loss scale has been changed, or an update was skipped
         self.arrived = math.nan
-        masters = [weight.detach().to(home, torch.float32, copy=True) for weight in weights]
-        super().__init__(masters, **how)
+        super().__init__(moved or [weight.detach().to(home, torch.float32, copy=True)
+                                   for weight in weights], **how)
         with_moments(self)
         for weight in weights:
             sum_in_float32(weight)
@@ -1225,6 +1237,10 @@ class MasterAdamW(torch.optim.AdamW):
             self.grads = pinned_like(weights, torch.float32)
             self.copies = pinned_like(weights, weights[0].dtype)
             self.round()  # fills the copies
+
+    def masters(self, few=BIG):
+        """What the weights are rounded from, one by one; the `few` first numbers are enough."""
+        return self.param_groups[0]["params"]
 
     @torch.no_grad()
     def step(self):
@@ -1247,7 +1263,7 @@ class MasterAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def round(self):
         """The weights that compute, made anew from their masters."""
-        for i, (master, weight) in enumerate(zip(self.param_groups[0]["params"], self.weights)):
+        for i, (master, weight) in enumerate(zip(self.masters(), self.weights)):
             where = local(self.copies[i] if self.away else weight)
             seed = (self.seed, "thresholds", i, rank()) if self.thresholds else None
             round_into(where, local(master), seed)
@@ -1261,7 +1277,7 @@ class MasterAdamW(torch.optim.AdamW):
         """
         weights = self.copies if self.away else self.weights
         return [torch.cat([local(tensor).flatten()[:few] for tensor in tensors]).float()
-                for tensors in (self.param_groups[0]["params"], weights)]
+                for tensors in (self.masters(few), weights)]
 
     def adapt_loss_scale(self, skipped):
         """float16: half of it after an update that was not finite, twice it after 200 that were."""
@@ -1272,6 +1288,7 @@ class MasterAdamW(torch.optim.AdamW):
             self.loss_scale *= 2
 
     def zero_grad(self, set_to_none=True):
+        super().zero_grad()
         for weight in self.weights:
             weight.grad = None
 
@@ -1281,7 +1298,7 @@ def round_into(weight, master, seed=None):
 
     Both are contiguous and of one shape, `master` in float32.
     """
-    if seed is None:
+    if seed is None or weight.dtype == master.dtype:
         weight.copy_(master)
         return
     dropped = DROPPED_BITS[weight.dtype]
@@ -1329,16 +1346,20 @@ def pinned_like(tensors, dtype, slab=2**30):
     return found
 
 
-def unscaled(model, loss_scale):
-    """The parameters, their gradients those of the loss itself again."""
-    weights = [p for p in model.parameters() if p.grad is not None]
-    for weight in weights if loss_scale != 1 else ():
-        weight.grad /= loss_scale
-    return weights
+def unscaled(optimizer, loss_scale):
+    """The tensors with a gradient, which is that of the loss itself again.
+
+    They are what the optimizer moves, or the weights that it will take the gradients from.
+    """
+    tensors = [p for group in optimizer.param_groups for p in group["params"]]
+    tensors = [p for p in (*tensors, *getattr(optimizer, "weights", ())) if p.grad is not None]
+    for p in tensors if loss_scale != 1 else ():
+        p.grad /= loss_scale
+    return tensors
 
 
 def of_half_precision(optimizer, skipped):
-    """Metrics of weights with fewer bits than their masters; {} for float32."""
+    """Metrics of weights that are rounded from masters; {} where AdamW moves them itself."""
     if not isinstance(optimizer, MasterAdamW):
         return {}
     scale = optimizer.loss_scale
@@ -1349,7 +1370,8 @@ def of_half_precision(optimizer, skipped):
 @torch.no_grad()
 def start_from_file(optimizer, model, s):
     """Masters with all the digits of the model's files, which may hold more than its weights do."""
-    half = isinstance(optimizer, MasterAdamW)
+    # LoRA's change is small beside weights that the reference holds, too: they stay as they are.
+    half = isinstance(optimizer, MasterAdamW) and not s.lora_rank
     if not half or AutoConfig.from_pretrained(s.model).dtype == model.dtype:
         return
     whole = {}
@@ -1361,6 +1383,106 @@ def start_from_file(optimizer, model, s):
         # The other ranks bring an empty tensor of that shape, and get their shard of rank 0's.
         master.copy_(sharded_like(master, whole.get(name, torch.empty(master.shape))))
     optimizer.round()
+
+
+# --------------------------------------------------------------------------------------------------
+# LoRA (Hu et al. 2021, arXiv 2106.09685): W = W0 + s B A for every Linear but the head, with factors
+# A (R, in) and B (out, R), and s = alpha / R. Elsewhere the factors are a second path beside W0,
+# merged into it for a fast sampler. Here they are the optimizer's own affair: the model has plain
+# weights W and every fast path of plain weights, and after each step they are written anew.
+
+LORA_LR = 1e-4  # what --lr is with --lora-rank, if it is not given
+PEFT = "base_model.model."  # names begin so in PEFT's files
+
+
+class LoraAdamW(MasterAdamW):
+    """AdamW on the factors; the weights are rounded from W0 + s B A, made when it is needed.
+
+    As soon as a backward pass has the gradient dW of a weight, the factors get theirs,
+    dA = s B^T dW and dB = s dW A^T, and dW is freed: there is one at a time. W0 is the weight of
+    `ref_model`; without one a copy, which --offload keeps in host memory.
+    """
+
+    def __init__(self, model, ref_model, s, **how):
+        self.scale = (s.lora_alpha or 2 * s.lora_rank) / s.lora_rank
+        self.parts = []  # (W0, A, B) of each weight
+        self.factors = {}  # A and B, under their names in PEFT
+        linears = linears_of(model)
+        model.requires_grad_(False)
+        for i, (name, W) in enumerate(linears.items()):
+            if ref_model is None:
+                W0 = W.detach().to("cpu" if s.offload else W.device, copy=True)        # (out, in)
+            else:
+                W0 = ref_model.get_parameter(name)
+            # As PEFT begins. B is 0: the first W is W0.
+            bound = W.shape[1] ** -0.5
+            A = torch.empty(s.lora_rank, W.shape[1])                                   # (R, in)
+            A = A.uniform_(-bound, bound, generator=seeded(s.seed, "lora", i)).to(W.device)
+            B = torch.zeros(len(W), s.lora_rank, device=W.device)                      # (out, R)
+            self.parts.append((W0, A, B))
+            self.factors[f"{PEFT}{name.removesuffix('weight')}lora_A.weight"] = A
+            self.factors[f"{PEFT}{name.removesuffix('weight')}lora_B.weight"] = B
+            W.requires_grad_()
+            W.register_post_accumulate_grad_hook(partial(self.take, A, B))
+        super().__init__(list(linears.values()), model.device, s.rounding == "threshold", s.seed,
+                         list(self.factors.values()), **how)
+
+    @torch.no_grad()
+    def take(self, A, B, W):
+        """A backward pass's gradient of a weight, added to those of its factors."""
+        dW = W.grad.mul_(self.scale)                                                   # (out, in)
+        W.grad = None
+        for factor, grad in ((A, B.T @ dW), (B, dW @ A.T)):
+            factor.grad = grad if factor.grad is None else factor.grad + grad
+
+    def masters(self, few=BIG):
+        for W0, A, B in self.parts:
+            rows = slice(1 + few // A.shape[1])
+            yield W0[rows].to(B, copy=True).addmm_(B[rows], A, alpha=self.scale)       # (out, in)
+
+
+def linears_of(model):
+    """{name: weight (out, in)} of every Linear but the head.
+
+    BadInput: a matrix that is neither this nor an embedding. It would be frozen in silence.
+    """
+    found = {}
+    for name, weight in model.named_parameters():
+        part = model.get_submodule(name.rpartition(".")[0])
+        untrained = isinstance(part, torch.nn.Embedding) or part is model.get_output_embeddings()
+        if weight.ndim < 2 or untrained:
+            continue
+        if not isinstance(part, torch.nn.Linear):
+            raise BadInput(f"--lora-rank: {name} does not belong to a Linear, and would not learn")
+        found[name] = weight
+    return found
+
+
+def lora_memory(s, model):
+    """What --lora-rank changes in memory()'s rows, and host_memory()'s."""
+    weights = list(linears_of(model).values())
+    n = s.lora_rank * sum(sum(W.shape) for W in weights)
+    # The reference holds the first weights, if it stays what it is.
+    copied = s.renew_reference or not s.kl_coef
+    first = sum(W.nbytes for W in weights) if copied else 0
+    # One weight's gradient at a time; and two masters, while they are made and rounded.
+    largest = 8 * max(W.numel() for W in weights)
+    rows = {"LoRA's first weights": 0 if s.offload else first, "LoRA's factors": 4 * n,
+            "float32 masters": 0, "AdamW's two moments": 8 * n,
+            "gradients, float32": 4 * n + largest, "gradient of the head": 0}
+    return rows, {"host: LoRA's first weights": first if s.offload else 0}
+
+
+def save_adapter(run, optimizer, s):
+    """adapter/ beside final/: the factors alone, as PEFT writes and reads them."""
+    names = {name.split(".")[-3] for name in optimizer.factors}
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": s.model,
+              "r": s.lora_rank, "lora_alpha": optimizer.scale * s.lora_rank,
+              "target_modules": sorted(names)}
+    with run.replacing("adapter") as place:
+        place.mkdir()
+        (place / "adapter_model.safetensors").write_bytes(save(optimizer.factors))
+        (place / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1441,7 +1563,7 @@ def memory(s, model):
     # Under checkpointing each keeps its input alone, and one at a time is computed again.
     kept = kept + layers * hidden if s.gradient_checkpointing else layers * kept
     judge = reward.reward_model_size(s.reward_model) if s.reward_model else 0
-    return {
+    count = {
         "policy, weights that compute": n * size,
         "reference, frozen": mine * size if s.kl_coef else 0,
         "float32 masters": 4 * mine if there and half else 0,
@@ -1450,15 +1572,18 @@ def memory(s, model):
         "reward model": judge * (16 if s.renew_reference else 4),
         "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * layers * keys * size,
         "kept for the backward pass": s.micro_batch_tokens * kept * size,
-        # 2^28 at a time at most, their gradient, and the head's
-        "logits": 12 * min(2**28, s.micro_batch_tokens * text.vocab_size)
-                  + 2 * size * text.vocab_size * hidden,
+        # 2^28 at a time at most, and their gradient
+        "logits": 12 * min(2**28, s.micro_batch_tokens * text.vocab_size),
+        "gradient of the head": 2 * size * text.vocab_size * hidden,
     }
+    return count | lora_memory(s, model)[0] if s.lora_rank else count
 
 
 def host_memory(s, model):
     """What --offload keeps in host memory: {what: bytes}; nothing of it counts for the GPU."""
     n = sum(p.numel() for p in model.parameters())
+    if s.lora_rank:
+        return lora_memory(s, model)[1]
     away = s.offload and world() == 1 and model.dtype != torch.float32
     bytes_each = {"float32 masters": 4, "AdamW's two moments": 8, "gradients, float32": 4,
                   "rounded weights": model.dtype.itemsize}
@@ -1911,6 +2036,7 @@ def moving(run, model, optimizer):
         learners.append(("reward_model/", run.reward_model.model, run.reward_model.optimizer))
     for prefix, part, adamw in learners:
         names = [name for name, p in part.named_parameters() if p.requires_grad]
+        names = getattr(adamw, "factors", names)  # of LoRA
         # AdamW's own list, for it moves float32 masters where the weights have fewer bits.
         for name, master in zip(names, adamw.param_groups[0]["params"]):
             yield prefix + name, master, adamw.state[master]
@@ -2069,6 +2195,8 @@ def train(parts, run, s):
         _, run.after = evaluate(parts.policy_model, parts.tokenizer, parts.eval_problems, s,
                                 parts.sampler)
     save_folder(parts.policy_model, parts.tokenizer, run, "final", choose_device(s)[1])
+    if s.lora_rank:
+        save_adapter(run, parts.optimizer, s)
     if parts.reward_model:
         save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
     print_story(run, parts.eval_problems)
