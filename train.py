@@ -893,8 +893,8 @@ def parse(argv):
     if os.path.isfile(os.path.join(final, "config.json")):
         values["model"] = os.path.abspath(final)  # a run's folder was named
     if values.get("lora_rank") and "lr" not in values:
-        values["lr"] = LORA_LR
-        say(f"--lr is not given: {LORA_LR:g}, for --lora-rank wants more than all weights do")
+        values["lr"] = 1e-4
+        say("--lr is not given: 1e-4, for the few numbers of --lora-rank must move further")
     return Settings(**values)
 
 
@@ -1351,8 +1351,8 @@ def unscaled(optimizer, loss_scale):
 
     They are what the optimizer moves, or the weights that it will take the gradients from.
     """
-    tensors = [p for group in optimizer.param_groups for p in group["params"]]
-    tensors = [p for p in (*tensors, *getattr(optimizer, "weights", ())) if p.grad is not None]
+    groups = [*optimizer.param_groups, {"params": getattr(optimizer, "weights", [])}]
+    tensors = [p for group in groups for p in group["params"] if p.grad is not None]
     for p in tensors if loss_scale != 1 else ():
         p.grad /= loss_scale
     return tensors
@@ -1386,13 +1386,10 @@ def start_from_file(optimizer, model, s):
 
 
 # --------------------------------------------------------------------------------------------------
-# LoRA (Hu et al. 2021, arXiv 2106.09685): W = W0 + s B A for every Linear but the head, with factors
-# A (R, in) and B (out, R), and s = alpha / R. Elsewhere the factors are a second path beside W0,
-# merged into it for a fast sampler. Here they are the optimizer's own affair: the model has plain
-# weights W and every fast path of plain weights, and after each step they are written anew.
-
-LORA_LR = 1e-4  # what --lr is with --lora-rank, if it is not given
-PEFT = "base_model.model."  # names begin so in PEFT's files
+# LoRA (Hu et al. 2021, arXiv 2106.09685): W = W0 + s B A for every Linear but the head. Of factors
+# A (R, in) and B (out, R) others make a second path beside W0, merged for a fast sampler. Here they
+# are the optimizer's own affair: the model has plain weights W and every fast path of plain
+# weights, and after each step they are written anew. s = alpha / R.
 
 
 class LoraAdamW(MasterAdamW):
@@ -1408,20 +1405,17 @@ class LoraAdamW(MasterAdamW):
         self.parts = []  # (W0, A, B) of each weight
         self.factors = {}  # A and B, under their names in PEFT
         linears = linears_of(model)
+        home = "cpu" if s.offload else model.device
         model.requires_grad_(False)
         for i, (name, W) in enumerate(linears.items()):
-            if ref_model is None:
-                W0 = W.detach().to("cpu" if s.offload else W.device, copy=True)        # (out, in)
-            else:
-                W0 = ref_model.get_parameter(name)
-            # As PEFT begins. B is 0: the first W is W0.
-            bound = W.shape[1] ** -0.5
-            A = torch.empty(s.lora_rank, W.shape[1])                                   # (R, in)
-            A = A.uniform_(-bound, bound, generator=seeded(s.seed, "lora", i)).to(W.device)
+            W0 = ref_model.get_submodule(name).weight if ref_model else W.data.to(home, copy=True)
+            # PEFT begins with the same distribution. B is 0: the first W is W0.
+            A = 2 * torch.rand(s.lora_rank, W.shape[1], generator=seeded(s.seed, "lora", i)) - 1
+            A = A.div(math.sqrt(W.shape[1])).to(W.device)                              # (R, in)
             B = torch.zeros(len(W), s.lora_rank, device=W.device)                      # (out, R)
             self.parts.append((W0, A, B))
-            self.factors[f"{PEFT}{name.removesuffix('weight')}lora_A.weight"] = A
-            self.factors[f"{PEFT}{name.removesuffix('weight')}lora_B.weight"] = B
+            self.factors[f"base_model.model.{name}.lora_A.weight"] = A
+            self.factors[f"base_model.model.{name}.lora_B.weight"] = B
             W.requires_grad_()
             W.register_post_accumulate_grad_hook(partial(self.take, A, B))
         super().__init__(list(linears.values()), model.device, s.rounding == "threshold", s.seed,
@@ -1448,12 +1442,13 @@ def linears_of(model):
     """
     found = {}
     for name, weight in model.named_parameters():
-        part = model.get_submodule(name.rpartition(".")[0])
-        untrained = isinstance(part, torch.nn.Embedding) or part is model.get_output_embeddings()
-        if weight.ndim < 2 or untrained:
+        name, _, own = name.rpartition(".")
+        part = model.get_submodule(name)
+        frozen = isinstance(part, torch.nn.Embedding) or part is model.get_output_embeddings()
+        if frozen or weight.ndim < 2:
             continue
         if not isinstance(part, torch.nn.Linear):
-            raise BadInput(f"--lora-rank: {name} does not belong to a Linear, and would not learn")
+            raise BadInput(f"--lora-rank: {name}.{own}: not of a Linear, and would not be trained")
         found[name] = weight
     return found
 
@@ -1463,26 +1458,25 @@ def lora_memory(s, model):
     weights = list(linears_of(model).values())
     n = s.lora_rank * sum(sum(W.shape) for W in weights)
     # The reference holds the first weights, if it stays what it is.
-    copied = s.renew_reference or not s.kl_coef
-    first = sum(W.nbytes for W in weights) if copied else 0
-    # One weight's gradient at a time; and two masters, while they are made and rounded.
-    largest = 8 * max(W.numel() for W in weights)
-    rows = {"LoRA's first weights": 0 if s.offload else first, "LoRA's factors": 4 * n,
-            "float32 masters": 0, "AdamW's two moments": 8 * n,
-            "gradients, float32": 4 * n + largest, "gradient of the head": 0}
-    return rows, {"host: LoRA's first weights": first if s.offload else 0}
+    first = sum(W.nbytes for W in weights) if s.renew_reference or not s.kl_coef else 0
+    return {
+        "LoRA's first weights": first * (not s.offload),
+        "float32 masters": 4 * n,  # the factors
+        "AdamW's two moments": 8 * n,
+        # The factors', and of one weight at a time; or two masters, while weights are written
+        "gradients, float32": 4 * n + 8 * max(W.numel() for W in weights),
+    }, {"host: LoRA's first weights": first * s.offload}
 
 
 def save_adapter(run, optimizer, s):
     """adapter/ beside final/: the factors alone, as PEFT writes and reads them."""
-    names = {name.split(".")[-3] for name in optimizer.factors}
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": s.model,
               "r": s.lora_rank, "lora_alpha": optimizer.scale * s.lora_rank,
-              "target_modules": sorted(names)}
+              "target_modules": sorted({name.split(".")[-3] for name in optimizer.factors})}
     with run.replacing("adapter") as place:
         place.mkdir()
         (place / "adapter_model.safetensors").write_bytes(save(optimizer.factors))
-        (place / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (place / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1572,9 +1566,9 @@ def memory(s, model):
         "reward model": judge * (16 if s.renew_reference else 4),
         "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * layers * keys * size,
         "kept for the backward pass": s.micro_batch_tokens * kept * size,
-        # 2^28 at a time at most, and their gradient
-        "logits": 12 * min(2**28, s.micro_batch_tokens * text.vocab_size),
-        "gradient of the head": 2 * size * text.vocab_size * hidden,
+        # 2^28 at a time at most, their gradient, and the head's, which LoRA leaves as it is
+        "logits": 12 * min(2**28, s.micro_batch_tokens * text.vocab_size)
+                  + 2 * size * text.vocab_size * hidden * (not s.lora_rank),
     }
     return count | lora_memory(s, model)[0] if s.lora_rank else count
 
