@@ -199,8 +199,8 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
 
 # --------------------------------------------------------------------------------------------------
 # A reader of the theory may stop here. What follows: helpers of train_step and of train_grpo, known
-# failures, settings (every flag), loading, weights and optimizer, a count of the memory, several
-# GPUs, the files of a run, checkpoints, the program. From here on `s` is the Settings.
+# failures, settings (every flag), loading, weights and optimizer, LoRA, a count of the memory,
+# several GPUs, the files of a run, checkpoints, the program. From here on `s` is the Settings.
 #
 # What train_step leaves to helpers: the options of [B], [C] and [E][F], log-probs batch by batch
 
@@ -1215,6 +1215,8 @@ class MasterAdamW(torch.optim.AdamW):
     random from step to step, and weights whose masters did not move are those of the start.
     (Stochastic rounding, arXiv 2010.06192, draws at every step, and needs no masters.)
 
+    `moved` is what AdamW moves, if not the masters themselves: LoraAdamW makes these from it.
+
     Masters and moments live at `home`. In host memory (--offload) gradients are added up on the
     GPU, go over once per update, and rounded weights come back.
     """
@@ -1227,8 +1229,9 @@ class MasterAdamW(torch.optim.AdamW):
         self.loss_scale = 2.0**16 if weights[0].dtype == torch.float16 else 1.0
         self.updates_since = 0  # a loss scale has been changed, or an update was skipped
         self.arrived = math.nan
-        super().__init__(moved or [weight.detach().to(home, torch.float32, copy=True)
-                                   for weight in weights], **how)
+        if moved is None:
+            moved = [weight.detach().to(home, torch.float32, copy=True) for weight in weights]
+        super().__init__(moved, **how)
         with_moments(self)
         for weight in weights:
             sum_in_float32(weight)
@@ -1370,7 +1373,7 @@ def of_half_precision(optimizer, skipped):
 @torch.no_grad()
 def start_from_file(optimizer, model, s):
     """Masters with all the digits of the model's files, which may hold more than its weights do."""
-    # LoRA's change is small beside weights that the reference holds, too: they stay as they are.
+    # LoRA's W0 is what the reference holds, and that has no more digits than the weights.
     half = isinstance(optimizer, MasterAdamW) and not s.lora_rank
     if not half or AutoConfig.from_pretrained(s.model).dtype == model.dtype:
         return
