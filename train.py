@@ -168,6 +168,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
     judge = partial(evaluate, policy_model, tokenizer, eval_problems, s, sampler, reward_of)
     if not run.before:
         figures, run.before = judge()
+        run.held_out = [(0, figure_of(figures))]
         run.log({"step": 0, **figures})
     with tqdm(total=s.steps, initial=run.step, desc="GRPO", disable=rank() > 0) as bar:
         for step in range(run.step + 1, s.steps + 1):
@@ -188,7 +189,8 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             if step % s.eval_every == 0 or step == s.steps:
                 figures, run.after = judge()
                 metrics |= figures
-                keep_best(policy_model, tokenizer, s, run, figures)
+                run.held_out.append((step, figure_of(figures)))
+                keep_best(policy_model, tokenizer, s, run)
             run.log(metrics)
             # The leash of the next step: another one only with --kl-band.
             run.kl_coef = s.kl_coef = next_beta(metrics["approx_kl"], s)
@@ -551,13 +553,15 @@ def follow(ref_model, policy_model):
         ref.copy_(p)
 
 
-def keep_best(model, tokenizer, s, run, figures):
-    """--keep-best: best/ beside final/, of the highest held-out accuracy so far."""
-    figure = figures["eval_accuracy"]
-    if math.isnan(figure):
-        figure = figures["eval_reward"]  # no answers are known, so there is a reward of one's own
-    if s.keep_best and (run.best is None or figure > run.best):
-        run.best = figure
+def figure_of(figures):
+    """What an evaluation is judged by: the reward of one's own where there is one."""
+    return figures.get("eval_reward", figures["eval_accuracy"])
+
+
+def keep_best(model, tokenizer, s, run):
+    """--keep-best: best/ beside final/, of the highest held-out figure so far."""
+    *others, (_, figure) = run.held_out[1:]  # the first is that of the start
+    if s.keep_best and all(figure > other for _, other in others):
         save_folder(model, tokenizer, run, "best", choose_device(s)[1])
 
 
@@ -621,9 +625,13 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
 
 def show(bar, metrics, run):
     """The bar, trouble first; after an evaluation one answer, to watch it change."""
-    trouble = f"{run.skipped} SKIPPED, " if run.skipped else ""
-    bar.set_postfix_str(trouble + "reward {reward_mean:.2f}, acc {accuracy:.2f}, "
-                        "len {response_length_mean:.0f}, KL {approx_kl:.3f}".format(**metrics))
+    words = [f"{run.skipped} SKIPPED"] if run.skipped else []
+    words.append("reward {reward_mean:.2f}")
+    if metrics["format_rate"] > 0:  # else nothing is boxed, and the rule has nothing to judge
+        words.append("acc {accuracy:.2f}")
+    words += [f"held out {run.held_out[-1][1]:.2f}", "len {response_length_mean:.0f}",
+              "KL {approx_kl:.3f}"]
+    bar.set_postfix_str(", ".join(words).format(**metrics))
     bar.update()
     if "eval_accuracy" in metrics:
         say(f"step {metrics['step']}, first held out: {one_line(run.after[0])[-100:]}")
@@ -638,11 +646,10 @@ NORMAL_RATIO_ERROR = {torch.float32: 0.1, torch.float16: 0.2, torch.bfloat16: 1.
 
 
 def symptoms(history, dtype=torch.float32):
-    """Metrics of the steps so far -> {what: one line with the number and the remedy}. Pure.
+    """Metrics of the steps so far -> {what: (how bad, one line with its number)}. Pure.
 
-    `dtype` is that of the weights that compute.
-
-    Numbers are means over the last ten steps, so that an episode is told once.
+    `dtype` is that of the weights that compute. Most numbers are means over the last ten steps.
+    Some of these states are normal in a healthy run: then the line says when.
     """
     def mean_of(name, rows=history[-10:]):
         # A metric that is null counts as NaN, and no comparison with NaN is true.
@@ -664,26 +671,30 @@ def symptoms(history, dtype=torch.float32):
     ratio = mean_of("sampler_ratio_error")
     entropy = mean_of("entropy")
     known = [
-        ("length", growth > 0.2 and gain < 0.01,
-         f"answers grew by {growth:.0%} in 20 steps, accuracy by {gain:.3f}: "
-         "--length-rescale 0.33, or --aggregate constant"),
-        ("gradient", norm > 10 * usual,
-         f"gradient norm {norm:.3g}, it was {usual:.3g}: a lower --lr, a higher --kl-coef"),
-        ("kl", kl > 0.05, f"KL {kl:.3f} nats per token, above 0.05: a higher --kl-coef, "
-         "or --kl-band 0.02 0.05"),
-        ("reference", stuck and len(history) > 3,
+        ("length", growth > 0.2 and gain < 0.01, growth,
+         f"answers grew by {growth:.0%} in 20 steps, accuracy by {gain:.3f}. If they should stay "
+         "short: --length-rescale 0.33, or --aggregate constant"),
+        ("gradient", norm > 10 * usual, norm,
+         f"the gradient norm is {norm:.3g}, it was {usual:.3g}. It is clipped, and one such step "
+         "does no harm; if there are many: a lower --lr, a higher --kl-coef"),
+        ("kl", kl > 0.05, kl,
+         f"KL is {kl:.3f} nats per token, above 0.05. Normal while the reward rises; if it falls: "
+         "a higher --kl-coef, or --kl-band 0.02 0.05"),
+        ("reference", stuck and len(history) > 3, 1,
          "KL is exactly 0 while the policy has gradients: does the reference share its weights, "
          "or is --lr too small to move it?"),
-        ("flat", flat > 0.5, f"{flat:.0%} of the groups have no variance and teach nothing: "
-         "--max-resample 3, harder problems, more --temperature"),
-        ("ratio", ratio > NORMAL_RATIO_ERROR[dtype],
+        ("flat", flat > 0.5, flat,
+         f"{flat:.0%} of the groups have no variance and teach nothing. Normal once most problems "
+         "are mastered; before that: --max-resample 3, other problems, more --temperature"),
+        ("ratio", ratio > NORMAL_RATIO_ERROR[dtype], ratio,
          f"before the first update a ratio is off 1 by {ratio:.2f}: sampler "
          "and trainer differ; --sampler-correction 2.0, --dtype float32"),
-        ("entropy", entropy < 0.1 * mean_of("entropy", history[:5]),
-         f"entropy {entropy:.4f} nats per token, a tenth of what it was: --clip-eps-high 0.28, "
-         "a higher --kl-coef or --temperature"),
+        ("entropy", entropy < 0.1 * mean_of("entropy", history[:5]), 1 / max(entropy, 1e-9),
+         f"entropy is {entropy:.4f} nats per token, a tenth of what it was. Normal for a policy "
+         "that is nearly always right; if it is not: --clip-eps-high 0.28, a higher --kl-coef or "
+         "--temperature"),
     ]
-    return {what: line for what, holds, line in known if holds}
+    return {what: (bad, line) for what, holds, bad, line in known if holds}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -841,7 +852,9 @@ def given_flags(argv, folder=""):
     # Without defaults what was given can be told apart from what was not.
     parser = Parser(prog="train.py", usage="train.py [--FLAG VALUE ...]", allow_abbrev=False,
                     argument_default=argparse.SUPPRESS,
-                    description="Group Relative Policy Optimization. See README.md.")
+                    description="Group Relative Policy Optimization. See README.md. The default "
+                    "stands in []; without --model the tiny policy has what stands in {}.")
+    tiny = json.loads((TINY / "grpo.json").read_text(encoding="utf-8"))
     for field in FIELDS.values():
         if field.metadata["head"]:
             group = parser.add_argument_group(field.metadata["head"])
@@ -852,7 +865,10 @@ def given_flags(argv, folder=""):
             how = {"type": partial(path, folder=folder)}
         elif field.type in (int, float):
             how = {"type": partial(number, field)}
-        group.add_argument(flag_of(field.name), **how, **field.metadata["how"])
+        how |= field.metadata["how"]
+        if field.name in tiny:
+            how["help"] += f" {{{tiny[field.name]}}}"
+        group.add_argument(flag_of(field.name), **how)
     return vars(parser.parse_args(argv))
 
 
@@ -1139,6 +1155,11 @@ def fitting(name, problems, tokenizer, s):
     with telling(f"--model {s.model}:"):
         prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
     ids = tokenizer(prompts, add_special_tokens=False).input_ids if prompts else []
+    tokens = sum(map(len, ids))
+    unknown = sum(row.count(tokenizer.unk_token_id) for row in ids)
+    if unknown > 0.05 * tokens:
+        say(f"{name}: {unknown / tokens:.0%} of the prompts' tokens are unknown to the tokenizer "
+            f"of --model {s.model}, which cannot read them; another --model may")
     most = s.max_prompt_tokens or math.inf
     kept = [problem for problem, row in zip(problems, ids) if len(row) <= most]
     if len(kept) < len(problems):
@@ -1148,9 +1169,11 @@ def fitting(name, problems, tokenizer, s):
     longest = max((len(row) for row in ids if len(row) <= most), default=0)
     limit = logprob.length_limit(AutoConfig.from_pretrained(s.model))
     if longest + s.answer_tokens > limit:
+        turns = f" or --max-turns (now {s.max_turns})" if s.reply else ""
         raise BadInput(f"{name}: a prompt of {longest} tokens and {s.answer_tokens} of an answer "
-                       f"(--max-new-tokens, --max-turns) are more than the model's {limit} "
-                       "positions; --max-prompt-tokens leaves such prompts out")
+                       f"are more than the model's {limit} positions: lower --max-new-tokens (now "
+                       f"{s.max_new_tokens}){turns}, or leave long prompts out by "
+                       "--max-prompt-tokens")
     return kept
 
 
@@ -1800,10 +1823,11 @@ class Run:
         self.saved = None  # what error lines say of the last checkpoint, once there is a run
         self.skipped = 0
         self.skipped_in_a_row = 0
-        # of --kl-band, of --keep-best, and the metrics that symptoms() reads
-        self.kl_coef = None
-        self.best = None
+        self.kl_coef = None  # of --kl-band
+        self.held_out = []  # (step, figure_of an evaluation)
+        # the metrics that symptoms() reads, and how bad each of them was when it was told
         self.history = []
+        self.told = {}
         self.dtype = torch.float32
         # what is trained further beside the policy, and so belongs into the checkpoint
         self.reward_model = None
@@ -1862,20 +1886,20 @@ class Run:
         return self.signal
 
     def log(self, metrics):
-        """A line of metrics, and of warning when a known failure begins to show.
+        """A line of metrics, and one of warning when a known failure may begin to show.
 
         BadInput after ten updates in a row that changed no weight.
         """
         self.step = metrics["step"]
         if "loss" in metrics:
-            # From what the file holds, and from nothing else: a resumed run warns as one never
-            # stopped.
-            known = symptoms(self.history, self.dtype) if self.history else {}
             self.history.append(as_json(metrics))
-            now = symptoms(self.history, self.dtype)
-            new = [line for what, line in now.items() if what not in known]
-            if new:
-                metrics["warning"] = "; ".join(new)
+            lines = []
+            for what, (bad, line) in symptoms(self.history, self.dtype).items():
+                if bad > 3 * self.told.get(what, 0):  # once, and again where it is clearly worse
+                    self.told[what] = bad
+                    lines.append(line)
+            if lines:
+                metrics["warning"] = "; ".join(lines)
                 say(f"step {self.step}: {metrics['warning']}", sys.stderr)
         self.append("metrics.jsonl", [metrics])
         with self.writing("tensorboard"):
@@ -1897,12 +1921,14 @@ class Run:
         records = []
         for j, prompt in enumerate(batch.prompts[:groups]):
             part = rollout.take(list(range(j * G, (j + 1) * G)))
-            records.append({"step": step, "prompt": prompt, "responses": part.responses,
+            # Of a conversation, what the others said too.
+            records.append({"step": step, "prompt": prompt,
+                            "responses": part.turns or part.responses,
                             "rewards": part.rewards.tolist(),
                             "advantages": part.advantages.tolist()})
         self.append("samples.jsonl", records)
         if self.tensorboard:
-            text = "\n\n".join(record["responses"][0] for record in records)
+            text = "\n\n".join(str(record["responses"][0]) for record in records)
             with self.writing("tensorboard"):
                 self.tensorboard.add_text("answers", text, step)
 
@@ -2022,7 +2048,7 @@ def save_folder(model, tokenizer, run, name, dtype=None):
 # A checkpoint: all tensors that training moves, and Run's counters. What else a step needs
 # (problems, random numbers, learning rate) follows from the step and the settings.
 
-COUNTERS = ("step", "skipped", "kl_coef", "best", "before")
+COUNTERS = ("step", "skipped", "kl_coef", "held_out", "told", "before")
 LOGS = ("samples.jsonl", "metrics.jsonl")
 
 
@@ -2196,7 +2222,7 @@ def train(parts, run, s):
         save_adapter(run, parts.optimizer, s)
     if parts.reward_model:
         save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
-    print_story(run, parts.eval_problems)
+    print_story(run, parts.eval_problems, "reward" if parts.reward_of else "accuracy")
     return 0
 
 
@@ -2240,7 +2266,7 @@ def say(line, file=None):
         file.flush()
 
 
-def print_story(run, eval_problems):
+def print_story(run, eval_problems, judged_by):
     """One held-out problem, answered before and after; the curves; what comes next."""
     # A problem that was wrong before training and is right after it; if there is none, the first.
     truths = reward.truths_of(eval_problems)
@@ -2249,7 +2275,9 @@ def print_story(run, eval_problems):
     i = int((after & ~before).int().argmax())
     say(f"\nquestion  {eval_problems[i]['question']}\nbefore    {run.before[i]}\n"
         f"after     {run.after[i]}\ntruth     {truths[i] or 'not known'}\n")
-    for name in ("accuracy", "reward_mean", "approx_kl", "response_length_mean"):
+    say(f"{f'held-out {judged_by}':22}" + small_curve([figure for _, figure in run.held_out]))
+    boxed = any(m["format_rate"] for m in run.history)
+    for name in ("accuracy",) * boxed + ("reward_mean", "approx_kl", "response_length_mean"):
         say(f"{name:22}" + small_curve([m[name] for m in run.history if m[name] is not None]))
     config = os.path.join(run.name, "config.json")
     final = os.path.join(run.name, "final")

@@ -620,14 +620,18 @@ def test_the_bar_shows_trouble_first_and_an_answer_after_an_evaluation(capsys):
     written = []
     bar = SimpleNamespace(set_postfix_str=written.append, update=lambda: written.append("update"))
     metrics = {"step": 4, "reward_mean": 1.25, "accuracy": 0.5, "response_length_mean": 12.4,
-               "approx_kl": 0.0123}
+               "approx_kl": 0.0123, "format_rate": 0.25}
     run = train.Run()
+    run.held_out = [(0, 0.125), (2, 0.75)]
     train.show(bar, metrics, run)
-    assert written == ["reward 1.25, acc 0.50, len 12, KL 0.012", "update"]
+    # Where nothing is boxed, the rule's accuracy says nothing.
+    train.show(bar, {**metrics, "format_rate": 0.0}, run)
+    assert written == ["reward 1.25, acc 0.50, held out 0.75, len 12, KL 0.012", "update",
+                       "reward 1.25, held out 0.75, len 12, KL 0.012", "update"]
     run.skipped = 3
     run.after = ["a long answer\n" * 100 + "\\boxed{ 5 }"]
     train.show(bar, {**metrics, "eval_accuracy": 0.5}, run)
-    assert written[2].startswith("3 SKIPPED, reward")
+    assert written[4].startswith("3 SKIPPED, reward")
     out = capsys.readouterr().out
     assert out.startswith("step 4, first held out: ")
     assert out.endswith("a long answer \\boxed{ 5 }\n") and len(out) < 140  # its end

@@ -126,7 +126,9 @@ def test_a_run_resumes_bitwise(reply, tmp_path, form):
 def test_what_a_run_of_conversations_leaves(reply, tmp_path):
     trains(*SMALL, "--steps=2", reply, f"--output={tmp_path / 'run'}")
     samples = lines_of(tmp_path / "run" / "samples.jsonl")
-    assert any("\n" in text for line in samples for text in line["responses"])
+    talks = [turns for line in samples for turns in line["responses"]]
+    assert {len(turns) for turns in talks} <= {1, 3}      # answer, reply, answer
+    assert any(turns[1:2] == ["How many ?"] and len(turns) == 3 for turns in talks)
     s = train.parse([f"--config={tmp_path / 'run' / 'config.json'}"])
     assert s.reply == reply.removeprefix("--reply=")
 

@@ -376,9 +376,9 @@ def everything(tmp_path_factory):
     watched = []
     reference = []
     with pytest.MonkeyPatch.context() as patch:
-        def keep_best(model, tokenizer, settings, run, figures, plain=train.keep_best):
-            watched.append((figures["eval_accuracy"], copy.deepcopy(model.state_dict())))
-            plain(model, tokenizer, settings, run, figures)
+        def keep_best(model, tokenizer, settings, run, plain=train.keep_best):
+            watched.append((run.held_out[-1][1], copy.deepcopy(model.state_dict())))
+            plain(model, tokenizer, settings, run)
 
         def renew(ref, *others, plain=train.renew):
             figures = plain(ref, *others)
@@ -431,14 +431,16 @@ def test_best_is_kept_until_a_better_one_comes(monkeypatch):
     monkeypatch.setattr(train, "save_folder", lambda *given: saved.append(given))
     s = settings("--keep-best")
     run = train.Run()
-    for accuracy in (0.0, 0.5, 0.25, 0.5):
-        train.keep_best("model", "tokenizer", s, run, {"eval_accuracy": accuracy})
-    # Where no answers are known it is the mean of one's own reward
-    for own in (0.4, 0.75):
-        figures = {"eval_accuracy": math.nan, "eval_reward": own}
-        train.keep_best("model", "tokenizer", s, run, figures)
-    assert [given[2:4] for given in saved] == [(run, "best")] * 3 and run.best == 0.75
-    train.keep_best("model", "tokenizer", settings(), train.Run(), {"eval_accuracy": 1.0})
+    found = []  # folders saved so far
+    # The start's own figure is no rival.
+    for step, figure in enumerate((0.9, 0.0, 0.5, 0.25, 0.5, 0.75)):
+        run.held_out.append((step, figure))
+        if step:
+            train.keep_best("model", "tokenizer", s, run)
+            found.append(len(saved))
+    assert found == [1, 2, 2, 2, 3]
+    assert [given[2:4] for given in saved] == [(run, "best")] * 3
+    train.keep_best("model", "tokenizer", settings(), run)
     assert len(saved) == 3
 
 
@@ -530,8 +532,9 @@ def test_a_failure_is_named_with_its_number_and_its_remedy(what, n, name, failin
     before = copy.deepcopy(rows)
     found = train.symptoms(rows)
     assert list(found) == [what]
-    assert all(word in found[what] for word in words), found[what]
-    assert "\n" not in found[what]
+    bad, line = found[what]
+    assert all(word in line for word in words) and "\n" not in line, line
+    assert bad > 0
     assert train.symptoms(history(n, **{name: healthy})) == {}
     assert rows == before                                 # a pure function
 
@@ -576,13 +579,13 @@ class Written(train.Run):
         return {m["step"]: m["warning"] for m in self.written if "warning" in m}
 
 
-def test_an_episode_is_told_once(capsys):
-    lines = history(20, approx_kl=[0.2] * 10) + history(30, approx_kl=[0.2] * 10)
+def test_a_state_is_told_once_and_again_where_it_is_clearly_worse(capsys):
+    lines = [*history(20, approx_kl=[0.06] * 10), *history(30, approx_kl=[0.07] * 10),
+             *history(10, approx_kl=[0.2] * 10), *history(10, approx_kl=[0.3] * 10)]
     warnings = logged(lines, Written()).warnings
-    assert len(warnings) == 2                             # it ended in between, and came back
-    assert all("KL" in line for line in warnings.values())
+    assert list(warnings) == [20, 60]                     # at 0.054 and 0.187 in the mean of ten
+    assert all("KL" in line and "Normal while" in line for line in warnings.values())
     err = capsys.readouterr().err
-    assert err.count("above 0.05") == 2
     assert all(f"step {step}: {line}" in err for step, line in warnings.items())
 
 
@@ -593,8 +596,9 @@ def test_a_resumed_run_warns_as_one_that_was_never_stopped(tmp_path, at):
                     sampler_ratio_error=[math.inf] * 3 + [0.2] * 9)
     whole = logged(lines, Written()).warnings
     assert whole
-    logged(lines[:at], train.Run(tmp_path))
+    first = logged(lines[:at], train.Run(tmp_path))
     resumed = Written()
+    resumed.told = first.told                             # which is in the checkpoint
     resumed.folder = tmp_path
     train.forget_after(resumed, at)
     resumed.step = at
