@@ -132,7 +132,9 @@ def test_the_first_factors_are_as_pefts():
     model = small_model("qwen2", hidden_size=64, intermediate_size=256)
     start = weights_of(model)
     s = train.parse(["--lora-rank=16", "--no-offload"])
-    factors = train.make_optimizer(model, s).factors
+    optimizer = train.make_optimizer(model, s)
+    assert optimizer.scale == 2
+    factors = optimizer.factors
     for name, factor in factors.items():
         bound = factor.shape[1] ** -0.5
         assert not factor.any() if "lora_B" in name else (
