@@ -1412,10 +1412,10 @@ def start_from_file(optimizer, model, s):
 
 
 # --------------------------------------------------------------------------------------------------
-# LoRA (Hu et al. 2021, arXiv 2106.09685): W = W0 + s B A for every Linear but the head. Of factors
-# A (R, in) and B (out, R) others make a second path beside W0, merged for a fast sampler. Here they
-# are the optimizer's own affair: the model has plain weights W and every fast path of plain
-# weights, and after each step they are written anew. s = alpha / R.
+# LoRA (Hu et al., arXiv 2106.09685): W = W0 + s B A for every Linear but the head, with factors
+# A (R, in), B (out, R) and s = alpha / R. Elsewhere the factors are a second path beside W0, which
+# is merged for a fast sampler. Here they are the optimizer's own affair: the model has plain
+# weights W, so every fast path is theirs, too, and after each step they are written anew.
 
 
 class LoraAdamW(MasterAdamW):
