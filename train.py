@@ -166,7 +166,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
     check_arguments(problems, eval_problems, s)
     run = run or Run()
     judge = partial(evaluate, policy_model, tokenizer, eval_problems, s, sampler, reward_of)
-    if not run.before:
+    if not run.held_out:
         figures, run.before = judge()
         run.held_out = [(0, figure_of(figures))]
         run.log({"step": 0, **figures})

@@ -549,7 +549,9 @@ def test_the_loop_warms_up_evaluates_and_saves_when_it_should():
 
 def test_the_loop_starts_behind_its_run_and_stops_when_told():
     run = Diary()
-    run.step, run.before = 3, ["as before"]
+    run.step = 3
+    run.held_out = [(0, 0.5)]
+    run.before = ["as before"]
     loop(run=run)
     assert [m["step"] for m in run.metrics] == [4, 5] and run.before == ["as before"]
     run = Diary()
@@ -788,7 +790,7 @@ def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
     problems = [{"question": f"question {x}", "answer": x} for x in "123"]
     run.before = ["\\boxed{1}", "\\boxed{9}", "\\boxed{9}"]
     run.after = ["\\boxed{1}", "\\boxed{8}", "\\boxed{3}"]
-    train.print_story(run, problems)
+    train.print_story(run, problems, "accuracy")
     out = capsys.readouterr().out
     assert "question  question 3\nbefore    \\boxed{9}\nafter     \\boxed{3}\ntruth     3" in out
     assert f"sample.py --model {tmp_path} \"YOUR QUESTION\"\n" in out
