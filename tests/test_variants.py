@@ -161,9 +161,9 @@ def test_mini_batches_are_whole_groups():
                       [str(i) for i in range(10)], n % 2 == 0, n // 2, advantages=n + 80)
     s = settings("--group-size=2", "--prompts-per-step=5", "--minibatches=2")
     first, second = train.mini_batches(rollout, s)
-    assert first.group_ids.tolist() == [0, 0, 1, 1]
-    assert second.group_ids.tolist() == [2, 2, 3, 3, 4, 4]
-    assert second.responses == list("456789") and second.advantages.tolist() == list(range(84, 90))
+    assert first.group_ids.tolist() == [0, 0, 1, 1, 2, 2]
+    assert second.group_ids.tolist() == [3, 3, 4, 4]
+    assert second.responses == list("6789") and second.advantages.tolist() == list(range(86, 90))
 
 
 def test_updates_that_are_skipped_are_counted_one_by_one():
@@ -705,7 +705,7 @@ def test_a_trace_leaves_no_folder(monkeypatch, tmp_path, capsys):
 @pytest.fixture
 def tensorboard(monkeypatch):
     """In the place of torch.utils.tensorboard: what its writer was told."""
-    told = SimpleNamespace(opened=[], scalars=[], texts=[], closed=0)
+    told = SimpleNamespace(opened=[], scalars=[], closed=0)
 
     class SummaryWriter:
         def __init__(self, folder, purge_step):
@@ -713,9 +713,6 @@ def tensorboard(monkeypatch):
 
         def add_scalar(self, name, value, step):
             told.scalars.append((name, value, step))
-
-        def add_text(self, name, text, step):
-            told.texts.append((name, text, step))
 
         def close(self):
             told.closed += 1
@@ -726,7 +723,7 @@ def tensorboard(monkeypatch):
     return told
 
 
-def test_tensorboard_gets_scalars_and_answers(tmp_path, tensorboard):
+def test_tensorboard_gets_scalars(tmp_path, tensorboard):
     folder = tmp_path / "run"
     trains(*SMALL, "--steps=2", f"--output={folder}")
     assert tensorboard.opened == [(folder / "tensorboard", 0)] and tensorboard.closed == 1
@@ -736,10 +733,6 @@ def test_tensorboard_gets_scalars_and_answers(tmp_path, tensorboard):
                 if step == metrics["step"] and math.isfinite(value)}
         assert told == numbers
     assert {"reward_mean", "eval_accuracy", "approx_kl"} <= {n for n, *_ in tensorboard.scalars}
-    samples = lines_of(folder / "samples.jsonl")
-    assert tensorboard.texts == [
-        ("answers", "\n\n".join(r["responses"][0] for r in samples if r["step"] == step), step)
-        for step in (1, 2)]
 
 
 def test_a_resumed_run_drops_what_tensorboard_holds_of_later_steps(monkeypatch, tmp_path,
@@ -904,7 +897,7 @@ def test_without_known_answers_the_rules_figures_are_null(unknown):
     metrics = metrics_of(unknown.folder)
     assert all(m["eval_accuracy"] is None for m in metrics if "eval_accuracy" in m)
     assert all(m["eval_reward"] > 0 for m in metrics if "eval_accuracy" in m)
-    for name in ("accuracy", "format_rate", "groups_all_right", "groups_all_wrong"):
+    for name in ("accuracy", "format_rate"):
         assert all(m[name] is None for m in metrics[1:]), name
     assert all(m["reward_mean"] > 0 for m in metrics[1:])
     assert "truth     not known" in unknown.out
