@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -138,7 +138,7 @@ def update(policy_model, optimizer, rollout, settings):
         rollout.entropies = entropies
 
     # [G] The gradient step. One that would write NaN into the weights is not taken, and counted.
-    grad_norm = clip_grad_norm_(unscaled(policy_model, loss_scale), s.max_grad_norm)
+    grad_norm = clip_grad_norm_(unscaled(optimizer, loss_scale), s.max_grad_norm)
     metrics = update_metrics(sums, grad_norm, logprobs, rollout.old_logprobs)
     if not metrics["skipped_updates"]:
         optimizer.step()
@@ -196,8 +196,8 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
 
 # --------------------------------------------------------------------------------------------------
 # A reader of the theory may stop here. What follows: helpers of train_step and of train_grpo, known
-# failures, settings (every flag), loading, weights and optimizer, a count of the memory, several
-# GPUs, the files of a run, checkpoints, the program. From here on `s` is the Settings.
+# failures, settings (every flag), loading, weights and optimizer, LoRA, a count of the memory,
+# several GPUs, the files of a run, checkpoints, the program. From here on `s` is the Settings.
 #
 # What train_step leaves to helpers: the options of [B], [C] and [E][F], log-probs batch by batch
 
@@ -756,6 +756,9 @@ class Settings:
                      head="the update")
     lr_schedule: str = flag("constant", "after the warm-up; the others end at 0", choices=SCHEDULES)
     weight_decay: float = flag(0.0, "AdamW's")
+    lora_rank: int = flag(0, "LoRA: train factors of this rank for every Linear; 0: all weights")
+    lora_alpha: float = flag(None, "LoRA: W = W0 + this / rank * B A; default: twice the rank",
+                             low=ABOVE_0)
     warmup_steps: int = flag(10, "the learning rate rises linearly over these")
     updates_per_rollout: int = flag(1, "times that the same answers are gone through", low=1)
     minibatches: int = flag(1, "gradient steps each time, on the groups dealt out to them", low=1)
@@ -860,6 +863,9 @@ def parse(argv):
     final = os.path.join(values.get("model", TINY), "final")
     if os.path.isfile(os.path.join(final, "config.json")):
         values["model"] = os.path.abspath(final)  # a run's folder was named
+    if values.get("lora_rank") and "lr" not in values:
+        values["lr"] = 1e-4
+        say("--lr is not given: 1e-4, for the few numbers of --lora-rank must move further")
     return Settings(**values)
 
 
@@ -933,14 +939,15 @@ def load(s):
         s.share_prompts = False  # its rows are padded, and their price is that of padded rows
     problems, eval_problems = load_data(s, tokenizer)
     policy_model = shard(whole, s) if world() > 1 else whole
-    optimizer = None
-    if not s.eval_only:
-        optimizer = make_optimizer(policy_model, s)
-        start_from_file(optimizer, policy_model, s)
     ref_model = None  # the policy as it starts, frozen
     if s.kl_coef and not s.eval_only:
         ref_model = shard(whole, s) if world() > 1 else copy.deepcopy(policy_model)
         ref_model.requires_grad_(False)
+    optimizer = None
+    if not s.eval_only:
+        optimizer = make_optimizer(policy_model, s, ref_model)
+        start_from_file(optimizer, policy_model, s)
+    if ref_model is not None:
         follow(ref_model, policy_model)
     return SimpleNamespace(
         policy_model=policy_model, ref_model=ref_model, tokenizer=tokenizer, reward_of=reward_of,
@@ -965,6 +972,8 @@ def check_combinations(s):
         (s.overlong_buffer > s.max_new_tokens,
          f"--overlong-buffer {s.overlong_buffer}: longer than --max-new-tokens"),
         (s.max_turns != Settings.max_turns and not s.reply, "--max-turns: only with --reply"),
+        (s.lora_rank and world() > 1, "--lora-rank: on one GPU; several train all weights"),
+        (s.lora_alpha and not s.lora_rank, "--lora-alpha: only with --lora-rank"),
         (s.reply and s.advantage == "shape", "--advantage shape: reads single answers, no --reply"),
         (s.reward_weights and not s.reward, "--reward-weights: only with --reward"),
         (s.reward_model and s.reward, "--reward-model and --reward: one of them gives the rewards"),
@@ -1132,13 +1141,16 @@ def load_reward_of(s, reward_model=None):
 DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
 
-def make_optimizer(model, s):
+def make_optimizer(model, s, ref_model=None):
     """AdamW over the model's weights; over float32 masters of them where they have fewer bits.
 
-    Per weight, moments take 8 bytes, a master 4, its gradient 4.
+    Per weight, moments take 8 bytes, a master 4, its gradient 4. With --lora-rank: LoraAdamW, which
+    needs no copy of the first weights where `ref_model` keeps them.
     """
-    weights = [p for p in model.parameters() if p.requires_grad]
     how = {"lr": s.lr, "weight_decay": s.weight_decay, "fused": True}
+    if s.lora_rank:
+        return LoraAdamW(model, None if s.renew_reference else ref_model, s, **how)
+    weights = [p for p in model.parameters() if p.requires_grad]
     if all(weight.dtype == torch.float32 for weight in weights):
         return with_moments(torch.optim.AdamW(weights, **how))
     home = torch.device("cpu") if s.offload and world() == 1 else model.device
@@ -1167,11 +1179,13 @@ class MasterAdamW(torch.optim.AdamW):
     random from step to step, and weights whose masters did not move are those of the start.
     (Stochastic rounding, arXiv 2010.06192, draws at every step, and needs no masters.)
 
+    `moved` is what AdamW moves, if not the masters themselves: LoraAdamW makes these from it.
+
     Masters and moments live at `home`. In host memory (--offload) gradients are added up on the
     GPU, go over once per update, and rounded weights come back.
     """
 
-    def __init__(self, weights, home, thresholds, seed, **how):
+    def __init__(self, weights, home, thresholds, seed, moved=None, **how):
         self.weights = weights
         self.thresholds = thresholds
         self.seed = seed
@@ -1179,8 +1193,9 @@ class MasterAdamW(torch.optim.AdamW):
         self.loss_scale = 2.0**16 if weights[0].dtype == torch.float16 else 1.0
         self.updates_since = 0  # a loss scale has been changed, or an update was skipped
         self.arrived = math.nan
-        masters = [weight.detach().to(home, torch.float32, copy=True) for weight in weights]
-        super().__init__(masters, **how)
+        if moved is None:
+            moved = [weight.detach().to(home, torch.float32, copy=True) for weight in weights]
+        super().__init__(moved, **how)
         with_moments(self)
         for weight in weights:
             sum_in_float32(weight)
@@ -1189,6 +1204,10 @@ class MasterAdamW(torch.optim.AdamW):
             self.grads = pinned_like(weights, torch.float32)
             self.copies = pinned_like(weights, weights[0].dtype)
             self.round()  # fills the copies
+
+    def masters(self, few=BIG):
+        """What the weights are rounded from, one by one; the `few` first numbers are enough."""
+        return self.param_groups[0]["params"]
 
     @torch.no_grad()
     def step(self):
@@ -1211,7 +1230,7 @@ class MasterAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def round(self):
         """The weights that compute, made anew from their masters."""
-        for i, (master, weight) in enumerate(zip(self.param_groups[0]["params"], self.weights)):
+        for i, (master, weight) in enumerate(zip(self.masters(), self.weights)):
             where = local(self.copies[i] if self.away else weight)
             seed = (self.seed, "thresholds", i, rank()) if self.thresholds else None
             round_into(where, local(master), seed)
@@ -1225,7 +1244,7 @@ class MasterAdamW(torch.optim.AdamW):
         """
         weights = self.copies if self.away else self.weights
         return [torch.cat([local(tensor).flatten()[:few] for tensor in tensors]).float()
-                for tensors in (self.param_groups[0]["params"], weights)]
+                for tensors in (self.masters(few), weights)]
 
     def adapt_loss_scale(self, skipped):
         """float16: half of it after an update that was not finite, twice it after 200 that were."""
@@ -1236,6 +1255,7 @@ class MasterAdamW(torch.optim.AdamW):
             self.loss_scale *= 2
 
     def zero_grad(self, set_to_none=True):
+        super().zero_grad()
         for weight in self.weights:
             weight.grad = None
 
@@ -1245,7 +1265,7 @@ def round_into(weight, master, seed=None):
 
     Both are contiguous and of one shape, `master` in float32.
     """
-    if seed is None:
+    if seed is None or weight.dtype == master.dtype:
         weight.copy_(master)
         return
     dropped = DROPPED_BITS[weight.dtype]
@@ -1293,16 +1313,20 @@ def pinned_like(tensors, dtype, slab=2**30):
     return found
 
 
-def unscaled(model, loss_scale):
-    """The parameters, their gradients those of the loss itself again."""
-    weights = [p for p in model.parameters() if p.grad is not None]
-    for weight in weights if loss_scale != 1 else ():
-        weight.grad /= loss_scale
-    return weights
+def unscaled(optimizer, loss_scale):
+    """The tensors with a gradient, which is that of the loss itself again.
+
+    They are what the optimizer moves, or the weights that it will take the gradients from.
+    """
+    groups = [*optimizer.param_groups, {"params": getattr(optimizer, "weights", [])}]
+    tensors = [p for group in groups for p in group["params"] if p.grad is not None]
+    for p in tensors if loss_scale != 1 else ():
+        p.grad /= loss_scale
+    return tensors
 
 
 def of_half_precision(optimizer, skipped):
-    """Metrics of weights with fewer bits than their masters; {} for float32."""
+    """Metrics of weights that are rounded from masters; {} where AdamW moves them itself."""
     if not isinstance(optimizer, MasterAdamW):
         return {}
     scale = optimizer.loss_scale
@@ -1313,7 +1337,8 @@ def of_half_precision(optimizer, skipped):
 @torch.no_grad()
 def start_from_file(optimizer, model, s):
     """Masters with all the digits of the model's files, which may hold more than its weights do."""
-    half = isinstance(optimizer, MasterAdamW)
+    # LoRA's W0 is what the reference holds, and that has no more digits than the weights.
+    half = isinstance(optimizer, MasterAdamW) and not s.lora_rank
     if not half or AutoConfig.from_pretrained(s.model).dtype == model.dtype:
         return
     whole = {}
@@ -1325,6 +1350,100 @@ def start_from_file(optimizer, model, s):
         # The other ranks bring an empty tensor of that shape, and get their shard of rank 0's.
         master.copy_(sharded_like(master, whole.get(name, torch.empty(master.shape))))
     optimizer.round()
+
+
+# --------------------------------------------------------------------------------------------------
+# LoRA (Hu et al., arXiv 2106.09685): W = W0 + s B A for every Linear but the head, with factors
+# A (R, in), B (out, R) and s = alpha / R. Elsewhere the factors are a second path beside W0, which
+# is merged for a fast sampler. Here they are the optimizer's own affair: the model has plain
+# weights W, so every fast path is theirs, too, and after each step they are written anew.
+
+
+class LoraAdamW(MasterAdamW):
+    """AdamW on the factors; the weights are rounded from W0 + s B A, made when it is needed.
+
+    As soon as a backward pass has the gradient dW of a weight, the factors get theirs,
+    dA = s B^T dW and dB = s dW A^T, and dW is freed: there is one at a time. W0 is the weight of
+    `ref_model`; without one a copy, which --offload keeps in host memory.
+    """
+
+    def __init__(self, model, ref_model, s, **how):
+        self.scale = (s.lora_alpha or 2 * s.lora_rank) / s.lora_rank
+        self.parts = []  # (W0, A, B) of each weight
+        self.factors = {}  # A and B, under their names in PEFT
+        linears = linears_of(model)
+        home = "cpu" if s.offload else model.device
+        model.requires_grad_(False)
+        for i, (name, W) in enumerate(linears.items()):
+            W0 = ref_model.get_submodule(name).weight if ref_model else W.data.to(home, copy=True)
+            # PEFT begins with the same distribution. B is 0: the first W is W0.
+            A = 2 * torch.rand(s.lora_rank, W.shape[1], generator=seeded(s.seed, "lora", i)) - 1
+            A = A.div(math.sqrt(W.shape[1])).to(W.device)                              # (R, in)
+            B = torch.zeros(len(W), s.lora_rank, device=W.device)                      # (out, R)
+            self.parts.append((W0, A, B))
+            self.factors[f"base_model.model.{name}.lora_A.weight"] = A
+            self.factors[f"base_model.model.{name}.lora_B.weight"] = B
+            W.requires_grad_()
+            W.register_post_accumulate_grad_hook(partial(self.take, A, B))
+        super().__init__(list(linears.values()), model.device, s.rounding == "threshold", s.seed,
+                         list(self.factors.values()), **how)
+
+    @torch.no_grad()
+    def take(self, A, B, W):
+        """A backward pass's gradient of a weight, added to those of its factors."""
+        dW = W.grad.mul_(self.scale)                                                   # (out, in)
+        W.grad = None
+        for factor, grad in ((A, B.T @ dW), (B, dW @ A.T)):
+            factor.grad = grad if factor.grad is None else factor.grad + grad
+
+    def masters(self, few=BIG):
+        for W0, A, B in self.parts:
+            rows = slice(1 + few // A.shape[1])
+            yield W0[rows].to(B, copy=True).addmm_(B[rows], A, alpha=self.scale)       # (out, in)
+
+
+def linears_of(model):
+    """{name: weight (out, in)} of every Linear but the head.
+
+    BadInput: a matrix that is neither this nor an embedding. It would be frozen in silence.
+    """
+    found = {}
+    for name, weight in model.named_parameters():
+        name, _, own = name.rpartition(".")
+        part = model.get_submodule(name)
+        frozen = isinstance(part, torch.nn.Embedding) or part is model.get_output_embeddings()
+        if frozen or weight.ndim < 2:
+            continue
+        if not isinstance(part, torch.nn.Linear):
+            raise BadInput(f"--lora-rank: {name}.{own}: not of a Linear, and would not be trained")
+        found[name] = weight
+    return found
+
+
+def lora_memory(s, model):
+    """What --lora-rank changes in memory()'s rows; and what host_memory() is with it."""
+    weights = list(linears_of(model).values())
+    n = s.lora_rank * sum(sum(W.shape) for W in weights)
+    # The reference holds the first weights, if it stays what it is.
+    first = sum(W.nbytes for W in weights) if s.renew_reference or not s.kl_coef else 0
+    return {
+        "LoRA's first weights": first * (not s.offload),
+        "float32 masters": 4 * n,  # the factors
+        "AdamW's two moments": 8 * n,
+        # The factors', and of one weight at a time; or two masters, while weights are written
+        "gradients, float32": 4 * n + 8 * max(W.numel() for W in weights),
+    }, first * s.offload
+
+
+def save_adapter(run, optimizer, s):
+    """adapter/ beside final/: the factors alone, as PEFT writes and reads them."""
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": s.model,
+              "r": s.lora_rank, "lora_alpha": optimizer.scale * s.lora_rank,
+              "target_modules": sorted({name.split(".")[-3] for name in optimizer.factors})}
+    with run.replacing("adapter") as place:
+        place.mkdir()
+        (place / "adapter_model.safetensors").write_bytes(save(optimizer.factors))
+        (place / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1405,7 +1524,7 @@ def memory(s, model):
     # Under checkpointing each keeps its input alone, and one at a time is computed again.
     kept = kept + layers * hidden if s.gradient_checkpointing else layers * kept
     judge = reward.reward_model_size(s.reward_model) if s.reward_model else 0
-    return {
+    count = {
         "policy, weights that compute": n * size,
         "reference, frozen": mine * size if s.kl_coef else 0,
         "float32 masters": 4 * mine if there and half else 0,
@@ -1414,14 +1533,17 @@ def memory(s, model):
         "reward model": judge * (16 if s.renew_reference else 4),
         "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * layers * keys * size,
         "kept for the backward pass": s.micro_batch_tokens * kept * size,
-        # 2^28 at a time at most, their gradient, and the head's
+        # 2^28 at a time at most, their gradient, and the head's, which LoRA leaves as it is
         "logits": 12 * min(2**28, s.micro_batch_tokens * text.vocab_size)
-                  + 2 * size * text.vocab_size * hidden,
+                  + 2 * size * text.vocab_size * hidden * (not s.lora_rank),
     }
+    return count | lora_memory(s, model)[0] if s.lora_rank else count
 
 
 def host_memory(s, model):
     """Bytes that --offload keeps in host memory; none of them counts for the GPU."""
+    if s.lora_rank:
+        return lora_memory(s, model)[1]
     n = sum(p.numel() for p in model.parameters())
     away = s.offload and world() == 1 and model.dtype != torch.float32
     return (4 + 8 + 4 + model.dtype.itemsize) * n * away  # masters, moments, gradients, weights
@@ -1846,6 +1968,7 @@ def moving(run, model, optimizer):
         learners.append(("reward_model/", run.reward_model.model, run.reward_model.optimizer))
     for prefix, part, adamw in learners:
         names = [name for name, p in part.named_parameters() if p.requires_grad]
+        names = getattr(adamw, "factors", names)  # of LoRA
         # AdamW's own list, for it moves float32 masters where the weights have fewer bits.
         for name, master in zip(names, adamw.param_groups[0]["params"]):
             yield prefix + name, master, adamw.state[master]
@@ -1998,6 +2121,8 @@ def train(parts, run, s):
         _, run.after = evaluate(parts.policy_model, parts.tokenizer, parts.eval_problems, s,
                                 parts.sampler)
     save_folder(parts.policy_model, parts.tokenizer, run, "final", choose_device(s)[1])
+    if s.lora_rank:
+        save_adapter(run, parts.optimizer, s)
     if parts.reward_model:
         save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
     print_story(run, parts.eval_problems, "reward" if parts.reward_of else "accuracy")
