@@ -1243,8 +1243,11 @@ class MasterAdamW(torch.optim.AdamW):
         `arrived` is the share of the meant change that the written one has in its direction.
         """
         weights = self.copies if self.away else self.weights
-        return [torch.cat([local(tensor).flatten()[:few] for tensor in tensors]).float()
-                for tensors in (self.masters(few), weights)]
+        found = []
+        for tensors in (self.masters(few), weights):
+            beginnings = [local(tensor).flatten()[:few] for tensor in tensors]
+            found.append(torch.cat(beginnings).float())
+        return found
 
     def adapt_loss_scale(self, skipped):
         """float16: half of it after an update that was not finite, twice it after 200 that were."""
@@ -1273,7 +1276,8 @@ def round_into(weight, master, seed=None):
     generator = seeded(*seed, device=master.device)
     # Pieces that stay in a CPU's cache; 64 random bits are the thresholds of four weights.
     drawn = torch.empty(2**16, dtype=torch.int64, device=master.device)
-    for w, m in zip(weight.view(-1).split(2**18), master.view(-1).split(2**18)):
+    pieces = (tensor.view(-1).split(2**18) for tensor in (weight, master))
+    for w, m in zip(*pieces):
         drawn.random_(-2**63, None, generator=generator)
         noise = drawn.view(torch.int16)[:len(m)] >> 16 - dropped
         # The bits of a float32, read as an integer, grow with its size. The threshold is
@@ -1358,7 +1362,6 @@ def start_from_file(optimizer, model, s):
 # is merged for a fast sampler. Here they are the optimizer's own affair: the model has plain
 # weights W, so every fast path is theirs, too, and after each step they are written anew.
 
-
 class LoraAdamW(MasterAdamW):
     """AdamW on the factors; the weights are rounded from W0 + s B A, made when it is needed.
 
@@ -1375,9 +1378,13 @@ class LoraAdamW(MasterAdamW):
         home = "cpu" if s.offload else model.device
         model.requires_grad_(False)
         for i, (name, W) in enumerate(linears.items()):
-            W0 = ref_model.get_submodule(name).weight if ref_model else W.data.to(home, copy=True)
+            if ref_model:
+                W0 = ref_model.get_submodule(name).weight
+            else:
+                W0 = W.data.to(home, copy=True)
             # PEFT begins with the same distribution. B is 0: the first W is W0.
-            A = 2 * torch.rand(s.lora_rank, W.shape[1], generator=seeded(s.seed, "lora", i)) - 1
+            chance = seeded(s.seed, "lora", i)
+            A = 2 * torch.rand(s.lora_rank, W.shape[1], generator=chance) - 1
             A = A.div(math.sqrt(W.shape[1])).to(W.device)                              # (R, in)
             B = torch.zeros(len(W), s.lora_rank, device=W.device)                      # (out, R)
             self.parts.append((W0, A, B))
@@ -1385,21 +1392,27 @@ class LoraAdamW(MasterAdamW):
             self.factors[f"base_model.model.{name}.lora_B.weight"] = B
             W.requires_grad_()
             W.register_post_accumulate_grad_hook(partial(self.take, A, B))
-        super().__init__(list(linears.values()), model.device, s.rounding == "threshold", s.seed,
-                         list(self.factors.values()), **how)
+        thresholds = s.rounding == "threshold"
+        factors = list(self.factors.values())
+        super().__init__([*linears.values()], model.device, thresholds, s.seed, factors, **how)
 
     @torch.no_grad()
     def take(self, A, B, W):
         """A backward pass's gradient of a weight, added to those of its factors."""
         dW = W.grad.mul_(self.scale)                                                   # (out, in)
         W.grad = None
-        for factor, grad in ((A, B.T @ dW), (B, dW @ A.T)):
-            factor.grad = grad if factor.grad is None else factor.grad + grad
+        dA = B.T @ dW                                                                  # (R, in)
+        dB = dW @ A.T                                                                  # (out, R)
+        for factor, grad in ((A, dA), (B, dB)):
+            if factor.grad is not None:
+                grad += factor.grad
+            factor.grad = grad
 
     def masters(self, few=BIG):
         for W0, A, B in self.parts:
             rows = slice(1 + few // A.shape[1])
-            yield W0[rows].to(B, copy=True).addmm_(B[rows], A, alpha=self.scale)       # (out, in)
+            W = W0[rows].to(B, copy=True)                                              # (out, in)
+            yield W.addmm_(B[rows], A, alpha=self.scale)
 
 
 def linears_of(model):
@@ -1411,8 +1424,8 @@ def linears_of(model):
     for name, weight in model.named_parameters():
         name, _, own = name.rpartition(".")
         part = model.get_submodule(name)
-        frozen = isinstance(part, torch.nn.Embedding) or part is model.get_output_embeddings()
-        if frozen or weight.ndim < 2:
+        head = part is model.get_output_embeddings()
+        if head or isinstance(part, torch.nn.Embedding) or weight.ndim < 2:
             continue
         if not isinstance(part, torch.nn.Linear):
             raise BadInput(f"--lora-rank: {name}.{own}: not of a Linear, and would not be trained")
@@ -1425,7 +1438,8 @@ def lora_memory(s, model):
     weights = list(linears_of(model).values())
     n = s.lora_rank * sum(sum(W.shape) for W in weights)
     # The reference holds the first weights, if it stays what it is.
-    first = sum(W.nbytes for W in weights) if s.renew_reference or not s.kl_coef else 0
+    copied = s.renew_reference or not s.kl_coef
+    first = sum(W.nbytes for W in weights) * bool(copied)
     return {
         "LoRA's first weights": first * (not s.offload),
         "float32 masters": 4 * n,  # the factors
@@ -1437,9 +1451,14 @@ def lora_memory(s, model):
 
 def save_adapter(run, optimizer, s):
     """adapter/ beside final/: the factors alone, as PEFT writes and reads them."""
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": s.model,
-              "r": s.lora_rank, "lora_alpha": optimizer.scale * s.lora_rank,
-              "target_modules": sorted({name.split(".")[-3] for name in optimizer.factors})}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": s.model,
+        "r": s.lora_rank,
+        "lora_alpha": optimizer.scale * s.lora_rank,
+        "target_modules": sorted({name.split(".")[-3] for name in optimizer.factors}),
+    }
     with run.replacing("adapter") as place:
         place.mkdir()
         (place / "adapter_model.safetensors").write_bytes(save(optimizer.factors))
@@ -1500,8 +1519,11 @@ def model_without_storage(s, dtype):
             return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def memory(s, model):
-    """What one process holds on its GPU: {what: bytes}; `model` may be on the meta device."""
+def memory(s, model, device="cuda"):
+    """What one process holds on its GPU, or "cpu", all in all: {what: bytes}.
+
+    `model` may be on the meta device.
+    """
     text = model.config.get_text_config()
     hidden = text.hidden_size
     layers = text.num_hidden_layers
@@ -1537,7 +1559,14 @@ def memory(s, model):
         "logits": 12 * min(2**28, s.micro_batch_tokens * text.vocab_size)
                   + 2 * size * text.vocab_size * hidden * (not s.lora_rank),
     }
-    return count | lora_memory(s, model)[0] if s.lora_rank else count
+    if s.lora_rank:
+        count |= lora_memory(s, model)[0]
+    if device == "cpu":
+        # The cache is freed before the update begins. Only what is larger than that counts.
+        update = count["kept for the backward pass"] + count["logits"]
+        count["key/value cache"] = max(0, count["key/value cache"] - update)
+        count["Python and its libraries"] = 4.5e8
+    return count
 
 
 def host_memory(s, model):
@@ -1550,19 +1579,20 @@ def host_memory(s, model):
 
 
 def print_memory(s):
-    """--dry-run: the count of these flags on a GPU, for everything that `auto` may become there."""
+    """--dry-run: the count on a GPU, or with --device cpu, for all that `auto` may become there."""
     model = model_without_storage(s, torch.float32 if s.dtype == "float32" else torch.bfloat16)
-    ways = ways_to_save(s, "cuda")
+    device = "cpu" if s.device == "cpu" else "cuda"
+    ways = ways_to_save(s, device)
     columns = []
     with telling(f"--model {s.model}: its memory cannot be counted:", of=Exception):
         for way in ways:
-            column = memory(way, model)
+            column = memory(way, model, device)
             column["sum"] = sum(column.values())
             column["host memory"] = host_memory(way, model)
             columns.append(column)
     print(f"{s.model}: {sum(p.numel() for p in model.parameters()):,} weights in {model.dtype}; "
           f"{s.prompts_per_step} x {s.group_size} answers of {s.answer_tokens} tokens behind "
-          f"prompts of {PROMPT}; one of {world()} processes, GB = 1e9 bytes on its GPU\n")
+          f"prompts of {PROMPT}; one of {world()} processes, GB = 1e9 bytes of {device} memory\n")
     for name in MEMORY:
         print(f"{flag_of(name):30}" + "".join(f"{getattr(way, name)!s:>10}" for way in ways))
     for what in columns[0]:
