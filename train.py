@@ -627,6 +627,11 @@ def symptoms(history, dtype=torch.float32):
     flat = mean_of("zero_variance_groups")
     ratio = mean_of("sampler_ratio_error")
     entropy = mean_of("entropy")
+    # Of several rewards, how far each has risen: the easier one may win before the other is seen.
+    risen = {name: mean_of(name) - mean_of(name, history[:5])
+             for name in history[-1] if name.startswith("reward/")}
+    most = max(risen, key=risen.get, default="")
+    least = min(risen, key=risen.get, default="")
     known = [
         ("length", growth > 0.2 and gain < 0.01, growth,
          f"answers grew by {growth:.0%} in 20 steps, accuracy by {gain:.3f}. If they should stay "
@@ -637,6 +642,10 @@ def symptoms(history, dtype=torch.float32):
         ("kl", kl > 0.05, kl,
          f"KL is {kl:.3f} nats per token, above 0.05. Normal while the reward rises; if it falls: "
          "a higher --kl-coef, or --kl-band 0.02 0.05"),
+        ("one reward", kl > 0.5 and risen.get(most, 0) > 0.2 and risen[least] < 0.02, kl,
+         f"{most} has risen by {risen.get(most, 0):.2f}, {least} by {risen.get(least, 0):.2f}, and "
+         f"KL is {kl:.2f}: the policy learns the easier reward alone. A smaller --reward-weights "
+         "for it, or pay it for right answers only; a lower --temperature"),
         ("reference", stuck and len(history) > 3, 1,
          "KL is exactly 0 while the policy has gradients: does the reference share its weights, "
          "or is --lr too small to move it?"),
