@@ -5,16 +5,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import (
-    FEW,
-    TINY,
-    ended,
-    ends_badly,
-    refused,
-    run_script,
-    start,
-    trains,
-)
+from conftest import FEW, TINY, ended, ends_badly, refused, run_script, start, trains
 from safetensors import safe_open
 from safetensors.torch import save_file
 

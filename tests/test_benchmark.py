@@ -35,7 +35,6 @@ def failures(part, *args):
 # --------------------------------------------------------------------------------------------------
 # The first run on a machine without a GPU
 
-
 def test_first_run(capsys, monkeypatch):
     monkeypatch.setattr(first_run, "SECONDS", math.inf)   # a slow machine leaves nothing out
     status = benchmark.main(["--first-run"])
@@ -81,7 +80,6 @@ def test_no_part_begins_after_seven_minutes(capsys):
 
 # --------------------------------------------------------------------------------------------------
 # Its checks, on planted faults
-
 
 def test_what_the_profiler_does_not_see_fails(place, monkeypatch):
     monkeypatch.setattr(first_run, "small_rollout", lambda *_: first_run.sample.Rollout(
@@ -223,7 +221,6 @@ def test_steps_see_memory_that_the_count_did_not(place, monkeypatch):
 
 # --------------------------------------------------------------------------------------------------
 # The benchmark: what it makes, and what it holds it against
-
 
 def random_tiny(**changes):
     return benchmark.random_model(first_run.TINY | changes, torch.device("cpu"), torch.float32)

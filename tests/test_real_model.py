@@ -20,7 +20,6 @@ from train import Settings
 # --------------------------------------------------------------------------------------------------
 # The problems
 
-
 def total_of(question):
     """A reader of its own: the first number, then every other with the word that it follows."""
     numbers = list(map(int, re.findall(r"\d+", question)))
@@ -83,7 +82,6 @@ def test_the_config_is_one_of_train_flags_and_its_files_are_there(task):
 # --------------------------------------------------------------------------------------------------
 # The rewards
 
-
 @pytest.mark.parametrize("completion, answer, right", [
     ("4 + 9 = 13", "13", 1.0), ("Anna has 13 stamps.", "13", 1.0), ("$13.00", "13", 1.0),
     ("13, not 12", "13", 0.0), ("113", "13", 0.0), ("13.5", "13", 0.0), ("-13", "13", 0.0),
@@ -114,7 +112,6 @@ def test_the_rewards_as_training_calls_them(task, tiny):
 
 # --------------------------------------------------------------------------------------------------
 # The folder of the model
-
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):

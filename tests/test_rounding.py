@@ -7,13 +7,7 @@ from transformers import Qwen2Config
 
 import train
 from logprob import forms_of
-from train import (
-    DROPPED_BITS,
-    MasterAdamW,
-    pinned_like,
-    round_into,
-    with_moments,
-)
+from train import DROPPED_BITS, MasterAdamW, pinned_like, round_into, with_moments
 
 HALF = sorted(DROPPED_BITS, key=str)
 
