@@ -1,9 +1,11 @@
 """What the tests share: the stage files on the path, one thread, no network, models, and runs."""
 import contextlib
+import copy
 import functools
 import gc
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import runpy
@@ -13,25 +15,26 @@ import tempfile
 import time
 from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 from transformers.utils import logging  # noqa: E402
+
+import train  # noqa: E402
+from loss import grpo_loss  # noqa: E402
+from reward import load_problems  # noqa: E402
 
 torch.set_num_threads(1)
 logging.disable_progress_bar()
 logging.set_verbosity_error()
-# The same examples at every run; and a machine that is busy is no fault of the program.
-hypothesis.settings.register_profile(
-    "steady", derandomize=True, deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.load_profile("steady")
+
 
 
 def pytest_collection_finish():
@@ -95,12 +98,139 @@ def tiny():
 @functools.cache
 def tiny_problems():
     """The problems that the policy of tests/tiny is trained on."""
-    from reward import load_problems
     return load_problems(str(TINY / "train.jsonl"))
 
 
 def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
+
+
+# --------------------------------------------------------------------------------------------------
+# One step of train.py, and the loop, on the tiny policy; and the same step by hand
+
+# Rewards in place of the rule's: by these, half of the eight answers are worth something.
+REWARDS = torch.tensor([1.0, 0.0, 0.5, 0.0, 2.0, 2.0, 0.0, 1.0])
+RATE = 0.05  # of the SGD that takes the place of AdamW: a second update has ratios off 1
+
+
+def settings(*flags):
+    return train.plan_memory(train.parse(list(flags)))
+
+
+def parts(*flags, dtype=torch.float32, noise=0.05):
+    """What train_step takes, of the tiny default, with two prompts and four answers each.
+
+    The reference stands a little apart from the policy, so that the KL has a gradient.
+    """
+    s = settings("--prompts-per-step=2", "--group-size=4", *flags)
+    policy = AutoModelForCausalLM.from_pretrained(s.model, dtype=dtype).eval()
+    reference = copy.deepcopy(policy).requires_grad_(False)
+    generator = seeded(1)
+    for p in reference.parameters():
+        p.add_(noise * torch.randn(p.shape, generator=generator))
+    tokenizer = AutoTokenizer.from_pretrained(s.model)
+    problems = tiny_problems()[:2]
+    prompts = [train.chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
+    return SimpleNamespace(
+        policy=policy, reference=reference, optimizer=train.make_optimizer(policy, s),
+        tokenizer=tokenizer, problems=problems, prompts=prompts, settings=s)
+
+
+def own_reward(problems, prompts, rollout):
+    return REWARDS
+
+
+def whole_step(p, optimizer=None, reward_of=own_reward, **how):
+    """One step -> its metrics and its Rollout."""
+    batch = train.Batch(p.problems, p.prompts, seeded())
+    return train.train_step(p.policy, p.reference, optimizer or p.optimizer, p.tokenizer, batch,
+                            p.settings, reward_of=reward_of, **how)
+
+
+def step_of_the_program(p, **how):
+    optimizer = torch.optim.SGD(p.policy.parameters(), RATE)
+    gradients = []
+    optimizer.register_step_pre_hook(lambda *_: gradients.append(gradient(p.policy)))
+    metrics, rollout = whole_step(p, optimizer, **how)
+    return rollout, gradients, metrics
+
+
+def gradient(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def logprobs_on_full_logits(model, rollout, temperature):
+    """The formula in float64: log-probs of the next token and entropies, (N, S-1) each."""
+    logits = model(rollout.input_ids).logits[:, :-1].double() / temperature
+    log_p = logits.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return log_p.gather(-1, rollout.input_ids[:, 1:, None])[..., 0], entropy
+
+
+def updates_by_hand(p, rollout, advantages, temperature, order, max_grad_norm, kl_coef, mask=None,
+                    **objective):
+    """[D] on full logits, [E] [F] and a clipped SGD step -> one record per update.
+
+    `order` has the rows of each update; the log-probs before the first are the old ones of all.
+    """
+    model = copy.deepcopy(p.policy)
+    weights = list(model.parameters())
+    mask = rollout.mask if mask is None else mask
+    with torch.no_grad():
+        old, _ = logprobs_on_full_logits(model, rollout, temperature)
+        ref, _ = logprobs_on_full_logits(p.reference, rollout, temperature)
+    records = []
+    for rows in order:
+        logp, _ = logprobs_on_full_logits(model, rollout, temperature)
+        if "sampler_cap" in objective:
+            objective["sampler_logprobs"] = rollout.logprobs.double()[rows]
+        loss, metrics = grpo_loss(logp[rows], old[rows], ref[rows] if kl_coef else None,
+                                  advantages[rows], mask[rows], kl_coef=kl_coef, **objective)
+        grads = torch.autograd.grad(loss, weights)
+        norm = math.sqrt(sum(float(g.square().sum()) for g in grads))
+        grads = [g * min(1.0, max_grad_norm / (norm + 1e-6)) for g in grads]
+        with torch.no_grad():
+            for weight, grad in zip(weights, grads):
+                weight -= RATE * grad
+        ratio_error = float((logp.detach() - old)[mask].expm1().abs().max())
+        records.append(SimpleNamespace(
+            gradient=torch.cat([g.flatten() for g in grads]), grad_norm=norm,
+            ratio_max_error=ratio_error, metrics={k: float(v) for k, v in metrics.items()}))
+    return records
+
+
+class Diary(train.Run):
+    """A run without a folder that remembers what it was told."""
+    def __init__(self):
+        super().__init__()
+        self.metrics = []
+        self.samples = []
+        self.checkpoints = []
+
+    def log(self, metrics):
+        super().log(metrics)
+        self.metrics.append(metrics)
+
+    def log_samples(self, step, batch, rollout, groups=2):
+        self.samples.append((step, batch, rollout))
+
+
+def loop(*flags, problems=None, run=None, **how):
+    s = settings("--steps=5", "--prompts-per-step=2", "--group-size=2", "--max-new-tokens=8",
+                 "--lr=0.004", *flags)
+    p = parts(*flags)
+    optimizer = train.make_optimizer(p.policy, s)
+    rates = []
+    optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
+    run = run or Diary()
+    problems = problems or tiny_problems()[:8]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "save_checkpoint", lambda run, *_: run.checkpoints.append(run.step))
+        train.train_grpo(p.policy, p.reference, optimizer, p.tokenizer, problems, problems[:3], s,
+                         run, **how)
+    run.rates = rates
+    run.policy = p.policy
+    return run
 
 
 # --------------------------------------------------------------------------------------------------
@@ -133,7 +263,6 @@ def one_line_of(err, program="train.py"):
 
 def refused(capsys, *flags):
     """train.py refuses these flags before it starts: status 2, one line and nothing else."""
-    import train
     status = train.main(list(map(str, flags)))
     err = capsys.readouterr().err
     assert status == 2, err
@@ -144,7 +273,6 @@ def refused(capsys, *flags):
 
 def ends_badly(capsys, *flags):
     """train.py starts and has to give up: status 2 and one line of its own beside the bar."""
-    import train
     status = train.main(list(map(str, flags)))
     err = capsys.readouterr().err
     assert status == 2, err
@@ -153,7 +281,6 @@ def ends_badly(capsys, *flags):
 
 def trains(*flags):
     """train.py does what it is told."""
-    import train
     assert train.main(list(map(str, flags))) == 0
 
 
@@ -259,6 +386,14 @@ def curve(folder):
 
 def weights_of(folder):
     return hashlib.sha256((folder / "final" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def checkpoint_of(folder):
+    return load_file(folder / "checkpoint" / "run.safetensors")
+
+
+def same_tensors(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def snapshot(folder):

@@ -12,23 +12,28 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
+    RATE,
+    REWARDS,
     ROOT,
     TINY,
+    Diary,
     curve,
+    gradient,
     lines_of,
+    logprobs_on_full_logits,
+    loop,
     metrics_of,
+    parts,
     run_script,
     seeded,
+    settings,
+    step_of_the_program,
     tiny_problems,
     trains,
+    updates_by_hand,
+    whole_step,
 )
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import sample
 import train
@@ -44,50 +49,14 @@ response_length_p95 truncated_fraction approx_kl clip_fraction ratio_mean entrop
 seconds_sampling seconds_training tokens_per_second""".split()
 SMALL = ("--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=16",
          "--eval-limit=8", "--eval-every=2", "--warmup-steps=2")
-# Rewards in place of the rule's: by these, half of the eight answers are worth something.
-REWARDS = torch.tensor([1.0, 0.0, 0.5, 0.0, 2.0, 2.0, 0.0, 1.0])
-
-
-def settings(*flags):
-    return train.plan_memory(train.parse(list(flags)))
 
 
 def with_settings(p, **changes):
     return train.dataclasses.replace(p.settings, **changes)
 
 
-def parts(*flags, dtype=torch.float32, noise=0.05):
-    """What train_step takes, of the tiny default, with two prompts and four answers each.
-
-    The reference stands a little apart from the policy, so that the KL has a gradient.
-    """
-    s = settings("--prompts-per-step=2", "--group-size=4", *flags)
-    policy = AutoModelForCausalLM.from_pretrained(s.model, dtype=dtype).eval()
-    reference = copy.deepcopy(policy).requires_grad_(False)
-    generator = seeded(1)
-    for p in reference.parameters():
-        p.add_(noise * torch.randn(p.shape, generator=generator))
-    tokenizer = AutoTokenizer.from_pretrained(s.model)
-    problems = tiny_problems()[:2]
-    prompts = [train.chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
-    return SimpleNamespace(
-        policy=policy, reference=reference, optimizer=train.make_optimizer(policy, s),
-        tokenizer=tokenizer, problems=problems, prompts=prompts, settings=s)
-
-
 def rollout_of(p, max_new_tokens=40, temperature=1.0):
     return sample_groups(p.policy, p.tokenizer, p.prompts, 4, max_new_tokens, temperature, seeded())
-
-
-def own_reward(problems, prompts, rollout):
-    return REWARDS
-
-
-def whole_step(p, optimizer=None, reward_of=own_reward, **how):
-    """One step -> its metrics and its Rollout."""
-    batch = train.Batch(p.problems, p.prompts, seeded())
-    return train.train_step(p.policy, p.reference, optimizer or p.optimizer, p.tokenizer, batch,
-                            p.settings, reward_of=reward_of, **how)
 
 
 def step(p, *given, **how):
@@ -100,20 +69,6 @@ def update(p, model, optimizer, rollout, **changes):
     return train.update(model, optimizer, rollout, with_settings(p, **changes))
 
 
-def gradient(model):
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-
-def masters_after_a_step(p, gradient):
-    """The float32 masters before and after a step, in which all gradients are this number."""
-    masters = p.optimizer.param_groups[0]["params"]
-    before = [master.detach().clone() for master in masters]
-    for weight in p.policy.parameters():
-        weight.grad = torch.full(weight.shape, gradient)
-    p.optimizer.step()
-    return zip(before, masters)
-
-
 def still(model):
     """An optimizer that leaves the weights and the gradients as they are."""
     return torch.optim.SGD(model.parameters(), lr=0.0)
@@ -122,63 +77,18 @@ def still(model):
 # --------------------------------------------------------------------------------------------------
 # [G] Every flag arrives: a step against the stage functions, called by hand with plain numbers
 
-RATE = 0.05  # of the SGD that takes the place of AdamW: a second update has ratios off 1
-
-
-def logprobs_on_full_logits(model, rollout, temperature):
-    """The formula in float64: log-probs of the next token and entropies, (N, S-1) each."""
-    logits = model(rollout.input_ids).logits[:, :-1].double() / temperature
-    log_p = logits.log_softmax(-1)
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    return log_p.gather(-1, rollout.input_ids[:, 1:, None])[..., 0], entropy
-
-
 def test_gradient_is_that_of_the_formula_on_full_logits():
     """One update against the loss written out on full log-softmax logits, in one batch."""
     p = parts("--max-grad-norm=1e9", "--temperature=0.7")
     rollout = rollout_of(p, temperature=0.7)
-    advantages = group_advantages(REWARDS, 4)
     model = copy.deepcopy(p.policy)
     update(p, model, still(model), rollout, kl_coef=0)
-
     mask = (rollout.labels[:, 1:] != IGNORE).double()
     logp = logprobs_on_full_logits(p.policy, rollout, 0.7)[0]
     w = (logp - logp.detach()).exp()
-    loss = -((w * advantages[:, None] * mask).sum(1) / mask.sum(1)).mean()
+    loss = -((w * group_advantages(REWARDS, 4)[:, None] * mask).sum(1) / mask.sum(1)).mean()
     loss.backward()
     assert (gradient(model) - gradient(p.policy)).norm() <= 1e-5 * gradient(p.policy).norm()
-
-
-def updates_by_hand(p, rollout, advantages, temperature, order, max_grad_norm, kl_coef, mask=None,
-                    **objective):
-    """[D] on full logits, [E] [F] and a clipped SGD step -> one record per update.
-
-    `order` has the rows of each update; the log-probs before the first are the old ones of all.
-    """
-    model = copy.deepcopy(p.policy)
-    weights = list(model.parameters())
-    mask = rollout.mask if mask is None else mask
-    with torch.no_grad():
-        old, _ = logprobs_on_full_logits(model, rollout, temperature)
-        ref, _ = logprobs_on_full_logits(p.reference, rollout, temperature)
-    records = []
-    for rows in order:
-        logp, _ = logprobs_on_full_logits(model, rollout, temperature)
-        if "sampler_cap" in objective:
-            objective["sampler_logprobs"] = rollout.logprobs.double()[rows]
-        loss, metrics = grpo_loss(logp[rows], old[rows], ref[rows] if kl_coef else None,
-                                  advantages[rows], mask[rows], kl_coef=kl_coef, **objective)
-        grads = torch.autograd.grad(loss, weights)
-        norm = math.sqrt(sum(float(g.square().sum()) for g in grads))
-        grads = [g * min(1.0, max_grad_norm / (norm + 1e-6)) for g in grads]
-        with torch.no_grad():
-            for weight, grad in zip(weights, grads):
-                weight -= RATE * grad
-        ratio_error = float((logp.detach() - old)[mask].expm1().abs().max())
-        records.append(SimpleNamespace(
-            gradient=torch.cat([g.flatten() for g in grads]), grad_norm=norm,
-            ratio_max_error=ratio_error, metrics={k: float(v) for k, v in metrics.items()}))
-    return records
 
 
 def step_by_hand(p, temperature=1.0, max_new_tokens=40, scale_by_std=True, updates=2,
@@ -189,14 +99,6 @@ def step_by_hand(p, temperature=1.0, max_new_tokens=40, scale_by_std=True, updat
     order = [slice(None)] * updates
     return rollout, updates_by_hand(p, rollout, advantages, temperature, order, max_grad_norm,
                                     **objective)
-
-
-def step_of_the_program(p, **how):
-    optimizer = torch.optim.SGD(p.policy.parameters(), RATE)
-    gradients = []
-    optimizer.register_step_pre_hook(lambda *_: gradients.append(gradient(p.policy)))
-    metrics, rollout = whole_step(p, optimizer, **how)
-    return rollout, gradients, metrics
 
 
 FLAGS = [
@@ -346,26 +248,22 @@ def test_a_later_update_leaves_the_old_logprobs_alone():
     assert torch.equal(rollout.old_logprobs, kept) and torch.equal(rollout.entropies, entropies)
 
 
-@pytest.mark.parametrize("what", ["gradient", "loss"])
+@pytest.mark.parametrize("what", ["nothing", "gradient", "loss"])
 def test_what_is_not_finite_skips_the_update_and_is_counted(monkeypatch, what):
+    def of_infinite_value(*given, **options):
+        loss, metrics = grpo_loss(*given, **options)
+        return loss, {**metrics, "loss": metrics["loss"] + math.inf}
+
     p = parts()
     before = copy.deepcopy(p.policy.state_dict())
-    with monkeypatch.context() as patch:
-        if what == "gradient":
-            p.policy.model.norm.weight.register_hook(lambda grad: grad * math.nan)
-        else:
-            def of_infinite_value(*given, **options):
-                loss, metrics = grpo_loss(*given, **options)
-                return loss, {**metrics, "loss": metrics["loss"] + math.inf}
-            patch.setattr(train, "grpo_loss", of_infinite_value)
-        metrics = step(p)
-    assert metrics["skipped_updates"] == p.settings.updates_per_rollout == 2
-    after = p.policy.state_dict()
-    assert all(torch.equal(before[name], value) for name, value in after.items())
-    p = parts()
-    assert step(p)["skipped_updates"] == 0
-    after = p.policy.state_dict()
-    assert not all(torch.equal(before[name], value) for name, value in after.items())
+    if what == "gradient":
+        p.policy.model.norm.weight.register_hook(lambda grad: grad * math.nan)
+    if what == "loss":
+        monkeypatch.setattr(train, "grpo_loss", of_infinite_value)
+    skipped = step(p)["skipped_updates"]
+    assert skipped == (0 if what == "nothing" else p.settings.updates_per_rollout) in (0, 2)
+    same = all(torch.equal(before[name], value) for name, value in p.policy.state_dict().items())
+    assert same == (what != "nothing")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -442,20 +340,17 @@ def test_every_metric_is_its_definition(measured):
     assert metrics.keys() - expected.keys() >= by_gradient
 
 
-def test_accuracy_is_the_rules_and_zero_variance_the_rewards(measured):
+def test_accuracy_is_the_rules_and_zero_variance_the_rewards(monkeypatch, measured):
+    """Accuracy is of the answers whose truth is known."""
     metrics, *_ = measured(lambda *_: torch.tensor([3.0, 3, 1, 1, 0, 2]))
-    assert metrics["reward_mean"] == pytest.approx(10 / 6)
-    assert metrics["accuracy"] == pytest.approx(3 / 6)
-    assert metrics["format_rate"] == pytest.approx(5 / 6)
-    assert metrics["zero_variance_groups"] == pytest.approx(2 / 3)
-
-
-def test_accuracy_is_of_the_answers_whose_truth_is_known(monkeypatch, measured):
-    for truths, accuracy, form in ((["7", None, "5"], 3 / 4, 1.0), (3 * [None], None, None)):
+    for name, share in (("reward_mean", 10 / 6), ("accuracy", 3 / 6), ("format_rate", 5 / 6),
+                        ("zero_variance_groups", 2 / 3)):
+        assert metrics[name] == pytest.approx(share), name
+    for truths, expected in ((["7", None, "5"], [3 / 4, 1.0]), (3 * [None], 2 * [math.nan])):
         monkeypatch.setattr(sys.modules[__name__], "TRUTHS", truths)
         metrics, *_ = measured(lambda *_: torch.arange(6.0))
-        assert metrics["accuracy"] == pytest.approx(accuracy or math.nan, nan_ok=True)
-        assert metrics["format_rate"] == pytest.approx(form or math.nan, nan_ok=True)
+        found = [metrics["accuracy"], metrics["format_rate"]]
+        assert found == pytest.approx(expected, nan_ok=True)
 
 
 def test_evaluation_is_its_definition():
@@ -501,40 +396,6 @@ def test_evaluation_is_its_definition():
 # --------------------------------------------------------------------------------------------------
 # [H] The loop
 
-class Diary(train.Run):
-    """A run without a folder that remembers what it was told."""
-    def __init__(self):
-        super().__init__()
-        self.metrics = []
-        self.samples = []
-        self.checkpoints = []
-
-    def log(self, metrics):
-        super().log(metrics)
-        self.metrics.append(metrics)
-
-    def log_samples(self, step, batch, rollout, groups=2):
-        self.samples.append((step, batch, rollout))
-
-
-def loop(*flags, problems=None, run=None, **how):
-    s = settings("--steps=5", "--prompts-per-step=2", "--group-size=2", "--max-new-tokens=8",
-                 "--lr=0.004", *flags)
-    p = parts(*flags)
-    optimizer = train.make_optimizer(p.policy, s)
-    rates = []
-    optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
-    run = run or Diary()
-    problems = problems or tiny_problems()[:8]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "save_checkpoint", lambda run, *_: run.checkpoints.append(run.step))
-        train.train_grpo(p.policy, p.reference, optimizer, p.tokenizer, problems, problems[:3], s,
-                         run, **how)
-    run.rates = rates
-    run.policy = p.policy
-    return run
-
-
 def test_the_loop_warms_up_evaluates_and_saves_when_it_should():
     run = loop("--warmup-steps=4", "--eval-every=2", "--save-every=3", "--updates-per-rollout=1")
     assert run.rates == pytest.approx([0.001, 0.002, 0.003, 0.004, 0.004])
@@ -544,7 +405,6 @@ def test_the_loop_warms_up_evaluates_and_saves_when_it_should():
     assert run.checkpoints == [3, 5]
     assert [step for step, *_ in run.samples] == [1, 2, 3, 4, 5]
     assert len(run.before) == len(run.after) == 3
-    assert loop("--warmup-steps=0", "--updates-per-rollout=1").rates == pytest.approx([0.004] * 5)
 
 
 def test_the_loop_starts_behind_its_run_and_stops_when_told():
@@ -560,19 +420,18 @@ def test_the_loop_starts_behind_its_run_and_stops_when_told():
 
 def test_every_step_asks_its_own_problems_with_its_own_random_numbers():
     drawn = []
-
-    def spy(model, tokenizer, prompts, group_size, max_new_tokens, temperature, generators):
-        drawn.append((prompts, temperature, [g.initial_seed() for g in generators]))
-        return sample_groups(model, tokenizer, prompts, group_size, max_new_tokens, temperature,
-                             generators)
-
-    problems = tiny_problems()[:4]
     asked = []
+
+    def spy(model, tokenizer, prompts, *how):
+        rollout = sample_groups(model, tokenizer, prompts, *how)
+        drawn.append((prompts, how[2], [g.initial_seed() for g in how[3]]))
+        return rollout
 
     def reward_of(batch, prompts, rollout):
         asked.append([problem["question"] for problem in batch])
         return torch.arange(float(len(rollout.responses)))
 
+    problems = tiny_problems()[:4]
     run = loop("--system-prompt=", problems=problems, reward_of=reward_of, sampler=spy)
     training = [(prompts, seeds) for prompts, temperature, seeds in drawn if temperature]
     assert len(training) == 5
@@ -588,32 +447,24 @@ def test_every_step_asks_its_own_problems_with_its_own_random_numbers():
     assert all(m["eval_reward"] == pytest.approx(1.0) for m in run.metrics if m["step"] == 5)
 
 
-def batch_of_step(n, step, *flags):
-    """The Batch of a step on n problems."""
-    problems = [{"question": f"q {j}", "answer": "1"} for j in range(n)]
-    return train.batch_of_step(AutoTokenizer.from_pretrained(TINY), problems, step,
-                               settings("--prompts-per-step=4", *flags))
+def test_problems_and_random_numbers_follow_from_the_seed_and_the_step():
+    """The problems of an epoch are asked once each; every prompt has a generator of its own."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
 
+    def batch(n, step, *flags):
+        problems = [{"question": f"q {j}", "answer": "1"} for j in range(n)]
+        s = settings("--prompts-per-step=4", *flags)
+        return train.batch_of_step(tokenizer, problems, step, s)
 
-def test_problems_of_a_step_make_epochs_without_repetition():
-    def asked_in(step, *flags):
-        return batch_of_step(18, step, *flags).prompts
-
-    epochs = [[asked_in(step) for step in range(1 + 4 * e, 5 + 4 * e)] for e in range(2)]
+    epochs = [[batch(18, step).prompts for step in range(1 + 4 * e, 5 + 4 * e)] for e in range(2)]
     for epoch in epochs:
         asked = sum(epoch, [])
         assert len(asked) == len(set(asked)) == 16
-    assert epochs[0] != epochs[1]
-    assert asked_in(3) == epochs[0][2]
-    assert asked_in(3, "--seed=1") != epochs[0][2]
-
-
-def test_random_numbers_follow_from_seed_step_and_prompt():
-    def seeds(step, *flags):
-        return [g.initial_seed() for g in batch_of_step(8, step, *flags).generators]
-
-    assert len(set(seeds(1) + seeds(2) + seeds(1, "--seed=1"))) == 12
-    assert seeds(2) == seeds(2)
+    assert epochs[0] != epochs[1] and batch(18, 3).prompts == epochs[0][2]
+    assert batch(18, 3, "--seed=1").prompts != epochs[0][2]
+    seeds = [[g.initial_seed() for g in batch(8, *how).generators]
+             for how in ((1,), (2,), (1, "--seed=1"), (2,))]
+    assert len(set(sum(seeds[:3], []))) == 12 and seeds[1] == seeds[3]
 
 
 def test_the_bar_shows_trouble_first_and_an_answer_after_an_evaluation(capsys):
@@ -635,13 +486,6 @@ def test_the_bar_shows_trouble_first_and_an_answer_after_an_evaluation(capsys):
 
 # What is called from Python is told in one line what it lacks
 
-def with_a_loss_that_lacks(name):
-    def lacking(*given, **options):
-        value, metrics = grpo_loss(*given, **options)
-        return value, {key: value for key, value in metrics.items() if key != name}
-    return lacking
-
-
 @pytest.mark.parametrize("how, words", [
     (dict(changes={"micro_batch_tokens": "auto"}), "--micro-batch-tokens: is still `auto`"),
     (dict(changes={"offload": "auto"}), "--offload: is still `auto`"),
@@ -649,18 +493,21 @@ def with_a_loss_that_lacks(name):
     (dict(eval_problems=0), "no held-out problems"),
     (dict(reward_of=lambda *_: [1.0, 2.0]), "a tensor of . rewards, one per answer"),
     (dict(reward_of=lambda *_: torch.ones(1)), "a tensor of . rewards, one per answer"),
-    (dict(loss="approx_kl"), "its metrics lack 'approx_kl'"),
-    (dict(loss="loss"), "its metrics lack 'loss'"),
+    (dict(lacks="approx_kl"), "its metrics lack 'approx_kl'"),
+    (dict(lacks="loss"), "its metrics lack 'loss'"),
 ], ids=lambda value: " ".join(map(str, value)) if isinstance(value, dict) else "")
 def test_train_grpo_called_directly_names_what_is_wrong(monkeypatch, how, words):
+    def loss(*given, **options):
+        value, metrics = grpo_loss(*given, **options)
+        return value, {key: number for key, number in metrics.items() if key != how.get("lacks")}
+
+    monkeypatch.setattr(train, "grpo_loss", loss)
     p = parts("--max-new-tokens=8")
-    s = with_settings(p, **how.get("changes", {}))
-    if "loss" in how:
-        monkeypatch.setattr(train, "grpo_loss", with_a_loss_that_lacks(how["loss"]))
     problems = tiny_problems()[:how.get("problems", 8)]
     with pytest.raises(train.BadInput, match=words):
         train.train_grpo(p.policy, p.reference, p.optimizer, p.tokenizer, problems,
-                         problems[:how.get("eval_problems", 3)], s, reward_of=how.get("reward_of"))
+                         problems[:how.get("eval_problems", 3)],
+                         with_settings(p, **how.get("changes", {})), reward_of=how.get("reward_of"))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -692,14 +539,21 @@ def test_masters_move_where_bfloat16_weights_stand_still():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_optimizer_is_adamw_without_weight_decay(dtype):
-    """The first step of AdamW moves every weight that has a gradient by lr, against its sign."""
-    p = parts("--lr=0.002", dtype=dtype)
-    masters = p.optimizer.param_groups[0]["params"]
-    own = all(weight is master for weight, master in zip(p.policy.parameters(), masters))
-    assert own == (dtype == torch.float32)                # these are their own masters
-    for was, master in masters_after_a_step(p, gradient=1.0):
-        assert torch.allclose(was - master, torch.full_like(was, 0.002), atol=1e-6)
+def test_the_optimizer_is_adamw(dtype):
+    """The first step moves every weight that has a gradient by lr, against its sign; weight decay,
+    0 by default, shrinks it by lr times the decay."""
+    for flags, grad, move in (((), 1.0, lambda was: was - 0.01),
+                              (("--weight-decay=0.5",), 0.0, lambda was: was * (1 - 0.01 * 0.5))):
+        p = parts("--lr=0.01", *flags, dtype=dtype)
+        masters = p.optimizer.param_groups[0]["params"]
+        own = all(weight is master for weight, master in zip(p.policy.parameters(), masters))
+        assert own == (dtype == torch.float32)            # these are their own masters
+        before = [master.detach().clone() for master in masters]
+        for weight in p.policy.parameters():
+            weight.grad = torch.full(weight.shape, grad)
+        p.optimizer.step()
+        assert all(torch.allclose(master, move(was), atol=1e-6)
+                   for was, master in zip(before, masters))
 
 
 def test_masters_gather_the_gradient_of_all_micro_batches():
@@ -898,8 +752,8 @@ def test_the_program_and_its_help(tmp_path):
 def test_a_qwen2_of_random_weights_trains_on_gsm8k(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(SHARED / "models" / "qwen2.5-tokenizer")
     torch.manual_seed(0)
-    Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=151936, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(
+        "qwen2", vocab_size=151936, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=1024,
         tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id)).save_pretrained(tmp_path / "model")
@@ -944,27 +798,8 @@ def test_the_tiny_policy_brings_its_config_and_no_other_model_does(tmp_path):
     assert (s.lr, s.steps) == (0.5, own["steps"])
 
 
-def test_held_out_problems_of_a_config_do_not_judge_another_data_set(tmp_path):
-    (tmp_path / "d.jsonl").write_text("")
-    (tmp_path / "c.json").write_text('{"data": "d.jsonl"}')
-    assert train.parse([f"--data={tmp_path / 'd.jsonl'}"]).eval_data == ""
-    assert train.parse([f"--config={tmp_path / 'c.json'}"]).eval_data == ""
-    assert train.parse(["--data=x", "--eval-data=y"]).eval_data == "y"
-
-
-def test_a_switch_is_on_off_or_left_to_the_program():
-    assert train.parse([]).offload == "auto"
-    assert train.parse(["--offload"]).offload is True
-    assert train.parse(["--no-offload"]).offload is False
-
-
-def test_a_list_has_several_values():
-    s = train.parse(["--reward", "a.py:f", "b.py:g", "--reward", "c.py:h",
-                     "--reward-weights", "1", "0.5", "-2"])
-    assert s.reward == ["a.py:f", "b.py:g", "c.py:h"] and s.reward_weights == [1, 0.5, -2]
-
-
-def test_paths_are_absolute_so_that_a_resumed_run_finds_them(monkeypatch, tmp_path):
+def test_what_flags_become(monkeypatch, tmp_path):
+    """Paths are absolute, so that a resumed run finds them."""
     monkeypatch.chdir(tmp_path)
     for name in ("d.jsonl", "e.jsonl", "r.py"):
         (tmp_path / name).write_text("")
@@ -974,6 +809,17 @@ def test_paths_are_absolute_so_that_a_resumed_run_finds_them(monkeypatch, tmp_pa
         str(tmp_path / name) for name in ("m", "d.jsonl", "e.jsonl"))
     assert s.reward == [f"{tmp_path / 'r.py'}:f"]
     assert train.parse(["--model=Qwen/Qwen2.5-0.5B", "--data=gsm8k"]).data == "gsm8k"
+    # A switch is on, off, or left to the program; a list has several values
+    assert [train.parse(flags).offload for flags in ([], ["--offload"], ["--no-offload"])] == [
+        "auto", True, False]
+    s = train.parse(["--reward", "a.py:f", "b.py:g", "--reward", "c.py:h",
+                     "--reward-weights", "1", "0.5", "-2"])
+    assert s.reward == ["a.py:f", "b.py:g", "c.py:h"] and s.reward_weights == [1, 0.5, -2]
+    # Held-out problems of a config do not judge another data set
+    (tmp_path / "c.json").write_text('{"data": "d.jsonl"}')
+    assert train.parse([f"--data={tmp_path / 'd.jsonl'}"]).eval_data == ""
+    assert train.parse([f"--config={tmp_path / 'c.json'}"]).eval_data == ""
+    assert train.parse(["--data=x", "--eval-data=y"]).eval_data == "y"
 
 
 def test_settings_come_back_from_the_config_that_they_are_written_as(tmp_path):
@@ -1069,27 +915,21 @@ def test_count_of_what_is_kept_is_what_autograd_saves(tmp_path, changes):
 
 def test_auto_is_the_first_way_that_fits(monkeypatch):
     s = train.parse([f"--model={TINY}", "--group-size=4", "--max-new-tokens=64"])
-    monkeypatch.setattr(train, "choose_device", lambda s: (torch.device("cuda"), torch.bfloat16))
     monkeypatch.setattr(train, "memory", lambda way, model: {
         "a": 50 - 20 * way.gradient_checkpointing, "b": 50 - 20 * way.offload})
     group = 256 + 4 * 64
+
+    def planned(device, s=s, dtype=torch.float32):
+        monkeypatch.setattr(train, "choose_device", lambda s: (torch.device(device), dtype))
+        return tuple(getattr(train.plan_memory(s), name) for name in train.MEMORY)
+
     for free, way in ((112, (False, False)), (111, (False, True)), (89, (False, True)),
                       (88, (True, True)), (1, (True, True))):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 0))
-        planned = train.plan_memory(s)
-        assert (planned.offload, planned.gradient_checkpointing) == way, free
-        assert planned.micro_batch_tokens == 2 * group
-        chosen = train.plan_memory(with_settings(SimpleNamespace(settings=s), offload=False,
-                                                 micro_batch_tokens=99))
-        assert (chosen.offload, chosen.micro_batch_tokens) == (False, 99)  # what is given stands
-
-
-@pytest.mark.parametrize("device, expected", [("cpu", (False, False, 1024)),
-                                              ("mps", (False, True, 2 * (256 + 4 * 64)))])
-def test_auto_without_a_gpu(monkeypatch, device, expected):
-    s = train.parse([f"--model={TINY}", "--group-size=4", "--max-new-tokens=64"])
-    monkeypatch.setattr(train, "choose_device", lambda s: (torch.device(device), torch.float32))
-    assert tuple(getattr(train.plan_memory(s), name) for name in train.MEMORY) == expected
+        assert planned("cuda", dtype=torch.bfloat16) == (*way, 2 * group), free
+        given = train.dataclasses.replace(s, offload=False, micro_batch_tokens=99)
+        assert planned("cuda", given)[::2] == (False, 99)      # what is given stands
+    assert planned("cpu") == (False, False, 1024) and planned("mps") == (False, True, 2 * group)
 
 
 def test_a_family_that_cannot_be_counted_gets_the_leanest(capsys, monkeypatch):

@@ -14,27 +14,26 @@ import pytest
 import torch
 from conftest import (
     TINY,
+    checkpoint_of,
     curve,
     ends_badly,
+    gradient,
     lines_of,
+    logprobs_on_full_logits,
+    loop,
     metrics_of,
+    parts,
+    same_tensors,
     seeded,
+    settings,
     small_model,
+    step_of_the_program,
     tiny_problems,
     trains,
+    updates_by_hand,
     weights_of,
 )
 from safetensors.torch import load_file
-from test_train import (
-    gradient,
-    logprobs_on_full_logits,
-    loop,
-    masters_after_a_step,
-    parts,
-    settings,
-    step_of_the_program,
-    updates_by_hand,
-)
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 import train
@@ -105,24 +104,20 @@ def gradients_by_hand(p, rollout, flags, temperature, order):
     return [record.gradient for record in records]
 
 
-def gradients_of_the_program(p, rollout):
-    """-> (the gradient of every gradient step, the step's metrics)."""
+def assert_same_step(p, rollout, expected):
+    """Every gradient of the program's step on this rollout is the expected one -> metrics."""
     _, found, metrics = step_of_the_program(p, sampler=lambda *_: copy.deepcopy(rollout),
                                             reward_of=None)
-    return found, metrics
-
-
-def assert_close(found, expected):
     assert len(found) == len(expected)
     for one, other in zip(found, expected):
         assert (one - other).norm() <= 3e-4 * other.norm()
+    return metrics
 
 
 ALL = slice(0, 8)
 PLAIN = ("--max-new-tokens=12", "--kl-coef=0.5", "--max-grad-norm=1e9")
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("flags", [
     ("--advantage=leave-one-out",), ("--advantage=gtpo",), ("--advantage=grpo-s",),
     ("--clip-advantages=0.6",), ("--advantage=gtpo", "--clip-advantages=0.6"),
@@ -130,13 +125,12 @@ PLAIN = ("--max-new-tokens=12", "--kl-coef=0.5", "--max-grad-norm=1e9")
     ("--kl-estimator=k3_corrected",), ("--mask-truncated",),
     ("--mask-truncated", "--aggregate=token"), ("--length-rescale=0.5",), ("--overlong-buffer=8",),
 ], ids=" ".join)
-def test_a_variant_arrives(flags, temperature):
+def test_a_variant_arrives(flags, temperature=0.7):
     p = parts(*flags, *PLAIN, f"--temperature={temperature}", "--micro-batch-tokens=150")
     rollout = rollout_of(p, temperature)
     expected = gradients_by_hand(p, rollout, flags, temperature, [ALL, ALL])
     plain = gradients_by_hand(p, rollout, flags[1:], temperature, [ALL, ALL])
-    found, metrics = gradients_of_the_program(p, rollout)
-    assert_close(found, expected)
+    metrics = assert_same_step(p, rollout, expected)
     # and it would be missed
     assert (expected[1] - plain[1]).norm() > 2e-3 * expected[1].norm()
     assert metrics["truncated_fraction"] == pytest.approx(float((~rollout.finished).float().mean()))
@@ -148,11 +142,12 @@ def test_mini_batches_take_every_group_once_in_each_pass():
     p = parts(*PLAIN, "--minibatches=2", "--updates-per-rollout=2")
     rollout = rollout_of(p, 1.0)
     expected = gradients_by_hand(p, rollout, (), 1.0, [slice(0, 4), slice(4, 8)] * 2)
-    found, metrics = gradients_of_the_program(p, rollout)
-    assert_close(found, expected)
+    metrics = assert_same_step(p, rollout, expected)
     assert metrics["ratio_max_error"] > 0.01              # the second is off 1 at once
     norms = [float(g.norm()) for g in expected]
     assert metrics["grad_norm"] == pytest.approx(sum(norms) / 4, rel=1e-3)
+    p.policy.model.norm.weight.register_hook(lambda grad: grad * math.nan)
+    assert assert_same_step(p, rollout, [])["skipped_updates"] == 4   # counted one by one
 
 
 def test_mini_batches_are_whole_groups():
@@ -164,14 +159,6 @@ def test_mini_batches_are_whole_groups():
     assert first.group_ids.tolist() == [0, 0, 1, 1]
     assert second.group_ids.tolist() == [2, 2, 3, 3, 4, 4]
     assert second.responses == list("456789") and second.advantages.tolist() == list(range(84, 90))
-
-
-def test_updates_that_are_skipped_are_counted_one_by_one():
-    p = parts("--minibatches=2", "--updates-per-rollout=2", "--max-new-tokens=12")
-    rollout = rollout_of(p, 1.0)
-    p.policy.model.norm.weight.register_hook(lambda grad: grad * math.nan)
-    found, metrics = gradients_of_the_program(p, rollout)
-    assert metrics["skipped_updates"] == 4 and found == []
 
 
 # --------------------------------------------------------------------------------------------------
@@ -252,19 +239,16 @@ def test_flat_groups_are_replaced_whole():
     assert r.rollout.group_ids.tolist() == [n // 4 for n in range(16)]
 
 
-def test_no_more_rounds_than_are_needed():
+def test_rounds_of_resampling():
+    """No more than are needed, none without the flag; the rule's rewards are of the new answers."""
     r = resampled([[MIXED, MIXED, MIXED]], "--max-resample=5")
     assert r.asked == [(1, 3)] and r.metrics["resampled_groups"] == 3
     assert r.metrics["zero_variance_groups"] == 0
-    r = resampled([])                                     # nor without the flag
+    r = resampled([])
     assert r.asked == [] and "resampled_groups" not in r.metrics
-
-
-def test_the_rules_rewards_are_those_of_the_new_answers():
     right = ["\\boxed{7}", "\\boxed{8}", "no", "no"]
     r = resampled([[right, right, FLAT, right]], "--max-resample=1", reward_of=None)
-    # by the rule the second group was flat too
-    assert r.asked == [(1, 4)]
+    assert r.asked == [(1, 4)]                            # by the rule the second was flat too
     assert r.rollout.rewards.tolist() == 3 * [1.5, 0.5, 0, 0] + 4 * [0]
     assert r.metrics["accuracy"] == pytest.approx(3 / 16)
 
@@ -294,22 +278,15 @@ def test_other_problems_follow_from_seed_step_and_round():
 # --------------------------------------------------------------------------------------------------
 # The loop: reference, best, beta, learning rate
 
-def weights(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
 def test_the_kl_is_0_right_after_the_reference_was_renewed():
     run = loop("--renew-reference=2", "--updates-per-rollout=1", "--save-every=2")
     kl = [metrics["approx_kl"] for metrics in run.metrics[1:]]
     assert [value == pytest.approx(0, abs=1e-9) for value in kl] == [
         False, False, True, False, True]
-
-
-def test_the_reference_becomes_a_copy():
-    p = parts()
+    p = parts()                                           # it becomes a copy
     train.renew(p.reference, p.policy, None, 1, p.settings)
-    assert torch.equal(weights(p.reference), weights(p.policy))
-    pairs = zip(p.reference.parameters(), p.policy.parameters())
+    pairs = list(zip(p.reference.parameters(), p.policy.parameters()))
+    assert all(torch.equal(ref, own) for ref, own in pairs)
     assert all(ref.data_ptr() != own.data_ptr() and not ref.requires_grad for ref, own in pairs)
 
 
@@ -330,26 +307,19 @@ def test_beta_follows_the_band():
     assert train.next_beta(math.nan, s) == 0.5            # a step that was skipped
 
 
-@pytest.mark.parametrize("schedule, rates", [
-    ("linear", [0.5, 1, 1, 0.75, 0.5, 0.25]),
-    ("cosine", [0.5, 1, 1, (1 + 2**-0.5) / 2, 0.5, (1 - 2**-0.5) / 2]),
-    ("constant", [0.5, 1, 1, 1, 1, 1]),
+@pytest.mark.parametrize("schedule, warmup, rates", [
+    ("linear", 2, [0.5, 1, 1, 0.75, 0.5, 0.25]), ("constant", 2, [0.5, 1, 1, 1, 1, 1]),
+    ("cosine", 2, [0.5, 1, 1, (1 + 2**-0.5) / 2, 0.5, (1 - 2**-0.5) / 2]),
+    ("constant", 0, [1] * 6),
 ])
-def test_learning_rate_schedule(schedule, rates):
-    s = settings("--steps=6", "--warmup-steps=2", "--lr=0.01", f"--lr-schedule={schedule}")
+def test_learning_rate_schedule(schedule, warmup, rates):
+    s = settings("--steps=6", f"--warmup-steps={warmup}", "--lr=0.01", f"--lr-schedule={schedule}")
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     found = []
     for step in range(1, 7):
         train.set_learning_rate(optimizer, step, s)
         found.append(optimizer.param_groups[0]["lr"])
     assert found == pytest.approx([0.01 * rate for rate in rates], abs=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weight_decay(dtype):
-    p = parts("--lr=0.01", "--weight-decay=0.5", dtype=dtype)
-    for was, master in masters_after_a_step(p, gradient=0.0):
-        assert torch.allclose(master, was * (1 - 0.01 * 0.5), atol=1e-7)
 
 
 def stopped_after(monkeypatch, step):
@@ -363,10 +333,6 @@ def stopped_after(monkeypatch, step):
 EVERYTHING = (*SMALL, "--renew-reference=3", "--kl-band", "0.0001", "0.0002", "--keep-best",
               "--max-resample=1", "--lr-schedule=cosine", "--weight-decay=0.1", "--minibatches=2",
               "--advantage=gtpo", "--steps=6", "--lr=0.002", "--group-size=2")
-
-
-def checkpoint_of(folder):
-    return load_file(folder / "checkpoint" / "run.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -402,28 +368,24 @@ def test_a_resumed_run_is_bitwise_the_same(monkeypatch, tmp_path, everything, st
     trains("--resume", folder)
     assert curve(folder) == curve(everything.folder)
     assert weights_of(folder) == weights_of(everything.folder)
-    for file in ("checkpoint/run.safetensors", "best/model.safetensors"):
-        found, expected = (load_file(place / file) for place in (folder, everything.folder))
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert same_tensors(checkpoint_of(folder), checkpoint_of(everything.folder))
+    best, expected = (load_file(place / "best" / "model.safetensors")
+                      for place in (folder, everything.folder))
+    assert same_tensors(best, expected)
 
 
-def test_the_checkpoint_holds_the_renewed_reference(everything, tmp_path):
+def test_the_renewed_reference_and_the_best_policy_are_saved(everything, unknown):
     assert len(everything.reference) == 2                 # after steps 3 and 6
     tensors = checkpoint_of(everything.folder)
     for name, value in everything.reference[-1].items():
         assert torch.equal(tensors[f"weight/reference/{name}"], value)
-    # What is not asked for is not saved
-    trains(*SMALL, "--steps=1", f"--output={tmp_path / 'run'}")
-    assert not any("reference/" in name for name in checkpoint_of(tmp_path / "run"))
-    assert not (tmp_path / "run" / "best").exists()
-
-
-def test_best_is_the_policy_of_the_best_evaluation(everything):
     accuracies = [accuracy for accuracy, _ in everything.watched]
     first_best = everything.watched[accuracies.index(max(accuracies))][1]
     best = AutoModelForCausalLM.from_pretrained(everything.folder / "best").state_dict()
-    assert all(torch.equal(best[name], value) for name, value in first_best.items())
+    assert same_tensors(best, first_best)
+    # What is not asked for is not saved
+    assert not any("reference/" in name for name in checkpoint_of(unknown.folder))
+    assert not (unknown.folder / "best").exists()
 
 
 def test_best_is_kept_until_a_better_one_comes(monkeypatch):
@@ -510,11 +472,6 @@ def history(n, **series):
     return rows
 
 
-@pytest.mark.parametrize("n", [1, 4, 10, 26, 60])
-def test_a_healthy_run_is_not_warned(n):
-    assert train.symptoms(history(n)) == {}
-
-
 @pytest.mark.parametrize("what, n, name, failing, healthy, words", [
     ("length", 40, "response_length_mean", [121.0] * 20, [119.0] * 20, ("21%", "--length-rescale")),
     ("gradient", 30, "grad_norm", [10.5], [9.5], ("10.5", "it was 1", "--lr")),
@@ -532,7 +489,7 @@ def test_a_failure_is_named_with_its_number_and_its_remedy(what, n, name, failin
     assert list(found) == [what]
     assert all(word in found[what] for word in words), found[what]
     assert "\n" not in found[what]
-    assert train.symptoms(history(n, **{name: healthy})) == {}
+    assert train.symptoms(history(n, **{name: healthy})) == {} == train.symptoms(history(n))
     assert rows == before                                 # a pure function
 
 
@@ -540,6 +497,7 @@ LONGER = {"response_length_mean": [200.0] * 20}
 
 
 @pytest.mark.parametrize("rows, expected", [
+    (history(1), []), (history(60), []),
     # Answers may grow if accuracy does; it takes two windows of 20 to know
     (history(40, **LONGER), ["length"]),
     (history(40, accuracy=[0.45] * 20, **LONGER), []),
@@ -740,16 +698,15 @@ def test_tensorboard_gets_scalars_and_answers(tmp_path, tensorboard):
 
 def test_a_resumed_run_drops_what_tensorboard_holds_of_later_steps(monkeypatch, tmp_path,
                                                                    tensorboard):
+    flags = ("--resume", tmp_path / "run")
     with monkeypatch.context() as patch:
         stopped_after(patch, 2)
         assert train.main([*SMALL, f"--output={tmp_path / 'run'}"]) == 130
-    trains("--resume", tmp_path / "run")
+        stopped_after(patch, 3)
+        assert train.main(list(map(str, flags))) == 130
     assert [step for _, step in tensorboard.opened] == [0, 3] and tensorboard.closed == 2
-
-
-def test_without_tensorboard_nothing_happens(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)      # ImportError
-    trains(*SMALL, "--steps=1", f"--output={tmp_path / 'run'}")
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)      # an ImportError
+    trains(*flags)
     assert not (tmp_path / "run" / "tensorboard").exists()
 
 
