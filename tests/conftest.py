@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+from torch.distributed import TCPStore  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
@@ -318,11 +319,17 @@ def child(program, arguments, environment, folder, out, err):
     runpy.run_path(program, run_name="__main__")
 
 
-def start(program, *arguments, folder=ROOT, out=os.devnull, err=os.devnull, **environment):
-    """Begin `python PROGRAM ARGUMENTS`, which prints into these files -> the process."""
+@functools.cache
+def server():
+    """Starts it, once; it finds what it imports by PYTHONPATH."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
-        forkserver.ensure_running()                       # finds what it imports by that
+        forkserver.ensure_running()
+
+
+def start(program, *arguments, folder=ROOT, out=os.devnull, err=os.devnull, **environment):
+    """Begin `python PROGRAM ARGUMENTS`, which prints into these files -> the process."""
+    server()
     given = (str(ROOT / program), list(map(str, arguments)), {**ENVIRONMENT, **environment},
              str(folder), str(out), str(err))
     process = PROCESSES.Process(target=child, args=given, daemon=True)
@@ -341,20 +348,51 @@ def ended(processes, limit=LIMIT):
     return [process.exitcode for process in processes]
 
 
-def run_script(program, *arguments, each=({},), **how):
-    """Run `python PROGRAM ARGUMENTS` to its end -> exit status, what it printed.
+def begin(program, *arguments, each=({},), **how):
+    """Begin `python PROGRAM ARGUMENTS` -> a function that waits for its exit status and what it
+    printed, so that several can run at once.
 
     With an environment for `each` of several processes: the first status that is not 0, and what
     they printed one behind the other.
     """
-    with tempfile.TemporaryDirectory() as place:
-        files = [(Path(place, f"out{n}"), Path(place, f"err{n}")) for n in range(len(each))]
-        processes = [start(program, *arguments, out=out, err=err, **how, **environment)
-                     for (out, err), environment in zip(files, each)]
+    place = tempfile.TemporaryDirectory()
+    files = [(Path(place.name, f"out{n}"), Path(place.name, f"err{n}")) for n in range(len(each))]
+    processes = [start(program, *arguments, out=out, err=err, **how, **environment)
+                 for (out, err), environment in zip(files, each)]
+
+    def end():
         statuses = ended(processes)
         out, err = ("".join(path.read_text() for path in paths) for paths in zip(*files))
-    status = next((status for status in statuses if status), 0)
-    return subprocess.CompletedProcess((program, *arguments), status, out, err)
+        place.cleanup()
+        status = next((status for status in statuses if status), 0)
+        return subprocess.CompletedProcess((program, *arguments), status, out, err)
+    return end
+
+
+def run_script(program, *arguments, **how):
+    """Run `python PROGRAM ARGUMENTS` to its end -> exit status, what it printed."""
+    return begin(program, *arguments, **how)()
+
+
+@pytest.fixture(scope="session")
+def help_of_train():
+    """`python train.py --help`, and with it the server's imports."""
+    return run_script("train.py", "--help")
+
+
+def begin_ranks(ranks, program, *arguments, **environment):
+    """Begin a program on ranks that are told what torchrun tells them, without torchrun's start."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # 0: a port is free
+    each = [dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
+                 MASTER_ADDR="localhost", MASTER_PORT=str(store.port),
+                 TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+            for rank in range(ranks)]
+    end = begin(program, *arguments, each=each, **environment)
+    return lambda store=store: end()                      # the store lives until then
+
+
+def run_ranks(ranks, program, *arguments, **environment):
+    return begin_ranks(ranks, program, *arguments, **environment)()
 
 
 def torchrun(ranks, *flags, **environment):
@@ -394,6 +432,24 @@ def checkpoint_of(folder):
 
 def same_tensors(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def assert_same_run(folder, one):
+    """Metrics, weights to 1e-5, and a final folder that opens."""
+    ours, theirs = curve(folder), curve(one)
+    assert [m["step"] for m in ours] == [m["step"] for m in theirs]
+    for a, b in zip(ours, theirs):
+        assert a.keys() == b.keys()
+        assert a.get("warning") == b.get("warning")
+        for name in a.keys() - {"sampler_ratio_error", "warning"}:
+            assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-5), (a["step"], name)
+    ours, theirs = (load_file(place / "final" / "model.safetensors") for place in (folder, one))
+    assert ours.keys() == theirs.keys()
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 1e-5
+    AutoModelForCausalLM.from_pretrained(folder / "final")
+    architectures = [json.loads((place / "final" / "config.json").read_text())["architectures"]
+                     for place in (folder, one)]
+    assert architectures[0] == architectures[1]
 
 
 def snapshot(folder):

@@ -3,21 +3,26 @@
 And what two other flags make of an answer: --advantage shape, --reward think.
 """
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import (
+    assert_same_run,
+    begin_ranks,
     curve,
     ends_badly,
     lines_of,
     metrics_of,
+    one_line_of,
+    parts,
     refused,
+    run_ranks,
+    seeded,
     tiny_problems,
     trains,
     weights_of,
 )
-from test_ranks import assert_same, run_ranks
-from test_train import parts, seeded
 from transformers import AutoTokenizer
 
 import sample
@@ -51,9 +56,9 @@ def check(prompt, turns):
 """
 
 
-@pytest.fixture
-def reply(tmp_path):
-    path = tmp_path / "mine.py"
+@pytest.fixture(scope="module")
+def reply(tmp_path_factory):
+    path = tmp_path_factory.mktemp("reply") / "mine.py"
     path.write_text(REPLY)
     return f"--reply={path}:check"
 
@@ -110,59 +115,54 @@ def test_a_conversation_ends_where_no_room_is_left(tiny):
     assert all(2 <= len(text.split("\n")) <= 4 for text in rollout.responses)
 
 
-FORMS = ("--reply", "--around-best=2", "--advantage=shape")
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_run_resumes_bitwise(reply, tmp_path, form):
-    flags = (*SMALL, reply if form == "--reply" else form)
-    trains(*flags, f"--output={tmp_path / 'whole'}")
-    trains(*flags, "--steps=2", f"--output={tmp_path / 'run'}")
-    trains("--resume", tmp_path / "run", "--steps=3")
-    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
-    assert weights_of(tmp_path / "run") == weights_of(tmp_path / "whole")
-
-
-def test_what_a_run_of_conversations_leaves(reply, tmp_path):
-    trains(*SMALL, "--steps=2", reply, f"--output={tmp_path / 'run'}")
-    samples = lines_of(tmp_path / "run" / "samples.jsonl")
-    assert any("\n" in text for line in samples for text in line["responses"])
-    s = train.parse([f"--config={tmp_path / 'run' / 'config.json'}"])
-    assert s.reply == reply.removeprefix("--reply=")
-
-
-@pytest.mark.parametrize("fault, words", [("raise", "KeyError: 'oh'"), ("exit", "SystemExit: 0")])
-def test_a_reply_that_fails_ends_the_step(reply, capsys, monkeypatch, tmp_path, fault, words):
-    monkeypatch.setenv("REPLY", fault)
-    line = ends_badly(capsys, *SMALL, reply, f"--output={tmp_path / 'run'}")
-    assert "--reply" in line and "row" in line and words in line
-    before = len(metrics_of(tmp_path / "run"))
-    monkeypatch.delenv("REPLY")
-    trains("--resume", tmp_path / "run")
-    assert len(metrics_of(tmp_path / "run")) == 4 > before
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_two_ranks_draw_what_one_process_draws(reply, tmp_path, form):
-    flags = (*SMALL, reply if form == "--reply" else form, "--prompts-per-step=4", "--steps=2")
-    trains(*flags, f"--output={tmp_path / 'one'}")
-    done = run_ranks(2, "train.py", *flags, f"--output={tmp_path / 'run'}")
+@pytest.fixture(scope="module", params=["--reply", "--around-best=2", "--advantage=shape"])
+def whole(request, reply, tmp_path_factory):
+    """Flags, the folder of their run in one process, and that of two ranks, made beside it."""
+    flags = (*SMALL, "--prompts-per-step=4", reply if request.param == "--reply" else request.param)
+    folder = tmp_path_factory.mktemp("whole")
+    one, two = folder / "one", folder / "two"
+    end = begin_ranks(2, "train.py", *flags, f"--output={two}")
+    trains(*flags, f"--output={one}")
+    done = end()
     assert done.returncode == 0, done.stderr
-    assert_same(tmp_path / "run", tmp_path / "one")
+    return SimpleNamespace(flags=flags, one=one, two=two)
+
+
+def test_two_ranks_draw_what_one_process_draws(whole):
+    assert_same_run(whole.two, whole.one)
+
+
+def test_a_run_resumes_bitwise(reply, whole, tmp_path):
+    folder = tmp_path / "run"
+    trains(*whole.flags, "--steps=2", f"--output={folder}")
+    trains("--resume", folder, "--steps=3")
+    assert curve(folder) == curve(whole.one)
+    assert weights_of(folder) == weights_of(whole.one)
+    talks = reply in whole.flags
+    answers = [text for line in lines_of(folder / "samples.jsonl") for text in line["responses"]]
+    assert any("\n" in text for text in answers) == talks
+    s = train.parse([f"--config={folder / 'config.json'}"])
+    assert (s.reply == reply.removeprefix("--reply=")) == talks
 
 
 def test_a_reply_that_fails_on_one_rank_ends_the_step_on_all(reply, tmp_path):
     flags = (*SMALL, reply, "--prompts-per-step=4", f"--output={tmp_path / 'run'}")
     done = run_ranks(2, "train.py", *flags, REPLY="raise")
-    assert done.returncode != 0
-    lines = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
-    assert len(lines) == 1 and "--reply" in lines[0] and "KeyError: 'oh'" in lines[0], done.stderr
+    line = one_line_of(done.stderr)
+    assert done.returncode != 0 and "--reply" in line and "KeyError: 'oh'" in line
 
 
-def test_a_reply_that_is_no_text(reply, capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv("REPLY", "number")
+@pytest.mark.parametrize("fault, words", [
+    ("raise", "KeyError: 'oh'"), ("exit", "SystemExit: 0"), ("number", "neither text nor None"),
+])
+def test_a_reply_that_fails_ends_the_step(reply, capsys, monkeypatch, tmp_path, fault, words):
+    monkeypatch.setenv("REPLY", fault)
     line = ends_badly(capsys, *SMALL, reply, f"--output={tmp_path / 'run'}")
-    assert "--reply" in line and "neither text nor None" in line
+    assert "--reply" in line and "row" in line and words in line
+    assert not (tmp_path / "run" / "final").exists()
+    monkeypatch.delenv("REPLY")
+    trains("--resume", tmp_path / "run")
+    assert len(metrics_of(tmp_path / "run")) == 4
 
 
 def test_what_cannot_be_said_is_refused(reply, capsys):
@@ -179,7 +179,7 @@ def test_what_cannot_be_said_is_refused(reply, capsys):
     assert "does not divide" in refused(capsys, *SMALL, "--around-best=3")
 
 
-def test_half_of_a_group_goes_on_from_the_best_of_the_other(tmp_path):
+def test_half_of_a_group_goes_on_from_the_best_of_the_other():
     """Branches begin as the best answer of the first half does, and evaluation knows none."""
     flags = (*SMALL, "--around-best=2", "--group-size=8")
     p = parts(*flags)
@@ -195,8 +195,6 @@ def test_half_of_a_group_goes_on_from_the_best_of_the_other(tmp_path):
             best = answers[ranked[place]]
             stem = best[:len(best) // 2]
             assert stem and all(answer[:len(stem)] == stem for answer in branches)
-    trains(*flags, f"--output={tmp_path / 'run'}")
-    assert len(metrics_of(tmp_path / "run")) == 4
 
 
 def test_shapley_shares_arrive():
