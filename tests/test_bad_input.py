@@ -5,7 +5,18 @@ import shutil
 
 import pytest
 import torch
-from conftest import FEW, TINY, ended, ends_badly, refused, run_script, start, trains
+from conftest import (
+    FEW,
+    NO_MEMORY,
+    TINY,
+    ended,
+    ends_badly,
+    raises,
+    refused,
+    run_script,
+    start,
+    trains,
+)
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -154,24 +165,10 @@ def saved(folder, tensors):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def no_template(m):
-    (m / "chat_template.jinja").unlink()
-
-
-def template(m, text):
-    (m / "chat_template.jinja").write_text(text)
-
-
-def no_end_token(m):
+def no_end_token(m, nothing):
     edited(m, "tokenizer_config.json", eos_token=None)
     for name in ("config.json", "generation_config.json"):
-        edited(m, name, eos_token_id=None)
-
-
-def empty_end_token(m):
-    edited(m, "tokenizer_config.json", eos_token=None)
-    for name in ("config.json", "generation_config.json"):
-        edited(m, name, eos_token_id=[])
+        edited(m, name, eos_token_id=nothing)
 
 
 def no_tokenizer(m):
@@ -184,34 +181,19 @@ def pickled(m):
     torch.save({}, m / "pytorch_model.bin")
 
 
-def torn(m):
-    (m / "model.safetensors").write_bytes(b"torn")
+def spoiled(**changes):
+    """A fault: the config changed."""
+    return lambda m: edited(m, "config.json", **changes)
 
 
-def without_a_layer(m):
-    saved(m, {k: v for k, v in tensors_of(m).items() if ".layers.1." not in k})
+def written(name, text):
+    """A fault: a file with another text."""
+    return lambda m: (m / name).write_text(text)
 
 
-def without_its_head(m):
-    edited(m, "config.json", tie_word_embeddings=False)
-
-
-def nothing_that_fits(m):
-    saved(m, {f"other.{k}": v for k, v in tensors_of(m).items()})
-
-
-def another_shape(m):
-    saved(m, {**tensors_of(m), "model.norm.weight": torch.ones(65)})
-
-
-def one_layer_too_many(m):
-    edited(m, "config.json", num_hidden_layers=1, layer_types=["full_attention"])
-
-
-def not_finite(m):
-    norm = torch.ones(64)
-    norm[3] = float("nan")
-    saved(m, {**tensors_of(m), "model.norm.weight": norm})
+def reweighted(change):
+    """A fault: the tensors as `change` makes them."""
+    return lambda m: saved(m, change(tensors_of(m)))
 
 
 def fewer_embeddings(m):
@@ -228,24 +210,27 @@ def padding_outside(m):
     edited(m, "tokenizer_config.json", pad_token="<|far|>")
 
 
+NORM = "model.norm.weight"
 MODELS = [
-    (no_template, "chat template"),
-    (lambda m: template(m, ""), "chat template"),
-    (lambda m: template(m, "{# nothing #}"), "makes an empty prompt"),
-    (lambda m: template(m, "{{ messages[7].content.oh }}"), "chat template"),
-    (lambda m: template(m, "{% if"), "chat template fails"),
-    (no_end_token, "names an end token"),
-    (empty_end_token, "names an end token"),
+    (lambda m: (m / "chat_template.jinja").unlink(), "chat template"),
+    (written("chat_template.jinja", ""), "chat template"),
+    (written("chat_template.jinja", "{# nothing #}"), "makes an empty prompt"),
+    (written("chat_template.jinja", "{{ messages[7].content.oh }}"), "chat template"),
+    (written("chat_template.jinja", "{% if"), "chat template fails"),
+    (lambda m: no_end_token(m, None), "names an end token"),
+    (lambda m: no_end_token(m, []), "names an end token"),
     (no_tokenizer, "tokenizer"),
-    (lambda m: (m / "config.json").write_text("{"), "cannot be loaded"),
+    (written("config.json", "{"), "cannot be loaded"),
     (pickled, "cannot be loaded"),
-    (torn, "cannot be loaded"),
-    (without_a_layer, "its files lack weights: model.layers.1."),
-    (without_its_head, "its files lack weights: lm_head.weight"),
-    (nothing_that_fits, "its files lack weights"),
-    (another_shape, "model.norm.weight"),
-    (one_layer_too_many, "layers that its config.json does not know: model.layers.1."),
-    (not_finite, "not finite: model.norm.weight"),
+    (written("model.safetensors", "torn"), "cannot be loaded"),
+    (reweighted(lambda w: {k: v for k, v in w.items() if ".layers.1." not in k}),
+     "its files lack weights: model.layers.1."),
+    (spoiled(tie_word_embeddings=False), "its files lack weights: lm_head.weight"),
+    (reweighted(lambda w: {f"other.{k}": v for k, v in w.items()}), "its files lack weights"),
+    (reweighted(lambda w: {**w, NORM: torch.ones(65)}), NORM),
+    (spoiled(num_hidden_layers=1, layer_types=["full_attention"]),
+     "layers that its config.json does not know: model.layers.1."),
+    (reweighted(lambda w: {**w, NORM: torch.tensor([*63 * [1.0], float("nan")])}), f"not finite: {NORM}"),
     (fewer_embeddings, "its tokenizer has ids beyond its 50 embeddings: 50"),
     (padding_outside, "57"),
 ]
@@ -285,8 +270,7 @@ def lines(*rows):
 
 
 DATA = {
-    "no file": (None, "x.jsonl: No such file"),
-    "empty": ("", "x.jsonl: no problems in it"),
+    "no file": (None, "x.jsonl: No such file"), "empty": ("", "x.jsonl: no problems in it"),
     "a broken line": (lines(GOOD, '{"question"'), "x.jsonl, line 2: not JSON"),
     "no final answer": (lines({**GOOD, "answer": "so it is\n5"}), "x.jsonl, line 1: 'answer'"),
     "no answer": (lines(GOOD, GOOD, {"question": "?"}), "x.jsonl, line 3: 'answer'"),
@@ -324,18 +308,12 @@ def test_data_that_never_ends(capsys, tmp_path, flag):
         assert f"{flag}: {path}" in line
 
 
-REWARDS = {
-    "no file": (None, "no_file.py"),
-    "no function": ("def other(**columns): pass", "has no function 'f'"),
-    "an error in the file": ("def f(:", "SyntaxError"),
-    "an exit in the file": ("import sys\nsys.exit()", "SystemExit"),
-}
-
-
-@pytest.mark.parametrize("what", REWARDS)
-def test_a_reward_that_cannot_be_loaded(capsys, tmp_path, what):
-    code, words = REWARDS[what]
-    path = tmp_path / ("no_file.py" if code is None else "r.py")
+@pytest.mark.parametrize("code, words", [
+    (None, "no file"), ("def other(**columns): pass", "has no function 'f'"),
+    ("def f(:", "SyntaxError"), ("import sys\nsys.exit()", "SystemExit"),
+])
+def test_a_reward_that_cannot_be_loaded(capsys, tmp_path, code, words):
+    path = tmp_path / "r.py"
     if code is not None:
         path.write_text(code)
     line = refused_before_a_folder_is_made(capsys, tmp_path, f"--reward={path}:f")
@@ -343,10 +321,10 @@ def test_a_reward_that_cannot_be_loaded(capsys, tmp_path, what):
 
 
 @pytest.mark.parametrize("body, words", [
-    ("raise KeyError('oh')", "KeyError: 'oh'"),
-    ("import sys; sys.exit()", "SystemExit"),
-    ("return None", "NoneType"),
-    ("return ['one'] * len(completions)", "one"),
+    ("raise KeyError('oh')", "KeyError: 'oh'"), ("import sys; sys.exit()", "SystemExit"),
+    ("return None", "NoneType"), ("return ['one'] * len(completions)", "one"),
+    ("return [float('nan')] * len(completions)", "row 0"),
+    ("return [1e300] * len(completions)", "row 0"), ("return [1.0]", "1 rewards for 2 responses"),
 ])
 def test_a_reward_that_cannot_be_used(capsys, tmp_path, body, words):
     """Found by the first evaluation; the run can be resumed with a better one."""
@@ -356,22 +334,8 @@ def test_a_reward_that_cannot_be_used(capsys, tmp_path, body, words):
     assert f"--reward {tmp_path / 'r.py'}:f" in line and words in line
 
 
-@pytest.mark.parametrize("value, words", [
-    ("[float('nan')] * N", "row 0"), ("[1e300] * N", "row 0"), ("['x'] * N", "row 0"),
-    ("[1.0]", "1 rewards for 2 responses")])
-def test_a_reward_that_is_no_finite_number_for_each_row(capsys, tmp_path, value, words):
-    (tmp_path / "r.py").write_text(
-        f"def f(completions, **columns):\n    N = len(completions)\n    return {value}\n")
-    line = ends_badly(capsys, *SMALL, f"--reward={tmp_path / 'r.py'}:f",
-                      f"--output={tmp_path / 'run'}")
-    assert words in line
-
-
 def test_memory_that_runs_out_while_sampling(capsys, monkeypatch, tmp_path):
-    def no_room(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-
-    monkeypatch.setattr(train, "sample_groups", no_room)
+    monkeypatch.setattr(train, "sample_groups", raises(NO_MEMORY[0]))
     line = ends_badly(capsys, *SMALL, f"--output={tmp_path / 'run'}")
     assert "out of memory: lower --prompts-per-step" in line
 
@@ -379,16 +343,12 @@ def test_memory_that_runs_out_while_sampling(capsys, monkeypatch, tmp_path):
 # --------------------------------------------------------------------------------------------------
 # The terminal
 
-def test_a_terminal_that_goes_away_does_not_stop_the_run(tmp_path):
-    process = start("train.py", *SMALL, f"--output={tmp_path / 'run'}", out="", err="/dev/full")
-    assert ended([process]) == [0]
-    assert (tmp_path / "run" / "final").is_dir()
-
-
-def test_a_terminal_that_knows_ascii_only(tmp_path):
+def test_a_terminal_that_goes_away_and_one_that_knows_ascii_only(tmp_path):
     (tmp_path / "x.jsonl").write_text(lines(*2 * [{**GOOD, "question": "Žofie hat 9 Bücher ?"}]))
+    gone = start("train.py", *SMALL, f"--output={tmp_path / 'gone'}", out="", err="/dev/full")
     done = run_script("train.py", *SMALL, f"--data={tmp_path / 'x.jsonl'}",
                       f"--eval-data={tmp_path / 'x.jsonl'}", f"--output={tmp_path / 'run'}",
                       PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert r"question  \u017dofie hat 9 B\xfccher ?" in done.stdout
+    assert ended([gone]) == [0] and (tmp_path / "gone" / "final").is_dir()
