@@ -452,6 +452,12 @@ def assert_same_run(folder, one):
     assert architectures[0] == architectures[1]
 
 
+def edit_json(path, **changes):
+    """One JSON file changed; None takes a key out."""
+    content = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+
+
 def snapshot(folder):
     """Every file with its content: what a refused command must not change."""
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

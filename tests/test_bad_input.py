@@ -9,6 +9,7 @@ from conftest import (
     FEW,
     NO_MEMORY,
     TINY,
+    edit_json,
     ended,
     ends_badly,
     raises,
@@ -149,13 +150,6 @@ def test_a_bad_config(capsys, tmp_path, config, words):
 # --------------------------------------------------------------------------------------------------
 # Models. A folder is the tiny policy's with something wrong in it.
 
-def edited(folder, name, **changes):
-    """One JSON file changed; None takes a key out."""
-    content = json.loads((folder / name).read_text())
-    content = {k: v for k, v in {**content, **changes}.items() if v is not None}
-    (folder / name).write_text(json.dumps(content))
-
-
 def tensors_of(folder):
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}
@@ -166,9 +160,9 @@ def saved(folder, tensors):
 
 
 def no_end_token(m, nothing):
-    edited(m, "tokenizer_config.json", eos_token=None)
+    edit_json(m / "tokenizer_config.json", eos_token=None)
     for name in ("config.json", "generation_config.json"):
-        edited(m, name, eos_token_id=nothing)
+        edit_json(m / name, eos_token_id=nothing)
 
 
 def no_tokenizer(m):
@@ -183,7 +177,7 @@ def pickled(m):
 
 def spoiled(**changes):
     """A fault: the config changed."""
-    return lambda m: edited(m, "config.json", **changes)
+    return lambda m: edit_json(m / "config.json", **changes)
 
 
 def written(name, text):
@@ -199,7 +193,7 @@ def reweighted(change):
 def fewer_embeddings(m):
     tensors = tensors_of(m)
     saved(m, {**tensors, "model.embed_tokens.weight": tensors["model.embed_tokens.weight"][:50]})
-    edited(m, "config.json", vocab_size=50)
+    edit_json(m / "config.json", vocab_size=50)
 
 
 def padding_outside(m):
@@ -207,7 +201,7 @@ def padding_outside(m):
     added = tokenizer["added_tokens"]
     added.append({**added[0], "id": 57, "content": "<|far|>"})
     (m / "tokenizer.json").write_text(json.dumps(tokenizer))
-    edited(m, "tokenizer_config.json", pad_token="<|far|>")
+    edit_json(m / "tokenizer_config.json", pad_token="<|far|>")
 
 
 NORM = "model.norm.weight"
@@ -230,7 +224,8 @@ MODELS = [
     (reweighted(lambda w: {**w, NORM: torch.ones(65)}), NORM),
     (spoiled(num_hidden_layers=1, layer_types=["full_attention"]),
      "layers that its config.json does not know: model.layers.1."),
-    (reweighted(lambda w: {**w, NORM: torch.tensor([*63 * [1.0], float("nan")])}), f"not finite: {NORM}"),
+    (reweighted(lambda w: {**w, NORM: torch.tensor([*63 * [1.0], float("nan")])}),
+     f"not finite: {NORM}"),
     (fewer_embeddings, "its tokenizer has ids beyond its 50 embeddings: 50"),
     (padding_outside, "57"),
 ]
@@ -249,7 +244,7 @@ def test_a_bad_model(capsys, tmp_path, make_wrong, words):
 def test_a_tokenizer_without_padding_token_needs_none(tmp_path):
     """Masks come from labels, never from a padding id: the end token fills the rows."""
     shutil.copytree(TINY, tmp_path / "m")
-    edited(tmp_path / "m", "tokenizer_config.json", pad_token=None)
+    edit_json(tmp_path / "m" / "tokenizer_config.json", pad_token=None)
     trains(f"--model={tmp_path / 'm'}", *SMALL, f"--output={tmp_path / 'run'}")
 
 
