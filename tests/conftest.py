@@ -24,8 +24,14 @@ sys.path.insert(0, str(ROOT))
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers, processors  # noqa: E402
 from torch.distributed import TCPStore  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging  # noqa: E402
 
 import train  # noqa: E402
@@ -104,6 +110,33 @@ def tiny_problems():
 
 def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
+
+
+def make_tokenizer(**special):
+    """A word a token, w3 .. w63; without being told not to, it puts <start> in front."""
+    words = ["<pad>", "<end>", "<start>", *(f"w{i}" for i in range(3, SMALL["vocab_size"]))]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w3"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    start = [("<start>", 2)]
+    backend.post_processor = processors.TemplateProcessing("<start> $A", special_tokens=start)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<start>",
+                                   clean_up_tokenization_spaces=False, **special)
+
+
+def answer_rows(sizes, seed=0, width=20, words=SMALL["vocab_size"], pad=SMALL["pad_token_id"]):
+    """Random rows of these (prompt, answer) lengths; rows with prompts of one length share them.
+
+    -> input_ids, labels (N, S), a random weight for every log-prob (N, S-1)
+    """
+    generator = seeded(seed)
+    input_ids = torch.randint(2, words, (len(sizes), width), generator=generator)
+    labels = torch.full_like(input_ids, -100)
+    first = {}
+    for n, (prompt, answer) in enumerate(sizes):
+        input_ids[n, :prompt] = input_ids[first.setdefault(prompt, n), :prompt]
+        labels[n, prompt:prompt + answer] = input_ids[n, prompt:prompt + answer]
+        input_ids[n, prompt + answer:] = pad
+    return input_ids, labels, torch.randn(len(sizes), width - 1, generator=generator)
 
 
 # --------------------------------------------------------------------------------------------------

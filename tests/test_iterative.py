@@ -57,7 +57,6 @@ def two_ranks(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(two_ranks, tmp_path_factory):
-    """Two iterations of two steps."""
     return run(tmp_path_factory.mktemp("whole") / "run", *ITERATIVE, "--steps=4")
 
 
@@ -153,19 +152,6 @@ def test_without_true_answers_or_renewal_the_reward_model_stays_as_it_is(tmp_pat
     assert not (folder / "reward_model").exists()
     assert not any("/reward_model/" in name for name in checkpoint_of(folder))
     assert curve(folder)[1]["reward_mean"] != 0 and "eval_reward" in curve(folder)[1]
-
-
-def test_the_reward_model_reads_problems_in_its_own_chat_template(learner):
-    """test_reward.py has the rest; here its pairs are kept in training steps alone."""
-    learner.tokenizer.chat_template = "Anna {{ messages[-1].content }}"
-    problems = [{"question": f"Ben has {n}", "answer": answer} for n, answer in ((9, "9"), (5, ""))]
-    rollout = SimpleNamespace(responses=["\\boxed{ 9 }", "\\boxed{ 5 }"] * 2)
-    reward_of = train.load_reward_of(train.parse(ITERATIVE), learner)
-    reward_of(problems, ["p", "q"], rollout)
-    verdicts = [row[2] for row in rollout.judged]
-    assert verdicts[:2] == [1.5, 0.5] and verdicts[2] != verdicts[2]
-    assert [row[0] for row in rollout.judged] == 2 * ["Anna Ben has 9"] + 2 * ["Anna Ben has 5"]
-    assert learner.pairs == []
 
 
 def test_a_score_that_is_not_finite_ends_the_step(learner):
@@ -371,25 +357,6 @@ def test_a_step_function_that_raises_ends_the_run_in_one_line(tmp_path, capsys):
 
 # --------------------------------------------------------------------------------------------------
 # Other rows, other folders, other flags
-
-def test_combinations_that_make_no_sense_are_refused(step_file, tmp_path, capsys):
-    step, model = f"--step-reward={step_file}", f"--reward-model={MODEL}"
-    for flags, said in (
-            ((model, "--reward", "rule"), "--reward-model and --reward: one of them"),
-            ((step, model), "--step-reward: only with"),
-            ((step, "--max-resample=1"), "--step-reward: only with"),
-            ((step, "--length-rescale=0.3"), "--step-reward: only with"),
-            ((step, "--overlong-buffer=4"), "--step-reward: only with"),
-            ((step, "--advantage=gtpo"), "--step-reward: only with --advantage group"),
-            ((step, "--advantage=leave-one-out"), "--step-reward: only with --advantage group"),
-            ((step, "--no-scale-by-std"), "--no-scale-by-std: only with"),
-            ((f"--step-reward={tmp_path / 'none.py'}:f",), "none.py"),
-            ((f"--step-reward={tmp_path / 'mine.py'}:f",), "has no function 'f'"),
-            ((model, "--reward-model-lr=0"), "--reward-model-lr")):
-        out = f"--output={tmp_path / 'run'}"
-        assert said in refused(capsys, *SMALL, "--steps=1", out, *flags), flags
-    assert not (tmp_path / "run").exists()
-
 
 def change_weights(folder, **changes):
     save_file({**weights(folder), **changes}, folder / "model.safetensors", {"format": "pt"})

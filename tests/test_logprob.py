@@ -8,7 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import NO_MEMORY, SMALL, TINY, edit_json, raises, seeded, small_model, value_error
+from conftest import (
+    NO_MEMORY,
+    SMALL,
+    TINY,
+    answer_rows,
+    edit_json,
+    raises,
+    seeded,
+    small_model,
+    value_error,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -27,22 +37,14 @@ from logprob import (
     token_logprobs,
 )
 
-V, PAD = SMALL["vocab_size"], SMALL["pad_token_id"]
+V = SMALL["vocab_size"]
 GROUPS = torch.tensor([0, 0, 0, 1, 1])
 # Of the rows: tokens of the prompt, of the response
 SIZES = [(5, 14), (5, 1), (5, 7), (9, 3), (9, 11)]
 
 
-def batch(seed=0, pad=PAD):
-    """Five random rows, two prompts: input_ids, labels (5, 20), a random weight per log-prob."""
-    generator = seeded(seed)
-    input_ids = torch.randint(V, (5, 20), generator=generator)
-    input_ids[1:3, :5], input_ids[4, :9] = input_ids[0, :5], input_ids[3, :9]
-    labels = input_ids.clone()
-    for n, (prompt, response) in enumerate(SIZES):
-        labels[n, :prompt] = labels[n, prompt + response :] = IGNORE
-        input_ids[n, prompt + response :] = pad
-    return input_ids, labels, torch.randn(5, 19, generator=generator)
+def batch():
+    return answer_rows(SIZES)
 
 
 def naive(model, input_ids, labels, temperature=1.0):
@@ -630,20 +632,6 @@ def test_where_flash_attention_runs(monkeypatch, device, dtype, width, value_wid
                     for w in (width, value_width))
     assert logprob.takes_flash(query, value) == takes
     assert not torch.backends.cuda.cudnn_sdp_enabled()
-
-
-@pytest.mark.parametrize("lengths", [(1, 1, 1), (1, 4, 2)])
-def test_groups_of_short_answers(lengths):
-    model, (input_ids, labels, weights) = small_model("qwen3"), batch()
-    input_ids = input_ids[:3]
-    labels = torch.full_like(input_ids, IGNORE)
-    for n, L in enumerate(lengths):
-        labels[n, 5 : 5 + L] = input_ids[n, 5 : 5 + L]
-    assert forms_of(model)["grouped rows"] is None
-    expected = plain_logprobs(model, input_ids, labels)
-    actual = token_logprobs(model, input_ids, labels, group_ids=GROUPS[:3])
-    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
-    assert_same_pull(model, actual, model, expected, weights[:3])
 
 
 # --------------------------------------------------------------------------------------------------

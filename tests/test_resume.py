@@ -74,32 +74,39 @@ def resumed_ends_the_same(folder, whole):
 # --------------------------------------------------------------------------------------------------
 # Killed
 
-def test_killed_at_random_the_run_ends_the_same(uninterrupted, tmp_path):
-    """SIGKILL in loading, sampling, update, evaluation and save; then resumed to the end."""
-    run_script("train.py", "--help")                      # the server's imports
-    started = time.perf_counter()
-    assert run_script("train.py", *FLAGS, f"--output={tmp_path / 'timed'}").returncode == 0
-    seconds = time.perf_counter() - started
-    chance = random.Random(0)
+def killed_and_resumed(folder, chance, seconds, uninterrupted):
+    """SIGKILL at five random moments, each of a run that goes on or, once it has ended, of a new
+    one; every run is then resumed to its end."""
     kills = 0
-    runs = 0
-    while kills < 12:
-        folder = tmp_path / str(runs)
+    for run in range(9):
+        place = folder / str(run)
         begun = False
         while True:
-            flags = [f"--resume={folder}"] if begun else [*FLAGS, f"--output={folder}"]
+            flags = [f"--resume={place}"] if begun else [*FLAGS, f"--output={place}"]
             process = start("train.py", *flags)
-            process.join(chance.uniform(0, seconds) if kills < 12 else LIMIT)
+            process.join(chance.uniform(0, seconds) if kills < 5 else LIMIT)
             if process.exitcode is not None:
                 assert process.exitcode == 0
                 break
-            assert kills < 12, "the last run hangs"
+            assert kills < 5, "the last run hangs"
             process.kill()
             process.join()
             kills += 1
-            begun = (folder / "config.json").is_file()
-        ended_the_same(folder, uninterrupted)
-        runs += 1
+            begun = (place / "config.json").is_file()
+        ended_the_same(place, uninterrupted)
+        if kills == 5:
+            return
+
+
+def test_killed_at_random_the_run_ends_the_same(uninterrupted, tmp_path, help_of_train):
+    """In loading, sampling, update, evaluation and save; two at a time."""
+    started = time.perf_counter()
+    assert run_script("train.py", *FLAGS, f"--output={tmp_path / 'timed'}").returncode == 0
+    seconds = time.perf_counter() - started
+    with ThreadPoolExecutor() as pool:
+        chains = [pool.submit(killed_and_resumed, tmp_path / name, random.Random(name), seconds,
+                              uninterrupted) for name in "ab"]
+    assert [chain.result() for chain in chains] == [None, None]
 
 
 @pytest.mark.parametrize("fault", ["a kill", "a full disk"])
@@ -163,20 +170,30 @@ def own_reward(tmp_path_factory):
     return flags, folder / "run"
 
 
-@pytest.mark.parametrize("name, status", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
-def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(
-        capsys, monkeypatch, tmp_path, own_reward, name, status):
+@pytest.mark.parametrize("fault, status, said, last", [
+    ("SIGINT", 130, "stopped after step 3; continue with: ", 3),
+    ("SIGTERM", 143, "stopped after step 3; continue with: ", 3),
+    ("SIGHUP", 129, "stopped after step 3; continue with: ", 3),
+    ("raise", 2, "mine.py:score, .*KeyError: 'no, please'", 2),
+    ("exit", 2, "mine.py:score.*SystemExit", 2),
+    ("interrupt", 130, "interrupted; last checkpoint: none; continue with: ", 0),
+])
+def test_what_ends_a_run_is_told_and_it_goes_on(capsys, monkeypatch, tmp_path, own_reward, fault,
+                                                status, said, last):
+    """The first call was the evaluation's, so the fourth is of step 3: a signal waits for its end
+    and saves, an error does not."""
     flags, whole = own_reward
     folder = tmp_path / "run"
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("FAULT", name)
+    monkeypatch.setenv("FAULT", fault)
     assert train.main([*flags, "--output=run"]) == status
     out, err = capsys.readouterr()
-    # the first call was the evaluation's, so the fourth is of step 3
-    assert "stopped after step 3; continue with: " in out
-    assert train.command("train.py", "--resume", str(folder)) in out
-    assert name in err and "Traceback" not in err
-    assert metrics_of(folder)[-1]["step"] == 3 and not (folder / "final").exists()
+    signalled = fault.startswith("SIG")
+    line = out if signalled else one_line_of(err)
+    assert re.search(said, line) and train.command("train.py", "--resume", str(folder)) in line
+    assert "Traceback" not in err and (fault in err or not signalled)
+    lines = metrics_of(folder) if last else [{"step": 0}]
+    assert lines[-1]["step"] == last and not (folder / "final").exists()
     monkeypatch.delenv("FAULT")
     resumed_ends_the_same(folder, whole)
 
@@ -216,30 +233,6 @@ def test_main_puts_signals_back_and_works_in_a_thread(tmp_path, uninterrupted):
     ended_the_same(tmp_path / "run", uninterrupted)
     trains(*FLAGS, "--steps=1", f"--output={tmp_path / 'other'}")
     assert [signal.getsignal(name) for name in names] == before
-
-
-def test_an_interrupt_in_a_reward_says_how_to_go_on(capsys, monkeypatch, tmp_path, own_reward):
-    flags, whole = own_reward
-    folder = tmp_path / "run"
-    monkeypatch.setenv("FAULT", "interrupt")
-    assert train.main([*flags, f"--output={folder}"]) == 130
-    line = one_line_of(capsys.readouterr().err)
-    assert line.startswith("train.py: interrupted; last checkpoint: none; continue with: ")
-    monkeypatch.delenv("FAULT")
-    resumed_ends_the_same(folder, whole)
-
-
-@pytest.mark.parametrize("fault, words", [("raise", "KeyError"), ("exit", "SystemExit")])
-def test_a_reward_that_fails_is_named_and_the_run_goes_on(
-        capsys, monkeypatch, tmp_path, own_reward, fault, words):
-    flags, whole = own_reward
-    folder = tmp_path / "run"
-    monkeypatch.setenv("FAULT", fault)
-    line = ends_badly(capsys, *flags, f"--output={folder}")
-    assert words in line and "mine.py:score" in line
-    assert metrics_of(folder)[-1]["step"] == 2
-    monkeypatch.delenv("FAULT")
-    resumed_ends_the_same(folder, whole)
 
 
 def test_a_reward_that_fails_at_once_can_be_mended_and_the_run_resumed(capsys, tmp_path,
@@ -342,7 +335,6 @@ def test_a_run_is_resumed_from_elsewhere_with_another_version(capsys, home):
 
 
 def lines_changed(change):
-    """A file's lines after `change`."""
     return lambda path: path.write_text("".join(change(path.read_text().splitlines(True))))
 
 
@@ -377,33 +369,20 @@ def test_what_the_run_started_from_has_changed(capsys, home, name, change, what)
     assert f"--resume: {what}: the content is not what the run" in line
 
 
-# config.json is checked as flags are. What is wrong, and how it is made of the right one.
-EDITED = {
-    "not JSON": lambda c: "{", "empty": lambda c: "", "not an object": lambda c: [1],
-    "of an older train.py": lambda c: {"settings": c, "recipe": {}},
-    "a flag that is gone": lambda c: {**c, "no_such_flag": 1},
-    "a flag of one command": lambda c: {**c, "dry_run": True},
-    "a word for a number": lambda c: {**c, "lr": "fast"},
-    "a number out of bounds": lambda c: {**c, "lr": -1},
-    "not finite": lambda c: {**c, "lr": float("nan")},
-    "a fraction for a whole number": lambda c: {**c, "group_size": 2.5},
-    "a group of one": lambda c: {**c, "group_size": 1},
-    "an object for a word": lambda c: {**c, "kl_estimator": {"k": 3}},
-    "a list for a number": lambda c: {**c, "clip_eps": [0.1, 0.2]},
-    "a switch for a number": lambda c: {**c, "steps": True},
-    "a path that is gone": lambda c: {**c, "model": "/no/such/folder"},
-    "no reward in the list": lambda c: {**c, "reward": []},
-}
-
-
-@pytest.mark.parametrize("what", EDITED)
-def test_an_edited_config(capsys, run_folder, what):
+@pytest.mark.parametrize("edit", [
+    lambda c: "{", lambda c: "", lambda c: {"settings": c, "recipe": {}},  # of an older train.py
+    lambda c: {**c, "no_such_flag": 1}, lambda c: {**c, "dry_run": True},  # of one command
+    lambda c: {**c, "lr": -1}, lambda c: {**c, "reward": []},
+    lambda c: {**c, "model": "/no/such/folder"},
+])
+def test_an_edited_config(capsys, run_folder, edit):
+    """It is checked as any other config: test_bad_input.py has the rest of the table."""
     path = run_folder / "config.json"
-    edited = EDITED[what](json.loads(path.read_text()))
+    edited = edit(json.loads(path.read_text()))
     path.write_text(edited if isinstance(edited, str) else json.dumps(edited))
     line = refuses_to_resume(capsys, run_folder)
-    assert str(path) in line or "a path" in what
-    assert "older train.py" in line or "older" not in what
+    assert str(path) in line or "/no/such/folder" in line
+    assert "older train.py" in line or "recipe" not in edited
 
 
 @pytest.mark.parametrize("broken", ["not JSON", '{"no step": 1}', "3", '{"step": "x"}',
@@ -438,24 +417,6 @@ def test_a_checkpoint_that_is_not_whole(capsys, run_folder, spoil):
     path = run_folder / CHECKPOINT
     spoil(path)
     assert f"{path} is torn, or not of this model: " in refuses_to_resume(capsys, run_folder)
-
-
-def test_moments_and_weights_come_back(uninterrupted):
-    """Of float32; test_rounding.py resumes a run in half precision."""
-    s = train.plan_memory(train.parse([*FLAGS, "--dtype=float32"]))
-    policy, _ = train.load_policy(s)
-    optimizer = train.make_optimizer(policy, s)
-    run = train.Run(uninterrupted)
-    train.load_checkpoint(run, policy, optimizer)
-    assert run.step == 6 and run.saved == "of step 6" and len(run.before) == 4
-    masters = optimizer.param_groups[0]["params"]
-    with safe_open(uninterrupted / CHECKPOINT, framework="pt") as file:
-        for (name, weight), master in zip(policy.named_parameters(), masters):
-            state = {"weight": master, **optimizer.state[master]}
-            assert state.keys() == {"weight", "step", "exp_avg", "exp_avg_sq"}
-            for key, value in state.items():
-                assert torch.equal(file.get_tensor(f"{key}/{name}"), value), (key, name)
-            assert weight is master
 
 
 def test_weights_that_are_not_finite_are_not_saved(run_folder):

@@ -12,9 +12,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import NO_MEMORY, SMALL, TINY, raises, seeded, small_model, value_error
-from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from conftest import (
+    NO_MEMORY,
+    SMALL,
+    TINY,
+    make_tokenizer,
+    raises,
+    seeded,
+    small_model,
+    value_error,
+)
+from tokenizers import AddedToken
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import sample
 from logprob import token_logprobs
@@ -35,17 +44,6 @@ from sample import (
 V, PAD, END, START = SMALL["vocab_size"], 0, 1, 2
 ENDS = [END, 7, 40, 41, 42, 43]
 PROMPTS = ["w5 w9 w12", "w7", " ".join(f"w{i}" for i in range(20, 33)), "w60 w3 w3 w41 w8 w17"]
-
-
-def make_tokenizer(**special):
-    """A word a token, w3 .. w63; without being told not to, it puts <start> in front."""
-    words = ["<pad>", "<end>", "<start>", *(f"w{i}" for i in range(3, V))]
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w3"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    start = [("<start>", START)]
-    backend.post_processor = processors.TemplateProcessing("<start> $A", special_tokens=start)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<start>",
-                                   clean_up_tokenization_spaces=False, **special)
 
 
 TOKENIZER = make_tokenizer(pad_token="<pad>", eos_token="<end>")
@@ -88,7 +86,6 @@ def same(a, b):
 
 
 def assert_logprobs(model, rollout, temperature=1.0, atol=1e-4):
-    """They are those of logprob.py."""
     expected = token_logprobs(model, rollout.input_ids, rollout.labels, temperature).detach()
     torch.testing.assert_close(rollout.logprobs, expected, rtol=0, atol=atol)
 
@@ -110,7 +107,6 @@ def surprise(counts, expected):
 # Greedy decoding, and log-probs
 
 def generated(model, prompt, limit):
-    """What `generate` answers to this prompt alone."""
     ids = torch.tensor([ids_of(prompt)])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False,
                          max_new_tokens=limit)
@@ -214,7 +210,6 @@ def filled(N, S, seed, flat=True):
 
 
 def rows_of(value, rows):
-    """Some rows of a field, one by one."""
     if isinstance(value, dict):
         return {name: rows_of(part, rows) for name, part in value.items()}
     return [value[n].tolist() if isinstance(value, torch.Tensor) else value[n] for n in rows]
@@ -319,39 +314,6 @@ def test_without_a_padding_token_the_end_token_pads(model, config, ends, pad):
 
 # --------------------------------------------------------------------------------------------------
 # Chance
-
-def next_token(model, ids, temperature):
-    with torch.no_grad():
-        return (model(torch.tensor([ids])).logits[0, -1].double() / temperature).softmax(dim=0)
-
-
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_first_tokens_have_the_softmax_frequencies(model, temperature):
-    G = 8000
-    rollout = sample_groups(model, TOKENIZER, PROMPTS[:2], G, 1, temperature, seeded())
-    expected = [next_token(model, ids_of(prompt), temperature) for prompt in PROMPTS[:2]]
-    counts = [torch.tensor(answers).flatten().bincount(minlength=V)
-              for answers in (responses_of(rollout)[g * G : g * G + G] for g in (0, 1))]
-    for g in (0, 1):
-        assert abs(surprise(counts[g], expected[g] * G)) < 5
-        assert surprise(counts[g], expected[1 - g] * G) > 50  # what a mistake would look like
-        other = next_token(model, ids_of(PROMPTS[g]), 0.7 if temperature == 1.0 else 1.0)
-        assert surprise(counts[g], other * G) > 20
-
-
-def test_siblings_draw_independently(model):
-    """How often two of a group fall into each pair of quarters of their distribution."""
-    G = 8000
-    rollout = sample_groups(model, TOKENIZER, PROMPTS[:2], G, 1, 1.0, seeded())
-    for prompt, first in zip(PROMPTS, torch.tensor(responses_of(rollout)).view(2, G)):
-        p = next_token(model, ids_of(prompt), 1.0)
-        quarter = ((p.cumsum(dim=0) - p / 2) * 4).long()  # of each token
-        share = torch.zeros(4, dtype=torch.double).scatter_add(0, quarter, p)
-        assert share.min() > 0.05
-        for a, b in (first.view(-1, 2).T, first.view(2, -1)):  # neighbours; rows half a group apart
-            counts = (quarter[a] * 4 + quarter[b]).bincount(minlength=16)
-            assert abs(surprise(counts, torch.outer(share, share).flatten() * (G / 2))) < 5
-
 
 def test_every_later_token_has_the_softmax_frequencies(model, config):
     """Each draw lands at F(token - 1) + u p(token), which is uniform; so are pairs of them."""
@@ -481,7 +443,6 @@ def graphs(monkeypatch):
 
 
 def plainly(monkeypatch, *args):
-    """The rollout of the plain loop."""
     with monkeypatch.context() as patch:
         patch.setattr(sample, "fastest_form", lambda model: PlainStep)
         return sample_groups(*args)
@@ -520,15 +481,6 @@ def test_the_own_step_without_padding_and_in_float32(monkeypatch):
     assert len(lengths_of(held_against_plain(monkeypatch, *args))) > 3
     args = small_model("qwen3"), TOKENIZER, PROMPTS, 50, 20, 1.0
     held_against_plain(monkeypatch, *args, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama with biases", "smollm3"])
-@pytest.mark.parametrize("temperature", [1.2, 0])
-def test_the_steps_that_a_gpu_replays(name, temperature, monkeypatch, graphs):
-    held_against_plain(monkeypatch, member(name), TOKENIZER, PROMPTS, 6, 30, temperature)
-    assert graphs == [n for n in (24, 12, 6, 3, 1) if n in graphs] and graphs[0] == 24
-    if temperature:
-        assert len(graphs) > 2
 
 
 def test_the_decoder_is_kept_and_released(monkeypatch, graphs):
@@ -780,7 +732,6 @@ def talked(model):
 
 
 def from_the_start(monkeypatch, model):
-    """Every turn runs its whole conversation."""
     def next_turn(model, cache, mask, places, rows):
         return sample.prefill(model, [sum((ids for ids, _ in pieces), []) for pieces in rows])
 
@@ -925,7 +876,6 @@ def test_one_end_token_stands_between_turns():
 # One draw
 
 def by_chance(form):
-    """The draw with its own numbers."""
     def drawn(logits, temperature=1.0, generator=None):
         u = torch.rand(len(logits), dtype=torch.float64, generator=generator)
         return form(logits, temperature, u)
@@ -974,7 +924,6 @@ def test_the_ends_of_the_running_sum(words, first, last, few):
 @pytest.mark.parametrize("words", [9, 128, 300])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 3.0])
 def test_a_draw_has_the_softmax_frequencies(draw, words, temperature):
-    """Every row has a distribution of its own."""
     logits = torch.randn(6, words, generator=seeded()) * 2
     tokens, logprobs = draw(logits.repeat_interleave(3000, dim=0), temperature, seeded(1))
     for row, drawn in zip((logits.double() / temperature).softmax(dim=1), tokens.view(6, 3000)):

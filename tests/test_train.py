@@ -24,7 +24,7 @@ from conftest import (
     loop,
     metrics_of,
     parts,
-    run_script,
+    same_tensors,
     seeded,
     settings,
     step_of_the_program,
@@ -117,8 +117,9 @@ FLAGS = [
 ]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("flags, by_hand", FLAGS, ids=[" ".join(flags) for flags, _ in FLAGS])
+@pytest.mark.parametrize("flags, by_hand, temperature", [
+    pytest.param(flags, by_hand, temperature, id=" ".join([*flags, str(temperature)]))
+    for flags, by_hand in FLAGS for temperature in (1.0, 0.7) if not flags or temperature == 0.7])
 def test_a_flag_that_changes_the_mathematics_arrives(flags, by_hand, temperature):
     p = parts(*flags, f"--temperature={temperature}", "--micro-batch-tokens=150")
     expected_rollout, expected = step_by_hand(p, temperature, **by_hand)
@@ -173,17 +174,22 @@ def test_share_prompts_arrives(monkeypatch):
 
 
 def test_the_reward_is_asked_about_the_rollout_and_replaces_the_rules():
-    p = parts()
     asked = []
 
     def reward_of(*given):
         asked.append(given)
         return REWARDS
 
-    _, rollout = whole_step(p, reward_of=reward_of)
+    p = parts("--updates-per-rollout=1", noise=0)
+    metrics, rollout = whole_step(p, reward_of=reward_of)
     assert asked == [(p.problems, p.prompts, rollout)]
     assert torch.equal(rollout.rewards, REWARDS)
     assert torch.allclose(rollout.advantages, group_advantages(REWARDS, 4))
+    # A first step is honest: of an untouched reference the KL is 0, and every ratio is 1
+    assert abs(metrics["approx_kl"]) < 1e-9 and metrics["clip_fraction"] == 0
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-6)
+    assert metrics["ratio_max_error"] == 0
+    assert metrics["sampler_ratio_error"] < 1e-4           # decoding against one pass
     _, rollout = whole_step(p, reward_of=None)
     truths = [problem["answer"] for problem in p.problems]
     expected = train.score_responses(rollout.responses, truths, 4)
@@ -221,17 +227,6 @@ def test_gradient_does_not_depend_on_the_cut_into_micro_batches(aggregate, share
             assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
 
 
-def test_first_step_is_honest():
-    """Fresh rollout, one update, untouched reference: every ratio is 1 and the KL is 0."""
-    p = parts("--updates-per-rollout=1", noise=0)
-    metrics = step(p)
-    assert abs(metrics["approx_kl"]) < 1e-9
-    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-6)
-    assert metrics["clip_fraction"] == 0
-    assert metrics["ratio_max_error"] == 0
-    assert metrics["sampler_ratio_error"] < 1e-4           # decoding against one pass
-
-
 def test_a_later_update_leaves_the_old_logprobs_alone():
     p = parts("--micro-batch-tokens=100")
     rollout = rollout_of(p)
@@ -248,33 +243,26 @@ def test_a_later_update_leaves_the_old_logprobs_alone():
     assert torch.equal(rollout.old_logprobs, kept) and torch.equal(rollout.entropies, entropies)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("what", ["nothing", "gradient", "loss"])
-def test_what_is_not_finite_skips_the_update_and_is_counted(monkeypatch, what):
+def test_what_is_not_finite_skips_the_update_and_is_counted(monkeypatch, what, dtype):
+    """After a step no gradient is held, and the reference stands where it stood."""
     def of_infinite_value(*given, **options):
         loss, metrics = grpo_loss(*given, **options)
         return loss, {**metrics, "loss": metrics["loss"] + math.inf}
 
-    p = parts()
-    before = copy.deepcopy(p.policy.state_dict())
+    p = parts(dtype=dtype)
+    masters = p.optimizer.param_groups[0]["params"]
+    before = copy.deepcopy([p.policy.state_dict(), p.reference.state_dict()])
     if what == "gradient":
         p.policy.model.norm.weight.register_hook(lambda grad: grad * math.nan)
     if what == "loss":
         monkeypatch.setattr(train, "grpo_loss", of_infinite_value)
     skipped = step(p)["skipped_updates"]
     assert skipped == (0 if what == "nothing" else p.settings.updates_per_rollout) in (0, 2)
-    same = all(torch.equal(before[name], value) for name, value in p.policy.state_dict().items())
-    assert same == (what != "nothing")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_after_a_step_no_gradient_is_held_and_the_reference_stands_where_it_stood(dtype):
-    p = parts(dtype=dtype)
-    before = copy.deepcopy(p.reference.state_dict())
-    step(p)
-    masters = p.optimizer.param_groups[0]["params"]
+    assert same_tensors(before[0], p.policy.state_dict()) == (what != "nothing")
+    assert same_tensors(before[1], p.reference.state_dict())
     assert all(weight.grad is None for weight in [*p.policy.parameters(), *masters])
-    after = p.reference.state_dict()
-    assert all(torch.equal(before[name], value) for name, value in after.items())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -606,6 +594,12 @@ def test_a_run_leaves_the_files_of_the_contract(finished_run):
         assert len(record["responses"]) == len(record["rewards"]) == 4
         advantages = group_advantages(torch.tensor(record["rewards"]), 4)
         assert record["advantages"] == pytest.approx(advantages.tolist(), abs=1e-6)
+    # And it has said what it does, beside a bar
+    for word in ("before", "after", "truth", "accuracy", "grpo.json", "0.08M parameters",
+                 "2000 problems", "8 held out", "from step 0", str(folder)):
+        assert word in finished_run.out
+    for word in ("3/3", "reward", "acc", "len", "KL"):
+        assert word in finished_run.err
 
 
 def test_samples_are_the_first_groups_as_they_were_scored(monkeypatch):
@@ -623,14 +617,6 @@ def test_samples_are_the_first_groups_as_they_were_scored(monkeypatch):
          "advantages": [0, -1]},
         {"step": 7, "prompt": "q", "responses": RESPONSES[2:4], "rewards": [2, 3],
          "advantages": [-2, -3]}]
-
-
-def test_a_run_says_what_it_does(finished_run):
-    for word in ("before", "after", "truth", "accuracy", "grpo.json", "0.08M parameters",
-                 "2000 problems", "8 held out", "from step 0", str(finished_run.folder)):
-        assert word in finished_run.out
-    for word in ("3/3", "reward", "acc", "len", "KL"):
-        assert word in finished_run.err                   # the bar
 
 
 def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
@@ -692,22 +678,19 @@ def test_eval_only_prints_the_figures(capsys, monkeypatch):
         assert f"pass@{k} " in out and f"maj@{k} " in out
 
 
-def test_same_seed_same_run_other_seed_other_run(finished_run, tmp_path):
+def test_the_seed_decides_and_a_run_without_kl_has_no_reference(capsys, finished_run, tmp_path):
     trains(*SMALL, f"--output={tmp_path / 'same'}")
-    trains(*SMALL, f"--output={tmp_path / 'other'}", "--seed=1")
     assert curve(tmp_path / "same") == curve(finished_run.folder)
-    assert curve(tmp_path / "other")[1] != curve(finished_run.folder)[1]
-
-
-def test_no_reference_without_kl(tmp_path):
-    trains(*SMALL, "--kl-coef=0", f"--output={tmp_path / 'run'}")
-    assert all(m["approx_kl"] is None for m in metrics_of(tmp_path / "run")[1:])
-
-
-def test_a_tenth_of_the_users_own_data_is_held_out(capsys, tmp_path):
+    trains(*SMALL, "--seed=1", "--kl-coef=0", "--steps=1", f"--output={tmp_path / 'other'}")
+    assert metrics_of(tmp_path / "other")[1]["approx_kl"] is None
+    first, other = (lines_of(folder / "samples.jsonl")[0]["responses"]
+                    for folder in (finished_run.folder, tmp_path / "other"))
+    assert first != other
+    # A tenth of the user's own data is held out
     lines = (TINY / "train.jsonl").read_text().splitlines(keepends=True)[:40]
     (tmp_path / "mine.jsonl").write_text("".join(lines))
-    trains(*SMALL, f"--data={tmp_path / 'mine.jsonl'}", f"--output={tmp_path / 'run'}")
+    capsys.readouterr()
+    trains(*SMALL, f"--data={tmp_path / 'mine.jsonl'}", "--steps=1", f"--output={tmp_path / 'own'}")
     out = capsys.readouterr().out
     assert "4 of " in out and "mine.jsonl are held out" in out
     assert "36 problems, 4 held out" in out
@@ -729,11 +712,8 @@ def test_prompts_that_are_too_long_are_left_out_if_that_is_wished(capsys):
     train.fitting("--data", problems, p.tokenizer, with_settings(p, max_prompt_tokens=0))
 
 
-def test_the_program_and_its_help(tmp_path):
-    done = run_script("train.py", *SMALL, "--steps=1", f"--output={tmp_path / 'run'}")
-    assert done.returncode == 0, done.stderr
-    assert str(tmp_path / "run") in done.stdout
-    done = run_script("train.py", "--help")
+def test_the_help(help_of_train):
+    done = help_of_train
     assert done.returncode == 0 and "--kl-coef" in done.stdout and done.stderr == ""
     told = " ".join(done.stdout.split())
     assert "beta; 0: no KL, and no reference in memory [0.04]" in told
@@ -785,6 +765,14 @@ def test_the_command_line_wins_over_the_config_and_the_config_over_the_defaults(
     assert s.data == str(tmp_path / "d.jsonl")            # from the folder of the file
     assert s.reward == [str(tmp_path / "d.jsonl"), "rule"]
     assert s.model == "Qwen/Qwen2.5-0.5B"
+    # What settings are written as comes back
+    s = train.parse(["--reward", "a.py:f", "b.py:g", "--no-scale-by-std", "--system-prompt=--x",
+                     "--clip-eps-high=0.3", "--offload", "--reward-weights", "1", "-2"])
+    values = {name: getattr(s, name) for name, field in train.FIELDS.items()
+              if field.metadata["kept"] and getattr(s, name) not in (None, "auto")}
+    values["micro_batch_tokens"] = "auto"
+    (tmp_path / "c.json").write_text(json.dumps(values))
+    assert train.read_config(tmp_path / "c.json") == values
 
 
 def test_the_tiny_policy_brings_its_config_and_no_other_model_does(tmp_path):
@@ -820,16 +808,6 @@ def test_what_flags_become(monkeypatch, tmp_path):
     assert train.parse([f"--data={tmp_path / 'd.jsonl'}"]).eval_data == ""
     assert train.parse([f"--config={tmp_path / 'c.json'}"]).eval_data == ""
     assert train.parse(["--data=x", "--eval-data=y"]).eval_data == "y"
-
-
-def test_settings_come_back_from_the_config_that_they_are_written_as(tmp_path):
-    s = train.parse(["--reward", "a.py:f", "b.py:g", "--no-scale-by-std", "--system-prompt=--x",
-                     "--clip-eps-high=0.3", "--offload", "--reward-weights", "1", "-2"])
-    values = {name: getattr(s, name) for name, field in train.FIELDS.items()
-              if field.metadata["kept"] and getattr(s, name) not in (None, "auto")}
-    values["micro_batch_tokens"] = "auto"
-    (tmp_path / "c.json").write_text(json.dumps(values))
-    assert train.read_config(tmp_path / "c.json") == values
 
 
 # --------------------------------------------------------------------------------------------------
@@ -869,12 +847,11 @@ def counted(tmp_path, *flags, dtype=torch.bfloat16, **changes):
     return train.memory(s, model), sum(p.numel() for p in model.parameters())
 
 
-def hosted(folder, *flags):
-    s = train.parse([f"--model={folder}", *flags])
-    return train.host_memory(s, train.model_without_storage(s, torch.bfloat16))
-
-
 def test_count_of_the_memory(tmp_path):
+    def hosted(*flags):
+        s = train.parse([f"--model={tmp_path}", *flags])
+        return train.host_memory(s, train.model_without_storage(s, torch.bfloat16))
+
     count, n = counted(tmp_path)
     assert count["policy, weights that compute"] == count["reference, frozen"] == 2 * n
     assert count["float32 masters"] == count["gradients, float32"] == 4 * n
@@ -884,8 +861,8 @@ def test_count_of_the_memory(tmp_path):
     count, n = counted(tmp_path, "--offload", "--kl-coef=0")
     assert count["float32 masters"] == count["AdamW's two moments"] == 0
     assert count["reference, frozen"] == 0 and count["gradients, float32"] == 4 * n
-    assert sum(hosted(tmp_path, "--offload").values()) == (4 + 8 + 4 + 2) * n
-    assert not any(hosted(tmp_path, "--no-offload").values())
+    assert sum(hosted("--offload").values()) == (4 + 8 + 4 + 2) * n
+    assert not any(hosted("--no-offload").values())
     count, n = counted(tmp_path, dtype=torch.float32)     # the weights are their own masters
     assert count["float32 masters"] == 0 and count["policy, weights that compute"] == 4 * n
 
@@ -913,7 +890,7 @@ def test_count_of_what_is_kept_is_what_autograd_saves(tmp_path, changes):
     assert count["kept for the backward pass"] == pytest.approx(saved, rel=0.15)
 
 
-def test_auto_is_the_first_way_that_fits(monkeypatch):
+def test_auto_is_the_first_way_that_fits(capsys, monkeypatch):
     s = train.parse([f"--model={TINY}", "--group-size=4", "--max-new-tokens=64"])
     monkeypatch.setattr(train, "memory", lambda way, model: {
         "a": 50 - 20 * way.gradient_checkpointing, "b": 50 - 20 * way.offload})
@@ -930,14 +907,10 @@ def test_auto_is_the_first_way_that_fits(monkeypatch):
         given = train.dataclasses.replace(s, offload=False, micro_batch_tokens=99)
         assert planned("cuda", given)[::2] == (False, 99)      # what is given stands
     assert planned("cpu") == (False, False, 1024) and planned("mps") == (False, True, 2 * group)
-
-
-def test_a_family_that_cannot_be_counted_gets_the_leanest(capsys, monkeypatch):
-    monkeypatch.setattr(train, "choose_device", lambda s: (torch.device("cuda"), torch.bfloat16))
+    # A family that cannot be counted gets the leanest
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1e12, 0))
     monkeypatch.setattr(train, "memory", lambda *_: SimpleNamespace().num_attention_heads)
-    planned = train.plan_memory(train.parse([f"--model={TINY}"]))
-    assert planned.offload and planned.gradient_checkpointing
+    assert planned("cuda")[:2] == (True, True)
     assert "memory cannot be counted" in capsys.readouterr().out
 
 

@@ -1,8 +1,4 @@
-"""[A] as the flags choose it: conversations (--reply), branches of the best (--around-best).
-
-And what two other flags make of an answer: --advantage shape, --reward think.
-"""
-from functools import partial
+"""Conversations (--reply), branches of the best (--around-best), and --advantage shape."""
 from types import SimpleNamespace
 
 import pytest
@@ -23,13 +19,12 @@ from conftest import (
     trains,
     weights_of,
 )
-from transformers import AutoTokenizer
 
 import sample
 import train
 from advantage import shape_advantages
-from logprob import IGNORE, token_logprobs
-from reward import load_function, rule_reward, truths_of
+from logprob import IGNORE
+from reward import rule_reward, truths_of
 
 SMALL = ("--steps=3", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=10",
          "--eval-limit=3", "--eval-every=2", "--save-every=1", "--updates-per-rollout=1")
@@ -50,8 +45,6 @@ def check(prompt, turns):
         sys.exit(0)
     if os.environ.get("REPLY") == "number":
         return 7
-    if os.environ.get("REPLY") == "always":
-        return "How many ?"
     return None if len(turns) > 1 or "boxed" in turns[0] else "How many ?"
 """
 
@@ -61,46 +54,6 @@ def reply(tmp_path_factory):
     path = tmp_path_factory.mktemp("reply") / "mine.py"
     path.write_text(REPLY)
     return f"--reply={path}:check"
-
-
-def talking(reply, max_turns):
-    """The sampler that --reply makes."""
-    return partial(sample.sample_conversations, reply=load_function(reply.split("=")[1]),
-                   max_turns=max_turns)
-
-
-def test_a_conversation_is_trained_on_where_the_policy_speaks(reply, tiny):
-    """The rows of a step: whose tokens are labelled, and that [D] finds the sampler's numbers."""
-    p = parts(reply, "--max-turns=3", *SMALL)
-    batch = train.batch_of_step(p.tokenizer, tiny_problems()[:4], 1, p.settings)
-    metrics, rollout = train.train_step(p.policy, p.reference, p.optimizer, p.tokenizer, batch,
-                                        p.settings, talking(reply, 3))
-    mask = rollout.mask                                                                # (N, S-1)
-    said = p.tokenizer("How many ?", add_special_tokens=False).input_ids
-    talked = 0
-    for n, row in enumerate(rollout.labels):
-        written = (row != IGNORE).nonzero()[:, 0]
-        gap = [t for t in range(int(written[0]), int(written[-1])) if row[t] == IGNORE]
-        ids = rollout.input_ids[n, gap].tolist()
-        talked += bool(gap)
-        assert bool(gap) == ("\n" in rollout.responses[n])
-        assert not gap or any(ids[i:i + len(said)] == said for i in range(len(ids)))
-    assert 0 < talked < len(mask)
-    assert metrics["sampler_ratio_error"] < 1e-3
-    assert metrics["tokens"] == int((rollout.labels != IGNORE).sum()) > 8 * 10 * 0.5
-    policy, _ = tiny
-    with torch.no_grad():
-        plain = token_logprobs(policy, rollout.input_ids, rollout.labels)
-    assert torch.allclose(plain[mask], rollout.logprobs[mask], atol=2e-4)
-
-
-@pytest.mark.parametrize("turns", [1, 3])
-def test_a_conversation_has_so_many_turns(reply, monkeypatch, turns):
-    monkeypatch.setenv("REPLY", "always")
-    p = parts(*SMALL)
-    rollout = talking(reply, turns)(p.policy, p.tokenizer, p.prompts[:1], 2, 10, 1.0,
-                                    [seeded(1)])
-    assert [text.count("\n") + 1 for text in rollout.responses] == [turns] * 2
 
 
 def test_a_conversation_ends_where_no_room_is_left(tiny):
@@ -130,6 +83,8 @@ def whole(request, reply, tmp_path_factory):
 
 def test_two_ranks_draw_what_one_process_draws(whole):
     assert_same_run(whole.two, whole.one)
+    for metrics in metrics_of(whole.one)[1:]:             # [D] finds the sampler's numbers
+        assert metrics["sampler_ratio_error"] < 1e-3 and metrics["tokens"] > 16
 
 
 def test_a_run_resumes_bitwise(reply, whole, tmp_path):
@@ -173,8 +128,6 @@ def test_what_cannot_be_said_is_refused(reply, capsys):
     line = refused(capsys, *SMALL, reply, "--max-turns=50")
     assert "--max-turns" in line and "128 positions" in line
     assert "--max-turns" in refused(capsys, *SMALL, reply, "--max-turns=0")
-    for flags in ((reply,), ("--reward=rule",), ("--reward-model=x",)):
-        assert "--around-best" in refused(capsys, *SMALL, "--around-best=1", *flags)
     assert "--advantage shape" in refused(capsys, *SMALL, "--advantage=shape", reply)
     assert "does not divide" in refused(capsys, *SMALL, "--around-best=3")
 
@@ -223,16 +176,3 @@ def test_shapley_shares_arrive():
     expected = shape_advantages([[0.0, 1.0], [0.0], [], [1.0, 0.0]], spans, mask, 4)
     assert torch.allclose(rollout.advantages, expected, atol=1e-6) and expected.abs().max() > 0.5
     assert not expected[2].any() and not expected[0][mask[0]][-2:].any()
-
-
-def test_think_is_a_reward_of_ours(tmp_path):
-    """--reward think: named in the metrics; accuracy stays the boxed rule's."""
-    trains(*SMALL, "--steps=1", "--reward", "think", "rule", f"--output={tmp_path / 'run'}")
-    line = metrics_of(tmp_path / "run")[1]
-    assert line["reward/think"] == 0.0                    # the tiny policy knows no such tags
-    assert line["reward_mean"] == pytest.approx(line["reward/rule"])
-    fn = train.load_reward_of(train.parse(["--reward=think"]))
-    texts = ["<think>a</think><answer>9</answer>", "9"]
-    rollout = sample.Rollout(*[torch.full((2, 2), IGNORE)] * 3, texts, None, None)
-    assert fn([{"question": "q", "answer": "9"}], ["q"], rollout).tolist() == [1.5, 0.0]
-    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "final").eos_token
