@@ -6,6 +6,7 @@ import math
 import os
 import random
 import re
+import subprocess
 import sys
 import textwrap
 import time
@@ -922,9 +923,12 @@ def test_a_reward_file_takes_the_name_of_no_other_module(tmp_path, name):
     ("\0", "null bytes"), ("other = 1", "no function 'score'"),
     ("score = 1", "no function 'score'"),
 ])
-def test_a_reward_file_that_does_not_load(tmp_path, monkeypatch, code, reason):
+def test_a_reward_file_that_does_not_load(tmp_path, code, reason):
     with value_error(f"mine.py:score: the file.*{reason}"):
         load_function(write(tmp_path / "mine.py", code) + ":score")
+
+
+def test_a_reward_without_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     write(tmp_path / "notes.txt", "score = max")
