@@ -1,4 +1,5 @@
 """[C] advantage.py: worked groups, the formula, equal rewards, variants, refusals, the script."""
+# ruff: noqa: I001 - several names to a line
 import itertools
 import math
 import random
@@ -10,16 +11,8 @@ import torch
 from conftest import value_error
 
 from advantage import (
-    ADVANTAGES,
-    advantages_for,
-    entropy_advantages,
-    group_advantages,
-    is_flat,
-    leave_one_out_advantages,
-    process_advantages,
-    shape_advantages,
-    shapley_shares,
-)
+    ADVANTAGES, advantages_for, entropy_advantages, group_advantages, is_flat,
+    leave_one_out_advantages, process_advantages, shape_advantages, shapley_shares)
 
 # scale_by_std and unbiased
 OPTIONS = list(itertools.product((True, False), (False, True)))

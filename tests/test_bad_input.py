@@ -1,22 +1,12 @@
 """Bad input gives exit status 2, one line on standard error, no traceback and no folder."""
+# ruff: noqa: I001 - several names to a line
 import json
 import shutil
 
 import pytest
 import torch
 from conftest import (
-    FEW,
-    NO_MEMORY,
-    TINY,
-    edit_json,
-    ended,
-    ends_badly,
-    raises,
-    refused,
-    run_script,
-    start,
-    trains,
-)
+    FEW, NO_MEMORY, TINY, edit_json, ended, ends_badly, raises, refused, run_script, start, trains)
 from safetensors import safe_open
 from safetensors.torch import save_file
 

@@ -1,4 +1,5 @@
 """Process supervision (--step-reward), iterative training with a reward model (--reward-model)."""
+# ruff: noqa: I001 - several names to a line
 import copy
 import json
 import math
@@ -8,18 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    TINY,
-    begin_ranks,
-    checkpoint_of,
-    curve,
-    ends_badly,
-    lines_of,
-    refused,
-    same_tensors,
-    tiny_problems,
-    trains,
-    value_error,
-)
+    TINY, begin_ranks, checkpoint_of, curve, ends_badly, lines_of, refused, same_tensors,
+    tiny_problems, trains, value_error)
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,

@@ -1,4 +1,5 @@
 """[D] logprob.py: values, entropies, gradients against the full log-softmax; forms; the script."""
+# ruff: noqa: I001 - several names to a line
 
 import copy
 import math
@@ -9,33 +10,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    NO_MEMORY,
-    SMALL,
-    TINY,
-    answer_rows,
-    edit_json,
-    raises,
-    seeded,
-    small_model,
-    value_error,
-)
+    NO_MEMORY, SMALL, TINY, answer_rows, edit_json, raises, seeded, small_model, value_error)
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import logprob
 from logprob import (
-    IGNORE,
-    LeanHead,
-    forms_of,
-    layers_checkpointed,
-    length_limit,
-    micro_batches,
-    plain_logprobs,
-    selected_logprobs,
-    sequence_logprob,
-    token_logprobs,
-)
+    IGNORE, LeanHead, forms_of, layers_checkpointed, length_limit, micro_batches, plain_logprobs,
+    selected_logprobs, sequence_logprob, token_logprobs)
 
 V = SMALL["vocab_size"]
 GROUPS = torch.tensor([0, 0, 0, 1, 1])

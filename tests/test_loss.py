@@ -1,4 +1,5 @@
 """[E] [F] loss.py: worked numbers, the loss against its formula, the KL, variants, masks."""
+# ruff: noqa: I001 - several names to a line
 import itertools
 import math
 from types import SimpleNamespace
@@ -8,18 +9,8 @@ import torch
 from conftest import value_error
 
 from loss import (
-    AGGREGATES,
-    KL_ESTIMATORS,
-    OBJECTIVES,
-    RATIOS,
-    cispo_objective,
-    clipped_objective,
-    gradient_coefficient,
-    grpo_loss,
-    kl_estimate,
-    next_kl_coef,
-    token_terms,
-)
+    AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS, cispo_objective, clipped_objective,
+    gradient_coefficient, grpo_loss, kl_estimate, next_kl_coef, token_terms)
 
 ESTIMATORS = ("k1", "k2", "k3")
 LIMIT = 11  # max_new_tokens

@@ -1,4 +1,5 @@
 """Runs that survive: checkpoints, --resume, signals, full disks, rewards that fail."""
+# ruff: noqa: I001 - several names to a line
 import errno
 import json
 import os
@@ -15,26 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
-    ENVIRONMENT,
-    FEW,
-    LIMIT,
-    NO_MEMORY,
-    PROCESSES,
-    TINY,
-    curve,
-    ended,
-    ends_badly,
-    lines_of,
-    metrics_of,
-    one_line_of,
-    raises,
-    refused,
-    run_script,
-    snapshot,
-    start,
-    trains,
-    weights_of,
-)
+    ENVIRONMENT, FEW, LIMIT, NO_MEMORY, PROCESSES, TINY, curve, ended, ends_badly, lines_of,
+    metrics_of, one_line_of, raises, refused, run_script, snapshot, start, trains, weights_of)
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -305,13 +288,10 @@ def movable(tmp_path_factory):
     for name in ("train.jsonl", "test.jsonl"):
         lines = (TINY / name).read_text().splitlines(keepends=True)[:8]
         (home / name).write_text("".join(lines))
-    before = os.getcwd()
-    os.chdir(home)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
         trains(*FLAGS, "--steps=2", "--model=model", "--data=train.jsonl",
                "--eval-data=test.jsonl", "--output=run")
-    finally:
-        os.chdir(before)
     return home
 
 

@@ -1,4 +1,5 @@
 r"""[B] reward.py: the rule, the last box, fair readings, problem files, users' rewards, figures."""
+# ruff: noqa: I001 - several names to a line
 import hashlib
 import itertools
 import json
@@ -24,35 +25,11 @@ import reward
 import train
 from advantage import shape_advantages
 from reward import (
-    boxed_candidates,
-    bradley_terry_loss,
-    canonical,
-    complete_boxes,
-    diversity,
-    end_iteration,
-    extract_boxed,
-    figures_of,
-    final_answer,
-    has_format,
-    hold_out,
-    is_right,
-    length_rescaled,
-    load_function,
-    load_problems,
-    majority_at_k,
-    model_rewards,
-    overlong_penalty,
-    pass_at_k,
-    preference_pairs,
-    reward_fn_of,
-    reward_model_rows,
-    reward_model_scores,
-    rule_reward,
-    score_responses,
-    score_rows,
-    think_answer_reward,
-    truths_of,
-)
+    boxed_candidates, bradley_terry_loss, canonical, complete_boxes, diversity, end_iteration,
+    extract_boxed, figures_of, final_answer, has_format, hold_out, is_right, length_rescaled,
+    load_function, load_problems, majority_at_k, model_rewards, overlong_penalty, pass_at_k,
+    preference_pairs, reward_fn_of, reward_model_rows, reward_model_scores, rule_reward,
+    score_responses, score_rows, think_answer_reward, truths_of)
 
 ROOT = Path(reward.__file__).resolve().parent
 REAL = ROOT.parent / "shared" / "data" / "gsm8k"

@@ -1,5 +1,6 @@
 """[A] sample.py: greedy decoding against `generate`, log-probs against [D], the rows, fast forms
 against the plain loop, the check that chooses among them, the draw, the variants, the script."""
+# ruff: noqa: I001 - several names to a line
 
 import copy
 import json
@@ -13,33 +14,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    NO_MEMORY,
-    SMALL,
-    TINY,
-    make_tokenizer,
-    raises,
-    seeded,
-    small_model,
-    value_error,
-)
+    NO_MEMORY, SMALL, TINY, make_tokenizer, raises, seeded, small_model, value_error)
 from tokenizers import AddedToken
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import sample
 from logprob import token_logprobs
 from sample import (
-    IGNORE,
-    OwnStep,
-    PlainStep,
-    Rollout,
-    draw,
-    forms_of,
-    own_step,
-    sample_around,
-    sample_conversations,
-    sample_groups,
-    uniform_numbers,
-)
+    IGNORE, OwnStep, PlainStep, Rollout, draw, forms_of, own_step, sample_around,
+    sample_conversations, sample_groups, uniform_numbers)
 
 V, PAD, END, START = SMALL["vocab_size"], 0, 1, 2
 ENDS = [END, 7, 40, 41, 42, 43]

@@ -1,4 +1,5 @@
 """[G][H] train.py: the step, the loop, the flags, the files of a run."""
+# ruff: noqa: I001 - several names to a line
 import contextlib
 import copy
 import functools
@@ -12,27 +13,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    RATE,
-    REWARDS,
-    ROOT,
-    TINY,
-    Diary,
-    curve,
-    gradient,
-    lines_of,
-    logprobs_on_full_logits,
-    loop,
-    metrics_of,
-    parts,
-    same_tensors,
-    seeded,
-    settings,
-    step_of_the_program,
-    tiny_problems,
-    trains,
-    updates_by_hand,
-    whole_step,
-)
+    RATE, REWARDS, ROOT, TINY, Diary, curve, gradient, lines_of, logprobs_on_full_logits, loop,
+    metrics_of, parts, same_tensors, seeded, settings, step_of_the_program, tiny_problems, trains,
+    updates_by_hand, whole_step)
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import sample
@@ -147,30 +130,29 @@ def test_a_flag_that_changes_the_mathematics_arrives(flags, by_hand, temperature
         assert len(expected) != len(others) or (last - other).norm() > 2e-3 * last.norm()
 
 
-def test_share_prompts_arrives(monkeypatch):
+@pytest.mark.parametrize("share", [True, False])
+def test_share_prompts_arrives(monkeypatch, share):
     """It changes no gradient, so what [D] and the cut are told is looked at."""
     told = []
 
-    def logprobs_of(model, input_ids, labels, temperature, with_entropy, groups):
-        told.append(groups)
-        return token_logprobs(model, input_ids, labels, temperature, with_entropy, groups)
+    def logprobs_of(*given):
+        told.append(given[5])
+        return token_logprobs(*given)
 
-    def cut_into(labels, group_ids, budget, share_prompts):
-        told.append((budget, share_prompts))
-        return micro_batches(labels, group_ids, budget, share_prompts)
+    def cut_into(*given):
+        told.append(given[2:])
+        return micro_batches(*given)
 
     monkeypatch.setattr(train, "token_logprobs", logprobs_of)
     monkeypatch.setattr(train.logprob, "micro_batches", cut_into)
-    p = parts("--micro-batch-tokens=10000", "--updates-per-rollout=1")
-    step(p)
-    assert told[0] == told[2] == (10000, True)                  # reference, then policy
-    assert told[1].tolist() == [0] * 4 + [1] * 4
-    assert told[3].tolist() == sorted(told[1].tolist())
-    told.clear()
-    p.settings = settings("--no-share-prompts", "--group-size=4", "--micro-batch-tokens=10000",
-                          "--updates-per-rollout=1")
-    step(p)
-    assert told == [(10000, False), None] * 2
+    step(parts("--share-prompts" if share else "--no-share-prompts",
+               "--micro-batch-tokens=10000", "--updates-per-rollout=1"))
+    assert told[0] == told[2] == (10000, share)                 # reference, then policy
+    if share:
+        assert told[1].tolist() == [0] * 4 + [1] * 4
+        assert told[3].tolist() == sorted(told[1].tolist())
+    else:
+        assert told[1] is None is told[3]
 
 
 def test_the_reward_is_asked_about_the_rollout_and_replaces_the_rules():

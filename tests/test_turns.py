@@ -1,24 +1,12 @@
 """Conversations (--reply), branches of the best (--around-best), and --advantage shape."""
+# ruff: noqa: I001 - several names to a line
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import (
-    assert_same_run,
-    begin_ranks,
-    curve,
-    ends_badly,
-    lines_of,
-    metrics_of,
-    one_line_of,
-    parts,
-    refused,
-    run_ranks,
-    seeded,
-    tiny_problems,
-    trains,
-    weights_of,
-)
+    assert_same_run, begin_ranks, curve, ends_badly, lines_of, metrics_of, one_line_of, parts,
+    refused, run_ranks, seeded, tiny_problems, trains, weights_of)
 
 import sample
 import train

@@ -1,4 +1,5 @@
 """train.py beyond plain GRPO: every variant arrives, every warning comes, every choice is shown."""
+# ruff: noqa: I001 - several names to a line
 import contextlib
 import copy
 import dataclasses
@@ -8,30 +9,14 @@ import math
 import re
 import shlex
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import (
-    TINY,
-    checkpoint_of,
-    curve,
-    ends_badly,
-    lines_of,
-    logprobs_on_full_logits,
-    loop,
-    metrics_of,
-    parts,
-    same_tensors,
-    seeded,
-    settings,
-    small_model,
-    step_of_the_program,
-    tiny_problems,
-    trains,
-    updates_by_hand,
-    weights_of,
-)
+    TINY, checkpoint_of, curve, ends_badly, lines_of, logprobs_on_full_logits, loop, metrics_of,
+    parts, same_tensors, seeded, settings, small_model, step_of_the_program, tiny_problems, trains,
+    updates_by_hand, weights_of)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
@@ -641,23 +626,15 @@ def test_the_trace_agrees_with_a_step_computed_again(traced):
 @pytest.fixture
 def tensorboard(monkeypatch):
     """In the place of torch.utils.tensorboard: what its writer was told."""
-    told = SimpleNamespace(opened=[], scalars=[], texts=[], closed=0)
+    told = SimpleNamespace(opened=[], scalars=[], texts=[], closed=[])
 
-    class SummaryWriter:
-        def __init__(self, folder, purge_step):
-            told.opened.append((folder, purge_step))
+    def writer(folder, purge_step):
+        told.opened.append((folder, purge_step))
+        return SimpleNamespace(add_scalar=lambda *given: told.scalars.append(given),
+                               add_text=lambda *given: told.texts.append(given),
+                               close=lambda: told.closed.append(folder))
 
-        def add_scalar(self, name, value, step):
-            told.scalars.append((name, value, step))
-
-        def add_text(self, name, text, step):
-            told.texts.append((name, text, step))
-
-        def close(self):
-            told.closed += 1
-
-    module = ModuleType("torch.utils.tensorboard")
-    module.SummaryWriter = SummaryWriter
+    module = SimpleNamespace(SummaryWriter=writer)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     return told
 
@@ -674,7 +651,7 @@ def test_tensorboard_gets_scalars_and_answers(tmp_path, tensorboard, capsys):
     for what in (told.opened, told.scalars, told.texts):
         what.clear()
     trains(*flags, "--reward=rule", f"--output={folder}")
-    assert told.opened == [(folder / "tensorboard", 0)] and told.closed == 2
+    assert told.opened == [(folder / "tensorboard", 0)] and len(told.closed) == 2
     for metrics in metrics_of(folder):
         numbers = {(name, value) for name, value in metrics.items() if isinstance(value, float)}
         assert numbers == {(name, value) for name, value, step in told.scalars
@@ -700,7 +677,7 @@ def test_a_resumed_run_drops_what_tensorboard_holds_of_later_steps(monkeypatch, 
         assert train.main([*SMALL, f"--output={tmp_path / 'run'}"]) == 130
         stopped_after(patch, 3)
         assert train.main(list(map(str, flags))) == 130
-    assert [step for _, step in tensorboard.opened] == [0, 3] and tensorboard.closed == 2
+    assert [step for _, step in tensorboard.opened] == [0, 3] and len(tensorboard.closed) == 2
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)      # an ImportError
     trains(*flags)
     assert not (tmp_path / "run" / "tensorboard").exists()
