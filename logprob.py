@@ -27,6 +27,7 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
+import transformers
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -49,11 +50,9 @@ def selected_logprobs(logits, targets, temperature=1.0):
 
 
 def plain_logprobs(model, input_ids, labels, temperature=1.0):
-    """The definition, word for word: (N, S) ids and labels -> (N, S-1) float32, in nats.
-
-    It holds all N * S * V logits: 2.5 GB for 8 rows of 512 tokens and 151,936 words. That is the
-    only thing wrong with it, and all the rest of this file is measured against it.
-    """
+    """The definition, word for word: (N, S) ids and labels -> (N, S-1) float32, in nats."""
+    # It holds all N * S * V logits: 2.5 GB for 8 rows of 512 tokens and 151,936 words. That is the
+    # only thing wrong with it, and all the rest of this file is measured against it.
     mask = labels[:, 1:] != IGNORE                                                # (N, S-1)
     logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1]           # (N, S-1, V)
     targets = input_ids[:, 1:]                                                    # (N, S-1)
@@ -127,14 +126,11 @@ def chunks(M, V, device):
 # forward pass, and made again in the backward pass.
 
 class LeanHead(torch.autograd.Function):
-    """selected_logprobs(hidden @ weight.T, targets, T) and the entropies, (M,) each.
-
-    hidden (M, H), weight (V, H); without `with_entropy` the entropies are 0. The weight's gradient
-    is added up in float32; autograd returns it in the weight's dtype, or in its grad_dtype if set.
-    """
+    """selected_logprobs(hidden @ weight.T, targets, T) and the entropies, (M,) each."""
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, with_entropy):
+        # hidden (M, H), weight (V, H), targets (M,); without `with_entropy` the entropies are 0
         lse, logprobs, entropy = torch.zeros(3, len(hidden), device=hidden.device)
         ctx.save_for_backward(hidden, weight, targets, lse)
         ctx.temperature = temperature
@@ -158,6 +154,7 @@ class LeanHead(torch.autograd.Function):
     def backward(ctx, grad, _):
         hidden, weight, targets, lse = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
+        # Added up in float32; autograd returns it in the weight's dtype, or in its grad_dtype.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         grad = grad / ctx.temperature                                             # (M,)
         hidden, weight = factors(hidden, weight)
@@ -208,11 +205,9 @@ def own_logprobs(model, output, hidden, targets, temperature, with_entropy):
 
 
 def own_head(model, output, hidden):
-    """Logits (M, V) of hidden states (M, H), by the model's whole forward.
-
-    Its body is put aside for one that answers at once, in the real body's kind of output: there
-    mixtures of experts look for their routers' logits.
-    """
+    """Logits (M, V) of hidden states (M, H), by the model's whole forward."""
+    # Its body is put aside for one that answers at once, in the real body's kind of output: there
+    # mixtures of experts look for their routers' logits.
     answer = type(output)(last_hidden_state=hidden[None])
     body = body_of(model)
     body.forward = lambda *args, **kwargs: answer
@@ -257,10 +252,8 @@ def grouped_hidden(model, input_ids, labels, group_ids):
 
 
 def grouped_attention(module, query, key, value, mask, scaling=None, groups=None, **kwargs):
-    """transformers' own attention; with `groups` ((P, L_1, ..., L_G), ...) that of a grouped row.
-
-    query (1, Hq, T, D), key (1, Hkv, T, D), value (1, Hkv, T, Dv) -> (1, T, Hq, Dv).
-    """
+    """transformers' own attention; with `groups` ((P, L_1, ..., L_G), ...) a grouped row's."""
+    # query (1, Hq, T, D), key (1, Hkv, T, D), value (1, Hkv, T, Dv) -> (1, T, Hq, Dv)
     if groups is None:
         return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
     for name in ("softcap", "sliding_window", "s_aux", "position_bias"):
@@ -290,12 +283,10 @@ def grouped_attention(module, query, key, value, mask, scaling=None, groups=None
 
 @lru_cache(maxsize=8)
 def attention_calls(groups, heads, device):
-    """Pieces of like length in one call -> [(queries, keys, what they see)], places.
-
-    queries (n, L) and keys (n, K) are tokens of the long row. The mask (n, 1, L * g, K) lets a
-    token see the prompt before its piece, and the piece up to itself. Past its end a piece repeats
-    its last token, with the same result. places (T,): where each token's result is found.
-    """
+    """Pieces of like length in one call -> [(queries, keys, what they see)], places."""
+    # queries (n, L) and keys (n, K) are tokens of the long row. The mask (n, 1, L * g, K) lets a
+    # token see the prompt before its piece, and the piece up to itself. Past its end a piece says
+    # its last token again, with the same result. places (T,): where each token's result is found.
     def kind(piece):
         # A hundred short answers one by one cost a hundred calls; all in one call, they cost the
         # padding to the longest. Between two powers of 2 at most half of a call is padding.
@@ -395,11 +386,7 @@ def micro_batches(labels, group_ids, token_budget, share_prompts):
 
 @contextmanager
 def layers_checkpointed(model, on):
-    """While `on`, a layer keeps its input alone, and the backward pass computes the layer again.
-
-    transformers does that for layers in training mode, and makes no key/value cache then: the
-    layers are left in evaluation mode, for the next rollout needs one.
-    """
+    """While `on`, a layer keeps its input alone, and the backward pass computes the layer again."""
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)] if on else []
     for layer in layers:
         layer.training = True
@@ -410,6 +397,7 @@ def layers_checkpointed(model, on):
     try:
         yield
     finally:
+        # In training mode it makes no key/value cache, and the next rollout needs one.
         for layer in layers:
             layer.training = False
 
@@ -513,14 +501,12 @@ def words_of(error):
 
 
 def length_limit(config):
-    """The longest prompt and answer together that a model can be trained on, in tokens; inf: any.
-
-    Beyond its original length "longrope" (Phi-3) turns all positions at another speed: the keys
-    that the sampler kept and those that the trainer makes anew are then 8 nats apart.
-    """
+    """The longest prompt and answer together that a model can be trained on; inf: any."""
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None) or math.inf
-    # Some families have a set of parameters per kind of layer; none of these is "longrope"
+    # Beyond its original length "longrope" (Phi-3) turns all positions at another speed: the keys
+    # that the sampler kept and those that the trainer makes anew are then 8 nats apart. Some
+    # families have a set of parameters per kind of layer; none of these is "longrope"
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
         original = rope.get("original_max_position_embeddings")
@@ -532,11 +518,8 @@ def length_limit(config):
 # The command: one answer, token by token
 
 def main():
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
     parser = argparse.ArgumentParser(description="Score one answer, token by token.")
     parser.add_argument("prompt", nargs="?",
                         default="Anna has 9 books , loses 4 , gives 2 , gets 7 . How many ?")
@@ -556,9 +539,9 @@ def main():
     source = str(final) if final.is_dir() else args.model
     flag = f"--model {args.model}"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
         prompt_ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True).input_ids
-        model = AutoModelForCausalLM.from_pretrained(source, use_safetensors=True)
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, use_safetensors=True)
         flag = f"--device {args.device}"
         model = model.eval().to(args.device)
     except Exception as error:                           # foreign files can be wrong in any way

@@ -26,8 +26,8 @@ import shlex
 import shutil
 import signal
 import sys
-import threading
 import time
+import timeit
 from functools import lru_cache, partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,7 +55,6 @@ from sample import chat_prompt, out_of_memory, sample_groups
 # --------------------------------------------------------------------------------------------------
 # [G] One step: sample, score, normalise, update
 
-
 @dataclasses.dataclass
 class Batch:
     """The problems of a step: B of them on this GPU."""
@@ -74,7 +73,7 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     DeepSeekMath, algorithm 1. ref_model: the frozen reference, None for no KL. `sampler` is called
     as sample_groups is. `reward_of(problems, prompts, rollout) -> (N,)` replaces the rule's reward.
     Each of several GPUs has a batch of its own; the metrics are of all. BadInput: a reward that
-    fails or is not (N,) numbers, a loss without the metrics that are needed here.
+    fails or is not (N,) numbers.
     """
     s = settings
     clock = [time.perf_counter()]
@@ -83,8 +82,8 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     rollout = answers_to(batch, policy_model, tokenizer, s, sampler)
     clock.append(time.perf_counter())
 
-    # [B] One number per answer, (N,).
-    set_rewards(rollout, batch, s, reward_of)
+    # [B] One number per answer, (N,); what fails on one GPU fails on all of them.
+    agreed(set_rewards, rollout, batch, reward_of)
     if s.max_resample:
         rollout = without_flat_groups(rollout, policy_model, tokenizer, batch, s, sampler,
                                       reward_of)
@@ -110,11 +109,7 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
 
 
 def update(policy_model, optimizer, rollout, settings):
-    """One gradient step on the rollout -> metrics of the batch.
-
-    The first update of a rollout keeps its log-probs there: nothing has moved before it, so they
-    are the old ones, and all of its ratios are 1.
-    """
+    """One gradient step on the rollout -> metrics of the batch."""
     s = settings
     logprobs = torch.zeros_like(rollout.logprobs)                                      # (N, S-1)
     entropies = torch.zeros_like(rollout.logprobs)                                     # (N, S-1)
@@ -137,6 +132,7 @@ def update(policy_model, optimizer, rollout, settings):
         (value * weight * loss_scale).backward()
         for name in metrics:
             sums[name] = sums.get(name, 0) + metrics[name] * (weight > 0)
+    # Nothing has moved before the first update: its log-probs are the old ones, all ratios are 1.
     if rollout.old_logprobs is None:
         rollout.old_logprobs = logprobs
         rollout.entropies = entropies
@@ -152,7 +148,6 @@ def update(policy_model, optimizer, rollout, settings):
 # --------------------------------------------------------------------------------------------------
 # [H] The loop: every step draws fresh answers from the policy as it is now
 
-
 def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_problems, settings,
                run=None, sampler=sample_groups, reward_of=None, reward_model=None):
     """Steps run.step + 1 .. settings.steps on `problems` (dicts, see reward.load_problems).
@@ -166,8 +161,9 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
     check_arguments(problems, eval_problems, s)
     run = run or Run()
     judge = partial(evaluate, policy_model, tokenizer, eval_problems, s, sampler, reward_of)
-    if not run.before:
+    if not run.held_out:
         figures, run.before = judge()
+        run.held_out = [(0, figure_of(figures))]
         run.log({"step": 0, **figures})
     with tqdm(total=s.steps, initial=run.step, desc="GRPO", disable=rank() > 0) as bar:
         for step in range(run.step + 1, s.steps + 1):
@@ -188,7 +184,8 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             if step % s.eval_every == 0 or step == s.steps:
                 figures, run.after = judge()
                 metrics |= figures
-                keep_best(policy_model, tokenizer, s, run, figures)
+                run.held_out.append((step, figure_of(figures)))
+                keep_best(policy_model, tokenizer, s, run)
             run.log(metrics)
             # The leash of the next step: another one only with --kl-band.
             run.kl_coef = s.kl_coef = next_beta(metrics["approx_kl"], s)
@@ -231,24 +228,18 @@ def answers_to(batch, model, tokenizer, s, sampler):
                       s.temperature, batch.generators)
 
 
-def set_rewards(rollout, batch, s, reward_of=None):
+def set_rewards(rollout, batch, reward_of=None):
     """[B]: rollout.rewards and rollout.rule_rewards, (N,) each; the same without a `reward_of`."""
-    truths = reward.truths_of(batch.problems)
-    # The rule's are computed in any case: accuracy comes from them.
-    rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)
-    rollout.rewards = rollout.rule_rewards
-    if reward_of:
-        rollout.rewards = agreed(own_rewards, reward_of, batch.problems, batch.prompts, rollout)
-
-
-def own_rewards(reward_of, problems, prompts, rollout):
-    """reward_of's rewards, (N,); BadInput where they are no such tensor."""
-    rewards = reward_of(problems, prompts, rollout)
     N = len(rollout.responses)
-    if not isinstance(rewards, torch.Tensor) or rewards.shape != (N,):
-        raise BadInput(f"reward_of: a tensor of {N} rewards, one per answer, is needed; it gave "
-                       f"{one_line(rewards)[:60]}")
-    return rewards.cpu()  # where the rule's are
+    truths = reward.truths_of(batch.problems)
+    rewards = score_responses(rollout.responses, truths, N // len(truths))
+    rollout.rule_rewards = rewards  # in any case, for accuracy comes from them
+    if reward_of:
+        rewards = reward_of(batch.problems, batch.prompts, rollout)
+        if not isinstance(rewards, torch.Tensor) or rewards.shape != (N,):
+            raise BadInput(f"reward_of: a tensor of {N} rewards, one per answer, is needed; it "
+                           f"gave {one_line(rewards)[:60]}")
+    rollout.rewards = rewards.cpu()
 
 
 def add_length_terms(rollout, s):
@@ -280,10 +271,8 @@ def advantage_options(rollout, batch, tokenizer, reward_of, s):
 
 
 def loss_mask(rollout, s):
-    """The tokens that the loss speaks of, (N, S-1): responses, cut off ones left out if asked.
-
-    Not earlier: their rewards belong to the mean that their siblings are compared with.
-    """
+    """The tokens that the loss speaks of, (N, S-1): responses, cut off ones left out if asked."""
+    # Not earlier: their rewards belong to the mean that their siblings are compared with.
     return rollout.mask & rollout.finished[:, None] if s.mask_truncated else rollout.mask
 
 
@@ -311,42 +300,34 @@ def logprobs_of_all(model, rollout, s, with_entropy=True):
 
 
 def fill_in_logprobs(policy_model, ref_model, rollout, s):
-    """[D] before anything moves: the reference's, and the policy's own where they are needed now.
-
-    The first update finds the policy's by the way. But [C] may ask for entropies, and mini-batches
-    move the policy before the last of them has been seen.
-    """
-    if s.offload:
-        # Memory is short: the rollout's cache and graphs make room for the update.
+    """[D] before anything moves: the reference's, and the policy's own if it is needed now."""
+    if s.offload:  # memory is short: the rollout's cache and graphs make room for the update
         sample.release(policy_model)
     if ref_model is not None:
         rollout.ref_logprobs, _ = logprobs_of_all(ref_model, rollout, s, with_entropy=False)
+    # The first update finds the policy's by the way. But [C] may ask for entropies, and with
+    # mini-batches the policy moves before the last of them has been seen.
     if s.minibatches > 1 or s.advantage in ("gtpo", "grpo-s"):
         rollout.old_logprobs, rollout.entropies = logprobs_of_all(policy_model, rollout, s)
 
 
 def mini_batches(rollout, s):
     """--minibatches: the groups dealt out in order, as equally as can be -> Rollouts."""
-    n = s.minibatches
-    if n == 1:
+    if s.minibatches == 1:
         return [rollout]  # itself, for the first update leaves its log-probs there
-    B = len(rollout.responses) // s.group_size
-    bounds = [B * k // n * s.group_size for k in range(n + 1)]
-    return [rollout.take(list(range(*rows))) for rows in zip(bounds, bounds[1:])]
+    groups = torch.arange(len(rollout.responses)).view(-1, s.group_size)               # (B, G)
+    return [rollout.take(rows.flatten().tolist()) for rows in groups.tensor_split(s.minibatches)]
 
 
 def micro_batches(rollout, s):
-    """Yields the rows of each as a Rollout, their place in (N, S-1), and the weight of their loss.
-
-    On one GPU every weight is 1. Several GPUs must run equally many passes, or FSDP's gathers wait
-    for ever: whoever has fewer runs its last one again, with weight 0. And FSDP averages the
-    gradients of the GPUs where we want their sum: so a real pass weighs as much as there are GPUs.
-    """
-    cuts = list(logprob.micro_batches(rollout.labels, rollout.group_ids, s.micro_batch_tokens,
-                                      s.share_prompts))
-    # Answers differ in length, so ranks may have different numbers of micro-batches.
-    most = max(gathered_objects(len(cuts)))
-    for n in range(most):
+    """Yields the rows of each as a Rollout, their place in (N, S-1), the weight of their loss."""
+    cuts = logprob.micro_batches(rollout.labels, rollout.group_ids, s.micro_batch_tokens,
+                                 s.share_prompts)
+    # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
+    # equally many, or FSDP's gathers wait for ever: whoever has fewer runs its last one again, with
+    # weight 0. And FSDP averages the gradients of the GPUs where we want their sum: so a real pass
+    # weighs as much as there are GPUs.
+    for n in range(max(gathered_objects(len(cuts)))):
         rows, width = cuts[min(n, len(cuts) - 1)]
         weight = world() if n < len(cuts) else 0
         rows = rows.tolist()
@@ -355,9 +336,9 @@ def micro_batches(rollout, s):
 
 def update_metrics(sums, grad_norm, logprobs, old_logprobs):
     """The metrics of all micro-batches, on all GPUs; whether the step must be skipped."""
-    for name in ("loss", "approx_kl"):
-        if name not in sums:
-            raise BadInput(f"grpo_loss: its metrics lack {name!r}")
+    lacking = {"loss", "approx_kl"} - sums.keys()
+    if lacking:  # a loss of the reader's own
+        raise BadInput(f"grpo_loss: its metrics lack {min(lacking)!r}")
     metrics = summed(sums)
     metrics["grad_norm"] = float(full(grad_norm))
     finite = math.isfinite(metrics["grad_norm"]) and math.isfinite(metrics["loss"])
@@ -373,34 +354,27 @@ def largest_ratio_error(logprobs, old_logprobs):
 
 
 def step_metrics(rollout, batch, updates, clock, s):
-    """What a step was like: the answers, the mean of its updates, the time.
-
-    `accuracy` and `format_rate` are the rule's, whoever gave the rewards; they are NaN where no
-    true answer is known.
-    """
+    """What a step was like: the answers, the mean of its updates, the time."""
     lengths = gathered(rollout.mask.sum(dim=1).float())                                # (N,)
     rewards = gathered(rollout.rewards)                                                # (N,)
+    # Accuracy and format are the rule's, whoever gave the rewards; NaN: no true answer is known.
     known = gathered(rollout.rule_rewards)
-    known = known[~known.isnan()]  # NaN: no true answer is known
-    groups = reward.is_right(known).view(-1, s.group_size)                             # (B, G)
+    known = known[~known.isnan()]
     entropy = summed({"entropy": rollout.entropies.sum()})["entropy"]
     started, sampled, scored = clock
     seconds = time.perf_counter() - started
     metrics = {
         "reward_mean": rewards.mean(),
         "reward_std": rewards.std(correction=0),
-        "accuracy": mean(groups),
+        "accuracy": mean(reward.is_right(known)),
         "format_rate": mean(reward.has_format(known)),
         # Groups whose rewards are all equal teach nothing: all of their advantages are 0.
         "zero_variance_groups": mean(is_flat(rewards, s.group_size)),
-        "groups_all_right": mean(groups.all(dim=1)),
-        "groups_all_wrong": mean(~groups.any(dim=1)),
         "response_length_mean": lengths.mean(),
         "response_length_p95": lengths.quantile(0.95),
         "truncated_fraction": mean(~gathered(rollout.finished)),
         "tokens": lengths.sum(),
-        # per token, of the policy that drew the answers
-        "entropy": entropy / lengths.sum(),
+        "entropy": entropy / lengths.sum(),  # per token, of the policy that drew the answers
         "kl_coef": s.kl_coef,
         # trainer against sampler, before anything has moved: rounding, and no more
         "sampler_ratio_error": largest_ratio_error(rollout.old_logprobs, rollout.logprobs),
@@ -415,7 +389,7 @@ def step_metrics(rollout, batch, updates, clock, s):
         "tokens_per_second": lengths.sum() / seconds,
     }
     if s.max_resample:
-        metrics["resampled_groups"] = summed({"n": batch.resampled})["n"]
+        metrics["resampled_groups"] = sum(gathered_objects(batch.resampled))
     for name, values in (rollout.reward_parts or {}).items():
         values = gathered(values)  # NaN where this reward does not apply
         metrics[f"reward/{name}"] = values.nanmean()
@@ -443,22 +417,18 @@ def mean(bools):
 # Dynamic sampling (DAPO, arXiv 2503.14476): a group whose rewards are all equal teaches nothing,
 # and makes room for a group of another problem
 
-
 def without_flat_groups(rollout, model, tokenizer, batch, s, sampler, reward_of):
-    """Groups without variance are replaced, in --max-resample rounds at most -> Rollout.
-
-    What stays flat after the last round stays: its advantages are 0. `batch` is changed in place.
-    """
+    """Groups without variance are replaced -> Rollout; `batch` is changed in place."""
     G = s.group_size
     N = len(rollout.responses)
-    for attempt in range(1, s.max_resample + 1):
+    for attempt in range(1, s.max_resample + 1):  # what stays flat has advantages of 0
         flat = is_flat(rollout.rewards, G).nonzero()[:, 0].tolist()
         if not any(gathered_objects(len(flat))):
             break  # every group of every rank teaches something
         # A rank that needs nothing draws one group all the same: the others wait for it in FSDP.
         others = batch.more(attempt, max(len(flat), 1))
         new = answers_to(others, model, tokenizer, s, sampler)
-        set_rewards(new, others, s, reward_of)
+        agreed(set_rewards, new, others, reward_of)
         # A new group takes the place of a flat one, unless it is flat itself.
         useful = (~is_flat(new.rewards, G)).nonzero()[:, 0].tolist()
         rows = list(range(N))
@@ -475,24 +445,22 @@ def without_flat_groups(rollout, model, tokenizer, batch, s, sampler, reward_of)
 # --------------------------------------------------------------------------------------------------
 # What train_grpo leaves to helpers: problems and random numbers of a step, evaluation, the bar
 
-
 def check_arguments(problems, eval_problems, s):
-    """BadInput for what would fail in the middle of a step."""
-    for name in MEMORY:
-        if getattr(s, name) == "auto":
-            raise BadInput(f"{flag_of(name)}: is still `auto`; plan_memory(settings) decides it")
-    if len(problems) < s.prompts_per_step:
-        raise BadInput(f"{len(problems)} problems, and a step needs {s.prompts_per_step}")
-    if not eval_problems:
-        raise BadInput("no held-out problems")
+    """BadInput for what would fail in the middle of a step; load() has found it before."""
+    unsettled = [flag_of(name) for name in MEMORY if getattr(s, name) == "auto"]
+    faults = {
+        f"{', '.join(unsettled)}: still `auto`; plan_memory(settings) decides": unsettled,
+        f"{len(problems)} problems, and a step needs {s.prompts_per_step}":
+            len(problems) < s.prompts_per_step,
+        "no held-out problems": not eval_problems,
+    }
+    for line, holds in faults.items():
+        if holds:
+            raise BadInput(line)
 
 
 def batch_of_step(tokenizer, problems, step, s, attempt=0, n=None):
-    """This GPU's share of the step's B problems -> Batch; of an attempt to resample, n others.
-
-    All answers to a prompt are drawn on one GPU: a group that is split has two means and two
-    baselines.
-    """
+    """This GPU's share of the step's B problems -> Batch; of an attempt to resample, n others."""
     B = s.prompts_per_step
     # Every epoch has a new order; the few problems that do not fill a step are left out.
     epoch, k = divmod(step - 1, len(problems) // B)  # steps count from 1
@@ -502,7 +470,7 @@ def batch_of_step(tokenizer, problems, step, s, attempt=0, n=None):
         names = (s.seed, "resample", step, attempt)
         # Those of the step itself come last.
         order = sorted(shuffled(len(problems), *names), key=order.__contains__)
-    mine = share_of_rank(B)[:n]
+    mine = share_of_rank(B)[:n]  # whole groups: one that is split over GPUs has two means
     chosen = [problems[order[j]] for j in mine]
     prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in chosen]
     return Batch(chosen, prompts, [seeded(*names, j) for j in mine],
@@ -528,17 +496,14 @@ def remember(reward_model, rollout, step, s):
 
 
 def renew(ref_model, policy_model, reward_model, step, s):
-    """DeepSeekMath's iterative GRPO: the reference becomes what the policy is now -> figures.
-
-    A reward model that learns takes the same steps on the same pairs on every rank.
-    """
+    """DeepSeekMath's iterative GRPO: the reference becomes what the policy is now -> figures."""
     follow(ref_model, policy_model)
-    if reward_model is None:
-        return {"reference_renewed": 1.0}
-    figures = reward.end_iteration(reward_model, seeded(s.seed, "reward model", step))
-    for p in reward_model.model.parameters() if world() > 1 else ():
-        dist.broadcast(p.data, 0)  # a GPU's sums may differ in their last digit
-    return {"reference_renewed": 1.0, **figures}
+    figures = {"reference_renewed": 1.0}
+    if reward_model:  # it takes the same steps on the same pairs on every rank
+        figures |= reward.end_iteration(reward_model, seeded(s.seed, "reward model", step))
+        for p in reward_model.model.parameters() if world() > 1 else ():
+            dist.broadcast(p.data, 0)  # a GPU's sums may differ in their last digit
+    return figures
 
 
 @torch.no_grad()
@@ -551,13 +516,15 @@ def follow(ref_model, policy_model):
         ref.copy_(p)
 
 
-def keep_best(model, tokenizer, s, run, figures):
-    """--keep-best: best/ beside final/, of the highest held-out accuracy so far."""
-    figure = figures["eval_accuracy"]
-    if math.isnan(figure):
-        figure = figures["eval_reward"]  # no answers are known, so there is a reward of one's own
-    if s.keep_best and (run.best is None or figure > run.best):
-        run.best = figure
+def figure_of(figures):
+    """What an evaluation is judged by: the reward of one's own where there is one."""
+    return figures.get("eval_reward", figures["eval_accuracy"])
+
+
+def keep_best(model, tokenizer, s, run):
+    """--keep-best: best/ beside final/, of the highest held-out figure so far."""
+    *others, (_, figure) = run.held_out[1:]  # the first is that of the start
+    if s.keep_best and all(figure > other for _, other in others):
         save_folder(model, tokenizer, run, "best", choose_device(s)[1])
 
 
@@ -584,13 +551,8 @@ def next_beta(approx_kl, s):
 
 def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=None,
              group_size=1, temperature=0.0, seed=0):
-    """Greedy answers (or group_size sampled ones) to all problems -> (figures, responses).
-
-    Figures: eval_accuracy by the rule, NaN where no true answer is known; with a reward of the
-    user's own also its mean, eval_reward.
-    """
-    # as many rows at a time as a training step has
-    B = max(s.prompts_per_step * s.group_size // group_size, 1)
+    """Greedy answers (or group_size sampled ones) to all problems -> (figures, responses)."""
+    B = s.prompts_per_step * s.group_size // group_size  # as many rows at a time as a step has
     mine = share_of_rank(len(problems))
 
     def answers():
@@ -601,9 +563,8 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
             generators = [seeded(seed, "evaluation", j) for j in mine[start:start + B]]
             rollout = sampler(model, tokenizer, prompts, group_size, s.max_new_tokens, temperature,
                               generators)
-            rewards = score_responses(rollout.responses, reward.truths_of(part), group_size)
-            own = own_rewards(reward_of, part, prompts, rollout) if reward_of else rewards
-            rows += zip(rollout.responses, rewards.tolist(), own.tolist())
+            set_rewards(rollout, Batch(part, prompts), reward_of)
+            rows += zip(rollout.responses, rollout.rule_rewards.tolist(), rollout.rewards.tolist())
         return rows
 
     # Not RewardFailed: the policy has moved, and must not be saved as that of the step before.
@@ -613,6 +574,7 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
     responses, rewards, own = zip(*sum(found, []))
     known = torch.tensor(rewards)
     known = known[~known.isnan()]
+    # By the rule, and NaN where no true answer is known
     figures = {"eval_accuracy": float(mean(reward.is_right(known)))}
     if reward_of:
         figures["eval_reward"] = sum(own) / len(own)
@@ -621,9 +583,13 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
 
 def show(bar, metrics, run):
     """The bar, trouble first; after an evaluation one answer, to watch it change."""
-    trouble = f"{run.skipped} SKIPPED, " if run.skipped else ""
-    bar.set_postfix_str(trouble + "reward {reward_mean:.2f}, acc {accuracy:.2f}, "
-                        "len {response_length_mean:.0f}, KL {approx_kl:.3f}".format(**metrics))
+    words = [f"{run.skipped} SKIPPED"] if run.skipped else []
+    words.append("reward {reward_mean:.2f}")
+    if metrics["format_rate"] > 0:  # else nothing is boxed, and the rule has nothing to judge
+        words.append("acc {accuracy:.2f}")
+    words += [f"held out {run.held_out[-1][1]:.2f}", "len {response_length_mean:.0f}",
+              "KL {approx_kl:.3f}"]
+    bar.set_postfix_str(", ".join(words).format(**metrics))
     bar.update()
     if "eval_accuracy" in metrics:
         say(f"step {metrics['step']}, first held out: {one_line(run.after[0])[-100:]}")
@@ -632,17 +598,15 @@ def show(bar, metrics, run):
 # --------------------------------------------------------------------------------------------------
 # The known failures of GRPO runs, as they show in the metrics, and the flag that is the remedy
 
-
 # By how much a ratio may be off 1 before the first update: rounding, of the largest of all tokens
 NORMAL_RATIO_ERROR = {torch.float32: 0.1, torch.float16: 0.2, torch.bfloat16: 1.0}
 
 
 def symptoms(history, dtype=torch.float32):
-    """Metrics of the steps so far -> {what: one line with the number and the remedy}. Pure.
+    """Metrics of the steps so far -> {what: (how bad, one line with its number)}. Pure.
 
-    `dtype` is that of the weights that compute.
-
-    Numbers are means over the last ten steps, so that an episode is told once.
+    `dtype` is that of the weights that compute. Most numbers are means over the last ten steps.
+    Some of these states are normal in a healthy run: then the line says when.
     """
     def mean_of(name, rows=history[-10:]):
         # A metric that is null counts as NaN, and no comparison with NaN is true.
@@ -664,26 +628,30 @@ def symptoms(history, dtype=torch.float32):
     ratio = mean_of("sampler_ratio_error")
     entropy = mean_of("entropy")
     known = [
-        ("length", growth > 0.2 and gain < 0.01,
-         f"answers grew by {growth:.0%} in 20 steps, accuracy by {gain:.3f}: "
-         "--length-rescale 0.33, or --aggregate constant"),
-        ("gradient", norm > 10 * usual,
-         f"gradient norm {norm:.3g}, it was {usual:.3g}: a lower --lr, a higher --kl-coef"),
-        ("kl", kl > 0.05, f"KL {kl:.3f} nats per token, above 0.05: a higher --kl-coef, "
-         "or --kl-band 0.02 0.05"),
-        ("reference", stuck and len(history) > 3,
+        ("length", growth > 0.2 and gain < 0.01, growth,
+         f"answers grew by {growth:.0%} in 20 steps, accuracy by {gain:.3f}. If they should stay "
+         "short: --length-rescale 0.33, or --aggregate constant"),
+        ("gradient", norm > 10 * usual, norm,
+         f"the gradient norm is {norm:.3g}, it was {usual:.3g}. It is clipped, and one such step "
+         "does no harm; if there are many: a lower --lr, a higher --kl-coef"),
+        ("kl", kl > 0.05, kl,
+         f"KL is {kl:.3f} nats per token, above 0.05. Normal while the reward rises; if it falls: "
+         "a higher --kl-coef, or --kl-band 0.02 0.05"),
+        ("reference", stuck and len(history) > 3, 1,
          "KL is exactly 0 while the policy has gradients: does the reference share its weights, "
          "or is --lr too small to move it?"),
-        ("flat", flat > 0.5, f"{flat:.0%} of the groups have no variance and teach nothing: "
-         "--max-resample 3, harder problems, more --temperature"),
-        ("ratio", ratio > NORMAL_RATIO_ERROR[dtype],
+        ("flat", flat > 0.5, flat,
+         f"{flat:.0%} of the groups have no variance and teach nothing. Normal once most problems "
+         "are mastered; before that: --max-resample 3, other problems, more --temperature"),
+        ("ratio", ratio > NORMAL_RATIO_ERROR[dtype], ratio,
          f"before the first update a ratio is off 1 by {ratio:.2f}: sampler "
          "and trainer differ; --sampler-correction 2.0, --dtype float32"),
-        ("entropy", entropy < 0.1 * mean_of("entropy", history[:5]),
-         f"entropy {entropy:.4f} nats per token, a tenth of what it was: --clip-eps-high 0.28, "
-         "a higher --kl-coef or --temperature"),
+        ("entropy", entropy < 0.1 * mean_of("entropy", history[:5]), 1 / max(entropy, 1e-9),
+         f"entropy is {entropy:.4f} nats per token, a tenth of what it was. Normal for a policy "
+         "that is nearly always right; if it is not: --clip-eps-high 0.28, a higher --kl-coef or "
+         "--temperature"),
     ]
-    return {what: line for what, holds, line in known if holds}
+    return {what: (bad, line) for what, holds, bad, line in known if holds}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -734,12 +702,10 @@ def flag(default, help, low=0, high=BIG, kept=True, free=False, head=None, **how
 
 
 def path(text, folder=""):
-    """A file, or file.py:function, from the root: a resumed run may start somewhere else.
-
-    What does not exist in this folder stays as it is: it is a name, gsm8k or that of a model.
-    """
+    """A file, or file.py:function, from the root: a resumed run may start somewhere else."""
     file, colon, function = text.rpartition(":") if ".py:" in text else (text, "", "")
     found = os.path.abspath(os.path.join(folder, file))
+    # What does not exist in this folder is a name, gsm8k or that of a model.
     return found + colon + function if file and os.path.exists(found) else text
 
 
@@ -838,7 +804,9 @@ def given_flags(argv, folder=""):
     # Without defaults what was given can be told apart from what was not.
     parser = Parser(prog="train.py", usage="train.py [--FLAG VALUE ...]", allow_abbrev=False,
                     argument_default=argparse.SUPPRESS,
-                    description="Group Relative Policy Optimization. See README.md.")
+                    description="Group Relative Policy Optimization. See README.md. The default "
+                    "stands in []; without --model the tiny policy has what stands in {}.")
+    tiny = json.loads((TINY / "grpo.json").read_text(encoding="utf-8"))
     for field in FIELDS.values():
         if field.metadata["head"]:
             group = parser.add_argument_group(field.metadata["head"])
@@ -849,7 +817,10 @@ def given_flags(argv, folder=""):
             how = {"type": partial(path, folder=folder)}
         elif field.type in (int, float):
             how = {"type": partial(number, field)}
-        group.add_argument(flag_of(field.name), **how, **field.metadata["how"])
+        how |= field.metadata["how"]
+        if field.name in tiny:
+            how["help"] += f" {{{tiny[field.name]}}}"
+        group.add_argument(flag_of(field.name), **how)
     return vars(parser.parse_args(argv))
 
 
@@ -895,8 +866,7 @@ def parse(argv):
 def read_config(file):
     """A JSON object of flags and values -> the same, through the parser as if they were typed."""
     with telling(f"{file}:", of=Exception):
-        with open(file, encoding="utf-8") as opened:
-            config = json.load(opened)
+        config = json.loads(Path(file).read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError("not an object of flags and values")
         if isinstance(config.get("settings"), dict):
@@ -946,11 +916,9 @@ def resumed_settings(given):
 # Loading: device, model, tokenizer, problems, reward. Whatever is wrong is found here, before a
 # folder is made.
 
-
 def load(s):
     """-> what a run is made of, under the names of train_grpo's arguments."""
-    # The cheap questions come first: flags, then files, then the model.
-    check_combinations(s)
+    check_combinations(s)  # the cheap questions come first: flags, then files, then the model
     reward_model = load_reward_model(s) if s.reward_model else None
     reward_of = load_reward_of(s, reward_model)
     sampler = sample_groups
@@ -962,16 +930,14 @@ def load(s):
     whole, tokenizer = on_rank_0(load_policy, s, share=False) or (
         None, AutoTokenizer.from_pretrained(s.model))
     if on_rank_0(check_forms, whole, s)["grouped rows"]:
-        # Its rows are padded, and their price is that of padded rows.
-        s.share_prompts = False
+        s.share_prompts = False  # its rows are padded, and their price is that of padded rows
     problems, eval_problems = load_data(s, tokenizer)
     policy_model = shard(whole, s) if world() > 1 else whole
     optimizer = None
     if not s.eval_only:
         optimizer = make_optimizer(policy_model, s)
         start_from_file(optimizer, policy_model, s)
-    # The reference is the policy as it starts, frozen.
-    ref_model = None
+    ref_model = None  # the policy as it starts, frozen
     if s.kl_coef and not s.eval_only:
         ref_model = shard(whole, s) if world() > 1 else copy.deepcopy(policy_model)
         ref_model.requires_grad_(False)
@@ -1051,16 +1017,11 @@ def dtype_of_cpu(model):
         return torch.float32  # what is wrong with its files is told where they are loaded
     if hidden < 512:
         return torch.float32  # a small model's time goes elsewhere
-    seconds = {}
-    for dtype in (torch.float32, torch.bfloat16):
+    def seconds(dtype):
         tokens = torch.ones(512, hidden, dtype=dtype)
         weight = torch.ones(hidden, 4 * hidden, dtype=dtype)
-        times = [time.perf_counter()]
-        for _ in range(6):
-            tokens @ weight
-            times.append(time.perf_counter())
-        seconds[dtype] = min(later - sooner for sooner, later in zip(times, times[1:]))
-    faster = seconds[torch.float32] / seconds[torch.bfloat16]
+        return min(timeit.repeat(lambda: tokens @ weight, number=1, repeat=6))
+    faster = seconds(torch.float32) / seconds(torch.bfloat16)
     chosen = torch.bfloat16 if faster >= 2 else torch.float32
     say(f"--dtype auto: {chosen}, for this CPU multiplies bfloat16 {faster:.1f} times as fast as "
         "float32")
@@ -1101,7 +1062,6 @@ def load_data(s, tokenizer):
     """Training and held-out problems -> two lists of dicts."""
     # Our own rewards compare with a true answer: without one they would be 0 for ever.
     only_rules = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
-
     def load_problems(name, source):
         with telling(f"{name}:"):
             return reward.load_problems(source, s.question_field, s.answer_field,
@@ -1130,6 +1090,11 @@ def fitting(name, problems, tokenizer, s):
     with telling(f"--model {s.model}:"):
         prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
     ids = tokenizer(prompts, add_special_tokens=False).input_ids if prompts else []
+    tokens = sum(map(len, ids))
+    unknown = sum(row.count(tokenizer.unk_token_id) for row in ids)
+    if unknown > 0.05 * tokens:
+        say(f"{name}: {unknown / tokens:.0%} of the prompts' tokens are unknown to the tokenizer "
+            f"of --model {s.model}, which cannot read them; another --model may")
     most = s.max_prompt_tokens or math.inf
     kept = [problem for problem, row in zip(problems, ids) if len(row) <= most]
     if len(kept) < len(problems):
@@ -1139,17 +1104,16 @@ def fitting(name, problems, tokenizer, s):
     longest = max((len(row) for row in ids if len(row) <= most), default=0)
     limit = logprob.length_limit(AutoConfig.from_pretrained(s.model))
     if longest + s.answer_tokens > limit:
+        turns = f" or --max-turns (now {s.max_turns})" if s.reply else ""
         raise BadInput(f"{name}: a prompt of {longest} tokens and {s.answer_tokens} of an answer "
-                       f"(--max-new-tokens, --max-turns) are more than the model's {limit} "
-                       "positions; --max-prompt-tokens leaves such prompts out")
+                       f"are more than the model's {limit} positions: lower --max-new-tokens (now "
+                       f"{s.max_new_tokens}){turns}, or leave long prompts out by "
+                       "--max-prompt-tokens")
     return kept
 
 
 def load_reward_of(s, reward_model=None):
-    """-> reward_of(problems, prompts, rollout) -> (N,), in place of the rule's; None: the rule's.
-
-    What else it finds stands beside the answers, in the Rollout.
-    """
+    """-> reward_of(problems, prompts, rollout) -> (N,); None: the rule's rewards count."""
     if reward_model:
         prompt_of = partial(chat_prompt, reward_model.tokenizer, system_prompt=s.system_prompt)
         reward_of = partial(reward.model_rewards, reward_model, prompt_of)
@@ -1457,31 +1421,30 @@ def memory(s, model):
 
 
 def host_memory(s, model):
-    """What --offload keeps in host memory: {what: bytes}; nothing of it counts for the GPU."""
+    """Bytes that --offload keeps in host memory; none of them counts for the GPU."""
     n = sum(p.numel() for p in model.parameters())
     away = s.offload and world() == 1 and model.dtype != torch.float32
-    bytes_each = {"float32 masters": 4, "AdamW's two moments": 8, "gradients, float32": 4,
-                  "rounded weights": model.dtype.itemsize}
-    return {f"host: {what}": size * n * away for what, size in bytes_each.items()}
+    return (4 + 8 + 4 + model.dtype.itemsize) * n * away  # masters, moments, gradients, weights
 
 
 def print_memory(s):
     """--dry-run: the count of these flags on a GPU, for everything that `auto` may become there."""
     model = model_without_storage(s, torch.float32 if s.dtype == "float32" else torch.bfloat16)
     ways = ways_to_save(s, "cuda")
+    columns = []
     with telling(f"--model {s.model}: its memory cannot be counted:", of=Exception):
-        counts = [memory(way, model) for way in ways]
-        hosts = [host_memory(way, model) for way in ways]
+        for way in ways:
+            column = memory(way, model)
+            column["sum"] = sum(column.values())
+            column["host memory"] = host_memory(way, model)
+            columns.append(column)
     print(f"{s.model}: {sum(p.numel() for p in model.parameters()):,} weights in {model.dtype}; "
           f"{s.prompts_per_step} x {s.group_size} answers of {s.answer_tokens} tokens behind "
           f"prompts of {PROMPT}; one of {world()} processes, GB = 1e9 bytes on its GPU\n")
     for name in MEMORY:
         print(f"{flag_of(name):30}" + "".join(f"{getattr(way, name)!s:>10}" for way in ways))
-    for total, table in (("sum", counts), ("host: sum", hosts)):
-        for count in table:
-            count[total] = sum(count.values())
-        for what in table[0]:
-            print(f"{what:30}" + "".join(f"{count[what] / 1e9:10.2f}" for count in table))
+    for what in columns[0]:
+        print(f"{what:30}" + "".join(f"{column[what] / 1e9:10.2f}" for column in columns))
 
 
 def with_smaller_micro_batches(function):
@@ -1495,8 +1458,7 @@ def with_smaller_micro_batches(function):
             except RuntimeError as error:
                 if not out_of_memory(error) or s.micro_batch_tokens < 256 or world() > 1:
                     raise
-            # Outside of `except`, for there the error still holds the activations.
-            s.micro_batch_tokens //= 2
+            s.micro_batch_tokens //= 2  # outside of `except`: the error holds the activations
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             say(f"out of memory: --micro-batch-tokens is now {s.micro_batch_tokens}; "
@@ -1513,7 +1475,6 @@ fill_in_logprobs = with_smaller_micro_batches(fill_in_logprobs)
 # Several GPUs (torchrun): torch's own FSDP2. Every rank holds a shard of the weights and of their
 # masters, gathers a layer when it computes, and takes whole groups of its own. With one process all
 # of this is the identity.
-
 
 def rank(name="RANK", alone=0):
     """What torchrun tells in the environment; what is no number is refused by join_ranks()."""
@@ -1605,25 +1566,19 @@ def sharded_like(p, tensor):
 
 
 def shard(whole, s):
-    """FSDP2 on every decoder layer and on the rest: shards, gathered when they compute.
-
-    `whole` is the model on rank 0, in host memory, and None elsewhere: no other rank ever holds
-    more than its shards and one tensor on its way.
-    """
+    """FSDP2 on every decoder layer and on the rest: shards, gathered when they compute."""
+    # `whole` is the model on rank 0, in host memory, and None elsewhere: no other rank ever holds
+    # more than its shards and one tensor on its way.
+    from torch.distributed import fsdp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-    from torch.distributed.fsdp import (
-        MixedPrecisionPolicy,
-        fully_shard,
-        register_fsdp_forward_method,
-    )
 
     device, dtype = choose_device(s)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     model = model_without_storage(s, dtype)
     sample.switch_off_dropout(model)
     for layer in next(m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList)):
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)  # what stands outside: embeddings, last norm, head
+        fsdp.fully_shard(layer, mp_policy=policy)
+    fsdp.fully_shard(model, mp_policy=policy)  # what stands outside: embeddings, last norm, head
     model.to_empty(device=device)  # storage for this rank's shards
     model.tie_weights()
     set_model_state_dict(model, whole.state_dict() if whole else {}, options=StateDictOptions(
@@ -1639,7 +1594,7 @@ def shard(whole, s):
         model.set_attn_implementation("grouped")
     # [D] enters below the model's own forward, and FSDP gathers only where it knows the door.
     model.token_logprobs = partial(token_logprobs, model)
-    register_fsdp_forward_method(model, "token_logprobs")
+    fsdp.register_fsdp_forward_method(model, "token_logprobs")
     return model
 
 
@@ -1663,13 +1618,11 @@ def whole_weights(model):
 # A run: where it stands, and its folder with config.json, inputs.json, metrics.jsonl,
 # samples.jsonl, checkpoint/, final/
 
-
 class Run:
     """Where a run stands and where it writes. Only rank 0 writes; without a folder nobody does."""
 
     def __init__(self, folder=None):
-        # Every rank knows the name; rank 0 alone has the folder and its lock.
-        self.name = str(folder)
+        self.name = str(folder)  # every rank knows it; rank 0 alone has the folder and its lock
         self.folder = Path(folder) if folder and rank() == 0 else None
         self.lock = None
         self.tensorboard = None
@@ -1678,23 +1631,22 @@ class Run:
         self.saved = None  # what error lines say of the last checkpoint, once there is a run
         self.skipped = 0
         self.skipped_in_a_row = 0
-        # of --kl-band, of --keep-best, and the metrics that symptoms() reads
-        self.kl_coef = None
-        self.best = None
+        self.kl_coef = None  # of --kl-band
+        self.held_out = []  # (step, figure_of an evaluation)
+        # the metrics that symptoms() reads, and how bad each of them was when it was told
         self.history = []
+        self.told = {}
         self.dtype = torch.float32
         # what is trained further beside the policy, and so belongs into the checkpoint
         self.reward_model = None
         self.ref_model = None
-        # greedy answers to the held-out problems, before and after training
-        self.before = []
-        self.after = []
+        self.before = []  # greedy answers to the held-out problems
+        self.after = []  # the same, after training
 
     def claim_folder(self, s):
         """On rank 0: a folder, made and locked, that holds no run but one to resume -> its name."""
         name = s.output or f"runs/{Path(s.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        # From the root, for a reward may go to another folder.
-        self.folder = Path(os.path.abspath(name))
+        self.folder = Path(os.path.abspath(name))  # a reward may go to another folder
         with telling(f"--output {name}: cannot be written, or another run writes there:",
                      of=OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -1725,12 +1677,11 @@ class Run:
             name = signal.Signals(number).name
             say(f"\nstopping after this step ({name}; once more: at once)", sys.stderr)
 
-        # Only the main thread may set handlers; elsewhere signals are left to whoever started it.
-        settable = threading.current_thread() is threading.main_thread()
         with contextlib.ExitStack() as put_back:
-            for name in ("SIGINT", "SIGTERM", "SIGHUP") if settable else ():
-                number = getattr(signal, name, None)
-                if number:  # Windows has no SIGHUP
+            for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+                # Windows has no SIGHUP, and only the main thread may set handlers.
+                with contextlib.suppress(AttributeError, ValueError):
+                    number = getattr(signal, name)
                     put_back.callback(signal.signal, number, signal.signal(number, stop))
             yield
 
@@ -1740,20 +1691,17 @@ class Run:
         return self.signal
 
     def log(self, metrics):
-        """A line of metrics, and of warning when a known failure begins to show.
-
-        BadInput after ten updates in a row that changed no weight.
-        """
+        """A line of metrics, and one of warning when a known failure may begin to show."""
         self.step = metrics["step"]
         if "loss" in metrics:
-            # From what the file holds, and from nothing else: a resumed run warns as one never
-            # stopped.
-            known = symptoms(self.history, self.dtype) if self.history else {}
             self.history.append(as_json(metrics))
-            now = symptoms(self.history, self.dtype)
-            new = [line for what, line in now.items() if what not in known]
-            if new:
-                metrics["warning"] = "; ".join(new)
+            lines = []
+            for what, (bad, line) in symptoms(self.history, self.dtype).items():
+                if bad > 3 * self.told.get(what, 0):  # once, and again where it is clearly worse
+                    self.told[what] = bad
+                    lines.append(line)
+            if lines:
+                metrics["warning"] = "; ".join(lines)
                 say(f"step {self.step}: {metrics['warning']}", sys.stderr)
         self.append("metrics.jsonl", [metrics])
         with self.writing("tensorboard"):
@@ -1775,14 +1723,12 @@ class Run:
         records = []
         for j, prompt in enumerate(batch.prompts[:groups]):
             part = rollout.take(list(range(j * G, (j + 1) * G)))
-            records.append({"step": step, "prompt": prompt, "responses": part.responses,
+            # Of a conversation, what the others said too.
+            records.append({"step": step, "prompt": prompt,
+                            "responses": part.turns or part.responses,
                             "rewards": part.rewards.tolist(),
                             "advantages": part.advantages.tolist()})
         self.append("samples.jsonl", records)
-        if self.tensorboard:
-            text = "\n\n".join(record["responses"][0] for record in records)
-            with self.writing("tensorboard"):
-                self.tensorboard.add_text("answers", text, step)
 
     def append(self, name, records):
         """Lines of JSON at the end of a file."""
@@ -1790,11 +1736,6 @@ class Run:
             lines = [json.dumps(as_json(record)) + "\n" for record in records]
             with self.writing(name), open(self.folder / name, "a", encoding="utf-8") as file:
                 file.write("".join(lines))
-
-    def write_json(self, name, content):
-        if self.folder:
-            with self.replacing(name) as place:
-                place.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
     def writing(self, name):
         """One line for whatever goes wrong with this file; the run can be resumed."""
@@ -1842,9 +1783,9 @@ MODEL_FILES = ("*.safetensors", "*config.json", "*token*", "vocab*", "merges*", 
 
 def inputs_of(s, problems, eval_problems):
     """SHA-256 of what a run starts from, and versions -> {name: text}."""
-    found = {"torch": torch.__version__, "transformers": transformers.__version__,
-             "--data": digest(json.dumps(problems, sort_keys=True).encode()),
-             "--eval-data": digest(json.dumps(eval_problems, sort_keys=True).encode())}
+    found = {"torch": torch.__version__, "transformers": transformers.__version__}
+    for name, rows in (("--data", problems), ("--eval-data", eval_problems)):
+        found[name] = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
     for flag, model in (("--model", s.model), ("--reward-model", s.reward_model)):
         for pattern in MODEL_FILES if model else ():
             # a folder, or the snapshot of a hub name
@@ -1853,15 +1794,12 @@ def inputs_of(s, problems, eval_problems):
                 found[f"{flag} {file.name}"] = digest(file)
     for spec in (*(s.reward or ()), s.step_reward, s.reply):
         if spec and ":" in spec:
-            found[spec] = digest(Path(spec.rpartition(":")[0]))
+            found[spec] = digest(spec.rpartition(":")[0])
     return found
 
 
-def digest(content):
-    """SHA-256 of bytes, or of the file of this Path."""
-    if isinstance(content, bytes):
-        return hashlib.sha256(content).hexdigest()
-    with open(content, "rb") as file:
+def digest(path):
+    with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -1883,12 +1821,9 @@ def check_inputs(run, found):
 
 
 def save_folder(model, tokenizer, run, name, dtype=None):
-    """A folder that from_pretrained opens, in the place of the old one.
-
-    Several ranks gather the weights, in the dtype that computes.
-    """
+    """A folder that from_pretrained opens, in the place of the old one."""
     weights = None
-    if world() > 1:
+    if world() > 1:  # gathered, in the dtype that computes
         weights = whole_on_rank_0(dict(model.named_parameters()), dtype)
     if run.folder:
         with run.replacing(name) as place:
@@ -1900,7 +1835,7 @@ def save_folder(model, tokenizer, run, name, dtype=None):
 # A checkpoint: all tensors that training moves, and Run's counters. What else a step needs
 # (problems, random numbers, learning rate) follows from the step and the settings.
 
-COUNTERS = ("step", "skipped", "kl_coef", "best", "before")
+COUNTERS = ("step", "skipped", "kl_coef", "held_out", "told", "before")
 LOGS = ("samples.jsonl", "metrics.jsonl")
 
 
@@ -1919,14 +1854,12 @@ def moving(run, model, optimizer):
 
 
 def save_checkpoint(run, model, optimizer):
-    """One safetensors file, moved over the old one. Tensors are whole, however they are sharded.
-
-    After a skipped update, or with weights that are not finite, the checkpoint before stays.
-    """
+    """One safetensors file, moved over the old one. Tensors are whole, however they are sharded."""
     tensors = whole_on_rank_0({
         f"{key}/{name}": value for name, tensor, state in moving(run, model, optimizer)
         for key, value in {"weight": tensor, **state}.items()})
-    finite = all(bool(tensor.isfinite().all()) for tensor in tensors.values())
+    # After a skipped update, or with weights that are not finite, the checkpoint before stays.
+    finite = all(tensor.isfinite().all() for tensor in tensors.values())
     if run.skipped_in_a_row or not all(gathered_objects(finite)):
         return
     if run.folder:
@@ -1939,8 +1872,7 @@ def save_checkpoint(run, model, optimizer):
         text = bytearray(json.dumps(counters).encode())
         tensors["counters"] = torch.frombuffer(text, dtype=torch.uint8)
         with run.replacing("checkpoint/run.safetensors") as place:
-            # The lines of these steps first: a checkpoint ahead of them would leave a gap.
-            for name in LOGS:
+            for name in LOGS:  # first, for a checkpoint ahead of its lines would leave a gap
                 reach_the_disk(run.folder / name)
             save_file(tensors, place)
             # safetensors writes for the owner alone, we for whom the umask says.
@@ -1964,8 +1896,7 @@ def load_checkpoint(run, model, optimizer):
         names = set(file.keys())
         for name, tensor, state in moving(run, model, optimizer):
             tensor.copy_(sharded_like(tensor, file.get_tensor(f"weight/{name}")))
-            # A weight that never had a gradient has no moments.
-            for key in ("step", "exp_avg", "exp_avg_sq"):
+            for key in ("step", "exp_avg", "exp_avg_sq"):  # no gradient yet: no moments
                 if f"{key}/{name}" in names:
                     state[key] = sharded_like(tensor, file.get_tensor(f"{key}/{name}"))
     if isinstance(optimizer, MasterAdamW):
@@ -1979,16 +1910,15 @@ def forget_after(run, step):
     """Lines of steps that the checkpoint has not seen are cut off, and will be written again."""
     for name in LOGS:
         path = run.folder / name
-        # Behind the last end of a line stands nothing, or a line that a kill has cut off.
-        lines = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
         with telling(f"--resume: {path}: not lines of ours:", of=Exception):
+            path.touch()  # a run that was killed early may have none
+            # Behind the last end of a line stands nothing, or a line that a kill has cut off.
+            lines = path.read_bytes().split(b"\n")[:-1]
             records = [json.loads(line) for line in lines]
             kept = [record for record in records if record["step"] <= step]
-        if path.is_file():
-            with run.writing(name):
-                os.truncate(path, sum(len(line) + 1 for line in lines[:len(kept)]))
-    # of metrics.jsonl, the last one
-    run.history = [record for record in kept if "loss" in record]
+        with run.writing(name):
+            os.truncate(path, sum(len(line) + 1 for line in lines[:len(kept)]))
+    run.history = [record for record in kept if "loss" in record]  # of the last: metrics.jsonl
 
 
 @torch.no_grad()
@@ -2004,7 +1934,6 @@ def whole_on_rank_0(tensors, dtype=None):
 
 # --------------------------------------------------------------------------------------------------
 # The program: parse, load, open the folder, train, save, tell
-
 
 def main(argv=None):
     """-> exit status: 0 done; 2 bad input, one line on standard error; 128 + signal if stopped."""
@@ -2071,7 +2000,7 @@ def train(parts, run, s):
     save_folder(parts.policy_model, parts.tokenizer, run, "final", choose_device(s)[1])
     if parts.reward_model:
         save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
-    print_story(run, parts.eval_problems)
+    print_story(run, parts.eval_problems, "reward" if parts.reward_of else "accuracy")
     return 0
 
 
@@ -2088,8 +2017,9 @@ def begin(run, parts, s):
         if s.steps < run.step:
             raise BadInput(f"--steps {s.steps}: the run in {run.name} stands at step {run.step}")
     kept = {name: getattr(s, name) for name in FIELDS if FIELDS[name].metadata["kept"]}
-    run.write_json("config.json", {name: v for name, v in kept.items() if v is not None})
-    run.write_json("inputs.json", inputs)
+    for name, content in (("config.json", kept), ("inputs.json", inputs)) if run.folder else ():
+        with run.replacing(name) as place:
+            place.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     run.saved = run.saved or "none"
     if run.folder:
         with contextlib.suppress(ImportError):  # where TensorBoard is installed
@@ -2115,7 +2045,7 @@ def say(line, file=None):
         file.flush()
 
 
-def print_story(run, eval_problems):
+def print_story(run, eval_problems, judged_by):
     """One held-out problem, answered before and after; the curves; what comes next."""
     # A problem that was wrong before training and is right after it; if there is none, the first.
     truths = reward.truths_of(eval_problems)
@@ -2124,7 +2054,9 @@ def print_story(run, eval_problems):
     i = int((after & ~before).int().argmax())
     say(f"\nquestion  {eval_problems[i]['question']}\nbefore    {run.before[i]}\n"
         f"after     {run.after[i]}\ntruth     {truths[i] or 'not known'}\n")
-    for name in ("accuracy", "reward_mean", "approx_kl", "response_length_mean"):
+    say(f"{f'held-out {judged_by}':22}" + small_curve([figure for _, figure in run.held_out]))
+    boxed = any(m["format_rate"] for m in run.history)
+    for name in ("accuracy",) * boxed + ("reward_mean", "approx_kl", "response_length_mean"):
         say(f"{name:22}" + small_curve([m[name] for m in run.history if m[name] is not None]))
     config = os.path.join(run.name, "config.json")
     final = os.path.join(run.name, "final")
@@ -2219,8 +2151,7 @@ def keep_going(stream):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return attempt
 
-    # A terminal that knows ASCII alone gets the rest as escapes.
-    stream.reconfigure(errors="backslashreplace")
+    stream.reconfigure(errors="backslashreplace")  # for a terminal that knows ASCII alone
     stream.write = unless_it_fails(stream.write)
     stream.flush = unless_it_fails(stream.flush)
 

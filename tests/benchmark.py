@@ -4,17 +4,23 @@
     python tests/benchmark.py tiny small        # the default run; 4 layers, 64 and 256 new tokens
     python tests/benchmark.py ragged vocab      # answers of many lengths; 151,936 words
     python tests/benchmark.py qwen1.5b          # the shape of Qwen2.5-1.5B, on a GPU only
+    python tests/benchmark.py real --steps 3    # the model and the task of tests/real_model.py
+    python tests/benchmark.py real --steps 20 --bf16        # and does it learn as well there
     python tests/benchmark.py --scaling         # ours alone: twice the groups, answers, prompts
     python tests/benchmark.py small --against=--no-share-prompts    # ours with and without a flag
     python tests/benchmark.py --head            # [D]'s head alone: lean, and with all the logits
 
-Without a preset all of them run; with TRL (`pip install trl`) that takes hours, most of them vocab.
+Without a preset all of them run but real; with TRL (`pip install trl`) that takes hours, most of
+them vocab.
 
 What: a whole step, `train.train_step` here and `GRPOTrainer.train` there, on the same weights
 (random, but for tiny), prompts, lengths, reward and threads; on a CPU in float32. TRL gets
 `loss_type="grpo"`, our beta, learning rate and optimizer, no checkpointing, logging or saving. Its
 micro-batch (rows per device batch) is the fastest of a few. Ours is the same number of tokens
 without checkpointing, and then whatever train.py does by default.
+
+The preset real trains: both sides take the same problems in the same order, and the table shows
+their rewards beside their CPU seconds.
 
 How: every measurement is a process of its own, with one step of warm-up and then `--repeat`
 measured ones. Ours and TRL's take turns `--pairs` times, and ratios are taken between neighbours,
@@ -48,10 +54,11 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 import train  # noqa: E402
 from logprob import LeanHead, selected_logprobs  # noqa: E402
-from reward import load_problems, rule_reward  # noqa: E402
+from reward import load_function, load_problems, reward_fn_of, rule_reward  # noqa: E402
 
 # An end token of this chance per draw never comes: all answers have the full length.
 SMALL = {
@@ -68,6 +75,7 @@ PRESETS = {
     "ragged": [SMALL | {"new_tokens": 256, "end_chance": 1 / 64}],
     "vocab": [SMALL | {"vocab": 151936, "hidden": 128, "ffn": 512}],
     "qwen1.5b": [QWEN],
+    "real": [],  # trains, see train_both
 }
 # Measured steps per process and turns, where --repeat and --pairs do not say otherwise. A step of
 # tiny is short; one of qwen1.5b is long, and a GPU's clock is steady.
@@ -84,12 +92,12 @@ def measure(job):
     """Steps of one side -> {figure: one number per step}; one "peak", in MB, and the ceilings."""
     settings = train.plan_memory(settings_of(job["folder"], job["flags"]))
     policy, _ = train.load_policy(settings)
-    tokenizer, batch = read_batch(settings)
+    tokenizer, batches = read_batches(settings, 1 + job["repeat"])
     run_steps = trl if job["side"] == "trl" else ours
-    steps, loaded = run_steps(settings, policy, tokenizer, batch, job)
-    peak = peak_memory() - loaded
+    steps, rewards, loaded = run_steps(settings, policy, tokenizer, batches, job)
+    whole = peak_memory()
     matrix_rate, bandwidth = ceilings(policy.device, policy.dtype)
-    P = len(tokenizer(batch.prompts[0]).input_ids)
+    P = len(tokenizer(batches[0].prompts[0]).input_ids)
     U = settings.updates_per_rollout
     figures = []
     for seconds, cpu, sampling, lengths in steps[1:]:
@@ -107,7 +115,8 @@ def measure(job):
             "of_matrix_rate": flops / update / matrix_rate,
         })
     result = {name: [step[name] for step in figures] for name in figures[0]}
-    return result | {"peak": [peak], "bandwidth": [bandwidth], "matrix_rate": [matrix_rate]}
+    return result | {"peak": [whole - loaded], "whole": [whole], "rewards": rewards,
+                     "bandwidth": [bandwidth], "matrix_rate": [matrix_rate]}
 
 
 def forward_flops(policy, P, lengths, settings):
@@ -164,51 +173,73 @@ def best_time(work, turns=3, times=5):
 
 
 def settings_of(folder, flags=()):
-    """The settings of tests/tiny or of a folder that make_folder made, and flags over them."""
-    return train.parse([f"--config={Path(folder) / 'grpo.json'}", f"--model={folder}", *flags])
+    """The settings of tests/tiny, of a folder that make_folder made or of a task of
+    tests/real_model.py, and flags over them."""
+    folder = Path(folder)
+    if (folder / "grpo.json").is_file():
+        return train.parse([f"--config={folder / 'grpo.json'}", f"--model={folder}", *flags])
+    return train.parse([f"--config={folder / 'config.json'}", *flags])
 
 
-def read_batch(settings):
-    """-> tokenizer, Batch. AutoTokenizer would give every Qwen2 the words of Qwen2."""
+def read_batches(settings, n):
+    """-> tokenizer, n Batches: those of a training where rewards are learned from, else one again
+    and again. AutoTokenizer would give every Qwen2 the words of Qwen2."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(settings.model)
-    problems = load_problems(settings.data)[:settings.prompts_per_step]
+    problems = load_problems(settings.data)
+    if settings.reward:
+        return tokenizer, [train.batch_of_step(tokenizer, problems, step, settings)
+                           for step in range(1, n + 1)]
+    problems = problems[:settings.prompts_per_step]
     prompts = [train.chat_prompt(tokenizer, problem, settings.system_prompt)
                for problem in problems]
-    return tokenizer, train.Batch(problems, prompts)
+    return tokenizer, [train.Batch(problems, prompts)] * n
 
 
-def reward(completions, answer, **_):
+def coin_toss(completions, answer, **columns):
     """The rule's reward; what random weights say is never boxed, and gets a coin toss."""
     return [rule_reward(text, truth) if "boxed" in text else len(text) % 2.0
             for text, truth in zip(completions, answer)]
 
 
-def ours(settings, policy, tokenizer, batch, job):
-    """-> steps (seconds, CPU seconds, seconds of sampling, lengths), and MB when all was loaded."""
-    reference = copy.deepcopy(policy).requires_grad_(False) if settings.kl_coef else None
-    optimizer = train.make_optimizer(policy, settings)
+def reward_functions(settings):
+    """What the answers are paid for, as TRL calls it."""
+    return [load_function(spec) for spec in settings.reward or ()] or [coin_toss]
+
+
+def ours(settings, policy, tokenizer, batches, job):
+    """-> steps (seconds, CPU seconds, seconds of sampling, lengths), the mean reward of each, and
+    MB when all was loaded."""
+    s = settings
+    reference = copy.deepcopy(policy).requires_grad_(False) if s.kl_coef else None
+    optimizer = train.make_optimizer(policy, s)
+    train.start_from_file(optimizer, policy, s)
     loaded = memory_loaded(policy, reference)
+    paid = reward_fn_of(s.reward) if s.reward else None
     steps = []
+    rewards = []
 
     def reward_of(problems, prompts, rollout):
         nonlocal loaded
         if job["side"] == "update":  # its memory alone: from here on, the moments are there
             optimizer.zero_grad()
             loaded = memory_loaded(policy, reference)
-        truths = [problem["answer"] for problem in problems for _ in range(settings.group_size)]
-        return torch.tensor(reward(rollout.responses, truths))
+        if paid:
+            return paid(problems, prompts, rollout)
+        truths = [problem["answer"] for problem in problems for _ in range(s.group_size)]
+        return torch.tensor(coin_toss(rollout.responses, truths))
 
-    for _ in range(1 + job["repeat"]):
+    for batch in batches:
         start = now()
-        metrics, rollout = train.train_step(policy, reference, optimizer, tokenizer, batch,
-                                            settings, reward_of=reward_of)
+        metrics, rollout = train.train_step(policy, reference, optimizer, tokenizer, batch, s,
+                                            reward_of=reward_of)
         end = now()
         lengths = rollout.mask.sum(dim=1).tolist()
         steps.append((end[0] - start[0], end[1] - start[1], metrics["seconds_sampling"], lengths))
-    return steps, loaded
+        rewards.append(metrics["reward_mean"])
+    return steps, rewards, loaded
 
 
-def trl(settings, policy, tokenizer, batch, job):
+def trl(settings, policy, tokenizer, batches, job):
     """The same from TRL's trainer."""
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -217,11 +248,19 @@ def trl(settings, policy, tokenizer, batch, job):
     s = settings
     U = s.updates_per_rollout
     cuda = policy.device.type == "cuda"
-    if cuda:  # float32 weights under bfloat16 autocast: its own default
+    half = policy.dtype == torch.bfloat16
+    if half:  # float32 weights under bfloat16 autocast: its own default
         policy = AutoModelForCausalLM.from_pretrained(s.model, dtype=torch.float32)
     rollouts = []  # (seconds, lengths) of each
     starts = []    # clocks of each optimizer step
     ends = []
+    rewards = []
+
+    def reward(**columns):
+        values = [function(**columns) for function in reward_functions(s)]
+        totals = [sum(row) for row in zip(*values)]
+        rewards.append(sum(totals) / len(totals))
+        return totals
 
     class Timed(GRPOTrainer):
         def _generate(self, prompts):
@@ -240,15 +279,15 @@ def trl(settings, policy, tokenizer, batch, job):
     args = GRPOConfig(
         output_dir=job["output"], per_device_train_batch_size=job["rows"],
         gradient_accumulation_steps=s.prompts_per_step * s.group_size // job["rows"],
-        num_generations=s.group_size, num_iterations=U, max_steps=U * (1 + job["repeat"]),
+        num_generations=s.group_size, num_iterations=U, max_steps=U * len(batches),
         max_completion_length=s.max_new_tokens, temperature=s.temperature, top_k=0, top_p=1.0,
         beta=s.kl_coef, epsilon=s.clip_eps, loss_type="grpo",
         learning_rate=s.lr, lr_scheduler_type="constant", weight_decay=0.0,
         max_grad_norm=s.max_grad_norm, optim="adamw_torch_fused",
-        use_vllm=False, bf16=cuda, use_cpu=not cuda, gradient_checkpointing=False,
-        shuffle_dataset=False, dataloader_pin_memory=False,
+        use_vllm=False, bf16=half, use_cpu=not cuda, gradient_checkpointing=False,
+        shuffle_dataset=False, dataloader_pin_memory=False, seed=s.seed,
         report_to="none", save_strategy="no", logging_strategy="no", disable_tqdm=True)
-    rows = [{"prompt": prompt, "answer": problem["answer"]}
+    rows = [{"prompt": prompt, "answer": problem["answer"]} for batch in batches
             for prompt, problem in zip(batch.prompts, batch.problems)]
     trainer = Timed(policy, reward, args, processing_class=tokenizer, callbacks=[Clock()],
                     train_dataset=Dataset.from_list(rows))
@@ -256,7 +295,7 @@ def trl(settings, policy, tokenizer, batch, job):
     trainer.train()
     steps = [(end[0] - start[0], end[1] - start[1], *rollout)
              for start, end, rollout in zip(starts[::U], ends[U - 1::U], rollouts)]
-    return steps, loaded
+    return steps, rewards, loaded
 
 
 def head_alone(job):
@@ -418,7 +457,7 @@ def compare(name, folder, repeat, pairs, micro_batches):
         seconds = {n: middle([run(folder, "trl", max(repeat // 3, 1), n)], key) for n in rows}
         rows.sort(key=seconds.get)
     best = rows[0]
-    tokenizer, batch = read_batch(settings)
+    tokenizer, [batch] = read_batches(settings, 1)
     longest = max(map(len, tokenizer(batch.prompts).input_ids)) + settings.max_new_tokens
     same = [f"--micro-batch-tokens={best * longest}", "--no-gradient-checkpointing"]
     ours_same, theirs, ours_default = zip(*[
@@ -427,6 +466,27 @@ def compare(name, folder, repeat, pairs, micro_batches):
     print_figures(name, {f"ours, {best} rows": ours_same, f"TRL, {best} rows": theirs,
                          "ours, default": ours_default})
     print_ratios(name, ours_same, theirs, ours_default)
+
+
+def train_both(folder, steps, rows, flags):
+    """The preset real: ours and TRL's, a training of so many steps each, one after the other."""
+    if not (folder / "config.json").is_file():
+        sys.exit(f"--task {folder}: no config.json there; python tests/real_model.py writes one")
+    flags = ["--warmup-steps=0", *flags]  # TRL's warm-up begins with a step of nothing
+    sides = {"ours": run(folder, "ours", steps - 1, flags=flags)}
+    if importlib.util.find_spec("trl"):
+        sides["TRL"] = run(folder, "trl", steps - 1, rows, flags)
+    print_figures("real", {side: [result] for side, result in sides.items()})
+    table("reward in steps", *(f"{n + 1}-{min(n + 5, steps)}" for n in range(0, steps, 5)),
+          "CPU seconds per step", "peak MB of the process")
+    for side, result in sides.items():
+        curve = [result["rewards"][n:n + 5] for n in range(0, steps, 5)]
+        print(f"| {side} | " + " | ".join(f"{sum(part) / len(part):.2f}" for part in curve)
+              + f" | {middle([result], 'cpu'):.1f} | {result['whole'][0]:.0f} |", flush=True)
+    if "TRL" in sides:
+        ours, theirs = sides.values()
+        print(f"\nTRL's CPU seconds over ours: {ratios([theirs], [ours], 'cpu')}; memory of the "
+              f"process, ours over TRL's: {ratios([ours], [theirs], 'whole')}")
 
 
 def middle(results, key):
@@ -526,11 +586,15 @@ def make_parser():
     for name, value in SMALL.items():
         parser.add_argument("--" + name.replace("_", "-"), type=type(value),
                             help="instead of the preset's")
+    parser.add_argument("--task", type=Path, default=ROOT / "runs" / "smollm2-sums",
+                        help="real: the folder that tests/real_model.py writes")
+    parser.add_argument("--steps", type=int, default=20, help="real: of both trainings")
+    parser.add_argument("--bf16", action="store_true", help="real: both in bfloat16")
     parser.add_argument("--repeat", type=int,
                         help="measured steps per process; default 3, tiny 30, qwen1.5b 2")
     parser.add_argument("--pairs", type=int,
                         help="turns of ours and TRL's; default 3, qwen1.5b 1")
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8, 16, 64, 128],
+    parser.add_argument("--micro-batches", type=int, nargs="+",
                         help="rows, for TRL")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--first-run", action="store_true",
@@ -545,7 +609,11 @@ def make_parser():
 
 def measure_presets(args, folder):
     sizes = {name: getattr(args, name) for name in SMALL if getattr(args, name) is not None}
-    for preset in args.presets or PRESETS:
+    for preset in args.presets or [name for name in PRESETS if name != "real"]:
+        if preset == "real":
+            train_both(args.task, args.steps, (args.micro_batches or [16])[0],
+                       ["--dtype=bfloat16" if args.bf16 else "--dtype=float32"])
+            continue
         if preset == "qwen1.5b" and not torch.cuda.is_available():
             print("\nqwen1.5b needs a GPU, and there is none here: NOT MEASURED")
             continue
@@ -562,7 +630,7 @@ def measure_presets(args, folder):
             if args.against:
                 against(name, model, repeat, pairs, args.against.split())
             else:
-                compare(name, model, repeat, pairs, args.micro_batches)
+                compare(name, model, repeat, pairs, args.micro_batches or [4, 8, 16, 64, 128])
 
 
 def main(argv=None):

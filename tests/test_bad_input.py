@@ -62,7 +62,7 @@ HUGE = "9" * 30
     (["--device=abacus"], "--device abacus: "),
     (["--device=xpu"], "--device xpu: not on this machine"),
     (["--prompts-per-step=100000"], "--prompts-per-step 100000: --data"),
-    (["--max-new-tokens=100000"], "100000 of an answer (--max-new-tokens, --max-turns)"),
+    (["--max-new-tokens=100000"], "more than the model's 128 positions: lower --max-new-tokens"),
     (["--model=nobody/nothing"], "--model nobody/nothing: cannot be loaded"),
     (["--model=./no/such/folder"], "--model ./no/such/folder: cannot be loaded"),
     ([f"--model={300 * 'm'}"], "cannot be loaded"), ([f"--data={300 * 'd'}"], "--data: "),

@@ -257,6 +257,7 @@ def test_a_measurement(tmp_path):
         assert {"seconds", "cpu", "sampling", "update", "length", "sampling_rate", "update_rate",
                 "of_bandwidth", "of_matrix_rate", "peak"} <= result.keys()
         assert result["length"] == [first_run.TINY["new_tokens"]]
+        assert len(result["rewards"]) == 2  # the warm-up's, too
         assert result["seconds"][0] == pytest.approx(result["sampling"][0] + result["update"][0])
         assert all(math.isfinite(value) for values in result.values() for value in values)
 
@@ -266,8 +267,8 @@ def test_turns_and_tables(capsys, monkeypatch):
     def run(folder, side, repeat, rows=0, flags=()):
         seconds = {"trl": 6.0, "ours": 4.0 if flags else 2.0}[side]
         keys = ("seconds", "cpu", "sampling", "update", "length", "sampling_rate", "update_rate",
-                "of_bandwidth", "of_matrix_rate", "peak", "bandwidth", "matrix_rate")
-        return dict.fromkeys(keys, [seconds])
+                "of_bandwidth", "of_matrix_rate", "peak", "whole", "bandwidth", "matrix_rate")
+        return dict.fromkeys(keys, [seconds]) | {"rewards": [0.25] * repeat + [seconds]}
 
     monkeypatch.setattr(benchmark, "run", run)
     assert benchmark.main(["tiny", "--against=--no-share-prompts", "--threads=1"]) == 0
@@ -278,18 +279,35 @@ def test_turns_and_tables(capsys, monkeypatch):
     assert "| tiny TRL, 8 rows | 6 |" in out and "| tiny ours, default | 2 |" in out
     assert "| tiny same micro-batch | **1.50 (1.50-1.50)** |" in out
     assert "| tiny our default | **3.00 (3.00-3.00)** |" in out
+    benchmark.train_both(train.TINY, 6, 8, ["--dtype=float32"])
+    out = capsys.readouterr().out
+    assert "| ours | 0.25 | 4.00 | 4.0 | 4 |\n| TRL | 0.25 | 6.00 | 6.0 | 6 |" in out
+    assert "over ours: 1.50 (1.50-1.50)" in out and "over TRL's: 0.67" in out
+
+
+def test_a_training_has_the_problems_of_its_steps():
+    """Where rewards are learned from, each step asks what it would ask in train.py."""
+    settings = train.parse(["--prompts-per-step=4"])
+    _, same = benchmark.read_batches(settings, 2)
+    assert same[0] is same[1]
+    settings.reward = ["mine.py:reward"]
+    tokenizer, (first, second) = benchmark.read_batches(settings, 2)
+    assert not set(first.prompts) & set(second.prompts)
+    problems = benchmark.load_problems(settings.data)
+    assert second.prompts == train.batch_of_step(tokenizer, problems, 2, settings).prompts
 
 
 @pytest.mark.parametrize("argv, words", [
     (["medium"], "no preset medium"),
     (["small", "--against=--nonsense=3"], "--against: unrecognized arguments: --nonsense=3"),
     (["small", "--against=--lr=-1"], "--against: argument --lr: '-1' is no float"),
+    (["real", "--task=nowhere"], "--task nowhere: no config.json there"),
 ])
 def test_bad_input(argv, words, capsys):
     with pytest.raises(SystemExit) as leaving:
         benchmark.main(argv)
-    assert leaving.value.code == 2
-    assert words in capsys.readouterr().err.splitlines()[-1]
+    said = str(leaving.value.code) + capsys.readouterr().err.rpartition("\n\n")[2]
+    assert leaving.value.code and words in said
     assert benchmark.main(["qwen1.5b"]) == 0            # that needs a GPU
     assert "NOT MEASURED" in capsys.readouterr().out
 

@@ -554,8 +554,8 @@ def test_gradients_go_to_the_host_once_per_update(granted, tiny, monkeypatch):
 def test_the_program_and_its_resume(granted, tmp_path, offload):
     """A step and, after a resume, a second one end with the weights of two steps in one go."""
     flags = [*FEW, "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=12",
-             "--eval-limit=2", "--device=cuda", "--save-every=1", "--updates-per-rollout=1",
-             offload]
+             "--eval-limit=2", "--eval-every=1", "--device=cuda", "--save-every=1",
+             "--updates-per-rollout=1", offload]
     with stand_in.machine():
         trains(f"--output={tmp_path / 'whole'}", "--steps=2", *flags)
         trains(f"--output={tmp_path / 'parts'}", "--steps=1", *flags)

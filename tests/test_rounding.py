@@ -224,9 +224,9 @@ def test_auto_measures_a_cpu_on_large_models_only(monkeypatch, tmp_path):
     large.save_pretrained(tmp_path / "large")
     for faster, expected in ((2.5, torch.bfloat16), (1.9, torch.float32)):
         train.dtype_of_cpu.cache_clear()
-        # float32's seven looks at the clock, then bfloat16's
-        ticks = iter([*(faster * n for n in range(7)), *range(100, 107)])
-        monkeypatch.setattr(train.time, "perf_counter", lambda ticks=ticks: next(ticks))
+        seconds = {torch.float32: faster, torch.bfloat16: 1.0}
+        monkeypatch.setattr(train.timeit, "repeat", lambda product, seconds=seconds, **_:
+                            [9e9, seconds[product().dtype]])
         assert train.dtype_of_cpu(str(tmp_path / "large")) == expected
         assert train.dtype_of_cpu(str(tmp_path / "small")) == torch.float32
     train.dtype_of_cpu.cache_clear()

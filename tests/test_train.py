@@ -379,7 +379,9 @@ def test_the_loop_warms_up_evaluates_and_saves_when_it_should():
 
 def test_the_loop_starts_behind_its_run_and_stops_when_told():
     run = Diary()
-    run.step, run.before = 3, ["as before"]
+    run.step = 3
+    run.held_out = [(0, 0.5)]
+    run.before = ["as before"]
     loop(run=run)
     assert [m["step"] for m in run.metrics] == [4, 5] and run.before == ["as before"]
     run = Diary()
@@ -441,14 +443,18 @@ def test_the_bar_shows_trouble_first_and_an_answer_after_an_evaluation(capsys):
     written = []
     bar = SimpleNamespace(set_postfix_str=written.append, update=lambda: written.append("update"))
     metrics = {"step": 4, "reward_mean": 1.25, "accuracy": 0.5, "response_length_mean": 12.4,
-               "approx_kl": 0.0123}
+               "approx_kl": 0.0123, "format_rate": 0.25}
     run = train.Run()
+    run.held_out = [(0, 0.125), (2, 0.75)]
     train.show(bar, metrics, run)
-    assert written == ["reward 1.25, acc 0.50, len 12, KL 0.012", "update"]
+    # Where nothing is boxed, the rule's accuracy says nothing.
+    train.show(bar, {**metrics, "format_rate": 0.0}, run)
+    assert written == ["reward 1.25, acc 0.50, held out 0.75, len 12, KL 0.012", "update",
+                       "reward 1.25, held out 0.75, len 12, KL 0.012", "update"]
     run.skipped = 3
     run.after = ["a long answer\n" * 100 + "\\boxed{ 5 }"]
     train.show(bar, {**metrics, "eval_accuracy": 0.5}, run)
-    assert written[2].startswith("3 SKIPPED, reward")
+    assert written[4].startswith("3 SKIPPED, reward")
     out = capsys.readouterr().out
     assert out.startswith("step 4, first held out: ")
     assert out.endswith("a long answer \\boxed{ 5 }\n") and len(out) < 140  # its end
@@ -457,8 +463,8 @@ def test_the_bar_shows_trouble_first_and_an_answer_after_an_evaluation(capsys):
 # What is called from Python is told in one line what it lacks
 
 @pytest.mark.parametrize("how, words", [
-    (dict(changes={"micro_batch_tokens": "auto"}), "--micro-batch-tokens: is still `auto`"),
-    (dict(changes={"offload": "auto"}), "--offload: is still `auto`"),
+    (dict(changes={"micro_batch_tokens": "auto"}), "--micro-batch-tokens: still `auto`"),
+    (dict(changes={"offload": "auto"}), "--offload: still `auto`"),
     (dict(problems=1), "1 problems, and a step needs 2"),
     (dict(eval_problems=0), "no held-out problems"),
     (dict(reward_of=lambda *_: [1.0, 2.0]), "a tensor of . rewards, one per answer"),
@@ -606,7 +612,7 @@ def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
     problems = [{"question": f"question {x}", "answer": x} for x in "123"]
     run.before = ["\\boxed{1}", "\\boxed{9}", "\\boxed{9}"]
     run.after = ["\\boxed{1}", "\\boxed{8}", "\\boxed{3}"]
-    train.print_story(run, problems)
+    train.print_story(run, problems, "accuracy")
     out = capsys.readouterr().out
     assert "question  question 3\nbefore    \\boxed{9}\nafter     \\boxed{3}\ntruth     3" in out
     assert f"sample.py --model {tmp_path} \"YOUR QUESTION\"\n" in out
@@ -843,8 +849,7 @@ def test_count_of_the_memory(tmp_path):
     count, n = counted(tmp_path, "--offload", "--kl-coef=0")
     assert count["float32 masters"] == count["AdamW's two moments"] == 0
     assert count["reference, frozen"] == 0 and count["gradients, float32"] == 4 * n
-    assert sum(hosted("--offload").values()) == (4 + 8 + 4 + 2) * n
-    assert not any(hosted("--no-offload").values())
+    assert hosted("--offload") == (4 + 8 + 4 + 2) * n and hosted("--no-offload") == 0
     count, n = counted(tmp_path, dtype=torch.float32)     # the weights are their own masters
     assert count["float32 masters"] == 0 and count["policy, weights that compute"] == 4 * n
 
@@ -906,11 +911,10 @@ def test_dry_run_counts_from_the_configuration_alone(capsys, tmp_path):
     assert rows["--offload"] == ["False", "False", "True"]
     assert rows["--gradient-checkpointing"] == ["False", "True", "True"]
     for column in range(3):
-        for host, total in ((False, "sum"), (True, "host: sum")):
-            parts = [float(row[column]) for what, row in rows.items()
-                     if what != total and not what.startswith("--")
-                     and what.startswith("host:") == host]
-            assert sum(parts) == pytest.approx(float(rows[total][column]), abs=0.05)
+        *parts, total = [float(row[column]) for what, row in rows.items()
+                         if what != "host memory" and not what.startswith("--")]
+        assert sum(parts) == pytest.approx(total, abs=0.05)
+    assert rows["host memory"] == ["0.00", "0.00", f"{(4 + 8 + 4 + 2) * n / 1e9:.2f}"]
 
 
 def in_a_capture(fault):
