@@ -1,9 +1,11 @@
 """What the tests share: the stage files on the path, one thread, no network, models, and runs."""
 import contextlib
+import copy
 import functools
 import gc
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import runpy
@@ -13,25 +15,33 @@ import tempfile
 import time
 from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers, processors  # noqa: E402
+from torch.distributed import TCPStore  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging  # noqa: E402
+
+import train  # noqa: E402
+from loss import grpo_loss  # noqa: E402
+from reward import load_problems  # noqa: E402
 
 torch.set_num_threads(1)
 logging.disable_progress_bar()
 logging.set_verbosity_error()
-# The same examples at every run; and a machine that is busy is no fault of the program.
-hypothesis.settings.register_profile(
-    "steady", derandomize=True, deadline=None,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.load_profile("steady")
+
 
 
 def pytest_collection_finish():
@@ -95,12 +105,166 @@ def tiny():
 @functools.cache
 def tiny_problems():
     """The problems that the policy of tests/tiny is trained on."""
-    from reward import load_problems
     return load_problems(str(TINY / "train.jsonl"))
 
 
 def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
+
+
+def make_tokenizer(**special):
+    """A word a token, w3 .. w63; without being told not to, it puts <start> in front."""
+    words = ["<pad>", "<end>", "<start>", *(f"w{i}" for i in range(3, SMALL["vocab_size"]))]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w3"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    start = [("<start>", 2)]
+    backend.post_processor = processors.TemplateProcessing("<start> $A", special_tokens=start)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<start>",
+                                   clean_up_tokenization_spaces=False, **special)
+
+
+def answer_rows(sizes, seed=0, width=20, words=SMALL["vocab_size"], pad=SMALL["pad_token_id"]):
+    """Random rows of these (prompt, answer) lengths; rows with prompts of one length share them.
+
+    -> input_ids, labels (N, S), a random weight for every log-prob (N, S-1)
+    """
+    generator = seeded(seed)
+    input_ids = torch.randint(2, words, (len(sizes), width), generator=generator)
+    labels = torch.full_like(input_ids, -100)
+    first = {}
+    for n, (prompt, answer) in enumerate(sizes):
+        input_ids[n, :prompt] = input_ids[first.setdefault(prompt, n), :prompt]
+        labels[n, prompt:prompt + answer] = input_ids[n, prompt:prompt + answer]
+        input_ids[n, prompt + answer:] = pad
+    return input_ids, labels, torch.randn(len(sizes), width - 1, generator=generator)
+
+
+# --------------------------------------------------------------------------------------------------
+# One step of train.py, and the loop, on the tiny policy; and the same step by hand
+
+# Rewards in place of the rule's: by these, half of the eight answers are worth something.
+REWARDS = torch.tensor([1.0, 0.0, 0.5, 0.0, 2.0, 2.0, 0.0, 1.0])
+RATE = 0.05  # of the SGD that takes the place of AdamW: a second update has ratios off 1
+
+
+def settings(*flags):
+    return train.plan_memory(train.parse(list(flags)))
+
+
+def parts(*flags, dtype=torch.float32, noise=0.05):
+    """What train_step takes, of the tiny default, with two prompts and four answers each.
+
+    The reference stands a little apart from the policy, so that the KL has a gradient.
+    """
+    s = settings("--prompts-per-step=2", "--group-size=4", *flags)
+    policy = AutoModelForCausalLM.from_pretrained(s.model, dtype=dtype).eval()
+    reference = copy.deepcopy(policy).requires_grad_(False)
+    generator = seeded(1)
+    for p in reference.parameters():
+        p.add_(noise * torch.randn(p.shape, generator=generator))
+    tokenizer = AutoTokenizer.from_pretrained(s.model)
+    problems = tiny_problems()[:2]
+    prompts = [train.chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
+    return SimpleNamespace(
+        policy=policy, reference=reference, optimizer=train.make_optimizer(policy, s),
+        tokenizer=tokenizer, problems=problems, prompts=prompts, settings=s)
+
+
+def own_reward(problems, prompts, rollout):
+    return REWARDS
+
+
+def whole_step(p, optimizer=None, reward_of=own_reward, **how):
+    """One step -> its metrics and its Rollout."""
+    batch = train.Batch(p.problems, p.prompts, seeded())
+    return train.train_step(p.policy, p.reference, optimizer or p.optimizer, p.tokenizer, batch,
+                            p.settings, reward_of=reward_of, **how)
+
+
+def step_of_the_program(p, **how):
+    optimizer = torch.optim.SGD(p.policy.parameters(), RATE)
+    gradients = []
+    optimizer.register_step_pre_hook(lambda *_: gradients.append(gradient(p.policy)))
+    metrics, rollout = whole_step(p, optimizer, **how)
+    return rollout, gradients, metrics
+
+
+def gradient(model):
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def logprobs_on_full_logits(model, rollout, temperature):
+    """The formula in float64: log-probs of the next token and entropies, (N, S-1) each."""
+    logits = model(rollout.input_ids).logits[:, :-1].double() / temperature
+    log_p = logits.log_softmax(-1)
+    entropy = -(log_p.exp() * log_p).sum(-1)
+    return log_p.gather(-1, rollout.input_ids[:, 1:, None])[..., 0], entropy
+
+
+def updates_by_hand(p, rollout, advantages, temperature, order, max_grad_norm, kl_coef, mask=None,
+                    **objective):
+    """[D] on full logits, [E] [F] and a clipped SGD step -> one record per update.
+
+    `order` has the rows of each update; the log-probs before the first are the old ones of all.
+    """
+    model = copy.deepcopy(p.policy)
+    weights = list(model.parameters())
+    mask = rollout.mask if mask is None else mask
+    with torch.no_grad():
+        old, _ = logprobs_on_full_logits(model, rollout, temperature)
+        ref, _ = logprobs_on_full_logits(p.reference, rollout, temperature)
+    records = []
+    for rows in order:
+        logp, _ = logprobs_on_full_logits(model, rollout, temperature)
+        if "sampler_cap" in objective:
+            objective["sampler_logprobs"] = rollout.logprobs.double()[rows]
+        loss, metrics = grpo_loss(logp[rows], old[rows], ref[rows] if kl_coef else None,
+                                  advantages[rows], mask[rows], kl_coef=kl_coef, **objective)
+        grads = torch.autograd.grad(loss, weights)
+        norm = math.sqrt(sum(float(g.square().sum()) for g in grads))
+        grads = [g * min(1.0, max_grad_norm / (norm + 1e-6)) for g in grads]
+        with torch.no_grad():
+            for weight, grad in zip(weights, grads):
+                weight -= RATE * grad
+        ratio_error = float((logp.detach() - old)[mask].expm1().abs().max())
+        records.append(SimpleNamespace(
+            gradient=torch.cat([g.flatten() for g in grads]), grad_norm=norm,
+            ratio_max_error=ratio_error, metrics={k: float(v) for k, v in metrics.items()}))
+    return records
+
+
+class Diary(train.Run):
+    """A run without a folder that remembers what it was told."""
+    def __init__(self):
+        super().__init__()
+        self.metrics = []
+        self.samples = []
+        self.checkpoints = []
+
+    def log(self, metrics):
+        super().log(metrics)
+        self.metrics.append(metrics)
+
+    def log_samples(self, step, batch, rollout, groups=2):
+        self.samples.append((step, batch, rollout))
+
+
+def loop(*flags, problems=None, run=None, **how):
+    s = settings("--steps=5", "--prompts-per-step=2", "--group-size=2", "--max-new-tokens=8",
+                 "--lr=0.004", *flags)
+    p = parts(*flags)
+    optimizer = train.make_optimizer(p.policy, s)
+    rates = []
+    optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
+    run = run or Diary()
+    problems = problems or tiny_problems()[:8]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "save_checkpoint", lambda run, *_: run.checkpoints.append(run.step))
+        train.train_grpo(p.policy, p.reference, optimizer, p.tokenizer, problems, problems[:3], s,
+                         run, **how)
+    run.rates = rates
+    run.policy = p.policy
+    return run
 
 
 # --------------------------------------------------------------------------------------------------
@@ -133,7 +297,6 @@ def one_line_of(err, program="train.py"):
 
 def refused(capsys, *flags):
     """train.py refuses these flags before it starts: status 2, one line and nothing else."""
-    import train
     status = train.main(list(map(str, flags)))
     err = capsys.readouterr().err
     assert status == 2, err
@@ -144,7 +307,6 @@ def refused(capsys, *flags):
 
 def ends_badly(capsys, *flags):
     """train.py starts and has to give up: status 2 and one line of its own beside the bar."""
-    import train
     status = train.main(list(map(str, flags)))
     err = capsys.readouterr().err
     assert status == 2, err
@@ -153,7 +315,6 @@ def ends_badly(capsys, *flags):
 
 def trains(*flags):
     """train.py does what it is told."""
-    import train
     assert train.main(list(map(str, flags))) == 0
 
 
@@ -191,11 +352,17 @@ def child(program, arguments, environment, folder, out, err):
     runpy.run_path(program, run_name="__main__")
 
 
-def start(program, *arguments, folder=ROOT, out=os.devnull, err=os.devnull, **environment):
-    """Begin `python PROGRAM ARGUMENTS`, which prints into these files -> the process."""
+@functools.cache
+def server():
+    """Starts it, once; it finds what it imports by PYTHONPATH."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
-        forkserver.ensure_running()                       # finds what it imports by that
+        forkserver.ensure_running()
+
+
+def start(program, *arguments, folder=ROOT, out=os.devnull, err=os.devnull, **environment):
+    """Begin `python PROGRAM ARGUMENTS`, which prints into these files -> the process."""
+    server()
     given = (str(ROOT / program), list(map(str, arguments)), {**ENVIRONMENT, **environment},
              str(folder), str(out), str(err))
     process = PROCESSES.Process(target=child, args=given, daemon=True)
@@ -214,20 +381,51 @@ def ended(processes, limit=LIMIT):
     return [process.exitcode for process in processes]
 
 
-def run_script(program, *arguments, each=({},), **how):
-    """Run `python PROGRAM ARGUMENTS` to its end -> exit status, what it printed.
+def begin(program, *arguments, each=({},), **how):
+    """Begin `python PROGRAM ARGUMENTS` -> a function that waits for its exit status and what it
+    printed, so that several can run at once.
 
     With an environment for `each` of several processes: the first status that is not 0, and what
     they printed one behind the other.
     """
-    with tempfile.TemporaryDirectory() as place:
-        files = [(Path(place, f"out{n}"), Path(place, f"err{n}")) for n in range(len(each))]
-        processes = [start(program, *arguments, out=out, err=err, **how, **environment)
-                     for (out, err), environment in zip(files, each)]
+    place = tempfile.TemporaryDirectory()
+    files = [(Path(place.name, f"out{n}"), Path(place.name, f"err{n}")) for n in range(len(each))]
+    processes = [start(program, *arguments, out=out, err=err, **how, **environment)
+                 for (out, err), environment in zip(files, each)]
+
+    def end():
         statuses = ended(processes)
         out, err = ("".join(path.read_text() for path in paths) for paths in zip(*files))
-    status = next((status for status in statuses if status), 0)
-    return subprocess.CompletedProcess((program, *arguments), status, out, err)
+        place.cleanup()
+        status = next((status for status in statuses if status), 0)
+        return subprocess.CompletedProcess((program, *arguments), status, out, err)
+    return end
+
+
+def run_script(program, *arguments, **how):
+    """Run `python PROGRAM ARGUMENTS` to its end -> exit status, what it printed."""
+    return begin(program, *arguments, **how)()
+
+
+@pytest.fixture(scope="session")
+def help_of_train():
+    """`python train.py --help`, and with it the server's imports."""
+    return run_script("train.py", "--help")
+
+
+def begin_ranks(ranks, program, *arguments, **environment):
+    """Begin a program on ranks that are told what torchrun tells them, without torchrun's start."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # 0: a port is free
+    each = [dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
+                 MASTER_ADDR="localhost", MASTER_PORT=str(store.port),
+                 TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
+            for rank in range(ranks)]
+    end = begin(program, *arguments, each=each, **environment)
+    return lambda store=store: end()                      # the store lives until then
+
+
+def run_ranks(ranks, program, *arguments, **environment):
+    return begin_ranks(ranks, program, *arguments, **environment)()
 
 
 def torchrun(ranks, *flags, **environment):
@@ -259,6 +457,38 @@ def curve(folder):
 
 def weights_of(folder):
     return hashlib.sha256((folder / "final" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def checkpoint_of(folder):
+    return load_file(folder / "checkpoint" / "run.safetensors")
+
+
+def same_tensors(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def assert_same_run(folder, one):
+    """Metrics, weights to 1e-5, and a final folder that opens."""
+    ours, theirs = curve(folder), curve(one)
+    assert [m["step"] for m in ours] == [m["step"] for m in theirs]
+    for a, b in zip(ours, theirs):
+        assert a.keys() == b.keys()
+        assert a.get("warning") == b.get("warning")
+        for name in a.keys() - {"sampler_ratio_error", "warning"}:
+            assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-5), (a["step"], name)
+    ours, theirs = (load_file(place / "final" / "model.safetensors") for place in (folder, one))
+    assert ours.keys() == theirs.keys()
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 1e-5
+    AutoModelForCausalLM.from_pretrained(folder / "final")
+    architectures = [json.loads((place / "final" / "config.json").read_text())["architectures"]
+                     for place in (folder, one)]
+    assert architectures[0] == architectures[1]
+
+
+def edit_json(path, **changes):
+    """One JSON file changed; None takes a key out."""
+    content = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
 
 
 def snapshot(folder):

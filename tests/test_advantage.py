@@ -1,25 +1,18 @@
 """[C] advantage.py: worked groups, the formula, equal rewards, variants, refusals, the script."""
+# ruff: noqa: I001 - several names to a line
 import itertools
 import math
+import random
 import re
+from functools import partial
 
-import hypothesis.strategies as st
 import pytest
 import torch
 from conftest import value_error
-from hypothesis import given, settings
 
 from advantage import (
-    ADVANTAGES,
-    advantages_for,
-    entropy_advantages,
-    group_advantages,
-    is_flat,
-    leave_one_out_advantages,
-    process_advantages,
-    shape_advantages,
-    shapley_shares,
-)
+    ADVANTAGES, advantages_for, entropy_advantages, group_advantages, is_flat,
+    leave_one_out_advantages, process_advantages, shape_advantages, shapley_shares)
 
 # scale_by_std and unbiased
 OPTIONS = list(itertools.product((True, False), (False, True)))
@@ -63,34 +56,23 @@ def test_the_rarer_the_success_the_larger_its_advantage():
     assert largest == pytest.approx([math.sqrt(size - 1) for size in range(2, 33)], rel=1e-5)
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.data(), st.integers(2, 16), st.integers(1, 5), st.sampled_from(OPTIONS),
-       st.sampled_from([1e-8, 0.5]))
-def test_random_rewards(data, group_size, groups, options, eps):
-    count = group_size * groups
-    # Multiples of 1/16 up to 4 are exact in bfloat16
-    sixteenths = data.draw(st.lists(st.integers(-64, 64), min_size=count, max_size=count))
-    rewards = [r / 16 for r in sixteenths]
-    expected = reference(rewards, group_size, eps, *options)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("eps", [1e-8, 0.5])
+def test_random_rewards(options, eps):
+    chance = random.Random(0)
     tolerances = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-7}
-    for dtype, tolerance in tolerances.items():
-        advantages = group_advantages(torch.tensor(rewards, dtype=dtype), group_size, eps, *options)
-        assert advantages.shape == (count,) and advantages.dtype == dtype
-        assert_close(advantages, expected, tolerance)
-
-
-@pytest.mark.parametrize("size", [2, 3, 8, 64])
-def test_unbiased_is_torch_std(size):
-    rewards = torch.rand(size, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
-    unbiased = group_advantages(rewards, size, unbiased=True)
-    expected = (rewards - rewards.mean()) / (torch.std(rewards) + 1e-8)
-    assert_close(unbiased, expected.tolist(), 1e-12)
-
-
-def test_the_defaults():
-    rewards = torch.tensor([0.0, 1, 1.5, 0, 0.5, 0, 0, 1.5] * 2)
-    given_all = group_advantages(rewards, group_size=8, eps=1e-8, scale_by_std=True, unbiased=False)
-    assert torch.equal(group_advantages(rewards), given_all)
+    for _ in range(75):
+        group_size = chance.randrange(2, 17)
+        count = group_size * chance.randrange(1, 6)
+        # Multiples of 1/16 up to 4 are exact in bfloat16; a few values only, now and then
+        most = chance.choice((0, 1, 8, 64))
+        rewards = [chance.randint(-most, most) / 16 for _ in range(count)]
+        expected = reference(rewards, group_size, eps, *options)
+        for dtype, tolerance in tolerances.items():
+            advantages = group_advantages(torch.tensor(rewards, dtype=dtype), group_size, eps,
+                                          *options)
+            assert advantages.shape == (count,) and advantages.dtype == dtype
+            assert_close(advantages, expected, tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -114,32 +96,19 @@ def test_equal_rewards_give_exactly_zero(dtype, options):
         assert advantages.tolist() == [0.0] * len(advantages)
 
 
-def test_the_zero_is_needed():
-    """Without an exact comparison, seven rewards of 0.7 are told apart."""
-    rewards = torch.full((7,), 0.7)
-    assert float(rewards.std(correction=0)) > 0
-    assert float((rewards - rewards.mean()).abs().max()) > 0
-    assert group_advantages(rewards, 7).tolist() == [0.0] * 7
-
-
-def test_nearly_equal_rewards_are_told_apart():
-    advantages = group_advantages(torch.tensor([0.5, 0.5, 0.5, 0.5 + 2**-10]), 4)
-    assert_close(advantages, reference([0.5, 0.5, 0.5, 0.5 + 2**-10], 4), 1e-4)
-
-
 def test_equal_groups_beside_others():
     rewards = torch.tensor([0.7] * 7 + [0, 0, 0, 1.5, 0, 0, 0] + [0.7] * 6 + [0.7 + 1e-7])
+    assert float(rewards[:7].std(correction=0)) > 0  # why they are compared exactly
     advantages = group_advantages(rewards, 7)
     assert advantages[:7].tolist() == [0.0] * 7
     assert_close(advantages[7:14], reference(rewards[7:14].tolist(), 7), 1e-6)
     assert advantages[14:].any()
     assert is_flat(rewards, 7).tolist() == [True, False, False]
     assert is_flat(rewards.repeat_interleave(2)[::2], 7).tolist() == [True, False, False]
-
-
-@pytest.mark.parametrize("group_size, expected", [(2, [True, True]), (4, [False])])
-def test_groups_of_integers_are_flat(group_size, expected):
-    assert is_flat(torch.tensor([2, 2, 3, 3]), group_size).tolist() == expected
+    assert is_flat(torch.tensor([2, 2, 3, 3]), 2).tolist() == [True, True]
+    assert is_flat(torch.tensor([2, 2, 3, 3]), 4).tolist() == [False]
+    near = [0.5, 0.5, 0.5, 0.5 + 2**-10]  # nearly equal, and told apart
+    assert_close(group_advantages(torch.tensor(near), 4), reference(near, 4), 1e-4)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -156,6 +125,13 @@ def test_a_shift_and_a_scale_do_not_matter(rewards, unbiased):
     assert_close(group_advantages(rewards + 3, 8, unbiased=unbiased), advantages, 1e-7)
     assert_close(group_advantages(rewards * 3, 8, unbiased=unbiased), advantages, 1e-6)
     assert_close(-group_advantages(rewards * -3, 8, unbiased=unbiased), advantages, 1e-6)
+    if not unbiased:  # the default, as groups of 8 are
+        assert group_advantages(rewards).tolist() == advantages
+        assert group_advantages(rewards, 8, 1e-8, True, False).tolist() == advantages
+    if torch.cuda.is_available():
+        there = group_advantages(rewards.cuda(), 8, unbiased=unbiased)
+        assert there.device.type == "cuda"
+        assert_close(there.cpu(), advantages, 1e-12)
 
 
 def test_groups_are_independent_and_rows_prompt_major(rewards):
@@ -176,13 +152,6 @@ def test_the_rewards_are_left_as_they_are(rewards):
         assert torch.equal(strided, rewards)
         assert advantages.data_ptr() != strided.data_ptr() and advantages.is_contiguous()
         assert torch.equal(advantages, group_advantages(rewards, 8))
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_the_device_is_kept(rewards):
-    advantages = group_advantages(rewards.cuda(), 8)
-    assert advantages.device.type == "cuda"
-    assert_close(advantages.cpu(), group_advantages(rewards, 8).tolist(), 1e-12)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -229,12 +198,12 @@ def test_shapley_shares(rewards):
     shares = shapley_shares(torch.tensor(rewards, dtype=torch.float64))
     assert_close(shares, shapley_by_definition(rewards), 1e-12)
     assert float(shares.sum()) == pytest.approx(max(rewards), abs=1e-12)
-
-
-def test_shapley_worked():
     shares = shapley_shares(torch.tensor([0.2, 0.8, 0.5]))
     assert shares.tolist() == pytest.approx([0.066667, 0.516667, 0.216667], abs=1e-6)
     assert shapley_shares(torch.tensor([1, 0])).tolist() == [1.0, 0.0]
+    for wrong in ([], [[1.0]], [1.0, math.nan], [math.inf]):
+        with value_error("candidate rewards"):
+            shapley_shares(torch.tensor(wrong))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -280,7 +249,7 @@ SPANS = [[(0, 0), (1, 2), (3, 3)], [(1, 1)], [], [(0, 1), (2, 2)], [], [(0, 1), 
 CANDIDATES = (CANDIDATE_REWARDS, SPANS)
 
 
-def test_process_supervision():
+def test_process_supervision(rewards):
     scores = pooled_scores([[reward for _, reward in steps] for steps in STEPS])
     rows = []
     for steps, of_steps, length in zip(STEPS, scores, LENGTHS):
@@ -288,6 +257,11 @@ def test_process_supervision():
         rows.append([sum(z for end, z in zip(ends, of_steps) if end >= t) for t in range(length)])
     assert any(rows[5][:4]) and rows[5][4] == 0  # 0 after the last step
     assert_per_token(process_advantages(STEPS, ragged_mask(), 4), rows, ragged_mask())
+    # One step at the end is plain GRPO
+    mask = torch.ones(8, 5, dtype=torch.bool)
+    advantages = process_advantages([[(4, float(r))] for r in rewards[:8]], mask)
+    plain = group_advantages(rewards[:8], 8).repeat_interleave(5)
+    assert_close(advantages.flatten(), plain.tolist(), 1e-6)
 
 
 def test_shape_advantages():
@@ -298,13 +272,6 @@ def test_shape_advantages():
                      for t in range(length)])
     assert rows[1][0] == 0 == rows[5][3] and rows[0][0] != rows[0][1]  # outside every span: 0
     assert_per_token(shape_advantages(*CANDIDATES, ragged_mask(), 4), rows, ragged_mask())
-
-
-def test_process_supervision_of_one_step_at_the_end_is_plain_grpo(rewards):
-    mask = torch.ones(8, 5, dtype=torch.bool)
-    advantages = process_advantages([[(4, float(r))] for r in rewards[:8]], mask)
-    plain = group_advantages(rewards[:8], 8).repeat_interleave(5)
-    assert_close(advantages.flatten(), plain.tolist(), 1e-6)
 
 
 @pytest.mark.parametrize("steps, expected", [
@@ -369,16 +336,6 @@ def test_entropy_advantages(level, normalize, weights, given_right):
         assert_per_token(advantages, rows, mask)
 
 
-def test_entropy_worked():
-    mask = torch.ones(4, 2, dtype=torch.bool)
-    H = torch.tensor([[3.0, 1.0], [1.0, 3.0], [4.0, 1.0], [1.0, 4.0]])
-    shaped = entropy_advantages(REWARDS[[0, 2, 1, 3]], H, mask, 4, normalize=False)
-    assert_close(shaped.flatten(), [1.15, 1.05, 1.05, 1.15, -1.04, -1.16, -1.16, -1.04], 1e-6)
-    scores = entropy_advantages(REWARDS[[0, 2, 1, 3]], H, mask, 4)
-    assert float(scores.mean()) == pytest.approx(0, abs=1e-6)
-    assert float(scores.std(correction=0)) == pytest.approx(1, abs=1e-6)
-
-
 @LEVELS
 def test_entropies_that_are_masked_do_not_matter(level):
     mask = ragged_mask()
@@ -393,21 +350,17 @@ def test_entropies_that_are_masked_do_not_matter(level):
 
 @LEVELS
 @pytest.mark.parametrize("entropy", [0.0, -1e-9, 1e-7])
-def test_entropies_of_zero(level, entropy):
+def test_entropies_of_zero_or_equal(level, entropy):
     """No token was ever in doubt: every share is the same, and the result is finite."""
     mask = ragged_mask()
     H = torch.full(mask.shape, entropy)
     shaped = entropy_advantages(REWARDS, H, mask, 4, level, normalize=False)
     torch.testing.assert_close(shaped, torch.where(REWARDS > 0, 1.1, -1.1)[:, None] * mask)
-
-
-@LEVELS
-@pytest.mark.parametrize("reward", [0.0, 0.7])
-def test_answers_that_do_not_differ_are_not_told_apart(level, reward):
-    """Equal rewards and equal entropies; shares rounded in float32 would differ by 1e-7."""
+    # Answers that do not differ are not told apart: shares rounded in float32 would by 1e-7
     mask = torch.arange(16) < torch.tensor([[16], [15], [11], [9], [7], [5], [3]])
-    H = torch.full((7, 16), 0.7)
-    assert float(entropy_advantages(torch.full((7,), reward), H, mask, 7, level).abs().max()) < 1e-6
+    for reward in (0.0, 0.7):
+        equal = entropy_advantages(torch.full((7,), reward), 0.7 + 0 * mask, mask, 7, level)
+        assert float(equal.abs().max()) < 1e-6
 
 
 # --------------------------------------------------------------------------------------------------
@@ -455,20 +408,10 @@ def test_advantages_for():
 def test_refusals(rewards, group_size, reason):
     with value_error(reason):
         group_advantages(torch.tensor(rewards), group_size)
-
-
-@pytest.mark.parametrize("clip", [0, -1.0, math.nan])
-def test_a_clip_that_bounds_nothing(rewards, clip):
-    with value_error(f"clip {clip}"):
-        group_advantages(rewards, 8, clip=clip)
-    with value_error(f"clip {clip}"):
-        advantages_for("leave-one-out", rewards, 8, clip=clip)
-
-
-@pytest.mark.parametrize("rewards", [[], [[1.0]], [1.0, math.nan], [math.inf]])
-def test_shapley_refuses(rewards):
-    with value_error("candidate rewards"):
-        shapley_shares(torch.tensor(rewards))
+    for clip in (0, -1.0, math.nan):  # which bounds nothing
+        for refuse in (group_advantages, partial(advantages_for, "leave-one-out")):
+            with value_error(f"clip {clip}"):
+                refuse(torch.tensor([1.0, 0.0]), 2, clip=clip)
 
 
 @pytest.mark.parametrize("steps, group_size, reason", [
@@ -484,8 +427,7 @@ def test_process_supervision_refuses(steps, group_size, reason):
 
 
 @pytest.mark.parametrize("rewards, spans, reason", [
-    ([[1.0]], [[]] * 8, "one of each"),
-    ([[1.0]], [[(0, 0)]] + [[]] * 6, "one of each"),
+    ([[1.0]], [[]] * 8, "one of each"), ([[1.0]], [[(0, 0)]] + [[]] * 6, "one of each"),
     ([[1.0]], [[(2, 1)]] + [[]] * 7, "from token 2 to 1"),
     ([[math.inf]], [[(0, 0)]] + [[]] * 7, "candidate rewards"),
 ])

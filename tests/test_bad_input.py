@@ -1,20 +1,12 @@
 """Bad input gives exit status 2, one line on standard error, no traceback and no folder."""
+# ruff: noqa: I001 - several names to a line
 import json
-import os
 import shutil
 
 import pytest
 import torch
 from conftest import (
-    FEW,
-    TINY,
-    ended,
-    ends_badly,
-    refused,
-    run_script,
-    start,
-    trains,
-)
+    FEW, NO_MEMORY, TINY, edit_json, ended, ends_badly, raises, refused, run_script, start, trains)
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -46,8 +38,7 @@ HUGE = "9" * 30
 
 @pytest.mark.parametrize("flags, words", [
     (["--lr=0"], "argument --lr: '0' is no float from 1e-12 to 2147483647"),
-    (["--lr=nan"], "argument --lr: 'nan'"),
-    (["--lr=1e400"], "argument --lr: '1e400'"),
+    (["--lr=nan"], "argument --lr: 'nan'"), (["--lr=1e400"], "argument --lr: '1e400'"),
     (["--steps=0"], "argument --steps: '0' is no int from 1 to"),
     (["--steps=many"], "argument --steps: 'many' is no int"),
     ([f"--steps={HUGE}"], "argument --steps"),
@@ -58,6 +49,7 @@ HUGE = "9" * 30
     (["--group-size=1"], "argument --group-size: '1' is no int from 2 to"),
     (["--temperature=0"], "argument --temperature: '0'"),
     (["--clip-eps=1.5"], "argument --clip-eps: '1.5' is no float from 0 to 1"),
+    (["--reward-model-lr=0"], "argument --reward-model-lr: '0'"),
     (["--kl-coef=-1"], "argument --kl-coef: '-1'"),
     (["--kl-estimator=k4"], "argument --kl-estimator: invalid choice: 'k4'"),
     (["--dtype=int8"], "argument --dtype: invalid choice: 'int8'"),
@@ -73,12 +65,9 @@ HUGE = "9" * 30
     (["--max-new-tokens=100000"], "more than the model's 128 positions: lower --max-new-tokens"),
     (["--model=nobody/nothing"], "--model nobody/nothing: cannot be loaded"),
     (["--model=./no/such/folder"], "--model ./no/such/folder: cannot be loaded"),
-    ([f"--model={300 * 'm'}"], "cannot be loaded"),
-    ([f"--data={300 * 'd'}"], "--data: "),
-    ([f"--eval-data={300 * 'd'}"], "--eval-data: "),
-    ([f"--reward={300 * 'r'}.py:f"], "--reward "),
-    ([f"--output={300 * 'o'}"], "--output "),
-    (["--reward=no_colon"], "--reward no_colon"),
+    ([f"--model={300 * 'm'}"], "cannot be loaded"), ([f"--data={300 * 'd'}"], "--data: "),
+    ([f"--eval-data={300 * 'd'}"], "--eval-data: "), ([f"--reward={300 * 'r'}.py:f"], "--reward "),
+    ([f"--output={300 * 'o'}"], "--output "), (["--reward=no_colon"], "--reward no_colon"),
     (["--resume"], "argument --resume: expected one argument"),
     (["--resume=nowhere"], "--resume nowhere: no run to resume"),
     (["--config=nowhere.json"], "nowhere.json: "),
@@ -94,6 +83,9 @@ def test_bad_flags(capsys, tmp_path, flags, words):
     "--reward-weights 1 2 --reward rule", "--reward-model m --reward rule",
     "--no-scale-by-std --advantage gtpo", "--no-scale-by-std --step-reward r.py:f",
     "--step-reward r.py:f --max-resample 1", "--step-reward r.py:f --advantage gtpo",
+    "--step-reward r.py:f --reward-model m", "--step-reward r.py:f --length-rescale 0.3",
+    "--step-reward r.py:f --overlong-buffer 4", "--step-reward r.py:f --advantage leave-one-out",
+    "--around-best 1 --reward-model x", "--around-best 1 --reply r.py:f",
 ])
 def test_flags_that_do_not_go_together(capsys, tmp_path, flags):
     """The line names the first of them, before a file is looked for."""
@@ -135,7 +127,10 @@ def test_a_rank_without_torchrun(capsys, monkeypatch, tmp_path, name, value):
     ('{"kl-estimator": ["k1", "k2"]}', "k2"), ("[" * 10**5, ""), (b'{"lr": "\xff"}', ""),
     ('{"kl_band": [0.1]}', "--kl-band"), ('{"output": "x"}', "--output is no flag"),
     ('{"resume": "x"}', "--resume is no flag"), ('{"help": true}', "--help is no flag"),
-    ('{"settings": {"lr": 1}, "recipe": {}}', "an older train.py"),
+    ('{"settings": {"lr": 1}, "recipe": {}}', "an older train.py"), ("", ""),
+    ('{"group_size": 2.5}', "--group-size"), ('{"group_size": 1}', "--group-size"),
+    ('{"clip_eps": [0.1, 0.2]}', "--clip-eps"), ('{"steps": true}', "--steps"),
+    ('{"reward": []}', "--reward"), ('{"kl_estimator": {"k": 3}}', "--kl-estimator"),
 ])
 def test_a_bad_config(capsys, tmp_path, config, words):
     path = tmp_path / "c.json"
@@ -147,13 +142,6 @@ def test_a_bad_config(capsys, tmp_path, config, words):
 # --------------------------------------------------------------------------------------------------
 # Models. A folder is the tiny policy's with something wrong in it.
 
-def edited(folder, name, **changes):
-    """One JSON file changed; None takes a key out."""
-    content = json.loads((folder / name).read_text())
-    content = {k: v for k, v in {**content, **changes}.items() if v is not None}
-    (folder / name).write_text(json.dumps(content))
-
-
 def tensors_of(folder):
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         return {name: file.get_tensor(name) for name in file.keys()}
@@ -163,24 +151,10 @@ def saved(folder, tensors):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def no_template(m):
-    (m / "chat_template.jinja").unlink()
-
-
-def template(m, text):
-    (m / "chat_template.jinja").write_text(text)
-
-
-def no_end_token(m):
-    edited(m, "tokenizer_config.json", eos_token=None)
+def no_end_token(m, nothing):
+    edit_json(m / "tokenizer_config.json", eos_token=None)
     for name in ("config.json", "generation_config.json"):
-        edited(m, name, eos_token_id=None)
-
-
-def empty_end_token(m):
-    edited(m, "tokenizer_config.json", eos_token=None)
-    for name in ("config.json", "generation_config.json"):
-        edited(m, name, eos_token_id=[])
+        edit_json(m / name, eos_token_id=nothing)
 
 
 def no_tokenizer(m):
@@ -193,40 +167,22 @@ def pickled(m):
     torch.save({}, m / "pytorch_model.bin")
 
 
-def torn(m):
-    (m / "model.safetensors").write_bytes(b"torn")
+def spoiled(**changes):
+    return lambda m: edit_json(m / "config.json", **changes)
 
 
-def without_a_layer(m):
-    saved(m, {k: v for k, v in tensors_of(m).items() if ".layers.1." not in k})
+def written(name, text):
+    return lambda m: (m / name).write_text(text)
 
 
-def without_its_head(m):
-    edited(m, "config.json", tie_word_embeddings=False)
-
-
-def nothing_that_fits(m):
-    saved(m, {f"other.{k}": v for k, v in tensors_of(m).items()})
-
-
-def another_shape(m):
-    saved(m, {**tensors_of(m), "model.norm.weight": torch.ones(65)})
-
-
-def one_layer_too_many(m):
-    edited(m, "config.json", num_hidden_layers=1, layer_types=["full_attention"])
-
-
-def not_finite(m):
-    norm = torch.ones(64)
-    norm[3] = float("nan")
-    saved(m, {**tensors_of(m), "model.norm.weight": norm})
+def reweighted(change):
+    return lambda m: saved(m, change(tensors_of(m)))
 
 
 def fewer_embeddings(m):
     tensors = tensors_of(m)
     saved(m, {**tensors, "model.embed_tokens.weight": tensors["model.embed_tokens.weight"][:50]})
-    edited(m, "config.json", vocab_size=50)
+    edit_json(m / "config.json", vocab_size=50)
 
 
 def padding_outside(m):
@@ -234,27 +190,31 @@ def padding_outside(m):
     added = tokenizer["added_tokens"]
     added.append({**added[0], "id": 57, "content": "<|far|>"})
     (m / "tokenizer.json").write_text(json.dumps(tokenizer))
-    edited(m, "tokenizer_config.json", pad_token="<|far|>")
+    edit_json(m / "tokenizer_config.json", pad_token="<|far|>")
 
 
+NORM = "model.norm.weight"
 MODELS = [
-    (no_template, "chat template"),
-    (lambda m: template(m, ""), "chat template"),
-    (lambda m: template(m, "{# nothing #}"), "makes an empty prompt"),
-    (lambda m: template(m, "{{ messages[7].content.oh }}"), "chat template"),
-    (lambda m: template(m, "{% if"), "chat template fails"),
-    (no_end_token, "names an end token"),
-    (empty_end_token, "names an end token"),
+    (lambda m: (m / "chat_template.jinja").unlink(), "chat template"),
+    (written("chat_template.jinja", ""), "chat template"),
+    (written("chat_template.jinja", "{# nothing #}"), "makes an empty prompt"),
+    (written("chat_template.jinja", "{{ messages[7].content.oh }}"), "chat template"),
+    (written("chat_template.jinja", "{% if"), "chat template fails"),
+    (lambda m: no_end_token(m, None), "names an end token"),
+    (lambda m: no_end_token(m, []), "names an end token"),
     (no_tokenizer, "tokenizer"),
-    (lambda m: (m / "config.json").write_text("{"), "cannot be loaded"),
+    (written("config.json", "{"), "cannot be loaded"),
     (pickled, "cannot be loaded"),
-    (torn, "cannot be loaded"),
-    (without_a_layer, "its files lack weights: model.layers.1."),
-    (without_its_head, "its files lack weights: lm_head.weight"),
-    (nothing_that_fits, "its files lack weights"),
-    (another_shape, "model.norm.weight"),
-    (one_layer_too_many, "layers that its config.json does not know: model.layers.1."),
-    (not_finite, "not finite: model.norm.weight"),
+    (written("model.safetensors", "torn"), "cannot be loaded"),
+    (reweighted(lambda w: {k: v for k, v in w.items() if ".layers.1." not in k}),
+     "its files lack weights: model.layers.1."),
+    (spoiled(tie_word_embeddings=False), "its files lack weights: lm_head.weight"),
+    (reweighted(lambda w: {f"other.{k}": v for k, v in w.items()}), "its files lack weights"),
+    (reweighted(lambda w: {**w, NORM: torch.ones(65)}), NORM),
+    (spoiled(num_hidden_layers=1, layer_types=["full_attention"]),
+     "layers that its config.json does not know: model.layers.1."),
+    (reweighted(lambda w: {**w, NORM: torch.tensor([*63 * [1.0], float("nan")])}),
+     f"not finite: {NORM}"),
     (fewer_embeddings, "its tokenizer has ids beyond its 50 embeddings: 50"),
     (padding_outside, "57"),
 ]
@@ -273,7 +233,7 @@ def test_a_bad_model(capsys, tmp_path, make_wrong, words):
 def test_a_tokenizer_without_padding_token_needs_none(tmp_path):
     """Masks come from labels, never from a padding id: the end token fills the rows."""
     shutil.copytree(TINY, tmp_path / "m")
-    edited(tmp_path / "m", "tokenizer_config.json", pad_token=None)
+    edit_json(tmp_path / "m" / "tokenizer_config.json", pad_token=None)
     trains(f"--model={tmp_path / 'm'}", *SMALL, f"--output={tmp_path / 'run'}")
 
 
@@ -294,8 +254,7 @@ def lines(*rows):
 
 
 DATA = {
-    "no file": (None, "x.jsonl: No such file"),
-    "empty": ("", "x.jsonl: no problems in it"),
+    "no file": (None, "x.jsonl: No such file"), "empty": ("", "x.jsonl: no problems in it"),
     "a broken line": (lines(GOOD, '{"question"'), "x.jsonl, line 2: not JSON"),
     "no final answer": (lines({**GOOD, "answer": "so it is\n5"}), "x.jsonl, line 1: 'answer'"),
     "no answer": (lines(GOOD, GOOD, {"question": "?"}), "x.jsonl, line 3: 'answer'"),
@@ -325,26 +284,12 @@ def test_too_few_and_too_long_problems(capsys, tmp_path):
         assert f"{flag}: a prompt of 207 tokens and 40 of an answer" in line
 
 
-@pytest.mark.parametrize("flag", ["--data", "--eval-data"])
-def test_data_that_never_ends(capsys, tmp_path, flag):
-    os.mkfifo(tmp_path / "pipe")
-    for path in ("/dev/zero", tmp_path / "pipe"):
-        line = refused_before_a_folder_is_made(capsys, tmp_path, f"{flag}={path}")
-        assert f"{flag}: {path}" in line
-
-
-REWARDS = {
-    "no file": (None, "no_file.py"),
-    "no function": ("def other(**columns): pass", "has no function 'f'"),
-    "an error in the file": ("def f(:", "SyntaxError"),
-    "an exit in the file": ("import sys\nsys.exit()", "SystemExit"),
-}
-
-
-@pytest.mark.parametrize("what", REWARDS)
-def test_a_reward_that_cannot_be_loaded(capsys, tmp_path, what):
-    code, words = REWARDS[what]
-    path = tmp_path / ("no_file.py" if code is None else "r.py")
+@pytest.mark.parametrize("code, words", [
+    (None, "no file"), ("def other(**columns): pass", "has no function 'f'"),
+    ("def f(:", "SyntaxError"), ("import sys\nsys.exit()", "SystemExit"),
+])
+def test_a_reward_that_cannot_be_loaded(capsys, tmp_path, code, words):
+    path = tmp_path / "r.py"
     if code is not None:
         path.write_text(code)
     line = refused_before_a_folder_is_made(capsys, tmp_path, f"--reward={path}:f")
@@ -352,10 +297,10 @@ def test_a_reward_that_cannot_be_loaded(capsys, tmp_path, what):
 
 
 @pytest.mark.parametrize("body, words", [
-    ("raise KeyError('oh')", "KeyError: 'oh'"),
-    ("import sys; sys.exit()", "SystemExit"),
-    ("return None", "NoneType"),
-    ("return ['one'] * len(completions)", "one"),
+    ("raise KeyError('oh')", "KeyError: 'oh'"), ("import sys; sys.exit()", "SystemExit"),
+    ("return None", "NoneType"), ("return ['one'] * len(completions)", "one"),
+    ("return [float('nan')] * len(completions)", "row 0"),
+    ("return [1e300] * len(completions)", "row 0"), ("return [1.0]", "1 rewards for 2 responses"),
 ])
 def test_a_reward_that_cannot_be_used(capsys, tmp_path, body, words):
     """Found by the first evaluation; the run can be resumed with a better one."""
@@ -365,22 +310,8 @@ def test_a_reward_that_cannot_be_used(capsys, tmp_path, body, words):
     assert f"--reward {tmp_path / 'r.py'}:f" in line and words in line
 
 
-@pytest.mark.parametrize("value, words", [
-    ("[float('nan')] * N", "row 0"), ("[1e300] * N", "row 0"), ("['x'] * N", "row 0"),
-    ("[1.0]", "1 rewards for 2 responses")])
-def test_a_reward_that_is_no_finite_number_for_each_row(capsys, tmp_path, value, words):
-    (tmp_path / "r.py").write_text(
-        f"def f(completions, **columns):\n    N = len(completions)\n    return {value}\n")
-    line = ends_badly(capsys, *SMALL, f"--reward={tmp_path / 'r.py'}:f",
-                      f"--output={tmp_path / 'run'}")
-    assert words in line
-
-
 def test_memory_that_runs_out_while_sampling(capsys, monkeypatch, tmp_path):
-    def no_room(*_, **__):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-
-    monkeypatch.setattr(train, "sample_groups", no_room)
+    monkeypatch.setattr(train, "sample_groups", raises(NO_MEMORY[0]))
     line = ends_badly(capsys, *SMALL, f"--output={tmp_path / 'run'}")
     assert "out of memory: lower --prompts-per-step" in line
 
@@ -388,16 +319,12 @@ def test_memory_that_runs_out_while_sampling(capsys, monkeypatch, tmp_path):
 # --------------------------------------------------------------------------------------------------
 # The terminal
 
-def test_a_terminal_that_goes_away_does_not_stop_the_run(tmp_path):
-    process = start("train.py", *SMALL, f"--output={tmp_path / 'run'}", out="", err="/dev/full")
-    assert ended([process]) == [0]
-    assert (tmp_path / "run" / "final").is_dir()
-
-
-def test_a_terminal_that_knows_ascii_only(tmp_path):
+def test_a_terminal_that_goes_away_and_one_that_knows_ascii_only(tmp_path):
     (tmp_path / "x.jsonl").write_text(lines(*2 * [{**GOOD, "question": "Žofie hat 9 Bücher ?"}]))
+    gone = start("train.py", *SMALL, f"--output={tmp_path / 'gone'}", out="", err="/dev/full")
     done = run_script("train.py", *SMALL, f"--data={tmp_path / 'x.jsonl'}",
                       f"--eval-data={tmp_path / 'x.jsonl'}", f"--output={tmp_path / 'run'}",
                       PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert r"question  \u017dofie hat 9 B\xfccher ?" in done.stdout
+    assert ended([gone]) == [0] and (tmp_path / "gone" / "final").is_dir()

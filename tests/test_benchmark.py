@@ -1,6 +1,7 @@
 """The benchmark and its first run: they run on a CPU, their floors are right, their checks fail."""
 
 import contextlib
+import copy
 import math
 import sys
 from types import SimpleNamespace
@@ -34,7 +35,6 @@ def failures(part, *args):
 
 # --------------------------------------------------------------------------------------------------
 # The first run on a machine without a GPU
-
 
 def test_first_run(capsys, monkeypatch):
     monkeypatch.setattr(first_run, "SECONDS", math.inf)   # a slow machine leaves nothing out
@@ -70,18 +70,14 @@ def test_a_part_that_breaks_is_a_line(capsys):
     out = capsys.readouterr().out
     assert "FAIL  ZeroDivisionError: 1 / 0" in out and "FAIL  out of memory" in out
     assert "2 checks passed, 3 failed" in out and "NOTHING" not in out
-
-
-def test_no_part_begins_after_seven_minutes(capsys):
-    lines = first_run.Lines()
-    lines.start -= 421
-    lines.of("late", lambda: pytest.fail("it began"))
-    assert lines.failed == ["late: left out: 420 s are over"]
+    late = first_run.Lines()
+    late.start -= 421
+    late.of("late", lambda: pytest.fail("it began"))
+    assert late.failed == ["late: left out: 420 s are over"]
 
 
 # --------------------------------------------------------------------------------------------------
 # Its checks, on planted faults
-
 
 def test_what_the_profiler_does_not_see_fails(place, monkeypatch):
     monkeypatch.setattr(first_run, "small_rollout", lambda *_: first_run.sample.Rollout(
@@ -113,23 +109,16 @@ def test_drawing_sees_other_ids(place, monkeypatch):
 def test_drawing_sees_weights_of_before(place, monkeypatch):
     """As a graph would draw that reads weights where they lay when it was captured."""
     def from_a_copy(model, *args):
-        old.setdefault("model", copy_of(model))
+        old.setdefault("model", copy.deepcopy(model))
         return write_answers(old["model"], *args)
-
-    def copy_of(model):
-        copied = AutoModelForCausalLM.from_config(model.config, dtype=model.dtype).eval()
-        copied.load_state_dict(model.state_dict())
-        return copied
 
     old = {}
     write_answers = sample.write_answers
     monkeypatch.setattr(sample, "write_answers", from_a_copy)
     found = failures(first_run.drawing, place, torch.float32)
     assert found and all("weights have moved" in words for words in found), found
-
-
-def test_a_form_that_is_refused_fails(place, monkeypatch):
-    monkeypatch.setattr(sample, "forms_of", lambda model: {"own decode step": "off by 3 nats"})
+    refused = {"own decode step": "off by 3 nats"}      # a form that is refused fails
+    monkeypatch.setattr(sample, "forms_of", lambda model: refused)
     assert failures(first_run.drawing, place, torch.float32) == ["own decode step: off by 3 nats"]
     assert failures(first_run.decoding, place)
 
@@ -148,42 +137,31 @@ def test_gradients_see_a_hundredth(place, monkeypatch, dtype):
     assert len(found) == 1 and "grouped against padded rows" in found[0], found
 
 
-def scale_all(weights):
-    for weight in weights:
-        weight.grad.mul_(1.01)
+def not_copied_back(weights):
+    """A hook behind the step; the others stand before it."""
+    weights[0].data.mul_(1.5)
 
 
-def forget_one(weights):
-    weights[3].grad.zero_()
-
-
-@pytest.mark.parametrize("fault, words", [(scale_all, "first moments"), (forget_one, "of each")])
-def test_updates_see_gradients_that_are_handed_over_wrongly(place, monkeypatch, fault, words):
+@pytest.mark.parametrize("fault, words", [
+    (lambda weights: [weight.grad.mul_(1.01) for weight in weights], "first moments"),
+    (lambda weights: weights[3].grad.zero_(), "of each"),
+    (not_copied_back, "offload: 1 weights are not their masters' copies"),
+])
+def test_updates_see_what_is_handed_over_wrongly(place, monkeypatch, fault, words):
     def faulty(model, settings):
         optimizer = make_optimizer(model, settings)
         weights = list(model.parameters())
+        behind = fault is not_copied_back
+        hook = f"register_step_{'post' if behind else 'pre'}_hook"
         if settings.offload:
-            optimizer.register_step_pre_hook(lambda *_: fault(weights))
+            getattr(optimizer, hook)(lambda *_: fault(weights) and None)
         return optimizer
 
     make_optimizer = train.make_optimizer
     monkeypatch.setattr(train, "make_optimizer", faulty)
     found = failures(first_run.updates, place)
-    assert found and all("offload against none" in line for line in found), found
+    assert found and all("offload" in line for line in found), found
     assert any(words in line for line in found), found
-
-
-def test_updates_see_a_weight_that_is_not_copied_back(place, monkeypatch):
-    def faulty(model, settings):
-        optimizer = make_optimizer(model, settings)
-        weight = next(model.parameters())
-        if settings.offload:
-            optimizer.register_step_post_hook(lambda *_: weight.data.mul_(1.5))
-        return optimizer
-
-    make_optimizer = train.make_optimizer
-    monkeypatch.setattr(train, "make_optimizer", faulty)
-    assert "offload: 1 weights are not their masters' copies" in failures(first_run.updates, place)
 
 
 def test_updates_see_layers_that_are_computed_otherwise(place, monkeypatch):
@@ -224,11 +202,6 @@ def test_steps_see_memory_that_the_count_did_not(place, monkeypatch):
 # --------------------------------------------------------------------------------------------------
 # The benchmark: what it makes, and what it holds it against
 
-
-def random_tiny(**changes):
-    return benchmark.random_model(first_run.TINY | changes, torch.device("cpu"), torch.float32)
-
-
 def test_the_shape_of_qwen():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(benchmark.config_of(benchmark.QWEN))
@@ -238,7 +211,11 @@ def test_the_shape_of_qwen():
     assert (benchmark.REPEAT["qwen1.5b"], benchmark.PAIRS["qwen1.5b"]) == (2, 1)
 
 
-def test_flops_of_a_forward_pass():
+def random_tiny(**changes):
+    return benchmark.random_model(first_run.TINY | changes, torch.device("cpu"), torch.float32)
+
+
+def test_flops_of_a_forward_pass_and_bytes_of_a_rollout():
     model = random_tiny()
     P, n = 10, 30
     with FlopCounterMode(display=False) as counter:
@@ -248,17 +225,12 @@ def test_flops_of_a_forward_pass():
                    if "attention" not in str(operation))
     settings = train.Settings(prompts_per_step=1)
     assert benchmark.forward_flops(model, P, [n], settings) == pytest.approx(products, rel=0.02)
-
-
-def test_bytes_of_a_rollout():
-    model = random_tiny()
-    P, lengths = 10, [7, 3]
     weights = sum(p.numel() for p in model.parameters())  # tied: the head reads what embeds
     token = 2 * 2 * 2 * 16  # keys and values, layers, heads, head size
     total = 0
-    for t in range(max(lengths)):
-        total += weights + sum(token * (P + t) for length in lengths if t < length)
-    assert benchmark.rollout_bytes(model, P, lengths) == 4 * total
+    for t in range(7):
+        total += weights + sum(token * (P + t) for length in (7, 3) if t < length)
+    assert benchmark.rollout_bytes(model, P, [7, 3]) == 4 * total
 
 
 def test_end_chance():
@@ -336,10 +308,7 @@ def test_bad_input(argv, words, capsys):
         benchmark.main(argv)
     said = str(leaving.value.code) + capsys.readouterr().err.rpartition("\n\n")[2]
     assert leaving.value.code and words in said
-
-
-def test_a_gpu_is_needed_for_qwen(capsys):
-    assert benchmark.main(["qwen1.5b"]) == 0
+    assert benchmark.main(["qwen1.5b"]) == 0            # that needs a GPU
     assert "NOT MEASURED" in capsys.readouterr().out
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import stand_in
 import torch
-from conftest import FEW, small_model
+from conftest import FEW, answer_rows, checkpoint_of, metrics_of, same_tensors, small_model, trains
 from safetensors.torch import load_file
 from stand_in import CudaError, on_gpu
 from torch.nn.attention.varlen import varlen_attn
@@ -33,9 +33,6 @@ PROMPTS = ["Anna has 9 books .", "How many ?", "8 - 4",
            "Anna has 9 books , loses 4 , gives 2 , gets 7 . How many ?"]
 LINES = (TINY / "train.jsonl").read_text(encoding="utf-8").splitlines()
 PROBLEMS = [json.loads(line) for line in LINES[:12]]
-OFFLOAD = {True: ["--offload"], False: ["--no-offload"]}
-
-
 def drawn(model, tokenizer, max_new_tokens=40, temperature=1.0):
     """A rollout of 4 prompts x 4 answers, from the same random numbers every time."""
     generators = [torch.Generator().manual_seed(j) for j in range(len(PROMPTS))]
@@ -43,18 +40,8 @@ def drawn(model, tokenizer, max_new_tokens=40, temperature=1.0):
                                 generators)
 
 
-def scored(model, ids, labels, groups):
-    """Log-probs and entropies (N, S-1); with `groups` rows of one group share their prompt."""
-    return logprob.token_logprobs(model, ids, labels, 0.9, True, groups)
-
-
-def refused_forms(stage, model):
-    """Names of the fast forms of [A] or [D] that this model does not get, and why."""
-    forms = stage.forms_of(model)                        # None: granted
-    return {name: reason for name, reason in forms.items() if reason}
-
-
-def grant_forms(monkeypatch):
+@pytest.fixture
+def granted(monkeypatch):
     """[A]'s fast forms without their trial, which takes longer than most of what is shown here."""
     monkeypatch.setattr(sample, "refusal", lambda model, form: None)
 
@@ -85,11 +72,6 @@ def trained(model, tokenizer, device, steps=3, gpu=None, **changes):
     return optimizer.param_groups[0]["params"], metrics
 
 
-def program(*flags):
-    """train.py itself, on the tiny policy."""
-    return train.main(list(flags))
-
-
 # --------------------------------------------------------------------------------------------------
 # Tools
 
@@ -113,11 +95,6 @@ def same(a, b, tolerance):
 @pytest.fixture(scope="module")
 def tokenizer(tiny):
     return tiny[1]
-
-
-@pytest.fixture
-def granted(monkeypatch):
-    grant_forms(monkeypatch)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -192,27 +169,20 @@ def test_refused_in_a_capture(attempt):
 
 
 def test_a_capture_changes_nothing_and_a_replay_works_on_the_same_memory():
+    """Also where a weight has got other memory since."""
     with stand_in.machine() as gpu:
-        x, graph = gpu_ones(3), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        x, weight, graph = gpu_ones(3), torch.nn.Parameter(gpu_ones(3)), torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
             x += torch.zeros(3, device="cuda") + 1
             y = 2 * x
+            z = weight + 1
         after_capture = x.tolist()
+        weight.data = 5 * gpu_ones(3)
         graph.replay()
         graph.replay()
     assert after_capture == [1, 1, 1]
-    assert x.tolist() == [3, 3, 3] and y.tolist() == [6, 6, 6]
-    assert graph.kernels == 4 and gpu.replays == 2       # zeros, + 1, +=, 2 *
-
-
-def test_a_graph_keeps_the_memory_that_it_saw():
-    with stand_in.machine():
-        weight, graph = torch.nn.Parameter(gpu_ones(3)), torch.cuda.CUDAGraph()
-        with torch.no_grad(), torch.cuda.graph(graph):
-            y = weight + 1
-        weight.data = 5 * gpu_ones(3)
-        graph.replay()
-    assert y.tolist() == [2, 2, 2]
+    assert x.tolist() == [3, 3, 3] and y.tolist() == [6, 6, 6] and z.tolist() == [2, 2, 2]
+    assert graph.kernels == 5 and gpu.replays == 2       # zeros, + 1, +=, 2 *, + 1
 
 
 def test_graphs_of_one_pool_overwrite_each_other():
@@ -258,24 +228,6 @@ def test_attention_and_its_kernel(dtype, hopper, masked, kernel, monkeypatch):
     assert out.is_contiguous() == (kernel != "efficient")
 
 
-def test_ragged_attention_reads_each_sequence_alone():
-    """Two sequences of 3 and 2 queries; their keys are the first 3 of 4, and the first 4 of 5."""
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(n, h, 8, dtype=BF16) for n, h in ((5, 4), (9, 2), (9, 2)))
-    with stand_in.machine():
-        starts_q, starts_k, used = (torch.tensor(x, dtype=torch.int32, device="cuda")
-                                    for x in ([0, 3, 5], [0, 4, 9], [3, 4]))
-        there = [x.to("cuda") for x in (q, k, v)]
-        out = torch.ops.aten._flash_attention_forward(*there, starts_q, starts_k, 3, 5, 0.0, True,
-                                                      False, seqused_k=used)[0]
-    for queries, keys in ((slice(0, 3), slice(0, 3)), (slice(3, 5), slice(4, 8))):
-        parts = [x.transpose(0, 1)[None] for x in (q[queries], k[keys], v[keys])]
-        past = torch.ones(parts[0].shape[2], parts[1].shape[2], dtype=torch.bool)
-        past = past.tril(past.shape[1] - past.shape[0])
-        alone = scaled_dot_product_attention(*parts, past, enable_gqa=True)
-        assert same(out[queries], alone[0].transpose(0, 1), 1e-2)
-
-
 # --------------------------------------------------------------------------------------------------
 # [A] Sampling through captured and replayed graphs
 
@@ -293,7 +245,7 @@ def test_sampling_through_graphs(tokenizer, dtype, hopper):
     model = random_policy(dtype)
     with stand_in.machine(hopper) as gpu:
         there = copy.deepcopy(model).to("cuda")
-        assert not refused_forms(sample, there)
+        assert not any(sample.forms_of(there).values())
         rollouts = {}
         tried = len(gpu.graphs)
         for temperature in (1.0, 0.0):
@@ -315,19 +267,26 @@ def test_sampling_through_graphs(tokenizer, dtype, hopper):
 
 
 def test_graphs_are_kept_and_see_weights_that_are_updated_in_place(granted, tokenizer):
+    """Every weight for itself, those that lie in one storage too; every temperature has its own."""
     model = random_policy()
+    heats = (1.0, 0.0, 0.5)
+    captured = []
     with stand_in.machine() as gpu:
         there = copy.deepcopy(model).to("cuda")
-        drawn(there, tokenizer)
-        with torch.no_grad():
-            for weight in [*there.parameters(), *model.parameters()]:
-                weight.mul_(0.9)
-        second = drawn(there, tokenizer)
-        captured = len(gpu.graphs)
-        third = drawn(there, tokenizer)
-    expected = drawn(model, tokenizer).input_ids
-    assert torch.equal(second.input_ids, expected) and torch.equal(third.input_ids, expected)
-    assert captured and len(gpu.graphs) == captured
+        for heat in heats:
+            drawn(there, tokenizer, 20, heat)
+        for name, weight in there.named_parameters():
+            with torch.no_grad():
+                weight.view(-1).mul_(0.8)
+                model.get_parameter(name).mul_(0.8)
+        found = {}
+        for heat in (*heats, 0.0, 1.0, 0.5):
+            found[heat] = drawn(there, tokenizer, 20, heat).input_ids.cpu()
+            captured.append(len(gpu.graphs))
+    for heat in heats:
+        assert torch.equal(found[heat], drawn(model, tokenizer, 20, heat).input_ids)
+    assert len({ids.shape[1] * 100 + int(ids.sum()) for ids in found.values()}) == 3
+    assert captured[2] and captured[2:] == captured[2:3] * 4
 
 
 def test_rollouts_of_two_shapes_in_turn_share_their_graphs(granted, tokenizer, monkeypatch):
@@ -358,34 +317,39 @@ def test_rollouts_of_two_shapes_in_turn_share_their_graphs(granted, tokenizer, m
         assert gpu.graphs[0].stream is not gpu.graphs[-1].stream
 
 
-def test_one_token_needs_no_cache(granted, tokenizer, monkeypatch):
-    monkeypatch.setattr(sample.OwnStep, "__init__", None)            # not to be called
-    with stand_in.machine():
-        rollout = drawn(random_policy().to("cuda"), tokenizer, max_new_tokens=1)
-    assert (rollout.labels != -100).sum(dim=1).tolist() == [1] * 16
-
-
-def test_the_host_does_not_wait_for_every_row(granted, tokenizer):
-    """Neither for its text nor for its end: 56 more rows cost a few waits, as they leave."""
-    waits = {}
-    for group_size in (2, 16):
+def test_the_host_seldom_waits(granted, tokenizer, monkeypatch):
+    """Not for every row: 56 more cost a few waits, as they leave. Nor for every token: asking who
+    has ended makes it wait, which it does not more often than at every 8th."""
+    def waits(G, T):
         with stand_in.machine() as gpu:
-            chance = torch.Generator().manual_seed(0)
-            sample.sample_groups(random_policy(ends=[56]).to("cuda"), tokenizer, PROMPTS,
-                                 group_size, 2, 1.0, chance)
-        waits[group_size] = sum(gpu.waits.values())
-    assert waits[16] - waits[2] < 8, waits
+            chance = [torch.Generator().manual_seed(j) for j in range(4)]
+            rollout = sample.sample_groups(random_policy(ends=[56]).to("cuda"), tokenizer, PROMPTS,
+                                           G, T, 1.0, chance)
+        assert (rollout.labels != -100).sum(dim=1).max() == T
+        return sum(gpu.waits.values())
+
+    assert waits(16, 2) - waits(2, 2) < 8
+    assert waits(4, 72) - waits(4, 24) <= 48 / 8
+    monkeypatch.setattr(sample.OwnStep, "__init__", None)            # one token needs no cache
+    waits(4, 1)
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
 def test_logits_leave_the_head_in_float32(dtype):
-    with stand_in.machine():
-        model = random_policy(dtype).to("cuda")
-        with torch.no_grad():
-            h = torch.randn(3, 32).to(dtype).to("cuda")
-            logits = sample.OwnStep(model, 3, 8, False).logits(h)
-    expected = h.float() @ model.lm_head.weight.float().T
+    """[A]'s, and those of [D]'s lean head."""
+    torch.manual_seed(0)
+    model = random_policy(dtype)
+    hidden, targets = torch.randn(40, 32).to(dtype), torch.randint(57, (40,))
+    expected = hidden.float() @ model.lm_head.weight.detach().float().T
+    exact = (expected / 0.7).log_softmax(-1)
+    with stand_in.machine(), torch.no_grad():
+        there = copy.deepcopy(model).to("cuda")
+        logits = sample.OwnStep(there, 40, 8, False).logits(hidden.to("cuda"))
+        logprobs, entropy = logprob.LeanHead.apply(
+            hidden.to("cuda"), there.lm_head.weight, targets.to("cuda"), 0.7, True)
     assert logits.dtype == torch.float32 and same(logits, expected, 1e-6)
+    assert same(logprobs, exact.gather(1, targets[:, None])[:, 0], 1e-6)
+    assert same(entropy, -(exact.exp() * exact).sum(-1), 1e-6)
 
 
 @pytest.mark.parametrize("vocab", [57, 4000], ids=["few words", "many words"])
@@ -450,42 +414,21 @@ def test_graphs_draw_what_the_plain_loop_draws(granted, lengths, G, T, how):
     assert bool(replayed) == (max(len(ids) for ids, _ in expected) > 1)
 
 
-def test_temperatures_in_turn(granted, tokenizer):
-    """Every temperature has graphs of its own, and keeps them."""
-    model = random_policy()
-    expected = {heat: drawn(model, tokenizer, 20, heat).input_ids for heat in (1.0, 0.0, 0.5)}
-    assert len({ids.shape[1] * 100 + int(ids.sum()) for ids in expected.values()}) == 3
-    captured = []
-    with stand_in.machine() as gpu:
-        there = copy.deepcopy(model).to("cuda")
-        for heat in (1.0, 0.0, 0.5, 0.0, 1.0):
-            assert torch.equal(drawn(there, tokenizer, 20, heat).input_ids.cpu(), expected[heat])
-            captured.append(len(gpu.graphs))
-    assert captured[2:] == captured[2:3] * 3
-
-
 # --------------------------------------------------------------------------------------------------
 # [A] Projections of one input are one product, of weights that lie in one storage
 
-def storages(model):
-    """Bytes of all memory that the weights lie in, each piece counted once."""
-    return sum({weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes()
-                for weight in model.parameters()}.values())
-
-
-def rolled_out(model, tokenizer):
-    """A copy on the GPU that has been sampled from."""
-    there = copy.deepcopy(model).to("cuda")
-    drawn(there, tokenizer, 4)
-    return there
-
-
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3"])      # with biases, and without
 def test_weights_stay_what_they_are_in_one_storage(granted, tokenizer, tmp_path, architecture):
+    def storages(model):
+        """Bytes of all memory that the weights lie in, each piece counted once."""
+        return sum({weight.untyped_storage().data_ptr(): weight.untyped_storage().nbytes()
+                    for weight in model.parameters()}.values())
+
     model = small_model(architecture, vocab_size=57)
     names = {name: weight.clone() for name, weight in model.named_parameters()}
     with stand_in.machine():
-        there = rolled_out(model, tokenizer)
+        there = copy.deepcopy(model).to("cuda")
+        drawn(there, tokenizer, 4)
         attention = there.model.layers[1].self_attn
         parts = [attention.q_proj, attention.k_proj, attention.v_proj]
         assert len({part.weight.untyped_storage().data_ptr() for part in parts}) == 1
@@ -500,109 +443,58 @@ def test_weights_stay_what_they_are_in_one_storage(granted, tokenizer, tmp_path,
         there.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     for name, weight in names.items():
-        assert torch.equal(saved[name], weight)
-        assert torch.equal(there.get_parameter(name), weight)
-        assert torch.equal(reference.get_parameter(name), weight)
+        for found in (saved[name], there.get_parameter(name), reference.get_parameter(name)):
+            assert torch.equal(found, weight)
         assert there.get_parameter(name).is_contiguous()
 
 
-def test_weights_in_one_storage_follow_their_parameters(granted, tokenizer):
-    """Each of them is written in place, and the graphs of before draw what the plain loop does."""
-    model = random_policy()
-    with stand_in.machine() as gpu:
-        there = rolled_out(model, tokenizer)
-        for name, weight in there.named_parameters():
-            with torch.no_grad():
-                weight.view(-1).mul_(0.8)
-                model.get_parameter(name).mul_(0.8)
-        captured = len(gpu.graphs)
-        found = drawn(there, tokenizer, 4).input_ids.cpu()
-        assert len(gpu.graphs) == captured
-    assert torch.equal(found, drawn(model, tokenizer, 4).input_ids)
-
-
-@pytest.mark.parametrize("tied", ["a projection with its neighbour", "two layers"])
-def test_weights_that_share_memory_are_left_alone(tied):
+@pytest.mark.parametrize("what", ["a projection with its neighbour", "two layers", "FSDP"])
+def test_weights_that_share_memory_or_are_sharded_are_left_alone(request, what):
     model = random_policy(BF16)
     layers = model.model.layers
-    if tied == "two layers":
+    if what == "two layers":
         layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
+    elif what == "FSDP":
+        model.unshard = None                                         # as it adds it
+        request.getfixturevalue("granted")
     else:
         layers[1].self_attn.v_proj.weight = layers[1].self_attn.k_proj.weight
     with stand_in.machine():
-        assert refused_forms(sample, model.to("cuda")) == {
-            "CUDA graphs": "weights that share memory"}
-
-
-def test_sharded_weights_are_left_alone(granted):
-    with stand_in.machine():
-        model = random_policy(BF16).to("cuda")
-        model.unshard = None                                         # as FSDP adds it
+        model.to("cuda")
         addresses = [weight.data_ptr() for weight in model.parameters()]
-        assert "FSDP" in sample.forms_of(model)["CUDA graphs"]
+        reason = "FSDP" if what == "FSDP" else "weights that share memory"
+        assert reason in sample.forms_of(model)["CUDA graphs"]
         chance = sample.uniform_numbers(None, 1, 2, 4, model.device)
         sample.write_answers(model, [[3, 4]], chance, 1.0, [1])
         assert addresses == [weight.data_ptr() for weight in model.parameters()]
 
 
-def test_the_host_seldom_waits_while_tokens_are_drawn(granted, tokenizer):
-    """Asking who has ended makes it wait: not more often than at every 8th token."""
-    waits = {}
-    for T in (24, 72):
-        with stand_in.machine() as gpu:
-            rollout = drawn(random_policy(ends=[56]).to("cuda"), tokenizer, T)
-        assert (rollout.labels != -100).sum(dim=1).max() == T
-        waits[T] = sum(gpu.waits.values())
-    assert waits[72] - waits[24] <= 48 / 8, waits
-
-
 # --------------------------------------------------------------------------------------------------
 # [D] Log-probs and their gradients
-
-def rows():
-    """Two groups of three rows: ids, labels, groups, and a weight for every log-prob."""
-    torch.manual_seed(1)
-    ids = torch.randint(2, 57, (6, 20))
-    labels = torch.full((6, 20), -100)
-    for n, (start, end) in enumerate([(5, 20), (5, 9), (5, 6), (3, 17), (3, 4), (3, 20)]):
-        ids[n, :start] = ids[n // 3 * 3, :start]
-        labels[n, start:end] = ids[n, start:end]
-    return ids, labels, torch.arange(6) // 3, torch.randn(6, 19)
-
 
 @pytest.mark.parametrize("grouped, checkpointed", [(False, False), (True, False), (True, True)],
                          ids=["padded", "grouped", "grouped, checkpointed"])
 @cards
 def test_logprobs_and_gradients(dtype, hopper, grouped, checkpointed):
-    def run(model, ids, labels, groups, weight):
+    def run(model, ids, labels, weight):
+        groups = (torch.arange(6) // 3).to(ids.device) if grouped else None
         with train.layers_checkpointed(model, checkpointed):
-            values, entropy = scored(model, ids, labels, groups if grouped else None)
+            values, entropy = logprob.token_logprobs(model, ids, labels, 0.9, True, groups)
             (values * weight).sum().backward()
         return [values, entropy, *(p.grad for p in model.parameters())]
 
+    rows = answer_rows([(5, 15), (5, 4), (5, 1), (3, 14), (3, 1), (3, 17)], words=57)
     model = random_policy(dtype)
     there = copy.deepcopy(model)
-    expected = run(model, *rows())
+    expected = run(model, *rows)
     with stand_in.machine(hopper) as gpu:
         there.to("cuda")
-        assert not refused_forms(logprob, there)
-        found = run(there, *(x.to("cuda") for x in rows()))
+        assert not any(logprob.forms_of(there).values())
+        found = run(there, *(x.to("cuda") for x in rows))
         assert all(map(on_gpu, found))
     tolerance = 2e-5 if dtype == torch.float32 else 0.15
     assert all(same(a, b, tolerance) for a, b in zip(found, expected))
     assert not gpu.attention["cudnn"]
-
-
-def test_logits_of_bfloat16_leave_the_head_in_float32():
-    torch.manual_seed(0)
-    hidden, weight = torch.randn(40, 16, dtype=BF16), torch.randn(57, 16, dtype=BF16)
-    targets = torch.randint(57, (40,))
-    exact = (hidden.float() @ weight.float().T / 0.7).log_softmax(-1)
-    with stand_in.machine():
-        there = [x.to("cuda") for x in (hidden, weight, targets)]
-        logprobs, entropy = logprob.LeanHead.apply(*there, 0.7, True)
-    assert same(logprobs, exact.gather(1, targets[:, None])[:, 0], 1e-6)
-    assert same(entropy, -(exact.exp() * exact).sum(-1), 1e-6)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -627,23 +519,17 @@ def test_steps_in_bfloat16_with_and_without_offload(granted, tiny):
     policy, tokenizer = tiny
     found = {}
     for offload in (True, False):
-        with stand_in.machine():
+        with stand_in.machine(hopper=True) as gpu:
             model = copy.deepcopy(policy).to(BF16).to("cuda")
-            masters, metrics = trained(model, tokenizer, "cuda", offload=offload,
+            masters, metrics = trained(model, tokenizer, "cuda", steps=2, offload=offload,
                                        rounding="nearest")
             assert all(on_gpu(x) != offload and x.dtype == torch.float32 for x in masters)
+        assert gpu.attention and not gpu.attention["cudnn"]
         assert metrics["grad_norm"] > 0 and metrics["skipped_updates"] == 0
         for weight, master, start in zip(model.parameters(), masters, policy.parameters()):
             assert torch.equal(weight, master.to(BF16)) and not torch.equal(master, start)
         found[offload] = masters
     assert all(torch.equal(a, b) for a, b in zip(found[True], found[False]))
-
-
-def test_a_step_on_hopper_does_not_use_cudnn(granted, tiny):
-    policy, tokenizer = tiny
-    with stand_in.machine(hopper=True) as gpu:
-        trained(copy.deepcopy(policy).to(BF16).to("cuda"), tokenizer, "cuda", 1, offload=False)
-    assert gpu.attention and not gpu.attention["cudnn"]
 
 
 def test_gradients_go_to_the_host_once_per_update(granted, tiny, monkeypatch):
@@ -664,20 +550,15 @@ def test_gradients_go_to_the_host_once_per_update(granted, tiny, monkeypatch):
 # --------------------------------------------------------------------------------------------------
 # [H] The program, and its resume
 
-@pytest.mark.parametrize("flags", OFFLOAD.values(), ids=["offload", "no offload"])
-def test_the_program_and_its_resume(monkeypatch, tmp_path, flags):
+@pytest.mark.parametrize("offload", ["--offload", "--no-offload"])
+def test_the_program_and_its_resume(granted, tmp_path, offload):
     """A step and, after a resume, a second one end with the weights of two steps in one go."""
     flags = [*FEW, "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=12",
              "--eval-limit=2", "--eval-every=1", "--device=cuda", "--save-every=1",
-             "--updates-per-rollout=1", *flags]
+             "--updates-per-rollout=1", offload]
     with stand_in.machine():
-        assert program(f"--output={tmp_path / 'whole'}", "--steps=2", *flags) == 0
-        grant_forms(monkeypatch)
-        assert program(f"--output={tmp_path / 'parts'}", "--steps=1", *flags) == 0
-        assert program(f"--resume={tmp_path / 'parts'}", "--steps=2") == 0
-    lines = (tmp_path / "parts" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
-    whole, parts = (load_file(tmp_path / name / "checkpoint" / "run.safetensors")
-                    for name in ("whole", "parts"))
-    assert whole.keys() == parts.keys()
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+        trains(f"--output={tmp_path / 'whole'}", "--steps=2", *flags)
+        trains(f"--output={tmp_path / 'parts'}", "--steps=1", *flags)
+        trains(f"--resume={tmp_path / 'parts'}", "--steps=2")
+    assert [line["step"] for line in metrics_of(tmp_path / "parts")] == [0, 1, 2]
+    assert same_tensors(*(checkpoint_of(tmp_path / name) for name in ("whole", "parts")))

@@ -6,13 +6,12 @@
 import sys
 from functools import lru_cache, partial
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from conftest import SMALL  # noqa: E402
+from conftest import SMALL, answer_rows, make_tokenizer  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
@@ -26,55 +25,29 @@ DEEPSEEK = dict(EXPERTS, n_routed_experts=4, n_shared_experts=1, first_k_dense_r
                 topk_group=1)
 LATENT = dict(DEEPSEEK, num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, head_dim=8,
               qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
-CODEGEN = dict(n_embd=32, n_layer=2, n_head=4, rotary_dim=4)
-
 # name -> what its config changes; the name is transformers' model type where no `type` says it.
 # The sliding windows are smaller than the rows.
 FAMILIES = {
     # one stack of layers, dense
-    "qwen2": dict(tie_word_embeddings=True),
-    "qwen3": dict(head_dim=8),
-    "llama": dict(),
-    "mistral": dict(sliding_window=None),
+    "qwen2": dict(tie_word_embeddings=True), "mistral": dict(sliding_window=None),
     "mistral with a window": dict(type="mistral", sliding_window=8),
-    "gemma": dict(head_dim=8),
     "gemma2": dict(head_dim=8, sliding_window=8, query_pre_attn_scalar=8,
                    attn_logit_softcapping=2.0, final_logit_softcapping=4.0),
     "gemma3_text": dict(head_dim=8, sliding_window=8, query_pre_attn_scalar=8),
-    "phi": dict(),
-    "phi3": dict(sliding_window=None),
-    "olmo": dict(),
-    "olmo2": dict(),
-    "olmo3": dict(sliding_window=8),
-    "smollm3": dict(),
-    "granite": dict(logits_scaling=2.0),
-    "cohere": dict(logit_scale=0.25),
-    "cohere2": dict(logit_scale=0.25, sliding_window=8),
-    "glm": dict(head_dim=8),
-    "glm4": dict(head_dim=8),
-    "starcoder2": dict(sliding_window=None),
-    "stablelm": dict(),
-    "nemotron": dict(),
-    "persimmon": dict(),
-    "ernie4_5": dict(),
-    "seed_oss": dict(head_dim=8),
-    "helium": dict(head_dim=8),
-    "apertus": dict(),
-    "arcee": dict(),
-    "hunyuan_v1_dense": dict(head_dim=8),
+    "phi3": dict(sliding_window=None), "olmo3": dict(sliding_window=8),
+    "granite": dict(logits_scaling=2.0), "cohere": dict(logit_scale=0.25),
+    "cohere2": dict(logit_scale=0.25, sliding_window=8), "starcoder2": dict(sliding_window=None),
+    **dict.fromkeys(("qwen3", "gemma", "glm", "glm4", "seed_oss", "helium", "hunyuan_v1_dense"),
+                    dict(head_dim=8)),
+    **dict.fromkeys(("llama", "phi", "olmo", "olmo2", "smollm3", "stablelm", "nemotron",
+                     "persimmon", "ernie4_5", "apertus", "arcee"), {}),
     # positions learned, or as a slope on the scores
-    "gpt2": dict(),
-    "gpt_bigcode": dict(),
+    **dict.fromkeys(("gpt2", "gpt_bigcode", "gpt_neox", "bloom", "falcon", "biogpt"), {}),
+    **dict.fromkeys(("gptj", "codegen"), dict(n_embd=32, n_layer=2, n_head=4, rotary_dim=4)),
     "gpt_neo": dict(num_layers=2, attention_types=[[["global", "local"], 1]], window_size=8),
-    "gpt_neox": dict(),
-    "gptj": CODEGEN,
-    "codegen": CODEGEN,
     "opt": dict(ffn_dim=48, word_embed_proj_dim=32),
-    "bloom": dict(),
-    "falcon": dict(),
     "falcon with slopes": dict(type="falcon", alibi=True),
     "mpt": dict(d_model=32, n_heads=4, n_layers=2),
-    "biogpt": dict(),
     "xglm": dict(d_model=32, attention_heads=4, num_layers=2, ffn_dim=48),
     # mixtures of experts
     "qwen2_moe": dict(EXPERTS, num_experts=4, shared_expert_intermediate_size=32),
@@ -84,8 +57,7 @@ FAMILIES = {
     "granitemoe": dict(EXPERTS, num_local_experts=4, logits_scaling=2.0),
     "phimoe": dict(num_local_experts=4, sliding_window=None),
     "gpt_oss": dict(EXPERTS, num_local_experts=4, head_dim=8, sliding_window=8),
-    "deepseek_v2": dict(LATENT, topk_method="greedy"),
-    "deepseek_v3": LATENT,
+    "deepseek_v2": dict(LATENT, topk_method="greedy"), "deepseek_v3": LATENT,
     "glm4_moe": dict(DEEPSEEK, head_dim=8),
     "llama4_text": dict(head_dim=8, intermediate_size_mlp=48, num_local_experts=2,
                         attention_chunk_size=8),
@@ -103,22 +75,9 @@ REFUSED = {
                                shared_expert_intermediate_size=32)),
     "lfm2": (CACHE, dict(layer_types=["conv", "full_attention"])),
 }
-PROMPTS = ["2 9 4 33 17", "5 60 21 8 8 40 13 2 7"]
+PROMPTS = ["w3 w9 w4 w33 w17", "w5 w60 w21 w8 w8 w40 w13 w3 w7"]
 SIZES = [(5, 6), (5, 1), (5, 3), (9, 7), (9, 4)]         # of the rows: prompt, answer
 GROUPS = torch.tensor([0, 0, 0, 1, 1])
-
-
-class Numbers(SimpleNamespace):
-    """A tokenizer whose words are the ids themselves."""
-
-    eos_token_id = SMALL["eos_token_id"]
-    pad_token_id = SMALL["pad_token_id"]
-
-    def __call__(self, text, add_special_tokens):
-        return SimpleNamespace(input_ids=[int(word) for word in text.split()])
-
-    def batch_decode(self, ids, **_):
-        return [" ".join(map(str, row)) for row in ids]
 
 
 @lru_cache(maxsize=2)
@@ -140,15 +99,7 @@ def family(name, dropout=0.0):
 
 
 def batch():
-    generator = torch.Generator().manual_seed(1)
-    input_ids = torch.randint(2, SMALL["vocab_size"], (5, 20), generator=generator)
-    input_ids[1:3, :5] = input_ids[0, :5]
-    input_ids[4, :9] = input_ids[3, :9]
-    labels = torch.full_like(input_ids, IGNORE)
-    for n, (P, L) in enumerate(SIZES):
-        labels[n, P:P + L] = input_ids[n, P:P + L]
-        input_ids[n, P + L:] = SMALL["pad_token_id"]
-    return input_ids, labels, torch.randn(5, 19, generator=generator)
+    return answer_rows(SIZES, seed=1, width=20)
 
 
 def gradient(model, loss):
@@ -200,9 +151,10 @@ def test_checkpointed_layers_without_dropout(name):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_answers(name):
     model = family(name)
-    rollout = sample.sample_groups(model, Numbers(), PROMPTS, 2, 6, temperature=0)
+    tokenizer = make_tokenizer(pad_token="<pad>", eos_token="<end>")
+    rollout = sample.sample_groups(model, tokenizer, PROMPTS, 2, 6, temperature=0)
     for n, row in enumerate(rollout.labels):
-        ids = [int(word) for word in PROMPTS[n // 2].split()]
+        ids = [int(word[1:]) for word in PROMPTS[n // 2].split()]
         written = []
         while len(written) < 6 and written[-1:] != [SMALL["eos_token_id"]]:
             with torch.no_grad():

@@ -1,4 +1,5 @@
 """Process supervision (--step-reward), iterative training with a reward model (--reward-model)."""
+# ruff: noqa: I001 - several names to a line
 import copy
 import json
 import math
@@ -8,16 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    TINY,
-    curve,
-    ends_badly,
-    lines_of,
-    refused,
-    tiny_problems,
-    torchrun,
-    trains,
-    value_error,
-)
+    TINY, begin_ranks, checkpoint_of, curve, ends_badly, lines_of, refused, same_tensors,
+    tiny_problems, trains, value_error)
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -46,13 +39,15 @@ def weights(folder):
     return load_file(folder / "model.safetensors")
 
 
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """The same run on two ranks, which begins here."""
+    folder = tmp_path_factory.mktemp("ranks") / "run"
+    return folder, begin_ranks(2, "train.py", *ITERATIVE, "--steps=4", f"--output={folder}")
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """Two iterations of two steps."""
+def whole(two_ranks, tmp_path_factory):
     return run(tmp_path_factory.mktemp("whole") / "run", *ITERATIVE, "--steps=4")
 
 
@@ -101,50 +96,41 @@ def test_two_iterations_are_those_of_the_formulas(whole, learner):
         replay, pairs = replay + pairs, []
     found = weights(whole / "reward_model")
     assert all(torch.equal(found[name], p) for name, p in model.named_parameters())
-    assert not same(found, weights(MODEL))
+    assert not same_tensors(found, weights(MODEL))
     assert AutoTokenizer.from_pretrained(whole / "reward_model").chat_template
     AutoModelForCausalLM.from_pretrained(whole / "final")
 
 
 def test_a_resumed_run_is_bitwise_the_same(whole, tmp_path):
     """Stopped in the middle of an iteration, and at its end."""
-    run(tmp_path / "run", *ITERATIVE, "--steps=1")
+    folder = run(tmp_path / "run", *ITERATIVE, "--steps=1")
     for steps in (2, 3, 4):
-        trains("--resume", tmp_path / "run", f"--steps={steps}")
-    assert curve(tmp_path / "run") == curve(whole)
+        trains("--resume", folder, f"--steps={steps}")
+    assert curve(folder) == curve(whole)
     for name in ("final", "reward_model"):
-        assert same(weights(tmp_path / "run" / name), weights(whole / name)), name
-    ours, theirs = (load_file(folder / "checkpoint" / "run.safetensors")
-                    for folder in (tmp_path / "run", whole))
-    assert same(ours, theirs)
-    kinds = {name.split("/")[0] for name in ours if "/reward_model/" in name}
+        assert same_tensors(weights(folder / name), weights(whole / name)), name
+    saved = checkpoint_of(folder)
+    assert same_tensors(saved, checkpoint_of(whole))
+    kinds = {name.split("/")[0] for name in saved if "/reward_model/" in name}
     assert kinds == {"weight", "exp_avg", "exp_avg_sq", "step"}
-    counters = json.loads(ours["counters"].numpy().tobytes())
-    assert any(counters["pairs"])
+    assert any(json.loads(saved["counters"].numpy().tobytes())["pairs"])
 
 
-def test_two_ranks_train_the_same_reward_model(whole, tmp_path):
-    done = torchrun(2, *ITERATIVE, "--steps=4", f"--output={tmp_path / 'run'}")
+def test_two_ranks_train_the_same_reward_model(whole, two_ranks):
+    folder, end = two_ranks
+    done = end()
     assert done.returncode == 0, done.stderr
-    for ours, theirs in zip(curve(tmp_path / "run"), curve(whole)):
+    for ours, theirs in zip(curve(folder), curve(whole), strict=True):
         assert ours.keys() == theirs.keys()
         for name in ours.keys() & {"reward_mean", "accuracy", "approx_kl", "reward_model_loss",
                                    "reward_model_accuracy", "eval_reward"}:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
     for name in ("final", "reward_model"):
-        ours, theirs = (weights(folder / name) for folder in (tmp_path / "run", whole))
+        ours, theirs = (weights(place / name) for place in (folder, whole))
         assert max(float((ours[key] - theirs[key]).abs().max()) for key in ours) < 1e-4, name
 
 
-def test_without_renewal_the_reward_model_stays_as_it_is(tmp_path):
-    folder = run(tmp_path / "run", *SMALL, f"--reward-model={MODEL}", "--steps=1")
-    assert not (folder / "reward_model").exists()
-    saved = load_file(folder / "checkpoint" / "run.safetensors")
-    assert not any("/reward_model/" in name for name in saved)
-    assert curve(folder)[1]["reward_mean"] != 0 and "eval_reward" in curve(folder)[1]
-
-
-def test_without_true_answers_there_are_rewards_and_no_pairs(tmp_path):
+def test_without_true_answers_or_renewal_the_reward_model_stays_as_it_is(tmp_path):
     lines = (TINY / "train.jsonl").read_text().splitlines()[:12]
     asked = [json.dumps({"question": json.loads(line)["question"]}) + "\n" for line in lines]
     (tmp_path / "asked.jsonl").write_text("".join(asked))
@@ -152,60 +138,49 @@ def test_without_true_answers_there_are_rewards_and_no_pairs(tmp_path):
     last = curve(folder)[-1]
     assert last["reward_model_loss"] is None and last["accuracy"] is None
     assert last["reward_std"] > 0 and last["grad_norm"] > 0
-    assert same(weights(folder / "reward_model"), weights(MODEL))
-
-
-def test_the_reward_model_reads_problems_in_its_own_chat_template(learner):
-    learner.tokenizer.chat_template = "Anna {{ messages[-1].content }}"
-    problems = [{"question": f"Ben has {n}", "answer": answer} for n, answer in ((9, "9"), (5, ""))]
-    rollout = SimpleNamespace(responses=["\\boxed{ 9 }", "\\boxed{ 5 }"] * 2)
-    settings = train.parse(ITERATIVE)
-    scores = train.load_reward_of(settings, learner)(problems, ["p", "q"], rollout)
-    prompts = ["Anna Ben has 9", "Anna Ben has 5"]
-    each = [prompts[0], prompts[0], prompts[1], prompts[1]]
-    expected = reward.reward_model_scores(learner.model, learner.tokenizer, each, rollout.responses)
-    assert torch.equal(scores, expected)
-    assert [row[:2] for row in rollout.judged] == list(zip(each, rollout.responses))
-    verdicts = [row[2] for row in rollout.judged]
-    assert verdicts[:2] == [1.5, 0.5] and verdicts[2] != verdicts[2]
-    learner.tokenizer.chat_template = None
-    train.load_reward_of(settings, learner)(problems, ["p", "q"], rollout)
-    assert [row[0] for row in rollout.judged] == ["p", "p", "q", "q"]
-    assert learner.pairs == []  # they are kept in training steps alone
-
-
-def test_a_reward_model_has_no_dropout(tmp_path):
-    config = AutoConfig.from_pretrained(MODEL, attention_dropout=0.9)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path)
-    learner, _ = reward.open_reward_model(tmp_path)
-    same_answer = (["Anna has 9 books"], ["\\boxed{ 9 }"])
-    scores = {float(reward.reward_model_scores(learner.model, learner.tokenizer, *same_answer)[0])
-              for _ in range(4)}
-    assert len(scores) == 1
+    assert same_tensors(weights(folder / "reward_model"), weights(MODEL))
+    folder = run(tmp_path / "fixed", *SMALL, f"--reward-model={MODEL}", "--steps=1")
+    assert not (folder / "reward_model").exists()
+    assert not any("/reward_model/" in name for name in checkpoint_of(folder))
+    assert curve(folder)[1]["reward_mean"] != 0 and "eval_reward" in curve(folder)[1]
 
 
 def test_a_score_that_is_not_finite_ends_the_step(learner):
     with torch.no_grad():
         learner.model.score.weight[:] = 3e38
-    rollout = SimpleNamespace(responses=["9", "5"])
     reward_of = train.load_reward_of(train.parse(ITERATIVE), learner)
-    with pytest.raises(train.RewardFailed, match="^--reward-model: scores are not finite"):
-        reward_of([{"question": "Ben has 9", "answer": "9"}], ["p"], rollout)
-    rollout.responses = ["9 " * 200] * 2
-    with pytest.raises(train.RewardFailed, match="^--reward-model: rows of .*, not of 1 to 128"):
-        reward_of([{"question": "Ben has 9", "answer": "9"}], ["p"], rollout)
+    for text, line in (("9", "scores are not finite"), ("9 " * 200, "rows of .*, not of 1 to 128")):
+        with pytest.raises(train.RewardFailed, match=f"^--reward-model: {line}"):
+            reward_of([{"question": "Ben has 9", "answer": "9"}], ["p"],
+                      SimpleNamespace(responses=[text] * 2))
 
 
 # --------------------------------------------------------------------------------------------------
 # The reward model's own learning
 
-def fresh_learner(lr=1e-2):
+def fresh_learner(lr=1e-2, **changes):
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     torch.manual_seed(1)
-    model = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(MODEL)).eval()
+    config = AutoConfig.from_pretrained(MODEL, **changes)
+    model = AutoModelForSequenceClassification.from_config(config).eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
     return reward.RewardModel(model, tokenizer, optimizer)
+
+
+def saved_model(folder, **changes):
+    """A reward model of random weights in a folder, its config changed."""
+    learner = fresh_learner(**changes)
+    learner.model.save_pretrained(folder)
+    learner.tokenizer.save_pretrained(folder)
+
+
+def test_a_reward_model_has_no_dropout(tmp_path):
+    saved_model(tmp_path, attention_dropout=0.9)
+    learner, _ = reward.open_reward_model(tmp_path)
+    same_answer = (["Anna has 9 books"], ["\\boxed{ 9 }"])
+    scores = {float(reward.reward_model_scores(learner.model, learner.tokenizer, *same_answer)[0])
+              for _ in range(4)}
+    assert len(scores) == 1
 
 
 def worked_and_guessed(first, last):
@@ -229,9 +204,11 @@ def test_a_reward_model_learns_from_round_to_round():
         accuracies.append(figures["reward_model_accuracy"])
         losses.append(figures["reward_model_loss"])
         assert learner.pairs == []
-    assert accuracies[0] < 0.9 and accuracies[-1] == 1.0
-    assert losses[-1] < 0.2 < losses[0]
+    assert accuracies[0] < 0.9 and accuracies[-1] == 1.0 and losses[-1] < 0.2 < losses[0]
     assert all(p.grad is None for p in learner.model.parameters())
+    rows = [("p", "a", math.nan), ("p", "b", math.nan), ("q", "c", 0.5), ("q", "d", 1.5)]
+    reward.collect_pairs(learner, rows, 2)     # nothing is preferred where no answer is known
+    assert learner.pairs == [("q", "d", "c")]
 
 
 def test_pairs_and_replay_are_bounded_and_keep_what_is_old(monkeypatch):
@@ -248,13 +225,6 @@ def test_pairs_and_replay_are_bounded_and_keep_what_is_old(monkeypatch):
     assert len(learner.replay) == 8
     old = sum((prompt, better) in seen[0] for prompt, better, _ in learner.replay)
     assert 0 < old < 8
-
-
-def test_nothing_is_preferred_where_no_answer_is_known():
-    learner = fresh_learner()
-    rows = [("p", "a", float("nan")), ("p", "b", float("nan")), ("q", "c", 0.5), ("q", "d", 1.5)]
-    reward.collect_pairs(learner, rows, 2)
-    assert learner.pairs == [("q", "d", "c")]
 
 
 def test_the_tiny_reward_model_ranks_worked_answers_above_wrong_guesses():
@@ -379,47 +349,22 @@ def test_a_step_function_that_raises_ends_the_run_in_one_line(tmp_path, capsys):
 # --------------------------------------------------------------------------------------------------
 # Other rows, other folders, other flags
 
-def test_combinations_that_make_no_sense_are_refused(step_file, tmp_path, capsys):
-    step, model = f"--step-reward={step_file}", f"--reward-model={MODEL}"
-    for flags, said in (
-            ((model, "--reward", "rule"), "--reward-model and --reward: one of them"),
-            ((step, model), "--step-reward: only with"),
-            ((step, "--max-resample=1"), "--step-reward: only with"),
-            ((step, "--length-rescale=0.3"), "--step-reward: only with"),
-            ((step, "--overlong-buffer=4"), "--step-reward: only with"),
-            ((step, "--advantage=gtpo"), "--step-reward: only with --advantage group"),
-            ((step, "--advantage=leave-one-out"), "--step-reward: only with --advantage group"),
-            ((step, "--no-scale-by-std"), "--no-scale-by-std: only with"),
-            ((f"--step-reward={tmp_path / 'none.py'}:f",), "none.py"),
-            ((f"--step-reward={tmp_path / 'mine.py'}:f",), "has no function 'f'"),
-            ((model, "--reward-model-lr=0"), "--reward-model-lr")):
-        out = f"--output={tmp_path / 'run'}"
-        assert said in refused(capsys, *SMALL, "--steps=1", out, *flags), flags
-    assert not (tmp_path / "run").exists()
-
-
-def pickled(folder):
-    torch.save(weights(folder), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-
-
-def random_weights(folder, **changes):
-    config = AutoConfig.from_pretrained(folder, **changes)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
-
-
 def change_weights(folder, **changes):
     save_file({**weights(folder), **changes}, folder / "model.safetensors", {"format": "pt"})
 
 
+def without_safetensors(folder):
+    torch.save(weights(folder), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
 @pytest.mark.parametrize("change, said", [
-    (lambda folder: shutil.rmtree(folder), "cannot be loaded"),
+    (shutil.rmtree, "cannot be loaded"), (without_safetensors, "cannot be loaded"),
     (lambda folder: shutil.copytree(TINY, folder, dirs_exist_ok=True), "score.weight"),
-    (pickled, "cannot be loaded"),
-    (lambda folder: random_weights(folder, num_labels=2), "has 2 labels, a reward model has one"),
+    (lambda folder: saved_model(folder, num_labels=2), "has 2 labels, a reward model has one"),
     (lambda folder: change_weights(folder, **{"score.weight": torch.full((1, 32), math.nan)}),
      "not finite: score.weight"),
-    (lambda folder: random_weights(folder, vocab_size=9), "beyond its 9 embeddings"),
+    (lambda folder: saved_model(folder, vocab_size=9), "beyond its 9 embeddings"),
 ])
 def test_folders_that_are_no_reward_model_are_refused(tmp_path, capsys, change, said):
     folder = shutil.copytree(MODEL, tmp_path / "model")
@@ -448,7 +393,7 @@ def test_resume_finds_the_reward_model_that_it_began_with(whole, tmp_path, capsy
 def test_a_checkpoint_of_another_reward_model(whole, tmp_path, capsys, name, value):
     folder = shutil.copytree(whole, tmp_path / "run")
     path = folder / "checkpoint" / "run.safetensors"
-    tensors = {**load_file(path), name: value}
+    tensors = {**checkpoint_of(folder), name: value}
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
     line = refused(capsys, "--resume", folder, "--steps=5")
     assert f"{path} is torn, or not of this model:" in line

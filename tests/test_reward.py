@@ -1,4 +1,5 @@
 r"""[B] reward.py: the rule, the last box, fair readings, problem files, users' rewards, figures."""
+# ruff: noqa: I001 - several names to a line
 import hashlib
 import itertools
 import json
@@ -15,46 +16,20 @@ from fractions import Fraction
 from pathlib import Path
 
 import answers
-import hypothesis.strategies as st
 import pytest
 import torch
 from conftest import SMALL, raises, seeded, value_error
-from hypothesis import given, settings
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 import reward
 import train
 from advantage import shape_advantages
 from reward import (
-    boxed_candidates,
-    bradley_terry_loss,
-    canonical,
-    complete_boxes,
-    diversity,
-    end_iteration,
-    extract_boxed,
-    figures_of,
-    final_answer,
-    has_format,
-    hold_out,
-    is_right,
-    length_rescaled,
-    load_function,
-    load_problems,
-    majority_at_k,
-    model_rewards,
-    overlong_penalty,
-    pass_at_k,
-    preference_pairs,
-    reward_fn_of,
-    reward_model_rows,
-    reward_model_scores,
-    rule_reward,
-    score_responses,
-    score_rows,
-    think_answer_reward,
-    truths_of,
-)
+    boxed_candidates, bradley_terry_loss, canonical, complete_boxes, diversity, end_iteration,
+    extract_boxed, figures_of, final_answer, has_format, hold_out, is_right, length_rescaled,
+    load_function, load_problems, majority_at_k, model_rewards, overlong_penalty, pass_at_k,
+    preference_pairs, reward_fn_of, reward_model_rows, reward_model_scores, rule_reward,
+    score_responses, score_rows, think_answer_reward, truths_of)
 
 ROOT = Path(reward.__file__).resolve().parent
 REAL = ROOT.parent / "shared" / "data" / "gsm8k"
@@ -89,13 +64,9 @@ def test_an_empty_box_is_no_answer(empty):
     assert rule_reward(box(empty), "63") == 0.0
     assert rule_reward(box(empty), empty) == 0.0
     assert rule_reward(rf"\boxed{{63}} and \boxed{{{empty}}}", "63") == 0.0
-
-
-@pytest.mark.parametrize("zero", ["0", "0.0", "-0", "$0", ".0", r"0\%"])
-def test_zero_is_an_answer(zero):
-    assert rule_reward(box(zero), "0") == 1.5
-    assert rule_reward(box(zero), "7") == 0.5
-    assert rule_reward(box(zero), 0) == 1.5  # a truth may be a number
+    for zero in ("0", "0.0", "-0", "$0", ".0", r"0\%"):  # which is an answer
+        assert rule_reward(box(zero), "0") == 1.5 == rule_reward(box(zero), 0)  # as a number, too
+        assert rule_reward(box(zero), "7") == 0.5
 
 
 def test_score_responses_is_prompt_major():
@@ -108,13 +79,13 @@ def test_score_responses_is_prompt_major():
     assert is_right(rewards).tolist() == [True, False, False, True, False, True]
     assert has_format(rewards).tolist() == [True, True, False, True, True, True]
     assert is_right(rewards.tolist()).dtype == has_format(rewards.half()).dtype == torch.bool
-
-
-@pytest.mark.parametrize("rows, truths, group_size", [(5, 2, 3), (7, 2, 3), (6, 3, 3), (6, 0, 3),
-                                                      (2, 2, 0)])
-def test_score_responses_refuses_rows_that_are_not_whole_groups(rows, truths, group_size):
-    with pytest.raises(ValueError):
-        score_responses([box(7)] * rows, ["7"] * truths, group_size)
+    # Where no truth is known, an answer is neither right nor wrong
+    rewards = score_responses([box(1)] * 4, ["1", None], group_size=2)
+    assert rewards[:2].tolist() == [1.5, 1.5] and rewards[2:].isnan().all()
+    assert is_right(rewards).tolist() == has_format(rewards).tolist() == [True, True, False, False]
+    for rows, truths, group_size in ((5, 2, 3), (7, 2, 3), (6, 3, 3), (6, 0, 3), (2, 2, 0)):
+        with pytest.raises(ValueError):
+            score_responses([box(7)] * rows, ["7"] * truths, group_size)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -172,23 +143,22 @@ def slow_extract_boxed(text):
 
 
 PIECES = ["\\boxed{", "\\boxed ", "{", "}", "}", "\\{", "\\}", "\\", "5", " ", "$"]
-LATEX_LIKE = st.lists(st.sampled_from(PIECES), max_size=30).map("".join)
+def latex_like(chance):
+    """Up to 30 pieces of what boxes are made of."""
+    return "".join(chance.choices(PIECES, k=chance.randrange(31)))
 
 
-@settings(max_examples=300, deadline=None)
-@given(LATEX_LIKE)
-def test_extract_boxed_is_its_definition(text):
-    assert extract_boxed(text) == slow_extract_boxed(text)
-
-
-@settings(max_examples=300, deadline=None)
-@given(LATEX_LIKE)
-def test_complete_boxes_are_those_in_no_other(text):
-    every = [(begin, end) for end, begin, _ in every_complete_box(text)]
-    outer = [(begin, end) for begin, end in every
-             if not any(b < begin and end < e for b, e in every)]
-    found = [(b, b + len(text[b:e].rstrip())) for b, e, _ in complete_boxes(text)]
-    assert found == sorted(outer)
+def test_boxes_are_their_definition():
+    """Of random pieces: the last complete box; and all those that are in no other."""
+    chance = random.Random(0)
+    for _ in range(1000):
+        text = latex_like(chance)
+        assert extract_boxed(text) == slow_extract_boxed(text)
+        every = [(begin, end) for end, begin, _ in every_complete_box(text)]
+        outer = [(begin, end) for begin, end in every
+                 if not any(b < begin and end < e for b, e in every)]
+        found = [(b, b + len(text[b:e].rstrip())) for b, e, _ in complete_boxes(text)]
+        assert found == sorted(outer), text
 
 
 # --------------------------------------------------------------------------------------------------
@@ -278,11 +248,6 @@ def test_answers_that_are_not_equal(answer, truth):
     assert rule_reward(box(truth), answer) == 0.5
 
 
-def test_a_box_with_a_guess_and_a_box_in_it_is_not_right():
-    for truth in ("17", "18", "1718"):
-        assert rule_reward(r"\boxed{17 \boxed{18}}", truth) == 0.5
-
-
 @pytest.mark.parametrize("answer, truth", [
     ("Monday", "monday"), (r"\text{Monday}", "Monday"), ("Monday.", "Monday"), ("{A}", "a"),
     ("$x + 1$", "x+1"), ("x  +\n1", "x + 1"), (r"y = \dfrac{x}{2}", r"\frac{x}{2}"),
@@ -296,6 +261,8 @@ def test_text_is_cleaned_and_compared_whole(answer, truth):
     assert isinstance(canonical(answer), str)
     assert rule_reward(box(answer), truth) == 1.5
     assert rule_reward(box(answer + "x"), truth) == 0.5
+    for truth in ("17", "18", "1718"):  # a box with a guess and a box in it
+        assert rule_reward(r"\boxed{17 \boxed{18}}", truth) == 0.5
 
 
 DIFFERS = {  # where the rule reads less, or more, than a fair reader
@@ -311,13 +278,21 @@ def test_the_table_of_fair_verdicts():
     assert len(differ) == len(DIFFERS) and {pair["answer"] for pair in differ} == DIFFERS
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.text(st.characters(exclude_categories=[]), max_size=60) | LATEX_LIKE, st.text(max_size=8))
-def test_any_text_is_scored(text, truth):
-    for response in (text, box(text)):
-        assert rule_reward(response, truth) in (0.0, 0.5, 1.5)
-        answer = canonical(extract_boxed(response) or "")
-        assert (rule_reward(response, truth) == 0.0) == (answer == "")
+def any_text(chance, most):
+    """Characters of every kind, half of a pair of surrogates too."""
+    limits = (0x7F, 0x7F, 0xFF, 0xFFFF, 0x10FFFF)
+    return "".join(chr(chance.randrange(chance.choice(limits) + 1))
+                   for _ in range(chance.randrange(most + 1)))
+
+
+def test_any_text_is_scored():
+    chance = random.Random(0)
+    for _ in range(500):
+        text = any_text(chance, 60) if chance.random() < 0.5 else latex_like(chance)
+        for response in (text, box(text)):
+            found = rule_reward(response, any_text(chance, 8))
+            assert found in (0.0, 0.5, 1.5)
+            assert (found == 0.0) == (canonical(extract_boxed(response) or "") == "")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -329,7 +304,8 @@ PIECES_OF_IT = [
     "½", "é", "\\text{", "\\text{ or }", "\\{", "\\boxed", "\\boxed{", "\\boxed{ ", "\\boxed ",
     "\\boxed 1.", "\\boxed{1}", "\\boxed{\\boxed{1}", "\\boxed\n1!!!!", "\N{MINUS SIGN}", "\0",
     "\ud800\udfff", "\\math{", "\\text{{", "is ", "not ", "x is ", "\\frac{1}{", "1 000 ", "1,000,",
-    "10^", "1*", "= 1", "usd ", "x10^", "\\textcolor{a}{", "M", '"a"', "_{", "(a)",
+    "10^", "1*", "= 1", "usd ", "x10^", "\\textcolor{a}{", "M", '"a"', "_{", "(a)", "<", "<think>",
+    "</think>", "<think></think><answer>", "</answer>",
 ]
 
 
@@ -344,6 +320,8 @@ def test_hostile_text_is_scored_at_once(piece):
     for text in (many, f"5{many}", f"5 {many}", f"x{many}"):  # the longest that patterns meet
         canonical(text[: reward.LONGEST])
         canonical(text[: reward.LONGEST - 2] + "=5")
+    for text in (many, f"<think>{many}</think><answer>{many}</answer>"):
+        assert think_answer_reward(text, "63") in (0.0, 0.5)
     assert time.process_time() - start < 3
 
 
@@ -389,67 +367,44 @@ def test_load_problems(tmp_path):
         *[{"question": "How many?", "answer": "7", "solution": "", **blank}] * 2,
     ]
     assert load_problems(path) == load_problems(str(path)) == expected
-
-
-def test_a_solution_column_of_the_users_own_stays_and_hides_no_truth(tmp_path):
+    # Every problem has all columns of the file; a solution of the user's own hides no truth
+    problems = load(tmp_path, line(level=3), line(k=1))
+    assert [(problem["level"], problem["k"]) for problem in problems] == [(3, None), (None, 1)]
     problems = load(tmp_path, line(solution="mine"), line(solution=None))
     assert [problem["solution"] for problem in problems] == ["mine", None]
     assert truths_of(problems) == ["72", "72"]
 
 
-def test_every_problem_has_all_columns_of_the_file(tmp_path):
-    problems = load(tmp_path, line(level=3), line(k=1))
-    assert [(problem["level"], problem["k"]) for problem in problems] == [(3, None), (None, 1)]
+BAD_LINES = [
+    (b'{"question": ', "not JSON"), (line().encode() * 2, "not JSON"), (b"[" * 200_000, "not JSON"),
+    (b'{"n": ' + b"1" * 5000 + b"}", "not JSON"),
+    ('{"question": "süß"'.encode("latin-1"), "not JSON in UTF-8"),
+    (line(question="\ud800").encode(), "not JSON in UTF-8"), (b"\0", "not JSON"),
+    (b'["question", "answer"]', "object"), (b'"question"', "object"), (b"null", "object"),
+    (b'{"answer": "#### 1"}', "'question' is missing, empty or not a string"),
+    (line(question="").encode(), "--question-field"),
+    (line(question=" \n").encode(), "--question-field"),
+    (line(question=5).encode(), "--question-field"),
+    (b'{"question": "?"}', "'answer' (--answer-field names another column) has no"),
+    (line(answer="").encode(), "'72' alone"), (line(answer=None).encode(), "'72' alone"),
+    (line(answer=["#### 72"]).encode(), "'72' alone"),
+    (line(answer="So 72. " * 20).encode(), "'#### 72' at its end"),
+    (line(answer="8 * 9\n= 72").encode(), "'#### 72' at its end"),
+    (line(answer="8 * 9 = 72\n####").encode(), "'#### 72'"),
+    (line(answer="#### 72 ####  \n").encode(), "'#### 72'"),
+    (line(answer="#### $.").encode(), "'#### 72'"),
+    *((json.dumps({"messages": messages, "answer": "1"}).encode(), "turns") for messages in (
+        "?", {"role": "user"}, ["?"], CHAT[:1], CHAT[:3], [None, CHAT[1]], [{"role": "user"}],
+        [{"role": "user", "content": " "}],
+        [{"role": "system", "content": [{"type": "text"}]}, CHAT[1]])),
+]
 
 
-BAD_LINES = {
-    "broken JSON": (b'{"question": ', "not JSON"),
-    "two objects": (line().encode() * 2, "not JSON"),
-    "a nest too deep": (b"[" * 200_000, "not JSON"),
-    "a number too long": (b'{"n": ' + b"1" * 5000 + b"}", "not JSON"),
-    "not UTF-8": ('{"question": "süß"'.encode("latin-1"), "not JSON in UTF-8"),
-    "half a character": (line(question="\ud800").encode(), "not JSON in UTF-8"),
-    "a null byte": (b"\0", "not JSON"),
-    "a list": (b'["question", "answer"]', "object"),
-    "a string": (b'"question"', "object"),
-    "null": (b"null", "object"),
-    "no question": (b'{"answer": "#### 1"}', "'question' is missing, empty or not a string"),
-    "an empty question": (line(question="").encode(), "--question-field"),
-    "a blank question": (line(question=" \n").encode(), "--question-field"),
-    "a question of another type": (line(question=5).encode(), "--question-field"),
-    "no answer": (b'{"question": "?"}', "'answer' (--answer-field names another column) has no"),
-    "an empty answer": (line(answer="").encode(), "'72' alone"),
-    "a null answer": (line(answer=None).encode(), "'72' alone"),
-    "a list of answers": (line(answer=["#### 72"]).encode(), "'72' alone"),
-    "a long text": (line(answer="So 72. " * 20).encode(), "'#### 72' at its end"),
-    "a text of two lines": (line(answer="8 * 9\n= 72").encode(), "'#### 72' at its end"),
-    "nothing behind the marker": (line(answer="8 * 9 = 72\n####").encode(), "'#### 72'"),
-    "blanks behind the marker": (line(answer="#### 72 ####  \n").encode(), "'#### 72'"),
-    "no answer behind the marker": (line(answer="#### $.").encode(), "'#### 72'"),
-    **{f"messages {messages}": (json.dumps({"messages": messages, "answer": "1"}).encode(), "turns")
-       for messages in ("?", {"role": "user"}, ["?"], CHAT[:1], CHAT[:3], [None, CHAT[1]],
-                        [{"role": "user"}], [{"role": "user", "content": " "}],
-                        [{"role": "system", "content": [{"type": "text"}]}, CHAT[1]])},
-}
-
-
-@pytest.mark.parametrize("name", BAD_LINES)
-def test_a_bad_line_is_named(tmp_path, name):
-    bad, reason = BAD_LINES[name]
+@pytest.mark.parametrize("bad, reason", BAD_LINES, ids=range(len(BAD_LINES)))
+def test_a_bad_line_is_named(tmp_path, bad, reason):
     path = tmp_path / "problems.jsonl"
     path.write_bytes(b"\n".join([line().encode(), b"", bad, line().encode()]))
-    with pytest.raises(ValueError) as error:
-        load_problems(path)
-    message = str(error.value)
-    assert message.startswith(f"{path}, line 3: ") and reason in message.split("line 3: ")[1]
-    assert "\n" not in message and type(error.value) is ValueError
-
-
-@pytest.mark.parametrize("content", [b"", b"\n\n  \n"])
-def test_an_empty_file(tmp_path, content):
-    path = tmp_path / "problems.jsonl"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match="problems.jsonl: no problems"):
+    with value_error(f"^{path}, line 3: .*{re.escape(reason)}"):
         load_problems(path)
 
 
@@ -459,17 +414,18 @@ def test_what_is_no_file_is_refused_before_it_is_read(tmp_path, monkeypatch, sou
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     os.mkfifo("pipe")
-    with pytest.raises(ValueError, match="No such file, or a folder, a device, a pipe") as error:
+    line = re.escape(source or ".") + ".*No such file, or a folder, a device, a pipe"
+    with value_error(f"^{line}"):
         load_problems(source)
-    assert str(error.value).startswith(source or ".") and "\n" not in str(error.value)
 
 
-def test_a_file_that_cannot_be_read(tmp_path, monkeypatch):
-    path = tmp_path / "problems.jsonl"
-    path.write_text(line())
+def test_a_file_that_is_empty_or_cannot_be_read(tmp_path, monkeypatch):
+    for content in ("", "\n\n  \n"):
+        with value_error("problems.jsonl: no problems"):
+            load(tmp_path, content)
     monkeypatch.setattr(Path, "read_bytes", raises(PermissionError(13, "Permission denied")))
-    with pytest.raises(ValueError, match="problems.jsonl: PermissionError: .*Permission denied"):
-        load_problems(path)
+    with value_error("problems.jsonl: PermissionError: .*Permission denied"):
+        load(tmp_path, line())
 
 
 def test_the_fields_may_have_other_names(tmp_path):
@@ -481,11 +437,6 @@ def test_the_fields_may_have_other_names(tmp_path):
         left = {key: row[key] for key in row if key != missing}
         with pytest.raises(ValueError, match=f"line 1: '{missing}' "):
             load(tmp_path, json.dumps(left), **fields)
-
-
-def test_no_answer_at_all_for_a_reward_of_ones_own(tmp_path):
-    [problem] = load(tmp_path, '{"question": "?"}', need_answer=False)
-    assert problem == {"question": "?", "answer": "", "solution": ""}
 
 
 @pytest.mark.parametrize("given, answer, truth", [
@@ -502,12 +453,8 @@ def test_answers_of_any_kind_for_a_reward_of_ones_own(tmp_path, given, answer, t
     if truth is None:
         with pytest.raises(ValueError, match="line 1: 'answer'"):
             load(tmp_path, line(answer=given))
-
-
-def test_an_answer_whose_truth_is_not_known_is_neither_right_nor_wrong():
-    rewards = score_responses(["\\boxed{1}"] * 4, ["1", None], group_size=2)
-    assert rewards[:2].tolist() == [1.5, 1.5] and rewards[2:].isnan().all()
-    assert is_right(rewards).tolist() == has_format(rewards).tolist() == [True, True, False, False]
+    [problem] = load(tmp_path, '{"question": "?"}', need_answer=False)
+    assert problem == {"question": "?", "answer": "", "solution": ""}
 
 
 def test_a_chat_history_in_place_of_the_question(tmp_path):
@@ -548,20 +495,32 @@ def test_hold_out_leaves_neither_side_empty(share):
     assert hold_out(problems[:1] * 3, share) == (problems[:1] * 3, [])  # one question, for training
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.binary(max_size=40) | st.recursive(
-    st.none() | st.booleans() | st.floats() | st.text(max_size=5) | st.just("#### 1"),
-    lambda part: (st.lists(part, max_size=3)
-                  | st.dictionaries(st.sampled_from(["question", "answer"]), part)),
-    max_leaves=6,
-).map(lambda value: json.dumps(value).encode()))
-def test_any_file_is_read_or_refused_in_one_line(tmp_path_factory, content):
-    path = tmp_path_factory.getbasetemp() / "anything.jsonl"
-    path.write_bytes(content)
-    try:
-        assert all(problem["answer"] and problem["question"] for problem in load_problems(path))
-    except ValueError as error:
-        assert str(error).startswith(str(path)) and "\n" not in str(error)
+def any_json(chance, depth=3):
+    """A value of JSON, nested now and then under the names that count."""
+    kind = chance.randrange(8 if depth else 6)
+    if kind < 6:
+        return (None, True, chance.choice((0.5, 1e308, math.nan, -math.inf)), any_text(chance, 5),
+                "#### 1", chance.randrange(-9, 10))[kind]
+    parts = [any_json(chance, depth - 1) for _ in range(chance.randrange(4))]
+    return parts if kind == 6 else dict(zip(("question", "answer"), parts))
+
+
+def test_any_file_is_read_or_refused_in_one_line(tmp_path):
+    path = tmp_path / "anything.jsonl"
+    chance = random.Random(0)
+    read = 0
+    for n in range(500):
+        value = any_json(chance)
+        if n % 3:
+            value = {"question": value, "answer": any_json(chance)}
+        path.write_bytes(json.dumps(value).encode() if n % 5 else chance.randbytes(n % 40))
+        try:
+            problems = load_problems(path)
+            assert all(problem["answer"] and problem["question"] for problem in problems)
+            read += 1
+        except ValueError as error:
+            assert str(error).startswith(str(path)) and "\n" not in str(error)
+    assert read > 5
 
 
 # --------------------------------------------------------------------------------------------------
@@ -586,16 +545,14 @@ def network(tmp_path, monkeypatch):
     return types.SimpleNamespace(served=served, cache=tmp_path / "cache" / "grpo-gsm8k")
 
 
-def test_gsm8k_is_downloaded_once(network):
+def test_gsm8k_is_downloaded_once(network, tmp_path, monkeypatch):
+    """Into XDG's cache; without XDG into the home's."""
     for _ in range(3):
         assert [problem["answer"] for problem in load_problems("gsm8k")] == ["72"]
         assert [problem["answer"] for problem in load_problems("gsm8k:test")] == ["5"]
-        for path in network.served.glob("*"):
-            path.unlink()
+        monkeypatch.setattr(reward, "GSM8K_URL", "")      # nowhere
     assert sorted(path.name for path in network.cache.iterdir()) == ["test.jsonl", "train.jsonl"]
-
-
-def test_without_xdg_the_cache_is_in_the_home(network, tmp_path, monkeypatch):
+    monkeypatch.setattr(reward, "GSM8K_URL", network.served.as_uri() + "/")
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     load_problems("gsm8k")
@@ -609,11 +566,9 @@ def test_a_wrong_file_or_none_is_refused_and_nothing_is_kept(network):
         with value_error(f"^{name}: no download .*{reason}"):
             load_problems(name)
     assert not list(network.cache.iterdir())
-
-
-def test_a_cache_that_cannot_be_written(network, tmp_path):
-    (tmp_path / "cache").write_text("a file where the folder should be")
-    with pytest.raises(ValueError, match="^gsm8k: no download"):
+    network.cache.rmdir()
+    network.cache.write_text("a file where the folder should be")
+    with value_error("^gsm8k: no download"):
         load_problems("gsm8k")
 
 
@@ -682,19 +637,15 @@ def test_pass_and_majority_at_k_refuse(correct, k):
     ([None, None, "7"], "7", 3, 1.0),  # the unparsed do not vote
     ([None, "", " ", "$", "7"], "7", 5, 1.0), ([None, "7"], "7", 1, 0.0),
     ([None, None], "7", 2, 0.0), ([None, ""], "", 2, 0.0),
-    (["0", "0", "7"], "0", 3, 1.0),  # zero votes
+    (["0", "0", "7"], "0", 3, 1.0), (["63.0"], 63, 1, 1.0),  # zero votes; a truth may be a number
 ])
 def test_majority_at_k(answers, truth, k, expected):
     assert majority_at_k([answers], [truth], k) == pytest.approx(expected)
-
-
-def test_majority_at_k_is_the_mean_over_problems():
-    answers = [["7", "7"], ["8", "9"], [None, None], ["1", "2", "2"]]  # rows may hold more than k
-    assert majority_at_k(answers, ["7", "9", "7", "2"], 2) == pytest.approx((1 + 1/2 + 0 + 1/2) / 4)
-    assert majority_at_k([["63.0"]], [63], 1) == 1.0
-    for truths in ([], ["7", "8"]):
+    assert majority_at_k([answers, answers[:k]], [truth] * 2, k) == pytest.approx(expected)
+    assert majority_at_k([["7"] * k, answers], ["8", truth], k) == pytest.approx(expected / 2)
+    for truths in ([], [truth] * 2):
         with pytest.raises(ValueError):
-            majority_at_k([["7"]], truths, 1)
+            majority_at_k([answers], truths, k)
 
 
 def test_all_figures_of_samples():
@@ -791,15 +742,16 @@ def test_the_rewards_of_the_flags_are_summed_over_those_that_apply(mine_py):
     assert reward_fn_of(specs[:2])(PROBLEMS, ["", ""], rollout).tolist() == [2.5, 1.5, 1.0, 2.5]
     assert not hasattr(rollout, "step_rewards")
     assert reward_fn_of(None) is reward_fn_of([]) is reward_fn_of(None, [1.0]) is None
-
-
-def test_the_rule_says_nothing_where_no_truth_is_known():
     rollout = rollout_of(*[box(7)] * 6)
     problems = [{"answer": answer} for answer in ("7", "", ["7"])]
-    with pytest.warns(UserWarning, match="None for some rows"):
+    with pytest.warns(UserWarning, match="None for some rows"):  # where no truth is known
         rewards = reward_fn_of(["rule"])(problems, ["", "", ""], rollout)
     assert rewards.tolist() == [1.5, 1.5, 0, 0, 0, 0]
     assert rollout.reward_parts["rule"].isnan().tolist() == [False] * 2 + [True] * 4
+    rollout = rollout_of(box(7), "x")  # rewards of steps stand beside the rule's
+    rewards = reward_fn_of(None, None, f"{mine_py}:steps")(PROBLEMS[:1], ["p"], rollout)
+    assert rewards.tolist() == [1.5, 0.0] and list(rollout.reward_parts) == ["rule"]
+    assert rollout.step_rewards == [[(1, 11.0)], [(2, 18.0)]]
 
 
 def test_each_of_several_rewards_has_a_name_of_its_own(mine_py, tmp_path):
@@ -815,13 +767,6 @@ def test_each_of_several_rewards_has_a_name_of_its_own(mine_py, tmp_path):
         assert list(rollout.reward_parts) == names
         parts = rollout.reward_parts.values()
         assert torch.equal(rewards, sum(part.nan_to_num() for part in parts))
-
-
-def test_rewards_of_steps_stand_beside_the_rules(mine_py):
-    rollout = rollout_of(box(7), "x")
-    rewards = reward_fn_of(None, None, f"{mine_py}:steps")(PROBLEMS[:1], ["p"], rollout)
-    assert rewards.tolist() == [1.5, 0.0] and list(rollout.reward_parts) == ["rule"]
-    assert rollout.step_rewards == [[(1, 11.0)], [(2, 18.0)]]
 
 
 def gives(*values):
@@ -843,15 +788,13 @@ STRINGS = "prompts and completions are strings, not messages)"
     (lambda completions, **columns: 1 / 0, None, "ZeroDivisionError: division by zero"),
     (lambda **columns: 1.0, None, "TypeError: 'float' object is not iterable"),
     (gives(1, 2, 3), None, "3 rewards for 4 responses"),
-    (gives(), None, "0 rewards for 4 responses"),
-    (gives(1, 2, 3, 4, 5), None, "5 rewards for 4"),
+    (gives(), None, "0 rewards for 4 responses"), (gives(1, 2, 3, 4, 5), None, "5 rewards for 4"),
     (gives(1, "two", 3, 4), 1, "could not convert string to float: 'two'"),
     (gives(1, 2, 3, math.nan), 3, "nan is not a finite float32 number"),
     (gives(1, 2, -math.inf, 4), 2, "-inf is not"), (gives(1, -1e39, 3, 4), 1, "-1e+39 is not"),
     (gives(10**400, 2, 3, 4), 0, "OverflowError"), (gives(1, 2, [3], 4), 2, "TypeError"),
     (gives(1, torch.ones(2), 3, 4), 1, "only one element tensors"),
-    (gives(1, 2, 3, 1j), 3, "TypeError"),
-    (gives(1, 2, Hostile(), 4), 2, "KeyError: 'no'"),
+    (gives(1, 2, 3, 1j), 3, "TypeError"), (gives(1, 2, Hostile(), 4), 2, "KeyError: 'no'"),
 ])
 def test_a_reward_that_goes_wrong_is_named(function, row, reason):
     with pytest.raises(ValueError) as error:
@@ -882,11 +825,6 @@ def test_what_is_wrong_is_told_under_its_flag(mine_py):
     hidden = [{**PROBLEMS[0], "completions": "mine"}]
     with value_error("^--data: a column 'completions' has the name of what rewards are given"):
         reward_fn_of(["rule"])(hidden, ["p"], rollout_of("x", "y"))
-
-
-def test_ctrl_c_in_a_reward_passes():
-    with pytest.raises(KeyboardInterrupt):
-        scored(raises(KeyboardInterrupt()))
 
 
 def test_a_reward_file_with_dataclasses_and_neighbours(tmp_path):
@@ -931,11 +869,10 @@ POOL = """
 def test_a_reward_may_pickle_its_classes_and_start_processes(tmp_path):
     path = write(tmp_path / "grpo_pool.py", POOL)
     write(tmp_path / "run.py", f"""
-        import sys
-        sys.path.insert(0, {str(ROOT)!r})
-        from reward import load_function
-
         if __name__ == "__main__":
+            import sys
+            sys.path.insert(0, {str(ROOT)!r})
+            from reward import load_function
             print(load_function({path + ":score"!r})(completions=["a", "bcd"]))
     """)
     done = subprocess.run([sys.executable, tmp_path / "run.py"], cwd=ROOT, capture_output=True,
@@ -964,19 +901,18 @@ def test_a_reward_file_takes_the_name_of_no_other_module(tmp_path, name):
     ("score = 1", "no function 'score'"),
 ])
 def test_a_reward_file_that_does_not_load(tmp_path, code, reason):
-    with pytest.raises(ValueError, match=reason) as error:
+    with value_error(f"mine.py:score: the file.*{reason}"):
         load_function(write(tmp_path / "mine.py", code) + ":score")
-    assert "mine.py:score: the file" in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("spec", ["", ":", "mine.py", "mine.py:", "none.py:score", "folder:score",
-                                  "\0:score", "x" * 5000 + ".py:score", "notes.txt:score"])
-def test_a_reward_without_a_file(tmp_path, monkeypatch, spec):
+def test_a_reward_without_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     write(tmp_path / "notes.txt", "score = max")
-    with pytest.raises(ValueError, match="no f"):
-        load_function(spec)
+    for spec in ("", ":", "mine.py", "mine.py:", "none.py:score", "folder:score", "\0:score",
+                 "x" * 5000 + ".py:score", "notes.txt:score"):
+        with value_error("no f"):  # no file, or no function
+            load_function(spec)
 
 
 def test_a_reward_model_reads_its_own_template(tiny, monkeypatch):
@@ -994,6 +930,7 @@ def test_a_reward_model_reads_its_own_template(tiny, monkeypatch):
         read, responses, rule = zip(*rollout.judged)
         assert list(read) == each
         assert list(responses) == rollout.responses
+        assert model.pairs == []  # they are kept in training steps alone
         assert rule[:2] == (0.0, 0.0) and math.isnan(rule[2])  # no answer known: no preference
 
 
@@ -1040,20 +977,7 @@ def test_length_terms_where_they_are_asked_for():
 def test_think_answer_reward(response, expected):
     assert think_answer_reward(response, "63") == expected
     assert type(think_answer_reward(response, "63")) is float
-
-
-def test_think_answer_reward_pays_no_empty_answer():
-    assert think_answer_reward("<think></think><answer></answer>", "") == 0.5
-
-
-@pytest.mark.parametrize("piece", ["<think>", "</think>", "<", "<think></think><answer>",
-                                   "</answer>"])
-def test_hostile_tags_are_scored_at_once(piece):
-    start = time.process_time()
-    many = piece * (10**5 // len(piece))
-    for text in (many, f"<think>{many}</think><answer>{many}</answer>"):
-        assert think_answer_reward(text, "63") in (0.0, 0.5)
-    assert time.process_time() - start < 2
+    assert think_answer_reward("<think></think><answer></answer>", "") == 0.5  # nothing is paid
 
 
 def test_length_rescaled_is_gr3():
@@ -1069,14 +993,9 @@ def test_length_rescaled_is_gr3():
     assert length_rescaled(rewards, lengths, 3, alpha=0.0).tolist() == rewards.tolist()
     assert length_rescaled(rewards, [0, 0, 0], 3).tolist() == rewards.tolist()
     assert length_rescaled(torch.tensor([1, 0]), [2, 2], 2).tolist() == pytest.approx([1 / 1.33, 0])
-
-
-@pytest.mark.parametrize("rewards, lengths, alpha", [
-    ([1.0, -0.1], [1, 1], 0.33), ([1.0, math.nan], [1, 1], 0.33), ([1.0, 1.0], [1, 1], -0.1),
-])
-def test_length_rescaled_refuses(rewards, lengths, alpha):
-    with pytest.raises(ValueError):
-        length_rescaled(torch.tensor(rewards), torch.tensor(lengths), 2, alpha)
+    for rewards, alpha in (([1.0, -0.1], 0.33), ([1.0, math.nan], 0.33), ([1.0, 1.0], -0.1)):
+        with pytest.raises(ValueError):
+            length_rescaled(torch.tensor(rewards), torch.tensor([1, 1]), 2, alpha)
 
 
 def test_overlong_penalty_is_dapos():
@@ -1185,57 +1104,60 @@ PARTS = [
 ]
 
 
-@settings(max_examples=80, deadline=None)
-@given(parts=st.lists(st.sampled_from(PARTS), max_size=12))
 @pytest.mark.parametrize("kind", ["one", "three", "words", "byte", "bytes", THE_QWEN])
-def test_a_candidate_ends_with_the_first_token_that_shows_its_box_closed(request, kind, parts):
+def test_a_candidate_ends_with_the_first_token_that_shows_its_box_closed(request, kind):
     tokenizer = {"one": Characters(1), "three": Characters(3), "words": Words(), "byte": Bytes(1),
                  "bytes": Bytes(3)}.get(kind) or request.getfixturevalue(kind)
-    text = "".join(part for part, _ in parts)
-    text = text.removeprefix(" ") if kind == "words" else text
-    ids = tokenizer(text).input_ids
-    shown = [tokenizer.decode(ids[: i + 1]) for i in range(len(ids))]
-    expected_rewards, expected_spans, written, first = [], [], "", 0
-    for part, right in parts:
-        box = part.rstrip(" \n.$")[: -1 if part.endswith("}}$. ") else None]
-        end = written + box
-        written += part
-        if right is not None:
-            end = end.removeprefix(" ") if kind == "words" else end
-            last = next(i for i, prefix in enumerate(shown) if prefix.startswith(end))
-            if last >= first:
-                expected_spans.append((first, last))
-                expected_rewards.append(right)
-                first = last + 1
-    rewards, spans = boxed_candidates([text], ["7"], 1, [ids], tokenizer.decode)
-    assert (rewards, spans) == ([expected_rewards], [expected_spans])
+    chance = random.Random(0)
+    for _ in range(80):
+        parts = chance.choices(PARTS, k=chance.randrange(13))
+        text = "".join(part for part, _ in parts)
+        text = text.removeprefix(" ") if kind == "words" else text
+        ids = tokenizer(text).input_ids
+        shown = [tokenizer.decode(ids[: i + 1]) for i in range(len(ids))]
+        expected_rewards, expected_spans, written, first = [], [], "", 0
+        for part, right in parts:
+            box = part.rstrip(" \n.$")[: -1 if part.endswith("}}$. ") else None]
+            end = written + box
+            written += part
+            if right is not None:
+                end = end.removeprefix(" ") if kind == "words" else end
+                last = next(i for i, prefix in enumerate(shown) if prefix.startswith(end))
+                if last >= first:
+                    expected_spans.append((first, last))
+                    expected_rewards.append(right)
+                    first = last + 1
+        rewards, spans = boxed_candidates([text], ["7"], 1, [ids], tokenizer.decode)
+        assert (rewards, spans) == ([expected_rewards], [expected_spans]), text
 
 
-@settings(max_examples=200, deadline=None)
-@given(text=LATEX_LIKE, length=st.integers(0, 12),
-       shown=st.lists(st.text("\ufffd}{5 ", max_size=30), min_size=1, max_size=7))
-def test_spans_are_valid_whatever_the_decoder_shows(text, length, shown):
-    text = "\\boxed{5}" + text
-    [rewards], [spans] = boxed_candidates(
-        [text], ["5"], 1, [list(range(length))], lambda ids: shown[sum(ids) % len(shown)])
-    assert len(rewards) == len(spans) <= len(complete_boxes(text))
-    places = [-1, *itertools.chain.from_iterable((span[0] - 1, span[1]) for span in spans)]
-    assert places[1::2] == places[:-1:2] and places == sorted(places)  # each begins behind the last
-    assert all(first <= last < length for first, last in spans)
+def test_spans_are_valid_whatever_the_decoder_shows():
+    chance = random.Random(0)
+    for _ in range(400):
+        text = "\\boxed{5}" + latex_like(chance)
+        length = chance.randrange(13)
+        shown = ["".join(chance.choices("\ufffd}{5 ", k=chance.randrange(31)))
+                 for _ in range(chance.randrange(1, 8))]
 
+        def decode(ids, shown=shown):
+            return shown[sum(ids) % len(shown)]
 
-def test_a_box_that_the_tokens_do_not_reach_is_left_out():
-    decode = Characters(1).decode
-    for ids in ("a \\boxed{1} \\boxed{1", "a \\boxed{1}"):
-        found = boxed_candidates(["a \\boxed{1} \\boxed{1}"], ["1"], 1, [list(ids)], decode)
-        assert found == ([[1.0]], [[(0, 10)]])
-    assert boxed_candidates(["\\boxed{1}"], ["1"], 1, [[]], decode) == ([[]], [[]])
+        [rewards], [spans] = boxed_candidates([text], ["5"], 1, [list(range(length))], decode)
+        assert len(rewards) == len(spans) <= len(complete_boxes(text))
+        ends = [-1, *(last for _, last in spans)]
+        assert [first - 1 for first, _ in spans] == ends[:-1]  # each begins behind the last
+        assert all(first <= last < length for first, last in spans)
 
 
 def test_two_boxes_that_one_token_closes_are_one_candidate():
     ids = ["so ", "\\boxed{1}\\boxed{2}", " or ", "\\boxed 1 "]
     found = boxed_candidates(["".join(ids)], ["1"], 1, [ids], "".join)
     assert found == ([[1.0, 1.0]], [[(0, 1), (2, 3)]])
+    decode = Characters(1).decode  # a box that the tokens do not reach is left out
+    for ids in ("a \\boxed{1} \\boxed{1", "a \\boxed{1}"):
+        found = boxed_candidates(["a \\boxed{1} \\boxed{1}"], ["1"], 1, [list(ids)], decode)
+        assert found == ([[1.0]], [[(0, 10)]])
+    assert boxed_candidates(["\\boxed{1}"], ["1"], 1, [[]], decode) == ([[]], [[]])
 
 
 def test_candidates_are_found_at_once():
@@ -1283,19 +1205,12 @@ def test_a_row_scores_the_same_alone_and_padded(architecture):
         alone = [float(model(input_ids=torch.tensor([row])).logits) for row in ROWS]
     assert scores.tolist() == pytest.approx(alone, abs=1e-5)
     assert min(abs(a - b) for i, a in enumerate(alone[:4]) for b in alone[:i]) > 0.01
-
-
-def test_the_last_token_counts_where_it_is_the_padding_token():
-    model = small_reward_model()
-    scores = score_rows(model, ROWS)
-    model.config.pad_token_id = 1  # the end token pads, as in many checkpoints
-    assert torch.equal(score_rows(model, ROWS), scores)
-
-
-@pytest.mark.parametrize("rows", [[[5], []], [[5] * 65]])
-def test_score_rows_refuses(rows):
-    with pytest.raises(ValueError, match="tokens"):
-        score_rows(small_reward_model(), rows)
+    if architecture == "qwen2":
+        model.config.pad_token_id = 1  # the end token pads, as in many checkpoints: it counts
+        assert torch.equal(score_rows(model, ROWS), scores)
+    for rows in ([[5], []], [[5] * 65]):
+        with pytest.raises(ValueError, match="tokens"):
+            score_rows(model, rows)
 
 
 def test_reward_model_scores(tiny):
@@ -1394,14 +1309,4 @@ def test_script_shows_the_egg_problem(run_here):
     printed = run_here("reward.py")
     assert [row.split()[0] for row in printed.splitlines()[1:]] == ["1.5", "0.5", "0.0"]
     assert printed.isascii()  # any terminal can show it
-
-
-def test_script_scores_its_arguments(run_here):
     assert run_here("reward.py", box("63.0"), "63") == "1.5\n"
-
-
-def test_reward_imports_no_other_stage():
-    stages = {path.stem for path in ROOT.glob("*.py")} - {"reward"}
-    text = (ROOT / "reward.py").read_text(encoding="utf-8")
-    imported = set(re.findall(r"^(?:import|from) (\w+)", text, flags=re.M))
-    assert imported and not imported & stages

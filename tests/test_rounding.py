@@ -1,19 +1,13 @@
 """Weights with fewer bits than their masters: what is meant arrives, and nothing else does."""
 import pytest
 import torch
-from conftest import FEW, TINY, curve, small_model, trains
+from conftest import FEW, TINY, checkpoint_of, curve, small_model, trains
 from safetensors.torch import load_file
 from transformers import Qwen2Config
 
 import train
 from logprob import forms_of
-from train import (
-    DROPPED_BITS,
-    MasterAdamW,
-    pinned_like,
-    round_into,
-    with_moments,
-)
+from train import DROPPED_BITS, MasterAdamW, pinned_like, round_into, with_moments
 
 HALF = sorted(DROPPED_BITS, key=str)
 
@@ -135,25 +129,18 @@ def test_the_loss_scale_of_float16():
     weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
     optimizer = MasterAdamW([weight], torch.device("cpu"), True, 0)
     assert optimizer.loss_scale == 2**16
-    for skipped in (True, True, False):
-        optimizer.adapt_loss_scale(skipped)
-    assert optimizer.loss_scale == 2**14
-    for _ in range(198):
-        optimizer.adapt_loss_scale(False)
-    assert optimizer.loss_scale == 2**14
-    optimizer.adapt_loss_scale(False)
-    assert optimizer.loss_scale == 2**15
-    for _ in range(40):
-        optimizer.adapt_loss_scale(True)
-    assert optimizer.loss_scale == 1, "it only makes gradients larger"
-
-    other = MasterAdamW([torch.nn.Parameter(weight.detach().bfloat16())], torch.device("cpu"), True,
-                        0)
+    for skipped, count, scale in ((True, 2, 2**14), (False, 199, 2**14), (False, 1, 2**15),
+                                  (True, 40, 1)):        # below 1 gradients would only be smaller
+        for _ in range(count):
+            optimizer.adapt_loss_scale(skipped)
+        assert optimizer.loss_scale == scale
+    other = torch.nn.Parameter(weight.detach().bfloat16())
+    other = MasterAdamW([other], torch.device("cpu"), True, 0)
     other.adapt_loss_scale(True)
     assert other.loss_scale == 1
 
 
-def test_gradients_too_small_for_float16_arrive():
+def test_what_is_too_small_for_float16_arrives_and_what_is_too_large_is_told():
     """A loss of 1e-6 per weight: without the scale its gradients in float16 are 0."""
     weight = torch.nn.Parameter(torch.full((64, 64), 0.02, dtype=torch.float16))
     optimizer = MasterAdamW([weight], torch.device("cpu"), True, 0, lr=1e-4, weight_decay=0.0)
@@ -165,6 +152,11 @@ def test_gradients_too_small_for_float16_arrive():
         train.unscaled(optimizer, scale)
         optimizer.step()
         assert torch.equal(before, weight) != moves
+    model = small_model("llama").half()
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(1e5)
+    with pytest.raises(ValueError, match="not finite in torch.float16.*--dtype bfloat16"):
+        forms_of(model)
 
 
 def test_moments_are_there_before_the_first_step():
@@ -212,12 +204,12 @@ def test_masters_start_from_the_files_own_digits(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_half_precision_run_resumes_bit_for_bit(tmp_path, dtype):
-    flags = (*FEW, "--prompts-per-step=4", "--eval-limit=4", "--save-every=1", f"--dtype={dtype}")
-    trains(*flags, "--steps=4", f"--output={tmp_path / 'whole'}")
+    flags = (*FEW, "--prompts-per-step=2", "--eval-limit=2", "--save-every=1", f"--dtype={dtype}")
+    trains(*flags, "--steps=3", f"--output={tmp_path / 'whole'}")
     trains(*flags, "--steps=2", f"--output={tmp_path / 'parts'}")
-    trains(f"--resume={tmp_path / 'parts'}", "--steps=4")
-    ours, theirs = (load_file(tmp_path / name / "checkpoint" / "run.safetensors")
-                    for name in ("whole", "parts"))
+    trains(f"--resume={tmp_path / 'parts'}", "--steps=3")
+    ours, theirs = (checkpoint_of(tmp_path / name) for name in ("whole", "parts"))
+    assert ours.keys() == theirs.keys()
     for name in ours:
         assert torch.equal(ours[name], theirs[name]) or name == "counters", name
     rows = curve(tmp_path / "whole")
@@ -238,11 +230,3 @@ def test_auto_measures_a_cpu_on_large_models_only(monkeypatch, tmp_path):
         assert train.dtype_of_cpu(str(tmp_path / "large")) == expected
         assert train.dtype_of_cpu(str(tmp_path / "small")) == torch.float32
     train.dtype_of_cpu.cache_clear()
-
-
-def test_activations_too_large_for_float16_are_told_at_the_start():
-    model = small_model("llama").half()
-    with torch.no_grad():
-        model.model.layers[0].mlp.down_proj.weight.mul_(1e5)
-    with pytest.raises(ValueError, match="not finite in torch.float16.*--dtype bfloat16"):
-        forms_of(model)

@@ -2,12 +2,12 @@
 
 import json
 import math
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import run_script
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import study
@@ -58,24 +58,14 @@ def test_a_run_that_never_reaches_it_counts_as_one_step_more_and_is_marked():
     assert study.cell([found], "approx_kl") == "–"
 
 
-def test_mean_and_spread():
-    assert study.group_std(torch.tensor([1.0, 1.0, 0.0, 2.0, 0.0, 4.0]), 2) == 1  # 0, 1 and 2
-    assert study.summary([1.0, 2.0, 3.0]) == (2.0, 1.0)
-    assert study.summary([5.0]) == (5.0, 0.0)
-
-
 @pytest.mark.parametrize("relation, expected", [
-    ("high > low", "seen: 5 ± 1 against 2 ± 1"),        # 3 apart, spreads of 1 and 1
+    ("high > low", "seen: 5 ± 1 against 2 ± 1"), ("mid ~ low", "seen: 4 ± 1 against 2 ± 1"),
     ("low > high", "the opposite: 2 ± 1 against 5 ± 1"),
-    ("mid > low", "not seen: 4 ± 1 against 2 ± 1"),     # 2 apart: no more than both spreads
-    ("low > mid", "not seen: 2 ± 1 against 4 ± 1"),
-    ("low ~ high", "not seen: 2 ± 1 against 5 ± 1"),
-    ("high > 0", "seen: 5 ± 1 against 0 ± 0"),
-    ("wide > 0", "not seen: 4 ± 4 against 0 ± 0"),
-    ("mid ~ low", "seen: 4 ± 1 against 2 ± 1"),
-    ("high ~ low", "not seen: 5 ± 1 against 2 ± 1"),
-    ("low in 1 3", "seen: 2 ± 1"),
-    ("low in 2.5 3", "not seen: 2 ± 1"),
+    # 2 apart: no more than both spreads
+    ("mid > low", "not seen: 4 ± 1 against 2 ± 1"), ("low > mid", "not seen: 2 ± 1 against 4 ± 1"),
+    ("low ~ high", "not seen: 2 ± 1 against 5 ± 1"), ("high > 0", "seen: 5 ± 1 against 0 ± 0"),
+    ("wide > 0", "not seen: 4 ± 4 against 0 ± 0"), ("high ~ low", "not seen: 5 ± 1 against 2 ± 1"),
+    ("low in 1 3", "seen: 2 ± 1"), ("low in 2.5 3", "not seen: 2 ± 1"),
     ("none > low", "cannot be said: nan ± nan against 2 ± 1"),
     ("none ~ low", "cannot be said: nan ± nan against 2 ± 1"),
     ("one > low", "cannot be said: fewer than two seeds"),
@@ -111,6 +101,9 @@ def test_the_reward_of_the_length_study():
 def test_the_chart_averages_over_runs_and_steps():
     text = study.chart("t", "y", [[[1.0, 3.0, 5.0], [3.0, 5.0, 7.0]]], every=2)
     assert "line [3, 6]" in text and "[2, 3]" in text
+    assert study.group_std(torch.tensor([1.0, 1.0, 0.0, 2.0, 0.0, 4.0]), 2) == 1  # 0, 1 and 2
+    assert study.summary([1.0, 2.0, 3.0]) == (2.0, 1.0)
+    assert study.summary([5.0]) == (5.0, 0.0)
 
 
 def test_one_run_end_to_end_the_others_are_kept(tmp_path):
@@ -121,9 +114,8 @@ def test_one_run_end_to_end_the_others_are_kept(tmp_path):
         folder = study.folder_of(tmp_path, arm, 0, 2)
         folder.mkdir()
         (folder / "figures.json").write_text(json.dumps({"code": "old", "figures": fake}))
-    done = subprocess.run(
-        [sys.executable, study.__file__, "--only", "mismatch", "--seeds", "0", "--steps", "2",
-         "--output", tmp_path], capture_output=True, text=True)
+    done = run_script("tests/study.py", "--only", "mismatch", "--seeds", "0", "--steps", "2",
+                      "--output", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "4 runs, 1 of them to do" in done.stderr
     assert "0 runs missing, 3 made by other code" in done.stdout

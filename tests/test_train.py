@@ -1,4 +1,5 @@
 """[G][H] train.py: the step, the loop, the flags, the files of a run."""
+# ruff: noqa: I001 - several names to a line
 import contextlib
 import copy
 import functools
@@ -12,23 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    ROOT,
-    TINY,
-    curve,
-    lines_of,
-    metrics_of,
-    run_script,
-    seeded,
-    tiny_problems,
-    trains,
-)
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+    RATE, REWARDS, ROOT, TINY, Diary, curve, gradient, lines_of, logprobs_on_full_logits, loop,
+    metrics_of, parts, same_tensors, seeded, settings, step_of_the_program, tiny_problems, trains,
+    updates_by_hand, whole_step)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import sample
 import train
@@ -44,50 +32,14 @@ response_length_p95 truncated_fraction approx_kl clip_fraction ratio_mean entrop
 seconds_sampling seconds_training tokens_per_second""".split()
 SMALL = ("--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=16",
          "--eval-limit=8", "--eval-every=2", "--warmup-steps=2")
-# Rewards in place of the rule's: by these, half of the eight answers are worth something.
-REWARDS = torch.tensor([1.0, 0.0, 0.5, 0.0, 2.0, 2.0, 0.0, 1.0])
-
-
-def settings(*flags):
-    return train.plan_memory(train.parse(list(flags)))
 
 
 def with_settings(p, **changes):
     return train.dataclasses.replace(p.settings, **changes)
 
 
-def parts(*flags, dtype=torch.float32, noise=0.05):
-    """What train_step takes, of the tiny default, with two prompts and four answers each.
-
-    The reference stands a little apart from the policy, so that the KL has a gradient.
-    """
-    s = settings("--prompts-per-step=2", "--group-size=4", *flags)
-    policy = AutoModelForCausalLM.from_pretrained(s.model, dtype=dtype).eval()
-    reference = copy.deepcopy(policy).requires_grad_(False)
-    generator = seeded(1)
-    for p in reference.parameters():
-        p.add_(noise * torch.randn(p.shape, generator=generator))
-    tokenizer = AutoTokenizer.from_pretrained(s.model)
-    problems = tiny_problems()[:2]
-    prompts = [train.chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
-    return SimpleNamespace(
-        policy=policy, reference=reference, optimizer=train.make_optimizer(policy, s),
-        tokenizer=tokenizer, problems=problems, prompts=prompts, settings=s)
-
-
 def rollout_of(p, max_new_tokens=40, temperature=1.0):
     return sample_groups(p.policy, p.tokenizer, p.prompts, 4, max_new_tokens, temperature, seeded())
-
-
-def own_reward(problems, prompts, rollout):
-    return REWARDS
-
-
-def whole_step(p, optimizer=None, reward_of=own_reward, **how):
-    """One step -> its metrics and its Rollout."""
-    batch = train.Batch(p.problems, p.prompts, seeded())
-    return train.train_step(p.policy, p.reference, optimizer or p.optimizer, p.tokenizer, batch,
-                            p.settings, reward_of=reward_of, **how)
 
 
 def step(p, *given, **how):
@@ -100,20 +52,6 @@ def update(p, model, optimizer, rollout, **changes):
     return train.update(model, optimizer, rollout, with_settings(p, **changes))
 
 
-def gradient(model):
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-
-def masters_after_a_step(p, gradient):
-    """The float32 masters before and after a step, in which all gradients are this number."""
-    masters = p.optimizer.param_groups[0]["params"]
-    before = [master.detach().clone() for master in masters]
-    for weight in p.policy.parameters():
-        weight.grad = torch.full(weight.shape, gradient)
-    p.optimizer.step()
-    return zip(before, masters)
-
-
 def still(model):
     """An optimizer that leaves the weights and the gradients as they are."""
     return torch.optim.SGD(model.parameters(), lr=0.0)
@@ -122,63 +60,18 @@ def still(model):
 # --------------------------------------------------------------------------------------------------
 # [G] Every flag arrives: a step against the stage functions, called by hand with plain numbers
 
-RATE = 0.05  # of the SGD that takes the place of AdamW: a second update has ratios off 1
-
-
-def logprobs_on_full_logits(model, rollout, temperature):
-    """The formula in float64: log-probs of the next token and entropies, (N, S-1) each."""
-    logits = model(rollout.input_ids).logits[:, :-1].double() / temperature
-    log_p = logits.log_softmax(-1)
-    entropy = -(log_p.exp() * log_p).sum(-1)
-    return log_p.gather(-1, rollout.input_ids[:, 1:, None])[..., 0], entropy
-
-
 def test_gradient_is_that_of_the_formula_on_full_logits():
     """One update against the loss written out on full log-softmax logits, in one batch."""
     p = parts("--max-grad-norm=1e9", "--temperature=0.7")
     rollout = rollout_of(p, temperature=0.7)
-    advantages = group_advantages(REWARDS, 4)
     model = copy.deepcopy(p.policy)
     update(p, model, still(model), rollout, kl_coef=0)
-
     mask = (rollout.labels[:, 1:] != IGNORE).double()
     logp = logprobs_on_full_logits(p.policy, rollout, 0.7)[0]
     w = (logp - logp.detach()).exp()
-    loss = -((w * advantages[:, None] * mask).sum(1) / mask.sum(1)).mean()
+    loss = -((w * group_advantages(REWARDS, 4)[:, None] * mask).sum(1) / mask.sum(1)).mean()
     loss.backward()
     assert (gradient(model) - gradient(p.policy)).norm() <= 1e-5 * gradient(p.policy).norm()
-
-
-def updates_by_hand(p, rollout, advantages, temperature, order, max_grad_norm, kl_coef, mask=None,
-                    **objective):
-    """[D] on full logits, [E] [F] and a clipped SGD step -> one record per update.
-
-    `order` has the rows of each update; the log-probs before the first are the old ones of all.
-    """
-    model = copy.deepcopy(p.policy)
-    weights = list(model.parameters())
-    mask = rollout.mask if mask is None else mask
-    with torch.no_grad():
-        old, _ = logprobs_on_full_logits(model, rollout, temperature)
-        ref, _ = logprobs_on_full_logits(p.reference, rollout, temperature)
-    records = []
-    for rows in order:
-        logp, _ = logprobs_on_full_logits(model, rollout, temperature)
-        if "sampler_cap" in objective:
-            objective["sampler_logprobs"] = rollout.logprobs.double()[rows]
-        loss, metrics = grpo_loss(logp[rows], old[rows], ref[rows] if kl_coef else None,
-                                  advantages[rows], mask[rows], kl_coef=kl_coef, **objective)
-        grads = torch.autograd.grad(loss, weights)
-        norm = math.sqrt(sum(float(g.square().sum()) for g in grads))
-        grads = [g * min(1.0, max_grad_norm / (norm + 1e-6)) for g in grads]
-        with torch.no_grad():
-            for weight, grad in zip(weights, grads):
-                weight -= RATE * grad
-        ratio_error = float((logp.detach() - old)[mask].expm1().abs().max())
-        records.append(SimpleNamespace(
-            gradient=torch.cat([g.flatten() for g in grads]), grad_norm=norm,
-            ratio_max_error=ratio_error, metrics={k: float(v) for k, v in metrics.items()}))
-    return records
 
 
 def step_by_hand(p, temperature=1.0, max_new_tokens=40, scale_by_std=True, updates=2,
@@ -189,14 +82,6 @@ def step_by_hand(p, temperature=1.0, max_new_tokens=40, scale_by_std=True, updat
     order = [slice(None)] * updates
     return rollout, updates_by_hand(p, rollout, advantages, temperature, order, max_grad_norm,
                                     **objective)
-
-
-def step_of_the_program(p, **how):
-    optimizer = torch.optim.SGD(p.policy.parameters(), RATE)
-    gradients = []
-    optimizer.register_step_pre_hook(lambda *_: gradients.append(gradient(p.policy)))
-    metrics, rollout = whole_step(p, optimizer, **how)
-    return rollout, gradients, metrics
 
 
 FLAGS = [
@@ -215,8 +100,9 @@ FLAGS = [
 ]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("flags, by_hand", FLAGS, ids=[" ".join(flags) for flags, _ in FLAGS])
+@pytest.mark.parametrize("flags, by_hand, temperature", [
+    pytest.param(flags, by_hand, temperature, id=" ".join([*flags, str(temperature)]))
+    for flags, by_hand in FLAGS for temperature in (1.0, 0.7) if not flags or temperature == 0.7])
 def test_a_flag_that_changes_the_mathematics_arrives(flags, by_hand, temperature):
     p = parts(*flags, f"--temperature={temperature}", "--micro-batch-tokens=150")
     expected_rollout, expected = step_by_hand(p, temperature, **by_hand)
@@ -244,44 +130,48 @@ def test_a_flag_that_changes_the_mathematics_arrives(flags, by_hand, temperature
         assert len(expected) != len(others) or (last - other).norm() > 2e-3 * last.norm()
 
 
-def test_share_prompts_arrives(monkeypatch):
+@pytest.mark.parametrize("share", [True, False])
+def test_share_prompts_arrives(monkeypatch, share):
     """It changes no gradient, so what [D] and the cut are told is looked at."""
     told = []
 
-    def logprobs_of(model, input_ids, labels, temperature, with_entropy, groups):
-        told.append(groups)
-        return token_logprobs(model, input_ids, labels, temperature, with_entropy, groups)
+    def logprobs_of(*given):
+        told.append(given[5])
+        return token_logprobs(*given)
 
-    def cut_into(labels, group_ids, budget, share_prompts):
-        told.append((budget, share_prompts))
-        return micro_batches(labels, group_ids, budget, share_prompts)
+    def cut_into(*given):
+        told.append(given[2:])
+        return micro_batches(*given)
 
     monkeypatch.setattr(train, "token_logprobs", logprobs_of)
     monkeypatch.setattr(train.logprob, "micro_batches", cut_into)
-    p = parts("--micro-batch-tokens=10000", "--updates-per-rollout=1")
-    step(p)
-    assert told[0] == told[2] == (10000, True)                  # reference, then policy
-    assert told[1].tolist() == [0] * 4 + [1] * 4
-    assert told[3].tolist() == sorted(told[1].tolist())
-    told.clear()
-    p.settings = settings("--no-share-prompts", "--group-size=4", "--micro-batch-tokens=10000",
-                          "--updates-per-rollout=1")
-    step(p)
-    assert told == [(10000, False), None] * 2
+    step(parts("--share-prompts" if share else "--no-share-prompts",
+               "--micro-batch-tokens=10000", "--updates-per-rollout=1"))
+    assert told[0] == told[2] == (10000, share)                 # reference, then policy
+    if share:
+        assert told[1].tolist() == [0] * 4 + [1] * 4
+        assert told[3].tolist() == sorted(told[1].tolist())
+    else:
+        assert told[1] is None is told[3]
 
 
 def test_the_reward_is_asked_about_the_rollout_and_replaces_the_rules():
-    p = parts()
     asked = []
 
     def reward_of(*given):
         asked.append(given)
         return REWARDS
 
-    _, rollout = whole_step(p, reward_of=reward_of)
+    p = parts("--updates-per-rollout=1", noise=0)
+    metrics, rollout = whole_step(p, reward_of=reward_of)
     assert asked == [(p.problems, p.prompts, rollout)]
     assert torch.equal(rollout.rewards, REWARDS)
     assert torch.allclose(rollout.advantages, group_advantages(REWARDS, 4))
+    # A first step is honest: of an untouched reference the KL is 0, and every ratio is 1
+    assert abs(metrics["approx_kl"]) < 1e-9 and metrics["clip_fraction"] == 0
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-6)
+    assert metrics["ratio_max_error"] == 0
+    assert metrics["sampler_ratio_error"] < 1e-4           # decoding against one pass
     _, rollout = whole_step(p, reward_of=None)
     truths = [problem["answer"] for problem in p.problems]
     expected = train.score_responses(rollout.responses, truths, 4)
@@ -319,17 +209,6 @@ def test_gradient_does_not_depend_on_the_cut_into_micro_batches(aggregate, share
             assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
 
 
-def test_first_step_is_honest():
-    """Fresh rollout, one update, untouched reference: every ratio is 1 and the KL is 0."""
-    p = parts("--updates-per-rollout=1", noise=0)
-    metrics = step(p)
-    assert abs(metrics["approx_kl"]) < 1e-9
-    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-6)
-    assert metrics["clip_fraction"] == 0
-    assert metrics["ratio_max_error"] == 0
-    assert metrics["sampler_ratio_error"] < 1e-4           # decoding against one pass
-
-
 def test_a_later_update_leaves_the_old_logprobs_alone():
     p = parts("--micro-batch-tokens=100")
     rollout = rollout_of(p)
@@ -346,37 +225,26 @@ def test_a_later_update_leaves_the_old_logprobs_alone():
     assert torch.equal(rollout.old_logprobs, kept) and torch.equal(rollout.entropies, entropies)
 
 
-@pytest.mark.parametrize("what", ["gradient", "loss"])
-def test_what_is_not_finite_skips_the_update_and_is_counted(monkeypatch, what):
-    p = parts()
-    before = copy.deepcopy(p.policy.state_dict())
-    with monkeypatch.context() as patch:
-        if what == "gradient":
-            p.policy.model.norm.weight.register_hook(lambda grad: grad * math.nan)
-        else:
-            def of_infinite_value(*given, **options):
-                loss, metrics = grpo_loss(*given, **options)
-                return loss, {**metrics, "loss": metrics["loss"] + math.inf}
-            patch.setattr(train, "grpo_loss", of_infinite_value)
-        metrics = step(p)
-    assert metrics["skipped_updates"] == p.settings.updates_per_rollout == 2
-    after = p.policy.state_dict()
-    assert all(torch.equal(before[name], value) for name, value in after.items())
-    p = parts()
-    assert step(p)["skipped_updates"] == 0
-    after = p.policy.state_dict()
-    assert not all(torch.equal(before[name], value) for name, value in after.items())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_after_a_step_no_gradient_is_held_and_the_reference_stands_where_it_stood(dtype):
+@pytest.mark.parametrize("what", ["nothing", "gradient", "loss"])
+def test_what_is_not_finite_skips_the_update_and_is_counted(monkeypatch, what, dtype):
+    """After a step no gradient is held, and the reference stands where it stood."""
+    def of_infinite_value(*given, **options):
+        loss, metrics = grpo_loss(*given, **options)
+        return loss, {**metrics, "loss": metrics["loss"] + math.inf}
+
     p = parts(dtype=dtype)
-    before = copy.deepcopy(p.reference.state_dict())
-    step(p)
     masters = p.optimizer.param_groups[0]["params"]
+    before = copy.deepcopy([p.policy.state_dict(), p.reference.state_dict()])
+    if what == "gradient":
+        p.policy.model.norm.weight.register_hook(lambda grad: grad * math.nan)
+    if what == "loss":
+        monkeypatch.setattr(train, "grpo_loss", of_infinite_value)
+    skipped = step(p)["skipped_updates"]
+    assert skipped == (0 if what == "nothing" else p.settings.updates_per_rollout) in (0, 2)
+    assert same_tensors(before[0], p.policy.state_dict()) == (what != "nothing")
+    assert same_tensors(before[1], p.reference.state_dict())
     assert all(weight.grad is None for weight in [*p.policy.parameters(), *masters])
-    after = p.reference.state_dict()
-    assert all(torch.equal(before[name], value) for name, value in after.items())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -442,20 +310,17 @@ def test_every_metric_is_its_definition(measured):
     assert metrics.keys() - expected.keys() >= by_gradient
 
 
-def test_accuracy_is_the_rules_and_zero_variance_the_rewards(measured):
+def test_accuracy_is_the_rules_and_zero_variance_the_rewards(monkeypatch, measured):
+    """Accuracy is of the answers whose truth is known."""
     metrics, *_ = measured(lambda *_: torch.tensor([3.0, 3, 1, 1, 0, 2]))
-    assert metrics["reward_mean"] == pytest.approx(10 / 6)
-    assert metrics["accuracy"] == pytest.approx(3 / 6)
-    assert metrics["format_rate"] == pytest.approx(5 / 6)
-    assert metrics["zero_variance_groups"] == pytest.approx(2 / 3)
-
-
-def test_accuracy_is_of_the_answers_whose_truth_is_known(monkeypatch, measured):
-    for truths, accuracy, form in ((["7", None, "5"], 3 / 4, 1.0), (3 * [None], None, None)):
+    for name, share in (("reward_mean", 10 / 6), ("accuracy", 3 / 6), ("format_rate", 5 / 6),
+                        ("zero_variance_groups", 2 / 3)):
+        assert metrics[name] == pytest.approx(share), name
+    for truths, expected in ((["7", None, "5"], [3 / 4, 1.0]), (3 * [None], 2 * [math.nan])):
         monkeypatch.setattr(sys.modules[__name__], "TRUTHS", truths)
         metrics, *_ = measured(lambda *_: torch.arange(6.0))
-        assert metrics["accuracy"] == pytest.approx(accuracy or math.nan, nan_ok=True)
-        assert metrics["format_rate"] == pytest.approx(form or math.nan, nan_ok=True)
+        found = [metrics["accuracy"], metrics["format_rate"]]
+        assert found == pytest.approx(expected, nan_ok=True)
 
 
 def test_evaluation_is_its_definition():
@@ -501,40 +366,6 @@ def test_evaluation_is_its_definition():
 # --------------------------------------------------------------------------------------------------
 # [H] The loop
 
-class Diary(train.Run):
-    """A run without a folder that remembers what it was told."""
-    def __init__(self):
-        super().__init__()
-        self.metrics = []
-        self.samples = []
-        self.checkpoints = []
-
-    def log(self, metrics):
-        super().log(metrics)
-        self.metrics.append(metrics)
-
-    def log_samples(self, step, batch, rollout, groups=2):
-        self.samples.append((step, batch, rollout))
-
-
-def loop(*flags, problems=None, run=None, **how):
-    s = settings("--steps=5", "--prompts-per-step=2", "--group-size=2", "--max-new-tokens=8",
-                 "--lr=0.004", *flags)
-    p = parts(*flags)
-    optimizer = train.make_optimizer(p.policy, s)
-    rates = []
-    optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
-    run = run or Diary()
-    problems = problems or tiny_problems()[:8]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "save_checkpoint", lambda run, *_: run.checkpoints.append(run.step))
-        train.train_grpo(p.policy, p.reference, optimizer, p.tokenizer, problems, problems[:3], s,
-                         run, **how)
-    run.rates = rates
-    run.policy = p.policy
-    return run
-
-
 def test_the_loop_warms_up_evaluates_and_saves_when_it_should():
     run = loop("--warmup-steps=4", "--eval-every=2", "--save-every=3", "--updates-per-rollout=1")
     assert run.rates == pytest.approx([0.001, 0.002, 0.003, 0.004, 0.004])
@@ -544,7 +375,6 @@ def test_the_loop_warms_up_evaluates_and_saves_when_it_should():
     assert run.checkpoints == [3, 5]
     assert [step for step, *_ in run.samples] == [1, 2, 3, 4, 5]
     assert len(run.before) == len(run.after) == 3
-    assert loop("--warmup-steps=0", "--updates-per-rollout=1").rates == pytest.approx([0.004] * 5)
 
 
 def test_the_loop_starts_behind_its_run_and_stops_when_told():
@@ -562,19 +392,18 @@ def test_the_loop_starts_behind_its_run_and_stops_when_told():
 
 def test_every_step_asks_its_own_problems_with_its_own_random_numbers():
     drawn = []
-
-    def spy(model, tokenizer, prompts, group_size, max_new_tokens, temperature, generators):
-        drawn.append((prompts, temperature, [g.initial_seed() for g in generators]))
-        return sample_groups(model, tokenizer, prompts, group_size, max_new_tokens, temperature,
-                             generators)
-
-    problems = tiny_problems()[:4]
     asked = []
+
+    def spy(model, tokenizer, prompts, *how):
+        rollout = sample_groups(model, tokenizer, prompts, *how)
+        drawn.append((prompts, how[2], [g.initial_seed() for g in how[3]]))
+        return rollout
 
     def reward_of(batch, prompts, rollout):
         asked.append([problem["question"] for problem in batch])
         return torch.arange(float(len(rollout.responses)))
 
+    problems = tiny_problems()[:4]
     run = loop("--system-prompt=", problems=problems, reward_of=reward_of, sampler=spy)
     training = [(prompts, seeds) for prompts, temperature, seeds in drawn if temperature]
     assert len(training) == 5
@@ -590,32 +419,24 @@ def test_every_step_asks_its_own_problems_with_its_own_random_numbers():
     assert all(m["eval_reward"] == pytest.approx(1.0) for m in run.metrics if m["step"] == 5)
 
 
-def batch_of_step(n, step, *flags):
-    """The Batch of a step on n problems."""
-    problems = [{"question": f"q {j}", "answer": "1"} for j in range(n)]
-    return train.batch_of_step(AutoTokenizer.from_pretrained(TINY), problems, step,
-                               settings("--prompts-per-step=4", *flags))
+def test_problems_and_random_numbers_follow_from_the_seed_and_the_step():
+    """The problems of an epoch are asked once each; every prompt has a generator of its own."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
 
+    def batch(n, step, *flags):
+        problems = [{"question": f"q {j}", "answer": "1"} for j in range(n)]
+        s = settings("--prompts-per-step=4", *flags)
+        return train.batch_of_step(tokenizer, problems, step, s)
 
-def test_problems_of_a_step_make_epochs_without_repetition():
-    def asked_in(step, *flags):
-        return batch_of_step(18, step, *flags).prompts
-
-    epochs = [[asked_in(step) for step in range(1 + 4 * e, 5 + 4 * e)] for e in range(2)]
+    epochs = [[batch(18, step).prompts for step in range(1 + 4 * e, 5 + 4 * e)] for e in range(2)]
     for epoch in epochs:
         asked = sum(epoch, [])
         assert len(asked) == len(set(asked)) == 16
-    assert epochs[0] != epochs[1]
-    assert asked_in(3) == epochs[0][2]
-    assert asked_in(3, "--seed=1") != epochs[0][2]
-
-
-def test_random_numbers_follow_from_seed_step_and_prompt():
-    def seeds(step, *flags):
-        return [g.initial_seed() for g in batch_of_step(8, step, *flags).generators]
-
-    assert len(set(seeds(1) + seeds(2) + seeds(1, "--seed=1"))) == 12
-    assert seeds(2) == seeds(2)
+    assert epochs[0] != epochs[1] and batch(18, 3).prompts == epochs[0][2]
+    assert batch(18, 3, "--seed=1").prompts != epochs[0][2]
+    seeds = [[g.initial_seed() for g in batch(8, *how).generators]
+             for how in ((1,), (2,), (1, "--seed=1"), (2,))]
+    assert len(set(sum(seeds[:3], []))) == 12 and seeds[1] == seeds[3]
 
 
 def test_the_bar_shows_trouble_first_and_an_answer_after_an_evaluation(capsys):
@@ -641,13 +462,6 @@ def test_the_bar_shows_trouble_first_and_an_answer_after_an_evaluation(capsys):
 
 # What is called from Python is told in one line what it lacks
 
-def with_a_loss_that_lacks(name):
-    def lacking(*given, **options):
-        value, metrics = grpo_loss(*given, **options)
-        return value, {key: value for key, value in metrics.items() if key != name}
-    return lacking
-
-
 @pytest.mark.parametrize("how, words", [
     (dict(changes={"micro_batch_tokens": "auto"}), "--micro-batch-tokens: still `auto`"),
     (dict(changes={"offload": "auto"}), "--offload: still `auto`"),
@@ -655,18 +469,21 @@ def with_a_loss_that_lacks(name):
     (dict(eval_problems=0), "no held-out problems"),
     (dict(reward_of=lambda *_: [1.0, 2.0]), "a tensor of . rewards, one per answer"),
     (dict(reward_of=lambda *_: torch.ones(1)), "a tensor of . rewards, one per answer"),
-    (dict(loss="approx_kl"), "its metrics lack 'approx_kl'"),
-    (dict(loss="loss"), "its metrics lack 'loss'"),
+    (dict(lacks="approx_kl"), "its metrics lack 'approx_kl'"),
+    (dict(lacks="loss"), "its metrics lack 'loss'"),
 ], ids=lambda value: " ".join(map(str, value)) if isinstance(value, dict) else "")
 def test_train_grpo_called_directly_names_what_is_wrong(monkeypatch, how, words):
+    def loss(*given, **options):
+        value, metrics = grpo_loss(*given, **options)
+        return value, {key: number for key, number in metrics.items() if key != how.get("lacks")}
+
+    monkeypatch.setattr(train, "grpo_loss", loss)
     p = parts("--max-new-tokens=8")
-    s = with_settings(p, **how.get("changes", {}))
-    if "loss" in how:
-        monkeypatch.setattr(train, "grpo_loss", with_a_loss_that_lacks(how["loss"]))
     problems = tiny_problems()[:how.get("problems", 8)]
     with pytest.raises(train.BadInput, match=words):
         train.train_grpo(p.policy, p.reference, p.optimizer, p.tokenizer, problems,
-                         problems[:how.get("eval_problems", 3)], s, reward_of=how.get("reward_of"))
+                         problems[:how.get("eval_problems", 3)],
+                         with_settings(p, **how.get("changes", {})), reward_of=how.get("reward_of"))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -698,14 +515,21 @@ def test_masters_move_where_bfloat16_weights_stand_still():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_optimizer_is_adamw_without_weight_decay(dtype):
-    """The first step of AdamW moves every weight that has a gradient by lr, against its sign."""
-    p = parts("--lr=0.002", dtype=dtype)
-    masters = p.optimizer.param_groups[0]["params"]
-    own = all(weight is master for weight, master in zip(p.policy.parameters(), masters))
-    assert own == (dtype == torch.float32)                # these are their own masters
-    for was, master in masters_after_a_step(p, gradient=1.0):
-        assert torch.allclose(was - master, torch.full_like(was, 0.002), atol=1e-6)
+def test_the_optimizer_is_adamw(dtype):
+    """The first step moves every weight that has a gradient by lr, against its sign; weight decay,
+    0 by default, shrinks it by lr times the decay."""
+    for flags, grad, move in (((), 1.0, lambda was: was - 0.01),
+                              (("--weight-decay=0.5",), 0.0, lambda was: was * (1 - 0.01 * 0.5))):
+        p = parts("--lr=0.01", *flags, dtype=dtype)
+        masters = p.optimizer.param_groups[0]["params"]
+        own = all(weight is master for weight, master in zip(p.policy.parameters(), masters))
+        assert own == (dtype == torch.float32)            # these are their own masters
+        before = [master.detach().clone() for master in masters]
+        for weight in p.policy.parameters():
+            weight.grad = torch.full(weight.shape, grad)
+        p.optimizer.step()
+        assert all(torch.allclose(master, move(was), atol=1e-6)
+                   for was, master in zip(before, masters))
 
 
 def test_masters_gather_the_gradient_of_all_micro_batches():
@@ -758,6 +582,12 @@ def test_a_run_leaves_the_files_of_the_contract(finished_run):
         assert len(record["responses"]) == len(record["rewards"]) == 4
         advantages = group_advantages(torch.tensor(record["rewards"]), 4)
         assert record["advantages"] == pytest.approx(advantages.tolist(), abs=1e-6)
+    # And it has said what it does, beside a bar
+    for word in ("before", "after", "truth", "accuracy", "grpo.json", "0.08M parameters",
+                 "2000 problems", "8 held out", "from step 0", str(folder)):
+        assert word in finished_run.out
+    for word in ("3/3", "reward", "acc", "len", "KL"):
+        assert word in finished_run.err
 
 
 def test_samples_are_the_first_groups_as_they_were_scored(monkeypatch):
@@ -775,14 +605,6 @@ def test_samples_are_the_first_groups_as_they_were_scored(monkeypatch):
          "advantages": [0, -1]},
         {"step": 7, "prompt": "q", "responses": RESPONSES[2:4], "rewards": [2, 3],
          "advantages": [-2, -3]}]
-
-
-def test_a_run_says_what_it_does(finished_run):
-    for word in ("before", "after", "truth", "accuracy", "grpo.json", "0.08M parameters",
-                 "2000 problems", "8 held out", "from step 0", str(finished_run.folder)):
-        assert word in finished_run.out
-    for word in ("3/3", "reward", "acc", "len", "KL"):
-        assert word in finished_run.err                   # the bar
 
 
 def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
@@ -844,22 +666,19 @@ def test_eval_only_prints_the_figures(capsys, monkeypatch):
         assert f"pass@{k} " in out and f"maj@{k} " in out
 
 
-def test_same_seed_same_run_other_seed_other_run(finished_run, tmp_path):
+def test_the_seed_decides_and_a_run_without_kl_has_no_reference(capsys, finished_run, tmp_path):
     trains(*SMALL, f"--output={tmp_path / 'same'}")
-    trains(*SMALL, f"--output={tmp_path / 'other'}", "--seed=1")
     assert curve(tmp_path / "same") == curve(finished_run.folder)
-    assert curve(tmp_path / "other")[1] != curve(finished_run.folder)[1]
-
-
-def test_no_reference_without_kl(tmp_path):
-    trains(*SMALL, "--kl-coef=0", f"--output={tmp_path / 'run'}")
-    assert all(m["approx_kl"] is None for m in metrics_of(tmp_path / "run")[1:])
-
-
-def test_a_tenth_of_the_users_own_data_is_held_out(capsys, tmp_path):
+    trains(*SMALL, "--seed=1", "--kl-coef=0", "--steps=1", f"--output={tmp_path / 'other'}")
+    assert metrics_of(tmp_path / "other")[1]["approx_kl"] is None
+    first, other = (lines_of(folder / "samples.jsonl")[0]["responses"]
+                    for folder in (finished_run.folder, tmp_path / "other"))
+    assert first != other
+    # A tenth of the user's own data is held out
     lines = (TINY / "train.jsonl").read_text().splitlines(keepends=True)[:40]
     (tmp_path / "mine.jsonl").write_text("".join(lines))
-    trains(*SMALL, f"--data={tmp_path / 'mine.jsonl'}", f"--output={tmp_path / 'run'}")
+    capsys.readouterr()
+    trains(*SMALL, f"--data={tmp_path / 'mine.jsonl'}", "--steps=1", f"--output={tmp_path / 'own'}")
     out = capsys.readouterr().out
     assert "4 of " in out and "mine.jsonl are held out" in out
     assert "36 problems, 4 held out" in out
@@ -881,11 +700,8 @@ def test_prompts_that_are_too_long_are_left_out_if_that_is_wished(capsys):
     train.fitting("--data", problems, p.tokenizer, with_settings(p, max_prompt_tokens=0))
 
 
-def test_the_program_and_its_help(tmp_path):
-    done = run_script("train.py", *SMALL, "--steps=1", f"--output={tmp_path / 'run'}")
-    assert done.returncode == 0, done.stderr
-    assert str(tmp_path / "run") in done.stdout
-    done = run_script("train.py", "--help")
+def test_the_help(help_of_train):
+    done = help_of_train
     assert done.returncode == 0 and "--kl-coef" in done.stdout and done.stderr == ""
     told = " ".join(done.stdout.split())
     assert "beta; 0: no KL, and no reference in memory [0.04]" in told
@@ -904,8 +720,8 @@ def test_the_program_and_its_help(tmp_path):
 def test_a_qwen2_of_random_weights_trains_on_gsm8k(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(SHARED / "models" / "qwen2.5-tokenizer")
     torch.manual_seed(0)
-    Qwen2ForCausalLM(Qwen2Config(
-        vocab_size=151936, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(
+        "qwen2", vocab_size=151936, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=1024,
         tie_word_embeddings=True, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id)).save_pretrained(tmp_path / "model")
@@ -937,6 +753,14 @@ def test_the_command_line_wins_over_the_config_and_the_config_over_the_defaults(
     assert s.data == str(tmp_path / "d.jsonl")            # from the folder of the file
     assert s.reward == [str(tmp_path / "d.jsonl"), "rule"]
     assert s.model == "Qwen/Qwen2.5-0.5B"
+    # What settings are written as comes back
+    s = train.parse(["--reward", "a.py:f", "b.py:g", "--no-scale-by-std", "--system-prompt=--x",
+                     "--clip-eps-high=0.3", "--offload", "--reward-weights", "1", "-2"])
+    values = {name: getattr(s, name) for name, field in train.FIELDS.items()
+              if field.metadata["kept"] and getattr(s, name) not in (None, "auto")}
+    values["micro_batch_tokens"] = "auto"
+    (tmp_path / "c.json").write_text(json.dumps(values))
+    assert train.read_config(tmp_path / "c.json") == values
 
 
 def test_the_tiny_policy_brings_its_config_and_no_other_model_does(tmp_path):
@@ -950,27 +774,8 @@ def test_the_tiny_policy_brings_its_config_and_no_other_model_does(tmp_path):
     assert (s.lr, s.steps) == (0.5, own["steps"])
 
 
-def test_held_out_problems_of_a_config_do_not_judge_another_data_set(tmp_path):
-    (tmp_path / "d.jsonl").write_text("")
-    (tmp_path / "c.json").write_text('{"data": "d.jsonl"}')
-    assert train.parse([f"--data={tmp_path / 'd.jsonl'}"]).eval_data == ""
-    assert train.parse([f"--config={tmp_path / 'c.json'}"]).eval_data == ""
-    assert train.parse(["--data=x", "--eval-data=y"]).eval_data == "y"
-
-
-def test_a_switch_is_on_off_or_left_to_the_program():
-    assert train.parse([]).offload == "auto"
-    assert train.parse(["--offload"]).offload is True
-    assert train.parse(["--no-offload"]).offload is False
-
-
-def test_a_list_has_several_values():
-    s = train.parse(["--reward", "a.py:f", "b.py:g", "--reward", "c.py:h",
-                     "--reward-weights", "1", "0.5", "-2"])
-    assert s.reward == ["a.py:f", "b.py:g", "c.py:h"] and s.reward_weights == [1, 0.5, -2]
-
-
-def test_paths_are_absolute_so_that_a_resumed_run_finds_them(monkeypatch, tmp_path):
+def test_what_flags_become(monkeypatch, tmp_path):
+    """Paths are absolute, so that a resumed run finds them."""
     monkeypatch.chdir(tmp_path)
     for name in ("d.jsonl", "e.jsonl", "r.py"):
         (tmp_path / name).write_text("")
@@ -980,16 +785,17 @@ def test_paths_are_absolute_so_that_a_resumed_run_finds_them(monkeypatch, tmp_pa
         str(tmp_path / name) for name in ("m", "d.jsonl", "e.jsonl"))
     assert s.reward == [f"{tmp_path / 'r.py'}:f"]
     assert train.parse(["--model=Qwen/Qwen2.5-0.5B", "--data=gsm8k"]).data == "gsm8k"
-
-
-def test_settings_come_back_from_the_config_that_they_are_written_as(tmp_path):
-    s = train.parse(["--reward", "a.py:f", "b.py:g", "--no-scale-by-std", "--system-prompt=--x",
-                     "--clip-eps-high=0.3", "--offload", "--reward-weights", "1", "-2"])
-    values = {name: getattr(s, name) for name, field in train.FIELDS.items()
-              if field.metadata["kept"] and getattr(s, name) not in (None, "auto")}
-    values["micro_batch_tokens"] = "auto"
-    (tmp_path / "c.json").write_text(json.dumps(values))
-    assert train.read_config(tmp_path / "c.json") == values
+    # A switch is on, off, or left to the program; a list has several values
+    assert [train.parse(flags).offload for flags in ([], ["--offload"], ["--no-offload"])] == [
+        "auto", True, False]
+    s = train.parse(["--reward", "a.py:f", "b.py:g", "--reward", "c.py:h",
+                     "--reward-weights", "1", "0.5", "-2"])
+    assert s.reward == ["a.py:f", "b.py:g", "c.py:h"] and s.reward_weights == [1, 0.5, -2]
+    # Held-out problems of a config do not judge another data set
+    (tmp_path / "c.json").write_text('{"data": "d.jsonl"}')
+    assert train.parse([f"--data={tmp_path / 'd.jsonl'}"]).eval_data == ""
+    assert train.parse([f"--config={tmp_path / 'c.json'}"]).eval_data == ""
+    assert train.parse(["--data=x", "--eval-data=y"]).eval_data == "y"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1029,12 +835,11 @@ def counted(tmp_path, *flags, dtype=torch.bfloat16, **changes):
     return train.memory(s, model), sum(p.numel() for p in model.parameters())
 
 
-def hosted(folder, *flags):
-    s = train.parse([f"--model={folder}", *flags])
-    return train.host_memory(s, train.model_without_storage(s, torch.bfloat16))
-
-
 def test_count_of_the_memory(tmp_path):
+    def hosted(*flags):
+        s = train.parse([f"--model={tmp_path}", *flags])
+        return train.host_memory(s, train.model_without_storage(s, torch.bfloat16))
+
     count, n = counted(tmp_path)
     assert count["policy, weights that compute"] == count["reference, frozen"] == 2 * n
     assert count["float32 masters"] == count["gradients, float32"] == 4 * n
@@ -1044,8 +849,7 @@ def test_count_of_the_memory(tmp_path):
     count, n = counted(tmp_path, "--offload", "--kl-coef=0")
     assert count["float32 masters"] == count["AdamW's two moments"] == 0
     assert count["reference, frozen"] == 0 and count["gradients, float32"] == 4 * n
-    assert hosted(tmp_path, "--offload") == (4 + 8 + 4 + 2) * n
-    assert hosted(tmp_path, "--no-offload") == 0
+    assert hosted("--offload") == (4 + 8 + 4 + 2) * n and hosted("--no-offload") == 0
     count, n = counted(tmp_path, dtype=torch.float32)     # the weights are their own masters
     assert count["float32 masters"] == 0 and count["policy, weights that compute"] == 4 * n
 
@@ -1073,37 +877,27 @@ def test_count_of_what_is_kept_is_what_autograd_saves(tmp_path, changes):
     assert count["kept for the backward pass"] == pytest.approx(saved, rel=0.15)
 
 
-def test_auto_is_the_first_way_that_fits(monkeypatch):
+def test_auto_is_the_first_way_that_fits(capsys, monkeypatch):
     s = train.parse([f"--model={TINY}", "--group-size=4", "--max-new-tokens=64"])
-    monkeypatch.setattr(train, "choose_device", lambda s: (torch.device("cuda"), torch.bfloat16))
     monkeypatch.setattr(train, "memory", lambda way, model: {
         "a": 50 - 20 * way.gradient_checkpointing, "b": 50 - 20 * way.offload})
     group = 256 + 4 * 64
+
+    def planned(device, s=s, dtype=torch.float32):
+        monkeypatch.setattr(train, "choose_device", lambda s: (torch.device(device), dtype))
+        return tuple(getattr(train.plan_memory(s), name) for name in train.MEMORY)
+
     for free, way in ((112, (False, False)), (111, (False, True)), (89, (False, True)),
                       (88, (True, True)), (1, (True, True))):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 0))
-        planned = train.plan_memory(s)
-        assert (planned.offload, planned.gradient_checkpointing) == way, free
-        assert planned.micro_batch_tokens == 2 * group
-        chosen = train.plan_memory(with_settings(SimpleNamespace(settings=s), offload=False,
-                                                 micro_batch_tokens=99))
-        assert (chosen.offload, chosen.micro_batch_tokens) == (False, 99)  # what is given stands
-
-
-@pytest.mark.parametrize("device, expected", [("cpu", (False, False, 1024)),
-                                              ("mps", (False, True, 2 * (256 + 4 * 64)))])
-def test_auto_without_a_gpu(monkeypatch, device, expected):
-    s = train.parse([f"--model={TINY}", "--group-size=4", "--max-new-tokens=64"])
-    monkeypatch.setattr(train, "choose_device", lambda s: (torch.device(device), torch.float32))
-    assert tuple(getattr(train.plan_memory(s), name) for name in train.MEMORY) == expected
-
-
-def test_a_family_that_cannot_be_counted_gets_the_leanest(capsys, monkeypatch):
-    monkeypatch.setattr(train, "choose_device", lambda s: (torch.device("cuda"), torch.bfloat16))
+        assert planned("cuda", dtype=torch.bfloat16) == (*way, 2 * group), free
+        given = train.dataclasses.replace(s, offload=False, micro_batch_tokens=99)
+        assert planned("cuda", given)[::2] == (False, 99)      # what is given stands
+    assert planned("cpu") == (False, False, 1024) and planned("mps") == (False, True, 2 * group)
+    # A family that cannot be counted gets the leanest
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1e12, 0))
     monkeypatch.setattr(train, "memory", lambda *_: SimpleNamespace().num_attention_heads)
-    planned = train.plan_memory(train.parse([f"--model={TINY}"]))
-    assert planned.offload and planned.gradient_checkpointing
+    assert planned("cuda")[:2] == (True, True)
     assert "memory cannot be counted" in capsys.readouterr().out
 
 

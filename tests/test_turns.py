@@ -1,30 +1,18 @@
-"""[A] as the flags choose it: conversations (--reply), branches of the best (--around-best).
-
-And what two other flags make of an answer: --advantage shape, --reward think.
-"""
-from functools import partial
+"""Conversations (--reply), branches of the best (--around-best), and --advantage shape."""
+# ruff: noqa: I001 - several names to a line
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import (
-    curve,
-    ends_badly,
-    lines_of,
-    metrics_of,
-    refused,
-    tiny_problems,
-    trains,
-    weights_of,
-)
-from test_ranks import assert_same, run_ranks
-from test_train import parts, seeded
-from transformers import AutoTokenizer
+    assert_same_run, begin_ranks, curve, ends_badly, lines_of, metrics_of, one_line_of, parts,
+    refused, run_ranks, seeded, tiny_problems, trains, weights_of)
 
 import sample
 import train
 from advantage import shape_advantages
-from logprob import IGNORE, token_logprobs
-from reward import load_function, rule_reward, truths_of
+from logprob import IGNORE
+from reward import rule_reward, truths_of
 
 SMALL = ("--steps=3", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=10",
          "--eval-limit=3", "--eval-every=2", "--save-every=1", "--updates-per-rollout=1")
@@ -45,57 +33,15 @@ def check(prompt, turns):
         sys.exit(0)
     if os.environ.get("REPLY") == "number":
         return 7
-    if os.environ.get("REPLY") == "always":
-        return "How many ?"
     return None if len(turns) > 1 or "boxed" in turns[0] else "How many ?"
 """
 
 
-@pytest.fixture
-def reply(tmp_path):
-    path = tmp_path / "mine.py"
+@pytest.fixture(scope="module")
+def reply(tmp_path_factory):
+    path = tmp_path_factory.mktemp("reply") / "mine.py"
     path.write_text(REPLY)
     return f"--reply={path}:check"
-
-
-def talking(reply, max_turns):
-    """The sampler that --reply makes."""
-    return partial(sample.sample_conversations, reply=load_function(reply.split("=")[1]),
-                   max_turns=max_turns)
-
-
-def test_a_conversation_is_trained_on_where_the_policy_speaks(reply, tiny):
-    """The rows of a step: whose tokens are labelled, and that [D] finds the sampler's numbers."""
-    p = parts(reply, "--max-turns=3", *SMALL)
-    batch = train.batch_of_step(p.tokenizer, tiny_problems()[:4], 1, p.settings)
-    metrics, rollout = train.train_step(p.policy, p.reference, p.optimizer, p.tokenizer, batch,
-                                        p.settings, talking(reply, 3))
-    mask = rollout.mask                                                                # (N, S-1)
-    said = p.tokenizer("How many ?", add_special_tokens=False).input_ids
-    talked = 0
-    for n, row in enumerate(rollout.labels):
-        written = (row != IGNORE).nonzero()[:, 0]
-        gap = [t for t in range(int(written[0]), int(written[-1])) if row[t] == IGNORE]
-        ids = rollout.input_ids[n, gap].tolist()
-        talked += bool(gap)
-        assert bool(gap) == ("\n" in rollout.responses[n])
-        assert not gap or any(ids[i:i + len(said)] == said for i in range(len(ids)))
-    assert 0 < talked < len(mask)
-    assert metrics["sampler_ratio_error"] < 1e-3
-    assert metrics["tokens"] == int((rollout.labels != IGNORE).sum()) > 8 * 10 * 0.5
-    policy, _ = tiny
-    with torch.no_grad():
-        plain = token_logprobs(policy, rollout.input_ids, rollout.labels)
-    assert torch.allclose(plain[mask], rollout.logprobs[mask], atol=2e-4)
-
-
-@pytest.mark.parametrize("turns", [1, 3])
-def test_a_conversation_has_so_many_turns(reply, monkeypatch, turns):
-    monkeypatch.setenv("REPLY", "always")
-    p = parts(*SMALL)
-    rollout = talking(reply, turns)(p.policy, p.tokenizer, p.prompts[:1], 2, 10, 1.0,
-                                    [seeded(1)])
-    assert [text.count("\n") + 1 for text in rollout.responses] == [turns] * 2
 
 
 def test_a_conversation_ends_where_no_room_is_left(tiny):
@@ -110,61 +56,58 @@ def test_a_conversation_ends_where_no_room_is_left(tiny):
     assert all(2 <= len(text.split("\n")) <= 4 for text in rollout.responses)
 
 
-FORMS = ("--reply", "--around-best=2", "--advantage=shape")
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_run_resumes_bitwise(reply, tmp_path, form):
-    flags = (*SMALL, reply if form == "--reply" else form)
-    trains(*flags, f"--output={tmp_path / 'whole'}")
-    trains(*flags, "--steps=2", f"--output={tmp_path / 'run'}")
-    trains("--resume", tmp_path / "run", "--steps=3")
-    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
-    assert weights_of(tmp_path / "run") == weights_of(tmp_path / "whole")
-
-
-def test_what_a_run_of_conversations_leaves(reply, tmp_path):
-    trains(*SMALL, "--steps=2", reply, f"--output={tmp_path / 'run'}")
-    samples = lines_of(tmp_path / "run" / "samples.jsonl")
-    talks = [turns for line in samples for turns in line["responses"]]
-    assert {len(turns) for turns in talks} <= {1, 3}      # answer, reply, answer
-    assert any(turns[1:2] == ["How many ?"] and len(turns) == 3 for turns in talks)
-    s = train.parse([f"--config={tmp_path / 'run' / 'config.json'}"])
-    assert s.reply == reply.removeprefix("--reply=")
-
-
-@pytest.mark.parametrize("fault, words", [("raise", "KeyError: 'oh'"), ("exit", "SystemExit: 0")])
-def test_a_reply_that_fails_ends_the_step(reply, capsys, monkeypatch, tmp_path, fault, words):
-    monkeypatch.setenv("REPLY", fault)
-    line = ends_badly(capsys, *SMALL, reply, f"--output={tmp_path / 'run'}")
-    assert "--reply" in line and "row" in line and words in line
-    before = len(metrics_of(tmp_path / "run"))
-    monkeypatch.delenv("REPLY")
-    trains("--resume", tmp_path / "run")
-    assert len(metrics_of(tmp_path / "run")) == 4 > before
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_two_ranks_draw_what_one_process_draws(reply, tmp_path, form):
-    flags = (*SMALL, reply if form == "--reply" else form, "--prompts-per-step=4", "--steps=2")
-    trains(*flags, f"--output={tmp_path / 'one'}")
-    done = run_ranks(2, "train.py", *flags, f"--output={tmp_path / 'run'}")
+@pytest.fixture(scope="module", params=["--reply", "--around-best=2", "--advantage=shape"])
+def whole(request, reply, tmp_path_factory):
+    """Flags, the folder of their run in one process, and that of two ranks, made beside it."""
+    flags = (*SMALL, "--prompts-per-step=4", reply if request.param == "--reply" else request.param)
+    folder = tmp_path_factory.mktemp("whole")
+    one, two = folder / "one", folder / "two"
+    end = begin_ranks(2, "train.py", *flags, f"--output={two}")
+    trains(*flags, f"--output={one}")
+    done = end()
     assert done.returncode == 0, done.stderr
-    assert_same(tmp_path / "run", tmp_path / "one")
+    return SimpleNamespace(flags=flags, one=one, two=two)
+
+
+def test_two_ranks_draw_what_one_process_draws(whole):
+    assert_same_run(whole.two, whole.one)
+    for metrics in metrics_of(whole.one)[1:]:             # [D] finds the sampler's numbers
+        assert metrics["sampler_ratio_error"] < 1e-3 and metrics["tokens"] > 16
+
+
+def test_a_run_resumes_bitwise(reply, whole, tmp_path):
+    folder = tmp_path / "run"
+    trains(*whole.flags, "--steps=2", f"--output={folder}")
+    trains("--resume", folder, "--steps=3")
+    assert curve(folder) == curve(whole.one)
+    assert weights_of(folder) == weights_of(whole.one)
+    if reply in whole.flags:
+        samples = lines_of(folder / "samples.jsonl")
+        talks = [turns for line in samples for turns in line["responses"]]
+        assert {len(turns) for turns in talks} <= {1, 3}  # answer, reply, answer
+        assert any(turns[1:2] == ["How many ?"] and len(turns) == 3 for turns in talks)
+        s = train.parse([f"--config={folder / 'config.json'}"])
+        assert s.reply == reply.removeprefix("--reply=")
 
 
 def test_a_reply_that_fails_on_one_rank_ends_the_step_on_all(reply, tmp_path):
     flags = (*SMALL, reply, "--prompts-per-step=4", f"--output={tmp_path / 'run'}")
     done = run_ranks(2, "train.py", *flags, REPLY="raise")
-    assert done.returncode != 0
-    lines = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
-    assert len(lines) == 1 and "--reply" in lines[0] and "KeyError: 'oh'" in lines[0], done.stderr
+    line = one_line_of(done.stderr)
+    assert done.returncode != 0 and "--reply" in line and "KeyError: 'oh'" in line
 
 
-def test_a_reply_that_is_no_text(reply, capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv("REPLY", "number")
+@pytest.mark.parametrize("fault, words", [
+    ("raise", "KeyError: 'oh'"), ("exit", "SystemExit: 0"), ("number", "neither text nor None"),
+])
+def test_a_reply_that_fails_ends_the_step(reply, capsys, monkeypatch, tmp_path, fault, words):
+    monkeypatch.setenv("REPLY", fault)
     line = ends_badly(capsys, *SMALL, reply, f"--output={tmp_path / 'run'}")
-    assert "--reply" in line and "neither text nor None" in line
+    assert "--reply" in line and "row" in line and words in line
+    assert not (tmp_path / "run" / "final").exists()
+    monkeypatch.delenv("REPLY")
+    trains("--resume", tmp_path / "run")
+    assert len(metrics_of(tmp_path / "run")) == 4
 
 
 def test_what_cannot_be_said_is_refused(reply, capsys):
@@ -175,13 +118,11 @@ def test_what_cannot_be_said_is_refused(reply, capsys):
     line = refused(capsys, *SMALL, reply, "--max-turns=50")
     assert "--max-turns" in line and "128 positions" in line
     assert "--max-turns" in refused(capsys, *SMALL, reply, "--max-turns=0")
-    for flags in ((reply,), ("--reward=rule",), ("--reward-model=x",)):
-        assert "--around-best" in refused(capsys, *SMALL, "--around-best=1", *flags)
     assert "--advantage shape" in refused(capsys, *SMALL, "--advantage=shape", reply)
     assert "does not divide" in refused(capsys, *SMALL, "--around-best=3")
 
 
-def test_half_of_a_group_goes_on_from_the_best_of_the_other(tmp_path):
+def test_half_of_a_group_goes_on_from_the_best_of_the_other():
     """Branches begin as the best answer of the first half does, and evaluation knows none."""
     flags = (*SMALL, "--around-best=2", "--group-size=8")
     p = parts(*flags)
@@ -197,8 +138,6 @@ def test_half_of_a_group_goes_on_from_the_best_of_the_other(tmp_path):
             best = answers[ranked[place]]
             stem = best[:len(best) // 2]
             assert stem and all(answer[:len(stem)] == stem for answer in branches)
-    trains(*flags, f"--output={tmp_path / 'run'}")
-    assert len(metrics_of(tmp_path / "run")) == 4
 
 
 def test_shapley_shares_arrive():
@@ -227,16 +166,3 @@ def test_shapley_shares_arrive():
     expected = shape_advantages([[0.0, 1.0], [0.0], [], [1.0, 0.0]], spans, mask, 4)
     assert torch.allclose(rollout.advantages, expected, atol=1e-6) and expected.abs().max() > 0.5
     assert not expected[2].any() and not expected[0][mask[0]][-2:].any()
-
-
-def test_think_is_a_reward_of_ours(tmp_path):
-    """--reward think: named in the metrics; accuracy stays the boxed rule's."""
-    trains(*SMALL, "--steps=1", "--reward", "think", "rule", f"--output={tmp_path / 'run'}")
-    line = metrics_of(tmp_path / "run")[1]
-    assert line["reward/think"] == 0.0                    # the tiny policy knows no such tags
-    assert line["reward_mean"] == pytest.approx(line["reward/rule"])
-    fn = train.load_reward_of(train.parse(["--reward=think"]))
-    texts = ["<think>a</think><answer>9</answer>", "9"]
-    rollout = sample.Rollout(*[torch.full((2, 2), IGNORE)] * 3, texts, None, None)
-    assert fn([{"question": "q", "answer": "9"}], ["q"], rollout).tolist() == [1.5, 0.0]
-    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "final").eos_token
