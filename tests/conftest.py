@@ -102,6 +102,15 @@ def tiny():
     return model, AutoTokenizer.from_pretrained(TINY)
 
 
+@pytest.fixture(scope="session")
+def qwen():
+    """Qwen2.5's tokenizer, where it stands beside the checkout."""
+    folder = ROOT.parent / "shared" / "models" / "qwen2.5-tokenizer"
+    if not folder.is_dir():
+        pytest.skip("Qwen2.5's tokenizer is not there")
+    return AutoTokenizer.from_pretrained(folder)
+
+
 @functools.cache
 def tiny_problems():
     """The problems that the policy of tests/tiny is trained on."""
@@ -436,6 +445,42 @@ def torchrun(ranks, *flags, **environment):
                           env={**ENVIRONMENT, **environment})
 
 
+# The rule's reward. At call FAULT_AT of it (of several ranks: on the second) that goes wrong which
+# FAULT says; the first call is the evaluation's.
+FAULTY = """
+import os
+import signal
+import sys
+
+from reward import rule_reward
+
+calls = 0
+
+
+def score(completions, answer, **columns):
+    global calls
+    calls += 1
+    at = int(os.environ.get("FAULT_AT", "4"))
+    fault = os.environ.get("FAULT", "") if os.environ.get("RANK", "1") == "1" else ""
+    if calls == at and fault.startswith("SIG"):
+        os.chdir("/")                                     # a relative --output stays where it was
+        os.kill(os.getpid(), getattr(signal, fault))
+    if calls >= at and fault == "exit":
+        sys.exit()
+    if calls >= at and fault == "raise":
+        raise KeyError("no, please")
+    if calls >= at and fault == "interrupt":
+        raise KeyboardInterrupt
+    return [rule_reward(c, a) for c, a in zip(completions, answer)]
+"""
+
+
+def faulty_reward(folder):
+    """Written into a new file -> its flag."""
+    (folder / "mine.py").write_text(FAULTY)
+    return f"--reward={folder / 'mine.py'}:score"
+
+
 # --------------------------------------------------------------------------------------------------
 # What a run has left in its folder
 
@@ -489,6 +534,10 @@ def edit_json(path, **changes):
     """One JSON file changed; None takes a key out."""
     content = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+
+
+def json_lines(*rows):
+    return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
 
 
 def snapshot(folder):

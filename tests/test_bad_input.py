@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from conftest import json_lines
 import torch
 from conftest import (
     FEW, NO_MEMORY, TINY, edit_json, ended, ends_badly, raises, refused, run_script, start, trains)
@@ -36,27 +37,27 @@ def refused_before_a_folder_is_made(capsys, tmp_path, *flags):
 HUGE = "9" * 30
 
 
+@pytest.mark.parametrize("flag", [
+    "--lr=nan", "--lr=1e400", f"--steps={HUGE}", f"--seed={HUGE}", "--micro-batch-tokens=0",
+    "--micro-batch-tokens=some", "--temperature=0", "--reward-model-lr=0", "--kl-coef=-1",
+    "--kl-estimator=k4", "--dtype=int8", "--offload=perhaps", "--learning-rate=1", "--kl_coef=1",
+    "--kl",
+])
+def test_a_flag_or_a_value_that_is_none(capsys, tmp_path, flag):
+    line = refused_before_a_folder_is_made(capsys, tmp_path, flag)
+    name, _, value = flag.partition("=")
+    of_ours = name not in ("--learning-rate", "--kl_coef", "--kl")
+    assert (f"argument {name}: " if of_ours else f"unrecognized arguments: {flag}") in line
+    assert value in line
+
+
 @pytest.mark.parametrize("flags, words", [
     (["--lr=0"], "argument --lr: '0' is no float from 1e-12 to 2147483647"),
-    (["--lr=nan"], "argument --lr: 'nan'"), (["--lr=1e400"], "argument --lr: '1e400'"),
     (["--steps=0"], "argument --steps: '0' is no int from 1 to"),
     (["--steps=many"], "argument --steps: 'many' is no int"),
-    ([f"--steps={HUGE}"], "argument --steps"),
     (["--threads=2147483648"], "argument --threads: '2147483648' is no int from 0 to 1024"),
-    ([f"--seed={HUGE}"], "argument --seed"),
-    (["--micro-batch-tokens=0"], "argument --micro-batch-tokens: '0'"),
-    (["--micro-batch-tokens=some"], "argument --micro-batch-tokens: 'some'"),
     (["--group-size=1"], "argument --group-size: '1' is no int from 2 to"),
-    (["--temperature=0"], "argument --temperature: '0'"),
     (["--clip-eps=1.5"], "argument --clip-eps: '1.5' is no float from 0 to 1"),
-    (["--reward-model-lr=0"], "argument --reward-model-lr: '0'"),
-    (["--kl-coef=-1"], "argument --kl-coef: '-1'"),
-    (["--kl-estimator=k4"], "argument --kl-estimator: invalid choice: 'k4'"),
-    (["--dtype=int8"], "argument --dtype: invalid choice: 'int8'"),
-    (["--offload=perhaps"], "argument --offload"),
-    (["--learning-rate=1"], "unrecognized arguments: --learning-rate=1"),
-    (["--kl_coef=1"], "unrecognized arguments: --kl_coef=1"),
-    (["--kl"], "unrecognized arguments: --kl"),
     (["--kl-band", "0.1"], "argument --kl-band: expected 2 arguments"),
     (["--kl-band", "0.1", "0.2", "0.3"], "unrecognized arguments: 0.3"),
     (["--device=abacus"], "--device abacus: "),
@@ -195,14 +196,15 @@ def padding_outside(m):
 
 NORM = "model.norm.weight"
 MODELS = [
-    (lambda m: (m / "chat_template.jinja").unlink(), "chat template"),
+    (lambda m: (m / "chat_template.jinja").unlink(),
+     "no chat template; take an instruction-tuned model, or put a chat_template.jinja"),
     (written("chat_template.jinja", ""), "chat template"),
     (written("chat_template.jinja", "{# nothing #}"), "makes an empty prompt"),
     (written("chat_template.jinja", "{{ messages[7].content.oh }}"), "chat template"),
     (written("chat_template.jinja", "{% if"), "chat template fails"),
     (lambda m: no_end_token(m, None), "names an end token"),
     (lambda m: no_end_token(m, []), "names an end token"),
-    (no_tokenizer, "tokenizer"),
+    (no_tokenizer, "its tokenizer files lack the words"),
     (written("config.json", "{"), "cannot be loaded"),
     (pickled, "cannot be loaded"),
     (written("model.safetensors", "torn"), "cannot be loaded"),
@@ -249,15 +251,11 @@ def test_dry_run_on_a_family_that_cannot_be_counted(capsys, tmp_path, config):
 # --------------------------------------------------------------------------------------------------
 # Data and rewards
 
-def lines(*rows):
-    return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
-
-
 DATA = {
     "no file": (None, "x.jsonl: No such file"), "empty": ("", "x.jsonl: no problems in it"),
-    "a broken line": (lines(GOOD, '{"question"'), "x.jsonl, line 2: not JSON"),
-    "no final answer": (lines({**GOOD, "answer": "so it is\n5"}), "x.jsonl, line 1: 'answer'"),
-    "no answer": (lines(GOOD, GOOD, {"question": "?"}), "x.jsonl, line 3: 'answer'"),
+    "a broken line": (json_lines(GOOD, '{"question"'), "x.jsonl, line 2: not JSON"),
+    "no final answer": (json_lines({**GOOD, "answer": "so it is\n5"}), "x.jsonl, line 1: 'answer'"),
+    "no answer": (json_lines(GOOD, GOOD, {"question": "?"}), "x.jsonl, line 3: 'answer'"),
 }
 
 
@@ -271,17 +269,12 @@ def test_bad_data(capsys, tmp_path, flag, what):
     assert f"{flag}: {tmp_path}" in line and words in line
 
 
-def test_too_few_and_too_long_problems(capsys, tmp_path):
+def test_too_few_problems(capsys, tmp_path):
     path = tmp_path / "x.jsonl"
-    path.write_text(lines(GOOD, {**GOOD, "question": "How many ?"}))
+    path.write_text(json_lines(GOOD, {**GOOD, "question": "How many ?"}))
     line = refused_before_a_folder_is_made(
         capsys, tmp_path, f"--data={path}", f"--eval-data={TINY / 'test.jsonl'}")
     assert f"--prompts-per-step 16: --data {path} has 2 problems" in line
-    path.write_text(lines(GOOD, {**GOOD, "question": "How " + "Anna " * 204}))
-    for flag in ("--data", "--eval-data"):
-        line = refused_before_a_folder_is_made(
-            capsys, tmp_path, f"--eval-data={TINY / 'test.jsonl'}", f"{flag}={path}")
-        assert f"{flag}: a prompt of 207 tokens and 40 of an answer" in line
 
 
 @pytest.mark.parametrize("code, words", [
@@ -320,7 +313,8 @@ def test_memory_that_runs_out_while_sampling(capsys, monkeypatch, tmp_path):
 # The terminal
 
 def test_a_terminal_that_goes_away_and_one_that_knows_ascii_only(tmp_path):
-    (tmp_path / "x.jsonl").write_text(lines(*2 * [{**GOOD, "question": "Žofie hat 9 Bücher ?"}]))
+    problem = {**GOOD, "question": "Žofie hat 9 Bücher ?"}
+    (tmp_path / "x.jsonl").write_text(json_lines(problem, problem))
     gone = start("train.py", *SMALL, f"--output={tmp_path / 'gone'}", out="", err="/dev/full")
     done = run_script("train.py", *SMALL, f"--data={tmp_path / 'x.jsonl'}",
                       f"--eval-data={tmp_path / 'x.jsonl'}", f"--output={tmp_path / 'run'}",

@@ -4,15 +4,16 @@ the same stage on the CPU.
 The stand-in (stand_in.py) is tried first: it has to refuse what CUDA refuses. Nothing here measures
 speed; kernels, waits and copies are counted, since those are what costs time on a GPU.
 """
+# ruff: noqa: I001 - several names to a line
 import copy
 import json
 import weakref
-from pathlib import Path
 
 import pytest
 import stand_in
 import torch
-from conftest import FEW, answer_rows, checkpoint_of, metrics_of, same_tensors, small_model, trains
+from conftest import (
+    FEW, TINY, answer_rows, checkpoint_of, metrics_of, same_tensors, small_model, trains)
 from safetensors.torch import load_file
 from stand_in import CudaError, on_gpu
 from torch.nn.attention.varlen import varlen_attn
@@ -22,7 +23,6 @@ import logprob
 import sample
 import train
 
-TINY = Path(__file__).parent / "tiny"
 BF16 = torch.bfloat16
 
 

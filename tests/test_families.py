@@ -3,22 +3,18 @@
     python tests/test_families.py      # which fast forms each family takes, and why not the others
 """
 
-import sys
 from functools import lru_cache, partial
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+import pytest
+import torch
+from conftest import SMALL, answer_rows, make_tokenizer
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from conftest import SMALL, answer_rows, make_tokenizer  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
-from transformers.modeling_layers import GradientCheckpointingLayer  # noqa: E402
-
-import logprob  # noqa: E402
-import sample  # noqa: E402
-from logprob import IGNORE, plain_logprobs, token_logprobs  # noqa: E402
+import logprob
+import sample
+from logprob import IGNORE, plain_logprobs, token_logprobs
 
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
 DEEPSEEK = dict(EXPERTS, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1, n_group=1,

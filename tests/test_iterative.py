@@ -7,6 +7,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+from conftest import json_lines
 import torch
 from conftest import (
     TINY, begin_ranks, checkpoint_of, curve, ends_badly, lines_of, refused, same_tensors,
@@ -132,8 +133,8 @@ def test_two_ranks_train_the_same_reward_model(whole, two_ranks):
 
 def test_without_true_answers_or_renewal_the_reward_model_stays_as_it_is(tmp_path):
     lines = (TINY / "train.jsonl").read_text().splitlines()[:12]
-    asked = [json.dumps({"question": json.loads(line)["question"]}) + "\n" for line in lines]
-    (tmp_path / "asked.jsonl").write_text("".join(asked))
+    asked = [{"question": json.loads(line)["question"]} for line in lines]
+    (tmp_path / "asked.jsonl").write_text(json_lines(*asked))
     folder = run(tmp_path / "run", *ITERATIVE, "--steps=2", f"--data={tmp_path / 'asked.jsonl'}")
     last = curve(folder)[-1]
     assert last["reward_model_loss"] is None and last["accuracy"] is None

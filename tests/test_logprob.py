@@ -229,18 +229,6 @@ def test_rows_of_a_group_may_stand_apart_and_have_no_labels(random_model):
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("architecture, shared", [
-    ("qwen2", True), ("qwen3", True), ("llama", True), ("mistral", False), ("gemma2", False),
-])
-def test_a_shared_prompt_runs_once(architecture, shared):
-    """And no padding does. A window or a cap inside the attention is left to padded rows."""
-    model, (input_ids, labels, _) = small_model(architecture), batch()
-    run = tokens_run(model)
-    token_logprobs(model, input_ids, labels, group_ids=GROUPS)
-    once = 5 + 9 + sum(response - 1 for _, response in SIZES)
-    assert run == [once if shared else input_ids.numel()]
-
-
 # --------------------------------------------------------------------------------------------------
 # Rows that are equal
 
@@ -346,31 +334,6 @@ def test_chunks_cover_every_row_once(M, words, device):
     assert min(M, 128) <= largest <= max(128, 2**30 / 4 / words)  # 1 GB of float32, or 128 rows
     if M > 128 and M * words > 2**30:
         assert len(slices) > 1
-
-
-# --------------------------------------------------------------------------------------------------
-# Precision
-
-@pytest.mark.parametrize("architecture", ["qwen2", "granite"])
-def test_bfloat16_logits_meet_a_float32_softmax(architecture):
-    """A model's own head rounds its logits to bfloat16, the lean head not even them."""
-    model, (input_ids, labels, _) = small_model(architecture).bfloat16(), batch()
-    mask = labels[:, 1:] != IGNORE
-    with torch.no_grad():
-        actual = token_logprobs(model, input_ids, labels, 0.7)
-        hidden = logprob.body_of(model)(input_ids).last_hidden_state[:, :-1]
-        exact = hidden.float() @ model.lm_head.weight.float().T
-        rounded = model(input_ids).logits[:, :-1]
-    assert rounded.dtype == torch.bfloat16 and actual.dtype == torch.float32
-    logits = exact if forms_of(model)["lean head"] is None else rounded.float()
-
-    # The mean error: a bfloat16 logit may round the other way in a product of another shape
-    def error(values):
-        chosen = values.gather(2, input_ids[:, 1:, None])[:, :, 0]
-        return float((actual - chosen)[mask].abs().mean())
-
-    assert error((logits / 0.7).log_softmax(dim=-1)) < 1e-3
-    assert error((rounded / 0.7).log_softmax(dim=-1)) > 4e-3
 
 
 # --------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from conftest import faulty_reward
 import torch
 from conftest import (
     FEW, assert_same_run, begin_ranks, checkpoint_of, metrics_of, one_line_of, run_ranks,
@@ -13,34 +14,9 @@ FLAGS = (*FEW, "--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new
          "--eval-limit=6", "--eval-every=2", "--save-every=1", "--micro-batch-tokens=150",
          "--updates-per-rollout=2")
 
-# The rule's reward, which on rank 1 can do what goes wrong: at its third call, so in step 2.
-REWARD = """
-import os
-
-from reward import rule_reward
-
-calls = 0
-
-
-def score(completions, answer, **columns):
-    global calls
-    calls += 1
-    fault = os.environ.get("FAULT") if os.environ.get("RANK") == "1" else None
-    if calls >= 3 and fault == "raise":
-        raise KeyError("oh")
-    if calls == 3 and fault == "die":
-        os.kill(os.getpid(), 9)
-    if calls == 3 and fault == "stop":
-        os.kill(os.getpid(), 15)
-    return [rule_reward(c, a) for c, a in zip(completions, answer)]
-"""
-
-
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory):
-    path = tmp_path_factory.mktemp("reward") / "mine.py"
-    path.write_text(REWARD)
-    return (*FLAGS, f"--reward={path}:score")
+    return (*FLAGS, faulty_reward(tmp_path_factory.mktemp("reward")))
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +29,7 @@ def one(flags, tmp_path_factory):
 def test_ranks_compute_what_one_process_does_also_after_one_has_died(flags, one, tmp_path):
     """Rank 1 is killed in step 2; the run is resumed, and ends as if nothing had been."""
     folder = tmp_path / "run"
-    done = torchrun(2, *flags, f"--output={folder}", FAULT="die")
+    done = torchrun(2, *flags, f"--output={folder}", FAULT="SIGKILL", FAULT_AT="3")
     assert done.returncode != 0
     assert "rank 0 lost another rank" in done.stderr
     assert f"--resume {folder}" in done.stderr
@@ -75,7 +51,8 @@ def test_ranks_compute_what_one_process_does_also_after_one_has_died(flags, one,
 def test_two_ranks_stop_for_a_signal_and_one_goes_on(flags, one, tmp_path):
     """A signal to rank 1 alone stops both after step 2."""
     folder = tmp_path / "run"
-    done = run_ranks(2, "train.py", *flags, f"--output={folder}", FAULT="stop")
+    done = run_ranks(2, "train.py", *flags, f"--output={folder}", FAULT="SIGTERM",
+                     FAULT_AT="3")
     assert "stopped after step 2; continue with" in done.stdout, done.stderr
     trains(f"--resume={folder}")
     assert_same_run(folder, one)
@@ -83,9 +60,10 @@ def test_two_ranks_stop_for_a_signal_and_one_goes_on(flags, one, tmp_path):
 
 def test_a_reward_that_fails_on_one_rank_ends_the_step_on_all(flags, one, tmp_path):
     folder = tmp_path / "run"
-    done = run_ranks(2, "train.py", *flags, f"--output={folder}", FAULT="raise")
+    done = run_ranks(2, "train.py", *flags, f"--output={folder}", FAULT="raise",
+                     FAULT_AT="3")
     assert done.returncode != 0
-    assert "KeyError: 'oh'" in one_line_of(done.stderr)
+    assert "KeyError: 'no, please'" in one_line_of(done.stderr)
     assert metrics_of(folder)[-1]["step"] == 1
     trains(f"--resume={folder}")
     assert_same_run(folder, one)

@@ -3,16 +3,13 @@ import importlib.util
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
+import real_model
+import real_reward
 import torch
 from conftest import small_model, value_error
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import real_model
-import real_reward
 
 import reward
 from sample import chat_prompt, sample_groups

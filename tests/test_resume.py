@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from conftest import faulty_reward
 import torch
 from conftest import (
     ENVIRONMENT, FEW, LIMIT, NO_MEMORY, PROCESSES, TINY, curve, ended, ends_badly, lines_of,
@@ -114,41 +115,13 @@ def test_a_fault_while_the_first_config_is_written(capsys, monkeypatch, tmp_path
 
 
 # --------------------------------------------------------------------------------------------------
-# Signals, and rewards that fail: this reward does on demand what can go wrong in one
-
-REWARD = """
-import os
-import signal
-import sys
-
-from reward import rule_reward
-
-calls = 0
-
-
-def score(completions, answer, **columns):
-    global calls
-    calls += 1
-    fault = os.environ.get("FAULT", "")
-    if calls >= 4 and fault == "exit":
-        sys.exit()
-    if calls >= 4 and fault == "raise":
-        raise KeyError("no, please")
-    if calls >= 2 and fault == "interrupt":
-        raise KeyboardInterrupt
-    if calls == 4 and fault.startswith("SIG"):
-        os.chdir("/")                                     # a relative --output stays where it was
-        os.kill(os.getpid(), getattr(signal, fault))
-    return [rule_reward(c, a) for c, a in zip(completions, answer)]
-"""
-
+# Signals, and rewards that fail
 
 @pytest.fixture(scope="module")
 def own_reward(tmp_path_factory):
-    """(flags with this reward, the folder of a run to which nothing happened)."""
+    """(flags with a reward that can fail, the folder of a run to which nothing happened)."""
     folder = tmp_path_factory.mktemp("reward")
-    (folder / "mine.py").write_text(REWARD)
-    flags = (*FLAGS, f"--reward={folder / 'mine.py'}:score")
+    flags = (*FLAGS, faulty_reward(folder))
     trains(*flags, f"--output={folder / 'run'}")
     return flags, folder / "run"
 
@@ -163,12 +136,12 @@ def own_reward(tmp_path_factory):
 ])
 def test_what_ends_a_run_is_told_and_it_goes_on(capsys, monkeypatch, tmp_path, own_reward, fault,
                                                 status, said, last):
-    """The first call was the evaluation's, so the fourth is of step 3: a signal waits for its end
-    and saves, an error does not."""
+    """In step 3, or in step 1: a signal waits for its end and saves, an error does not."""
     flags, whole = own_reward
     folder = tmp_path / "run"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FAULT", fault)
+    monkeypatch.setenv("FAULT_AT", "4" if last else "2")
     assert train.main([*flags, "--output=run"]) == status
     out, err = capsys.readouterr()
     signalled = fault.startswith("SIG")
@@ -227,7 +200,7 @@ def test_a_reward_that_fails_at_once_can_be_mended_and_the_run_resumed(capsys, t
     line = ends_badly(capsys, *flags[:-1], f"--reward={mine}:score", f"--output={folder}")
     assert "not yet" in line
     assert line.endswith("continue with: " + train.command("train.py", "--resume", str(folder)))
-    mine.write_text(REWARD)
+    faulty_reward(tmp_path)                               # which has no fault to do
     resumed_ends_the_same(folder, whole)
     assert f"{mine}:score has changed since this run began" in capsys.readouterr().out
 

@@ -19,7 +19,7 @@ import answers
 import pytest
 import torch
 from conftest import SMALL, raises, seeded, value_error
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import reward
 import train
@@ -1023,15 +1023,6 @@ def test_diversity():
 # --------------------------------------------------------------------------------------------------
 # Several candidates in one answer
 
-QWEN = ROOT.parent / "shared" / "models" / "qwen2.5-tokenizer"
-THE_QWEN = pytest.param("qwen", marks=pytest.mark.skipif(not QWEN.is_dir(), reason="not here"))
-
-
-@pytest.fixture(scope="module")
-def qwen():
-    return AutoTokenizer.from_pretrained(QWEN)
-
-
 def test_candidates_of_the_tiny_policy(tiny):
     tokenizer = tiny[1]
     answers = ["9 + 9 = \\boxed{ 18 } \\boxed{ 9 } 9 <|end|>", "9 <|end|>",
@@ -1104,7 +1095,7 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["one", "three", "words", "byte", "bytes", THE_QWEN])
+@pytest.mark.parametrize("kind", ["one", "three", "words", "byte", "bytes", "qwen"])
 def test_a_candidate_ends_with_the_first_token_that_shows_its_box_closed(request, kind):
     tokenizer = {"one": Characters(1), "three": Characters(3), "words": Words(), "byte": Bytes(1),
                  "bytes": Bytes(3)}.get(kind) or request.getfixturevalue(kind)

@@ -2,15 +2,11 @@
 
 import json
 import math
-import sys
-from pathlib import Path
 
 import pytest
+import study
 import torch
 from conftest import run_script
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import study
 
 import train
 

@@ -116,7 +116,8 @@ def test_what_cannot_be_said_is_refused(reply, capsys):
                                 "--reply=nowhere.py:check")
     assert "no function 'other'" in refused(capsys, *SMALL, reply.replace(":check", ":other"))
     line = refused(capsys, *SMALL, reply, "--max-turns=50")
-    assert "--max-turns" in line and "128 positions" in line
+    assert "128 positions" in line
+    assert "lower --max-new-tokens (now 10) or --max-turns (now 50)" in line
     assert "--max-turns" in refused(capsys, *SMALL, reply, "--max-turns=0")
     assert "--advantage shape" in refused(capsys, *SMALL, "--advantage=shape", reply)
     assert "does not divide" in refused(capsys, *SMALL, "--around-best=3")

@@ -12,6 +12,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from conftest import faulty_reward
 import torch
 from conftest import (
     TINY, checkpoint_of, curve, ends_badly, lines_of, logprobs_on_full_logits, loop, metrics_of,
@@ -389,17 +390,10 @@ def test_best_is_kept_until_a_better_one_comes(monkeypatch):
 def test_a_reward_that_fails_in_an_evaluation_leaves_the_run_as_it_was(capsys, monkeypatch,
                                                                        tmp_path):
     """The policy of step 2 has moved when it fails: it is not saved as that of step 1."""
-    (tmp_path / "mine.py").write_text(
-        "import os\n"
-        "def score(completions, question, **columns):\n"
-        "    if os.environ.get('FAULT') and len(completions) == 4:\n"
-        "        open(os.environ['FAULT'], 'a').write('.')\n"
-        "        assert len(open(os.environ['FAULT']).read()) < 2\n"
-        "    return [float(len(text)) for text in completions]\n")
-    flags = (*SMALL, f"--reward={tmp_path / 'mine.py'}:score", "--lr=0.002")
+    flags = (*SMALL, faulty_reward(tmp_path), "--lr=0.002")
     trains(*flags, f"--output={tmp_path / 'whole'}")
-    monkeypatch.setenv("FAULT", str(tmp_path / "calls"))
-    assert "AssertionError" in ends_badly(capsys, *flags, f"--output={tmp_path / 'run'}")
+    monkeypatch.setenv("FAULT", "raise")                  # at the fourth call
+    assert "KeyError" in ends_badly(capsys, *flags, f"--output={tmp_path / 'run'}")
     assert metrics_of(tmp_path / "run")[-1]["step"] == 1
     monkeypatch.delenv("FAULT")
     trains("--resume", tmp_path / "run")
