@@ -645,6 +645,7 @@ def test_tensorboard_gets_scalars(tmp_path, tensorboard, capsys):
     """And metrics.jsonl the warnings: here no weight moves, and the KL is exactly 0, told once."""
     flags = (*SMALL, "--steps=6", "--lr=1e-12")
     trains(*flags, f"--output={tmp_path / 'plain'}")
+    trains("--resume", tmp_path / "plain", "--steps=8")   # the checkpoint knows what was told
     lines = metrics_of(tmp_path / "plain")
     assert [m["step"] for m in lines if "KL is exactly 0" in m.get("warning", "")] == [4]
     assert "step 4: " in capsys.readouterr().err
