@@ -105,6 +105,7 @@ def trained(config, folder, dtype, rounding, steps):
         command = [sys.executable, ROOT / "train.py", f"--config={config}", f"--output={folder}",
                    f"--model={folder.parent / 'model'}", f"--dtype={dtype}",
                    f"--rounding={rounding}", f"--steps={steps}", f"--eval-every={steps}",
+                   "--lr=1e-5", "--temperature=1.0",
                    f"--save-every={steps}", "--eval-limit=1", "--threads=1"]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
