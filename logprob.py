@@ -154,8 +154,10 @@ class LeanHead(torch.autograd.Function):
     def backward(ctx, grad, _):
         hidden, weight, targets, lse = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        # Added up in float32; autograd returns it in the weight's dtype, or in its grad_dtype.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        # Added up in float32; autograd returns it in the weight's dtype, or in its grad_dtype. A
+        # frozen weight gets none: with 152k words that is a matrix of a GB.
+        learns = ctx.needs_input_grad[1]
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
         grad = grad / ctx.temperature                                             # (M,)
         hidden, weight = factors(hidden, weight)
         for rows in chunks(len(hidden), len(weight), hidden.device):
@@ -164,6 +166,8 @@ class LeanHead(torch.autograd.Function):
             d.scatter_add_(1, targets[rows, None], grad[rows, None])              # +g at the target
             d = d.to(weight.dtype)
             grad_hidden[rows] = d @ weight
+            if not learns:
+                continue
             if weight.dtype == torch.float32:
                 grad_weight.addmm_(d.T, hidden[rows])
             else:

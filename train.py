@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -138,7 +138,7 @@ def update(policy_model, optimizer, rollout, settings):
         rollout.entropies = entropies
 
     # [G] The gradient step. One that would write NaN into the weights is not taken, and counted.
-    grad_norm = clip_grad_norm_(unscaled(policy_model, loss_scale), s.max_grad_norm)
+    grad_norm = clip_grad_norm_(unscaled(optimizer, loss_scale), s.max_grad_norm)
     metrics = update_metrics(sums, grad_norm, logprobs, rollout.old_logprobs)
     if not metrics["skipped_updates"]:
         optimizer.step()
@@ -196,8 +196,8 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
 
 # --------------------------------------------------------------------------------------------------
 # A reader of the theory may stop here. What follows: helpers of train_step and of train_grpo, known
-# failures, settings (every flag), loading, weights and optimizer, a count of the memory, several
-# GPUs, the files of a run, checkpoints, the program. From here on `s` is the Settings.
+# failures, settings (every flag), loading, weights and optimizer, LoRA, a count of the memory,
+# several GPUs, the files of a run, checkpoints, the program. From here on `s` is the Settings.
 #
 # What train_step leaves to helpers: the options of [B], [C] and [E][F], log-probs batch by batch
 
@@ -627,6 +627,11 @@ def symptoms(history, dtype=torch.float32):
     flat = mean_of("zero_variance_groups")
     ratio = mean_of("sampler_ratio_error")
     entropy = mean_of("entropy")
+    # Of several rewards, how far each has risen: the easier one may win before the other is seen.
+    risen = {name: mean_of(name) - mean_of(name, history[:5])
+             for name in history[-1] if name.startswith("reward/")}
+    most = max(risen, key=risen.get, default="")
+    least = min(risen, key=risen.get, default="")
     known = [
         ("length", growth > 0.2 and gain < 0.01, growth,
          f"answers grew by {growth:.0%} in 20 steps, accuracy by {gain:.3f}. If they should stay "
@@ -637,6 +642,10 @@ def symptoms(history, dtype=torch.float32):
         ("kl", kl > 0.05, kl,
          f"KL is {kl:.3f} nats per token, above 0.05. Normal while the reward rises; if it falls: "
          "a higher --kl-coef, or --kl-band 0.02 0.05"),
+        ("one reward", kl > 0.5 and risen.get(most, 0) > 0.2 and risen[least] < 0.02, kl,
+         f"{most} has risen by {risen.get(most, 0):.2f}, {least} by {risen.get(least, 0):.2f}, and "
+         f"KL is {kl:.2f}: the policy learns the easier reward alone. A smaller --reward-weights "
+         "for it, or pay it for right answers only; a lower --temperature"),
         ("reference", stuck and len(history) > 3, 1,
          "KL is exactly 0 while the policy has gradients: does the reference share its weights, "
          "or is --lr too small to move it?"),
@@ -756,6 +765,9 @@ class Settings:
                      head="the update")
     lr_schedule: str = flag("constant", "after the warm-up; the others end at 0", choices=SCHEDULES)
     weight_decay: float = flag(0.0, "AdamW's")
+    lora_rank: int = flag(0, "LoRA: train factors of this rank for every Linear; 0: all weights")
+    lora_alpha: float = flag(None, "LoRA: W = W0 + this / rank * B A; default: twice the rank",
+                             low=ABOVE_0)
     warmup_steps: int = flag(10, "the learning rate rises linearly over these")
     updates_per_rollout: int = flag(1, "times that the same answers are gone through", low=1)
     minibatches: int = flag(1, "gradient steps each time, on the groups dealt out to them", low=1)
@@ -860,6 +872,9 @@ def parse(argv):
     final = os.path.join(values.get("model", TINY), "final")
     if os.path.isfile(os.path.join(final, "config.json")):
         values["model"] = os.path.abspath(final)  # a run's folder was named
+    if values.get("lora_rank") and "lr" not in values:
+        values["lr"] = 1e-4
+        say("--lr is not given: 1e-4, for the few numbers of --lora-rank must move further")
     return Settings(**values)
 
 
@@ -933,14 +948,15 @@ def load(s):
         s.share_prompts = False  # its rows are padded, and their price is that of padded rows
     problems, eval_problems = load_data(s, tokenizer)
     policy_model = shard(whole, s) if world() > 1 else whole
-    optimizer = None
-    if not s.eval_only:
-        optimizer = make_optimizer(policy_model, s)
-        start_from_file(optimizer, policy_model, s)
     ref_model = None  # the policy as it starts, frozen
     if s.kl_coef and not s.eval_only:
         ref_model = shard(whole, s) if world() > 1 else copy.deepcopy(policy_model)
         ref_model.requires_grad_(False)
+    optimizer = None
+    if not s.eval_only:
+        optimizer = make_optimizer(policy_model, s, ref_model)
+        start_from_file(optimizer, policy_model, s)
+    if ref_model is not None:
         follow(ref_model, policy_model)
     return SimpleNamespace(
         policy_model=policy_model, ref_model=ref_model, tokenizer=tokenizer, reward_of=reward_of,
@@ -965,6 +981,8 @@ def check_combinations(s):
         (s.overlong_buffer > s.max_new_tokens,
          f"--overlong-buffer {s.overlong_buffer}: longer than --max-new-tokens"),
         (s.max_turns != Settings.max_turns and not s.reply, "--max-turns: only with --reply"),
+        (s.lora_rank and world() > 1, "--lora-rank: on one GPU; several train all weights"),
+        (s.lora_alpha and not s.lora_rank, "--lora-alpha: only with --lora-rank"),
         (s.reply and s.advantage == "shape", "--advantage shape: reads single answers, no --reply"),
         (s.reward_weights and not s.reward, "--reward-weights: only with --reward"),
         (s.reward_model and s.reward, "--reward-model and --reward: one of them gives the rewards"),
@@ -1132,13 +1150,16 @@ def load_reward_of(s, reward_model=None):
 DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
 
-def make_optimizer(model, s):
+def make_optimizer(model, s, ref_model=None):
     """AdamW over the model's weights; over float32 masters of them where they have fewer bits.
 
-    Per weight, moments take 8 bytes, a master 4, its gradient 4.
+    Per weight, moments take 8 bytes, a master 4, its gradient 4. With --lora-rank: LoraAdamW, which
+    needs no copy of the first weights where `ref_model` keeps them.
     """
-    weights = [p for p in model.parameters() if p.requires_grad]
     how = {"lr": s.lr, "weight_decay": s.weight_decay, "fused": True}
+    if s.lora_rank:
+        return LoraAdamW(model, None if s.renew_reference else ref_model, s, **how)
+    weights = [p for p in model.parameters() if p.requires_grad]
     if all(weight.dtype == torch.float32 for weight in weights):
         return with_moments(torch.optim.AdamW(weights, **how))
     home = torch.device("cpu") if s.offload and world() == 1 else model.device
@@ -1167,11 +1188,13 @@ class MasterAdamW(torch.optim.AdamW):
     random from step to step, and weights whose masters did not move are those of the start.
     (Stochastic rounding, arXiv 2010.06192, draws at every step, and needs no masters.)
 
+    `moved` is what AdamW moves, if not the masters themselves: LoraAdamW makes these from it.
+
     Masters and moments live at `home`. In host memory (--offload) gradients are added up on the
     GPU, go over once per update, and rounded weights come back.
     """
 
-    def __init__(self, weights, home, thresholds, seed, **how):
+    def __init__(self, weights, home, thresholds, seed, moved=None, **how):
         self.weights = weights
         self.thresholds = thresholds
         self.seed = seed
@@ -1179,8 +1202,9 @@ class MasterAdamW(torch.optim.AdamW):
         self.loss_scale = 2.0**16 if weights[0].dtype == torch.float16 else 1.0
         self.updates_since = 0  # a loss scale has been changed, or an update was skipped
         self.arrived = math.nan
-        masters = [weight.detach().to(home, torch.float32, copy=True) for weight in weights]
-        super().__init__(masters, **how)
+        if moved is None:
+            moved = [weight.detach().to(home, torch.float32, copy=True) for weight in weights]
+        super().__init__(moved, **how)
         with_moments(self)
         for weight in weights:
             sum_in_float32(weight)
@@ -1189,6 +1213,10 @@ class MasterAdamW(torch.optim.AdamW):
             self.grads = pinned_like(weights, torch.float32)
             self.copies = pinned_like(weights, weights[0].dtype)
             self.round()  # fills the copies
+
+    def masters(self, few=BIG):
+        """What the weights are rounded from, one by one; the `few` first numbers are enough."""
+        return self.param_groups[0]["params"]
 
     @torch.no_grad()
     def step(self):
@@ -1211,7 +1239,7 @@ class MasterAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def round(self):
         """The weights that compute, made anew from their masters."""
-        for i, (master, weight) in enumerate(zip(self.param_groups[0]["params"], self.weights)):
+        for i, (master, weight) in enumerate(zip(self.masters(), self.weights)):
             where = local(self.copies[i] if self.away else weight)
             seed = (self.seed, "thresholds", i, rank()) if self.thresholds else None
             round_into(where, local(master), seed)
@@ -1224,8 +1252,11 @@ class MasterAdamW(torch.optim.AdamW):
         `arrived` is the share of the meant change that the written one has in its direction.
         """
         weights = self.copies if self.away else self.weights
-        return [torch.cat([local(tensor).flatten()[:few] for tensor in tensors]).float()
-                for tensors in (self.param_groups[0]["params"], weights)]
+        found = []
+        for tensors in (self.masters(few), weights):
+            beginnings = [local(tensor).flatten()[:few] for tensor in tensors]
+            found.append(torch.cat(beginnings).float())
+        return found
 
     def adapt_loss_scale(self, skipped):
         """float16: half of it after an update that was not finite, twice it after 200 that were."""
@@ -1236,6 +1267,7 @@ class MasterAdamW(torch.optim.AdamW):
             self.loss_scale *= 2
 
     def zero_grad(self, set_to_none=True):
+        super().zero_grad()
         for weight in self.weights:
             weight.grad = None
 
@@ -1245,7 +1277,7 @@ def round_into(weight, master, seed=None):
 
     Both are contiguous and of one shape, `master` in float32.
     """
-    if seed is None:
+    if seed is None or weight.dtype == master.dtype:
         weight.copy_(master)
         return
     dropped = DROPPED_BITS[weight.dtype]
@@ -1253,7 +1285,8 @@ def round_into(weight, master, seed=None):
     generator = seeded(*seed, device=master.device)
     # Pieces that stay in a CPU's cache; 64 random bits are the thresholds of four weights.
     drawn = torch.empty(2**16, dtype=torch.int64, device=master.device)
-    for w, m in zip(weight.view(-1).split(2**18), master.view(-1).split(2**18)):
+    pieces = (tensor.view(-1).split(2**18) for tensor in (weight, master))
+    for w, m in zip(*pieces):
         drawn.random_(-2**63, None, generator=generator)
         noise = drawn.view(torch.int16)[:len(m)] >> 16 - dropped
         # The bits of a float32, read as an integer, grow with its size. The threshold is
@@ -1293,16 +1326,20 @@ def pinned_like(tensors, dtype, slab=2**30):
     return found
 
 
-def unscaled(model, loss_scale):
-    """The parameters, their gradients those of the loss itself again."""
-    weights = [p for p in model.parameters() if p.grad is not None]
-    for weight in weights if loss_scale != 1 else ():
-        weight.grad /= loss_scale
-    return weights
+def unscaled(optimizer, loss_scale):
+    """The tensors with a gradient, which is that of the loss itself again.
+
+    They are what the optimizer moves, or the weights that it will take the gradients from.
+    """
+    groups = [*optimizer.param_groups, {"params": getattr(optimizer, "weights", [])}]
+    tensors = [p for group in groups for p in group["params"] if p.grad is not None]
+    for p in tensors if loss_scale != 1 else ():
+        p.grad /= loss_scale
+    return tensors
 
 
 def of_half_precision(optimizer, skipped):
-    """Metrics of weights with fewer bits than their masters; {} for float32."""
+    """Metrics of weights that are rounded from masters; {} where AdamW moves them itself."""
     if not isinstance(optimizer, MasterAdamW):
         return {}
     scale = optimizer.loss_scale
@@ -1313,7 +1350,8 @@ def of_half_precision(optimizer, skipped):
 @torch.no_grad()
 def start_from_file(optimizer, model, s):
     """Masters with all the digits of the model's files, which may hold more than its weights do."""
-    half = isinstance(optimizer, MasterAdamW)
+    # LoRA's W0 is what the reference holds, and that has no more digits than the weights.
+    half = isinstance(optimizer, MasterAdamW) and not s.lora_rank
     if not half or AutoConfig.from_pretrained(s.model).dtype == model.dtype:
         return
     whole = {}
@@ -1325,6 +1363,115 @@ def start_from_file(optimizer, model, s):
         # The other ranks bring an empty tensor of that shape, and get their shard of rank 0's.
         master.copy_(sharded_like(master, whole.get(name, torch.empty(master.shape))))
     optimizer.round()
+
+
+# --------------------------------------------------------------------------------------------------
+# LoRA (Hu et al., arXiv 2106.09685): W = W0 + s B A for every Linear but the head, with factors
+# A (R, in), B (out, R) and s = alpha / R. Elsewhere the factors are a second path beside W0, which
+# is merged for a fast sampler. Here they are the optimizer's own affair: the model has plain
+# weights W, so every fast path is theirs, too, and after each step they are written anew.
+
+class LoraAdamW(MasterAdamW):
+    """AdamW on the factors; the weights are rounded from W0 + s B A, made when it is needed.
+
+    As soon as a backward pass has the gradient dW of a weight, the factors get theirs,
+    dA = s B^T dW and dB = s dW A^T, and dW is freed: there is one at a time. W0 is the weight of
+    `ref_model`; without one a copy, which --offload keeps in host memory.
+    """
+
+    def __init__(self, model, ref_model, s, **how):
+        self.scale = (s.lora_alpha or 2 * s.lora_rank) / s.lora_rank
+        self.parts = []  # (W0, A, B) of each weight
+        self.factors = {}  # A and B, under their names in PEFT
+        linears = linears_of(model)
+        home = "cpu" if s.offload else model.device
+        model.requires_grad_(False)
+        for i, (name, W) in enumerate(linears.items()):
+            if ref_model:
+                W0 = ref_model.get_submodule(name).weight
+            else:
+                W0 = W.data.to(home, copy=True)
+            # PEFT begins with the same distribution. B is 0: the first W is W0.
+            chance = seeded(s.seed, "lora", i)
+            A = 2 * torch.rand(s.lora_rank, W.shape[1], generator=chance) - 1
+            A = A.div(math.sqrt(W.shape[1])).to(W.device)                              # (R, in)
+            B = torch.zeros(len(W), s.lora_rank, device=W.device)                      # (out, R)
+            self.parts.append((W0, A, B))
+            self.factors[f"base_model.model.{name}.lora_A.weight"] = A
+            self.factors[f"base_model.model.{name}.lora_B.weight"] = B
+            W.requires_grad_()
+            W.register_post_accumulate_grad_hook(partial(self.take, A, B))
+        thresholds = s.rounding == "threshold"
+        factors = list(self.factors.values())
+        super().__init__([*linears.values()], model.device, thresholds, s.seed, factors, **how)
+
+    @torch.no_grad()
+    def take(self, A, B, W):
+        """A backward pass's gradient of a weight, added to those of its factors."""
+        dW = W.grad.mul_(self.scale)                                                   # (out, in)
+        W.grad = None
+        dA = B.T @ dW                                                                  # (R, in)
+        dB = dW @ A.T                                                                  # (out, R)
+        for factor, grad in ((A, dA), (B, dB)):
+            if factor.grad is not None:
+                grad += factor.grad
+            factor.grad = grad
+
+    def masters(self, few=BIG):
+        for W0, A, B in self.parts:
+            rows = slice(1 + few // A.shape[1])
+            W = W0[rows].to(B, copy=True)                                              # (out, in)
+            yield W.addmm_(B[rows], A, alpha=self.scale)
+
+
+def linears_of(model):
+    """{name: weight (out, in)} of every Linear but the head.
+
+    BadInput: a matrix that is neither this nor an embedding. It would be frozen in silence.
+    """
+    found = {}
+    for name, weight in model.named_parameters():
+        name, _, own = name.rpartition(".")
+        part = model.get_submodule(name)
+        head = part is model.get_output_embeddings()
+        if head or isinstance(part, torch.nn.Embedding) or weight.ndim < 2:
+            continue
+        if not isinstance(part, torch.nn.Linear):
+            raise BadInput(f"--lora-rank: {name}.{own}: not of a Linear, and would not be trained")
+        found[name] = weight
+    return found
+
+
+def lora_memory(s, model):
+    """What --lora-rank changes in memory()'s rows; and what host_memory() is with it."""
+    weights = list(linears_of(model).values())
+    n = s.lora_rank * sum(sum(W.shape) for W in weights)
+    # The reference holds the first weights, if it stays what it is.
+    copied = s.renew_reference or not s.kl_coef
+    first = sum(W.nbytes for W in weights) * bool(copied)
+    return {
+        "LoRA's first weights": first * (not s.offload),
+        "float32 masters": 4 * n,  # the factors
+        "AdamW's two moments": 8 * n,
+        # The factors', and of one weight at a time; or two masters, while weights are written
+        "gradients, float32": 4 * n + 8 * max(W.numel() for W in weights),
+    }, first * s.offload
+
+
+def save_adapter(run, optimizer, s):
+    """adapter/ beside final/: the factors alone, as PEFT writes and reads them."""
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": s.model,
+        "r": s.lora_rank,
+        "lora_alpha": optimizer.scale * s.lora_rank,
+        "target_modules": sorted({name.split(".")[-3] for name in optimizer.factors}),
+    }
+    with run.replacing("adapter") as place:
+        place.mkdir()
+        (place / "adapter_model.safetensors").write_bytes(save(optimizer.factors))
+        (place / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1381,8 +1528,11 @@ def model_without_storage(s, dtype):
             return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
-def memory(s, model):
-    """What one process holds on its GPU: {what: bytes}; `model` may be on the meta device."""
+def memory(s, model, device="cuda"):
+    """What one process holds on its GPU, or "cpu", all in all: {what: bytes}.
+
+    `model` may be on the meta device.
+    """
     text = model.config.get_text_config()
     hidden = text.hidden_size
     layers = text.num_hidden_layers
@@ -1405,7 +1555,7 @@ def memory(s, model):
     # Under checkpointing each keeps its input alone, and one at a time is computed again.
     kept = kept + layers * hidden if s.gradient_checkpointing else layers * kept
     judge = reward.reward_model_size(s.reward_model) if s.reward_model else 0
-    return {
+    count = {
         "policy, weights that compute": n * size,
         "reference, frozen": mine * size if s.kl_coef else 0,
         "float32 masters": 4 * mine if there and half else 0,
@@ -1414,33 +1564,44 @@ def memory(s, model):
         "reward model": judge * (16 if s.renew_reference else 4),
         "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * layers * keys * size,
         "kept for the backward pass": s.micro_batch_tokens * kept * size,
-        # 2^28 at a time at most, their gradient, and the head's
+        # 2^28 at a time at most, their gradient, and the head's, which LoRA leaves as it is
         "logits": 12 * min(2**28, s.micro_batch_tokens * text.vocab_size)
-                  + 2 * size * text.vocab_size * hidden,
+                  + 2 * size * text.vocab_size * hidden * (not s.lora_rank),
     }
+    if s.lora_rank:
+        count |= lora_memory(s, model)[0]
+    if device == "cpu":
+        # The cache is freed before the update begins. Only what is larger than that counts.
+        update = count["kept for the backward pass"] + count["logits"]
+        count["key/value cache"] = max(0, count["key/value cache"] - update)
+        count["Python and its libraries"] = 4.5e8
+    return count
 
 
 def host_memory(s, model):
     """Bytes that --offload keeps in host memory; none of them counts for the GPU."""
+    if s.lora_rank:
+        return lora_memory(s, model)[1]
     n = sum(p.numel() for p in model.parameters())
     away = s.offload and world() == 1 and model.dtype != torch.float32
     return (4 + 8 + 4 + model.dtype.itemsize) * n * away  # masters, moments, gradients, weights
 
 
 def print_memory(s):
-    """--dry-run: the count of these flags on a GPU, for everything that `auto` may become there."""
+    """--dry-run: the count on a GPU, or with --device cpu, for all that `auto` may become there."""
     model = model_without_storage(s, torch.float32 if s.dtype == "float32" else torch.bfloat16)
-    ways = ways_to_save(s, "cuda")
+    device = "cpu" if s.device == "cpu" else "cuda"
+    ways = ways_to_save(s, device)
     columns = []
     with telling(f"--model {s.model}: its memory cannot be counted:", of=Exception):
         for way in ways:
-            column = memory(way, model)
+            column = memory(way, model, device)
             column["sum"] = sum(column.values())
             column["host memory"] = host_memory(way, model)
             columns.append(column)
     print(f"{s.model}: {sum(p.numel() for p in model.parameters()):,} weights in {model.dtype}; "
           f"{s.prompts_per_step} x {s.group_size} answers of {s.answer_tokens} tokens behind "
-          f"prompts of {PROMPT}; one of {world()} processes, GB = 1e9 bytes on its GPU\n")
+          f"prompts of {PROMPT}; one of {world()} processes, GB = 1e9 bytes of {device} memory\n")
     for name in MEMORY:
         print(f"{flag_of(name):30}" + "".join(f"{getattr(way, name)!s:>10}" for way in ways))
     for what in columns[0]:
@@ -1846,6 +2007,7 @@ def moving(run, model, optimizer):
         learners.append(("reward_model/", run.reward_model.model, run.reward_model.optimizer))
     for prefix, part, adamw in learners:
         names = [name for name, p in part.named_parameters() if p.requires_grad]
+        names = getattr(adamw, "factors", names)  # of LoRA
         # AdamW's own list, for it moves float32 masters where the weights have fewer bits.
         for name, master in zip(names, adamw.param_groups[0]["params"]):
             yield prefix + name, master, adamw.state[master]
@@ -1998,6 +2160,8 @@ def train(parts, run, s):
         _, run.after = evaluate(parts.policy_model, parts.tokenizer, parts.eval_problems, s,
                                 parts.sampler)
     save_folder(parts.policy_model, parts.tokenizer, run, "final", choose_device(s)[1])
+    if s.lora_rank:
+        save_adapter(run, parts.optimizer, s)
     if parts.reward_model:
         save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
     print_story(run, parts.eval_problems, "reward" if parts.reward_of else "accuracy")

@@ -23,8 +23,9 @@ ROOT = Path(__file__).resolve().parent.parent
 TABLE = Path(__file__).with_name("mutants.json")
 # Tests beside tests/test_FILE.py that speak of the same file
 ALSO = {"train.py": ["test_rounding.py", "test_resume.py", "test_bad_input.py", "test_variants.py",
-                     "test_iterative.py", "test_turns.py"],
-        "reward.py": ["test_iterative.py"], "sample.py": ["test_cuda.py"]}
+                     "test_iterative.py", "test_turns.py", "test_lora.py"],
+        "reward.py": ["test_iterative.py"], "sample.py": ["test_cuda.py"],
+        "logprob.py": ["test_lora.py"]}
 
 
 def read_table():

@@ -149,7 +149,7 @@ def test_what_is_too_small_for_float16_arrives_and_what_is_too_large_is_told():
         before = weight.detach().clone()
         value = (torch.eye(64, dtype=torch.float16) @ weight).float().sum() * 1e-8
         (value * scale).backward()
-        train.unscaled(torch.nn.ParameterList([weight]), scale)
+        train.unscaled(optimizer, scale)
         optimizer.step()
         assert torch.equal(before, weight) != moves
     model = small_model("llama").half()

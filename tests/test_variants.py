@@ -480,6 +480,12 @@ LONGER = {"response_length_mean": [200.0] * 20}
     (history(8, approx_kl=[0.0] * 8, grad_norm=[0.0] * 8), []),
     (history(8, approx_kl=[0.0] * 8, reference_renewed=[1.0] * 8), []),
     (history(25, grad_norm=[99.0]), []),
+    # Of two rewards one rises alone, and the KL runs away; or it does not, or both rise
+    (history(20, approx_kl=[0.6] * 20, **{"reward/ended": [0.1] * 10 + [0.4] * 10,
+                                          "reward/right": [0.1] * 20}), ["kl", "one reward"]),
+    (history(20, **{"reward/ended": [0.1] * 10 + [0.4] * 10, "reward/right": [0.1] * 20}), []),
+    (history(20, approx_kl=[0.6] * 20, **{"reward/ended": [0.1] * 10 + [0.4] * 10,
+                                          "reward/right": [0.1] * 15 + [0.2] * 5}), ["kl"]),
     # Nothing is said where nothing is known: no reference, no true answers
     (history(40, approx_kl=[None] * 40, accuracy=[None] * 40, **LONGER), []),
 ])
@@ -659,6 +665,9 @@ def test_tensorboard_gets_scalars(tmp_path, tensorboard, capsys):
              for metrics in curve(folder)]
     assert named == curve(tmp_path / "plain")
     assert weights_of(folder) == weights_of(tmp_path / "plain")
+    # The checkpoint knows what was told.
+    trains("--resume", tmp_path / "plain", "--steps=8")
+    assert not any("warning" in m for m in metrics_of(tmp_path / "plain")[5:])
 
 
 def test_a_resumed_run_drops_what_tensorboard_holds_of_later_steps(monkeypatch, tmp_path,

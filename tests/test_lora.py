@@ -1,0 +1,331 @@
+"""LoRA inside the optimizer: an ordinary LoRA module's steps, on a model of plain weights."""
+import copy
+import json
+
+import pytest
+import test_train
+import torch
+from conftest import FEW, ROOT, TINY, curve, refused, seeded, small_model, trains
+from safetensors.torch import load_file
+from test_train import REWARDS, counted, hosted, parts
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+from transformers import AutoModelForCausalLM
+
+import train
+from advantage import group_advantages
+from logprob import LeanHead, sequence_logprob
+
+SHORT = (*FEW, "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=16", "--eval-limit=4",
+         "--threads=1", "--lora-rank=4", "--lr=0.003")
+
+
+class OrdinaryLoRA(torch.nn.Module):
+    """A second path beside a frozen Linear, as everybody else builds it."""
+
+    def __init__(self, linear, A, B, scale):
+        super().__init__()
+        self.linear = linear.requires_grad_(False)
+        self.A = torch.nn.Parameter(A.clone())
+        self.B = torch.nn.Parameter(B.clone())
+        self.scale = scale
+
+    def forward(self, x):
+        return self.linear(x) + self.scale * (x @ self.A.T) @ self.B.T
+
+
+def with_modules(model, optimizer):
+    """A copy of the model, its Linears OrdinaryLoRA with the same factors; AdamW over these."""
+    model = copy.deepcopy(model)
+    adapted = []
+    factors = iter(optimizer.factors.items())
+    for (name, A), (_, B) in zip(factors, factors):
+        name = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        place, _, last = name.rpartition(".")
+        adapted.append(OrdinaryLoRA(model.get_submodule(name), A, B, optimizer.scale))
+        setattr(model.get_submodule(place), last, adapted[-1])
+    return model, torch.optim.AdamW([p for lora in adapted for p in (lora.A, lora.B)],
+                                    **{name: optimizer.defaults[name] for name in
+                                       ("lr", "weight_decay", "fused")})
+
+
+def moved(optimizer):
+    return torch.cat([p.detach().flatten() for p in optimizer.param_groups[0]["params"]])
+
+
+def gradients(optimizer):
+    return torch.cat([p.grad.flatten() for p in optimizer.param_groups[0]["params"]])
+
+
+def weights_of(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def rollout_of(p):
+    """Answers, with the reference's log-probs."""
+    rollout = test_train.rollout_of(p)
+    train.fill_in_logprobs(p.policy, p.reference, rollout, p.settings)
+    return rollout
+
+
+def updated(p, model, optimizer, rollout):
+    """One update on a copy of the rollout -> its metrics."""
+    rollout = train.dataclasses.replace(rollout, advantages=group_advantages(REWARDS, 4))
+    return train.update(model, optimizer, rollout, p.settings)
+
+
+@pytest.fixture
+def in_float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_factors_are_those_of_an_ordinary_module(in_float64, tied):
+    """Six steps of two micro-batches, clipped, with decay: to 1e-11 of float64."""
+    s = train.parse(["--lora-rank=4", "--lora-alpha=12", "--lr=0.01", "--weight-decay=0.1",
+                     "--no-offload"])
+    model = small_model("qwen2", tie_word_embeddings=tied)
+    start = copy.deepcopy(model)
+    optimizer = train.make_optimizer(model, s)
+    for weight in optimizer.weights:
+        weight.grad_dtype = torch.float64
+    assert moved(optimizer).dtype == torch.float64 and optimizer.scale == 3
+    ordinary = with_modules(start, optimizer)
+    ids = torch.randint(2, 64, (6, 4, 12), generator=seeded())
+    for step in ids:
+        for each, adamw in ((model, optimizer), ordinary):
+            adamw.zero_grad()
+            for rows in step.split(2):
+                cross_entropy(each(rows).logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten(),
+                              reduction="sum").backward()
+            clip_grad_norm_(train.unscaled(adamw, 1.0), 0.5)
+            adamw.step()
+        assert (moved(optimizer) - moved(ordinary[1])).abs().max() < 1e-11
+    logits = [each(ids[0]).logits for each in (model, ordinary[0])]
+    assert torch.allclose(*logits, rtol=0, atol=1e-10)
+    assert not torch.allclose(logits[0], start(ids[0]).logits, atol=1e-2)
+    # Everything else is what it was.
+    before = weights_of(start)
+    for name, weight in model.named_parameters():
+        learns = "_proj.weight" in name
+        assert weight.requires_grad == learns and torch.equal(weight, before[name]) != learns, name
+
+
+def test_updates_are_those_of_an_ordinary_module():
+    """update() as it is, in float32: the factors' gradients are clipped, the norm is theirs."""
+    p = parts("--lora-rank=4", "--lr=0.003", "--max-grad-norm=0.02")
+    rollout = rollout_of(p)
+    ordinary = with_modules(p.policy, p.optimizer)
+    for _ in range(4):
+        ours, theirs = (updated(p, *each, rollout) for each in ((p.policy, p.optimizer), ordinary))
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-4, abs=1e-6)
+        assert ours["grad_norm"] > 0.02
+    distance = moved(p.optimizer) - moved(ordinary[1])
+    assert distance.norm() < 1e-4 * moved(p.optimizer).norm()
+
+
+def test_the_first_factors_are_as_pefts():
+    """A uniform within 1 / sqrt(in), by the run's seed; B = 0, so that the first W is W0."""
+    model = small_model("qwen2", hidden_size=64, intermediate_size=256)
+    start = weights_of(model)
+    s = train.parse(["--lora-rank=16", "--no-offload"])
+    optimizer = train.make_optimizer(model, s)
+    assert optimizer.scale == 2
+    factors = optimizer.factors
+    for name, factor in factors.items():
+        bound = factor.shape[1] ** -0.5
+        assert not factor.any() if "lora_B" in name else (
+            0.9 * bound < factor.abs().max() <= bound and abs(factor.mean()) < 0.1 * bound)
+    assert all(torch.equal(weight, start[name]) for name, weight in weights_of(model).items())
+    few_masters, few_weights = optimizer.looked_at(100)
+    assert torch.equal(few_masters, few_weights)
+    A = [factor for name, factor in factors.items() if "q_proj.lora_A" in name]
+    assert not torch.equal(*A), "every weight has its own"
+    for seed, same in ((0, True), (1, False)):
+        s.seed = seed
+        again = train.make_optimizer(small_model("qwen2", hidden_size=64, intermediate_size=256), s)
+        assert all(torch.equal(*pair) for pair in zip(factors.values(),
+                                                      again.factors.values())) == same
+
+
+def test_the_cut_into_micro_batches_changes_nothing(monkeypatch):
+    p = parts("--lora-rank=4", "--max-grad-norm=1e9")
+    rollout = rollout_of(p)
+    for _ in range(2):
+        updated(p, p.policy, p.optimizer, rollout)             # away from B = 0
+    monkeypatch.setattr(p.optimizer, "step", lambda: None)
+    found = []
+    for tokens in (10**6, 64):
+        p.settings.micro_batch_tokens = tokens
+        updated(p, p.policy, p.optimizer, rollout)
+        found.append(gradients(p.optimizer))
+    assert (found[0] - found[1]).norm() <= 1e-6 * found[0].norm()
+    assert len(list(train.micro_batches(rollout, p.settings))) > 1
+
+
+def test_no_two_gradients_of_weights_are_held_at_a_time():
+    p = parts("--lora-rank=4")
+    held = []
+    for weight in p.optimizer.weights:
+        weight.register_post_accumulate_grad_hook(lambda _: held.append(
+            sum(each.grad is not None for each in p.policy.parameters())))
+    updated(p, p.policy, p.optimizer, rollout_of(p))
+    assert len(held) >= len(p.optimizer.weights) and not any(held)
+
+
+def test_a_frozen_head_gets_no_gradient(monkeypatch):
+    hidden = torch.randn(6, 8, generator=seeded())
+    head = torch.randn(20, 8, generator=seeded(1))
+    made = []
+    zeros_like = torch.zeros_like
+    monkeypatch.setattr(torch, "zeros_like", lambda x, **how: (
+        made.append(x.shape), zeros_like(x, **how))[1])
+    found = []
+    for learns in (True, False):
+        x = hidden.clone().requires_grad_()
+        weight = head.clone().requires_grad_(learns)
+        LeanHead.apply(x, weight, torch.arange(6), 1.0, True)[0].sum().backward()
+        assert (weight.grad is not None) == learns
+        found.append((x.grad, made.count(head.shape)))
+        made.clear()
+    assert torch.equal(found[0][0], found[1][0])
+    assert [count for _, count in found] == [1, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rounding, low, high", [("threshold", 0.9, 1.1), ("nearest", 0.0, 0.5)])
+def test_what_arrives_in_half_precision(dtype, rounding, low, high):
+    p = parts("--lora-rank=4", "--lr=1e-5", f"--rounding={rounding}", dtype=dtype)
+    whole = parts("--lora-rank=4", "--lr=1e-5")
+    rollout = rollout_of(p)
+    for _ in range(3):
+        metrics, plain = (updated(each, each.policy, each.optimizer, rollout)
+                          for each in (p, whole))
+        assert metrics["grad_norm"] == pytest.approx(plain["grad_norm"], rel=0.05)
+        assert low < metrics["arrived"] < high
+    assert all(p.dtype == torch.float32 for p in p.optimizer.factors.values())
+    assert metrics["loss_scale"] == (2**16 if dtype == torch.float16 else 1)
+
+
+def test_a_skipped_update_leaves_everything_as_it_was():
+    p = parts("--lora-rank=4")
+    rollout = rollout_of(p)
+    updated(p, p.policy, p.optimizer, rollout)
+    before = weights_of(p.policy), moved(p.optimizer)
+    worse = train.dataclasses.replace(rollout, ref_logprobs=rollout.ref_logprobs * torch.inf)
+    assert updated(p, p.policy, p.optimizer, worse)["skipped_updates"] == 1
+    assert all(torch.equal(w, before[0][name]) for name, w in p.policy.named_parameters())
+    assert torch.equal(moved(p.optimizer), before[1])
+    assert updated(p, p.policy, p.optimizer, rollout)["skipped_updates"] == 0
+    assert not torch.equal(moved(p.optimizer), before[1])
+
+
+@pytest.mark.parametrize("flags, copied", [([], False), (["--kl-coef=0"], True),
+                                           (["--renew-reference=1"], True)])
+def test_first_weights_are_the_references_where_that_is_frozen(flags, copied):
+    s = train.plan_memory(train.parse([*SHORT, *flags]))
+    p = train.load(s)
+    of_reference = {w.data_ptr() for w in p.ref_model.parameters()} if p.ref_model else set()
+    assert all((W0.data_ptr() not in of_reference) == copied for W0, _, _ in p.optimizer.parts)
+    count = train.memory(s, p.policy_model)
+    linears = sum(w.nbytes for w in p.optimizer.weights)
+    assert count["LoRA's first weights"] == linears * copied
+    assert count["float32 masters"] == sum(p.nbytes for p in p.optimizer.factors.values())
+
+
+def test_a_renewed_reference_does_not_move_the_policy(tmp_path):
+    """With its copy of W0, one run is the other: at --kl-coef near 0 the reference is not read."""
+    for name, flags in (("plain", ()), ("renewed", ("--renew-reference=1",))):
+        trains(*SHORT, *flags, "--kl-coef=1e-30", "--steps=3", f"--output={tmp_path / name}")
+    ours, theirs = (load_file(tmp_path / name / "final" / "model.safetensors")
+                    for name in ("plain", "renewed"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("flags", [("--dtype=float32",), ("--dtype=bfloat16", "--kl-coef=0"),
+                                   ("--dtype=bfloat16", "--renew-reference=1")])
+def test_a_run_resumes_bit_for_bit(tmp_path, flags):
+    trains(*SHORT, *flags, "--save-every=1", "--steps=4", f"--output={tmp_path / 'whole'}")
+    trains(*SHORT, *flags, "--save-every=1", "--steps=2", f"--output={tmp_path / 'parts'}")
+    trains(f"--resume={tmp_path / 'parts'}", "--steps=4")
+    ours, theirs = (load_file(tmp_path / name / "checkpoint" / "run.safetensors")
+                    for name in ("whole", "parts"))
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]) or name == "counters", name
+    if "--renew-reference=1" not in flags:
+        assert all("lora_" in name or name == "counters" for name in ours), "and nothing else"
+    assert curve(tmp_path / "whole")[-1] == curve(tmp_path / "parts")[-1]
+    finals = [(tmp_path / name / "final" / "model.safetensors").read_bytes()
+              for name in ("whole", "parts")]
+    assert finals[0] == finals[1]
+
+
+def test_final_is_merged_and_peft_opens_the_adapter(tmp_path, capsys, run_here):
+    out = tmp_path / "run"
+    trains(*SHORT, "--lora-alpha=6", "--steps=4", f"--output={out}", "--keep-best")
+    config = json.loads((out / "adapter" / "adapter_config.json").read_text())
+    assert config["r"] == 4 and config["lora_alpha"] == 6
+    final = AutoModelForCausalLM.from_pretrained(out / "final").eval()
+    base = AutoModelForCausalLM.from_pretrained(TINY).eval()
+    ids = torch.randint(3, 30, (4, 12), generator=seeded())
+    merged = sequence_logprob(final, ids, ids)
+    assert (merged - sequence_logprob(base, ids, ids)).abs().max() > 0.01
+    trains(*FEW, f"--model={out}", "--eval-only", "--eval-limit=4", "--max-new-tokens=16")
+    trains(*SHORT, "--trace")
+    assert "greedy" in (told := capsys.readouterr().out) and "of it arrived" in told
+    assert run_here("sample.py", "--model", out, "2 + 3 = ?")
+    peft = pytest.importorskip("peft")
+    opened = peft.PeftModel.from_pretrained(base, out / "adapter").eval()
+    logits = opened(ids).logits[:, :-1].log_softmax(dim=-1)
+    ours = logits.gather(2, ids[:, 1:, None])[..., 0].sum(dim=1)
+    assert torch.allclose(ours, merged, rtol=0, atol=1e-4)
+
+
+def test_count_of_the_memory(tmp_path):
+    """Every Linear has rank * (in + out) numbers in its factors."""
+    n = 3 * 4 * (2 * (64 + 128) + 2 * (64 + 32) + 3 * (64 + 96))
+    linears = 3 * (2 * 64 * 128 + 2 * 64 * 32 + 3 * 64 * 96)
+    count, every = counted(tmp_path, "--lora-rank=4")
+    assert count["policy, weights that compute"] == count["reference, frozen"] == 2 * every
+    assert count["float32 masters"] == 4 * n and count["AdamW's two moments"] == 8 * n
+    assert count["gradients, float32"] == 4 * n + 8 * 64 * 128
+    assert counted(tmp_path)[0]["logits"] - count["logits"] == 2 * 2 * 1000 * 64
+    assert count["LoRA's first weights"] == 0, "the reference holds them"
+    count, _ = counted(tmp_path, "--lora-rank=4", "--kl-coef=0")
+    assert count["LoRA's first weights"] == 2 * linears
+    count, _ = counted(tmp_path, "--lora-rank=4", "--kl-coef=0", "--offload")
+    assert count["LoRA's first weights"] == 0
+    for flags, expected in ((["--offload"], 2 * linears), (["--no-offload"], 0)):
+        flags = ["--lora-rank=4", "--renew-reference=2", *flags]
+        assert hosted(tmp_path, *flags) == expected
+
+
+@pytest.mark.parametrize("family, changes, name", [
+    ("gpt2", {}, "attn.c_attn.weight"),
+    ("qwen3_moe", dict(num_experts=4, moe_intermediate_size=16, decoder_sparse_step=1), "experts."),
+])
+def test_what_is_no_linear_is_refused_and_not_frozen(family, changes, name):
+    model = small_model(family, **changes)
+    with pytest.raises(train.BadInput, match=f"--lora-rank: .*{name}.* not of a Linear"):
+        train.make_optimizer(model, train.parse(["--lora-rank=4", "--no-offload"]))
+
+
+def test_flags(capsys, monkeypatch, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert train.parse([f"--model={tmp_path}", "--lora-rank=4"]).lr == 1e-4
+    assert "--lr is not given: 1e-4" in capsys.readouterr().out
+    assert train.parse([f"--model={tmp_path}", "--lora-rank=4", "--lr=1e-6"]).lr == 1e-6
+    assert train.parse([f"--model={tmp_path}"]).lr == 1e-6
+    assert not capsys.readouterr().out
+    assert "--lora-alpha: only with --lora-rank" in refused(capsys, "--lora-alpha=8")
+    monkeypatch.setattr(train, "world", lambda: 2)
+    with pytest.raises(train.BadInput, match="--lora-rank: on one GPU"):
+        train.check_combinations(train.parse(["--lora-rank=4"]))
+
+
+def test_the_stages_know_nothing_of_it():
+    for name in ("sample", "reward", "advantage", "logprob", "loss"):
+        assert "lora" not in (ROOT / f"{name}.py").read_text().lower()
