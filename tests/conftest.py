@@ -37,6 +37,7 @@ from transformers.utils import logging  # noqa: E402
 import train  # noqa: E402
 from loss import grpo_loss  # noqa: E402
 from reward import load_problems  # noqa: E402
+from sample import sample_groups  # noqa: E402
 
 torch.set_num_threads(1)
 logging.disable_progress_bar()
@@ -179,6 +180,10 @@ def parts(*flags, dtype=torch.float32, noise=0.05):
         tokenizer=tokenizer, problems=problems, prompts=prompts, settings=s)
 
 
+def rollout_of(p, max_new_tokens=40, temperature=1.0):
+    return sample_groups(p.policy, p.tokenizer, p.prompts, 4, max_new_tokens, temperature, seeded())
+
+
 def own_reward(problems, prompts, rollout):
     return REWARDS
 
@@ -274,6 +279,27 @@ def loop(*flags, problems=None, run=None, **how):
     run.rates = rates
     run.policy = p.policy
     return run
+
+
+QWEN = {"model_type": "qwen3", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16,
+        "tie_word_embeddings": True}
+
+
+def counted(tmp_path, *flags, dtype=torch.bfloat16, **changes):
+    """The count of a made-up model that has no weights -> {what: bytes}, its number of weights."""
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN, **changes}))
+    s = train.parse([f"--model={tmp_path}", "--prompts-per-step=3", "--group-size=4",
+                     "--max-new-tokens=44", "--micro-batch-tokens=500", "--no-offload",
+                     "--no-gradient-checkpointing", *flags])
+    model = train.model_without_storage(s, dtype)
+    return train.memory(s, model), sum(p.numel() for p in model.parameters())
+
+
+def hosted(folder, *flags):
+    """Bytes of the host's memory that a run on `counted`'s model in this folder would pin."""
+    s = train.parse([f"--model={folder}", *flags])
+    return train.host_memory(s, train.model_without_storage(s, torch.bfloat16))
 
 
 # --------------------------------------------------------------------------------------------------

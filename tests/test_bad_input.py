@@ -47,7 +47,7 @@ def test_a_flag_or_a_value_that_is_none(capsys, tmp_path, flag):
     line = refused_before_a_folder_is_made(capsys, tmp_path, flag)
     name, _, value = flag.partition("=")
     of_ours = name not in ("--learning-rate", "--kl_coef", "--kl")
-    assert (f"argument {name}: " if of_ours else f"unrecognized arguments: {flag}") in line
+    assert (f"argument {name}" if of_ours else f"unrecognized arguments: {flag}") in line
     assert value in line
 
 
@@ -130,7 +130,7 @@ def test_a_rank_without_torchrun(capsys, monkeypatch, tmp_path, name, value):
     ('{"resume": "x"}', "--resume is no flag"), ('{"help": true}', "--help is no flag"),
     ('{"settings": {"lr": 1}, "recipe": {}}', "an older train.py"), ("", ""),
     ('{"group_size": 2.5}', "--group-size"), ('{"group_size": 1}', "--group-size"),
-    ('{"clip_eps": [0.1, 0.2]}', "--clip-eps"), ('{"steps": true}', "--steps"),
+    ('{"clip_eps": [0.1, 0.2]}', "0.2"), ('{"steps": true}', "--steps"),
     ('{"reward": []}', "--reward"), ('{"kl_estimator": {"k": 3}}', "--kl-estimator"),
 ])
 def test_a_bad_config(capsys, tmp_path, config, words):

@@ -114,8 +114,9 @@ def test_drawing_sees_weights_of_before(place, monkeypatch):
 
     old = {}
     write_answers = sample.write_answers
-    monkeypatch.setattr(sample, "write_answers", from_a_copy)
-    found = failures(first_run.drawing, place, torch.float32)
+    with monkeypatch.context() as patch:
+        patch.setattr(sample, "write_answers", from_a_copy)
+        found = failures(first_run.drawing, place, torch.float32)
     assert found and all("weights have moved" in words for words in found), found
     refused = {"own decode step": "off by 3 nats"}      # a form that is refused fails
     monkeypatch.setattr(sample, "forms_of", lambda model: refused)
@@ -151,10 +152,13 @@ def test_updates_see_what_is_handed_over_wrongly(place, monkeypatch, fault, word
     def faulty(model, settings):
         optimizer = make_optimizer(model, settings)
         weights = list(model.parameters())
-        behind = fault is not_copied_back
-        hook = f"register_step_{'post' if behind else 'pre'}_hook"
+        when = "post" if fault is not_copied_back else "pre"
+
+        def hook(*_):
+            fault(weights)
+
         if settings.offload:
-            getattr(optimizer, hook)(lambda *_: fault(weights) and None)
+            getattr(optimizer, f"register_step_{when}_hook")(hook)
         return optimizer
 
     make_optimizer = train.make_optimizer

@@ -1,13 +1,14 @@
 """LoRA inside the optimizer: an ordinary LoRA module's steps, on a model of plain weights."""
+# ruff: noqa: I001 - several names to a line
 import copy
 import json
 
 import pytest
-import test_train
 import torch
-from conftest import FEW, ROOT, TINY, curve, refused, seeded, small_model, trains
+from conftest import (
+    FEW, REWARDS, ROOT, TINY, checkpoint_of, counted, curve, hosted, parts, refused, rollout_of,
+    seeded, small_model, trains)
 from safetensors.torch import load_file
-from test_train import REWARDS, counted, hosted, parts
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM
@@ -61,9 +62,9 @@ def weights_of(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def rollout_of(p):
+def answered(p):
     """Answers, with the reference's log-probs."""
-    rollout = test_train.rollout_of(p)
+    rollout = rollout_of(p)
     train.fill_in_logprobs(p.policy, p.reference, rollout, p.settings)
     return rollout
 
@@ -116,7 +117,7 @@ def test_factors_are_those_of_an_ordinary_module(in_float64, tied):
 def test_updates_are_those_of_an_ordinary_module():
     """update() as it is, in float32: the factors' gradients are clipped, the norm is theirs."""
     p = parts("--lora-rank=4", "--lr=0.003", "--max-grad-norm=0.02")
-    rollout = rollout_of(p)
+    rollout = answered(p)
     ordinary = with_modules(p.policy, p.optimizer)
     for _ in range(4):
         ours, theirs = (updated(p, *each, rollout) for each in ((p.policy, p.optimizer), ordinary))
@@ -153,7 +154,7 @@ def test_the_first_factors_are_as_pefts():
 
 def test_the_cut_into_micro_batches_changes_nothing(monkeypatch):
     p = parts("--lora-rank=4", "--max-grad-norm=1e9")
-    rollout = rollout_of(p)
+    rollout = answered(p)
     for _ in range(2):
         updated(p, p.policy, p.optimizer, rollout)             # away from B = 0
     monkeypatch.setattr(p.optimizer, "step", lambda: None)
@@ -172,7 +173,7 @@ def test_no_two_gradients_of_weights_are_held_at_a_time():
     for weight in p.optimizer.weights:
         weight.register_post_accumulate_grad_hook(lambda _: held.append(
             sum(each.grad is not None for each in p.policy.parameters())))
-    updated(p, p.policy, p.optimizer, rollout_of(p))
+    updated(p, p.policy, p.optimizer, answered(p))
     assert len(held) >= len(p.optimizer.weights) and not any(held)
 
 
@@ -200,7 +201,7 @@ def test_a_frozen_head_gets_no_gradient(monkeypatch):
 def test_what_arrives_in_half_precision(dtype, rounding, low, high):
     p = parts("--lora-rank=4", "--lr=1e-5", f"--rounding={rounding}", dtype=dtype)
     whole = parts("--lora-rank=4", "--lr=1e-5")
-    rollout = rollout_of(p)
+    rollout = answered(p)
     for _ in range(3):
         metrics, plain = (updated(each, each.policy, each.optimizer, rollout)
                           for each in (p, whole))
@@ -212,7 +213,7 @@ def test_what_arrives_in_half_precision(dtype, rounding, low, high):
 
 def test_a_skipped_update_leaves_everything_as_it_was():
     p = parts("--lora-rank=4")
-    rollout = rollout_of(p)
+    rollout = answered(p)
     updated(p, p.policy, p.optimizer, rollout)
     before = weights_of(p.policy), moved(p.optimizer)
     worse = train.dataclasses.replace(rollout, ref_logprobs=rollout.ref_logprobs * torch.inf)
@@ -251,8 +252,7 @@ def test_a_run_resumes_bit_for_bit(tmp_path, flags):
     trains(*SHORT, *flags, "--save-every=1", "--steps=4", f"--output={tmp_path / 'whole'}")
     trains(*SHORT, *flags, "--save-every=1", "--steps=2", f"--output={tmp_path / 'parts'}")
     trains(f"--resume={tmp_path / 'parts'}", "--steps=4")
-    ours, theirs = (load_file(tmp_path / name / "checkpoint" / "run.safetensors")
-                    for name in ("whole", "parts"))
+    ours, theirs = (checkpoint_of(tmp_path / name) for name in ("whole", "parts"))
     for name in ours:
         assert torch.equal(ours[name], theirs[name]) or name == "counters", name
     if "--renew-reference=1" not in flags:

@@ -130,7 +130,7 @@ def own_reward(tmp_path_factory):
     ("SIGINT", 130, "stopped after step 3; continue with: ", 3),
     ("SIGTERM", 143, "stopped after step 3; continue with: ", 3),
     ("SIGHUP", 129, "stopped after step 3; continue with: ", 3),
-    ("raise", 2, "mine.py:score, .*KeyError: 'no, please'", 2),
+    ("raise", 2, "mine.py:score: KeyError: 'no, please'", 2),
     ("exit", 2, "mine.py:score.*SystemExit", 2),
     ("interrupt", 130, "interrupted; last checkpoint: none; continue with: ", 0),
 ])

@@ -11,6 +11,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from conftest import QWEN, counted, hosted, rollout_of
 import torch
 from conftest import (
     RATE, REWARDS, ROOT, TINY, Diary, curve, gradient, lines_of, logprobs_on_full_logits, loop,
@@ -36,10 +37,6 @@ SMALL = ("--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new-token
 
 def with_settings(p, **changes):
     return train.dataclasses.replace(p.settings, **changes)
-
-
-def rollout_of(p, max_new_tokens=40, temperature=1.0):
-    return sample_groups(p.policy, p.tokenizer, p.prompts, 4, max_new_tokens, temperature, seeded())
 
 
 def step(p, *given, **how):
@@ -793,26 +790,7 @@ def test_checkpointed_layers_run_again_and_change_no_gradient():
     assert (found - expected).norm() <= 1e-6 * expected.norm()
 
 
-QWEN = {"model_type": "qwen3", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96,
-        "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16,
-        "tie_word_embeddings": True}
-
-
-def counted(tmp_path, *flags, dtype=torch.bfloat16, **changes):
-    """The count of a made-up model that has no weights -> {what: bytes}, its number of weights."""
-    (tmp_path / "config.json").write_text(json.dumps({**QWEN, **changes}))
-    s = train.parse([f"--model={tmp_path}", "--prompts-per-step=3", "--group-size=4",
-                     "--max-new-tokens=44", "--micro-batch-tokens=500", "--no-offload",
-                     "--no-gradient-checkpointing", *flags])
-    model = train.model_without_storage(s, dtype)
-    return train.memory(s, model), sum(p.numel() for p in model.parameters())
-
-
 def test_count_of_the_memory(tmp_path):
-    def hosted(*flags):
-        s = train.parse([f"--model={tmp_path}", *flags])
-        return train.host_memory(s, train.model_without_storage(s, torch.bfloat16))
-
     count, n = counted(tmp_path)
     assert count["policy, weights that compute"] == count["reference, frozen"] == 2 * n
     assert count["float32 masters"] == count["gradients, float32"] == 4 * n
@@ -822,7 +800,8 @@ def test_count_of_the_memory(tmp_path):
     count, n = counted(tmp_path, "--offload", "--kl-coef=0")
     assert count["float32 masters"] == count["AdamW's two moments"] == 0
     assert count["reference, frozen"] == 0 and count["gradients, float32"] == 4 * n
-    assert hosted("--offload") == (4 + 8 + 4 + 2) * n and hosted("--no-offload") == 0
+    assert hosted(tmp_path, "--offload") == (4 + 8 + 4 + 2) * n
+    assert hosted(tmp_path, "--no-offload") == 0
     count, n = counted(tmp_path, dtype=torch.float32)     # the weights are their own masters
     assert count["float32 masters"] == 0 and count["policy, weights that compute"] == 4 * n
 
