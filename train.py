@@ -5,10 +5,10 @@
 
 Departures from the theory's code map:
 - The ids that were sampled are the ids that are trained on: no text is tokenised again.
-- A step may take several updates on one rollout. The old log-probs of all of them are those
-  that the first update finds, before anything has moved.
-- The batch is cut into micro-batches and divided once, by the size of the whole batch: the
-  gradient does not depend on the cut.
+- A step may take several updates on one rollout. All of them use the old log-probs that the first
+  update computes, before any weight has moved.
+- The batch is cut into micro-batches, and the loss is divided once, by the size of the whole batch:
+  the gradient does not depend on the cut.
 
     python train.py                                       # the tiny policy learns to reason
     python train.py --model Qwen/Qwen2.5-1.5B-Instruct    # GSM8K, on a GPU
@@ -62,8 +62,8 @@ class Batch:
     problems: list                   # B dicts, see reward.load_problems
     prompts: list                    # their B prompts, chat template applied
     generators: list | None = None   # of random numbers, one per prompt
-    more: object = None              # (attempt, n) -> Batch of n others, for --max-resample
-    resampled: int = 0               # groups that --max-resample has thrown away
+    more: object = None              # (attempt, n) -> Batch of n other problems
+    resampled: int = 0               # groups that --max-resample has redrawn
 
 
 def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
@@ -71,8 +71,8 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     """One GRPO step on a Batch -> (its metrics, floats by name; the Rollout).
 
     DeepSeekMath, algorithm 1. ref_model: the frozen reference, None for no KL. `sampler` is called
-    as sample_groups is. `reward_of(problems, prompts, rollout) -> (N,)` replaces the rule's reward.
-    Each of several GPUs has a batch of its own; the metrics are of all. BadInput: a reward that
+    like sample_groups. `reward_of(problems, prompts, rollout) -> (N,)` replaces the rule's reward.
+    Each of several GPUs has its own batch; the metrics cover all. BadInput: a reward that
     fails or is not (N,) numbers.
     """
     s = settings
@@ -90,16 +90,16 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     add_length_terms(rollout, s)
     clock.append(time.perf_counter())
 
-    # [D] The reference's log-probs. The policy's own are found by the first update.
+    # [D] The reference's log-probs. The first update computes the policy's own.
     fill_in_logprobs(policy_model, ref_model, rollout, s)
 
-    # [C] Each answer against its siblings: (N,), or (N, S-1) where tokens differ.
+    # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if tokens differ.
     options = advantage_options(rollout, batch, tokenizer, reward_of, s)
     advantages = advantages_for(s.advantage, rollout.rewards, s.group_size, **options)
     rollout.advantages = advantages.to(rollout.labels.device)
 
-    # [D] [E] [F] One gradient step by default. With more of them the answers come from a policy
-    # that has moved on, and that is what the ratio and its clip are for.
+    # [D] [E] [F] One gradient step by default. With more steps the answers come from an older
+    # policy, which the ratio and its clip correct for.
     updates = []
     for _ in range(s.updates_per_rollout):
         for part in mini_batches(rollout, s):
@@ -128,16 +128,16 @@ def update(policy_model, optimizer, rollout, settings):
         old = logp.detach() if part.old_logprobs is None else part.old_logprobs
         value, metrics = grpo_loss(logp, old, part.ref_logprobs, part.advantages,
                                    loss_mask(part, s), **loss_options(part, s), **sizes)
-        # Both are 1, but on several GPUs, see micro_batches(), and in float16, see MasterAdamW.
+        # Both factors are 1 except on several GPUs (micro_batches) and in float16 (MasterAdamW).
         (value * weight * loss_scale).backward()
         for name in metrics:
             sums[name] = sums.get(name, 0) + metrics[name] * (weight > 0)
-    # Nothing has moved before the first update: its log-probs are the old ones, all ratios are 1.
+    # No weight has moved before the first update: its log-probs are the old ones, all ratios 1.
     if rollout.old_logprobs is None:
         rollout.old_logprobs = logprobs
         rollout.entropies = entropies
 
-    # [G] The gradient step. One that would write NaN into the weights is not taken, and counted.
+    # [G] The gradient step. A step that would write NaN into the weights is skipped and counted.
     grad_norm = clip_grad_norm_(unscaled(optimizer, loss_scale), s.max_grad_norm)
     metrics = update_metrics(sums, grad_norm, logprobs, rollout.old_logprobs)
     if not metrics["skipped_updates"]:
@@ -152,10 +152,10 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
                run=None, sampler=sample_groups, reward_of=None, reward_model=None):
     """Steps run.step + 1 .. settings.steps on `problems` (dicts, see reward.load_problems).
 
-    `sampler` and `reward_of` as in train_step; `reward_model` is what stands behind the latter, if
-    it is trained further with every new reference. Everything random follows from (seed, step,
-    prompt): a resumed run needs to know its step and no more, and the answers do not depend on how
-    many GPUs share them. BadInput: settings that still hold `auto`, too few problems.
+    `sampler` and `reward_of` are those of train_step; `reward_model` is the model behind
+    `reward_of`, if it is trained further with every new reference. Everything random follows from
+    (seed, step, prompt): a resumed run only needs its step, and the answers do not depend on the
+    number of GPUs. BadInput: settings that still hold `auto`, too few problems.
     """
     s = settings
     check_arguments(problems, eval_problems, s)
@@ -170,7 +170,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             if run.stopped():
                 break
             set_learning_rate(optimizer, step, s)
-            # Fresh problems, fresh answers: what the policy learned from is not asked again.
+            # Fresh problems and fresh answers: no step reuses the answers of an earlier step.
             batch = batch_of_step(tokenizer, problems, step, s)
             metrics, rollout = train_step(policy_model, ref_model, optimizer, tokenizer, batch, s,
                                           sampler, reward_of)
@@ -178,7 +178,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             metrics = {"step": step, "lr": optimizer.param_groups[0]["lr"], **metrics}
             if reward_model:
                 remember(reward_model, rollout, step, s)
-            # Iterative GRPO: a new reference, and the reward model goes on learning, too.
+            # Iterative GRPO: a new reference, and the reward model is trained further.
             if s.renew_reference and step % s.renew_reference == 0:
                 metrics |= renew(ref_model, policy_model, reward_model, step, s)
             if step % s.eval_every == 0 or step == s.steps:
@@ -187,7 +187,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
                 run.held_out.append((step, figure_of(figures)))
                 keep_best(policy_model, tokenizer, s, run)
             run.log(metrics)
-            # The leash of the next step: another one only with --kl-band.
+            # The KL coefficient of the next step; only --kl-band changes it.
             run.kl_coef = s.kl_coef = next_beta(metrics["approx_kl"], s)
             show(bar, metrics, run)
             if step % s.save_every == 0 or step == s.steps:
@@ -199,7 +199,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
 # failures, settings (every flag), loading, weights and optimizer, LoRA, a count of the memory,
 # several GPUs, the files of a run, checkpoints, the program. From here on `s` is the Settings.
 #
-# What train_step leaves to helpers: the options of [B], [C] and [E][F], log-probs batch by batch
+# Helpers of train_step: the options of [B], [C] and [E][F], log-probs by micro-batches
 
 # The flags that grpo_loss takes under the same names: of every token, and of their average
 OF_TOKENS = ("clip_eps", "clip_eps_high", "kl_estimator", "ratio", "objective")
@@ -207,10 +207,10 @@ OF_AVERAGE = ("kl_coef", "aggregate", "max_new_tokens")
 
 
 def loss_options(part, s, names=OF_TOKENS + OF_AVERAGE):
-    """The flags of [E][F]; with --sampler-correction also what the sampler said."""
+    """The flags of [E][F]; with --sampler-correction also the sampler's log-probs."""
     options = {name: getattr(s, name) for name in names}
     if s.sampler_correction:
-        # The sampler's own numbers, of other kernels than [D]'s; plain GRPO never reads them.
+        # The sampler's own numbers come from other kernels than [D]'s; plain GRPO ignores them.
         options["sampler_logprobs"] = part.logprobs
         options["sampler_cap"] = s.sampler_correction
     return options
@@ -219,7 +219,7 @@ def loss_options(part, s, names=OF_TOKENS + OF_AVERAGE):
 def answers_to(batch, model, tokenizer, s, sampler):
     """[A] -> Rollout; a fault on one GPU ends the step on all of them."""
     if s.around_best:
-        # Which answers are best is told by the rule, and the rule needs the batch's true answers.
+        # The rule decides which answers are best, and it needs the batch's true answers.
         truths = reward.truths_of(batch.problems)
         sampler = partial(sample.sample_around, best=s.around_best, rewards_of=lambda _, responses:
                           score_responses(responses, truths, s.group_size // 2))
@@ -229,23 +229,23 @@ def answers_to(batch, model, tokenizer, s, sampler):
 
 
 def set_rewards(rollout, batch, reward_of=None):
-    """[B]: rollout.rewards and rollout.rule_rewards, (N,) each; the same without a `reward_of`."""
+    """[B] Set rollout.rewards and rollout.rule_rewards, (N,) each; equal without a `reward_of`."""
     N = len(rollout.responses)
     truths = reward.truths_of(batch.problems)
     rewards = score_responses(rollout.responses, truths, N // len(truths))
-    rollout.rule_rewards = rewards  # in any case, for accuracy comes from them
+    rollout.rule_rewards = rewards  # always, because accuracy comes from them
     if reward_of:
         rewards = reward_of(batch.problems, batch.prompts, rollout)
         if not isinstance(rewards, torch.Tensor) or rewards.shape != (N,):
-            raise BadInput(f"reward_of: a tensor of {N} rewards, one per answer, is needed; it "
-                           f"gave {one_line(rewards)[:60]}")
+            raise BadInput(f"reward_of: it must return a tensor of {N} rewards, one per answer, "
+                           f"and gave {one_line(rewards)[:60]}")
     rollout.rewards = rewards.cpu()
 
 
 def add_length_terms(rollout, s):
-    """GR3's rescaling and DAPO's penalty for answers that are almost too long, where asked for."""
+    """GR3's rescaling and DAPO's penalty for answers that are almost too long, if asked for."""
     lengths = rollout.mask.sum(dim=1).cpu()                                            # (N,)
-    # GR3 has no meaning for a negative reward, which a function of the user's own may give.
+    # GR3 has no meaning for negative rewards, but a user's function may give some.
     with telling("--length-rescale:", RewardFailed):
         if s.length_rescale:
             rollout.rewards = reward.length_rescaled(rollout.rewards, lengths, s.group_size,
@@ -256,14 +256,14 @@ def add_length_terms(rollout, s):
 
 
 def advantage_options(rollout, batch, tokenizer, reward_of, s):
-    """What the kinds of [C] read beside the rewards; plain GRPO reads the last two alone."""
+    """What the kinds of [C] read besides the rewards; plain GRPO reads only the last two."""
     candidates = None
     if s.advantage == "shape":
         ids = [row[row != IGNORE].tolist() for row in rollout.labels]
         truths = reward.truths_of(batch.problems)
         candidates = reward.boxed_candidates(rollout.responses, truths, s.group_size, ids,
                                              tokenizer.decode)
-    # With a reward of one's own, an answer counts as right if its reward is positive.
+    # With a user's own reward, an answer counts as right if its reward is positive.
     right = None if reward_of else reward.is_right(rollout.rule_rewards)
     return {"entropies": rollout.entropies, "mask": rollout.mask, "right": right,
             "step_rewards": rollout.step_rewards, "candidates": candidates,
@@ -271,8 +271,8 @@ def advantage_options(rollout, batch, tokenizer, reward_of, s):
 
 
 def loss_mask(rollout, s):
-    """The tokens that the loss speaks of, (N, S-1): responses, cut off ones left out if asked."""
-    # Not earlier: their rewards belong to the mean that their siblings are compared with.
+    """The tokens in the loss, (N, S-1): the responses, with --mask-truncated only finished ones."""
+    # Truncated ones are masked only here: their rewards belong to their siblings' mean.
     return rollout.mask & rollout.finished[:, None] if s.mask_truncated else rollout.mask
 
 
@@ -300,33 +300,33 @@ def logprobs_of_all(model, rollout, s, with_entropy=True):
 
 
 def fill_in_logprobs(policy_model, ref_model, rollout, s):
-    """[D] before anything moves: the reference's, and the policy's own if it is needed now."""
-    if s.offload:  # memory is short: the rollout's cache and graphs make room for the update
+    """[D] before any update: the reference's log-probs, and the policy's if needed now."""
+    if s.offload:  # memory is short: free the rollout's cache and graphs for the update
         sample.release(policy_model)
     if ref_model is not None:
         rollout.ref_logprobs, _ = logprobs_of_all(ref_model, rollout, s, with_entropy=False)
-    # The first update finds the policy's by the way. But [C] may ask for entropies, and with
-    # mini-batches the policy moves before the last of them has been seen.
+    # Usually the first update computes the policy's log-probs. But [C] may need entropies, and with
+    # mini-batches the policy moves before the last one is scored.
     if s.minibatches > 1 or s.advantage in ("gtpo", "grpo-s"):
         rollout.old_logprobs, rollout.entropies = logprobs_of_all(policy_model, rollout, s)
 
 
 def mini_batches(rollout, s):
-    """--minibatches: the groups dealt out in order, as equally as can be -> Rollouts."""
+    """--minibatches: the groups split in order, as evenly as possible -> Rollouts."""
     if s.minibatches == 1:
-        return [rollout]  # itself, for the first update leaves its log-probs there
+        return [rollout]  # no copy: the first update stores its log-probs there
     groups = torch.arange(len(rollout.responses)).view(-1, s.group_size)               # (B, G)
     return [rollout.take(rows.flatten().tolist()) for rows in groups.tensor_split(s.minibatches)]
 
 
 def micro_batches(rollout, s):
-    """Yields the rows of each as a Rollout, their place in (N, S-1), the weight of their loss."""
+    """Yields for each: its rows as a Rollout, their place in (N, S-1), the weight of its loss."""
     cuts = logprob.micro_batches(rollout.labels, rollout.group_ids, s.micro_batch_tokens,
                                  s.share_prompts)
     # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
-    # equally many, or FSDP's gathers wait for ever: whoever has fewer runs its last one again, with
-    # weight 0. And FSDP averages the gradients of the GPUs where we want their sum: so a real pass
-    # weighs as much as there are GPUs.
+    # the same number, or FSDP's gathers wait for ever: a GPU with fewer runs its last one again,
+    # with weight 0. And FSDP averages the gradients of the GPUs, but we need their sum: so the
+    # weight of a real pass is the number of GPUs.
     for n in range(max(gathered_objects(len(cuts)))):
         rows, width = cuts[min(n, len(cuts) - 1)]
         weight = world() if n < len(cuts) else 0
@@ -335,9 +335,9 @@ def micro_batches(rollout, s):
 
 
 def update_metrics(sums, grad_norm, logprobs, old_logprobs):
-    """The metrics of all micro-batches, on all GPUs; whether the step must be skipped."""
+    """The metrics of all micro-batches, on all GPUs, and whether to skip the step."""
     lacking = {"loss", "approx_kl"} - sums.keys()
-    if lacking:  # a loss of the reader's own
+    if lacking:  # a user's own loss
         raise BadInput(f"grpo_loss: its metrics lack {min(lacking)!r}")
     metrics = summed(sums)
     metrics["grad_norm"] = float(full(grad_norm))
@@ -354,10 +354,10 @@ def largest_ratio_error(logprobs, old_logprobs):
 
 
 def step_metrics(rollout, batch, updates, clock, s):
-    """What a step was like: the answers, the mean of its updates, the time."""
+    """The metrics of a step: its answers, the mean of its updates, its time."""
     lengths = gathered(rollout.mask.sum(dim=1).float())                                # (N,)
     rewards = gathered(rollout.rewards)                                                # (N,)
-    # Accuracy and format are the rule's, whoever gave the rewards; NaN: no true answer is known.
+    # Accuracy and format always come from the rule; they are NaN if no true answer is known.
     known = gathered(rollout.rule_rewards)
     known = known[~known.isnan()]
     entropy = summed({"entropy": rollout.entropies.sum()})["entropy"]
@@ -376,9 +376,9 @@ def step_metrics(rollout, batch, updates, clock, s):
         "tokens": lengths.sum(),
         "entropy": entropy / lengths.sum(),  # per token, of the policy that drew the answers
         "kl_coef": s.kl_coef,
-        # trainer against sampler, before anything has moved: rounding, and no more
+        # trainer against sampler, before any weight has moved: only rounding
         "sampler_ratio_error": largest_ratio_error(rollout.old_logprobs, rollout.logprobs),
-        # Several updates: their mean, but the largest ratio error and the number of skipped ones.
+        # Of several updates the mean, the largest ratio error and the number of skipped ones.
         **{name: sum(u[name] for u in updates) / len(updates) for name in updates[0]},
         "ratio_max_error": max(u["ratio_max_error"] for u in updates),
         "skipped_updates": sum(u["skipped_updates"] for u in updates),
@@ -398,7 +398,7 @@ def step_metrics(rollout, batch, updates, clock, s):
 
 
 def peak_memory():
-    """Bytes: of the allocator on CUDA, else of the whole process; NaN where nobody tells."""
+    """Bytes: of the allocator on CUDA, else of the whole process; NaN if it is unknown."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     with contextlib.suppress(ImportError):  # Windows
@@ -409,23 +409,23 @@ def peak_memory():
 
 
 def mean(bools):
-    """The share of True; NaN of nothing."""
+    """The share of True; NaN if there is no entry."""
     return bools.float().mean()
 
 
 # --------------------------------------------------------------------------------------------------
-# Dynamic sampling (DAPO, arXiv 2503.14476): a group whose rewards are all equal teaches nothing,
-# and makes room for a group of another problem
+# Dynamic sampling (DAPO, arXiv 2503.14476): a group whose rewards are all equal teaches nothing and
+# is replaced by a group of another problem
 
 def without_flat_groups(rollout, model, tokenizer, batch, s, sampler, reward_of):
-    """Groups without variance are replaced -> Rollout; `batch` is changed in place."""
+    """Replace groups without variance -> Rollout; `batch` is changed in place."""
     G = s.group_size
     N = len(rollout.responses)
-    for attempt in range(1, s.max_resample + 1):  # what stays flat has advantages of 0
+    for attempt in range(1, s.max_resample + 1):  # groups that stay flat have advantages of 0
         flat = is_flat(rollout.rewards, G).nonzero()[:, 0].tolist()
         if not any(gathered_objects(len(flat))):
             break  # every group of every rank teaches something
-        # A rank that needs nothing draws one group all the same: the others wait for it in FSDP.
+        # A rank that needs no group still draws one: the others wait for it in FSDP.
         others = batch.more(attempt, max(len(flat), 1))
         new = answers_to(others, model, tokenizer, s, sampler)
         agreed(set_rewards, new, others, reward_of)
@@ -436,17 +436,18 @@ def without_flat_groups(rollout, model, tokenizer, batch, s, sampler, reward_of)
             batch.problems[j] = others.problems[k]
             batch.prompts[j] = others.prompts[k]
             rows[j * G:(j + 1) * G] = range(N + k * G, N + (k + 1) * G)
-        # The rows of a group keep its number.
+        # The groups keep their numbers.
         rollout = dataclasses.replace(rollout.join(new).take(rows), group_ids=rollout.group_ids)
         batch.resampled += len(flat)
     return rollout
 
 
 # --------------------------------------------------------------------------------------------------
-# What train_grpo leaves to helpers: problems and random numbers of a step, evaluation, the bar
+# Helpers of train_grpo: problems and random numbers of a step, evaluation, the bar
 
 def check_arguments(problems, eval_problems, s):
-    """BadInput for what would fail in the middle of a step; load() has found it before."""
+    """BadInput for what would fail in the middle of a step; the program finds it earlier, in
+    load()."""
     unsettled = [flag_of(name) for name in MEMORY if getattr(s, name) == "auto"]
     faults = {
         f"{', '.join(unsettled)}: still `auto`; plan_memory(settings) decides": unsettled,
@@ -460,7 +461,7 @@ def check_arguments(problems, eval_problems, s):
 
 
 def batch_of_step(tokenizer, problems, step, s, attempt=0, n=None):
-    """This GPU's share of the step's B problems -> Batch; of an attempt to resample, n others."""
+    """This GPU's share of the step's B problems -> Batch; in a resampling attempt, n others."""
     B = s.prompts_per_step
     # Every epoch has a new order; the few problems that do not fill a step are left out.
     epoch, k = divmod(step - 1, len(problems) // B)  # steps count from 1
@@ -468,9 +469,9 @@ def batch_of_step(tokenizer, problems, step, s, attempt=0, n=None):
     names = (s.seed, step)
     if attempt:
         names = (s.seed, "resample", step, attempt)
-        # Those of the step itself come last.
+        # The step's own problems come last.
         order = sorted(shuffled(len(problems), *names), key=order.__contains__)
-    mine = share_of_rank(B)[:n]  # whole groups: one that is split over GPUs has two means
+    mine = share_of_rank(B)[:n]  # whole groups: one split over GPUs would have two means
     chosen = [problems[order[j]] for j in mine]
     prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in chosen]
     return Batch(chosen, prompts, [seeded(*names, j) for j in mine],
@@ -483,23 +484,23 @@ def shuffled(n, *names):
 
 def seeded(*names, device="cpu"):
     """A random generator that follows from these numbers and words alone."""
-    # A hash, for sums like seed + step would give step 2 of seed 0 and step 1 of seed 1 the same.
+    # A hash, because seed + step would be the same for step 2 of seed 0 and step 1 of seed 1.
     digest = hashlib.sha256(repr(names).encode()).digest()
     # manual_seed takes a signed 64-bit number: one bit fewer than eight bytes have.
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def remember(reward_model, rollout, step, s):
-    """Pairs of this step's answers, for a reward model that learns: the same ones on every rank."""
+    """Keep pairs of this step's answers to train the reward model: the same on every rank."""
     rows = sum(gathered_objects(rollout.judged), [])
     reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
 
 
 def renew(ref_model, policy_model, reward_model, step, s):
-    """DeepSeekMath's iterative GRPO: the reference becomes what the policy is now -> figures."""
+    """DeepSeekMath's iterative GRPO: the reference becomes the current policy -> figures."""
     follow(ref_model, policy_model)
     figures = {"reference_renewed": 1.0}
-    if reward_model:  # it takes the same steps on the same pairs on every rank
+    if reward_model:  # every rank takes the same steps on the same pairs
         figures |= reward.end_iteration(reward_model, seeded(s.seed, "reward model", step))
         for p in reward_model.model.parameters() if world() > 1 else ():
             dist.broadcast(p.data, 0)  # a GPU's sums may differ in their last digit
@@ -508,7 +509,7 @@ def renew(ref_model, policy_model, reward_model, step, s):
 
 @torch.no_grad()
 def follow(ref_model, policy_model):
-    """The reference becomes what the policy is now."""
+    """Copy the current policy into the reference."""
     for part in [*ref_model.modules(), *policy_model.modules()]:
         if hasattr(part, "reshard"):
             part.reshard()  # FSDP may still hold gathered weights: what is written there is lost
@@ -517,22 +518,22 @@ def follow(ref_model, policy_model):
 
 
 def figure_of(figures):
-    """What an evaluation is judged by: the reward of one's own where there is one."""
+    """The figure that judges an evaluation: the user's own reward, or else accuracy."""
     return figures.get("eval_reward", figures["eval_accuracy"])
 
 
 def keep_best(model, tokenizer, s, run):
-    """--keep-best: best/ beside final/, of the highest held-out figure so far."""
-    *others, (_, figure) = run.held_out[1:]  # the first is that of the start
+    """--keep-best: save best/ beside final/ if the held-out figure is the highest so far."""
+    *others, (_, figure) = run.held_out[1:]  # the first is from before training
     if s.keep_best and all(figure > other for _, other in others):
         save_folder(model, tokenizer, run, "best", choose_device(s)[1])
 
 
 def set_learning_rate(optimizer, step, s):
-    """A linear warm-up; then constant, or down to 0 behind the last step, in a line or a cosine."""
-    # Adam's second moment is a mean of few gradients at first: small steps until it is reliable.
+    """A linear warm-up; then constant, or a linear or cosine decay to 0 after the last step."""
+    # At first Adam's second moment is a mean of few gradients: small steps until it is reliable.
     rate = min(1.0, step / max(s.warmup_steps, 1))
-    # 1 until the end of the warm-up; the last step still has a little, so that it is not wasted.
+    # 1 until the end of the warm-up; the last step's rate is above 0, so that it is not wasted.
     left = min(1.0, (s.steps - step + 1) / max(s.steps - s.warmup_steps, 1))
     if s.lr_schedule == "linear":
         rate *= left
@@ -543,9 +544,9 @@ def set_learning_rate(optimizer, step, s):
 
 
 def next_beta(approx_kl, s):
-    """The KL coefficient of the next step: another one only with --kl-band."""
+    """The KL coefficient of the next step; only --kl-band changes it."""
     if not s.kl_band or not math.isfinite(approx_kl):
-        return s.kl_coef  # a step that was skipped says nothing
+        return s.kl_coef  # a skipped step says nothing
     return loss.next_kl_coef(s.kl_coef, approx_kl, *s.kl_band)
 
 
@@ -567,14 +568,14 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
             rows += zip(rollout.responses, rollout.rule_rewards.tolist(), rollout.rewards.tolist())
         return rows
 
-    # Not RewardFailed: the policy has moved, and must not be saved as that of the step before.
-    # The weights are gathered around all batches, for ranks may have different numbers of them.
+    # Not RewardFailed: the policy has moved, and must not be saved as the step before.
+    # The weights stay gathered for all batches, because ranks may have different numbers of them.
     with telling("", BadInput, of=RewardFailed), whole_weights(model):
         found = gathered_objects(agreed(answers))
     responses, rewards, own = zip(*sum(found, []))
     known = torch.tensor(rewards)
     known = known[~known.isnan()]
-    # By the rule, and NaN where no true answer is known
+    # This is the rule's, and NaN if no true answer is known
     figures = {"eval_accuracy": float(mean(reward.is_right(known)))}
     if reward_of:
         figures["eval_reward"] = sum(own) / len(own)
@@ -582,7 +583,7 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
 
 
 def show(bar, metrics, run):
-    """The bar, trouble first; after an evaluation one answer, to watch it change."""
+    """Update the bar, trouble first; after an evaluation print one answer, to watch it change."""
     words = [f"{run.skipped} SKIPPED"] if run.skipped else []
     words.append("reward {reward_mean:.2f}")
     if metrics["format_rate"] > 0:  # else nothing is boxed, and the rule has nothing to judge
@@ -596,24 +597,24 @@ def show(bar, metrics, run):
 
 
 # --------------------------------------------------------------------------------------------------
-# The known failures of GRPO runs, as they show in the metrics, and the flag that is the remedy
+# The known failures of GRPO runs: how the metrics show them, and which flag may help
 
-# By how much a ratio may be off 1 before the first update: rounding, of the largest of all tokens
+# How far rounding alone moves the worst token's ratio from 1 before the first update, at most
 NORMAL_RATIO_ERROR = {torch.float32: 0.1, torch.float16: 0.2, torch.bfloat16: 1.0}
 
 
 def symptoms(history, dtype=torch.float32):
     """Metrics of the steps so far -> {what: (how bad, one line with its number)}. Pure.
 
-    `dtype` is that of the weights that compute. Most numbers are means over the last ten steps.
-    Some of these states are normal in a healthy run: then the line says when.
+    `dtype` is that of the model's weights. Most numbers are means over the last ten steps.
+    Some of these states are normal in a healthy run; the line then says when.
     """
     def mean_of(name, rows=history[-10:]):
         # A metric that is null counts as NaN, and no comparison with NaN is true.
         values = [math.nan if row[name] is None else row[name] for row in rows]
         return sum(values) / len(values) if values else math.nan
 
-    # Twenty steps against the twenty before them: lengths and accuracies of single steps jump.
+    # Compare twenty steps with the twenty before: lengths and accuracies of single steps jump.
     last = history[-20:]
     before = history[-40:-20] if len(history) >= 40 else []
     growth = mean_of("response_length_mean", last) / mean_of("response_length_mean", before) - 1
@@ -622,12 +623,12 @@ def symptoms(history, dtype=torch.float32):
     norm = mean_of("grad_norm", history[-1:])
     usual = mean_of("grad_norm", history[-40:-20] if len(history) > 25 else [])
     kl = mean_of("approx_kl")
-    # Right after a renewal it has to be 0, with --renew-reference 1 in every step.
+    # Right after a renewal the KL is 0 in any case; with --renew-reference 1, in every step.
     stuck = kl == 0 and mean_of("grad_norm") > 0 and "reference_renewed" not in history[-1]
     flat = mean_of("zero_variance_groups")
     ratio = mean_of("sampler_ratio_error")
     entropy = mean_of("entropy")
-    # Of several rewards, how far each has risen: the easier one may win before the other is seen.
+    # How far each of several rewards has risen: the policy may learn only the easier one.
     risen = {name: mean_of(name) - mean_of(name, history[:5])
              for name in history[-1] if name.startswith("reward/")}
     most = max(risen, key=risen.get, default="")
@@ -644,14 +645,14 @@ def symptoms(history, dtype=torch.float32):
          "a higher --kl-coef, or --kl-band 0.02 0.05"),
         ("one reward", kl > 0.5 and risen.get(most, 0) > 0.2 and risen[least] < 0.02, kl,
          f"{most} has risen by {risen.get(most, 0):.2f}, {least} by {risen.get(least, 0):.2f}, and "
-         f"KL is {kl:.2f}: the policy learns the easier reward alone. A smaller --reward-weights "
-         "for it, or pay it for right answers only; a lower --temperature"),
+         f"KL is {kl:.2f}: the policy learns only the easier reward. A smaller --reward-weights "
+         "for it, or give it to right answers only; a lower --temperature"),
         ("reference", stuck and len(history) > 3, 1,
          "KL is exactly 0 while the policy has gradients: does the reference share its weights, "
          "or is --lr too small to move it?"),
         ("flat", flat > 0.5, flat,
          f"{flat:.0%} of the groups have no variance and teach nothing. Normal once most problems "
-         "are mastered; before that: --max-resample 3, other problems, more --temperature"),
+         "are mastered; before that: --max-resample 3, other problems, a higher --temperature"),
         ("ratio", ratio > NORMAL_RATIO_ERROR[dtype], ratio,
          f"before the first update a ratio is off 1 by {ratio:.2f}: sampler "
          "and trainer differ; --sampler-correction 2.0, --dtype float32"),
