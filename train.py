@@ -446,8 +446,7 @@ def without_flat_groups(rollout, model, tokenizer, batch, s, sampler, reward_of)
 # Helpers of train_grpo: problems and random numbers of a step, evaluation, the bar
 
 def check_arguments(problems, eval_problems, s):
-    """BadInput for what would fail in the middle of a step; the program finds it earlier, in
-    load()."""
+    """BadInput for what would fail in the middle of a step; main() finds it earlier, in load()."""
     unsettled = [flag_of(name) for name in MEMORY if getattr(s, name) == "auto"]
     faults = {
         f"{', '.join(unsettled)}: still `auto`; plan_memory(settings) decides": unsettled,
@@ -666,7 +665,7 @@ def symptoms(history, dtype=torch.float32):
 
 # --------------------------------------------------------------------------------------------------
 # Settings: every flag, one per line, with its default, its bounds and its reason. A config file
-# stands over the defaults, the command line over both.
+# overrides the defaults, and the command line overrides both.
 
 HERE = Path(__file__).resolve().parent
 TINY = HERE / "tests" / "tiny"
@@ -679,17 +678,17 @@ BIG = 2**31 - 1
 
 
 class BadInput(Exception):
-    """What the user gave cannot be used: one line on standard error, exit status 2."""
+    """The user's input cannot be used: one line on standard error, exit status 2."""
 
 
 class RewardFailed(BadInput):
-    """A user's function raised, or gave no number: the step before stands and can be resumed."""
+    """A user's function raised, or gave no number: the run can be resumed from the step before."""
 
 
 @contextlib.contextmanager
 def telling(flags, kind=BadInput, of=ValueError):
-    """What a stage refuses with a ValueError becomes one line that begins with these flags."""
-    # of=Exception where something foreign is read, which can be wrong in any way.
+    """A ValueError of a stage becomes one line that begins with these flags."""
+    # of=Exception is for reading foreign files, which can be wrong in any way.
     try:
         yield
     except of as error:
@@ -697,13 +696,13 @@ def telling(flags, kind=BadInput, of=ValueError):
 
 
 def one_line(text):
-    """Text in one line; of an exception its beginning, for some are pages long."""
+    """Text in one line; an exception is cut, because some are pages long."""
     line = " ".join(str(text).split())
     return line[:600] if isinstance(text, Exception) else line
 
 
 def flag(default, help, low=0, high=BIG, kept=True, free=False, head=None, **how):
-    """A field of Settings. low, high: the bounds of a number. kept: config.json has it. free: a
+    """A field of Settings. low, high: the bounds of a number. kept: config.json holds it. free: a
     resumed run may change it. head: a group of flags begins here. `how` goes to add_argument.
     """
     how["help"] = help if default in (None, "") else f"{help} [{default}]"
@@ -712,95 +711,95 @@ def flag(default, help, low=0, high=BIG, kept=True, free=False, head=None, **how
 
 
 def path(text, folder=""):
-    """A file, or file.py:function, from the root: a resumed run may start somewhere else."""
+    """An absolute file, or file.py:function: a resumed run may start in another folder."""
     file, colon, function = text.rpartition(":") if ".py:" in text else (text, "", "")
     found = os.path.abspath(os.path.join(folder, file))
-    # What does not exist in this folder is a name, gsm8k or that of a model.
+    # What does not exist in this folder is a name: gsm8k, or a model on the hub.
     return found + colon + function if file and os.path.exists(found) else text
 
 
 @dataclasses.dataclass
 class Settings:
     model: path = flag(str(TINY), "hub name or folder of the policy, or a run's folder",
-                       head="what is trained, on what")
+                       head="model, data, rewards")
     data: path = flag("gsm8k", "training problems: a JSONL file, `gsm8k` or `gsm8k:test`")
     eval_data: path = flag("", "held-out problems; default: gsm8k:test, or a tenth of your --data")
     question_field: str = flag("question", "the column of the JSONL that holds the question")
     answer_field: str = flag("answer", "the column that ends in `#### ` and the final answer")
     system_prompt: str = flag(BOXED, "system message before every question; empty for none")
-    reward: path = flag(None, "your own: file.py:function, called as TRL's; ours: `rule`, `think`; "
+    reward: path = flag(None, "own file.py:function, called like TRL's, or our `rule`, `think`; "
                         "several are added", nargs="+", action="extend")
     reward_weights: float = flag(None, "one for each --reward; default: 1", low=-BIG, nargs="+")
-    step_reward: path = flag(None, "file.py:function, rewards of steps: process supervision")
+    step_reward: path = flag(None, "file.py:function that rewards steps: process supervision")
     reward_model: path = flag("", "folder of a sequence classifier; its scores are the rewards")
-    reward_model_lr: float = flag(2e-5, "--renew-reference trains it further", low=ABOVE_0)
-    reply: path = flag(None, "file.py:function, the user's next message: a tool, a second player")
-    max_turns: int = flag(4, "answers in a conversation with --reply, at most", low=1)
-    steps: int = flag(500, "rollouts in all", low=1, free=True, head="the rollout")
+    reward_model_lr: float = flag(2e-5, "with --renew-reference, which trains it", low=ABOVE_0)
+    reply: path = flag(None, "file.py:function that gives the user's next message: a tool, say")
+    max_turns: int = flag(4, "at most this many answers in a --reply conversation", low=1)
+    steps: int = flag(500, "number of rollouts", low=1, free=True, head="the rollout")
     prompts_per_step: int = flag(8, "B, questions per step", low=1)
     group_size: int = flag(8, "G, answers per question: their mean is the baseline", low=2)
-    max_new_tokens: int = flag(512, "an answer is cut here", low=1)
-    max_prompt_tokens: int = flag(0, "longer prompts are left out; 0: refused, if they do not fit")
+    max_new_tokens: int = flag(512, "an answer is cut at this length", low=1)
+    max_prompt_tokens: int = flag(0, "longer prompts are left out; 0: an error if one does not fit")
     temperature: float = flag(1.0, "of the sampler, and of the log-probs", low=ABOVE_0)
     max_resample: int = flag(0, "DAPO: rounds in which groups without variance are drawn anew")
-    around_best: int = flag(0, "half of a group goes on from so many best answers of the other")
+    around_best: int = flag(0, "half of a group continues this many best answers of the other")
     clip_eps: float = flag(0.2, "the ratio is clipped below 1 - this and above 1 + this", high=1,
                            head="the objective")
-    clip_eps_high: float = flag(None, "above 1 + this instead: DAPO's clip-higher, 0.28")
+    clip_eps_high: float = flag(None, "upper clip at 1 + this: DAPO's clip-higher, 0.28")
     kl_coef: float = flag(0.04, "beta; 0: no KL, and no reference in memory")
     kl_estimator: str = flag("k3", "estimator of the KL", choices=loss.KL_ESTIMATORS)
-    aggregate: str = flag("sequence", "mean over tokens", choices=loss.AGGREGATES)
+    aggregate: str = flag("sequence", "how tokens are averaged", choices=loss.AGGREGATES)
     ratio: str = flag("token", "ratio per token, or per sequence: GSPO", choices=loss.RATIOS)
     objective: str = flag("clip", "clip, or CISPO's weighted log-probs", choices=loss.OBJECTIVES)
-    sampler_correction: float = flag(0.0, "weigh tokens by min(trainer / sampler, this): 2.0")
-    mask_truncated: bool = flag(False, "keep answers that were cut off out of the loss")
-    renew_reference: int = flag(0, "steps after which the reference becomes the policy; 0: never")
-    kl_band: float = flag(None, "LOW HIGH: beta follows, to keep the KL there: 0.02 0.05", nargs=2)
+    sampler_correction: float = flag(0.0, "weight tokens by min(trainer / sampler, this): 2.0")
+    mask_truncated: bool = flag(False, "leave truncated answers out of the loss")
+    renew_reference: int = flag(0, "every so many steps the reference becomes the policy; 0: never")
+    kl_band: float = flag(None, "LOW HIGH: adapt beta to keep the KL there: 0.02 0.05", nargs=2)
     advantage: str = flag("group", "how siblings are compared", choices=advantage.ADVANTAGES,
                           head="the advantage")
     scale_by_std: bool = flag(True, "divide the advantages by the group's std; off: Dr. GRPO")
-    clip_advantages: float = flag(None, "advantages stay within -this and this: 5", low=ABOVE_0)
+    clip_advantages: float = flag(None, "clip advantages to -this and this: 5", low=ABOVE_0)
     length_rescale: float = flag(0.0, "GR3's alpha: rewards shrink with length, 0.33")
     overlong_buffer: int = flag(0, "DAPO: the last tokens before the limit cost up to 1")
     lr: float = flag(1e-6, "AdamW's learning rate, after the warm-up", low=ABOVE_0,
                      head="the update")
-    lr_schedule: str = flag("constant", "after the warm-up; the others end at 0", choices=SCHEDULES)
+    lr_schedule: str = flag("constant", "after the warm-up; others end at 0", choices=SCHEDULES)
     weight_decay: float = flag(0.0, "AdamW's")
     lora_rank: int = flag(0, "LoRA: train factors of this rank for every Linear; 0: all weights")
     lora_alpha: float = flag(None, "LoRA: W = W0 + this / rank * B A; default: twice the rank",
                              low=ABOVE_0)
     warmup_steps: int = flag(10, "the learning rate rises linearly over these")
-    updates_per_rollout: int = flag(1, "times that the same answers are gone through", low=1)
-    minibatches: int = flag(1, "gradient steps each time, on the groups dealt out to them", low=1)
+    updates_per_rollout: int = flag(1, "passes over the answers of a rollout", low=1)
+    minibatches: int = flag(1, "gradient steps per pass, each on its share of the groups", low=1)
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", low=ABOVE_0)
     share_prompts: bool = flag(True, "run a prompt once for its whole group in the update",
-                               head="memory and time alone; auto: the fastest that fits")
-    micro_batch_tokens: int = flag("auto", "of a forward and backward pass", low=1, free=True)
-    gradient_checkpointing: bool = flag("auto", "compute layers again: less memory", free=True)
-    offload: bool = flag("auto", "float32 masters and moments in host memory", free=True)
+                               head="only memory and time; auto: the fastest that fits")
+    micro_batch_tokens: int = flag("auto", "tokens per forward and backward pass", low=1, free=True)
+    gradient_checkpointing: bool = flag("auto", "recompute layers to save memory", free=True)
+    offload: bool = flag("auto", "keep masters and moments in host memory", free=True)
     eval_every: int = flag(50, "steps between evaluations", low=1, free=True,
                            head="measuring and keeping")
-    eval_limit: int = flag(200, "held-out problems that are asked; 0: all")
+    eval_limit: int = flag(200, "held-out problems to evaluate; 0: all")
     save_every: int = flag(50, "steps between checkpoints", low=1, free=True)
-    keep_best: bool = flag(False, "keep best/ too, by held-out accuracy")
+    keep_best: bool = flag(False, "also keep best/, by held-out accuracy")
     seed: int = flag(0, "of the problems' order and of the sampling", high=2**32)
-    device: str = flag("auto", "cuda, mps or cpu; auto: the first of them that is there")
-    dtype: str = flag("auto", "of the weights that compute; auto: bfloat16 where that is fast",
+    device: str = flag("auto", "cuda, mps or cpu; auto: the first of them that is available")
+    dtype: str = flag("auto", "of the model's weights; auto: bfloat16 where that is fast",
                       choices=DTYPES)
     rounding: str = flag("threshold", "of half-precision weights: each at a threshold of its own, "
                          "or to nearest, which loses small steps", choices=ROUNDINGS)
-    threads: int = flag(0, "of the CPU; 0: torch's choice. Small models want 1", 0, 1024, free=True)
-    config: path = flag("", "JSON of flags and values, as a run's config.json", kept=False,
-                        head="what to do, this once")
+    threads: int = flag(0, "on the CPU; 0: torch's choice. Small models: use 1", 0, 1024, free=True)
+    config: path = flag("", "JSON of flags and values, like a run's config.json", kept=False,
+                        head="for this call only")
     output: str = flag("", "folder of the run; default: runs/MODEL-TIME", kept=False)
     resume: str = flag("", "continue the run in this folder", kept=False, free=True)
     eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop", kept=False)
-    trace: bool = flag(False, "tell one step stage by stage, and stop", kept=False)
+    trace: bool = flag(False, "print one step stage by stage, and stop", kept=False)
     dry_run: bool = flag(False, "count the memory of these flags, and stop", kept=False, free=True)
 
     @property
     def answer_tokens(self):
-        """Tokens that the policy writes in a row, at most: with --reply it has several turns."""
+        """The most tokens that the policy writes in a row; with --reply it has several turns."""
         return self.max_new_tokens * (self.max_turns if self.reply else 1)
 
 
@@ -814,11 +813,11 @@ class Parser(argparse.ArgumentParser):
 
 def given_flags(argv, folder=""):
     """The flags in argv, paths from `folder` -> {name: value}, of their types, within bounds."""
-    # Without defaults what was given can be told apart from what was not.
+    # Without defaults, the result holds only the flags that were given.
     parser = Parser(prog="train.py", usage="train.py [--FLAG VALUE ...]", allow_abbrev=False,
                     argument_default=argparse.SUPPRESS,
-                    description="Group Relative Policy Optimization. See README.md. The default "
-                    "stands in []; without --model the tiny policy has what stands in {}.")
+                    description="Group Relative Policy Optimization. See README.md. [] holds "
+                    "the default, {} the tiny policy's value, which counts without --model.")
     tiny = json.loads((TINY / "grpo.json").read_text(encoding="utf-8"))
     for field in FIELDS.values():
         if field.metadata["head"]:
@@ -838,13 +837,13 @@ def given_flags(argv, folder=""):
 
 
 def number(field, text):
-    """A number within the field's bounds, for argparse, which tells what it raises."""
+    """A number within the field's bounds, for argparse, which prints what this raises."""
     low, high = field.metadata["bounds"]
     if text == field.default:
         return text  # auto
     with contextlib.suppress(ValueError):
         value = field.type(text)
-        if low <= value <= high:  # NaN is not
+        if low <= value <= high:  # false for NaN
             return value
     raise argparse.ArgumentTypeError(f"{text!r} is no {field.type.__name__} from {low} to {high}")
 
@@ -854,7 +853,7 @@ def flag_of(name):
 
 
 def parse(argv):
-    """Command line -> Settings: the defaults, over them a config file, over it the command line."""
+    """Command line -> Settings: the defaults, then a config file, then the command line."""
     given = given_flags(argv)
     if "resume" in given:
         return resumed_settings(given)
@@ -862,7 +861,7 @@ def parse(argv):
     if "config" in given:
         layers.insert(0, read_config(given["config"]))
     if not any("model" in layer for layer in layers):
-        own = str(TINY / "grpo.json")  # the tiny policy has a config of its own
+        own = str(TINY / "grpo.json")  # the tiny policy has its own config
         layers.insert(0, {**read_config(own), "config": own})
     values = {}
     for layer in layers:
@@ -875,18 +874,18 @@ def parse(argv):
         values["model"] = os.path.abspath(final)  # a run's folder was named
     if values.get("lora_rank") and "lr" not in values:
         values["lr"] = 1e-4
-        say("--lr is not given: 1e-4, for the few numbers of --lora-rank must move further")
+        say("--lr is not given: 1e-4, because the factors of --lora-rank need larger steps")
     return Settings(**values)
 
 
 def read_config(file):
-    """A JSON object of flags and values -> the same, through the parser as if they were typed."""
+    """A JSON object of flags and values -> the same, parsed as if they were typed."""
     with telling(f"{file}:", of=Exception):
         config = json.loads(Path(file).read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError("not an object of flags and values")
         if isinstance(config.get("settings"), dict):
-            raise ValueError("of a run that an older train.py made; name its final/ as --model")
+            raise ValueError("an older train.py made this run; give its final/ to --model")
         argv = []
         for name, value in config.items():
             field = FIELDS.get(name.replace("-", "_"))
@@ -897,7 +896,7 @@ def read_config(file):
 
 
 def as_flags(name, value):
-    """kl_coef, 0.02 -> ["--kl-coef=0.02"]; what is None is left to its default."""
+    """kl_coef, 0.02 -> ["--kl-coef=0.02"]; None keeps the default."""
     if value is None:
         return []
     if isinstance(value, bool):
@@ -908,7 +907,7 @@ def as_flags(name, value):
 
 
 def resumed_settings(given):
-    """--resume: the run's own settings. What changes what is learned stays as it was."""
+    """--resume: the run's own settings. Flags that change what is learned are fixed."""
     folder = given["resume"]
     file = os.path.join(folder, "config.json")
     if not os.path.isfile(file):
@@ -929,12 +928,12 @@ def resumed_settings(given):
 
 
 # --------------------------------------------------------------------------------------------------
-# Loading: device, model, tokenizer, problems, reward. Whatever is wrong is found here, before a
-# folder is made.
+# Loading: device, model, tokenizer, problems, reward. Bad input is found here, before a folder is
+# made.
 
 def load(s):
-    """-> what a run is made of, under the names of train_grpo's arguments."""
-    check_combinations(s)  # the cheap questions come first: flags, then files, then the model
+    """-> the parts of a run, named like train_grpo's arguments."""
+    check_combinations(s)  # cheap checks first: flags, then files, then the model
     reward_model = load_reward_model(s) if s.reward_model else None
     reward_of = load_reward_of(s, reward_model)
     sampler = sample_groups
@@ -946,10 +945,10 @@ def load(s):
     whole, tokenizer = on_rank_0(load_policy, s, share=False) or (
         None, AutoTokenizer.from_pretrained(s.model))
     if on_rank_0(check_forms, whole, s)["grouped rows"]:
-        s.share_prompts = False  # its rows are padded, and their price is that of padded rows
+        s.share_prompts = False  # its rows are padded, and the padding is counted
     problems, eval_problems = load_data(s, tokenizer)
     policy_model = shard(whole, s) if world() > 1 else whole
-    ref_model = None  # the policy as it starts, frozen
+    ref_model = None  # the initial policy, frozen
     if s.kl_coef and not s.eval_only:
         ref_model = shard(whole, s) if world() > 1 else copy.deepcopy(policy_model)
         ref_model.requires_grad_(False)
@@ -967,7 +966,7 @@ def load(s):
 
 
 def check_combinations(s):
-    """What the stages would refuse, or pass over in silence, in the middle of a step."""
+    """BadInput for flags that a stage would refuse in the middle of a step, or ignore."""
     plain = s.advantage == "group"
     centred = plain or s.advantage == "leave-one-out"
     low, high = s.kl_band or (1, 1)
@@ -982,18 +981,18 @@ def check_combinations(s):
         (s.overlong_buffer > s.max_new_tokens,
          f"--overlong-buffer {s.overlong_buffer}: longer than --max-new-tokens"),
         (s.max_turns != Settings.max_turns and not s.reply, "--max-turns: only with --reply"),
-        (s.lora_rank and world() > 1, "--lora-rank: on one GPU; several train all weights"),
+        (s.lora_rank and world() > 1, "--lora-rank: not on several GPUs, which train all weights"),
         (s.lora_alpha and not s.lora_rank, "--lora-alpha: only with --lora-rank"),
-        (s.reply and s.advantage == "shape", "--advantage shape: reads single answers, no --reply"),
+        (s.reply and s.advantage == "shape", "--advantage shape: for single answers, not --reply"),
         (s.reward_weights and not s.reward, "--reward-weights: only with --reward"),
-        (s.reward_model and s.reward, "--reward-model and --reward: one of them gives the rewards"),
+        (s.reward_model and s.reward, "--reward-model and --reward: only one can give the rewards"),
         (s.around_best and (odd or half % s.around_best),
          f"--around-best {s.around_best}: does not divide half of --group-size {s.group_size}"),
         (s.around_best and (s.reply or s.reward or s.reward_model),
-         "--around-best: goes by the rule, not with --reply, --reward or --reward-model"),
+         "--around-best: uses the rule, not with --reply, --reward or --reward-model"),
         (not s.scale_by_std and (s.step_reward or not centred),
          "--no-scale-by-std: only with --advantage group or leave-one-out, without --step-reward"),
-        # Rewards of steps take the place of rewards of answers, and of what these do to them.
+        # Rewards of steps replace the rewards of answers, on which these flags work.
         (s.step_reward and not (plain and not s.reward_model and not s.length_rescale
                                 and not s.overlong_buffer and not s.max_resample),
          "--step-reward: only with --advantage group, and not with --reward-model, "
@@ -1028,21 +1027,21 @@ def choose_device(s):
 
 @lru_cache
 def dtype_of_cpu(model):
-    """bfloat16 where this CPU multiplies it at least twice as fast as float32, in this model."""
+    """bfloat16 if this CPU multiplies it at least twice as fast as float32 in this model's size."""
     try:
         text = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
         hidden = text.hidden_size
     except Exception:
-        return torch.float32  # what is wrong with its files is told where they are loaded
+        return torch.float32  # load_policy reports what is wrong with its files
     if hidden < 512:
-        return torch.float32  # a small model's time goes elsewhere
+        return torch.float32  # a small model spends its time elsewhere
     def seconds(dtype):
         tokens = torch.ones(512, hidden, dtype=dtype)
         weight = torch.ones(hidden, 4 * hidden, dtype=dtype)
         return min(timeit.repeat(lambda: tokens @ weight, number=1, repeat=6))
     faster = seconds(torch.float32) / seconds(torch.bfloat16)
     chosen = torch.bfloat16 if faster >= 2 else torch.float32
-    say(f"--dtype auto: {chosen}, for this CPU multiplies bfloat16 {faster:.1f} times as fast as "
+    say(f"--dtype auto: {chosen}, since this CPU multiplies bfloat16 {faster:.1f} times as fast as "
         "float32")
     return chosen
 
@@ -1064,7 +1063,7 @@ def load_reward_model(s):
 
 
 def check_forms(model, s):
-    """One line: which fast forms of [A] and [D] this model takes, which it was refused and why."""
+    """Print the fast forms of [A] and [D] that fit this model, and why others are refused."""
     with telling(f"--model {s.model}:"):
         of_rows = logprob.forms_of(model)
         forms = {**sample.forms_of(model), **of_rows}
@@ -1105,7 +1104,7 @@ def load_data(s, tokenizer):
 
 
 def fitting(name, problems, tokenizer, s):
-    """The problems whose prompt and answer fit into the positions that the model was made for."""
+    """The problems within --max-prompt-tokens; BadInput if one is too long for the model."""
     with telling(f"--model {s.model}:"):
         prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
     ids = tokenizer(prompts, add_special_tokens=False).input_ids if prompts else []
@@ -1118,15 +1117,15 @@ def fitting(name, problems, tokenizer, s):
     kept = [problem for problem, row in zip(problems, ids) if len(row) <= most]
     if len(kept) < len(problems):
         say(f"{name}: {len(problems) - len(kept)} of {len(problems)} prompts are longer than "
-            f"--max-prompt-tokens {most}, and left out")
-    # The longest one decides, now, and not in the step that happens to draw it.
+            f"--max-prompt-tokens {most}, and are left out")
+    # The longest prompt is checked now, not in the step that happens to draw it.
     longest = max((len(row) for row in ids if len(row) <= most), default=0)
     limit = logprob.length_limit(AutoConfig.from_pretrained(s.model))
     if longest + s.answer_tokens > limit:
         turns = f" or --max-turns (now {s.max_turns})" if s.reply else ""
         raise BadInput(f"{name}: a prompt of {longest} tokens and {s.answer_tokens} of an answer "
                        f"are more than the model's {limit} positions: lower --max-new-tokens (now "
-                       f"{s.max_new_tokens}){turns}, or leave long prompts out by "
+                       f"{s.max_new_tokens}){turns}, or leave long prompts out with "
                        "--max-prompt-tokens")
     return kept
 
@@ -1143,19 +1142,19 @@ def load_reward_of(s, reward_model=None):
 
 
 # --------------------------------------------------------------------------------------------------
-# Weights. AdamW at 1e-6 moves a weight by about 1e-6. A bfloat16 weight of 0.02 can be moved by
-# 1.2e-4 or not at all. So the optimizer works on float32 masters, and the weights that compute are
-# rounded from them after every step.
+# Weights. AdamW at 1e-6 moves a weight by about 1e-6. A bfloat16 weight of 0.02 can move by 1.2e-4
+# or not at all. So the optimizer works on float32 masters, and the model's weights are rounded from
+# them after every step.
 
-# The last bits of a float32 that do not fit into these; their values lie 2^16 (2^13) floats apart.
+# How many last bits of a float32 these drop: neighbours are 2^16 (2^13) float32 numbers apart.
 DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
 
 def make_optimizer(model, s, ref_model=None):
-    """AdamW over the model's weights; over float32 masters of them where they have fewer bits.
+    """AdamW over the model's weights, or over float32 masters if the weights have fewer bits.
 
     Per weight, moments take 8 bytes, a master 4, its gradient 4. With --lora-rank: LoraAdamW, which
-    needs no copy of the first weights where `ref_model` keeps them.
+    needs no copy of the initial weights if `ref_model` keeps them.
     """
     how = {"lr": s.lr, "weight_decay": s.weight_decay, "fused": True}
     if s.lora_rank:
@@ -1168,11 +1167,11 @@ def make_optimizer(model, s, ref_model=None):
 
 
 def with_moments(optimizer):
-    """Makes AdamW's moments now. Its first step would make them one by one, and running out of
-    memory between the two of a weight leaves a state that no later step can use.
+    """Make AdamW's moments now. Its first step would make them one by one, and if memory ran out
+    between the two of a weight, no later step could use that state.
     """
     for p in optimizer.param_groups[0]["params"]:
-        # The fused kernel reads the number of steps where the weights are.
+        # The fused kernel needs the number of steps on the weights' device.
         optimizer.state[p] = {"step": torch.zeros((), device=local(p).device),
                               "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
     return optimizer
@@ -1182,17 +1181,17 @@ class MasterAdamW(torch.optim.AdamW):
     """AdamW on float32 masters of bfloat16 or float16 weights; rounding that loses no step.
 
     Pretrained weights lie on the grid of their dtype. Rounded to nearest, a weight would stay there
-    until its master has moved by half a unit, for hundreds of steps at 1e-6. Here each weight has a
-    threshold of its own, uniform between 0 and 1 unit, and rounds up where its master's remainder
+    until its master has moved by half a unit, for hundreds of steps at 1e-6. Here each weight has
+    its own threshold, uniform between 0 and 1 unit, and is rounded up if its master's remainder
     reaches it. So a move by a hundredth of a unit moves one weight in a hundred by a whole unit: on
-    average what is meant arrives. The thresholds follow from the seed and never change: nothing is
-    random from step to step, and weights whose masters did not move are those of the start.
-    (Stochastic rounding, arXiv 2010.06192, draws at every step, and needs no masters.)
+    average the intended change arrives. The thresholds follow from the seed and never change: no
+    step is random, and weights whose masters did not move keep their initial values. (Stochastic
+    rounding, arXiv 2010.06192, draws at every step, and needs no masters.)
 
-    `moved` is what AdamW moves, if not the masters themselves: LoraAdamW makes these from it.
+    `moved` is what AdamW moves, if not the masters: LoraAdamW computes the masters from it.
 
-    Masters and moments live at `home`. In host memory (--offload) gradients are added up on the
-    GPU, go over once per update, and rounded weights come back.
+    Masters and moments are on the device `home`. With --offload that is host memory: the GPU sums
+    gradients, sends them once per update, and gets rounded weights back.
     """
 
     def __init__(self, weights, home, thresholds, seed, moved=None, **how):
@@ -1201,7 +1200,7 @@ class MasterAdamW(torch.optim.AdamW):
         self.seed = seed
         # Gradients below 6e-8 are 0 in float16: the loss is multiplied by this before backward().
         self.loss_scale = 2.0**16 if weights[0].dtype == torch.float16 else 1.0
-        self.updates_since = 0  # a loss scale has been changed, or an update was skipped
+        self.updates_since = 0  # updates since a new loss scale or a skipped one
         self.arrived = math.nan
         if moved is None:
             moved = [weight.detach().to(home, torch.float32, copy=True) for weight in weights]
@@ -1216,7 +1215,7 @@ class MasterAdamW(torch.optim.AdamW):
             self.round()  # fills the copies
 
     def masters(self, few=BIG):
-        """What the weights are rounded from, one by one; the `few` first numbers are enough."""
+        """The masters that weights are rounded from; at least their first `few` numbers."""
         return self.param_groups[0]["params"]
 
     @torch.no_grad()
@@ -1228,7 +1227,7 @@ class MasterAdamW(torch.optim.AdamW):
                 if self.away:
                     master.grad = self.grads[i].copy_(weight.grad, non_blocking=True)
         if self.away and torch.cuda.is_available():
-            torch.cuda.synchronize()  # the CPU must not read gradients that are still on their way
+            torch.cuda.synchronize()  # the CPU must not read gradients before they arrive
         before = self.looked_at()
         super().step()
         for master in masters:
@@ -1239,7 +1238,7 @@ class MasterAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def round(self):
-        """The weights that compute, made anew from their masters."""
+        """Round the masters into the model's weights."""
         for i, (master, weight) in enumerate(zip(self.masters(), self.weights)):
             where = local(self.copies[i] if self.away else weight)
             seed = (self.seed, "thresholds", i, rank()) if self.thresholds else None
@@ -1248,9 +1247,9 @@ class MasterAdamW(torch.optim.AdamW):
                 weight.copy_(where, non_blocking=True)
 
     def looked_at(self, few=2**14):
-        """Some numbers of each tensor, of the masters and of the weights.
+        """The first numbers of each tensor, of the masters and of the weights.
 
-        `arrived` is the share of the meant change that the written one has in its direction.
+        `arrived` is the share of the intended change that is written, in its direction.
         """
         weights = self.copies if self.away else self.weights
         found = []
@@ -1260,7 +1259,7 @@ class MasterAdamW(torch.optim.AdamW):
         return found
 
     def adapt_loss_scale(self, skipped):
-        """float16: half of it after an update that was not finite, twice it after 200 that were."""
+        """float16: halve it after an update that was not finite, double it after 200 that were."""
         self.updates_since = 0 if skipped else self.updates_since + 1
         if skipped:
             self.loss_scale = max(self.loss_scale / 2, 1.0)
@@ -1284,14 +1283,14 @@ def round_into(weight, master, seed=None):
     dropped = DROPPED_BITS[weight.dtype]
     half = 1 << dropped - 1
     generator = seeded(*seed, device=master.device)
-    # Pieces that stay in a CPU's cache; 64 random bits are the thresholds of four weights.
+    # The pieces fit a CPU's cache; 64 random bits give the thresholds of four weights.
     drawn = torch.empty(2**16, dtype=torch.int64, device=master.device)
     pieces = (tensor.view(-1).split(2**18) for tensor in (weight, master))
     for w, m in zip(*pieces):
         drawn.random_(-2**63, None, generator=generator)
         noise = drawn.view(torch.int16)[:len(m)] >> 16 - dropped
         # The bits of a float32, read as an integer, grow with its size. The threshold is
-        # noise + half, from 0 to 1 unit; what then is less than a unit is cut off.
+        # noise + half, from 0 to 1 unit; what is less than a unit is then cut off.
         bits = (m.view(torch.int32) + noise).add_(half).bitwise_and_(-2 * half)
         w.copy_(bits.view(torch.float32))
 
@@ -1302,7 +1301,7 @@ def sum_in_float32(weight):
         weight.grad_dtype = torch.float32
         return
 
-    # FSDP adds up by itself, in the dtype of what stands in .grad, and calls this after each time.
+    # FSDP sums by itself, in the dtype of .grad, and calls this each time.
     def widen(weight):
         weight.grad = weight.grad.float()
 
@@ -1313,7 +1312,7 @@ def sum_in_float32(weight):
 def pinned_like(tensors, dtype, slab=2**30):
     """Empty tensors of these shapes in host memory that a GPU copies to and from without waiting.
 
-    Pinned blocks are rounded up to powers of two, each by itself: so these are parts of large ones.
+    Torch rounds each pinned block up to a power of two, so these are parts of large blocks.
     """
     found = []
     rest = torch.empty(0)
@@ -1328,9 +1327,9 @@ def pinned_like(tensors, dtype, slab=2**30):
 
 
 def unscaled(optimizer, loss_scale):
-    """The tensors with a gradient, which is that of the loss itself again.
+    """The tensors that have a gradient, after dividing it by the loss scale.
 
-    They are what the optimizer moves, or the weights that it will take the gradients from.
+    The optimizer moves these tensors, or takes the gradients of these weights.
     """
     groups = [*optimizer.param_groups, {"params": getattr(optimizer, "weights", [])}]
     tensors = [p for group in groups for p in group["params"] if p.grad is not None]
@@ -1340,7 +1339,7 @@ def unscaled(optimizer, loss_scale):
 
 
 def of_half_precision(optimizer, skipped):
-    """Metrics of weights that are rounded from masters; {} where AdamW moves them itself."""
+    """Metrics of weights that are rounded from masters; {} if AdamW moves them itself."""
     if not isinstance(optimizer, MasterAdamW):
         return {}
     scale = optimizer.loss_scale
@@ -1350,8 +1349,8 @@ def of_half_precision(optimizer, skipped):
 
 @torch.no_grad()
 def start_from_file(optimizer, model, s):
-    """Masters with all the digits of the model's files, which may hold more than its weights do."""
-    # LoRA's W0 is what the reference holds, and that has no more digits than the weights.
+    """Give the masters all digits of the model's files, which may have more than the weights."""
+    # LoRA's W0 is the reference's weight, which has no more digits than the policy's.
     half = isinstance(optimizer, MasterAdamW) and not s.lora_rank
     if not half or AutoConfig.from_pretrained(s.model).dtype == model.dtype:
         return
@@ -1361,23 +1360,23 @@ def start_from_file(optimizer, model, s):
             s.model, dtype=torch.float32, use_safetensors=True).named_parameters())
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     for name, master in zip(names, optimizer.param_groups[0]["params"]):
-        # The other ranks bring an empty tensor of that shape, and get their shard of rank 0's.
+        # The other ranks pass an empty tensor of that shape and get their shard of rank 0's.
         master.copy_(sharded_like(master, whole.get(name, torch.empty(master.shape))))
     optimizer.round()
 
 
 # --------------------------------------------------------------------------------------------------
 # LoRA (Hu et al., arXiv 2106.09685): W = W0 + s B A for every Linear but the head, with factors
-# A (R, in), B (out, R) and s = alpha / R. Elsewhere the factors are a second path beside W0, which
-# is merged for a fast sampler. Here they are the optimizer's own affair: the model has plain
-# weights W, so every fast path is theirs, too, and after each step they are written anew.
+# A (R, in), B (out, R) and s = alpha / R. Usually the factors are a second path beside W0, and are
+# merged for a fast sampler. Here only the optimizer knows them: the model has plain weights W, so
+# every fast form works, and W is written anew after each step.
 
 class LoraAdamW(MasterAdamW):
-    """AdamW on the factors; the weights are rounded from W0 + s B A, made when it is needed.
+    """AdamW on the factors; the weights are rounded from W0 + s B A, computed when needed.
 
-    As soon as a backward pass has the gradient dW of a weight, the factors get theirs,
-    dA = s B^T dW and dB = s dW A^T, and dW is freed: there is one at a time. W0 is the weight of
-    `ref_model`; without one a copy, which --offload keeps in host memory.
+    As soon as a backward pass has the gradient dW of a weight, the factors get dA = s B^T dW, dB =
+    s dW A^T, and dW is freed: only one dW exists at a time. W0 is the weight of `ref_model`, or
+    without a reference a copy, which --offload keeps in host memory.
     """
 
     def __init__(self, model, ref_model, s, **how):
@@ -1408,7 +1407,7 @@ class LoraAdamW(MasterAdamW):
 
     @torch.no_grad()
     def take(self, A, B, W):
-        """A backward pass's gradient of a weight, added to those of its factors."""
+        """Add a weight's gradient to those of its factors, and free it."""
         dW = W.grad.mul_(self.scale)                                                   # (out, in)
         W.grad = None
         dA = B.T @ dW                                                                  # (R, in)
@@ -1428,7 +1427,7 @@ class LoraAdamW(MasterAdamW):
 def linears_of(model):
     """{name: weight (out, in)} of every Linear but the head.
 
-    BadInput: a matrix that is neither this nor an embedding. It would be frozen in silence.
+    BadInput: a matrix of another kind that is no embedding. It would silently stay frozen.
     """
     found = {}
     for name, weight in model.named_parameters():
@@ -1444,17 +1443,17 @@ def linears_of(model):
 
 
 def lora_memory(s, model):
-    """What --lora-rank changes in memory()'s rows; and what host_memory() is with it."""
+    """The rows of memory() that --lora-rank changes, and the bytes of host_memory()."""
     weights = list(linears_of(model).values())
     n = s.lora_rank * sum(sum(W.shape) for W in weights)
-    # The reference holds the first weights, if it stays what it is.
+    # The reference holds the initial weights unless it is renewed.
     copied = s.renew_reference or not s.kl_coef
     first = sum(W.nbytes for W in weights) * bool(copied)
     return {
         "LoRA's first weights": first * (not s.offload),
         "float32 masters": 4 * n,  # the factors
         "AdamW's two moments": 8 * n,
-        # The factors', and of one weight at a time; or two masters, while weights are written
+        # Those of the factors and of one weight; or two masters, while weights are written
         "gradients, float32": 4 * n + 8 * max(W.numel() for W in weights),
     }, first * s.offload
 
@@ -1476,21 +1475,21 @@ def save_adapter(run, optimizer, s):
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory: a count by formula, which --dry-run prints and `auto` follows; and what is done where it
-# was too hopeful
+# Memory: a count by formula, which --dry-run prints and `auto` follows; and a second try if memory
+# still runs out
 
 PROMPT = 256  # tokens of a prompt that the count assumes
 MEMORY = ("offload", "gradient_checkpointing", "micro_batch_tokens")  # the flags with an `auto`
 
 
 def plan_memory(s):
-    """Settings -> the same without `auto`: on CUDA the fastest that fits into what is free."""
+    """Settings -> the same without `auto`: on CUDA the fastest that fits into free memory."""
     device, dtype = choose_device(s)
-    # Kept with the run: measured again, it might be another.
+    # The run keeps this dtype: a second measurement might choose another.
     s = dataclasses.replace(s, dtype=str(dtype).removeprefix("torch."))
     ways = ways_to_save(s, device.type)
     if device.type == "cpu":
-        return ways[0]  # it has memory enough
+        return ways[0]  # its memory counts as enough
     if device.type == "mps":
         return ways[1]  # shared with everything else on the machine
     model = model_without_storage(s, dtype)
@@ -1499,7 +1498,7 @@ def plan_memory(s):
         try:
             counted = sum(memory(way, model).values())
         except AttributeError as error:  # a family whose layers are of another kind
-            say(f"memory cannot be counted ({error}): the leanest settings")
+            say(f"memory cannot be counted ({error}): using the leanest settings")
             return ways[-1]
         # A tenth is left for what is not counted: CUDA itself, the allocator's fragments.
         if counted < 0.9 * free:
@@ -1511,8 +1510,8 @@ def plan_memory(s):
 
 
 def ways_to_save(s, device):
-    """What `auto` may become, the fastest first: a list of Settings without any."""
-    # Two groups, or what is still quick of very long ones; a CPU is fastest on what fits its cache.
+    """The choices for `auto`, the fastest first: a list of Settings without `auto`."""
+    # Two groups, or part of very long ones; a CPU is fastest with what fits its cache.
     tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)
     ways = []
     for offload, checkpointing in ((False, False), (False, True), (True, True)):
@@ -1530,14 +1529,14 @@ def model_without_storage(s, dtype):
 
 
 def memory(s, model, device="cuda"):
-    """What one process holds on its GPU, or "cpu", all in all: {what: bytes}.
+    """The memory of one process on its GPU, or "cpu", row by row: {what: bytes}.
 
     `model` may be on the meta device.
     """
     text = model.config.get_text_config()
     hidden = text.hidden_size
     layers = text.num_hidden_layers
-    # Heads may be wider together than the hidden states are, as Qwen3-4B's.
+    # All heads together may be wider than the hidden states, as in Qwen3-4B.
     head_dim = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
     queries = text.num_attention_heads * head_dim
     keys = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head_dim
@@ -1547,13 +1546,13 @@ def memory(s, model, device="cuda"):
     half = model.dtype != torch.float32
     there = not (half and s.offload and world() == 1)  # on the GPU
     rows = s.prompts_per_step * s.group_size // world()
-    # So many numbers per token a layer keeps for its backward pass: of two norms, the MLP, the
-    # attention, and norms of queries and keys where it has them.
+    # The numbers per token that a layer keeps for its backward pass: two norms, the MLP, the
+    # attention, and norms of queries and keys if it has them.
     kept = 8 * hidden + 4 * (getattr(text, "intermediate_size", None) or 4 * hidden)
     kept += 5 * queries + keys
     if any("q_norm" in name for name, _ in model.named_parameters()):
         kept += 3 * (queries + keys)
-    # Under checkpointing each keeps its input alone, and one at a time is computed again.
+    # With checkpointing each layer keeps only its input, and one at a time is recomputed.
     kept = kept + layers * hidden if s.gradient_checkpointing else layers * kept
     judge = reward.reward_model_size(s.reward_model) if s.reward_model else 0
     count = {
@@ -1565,14 +1564,14 @@ def memory(s, model, device="cuda"):
         "reward model": judge * (16 if s.renew_reference else 4),
         "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * layers * keys * size,
         "kept for the backward pass": s.micro_batch_tokens * kept * size,
-        # 2^28 at a time at most, their gradient, and the head's, which LoRA leaves as it is
+        # at most 2^28 at a time, their gradient, and the head's gradient, except with LoRA
         "logits": 12 * min(2**28, s.micro_batch_tokens * text.vocab_size)
                   + 2 * size * text.vocab_size * hidden * (not s.lora_rank),
     }
     if s.lora_rank:
         count |= lora_memory(s, model)[0]
     if device == "cpu":
-        # The cache is freed before the update begins. Only what is larger than that counts.
+        # The cache is freed before the update, so only the larger of the two counts.
         update = count["kept for the backward pass"] + count["logits"]
         count["key/value cache"] = max(0, count["key/value cache"] - update)
         count["Python and its libraries"] = 4.5e8
@@ -1589,7 +1588,7 @@ def host_memory(s, model):
 
 
 def print_memory(s):
-    """--dry-run: the count on a GPU, or with --device cpu, for all that `auto` may become there."""
+    """--dry-run: print the count on a GPU, or with --device cpu, for each choice of `auto`."""
     model = model_without_storage(s, torch.float32 if s.dtype == "float32" else torch.bfloat16)
     device = "cpu" if s.device == "cpu" else "cuda"
     ways = ways_to_save(s, device)
@@ -1601,7 +1600,7 @@ def print_memory(s):
             column["host memory"] = host_memory(way, model)
             columns.append(column)
     print(f"{s.model}: {sum(p.numel() for p in model.parameters()):,} weights in {model.dtype}; "
-          f"{s.prompts_per_step} x {s.group_size} answers of {s.answer_tokens} tokens behind "
+          f"{s.prompts_per_step} x {s.group_size} answers of {s.answer_tokens} tokens after "
           f"prompts of {PROMPT}; one of {world()} processes, GB = 1e9 bytes of {device} memory\n")
     for name in MEMORY:
         print(f"{flag_of(name):30}" + "".join(f"{getattr(way, name)!s:>10}" for way in ways))
@@ -1610,7 +1609,7 @@ def print_memory(s):
 
 
 def with_smaller_micro_batches(function):
-    """Out of memory: the same with half the micro-batch. Not with several ranks: others wait."""
+    """If memory runs out, try again with half the micro-batch; not while other ranks wait."""
     @wraps(function)
     def run(*args):
         s = args[-1]
@@ -1628,18 +1627,18 @@ def with_smaller_micro_batches(function):
     return run
 
 
-# train_step calls these two by name: from here on, with that second try.
+# train_step calls these two by name: from here on they have that second try.
 update = with_smaller_micro_batches(update)
 fill_in_logprobs = with_smaller_micro_batches(fill_in_logprobs)
 
 
 # --------------------------------------------------------------------------------------------------
 # Several GPUs (torchrun): torch's own FSDP2. Every rank holds a shard of the weights and of their
-# masters, gathers a layer when it computes, and takes whole groups of its own. With one process all
+# masters, gathers a layer when it computes, and works on its own whole groups. With one process all
 # of this is the identity.
 
 def rank(name="RANK", alone=0):
-    """What torchrun tells in the environment; what is no number is refused by join_ranks()."""
+    """A number that torchrun puts into the environment; join_ranks() refuses anything else."""
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() else alone
 
@@ -1649,7 +1648,7 @@ def world():
 
 
 def join_ranks():
-    """Meet the other processes. BadInput for an environment that torchrun has not made."""
+    """Meet the other processes. BadInput if torchrun has not made the environment."""
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
@@ -1661,7 +1660,7 @@ def join_ranks():
     with telling("the processes cannot meet:", of=Exception):
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        # Tensors meet through NCCL, Python objects and tensors of the CPU through gloo.
+        # NCCL exchanges CUDA tensors, gloo exchanges Python objects and CPU tensors.
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
 
 
@@ -1690,13 +1689,13 @@ def summed(numbers):
 
 
 def agreed(function, *args):
-    """What the function gives on this rank; what one rank refuses is raised on all of them."""
+    """The function's result on this rank; a BadInput of one rank is raised on all of them."""
     result = fault = None
     try:
         result = function(*args)
     except BadInput as error:
         fault = error
-    # All ranks meet here, whether they failed or not: one that left alone would be waited for.
+    # All ranks meet here, whether they failed or not: the others would wait for one that left.
     for found in gathered_objects(fault):
         if found:
             raise found
@@ -1704,7 +1703,7 @@ def agreed(function, *args):
 
 
 def on_rank_0(function, *args, share=True):
-    """What the function returns on rank 0, on every rank if shared; what it refuses, on all."""
+    """The function's result on rank 0, on every rank if shared; its BadInput on all."""
     result = agreed(function, *args) if rank() == 0 else agreed(lambda: None)
     return gathered_objects(result)[0] if share else result
 
@@ -1715,13 +1714,13 @@ def full(tensor):
 
 
 def local(tensor):
-    """This rank's shard of it."""
+    """This rank's shard of a tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def sharded_like(p, tensor):
     """The whole tensor on p's device; this rank's shard of it where p is sharded."""
-    tensor = tensor.to(p.device, copy=True)  # or it would stay a view of the file
+    tensor = tensor.to(p.device, copy=True)  # without a copy it would stay a view of the file
     if not hasattr(p, "device_mesh") or tensor.ndim == 0:
         return tensor
     return dist.tensor.distribute_tensor(tensor, p.device_mesh, p.placements)
@@ -1730,7 +1729,7 @@ def sharded_like(p, tensor):
 def shard(whole, s):
     """FSDP2 on every decoder layer and on the rest: shards, gathered when they compute."""
     # `whole` is the model on rank 0, in host memory, and None elsewhere: no other rank ever holds
-    # more than its shards and one tensor on its way.
+    # more than its shards and one tensor in transit.
     from torch.distributed import fsdp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
@@ -1740,7 +1739,7 @@ def shard(whole, s):
     sample.switch_off_dropout(model)
     for layer in next(m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList)):
         fsdp.fully_shard(layer, mp_policy=policy)
-    fsdp.fully_shard(model, mp_policy=policy)  # what stands outside: embeddings, last norm, head
+    fsdp.fully_shard(model, mp_policy=policy)  # the rest: embeddings, last norm, head
     model.to_empty(device=device)  # storage for this rank's shards
     model.tie_weights()
     set_model_state_dict(model, whole.state_dict() if whole else {}, options=StateDictOptions(
@@ -1749,12 +1748,12 @@ def shard(whole, s):
         if whole:
             buffer.copy_(whole.get_buffer(name))
         dist.broadcast(buffer, 0)
-    # Which forms of [D] it takes was tried on the whole model.
+    # The forms of [D] were tried on the whole model.
     found = whole and (whole.generation_config, logprob.forms_of(whole))
     model.generation_config, logprob.FORMS[model] = gathered_objects(found)[0]
     if not logprob.FORMS[model]["grouped rows"]:
         model.set_attn_implementation("grouped")
-    # [D] enters below the model's own forward, and FSDP gathers only where it knows the door.
+    # [D] does not call the model's forward, and FSDP gathers only in methods that it knows.
     model.token_logprobs = partial(token_logprobs, model)
     fsdp.register_fsdp_forward_method(model, "token_logprobs")
     return model
@@ -1762,11 +1761,11 @@ def shard(whole, s):
 
 @contextlib.contextmanager
 def whole_weights(model):
-    """For a rollout all weights are gathered at once: no rank waits for another's long answers."""
+    """Gather all weights for a rollout, so that no rank waits for another's long answers."""
     parts = [module for module in model.modules() if hasattr(module, "unshard")]
     for part in parts:
         part.unshard()
-        # A layer would drop what was gathered as soon as its first token has passed.
+        # Otherwise a layer would drop its gathered weights after the first token.
         part.set_reshard_after_forward(False, recurse=False)
     try:
         yield
