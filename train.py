@@ -1776,52 +1776,52 @@ def whole_weights(model):
 
 
 # --------------------------------------------------------------------------------------------------
-# A run: where it stands, and its folder with config.json, inputs.json, metrics.jsonl,
+# A run: its state, and its folder with config.json, inputs.json, metrics.jsonl,
 # samples.jsonl, checkpoint/, final/
 
 class Run:
-    """Where a run stands and where it writes. Only rank 0 writes; without a folder nobody does."""
+    """The state of a run and its folder. Only rank 0 writes, and only if it has a folder."""
 
     def __init__(self, folder=None):
-        self.name = str(folder)  # every rank knows it; rank 0 alone has the folder and its lock
+        self.name = str(folder)  # every rank knows it; only rank 0 has the folder and its lock
         self.folder = Path(folder) if folder and rank() == 0 else None
         self.lock = None
         self.tensorboard = None
         self.signal = 0
-        self.step = 0  # the one that was done last
-        self.saved = None  # what error lines say of the last checkpoint, once there is a run
+        self.step = 0  # the last step that is done
+        self.saved = None  # what error lines say about the last checkpoint, once there is a run
         self.skipped = 0
         self.skipped_in_a_row = 0
         self.kl_coef = None  # of --kl-band
         self.held_out = []  # (step, figure_of an evaluation)
-        # the metrics that symptoms() reads, and how bad each of them was when it was told
+        # the metrics that symptoms() reads, and how bad each symptom was when it was reported
         self.history = []
         self.told = {}
         self.dtype = torch.float32
-        # what is trained further beside the policy, and so belongs into the checkpoint
+        # what training moves besides the policy, so the checkpoint holds it
         self.reward_model = None
         self.ref_model = None
         self.before = []  # greedy answers to the held-out problems
         self.after = []  # the same, after training
 
     def claim_folder(self, s):
-        """On rank 0: a folder, made and locked, that holds no run but one to resume -> its name."""
+        """On rank 0: make and lock the folder, which may hold only a run to resume -> its name."""
         name = s.output or f"runs/{Path(s.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.folder = Path(os.path.abspath(name))  # a reward may go to another folder
+        self.folder = Path(os.path.abspath(name))  # a reward may change the folder
         with telling(f"--output {name}: cannot be written, or another run writes there:",
                      of=OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            # Looked at before anything is written: the folder may be somebody else's.
+            # Check before writing anything: the folder may be somebody else's.
             begun = {path.name for path in self.folder.iterdir()} - {".lock", "unfinished"}
             if begun and not s.resume:
                 raise BadInput(f"--output {name}: holds a run already; continue it (--resume) or "
                                "name another folder")
             self.lock = open(self.folder / ".lock", "w")
-            with contextlib.suppress(ImportError):  # Windows has none: there nobody is kept out
+            with contextlib.suppress(ImportError):  # Windows has no fcntl, and so no lock
                 import fcntl
-                # This lock is gone with the process, however it ends.
+                # The lock is gone when the process ends, however it ends.
                 fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # What a kill or a full disk left half written may be as large as a checkpoint.
+            # A file that a kill or a full disk left unfinished may be as large as a checkpoint.
             shutil.rmtree(self.folder / "unfinished", ignore_errors=True)
         return str(self.folder)
 
@@ -1831,12 +1831,12 @@ class Run:
 
     @contextlib.contextmanager
     def stopping_on_signals(self):
-        """Ctrl-C, SIGTERM and SIGHUP let the step in hand end; a second one does not wait."""
+        """Ctrl-C, SIGTERM and SIGHUP let the current step end; a second signal stops at once."""
         def stop(number, _):
             self.signal = number
             signal.signal(number, signal.SIG_DFL)
             name = signal.Signals(number).name
-            say(f"\nstopping after this step ({name}; once more: at once)", sys.stderr)
+            say(f"\nstopping after this step ({name}; a second one stops at once)", sys.stderr)
 
         with contextlib.ExitStack() as put_back:
             for name in ("SIGINT", "SIGTERM", "SIGHUP"):
@@ -1852,13 +1852,13 @@ class Run:
         return self.signal
 
     def log(self, metrics):
-        """A line of metrics, and one of warning when a known failure may begin to show."""
+        """Write a line of metrics, with a warning if a known failure may begin to show."""
         self.step = metrics["step"]
         if "loss" in metrics:
             self.history.append(as_json(metrics))
             lines = []
             for what, (bad, line) in symptoms(self.history, self.dtype).items():
-                if bad > 3 * self.told.get(what, 0):  # once, and again where it is clearly worse
+                if bad > 3 * self.told.get(what, 0):  # once, and again if it is clearly worse
                     self.told[what] = bad
                     lines.append(line)
             if lines:
@@ -1879,12 +1879,12 @@ class Run:
                 "small")
 
     def log_samples(self, step, batch, rollout, groups=2):
-        """A few whole groups, as they were scored."""
+        """Write a few whole groups, as they were scored."""
         G = len(rollout.responses) // len(batch.prompts)
         records = []
         for j, prompt in enumerate(batch.prompts[:groups]):
             part = rollout.take(list(range(j * G, (j + 1) * G)))
-            # Of a conversation, what the others said too.
+            # In a conversation, the replies are included.
             records.append({"step": step, "prompt": prompt,
                             "responses": part.turns or part.responses,
                             "rewards": part.rewards.tolist(),
@@ -1892,20 +1892,20 @@ class Run:
         self.append("samples.jsonl", records)
 
     def append(self, name, records):
-        """Lines of JSON at the end of a file."""
+        """Append lines of JSON to a file."""
         if self.folder:
             lines = [json.dumps(as_json(record)) + "\n" for record in records]
             with self.writing(name), open(self.folder / name, "a", encoding="utf-8") as file:
                 file.write("".join(lines))
 
     def writing(self, name):
-        """One line for whatever goes wrong with this file; the run can be resumed."""
+        """Any failure with this file becomes one line; the run can be resumed."""
         # The tokenizers' own library raises a bare Exception when the disk is full.
         return telling(f"--output {self.name}: {name} cannot be written:", of=Exception)
 
     @contextlib.contextmanager
     def replacing(self, name):
-        """Where to write a file or a folder, aside: once whole, it takes the old one's place."""
+        """Yields a path beside the file or folder; once it is complete, it replaces the old one."""
         aside = self.folder / "unfinished"
         with self.writing(name):
             shutil.rmtree(aside, ignore_errors=True)
@@ -1913,7 +1913,7 @@ class Run:
             (self.folder / name).parent.mkdir(exist_ok=True)
             yield aside / name
             if (aside / name).is_dir():
-                # A folder cannot be replaced by another in one move, as a file can.
+                # A folder cannot replace another in one move, unlike a file.
                 shutil.rmtree(self.folder / name, ignore_errors=True)
             else:
                 reach_the_disk(aside / name)
@@ -1922,13 +1922,13 @@ class Run:
 
     def close(self):
         for opened in (self.tensorboard, self.lock):
-            with contextlib.suppress(OSError):  # a full disk has been told already
+            with contextlib.suppress(OSError):  # a full disk has been reported already
                 if opened:
                     opened.close()
 
 
 def as_json(record):
-    """NaN and Infinity are no JSON: null."""
+    """NaN and Infinity become null, because JSON has neither."""
     return {name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in record.items()}
 
@@ -1938,12 +1938,12 @@ def reach_the_disk(path):
         os.fsync(file.fileno())
 
 
-# The files of a model folder that say what it computes; others may lie there, too.
+# The files of a model folder that define what it computes; it may hold others, too.
 MODEL_FILES = ("*.safetensors", "*config.json", "*token*", "vocab*", "merges*", "*.jinja")
 
 
 def inputs_of(s, problems, eval_problems):
-    """SHA-256 of what a run starts from, and versions -> {name: text}."""
+    """SHA-256 of a run's inputs, and versions -> {name: text}."""
     found = {"torch": torch.__version__, "transformers": transformers.__version__}
     for name, rows in (("--data", problems), ("--eval-data", eval_problems)):
         found[name] = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
@@ -1965,7 +1965,7 @@ def digest(path):
 
 
 def check_inputs(run, found):
-    """--resume: BadInput that names what is not the same as when the run began."""
+    """--resume: BadInput that names an input which has changed since the run began."""
     file = run.folder / "inputs.json"
     if not file.is_file():
         return
@@ -1977,14 +1977,14 @@ def check_inputs(run, found):
         if name.startswith("--"):
             raise BadInput(f"--resume: {name}: the content is not what the run in {run.name} "
                            "started from")
-        # Versions may change, and so may a reward: one that failed ends a run, to be mended.
+        # Versions may change, and so may a reward: the user may have to repair one that failed.
         say(f"{name} has changed since this run began")
 
 
 def save_folder(model, tokenizer, run, name, dtype=None):
-    """A folder that from_pretrained opens, in the place of the old one."""
+    """Save a folder that from_pretrained opens; it replaces the old one."""
     weights = None
-    if world() > 1:  # gathered, in the dtype that computes
+    if world() > 1:  # gathered, in the model's dtype
         weights = whole_on_rank_0(dict(model.named_parameters()), dtype)
     if run.folder:
         with run.replacing(name) as place:
@@ -1993,22 +1993,22 @@ def save_folder(model, tokenizer, run, name, dtype=None):
 
 
 # --------------------------------------------------------------------------------------------------
-# A checkpoint: all tensors that training moves, and Run's counters. What else a step needs
-# (problems, random numbers, learning rate) follows from the step and the settings.
+# A checkpoint: all tensors that training moves, and Run's counters. Everything else that a step
+# needs (problems, random numbers, learning rate) follows from the step and the settings.
 
 COUNTERS = ("step", "skipped", "kl_coef", "held_out", "told", "before")
 LOGS = ("samples.jsonl", "metrics.jsonl")
 
 
 def moving(run, model, optimizer):
-    """What training moves: yields (its name in a checkpoint, float32 tensor, AdamW's state)."""
+    """Yields what training moves: (name in a checkpoint, float32 tensor, AdamW's state)."""
     learners = [("", model, optimizer)]
     if run.reward_model:
         learners.append(("reward_model/", run.reward_model.model, run.reward_model.optimizer))
     for prefix, part, adamw in learners:
         names = [name for name, p in part.named_parameters() if p.requires_grad]
         names = getattr(adamw, "factors", names)  # of LoRA
-        # AdamW's own list, for it moves float32 masters where the weights have fewer bits.
+        # AdamW's own list, because it moves float32 masters if the weights have fewer bits.
         for name, master in zip(names, adamw.param_groups[0]["params"]):
             yield prefix + name, master, adamw.state[master]
     for name, p in run.ref_model.named_parameters() if run.ref_model else ():
@@ -2016,11 +2016,11 @@ def moving(run, model, optimizer):
 
 
 def save_checkpoint(run, model, optimizer):
-    """One safetensors file, moved over the old one. Tensors are whole, however they are sharded."""
+    """Write one safetensors file and move it over the old one. Sharded tensors are saved whole."""
     tensors = whole_on_rank_0({
         f"{key}/{name}": value for name, tensor, state in moving(run, model, optimizer)
         for key, value in {"weight": tensor, **state}.items()})
-    # After a skipped update, or with weights that are not finite, the checkpoint before stays.
+    # After a skipped update, or with weights that are not finite, the previous checkpoint stays.
     finite = all(tensor.isfinite().all() for tensor in tensors.values())
     if run.skipped_in_a_row or not all(gathered_objects(finite)):
         return
@@ -2030,26 +2030,26 @@ def save_checkpoint(run, model, optimizer):
             counters["loss_scale"] = [optimizer.loss_scale, optimizer.updates_since]
         if run.reward_model:
             counters["pairs"] = [run.reward_model.pairs, run.reward_model.replay]
-        # A tensor, too: the text may be long, and the header of the file has a limit.
+        # The counters are a tensor, too: the text may be long, and the file's header has a limit.
         text = bytearray(json.dumps(counters).encode())
         tensors["counters"] = torch.frombuffer(text, dtype=torch.uint8)
         with run.replacing("checkpoint/run.safetensors") as place:
-            for name in LOGS:  # first, for a checkpoint ahead of its lines would leave a gap
+            for name in LOGS:  # first: a checkpoint ahead of its lines would leave a gap
                 reach_the_disk(run.folder / name)
             save_file(tensors, place)
-            # safetensors writes for the owner alone, we for whom the umask says.
+            # safetensors lets only the owner read the file; here it gets the umask's mode.
             shutil.copymode(run.folder / "config.json", place)
     run.saved = f"of step {run.step}"
 
 
 @torch.no_grad()
 def load_checkpoint(run, model, optimizer):
-    """Restore what the checkpoint holds; a run killed before its first starts from step 0."""
+    """Restore what the checkpoint holds; a run killed before its first one starts from step 0."""
     path = Path(run.name, "checkpoint", "run.safetensors")
     if not path.is_file():
         on_rank_0(forget_after, run, -1)  # step 0 is its first evaluation
         return
-    with (telling(f"--resume: {path} is torn, or not of this model:", of=Exception),
+    with (telling(f"--resume: {path} is damaged, or not of this model:", of=Exception),
           safe_open(path, framework="pt") as file):
         counters = json.loads(file.get_tensor("counters").numpy().tobytes())
         vars(run).update({name: counters[name] for name in COUNTERS})
@@ -2069,18 +2069,18 @@ def load_checkpoint(run, model, optimizer):
 
 
 def forget_after(run, step):
-    """Lines of steps that the checkpoint has not seen are cut off, and will be written again."""
+    """Cut off the lines of steps after the checkpoint; they will be written again."""
     for name in LOGS:
         path = run.folder / name
-        with telling(f"--resume: {path}: not lines of ours:", of=Exception):
+        with telling(f"--resume: {path}: not lines of train.py:", of=Exception):
             path.touch()  # a run that was killed early may have none
-            # Behind the last end of a line stands nothing, or a line that a kill has cut off.
+            # After the last end of a line there is nothing, or a line that a kill has cut off.
             lines = path.read_bytes().split(b"\n")[:-1]
             records = [json.loads(line) for line in lines]
             kept = [record for record in records if record["step"] <= step]
         with run.writing(name):
             os.truncate(path, sum(len(line) + 1 for line in lines[:len(kept)]))
-    run.history = [record for record in kept if "loss" in record]  # of the last: metrics.jsonl
+    run.history = [record for record in kept if "loss" in record]  # of the last file, metrics.jsonl
 
 
 @torch.no_grad()
@@ -2095,7 +2095,7 @@ def whole_on_rank_0(tensors, dtype=None):
 
 
 # --------------------------------------------------------------------------------------------------
-# The program: parse, load, open the folder, train, save, tell
+# The program: parse, load, open the folder, train, save, report
 
 def main(argv=None):
     """-> exit status: 0 done; 2 bad input, one line on standard error; 128 + signal if stopped."""
@@ -2107,7 +2107,7 @@ def main(argv=None):
             print_memory(settings)
             return 0
         join_ranks()
-        # Kept with the run, for sums depend on their number in the last digit.
+        # Kept with the run, because the last digit of sums depends on the number of threads.
         settings.threads = settings.threads or torch.get_num_threads()
         torch.set_num_threads(settings.threads)
         settings = plan_memory(settings)
@@ -2127,7 +2127,7 @@ def main(argv=None):
             fault = ("out of memory: lower --prompts-per-step, --group-size, --max-new-tokens or "
                      "--micro-batch-tokens")
         elif run.saved and world() > 1:  # gloo and NCCL raise this when a peer is gone
-            # Any rank says so, for rank 0 may be the one that is gone.
+            # Every rank prints this, because rank 0 may be the one that is gone.
             print(f"train.py: rank {rank()} lost another rank ({one_line(error)}); continue with: "
                   f"{run.way_on}", file=sys.stderr)
             return status
@@ -2146,17 +2146,17 @@ def train(parts, run, s):
     run.name = on_rank_0(run.claim_folder, s)
     begin(run, parts, s)
     try:
-        # From here on a signal lets the step end; what came before had nothing to save.
+        # From here on a signal lets the step end; until here there was nothing to save.
         with run.stopping_on_signals():
             train_grpo(**vars(parts), settings=s, run=run)
-    except RewardFailed:  # on every rank, and nothing has moved in this step
+    except RewardFailed:  # on every rank, before this step moves anything
         save_checkpoint(run, parts.policy_model, parts.optimizer)
         raise
     if run.step < s.steps:
         save_checkpoint(run, parts.policy_model, parts.optimizer)
         say(f"\nstopped after step {run.step}; continue with: {run.way_on}")
         return 128 + run.signal
-    if not run.after:  # a run that was done already when it was resumed
+    if not run.after:  # a finished run was resumed
         _, run.after = evaluate(parts.policy_model, parts.tokenizer, parts.eval_problems, s,
                                 parts.sampler)
     save_folder(parts.policy_model, parts.tokenizer, run, "final", choose_device(s)[1])
@@ -2169,9 +2169,9 @@ def train(parts, run, s):
 
 
 def begin(run, parts, s):
-    """Restore what was saved, write what the run is, say what starts."""
+    """Restore the checkpoint, write the run's settings and inputs, print what starts."""
     run.dtype = parts.policy_model.dtype
-    # Only what moves goes into the checkpoint; the first reference is the policy as it started.
+    # The checkpoint holds only what moves; the first reference is the initial policy.
     run.reward_model = parts.reward_model
     run.ref_model = parts.ref_model if s.renew_reference else None
     inputs = inputs_of(s, parts.problems, parts.eval_problems)
@@ -2179,7 +2179,7 @@ def begin(run, parts, s):
         on_rank_0(check_inputs, run, inputs)
         load_checkpoint(run, parts.policy_model, parts.optimizer)
         if s.steps < run.step:
-            raise BadInput(f"--steps {s.steps}: the run in {run.name} stands at step {run.step}")
+            raise BadInput(f"--steps {s.steps}: the run in {run.name} is at step {run.step}")
     kept = {name: getattr(s, name) for name in FIELDS if FIELDS[name].metadata["kept"]}
     for name, content in (("config.json", kept), ("inputs.json", inputs)) if run.folder else ():
         with run.replacing(name) as place:
@@ -2188,7 +2188,7 @@ def begin(run, parts, s):
     if run.folder:
         with contextlib.suppress(ImportError):  # where TensorBoard is installed
             from torch.utils.tensorboard import SummaryWriter
-            # A resumed run takes back what was drawn of the steps to come.
+            # A resumed run deletes the points of steps that it will repeat.
             to_come = run.step + 1 if run.before else 0
             with run.writing("tensorboard"):
                 run.tensorboard = SummaryWriter(run.folder / "tensorboard", purge_step=to_come)
@@ -2197,12 +2197,12 @@ def begin(run, parts, s):
         f"{parts.policy_model.device}, {len(parts.problems)} problems, "
         f"{len(parts.eval_problems)} held out, {world()} processes; settings of "
         f"{s.config or 'the command line'}; run in {run.name}, from step {run.step}")
-    # Only now, for config.json has the coefficient that the run began with.
+    # Only now, because config.json holds the coefficient that the run began with.
     s.kl_coef = s.kl_coef if run.kl_coef is None else run.kl_coef
 
 
 def say(line, file=None):
-    """What every rank has found, rank 0 tells, above the bars that are being drawn."""
+    """Rank 0 prints the line, above the progress bars."""
     if rank() == 0:
         file = file or sys.stdout
         tqdm.write(line, file=file)
@@ -2210,7 +2210,7 @@ def say(line, file=None):
 
 
 def print_story(run, eval_problems, judged_by):
-    """One held-out problem, answered before and after; the curves; what comes next."""
+    """Print one held-out problem, answered before and after; the curves; what to do next."""
     # A problem that was wrong before training and is right after it; if there is none, the first.
     truths = reward.truths_of(eval_problems)
     before = reward.is_right(score_responses(run.before, truths, 1))
@@ -2229,16 +2229,16 @@ def print_story(run, eval_problems, judged_by):
 
 
 def command(program, *flags):
-    """What to type into a shell, in any folder."""
+    """The command to type into a shell, in any folder."""
     # sys.executable: outside its virtual environment a bare `python` would not find torch.
     return shlex.join([sys.executable, str(HERE / program), *flags])
 
 
 def small_curve(values, width=50):
-    """Numbers as one line of blocks between their extremes: did it learn?"""
+    """Numbers as one line of blocks, from the lowest value to the highest."""
     if not values:
         return ""
-    # adaptive pooling: means of `width` stretches that are as equal as can be
+    # adaptive pooling: means of `width` stretches of nearly equal length
     means = torch.nn.functional.adaptive_avg_pool1d(
         torch.tensor([values], dtype=torch.float64), min(width, len(values)))[0].tolist()
     low = min(means)
@@ -2263,8 +2263,8 @@ def print_figures(parts, s):
 
 
 def print_trace(parts, s):
-    """--trace: one step on one group, told stage by stage, as the theory walks through it."""
-    # Of the first problems, one about which the answers disagree: else all advantages are 0.
+    """--trace: print one step on one group, stage by stage, like the theory's walkthrough."""
+    # Use a problem whose answers have different rewards: else all advantages are 0.
     tries = 0 if s.step_reward else 20
     s = dataclasses.replace(s, prompts_per_step=world(), max_resample=tries, updates_per_rollout=1,
                             minibatches=1)
@@ -2282,7 +2282,7 @@ def print_trace(parts, s):
         say(f"  y_{n + 1}  {mask[n].sum():3} tokens, r {rollout.rewards[n]:g}, "
             f"A {A[n][mask[n]][0]:+.4f}: {one_line(response)[:60]}")
 
-    # What the loss is made of after the update: before it every ratio was 1.
+    # The terms of the loss after the update; before it every ratio was 1.
     new, _ = logprobs_of_all(model, rollout, s, with_entropy=False)                    # (G, S-1)
     old = rollout.old_logprobs
     ref = old if rollout.ref_logprobs is None else rollout.ref_logprobs
@@ -2306,7 +2306,7 @@ def print_trace(parts, s):
 
 
 def keep_going(stream):
-    """A reader who goes away (`| head`) or a full disk does not stop a training: it goes on."""
+    """Training goes on if the reader of a pipe leaves (`| head`) or the disk is full."""
     def unless_it_fails(call):
         def attempt(*given):
             try:
@@ -2315,7 +2315,7 @@ def keep_going(stream):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return attempt
 
-    stream.reconfigure(errors="backslashreplace")  # for a terminal that knows ASCII alone
+    stream.reconfigure(errors="backslashreplace")  # for a terminal that knows only ASCII
     stream.write = unless_it_fails(stream.write)
     stream.flush = unless_it_fails(stream.flush)
 
