@@ -2,15 +2,15 @@
 
     A_i = (r_i - mean(r_1..r_G)) / (std(r_1..r_G) + eps)
 
-DeepSeekMath, arXiv 2402.03300, section 4.1.2. PPO trains a second network to say what reward a
-prompt usually earns. GRPO answers each prompt G times and takes the mean of those G rewards
+DeepSeekMath, arXiv 2402.03300, section 4.1.2. PPO trains a second network to predict the reward
+that a prompt usually earns. GRPO answers each prompt G times and uses the mean of those G rewards
 instead: an answer is good if it beats its siblings.
 
 Departures from the theory's code map:
 - std divides by G, as the formula does. The map calls torch.std, which divides by G-1
   (`unbiased=True`).
 - Equal rewards give exactly 0. The map's `std < 1e-8` misses that in float32: seven rewards of 0.7
-  have a computed std of 6e-8, and answers that do not differ are handed advantages of 0.86.
+  have a computed std of 6e-8, and equal answers get advantages of 0.86.
 
     python advantage.py 1.5 1.0 0 0        # one group: its mean, std and advantages
 """
@@ -22,7 +22,7 @@ import torch
 
 
 def group_advantages(rewards, group_size=8, eps=1e-8, scale_by_std=True, unbiased=False, clip=None):
-    """Rewards (N,) in prompt-major order, row i of prompt i // group_size -> advantages (N,).
+    """Rewards (N,) in prompt-major order, row i for prompt i // group_size -> advantages (N,).
 
     `scale_by_std=False` only centres: Dr. GRPO (arXiv 2503.20783). `clip=5` keeps every advantage
     within -5 and 5. The result keeps dtype and device (integers become float32); the sums are taken
@@ -43,7 +43,7 @@ def group_advantages(rewards, group_size=8, eps=1e-8, scale_by_std=True, unbiase
 
 
 def is_flat(rewards, group_size):
-    """Rewards (N,) -> (B,) bool: all rewards of the group are equal, and it teaches nothing."""
+    """Rewards (N,) -> (B,) bool: all rewards of the group are equal, so it teaches nothing."""
     groups = rewards.view(-1, group_size)                                    # (B, G)
     return (groups == groups[:, :1]).all(dim=1)
 
@@ -62,7 +62,7 @@ def check(rewards, group_size, clip=None):
 
 # --------------------------------------------------------------------------------------------------
 # Variants: other baselines, and advantages that differ from token to token. Plain GRPO is above and
-# needs none of them. `advantages_for` is where one is chosen.
+# needs none of them. `advantages_for` chooses one.
 
 ADVANTAGES = ("group", "leave-one-out", "gtpo", "grpo-s", "shape")
 
@@ -73,7 +73,7 @@ def advantages_for(kind, rewards, group_size=8, entropies=None, mask=None, right
 
     "gtpo" and "grpo-s" need `entropies` and `mask` (N, S-1), and read `right` (N,). "shape" needs
     `mask` and `candidates`, the pair (candidate_rewards, candidate_spans). "group" with
-    `step_rewards` and `mask` is process supervision: steps are rewarded in place of answers. `clip`
+    `step_rewards` and `mask` is process supervision: steps are rewarded instead of answers. `clip`
     bounds every kind. ValueError: an unknown kind, an input that is missing or does not fit it.
     """
     if kind not in ADVANTAGES:
@@ -103,8 +103,8 @@ def advantages_for(kind, rewards, group_size=8, entropies=None, mask=None, right
 def leave_one_out_advantages(rewards, group_size=8):
     """A_i = r_i - mean of the other rewards of its group: (N,) -> (N,). RLOO, arXiv 2402.14740.
 
-    An answer is not part of its own baseline, so the gradient is unbiased. With the mean of all G,
-    r_i - (sum - r_i) / (G - 1) = (r_i - mean) G / (G - 1).
+    An answer is not part of its own baseline, so the gradient is unbiased. In terms of the mean of
+    all G, r_i - (sum - r_i) / (G - 1) = (r_i - mean) G / (G - 1).
     """
     centred = group_advantages(rewards, group_size, scale_by_std=False)
     return centred * (group_size / (group_size - 1))
@@ -115,8 +115,8 @@ def process_advantages(step_rewards, mask, group_size=8):
 
     `step_rewards`: N lists of (end, reward), where `end` is the index of the step's last token
     among the row's response tokens, from 0. A_t is the sum of the normalised rewards of the steps
-    that end at or after t: a token answers for its own step and for all that follow. It is 0 after
-    the last step, and in a group with a single step.
+    that end at or after t: a token is responsible for its own step and for all later ones. It is 0
+    after the last step, and in a group with a single step.
     """
     parts = [[(0, end, reward) for end, reward in steps] for steps in step_rewards]
     return pooled_advantages(parts, mask, group_size)
@@ -127,7 +127,7 @@ def shape_advantages(candidate_rewards, candidate_spans, mask, group_size=8):
 
     `candidate_rewards`: N lists of rewards, one per candidate of the answer; `candidate_spans`: N
     lists of (first, last), a candidate's first and last token, counted from 0 in the response. A
-    token outside every span has advantage 0. Unconfirmed: that the paper pools the shares as here.
+    token outside every span has advantage 0. Unconfirmed: the pooling of shares.
     """
     counts = [len(rewards) for rewards in candidate_rewards]
     if counts != [len(spans) for spans in candidate_spans]:
@@ -141,11 +141,11 @@ def shape_advantages(candidate_rewards, candidate_spans, mask, group_size=8):
 
 
 def shapley_shares(rewards):
-    """The Shapley values (K,) of K candidates whose set is worth its best one: max(rewards).
+    """The Shapley values (K,) of K candidates, if a set is worth its best reward.
 
-    In ascending order, with r_0 = 0: phi_j = sum over k <= j of (r_k - r_(k-1)) / (K - k + 1). What
-    the k-th adds to the (k-1)-th is shared by all that are at least as good. The shares sum to the
-    best reward. ValueError: no candidate, or a reward that is not a finite number.
+    In ascending order, with r_0 = 0: phi_j = sum over k <= j of (r_k - r_(k-1)) / (K - k + 1). All
+    candidates at least as good as the k-th share what it adds to the (k-1)-th. The shares sum to
+    the best reward. ValueError: no candidate, or a reward that is not a finite number.
     """
     if rewards.ndim != 1 or len(rewards) == 0 or not rewards.isfinite().all():
         raise ValueError(f"candidate rewards {rewards.tolist()}: not one or more finite numbers")
@@ -158,7 +158,7 @@ def shapley_shares(rewards):
 def pooled_advantages(parts, mask, group_size):
     """N lists of (first, last, reward): z-scores over the group, added to tokens first..last.
 
-    The parts of all answers of a group are pooled, so answers may have different numbers of them.
+    The parts of all answers of a group are pooled, so answers may have different numbers of parts.
     """
     if mask is None or len(mask) != len(parts):
         raise ValueError(f"parts of {len(parts)} answers: a mask of as many rows is needed")
@@ -179,9 +179,9 @@ def pooled_advantages(parts, mask, group_size):
 
 
 def z_scores(values):
-    """(M,) float64 -> (M,): what `group_advantages` does to one group; a single value gives 0."""
-    # Float64, on the CPU and once per rollout: values that are equal but for rounding must not be
-    # told apart, and 1e-16 disappears beside eps where the 1e-7 of float32 would not.
+    """(M,) float64 -> (M,): `group_advantages` of one group; a single value gives 0."""
+    # In float64, on the CPU, once per rollout. Values that differ only by rounding must count as
+    # equal: a difference of 1e-16 vanishes beside eps, but float32's 1e-7 would not.
     return group_advantages(values, len(values)) if len(values) > 1 else torch.zeros_like(values)
 
 
@@ -189,30 +189,30 @@ def entropy_advantages(rewards, entropies, mask, group_size=8, level="token", a1
                        right=None, normalize=True):
     """GTPO ("token") and GRPO-S ("sequence"), arXiv 2508.04349: rewards (N,) -> (N, S-1).
 
-    Where the policy hesitated, a right answer is praised more and a wrong one is blamed less. With
-    H the entropy of a token under the old policy, at the t-th token of the response:
+    Where the policy hesitated, a right answer is praised more and a wrong one is blamed less. H is
+    the entropy of a token under the old policy. At the t-th token of the response:
         right answers   a1 r + a2 d_t H / sum of H          d_t right answers have a t-th token
         wrong answers   -(a1 + a2 h_t (1/H) / sum of 1/H)   h_t wrong answers have one
-    where the sums run over those d_t or h_t answers, then one z-score per group. GRPO-S does the
+    The sums run over those d_t or h_t answers. One z-score per group follows. GRPO-S does the
     same with the mean entropy of each answer, and gives all tokens of an answer one value.
 
     `entropies` (N, S-1) in nats, read where `mask` is true; below 1e-6 it counts as 1e-6. `right`
     (N,) bool: which answers are right, by default those with a positive reward. `normalize=False`
     gives the shaped rewards before the z-score. A group that is all right or all wrong is ranked by
-    entropy alone: drop it (dynamic sampling). Unconfirmed: what the paper normalises over. Here it
-    is all tokens of the group (GTPO), or all its answers that have a token (GRPO-S).
+    entropy alone: drop it (dynamic sampling). Unconfirmed: what the paper normalises over. Here
+    that is all tokens of the group (GTPO), or all its answers that have a token (GRPO-S).
     """
     check(rewards, group_size)
     check_entropies(rewards, entropies, mask, level, right)
     right = rewards > 0 if right is None else right
     on = mask.cpu()                                                          # (N, S-1)
     lengths = on.sum(dim=1, keepdim=True)                                    # (N, 1)
-    # Left-aligned, so that the t-th tokens of all answers stand in one column whatever the prompt.
+    # Left-aligned, so that the t-th tokens of all answers share a column whatever the prompt.
     taken = torch.arange(on.shape[1]) < lengths                              # (N, S-1)
     H = torch.zeros(on.shape, dtype=torch.float64)
     H[taken] = entropies.detach().cpu().double()[on]
     if level == "sequence":
-        # Every answer as if it were one token, with the mean for its entropy
+        # Treat every answer as one token whose entropy is the answer's mean
         mean = H.sum(dim=1, keepdim=True) / lengths.clamp(min=1)             # (N, 1)
         advantages = entropy_advantages(rewards, mean, lengths > 0, group_size, "token", a1, a2,
                                         right, normalize)
@@ -232,7 +232,7 @@ def entropy_advantages(rewards, entropies, mask, group_size=8, level="token", a1
 
 
 def over_mean(values, members):
-    """(B, G, S-1): each value over the mean of its column's members; NaN where it has none."""
+    """(B, G, S-1): each value divided by the mean of its column's members; NaN if none."""
     return values * members.sum(dim=1, keepdim=True) / (values * members).sum(dim=1, keepdim=True)
 
 
@@ -268,7 +268,7 @@ def main():
     mask = torch.ones(4, 2, dtype=torch.bool)
     steps = [[(0, 1.0), (1, 0.0)], [(1, 1.0)]]
     show("process: steps 1 0 | 1", process_advantages(steps, mask[:2], 2))
-    # Two right and two wrong answers, before the z-score: it would hide the shares
+    # Two right and two wrong answers, before the z-score, which would hide the shares
     H = torch.tensor([[3.0, 1.0], [1.0, 1.0], [3.0, 1.0], [1.0, 1.0]])
     right = torch.tensor([1.0, 1.0, 0.0, 0.0])
     for name, level in (("GTPO", "token"), ("GRPO-S", "sequence")):

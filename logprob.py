@@ -4,15 +4,15 @@
     log pi(v | ...) = log_softmax(logits / T)[v]
 
 Departures from the theory's code map:
-- The map names `sequence_logprob` and does not show it. This is it, from the definition.
+- The map names `sequence_logprob` but does not show it. Here it follows from the definition.
 - Every token keeps its own log-probability: the loss takes the ratio per token, and a ratio of
   whole-sequence probabilities would explode with the length.
 - Only the response is labelled. The map scores prompt and padding too.
 
-Rows are `[prompt][response][padding]`. Padding stands on the right, where causal attention cannot
-see it from a real token: there is no attention mask to get wrong, and positions are 0, 1, 2, ...
-Labels are -100 outside the response; its end token is labelled. Entry t of a (N, S-1) tensor is
-about token t+1, which is predicted from all tokens up to t.
+Rows are `[prompt][response][padding]`. Padding is on the right, where causal attention hides it
+from every real token, so no attention mask is needed and positions are 0, 1, 2, ... Labels are -100
+outside the response; the end token of the response is labelled. Entry t of a (N, S-1) tensor
+belongs to token t+1, which is predicted from all tokens up to t.
 
     python logprob.py "prompt" "response"      # every token, its label mark, its log-prob
 """
@@ -40,7 +40,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 # masked bfloat16 kernels have returned wrong numbers. Torch's other kernels have neither fault.
 torch.backends.cuda.enable_cudnn_sdp(False)
 
-IGNORE = -100                            # the label of a token that no loss is about
+IGNORE = -100                            # the label of a token outside the loss
 
 
 def selected_logprobs(logits, targets, temperature=1.0):
@@ -51,8 +51,8 @@ def selected_logprobs(logits, targets, temperature=1.0):
 
 def plain_logprobs(model, input_ids, labels, temperature=1.0):
     """The definition, word for word: (N, S) ids and labels -> (N, S-1) float32, in nats."""
-    # It holds all N * S * V logits: 2.5 GB for 8 rows of 512 tokens and 151,936 words. That is the
-    # only thing wrong with it, and all the rest of this file is measured against it.
+    # It holds all N * S * V logits: 2.5 GB for 8 rows of 512 tokens and 151,936 words. That is its
+    # only fault, and the rest of this file is checked against it.
     mask = labels[:, 1:] != IGNORE                                                # (N, S-1)
     logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1]           # (N, S-1, V)
     targets = input_ids[:, 1:]                                                    # (N, S-1)
@@ -69,10 +69,10 @@ def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False
                    forms=None):
     """plain_logprobs for a few labelled tokens at a time -> (N, S-1) float32, differentiable.
 
-    `with_entropy`: a second (N, S-1) tensor follows, the entropy in nats of the distribution that
-    each token was drawn from, detached. `group_ids` (N,): rows of one number share their prompt,
-    which then runs once for all of them. `forms` are the model's fast forms, found out at its first
-    call: see forms_of. ValueError: none of them gives the model's own log-probs.
+    `with_entropy` adds a second (N, S-1) tensor: the entropy in nats of the distribution that each
+    token was drawn from, detached. `group_ids` (N,): rows with the same number share a prompt,
+    which then runs once for all of them. `forms` are the model's fast forms, by default those that
+    `forms_of` finds. ValueError: as `forms_of`.
     """
     forms = forms or forms_of(model)
     firsts = firsts_of_equal(torch.cat([input_ids, labels], dim=1))               # (N,)
@@ -101,22 +101,22 @@ def sequence_logprob(model, input_ids, labels, temperature=1.0):
 
 
 def firsts_of_equal(rows):
-    """rows (N, K) -> (N,): which row is the first that equals this one. A sure policy repeats."""
+    """rows (N, K) -> (N,): the first row that equals each. A confident policy repeats itself."""
     numbers = {}
     firsts = [numbers.setdefault(row.tobytes(), n) for n, row in enumerate(rows.cpu().numpy())]
     return torch.tensor(firsts, dtype=torch.long, device=rows.device)
 
 
 def body_of(model):
-    """The part of the model that ends in hidden states: OPT, for one, keeps it a module lower."""
+    """The part of the model that returns hidden states; OPT, for one, has it a module deeper."""
     body = model.get_decoder()
-    return model.base_model.model if body is model else body         # Llama 4 names itself
+    return model.base_model.model if body is model else body         # Llama 4 returns itself
 
 
 def chunks(M, V, device):
-    """Slices of M rows whose logits (m, V) keep the device busy and are hardly larger than that."""
+    """Slices of M rows: their logits (m, V) are just large enough to keep the device busy."""
     values = 2**28 if device.type == "cuda" else 2**18            # in float32 1 GB, or 1 MB
-    step = max(128, values // V)             # with 32 rows a product on a CPU has half its speed
+    step = max(128, values // V)             # on a CPU a product of 32 rows has half the speed
     return [slice(start, start + step) for start in range(0, M, step)]
 
 
@@ -146,7 +146,7 @@ class LeanHead(torch.autograd.Function):
             lse[rows] = top + Z.log()
             logprobs[rows] = chosen - Z.log()
             if with_entropy:
-                # H = log Z - sum of p * (logit - top): of two terms >= 0 no digits cancel
+                # H = log Z - sum of p * (logit - top): two terms >= 0, so no digits cancel
                 entropy[rows] = Z.log() - exps.mul_(logits).sum(dim=-1) / Z
         return logprobs, entropy
 
@@ -154,8 +154,8 @@ class LeanHead(torch.autograd.Function):
     def backward(ctx, grad, _):
         hidden, weight, targets, lse = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        # Added up in float32; autograd returns it in the weight's dtype, or in its grad_dtype. A
-        # frozen weight gets none: with 152k words that is a matrix of a GB.
+        # Summed in float32; autograd converts it to the weight's dtype, or to its grad_dtype. A
+        # frozen weight gets no gradient: with 152k words that saves a matrix of a GB.
         learns = ctx.needs_input_grad[1]
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
         grad = grad / ctx.temperature                                             # (M,)
@@ -176,12 +176,12 @@ class LeanHead(torch.autograd.Function):
 
 
 def factors(hidden, weight):
-    """Both in float32, but for CUDA: there a product of half precision can leave in float32."""
+    """Both in float32, except on CUDA, where a half-precision product can return float32."""
     return (hidden, weight) if hidden.is_cuda else (hidden.float(), weight.float())
 
 
 def logits_of(hidden, weight, temperature):
-    """Logits / T (m, V) in float32: in bfloat16 one of 16 is rounded by up to 0.06 nats."""
+    """Logits / T (m, V) in float32: bfloat16 would round a logit of 16 by up to 0.06."""
     wide = {"out_dtype": torch.float32} if hidden.is_cuda else {}
     logits = torch.mm(hidden, weight.T, **wide)
     return logits if temperature == 1 else logits.div_(temperature)
@@ -191,18 +191,18 @@ def logits_of(hidden, weight, temperature):
 # as the model itself runs them, chunk by chunk.
 
 def own_logprobs(model, output, hidden, targets, temperature, with_entropy):
-    """hidden (M, H), targets (M,), what the body answered -> log-probs (M,), entropies (M,)."""
+    """hidden (M, H), targets (M,), the body's output -> log-probs (M,), entropies (M,)."""
     def part(hidden, targets):
         logits = own_head(model, output, hidden).float() / temperature            # (m, V)
         logprobs = selected_logprobs(logits, targets)
         if not with_entropy:
             return logprobs, torch.zeros_like(logprobs)
         logp = logits.detach().log_softmax(dim=-1)
-        # p log p is 0 where p is 0, and not 0 * -inf
+        # p log p must be 0 where p is 0, and not 0 * -inf
         return logprobs, -(logp.exp() * logp.clamp(min=-1e4)).sum(dim=-1)
 
     words = model.config.get_text_config().vocab_size
-    # At least one chunk, even an empty one: the gradient of a batch without labels can be asked for
+    # At least one chunk, even if it is empty: a batch without labels needs a gradient, too
     parts = [checkpoint(part, hidden[rows], targets[rows], use_reentrant=False)
              for rows in chunks(max(len(hidden), 1), words, hidden.device)]
     return tuple(torch.cat(values) for values in zip(*parts))
@@ -210,21 +210,21 @@ def own_logprobs(model, output, hidden, targets, temperature, with_entropy):
 
 def own_head(model, output, hidden):
     """Logits (M, V) of hidden states (M, H), by the model's whole forward."""
-    # Its body is put aside for one that answers at once, in the real body's kind of output: there
-    # mixtures of experts look for their routers' logits.
+    # For this call the body only returns `hidden`. Its output has the real body's class, because
+    # mixtures of experts look there for their routers' logits.
     answer = type(output)(last_hidden_state=hidden[None])
     body = body_of(model)
     body.forward = lambda *args, **kwargs: answer
     try:
         return model(inputs_embeds=hidden[None], use_cache=False).logits[0]
     finally:
-        del body.forward                                 # the class's own is back in force
+        del body.forward                                 # the class's own forward again
 
 
 # --------------------------------------------------------------------------------------------------
-# Grouped rows. All groups of a micro-batch become a row [x | y_1 | ... | y_G | x' | ...]: a prompt
-# runs once instead of G times, and padding not at all. Positions go on behind the prompt for every
-# answer. Only attention mixes the tokens of a row: there each y_i sees its prompt and itself.
+# Grouped rows. All groups of a micro-batch become one row [x | y_1 | ... | y_G | x' | ...]: each
+# prompt runs once instead of G times, and there is no padding. Every answer's positions continue
+# its prompt's. Only attention mixes the tokens of a row: there each y_i sees its prompt and itself.
 
 def grouped_hidden(model, input_ids, labels, group_ids):
     """The body's output, and hidden states (M, H) that predict labelled tokens, in mask order."""
@@ -237,8 +237,8 @@ def grouped_hidden(model, input_ids, labels, group_ids):
         if last[n]:
             members.setdefault(g, []).append(n)
     groups = []                             # (P, L_1, ..., L_G) each
-    taken = []                              # what the row is made of: places in all of input_ids
-    places = torch.zeros(labels.shape, dtype=torch.long) # where in the row each token stands
+    taken = []                              # the row's tokens: places in the flat input_ids
+    places = torch.zeros(labels.shape, dtype=torch.long) # each token's place in the row
     for rows in members.values():
         P = min(first[n] for n in rows)
         places[rows, :P] = torch.arange(len(taken), len(taken) + P)
@@ -256,7 +256,7 @@ def grouped_hidden(model, input_ids, labels, group_ids):
 
 
 def grouped_attention(module, query, key, value, mask, scaling=None, groups=None, **kwargs):
-    """transformers' own attention; with `groups` ((P, L_1, ..., L_G), ...) a grouped row's."""
+    """transformers' own attention; with `groups` ((P, L_1, ..., L_G), ...) that of grouped rows."""
     # query (1, Hq, T, D), key (1, Hkv, T, D), value (1, Hkv, T, Dv) -> (1, T, Hq, Dv)
     if groups is None:
         return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
@@ -268,7 +268,7 @@ def grouped_attention(module, query, key, value, mask, scaling=None, groups=None
     heads = q.shape[1] // k.shape[1]                     # query heads that share a key head
     if takes_flash(query, value):
         keys, *lengths = flash_call(groups, query.device)
-        # torch 2.11 and 2.12 take as many key heads as query heads only
+        # torch 2.11 and 2.12 need as many key heads as query heads
         k, v = (x[keys].repeat_interleave(heads, dim=1) for x in (k, v))          # (Tk, Hq, D)
         return varlen_attn(q, k, v, *lengths, scale=scaling, window_size=(-1, 0))[None], None
     # Query heads that share a key head become more queries of that head: no key is copied
@@ -287,13 +287,13 @@ def grouped_attention(module, query, key, value, mask, scaling=None, groups=None
 
 @lru_cache(maxsize=8)
 def attention_calls(groups, heads, device):
-    """Pieces of like length in one call -> [(queries, keys, what they see)], places."""
-    # queries (n, L) and keys (n, K) are tokens of the long row. The mask (n, 1, L * g, K) lets a
-    # token see the prompt before its piece, and the piece up to itself. Past its end a piece says
-    # its last token again, with the same result. places (T,): where each token's result is found.
+    """Pieces of similar length in one call -> [(queries, keys, mask)], places."""
+    # queries (n, L) and keys (n, K) are places in the long row. The mask (n, 1, L * g, K) lets a
+    # token see the prompt of its piece, and the piece up to itself. A short piece repeats its last
+    # token, with the same result. places (T,): where each token's result is.
     def kind(piece):
-        # A hundred short answers one by one cost a hundred calls; all in one call, they cost the
-        # padding to the longest. Between two powers of 2 at most half of a call is padding.
+        # A hundred short answers one by one would need a hundred calls, and one call would pad all
+        # to the longest. With lengths between two powers of 2, at most half is padding.
         before, own = piece
         return len(before) > 0, max(len(own) - 1, 8).bit_length()
 
@@ -327,7 +327,7 @@ def pieces_of(groups):
 
 
 def takes_flash(query, value):
-    """In half precision on CUDA pieces of any length go into one call, without a mask."""
+    """In half precision on CUDA, one call takes pieces of any length and needs no mask."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     fits = query.shape[-1] == value.shape[-1] <= 256
     return half and fits and query.is_cuda and torch.cuda.get_device_capability() >= (8, 0)
@@ -335,7 +335,7 @@ def takes_flash(query, value):
 
 @lru_cache(maxsize=8)
 def flash_call(groups, device):
-    """The keys of all pieces (Tk,), where each one's queries and keys end, the longest of both."""
+    """The keys of all pieces (Tk,), the ends of their queries and keys, the longest of each."""
     pieces = list(pieces_of(groups))
     keys = [t for before, own in pieces for t in (*before, *own)]
     L = torch.tensor([0] + [len(own) for _, own in pieces])
@@ -349,15 +349,15 @@ AttentionMaskInterface.register("grouped", sdpa_mask)
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory: micro-batches of so many tokens, and layers that keep nothing for the backward pass
+# Memory: micro-batches within a token budget, and layers that the backward pass computes again
 
 def micro_batches(labels, group_ids, token_budget, share_prompts):
     """Cut N rows into micro-batches -> [(row indices (n,), width of the longest), ...].
 
-    Each costs at most `token_budget` tokens, unless it is one row; equal rows cost as one. Padded
-    rows are sorted, the longest first: little padding is computed, and memory runs out at once or
-    not at all. With `share_prompts` there is no padding, and a group's prompt costs once: groups
-    stay in order, and whole where the budget allows it.
+    Each has at most `token_budget` tokens, unless it is a single row; equal rows count once. Padded
+    rows are sorted, the longest first: there is little padding, and the first micro-batch needs the
+    most memory. With `share_prompts` there is no padding, and a group's prompt counts once: groups
+    stay in order, and whole if the budget allows it.
     """
     is_label = labels != IGNORE                                                   # (N, S)
     after = torch.arange(1, labels.shape[1] + 1, device=labels.device)
@@ -378,19 +378,19 @@ def micro_batches(labels, group_ids, token_budget, share_prompts):
         parts = [list(rows) for _, rows in groupby(distinct, key=groups.__getitem__)]
     cuts = [[]]
     for part in parts:
-        # A group that is too large goes row by row.
+        # A group that is too large is split into rows.
         for rows in [part] if price(part) <= token_budget else [[n] for n in part]:
             if cuts[-1] and price(cuts[-1] + rows) > token_budget:
                 cuts.append([])
             cuts[-1] += rows
-    # Rows that equal those of a cut go with them.
+    # Rows that equal a row of a cut join that cut.
     return [(torch.isin(firsts, torch.tensor(rows, device=firsts.device)).nonzero()[:, 0],
              max(ends[n] for n in rows)) for rows in cuts]
 
 
 @contextmanager
 def layers_checkpointed(model, on):
-    """While `on`, a layer keeps its input alone, and the backward pass computes the layer again."""
+    """While `on`, a layer keeps only its input, and the backward pass computes the layer again."""
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)] if on else []
     for layer in layers:
         layer.training = True
@@ -401,27 +401,27 @@ def layers_checkpointed(model, on):
     try:
         yield
     finally:
-        # In training mode it makes no key/value cache, and the next rollout needs one.
+        # In training mode a layer makes no key/value cache, but the next rollout needs one.
         for layer in layers:
             layer.training = False
 
 
 # --------------------------------------------------------------------------------------------------
-# Which of these forms does a model take? Each is tried once per model, on a few rows, against the
-# model's own forward pass on each row alone.
+# Which of these forms fit a model? Each is tried once per model, on a few rows, and compared with
+# the model's own forward pass on each row alone.
 
 FORMS = weakref.WeakKeyDictionary()      # model -> what forms_of found
-# Tokens of prompt and answer in each row of the trial: two prompts, answers of one token and more
+# The trial's rows, (prompt tokens, answer tokens): two prompts, answers of one token and more
 TRIAL = ((5, 6), (5, 1), (5, 4), (9, 7), (9, 1))
 
 
 @torch.no_grad()
 def forms_of(model):
-    """{"lean head": None or why not, "grouped rows": None or why not}; None: the form is taken.
+    """{"lean head": reason, "grouped rows": reason}: why a form is refused, None if it is used.
 
-    Found out at the first call for a model and kept with it: call it before FSDP shards the model.
-    One that takes grouped rows is left with the attention "grouped", which is transformers' own
-    where no groups are passed. ValueError: not even padded rows and the model's own head give the
+    The first call for a model finds this and keeps it: call it before FSDP shards the model. A
+    model that takes grouped rows keeps the attention "grouped", which is transformers' own if no
+    groups are passed. ValueError: even padded rows and the model's own head do not give the
     log-probs of its forward pass.
     """
     if model in FORMS:
@@ -432,7 +432,7 @@ def forms_of(model):
     ids[4, :9] = ids[3, :9]
     P, L = torch.tensor(TRIAL).T[:, :, None]                                      # (5, 1) each
     t = torch.arange(17)
-    # Random ids also stand in the padding, where they must not matter
+    # The padding has random ids, too: they must not matter
     labels = ids.where((P <= t) & (t < P + L), IGNORE)                            # (5, 17)
     ids, labels, group_ids = (x.to(model.device) for x in (ids, labels, P[:, 0]))
     eps = torch.finfo(model.dtype).eps
@@ -444,7 +444,7 @@ def forms_of(model):
         logprobs = token_logprobs(model, ids, labels, group_ids=group_ids, forms=forms)
         return float((logprobs[labels[:, 1:] != IGNORE] - expected).square().mean().sqrt())
 
-    # The plain form must hold. What rounding does to it says what it may do to the fast ones.
+    # The plain form must be right. Its rounding error sets the tolerance for the fast forms.
     try:
         alone = [plain_logprobs(model, ids[n:n + 1, :P + L], labels[n:n + 1, :P + L])[0, P - 1:]
                  for n, (P, L) in enumerate(TRIAL)]      # each row without its padding
@@ -479,7 +479,7 @@ def forms_of(model):
 
 
 def unseen_in_a_trial(model, form, ids):
-    """Why a form is refused whose few short rows may come out right all the same, or None."""
+    """Why to refuse a form although a few short rows may come out right, or None."""
     config = model.config.get_text_config()
     if form == "grouped rows":
         attention = model.config._attn_implementation
@@ -491,26 +491,26 @@ def unseen_in_a_trial(model, form, ids):
         return "a bias in the head"
     output = body_of(model)(input_ids=ids, use_cache=False)
     hidden = output.last_hidden_state[0]                                          # (S, H)
-    # Logits as large as 1000 show a cap
+    # Logits as large as 1000 reveal a cap
     hidden = hidden * (1000 / (hidden @ head.weight.T).abs().max())
     error = (own_head(model, output, hidden) - hidden @ head.weight.T).abs().max()
     return None if error <= 10 else "a cap or a scale on the logits"
 
 
 def words_of(error):
-    """An exception in one short line. Memory that runs out says nothing about a model: raised."""
+    """An exception in one short line; out of memory is no fault of a model and is raised."""
     if "memory" in str(error):
         raise error
     return " ".join(f"{type(error).__name__}: {error}".split())[:100]
 
 
 def length_limit(config):
-    """The longest prompt and answer together that a model can be trained on; inf: any."""
+    """The most tokens of prompt and answer that a model can be trained on; inf: no limit."""
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None) or math.inf
-    # Beyond its original length "longrope" (Phi-3) turns all positions at another speed: the keys
-    # that the sampler kept and those that the trainer makes anew are then 8 nats apart. Some
-    # families have a set of parameters per kind of layer; none of these is "longrope"
+    # Beyond its original length "longrope" (Phi-3) rotates every position differently. The
+    # sampler's cached keys and the trainer's new ones then give log-probs 8 nats apart. Some
+    # families have one set of parameters per kind of layer; none of them is "longrope"
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
         original = rope.get("original_max_position_embeddings")
@@ -530,7 +530,7 @@ def main():
     parser.add_argument("response", nargs="?",
                         default="9 - 4 = 5 , 5 - 2 = 3 , 3 + 7 = 10 , \\boxed{ 10 }")
     parser.add_argument("--model", default=str(Path(__file__).parent / "tests" / "tiny"),
-                        help="a hub name, a model's folder, or a run's: then its final/")
+                        help="a hub name, a model's folder, or a run's folder (for its final/)")
     parser.add_argument("--system-prompt", default="")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -5,14 +5,14 @@
     KL_t = exp(d_t) - d_t - 1,   d_t = logp_ref_t - logp_t            [F], Schulman's k3
     L    = -mean over rows of mean over the row's tokens of (J_t - beta KL_t)
 
-DeepSeekMath, arXiv 2402.03300, eq. 3 and 4. Why the clip: the answers were drawn from pi_old, and
-say little about a policy that has moved far from it. Why a minimum: a move for the worse is never
-hidden by the clip.
+DeepSeekMath, arXiv 2402.03300, eq. 3 and 4. The answers were drawn from pi_old and say little about
+a policy that has moved far from it, so the ratio is clipped. The minimum makes sure that the clip
+never hides a move for the worse.
 
 Departures from the theory's code map:
 - The ratio is taken token by token. The map takes it over the whole answer, exp(sum of
   differences): at 256 tokens a drift of 0.01 nats per token is already a ratio of 13.
-- k3 is computed as expm1(d) - d. Written exp(d) - d - 1 it is 0.0 in float32 for d = 1e-4.
+- k3 is computed as expm1(d) - d, because exp(d) - d - 1 is 0.0 in float32 for d = 1e-4.
 
     python loss.py        # one answer's clip table, k1 k2 k3 side by side, and the variants
 """
@@ -23,7 +23,7 @@ import torch
 
 
 def clipped_objective(log_ratio, advantages, clip_low=0.2, clip_high=0.2):
-    """[E] min(w A, clip(w, 1 - low, 1 + high) A), and where the clip bit: no gradient flows there.
+    """[E] min(w A, clip(w, 1 - low, 1 + high) A), and where it is clipped (no gradient).
 
     log_ratio = logp - logp_old, any shape; advantages broadcast against it. PPO, arXiv 1707.06347,
     eq. 7.
@@ -38,8 +38,8 @@ def kl_estimate(logprobs, ref_logprobs, estimator="k3"):
     """[F] Schulman's estimates of KL(pi || ref), for tokens drawn from pi; d = log ref - log pi.
 
     k3 = e^d - d - 1 is unbiased and never negative, and has the gradient of KL(ref || pi), see
-    `gradient_coefficient`. k1 = -d is unbiased but can be negative, and differentiated inside the
-    loss it has zero expected gradient on-policy; k2 = d^2 / 2 has the gradient of KL(pi || ref).
+    `gradient_coefficient`. k1 = -d is unbiased but can be negative, and inside the loss its
+    expected gradient on-policy is zero; k2 = d^2 / 2 has the gradient of KL(pi || ref).
     """
     d = ref_logprobs - logprobs
     if estimator == "k3":
@@ -56,18 +56,18 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
     """The GRPO loss of a batch and its metrics: `(loss, {name: detached scalar})`.
 
     logprobs, old_logprobs, ref_logprobs, mask: (N, S-1), nats; advantages: (N,) or (N, S-1). Where
-    the mask is false anything may stand, inf and NaN included. `ref_logprobs` may be None when
-    `kl_coef` is 0. A row whose mask is all false adds 0 and still counts as a row.
+    the mask is false the values do not matter and may be inf or NaN. `ref_logprobs` may be None
+    when `kl_coef` is 0. A row whose mask is all false adds 0 and still counts as a row.
 
     aggregate  "sequence": mean over each row, then over rows (GRPO);  "token": mean over all tokens
                (DAPO);  "constant": sum / (rows * max_new_tokens), Dr. GRPO, 2503.20783
-    n_rows, n_tokens   sizes of the whole batch, where these rows are only a micro-batch of it: then
+    n_rows, n_tokens   sizes of the whole batch, if these rows are only a micro-batch of it: then
                losses, gradients and metrics of the micro-batches add up to those of the batch.
-    variant    clip_eps_high, kl_estimator, ratio, objective, sampler_logprobs, sampler_cap: what
-               stands in the place of J_t or KL_t, see `token_terms`
+    variant    clip_eps_high, kl_estimator, ratio, objective, sampler_logprobs, sampler_cap: they
+               change J_t or KL_t, see `token_terms`
 
     `clip_fraction`, its `_low` and `_high` side and `ratio_mean` are means over tokens; `approx_kl`
-    is averaged as the loss is, loss = policy_loss + kl_coef * approx_kl, and NaN without a
+    is averaged like the loss, so loss = policy_loss + kl_coef * approx_kl; it is NaN without a
     reference. ValueError: an aggregate that does not exist, "constant" without max_new_tokens, a KL
     penalty without a reference, and what `token_terms` refuses.
     """
@@ -106,8 +106,8 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
 
 
 # --------------------------------------------------------------------------------------------------
-# Variants: what the options of `grpo_loss` put in the place of J_t and KL_t, and beta over time.
-# `token_terms` is where one is chosen. Without options its terms are the two formulas above.
+# Variants: the options of `grpo_loss` change J_t or KL_t, and `next_kl_coef` changes beta.
+# `token_terms` applies the options. Without options its terms are the two formulas above.
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3_corrected")
 AGGREGATES = ("sequence", "token", "constant")
@@ -118,31 +118,31 @@ OBJECTIVES = ("clip", "cispo")
 def token_terms(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0.2, *,
                 clip_eps_high=None, kl_estimator="k3", ratio="token", objective="clip",
                 sampler_logprobs=None, sampler_cap=2.0):
-    """[E] [F] J_t, where the clip bit, KL_t and the log-ratio of every token, before any average.
+    """[E] [F] J_t, where it is clipped, KL_t and the log-ratio of every token, before any average.
 
     Takes what `grpo_loss` takes -> (J, clipped, kl, log_ratio), each (N, S-1); kl is None without
-    ref_logprobs. Where the mask is false they are finite and mean nothing. ValueError: an option
-    that does not exist, a sampler_cap that is not above 0.
+    ref_logprobs. Where the mask is false the values are finite but mean nothing. ValueError: an
+    option that does not exist, a sampler_cap that is not above 0.
 
-    clip_eps_high  the upper clip where it differs from the lower: DAPO's clip-higher, 2503.14476
+    clip_eps_high  the upper clip if it differs from the lower: DAPO's clip-higher, 2503.14476
     kl_estimator   "k1", "k2", "k3": `kl_estimate`;  "k3_corrected": (pi / pi_old) k3, 2512.02556
     ratio          "token": w_t;  "sequence": exp(mean of the row's log-ratios), GSPO, 2507.18071
     objective      "clip": `clipped_objective`;  "cispo": `cispo_objective`, 2506.13585
-    sampler_logprobs, sampler_cap   (N, S-1): what the sampler says the tokens' log-probabilities
-                   were, where it is not [D]: every J_t times min(pi_old / pi_sampler, cap)
+    sampler_logprobs, sampler_cap   (N, S-1): the sampler's own log-probabilities, if they
+                   differ from [D]'s: J_t is multiplied by min(pi_old / pi_sampler, cap)
     """
     check_option("kl_estimator", kl_estimator, KL_ESTIMATORS)
     check_option("ratio", ratio, RATIOS)
     check_option("objective", objective, OBJECTIVES)
     if not sampler_cap > 0:
         raise ValueError(f"sampler_cap {sampler_cap}: not above 0")
-    # What is masked becomes 0 before anything is computed: no inf or NaN reaches a gradient.
+    # Masked entries become 0 before anything is computed, so no inf or NaN reaches a gradient.
     logprobs = logprobs.where(mask, 0)
     old_logprobs = old_logprobs.where(mask, 0)
     A = advantages.view(len(mask), -1).where(mask, 0)                        # (N, S-1)
     clip_high = clip_eps if clip_eps_high is None else clip_eps_high
 
-    # Bounded: exp overflows at 88, and inf * 0 would be NaN.
+    # The log-ratio is bounded, because exp overflows at 88 and inf * 0 would be NaN.
     log_ratio = token_log_ratio = (logprobs - old_logprobs).clamp(max=20)    # (N, S-1)
     if ratio == "sequence":
         mean = (logprobs - old_logprobs).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
@@ -161,18 +161,18 @@ def token_terms(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps
         return J, clipped, None, log_ratio
     kl = kl_estimate(logprobs, ref_logprobs.where(mask, 0), kl_estimator.removesuffix("_corrected"))
     if kl_estimator == "k3_corrected":
-        # Exact for KL(pi || ref), in value and gradient, when the tokens were drawn from pi_old:
-        # the mean of (pi / pi_old) k3 over pi_old is that of k3 over pi. The gradient flows
-        # through the ratio too, which is the token's own whatever `ratio` says.
+        # Exact for KL(pi || ref), in value and gradient, if the tokens were drawn from pi_old: the
+        # mean of (pi / pi_old) k3 over pi_old equals the mean of k3 over pi. The gradient also
+        # flows through the ratio, which is always the token's own.
         kl = token_log_ratio.exp() * kl
     return J, clipped, kl, log_ratio
 
 
 def cispo_objective(logprobs, log_ratio, advantages, clip_high=0.2):
-    """CISPO, MiniMax-M1, arXiv 2506.13585: min(w, 1 + high) A logp, and where the cap bit.
+    """CISPO, MiniMax-M1, arXiv 2506.13585: min(w, 1 + high) A logp, and where w is capped.
 
-    No gradient flows through the weight, and so none is lost: a token beyond the cap still learns,
-    with the cap for a weight. There is no lower cap. Only the gradient is an estimate, not J.
+    The weight w is detached, so the cap stops no gradient: a token beyond the cap still learns,
+    with the cap as its weight. There is no lower cap. Only the gradient of J is an estimate.
     """
     w = log_ratio.exp().detach()
     cap = 1 + clip_high
@@ -180,10 +180,10 @@ def cispo_objective(logprobs, log_ratio, advantages, clip_high=0.2):
 
 
 def gradient_coefficient(advantages, logprobs, ref_logprobs, kl_coef=0.04):
-    """What multiplies grad logp on-policy with k3: A + beta (ref/pi - 1). DeepSeekMath, A.1.6.
+    """The factor of grad logp on-policy with k3: A + beta (ref/pi - 1). DeepSeekMath, A.1.6.
 
     advantages: (N,) or (N, S-1); logprobs, ref_logprobs: (N, S-1) -> (N, S-1). Where the reference
-    is above the policy the penalty pulls the probability up.
+    is above the policy, the penalty raises the probability.
     """
     A = advantages.view(len(logprobs), -1)                                   # (N, 1) or (N, S-1)
     return A + kl_coef * (ref_logprobs - logprobs).expm1()
@@ -192,15 +192,15 @@ def gradient_coefficient(advantages, logprobs, ref_logprobs, kl_coef=0.04):
 def next_kl_coef(kl_coef, approx_kl, low=0.02, high=0.05, rate=0.1):
     """Adaptive KL: the coefficient of the next step, from this step's KL in nats per token.
 
-    Inside the band from low to high it is unchanged; above it grows and below it shrinks, in
-    proportion to how far outside the KL is, by at most `rate`. Clipped proportional control, as in
-    arXiv 1909.08593; the band is theory 001's, in place of the paper's one target. ValueError
+    It stays if the KL is in the band from low to high. Above the band it grows and below it
+    shrinks, in proportion to the distance, by at most `rate`. Clipped proportional control, as in
+    arXiv 1909.08593; theory 001's band replaces the paper's target. ValueError
     unless kl_coef >= 0, 0 < low <= high, 0 < rate < 1 and the KL is a number, inf included.
     """
     if not (kl_coef >= 0 and 0 < low <= high and 0 < rate < 1) or math.isnan(approx_kl):
         raise ValueError(f"kl_coef {kl_coef}, KL {approx_kl}, band {low} to {high}, rate {rate}: "
                          "not all above 0 and in order")
-    # It does not fall below this, and restarts here from 0: a factor alone would be stuck at 0.
+    # It never falls below this and restarts here from 0, where a factor alone would be stuck.
     smallest = 1e-8
     if approx_kl > high:
         return (kl_coef or smallest) * min(approx_kl / high, 1 + rate)

@@ -5,10 +5,10 @@
 
 Departures from the theory's code map:
 - The ids that were sampled are the ids that are trained on: no text is tokenised again.
-- A step may take several updates on one rollout. The old log-probs of all of them are those
-  that the first update finds, before anything has moved.
-- The batch is cut into micro-batches and divided once, by the size of the whole batch: the
-  gradient does not depend on the cut.
+- A step may take several updates on one rollout. All of them use the old log-probs that the first
+  update computes, before any weight has moved.
+- The batch is cut into micro-batches, and the loss is divided once, by the size of the whole batch:
+  the gradient does not depend on the cut.
 
     python train.py                                       # the tiny policy learns to reason
     python train.py --model Qwen/Qwen2.5-1.5B-Instruct    # GSM8K, on a GPU
@@ -62,8 +62,8 @@ class Batch:
     problems: list                   # B dicts, see reward.load_problems
     prompts: list                    # their B prompts, chat template applied
     generators: list | None = None   # of random numbers, one per prompt
-    more: object = None              # (attempt, n) -> Batch of n others, for --max-resample
-    resampled: int = 0               # groups that --max-resample has thrown away
+    more: object = None              # (attempt, n) -> Batch of n other problems
+    resampled: int = 0               # groups that --max-resample has redrawn
 
 
 def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
@@ -71,8 +71,8 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     """One GRPO step on a Batch -> (its metrics, floats by name; the Rollout).
 
     DeepSeekMath, algorithm 1. ref_model: the frozen reference, None for no KL. `sampler` is called
-    as sample_groups is. `reward_of(problems, prompts, rollout) -> (N,)` replaces the rule's reward.
-    Each of several GPUs has a batch of its own; the metrics are of all. BadInput: a reward that
+    like sample_groups. `reward_of(problems, prompts, rollout) -> (N,)` replaces the rule's reward.
+    Each of several GPUs has its own batch; the metrics cover all. BadInput: a reward that
     fails or is not (N,) numbers.
     """
     s = settings
@@ -90,16 +90,16 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     add_length_terms(rollout, s)
     clock.append(time.perf_counter())
 
-    # [D] The reference's log-probs. The policy's own are found by the first update.
+    # [D] The reference's log-probs. The first update computes the policy's own.
     fill_in_logprobs(policy_model, ref_model, rollout, s)
 
-    # [C] Each answer against its siblings: (N,), or (N, S-1) where tokens differ.
+    # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if tokens differ.
     options = advantage_options(rollout, batch, tokenizer, reward_of, s)
     advantages = advantages_for(s.advantage, rollout.rewards, s.group_size, **options)
     rollout.advantages = advantages.to(rollout.labels.device)
 
-    # [D] [E] [F] One gradient step by default. With more of them the answers come from a policy
-    # that has moved on, and that is what the ratio and its clip are for.
+    # [D] [E] [F] One gradient step by default. With more steps the answers come from an older
+    # policy, which the ratio and its clip correct for.
     updates = []
     for _ in range(s.updates_per_rollout):
         for part in mini_batches(rollout, s):
@@ -128,16 +128,16 @@ def update(policy_model, optimizer, rollout, settings):
         old = logp.detach() if part.old_logprobs is None else part.old_logprobs
         value, metrics = grpo_loss(logp, old, part.ref_logprobs, part.advantages,
                                    loss_mask(part, s), **loss_options(part, s), **sizes)
-        # Both are 1, but on several GPUs, see micro_batches(), and in float16, see MasterAdamW.
+        # Both factors are 1 except on several GPUs (micro_batches) and in float16 (MasterAdamW).
         (value * weight * loss_scale).backward()
         for name in metrics:
             sums[name] = sums.get(name, 0) + metrics[name] * (weight > 0)
-    # Nothing has moved before the first update: its log-probs are the old ones, all ratios are 1.
+    # No weight has moved before the first update: its log-probs are the old ones, all ratios 1.
     if rollout.old_logprobs is None:
         rollout.old_logprobs = logprobs
         rollout.entropies = entropies
 
-    # [G] The gradient step. One that would write NaN into the weights is not taken, and counted.
+    # [G] The gradient step. A step that would write NaN into the weights is skipped and counted.
     grad_norm = clip_grad_norm_(unscaled(optimizer, loss_scale), s.max_grad_norm)
     metrics = update_metrics(sums, grad_norm, logprobs, rollout.old_logprobs)
     if not metrics["skipped_updates"]:
@@ -152,10 +152,10 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
                run=None, sampler=sample_groups, reward_of=None, reward_model=None):
     """Steps run.step + 1 .. settings.steps on `problems` (dicts, see reward.load_problems).
 
-    `sampler` and `reward_of` as in train_step; `reward_model` is what stands behind the latter, if
-    it is trained further with every new reference. Everything random follows from (seed, step,
-    prompt): a resumed run needs to know its step and no more, and the answers do not depend on how
-    many GPUs share them. BadInput: settings that still hold `auto`, too few problems.
+    `sampler` and `reward_of` are those of train_step; `reward_model` is the model behind
+    `reward_of`, if it is trained further with every new reference. Everything random follows from
+    (seed, step, prompt): a resumed run only needs its step, and the answers do not depend on the
+    number of GPUs. BadInput: settings that still hold `auto`, too few problems.
     """
     s = settings
     check_arguments(problems, eval_problems, s)
@@ -170,7 +170,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             if run.stopped():
                 break
             set_learning_rate(optimizer, step, s)
-            # Fresh problems, fresh answers: what the policy learned from is not asked again.
+            # Fresh problems and fresh answers: no step reuses the answers of an earlier step.
             batch = batch_of_step(tokenizer, problems, step, s)
             metrics, rollout = train_step(policy_model, ref_model, optimizer, tokenizer, batch, s,
                                           sampler, reward_of)
@@ -178,7 +178,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             metrics = {"step": step, "lr": optimizer.param_groups[0]["lr"], **metrics}
             if reward_model:
                 remember(reward_model, rollout, step, s)
-            # Iterative GRPO: a new reference, and the reward model goes on learning, too.
+            # Iterative GRPO: a new reference, and the reward model is trained further.
             if s.renew_reference and step % s.renew_reference == 0:
                 metrics |= renew(ref_model, policy_model, reward_model, step, s)
             if step % s.eval_every == 0 or step == s.steps:
@@ -187,7 +187,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
                 run.held_out.append((step, figure_of(figures)))
                 keep_best(policy_model, tokenizer, s, run)
             run.log(metrics)
-            # The leash of the next step: another one only with --kl-band.
+            # The KL coefficient of the next step; only --kl-band changes it.
             run.kl_coef = s.kl_coef = next_beta(metrics["approx_kl"], s)
             show(bar, metrics, run)
             if step % s.save_every == 0 or step == s.steps:
@@ -199,7 +199,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
 # failures, settings (every flag), loading, weights and optimizer, LoRA, a count of the memory,
 # several GPUs, the files of a run, checkpoints, the program. From here on `s` is the Settings.
 #
-# What train_step leaves to helpers: the options of [B], [C] and [E][F], log-probs batch by batch
+# Helpers of train_step: the options of [B], [C] and [E][F], log-probs by micro-batches
 
 # The flags that grpo_loss takes under the same names: of every token, and of their average
 OF_TOKENS = ("clip_eps", "clip_eps_high", "kl_estimator", "ratio", "objective")
@@ -207,10 +207,10 @@ OF_AVERAGE = ("kl_coef", "aggregate", "max_new_tokens")
 
 
 def loss_options(part, s, names=OF_TOKENS + OF_AVERAGE):
-    """The flags of [E][F]; with --sampler-correction also what the sampler said."""
+    """The flags of [E][F]; with --sampler-correction also the sampler's log-probs."""
     options = {name: getattr(s, name) for name in names}
     if s.sampler_correction:
-        # The sampler's own numbers, of other kernels than [D]'s; plain GRPO never reads them.
+        # The sampler's own numbers come from other kernels than [D]'s; plain GRPO ignores them.
         options["sampler_logprobs"] = part.logprobs
         options["sampler_cap"] = s.sampler_correction
     return options
@@ -219,7 +219,7 @@ def loss_options(part, s, names=OF_TOKENS + OF_AVERAGE):
 def answers_to(batch, model, tokenizer, s, sampler):
     """[A] -> Rollout; a fault on one GPU ends the step on all of them."""
     if s.around_best:
-        # Which answers are best is told by the rule, and the rule needs the batch's true answers.
+        # The rule decides which answers are best, and it needs the batch's true answers.
         truths = reward.truths_of(batch.problems)
         sampler = partial(sample.sample_around, best=s.around_best, rewards_of=lambda _, responses:
                           score_responses(responses, truths, s.group_size // 2))
@@ -229,23 +229,23 @@ def answers_to(batch, model, tokenizer, s, sampler):
 
 
 def set_rewards(rollout, batch, reward_of=None):
-    """[B]: rollout.rewards and rollout.rule_rewards, (N,) each; the same without a `reward_of`."""
+    """[B] Set rollout.rewards and rollout.rule_rewards, (N,) each; equal without a `reward_of`."""
     N = len(rollout.responses)
     truths = reward.truths_of(batch.problems)
     rewards = score_responses(rollout.responses, truths, N // len(truths))
-    rollout.rule_rewards = rewards  # in any case, for accuracy comes from them
+    rollout.rule_rewards = rewards  # always, because accuracy comes from them
     if reward_of:
         rewards = reward_of(batch.problems, batch.prompts, rollout)
         if not isinstance(rewards, torch.Tensor) or rewards.shape != (N,):
-            raise BadInput(f"reward_of: a tensor of {N} rewards, one per answer, is needed; it "
-                           f"gave {one_line(rewards)[:60]}")
+            raise BadInput(f"reward_of: it must return a tensor of {N} rewards, one per answer, "
+                           f"and gave {one_line(rewards)[:60]}")
     rollout.rewards = rewards.cpu()
 
 
 def add_length_terms(rollout, s):
-    """GR3's rescaling and DAPO's penalty for answers that are almost too long, where asked for."""
+    """GR3's rescaling and DAPO's penalty for answers that are almost too long, if asked for."""
     lengths = rollout.mask.sum(dim=1).cpu()                                            # (N,)
-    # GR3 has no meaning for a negative reward, which a function of the user's own may give.
+    # GR3 has no meaning for negative rewards, but a user's function may give some.
     with telling("--length-rescale:", RewardFailed):
         if s.length_rescale:
             rollout.rewards = reward.length_rescaled(rollout.rewards, lengths, s.group_size,
@@ -256,14 +256,14 @@ def add_length_terms(rollout, s):
 
 
 def advantage_options(rollout, batch, tokenizer, reward_of, s):
-    """What the kinds of [C] read beside the rewards; plain GRPO reads the last two alone."""
+    """What the kinds of [C] read besides the rewards; plain GRPO reads only the last two."""
     candidates = None
     if s.advantage == "shape":
         ids = [row[row != IGNORE].tolist() for row in rollout.labels]
         truths = reward.truths_of(batch.problems)
         candidates = reward.boxed_candidates(rollout.responses, truths, s.group_size, ids,
                                              tokenizer.decode)
-    # With a reward of one's own, an answer counts as right if its reward is positive.
+    # With a user's own reward, an answer counts as right if its reward is positive.
     right = None if reward_of else reward.is_right(rollout.rule_rewards)
     return {"entropies": rollout.entropies, "mask": rollout.mask, "right": right,
             "step_rewards": rollout.step_rewards, "candidates": candidates,
@@ -271,8 +271,8 @@ def advantage_options(rollout, batch, tokenizer, reward_of, s):
 
 
 def loss_mask(rollout, s):
-    """The tokens that the loss speaks of, (N, S-1): responses, cut off ones left out if asked."""
-    # Not earlier: their rewards belong to the mean that their siblings are compared with.
+    """The tokens in the loss, (N, S-1): the responses, with --mask-truncated only finished ones."""
+    # Truncated ones are masked only here: their rewards belong to their siblings' mean.
     return rollout.mask & rollout.finished[:, None] if s.mask_truncated else rollout.mask
 
 
@@ -300,33 +300,33 @@ def logprobs_of_all(model, rollout, s, with_entropy=True):
 
 
 def fill_in_logprobs(policy_model, ref_model, rollout, s):
-    """[D] before anything moves: the reference's, and the policy's own if it is needed now."""
-    if s.offload:  # memory is short: the rollout's cache and graphs make room for the update
+    """[D] before any update: the reference's log-probs, and the policy's if needed now."""
+    if s.offload:  # memory is short: free the rollout's cache and graphs for the update
         sample.release(policy_model)
     if ref_model is not None:
         rollout.ref_logprobs, _ = logprobs_of_all(ref_model, rollout, s, with_entropy=False)
-    # The first update finds the policy's by the way. But [C] may ask for entropies, and with
-    # mini-batches the policy moves before the last of them has been seen.
+    # Usually the first update computes the policy's log-probs. But [C] may need entropies, and with
+    # mini-batches the policy moves before the last one is scored.
     if s.minibatches > 1 or s.advantage in ("gtpo", "grpo-s"):
         rollout.old_logprobs, rollout.entropies = logprobs_of_all(policy_model, rollout, s)
 
 
 def mini_batches(rollout, s):
-    """--minibatches: the groups dealt out in order, as equally as can be -> Rollouts."""
+    """--minibatches: the groups split in order, as evenly as possible -> Rollouts."""
     if s.minibatches == 1:
-        return [rollout]  # itself, for the first update leaves its log-probs there
+        return [rollout]  # no copy: the first update stores its log-probs there
     groups = torch.arange(len(rollout.responses)).view(-1, s.group_size)               # (B, G)
     return [rollout.take(rows.flatten().tolist()) for rows in groups.tensor_split(s.minibatches)]
 
 
 def micro_batches(rollout, s):
-    """Yields the rows of each as a Rollout, their place in (N, S-1), the weight of their loss."""
+    """Yields for each: its rows as a Rollout, their place in (N, S-1), the weight of its loss."""
     cuts = logprob.micro_batches(rollout.labels, rollout.group_ids, s.micro_batch_tokens,
                                  s.share_prompts)
     # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
-    # equally many, or FSDP's gathers wait for ever: whoever has fewer runs its last one again, with
-    # weight 0. And FSDP averages the gradients of the GPUs where we want their sum: so a real pass
-    # weighs as much as there are GPUs.
+    # the same number, or FSDP's gathers wait for ever: a GPU with fewer runs its last one again,
+    # with weight 0. And FSDP averages the gradients of the GPUs, but we need their sum: so the
+    # weight of a real pass is the number of GPUs.
     for n in range(max(gathered_objects(len(cuts)))):
         rows, width = cuts[min(n, len(cuts) - 1)]
         weight = world() if n < len(cuts) else 0
@@ -335,9 +335,9 @@ def micro_batches(rollout, s):
 
 
 def update_metrics(sums, grad_norm, logprobs, old_logprobs):
-    """The metrics of all micro-batches, on all GPUs; whether the step must be skipped."""
+    """The metrics of all micro-batches, on all GPUs, and whether to skip the step."""
     lacking = {"loss", "approx_kl"} - sums.keys()
-    if lacking:  # a loss of the reader's own
+    if lacking:  # a user's own loss
         raise BadInput(f"grpo_loss: its metrics lack {min(lacking)!r}")
     metrics = summed(sums)
     metrics["grad_norm"] = float(full(grad_norm))
@@ -354,10 +354,10 @@ def largest_ratio_error(logprobs, old_logprobs):
 
 
 def step_metrics(rollout, batch, updates, clock, s):
-    """What a step was like: the answers, the mean of its updates, the time."""
+    """The metrics of a step: its answers, the mean of its updates, its time."""
     lengths = gathered(rollout.mask.sum(dim=1).float())                                # (N,)
     rewards = gathered(rollout.rewards)                                                # (N,)
-    # Accuracy and format are the rule's, whoever gave the rewards; NaN: no true answer is known.
+    # Accuracy and format always come from the rule; they are NaN if no true answer is known.
     known = gathered(rollout.rule_rewards)
     known = known[~known.isnan()]
     entropy = summed({"entropy": rollout.entropies.sum()})["entropy"]
@@ -376,9 +376,9 @@ def step_metrics(rollout, batch, updates, clock, s):
         "tokens": lengths.sum(),
         "entropy": entropy / lengths.sum(),  # per token, of the policy that drew the answers
         "kl_coef": s.kl_coef,
-        # trainer against sampler, before anything has moved: rounding, and no more
+        # trainer against sampler, before any weight has moved: only rounding
         "sampler_ratio_error": largest_ratio_error(rollout.old_logprobs, rollout.logprobs),
-        # Several updates: their mean, but the largest ratio error and the number of skipped ones.
+        # Of several updates the mean, the largest ratio error and the number of skipped ones.
         **{name: sum(u[name] for u in updates) / len(updates) for name in updates[0]},
         "ratio_max_error": max(u["ratio_max_error"] for u in updates),
         "skipped_updates": sum(u["skipped_updates"] for u in updates),
@@ -398,7 +398,7 @@ def step_metrics(rollout, batch, updates, clock, s):
 
 
 def peak_memory():
-    """Bytes: of the allocator on CUDA, else of the whole process; NaN where nobody tells."""
+    """Bytes: of the allocator on CUDA, else of the whole process; NaN if it is unknown."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     with contextlib.suppress(ImportError):  # Windows
@@ -409,23 +409,23 @@ def peak_memory():
 
 
 def mean(bools):
-    """The share of True; NaN of nothing."""
+    """The share of True; NaN if there is no entry."""
     return bools.float().mean()
 
 
 # --------------------------------------------------------------------------------------------------
-# Dynamic sampling (DAPO, arXiv 2503.14476): a group whose rewards are all equal teaches nothing,
-# and makes room for a group of another problem
+# Dynamic sampling (DAPO, arXiv 2503.14476): a group whose rewards are all equal teaches nothing and
+# is replaced by a group of another problem
 
 def without_flat_groups(rollout, model, tokenizer, batch, s, sampler, reward_of):
-    """Groups without variance are replaced -> Rollout; `batch` is changed in place."""
+    """Replace groups without variance -> Rollout; `batch` is changed in place."""
     G = s.group_size
     N = len(rollout.responses)
-    for attempt in range(1, s.max_resample + 1):  # what stays flat has advantages of 0
+    for attempt in range(1, s.max_resample + 1):  # groups that stay flat have advantages of 0
         flat = is_flat(rollout.rewards, G).nonzero()[:, 0].tolist()
         if not any(gathered_objects(len(flat))):
             break  # every group of every rank teaches something
-        # A rank that needs nothing draws one group all the same: the others wait for it in FSDP.
+        # A rank that needs no group still draws one: the others wait for it in FSDP.
         others = batch.more(attempt, max(len(flat), 1))
         new = answers_to(others, model, tokenizer, s, sampler)
         agreed(set_rewards, new, others, reward_of)
@@ -436,17 +436,17 @@ def without_flat_groups(rollout, model, tokenizer, batch, s, sampler, reward_of)
             batch.problems[j] = others.problems[k]
             batch.prompts[j] = others.prompts[k]
             rows[j * G:(j + 1) * G] = range(N + k * G, N + (k + 1) * G)
-        # The rows of a group keep its number.
+        # The groups keep their numbers.
         rollout = dataclasses.replace(rollout.join(new).take(rows), group_ids=rollout.group_ids)
         batch.resampled += len(flat)
     return rollout
 
 
 # --------------------------------------------------------------------------------------------------
-# What train_grpo leaves to helpers: problems and random numbers of a step, evaluation, the bar
+# Helpers of train_grpo: problems and random numbers of a step, evaluation, the bar
 
 def check_arguments(problems, eval_problems, s):
-    """BadInput for what would fail in the middle of a step; load() has found it before."""
+    """BadInput for what would fail in the middle of a step; main() finds it earlier, in load()."""
     unsettled = [flag_of(name) for name in MEMORY if getattr(s, name) == "auto"]
     faults = {
         f"{', '.join(unsettled)}: still `auto`; plan_memory(settings) decides": unsettled,
@@ -460,7 +460,7 @@ def check_arguments(problems, eval_problems, s):
 
 
 def batch_of_step(tokenizer, problems, step, s, attempt=0, n=None):
-    """This GPU's share of the step's B problems -> Batch; of an attempt to resample, n others."""
+    """This GPU's share of the step's B problems -> Batch; in a resampling attempt, n others."""
     B = s.prompts_per_step
     # Every epoch has a new order; the few problems that do not fill a step are left out.
     epoch, k = divmod(step - 1, len(problems) // B)  # steps count from 1
@@ -468,9 +468,9 @@ def batch_of_step(tokenizer, problems, step, s, attempt=0, n=None):
     names = (s.seed, step)
     if attempt:
         names = (s.seed, "resample", step, attempt)
-        # Those of the step itself come last.
+        # The step's own problems come last.
         order = sorted(shuffled(len(problems), *names), key=order.__contains__)
-    mine = share_of_rank(B)[:n]  # whole groups: one that is split over GPUs has two means
+    mine = share_of_rank(B)[:n]  # whole groups: one split over GPUs would have two means
     chosen = [problems[order[j]] for j in mine]
     prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in chosen]
     return Batch(chosen, prompts, [seeded(*names, j) for j in mine],
@@ -483,23 +483,23 @@ def shuffled(n, *names):
 
 def seeded(*names, device="cpu"):
     """A random generator that follows from these numbers and words alone."""
-    # A hash, for sums like seed + step would give step 2 of seed 0 and step 1 of seed 1 the same.
+    # A hash, because seed + step would be the same for step 2 of seed 0 and step 1 of seed 1.
     digest = hashlib.sha256(repr(names).encode()).digest()
     # manual_seed takes a signed 64-bit number: one bit fewer than eight bytes have.
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def remember(reward_model, rollout, step, s):
-    """Pairs of this step's answers, for a reward model that learns: the same ones on every rank."""
+    """Keep pairs of this step's answers to train the reward model: the same on every rank."""
     rows = sum(gathered_objects(rollout.judged), [])
     reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
 
 
 def renew(ref_model, policy_model, reward_model, step, s):
-    """DeepSeekMath's iterative GRPO: the reference becomes what the policy is now -> figures."""
+    """DeepSeekMath's iterative GRPO: the reference becomes the current policy -> figures."""
     follow(ref_model, policy_model)
     figures = {"reference_renewed": 1.0}
-    if reward_model:  # it takes the same steps on the same pairs on every rank
+    if reward_model:  # every rank takes the same steps on the same pairs
         figures |= reward.end_iteration(reward_model, seeded(s.seed, "reward model", step))
         for p in reward_model.model.parameters() if world() > 1 else ():
             dist.broadcast(p.data, 0)  # a GPU's sums may differ in their last digit
@@ -508,7 +508,7 @@ def renew(ref_model, policy_model, reward_model, step, s):
 
 @torch.no_grad()
 def follow(ref_model, policy_model):
-    """The reference becomes what the policy is now."""
+    """Copy the current policy into the reference."""
     for part in [*ref_model.modules(), *policy_model.modules()]:
         if hasattr(part, "reshard"):
             part.reshard()  # FSDP may still hold gathered weights: what is written there is lost
@@ -517,22 +517,22 @@ def follow(ref_model, policy_model):
 
 
 def figure_of(figures):
-    """What an evaluation is judged by: the reward of one's own where there is one."""
+    """The figure that judges an evaluation: the user's own reward, or else accuracy."""
     return figures.get("eval_reward", figures["eval_accuracy"])
 
 
 def keep_best(model, tokenizer, s, run):
-    """--keep-best: best/ beside final/, of the highest held-out figure so far."""
-    *others, (_, figure) = run.held_out[1:]  # the first is that of the start
+    """--keep-best: save best/ beside final/ if the held-out figure is the highest so far."""
+    *others, (_, figure) = run.held_out[1:]  # the first is from before training
     if s.keep_best and all(figure > other for _, other in others):
         save_folder(model, tokenizer, run, "best", choose_device(s)[1])
 
 
 def set_learning_rate(optimizer, step, s):
-    """A linear warm-up; then constant, or down to 0 behind the last step, in a line or a cosine."""
-    # Adam's second moment is a mean of few gradients at first: small steps until it is reliable.
+    """A linear warm-up; then constant, or a linear or cosine decay to 0 after the last step."""
+    # At first Adam's second moment is a mean of few gradients: small steps until it is reliable.
     rate = min(1.0, step / max(s.warmup_steps, 1))
-    # 1 until the end of the warm-up; the last step still has a little, so that it is not wasted.
+    # 1 until the end of the warm-up; the last step's rate is above 0, so that it is not wasted.
     left = min(1.0, (s.steps - step + 1) / max(s.steps - s.warmup_steps, 1))
     if s.lr_schedule == "linear":
         rate *= left
@@ -543,9 +543,9 @@ def set_learning_rate(optimizer, step, s):
 
 
 def next_beta(approx_kl, s):
-    """The KL coefficient of the next step: another one only with --kl-band."""
+    """The KL coefficient of the next step; only --kl-band changes it."""
     if not s.kl_band or not math.isfinite(approx_kl):
-        return s.kl_coef  # a step that was skipped says nothing
+        return s.kl_coef  # a skipped step says nothing
     return loss.next_kl_coef(s.kl_coef, approx_kl, *s.kl_band)
 
 
@@ -567,14 +567,14 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
             rows += zip(rollout.responses, rollout.rule_rewards.tolist(), rollout.rewards.tolist())
         return rows
 
-    # Not RewardFailed: the policy has moved, and must not be saved as that of the step before.
-    # The weights are gathered around all batches, for ranks may have different numbers of them.
+    # Not RewardFailed: the policy has moved, and must not be saved as the step before.
+    # The weights stay gathered for all batches, because ranks may have different numbers of them.
     with telling("", BadInput, of=RewardFailed), whole_weights(model):
         found = gathered_objects(agreed(answers))
     responses, rewards, own = zip(*sum(found, []))
     known = torch.tensor(rewards)
     known = known[~known.isnan()]
-    # By the rule, and NaN where no true answer is known
+    # This is the rule's, and NaN if no true answer is known
     figures = {"eval_accuracy": float(mean(reward.is_right(known)))}
     if reward_of:
         figures["eval_reward"] = sum(own) / len(own)
@@ -582,7 +582,7 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
 
 
 def show(bar, metrics, run):
-    """The bar, trouble first; after an evaluation one answer, to watch it change."""
+    """Update the bar, trouble first; after an evaluation print one answer, to watch it change."""
     words = [f"{run.skipped} SKIPPED"] if run.skipped else []
     words.append("reward {reward_mean:.2f}")
     if metrics["format_rate"] > 0:  # else nothing is boxed, and the rule has nothing to judge
@@ -596,24 +596,24 @@ def show(bar, metrics, run):
 
 
 # --------------------------------------------------------------------------------------------------
-# The known failures of GRPO runs, as they show in the metrics, and the flag that is the remedy
+# The known failures of GRPO runs: how the metrics show them, and which flag may help
 
-# By how much a ratio may be off 1 before the first update: rounding, of the largest of all tokens
+# How far rounding alone moves the worst token's ratio from 1 before the first update, at most
 NORMAL_RATIO_ERROR = {torch.float32: 0.1, torch.float16: 0.2, torch.bfloat16: 1.0}
 
 
 def symptoms(history, dtype=torch.float32):
     """Metrics of the steps so far -> {what: (how bad, one line with its number)}. Pure.
 
-    `dtype` is that of the weights that compute. Most numbers are means over the last ten steps.
-    Some of these states are normal in a healthy run: then the line says when.
+    `dtype` is that of the model's weights. Most numbers are means over the last ten steps.
+    Some of these states are normal in a healthy run; the line then says when.
     """
     def mean_of(name, rows=history[-10:]):
         # A metric that is null counts as NaN, and no comparison with NaN is true.
         values = [math.nan if row[name] is None else row[name] for row in rows]
         return sum(values) / len(values) if values else math.nan
 
-    # Twenty steps against the twenty before them: lengths and accuracies of single steps jump.
+    # Compare twenty steps with the twenty before: lengths and accuracies of single steps jump.
     last = history[-20:]
     before = history[-40:-20] if len(history) >= 40 else []
     growth = mean_of("response_length_mean", last) / mean_of("response_length_mean", before) - 1
@@ -622,12 +622,12 @@ def symptoms(history, dtype=torch.float32):
     norm = mean_of("grad_norm", history[-1:])
     usual = mean_of("grad_norm", history[-40:-20] if len(history) > 25 else [])
     kl = mean_of("approx_kl")
-    # Right after a renewal it has to be 0, with --renew-reference 1 in every step.
+    # Right after a renewal the KL is 0 in any case; with --renew-reference 1, in every step.
     stuck = kl == 0 and mean_of("grad_norm") > 0 and "reference_renewed" not in history[-1]
     flat = mean_of("zero_variance_groups")
     ratio = mean_of("sampler_ratio_error")
     entropy = mean_of("entropy")
-    # Of several rewards, how far each has risen: the easier one may win before the other is seen.
+    # How far each of several rewards has risen: the policy may learn only the easier one.
     risen = {name: mean_of(name) - mean_of(name, history[:5])
              for name in history[-1] if name.startswith("reward/")}
     most = max(risen, key=risen.get, default="")
@@ -644,14 +644,14 @@ def symptoms(history, dtype=torch.float32):
          "a higher --kl-coef, or --kl-band 0.02 0.05"),
         ("one reward", kl > 0.5 and risen.get(most, 0) > 0.2 and risen[least] < 0.02, kl,
          f"{most} has risen by {risen.get(most, 0):.2f}, {least} by {risen.get(least, 0):.2f}, and "
-         f"KL is {kl:.2f}: the policy learns the easier reward alone. A smaller --reward-weights "
-         "for it, or pay it for right answers only; a lower --temperature"),
+         f"KL is {kl:.2f}: the policy learns only the easier reward. A smaller --reward-weights "
+         "for it, or give it to right answers only; a lower --temperature"),
         ("reference", stuck and len(history) > 3, 1,
          "KL is exactly 0 while the policy has gradients: does the reference share its weights, "
          "or is --lr too small to move it?"),
         ("flat", flat > 0.5, flat,
          f"{flat:.0%} of the groups have no variance and teach nothing. Normal once most problems "
-         "are mastered; before that: --max-resample 3, other problems, more --temperature"),
+         "are mastered; before that: --max-resample 3, other problems, a higher --temperature"),
         ("ratio", ratio > NORMAL_RATIO_ERROR[dtype], ratio,
          f"before the first update a ratio is off 1 by {ratio:.2f}: sampler "
          "and trainer differ; --sampler-correction 2.0, --dtype float32"),
@@ -665,7 +665,7 @@ def symptoms(history, dtype=torch.float32):
 
 # --------------------------------------------------------------------------------------------------
 # Settings: every flag, one per line, with its default, its bounds and its reason. A config file
-# stands over the defaults, the command line over both.
+# overrides the defaults, and the command line overrides both.
 
 HERE = Path(__file__).resolve().parent
 TINY = HERE / "tests" / "tiny"
@@ -678,17 +678,17 @@ BIG = 2**31 - 1
 
 
 class BadInput(Exception):
-    """What the user gave cannot be used: one line on standard error, exit status 2."""
+    """The user's input cannot be used: one line on standard error, exit status 2."""
 
 
 class RewardFailed(BadInput):
-    """A user's function raised, or gave no number: the step before stands and can be resumed."""
+    """A user's function raised, or gave no number: the run can be resumed from the step before."""
 
 
 @contextlib.contextmanager
 def telling(flags, kind=BadInput, of=ValueError):
-    """What a stage refuses with a ValueError becomes one line that begins with these flags."""
-    # of=Exception where something foreign is read, which can be wrong in any way.
+    """A ValueError of a stage becomes one line that begins with these flags."""
+    # of=Exception is for reading foreign files, which can be wrong in any way.
     try:
         yield
     except of as error:
@@ -696,13 +696,13 @@ def telling(flags, kind=BadInput, of=ValueError):
 
 
 def one_line(text):
-    """Text in one line; of an exception its beginning, for some are pages long."""
+    """Text in one line; an exception is cut, because some are pages long."""
     line = " ".join(str(text).split())
     return line[:600] if isinstance(text, Exception) else line
 
 
 def flag(default, help, low=0, high=BIG, kept=True, free=False, head=None, **how):
-    """A field of Settings. low, high: the bounds of a number. kept: config.json has it. free: a
+    """A field of Settings. low, high: the bounds of a number. kept: config.json holds it. free: a
     resumed run may change it. head: a group of flags begins here. `how` goes to add_argument.
     """
     how["help"] = help if default in (None, "") else f"{help} [{default}]"
@@ -711,95 +711,95 @@ def flag(default, help, low=0, high=BIG, kept=True, free=False, head=None, **how
 
 
 def path(text, folder=""):
-    """A file, or file.py:function, from the root: a resumed run may start somewhere else."""
+    """An absolute file, or file.py:function: a resumed run may start in another folder."""
     file, colon, function = text.rpartition(":") if ".py:" in text else (text, "", "")
     found = os.path.abspath(os.path.join(folder, file))
-    # What does not exist in this folder is a name, gsm8k or that of a model.
+    # What does not exist in this folder is a name: gsm8k, or a model on the hub.
     return found + colon + function if file and os.path.exists(found) else text
 
 
 @dataclasses.dataclass
 class Settings:
     model: path = flag(str(TINY), "hub name or folder of the policy, or a run's folder",
-                       head="what is trained, on what")
+                       head="model, data, rewards")
     data: path = flag("gsm8k", "training problems: a JSONL file, `gsm8k` or `gsm8k:test`")
     eval_data: path = flag("", "held-out problems; default: gsm8k:test, or a tenth of your --data")
     question_field: str = flag("question", "the column of the JSONL that holds the question")
     answer_field: str = flag("answer", "the column that ends in `#### ` and the final answer")
     system_prompt: str = flag(BOXED, "system message before every question; empty for none")
-    reward: path = flag(None, "your own: file.py:function, called as TRL's; ours: `rule`, `think`; "
+    reward: path = flag(None, "own file.py:function, called like TRL's, or our `rule`, `think`; "
                         "several are added", nargs="+", action="extend")
     reward_weights: float = flag(None, "one for each --reward; default: 1", low=-BIG, nargs="+")
-    step_reward: path = flag(None, "file.py:function, rewards of steps: process supervision")
+    step_reward: path = flag(None, "file.py:function that rewards steps: process supervision")
     reward_model: path = flag("", "folder of a sequence classifier; its scores are the rewards")
-    reward_model_lr: float = flag(2e-5, "--renew-reference trains it further", low=ABOVE_0)
-    reply: path = flag(None, "file.py:function, the user's next message: a tool, a second player")
-    max_turns: int = flag(4, "answers in a conversation with --reply, at most", low=1)
-    steps: int = flag(500, "rollouts in all", low=1, free=True, head="the rollout")
+    reward_model_lr: float = flag(2e-5, "with --renew-reference, which trains it", low=ABOVE_0)
+    reply: path = flag(None, "file.py:function that gives the user's next message: a tool, say")
+    max_turns: int = flag(4, "at most this many answers in a --reply conversation", low=1)
+    steps: int = flag(500, "number of rollouts", low=1, free=True, head="the rollout")
     prompts_per_step: int = flag(8, "B, questions per step", low=1)
     group_size: int = flag(8, "G, answers per question: their mean is the baseline", low=2)
-    max_new_tokens: int = flag(512, "an answer is cut here", low=1)
-    max_prompt_tokens: int = flag(0, "longer prompts are left out; 0: refused, if they do not fit")
+    max_new_tokens: int = flag(512, "an answer is cut at this length", low=1)
+    max_prompt_tokens: int = flag(0, "longer prompts are left out; 0: an error if one does not fit")
     temperature: float = flag(1.0, "of the sampler, and of the log-probs", low=ABOVE_0)
     max_resample: int = flag(0, "DAPO: rounds in which groups without variance are drawn anew")
-    around_best: int = flag(0, "half of a group goes on from so many best answers of the other")
+    around_best: int = flag(0, "half of a group continues this many best answers of the other")
     clip_eps: float = flag(0.2, "the ratio is clipped below 1 - this and above 1 + this", high=1,
                            head="the objective")
-    clip_eps_high: float = flag(None, "above 1 + this instead: DAPO's clip-higher, 0.28")
+    clip_eps_high: float = flag(None, "upper clip at 1 + this: DAPO's clip-higher, 0.28")
     kl_coef: float = flag(0.04, "beta; 0: no KL, and no reference in memory")
     kl_estimator: str = flag("k3", "estimator of the KL", choices=loss.KL_ESTIMATORS)
-    aggregate: str = flag("sequence", "mean over tokens", choices=loss.AGGREGATES)
+    aggregate: str = flag("sequence", "how tokens are averaged", choices=loss.AGGREGATES)
     ratio: str = flag("token", "ratio per token, or per sequence: GSPO", choices=loss.RATIOS)
     objective: str = flag("clip", "clip, or CISPO's weighted log-probs", choices=loss.OBJECTIVES)
-    sampler_correction: float = flag(0.0, "weigh tokens by min(trainer / sampler, this): 2.0")
-    mask_truncated: bool = flag(False, "keep answers that were cut off out of the loss")
-    renew_reference: int = flag(0, "steps after which the reference becomes the policy; 0: never")
-    kl_band: float = flag(None, "LOW HIGH: beta follows, to keep the KL there: 0.02 0.05", nargs=2)
+    sampler_correction: float = flag(0.0, "weight tokens by min(trainer / sampler, this): 2.0")
+    mask_truncated: bool = flag(False, "leave truncated answers out of the loss")
+    renew_reference: int = flag(0, "every so many steps the reference becomes the policy; 0: never")
+    kl_band: float = flag(None, "LOW HIGH: adapt beta to keep the KL there: 0.02 0.05", nargs=2)
     advantage: str = flag("group", "how siblings are compared", choices=advantage.ADVANTAGES,
                           head="the advantage")
     scale_by_std: bool = flag(True, "divide the advantages by the group's std; off: Dr. GRPO")
-    clip_advantages: float = flag(None, "advantages stay within -this and this: 5", low=ABOVE_0)
+    clip_advantages: float = flag(None, "clip advantages to -this and this: 5", low=ABOVE_0)
     length_rescale: float = flag(0.0, "GR3's alpha: rewards shrink with length, 0.33")
     overlong_buffer: int = flag(0, "DAPO: the last tokens before the limit cost up to 1")
     lr: float = flag(1e-6, "AdamW's learning rate, after the warm-up", low=ABOVE_0,
                      head="the update")
-    lr_schedule: str = flag("constant", "after the warm-up; the others end at 0", choices=SCHEDULES)
+    lr_schedule: str = flag("constant", "after the warm-up; others end at 0", choices=SCHEDULES)
     weight_decay: float = flag(0.0, "AdamW's")
     lora_rank: int = flag(0, "LoRA: train factors of this rank for every Linear; 0: all weights")
     lora_alpha: float = flag(None, "LoRA: W = W0 + this / rank * B A; default: twice the rank",
                              low=ABOVE_0)
     warmup_steps: int = flag(10, "the learning rate rises linearly over these")
-    updates_per_rollout: int = flag(1, "times that the same answers are gone through", low=1)
-    minibatches: int = flag(1, "gradient steps each time, on the groups dealt out to them", low=1)
+    updates_per_rollout: int = flag(1, "passes over the answers of a rollout", low=1)
+    minibatches: int = flag(1, "gradient steps per pass, each on its share of the groups", low=1)
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", low=ABOVE_0)
     share_prompts: bool = flag(True, "run a prompt once for its whole group in the update",
-                               head="memory and time alone; auto: the fastest that fits")
-    micro_batch_tokens: int = flag("auto", "of a forward and backward pass", low=1, free=True)
-    gradient_checkpointing: bool = flag("auto", "compute layers again: less memory", free=True)
-    offload: bool = flag("auto", "float32 masters and moments in host memory", free=True)
+                               head="only memory and time; auto: the fastest that fits")
+    micro_batch_tokens: int = flag("auto", "tokens per forward and backward pass", low=1, free=True)
+    gradient_checkpointing: bool = flag("auto", "recompute layers to save memory", free=True)
+    offload: bool = flag("auto", "keep masters and moments in host memory", free=True)
     eval_every: int = flag(50, "steps between evaluations", low=1, free=True,
                            head="measuring and keeping")
-    eval_limit: int = flag(200, "held-out problems that are asked; 0: all")
+    eval_limit: int = flag(200, "held-out problems to evaluate; 0: all")
     save_every: int = flag(50, "steps between checkpoints", low=1, free=True)
-    keep_best: bool = flag(False, "keep best/ too, by held-out accuracy")
+    keep_best: bool = flag(False, "also keep best/, by held-out accuracy")
     seed: int = flag(0, "of the problems' order and of the sampling", high=2**32)
-    device: str = flag("auto", "cuda, mps or cpu; auto: the first of them that is there")
-    dtype: str = flag("auto", "of the weights that compute; auto: bfloat16 where that is fast",
+    device: str = flag("auto", "cuda, mps or cpu; auto: the first of them that is available")
+    dtype: str = flag("auto", "of the model's weights; auto: bfloat16 where that is fast",
                       choices=DTYPES)
     rounding: str = flag("threshold", "of half-precision weights: each at a threshold of its own, "
                          "or to nearest, which loses small steps", choices=ROUNDINGS)
-    threads: int = flag(0, "of the CPU; 0: torch's choice. Small models want 1", 0, 1024, free=True)
-    config: path = flag("", "JSON of flags and values, as a run's config.json", kept=False,
-                        head="what to do, this once")
+    threads: int = flag(0, "on the CPU; 0: torch's choice. Small models: use 1", 0, 1024, free=True)
+    config: path = flag("", "JSON of flags and values, like a run's config.json", kept=False,
+                        head="for this call only")
     output: str = flag("", "folder of the run; default: runs/MODEL-TIME", kept=False)
     resume: str = flag("", "continue the run in this folder", kept=False, free=True)
     eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop", kept=False)
-    trace: bool = flag(False, "tell one step stage by stage, and stop", kept=False)
+    trace: bool = flag(False, "print one step stage by stage, and stop", kept=False)
     dry_run: bool = flag(False, "count the memory of these flags, and stop", kept=False, free=True)
 
     @property
     def answer_tokens(self):
-        """Tokens that the policy writes in a row, at most: with --reply it has several turns."""
+        """The most tokens that the policy writes in a row; with --reply it has several turns."""
         return self.max_new_tokens * (self.max_turns if self.reply else 1)
 
 
@@ -813,11 +813,11 @@ class Parser(argparse.ArgumentParser):
 
 def given_flags(argv, folder=""):
     """The flags in argv, paths from `folder` -> {name: value}, of their types, within bounds."""
-    # Without defaults what was given can be told apart from what was not.
+    # Without defaults, the result holds only the flags that were given.
     parser = Parser(prog="train.py", usage="train.py [--FLAG VALUE ...]", allow_abbrev=False,
                     argument_default=argparse.SUPPRESS,
-                    description="Group Relative Policy Optimization. See README.md. The default "
-                    "stands in []; without --model the tiny policy has what stands in {}.")
+                    description="Group Relative Policy Optimization. See README.md. [] holds "
+                    "the default, {} the tiny policy's value, which counts without --model.")
     tiny = json.loads((TINY / "grpo.json").read_text(encoding="utf-8"))
     for field in FIELDS.values():
         if field.metadata["head"]:
@@ -837,13 +837,13 @@ def given_flags(argv, folder=""):
 
 
 def number(field, text):
-    """A number within the field's bounds, for argparse, which tells what it raises."""
+    """A number within the field's bounds, for argparse, which prints what this raises."""
     low, high = field.metadata["bounds"]
     if text == field.default:
         return text  # auto
     with contextlib.suppress(ValueError):
         value = field.type(text)
-        if low <= value <= high:  # NaN is not
+        if low <= value <= high:  # false for NaN
             return value
     raise argparse.ArgumentTypeError(f"{text!r} is no {field.type.__name__} from {low} to {high}")
 
@@ -853,7 +853,7 @@ def flag_of(name):
 
 
 def parse(argv):
-    """Command line -> Settings: the defaults, over them a config file, over it the command line."""
+    """Command line -> Settings: the defaults, then a config file, then the command line."""
     given = given_flags(argv)
     if "resume" in given:
         return resumed_settings(given)
@@ -861,7 +861,7 @@ def parse(argv):
     if "config" in given:
         layers.insert(0, read_config(given["config"]))
     if not any("model" in layer for layer in layers):
-        own = str(TINY / "grpo.json")  # the tiny policy has a config of its own
+        own = str(TINY / "grpo.json")  # the tiny policy has its own config
         layers.insert(0, {**read_config(own), "config": own})
     values = {}
     for layer in layers:
@@ -874,18 +874,18 @@ def parse(argv):
         values["model"] = os.path.abspath(final)  # a run's folder was named
     if values.get("lora_rank") and "lr" not in values:
         values["lr"] = 1e-4
-        say("--lr is not given: 1e-4, for the few numbers of --lora-rank must move further")
+        say("--lr is not given: 1e-4, because the factors of --lora-rank need larger steps")
     return Settings(**values)
 
 
 def read_config(file):
-    """A JSON object of flags and values -> the same, through the parser as if they were typed."""
+    """A JSON object of flags and values -> the same, parsed as if they were typed."""
     with telling(f"{file}:", of=Exception):
         config = json.loads(Path(file).read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError("not an object of flags and values")
         if isinstance(config.get("settings"), dict):
-            raise ValueError("of a run that an older train.py made; name its final/ as --model")
+            raise ValueError("an older train.py made this run; give its final/ to --model")
         argv = []
         for name, value in config.items():
             field = FIELDS.get(name.replace("-", "_"))
@@ -896,7 +896,7 @@ def read_config(file):
 
 
 def as_flags(name, value):
-    """kl_coef, 0.02 -> ["--kl-coef=0.02"]; what is None is left to its default."""
+    """kl_coef, 0.02 -> ["--kl-coef=0.02"]; None keeps the default."""
     if value is None:
         return []
     if isinstance(value, bool):
@@ -907,7 +907,7 @@ def as_flags(name, value):
 
 
 def resumed_settings(given):
-    """--resume: the run's own settings. What changes what is learned stays as it was."""
+    """--resume: the run's own settings. Flags that change what is learned are fixed."""
     folder = given["resume"]
     file = os.path.join(folder, "config.json")
     if not os.path.isfile(file):
@@ -928,12 +928,12 @@ def resumed_settings(given):
 
 
 # --------------------------------------------------------------------------------------------------
-# Loading: device, model, tokenizer, problems, reward. Whatever is wrong is found here, before a
-# folder is made.
+# Loading: device, model, tokenizer, problems, reward. Bad input is found here, before a folder is
+# made.
 
 def load(s):
-    """-> what a run is made of, under the names of train_grpo's arguments."""
-    check_combinations(s)  # the cheap questions come first: flags, then files, then the model
+    """-> the parts of a run, named like train_grpo's arguments."""
+    check_combinations(s)  # cheap checks first: flags, then files, then the model
     reward_model = load_reward_model(s) if s.reward_model else None
     reward_of = load_reward_of(s, reward_model)
     sampler = sample_groups
@@ -945,10 +945,10 @@ def load(s):
     whole, tokenizer = on_rank_0(load_policy, s, share=False) or (
         None, AutoTokenizer.from_pretrained(s.model))
     if on_rank_0(check_forms, whole, s)["grouped rows"]:
-        s.share_prompts = False  # its rows are padded, and their price is that of padded rows
+        s.share_prompts = False  # its rows are padded, and the padding is counted
     problems, eval_problems = load_data(s, tokenizer)
     policy_model = shard(whole, s) if world() > 1 else whole
-    ref_model = None  # the policy as it starts, frozen
+    ref_model = None  # the initial policy, frozen
     if s.kl_coef and not s.eval_only:
         ref_model = shard(whole, s) if world() > 1 else copy.deepcopy(policy_model)
         ref_model.requires_grad_(False)
@@ -966,7 +966,7 @@ def load(s):
 
 
 def check_combinations(s):
-    """What the stages would refuse, or pass over in silence, in the middle of a step."""
+    """BadInput for flags that a stage would refuse in the middle of a step, or ignore."""
     plain = s.advantage == "group"
     centred = plain or s.advantage == "leave-one-out"
     low, high = s.kl_band or (1, 1)
@@ -981,18 +981,18 @@ def check_combinations(s):
         (s.overlong_buffer > s.max_new_tokens,
          f"--overlong-buffer {s.overlong_buffer}: longer than --max-new-tokens"),
         (s.max_turns != Settings.max_turns and not s.reply, "--max-turns: only with --reply"),
-        (s.lora_rank and world() > 1, "--lora-rank: on one GPU; several train all weights"),
+        (s.lora_rank and world() > 1, "--lora-rank: not on several GPUs, which train all weights"),
         (s.lora_alpha and not s.lora_rank, "--lora-alpha: only with --lora-rank"),
-        (s.reply and s.advantage == "shape", "--advantage shape: reads single answers, no --reply"),
+        (s.reply and s.advantage == "shape", "--advantage shape: for single answers, not --reply"),
         (s.reward_weights and not s.reward, "--reward-weights: only with --reward"),
-        (s.reward_model and s.reward, "--reward-model and --reward: one of them gives the rewards"),
+        (s.reward_model and s.reward, "--reward-model and --reward: only one can give the rewards"),
         (s.around_best and (odd or half % s.around_best),
          f"--around-best {s.around_best}: does not divide half of --group-size {s.group_size}"),
         (s.around_best and (s.reply or s.reward or s.reward_model),
-         "--around-best: goes by the rule, not with --reply, --reward or --reward-model"),
+         "--around-best: uses the rule, not with --reply, --reward or --reward-model"),
         (not s.scale_by_std and (s.step_reward or not centred),
          "--no-scale-by-std: only with --advantage group or leave-one-out, without --step-reward"),
-        # Rewards of steps take the place of rewards of answers, and of what these do to them.
+        # Rewards of steps replace the rewards of answers, on which these flags work.
         (s.step_reward and not (plain and not s.reward_model and not s.length_rescale
                                 and not s.overlong_buffer and not s.max_resample),
          "--step-reward: only with --advantage group, and not with --reward-model, "
@@ -1027,21 +1027,21 @@ def choose_device(s):
 
 @lru_cache
 def dtype_of_cpu(model):
-    """bfloat16 where this CPU multiplies it at least twice as fast as float32, in this model."""
+    """bfloat16 if this CPU multiplies it at least twice as fast as float32 in this model's size."""
     try:
         text = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
         hidden = text.hidden_size
     except Exception:
-        return torch.float32  # what is wrong with its files is told where they are loaded
+        return torch.float32  # load_policy reports what is wrong with its files
     if hidden < 512:
-        return torch.float32  # a small model's time goes elsewhere
+        return torch.float32  # a small model spends its time elsewhere
     def seconds(dtype):
         tokens = torch.ones(512, hidden, dtype=dtype)
         weight = torch.ones(hidden, 4 * hidden, dtype=dtype)
         return min(timeit.repeat(lambda: tokens @ weight, number=1, repeat=6))
     faster = seconds(torch.float32) / seconds(torch.bfloat16)
     chosen = torch.bfloat16 if faster >= 2 else torch.float32
-    say(f"--dtype auto: {chosen}, for this CPU multiplies bfloat16 {faster:.1f} times as fast as "
+    say(f"--dtype auto: {chosen}, since this CPU multiplies bfloat16 {faster:.1f} times as fast as "
         "float32")
     return chosen
 
@@ -1063,7 +1063,7 @@ def load_reward_model(s):
 
 
 def check_forms(model, s):
-    """One line: which fast forms of [A] and [D] this model takes, which it was refused and why."""
+    """Print the fast forms of [A] and [D] that fit this model, and why others are refused."""
     with telling(f"--model {s.model}:"):
         of_rows = logprob.forms_of(model)
         forms = {**sample.forms_of(model), **of_rows}
@@ -1104,7 +1104,7 @@ def load_data(s, tokenizer):
 
 
 def fitting(name, problems, tokenizer, s):
-    """The problems whose prompt and answer fit into the positions that the model was made for."""
+    """The problems within --max-prompt-tokens; BadInput if one is too long for the model."""
     with telling(f"--model {s.model}:"):
         prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
     ids = tokenizer(prompts, add_special_tokens=False).input_ids if prompts else []
@@ -1117,15 +1117,15 @@ def fitting(name, problems, tokenizer, s):
     kept = [problem for problem, row in zip(problems, ids) if len(row) <= most]
     if len(kept) < len(problems):
         say(f"{name}: {len(problems) - len(kept)} of {len(problems)} prompts are longer than "
-            f"--max-prompt-tokens {most}, and left out")
-    # The longest one decides, now, and not in the step that happens to draw it.
+            f"--max-prompt-tokens {most}, and are left out")
+    # The longest prompt is checked now, not in the step that happens to draw it.
     longest = max((len(row) for row in ids if len(row) <= most), default=0)
     limit = logprob.length_limit(AutoConfig.from_pretrained(s.model))
     if longest + s.answer_tokens > limit:
         turns = f" or --max-turns (now {s.max_turns})" if s.reply else ""
         raise BadInput(f"{name}: a prompt of {longest} tokens and {s.answer_tokens} of an answer "
                        f"are more than the model's {limit} positions: lower --max-new-tokens (now "
-                       f"{s.max_new_tokens}){turns}, or leave long prompts out by "
+                       f"{s.max_new_tokens}){turns}, or leave long prompts out with "
                        "--max-prompt-tokens")
     return kept
 
@@ -1142,19 +1142,19 @@ def load_reward_of(s, reward_model=None):
 
 
 # --------------------------------------------------------------------------------------------------
-# Weights. AdamW at 1e-6 moves a weight by about 1e-6. A bfloat16 weight of 0.02 can be moved by
-# 1.2e-4 or not at all. So the optimizer works on float32 masters, and the weights that compute are
-# rounded from them after every step.
+# Weights. AdamW at 1e-6 moves a weight by about 1e-6. A bfloat16 weight of 0.02 can move by 1.2e-4
+# or not at all. So the optimizer works on float32 masters, and the model's weights are rounded from
+# them after every step.
 
-# The last bits of a float32 that do not fit into these; their values lie 2^16 (2^13) floats apart.
+# How many last bits of a float32 these drop: neighbours are 2^16 (2^13) float32 numbers apart.
 DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
 
 def make_optimizer(model, s, ref_model=None):
-    """AdamW over the model's weights; over float32 masters of them where they have fewer bits.
+    """AdamW over the model's weights, or over float32 masters if the weights have fewer bits.
 
     Per weight, moments take 8 bytes, a master 4, its gradient 4. With --lora-rank: LoraAdamW, which
-    needs no copy of the first weights where `ref_model` keeps them.
+    needs no copy of the initial weights if `ref_model` keeps them.
     """
     how = {"lr": s.lr, "weight_decay": s.weight_decay, "fused": True}
     if s.lora_rank:
@@ -1167,11 +1167,11 @@ def make_optimizer(model, s, ref_model=None):
 
 
 def with_moments(optimizer):
-    """Makes AdamW's moments now. Its first step would make them one by one, and running out of
-    memory between the two of a weight leaves a state that no later step can use.
+    """Make AdamW's moments now. Its first step would make them one by one, and if memory ran out
+    between the two of a weight, no later step could use that state.
     """
     for p in optimizer.param_groups[0]["params"]:
-        # The fused kernel reads the number of steps where the weights are.
+        # The fused kernel needs the number of steps on the weights' device.
         optimizer.state[p] = {"step": torch.zeros((), device=local(p).device),
                               "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
     return optimizer
@@ -1181,17 +1181,17 @@ class MasterAdamW(torch.optim.AdamW):
     """AdamW on float32 masters of bfloat16 or float16 weights; rounding that loses no step.
 
     Pretrained weights lie on the grid of their dtype. Rounded to nearest, a weight would stay there
-    until its master has moved by half a unit, for hundreds of steps at 1e-6. Here each weight has a
-    threshold of its own, uniform between 0 and 1 unit, and rounds up where its master's remainder
+    until its master has moved by half a unit, for hundreds of steps at 1e-6. Here each weight has
+    its own threshold, uniform between 0 and 1 unit, and is rounded up if its master's remainder
     reaches it. So a move by a hundredth of a unit moves one weight in a hundred by a whole unit: on
-    average what is meant arrives. The thresholds follow from the seed and never change: nothing is
-    random from step to step, and weights whose masters did not move are those of the start.
-    (Stochastic rounding, arXiv 2010.06192, draws at every step, and needs no masters.)
+    average the intended change arrives. The thresholds follow from the seed and never change: no
+    step is random, and weights whose masters did not move keep their initial values. (Stochastic
+    rounding, arXiv 2010.06192, draws at every step, and needs no masters.)
 
-    `moved` is what AdamW moves, if not the masters themselves: LoraAdamW makes these from it.
+    `moved` is what AdamW moves, if not the masters: LoraAdamW computes the masters from it.
 
-    Masters and moments live at `home`. In host memory (--offload) gradients are added up on the
-    GPU, go over once per update, and rounded weights come back.
+    Masters and moments are on the device `home`. With --offload that is host memory: the GPU sums
+    gradients, sends them once per update, and gets rounded weights back.
     """
 
     def __init__(self, weights, home, thresholds, seed, moved=None, **how):
@@ -1200,7 +1200,7 @@ class MasterAdamW(torch.optim.AdamW):
         self.seed = seed
         # Gradients below 6e-8 are 0 in float16: the loss is multiplied by this before backward().
         self.loss_scale = 2.0**16 if weights[0].dtype == torch.float16 else 1.0
-        self.updates_since = 0  # a loss scale has been changed, or an update was skipped
+        self.updates_since = 0  # updates since a new loss scale or a skipped one
         self.arrived = math.nan
         if moved is None:
             moved = [weight.detach().to(home, torch.float32, copy=True) for weight in weights]
@@ -1215,7 +1215,7 @@ class MasterAdamW(torch.optim.AdamW):
             self.round()  # fills the copies
 
     def masters(self, few=BIG):
-        """What the weights are rounded from, one by one; the `few` first numbers are enough."""
+        """The masters that weights are rounded from; at least their first `few` numbers."""
         return self.param_groups[0]["params"]
 
     @torch.no_grad()
@@ -1227,7 +1227,7 @@ class MasterAdamW(torch.optim.AdamW):
                 if self.away:
                     master.grad = self.grads[i].copy_(weight.grad, non_blocking=True)
         if self.away and torch.cuda.is_available():
-            torch.cuda.synchronize()  # the CPU must not read gradients that are still on their way
+            torch.cuda.synchronize()  # the CPU must not read gradients before they arrive
         before = self.looked_at()
         super().step()
         for master in masters:
@@ -1238,7 +1238,7 @@ class MasterAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def round(self):
-        """The weights that compute, made anew from their masters."""
+        """Round the masters into the model's weights."""
         for i, (master, weight) in enumerate(zip(self.masters(), self.weights)):
             where = local(self.copies[i] if self.away else weight)
             seed = (self.seed, "thresholds", i, rank()) if self.thresholds else None
@@ -1247,9 +1247,9 @@ class MasterAdamW(torch.optim.AdamW):
                 weight.copy_(where, non_blocking=True)
 
     def looked_at(self, few=2**14):
-        """Some numbers of each tensor, of the masters and of the weights.
+        """The first numbers of each tensor, of the masters and of the weights.
 
-        `arrived` is the share of the meant change that the written one has in its direction.
+        `arrived` is the share of the intended change that is written, in its direction.
         """
         weights = self.copies if self.away else self.weights
         found = []
@@ -1259,7 +1259,7 @@ class MasterAdamW(torch.optim.AdamW):
         return found
 
     def adapt_loss_scale(self, skipped):
-        """float16: half of it after an update that was not finite, twice it after 200 that were."""
+        """float16: halve it after an update that was not finite, double it after 200 that were."""
         self.updates_since = 0 if skipped else self.updates_since + 1
         if skipped:
             self.loss_scale = max(self.loss_scale / 2, 1.0)
@@ -1283,14 +1283,14 @@ def round_into(weight, master, seed=None):
     dropped = DROPPED_BITS[weight.dtype]
     half = 1 << dropped - 1
     generator = seeded(*seed, device=master.device)
-    # Pieces that stay in a CPU's cache; 64 random bits are the thresholds of four weights.
+    # The pieces fit a CPU's cache; 64 random bits give the thresholds of four weights.
     drawn = torch.empty(2**16, dtype=torch.int64, device=master.device)
     pieces = (tensor.view(-1).split(2**18) for tensor in (weight, master))
     for w, m in zip(*pieces):
         drawn.random_(-2**63, None, generator=generator)
         noise = drawn.view(torch.int16)[:len(m)] >> 16 - dropped
         # The bits of a float32, read as an integer, grow with its size. The threshold is
-        # noise + half, from 0 to 1 unit; what then is less than a unit is cut off.
+        # noise + half, from 0 to 1 unit; what is less than a unit is then cut off.
         bits = (m.view(torch.int32) + noise).add_(half).bitwise_and_(-2 * half)
         w.copy_(bits.view(torch.float32))
 
@@ -1301,7 +1301,7 @@ def sum_in_float32(weight):
         weight.grad_dtype = torch.float32
         return
 
-    # FSDP adds up by itself, in the dtype of what stands in .grad, and calls this after each time.
+    # FSDP sums by itself, in the dtype of .grad, and calls this each time.
     def widen(weight):
         weight.grad = weight.grad.float()
 
@@ -1312,7 +1312,7 @@ def sum_in_float32(weight):
 def pinned_like(tensors, dtype, slab=2**30):
     """Empty tensors of these shapes in host memory that a GPU copies to and from without waiting.
 
-    Pinned blocks are rounded up to powers of two, each by itself: so these are parts of large ones.
+    Torch rounds each pinned block up to a power of two, so these are parts of large blocks.
     """
     found = []
     rest = torch.empty(0)
@@ -1327,9 +1327,9 @@ def pinned_like(tensors, dtype, slab=2**30):
 
 
 def unscaled(optimizer, loss_scale):
-    """The tensors with a gradient, which is that of the loss itself again.
+    """The tensors that have a gradient, after dividing it by the loss scale.
 
-    They are what the optimizer moves, or the weights that it will take the gradients from.
+    The optimizer moves these tensors, or takes the gradients of these weights.
     """
     groups = [*optimizer.param_groups, {"params": getattr(optimizer, "weights", [])}]
     tensors = [p for group in groups for p in group["params"] if p.grad is not None]
@@ -1339,7 +1339,7 @@ def unscaled(optimizer, loss_scale):
 
 
 def of_half_precision(optimizer, skipped):
-    """Metrics of weights that are rounded from masters; {} where AdamW moves them itself."""
+    """Metrics of weights that are rounded from masters; {} if AdamW moves them itself."""
     if not isinstance(optimizer, MasterAdamW):
         return {}
     scale = optimizer.loss_scale
@@ -1349,8 +1349,8 @@ def of_half_precision(optimizer, skipped):
 
 @torch.no_grad()
 def start_from_file(optimizer, model, s):
-    """Masters with all the digits of the model's files, which may hold more than its weights do."""
-    # LoRA's W0 is what the reference holds, and that has no more digits than the weights.
+    """Give the masters all digits of the model's files, which may have more than the weights."""
+    # LoRA's W0 is the reference's weight, which has no more digits than the policy's.
     half = isinstance(optimizer, MasterAdamW) and not s.lora_rank
     if not half or AutoConfig.from_pretrained(s.model).dtype == model.dtype:
         return
@@ -1360,23 +1360,23 @@ def start_from_file(optimizer, model, s):
             s.model, dtype=torch.float32, use_safetensors=True).named_parameters())
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     for name, master in zip(names, optimizer.param_groups[0]["params"]):
-        # The other ranks bring an empty tensor of that shape, and get their shard of rank 0's.
+        # The other ranks pass an empty tensor of that shape and get their shard of rank 0's.
         master.copy_(sharded_like(master, whole.get(name, torch.empty(master.shape))))
     optimizer.round()
 
 
 # --------------------------------------------------------------------------------------------------
 # LoRA (Hu et al., arXiv 2106.09685): W = W0 + s B A for every Linear but the head, with factors
-# A (R, in), B (out, R) and s = alpha / R. Elsewhere the factors are a second path beside W0, which
-# is merged for a fast sampler. Here they are the optimizer's own affair: the model has plain
-# weights W, so every fast path is theirs, too, and after each step they are written anew.
+# A (R, in), B (out, R) and s = alpha / R. Usually the factors are a second path beside W0, and are
+# merged for a fast sampler. Here only the optimizer knows them: the model has plain weights W, so
+# every fast form works, and W is written anew after each step.
 
 class LoraAdamW(MasterAdamW):
-    """AdamW on the factors; the weights are rounded from W0 + s B A, made when it is needed.
+    """AdamW on the factors; the weights are rounded from W0 + s B A, computed when needed.
 
-    As soon as a backward pass has the gradient dW of a weight, the factors get theirs,
-    dA = s B^T dW and dB = s dW A^T, and dW is freed: there is one at a time. W0 is the weight of
-    `ref_model`; without one a copy, which --offload keeps in host memory.
+    As soon as a backward pass has the gradient dW of a weight, the factors get dA = s B^T dW, dB =
+    s dW A^T, and dW is freed: only one dW exists at a time. W0 is the weight of `ref_model`, or
+    without a reference a copy, which --offload keeps in host memory.
     """
 
     def __init__(self, model, ref_model, s, **how):
@@ -1407,7 +1407,7 @@ class LoraAdamW(MasterAdamW):
 
     @torch.no_grad()
     def take(self, A, B, W):
-        """A backward pass's gradient of a weight, added to those of its factors."""
+        """Add a weight's gradient to those of its factors, and free it."""
         dW = W.grad.mul_(self.scale)                                                   # (out, in)
         W.grad = None
         dA = B.T @ dW                                                                  # (R, in)
@@ -1427,7 +1427,7 @@ class LoraAdamW(MasterAdamW):
 def linears_of(model):
     """{name: weight (out, in)} of every Linear but the head.
 
-    BadInput: a matrix that is neither this nor an embedding. It would be frozen in silence.
+    BadInput: a matrix of another kind that is no embedding. It would silently stay frozen.
     """
     found = {}
     for name, weight in model.named_parameters():
@@ -1443,17 +1443,17 @@ def linears_of(model):
 
 
 def lora_memory(s, model):
-    """What --lora-rank changes in memory()'s rows; and what host_memory() is with it."""
+    """The rows of memory() that --lora-rank changes, and the bytes of host_memory()."""
     weights = list(linears_of(model).values())
     n = s.lora_rank * sum(sum(W.shape) for W in weights)
-    # The reference holds the first weights, if it stays what it is.
+    # The reference holds the initial weights unless it is renewed.
     copied = s.renew_reference or not s.kl_coef
     first = sum(W.nbytes for W in weights) * bool(copied)
     return {
         "LoRA's first weights": first * (not s.offload),
         "float32 masters": 4 * n,  # the factors
         "AdamW's two moments": 8 * n,
-        # The factors', and of one weight at a time; or two masters, while weights are written
+        # Those of the factors and of one weight; or two masters, while weights are written
         "gradients, float32": 4 * n + 8 * max(W.numel() for W in weights),
     }, first * s.offload
 
@@ -1475,21 +1475,21 @@ def save_adapter(run, optimizer, s):
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory: a count by formula, which --dry-run prints and `auto` follows; and what is done where it
-# was too hopeful
+# Memory: a count by formula, which --dry-run prints and `auto` follows; and a second try if memory
+# still runs out
 
 PROMPT = 256  # tokens of a prompt that the count assumes
 MEMORY = ("offload", "gradient_checkpointing", "micro_batch_tokens")  # the flags with an `auto`
 
 
 def plan_memory(s):
-    """Settings -> the same without `auto`: on CUDA the fastest that fits into what is free."""
+    """Settings -> the same without `auto`: on CUDA the fastest that fits into free memory."""
     device, dtype = choose_device(s)
-    # Kept with the run: measured again, it might be another.
+    # The run keeps this dtype: a second measurement might choose another.
     s = dataclasses.replace(s, dtype=str(dtype).removeprefix("torch."))
     ways = ways_to_save(s, device.type)
     if device.type == "cpu":
-        return ways[0]  # it has memory enough
+        return ways[0]  # its memory counts as enough
     if device.type == "mps":
         return ways[1]  # shared with everything else on the machine
     model = model_without_storage(s, dtype)
@@ -1498,7 +1498,7 @@ def plan_memory(s):
         try:
             counted = sum(memory(way, model).values())
         except AttributeError as error:  # a family whose layers are of another kind
-            say(f"memory cannot be counted ({error}): the leanest settings")
+            say(f"memory cannot be counted ({error}): using the leanest settings")
             return ways[-1]
         # A tenth is left for what is not counted: CUDA itself, the allocator's fragments.
         if counted < 0.9 * free:
@@ -1510,8 +1510,8 @@ def plan_memory(s):
 
 
 def ways_to_save(s, device):
-    """What `auto` may become, the fastest first: a list of Settings without any."""
-    # Two groups, or what is still quick of very long ones; a CPU is fastest on what fits its cache.
+    """The choices for `auto`, the fastest first: a list of Settings without `auto`."""
+    # Two groups, or part of very long ones; a CPU is fastest with what fits its cache.
     tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)
     ways = []
     for offload, checkpointing in ((False, False), (False, True), (True, True)):
@@ -1529,14 +1529,14 @@ def model_without_storage(s, dtype):
 
 
 def memory(s, model, device="cuda"):
-    """What one process holds on its GPU, or "cpu", all in all: {what: bytes}.
+    """The memory of one process on its GPU, or "cpu", row by row: {what: bytes}.
 
     `model` may be on the meta device.
     """
     text = model.config.get_text_config()
     hidden = text.hidden_size
     layers = text.num_hidden_layers
-    # Heads may be wider together than the hidden states are, as Qwen3-4B's.
+    # All heads together may be wider than the hidden states, as in Qwen3-4B.
     head_dim = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
     queries = text.num_attention_heads * head_dim
     keys = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head_dim
@@ -1546,13 +1546,13 @@ def memory(s, model, device="cuda"):
     half = model.dtype != torch.float32
     there = not (half and s.offload and world() == 1)  # on the GPU
     rows = s.prompts_per_step * s.group_size // world()
-    # So many numbers per token a layer keeps for its backward pass: of two norms, the MLP, the
-    # attention, and norms of queries and keys where it has them.
+    # The numbers per token that a layer keeps for its backward pass: two norms, the MLP, the
+    # attention, and norms of queries and keys if it has them.
     kept = 8 * hidden + 4 * (getattr(text, "intermediate_size", None) or 4 * hidden)
     kept += 5 * queries + keys
     if any("q_norm" in name for name, _ in model.named_parameters()):
         kept += 3 * (queries + keys)
-    # Under checkpointing each keeps its input alone, and one at a time is computed again.
+    # With checkpointing each layer keeps only its input, and one at a time is recomputed.
     kept = kept + layers * hidden if s.gradient_checkpointing else layers * kept
     judge = reward.reward_model_size(s.reward_model) if s.reward_model else 0
     count = {
@@ -1564,14 +1564,14 @@ def memory(s, model, device="cuda"):
         "reward model": judge * (16 if s.renew_reference else 4),
         "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * layers * keys * size,
         "kept for the backward pass": s.micro_batch_tokens * kept * size,
-        # 2^28 at a time at most, their gradient, and the head's, which LoRA leaves as it is
+        # at most 2^28 at a time, their gradient, and the head's gradient, except with LoRA
         "logits": 12 * min(2**28, s.micro_batch_tokens * text.vocab_size)
                   + 2 * size * text.vocab_size * hidden * (not s.lora_rank),
     }
     if s.lora_rank:
         count |= lora_memory(s, model)[0]
     if device == "cpu":
-        # The cache is freed before the update begins. Only what is larger than that counts.
+        # The cache is freed before the update, so only the larger of the two counts.
         update = count["kept for the backward pass"] + count["logits"]
         count["key/value cache"] = max(0, count["key/value cache"] - update)
         count["Python and its libraries"] = 4.5e8
@@ -1588,7 +1588,7 @@ def host_memory(s, model):
 
 
 def print_memory(s):
-    """--dry-run: the count on a GPU, or with --device cpu, for all that `auto` may become there."""
+    """--dry-run: print the count on a GPU, or with --device cpu, for each choice of `auto`."""
     model = model_without_storage(s, torch.float32 if s.dtype == "float32" else torch.bfloat16)
     device = "cpu" if s.device == "cpu" else "cuda"
     ways = ways_to_save(s, device)
@@ -1600,7 +1600,7 @@ def print_memory(s):
             column["host memory"] = host_memory(way, model)
             columns.append(column)
     print(f"{s.model}: {sum(p.numel() for p in model.parameters()):,} weights in {model.dtype}; "
-          f"{s.prompts_per_step} x {s.group_size} answers of {s.answer_tokens} tokens behind "
+          f"{s.prompts_per_step} x {s.group_size} answers of {s.answer_tokens} tokens after "
           f"prompts of {PROMPT}; one of {world()} processes, GB = 1e9 bytes of {device} memory\n")
     for name in MEMORY:
         print(f"{flag_of(name):30}" + "".join(f"{getattr(way, name)!s:>10}" for way in ways))
@@ -1609,7 +1609,7 @@ def print_memory(s):
 
 
 def with_smaller_micro_batches(function):
-    """Out of memory: the same with half the micro-batch. Not with several ranks: others wait."""
+    """If memory runs out, try again with half the micro-batch; not while other ranks wait."""
     @wraps(function)
     def run(*args):
         s = args[-1]
@@ -1627,18 +1627,18 @@ def with_smaller_micro_batches(function):
     return run
 
 
-# train_step calls these two by name: from here on, with that second try.
+# train_step calls these two by name: from here on they have that second try.
 update = with_smaller_micro_batches(update)
 fill_in_logprobs = with_smaller_micro_batches(fill_in_logprobs)
 
 
 # --------------------------------------------------------------------------------------------------
 # Several GPUs (torchrun): torch's own FSDP2. Every rank holds a shard of the weights and of their
-# masters, gathers a layer when it computes, and takes whole groups of its own. With one process all
+# masters, gathers a layer when it computes, and works on its own whole groups. With one process all
 # of this is the identity.
 
 def rank(name="RANK", alone=0):
-    """What torchrun tells in the environment; what is no number is refused by join_ranks()."""
+    """A number that torchrun puts into the environment; join_ranks() refuses anything else."""
     text = os.environ.get(name, "")
     return int(text) if text.isdecimal() else alone
 
@@ -1648,7 +1648,7 @@ def world():
 
 
 def join_ranks():
-    """Meet the other processes. BadInput for an environment that torchrun has not made."""
+    """Meet the other processes. BadInput if torchrun has not made the environment."""
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
@@ -1660,7 +1660,7 @@ def join_ranks():
     with telling("the processes cannot meet:", of=Exception):
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        # Tensors meet through NCCL, Python objects and tensors of the CPU through gloo.
+        # NCCL exchanges CUDA tensors, gloo exchanges Python objects and CPU tensors.
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
 
 
@@ -1689,13 +1689,13 @@ def summed(numbers):
 
 
 def agreed(function, *args):
-    """What the function gives on this rank; what one rank refuses is raised on all of them."""
+    """The function's result on this rank; a BadInput of one rank is raised on all of them."""
     result = fault = None
     try:
         result = function(*args)
     except BadInput as error:
         fault = error
-    # All ranks meet here, whether they failed or not: one that left alone would be waited for.
+    # All ranks meet here, whether they failed or not: the others would wait for one that left.
     for found in gathered_objects(fault):
         if found:
             raise found
@@ -1703,7 +1703,7 @@ def agreed(function, *args):
 
 
 def on_rank_0(function, *args, share=True):
-    """What the function returns on rank 0, on every rank if shared; what it refuses, on all."""
+    """The function's result on rank 0, on every rank if shared; its BadInput on all."""
     result = agreed(function, *args) if rank() == 0 else agreed(lambda: None)
     return gathered_objects(result)[0] if share else result
 
@@ -1714,13 +1714,13 @@ def full(tensor):
 
 
 def local(tensor):
-    """This rank's shard of it."""
+    """This rank's shard of a tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def sharded_like(p, tensor):
     """The whole tensor on p's device; this rank's shard of it where p is sharded."""
-    tensor = tensor.to(p.device, copy=True)  # or it would stay a view of the file
+    tensor = tensor.to(p.device, copy=True)  # without a copy it would stay a view of the file
     if not hasattr(p, "device_mesh") or tensor.ndim == 0:
         return tensor
     return dist.tensor.distribute_tensor(tensor, p.device_mesh, p.placements)
@@ -1729,7 +1729,7 @@ def sharded_like(p, tensor):
 def shard(whole, s):
     """FSDP2 on every decoder layer and on the rest: shards, gathered when they compute."""
     # `whole` is the model on rank 0, in host memory, and None elsewhere: no other rank ever holds
-    # more than its shards and one tensor on its way.
+    # more than its shards and one tensor in transit.
     from torch.distributed import fsdp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
@@ -1739,7 +1739,7 @@ def shard(whole, s):
     sample.switch_off_dropout(model)
     for layer in next(m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList)):
         fsdp.fully_shard(layer, mp_policy=policy)
-    fsdp.fully_shard(model, mp_policy=policy)  # what stands outside: embeddings, last norm, head
+    fsdp.fully_shard(model, mp_policy=policy)  # the rest: embeddings, last norm, head
     model.to_empty(device=device)  # storage for this rank's shards
     model.tie_weights()
     set_model_state_dict(model, whole.state_dict() if whole else {}, options=StateDictOptions(
@@ -1748,12 +1748,12 @@ def shard(whole, s):
         if whole:
             buffer.copy_(whole.get_buffer(name))
         dist.broadcast(buffer, 0)
-    # Which forms of [D] it takes was tried on the whole model.
+    # The forms of [D] were tried on the whole model.
     found = whole and (whole.generation_config, logprob.forms_of(whole))
     model.generation_config, logprob.FORMS[model] = gathered_objects(found)[0]
     if not logprob.FORMS[model]["grouped rows"]:
         model.set_attn_implementation("grouped")
-    # [D] enters below the model's own forward, and FSDP gathers only where it knows the door.
+    # [D] does not call the model's forward, and FSDP gathers only in methods that it knows.
     model.token_logprobs = partial(token_logprobs, model)
     fsdp.register_fsdp_forward_method(model, "token_logprobs")
     return model
@@ -1761,11 +1761,11 @@ def shard(whole, s):
 
 @contextlib.contextmanager
 def whole_weights(model):
-    """For a rollout all weights are gathered at once: no rank waits for another's long answers."""
+    """Gather all weights for a rollout, so that no rank waits for another's long answers."""
     parts = [module for module in model.modules() if hasattr(module, "unshard")]
     for part in parts:
         part.unshard()
-        # A layer would drop what was gathered as soon as its first token has passed.
+        # Otherwise a layer would drop its gathered weights after the first token.
         part.set_reshard_after_forward(False, recurse=False)
     try:
         yield
@@ -1776,52 +1776,52 @@ def whole_weights(model):
 
 
 # --------------------------------------------------------------------------------------------------
-# A run: where it stands, and its folder with config.json, inputs.json, metrics.jsonl,
+# A run: its state, and its folder with config.json, inputs.json, metrics.jsonl,
 # samples.jsonl, checkpoint/, final/
 
 class Run:
-    """Where a run stands and where it writes. Only rank 0 writes; without a folder nobody does."""
+    """The state of a run and its folder. Only rank 0 writes, and only if it has a folder."""
 
     def __init__(self, folder=None):
-        self.name = str(folder)  # every rank knows it; rank 0 alone has the folder and its lock
+        self.name = str(folder)  # every rank knows it; only rank 0 has the folder and its lock
         self.folder = Path(folder) if folder and rank() == 0 else None
         self.lock = None
         self.tensorboard = None
         self.signal = 0
-        self.step = 0  # the one that was done last
-        self.saved = None  # what error lines say of the last checkpoint, once there is a run
+        self.step = 0  # the last step that is done
+        self.saved = None  # what error lines say about the last checkpoint, once there is a run
         self.skipped = 0
         self.skipped_in_a_row = 0
         self.kl_coef = None  # of --kl-band
         self.held_out = []  # (step, figure_of an evaluation)
-        # the metrics that symptoms() reads, and how bad each of them was when it was told
+        # the metrics that symptoms() reads, and how bad each symptom was when it was reported
         self.history = []
         self.told = {}
         self.dtype = torch.float32
-        # what is trained further beside the policy, and so belongs into the checkpoint
+        # what training moves besides the policy, so the checkpoint holds it
         self.reward_model = None
         self.ref_model = None
         self.before = []  # greedy answers to the held-out problems
         self.after = []  # the same, after training
 
     def claim_folder(self, s):
-        """On rank 0: a folder, made and locked, that holds no run but one to resume -> its name."""
+        """On rank 0: make and lock the folder, which may hold only a run to resume -> its name."""
         name = s.output or f"runs/{Path(s.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.folder = Path(os.path.abspath(name))  # a reward may go to another folder
+        self.folder = Path(os.path.abspath(name))  # a reward may change the folder
         with telling(f"--output {name}: cannot be written, or another run writes there:",
                      of=OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            # Looked at before anything is written: the folder may be somebody else's.
+            # Check before writing anything: the folder may be somebody else's.
             begun = {path.name for path in self.folder.iterdir()} - {".lock", "unfinished"}
             if begun and not s.resume:
                 raise BadInput(f"--output {name}: holds a run already; continue it (--resume) or "
                                "name another folder")
             self.lock = open(self.folder / ".lock", "w")
-            with contextlib.suppress(ImportError):  # Windows has none: there nobody is kept out
+            with contextlib.suppress(ImportError):  # Windows has no fcntl, and so no lock
                 import fcntl
-                # This lock is gone with the process, however it ends.
+                # The lock is gone when the process ends, however it ends.
                 fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # What a kill or a full disk left half written may be as large as a checkpoint.
+            # A file that a kill or a full disk left unfinished may be as large as a checkpoint.
             shutil.rmtree(self.folder / "unfinished", ignore_errors=True)
         return str(self.folder)
 
@@ -1831,12 +1831,12 @@ class Run:
 
     @contextlib.contextmanager
     def stopping_on_signals(self):
-        """Ctrl-C, SIGTERM and SIGHUP let the step in hand end; a second one does not wait."""
+        """Ctrl-C, SIGTERM and SIGHUP let the current step end; a second signal stops at once."""
         def stop(number, _):
             self.signal = number
             signal.signal(number, signal.SIG_DFL)
             name = signal.Signals(number).name
-            say(f"\nstopping after this step ({name}; once more: at once)", sys.stderr)
+            say(f"\nstopping after this step ({name}; a second one stops at once)", sys.stderr)
 
         with contextlib.ExitStack() as put_back:
             for name in ("SIGINT", "SIGTERM", "SIGHUP"):
@@ -1852,13 +1852,13 @@ class Run:
         return self.signal
 
     def log(self, metrics):
-        """A line of metrics, and one of warning when a known failure may begin to show."""
+        """Write a line of metrics, with a warning if a known failure may begin to show."""
         self.step = metrics["step"]
         if "loss" in metrics:
             self.history.append(as_json(metrics))
             lines = []
             for what, (bad, line) in symptoms(self.history, self.dtype).items():
-                if bad > 3 * self.told.get(what, 0):  # once, and again where it is clearly worse
+                if bad > 3 * self.told.get(what, 0):  # once, and again if it is clearly worse
                     self.told[what] = bad
                     lines.append(line)
             if lines:
@@ -1879,12 +1879,12 @@ class Run:
                 "small")
 
     def log_samples(self, step, batch, rollout, groups=2):
-        """A few whole groups, as they were scored."""
+        """Write a few whole groups, as they were scored."""
         G = len(rollout.responses) // len(batch.prompts)
         records = []
         for j, prompt in enumerate(batch.prompts[:groups]):
             part = rollout.take(list(range(j * G, (j + 1) * G)))
-            # Of a conversation, what the others said too.
+            # In a conversation, the replies are included.
             records.append({"step": step, "prompt": prompt,
                             "responses": part.turns or part.responses,
                             "rewards": part.rewards.tolist(),
@@ -1892,20 +1892,20 @@ class Run:
         self.append("samples.jsonl", records)
 
     def append(self, name, records):
-        """Lines of JSON at the end of a file."""
+        """Append lines of JSON to a file."""
         if self.folder:
             lines = [json.dumps(as_json(record)) + "\n" for record in records]
             with self.writing(name), open(self.folder / name, "a", encoding="utf-8") as file:
                 file.write("".join(lines))
 
     def writing(self, name):
-        """One line for whatever goes wrong with this file; the run can be resumed."""
+        """Any failure with this file becomes one line; the run can be resumed."""
         # The tokenizers' own library raises a bare Exception when the disk is full.
         return telling(f"--output {self.name}: {name} cannot be written:", of=Exception)
 
     @contextlib.contextmanager
     def replacing(self, name):
-        """Where to write a file or a folder, aside: once whole, it takes the old one's place."""
+        """Yields a path beside the file or folder; once it is complete, it replaces the old one."""
         aside = self.folder / "unfinished"
         with self.writing(name):
             shutil.rmtree(aside, ignore_errors=True)
@@ -1913,7 +1913,7 @@ class Run:
             (self.folder / name).parent.mkdir(exist_ok=True)
             yield aside / name
             if (aside / name).is_dir():
-                # A folder cannot be replaced by another in one move, as a file can.
+                # A folder cannot replace another in one move, unlike a file.
                 shutil.rmtree(self.folder / name, ignore_errors=True)
             else:
                 reach_the_disk(aside / name)
@@ -1922,13 +1922,13 @@ class Run:
 
     def close(self):
         for opened in (self.tensorboard, self.lock):
-            with contextlib.suppress(OSError):  # a full disk has been told already
+            with contextlib.suppress(OSError):  # a full disk has been reported already
                 if opened:
                     opened.close()
 
 
 def as_json(record):
-    """NaN and Infinity are no JSON: null."""
+    """NaN and Infinity become null, because JSON has neither."""
     return {name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in record.items()}
 
@@ -1938,12 +1938,12 @@ def reach_the_disk(path):
         os.fsync(file.fileno())
 
 
-# The files of a model folder that say what it computes; others may lie there, too.
+# The files of a model folder that define what it computes; it may hold others, too.
 MODEL_FILES = ("*.safetensors", "*config.json", "*token*", "vocab*", "merges*", "*.jinja")
 
 
 def inputs_of(s, problems, eval_problems):
-    """SHA-256 of what a run starts from, and versions -> {name: text}."""
+    """SHA-256 of a run's inputs, and versions -> {name: text}."""
     found = {"torch": torch.__version__, "transformers": transformers.__version__}
     for name, rows in (("--data", problems), ("--eval-data", eval_problems)):
         found[name] = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
@@ -1965,7 +1965,7 @@ def digest(path):
 
 
 def check_inputs(run, found):
-    """--resume: BadInput that names what is not the same as when the run began."""
+    """--resume: BadInput that names an input which has changed since the run began."""
     file = run.folder / "inputs.json"
     if not file.is_file():
         return
@@ -1977,14 +1977,14 @@ def check_inputs(run, found):
         if name.startswith("--"):
             raise BadInput(f"--resume: {name}: the content is not what the run in {run.name} "
                            "started from")
-        # Versions may change, and so may a reward: one that failed ends a run, to be mended.
+        # Versions may change, and so may a reward: the user may have to repair one that failed.
         say(f"{name} has changed since this run began")
 
 
 def save_folder(model, tokenizer, run, name, dtype=None):
-    """A folder that from_pretrained opens, in the place of the old one."""
+    """Save a folder that from_pretrained opens; it replaces the old one."""
     weights = None
-    if world() > 1:  # gathered, in the dtype that computes
+    if world() > 1:  # gathered, in the model's dtype
         weights = whole_on_rank_0(dict(model.named_parameters()), dtype)
     if run.folder:
         with run.replacing(name) as place:
@@ -1993,22 +1993,22 @@ def save_folder(model, tokenizer, run, name, dtype=None):
 
 
 # --------------------------------------------------------------------------------------------------
-# A checkpoint: all tensors that training moves, and Run's counters. What else a step needs
-# (problems, random numbers, learning rate) follows from the step and the settings.
+# A checkpoint: all tensors that training moves, and Run's counters. Everything else that a step
+# needs (problems, random numbers, learning rate) follows from the step and the settings.
 
 COUNTERS = ("step", "skipped", "kl_coef", "held_out", "told", "before")
 LOGS = ("samples.jsonl", "metrics.jsonl")
 
 
 def moving(run, model, optimizer):
-    """What training moves: yields (its name in a checkpoint, float32 tensor, AdamW's state)."""
+    """Yields what training moves: (name in a checkpoint, float32 tensor, AdamW's state)."""
     learners = [("", model, optimizer)]
     if run.reward_model:
         learners.append(("reward_model/", run.reward_model.model, run.reward_model.optimizer))
     for prefix, part, adamw in learners:
         names = [name for name, p in part.named_parameters() if p.requires_grad]
         names = getattr(adamw, "factors", names)  # of LoRA
-        # AdamW's own list, for it moves float32 masters where the weights have fewer bits.
+        # AdamW's own list, because it moves float32 masters if the weights have fewer bits.
         for name, master in zip(names, adamw.param_groups[0]["params"]):
             yield prefix + name, master, adamw.state[master]
     for name, p in run.ref_model.named_parameters() if run.ref_model else ():
@@ -2016,11 +2016,11 @@ def moving(run, model, optimizer):
 
 
 def save_checkpoint(run, model, optimizer):
-    """One safetensors file, moved over the old one. Tensors are whole, however they are sharded."""
+    """Write one safetensors file and move it over the old one. Sharded tensors are saved whole."""
     tensors = whole_on_rank_0({
         f"{key}/{name}": value for name, tensor, state in moving(run, model, optimizer)
         for key, value in {"weight": tensor, **state}.items()})
-    # After a skipped update, or with weights that are not finite, the checkpoint before stays.
+    # After a skipped update, or with weights that are not finite, the previous checkpoint stays.
     finite = all(tensor.isfinite().all() for tensor in tensors.values())
     if run.skipped_in_a_row or not all(gathered_objects(finite)):
         return
@@ -2030,26 +2030,26 @@ def save_checkpoint(run, model, optimizer):
             counters["loss_scale"] = [optimizer.loss_scale, optimizer.updates_since]
         if run.reward_model:
             counters["pairs"] = [run.reward_model.pairs, run.reward_model.replay]
-        # A tensor, too: the text may be long, and the header of the file has a limit.
+        # The counters are a tensor, too: the text may be long, and the file's header has a limit.
         text = bytearray(json.dumps(counters).encode())
         tensors["counters"] = torch.frombuffer(text, dtype=torch.uint8)
         with run.replacing("checkpoint/run.safetensors") as place:
-            for name in LOGS:  # first, for a checkpoint ahead of its lines would leave a gap
+            for name in LOGS:  # first: a checkpoint ahead of its lines would leave a gap
                 reach_the_disk(run.folder / name)
             save_file(tensors, place)
-            # safetensors writes for the owner alone, we for whom the umask says.
+            # safetensors lets only the owner read the file; here it gets the umask's mode.
             shutil.copymode(run.folder / "config.json", place)
     run.saved = f"of step {run.step}"
 
 
 @torch.no_grad()
 def load_checkpoint(run, model, optimizer):
-    """Restore what the checkpoint holds; a run killed before its first starts from step 0."""
+    """Restore what the checkpoint holds; a run killed before its first one starts from step 0."""
     path = Path(run.name, "checkpoint", "run.safetensors")
     if not path.is_file():
         on_rank_0(forget_after, run, -1)  # step 0 is its first evaluation
         return
-    with (telling(f"--resume: {path} is torn, or not of this model:", of=Exception),
+    with (telling(f"--resume: {path} is damaged, or not of this model:", of=Exception),
           safe_open(path, framework="pt") as file):
         counters = json.loads(file.get_tensor("counters").numpy().tobytes())
         vars(run).update({name: counters[name] for name in COUNTERS})
@@ -2069,18 +2069,18 @@ def load_checkpoint(run, model, optimizer):
 
 
 def forget_after(run, step):
-    """Lines of steps that the checkpoint has not seen are cut off, and will be written again."""
+    """Cut off the lines of steps after the checkpoint; they will be written again."""
     for name in LOGS:
         path = run.folder / name
-        with telling(f"--resume: {path}: not lines of ours:", of=Exception):
+        with telling(f"--resume: {path}: not lines of train.py:", of=Exception):
             path.touch()  # a run that was killed early may have none
-            # Behind the last end of a line stands nothing, or a line that a kill has cut off.
+            # After the last end of a line there is nothing, or a line that a kill has cut off.
             lines = path.read_bytes().split(b"\n")[:-1]
             records = [json.loads(line) for line in lines]
             kept = [record for record in records if record["step"] <= step]
         with run.writing(name):
             os.truncate(path, sum(len(line) + 1 for line in lines[:len(kept)]))
-    run.history = [record for record in kept if "loss" in record]  # of the last: metrics.jsonl
+    run.history = [record for record in kept if "loss" in record]  # of the last file, metrics.jsonl
 
 
 @torch.no_grad()
@@ -2095,7 +2095,7 @@ def whole_on_rank_0(tensors, dtype=None):
 
 
 # --------------------------------------------------------------------------------------------------
-# The program: parse, load, open the folder, train, save, tell
+# The program: parse, load, open the folder, train, save, report
 
 def main(argv=None):
     """-> exit status: 0 done; 2 bad input, one line on standard error; 128 + signal if stopped."""
@@ -2107,7 +2107,7 @@ def main(argv=None):
             print_memory(settings)
             return 0
         join_ranks()
-        # Kept with the run, for sums depend on their number in the last digit.
+        # Kept with the run, because the last digit of sums depends on the number of threads.
         settings.threads = settings.threads or torch.get_num_threads()
         torch.set_num_threads(settings.threads)
         settings = plan_memory(settings)
@@ -2127,7 +2127,7 @@ def main(argv=None):
             fault = ("out of memory: lower --prompts-per-step, --group-size, --max-new-tokens or "
                      "--micro-batch-tokens")
         elif run.saved and world() > 1:  # gloo and NCCL raise this when a peer is gone
-            # Any rank says so, for rank 0 may be the one that is gone.
+            # Every rank prints this, because rank 0 may be the one that is gone.
             print(f"train.py: rank {rank()} lost another rank ({one_line(error)}); continue with: "
                   f"{run.way_on}", file=sys.stderr)
             return status
@@ -2146,17 +2146,17 @@ def train(parts, run, s):
     run.name = on_rank_0(run.claim_folder, s)
     begin(run, parts, s)
     try:
-        # From here on a signal lets the step end; what came before had nothing to save.
+        # From here on a signal lets the step end; until here there was nothing to save.
         with run.stopping_on_signals():
             train_grpo(**vars(parts), settings=s, run=run)
-    except RewardFailed:  # on every rank, and nothing has moved in this step
+    except RewardFailed:  # on every rank, before this step moves anything
         save_checkpoint(run, parts.policy_model, parts.optimizer)
         raise
     if run.step < s.steps:
         save_checkpoint(run, parts.policy_model, parts.optimizer)
         say(f"\nstopped after step {run.step}; continue with: {run.way_on}")
         return 128 + run.signal
-    if not run.after:  # a run that was done already when it was resumed
+    if not run.after:  # a finished run was resumed
         _, run.after = evaluate(parts.policy_model, parts.tokenizer, parts.eval_problems, s,
                                 parts.sampler)
     save_folder(parts.policy_model, parts.tokenizer, run, "final", choose_device(s)[1])
@@ -2169,9 +2169,9 @@ def train(parts, run, s):
 
 
 def begin(run, parts, s):
-    """Restore what was saved, write what the run is, say what starts."""
+    """Restore the checkpoint, write the run's settings and inputs, print what starts."""
     run.dtype = parts.policy_model.dtype
-    # Only what moves goes into the checkpoint; the first reference is the policy as it started.
+    # The checkpoint holds only what moves; the first reference is the initial policy.
     run.reward_model = parts.reward_model
     run.ref_model = parts.ref_model if s.renew_reference else None
     inputs = inputs_of(s, parts.problems, parts.eval_problems)
@@ -2179,7 +2179,7 @@ def begin(run, parts, s):
         on_rank_0(check_inputs, run, inputs)
         load_checkpoint(run, parts.policy_model, parts.optimizer)
         if s.steps < run.step:
-            raise BadInput(f"--steps {s.steps}: the run in {run.name} stands at step {run.step}")
+            raise BadInput(f"--steps {s.steps}: the run in {run.name} is at step {run.step}")
     kept = {name: getattr(s, name) for name in FIELDS if FIELDS[name].metadata["kept"]}
     for name, content in (("config.json", kept), ("inputs.json", inputs)) if run.folder else ():
         with run.replacing(name) as place:
@@ -2188,7 +2188,7 @@ def begin(run, parts, s):
     if run.folder:
         with contextlib.suppress(ImportError):  # where TensorBoard is installed
             from torch.utils.tensorboard import SummaryWriter
-            # A resumed run takes back what was drawn of the steps to come.
+            # A resumed run deletes the points of steps that it will repeat.
             to_come = run.step + 1 if run.before else 0
             with run.writing("tensorboard"):
                 run.tensorboard = SummaryWriter(run.folder / "tensorboard", purge_step=to_come)
@@ -2197,12 +2197,12 @@ def begin(run, parts, s):
         f"{parts.policy_model.device}, {len(parts.problems)} problems, "
         f"{len(parts.eval_problems)} held out, {world()} processes; settings of "
         f"{s.config or 'the command line'}; run in {run.name}, from step {run.step}")
-    # Only now, for config.json has the coefficient that the run began with.
+    # Only now, because config.json holds the coefficient that the run began with.
     s.kl_coef = s.kl_coef if run.kl_coef is None else run.kl_coef
 
 
 def say(line, file=None):
-    """What every rank has found, rank 0 tells, above the bars that are being drawn."""
+    """Rank 0 prints the line, above the progress bars."""
     if rank() == 0:
         file = file or sys.stdout
         tqdm.write(line, file=file)
@@ -2210,7 +2210,7 @@ def say(line, file=None):
 
 
 def print_story(run, eval_problems, judged_by):
-    """One held-out problem, answered before and after; the curves; what comes next."""
+    """Print one held-out problem, answered before and after; the curves; what to do next."""
     # A problem that was wrong before training and is right after it; if there is none, the first.
     truths = reward.truths_of(eval_problems)
     before = reward.is_right(score_responses(run.before, truths, 1))
@@ -2229,16 +2229,16 @@ def print_story(run, eval_problems, judged_by):
 
 
 def command(program, *flags):
-    """What to type into a shell, in any folder."""
+    """The command to type into a shell, in any folder."""
     # sys.executable: outside its virtual environment a bare `python` would not find torch.
     return shlex.join([sys.executable, str(HERE / program), *flags])
 
 
 def small_curve(values, width=50):
-    """Numbers as one line of blocks between their extremes: did it learn?"""
+    """Numbers as one line of blocks, from the lowest value to the highest."""
     if not values:
         return ""
-    # adaptive pooling: means of `width` stretches that are as equal as can be
+    # adaptive pooling: means of `width` stretches of nearly equal length
     means = torch.nn.functional.adaptive_avg_pool1d(
         torch.tensor([values], dtype=torch.float64), min(width, len(values)))[0].tolist()
     low = min(means)
@@ -2263,8 +2263,8 @@ def print_figures(parts, s):
 
 
 def print_trace(parts, s):
-    """--trace: one step on one group, told stage by stage, as the theory walks through it."""
-    # Of the first problems, one about which the answers disagree: else all advantages are 0.
+    """--trace: print one step on one group, stage by stage, like the theory's walkthrough."""
+    # Use a problem whose answers have different rewards: else all advantages are 0.
     tries = 0 if s.step_reward else 20
     s = dataclasses.replace(s, prompts_per_step=world(), max_resample=tries, updates_per_rollout=1,
                             minibatches=1)
@@ -2282,7 +2282,7 @@ def print_trace(parts, s):
         say(f"  y_{n + 1}  {mask[n].sum():3} tokens, r {rollout.rewards[n]:g}, "
             f"A {A[n][mask[n]][0]:+.4f}: {one_line(response)[:60]}")
 
-    # What the loss is made of after the update: before it every ratio was 1.
+    # The terms of the loss after the update; before it every ratio was 1.
     new, _ = logprobs_of_all(model, rollout, s, with_entropy=False)                    # (G, S-1)
     old = rollout.old_logprobs
     ref = old if rollout.ref_logprobs is None else rollout.ref_logprobs
@@ -2306,7 +2306,7 @@ def print_trace(parts, s):
 
 
 def keep_going(stream):
-    """A reader who goes away (`| head`) or a full disk does not stop a training: it goes on."""
+    """Training goes on if the reader of a pipe leaves (`| head`) or the disk is full."""
     def unless_it_fails(call):
         def attempt(*given):
             try:
@@ -2315,7 +2315,7 @@ def keep_going(stream):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return attempt
 
-    stream.reconfigure(errors="backslashreplace")  # for a terminal that knows ASCII alone
+    stream.reconfigure(errors="backslashreplace")  # for a terminal that knows only ASCII
     stream.write = unless_it_fails(stream.write)
     stream.flush = unless_it_fails(stream.flush)
 

@@ -397,7 +397,7 @@ def test_a_checkpoint_of_another_reward_model(whole, tmp_path, capsys, name, val
     tensors = {**checkpoint_of(folder), name: value}
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
     line = refused(capsys, "--resume", folder, "--steps=5")
-    assert f"{path} is torn, or not of this model:" in line
+    assert f"{path} is damaged, or not of this model:" in line
 
 
 def test_the_count_of_the_memory_knows_the_reward_model():

@@ -220,7 +220,7 @@ def refuses_to_resume(capsys, folder, *flags):
     ("--seed=1", "--seed 1: the run in {folder} has 0"),
     ("--no-scale-by-std", "--scale-by-std False: "), ("--output=elsewhere", "--output elsewhere: "),
     ("--config=c.json", "--config c.json: "), ("--eval-only", "--eval-only True: "),
-    ("--steps=3", "--steps 3: the run in {folder} stands at step 6"),
+    ("--steps=3", "--steps 3: the run in {folder} is at step 6"),
 ])
 def test_what_a_resumed_run_cannot_change(capsys, run_folder, flag, words):
     assert words.format(folder=run_folder) in refuses_to_resume(capsys, run_folder, flag)
@@ -346,7 +346,7 @@ def test_a_broken_line(capsys, run_folder, name, broken):
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:2], broken, *lines[2:]]) + "\n")
     line = refuses_to_resume(capsys, run_folder)
-    assert f"{path}: not lines of ours" in line
+    assert f"{path}: not lines of train.py" in line
 
 
 def test_what_a_kill_has_left_behind_goes(uninterrupted, run_folder):
@@ -369,7 +369,7 @@ def test_what_a_kill_has_left_behind_goes(uninterrupted, run_folder):
 def test_a_checkpoint_that_is_not_whole(capsys, run_folder, spoil):
     path = run_folder / CHECKPOINT
     spoil(path)
-    assert f"{path} is torn, or not of this model: " in refuses_to_resume(capsys, run_folder)
+    assert f"{path} is damaged, or not of this model: " in refuses_to_resume(capsys, run_folder)
 
 
 def test_weights_that_are_not_finite_are_not_saved(run_folder):

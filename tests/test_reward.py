@@ -823,7 +823,7 @@ def test_what_is_wrong_is_told_under_its_flag(mine_py):
         with value_error(f"^{re.escape(line)}"):
             fn(PROBLEMS[:1], ["p"], rollout_of("x", "y"))
     hidden = [{**PROBLEMS[0], "completions": "mine"}]
-    with value_error("^--data: a column 'completions' has the name of what rewards are given"):
+    with value_error("^--data: a column 'completions' has the name of an argument of rewards"):
         reward_fn_of(["rule"])(hidden, ["p"], rollout_of("x", "y"))
 
 
