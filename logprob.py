@@ -5,8 +5,7 @@
 
 Departures from the theory's code map:
 - The map names `sequence_logprob` but does not show it. Here it follows from the definition.
-- Every token keeps its own log-probability: the loss takes the ratio per token, and a ratio of
-  whole-sequence probabilities would explode with the length.
+- Every token keeps its own log-probability, because a ratio of whole sequences would explode.
 - Only the response is labelled. The map scores prompt and padding too.
 
 Rows are `[prompt][response][padding]`. Padding is on the right, where causal attention hides it
@@ -154,8 +153,7 @@ class LeanHead(torch.autograd.Function):
     def backward(ctx, grad, _):
         hidden, weight, targets, lse = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        # Summed in float32; autograd converts it to the weight's dtype, or to its grad_dtype. A
-        # frozen weight gets no gradient: with 152k words that saves a matrix of a GB.
+        # Summed in float32, then converted by autograd. A frozen weight gets no gradient.
         learns = ctx.needs_input_grad[1]
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
         grad = grad / ctx.temperature                                             # (M,)
@@ -166,11 +164,9 @@ class LeanHead(torch.autograd.Function):
             d.scatter_add_(1, targets[rows, None], grad[rows, None])              # +g at the target
             d = d.to(weight.dtype)
             grad_hidden[rows] = d @ weight
-            if not learns:
-                continue
-            if weight.dtype == torch.float32:
+            if learns and weight.dtype == torch.float32:
                 grad_weight.addmm_(d.T, hidden[rows])
-            else:
+            elif learns:
                 grad_weight += d.T @ hidden[rows]
         return grad_hidden, grad_weight, None, None, None
 
