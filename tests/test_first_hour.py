@@ -147,5 +147,5 @@ def test_help_has_every_flag_once_under_headings_with_its_default(run_here):
         assert sum(line.startswith(f"  {flag_of(name)} ") or line == f"  {flag_of(name)}"
                    or line.startswith(f"  {flag_of(name)},") for line in out.splitlines()) == 1
     words = " ".join(out.split())
-    assert "rollouts in all [500] {80}" in words          # {}: the tiny policy's config
+    assert "number of rollouts [500] {80}" in words          # {}: the tiny policy's config
     assert words.index("the rollout:") < words.index("--steps") < words.index("the objective:")
