@@ -511,7 +511,7 @@ def follow(ref_model, policy_model):
     """Copy the current policy into the reference."""
     for part in [*ref_model.modules(), *policy_model.modules()]:
         if hasattr(part, "reshard"):
-            part.reshard()  # FSDP may still hold gathered weights: what is written there is lost
+            part.reshard()  # FSDP may still hold gathered weights: writes to them are lost
     for ref, p in zip(ref_model.parameters(), policy_model.parameters()):
         ref.copy_(p)
 
@@ -1004,7 +1004,7 @@ def check_combinations(s):
 
 
 def choose_device(s):
-    """-> (torch.device, dtype of the weights that compute)."""
+    """-> (torch.device, dtype of the model's weights)."""
     # in order of preference
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
                "cpu": True}

@@ -322,7 +322,7 @@ def test_flags(capsys, monkeypatch, tmp_path):
     assert not capsys.readouterr().out
     assert "--lora-alpha: only with --lora-rank" in refused(capsys, "--lora-alpha=8")
     monkeypatch.setattr(train, "world", lambda: 2)
-    with pytest.raises(train.BadInput, match="--lora-rank: on one GPU"):
+    with pytest.raises(train.BadInput, match="--lora-rank: not on several GPUs"):
         train.check_combinations(train.parse(["--lora-rank=4"]))
 
 

@@ -563,12 +563,12 @@ def test_a_wrong_file_or_none_is_refused_and_nothing_is_kept(network):
     (network.served / "train.jsonl").write_bytes(TRAIN + b" ")
     (network.served / "test.jsonl").unlink()
     for name, reason in (("gsm8k", "invalid hash"), ("gsm8k:test", "URLError")):
-        with value_error(f"^{name}: no download .*{reason}"):
+        with value_error(f"^{name}: cannot download .*{reason}"):
             load_problems(name)
     assert not list(network.cache.iterdir())
     network.cache.rmdir()
     network.cache.write_text("a file where the folder should be")
-    with value_error("^gsm8k: no download"):
+    with value_error("^gsm8k: cannot download"):
         load_problems("gsm8k")
 
 

@@ -677,7 +677,7 @@ def test_the_help(help_of_train):
     assert done.returncode == 0 and "--kl-coef" in done.stdout and done.stderr == ""
     told = " ".join(done.stdout.split())
     assert "beta; 0: no KL, and no reference in memory [0.04]" in told
-    assert "rollouts in all [500] {80}" in told           # {}: the tiny policy's config
+    assert "number of rollouts [500] {80}" in told           # {}: the tiny policy's config
     # every flag once, in one spelling, under the headings of the Settings
     for name in train.FIELDS:
         assert len(re.findall(rf"\n  {train.flag_of(name)}[ ,\n]", done.stdout)) == 1, name
