@@ -233,6 +233,7 @@ def write_gguf(path, model, words):
 
 def test_a_gguf_file_becomes_an_ordinary_folder(tmp_path):
     pytest.importorskip("gguf")
+    pytest.importorskip("accelerate")
     letters = [chr(code) for code in range(33, 127)] + ["Ġ", "Ċ"]         # in GPT-2's spelling
     words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *letters, "12"]
     model = small_model("llama", vocab_size=len(words), intermediate_size=64,
