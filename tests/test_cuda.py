@@ -467,7 +467,7 @@ def test_weights_that_share_memory_or_are_sharded_are_left_alone(request, what):
         if what == "FSDP":
             chance = sample.uniform_numbers(None, 1, 2, 4, model.device)
             sample.write_answers(model, [[3, 4]], chance, 1.0, [1])
-        assert addresses == [weight.data_ptr() for weight in model.parameters()]
+            assert addresses == [weight.data_ptr() for weight in model.parameters()]
 
 
 # --------------------------------------------------------------------------------------------------
