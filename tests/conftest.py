@@ -45,10 +45,13 @@ logging.set_verbosity_error()
 
 
 
-def pytest_collection_finish():
+def pytest_collection_finish(session):
     """What is imported stays: to search it for garbage would take a third of a second, which a
-    test that measures time could not tell from its own."""
+    test that measures time could not tell from its own. The whole suite needs the server, which
+    imports all of it once more: beside the first tests."""
     gc.freeze()
+    if len(session.items) > 1000:
+        server()
 
 
 TINY = ROOT / "tests" / "tiny"
@@ -93,6 +96,12 @@ def small_model(architecture, std=0.3, **changes):
 @pytest.fixture(scope="session", params=ARCHITECTURES)
 def random_model(request):
     """A `small_model` of each family in turn."""
+    return small_model(request.param)
+
+
+@pytest.fixture(scope="session", params=["qwen2", "gemma2", "gpt2"])
+def some_model(request):
+    """A `small_model` with grouped rows and a lean head, with neither, with learned positions."""
     return small_model(request.param)
 
 
@@ -161,18 +170,23 @@ def settings(*flags):
     return train.plan_memory(train.parse(list(flags)))
 
 
+@functools.cache
+def loaded(folder, dtype):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
 def parts(*flags, dtype=torch.float32, noise=0.05):
     """What train_step takes, of the tiny default, with two prompts and four answers each.
 
     The reference stands a little apart from the policy, so that the KL has a gradient.
     """
     s = settings("--prompts-per-step=2", "--group-size=4", *flags)
-    policy = AutoModelForCausalLM.from_pretrained(s.model, dtype=dtype).eval()
+    policy, tokenizer = (copy.deepcopy(part) for part in loaded(s.model, dtype))
     reference = copy.deepcopy(policy).requires_grad_(False)
     generator = seeded(1)
     for p in reference.parameters():
         p.add_(noise * torch.randn(p.shape, generator=generator))
-    tokenizer = AutoTokenizer.from_pretrained(s.model)
     problems = tiny_problems()[:2]
     prompts = [train.chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
     return SimpleNamespace(

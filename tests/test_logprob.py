@@ -155,8 +155,8 @@ def test_the_gradient_of_tied_embeddings(tied):
     assert bool(actual["model.embed_tokens.weight"][unused].any()) == tied
 
 
-def test_without_entropies_gradients_or_labels(random_model):
-    model, (input_ids, labels, _) = copy.deepcopy(random_model), batch()
+def test_without_entropies_gradients_or_labels(some_model):
+    model, (input_ids, labels, _) = copy.deepcopy(some_model), batch()
     expected = token_logprobs(model, input_ids, labels, with_entropy=True)[0]
     assert torch.equal(token_logprobs(model, input_ids, labels), expected)
     with torch.no_grad():
@@ -184,8 +184,8 @@ def test_frozen_weights_pass_the_gradient_on():
 # Masks and padding
 
 @pytest.mark.parametrize("group_ids", [None, GROUPS], ids=["rows", "groups"])
-def test_what_stands_in_the_padding_does_not_matter(random_model, group_ids):
-    model = copy.deepcopy(random_model)
+def test_what_stands_in_the_padding_does_not_matter(some_model, group_ids):
+    model = copy.deepcopy(some_model)
     input_ids, labels, weights = batch()
     other_ids = input_ids.clone()
     for n, (prompt, response) in enumerate(SIZES):
@@ -198,24 +198,24 @@ def test_what_stands_in_the_padding_does_not_matter(random_model, group_ids):
 
 
 @pytest.mark.parametrize("group_ids", [None, GROUPS], ids=["rows", "groups"])
-def test_labels_anywhere_in_the_row(random_model, group_ids):
+def test_labels_anywhere_in_the_row(some_model, group_ids):
     """The mask is the labels': a hole in the response is not scored, but still read."""
     input_ids, labels, _ = batch()
-    whole = token_logprobs(random_model, input_ids, labels)
+    whole = token_logprobs(some_model, input_ids, labels)
     labels[0, 5] = labels[0, 9] = labels[3, 10] = IGNORE
     labels[2, 0] = input_ids[2, 0]  # nothing predicts token 0
     expected = whole.clone()
     expected[0, 4] = expected[0, 8] = expected[3, 9] = 0
-    actual = token_logprobs(random_model, input_ids, labels, group_ids=group_ids)
+    actual = token_logprobs(some_model, input_ids, labels, group_ids=group_ids)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
 
 
 # --------------------------------------------------------------------------------------------------
 # Shared prompts
 
-def test_rows_of_a_group_may_stand_apart_and_have_no_labels(random_model):
+def test_rows_of_a_group_may_stand_apart_and_have_no_labels(some_model):
     """Those without labels cost nothing, and change nothing."""
-    model, (input_ids, labels, _) = copy.deepcopy(random_model), batch()
+    model, (input_ids, labels, _) = copy.deepcopy(some_model), batch()
     order = torch.tensor([3, 0, 4, 2, 1])
     expected = token_logprobs(model, input_ids, labels)[order]
     for group_ids in (GROUPS[order], GROUPS[order] + 7):
@@ -234,9 +234,9 @@ def test_rows_of_a_group_may_stand_apart_and_have_no_labels(random_model):
 # Rows that are equal
 
 @pytest.mark.parametrize("group_ids", [None, GROUPS], ids=["rows", "groups"])
-def test_equal_rows_run_once(random_model, group_ids):
+def test_equal_rows_run_once(some_model, group_ids):
     """Each keeps its own weight in the gradient, and labels of its own make a row another one."""
-    model = copy.deepcopy(random_model)
+    model = copy.deepcopy(some_model)
     order = torch.tensor([0, 1, 0, 3, 4, 1, 0, 4, 2])
     input_ids, labels, _ = (x[order] for x in batch())
     labels[4, 12] = IGNORE
@@ -402,9 +402,9 @@ def test_forms_are_found_once(monkeypatch):
     assert tried[5:] == [other] * 5
 
 
-def test_looking_changes_nothing(random_model):
+def test_looking_changes_nothing(some_model):
     """Neither the trial of the forms, nor grouped rows."""
-    model, (input_ids, labels, _) = copy.deepcopy(random_model), batch()
+    model, (input_ids, labels, _) = copy.deepcopy(some_model), batch()
     expected = model(input_ids).logits
     how = dict(do_sample=False, max_new_tokens=8)
     written = model.generate(input_ids[:1, :5], **how)
@@ -657,8 +657,8 @@ def test_length_limit():
 # Checkpointed layers
 
 @pytest.mark.parametrize("group_ids", [None, GROUPS], ids=["rows", "groups"])
-def test_checkpointed_layers_give_the_same_gradients(random_model, group_ids):
-    model, (input_ids, labels, weights) = copy.deepcopy(random_model), batch()
+def test_checkpointed_layers_give_the_same_gradients(some_model, group_ids):
+    model, (input_ids, labels, weights) = copy.deepcopy(some_model), batch()
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     forms_of(model)
     run = []

@@ -41,11 +41,13 @@ def test_ranks_compute_what_one_process_does_also_after_one_has_died(flags, one,
 
     # now that there is a run, and where prompts do not divide: one line, no word of a lost rank
     before = snapshot(folder)
-    for more, line in (((), "holds a run already"),
-                       (("--prompts-per-step=3",), "3: not a multiple of 2 processes")):
-        done = run_ranks(2, "train.py", *flags, *more, f"--output={folder}")
+    refusals = [((), "holds a run already"),
+                (("--prompts-per-step=3",), "3: not a multiple of 2 processes")]
+    ends = [begin_ranks(2, "train.py", *flags, *more, f"--output={folder}") for more, _ in refusals]
+    for end, (_, line) in zip(ends, refusals):
+        done = end()
         assert done.returncode != 0 and line in one_line_of(done.stderr)
-        assert snapshot(folder) == before
+    assert snapshot(folder) == before
 
 
 def test_two_ranks_stop_for_a_signal_and_one_goes_on(flags, one, tmp_path):
