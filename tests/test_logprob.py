@@ -4,6 +4,7 @@
 import copy
 import math
 import re
+import runpy
 import shutil
 from types import SimpleNamespace
 
@@ -577,6 +578,8 @@ def test_where_flash_attention_runs(monkeypatch, device, dtype, width, value_wid
     query, value = (SimpleNamespace(dtype=dtype, shape=(1, 2, 9, w), is_cuda=device == "cuda")
                     for w in (width, value_width))
     assert logprob.takes_flash(query, value) == takes
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    runpy.run_path(logprob.__file__)                      # switches it off
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 

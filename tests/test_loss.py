@@ -130,7 +130,7 @@ def test_the_formula(aggregate, ratio, kl_estimator, objective, clip_eps_high, s
                    kl_estimator=kl_estimator, ratio=ratio, objective=objective)
     fractions = []
     for seed, per_token in ((0, False), (1, True)):
-        data = batch(seed, rows=8, per_token=per_token)
+        data = batch(seed, rows=5, width=5, per_token=per_token)
         if sampler_cap:
             sampler = sampler_of(data[1])
             capped = (data[1] - sampler).exp()[data[4]] > sampler_cap
@@ -434,8 +434,10 @@ def test_what_is_masked_does_not_matter(aggregate, ratio, kl_estimator, objectiv
     expected_gradient = gradient(expected, clean[0])
     assert expected.isfinite()
     assert expected_gradient[mask].any() and not expected_gradient[~mask].any()
-    places_of = ((0,), (1,), (2,), (3,), (5,), (0, 1, 2, 3, 5))  # one tensor, or all five
-    for garbage, places in every((math.nan, math.inf, -math.inf, 1e30), places_of):
+    together = (0, 1, 2, 3, 5)  # NaN in one tensor at a time; everything else in all five
+    cases = [(math.nan, (place,)) for place in together]
+    cases += every((math.nan, math.inf, -math.inf, 1e30), (together,))
+    for garbage, places in cases:
         data = list(clean)
         for place in places:
             data[place] = data[place].detach().masked_fill(~mask, garbage)
@@ -478,7 +480,7 @@ def test_micro_batches_add_up(aggregate, ratio, objective, kl_estimator, per_tok
 
     value, metrics = loss_of(*data)
     expected = gradient(value, data[0])
-    for cut in ([9], [1] * 9, [2, 3, 4], [1, 8]):
+    for cut in ([1] * 9, [2, 3, 4]):
         total, total_gradient, totals = 0, 0, dict.fromkeys(metrics, 0)
         for parts in zip(*(x.split(cut) for x in data)):
             part, part_metrics = loss_of(*parts, n_rows=9, n_tokens=int(data[4].sum()))

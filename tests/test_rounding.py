@@ -49,7 +49,8 @@ def test_no_change_gives_the_start_bit_for_bit(dtype):
 def test_a_part_of_a_unit_arrives_on_average(dtype, part):
     """To 1%. Rounded to nearest all of it or nothing does."""
     torch.manual_seed(0)
-    start = ((1 + torch.rand(2**22)) / 64).to(dtype).float()           # of one unit, nearly all
+    n = 2**22 if abs(part) < 0.1 else 2**20
+    start = ((1 + torch.rand(n)) / 64).to(dtype).float()           # of one unit, nearly all
     start[::2] *= -1
     step = part * unit_of(start, dtype) * start.sign()
     # Not across a power of two, where the unit is another
@@ -204,7 +205,8 @@ def test_masters_start_from_the_files_own_digits(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_half_precision_run_resumes_bit_for_bit(tmp_path, dtype):
-    flags = (*FEW, "--prompts-per-step=2", "--eval-limit=2", "--save-every=1", f"--dtype={dtype}")
+    flags = (*FEW, "--prompts-per-step=2", "--group-size=4", "--eval-limit=2", "--save-every=1",
+             f"--dtype={dtype}")
     trains(*flags, "--steps=3", f"--output={tmp_path / 'whole'}")
     trains(*flags, "--steps=2", f"--output={tmp_path / 'parts'}")
     trains(f"--resume={tmp_path / 'parts'}", "--steps=3")
