@@ -1450,7 +1450,8 @@ def linears_of(model):
 def lora_memory(s, model):
     """The rows of memory() that --lora-rank changes, and the bytes of host_memory()."""
     weights = list(linears_of(model).values())
-    n = s.lora_rank * sum(sum(W.shape) for W in weights)
+    rows_and_columns = [sum(W.shape) for W in weights]
+    n = s.lora_rank * sum(rows_and_columns)
     # The reference holds the initial weights unless it is renewed.
     copied = s.renew_reference or not s.kl_coef
     first = sum(W.nbytes for W in weights) * bool(copied)
