@@ -587,8 +587,9 @@ def show(bar, metrics, run):
     words.append("reward {reward_mean:.2f}")
     if metrics["format_rate"] > 0:  # else nothing is boxed, and the rule has nothing to judge
         words.append("acc {accuracy:.2f}")
-    words += [f"held out {run.held_out[-1][1]:.2f}", "len {response_length_mean:.0f}",
-              "KL {approx_kl:.3f}"]
+    words.append(f"held out {run.held_out[-1][1]:.2f}")
+    words.append("len {response_length_mean:.0f}")
+    words.append("KL {approx_kl:.3f}")
     bar.set_postfix_str(", ".join(words).format(**metrics))
     bar.update()
     if "eval_accuracy" in metrics:
@@ -628,10 +629,14 @@ def symptoms(history, dtype=torch.float32):
     ratio = mean_of("sampler_ratio_error")
     entropy = mean_of("entropy")
     # How far each of several rewards has risen: the policy may learn only the easier one.
-    risen = {name: mean_of(name) - mean_of(name, history[:5])
-             for name in history[-1] if name.startswith("reward/")}
+    risen = {}
+    for name in history[-1]:
+        if name.startswith("reward/"):
+            risen[name] = mean_of(name) - mean_of(name, history[:5])
     most = max(risen, key=risen.get, default="")
     least = min(risen, key=risen.get, default="")
+    gained = risen.get(most, 0)
+    missed = risen.get(least, 0)
     known = [
         ("length", growth > 0.2 and gain < 0.01, growth,
          f"answers grew by {growth:.0%} in 20 steps, accuracy by {gain:.3f}. If they should stay "
@@ -642,8 +647,8 @@ def symptoms(history, dtype=torch.float32):
         ("kl", kl > 0.05, kl,
          f"KL is {kl:.3f} nats per token, above 0.05. Normal while the reward rises; if it falls: "
          "a higher --kl-coef, or --kl-band 0.02 0.05"),
-        ("one reward", kl > 0.5 and risen.get(most, 0) > 0.2 and risen[least] < 0.02, kl,
-         f"{most} has risen by {risen.get(most, 0):.2f}, {least} by {risen.get(least, 0):.2f}, and "
+        ("one reward", kl > 0.5 and gained > 0.2 and missed < 0.02, kl,
+         f"{most} has risen by {gained:.2f}, {least} by {missed:.2f}, and "
          f"KL is {kl:.2f}: the policy learns only the easier reward. A smaller --reward-weights "
          "for it, or give it to right answers only; a lower --temperature"),
         ("reference", stuck and len(history) > 3, 1,
@@ -1445,7 +1450,8 @@ def linears_of(model):
 def lora_memory(s, model):
     """The rows of memory() that --lora-rank changes, and the bytes of host_memory()."""
     weights = list(linears_of(model).values())
-    n = s.lora_rank * sum(sum(W.shape) for W in weights)
+    rows_and_columns = [sum(W.shape) for W in weights]
+    n = s.lora_rank * sum(rows_and_columns)
     # The reference holds the initial weights unless it is renewed.
     copied = s.renew_reference or not s.kl_coef
     first = sum(W.nbytes for W in weights) * bool(copied)
