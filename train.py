@@ -73,7 +73,7 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     DeepSeekMath, algorithm 1. ref_model: the frozen reference, None for no KL. `sampler` is called
     like sample_groups. `reward_of(problems, prompts, rollout) -> (N,)` replaces the rule's reward.
     Each of several GPUs has its own batch; the metrics cover all. BadInput: a reward that
-    fails or is not (N,) numbers.
+    fails or is not (N,) numbers, a loss that lacks its metrics.
     """
     s = settings
     clock = [time.perf_counter()]
