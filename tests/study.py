@@ -2,6 +2,7 @@
 
     python tests/study.py                       # all of it, two runs at a time; prints Markdown
     python tests/study.py --only kl --seeds 0 1 2 --steps 40
+    python tests/study.py --real runs/smollm2-sums/config.json    # the task of real_model.py
 
 A finished run is kept under --output and not run again, so the command can be stopped and repeated.
 Delete the folder after a change of the code; runs made by other code are counted and named.
@@ -11,6 +12,9 @@ those of the final policy, from four answers to each held-out problem at tempera
 run trained with: KL is the mean of log pi - log ref per token, ref the untrained policy. `last ten`
 and `length` are of the training answers of the last ten steps, and `at 0.9` is the first step with
 that share of them right (with --max-resample these answers are selected: do not compare them).
+
+--real asks the same of a pretrained model: two seeds, 25 steps of 32 answers. There `right` is the
+share of right answers of the last ten steps, and `held out` the last reward on held-out problems.
 
 The verdict is a rule, the same for every claim: a difference counts if it is larger than the two
 spreads together. "Not seen" is no proof of the contrary, on a task as small as this one.
@@ -52,6 +56,7 @@ class Arm:
 # larger; `A > 0`: above 0; `A ~ B`: no difference; `A in LOW HIGH`.
 GRPO = Arm("GRPO")
 EVEN = "--reward {study}:even_box"
+REAL = "--config {real} --prompts-per-step 4"    # half the answers of the run in the README
 
 STUDY = {
     "objectives": ("Objectives and advantages", ["flat", "std_fall"], [
@@ -155,6 +160,27 @@ STUDY = {
         ("002", "length", "GRPO > Dr. GRPO", "so does Dr. GRPO's constant divisor"),
         ("001", "sampled", "sums, GRPO ~ sums, GR3", "GR3 costs nothing where length pays"),
     ]),
+    "real": ("A pretrained model", [], [
+        Arm("GRPO", REAL),
+        Arm("beta 0", f"{REAL} --kl-coef 0"),
+        Arm("G = 4", f"{REAL} --group-size 4 --prompts-per-step 8"),
+        Arm("G = 16", f"{REAL} --group-size 16 --prompts-per-step 2"),
+        Arm("4 updates", f"{REAL} --updates-per-rollout 4"),
+        Arm("temperature 1.0", f"{REAL} --temperature 1.0"),
+        Arm("Dr. GRPO", f"{REAL} --aggregate constant --no-scale-by-std"),
+        Arm("DAPO", f"{REAL} --aggregate token --clip-eps-high 0.28 --kl-coef 0 --max-resample 3"),
+    ], [
+        ("000", "right", "GRPO > beta 0", "without the penalty the policy degenerates"),
+        ("001", "right", "GRPO > G = 4", "G = 4 gives noisy baselines: 8 learn faster"),
+        ("003", "right", "G = 16 > GRPO", "below 16 advantages vary much: 16 learn faster"),
+        ("001", "right", "4 updates > GRPO", "4 updates make more of the same answers"),
+        ("002", "clip_fraction", "4 updates > GRPO", "several epochs: more ratios clipped"),
+        ("004", "right", "temperature 1.0 > GRPO", "it learns from the variety of its samples"),
+        ("002", "flat", "GRPO > temperature 1.0", "a higher temperature: fewer flat groups"),
+        ("002", "length", "GRPO > Dr. GRPO", "a mean per answer favours long answers"),
+        ("000", "flat", "GRPO > DAPO", "dynamic sampling leaves fewer flat groups"),
+        ("000", "held_out", "DAPO > GRPO", "it works on what is not yet mastered"),
+    ]),
 }
 
 
@@ -175,7 +201,7 @@ def folder_of(output, arm, seed, steps):
     return Path(output) / f"{name}_steps-{steps}_seed-{seed}"
 
 
-def run_one(output, arm, seed, steps):
+def run_one(output, arm, seed, steps, real=""):
     """Train, examine, write figures.json last: a run without it is not finished."""
     sys.path.insert(0, str(ROOT))
     import train
@@ -196,7 +222,7 @@ def run_one(output, arm, seed, steps):
     if arm.sampled_at:
         train.sample_groups = sample_at
     folder = folder_of(output, arm, seed, steps)
-    argv = [part.format(study=Path(__file__).resolve()) for part in arm.flags.split()]
+    argv = [part.format(study=Path(__file__).resolve(), real=real) for part in arm.flags.split()]
     if arm.from_trained:
         # The tiny policy's own settings come with its model; another model brings none.
         argv += ["--config", str(ROOT / "tests" / "tiny" / "grpo.json"),
@@ -209,7 +235,11 @@ def run_one(output, arm, seed, steps):
     seconds = time.process_time()
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     found = figures([json.loads(line) for line in lines])
-    found |= {"cpu_seconds": seconds, **exam(train, sample_groups, folder / "final")}
+    found["cpu_seconds"] = seconds
+    if real:
+        shutil.rmtree(folder / "final")                  # half a GB
+    else:
+        found |= exam(train, sample_groups, folder / "final")
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
     (folder / "figures.json").write_text(json.dumps({"code": digest(), "figures": found}))
     return 0
@@ -267,6 +297,10 @@ def figures(metrics):
     good = [line["step"] for line in steps if (line["accuracy"] or 0) >= 0.9]
     return {
         "greedy": [line["eval_accuracy"] for line in metrics if "eval_accuracy" in line][-1],
+        "held_out": mean("eval_reward", metrics[-1:]),
+        "right": mean("reward/right", late),             # of tests/real_reward.py, like the next
+        "ended": mean("reward/ended", late),
+        "own_entropy": mean("entropy", late),
         "last_ten": mean("accuracy", late),
         "at_09": good[0] if good else len(steps) + 1,    # one step too many: never
         "never": int(not good),
@@ -333,6 +367,9 @@ COLUMNS = {"greedy": "greedy", "sampled": "sampled", "last_ten": "last ten", "at
 MORE = {"flat": "flat groups", "grad_norm": "gradient norm", "approx_kl": "its own KL",
         "kl_coef": "beta", "clip_fraction": "clipped", "sampler_gap": "off 1 at step 1",
         "length_growth": "longer by", "reward": "reward", "std_fall": "std falls by"}
+OF_REAL = {"right": "right", "ended": "ended", "held_out": "held out", "length": "length",
+           "approx_kl": "its own KL", "own_entropy": "entropy", "flat": "flat groups",
+           "clip_fraction": "clipped", "cpu_seconds": "CPU s"}
 
 
 def cell(runs, name):
@@ -348,7 +385,7 @@ def cell(runs, name):
 def table(name, results):
     """Markdown: the arms with their figures, then the claims with their verdicts."""
     title, more, arms, claims = STUDY[name]
-    columns = COLUMNS | {column: MORE[column] for column in more}
+    columns = OF_REAL if name == "real" else COLUMNS | {column: MORE[column] for column in more}
     lines = [f"\n### {title}\n", "| | " + " | ".join(columns.values()) + " |",
              "|" + " --- |" * (len(columns) + 1)]
     for arm in arms:
@@ -385,18 +422,20 @@ def charts(name, results):
 
 
 def seconds_of(arm, steps):
-    """A rough price: measured on one idle core of an AMD EPYC, torch 2.13."""
+    """A rough price: measured on one idle core, torch 2.13."""
     updates = re.search(r"--updates-per-rollout (\d+)", arm.flags)
+    if "{real}" in arm.flags:
+        return 30 + steps * (8 + 10 * (int(updates[1]) if updates else 1))
     resampling = 0.15 if "--max-resample" in arm.flags else 0.0
     return 7 + steps * (0.1 + 0.07 * (int(updates[1]) if updates else 2) + resampling)
 
 
-def start_run(output, job):
+def start_run(output, real, job):
     arm, seed, steps = job
     folder = folder_of(output, arm, seed, steps)
     shutil.rmtree(folder, ignore_errors=True)
     # One thread each: two runs share two cores.
-    command = [sys.executable, __file__, "--output", output, "--seeds", str(seed),
+    command = [sys.executable, __file__, "--output", output, "--seeds", str(seed), "--real", real,
                "--steps", str(steps), "--run", json.dumps(vars(arm))]
     done = subprocess.run(command, capture_output=True, text=True,
                           env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"})
@@ -414,15 +453,22 @@ def read_runs(output, arm, seeds, steps):
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=STUDY, default=list(STUDY), metavar="NAME",
-                        help="of " + ", ".join(STUDY))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    parser.add_argument("--steps", type=int, default=80)
+    tiny = [name for name in STUDY if name != "real"]
+    parser.add_argument("--only", nargs="+", choices=tiny, default=tiny, metavar="NAME",
+                        help="of " + ", ".join(tiny))
+    parser.add_argument("--real", default="", metavar="CONFIG", help="of a pretrained model's task")
+    parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 to 4; --real: 0 and 1")
+    parser.add_argument("--steps", type=int, help="default: 80; --real: 25")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time; --real: 5 GB each")
     parser.add_argument("--output", default=str(Path(tempfile.gettempdir()) / "grpo-study"))
     parser.add_argument("--run", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.run:
-        sys.exit(run_one(args.output, Arm(**json.loads(args.run)), args.seeds[0], args.steps))
+        arm = Arm(**json.loads(args.run))
+        sys.exit(run_one(args.output, arm, args.seeds[0], args.steps, args.real))
+    args.only = ["real"] if args.real else args.only
+    args.seeds = args.seeds or ([0, 1] if args.real else [0, 1, 2, 3, 4])
+    args.steps = args.steps or (25 if args.real else 80)
 
     arms = [arm for name in args.only for arm in STUDY[name][2]]
     # Runs that go on from a trained policy wait for the runs that train it.
@@ -433,13 +479,14 @@ def main():
               for arm in wave for seed in args.seeds} for wave in waves]
     todo = [[job for folder, job in wave.items() if not (folder / "figures.json").is_file()]
             for wave in waves]
-    seconds = sum(seconds_of(arm, steps) for wave in todo for arm, _, steps in wave) / 2
+    seconds = sum(seconds_of(arm, steps) for wave in todo for arm, _, steps in wave)
     print(f"{sum(map(len, waves))} runs, {sum(map(len, todo))} of them to do: about "
-          f"{seconds / 60:.0f} minutes on two idle cores, in {args.output}", file=sys.stderr)
+          f"{seconds / 60 / args.jobs:.0f} minutes on {args.jobs} idle cores, in {args.output}",
+          file=sys.stderr)
     for wave in todo:
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        with concurrent.futures.ThreadPoolExecutor(args.jobs) as pool:
             try:
-                list(pool.map(lambda job: start_run(args.output, job), wave))
+                list(pool.map(lambda job: start_run(args.output, args.real, job), wave))
             except KeyboardInterrupt:
                 pool.shutdown(cancel_futures=True)
                 sys.exit(130)

@@ -80,10 +80,11 @@ def test_the_plan_names_what_exists(name):
     assert len(set(labels)) == len(labels)
     assert len({study.folder_of("", arm, 0, 80) for arm in arms}) == len(arms)
     for arm in arms:
-        train.check_combinations(train.parse(arm.flags.format(study=study.__file__).split()))
+        flags = arm.flags.format(study=study.__file__, real=train.TINY / "grpo.json")
+        train.check_combinations(train.parse(flags.split()))
     for document, figure, relation, _ in claims:
         assert document in ("000", "001", "002", "003", "004")
-        assert figure in study.COLUMNS or figure in more
+        assert figure in (study.OF_REAL if name == "real" else [*study.COLUMNS, *more])
         label, sign, other = study.parts_of(relation)
         assert label in labels
         assert other in labels or sign == "in" or (sign, other) == (">", "0")
