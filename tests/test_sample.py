@@ -50,11 +50,16 @@ def config(model, monkeypatch):
 @pytest.fixture
 def runs(model):
     """The (rows, tokens) of every run through the model."""
+    def whole(head, args):
+        assert args[0].is_contiguous()  # else a CPU copies the head's bfloat16 weights per row
+
     found = []
-    hook = model.get_input_embeddings().register_forward_pre_hook(
-        lambda module, args: found.append(tuple(args[0].shape)))
+    hooks = [model.get_input_embeddings().register_forward_pre_hook(
+                 lambda module, args: found.append(tuple(args[0].shape))),
+             model.get_output_embeddings().register_forward_pre_hook(whole)]
     yield found
-    hook.remove()
+    for hook in hooks:
+        hook.remove()
 
 
 def responses_of(rollout):
