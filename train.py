@@ -366,13 +366,13 @@ def step_metrics(rollout, batch, updates, clock, s):
     metrics = {
         "reward_mean": rewards.mean(),
         "reward_std": rewards.std(correction=0),
-        "accuracy": mean(reward.is_right(known)),
-        "format_rate": mean(reward.has_format(known)),
+        "accuracy": reward.is_right(known).float().mean(),
+        "format_rate": reward.has_format(known).float().mean(),
         # Groups whose rewards are all equal teach nothing: all of their advantages are 0.
-        "zero_variance_groups": mean(is_flat(rewards, s.group_size)),
+        "zero_variance_groups": is_flat(rewards, s.group_size).float().mean(),
         "response_length_mean": lengths.mean(),
         "response_length_p95": lengths.quantile(0.95),
-        "truncated_fraction": mean(~gathered(rollout.finished)),
+        "truncated_fraction": (~gathered(rollout.finished)).float().mean(),
         "tokens": lengths.sum(),
         "entropy": entropy / lengths.sum(),  # per token, of the policy that drew the answers
         "kl_coef": s.kl_coef,
@@ -408,11 +408,6 @@ def peak_memory():
     return math.nan
 
 
-def mean(bools):
-    """The share of True; NaN if there is no entry."""
-    return bools.float().mean()
-
-
 # --------------------------------------------------------------------------------------------------
 # Dynamic sampling (DAPO, arXiv 2503.14476): a group whose rewards are all equal teaches nothing and
 # is replaced by a group of another problem
@@ -446,17 +441,15 @@ def without_flat_groups(rollout, model, tokenizer, batch, s, sampler, reward_of)
 # Helpers of train_grpo: problems and random numbers of a step, evaluation, the bar
 
 def check_arguments(problems, eval_problems, s):
-    """BadInput for what would fail in the middle of a step; main() finds it earlier, in load()."""
+    """BadInput for what would fail in the middle of a step."""
     unsettled = [flag_of(name) for name in MEMORY if getattr(s, name) == "auto"]
-    faults = {
-        f"{', '.join(unsettled)}: still `auto`; plan_memory(settings) decides": unsettled,
-        f"{len(problems)} problems, and a step needs {s.prompts_per_step}":
-            len(problems) < s.prompts_per_step,
-        "no held-out problems": not eval_problems,
-    }
-    for line, holds in faults.items():
-        if holds:
-            raise BadInput(line)
+    if unsettled:
+        raise BadInput(f"{', '.join(unsettled)}: still `auto`; plan_memory(settings) decides")
+    if not eval_problems:
+        raise BadInput(f"--eval-data {s.eval_data or s.data}: no problem is left to hold out")
+    if len(problems) < s.prompts_per_step and not s.eval_only:
+        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: --data {s.data} has "
+                       f"{len(problems)} problems")
 
 
 def batch_of_step(tokenizer, problems, step, s, attempt=0, n=None):
@@ -525,7 +518,7 @@ def keep_best(model, tokenizer, s, run):
     """--keep-best: save best/ beside final/ if the held-out figure is the highest so far."""
     *others, (_, figure) = run.held_out[1:]  # the first is from before training
     if s.keep_best and all(figure > other for _, other in others):
-        save_folder(model, tokenizer, run, "best", choose_device(s)[1])
+        save_folder(model, tokenizer, run, "best")
 
 
 def set_learning_rate(optimizer, step, s):
@@ -575,7 +568,7 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
     known = torch.tensor(rewards)
     known = known[~known.isnan()]
     # This is the rule's, and NaN if no true answer is known
-    figures = {"eval_accuracy": float(mean(reward.is_right(known)))}
+    figures = {"eval_accuracy": float(reward.is_right(known).float().mean())}
     if reward_of:
         figures["eval_reward"] = sum(own) / len(own)
     return figures, list(responses)
@@ -629,14 +622,10 @@ def symptoms(history, dtype=torch.float32):
     ratio = mean_of("sampler_ratio_error")
     entropy = mean_of("entropy")
     # How far each of several rewards has risen: the policy may learn only the easier one.
-    risen = {}
-    for name in history[-1]:
-        if name.startswith("reward/"):
-            risen[name] = mean_of(name) - mean_of(name, history[:5])
-    most = max(risen, key=risen.get, default="")
-    least = min(risen, key=risen.get, default="")
-    gained = risen.get(most, 0)
-    missed = risen.get(least, 0)
+    risen = sorted((mean_of(name) - mean_of(name, history[:5]), name)
+                   for name in history[-1] if name.startswith("reward/")) or [(0.0, "")]
+    missed, least = risen[0]
+    gained, most = risen[-1]
     known = [
         ("length", growth > 0.2 and gain < 0.01, growth,
          f"answers grew by {growth:.0%} in 20 steps, accuracy by {gain:.3f}. If they should stay "
@@ -827,13 +816,9 @@ def given_flags(argv, folder=""):
     for field in FIELDS.values():
         if field.metadata["head"]:
             group = parser.add_argument_group(field.metadata["head"])
-        how = {"type": field.type}
+        how = {"type": partial(value_of, field, folder)}
         if field.type is bool:
             how = {"action": argparse.BooleanOptionalAction}
-        elif field.type is path:
-            how = {"type": partial(path, folder=folder)}
-        elif field.type in (int, float):
-            how = {"type": partial(number, field)}
         how |= field.metadata["how"]
         if field.name in tiny:
             how["help"] += f" {{{tiny[field.name]}}}"
@@ -841,11 +826,13 @@ def given_flags(argv, folder=""):
     return vars(parser.parse_args(argv))
 
 
-def number(field, text):
-    """A number within the field's bounds, for argparse, which prints what this raises."""
-    low, high = field.metadata["bounds"]
-    if text == field.default:
+def value_of(field, folder, text):
+    """The text of a flag in its type, for argparse, which prints what this raises."""
+    if field.type is path:
+        return path(text, folder)
+    if field.type is str or text == field.default:
         return text  # auto
+    low, high = field.metadata["bounds"]
     with contextlib.suppress(ValueError):
         value = field.type(text)
         if low <= value <= high:  # false for NaN
@@ -947,8 +934,7 @@ def load(s):
             reply = reward.load_function(s.reply)
         talk = partial(sample.sample_conversations, reply=reply, max_turns=s.max_turns)
         sampler = telling("--reply", RewardFailed)(talk)
-    whole, tokenizer = on_rank_0(load_policy, s, share=False) or (
-        None, AutoTokenizer.from_pretrained(s.model))
+    whole, tokenizer = agreed(load_policy, s)
     if on_rank_0(check_forms, whole, s)["grouped rows"]:
         s.share_prompts = False  # its rows are padded, and the padding is counted
     problems, eval_problems = load_data(s, tokenizer)
@@ -1052,9 +1038,11 @@ def dtype_of_cpu(model):
 
 
 def load_policy(s):
-    """The policy and its tokenizer; several ranks take their shards of it from host memory."""
+    """The policy and its tokenizer; of several ranks the first holds it, in host memory."""
     device, dtype = choose_device(s)
-    with telling(f"--model {s.model}:"):
+    with telling(f"--model {s.model}:", of=(OSError, ValueError)):
+        if rank() > 0:
+            return None, AutoTokenizer.from_pretrained(s.model)
         return sample.open_policy(s.model, device if world() == 1 else "cpu", dtype)
 
 
@@ -1100,11 +1088,7 @@ def load_data(s, tokenizer):
         say(f"--eval-data is not given: {len(eval_problems)} of {s.data} are held out")
     eval_problems = fitting("--eval-data", eval_problems[:s.eval_limit or None], tokenizer, s)
     problems = fitting("--data", problems, tokenizer, s)
-    if not eval_problems:
-        raise BadInput(f"--eval-data {held_out or s.data}: no problem is left to hold out")
-    if not s.eval_only and len(problems) < s.prompts_per_step:
-        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: --data {s.data} has "
-                       f"{len(problems)} problems")
+    check_arguments(problems, eval_problems, s)  # before a folder is made
     return problems, eval_problems
 
 
@@ -1263,14 +1247,6 @@ class MasterAdamW(torch.optim.AdamW):
             found.append(torch.cat(beginnings).float())
         return found
 
-    def adapt_loss_scale(self, skipped):
-        """float16: halve it after an update that was not finite, double it after 200 that were."""
-        self.updates_since = 0 if skipped else self.updates_since + 1
-        if skipped:
-            self.loss_scale = max(self.loss_scale / 2, 1.0)
-        elif self.loss_scale != 1 and self.updates_since % 200 == 0:
-            self.loss_scale *= 2
-
     def zero_grad(self, set_to_none=True):
         super().zero_grad()
         for weight in self.weights:
@@ -1348,7 +1324,13 @@ def of_half_precision(optimizer, skipped):
     if not isinstance(optimizer, MasterAdamW):
         return {}
     scale = optimizer.loss_scale
-    optimizer.adapt_loss_scale(skipped)
+    optimizer.updates_since += 1
+    # float16: halve it after an update that was not finite, double it after 200 that were.
+    if skipped:
+        optimizer.updates_since = 0
+        optimizer.loss_scale = max(scale / 2, 1.0)
+    elif scale != 1 and optimizer.updates_since % 200 == 0:
+        optimizer.loss_scale = 2 * scale
     return {"arrived": math.nan if skipped else optimizer.arrived, "loss_scale": scale}
 
 
@@ -1708,10 +1690,10 @@ def agreed(function, *args):
     return result
 
 
-def on_rank_0(function, *args, share=True):
-    """The function's result on rank 0, on every rank if shared; its BadInput on all."""
+def on_rank_0(function, *args):
+    """The function's result on rank 0, given to every rank; its BadInput on all."""
     result = agreed(function, *args) if rank() == 0 else agreed(lambda: None)
-    return gathered_objects(result)[0] if share else result
+    return gathered_objects(result)[0]
 
 
 def full(tensor):
@@ -1791,7 +1773,7 @@ class Run:
     def __init__(self, folder=None):
         self.name = str(folder)  # every rank knows it; only rank 0 has the folder and its lock
         self.folder = Path(folder) if folder and rank() == 0 else None
-        self.lock = None
+        self.opened = contextlib.ExitStack()  # the lock, and TensorBoard's file
         self.tensorboard = None
         self.signal = 0
         self.step = 0  # the last step that is done
@@ -1822,11 +1804,11 @@ class Run:
             if begun and not s.resume:
                 raise BadInput(f"--output {name}: holds a run already; continue it (--resume) or "
                                "name another folder")
-            self.lock = open(self.folder / ".lock", "w")
+            lock = self.opened.enter_context(open(self.folder / ".lock", "w"))
             with contextlib.suppress(ImportError):  # Windows has no fcntl, and so no lock
                 import fcntl
                 # The lock is gone when the process ends, however it ends.
-                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # A file that a kill or a full disk left unfinished may be as large as a checkpoint.
             shutil.rmtree(self.folder / "unfinished", ignore_errors=True)
         return str(self.folder)
@@ -1926,12 +1908,6 @@ class Run:
             os.replace(aside / name, self.folder / name)
             shutil.rmtree(aside)
 
-    def close(self):
-        for opened in (self.tensorboard, self.lock):
-            with contextlib.suppress(OSError):  # a full disk has been reported already
-                if opened:
-                    opened.close()
-
 
 def as_json(record):
     """NaN and Infinity become null, because JSON has neither."""
@@ -1987,11 +1963,9 @@ def check_inputs(run, found):
         say(f"{name} has changed since this run began")
 
 
-def save_folder(model, tokenizer, run, name, dtype=None):
+def save_folder(model, tokenizer, run, name):
     """Save a folder that from_pretrained opens; it replaces the old one."""
-    weights = None
-    if world() > 1:  # gathered, in the model's dtype
-        weights = whole_on_rank_0(dict(model.named_parameters()), dtype)
+    weights = whole_on_rank_0(dict(model.named_parameters())) if world() > 1 else None
     if run.folder:
         with run.replacing(name) as place:
             model.save_pretrained(place, state_dict=weights)
@@ -2090,13 +2064,13 @@ def forget_after(run, step):
 
 
 @torch.no_grad()
-def whole_on_rank_0(tensors, dtype=None):
+def whole_on_rank_0(tensors):
     """{name: tensor}, sharded or not -> the same whole, in host memory; elsewhere {}."""
     whole = {}
     for name, tensor in tensors.items():
         tensor = full(tensor)  # every rank takes part in gathering, one keeps it
         if rank() == 0:
-            whole[name] = tensor.detach().to("cpu", dtype).contiguous()
+            whole[name] = tensor.detach().cpu().contiguous()
     return whole
 
 
@@ -2140,7 +2114,8 @@ def main(argv=None):
         else:
             raise
     finally:
-        run.close()
+        with contextlib.suppress(OSError):  # a full disk has been reported already
+            run.opened.close()
     if run.saved:
         fault = f"{fault}; last checkpoint: {run.saved}; continue with: {run.way_on}"
     say(f"train.py: {fault}", sys.stderr)
@@ -2165,7 +2140,7 @@ def train(parts, run, s):
     if not run.after:  # a finished run was resumed
         _, run.after = evaluate(parts.policy_model, parts.tokenizer, parts.eval_problems, s,
                                 parts.sampler)
-    save_folder(parts.policy_model, parts.tokenizer, run, "final", choose_device(s)[1])
+    save_folder(parts.policy_model, parts.tokenizer, run, "final")
     if s.lora_rank:
         save_adapter(run, parts.optimizer, s)
     if parts.reward_model:
@@ -2198,8 +2173,9 @@ def begin(run, parts, s):
             to_come = run.step + 1 if run.before else 0
             with run.writing("tensorboard"):
                 run.tensorboard = SummaryWriter(run.folder / "tensorboard", purge_step=to_come)
+                run.opened.callback(run.tensorboard.close)
     n = sum(p.numel() for p in parts.policy_model.parameters())
-    say(f"{s.model}: {n / 1e6:.2f}M parameters in {choose_device(s)[1]} on "
+    say(f"{s.model}: {n / 1e6:.2f}M parameters in {run.dtype} on "
         f"{parts.policy_model.device}, {len(parts.problems)} problems, "
         f"{len(parts.eval_problems)} held out, {world()} processes; settings of "
         f"{s.config or 'the command line'}; run in {run.name}, from step {run.step}")
