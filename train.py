@@ -15,7 +15,6 @@ Departures from the theory's code map:
 """
 
 import argparse
-import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -28,6 +27,7 @@ import signal
 import sys
 import time
 import timeit
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache, partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,7 +49,7 @@ import sample
 from advantage import advantages_for, is_flat
 from logprob import IGNORE, layers_checkpointed, token_logprobs
 from loss import grpo_loss
-from reward import score_responses
+from reward import is_right, score_responses, truths_of
 from sample import chat_prompt, out_of_memory, sample_groups
 
 # --------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def answers_to(batch, model, tokenizer, s, sampler):
     """[A] -> Rollout; a fault on one GPU ends the step on all of them."""
     if s.around_best:
         # The rule decides which answers are best, and it needs the batch's true answers.
-        truths = reward.truths_of(batch.problems)
+        truths = truths_of(batch.problems)
         sampler = partial(sample.sample_around, best=s.around_best, rewards_of=lambda _, responses:
                           score_responses(responses, truths, s.group_size // 2))
     with whole_weights(model):
@@ -231,7 +231,7 @@ def answers_to(batch, model, tokenizer, s, sampler):
 def set_rewards(rollout, batch, reward_of=None):
     """[B] Set rollout.rewards and rollout.rule_rewards, (N,) each; equal without a `reward_of`."""
     N = len(rollout.responses)
-    truths = reward.truths_of(batch.problems)
+    truths = truths_of(batch.problems)
     rewards = score_responses(rollout.responses, truths, N // len(truths))
     rollout.rule_rewards = rewards  # always, because accuracy comes from them
     if reward_of:
@@ -260,11 +260,11 @@ def advantage_options(rollout, batch, tokenizer, reward_of, s):
     candidates = None
     if s.advantage == "shape":
         ids = [row[row != IGNORE].tolist() for row in rollout.labels]
-        truths = reward.truths_of(batch.problems)
+        truths = truths_of(batch.problems)
         candidates = reward.boxed_candidates(rollout.responses, truths, s.group_size, ids,
                                              tokenizer.decode)
     # With a user's own reward, an answer counts as right if its reward is positive.
-    right = None if reward_of else reward.is_right(rollout.rule_rewards)
+    right = None if reward_of else is_right(rollout.rule_rewards)
     return {"entropies": rollout.entropies, "mask": rollout.mask, "right": right,
             "step_rewards": rollout.step_rewards, "candidates": candidates,
             "scale_by_std": s.scale_by_std, "clip": s.clip_advantages}
@@ -366,7 +366,7 @@ def step_metrics(rollout, batch, updates, clock, s):
     metrics = {
         "reward_mean": rewards.mean(),
         "reward_std": rewards.std(correction=0),
-        "accuracy": reward.is_right(known).float().mean(),
+        "accuracy": is_right(known).float().mean(),
         "format_rate": reward.has_format(known).float().mean(),
         # Groups whose rewards are all equal teach nothing: all of their advantages are 0.
         "zero_variance_groups": is_flat(rewards, s.group_size).float().mean(),
@@ -401,7 +401,7 @@ def peak_memory():
     """Bytes: of the allocator on CUDA, else of the whole process; NaN if it is unknown."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    with contextlib.suppress(ImportError):  # Windows
+    with suppress(ImportError):  # Windows
         import resource
         unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
@@ -568,7 +568,7 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
     known = torch.tensor(rewards)
     known = known[~known.isnan()]
     # This is the rule's, and NaN if no true answer is known
-    figures = {"eval_accuracy": float(reward.is_right(known).float().mean())}
+    figures = {"eval_accuracy": float(is_right(known).float().mean())}
     if reward_of:
         figures["eval_reward"] = sum(own) / len(own)
     return figures, list(responses)
@@ -679,7 +679,7 @@ class RewardFailed(BadInput):
     """A user's function raised, or gave no number: the run can be resumed from the step before."""
 
 
-@contextlib.contextmanager
+@contextmanager
 def telling(flags, kind=BadInput, of=ValueError):
     """A ValueError of a stage becomes one line that begins with these flags."""
     # of=Exception is for reading foreign files, which can be wrong in any way.
@@ -833,7 +833,7 @@ def value_of(field, folder, text):
     if field.type is str or text == field.default:
         return text  # auto
     low, high = field.metadata["bounds"]
-    with contextlib.suppress(ValueError):
+    with suppress(ValueError):
         value = field.type(text)
         if low <= value <= high:  # false for NaN
             return value
@@ -861,9 +861,9 @@ def parse(argv):
             # Held-out problems of another data set would measure something else.
             values.pop("eval_data", None)
         values |= layer
-    final = os.path.join(values.get("model", TINY), "final")
-    if os.path.isfile(os.path.join(final, "config.json")):
-        values["model"] = os.path.abspath(final)  # a run's folder was named
+    final = Path(values.get("model", TINY), "final").absolute()
+    if (final / "config.json").is_file():
+        values["model"] = str(final)  # a run's folder was named
     if values.get("lora_rank") and "lr" not in values:
         values["lr"] = 1e-4
         say("--lr is not given: 1e-4, because the factors of --lora-rank need larger steps")
@@ -901,8 +901,8 @@ def as_flags(name, value):
 def resumed_settings(given):
     """--resume: the run's own settings. Flags that change what is learned are fixed."""
     folder = given["resume"]
-    file = os.path.join(folder, "config.json")
-    if not os.path.isfile(file):
+    file = Path(folder, "config.json")
+    if not file.is_file():
         raise BadInput(f"--resume {folder}: no run to resume, it has no config.json")
     saved = Settings(**read_config(file))
     for name, new in given.items():
@@ -1196,7 +1196,8 @@ class MasterAdamW(torch.optim.AdamW):
         super().__init__(moved, **how)
         with_moments(self)
         for weight in weights:
-            sum_in_float32(weight)
+            weight.grad_dtype = None  # any, because widen() changes it
+            weight.register_post_accumulate_grad_hook(widen)
         self.away = home != weights[0].device
         if self.away:
             self.grads = pinned_like(weights, torch.float32)
@@ -1276,18 +1277,9 @@ def round_into(weight, master, seed=None):
         w.copy_(bits.view(torch.float32))
 
 
-def sum_in_float32(weight):
-    """The gradients of micro-batches are added up in float32, whatever the weight's dtype."""
-    if not hasattr(weight, "device_mesh"):
-        weight.grad_dtype = torch.float32
-        return
-
-    # FSDP sums by itself, in the dtype of .grad, and calls this each time.
-    def widen(weight):
-        weight.grad = weight.grad.float()
-
-    weight.grad_dtype = None  # any
-    weight.register_post_accumulate_grad_hook(widen)
+def widen(weight):
+    """After the first micro-batch: the others are added to its gradient, so in float32, too."""
+    weight.grad = weight.grad.float()
 
 
 def pinned_like(tensors, dtype, slab=2**30):
@@ -1387,10 +1379,11 @@ class LoraAdamW(MasterAdamW):
             self.factors[f"base_model.model.{name}.lora_A.weight"] = A
             self.factors[f"base_model.model.{name}.lora_B.weight"] = B
             W.requires_grad_()
-            W.register_post_accumulate_grad_hook(partial(self.take, A, B))
         thresholds = s.rounding == "threshold"
         factors = list(self.factors.values())
         super().__init__([*linears.values()], model.device, thresholds, s.seed, factors, **how)
+        for W, (_, A, B) in zip(self.weights, self.parts):  # after widen()
+            W.register_post_accumulate_grad_hook(partial(self.take, A, B))
 
     @torch.no_grad()
     def take(self, A, B, W):
@@ -1430,7 +1423,7 @@ def linears_of(model):
 
 
 def lora_memory(s, model):
-    """The rows of memory() that --lora-rank changes, and the bytes of host_memory()."""
+    """optimizer_memory() with --lora-rank."""
     weights = list(linears_of(model).values())
     rows_and_columns = [sum(W.shape) for W in weights]
     n = s.lora_rank * sum(rows_and_columns)
@@ -1530,9 +1523,6 @@ def memory(s, model, device="cuda"):
     keys = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head_dim
     size = model.dtype.itemsize
     n = sum(p.numel() for p in model.parameters())
-    mine = n // world()
-    half = model.dtype != torch.float32
-    there = not (half and s.offload and world() == 1)  # on the GPU
     rows = s.prompts_per_step * s.group_size // world()
     # The numbers per token that a layer keeps for its backward pass: two norms, the MLP, the
     # attention, and norms of queries and keys if it has them.
@@ -1545,10 +1535,8 @@ def memory(s, model, device="cuda"):
     judge = reward.reward_model_size(s.reward_model) if s.reward_model else 0
     count = {
         "policy, weights that compute": n * size,
-        "reference, frozen": mine * size if s.kl_coef else 0,
-        "float32 masters": 4 * mine if there and half else 0,
-        "AdamW's two moments": 8 * mine if there else 0,
-        "gradients, float32": 4 * mine,
+        "reference, frozen": n // world() * size if s.kl_coef else 0,
+        **optimizer_memory(s, model)[0],
         "reward model": judge * (16 if s.renew_reference else 4),
         "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * layers * keys * size,
         "kept for the backward pass": s.micro_batch_tokens * kept * size,
@@ -1556,8 +1544,6 @@ def memory(s, model, device="cuda"):
         "logits": 12 * min(2**28, s.micro_batch_tokens * text.vocab_size)
                   + 2 * size * text.vocab_size * hidden * (not s.lora_rank),
     }
-    if s.lora_rank:
-        count |= lora_memory(s, model)[0]
     if device == "cpu":
         # The cache is freed before the update, so only the larger of the two counts.
         update = count["kept for the backward pass"] + count["logits"]
@@ -1566,13 +1552,18 @@ def memory(s, model, device="cuda"):
     return count
 
 
-def host_memory(s, model):
-    """Bytes that --offload keeps in host memory; none of them counts for the GPU."""
+def optimizer_memory(s, model):
+    """The rows of memory() that the optimizer fills, and the bytes of host memory for --offload."""
     if s.lora_rank:
-        return lora_memory(s, model)[1]
-    n = sum(p.numel() for p in model.parameters())
-    away = s.offload and world() == 1 and model.dtype != torch.float32
-    return (4 + 8 + 4 + model.dtype.itemsize) * n * away  # masters, moments, gradients, weights
+        return lora_memory(s, model)
+    n = sum(p.numel() for p in model.parameters()) // world()
+    half = model.dtype != torch.float32
+    away = s.offload and half and world() == 1
+    return {
+        "float32 masters": 4 * n * (half and not away),
+        "AdamW's two moments": 8 * n * (not away),
+        "gradients, float32": 4 * n,
+    }, (4 + 8 + 4 + model.dtype.itemsize) * n * away  # the fourth are the rounded weights
 
 
 def print_memory(s):
@@ -1585,7 +1576,7 @@ def print_memory(s):
         for way in ways:
             column = memory(way, model, device)
             column["sum"] = sum(column.values())
-            column["host memory"] = host_memory(way, model)
+            column["host memory"] = optimizer_memory(way, model)[1]
             columns.append(column)
     print(f"{s.model}: {sum(p.numel() for p in model.parameters()):,} weights in {model.dtype}; "
           f"{s.prompts_per_step} x {s.group_size} answers of {s.answer_tokens} tokens after "
@@ -1747,7 +1738,7 @@ def shard(whole, s):
     return model
 
 
-@contextlib.contextmanager
+@contextmanager
 def whole_weights(model):
     """Gather all weights for a rollout, so that no rank waits for another's long answers."""
     parts = [module for module in model.modules() if hasattr(module, "unshard")]
@@ -1773,7 +1764,7 @@ class Run:
     def __init__(self, folder=None):
         self.name = str(folder)  # every rank knows it; only rank 0 has the folder and its lock
         self.folder = Path(folder) if folder and rank() == 0 else None
-        self.opened = contextlib.ExitStack()  # the lock, and TensorBoard's file
+        self.opened = ExitStack()  # the lock, and TensorBoard's file
         self.tensorboard = None
         self.signal = 0
         self.step = 0  # the last step that is done
@@ -1805,7 +1796,7 @@ class Run:
                 raise BadInput(f"--output {name}: holds a run already; continue it (--resume) or "
                                "name another folder")
             lock = self.opened.enter_context(open(self.folder / ".lock", "w"))
-            with contextlib.suppress(ImportError):  # Windows has no fcntl, and so no lock
+            with suppress(ImportError):  # Windows has no fcntl, and so no lock
                 import fcntl
                 # The lock is gone when the process ends, however it ends.
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -1817,7 +1808,7 @@ class Run:
     def way_on(self):
         return command("train.py", "--resume", self.name)
 
-    @contextlib.contextmanager
+    @contextmanager
     def stopping_on_signals(self):
         """Ctrl-C, SIGTERM and SIGHUP let the current step end; a second signal stops at once."""
         def stop(number, _):
@@ -1826,10 +1817,10 @@ class Run:
             name = signal.Signals(number).name
             say(f"\nstopping after this step ({name}; a second one stops at once)", sys.stderr)
 
-        with contextlib.ExitStack() as put_back:
+        with ExitStack() as put_back:
             for name in ("SIGINT", "SIGTERM", "SIGHUP"):
                 # Windows has no SIGHUP, and only the main thread may set handlers.
-                with contextlib.suppress(AttributeError, ValueError):
+                with suppress(AttributeError, ValueError):
                     number = getattr(signal, name)
                     put_back.callback(signal.signal, number, signal.signal(number, stop))
             yield
@@ -1891,7 +1882,7 @@ class Run:
         # The tokenizers' own library raises a bare Exception when the disk is full.
         return telling(f"--output {self.name}: {name} cannot be written:", of=Exception)
 
-    @contextlib.contextmanager
+    @contextmanager
     def replacing(self, name):
         """Yields a path beside the file or folder; once it is complete, it replaces the old one."""
         aside = self.folder / "unfinished"
@@ -2114,7 +2105,7 @@ def main(argv=None):
         else:
             raise
     finally:
-        with contextlib.suppress(OSError):  # a full disk has been reported already
+        with suppress(OSError):  # a full disk has been reported already
             run.opened.close()
     if run.saved:
         fault = f"{fault}; last checkpoint: {run.saved}; continue with: {run.way_on}"
@@ -2167,7 +2158,7 @@ def begin(run, parts, s):
             place.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     run.saved = run.saved or "none"
     if run.folder:
-        with contextlib.suppress(ImportError):  # where TensorBoard is installed
+        with suppress(ImportError):  # where TensorBoard is installed
             from torch.utils.tensorboard import SummaryWriter
             # A resumed run deletes the points of steps that it will repeat.
             to_come = run.step + 1 if run.before else 0
@@ -2194,9 +2185,9 @@ def say(line, file=None):
 def print_story(run, eval_problems, judged_by):
     """Print one held-out problem, answered before and after; the curves; what to do next."""
     # A problem that was wrong before training and is right after it; if there is none, the first.
-    truths = reward.truths_of(eval_problems)
-    before = reward.is_right(score_responses(run.before, truths, 1))
-    after = reward.is_right(score_responses(run.after, truths, 1))
+    truths = truths_of(eval_problems)
+    before = is_right(score_responses(run.before, truths, 1))
+    after = is_right(score_responses(run.after, truths, 1))
     i = int((after & ~before).int().argmax())
     say(f"\nquestion  {eval_problems[i]['question']}\nbefore    {run.before[i]}\n"
         f"after     {run.after[i]}\ntruth     {truths[i] or 'not known'}\n")
@@ -2204,8 +2195,8 @@ def print_story(run, eval_problems, judged_by):
     boxed = any(m["format_rate"] for m in run.history)
     for name in ("accuracy",) * boxed + ("reward_mean", "approx_kl", "response_length_mean"):
         say(f"{name:22}" + small_curve([m[name] for m in run.history if m[name] is not None]))
-    config = os.path.join(run.name, "config.json")
-    final = os.path.join(run.name, "final")
+    config = f"{run.name}/config.json"
+    final = f"{run.name}/final"
     say(f"\ntalk to the result   {command('sample.py', '--model', run.name)} \"YOUR QUESTION\"\n"
         f"go on from it        {command('train.py', '--config', config, '--model', final)}")
 
@@ -2239,7 +2230,7 @@ def print_figures(parts, s):
     say(f"{len(problems)} problems, {s.group_size} samples of each at temperature {s.temperature}")
     for name, value in greedy.items():
         say(f"{name}: greedy {value:.4f}, sampled {sampled[name]:.4f}")
-    figures = reward.figures_of(responses, reward.truths_of(problems), s.group_size)
+    figures = reward.figures_of(responses, truths_of(problems), s.group_size)
     for name, value in figures.items():
         say(f"{name:18} {value:.4f}")
 
