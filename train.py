@@ -277,13 +277,14 @@ def loss_mask(rollout, s):
 
 
 def logprobs_of(model, part, s, with_entropy=True):
-    """[D] of one micro-batch: log-probs (n, w-1) and, if asked for, their entropies."""
+    """[D] of one micro-batch: log-probs and entropies, (n, w-1), or 0 where nobody needs these."""
     # A sharded model must be entered through a method that FSDP knows, see shard().
     score = getattr(model, "token_logprobs", partial(token_logprobs, model))
     groups = part.group_ids if s.share_prompts else None
     # Without a gradient nothing is kept that checkpointing could save.
     with layers_checkpointed(model, s.gradient_checkpointing and torch.is_grad_enabled()):
-        return score(part.input_ids, part.labels, s.temperature, with_entropy, groups)
+        found = score(part.input_ids, part.labels, s.temperature, with_entropy, groups)
+    return found if with_entropy else (found, 0.0)
 
 
 @torch.no_grad()
@@ -292,10 +293,7 @@ def logprobs_of_all(model, rollout, s, with_entropy=True):
     logprobs = torch.zeros_like(rollout.logprobs)
     entropies = torch.zeros_like(rollout.logprobs)
     for part, here, _ in micro_batches(rollout, s):
-        found = logprobs_of(model, part, s, with_entropy)
-        if with_entropy:
-            found, entropies[here] = found
-        logprobs[here] = found
+        logprobs[here], entropies[here] = logprobs_of(model, part, s, with_entropy)
     return logprobs, entropies
 
 
@@ -551,9 +549,10 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
     def answers():
         rows = []
         for start in tqdm(range(0, len(mine), B), "evaluation", leave=False, disable=rank() > 0):
-            part = [problems[j] for j in mine[start:start + B]]
+            chosen = mine[start:start + B]
+            part = [problems[j] for j in chosen]
             prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in part]
-            generators = [seeded(seed, "evaluation", j) for j in mine[start:start + B]]
+            generators = [seeded(seed, "evaluation", j) for j in chosen]
             rollout = sampler(model, tokenizer, prompts, group_size, s.max_new_tokens, temperature,
                               generators)
             set_rewards(rollout, Batch(part, prompts), reward_of)
@@ -814,8 +813,8 @@ def given_flags(argv, folder=""):
                     "the default, {} the tiny policy's value, which counts without --model.")
     tiny = json.loads((TINY / "grpo.json").read_text(encoding="utf-8"))
     for field in FIELDS.values():
-        if field.metadata["head"]:
-            group = parser.add_argument_group(field.metadata["head"])
+        if head := field.metadata["head"]:
+            group = parser.add_argument_group(head)
         how = {"type": partial(value_of, field, folder)}
         if field.type is bool:
             how = {"action": argparse.BooleanOptionalAction}
@@ -845,7 +844,7 @@ def flag_of(name):
 
 
 def parse(argv):
-    """Command line -> Settings: the defaults, then a config file, then the command line."""
+    """Flags -> Settings: the defaults, then a config file, then `argv`; None: the command line."""
     given = given_flags(argv)
     if "resume" in given:
         return resumed_settings(given)
@@ -876,8 +875,6 @@ def read_config(file):
         config = json.loads(Path(file).read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError("not an object of flags and values")
-        if isinstance(config.get("settings"), dict):
-            raise ValueError("an older train.py made this run; give its final/ to --model")
         argv = []
         for name, value in config.items():
             field = FIELDS.get(name.replace("-", "_"))
@@ -939,15 +936,14 @@ def load(s):
         s.share_prompts = False  # its rows are padded, and the padding is counted
     problems, eval_problems = load_data(s, tokenizer)
     policy_model = shard(whole, s) if world() > 1 else whole
-    ref_model = None  # the initial policy, frozen
-    if s.kl_coef and not s.eval_only:
+    ref_model = optimizer = None
+    if s.kl_coef and not s.eval_only:  # the initial policy, frozen
         ref_model = shard(whole, s) if world() > 1 else copy.deepcopy(policy_model)
         ref_model.requires_grad_(False)
-    optimizer = None
     if not s.eval_only:
         optimizer = make_optimizer(policy_model, s, ref_model)
         start_from_file(optimizer, policy_model, s)
-    if ref_model is not None:
+    if ref_model:
         follow(ref_model, policy_model)
     return SimpleNamespace(
         policy_model=policy_model, ref_model=ref_model, tokenizer=tokenizer, reward_of=reward_of,
@@ -1019,11 +1015,10 @@ def choose_device(s):
 @lru_cache
 def dtype_of_cpu(model):
     """bfloat16 if this CPU multiplies it at least twice as fast as float32 in this model's size."""
-    try:
+    hidden = 0
+    with suppress(Exception):  # load_policy reports what is wrong with its files
         text = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
         hidden = text.hidden_size
-    except Exception:
-        return torch.float32  # load_policy reports what is wrong with its files
     if hidden < 512:
         return torch.float32  # a small model spends its time elsewhere
     def seconds(dtype):
@@ -1161,7 +1156,7 @@ def with_moments(optimizer):
     """
     for p in optimizer.param_groups[0]["params"]:
         # The fused kernel needs the number of steps on the weights' device.
-        optimizer.state[p] = {"step": torch.zeros((), device=local(p).device),
+        optimizer.state[p] = {"step": torch.zeros((), device=p.device),
                               "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
     return optimizer
 
@@ -1279,7 +1274,8 @@ def round_into(weight, master, seed=None):
 
 def widen(weight):
     """After the first micro-batch: the others are added to its gradient, so in float32, too."""
-    weight.grad = weight.grad.float()
+    dtype = torch.promote_types(weight.grad.dtype, torch.float32)
+    weight.grad = weight.grad.to(dtype)
 
 
 def pinned_like(tensors, dtype, slab=2**30):
@@ -1330,8 +1326,8 @@ def of_half_precision(optimizer, skipped):
 def start_from_file(optimizer, model, s):
     """Give the masters all digits of the model's files, which may have more than the weights."""
     # LoRA's W0 is the reference's weight, which has no more digits than the policy's.
-    half = isinstance(optimizer, MasterAdamW) and not s.lora_rank
-    if not half or AutoConfig.from_pretrained(s.model).dtype == model.dtype:
+    masters = type(optimizer) is MasterAdamW
+    if not masters or AutoConfig.from_pretrained(s.model).dtype == model.dtype:
         return
     whole = {}
     if rank() == 0:
@@ -1873,9 +1869,8 @@ class Run:
     def append(self, name, records):
         """Append lines of JSON to a file."""
         if self.folder:
-            lines = [json.dumps(as_json(record)) + "\n" for record in records]
             with self.writing(name), open(self.folder / name, "a", encoding="utf-8") as file:
-                file.write("".join(lines))
+                file.writelines(json.dumps(as_json(record)) + "\n" for record in records)
 
     def writing(self, name):
         """Any failure with this file becomes one line; the run can be resumed."""
@@ -1911,17 +1906,15 @@ def reach_the_disk(path):
         os.fsync(file.fileno())
 
 
-# The files of a model folder that define what it computes; it may hold others, too.
-MODEL_FILES = ("*.safetensors", "*config.json", "*token*", "vocab*", "merges*", "*.jinja")
-
-
 def inputs_of(s, problems, eval_problems):
     """SHA-256 of a run's inputs, and versions -> {name: text}."""
     found = {"torch": torch.__version__, "transformers": transformers.__version__}
     for name, rows in (("--data", problems), ("--eval-data", eval_problems)):
         found[name] = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+    # The files of a model folder that define what it computes; it may hold others, too.
+    patterns = ("*.safetensors", "*config.json", "*token*", "vocab*", "merges*", "*.jinja")
     for flag, model in (("--model", s.model), ("--reward-model", s.reward_model)):
-        for pattern in MODEL_FILES if model else ():
+        for pattern in patterns if model else ():
             # a folder, or the snapshot of a hub name
             folder = Path(transformers.utils.cached_file(model, "config.json")).parent
             for file in sorted(folder.glob(pattern)):
@@ -2073,7 +2066,7 @@ def main(argv=None):
     run = Run()
     status = 2
     try:
-        settings = parse(sys.argv[1:] if argv is None else argv)
+        settings = parse(argv)
         if settings.dry_run:
             print_memory(settings)
             return 0
@@ -2177,9 +2170,8 @@ def begin(run, parts, s):
 def say(line, file=None):
     """Rank 0 prints the line, above the progress bars."""
     if rank() == 0:
-        file = file or sys.stdout
-        tqdm.write(line, file=file)
-        file.flush()
+        with tqdm.external_write_mode(file):
+            print(line, file=file, flush=True)
 
 
 def print_story(run, eval_problems, judged_by):
