@@ -954,10 +954,7 @@ def load(s):
 
 def check_combinations(s):
     """BadInput for flags that a stage would refuse in the middle of a step, or ignore."""
-    plain = s.advantage == "group"
-    centred = plain or s.advantage == "leave-one-out"
     low, high = s.kl_band or (1, 1)
-    half, odd = divmod(s.group_size, 2)
     share, rest = divmod(s.prompts_per_step, world())
     refused = [
         (rest, f"--prompts-per-step {s.prompts_per_step}: not a multiple of {world()} processes"),
@@ -973,15 +970,15 @@ def check_combinations(s):
         (s.reply and s.advantage == "shape", "--advantage shape: for single answers, not --reply"),
         (s.reward_weights and not s.reward, "--reward-weights: only with --reward"),
         (s.reward_model and s.reward, "--reward-model and --reward: only one can give the rewards"),
-        (s.around_best and (odd or half % s.around_best),
+        (s.around_best and s.group_size % (2 * s.around_best),
          f"--around-best {s.around_best}: does not divide half of --group-size {s.group_size}"),
         (s.around_best and (s.reply or s.reward or s.reward_model),
          "--around-best: uses the rule, not with --reply, --reward or --reward-model"),
-        (not s.scale_by_std and (s.step_reward or not centred),
+        (not s.scale_by_std and (s.step_reward or s.advantage not in ("group", "leave-one-out")),
          "--no-scale-by-std: only with --advantage group or leave-one-out, without --step-reward"),
         # Rewards of steps replace the rewards of answers, on which these flags work.
-        (s.step_reward and not (plain and not s.reward_model and not s.length_rescale
-                                and not s.overlong_buffer and not s.max_resample),
+        (s.step_reward and (s.advantage != "group" or s.reward_model or s.length_rescale
+                            or s.overlong_buffer or s.max_resample),
          "--step-reward: only with --advantage group, and not with --reward-model, "
          "--length-rescale, --overlong-buffer or --max-resample"),
     ]
@@ -1000,16 +997,15 @@ def choose_device(s):
         device = torch.device(best if s.device == "auto" else s.device)
     if not present.get(device.type):
         raise BadInput(f"--device {s.device}: not on this machine")
-    on_cuda = device.type == "cuda"
     # Older cards emulate bfloat16, which is slower than their float32.
-    has_bf16 = not on_cuda or torch.cuda.is_bf16_supported(including_emulation=False)
+    has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     if s.dtype == "bfloat16" and not has_bf16:
         raise BadInput(f"--dtype bfloat16: {device} has no bfloat16")
     if s.dtype != "auto":
         return device, getattr(torch, s.dtype)
     if device.type == "cpu":
         return device, dtype_of_cpu(s.model)
-    return device, torch.bfloat16 if on_cuda and has_bf16 else torch.float32
+    return device, torch.bfloat16 if device.type == "cuda" and has_bf16 else torch.float32
 
 
 @lru_cache
@@ -1215,8 +1211,7 @@ class MasterAdamW(torch.optim.AdamW):
             torch.cuda.synchronize()  # the CPU must not read gradients before they arrive
         before = self.looked_at()
         super().step()
-        for master in masters:
-            master.grad = None
+        super().zero_grad()  # the masters' gradients
         self.round()
         meant, written = (new - old for new, old in zip(self.looked_at(), before))
         self.arrived = float(written @ meant / (meant @ meant))
@@ -1300,8 +1295,8 @@ def unscaled(optimizer, loss_scale):
 
     The optimizer moves these tensors, or takes the gradients of these weights.
     """
-    groups = [*optimizer.param_groups, {"params": getattr(optimizer, "weights", [])}]
-    tensors = [p for group in groups for p in group["params"] if p.grad is not None]
+    known = optimizer.param_groups[0]["params"] + getattr(optimizer, "weights", [])
+    tensors = [p for p in known if p.grad is not None]
     for p in tensors if loss_scale != 1 else ():
         p.grad /= loss_scale
     return tensors
@@ -1421,8 +1416,7 @@ def linears_of(model):
 def lora_memory(s, model):
     """optimizer_memory() with --lora-rank."""
     weights = list(linears_of(model).values())
-    rows_and_columns = [sum(W.shape) for W in weights]
-    n = s.lora_rank * sum(rows_and_columns)
+    n = s.lora_rank * sum(sum(W.shape) for W in weights)
     # The reference holds the initial weights unless it is renewed.
     copied = s.renew_reference or not s.kl_coef
     first = sum(W.nbytes for W in weights) * bool(copied)
@@ -1514,9 +1508,10 @@ def memory(s, model, device="cuda"):
     hidden = text.hidden_size
     layers = text.num_hidden_layers
     # All heads together may be wider than the hidden states, as in Qwen3-4B.
-    head_dim = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
-    queries = text.num_attention_heads * head_dim
-    keys = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head_dim
+    heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or hidden // heads
+    queries = heads * head_dim
+    keys = (getattr(text, "num_key_value_heads", None) or heads) * head_dim
     size = model.dtype.itemsize
     n = sum(p.numel() for p in model.parameters())
     rows = s.prompts_per_step * s.group_size // world()
@@ -1881,17 +1876,19 @@ class Run:
     def replacing(self, name):
         """Yields a path beside the file or folder; once it is complete, it replaces the old one."""
         aside = self.folder / "unfinished"
+        new = aside / name
+        old = self.folder / name
         with self.writing(name):
             shutil.rmtree(aside, ignore_errors=True)
-            (aside / name).parent.mkdir(parents=True)
-            (self.folder / name).parent.mkdir(exist_ok=True)
-            yield aside / name
-            if (aside / name).is_dir():
+            new.parent.mkdir(parents=True)
+            old.parent.mkdir(exist_ok=True)
+            yield new
+            if new.is_dir():
                 # A folder cannot replace another in one move, unlike a file.
-                shutil.rmtree(self.folder / name, ignore_errors=True)
+                shutil.rmtree(old, ignore_errors=True)
             else:
-                reach_the_disk(aside / name)
-            os.replace(aside / name, self.folder / name)
+                reach_the_disk(new)
+            os.replace(new, old)
             shutil.rmtree(aside)
 
 
