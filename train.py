@@ -1190,6 +1190,7 @@ class MasterAdamW(torch.optim.AdamW):
             weight.grad_dtype = None  # any, because widen() changes it
             weight.register_post_accumulate_grad_hook(widen)
         self.away = home != weights[0].device
+        self.copies = weights  # rounding writes there
         if self.away:
             self.grads = pinned_like(weights, torch.float32)
             self.copies = pinned_like(weights, weights[0].dtype)
@@ -1220,7 +1221,7 @@ class MasterAdamW(torch.optim.AdamW):
     def round(self):
         """Round the masters into the model's weights."""
         for i, (master, weight) in enumerate(zip(self.masters(), self.weights)):
-            where = local(self.copies[i] if self.away else weight)
+            where = local(self.copies[i])
             seed = (self.seed, "thresholds", i, rank()) if self.thresholds else None
             round_into(where, local(master), seed)
             if self.away:
@@ -1231,9 +1232,8 @@ class MasterAdamW(torch.optim.AdamW):
 
         `arrived` is the share of the intended change that is written, in its direction.
         """
-        weights = self.copies if self.away else self.weights
         found = []
-        for tensors in (self.masters(few), weights):
+        for tensors in (self.masters(few), self.copies):
             beginnings = [local(tensor).flatten()[:few] for tensor in tensors]
             found.append(torch.cat(beginnings).float())
         return found
