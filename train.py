@@ -1212,7 +1212,6 @@ class MasterAdamW(torch.optim.AdamW):
             torch.cuda.synchronize()  # the CPU must not read gradients before they arrive
         before = self.looked_at()
         super().step()
-        super().zero_grad()  # the masters' gradients
         self.round()
         meant, written = (new - old for new, old in zip(self.looked_at(), before))
         self.arrived = float(written @ meant / (meant @ meant))
