@@ -860,9 +860,9 @@ def parse(argv):
             # Held-out problems of another data set would measure something else.
             values.pop("eval_data", None)
         values |= layer
-    final = Path(values.get("model", TINY), "final").absolute()
-    if (final / "config.json").is_file():
-        values["model"] = str(final)  # a run's folder was named
+    final = os.path.join(values.get("model", TINY), "final")
+    if os.path.isfile(os.path.join(final, "config.json")):
+        values["model"] = os.path.abspath(final)  # a run's folder was named
     if values.get("lora_rank") and "lr" not in values:
         values["lr"] = 1e-4
         say("--lr is not given: 1e-4, because the factors of --lora-rank need larger steps")
@@ -898,8 +898,8 @@ def as_flags(name, value):
 def resumed_settings(given):
     """--resume: the run's own settings. Flags that change what is learned are fixed."""
     folder = given["resume"]
-    file = Path(folder, "config.json")
-    if not file.is_file():
+    file = os.path.join(folder, "config.json")
+    if not os.path.isfile(file):
         raise BadInput(f"--resume {folder}: no run to resume, it has no config.json")
     saved = Settings(**read_config(file))
     for name, new in given.items():
