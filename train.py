@@ -464,8 +464,9 @@ def batch_of_step(tokenizer, problems, step, s, attempt=0, n=None):
     mine = share_of_rank(B)[:n]  # whole groups: one split over GPUs would have two means
     chosen = [problems[order[j]] for j in mine]
     prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in chosen]
-    return Batch(chosen, prompts, [seeded(*names, j) for j in mine],
-                 partial(batch_of_step, tokenizer, problems, step, s))
+    generators = [seeded(*names, j) for j in mine]
+    more = partial(batch_of_step, tokenizer, problems, step, s)
+    return Batch(chosen, prompts, generators, more)
 
 
 def shuffled(n, *names):
@@ -621,8 +622,9 @@ def symptoms(history, dtype=torch.float32):
     ratio = mean_of("sampler_ratio_error")
     entropy = mean_of("entropy")
     # How far each of several rewards has risen: the policy may learn only the easier one.
-    risen = sorted((mean_of(name) - mean_of(name, history[:5]), name)
-                   for name in history[-1] if name.startswith("reward/")) or [(0.0, "")]
+    rewards = [name for name in history[-1] if name.startswith("reward/")]
+    risen = [(mean_of(name) - mean_of(name, history[:5]), name) for name in rewards]
+    risen = sorted(risen) or [(0.0, "")]
     missed, least = risen[0]
     gained, most = risen[-1]
     known = [
@@ -1330,7 +1332,8 @@ def start_from_file(optimizer, model, s):
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     for name, master in zip(names, optimizer.param_groups[0]["params"]):
         # The other ranks pass an empty tensor of that shape and get their shard of rank 0's.
-        master.copy_(sharded_like(master, whole.get(name, torch.empty(master.shape))))
+        weight = whole.get(name, torch.empty(master.shape))
+        master.copy_(sharded_like(master, weight))
     optimizer.round()
 
 
@@ -1549,11 +1552,12 @@ def optimizer_memory(s, model):
     n = sum(p.numel() for p in model.parameters()) // world()
     half = model.dtype != torch.float32
     away = s.offload and half and world() == 1
-    return {
+    rows = {
         "float32 masters": 4 * n * (half and not away),
         "AdamW's two moments": 8 * n * (not away),
         "gradients, float32": 4 * n,
-    }, (4 + 8 + 4 + model.dtype.itemsize) * n * away  # the fourth are the rounded weights
+    }
+    return rows, (4 + 8 + 4 + model.dtype.itemsize) * n * away  # and the rounded weights
 
 
 def print_memory(s):
@@ -1906,7 +1910,8 @@ def inputs_of(s, problems, eval_problems):
     """SHA-256 of a run's inputs, and versions -> {name: text}."""
     found = {"torch": torch.__version__, "transformers": transformers.__version__}
     for name, rows in (("--data", problems), ("--eval-data", eval_problems)):
-        found[name] = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+        text = json.dumps(rows, sort_keys=True)
+        found[name] = hashlib.sha256(text.encode()).hexdigest()
     # The files of a model folder that define what it computes; it may hold others, too.
     patterns = ("*.safetensors", "*config.json", "*token*", "vocab*", "merges*", "*.jinja")
     for flag, model in (("--model", s.model), ("--reward-model", s.reward_model)):
@@ -2039,7 +2044,8 @@ def forget_after(run, step):
             records = [json.loads(line) for line in lines]
             kept = [record for record in records if record["step"] <= step]
         with run.writing(name):
-            os.truncate(path, sum(len(line) + 1 for line in lines[:len(kept)]))
+            length = sum(len(line) + 1 for line in lines[:len(kept)])
+            os.truncate(path, length)
     run.history = [record for record in kept if "loss" in record]  # of the last file, metrics.jsonl
 
 
@@ -2106,21 +2112,21 @@ def train(parts, run, s):
     """A run from its folder to its final/ -> exit status."""
     run.name = on_rank_0(run.claim_folder, s)
     begin(run, parts, s)
+    model = parts.policy_model
     try:
         # From here on a signal lets the step end; until here there was nothing to save.
         with run.stopping_on_signals():
             train_grpo(**vars(parts), settings=s, run=run)
     except RewardFailed:  # on every rank, before this step moves anything
-        save_checkpoint(run, parts.policy_model, parts.optimizer)
+        save_checkpoint(run, model, parts.optimizer)
         raise
     if run.step < s.steps:
-        save_checkpoint(run, parts.policy_model, parts.optimizer)
+        save_checkpoint(run, model, parts.optimizer)
         say(f"\nstopped after step {run.step}; continue with: {run.way_on}")
         return 128 + run.signal
     if not run.after:  # a finished run was resumed
-        _, run.after = evaluate(parts.policy_model, parts.tokenizer, parts.eval_problems, s,
-                                parts.sampler)
-    save_folder(parts.policy_model, parts.tokenizer, run, "final")
+        _, run.after = evaluate(model, parts.tokenizer, parts.eval_problems, s, parts.sampler)
+    save_folder(model, parts.tokenizer, run, "final")
     if s.lora_rank:
         save_adapter(run, parts.optimizer, s)
     if parts.reward_model:
@@ -2131,14 +2137,15 @@ def train(parts, run, s):
 
 def begin(run, parts, s):
     """Restore the checkpoint, write the run's settings and inputs, print what starts."""
-    run.dtype = parts.policy_model.dtype
+    model = parts.policy_model
+    run.dtype = model.dtype
     # The checkpoint holds only what moves; the first reference is the initial policy.
     run.reward_model = parts.reward_model
     run.ref_model = parts.ref_model if s.renew_reference else None
     inputs = inputs_of(s, parts.problems, parts.eval_problems)
     if s.resume:
         on_rank_0(check_inputs, run, inputs)
-        load_checkpoint(run, parts.policy_model, parts.optimizer)
+        load_checkpoint(run, model, parts.optimizer)
         if s.steps < run.step:
             raise BadInput(f"--steps {s.steps}: the run in {run.name} is at step {run.step}")
     kept = {name: getattr(s, name) for name in FIELDS if FIELDS[name].metadata["kept"]}
@@ -2154,9 +2161,9 @@ def begin(run, parts, s):
             with run.writing("tensorboard"):
                 run.tensorboard = SummaryWriter(run.folder / "tensorboard", purge_step=to_come)
                 run.opened.callback(run.tensorboard.close)
-    n = sum(p.numel() for p in parts.policy_model.parameters())
+    n = sum(p.numel() for p in model.parameters())
     say(f"{s.model}: {n / 1e6:.2f}M parameters in {run.dtype} on "
-        f"{parts.policy_model.device}, {len(parts.problems)} problems, "
+        f"{model.device}, {len(parts.problems)} problems, "
         f"{len(parts.eval_problems)} held out, {world()} processes; settings of "
         f"{s.config or 'the command line'}; run in {run.name}, from step {run.step}")
     # Only now, because config.json holds the coefficient that the run began with.
@@ -2200,8 +2207,9 @@ def small_curve(values, width=50):
     if not values:
         return ""
     # adaptive pooling: means of `width` stretches of nearly equal length
-    means = torch.nn.functional.adaptive_avg_pool1d(
-        torch.tensor([values], dtype=torch.float64), min(width, len(values)))[0].tolist()
+    values = torch.tensor([values], dtype=torch.float64)
+    width = min(width, values.shape[1])
+    means = torch.nn.functional.adaptive_avg_pool1d(values, width)[0].tolist()
     low = min(means)
     span = max(means) - low or 1
     blocks = "".join("▁▂▃▄▅▆▇█"[int(7 * (mean - low) / span)] for mean in means)
