@@ -15,7 +15,6 @@ Departures from the theory's code map:
 """
 
 import argparse
-import contextlib
 import copy
 import dataclasses
 import hashlib
@@ -28,6 +27,7 @@ import signal
 import sys
 import time
 import timeit
+from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache, partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,7 +49,7 @@ import sample
 from advantage import advantages_for, is_flat
 from logprob import IGNORE, layers_checkpointed, token_logprobs
 from loss import grpo_loss
-from reward import score_responses
+from reward import is_right, score_responses, truths_of
 from sample import chat_prompt, out_of_memory, sample_groups
 
 # --------------------------------------------------------------------------------------------------
@@ -220,7 +220,7 @@ def answers_to(batch, model, tokenizer, s, sampler):
     """[A] -> Rollout; a fault on one GPU ends the step on all of them."""
     if s.around_best:
         # The rule decides which answers are best, and it needs the batch's true answers.
-        truths = reward.truths_of(batch.problems)
+        truths = truths_of(batch.problems)
         sampler = partial(sample.sample_around, best=s.around_best, rewards_of=lambda _, responses:
                           score_responses(responses, truths, s.group_size // 2))
     with whole_weights(model):
@@ -231,7 +231,7 @@ def answers_to(batch, model, tokenizer, s, sampler):
 def set_rewards(rollout, batch, reward_of=None):
     """[B] Set rollout.rewards and rollout.rule_rewards, (N,) each; equal without a `reward_of`."""
     N = len(rollout.responses)
-    truths = reward.truths_of(batch.problems)
+    truths = truths_of(batch.problems)
     rewards = score_responses(rollout.responses, truths, N // len(truths))
     rollout.rule_rewards = rewards  # always, because accuracy comes from them
     if reward_of:
@@ -260,11 +260,11 @@ def advantage_options(rollout, batch, tokenizer, reward_of, s):
     candidates = None
     if s.advantage == "shape":
         ids = [row[row != IGNORE].tolist() for row in rollout.labels]
-        truths = reward.truths_of(batch.problems)
+        truths = truths_of(batch.problems)
         candidates = reward.boxed_candidates(rollout.responses, truths, s.group_size, ids,
                                              tokenizer.decode)
     # With a user's own reward, an answer counts as right if its reward is positive.
-    right = None if reward_of else reward.is_right(rollout.rule_rewards)
+    right = None if reward_of else is_right(rollout.rule_rewards)
     return {"entropies": rollout.entropies, "mask": rollout.mask, "right": right,
             "step_rewards": rollout.step_rewards, "candidates": candidates,
             "scale_by_std": s.scale_by_std, "clip": s.clip_advantages}
@@ -277,13 +277,14 @@ def loss_mask(rollout, s):
 
 
 def logprobs_of(model, part, s, with_entropy=True):
-    """[D] of one micro-batch: log-probs (n, w-1) and, if asked for, their entropies."""
+    """[D] of one micro-batch: log-probs and entropies, (n, w-1), or 0 where nobody needs these."""
     # A sharded model must be entered through a method that FSDP knows, see shard().
     score = getattr(model, "token_logprobs", partial(token_logprobs, model))
     groups = part.group_ids if s.share_prompts else None
     # Without a gradient nothing is kept that checkpointing could save.
     with layers_checkpointed(model, s.gradient_checkpointing and torch.is_grad_enabled()):
-        return score(part.input_ids, part.labels, s.temperature, with_entropy, groups)
+        found = score(part.input_ids, part.labels, s.temperature, with_entropy, groups)
+    return found if with_entropy else (found, 0.0)
 
 
 @torch.no_grad()
@@ -292,10 +293,7 @@ def logprobs_of_all(model, rollout, s, with_entropy=True):
     logprobs = torch.zeros_like(rollout.logprobs)
     entropies = torch.zeros_like(rollout.logprobs)
     for part, here, _ in micro_batches(rollout, s):
-        found = logprobs_of(model, part, s, with_entropy)
-        if with_entropy:
-            found, entropies[here] = found
-        logprobs[here] = found
+        logprobs[here], entropies[here] = logprobs_of(model, part, s, with_entropy)
     return logprobs, entropies
 
 
@@ -366,13 +364,13 @@ def step_metrics(rollout, batch, updates, clock, s):
     metrics = {
         "reward_mean": rewards.mean(),
         "reward_std": rewards.std(correction=0),
-        "accuracy": mean(reward.is_right(known)),
-        "format_rate": mean(reward.has_format(known)),
+        "accuracy": is_right(known).float().mean(),
+        "format_rate": reward.has_format(known).float().mean(),
         # Groups whose rewards are all equal teach nothing: all of their advantages are 0.
-        "zero_variance_groups": mean(is_flat(rewards, s.group_size)),
+        "zero_variance_groups": is_flat(rewards, s.group_size).float().mean(),
         "response_length_mean": lengths.mean(),
         "response_length_p95": lengths.quantile(0.95),
-        "truncated_fraction": mean(~gathered(rollout.finished)),
+        "truncated_fraction": (~gathered(rollout.finished)).float().mean(),
         "tokens": lengths.sum(),
         "entropy": entropy / lengths.sum(),  # per token, of the policy that drew the answers
         "kl_coef": s.kl_coef,
@@ -401,16 +399,11 @@ def peak_memory():
     """Bytes: of the allocator on CUDA, else of the whole process; NaN if it is unknown."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
-    with contextlib.suppress(ImportError):  # Windows
+    with suppress(ImportError):  # Windows
         import resource
         unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return math.nan
-
-
-def mean(bools):
-    """The share of True; NaN if there is no entry."""
-    return bools.float().mean()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -446,17 +439,15 @@ def without_flat_groups(rollout, model, tokenizer, batch, s, sampler, reward_of)
 # Helpers of train_grpo: problems and random numbers of a step, evaluation, the bar
 
 def check_arguments(problems, eval_problems, s):
-    """BadInput for what would fail in the middle of a step; main() finds it earlier, in load()."""
+    """BadInput for what would fail in the middle of a step."""
     unsettled = [flag_of(name) for name in MEMORY if getattr(s, name) == "auto"]
-    faults = {
-        f"{', '.join(unsettled)}: still `auto`; plan_memory(settings) decides": unsettled,
-        f"{len(problems)} problems, and a step needs {s.prompts_per_step}":
-            len(problems) < s.prompts_per_step,
-        "no held-out problems": not eval_problems,
-    }
-    for line, holds in faults.items():
-        if holds:
-            raise BadInput(line)
+    if unsettled:
+        raise BadInput(f"{', '.join(unsettled)}: still `auto`; plan_memory(settings) decides")
+    if not eval_problems:
+        raise BadInput(f"--eval-data {s.eval_data or s.data}: no problem is left to hold out")
+    if len(problems) < s.prompts_per_step and not s.eval_only:
+        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: --data {s.data} has "
+                       f"{len(problems)} problems")
 
 
 def batch_of_step(tokenizer, problems, step, s, attempt=0, n=None):
@@ -473,8 +464,9 @@ def batch_of_step(tokenizer, problems, step, s, attempt=0, n=None):
     mine = share_of_rank(B)[:n]  # whole groups: one split over GPUs would have two means
     chosen = [problems[order[j]] for j in mine]
     prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in chosen]
-    return Batch(chosen, prompts, [seeded(*names, j) for j in mine],
-                 partial(batch_of_step, tokenizer, problems, step, s))
+    generators = [seeded(*names, j) for j in mine]
+    more = partial(batch_of_step, tokenizer, problems, step, s)
+    return Batch(chosen, prompts, generators, more)
 
 
 def shuffled(n, *names):
@@ -525,7 +517,7 @@ def keep_best(model, tokenizer, s, run):
     """--keep-best: save best/ beside final/ if the held-out figure is the highest so far."""
     *others, (_, figure) = run.held_out[1:]  # the first is from before training
     if s.keep_best and all(figure > other for _, other in others):
-        save_folder(model, tokenizer, run, "best", choose_device(s)[1])
+        save_folder(model, tokenizer, run, "best")
 
 
 def set_learning_rate(optimizer, step, s):
@@ -558,9 +550,10 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
     def answers():
         rows = []
         for start in tqdm(range(0, len(mine), B), "evaluation", leave=False, disable=rank() > 0):
-            part = [problems[j] for j in mine[start:start + B]]
+            chosen = mine[start:start + B]
+            part = [problems[j] for j in chosen]
             prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in part]
-            generators = [seeded(seed, "evaluation", j) for j in mine[start:start + B]]
+            generators = [seeded(seed, "evaluation", j) for j in chosen]
             rollout = sampler(model, tokenizer, prompts, group_size, s.max_new_tokens, temperature,
                               generators)
             set_rewards(rollout, Batch(part, prompts), reward_of)
@@ -575,7 +568,7 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
     known = torch.tensor(rewards)
     known = known[~known.isnan()]
     # This is the rule's, and NaN if no true answer is known
-    figures = {"eval_accuracy": float(mean(reward.is_right(known)))}
+    figures = {"eval_accuracy": float(is_right(known).float().mean())}
     if reward_of:
         figures["eval_reward"] = sum(own) / len(own)
     return figures, list(responses)
@@ -629,14 +622,11 @@ def symptoms(history, dtype=torch.float32):
     ratio = mean_of("sampler_ratio_error")
     entropy = mean_of("entropy")
     # How far each of several rewards has risen: the policy may learn only the easier one.
-    risen = {}
-    for name in history[-1]:
-        if name.startswith("reward/"):
-            risen[name] = mean_of(name) - mean_of(name, history[:5])
-    most = max(risen, key=risen.get, default="")
-    least = min(risen, key=risen.get, default="")
-    gained = risen.get(most, 0)
-    missed = risen.get(least, 0)
+    rewards = [name for name in history[-1] if name.startswith("reward/")]
+    risen = [(mean_of(name) - mean_of(name, history[:5]), name) for name in rewards]
+    risen = sorted(risen) or [(0.0, "")]
+    missed, least = risen[0]
+    gained, most = risen[-1]
     known = [
         ("length", growth > 0.2 and gain < 0.01, growth,
          f"answers grew by {growth:.0%} in 20 steps, accuracy by {gain:.3f}. If they should stay "
@@ -690,7 +680,7 @@ class RewardFailed(BadInput):
     """A user's function raised, or gave no number: the run can be resumed from the step before."""
 
 
-@contextlib.contextmanager
+@contextmanager
 def telling(flags, kind=BadInput, of=ValueError):
     """A ValueError of a stage becomes one line that begins with these flags."""
     # of=Exception is for reading foreign files, which can be wrong in any way.
@@ -825,15 +815,11 @@ def given_flags(argv, folder=""):
                     "the default, {} the tiny policy's value, which counts without --model.")
     tiny = json.loads((TINY / "grpo.json").read_text(encoding="utf-8"))
     for field in FIELDS.values():
-        if field.metadata["head"]:
-            group = parser.add_argument_group(field.metadata["head"])
-        how = {"type": field.type}
+        if head := field.metadata["head"]:
+            group = parser.add_argument_group(head)
+        how = {"type": partial(value_of, field, folder)}
         if field.type is bool:
             how = {"action": argparse.BooleanOptionalAction}
-        elif field.type is path:
-            how = {"type": partial(path, folder=folder)}
-        elif field.type in (int, float):
-            how = {"type": partial(number, field)}
         how |= field.metadata["how"]
         if field.name in tiny:
             how["help"] += f" {{{tiny[field.name]}}}"
@@ -841,12 +827,14 @@ def given_flags(argv, folder=""):
     return vars(parser.parse_args(argv))
 
 
-def number(field, text):
-    """A number within the field's bounds, for argparse, which prints what this raises."""
-    low, high = field.metadata["bounds"]
-    if text == field.default:
+def value_of(field, folder, text):
+    """The text of a flag in its type, for argparse, which prints what this raises."""
+    if field.type is path:
+        return path(text, folder)
+    if field.type is str or text == field.default:
         return text  # auto
-    with contextlib.suppress(ValueError):
+    low, high = field.metadata["bounds"]
+    with suppress(ValueError):
         value = field.type(text)
         if low <= value <= high:  # false for NaN
             return value
@@ -858,7 +846,7 @@ def flag_of(name):
 
 
 def parse(argv):
-    """Command line -> Settings: the defaults, then a config file, then the command line."""
+    """Flags -> Settings: the defaults, then a config file, then `argv`; None: the command line."""
     given = given_flags(argv)
     if "resume" in given:
         return resumed_settings(given)
@@ -889,8 +877,6 @@ def read_config(file):
         config = json.loads(Path(file).read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError("not an object of flags and values")
-        if isinstance(config.get("settings"), dict):
-            raise ValueError("an older train.py made this run; give its final/ to --model")
         argv = []
         for name, value in config.items():
             field = FIELDS.get(name.replace("-", "_"))
@@ -947,21 +933,19 @@ def load(s):
             reply = reward.load_function(s.reply)
         talk = partial(sample.sample_conversations, reply=reply, max_turns=s.max_turns)
         sampler = telling("--reply", RewardFailed)(talk)
-    whole, tokenizer = on_rank_0(load_policy, s, share=False) or (
-        None, AutoTokenizer.from_pretrained(s.model))
+    whole, tokenizer = agreed(load_policy, s)
     if on_rank_0(check_forms, whole, s)["grouped rows"]:
         s.share_prompts = False  # its rows are padded, and the padding is counted
     problems, eval_problems = load_data(s, tokenizer)
     policy_model = shard(whole, s) if world() > 1 else whole
-    ref_model = None  # the initial policy, frozen
-    if s.kl_coef and not s.eval_only:
+    ref_model = optimizer = None
+    if s.kl_coef and not s.eval_only:  # the initial policy, frozen
         ref_model = shard(whole, s) if world() > 1 else copy.deepcopy(policy_model)
         ref_model.requires_grad_(False)
-    optimizer = None
     if not s.eval_only:
         optimizer = make_optimizer(policy_model, s, ref_model)
         start_from_file(optimizer, policy_model, s)
-    if ref_model is not None:
+    if ref_model:
         follow(ref_model, policy_model)
     return SimpleNamespace(
         policy_model=policy_model, ref_model=ref_model, tokenizer=tokenizer, reward_of=reward_of,
@@ -972,10 +956,7 @@ def load(s):
 
 def check_combinations(s):
     """BadInput for flags that a stage would refuse in the middle of a step, or ignore."""
-    plain = s.advantage == "group"
-    centred = plain or s.advantage == "leave-one-out"
     low, high = s.kl_band or (1, 1)
-    half, odd = divmod(s.group_size, 2)
     share, rest = divmod(s.prompts_per_step, world())
     refused = [
         (rest, f"--prompts-per-step {s.prompts_per_step}: not a multiple of {world()} processes"),
@@ -991,15 +972,15 @@ def check_combinations(s):
         (s.reply and s.advantage == "shape", "--advantage shape: for single answers, not --reply"),
         (s.reward_weights and not s.reward, "--reward-weights: only with --reward"),
         (s.reward_model and s.reward, "--reward-model and --reward: only one can give the rewards"),
-        (s.around_best and (odd or half % s.around_best),
+        (s.around_best and s.group_size % (2 * s.around_best),
          f"--around-best {s.around_best}: does not divide half of --group-size {s.group_size}"),
         (s.around_best and (s.reply or s.reward or s.reward_model),
          "--around-best: uses the rule, not with --reply, --reward or --reward-model"),
-        (not s.scale_by_std and (s.step_reward or not centred),
+        (not s.scale_by_std and (s.step_reward or s.advantage not in ("group", "leave-one-out")),
          "--no-scale-by-std: only with --advantage group or leave-one-out, without --step-reward"),
         # Rewards of steps replace the rewards of answers, on which these flags work.
-        (s.step_reward and not (plain and not s.reward_model and not s.length_rescale
-                                and not s.overlong_buffer and not s.max_resample),
+        (s.step_reward and (s.advantage != "group" or s.reward_model or s.length_rescale
+                            or s.overlong_buffer or s.max_resample),
          "--step-reward: only with --advantage group, and not with --reward-model, "
          "--length-rescale, --overlong-buffer or --max-resample"),
     ]
@@ -1018,26 +999,24 @@ def choose_device(s):
         device = torch.device(best if s.device == "auto" else s.device)
     if not present.get(device.type):
         raise BadInput(f"--device {s.device}: not on this machine")
-    on_cuda = device.type == "cuda"
     # Older cards emulate bfloat16, which is slower than their float32.
-    has_bf16 = not on_cuda or torch.cuda.is_bf16_supported(including_emulation=False)
+    has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     if s.dtype == "bfloat16" and not has_bf16:
         raise BadInput(f"--dtype bfloat16: {device} has no bfloat16")
     if s.dtype != "auto":
         return device, getattr(torch, s.dtype)
     if device.type == "cpu":
         return device, dtype_of_cpu(s.model)
-    return device, torch.bfloat16 if on_cuda and has_bf16 else torch.float32
+    return device, torch.bfloat16 if device.type == "cuda" and has_bf16 else torch.float32
 
 
 @lru_cache
 def dtype_of_cpu(model):
     """bfloat16 if this CPU multiplies it at least twice as fast as float32 in this model's size."""
-    try:
+    hidden = 0
+    with suppress(Exception):  # load_policy reports what is wrong with its files
         text = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
         hidden = text.hidden_size
-    except Exception:
-        return torch.float32  # load_policy reports what is wrong with its files
     if hidden < 512:
         return torch.float32  # a small model spends its time elsewhere
     def seconds(dtype):
@@ -1052,9 +1031,11 @@ def dtype_of_cpu(model):
 
 
 def load_policy(s):
-    """The policy and its tokenizer; several ranks take their shards of it from host memory."""
+    """The policy and its tokenizer; of several ranks the first holds it, in host memory."""
     device, dtype = choose_device(s)
-    with telling(f"--model {s.model}:"):
+    with telling(f"--model {s.model}:", of=(OSError, ValueError)):
+        if rank() > 0:
+            return None, AutoTokenizer.from_pretrained(s.model)
         return sample.open_policy(s.model, device if world() == 1 else "cpu", dtype)
 
 
@@ -1100,11 +1081,7 @@ def load_data(s, tokenizer):
         say(f"--eval-data is not given: {len(eval_problems)} of {s.data} are held out")
     eval_problems = fitting("--eval-data", eval_problems[:s.eval_limit or None], tokenizer, s)
     problems = fitting("--data", problems, tokenizer, s)
-    if not eval_problems:
-        raise BadInput(f"--eval-data {held_out or s.data}: no problem is left to hold out")
-    if not s.eval_only and len(problems) < s.prompts_per_step:
-        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: --data {s.data} has "
-                       f"{len(problems)} problems")
+    check_arguments(problems, eval_problems, s)  # before a folder is made
     return problems, eval_problems
 
 
@@ -1177,7 +1154,7 @@ def with_moments(optimizer):
     """
     for p in optimizer.param_groups[0]["params"]:
         # The fused kernel needs the number of steps on the weights' device.
-        optimizer.state[p] = {"step": torch.zeros((), device=local(p).device),
+        optimizer.state[p] = {"step": torch.zeros((), device=p.device),
                               "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
     return optimizer
 
@@ -1212,8 +1189,10 @@ class MasterAdamW(torch.optim.AdamW):
         super().__init__(moved, **how)
         with_moments(self)
         for weight in weights:
-            sum_in_float32(weight)
+            weight.grad_dtype = None  # any, because widen() changes it
+            weight.register_post_accumulate_grad_hook(widen)
         self.away = home != weights[0].device
+        self.copies = weights  # rounding writes there
         if self.away:
             self.grads = pinned_like(weights, torch.float32)
             self.copies = pinned_like(weights, weights[0].dtype)
@@ -1235,8 +1214,6 @@ class MasterAdamW(torch.optim.AdamW):
             torch.cuda.synchronize()  # the CPU must not read gradients before they arrive
         before = self.looked_at()
         super().step()
-        for master in masters:
-            master.grad = None
         self.round()
         meant, written = (new - old for new, old in zip(self.looked_at(), before))
         self.arrived = float(written @ meant / (meant @ meant))
@@ -1245,7 +1222,7 @@ class MasterAdamW(torch.optim.AdamW):
     def round(self):
         """Round the masters into the model's weights."""
         for i, (master, weight) in enumerate(zip(self.masters(), self.weights)):
-            where = local(self.copies[i] if self.away else weight)
+            where = local(self.copies[i])
             seed = (self.seed, "thresholds", i, rank()) if self.thresholds else None
             round_into(where, local(master), seed)
             if self.away:
@@ -1256,20 +1233,11 @@ class MasterAdamW(torch.optim.AdamW):
 
         `arrived` is the share of the intended change that is written, in its direction.
         """
-        weights = self.copies if self.away else self.weights
         found = []
-        for tensors in (self.masters(few), weights):
+        for tensors in (self.masters(few), self.copies):
             beginnings = [local(tensor).flatten()[:few] for tensor in tensors]
             found.append(torch.cat(beginnings).float())
         return found
-
-    def adapt_loss_scale(self, skipped):
-        """float16: halve it after an update that was not finite, double it after 200 that were."""
-        self.updates_since = 0 if skipped else self.updates_since + 1
-        if skipped:
-            self.loss_scale = max(self.loss_scale / 2, 1.0)
-        elif self.loss_scale != 1 and self.updates_since % 200 == 0:
-            self.loss_scale *= 2
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad()
@@ -1300,18 +1268,10 @@ def round_into(weight, master, seed=None):
         w.copy_(bits.view(torch.float32))
 
 
-def sum_in_float32(weight):
-    """The gradients of micro-batches are added up in float32, whatever the weight's dtype."""
-    if not hasattr(weight, "device_mesh"):
-        weight.grad_dtype = torch.float32
-        return
-
-    # FSDP sums by itself, in the dtype of .grad, and calls this each time.
-    def widen(weight):
-        weight.grad = weight.grad.float()
-
-    weight.grad_dtype = None  # any
-    weight.register_post_accumulate_grad_hook(widen)
+def widen(weight):
+    """After the first micro-batch: the others are added to its gradient, so in float32, too."""
+    dtype = torch.promote_types(weight.grad.dtype, torch.float32)
+    weight.grad = weight.grad.to(dtype)
 
 
 def pinned_like(tensors, dtype, slab=2**30):
@@ -1336,8 +1296,8 @@ def unscaled(optimizer, loss_scale):
 
     The optimizer moves these tensors, or takes the gradients of these weights.
     """
-    groups = [*optimizer.param_groups, {"params": getattr(optimizer, "weights", [])}]
-    tensors = [p for group in groups for p in group["params"] if p.grad is not None]
+    known = optimizer.param_groups[0]["params"] + getattr(optimizer, "weights", [])
+    tensors = [p for p in known if p.grad is not None]
     for p in tensors if loss_scale != 1 else ():
         p.grad /= loss_scale
     return tensors
@@ -1348,7 +1308,13 @@ def of_half_precision(optimizer, skipped):
     if not isinstance(optimizer, MasterAdamW):
         return {}
     scale = optimizer.loss_scale
-    optimizer.adapt_loss_scale(skipped)
+    optimizer.updates_since += 1
+    # float16: halve it after an update that was not finite, double it after 200 that were.
+    if skipped:
+        optimizer.updates_since = 0
+        optimizer.loss_scale = max(scale / 2, 1.0)
+    elif scale != 1 and optimizer.updates_since % 200 == 0:
+        optimizer.loss_scale = 2 * scale
     return {"arrived": math.nan if skipped else optimizer.arrived, "loss_scale": scale}
 
 
@@ -1356,8 +1322,8 @@ def of_half_precision(optimizer, skipped):
 def start_from_file(optimizer, model, s):
     """Give the masters all digits of the model's files, which may have more than the weights."""
     # LoRA's W0 is the reference's weight, which has no more digits than the policy's.
-    half = isinstance(optimizer, MasterAdamW) and not s.lora_rank
-    if not half or AutoConfig.from_pretrained(s.model).dtype == model.dtype:
+    masters = type(optimizer) is MasterAdamW
+    if not masters or AutoConfig.from_pretrained(s.model).dtype == model.dtype:
         return
     whole = {}
     if rank() == 0:
@@ -1366,7 +1332,8 @@ def start_from_file(optimizer, model, s):
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     for name, master in zip(names, optimizer.param_groups[0]["params"]):
         # The other ranks pass an empty tensor of that shape and get their shard of rank 0's.
-        master.copy_(sharded_like(master, whole.get(name, torch.empty(master.shape))))
+        weight = whole.get(name, torch.empty(master.shape))
+        master.copy_(sharded_like(master, weight))
     optimizer.round()
 
 
@@ -1405,10 +1372,11 @@ class LoraAdamW(MasterAdamW):
             self.factors[f"base_model.model.{name}.lora_A.weight"] = A
             self.factors[f"base_model.model.{name}.lora_B.weight"] = B
             W.requires_grad_()
-            W.register_post_accumulate_grad_hook(partial(self.take, A, B))
         thresholds = s.rounding == "threshold"
         factors = list(self.factors.values())
         super().__init__([*linears.values()], model.device, thresholds, s.seed, factors, **how)
+        for W, (_, A, B) in zip(self.weights, self.parts):  # after widen()
+            W.register_post_accumulate_grad_hook(partial(self.take, A, B))
 
     @torch.no_grad()
     def take(self, A, B, W):
@@ -1448,10 +1416,9 @@ def linears_of(model):
 
 
 def lora_memory(s, model):
-    """The rows of memory() that --lora-rank changes, and the bytes of host_memory()."""
+    """optimizer_memory() with --lora-rank."""
     weights = list(linears_of(model).values())
-    rows_and_columns = [sum(W.shape) for W in weights]
-    n = s.lora_rank * sum(rows_and_columns)
+    n = s.lora_rank * sum(sum(W.shape) for W in weights)
     # The reference holds the initial weights unless it is renewed.
     copied = s.renew_reference or not s.kl_coef
     first = sum(W.nbytes for W in weights) * bool(copied)
@@ -1543,14 +1510,12 @@ def memory(s, model, device="cuda"):
     hidden = text.hidden_size
     layers = text.num_hidden_layers
     # All heads together may be wider than the hidden states, as in Qwen3-4B.
-    head_dim = getattr(text, "head_dim", None) or hidden // text.num_attention_heads
-    queries = text.num_attention_heads * head_dim
-    keys = (getattr(text, "num_key_value_heads", None) or text.num_attention_heads) * head_dim
+    heads = text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or hidden // heads
+    queries = heads * head_dim
+    keys = (getattr(text, "num_key_value_heads", None) or heads) * head_dim
     size = model.dtype.itemsize
     n = sum(p.numel() for p in model.parameters())
-    mine = n // world()
-    half = model.dtype != torch.float32
-    there = not (half and s.offload and world() == 1)  # on the GPU
     rows = s.prompts_per_step * s.group_size // world()
     # The numbers per token that a layer keeps for its backward pass: two norms, the MLP, the
     # attention, and norms of queries and keys if it has them.
@@ -1563,10 +1528,8 @@ def memory(s, model, device="cuda"):
     judge = reward.reward_model_size(s.reward_model) if s.reward_model else 0
     count = {
         "policy, weights that compute": n * size,
-        "reference, frozen": mine * size if s.kl_coef else 0,
-        "float32 masters": 4 * mine if there and half else 0,
-        "AdamW's two moments": 8 * mine if there else 0,
-        "gradients, float32": 4 * mine,
+        "reference, frozen": n // world() * size if s.kl_coef else 0,
+        **optimizer_memory(s, model)[0],
         "reward model": judge * (16 if s.renew_reference else 4),
         "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * layers * keys * size,
         "kept for the backward pass": s.micro_batch_tokens * kept * size,
@@ -1574,8 +1537,6 @@ def memory(s, model, device="cuda"):
         "logits": 12 * min(2**28, s.micro_batch_tokens * text.vocab_size)
                   + 2 * size * text.vocab_size * hidden * (not s.lora_rank),
     }
-    if s.lora_rank:
-        count |= lora_memory(s, model)[0]
     if device == "cpu":
         # The cache is freed before the update, so only the larger of the two counts.
         update = count["kept for the backward pass"] + count["logits"]
@@ -1584,13 +1545,19 @@ def memory(s, model, device="cuda"):
     return count
 
 
-def host_memory(s, model):
-    """Bytes that --offload keeps in host memory; none of them counts for the GPU."""
+def optimizer_memory(s, model):
+    """The rows of memory() that the optimizer fills, and the bytes of host memory for --offload."""
     if s.lora_rank:
-        return lora_memory(s, model)[1]
-    n = sum(p.numel() for p in model.parameters())
-    away = s.offload and world() == 1 and model.dtype != torch.float32
-    return (4 + 8 + 4 + model.dtype.itemsize) * n * away  # masters, moments, gradients, weights
+        return lora_memory(s, model)
+    n = sum(p.numel() for p in model.parameters()) // world()
+    half = model.dtype != torch.float32
+    away = s.offload and half and world() == 1
+    rows = {
+        "float32 masters": 4 * n * (half and not away),
+        "AdamW's two moments": 8 * n * (not away),
+        "gradients, float32": 4 * n,
+    }
+    return rows, (4 + 8 + 4 + model.dtype.itemsize) * n * away  # and the rounded weights
 
 
 def print_memory(s):
@@ -1603,7 +1570,7 @@ def print_memory(s):
         for way in ways:
             column = memory(way, model, device)
             column["sum"] = sum(column.values())
-            column["host memory"] = host_memory(way, model)
+            column["host memory"] = optimizer_memory(way, model)[1]
             columns.append(column)
     print(f"{s.model}: {sum(p.numel() for p in model.parameters()):,} weights in {model.dtype}; "
           f"{s.prompts_per_step} x {s.group_size} answers of {s.answer_tokens} tokens after "
@@ -1708,10 +1675,10 @@ def agreed(function, *args):
     return result
 
 
-def on_rank_0(function, *args, share=True):
-    """The function's result on rank 0, on every rank if shared; its BadInput on all."""
+def on_rank_0(function, *args):
+    """The function's result on rank 0, given to every rank; its BadInput on all."""
     result = agreed(function, *args) if rank() == 0 else agreed(lambda: None)
-    return gathered_objects(result)[0] if share else result
+    return gathered_objects(result)[0]
 
 
 def full(tensor):
@@ -1765,7 +1732,7 @@ def shard(whole, s):
     return model
 
 
-@contextlib.contextmanager
+@contextmanager
 def whole_weights(model):
     """Gather all weights for a rollout, so that no rank waits for another's long answers."""
     parts = [module for module in model.modules() if hasattr(module, "unshard")]
@@ -1791,7 +1758,7 @@ class Run:
     def __init__(self, folder=None):
         self.name = str(folder)  # every rank knows it; only rank 0 has the folder and its lock
         self.folder = Path(folder) if folder and rank() == 0 else None
-        self.lock = None
+        self.opened = ExitStack()  # the lock, and TensorBoard's file
         self.tensorboard = None
         self.signal = 0
         self.step = 0  # the last step that is done
@@ -1822,11 +1789,11 @@ class Run:
             if begun and not s.resume:
                 raise BadInput(f"--output {name}: holds a run already; continue it (--resume) or "
                                "name another folder")
-            self.lock = open(self.folder / ".lock", "w")
-            with contextlib.suppress(ImportError):  # Windows has no fcntl, and so no lock
+            lock = self.opened.enter_context(open(self.folder / ".lock", "w"))
+            with suppress(ImportError):  # Windows has no fcntl, and so no lock
                 import fcntl
                 # The lock is gone when the process ends, however it ends.
-                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # A file that a kill or a full disk left unfinished may be as large as a checkpoint.
             shutil.rmtree(self.folder / "unfinished", ignore_errors=True)
         return str(self.folder)
@@ -1835,7 +1802,7 @@ class Run:
     def way_on(self):
         return command("train.py", "--resume", self.name)
 
-    @contextlib.contextmanager
+    @contextmanager
     def stopping_on_signals(self):
         """Ctrl-C, SIGTERM and SIGHUP let the current step end; a second signal stops at once."""
         def stop(number, _):
@@ -1844,10 +1811,10 @@ class Run:
             name = signal.Signals(number).name
             say(f"\nstopping after this step ({name}; a second one stops at once)", sys.stderr)
 
-        with contextlib.ExitStack() as put_back:
+        with ExitStack() as put_back:
             for name in ("SIGINT", "SIGTERM", "SIGHUP"):
                 # Windows has no SIGHUP, and only the main thread may set handlers.
-                with contextlib.suppress(AttributeError, ValueError):
+                with suppress(AttributeError, ValueError):
                     number = getattr(signal, name)
                     put_back.callback(signal.signal, number, signal.signal(number, stop))
             yield
@@ -1900,37 +1867,32 @@ class Run:
     def append(self, name, records):
         """Append lines of JSON to a file."""
         if self.folder:
-            lines = [json.dumps(as_json(record)) + "\n" for record in records]
             with self.writing(name), open(self.folder / name, "a", encoding="utf-8") as file:
-                file.write("".join(lines))
+                file.writelines(json.dumps(as_json(record)) + "\n" for record in records)
 
     def writing(self, name):
         """Any failure with this file becomes one line; the run can be resumed."""
         # The tokenizers' own library raises a bare Exception when the disk is full.
         return telling(f"--output {self.name}: {name} cannot be written:", of=Exception)
 
-    @contextlib.contextmanager
+    @contextmanager
     def replacing(self, name):
         """Yields a path beside the file or folder; once it is complete, it replaces the old one."""
         aside = self.folder / "unfinished"
+        new = aside / name
+        old = self.folder / name
         with self.writing(name):
             shutil.rmtree(aside, ignore_errors=True)
-            (aside / name).parent.mkdir(parents=True)
-            (self.folder / name).parent.mkdir(exist_ok=True)
-            yield aside / name
-            if (aside / name).is_dir():
+            new.parent.mkdir(parents=True)
+            old.parent.mkdir(exist_ok=True)
+            yield new
+            if new.is_dir():
                 # A folder cannot replace another in one move, unlike a file.
-                shutil.rmtree(self.folder / name, ignore_errors=True)
+                shutil.rmtree(old, ignore_errors=True)
             else:
-                reach_the_disk(aside / name)
-            os.replace(aside / name, self.folder / name)
+                reach_the_disk(new)
+            os.replace(new, old)
             shutil.rmtree(aside)
-
-    def close(self):
-        for opened in (self.tensorboard, self.lock):
-            with contextlib.suppress(OSError):  # a full disk has been reported already
-                if opened:
-                    opened.close()
 
 
 def as_json(record):
@@ -1944,17 +1906,16 @@ def reach_the_disk(path):
         os.fsync(file.fileno())
 
 
-# The files of a model folder that define what it computes; it may hold others, too.
-MODEL_FILES = ("*.safetensors", "*config.json", "*token*", "vocab*", "merges*", "*.jinja")
-
-
 def inputs_of(s, problems, eval_problems):
     """SHA-256 of a run's inputs, and versions -> {name: text}."""
     found = {"torch": torch.__version__, "transformers": transformers.__version__}
     for name, rows in (("--data", problems), ("--eval-data", eval_problems)):
-        found[name] = hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+        text = json.dumps(rows, sort_keys=True)
+        found[name] = hashlib.sha256(text.encode()).hexdigest()
+    # The files of a model folder that define what it computes; it may hold others, too.
+    patterns = ("*.safetensors", "*config.json", "*token*", "vocab*", "merges*", "*.jinja")
     for flag, model in (("--model", s.model), ("--reward-model", s.reward_model)):
-        for pattern in MODEL_FILES if model else ():
+        for pattern in patterns if model else ():
             # a folder, or the snapshot of a hub name
             folder = Path(transformers.utils.cached_file(model, "config.json")).parent
             for file in sorted(folder.glob(pattern)):
@@ -1987,11 +1948,9 @@ def check_inputs(run, found):
         say(f"{name} has changed since this run began")
 
 
-def save_folder(model, tokenizer, run, name, dtype=None):
+def save_folder(model, tokenizer, run, name):
     """Save a folder that from_pretrained opens; it replaces the old one."""
-    weights = None
-    if world() > 1:  # gathered, in the model's dtype
-        weights = whole_on_rank_0(dict(model.named_parameters()), dtype)
+    weights = whole_on_rank_0(dict(model.named_parameters())) if world() > 1 else None
     if run.folder:
         with run.replacing(name) as place:
             model.save_pretrained(place, state_dict=weights)
@@ -2085,18 +2044,19 @@ def forget_after(run, step):
             records = [json.loads(line) for line in lines]
             kept = [record for record in records if record["step"] <= step]
         with run.writing(name):
-            os.truncate(path, sum(len(line) + 1 for line in lines[:len(kept)]))
+            length = sum(len(line) + 1 for line in lines[:len(kept)])
+            os.truncate(path, length)
     run.history = [record for record in kept if "loss" in record]  # of the last file, metrics.jsonl
 
 
 @torch.no_grad()
-def whole_on_rank_0(tensors, dtype=None):
+def whole_on_rank_0(tensors):
     """{name: tensor}, sharded or not -> the same whole, in host memory; elsewhere {}."""
     whole = {}
     for name, tensor in tensors.items():
         tensor = full(tensor)  # every rank takes part in gathering, one keeps it
         if rank() == 0:
-            whole[name] = tensor.detach().to("cpu", dtype).contiguous()
+            whole[name] = tensor.detach().cpu().contiguous()
     return whole
 
 
@@ -2108,7 +2068,7 @@ def main(argv=None):
     run = Run()
     status = 2
     try:
-        settings = parse(sys.argv[1:] if argv is None else argv)
+        settings = parse(argv)
         if settings.dry_run:
             print_memory(settings)
             return 0
@@ -2140,7 +2100,8 @@ def main(argv=None):
         else:
             raise
     finally:
-        run.close()
+        with suppress(OSError):  # a full disk has been reported already
+            run.opened.close()
     if run.saved:
         fault = f"{fault}; last checkpoint: {run.saved}; continue with: {run.way_on}"
     say(f"train.py: {fault}", sys.stderr)
@@ -2151,21 +2112,21 @@ def train(parts, run, s):
     """A run from its folder to its final/ -> exit status."""
     run.name = on_rank_0(run.claim_folder, s)
     begin(run, parts, s)
+    model = parts.policy_model
     try:
         # From here on a signal lets the step end; until here there was nothing to save.
         with run.stopping_on_signals():
             train_grpo(**vars(parts), settings=s, run=run)
     except RewardFailed:  # on every rank, before this step moves anything
-        save_checkpoint(run, parts.policy_model, parts.optimizer)
+        save_checkpoint(run, model, parts.optimizer)
         raise
     if run.step < s.steps:
-        save_checkpoint(run, parts.policy_model, parts.optimizer)
+        save_checkpoint(run, model, parts.optimizer)
         say(f"\nstopped after step {run.step}; continue with: {run.way_on}")
         return 128 + run.signal
     if not run.after:  # a finished run was resumed
-        _, run.after = evaluate(parts.policy_model, parts.tokenizer, parts.eval_problems, s,
-                                parts.sampler)
-    save_folder(parts.policy_model, parts.tokenizer, run, "final", choose_device(s)[1])
+        _, run.after = evaluate(model, parts.tokenizer, parts.eval_problems, s, parts.sampler)
+    save_folder(model, parts.tokenizer, run, "final")
     if s.lora_rank:
         save_adapter(run, parts.optimizer, s)
     if parts.reward_model:
@@ -2176,14 +2137,15 @@ def train(parts, run, s):
 
 def begin(run, parts, s):
     """Restore the checkpoint, write the run's settings and inputs, print what starts."""
-    run.dtype = parts.policy_model.dtype
+    model = parts.policy_model
+    run.dtype = model.dtype
     # The checkpoint holds only what moves; the first reference is the initial policy.
     run.reward_model = parts.reward_model
     run.ref_model = parts.ref_model if s.renew_reference else None
     inputs = inputs_of(s, parts.problems, parts.eval_problems)
     if s.resume:
         on_rank_0(check_inputs, run, inputs)
-        load_checkpoint(run, parts.policy_model, parts.optimizer)
+        load_checkpoint(run, model, parts.optimizer)
         if s.steps < run.step:
             raise BadInput(f"--steps {s.steps}: the run in {run.name} is at step {run.step}")
     kept = {name: getattr(s, name) for name in FIELDS if FIELDS[name].metadata["kept"]}
@@ -2192,15 +2154,16 @@ def begin(run, parts, s):
             place.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     run.saved = run.saved or "none"
     if run.folder:
-        with contextlib.suppress(ImportError):  # where TensorBoard is installed
+        with suppress(ImportError):  # where TensorBoard is installed
             from torch.utils.tensorboard import SummaryWriter
             # A resumed run deletes the points of steps that it will repeat.
             to_come = run.step + 1 if run.before else 0
             with run.writing("tensorboard"):
                 run.tensorboard = SummaryWriter(run.folder / "tensorboard", purge_step=to_come)
-    n = sum(p.numel() for p in parts.policy_model.parameters())
-    say(f"{s.model}: {n / 1e6:.2f}M parameters in {choose_device(s)[1]} on "
-        f"{parts.policy_model.device}, {len(parts.problems)} problems, "
+                run.opened.callback(run.tensorboard.close)
+    n = sum(p.numel() for p in model.parameters())
+    say(f"{s.model}: {n / 1e6:.2f}M parameters in {run.dtype} on "
+        f"{model.device}, {len(parts.problems)} problems, "
         f"{len(parts.eval_problems)} held out, {world()} processes; settings of "
         f"{s.config or 'the command line'}; run in {run.name}, from step {run.step}")
     # Only now, because config.json holds the coefficient that the run began with.
@@ -2210,17 +2173,16 @@ def begin(run, parts, s):
 def say(line, file=None):
     """Rank 0 prints the line, above the progress bars."""
     if rank() == 0:
-        file = file or sys.stdout
-        tqdm.write(line, file=file)
-        file.flush()
+        with tqdm.external_write_mode(file):
+            print(line, file=file, flush=True)
 
 
 def print_story(run, eval_problems, judged_by):
     """Print one held-out problem, answered before and after; the curves; what to do next."""
     # A problem that was wrong before training and is right after it; if there is none, the first.
-    truths = reward.truths_of(eval_problems)
-    before = reward.is_right(score_responses(run.before, truths, 1))
-    after = reward.is_right(score_responses(run.after, truths, 1))
+    truths = truths_of(eval_problems)
+    before = is_right(score_responses(run.before, truths, 1))
+    after = is_right(score_responses(run.after, truths, 1))
     i = int((after & ~before).int().argmax())
     say(f"\nquestion  {eval_problems[i]['question']}\nbefore    {run.before[i]}\n"
         f"after     {run.after[i]}\ntruth     {truths[i] or 'not known'}\n")
@@ -2228,8 +2190,8 @@ def print_story(run, eval_problems, judged_by):
     boxed = any(m["format_rate"] for m in run.history)
     for name in ("accuracy",) * boxed + ("reward_mean", "approx_kl", "response_length_mean"):
         say(f"{name:22}" + small_curve([m[name] for m in run.history if m[name] is not None]))
-    config = os.path.join(run.name, "config.json")
-    final = os.path.join(run.name, "final")
+    config = f"{run.name}/config.json"
+    final = f"{run.name}/final"
     say(f"\ntalk to the result   {command('sample.py', '--model', run.name)} \"YOUR QUESTION\"\n"
         f"go on from it        {command('train.py', '--config', config, '--model', final)}")
 
@@ -2245,8 +2207,9 @@ def small_curve(values, width=50):
     if not values:
         return ""
     # adaptive pooling: means of `width` stretches of nearly equal length
-    means = torch.nn.functional.adaptive_avg_pool1d(
-        torch.tensor([values], dtype=torch.float64), min(width, len(values)))[0].tolist()
+    values = torch.tensor([values], dtype=torch.float64)
+    width = min(width, values.shape[1])
+    means = torch.nn.functional.adaptive_avg_pool1d(values, width)[0].tolist()
     low = min(means)
     span = max(means) - low or 1
     blocks = "".join("▁▂▃▄▅▆▇█"[int(7 * (mean - low) / span)] for mean in means)
@@ -2263,7 +2226,7 @@ def print_figures(parts, s):
     say(f"{len(problems)} problems, {s.group_size} samples of each at temperature {s.temperature}")
     for name, value in greedy.items():
         say(f"{name}: greedy {value:.4f}, sampled {sampled[name]:.4f}")
-    figures = reward.figures_of(responses, reward.truths_of(problems), s.group_size)
+    figures = reward.figures_of(responses, truths_of(problems), s.group_size)
     for name, value in figures.items():
         say(f"{name:18} {value:.4f}")
 

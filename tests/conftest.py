@@ -313,7 +313,7 @@ def counted(tmp_path, *flags, dtype=torch.bfloat16, **changes):
 def hosted(folder, *flags):
     """Bytes of the host's memory that a run on `counted`'s model in this folder would pin."""
     s = train.parse([f"--model={folder}", *flags])
-    return train.host_memory(s, train.model_without_storage(s, torch.bfloat16))
+    return train.optimizer_memory(s, train.model_without_storage(s, torch.bfloat16))[1]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -819,9 +819,9 @@ def test_a_conversation_of_one_turn_is_a_group(tiny):
 
 @pytest.mark.parametrize("changes, says", [
     (dict(reply=raises(KeyError("no\ntool"))), "row 0 fails"),
-    (dict(reply=lambda prompt, turns: 3), "row 0 is of type int"),
+    (dict(reply=lambda prompt, turns: 3), "row 0 fails .TypeError: of type int"),
     (dict(reply=lambda prompt, turns: None if "w41 w8" not in prompt else ["x"]),
-     "row 15 is of type list"),
+     "row 15 fails .TypeError: of type list"),
     (dict(group_size=0), "group_size 0"), (dict(prompts=[]), "0 prompts"),
     (dict(prompts=["w5", ""]), "prompt 1"),
     (dict(template="{{ messages[0].content }} w3", reply=lambda *_: "w5"), "nothing between"),

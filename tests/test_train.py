@@ -462,8 +462,8 @@ def test_the_bar_shows_trouble_first_and_an_answer_after_an_evaluation(capsys):
 @pytest.mark.parametrize("how, words", [
     (dict(changes={"micro_batch_tokens": "auto"}), "--micro-batch-tokens: still `auto`"),
     (dict(changes={"offload": "auto"}), "--offload: still `auto`"),
-    (dict(problems=1), "1 problems, and a step needs 2"),
-    (dict(eval_problems=0), "no held-out problems"),
+    (dict(problems=1), "has 1 problems"),
+    (dict(eval_problems=0), "no problem is left to hold out"),
     (dict(reward_of=lambda *_: [1.0, 2.0]), "a tensor of . rewards, one per answer"),
     (dict(reward_of=lambda *_: torch.ones(1)), "a tensor of . rewards, one per answer"),
     (dict(lacks="approx_kl"), "its metrics lack 'approx_kl'"),
