@@ -877,6 +877,8 @@ def read_config(file):
         config = json.loads(Path(file).read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError("not an object of flags and values")
+        if isinstance(config.get("settings"), dict):
+            raise ValueError("an older train.py made this run; give its final/ to --model")
         argv = []
         for name, value in config.items():
             field = FIELDS.get(name.replace("-", "_"))

@@ -128,7 +128,7 @@ def test_a_rank_without_torchrun(capsys, monkeypatch, tmp_path, name, value):
     ('{"kl-estimator": ["k1", "k2"]}', "k2"), ("[" * 10**5, ""), (b'{"lr": "\xff"}', ""),
     ('{"kl_band": [0.1]}', "--kl-band"), ('{"output": "x"}', "--output is no flag"),
     ('{"resume": "x"}', "--resume is no flag"), ('{"help": true}', "--help is no flag"),
-    ('{"settings": {"lr": 1}, "recipe": {}}', "--settings is no flag"), ("", ""),
+    ('{"settings": {"lr": 1}, "recipe": {}}', "an older train.py"), ("", ""),
     ('{"group_size": 2.5}', "--group-size"), ('{"group_size": 1}', "--group-size"),
     ('{"clip_eps": [0.1, 0.2]}', "0.2"), ('{"steps": true}', "--steps"),
     ('{"reward": []}', "--reward"), ('{"kl_estimator": {"k": 3}}', "--kl-estimator"),

@@ -738,6 +738,8 @@ def test_conversations(tiny):
         text = tokenizer.decode(rollout.input_ids[n])
         assert text.count("<|user|>") == text.count("<|assistant|>") == turns[n]
         assert text.count("loses") == turns[n] - 1
+        last = rollout.labels[n][rollout.labels[n] != IGNORE][-1]
+        assert rollout.finished[n] == (last == tokenizer.eos_token_id)
         assert len(rollout.responses[n].split("\n")) == turns[n]
         assert "<|user|>" not in rollout.responses[n]
         row = rollout.input_ids[n].tolist()
