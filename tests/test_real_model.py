@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reward
 from sample import chat_prompt, sample_groups
-from train import Settings
+from train import Settings, parse
 
 # --------------------------------------------------------------------------------------------------
 # The problems
@@ -69,6 +69,16 @@ def test_the_config_is_one_of_train_flags_and_its_files_are_there(task):
     assert config["model"] == str(task / "model")
     specs = [config["data"], config["eval_data"], *config["reward"]]
     assert all((task / spec.partition(":")[0]).is_file() for spec in specs)
+
+
+def test_with_boxed_the_rule_is_the_reward(tmp_path):
+    """The examples of its system prompt are right by the rule."""
+    path = real_model.write_task(tmp_path, tmp_path, flags=real_model.FLAGS | real_model.BOXED)
+    settings = parse(["--config", str(path)])
+    assert settings.reward == ["rule"]
+    for example in settings.system_prompt.split("\n\n"):
+        question, answer = example.split("Answer: ")
+        assert reward.rule_reward(answer, str(total_of(question))) == 1.5
 
 
 # --------------------------------------------------------------------------------------------------
