@@ -27,8 +27,8 @@ def test_every_function_of_the_table_is_in_its_file():
 FIELDS = {train.flag_of(field.name) for field in dataclasses.fields(train.Settings)}
 # of torchrun, and of tests/
 OTHERS = {"--nproc-per-node", "--nnodes", "--shutdown-timeout", "--help", "--first-run", "--head",
-          "--scaling", "--against", "--only", "--seeds", "--all", "--run", "--mugs", "--boxed", "--real",
-          "--bf16", "--new-tokens", "--micro-batches"}
+          "--scaling", "--against", "--only", "--seeds", "--all", "--run", "--mugs", "--boxed",
+          "--real", "--bf16", "--new-tokens", "--micro-batches"}
 
 
 def test_every_flag_is_a_flag_and_every_flag_is_there():
