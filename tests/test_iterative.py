@@ -10,7 +10,7 @@ import pytest
 from conftest import json_lines
 import torch
 from conftest import (
-    TINY, begin_ranks, checkpoint_of, curve, ends_badly, lines_of, refused, same_tensors,
+    FEW, TINY, begin_ranks, checkpoint_of, curve, ends_badly, lines_of, refused, same_tensors,
     tiny_problems, trains, value_error)
 from safetensors.torch import load_file, save_file
 from transformers import (

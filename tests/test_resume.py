@@ -17,8 +17,9 @@ import pytest
 from conftest import faulty_reward
 import torch
 from conftest import (
-    ENVIRONMENT, FEW, LIMIT, NO_MEMORY, PROCESSES, TINY, curve, ended, ends_badly, lines_of,
-    metrics_of, one_line_of, raises, refused, run_script, snapshot, start, trains, weights_of)
+    ENVIRONMENT, FEW, LIMIT, NO_MEMORY, PROCESSES, TINY, checkpoint_of, curve, ended, ends_badly,
+    lines_of, metrics_of, one_line_of, raises, refused, run_script, same_tensors, snapshot, start,
+    trains, weights_of)
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -28,6 +29,7 @@ FLAGS = (*FEW, "--steps=6", "--prompts-per-step=2", "--group-size=4", "--max-new
          "--eval-limit=4", "--eval-every=3", "--save-every=1", "--warmup-steps=3",
          "--updates-per-rollout=2")
 CHECKPOINT = "checkpoint/run.safetensors"
+LORA = ("--lora-rank=4", "--lr=0.003")
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +55,36 @@ def ended_the_same(folder, whole):
 def resumed_ends_the_same(folder, whole):
     trains(f"--resume={folder}")
     ended_the_same(folder, whole)
+
+
+# --------------------------------------------------------------------------------------------------
+# Every kind of run, in two parts
+
+KINDS = {  # what each has to find again
+    "the masters of bfloat16": ("--dtype=bfloat16",),
+    "the loss scale of float16": ("--dtype=float16",),
+    "LoRA's factors": LORA,
+    "LoRA's first weights": (*LORA, "--dtype=bfloat16", "--kl-coef=0"),
+    "LoRA's renewed reference": (*LORA, "--dtype=bfloat16", "--renew-reference=1"),
+}
+
+
+@pytest.mark.parametrize("flags", KINDS.values(), ids=KINDS)
+def test_a_run_in_two_parts_is_the_run_bit_for_bit(tmp_path, flags):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    flags = (*FLAGS, "--eval-every=1", *flags)
+    trains(*flags, "--steps=2", f"--output={whole}")
+    trains(*flags, "--steps=1", f"--output={parts}")
+    trains(f"--resume={parts}", "--steps=2")
+    assert curve(parts) == curve(whole) and weights_of(parts) == weights_of(whole)
+    saved = checkpoint_of(parts)
+    assert same_tensors(saved, checkpoint_of(whole))
+    last = curve(whole)[-1]
+    if flags[-1].startswith("--dtype"):
+        assert 0.9 < last["arrived"] < 1.1
+        assert last["loss_scale"] == (65536 if "--dtype=float16" in flags else 1)
+    if "--lora-rank=4" in flags and "--renew-reference=1" not in flags:
+        assert all("lora_" in name or name == "counters" for name in saved), "and nothing else"
 
 
 # --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 from conftest import QWEN, counted, hosted, rollout_of
 import torch
 from conftest import (
-    RATE, REWARDS, ROOT, TINY, Diary, curve, gradient, lines_of, logprobs_on_full_logits, loop,
+    FEW, RATE, REWARDS, ROOT, TINY, Diary, curve, gradient, lines_of, logprobs_on_full_logits, loop,
     metrics_of, parts, same_tensors, seeded, settings, step_of_the_program, tiny_problems, trains,
     updates_by_hand, whole_step)
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -31,8 +31,9 @@ GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 KEYS = """step reward_mean reward_std accuracy format_rate zero_variance_groups response_length_mean
 response_length_p95 truncated_fraction approx_kl clip_fraction ratio_mean entropy grad_norm loss
 seconds_sampling seconds_training tokens_per_second""".split()
-SMALL = ("--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=16",
+SHORT = ("--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=16",
          "--eval-limit=8", "--eval-every=2", "--warmup-steps=2")
+SMALL = (*FEW, *SHORT)
 
 
 def with_settings(p, **changes):
@@ -556,7 +557,7 @@ def test_a_run_leaves_the_files_of_the_contract(finished_run):
         assert record["advantages"] == pytest.approx(advantages.tolist(), abs=1e-6)
     # And it has said what it does, beside a bar
     for word in ("before", "after", "truth", "accuracy", "grpo.json", "0.08M parameters",
-                 "2000 problems", "8 held out", "from step 0", str(folder)):
+                 "32 problems", "8 held out", "from step 0", str(folder)):
         assert word in finished_run.out
     for word in ("3/3", "reward", "acc", "len", "KL"):
         assert word in finished_run.err
@@ -650,7 +651,7 @@ def test_the_seed_decides_and_a_run_without_kl_has_no_reference(capsys, finished
     lines = (TINY / "train.jsonl").read_text().splitlines(keepends=True)[:40]
     (tmp_path / "mine.jsonl").write_text("".join(lines))
     capsys.readouterr()
-    trains(*SMALL, f"--data={tmp_path / 'mine.jsonl'}", "--steps=1", f"--output={tmp_path / 'own'}")
+    trains(*SHORT, f"--data={tmp_path / 'mine.jsonl'}", "--steps=1", f"--output={tmp_path / 'own'}")
     out = capsys.readouterr().out
     assert "4 of " in out and "mine.jsonl are held out" in out
     assert "36 problems, 4 held out" in out

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    assert_same_run, begin_ranks, curve, ends_badly, lines_of, metrics_of, one_line_of, parts,
+    FEW, assert_same_run, begin_ranks, curve, ends_badly, lines_of, metrics_of, one_line_of, parts,
     refused, run_ranks, seeded, tiny_problems, trains, weights_of)
 
 import sample
@@ -14,7 +14,7 @@ from advantage import shape_advantages
 from logprob import IGNORE
 from reward import rule_reward, truths_of
 
-SMALL = ("--steps=3", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=10",
+SMALL = (*FEW, "--steps=3", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=10",
          "--eval-limit=3", "--eval-every=2", "--save-every=1", "--updates-per-rollout=1")
 
 # A checker: it says something once, where the answer is not right; at a word it fails or exits.
@@ -56,10 +56,11 @@ def test_a_conversation_ends_where_no_room_is_left(tiny):
     assert all(2 <= len(text.split("\n")) <= 4 for text in rollout.responses)
 
 
-@pytest.fixture(scope="module", params=["--reply", "--around-best=2", "--advantage=shape"])
+@pytest.fixture(scope="module", params=["--reply", "--around-best=2 --advantage=shape"])
 def whole(request, reply, tmp_path_factory):
     """Flags, the folder of their run in one process, and that of two ranks, made beside it."""
-    flags = (*SMALL, "--prompts-per-step=4", reply if request.param == "--reply" else request.param)
+    kind = [reply] if request.param == "--reply" else request.param.split()
+    flags = (*SMALL, "--prompts-per-step=4", *kind)
     folder = tmp_path_factory.mktemp("whole")
     one, two = folder / "one", folder / "two"
     end = begin_ranks(2, "train.py", *flags, f"--output={two}")
