@@ -25,6 +25,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers, processors  # noqa: E402
+import torch.distributed.run  # noqa: E402
 from torch.distributed import TCPStore  # noqa: E402
 from transformers import (  # noqa: E402
     AutoConfig,
@@ -352,22 +353,22 @@ def one_line_of(err, program="train.py"):
     return lines[0]
 
 
-def refused(capsys, *flags):
-    """train.py refuses these flags before it starts: status 2, one line and nothing else."""
-    status = train.main(list(map(str, flags)))
-    err = capsys.readouterr().err
-    assert status == 2, err
-    line = one_line_of(err)
-    assert err == line + "\n", err
-    return line
-
-
 def main(*flags):
     """train.py's exit status, [A]'s fast forms taken without a trial: that would take longer than
     a short run's steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sample, "refusal", lambda model, form: None)
         return train.main(list(map(str, flags)))
+
+
+def refused(capsys, *flags):
+    """train.py refuses these flags before it starts: status 2, one line and nothing else."""
+    status = main(*flags)
+    err = capsys.readouterr().err
+    assert status == 2, err
+    line = one_line_of(err)
+    assert err == line + "\n", err
+    return line
 
 
 def ends_badly(capsys, *flags):
@@ -495,10 +496,8 @@ def run_ranks(ranks, program, *arguments, **environment):
 
 def torchrun(ranks, *flags, **environment):
     """train.py on several ranks by torchrun itself -> its exit status, what they printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-               f"--nproc-per-node={ranks}", str(ROOT / "train.py"), *map(str, flags)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=3 * LIMIT,
-                          env={**ENVIRONMENT, **environment})
+    return run_script(torch.distributed.run.__file__, "--standalone", f"--nproc-per-node={ranks}",
+                      ROOT / "train.py", *flags, **environment)
 
 
 # The rule's reward. At call FAULT_AT of it (of several ranks: on the second) that goes wrong which

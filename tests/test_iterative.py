@@ -26,7 +26,7 @@ from advantage import process_advantages
 from logprob import IGNORE
 
 MODEL = TINY / "reward_model"
-SMALL = ("--prompts-per-step=2", "--group-size=4", "--max-new-tokens=40", "--device=cpu",
+SMALL = (*FEW, "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=40", "--device=cpu",
          "--eval-limit=2", "--eval-every=1", "--save-every=1", "--lr=2e-3")
 ITERATIVE = (*SMALL, "--renew-reference=2", f"--reward-model={MODEL}", "--reward-model-lr=1e-3")
 
@@ -63,7 +63,7 @@ def learner():
 
 def test_two_iterations_are_those_of_the_formulas(whole, learner):
     """Rewards, pairs, replay and the trained weights again, from the answers that were logged."""
-    problems = tiny_problems()
+    problems = reward.load_problems(str(TINY / "few.jsonl"))
     truths = {problem["question"]: problem["answer"] for problem in problems}
     model, tokenizer = learner.model, learner.tokenizer
     learner.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)

@@ -11,7 +11,7 @@ from conftest import (
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 FLAGS = (*FEW, "--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=12",
-         "--eval-limit=6", "--eval-every=2", "--save-every=1", "--micro-batch-tokens=150",
+         "--eval-limit=5", "--eval-every=2", "--save-every=1", "--micro-batch-tokens=150",
          "--updates-per-rollout=2")
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import math
 import os
 import random
 import re
-import subprocess
 import sys
 import textwrap
 import time
@@ -311,8 +310,8 @@ PIECES_OF_IT = [
 
 @pytest.mark.parametrize("piece", PIECES_OF_IT)
 def test_hostile_text_is_scored_at_once(piece):
-    """It takes milliseconds; in quadratic time it would be minutes."""
-    many = piece * (100_000 // len(piece))
+    """It takes milliseconds; in quadratic time it would be many seconds."""
+    many = piece * (30_000 // len(piece))
     start = time.process_time()
     for text in (many, box(many), box(f"5{many}"), box(f"{many}5"), many + "}" * len(many)):
         assert rule_reward(text, "5") in (0.0, 0.5, 1.5)
@@ -322,7 +321,7 @@ def test_hostile_text_is_scored_at_once(piece):
         canonical(text[: reward.LONGEST - 2] + "=5")
     for text in (many, f"<think>{many}</think><answer>{many}</answer>"):
         assert think_answer_reward(text, "63") in (0.0, 0.5)
-    assert time.process_time() - start < 3
+    assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize("number", ["10^999999999", "10^{999999999}", "1e999999999", "1e-999999999",
@@ -868,16 +867,7 @@ POOL = """
 
 def test_a_reward_may_pickle_its_classes_and_start_processes(tmp_path):
     path = write(tmp_path / "grpo_pool.py", POOL)
-    write(tmp_path / "run.py", f"""
-        if __name__ == "__main__":
-            import sys
-            sys.path.insert(0, {str(ROOT)!r})
-            from reward import load_function
-            print(load_function({path + ":score"!r})(completions=["a", "bcd"]))
-    """)
-    done = subprocess.run([sys.executable, tmp_path / "run.py"], cwd=ROOT, capture_output=True,
-                          text=True, timeout=120)
-    assert done.stdout == "[1.0, 3.0]\n", done.stderr
+    assert load_function(f"{path}:score")(completions=["a", "bcd"]) == [1.0, 3.0]
 
 
 @pytest.mark.parametrize("name", ["json", "reward", "torch", "sys"])
