@@ -23,9 +23,9 @@ sys.path.insert(0, str(ROOT))
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+import torch.distributed.run  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers, processors  # noqa: E402
-import torch.distributed.run  # noqa: E402
 from torch.distributed import TCPStore  # noqa: E402
 from transformers import (  # noqa: E402
     AutoConfig,

@@ -7,11 +7,10 @@ import pytest
 from conftest import json_lines
 import torch
 from conftest import (
-    FEW, NO_MEMORY, TINY, edit_json, ended, ends_badly, raises, refused, run_script, start, trains)
+    FEW, TINY, edit_json, ended, refused, run_script, start, trains)
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-import train
 
 GOOD = {"question": "Anna has 9 books , loses 4 . How many ?", "answer": "9 - 4 = 5\n#### 5"}
 SMALL = (*FEW, "--steps=1", "--prompts-per-step=2", "--group-size=2", "--max-new-tokens=8",
@@ -249,7 +248,7 @@ def test_dry_run_on_a_family_that_cannot_be_counted(capsys, tmp_path, config):
 
 
 # --------------------------------------------------------------------------------------------------
-# Data and rewards
+# Data
 
 DATA = {
     "no file": (None, "x.jsonl: No such file"), "empty": ("", "x.jsonl: no problems in it"),
@@ -275,38 +274,6 @@ def test_too_few_problems(capsys, tmp_path):
     line = refused_before_a_folder_is_made(
         capsys, tmp_path, f"--data={path}", f"--eval-data={TINY / 'test.jsonl'}")
     assert f"--prompts-per-step 16: --data {path} has 2 problems" in line
-
-
-@pytest.mark.parametrize("code, words", [
-    (None, "no file"), ("def other(**columns): pass", "has no function 'f'"),
-    ("def f(:", "SyntaxError"), ("import sys\nsys.exit()", "SystemExit"),
-])
-def test_a_reward_that_cannot_be_loaded(capsys, tmp_path, code, words):
-    path = tmp_path / "r.py"
-    if code is not None:
-        path.write_text(code)
-    line = refused_before_a_folder_is_made(capsys, tmp_path, f"--reward={path}:f")
-    assert f"--reward {path}:f" in line and words in line
-
-
-@pytest.mark.parametrize("body, words", [
-    ("raise KeyError('oh')", "KeyError: 'oh'"), ("import sys; sys.exit()", "SystemExit"),
-    ("return None", "NoneType"), ("return ['one'] * len(completions)", "one"),
-    ("return [float('nan')] * len(completions)", "row 0"),
-    ("return [1e300] * len(completions)", "row 0"), ("return [1.0]", "1 rewards for 2 responses"),
-])
-def test_a_reward_that_cannot_be_used(capsys, tmp_path, body, words):
-    """Found by the first evaluation; the run can be resumed with a better one."""
-    (tmp_path / "r.py").write_text(f"def f(completions, **columns): {body}\n")
-    line = ends_badly(capsys, *SMALL, f"--reward={tmp_path / 'r.py'}:f",
-                      f"--output={tmp_path / 'run'}")
-    assert f"--reward {tmp_path / 'r.py'}:f" in line and words in line
-
-
-def test_memory_that_runs_out_while_sampling(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(train, "sample_groups", raises(NO_MEMORY[0]))
-    line = ends_badly(capsys, *SMALL, f"--output={tmp_path / 'run'}")
-    assert "out of memory: lower --prompts-per-step" in line
 
 
 # --------------------------------------------------------------------------------------------------

@@ -7,11 +7,11 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-from conftest import json_lines
 import torch
 from conftest import (
-    FEW, TINY, begin_ranks, checkpoint_of, curve, ends_badly, lines_of, refused, same_tensors,
-    tiny_problems, trains, value_error)
+    FEW, TINY, begin_ranks, checkpoint_of, curve, ends_badly, gradient, json_lines, lines_of,
+    logprobs_on_full_logits, parts, refused, same_tensors, step_of_the_program, tiny_problems,
+    trains, value_error)
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -271,34 +271,20 @@ def step_file(tmp_path):
     return f"{tmp_path / 'mine.py'}:steps"
 
 
-def test_step_rewards_reach_the_gradient(tiny, step_file):
-    policy = copy.deepcopy(tiny[0])
-    s = train.parse([*SMALL, f"--step-reward={step_file}", "--updates-per-rollout=1",
-                     "--max-grad-norm=1e9", "--kl-coef=0", "--micro-batch-tokens=1000000",
-                     "--no-gradient-checkpointing"])
-    problems = tiny_problems()[:2]
-    prompts = [train.chat_prompt(tiny[1], problem, "") for problem in problems]
-    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
-    seen = []
-
-    def gradient():
-        return torch.cat([p.grad.flatten() for p in policy.parameters()])
-
-    optimizer.register_step_pre_hook(lambda *_: seen.append(gradient()))
-    _, rollout = train.train_step(policy, None, optimizer, tiny[1],
-                                  train.Batch(problems, prompts, train.seeded(6)), s,
-                                  reward_of=train.load_reward_of(s))
+def test_step_rewards_reach_the_gradient(step_file):
+    p = parts(f"--step-reward={step_file}", "--updates-per-rollout=1", "--max-grad-norm=1e9",
+              "--kl-coef=0")
+    start = copy.deepcopy(p.policy)
+    rollout, gradients, _ = step_of_the_program(p, reward_of=train.load_reward_of(p.settings))
     mask = rollout.mask                                                                # (N, S-1)
-    A = process_advantages(by_hand(rollout, problems), mask, 4)
+    A = process_advantages(by_hand(rollout, p.problems), mask, 4)
     assert torch.equal(rollout.advantages, A) and A[mask].std() > 0
-    rule = reward.score_responses(rollout.responses, reward.truths_of(problems), 4)
+    rule = reward.score_responses(rollout.responses, reward.truths_of(p.problems), 4)
     assert torch.equal(rollout.rewards, rule)
 
-    policy.zero_grad()
-    logits = policy(rollout.input_ids).logits[:, :-1].double()
-    logp = logits.log_softmax(-1).gather(-1, rollout.input_ids[:, 1:, None])[..., 0]
+    logp, _ = logprobs_on_full_logits(start, rollout, 1.0)
     (-(logp * A * mask).sum(1) / mask.sum(1)).mean().backward()
-    assert (gradient() - seen[0]).norm() <= 1e-5 * gradient().norm()
+    assert (gradient(start) - gradients[0]).norm() <= 1e-5 * gradient(start).norm()
 
 
 def test_a_run_with_step_rewards_and_a_reward_beside_them(step_file, tmp_path):

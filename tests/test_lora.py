@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from conftest import (
-    FEW, REWARDS, ROOT, TINY, checkpoint_of, counted, curve, hosted, parts, refused, rollout_of,
+    FEW, REWARDS, ROOT, TINY, counted, hosted, parts, refused, rollout_of,
     seeded, small_model, trains)
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy

@@ -14,11 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import faulty_reward
 import torch
 from conftest import (
     ENVIRONMENT, FEW, LIMIT, NO_MEMORY, PROCESSES, TINY, checkpoint_of, curve, ended, ends_badly,
-    lines_of, metrics_of, one_line_of, raises, refused, run_script, same_tensors, snapshot, start,
+    faulty_reward, lines_of, main, metrics_of, one_line_of, raises, refused, run_script, same_tensors, snapshot, start,
     trains, weights_of)
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -158,23 +157,25 @@ def own_reward(tmp_path_factory):
     return flags, folder / "run"
 
 
-@pytest.mark.parametrize("fault, status, said, last", [
-    ("SIGINT", 130, "stopped after step 3; continue with: ", 3),
-    ("SIGTERM", 143, "stopped after step 3; continue with: ", 3),
-    ("SIGHUP", 129, "stopped after step 3; continue with: ", 3),
-    ("raise", 2, "mine.py:score: KeyError: 'no, please'", 2),
-    ("exit", 2, "mine.py:score.*SystemExit", 2),
-    ("interrupt", 130, "interrupted; last checkpoint: none; continue with: ", 0),
+@pytest.mark.parametrize("fault, call, status, said, last", [
+    ("SIGINT", 4, 130, "stopped after step 3; continue with: ", 3),
+    ("SIGTERM", 4, 143, "stopped after step 3; continue with: ", 3),
+    ("SIGHUP", 4, 129, "stopped after step 3; continue with: ", 3),
+    ("raise", 4, 2, "mine.py:score: KeyError: 'no, please'", 2),
+    ("raise", 5, 2, "mine.py:score: KeyError: 'no, please'", 2),  # the evaluation's
+    ("exit", 4, 2, "mine.py:score.*SystemExit", 2),
+    ("interrupt", 2, 130, "interrupted; last checkpoint: none; continue with: ", 0),
 ])
 def test_what_ends_a_run_is_told_and_it_goes_on(capsys, monkeypatch, tmp_path, own_reward, fault,
-                                                status, said, last):
-    """In step 3, or in step 1: a signal waits for its end and saves, an error does not."""
+                                                call, status, said, last):
+    """In step 3, or in step 1: a signal waits for its end and saves, an error does not: not even
+    where the policy of step 3 has moved when its evaluation fails."""
     flags, whole = own_reward
     folder = tmp_path / "run"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FAULT", fault)
-    monkeypatch.setenv("FAULT_AT", "4" if last else "2")
-    assert train.main([*flags, "--output=run"]) == status
+    monkeypatch.setenv("FAULT_AT", str(call))
+    assert main(*flags, "--output=run") == status
     out, err = capsys.readouterr()
     signalled = fault.startswith("SIG")
     line = out if signalled else one_line_of(err)
@@ -577,8 +578,9 @@ def test_out_of_memory_halves_the_micro_batch_until_it_fits(capsys, monkeypatch,
     ended_the_same(tmp_path / "run", uninterrupted)       # nothing of the first tries is left
 
 
-def test_out_of_memory_again_is_one_line(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(train, "grpo_loss", raises(NO_MEMORY[0]))
+@pytest.mark.parametrize("stage", ["grpo_loss", "sample_groups"])
+def test_out_of_memory_for_good_is_one_line(capsys, monkeypatch, tmp_path, stage):
+    monkeypatch.setattr(train, stage, raises(NO_MEMORY[0]))
     line = ends_badly(capsys, *FLAGS, f"--output={tmp_path / 'run'}")
     assert "out of memory: lower --prompts-per-step" in line
 

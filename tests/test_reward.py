@@ -21,7 +21,6 @@ from conftest import SMALL, raises, seeded, value_error
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import reward
-import train
 from advantage import shape_advantages
 from reward import (
     boxed_candidates, bradley_terry_loss, canonical, complete_boxes, diversity, end_iteration,
@@ -922,27 +921,6 @@ def test_a_reward_model_reads_its_own_template(tiny, monkeypatch):
         assert list(responses) == rollout.responses
         assert model.pairs == []  # they are kept in training steps alone
         assert rule[:2] == (0.0, 0.0) and math.isnan(rule[2])  # no answer known: no preference
-
-
-def test_length_terms_where_they_are_asked_for():
-    lengths = torch.tensor([10, 30])
-    mask = torch.arange(40) < lengths[:, None]
-
-    def with_terms(*flags, sign=1.0):
-        rollout = types.SimpleNamespace(mask=mask, rewards=sign * torch.tensor([1.5, 0.5]))
-        s = train.parse(["--group-size=2", "--max-new-tokens=30", *flags])
-        train.add_length_terms(rollout, s)
-        return rollout.rewards
-
-    rewards = with_terms()
-    assert rewards.tolist() == [1.5, 0.5]
-    assert torch.equal(with_terms("--length-rescale=0.5"),
-                       length_rescaled(rewards, lengths, 2, 0.5))
-    assert with_terms("--overlong-buffer=20").tolist() == [1.5, -0.5]
-    both = with_terms("--length-rescale=0.5", "--overlong-buffer=20", "--max-new-tokens=40")
-    assert both.tolist() == pytest.approx([1.5 / 1.25, 0.5 / 1.75 - 0.5])
-    with pytest.raises(train.RewardFailed, match="^--length-rescale: length rescaling needs"):
-        with_terms("--length-rescale=0.1", sign=-1.0)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -859,9 +859,10 @@ LEVELS = pytest.mark.parametrize("few", [0, 1024], ids=["two levels", "one level
 
 @LEVELS
 @pytest.mark.parametrize("words", [7, 128, 1000, 151_936])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", [3.0, 0.7])
 def test_u_is_a_place_in_the_running_sum(words, temperature, few):
-    """Also among words of 3e-8 and less, which a float32 sum cannot tell apart."""
+    """So that a uniform u draws by the softmax; also among words of 3e-8 and less, which a float32
+    sum cannot tell apart."""
     logits = torch.randn(words, generator=seeded())
     logits[words // 2] = 17.0
     p = (logits.double() / temperature).softmax(dim=0)
@@ -871,6 +872,7 @@ def test_u_is_a_place_in_the_running_sum(words, temperature, few):
     u = torch.linspace(0, 1, n + 1, dtype=torch.double)[:-1] + 1e-3
     u = torch.cat((u, head + (1 - head) * u, torch.tensor([0.0, 1 - 2**-53])))
     tokens, logprobs = draw(logits.expand(len(u), words), temperature, u, few=few)
+    assert tokens.shape == logprobs.shape == u.shape and tokens.dtype == torch.long
     near = 1e-5 * (1 - head)
     assert (above[tokens] - p[tokens] - near <= u).all() and (u <= above[tokens] + near).all()
     assert (tokens[n:2 * n] > words // 2).all() and len(tokens.unique()) > min(words // 3, n // 2)
@@ -885,17 +887,6 @@ def test_the_ends_of_the_running_sum(words, first, last, few):
     logits[:, first : last + 1] = torch.randn(last + 1 - first, generator=seeded())
     tokens, _ = draw(logits, 1.0, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64), few=few)
     assert tokens.tolist() == [first, last]
-
-
-@pytest.mark.parametrize("draw", DRAWS)
-@pytest.mark.parametrize("words", [9, 128, 300])
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 3.0])
-def test_a_draw_has_the_softmax_frequencies(draw, words, temperature):
-    logits = torch.randn(6, words, generator=seeded()) * 2
-    tokens, logprobs = draw(logits.repeat_interleave(3000, dim=0), temperature, seeded(1))
-    for row, drawn in zip((logits.double() / temperature).softmax(dim=1), tokens.view(6, 3000)):
-        assert abs(surprise(drawn.bincount(minlength=words), row * 3000)) < 5
-    assert tokens.shape == logprobs.shape == (18_000,) and tokens.dtype == torch.long
 
 
 @pytest.mark.parametrize("draw", DRAWS)
