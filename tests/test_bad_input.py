@@ -2,12 +2,12 @@
 # ruff: noqa: I001 - several names to a line
 import json
 import shutil
+import time
 
 import pytest
-from conftest import json_lines
 import torch
 from conftest import (
-    FEW, TINY, edit_json, ended, refused, run_script, start, trains)
+    FEW, TINY, edit_json, ended, json_lines, refused, run_script, start, trains)
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -201,6 +201,7 @@ MODELS = [
     (written("chat_template.jinja", "{# nothing #}"), "makes an empty prompt"),
     (written("chat_template.jinja", "{{ messages[7].content.oh }}"), "chat template"),
     (written("chat_template.jinja", "{% if"), "chat template fails"),
+    (written("chat_template.jinja", '{{ "\\ud800" }}'), "surrogates not allowed"),
     (lambda m: no_end_token(m, None), "names an end token"),
     (lambda m: no_end_token(m, []), "names an end token"),
     (no_tokenizer, "its tokenizer files lack the words"),
@@ -266,6 +267,17 @@ def test_bad_data(capsys, tmp_path, flag, what):
         (tmp_path / "x.jsonl").write_text(text)
     line = refused_before_a_folder_is_made(capsys, tmp_path, f"{flag}={tmp_path / 'x.jsonl'}")
     assert f"{flag}: {tmp_path}" in line and words in line
+
+
+def test_a_question_of_ten_megabytes_is_refused_at_once(capsys, tmp_path):
+    file = tmp_path / "big.jsonl"
+    rows = [{"question": "How many ?", "answer": "1"},
+            {"question": "Ben has 2 books and ? " * 450_000, "answer": "2"}]
+    file.write_text(json_lines(*rows))
+    started = time.process_time()
+    line = refused(capsys, f"--data={file}")
+    assert time.process_time() - started < 5
+    assert f"{file}, line 2: a question of 9900000 characters" in line
 
 
 def test_too_few_problems(capsys, tmp_path):

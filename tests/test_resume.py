@@ -17,8 +17,8 @@ import pytest
 import torch
 from conftest import (
     ENVIRONMENT, FEW, LIMIT, NO_MEMORY, PROCESSES, TINY, checkpoint_of, curve, ended, ends_badly,
-    faulty_reward, lines_of, main, metrics_of, one_line_of, raises, refused, run_script, same_tensors, snapshot, start,
-    trains, weights_of)
+    faulty_reward, lines_of, main, metrics_of, one_line_of, raises, refused, run_script,
+    same_tensors, snapshot, start, trains, weights_of)
 from safetensors import safe_open
 from safetensors.torch import save_file
 

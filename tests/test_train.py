@@ -11,12 +11,11 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import QWEN, counted, hosted, rollout_of
 import torch
 from conftest import (
-    FEW, RATE, REWARDS, ROOT, TINY, Diary, curve, gradient, lines_of, logprobs_on_full_logits, loop,
-    metrics_of, parts, same_tensors, seeded, settings, step_of_the_program, tiny_problems, trains,
-    updates_by_hand, whole_step)
+    FEW, QWEN, RATE, REWARDS, ROOT, TINY, Diary, counted, curve, gradient, hosted, json_lines,
+    lines_of, logprobs_on_full_logits, loop, metrics_of, parts, rollout_of, same_tensors, seeded,
+    settings, tiny_problems, trains, whole_step)
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import sample
@@ -56,7 +55,7 @@ def still(model):
 
 
 # --------------------------------------------------------------------------------------------------
-# [G] Every flag arrives: a step against the stage functions, called by hand with plain numbers
+# [G] A step against the formula, and what it asks of the stages; test_variants.py has every flag
 
 def test_gradient_is_that_of_the_formula_on_full_logits():
     """One update against the loss written out on full log-softmax logits, in one batch."""
@@ -70,62 +69,6 @@ def test_gradient_is_that_of_the_formula_on_full_logits():
     loss = -((w * group_advantages(REWARDS, 4)[:, None] * mask).sum(1) / mask.sum(1)).mean()
     loss.backward()
     assert (gradient(model) - gradient(p.policy)).norm() <= 1e-5 * gradient(p.policy).norm()
-
-
-def step_by_hand(p, temperature=1.0, max_new_tokens=40, scale_by_std=True, updates=2,
-                 max_grad_norm=1.0, **objective):
-    rollout = rollout_of(p, max_new_tokens, temperature)
-    advantages = group_advantages(REWARDS, 4, scale_by_std=scale_by_std)
-    objective = {"clip_eps": 0.2, "kl_coef": 0.02, "max_new_tokens": max_new_tokens, **objective}
-    order = [slice(None)] * updates
-    return rollout, updates_by_hand(p, rollout, advantages, temperature, order, max_grad_norm,
-                                    **objective)
-
-
-FLAGS = [
-    ([], {}), (["--no-scale-by-std"], {"scale_by_std": False}),
-    (["--ratio=sequence", "--clip-eps=0.01"], {"ratio": "sequence", "clip_eps": 0.01}),
-    (["--kl-estimator=k1", "--kl-coef=0.5"], {"kl_estimator": "k1", "kl_coef": 0.5}),
-    (["--kl-estimator=k2", "--kl-coef=0.5"], {"kl_estimator": "k2", "kl_coef": 0.5}),
-    (["--clip-eps=0.02"], {"clip_eps": 0.02}), (["--clip-eps-high=0.02"], {"clip_eps_high": 0.02}),
-    (["--kl-coef=0.5"], {"kl_coef": 0.5}), (["--kl-coef=0"], {"kl_coef": 0}),
-    (["--aggregate=token"], {"aggregate": "token"}),
-    (["--aggregate=constant"], {"aggregate": "constant"}),
-    (["--aggregate=constant", "--max-new-tokens=9"],
-     {"max_new_tokens": 9, "aggregate": "constant"}),
-    (["--updates-per-rollout=1"], {"updates": 1}), (["--updates-per-rollout=3"], {"updates": 3}),
-    (["--max-grad-norm=0.01"], {"max_grad_norm": 0.01}),
-]
-
-
-@pytest.mark.parametrize("flags, by_hand, temperature", [
-    pytest.param(flags, by_hand, temperature, id=" ".join([*flags, str(temperature)]))
-    for flags, by_hand in FLAGS for temperature in (1.0, 0.7) if not flags or temperature == 0.7])
-def test_a_flag_that_changes_the_mathematics_arrives(flags, by_hand, temperature):
-    p = parts(*flags, f"--temperature={temperature}", "--micro-batch-tokens=150")
-    expected_rollout, expected = step_by_hand(p, temperature, **by_hand)
-    without = dict(list(by_hand.items())[1:])
-    _, others = step_by_hand(p, temperature if flags else 1.0, **without)
-    if "--kl-coef=0" in flags:
-        p.reference = None
-    rollout, gradients, metrics = step_of_the_program(p)
-
-    assert torch.equal(rollout.input_ids, expected_rollout.input_ids)
-    assert len(gradients) == len(expected)
-    for found, record in zip(gradients, expected):
-        assert (found - record.gradient).norm() <= 2e-4 * record.gradient.norm()
-    for name in expected[0].metrics:
-        mean = sum(record.metrics[name] for record in expected) / len(expected)
-        assert metrics[name] == pytest.approx(mean, rel=1e-3, abs=1e-6, nan_ok=True), name
-    norms = [record.grad_norm for record in expected]
-    assert metrics["grad_norm"] == pytest.approx(sum(norms) / len(norms), rel=1e-3)
-    largest = max(record.ratio_max_error for record in expected)
-    assert metrics["ratio_max_error"] == pytest.approx(largest, rel=1e-3, abs=1e-5)
-
-    # and it would be missed: without the flag, or at temperature 1, the step is another
-    if flags or temperature != 1.0:
-        last, other = expected[-1].gradient, others[-1].gradient
-        assert len(expected) != len(others) or (last - other).norm() > 2e-3 * last.norm()
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -590,6 +533,12 @@ def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
     assert "question  question 3\nbefore    \\boxed{9}\nafter     \\boxed{3}\ntruth     3" in out
     assert f"sample.py --model {tmp_path} \"YOUR QUESTION\"\n" in out
     assert f"train.py --config {tmp_path}/config.json --model {tmp_path}/final\n" in out
+    # The rule's accuracy would be 0 for ever: it is told of where something is boxed.
+    row = {"accuracy": 0.0, "reward_mean": 1.0, "approx_kl": 0.0, "response_length_mean": 2.0}
+    for format_rate, told in ((0.0, False), (0.5, True)):
+        run.history = [{**row, "format_rate": format_rate}]
+        train.print_story(run, problems, "reward")
+        assert ("\naccuracy" in capsys.readouterr().out) == told
 
 
 def test_final_opens_and_is_the_trained_policy(finished_run):
@@ -637,6 +586,19 @@ def test_eval_only_prints_the_figures(capsys, monkeypatch):
     assert f"pass@1             {float(right.float().mean()):.4f}" in out
     for k in (1, 2, 4):
         assert f"pass@{k} " in out and f"maj@{k} " in out
+
+
+def test_unknown_words_are_told_of(capsys, tmp_path):
+    own = tmp_path / "own.jsonl"
+    rows = [{"question": f"Where does the blue river {n} end", "answer": "7"} for n in range(8)]
+    own.write_text(json_lines(*rows))
+    trains("--eval-only", f"--eval-data={own}", "--max-new-tokens=4", "--group-size=2")
+    line, = [line for line in capsys.readouterr().out.splitlines() if "unknown" in line]
+    assert line.startswith("--eval-data: 67% of the prompts' tokens are") and "--model" in line
+    # The default's own words are all known.
+    trains("--eval-only", *FEW, "--eval-limit=8",
+           "--max-new-tokens=4", "--group-size=2")
+    assert "unknown" not in capsys.readouterr().out
 
 
 def test_the_seed_decides_and_a_run_without_kl_has_no_reference(capsys, finished_run, tmp_path):
