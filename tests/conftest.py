@@ -24,7 +24,8 @@ sys.path.insert(0, str(ROOT))
 import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed.run  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
+from safetensors import safe_open  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers, processors  # noqa: E402
 from torch.distributed import TCPStore  # noqa: E402
 from transformers import (  # noqa: E402
@@ -589,6 +590,14 @@ def edit_json(path, **changes):
     """One JSON file changed; None takes a key out."""
     content = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+
+
+def edit_tensors(path, change):
+    """One file of tensors changed: `change` gets {name: tensor} and gives what is saved."""
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    save_file(change(tensors), path, metadata)
 
 
 def json_lines(*rows):

@@ -7,9 +7,7 @@ import time
 import pytest
 import torch
 from conftest import (
-    FEW, TINY, edit_json, ended, json_lines, refused, run_script, start, trains)
-from safetensors import safe_open
-from safetensors.torch import save_file
+    FEW, TINY, edit_json, edit_tensors, ended, json_lines, refused, run_script, start, trains)
 
 
 GOOD = {"question": "Anna has 9 books , loses 4 . How many ?", "answer": "9 - 4 = 5\n#### 5"}
@@ -142,15 +140,6 @@ def test_a_bad_config(capsys, tmp_path, config, words):
 # --------------------------------------------------------------------------------------------------
 # Models. A folder is the tiny policy's with something wrong in it.
 
-def tensors_of(folder):
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}
-
-
-def saved(folder, tensors):
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 def no_end_token(m, nothing):
     edit_json(m / "tokenizer_config.json", eos_token=None)
     for name in ("config.json", "generation_config.json"):
@@ -176,12 +165,11 @@ def written(name, text):
 
 
 def reweighted(change):
-    return lambda m: saved(m, change(tensors_of(m)))
+    return lambda m: edit_tensors(m / "model.safetensors", change)
 
 
 def fewer_embeddings(m):
-    tensors = tensors_of(m)
-    saved(m, {**tensors, "model.embed_tokens.weight": tensors["model.embed_tokens.weight"][:50]})
+    reweighted(lambda w: {**w, EMBEDDINGS: w[EMBEDDINGS][:50]})(m)
     edit_json(m / "config.json", vocab_size=50)
 
 
@@ -194,6 +182,7 @@ def padding_outside(m):
 
 
 NORM = "model.norm.weight"
+EMBEDDINGS = "model.embed_tokens.weight"
 MODELS = [
     (lambda m: (m / "chat_template.jinja").unlink(),
      "no chat template; take an instruction-tuned model, or put a chat_template.jinja"),

@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    FEW, TINY, begin_ranks, checkpoint_of, curve, ends_badly, gradient, json_lines, lines_of,
-    logprobs_on_full_logits, parts, refused, same_tensors, step_of_the_program, tiny_problems,
-    trains, value_error)
-from safetensors.torch import load_file, save_file
+    FEW, TINY, begin_ranks, checkpoint_of, curve, edit_tensors, ends_badly, gradient, json_lines,
+    lines_of, logprobs_on_full_logits, parts, refused, same_tensors, step_of_the_program,
+    tiny_problems, trains, value_error)
+from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -337,7 +337,7 @@ def test_a_step_function_that_raises_ends_the_run_in_one_line(tmp_path, capsys):
 # Other rows, other folders, other flags
 
 def change_weights(folder, **changes):
-    save_file({**weights(folder), **changes}, folder / "model.safetensors", {"format": "pt"})
+    edit_tensors(folder / "model.safetensors", lambda tensors: tensors | changes)
 
 
 def without_safetensors(folder):
@@ -380,8 +380,8 @@ def test_resume_finds_the_reward_model_that_it_began_with(whole, tmp_path, capsy
 def test_a_checkpoint_of_another_reward_model(whole, tmp_path, capsys, name, value):
     folder = shutil.copytree(whole, tmp_path / "run")
     path = folder / "checkpoint" / "run.safetensors"
-    tensors = {**checkpoint_of(folder), name: value}
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
+    edit_tensors(path, lambda tensors: {key: tensor for key, tensor in {**tensors, name: value}
+                                        .items() if tensor is not None})
     line = refused(capsys, "--resume", folder, "--steps=5")
     assert f"{path} is damaged, or not of this model:" in line
 
