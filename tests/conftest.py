@@ -23,7 +23,9 @@ sys.path.insert(0, str(ROOT))
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from safetensors.torch import load_file  # noqa: E402
+import torch.distributed.run  # noqa: E402
+from safetensors import safe_open  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers, processors  # noqa: E402
 from torch.distributed import TCPStore  # noqa: E402
 from transformers import (  # noqa: E402
@@ -34,6 +36,8 @@ from transformers import (  # noqa: E402
 )
 from transformers.utils import logging  # noqa: E402
 
+import logprob  # noqa: E402
+import sample  # noqa: E402
 import train  # noqa: E402
 from loss import grpo_loss  # noqa: E402
 from reward import load_problems  # noqa: E402
@@ -57,8 +61,8 @@ def pytest_collection_finish(session):
 TINY = ROOT / "tests" / "tiny"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 LIMIT = 300  # seconds: a process that hangs fails its test
-# Reading the default's 2000 problems takes longer than a short run; these are 256.
-FEW = (f"--data={TINY / 'test.jsonl'}", f"--eval-data={TINY / 'test.jsonl'}")
+# Reading the default's 2000 problems takes longer than a short run; these are 32.
+FEW = (f"--data={TINY / 'few.jsonl'}", f"--eval-data={TINY / 'few.jsonl'}")
 
 # --------------------------------------------------------------------------------------------------
 # Models
@@ -172,7 +176,10 @@ def settings(*flags):
 
 @functools.cache
 def loaded(folder, dtype):
+    """A policy whose fast forms are tried, and its tokenizer."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    sample.forms_of(model)
+    logprob.forms_of(model)
     return model, AutoTokenizer.from_pretrained(folder)
 
 
@@ -182,8 +189,11 @@ def parts(*flags, dtype=torch.float32, noise=0.05):
     The reference stands a little apart from the policy, so that the KL has a gradient.
     """
     s = settings("--prompts-per-step=2", "--group-size=4", *flags)
-    policy, tokenizer = (copy.deepcopy(part) for part in loaded(s.model, dtype))
+    start, tokenizer = loaded(s.model, dtype)
+    policy = copy.deepcopy(start)
     reference = copy.deepcopy(policy).requires_grad_(False)
+    for stage in (sample, logprob):                       # to try them takes longer than a step
+        stage.FORMS[policy] = stage.FORMS[reference] = stage.FORMS[start]
     generator = seeded(1)
     for p in reference.parameters():
         p.add_(noise * torch.randn(p.shape, generator=generator))
@@ -191,7 +201,7 @@ def parts(*flags, dtype=torch.float32, noise=0.05):
     prompts = [train.chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
     return SimpleNamespace(
         policy=policy, reference=reference, optimizer=train.make_optimizer(policy, s),
-        tokenizer=tokenizer, problems=problems, prompts=prompts, settings=s)
+        tokenizer=copy.deepcopy(tokenizer), problems=problems, prompts=prompts, settings=s)
 
 
 def rollout_of(p, max_new_tokens=40, temperature=1.0):
@@ -344,9 +354,17 @@ def one_line_of(err, program="train.py"):
     return lines[0]
 
 
+def main(*flags):
+    """train.py's exit status, [A]'s fast forms taken without a trial: that would take longer than
+    a short run's steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample, "refusal", lambda model, form: None)
+        return train.main(list(map(str, flags)))
+
+
 def refused(capsys, *flags):
     """train.py refuses these flags before it starts: status 2, one line and nothing else."""
-    status = train.main(list(map(str, flags)))
+    status = main(*flags)
     err = capsys.readouterr().err
     assert status == 2, err
     line = one_line_of(err)
@@ -356,7 +374,7 @@ def refused(capsys, *flags):
 
 def ends_badly(capsys, *flags):
     """train.py starts and has to give up: status 2 and one line of its own beside the bar."""
-    status = train.main(list(map(str, flags)))
+    status = main(*flags)
     err = capsys.readouterr().err
     assert status == 2, err
     return one_line_of(err)
@@ -364,7 +382,7 @@ def ends_badly(capsys, *flags):
 
 def trains(*flags):
     """train.py does what it is told."""
-    assert train.main(list(map(str, flags))) == 0
+    assert main(*flags) == 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -479,10 +497,8 @@ def run_ranks(ranks, program, *arguments, **environment):
 
 def torchrun(ranks, *flags, **environment):
     """train.py on several ranks by torchrun itself -> its exit status, what they printed."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-               f"--nproc-per-node={ranks}", str(ROOT / "train.py"), *map(str, flags)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=3 * LIMIT,
-                          env={**ENVIRONMENT, **environment})
+    return run_script(torch.distributed.run.__file__, "--standalone", f"--nproc-per-node={ranks}",
+                      ROOT / "train.py", *flags, **environment)
 
 
 # The rule's reward. At call FAULT_AT of it (of several ranks: on the second) that goes wrong which
@@ -574,6 +590,14 @@ def edit_json(path, **changes):
     """One JSON file changed; None takes a key out."""
     content = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+
+
+def edit_tensors(path, change):
+    """One file of tensors changed: `change` gets {name: tensor} and gives what is saved."""
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}
+    save_file(change(tensors), path, metadata)
 
 
 def json_lines(*rows):

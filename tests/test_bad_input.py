@@ -2,16 +2,13 @@
 # ruff: noqa: I001 - several names to a line
 import json
 import shutil
+import time
 
 import pytest
-from conftest import json_lines
 import torch
 from conftest import (
-    FEW, NO_MEMORY, TINY, edit_json, ended, ends_badly, raises, refused, run_script, start, trains)
-from safetensors import safe_open
-from safetensors.torch import save_file
+    FEW, TINY, edit_json, edit_tensors, ended, json_lines, refused, run_script, start, trains)
 
-import train
 
 GOOD = {"question": "Anna has 9 books , loses 4 . How many ?", "answer": "9 - 4 = 5\n#### 5"}
 SMALL = (*FEW, "--steps=1", "--prompts-per-step=2", "--group-size=2", "--max-new-tokens=8",
@@ -143,15 +140,6 @@ def test_a_bad_config(capsys, tmp_path, config, words):
 # --------------------------------------------------------------------------------------------------
 # Models. A folder is the tiny policy's with something wrong in it.
 
-def tensors_of(folder):
-    with safe_open(folder / "model.safetensors", framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}
-
-
-def saved(folder, tensors):
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 def no_end_token(m, nothing):
     edit_json(m / "tokenizer_config.json", eos_token=None)
     for name in ("config.json", "generation_config.json"):
@@ -177,12 +165,11 @@ def written(name, text):
 
 
 def reweighted(change):
-    return lambda m: saved(m, change(tensors_of(m)))
+    return lambda m: edit_tensors(m / "model.safetensors", change)
 
 
 def fewer_embeddings(m):
-    tensors = tensors_of(m)
-    saved(m, {**tensors, "model.embed_tokens.weight": tensors["model.embed_tokens.weight"][:50]})
+    reweighted(lambda w: {**w, EMBEDDINGS: w[EMBEDDINGS][:50]})(m)
     edit_json(m / "config.json", vocab_size=50)
 
 
@@ -195,6 +182,7 @@ def padding_outside(m):
 
 
 NORM = "model.norm.weight"
+EMBEDDINGS = "model.embed_tokens.weight"
 MODELS = [
     (lambda m: (m / "chat_template.jinja").unlink(),
      "no chat template; take an instruction-tuned model, or put a chat_template.jinja"),
@@ -202,6 +190,7 @@ MODELS = [
     (written("chat_template.jinja", "{# nothing #}"), "makes an empty prompt"),
     (written("chat_template.jinja", "{{ messages[7].content.oh }}"), "chat template"),
     (written("chat_template.jinja", "{% if"), "chat template fails"),
+    (written("chat_template.jinja", '{{ "\\ud800" }}'), "surrogates not allowed"),
     (lambda m: no_end_token(m, None), "names an end token"),
     (lambda m: no_end_token(m, []), "names an end token"),
     (no_tokenizer, "its tokenizer files lack the words"),
@@ -249,7 +238,7 @@ def test_dry_run_on_a_family_that_cannot_be_counted(capsys, tmp_path, config):
 
 
 # --------------------------------------------------------------------------------------------------
-# Data and rewards
+# Data
 
 DATA = {
     "no file": (None, "x.jsonl: No such file"), "empty": ("", "x.jsonl: no problems in it"),
@@ -269,44 +258,23 @@ def test_bad_data(capsys, tmp_path, flag, what):
     assert f"{flag}: {tmp_path}" in line and words in line
 
 
+def test_a_question_of_ten_megabytes_is_refused_at_once(capsys, tmp_path):
+    file = tmp_path / "big.jsonl"
+    rows = [{"question": "How many ?", "answer": "1"},
+            {"question": "Ben has 2 books and ? " * 450_000, "answer": "2"}]
+    file.write_text(json_lines(*rows))
+    started = time.process_time()
+    line = refused(capsys, f"--data={file}")
+    assert time.process_time() - started < 5
+    assert f"{file}, line 2: a question of 9900000 characters" in line
+
+
 def test_too_few_problems(capsys, tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text(json_lines(GOOD, {**GOOD, "question": "How many ?"}))
     line = refused_before_a_folder_is_made(
         capsys, tmp_path, f"--data={path}", f"--eval-data={TINY / 'test.jsonl'}")
     assert f"--prompts-per-step 16: --data {path} has 2 problems" in line
-
-
-@pytest.mark.parametrize("code, words", [
-    (None, "no file"), ("def other(**columns): pass", "has no function 'f'"),
-    ("def f(:", "SyntaxError"), ("import sys\nsys.exit()", "SystemExit"),
-])
-def test_a_reward_that_cannot_be_loaded(capsys, tmp_path, code, words):
-    path = tmp_path / "r.py"
-    if code is not None:
-        path.write_text(code)
-    line = refused_before_a_folder_is_made(capsys, tmp_path, f"--reward={path}:f")
-    assert f"--reward {path}:f" in line and words in line
-
-
-@pytest.mark.parametrize("body, words", [
-    ("raise KeyError('oh')", "KeyError: 'oh'"), ("import sys; sys.exit()", "SystemExit"),
-    ("return None", "NoneType"), ("return ['one'] * len(completions)", "one"),
-    ("return [float('nan')] * len(completions)", "row 0"),
-    ("return [1e300] * len(completions)", "row 0"), ("return [1.0]", "1 rewards for 2 responses"),
-])
-def test_a_reward_that_cannot_be_used(capsys, tmp_path, body, words):
-    """Found by the first evaluation; the run can be resumed with a better one."""
-    (tmp_path / "r.py").write_text(f"def f(completions, **columns): {body}\n")
-    line = ends_badly(capsys, *SMALL, f"--reward={tmp_path / 'r.py'}:f",
-                      f"--output={tmp_path / 'run'}")
-    assert f"--reward {tmp_path / 'r.py'}:f" in line and words in line
-
-
-def test_memory_that_runs_out_while_sampling(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(train, "sample_groups", raises(NO_MEMORY[0]))
-    line = ends_badly(capsys, *SMALL, f"--output={tmp_path / 'run'}")
-    assert "out of memory: lower --prompts-per-step" in line
 
 
 # --------------------------------------------------------------------------------------------------

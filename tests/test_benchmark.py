@@ -19,7 +19,10 @@ import train
 
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch):
-    """Small sizes, on a machine with a GPU too: they follow from the device alone."""
+    """Small sizes, on a machine with a GPU too: they follow from the device alone; and the checks
+    on a smaller model and shorter answers than there."""
+    for name, size in (("hidden", 64), ("ffn", 128), ("new_tokens", 16)):
+        monkeypatch.setitem(first_run.CHECKED, name, size)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
 

@@ -6,7 +6,9 @@ speed; kernels, waits and copies are counted, since those are what costs time on
 """
 # ruff: noqa: I001 - several names to a line
 import copy
+import functools
 import json
+import shutil
 import weakref
 
 import pytest
@@ -248,20 +250,21 @@ def test_sampling_through_graphs(tokenizer, dtype, hopper):
         assert not any(sample.forms_of(there).values())
         rollouts = {}
         tried = len(gpu.graphs)
-        for temperature in (1.0, 0.0):
+        temperatures = (1.0, 0.0) if dtype == torch.float32 else (1.0,)
+        for temperature in temperatures:
             replayed = gpu.replays
-            rollout = rollouts[temperature] = drawn(there, tokenizer, 40, temperature)
+            rollout = rollouts[temperature] = drawn(there, tokenizer, 28, temperature)
             assert on_gpu(rollout.input_ids) and on_gpu(rollout.logprobs)
             assert gpu.replays - replayed >= (rollout.labels != -100).sum(dim=1).max() - 1
-        # for several of 16, 8, 4, 2, 1 rows, at each of two temperatures
-        assert 4 <= len(gpu.graphs) - tried <= 10
+        # for several of 16, 8, 4, 2, 1 rows, at each temperature
+        assert 2 <= (len(gpu.graphs) - tried) / len(temperatures) <= 5
     assert not gpu.attention["cudnn"], "a plan for every new shape, and open faults in bfloat16"
     for temperature, rollout in rollouts.items():
         lengths = (rollout.labels != -100).sum(dim=1)
         assert lengths.min() < 16 and lengths.max() > 20     # rows end at different times
         assert_drawn_from(model, rollout, 1e-5 if dtype == torch.float32 else 0.05)
         if dtype == torch.float32:                       # rounding moves a few draws of bfloat16
-            expected = drawn(model, tokenizer, 40, temperature)
+            expected = drawn(model, tokenizer, 28, temperature)
             assert torch.equal(rollout.input_ids, expected.input_ids)
             assert torch.equal(rollout.labels, expected.labels)
 
@@ -449,14 +452,17 @@ def test_weights_stay_what_they_are_in_one_storage(granted, tokenizer, tmp_path,
 
 
 @pytest.mark.parametrize("what", ["a projection with its neighbour", "two layers", "FSDP"])
-def test_weights_that_share_memory_or_are_sharded_are_left_alone(request, what):
+def test_weights_that_share_memory_or_are_sharded_are_left_alone(monkeypatch, what):
+    def only_of_graphs(model, form, plain=sample.refusal):
+        return plain(model, form) if isinstance(form, functools.partial) else None
+
+    monkeypatch.setattr(sample, "refusal", only_of_graphs)
     model = random_policy(BF16)
     layers = model.model.layers
     if what == "two layers":
         layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
     elif what == "FSDP":
         model.unshard = None                                         # as it adds it
-        request.getfixturevalue("granted")
     else:
         layers[1].self_attn.v_proj.weight = layers[1].self_attn.k_proj.weight
     with stand_in.machine():
@@ -551,15 +557,19 @@ def test_gradients_go_to_the_host_once_per_update(granted, tiny, monkeypatch):
 # --------------------------------------------------------------------------------------------------
 # [H] The program, and its resume
 
-@pytest.mark.parametrize("offload", ["--offload", "--no-offload"])
-def test_the_program_and_its_resume(granted, tmp_path, offload):
-    """A step and, after a resume, a second one end with the weights of two steps in one go."""
-    flags = [*FEW, "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=12",
+def test_the_program_and_its_resume(tmp_path):
+    """A step and, after a resume, a second one end with the weights of two steps in one go;
+    wherever the masters live."""
+    flags = [*FEW, "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=8",
              "--eval-limit=2", "--eval-every=1", "--device=cuda", "--save-every=1",
-             "--updates-per-rollout=1", offload]
+             "--updates-per-rollout=1"]
+    whole, parts, moved = (tmp_path / name for name in ("whole", "parts", "moved"))
     with stand_in.machine():
-        trains(f"--output={tmp_path / 'whole'}", "--steps=2", *flags)
-        trains(f"--output={tmp_path / 'parts'}", "--steps=1", *flags)
-        trains(f"--resume={tmp_path / 'parts'}", "--steps=2")
-    assert [line["step"] for line in metrics_of(tmp_path / "parts")] == [0, 1, 2]
-    assert same_tensors(*(checkpoint_of(tmp_path / name) for name in ("whole", "parts")))
+        trains(f"--output={whole}", "--steps=2", "--no-offload", *flags)
+        trains(f"--output={parts}", "--steps=1", "--offload", *flags)
+        shutil.copytree(parts, moved)
+        trains(f"--resume={parts}", "--steps=2")
+        trains(f"--resume={moved}", "--steps=2", "--no-offload")
+    for folder in (parts, moved):
+        assert [line["step"] for line in metrics_of(folder)] == [0, 1, 2]
+        assert same_tensors(checkpoint_of(folder), checkpoint_of(whole))

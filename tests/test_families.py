@@ -94,10 +94,6 @@ def family(name, dropout=0.0):
     return model
 
 
-def batch():
-    return answer_rows(SIZES, seed=1, width=20)
-
-
 def gradient(model, loss):
     """All of it in one vector; the weights that the loss does not reach have zeros."""
     model.zero_grad()
@@ -115,42 +111,40 @@ def definition(model, input_ids, labels):
     return torch.cat(logprobs)
 
 
-def compare(model, measured):
-    """Log-probs and gradients of `measured` against those of the definition on `model`."""
-    input_ids, labels, weights = batch()
-    expected = definition(model, input_ids, labels)
-    expected_gradient = gradient(model, (expected * weights).sum())
-    for group_ids in (None, GROUPS):
-        actual = token_logprobs(measured, input_ids, labels, group_ids=group_ids)
-        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
-        error = gradient(measured, (actual * weights).sum()) - expected_gradient
-        assert error.norm() <= 1e-5 * expected_gradient.norm()
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_logprobs_and_gradients(name):
-    compare(family(name), family(name))
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_checkpointed_layers_without_dropout(name):
-    """A layer is checkpointed in training mode only, and then its dropout would come back."""
+def checkpointed(name):
+    """The same model as train.py checkpoints it: its layers in training mode, where dropout would
+    come back."""
     model = family(name, dropout=0.5)
     sample.switch_off_dropout(model)
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             layer.training = layer.gradient_checkpointing = True
             layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
-    compare(family(name), model)
+    return model
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logprobs_and_gradients(name):
+    """Against those of the definition: padded and grouped rows, layers kept and checkpointed."""
+    model = family(name)
+    input_ids, labels, weights = answer_rows(SIZES, seed=1)
+    expected = definition(model, input_ids, labels)
+    expected_gradient = gradient(model, (expected * weights).sum())
+    for measured in (model, checkpointed(name)):
+        for group_ids in (None, GROUPS):
+            actual = token_logprobs(measured, input_ids, labels, group_ids=group_ids)
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+            error = gradient(measured, (actual * weights).sum()) - expected_gradient
+            assert error.norm() <= 1e-5 * expected_gradient.norm()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_answers(name):
     model = family(name)
     tokenizer = make_tokenizer(pad_token="<pad>", eos_token="<end>")
-    rollout = sample.sample_groups(model, tokenizer, PROMPTS, 2, 6, temperature=0)
-    for n, row in enumerate(rollout.labels):
-        ids = [int(word[1:]) for word in PROMPTS[n // 2].split()]
+    rollout = sample.sample_groups(model, tokenizer, PROMPTS, 1, 6, temperature=0)
+    for prompt, row in zip(PROMPTS, rollout.labels):
+        ids = [int(word[1:]) for word in prompt.split()]
         written = []
         while len(written) < 6 and written[-1:] != [SMALL["eos_token_id"]]:
             with torch.no_grad():

@@ -7,12 +7,12 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-from conftest import json_lines
 import torch
 from conftest import (
-    TINY, begin_ranks, checkpoint_of, curve, ends_badly, lines_of, refused, same_tensors,
+    FEW, TINY, begin_ranks, checkpoint_of, curve, edit_tensors, ends_badly, gradient, json_lines,
+    lines_of, logprobs_on_full_logits, parts, refused, same_tensors, step_of_the_program,
     tiny_problems, trains, value_error)
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,7 +26,7 @@ from advantage import process_advantages
 from logprob import IGNORE
 
 MODEL = TINY / "reward_model"
-SMALL = ("--prompts-per-step=2", "--group-size=4", "--max-new-tokens=40", "--device=cpu",
+SMALL = (*FEW, "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=40", "--device=cpu",
          "--eval-limit=2", "--eval-every=1", "--save-every=1", "--lr=2e-3")
 ITERATIVE = (*SMALL, "--renew-reference=2", f"--reward-model={MODEL}", "--reward-model-lr=1e-3")
 
@@ -63,7 +63,7 @@ def learner():
 
 def test_two_iterations_are_those_of_the_formulas(whole, learner):
     """Rewards, pairs, replay and the trained weights again, from the answers that were logged."""
-    problems = tiny_problems()
+    problems = reward.load_problems(str(TINY / "few.jsonl"))
     truths = {problem["question"]: problem["answer"] for problem in problems}
     model, tokenizer = learner.model, learner.tokenizer
     learner.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
@@ -271,34 +271,20 @@ def step_file(tmp_path):
     return f"{tmp_path / 'mine.py'}:steps"
 
 
-def test_step_rewards_reach_the_gradient(tiny, step_file):
-    policy = copy.deepcopy(tiny[0])
-    s = train.parse([*SMALL, f"--step-reward={step_file}", "--updates-per-rollout=1",
-                     "--max-grad-norm=1e9", "--kl-coef=0", "--micro-batch-tokens=1000000",
-                     "--no-gradient-checkpointing"])
-    problems = tiny_problems()[:2]
-    prompts = [train.chat_prompt(tiny[1], problem, "") for problem in problems]
-    optimizer = torch.optim.SGD(policy.parameters(), lr=0.0)
-    seen = []
-
-    def gradient():
-        return torch.cat([p.grad.flatten() for p in policy.parameters()])
-
-    optimizer.register_step_pre_hook(lambda *_: seen.append(gradient()))
-    _, rollout = train.train_step(policy, None, optimizer, tiny[1],
-                                  train.Batch(problems, prompts, train.seeded(6)), s,
-                                  reward_of=train.load_reward_of(s))
+def test_step_rewards_reach_the_gradient(step_file):
+    p = parts(f"--step-reward={step_file}", "--updates-per-rollout=1", "--max-grad-norm=1e9",
+              "--kl-coef=0")
+    start = copy.deepcopy(p.policy)
+    rollout, gradients, _ = step_of_the_program(p, reward_of=train.load_reward_of(p.settings))
     mask = rollout.mask                                                                # (N, S-1)
-    A = process_advantages(by_hand(rollout, problems), mask, 4)
+    A = process_advantages(by_hand(rollout, p.problems), mask, 4)
     assert torch.equal(rollout.advantages, A) and A[mask].std() > 0
-    rule = reward.score_responses(rollout.responses, reward.truths_of(problems), 4)
+    rule = reward.score_responses(rollout.responses, reward.truths_of(p.problems), 4)
     assert torch.equal(rollout.rewards, rule)
 
-    policy.zero_grad()
-    logits = policy(rollout.input_ids).logits[:, :-1].double()
-    logp = logits.log_softmax(-1).gather(-1, rollout.input_ids[:, 1:, None])[..., 0]
+    logp, _ = logprobs_on_full_logits(start, rollout, 1.0)
     (-(logp * A * mask).sum(1) / mask.sum(1)).mean().backward()
-    assert (gradient() - seen[0]).norm() <= 1e-5 * gradient().norm()
+    assert (gradient(start) - gradients[0]).norm() <= 1e-5 * gradient(start).norm()
 
 
 def test_a_run_with_step_rewards_and_a_reward_beside_them(step_file, tmp_path):
@@ -351,7 +337,7 @@ def test_a_step_function_that_raises_ends_the_run_in_one_line(tmp_path, capsys):
 # Other rows, other folders, other flags
 
 def change_weights(folder, **changes):
-    save_file({**weights(folder), **changes}, folder / "model.safetensors", {"format": "pt"})
+    edit_tensors(folder / "model.safetensors", lambda tensors: tensors | changes)
 
 
 def without_safetensors(folder):
@@ -394,8 +380,8 @@ def test_resume_finds_the_reward_model_that_it_began_with(whole, tmp_path, capsy
 def test_a_checkpoint_of_another_reward_model(whole, tmp_path, capsys, name, value):
     folder = shutil.copytree(whole, tmp_path / "run")
     path = folder / "checkpoint" / "run.safetensors"
-    tensors = {**checkpoint_of(folder), name: value}
-    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path)
+    edit_tensors(path, lambda tensors: {key: tensor for key, tensor in {**tensors, name: value}
+                                        .items() if tensor is not None})
     line = refused(capsys, "--resume", folder, "--steps=5")
     assert f"{path} is damaged, or not of this model:" in line
 

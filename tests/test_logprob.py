@@ -140,21 +140,6 @@ def test_values_entropies_and_gradients(random_model, temperature, group_ids, mo
     assert_same_pull(model, whole, exact, sums, weights[:, 0])
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_the_gradient_of_tied_embeddings(tied):
-    """It has two parts: from the table of tokens, and from the head."""
-    model, (input_ids, labels, weights) = small_model("qwen2", tie_word_embeddings=tied), batch()
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
-    exact = copy.deepcopy(model).double()
-    actual = gradients(model, (token_logprobs(model, input_ids, labels) * weights).sum())
-    expected = gradients(exact, (naive(exact, input_ids, labels)[0] * weights).sum())
-    assert ("lm_head.weight" in actual) != tied
-    assert_same_gradients(actual, expected)
-    unused = torch.ones(V, dtype=torch.bool)
-    unused[input_ids] = False  # a token that is not in the batch is moved by the head alone
-    assert bool(actual["model.embed_tokens.weight"][unused].any()) == tied
-
-
 def test_without_entropies_gradients_or_labels(some_model):
     model, (input_ids, labels, _) = copy.deepcopy(some_model), batch()
     expected = token_logprobs(model, input_ids, labels, with_entropy=True)[0]
@@ -168,16 +153,6 @@ def test_without_entropies_gradients_or_labels(some_model):
     assert torch.equal(logprobs, torch.zeros(5, 19)) and torch.equal(entropy, torch.zeros(5, 19))
     # And the gradient can be asked for
     assert not any(g.any() for g in gradients(model, logprobs.sum()).values())
-
-
-def test_frozen_weights_pass_the_gradient_on():
-    """A head that is not trained (adapters) still leads the gradient to the layers below."""
-    model, (input_ids, labels, weights) = small_model("llama"), batch()
-    expected = gradients(model, (token_logprobs(model, input_ids, labels) * weights).sum())
-    model.lm_head.weight.requires_grad_(False)
-    actual = gradients(model, (token_logprobs(model, input_ids, labels) * weights).sum())
-    assert not actual.pop("lm_head.weight").any()
-    assert_same_gradients(actual, {name: g for name, g in expected.items() if name in actual}, 1e-6)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -3,15 +3,14 @@
 import os
 
 import pytest
-from conftest import faulty_reward
 import torch
 from conftest import (
-    FEW, assert_same_run, begin_ranks, checkpoint_of, metrics_of, one_line_of, run_ranks,
-    same_tensors, snapshot, torchrun, trains)
+    FEW, assert_same_run, begin_ranks, checkpoint_of, faulty_reward, metrics_of, one_line_of,
+    run_ranks, same_tensors, snapshot, torchrun, trains)
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 FLAGS = (*FEW, "--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=12",
-         "--eval-limit=6", "--eval-every=2", "--save-every=1", "--micro-batch-tokens=150",
+         "--eval-limit=5", "--eval-every=2", "--save-every=1", "--micro-batch-tokens=150",
          "--updates-per-rollout=2")
 
 @pytest.fixture(scope="module")

@@ -14,12 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import faulty_reward
 import torch
 from conftest import (
-    ENVIRONMENT, FEW, LIMIT, NO_MEMORY, PROCESSES, TINY, curve, ended, ends_badly, lines_of,
-    metrics_of, one_line_of, raises, refused, run_script, snapshot, start, trains, weights_of)
-from safetensors import safe_open
+    ENVIRONMENT, FEW, LIMIT, NO_MEMORY, PROCESSES, TINY, checkpoint_of, curve, edit_tensors, ended,
+    ends_badly, faulty_reward, lines_of, main, metrics_of, one_line_of, raises, refused,
+    run_script, same_tensors, snapshot, start, trains, weights_of)
 from safetensors.torch import save_file
 
 import train
@@ -28,6 +27,7 @@ FLAGS = (*FEW, "--steps=6", "--prompts-per-step=2", "--group-size=4", "--max-new
          "--eval-limit=4", "--eval-every=3", "--save-every=1", "--warmup-steps=3",
          "--updates-per-rollout=2")
 CHECKPOINT = "checkpoint/run.safetensors"
+LORA = ("--lora-rank=4", "--lr=0.003")
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,36 @@ def ended_the_same(folder, whole):
 def resumed_ends_the_same(folder, whole):
     trains(f"--resume={folder}")
     ended_the_same(folder, whole)
+
+
+# --------------------------------------------------------------------------------------------------
+# Every kind of run, in two parts
+
+KINDS = {  # what each has to find again
+    "the masters of bfloat16": ("--dtype=bfloat16",),
+    "the loss scale of float16": ("--dtype=float16",),
+    "LoRA's factors": LORA,
+    "LoRA's first weights": (*LORA, "--dtype=bfloat16", "--kl-coef=0"),
+    "LoRA's renewed reference": (*LORA, "--dtype=bfloat16", "--renew-reference=1"),
+}
+
+
+@pytest.mark.parametrize("flags", KINDS.values(), ids=KINDS)
+def test_a_run_in_two_parts_is_the_run_bit_for_bit(tmp_path, flags):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    flags = (*FLAGS, "--eval-every=1", *flags)
+    trains(*flags, "--steps=2", f"--output={whole}")
+    trains(*flags, "--steps=1", f"--output={parts}")
+    trains(f"--resume={parts}", "--steps=2")
+    assert curve(parts) == curve(whole) and weights_of(parts) == weights_of(whole)
+    saved = checkpoint_of(parts)
+    assert same_tensors(saved, checkpoint_of(whole))
+    last = curve(whole)[-1]
+    if flags[-1].startswith("--dtype"):
+        assert 0.9 < last["arrived"] < 1.1
+        assert last["loss_scale"] == (65536 if "--dtype=float16" in flags else 1)
+    if "--lora-rank=4" in flags and "--renew-reference=1" not in flags:
+        assert all("lora_" in name or name == "counters" for name in saved), "and nothing else"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -126,23 +156,25 @@ def own_reward(tmp_path_factory):
     return flags, folder / "run"
 
 
-@pytest.mark.parametrize("fault, status, said, last", [
-    ("SIGINT", 130, "stopped after step 3; continue with: ", 3),
-    ("SIGTERM", 143, "stopped after step 3; continue with: ", 3),
-    ("SIGHUP", 129, "stopped after step 3; continue with: ", 3),
-    ("raise", 2, "mine.py:score: KeyError: 'no, please'", 2),
-    ("exit", 2, "mine.py:score.*SystemExit", 2),
-    ("interrupt", 130, "interrupted; last checkpoint: none; continue with: ", 0),
+@pytest.mark.parametrize("fault, call, status, said, last", [
+    ("SIGINT", 4, 130, "stopped after step 3; continue with: ", 3),
+    ("SIGTERM", 4, 143, "stopped after step 3; continue with: ", 3),
+    ("SIGHUP", 4, 129, "stopped after step 3; continue with: ", 3),
+    ("raise", 4, 2, "mine.py:score: KeyError: 'no, please'", 2),
+    ("raise", 5, 2, "mine.py:score: KeyError: 'no, please'", 2),  # the evaluation's
+    ("exit", 4, 2, "mine.py:score.*SystemExit", 2),
+    ("interrupt", 2, 130, "interrupted; last checkpoint: none; continue with: ", 0),
 ])
 def test_what_ends_a_run_is_told_and_it_goes_on(capsys, monkeypatch, tmp_path, own_reward, fault,
-                                                status, said, last):
-    """In step 3, or in step 1: a signal waits for its end and saves, an error does not."""
+                                                call, status, said, last):
+    """In step 3, or in step 1: a signal waits for its end and saves, an error does not: not even
+    where the policy of step 3 has moved when its evaluation fails."""
     flags, whole = own_reward
     folder = tmp_path / "run"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FAULT", fault)
-    monkeypatch.setenv("FAULT_AT", "4" if last else "2")
-    assert train.main([*flags, "--output=run"]) == status
+    monkeypatch.setenv("FAULT_AT", str(call))
+    assert main(*flags, "--output=run") == status
     out, err = capsys.readouterr()
     signalled = fault.startswith("SIG")
     line = out if signalled else one_line_of(err)
@@ -292,14 +324,7 @@ def lines_changed(change):
 
 
 def tensors_changed(change):
-    """The tensors of a file after `change`."""
-    def apply(path):
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata()
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-        change(tensors)
-        save_file(tensors, path, metadata)
-    return apply
+    return lambda path: edit_tensors(path, change)
 
 
 NORM = "model.norm.weight"
@@ -310,7 +335,8 @@ BLANK = lines_changed(lambda lines: [*lines, " "])
     ("train.jsonl", lines_changed(reversed), "--data"),
     ("train.jsonl", lines_changed(lambda lines: lines[:-1]), "--data"),
     ("test.jsonl", lines_changed(reversed), "--eval-data"),
-    ("model/model.safetensors", tensors_changed(lambda tensors: tensors[NORM].mul_(1.001)),
+    ("model/model.safetensors",
+     tensors_changed(lambda tensors: {**tensors, NORM: 1.001 * tensors[NORM]}),
      "--model model.safetensors"),
     ("model/tokenizer.json", BLANK, "--model tokenizer.json"),
     ("model/generation_config.json", BLANK, "--model generation_config.json"),
@@ -359,10 +385,11 @@ def test_what_a_kill_has_left_behind_goes(uninterrupted, run_folder):
 
 
 @pytest.mark.parametrize("spoil", [
-    tensors_changed(lambda tensors: tensors.pop("counters")),
-    tensors_changed(lambda tensors: tensors.pop(f"weight/{NORM}")),
-    tensors_changed(lambda tensors: tensors.update({f"weight/{NORM}": torch.ones(3)})),
-    tensors_changed(lambda tensors: tensors.update(counters=torch.zeros(9, dtype=torch.uint8))),
+    *(tensors_changed(lambda tensors, name=name: {
+        key: tensor for key, tensor in tensors.items() if key != name})
+      for name in ("counters", f"weight/{NORM}")),
+    tensors_changed(lambda tensors: {**tensors, f"weight/{NORM}": torch.ones(3)}),
+    tensors_changed(lambda tensors: {**tensors, "counters": torch.zeros(9, dtype=torch.uint8)}),
     lambda path: save_file({"x": torch.zeros(3)}, path),
     lambda path: path.write_bytes(path.read_bytes()[:-1000]),
 ])
@@ -545,8 +572,9 @@ def test_out_of_memory_halves_the_micro_batch_until_it_fits(capsys, monkeypatch,
     ended_the_same(tmp_path / "run", uninterrupted)       # nothing of the first tries is left
 
 
-def test_out_of_memory_again_is_one_line(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(train, "grpo_loss", raises(NO_MEMORY[0]))
+@pytest.mark.parametrize("stage", ["grpo_loss", "sample_groups"])
+def test_out_of_memory_for_good_is_one_line(capsys, monkeypatch, tmp_path, stage):
+    monkeypatch.setattr(train, stage, raises(NO_MEMORY[0]))
     line = ends_badly(capsys, *FLAGS, f"--output={tmp_path / 'run'}")
     assert "out of memory: lower --prompts-per-step" in line
 

@@ -7,7 +7,6 @@ import math
 import os
 import random
 import re
-import subprocess
 import sys
 import textwrap
 import time
@@ -22,7 +21,6 @@ from conftest import SMALL, raises, seeded, value_error
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import reward
-import train
 from advantage import shape_advantages
 from reward import (
     boxed_candidates, bradley_terry_loss, canonical, complete_boxes, diversity, end_iteration,
@@ -164,42 +162,27 @@ def test_boxes_are_their_definition():
 # --------------------------------------------------------------------------------------------------
 # Answers, read fairly
 
-NUMBERS = {  # how 18, and other numbers, may be written
-    "18": r"""18  18.0  18.  018  +18  $18  18$  $18$  \$18  18\$  $\$18.00$  $18.$  $$18$$
-        €18  £18  18 €  (18)  ((18))  {18}  {{18}}  \(18\)  \[18\]  [18]  \left(18\right)  **18**
-        "18"  36/2
-        x=18  x = 18  =18  = 18  \approx 18  ≈ 18  x_1 = 18  x_{10} = 18  \theta = 18  f(3) = 18
-        Answer: 18  \text{Answer: }18  \text{Total cost} = \$18
-        18 apples  18apples  18 km  18km  18 dollars  18 dollars.  18 km/h  18 hours per day  18 m
-        18\text{ dollars}  18 \text{ dollars}.  18\ \mathrm{cm}  18\,\text{km/h}  18.\text{ eggs}
-        18~\text{}  \$18\text{ a day}  18\;\text{km}  18\quad\text{km}  18\qquad km  18\:\text{km}
-        \text{18}  \text{18 dollars}  \textit{18}  \textrm{18 km}  \mbox{18}  \mathbf{ 18. }
-        $\textbf{\$18}$  18\textit{ cm}  18\textrm{ cm}  18\mbox{ cm}  \mathbf{18}\text{ km}
-        18\text{ cm}^2  18\text{ cm}^{2}  18\,\text{m}^{3}  18 cm^2  18 cm²  18\text{ N}
-        18\ \frac{\text{km}}{\text{h}}  18\,\text{m}\cdot\text{s}^{-1}
-        18^\circ  18^{\circ}  18°  18 \degree  18^\circ\text{C}  18°C  18 degrees
-        18\%  18%  18 \%  18 percent
-        \boldsymbol{18}  \underline{18}  \mathsf{18}  \fbox{18}  \emph{18}  \bm{18}  \textsc{18}
-        \boldsymbol{\frac{36}{2}}  \textbf{\underline{18}}  \underline{\textbf{18}}  {\bf 18}
-        \textcolor{red}{18}  \color{red}18  \displaystyle 18
-        USD 18  USD18  US$18  EUR 18  Rs. 18  \text{USD }18  ¥18  18 usd  usd -18 * -1
-        18 = 18  $18 = 18$  9 \cdot 2  9 \times 2  9*2  9 \times \$2 = \$18  36/2 = 18 km
-        \frac{9 \cdot 2}{1}  \frac{36}{2} = 9 \times 2 = 18\text{ km}  Total = 9 * 2 = 18
-        The answer is 18  \text{The answer is } 18  \text{The answer is: }\$18.  It equals 18
-        \text{Anna's total} = 18  \text{Größe: }18  18¢""",
+NUMBERS = {  # how 18, and other numbers, may be written; answers.jsonl has more
+    "18": r"""18$  $\$18.00$  $18.$  ((18))  36/2  x_{10} = 18  \text{Answer: }18
+        18 \text{ dollars}.  18\,\text{km/h}  18.\text{ eggs}  18~\text{}  \$18\text{ a day}
+        18\qquad km  18\:\text{km}  \mathbf{ 18. }  $\textbf{\$18}$  18 \degree  18\%  18%
+        18 \%  18 percent  \emph{18}  \bm{18}  \textsc{18}  \boldsymbol{\frac{36}{2}}
+        \textbf{\underline{18}}  \underline{\textbf{18}}  {\bf 18}  \color{red}18
+        \displaystyle 18  USD18  \text{USD }18  ¥18  18 usd  usd -18 * -1  $18 = 18$  9 \cdot 2
+        9*2  9 \times \$2 = \$18  36/2 = 18 km  \frac{9 \cdot 2}{1}
+        \frac{36}{2} = 9 \times 2 = 18\text{ km}  Total = 9 * 2 = 18  \text{The answer is } 18
+        \text{The answer is: }\$18.  It equals 18  \text{Anna's total} = 18  \text{Größe: }18""",
     "12.5": r"12.5  12.50  12\frac{1}{2}  12 1/2  12½  25/2  12.5\% \text{off}  1.25e1",
-    "-3": r"-3  −3  –3  - 3  -$3  $-3  -\$3.0  (-3)  -6/2  \frac{-6}{2}  -\frac{6}{2}  6/-2",
-    "1000": r"""1000  1,000  1{,}000  1,\!000  \$1{,}000  1 000  1\,000  1\ 000  1~000  1\;000  10^3
-        10^{3}  10³  1\times10^3  1 \times 10^{3}  1\cdot 10^3  1 × 10^3  1x10^3  1*10^3  1e3  1E3
-        1.0e+3  100\times 10^1  1\times10^3\text{ m}  1e3 m""",
-    "0.5": r"""0.5  .5  0.50  1/2  1 / 2  \frac{1}{2}  \dfrac{1}{2}  \tfrac{1}{2}  \frac12
-        \frac{1}2  {1}/{2}  ½  \frac{1}{2}\text{ cup}  5\times 10^{-1}  5e-1  x = \frac{1}{2}""",
-    "3.5": r"3\frac{1}{2}  3 \frac{1}{2}  3\,\frac{1}{2}  3 1/2  3½  7/2  3\frac{1}{2} cups",
-    "-3.5": r"-3\frac{1}{2}  -3 1/2  -\frac{7}{2}",
-    "1/3": r"\frac{1}{3}  \frac{2}{6}  1/3  \frac{0.5}{1.5}  \frac{1,000}{3,000}",
+    "-3": r"-$3  $-3  -\$3.0  -6/2  \frac{-6}{2}  -\frac{6}{2}  6/-2",
+    "1000": r"""1000  10³  1\cdot 10^3  1 × 10^3  1x10^3  1*10^3  1.0e+3  100\times 10^1
+        1\times10^3\text{ m}  1e3 m""",
+    "0.5": r"0.5  \dfrac{1}{2}  \frac12  \frac{1}2  ½  5\times 10^{-1}  5e-1",
+    "3.5": r"3 \frac{1}{2}  7/2",
+    "-3.5": r"-3 1/2  -\frac{7}{2}",
+    "1/3": r"\frac{2}{6}  1/3  \frac{0.5}{1.5}  \frac{1,000}{3,000}",
     "1000/3": r"1000/3  1,000/3  1 000/3  333 1/3  333\frac{1}{3}",
-    "0": r"0  0.0  -0  $0  .0  0\%  0/5  0e9",
-    "1234567.5": r"1,234,567.50  1 234 567.5",
+    "0": r"0.0  $0  .0  0\%  0/5  0e9",
+    "1234567.5": r"1 234 567.5",
 }
 
 
@@ -214,33 +197,19 @@ def test_numbers_that_are_equal(number, written):
 
 
 @pytest.mark.parametrize("answer, truth", [
-    ("15", "5"), ("5", "15"), ("5", "5.01"), ("63", "62.995"), ("1", "1.0000000000000000000000001"),
-    ("1/3", "0.333333333333333333"), ("5-", "5"), ("-5", "5"), ("--5", "5"), (r"\pm 5", "5"),
-    ("1,2", "12"), ("1,00", "100"), ("1,0000", "10000"), (",100", "100"), ("1,,000", "1000"),
-    ("1000,000", "1000000"), ("1 00", "100"), ("1_000", "1000"), ("0x10", "16"), ("1.2.3", "1.2"),
-    (r"18\text{ thousand}", "18"), (r"18\text{ dozen}", "18"), ("18 thousand", "18000"),
-    ("18 million", "18"), (r"\$18k", "18"), (r"18\text{ K}", "18"), ("18 and a half", "18"),
-    (r"5\text{ or }6", "56"), (r"5\text{ or }6", "5"), (r"5\text{ or }6", "6"), ("5 or 6", "5"),
-    (r"5\text{ or 6}", "5"), (r"5\text{ or 6}", "6"), (r"5\text{ or six}", "5"), ("5 to 6", "5"),
-    ("5, 6", "5"), ("(5, 6)", "5"), ("5-6", "5"), ("5\N{EN DASH}6", "5"), ("12:30", "12"),
-    ("12:30", "30"), ("x = 5, y = 6", "5"), ("5$6", "56"), ("5$6", "5"), (r"\text{about }5", "5"),
-    ("18 out of 20", "18"), ("18 R 2", "18"), ("not 18", "18"), ("5 am", "5"),
-    ("50%", "0.5"), (r"50\%", r"\frac{1}{2}"), (r"50\%", "1/2"),
-    ("18x", "18"), ("18 xy", "18"), (r"18\pi", "18"), ("18 pi", "18"), (r"18\sqrt{2}", "18"),
-    ("18!", "18"), ("18^2", "18"), (r"18^{2}", "324"), ("18²", "18"), ("18 squared", "18"),
-    ("3x = 18", "18"), (r"x \neq 18", "18"), (r"\not= 18", "18"), ("x > 18", "18"), ("> 18", "18"),
-    ("5-3", "2"), ("2^3", "8"), ("9 * 2 * 1", "18"), ("1/2/3", "1/6"), ("36/2*9", "162"),
-    (r"\frac{36}{2\cdot 9}", "2"), ("9 x 2", "18"), ("9 * x", "9"), ("0x12", "0"),
-    ("18M", "18"), (r"\$18M", "18"), (r"18\text{ M}", "18"), ("18 mln", "18"), (".5M", "5M"),
-    ("17 = 18", "18"), ("18 = x", "18"), ("x = 17 = 18", "17"), ("-x = 18", "18"), ("2x = 18", "9"),
-    ("it is not 18", "18"), (r"\text{It is not: }18", "18"), ("this 18", "18"), ("<= 18", "18"),
-    (r"\sqrt{18}", "18"), (r"\overline{18}", "18"), (r"0.\overline{3}", "0.3"), ("0,500", "500"),
-    (r"18\mathbf{i}", "18"), (r"\frac{1}{2x}", r"\frac{1}{2}x"), ("x^{2y}", "x^2y"),
+    ("5", "5.01"), ("63", "62.995"), ("1", "1.0000000000000000000000001"),
+    ("1/3", "0.333333333333333333"), ("-5", "5"), (r"\pm 5", "5"), ("1,0000", "10000"),
+    (",100", "100"), ("1 00", "100"), ("1_000", "1000"), ("0x10", "16"), ("18 thousand", "18000"),
+    (r"\$18k", "18"), (r"18\text{ K}", "18"), (r"5\text{ or }6", "6"), (r"5\text{ or 6}", "5"),
+    ("5$6", "56"), ("5$6", "5"), (r"\text{about }5", "5"), ("5 am", "5"), ("50%", "0.5"),
+    ("18 pi", "18"), (r"18^{2}", "324"), (r"\not= 18", "18"), ("5-3", "2"), ("2^3", "8"),
+    ("9 * 2 * 1", "18"), ("1/2/3", "1/6"), ("36/2*9", "162"), (r"\frac{36}{2\cdot 9}", "2"),
+    ("9 x 2", "18"), ("9 * x", "9"), ("0x12", "0"), (r"\$18M", "18"), ("18 = x", "18"),
+    ("x = 17 = 18", "17"), ("2x = 18", "9"), ("it is not 18", "18"),
+    (r"\text{It is not: }18", "18"), ("this 18", "18"), ("<= 18", "18"), (r"\overline{18}", "18"),
     ("x^{3}5", "x^{35}"), (r"\frac{x+1}{2}", "x+1/2"), ("1/0", "1"), ("0/0", "0"),
-    (r"\frac{1}{2}", "12"), (r"3\frac{1}{2}", "1.5"), (r"3\frac{1}{2}", "31/2"), (r"\frac12", "12"),
-    (r"\frac{1}{2}x", "0.5"), ("10^x", "10"), (r"10^{3}5", "10^{35}"), (r"10^{30}", "1000"),
-    ("e3", "3"), ("1e", "1"), ("nan", "0"), ("inf", "0"), ("-", "0"), ("%", "0"), (",", "0"),
-    ("-.", "0"), ("\u0665", "5"), ("\uff15", "5"), ("\u00b2", "2"), ("\u0967,000", "1000"),
+    (r"10^{3}5", "10^{35}"), ("inf", "0"), ("-", "0"), ("%", "0"), (",", "0"), ("-.", "0"),
+    ("\u0665", "5"), ("\uff15", "5"), ("\u00b2", "2"), ("\u0967,000", "1000"),
     ("9" * 301, "9" * 300), ("10^9999", "10"), ("1e1000", "1"), ("1e999999999", "1"),
 ])
 def test_answers_that_are_not_equal(answer, truth):
@@ -249,12 +218,9 @@ def test_answers_that_are_not_equal(answer, truth):
 
 
 @pytest.mark.parametrize("answer, truth", [
-    ("Monday", "monday"), (r"\text{Monday}", "Monday"), ("Monday.", "Monday"), ("{A}", "a"),
-    ("$x + 1$", "x+1"), ("x  +\n1", "x + 1"), (r"y = \dfrac{x}{2}", r"\frac{x}{2}"),
-    (r"\(x\)", "x"),
-    (r"2 \sqrt{2}", r"2\sqrt{2}"), (r"\left(1, 2\right)", "(1,2)"), (r"\text{(A)}", "A"),
-    (r"\text{a week}", "a   week"), ("STRASSE", "straße"), (r"\pi/2", r"\frac{\pi}{2}"),
-    ("x^{2}y", "x^2y"), ("x²", "x^2"), (r"\dfrac{x+1}{2}", r"\frac{x+1}{2}"), (r"\mathbb{R}", "R"),
+    ("Monday", "monday"), ("{A}", "a"), ("$x + 1$", "x+1"), ("x  +\n1", "x + 1"),
+    (r"y = \dfrac{x}{2}", r"\frac{x}{2}"), (r"\(x\)", "x"), (r"2 \sqrt{2}", r"2\sqrt{2}"),
+    (r"\text{a week}", "a   week"), ("STRASSE", "straße"), ("x²", "x^2"), (r"\mathbb{R}", "R"),
     ("nan", "NaN"), ("9" * 301, "9" * 301),
 ])
 def test_text_is_cleaned_and_compared_whole(answer, truth):
@@ -276,6 +242,10 @@ def test_the_table_of_fair_verdicts():
     assert len(answers.PAIRS) > 300
     differ = [pair for pair in answers.PAIRS if answers.ours(pair) != pair["fair"]]
     assert len(differ) == len(DIFFERS) and {pair["answer"] for pair in differ} == DIFFERS
+    for pair in answers.PAIRS:                            # whichever of the two is the truth
+        if "boxed" not in pair["answer"]:
+            turned = {"answer": pair["truth"], "truth": pair["answer"]}
+            assert answers.ours(turned) == answers.ours(pair), pair
 
 
 def any_text(chance, most):
@@ -311,8 +281,8 @@ PIECES_OF_IT = [
 
 @pytest.mark.parametrize("piece", PIECES_OF_IT)
 def test_hostile_text_is_scored_at_once(piece):
-    """It takes milliseconds; in quadratic time it would be minutes."""
-    many = piece * (100_000 // len(piece))
+    """It takes milliseconds; in quadratic time it would be many seconds."""
+    many = piece * (30_000 // len(piece))
     start = time.process_time()
     for text in (many, box(many), box(f"5{many}"), box(f"{many}5"), many + "}" * len(many)):
         assert rule_reward(text, "5") in (0.0, 0.5, 1.5)
@@ -322,7 +292,7 @@ def test_hostile_text_is_scored_at_once(piece):
         canonical(text[: reward.LONGEST - 2] + "=5")
     for text in (many, f"<think>{many}</think><answer>{many}</answer>"):
         assert think_answer_reward(text, "63") in (0.0, 0.5)
-    assert time.process_time() - start < 3
+    assert time.process_time() - start < 1
 
 
 @pytest.mark.parametrize("number", ["10^999999999", "10^{999999999}", "1e999999999", "1e-999999999",
@@ -868,16 +838,7 @@ POOL = """
 
 def test_a_reward_may_pickle_its_classes_and_start_processes(tmp_path):
     path = write(tmp_path / "grpo_pool.py", POOL)
-    write(tmp_path / "run.py", f"""
-        if __name__ == "__main__":
-            import sys
-            sys.path.insert(0, {str(ROOT)!r})
-            from reward import load_function
-            print(load_function({path + ":score"!r})(completions=["a", "bcd"]))
-    """)
-    done = subprocess.run([sys.executable, tmp_path / "run.py"], cwd=ROOT, capture_output=True,
-                          text=True, timeout=120)
-    assert done.stdout == "[1.0, 3.0]\n", done.stderr
+    assert load_function(f"{path}:score")(completions=["a", "bcd"]) == [1.0, 3.0]
 
 
 @pytest.mark.parametrize("name", ["json", "reward", "torch", "sys"])
@@ -932,27 +893,6 @@ def test_a_reward_model_reads_its_own_template(tiny, monkeypatch):
         assert list(responses) == rollout.responses
         assert model.pairs == []  # they are kept in training steps alone
         assert rule[:2] == (0.0, 0.0) and math.isnan(rule[2])  # no answer known: no preference
-
-
-def test_length_terms_where_they_are_asked_for():
-    lengths = torch.tensor([10, 30])
-    mask = torch.arange(40) < lengths[:, None]
-
-    def with_terms(*flags, sign=1.0):
-        rollout = types.SimpleNamespace(mask=mask, rewards=sign * torch.tensor([1.5, 0.5]))
-        s = train.parse(["--group-size=2", "--max-new-tokens=30", *flags])
-        train.add_length_terms(rollout, s)
-        return rollout.rewards
-
-    rewards = with_terms()
-    assert rewards.tolist() == [1.5, 0.5]
-    assert torch.equal(with_terms("--length-rescale=0.5"),
-                       length_rescaled(rewards, lengths, 2, 0.5))
-    assert with_terms("--overlong-buffer=20").tolist() == [1.5, -0.5]
-    both = with_terms("--length-rescale=0.5", "--overlong-buffer=20", "--max-new-tokens=40")
-    assert both.tolist() == pytest.approx([1.5 / 1.25, 0.5 / 1.75 - 0.5])
-    with pytest.raises(train.RewardFailed, match="^--length-rescale: length rescaling needs"):
-        with_terms("--length-rescale=0.1", sign=-1.0)
 
 
 # --------------------------------------------------------------------------------------------------

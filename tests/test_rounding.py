@@ -1,7 +1,7 @@
 """Weights with fewer bits than their masters: what is meant arrives, and nothing else does."""
 import pytest
 import torch
-from conftest import FEW, TINY, checkpoint_of, curve, small_model, trains
+from conftest import FEW, TINY, small_model
 from safetensors.torch import load_file
 from transformers import Qwen2Config
 
@@ -201,22 +201,6 @@ def test_masters_start_from_the_files_own_digits(tmp_path):
         assert torch.equal(master, weights[name]), name
     for p, ref in zip(parts.policy_model.parameters(), parts.ref_model.parameters()):
         assert p.dtype == torch.bfloat16 and torch.equal(p, ref), "the reference is the start"
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_half_precision_run_resumes_bit_for_bit(tmp_path, dtype):
-    flags = (*FEW, "--prompts-per-step=2", "--group-size=4", "--eval-limit=2", "--save-every=1",
-             f"--dtype={dtype}")
-    trains(*flags, "--steps=3", f"--output={tmp_path / 'whole'}")
-    trains(*flags, "--steps=2", f"--output={tmp_path / 'parts'}")
-    trains(f"--resume={tmp_path / 'parts'}", "--steps=3")
-    ours, theirs = (checkpoint_of(tmp_path / name) for name in ("whole", "parts"))
-    assert ours.keys() == theirs.keys()
-    for name in ours:
-        assert torch.equal(ours[name], theirs[name]) or name == "counters", name
-    rows = curve(tmp_path / "whole")
-    assert all(0.9 < row["arrived"] < 1.1 for row in rows[1:])
-    assert rows[-1]["loss_scale"] == (65536 if dtype == "float16" else 1)
 
 
 def test_auto_measures_a_cpu_on_large_models_only(monkeypatch, tmp_path):

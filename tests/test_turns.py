@@ -1,12 +1,10 @@
 """Conversations (--reply), branches of the best (--around-best), and --advantage shape."""
 # ruff: noqa: I001 - several names to a line
-from types import SimpleNamespace
-
 import pytest
 import torch
 from conftest import (
-    assert_same_run, begin_ranks, curve, ends_badly, lines_of, metrics_of, one_line_of, parts,
-    refused, run_ranks, seeded, tiny_problems, trains, weights_of)
+    FEW, assert_same_run, begin_ranks, ends_badly, lines_of, metrics_of, one_line_of, parts,
+    refused, run_ranks, seeded, tiny_problems, trains)
 
 import sample
 import train
@@ -14,7 +12,7 @@ from advantage import shape_advantages
 from logprob import IGNORE
 from reward import rule_reward, truths_of
 
-SMALL = ("--steps=3", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=10",
+SMALL = (*FEW, "--steps=3", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=10",
          "--eval-limit=3", "--eval-every=2", "--save-every=1", "--updates-per-rollout=1")
 
 # A checker: it says something once, where the answer is not right; at a word it fails or exits.
@@ -33,6 +31,8 @@ def check(prompt, turns):
         sys.exit(0)
     if os.environ.get("REPLY") == "number":
         return 7
+    if os.environ.get("REPLY") == "half a character":
+        return "\\ud800"
     return None if len(turns) > 1 or "boxed" in turns[0] else "How many ?"
 """
 
@@ -56,38 +56,24 @@ def test_a_conversation_ends_where_no_room_is_left(tiny):
     assert all(2 <= len(text.split("\n")) <= 4 for text in rollout.responses)
 
 
-@pytest.fixture(scope="module", params=["--reply", "--around-best=2", "--advantage=shape"])
-def whole(request, reply, tmp_path_factory):
-    """Flags, the folder of their run in one process, and that of two ranks, made beside it."""
-    flags = (*SMALL, "--prompts-per-step=4", reply if request.param == "--reply" else request.param)
-    folder = tmp_path_factory.mktemp("whole")
-    one, two = folder / "one", folder / "two"
-    end = begin_ranks(2, "train.py", *flags, f"--output={two}")
+@pytest.mark.parametrize("kind", ["--reply", "--around-best=2 --advantage=shape"])
+def test_two_ranks_draw_what_one_process_draws_and_one_goes_on(kind, reply, tmp_path):
+    """Two steps on two ranks, the third in one process, against all of them there."""
+    flags = (*SMALL, "--prompts-per-step=4", *(reply if kind == "--reply" else kind).split())
+    one, two = tmp_path / "one", tmp_path / "two"
+    end = begin_ranks(2, "train.py", *flags, "--steps=2", f"--output={two}")
     trains(*flags, f"--output={one}")
     done = end()
     assert done.returncode == 0, done.stderr
-    return SimpleNamespace(flags=flags, one=one, two=two)
-
-
-def test_two_ranks_draw_what_one_process_draws(whole):
-    assert_same_run(whole.two, whole.one)
-    for metrics in metrics_of(whole.one)[1:]:             # [D] finds the sampler's numbers
+    trains("--resume", two, "--steps=3")
+    assert_same_run(two, one)
+    for metrics in metrics_of(one)[1:]:                   # [D] finds the sampler's numbers
         assert metrics["sampler_ratio_error"] < 1e-3 and metrics["tokens"] > 16
-
-
-def test_a_run_resumes_bitwise(reply, whole, tmp_path):
-    folder = tmp_path / "run"
-    trains(*whole.flags, "--steps=2", f"--output={folder}")
-    trains("--resume", folder, "--steps=3")
-    assert curve(folder) == curve(whole.one)
-    assert weights_of(folder) == weights_of(whole.one)
-    if reply in whole.flags:
-        samples = lines_of(folder / "samples.jsonl")
+    if kind == "--reply":
+        samples = lines_of(two / "samples.jsonl")
         talks = [turns for line in samples for turns in line["responses"]]
         assert {len(turns) for turns in talks} <= {1, 3}  # answer, reply, answer
         assert any(turns[1:2] == ["How many ?"] and len(turns) == 3 for turns in talks)
-        s = train.parse([f"--config={folder / 'config.json'}"])
-        assert s.reply == reply.removeprefix("--reply=")
 
 
 def test_a_reply_that_fails_on_one_rank_ends_the_step_on_all(reply, tmp_path):
@@ -99,6 +85,7 @@ def test_a_reply_that_fails_on_one_rank_ends_the_step_on_all(reply, tmp_path):
 
 @pytest.mark.parametrize("fault, words", [
     ("raise", "KeyError: 'oh'"), ("exit", "SystemExit: 0"), ("number", "neither text nor None"),
+    ("half a character", "fails (UnicodeEncodeError"),
 ])
 def test_a_reply_that_fails_ends_the_step(reply, capsys, monkeypatch, tmp_path, fault, words):
     monkeypatch.setenv("REPLY", fault)

@@ -12,11 +12,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import faulty_reward
 import torch
 from conftest import (
-    TINY, checkpoint_of, curve, ends_badly, lines_of, logprobs_on_full_logits, loop, metrics_of,
-    parts, same_tensors, seeded, settings, small_model, step_of_the_program, tiny_problems, trains,
+    FEW, TINY, checkpoint_of, curve, lines_of, logprobs_on_full_logits, loop, metrics_of, parts,
+    same_tensors, seeded, settings, small_model, step_of_the_program, tiny_problems, trains,
     updates_by_hand, weights_of)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
@@ -28,8 +27,9 @@ from loss import grpo_loss, kl_estimate, next_kl_coef
 from reward import length_rescaled, overlong_penalty, score_responses
 from sample import Rollout, sample_groups
 
-SMALL = ("--steps=4", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=16",
+SHORT = ("--steps=4", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=16",
          "--eval-limit=4", "--eval-every=2", "--save-every=1", "--updates-per-rollout=1")
+SMALL = (*FEW, *SHORT)
 
 # --------------------------------------------------------------------------------------------------
 # [C] [E] [F]: the updates of one step against the stage functions, called by hand on full logits
@@ -47,14 +47,29 @@ def rollout_of(p, temperature, max_new_tokens=12):
 
 RULE = torch.tensor([1.5, 0.5, 0.0, 1.5, 0.5, 1.5, 0.0, 0.0])
 LEVELS = {"--advantage=gtpo": "token", "--advantage=grpo-s": "sequence"}
-# What grpo_loss is told where one of these flags stands
+# What the updates by hand are told where one of these flags stands
 OPTIONS = {
+    "--clip-eps=0.01": {"clip_eps": 0.01},
     "--clip-eps-high=0.01": {"clip_eps_high": 0.01},
+    "--clip-eps-high=0.9": {"clip_eps_high": 0.9},
+    "--ratio=sequence": {"ratio": "sequence"},
     "--objective=cispo": {"objective": "cispo"},
+    "--kl-coef=0.1": {"kl_coef": 0.1},
+    "--kl-coef=0": {"kl_coef": 0},
+    "--kl-estimator=k1": {"kl_estimator": "k1"},
+    "--kl-estimator=k2": {"kl_estimator": "k2"},
     "--kl-estimator=k3_corrected": {"kl_estimator": "k3_corrected"},
     "--aggregate=token": {"aggregate": "token"},
+    "--aggregate=constant": {"aggregate": "constant"},
+    "--max-new-tokens=9": {"max_new_tokens": 9},
     "--sampler-correction=1.2": {"sampler_cap": 1.2},
+    "--max-grad-norm=0.01": {"max_grad_norm": 0.01},
+    "--temperature=0.5": {"temperature": 0.5},
+    "--minibatches=2": {"order": [slice(0, 4), slice(4, 8)] * 2},
+    "--updates-per-rollout=1": {"order": [slice(0, 8)]},
+    "--updates-per-rollout=3": {"order": [slice(0, 8)] * 3},
 }
+PLAIN = ("--max-new-tokens=12", "--kl-coef=0.5", "--max-grad-norm=1e9", "--temperature=0.7")
 
 
 def advantages_by_hand(flags, rollout, entropies):
@@ -70,67 +85,85 @@ def advantages_by_hand(flags, rollout, entropies):
     elif "--advantage=leave-one-out" in flags:
         advantages = leave_one_out_advantages(rewards, 4)
     else:
-        advantages = group_advantages(rewards, 4)
+        advantages = group_advantages(rewards, 4, scale_by_std="--no-scale-by-std" not in flags)
     return advantages.clamp(-0.6, 0.6) if "--clip-advantages=0.6" in flags else advantages
 
 
-def gradients_by_hand(p, rollout, flags, temperature, order):
-    """One gradient for each of the parts of `order` (slices of rows), each followed by SGD."""
+def by_hand(p, rollout, flags):
+    """One record for each of the updates, each followed by SGD."""
+    how = dict(clip_eps=0.2, max_new_tokens=12, kl_coef=0.5, max_grad_norm=1e9, temperature=0.7,
+               order=[slice(0, 8)] * 2)
+    for flag in flags:
+        how |= OPTIONS.get(flag, {})
     with torch.no_grad():
-        _, entropies = logprobs_on_full_logits(p.policy, rollout, temperature)
+        _, entropies = logprobs_on_full_logits(p.policy, rollout, how["temperature"])
     advantages = advantages_by_hand(flags, rollout, entropies.float())
     mask = rollout.mask
     if "--mask-truncated" in flags:
         mask = mask & rollout.finished[:, None]
-    options = {"clip_eps": 0.2, "max_new_tokens": 12}
-    for flag in flags:
-        options |= OPTIONS.get(flag, {})
-    records = updates_by_hand(p, rollout, advantages, temperature, order, 1e9, 0.5, mask, **options)
-    return [record.gradient for record in records]
+    return updates_by_hand(p, rollout, advantages, mask=mask, **how)
 
 
 def assert_same_step(p, rollout, expected):
-    """Every gradient of the program's step on this rollout is the expected one -> metrics."""
+    """The program's step on this rollout has these gradients and their mean metrics -> all."""
     _, found, metrics = step_of_the_program(p, sampler=lambda *_: copy.deepcopy(rollout),
                                             reward_of=None)
     assert len(found) == len(expected)
-    for one, other in zip(found, expected):
-        assert (one - other).norm() <= 3e-4 * other.norm()
+    for one, record in zip(found, expected):
+        assert (one - record.gradient).norm() <= 3e-4 * record.gradient.norm()
+    for name in expected[0].metrics if expected else ():
+        mean = sum(record.metrics[name] for record in expected) / len(expected)
+        assert metrics[name] == pytest.approx(mean, rel=1e-3, abs=1e-5, nan_ok=True), name
+    if expected:
+        norm = sum(record.grad_norm for record in expected) / len(expected)
+        assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-3)
     return metrics
 
 
-ALL = slice(0, 8)
-PLAIN = ("--max-new-tokens=12", "--kl-coef=0.5", "--max-grad-norm=1e9")
-
-
 @pytest.mark.parametrize("flags", [
+    ("--temperature=0.5",), ("--no-scale-by-std",), ("--clip-eps=0.01",),
+    ("--clip-eps-high=0.9",), ("--ratio=sequence",), ("--kl-coef=0.1",),
+    ("--kl-coef=0",), ("--kl-estimator=k1",), ("--kl-estimator=k2",), ("--aggregate=token",),
+    ("--aggregate=constant",), ("--max-new-tokens=9", "--aggregate=constant"),
+    ("--updates-per-rollout=1",), ("--updates-per-rollout=3",), ("--max-grad-norm=0.01",),
     ("--advantage=leave-one-out",), ("--advantage=gtpo",), ("--advantage=grpo-s",),
     ("--clip-advantages=0.6",), ("--advantage=gtpo", "--clip-advantages=0.6"),
     ("--objective=cispo", "--clip-eps-high=0.01"), ("--sampler-correction=1.2",),
     ("--kl-estimator=k3_corrected",), ("--mask-truncated",),
-    ("--mask-truncated", "--aggregate=token"), ("--length-rescale=0.5",), ("--overlong-buffer=8",),
+    ("--mask-truncated", "--aggregate=token"), ("--overlong-buffer=8",),
+    ("--length-rescale=0.5", "--overlong-buffer=8"),
 ], ids=" ".join)
-def test_a_variant_arrives(flags, temperature=0.7):
-    p = parts(*flags, *PLAIN, f"--temperature={temperature}", "--micro-batch-tokens=150")
-    rollout = rollout_of(p, temperature)
-    expected = gradients_by_hand(p, rollout, flags, temperature, [ALL, ALL])
-    plain = gradients_by_hand(p, rollout, flags[1:], temperature, [ALL, ALL])
+def test_a_flag_that_changes_the_mathematics_arrives(flags):
+    p = parts(*PLAIN, *flags, "--micro-batch-tokens=150")
+    rollout = rollout_of(p, 0.7)
+    expected = by_hand(p, rollout, flags)
+    plain = by_hand(p, rollout, flags[1:])
+    if "--kl-coef=0" in flags:
+        p.reference = None
     metrics = assert_same_step(p, rollout, expected)
     # and it would be missed
-    assert (expected[1] - plain[1]).norm() > 2e-3 * expected[1].norm()
+    last, other = expected[-1].gradient, plain[-1].gradient
+    assert len(expected) != len(plain) or (last - other).norm() > 2e-3 * last.norm()
+    if "--mask-truncated" not in flags:                   # this metric is of all tokens
+        largest = max(record.ratio_max_error for record in expected)
+        assert metrics["ratio_max_error"] == pytest.approx(largest, rel=1e-3, abs=1e-5)
     assert metrics["truncated_fraction"] == pytest.approx(float((~rollout.finished).float().mean()))
     assert metrics["accuracy"] == pytest.approx(3 / 8)    # by the rule, whatever was added to it
+
+
+def test_rewards_below_zero_cannot_be_rescaled():
+    rollout = SimpleNamespace(mask=torch.ones(2, 9) > 0, rewards=-torch.ones(2))
+    with pytest.raises(train.RewardFailed, match="^--length-rescale: length rescaling needs"):
+        train.add_length_terms(rollout, settings("--group-size=2", "--length-rescale=0.1"))
 
 
 def test_mini_batches_take_every_group_once_in_each_pass():
     """The old log-probs of all of them are those before the first; the ratio corrects."""
     p = parts(*PLAIN, "--minibatches=2", "--updates-per-rollout=2")
-    rollout = rollout_of(p, 1.0)
-    expected = gradients_by_hand(p, rollout, (), 1.0, [slice(0, 4), slice(4, 8)] * 2)
+    rollout = rollout_of(p, 0.7)
+    expected = by_hand(p, rollout, ("--minibatches=2",))
     metrics = assert_same_step(p, rollout, expected)
     assert metrics["ratio_max_error"] > 0.01              # the second is off 1 at once
-    norms = [float(g.norm()) for g in expected]
-    assert metrics["grad_norm"] == pytest.approx(sum(norms) / 4, rel=1e-3)
     p.policy.model.norm.weight.register_hook(lambda grad: grad * math.nan)
     assert assert_same_step(p, rollout, [])["skipped_updates"] == 4   # counted one by one
     n = torch.arange(10)                                  # five groups of two in two batches
@@ -336,17 +369,20 @@ def everything(tmp_path_factory):
     return SimpleNamespace(folder=folder, watched=watched, reference=reference)
 
 
-@pytest.mark.parametrize("step", [2, 4])
-def test_a_resumed_run_is_bitwise_the_same(capsys, monkeypatch, tmp_path, everything, step):
-    """Beta, reference, best accuracy, resampled groups and schedule all come back."""
-    assert any(m["resampled_groups"] for m in metrics_of(everything.folder)[step + 1:])
+def test_a_resumed_run_is_bitwise_the_same(capsys, monkeypatch, tmp_path, everything):
+    """Stopped after steps 2 and 4: beta, reference, best accuracy, resampled groups and schedule
+    all come back."""
+    assert any(m["resampled_groups"] for m in metrics_of(everything.folder)[5:])
     folder = tmp_path / "a run"
-    with monkeypatch.context() as patch:
-        stopped_after(patch, step)
-        assert train.main([*EVERYTHING, f"--output={folder}"]) == 130
-    line = capsys.readouterr().out.split("continue with: ")[1].splitlines()[0]
-    assert shlex.split(line) == [sys.executable, train.__file__, "--resume", str(folder)]
-    trains("--resume", folder)
+    flags = [*EVERYTHING, f"--output={folder}"]
+    for step in (2, 4):
+        with monkeypatch.context() as patch:
+            stopped_after(patch, step)
+            assert train.main(flags) == 130
+        line = capsys.readouterr().out.split("continue with: ")[1].splitlines()[0]
+        flags = ["--resume", str(folder)]
+        assert shlex.split(line) == [sys.executable, train.__file__, *flags]
+    trains(*flags)
     assert curve(folder) == curve(everything.folder)
     assert weights_of(folder) == weights_of(everything.folder)
     assert same_tensors(checkpoint_of(folder), checkpoint_of(everything.folder))
@@ -385,20 +421,6 @@ def test_best_is_kept_until_a_better_one_comes(monkeypatch):
     assert [given[2:4] for given in saved] == [(run, "best")] * 3
     train.keep_best("model", "tokenizer", settings(), run)
     assert len(saved) == 3
-
-
-def test_a_reward_that_fails_in_an_evaluation_leaves_the_run_as_it_was(capsys, monkeypatch,
-                                                                       tmp_path):
-    """The policy of step 2 has moved when it fails: it is not saved as that of step 1."""
-    flags = (*SMALL, faulty_reward(tmp_path), "--lr=0.002")
-    trains(*flags, f"--output={tmp_path / 'whole'}")
-    monkeypatch.setenv("FAULT", "raise")                  # at the fourth call
-    assert "KeyError" in ends_badly(capsys, *flags, f"--output={tmp_path / 'run'}")
-    assert metrics_of(tmp_path / "run")[-1]["step"] == 1
-    monkeypatch.delenv("FAULT")
-    trains("--resume", tmp_path / "run")
-    assert curve(tmp_path / "run") == curve(tmp_path / "whole")
-    assert weights_of(tmp_path / "run") == weights_of(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -732,7 +754,7 @@ def test_each_reward_has_its_mean_and_spread(tmp_path):
     lines[-1] = json.dumps({**json.loads(lines[-1]), "level": "hard"})  # None in the others
     (tmp_path / "d.jsonl").write_text("\n".join(lines))
     names = ("first", "second", "never", "of_level")
-    trains(*SMALL, "--steps=2", "--reward", *(f"{mine}:{name}" for name in names), "rule",
+    trains(*SHORT, "--steps=2", "--reward", *(f"{mine}:{name}" for name in names), "rule",
            "--reward-weights", "0.5", "2", "1", "0", "10", f"--data={tmp_path / 'd.jsonl'}",
            f"--output={tmp_path / 'run'}")
     samples = [r for r in lines_of(tmp_path / "run" / "samples.jsonl") if r["step"] == 1]
@@ -766,11 +788,12 @@ def unknown(tmp_path_factory):
     (folder / "mine.py").write_text(MINE)
     lines = [json.dumps({"task": problem["question"]}) for problem in tiny_problems()[:20]]
     (folder / "mine.jsonl").write_text("\n".join(lines))
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        trains(*SMALL, f"--reward={folder / 'mine.py'}:first", f"--data={folder / 'mine.jsonl'}",
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        trains(*SHORT, f"--reward={folder / 'mine.py'}:first", f"--data={folder / 'mine.jsonl'}",
                "--question-field=task", f"--output={folder / 'run'}")
-    return SimpleNamespace(folder=folder / "run", out=out.getvalue(), mine=folder / "mine.py")
+    return SimpleNamespace(folder=folder / "run", out=out.getvalue(), err=err.getvalue(),
+                           mine=folder / "mine.py")
 
 
 def test_without_known_answers_the_rules_figures_are_null(unknown):
@@ -781,6 +804,10 @@ def test_without_known_answers_the_rules_figures_are_null(unknown):
         assert all(m[name] is None for m in metrics[1:]), name
     assert all(m["reward_mean"] > 0 for m in metrics[1:])
     assert "truth     not known" in unknown.out
+    # What is shown of the held-out problems is the mean of one's own reward.
+    figures = [m["eval_reward"] for m in metrics if "eval_reward" in m]
+    assert f"held-out reward{figures[0]:15.3f} " in unknown.out
+    assert f" {figures[-1]:.3f}\n" in unknown.out and f"held out {figures[0]:.2f}" in unknown.err
     questions = [p["question"] for p in tiny_problems()[:20]]   # they stand in another column
     for record in lines_of(unknown.folder / "samples.jsonl"):
         assert any(question in record["prompt"] for question in questions)
@@ -840,5 +867,5 @@ def test_a_mixture_of_experts_is_told_what_it_lacks(capsys, tmp_path):
     # And data with one question, that none is left to hold out
     line = (TINY / "train.jsonl").read_text().splitlines()[0]
     (tmp_path / "d.jsonl").write_text(f"{line}\n{line}\n")
-    assert train.main([*SMALL, f"--data={tmp_path / 'd.jsonl'}"]) == 2
+    assert train.main([*SHORT, f"--data={tmp_path / 'd.jsonl'}"]) == 2
     assert "no problem is left to hold out" in capsys.readouterr().err
