@@ -310,14 +310,14 @@ QWEN = {"model_type": "qwen3", "vocab_size": 1000, "hidden_size": 64, "intermedi
         "tie_word_embeddings": True}
 
 
-def counted(tmp_path, *flags, dtype=torch.bfloat16, **changes):
+def counted(tmp_path, *flags, dtype=torch.bfloat16, device="cuda", **changes):
     """The count of a made-up model that has no weights -> {what: bytes}, its number of weights."""
     (tmp_path / "config.json").write_text(json.dumps({**QWEN, **changes}))
     s = train.parse([f"--model={tmp_path}", "--prompts-per-step=3", "--group-size=4",
                      "--max-new-tokens=44", "--micro-batch-tokens=500", "--no-offload",
                      "--no-gradient-checkpointing", *flags])
     model = train.model_without_storage(s, dtype)
-    return train.memory(s, model), sum(p.numel() for p in model.parameters())
+    return train.memory(s, model, device), sum(p.numel() for p in model.parameters())
 
 
 def hosted(folder, *flags):

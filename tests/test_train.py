@@ -752,6 +752,11 @@ def test_count_of_the_memory(tmp_path):
     assert hosted(tmp_path, "--no-offload") == 0
     count, n = counted(tmp_path, dtype=torch.float32)     # the weights are their own masters
     assert count["float32 masters"] == 0 and count["policy, weights that compute"] == 4 * n
+    on_gpu, _ = counted(tmp_path)
+    on_cpu, _ = counted(tmp_path, device="cpu")           # one of the two at a time
+    assert on_cpu["key/value cache"] == 0 < on_gpu["key/value cache"] < on_gpu["logits"]
+    head = 4 * QWEN["vocab_size"] * QWEN["hidden_size"]   # in float32
+    assert on_cpu["logits"] == on_gpu["logits"] + head
 
 
 @pytest.mark.parametrize("changes", [
