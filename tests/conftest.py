@@ -51,10 +51,10 @@ pytest_plugins = ["second_process"]
 
 def pytest_collection_finish(session):
     """What is imported stays: to search it for garbage would take a third of a second, which a
-    test that measures time could not tell from its own. Many tests need the server, which imports
-    all of it once more: beside the first tests."""
+    test that measures time could not tell from its own. The whole suite needs the server, which
+    imports all of it once more: beside the first tests."""
     gc.freeze()
-    if len(session.items) > 100:
+    if len(session.items) > 1000:
         server()
 
 
