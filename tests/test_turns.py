@@ -15,7 +15,8 @@ from reward import rule_reward, truths_of
 SMALL = (*FEW, "--steps=3", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=10",
          "--eval-limit=3", "--eval-every=2", "--save-every=1", "--updates-per-rollout=1")
 
-# A checker: it says something once, where the answer is not right; at a word it fails or exits.
+# A checker: it says something twice, where the first answer is not right; at a word it fails or
+# exits.
 REPLY = """
 import os
 import sys
@@ -33,7 +34,7 @@ def check(prompt, turns):
         return 7
     if os.environ.get("REPLY") == "half a character":
         return "\\ud800"
-    return None if len(turns) > 1 or "boxed" in turns[0] else "How many ?"
+    return None if len(turns) > 3 or "boxed" in turns[0] else "How many ?"
 """
 
 
@@ -59,7 +60,9 @@ def test_a_conversation_ends_where_no_room_is_left(tiny):
 @pytest.mark.parametrize("kind", ["--reply", "--around-best=2 --advantage=shape"])
 def test_two_ranks_draw_what_one_process_draws_and_one_goes_on(kind, reply, tmp_path):
     """Two steps on two ranks, the third in one process, against all of them there."""
-    flags = (*SMALL, "--prompts-per-step=4", *(reply if kind == "--reply" else kind).split())
+    if kind == "--reply":
+        kind = f"{reply} --max-turns=2"
+    flags = (*SMALL, "--prompts-per-step=4", *kind.split())
     one, two = tmp_path / "one", tmp_path / "two"
     end = begin_ranks(2, "train.py", *flags, "--steps=2", f"--output={two}")
     trains(*flags, f"--output={one}")
@@ -69,7 +72,7 @@ def test_two_ranks_draw_what_one_process_draws_and_one_goes_on(kind, reply, tmp_
     assert_same_run(two, one)
     for metrics in metrics_of(one)[1:]:                   # [D] finds the sampler's numbers
         assert metrics["sampler_ratio_error"] < 1e-3 and metrics["tokens"] > 16
-    if kind == "--reply":
+    if reply in kind:
         samples = lines_of(two / "samples.jsonl")
         talks = [turns for line in samples for turns in line["responses"]]
         assert {len(turns) for turns in talks} <= {1, 3}  # answer, reply, answer
