@@ -962,6 +962,10 @@ def test_a_blank_makes_text_of_a_special_token():
     assert sample.as_text(tokenizer, "a < b | c > d") == "a < b | c > d"
     tokenizer.added_tokens_decoder = {0: AddedToken("x", special=True)}  # cannot be parted
     assert sample.as_text(tokenizer, "x") == "x"
+    # marked as special, or looking like it; a word that was only added is neither
+    tokenizer.added_tokens_decoder = dict(enumerate([
+        AddedToken("@@", special=True), AddedToken("<tool>"), AddedToken("stamps")]))
+    assert sample.as_text(tokenizer, "@@ <tool> stamps") == "@ @ < tool> stamps"
 
 
 @pytest.mark.parametrize("system_prompt", ["", "Think."])
