@@ -55,9 +55,10 @@ class Second:
         self.reports = os.path.join(self.folder.name, "reports")
         self.printed = open(os.path.join(self.folder.name, "printed"), "w+", encoding="utf-8")
         files = sorted({str(item.path) for item in items})
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-q", *files], cwd=config.rootpath,
-            stdout=self.printed, stderr=subprocess.STDOUT, env={**os.environ, REPORTS: self.reports})
+        command = [sys.executable, "-m", "pytest", "-q", *files]
+        self.process = subprocess.Popen(command, cwd=config.rootpath, stdout=self.printed,
+                                        stderr=subprocess.STDOUT,
+                                        env={**os.environ, REPORTS: self.reports})
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session):

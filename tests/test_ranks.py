@@ -85,38 +85,6 @@ def test_two_ranks_in_bfloat16_lose_no_step(flags, tmp_path):
     assert same_tensors(*found)
 
 
-# What a rank holds while a model is sharded; rank 0 has it whole before that.
-PEAK = """
-import sys
-
-import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
-
-import train
-
-settings = train.parse([f"--model={sys.argv[1]}", "--device=cpu", "--dtype=float32"])
-train.join_ranks()
-whole = AutoModelForCausalLM.from_pretrained(sys.argv[1]) if train.rank() == 0 else None
-for weight in whole.parameters() if whole else ():
-    weight.sum()                                          # read from the file that is mapped
-
-
-def peak():
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) / 1e3 for line in file if line.startswith("VmHWM"))
-
-
-with open("/proc/self/clear_refs", "w") as file:
-    file.write("5")                                       # forget the peak so far
-before = peak()
-train.shard(whole, settings)
-grew = peak() - before
-with open(f"{sys.argv[2]}/grew_{train.rank()}", "w") as file:   # ranks' lines can mix in a pipe
-    file.write(f"{grew:.0f}")
-train.dist.barrier()
-"""
-
-
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="Linux tells the peak")
 def test_no_rank_holds_the_whole_model_while_it_is_sharded(tmp_path):
     config = Qwen2Config(vocab_size=1000, hidden_size=512, intermediate_size=2048,
@@ -125,8 +93,7 @@ def test_no_rank_holds_the_whole_model_while_it_is_sharded(tmp_path):
     model = Qwen2ForCausalLM(config)
     megabytes = sum(p.numel() for p in model.parameters()) * 4 / 1e6
     model.save_pretrained(tmp_path / "model")
-    (tmp_path / "peak.py").write_text(PEAK)
-    done = run_ranks(4, tmp_path / "peak.py", tmp_path / "model", tmp_path)
+    done = run_ranks(4, "tests/peak.py", tmp_path / "model", tmp_path)
     assert done.returncode == 0, done.stderr
     grew = [float((tmp_path / f"grew_{rank}").read_text()) for rank in range(4)]
     assert max(grew) < 0.5 * megabytes, (grew, megabytes)    # a quarter, a layer and a tensor

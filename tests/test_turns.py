@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import (
-    FEW, assert_same_run, begin_ranks, ends_badly, lines_of, metrics_of, one_line_of, parts,
+    FEW, ROOT, assert_same_run, begin_ranks, ends_badly, lines_of, metrics_of, one_line_of, parts,
     refused, run_ranks, seeded, tiny_problems, trains)
 
 import sample
@@ -14,35 +14,7 @@ from reward import rule_reward, truths_of
 
 SMALL = (*FEW, "--steps=3", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=10",
          "--eval-limit=3", "--eval-every=2", "--save-every=1", "--updates-per-rollout=1")
-
-# A checker: it says something twice, where the first answer is not right; at a word it fails or
-# exits.
-REPLY = """
-import os
-import sys
-
-asked = []
-
-
-def check(prompt, turns):
-    asked.append((prompt, list(turns)))
-    if os.environ.get("REPLY") == "raise" and len(asked) > 12 and os.environ.get("RANK") != "0":
-        raise KeyError("oh")
-    if os.environ.get("REPLY") == "exit" and len(asked) > 12:
-        sys.exit(0)
-    if os.environ.get("REPLY") == "number":
-        return 7
-    if os.environ.get("REPLY") == "half a character":
-        return "\\ud800"
-    return None if len(turns) > 3 or "boxed" in turns[0] else "How many ?"
-"""
-
-
-@pytest.fixture(scope="module")
-def reply(tmp_path_factory):
-    path = tmp_path_factory.mktemp("reply") / "mine.py"
-    path.write_text(REPLY)
-    return f"--reply={path}:check"
+REPLY = f"--reply={ROOT / 'tests' / 'checker.py'}:check"
 
 
 def test_a_conversation_ends_where_no_room_is_left(tiny):
@@ -57,12 +29,11 @@ def test_a_conversation_ends_where_no_room_is_left(tiny):
     assert all(2 <= len(text.split("\n")) <= 4 for text in rollout.responses)
 
 
-@pytest.mark.parametrize("kind", ["--reply", "--around-best=2 --advantage=shape"])
-def test_two_ranks_draw_what_one_process_draws_and_one_goes_on(kind, reply, tmp_path):
+@pytest.mark.parametrize("kind", [(REPLY, "--max-turns=2"),
+                                  ("--around-best=2", "--advantage=shape")])
+def test_two_ranks_draw_what_one_process_draws_and_one_goes_on(kind, tmp_path):
     """Two steps on two ranks, the third in one process, against all of them there."""
-    if kind == "--reply":
-        kind = f"{reply} --max-turns=2"
-    flags = (*SMALL, "--prompts-per-step=4", *kind.split())
+    flags = (*SMALL, "--prompts-per-step=4", *kind)
     one, two = tmp_path / "one", tmp_path / "two"
     end = begin_ranks(2, "train.py", *flags, "--steps=2", f"--output={two}")
     trains(*flags, f"--output={one}")
@@ -72,15 +43,15 @@ def test_two_ranks_draw_what_one_process_draws_and_one_goes_on(kind, reply, tmp_
     assert_same_run(two, one)
     for metrics in metrics_of(one)[1:]:                   # [D] finds the sampler's numbers
         assert metrics["sampler_ratio_error"] < 1e-3 and metrics["tokens"] > 16
-    if reply in kind:
+    if REPLY in kind:
         samples = lines_of(two / "samples.jsonl")
         talks = [turns for line in samples for turns in line["responses"]]
         assert {len(turns) for turns in talks} <= {1, 3}  # answer, reply, answer
         assert any(turns[1:2] == ["How many ?"] and len(turns) == 3 for turns in talks)
 
 
-def test_a_reply_that_fails_on_one_rank_ends_the_step_on_all(reply, tmp_path):
-    flags = (*SMALL, reply, "--prompts-per-step=4", f"--output={tmp_path / 'run'}")
+def test_a_reply_that_fails_on_one_rank_ends_the_step_on_all(tmp_path):
+    flags = (*SMALL, REPLY, "--prompts-per-step=4", f"--output={tmp_path / 'run'}")
     done = run_ranks(2, "train.py", *flags, REPLY="raise")
     line = one_line_of(done.stderr)
     assert done.returncode != 0 and "--reply" in line and "KeyError: 'oh'" in line
@@ -90,9 +61,9 @@ def test_a_reply_that_fails_on_one_rank_ends_the_step_on_all(reply, tmp_path):
     ("raise", "KeyError: 'oh'"), ("exit", "SystemExit: 0"), ("number", "neither text nor None"),
     ("half a character", "fails (UnicodeEncodeError"),
 ])
-def test_a_reply_that_fails_ends_the_step(reply, capsys, monkeypatch, tmp_path, fault, words):
+def test_a_reply_that_fails_ends_the_step(capsys, monkeypatch, tmp_path, fault, words):
     monkeypatch.setenv("REPLY", fault)
-    line = ends_badly(capsys, *SMALL, reply, f"--output={tmp_path / 'run'}")
+    line = ends_badly(capsys, *SMALL, REPLY, f"--output={tmp_path / 'run'}")
     assert "--reply" in line and "row" in line and words in line
     assert not (tmp_path / "run" / "final").exists()
     monkeypatch.delenv("REPLY")
@@ -100,16 +71,16 @@ def test_a_reply_that_fails_ends_the_step(reply, capsys, monkeypatch, tmp_path, 
     assert len(metrics_of(tmp_path / "run")) == 4
 
 
-def test_what_cannot_be_said_is_refused(reply, capsys):
+def test_what_cannot_be_said_is_refused(capsys):
     # before the model is looked for
     assert "no file" in refused(capsys, "--model=nowhere", "--dtype=float32",
                                 "--reply=nowhere.py:check")
-    assert "no function 'other'" in refused(capsys, *SMALL, reply.replace(":check", ":other"))
-    line = refused(capsys, *SMALL, reply, "--max-turns=50")
+    assert "no function 'other'" in refused(capsys, *SMALL, REPLY.replace(":check", ":other"))
+    line = refused(capsys, *SMALL, REPLY, "--max-turns=50")
     assert "128 positions" in line
     assert "lower --max-new-tokens (now 10) or --max-turns (now 50)" in line
-    assert "--max-turns" in refused(capsys, *SMALL, reply, "--max-turns=0")
-    assert "--advantage shape" in refused(capsys, *SMALL, "--advantage=shape", reply)
+    assert "--max-turns" in refused(capsys, *SMALL, REPLY, "--max-turns=0")
+    assert "--advantage shape" in refused(capsys, *SMALL, "--advantage=shape", REPLY)
     assert "does not divide" in refused(capsys, *SMALL, "--around-best=3")
 
 
