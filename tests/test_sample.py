@@ -1048,13 +1048,16 @@ def test_a_folder_that_cannot_be_used_is_one_line(run_here, tmp_path, file, text
     assert line.startswith(f"sample.py: --model {folder}: cannot be loaded: ")
 
 
-def test_a_tokenizer_without_words(tiny):
+def test_a_tokenizer_without_words_and_layers_left_over(tiny):
     nothing = SimpleNamespace(get_vocab=lambda: {"<|end|>": 0}, pad_token_id=None,
                               get_added_vocab=lambda: {"<|end|>": 0}, name_or_path="x")
     report = dict(missing_keys=[], mismatched_keys=[], unexpected_keys=["vision.tower"])
     sample.check_loaded(*tiny, report)
     with pytest.raises(ValueError, match="lack the words"):
         sample.check_loaded(tiny[0], nothing, report)
+    report["unexpected_keys"] = ["model.layers.9.mlp.up_proj.weight"]
+    with pytest.raises(ValueError, match="layers that its config.json does not know"):
+        sample.check_loaded(*tiny, report)
 
 
 def test_open_policy(tmp_path, tiny):
