@@ -1547,7 +1547,7 @@ def memory(s, model, device="cuda"):
         if model.dtype != torch.float32:
             # [D]'s head in float32. And oneDNN keeps its kernels, for a thousand shapes.
             count["logits"] += 4 * text.vocab_size * hidden
-            count["Python and its libraries"] += 6e8
+            count["Python and its libraries"] += 4.5e8
     return count
 
 
