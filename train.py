@@ -1385,12 +1385,8 @@ class LoraAdamW(MasterAdamW):
         """Add a weight's gradient to those of its factors, and free it."""
         dW = W.grad.mul_(self.scale)                                                   # (out, in)
         W.grad = None
-        dA = B.T @ dW                                                                  # (R, in)
-        dB = dW @ A.T                                                                  # (out, R)
-        for factor, grad in ((A, dA), (B, dB)):
-            if factor.grad is not None:
-                grad += factor.grad
-            factor.grad = grad
+        for factor, grad in ((A, B.T @ dW), (B, dW @ A.T)):                  # (R, in) and (out, R)
+            factor.grad = grad if factor.grad is None else factor.grad + grad
 
     def masters(self, few=BIG):
         for W0, A, B in self.parts:
@@ -1405,32 +1401,13 @@ def linears_of(model):
     BadInput: a matrix of another kind that is no embedding. It would silently stay frozen.
     """
     found = {}
-    for name, weight in model.named_parameters():
-        name, _, own = name.rpartition(".")
-        part = model.get_submodule(name)
-        head = part is model.get_output_embeddings()
-        if head or isinstance(part, torch.nn.Embedding) or weight.ndim < 2:
-            continue
-        if not isinstance(part, torch.nn.Linear):
-            raise BadInput(f"--lora-rank: {name}.{own}: not of a Linear, and would not be trained")
-        found[name] = weight
+    for name, part in model.named_modules():
+        matrix = any(p.ndim > 1 for p in part.parameters(recurse=False))
+        if matrix and not isinstance(part, (torch.nn.Linear, torch.nn.Embedding)):
+            raise BadInput(f"--lora-rank: {name}: not a Linear, and would not be trained")
+        if isinstance(part, torch.nn.Linear) and part is not model.get_output_embeddings():
+            found[name] = part.weight
     return found
-
-
-def lora_memory(s, model):
-    """optimizer_memory() with --lora-rank."""
-    weights = list(linears_of(model).values())
-    n = s.lora_rank * sum(sum(W.shape) for W in weights)
-    # The reference holds the initial weights unless it is renewed.
-    copied = s.renew_reference or not s.kl_coef
-    first = sum(W.nbytes for W in weights) * bool(copied)
-    return {
-        "LoRA's first weights": first * (not s.offload),
-        "float32 masters": 4 * n,  # the factors
-        "AdamW's two moments": 8 * n,
-        # Those of the factors and of one weight; or two masters, while weights are written
-        "gradients, float32": 4 * n + 8 * max(W.numel() for W in weights),
-    }, first * s.offload
 
 
 def save_adapter(run, optimizer, s):
@@ -1564,6 +1541,22 @@ def optimizer_memory(s, model):
         "gradients, float32": 4 * n,
     }
     return rows, (4 + 8 + 4 + model.dtype.itemsize) * n * away  # and the rounded weights
+
+
+def lora_memory(s, model):
+    """optimizer_memory() with --lora-rank."""
+    weights = list(linears_of(model).values())
+    n = s.lora_rank * sum(sum(W.shape) for W in weights)
+    # The reference holds the initial weights unless it is renewed.
+    copied = s.renew_reference or not s.kl_coef
+    first = sum(W.nbytes for W in weights) * bool(copied)
+    return {
+        "LoRA's first weights": first * (not s.offload),
+        "float32 masters": 4 * n,  # the factors
+        "AdamW's two moments": 8 * n,
+        # Those of the factors and of one weight; or two masters, while weights are written
+        "gradients, float32": 4 * n + 8 * max(W.numel() for W in weights),
+    }, first * s.offload
 
 
 def print_memory(s):
