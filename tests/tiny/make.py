@@ -21,6 +21,7 @@ The reward model is a Qwen3 of one layer. It is shown pairs of the policy's own 
 problem, and which of the two the rule prefers; what it makes of them is printed at the end.
 """
 
+import argparse
 import hashlib
 import json
 import random
@@ -264,9 +265,13 @@ def problems_of(split):
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=["reward_model"], help="only this")
+    what = parser.parse_args().what
     torch.set_num_threads(1)  # one order of adding up, whatever the cores: the same bytes again
     torch.manual_seed(0)
-    if sys.argv[1:] != ["reward_model"]:
+    if what is None:
         make_policy()
     make_reward_model(problems_of("train"))
     check_reward_model(problems_of("test"))
