@@ -637,10 +637,10 @@ def symptoms(history, dtype=torch.float32):
         ("kl", kl > 0.05, kl,
          f"KL is {kl:.3f} nats per token, above 0.05. Normal while the reward rises; if it falls: "
          "a higher --kl-coef, or --kl-band 0.02 0.05"),
-        ("one reward", kl > 0.5 and gained > 0.2 and missed < 0.02, kl,
+        ("one reward", kl > 0.2 and gained > 0.2 and missed < 0.01, kl,
          f"{most} has risen by {gained:.2f}, {least} by {missed:.2f}, and "
-         f"KL is {kl:.2f}: the policy learns only the easier reward. A smaller --reward-weights "
-         "for it, or give it to right answers only; a lower --temperature"),
+         f"KL is {kl:.2f}: the policy learns only the easier reward. A lower --temperature, or "
+         "give it to right answers only; a smaller --reward-weights alone changes nothing"),
         ("reference", stuck and len(history) > 3, 1,
          "KL is exactly 0 while the policy has gradients: does the reference share its weights, "
          "or is --lr too small to move it?"),

@@ -503,11 +503,11 @@ LONGER = {"response_length_mean": [200.0] * 20}
     (history(8, approx_kl=[0.0] * 8, reference_renewed=[1.0] * 8), []),
     (history(25, grad_norm=[99.0]), []),
     # Of two rewards one rises alone, and the KL runs away; or it does not, or both rise
-    (history(20, approx_kl=[0.6] * 20, **{"reward/ended": [0.1] * 10 + [0.4] * 10,
+    (history(20, approx_kl=[0.3] * 20, **{"reward/ended": [0.1] * 10 + [0.4] * 10,
                                           "reward/right": [0.1] * 20}), ["kl", "one reward"]),
     (history(20, **{"reward/ended": [0.1] * 10 + [0.4] * 10, "reward/right": [0.1] * 20}), []),
-    (history(20, approx_kl=[0.6] * 20, **{"reward/ended": [0.1] * 10 + [0.4] * 10,
-                                          "reward/right": [0.1] * 15 + [0.2] * 5}), ["kl"]),
+    (history(20, approx_kl=[0.3] * 20, **{"reward/ended": [0.1] * 10 + [0.4] * 10,
+                                          "reward/right": [0.1] * 17 + [0.2] * 3}), ["kl"]),
     # Nothing is said where nothing is known: no reference, no true answers
     (history(40, approx_kl=[None] * 40, accuracy=[None] * 40, **LONGER), []),
 ])
