@@ -647,7 +647,7 @@ def symptoms(history, dtype=torch.float32):
         ("flat", flat > 0.5, flat,
          f"{flat:.0%} of the groups have no variance and teach nothing. Normal once most problems "
          "are mastered; before that: --max-resample 3, other problems, a higher --temperature; if "
-         "no answer is boxed: solved examples in --system-prompt"),
+         "answers lack the rule's box: solved examples in --system-prompt"),
         ("ratio", ratio > NORMAL_RATIO_ERROR[dtype], ratio,
          f"before the first update a ratio is off 1 by {ratio:.2f}: sampler "
          "and trainer differ; --sampler-correction 2.0, --dtype float32"),
