@@ -28,7 +28,7 @@ import sys
 import time
 import timeit
 from contextlib import ExitStack, contextmanager, suppress
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -91,7 +91,7 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     clock.append(time.perf_counter())
 
     # [D] The reference's log-probs. The first update computes the policy's own.
-    fill_in_logprobs(policy_model, ref_model, rollout, s)
+    within_memory(fill_in_logprobs, policy_model, ref_model, rollout, s)
 
     # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if tokens differ.
     options = advantage_options(rollout, batch, tokenizer, reward_of, s)
@@ -111,6 +111,21 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
 def update(policy_model, optimizer, rollout, settings):
     """One gradient step on the rollout -> metrics of the batch."""
     s = settings
+    sums, logprobs = within_memory(backward_passes, policy_model, optimizer, rollout, s)
+
+    # [G] The gradient step. A step that would write NaN into the weights is skipped and counted.
+    grad_norm = clip_grad_norm_(unscaled(optimizer), s.max_grad_norm)
+    metrics = update_metrics(sums, grad_norm, logprobs, rollout.old_logprobs)
+    if not metrics["skipped_updates"]:
+        optimizer.step()
+    return metrics | of_half_precision(optimizer, metrics["skipped_updates"])
+
+
+def backward_passes(policy_model, optimizer, rollout, s):
+    """[D] [E] [F] The gradient of the rollout's loss -> (sums of the metrics, log-probs (N, S-1)).
+
+    The first update also fills in rollout.old_logprobs.
+    """
     logprobs = torch.zeros_like(rollout.logprobs)                                      # (N, S-1)
     entropies = torch.zeros_like(rollout.logprobs)                                     # (N, S-1)
     # The loss is divided once, by the rows and tokens of the whole batch. Then micro-batches of n
@@ -136,13 +151,7 @@ def update(policy_model, optimizer, rollout, settings):
     if rollout.old_logprobs is None:
         rollout.old_logprobs = logprobs
         rollout.entropies = entropies
-
-    # [G] The gradient step. A step that would write NaN into the weights is skipped and counted.
-    grad_norm = clip_grad_norm_(unscaled(optimizer, loss_scale), s.max_grad_norm)
-    metrics = update_metrics(sums, grad_norm, logprobs, rollout.old_logprobs)
-    if not metrics["skipped_updates"]:
-        optimizer.step()
-    return metrics | of_half_precision(optimizer, metrics["skipped_updates"])
+    return sums, logprobs
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1210,20 +1219,26 @@ class MasterAdamW(torch.optim.AdamW):
         masters = self.param_groups[0]["params"]
         for i, (master, weight) in enumerate(zip(masters, self.weights)):
             if weight.grad is not None:
-                master.grad = weight.grad
-                if self.away:
-                    master.grad = self.grads[i].copy_(weight.grad, non_blocking=True)
-        if self.away and torch.cuda.is_available():
-            torch.cuda.synchronize()  # the CPU must not read gradients before they arrive
+                grad = weight.grad
+                if self.away:  # torch refuses a gradient that is not on its tensor's device
+                    grad = self.grads[i].copy_(grad, non_blocking=True)
+                master.grad = grad
+        self.wait_for_copies()  # the CPU must not read gradients before they arrive
         before = self.looked_at()
         super().step()
         self.round()
         meant, written = (new - old for new, old in zip(self.looked_at(), before))
         self.arrived = float(written @ meant / (meant @ meant))
 
+    def wait_for_copies(self):
+        """Between host and GPU: pinned memory may be read and written again after that."""
+        if self.away and torch.cuda.is_available():
+            torch.cuda.synchronize()
+
     @torch.no_grad()
     def round(self):
         """Round the masters into the model's weights."""
+        self.wait_for_copies()  # the last rounding's copies to the GPU may still be on their way
         for i, (master, weight) in enumerate(zip(self.masters(), self.weights)):
             where = local(self.copies[i])
             seed = (self.seed, "thresholds", i, rank()) if self.thresholds else None
@@ -1294,11 +1309,12 @@ def pinned_like(tensors, dtype, slab=2**30):
     return found
 
 
-def unscaled(optimizer, loss_scale):
+def unscaled(optimizer):
     """The tensors that have a gradient, after dividing it by the loss scale.
 
     The optimizer moves these tensors, or takes the gradients of these weights.
     """
+    loss_scale = getattr(optimizer, "loss_scale", 1.0)
     known = optimizer.param_groups[0]["params"] + getattr(optimizer, "weights", [])
     tensors = [p for p in known if p.grad is not None]
     for p in tensors if loss_scale != 1 else ():
@@ -1581,28 +1597,23 @@ def print_memory(s):
         print(f"{what:30}" + "".join(f"{column[what] / 1e9:10.2f}" for column in columns))
 
 
-def with_smaller_micro_batches(function):
-    """If memory runs out, try again with half the micro-batch; not while other ranks wait."""
-    @wraps(function)
-    def run(*args):
-        s = args[-1]
-        while True:
-            try:
-                return function(*args)
-            except RuntimeError as error:
-                if not out_of_memory(error) or s.micro_batch_tokens < 256 or world() > 1:
-                    raise
-            s.micro_batch_tokens //= 2  # outside of `except`: the error holds the activations
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            say(f"out of memory: --micro-batch-tokens is now {s.micro_batch_tokens}; "
-                "the update is repeated")
-    return run
+def within_memory(function, *args):
+    """function(*args); if memory runs out, again with half the micro-batch (not on several GPUs).
 
-
-# train_step calls these two by name: from here on they have that second try.
-update = with_smaller_micro_batches(update)
-fill_in_logprobs = with_smaller_micro_batches(fill_in_logprobs)
+    No weight may have moved by then: `function` only computes log-probs or gradients.
+    """
+    s = args[-1]
+    while True:
+        try:
+            return function(*args)
+        except RuntimeError as error:
+            if not out_of_memory(error) or s.micro_batch_tokens < 256 or world() > 1:
+                raise
+        s.micro_batch_tokens //= 2  # outside of `except`: the error keeps the activations alive
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        say(f"out of memory: --micro-batch-tokens is now {s.micro_batch_tokens}; "
+            "the update is repeated")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@ import pytest
 import torch
 from conftest import FEW, TINY, small_model
 from safetensors.torch import load_file
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Qwen2Config
 
 import train
@@ -146,11 +147,12 @@ def test_what_is_too_small_for_float16_arrives_and_what_is_too_large_is_told():
     weight = torch.nn.Parameter(torch.full((64, 64), 0.02, dtype=torch.float16))
     optimizer = MasterAdamW([weight], torch.device("cpu"), True, 0, lr=1e-4, weight_decay=0.0)
     for scale, moves in ((1.0, False), (optimizer.loss_scale, True)):
+        optimizer.loss_scale = scale
         optimizer.zero_grad()
         before = weight.detach().clone()
         value = (torch.eye(64, dtype=torch.float16) @ weight).float().sum() * 1e-8
         (value * scale).backward()
-        train.unscaled(optimizer, scale)
+        train.unscaled(optimizer)
         optimizer.step()
         assert torch.equal(before, weight) != moves
     model = small_model("llama").half()
@@ -216,3 +218,17 @@ def test_auto_measures_a_cpu_on_large_models_only(monkeypatch, tmp_path):
         assert train.dtype_of_cpu(str(tmp_path / "large")) == expected
         assert train.dtype_of_cpu(str(tmp_path / "small")) == torch.float32
     train.dtype_of_cpu.cache_clear()
+
+
+def test_masters_on_the_host_take_no_gradient_of_a_gpu(monkeypatch):
+    """Tensors of two devices without values: torch refuses a gradient of the other device."""
+    monkeypatch.setattr(MasterAdamW, "round", lambda self: None)   # copies to a GPU need one
+    monkeypatch.setattr(train, "float", lambda _: 0.5, raising=False)
+    with FakeTensorMode():
+        weight = torch.nn.Parameter(torch.empty(5, 3, dtype=torch.bfloat16, device="cuda"))
+        optimizer = MasterAdamW([weight], torch.device("cpu"), True, 0, fused=True)
+        weight.grad = torch.empty(5, 3, device="cuda")
+        optimizer.step()
+        master, = optimizer.masters()
+        assert master.device.type == master.grad.device.type == "cpu"
+        assert optimizer.arrived == 0.5 and weight.grad.is_cuda

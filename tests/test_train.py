@@ -14,9 +14,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    FEW, QWEN, REWARDS, ROOT, TINY, Diary, counted, curve, gradient, hosted, json_lines, lines_of,
-    logprobs_on_full_logits, loop, metrics_of, parts, rollout_of, same_tensors, seeded, settings,
-    tiny_problems, trains, whole_step)
+    FEW, NO_MEMORY, QWEN, REWARDS, ROOT, TINY, Diary, counted, curve, gradient, hosted, json_lines,
+    lines_of, logprobs_on_full_logits, loop, metrics_of, parts, raises, rollout_of, same_tensors,
+    seeded, settings, tiny_problems, trains, whole_step)
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import sample
@@ -820,6 +820,15 @@ def test_dry_run_counts_from_the_configuration_alone(capsys, tmp_path):
                          if what != "host memory" and not what.startswith("--")]
         assert sum(parts) == pytest.approx(total, abs=0.05)
     assert rows["host memory"] == ["0.00", "0.00", f"{(4 + 8 + 4 + 2) * n / 1e9:.2f}"]
+
+
+def test_memory_that_runs_out_in_the_optimizer_repeats_no_step(monkeypatch):
+    p = parts(dtype=torch.bfloat16)
+    rollout = rollout_of(p)
+    monkeypatch.setattr(train.MasterAdamW, "round", raises(NO_MEMORY[0]))
+    with pytest.raises(torch.OutOfMemoryError):
+        update(p, p.policy, p.optimizer, rollout, kl_coef=0)
+    assert {int(state["step"]) for state in p.optimizer.state.values()} == {1}
 
 
 def in_a_capture(fault):
