@@ -24,11 +24,13 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import timeit
 from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache, partial
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,7 +75,7 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     DeepSeekMath, algorithm 1. ref_model: the frozen reference, None for no KL. `sampler` is called
     like sample_groups. `reward_of(problems, prompts, rollout) -> (N,)` replaces the rule's reward.
     Each of several GPUs has its own batch; the metrics cover all. BadInput: a reward that
-    fails or is not (N,) numbers, a loss that lacks its metrics.
+    fails or is not (N,) numbers.
     """
     s = settings
     clock = [time.perf_counter()]
@@ -164,7 +166,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
     `sampler` and `reward_of` are those of train_step; `reward_model` is the model behind
     `reward_of`, if it is trained further with every new reference. Everything random follows from
     (seed, step, prompt): a resumed run only needs its step, and the answers do not depend on the
-    number of GPUs. BadInput: settings that still hold `auto`, too few problems.
+    number of GPUs. The settings come from plan_memory(). BadInput: too few problems.
     """
     s = settings
     check_arguments(problems, eval_problems, s)
@@ -343,9 +345,6 @@ def micro_batches(rollout, s):
 
 def update_metrics(sums, grad_norm, logprobs, old_logprobs):
     """The metrics of all micro-batches, on all GPUs, and whether to skip the step."""
-    lacking = {"loss", "approx_kl"} - sums.keys()
-    if lacking:  # a user's own loss
-        raise BadInput(f"grpo_loss: its metrics lack {min(lacking)!r}")
     metrics = summed(sums)
     metrics["grad_norm"] = float(full(grad_norm))
     finite = math.isfinite(metrics["grad_norm"]) and math.isfinite(metrics["loss"])
@@ -449,9 +448,6 @@ def without_flat_groups(rollout, model, tokenizer, batch, s, sampler, reward_of)
 
 def check_arguments(problems, eval_problems, s):
     """BadInput for what would fail in the middle of a step."""
-    unsettled = [flag_of(name) for name in MEMORY if getattr(s, name) == "auto"]
-    if unsettled:
-        raise BadInput(f"{', '.join(unsettled)}: still `auto`; plan_memory(settings) decides")
     if not eval_problems:
         raise BadInput(f"--eval-data {s.eval_data or s.data}: no problem is left to hold out")
     if len(problems) < s.prompts_per_step and not s.eval_only:
@@ -807,6 +803,11 @@ class Settings:
         """The most tokens that the policy writes in a row; with --reply it has several turns."""
         return self.max_new_tokens * (self.max_turns if self.reply else 1)
 
+    @property
+    def is_whole(self):
+        """Whether a rank has all weights, and no shard: with LoRA only factors have gradients."""
+        return world() == 1 or self.lora_rank > 0
+
 
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
 
@@ -946,13 +947,14 @@ def load(s):
         talk = partial(sample.sample_conversations, reply=reply, max_turns=s.max_turns)
         sampler = telling("--reply", RewardFailed)(talk)
     whole, tokenizer = agreed(load_policy, s)
-    if on_rank_0(check_forms, whole, s)["grouped rows"]:
+    everywhere = agreed if s.is_whole else on_rank_0
+    if everywhere(check_forms, whole, s)["grouped rows"]:
         s.share_prompts = False  # its rows are padded, and the padding is counted
     problems, eval_problems = load_data(s, tokenizer)
-    policy_model = shard(whole, s) if world() > 1 else whole
+    policy_model = whole if s.is_whole else shard(whole, s)
     ref_model = optimizer = None
     if s.kl_coef and not s.eval_only:  # the initial policy, frozen
-        ref_model = shard(whole, s) if world() > 1 else copy.deepcopy(policy_model)
+        ref_model = copy.deepcopy(policy_model) if s.is_whole else shard(whole, s)
         ref_model.requires_grad_(False)
     if not s.eval_only:
         optimizer = make_optimizer(policy_model, s, ref_model)
@@ -979,7 +981,6 @@ def check_combinations(s):
         (s.overlong_buffer > s.max_new_tokens,
          f"--overlong-buffer {s.overlong_buffer}: longer than --max-new-tokens"),
         (s.max_turns != Settings.max_turns and not s.reply, "--max-turns: only with --reply"),
-        (s.lora_rank and world() > 1, "--lora-rank: not on several GPUs, which train all weights"),
         (s.lora_alpha and not s.lora_rank, "--lora-alpha: only with --lora-rank"),
         (s.reply and s.advantage == "shape", "--advantage shape: for single answers, not --reply"),
         (s.reward_weights and not s.reward, "--reward-weights: only with --reward"),
@@ -1011,7 +1012,9 @@ def choose_device(s):
         device = torch.device(best if s.device == "auto" else s.device)
     if not present.get(device.type):
         raise BadInput(f"--device {s.device}: not on this machine")
-    # Older cards emulate bfloat16, which is slower than their float32.
+    if device.index and device.type == "cuda":
+        torch.cuda.set_device(device)  # what names no card is then about this one, too
+    # Older cards emulate bfloat16, which is slow.
     has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
     if s.dtype == "bfloat16" and not has_bf16:
         raise BadInput(f"--dtype bfloat16: {device} has no bfloat16")
@@ -1019,7 +1022,31 @@ def choose_device(s):
         return device, getattr(torch, s.dtype)
     if device.type == "cpu":
         return device, dtype_of_cpu(s.model)
-    return device, torch.bfloat16 if device.type == "cuda" and has_bf16 else torch.float32
+    if device.type == "cuda" and has_bf16:
+        return device, torch.bfloat16
+    # From Volta on, float16 has tensor cores and float32 has none.
+    volta = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0)
+    return device, torch.float16 if volta else torch.float32
+
+
+def check_card(s, device):
+    """BadInput for a card that torch cannot use, before anything is loaded."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    named = s.device == "auto" and s.model != str(TINY)
+    if device.type == "cpu" and named and not hidden and shutil.which("nvidia-smi"):
+        query = "nvidia-smi --query-gpu=name,driver_version --format=csv,noheader"
+        raise BadInput(
+            f"--device auto: torch {torch.__version__}, built for CUDA {torch.version.cuda}, does "
+            f"not work with this card and driver: {one_line(subprocess.getoutput(query))}. Install "
+            "a newer driver or a torch for an older CUDA (pytorch.org), or use --device cpu")
+    if device.type == "cuda":
+        kernels = " ".join(torch.cuda.get_arch_list())
+        with telling(f"--device {device}: torch {torch.__version__} is for {kernels}, and fails on "
+                     f"{torch.cuda.get_device_name(device)}:", of=RuntimeError):
+            (torch.ones(1, device=device) + 1).item()
+        if (cards := torch.cuda.device_count()) > world() == 1:
+            all_cards = shlex.join(["torchrun", f"--nproc-per-node={cards}", *sys.argv])
+            say(f"one of {cards} cards is used; for all of them: {all_cards}")
 
 
 @lru_cache
@@ -1043,12 +1070,12 @@ def dtype_of_cpu(model):
 
 
 def load_policy(s):
-    """The policy and its tokenizer; of several ranks the first holds it, in host memory."""
+    """The policy and its tokenizer; if it will be sharded, rank 0 holds it, in host memory."""
     device, dtype = choose_device(s)
     with telling(f"--model {s.model}:", of=(OSError, ValueError)):
-        if rank() > 0:
+        if rank() > 0 and not s.is_whole:
             return None, AutoTokenizer.from_pretrained(s.model)
-        return sample.open_policy(s.model, device if world() == 1 else "cpu", dtype)
+        return sample.open_policy(s.model, device if s.is_whole else "cpu", dtype)
 
 
 def load_reward_model(s):
@@ -1241,7 +1268,8 @@ class MasterAdamW(torch.optim.AdamW):
         self.wait_for_copies()  # the last rounding's copies to the GPU may still be on their way
         for i, (master, weight) in enumerate(zip(self.masters(), self.weights)):
             where = local(self.copies[i])
-            seed = (self.seed, "thresholds", i, rank()) if self.thresholds else None
+            part = rank() if hasattr(master, "to_local") else 0  # a shard has its own thresholds
+            seed = (self.seed, "thresholds", i, part) if self.thresholds else None
             round_into(where, local(master), seed)
             if self.away:
                 weight.copy_(where, non_blocking=True)
@@ -1319,6 +1347,10 @@ def unscaled(optimizer):
     tensors = [p for p in known if p.grad is not None]
     for p in tensors if loss_scale != 1 else ():
         p.grad /= loss_scale
+    if isinstance(optimizer, LoraAdamW) and world() > 1:
+        for p in tensors:  # FSDP averages a shard's gradients over the ranks; here we do
+            dist.all_reduce(p.grad)
+            p.grad /= world()
     return tensors
 
 
@@ -1449,45 +1481,114 @@ def save_adapter(run, optimizer, s):
 
 PROMPT = 256  # tokens of a prompt that the count assumes
 MEMORY = ("offload", "gradient_checkpointing", "micro_batch_tokens")  # the flags with an `auto`
+# The choices for `auto`, the fastest first; the last number divides the tokens of a micro-batch.
+WAYS = ((False, False, 1), (False, True, 1), (False, True, 2), (False, True, 4),
+        (True, True, 1), (True, True, 2), (True, True, 4))
 
 
 def plan_memory(s):
-    """Settings -> the same without `auto`: on CUDA the fastest that fits into free memory."""
+    """Settings -> the same without `auto`: the fastest that fit. BadInput: none does; what would"""
     device, dtype = choose_device(s)
+    check_card(s, device)
     # The run keeps this dtype: a second measurement might choose another.
     s = dataclasses.replace(s, dtype=str(dtype).removeprefix("torch."))
-    ways = ways_to_save(s, device.type)
-    if device.type == "cpu":
-        return ways[0]  # its memory counts as enough
-    if device.type == "mps":
-        return ways[1]  # shared with everything else on the machine
     model = model_without_storage(s, dtype)
-    free = torch.cuda.mem_get_info(device)[0]
-    for way in ways:
-        try:
-            counted = sum(memory(way, model).values())
-        except AttributeError as error:  # a family whose layers are of another kind
-            say(f"memory cannot be counted ({error}): using the leanest settings")
-            return ways[-1]
-        # A tenth is left for what is not counted: CUDA itself, the allocator's fragments.
-        if counted < 0.9 * free:
-            break
+    free = free_memory(device)
+    try:
+        way, counted = first_that_fits(s, model, device.type, free)
+    except AttributeError as error:  # a family whose layers are of another kind
+        say(f"memory cannot be counted ({error}): using the leanest settings")
+        return ways_to_save(s, device.type)[-1]
+    count = "counted " + ", ".join(
+        f"{need / 1e9:.1f} of {room / 1e9:.1f} GB of free {where} memory"
+        for where, need, room in zip((device.type, "host"), counted, free))
+    if not way:
+        raise BadInput(f"--model {s.model}: {count}, of which a tenth must stay free; "
+                       + what_fits(s, model, device.type, free))
     chosen = [as_flags(name, getattr(way, name))[0] for name in MEMORY]
-    say(f"counted {counted / 1e9:.1f} GB of {free / 1e9:.1f} free, see --dry-run: "
-        + " ".join(chosen))
+    say(f"{count}, see --dry-run: " + " ".join(chosen))
     return way
 
 
+def first_that_fits(s, model, device, free):
+    """-> the first of ways_to_save() that fits, or None; its count, or that of the last."""
+    for way in ways_to_save(s, device):
+        counted = needed(way, model, device)
+        # A tenth is left for what is not counted: CUDA itself, the allocator's fragments.
+        if s.eval_only or all(count < 0.9 * room for count, room in zip(counted, free)):
+            return way, counted
+    return None, counted
+
+
 def ways_to_save(s, device):
-    """The choices for `auto`, the fastest first: a list of Settings without `auto`."""
+    """WAYS as Settings without `auto`; where the device is the host there is no offload."""
     # Two groups, or part of very long ones; a CPU is fastest with what fits its cache.
     tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)
+    tokens = 1024 if device == "cpu" else tokens
     ways = []
-    for offload, checkpointing in ((False, False), (False, True), (True, True)):
-        values = (offload, checkpointing, 1024 if device == "cpu" else tokens)
+    for offload, checkpointing, parts in WAYS if device == "cuda" else WAYS[:4]:
+        values = (offload, checkpointing, tokens // parts)
         auto = {name: value for name, value in zip(MEMORY, values) if getattr(s, name) == "auto"}
-        ways.append(dataclasses.replace(s, **auto))
+        way = dataclasses.replace(s, **auto)
+        if way not in ways:
+            ways.append(way)
     return ways
+
+
+def what_fits(s, model, device, free):
+    """The smallest sets of flags with which a run fits, three at most, each with its count."""
+    has_bf16 = device != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
+    changes = [("lora_rank", s.lora_rank or 16), ("dtype", "bfloat16" if has_bf16 else "float16"),
+               ("gradient_checkpointing", True), ("micro_batch_tokens", 1024), ("kl_coef", 0.0),
+               ("offload", True), ("prompts_per_step", max(s.prompts_per_step // 4, 1))]
+    found = {}
+    for chosen in (some for n in range(len(changes)) for some in combinations(changes, n + 1)):
+        if len(found) == 3 or any(set(chosen) > set(fewer) for fewer in found):
+            continue
+        there = dataclasses.replace(s, **dict(chosen))
+        with suppress(BadInput):  # flags that do not go together, a model without Linears
+            check_combinations(there)
+            model = model.to(getattr(torch, there.dtype))
+            way, counted = first_that_fits(there, model, device, free)
+            if way:
+                flags = " ".join(as_flags(*change)[0] for change in chosen)
+                found[chosen] = f"{flags} ({counted[0] / 1e9:.1f} GB)"
+    return "what would fit: " + ("; ".join(found.values()) or "only a smaller --model")
+
+
+def what_saves(s):
+    """what_fits() in three quarters of the count, for when that was too low."""
+    device, dtype = choose_device(s)
+    model = model_without_storage(s, dtype)
+    less = [0.75 * count for count in needed(s, model, device.type)]
+    return what_fits(s, model, device.type, less)
+
+
+def needed(s, model, device):
+    """Bytes that a run needs, by count: [of the device's memory, of a GPU's host]."""
+    if device == "cpu":
+        return [sum(memory(dataclasses.replace(s, offload=False), model, device).values())]
+    # Weights pass through host memory when they are loaded.
+    host = max(sum(p.nbytes for p in model.parameters()), optimizer_memory(s, model)[1])
+    return [sum(memory(s, model, device).values()), host]
+
+
+def free_memory(device):
+    """Bytes that every rank can take: [of the device's memory, of the host's]."""
+    free = host = host_memory() / rank("LOCAL_WORLD_SIZE", 1)
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    elif device.type == "mps":
+        free = torch.mps.recommended_max_memory()
+    return [min(each) for each in zip(*gathered_objects((free, host)))]
+
+
+def host_memory():
+    """Bytes that programs can still take; infinite where Linux does not tell it."""
+    with suppress(OSError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(1024 * int(line.split()[1]) for line in lines if "MemAvailable" in line)
+    return math.inf
 
 
 def model_without_storage(s, dtype):
@@ -1524,31 +1625,35 @@ def memory(s, model, device="cuda"):
     judge = reward.reward_model_size(s.reward_model) if s.reward_model else 0
     count = {
         "policy, weights that compute": n * size,
-        "reference, frozen": n // world() * size if s.kl_coef else 0,
+        "reference, frozen": (n if s.is_whole else n // world()) * size * bool(s.kl_coef),
         **optimizer_memory(s, model)[0],
         "reward model": judge * (16 if s.renew_reference else 4),
         "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * layers * keys * size,
         "kept for the backward pass": s.micro_batch_tokens * kept * size,
-        # at most 2^28 at a time, their gradient, and the head's gradient, except with LoRA
-        "logits": 12 * min(2**28, s.micro_batch_tokens * text.vocab_size)
+        # an eighth at a time, their gradient, and the head's gradient, except with LoRA
+        "logits": 12 * min(2**28, s.micro_batch_tokens * text.vocab_size // 8)
                   + 2 * size * text.vocab_size * hidden * (not s.lora_rank),
     }
-    if device == "cpu":
-        # The cache is freed before the update, so only the larger of the two counts.
-        update = count["kept for the backward pass"] + count["logits"]
-        count["key/value cache"] = max(0, count["key/value cache"] - update)
-        count["Python and its libraries"] = 4.5e8
-        if model.dtype != torch.float32:
-            # [D]'s head in float32. And oneDNN keeps its kernels, for a thousand shapes.
-            count["logits"] += 4 * text.vocab_size * hidden
-            count["Python and its libraries"] += 4.5e8
+    if device == "cpu" and size < 4:
+        # [D]'s head is then in float32, and oneDNN keeps its kernels, for a thousand shapes.
+        count["for bfloat16 on a CPU"] = 4 * text.vocab_size * hidden + 9e8
     return count
 
 
 def optimizer_memory(s, model):
     """The rows of memory() that the optimizer fills, and the bytes of host memory for --offload."""
     if s.lora_rank:
-        return lora_memory(s, model)
+        weights = list(linears_of(model).values())
+        n = s.lora_rank * sum(sum(W.shape) for W in weights)  # numbers in the factors
+        # The reference holds the initial weights unless it is renewed.
+        first = sum(W.nbytes for W in weights) * (s.renew_reference > 0 or not s.kl_coef)
+        return {
+            "LoRA's first weights": first * (not s.offload),
+            "float32 masters": 4 * n,
+            "AdamW's two moments": 8 * n,
+            # Those of the factors and of one weight; or two masters, while weights are written
+            "gradients, float32": 4 * n + 8 * max(W.numel() for W in weights),
+        }, first * s.offload
     n = sum(p.numel() for p in model.parameters()) // world()
     half = model.dtype != torch.float32
     away = s.offload and half and world() == 1
@@ -1560,29 +1665,20 @@ def optimizer_memory(s, model):
     return rows, (4 + 8 + 4 + model.dtype.itemsize) * n * away  # and the rounded weights
 
 
-def lora_memory(s, model):
-    """optimizer_memory() with --lora-rank."""
-    weights = list(linears_of(model).values())
-    n = s.lora_rank * sum(sum(W.shape) for W in weights)
-    # The reference holds the initial weights unless it is renewed.
-    copied = s.renew_reference or not s.kl_coef
-    first = sum(W.nbytes for W in weights) * bool(copied)
-    return {
-        "LoRA's first weights": first * (not s.offload),
-        "float32 masters": 4 * n,  # the factors
-        "AdamW's two moments": 8 * n,
-        # Those of the factors and of one weight; or two masters, while weights are written
-        "gradients, float32": 4 * n + 8 * max(W.numel() for W in weights),
-    }, first * s.offload
-
-
 def print_memory(s):
-    """--dry-run: print the count on a GPU, or with --device cpu, for each choice of `auto`."""
-    model = model_without_storage(s, torch.float32 if s.dtype == "float32" else torch.bfloat16)
-    device = "cpu" if s.device == "cpu" else "cuda"
+    """--dry-run: print the count for each choice of `auto`, and for LoRA beside them."""
+    device, dtype = s.device, getattr(torch, s.dtype, torch.bfloat16)
+    if device != "cuda" or torch.cuda.is_available():  # else the card of another machine
+        place, dtype = choose_device(s)
+        device = place.type
+    model = model_without_storage(s, dtype)
     ways = ways_to_save(s, device)
     columns = []
     with telling(f"--model {s.model}: its memory cannot be counted:", of=Exception):
+        with suppress(BadInput):  # a model without Linears
+            with_lora = dataclasses.replace(ways[:2][-1], lora_rank=s.lora_rank or 16)
+            optimizer_memory(with_lora, model)
+            ways = ways if s.lora_rank else [*ways, with_lora]
         for way in ways:
             column = memory(way, model, device)
             column["sum"] = sum(column.values())
@@ -1591,10 +1687,11 @@ def print_memory(s):
     print(f"{s.model}: {sum(p.numel() for p in model.parameters()):,} weights in {model.dtype}; "
           f"{s.prompts_per_step} x {s.group_size} answers of {s.answer_tokens} tokens after "
           f"prompts of {PROMPT}; one of {world()} processes, GB = 1e9 bytes of {device} memory\n")
-    for name in MEMORY:
-        print(f"{flag_of(name):30}" + "".join(f"{getattr(way, name)!s:>10}" for way in ways))
-    for what in columns[0]:
-        print(f"{what:30}" + "".join(f"{column[what] / 1e9:10.2f}" for column in columns))
+    for name in (*MEMORY, "lora_rank"):
+        print(f"{flag_of(name):30}" + "".join(f"{getattr(way, name)!s:>8}" for way in ways))
+    for what in columns[-1]:
+        cells = [column.get(what, 0) / 1e9 for column in columns]
+        print(f"{what:30}" + "".join(f"{cell:8.2f}" for cell in cells))
 
 
 def within_memory(function, *args):
@@ -1633,13 +1730,13 @@ def world():
 
 def join_ranks():
     """Meet the other processes. BadInput if torchrun has not made the environment."""
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+    if os.environ.get("RANK", "0") == "0" and os.environ.get("WORLD_SIZE", "1") == "1":
         return
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         if not os.environ.get(name, "").isdecimal():
             raise BadInput(f"RANK or WORLD_SIZE is set and {name} is not a number: start several "
                            "processes with torchrun")
-    if world() == 1 or dist.is_initialized():
+    if dist.is_initialized():
         return
     with telling("the processes cannot meet:", of=Exception):
         if torch.cuda.is_available():
@@ -2087,7 +2184,7 @@ def main(argv=None):
         # Kept with the run, because the last digit of sums depends on the number of threads.
         settings.threads = settings.threads or torch.get_num_threads()
         torch.set_num_threads(settings.threads)
-        settings = plan_memory(settings)
+        settings = agreed(plan_memory, settings)
         parts = load(settings)
         if settings.eval_only or settings.trace:
             tell = print_figures if settings.eval_only else print_trace
@@ -2103,6 +2200,8 @@ def main(argv=None):
         if out_of_memory(error):
             fault = ("out of memory: lower --prompts-per-step, --group-size, --max-new-tokens or "
                      "--micro-batch-tokens")
+            if not run.saved and not settings.eval_only:  # while it was loaded
+                fault = f"out of memory; {what_saves(settings)}"
         elif run.saved and world() > 1:  # gloo and NCCL raise this when a peer is gone
             # Every rank prints this, because rank 0 may be the one that is gone.
             print(f"train.py: rank {rank()} lost another rank ({one_line(error)}); continue with: "
@@ -2138,7 +2237,7 @@ def train(parts, run, s):
     if not run.after:  # a finished run was resumed
         _, run.after = evaluate(model, parts.tokenizer, parts.eval_problems, s, parts.sampler)
     save_folder(model, parts.tokenizer, run, "final")
-    if s.lora_rank:
+    if s.lora_rank and run.folder:
         save_adapter(run, parts.optimizer, s)
     if parts.reward_model:
         save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
