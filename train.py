@@ -937,7 +937,6 @@ def resumed_settings(given):
 
 def load(s):
     """-> the parts of a run, named like train_grpo's arguments."""
-    check_combinations(s)  # cheap checks first: flags, then files, then the model
     reward_model = load_reward_model(s) if s.reward_model else None
     reward_of = load_reward_of(s, reward_model)
     sampler = sample_groups
@@ -1488,6 +1487,7 @@ WAYS = ((False, False, 1), (False, True, 1), (False, True, 2), (False, True, 4),
 
 def plan_memory(s):
     """Settings -> the same without `auto`: the fastest that fit. BadInput: none does; what would"""
+    check_combinations(s)  # cheap checks first: flags, then the card, files, the model
     device, dtype = choose_device(s)
     check_card(s, device)
     # The run keeps this dtype: a second measurement might choose another.
@@ -1565,8 +1565,8 @@ def what_saves(s):
 
 
 def needed(s, model, device):
-    """Bytes that a run needs, by count: [of the device's memory, of a GPU's host]."""
-    if device == "cpu":
+    """Bytes that a run needs, by count: [of the device's memory, of the host's if it is apart]."""
+    if device != "cuda":
         return [sum(memory(dataclasses.replace(s, offload=False), model, device).values())]
     # Weights pass through host memory when they are loaded.
     host = max(sum(p.nbytes for p in model.parameters()), optimizer_memory(s, model)[1])
@@ -1592,7 +1592,7 @@ def host_memory():
 
 
 def model_without_storage(s, dtype):
-    with telling(f"--model {s.model}: no configuration of a language model:", of=Exception):
+    with telling(f"--model {s.model}: cannot be loaded:", of=Exception):
         config = AutoConfig.from_pretrained(s.model, trust_remote_code=False)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()

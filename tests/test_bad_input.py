@@ -59,7 +59,7 @@ def test_a_flag_or_a_value_that_is_none(capsys, tmp_path, flag):
     (["--kl-band", "0.1", "0.2", "0.3"], "unrecognized arguments: 0.3"),
     (["--device=abacus"], "--device abacus: "),
     (["--device=xpu"], "--device xpu: not on this machine"),
-    (["--prompts-per-step=100000"], "--prompts-per-step 100000: --data"),
+    (["--prompts-per-step=3000"], "--prompts-per-step 3000: --data"),
     (["--max-new-tokens=100000"], "more than the model's 128 positions: lower --max-new-tokens"),
     (["--model=nobody/nothing"], "--model nobody/nothing: cannot be loaded"),
     (["--model=./no/such/folder"], "--model ./no/such/folder: cannot be loaded"),
@@ -100,12 +100,12 @@ def test_a_dtype_the_device_lacks(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("name, value", [
-    ("RANK", None), ("WORLD_SIZE", None), ("LOCAL_RANK", None), ("MASTER_PORT", None),
-    ("RANK", "x"), ("WORLD_SIZE", "two"), ("LOCAL_RANK", "-1"),
+    ("RANK", None), ("LOCAL_RANK", None), ("MASTER_PORT", None), ("RANK", "x"),
+    ("WORLD_SIZE", "two"), ("LOCAL_RANK", "-1"),
 ])
 def test_a_rank_without_torchrun(capsys, monkeypatch, tmp_path, name, value):
     for known in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
-        monkeypatch.setenv(known, "1")
+        monkeypatch.setenv(known, "2")
     monkeypatch.setenv("RANK", "0")  # the rank that speaks
     if value is None:
         monkeypatch.delenv(name)

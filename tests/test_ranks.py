@@ -7,6 +7,7 @@ import torch
 from conftest import (
     FEW, assert_same_run, begin_ranks, checkpoint_of, faulty_reward, metrics_of, one_line_of,
     run_ranks, same_tensors, snapshot, torchrun, trains)
+from safetensors.torch import load_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 FLAGS = (*FEW, "--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=12",
@@ -68,6 +69,24 @@ def test_a_reward_that_fails_on_one_rank_ends_the_step_on_all(flags, one, tmp_pa
     assert metrics_of(folder)[-1]["step"] == 1
     trains(f"--resume={folder}")
     assert_same_run(folder, one)
+
+
+def test_lora_on_two_ranks_is_that_of_one_also_in_bfloat16(flags, tmp_path):
+    """Whole weights and equal factors on both; the run of two goes on as one."""
+    flags = (*flags, "--lora-rank=4", "--lr=0.003")
+    one, two, half = (tmp_path / name for name in ("one", "two", "half"))
+    ends = [begin_ranks(2, "train.py", *flags, *more, f"--output={folder}") for more, folder in
+            ((["--steps=2"], two), (["--dtype=bfloat16"], half))]
+    trains(*flags, f"--output={one}")
+    for end in ends:
+        done = end()
+        assert done.returncode == 0, done.stderr
+    assert all(row["arrived"] > 0.8 for row in metrics_of(half)[1:])
+    trains(f"--resume={two}", "--steps=3")
+    assert_same_run(two, one)
+    ours, theirs = (load_file(folder / "adapter" / "adapter_model.safetensors")
+                    for folder in (two, one))
+    assert all((ours[name] - theirs[name]).abs().max() < 1e-5 for name in ours)
 
 
 def test_two_ranks_in_bfloat16_lose_no_step(flags, tmp_path):

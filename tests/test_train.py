@@ -17,7 +17,7 @@ from conftest import (
     FEW, NO_MEMORY, QWEN, REWARDS, ROOT, TINY, Diary, counted, curve, gradient, hosted, json_lines,
     lines_of, logprobs_on_full_logits, loop, metrics_of, parts, raises, rollout_of, same_tensors,
     seeded, settings, tiny_problems, trains, whole_step)
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 import sample
 import train
@@ -389,27 +389,18 @@ def test_the_bar_shows_trouble_first_and_an_answer_after_an_evaluation(capsys):
 # What is called from Python is told in one line what it lacks
 
 @pytest.mark.parametrize("how, words", [
-    (dict(changes={"micro_batch_tokens": "auto"}), "--micro-batch-tokens: still `auto`"),
-    (dict(changes={"offload": "auto"}), "--offload: still `auto`"),
     (dict(problems=1), "has 1 problems"),
     (dict(eval_problems=0), "no problem is left to hold out"),
     (dict(reward_of=lambda *_: [1.0, 2.0]), "a tensor of . rewards, one per answer"),
     (dict(reward_of=lambda *_: torch.ones(1)), "a tensor of . rewards, one per answer"),
-    (dict(lacks="approx_kl"), "its metrics lack 'approx_kl'"),
-    (dict(lacks="loss"), "its metrics lack 'loss'"),
 ], ids=lambda value: " ".join(map(str, value)) if isinstance(value, dict) else "")
-def test_train_grpo_called_directly_names_what_is_wrong(monkeypatch, how, words):
-    def loss(*given, **options):
-        value, metrics = grpo_loss(*given, **options)
-        return value, {key: number for key, number in metrics.items() if key != how.get("lacks")}
-
-    monkeypatch.setattr(train, "grpo_loss", loss)
+def test_train_grpo_called_directly_names_what_is_wrong(how, words):
     p = parts("--max-new-tokens=8")
     problems = tiny_problems()[:how.get("problems", 8)]
     with pytest.raises(train.BadInput, match=words):
         train.train_grpo(p.policy, p.reference, p.optimizer, p.tokenizer, problems,
-                         problems[:how.get("eval_problems", 3)],
-                         with_settings(p, **how.get("changes", {})), reward_of=how.get("reward_of"))
+                         problems[:how.get("eval_problems", 3)], p.settings,
+                         reward_of=how.get("reward_of"))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -752,11 +743,10 @@ def test_count_of_the_memory(tmp_path):
     assert hosted(tmp_path, "--no-offload") == 0
     count, n = counted(tmp_path, dtype=torch.float32)     # the weights are their own masters
     assert count["float32 masters"] == 0 and count["policy, weights that compute"] == 4 * n
-    on_gpu, _ = counted(tmp_path)
-    on_cpu, _ = counted(tmp_path, device="cpu")           # one of the two at a time
-    assert on_cpu["key/value cache"] == 0 < on_gpu["key/value cache"] < on_gpu["logits"]
-    head = 4 * QWEN["vocab_size"] * QWEN["hidden_size"]   # in float32
-    assert on_cpu["logits"] == on_gpu["logits"] + head
+    for dtype, more in ((torch.bfloat16, 4 * 1000 * 64 + 9e8), (torch.float32, 0)):
+        sums = [sum(counted(tmp_path, dtype=dtype, device=device)[0].values())
+                for device in ("cpu", "cuda")]
+        assert sums[0] - sums[1] == more                  # the head in float32, and oneDNN
 
 
 @pytest.mark.parametrize("changes", [
@@ -782,28 +772,95 @@ def test_count_of_what_is_kept_is_what_autograd_saves(tmp_path, changes):
     assert count["kept for the backward pass"] == pytest.approx(saved, rel=0.15)
 
 
-def test_auto_is_the_first_way_that_fits(capsys, monkeypatch):
-    s = train.parse([f"--model={TINY}", "--group-size=4", "--max-new-tokens=64"])
-    monkeypatch.setattr(train, "memory", lambda way, model: {
-        "a": 50 - 20 * way.gradient_checkpointing, "b": 50 - 20 * way.offload})
-    group = 256 + 4 * 64
+@pytest.fixture
+def machine(monkeypatch):
+    """Make this machine one with so many bytes free on a card, or on a Mac, and in host memory."""
+    def make(device, free, host=1e15, capability=(8, 0)):
+        monkeypatch.setattr(train, "check_card", lambda *_: None)
+        monkeypatch.setattr(train, "host_memory", lambda: host)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: device == "mps")
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 0))
+        monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: free)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: capability >= (8, 0))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+    return make
 
-    def planned(device, s=s, dtype=torch.float32):
-        monkeypatch.setattr(train, "choose_device", lambda s: (torch.device(device), dtype))
-        return tuple(getattr(train.plan_memory(s), name) for name in train.MEMORY)
 
-    for free, way in ((112, (False, False)), (111, (False, True)), (89, (False, True)),
-                      (88, (True, True)), (1, (True, True))):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 0))
-        assert planned("cuda", dtype=torch.bfloat16) == (*way, 2 * group), free
-        given = train.dataclasses.replace(s, offload=False, micro_batch_tokens=99)
-        assert planned("cuda", given)[::2] == (False, 99)      # what is given stands
-    assert planned("cpu") == (False, False, 1024) and planned("mps") == (False, True, 2 * group)
+def planned(*flags):
+    s = train.plan_memory(train.parse(list(flags)))
+    return tuple(getattr(s, name) for name in train.MEMORY), s.dtype
+
+
+def test_auto_is_the_first_way_that_fits(capsys, monkeypatch, machine):
+    flags = (f"--model={TINY}", "--group-size=4", "--max-new-tokens=64")
+    full = 2 * (256 + 4 * 64)
+    monkeypatch.setattr(train, "memory", lambda way, model, device: {
+        "a": 50 - 20 * way.gradient_checkpointing, "b": 50 - 20 * way.offload,
+        "c": way.micro_batch_tokens / full})
+    monkeypatch.setattr(train, "optimizer_memory", lambda way, model: ({}, 1e9 * way.offload))
+    for free, *way in ((113, False, False, 1), (112, False, True, 1), (89.5, False, True, 2),
+                       (89.3, False, True, 4), (89, True, True, 1), (67.3, True, True, 2),
+                       (67, True, True, 4)):
+        machine("cuda", free)
+        assert planned(*flags)[0] == (*way[:2], full // way[2]), free
+        if free > 89:                                     # what is given stands
+            assert planned(*flags, "--no-offload", "--micro-batch-tokens=99")[0][::2] == (False, 99)
+    for device, free, host in (("cuda", 66, 1e15), ("cuda", 88, 1e9), ("mps", 89, 1e15),
+                               ("cpu", 1, 89)):
+        machine(device, free, host)
+        with pytest.raises(train.BadInput, match="of which a tenth must stay free; what would fit"):
+            planned(*flags)
+    machine("mps", 113)
+    assert planned(*flags) == ((False, False, full), "float32")
+    machine("cpu", 1)
+    assert planned(*flags) == ((False, False, 1024), "float32")
     # A family that cannot be counted gets the leanest
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1e12, 0))
+    machine("cuda", 1e12)
     monkeypatch.setattr(train, "memory", lambda *_: SimpleNamespace().num_attention_heads)
-    assert planned("cuda")[:2] == (True, True)
+    assert planned(*flags)[0][:2] == (True, True)
     assert "memory cannot be counted" in capsys.readouterr().out
+
+
+# Cards that people own: free GB, capability -> what `auto` chooses for Qwen2.5-1.5B, or None
+OWNED = [("cuda", 7.6, (8, 6), None), ("cuda", 11.5, (7, 5), None), ("cuda", 14.6, (7, 5), None),
+         ("cuda", 15.7, (8, 9), None), ("cuda", 23.3, (8, 9), (True, True, 8704)),
+         ("cuda", 39.1, (8, 0), (False, True, 4352)), ("cuda", 44.6, (8, 9), (False, True, 8704)),
+         ("cuda", 79.1, (9, 0), (False, False, 8704)), ("cpu", 15.0, None, None),
+         ("cpu", 60.0, None, (False, False, 1024)), ("mps", 25.0, None, None),
+         ("cuda", 7.6, (6, 1), None), ("cuda", 15.7, (7, 0), None)]
+
+
+@pytest.mark.parametrize("device, free, capability, way", OWNED)
+def test_a_plan_that_fits_or_flags_with_which_it_does(monkeypatch, tmp_path, machine, device, free,
+                                                      capability, way):
+    """Below nine tenths of what is free; and each set of flags in the line makes such a plan."""
+    Qwen2Config(num_hidden_layers=28, hidden_size=1536, num_attention_heads=12,
+                num_key_value_heads=2, intermediate_size=8960, vocab_size=151936,
+                tie_word_embeddings=True, max_position_embeddings=32768).save_pretrained(tmp_path)
+    monkeypatch.setattr(train, "dtype_of_cpu", lambda model: torch.float32)
+    machine(device, free * 1e9, 64e9 if device != "cpu" else free * 1e9, capability or (0, 0))
+    flags = (f"--model={tmp_path}", "--lr=1e-6")
+    if way:
+        assert planned(*flags)[0] == way
+        return
+    with pytest.raises(train.BadInput) as line:
+        planned(*flags)
+    sets = str(line.value).partition("what would fit: ")[2].split("; ")
+    assert any("--lora-rank=16" in words for words in sets)
+    for words in sets:
+        *more, count, _ = words.split(" ")
+        _, dtype = planned(*flags, *more)
+        assert float(count[1:]) < 0.9 * free
+        assert device == "cpu" or dtype == {8: "bfloat16", 7: "float16", 0: "float32"}.get(
+            capability and capability[0] or 0, dtype)
+
+
+def test_memory_that_runs_out_while_loading_names_flags(capsys, monkeypatch):
+    monkeypatch.setattr(train, "make_optimizer", raises(NO_MEMORY[0]))
+    assert train.main([*SMALL]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("train.py: out of memory; what would fit: --") and "GB)" in line
 
 
 def test_dry_run_counts_from_the_configuration_alone(capsys, tmp_path):
@@ -813,13 +870,17 @@ def test_dry_run_counts_from_the_configuration_alone(capsys, tmp_path):
     n = counted(tmp_path)[1]
     assert f"{n:,} weights in torch.bfloat16" in out
     rows = {line[:30].strip(): line[30:].split() for line in out.splitlines()[2:]}
-    assert rows["--offload"] == ["False", "False", "True"]
-    assert rows["--gradient-checkpointing"] == ["False", "True", "True"]
-    for column in range(3):
+    assert rows["--offload"] == [*4 * ["False"], *3 * ["True"], "False"]
+    assert rows["--gradient-checkpointing"] == ["False", *7 * ["True"]]
+    assert rows["--lora-rank"] == [*7 * ["0"], "16"]
+    for column in range(8):
         *parts, total = [float(row[column]) for what, row in rows.items()
                          if what != "host memory" and not what.startswith("--")]
         assert sum(parts) == pytest.approx(total, abs=0.05)
-    assert rows["host memory"] == ["0.00", "0.00", f"{(4 + 8 + 4 + 2) * n / 1e9:.2f}"]
+    assert rows["host memory"][3:5] == ["0.00", f"{(4 + 8 + 4 + 2) * n / 1e9:.2f}"]
+    trains(f"--model={tmp_path}", "--dry-run", "--device=cpu", "--micro-batch-tokens=99")
+    assert "weights in torch.float32" in (out := capsys.readouterr().out)
+    assert re.search("--micro-batch-tokens +99 +99 +99\n", out)   # two ways, and LoRA
 
 
 def test_memory_that_runs_out_in_the_optimizer_repeats_no_step(monkeypatch):

@@ -18,7 +18,7 @@ from conftest import (
     same_tensors, seeded, settings, small_model, step_of_the_program, tiny_problems, trains,
     updates_by_hand, weights_of)
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
 from advantage import entropy_advantages, group_advantages, leave_one_out_advantages
@@ -704,27 +704,6 @@ def test_a_resumed_run_drops_what_tensorboard_holds_of_later_steps(monkeypatch, 
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)      # an ImportError
     trains(*flags)
     assert not (tmp_path / "run" / "tensorboard").exists()
-
-
-# --------------------------------------------------------------------------------------------------
-# Memory
-
-@pytest.mark.parametrize("free, offload, checkpointing", [
-    (24e9, True, True), (48e9, False, True), (80e9, False, False), (141e9, False, False),
-])
-def test_the_choice_for_qwen_on_cards_of_four_sizes(monkeypatch, tmp_path, free, offload,
-                                                    checkpointing):
-    """Qwen2.5-1.5B on the cards people have."""
-    Qwen2Config(num_hidden_layers=28, hidden_size=1536, num_attention_heads=12,
-                num_key_value_heads=2, intermediate_size=8960, vocab_size=151936,
-                tie_word_embeddings=True, max_position_embeddings=32768).save_pretrained(tmp_path)
-    s = train.parse([f"--model={tmp_path}"])
-    model = train.model_without_storage(s, torch.bfloat16)
-    assert sum(p.numel() for p in model.parameters()) == 1_543_714_304
-    monkeypatch.setattr(train, "choose_device", lambda s: (torch.device("cuda"), torch.bfloat16))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (int(free), int(free)))
-    planned = train.plan_memory(s)
-    assert (planned.offload, planned.gradient_checkpointing) == (offload, checkpointing)
 
 
 # --------------------------------------------------------------------------------------------------
