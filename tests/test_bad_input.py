@@ -1,13 +1,18 @@
 """Bad input gives exit status 2, one line on standard error, no traceback and no folder."""
 # ruff: noqa: I001 - several names to a line
 import json
+import os
 import shutil
+import sys
 import time
 
 import pytest
 import torch
 from conftest import (
-    FEW, TINY, edit_json, edit_tensors, ended, json_lines, refused, run_script, start, trains)
+    FEW, TINY, edit_json, edit_tensors, ended, json_lines, raises, refused, run_script, start,
+    trains)
+
+import train
 
 
 GOOD = {"question": "Anna has 9 books , loses 4 . How many ?", "answer": "9 - 4 = 5\n#### 5"}
@@ -97,6 +102,56 @@ def test_a_dtype_the_device_lacks(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
     line = refused(capsys, "--dtype=bfloat16", "--device=cuda")
     assert line == "train.py: --dtype bfloat16: cuda has no bfloat16"
+
+
+@pytest.mark.parametrize("capability, dtype", [((7, 5), torch.float16), ((7, 0), torch.float16),
+                                               ((6, 1), torch.float32), ((8, 0), torch.bfloat16)])
+def test_dtype_and_number_of_a_card(monkeypatch, capability, dtype):
+    current = []
+    for name, answer in (("is_available", True), ("get_device_capability", capability),
+                         ("is_bf16_supported", capability >= (8, 0))):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    for flag in ("--device=cuda", "--device=cuda:1"):
+        assert train.choose_device(train.parse([flag]))[1] == dtype
+    assert current == [torch.device("cuda:1")]
+
+
+def test_a_card_that_torch_cannot_use(capsys, monkeypatch, tmp_path):
+    """A named model does not train on the CPU unasked; and a card without kernels is named."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho Tesla T4, 535.104.05\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    named = f"--model={shutil.copytree(TINY, tmp_path / 'named')}"
+    line = refused(capsys, named)
+    assert f"--device auto: torch {torch.__version__}" in line and "Tesla T4, 535.104.05" in line
+    s = train.parse([named])
+    assert train.plan_memory(train.dataclasses.replace(s, device="cpu")).offload is False
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert train.plan_memory(s).offload is False          # hidden on purpose
+    monkeypatch.setattr(torch, "ones", raises(RuntimeError("no kernel image is available")))
+    for name, answer in (("get_arch_list", ["sm_75", "sm_90"]), ("get_device_name", "Tesla V100")):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    with pytest.raises(train.BadInput, match="sm_75 sm_90, and fails on Tesla V100: no kernel im"):
+        train.check_card(s, torch.device("cuda"))
+
+
+def test_several_cards_are_told_of(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--steps=1"])
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: torch.zeros(1))
+    for name, answer in (("get_arch_list", []), ("get_device_name", ""), ("device_count", 4)):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    train.check_card(train.parse([]), torch.device("cuda"))
+    assert "one of 4 cards" in (out := capsys.readouterr().out)
+    assert out.endswith("torchrun --nproc-per-node=4 train.py --steps=1\n")
+
+
+def test_one_process_of_one_is_a_plain_run(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    train.join_ranks()
+    assert train.world() == 1 and not torch.distributed.is_initialized()
 
 
 @pytest.mark.parametrize("name, value", [

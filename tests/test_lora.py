@@ -197,6 +197,20 @@ def test_what_arrives_in_half_precision(dtype, rounding, low, high):
     assert metrics["loss_scale"] == (2**16 if dtype == torch.float16 else 1)
 
 
+def test_every_rank_rounds_to_the_same_weights(monkeypatch):
+    """With LoRA all of them hold all weights; a shard has thresholds of its own."""
+    found = []
+    for number in (0, 1):
+        monkeypatch.setattr(train, "rank", lambda name="RANK", alone=0, number=number:
+                            number if name == "RANK" else alone)
+        p = parts("--lora-rank=4", dtype=torch.bfloat16)
+        for factor in p.optimizer.factors.values():
+            factor.fill_(0.01)
+        p.optimizer.round()
+        found.append(weights_of(p.policy))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
 def test_a_skipped_update_leaves_everything_as_it_was():
     p = parts("--lora-rank=4")
     rollout = answered(p)
