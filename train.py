@@ -605,7 +605,7 @@ def symptoms(history, dtype=torch.float32):
     """Metrics of the steps so far -> {what: (how bad, one line with its number)}. Pure.
 
     `dtype` is that of the model's weights. Most numbers are means over the last ten steps.
-    Some of these states are normal in a healthy run; the line then says when.
+    Some of these states are normal in a healthy run; README, "Reading a run", says more.
     """
     def mean_of(name, rows=history[-10:]):
         # A metric that is null counts as NaN, and no comparison with NaN is true.
@@ -634,32 +634,26 @@ def symptoms(history, dtype=torch.float32):
     gained, most = risen[-1]
     known = [
         ("length", growth > 0.2 and gain < 0.01, growth,
-         f"answers grew by {growth:.0%} in 20 steps, accuracy by {gain:.3f}. If they should stay "
-         "short: --length-rescale 0.33, or --aggregate constant"),
+         f"in 20 steps answers grew {growth:.0%}, accuracy {gain:.3f}: --length-rescale 0.33"),
         ("gradient", norm > 10 * usual, norm,
-         f"the gradient norm is {norm:.3g}, it was {usual:.3g}. It is clipped, and one such step "
-         "does no harm; if there are many: a lower --lr, a higher --kl-coef"),
+         f"the gradient norm is {norm:.3g}, it was {usual:.3g}; if that lasts: a lower --lr"),
         ("kl", kl > 0.05, kl,
-         f"KL is {kl:.3f} nats per token, above 0.05. Normal while the reward rises; if it falls: "
-         "a higher --kl-coef, or --kl-band 0.02 0.05"),
+         f"KL is {kl:.3f} nats per token; if the reward falls: --kl-band 0.02 0.05"),
         ("one reward", kl > 0.2 and gained > 0.2 and missed < 0.01, kl,
-         f"{most} has risen by {gained:.2f}, {least} by {missed:.2f}, and "
-         f"KL is {kl:.2f}: the policy learns only the easier reward. A lower --temperature, or "
-         "give it to right answers only; a smaller --reward-weights alone changes nothing"),
+         f"{most} has risen by {gained:.2f}, {least} by {missed:.2f}, and KL is {kl:.2f}: "
+         "the policy learns only the easier reward; a lower --temperature"),
         ("reference", stuck and len(history) > 3, 1,
          "KL is exactly 0 while the policy has gradients: does the reference share its weights, "
          "or is --lr too small to move it?"),
         ("flat", flat > 0.5, flat,
-         f"{flat:.0%} of the groups have no variance and teach nothing. Normal once most problems "
-         "are mastered; before that: --max-resample 3, other problems, a higher --temperature; if "
-         "answers lack the rule's box: solved examples in --system-prompt"),
+         f"{flat:.0%} of the groups have no variance; if most answers are wrong: --max-resample 3, "
+         "or if they lack the rule's box: solved examples in --system-prompt"),
         ("ratio", ratio > NORMAL_RATIO_ERROR[dtype], ratio,
          f"before the first update a ratio is off 1 by {ratio:.2f}: sampler "
          "and trainer differ; --sampler-correction 2.0, --dtype float32"),
         ("entropy", entropy < 0.1 * mean_of("entropy", history[:5]), 1 / max(entropy, 1e-9),
-         f"entropy is {entropy:.4f} nats per token, a tenth of what it was. Normal for a policy "
-         "that is nearly always right; if it is not: --clip-eps-high 0.28, a higher --kl-coef or "
-         "--temperature"),
+         f"entropy is {entropy:.4f} nats per token, a tenth of what it was; if most answers are "
+         "wrong: --clip-eps-high 0.28"),
     ]
     return {what: (bad, line) for what, holds, bad, line in known if holds}
 
@@ -1030,9 +1024,8 @@ def choose_device(s):
 
 def check_card(s, device):
     """BadInput for a card that torch cannot use, before anything is loaded."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    named = s.device == "auto" and s.model != str(TINY)
-    if device.type == "cpu" and named and not hidden and shutil.which("nvidia-smi"):
+    hidden = s.device == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if device.type == "cpu" and not hidden and shutil.which("nvidia-smi"):
         query = "nvidia-smi --query-gpu=name,driver_version --format=csv,noheader"
         raise BadInput(
             f"--device auto: torch {torch.__version__}, built for CUDA {torch.version.cuda}, does "
@@ -1574,13 +1567,13 @@ def needed(s, model, device):
 
 
 def free_memory(device):
-    """Bytes that every rank can take: [of the device's memory, of the host's]."""
+    """Bytes that a process can take: [of the device's memory, of the host's]."""
     free = host = host_memory() / rank("LOCAL_WORLD_SIZE", 1)
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     elif device.type == "mps":
         free = torch.mps.recommended_max_memory()
-    return [min(each) for each in zip(*gathered_objects((free, host)))]
+    return [free, host]
 
 
 def host_memory():
@@ -1676,9 +1669,8 @@ def print_memory(s):
     columns = []
     with telling(f"--model {s.model}: its memory cannot be counted:", of=Exception):
         with suppress(BadInput):  # a model without Linears
-            with_lora = dataclasses.replace(ways[:2][-1], lora_rank=s.lora_rank or 16)
-            optimizer_memory(with_lora, model)
-            ways = ways if s.lora_rank else [*ways, with_lora]
+            linears_of(model)
+            ways.append(dataclasses.replace(ways[:2][-1], lora_rank=s.lora_rank or 16))
         for way in ways:
             column = memory(way, model, device)
             column["sum"] = sum(column.values())
@@ -2184,7 +2176,7 @@ def main(argv=None):
         # Kept with the run, because the last digit of sums depends on the number of threads.
         settings.threads = settings.threads or torch.get_num_threads()
         torch.set_num_threads(settings.threads)
-        settings = agreed(plan_memory, settings)
+        settings = on_rank_0(plan_memory, settings)  # ranks must not differ in it
         parts = load(settings)
         if settings.eval_only or settings.trace:
             tell = print_figures if settings.eval_only else print_trace

@@ -540,7 +540,7 @@ def test_a_state_is_told_once_and_again_where_it_is_clearly_worse(capsys):
              *history(10, approx_kl=[0.2] * 10), *history(10, approx_kl=[0.3] * 10)]
     warnings = logged(lines, Written()).warnings
     assert list(warnings) == [19, 58]                     # above 0.05, and three times as much
-    assert all("KL" in line and "Normal while" in line for line in warnings.values())
+    assert all("KL" in line and "if the reward falls" in line for line in warnings.values())
     err = capsys.readouterr().err
     assert all(f"step {step}: {line}" in err for step, line in warnings.items())
 
