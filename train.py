@@ -1485,6 +1485,8 @@ def plan_memory(s):
     check_card(s, device)
     # The run keeps this dtype: a second measurement might choose another.
     s = dataclasses.replace(s, dtype=str(dtype).removeprefix("torch."))
+    if s.eval_only:
+        return ways_to_save(s, device.type)[0]  # these flags are for training
     model = model_without_storage(s, dtype)
     free = free_memory(device)
     try:
@@ -1508,7 +1510,7 @@ def first_that_fits(s, model, device, free):
     for way in ways_to_save(s, device):
         counted = needed(way, model, device)
         # A tenth is left for what is not counted: CUDA itself, the allocator's fragments.
-        if s.eval_only or all(count < 0.9 * room for count, room in zip(counted, free)):
+        if all(count < 0.9 * room for count, room in zip(counted, free)):
             return way, counted
     return None, counted
 
@@ -1615,7 +1617,8 @@ def memory(s, model, device="cuda"):
         kept += 3 * (queries + keys)
     # With checkpointing each layer keeps only its input, and one at a time is recomputed.
     kept = kept + layers * hidden if s.gradient_checkpointing else layers * kept
-    judge = reward.reward_model_size(s.reward_model) if s.reward_model else 0
+    with telling(f"--reward-model {s.reward_model}: cannot be loaded:", of=OSError):
+        judge = reward.reward_model_size(s.reward_model) if s.reward_model else 0
     count = {
         "policy, weights that compute": n * size,
         "reference, frozen": (n if s.is_whole else n // world()) * size * bool(s.kl_coef),

@@ -72,9 +72,7 @@ def test_a_reply_that_fails_ends_the_step(capsys, monkeypatch, tmp_path, fault, 
 
 
 def test_what_cannot_be_said_is_refused(capsys):
-    # before the model is looked for
-    assert "no file" in refused(capsys, "--model=nowhere", "--dtype=float32",
-                                "--reply=nowhere.py:check")
+    assert "no file" in refused(capsys, "--dtype=float32", "--reply=nowhere.py:check")
     assert "no function 'other'" in refused(capsys, *SMALL, REPLY.replace(":check", ":other"))
     line = refused(capsys, *SMALL, REPLY, "--max-turns=50")
     assert "128 positions" in line
