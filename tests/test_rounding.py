@@ -232,3 +232,16 @@ def test_masters_on_the_host_take_no_gradient_of_a_gpu(monkeypatch):
         master, = optimizer.masters()
         assert master.device.type == master.grad.device.type == "cpu"
         assert optimizer.arrived == 0.5 and weight.grad.is_cuda
+
+
+def test_rounding_waits_until_its_memory_is_free(monkeypatch):
+    """Copies to the GPU that an earlier rounding has started may still be reading there."""
+    weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = MasterAdamW([weight], torch.device("cpu"), True, 0, fused=True)
+    optimizer.away = True
+    done = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
+    monkeypatch.setattr(train, "round_into", lambda *_: done.append("rounded"))
+    optimizer.round()
+    assert done == ["waited", "rounded"]
