@@ -15,8 +15,9 @@ Two of torch's own modes look on:
 
 Attention is computed by its formula, and comes back in the layout of the kernel that CUDA would
 have chosen. A capture changes nothing, as on CUDA; a replay runs the tape on the memory that the
-capture saw, with garbage in what other graphs of the same pool may have used. A copy to the host
-that does not block arrives when something waits; until then its target holds garbage.
+capture saw, with garbage in what other graphs of the same pool may have used. A copy that does not
+block is done when something waits: until then the host may neither read what arrives nor write
+over what leaves, and what arrives is garbage.
 
 Not seen: speed, CUDA's own rounding, how much memory is used, races between two streams.
 """
@@ -42,12 +43,35 @@ COPIES = {"copy_", "_to_copy", "_foreach_copy_"}         # the only ones that ma
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_consecutive",
          "unique_dim", "bincount", "equal"}              # the host needs the result, or its size
 INDEXING = {"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"}
-TAKES_SCALARS = INDEXING | {"fill_", "masked_fill", "masked_fill_", "where"}
+TAKES_SCALARS = INDEXING | {"fill_", "index_fill", "index_fill_", "masked_fill", "masked_fill_",
+                            "where"}
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 class CudaError(RuntimeError):
     """What CUDA, or torch on CUDA, would refuse."""
+
+
+def written_by(func, args, kwargs):
+    """The tensors that an operation writes to."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args)), **kwargs}
+    return [x for argument in func._schema.arguments
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for x in tensors_in(given.get(argument.name))]
+
+
+def overlap(a, b):
+    """Whether two tensors share memory: others may lie in the same storage."""
+    def span(x):
+        first = x.storage_offset() * x.element_size()
+        last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride()))
+        return first, first + (last + 1) * x.element_size()
+
+    if a.untyped_storage()._cdata != b.untyped_storage()._cdata or not a.numel() * b.numel():
+        return False
+    (start, end), (other, other_end) = span(a), span(b)
+    return start < other_end and other < end
 
 
 @dataclass
@@ -120,7 +144,8 @@ class Gpu:
         self.attention = Counter()       # calls, by the kernel that was chosen
         self.waits = Counter()           # of the host for the GPU, by operation
         self.copies = []
-        self.in_flight = []              # (target, value) of copies that nobody has waited for
+        self.in_flight = []              # of copies that nobody has waited for: (host's tensor,
+                                         # the value that will arrive there, or None if it leaves)
         self.graphs = []                 # all that were captured
         self.replays = 0
         self.replayed = None             # the last graph that was
@@ -146,6 +171,7 @@ class Gpu:
         places = {place(x) for x in tensors}
         where = self.destination(name, places, args, kwargs)
         if where != "gpu" and "gpu" not in places:
+            self.check_host(func, tensors, args, kwargs)
             out = func(*args, **kwargs)
             if where != "host":
                 for x in tensors_in(out):
@@ -163,10 +189,24 @@ class Gpu:
         elif fresh or func._schema.is_mutable:
             self.kernels += not self.inside_kernel
         if arrives_later:
-            for x in tensors_in(args[0]):
+            for x in fresh or tensors_in(args[0]):
                 self.in_flight.append((x, x.clone()))
                 spoil(x)
         return out
+
+    def check_host(self, func, tensors, args, kwargs):
+        """Raise what torch would raise for the host alone, or where it would race with a copy."""
+        if kwargs.get("generator") is not None and self.own_numbers:
+            raise CudaError("Expected a 'cpu' generator but found 'cuda'")
+        if not self.in_flight or func.is_view:
+            return
+        written = written_by(func, args, kwargs)
+        for x in tensors:
+            for there, value in self.in_flight:
+                writes = any(x is y for y in written)
+                if (writes or value is not None) and overlap(x, there):
+                    raise CudaError(f"{func}: {'writes' if writes else 'reads'} memory of a copy "
+                                    "that nobody has waited for")
 
     def destination(self, name, places, args, kwargs):
         """Where the result will live; `kwargs` lose what only CUDA understands."""
@@ -199,10 +239,13 @@ class Gpu:
             pinned = bool(strangers) and all(place(x) == "pinned" for x in strangers)
             non_blocking = kwargs.get("non_blocking") or True in args[2:]
             elements = sum(x.numel() for x in tensors_in(args[0]))
+            pinned = pinned or name == "_to_copy" and where != "gpu" and bool(non_blocking)
             copy = Copy(where != "gpu", elements, pinned, not (pinned and non_blocking))
             self.copies.append(copy)
             if copy.blocking:
                 self.wait(name)
+            elif not copy.to_host:
+                self.in_flight += [(x, None) for x in strangers]
             return copy.to_host and not copy.blocking
 
         indices = tensors_in(args[1]) if name in INDEXING else []
@@ -216,7 +259,8 @@ class Gpu:
         for x in strangers:
             scalar = torch.Tag.pointwise in func.tags or name in TAKES_SCALARS
             index = any(x is index for index in indices)     # is copied, hence the wait above
-            if not (scalar and x.dim() == 0) and not index:
+            written = any(x is y for y in written_by(func, args, kwargs))
+            if not (scalar and x.dim() == 0 and not written) and not index:
                 shapes = ", ".join(f"{tuple(y.shape)} {place(y)}" for y in tensors[:4])
                 raise CudaError(f"Expected all tensors to be on the same device: {func}, {shapes}")
         generator = kwargs.get("generator")
@@ -231,7 +275,8 @@ class Gpu:
         self.waits[name] += 1
         with unseen():
             for target, value in self.in_flight:
-                target.copy_(value)
+                if value is not None:
+                    target.copy_(value)
         self.in_flight = []
 
 
@@ -273,12 +318,7 @@ class Graph:
         self.tape = []
 
     def record(self, func, args, kwargs):
-        names = [argument.name for argument in func._schema.arguments]
-        given = {**dict(zip(names, args)), **kwargs}
-        for argument in func._schema.arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for x in tensors_in(given.get(argument.name)):
-                    self.before.append((same_memory(x), x.clone()))
+        self.before += [(same_memory(x), x.clone()) for x in written_by(func, args, kwargs)]
         out = func(*args, **kwargs)
         fresh = fresh_in(out, tensors_in(args, *kwargs.values()))
         if fresh or func._schema.is_mutable:
@@ -480,8 +520,36 @@ def to_numpy(gpu, x, **_):
 
 
 def pin(gpu, x, *_):
+    if on_gpu(x):
+        raise CudaError("cannot pin a tensor of cuda:0: only dense CPU tensors can be pinned")
     with unseen():
         return put(x.clone(), "pinned")
+
+
+def set_grad(gpu, x, grad):
+    """x.grad = grad"""
+    if grad is not None:
+        check_grad(x, grad)
+    with torch._C.DisableTorchFunction():
+        x.grad = grad
+
+
+def get_grad(gpu, x):
+    """x.grad, also of what a backward pass of the user's own has given it."""
+    with torch._C.DisableTorchFunction():
+        grad = x.grad
+    if grad is not None:
+        check_grad(x, grad)
+    return grad
+
+
+def check_grad(x, grad):
+    for a, b in ((x, grad), (grad, x)):
+        if place(a) == "either" and on_gpu(b):
+            put(a, "gpu")
+    if on_gpu(x) != on_gpu(grad):
+        raise CudaError(f"attempting to assign a gradient of {place(grad)} to a tensor of "
+                        f"{place(x)}: both must be on the same device")
 
 
 def deep_copy(gpu, x, memo):
@@ -507,7 +575,8 @@ def product(gpu, a, b, out_dtype=None):
 
 
 MADE_FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
-HOST_TOO = {torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.is_pinned}
+HOST_TOO = {torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.is_pinned,
+            torch.Tensor.grad.__set__, torch.Tensor.grad.__get__}
 ANSWERS = {
     torch.Tensor.to: move,
     torch.Tensor.cpu: lambda gpu, x, **kwargs: move(gpu, x, "cpu", **kwargs),
@@ -515,6 +584,8 @@ ANSWERS = {
     torch.Tensor.pin_memory: pin,
     torch.Tensor.is_pinned: lambda gpu, x, *_: place(x) == "pinned",
     torch.Tensor.get_device: lambda gpu, x: 0,
+    torch.Tensor.grad.__set__: set_grad,
+    torch.Tensor.grad.__get__: get_grad,
     torch.Tensor.tolist: to_list,
     torch.Tensor.numpy: to_numpy,
     torch.Tensor.__deepcopy__: deep_copy,
@@ -549,6 +620,8 @@ class Stream:
 
 class Generator(torch.Generator):
     """Stands for torch.Generator("cuda"): other numbers than CUDA's."""
+
+    device = CUDA
 
 
 @contextlib.contextmanager
@@ -593,10 +666,13 @@ def machine(hopper=False):
     run_backward = torch.autograd._engine_run_backward
     group = torch._C._group_tensors_by_device_and_dtype
 
-    def backward(*args, **kwargs):
+    def backward(tensors, gradients, *args, **kwargs):
         """torch puts function modes aside in there, but hooks and checkpoints ask too."""
+        for x, grad in zip(tensors, gradients):
+            if isinstance(grad, torch.Tensor):
+                check_grad(x, grad)
         with Requests(gpu):
-            return run_backward(*args, **kwargs)
+            return run_backward(tensors, gradients, *args, **kwargs)
 
     def grouped(lists, *args):
         """What optimizers and clipping ask C++ for: {(device, dtype): (lists, indices)}."""

@@ -18,8 +18,9 @@ from conftest import (
     FEW, TINY, answer_rows, checkpoint_of, metrics_of, same_tensors, small_model, trains)
 from safetensors.torch import load_file
 from stand_in import CudaError, on_gpu
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
 import logprob
 import sample
@@ -106,6 +107,14 @@ def gpu_ones(*shape, **kwargs):
     return torch.ones(*shape, device="cuda", **kwargs)
 
 
+def copying(to_host):
+    """Pinned memory, the first half of which is on its way from or to the GPU."""
+    there = torch.ones(8, pin_memory=True)
+    ends = (there[:4], gpu_ones(4)) if to_host else (gpu_ones(4), there[:4])
+    ends[0].copy_(ends[1], non_blocking=True)
+    return there
+
+
 def adamw_with_its_step_on_the_host():
     weight = torch.nn.Parameter(gpu_ones(3))
     weight.grad = gpu_ones(3)
@@ -115,10 +124,14 @@ def adamw_with_its_step_on_the_host():
     optimizer.step()
 
 
-def gradient_on_the_host():
-    y = gpu_ones(3).requires_grad_().exp()
-    y.register_hook(lambda grad: grad * torch.ones(3))
-    y.sum().backward()
+def after(operation, *tensors):
+    """What a host's operation does with memory that such a copy has not left, or reached."""
+    there = torch.empty(8, pin_memory=True)
+    if operation == "arrives":
+        there[:4].copy_(gpu_ones(4), non_blocking=True)
+    else:
+        gpu_ones(4).copy_(there[:4], non_blocking=True)
+    return there
 
 
 def view_of_attention():
@@ -131,13 +144,17 @@ def ragged_in_float32():
 
 
 OUTSIDE = {
-    "tensors of two devices": (lambda: gpu_ones(3) + torch.ones(3), "same device"),
-    "an index of two devices": (
-        lambda: torch.ones(3).index_select(0, gpu_ones(1, dtype=int)), "same device"),
-    "a gradient of two devices": (gradient_on_the_host, "same device"),
     "AdamW with its step on the host": (adamw_with_its_step_on_the_host, "same device"),
     "the host's random numbers": (
-        lambda: torch.rand(3, device="cuda", generator=torch.Generator()), "generator"),
+        lambda: torch.rand(3, device="cuda", generator=torch.Generator()), "'cuda' generator"),
+    "the GPU's random numbers": (
+        lambda: torch.rand(3, generator=torch.Generator("cuda")), "'cpu' generator"),
+    "the GPU's, in place": (
+        lambda: torch.ones(3).random_(generator=torch.Generator("cuda")), "'cpu' generator"),
+    "a read of what has not arrived": (lambda: copying(True)[3] + 1, "reads memory"),
+    "a write to what has not arrived": (lambda: copying(True)[3:].fill_(1), "writes memory"),
+    "a write to what has not left": (lambda: copying(False)[3:].fill_(1), "writes memory"),
+    "pinning the GPU's memory": (lambda: gpu_ones(3).pin_memory(), "cannot pin"),
     "numpy": (lambda: gpu_ones(3).numpy(), "numpy"),
     "a view of attention's result": (view_of_attention, "view size"),
     "flash attention in float32": (ragged_in_float32, "float32"),
@@ -153,6 +170,90 @@ CAPTURED = {
     "an index on the host": lambda x: x[torch.tensor([0, 1])],
     "synchronize": lambda x: torch.cuda.synchronize(),
 }
+
+
+def backward(x, gradient):
+    (1 * x.requires_grad_()).backward(gradient)
+
+
+def through_a_hook(x, factor):
+    y = x.requires_grad_().exp()
+    y.register_hook(lambda grad: grad * factor)
+    y.sum().backward()
+
+
+def of_a_function(x, gradient):
+    class Twice(torch.autograd.Function):
+        forward = staticmethod(lambda ctx, x: 2 * x)
+        backward = staticmethod(lambda ctx, _: gradient)
+
+    Twice.apply(x.requires_grad_()).sum().backward()
+    return x.grad
+
+
+def long(x):
+    return x.long()
+
+
+# Tensors of ones on two devices, in both orders: a (of that shape) here, b there.
+MIXED = {
+    "operands": lambda a, b: a(3) + b(3), "product": lambda a, b: a(3, 3) @ b(3, 3),
+    "addmm": lambda a, b: a(3, 3).addmm_(b(3, 3), b(3, 3)),
+    "cat": lambda a, b: torch.cat((a(3), b(3))),
+    "out": lambda a, b: torch.add(a(3), a(3), out=b(3)),
+    "mask": lambda a, b: a(3).masked_fill(b(3) > 0, 0),
+    "norm": lambda a, b: rms_norm(a(2, 3), (3,), b(3)),
+    "condition": lambda a, b: torch.where(a(3) > 0, b(3), 0.0),
+    "index_select": lambda a, b: a(3).index_select(0, long(b(2))),
+    "index_copy": lambda a, b: a(3).index_copy_(0, long(b(2)), a(2)),
+    "gather": lambda a, b: a(3).gather(0, long(b(2))),
+    "scatter": lambda a, b: a(3).scatter_(0, long(a(2)), b(2)),
+    "attention": lambda a, b: scaled_dot_product_attention(*[x(1, 1, 3, 8) for x in (a, b, a)]),
+    "a gradient": lambda a, b: setattr(a(3), "grad", b(3)),
+    "a root's gradient": lambda a, b: backward(a(3), b(3)),
+    "a hook's": lambda a, b: through_a_hook(a(3), b(3)),
+    "a function's": lambda a, b: of_a_function(a(3), b(3)),
+    "into a scalar": lambda a, b: a().add_(b()),
+}
+# and b is the GPU
+ONE_WAY = {
+    "a host's tensor and a scalar": (lambda a, b: a(3) + b(), True),
+    "a scalar, masked in": (lambda a, b: a(3).masked_fill(a(3) > 0, b()), True),
+    "a host's tensor, an index": (lambda a, b: a(3)[long(b(2))], True),
+    "a scalar, filled in": (lambda a, b: a(3).fill_(b()), True),
+    "a scalar of the host": (lambda a, b: b(3) * a() + a(), False),
+    "such a scalar in place": (lambda a, b: b(3).addcmul_(b(3), a()), False),
+    "such a scalar by where": (lambda a, b: torch.where(b(3) > 0, a(), b(3)), False),
+    "such a scalar by an index": (lambda a, b: b(3).index_fill_(0, long(b(2)), a()), False),
+    "an index of the host": (lambda a, b: b(3)[long(a(2))], False),
+    "copies": (lambda a, b: b(3).copy_(a(3)), False),
+    "a gradient of its own": (lambda a, b: backward(b(3), b(3)), False),
+}
+# Only the kernel that reads an index asks where it lies.
+UNCHECKED = {"a host's tensor, an index"}
+CROSSED = {**{name: (f, True) for name, f in MIXED.items()}, **ONE_WAY,
+           **{f"{name}, turned": (lambda a, b, f=f: f(b, a), True) for name, f in MIXED.items()
+              if name != "into a scalar"}}         # there torch takes the host's
+
+
+@pytest.mark.parametrize("name", CROSSED)
+def test_devices_that_mix(name):
+    """The stand-in refuses what torch refuses with CPU and meta tensors, real or fake ones."""
+    attempt, refused = CROSSED[name]
+
+    def refuses(device):
+        try:
+            attempt(*(lambda *shape, at=at: torch.ones(shape, device=at) for at in ("cpu", device)))
+        except RuntimeError:
+            return True
+        return False
+
+    with stand_in.machine():
+        assert refuses("cuda") == refused
+    with torch._functorch.config.patch(fake_tensor_allow_meta=True), FakeTensorMode():
+        fake = refuses("meta")
+    seen = fake or refused and refuses("meta")           # real ones also lack some kernels
+    assert seen == (refused and name not in UNCHECKED)
 
 
 @pytest.mark.parametrize("attempt, words", OUTSIDE.values(), ids=OUTSIDE)
@@ -204,7 +305,8 @@ def test_a_copy_that_does_not_block_arrives_when_something_waits():
     with stand_in.machine() as gpu:
         there, pageable = torch.empty(3, pin_memory=True), torch.empty(3)
         there.copy_(gpu_ones(3), non_blocking=True)
-        before = there.isnan().all()
+        with stand_in.unseen():
+            before = there.isnan().all()                 # garbage, also for who does not ask torch
         torch.cuda.synchronize()
         pageable.copy_(gpu_ones(3), non_blocking=True)   # blocks all the same
     assert before and there.tolist() == pageable.tolist() == [1, 1, 1]
@@ -417,6 +519,17 @@ def test_graphs_draw_what_the_plain_loop_draws(granted, lengths, G, T, how):
     assert bool(replayed) == (max(len(ids) for ids, _ in expected) > 1)
 
 
+def test_rows_are_uploaded_once():
+    """The fields of a rollout that are on the GPU take the same rows, without a wait for each."""
+    with stand_in.machine() as gpu:
+        n = torch.arange(4, device="cuda")
+        rollout = sample.Rollout(n.view(4, 1), n.view(4, 1), n.view(4, 1), list("abcd"), n, n,
+                                 rewards=torch.arange(4.0), advantages=n)
+        taken = rollout.take([2, 0])
+        assert sum(gpu.waits.values()) == 1
+        assert taken.rewards.tolist() == taken.advantages.tolist() == [2, 0]
+
+
 # --------------------------------------------------------------------------------------------------
 # [A] Projections of one input are one product, of weights that lie in one storage
 
@@ -539,6 +652,24 @@ def test_steps_in_bfloat16_with_and_without_offload(granted, tiny):
     assert all(torch.equal(a, b) for a, b in zip(found[True], found[False]))
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+@pytest.mark.parametrize("lora, offload, rounding", [(0, True, "threshold"), (0, False, "nearest"),
+                                                     (2, True, "nearest"), (2, False, "nearest")])
+def test_an_optimizers_step_on_fake_tensors(lora, offload, rounding, dtype):
+    """torch itself is the second witness: only the reading of a value ends the step."""
+    s = train.Settings(lora_rank=lora, offload=offload, rounding=rounding)
+    policy = random_policy()
+    with torch._functorch.config.patch(fake_tensor_allow_meta=True), FakeTensorMode():
+        with torch.device("meta"):
+            model = type(policy)._from_config(policy.config, dtype=dtype)
+        optimizer = train.make_optimizer(model, s)
+        for _ in range(2):
+            sum(p.float().square().sum() for p in model.parameters()).backward()
+        with pytest.raises(DataDependentOutputException):
+            optimizer.step()
+        assert {p.grad.dtype for p in optimizer.param_groups[0]["params"]} == {torch.float32}
+
+
 def test_gradients_go_to_the_host_once_per_update(granted, tiny, monkeypatch):
     """Pinned and without blocking; how many micro-batches there are makes no difference."""
     monkeypatch.setattr(train.MasterAdamW.looked_at, "__defaults__", (1,))   # the figure `arrived`
@@ -557,12 +688,14 @@ def test_gradients_go_to_the_host_once_per_update(granted, tiny, monkeypatch):
 # --------------------------------------------------------------------------------------------------
 # [H] The program, and its resume
 
-def test_the_program_and_its_resume(tmp_path):
+@pytest.mark.parametrize("how", [(), ("--lora-rank=2",), ("--dtype=float16",)],
+                         ids=["bfloat16", "LoRA", "float16"])
+def test_the_program_and_its_resume(tmp_path, how):
     """A step and, after a resume, a second one end with the weights of two steps in one go;
     wherever the masters live."""
     flags = [*FEW, "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=8",
              "--eval-limit=2", "--eval-every=1", "--device=cuda", "--save-every=1",
-             "--updates-per-rollout=1"]
+             "--updates-per-rollout=1", *how]
     whole, parts, moved = (tmp_path / name for name in ("whole", "parts", "moved"))
     with stand_in.machine():
         trains(f"--output={whole}", "--steps=2", "--no-offload", *flags)
