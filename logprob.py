@@ -20,7 +20,7 @@ import argparse
 import math
 import sys
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
@@ -327,7 +327,18 @@ def takes_flash(query, value):
     """In half precision on CUDA, one call takes pieces of any length and needs no mask."""
     half = query.dtype in (torch.float16, torch.bfloat16)
     fits = query.shape[-1] == value.shape[-1] <= 256
-    return half and fits and query.is_cuda and torch.cuda.get_device_capability() >= (8, 0)
+    return half and fits and flash_works(query.device)
+
+
+@lru_cache
+def flash_works(device):
+    """Whether torch's flash attention runs there: some builds and older cards do not have it."""
+    x = torch.zeros(1, 1, 8, dtype=torch.float16, device=device)
+    ends = torch.arange(2, dtype=torch.int32, device=device)
+    with suppress(RuntimeError):
+        torch.ops.aten._flash_attention_forward(x, x, x, ends, ends, 1, 1, 0.0, False, False)
+        return True
+    return False
 
 
 @lru_cache(maxsize=8)
@@ -408,6 +419,7 @@ def layers_checkpointed(model, on):
 # the model's own forward pass on each row alone.
 
 FORMS = weakref.WeakKeyDictionary()      # model -> what forms_of found
+PLAIN = None                             # why no fast form is used any more: one failed, or --plain
 # The trial's rows, (prompt tokens, answer tokens): two prompts, answers of one token and more
 TRIAL = ((5, 6), (5, 1), (5, 4), (9, 7), (9, 1))
 
@@ -422,7 +434,7 @@ def forms_of(model):
     log-probs of its forward pass.
     """
     if model in FORMS:
-        return FORMS[model]
+        return dict.fromkeys(FORMS[model], PLAIN) if PLAIN else FORMS[model]
     config = model.config.get_text_config()
     ids = torch.randint(config.vocab_size, (5, 17), generator=torch.Generator().manual_seed(0))
     ids[1:3, :5] = ids[0, :5]                            # rows of a group share their prompt
@@ -437,8 +449,14 @@ def forms_of(model):
     claim = f"{model.config.model_type}: the log-probs of its body and its own head"
     forms = {"lean head": "not tried", "grouped rows": "not tried"}
 
+    # A kernel's backward pass has limits of its own: it is run, to a parameter that is small.
+    small = [p for p in model.parameters() if p.requires_grad and p.ndim == 1][:1]
+
     def error():
-        logprobs = token_logprobs(model, ids, labels, group_ids=group_ids, forms=forms)
+        with torch.set_grad_enabled(bool(small)):
+            logprobs = token_logprobs(model, ids, labels, group_ids=group_ids, forms=forms)
+            if small:
+                torch.autograd.grad(logprobs.sum(), small)
         return float((logprobs[labels[:, 1:] != IGNORE] - expected).square().mean().sqrt())
 
     # The plain form must be right. Its rounding error sets the tolerance for the fast forms.
@@ -460,7 +478,7 @@ def forms_of(model):
     for form in forms:
         forms[form] = None
         try:
-            forms[form] = unseen_in_a_trial(model, form, ids)
+            forms[form] = PLAIN or unseen_in_a_trial(model, form, ids)
             if form == "grouped rows":
                 model.set_attn_implementation("grouped")
             distance = 0 if forms[form] else error()
@@ -496,23 +514,18 @@ def unseen_in_a_trial(model, form, ids):
 
 def words_of(error):
     """An exception in one short line; out of memory is no fault of a model and is raised."""
-    if "memory" in str(error):
+    if out_of_memory(error):
         raise error
     return " ".join(f"{type(error).__name__}: {error}".split())[:100]
 
 
-def length_limit(config):
-    """The most tokens of prompt and answer that a model can be trained on; inf: no limit."""
-    text = config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None) or math.inf
-    # Beyond its original length "longrope" (Phi-3) rotates every position differently. The
-    # sampler's cached keys and the trainer's new ones then give log-probs 8 nats apart. Some
-    # families have one set of parameters per kind of layer; none of them is "longrope"
-    rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        original = rope.get("original_max_position_embeddings")
-        return min(limit, original or text.original_max_position_embeddings)
-    return limit
+def out_of_memory(error):
+    """Whether memory ran out, on a CPU or a GPU; a failed capture has it in its error's context."""
+    words = ("out of memory", "not enough memory", "can't allocate memory",
+             "CUBLAS_STATUS_ALLOC_FAILED")
+    known = (isinstance(error, torch.OutOfMemoryError | MemoryError)
+             or any(word in str(error) for word in words))
+    return known or error.__context__ is not None and out_of_memory(error.__context__)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -34,6 +34,10 @@ from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 
+# Threads that wait for each other sleep: if they spin while other programs run, rounding and the
+# model itself lose their speed. It is read when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 import torch.distributed as dist
 import transformers
@@ -185,6 +189,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             batch = batch_of_step(tokenizer, problems, step, s)
             metrics, rollout = train_step(policy_model, ref_model, optimizer, tokenizer, batch, s,
                                           sampler, reward_of)
+            check_sampler(rollout, s)
             run.log_samples(step, batch, rollout)
             metrics = {"step": step, "lr": optimizer.param_groups[0]["lr"], **metrics}
             if reward_model:
@@ -472,6 +477,23 @@ def batch_of_step(tokenizer, problems, step, s, attempt=0, n=None):
     generators = [seeded(*names, j) for j in mine]
     more = partial(batch_of_step, tokenizer, problems, step, s)
     return Batch(chosen, prompts, generators, more)
+
+
+def check_sampler(rollout, s):
+    """Give the fast forms up if sampler and trainer differ by more than 0.1 nats in the mean."""
+    error = (rollout.logprobs - rollout.old_logprobs).abs().sum()
+    sums = summed({"nats": error, "tokens": rollout.mask.sum()})
+    if sums["nats"] > 0.1 * sums["tokens"] and not sample.PLAIN:
+        error = sums["nats"] / sums["tokens"]
+        give_up(s, f"sampler and trainer differ by {error:.2g} nats a token", sample, logprob)
+
+
+def give_up(s, reason, *stages):
+    """No fast form of these stages is used any more."""
+    for stage in stages:
+        stage.PLAIN = reason
+    s.share_prompts = False
+    say(f"fast forms given up: {reason}; what follows is slower")
 
 
 def shuffled(n, *names):
@@ -769,6 +791,8 @@ class Settings:
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", low=ABOVE_0)
     share_prompts: bool = flag(True, "run a prompt once for its whole group in the update",
                                head="only memory and time; auto: the fastest that fits")
+    plain: bool = flag(False, "no fast form of sampling and log-probs: slow, and works everywhere",
+                       free=True)
     micro_batch_tokens: int = flag("auto", "tokens per forward and backward pass", low=1, free=True)
     gradient_checkpointing: bool = flag("auto", "recompute layers to save memory", free=True)
     offload: bool = flag("auto", "keep masters and moments in host memory", free=True)
@@ -939,6 +963,7 @@ def load(s):
             reply = reward.load_function(s.reply)
         talk = partial(sample.sample_conversations, reply=reply, max_turns=s.max_turns)
         sampler = telling("--reply", RewardFailed)(talk)
+    sample.PLAIN = logprob.PLAIN = "--plain" if s.plain else None
     whole, tokenizer = agreed(load_policy, s)
     everywhere = agreed if s.is_whole else on_rank_0
     if everywhere(check_forms, whole, s)["grouped rows"]:
@@ -1133,7 +1158,7 @@ def fitting(name, problems, tokenizer, s):
             f"--max-prompt-tokens {most}, and are left out")
     # The longest prompt is checked now, not in the step that happens to draw it.
     longest = max((len(row) for row in ids if len(row) <= most), default=0)
-    limit = logprob.length_limit(AutoConfig.from_pretrained(s.model))
+    limit = sample.length_limit(AutoConfig.from_pretrained(s.model))
     if longest + s.answer_tokens > limit:
         turns = f" or --max-turns (now {s.max_turns})" if s.reply else ""
         raise BadInput(f"{name}: a prompt of {longest} tokens and {s.answer_tokens} of an answer "
@@ -1225,8 +1250,13 @@ class MasterAdamW(torch.optim.AdamW):
         self.away = home != weights[0].device
         self.copies = weights  # rounding writes there
         if self.away:
-            self.grads = pinned_like(weights, torch.float32)
-            self.copies = pinned_like(weights, weights[0].dtype)
+            kinds = torch.float32, weights[0].dtype
+            try:
+                found = [pinned_like(weights, kind, torch.cuda.is_available()) for kind in kinds]
+            except RuntimeError as error:  # a system limits how much may be pinned
+                say(f"--offload: no pinned memory ({one_line(error)[:80]}), so copies are slower")
+                found = [pinned_like(weights, kind) for kind in kinds]
+            self.grads, self.copies = found
             self.round()  # fills the copies
 
     def masters(self, few=BIG):
@@ -1294,9 +1324,11 @@ def round_into(weight, master, seed=None):
     dropped = DROPPED_BITS[weight.dtype]
     half = 1 << dropped - 1
     generator = seeded(*seed, device=master.device)
-    # The pieces fit a CPU's cache; 64 random bits give the thresholds of four weights.
-    drawn = torch.empty(2**16, dtype=torch.int64, device=master.device)
-    pieces = (tensor.view(-1).split(2**18) for tensor in (weight, master))
+    # The pieces fit a CPU's cache; a GPU launches seven kernels for each, so there they are larger.
+    size = min(2**24 if master.is_cuda else 2**18, -(-master.numel() // 4) * 4)
+    # 64 random bits give the thresholds of four weights.
+    drawn = torch.empty(size // 4, dtype=torch.int64, device=master.device)
+    pieces = (tensor.view(-1).split(size) for tensor in (weight, master))
     for w, m in zip(*pieces):
         drawn.random_(-2**63, None, generator=generator)
         noise = drawn.view(torch.int16)[:len(m)] >> 16 - dropped
@@ -1312,7 +1344,7 @@ def widen(weight):
     weight.grad = weight.grad.to(dtype)
 
 
-def pinned_like(tensors, dtype, slab=2**30):
+def pinned_like(tensors, dtype, pin=False, slab=2**30):
     """Empty tensors of these shapes in host memory that a GPU copies to and from without waiting.
 
     Torch rounds each pinned block up to a power of two, so these are parts of large blocks.
@@ -1322,8 +1354,7 @@ def pinned_like(tensors, dtype, slab=2**30):
     for tensor in tensors:
         n = tensor.numel()
         if n > len(rest):
-            rest = torch.empty(max(slab // dtype.itemsize, n), dtype=dtype,
-                               pin_memory=torch.cuda.is_available())
+            rest = torch.empty(max(slab // dtype.itemsize, n), dtype=dtype, pin_memory=pin)
         found.append(rest[:n].view(tensor.shape))
         rest = rest[n:]
     return found
@@ -1690,7 +1721,8 @@ def print_memory(s):
 
 
 def within_memory(function, *args):
-    """function(*args); if memory runs out, again with half the micro-batch (not on several GPUs).
+    """function(*args); if memory runs out, again with half the micro-batch; after another error
+    without the fast forms of [D]. Not on several GPUs.
 
     No weight may have moved by then: `function` only computes log-probs or gradients.
     """
@@ -1699,11 +1731,13 @@ def within_memory(function, *args):
         try:
             return function(*args)
         except RuntimeError as error:
-            if not out_of_memory(error) or s.micro_batch_tokens < 256 or world() > 1:
+            fault = None if out_of_memory(error) else one_line(error)
+            if world() > 1 or (logprob.PLAIN if fault else s.micro_batch_tokens < 256):
                 raise
-        s.micro_batch_tokens //= 2  # outside of `except`: the error keeps the activations alive
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        if fault:  # outside of `except`: there the error keeps the activations alive
+            give_up(s, fault, logprob)
+            continue
+        s.micro_batch_tokens //= 2
         say(f"out of memory: --micro-batch-tokens is now {s.micro_batch_tokens}; "
             "the update is repeated")
 
@@ -2191,18 +2225,20 @@ def main(argv=None):
     except KeyboardInterrupt:
         fault = "interrupted"
         status = 130
-    except RuntimeError as error:
+    except Exception as error:
         if out_of_memory(error):
             fault = ("out of memory: lower --prompts-per-step, --group-size, --max-new-tokens or "
                      "--micro-batch-tokens")
             if not run.saved and not settings.eval_only:  # while it was loaded
                 fault = f"out of memory; {what_saves(settings)}"
-        elif run.saved and world() > 1:  # gloo and NCCL raise this when a peer is gone
-            # Every rank prints this, because rank 0 may be the one that is gone.
+        elif isinstance(error, RuntimeError) and run.saved and world() > 1:
+            # gloo and NCCL raise this when a peer is gone. It may be rank 0: so every rank prints.
             print(f"train.py: rank {rank()} lost another rank ({one_line(error)}); continue with: "
                   f"{run.way_on}", file=sys.stderr)
             return status
         else:
+            way_on = run.way_on if run.saved else "the same command and"
+            error.add_note(f"train.py: go on with: {way_on} --plain")  # the traceback's last line
             raise
     finally:
         with suppress(OSError):  # a full disk has been reported already

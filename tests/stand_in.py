@@ -148,6 +148,7 @@ class Gpu:
                                          # the value that will arrive there, or None if it leaves)
         self.graphs = []                 # all that were captured
         self.replays = 0
+        self.stream = Stream(self)       # the current one
         self.replayed = None             # the last graph that was
         self.capturing = None            # the graph that is being captured
         self.inside_kernel = False       # operations are parts of one fused kernel
@@ -349,8 +350,9 @@ def same_memory(x):
 
 
 @contextlib.contextmanager
-def capture(gpu, graph, pool=None, stream=None, **_):
+def capture(gpu, graph, pool=None, stream=None, capture_error_mode="global"):
     """Stands for torch.cuda.graph."""
+    before, gpu.stream = gpu.stream, stream
     graph.stream = stream
     graph.handle = object() if pool is None else pool
     gpu.graphs.append(graph)
@@ -358,6 +360,7 @@ def capture(gpu, graph, pool=None, stream=None, **_):
     try:
         with gpu.state(capturing=graph):
             yield
+        gpu.stream = before                              # after an error torch leaves it as it is
     finally:
         graph.kernels = gpu.kernels - kernels
         with unseen():
@@ -651,8 +654,8 @@ def machine(hopper=False):
         "synchronize": lambda *_: gpu.wait("synchronize"),
         "Stream": lambda *_, **__: Stream(gpu),
         "Event": lambda *_, **__: Stream(gpu),
-        "current_stream": lambda *_: Stream(gpu),
-        "stream": lambda _: contextlib.nullcontext(),
+        "current_stream": lambda *_: gpu.stream,
+        "stream": lambda stream: gpu.state(stream=stream),
         "CUDAGraph": lambda *_, **__: Graph(gpu),
         "graph": lambda graph, **kwargs: capture(gpu, graph, **kwargs),
         "graph_pool_handle": object,

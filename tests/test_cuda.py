@@ -7,6 +7,8 @@ speed; kernels, waits and copies are counted, since those are what costs time on
 # ruff: noqa: I001 - several names to a line
 import copy
 import functools
+import inspect
+import itertools
 import json
 import shutil
 import weakref
@@ -15,7 +17,8 @@ import pytest
 import stand_in
 import torch
 from conftest import (
-    FEW, TINY, answer_rows, checkpoint_of, metrics_of, same_tensors, small_model, trains)
+    FEW, NO_MEMORY, TINY, answer_rows, checkpoint_of, metrics_of, raises, same_tensors, small_model,
+    trains)
 from safetensors.torch import load_file
 from stand_in import CudaError, on_gpu
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -530,6 +533,77 @@ def test_rows_are_uploaded_once():
         assert taken.rewards.tolist() == taken.advantages.tolist() == [2, 0]
 
 
+def failing_after(calls, function, error=None):
+    """The function, which fails at one call, and at every later one."""
+    counter = itertools.count()
+
+    def failing(*given, **options):
+        if next(counter) >= calls:
+            raise error or RuntimeError("CUDA error: an illegal instruction\nmore of it")
+        return function(*given, **options)
+
+    return failing
+
+
+LATE = {                     # what fails in a rollout, and at which call
+    "a capture": (stand_in, "capture", 0), "a replay": (stand_in.Graph, "replay", 7),
+    "what follows the draws": (sample, "cut_at_end", 0), "the cache": (sample.OwnStep, "filled", 0),
+}
+
+
+@pytest.mark.parametrize("prefilled", [False, True])
+@pytest.mark.parametrize("owner, name, calls", LATE.values(), ids=LATE)
+def test_a_rollout_that_falls_back_draws_what_the_plain_loop_draws(
+        granted, monkeypatch, capsys, owner, name, calls, prefilled):
+    prompts = [[3, 4, 5], [6, 7]]
+    with stand_in.machine() as gpu:
+        model = random_policy(BF16).to("cuda")
+        chance = sample.uniform_numbers(torch.Generator().manual_seed(3), 2, 4, 20, model.device)
+        begun = sample.prefill(model, prompts) if prefilled else None
+        how = (model, prompts, chance, 1.0, [1, 20])
+        monkeypatch.setattr(sample, "PLAIN", "to compare")
+        expected = sample.write_answers(*how)
+        sample.PLAIN = None
+        stream = torch.cuda.current_stream()
+        failing = failing_after(calls, getattr(owner, name))
+        if name == "cut_at_end":                         # an error that a later call reports
+            def failing(*given, real=sample.cut_at_end):
+                return (real if sample.PLAIN else failing_after(0, None))(*given)
+        monkeypatch.setattr(owner, name, failing)
+        assert sample.write_answers(*how, begun) == expected
+        assert torch.cuda.current_stream() is stream and model not in sample.KEPT
+        replays = gpu.replays
+        assert sample.write_answers(*how) == expected and gpu.replays == replays
+    line = "fast sampling failed (CUDA error: an illegal instruction): from now on the plain loop\n"
+    assert capsys.readouterr().err == line
+
+
+def test_a_rollout_that_runs_out_of_memory_does_not_fall_back(granted, monkeypatch):
+    with stand_in.machine():
+        model = random_policy(BF16).to("cuda")
+        chance = sample.uniform_numbers(None, 1, 2, 4, model.device)
+        monkeypatch.setattr(stand_in, "capture", failing_after(0, None, NO_MEMORY[0]))
+        with pytest.raises(type(NO_MEMORY[0])):
+            sample.write_answers(model, [[3, 4]], chance, 1.0, [1])
+    assert sample.PLAIN is None
+
+
+def test_a_build_without_flash_attention_keeps_the_fast_forms(monkeypatch):
+    """With masks in its place; one call has told both files."""
+    sources = [inspect.getsource(stage.flash_works) for stage in (sample, logprob)]
+    assert sources[0] == sources[1]
+    assert inspect.getsource(logprob.out_of_memory) == inspect.getsource(sample.out_of_memory)
+    for stage in (sample, logprob):
+        monkeypatch.setattr(stage, "flash_works", functools.cache(stage.flash_works.__wrapped__))
+    for name in (torch.ops.aten._flash_attention_forward,
+                 torch.ops.aten._flash_attention_forward.default):
+        monkeypatch.setitem(stand_in.ANSWERS, name, failing_after(0, None))
+    with stand_in.machine() as gpu:
+        model = random_policy(BF16).to("cuda")
+        assert not any({**sample.forms_of(model), **logprob.forms_of(model)}.values())
+        assert gpu.attention["efficient"] and not gpu.attention["ragged"]
+
+
 # --------------------------------------------------------------------------------------------------
 # [A] Projections of one input are one product, of weights that lie in one storage
 
@@ -686,20 +760,94 @@ def test_gradients_go_to_the_host_once_per_update(granted, tiny, monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------
-# [H] The program, and its resume
+# [H] The program, its resume, and what fails on its way
+
+SHORT = [*FEW, "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=8", "--eval-limit=2",
+         "--eval-every=2", "--device=cuda", "--save-every=2", "--steps=2"]
+
+
+def flash_fails_backward(calls):
+    def attention(*given, **how):
+        out = varlen_attn(*given, **how)
+        if out.requires_grad:
+            out.register_hook(lambda grad: fail() or grad)
+        return out
+
+    fail = failing_after(calls, lambda: None)
+    return attention
+
+
+def pageable(*shape, pin_memory=False, real=torch.empty, **how):
+    if pin_memory:
+        raise RuntimeError("CUDA error: out of memory")
+    return real(*shape, **how)
+
+
+def a_little_off(*given, real=train.sample_groups):
+    rollout = real(*given)
+    rollout.logprobs -= 0.0 if sample.PLAIN else 0.2 * rollout.mask
+    return rollout
+
+
+REPLAY = stand_in.Graph.replay
+FAULTS = {                   # what fails, flags, the line that tells it
+    "a replay": (lambda: (stand_in.Graph, "replay", failing_after(9, REPLAY)), [],
+                 "fast sampling failed (CUDA error: an illegal instruction)"),
+    "flash attention's gradient": (lambda: (logprob, "varlen_attn", flash_fails_backward(3)), [],
+                                        "fast forms given up: CUDA error: an illegal"),
+    "pinned memory": (lambda: (torch, "empty", pageable), ["--offload"], "no pinned memory (CUDA"),
+    "log-probs": (lambda: (train, "sample_groups", a_little_off), [],
+                  "given up: sampler and trainer differ by 0.2"),
+    "empty_cache": (lambda: (train, "grpo_loss", once_without_memory()), [], "out of memory: --mic"),
+}
+
+
+def once_without_memory():
+    real, errors = train.grpo_loss, [NO_MEMORY[0]]
+
+    def loss(*given, **how):
+        if errors:
+            raise errors.pop()
+        return real(*given, **how)
+
+    return loss
+
+
+@pytest.mark.parametrize("fault, flags, line", FAULTS.values(), ids=FAULTS)
+def test_a_fault_after_the_trial_is_one_line(monkeypatch, capsys, tmp_path, fault, flags, line):
+    """The run goes on to its end."""
+    for stage in (sample, logprob):
+        monkeypatch.setattr(stage, "PLAIN", None)        # put back behind the run
+    with stand_in.machine():
+        monkeypatch.setattr(torch.cuda, "empty_cache", raises(RuntimeError("captures_underway")))
+        monkeypatch.setattr(*fault())
+        trains(f"--output={tmp_path}", *SHORT, *flags)
+    assert [row["step"] for row in metrics_of(tmp_path)] == [0, 1, 2]
+    out, err = capsys.readouterr()
+    assert (out + err).count(line) == 1 and "Traceback" not in err
+    told = ("fast sampling failed", "given up", "no pinned", "out of memory:")
+    assert sum((out + err).count(words) for words in told) == 1
+
+
+def test_plain_uses_no_fast_form(monkeypatch, capsys, tmp_path):
+    for stage in (sample, logprob):
+        monkeypatch.setattr(stage, "PLAIN", None)
+    with stand_in.machine() as gpu:
+        trains(f"--output={tmp_path}", *SHORT, "--plain")
+        assert not gpu.graphs and not gpu.attention["ragged"]
+    assert capsys.readouterr().out.count("refused: --plain") == 4
+
 
 @pytest.mark.parametrize("how", [(), ("--lora-rank=2",), ("--dtype=float16",)],
                          ids=["bfloat16", "LoRA", "float16"])
 def test_the_program_and_its_resume(tmp_path, how):
     """A step and, after a resume, a second one end with the weights of two steps in one go;
     wherever the masters live."""
-    flags = [*FEW, "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=8",
-             "--eval-limit=2", "--eval-every=1", "--device=cuda", "--save-every=1",
-             "--updates-per-rollout=1", *how]
+    flags = [*SHORT, "--eval-every=1", "--save-every=1", "--updates-per-rollout=1", *how]
     whole, parts, moved = (tmp_path / name for name in ("whole", "parts", "moved"))
     with stand_in.machine():
-        trains(f"--output={whole}", "--steps=2", "--no-offload", *flags)
-        trains(f"--output={parts}", "--steps=1", "--offload", *flags)
+        trains(f"--output={whole}", *flags, "--no-offload")
+        trains(f"--output={parts}", *flags, "--steps=1", "--offload")
         shutil.copytree(parts, moved)
         trains(f"--resume={parts}", "--steps=2")
         trains(f"--resume={moved}", "--steps=2", "--no-offload")

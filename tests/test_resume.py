@@ -581,5 +581,8 @@ def test_out_of_memory_for_good_is_one_line(capsys, monkeypatch, tmp_path, stage
 
 def test_another_runtime_error_is_not_taken_for_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(train, "grpo_loss", raises(RuntimeError("shapes do not match")))
-    with pytest.raises(RuntimeError, match="shapes"):
+    for stage in (train.sample, train.logprob):
+        monkeypatch.setattr(stage, "PLAIN", None)
+    with pytest.raises(RuntimeError, match="shapes") as caught:
         train.main([*FLAGS, f"--output={tmp_path / 'run'}"])
+    assert re.fullmatch(r"train.py: go on with: .* --resume .*run --plain", *caught.value.__notes__)

@@ -624,6 +624,23 @@ def test_a_wrong_cache_is_one_line():
         sample_groups(forgetful(), TOKENIZER, PROMPTS, 2, 4)
 
 
+def test_a_cache_that_is_a_little_wrong_is_only_told(monkeypatch, capsys):
+    """Between the tolerance and 1 nat; the fast forms are held against the forward pass as ever."""
+    run = PlainStep.run
+
+    def shifted(self, *given):
+        token, logprob = run(self, *given)
+        return token, logprob - nats
+
+    monkeypatch.setattr(PlainStep, "run", shifted)
+    for nats, told in ((0.5, True), (0.0, False)):  # noqa: B007
+        assert forms_of(small_model("llama")) == {"own decode step": None}
+        assert ("llama: log-probs with its cache are off by 0." in capsys.readouterr().err) == told
+    nats = 1.5
+    with value_error("llama cannot be sampled .* off by 1.* nats"):
+        forms_of(small_model("llama"))
+
+
 # --------------------------------------------------------------------------------------------------
 # Variants
 
