@@ -4,8 +4,9 @@
 
 Nothing to install beside requirements.txt, nothing to download: all weights are random, and made
 on the device. What each part does stands in its docstring. A line that starts with `pass` or `FAIL`
-was checked; the others are figures. A part that fails or runs out of memory is one FAIL line, and
-the next part begins. Exit status 0 if all checks passed, else 1.
+was checked; the others are figures. A part that fails or runs out of memory is one FAIL line, with
+the flag that avoids what it tried, and the next part begins, unless the device does not answer any
+more. Everything is written to first_run.txt, too. Exit status 0 if all checks passed, else 1.
 
 A floor is what no program can do without, at the rates that this machine showed a moment before:
 every weight, key and value read once per token; every matrix product once, without padding and
@@ -20,9 +21,11 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import io
 import math
 import os
 import platform
+import subprocess
 import sys
 import tempfile
 import time
@@ -93,66 +96,105 @@ def main():
     if not cuda:
         torch.set_num_threads(1)  # the small sizes gain nothing from more
     place = Place(device, dtype, dtype if cuda else torch.bfloat16, FULL if cuda else TINY)
-    lines = Lines()
+    lines = Lines("first_run.txt")
     lines.of("this machine", versions, place)
     lines.of("what it does at best", rates, place)
-    lines.of("attention kernels", attention_kernels, place)
+    lines.of("attention kernels", attention_kernels, place, avoid="--plain")
     for dtype in dict.fromkeys((torch.float32, place.half)):
-        lines.of(f"drawing, {dtype}", drawing, place, dtype)
-        lines.of(f"gradients, {dtype}", gradients, place, dtype)
-    lines.of("three updates", updates, place)
-    lines.of("decoding", decoding, place)
-    for offload, checkpointing in ((False, False), (False, True), (True, True)):
-        name = (f"two steps, {'offload' if offload else 'no offload'}, "
-                f"{'checkpointing' if checkpointing else 'no checkpointing'}")
-        lines.of(name, whole_steps, place, offload, checkpointing)
+        lines.of(f"drawing, {dtype}", drawing, place, dtype, avoid="--plain")
+        lines.of(f"gradients, {dtype}", gradients, place, dtype, avoid="--plain")
+    lines.of("three updates", updates, place, avoid="--no-offload --no-gradient-checkpointing")
+    lines.of("the program and its resume", program, avoid="--plain, or --device cpu")
+    lines.of("decoding", decoding, place, avoid="--plain")
+    for words, avoid, changes in WAYS:
+        dtype = getattr(torch, changes.get("dtype", ""), place.dtype)
+        there = dataclasses.replace(place, dtype=dtype)
+        lines.of(f"two steps, {words}", whole_steps, there, avoid=avoid, **changes)
     lines.of("kernels per token", kernels, place)
     return lines.close(place)
 
 
-class Lines:
-    """Prints what the parts find, as they find it, and remembers what failed."""
+# Two steps are measured in each of these ways; a card of 16 GB has room for the last two.
+WAYS = [
+    ("no offload, no checkpointing", "--gradient-checkpointing",
+     dict(offload=False, gradient_checkpointing=False)),
+    ("no offload, checkpointing", "--offload", dict(offload=False, gradient_checkpointing=True)),
+    ("offload, checkpointing", "--lora-rank 16 --no-offload",
+     dict(offload=True, gradient_checkpointing=True)),
+    ("LoRA, checkpointing", "--lora-rank 0",
+     dict(offload=False, gradient_checkpointing=True, lora_rank=16)),
+    ("LoRA in float16, checkpointing", "--dtype bfloat16 or float32",
+     dict(offload=False, gradient_checkpointing=True, lora_rank=16, dtype="float16")),
+]
 
-    def __init__(self):
+
+class Lines:
+    """Prints what the parts find, as they find it, also into a file; remembers what failed."""
+
+    def __init__(self, path=os.devnull):
+        self.file = open(path, "w", encoding="utf-8")  # noqa: SIM115
+        self.dead = False
         self.start = time.perf_counter()
         self.passed = 0
         self.failed = []
 
-    def of(self, title, part, *args):
-        """`part(*args)` yields pairs (True, False or None for a mere figure, one line)."""
+    def say(self, line):
+        print(line, flush=True)
+        print(line, file=self.file, flush=True)
+
+    def of(self, title, part, *args, avoid="", **changes):
+        """`part(*args)` yields pairs (True, False or None for a mere figure, one line).
+
+        `avoid` are the flags of train.py that do without what the part tries.
+        """
+        if self.dead:
+            return
         seconds = time.perf_counter() - self.start
-        print(f"\n{title}   [{seconds:.0f} s]", flush=True)
+        self.say(f"\n{title}   [{seconds:.0f} s]")
         if seconds > SECONDS:
             self.print(title, False, f"left out: {SECONDS} s are over")
             return
         fault = None
+        sample.PLAIN = logprob.PLAIN = None  # what an earlier part has given up
+        before = len(self.failed)
         try:
-            for verdict, words in part(*args):
+            for verdict, words in part(*args, **changes):
                 self.print(title, verdict, words)
         except Exception as error:
             fault = f"{type(error).__name__}: {train.one_line(error)}"
             if train.out_of_memory(error):
                 fault = f"out of memory ({train.one_line(error)[:120]})"
         # Outside of `except`, for there the error still holds the tensors.
-        if fault:
-            self.print(title, False, fault)
-        forget()
+        for words in filter(None, (fault, sample.PLAIN, logprob.PLAIN)):
+            self.print(title, False, words)
+        if avoid and len(self.failed) > before:
+            self.failed[-1] += f"; it is avoided by {avoid}"
+        try:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            forget()
+        except RuntimeError as error:  # no later call can work
+            self.dead = True
+            self.print(title, False, f"the device does not answer ({train.one_line(error)[:80]}): "
+                       f"this ends here. The first fault was in: {self.failed[0][:80]}. Again with "
+                       "CUDA_LAUNCH_BLOCKING=1 the fault is reported where it happens")
 
     def print(self, title, verdict, words):
         mark = {True: "pass", False: "FAIL", None: "    "}[verdict]
-        print(f"  {mark}  {words}", flush=True)
+        self.say(f"  {mark}  {words}")
         self.passed += verdict is True
         if verdict is False:
             self.failed.append(f"{title}: {words}")
 
     def close(self, place):
         """The last lines -> exit status."""
-        print(f"\n{self.passed} checks passed, {len(self.failed)} failed, "
-              f"{time.perf_counter() - self.start:.0f} s")
+        self.say(f"\n{self.passed} checks passed, {len(self.failed)} failed, "
+                 f"{time.perf_counter() - self.start:.0f} s")
         for line in self.failed:
-            print(f"  FAIL  {line}")
+            self.say(f"  FAIL  {line}")
         if not place.cuda:
-            print(NO_GPU)
+            self.say(NO_GPU)
+        self.file.close()
         return 1 if self.failed else 0
 
 
@@ -185,7 +227,10 @@ def versions(place):
                  f"{card.multi_processor_count} multiprocessors, {place.free / 1e9:.1f} of "
                  f"{total / 1e9:.1f} GB free")
     yield None, (f"CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}, weights in "
-                 f"{place.dtype}")
+                 f"{place.dtype}, built for {' '.join(torch.cuda.get_arch_list())}")
+    with contextlib.suppress(OSError):  # AMD's cards have none
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        yield None, f"driver {subprocess.run(asked, capture_output=True, text=True).stdout.strip()}"
 
 
 def rates(place):
@@ -484,8 +529,24 @@ def kernels_in(place, work, *args):
 # How fast and how large is a step?
 
 
-def whole_steps(place, offload, checkpointing):
-    """Two whole steps with these memory flags: every phase beside its floor, memory beside its
+def program():
+    """train.py on the tiny policy: one step, and a second one after a resume."""
+    folder = train.TINY
+    with tempfile.TemporaryDirectory() as place:
+        run = os.path.join(place, "run")
+        for flags in ([f"--output={run}", f"--data={folder / 'train.jsonl'}", "--steps=1",
+                       f"--config={folder / 'grpo.json'}", "--device=auto", "--eval-limit=8"],
+                      [f"--resume={run}", "--steps=2"]):
+            said = io.StringIO()
+            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+                status = train.main(flags)
+            last = said.getvalue().strip().splitlines()[-1:]
+            yield status == 0, f"train.py {flags[-1]}: exit status {status}" + (
+                f", {last[0]}" if status else "")
+
+
+def whole_steps(place, **changes):
+    """Two whole steps with these settings: every phase beside its floor, memory beside its
     count. The first step pays for the graphs and for what is made once.
     """
     size = place.size
@@ -493,8 +554,7 @@ def whole_steps(place, offload, checkpointing):
         config_of(size).save_pretrained(folder)
         asked = train.Settings(
             model=folder, group_size=size["group_size"], prompts_per_step=size["prompts"],
-            max_new_tokens=size["new_tokens"], offload=offload,
-            gradient_checkpointing=checkpointing)
+            max_new_tokens=size["new_tokens"], **changes)
         s = train.plan_memory(asked)
         model = train.model_without_storage(s, place.dtype)
     counted = sum(train.memory(s, model).values()) / 1e9
@@ -522,7 +582,7 @@ def steps(place, settings):
     s = settings
     policy = random_model(place.size, place.device, place.dtype)
     reference = copy.deepcopy(policy).requires_grad_(False)
-    optimizer = train.make_optimizer(policy, s)
+    optimizer = train.make_optimizer(policy, s, reference)
     tokenizer = word_tokenizer(place.size["vocab"])
     questions = random_questions(place.size)
     problems = [{"question": question, "answer": "0"} for question in questions]
@@ -587,7 +647,10 @@ def floors(place, policy, lengths, settings):
     yield "sampling", rollout_bytes(policy, P, lengths) / place.bandwidth, memory + ", aim 45%"
     yield "reference", flops / place.matrix_rate, matrices
     yield "forward and backward", 3 * flops / place.matrix_rate, matrices + ", aim 40%"
-    if masters and s.offload:
+    if s.lora_rank:
+        # Initial weight read, new weight written
+        yield "optimizer", 2 * n * place.dtype.itemsize / place.bandwidth, memory
+    elif masters and s.offload:
         # A float32 gradient goes over, a new weight comes back.
         yield "optimizer", 6 * n / place.link, f"{place.link / 1e9:.0f} GB/s to and from the host"
     else:

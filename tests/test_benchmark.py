@@ -10,6 +10,7 @@ import benchmark
 import first_run
 import pytest
 import torch
+from conftest import raises
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
@@ -32,30 +33,33 @@ def place():
     return first_run.Place(torch.device("cpu"), torch.float32, torch.bfloat16, first_run.TINY)
 
 
-def failures(part, *args):
-    return [words for verdict, words in part(*args) if verdict is False]
+def failures(part, *args, **changes):
+    return [words for verdict, words in part(*args, **changes) if verdict is False]
 
 
 # --------------------------------------------------------------------------------------------------
 # The first run on a machine without a GPU
 
-def test_first_run(capsys, monkeypatch):
+def test_first_run(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(first_run, "SECONDS", math.inf)   # a slow machine leaves nothing out
     status = benchmark.main(["--first-run"])
     out = capsys.readouterr().out
     assert status == 0 and "FAIL" not in out, out
+    assert (tmp_path / "first_run.txt").read_text(encoding="utf-8") == out
     assert out.count("NOTHING WAS MEASURED ON A GPU") == 2
     for words in ("TFLOP/s", "grouped rows: scaled_dot_product", "same ids in 16 of 16 rows",
                   "grouped against padded rows", "offload against none", "checkpointing against",
                   "ms per token", "the first rollout took", "per token, 2 layers",
                   "two steps, no offload, no checkpointing", "two steps, offload, checkpointing",
-                  "checks passed, 0 failed"):
+                  "two steps, LoRA, checkpointing", "two steps, LoRA in float16, checkpointing",
+                  "--steps=2: exit status 0", "checks passed, 0 failed"):
         assert words in out, words
     for phase in ("sampling", "reference", "forward and backward", "optimizer"):
-        assert out.count(f"  {phase:22} ") == 6  # three settings, two steps
+        assert out.count(f"  {phase:22} ") == 10  # five settings, two steps
 
 
-def test_a_part_that_breaks_is_a_line(capsys):
+def test_a_part_that_breaks_is_a_line(capsys, monkeypatch):
     def breaks():
         yield True, "this much was right"
         raise ZeroDivisionError("1 / 0")
@@ -64,15 +68,29 @@ def test_a_part_that_breaks_is_a_line(capsys):
         raise torch.OutOfMemoryError("CUDA out of memory")
         yield
 
+    def falls_back():
+        first_run.sample.PLAIN = "failed: no kernel"
+        return []
+
     lines = first_run.Lines()
-    for part in (breaks, runs_out):
-        lines.of(part.__name__, part)
+    for part in (breaks, runs_out, falls_back):
+        lines.of(part.__name__, part, avoid="--plain")
     lines.of("afterwards", lambda: [(True, "right"), (None, "a figure"), (False, "wrong")])
     place = first_run.Place(torch.device("cuda"), torch.float32, torch.float32, {})
     assert lines.close(place) == 1
     out = capsys.readouterr().out
     assert "FAIL  ZeroDivisionError: 1 / 0" in out and "FAIL  out of memory" in out
-    assert "2 checks passed, 3 failed" in out and "NOTHING" not in out
+    assert "2 checks passed, 4 failed" in out and "NOTHING" not in out
+    assert "FAIL  falls_back: failed: no kernel; it is avoided by --plain" in out
+    # After a fault that kills the context nothing else is begun.
+    lines = first_run.Lines()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", raises(RuntimeError("CUDA error: dead")))
+    lines.of("kills", breaks)
+    lines.of("next", lambda: pytest.fail("it began"))
+    assert "The first fault was in: kills: ZeroDivisionError" in lines.failed[-1]
+    assert "CUDA_LAUNCH_BLOCKING=1" in lines.failed[-1]
+    monkeypatch.undo()
     late = first_run.Lines()
     late.start -= 421
     late.of("late", lambda: pytest.fail("it began"))
@@ -196,13 +214,15 @@ def test_steps_see_memory_that_the_count_did_not(place, monkeypatch):
 
     update = train.update
     monkeypatch.setattr(train, "update", halves)
-    assert failures(first_run.whole_steps, place, False, False) == [
+    assert failures(first_run.whole_steps, place, offload=False,
+                    gradient_checkpointing=False) == [
         "micro-batches of 256 tokens, 1024 planned"]
     monkeypatch.setattr(train, "update", runs_out)
     with pytest.raises(torch.OutOfMemoryError):
-        failures(first_run.whole_steps, place, False, False)
+        failures(first_run.whole_steps, place, offload=False, gradient_checkpointing=False)
     place.free = 1000
-    lines = list(first_run.whole_steps(place, False, False))
+    lines = list(first_run.whole_steps(place, offload=False,
+                                       gradient_checkpointing=False))
     assert lines[-1] == (None, "out of memory, as the count says")
 
 

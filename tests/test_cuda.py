@@ -798,7 +798,7 @@ FAULTS = {                   # what fails, flags, the line that tells it
     "pinned memory": (lambda: (torch, "empty", pageable), ["--offload"], "no pinned memory (CUDA"),
     "log-probs": (lambda: (train, "sample_groups", a_little_off), [],
                   "given up: sampler and trainer differ by 0.2"),
-    "empty_cache": (lambda: (train, "grpo_loss", once_without_memory()), [], "out of memory: --mic"),
+    "empty_cache": (lambda: (train, "grpo_loss", once_without_memory()), [], "out of memory: --"),
 }
 
 
