@@ -813,6 +813,25 @@ def once_without_memory():
     return loss
 
 
+def test_the_trial_runs_backward(monkeypatch):
+    monkeypatch.setattr(logprob, "varlen_attn", flash_fails_backward(0))
+    with stand_in.machine():
+        forms = logprob.forms_of(random_policy(BF16).to("cuda"))
+    assert "an illegal instruction" in forms["grouped rows"] and forms["lean head"] is None
+
+
+def test_rounding_on_the_gpu_launches_few_kernels():
+    """The same weights as on the host, where small pieces are faster."""
+    master = torch.randn(2**20)
+    here = torch.zeros(2**20, dtype=BF16)
+    train.round_into(here, master, (0, 1))
+    with stand_in.machine() as gpu:
+        there, master = here.new_zeros(2**20).to("cuda"), master.to("cuda")
+        gpu.kernels = 0
+        train.round_into(there, master, (0, 1))
+        assert gpu.kernels <= 8 and torch.equal(there.cpu(), here)
+
+
 @pytest.mark.parametrize("fault, flags, line", FAULTS.values(), ids=FAULTS)
 def test_a_fault_after_the_trial_is_one_line(monkeypatch, capsys, tmp_path, fault, flags, line):
     """The run goes on to its end."""
