@@ -546,7 +546,7 @@ def failing_after(calls, function, error=None):
 
 
 LATE = {                     # what fails in a rollout, and at which call
-    "a capture": (stand_in, "capture", 0), "a replay": (stand_in.Graph, "replay", 7),
+    "a capture": (sample.OwnStep, "step", 1), "a replay": (stand_in.Graph, "replay", 7),
     "what follows the draws": (sample, "cut_at_end", 0), "the cache": (sample.OwnStep, "filled", 0),
 }
 
