@@ -14,6 +14,8 @@ train.join_ranks()
 whole = AutoModelForCausalLM.from_pretrained(sys.argv[1]) if train.rank() == 0 else None
 for weight in whole.parameters() if whole else ():
     weight.sum()                                          # read from the file that is mapped
+if whole:
+    train.logprob.forms_of(whole)                         # as train.load does, before it shards
 
 
 def peak():
