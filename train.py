@@ -20,6 +20,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import operator
 import os
 import shlex
 import shutil
@@ -2098,7 +2099,15 @@ def save_folder(model, tokenizer, run, name):
 # A checkpoint: all tensors that training moves, and Run's counters. Everything else that a step
 # needs (problems, random numbers, learning rate) follows from the step and the settings.
 
-COUNTERS = ("step", "skipped", "kl_coef", "held_out", "told", "before")
+# name of a counter -> what reads its JSON, and raises for another kind
+COUNTERS = {
+    "step": operator.index,
+    "skipped": float,
+    "kl_coef": lambda beta: beta and float(beta),
+    "held_out": lambda rows: [(operator.index(step), float(figure)) for step, figure in rows],
+    "told": lambda told: {what: float(bad) for what, bad in told.items()},
+    "before": list,
+}
 LOGS = ("samples.jsonl", "metrics.jsonl")
 
 
@@ -2154,20 +2163,33 @@ def load_checkpoint(run, model, optimizer):
     with (telling(f"--resume: {path} is damaged, or not of this model:", of=Exception),
           safe_open(path, framework="pt") as file):
         counters = json.loads(file.get_tensor("counters").numpy().tobytes())
-        vars(run).update({name: counters[name] for name in COUNTERS})
+        vars(run).update({name: read(counters[name]) for name, read in COUNTERS.items()})
+        scale, since = counters.get("loss_scale", (1.0, 0))
+        if not all(0 <= count <= BIG for count in (run.step, run.kl_coef or 0, scale - 1, since)):
+            raise ValueError("a counter is out of its range")
         if run.reward_model:
             run.reward_model.pairs, run.reward_model.replay = counters["pairs"]
         names = set(file.keys())
         for name, tensor, state in moving(run, model, optimizer):
-            tensor.copy_(sharded_like(tensor, file.get_tensor(f"weight/{name}")))
+            tensor.copy_(read_tensor(file, f"weight/{name}", tensor))
             for key in ("step", "exp_avg", "exp_avg_sq"):  # no gradient yet: no moments
                 if f"{key}/{name}" in names:
-                    state[key] = sharded_like(tensor, file.get_tensor(f"{key}/{name}"))
+                    state[key] = read_tensor(file, f"{key}/{name}", tensor)
     if isinstance(optimizer, MasterAdamW):
-        optimizer.loss_scale, optimizer.updates_since = counters["loss_scale"]
+        optimizer.loss_scale, optimizer.updates_since = scale, since
         optimizer.round()  # the weights are still those of the start
     run.saved = f"of step {run.step}"
     on_rank_0(forget_after, run, run.step)
+
+
+def read_tensor(file, name, like):
+    """A tensor of a checkpoint, on its device or devices: `like` one that training moves."""
+    # AdamW's fused kernel would write beyond the end of a smaller moment.
+    found = file.get_tensor(name)
+    shape = () if name.startswith("step/") else like.shape
+    if (found.shape, found.dtype) != (shape, like.dtype) or not found.isfinite().all():
+        raise ValueError(f"{name} is not finite, or not {like.dtype} of shape {[*shape]}")
+    return sharded_like(like, found)
 
 
 def forget_after(run, step):

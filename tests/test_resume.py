@@ -2,6 +2,7 @@
 # ruff: noqa: I001 - several names to a line
 import errno
 import json
+import math
 import os
 import random
 import re
@@ -327,6 +328,11 @@ def tensors_changed(change):
     return lambda path: edit_tensors(path, change)
 
 
+def counters_with(tensor, name, value):
+    text = json.dumps({**json.loads(tensor.numpy().tobytes()), name: value})
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
 NORM = "model.norm.weight"
 BLANK = lines_changed(lambda lines: [*lines, " "])
 
@@ -390,6 +396,16 @@ def test_what_a_kill_has_left_behind_goes(uninterrupted, run_folder):
       for name in ("counters", f"weight/{NORM}")),
     tensors_changed(lambda tensors: {**tensors, f"weight/{NORM}": torch.ones(3)}),
     tensors_changed(lambda tensors: {**tensors, "counters": torch.zeros(9, dtype=torch.uint8)}),
+    *(tensors_changed(lambda tensors, name=name, change=change: {
+        **tensors, name: change(tensors[name])})
+      for name in (f"weight/{NORM}", f"exp_avg/{NORM}", f"exp_avg_sq/{NORM}")
+      for change in (lambda moment: moment[:1].clone(), lambda moment: moment * torch.nan,
+                     lambda moment: moment.double())),
+    *(tensors_changed(lambda tensors, name=name, value=value: {
+        **tensors, "counters": counters_with(tensors["counters"], name, value)})
+      for name, value in (("step", 1.5), ("step", -1), ("kl_coef", "x"), ("kl_coef", math.nan),
+                          ("held_out", [[0, "x"]]), ("told", {"kl": "x"}), ("before", 3))),
+    tensors_changed(lambda tensors: {**tensors, f"step/{NORM}": torch.ones(2)}),
     lambda path: save_file({"x": torch.zeros(3)}, path),
     lambda path: path.write_bytes(path.read_bytes()[:-1000]),
 ])
