@@ -1144,7 +1144,7 @@ def load_data(s, tokenizer):
 
 def fitting(name, problems, tokenizer, s):
     """The problems within --max-prompt-tokens; BadInput if one is too long for the model."""
-    with telling(f"--model {s.model}:"):
+    with telling(f"{name} for --model {s.model}:"):
         prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
     ids = tokenizer(prompts, add_special_tokens=False).input_ids if prompts else []
     tokens = sum(map(len, ids))

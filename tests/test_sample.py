@@ -945,6 +945,7 @@ class Template:
     """A tokenizer with one special token and nothing but a chat template, a Python function."""
 
     added_tokens_decoder = {0: AddedToken("<|end|>", special=True)}
+    chat_template = None
 
     def __init__(self, render):
         self.render = render
@@ -979,10 +980,11 @@ def test_a_blank_makes_text_of_a_special_token():
     assert sample.as_text(tokenizer, "a < b | c > d") == "a < b | c > d"
     tokenizer.added_tokens_decoder = {0: AddedToken("x", special=True)}  # cannot be parted
     assert sample.as_text(tokenizer, "x") == "x"
-    # marked as special, or looking like it; a word that was only added is neither
+    # the template writes <user>; what was only added marks no turn
+    tokenizer = Template(lambda messages: "".join(f"<user>{text}" for _, text in messages))
     tokenizer.added_tokens_decoder = dict(enumerate([
         AddedToken("@@", special=True), AddedToken("<tool>"), AddedToken("stamps")]))
-    assert sample.as_text(tokenizer, "@@ <tool> stamps") == "@ @ < tool> stamps"
+    assert sample.as_text(tokenizer, "@@ <tool> stamps <user>") == "@ @ <tool> stamps < user>"
 
 
 @pytest.mark.parametrize("system_prompt", ["", "Think."])
