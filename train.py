@@ -20,7 +20,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import operator
 import os
 import shlex
 import shutil
@@ -632,7 +631,7 @@ def symptoms(history, dtype=torch.float32):
     """
     def mean_of(name, rows=history[-10:]):
         # A metric that is null counts as NaN, and no comparison with NaN is true.
-        values = [math.nan if row[name] is None else row[name] for row in rows]
+        values = [math.nan if row.get(name) is None else row[name] for row in rows]
         return sum(values) / len(values) if values else math.nan
 
     # Compare twenty steps with the twenty before: lengths and accuracies of single steps jump.
@@ -647,6 +646,7 @@ def symptoms(history, dtype=torch.float32):
     # Right after a renewal the KL is 0 in any case; with --renew-reference 1, in every step.
     stuck = kl == 0 and mean_of("grad_norm") > 0 and "reference_renewed" not in history[-1]
     flat = mean_of("zero_variance_groups")
+    cut = mean_of("truncated_fraction")
     ratio = mean_of("sampler_ratio_error")
     entropy = mean_of("entropy")
     # How far each of several rewards has risen: the policy may learn only the easier one.
@@ -671,6 +671,9 @@ def symptoms(history, dtype=torch.float32):
         ("flat", flat > 0.5, flat,
          f"{flat:.0%} of the groups have no variance; if most answers are wrong: --max-resample 3, "
          "or if they lack the rule's box: solved examples in --system-prompt"),
+        ("cut", cut > 0.95 and len(history) >= 10, cut,
+         f"{cut:.0%} of the answers are cut: a longer --max-new-tokens, or a model whose end token "
+         "is the one that its chat template writes"),
         ("ratio", ratio > NORMAL_RATIO_ERROR[dtype], ratio,
          f"before the first update a ratio is off 1 by {ratio:.2f}: sampler "
          "and trainer differ; --sampler-correction 2.0, --dtype float32"),
@@ -970,6 +973,7 @@ def load(s):
     if everywhere(check_forms, whole, s)["grouped rows"]:
         s.share_prompts = False  # its rows are padded, and the padding is counted
     problems, eval_problems = load_data(s, tokenizer)
+    on_rank_0(check_template, whole, tokenizer, s)
     policy_model = whole if s.is_whole else shard(whole, s)
     ref_model = optimizer = None
     if s.kl_coef and not s.eval_only:  # the initial policy, frozen
@@ -1119,6 +1123,19 @@ def check_forms(model, s):
     return forms
 
 
+def check_template(model, tokenizer, s):
+    """Say where the chat template leaves the system prompt out, or has another end token."""
+    prompts = {chat_prompt(tokenizer, {"question": "?"}, text) for text in (s.system_prompt, "")}
+    if s.system_prompt and len(prompts) == 1:
+        say("--system-prompt: the chat template of --model leaves it out")
+    ends = [tokenizer.decode([end]) for end in sample.end_token_ids(model, tokenizer)]
+    with suppress(ValueError):  # nothing between two answers
+        written = tokenizer.decode(sample.ids_between_turns(tokenizer, "?", None, [])).split()[0]
+        if not written.startswith(tuple(ends)):
+            say(f"the chat template writes {written} after an answer, but the model's end tokens "
+                f"are {' '.join(ends)}: answers may run on until they are cut")
+
+
 def load_data(s, tokenizer):
     """Training and held-out problems -> two lists of dicts."""
     # Our own rewards compare with a true answer: without one they would be 0 for ever.
@@ -1146,6 +1163,11 @@ def fitting(name, problems, tokenizer, s):
     """The problems within --max-prompt-tokens; BadInput if one is too long for the model."""
     with telling(f"{name} for --model {s.model}:"):
         prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
+    for mark in dict.fromkeys(sample.marks_of(tokenizer, str(tokenizer.chat_template))[1]):
+        found = sum(mark in str(row.get("messages") or row["question"]) for row in problems)
+        if found:
+            say(f"{name}: {found} of {len(problems)} problems hold {mark!r}, which the chat "
+                "template writes between turns as plain text")
     ids = tokenizer(prompts, add_special_tokens=False).input_ids if prompts else []
     tokens = sum(map(len, ids))
     unknown = sum(row.count(tokenizer.unk_token_id) for row in ids)
@@ -1920,8 +1942,11 @@ class Run:
         name = s.output or f"runs/{Path(s.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.folder = Path(os.path.abspath(name))  # a reward may change the folder
         with telling(f"--output {name}: cannot be written, or another run writes there:",
-                     of=OSError):
+                     of=(OSError, UnicodeError)):
+            str(self.folder).encode()  # final/ is written by a library that takes UTF-8 only
             self.folder.mkdir(parents=True, exist_ok=True)
+            if any((self.folder / file).is_symlink() for file in (*LOGS, ".lock")):
+                raise BadInput(f"--output {name}: has links to files elsewhere")
             # Check before writing anything: the folder may be somebody else's.
             begun = {path.name for path in self.folder.iterdir()} - {".lock", "unfinished"}
             if begun and not s.resume:
@@ -2099,15 +2124,7 @@ def save_folder(model, tokenizer, run, name):
 # A checkpoint: all tensors that training moves, and Run's counters. Everything else that a step
 # needs (problems, random numbers, learning rate) follows from the step and the settings.
 
-# name of a counter -> what reads its JSON, and raises for another kind
-COUNTERS = {
-    "step": operator.index,
-    "skipped": float,
-    "kl_coef": lambda beta: beta and float(beta),
-    "held_out": lambda rows: [(operator.index(step), float(figure)) for step, figure in rows],
-    "told": lambda told: {what: float(bad) for what, bad in told.items()},
-    "before": list,
-}
+COUNTERS = ("step", "skipped", "kl_coef", "held_out", "told", "before")
 LOGS = ("samples.jsonl", "metrics.jsonl")
 
 
@@ -2163,33 +2180,27 @@ def load_checkpoint(run, model, optimizer):
     with (telling(f"--resume: {path} is damaged, or not of this model:", of=Exception),
           safe_open(path, framework="pt") as file):
         counters = json.loads(file.get_tensor("counters").numpy().tobytes())
-        vars(run).update({name: read(counters[name]) for name, read in COUNTERS.items()})
-        scale, since = counters.get("loss_scale", (1.0, 0))
-        if not all(0 <= count <= BIG for count in (run.step, run.kl_coef or 0, scale - 1, since)):
-            raise ValueError("a counter is out of its range")
+        vars(run).update({name: counters[name] for name in COUNTERS})
+        run.held_out = [(step, float(figure)) for step, figure in run.held_out]
+        run.before = [str(text) for text in run.before]
+        scale, since = counters.get("loss_scale", (1, 0))
+        counts = (run.skipped, run.kl_coef or 0, scale - 1, since, *run.told.values())
+        if run.step not in range(BIG) or not all(0 <= count < math.inf for count in counts):
+            raise ValueError(f"step {run.step}, counters {counts}")
         if run.reward_model:
             run.reward_model.pairs, run.reward_model.replay = counters["pairs"]
-        names = set(file.keys())
         for name, tensor, state in moving(run, model, optimizer):
-            tensor.copy_(read_tensor(file, f"weight/{name}", tensor))
-            for key in ("step", "exp_avg", "exp_avg_sq"):  # no gradient yet: no moments
-                if f"{key}/{name}" in names:
-                    state[key] = read_tensor(file, f"{key}/{name}", tensor)
+            for key, place in {"weight": tensor, **state}.items():
+                found = file.get_tensor(f"{key}/{name}")
+                fits = (found.shape, found.dtype) == (place.shape, place.dtype)
+                if not fits or not found.isfinite().all():
+                    raise ValueError(f"{key}/{name} has another shape or dtype, or is not finite")
+                place.copy_(sharded_like(place, found))
     if isinstance(optimizer, MasterAdamW):
         optimizer.loss_scale, optimizer.updates_since = scale, since
         optimizer.round()  # the weights are still those of the start
     run.saved = f"of step {run.step}"
     on_rank_0(forget_after, run, run.step)
-
-
-def read_tensor(file, name, like):
-    """A tensor of a checkpoint, on its device or devices: `like` one that training moves."""
-    # AdamW's fused kernel would write beyond the end of a smaller moment.
-    found = file.get_tensor(name)
-    shape = () if name.startswith("step/") else like.shape
-    if (found.shape, found.dtype) != (shape, like.dtype) or not found.isfinite().all():
-        raise ValueError(f"{name} is not finite, or not {like.dtype} of shape {[*shape]}")
-    return sharded_like(like, found)
 
 
 def forget_after(run, step):
@@ -2305,6 +2316,8 @@ def begin(run, parts, s):
     # The checkpoint holds only what moves; the first reference is the initial policy.
     run.reward_model = parts.reward_model
     run.ref_model = parts.ref_model if s.renew_reference else None
+    if run.reward_model:
+        with_moments(run.reward_model.optimizer)
     inputs = inputs_of(s, parts.problems, parts.eval_problems)
     if s.resume:
         on_rank_0(check_inputs, run, inputs)

@@ -555,6 +555,7 @@ def adapted():
 
 
 LLAMA = partial(small_model, "llama")
+LONG = dict(rope_theta=1e4, factor=4.0, original_max_position_embeddings=32)
 
 
 @pytest.mark.parametrize("make, why", [
@@ -566,7 +567,13 @@ LLAMA = partial(small_model, "llama")
     (adapted, "Adapted"),  # its layers are not stepped over
     # What a few tokens would not show
     (partial(LLAMA, rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0)),
-     "dynamic"),
+     "far positions"),
+    (partial(LLAMA, rope_parameters=dict(LONG, rope_type="longrope", short_factor=[1.0] * 4,
+                                         long_factor=[2.0] * 4)), "far positions"),
+    (partial(LLAMA, rope_parameters=dict(LONG, rope_type="yarn")), None),
+    (partial(small_model, "ministral3", head_dim=8), None),  # it is beyond its 128 positions
+    (partial(small_model, "ministral3", head_dim=8, rope_parameters=dict(
+        LONG, rope_type="yarn", llama_4_scaling_beta=0.1)), "far positions"),
     (partial(LLAMA, attn_logit_softcapping=1000.0), "softcapping"),
     (partial(LLAMA, attention_chunk_size=64), "chunk"),
 ])
