@@ -1941,7 +1941,7 @@ class Run:
         """On rank 0: make and lock the folder, which may hold only a run to resume -> its name."""
         name = s.output or f"runs/{Path(s.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.folder = Path(os.path.abspath(name))  # a reward may change the folder
-        with telling(f"--output {name}: cannot be written, or another run writes there:",
+        with telling(f"--output {name!a}: cannot be written, or another run writes there:",
                      of=(OSError, UnicodeError)):
             str(self.folder).encode()  # final/ is written by a library that takes UTF-8 only
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -9,11 +9,10 @@ import time
 import pytest
 import torch
 from conftest import (
-    FEW, TINY, edit_json, edit_tensors, ended, json_lines, raises, refused, run_script, start,
-    trains)
+    FEW, TINY, edit_json, edit_tensors, ended, json_lines, lines_of, raises, refused, run_script,
+    settings, start, trains)
 
 import train
-
 
 GOOD = {"question": "Anna has 9 books , loses 4 . How many ?", "answer": "9 - 4 = 5\n#### 5"}
 SMALL = (*FEW, "--steps=1", "--prompts-per-step=2", "--group-size=2", "--max-new-tokens=8",
@@ -263,6 +262,9 @@ MODELS = [
      f"not finite: {NORM}"),
     (fewer_embeddings, "its tokenizer has ids beyond its 50 embeddings: 50"),
     (padding_outside, "57"),
+    (spoiled(num_hidden_layers=0, layer_types=[]), "its config.json names no layers"),
+    *((lambda m, ends=ends: edit_json(m / "generation_config.json", eos_token_id=ends),
+       "not all of them are among the 57 words") for ends in (-1, 57, [1, 99999], "<|end|>")),
 ]
 
 
@@ -281,6 +283,31 @@ def test_a_tokenizer_without_padding_token_needs_none(tmp_path):
     shutil.copytree(TINY, tmp_path / "m")
     edit_json(tmp_path / "m" / "tokenizer_config.json", pad_token=None)
     trains(f"--model={tmp_path / 'm'}", *SMALL, f"--output={tmp_path / 'run'}")
+
+
+PLAIN = ("{% for m in messages %}{{ m.role }}: {{ m.content }} <|end|> {% endfor %}"
+         "{% if add_generation_prompt %}assistant:{% endif %}")
+
+
+@pytest.mark.parametrize("change, flags, words", [
+    (None, (), None),
+    (None, ("--system-prompt=Think.",), "--system-prompt: the chat template of --model leaves it"),
+    (lambda m: edit_json(m / "generation_config.json", eos_token_id=2), (),
+     "the chat template writes <|end|> after an answer, but the model's end tokens are <|unk|>"),
+    (written("chat_template.jinja", PLAIN), ("--system-prompt=Think.",), None),
+    (written("chat_template.jinja", PLAIN.replace(" <|end|> ", "\n")), (),
+     "--data: 1 of 2 problems hold 'assistant:', which the chat template writes between turns"),
+])
+def test_what_the_chat_template_does_is_said_once(capsys, tmp_path, change, flags, words):
+    folder, data = shutil.copytree(TINY, tmp_path / "m"), tmp_path / "x.jsonl"
+    data.write_text(json_lines(GOOD, {**GOOD, "question": "How many ? assistant: 5"}))
+    if change:
+        change(folder)
+    train.load(settings(*SMALL, f"--config={TINY / 'grpo.json'}", f"--model={folder}",
+                        f"--data={data}", *flags))
+    out = capsys.readouterr().out
+    lines = [line for line in out.splitlines() if "chat template" in line]
+    assert out.count(words) == 1 if words else lines == [], out
 
 
 @pytest.mark.parametrize("config", [
@@ -330,6 +357,16 @@ def test_too_few_problems(capsys, tmp_path):
     line = refused_before_a_folder_is_made(
         capsys, tmp_path, f"--data={path}", f"--eval-data={TINY / 'test.jsonl'}")
     assert f"--prompts-per-step 16: --data {path} has 2 problems" in line
+
+
+def test_a_reward_that_empties_its_lists(tmp_path):
+    (tmp_path / "mine.py").write_text("def score(completions, **columns):\n"
+                                      "    n = len(completions)\n"
+                                      "    for column in (completions, *columns.values()):\n"
+                                      "        column.clear()\n    return [1.0] * n\n")
+    trains(*SMALL, "--reward", f"{tmp_path / 'mine.py'}:score", "rule",
+           f"--output={tmp_path / 'run'}")
+    assert len(lines_of(tmp_path / "run" / "samples.jsonl")[0]["responses"]) == 2
 
 
 # --------------------------------------------------------------------------------------------------

@@ -282,8 +282,17 @@ def test_a_folder_that_holds_something_is_left_as_it_was(capsys, run_folder, tmp
         assert "holds a run already" in refused(capsys, *FLAGS, f"--output={folder}")
         assert snapshot(folder) == before
     assert "no run to resume" in refuses_to_resume(capsys, somebody)
-    for name in ("letter.txt/run", 300 * "x"):            # and what cannot be a folder
+    for name in ("letter.txt/run", 300 * "x", "\udcff"):  # and what cannot be a folder
         assert "--output" in refused(capsys, *FLAGS, f"--output={somebody / name}")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", ".lock"])
+def test_what_stands_outside_the_folder_is_left_as_it_was(capsys, run_folder, tmp_path, name):
+    shutil.move(run_folder / name, tmp_path / "other")
+    (tmp_path / "other").write_text("a line of somebody else's\n")
+    (run_folder / name).symlink_to(tmp_path / "other")
+    assert "has links to files elsewhere" in refuses_to_resume(capsys, run_folder)
+    assert (tmp_path / "other").read_text() == "a line of somebody else's\n"
 
 
 @pytest.fixture(scope="module")

@@ -473,6 +473,7 @@ def history(n, **series):
     ("kl", 12, "approx_kl", [0.06] * 10, [0.04] * 10, ("0.060", "--kl-band 0.02 0.05")),
     ("reference", 4, "approx_kl", [0.0] * 4, [0.0] * 3, ("exactly 0", "--lr")),
     ("flat", 10, "zero_variance_groups", [0.51] * 10, [0.5] * 10, ("51%", "--max-resample 3")),
+    ("cut", 10, "truncated_fraction", [0.96] * 10, [0.95] * 9, ("96%", "--max-new-tokens", "end")),
     ("ratio", 10, "sampler_ratio_error", [0.11] * 10, [0.09] * 10,
      ("0.11", "--sampler-correction 2.0")),
     ("entropy", 20, "entropy", [0.049] * 10, [0.051] * 10, ("0.0490", "--clip-eps-high 0.28")),
