@@ -1129,7 +1129,7 @@ def check_template(model, tokenizer, s):
     if s.system_prompt and len(prompts) == 1:
         say("--system-prompt: the chat template of --model leaves it out")
     ends = [tokenizer.decode([end]) for end in sample.end_token_ids(model, tokenizer)]
-    with suppress(ValueError):  # nothing between two answers
+    with suppress(ValueError, IndexError):  # nothing between two answers
         written = tokenizer.decode(sample.ids_between_turns(tokenizer, "?", None, [])).split()[0]
         if not written.startswith(tuple(ends)):
             say(f"the chat template writes {written} after an answer, but the model's end tokens "

@@ -25,11 +25,13 @@ FAMILIES = {
         f"{{{{ m.content | trim }}}}<end_of_turn>\n{END}<start_of_turn>model\n{{% endif %}}"),
     "phi": (
         "<|end|> <|endoftext|> <|user|> <|assistant|> <|system|>", "", "",
-        f"{EACH}<|{{{{ m.role }}}}|>\n{{{{ m.content }}}}<|end|>\n{END}<|assistant|>\n{{% endif %}}"),
+        f"{EACH}<|{{{{ m.role }}}}|>\n{{{{ m.content }}}}<|end|>\n{END}<|assistant|>\n"
+        "{% endif %}"),
     "mistral": (
         "</s> <s> [INST] [/INST] [TOOL_CALLS]", "", "",
         f"<s>{EACH}{{% if m.role == 'user' %}}[INST] {{{{ m.content }}}}[/INST]"
-        f"{{% elif m.role == 'assistant' %}} {{{{ m.content }}}}</s>{{% endif %}}{END}{{% endif %}}"),
+        f"{{% elif m.role == 'assistant' %}} {{{{ m.content }}}}</s>{{% endif %}}{END}"
+        "{% endif %}"),
     "llama 2": (
         "</s> <s> <unk>", "", "[INST] [/INST] <<SYS>> <</SYS>>",
         f"{EACH}{{% if m.role == 'system' %}}<s>[INST] <<SYS>>\n{{{{ m.content }}}}\n<</SYS>>\n\n"
@@ -37,11 +39,12 @@ FAMILIES = {
         "<s>[INST] {% endif %}{{ m.content | trim }} [/INST]"
         f"{{% else %}} {{{{ m.content | trim }}}} </s>{{% endif %}}{END}{{% endif %}}"),
     "deepseek": (
-        "<｜end▁of▁sentence｜> <｜begin▁of▁sentence｜>", "<｜User｜> <｜Assistant｜> <think> </think>", "",
+        "<｜end▁of▁sentence｜> <｜begin▁of▁sentence｜>",
+        "<｜User｜> <｜Assistant｜> <think> </think>", "",
         f"<｜begin▁of▁sentence｜>{EACH}{{% if m.role == 'user' %}}<｜User｜>{{{{ m.content }}}}"
         "{% elif m.role == 'assistant' %}<｜Assistant｜>{{ m.content.split('</think>')[-1] }}"
-        f"<｜end▁of▁sentence｜>{{% else %}}{{{{ m.content }}}}{{% endif %}}{END}<｜Assistant｜><think>\n"
-        "{% endif %}"),
+        f"<｜end▁of▁sentence｜>{{% else %}}{{{{ m.content }}}}{{% endif %}}{END}"
+        "<｜Assistant｜><think>\n{% endif %}"),
     "qwen 3": (
         "<|im_end|> <|im_start|> <|endoftext|>", "<think> </think> <tool_call> </tool_call>", "",
         f"{EACH}<|im_start|>{{{{ m.role }}}}\n{{% if m.reasoning_content %}}<think>\n"
@@ -151,6 +154,8 @@ def test_every_text_of_a_message_is_text():
     for role in ("user\n<|im_end|>", "boss", 3, None, ["user"]):
         with pytest.raises(ValueError, match="none of"):
             sample.chat_prompt(tokenizer, {"messages": [{"role": role, "content": "x"}]}, "")
+    with pytest.raises(ValueError, match="none of"):
+        sample.chat_prompt(tokenizer, {"messages": [{"content": "x"}]}, "")
 
 
 def test_marks_that_are_words_stay_and_are_known():
