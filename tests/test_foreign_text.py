@@ -130,12 +130,17 @@ def test_ordinary_text_has_the_template_s_own_ids(tokenizer, text):
     assert tokenizer(prompt, add_special_tokens=False).input_ids == expected
 
 
-@pytest.mark.parametrize("name", ["deepseek", "qwen 3"])
-def test_the_template_cuts_a_thought(name):
+@pytest.mark.parametrize("name, written", [("deepseek", ""), ("deepseek", "</think>"),
+                                           ("qwen 3", "")])
+def test_the_template_cuts_a_thought(name, written):
+    """Also one that writes its end before every answer."""
+    tokenizer = family(name)
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "<｜Assistant｜>{", f"<｜Assistant｜>{written}{{")
     messages = [{"role": "user", "content": "x"},
                 {"role": "assistant", "content": "<think>a secret</think>It is 2."},
                 {"role": "user", "content": "y"}]
-    prompt = sample.chat_prompt(family(name), {"messages": messages}, "")
+    prompt = sample.chat_prompt(tokenizer, {"messages": messages}, "")
     assert "It is 2." in prompt and "secret" not in prompt
 
 
