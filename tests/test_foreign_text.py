@@ -28,7 +28,8 @@ FAMILIES = {
         f"{EACH}<|{{{{ m.role }}}}|>\n{{{{ m.content }}}}<|end|>\n{END}<|assistant|>\n"
         "{% endif %}"),
     "mistral": (
-        "</s> <s> [INST] [/INST] [TOOL_CALLS]", "", "",
+        "</s> <s> <unk>", "", "[INST] [/INST]",
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
         f"<s>{EACH}{{% if m.role == 'user' %}}[INST] {{{{ m.content }}}}[/INST]"
         f"{{% elif m.role == 'assistant' %}} {{{{ m.content }}}}</s>{{% endif %}}{END}"
         "{% endif %}"),
