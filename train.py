@@ -992,7 +992,7 @@ def load(s):
 
 
 def check_combinations(s):
-    """BadInput for flags that a stage would refuse in the middle of a step, or ignore."""
+    """BadInput for flags that a stage would refuse in the middle of a step, or misunderstand."""
     low, high = s.kl_band or (1, 1)
     share, rest = divmod(s.prompts_per_step, world())
     refused = [
@@ -1005,15 +1005,19 @@ def check_combinations(s):
          f"--overlong-buffer {s.overlong_buffer}: longer than --max-new-tokens"),
         (s.max_turns != Settings.max_turns and not s.reply, "--max-turns: only with --reply"),
         (s.lora_alpha and not s.lora_rank, "--lora-alpha: only with --lora-rank"),
-        (s.reply and s.advantage == "shape", "--advantage shape: for single answers, not --reply"),
+        # The rule judges each box: rewards of whole answers would only be shown.
+        (s.advantage == "shape" and (s.reply or s.reward or s.reward_model or s.length_rescale
+                                     or s.overlong_buffer or s.max_resample),
+         "--advantage shape: rewards each box by the rule, and not with --reply, --reward, "
+         "--reward-model, --length-rescale, --overlong-buffer or --max-resample"),
         (s.reward_weights and not s.reward, "--reward-weights: only with --reward"),
         (s.reward_model and s.reward, "--reward-model and --reward: only one can give the rewards"),
         (s.around_best and s.group_size % (2 * s.around_best),
          f"--around-best {s.around_best}: does not divide half of --group-size {s.group_size}"),
         (s.around_best and (s.reply or s.reward or s.reward_model),
          "--around-best: uses the rule, not with --reply, --reward or --reward-model"),
-        (not s.scale_by_std and (s.step_reward or s.advantage not in ("group", "leave-one-out")),
-         "--no-scale-by-std: only with --advantage group or leave-one-out, without --step-reward"),
+        (not s.scale_by_std and (s.step_reward or s.advantage != "group"),
+         "--no-scale-by-std: only with --advantage group, without --step-reward"),
         # Rewards of steps replace the rewards of answers, on which these flags work.
         (s.step_reward and (s.advantage != "group" or s.reward_model or s.length_rescale
                             or s.overlong_buffer or s.max_resample),
@@ -1023,6 +1027,35 @@ def check_combinations(s):
     for holds, line in refused:
         if holds:
             raise BadInput(line)
+    tell_idle(s)
+
+
+def tell_idle(s):
+    """Print a line for every flag that changes nothing beside the others."""
+    off_policy = s.updates_per_rollout * s.minibatches > 1
+    per_answer = s.advantage in ("group", "leave-one-out") and not s.step_reward
+    z_scores = per_answer and s.advantage == "group" and s.scale_by_std
+    mixed = len(s.reward or ()) > 1 or s.overlong_buffer or min(s.reward_weights or [0]) <= 0
+    on_policy = "no effect with one update per rollout, because every ratio is 1"
+    needs = [  # a flag, whether it has an effect, and if not, why
+        ("clip_eps", off_policy, on_policy),
+        ("clip_eps", s.objective == "clip", "CISPO has no lower clip; see --clip-eps-high"),
+        ("clip_eps_high", off_policy, on_policy),
+        ("ratio", off_policy or not per_answer, on_policy),
+        ("objective", off_policy, on_policy),
+        ("kl_estimator", s.kl_coef, "no effect, because --kl-coef is 0"),
+        ("clip_advantages", not z_scores or (s.clip_advantages or 0) ** 2 < s.group_size - 1,
+         f"no effect: with {s.group_size} answers no advantage is as large"),
+        ("reward", not s.step_reward, "only measured, because --step-reward trains"),
+        ("reward_weights", not s.step_reward, "only measured, because --step-reward trains"),
+        ("reward_weights", mixed or not z_scores, "no effect: one weight scales the std, too"),
+        ("reward_model_lr", s.reward_model and s.renew_reference,
+         "no effect without --reward-model and --renew-reference"),
+        ("rounding", s.dtype != "float32", "no effect, because float32 weights are not rounded"),
+    ]
+    for name, has_effect, why in needs:
+        if getattr(s, name) != FIELDS[name].default and not has_effect:
+            say(f"{flag_of(name)}: {why}")
 
 
 def choose_device(s):

@@ -83,7 +83,10 @@ def test_bad_flags(capsys, tmp_path, flags, words):
     "--minibatches 17", "--overlong-buffer 41", "--around-best 3", "--max-turns 3",
     "--around-best 2 --reward rule", "--advantage shape --reply r.py:f", "--reward-weights 1",
     "--reward-weights 1 2 --reward rule", "--reward-model m --reward rule",
-    "--no-scale-by-std --advantage gtpo", "--no-scale-by-std --step-reward r.py:f",
+    "--no-scale-by-std --advantage gtpo", "--no-scale-by-std --advantage leave-one-out",
+    *(f"--advantage shape {flags}" for flags in (
+        "--reward rule", "--reward-model m", "--length-rescale 0.3", "--overlong-buffer 9",
+        "--max-resample 1")), "--kl-band 0 0.1", "--no-scale-by-std --step-reward r.py:f",
     "--step-reward r.py:f --max-resample 1", "--step-reward r.py:f --advantage gtpo",
     "--step-reward r.py:f --reward-model m", "--step-reward r.py:f --length-rescale 0.3",
     "--step-reward r.py:f --overlong-buffer 4", "--step-reward r.py:f --advantage leave-one-out",
@@ -338,6 +341,13 @@ def test_bad_data(capsys, tmp_path, flag, what):
         (tmp_path / "x.jsonl").write_text(text)
     line = refused_before_a_folder_is_made(capsys, tmp_path, f"{flag}={tmp_path / 'x.jsonl'}")
     assert f"{flag}: {tmp_path}" in line and words in line
+
+
+def test_rewards_that_compare_with_the_truth_need_it(capsys, tmp_path):
+    (tmp_path / "x.jsonl").write_text(json_lines({"question": "?"}))
+    line = refused_before_a_folder_is_made(capsys, tmp_path, f"--data={tmp_path / 'x.jsonl'}",
+                                           "--reward", "rule", "think")
+    assert "x.jsonl, line 1: 'answer'" in line
 
 
 def test_a_question_of_ten_megabytes_is_refused_at_once(capsys, tmp_path):

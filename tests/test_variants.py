@@ -3,7 +3,9 @@
 import contextlib
 import copy
 import dataclasses
+import functools
 import io
+import itertools
 import json
 import math
 import re
@@ -174,6 +176,93 @@ def test_mini_batches_take_every_group_once_in_each_pass():
     assert first.group_ids.tolist() == [0, 0, 1, 1, 2, 2]
     assert second.group_ids.tolist() == [3, 3, 4, 4]
     assert second.responses == list("6789") and second.advantages.tolist() == list(range(86, 90))
+
+
+# --------------------------------------------------------------------------------------------------
+# A flag that changes no weight is refused or told, whichever other flag stands beside it
+
+class Bigrams(torch.nn.Module):
+    """A policy of one table: the next token follows from the one before."""
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(64, 64, generator=seeded(5)))
+
+    def token_logprobs(self, input_ids, labels, temperature, with_entropy, groups):
+        log_p = (self.table[input_ids[:, :-1]] / temperature).log_softmax(-1)
+        mask = labels[:, 1:] != IGNORE
+        found = log_p.gather(2, input_ids[:, 1:, None])[..., 0].where(mask, 0)
+        entropies = -(log_p.exp() * log_p).sum(-1).detach().where(mask, 0)
+        return (found, entropies) if with_entropy else found
+
+
+MINE = """
+def words(completions, **columns):
+    return [len(text) % 7 for text in completions]
+
+def steps(completion_ids, **columns):
+    return [[(0, ids[0] % 3), (len(ids) - 1, ids[-1] % 5)] for ids in completion_ids]
+"""
+ONE_FLAG = """--clip-eps 0.01|--clip-eps-high 0.9|--kl-coef 0|--kl-estimator k2|--aggregate token
+--ratio sequence|--objective cispo|--sampler-correction 1.1|--mask-truncated|--renew-reference 1
+--kl-band 1e-6 2e-6|--advantage leave-one-out|--advantage gtpo|--advantage grpo-s|--advantage shape
+--no-scale-by-std|--clip-advantages 0.7|--length-rescale 0.3|--overlong-buffer 9
+--reward M:words rule|--reward M:words|--reward-weights 0.5 2|--reward-weights 3|--minibatches 2
+--step-reward M:steps|--reward-model-lr 0.1|--updates-per-rollout 1|--rounding nearest"""
+TEXTS = ["7 + 2 = 9 , \\boxed{ 9 }", "\\boxed{ 5 } , 9 \\boxed{ 9 }", "9", "\\boxed{ 7 } 2 2 2",
+         "\\boxed{ 9 }", "2 - 2 \\boxed{ 2 }", "\\boxed{ 2 } \\boxed{ 9 }", "4 = 4 = 4 , 5"]
+
+
+def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, tmp_path, tiny):
+    """Two steps with each pair: a flag that leaves the weights as without it is told or refused."""
+    (tmp_path / "m.py").write_text(MINE)
+    tokenizer = tiny[1]
+    rows = [tokenizer(text, add_special_tokens=False).input_ids for text in TEXTS]
+    labels = torch.tensor([[IGNORE] * 3 + row + [IGNORE] * (20 - len(row)) for row in rows])
+    rollout = Rollout(labels.clamp(min=3), labels, torch.zeros(8, 22), TEXTS,
+                      torch.arange(8) % 4 > 0, torch.arange(8) // 4)
+    start = Bigrams()
+    rollout.logprobs, _ = start.token_logprobs(rollout.input_ids, labels, 1.0, True, None)
+    rollout.logprobs = rollout.logprobs.detach() + 0.3 * torch.randn(8, 22, generator=seeded())
+    batch = [{"question": "?", "answer": "9"}, {"question": "?", "answer": "2"}]
+    monkeypatch.setattr(train, "batch_of_step", lambda *_: train.Batch(batch, ["", ""]))
+    monkeypatch.setattr(train, "evaluate", lambda *_: ({"eval_accuracy": 0.5}, ["", ""]))
+    plain = vars(settings("--steps=2", "--prompts-per-step=2", "--group-size=4", "--lr=20",
+                          "--max-new-tokens=12", "--kl-coef=0.3", "--updates-per-rollout=2"))
+    given = {words: train.given_flags(words.replace("M:", f"{tmp_path / 'm.py'}:").split())
+             for words in re.split(r"\||\n", ONE_FLAG)}
+
+    given["--clip-advantages 5"] = {"clip_advantages": 5.0}  # more than any of four answers has
+
+    @functools.cache
+    def trained(flags):
+        """-> what two steps move in the table, and what is told; None for a refusal."""
+        s = train.Settings(**{**plain, **{k: v for f in flags for k, v in given[f].items()}})
+        try:
+            train.check_combinations(s)
+            reward_of = train.load_reward_of(s)
+        except train.BadInput:
+            return None
+        told = capsys.readouterr().out
+        policy, reference = copy.deepcopy(start), copy.deepcopy(start).requires_grad_(False)
+        reference.table += 0.3 * torch.randn(64, 64, generator=seeded(2))
+        train.train_grpo(policy, reference if s.kl_coef else None,
+                         torch.optim.SGD(policy.parameters()), tokenizer, batch, batch, s,
+                         sampler=lambda *_: copy.deepcopy(rollout), reward_of=reward_of)
+        capsys.readouterr()
+        return (policy.table - start.table).detach(), told
+
+    tried = 0
+    given[""] = {}
+    for one, other in itertools.permutations(given, 2):
+        beside, both = trained(frozenset([other])), trained(frozenset([one, other]))
+        if not one or not (beside and both) or given[one].keys() & given[other].keys():
+            continue
+        tried += 1
+        same = bool((both[0] - beside[0]).norm() <= 1e-5 * beside[0].norm())
+        flag = one.split()[0]
+        assert f"{flag}: " in both[1] or not same or one.endswith("s 5"), (other, one)
+        assert same or f"{flag}: no effect" not in both[1], (other, one)
+    assert tried > 400
 
 
 # --------------------------------------------------------------------------------------------------
