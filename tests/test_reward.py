@@ -1,5 +1,6 @@
 r"""[B] reward.py: the rule, the last box, fair readings, problem files, users' rewards, figures."""
 # ruff: noqa: I001 - several names to a line
+import gzip
 import hashlib
 import itertools
 import json
@@ -410,7 +411,8 @@ def test_the_fields_may_have_other_names(tmp_path):
 
 
 @pytest.mark.parametrize("given, answer, truth", [
-    ("8 * 9\n#### 72", "72", "72"), ("72", "72", "72"), (72, "72", "72"), (0, "0", "0"),
+    ("8 * 9\n#### 72", "72", "72"), ("72", "72", "72"), (72, 72, "72"), (0, 0, "0"),
+    (False, False, "False"), (math.nan, math.nan, None), (math.inf, math.inf, None),
     ("Monday", "Monday", "Monday"), ("", "", None), (None, "", None), ("#### ", "#### ", None),
     (["a", "b"], ["a", "b"], None), ("#### A heading\nand text",) * 2 + (None,),
     ("x" * 100,) * 3, ("x" * 101,) * 2 + (None,),
@@ -418,13 +420,41 @@ def test_the_fields_may_have_other_names(tmp_path):
 def test_answers_of_any_kind_for_a_reward_of_ones_own(tmp_path, given, answer, truth):
     [problem] = load(tmp_path, line(answer=given, level=3), need_answer=False)
     solution = "8 * 9" if "8 * 9" in str(given) else ""
-    assert problem == {"question": "How many?", "answer": answer, "level": 3, "solution": solution}
+    expected = {"question": "How many?", "answer": answer, "level": 3, "solution": solution}
+    assert repr(sorted(problem.items())) == repr(sorted(expected.items()))  # False is not 0
     assert truths_of([problem]) == [truth] and final_answer(given) == truth
     if truth is None:
         with pytest.raises(ValueError, match="line 1: 'answer'"):
             load(tmp_path, line(answer=given))
     [problem] = load(tmp_path, '{"question": "?"}', need_answer=False)
     assert problem == {"question": "?", "answer": "", "solution": ""}
+
+
+def test_columns_are_checked_as_they_are_read(tmp_path):
+    """A misspelt name would give every row the answer "", and hide a good column."""
+    for need in (True, False):
+        with value_error("'anwser'"):
+            load(tmp_path, line(), answer_field="anwser", need_answer=need)
+    with value_error("no line has a column 'anwser' .*, there are question, truth, k$"):
+        load(tmp_path, '{"question": "?", "truth": 1}', '{"question": "?", "k": 2}',
+             answer_field="anwser", need_answer=False)
+    some = load(tmp_path, '{"question": "?", "k": 2}', '{"question": "?"}', answer_field="k",
+                need_answer=False)
+    assert [problem["answer"] for problem in some] == [2, ""]
+    for name in ("prompts", "completions", "completion_ids"):
+        with value_error(f"problems.jsonl: the column '{name}' has the name of an argument"):
+            load(tmp_path, line(), line(**{name: 1}), need_answer=False)
+
+
+@pytest.mark.parametrize("data, looks", [
+    (b"PAR1\0\0{", "Parquet"), (gzip.compress(line().encode()), "gzip"),
+    (b"question,answer\n4 + 5 ?,9\n", "CSV"), (b'\n{\n  "question": "?"\n}', "one JSON text"),
+    (b'[{"question": "?", "answer": "1"}]', "one JSON text"),
+], ids=range(5))
+def test_a_file_of_another_format_is_recognised(tmp_path, data, looks):
+    (tmp_path / "x").write_bytes(data)
+    with value_error(f"x: looks like {looks}; wanted is one JSON object per line"):
+        load_problems(tmp_path / "x")
 
 
 def test_a_chat_history_in_place_of_the_question(tmp_path):
@@ -699,6 +729,46 @@ def test_a_reward_is_called_as_trl_calls_it():
         "answer": [*"7788"], "level": [3, 3, None, None]}
 
 
+def test_every_row_has_columns_of_its_own():
+    """A reward that spoils its lists pays siblings, the next reward and the next epoch the same."""
+    def spoils(completions, completion_ids, pieces, **columns):
+        found = [float(len(row) + row.pop()) for row in pieces]
+        for column in (completions, completion_ids, pieces):
+            column.clear()
+        return found
+
+    problems = [{"answer": "1", "pieces": [1, 2, 3]}, {"answer": "2", "pieces": [4, 5]}]
+    rollout = rollout_of(*FOUR)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reward, "load_function", lambda spec: spoils)
+        rewards = reward_fn_of(["f.py:f", "f.py:f"])(problems, ["", ""], rollout)
+    assert rewards.tolist() == [12.0, 12.0, 14.0, 14.0] and rollout.responses == FOUR
+    assert [problem["pieces"] for problem in problems] == [[1, 2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize("when", ["as it is loaded", "as it is called"])
+def test_torch_is_as_it_was_before_a_reward(tmp_path, when):
+    code = "torch.set_grad_enabled(False), torch.set_default_dtype(torch.float64), " \
+           "torch.set_num_threads(3)"
+    early, late = (code, "0") if when == "as it is loaded" else ("0", code)
+    path = write(tmp_path / "rude.py", f"""
+        import torch
+        {early}
+        def f(completions, **columns):
+            {late}
+            return [1] * len(completions)
+    """)
+    state = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()
+    try:
+        scored(load_function(f"{path}:f"))
+        assert state == (torch.is_grad_enabled(), torch.get_default_dtype(),
+                         torch.get_num_threads())
+    finally:
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float32)
+        torch.set_num_threads(state[2])
+
+
 def test_the_rewards_of_the_flags_are_summed_over_those_that_apply(mine_py):
     answers = [box(7), box(8), "<think>8</think><answer>8</answer>", box(8)]
     rollout = rollout_of(*answers)
@@ -764,6 +834,9 @@ STRINGS = "prompts and completions are strings, not messages)"
     (gives(1, 2, -math.inf, 4), 2, "-inf is not"), (gives(1, -1e39, 3, 4), 1, "-1e+39 is not"),
     (gives(10**400, 2, 3, 4), 0, "OverflowError"), (gives(1, 2, [3], 4), 2, "TypeError"),
     (gives(1, torch.ones(2), 3, 4), 1, "only one element tensors"),
+    *((lambda values=values, **columns: values, None, f"TypeError: it gives a {kind}, not a list")
+      for kind, values in {"str": "1234", "dict": dict(enumerate("abcd")), "set": {1, 2, 3, 4},
+                           "frozenset": frozenset("abcd")}.items()),
     (gives(1, 2, 3, 1j), 3, "TypeError"), (gives(1, 2, Hostile(), 4), 2, "KeyError: 'no'"),
 ])
 def test_a_reward_that_goes_wrong_is_named(function, row, reason):
@@ -792,9 +865,6 @@ def test_what_is_wrong_is_told_under_its_flag(mine_py):
              f"--step-reward {mine_py}:one, row 0, response 'x': not a list of (end, reward) p")):
         with value_error(f"^{re.escape(line)}"):
             fn(PROBLEMS[:1], ["p"], rollout_of("x", "y"))
-    hidden = [{**PROBLEMS[0], "completions": "mine"}]
-    with value_error("^--data: a column 'completions' has the name of an argument of rewards"):
-        reward_fn_of(["rule"])(hidden, ["p"], rollout_of("x", "y"))
 
 
 def test_a_reward_file_with_dataclasses_and_neighbours(tmp_path):
@@ -846,6 +916,8 @@ def test_a_reward_file_takes_the_name_of_no_other_module(tmp_path, name):
     before = sys.modules.get(name)
     function = load_function(write(tmp_path / f"{name}.py", "def f(): return 5") + ":f")
     assert function() == 5 and sys.modules.get(name) is before
+    write(tmp_path / "grpo_mine.py", "1 / 0")  # a dot in a name is no package
+    assert load_function(write(tmp_path / "grpo_mine.v2.py", "def f(): return 6") + ":f")() == 6
     (tmp_path / "more").mkdir()
     for folder in ("", "more"):  # two files of one name, and one that was changed
         for value in (1, 2):
