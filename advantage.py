@@ -51,6 +51,8 @@ def is_flat(rewards, group_size):
 def check(rewards, group_size, clip=None):
     if group_size < 2:
         raise ValueError(f"group_size {group_size}: a group needs at least two answers to compare")
+    if not isinstance(rewards, torch.Tensor):
+        raise ValueError(f"rewards: a tensor is expected, not a {type(rewards).__name__}")
     if rewards.ndim != 1 or len(rewards) == 0 or len(rewards) % group_size:
         raise ValueError(f"rewards {tuple(rewards.shape)}: not whole groups of {group_size}")
     if not rewards.isfinite().all():

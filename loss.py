@@ -72,6 +72,9 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
     penalty without a reference, and what `token_terms` refuses.
     """
     check_option("aggregate", aggregate, AGGREGATES)
+    tensors = (logprobs, old_logprobs, advantages, mask)
+    if not all(isinstance(each, torch.Tensor) for each in tensors) or mask.dtype != torch.bool:
+        raise ValueError("logprobs, advantages, mask: tensors are expected, the mask of bools")
     if aggregate == "constant" and not max_new_tokens:
         raise ValueError("aggregate 'constant' divides by max_new_tokens, which is not given")
     if kl_coef and ref_logprobs is None:

@@ -251,10 +251,17 @@ def set_rewards(rollout, batch, reward_of=None):
     rewards = score_responses(rollout.responses, truths, N // len(truths))
     rollout.rule_rewards = rewards  # always, because accuracy comes from them
     if reward_of:
-        rewards = reward_of(batch.problems, batch.prompts, rollout)
-        if not isinstance(rewards, torch.Tensor) or rewards.shape != (N,):
-            raise BadInput(f"reward_of: it must return a tensor of {N} rewards, one per answer, "
-                           f"and gave {one_line(rewards)[:60]}")
+        try:
+            rewards = reward_of(batch.problems, batch.prompts, rollout)
+        except (BadInput, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise RewardFailed(f"reward_of: {type(error).__name__}: {one_line(error)}") from None
+        fits = isinstance(rewards, torch.Tensor) and rewards.shape == (N,)
+        if not (fits and rewards.is_floating_point() and rewards.isfinite().all()
+                and not rewards.requires_grad):
+            raise RewardFailed(f"reward_of: it must return a tensor of {N} rewards, one per answer,"
+                               f" floats without a gradient, and gave {one_line(rewards)[:60]}")
     rollout.rewards = rewards.cpu()
 
 
@@ -456,8 +463,8 @@ def check_arguments(problems, eval_problems, s):
     if not eval_problems:
         raise BadInput(f"--eval-data {s.eval_data or s.data}: no problem is left to hold out")
     if len(problems) < s.prompts_per_step and not s.eval_only:
-        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: --data {s.data} has "
-                       f"{len(problems)} problems")
+        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: --data {s.data} has only "
+                       f"{len(problems)} to train on")
 
 
 def batch_of_step(tokenizer, problems, step, s, attempt=0, n=None):
@@ -880,6 +887,8 @@ def flag_of(name):
 
 def parse(argv):
     """Flags -> Settings: the defaults, then a config file, then `argv`; None: the command line."""
+    if isinstance(argv, str) or not all(isinstance(word, str) for word in argv or ()):
+        raise BadInput(f"{argv!r}: flags and values are texts, as in ['--steps', '3']")
     given = given_flags(argv)
     if "resume" in given:
         return resumed_settings(given)
@@ -894,13 +903,16 @@ def parse(argv):
         if "data" in layer:
             # Held-out problems of another data set would measure something else.
             values.pop("eval_data", None)
+        if bool(layer.get("lora_rank")) != bool(values.get("lora_rank")) and "lora_rank" in layer:
+            values.pop("lr", None)  # a rate for all weights does not fit factors, nor the reverse
         values |= layer
     final = os.path.join(values.get("model", TINY), "final")
     if os.path.isfile(os.path.join(final, "config.json")):
         values["model"] = os.path.abspath(final)  # a run's folder was named
-    if values.get("lora_rank") and "lr" not in values:
-        values["lr"] = 1e-4
-        say("--lr is not given: 1e-4, because the factors of --lora-rank need larger steps")
+    if "lora_rank" in values and "lr" not in values:
+        rate, what = ("1e-4", "factors") if values["lora_rank"] else ("1e-6", "all weights")
+        values["lr"] = float(rate)
+        say(f"--lr is not given: {rate}, because --lora-rank {values['lora_rank']} trains {what}")
     return Settings(**values)
 
 
@@ -928,6 +940,9 @@ def as_flags(name, value):
     if isinstance(value, bool):
         return [flag_of(name if value else f"no_{name}")]
     if isinstance(value, list):
+        for word in value:
+            if isinstance(word, str) and word.startswith("-"):
+                raise ValueError(f"{flag_of(name)}: {word!r} would be read as a flag")
         return [flag_of(name), *map(str, value)]
     return [f"{flag_of(name)}={value}"]
 
@@ -945,8 +960,10 @@ def resumed_settings(given):
         if name == "steps" and saved.lr_schedule != "constant":
             free = False  # the learning rate of every step depends on how many there are
         if new != old and not free:
-            raise BadInput(f"{flag_of(name)} {new}: the run in {folder} has {old!r}, and a resumed "
-                           "run cannot change it")
+            line = f"{flag_of(name)} {new}: the run in {folder} has {old!r}"
+            if isinstance(new, bool):
+                line = f"{as_flags(name, new)[0]}: the run in {folder} was begun without it"
+            raise BadInput(f"{line}, and a resumed run cannot change it")
         if new != old and name == "threads":
             say(f"--threads {new}: the run had {old}; sums differ in their last digit, and so will "
                 "the metrics")
@@ -1279,7 +1296,8 @@ class MasterAdamW(torch.optim.AdamW):
     its own threshold, uniform between 0 and 1 unit, and is rounded up if its master's remainder
     reaches it. So a move by a hundredth of a unit moves one weight in a hundred by a whole unit: on
     average the intended change arrives. The thresholds follow from the seed and never change: no
-    step is random, and weights whose masters did not move keep their initial values. (Stochastic
+    step is random, and weights whose masters did not move keep their initial values. Of several
+    GPUs each has its own, so a run that is resumed on another number gets others. (Stochastic
     rounding, arXiv 2010.06192, draws at every step, and needs no masters.)
 
     `moved` is what AdamW moves, if not the masters: LoraAdamW computes the masters from it.
@@ -2002,17 +2020,28 @@ class Run:
     def stopping_on_signals(self):
         """Ctrl-C, SIGTERM and SIGHUP let the current step end; a second signal stops at once."""
         def stop(number, _):
+            if os.getpid() != owner:
+                put_back.close()  # the handlers belong to this process, not to one that it forks
+                return signal.raise_signal(number)
             self.signal = number
             signal.signal(number, signal.SIG_DFL)
             name = signal.Signals(number).name
             say(f"\nstopping after this step ({name}; a second one stops at once)", sys.stderr)
 
+        owner = os.getpid()
         with ExitStack() as put_back:
             for name in ("SIGINT", "SIGTERM", "SIGHUP"):
                 # Windows has no SIGHUP, and only the main thread may set handlers.
                 with suppress(AttributeError, ValueError):
                     number = getattr(signal, name)
                     put_back.callback(signal.signal, number, signal.signal(number, stop))
+            if hasattr(os, "fork"):
+                # Signals wait while a reward forks a process: Python forgets those that come then.
+                numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+                wait, go_on = (partial(signal.pthread_sigmask, how, numbers)
+                               for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK))
+                os.register_at_fork(before=wait, after_in_parent=go_on,
+                                    after_in_child=lambda: (put_back.close(), go_on()))
             yield
 
     def stopped(self):
@@ -2371,10 +2400,11 @@ def begin(run, parts, s):
                 run.tensorboard = SummaryWriter(run.folder / "tensorboard", purge_step=to_come)
                 run.opened.callback(run.tensorboard.close)
     n = sum(p.numel() for p in model.parameters())
+    source = "its config.json" if s.resume else s.config or "the command line"
     say(f"{s.model}: {n / 1e6:.2f}M parameters in {run.dtype} on "
         f"{model.device}, {len(parts.problems)} problems, "
-        f"{len(parts.eval_problems)} held out, {world()} processes; settings of "
-        f"{s.config or 'the command line'}; run in {run.name}, from step {run.step}")
+        f"{len(parts.eval_problems)} held out, {world()} processes; settings of {source}; "
+        f"run in {run.name}, from step {run.step}")
     # Only now, because config.json holds the coefficient that the run began with.
     s.kl_coef = s.kl_coef if run.kl_coef is None else run.kl_coef
 
@@ -2484,13 +2514,14 @@ def print_trace(parts, s):
 
 
 def keep_going(stream):
-    """Training goes on if the reader of a pipe leaves (`| head`) or the disk is full."""
+    """Training goes on if the reader of a pipe leaves (`| head`), or the stream is closed or full."""
     def unless_it_fails(call):
         def attempt(*given):
             try:
                 return call(*given)
-            except OSError:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            except (OSError, ValueError):
+                with suppress(ValueError):  # a reward has closed it
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return attempt
 
     stream.reconfigure(errors="backslashreplace")  # for a terminal that knows only ASCII
@@ -2499,6 +2530,8 @@ def keep_going(stream):
 
 
 if __name__ == "__main__":
-    keep_going(sys.stdout)
-    keep_going(sys.stderr)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed before the start: `>&-`
+            setattr(sys, name, open(os.devnull, "w"))
+        keep_going(getattr(sys, name))
     sys.exit(main())

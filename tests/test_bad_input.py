@@ -3,14 +3,15 @@
 import json
 import os
 import shutil
+import subprocess
 import sys
 import time
 
 import pytest
 import torch
 from conftest import (
-    FEW, TINY, edit_json, edit_tensors, ended, json_lines, lines_of, raises, refused, run_script,
-    settings, start, trains)
+    ENVIRONMENT, FEW, ROOT, TINY, edit_json, edit_tensors, ended, json_lines, lines_of, raises,
+    refused, run_script, settings, start, trains)
 
 import train
 
@@ -64,6 +65,7 @@ def test_a_flag_or_a_value_that_is_none(capsys, tmp_path, flag):
     (["--device=abacus"], "--device abacus: "),
     (["--device=xpu"], "--device xpu: not on this machine"),
     (["--prompts-per-step=3000"], "--prompts-per-step 3000: --data"),
+    ([FEW[0], "--prompts-per-step=32"], "few.jsonl has only 27 to train on"),
     (["--max-new-tokens=100000"], "more than the model's 128 positions: lower --max-new-tokens"),
     (["--model=nobody/nothing"], "--model nobody/nothing: cannot be loaded"),
     (["--model=./no/such/folder"], "--model ./no/such/folder: cannot be loaded"),
@@ -185,7 +187,9 @@ def test_a_rank_without_torchrun(capsys, monkeypatch, tmp_path, name, value):
     ('{"settings": {"lr": 1}, "recipe": {}}', "an older train.py"), ("", ""),
     ('{"group_size": 2.5}', "--group-size"), ('{"group_size": 1}', "--group-size"),
     ('{"clip_eps": [0.1, 0.2]}', "0.2"), ('{"steps": true}', "--steps"),
-    ('{"reward": []}', "--reward"), ('{"kl_estimator": {"k": 3}}', "--kl-estimator"),
+    *((json.dumps({"reward": ["rule", word]}), f"--reward: '{word}' would be read as a flag")
+      for word in ("--output=x", "--resume=x", "--help", "-h", "--dry-run", "--config=c.json")),
+    ('{"kl_band": [0.1, "--trace"]}', "--kl-band: '--trace'"), ('{"reward": []}', "--reward"), ('{"kl_estimator": {"k": 3}}', "--kl-estimator"),
 ])
 def test_a_bad_config(capsys, tmp_path, config, words):
     path = tmp_path / "c.json"
@@ -281,6 +285,13 @@ def test_a_bad_model(capsys, tmp_path, make_wrong, words):
     assert words in line and (str(folder) in line or "chat template" in words + line)
 
 
+def test_an_adapter_alone(capsys, tmp_path, run_here):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    for line in (refused(capsys, f"--model={tmp_path}"),
+                 run_here("sample.py", "--model", tmp_path, status=2)):
+        assert f"{tmp_path}: cannot be loaded: an adapter needs its model; final/" in line
+
+
 def test_a_tokenizer_without_padding_token_needs_none(tmp_path):
     """Masks come from labels, never from a padding id: the end token fills the rows."""
     shutil.copytree(TINY, tmp_path / "m")
@@ -366,7 +377,7 @@ def test_too_few_problems(capsys, tmp_path):
     path.write_text(json_lines(GOOD, {**GOOD, "question": "How many ?"}))
     line = refused_before_a_folder_is_made(
         capsys, tmp_path, f"--data={path}", f"--eval-data={TINY / 'test.jsonl'}")
-    assert f"--prompts-per-step 16: --data {path} has 2 problems" in line
+    assert f"--prompts-per-step 16: --data {path} has only 2 to train on" in line
 
 
 def test_a_reward_that_empties_its_lists(tmp_path):
@@ -381,6 +392,30 @@ def test_a_reward_that_empties_its_lists(tmp_path):
 
 # --------------------------------------------------------------------------------------------------
 # The terminal
+
+CLOSES = """
+import os, sys
+def score(completions, **columns):
+    {}
+    return [float(len(text)) for text in completions]
+"""
+
+
+@pytest.mark.parametrize("how", ["sys.stdout.close()", "sys.stderr.close()", "os.closerange(1, 2)"])
+def test_a_reward_that_closes_a_stream_ends_no_run(tmp_path, how):
+    (tmp_path / "mine.py").write_text(CLOSES.format(how))
+    done = run_script("train.py", *SMALL, f"--reward={tmp_path / 'mine.py'}:score",
+                      f"--output={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "final").is_dir() and "Traceback" not in done.stderr
+
+
+def test_a_run_that_is_begun_without_streams(tmp_path):
+    flags = " ".join(map(str, SMALL))
+    done = subprocess.run(f"exec {sys.executable} train.py {flags} --output={tmp_path / 'run'} "
+                          ">&- 2>&-", shell=True, cwd=ROOT, env=ENVIRONMENT, timeout=300)
+    assert done.returncode == 0 and (tmp_path / "run" / "final").is_dir()
+
 
 def test_a_terminal_that_goes_away_and_one_that_knows_ascii_only(tmp_path):
     problem = {**GOOD, "question": "Žofie hat 9 Bücher ?"}

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from conftest import (
-    FEW, REWARDS, ROOT, TINY, counted, hosted, parts, refused, rollout_of,
+    FEW, REWARDS, ROOT, TINY, counted, edit_json, hosted, parts, refused, rollout_of,
     seeded, small_model, trains)
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
@@ -303,6 +303,14 @@ def test_flags(capsys, tmp_path):
     assert train.parse([f"--model={tmp_path}", "--lora-rank=4", "--lr=1e-6"]).lr == 1e-6
     assert train.parse([f"--model={tmp_path}"]).lr == 1e-6
     assert not capsys.readouterr().out
+    for rank, flags, rate in ((4, ["--lora-rank=0"], 1e-6), (0, ["--lora-rank=4"], 1e-4)):
+        edit_json(tmp_path / "config.json", lora_rank=rank, lr=0.5, model=str(tmp_path))
+        config = f"--config={tmp_path / 'config.json'}"
+        assert train.parse([config, *flags]).lr == rate
+        assert f"--lr is not given: {rate:.0e}".replace("e-0", "e-") in capsys.readouterr().out
+        assert train.parse([config, *flags, "--lr=0.2"]).lr == 0.2
+        assert train.parse([config]).lr == train.parse([config, f"--lora-rank={2 * rank}"]).lr == 0.5
+        assert not capsys.readouterr().out
     assert "--lora-alpha: only with --lora-rank" in refused(capsys, "--lora-alpha=8")
 
 

@@ -207,6 +207,36 @@ def interrupted_twice():
         os._exit(1)
 
 
+POOL = """
+import multiprocessing
+import time
+
+def length(text):
+    return float(len(text))
+
+def score(completions, **columns):
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        return pool.map(length, completions)
+
+def sleeps(completions, **columns):
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    child.terminate()
+    child.join(20)
+    return [child.exitcode or 0.0] * len(completions)
+"""
+
+
+def test_the_handlers_belong_to_the_process_that_set_them(capsys, tmp_path):
+    """A pool ends its workers with SIGTERM; a worker that took it for the run's would live on."""
+    (tmp_path / "mine.py").write_text(POOL)
+    folder = tmp_path / "run"
+    trains(*FLAGS, "--steps=1", f"--reward={tmp_path / 'mine.py'}:sleeps", f"--output={folder}")
+    assert metrics_of(folder)[-1]["reward_mean"] == -signal.SIGTERM
+    trains(*FLAGS, "--steps=1", f"--reward={tmp_path / 'mine.py'}:score", f"--output={folder}2")
+    assert "stopping" not in capsys.readouterr().err
+
+
 def test_the_second_signal_leaves_at_once():
     process = PROCESSES.Process(target=interrupted_twice)
     process.start()
@@ -251,15 +281,17 @@ def refuses_to_resume(capsys, folder, *flags):
 @pytest.mark.parametrize("flag, words", [
     ("--lr=0.5", "--lr 0.5: the run in {folder} has 0.0003"),
     ("--seed=1", "--seed 1: the run in {folder} has 0"),
-    ("--no-scale-by-std", "--scale-by-std False: "), ("--output=elsewhere", "--output elsewhere: "),
-    ("--config=c.json", "--config c.json: "), ("--eval-only", "--eval-only True: "),
+    ("--no-scale-by-std", "--no-scale-by-std: the run in {folder} was begun without it"),
+    ("--output=elsewhere", "--output elsewhere: "),
+    ("--config=c.json", "--config c.json: "), 
+    ("--eval-only", "--eval-only: the run in {folder} was begun without it"),
     ("--steps=3", "--steps 3: the run in {folder} is at step 6"),
 ])
 def test_what_a_resumed_run_cannot_change(capsys, run_folder, flag, words):
     assert words.format(folder=run_folder) in refuses_to_resume(capsys, run_folder, flag)
 
 
-def test_the_saved_flags_may_be_repeated_and_steps_may_grow(run_folder):
+def test_the_saved_flags_may_be_repeated_and_steps_may_grow(capsys, run_folder):
     """And a flag that config.json does not know yet has today's default."""
     path = run_folder / "config.json"
     config = json.loads(path.read_text())
@@ -268,6 +300,7 @@ def test_the_saved_flags_may_be_repeated_and_steps_may_grow(run_folder):
     path.write_text(json.dumps(config))
     (run_folder / "inputs.json").unlink()
     trains(f"--resume={run_folder}", "--group-size=4", "--steps=7")
+    assert f"settings of its config.json; run in {run_folder}" in capsys.readouterr().out
     assert [m["step"] for m in metrics_of(run_folder)] == list(range(8))
     config = json.loads(path.read_text())
     assert config["steps"] == 7 and config["ratio"] == "token"

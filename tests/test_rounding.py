@@ -76,6 +76,9 @@ def test_thresholds_belong_to_the_weight_and_never_change():
     assert torch.equal(once, rounded(masters, torch.bfloat16)), "the same at every step"
     others = rounded(masters, torch.bfloat16, (2, "thresholds", 0, 0))
     assert 0.3 < float((once != others).float().mean()) < 0.4, "another seed, other thresholds"
+    others = rounded(masters, torch.bfloat16, (1, "thresholds", 0, 1))
+    assert 0.3 < float((once != others).float().mean()) < 0.4, "another rank"
+    assert "resumed on another number gets others" in " ".join(MasterAdamW.__doc__.split())
     # No two weights share a threshold: pieces, and the 64 bits of four weights, are drawn anew.
     same = rounded(torch.full((2**22,), 1 + 2**-8 * 0.5), torch.bfloat16) > 1
     for lag in (1, 2, 3, 4, 2**18, 2**20):

@@ -16,12 +16,13 @@ import torch
 from conftest import (
     FEW, NO_MEMORY, QWEN, REWARDS, ROOT, TINY, Diary, counted, curve, gradient, hosted, json_lines,
     lines_of, logprobs_on_full_logits, loop, metrics_of, parts, raises, rollout_of, same_tensors,
-    seeded, settings, tiny_problems, trains, whole_step)
+    seeded, settings, tiny_problems, trains, value_error,
+    whole_step)
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 import sample
 import train
-from advantage import group_advantages
+from advantage import advantages_for, group_advantages
 from logprob import IGNORE, micro_batches, token_logprobs
 from loss import grpo_loss
 from reward import load_problems
@@ -389,10 +390,17 @@ def test_the_bar_shows_trouble_first_and_an_answer_after_an_evaluation(capsys):
 # What is called from Python is told in one line what it lacks
 
 @pytest.mark.parametrize("how, words", [
-    (dict(problems=1), "has 1 problems"),
+    (dict(problems=1), "has only 1 to train on"),
     (dict(eval_problems=0), "no problem is left to hold out"),
     (dict(reward_of=lambda *_: [1.0, 2.0]), "a tensor of . rewards, one per answer"),
-    (dict(reward_of=lambda *_: torch.ones(1)), "a tensor of . rewards, one per answer"),
+    *((dict(reward_of=lambda p, q, rollout, kind=kind: kind(len(rollout.responses))),
+       "a tensor of . rewards, one per answer, floats without a gradient, and gave tensor")
+      for kind in (lambda n: torch.ones(1), lambda n: torch.ones(n).int(),
+                   lambda n: torch.ones(n) > 0, lambda n: torch.ones(n, requires_grad=True),
+                   lambda n: torch.ones(n) * torch.nan)),
+    (dict(reward_of=lambda *_: {}["x"]), "^reward_of: KeyError: 'x'$"),
+    (dict(lacks="approx_kl"), "its metrics lack 'approx_kl'"),
+    (dict(lacks="loss"), "its metrics lack 'loss'"),
 ], ids=lambda value: " ".join(map(str, value)) if isinstance(value, dict) else "")
 def test_train_grpo_called_directly_names_what_is_wrong(how, words):
     p = parts("--max-new-tokens=8")
@@ -401,6 +409,22 @@ def test_train_grpo_called_directly_names_what_is_wrong(how, words):
         train.train_grpo(p.policy, p.reference, p.optimizer, p.tokenizer, problems,
                          problems[:how.get("eval_problems", 3)], p.settings,
                          reward_of=how.get("reward_of"))
+
+
+def test_what_stands_in_the_wrong_place_is_named(capsys, tiny):
+    assert train.main(["--steps", 3]) == train.main("--steps 3") == 2
+    assert capsys.readouterr().err.count("flags and values are texts, as in ['--steps', '3']") == 2
+    with value_error("prompts: a list of texts is expected, not one text"):
+        sample_groups(*tiny, "How many ?")
+    with value_error("problems: each needs an 'answer'"):
+        train.truths_of([{"question": "?"}])
+    for kind in ("group", "leave-one-out", "gtpo"):
+        with value_error("rewards: a tensor is expected, not a list"):
+            advantages_for(kind, [1.0, 0.0], 2)
+    x = torch.zeros(2, 3)
+    for given in ((x, x, x, x[:, 0], x), ([[0.0]], x, x, x[:, 0], x > 0), (x, x, x, [0, 0], x > 0)):
+        with value_error("tensors are expected, the mask of bools"):
+            grpo_loss(*given)
 
 
 # --------------------------------------------------------------------------------------------------
