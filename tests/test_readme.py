@@ -116,6 +116,11 @@ def test_the_notebook(monkeypatch, tmp_path, capsys):
     rewards = capsys.readouterr().out.splitlines()[-1]
     assert len(re.findall(r"-\d+\.\d+", rewards)) == 3
     assert list(tmp_path.iterdir()) == []                 # without a folder nothing is written
+    call = re.search(r"# (train\.train\(.*\)) writes --output", code)[1]
+    code = re.sub(r"train\.train_grpo\(.*\)", call, code).replace("--steps=3", "--output=mine")
+    exec(compile(code.replace('"--eval', '"--steps=1", "--eval'), "README.md", "exec"), here := {})
+    here["run"].opened.close()
+    assert train.main(["--resume=mine", "--steps=2"]) == 0
 
 
 def test_ci_runs_the_readmes_test_command():

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    NO_MEMORY, SMALL, TINY, make_tokenizer, raises, seeded, small_model, value_error)
+    NO_MEMORY, SMALL, TINY, ended, make_tokenizer, raises, seeded, small_model, start, value_error)
 from tokenizers import AddedToken
 
 import sample
@@ -1053,6 +1053,8 @@ def test_script_says_the_system_prompt(run_here, run):
     ("{", "config.json: Expecting"), (None, "config.json"),  # no such file
     ("--device=abacus", ""), ("--model=nowhere/at/all", ""), ("--group-size=0", ""),
     ("--max-new-tokens=0", ""), ("--temperature=nan", ""),
+    *((flag, "--max-new-tokens 9999: the model's 128 positions leave 1")
+      for flag in ("--max-new-tokens=9999", {"max_new_tokens": 9999})),
 ])
 def test_script_refuses_a_config_and_a_flag_in_one_line(run_here, run, tmp_path, config, says):
     flag = config if str(config).startswith("--") else run(config or {})
@@ -1097,6 +1099,12 @@ def test_open_policy(tmp_path, tiny):
     assert all(getattr(part, "attention_dropout", 0) == 0 for part in model.modules())
     model, _ = sample.open_policy(str(folder))
     assert all(map(torch.equal, model.parameters(), tiny[0].parameters()))
+
+
+def test_a_reader_that_leaves_costs_no_traceback(tmp_path):
+    """`| head -1`: a pipe without a reader, as out="" is."""
+    process = start("sample.py", "--group-size=2", "How many ?", out="", err=tmp_path / "err")
+    assert ended([process]) == [0] and (tmp_path / "err").read_text() == ""
 
 
 def test_script_draws_a_group(run_here, tiny):
