@@ -903,7 +903,7 @@ def parse(argv):
         if "data" in layer:
             # Held-out problems of another data set would measure something else.
             values.pop("eval_data", None)
-        if bool(layer.get("lora_rank")) != bool(values.get("lora_rank")) and "lora_rank" in layer:
+        if bool(layer.get("lora_rank", was := values.get("lora_rank"))) != bool(was):
             values.pop("lr", None)  # a rate for all weights does not fit factors, nor the reverse
         values |= layer
     final = os.path.join(values.get("model", TINY), "final")
@@ -1049,30 +1049,27 @@ def check_combinations(s):
 
 def tell_idle(s):
     """Print a line for every flag that changes nothing beside the others."""
-    off_policy = s.updates_per_rollout * s.minibatches > 1
+    on_policy = s.updates_per_rollout * s.minibatches == 1 and "no effect: every ratio is 1"
     per_answer = s.advantage in ("group", "leave-one-out") and not s.step_reward
-    z_scores = per_answer and s.advantage == "group" and s.scale_by_std
-    mixed = len(s.reward or ()) > 1 or s.overlong_buffer or min(s.reward_weights or [0]) <= 0
-    on_policy = "no effect with one update per rollout, because every ratio is 1"
-    needs = [  # a flag, whether it has an effect, and if not, why
-        ("clip_eps", off_policy, on_policy),
-        ("clip_eps", s.objective == "clip", "CISPO has no lower clip; see --clip-eps-high"),
-        ("clip_eps_high", off_policy, on_policy),
-        ("ratio", off_policy or not per_answer, on_policy),
-        ("objective", off_policy, on_policy),
-        ("kl_estimator", s.kl_coef, "no effect, because --kl-coef is 0"),
-        ("clip_advantages", not z_scores or (s.clip_advantages or 0) ** 2 < s.group_size - 1,
-         f"no effect: with {s.group_size} answers no advantage is as large"),
-        ("reward", not s.step_reward, "only measured, because --step-reward trains"),
-        ("reward_weights", not s.step_reward, "only measured, because --step-reward trains"),
-        ("reward_weights", mixed or not z_scores, "no effect: one weight scales the std, too"),
-        ("reward_model_lr", s.reward_model and s.renew_reference,
-         "no effect without --reward-model and --renew-reference"),
-        ("rounding", s.dtype != "float32", "no effect, because float32 weights are not rounded"),
+    z_scores = s.advantage == "group" and s.scale_by_std and not s.step_reward
+    one_weight = len(s.reward or ()) == 1 and not s.overlong_buffer and min(s.reward_weights or [0])
+    idle = [  # flags, and false or why they have no effect
+        ("clip_eps clip_eps_high objective", on_policy),
+        ("ratio", per_answer and on_policy),
+        ("clip_eps", s.objective == "cispo" and "CISPO has no lower clip; see --clip-eps-high"),
+        ("kl_estimator", not s.kl_coef and "no effect: --kl-coef is 0"),
+        ("clip_advantages", z_scores and (s.clip_advantages or 0) ** 2 >= s.group_size - 1
+         and f"no effect: with {s.group_size} answers no advantage is as large"),
+        ("reward reward_weights", s.step_reward and "only measured, because --step-reward trains"),
+        ("reward_weights", z_scores and one_weight > 0 and "no effect: it scales the std, too"),
+        ("reward_model_lr", not (s.reward_model and s.renew_reference)
+         and "no effect without --reward-model and --renew-reference"),
+        ("rounding", s.dtype == "float32" and "no effect: float32 weights are not rounded"),
     ]
-    for name, has_effect, why in needs:
-        if getattr(s, name) != FIELDS[name].default and not has_effect:
-            say(f"{flag_of(name)}: {why}")
+    for names, why in idle:
+        for name in names.split():
+            if why and getattr(s, name) != FIELDS[name].default:
+                say(f"{flag_of(name)}: {why}")
 
 
 def choose_device(s):
@@ -2020,8 +2017,8 @@ class Run:
     def stopping_on_signals(self):
         """Ctrl-C, SIGTERM and SIGHUP let the current step end; a second signal stops at once."""
         def stop(number, _):
-            if os.getpid() != owner:
-                put_back.close()  # the handlers belong to this process, not to one that it forks
+            if os.getpid() != owner:  # a process that a reward has forked
+                put_back.close()
                 return signal.raise_signal(number)
             self.signal = number
             signal.signal(number, signal.SIG_DFL)
@@ -2514,7 +2511,7 @@ def print_trace(parts, s):
 
 
 def keep_going(stream):
-    """Training goes on if the reader of a pipe leaves (`| head`), or the stream is closed or full."""
+    """Training goes on if a pipe's reader leaves (`| head`), or the stream is full or closed."""
     def unless_it_fails(call):
         def attempt(*given):
             try:
@@ -2530,8 +2527,8 @@ def keep_going(stream):
 
 
 if __name__ == "__main__":
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # it was closed before the start: `>&-`
-            setattr(sys, name, open(os.devnull, "w"))
-        keep_going(getattr(sys, name))
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # None after `>&-`
+    sys.stderr = sys.stderr or open(os.devnull, "w")
+    keep_going(sys.stdout)
+    keep_going(sys.stderr)
     sys.exit(main())

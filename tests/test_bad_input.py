@@ -189,7 +189,8 @@ def test_a_rank_without_torchrun(capsys, monkeypatch, tmp_path, name, value):
     ('{"clip_eps": [0.1, 0.2]}', "0.2"), ('{"steps": true}', "--steps"),
     *((json.dumps({"reward": ["rule", word]}), f"--reward: '{word}' would be read as a flag")
       for word in ("--output=x", "--resume=x", "--help", "-h", "--dry-run", "--config=c.json")),
-    ('{"kl_band": [0.1, "--trace"]}', "--kl-band: '--trace'"), ('{"reward": []}', "--reward"), ('{"kl_estimator": {"k": 3}}', "--kl-estimator"),
+    ('{"kl_band": [0.1, "--trace"]}', "--kl-band: '--trace'"), ('{"reward": []}', "--reward"),
+    ('{"kl_estimator": {"k": 3}}', "--kl-estimator"),
 ])
 def test_a_bad_config(capsys, tmp_path, config, words):
     path = tmp_path / "c.json"
