@@ -195,7 +195,7 @@ class Bigrams(torch.nn.Module):
         return (found, entropies) if with_entropy else found
 
 
-MINE = """
+OWN = """
 def words(completions, **columns):
     return [len(text) % 7 for text in completions]
 
@@ -214,7 +214,7 @@ TEXTS = ["7 + 2 = 9 , \\boxed{ 9 }", "\\boxed{ 5 } , 9 \\boxed{ 9 }", "9", "\\bo
 
 def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, tmp_path, tiny):
     """Two steps with each pair: a flag that leaves the weights as without it is told or refused."""
-    (tmp_path / "m.py").write_text(MINE)
+    (tmp_path / "m.py").write_text(OWN)
     tokenizer = tiny[1]
     rows = [tokenizer(text, add_special_tokens=False).input_ids for text in TEXTS]
     labels = torch.tensor([[IGNORE] * 3 + row + [IGNORE] * (20 - len(row)) for row in rows])
@@ -237,6 +237,7 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, tm
     def trained(flags):
         """-> what two steps move in the table, and what is told; None for a refusal."""
         s = train.Settings(**{**plain, **{k: v for f in flags for k, v in given[f].items()}})
+        capsys.readouterr()
         try:
             train.check_combinations(s)
             reward_of = train.load_reward_of(s)
@@ -248,7 +249,6 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, tm
         train.train_grpo(policy, reference if s.kl_coef else None,
                          torch.optim.SGD(policy.parameters()), tokenizer, batch, batch, s,
                          sampler=lambda *_: copy.deepcopy(rollout), reward_of=reward_of)
-        capsys.readouterr()
         return (policy.table - start.table).detach(), told
 
     tried = 0
@@ -262,7 +262,9 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, tm
         flag = one.split()[0]
         assert f"{flag}: " in both[1] or not same or one.endswith("s 5"), (other, one)
         assert same or f"{flag}: no effect" not in both[1], (other, one)
-    assert tried > 400
+    assert tried > 600
+    three = frozenset(["--ratio sequence", "--advantage gtpo", "--updates-per-rollout 1"])
+    assert "--ratio" not in trained(three)[1]              # the advantages of tokens are mixed
 
 
 # --------------------------------------------------------------------------------------------------
