@@ -16,8 +16,7 @@ import torch
 from conftest import (
     FEW, NO_MEMORY, QWEN, REWARDS, ROOT, TINY, Diary, counted, curve, gradient, hosted, json_lines,
     lines_of, logprobs_on_full_logits, loop, metrics_of, parts, raises, rollout_of, same_tensors,
-    seeded, settings, tiny_problems, trains, value_error,
-    whole_step)
+    seeded, settings, tiny_problems, trains, value_error, whole_step)
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
 import sample
@@ -399,8 +398,6 @@ def test_the_bar_shows_trouble_first_and_an_answer_after_an_evaluation(capsys):
                    lambda n: torch.ones(n) > 0, lambda n: torch.ones(n, requires_grad=True),
                    lambda n: torch.ones(n) * torch.nan)),
     (dict(reward_of=lambda *_: {}["x"]), "^reward_of: KeyError: 'x'$"),
-    (dict(lacks="approx_kl"), "its metrics lack 'approx_kl'"),
-    (dict(lacks="loss"), "its metrics lack 'loss'"),
 ], ids=lambda value: " ".join(map(str, value)) if isinstance(value, dict) else "")
 def test_train_grpo_called_directly_names_what_is_wrong(how, words):
     p = parts("--max-new-tokens=8")
