@@ -909,6 +909,9 @@ def parse(argv):
     final = os.path.join(values.get("model", TINY), "final")
     if os.path.isfile(os.path.join(final, "config.json")):
         values["model"] = os.path.abspath(final)  # a run's folder was named
+    if os.path.isfile(os.path.join(values.get("model", TINY), "adapter_config.json")):
+        raise BadInput(f"--model {values['model']}: an adapter needs its model; final/ beside it "
+                       "has both in one")
     if "lora_rank" in values and "lr" not in values:
         rate, what = ("1e-4", "factors") if values["lora_rank"] else ("1e-6", "all weights")
         values["lr"] = float(rate)
@@ -1044,7 +1047,6 @@ def check_combinations(s):
     for holds, line in refused:
         if holds:
             raise BadInput(line)
-    tell_idle(s)
 
 
 def tell_idle(s):
@@ -1587,6 +1589,7 @@ def plan_memory(s):
     check_card(s, device)
     # The run keeps this dtype: a second measurement might choose another.
     s = dataclasses.replace(s, dtype=str(dtype).removeprefix("torch."))
+    tell_idle(s)
     if s.eval_only:
         return ways_to_save(s, device.type)[0]  # these flags are for training
     model = model_without_storage(s, dtype)

@@ -240,6 +240,7 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, tm
         capsys.readouterr()
         try:
             train.check_combinations(s)
+            train.tell_idle(s)
             reward_of = train.load_reward_of(s)
         except train.BadInput:
             return None
@@ -263,6 +264,8 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, tm
         assert f"{flag}: " in both[1] or not same or one.endswith("s 5"), (other, one)
         assert same or f"{flag}: no effect" not in both[1], (other, one)
     assert tried > 600
+    settings("--kl-coef=0", "--kl-estimator=k2")
+    assert capsys.readouterr().out == "--kl-estimator: no effect: --kl-coef is 0\n"
     three = frozenset(["--ratio sequence", "--advantage gtpo", "--updates-per-rollout 1"])
     assert "--ratio" not in trained(three)[1]              # the advantages of tokens are mixed
 
