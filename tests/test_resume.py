@@ -229,11 +229,11 @@ def sleeps(completions, **columns):
 
 def test_the_handlers_belong_to_the_process_that_set_them(capsys, tmp_path):
     """A pool ends its workers with SIGTERM; a worker that took it for the run's would live on."""
-    (tmp_path / "grpo_forks.py").write_text(POOL)
+    (tmp_path / "forks.py").write_text(POOL)
     folder = tmp_path / "run"
-    trains(*FLAGS, "--steps=1", f"--reward={tmp_path / 'grpo_forks.py'}:sleeps", f"--output={folder}")
+    trains(*FLAGS, "--steps=1", f"--reward={tmp_path / 'forks.py'}:sleeps", f"--output={folder}")
     assert metrics_of(folder)[-1]["reward_mean"] == -signal.SIGTERM
-    trains(*FLAGS, "--steps=1", f"--reward={tmp_path / 'grpo_forks.py'}:score", f"--output={folder}2")
+    trains(*FLAGS, "--steps=1", f"--reward={tmp_path / 'forks.py'}:score", f"--output={folder}2")
     assert "stopping" not in capsys.readouterr().err
 
 

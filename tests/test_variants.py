@@ -265,7 +265,7 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, tm
         assert same or f"{flag}: no effect" not in both[1], (other, one)
     assert tried > 600
     settings("--kl-coef=0", "--kl-estimator=k2")
-    assert capsys.readouterr().out == "--kl-estimator: no effect: --kl-coef is 0\n"
+    assert capsys.readouterr().out.count("--kl-estimator: no effect: --kl-coef is 0\n") == 1
     three = frozenset(["--ratio sequence", "--advantage gtpo", "--updates-per-rollout 1"])
     assert "--ratio" not in trained(three)[1]              # the advantages of tokens are mixed
 
