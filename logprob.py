@@ -135,9 +135,9 @@ class LeanHead(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, targets, lse)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropy)
-        hidden, weight = factors(hidden, weight)
+        wide = weight if weight.is_cuda else weight.float()
         for rows in chunks(len(hidden), len(weight), hidden.device):
-            logits = logits_of(hidden[rows], weight, temperature)                 # (m, V)
+            logits = logits_of(hidden[rows], wide, temperature)                   # (m, V)
             top = logits.amax(dim=-1)                                             # (m,)
             logits.sub_(top[:, None])
             chosen = logits.gather(1, targets[rows, None])[:, 0]
@@ -158,30 +158,41 @@ class LeanHead(torch.autograd.Function):
         learns = ctx.needs_input_grad[1]
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
         grad = grad / ctx.temperature                                             # (M,)
-        hidden, weight = factors(hidden, weight)
+        wide = weight if weight.is_cuda else weight.float()
+        factor = weight if has_amx(weight) else wide
         for rows in chunks(len(hidden), len(weight), hidden.device):
-            logits = logits_of(hidden[rows], weight, ctx.temperature)
+            logits = logits_of(hidden[rows], wide, ctx.temperature)
             d = logits.sub_(lse[rows, None]).exp_().mul_(-grad[rows, None])       # -g * softmax
             d.scatter_add_(1, targets[rows, None], grad[rows, None])              # +g at the target
-            d = d.to(weight.dtype)
-            grad_hidden[rows] = d @ weight
-            if learns and weight.dtype == torch.float32:
-                grad_weight.addmm_(d.T, hidden[rows])
+            d = d.to(wide.dtype)
+            grad_hidden[rows] = d.to(factor.dtype) @ factor
+            if learns and wide.dtype == torch.float32:
+                with exact_products(weight):                     # of d rounded, as on CUDA
+                    grad_weight.addmm_(d.T, hidden[rows].float())
             elif learns:
                 grad_weight += d.T @ hidden[rows]
         return grad_hidden, grad_weight, None, None, None
 
 
-def factors(hidden, weight):
-    """Both in float32, except on CUDA, where a half-precision product can return float32."""
-    return (hidden, weight) if hidden.is_cuda else (hidden.float(), weight.float())
-
-
 def logits_of(hidden, weight, temperature):
     """Logits / T (m, V) in float32: bfloat16 would round a logit of 16 by up to 0.06."""
-    wide = {"out_dtype": torch.float32} if hidden.is_cuda else {}
-    logits = torch.mm(hidden, weight.T, **wide)
+    if hidden.is_cuda:
+        logits = torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    else:
+        with exact_products(hidden):
+            logits = hidden.float() @ weight.T
     return logits if temperature == 1 else logits.div_(temperature)
+
+
+def has_amx(x):
+    """Is it bfloat16, on a CPU that multiplies that in hardware?"""
+    amx = torch.cpu.get_capabilities().get("amx_bf16", False)
+    return amx and x.dtype == torch.bfloat16 and x.device.type == "cpu"
+
+
+def exact_products(x):
+    """A context: float32 products of what were such numbers are taken so, with float32 sums."""
+    return torch.backends.mkldnn.flags(None, None, None, "bf16" if has_amx(x) else None)
 
 
 # Own head. Gemma 2 caps its logits, Granite and Cohere scale them, Phi adds a bias. Their heads run
@@ -276,10 +287,33 @@ def grouped_attention(module, query, key, value, mask, scaling=None, groups=None
         # Heads first: (n, Hkv, L * g, D), and (n, Hkv, K, D), (n, Hkv, K, Dv)
         queries = q[queries].transpose(1, 2).flatten(2, 3)
         seen_k, seen_v = (x[keys].transpose(1, 2) for x in (k, v))
-        o = scaled_dot_product_attention(queries, seen_k, seen_v, mask, scale=scaling)
+        if has_amx(q):                       # torch's own takes three times as long backward
+            o = PlainBackward.apply(queries, seen_k, seen_v, mask, scaling)
+        else:
+            o = scaled_dot_product_attention(queries, seen_k, seen_v, mask, scale=scaling)
         o = o.unflatten(2, (-1, heads)).transpose(1, 2)                         # (n, L, Hkv, g, Dv)
         out.append(o.flatten(2, 3).flatten(0, 1))                               # (n * L, Hq, Dv)
     return torch.cat(out)[places][None], None
+
+
+class PlainBackward(torch.autograd.Function):
+    """scaled_dot_product_attention with the gradients of the formula, which runs again for them."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, mask, scale):
+        # (n, H, L, D), (n, H, K, D), (n, H, K, Dv), (n, 1, L, K) -> (n, H, L, Dv)
+        ctx.save_for_backward(q, k, v, mask)
+        ctx.scale = scale
+        return scaled_dot_product_attention(q, k, v, mask, scale=scale)
+
+    @staticmethod
+    @torch.enable_grad()
+    def backward(ctx, grad):
+        *inputs, mask = ctx.saved_tensors
+        q, k, v = (x.detach().requires_grad_() for x in inputs)
+        scores = ctx.scale * q.float() @ k.float().mT                             # (n, H, L, K)
+        o = (scores + mask.log()).softmax(dim=-1).to(v.dtype) @ v
+        return *torch.autograd.grad(o, (q, k, v), grad), None, None
 
 
 @lru_cache(maxsize=8)

@@ -116,6 +116,15 @@ def tiny():
     return model, AutoTokenizer.from_pretrained(TINY)
 
 
+def precisions(monkeypatch, amx):
+    """The CPU says whether it has AMX -> a set of what oneDNN is told for float32 products."""
+    seen = set()
+    flags = torch.backends.mkldnn.flags
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": amx})
+    monkeypatch.setattr(torch.backends.mkldnn, "flags", lambda *a: seen.add(a[3]) or flags(*a))
+    return seen
+
+
 @pytest.fixture(scope="session")
 def qwen():
     """Qwen2.5's tokenizer, where it stands beside the checkout."""

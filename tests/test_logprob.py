@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    NO_MEMORY, SMALL, TINY, answer_rows, edit_json, raises, seeded, small_model, value_error)
+    NO_MEMORY, SMALL, TINY, answer_rows, edit_json, precisions, raises, seeded, small_model,
+    value_error)
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -250,8 +251,11 @@ def lean_head_inputs(M, dtype):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("grad_dtype", [None, torch.float32])
-def test_lean_head(monkeypatch, rows, temperature, dtype, grad_dtype):
-    """No rounding but that of the factors and the results, over up to 300 chunks."""
+@pytest.mark.parametrize("amx", [False, True])
+def test_lean_head(monkeypatch, rows, temperature, dtype, grad_dtype, amx):
+    """No rounding but that of the factors and the results, over up to 300 chunks; with AMX, that of
+    d to bfloat16."""
+    taken = precisions(monkeypatch, amx)
     if rows:
         rows_a_chunk(monkeypatch, rows)
     hidden, weight, targets, grad = lean_head_inputs(300, dtype)
@@ -270,9 +274,10 @@ def test_lean_head(monkeypatch, rows, temperature, dtype, grad_dtype):
     exact_entropy = -(logp.exp() * logp).sum(dim=1)
     torch.testing.assert_close(entropy.double(), exact_entropy, rtol=1e-5, atol=1e-5)
     for x, e in zip((hidden, weight), exact):
-        rounded = x.grad.dtype == torch.bfloat16
+        rounded = torch.bfloat16 in (x.grad.dtype, dtype if amx else None)
         assert (x.grad.double() - e.grad).norm() <= (3e-3 if rounded else 1e-6) * e.grad.norm()
     assert hidden.grad.dtype == dtype and weight.grad.dtype == weight.grad_dtype
+    assert taken == {"bf16" if amx and dtype == torch.bfloat16 else None}
 
 
 def test_lean_head_works_in_place_and_with_large_logits():
@@ -480,6 +485,7 @@ def reference(query, key, value, mask, scaling):
 
 
 def assert_same_attention(groups, inputs, tolerance):
+    """-> its result."""
     T = sum(map(sum, groups))
     out, _ = logprob.grouped_attention(None, *inputs, None, scaling=0.3, groups=groups)
     expected = reference(*inputs, tree(groups), 0.3)
@@ -489,13 +495,23 @@ def assert_same_attention(groups, inputs, tolerance):
     expected_grads = torch.autograd.grad(expected, inputs, weights.double())
     for a, e in zip((out, *actual_grads), (expected, *expected_grads)):
         assert (a.double() - e).norm() <= tolerance * e.double().norm()
+    return out
 
 
 @pytest.mark.parametrize("heads, key_heads, value_width", [(4, 4, 6), (6, 2, 6), (4, 1, 3)])
 @pytest.mark.parametrize("groups", ROWS.values(), ids=ROWS)
-def test_grouped_attention(groups, heads, key_heads, value_width):
-    inputs = tensors(sum(map(sum, groups)), heads, key_heads, 6, value_width)
-    assert_same_attention(groups, inputs, 1e-5)
+def test_grouped_attention(monkeypatch, groups, heads, key_heads, value_width):
+    """In bfloat16 with AMX and without: the same result, and gradients as good as torch's own."""
+    sizes = sum(map(sum, groups)), heads, key_heads, 6, value_width
+    assert_same_attention(groups, tensors(*sizes), 1e-5)
+    found, plain = [], []
+    apply = logprob.PlainBackward.apply
+    monkeypatch.setattr(logprob.PlainBackward, "apply", lambda *a: plain.append(1) or apply(*a))
+    for amx in (False, True):
+        precisions(monkeypatch, amx)
+        found.append(assert_same_attention(groups, tensors(*sizes, torch.bfloat16), 6e-3))
+        assert bool(plain) == amx
+    assert torch.equal(*found)
 
 
 def test_pieces_of_like_length_share_a_call_and_only_plain_attention_does():

@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    NO_MEMORY, SMALL, TINY, ended, make_tokenizer, raises, seeded, small_model, start, value_error)
+    NO_MEMORY, SMALL, TINY, ended, make_tokenizer, precisions, raises, seeded, small_model, start,
+    value_error)
 from tokenizers import AddedToken
 
 import sample
@@ -906,6 +907,19 @@ def test_the_ends_of_the_running_sum(words, first, last, few):
     logits[:, first : last + 1] = torch.randn(last + 1 - first, generator=seeded())
     tokens, _ = draw(logits, 1.0, torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64), few=few)
     assert tokens.tolist() == [first, last]
+
+
+@pytest.mark.parametrize("amx", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_logits_on_a_cpu(monkeypatch, dtype, amx):
+    """Not rounded, also where the CPU takes the product in bfloat16."""
+    taken = precisions(monkeypatch, amx)
+    model, h = small_model("llama").to(dtype), torch.randn(40, 32, generator=seeded()).to(dtype)
+    logits = OwnStep(model, 40, 8, False).logits(h)
+    exact = h.double() @ model.lm_head.weight.double().T
+    assert logits.dtype == torch.float32 and (logits - exact).norm() <= 1e-6 * exact.norm()
+    told = "bf16" if amx and dtype == torch.bfloat16 else None
+    assert taken == (set() if dtype == torch.float32 else {told})
 
 
 @pytest.mark.parametrize("draw", DRAWS)
