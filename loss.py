@@ -18,6 +18,7 @@ Departures from the theory's code map:
 """
 
 import math
+from functools import partial
 
 import torch
 
@@ -40,77 +41,109 @@ def kl_estimate(logprobs, ref_logprobs, estimator="k3"):
     k3 = e^d - d - 1 is unbiased and never negative, and has the gradient of KL(ref || pi), see
     `gradient_coefficient`. k1 = -d is unbiased but can be negative, and inside the loss its
     expected gradient on-policy is zero; k2 = d^2 / 2 has the gradient of KL(pi || ref).
+    "k3_corrected" is k3 until `grpo_loss` multiplies it by pi / pi_old: for tokens drawn from
+    pi_old it is then exact for KL(pi || ref), in value and, through the ratio, in gradient.
     """
     d = ref_logprobs - logprobs
-    if estimator == "k3":
+    if estimator in ("k3", "k3_corrected"):
         return d.expm1() - d
     if estimator == "k1":
         return -d
     if estimator == "k2":
         return d.square() / 2
-    raise ValueError(f"KL estimate {estimator!r}: not one of k1, k2, k3")
+    raise ValueError(f"kl_estimator {estimator!r}: not one of {', '.join(KL_ESTIMATORS)}")
 
 
 def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0.2, kl_coef=0.04, *,
-              aggregate="sequence", max_new_tokens=None, n_rows=None, n_tokens=None, **variant):
+              clip_eps_high=None, objective="clip", ratio="token", kl_estimator="k3",
+              aggregate="sequence", max_new_tokens=None, sampler_logprobs=None, sampler_cap=2.0,
+              n_rows=None, n_tokens=None):
     """The GRPO loss of a batch and its metrics: `(loss, {name: detached scalar})`.
 
     logprobs, old_logprobs, ref_logprobs, mask: (N, S-1), nats; advantages: (N,) or (N, S-1). Where
     the mask is false the values do not matter and may be inf or NaN. `ref_logprobs` may be None
     when `kl_coef` is 0. A row whose mask is all false adds 0 and still counts as a row.
 
-    aggregate  "sequence": mean over each row, then over rows (GRPO);  "token": mean over all tokens
-               (DAPO);  "constant": sum / (rows * max_new_tokens), Dr. GRPO, 2503.20783
+    The variants, each off by default and each a function below:
+    clip_eps_high  the upper clip if it differs from the lower: DAPO's clip-higher, 2503.14476
+    objective      "cispo": `cispo_objective`, 2506.13585
+    ratio          "sequence": `sequence_log_ratio`, GSPO, 2507.18071
+    kl_estimator   "k1", "k2", "k3": `kl_estimate`;  "k3_corrected": (pi / pi_old) k3, 2512.02556
+    aggregate      "token" (DAPO), "constant" (Dr. GRPO, needs max_new_tokens): `mean_of`
+    sampler_logprobs   (N, S-1), the sampler's own log-probs, if they differ from [D]'s: J_t is
+                   multiplied by `sampler_weight`, at most sampler_cap
+
     n_rows, n_tokens   sizes of the whole batch, if these rows are only a micro-batch of it: then
-               losses, gradients and metrics of the micro-batches add up to those of the batch.
-    variant    clip_eps_high, kl_estimator, ratio, objective, sampler_logprobs, sampler_cap: they
-               change J_t or KL_t, see `token_terms`
+                   losses, gradients and metrics of the micro-batches add up to those of the batch.
 
     `clip_fraction`, its `_low` and `_high` side and `ratio_mean` are means over tokens; `approx_kl`
     is averaged like the loss, so loss = policy_loss + kl_coef * approx_kl; it is NaN without a
-    reference. ValueError: an aggregate that does not exist, "constant" without max_new_tokens, a KL
-    penalty without a reference, and what `token_terms` refuses.
+    reference. ValueError: an option that does not exist, "constant" without max_new_tokens, a KL
+    penalty without a reference, a sampler_cap that is not above 0.
     """
-    check_option("aggregate", aggregate, AGGREGATES)
-    tensors = (logprobs, old_logprobs, advantages, mask)
-    if not all(isinstance(each, torch.Tensor) for each in tensors) or mask.dtype != torch.bool:
-        raise ValueError("logprobs, advantages, mask: tensors are expected, the mask of bools")
-    if aggregate == "constant" and not max_new_tokens:
-        raise ValueError("aggregate 'constant' divides by max_new_tokens, which is not given")
+    check_tensors(logprobs, old_logprobs, advantages, mask)
+    check_options(aggregate, ratio, objective, max_new_tokens, sampler_cap)
     if kl_coef and ref_logprobs is None:
         raise ValueError(f"kl_coef {kl_coef} needs ref_logprobs")
-    n_rows = len(mask) if n_rows is None else n_rows
-    n_tokens = int(mask.sum()) if n_tokens is None else n_tokens
-    lengths = mask.sum(dim=1).clamp(min=1)                                   # (N,)
+    sizes = {"n_rows": len(mask) if n_rows is None else n_rows,
+             "n_tokens": int(mask.sum()) if n_tokens is None else n_tokens}
+    mean = partial(mean_of, mask=mask, **sizes, aggregate=aggregate, max_new_tokens=max_new_tokens)
+    token_mean = partial(mean_of, mask=mask, **sizes, aggregate="token")
+    # Masked entries become 0 before anything is computed, so no inf or NaN reaches a gradient.
+    logprobs = logprobs.where(mask, 0)
+    old_logprobs = old_logprobs.where(mask, 0)
+    A = advantages.view(len(mask), -1).where(mask, 0)                        # (N, S-1)
 
-    def average(values, how):                                                # (N, S-1) -> ()
-        values = values * mask
-        if how == "sequence":
-            return (values.sum(dim=1) / lengths).sum() / n_rows
-        if how == "token":
-            return values.sum() / max(n_tokens, 1)
-        return values.sum() / (n_rows * max_new_tokens)
+    # The ratio w_t = pi / pi_old, kept as its logarithm
+    log_ratio = logprobs - old_logprobs                                      # (N, S-1)
+    if ratio == "sequence":
+        log_ratio = sequence_log_ratio(log_ratio, mask)
+    # It is bounded, because exp overflows at 88 and inf * 0 would be NaN.
+    log_ratio = log_ratio.clamp(max=20)
 
-    # J_t is `clipped_objective` and KL_t `kl_estimate`, unless an option chooses a variant.
-    J, clipped, kl, log_ratio = token_terms(logprobs, old_logprobs, ref_logprobs, advantages, mask,
-                                            clip_eps, **variant)
-    loss = policy_loss = -average(J, aggregate)
+    # [E] J_t, the clipped objective
+    clip_high = clip_eps if clip_eps_high is None else clip_eps_high
+    J, clipped = clipped_objective(log_ratio, A, clip_eps, clip_high)        # (N, S-1) each
+    if objective == "cispo":
+        J, clipped = cispo_objective(logprobs, log_ratio, A, clip_high)
+    if sampler_logprobs is not None:
+        J = J * sampler_weight(old_logprobs, sampler_logprobs.where(mask, 0), sampler_cap)
+    loss = policy_loss = -mean(J)
+
+    # [F] KL_t, the penalty
     approx_kl = torch.full_like(loss, torch.nan)
-    if kl is not None:
-        approx_kl = average(kl, aggregate)
+    if ref_logprobs is not None:
+        KL = kl_estimate(logprobs, ref_logprobs.where(mask, 0), kl_estimator)
+        if kl_estimator == "k3_corrected":
+            KL = KL * (logprobs - old_logprobs).clamp(max=20).exp()
+        approx_kl = mean(KL)
         loss = policy_loss + kl_coef * approx_kl
 
-    low = average((clipped & (log_ratio < 0)).to(loss.dtype), "token")
-    high = average((clipped & (log_ratio > 0)).to(loss.dtype), "token")
+    low = token_mean((clipped & (log_ratio < 0)).to(loss.dtype))
+    high = token_mean((clipped & (log_ratio > 0)).to(loss.dtype))
     metrics = {"loss": loss, "policy_loss": policy_loss, "approx_kl": approx_kl,
                "clip_fraction": low + high, "clip_fraction_low": low, "clip_fraction_high": high,
-               "ratio_mean": average(log_ratio.exp(), "token")}
+               "ratio_mean": token_mean(log_ratio.exp())}
     return loss, {name: value.detach() for name, value in metrics.items()}
 
 
+def mean_of(values, mask, n_rows, n_tokens, aggregate="sequence", max_new_tokens=None):
+    """(N, S-1) -> (): GRPO's mean over each row's tokens, then over the rows of the batch.
+
+    "token": the mean over all tokens of the batch (DAPO, 2503.14476). "constant": the sum divided
+    by rows * max_new_tokens (Dr. GRPO, 2503.20783).
+    """
+    values = values * mask
+    if aggregate == "sequence":
+        lengths = mask.sum(dim=1).clamp(min=1)                               # (N,)
+        return (values.sum(dim=1) / lengths).sum() / n_rows
+    if aggregate == "token":
+        return values.sum() / max(n_tokens, 1)
+    return values.sum() / (n_rows * max_new_tokens)
+
+
 # --------------------------------------------------------------------------------------------------
-# Variants: the options of `grpo_loss` change J_t or KL_t, and `next_kl_coef` changes beta.
-# `token_terms` applies the options. Without options its terms are the two formulas above.
+# Variants: the options of `grpo_loss`, the gradient of the penalty, and a beta that adapts.
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3_corrected")
 AGGREGATES = ("sequence", "token", "constant")
@@ -118,57 +151,35 @@ RATIOS = ("token", "sequence")
 OBJECTIVES = ("clip", "cispo")
 
 
-def token_terms(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0.2, *,
-                clip_eps_high=None, kl_estimator="k3", ratio="token", objective="clip",
-                sampler_logprobs=None, sampler_cap=2.0):
-    """[E] [F] J_t, where it is clipped, KL_t and the log-ratio of every token, before any average.
+def check_tensors(*tensors):
+    if not all(isinstance(x, torch.Tensor) for x in tensors) or tensors[-1].dtype != torch.bool:
+        raise ValueError("logprobs, advantages, mask: tensors are expected, the mask of bools")
 
-    Takes what `grpo_loss` takes -> (J, clipped, kl, log_ratio), each (N, S-1); kl is None without
-    ref_logprobs. Where the mask is false the values are finite but mean nothing. ValueError: an
-    option that does not exist, a sampler_cap that is not above 0.
 
-    clip_eps_high  the upper clip if it differs from the lower: DAPO's clip-higher, 2503.14476
-    kl_estimator   "k1", "k2", "k3": `kl_estimate`;  "k3_corrected": (pi / pi_old) k3, 2512.02556
-    ratio          "token": w_t;  "sequence": exp(mean of the row's log-ratios), GSPO, 2507.18071
-    objective      "clip": `clipped_objective`;  "cispo": `cispo_objective`, 2506.13585
-    sampler_logprobs, sampler_cap   (N, S-1): the sampler's own log-probabilities, if they
-                   differ from [D]'s: J_t is multiplied by min(pi_old / pi_sampler, cap)
-    """
-    check_option("kl_estimator", kl_estimator, KL_ESTIMATORS)
-    check_option("ratio", ratio, RATIOS)
-    check_option("objective", objective, OBJECTIVES)
+def check_options(aggregate, ratio, objective, max_new_tokens, sampler_cap):
+    for name, value, known in (("aggregate", aggregate, AGGREGATES), ("ratio", ratio, RATIOS),
+                               ("objective", objective, OBJECTIVES)):
+        if value not in known:
+            raise ValueError(f"{name} {value!r}: not one of {', '.join(known)}")
+    if aggregate == "constant" and not max_new_tokens:
+        raise ValueError("aggregate 'constant' divides by max_new_tokens, which is not given")
     if not sampler_cap > 0:
         raise ValueError(f"sampler_cap {sampler_cap}: not above 0")
-    # Masked entries become 0 before anything is computed, so no inf or NaN reaches a gradient.
-    logprobs = logprobs.where(mask, 0)
-    old_logprobs = old_logprobs.where(mask, 0)
-    A = advantages.view(len(mask), -1).where(mask, 0)                        # (N, S-1)
-    clip_high = clip_eps if clip_eps_high is None else clip_eps_high
 
-    # The log-ratio is bounded, because exp overflows at 88 and inf * 0 would be NaN.
-    log_ratio = token_log_ratio = (logprobs - old_logprobs).clamp(max=20)    # (N, S-1)
-    if ratio == "sequence":
-        mean = (logprobs - old_logprobs).sum(dim=1) / mask.sum(dim=1).clamp(min=1)
-        log_ratio = mean.clamp(max=20)[:, None].expand_as(mask)              # one value per row
-    if objective == "clip":
-        J, clipped = clipped_objective(log_ratio, A, clip_eps, clip_high)
-    else:
-        J, clipped = cispo_objective(logprobs, log_ratio, A, clip_high)
-    if sampler_logprobs is not None:
-        # Truncated importance sampling: the sampler's kernels and precision are not the trainer's,
-        # so its tokens come from a slightly different policy. The weight corrects for that.
-        weight = (old_logprobs - sampler_logprobs.where(mask, 0)).exp().clamp(max=sampler_cap)
-        J = J * weight.detach()
 
-    if ref_logprobs is None:
-        return J, clipped, None, log_ratio
-    kl = kl_estimate(logprobs, ref_logprobs.where(mask, 0), kl_estimator.removesuffix("_corrected"))
-    if kl_estimator == "k3_corrected":
-        # Exact for KL(pi || ref), in value and gradient, if the tokens were drawn from pi_old: the
-        # mean of (pi / pi_old) k3 over pi_old equals the mean of k3 over pi. The gradient also
-        # flows through the ratio, which is always the token's own.
-        kl = token_log_ratio.exp() * kl
-    return J, clipped, kl, log_ratio
+def sequence_log_ratio(log_ratio, mask):
+    """GSPO, arXiv 2507.18071: every token of a row gets the mean of the row's log-ratios."""
+    mean = log_ratio.sum(dim=1) / mask.sum(dim=1).clamp(min=1)               # (N,)
+    return mean[:, None].expand_as(mask)                                     # (N, S-1)
+
+
+def sampler_weight(old_logprobs, sampler_logprobs, cap=2.0):
+    """Truncated importance sampling: min(pi_old / pi_sampler, cap), without a gradient.
+
+    The sampler's kernels and precision are not the trainer's, so its tokens come from a slightly
+    different policy. The weight corrects for that.
+    """
+    return (old_logprobs - sampler_logprobs).exp().clamp(max=cap).detach()
 
 
 def cispo_objective(logprobs, log_ratio, advantages, clip_high=0.2):
@@ -212,11 +223,6 @@ def next_kl_coef(kl_coef, approx_kl, low=0.02, high=0.05, rate=0.1):
     return kl_coef
 
 
-def check_option(name, value, known):
-    if value not in known:
-        raise ValueError(f"{name} {value!r}: not one of {', '.join(known)}")
-
-
 # --------------------------------------------------------------------------------------------------
 # The demonstration: the theory's walkthrough, the estimators, then the variants.
 
@@ -244,10 +250,10 @@ def main():
     old = torch.full((1, 2), -1.0)
     new = old + math.log(2)
     sampler = old - torch.tensor([3.0, 0.5]).log()
-    J, _, kl, _ = token_terms(new, old, new + 0.5, torch.ones(1), old < 0,
-                              kl_estimator="k3_corrected", sampler_logprobs=sampler)
+    J = clipped_objective(new - old, 1.0)[0] * sampler_weight(old, sampler)
     print(f"sampler correction, w = 2, old/sampler = 3 and 0.5: J = {J[0, 0]:g}, {J[0, 1]:g}")
-    print(f"corrected k3, w = 2, d = 0.5: {kl[0, 0]:.6f}")
+    _, metrics = grpo_loss(new, old, new + 0.5, torch.ones(1), old < 0, kl_estimator="k3_corrected")
+    print(f"corrected k3, w = 2, d = 0.5: {metrics['approx_kl']:.6f}")
     coefficient = gradient_coefficient(torch.ones(1), old, new)
     print(f"gradient coefficient, beta = 0.04, ref/pi = 2: {coefficient[0, 0]:.4g}")
     for kl in (0.01, 0.03, 0.10):

@@ -217,14 +217,14 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
 #
 # Helpers of train_step: the options of [B], [C] and [E][F], log-probs by micro-batches
 
-# The flags that grpo_loss takes under the same names: of every token, and of their average
-OF_TOKENS = ("clip_eps", "clip_eps_high", "kl_estimator", "ratio", "objective")
-OF_AVERAGE = ("kl_coef", "aggregate", "max_new_tokens")
+# The flags that grpo_loss takes under the same names
+OF_LOSS = ("clip_eps", "clip_eps_high", "kl_coef", "objective", "ratio", "kl_estimator",
+           "aggregate", "max_new_tokens")
 
 
-def loss_options(part, s, names=OF_TOKENS + OF_AVERAGE):
+def loss_options(part, s):
     """The flags of [E][F]; with --sampler-correction also the sampler's log-probs."""
-    options = {name: getattr(s, name) for name in names}
+    options = {name: getattr(s, name) for name in OF_LOSS}
     if s.sampler_correction:
         # The sampler's own numbers come from other kernels than [D]'s; plain GRPO ignores them.
         options["sampler_logprobs"] = part.logprobs
@@ -2490,12 +2490,13 @@ def print_trace(parts, s):
         say(f"  y_{n + 1}  {mask[n].sum():3} tokens, r {rollout.rewards[n]:g}, "
             f"A {A[n][mask[n]][0]:+.4f}: {one_line(response)[:60]}")
 
-    # The terms of the loss after the update; before it every ratio was 1.
+    # The plain terms of the loss after the update; before it every ratio was 1.
     new, _ = logprobs_of_all(model, rollout, s, with_entropy=False)                    # (G, S-1)
     old = rollout.old_logprobs
     ref = old if rollout.ref_logprobs is None else rollout.ref_logprobs
-    J, clipped, kl, log_ratio = loss.token_terms(new, old, ref, A, mask,
-                                                 **loss_options(rollout, s, OF_TOKENS))
+    log_ratio = new - old
+    J, clipped = loss.clipped_objective(log_ratio, A, s.clip_eps, s.clip_eps_high or s.clip_eps)
+    kl = loss.kl_estimate(new, ref, s.kl_estimator)
     say("\n[D] token_logprobs, [E] clipped_objective, [F] kl_estimate: the first tokens, after the "
         "update\n  answer token        log old  log ref  log new   ratio     term        KL")
     for n, t in mask.nonzero().tolist():

@@ -10,7 +10,7 @@ from conftest import value_error
 
 from loss import (
     AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS, cispo_objective, clipped_objective,
-    gradient_coefficient, grpo_loss, kl_estimate, next_kl_coef, token_terms)
+    gradient_coefficient, grpo_loss, kl_estimate, next_kl_coef, sampler_weight)
 
 ESTIMATORS = ("k1", "k2", "k3")
 LIMIT = 11  # max_new_tokens
@@ -146,27 +146,6 @@ def test_the_formula(aggregate, ratio, kl_estimator, objective, clip_eps_high, s
         fractions.append(float(metrics["clip_fraction"]))
     # Both branches of the minimum were taken
     assert any(0 < fraction < 1 for fraction in fractions)
-
-
-@pytest.mark.parametrize("ratio, kl_estimator, objective, corrected",
-                         every(RATIOS, KL_ESTIMATORS, OBJECTIVES, (False, True)))
-def test_the_terms_of_every_token(ratio, kl_estimator, objective, corrected):
-    """What grpo_loss averages: each token's J, whether the clip bit, its KL, its log-ratio."""
-    logprobs, old, ref, advantages, mask = batch(8, rows=8, per_token=corrected)
-    options = dict(clip_eps=0.1, clip_eps_high=0.08, ratio=ratio, kl_estimator=kl_estimator,
-                   objective=objective, sampler_cap=1.2,
-                   sampler_logprobs=sampler_of(old) if corrected else None)
-    expected = reference_terms(logprobs.detach(), old, ref, advantages, mask, **options)
-    garbage = (x.masked_fill(~mask, math.nan) for x in (logprobs, old, ref))
-    J, clipped, kl, log_ratio = terms = token_terms(*garbage, advantages, mask, **options)
-    assert all(term.shape == mask.shape and term.isfinite().all() for term in terms)
-    assert clipped.dtype == torch.bool
-    for place, term in expected.items():
-        close(J[place].detach(), term.J)
-        close(kl[place].detach(), term.kl)
-        close(log_ratio[place].detach(), term.w.log())
-        assert bool(clipped[place]) == (term.below or term.above)
-    assert 0 < sum(term.below or term.above for term in expected.values()) < len(expected)
 
 
 @pytest.mark.parametrize("aggregate, ratio, kl_estimator",
@@ -409,11 +388,13 @@ def test_the_sampler_weight():
     sampler = -torch.tensor([[3.0, 2.0, 0.5, 1.0, math.inf]]).log()
     data = (logprobs, old, None, torch.ones(1), torch.ones(1, 5) > 0)
     for cap, weights in ((2.0, [2, 2, 0.5, 1, 2]), (2.5, [2.5, 2, 0.5, 1, 2.5])):
-        J, *_ = token_terms(*data, sampler_logprobs=sampler, sampler_cap=cap)
-        assert J[0].tolist() == pytest.approx(weights)
-        assert torch.autograd.grad(J.sum(), logprobs, retain_graph=True)[0][0].tolist() == weights
+        assert sampler_weight(old, sampler, cap)[0].tolist() == pytest.approx(weights)
+        loss, _ = grpo_loss(*data, kl_coef=0, sampler_logprobs=sampler, sampler_cap=cap)
+        J = -5 * loss
+        assert torch.autograd.grad(J, logprobs, retain_graph=True)[0][0].tolist() == pytest.approx(
+            weights)
         # Of the old log-probs only the ratio's gradient, which is minus that of the new ones
-        assert gradient(J.sum(), old)[0].tolist() == pytest.approx([-w for w in weights])
+        assert gradient(J, old)[0].tolist() == pytest.approx([-w for w in weights])
 
 
 # --------------------------------------------------------------------------------------------------
