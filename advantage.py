@@ -96,9 +96,10 @@ def advantages_for(kind, rewards, group_size=8, entropies=None, mask=None, right
         advantages = leave_one_out_advantages(rewards, group_size)
     elif kind == "shape":
         advantages = shape_advantages(*candidates, mask, group_size)
+    elif kind == "gtpo":
+        advantages = gtpo_advantages(rewards, entropies, mask, group_size, right)
     else:
-        level = "token" if kind == "gtpo" else "sequence"
-        advantages = entropy_advantages(rewards, entropies, mask, group_size, level, right=right)
+        advantages = grpo_s_advantages(rewards, entropies, mask, group_size, right)
     return advantages if clip is None else advantages.clamp(-clip, clip)
 
 
@@ -110,6 +111,38 @@ def leave_one_out_advantages(rewards, group_size=8):
     """
     centred = group_advantages(rewards, group_size, scale_by_std=False)
     return centred * (group_size / (group_size - 1))
+
+
+def pooled_advantages(parts, mask, group_size):
+    """Rewards of parts of answers -> advantages (N, S-1). The two kinds below say what a part is.
+
+    `parts`: N lists of (first, last, reward), an answer's parts: the reward of its response tokens
+    first..last, counted from 0. The rewards of all parts of a group are normalised together, so
+    answers may have different numbers of parts, and each part's z-score is added to its tokens.
+    """
+    if mask is None or len(mask) != len(parts):
+        raise ValueError(f"parts of {len(parts)} answers: a mask of as many rows is needed")
+    check(torch.zeros(len(parts)), group_size)
+    lengths = mask.sum(dim=1).tolist()
+    position = mask.cpu().cumsum(dim=1) - 1               # (N, S-1), index among response tokens
+    advantages = torch.zeros(mask.shape, dtype=torch.float64)
+    for rows in torch.arange(len(parts)).split(group_size):
+        group = [(row, *part) for row in rows.tolist() for part in parts[row]]
+        for row, first, last, reward in group:
+            if not 0 <= first <= last < lengths[row] or not math.isfinite(reward):
+                raise ValueError(f"row {row}: a part with reward {reward} from token {first} to "
+                                 f"{last}, of {lengths[row]}")
+        scores = z_scores(torch.tensor([reward for *_, reward in group], dtype=torch.float64))
+        for (row, first, last, _), score in zip(group, scores):
+            advantages[row] += score * ((first <= position[row]) & (position[row] <= last))
+    return advantages.where(mask.cpu(), 0).float().to(mask.device)
+
+
+def z_scores(values):
+    """(M,) float64 -> (M,): `group_advantages` of one group; a single value gives 0."""
+    # In float64, on the CPU, once per rollout. Values that differ only by rounding must count as
+    # equal: a difference of 1e-16 vanishes beside eps, but float32's 1e-7 would not.
+    return group_advantages(values, len(values)) if len(values) > 1 else torch.zeros_like(values)
 
 
 def process_advantages(step_rewards, mask, group_size=8):
@@ -129,7 +162,8 @@ def shape_advantages(candidate_rewards, candidate_spans, mask, group_size=8):
 
     `candidate_rewards`: N lists of rewards, one per candidate of the answer; `candidate_spans`: N
     lists of (first, last), a candidate's first and last token, counted from 0 in the response. A
-    token outside every span has advantage 0. Unconfirmed: the pooling of shares.
+    token outside every span has advantage 0. The paper does not say whether shares are pooled; here
+    those of a group are.
     """
     counts = [len(rewards) for rewards in candidate_rewards]
     if counts != [len(spans) for spans in candidate_spans]:
@@ -157,90 +191,60 @@ def shapley_shares(rewards):
     return torch.zeros_like(ordered).scatter(0, order, (added / sharers).cumsum(0))
 
 
-def pooled_advantages(parts, mask, group_size):
-    """N lists of (first, last, reward): z-scores over the group, added to tokens first..last.
+def gtpo_advantages(rewards, entropies, mask, group_size=8, right=None, **shares):
+    """GTPO, arXiv 2508.04349: every token's own entropy shapes its reward, (N,) -> (N, S-1).
 
-    The parts of all answers of a group are pooled, so answers may have different numbers of parts.
+    `entropies` (N, S-1) in nats, read where `mask` is true. `right` (N,) bool: which answers are
+    right, by default those with a positive reward. `shares`: see `shaped_rewards`. A group that is
+    all right or all wrong is ranked by entropy alone: drop it (dynamic sampling).
     """
-    if mask is None or len(mask) != len(parts):
-        raise ValueError(f"parts of {len(parts)} answers: a mask of as many rows is needed")
-    check(torch.zeros(len(parts)), group_size)
-    lengths = mask.sum(dim=1).tolist()
-    position = mask.cpu().cumsum(dim=1) - 1               # (N, S-1), index among response tokens
-    advantages = torch.zeros(mask.shape, dtype=torch.float64)
-    for rows in torch.arange(len(parts)).split(group_size):
-        group = [(row, *part) for row in rows.tolist() for part in parts[row]]
-        for row, first, last, reward in group:
-            if not 0 <= first <= last < lengths[row] or not math.isfinite(reward):
-                raise ValueError(f"row {row}: a part with reward {reward} from token {first} to "
-                                 f"{last}, of {lengths[row]}")
-        scores = z_scores(torch.tensor([reward for *_, reward in group], dtype=torch.float64))
-        for (row, first, last, _), score in zip(group, scores):
-            advantages[row] += score * ((first <= position[row]) & (position[row] <= last))
-    return advantages.where(mask.cpu(), 0).float().to(mask.device)
-
-
-def z_scores(values):
-    """(M,) float64 -> (M,): `group_advantages` of one group; a single value gives 0."""
-    # In float64, on the CPU, once per rollout. Values that differ only by rounding must count as
-    # equal: a difference of 1e-16 vanishes beside eps, but float32's 1e-7 would not.
-    return group_advantages(values, len(values)) if len(values) > 1 else torch.zeros_like(values)
-
-
-def entropy_advantages(rewards, entropies, mask, group_size=8, level="token", a1=1.0, a2=0.1,
-                       right=None, normalize=True):
-    """GTPO ("token") and GRPO-S ("sequence"), arXiv 2508.04349: rewards (N,) -> (N, S-1).
-
-    Where the policy hesitated, a right answer is praised more and a wrong one is blamed less. H is
-    the entropy of a token under the old policy. At the t-th token of the response:
-        right answers   a1 r + a2 d_t H / sum of H          d_t right answers have a t-th token
-        wrong answers   -(a1 + a2 h_t (1/H) / sum of 1/H)   h_t wrong answers have one
-    The sums run over those d_t or h_t answers. One z-score per group follows. GRPO-S does the
-    same with the mean entropy of each answer, and gives all tokens of an answer one value.
-
-    `entropies` (N, S-1) in nats, read where `mask` is true; below 1e-6 it counts as 1e-6. `right`
-    (N,) bool: which answers are right, by default those with a positive reward. `normalize=False`
-    gives the shaped rewards before the z-score. A group that is all right or all wrong is ranked by
-    entropy alone: drop it (dynamic sampling). Unconfirmed: what the paper normalises over. Here
-    that is all tokens of the group (GTPO), or all its answers that have a token (GRPO-S).
-    """
-    check(rewards, group_size)
-    check_entropies(rewards, entropies, mask, level, right)
-    right = rewards > 0 if right is None else right
-    on = mask.cpu()                                                          # (N, S-1)
-    lengths = on.sum(dim=1, keepdim=True)                                    # (N, 1)
-    # Left-aligned, so that the t-th tokens of all answers share a column whatever the prompt.
-    taken = torch.arange(on.shape[1]) < lengths                              # (N, S-1)
-    H = torch.zeros(on.shape, dtype=torch.float64)
-    H[taken] = entropies.detach().cpu().double()[on]
-    if level == "sequence":
-        # Treat every answer as one token whose entropy is the answer's mean
-        mean = H.sum(dim=1, keepdim=True) / lengths.clamp(min=1)             # (N, 1)
-        advantages = entropy_advantages(rewards, mean, lengths > 0, group_size, "token", a1, a2,
-                                        right, normalize)
-        return advantages.where(on, 0).to(mask.device)
-
-    H = H.clamp(min=1e-6).view(-1, group_size, on.shape[1])   # (B, G, S-1); 1/H stays finite
-    taken = taken.view(H.shape)
-    r = rewards.cpu().double().view(-1, group_size, 1)                       # (B, G, 1)
-    is_right = right.cpu().view(-1, group_size, 1)
-    praise = a1 * r + a2 * over_mean(H, is_right & taken)
-    blame = -(a1 + a2 * over_mean(1 / H, ~is_right & taken))
-    shaped = torch.where(is_right, praise, blame)                            # (B, G, S-1)
-    if normalize:
-        for group, where in zip(shaped, taken):
-            group[where] = z_scores(group[where])
+    H, taken = response_entropies(rewards, entropies, mask, group_size)
+    shaped = shaped_rewards(rewards, H, taken, group_size, right, **shares)       # (N, S-1)
+    on = mask.cpu()
     return torch.zeros(on.shape).masked_scatter(on, shaped[taken].float()).to(mask.device)
 
 
-def over_mean(values, members):
-    """(B, G, S-1): each value divided by the mean of its column's members; NaN if none."""
-    return values * members.sum(dim=1, keepdim=True) / (values * members).sum(dim=1, keepdim=True)
+def grpo_s_advantages(rewards, entropies, mask, group_size=8, right=None, **shares):
+    """GRPO-S, the same paper: as GTPO with every answer as one token that has its mean entropy."""
+    H, taken = response_entropies(rewards, entropies, mask, group_size)
+    lengths = taken.sum(dim=1, keepdim=True)                                      # (N, 1)
+    mean = H.sum(dim=1, keepdim=True) / lengths.clamp(min=1)                      # (N, 1)
+    shaped = shaped_rewards(rewards, mean, lengths > 0, group_size, right, **shares)
+    return shaped.float().where(mask.cpu(), 0).to(mask.device)                    # (N, S-1)
 
 
-def check_entropies(rewards, entropies, mask, level, right):
-    if level not in ("token", "sequence"):
-        raise ValueError(f"level {level!r}: not one of token, sequence")
+def shaped_rewards(rewards, H, taken, group_size, right=None, a1=1.0, a2=0.1, normalize=True):
+    """Where the policy hesitated, a right answer is praised more and a wrong one is blamed less.
+
+    rewards (N,); H (N, T) the entropy of the t-th token of each response under the old policy, in
+    nats, below 1e-6 counted as 1e-6; taken (N, T): there is such a token -> (N, T) float64.
+        right answers   a1 r + a2 d_t H / sum of H          d_t right answers have a t-th token
+        wrong answers   -(a1 + a2 h_t (1/H) / sum of 1/H)   h_t wrong answers have one
+    The sums run over those d_t or h_t answers. A z-score per group follows; `normalize=False` is
+    the reward before it. The paper does not say what is normalised together. Here all tokens of a
+    group (GTPO), or all its answers that have a token (GRPO-S).
+    """
+    right = rewards > 0 if right is None else right
+    if right.dtype != torch.bool or right.shape != rewards.shape:
+        raise ValueError(f"right: {right.dtype} {tuple(right.shape)}, not one bool per answer")
+    H = H.clamp(min=1e-6).view(-1, group_size, H.shape[1])    # (B, G, T); 1/H stays finite
+    taken = taken.view(H.shape)
+    r = rewards.cpu().double().view(-1, group_size, 1)                            # (B, G, 1)
+    right = right.cpu().view(-1, group_size, 1)
+    d = (right & taken).sum(dim=1, keepdim=True)                                  # d_t (B, 1, T)
+    h = (~right & taken).sum(dim=1, keepdim=True)                                 # h_t (B, 1, T)
+    praise = a1 * r + a2 * (d * H / (H * (right & taken)).sum(dim=1, keepdim=True))
+    blame = -(a1 + a2 * (h / H / (1 / H * (~right & taken)).sum(dim=1, keepdim=True)))
+    shaped = torch.where(right, praise, blame)                                    # (B, G, T)
+    if normalize:
+        for group, where in zip(shaped, taken):
+            group[where] = z_scores(group[where])
+    return shaped.flatten(0, 1)
+
+
+def response_entropies(rewards, entropies, mask, group_size):
+    """(N, S-1) -> H and taken, (N, S-1) each: the t-th tokens of all responses share column t."""
+    check(rewards, group_size)
     if entropies is None or mask is None:
         raise ValueError("advantages from entropies: entropies and mask are needed")
     if mask.shape != entropies.shape or mask.ndim != 2 or len(mask) != len(rewards):
@@ -248,8 +252,11 @@ def check_entropies(rewards, entropies, mask, level, right):
                          f"not both of {len(rewards)} rows")
     if not entropies[mask].isfinite().all():
         raise ValueError("entropies: not a finite number for every response token")
-    if right is not None and (right.dtype != torch.bool or right.shape != rewards.shape):
-        raise ValueError(f"right: {right.dtype} {tuple(right.shape)}, not one bool per answer")
+    on = mask.cpu()
+    taken = torch.arange(on.shape[1]) < on.sum(dim=1, keepdim=True)               # (N, S-1)
+    H = torch.zeros(on.shape, dtype=torch.float64)
+    H[taken] = entropies.detach().cpu().double()[on]
+    return H, taken
 
 
 # --------------------------------------------------------------------------------------------------
@@ -273,8 +280,8 @@ def main():
     # Two right and two wrong answers, before the z-score, which would hide the shares
     H = torch.tensor([[3.0, 1.0], [1.0, 1.0], [3.0, 1.0], [1.0, 1.0]])
     right = torch.tensor([1.0, 1.0, 0.0, 0.0])
-    for name, level in (("GTPO", "token"), ("GRPO-S", "sequence")):
-        shaped = entropy_advantages(right, H, mask, 4, level, normalize=False)
+    for name, kind in (("GTPO", gtpo_advantages), ("GRPO-S", grpo_s_advantages)):
+        shaped = kind(right, H, mask, 4, normalize=False)
         show(f"{name}: right, H 3 1 | 1 1", shaped[:2])
         show(f"{name}: wrong, H 3 1 | 1 1", shaped[2:])
     show("Shapley: rewards .2 .8 .5", shapley_shares(torch.tensor([0.2, 0.8, 0.5])))

@@ -11,7 +11,7 @@ import torch
 from conftest import value_error
 
 from advantage import (
-    ADVANTAGES, advantages_for, entropy_advantages, group_advantages, is_flat,
+    ADVANTAGES, advantages_for, group_advantages, grpo_s_advantages, gtpo_advantages, is_flat,
     leave_one_out_advantages, process_advantages, shape_advantages, shapley_shares)
 
 # scale_by_std and unbiased
@@ -289,7 +289,8 @@ def entropy_reference(rewards, entropies, mask, level, a1, a2, right, normalize)
     return shaped
 
 
-LEVELS = pytest.mark.parametrize("level", ["token", "sequence"])
+BY_LEVEL = {"token": gtpo_advantages, "sequence": grpo_s_advantages}
+LEVELS = pytest.mark.parametrize("level", BY_LEVEL)
 REWARDS = torch.tensor([1.0, 0, 1, 0, 0, 1, 1, 0])
 
 
@@ -305,8 +306,8 @@ def test_entropy_advantages(level, normalize, weights, given_right):
     for seed in (0, 1):
         H = entropies_for(mask, seed)
         rows = entropy_reference(rewards, H, mask, level, *weights, right.tolist(), normalize)
-        advantages = entropy_advantages(rewards, H, mask, 4, level, *weights, normalize=normalize,
-                                        **options)
+        advantages = BY_LEVEL[level](rewards, H, mask, 4, a1=weights[0], a2=weights[1],
+                                     normalize=normalize, **options)
         assert_per_token(advantages, rows, mask)
 
 
@@ -314,12 +315,12 @@ def test_entropy_advantages(level, normalize, weights, given_right):
 def test_entropies_that_are_masked_do_not_matter(level):
     mask = ragged_mask()
     H = entropies_for(mask)
-    expected = entropy_advantages(REWARDS, H, mask, 4, level)
+    expected = BY_LEVEL[level](REWARDS, H, mask, 4)
     for garbage in (math.nan, math.inf, -math.inf, 1e30):
         masked = H.masked_fill(~mask, garbage)
-        assert torch.equal(entropy_advantages(REWARDS, masked, mask, 4, level), expected)
+        assert torch.equal(BY_LEVEL[level](REWARDS, masked, mask, 4), expected)
     leaf = H.clone().requires_grad_()  # entropies are those of the old policy: no gradient
-    assert not entropy_advantages(REWARDS, leaf, mask, 4, level).requires_grad
+    assert not BY_LEVEL[level](REWARDS, leaf, mask, 4).requires_grad
 
 
 @LEVELS
@@ -328,12 +329,12 @@ def test_entropies_of_zero_or_equal(level, entropy):
     """No token was ever in doubt: every share is the same, and the result is finite."""
     mask = ragged_mask()
     H = torch.full(mask.shape, entropy)
-    shaped = entropy_advantages(REWARDS, H, mask, 4, level, normalize=False)
+    shaped = BY_LEVEL[level](REWARDS, H, mask, 4, normalize=False)
     torch.testing.assert_close(shaped, torch.where(REWARDS > 0, 1.1, -1.1)[:, None] * mask)
     # Answers that do not differ are not told apart: shares rounded in float32 would by 1e-7
     mask = torch.arange(16) < torch.tensor([[16], [15], [11], [9], [7], [5], [3]])
     for reward in (0.0, 0.7):
-        equal = entropy_advantages(torch.full((7,), reward), 0.7 + 0 * mask, mask, 7, level)
+        equal = BY_LEVEL[level](torch.full((7,), reward), 0.7 + 0 * mask, mask, 7)
         assert float(equal.abs().max()) < 1e-6
 
 
@@ -347,8 +348,8 @@ def test_advantages_for():
     right = rewards > 1
     expected = {"group": group_advantages(rewards, 4),
                 "leave-one-out": leave_one_out_advantages(rewards, 4),
-                "gtpo": entropy_advantages(rewards, H, mask, 4, "token", right=right),
-                "grpo-s": entropy_advantages(rewards, H, mask, 4, "sequence", right=right),
+                "gtpo": gtpo_advantages(rewards, H, mask, 4, right),
+                "grpo-s": grpo_s_advantages(rewards, H, mask, 4, right),
                 "shape": shape_advantages(*CANDIDATES, mask, 4)}
     assert tuple(expected) == ADVANTAGES
     for kind, advantages in expected.items():
@@ -417,16 +418,17 @@ def arguments(**changes):
 
 
 @pytest.mark.parametrize("changes, reason", [
-    (dict(level="row"), "level 'row'"), (dict(entropies=None), "needed"),
-    (dict(mask=None), "needed"), (dict(entropies=torch.ones(8, 8)), "of 8 rows"),
+    (dict(entropies=None), "needed"), (dict(mask=None), "needed"),
+    (dict(entropies=torch.ones(8, 8)), "of 8 rows"),
     (dict(rewards=torch.ones(4)), "of 4 rows"),
     (dict(entropies=torch.full((8, 9), math.nan)), "finite"),
     (dict(right=torch.ones(8)), "one bool per answer"),
     (dict(right=torch.ones(4) > 0), "one bool per answer"), (dict(group_size=3), "groups of 3"),
 ])
 def test_entropy_refuses(changes, reason):
-    with value_error(reason):
-        entropy_advantages(**arguments(**changes))
+    for advantages in BY_LEVEL.values():
+        with value_error(reason):
+            advantages(**arguments(**changes))
 
 
 @pytest.mark.parametrize("kind, options, reason", [

@@ -23,7 +23,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import train
-from advantage import entropy_advantages, group_advantages, leave_one_out_advantages
+from advantage import (
+    group_advantages, grpo_s_advantages, gtpo_advantages, leave_one_out_advantages)
 from logprob import IGNORE
 from loss import grpo_loss, kl_estimate, next_kl_coef
 from reward import length_rescaled, overlong_penalty, score_responses
@@ -48,7 +49,7 @@ def rollout_of(p, temperature, max_new_tokens=12):
 
 
 RULE = torch.tensor([1.5, 0.5, 0.0, 1.5, 0.5, 1.5, 0.0, 0.0])
-LEVELS = {"--advantage=gtpo": "token", "--advantage=grpo-s": "sequence"}
+LEVELS = {"--advantage=gtpo": gtpo_advantages, "--advantage=grpo-s": grpo_s_advantages}
 # What the updates by hand are told where one of these flags stands
 OPTIONS = {
     "--clip-eps=0.01": {"clip_eps": 0.01},
@@ -82,8 +83,7 @@ def advantages_by_hand(flags, rollout, entropies):
     if "--overlong-buffer=8" in flags:
         rewards = rewards + overlong_penalty(lengths, 12, 8)
     if flags and flags[0] in LEVELS:
-        advantages = entropy_advantages(rewards, entropies, rollout.mask, 4, LEVELS[flags[0]],
-                                        right=RULE == 1.5)
+        advantages = LEVELS[flags[0]](rewards, entropies, rollout.mask, 4, RULE == 1.5)
     elif "--advantage=leave-one-out" in flags:
         advantages = leave_one_out_advantages(rewards, 4)
     else:
