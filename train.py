@@ -18,6 +18,7 @@ import argparse
 import copy
 import dataclasses
 import hashlib
+import html
 import json
 import math
 import os
@@ -30,7 +31,7 @@ import time
 import timeit
 from contextlib import ExitStack, contextmanager, suppress
 from functools import lru_cache, partial
-from itertools import combinations
+from itertools import combinations, groupby
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -190,7 +191,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             metrics, rollout = train_step(policy_model, ref_model, optimizer, tokenizer, batch, s,
                                           sampler, reward_of)
             check_sampler(rollout, s)
-            run.log_samples(step, batch, rollout)
+            run.log_samples(step, batch, rollout, s.renew_reference or not ref_model)
             metrics = {"step": step, "lr": optimizer.param_groups[0]["lr"], **metrics}
             if reward_model:
                 remember(reward_model, rollout, step, s)
@@ -203,6 +204,8 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
                 run.held_out.append((step, figure_of(figures)))
                 keep_best(policy_model, tokenizer, s, run)
             run.log(metrics)
+            if "eval_accuracy" in metrics:
+                write_page(run, policy_model, ref_model, tokenizer, s)
             # The KL coefficient of the next step; only --kl-band changes it.
             run.kl_coef = s.kl_coef = next_beta(metrics["approx_kl"], s)
             show(bar, metrics, run)
@@ -812,6 +815,7 @@ class Settings:
     eval_limit: int = flag(200, "held-out problems to evaluate; 0: all")
     save_every: int = flag(50, "steps between checkpoints", low=1, free=True)
     keep_best: bool = flag(False, "also keep best/, by held-out accuracy")
+    page: bool = flag(True, "write page.html at every evaluation", free=True)
     seed: int = flag(0, "of the problems' order and of the sampling", high=2**32)
     device: str = flag("auto", "cuda, mps or cpu; auto: the first of them that is available")
     dtype: str = flag("auto", "of the model's weights; auto: bfloat16 where that is fast",
@@ -1961,7 +1965,7 @@ def whole_weights(model):
 
 # --------------------------------------------------------------------------------------------------
 # A run: its state, and its folder with config.json, inputs.json, metrics.jsonl,
-# samples.jsonl, checkpoint/, final/
+# samples.jsonl, page.html, checkpoint/, final/
 
 class Run:
     """The state of a run and its folder. Only rank 0 writes, and only if it has a folder."""
@@ -1969,8 +1973,7 @@ class Run:
     def __init__(self, folder=None):
         self.name = str(folder)  # every rank knows it; only rank 0 has the folder and its lock
         self.folder = Path(folder) if folder and rank() == 0 else None
-        self.opened = ExitStack()  # the lock, and TensorBoard's file
-        self.tensorboard = None
+        self.opened = ExitStack()  # the lock
         self.signal = 0
         self.step = 0  # the last step that is done
         self.saved = None  # what error lines say about the last checkpoint, once there is a run
@@ -2060,13 +2063,9 @@ class Run:
                     self.told[what] = bad
                     lines.append(line)
             if lines:
-                metrics["warning"] = "; ".join(lines)
+                self.history[-1]["warning"] = metrics["warning"] = "; ".join(lines)
                 say(f"step {self.step}: {metrics['warning']}", sys.stderr)
         self.append("metrics.jsonl", [metrics])
-        with self.writing("tensorboard"):
-            for name, value in metrics.items() if self.tensorboard else ():
-                if isinstance(value, float):
-                    self.tensorboard.add_scalar(name, value, self.step)
         skipped = metrics.get("skipped_updates", 0)
         self.skipped += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + skipped if skipped else 0
@@ -2076,17 +2075,22 @@ class Run:
                 "finite, and were skipped: --lr or a reward may be too large, or --temperature too "
                 "small")
 
-    def log_samples(self, step, batch, rollout, groups=2):
-        """Write a few whole groups, as they were scored."""
+    def log_samples(self, step, batch, rollout, with_logprobs=False, groups=2):
+        """Write a few whole groups, as they were scored, with the ids that were drawn."""
         G = len(rollout.responses) // len(batch.prompts)
         records = []
-        for j, prompt in enumerate(batch.prompts[:groups]):
+        for j, (problem, prompt) in enumerate(zip(batch.problems[:groups], batch.prompts)):
             part = rollout.take(list(range(j * G, (j + 1) * G)))
+            rows = [turns_of(*row) for row in zip(part.input_ids.tolist(), part.labels.tolist())]
             # In a conversation, the replies are included.
-            records.append({"step": step, "prompt": prompt,
+            records.append({"step": step, "question": problem["question"], "prompt": prompt,
                             "responses": part.turns or part.responses,
+                            "finished": part.finished.tolist(),
                             "rewards": part.rewards.tolist(),
-                            "advantages": part.advantages.tolist()})
+                            "advantages": part.advantages.tolist(),
+                            "prompt_ids": rows[0][0], "ids": [turns for _, *turns in rows]})
+            if with_logprobs:  # what the page compares with, where the start is not at hand
+                records[-1]["logprobs"] = own_of(part.old_logprobs, part)
         self.append("samples.jsonl", records)
 
     def append(self, name, records):
@@ -2118,6 +2122,13 @@ class Run:
                 reach_the_disk(new)
             os.replace(new, old)
             shutil.rmtree(aside)
+
+
+def turns_of(ids, labels):
+    """One row without its padding, cut by who wrote it: [prompt, answer, reply, ..., answer]."""
+    turns = [[id for id, _ in turn]
+             for _, turn in groupby(zip(ids, labels), lambda pair: pair[1] != IGNORE)]
+    return turns[:len(turns) // 2 * 2]
 
 
 def as_json(record):
@@ -2358,6 +2369,7 @@ def train(parts, run, s):
         raise
     if run.step < s.steps:
         save_checkpoint(run, model, parts.optimizer)
+        write_page(run, model, parts.ref_model, parts.tokenizer, s)
         say(f"\nstopped after step {run.step}; continue with: {run.way_on}")
         return 128 + run.signal
     if not run.after:  # a finished run was resumed
@@ -2391,14 +2403,6 @@ def begin(run, parts, s):
         with run.replacing(name) as place:
             place.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     run.saved = run.saved or "none"
-    if run.folder:
-        with suppress(ImportError):  # where TensorBoard is installed
-            from torch.utils.tensorboard import SummaryWriter
-            # A resumed run deletes the points of steps that it will repeat.
-            to_come = run.step + 1 if run.before else 0
-            with run.writing("tensorboard"):
-                run.tensorboard = SummaryWriter(run.folder / "tensorboard", purge_step=to_come)
-                run.opened.callback(run.tensorboard.close)
     n = sum(p.numel() for p in model.parameters())
     source = "its config.json" if s.resume else s.config or "the command line"
     say(f"{s.model}: {n / 1e6:.2f}M parameters in {run.dtype} on "
@@ -2433,6 +2437,8 @@ def print_story(run, eval_problems, judged_by):
     final = f"{run.name}/final"
     say(f"\ntalk to the result   {command('sample.py', '--model', run.name)} \"YOUR QUESTION\"\n"
         f"go on from it        {command('train.py', '--config', config, '--model', final)}")
+    if Path(run.name, "page.html").is_file():
+        say(f"see what it learned  {run.name}/page.html")
 
 
 def command(program, *flags):
@@ -2445,14 +2451,191 @@ def small_curve(values, width=50):
     """Numbers as one line of blocks, from the lowest value to the highest."""
     if not values:
         return ""
-    # adaptive pooling: means of `width` stretches of nearly equal length
-    values = torch.tensor([values], dtype=torch.float64)
-    width = min(width, values.shape[1])
-    means = torch.nn.functional.adaptive_avg_pool1d(values, width)[0].tolist()
+    means = pooled(values, width)
     low = min(means)
     span = max(means) - low or 1
     blocks = "".join("▁▂▃▄▅▆▇█"[int(7 * (mean - low) / span)] for mean in means)
     return f"{means[0]:8.3f} {blocks} {means[-1]:.3f}"
+
+
+def pooled(values, width):
+    """The means of at most `width` stretches of nearly equal length."""
+    values = torch.tensor([values], dtype=torch.float64)
+    width = min(width, values.shape[1])
+    return torch.nn.functional.adaptive_avg_pool1d(values, width)[0].tolist()
+
+
+# --------------------------------------------------------------------------------------------------
+# page.html: the curves of a run, and groups whose tokens are tinted by how far the policy has moved
+
+MOST_BYTES = 450_000  # of the groups
+MOST_TINTED = 5000  # tokens, those that have moved most
+STYLE = """
+:root { color-scheme: light dark; --up: 37 105 214; --down: 230 112 10; --ink: light-dark(#1d2430,
+  #d5dae3); --line: light-dark(#e4e7ec, #2b313c); --card: light-dark(#fff, #191d24) }
+body { max-width: 64rem; margin: 2rem auto; padding: 0 1rem; color: var(--ink); background:
+  light-dark(#f6f7f9, #111419); font: 15px/1.6 system-ui, sans-serif }
+h1, h2, p { margin: 0 0 .5rem } h2 { font-size: 1rem } h2 small, figcaption b { float: right }
+small, figcaption, q { color: light-dark(#667083, #8f99aa); font: .9rem/1.7 system-ui, sans-serif }
+div { display: grid; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)); gap: 1rem }
+figure, section { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
+  margin: 0; padding: .8rem 1rem; break-inside: avoid } section { margin: 1.2rem 0 }
+figcaption b { color: var(--ink) } svg { display: block } polygon { fill: rgb(var(--up) / .1) }
+polyline { fill: none; stroke: rgb(var(--up)); stroke-width: 1.5 } rect { fill: rgb(var(--down)) }
+.y { grid-template-columns: 1.6rem 3.6rem 4.2rem 7rem 1fr; gap: 0 .7rem; padding: .3rem 0;
+  border-top: 1px solid var(--line); font-variant-numeric: tabular-nums }
+.y p, pre { margin: 0; font: 13px/1.85 ui-monospace, monospace; white-space: pre-wrap;
+  overflow-wrap: anywhere } summary { padding: 0 0 .5rem } q { display: block; quotes: none }
+i { font-style: normal; border-radius: 3px; padding: .15em 0; background:
+  linear-gradient(rgb(var(--up) / calc(var(--d) * .3)) 0 0),
+  linear-gradient(rgb(var(--down) / calc(var(--d) * -.3)) 0 0) }
+s { background: linear-gradient(var(--line) 0 0) center / 1px 100% no-repeat }
+s i { display: block; height: .55rem; margin-top: .5rem; padding: 0 }
+@media (max-width: 44rem) { .y { grid-template-columns: 1.6rem 3.6rem 4.2rem 1fr }
+  .y p { grid-column: 1 / -1 } }
+@media print { body { font-size: 10px } * { print-color-adjust: exact } }
+"""
+
+
+def write_page(run, model, ref_model, tokenizer, s):
+    """page.html from the run's folder and its two models: every rank computes, rank 0 writes."""
+    groups = on_rank_0(groups_to_show, run) if s.page else []
+    if not groups:
+        return
+    # As `to_rollout` takes them: the prompt, what the policy wrote, what it was told, ...
+    rows = [[(group["prompt_ids"], None),
+             *((ids, None if k % 2 else [0.0] * len(ids)) for k, ids in enumerate(turns))]
+            for group in groups for turns in group["ids"]]
+    ends = sample.end_token_ids(model, tokenizer)
+    rollout = sample.to_rollout(tokenizer, rows, ends, s.group_size, model.device)
+    now, _ = within_memory(logprobs_of_all, model, rollout, s)                         # (N, S-1)
+    start = [row for group in groups for row in group.get("logprobs", ())]
+    if not start:
+        start = own_of(within_memory(logprobs_of_all, ref_model, rollout, s)[0], rollout)
+    pairs = zip(own_of(now, rollout), start)
+    for group in groups:
+        group["d"] = [[new - old for new, old in zip(*next(pairs))] for _ in group["ids"]]
+    if run.folder:
+        with run.replacing("page.html") as place:
+            place.write_text(page_of(run, groups, tokenizer, s), encoding="utf-8")
+
+
+def own_of(table, rollout):
+    """(N, S-1) -> N lists: the entries of the tokens that the policy wrote."""
+    return [row[own].tolist() for row, own in zip(table, rollout.mask)]
+
+
+def groups_to_show(run):
+    """One group of steps 1, 2, 4, 8, ... and of the last one, from samples.jsonl."""
+    found = {}
+    with open(run.folder / "samples.jsonl" if run.folder else os.devnull) as file:
+        for group in map(json.loads, file):
+            step = group["step"]
+            if step == run.step or step & step - 1 == 0:
+                # the step's first group that teaches something
+                found[step] = max(found.get(step, group), group,
+                                  key=lambda group: len(set(group["rewards"])) > 1)
+    return list(found.values())
+
+
+def page_of(run, groups, tokenizer, s):
+    """The HTML. A group's "d": log pi now - log pi of the start, of each token of its answers."""
+    titles = {"reward_mean": "reward",
+              **{name: name for name in run.history[-1] if name.startswith("reward/")},
+              "approx_kl": "KL per token", "response_length_mean": "length, tokens",
+              "entropy": "entropy per token", "zero_variance_groups": "groups that teach nothing"}
+    curves = {"held out": run.held_out}
+    for name, title in titles.items():
+        curves[title] = [(m["step"], m[name]) for m in run.history if m[name] is not None]
+    warned = [(m["step"], shown(m["warning"])) for m in run.history if "warning" in m]
+    marks = "".join(f'<rect x="{300 * step / run.step:.1f}" width=".7" height="80"><title>{line}'
+                    "</title></rect>" for step, line in warned)
+    figures = "".join(figure_of_curve(shown(title), points, run.step, marks)
+                      for title, points in curves.items() if points)
+    least = sorted(abs(d) for group in groups for row in group["d"] for d in row)[-MOST_TINTED:][0]
+    for most in (s.group_size, 16, 4, 1, 0):  # answers of a group: as many as fit
+        sections = [section_of(group, tokenizer, most, least) for group in groups]
+        if len("".join(sections).encode()) < MOST_BYTES:
+            break
+    then = "at the start: log π − log π<sub>ref</sub>, the −d of [F]"
+    if "logprobs" in groups[0]:
+        then = "when it drew them: log π − log π<sub>old</sub>"
+    name = shown(run.folder.name)
+    return f"""<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{name}</title>
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
+<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>
+<body><h1>{name}</h1><p>GRPO of {shown(Path(s.model).name)}: {run.step} steps of
+B = {s.prompts_per_step} questions and G = {s.group_size} answers to each, lr {s.lr:g}</p>
+<div>{figures}</div><ul>{"".join(f"<li>step {step}: {line}</li>" for step, line in warned)}</ul>
+<h1>What it learned</h1><p>x is a question, y<sub>i</sub> an answer of its group, r<sub>i</sub> its
+reward and A<sub>i</sub> its advantage. Tinted tokens are now <i style="--d:2">more likely</i> or
+<i style="--d:-2">less likely</i> than {then}. Hover for the number, in nats.</p>
+{"".join(sections)}</body></html>
+"""
+
+
+def figure_of_curve(title, points, last, marks):
+    """A curve of (step, value) points; its width are the steps 0 ... `last`."""
+    steps, values = zip(*points)
+    means = pooled(values, 120)
+    low = min(means)
+    span = max(means) - low or 1
+    line = [f"{300 * step / last:.1f},{76 - 70 * (y - low) / span:.1f}"
+            for step, y in zip(pooled(steps, 120), means)]
+    bottom = f"300,80 {line[0].split(',')[0]},80"
+    line = " ".join(line)
+    return (f"<figure><figcaption>{title}<b>{values[0]:.3g} → {values[-1]:.3g}</b></figcaption>"
+            f'<svg viewBox="0 0 300 80">{marks}<polygon points="{line} {bottom}"></polygon>'
+            f'<polyline points="{line}"></polyline></svg></figure>')
+
+
+def section_of(group, tokenizer, most, least):
+    """A group: its question x, and of `most` answers r, A and y, whose tokens are tinted by d."""
+    r = torch.tensor(group["rewards"])
+    # Tokens of an answer may have advantages of their own; then their mean is shown.
+    A = [a if isinstance(a, float) else sum(a) / len(d)
+         for a, d in zip(group["advantages"], group["d"])]
+    answers = ""
+    for n, turns in enumerate(group["ids"][:most]):
+        d = iter(group["d"][n])
+        y = ""
+        for k, ids in enumerate(turns):
+            words = [shown(word) for word in words_of(tokenizer, ids)]
+            y += f"<q>{''.join(words)}</q>" if k % 2 else tinted(words, d, least)
+        y += "" if group["finished"][n] else " <small>cut at the limit</small>"
+        width = 50 * abs(A[n]) / max(1.0, *map(abs, A))
+        bar = f"--d:{math.copysign(3, A[n])};width:{width}%;margin-left:{50 - width * (A[n] < 0)}%"
+        answers += (f'<div class="y"><b>y<sub>{n + 1}</sub></b><span>r {r[n]:.4g}</span><span>'
+                    f'A {A[n]:+.2f}</span><s><i style="{bar}"></i></s><p dir="auto">{y}</p></div>')
+    rest = f", {most} of {len(r)} answers" if most < len(r) else ""
+    return (f"<section><h2>step {group['step']} <small>mean r {r.mean():.3g}, std r "
+            f"{r.std(correction=0):.3g}{rest}</small></h2><details><summary><b>x</b> "
+            f"{shown(group['question'][-2000:])}</summary><pre>{shown(group['prompt'][-4000:])}"
+            f"</pre></details>{answers}</section>")
+
+
+def words_of(tokenizer, ids):
+    """The text of each token, with the space that some tokenizers only write between two."""
+    alone = tokenizer.batch_decode([[token] for token in ids])
+    pairs = tokenizer.batch_decode([list(pair) for pair in zip(ids, ids[1:])])
+    return alone[:1] + [pair[len(before):] or word
+                        for before, pair, word in zip(alone, pairs, alone[1:])]
+
+
+def tinted(words, values, least):
+    """Words as HTML; those that have moved by `least` nats or more have a tint and a number."""
+    text = ""
+    for word, d in zip(words, values):
+        tint = f"--d:{math.copysign(min(abs(d), 4) ** 0.5, d):.2f}"
+        word = word.replace("\n", "↵\n")
+        text += f'<i style="{tint}" title="{d:+.6f}">{word}</i>' if abs(d) >= least else word
+    return text
+
+
+def shown(text):
+    """Escaped for HTML; what is not printable, or turns a line around, stands as its number."""
+    return html.escape("".join(letter if letter.isprintable() or letter == "\n"
+                               else f"‹{ord(letter):04X}›" for letter in text))
 
 
 def print_figures(parts, s):

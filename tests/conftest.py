@@ -292,7 +292,7 @@ class Diary(train.Run):
         super().log(metrics)
         self.metrics.append(metrics)
 
-    def log_samples(self, step, batch, rollout, groups=2):
+    def log_samples(self, step, batch, rollout, *_):
         self.samples.append((step, batch, rollout))
 
 

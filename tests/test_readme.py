@@ -28,7 +28,8 @@ FIELDS = {train.flag_of(field.name) for field in dataclasses.fields(train.Settin
 # of torchrun, and of tests/
 OTHERS = {"--nproc-per-node", "--nnodes", "--shutdown-timeout", "--help", "--first-run", "--head",
           "--scaling", "--against", "--only", "--seeds", "--all", "--run", "--mugs", "--boxed",
-          "--real", "--bf16", "--new-tokens", "--micro-batches"}
+          "--window-size", "--force-device-scale-factor", "--hide-scrollbars", "--screenshot",
+          "--headless", "--real", "--bf16", "--new-tokens", "--micro-batches"}
 
 
 def test_every_flag_is_a_flag_and_every_flag_is_there():

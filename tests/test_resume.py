@@ -49,6 +49,9 @@ def ended_the_same(folder, whole):
     steps = [record["step"] for record in lines_of(folder / "samples.jsonl")]
     assert steps == sorted(2 * list(range(1, 7)))
     assert not (folder / "unfinished").exists()
+    page, other = ((place / "page.html").read_text(encoding="utf-8").replace(f">{place.name}<", "")
+                   for place in (folder, whole))
+    assert page == other
 
 
 def resumed_ends_the_same(folder, whole):
@@ -514,9 +517,8 @@ def test_what_reaches_the_disk_and_how(monkeypatch, tmp_path):
         ("replace", "run.safetensors", "run.safetensors")]
     for name in (CHECKPOINT, "config.json", "metrics.jsonl"):
         assert stat.S_IMODE((folder / name).stat().st_mode) == 0o640, name
-    known = (".json", ".jsonl", ".safetensors", ".jinja", ".lock")
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    assert all(path.name.endswith(known) or path.parent.name == "tensorboard" for path in files)
+    known = (".json", ".jsonl", ".safetensors", ".jinja", ".lock", ".html")
+    assert all(path.name.endswith(known) for path in folder.rglob("*") if path.is_file())
 
 
 @pytest.mark.parametrize("what", [CHECKPOINT, "metrics.jsonl", "samples.jsonl", "final"])
@@ -621,9 +623,10 @@ def test_out_of_memory_halves_the_micro_batch_until_it_fits(capsys, monkeypatch,
                                                             uninterrupted, error):
     budgets = out_of_memory_at(monkeypatch, {1: error, 2: error})
     trains(*FLAGS, "--micro-batch-tokens=10001", f"--output={tmp_path / 'run'}")
-    # reference and update, the update that fails twice, and from there on all with a quarter of it
+    # reference and update, the update that fails twice, and from there on all with a quarter of it;
+    # and both models for two pages
     assert budgets == 3 * [10001] + [5000] + (len(budgets) - 4) * [2500]
-    assert len(budgets) == 6 * 3 + 2
+    assert len(budgets) == 6 * 3 + 2 + 2 * 2
     out, err = capsys.readouterr()
     for n in (5000, 2500):
         assert (out + err).count(f"out of memory: --micro-batch-tokens is now {n}") == 1

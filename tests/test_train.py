@@ -475,8 +475,9 @@ def finished_run(tmp_path_factory):
 
 def test_a_run_leaves_the_files_of_the_contract(finished_run):
     folder = finished_run.folder
-    assert sorted({p.name for p in folder.iterdir()} - {".lock", "tensorboard"}) == [
-        "checkpoint", "config.json", "final", "inputs.json", "metrics.jsonl", "samples.jsonl"]
+    assert sorted({p.name for p in folder.iterdir()} - {".lock"}) == [
+        "checkpoint", "config.json", "final", "inputs.json", "metrics.jsonl", "page.html",
+        "samples.jsonl"]
     metrics = metrics_of(folder)
     assert [m["step"] for m in metrics] == [0, 1, 2, 3]
     assert all(key in m for m in metrics[1:] for key in KEYS)
@@ -510,14 +511,19 @@ def test_samples_are_the_first_groups_as_they_were_scored(monkeypatch):
     rollout = rollout_by_hand()
     rollout.rewards = torch.arange(6.0)
     rollout.advantages = -torch.arange(6.0)
-    run.log_samples(7, train.Batch([], ["p", "q", "r"]), rollout)
+    problems = [{"question": name} for name in "xyz"]
+    run.log_samples(7, train.Batch(problems, ["p", "q", "r"]), rollout)
+    rows = [(row[:start].tolist(), [row[start:start + length].tolist()]) for row, start, length
+            in zip(rollout.input_ids, PROMPT_LENGTHS, ANSWER_LENGTHS)]
     (name, records), = written
     assert name == "samples.jsonl"
     assert records == [
-        {"step": 7, "prompt": "p", "responses": RESPONSES[:2], "rewards": [0, 1],
-         "advantages": [0, -1]},
-        {"step": 7, "prompt": "q", "responses": RESPONSES[2:4], "rewards": [2, 3],
-         "advantages": [-2, -3]}]
+        {"step": 7, "question": "x", "prompt": "p", "responses": RESPONSES[:2], "rewards": [0, 1],
+         "advantages": [0, -1], "finished": [True, True], "prompt_ids": rows[0][0],
+         "ids": [rows[0][1], rows[1][1]]},
+        {"step": 7, "question": "y", "prompt": "q", "responses": RESPONSES[2:4], "rewards": [2, 3],
+         "advantages": [-2, -3], "finished": [True, True], "prompt_ids": rows[2][0],
+         "ids": [rows[2][1], rows[3][1]]}]
 
 
 def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
