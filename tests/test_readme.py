@@ -29,7 +29,7 @@ FIELDS = {train.flag_of(field.name) for field in dataclasses.fields(train.Settin
 OTHERS = {"--nproc-per-node", "--nnodes", "--shutdown-timeout", "--help", "--first-run", "--head",
           "--scaling", "--against", "--only", "--seeds", "--all", "--run", "--mugs", "--boxed",
           "--window-size", "--force-device-scale-factor", "--hide-scrollbars", "--screenshot",
-          "--headless", "--real", "--bf16", "--new-tokens", "--micro-batches"}
+          "--headless", "--real", "--bf16", "--new-tokens", "--micro-batches", "--steps-per-sum"}
 
 
 def test_every_flag_is_a_flag_and_every_flag_is_there():

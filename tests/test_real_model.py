@@ -3,15 +3,19 @@ import importlib.util
 import json
 import re
 import sys
+from collections import Counter
+from itertools import accumulate
+from types import SimpleNamespace
 
 import pytest
 import real_model
 import real_reward
 import torch
-from conftest import small_model, value_error
+from conftest import TINY, small_model, value_error
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reward
+import sample
 from sample import chat_prompt, sample_groups
 from train import Settings, parse
 
@@ -69,6 +73,82 @@ def test_the_config_is_one_of_train_flags_and_its_files_are_there(task):
     assert config["model"] == str(task / "model")
     specs = [config["data"], config["eval_data"], *config["reward"]]
     assert all((task / spec.partition(":")[0]).is_file() for spec in specs)
+
+
+@pytest.fixture(scope="module")
+def worked_out(tmp_path_factory):
+    """The folder of --steps-per-sum 2."""
+    folder = tmp_path_factory.mktemp("real") / "worked_out"
+    real_model.write_task(folder, folder, flags=real_model.FLAGS | real_model.WORKED_OUT, steps=2)
+    return folder
+
+
+def test_sums_of_steps_are_right_and_every_kind_is_asked_as_often(worked_out):
+    sums = {}
+    for name, steps in (("train", 2), ("test", 2), ("longer", 3)):
+        problems = reward.load_problems(str(worked_out / f"{name}.jsonl"))
+        kinds = Counter(real_model.signs_of(p["solution"]) for p in problems)
+        assert len(kinds) == 2**steps
+        assert max(kinds.values()) - min(kinds.values()) <= 1
+        for problem in problems:
+            assert int(problem["answer"]) == total_of(problem["question"]) >= 0, problem
+            assert real_reward.all_equations_true(problem["solution"])
+        sums[name] = {p["solution"] for p in problems}
+    # The examples, one of each kind, are asked and answered before every question.
+    *examples, last = problem["messages"]
+    assert [turn["role"] for turn in examples] == ["user", "assistant"] * 4
+    assert last == {"role": "user", "content": problem["question"]}
+    for question, answer in zip(examples[::2], examples[1::2]):
+        text = answer["content"]
+        assert real_reward.right([text], [str(total_of(question["content"]))]) == [1.0]
+        assert real_reward.all_equations_true(text)
+    shown = {"\n".join(turn["content"][:-1].split(", ")) for turn in examples[1::2]}
+    assert {real_model.signs_of(sum_) for sum_ in shown} == {"++", "+-", "-+", "--"}
+    assert not sums["test"] & (sums["train"] | shown) and not sums["train"] & shown
+
+
+def test_sums_of_steps_are_paid_for_the_answer_and_measured_by_kind(worked_out):
+    settings = parse(["--config", str(worked_out / "config.json")])
+    names = [spec.rpartition(":")[2] for spec in settings.reward]
+    assert dict(zip(names, settings.reward_weights)).pop("right_in_time") == 1
+    assert sum(settings.reward_weights) == 1
+    table = {"completions": ["9 - 2 = 7, 7 - 3 = 4.", "9 - 2 = 7, 7 - 3 = 5.", "4"],
+             "completion_ids": [[5, 2], [5, 2], [5]], "answer": ["4"] * 3,
+             "solution": ["9 - 2 = 7\n7 - 3 = 4"] * 3}
+    paid = {name: getattr(real_reward, name)(**table) for name in names}
+    assert paid == {"right_in_time": [1.5, 0, 1], "right": [1, 0, 1], "true_equations": [1, 0, 0],
+                    "right_plus_plus": [None] * 3, "right_plus_minus": [None] * 3,
+                    "right_minus_plus": [None] * 3, "right_minus_minus": [1, 0, 1]}
+
+
+def test_what_was_learned_is_told_by_kind(worked_out, monkeypatch, capsys):
+    """Of a policy that always adds, and needs an example to write equations."""
+    def adds(model, tokenizer, prompts, group_size, limit, temperature):
+        assert (group_size, temperature) == (1, 0)
+        return SimpleNamespace(responses=[answer(*prompt.split("<|user|>")) for prompt in prompts])
+
+    def answer(start, *questions):
+        first, *numbers = map(int, re.findall(r"\d+", questions[-1]))
+        totals = list(accumulate([first, *numbers]))
+        equations = [f"{a} + {n} = {a + n}" for a, n in zip(totals, numbers)]
+        return ", ".join(equations) if len(questions) > 1 else f"{totals[-1]}"
+
+    monkeypatch.setattr(sample, "sample_groups", adds)
+    real_model.measure(TINY, worked_out)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "++" in line]
+    assert [row[2:] for row in rows[:3]] == [
+        ["0.25", true, "++", "1.00", "+-", "0.00", "-+", "0.00", "--", "0.00"]
+        for true in ("1.00", "1.00", "0.00")]
+    assert rows[3][3:6] == ["0.13", "1.00", "+++"] and len(rows) == 4
+    with value_error(f"--measure {worked_out}: holds no model"):
+        real_model.measure(worked_out, worked_out)
+
+
+@pytest.mark.parametrize("text, true", [
+    ("6 + 2 = 8, 8 - 5 = 3.", True), ("6+2=8", True), ("6 + 2 - 5 = 3", True), ("2 - 5 = -3", True),
+    ("6 + 2 = 8, 8 - 5 = 4.", False), ("6 + 2 = 80", False), ("She has 8.", False), ("", False)])
+def test_equations_are_checked(text, true):
+    assert real_reward.all_equations_true(text) is true
 
 
 def test_with_boxed_the_rule_is_the_reward(tmp_path):
