@@ -130,7 +130,7 @@ def shown_with(folder, words, warning="w", groups=None):
     groups = groups or train.groups_to_show(real)
     for group in groups:
         group["question"] = group["prompt"] = words[0]
-        group["d"] = [[0.5] * sum(map(len, turns[::2])) for turns in group["ids"]]
+        group["d"] = [[0.5 + t for t in range(sum(map(len, turns[::2])))] for turns in group["ids"]]
 
     class Speaks:
         def batch_decode(self, rows):
@@ -168,6 +168,7 @@ def test_a_page_stays_small(folder, answers, tokens, word):
     assert len(text.encode()) <= 500_000
     Tags(text)
     assert text.count("<section>") == 9
+    assert text.count(" title=") < 1.1 * train.MOST_TINTED
 
 
 def test_the_text_of_each_token(tiny, qwen):
