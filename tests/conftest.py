@@ -19,7 +19,8 @@ from types import SimpleNamespace
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+HELPERS = [str(ROOT / "tests" / name) for name in ("helpers", "tools", "real")]
+sys.path[:0] = [str(ROOT), *HELPERS]
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -46,7 +47,6 @@ from sample import sample_groups  # noqa: E402
 torch.set_num_threads(1)
 logging.disable_progress_bar()
 logging.set_verbosity_error()
-pytest_plugins = ["second_process"]
 
 
 def pytest_collection_finish(session):
@@ -432,7 +432,7 @@ def child(program, arguments, environment, folder, out, err):
 def server():
     """Starts it, once; it finds what it imports by PYTHONPATH."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests"), *HELPERS]))
         forkserver.ensure_running()
 
 

@@ -112,7 +112,7 @@ def test_no_rank_holds_the_whole_model_while_it_is_sharded(tmp_path):
     model = Qwen2ForCausalLM(config)
     megabytes = sum(p.numel() for p in model.parameters()) * 4 / 1e6
     model.save_pretrained(tmp_path / "model")
-    done = run_ranks(4, "tests/peak.py", tmp_path / "model", tmp_path)
+    done = run_ranks(4, "tests/helpers/peak.py", tmp_path / "model", tmp_path)
     assert done.returncode == 0, done.stderr
     grew = [float((tmp_path / f"grew_{rank}").read_text()) for rank in range(4)]
     assert max(grew) < 0.5 * megabytes, (grew, megabytes)    # a quarter, a layer and a tensor

@@ -221,7 +221,7 @@ def test_the_folder_is_made_once_and_the_command_printed(script, tmp_path, capsy
     capsys.readouterr()
     assert script() == 0
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
-    command = f"{sys.executable} {real_model.HERE.parent / 'train.py'} --config "
+    command = f"{sys.executable} {real_model.HERE.parents[1] / 'train.py'} --config "
     assert capsys.readouterr().out == f"{command}{tmp_path / 'task' / 'config.json'}\n"
 
 
@@ -354,7 +354,7 @@ def test_a_gguf_file_becomes_an_ordinary_folder(tmp_path):
 def test_the_real_model_answers():
     folder = real_model.CACHE / "grpo" / "smollm2-135m-instruct"
     if not folder.exists():
-        pytest.skip("python tests/real_model.py has not been run")
+        pytest.skip("python tests/real/real_model.py has not been run")
     real_model.check(folder)
     model, tokenizer = (kind.from_pretrained(folder)
                         for kind in (AutoModelForCausalLM, AutoTokenizer))

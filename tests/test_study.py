@@ -111,7 +111,7 @@ def test_one_run_end_to_end_the_others_are_kept(tmp_path):
         folder = study.folder_of(tmp_path, arm, 0, 2)
         folder.mkdir()
         (folder / "figures.json").write_text(json.dumps({"code": "old", "figures": fake}))
-    done = run_script("tests/study.py", "--only", "mismatch", "--seeds", "0", "--steps", "2",
+    done = run_script("tests/tools/study.py", "--only", "mismatch", "--seeds", "0", "--steps", "2",
                       "--output", tmp_path)
     assert done.returncode == 0, done.stderr
     assert "4 runs, 1 of them to do" in done.stderr

@@ -14,7 +14,7 @@ from reward import rule_reward, truths_of
 
 SMALL = (*FEW, "--steps=3", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=10",
          "--eval-limit=3", "--eval-every=2", "--save-every=1", "--updates-per-rollout=1")
-REPLY = f"--reply={ROOT / 'tests' / 'checker.py'}:check"
+REPLY = f"--reply={ROOT / 'tests' / 'helpers' / 'checker.py'}:check"
 
 
 def test_a_conversation_ends_where_no_room_is_left(tiny):

@@ -1,6 +1,6 @@
 """The first minutes with a GPU: does it compute what it should, and how near is it to its floor?
 
-    python tests/benchmark.py --first-run
+    python tests/tools/benchmark.py --first-run
 
 Nothing to install beside requirements.txt, nothing to download: all weights are random, and made
 on the device. What each part does stands in its docstring. A line that starts with `pass` or `FAIL`

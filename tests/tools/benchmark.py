@@ -1,14 +1,14 @@
 """How fast and how lean a training step is, beside TRL's GRPOTrainer where that is installed.
 
-    python tests/benchmark.py --first-run       # a new GPU: is it right, how near to the floor
-    python tests/benchmark.py tiny small        # the default run; 4 layers, 64 and 256 new tokens
-    python tests/benchmark.py ragged vocab      # answers of many lengths; 151,936 words
-    python tests/benchmark.py qwen1.5b          # the shape of Qwen2.5-1.5B, on a GPU only
-    python tests/benchmark.py real --steps 3    # the model and the task of tests/real_model.py
-    python tests/benchmark.py real --steps 20 --bf16        # and does it learn as well there
-    python tests/benchmark.py --scaling         # ours alone: twice the groups, answers, prompts
-    python tests/benchmark.py small --against=--no-share-prompts    # ours with and without a flag
-    python tests/benchmark.py --head            # [D]'s head alone: lean, and with all the logits
+    python tests/tools/benchmark.py --first-run  # a new GPU: is it right, how near to the floor
+    python tests/tools/benchmark.py tiny small  # the default run; 4 layers, 64 and 256 new tokens
+    python tests/tools/benchmark.py ragged vocab  # answers of many lengths; 151,936 words
+    python tests/tools/benchmark.py qwen1.5b  # the shape of Qwen2.5-1.5B, on a GPU only
+    python tests/tools/benchmark.py real --steps 3  # the task of tests/real/real_model.py
+    python tests/tools/benchmark.py real --steps 20 --bf16  # and does it learn as well there
+    python tests/tools/benchmark.py --scaling  # ours alone: twice the groups, answers, prompts
+    python tests/tools/benchmark.py small --against=--no-share-prompts  # with and without a flag
+    python tests/tools/benchmark.py --head  # [D]'s head alone: lean, and with all the logits
 
 Without a preset all of them run but real; with TRL (`pip install trl`) that takes hours, most of
 them vocab.
@@ -54,7 +54,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import train  # noqa: E402
 from logprob import LeanHead, selected_logprobs  # noqa: E402
@@ -174,7 +174,7 @@ def best_time(work, turns=3, times=5):
 
 def settings_of(folder, flags=()):
     """The settings of tests/tiny, of a folder that make_folder made or of a task of
-    tests/real_model.py, and flags over them."""
+    tests/real/real_model.py, and flags over them."""
     folder = Path(folder)
     if (folder / "grpo.json").is_file():
         return train.parse([f"--config={folder / 'grpo.json'}", f"--model={folder}", *flags])
@@ -471,7 +471,7 @@ def compare(name, folder, repeat, pairs, micro_batches):
 def train_both(folder, steps, rows, flags):
     """The preset real: ours and TRL's, a training of so many steps each, one after the other."""
     if not (folder / "config.json").is_file():
-        sys.exit(f"--task {folder}: no config.json there; python tests/real_model.py writes one")
+        sys.exit(f"--task {folder}: no config.json there; tests/real/real_model.py writes one")
     flags = ["--warmup-steps=0", *flags]  # TRL's warm-up begins with a step of nothing
     sides = {"ours": run(folder, "ours", steps - 1, flags=flags)}
     if importlib.util.find_spec("trl"):
@@ -587,7 +587,7 @@ def make_parser():
         parser.add_argument("--" + name.replace("_", "-"), type=type(value),
                             help="instead of the preset's")
     parser.add_argument("--task", type=Path, default=ROOT / "runs" / "smollm2-sums",
-                        help="real: the folder that tests/real_model.py writes")
+                        help="real: the folder that tests/real/real_model.py writes")
     parser.add_argument("--steps", type=int, default=20, help="real: of both trainings")
     parser.add_argument("--bf16", action="store_true", help="real: both in bfloat16")
     parser.add_argument("--repeat", type=int,

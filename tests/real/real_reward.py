@@ -1,8 +1,8 @@
 """Rewards of one's own for sums told as stories, called as TRL calls its reward_funcs.
 
 An answer earns 1 if its last number is the true one, and 0.5 if it ended before it was cut off;
-with `right_in_time` only a right answer earns that half. `tests/real_model.py` copies this file
-beside the problems that it writes.
+with `right_in_time` only a right answer earns that half. `tests/real/real_model.py` copies this
+file beside the problems that it writes.
 """
 import re
 

@@ -1,4 +1,4 @@
-r"""How fairly answers are read: `python tests/answers.py` prints the agreement with a fair reader.
+r"""How fairly answers are read: `python tests/tools/answers.py` prints how often.
 
 Each line of answers.jsonl is an answer, the truth, and whether a fair reader would call the answer
 right, written by hand from the forms in which models write numbers. An answer with \boxed in it
@@ -10,9 +10,10 @@ import json
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-PAIRS = [json.loads(line) for line in (ROOT / "tests" / "answers.jsonl").open(encoding="utf-8")]
+TABLE = Path(__file__).with_name("answers.jsonl")
+PAIRS = [json.loads(line) for line in TABLE.open(encoding="utf-8")]
 
 
 def response_of(pair):

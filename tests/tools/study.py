@@ -1,8 +1,8 @@
 """What the theory predicts, tried on the tiny task: every run, its figures, and a verdict.
 
-    python tests/study.py                       # all of it, two runs at a time; prints Markdown
-    python tests/study.py --only kl --seeds 0 1 2 --steps 40
-    python tests/study.py --real runs/smollm2-sums/config.json    # the task of real_model.py
+    python tests/tools/study.py  # all of it, two runs at a time; prints Markdown
+    python tests/tools/study.py --only kl --seeds 0 1 2 --steps 40
+    python tests/tools/study.py --real runs/smollm2-sums/config.json  # the task of real_model.py
 
 A finished run is kept under --output and not run again, so the command can be stopped and repeated.
 Delete the folder after a change of the code; runs made by other code are counted and named.
@@ -36,7 +36,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CODE = [ROOT / f"{name}.py" for name in ("sample", "reward", "advantage", "logprob", "loss",
                                          "train")]
 
@@ -298,7 +298,7 @@ def figures(metrics):
     return {
         "greedy": [line["eval_accuracy"] for line in metrics if "eval_accuracy" in line][-1],
         "held_out": mean("eval_reward", metrics[-1:]),
-        "right": mean("reward/right", late),             # of tests/real_reward.py, like the next
+        "right": mean("reward/right", late),             # of real_reward.py, like the next
         "ended": mean("reward/ended", late),
         "own_entropy": mean("entropy", late),
         "last_ten": mean("accuracy", late),

@@ -1,4 +1,4 @@
-"""The README's figures of the default run: `python tests/learning_curve.py` trains seeds 0-4.
+"""The README's figures of the default run: `python tests/tools/learning_curve.py` trains seeds 0-4.
 
 Greedy accuracy on all held-out problems before and after; accuracy and the share of worked answers
 (with an equation in them) among answers sampled at temperature 1; seconds of the whole command.
@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import train  # noqa: E402
 

@@ -1,7 +1,7 @@
 """What arrives of a step in bfloat16 and float16: the README's two tables, on a real model.
 
-    python tests/real_model.py                  # makes the model and its problems, once
-    python tests/precision.py                   # five trainings, then the tables
+    python tests/real/real_model.py                  # makes the model and its problems, once
+    python tests/tools/precision.py                   # five trainings, then the tables
 
 The model is first written out in bfloat16, as pretrained models nearly always are: its weights then
 lie on bfloat16's grid. The five trainings have the same model, problems and seed; they compute in
@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import train  # noqa: E402
 from logprob import token_logprobs  # noqa: E402
@@ -136,7 +136,7 @@ def print_curves(config, output, steps):
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", default=ROOT / "runs" / "smollm2-sums" / "config.json",
-                        help="of train.py; default: the one that tests/real_model.py writes")
+                        help="of train.py; default: the one that tests/real/real_model.py writes")
     parser.add_argument("--output", type=Path, default=ROOT / "runs" / "precision",
                         help="folder of the trainings; finished ones are not run again")
     parser.add_argument("--steps", type=int, default=6)

@@ -1,7 +1,7 @@
 """One-line faults, planted one at a time: do the tests of that file see them?
 
-    python tests/mutants.py                    # all of them, two at a time
-    python tests/mutants.py loss.py reward.py  # those of some files
+    python tests/tools/mutants.py                    # all of them, two at a time
+    python tests/tools/mutants.py loss.py reward.py  # those of some files
 
 Each row of mutants.json names a file, a fragment that stands in it exactly once, and what it
 becomes: another operator, sign or constant, an argument dropped, a mask shifted by one. The fault
@@ -19,7 +19,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_name("mutants.json")
 # Tests beside tests/test_FILE.py that speak of the same file
 ALSO = {"train.py": ["test_rounding.py", "test_resume.py", "test_bad_input.py", "test_variants.py",

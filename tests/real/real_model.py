@@ -1,11 +1,11 @@
 """A real pretrained model learns by GRPO: SmolLM2-135M-Instruct, on short sums told as stories.
 
-    python tests/real_model.py          # the model, its problems; prints the command that trains
-    python tests/real_model.py --run    # and runs it
-    python tests/real_model.py --mugs   # larger sums in words that mislead this model
-    python tests/real_model.py --boxed  # the same sums, but the answer belongs into a \\boxed{}
-    python tests/real_model.py --steps-per-sum 2 --run              # sums that must be worked out
-    python tests/real_model.py --steps-per-sum 2 --measure FOLDER   # what the run FOLDER learned
+    python tests/real/real_model.py  # the model, its problems; prints the command that trains
+    python tests/real/real_model.py --run  # and runs it
+    python tests/real/real_model.py --mugs  # larger sums in words that mislead this model
+    python tests/real/real_model.py --boxed  # the same sums, answered in a \\boxed{}
+    python tests/real/real_model.py --steps-per-sum 2 --run  # sums that must be worked out
+    python tests/real/real_model.py --steps-per-sum 2 --measure FOLDER  # what it learned
 
 Flags that are not its own go to train.py: --run --seed 1 --output runs/second.
 
@@ -244,7 +244,7 @@ MEASURES = {"as trained": ("test", None), "one example": ("test", 2), "no exampl
 
 def measure(folder, task):
     """Greedy answers of the model in `folder` to the held-out sums of `task`, as a table."""
-    sys.path.insert(0, str(HERE.parent))
+    sys.path.insert(0, str(HERE.parents[1]))
     from sample import chat_prompt, sample_groups
 
     final = folder / "final" if (folder / "final").is_dir() else folder  # of a run
@@ -351,7 +351,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=CACHE / "grpo" / "smollm2-135m-instruct",
                         help="the model's; default: %(default)s")
-    parser.add_argument("--task", type=Path, default=HERE.parent / "runs" / "smollm2-sums",
+    parser.add_argument("--task", type=Path, default=HERE.parents[1] / "runs" / "smollm2-sums",
                         help="of problems, rewards and config.json; default: %(default)s")
     parser.add_argument("--mugs", action="store_true", help="a task that fails")
     parser.add_argument("--boxed", action="store_true", help="the rule's own reward")
@@ -374,7 +374,7 @@ def main(argv=None):
     except (OSError, ValueError) as error:
         print(f"real_model.py: {error}", file=sys.stderr)
         return 2
-    command = [sys.executable, str(HERE.parent / "train.py"), "--config", str(config),
+    command = [sys.executable, str(HERE.parents[1] / "train.py"), "--config", str(config),
                *flags_of_train]
     print(shlex.join(command), flush=True)
     return subprocess.call(command) if args.run else 0
