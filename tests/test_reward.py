@@ -444,6 +444,7 @@ def test_columns_are_checked_as_they_are_read(tmp_path):
     for name in ("prompts", "completions", "completion_ids"):
         with value_error(f"problems.jsonl: the column '{name}' has the name of an argument"):
             load(tmp_path, line(), line(**{name: 1}), need_answer=False)
+        assert load(tmp_path, line(**{name: 1}))[0][name] == 1  # the rule has no arguments
 
 
 @pytest.mark.parametrize("data, looks", [

@@ -1067,8 +1067,8 @@ def test_script_says_the_system_prompt(run_here, run):
     ("{", "config.json: Expecting"), (None, "config.json"),  # no such file
     ("--device=abacus", ""), ("--model=nowhere/at/all", ""), ("--group-size=0", ""),
     ("--max-new-tokens=0", ""), ("--temperature=nan", ""),
-    *((flag, "--max-new-tokens 9999: the model's 128 positions leave 1")
-      for flag in ("--max-new-tokens=9999", {"max_new_tokens": 9999})),
+    *((flag, "--max-new-tokens 125: the model's 128 positions leave 1")
+      for flag in ("--max-new-tokens=125", {"max_new_tokens": 125})),
 ])
 def test_script_refuses_a_config_and_a_flag_in_one_line(run_here, run, tmp_path, config, says):
     flag = config if str(config).startswith("--") else run(config or {})
