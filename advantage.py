@@ -63,8 +63,8 @@ def check(rewards, group_size, clip=None):
 
 
 # --------------------------------------------------------------------------------------------------
-# Variants: other baselines, and advantages that differ from token to token. Plain GRPO is above and
-# needs none of them. `advantages_for` chooses one.
+# A reader of the theory may stop here. What follows are variants: other baselines, and
+# advantages that differ from token to token. `advantages_for` chooses one.
 
 ADVANTAGES = ("group", "leave-one-out", "gtpo", "grpo-s", "shape")
 

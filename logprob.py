@@ -60,9 +60,10 @@ def plain_logprobs(model, input_ids, labels, temperature=1.0):
 
 
 # --------------------------------------------------------------------------------------------------
+# A reader of the theory may stop here. What follows is about speed and memory.
+#
 # The same numbers without all the logits: the body of the model runs on whole rows, its head on
-# labelled tokens only, and rows that are equal run once. A reader of the theory may stop after
-# sequence_logprob: the rest is about speed and memory.
+# labelled tokens only, and rows that are equal run once.
 
 def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False, group_ids=None,
                    forms=None):

@@ -143,7 +143,8 @@ def mean_of(values, mask, n_rows, n_tokens, aggregate="sequence", max_new_tokens
 
 
 # --------------------------------------------------------------------------------------------------
-# Variants: the options of `grpo_loss`, the gradient of the penalty, and a beta that adapts.
+# A reader of the theory may stop here. What follows: the options of `grpo_loss`, the gradient of
+# the penalty, and a beta that adapts.
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3_corrected")
 AGGREGATES = ("sequence", "token", "constant")

@@ -11,6 +11,7 @@ import train
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+RESULTS = (ROOT / "tests" / "RESULTS.md").read_text(encoding="utf-8")
 STAGES = ("sample", "reward", "advantage", "logprob", "loss", "train")
 
 
@@ -28,23 +29,30 @@ FIELDS = {train.flag_of(field.name) for field in dataclasses.fields(train.Settin
 # of torchrun, and of tests/
 OTHERS = {"--nproc-per-node", "--nnodes", "--shutdown-timeout", "--help", "--first-run", "--head",
           "--scaling", "--against", "--only", "--seeds", "--all", "--run", "--mugs", "--boxed",
-          "--window-size", "--force-device-scale-factor", "--hide-scrollbars", "--screenshot",
+          "--window-size", "--measure",
+          "--force-device-scale-factor", "--hide-scrollbars", "--screenshot",
           "--headless", "--real", "--bf16", "--new-tokens", "--micro-batches", "--steps-per-sum"}
 
 
-def test_every_flag_is_a_flag_and_every_flag_is_there():
+def test_every_flag_is_a_flag():
     known = FIELDS | {flag.replace("--", "--no-", 1) for flag in FIELDS}
-    named = set(re.findall(r"--[a-z][a-z0-9-]+", README)) - OTHERS
+    named = set(re.findall(r"--[a-z][a-z0-9-]+", README + RESULTS)) - OTHERS
     assert named <= known, named - known
-    table = README[README.index("## Flags"):README.index("## Models")]
-    named = set(re.findall(r"--[a-z][a-z-]+", table))
-    missing = {flag for flag in FIELDS - named if flag.replace("--", "--no-", 1) not in named}
-    assert missing == set()
 
 
-# name, flags, what it cures, what it costs, source
+def test_the_lines_that_teach():
+    """From the top of a file to the ruler above "A reader of the theory may stop here"."""
+    rows = re.findall(r"^\| `(\w+)\.py` \| (\d+) \| (\d+) \|$", README, flags=re.M)
+    assert {file for file, *_ in rows} == set(STAGES)
+    for file, core, rest in rows:
+        lines = (ROOT / f"{file}.py").read_text(encoding="utf-8").splitlines()
+        stop, = [n for n, line in enumerate(lines) if "of the theory may stop here" in line]
+        assert (int(core), int(rest)) == (stop - 1, len(lines) - stop + 1), file
+
+
+# name, flags, what it helps against, source
 CELL = r"[^|\n]+\|"
-VARIANTS = re.findall(rf"^\|{CELL} (`--[^|\n]+) \|{CELL}{CELL}{CELL}$", README, flags=re.M)
+VARIANTS = re.findall(rf"^\|{CELL} (`--[^|\n]+) \|{CELL}{CELL}$", README, flags=re.M)
 
 
 def test_the_flags_of_a_variant_are_taken():
@@ -55,8 +63,8 @@ def test_the_flags_of_a_variant_are_taken():
 
 
 def test_files_and_commands_exist():
-    names = re.findall(r"`((?:tests/)?\w+(?:/\w+)?\.py)`", README)
-    names += re.findall(r"python (\S+\.py)", README)
+    names = re.findall(r"`((?:tests/)?\w+(?:/\w+)?\.py)`", README + RESULTS)
+    names += re.findall(r"python (\S+\.py)", README + RESULTS)
     assert len(names) > 10
     for name in names:
         assert (ROOT / name).is_file() or name == "mine.py", name  # the reader's own
@@ -132,8 +140,8 @@ def test_ci_runs_the_readmes_test_command():
 
 
 def test_the_curve_is_the_one_in_the_table():
-    line = re.search(r"line \[(.*)\]", README)[1].split(", ")
-    steps = re.search(r'x-axis "step" \[(.*)\]', README)[1].split(", ")
+    line = re.search(r"line \[(.*)\]", RESULTS)[1].split(", ")
+    steps = re.search(r'x-axis "step" \[(.*)\]', RESULTS)[1].split(", ")
     assert len(line) == len(steps)
     row = r"^\| (\d+) \| [\d.]+ \| ([\d.]+) \|(?: −?[\d.]+ \|){4} \d\.\d{4} \|$"
     rows = re.findall(row, README, flags=re.M)
