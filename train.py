@@ -2433,12 +2433,12 @@ def print_story(run, eval_problems, judged_by):
     boxed = any(m["format_rate"] for m in run.history)
     for name in ("accuracy",) * boxed + ("reward_mean", "approx_kl", "response_length_mean"):
         say(f"{name:22}" + small_curve([m[name] for m in run.history if m[name] is not None]))
-    config = f"{run.name}/config.json"
-    final = f"{run.name}/final"
-    say(f"\ntalk to the result   {command('sample.py', '--model', run.name)} \"YOUR QUESTION\"\n"
-        f"go on from it        {command('train.py', '--config', config, '--model', final)}")
-    if Path(run.name, "page.html").is_file():
-        say(f"see what it learned  {run.name}/page.html")
+    page = Path(run.name, "page.html")
+    seen = f"see what it learned  {page}\n" if page.is_file() else ""
+    talk = command("sample.py", "--model", run.name)
+    again = command("train.py", "--config", f"{run.name}/config.json", "--model",
+                    f"{run.name}/final")
+    say(f"\n{seen}talk to the result   {talk} \"YOUR QUESTION\"\ngo on from it        {again}")
 
 
 def command(program, *flags):

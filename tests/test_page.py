@@ -14,7 +14,7 @@ from logprob import IGNORE, token_logprobs
 
 SMALL = (*FEW, "--steps=2", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=12",
          "--eval-limit=2", "--save-every=9")
-REPLY = (f"--reply={ROOT / 'tests' / 'checker.py'}:check", "--max-turns=2")
+REPLY = (f"--reply={ROOT / 'tests' / 'helpers' / 'checker.py'}:check", "--max-turns=2")
 HOSTILE = ('</i><script>alert("1")</script>', "]]>--><!--", '" onmouseover="x', "\u202eright\u200f",
            "\x00\x1b[2J", "\ud800", "'&lt;", "a\nb\u2028c")
 

@@ -870,13 +870,13 @@ def test_the_end_draws_curves_and_names_what_comes_next(capsys, unknown):
         line = next(line for line in unknown.out.splitlines() if line.startswith(name))
         assert line.split(None, 1)[1] == train.small_curve([m[name] for m in history]).strip()
     folder = unknown.folder
-    commands = {line[:21].strip(): shlex.split(line[21:]) for line in unknown.out.splitlines()[-3:]}
+    commands = {line[:21].strip(): shlex.split(line[21:]) for line in unknown.out.splitlines()[-2:]}
     assert commands == {
         "talk to the result": [sys.executable, train.sample.__file__, "--model", str(folder),
                                "YOUR QUESTION"],
         "go on from it": [sys.executable, train.__file__, "--config",
-                          str(folder / "config.json"), "--model", str(folder / "final")],
-        "see what it learned": [str(folder / "page.html")]}
+                          str(folder / "config.json"), "--model", str(folder / "final")]}
+    assert f"\nsee what it learned  {folder}/page.html\n" in unknown.out
     # It has the run's reward and its data
     s = train.parse(commands["go on from it"][2:])
     assert s.reward == [f"{unknown.mine}:first"] and s.question_field == "task"

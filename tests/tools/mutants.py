@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLE = Path(__file__).with_name("mutants.json")
 # Tests beside tests/test_FILE.py that speak of the same file
 ALSO = {"train.py": ["test_rounding.py", "test_resume.py", "test_bad_input.py", "test_variants.py",
-                     "test_iterative.py", "test_turns.py", "test_lora.py"],
+                     "test_iterative.py", "test_turns.py", "test_lora.py", "test_page.py"],
         "reward.py": ["test_iterative.py"], "sample.py": ["test_cuda.py"],
         "logprob.py": ["test_lora.py"]}
 
