@@ -571,6 +571,7 @@ def test_where_flash_attention_runs(monkeypatch, dtype, width, value_width, work
     assert logprob.takes_flash(query, value) == takes
     torch.backends.cuda.enable_cudnn_sdp(True)
     runpy.run_path(logprob.__file__)                      # switches it off
+    logprob.AttentionInterface.register("grouped", logprob.grouped_attention)   # not the copy's
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
