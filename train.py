@@ -2531,7 +2531,7 @@ def groups_to_show(run):
     with open(run.folder / "samples.jsonl" if run.folder else os.devnull) as file:
         for group in map(json.loads, file):
             step = group["step"]
-            if step == run.step or step & step - 1 == 0:
+            if "ids" in group and (step == run.step or step & step - 1 == 0):
                 # the step's first group that teaches something
                 found[step] = max(found.get(step, group), group,
                                   key=lambda group: len(set(group["rewards"])) > 1)
