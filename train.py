@@ -28,9 +28,8 @@ import signal
 import subprocess
 import sys
 import time
-import timeit
 from contextlib import ExitStack, contextmanager, suppress
-from functools import lru_cache, partial
+from functools import partial
 from itertools import combinations, groupby
 from pathlib import Path
 from types import SimpleNamespace
@@ -55,7 +54,7 @@ import reward
 import sample
 from advantage import advantages_for, is_flat
 from logprob import IGNORE, layers_checkpointed, token_logprobs
-from loss import grpo_loss
+from loss import grpo_loss, next_kl_coef
 from reward import is_right, score_responses, truths_of
 from sample import chat_prompt, out_of_memory, sample_groups
 
@@ -118,7 +117,11 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
 def update(policy_model, optimizer, rollout, settings):
     """One gradient step on the rollout -> metrics of the batch."""
     s = settings
-    sums, logprobs = within_memory(backward_passes, policy_model, optimizer, rollout, s)
+    sums, logprobs, entropies = within_memory(gradient_of, policy_model, optimizer, rollout, s)
+    # Before the first update no weight has moved: its log-probs are the old ones, all ratios 1.
+    if rollout.old_logprobs is None:
+        rollout.old_logprobs = logprobs
+        rollout.entropies = entropies
 
     # [G] The gradient step. A step that would write NaN into the weights is skipped and counted.
     grad_norm = clip_grad_norm_(unscaled(optimizer), s.max_grad_norm)
@@ -128,11 +131,8 @@ def update(policy_model, optimizer, rollout, settings):
     return metrics | of_half_precision(optimizer, metrics["skipped_updates"])
 
 
-def backward_passes(policy_model, optimizer, rollout, s):
-    """[D] [E] [F] The gradient of the rollout's loss -> (sums of the metrics, log-probs (N, S-1)).
-
-    The first update also fills in rollout.old_logprobs.
-    """
+def gradient_of(policy_model, optimizer, rollout, s):
+    """[D] [E] [F] Backward through the loss -> (sums of its metrics; log-probs, entropies)."""
     logprobs = torch.zeros_like(rollout.logprobs)                                      # (N, S-1)
     entropies = torch.zeros_like(rollout.logprobs)                                     # (N, S-1)
     # The loss is divided once, by the rows and tokens of the whole batch. Then micro-batches of n
@@ -140,7 +140,6 @@ def backward_passes(policy_model, optimizer, rollout, s):
     mask = loss_mask(rollout, s)                                                       # (N, S-1)
     sizes = summed({"n_rows": len(mask), "n_tokens": mask.sum()})
     sums = {}
-    loss_scale = getattr(optimizer, "loss_scale", 1.0)
     optimizer.zero_grad()
     for part, here, weight in micro_batches(rollout, s):
         # [D] of the policy as it is now, with a gradient: (n, w-1)
@@ -151,14 +150,10 @@ def backward_passes(policy_model, optimizer, rollout, s):
         value, metrics = grpo_loss(logp, old, part.ref_logprobs, part.advantages,
                                    loss_mask(part, s), **loss_options(part, s), **sizes)
         # Both factors are 1 except on several GPUs (micro_batches) and in float16 (MasterAdamW).
-        (value * weight * loss_scale).backward()
+        (value * weight * loss_scale_of(optimizer)).backward()
         for name in metrics:
             sums[name] = sums.get(name, 0) + metrics[name] * (weight > 0)
-    # No weight has moved before the first update: its log-probs are the old ones, all ratios 1.
-    if rollout.old_logprobs is None:
-        rollout.old_logprobs = logprobs
-        rollout.entropies = entropies
-    return sums, logprobs
+    return sums, logprobs, entropies
 
 
 # --------------------------------------------------------------------------------------------------
@@ -206,8 +201,9 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             run.log(metrics)
             if "eval_accuracy" in metrics:
                 write_page(run, policy_model, ref_model, tokenizer, s)
-            # The KL coefficient of the next step; only --kl-band changes it.
-            run.kl_coef = s.kl_coef = next_beta(metrics["approx_kl"], s)
+            if s.kl_band and math.isfinite(metrics["approx_kl"]):  # a skipped step says nothing
+                s.kl_coef = next_kl_coef(s.kl_coef, metrics["approx_kl"], *s.kl_band)
+            run.kl_coef = s.kl_coef
             show(bar, metrics, run)
             if step % s.save_every == 0 or step == s.steps:
                 save_checkpoint(run, policy_model, optimizer)
@@ -491,11 +487,11 @@ def batch_of_step(tokenizer, problems, step, s, attempt=0, n=None):
 
 def check_sampler(rollout, s):
     """Give the fast forms up if sampler and trainer differ by more than 0.1 nats in the mean."""
-    error = (rollout.logprobs - rollout.old_logprobs).abs().sum()
-    sums = summed({"nats": error, "tokens": rollout.mask.sum()})
-    if sums["nats"] > 0.1 * sums["tokens"] and not sample.PLAIN:
-        error = sums["nats"] / sums["tokens"]
-        give_up(s, f"sampler and trainer differ by {error:.2g} nats a token", sample, logprob)
+    apart = (rollout.logprobs - rollout.old_logprobs).abs().sum()
+    sums = summed({"nats": apart, "tokens": rollout.mask.sum()})
+    mean = sums["nats"] / sums["tokens"]
+    if mean > 0.1 and not sample.PLAIN:
+        give_up(s, f"sampler and trainer differ by {mean:.2g} nats a token", sample, logprob)
 
 
 def give_up(s, reason, *stages):
@@ -529,7 +525,7 @@ def renew(ref_model, policy_model, reward_model, step, s):
     follow(ref_model, policy_model)
     figures = {"reference_renewed": 1.0}
     if reward_model:  # every rank takes the same steps on the same pairs
-        figures |= reward.end_iteration(reward_model, seeded(s.seed, "reward model", step))
+        figures |= reward.train_reward_model(reward_model, seeded(s.seed, "reward model", step))
         for p in reward_model.model.parameters() if world() > 1 else ():
             dist.broadcast(p.data, 0)  # a GPU's sums may differ in their last digit
     return figures
@@ -569,13 +565,6 @@ def set_learning_rate(optimizer, step, s):
         rate *= (1 - math.cos(math.pi * left)) / 2
     for group in optimizer.param_groups:
         group["lr"] = s.lr * rate
-
-
-def next_beta(approx_kl, s):
-    """The KL coefficient of the next step; only --kl-band changes it."""
-    if not s.kl_band or not math.isfinite(approx_kl):
-        return s.kl_coef  # a skipped step says nothing
-    return loss.next_kl_coef(s.kl_coef, approx_kl, *s.kl_band)
 
 
 def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=None,
@@ -1124,24 +1113,13 @@ def check_card(s, device):
             say(f"one of {cards} cards is used; for all of them: {all_cards}")
 
 
-@lru_cache
 def dtype_of_cpu(model):
-    """bfloat16 if this CPU multiplies it at least twice as fast as float32 in this model's size."""
-    hidden = 0
+    """bfloat16 if this CPU multiplies it in hardware and the model spends its time with that."""
     with suppress(Exception):  # load_policy reports what is wrong with its files
         text = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
-        hidden = text.hidden_size
-    if hidden < 512:
-        return torch.float32  # a small model spends its time elsewhere
-    def seconds(dtype):
-        tokens = torch.ones(512, hidden, dtype=dtype)
-        weight = torch.ones(hidden, 4 * hidden, dtype=dtype)
-        return min(timeit.repeat(lambda: tokens @ weight, number=1, repeat=6))
-    faster = seconds(torch.float32) / seconds(torch.bfloat16)
-    chosen = torch.bfloat16 if faster >= 2 else torch.float32
-    say(f"--dtype auto: {chosen}, since this CPU multiplies bfloat16 {faster:.1f} times as fast as "
-        "float32")
-    return chosen
+        if text.hidden_size >= 512 and torch.cpu.get_capabilities().get("amx_bf16"):
+            return torch.bfloat16
+    return torch.float32
 
 
 def load_policy(s):
@@ -1251,7 +1229,7 @@ def load_reward_of(s, reward_model=None):
         reward_of = partial(reward.model_rewards, reward_model, prompt_of)
         return telling("--reward-model:", RewardFailed)(reward_of)
     with telling(""):
-        reward_of = reward.reward_fn_of(s.reward, s.reward_weights, s.step_reward)
+        reward_of = reward.own_reward_of(s.reward, s.reward_weights, s.step_reward)
     return reward_of and telling("", RewardFailed)(reward_of)
 
 
@@ -1350,10 +1328,10 @@ class MasterAdamW(torch.optim.AdamW):
                     grad = self.grads[i].copy_(grad, non_blocking=True)
                 master.grad = grad
         self.wait_for_copies()  # the CPU must not read gradients before they arrive
-        before = self.looked_at()
+        before = self.beginnings()
         super().step()
         self.round()
-        meant, written = (new - old for new, old in zip(self.looked_at(), before))
+        meant, written = (new - old for new, old in zip(self.beginnings(), before))
         self.arrived = float(written @ meant / (meant @ meant))
 
     def wait_for_copies(self):
@@ -1373,7 +1351,7 @@ class MasterAdamW(torch.optim.AdamW):
             if self.away:
                 weight.copy_(where, non_blocking=True)
 
-    def looked_at(self, few=2**14):
+    def beginnings(self, few=2**14):
         """The first numbers of each tensor, of the masters and of the weights.
 
         `arrived` is the share of the intended change that is written, in its direction.
@@ -1437,16 +1415,20 @@ def pinned_like(tensors, dtype, pin=False, slab=2**30):
     return found
 
 
+def loss_scale_of(optimizer):
+    """The factor of the loss in float16; 1 otherwise."""
+    return getattr(optimizer, "loss_scale", 1.0)
+
+
 def unscaled(optimizer):
     """The tensors that have a gradient, after dividing it by the loss scale.
 
     The optimizer moves these tensors, or takes the gradients of these weights.
     """
-    loss_scale = getattr(optimizer, "loss_scale", 1.0)
     known = optimizer.param_groups[0]["params"] + getattr(optimizer, "weights", [])
     tensors = [p for p in known if p.grad is not None]
-    for p in tensors if loss_scale != 1 else ():
-        p.grad /= loss_scale
+    for p in tensors if loss_scale_of(optimizer) != 1 else ():
+        p.grad /= loss_scale_of(optimizer)
     if isinstance(optimizer, LoraAdamW) and world() > 1:
         for p in tensors:  # FSDP averages a shard's gradients over the ranks; here we do
             dist.all_reduce(p.grad)
@@ -1591,8 +1573,7 @@ def plan_memory(s):
     check_combinations(s)  # cheap checks first: flags, then the card, files, the model
     device, dtype = choose_device(s)
     check_card(s, device)
-    # The run keeps this dtype: a second measurement might choose another.
-    s = dataclasses.replace(s, dtype=str(dtype).removeprefix("torch."))
+    s = dataclasses.replace(s, dtype=str(dtype).removeprefix("torch."))  # config.json keeps it
     tell_idle(s)
     if s.eval_only:
         return ways_to_save(s, device.type)[0]  # these flags are for training
@@ -1658,14 +1639,6 @@ def what_fits(s, model, device, free):
                 flags = " ".join(as_flags(*change)[0] for change in chosen)
                 found[chosen] = f"{flags} ({counted[0] / 1e9:.1f} GB)"
     return "what would fit: " + ("; ".join(found.values()) or "only a smaller --model")
-
-
-def what_saves(s):
-    """what_fits() in three quarters of the count, for when that was too low."""
-    device, dtype = choose_device(s)
-    model = model_without_storage(s, dtype)
-    less = [0.75 * count for count in needed(s, model, device.type)]
-    return what_fits(s, model, device.type, less)
 
 
 def needed(s, model, device):
@@ -2016,22 +1989,18 @@ class Run:
         return str(self.folder)
 
     @property
-    def way_on(self):
+    def resume_command(self):
         return command("train.py", "--resume", self.name)
 
     @contextmanager
     def stopping_on_signals(self):
         """Ctrl-C, SIGTERM and SIGHUP let the current step end; a second signal stops at once."""
         def stop(number, _):
-            if os.getpid() != owner:  # a process that a reward has forked
-                put_back.close()
-                return signal.raise_signal(number)
             self.signal = number
             signal.signal(number, signal.SIG_DFL)
             name = signal.Signals(number).name
             say(f"\nstopping after this step ({name}; a second one stops at once)", sys.stderr)
 
-        owner = os.getpid()
         with ExitStack() as put_back:
             for name in ("SIGINT", "SIGTERM", "SIGHUP"):
                 # Windows has no SIGHUP, and only the main thread may set handlers.
@@ -2201,7 +2170,7 @@ COUNTERS = ("step", "skipped", "kl_coef", "held_out", "told", "before")
 LOGS = ("samples.jsonl", "metrics.jsonl")
 
 
-def moving(run, model, optimizer):
+def what_moves(run, model, optimizer):
     """Yields what training moves: (name in a checkpoint, float32 tensor, AdamW's state)."""
     learners = [("", model, optimizer)]
     if run.reward_model:
@@ -2219,7 +2188,7 @@ def moving(run, model, optimizer):
 def save_checkpoint(run, model, optimizer):
     """Write one safetensors file and move it over the old one. Sharded tensors are saved whole."""
     tensors = whole_on_rank_0({
-        f"{key}/{name}": value for name, tensor, state in moving(run, model, optimizer)
+        f"{key}/{name}": value for name, tensor, state in what_moves(run, model, optimizer)
         for key, value in {"weight": tensor, **state}.items()})
     # After a skipped update, or with weights that are not finite, the previous checkpoint stays.
     finite = all(tensor.isfinite().all() for tensor in tensors.values())
@@ -2262,7 +2231,7 @@ def load_checkpoint(run, model, optimizer):
             raise ValueError(f"step {run.step}, counters {counts}")
         if run.reward_model:
             run.reward_model.pairs, run.reward_model.replay = counters["pairs"]
-        for name, tensor, state in moving(run, model, optimizer):
+        for name, tensor, state in what_moves(run, model, optimizer):
             for key, place in {"weight": tensor, **state}.items():
                 found = file.get_tensor(f"{key}/{name}")
                 fits = (found.shape, found.dtype) == (place.shape, place.dtype)
@@ -2335,22 +2304,25 @@ def main(argv=None):
         if out_of_memory(error):
             fault = ("out of memory: lower --prompts-per-step, --group-size, --max-new-tokens or "
                      "--micro-batch-tokens")
-            if not run.saved and not settings.eval_only:  # while it was loaded
-                fault = f"out of memory; {what_saves(settings)}"
+            if not run.saved and not settings.eval_only:  # while it was loaded: the count was low
+                device, dtype = choose_device(settings)
+                model = model_without_storage(settings, dtype)
+                less = [0.75 * count for count in needed(settings, model, device.type)]
+                fault = f"out of memory; {what_fits(settings, model, device.type, less)}"
         elif isinstance(error, RuntimeError) and run.saved and world() > 1:
             # gloo and NCCL raise this when a peer is gone. It may be rank 0: so every rank prints.
             print(f"train.py: rank {rank()} lost another rank ({one_line(error)}); continue with: "
-                  f"{run.way_on}", file=sys.stderr)
+                  f"{run.resume_command}", file=sys.stderr)
             return status
         else:
-            way_on = run.way_on if run.saved else "the same command and"
-            error.add_note(f"train.py: go on with: {way_on} --plain")  # the traceback's last line
+            same = run.resume_command if run.saved else "the same command and"
+            error.add_note(f"train.py: go on with: {same} --plain")  # the traceback's last line
             raise
     finally:
         with suppress(OSError):  # a full disk has been reported already
             run.opened.close()
     if run.saved:
-        fault = f"{fault}; last checkpoint: {run.saved}; continue with: {run.way_on}"
+        fault = f"{fault}; last checkpoint: {run.saved}; continue with: {run.resume_command}"
     say(f"train.py: {fault}", sys.stderr)
     return status
 
@@ -2370,7 +2342,7 @@ def train(parts, run, s):
     if run.step < s.steps:
         save_checkpoint(run, model, parts.optimizer)
         write_page(run, model, parts.ref_model, parts.tokenizer, s)
-        say(f"\nstopped after step {run.step}; continue with: {run.way_on}")
+        say(f"\nstopped after step {run.step}; continue with: {run.resume_command}")
         return 128 + run.signal
     if not run.after:  # a finished run was resumed
         _, run.after = evaluate(model, parts.tokenizer, parts.eval_problems, s, parts.sampler)
@@ -2468,32 +2440,23 @@ def pooled(values, width):
 # --------------------------------------------------------------------------------------------------
 # page.html: the curves of a run, and groups whose tokens are tinted by how far the policy has moved
 
+CURVES = ("reward_mean", "approx_kl", "response_length_mean", "entropy", "zero_variance_groups")
 MOST_BYTES = 450_000  # of the groups
 MOST_TINTED = 5000  # tokens, those that have moved most
 STYLE = """
-:root { color-scheme: light dark; --up: 37 105 214; --down: 230 112 10; --ink: light-dark(#1d2430,
-  #d5dae3); --line: light-dark(#e4e7ec, #2b313c); --card: light-dark(#fff, #191d24) }
-body { max-width: 64rem; margin: 2rem auto; padding: 0 1rem; color: var(--ink); background:
-  light-dark(#f6f7f9, #111419); font: 15px/1.6 system-ui, sans-serif }
-h1, h2, p { margin: 0 0 .5rem } h2 { font-size: 1rem } h2 small, figcaption b { float: right }
-small, figcaption, q { color: light-dark(#667083, #8f99aa); font: .9rem/1.7 system-ui, sans-serif }
+body { --up: 37 105 214; --down: 230 112 10; --line: rgb(128 128 128 / .3); margin: 2rem auto;
+  color-scheme: light dark; max-width: 64rem; padding: 0 1rem; font: 15px/1.6 system-ui }
 div { display: grid; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)); gap: 1rem }
-figure, section { background: var(--card); border: 1px solid var(--line); border-radius: 10px;
-  margin: 0; padding: .8rem 1rem; break-inside: avoid } section { margin: 1.2rem 0 }
-figcaption b { color: var(--ink) } svg { display: block } polygon { fill: rgb(var(--up) / .1) }
+figure, section { border: 1px solid var(--line); border-radius: 10px; margin: 0 0 1rem;
+  padding: .6rem 1rem; break-inside: avoid } h2 { margin: 0 } h2 small, figure b { float: right }
 polyline { fill: none; stroke: rgb(var(--up)); stroke-width: 1.5 } rect { fill: rgb(var(--down)) }
-.y { grid-template-columns: 1.6rem 3.6rem 4.2rem 7rem 1fr; gap: 0 .7rem; padding: .3rem 0;
-  border-top: 1px solid var(--line); font-variant-numeric: tabular-nums }
-.y p, pre { margin: 0; font: 13px/1.85 ui-monospace, monospace; white-space: pre-wrap;
-  overflow-wrap: anywhere } summary { padding: 0 0 .5rem } q { display: block; quotes: none }
-i { font-style: normal; border-radius: 3px; padding: .15em 0; background:
-  linear-gradient(rgb(var(--up) / calc(var(--d) * .3)) 0 0),
-  linear-gradient(rgb(var(--down) / calc(var(--d) * -.3)) 0 0) }
-s { background: linear-gradient(var(--line) 0 0) center / 1px 100% no-repeat }
-s i { display: block; height: .55rem; margin-top: .5rem; padding: 0 }
-@media (max-width: 44rem) { .y { grid-template-columns: 1.6rem 3.6rem 4.2rem 1fr }
-  .y p { grid-column: 1 / -1 } }
-@media print { body { font-size: 10px } * { print-color-adjust: exact } }
+.y { display: flex; flex-wrap: wrap; border-top: 1px solid var(--line); margin-top: .3rem }
+.y > * { min-width: 3.5rem } .y p { flex: 1 1 20rem; margin: 0 } q { display: block; quotes: none }
+.y p, pre { font: 13px/1.85 monospace; white-space: pre-wrap; overflow-wrap: anywhere }
+i { font-style: normal; border-radius: 3px; print-color-adjust: exact; background:
+  linear-gradient(rgb(var(--up) / min(var(--d) * .3, .6)) 0 0),
+  linear-gradient(rgb(var(--down) / min(var(--d) * -.3, .6)) 0 0) }
+s { width: 7rem } s i { display: block; height: .5rem; margin-top: .5rem }
 """
 
 
@@ -2540,23 +2503,18 @@ def groups_to_show(run):
 
 def page_of(run, groups, tokenizer, s):
     """The HTML. A group's "d": log pi now - log pi of the start, of each token of its answers."""
-    titles = {"reward_mean": "reward",
-              **{name: name for name in run.history[-1] if name.startswith("reward/")},
-              "approx_kl": "KL per token", "response_length_mean": "length, tokens",
-              "entropy": "entropy per token", "zero_variance_groups": "groups that teach nothing"}
     curves = {"held out": run.held_out}
-    for name, title in titles.items():
-        curves[title] = [(m["step"], m[name]) for m in run.history if m[name] is not None]
+    for name in run.history[-1]:
+        if name.startswith("reward/") or name in CURVES:
+            curves[name] = [(m["step"], m[name]) for m in run.history if m[name] is not None]
     warned = [(m["step"], shown(m["warning"])) for m in run.history if "warning" in m]
     marks = "".join(f'<rect x="{300 * step / run.step:.1f}" width=".7" height="80"><title>{line}'
                     "</title></rect>" for step, line in warned)
-    figures = "".join(figure_of_curve(shown(title), points, run.step, marks)
-                      for title, points in curves.items() if points)
+    figures = "".join(figure_of_curve(shown(name), points, run.step, marks)
+                      for name, points in curves.items() if points)
     least = sorted(abs(d) for group in groups for row in group["d"] for d in row)[-MOST_TINTED:][0]
-    for most in (s.group_size, 16, 4, 1, 0):  # answers of a group: as many as fit
-        sections = [section_of(group, tokenizer, most, least) for group in groups]
-        if len("".join(sections).encode()) < MOST_BYTES:
-            break
+    room = MOST_BYTES // len(groups)
+    sections = "".join(section_of(group, tokenizer, room, least) for group in groups)
     then = "at the start: log π − log π<sub>ref</sub>, the −d of [F]"
     if "logprobs" in groups[0]:
         then = "when it drew them: log π − log π<sub>old</sub>"
@@ -2570,48 +2528,48 @@ B = {s.prompts_per_step} questions and G = {s.group_size} answers to each, lr {s
 <h1>What it learned</h1><p>x is a question, y<sub>i</sub> an answer of its group, r<sub>i</sub> its
 reward and A<sub>i</sub> its advantage. Tinted tokens are now <i style="--d:2">more likely</i> or
 <i style="--d:-2">less likely</i> than {then}. Hover for the number, in nats.</p>
-{"".join(sections)}</body></html>
+{sections}</body></html>
 """
 
 
-def figure_of_curve(title, points, last, marks):
+def figure_of_curve(name, points, last, marks):
     """A curve of (step, value) points; its width are the steps 0 ... `last`."""
     steps, values = zip(*points)
     means = pooled(values, 120)
     low = min(means)
     span = max(means) - low or 1
-    line = [f"{300 * step / last:.1f},{76 - 70 * (y - low) / span:.1f}"
-            for step, y in zip(pooled(steps, 120), means)]
-    bottom = f"300,80 {line[0].split(',')[0]},80"
-    line = " ".join(line)
-    return (f"<figure><figcaption>{title}<b>{values[0]:.3g} → {values[-1]:.3g}</b></figcaption>"
-            f'<svg viewBox="0 0 300 80">{marks}<polygon points="{line} {bottom}"></polygon>'
-            f'<polyline points="{line}"></polyline></svg></figure>')
+    line = " ".join(f"{300 * step / last:.1f},{78 - 76 * (mean - low) / span:.1f}"
+                    for step, mean in zip(pooled(steps, 120), means))
+    return (f"<figure>{name}<b>{values[0]:.3g} → {values[-1]:.3g}</b>"
+            f'<svg viewBox="0 0 300 80">{marks}<polyline points="{line}"></polyline></svg>'
+            "</figure>")
 
 
-def section_of(group, tokenizer, most, least):
-    """A group: its question x, and of `most` answers r, A and y, whose tokens are tinted by d."""
+def section_of(group, tokenizer, room, least):
+    """A group: its question x; of its answers r, A and y, as many as `room` bytes can hold."""
     r = torch.tensor(group["rewards"])
-    # Tokens of an answer may have advantages of their own; then their mean is shown.
-    A = [a if isinstance(a, float) else sum(a) / len(d)
-         for a, d in zip(group["advantages"], group["d"])]
-    answers = ""
-    for n, turns in enumerate(group["ids"][:most]):
-        d = iter(group["d"][n])
+    text = (f"step {group['step']} <small>mean r {r.mean():.3g}, std r {r.std(correction=0):.3g}"
+            f"</small></h2><details><summary><b>x</b> {shown(group['question'][-2000:])}</summary>"
+            f"<pre>{shown(group['prompt'][-4000:])}</pre></details>")
+    rows = zip(group["ids"], group["d"], group["advantages"], group["finished"])
+    for n, (turns, d, A, finished) in enumerate(rows):
+        # Tokens of an answer may have advantages of their own; then their mean is shown.
+        A = A if isinstance(A, float) else sum(A) / len(d)
+        d = iter(d)
         y = ""
         for k, ids in enumerate(turns):
-            words = [shown(word) for word in words_of(tokenizer, ids)]
+            words = [shown(word).replace("\n", "↵\n") for word in words_of(tokenizer, ids)]
             y += f"<q>{''.join(words)}</q>" if k % 2 else tinted(words, d, least)
-        y += "" if group["finished"][n] else " <small>cut at the limit</small>"
-        width = 50 * abs(A[n]) / max(1.0, *map(abs, A))
-        bar = f"--d:{math.copysign(3, A[n])};width:{width}%;margin-left:{50 - width * (A[n] < 0)}%"
-        answers += (f'<div class="y"><b>y<sub>{n + 1}</sub></b><span>r {r[n]:.4g}</span><span>'
-                    f'A {A[n]:+.2f}</span><s><i style="{bar}"></i></s><p dir="auto">{y}</p></div>')
-    rest = f", {most} of {len(r)} answers" if most < len(r) else ""
-    return (f"<section><h2>step {group['step']} <small>mean r {r.mean():.3g}, std r "
-            f"{r.std(correction=0):.3g}{rest}</small></h2><details><summary><b>x</b> "
-            f"{shown(group['question'][-2000:])}</summary><pre>{shown(group['prompt'][-4000:])}"
-            f"</pre></details>{answers}</section>")
+        cut = "" if finished else " <small>cut at the limit</small>"
+        width = 50 * min(abs(A) / 3, 1)
+        bar = f"--d:{9 * A};width:{width}%;margin-left:{50 - width * (A < 0)}%"
+        answer = (f'<div class="y"><b>y<sub>{n + 1}</sub></b><span>r {r[n]:.4g}</span><span>'
+                  f'A {A:+.2f}</span><s><i style="{bar}"></i></s><p dir="auto">{y}{cut}</p></div>')
+        if len((text + answer).encode()) > room:
+            text += f"{n} of {len(r)} answers are shown"
+            break
+        text += answer
+    return f"<section><h2>{text}</section>"
 
 
 def words_of(tokenizer, ids):
@@ -2624,12 +2582,8 @@ def words_of(tokenizer, ids):
 
 def tinted(words, values, least):
     """Words as HTML; those that have moved by `least` nats or more have a tint and a number."""
-    text = ""
-    for word, d in zip(words, values):
-        tint = f"--d:{math.copysign(min(abs(d), 4) ** 0.5, d):.2f}"
-        word = word.replace("\n", "↵\n")
-        text += f'<i style="{tint}" title="{d:+.6f}">{word}</i>' if abs(d) >= least else word
-    return text
+    return "".join(f'<i style="--d:{d:.2f}" title="{d:+.6f}">{word}</i>' if abs(d) >= least else
+                   word for word, d in zip(words, values))
 
 
 def shown(text):

@@ -746,7 +746,7 @@ def test_an_optimizers_step_on_fake_tensors(lora, offload, rounding, dtype):
 
 def test_gradients_go_to_the_host_once_per_update(granted, tiny, monkeypatch):
     """Pinned and without blocking; how many micro-batches there are makes no difference."""
-    monkeypatch.setattr(train.MasterAdamW.looked_at, "__defaults__", (1,))   # the figure `arrived`
+    monkeypatch.setattr(train.MasterAdamW.beginnings, "__defaults__", (1,))   # the figure `arrived`
     policy, tokenizer = tiny
     sent = {}
     for tokens in (64, 4096):

@@ -91,7 +91,7 @@ def test_two_iterations_are_those_of_the_formulas(whole, learner):
             continue
         assert len(pairs) > 2
         learner.pairs, learner.replay = pairs, replay
-        figures = reward.end_iteration(learner, train.seeded(0, "reward model", step))
+        figures = reward.train_reward_model(learner, train.seeded(0, "reward model", step))
         for name, value in figures.items():
             assert metrics[step][name] == pytest.approx(value, rel=1e-5)
         replay, pairs = replay + pairs, []
@@ -201,7 +201,7 @@ def test_a_reward_model_learns_from_round_to_round():
     for k in range(4):
         reward.collect_pairs(learner, worked_and_guessed(24 * k, 24 * k + 24), 2, generator)
         assert len(learner.pairs) == 24 and len(learner.replay) == 24 * k
-        figures = reward.end_iteration(learner, generator)
+        figures = reward.train_reward_model(learner, generator)
         accuracies.append(figures["reward_model_accuracy"])
         losses.append(figures["reward_model_loss"])
         assert learner.pairs == []
@@ -218,11 +218,11 @@ def test_pairs_and_replay_are_bounded_and_keep_what_is_old(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     seen = [{(row[0], row[1]) for row in worked_and_guessed(first, first + 8)} for first in (0, 8)]
     reward.collect_pairs(learner, worked_and_guessed(0, 8), 2, generator)
-    reward.end_iteration(learner, generator)
+    reward.train_reward_model(learner, generator)
     assert len(learner.replay) == 8
     reward.collect_pairs(learner, worked_and_guessed(8, 20), 2, generator)
     assert len(learner.pairs) == 8 and len(set(learner.pairs)) == 8
-    reward.end_iteration(learner, generator)
+    reward.train_reward_model(learner, generator)
     assert len(learner.replay) == 8
     old = sum((prompt, better) in seen[0] for prompt, better, _ in learner.replay)
     assert 0 < old < 8

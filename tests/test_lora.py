@@ -142,7 +142,7 @@ def test_the_first_factors_are_as_pefts():
         assert not factor.any() if "lora_B" in name else (
             0.9 * bound < factor.abs().max() <= bound and abs(factor.mean()) < 0.1 * bound)
     assert all(torch.equal(weight, start[name]) for name, weight in weights_of(model).items())
-    few_masters, few_weights = optimizer.looked_at(100)
+    few_masters, few_weights = optimizer.beginnings(100)
     assert torch.equal(few_masters, few_weights)
     A = [factor for name, factor in factors.items() if "q_proj.lora_A" in name]
     assert not torch.equal(*A), "every weight has its own"

@@ -186,7 +186,7 @@ def test_the_rewards_as_training_calls_them(task, tiny):
     assert not (rollout.labels == real_reward.END).any()
     rollout.labels[rollout.labels == end] = real_reward.END
     specs = [str(task / spec) for spec in real_model.FLAGS["reward"]]
-    rewards = reward.reward_fn_of(specs)([problem], [prompt], rollout)
+    rewards = reward.own_reward_of(specs)([problem], [prompt], rollout)
     right = [real_reward.last_number(text) == 10 for text in rollout.responses]
     assert rewards.tolist() == [r + 0.5 * f for r, f in zip(right, rollout.finished.tolist())]
     assert list(rollout.reward_parts) == ["right", "ended"]

@@ -24,10 +24,10 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 import reward
 from advantage import shape_advantages
 from reward import (
-    boxed_candidates, bradley_terry_loss, canonical, complete_boxes, diversity, end_iteration,
+    boxed_candidates, bradley_terry_loss, canonical, complete_boxes, diversity, train_reward_model,
     extract_boxed, figures_of, final_answer, has_format, hold_out, is_right, length_rescaled,
     load_function, load_problems, majority_at_k, model_rewards, overlong_penalty, pass_at_k,
-    preference_pairs, reward_fn_of, reward_model_rows, reward_model_scores, rule_reward,
+    preference_pairs, own_reward_of, reward_model_rows, reward_model_scores, rule_reward,
     score_responses, score_rows, think_answer_reward, truths_of)
 
 ROOT = Path(reward.__file__).resolve().parent
@@ -707,8 +707,8 @@ def scored(function, rollout=None):
     """--reward f.py:f with this function in its place: two answers to each of two problems."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reward, "load_function", lambda spec: function)
-        reward_fn = reward_fn_of(["f.py:f"])
-    return reward_fn(PROBLEMS, ["<a>", "<b>"], rollout or rollout_of(*FOUR))
+        reward_of = own_reward_of(["f.py:f"])
+    return reward_of(PROBLEMS, ["<a>", "<b>"], rollout or rollout_of(*FOUR))
 
 
 def test_a_reward_is_called_as_trl_calls_it():
@@ -742,7 +742,7 @@ def test_every_row_has_columns_of_its_own():
     rollout = rollout_of(*FOUR)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reward, "load_function", lambda spec: spoils)
-        rewards = reward_fn_of(["f.py:f", "f.py:f"])(problems, ["", ""], rollout)
+        rewards = own_reward_of(["f.py:f", "f.py:f"])(problems, ["", ""], rollout)
     assert rewards.tolist() == [12.0, 12.0, 14.0, 14.0] and rollout.responses == FOUR
     assert [problem["pieces"] for problem in problems] == [[1, 2, 3], [4, 5]]
 
@@ -774,23 +774,23 @@ def test_the_rewards_of_the_flags_are_summed_over_those_that_apply(mine_py):
     answers = [box(7), box(8), "<think>8</think><answer>8</answer>", box(8)]
     rollout = rollout_of(*answers)
     specs = [f"{mine_py}:one", "rule", "think", f"{mine_py}:two"]
-    rewards = reward_fn_of(specs, [10.0, 1.0, 100.0, 1000.0])(PROBLEMS, ["<a>", "<b>"], rollout)
+    rewards = own_reward_of(specs, [10.0, 1.0, 100.0, 1000.0])(PROBLEMS, ["<a>", "<b>"], rollout)
     assert rewards.tolist() == [11.5, 10.5, 2160.0, 2011.5]
     parts = {name: part.nan_to_num(-1.0).tolist() for name, part in rollout.reward_parts.items()}
     assert parts == {"one": [1.0] * 4, "rule": [1.5, 0.5, 0.0, 1.5], "think": [0.0, 0.0, 1.5, 0.0],
                      "two": [-1.0, -1.0, 2.0, 2.0]}
-    assert reward_fn_of(["rule"], [])(PROBLEMS, ["", ""], rollout).tolist() == parts["rule"]
-    assert reward_fn_of(specs[:2])(PROBLEMS, ["", ""], rollout).tolist() == [2.5, 1.5, 1.0, 2.5]
+    assert own_reward_of(["rule"], [])(PROBLEMS, ["", ""], rollout).tolist() == parts["rule"]
+    assert own_reward_of(specs[:2])(PROBLEMS, ["", ""], rollout).tolist() == [2.5, 1.5, 1.0, 2.5]
     assert not hasattr(rollout, "step_rewards")
-    assert reward_fn_of(None) is reward_fn_of([]) is reward_fn_of(None, [1.0]) is None
+    assert own_reward_of(None) is own_reward_of([]) is own_reward_of(None, [1.0]) is None
     rollout = rollout_of(*[box(7)] * 6)
     problems = [{"answer": answer} for answer in ("7", "", ["7"])]
     with pytest.warns(UserWarning, match="None for some rows"):  # where no truth is known
-        rewards = reward_fn_of(["rule"])(problems, ["", "", ""], rollout)
+        rewards = own_reward_of(["rule"])(problems, ["", "", ""], rollout)
     assert rewards.tolist() == [1.5, 1.5, 0, 0, 0, 0]
     assert rollout.reward_parts["rule"].isnan().tolist() == [False] * 2 + [True] * 4
     rollout = rollout_of(box(7), "x")  # rewards of steps stand beside the rule's
-    rewards = reward_fn_of(None, None, f"{mine_py}:steps")(PROBLEMS[:1], ["p"], rollout)
+    rewards = own_reward_of(None, None, f"{mine_py}:steps")(PROBLEMS[:1], ["p"], rollout)
     assert rewards.tolist() == [1.5, 0.0] and list(rollout.reward_parts) == ["rule"]
     assert rollout.step_rewards == [[(1, 11.0)], [(2, 18.0)]]
 
@@ -804,7 +804,7 @@ def test_each_of_several_rewards_has_a_name_of_its_own(mine_py, tmp_path):
             ([f"{mine_py}:rule", "rule"], ["rule", "rule 2"]),
             (["rule", f"{mine_py}:rule"], ["rule", "rule 2"])):
         rollout = rollout_of("x", "y")
-        rewards = reward_fn_of(specs)(PROBLEMS[:1], ["p"], rollout)
+        rewards = own_reward_of(specs)(PROBLEMS[:1], ["p"], rollout)
         assert list(rollout.reward_parts) == names
         parts = rollout.reward_parts.values()
         assert torch.equal(rewards, sum(part.nan_to_num() for part in parts))
@@ -859,10 +859,10 @@ def test_what_is_wrong_is_told_under_its_flag(mine_py):
             ((["thinks"],), "--reward thinks: no file ''"),
             ((["rule"], None, "x.py:f"), "--step-reward x.py:f: no file 'x.py'")):
         with pytest.raises(ValueError, match=f"^{re.escape(line)}"):
-            reward_fn_of(*arguments)
+            own_reward_of(*arguments)
     for fn, line in (
-            (reward_fn_of(["rule", bad]), f"--reward {bad}, row 0, response 'x': TypeError"),
-            (reward_fn_of(None, None, f"{mine_py}:one"),
+            (own_reward_of(["rule", bad]), f"--reward {bad}, row 0, response 'x': TypeError"),
+            (own_reward_of(None, None, f"{mine_py}:one"),
              f"--step-reward {mine_py}:one, row 0, response 'x': not a list of (end, reward) p")):
         with value_error(f"^{re.escape(line)}"):
             fn(PROBLEMS[:1], ["p"], rollout_of("x", "y"))
@@ -1278,7 +1278,7 @@ def test_an_iteration_mixes_a_tenth_of_old_pairs():
     pairs = [("p", f"new{i}", "bad") for i in range(45)]
     replay = [("p", f"old{i}", "bad") for i in range(50)]
     r = learner(pairs=pairs, replay=replay)
-    figures = end_iteration(r, seeded())
+    figures = train_reward_model(r, seeded())
     seen = r.tokenizer.texts
     assert sorted(text for text in seen if "new" in text) == sorted(p[1] for p in pairs)
     assert len({text for text in seen if "old" in text}) == 5  # 5 of 50
@@ -1295,14 +1295,14 @@ def test_an_iteration_mixes_a_tenth_of_old_pairs():
         lambda *_: gradients.append(r.model.score.weight.grad.clone()))
     for _ in range(2):
         r.pairs, r.replay = pairs[:1] * 2, []
-        end_iteration(r, batch_pairs=1)
+        train_reward_model(r, batch_pairs=1)
     assert len(gradients) == 4 and gradients[0].any()
     assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
     few = learner(pairs=pairs, replay=replay[:1])
-    end_iteration(few)
+    train_reward_model(few)
     assert sum("old" in text for text in few.tokenizer.texts) == 1
     none = learner(replay=replay)
-    assert all(map(math.isnan, end_iteration(none).values()))
+    assert all(map(math.isnan, train_reward_model(none).values()))
     assert none.replay == replay and none.tokenizer.texts == []
 
 

@@ -208,19 +208,13 @@ def test_masters_start_from_the_files_own_digits(tmp_path):
         assert p.dtype == torch.bfloat16 and torch.equal(p, ref), "the reference is the start"
 
 
-def test_auto_measures_a_cpu_on_large_models_only(monkeypatch, tmp_path):
-    small = Qwen2Config(hidden_size=64, num_attention_heads=4)
-    large = Qwen2Config(hidden_size=512, num_attention_heads=4)
-    small.save_pretrained(tmp_path / "small")
-    large.save_pretrained(tmp_path / "large")
-    for faster, expected in ((2.5, torch.bfloat16), (1.9, torch.float32)):
-        train.dtype_of_cpu.cache_clear()
-        seconds = {torch.float32: faster, torch.bfloat16: 1.0}
-        monkeypatch.setattr(train.timeit, "repeat", lambda product, seconds=seconds, **_:
-                            [9e9, seconds[product().dtype]])
-        assert train.dtype_of_cpu(str(tmp_path / "large")) == expected
-        assert train.dtype_of_cpu(str(tmp_path / "small")) == torch.float32
-    train.dtype_of_cpu.cache_clear()
+def test_auto_takes_bfloat16_where_a_cpu_multiplies_it(monkeypatch, tmp_path):
+    for hidden, amx, expected in ((512, True, torch.bfloat16), (508, True, torch.float32),
+                                  (512, False, torch.float32)):
+        Qwen2Config(hidden_size=hidden, num_attention_heads=4).save_pretrained(tmp_path)
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda amx=amx: {"amx_bf16": amx})
+        assert train.dtype_of_cpu(str(tmp_path)) == expected
+    assert train.dtype_of_cpu(str(tmp_path / "nothing")) == torch.float32
 
 
 def test_masters_on_the_host_take_no_gradient_of_a_gpu(monkeypatch):

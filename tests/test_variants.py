@@ -411,8 +411,15 @@ def test_beta_follows_the_band():
     for metrics in lines:
         penalty = metrics["loss"] - metrics["policy_loss"]
         assert penalty == pytest.approx(metrics["kl_coef"] * metrics["approx_kl"], rel=1e-3)
-    s = settings("--kl-band", "0.1", "0.2", "--kl-coef=0.5")
-    assert train.next_beta(math.nan, s) == 0.5            # a step that was skipped
+
+
+def test_beta_stays_after_a_step_that_was_skipped(monkeypatch):
+    def skipped(*how, step=train.train_step):
+        metrics, rollout = step(*how)
+        return {**metrics, "approx_kl": math.nan}, rollout
+    monkeypatch.setattr(train, "train_step", skipped)
+    run = loop("--kl-band", "0.1", "0.2", "--kl-coef=0.5")
+    assert [metrics["kl_coef"] for metrics in run.metrics[1:]] == [0.5] * 5
 
 
 @pytest.mark.parametrize("schedule, warmup, rates", [

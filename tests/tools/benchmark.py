@@ -58,7 +58,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import train  # noqa: E402
 from logprob import LeanHead, selected_logprobs  # noqa: E402
-from reward import load_function, load_problems, reward_fn_of, rule_reward  # noqa: E402
+from reward import load_function, load_problems, own_reward_of, rule_reward  # noqa: E402
 
 # An end token of this chance per draw never comes: all answers have the full length.
 SMALL = {
@@ -214,7 +214,7 @@ def ours(settings, policy, tokenizer, batches, job):
     optimizer = train.make_optimizer(policy, s)
     train.start_from_file(optimizer, policy, s)
     loaded = memory_loaded(policy, reference)
-    paid = reward_fn_of(s.reward) if s.reward else None
+    paid = own_reward_of(s.reward) if s.reward else None
     steps = []
     rewards = []
 
