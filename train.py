@@ -2444,19 +2444,20 @@ CURVES = ("reward_mean", "approx_kl", "response_length_mean", "entropy", "zero_v
 MOST_BYTES = 450_000  # of the groups
 MOST_TINTED = 5000  # tokens, those that have moved most
 STYLE = """
-body { --up: 37 105 214; --down: 230 112 10; --line: rgb(128 128 128 / .3); margin: 2rem auto;
-  color-scheme: light dark; max-width: 64rem; padding: 0 1rem; font: 15px/1.6 system-ui }
-div { display: grid; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)); gap: 1rem }
+:root { color-scheme: light dark; --up: 37 105 214; --down: 230 112 10; --line: #8884
+} body { max-width: 64rem; margin: 2rem auto; padding: 0 1rem; font: 15px/1.6 system-ui }
+div { display: grid; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)); gap: 0 1rem }
 figure, section { border: 1px solid var(--line); border-radius: 10px; margin: 0 0 1rem;
-  padding: .6rem 1rem; break-inside: avoid } h2 { margin: 0 } h2 small, figure b { float: right }
-polyline { fill: none; stroke: rgb(var(--up)); stroke-width: 1.5 } rect { fill: rgb(var(--down)) }
+  padding: .6rem 1rem; break-inside: avoid } h2 { margin: 0; font-size: 1rem }
+h2 small, figure b { float: right } rect { fill: rgb(var(--down)) }
+polyline { fill: none; stroke: rgb(var(--up)); stroke-width: 1.5 } q { display: block; quotes: none }
 .y { display: flex; flex-wrap: wrap; border-top: 1px solid var(--line); margin-top: .3rem }
-.y > * { min-width: 3.5rem } .y p { flex: 1 1 20rem; margin: 0 } q { display: block; quotes: none }
+.y > * { flex: 0 0 4.2rem } .y p { flex: 1 1 20rem; margin: 0 } .y b { flex: 0 0 2rem }
 .y p, pre { font: 13px/1.85 monospace; white-space: pre-wrap; overflow-wrap: anywhere }
 i { font-style: normal; border-radius: 3px; print-color-adjust: exact; background:
   linear-gradient(rgb(var(--up) / min(var(--d) * .3, .6)) 0 0),
   linear-gradient(rgb(var(--down) / min(var(--d) * -.3, .6)) 0 0) }
-s { width: 7rem } s i { display: block; height: .5rem; margin-top: .5rem }
+.y s { flex: 0 0 7rem } s i { display: block; height: .5rem; margin-top: .5rem }
 """
 
 
