@@ -2450,7 +2450,7 @@ div { display: grid; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)
 figure, section { border: 1px solid var(--line); border-radius: 10px; margin: 0 0 1rem;
   padding: .6rem 1rem; break-inside: avoid } h2 { margin: 0; font-size: 1rem }
 h2 small, figure b { float: right } rect { fill: rgb(var(--down)) }
-polyline { fill: none; stroke: rgb(var(--up)); stroke-width: 1.5 } q { display: block; quotes: none }
+polyline { fill: none; stroke: rgb(var(--up)) } q { quotes: none; display: block }
 .y { display: flex; flex-wrap: wrap; border-top: 1px solid var(--line); margin-top: .3rem }
 .y > * { flex: 0 0 4.2rem } .y p { flex: 1 1 20rem; margin: 0 } .y b { flex: 0 0 2rem }
 .y p, pre { font: 13px/1.85 monospace; white-space: pre-wrap; overflow-wrap: anywhere }
