@@ -66,26 +66,27 @@ def plain_logprobs(model, input_ids, labels, temperature=1.0):
 # labelled tokens only, and rows that are equal run once.
 
 def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False, group_ids=None,
-                   forms=None):
+                   refused=None):
     """plain_logprobs for a few labelled tokens at a time -> (N, S-1) float32, differentiable.
 
     `with_entropy` adds a second (N, S-1) tensor: the entropy in nats of the distribution that each
     token was drawn from, detached. `group_ids` (N,): rows with the same number share a prompt,
-    which then runs once for all of them. `forms` are the model's fast forms, by default those that
-    `forms_of` finds. ValueError: as `forms_of`.
+    which then runs once for all of them. `refused` says why a fast form is not used, by default
+    what `forms_of` finds. ValueError: as `forms_of`.
     """
-    forms = forms or forms_of(model)
+    refused = refused or forms_of(model)
+    # Equal rows run once: each row of the result is a copy of its first.
     firsts = firsts_of_equal(torch.cat([input_ids, labels], dim=1))               # (N,)
     rows, copies = firsts.unique(return_inverse=True)                             # (U,), (N,)
     input_ids, labels = input_ids[rows], labels[rows]                             # (U, S)
     mask = labels[:, 1:] != IGNORE                                                # (U, S-1)
     targets = input_ids[:, 1:][mask]                                              # (M,)
-    if group_ids is None or forms["grouped rows"] or not mask.any():
+    if group_ids is None or refused["grouped rows"] or not mask.any():
         output = body_of(model)(input_ids=input_ids, use_cache=False)
         hidden = output.last_hidden_state[:, :-1][mask]                           # (M, H)
     else:
         output, hidden = grouped_hidden(model, input_ids, labels, group_ids[rows])
-    if forms["lean head"]:
+    if refused["lean head"]:
         found = own_logprobs(model, output, hidden, targets, temperature, with_entropy)
     else:
         weight = model.get_output_embeddings().weight                             # (V, H)
@@ -231,9 +232,15 @@ def own_head(model, output, hidden):
 
 
 # --------------------------------------------------------------------------------------------------
-# Grouped rows. All groups of a micro-batch become one row [x | y_1 | ... | y_G | x' | ...]: each
-# prompt runs once instead of G times, and there is no padding. Every answer's positions continue
-# its prompt's. Only attention mixes the tokens of a row: there each y_i sees its prompt and itself.
+# Grouped rows. All groups of a micro-batch become one row: each prompt runs once instead of G
+# times, and there is no padding. Every answer's positions continue its prompt's. Only attention
+# mixes the tokens of a row: a query sees its prompt (#), and its own piece up to itself (\).
+#                                                            key  x  y1 y2 x' y1'
+#     x  y1  y1  .                                    query  x    \
+#     x  y2  y2  y2   ->   x y1 y1 y2 y2 y2 x' y1'           y1   #  \
+#     x' y1' .   .                                           y2   #     \
+#                                                            x'            \
+#     12 tokens            8 tokens                          y1'           #  \
 
 def grouped_hidden(model, input_ids, labels, group_ids):
     """The body's output, and hidden states (M, H) that predict labelled tokens, in mask order."""
@@ -482,14 +489,14 @@ def forms_of(model):
     eps = torch.finfo(model.dtype).eps
     root = math.sqrt(eps)                                # 3e-4 in float32, 0.09 in bfloat16
     claim = f"{model.config.model_type}: the log-probs of its body and its own head"
-    forms = {"lean head": "not tried", "grouped rows": "not tried"}
+    refused = {"lean head": "not tried", "grouped rows": "not tried"}
 
     # A kernel's backward pass has limits of its own: it is run, to a parameter that is small.
     small = [p for p in model.parameters() if p.requires_grad and p.ndim == 1][:1]
 
     def error():
         with torch.set_grad_enabled(bool(small)):
-            logprobs = token_logprobs(model, ids, labels, group_ids=group_ids, forms=forms)
+            logprobs = token_logprobs(model, ids, labels, group_ids=group_ids, refused=refused)
             if small:
                 torch.autograd.grad(logprobs.sum(), small)
         return float((logprobs[labels[:, 1:] != IGNORE] - expected).square().mean().sqrt())
@@ -510,22 +517,22 @@ def forms_of(model):
         raise ValueError(f"{claim} are off by {noise:.2g} nats from its forward pass")
 
     attention = model.config._attn_implementation
-    for form in forms:
-        forms[form] = None
+    for form in refused:
+        refused[form] = None
         try:
-            forms[form] = PLAIN or unseen_in_a_trial(model, form, ids)
+            refused[form] = PLAIN or unseen_in_a_trial(model, form, ids)
             if form == "grouped rows":
                 model.set_attn_implementation("grouped")
-            distance = 0 if forms[form] else error()
+            distance = 0 if refused[form] else error()
             # The model rounds its logits to its own dtype, the lean head does not
             if not distance <= root / 4 + 4 * noise + eps * largest:
-                forms[form] = f"off by {distance:.2g} nats"
+                refused[form] = f"off by {distance:.2g} nats"
         except Exception as problem:
-            forms[form] = words_of(problem)
-    if forms["grouped rows"]:
+            refused[form] = words_of(problem)
+    if refused["grouped rows"]:
         model.set_attn_implementation(attention)
-    FORMS[model] = forms
-    return forms
+    FORMS[model] = refused
+    return refused
 
 
 def unseen_in_a_trial(model, form, ids):

@@ -449,7 +449,8 @@ def without_flat_groups(rollout, model, tokenizer, batch, s, sampler, reward_of)
             batch.prompts[j] = others.prompts[k]
             rows[j * G:(j + 1) * G] = range(N + k * G, N + (k + 1) * G)
         # The groups keep their numbers.
-        rollout = dataclasses.replace(rollout.join(new).take(rows), group_ids=rollout.group_ids)
+        both = sample.joined(rollout, new).take(rows)
+        rollout = dataclasses.replace(both, group_ids=rollout.group_ids)
         batch.resampled += len(flat)
     return rollout
 
@@ -983,7 +984,8 @@ def load(s):
     sample.PLAIN = logprob.PLAIN = "--plain" if s.plain else None
     whole, tokenizer = agreed(load_policy, s)
     everywhere = agreed if s.is_whole else on_rank_0
-    if everywhere(check_forms, whole, s)["grouped rows"]:
+    refused = everywhere(check_forms, whole, s)
+    if refused["grouped rows"]:
         s.share_prompts = False  # its rows are padded, and the padding is counted
     problems, eval_problems = load_data(s, tokenizer)
     on_rank_0(check_template, whole, tokenizer, s)
@@ -999,8 +1001,7 @@ def load(s):
         follow(ref_model, policy_model)
     return SimpleNamespace(
         policy_model=policy_model, ref_model=ref_model, tokenizer=tokenizer, reward_of=reward_of,
-        optimizer=optimizer, problems=problems, eval_problems=eval_problems,
-        sampler=sampler,
+        optimizer=optimizer, problems=problems, eval_problems=eval_problems, sampler=sampler,
         reward_model=reward_model if s.renew_reference else None)  # if it is trained further
 
 
@@ -1144,14 +1145,14 @@ def check_forms(model, s):
     """Print the fast forms of [A] and [D] that fit this model, and why others are refused."""
     with telling(f"--model {s.model}:"):
         of_rows = logprob.forms_of(model)
-        forms = {**sample.forms_of(model), **of_rows}
-    lines = [f"{name} refused: {refused}" if refused else name for name, refused in forms.items()]
+        refused = {**sample.forms_of(model), **of_rows}
+    lines = [f"{name} refused: {reason}" if reason else name for name, reason in refused.items()]
     say("fast forms: " + "; ".join(lines))
     text = model.config.get_text_config()
     if any(getattr(text, name, 0) for name in ("num_experts", "num_local_experts",
                                                "n_routed_experts")):
         say("a mixture of experts: no balance or z-loss is added for its routers")
-    return forms
+    return refused
 
 
 def check_template(model, tokenizer, s):

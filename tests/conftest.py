@@ -367,7 +367,7 @@ def main(*flags):
     """train.py's exit status, [A]'s fast forms taken without a trial: that would take longer than
     a short run's steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sample, "refusal", lambda model, form: None)
+        patch.setattr(sample, "why_refused", lambda model, form: None)
         return train.main(list(map(str, flags)))
 
 

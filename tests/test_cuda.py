@@ -49,7 +49,7 @@ def drawn(model, tokenizer, max_new_tokens=40, temperature=1.0):
 @pytest.fixture
 def granted(monkeypatch):
     """[A]'s fast forms without their trial, which takes longer than most of what is shown here."""
-    monkeypatch.setattr(sample, "refusal", lambda model, form: None)
+    monkeypatch.setattr(sample, "why_refused", lambda model, form: None)
 
 
 def trained(model, tokenizer, device, steps=3, gpu=None, **changes):
@@ -640,10 +640,10 @@ def test_weights_stay_what_they_are_in_one_storage(granted, tokenizer, tmp_path,
 
 @pytest.mark.parametrize("what", ["a projection with its neighbour", "two layers", "FSDP"])
 def test_weights_that_share_memory_or_are_sharded_are_left_alone(monkeypatch, what):
-    def only_of_graphs(model, form, plain=sample.refusal):
+    def only_of_graphs(model, form, plain=sample.why_refused):
         return plain(model, form) if isinstance(form, functools.partial) else None
 
-    monkeypatch.setattr(sample, "refusal", only_of_graphs)
+    monkeypatch.setattr(sample, "why_refused", only_of_graphs)
     model = random_policy(BF16)
     layers = model.model.layers
     if what == "two layers":

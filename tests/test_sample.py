@@ -21,7 +21,7 @@ from tokenizers import AddedToken
 import sample
 from logprob import token_logprobs
 from sample import (
-    IGNORE, OwnStep, PlainStep, Rollout, draw, forms_of, own_step, sample_around,
+    IGNORE, OwnStep, PlainStep, Rollout, draw, forms_of, joined, own_step, sample_around,
     sample_conversations, sample_groups, uniform_numbers)
 
 V, PAD, END, START = SMALL["vocab_size"], 0, 1, 2
@@ -221,7 +221,7 @@ def test_take(rows, flat):
 def test_join(widths, flat):
     """Each row ends in padding where the other rollout is longer: -100 in labels, else 0."""
     a, b = filled(2, widths[0], 1, flat), filled(3, widths[1], 2, flat)
-    both = a.join(b)
+    both = joined(a, b)
     S = max(widths)
     for f in fields(both):
         values = [getattr(part, f.name) for part in (a, b)]
@@ -240,7 +240,7 @@ def test_join(widths, flat):
             assert rows_of(found, range(5)) == expected, f.name
     for name in ("rewards", "reward_parts", "judged", "advantages"):
         lacking = replace(b, **{name: None})
-        assert getattr(a.join(lacking), name) is None and getattr(lacking.join(a), name) is None
+        assert getattr(joined(a, lacking), name) is getattr(joined(lacking, a), name) is None
         assert getattr(lacking.take([0]), name) is None
 
 
