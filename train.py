@@ -1012,6 +1012,8 @@ def check_combinations(s):
     refused = [
         (rest, f"--prompts-per-step {s.prompts_per_step}: not a multiple of {world()} processes"),
         (s.minibatches > share, f"--minibatches {s.minibatches}: more than a process's prompts"),
+        (world() > 1 and ":" in s.device,
+         f"--device {s.device}: torchrun gives every process a card of its own; name the kind only"),
         (s.kl_band and not s.kl_coef, "--kl-band: needs a --kl-coef above 0"),
         (not 0 < low <= high, "--kl-band: not two numbers above 0, the lower one first"),
         (s.renew_reference and not s.kl_coef, "--renew-reference: needs a --kl-coef above 0"),
@@ -1052,7 +1054,8 @@ def tell_idle(s):
     idle = [  # flags, and false or why they have no effect
         ("clip_eps clip_eps_high objective", on_policy),
         ("ratio", per_answer and on_policy),
-        ("clip_eps", s.objective == "cispo" and "CISPO has no lower clip; see --clip-eps-high"),
+        ("clip_eps", s.objective == "cispo" and s.clip_eps_high is not None
+         and "no effect: CISPO has no lower clip, and --clip-eps-high is its upper one"),
         ("kl_estimator", not s.kl_coef and "no effect: --kl-coef is 0"),
         ("clip_advantages", z_scores and (s.clip_advantages or 0) ** 2 >= s.group_size - 1
          and f"no effect: with {s.group_size} answers no advantage is as large"),

@@ -158,6 +158,12 @@ def test_one_process_of_one_is_a_plain_run(monkeypatch):
     assert train.world() == 1 and not torch.distributed.is_initialized()
 
 
+def test_torchrun_chooses_the_cards(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(train.BadInput, match="--device cuda:1: torchrun gives every process"):
+        train.check_combinations(train.Settings(device="cuda:1"))
+
+
 @pytest.mark.parametrize("name, value", [
     ("RANK", None), ("LOCAL_RANK", None), ("MASTER_PORT", None), ("RANK", "x"),
     ("WORLD_SIZE", "two"), ("LOCAL_RANK", "-1"),
@@ -245,6 +251,7 @@ def padding_outside(m):
 
 NORM = "model.norm.weight"
 EMBEDDINGS = "model.embed_tokens.weight"
+MLP = "model.layers.0.mlp.up_proj.weight"
 MODELS = [
     (lambda m: (m / "chat_template.jinja").unlink(),
      "no chat template; take an instruction-tuned model, or put a chat_template.jinja"),
@@ -268,6 +275,7 @@ MODELS = [
      "layers that its config.json does not know: model.layers.1."),
     (reweighted(lambda w: {**w, NORM: torch.tensor([*63 * [1.0], float("nan")])}),
      f"not finite: {NORM}"),
+    (reweighted(lambda w: {**w, MLP: (w[MLP] * 100).to(torch.int8)}), f"whole numbers: {MLP}"),
     (fewer_embeddings, "its tokenizer has ids beyond its 50 embeddings: 50"),
     (padding_outside, "57"),
     (spoiled(num_hidden_layers=0, layer_types=[]), "its config.json names no layers"),
