@@ -1613,7 +1613,8 @@ def ways_to_save(s, device):
     """WAYS as Settings without `auto`; where the device is the host there is no offload."""
     # Two groups, or part of very long ones; a CPU is fastest with what fits its cache.
     tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)
-    tokens = 1024 if device == "cpu" else tokens
+    if device == "cpu":
+        tokens = 2048 if s.dtype == "bfloat16" else 1024
     ways = []
     for offload, checkpointing, parts in WAYS if device == "cuda" else WAYS[:4]:
         values = (offload, checkpointing, tokens // parts)
