@@ -600,7 +600,7 @@ def main():
         model = transformers.AutoModelForCausalLM.from_pretrained(source, use_safetensors=True)
         flag = f"--device {args.device}"
         model = model.eval().to(args.device)
-    except Exception as error:                           # foreign files can be wrong in any way
+    except Exception as error:                           # a foreign file may hold anything
         raise ValueError(f"{flag}: cannot be used ({words_of(error)})") from None
     response_ids = tokenizer(args.response, add_special_tokens=False).input_ids
     if tokenizer.eos_token_id is not None:

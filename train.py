@@ -587,14 +587,14 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
             rows += zip(rollout.responses, rollout.rule_rewards.tolist(), rollout.rewards.tolist())
         return rows
 
-    # Not RewardFailed: the policy has moved, and must not be saved as the step before.
+    # Not RewardFailed, which saves the weights as those of the step before: they have moved.
     # The weights stay gathered for all batches, because ranks may have different numbers of them.
     with telling("", BadInput, of=RewardFailed), whole_weights(model):
         found = gathered_objects(agreed(answers))
     responses, rewards, own = zip(*sum(found, []))
     known = torch.tensor(rewards)
     known = known[~known.isnan()]
-    # This is the rule's, and NaN if no true answer is known
+    # The rule judges accuracy: NaN if no true answer is known
     figures = {"eval_accuracy": float(is_right(known).float().mean())}
     if reward_of:
         figures["eval_reward"] = sum(own) / len(own)
@@ -709,7 +709,7 @@ class RewardFailed(BadInput):
 @contextmanager
 def telling(flags, kind=BadInput, of=ValueError):
     """A ValueError of a stage becomes one line that begins with these flags."""
-    # of=Exception is for reading foreign files, which can be wrong in any way.
+    # of=Exception is for reading foreign files: what can be wrong with them has no list.
     try:
         yield
     except of as error:
@@ -1013,7 +1013,7 @@ def check_combinations(s):
         (rest, f"--prompts-per-step {s.prompts_per_step}: not a multiple of {world()} processes"),
         (s.minibatches > share, f"--minibatches {s.minibatches}: more than a process's prompts"),
         (world() > 1 and ":" in s.device,
-         f"--device {s.device}: torchrun gives every process a card of its own; name the kind only"),
+         f"--device {s.device}: torchrun gives every process its card; name only cuda"),
         (s.kl_band and not s.kl_coef, "--kl-band: needs a --kl-coef above 0"),
         (not 0 < low <= high, "--kl-band: not two numbers above 0, the lower one first"),
         (s.renew_reference and not s.kl_coef, "--renew-reference: needs a --kl-coef above 0"),
