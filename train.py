@@ -128,7 +128,7 @@ def update(policy_model, optimizer, rollout, settings):
     metrics = update_metrics(sums, grad_norm, logprobs, rollout.old_logprobs)
     if not metrics["skipped_updates"]:
         optimizer.step()
-    return metrics | of_half_precision(optimizer, metrics["skipped_updates"])
+    return metrics | adapt_loss_scale(optimizer, metrics["skipped_updates"])
 
 
 def gradient_of(policy_model, optimizer, rollout, s):
@@ -171,9 +171,9 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
     s = settings
     check_arguments(problems, eval_problems, s)
     run = run or Run()
-    judge = partial(evaluate, policy_model, tokenizer, eval_problems, s, sampler, reward_of)
+    held_out = partial(evaluate, policy_model, tokenizer, eval_problems, s, sampler, reward_of)
     if not run.held_out:
-        figures, run.before = judge()
+        figures, run.before = held_out()
         run.held_out = [(0, figure_of(figures))]
         run.log({"step": 0, **figures})
     with tqdm(total=s.steps, initial=run.step, desc="GRPO", disable=rank() > 0) as bar:
@@ -194,7 +194,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             if s.renew_reference and step % s.renew_reference == 0:
                 metrics |= renew(ref_model, policy_model, reward_model, step, s)
             if step % s.eval_every == 0 or step == s.steps:
-                figures, run.after = judge()
+                figures, run.after = held_out()
                 metrics |= figures
                 run.held_out.append((step, figure_of(figures)))
                 keep_best(policy_model, tokenizer, s, run)
@@ -1440,8 +1440,8 @@ def unscaled(optimizer):
     return tensors
 
 
-def of_half_precision(optimizer, skipped):
-    """Metrics of weights that are rounded from masters; {} if AdamW moves them itself."""
+def adapt_loss_scale(optimizer, skipped):
+    """The next loss scale of a MasterAdamW -> the metrics of its rounding; {} for plain AdamW."""
     if not isinstance(optimizer, MasterAdamW):
         return {}
     scale = optimizer.loss_scale
@@ -1513,10 +1513,10 @@ class LoraAdamW(MasterAdamW):
         factors = list(self.factors.values())
         super().__init__([*linears.values()], model.device, thresholds, s.seed, factors, **how)
         for W, (_, A, B) in zip(self.weights, self.parts):  # after widen()
-            W.register_post_accumulate_grad_hook(partial(self.take, A, B))
+            W.register_post_accumulate_grad_hook(partial(self.take_gradient, A, B))
 
     @torch.no_grad()
-    def take(self, A, B, W):
+    def take_gradient(self, A, B, W):
         """Add a weight's gradient to those of its factors, and free it."""
         dW = W.grad.mul_(self.scale)                                                   # (out, in)
         W.grad = None
@@ -1705,12 +1705,12 @@ def memory(s, model, device="cuda"):
     # With checkpointing each layer keeps only its input, and one at a time is recomputed.
     kept = kept + layers * hidden if s.gradient_checkpointing else layers * kept
     with telling(f"--reward-model {s.reward_model}: cannot be loaded:", of=OSError):
-        judge = reward.reward_model_size(s.reward_model) if s.reward_model else 0
+        scorer = reward.reward_model_size(s.reward_model) if s.reward_model else 0
     count = {
         "policy, weights that compute": n * size,
         "reference, frozen": (n if s.is_whole else n // world()) * size * bool(s.kl_coef),
         **optimizer_memory(s, model)[0],
-        "reward model": judge * (16 if s.renew_reference else 4),
+        "reward model": scorer * (16 if s.renew_reference else 4),
         "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * layers * keys * size,
         "kept for the backward pass": s.micro_batch_tokens * kept * size,
         # an eighth at a time, their gradient, and the head's gradient, except with LoRA
@@ -2296,8 +2296,7 @@ def main(argv=None):
         settings = on_rank_0(plan_memory, settings)  # ranks must not differ in it
         parts = load(settings)
         if settings.eval_only or settings.trace:
-            tell = print_figures if settings.eval_only else print_trace
-            tell(parts, settings)
+            (print_figures if settings.eval_only else print_trace)(parts, settings)
             return 0
         return train(parts, run, settings)
     except BadInput as error:
@@ -2601,10 +2600,10 @@ def shown(text):
 def print_figures(parts, s):
     """--eval-only: greedy accuracy, and from G samples per problem accuracy, pass@k and maj@k."""
     problems = parts.eval_problems
-    judge = partial(evaluate, parts.policy_model, parts.tokenizer, problems, s, parts.sampler,
-                    parts.reward_of)
-    greedy, _ = judge()
-    sampled, responses = judge(group_size=s.group_size, temperature=s.temperature, seed=s.seed)
+    figures_of = partial(evaluate, parts.policy_model, parts.tokenizer, problems, s, parts.sampler,
+                         parts.reward_of)
+    greedy, _ = figures_of()
+    sampled, responses = figures_of(group_size=s.group_size, temperature=s.temperature, seed=s.seed)
     say(f"{len(problems)} problems, {s.group_size} samples of each at temperature {s.temperature}")
     for name, value in greedy.items():
         say(f"{name}: greedy {value:.4f}, sampled {sampled[name]:.4f}")

@@ -137,11 +137,11 @@ def test_the_loss_scale_of_float16():
     for skipped, count, scale in ((True, 2, 2**14), (False, 199, 2**14), (False, 1, 2**15),
                                   (True, 40, 1)):        # below 1 gradients would only be smaller
         for _ in range(count):
-            train.of_half_precision(optimizer, skipped)
+            train.adapt_loss_scale(optimizer, skipped)
         assert optimizer.loss_scale == scale
     other = torch.nn.Parameter(weight.detach().bfloat16())
     other = MasterAdamW([other], torch.device("cpu"), True, 0)
-    train.of_half_precision(other, True)
+    train.adapt_loss_scale(other, True)
     assert other.loss_scale == 1
 
 
