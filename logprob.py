@@ -35,8 +35,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-# cuDNN builds a plan for every new shape, which takes longer than the attention itself, and its
-# masked bfloat16 kernels have returned wrong numbers. Torch's other kernels have neither fault.
+# cuDNN's attention is slow at each new shape and wrong in masked bfloat16 (pytorch 191612, 193893).
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 IGNORE = -100                            # the label of a token outside the loss
@@ -333,12 +332,14 @@ class PlainBackward(torch.autograd.Function):
 @lru_cache(maxsize=8)
 def attention_calls(groups, heads, device):
     """Pieces of similar length in one call -> [(queries, keys, mask)], places."""
-    # queries (n, L) and keys (n, K) are places in the long row. The mask (n, 1, L * g, K) lets a
-    # token see the prompt of its piece, and the piece up to itself. A short piece repeats its last
-    # token, with the same result. places (T,): where each token's result is.
+    # queries (n, L) and keys (n, K) are places in the long row. For the answers in the picture:
+    #     y1   y1    (y1)             x    y1   y1    (y1)
+    #     y2   y2    y2               x    y2   y2    y2
+    #     y1'  (y1') (y1')            x'   y1'  (y1') (y1')
+    # A short piece repeats its last token, with the same result. The mask (n, 1, L * g, K) lets a
+    # token see its prompt, and its piece up to itself. places (T,): where each token's result is.
     def kind(piece):
-        # A hundred short answers one by one would need a hundred calls, and one call would pad all
-        # to the longest. With lengths between two powers of 2, at most half is padding.
+        # Lengths between two powers of 2: few calls, and at most half of each is padding.
         before, own = piece
         return len(before) > 0, max(len(own) - 1, 8).bit_length()
 
