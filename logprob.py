@@ -20,7 +20,7 @@ import argparse
 import math
 import sys
 import weakref
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from itertools import groupby
 from pathlib import Path
@@ -35,8 +35,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-# cuDNN builds a plan for every new shape, which takes longer than the attention itself, and its
-# masked bfloat16 kernels have returned wrong numbers. Torch's other kernels have neither fault.
+# cuDNN's attention is slow at each new shape and wrong in masked bfloat16 (pytorch 191612, 193893).
 torch.backends.cuda.enable_cudnn_sdp(False)
 
 IGNORE = -100                            # the label of a token outside the loss
@@ -65,6 +64,25 @@ def plain_logprobs(model, input_ids, labels, temperature=1.0):
 # The same numbers without all the logits: the body of the model runs on whole rows, its head on
 # labelled tokens only, and rows that are equal run once.
 
+def labelled_logprobs(model, input_ids, labels, temperature, with_entropy, group_ids, refused):
+    """(U, S) ids and labels -> log-probs, entropies (0 without `with_entropy`), (U, S-1) each."""
+    mask = labels[:, 1:] != IGNORE                                                # (U, S-1)
+    targets = input_ids[:, 1:][mask]                                              # (M,)
+    if group_ids is None or refused["grouped rows"] or not mask.any():
+        output = body_of(model)(input_ids=input_ids, use_cache=False)
+        hidden = output.last_hidden_state[:, :-1][mask]                           # (M, H)
+    else:
+        output, hidden = grouped_hidden(model, input_ids, labels, group_ids)
+    # log pi(target) = its logit - logsumexp(logits), where logits = head(hidden) / T
+    if refused["lean head"]:
+        found = own_logprobs(model, output, hidden, targets, temperature, with_entropy)
+    else:
+        weight = model.get_output_embeddings().weight                             # (V, H)
+        found = LeanHead.apply(hidden, weight, targets, temperature, with_entropy)
+    blank = torch.zeros(mask.shape, device=mask.device)
+    return [blank.masked_scatter(mask, x) for x in found]
+
+
 def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False, group_ids=None,
                    refused=None):
     """plain_logprobs for a few labelled tokens at a time -> (N, S-1) float32, differentiable.
@@ -74,25 +92,12 @@ def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False
     which then runs once for all of them. `refused` says why a fast form is not used, by default
     what `forms_of` finds. ValueError: as `forms_of`.
     """
-    refused = refused or forms_of(model)
-    # Equal rows run once: each row of the result is a copy of its first.
     firsts = firsts_of_equal(torch.cat([input_ids, labels], dim=1))               # (N,)
     rows, copies = firsts.unique(return_inverse=True)                             # (U,), (N,)
-    input_ids, labels = input_ids[rows], labels[rows]                             # (U, S)
-    mask = labels[:, 1:] != IGNORE                                                # (U, S-1)
-    targets = input_ids[:, 1:][mask]                                              # (M,)
-    if group_ids is None or refused["grouped rows"] or not mask.any():
-        output = body_of(model)(input_ids=input_ids, use_cache=False)
-        hidden = output.last_hidden_state[:, :-1][mask]                           # (M, H)
-    else:
-        output, hidden = grouped_hidden(model, input_ids, labels, group_ids[rows])
-    if refused["lean head"]:
-        found = own_logprobs(model, output, hidden, targets, temperature, with_entropy)
-    else:
-        weight = model.get_output_embeddings().weight                             # (V, H)
-        found = LeanHead.apply(hidden, weight, targets, temperature, with_entropy)
-    blank = torch.zeros(mask.shape, device=mask.device)
-    logprobs, entropy = (blank.masked_scatter(mask, x)[copies] for x in found)
+    groups = None if group_ids is None else group_ids[rows]
+    found = labelled_logprobs(model, input_ids[rows], labels[rows], temperature, with_entropy,
+                              groups, refused or forms_of(model))
+    logprobs, entropy = (x[copies] for x in found)
     return (logprobs, entropy) if with_entropy else logprobs                      # (N, S-1)
 
 
@@ -327,12 +332,14 @@ class PlainBackward(torch.autograd.Function):
 @lru_cache(maxsize=8)
 def attention_calls(groups, heads, device):
     """Pieces of similar length in one call -> [(queries, keys, mask)], places."""
-    # queries (n, L) and keys (n, K) are places in the long row. The mask (n, 1, L * g, K) lets a
-    # token see the prompt of its piece, and the piece up to itself. A short piece repeats its last
-    # token, with the same result. places (T,): where each token's result is.
+    # queries (n, L) and keys (n, K) are places in the long row. For the answers in the picture:
+    #     y1   y1    (y1)             x    y1   y1    (y1)
+    #     y2   y2    y2               x    y2   y2    y2
+    #     y1'  (y1') (y1')            x'   y1'  (y1') (y1')
+    # A short piece repeats its last token, with the same result. The mask (n, 1, L * g, K) lets a
+    # token see its prompt, and its piece up to itself. places (T,): where each token's result is.
     def kind(piece):
-        # A hundred short answers one by one would need a hundred calls, and one call would pad all
-        # to the longest. With lengths between two powers of 2, at most half is padding.
+        # Lengths between two powers of 2: few calls, and at most half of each is padding.
         before, own = piece
         return len(before) > 0, max(len(own) - 1, 8).bit_length()
 
@@ -370,17 +377,6 @@ def takes_flash(query, value):
     half = query.dtype in (torch.float16, torch.bfloat16)
     fits = query.shape[-1] == value.shape[-1] <= 256
     return half and fits and flash_works(query.device)
-
-
-@lru_cache
-def flash_works(device):
-    """Whether torch's flash attention runs there: some builds and older cards do not have it."""
-    x = torch.zeros(1, 1, 8, dtype=torch.float16, device=device)
-    ends = torch.arange(2, dtype=torch.int32, device=device)
-    with suppress(RuntimeError):
-        torch.ops.aten._flash_attention_forward(x, x, x, ends, ends, 1, 1, 0.0, False, False)
-        return True
-    return False
 
 
 @lru_cache(maxsize=8)
@@ -462,6 +458,8 @@ def layers_checkpointed(model, on):
 
 FORMS = weakref.WeakKeyDictionary()      # model -> what forms_of found
 PLAIN = None                             # why no fast form is used any more: one failed, or --plain
+# Questions that sample.py answers. No stage imports another: train.py puts the functions here.
+flash_works = out_of_memory = lambda device_or_error: False
 # The trial's rows, (prompt tokens, answer tokens): two prompts, answers of one token and more
 TRIAL = ((5, 6), (5, 1), (5, 4), (9, 7), (9, 1))
 
@@ -508,6 +506,8 @@ def forms_of(model):
         expected = torch.cat(alone)                                               # (M,)
         noise = error()
     except Exception as problem:
+        if out_of_memory(problem):
+            raise
         raise ValueError(f"{claim} fail ({words_of(problem)})") from None
     largest = float(expected.abs().max())
     if not math.isfinite(largest):
@@ -528,6 +528,8 @@ def forms_of(model):
             if not distance <= root / 4 + 4 * noise + eps * largest:
                 refused[form] = f"off by {distance:.2g} nats"
         except Exception as problem:
+            if out_of_memory(problem):                   # not the form's fault
+                raise
             refused[form] = words_of(problem)
     if refused["grouped rows"]:
         model.set_attn_implementation(attention)
@@ -555,19 +557,7 @@ def unseen_in_a_trial(model, form, ids):
 
 
 def words_of(error):
-    """An exception in one short line; out of memory is no fault of a model and is raised."""
-    if out_of_memory(error):
-        raise error
     return " ".join(f"{type(error).__name__}: {error}".split())[:100]
-
-
-def out_of_memory(error):
-    """Whether memory ran out, on a CPU or a GPU; a failed capture has it in its error's context."""
-    words = ("out of memory", "not enough memory", "can't allocate memory",
-             "CUBLAS_STATUS_ALLOC_FAILED")
-    known = (isinstance(error, torch.OutOfMemoryError | MemoryError)
-             or any(word in str(error) for word in words))
-    return known or error.__context__ is not None and out_of_memory(error.__context__)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -298,6 +298,11 @@ def loss_mask(rollout, s):
     return rollout.mask & rollout.finished[:, None] if s.mask_truncated else rollout.mask
 
 
+# No stage imports another, and both ask these questions: [D] gets the answers of [A].
+logprob.flash_works = sample.flash_works
+logprob.out_of_memory = sample.out_of_memory
+
+
 def logprobs_of(model, part, s, with_entropy=True):
     """[D] of one micro-batch: log-probs and entropies, (n, w-1), or 0 where nobody needs these."""
     # A sharded model must be entered through a method that FSDP knows, see shard().

@@ -348,6 +348,7 @@ def run_here(monkeypatch, capsys):
             runpy.run_path(str(ROOT / name), run_name="__main__")
         except SystemExit as leaving:
             ended = leaving.code or 0
+        logprob.AttentionInterface.register("grouped", logprob.grouped_attention)  # not a copy's
         out, err = capsys.readouterr()
         assert ended == status, err
         assert not (status and out), out

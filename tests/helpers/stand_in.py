@@ -35,7 +35,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
-import logprob
 import sample
 
 CUDA = torch.device("cuda:0")
@@ -700,7 +699,6 @@ def machine(hopper=False):
         stack.enter_context(patch.object(torch._C, "_group_tensors_by_device_and_dtype", grouped))
         stack.enter_context(Kernels(gpu))
         stack.enter_context(Requests(gpu))
-        for stage in (sample, logprob):  # what a CPU or another card has answered is forgotten
-            stage.flash_works.cache_clear()
-            stack.callback(stage.flash_works.cache_clear)
+        sample.flash_works.cache_clear()  # what a CPU or another card has answered is forgotten
+        stack.callback(sample.flash_works.cache_clear)
         yield gpu
