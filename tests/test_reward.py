@@ -687,7 +687,7 @@ def test_every_row_has_columns_of_its_own():
     """A reward that spoils its lists pays siblings, the next reward and the next epoch the same."""
     def spoils(completions, completion_ids, pieces, **columns):
         found = [float(len(row) + row.pop()) for row in pieces]
-        for column in (completions, completion_ids, pieces):
+        for column in (completions, completion_ids, pieces, *columns.values()):
             column.clear()
         return found
 
