@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    NO_MEMORY, SMALL, TINY, ended, make_tokenizer, precisions, raises, seeded, small_model, start,
-    value_error)
+    NO_MEMORY, SMALL, TINY, edit_json, ended, make_tokenizer, precisions, raises, seeded,
+    small_model, start, value_error)
 from tokenizers import AddedToken
 
 import sample
@@ -245,9 +245,6 @@ def test_no_start_token_is_added(model):
     assert rollout.input_ids[0, 0] == 5 and rollout.input_ids[1, :2].tolist() == [START, 5]
 
 
-# --------------------------------------------------------------------------------------------------
-# End tokens
-
 @pytest.mark.parametrize("generation, tokenizer_end, ends", [
     (END, "<end>", {END}), ([END, 9], "<end>", {END, 9}), ([11, 9, 8], "<end>", {8, 9, 11}),
     (12, None, {12}), (None, "<end>", {END}), (None, "w13", {13}),
@@ -266,8 +263,7 @@ def test_end_tokens(model, config, generation, tokenizer_end, ends):
 
 
 @pytest.mark.parametrize("prompts, tokenizer, says", [
-    ([""], TOKENIZER, "prompt 0"), (["w5", ""], TOKENIZER, "prompt 1"),
-    (["w5", "  ", ""], TOKENIZER, "prompt 1"),
+    ([""], TOKENIZER, "prompt 0"), (["w5", "  ", ""], TOKENIZER, "prompt 1"),
     (PROMPTS, make_tokenizer(pad_token="<pad>"), "end token"),  # none anywhere
 ])
 def test_what_cannot_be_sampled_from(model, config, prompts, tokenizer, says):
@@ -420,9 +416,8 @@ def assert_same_rollout(a, b, atol):
 
 def held_against_plain(monkeypatch, *args, seed=0, atol=1e-5):
     """The rollout; its ids are those of the plain loop, its log-probs nearly."""
-    plain = plainly(monkeypatch, *args, seeded(seed))
     rollout = sample_groups(*args, seeded(seed))
-    assert_same_rollout(rollout, plain, atol)
+    assert_same_rollout(rollout, plainly(monkeypatch, *args, seeded(seed)), atol)
     return rollout
 
 
@@ -452,20 +447,18 @@ def test_the_decoder_is_kept_and_released(monkeypatch, graphs):
     """Nothing of an earlier rollout, not even a NaN, shows in a later one of other shape."""
     model = member("qwen2", [END, 7, 40])
     sample_groups(model, TOKENIZER, PROMPTS, 6, 30, 1.0, seeded())
-    kept, captured = sample.KEPT[model], len(graphs)
+    kept = sample.KEPT[model]
     for layer in kept.layers:
         layer.past.fill_(torch.nan)
     for prompts, G, T in ((PROMPTS, 6, 30), (PROMPTS[1:2], 5, 12), (PROMPTS[2:], 7, 30)):
         held_against_plain(monkeypatch, model, TOKENIZER, prompts, G, T, 1.0, seed=1)
         assert sample.KEPT[model] is kept
-    assert len(graphs) <= captured + 3 and set(graphs) <= {24, 12, 6, 3, 1}  # no shape twice
-    assert len(graphs) == len(set(graphs))
+    assert set(graphs) <= {24, 12, 6, 3, 1} and len(graphs) == len(set(graphs))  # no shape twice
 
     with torch.no_grad():  # weights move on in place, and a graph reads them there
         model.model.layers[0].mlp.down_proj.weight.mul_(0.5)
     held_against_plain(monkeypatch, model, TOKENIZER, PROMPTS, 6, 30, 1.0)
     assert sample.KEPT[model] is kept
-
     down = model.model.layers[0].mlp.down_proj  # a graph would read the old ones
     down.weight = torch.nn.Parameter(down.weight.detach().clone())
     sample_groups(model, TOKENIZER, PROMPTS, 6, 30, 1.0, seeded())
@@ -542,11 +535,10 @@ LONG = dict(rope_theta=1e4, factor=4.0, original_max_position_embeddings=32)
 
 
 @pytest.mark.parametrize("make, why", [
-    (partial(small_model, "qwen2"), None), (partial(small_model, "qwen3"), None), (LLAMA, None),
-    (partial(small_model, "mistral"), "a sliding window"),
-    (partial(small_model, "gemma2"), "a sliding window"),
-    (partial(small_model, "granite"), "off by"), (partial(small_model, "gpt2"), "no attribute"),
-    (partial(small_model, "cohere"), "no attribute"),
+    *((partial(small_model, name), why) for name, why in {
+        "qwen2": None, "qwen3": None, "llama": None, "mistral": "a sliding window",
+        "gemma2": "a sliding window", "granite": "off by", "gpt2": "no attribute",
+        "cohere": "no attribute"}.items()),
     (adapted, "Adapted"),  # its layers are not stepped over
     # What a few tokens would not show
     (partial(LLAMA, rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0)),
@@ -645,7 +637,7 @@ def test_sampling_around_the_best(model, config, best, cut):
 
     around = sample_around(model, TOKENIZER, PROMPTS, 6, 20, 1.0, seeded(), rewards_of=rewards_of,
                            best=best, cut=cut)
-    ((prompts, texts),) = asked
+    [(prompts, texts)] = asked
     assert prompts == PROMPTS and len(texts) == 4 * 3
     rows, answers = around.responses, responses_of(around)
     assert len(rows) == 24 and around.group_ids.tolist() == [n // 6 for n in range(24)]
@@ -662,17 +654,14 @@ def test_sampling_around_the_best(model, config, best, cut):
     for n, answer in enumerate(answers):
         ended = [token in (END, 7, 40) for token in answer]
         assert not any(ended[:-1]) and bool(around.finished[n]) == ended[-1]
-    for group_size, *how in ((5, 2, 0.5), (6, 4, 0.5), (6, 2, 0.5), (6, 1, 1.0), (1, 1, 0.5)):
+    for G, best, cut in ((5, 2, 0.5), (6, 4, 0.5), (6, 2, 0.5), (6, 1, 1.0), (1, 1, 0.5)):
         with pytest.raises(ValueError):
-            sample_around(model, TOKENIZER, PROMPTS, group_size, rewards_of=None, best=how[0],
-                          cut=how[1])
+            sample_around(model, TOKENIZER, PROMPTS, G, rewards_of=None, best=best, cut=cut)
 
 
 # Conversations of word tokenizers: <start> begins a user's message and w3 an answer.
-TALK = (
-    "{% for m in messages %}{{ '<start> ' if m.role == 'user' else 'w3 ' }}{{ m.content }} "
-    "{% if m.role == 'assistant' %}<end> {% endif %}{% endfor %}w3"
-)
+TALK = ("{% for m in messages %}{{ '<start> ' if m.role == 'user' else 'w3 ' }}{{ m.content }} "
+        "{% if m.role == 'assistant' %}<end> {% endif %}{% endfor %}w3")
 
 
 def talk_tokenizer():
@@ -737,10 +726,9 @@ def test_conversations(tiny):
         assert rollout.finished[n] == (last == tokenizer.eos_token_id)
         assert len(rollout.responses[n].split("\n")) == turns[n]
         assert "<|user|>" not in rollout.responses[n]
-        row = rollout.input_ids[n].tolist()
-        ends = [t for t, token in enumerate(row[: int(said.nonzero()[-1]) + 1]) if token == 1]
-        # one after every turn, drawn or put there; the one in the reply is text
-        assert len(ends) in (turns[n] - 1, turns[n])
+        # An end token after every turn, drawn or put there; the one in the reply is text
+        ends = int((rollout.input_ids[n, : said.nonzero()[-1] + 1] == 1).sum())
+        assert ends in (turns[n] - 1, turns[n])
     firsts = [response.split("\n")[0] for response in rollout.responses]
     assert turns == [2 if "1" in first else 3 for first in firsts] and set(turns) == {2, 3}
     assert [prompt for prompt, _ in heard[:8]] == [prompts[n // 4] for n in range(8)]
@@ -778,13 +766,13 @@ def test_a_turn_runs_only_what_is_new(model, runs, monkeypatch):
     forms_of(model)
     runs.clear()
     rollout = talked(model)
-    lengths = sorted(set(map(len, map(ids_of, PROMPTS))))
     turns = [shape for shape in runs if len(shape) == 2]  # the others are single tokens
-    assert turns[0] == (len(PROMPTS), lengths[-1] + 2) and len(turns) == max(turns_of(rollout))
+    longest = max(len(ids_of(prompt)) for prompt in PROMPTS)
+    assert turns[0] == (len(PROMPTS), longest + 2) and len(turns) == max(turns_of(rollout))
     begun = [sum(count > turn for count in turns_of(rollout)) for turn in range(1, len(turns))]
     assert [rows for rows, _ in turns[1:]] == begun and len(begun) > 1
-    assert all(tokens <= 2 * 9 + 3 for _, tokens in turns[1:])  # an answer, a reply, the template
-    assert max(tokens for _, tokens in turns[1:]) > 9
+    # at most an answer, a reply and the template's words
+    assert 9 < max(tokens for _, tokens in turns[1:]) <= 2 * 9 + 3
 
 
 @pytest.mark.parametrize("architecture", ["mistral", "gemma2", "gpt2"])
@@ -795,8 +783,7 @@ def test_windows_and_learned_positions_run_from_the_start(architecture, monkeypa
     model.get_input_embeddings().register_forward_pre_hook(lambda _, args: runs.append(args[0]))
     rollout = talked(model)
     again = [ids for ids in runs if ids.dim() == 2 and ids.shape[1] > 1][1:]
-    assert len(again) > 1 and all((ids == START).any(dim=1).all() for ids in again)
-    assert all(((ids == START).sum(dim=1) > 1).all() for ids in again)  # their first turn too
+    assert again and all(((ids == START).sum(dim=1) > 1).all() for ids in again)  # with turn one
     assert_same_rollout(rollout, from_the_start(monkeypatch, model), 0)
     assert_logprobs(model, rollout, 1.2)
 
@@ -826,8 +813,8 @@ def test_a_conversation_of_one_turn_is_a_group(tiny):
 def test_what_is_no_conversation(model, changes, says):
     tokenizer = talk_tokenizer()
     tokenizer.chat_template = changes.get("template", TALK)
-    how = dict(prompts=PROMPTS, group_size=5, max_new_tokens=4, reply=echo)
-    how |= {name: value for name, value in changes.items() if name != "template"}
+    how = dict(prompts=PROMPTS, group_size=5, max_new_tokens=4, reply=echo) | changes
+    how.pop("template", None)
     with value_error(says):
         sample_conversations(model, tokenizer, **how)
 
@@ -939,7 +926,6 @@ def test_the_numbers_behind_the_draws():
 
 class Template:
     """A tokenizer with one special token and nothing but a chat template, a Python function."""
-
     added_tokens_decoder = {0: AddedToken("<|end|>", special=True)}
     chat_template = None
 
@@ -1005,20 +991,17 @@ def run(tmp_path):
         text = config if isinstance(config, str) else json.dumps(config)
         (tmp_path / "config.json").write_text(text)
         return f"--model={tmp_path}"
-
     return write
 
 
 def test_script_takes_a_runs_settings(run_here, run):
     """Its config.json gives the defaults, the command line wins; a model's folder brings none."""
     model = run({"max_new_tokens": 3, "temperature": 0, "lr": 1, "system_prompt": "", "data": "x"})
-    answers = run_here("sample.py", model, "--group-size=4").strip().split("\n\n")[1:]
-    assert len({answer.split(maxsplit=1)[1] for answer in answers}) == 1
-    assert all(int(answer.split()[1]) <= 3 for answer in answers)
-    flags = "--group-size=20", "--max-new-tokens=2", "--temperature=3"
-    answers = run_here("sample.py", model, *flags).split("\n\n")[1:]
-    assert len({answer.split(maxsplit=1)[1] for answer in answers}) > 1
-    assert all(int(answer.split()[1]) <= 2 for answer in answers)
+    for flags, differ, limit in ((("--group-size=4",), False, 3), (
+            ("--group-size=20", "--max-new-tokens=2", "--temperature=3"), True, 2)):
+        answers = run_here("sample.py", model, *flags).strip().split("\n\n")[1:]
+        assert (len({answer.split(maxsplit=1)[1] for answer in answers}) > 1) == differ
+        assert all(int(answer.split()[1]) <= limit for answer in answers)
     final = Path(model.partition("=")[2], "final")
     (final / "recipe.json").write_text('{"max_new_tokens": 1}')
     assert "cut at the limit" not in run_here("sample.py", f"--model={final}", "--temperature=0")
@@ -1037,11 +1020,10 @@ def test_script_says_the_system_prompt(run_here, run):
     ({"max_new_tokens": "many"}, "argument --max-new-tokens: invalid int value: 'many'"),
     ({"max_new_tokens": True}, "argument --max-new-tokens: invalid int value: 'True'"),
     ({"temperature": [1]}, "argument --temperature: invalid float value: '[1]'"),
-    ({"temperature": -1}, "temperature -1"),
-    (["temperature"], "config.json: "), (3, "config.json: "),
-    ("{", "config.json: Expecting"), (None, "config.json"),  # no such file
-    ("--device=abacus", ""), ("--model=nowhere/at/all", ""), ("--group-size=0", ""),
-    ("--max-new-tokens=0", ""), ("--temperature=nan", ""),
+    ({"temperature": -1}, "temperature -1"), (["temperature"], "config.json: "),
+    (3, "config.json: "), ("{", "config.json: Expecting"), (None, "config.json"),  # no such file
+    *((flag, "") for flag in ("--device=abacus", "--model=nowhere/at/all", "--group-size=0",
+                              "--max-new-tokens=0", "--temperature=nan")),
     *((flag, "--max-new-tokens 125: the model's 128 positions leave 1")
       for flag in ("--max-new-tokens=125", {"max_new_tokens": 125})),
 ])
@@ -1080,8 +1062,7 @@ def test_a_tokenizer_without_words_and_layers_left_over(tiny):
 def test_open_policy(tmp_path, tiny):
     """In the dtype that is asked for, without dropout, ready for sampling."""
     folder = shutil.copytree(TINY, tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.5}))
+    edit_json(folder / "config.json", attention_dropout=0.5)
     model, tokenizer = sample.open_policy(str(folder), "cpu", torch.bfloat16)
     assert model.dtype == torch.bfloat16 and not model.training and tokenizer.chat_template
     assert model.config.attention_dropout == 0
@@ -1099,10 +1080,9 @@ def test_a_reader_that_leaves_costs_no_traceback(tmp_path):
 def test_script_draws_a_group(run_here, tiny):
     model, tokenizer = tiny
     flags = "--group-size=3", "--max-new-tokens=9", "--seed=4", "--temperature=3"
-    printed = run_here("sample.py", *flags, "How many ?")
+    head, *answers = run_here("sample.py", *flags, "How many ?").split("\n\n")
     prompt = sample.chat_prompt(tokenizer, {"question": "How many ?"}, "")
     rollout = sample_groups(model, tokenizer, [prompt], 3, 9, 3.0, seeded(4))
-    head, *answers = printed.split("\n\n")
     assert head == prompt.rstrip("\n") and len(answers) == 3
     for n, answer in enumerate(answers):
         facts, _, text = answer.rstrip("\n").partition("\n")
