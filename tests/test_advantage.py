@@ -361,27 +361,9 @@ def test_refusals(rewards, group_size, reason):
         for refuse in (group_advantages, partial(advantages_for, "leave-one-out")):
             with value_error(f"clip {clip}"):
                 refuse(torch.tensor([1.0, 0.0]), 2, clip=clip)
-
-
-@pytest.mark.parametrize("steps, group_size, reason", [
-    ([[(0, 1.0)]] * 7, 4, "7 answers"), ([], 4, "0 answers"), ([[(0, 1.0)]] * 8, 3, "groups of 3"),
-    ([[(0, 1.0)]] * 8, 1, "group_size 1"), ([[(0, 1.0)]] * 8, 4, "row 2: .* to 0, of 0"),
-    ([[(4, 1.0)], *[[]] * 7], 4, "row 0: .* to 4"), ([[(-1, 1.0)], *[[]] * 7], 4, "0: .* to -1"),
-    ([[(0, math.nan)], *[[]] * 7], 4, "row 0: .* nan"),
-])
-def test_process_supervision_refuses(steps, group_size, reason):
-    with value_error(reason):
-        process_advantages(steps, ragged_mask(), group_size)
-
-
-@pytest.mark.parametrize("rewards, spans, reason", [
-    ([[1.0]], [[]] * 8, "one of each"), ([[1.0]], [[(0, 0)]] + [[]] * 6, "one of each"),
-    ([[1.0]], [[(2, 1)]] + [[]] * 7, "from token 2 to 1"),
-    ([[math.inf]], [[(0, 0)]] + [[]] * 7, "candidate rewards"),
-])
-def test_shape_refuses(rewards, spans, reason):
-    with value_error(reason):
-        shape_advantages(rewards + [[]] * 7, spans, ragged_mask(), 4)
+    for group_size, why in ((3, "groups of 3"), (1, "group_size 1")):
+        with value_error(why):
+            process_advantages(STEPS, ragged_mask(), group_size)
 
 
 def arguments(**changes):
@@ -415,6 +397,14 @@ def test_entropy_refuses(changes, reason):
     ("shape", dict(candidates=(CANDIDATE_REWARDS[:7], SPANS[:7])), "7 answers"),
     ("shape", dict(candidates=CANDIDATES, group_size=3), "groups of 3"),
     ("shape", dict(candidates=CANDIDATES, clip=0), "clip 0"),
+    *(("group", dict(step_rewards=steps), reason) for steps, reason in (
+        ([[(0, 1.0)]] * 7, "7 answers"), ([], "0 answers"), ([[(0, 1.0)]] * 8, "2: .* to 0, of 0"),
+        ([[(4, 1.0)], *[[]] * 7], "0: .* to 4, of 4"), ([[(-1, 1.0)], *[[]] * 7], "0: .* to -1"),
+        ([[(0, math.nan)], *[[]] * 7], "row 0: .* nan"))),
+    *(("shape", dict(candidates=([[best], *[[]] * 7], spans)), reason) for best, spans, reason in (
+        (1.0, [[]] * 8, "one of each"), (1.0, [[(0, 0)], *[[]] * 6], "one of each"),
+        (1.0, [[(2, 1)], *[[]] * 7], "from token 2 to 1"),
+        (math.inf, [[(0, 0)], *[[]] * 7], "candidate rewards"))),
 ])
 def test_advantages_for_refuses(kind, options, reason):
     with value_error(reason):
