@@ -52,12 +52,10 @@ def runs(model):
         assert args[0].is_contiguous()  # else a CPU copies the head's bfloat16 weights per row
 
     found = []
-    hooks = [model.get_input_embeddings().register_forward_pre_hook(
-                 lambda module, args: found.append(tuple(args[0].shape))),
-             model.get_output_embeddings().register_forward_pre_hook(whole)]
-    yield found
-    for hook in hooks:
-        hook.remove()
+    with (model.get_output_embeddings().register_forward_pre_hook(whole),
+          model.get_input_embeddings().register_forward_pre_hook(
+              lambda module, args: found.append(tuple(args[0].shape)))):
+        yield found
 
 
 def responses_of(rollout):
@@ -139,7 +137,7 @@ def test_the_layout(model, config, ends, limit):
     assert rollout.finished.dtype == torch.bool
     assert rollout.group_ids.tolist() == [n // G for n in range(N)]
 
-    longest, at_the_limit = 0, 0
+    longest = at_the_limit = 0
     for n in range(N):
         row, prompt = rollout.input_ids[n].tolist(), ids_of(PROMPTS[n // G])
         assert row[: len(prompt)] == prompt
@@ -254,12 +252,11 @@ def test_end_tokens(model, config, generation, tokenizer_end, ends):
     special = {"eos_token": tokenizer_end} if tokenizer_end else {}
     tokenizer = make_tokenizer(pad_token="<pad>", **special)
     rollout = sample_groups(model, tokenizer, PROMPTS, 100, 20, 1.5, seeded())
-    last = set()
-    for answer, finished in zip(responses_of(rollout), rollout.finished.tolist()):
-        assert not ends & set(answer[:-1])
-        assert finished == (answer[-1] in ends) and (finished or len(answer) == 20)
-        last |= {answer[-1]} & ends
-    assert last == ends
+    answers = responses_of(rollout)
+    assert not any(ends & set(answer[:-1]) for answer in answers)
+    assert rollout.finished.tolist() == [answer[-1] in ends for answer in answers]
+    assert all(answer[-1] in ends or len(answer) == 20 for answer in answers)
+    assert {answer[-1] for answer in answers} >= ends
 
 
 @pytest.mark.parametrize("prompts, tokenizer, says", [
@@ -472,13 +469,9 @@ def test_the_decoder_is_kept_and_released(monkeypatch, graphs):
 
 def test_few_keys_and_many(monkeypatch):
     """On a CPU another kernel takes over where a row has more than 64 keys."""
-    lengths, real = [], sample.OwnStep.attend
-
-    def attend(self, q, keys, values, own, scale):
-        lengths.append(own.shape[3])
-        return real(self, q, keys, values, own, scale)
-
-    monkeypatch.setattr(sample.OwnStep, "attend", attend)
+    lengths, real = [], OwnStep.attend
+    monkeypatch.setattr(OwnStep, "attend", lambda self, *given: (
+        lengths.append(given[3].shape[3]) or real(self, *given)))
     held_against_plain(monkeypatch, member("qwen2", [END]), TOKENIZER, PROMPTS, 3, 80, 1.0)
     assert min(lengths) < 64 < max(lengths)
 
@@ -661,8 +654,8 @@ def echo(prompt, turns):
 
 def talked(model):
     prompts = [f"<start> {prompt} w3" for prompt in PROMPTS]
-    how = dict(generator=seeded(), reply=echo, max_turns=4)
-    return sample_conversations(model, talk_tokenizer(), prompts, 5, 9, 1.2, **how)
+    return sample_conversations(model, talk_tokenizer(), prompts, 5, 9, 1.2, seeded(), reply=echo,
+                                max_turns=4)
 
 
 def from_the_start(monkeypatch, model):
@@ -697,14 +690,12 @@ def test_conversations(tiny):
     turns = turns_of(rollout)
     for n in range(8):
         said = (rollout.labels[n] != IGNORE).int()
-        start = int(said.argmax())
         ids = tokenizer(prompts[n // 4], add_special_tokens=False).input_ids
-        assert rollout.input_ids[n, :start].tolist() == ids
+        assert rollout.input_ids[n, : said.argmax()].tolist() == ids
         text = tokenizer.decode(rollout.input_ids[n])
         assert text.count("<|user|>") == text.count("<|assistant|>") == turns[n]
         assert text.count("loses") == turns[n] - 1
-        last = rollout.labels[n][rollout.labels[n] != IGNORE][-1]
-        assert rollout.finished[n] == (last == tokenizer.eos_token_id)
+        assert rollout.finished[n] == (rollout.labels[n][said > 0][-1] == tokenizer.eos_token_id)
         assert len(rollout.responses[n].split("\n")) == turns[n]
         assert "<|user|>" not in rollout.responses[n]
         # An end token after every turn, drawn or put there; the one in the reply is text
@@ -802,10 +793,9 @@ def test_what_is_no_conversation(model, changes, says):
 
 def test_one_end_token_stands_between_turns():
     """The policy's own, or the template's where the limit cut the answer."""
-    ends = [END, 7]
-    between = partial(sample.ids_between_turns, talk_tokenizer(), "w9 w9")
-    assert between(5, ends) == [END, START, 9, 9, 3]
-    assert between(END, ends) == between(7, ends) == [START, 9, 9, 3]
+    between = partial(sample.ids_between_turns, talk_tokenizer(), "w9 w9", ends=[END, 7])
+    assert between(5) == [END, START, 9, 9, 3]
+    assert between(END) == between(7) == [START, 9, 9, 3]
 
 
 # --------------------------------------------------------------------------------------------------
