@@ -179,8 +179,7 @@ HUGE = ["10^999999999", "10^{999999999}", "1e999999999", "1e-999999999", r"1\tim
 
 @pytest.mark.parametrize("number, written", [
     (number, written) for number, forms in NUMBERS.items()
-    for written in re.split(r"\s\s+", forms)
-])
+    for written in re.split(r"\s\s+", forms)])
 def test_numbers_that_are_equal(number, written):
     assert canonical(written) == Fraction(number) and isinstance(canonical(written), Fraction)
     assert rule_reward(box(written), number) == rule_reward(box(number), written) == 1.5
@@ -641,12 +640,12 @@ def rollout_of(*responses):
     return types.SimpleNamespace(responses=list(responses), labels=labels.where(labels > 4, -100))
 
 
-def scored(function, rollout=None):
+def scored(function, rollout=None, problems=PROBLEMS, times=1):
     """--reward f.py:f with this function in its place: two answers to each of two problems."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reward, "load_function", lambda spec: function)
-        reward_of = own_reward_of(["f.py:f"])
-    return reward_of(PROBLEMS, ["<a>", "<b>"], rollout or rollout_of(*FOUR))
+        reward_of = own_reward_of(["f.py:f"] * times)
+    return reward_of(problems, ["<a>", "<b>"], rollout or rollout_of(*FOUR))
 
 
 def test_a_reward_is_called_as_trl_calls_it():
@@ -678,9 +677,7 @@ def test_every_row_has_columns_of_its_own():
 
     problems = [{"answer": "1", "pieces": [1, 2, 3]}, {"answer": "2", "pieces": [4, 5]}]
     rollout = rollout_of(*FOUR)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reward, "load_function", lambda spec: spoils)
-        rewards = own_reward_of(["f.py:f", "f.py:f"])(problems, ["", ""], rollout)
+    rewards = scored(spoils, rollout, problems, times=2)
     assert rewards.tolist() == [12.0, 12.0, 14.0, 14.0] and rollout.responses == FOUR
     assert [problem["pieces"] for problem in problems] == [[1, 2, 3], [4, 5]]
 
@@ -1033,8 +1030,7 @@ def test_a_candidate_ends_with_the_first_token_that_shows_its_box_closed(request
         shown = [tokenizer.decode(ids[: i + 1]) for i in range(len(ids))]
         expected_rewards, expected_spans, written, first = [], [], "", 0
         for part, right in parts:
-            box = part.rstrip(" \n.$")[: -1 if part.endswith("}}$. ") else None]
-            end = written + box
+            end = written + part.rstrip(" \n.$")[: -1 if part.endswith("}}$. ") else None]
             written += part
             if right is not None:
                 end = end.removeprefix(" ") if kind == "words" else end
@@ -1055,10 +1051,8 @@ def test_spans_are_valid_whatever_the_decoder_shows():
         shown = ["".join(chance.choices("\ufffd}{5 ", k=chance.randrange(31)))
                  for _ in range(chance.randrange(1, 8))]
 
-        def decode(ids, shown=shown):
-            return shown[sum(ids) % len(shown)]
-
-        [rewards], [spans] = boxed_candidates([text], ["5"], 1, [list(range(length))], decode)
+        [rewards], [spans] = boxed_candidates([text], ["5"], 1, [list(range(length))],
+                                              lambda ids, of=shown: of[sum(ids) % len(of)])
         assert len(rewards) == len(spans) <= len(complete_boxes(text))
         ends = [-1, *(last for _, last in spans)]
         assert [first - 1 for first, _ in spans] == ends[:-1]  # each begins behind the last
@@ -1136,8 +1130,8 @@ def test_reward_model_scores(tiny):
     scores = reward_model_scores(model, tokenizer, prompts, responses)
     assert scores.shape == (4,) and scores.dtype == torch.float32 and not scores.requires_grad
     rows = reward_model_rows(tokenizer, prompts, responses)
-    assert all(row.count(tokenizer.eos_token_id) == 1 for row in rows)  # what was written is text
-    assert all(row[-1] == tokenizer.eos_token_id for row in rows)
+    end = tokenizer.eos_token_id  # at the end alone: what was written is text
+    assert all(row[-1] == end and row.count(end) == 1 for row in rows)
     assert rows[0][:-1] == [token for text in ("1 + 2", "3")
                             for token in tokenizer(text, add_special_tokens=False).input_ids]
     assert scores.tolist() == pytest.approx(score_rows(model, rows).tolist(), abs=1e-6)
@@ -1162,7 +1156,7 @@ def test_preference_pairs_are_of_one_group_the_better_first():
 
 
 def test_bradley_terry_loss():
-    chosen, rejected = torch.tensor([1.0, -1.0, 2.0]), torch.tensor([0.0, 0.0, 2.0])
+    chosen, rejected = torch.tensor([[1.0, -1.0, 2.0], [0.0, 0.0, 2.0]])
     expected = [-math.log(1 / (1 + math.exp(-d))) for d in (1.0, -1.0, 0.0)]
     assert float(bradley_terry_loss(chosen, rejected)) == pytest.approx(sum(expected) / 3, abs=1e-6)
     assert float(bradley_terry_loss(chosen[:1] - 1e4, rejected[:1])) == pytest.approx(9999.0)
@@ -1217,9 +1211,6 @@ def test_an_iteration_mixes_a_tenth_of_old_pairs():
     assert all(map(math.isnan, train_reward_model(none).values()))
     assert none.replay == replay and none.tokenizer.texts == []
 
-
-# --------------------------------------------------------------------------------------------------
-# Script
 
 def test_script_shows_the_egg_problem(run_here):
     printed = run_here("reward.py")
