@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import value_error
+from conftest import seeded, value_error
 
 from advantage import (
     ADVANTAGES, advantages_for, group_advantages, grpo_s_advantages, gtpo_advantages, is_flat,
@@ -91,7 +91,7 @@ def test_equal_groups_beside_others():
 
 @pytest.fixture
 def rewards():
-    return torch.rand(40, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    return torch.rand(40, dtype=torch.float64, generator=seeded())
 
 
 def test_the_rewards_are_left_as_they_are_and_groups_are_of_8(rewards):
@@ -234,8 +234,7 @@ def test_groups_with_few_steps(steps, expected):
 
 
 def entropies_for(mask):
-    generator = torch.Generator().manual_seed(0)
-    return 0.05 + 3 * torch.rand(mask.shape, dtype=torch.float64, generator=generator)
+    return 0.05 + 3 * torch.rand(mask.shape, dtype=torch.float64, generator=seeded())
 
 
 def entropy_reference(rewards, entropies, mask, level, a1, a2, right, normalize):

@@ -325,8 +325,7 @@ def test_what_the_chat_template_does_is_said_once(capsys, tmp_path, change, flag
     train.load(settings(*SMALL, f"--config={TINY / 'grpo.json'}", f"--model={folder}",
                         f"--data={data}", *flags))
     out = capsys.readouterr().out
-    lines = [line for line in out.splitlines() if "chat template" in line]
-    assert out.count(words) == 1 if words else lines == [], out
+    assert out.count(words) == 1 if words else "chat template" not in out, out
 
 
 @pytest.mark.parametrize("config", [
@@ -361,8 +360,7 @@ def test_bad_data(capsys, tmp_path, flag, what):
 
 def test_rewards_that_compare_with_the_truth_need_it(capsys, tmp_path):
     (tmp_path / "x.jsonl").write_text(json_lines({"question": "?"}))
-    line = refused_before_a_folder_is_made(capsys, tmp_path, f"--data={tmp_path / 'x.jsonl'}",
-                                           "--reward", "rule", "think")
+    line = refused(capsys, f"--data={tmp_path / 'x.jsonl'}", "--reward", "rule", "think")
     assert "x.jsonl, line 1: 'answer'" in line
 
 
@@ -404,8 +402,8 @@ def test_a_terminal_that_goes_away_and_one_that_knows_ascii_only(tmp_path):
     problem = {**GOOD, "question": "Žofie hat 9 Bücher ?"}
     (tmp_path / "x.jsonl").write_text(json_lines(problem, problem))
     gone = start("train.py", *SMALL, f"--output={tmp_path / 'gone'}", out="", err="/dev/full")
-    done = run_script("train.py", *SMALL, f"--data={tmp_path / 'x.jsonl'}",
-                      f"--eval-data={tmp_path / 'x.jsonl'}", f"--output={tmp_path / 'run'}",
+    data = (f"--{flag}={tmp_path / 'x.jsonl'}" for flag in ("data", "eval-data"))
+    done = run_script("train.py", *SMALL, *data, f"--output={tmp_path / 'run'}",
                       PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert r"question  \u017dofie hat 9 B\xfccher ?" in done.stdout
