@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from conftest import (
-    ENVIRONMENT, FEW, ROOT, TINY, edit_json, edit_tensors, ended, json_lines, lines_of, raises,
+    ENVIRONMENT, FEW, ROOT, TINY, edit_json, edit_tensors, ended, json_lines, raises,
     refused, run_script, settings, start, trains)
 
 import train
@@ -101,9 +101,14 @@ def test_flags_that_do_not_go_together(capsys, tmp_path, flags):
     assert flags[0] in line and "no file" not in line
 
 
+def card(monkeypatch, **answers):
+    """What torch.cuda says of the card."""
+    for name, answer in answers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+
+
 def test_a_dtype_the_device_lacks(capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
+    card(monkeypatch, is_available=True, is_bf16_supported=False)
     line = refused(capsys, "--dtype=bfloat16", "--device=cuda")
     assert line == "train.py: --dtype bfloat16: cuda has no bfloat16"
 
@@ -112,9 +117,8 @@ def test_a_dtype_the_device_lacks(capsys, monkeypatch):
                                                ((6, 1), torch.float32), ((8, 0), torch.bfloat16)])
 def test_dtype_and_number_of_a_card(monkeypatch, capability, dtype):
     current = []
-    for name, answer in (("is_available", True), ("get_device_capability", capability),
-                         ("is_bf16_supported", capability >= (8, 0))):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    card(monkeypatch, is_available=True, get_device_capability=capability,
+         is_bf16_supported=capability >= (8, 0))
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     for flag in ("--device=cuda", "--device=cuda:1"):
         assert train.choose_device(train.parse([flag]))[1] == dtype
@@ -135,8 +139,7 @@ def test_a_card_that_torch_cannot_use(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert train.plan_memory(s).offload is False          # hidden on purpose
     monkeypatch.setattr(torch, "ones", raises(RuntimeError("no kernel image is available")))
-    for name, answer in (("get_arch_list", ["sm_75", "sm_90"]), ("get_device_name", "Tesla V100")):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    card(monkeypatch, get_arch_list=["sm_75", "sm_90"], get_device_name="Tesla V100")
     with pytest.raises(train.BadInput, match="sm_75 sm_90, and fails on Tesla V100: no kernel im"):
         train.check_card(s, torch.device("cuda"))
 
@@ -144,8 +147,7 @@ def test_a_card_that_torch_cannot_use(capsys, monkeypatch, tmp_path):
 def test_several_cards_are_told_of(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--steps=1"])
     monkeypatch.setattr(torch, "ones", lambda *_, **__: torch.zeros(1))
-    for name, answer in (("get_arch_list", []), ("get_device_name", ""), ("device_count", 4)):
-        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    card(monkeypatch, get_arch_list=[], get_device_name="", device_count=4)
     train.check_card(train.parse([]), torch.device("cuda"))
     assert "one of 4 cards" in (out := capsys.readouterr().out)
     assert out.endswith("torchrun --nproc-per-node=4 train.py --steps=1\n")
@@ -169,13 +171,11 @@ def test_torchrun_chooses_the_cards(monkeypatch):
     ("WORLD_SIZE", "two"), ("LOCAL_RANK", "-1"),
 ])
 def test_a_rank_without_torchrun(capsys, monkeypatch, tmp_path, name, value):
-    for known in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
-        monkeypatch.setenv(known, "2")
-    monkeypatch.setenv("RANK", "0")  # the rank that speaks
-    if value is None:
-        monkeypatch.delenv(name)
-    else:
-        monkeypatch.setenv(name, value)
+    known = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "2", "MASTER_PORT": "2", name: value}
+    for variable, number in known.items():  # rank 0 is the one that speaks
+        monkeypatch.setenv(variable, number or "")
+        if number is None:
+            monkeypatch.delenv(variable)
     line = refused_before_a_folder_is_made(capsys, tmp_path)
     assert f"{name} is not a number" in line and "torchrun" in line
 
@@ -214,9 +214,9 @@ def no_end_token(m, nothing):
         edit_json(m / name, eos_token_id=nothing)
 
 
-def no_tokenizer(m):
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (m / name).unlink()
+def without(*names):
+    """The folder without these files."""
+    return lambda m: [(m / name).unlink() for name in names]
 
 
 def pickled(m):
@@ -253,31 +253,28 @@ NORM = "model.norm.weight"
 EMBEDDINGS = "model.embed_tokens.weight"
 MLP = "model.layers.0.mlp.up_proj.weight"
 MODELS = [
-    (lambda m: (m / "chat_template.jinja").unlink(),
+    (without("chat_template.jinja"),
      "no chat template; take an instruction-tuned model, or put a chat_template.jinja"),
-    (written("chat_template.jinja", ""), "chat template"),
-    (written("chat_template.jinja", "{# nothing #}"), "makes an empty prompt"),
-    (written("chat_template.jinja", "{{ messages[7].content.oh }}"), "chat template"),
-    (written("chat_template.jinja", "{% if"), "chat template fails"),
-    (written("chat_template.jinja", '{{ "\\ud800" }}'), "surrogates not allowed"),
-    (lambda m: no_end_token(m, None), "names an end token"),
-    (lambda m: no_end_token(m, []), "names an end token"),
-    (no_tokenizer, "its tokenizer files lack the words"),
-    (written("config.json", "{"), "cannot be loaded"),
-    (pickled, "cannot be loaded"),
+    *((written("chat_template.jinja", text), words) for text, words in (
+        ("", "chat template"), ("{# nothing #}", "makes an empty prompt"),
+        ("{{ messages[7].content.oh }}", "chat template"), ("{% if", "chat template fails"),
+        ('{{ "\\ud800" }}', "surrogates not allowed"))),
+    *((lambda m, ends=ends: no_end_token(m, ends), "names an end token") for ends in (None, [])),
+    (without("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
+     "its tokenizer files lack the words"),
+    (written("config.json", "{"), "cannot be loaded"), (pickled, "cannot be loaded"),
     (written("model.safetensors", "torn"), "cannot be loaded"),
     (reweighted(lambda w: {k: v for k, v in w.items() if ".layers.1." not in k}),
      "its files lack weights: model.layers.1."),
     (spoiled(tie_word_embeddings=False), "its files lack weights: lm_head.weight"),
     (reweighted(lambda w: {f"other.{k}": v for k, v in w.items()}), "its files lack weights"),
-    (reweighted(lambda w: {**w, NORM: torch.ones(65)}), NORM),
+    (reweighted(lambda w: {**w, NORM: torch.ones(65)}), NORM), (padding_outside, "57"),
     (spoiled(num_hidden_layers=1, layer_types=["full_attention"]),
      "layers that its config.json does not know: model.layers.1."),
     (reweighted(lambda w: {**w, NORM: torch.tensor([*63 * [1.0], float("nan")])}),
      f"not finite: {NORM}"),
     (reweighted(lambda w: {**w, MLP: (w[MLP] * 100).to(torch.int8)}), f"whole numbers: {MLP}"),
     (fewer_embeddings, "its tokenizer has ids beyond its 50 embeddings: 50"),
-    (padding_outside, "57"),
     (spoiled(num_hidden_layers=0, layer_types=[]), "its config.json names no layers"),
     *((lambda m, ends=ends: edit_json(m / "generation_config.json", eos_token_id=ends),
        "not all of them are among the 57 words") for ends in (-1, 57, [1, 99999], "<|end|>")),
@@ -286,8 +283,7 @@ MODELS = [
 
 @pytest.mark.parametrize("make_wrong, words", MODELS)
 def test_a_bad_model(capsys, tmp_path, make_wrong, words):
-    folder = tmp_path / "m"
-    shutil.copytree(TINY, folder)
+    folder = shutil.copytree(TINY, tmp_path / "m")
     make_wrong(folder)
     line = refused_before_a_folder_is_made(capsys, tmp_path, f"--config={TINY / 'grpo.json'}",
                                            f"--model={folder}")
@@ -329,8 +325,7 @@ def test_what_the_chat_template_does_is_said_once(capsys, tmp_path, change, flag
     train.load(settings(*SMALL, f"--config={TINY / 'grpo.json'}", f"--model={folder}",
                         f"--data={data}", *flags))
     out = capsys.readouterr().out
-    lines = [line for line in out.splitlines() if "chat template" in line]
-    assert out.count(words) == 1 if words else lines == [], out
+    assert out.count(words) == 1 if words else "chat template" not in out, out
 
 
 @pytest.mark.parametrize("config", [
@@ -365,54 +360,31 @@ def test_bad_data(capsys, tmp_path, flag, what):
 
 def test_rewards_that_compare_with_the_truth_need_it(capsys, tmp_path):
     (tmp_path / "x.jsonl").write_text(json_lines({"question": "?"}))
-    line = refused_before_a_folder_is_made(capsys, tmp_path, f"--data={tmp_path / 'x.jsonl'}",
-                                           "--reward", "rule", "think")
+    line = refused(capsys, f"--data={tmp_path / 'x.jsonl'}", "--reward", "rule", "think")
     assert "x.jsonl, line 1: 'answer'" in line
 
 
 def test_a_question_of_ten_megabytes_is_refused_at_once(capsys, tmp_path):
     file = tmp_path / "big.jsonl"
-    rows = [{"question": "How many ?", "answer": "1"},
-            {"question": "Ben has 2 books and ? " * 450_000, "answer": "2"}]
-    file.write_text(json_lines(*rows))
+    long = {**GOOD, "question": "Ben has 2 books and ? " * 450_000}
+    file.write_text(json_lines(GOOD, long))
     started = time.process_time()
     line = refused(capsys, f"--data={file}")
     assert time.process_time() - started < 5
     assert f"{file}, line 2: a question of 9900000 characters" in line
 
 
-def test_too_few_problems(capsys, tmp_path):
-    path = tmp_path / "x.jsonl"
-    path.write_text(json_lines(GOOD, {**GOOD, "question": "How many ?"}))
-    line = refused_before_a_folder_is_made(
-        capsys, tmp_path, f"--data={path}", f"--eval-data={TINY / 'test.jsonl'}")
-    assert f"--prompts-per-step 16: --data {path} has only 2 to train on" in line
-
-
-def test_a_reward_that_empties_its_lists(tmp_path):
-    (tmp_path / "mine.py").write_text("def score(completions, **columns):\n"
-                                      "    n = len(completions)\n"
-                                      "    for column in (completions, *columns.values()):\n"
-                                      "        column.clear()\n    return [1.0] * n\n")
-    trains(*SMALL, "--reward", f"{tmp_path / 'mine.py'}:score", "rule",
-           f"--output={tmp_path / 'run'}")
-    assert len(lines_of(tmp_path / "run" / "samples.jsonl")[0]["responses"]) == 2
-
-
 # --------------------------------------------------------------------------------------------------
 # The terminal
 
-CLOSES = """
-import os, sys
-def score(completions, **columns):
-    {}
-    return [float(len(text)) for text in completions]
-"""
-
-
 @pytest.mark.parametrize("how", ["sys.stdout.close()", "sys.stderr.close()", "os.closerange(1, 2)"])
 def test_a_reward_that_closes_a_stream_ends_no_run(tmp_path, how):
-    (tmp_path / "mine.py").write_text(CLOSES.format(how))
+    (tmp_path / "mine.py").write_text(f"""
+import os, sys
+def score(completions, **columns):
+    {how}
+    return [float(len(text)) for text in completions]
+""")
     done = run_script("train.py", *SMALL, f"--reward={tmp_path / 'mine.py'}:score",
                       f"--output={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr
@@ -430,8 +402,8 @@ def test_a_terminal_that_goes_away_and_one_that_knows_ascii_only(tmp_path):
     problem = {**GOOD, "question": "Žofie hat 9 Bücher ?"}
     (tmp_path / "x.jsonl").write_text(json_lines(problem, problem))
     gone = start("train.py", *SMALL, f"--output={tmp_path / 'gone'}", out="", err="/dev/full")
-    done = run_script("train.py", *SMALL, f"--data={tmp_path / 'x.jsonl'}",
-                      f"--eval-data={tmp_path / 'x.jsonl'}", f"--output={tmp_path / 'run'}",
+    data = (f"--{flag}={tmp_path / 'x.jsonl'}" for flag in ("data", "eval-data"))
+    done = run_script("train.py", *SMALL, *data, f"--output={tmp_path / 'run'}",
                       PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert r"question  \u017dofie hat 9 B\xfccher ?" in done.stdout

@@ -43,14 +43,8 @@ def box(answer):
 
 @pytest.mark.parametrize("response, expected", [
     ("16 - 3 - 4 = 9 eggs a day, 9 * 7 = 63 a week.\n\\boxed{63}", 1.5),
-    (r"About 50, I think. \boxed{50}", 0.5), ("She has 63 eggs a week.", 0.0), ("", 0.0),
-    (r"First \boxed{50}, no, wait: \boxed{63}", 1.5),  # the last box counts
-    (r"First \boxed{63}, no, wait: \boxed{50}", 0.5),
-    (r"\boxed{63} or, better, \boxed{5", 1.5),  # the last complete box
-    (r"\boxed{63", 0.0),
-    (r"\boxed{9 * 7}", 1.5),  # a product of two numbers is one
-    (r"\boxed{7 * 3 * 3}", 0.5),  # and nothing else is computed for the model
-    (r"\boxed{__import__('os').getpid()}", 0.5), (r"\boxed{63 or 50}", 0.5),
+    (r"First \boxed{63}, no, wait: \boxed{50}", 0.5), ("She has 63 eggs a week.", 0.0), ("", 0.0),
+    (r"\boxed{63} or, better, \boxed{5", 1.5), (r"\boxed{__import__('os').getpid()}", 0.5),
 ])
 def test_egg_problem(response, expected):
     assert rule_reward(response, "63") == expected
@@ -71,7 +65,7 @@ def test_an_empty_box_is_no_answer(empty):
 def test_score_responses_is_prompt_major():
     responses = [box(7), box(8), "none", box(8), box(7), box(8)]
     rewards = score_responses(responses, ["7", "8"], group_size=3)
-    assert rewards.dtype == torch.float32 and rewards.shape == (6,) and rewards.device.type == "cpu"
+    assert rewards.dtype == torch.float32 and rewards.device.type == "cpu"
     assert rewards.tolist() == [1.5, 0.5, 0.0, 1.5, 0.5, 1.5]
     assert score_responses([box(7)] * 16, ["7", "8"]).tolist() == [1.5] * 8 + [0.5] * 8
     assert score_responses([], [], group_size=4).shape == (0,)
@@ -91,33 +85,29 @@ def test_score_responses_is_prompt_major():
 # The box
 
 @pytest.mark.parametrize("text, content", [
-    (r"\boxed{5}", "5"), (r"\boxed{ 5 }", " 5 "), (r"\boxed{}", ""),
+    (r"\boxed{5}", "5"), (r"\boxed{ 5 }", " 5 "), (r"\boxed{}", ""), ("5", None), ("", None),
     (r"$\boxed{\frac{1}{2}}$", r"\frac{1}{2}"), (r"\boxed{\text{a {b} c}}", r"\text{a {b} c}"),
     (r"\boxed{1} then \boxed{2}", "2"), (r"\boxed{\boxed{5}}", "5"),
     (r"\boxed{1 \boxed{2} 3}", r"1 \boxed{2} 3"),  # inside a complete box: part of its content
-    (r"\boxed{1 \boxed{2}}", r"1 \boxed{2}"),
-    ("\\boxed{ \\boxed{ \n\\boxed{ 5 } }\t}", " 5 "),
-    (r"\boxed{\boxed{1}\boxed{2}}", r"\boxed{1}\boxed{2}"),
-    (r"\boxed{{\boxed{5}}}", r"{\boxed{5}}"), (r"\boxed{5}}", "5"), (r"\boxed {5}", "5"),
-    ("\\boxed\n  {5}", "5"), (r"\boxed 5", "5"), (r"\boxed5", "5"),
-    (r"So \boxed -1/2, I think.", "-1/2"), (r"$\boxed .5$", ".5"),
+    (r"\boxed{1 \boxed{2}}", r"1 \boxed{2}"), ("\\boxed{ \\boxed{ \n\\boxed{ 5 } }\t}", " 5 "),
+    (r"\boxed{\boxed{1}\boxed{2}}", r"\boxed{1}\boxed{2}"), (r"\boxed {5}", "5"),
+    (r"\boxed{{\boxed{5}}}", r"{\boxed{5}}"), ("\\boxed\n  {5}", "5"), (r"\boxed 5", "5"),
+    (r"\boxed{5}}", "5"), (r"\boxed5", "5"), (r"So \boxed -1/2, I think.", "-1/2"),
+    (r"$\boxed .5$", ".5"),
     (r"\boxed 1,000.50.", "1,000.50"), (r"\boxed{4} \boxed 5", "5"), (r"\boxed 4 \boxed{5}", "5"),
     (r"\boxed{\boxed 5 }", "5"), (r"Use \boxed and see.", None), (r"\boxed{1} \boxed{2", "1"),
-    (r"\boxed{1 \boxed{2}", "2"), (r"\boxed{1 {2}", None),
-    (r"{\boxed{5} and on", "5"),  # a brace left open outside
-    (r"} } \boxed{5} }", "5"),  # braces that close nothing
-    (r"\boxed{\{1, 2\}}", r"\{1, 2\}"), (r"\boxed{\{}", r"\{"), (r"\boxed{\}}", r"\}"),
-    (r"\boxed{1\}", None),
+    (r"\boxed{1 \boxed{2}", "2"), (r"\boxed{1 {2}", None), (r"{\boxed{5} and on", "5"),
+    (r"} } \boxed{5} }", "5"), (r"\boxed{\{1, 2\}}", r"\{1, 2\}"), (r"\boxed{\{}", r"\{"),
+    (r"\boxed{\}}", r"\}"), (r"\boxed{1\}", None), ("\\boxed{1\n2}", "1\n2"), (r"boxed{5}", None),
     (r"\\boxed{5}", "5"),  # a backslash too many, as in a quoted string
-    ("\\boxed{1\n2}", "1\n2"), (r"boxed{5}", None), (r"\fbox{5} \Boxed{5}", None),
-    ("\\boxed{\0\ud800}", "\0\ud800"), ("5", None), ("", None),
+    (r"\fbox{5} \Boxed{5}", None), ("\\boxed{\0\ud800}", "\0\ud800"),
 ])
 def test_extract_boxed(text, content):
     assert extract_boxed(text) == content
 
 
 def every_complete_box(text):
-    """(end, begin, content) of each complete box, one by one, in quadratic time."""
+    """(end, begin, content) of each complete box, in quadratic time."""
     for start in re.finditer(r"\\boxed\s*\{", text):
         depth = 1
         for i in range(start.end(), len(text)):
@@ -132,12 +122,9 @@ def every_complete_box(text):
 
 def slow_extract_boxed(text):
     """The definition: the complete box that ends last, opened while it holds a box and no more."""
-    boxes = list(every_complete_box(text))
-    if not boxes:
-        return None
-    content = max(boxes)[2]
-    nested = any(content[begin:end] == content.strip()
-                 for end, begin, _ in every_complete_box(content))
+    content = max(every_complete_box(text), default=(0, 0, None))[2]
+    nested = content and any(content[begin:end] == content.strip()
+                             for end, begin, _ in every_complete_box(content))
     return slow_extract_boxed(content) if nested else content
 
 
@@ -153,11 +140,10 @@ def test_boxes_are_their_definition():
     for _ in range(1000):
         text = latex_like(chance)
         assert extract_boxed(text) == slow_extract_boxed(text)
-        every = [(begin, end) for end, begin, _ in every_complete_box(text)]
+        every = sorted((begin, end) for end, begin, _ in every_complete_box(text))
         outer = [(begin, end) for begin, end in every
                  if not any(b < begin and end < e for b, e in every)]
-        found = [(b, b + len(text[b:e].rstrip())) for b, e, _ in complete_boxes(text)]
-        assert found == sorted(outer), text
+        assert outer == [(b, b + len(text[b:e].rstrip())) for b, e, _ in complete_boxes(text)], text
 
 
 # --------------------------------------------------------------------------------------------------
@@ -187,10 +173,13 @@ NUMBERS = {  # how 18, and other numbers, may be written; answers.jsonl has more
 }
 
 
+HUGE = ["10^999999999", "10^{999999999}", "1e999999999", "1e-999999999", r"1\times10^{999999999}",
+        "9**9**9**9", "9^{9^{9^9}}"]
+
+
 @pytest.mark.parametrize("number, written", [
     (number, written) for number, forms in NUMBERS.items()
-    for written in re.split(r"\s\s+", forms)
-])
+    for written in re.split(r"\s\s+", forms)])
 def test_numbers_that_are_equal(number, written):
     assert canonical(written) == Fraction(number) and isinstance(canonical(written), Fraction)
     assert rule_reward(box(written), number) == rule_reward(box(number), written) == 1.5
@@ -212,6 +201,8 @@ def test_numbers_that_are_equal(number, written):
     (r"10^{3}5", "10^{35}"), ("inf", "0"), ("-", "0"), ("%", "0"), (",", "0"), ("-.", "0"),
     ("\u0665", "5"), ("\uff15", "5"), ("\u00b2", "2"), ("\u0967,000", "1000"),
     ("9" * 301, "9" * 300), ("10^9999", "10"), ("1e1000", "1"), ("1e999999999", "1"),
+    *((r"17 \boxed{18}", truth) for truth in ("17", "18", "1718")),  # a box with a guess and a box
+    *((number, "5") for number in HUGE),  # which nothing computes
 ])
 def test_answers_that_are_not_equal(answer, truth):
     assert rule_reward(box(answer), truth) == 0.5
@@ -222,14 +213,12 @@ def test_answers_that_are_not_equal(answer, truth):
     ("Monday", "monday"), ("{A}", "a"), ("$x + 1$", "x+1"), ("x  +\n1", "x + 1"),
     (r"y = \dfrac{x}{2}", r"\frac{x}{2}"), (r"\(x\)", "x"), (r"2 \sqrt{2}", r"2\sqrt{2}"),
     (r"\text{a week}", "a   week"), ("STRASSE", "straße"), ("x²", "x^2"), (r"\mathbb{R}", "R"),
-    ("nan", "NaN"), ("9" * 301, "9" * 301),
+    ("nan", "NaN"), ("9" * 301, "9" * 301), *zip(HUGE, HUGE),
 ])
 def test_text_is_cleaned_and_compared_whole(answer, truth):
     assert isinstance(canonical(answer), str)
     assert rule_reward(box(answer), truth) == 1.5
     assert rule_reward(box(answer + "x"), truth) == 0.5
-    for truth in ("17", "18", "1718"):  # a box with a guess and a box in it
-        assert rule_reward(r"\boxed{17 \boxed{18}}", truth) == 0.5
 
 
 DIFFERS = {  # where the rule reads less, or more, than a fair reader
@@ -266,9 +255,6 @@ def test_any_text_is_scored():
             assert (found == 0.0) == (canonical(extract_boxed(response) or "") == "")
 
 
-# --------------------------------------------------------------------------------------------------
-# Hostile text
-
 PIECES_OF_IT = [
     "(", ")", "[", "{", "}", "}{", "\\", "\\frac", "\\frac{", "\\frac1", "^", "^{", "1", "1,", "1 ",
     "1/", ",", ",000", ".", "-", "+", "=", "x=", "*", "$", '"', "a", "a-", " ", "\t", "\n", "°",
@@ -296,15 +282,6 @@ def test_hostile_text_is_scored_at_once(piece):
     assert time.process_time() - start < 1
 
 
-@pytest.mark.parametrize("number", ["10^999999999", "10^{999999999}", "1e999999999", "1e-999999999",
-                                    r"1\times10^{999999999}", "9**9**9**9", "9^{9^{9^9}}"])
-def test_huge_powers_are_never_computed(number):
-    start = time.process_time()
-    assert rule_reward(box(number), "5") == 0.5
-    assert rule_reward(box(number), number) == 1.5
-    assert time.process_time() - start < 1
-
-
 # --------------------------------------------------------------------------------------------------
 # Problems
 
@@ -316,8 +293,8 @@ CHAT = [{"role": "system", "content": "Be short."}, {"role": "user", "content": 
         {"role": "assistant", "content": "9"}, {"role": "user", "content": "And 8?", "name": "Eve"}]
 
 
-def load(path, *lines, **options):
-    path = path / "problems.jsonl"
+def load(folder, *lines, **options):
+    path = folder / "problems.jsonl"
     path.write_text("\n".join(lines), encoding="utf-8")
     return load_problems(path, **options)
 
@@ -328,21 +305,17 @@ def test_load_problems(tmp_path):
         line(), "", "  \t", line("Wie viele Eier, süß?", "####  1,000 ", level=3, tags=["a"]),
         line(answer="#### 1 #### 2"), line(answer="a\n#### 0"), line(answer="7"), line(answer=7),
     ]).encode())  # a byte-order mark, Windows line ends, blank lines, no newline at the end
-    blank = {"level": None, "tags": None}
-    expected = [
-        {"question": "How many?", "answer": "72", "solution": "Count: 8 * 9 = 72.", **blank},
+    rest = {"question": "How many?", "level": None, "tags": None}
+    assert load_problems(path) == load_problems(str(path)) == [
+        {**rest, "answer": "72", "solution": "Count: 8 * 9 = 72."},
         {"question": "Wie viele Eier, süß?", "answer": "1,000", "solution": "", "level": 3,
          "tags": ["a"]},
-        {"question": "How many?", "answer": "2", "solution": "#### 1", **blank},
-        {"question": "How many?", "answer": "0", "solution": "a", **blank},
-        *[{"question": "How many?", "answer": "7", "solution": "", **blank}] * 2,
-    ]
-    assert load_problems(path) == load_problems(str(path)) == expected
+        {**rest, "answer": "2", "solution": "#### 1"}, {**rest, "answer": "0", "solution": "a"},
+        *[{**rest, "answer": "7", "solution": ""}] * 2]
     # Every problem has all columns of the file; a solution of the user's own hides no truth
-    problems = load(tmp_path, line(level=3), line(k=1))
-    assert [(problem["level"], problem["k"]) for problem in problems] == [(3, None), (None, 1)]
-    problems = load(tmp_path, line(solution="mine"), line(solution=None))
-    assert [problem["solution"] for problem in problems] == ["mine", None]
+    problems = load(tmp_path, line(level=3, solution="mine"), line(k=1, solution=None))
+    assert [(p["level"], p["k"], p["solution"]) for p in problems] == [
+        (3, None, "mine"), (None, 1, None)]
     assert truths_of(problems) == ["72", "72"]
 
 
@@ -353,17 +326,11 @@ BAD_LINES = [
     (line(question="\ud800").encode(), "not JSON in UTF-8"), (b"\0", "not JSON"),
     (b'["question", "answer"]', "object"), (b'"question"', "object"), (b"null", "object"),
     (b'{"answer": "#### 1"}', "'question' is missing, empty or not a string"),
-    (line(question="").encode(), "--question-field"),
-    (line(question=" \n").encode(), "--question-field"),
-    (line(question=5).encode(), "--question-field"),
+    *((line(question=bad).encode(), "--question-field") for bad in ("", " \n", 5)),
     (b'{"question": "?"}', "'answer' (--answer-field names another column) has no"),
-    (line(answer="").encode(), "'72' alone"), (line(answer=None).encode(), "'72' alone"),
-    (line(answer=["#### 72"]).encode(), "'72' alone"),
-    (line(answer="So 72. " * 20).encode(), "'#### 72' at its end"),
-    (line(answer="8 * 9\n= 72").encode(), "'#### 72' at its end"),
-    (line(answer="8 * 9 = 72\n####").encode(), "'#### 72'"),
-    (line(answer="#### 72 ####  \n").encode(), "'#### 72'"),
-    (line(answer="#### $.").encode(), "'#### 72'"),
+    *((line(answer=bad).encode(), "'72' alone") for bad in ("", None, ["#### 72"])),
+    *((line(answer=bad).encode(), "'#### 72'") for bad in (
+        "So 72. " * 20, "8 * 9\n= 72", "8 * 9 = 72\n####", "#### 72 ####  \n", "#### $.")),
     *((json.dumps({"messages": messages, "answer": "1"}).encode(), "turns") for messages in (
         "?", {"role": "user"}, ["?"], CHAT[:1], CHAT[:3], [None, CHAT[1]], [{"role": "user"}],
         [{"role": "user", "content": " "}],
@@ -385,8 +352,7 @@ def test_what_is_no_file_is_refused_before_it_is_read(tmp_path, monkeypatch, sou
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     os.mkfifo("pipe")
-    line = re.escape(source or ".") + ".*No such file, or a folder, a device, a pipe"
-    with value_error(f"^{line}"):
+    with value_error(f"^{re.escape(source or '.')}.*No such file, or a folder, a device, a pipe"):
         load_problems(source)
 
 
@@ -420,8 +386,8 @@ def test_the_fields_may_have_other_names(tmp_path):
 def test_answers_of_any_kind_for_a_reward_of_ones_own(tmp_path, given, answer, truth):
     [problem] = load(tmp_path, line(answer=given, level=3), need_answer=False)
     solution = "8 * 9" if "8 * 9" in str(given) else ""
-    expected = {"question": "How many?", "answer": answer, "level": 3, "solution": solution}
-    assert repr(sorted(problem.items())) == repr(sorted(expected.items()))  # False is not 0
+    expected = {"question": "How many?", "answer": answer, "solution": solution, "level": 3}
+    assert repr(problem) == repr({**problem, **expected}) and len(problem) == 4  # False is not 0
     assert truths_of([problem]) == [truth] and final_answer(given) == truth
     if truth is None:
         with pytest.raises(ValueError, match="line 1: 'answer'"):
@@ -435,37 +401,35 @@ def test_columns_are_checked_as_they_are_read(tmp_path):
     for need in (True, False):
         with value_error("'anwser'"):
             load(tmp_path, line(), answer_field="anwser", need_answer=need)
+    some = '{"question": "?", "k": 2}', '{"question": "?"}'
     with value_error("no line has a column 'anwser' .*, there are question, truth, k$"):
-        load(tmp_path, '{"question": "?", "truth": 1}', '{"question": "?", "k": 2}',
-             answer_field="anwser", need_answer=False)
-    some = load(tmp_path, '{"question": "?", "k": 2}', '{"question": "?"}', answer_field="k",
-                need_answer=False)
-    assert [problem["answer"] for problem in some] == [2, ""]
+        load(tmp_path, '{"question": "?", "truth": 1}', some[0], answer_field="anwser",
+             need_answer=False)
+    found = load(tmp_path, *some, answer_field="k", need_answer=False)
+    assert [problem["answer"] for problem in found] == [2, ""]
     for name in ("prompts", "completions", "completion_ids"):
         with value_error(f"problems.jsonl: the column '{name}' has the name of an argument"):
             load(tmp_path, line(), line(**{name: 1}), need_answer=False)
         assert load(tmp_path, line(**{name: 1}))[0][name] == 1  # the rule has no arguments
 
 
-@pytest.mark.parametrize("data, looks", [
-    (b"PAR1\0\0{", "Parquet"), (gzip.compress(line().encode()), "gzip"),
-    (b"question,answer\n4 + 5 ?,9\n", "CSV"), (b'\n{\n  "question": "?"\n}', "one JSON text"),
-    (b'[{"question": "?", "answer": "1"}]', "one JSON text"),
-], ids=range(5))
-def test_a_file_of_another_format_is_recognised(tmp_path, data, looks):
-    (tmp_path / "x").write_bytes(data)
-    with value_error(f"x: looks like {looks}; wanted is one JSON object per line"):
-        load_problems(tmp_path / "x")
+def test_a_file_of_another_format_is_recognised(tmp_path):
+    for data, looks in (
+            (b"PAR1\0\0{", "Parquet"), (gzip.compress(line().encode()), "gzip"),
+            (b"question,answer\n4 + 5 ?,9\n", "CSV"), (b'[{"answer": "1"}]', "one JSON text"),
+            (b'\n{\n  "question": "?"\n}', "one JSON text")):
+        (tmp_path / "x").write_bytes(data)
+        with value_error(f"x: looks like {looks}; wanted is one JSON object per line"):
+            load_problems(tmp_path / "x")
 
 
 def test_a_chat_history_in_place_of_the_question(tmp_path):
     row = {"messages": CHAT, "answer": "#### 17"}
     expected = {"messages": CHAT, "question": "And 8?", "answer": "17", "solution": ""}
-    assert load(tmp_path, json.dumps(row)) == [expected]
-    assert load(tmp_path, json.dumps(row), question_field="messages") == [expected]
+    for options in ({}, {"question_field": "messages"}):
+        assert load(tmp_path, json.dumps(row), **options) == [expected]
     row.pop("answer")
-    assert load(tmp_path, json.dumps(row), need_answer=False) == [
-        {"messages": CHAT, "question": "And 8?", "answer": "", "solution": ""}]
+    assert load(tmp_path, json.dumps(row), need_answer=False) == [{**expected, "answer": ""}]
     [plain, _] = load(tmp_path, line(messages=None), json.dumps(row), need_answer=False)
     assert plain["question"] == "How many?" and plain["messages"] is None
 
@@ -478,11 +442,9 @@ def test_hold_out_is_stable():
     assert not {p["question"] for p in training} & {p["question"] for p in held_out}
     rows = [problem["row"] for problem in held_out]
     assert rows == sorted(rows)
-    kept = set(rows)
-    shuffled = random.Random(0).sample(problems, 1000)
-    assert {problem["row"] for problem in hold_out(shuffled)[1]} == kept
     more = problems + [{"question": f"one more {i}", "row": -1} for i in range(500)]
-    assert {problem["row"] for problem in hold_out(more)[1]} - {-1} == kept
+    for others in (random.Random(0).sample(problems, 1000), more):
+        assert {problem["row"] for problem in hold_out(others)[1]} - {-1} == set(rows)
     assert 400 < len(hold_out(problems, share=0.5)[1]) < 600
     assert [p["row"] for p in hold_out(problems[:100])[1]] == [1, 49, 62, 66, 96]  # for ever
 
@@ -496,36 +458,21 @@ def test_hold_out_leaves_neither_side_empty(share):
     assert hold_out(problems[:1] * 3, share) == (problems[:1] * 3, [])  # one question, for training
 
 
-def any_json(chance, depth=3):
-    """A value of JSON, nested now and then under the names that count."""
-    kind = chance.randrange(8 if depth else 6)
-    if kind < 6:
-        return (None, True, chance.choice((0.5, 1e308, math.nan, -math.inf)), any_text(chance, 5),
-                "#### 1", chance.randrange(-9, 10))[kind]
-    parts = [any_json(chance, depth - 1) for _ in range(chance.randrange(4))]
-    return parts if kind == 6 else dict(zip(("question", "answer"), parts))
-
-
-def test_any_file_is_read_or_refused_in_one_line(tmp_path):
+def test_any_json_is_read_or_refused_in_one_line(tmp_path):
     path = tmp_path / "anything.jsonl"
-    chance = random.Random(0)
+    values = [None, True, 0.5, 1e308, math.nan, -math.inf, "", "a\0\ud800", "#### 1", 10**400, [],
+              ["#### 1"], {}, {"question": "?", "answer": 1}, [[{}]]]
+    rows = [{"question": a, "answer": b} for a, b in itertools.product(values, values)]
     read = 0
-    for n in range(500):
-        value = any_json(chance)
-        if n % 3:
-            value = {"question": value, "answer": any_json(chance)}
-        path.write_bytes(json.dumps(value).encode() if n % 5 else chance.randbytes(n % 40))
+    for row in values + rows:
+        path.write_text(json.dumps(row))
         try:
-            problems = load_problems(path)
-            assert all(problem["answer"] and problem["question"] for problem in problems)
+            assert all(problem["answer"] and problem["question"] for problem in load_problems(path))
             read += 1
         except ValueError as error:
             assert str(error).startswith(str(path)) and "\n" not in str(error)
-    assert read > 5
+    assert read > 4
 
-
-# --------------------------------------------------------------------------------------------------
-# The download
 
 TRAIN, TEST = f"{line()}\n".encode(), f"{line(answer='#### 5')}\n".encode()
 
@@ -581,11 +528,11 @@ def test_the_real_gsm8k(name, count, monkeypatch, tmp_path):
     problems = load_problems(name)  # the table's SHA-256 is that of the real file
     assert len(problems) == count
     for problem in problems[::5]:
-        assert isinstance(canonical(problem["answer"]), Fraction)
-        assert rule_reward(box(problem["answer"]), problem["answer"]) == 1.5
-        assert rule_reward(box(rf"\${problem['answer']}.00"), problem["answer"]) == 1.5
-        assert rule_reward(box(f"1{problem['answer']}"), problem["answer"]) == 0.5
-        assert rule_reward(problem["solution"], problem["answer"]) == 0.0
+        truth = problem["answer"]
+        assert isinstance(canonical(truth), Fraction)
+        for response, paid in ((box(rf"\${truth}.00"), 1.5), (box(f"1{truth}"), 0.5),
+                               (problem["solution"], 0.0)):
+            assert rule_reward(response, truth) == paid
 
 
 # --------------------------------------------------------------------------------------------------
@@ -598,19 +545,15 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n):
         subsets = list(itertools.combinations(correct, k))
         exact = Fraction(sum(map(any, subsets)), len(subsets))
         assert pass_at_k([correct], k) == pytest.approx(float(exact), abs=1e-12)
-        paper = 1.0 if n - c < k else 1 - math.prod(1 - k / i for i in range(n - c + 1, n + 1))
-        assert pass_at_k([correct], k) == pytest.approx(paper, abs=1e-12)
 
 
 def test_pass_at_k_is_the_mean_over_problems():
     correct = [[True, False, False, False], [True, True, True, True], [False, False, False, False]]
-    assert pass_at_k(correct, 1) == pytest.approx((1 / 4 + 1 + 0) / 3)
     assert pass_at_k(correct, 2) == pytest.approx((1 / 2 + 1 + 0) / 3)
     assert pass_at_k(torch.tensor(correct), 2) == pass_at_k(correct, 2)
-    assert pass_at_k([[1, 0]], 1) == 0.5
     assert type(pass_at_k(torch.tensor(correct), 2)) is float
+    assert pass_at_k([[1, 0]], 1) == 0.5
     assert pass_at_k([[True] + [False] * 4999], 2500) == pytest.approx(0.5)  # no overflow
-    assert pass_at_k([[True] * 5000], 2500) == 1.0
     with pytest.raises(TypeError):  # a reward of 0.5 is not half right
         pass_at_k(torch.tensor([[1.5, 0.5]]), 1)
 
@@ -627,18 +570,14 @@ def test_pass_and_majority_at_k_refuse(correct, k):
 
 
 @pytest.mark.parametrize("answers, truth, k, expected", [
-    (["7", "8", "7"], "7", 3, 1.0), (["7", "8", "8"], "7", 3, 0.0),
-    (["7", "8", "8"], "7", 1, 1.0),  # only the first k vote
-    (["7", "8", "8"], "7", 2, 1 / 2),  # a tie
-    (["7", "8", "9"], "7", 3, 1 / 3), (["7", "8", "9"], "6", 3, 0.0),
-    (["7", "7", "8", "8", "9"], "8", 5, 1 / 2),
+    (["7", "8", "8"], "7", 3, 0.0), (["7", "8", "8"], "7", 1, 1.0),  # only the first k vote
+    (["7", "8", "8"], "7", 2, 1 / 2), (["7", "8", "9"], "7", 3, 1 / 3),  # ties
+    (["7", "8", "9"], "6", 3, 0.0), (["7", "7", "8", "8", "9"], "8", 5, 1 / 2),
     ([r"\$7.00", "8", r"7\text{ eggs}", "8", "7.0"], "7", 5, 1.0),  # all for the same number
-    (["1,000", "1000", "5"], "1{,}000", 3, 1.0),
-    (["Monday", r"\text{monday}", "Tuesday"], "Monday.", 3, 1.0),
-    ([None, None, "7"], "7", 3, 1.0),  # the unparsed do not vote
-    ([None, "", " ", "$", "7"], "7", 5, 1.0), ([None, "7"], "7", 1, 0.0),
-    ([None, None], "7", 2, 0.0), ([None, ""], "", 2, 0.0),
-    (["0", "0", "7"], "0", 3, 1.0), (["63.0"], 63, 1, 1.0),  # zero votes; a truth may be a number
+    (["1,000", "1000", "5"], "1{,}000", 3, 1.0), (["63.0"], 63, 1, 1.0),  # a truth may be a number
+    (["Monday", r"\text{monday}", "Tuesday"], "Monday.", 3, 1.0), (["0", "0", "7"], "0", 3, 1.0),
+    ([None, None, "7"], "7", 3, 1.0), ([None, "", " ", "$", "7"], "7", 5, 1.0),  # who votes
+    ([None, "7"], "7", 1, 0.0), ([None, None], "7", 2, 0.0), ([None, ""], "", 2, 0.0),
 ])
 def test_majority_at_k(answers, truth, k, expected):
     assert majority_at_k([answers], [truth], k) == pytest.approx(expected)
@@ -651,14 +590,13 @@ def test_majority_at_k(answers, truth, k, expected):
 
 def test_all_figures_of_samples():
     responses = [box(7), box(8), box(7), "x", *[box(9)] * 4]
-    figures = figures_of(responses, ["7", "8"], 4)
     answers = [["7", "8", "7", None], ["9"] * 4]
     correct = [[True, False, True, False], [False] * 4]
     expected = diversity(responses, 4)
     for k in (1, 2, 4):
         expected |= {f"pass@{k}": pass_at_k(correct, k),
                      f"maj@{k}": majority_at_k(answers, ["7", "8"], k)}
-    assert figures == expected
+    assert figures_of(responses, ["7", "8"], 4) == expected
     assert figures_of(responses, ["7", None], 4) == diversity(responses, 4)
     assert {name for name in figures_of(responses[:6], ["7"], 6) if "@" in name} == {
         f"{kind}@{k}" for kind in ("pass", "maj") for k in (1, 2, 4, 6)}
@@ -680,8 +618,8 @@ MINE = """
     def rule(completions, **columns):
         return (7.0 for _ in completions)
 """
-PROBLEMS = [{"question": "a", "answer": "7", "level": 3}, {"question": "b", "answer": "8",
-                                                           "level": None}]
+PROBLEMS = [{"question": "a", "answer": "7", "level": 3},
+            {"question": "b", "answer": "8", "level": None}]
 FOUR = [box(7), box(8), "x", box(8)]
 
 
@@ -697,18 +635,17 @@ def mine_py(tmp_path):
 
 def rollout_of(*responses):
     """Two prompt tokens, then the answer's: 5 6 in the first row, 5 6 7 in the second, and so on"""
-    labels = torch.full((len(responses), 3 + len(responses)), -100)
-    for n in range(len(responses)):
-        labels[n, 2 : 4 + n] = torch.arange(5, 7 + n)
-    return types.SimpleNamespace(responses=list(responses), labels=labels)
+    count = len(responses)
+    labels = torch.arange(3, 6 + count).repeat(count, 1).tril(3)
+    return types.SimpleNamespace(responses=list(responses), labels=labels.where(labels > 4, -100))
 
 
-def scored(function, rollout=None):
+def scored(function, rollout=None, problems=PROBLEMS, times=1):
     """--reward f.py:f with this function in its place: two answers to each of two problems."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reward, "load_function", lambda spec: function)
-        reward_of = own_reward_of(["f.py:f"])
-    return reward_of(PROBLEMS, ["<a>", "<b>"], rollout or rollout_of(*FOUR))
+        reward_of = own_reward_of(["f.py:f"] * times)
+    return reward_of(problems, ["<a>", "<b>"], rollout or rollout_of(*FOUR))
 
 
 def test_a_reward_is_called_as_trl_calls_it():
@@ -734,40 +671,35 @@ def test_every_row_has_columns_of_its_own():
     """A reward that spoils its lists pays siblings, the next reward and the next epoch the same."""
     def spoils(completions, completion_ids, pieces, **columns):
         found = [float(len(row) + row.pop()) for row in pieces]
-        for column in (completions, completion_ids, pieces):
+        for column in (completions, completion_ids, pieces, *columns.values()):
             column.clear()
         return found
 
     problems = [{"answer": "1", "pieces": [1, 2, 3]}, {"answer": "2", "pieces": [4, 5]}]
     rollout = rollout_of(*FOUR)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reward, "load_function", lambda spec: spoils)
-        rewards = own_reward_of(["f.py:f", "f.py:f"])(problems, ["", ""], rollout)
+    rewards = scored(spoils, rollout, problems, times=2)
     assert rewards.tolist() == [12.0, 12.0, 14.0, 14.0] and rollout.responses == FOUR
     assert [problem["pieces"] for problem in problems] == [[1, 2, 3], [4, 5]]
 
 
 @pytest.mark.parametrize("when", ["as it is loaded", "as it is called"])
 def test_torch_is_as_it_was_before_a_reward(tmp_path, when):
-    code = "torch.set_grad_enabled(False), torch.set_default_dtype(torch.float64), " \
-           "torch.set_num_threads(3)"
-    early, late = (code, "0") if when == "as it is loaded" else ("0", code)
-    path = write(tmp_path / "rude.py", f"""
-        import torch
-        {early}
-        def f(completions, **columns):
-            {late}
-            return [1] * len(completions)
-    """)
-    state = torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()
+    def state():
+        return torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()
+
+    spoil = "torch.set_grad_enabled(False), torch.set_default_dtype(torch.float64), " \
+            "torch.set_num_threads(3)"
+    indent = "" if when == "as it is loaded" else "    "
+    before = state()
+    path = write(tmp_path / "rude.py", "import torch\ndef f(completions, **columns):\n"
+                 f"    yield from [1] * len(completions)\n{indent}{spoil}\n")
     try:
         scored(load_function(f"{path}:f"))
-        assert state == (torch.is_grad_enabled(), torch.get_default_dtype(),
-                         torch.get_num_threads())
+        assert state() == before
     finally:
         torch.set_grad_enabled(True)
         torch.set_default_dtype(torch.float32)
-        torch.set_num_threads(state[2])
+        torch.set_num_threads(before[2])
 
 
 def test_the_rewards_of_the_flags_are_summed_over_those_that_apply(mine_py):
@@ -780,15 +712,14 @@ def test_the_rewards_of_the_flags_are_summed_over_those_that_apply(mine_py):
     assert parts == {"one": [1.0] * 4, "rule": [1.5, 0.5, 0.0, 1.5], "think": [0.0, 0.0, 1.5, 0.0],
                      "two": [-1.0, -1.0, 2.0, 2.0]}
     assert own_reward_of(["rule"], [])(PROBLEMS, ["", ""], rollout).tolist() == parts["rule"]
-    assert own_reward_of(specs[:2])(PROBLEMS, ["", ""], rollout).tolist() == [2.5, 1.5, 1.0, 2.5]
     assert not hasattr(rollout, "step_rewards")
     assert own_reward_of(None) is own_reward_of([]) is own_reward_of(None, [1.0]) is None
-    rollout = rollout_of(*[box(7)] * 6)
+    rollout = rollout_of(*[box(7)] * 3)
     problems = [{"answer": answer} for answer in ("7", "", ["7"])]
     with pytest.warns(UserWarning, match="None for some rows"):  # where no truth is known
         rewards = own_reward_of(["rule"])(problems, ["", "", ""], rollout)
-    assert rewards.tolist() == [1.5, 1.5, 0, 0, 0, 0]
-    assert rollout.reward_parts["rule"].isnan().tolist() == [False] * 2 + [True] * 4
+    assert rewards.tolist() == [1.5, 0, 0]
+    assert rollout.reward_parts["rule"].isnan().tolist() == [False, True, True]
     rollout = rollout_of(box(7), "x")  # rewards of steps stand beside the rule's
     rewards = own_reward_of(None, None, f"{mine_py}:steps")(PROBLEMS[:1], ["p"], rollout)
     assert rewards.tolist() == [1.5, 0.0] and list(rollout.reward_parts) == ["rule"]
@@ -796,18 +727,14 @@ def test_the_rewards_of_the_flags_are_summed_over_those_that_apply(mine_py):
 
 
 def test_each_of_several_rewards_has_a_name_of_its_own(mine_py, tmp_path):
-    other = write(tmp_path / "other.py", MINE)
-    one, far = f"{mine_py}:one", f"{other}:one"
-    for specs, names in (
-            ([one, f"{mine_py}:two", "rule", "think"], ["one", "two", "rule", "think"]),
-            ([one, far, one], ["one", "one 2", "one 3"]),
-            ([f"{mine_py}:rule", "rule"], ["rule", "rule 2"]),
-            (["rule", f"{mine_py}:rule"], ["rule", "rule 2"])):
+    one, far = f"{mine_py}:one", write(tmp_path / "other.py", MINE) + ":one"
+    for specs, names in (([one, far, one], ["one", "one 2", "one 3"]),
+                         ([f"{mine_py}:rule", "rule"], ["rule", "rule 2"]),
+                         (["rule", f"{mine_py}:rule"], ["rule", "rule 2"])):
         rollout = rollout_of("x", "y")
         rewards = own_reward_of(specs)(PROBLEMS[:1], ["p"], rollout)
         assert list(rollout.reward_parts) == names
-        parts = rollout.reward_parts.values()
-        assert torch.equal(rewards, sum(part.nan_to_num() for part in parts))
+        assert torch.equal(rewards, sum(rollout.reward_parts.values()))
 
 
 def gives(*values):
@@ -828,25 +755,21 @@ STRINGS = "prompts and completions are strings, not messages)"
     (lambda completions, mood, **columns: [], None, "required positional argument: 'mood' (called"),
     (lambda completions, **columns: 1 / 0, None, "ZeroDivisionError: division by zero"),
     (lambda **columns: 1.0, None, "TypeError: 'float' object is not iterable"),
-    (gives(1, 2, 3), None, "3 rewards for 4 responses"),
-    (gives(), None, "0 rewards for 4 responses"), (gives(1, 2, 3, 4, 5), None, "5 rewards for 4"),
+    (gives(1, 2, 3), None, "3 rewards for 4 responses"), (gives(), None, "0 rewards for 4 resp"),
+    (gives(1, 2, 3, 4, 5), None, "5 rewards for 4"), (gives(1, 2, -math.inf, 4), 2, "-inf is not"),
     (gives(1, "two", 3, 4), 1, "could not convert string to float: 'two'"),
     (gives(1, 2, 3, math.nan), 3, "nan is not a finite float32 number"),
-    (gives(1, 2, -math.inf, 4), 2, "-inf is not"), (gives(1, -1e39, 3, 4), 1, "-1e+39 is not"),
-    (gives(10**400, 2, 3, 4), 0, "OverflowError"), (gives(1, 2, [3], 4), 2, "TypeError"),
-    (gives(1, torch.ones(2), 3, 4), 1, "only one element tensors"),
+    (gives(1, -1e39, 3, 4), 1, "-1e+39 is not"), (gives(10**400, 2, 3, 4), 0, "OverflowError"),
+    (gives(1, 2, [3], 4), 2, "TypeError"), (gives(1, torch.ones(2), 3, 4), 1, "only one element"),
     *((lambda values=values, **columns: values, None, f"TypeError: it gives a {kind}, not a list")
       for kind, values in {"str": "1234", "dict": dict(enumerate("abcd")), "set": {1, 2, 3, 4},
                            "frozenset": frozenset("abcd")}.items()),
     (gives(1, 2, 3, 1j), 3, "TypeError"), (gives(1, 2, Hostile(), 4), 2, "KeyError: 'no'"),
 ])
 def test_a_reward_that_goes_wrong_is_named(function, row, reason):
-    with pytest.raises(ValueError) as error:
-        scored(function)
-    message = str(error.value)
     where = ":" if row is None else f", row {row}, response {FOUR[row]!r}:"
-    assert message.startswith(f"--reward f.py:f{where} ") and reason in message
-    assert "\n" not in message
+    with value_error(f"^{re.escape(f'--reward f.py:f{where} ')}.*{re.escape(reason)}"):
+        scored(function)
 
 
 def test_what_is_wrong_is_told_under_its_flag(mine_py):
@@ -869,8 +792,8 @@ def test_what_is_wrong_is_told_under_its_flag(mine_py):
 
 
 def test_a_reward_file_with_dataclasses_and_neighbours(tmp_path):
-    write(tmp_path / "grpo_neighbour.py", "points = 2.0\n")
-    write(tmp_path / "grpo_late_neighbour.py", "points = 3.0\n")
+    for name, points in (("grpo_neighbour.py", 2.0), ("grpo_late_neighbour.py", 3.0)):
+        write(tmp_path / name, f"points = {points}")
     write(tmp_path / "json.py", "1 / 0")  # hides no module that is installed
     score = load_function(write(tmp_path / "mine.py", """
         from __future__ import annotations
@@ -891,25 +814,22 @@ def test_a_reward_file_with_dataclasses_and_neighbours(tmp_path):
     assert scored(score).tolist() == [6.5, 5.5, 5.0, 6.5]
 
 
-POOL = """
-    import multiprocessing
-
-    class Job:
-        def __init__(self, text):
-            self.text = text
-
-    def length(job):
-        return float(len(job.text))
-
-    def score(completions, **columns):
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            return pool.map(length, map(Job, completions))
-"""
-
-
 def test_a_reward_may_pickle_its_classes_and_start_processes(tmp_path):
-    path = write(tmp_path / "grpo_pool.py", POOL)
-    assert load_function(f"{path}:score")(completions=["a", "bcd"]) == [1.0, 3.0]
+    score = load_function(write(tmp_path / "grpo_pool.py", """
+        import multiprocessing
+
+        class Job:
+            def __init__(self, text):
+                self.text = text
+
+        def length(job):
+            return float(len(job.text))
+
+        def score(completions, **columns):
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                return pool.map(length, map(Job, completions))
+    """) + ":score")
+    assert score(completions=["a", "bcd"]) == [1.0, 3.0]
 
 
 @pytest.mark.parametrize("name", ["json", "reward", "torch", "sys"])
@@ -928,11 +848,9 @@ def test_a_reward_file_takes_the_name_of_no_other_module(tmp_path, name):
 
 
 @pytest.mark.parametrize("code, reason", [
-    ("import sys\nsys.exit()\n", "SystemExit"),
-    ("raise ValueError('two\\nlines')", "load: two lines"),
+    ("import sys\nsys.exit()\n", "SystemExit"), ("raise ValueError('two\\nlines')", "load: two"),
     ("import grpo_no_such_module", "ModuleNotFoundError"), ("def score(:", "SyntaxError"),
-    ("\0", "null bytes"), ("other = 1", "no function 'score'"),
-    ("score = 1", "no function 'score'"),
+    ("\0", "null bytes"), ("other = 1", "no function 'score'"), ("score = 1", "no function"),
 ])
 def test_a_reward_file_that_does_not_load(tmp_path, code, reason):
     with value_error(f"mine.py:score: the file.*{reason}"):
@@ -962,8 +880,7 @@ def test_a_reward_model_reads_its_own_template(tiny, monkeypatch):
         expected = reward_model_scores(model.model, tiny[1], each, rollout.responses)
         assert torch.equal(scores, expected)
         read, responses, rule = zip(*rollout.judged)
-        assert list(read) == each
-        assert list(responses) == rollout.responses
+        assert (list(read), list(responses)) == (each, rollout.responses)
         assert model.pairs == []  # they are kept in training steps alone
         assert rule[:2] == (0.0, 0.0) and math.isnan(rule[2])  # no answer known: no preference
 
@@ -977,15 +894,13 @@ def test_a_reward_model_reads_its_own_template(tiny, monkeypatch):
     (r"<think>9 < 10 > 8</think> <answer>So \boxed{63}.</answer>", 1.5),
     ("<think></think><answer>50</answer>", 0.5), ("<think>63</think><answer></answer>", 0.5),
     ("<think>63</think><answer>so 63, I think</answer>", 0.5), ("<think>63</think>", 0.0),
-    ("<answer>63</answer>", 0.0), ("63", 0.0), ("", 0.0),
+    ("<answer>63</answer>", 0.0), ("63", 0.0), ("", 0.0), ("<think>9</think><answer>63", 0.0),
     ("<answer>63</answer><think>63</think>", 0.0), ("<think>9</think>63<answer>63</answer>", 0.0),
-    ("Well: <think>9</think><answer>63</answer>", 0.0),
-    ("<think>9</think><answer>63</answer>.", 0.0),
+    ("x<think>9</think><answer>63</answer>", 0.0), ("<think>9</think><answer>63</answer>.", 0.0),
     ("<think>9</think><answer>50</answer><answer>63</answer>", 0.0),
     ("<think>9</think><think>9</think><answer>63</answer>", 0.0),
-    ("<think><think>9</think><answer>63</answer>", 0.0),
+    ("<think><think>9</think><answer>63</answer>", 0.0), ("<Think></Think><answer></answer>", 0.0),
     ("<think>9<answer>63</answer></think>", 0.0), ("<think>9<think><answer>63<answer>", 0.0),
-    ("<think>9</think><answer>63", 0.0), ("<Think>9</Think><answer>63</answer>", 0.0),
 ])
 def test_think_answer_reward(response, expected):
     assert think_answer_reward(response, "63") == expected
@@ -1023,14 +938,13 @@ def test_overlong_penalty_is_dapos():
 
 def test_diversity():
     responses = ["a b c \\boxed{7}", "a b c \\boxed{7.0}", "none", "", "", "", "", ""]
-    figures = diversity(responses, group_size=4)
     # one different answer of four; (a b c) and (b c box) and (a b c) and (b c other box): 3 of 4
-    assert figures == {"distinct_answers": (1 / 4 + 0) / 2, "distinct_3grams": 3 / 4}
-    assert diversity([rf"\boxed{{{i}}} {i} {i} {i}" for i in range(8)]) == {
-        "distinct_answers": 1.0, "distinct_3grams": 1.0}
-    assert diversity(["x x x x x"] * 2 + ["x y z", "z y x"], 2) == {
-        "distinct_answers": 0.0, "distinct_3grams": (1 / 6 + 1) / 2}
-    assert diversity([""], 1) == {"distinct_answers": 0.0, "distinct_3grams": 0.0}
+    for texts, size, different, trigrams in (
+            (responses, 4, (1 / 4 + 0) / 2, 3 / 4), ([""], 1, 0.0, 0.0),
+            ([rf"\boxed{{{i}}} {i} {i} {i}" for i in range(8)], 8, 1.0, 1.0),
+            (["x x x x x"] * 2 + ["x y z", "z y x"], 2, 0.0, (1 / 6 + 1) / 2)):
+        assert diversity(texts, size) == {"distinct_answers": different,
+                                          "distinct_3grams": trigrams}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1038,9 +952,8 @@ def test_diversity():
 
 def test_candidates_of_the_tiny_policy(tiny):
     tokenizer = tiny[1]
-    answers = ["9 + 9 = \\boxed{ 18 } \\boxed{ 9 } 9 <|end|>", "9 <|end|>",
-               "\\boxed{ 9 } \\boxed{ } \\boxed{ 9 \\boxed{ 9 }",
-               "} \\boxed{ \\boxed{ 3 } } <|end|>"]
+    answers = [r"9 + 9 = \boxed{ 18 } \boxed{ 9 } 9 <|end|>", "9 <|end|>",
+               r"\boxed{ 9 } \boxed{ } \boxed{ 9 \boxed{ 9 }", r"} \boxed{ \boxed{ 3 } } <|end|>"]
     ids = [tokenizer(text, add_special_tokens=False).input_ids for text in answers]
     responses = [tokenizer.decode(row).removesuffix(" <|end|>") for row in ids]
     rewards, spans = boxed_candidates(responses, ["18", "9"], 2, ids, tokenizer.decode)
@@ -1052,11 +965,9 @@ def test_candidates_of_the_tiny_policy(tiny):
     assert not advantages[1].any() and not advantages[0, 10:].any()
     unknown, _ = boxed_candidates(responses, [None, "3"], 2, ids, tokenizer.decode)
     assert unknown == [[0.0, 0.0], [], [0.0, 0.0, 0.0], [1.0]]
-    for truths, group_size in ((["18"], 2), (["18", "9"], 4)):
+    for truths, group_size, rows in ((["18"], 2, 4), (["18", "9"], 4, 4), (["18", "9"], 2, 3)):
         with pytest.raises(ValueError):
-            boxed_candidates(responses, truths, group_size, ids, tokenizer.decode)
-    with pytest.raises(ValueError):
-        boxed_candidates(responses, ["18", "9"], 2, ids[:3], tokenizer.decode)
+            boxed_candidates(responses, truths, group_size, ids[:rows], tokenizer.decode)
 
 
 class Characters:
@@ -1074,8 +985,6 @@ class Characters:
 
 class Words(Characters):
     """As SentencePiece has it: a token starts with a space, which the first of all loses."""
-    def __init__(self):
-        pass
 
     def __call__(self, text):
         return types.SimpleNamespace(input_ids=re.findall(r" ?[^ ]{1,4}| ", text))
@@ -1110,7 +1019,7 @@ PARTS = [
 
 @pytest.mark.parametrize("kind", ["one", "three", "words", "byte", "bytes", "qwen"])
 def test_a_candidate_ends_with_the_first_token_that_shows_its_box_closed(request, kind):
-    tokenizer = {"one": Characters(1), "three": Characters(3), "words": Words(), "byte": Bytes(1),
+    tokenizer = {"one": Characters(1), "three": Characters(3), "words": Words(4), "byte": Bytes(1),
                  "bytes": Bytes(3)}.get(kind) or request.getfixturevalue(kind)
     chance = random.Random(0)
     for _ in range(80):
@@ -1121,8 +1030,7 @@ def test_a_candidate_ends_with_the_first_token_that_shows_its_box_closed(request
         shown = [tokenizer.decode(ids[: i + 1]) for i in range(len(ids))]
         expected_rewards, expected_spans, written, first = [], [], "", 0
         for part, right in parts:
-            box = part.rstrip(" \n.$")[: -1 if part.endswith("}}$. ") else None]
-            end = written + box
+            end = written + part.rstrip(" \n.$")[: -1 if part.endswith("}}$. ") else None]
             written += part
             if right is not None:
                 end = end.removeprefix(" ") if kind == "words" else end
@@ -1143,10 +1051,8 @@ def test_spans_are_valid_whatever_the_decoder_shows():
         shown = ["".join(chance.choices("\ufffd}{5 ", k=chance.randrange(31)))
                  for _ in range(chance.randrange(1, 8))]
 
-        def decode(ids, shown=shown):
-            return shown[sum(ids) % len(shown)]
-
-        [rewards], [spans] = boxed_candidates([text], ["5"], 1, [list(range(length))], decode)
+        [rewards], [spans] = boxed_candidates([text], ["5"], 1, [list(range(length))],
+                                              lambda ids, of=shown: of[sum(ids) % len(of)])
         assert len(rewards) == len(spans) <= len(complete_boxes(text))
         ends = [-1, *(last for _, last in spans)]
         assert [first - 1 for first, _ in spans] == ends[:-1]  # each begins behind the last
@@ -1224,10 +1130,10 @@ def test_reward_model_scores(tiny):
     scores = reward_model_scores(model, tokenizer, prompts, responses)
     assert scores.shape == (4,) and scores.dtype == torch.float32 and not scores.requires_grad
     rows = reward_model_rows(tokenizer, prompts, responses)
-    assert all(row.count(tokenizer.eos_token_id) == 1 for row in rows)  # what was written is text
-    assert all(row[-1] == tokenizer.eos_token_id for row in rows)
-    assert rows[0][:-1] == tokenizer("1 + 2", add_special_tokens=False).input_ids + [
-        *tokenizer("3", add_special_tokens=False).input_ids]
+    end = tokenizer.eos_token_id  # at the end alone: what was written is text
+    assert all(row[-1] == end and row.count(end) == 1 for row in rows)
+    assert rows[0][:-1] == [token for text in ("1 + 2", "3")
+                            for token in tokenizer(text, add_special_tokens=False).input_ids]
     assert scores.tolist() == pytest.approx(score_rows(model, rows).tolist(), abs=1e-6)
     one_by_one = reward_model_scores(model, tokenizer, prompts, responses, batch_rows=1)
     assert scores.tolist() == pytest.approx(one_by_one.tolist(), abs=1e-5)
@@ -1239,10 +1145,10 @@ def test_preference_pairs_are_of_one_group_the_better_first():
     rewards = torch.tensor([0.0, 1.5, 0.5, 1.5, 0.5, 0.5, 0.5, 0.5])
     every = preference_pairs(rewards, 4, pairs_per_group=None)
     assert sorted(every.tolist()) == [[1, 0], [1, 2], [2, 0], [3, 0], [3, 2]]
-    assert preference_pairs(rewards[4:], 4).shape == (0, 2)
-    assert preference_pairs(rewards[:0], 4).shape == (0, 2)
-    both = preference_pairs(rewards[[4, 5, 6, 7, 0, 1, 2, 3]], 4, pairs_per_group=None)
-    assert sorted(both.tolist()) == [[5, 4], [5, 6], [6, 4], [7, 4], [7, 6]]
+    turned = preference_pairs(rewards.roll(4), 4, pairs_per_group=None)
+    assert sorted(turned.tolist()) == [[5, 4], [5, 6], [6, 4], [7, 4], [7, 6]]
+    for none in (rewards[4:], rewards[:0]):
+        assert preference_pairs(none, 4).shape == (0, 2)
     drawn = [preference_pairs(rewards, 4, seeded(seed), pairs_per_group=2)
              for seed in (0, 0, 1, 2, 3)]
     assert torch.equal(drawn[0], drawn[1]) and drawn[0].shape == (2, 2)
@@ -1250,7 +1156,7 @@ def test_preference_pairs_are_of_one_group_the_better_first():
 
 
 def test_bradley_terry_loss():
-    chosen, rejected = torch.tensor([1.0, -1.0, 2.0]), torch.tensor([0.0, 0.0, 2.0])
+    chosen, rejected = torch.tensor([[1.0, -1.0, 2.0], [0.0, 0.0, 2.0]])
     expected = [-math.log(1 / (1 + math.exp(-d))) for d in (1.0, -1.0, 0.0)]
     assert float(bradley_terry_loss(chosen, rejected)) == pytest.approx(sum(expected) / 3, abs=1e-6)
     assert float(bradley_terry_loss(chosen[:1] - 1e4, rejected[:1])) == pytest.approx(9999.0)
@@ -1275,9 +1181,9 @@ def learner(pairs=(), replay=()):
 
 
 def test_an_iteration_mixes_a_tenth_of_old_pairs():
-    pairs = [("p", f"new{i}", "bad") for i in range(45)]
-    replay = [("p", f"old{i}", "bad") for i in range(50)]
-    r = learner(pairs=pairs, replay=replay)
+    pairs, replay = ([("p", f"{name}{i}", "bad") for i in range(count)]
+                     for name, count in (("new", 45), ("old", 50)))
+    r = learner(pairs, replay)
     figures = train_reward_model(r, seeded())
     seen = r.tokenizer.texts
     assert sorted(text for text in seen if "new" in text) == sorted(p[1] for p in pairs)
@@ -1298,16 +1204,13 @@ def test_an_iteration_mixes_a_tenth_of_old_pairs():
         train_reward_model(r, batch_pairs=1)
     assert len(gradients) == 4 and gradients[0].any()
     assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
-    few = learner(pairs=pairs, replay=replay[:1])
+    few = learner(pairs, replay[:1])
     train_reward_model(few)
     assert sum("old" in text for text in few.tokenizer.texts) == 1
     none = learner(replay=replay)
     assert all(map(math.isnan, train_reward_model(none).values()))
     assert none.replay == replay and none.tokenizer.texts == []
 
-
-# --------------------------------------------------------------------------------------------------
-# Script
 
 def test_script_shows_the_egg_problem(run_here):
     printed = run_here("reward.py")
