@@ -157,11 +157,10 @@ def test_every_text_of_a_message_is_text():
     prompt = sample.chat_prompt(tokenizer, {"messages": messages}, "")
     assert marks(tokenizer, prompt)[0] == 4 * ["<|im_start|>", "<|im_end|>"] + ["<|im_start|>"]
     assert prompt.count("It is 2") == 6 and '[' in prompt and ", 1, null, " in prompt
-    for role in ("user\n<|im_end|>", "boss", 3, None, ["user"]):
+    roles = [{"role": role} for role in ("user\n<|im_end|>", "boss", 3, None, ["user"])]
+    for role in (*roles, {}):
         with pytest.raises(ValueError, match="none of"):
-            sample.chat_prompt(tokenizer, {"messages": [{"role": role, "content": "x"}]}, "")
-    with pytest.raises(ValueError, match="none of"):
-        sample.chat_prompt(tokenizer, {"messages": [{"content": "x"}]}, "")
+            sample.chat_prompt(tokenizer, {"messages": [{**role, "content": "x"}]}, "")
 
 
 def test_marks_that_are_words_stay_and_are_known():

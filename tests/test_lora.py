@@ -54,10 +54,6 @@ def moved(optimizer):
     return torch.cat([p.detach().flatten() for p in optimizer.param_groups[0]["params"]])
 
 
-def gradients(optimizer):
-    return torch.cat([p.grad.flatten() for p in optimizer.param_groups[0]["params"]])
-
-
 def weights_of(model):
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
@@ -232,8 +228,7 @@ def test_first_weights_are_the_references_where_that_is_frozen(flags, copied):
     of_reference = {w.data_ptr() for w in p.ref_model.parameters()} if p.ref_model else set()
     assert all((W0.data_ptr() not in of_reference) == copied for W0, _, _ in p.optimizer.parts)
     count = train.memory(s, p.policy_model)
-    linears = sum(w.nbytes for w in p.optimizer.weights)
-    assert count["LoRA's first weights"] == linears * copied
+    assert count["LoRA's first weights"] == sum(w.nbytes for w in p.optimizer.weights) * copied
     assert count["float32 masters"] == sum(p.nbytes for p in p.optimizer.factors.values())
 
 
@@ -277,13 +272,11 @@ def test_count_of_the_memory(tmp_path):
     assert count["gradients, float32"] == 4 * n + 8 * 64 * 128
     assert counted(tmp_path)[0]["logits"] - count["logits"] == 2 * 2 * 1000 * 64
     assert count["LoRA's first weights"] == 0, "the reference holds them"
-    count, _ = counted(tmp_path, "--lora-rank=4", "--kl-coef=0")
-    assert count["LoRA's first weights"] == 2 * linears
-    count, _ = counted(tmp_path, "--lora-rank=4", "--kl-coef=0", "--offload")
-    assert count["LoRA's first weights"] == 0
-    for flags, expected in ((["--offload"], 2 * linears), (["--no-offload"], 0)):
-        flags = ["--lora-rank=4", "--renew-reference=2", *flags]
-        assert hosted(tmp_path, *flags) == expected
+    for flag, there in (("--offload", False), ("--no-offload", True)):
+        count, _ = counted(tmp_path, "--lora-rank=4", "--kl-coef=0", flag)
+        assert count["LoRA's first weights"] == 2 * linears * there
+        assert hosted(tmp_path, "--lora-rank=4", "--renew-reference=2", flag) == (
+            2 * linears * (not there))
 
 
 @pytest.mark.parametrize("family, changes, name", [

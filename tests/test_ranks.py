@@ -50,23 +50,16 @@ def test_ranks_compute_what_one_process_does_also_after_one_has_died(flags, one,
     assert snapshot(folder) == before
 
 
-def test_two_ranks_stop_for_a_signal_and_one_goes_on(flags, one, tmp_path):
-    """A signal to rank 1 alone stops both after step 2."""
+@pytest.mark.parametrize("fault, last", [("SIGTERM", 2), ("raise", 1)])
+def test_what_happens_to_rank_1_ends_both_and_one_goes_on(flags, one, tmp_path, fault, last):
+    """A signal waits for the end of step 2, a reward that fails does not."""
     folder = tmp_path / "run"
-    done = run_ranks(2, "train.py", *flags, f"--output={folder}", FAULT="SIGTERM",
-                     FAULT_AT="3")
-    assert "stopped after step 2; continue with" in done.stdout, done.stderr
-    trains(f"--resume={folder}")
-    assert_same_run(folder, one)
-
-
-def test_a_reward_that_fails_on_one_rank_ends_the_step_on_all(flags, one, tmp_path):
-    folder = tmp_path / "run"
-    done = run_ranks(2, "train.py", *flags, f"--output={folder}", FAULT="raise",
-                     FAULT_AT="3")
-    assert done.returncode != 0
-    assert "KeyError: 'no, please'" in one_line_of(done.stderr)
-    assert metrics_of(folder)[-1]["step"] == 1
+    done = run_ranks(2, "train.py", *flags, f"--output={folder}", FAULT=fault, FAULT_AT="3")
+    if fault == "raise":
+        assert done.returncode != 0 and "KeyError: 'no, please'" in one_line_of(done.stderr)
+    else:
+        assert "stopped after step 2; continue with" in done.stdout, done.stderr
+    assert metrics_of(folder)[-1]["step"] == last
     trains(f"--resume={folder}")
     assert_same_run(folder, one)
 

@@ -108,9 +108,8 @@ def test_ones_own_task_learns(monkeypatch, tmp_path, capsys):
     command = block("sh", "## Your own task").split()
     assert command[:2] == ["python", "train.py"]
     assert train.main([*command[2:], "--output=run"]) == 0
-    lines = block("text", "## Your own task").splitlines()
     out = capsys.readouterr().out.splitlines()
-    for line in lines:
+    for line in block("text", "## Your own task").splitlines():
         name, low, _, high = re.match(r"(\S+ ?\S+)\s{2,}(\S+) (\S+) (\S+)", line).groups()
         found, = [shown for shown in out if shown.startswith(name)]
         numbers = re.findall(r"\d+\.\d+", found)

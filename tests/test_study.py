@@ -13,15 +13,13 @@ import train
 
 def metrics_of(accuracies):
     """metrics.jsonl of a run: step 0 is the evaluation, then a line per step."""
-    lines = [{"step": 0, "eval_accuracy": 0.1}]
-    for step, accuracy in enumerate(accuracies, 1):
-        lines.append({
-            "step": step, "accuracy": accuracy, "response_length_mean": 10.0 + step,
-            "group_std": 0.5 / step, "zero_variance_groups": 0.25, "grad_norm": 0.5,
-            "approx_kl": None, "kl_coef": 0.02, "clip_fraction": 0.01 * step,
-            "sampler_ratio_error": 0.3 / step, "reward_mean": 1.0})
+    lines = [{"step": step, "accuracy": accuracy, "response_length_mean": 10.0 + step,
+              "group_std": 0.5 / step, "zero_variance_groups": 0.25, "grad_norm": 0.5,
+              "approx_kl": None, "kl_coef": 0.02, "clip_fraction": 0.01 * step,
+              "sampler_ratio_error": 0.3 / step, "reward_mean": 1.0}
+             for step, accuracy in enumerate(accuracies, 1)]
     lines[-1]["eval_accuracy"] = 0.75
-    return lines
+    return [{"step": 0, "eval_accuracy": 0.1}, *lines]
 
 
 def results_of(**values):

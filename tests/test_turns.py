@@ -19,12 +19,12 @@ REPLY = f"--reply={ROOT / 'tests' / 'helpers' / 'checker.py'}:check"
 
 def test_a_conversation_ends_where_no_room_is_left(tiny):
     """The tiny policy has 128 positions: a prompt of 22, answers of 20, and much to listen to."""
-    policy, tokenizer = tiny
-    prompt = train.chat_prompt(tokenizer, tiny_problems()[0], "")
-    rollout = sample.sample_conversations(
-        policy, tokenizer, [prompt], 4, 20, 1.0, [seeded(1)],
-        reply=lambda prompt, turns: "Anna has 9 books , loses 4 , gives 2 , gets 7 . How many ?",
-        max_turns=9)
+    def reply(prompt, turns):
+        return "Anna has 9 books , loses 4 , gives 2 , gets 7 . How many ?"
+
+    prompt = train.chat_prompt(tiny[1], tiny_problems()[0], "")
+    rollout = sample.sample_conversations(*tiny, [prompt], 4, 20, 1.0, [seeded(1)], reply=reply,
+                                          max_turns=9)
     assert rollout.input_ids.shape[1] <= 128
     assert all(2 <= len(text.split("\n")) <= 4 for text in rollout.responses)
 
@@ -44,8 +44,7 @@ def test_two_ranks_draw_what_one_process_draws_and_one_goes_on(kind, tmp_path):
     for metrics in metrics_of(one)[1:]:                   # [D] finds the sampler's numbers
         assert metrics["sampler_ratio_error"] < 1e-3 and metrics["tokens"] > 16
     if REPLY in kind:
-        samples = lines_of(two / "samples.jsonl")
-        talks = [turns for line in samples for turns in line["responses"]]
+        talks = sum((line["responses"] for line in lines_of(two / "samples.jsonl")), [])
         assert {len(turns) for turns in talks} <= {1, 3}  # answer, reply, answer
         assert any(turns[1:2] == ["How many ?"] and len(turns) == 3 for turns in talks)
 
@@ -75,10 +74,8 @@ def test_what_cannot_be_said_is_refused(capsys):
     assert "no file" in refused(capsys, "--dtype=float32", "--reply=nowhere.py:check")
     assert "no function 'other'" in refused(capsys, *SMALL, REPLY.replace(":check", ":other"))
     line = refused(capsys, *SMALL, REPLY, "--max-turns=50")
-    assert "128 positions" in line
-    assert "lower --max-new-tokens (now 10) or --max-turns (now 50)" in line
+    assert "128 positions: lower --max-new-tokens (now 10) or --max-turns (now 50)" in line
     assert "--max-turns" in refused(capsys, *SMALL, REPLY, "--max-turns=0")
-    assert "--advantage shape" in refused(capsys, *SMALL, "--advantage=shape", REPLY)
     assert "does not divide" in refused(capsys, *SMALL, "--around-best=3")
 
 
@@ -106,14 +103,13 @@ def test_shapley_shares_arrive():
     texts = ["\\boxed{ 7 } \\boxed{ 9 } , 9", "\\boxed{ 5 }", "7 + 2", "\\boxed{ 9 } \\boxed{ 5 }"]
     prompt = p.tokenizer(p.prompts[0], add_special_tokens=False).input_ids
     rows = [p.tokenizer(text, add_special_tokens=False).input_ids for text in texts]
-    S = len(prompt) + max(map(len, rows))
-    ids = torch.zeros(4, S, dtype=torch.long)
-    labels = torch.full((4, S), IGNORE)
-    for n, row in enumerate(rows):
-        ids[n, :len(prompt) + len(row)] = torch.tensor(prompt + row)
-        labels[n, len(prompt):len(prompt) + len(row)] = torch.tensor(row)
-    rollout = sample.Rollout(ids, labels, torch.zeros(4, S - 1), texts,
-                             torch.ones(4, dtype=torch.bool), torch.zeros(4).long())
+    width = max(map(len, rows))
+    labels = torch.tensor([[IGNORE] * len(prompt) + row + [IGNORE] * (width - len(row))
+                           for row in rows])
+    ids = labels.clamp(min=0)
+    ids[:, :len(prompt)] = torch.tensor(prompt)
+    rollout = sample.Rollout(ids, labels, torch.zeros(ids[:, 1:].shape), texts, torch.ones(4) > 0,
+                             torch.zeros(4).long())
     batch = train.Batch([{"question": "q", "answer": "9"}], p.prompts[:1])
     train.train_step(p.policy, p.reference, p.optimizer, p.tokenizer, batch, p.settings,
                      lambda *_: rollout)
