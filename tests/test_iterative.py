@@ -314,9 +314,6 @@ def test_a_step_function_that_raises_ends_the_run_in_one_line(tmp_path, capsys):
     assert "--step-reward" in line and "ZeroDivisionError" in line
 
 
-# --------------------------------------------------------------------------------------------------
-# Other rows, other folders, other flags
-
 def change_score(folder, value):
     edit_tensors(folder / "model.safetensors",
                  lambda tensors: tensors | {"score.weight": torch.full((1, 32), value)})

@@ -149,7 +149,6 @@ def test_without_entropies_gradients_or_labels(some_model):
     nothing = torch.full_like(labels, IGNORE)
     for values in token_logprobs(model, input_ids, nothing, with_entropy=True):
         assert torch.equal(values, torch.zeros(5, 19))
-    # And the gradient can be asked for
     logprobs = token_logprobs(model, input_ids, nothing)
     assert not any(g.any() for g in gradients(model, logprobs.sum()).values())
 
@@ -196,8 +195,7 @@ def test_rows_without_labels_cost_nothing(some_model):
 
 @grouped_or_not
 def test_equal_rows_run_once(some_model, group_ids):
-    """Each keeps its own weight in the gradient, and labels of its own make a row another one;
-    rows of a group may stand apart, and groups have any number."""
+    """Each keeps its own weight in the gradient; rows of a group may stand apart."""
     model = copy.deepcopy(some_model)
     order = torch.tensor([0, 1, 0, 3, 4, 1, 0, 4, 2])
     input_ids, labels, _ = (x[order] for x in batch())
@@ -238,8 +236,7 @@ def lean_head_inputs(M, dtype):
 @pytest.mark.parametrize("grad_dtype", [None, torch.float32])
 @pytest.mark.parametrize("amx", [False, True])
 def test_lean_head(monkeypatch, rows, temperature, dtype, grad_dtype, amx):
-    """No rounding but that of the factors and the results, over up to 300 chunks; with AMX, that of
-    d to bfloat16."""
+    """No rounding but that of the factors and the results; with AMX, that of d to bfloat16."""
     taken = precisions(monkeypatch, amx)
     if rows:
         rows_a_chunk(monkeypatch, rows)
@@ -265,8 +262,7 @@ def test_lean_head(monkeypatch, rows, temperature, dtype, grad_dtype, amx):
 
 
 def test_lean_head_works_in_place_and_with_large_logits():
-    """Of a chunk's logits only entropies need a copy; the backward pass needs none. The largest
-    logit is taken out before any exponential."""
+    """Only entropies need a copy of the logits; the largest logit is taken out of exponentials."""
     hidden, weight, targets, _ = lean_head_inputs(5, torch.float32)
 
     def made(work, *given):

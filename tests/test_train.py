@@ -414,7 +414,6 @@ def test_a_run_leaves_the_files_of_the_contract(finished_run):
         assert "<|user|>" in record["prompt"] and len(record["responses"]) == 4
         advantages = group_advantages(torch.tensor(record["rewards"]), 4)
         assert record["advantages"] == pytest.approx(advantages.tolist(), abs=1e-6)
-    # And it has said what it does, beside a bar
     for word in ("before", "after", "truth", "accuracy", "grpo.json", "0.08M parameters",
                  "32 problems", "8 held out", "from step 0", str(folder)):
         assert word in finished_run.out
@@ -506,7 +505,6 @@ def test_unknown_words_are_told_of(capsys, tmp_path):
     trains("--eval-only", f"--eval-data={own}", "--max-new-tokens=4", "--group-size=2")
     line, = [line for line in capsys.readouterr().out.splitlines() if "unknown" in line]
     assert line.startswith("--eval-data: 67% of the prompts' tokens are") and "--model" in line
-    # The default's own words are all known.
     trains("--eval-only", *FEW, "--eval-limit=8", "--max-new-tokens=4", "--group-size=2")
     assert "unknown" not in capsys.readouterr().out
 
@@ -548,7 +546,6 @@ def test_the_help(help_of_train):
     told = " ".join(done.stdout.split())
     assert "beta; 0: no KL, and no reference in memory [0.04]" in told
     assert "number of rollouts [500] {80}" in told           # {}: the tiny policy's config
-    # every flag once, in one spelling, under the headings of the Settings
     for name in train.FIELDS:
         assert len(re.findall(rf"\n  {train.flag_of(name)}[ ,\n]", done.stdout)) == 1, name
     assert "_" not in "".join(re.findall(r"\n  --(\S+)", done.stdout))
