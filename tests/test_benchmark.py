@@ -1,7 +1,7 @@
 """The benchmark and its first run: they run on a CPU, their floors are right, their checks fail."""
-
 import contextlib
 import copy
+import functools
 import math
 import sys
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ import benchmark
 import first_run
 import pytest
 import torch
-from conftest import raises
+from conftest import NO_MEMORY, raises, seeded
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
@@ -20,8 +20,7 @@ import train
 
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch):
-    """Small sizes, on a machine with a GPU too: they follow from the device alone; and the checks
-    on a smaller model and shorter answers than there."""
+    """Small sizes on any machine (they follow from the device), and even smaller checks."""
     for name, size in (("hidden", 64), ("ffn", 128), ("new_tokens", 16)):
         monkeypatch.setitem(first_run.CHECKED, name, size)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -36,9 +35,6 @@ def place():
 def failures(part, *args, **changes):
     return [words for verdict, words in part(*args, **changes) if verdict is False]
 
-
-# --------------------------------------------------------------------------------------------------
-# The first run on a machine without a GPU
 
 def test_first_run(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
@@ -65,32 +61,30 @@ def test_a_part_that_breaks_is_a_line(capsys, monkeypatch):
         yield True, "this much was right"
         raise ZeroDivisionError("1 / 0")
 
-    def runs_out():
-        raise torch.OutOfMemoryError("CUDA out of memory")
-        yield
-
     def falls_back():
         first_run.sample.PLAIN = "failed: no kernel"
         return []
 
     lines = first_run.Lines()
-    for part in (breaks, runs_out, falls_back):
-        lines.of(part.__name__, part, avoid="--plain")
+    parts = {"breaks": breaks, "runs_out": raises(NO_MEMORY[0]), "falls_back": falls_back}
+    for name, part in parts.items():
+        lines.of(name, part, avoid="--plain")
     lines.of("afterwards", lambda: [(True, "right"), (None, "a figure"), (False, "wrong")])
     place = first_run.Place(torch.device("cuda"), torch.float32, torch.float32, {})
     assert lines.close(place) == 1
     out = capsys.readouterr().out
-    assert "FAIL  ZeroDivisionError: 1 / 0" in out and "FAIL  out of memory" in out
-    assert "2 checks passed, 4 failed" in out and "NOTHING" not in out
-    assert "FAIL  falls_back: failed: no kernel; it is avoided by --plain" in out
+    for words in ("FAIL  ZeroDivisionError: 1 / 0", "FAIL  out of memory",
+                  "FAIL  falls_back: failed: no kernel; it is avoided by --plain",
+                  "2 checks passed, 4 failed"):
+        assert words in out and "NOTHING" not in out
     # After a fault that kills the context nothing else is begun.
     lines = first_run.Lines()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", raises(RuntimeError("CUDA error: dead")))
     lines.of("kills", breaks)
     lines.of("next", lambda: pytest.fail("it began"))
-    assert "The first fault was in: kills: ZeroDivisionError" in lines.failed[-1]
-    assert "CUDA_LAUNCH_BLOCKING=1" in lines.failed[-1]
+    for words in ("The first fault was in: kills: ZeroDivisionError", "CUDA_LAUNCH_BLOCKING=1"):
+        assert words in lines.failed[-1]
     monkeypatch.undo()
     late = first_run.Lines()
     late.start -= 421
@@ -98,96 +92,75 @@ def test_a_part_that_breaks_is_a_line(capsys, monkeypatch):
     assert late.failed == ["late: left out: 420 s are over"]
 
 
-# --------------------------------------------------------------------------------------------------
-# Its checks, on planted faults
-
 def test_what_the_profiler_does_not_see_fails(place, monkeypatch):
-    monkeypatch.setattr(first_run, "small_rollout", lambda *_: first_run.sample.Rollout(
-        torch.zeros(1, 2).long(), torch.zeros(1, 2).long(), torch.zeros(1, 1), [""],
-        torch.ones(1).bool(), torch.zeros(1).long()))
+    zeros = torch.zeros(1, 2, dtype=torch.long)
+    monkeypatch.setattr(first_run, "small_rollout", lambda *_: sample.Rollout(
+        zeros, zeros, torch.zeros(1, 1), [""], torch.ones(1) > 0, zeros[0]))
     monkeypatch.setattr(first_run, "attention_in", lambda *args, **kwargs: [])
     assert len(failures(first_run.attention_kernels, place)) == 8
     # Eight per token: those outside of the graphs.
-    monkeypatch.setattr(first_run, "kernels_in", lambda place, work, *args: [
-        SimpleNamespace(name="a", time_range=SimpleNamespace(elapsed_us=lambda: 1.0))
-        for _ in range(8 * args[-1])])
+    kernel = SimpleNamespace(name="a", time_range=SimpleNamespace(elapsed_us=lambda: 1.0))
+    monkeypatch.setattr(first_run, "kernels_in", lambda place, work, *args: [kernel] * 8 * args[-1])
     assert failures(first_run.kernels, place) == ["8 operations of the CPU per token, 2 layers"]
 
 
 def test_drawing_sees_other_ids(place, monkeypatch):
-    def shifted(*args):
+    def shifted(*args, write_answers=sample.write_answers):
         (ids, logprobs), *others = write_answers(*args)
         return [([ids[-1], *ids[:-1]], logprobs), *others]
 
-    write_answers = sample.write_answers
     monkeypatch.setattr(sample, "write_answers", shifted)
-    found = failures(first_run.drawing, place, torch.float32)
-    assert any("same ids in 15 of 16 rows" in words for words in found), found
-    assert any("against the definition, first rollout" in words for words in found), found
-    found = failures(first_run.drawing, place, torch.bfloat16)
-    assert any("against the definition, weights have moved" in words for words in found), found
+    found = "\n".join(failures(first_run.drawing, place, torch.float32))
+    assert "same ids in 15 of 16 rows" in found and "against the definition, first rollout" in found
+    found = "\n".join(failures(first_run.drawing, place, torch.bfloat16))
+    assert "against the definition, weights have moved" in found
 
 
 def test_drawing_sees_weights_of_before(place, monkeypatch):
     """As a graph would draw that reads weights where they lay when it was captured."""
-    def from_a_copy(model, *args):
-        old.setdefault("model", copy.deepcopy(model))
-        return write_answers(old["model"], *args)
+    copied = functools.cache(copy.deepcopy)
 
-    old = {}
-    write_answers = sample.write_answers
+    def from_a_copy(model, *args, write_answers=sample.write_answers):
+        return write_answers(copied(model), *args)
+
     with monkeypatch.context() as patch:
         patch.setattr(sample, "write_answers", from_a_copy)
         found = failures(first_run.drawing, place, torch.float32)
     assert found and all("weights have moved" in words for words in found), found
-    refused = {"own decode step": "off by 3 nats"}      # a form that is refused fails
-    monkeypatch.setattr(sample, "forms_of", lambda model: refused)
+    monkeypatch.setattr(sample, "forms_of", lambda model: {"own decode step": "off by 3 nats"})
     assert failures(first_run.drawing, place, torch.float32) == ["own decode step: off by 3 nats"]
     assert failures(first_run.decoding, place)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_see_a_hundredth(place, monkeypatch, dtype):
-    def scaled(*args, group_ids=None):
+    def scaled(*args, group_ids=None, token_logprobs=first_run.token_logprobs):
         logprobs = token_logprobs(*args, group_ids=group_ids)
-        if group_ids is not None:
-            logprobs = logprobs + 0.01 * (logprobs - logprobs.detach())
-        return logprobs
+        off = 0.01 * (group_ids is not None)
+        return logprobs + off * (logprobs - logprobs.detach())
 
-    token_logprobs = first_run.token_logprobs
     monkeypatch.setattr(first_run, "token_logprobs", scaled)
     found = failures(first_run.gradients, place, dtype)
     assert len(found) == 1 and "grouped against padded rows" in found[0], found
 
 
-def not_copied_back(weights):
-    """A hook behind the step; the others stand before it."""
-    weights[0].data.mul_(1.5)
-
-
-@pytest.mark.parametrize("fault, words", [
-    (lambda weights: [weight.grad.mul_(1.01) for weight in weights], "first moments"),
-    (lambda weights: weights[3].grad.zero_(), "of each"),
-    (not_copied_back, "offload: 1 weights are not their masters' copies"),
+@pytest.mark.parametrize("when, fault, words", [
+    ("pre", lambda weights: [weight.grad.mul_(1.01) for weight in weights], "first moments"),
+    ("pre", lambda weights: [weights[3].grad.zero_()], "of each"),
+    ("post", lambda weights: [weights[0].data.mul_(1.5)],
+     "offload: 1 weights are not their masters' copies"),
 ])
-def test_updates_see_what_is_handed_over_wrongly(place, monkeypatch, fault, words):
-    def faulty(model, settings):
+def test_updates_see_what_is_handed_over_wrongly(place, monkeypatch, when, fault, words):
+    def faulty(model, settings, make_optimizer=train.make_optimizer):
         optimizer = make_optimizer(model, settings)
-        weights = list(model.parameters())
-        when = "post" if fault is not_copied_back else "pre"
-
-        def hook(*_):
-            fault(weights)
-
         if settings.offload:
-            getattr(optimizer, f"register_step_{when}_hook")(hook)
+            register = getattr(optimizer, f"register_step_{when}_hook")
+            register(lambda *_: fault(list(model.parameters())) and None)
         return optimizer
 
-    make_optimizer = train.make_optimizer
     monkeypatch.setattr(train, "make_optimizer", faulty)
     found = failures(first_run.updates, place)
-    assert found and all("offload" in line for line in found), found
-    assert any(words in line for line in found), found
+    assert words in "\n".join(found) and all("offload" in line for line in found), found
 
 
 def test_updates_see_layers_that_are_computed_otherwise(place, monkeypatch):
@@ -195,8 +168,7 @@ def test_updates_see_layers_that_are_computed_otherwise(place, monkeypatch):
     def faulty(model, on):
         weight = model.model.layers[0].mlp.down_proj.weight
         right = weight.data
-        if on:
-            weight.data = right * 1.1
+        weight.data = right * (1.1 if on else 1.0)
         yield
         weight.data = right
 
@@ -206,25 +178,19 @@ def test_updates_see_layers_that_are_computed_otherwise(place, monkeypatch):
 
 
 def test_steps_see_memory_that_the_count_did_not(place, monkeypatch):
-    def halves(*args):
+    def halves(*args, update=train.update):
         args[-1].micro_batch_tokens //= 2
         return update(*args)
 
-    def runs_out(*args):
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    update = train.update
+    steps = functools.partial(first_run.whole_steps, place, offload=False,
+                              gradient_checkpointing=False)
     monkeypatch.setattr(train, "update", halves)
-    assert failures(first_run.whole_steps, place, offload=False,
-                    gradient_checkpointing=False) == [
-        "micro-batches of 256 tokens, 1024 planned"]
-    monkeypatch.setattr(train, "update", runs_out)
+    assert failures(steps) == ["micro-batches of 256 tokens, 1024 planned"]
+    monkeypatch.setattr(train, "update", raises(NO_MEMORY[0]))
     with pytest.raises(torch.OutOfMemoryError):
-        failures(first_run.whole_steps, place, offload=False, gradient_checkpointing=False)
+        list(steps())
     place.free = 1000
-    lines = list(first_run.whole_steps(place, offload=False,
-                                       gradient_checkpointing=False))
-    assert lines[-1] == (None, "out of memory, as the count says")
+    assert list(steps())[-1] == (None, "out of memory, as the count says")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -234,8 +200,7 @@ def test_the_shape_of_qwen():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(benchmark.config_of(benchmark.QWEN))
     assert sum(p.numel() for p in model.parameters()) == 1_543_714_304
-    rows = [benchmark.QWEN[name] for name in ("prompts", "group_size", "new_tokens")]
-    assert rows == [8, 8, 512]
+    assert [benchmark.QWEN[x] for x in ("prompts", "group_size", "new_tokens")] == [8, 8, 512]
     assert (benchmark.REPEAT["qwen1.5b"], benchmark.PAIRS["qwen1.5b"]) == (2, 1)
 
 
@@ -244,8 +209,7 @@ def random_tiny(**changes):
 
 
 def test_flops_of_a_forward_pass_and_bytes_of_a_rollout():
-    model = random_tiny()
-    P, n = 10, 30
+    model, P, n = random_tiny(), 10, 30
     with FlopCounterMode(display=False) as counter:
         hidden = model.model(torch.randint(2, 4000, (1, P + n))).last_hidden_state
         model.lm_head(hidden[:, -n:])
@@ -255,10 +219,8 @@ def test_flops_of_a_forward_pass_and_bytes_of_a_rollout():
     assert benchmark.forward_flops(model, P, [n], settings) == pytest.approx(products, rel=0.02)
     weights = sum(p.numel() for p in model.parameters())  # tied: the head reads what embeds
     token = 2 * 2 * 2 * 16  # keys and values, layers, heads, head size
-    total = 0
-    for t in range(7):
-        total += weights + sum(token * (P + t) for length in (7, 3) if t < length)
-    assert benchmark.rollout_bytes(model, P, [7, 3]) == 4 * total
+    caches = sum(token * (P + t) for length in (7, 3) for t in range(length))
+    assert benchmark.rollout_bytes(model, P, [7, 3]) == 4 * (7 * weights + caches)
 
 
 def test_end_chance():
@@ -266,9 +228,8 @@ def test_end_chance():
     questions = benchmark.random_questions(first_run.TINY)
     lengths = {}
     for chance in (1 / 8, 1e-12):
-        model = random_tiny(end_chance=chance)
-        rollout = sample.sample_groups(model, tokenizer, questions, 32, 64,
-                                       generator=torch.Generator().manual_seed(0))
+        rollout = sample.sample_groups(random_tiny(end_chance=chance), tokenizer, questions, 32, 64,
+                                       generator=seeded())
         lengths[chance] = (rollout.labels != train.IGNORE).sum(dim=1).float()
     assert 6 < lengths[1 / 8].mean() < 10.5
     assert lengths[1e-12].unique().tolist() == [64]
@@ -336,9 +297,6 @@ def test_bad_input(argv, words, capsys):
         benchmark.main(argv)
     said = str(leaving.value.code) + capsys.readouterr().err.rpartition("\n\n")[2]
     assert leaving.value.code and words in said
+    assert "trl" not in sys.modules and "datasets" not in sys.modules   # nothing but requirements
     assert benchmark.main(["qwen1.5b"]) == 0            # that needs a GPU
     assert "NOT MEASURED" in capsys.readouterr().out
-
-
-def test_nothing_but_requirements():
-    assert "trl" not in sys.modules and "datasets" not in sys.modules

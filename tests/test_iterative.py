@@ -9,16 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    FEW, TINY, begin_ranks, checkpoint_of, curve, edit_tensors, ends_badly, gradient, json_lines,
-    lines_of, logprobs_on_full_logits, parts, refused, same_tensors, step_of_the_program,
-    tiny_problems, trains, value_error)
+    FEW, TINY, begin_ranks, checkpoint_of, curve, edit_json, edit_tensors, ends_badly, gradient,
+    json_lines, lines_of, logprobs_on_full_logits, parts, refused, same_tensors, seeded,
+    step_of_the_program, tiny_problems, trains, value_error)
 from safetensors.torch import load_file
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
+    AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer)
 
 import reward
 import train
@@ -75,14 +71,12 @@ def test_two_iterations_are_those_of_the_formulas(whole, learner):
         assert len(groups) == 2
         prompts = [group["prompt"] for group in groups]
         responses = groups[0]["responses"] + groups[1]["responses"]
-        scores = reward.reward_model_scores(
-            model, tokenizer, [prompts[n // 4] for n in range(8)], responses)
+        asked = [prompts[n // 4] for n in range(8)]
+        scores = reward.reward_model_scores(model, tokenizer, asked, responses)
         logged = torch.tensor(groups[0]["rewards"] + groups[1]["rewards"])
         assert torch.allclose(logged, scores, atol=1e-5)
         assert metrics[step]["reward_mean"] == pytest.approx(float(scores.mean()), abs=1e-5)
-
-        answers = [truths[prompt[len("<|user|> "):-len(" <|assistant|>")]] for prompt in prompts]
-        rule = reward.score_responses(responses, answers, 4)
+        rule = reward.score_responses(responses, [truths[g["question"]] for g in groups], 4)
         assert metrics[step]["accuracy"] == pytest.approx(float((rule == 1.5).float().mean()))
         chosen = reward.preference_pairs(rule, 4, train.seeded(0, "pairs", step))
         pairs += [(prompts[i // 4], responses[i], responses[j]) for i, j in chosen.tolist()]
@@ -132,8 +126,7 @@ def test_two_ranks_train_the_same_reward_model(whole, two_ranks):
 
 
 def test_without_true_answers_or_renewal_the_reward_model_stays_as_it_is(tmp_path):
-    lines = (TINY / "train.jsonl").read_text().splitlines()[:12]
-    asked = [{"question": json.loads(line)["question"]} for line in lines]
+    asked = [{"question": problem["question"]} for problem in tiny_problems()[:12]]
     (tmp_path / "asked.jsonl").write_text(json_lines(*asked))
     folder = run(tmp_path / "run", *ITERATIVE, "--steps=2", f"--data={tmp_path / 'asked.jsonl'}")
     last = curve(folder)[-1]
@@ -178,10 +171,8 @@ def saved_model(folder, **changes):
 def test_a_reward_model_has_no_dropout(tmp_path):
     saved_model(tmp_path, attention_dropout=0.9)
     learner, _ = reward.open_reward_model(tmp_path)
-    same_answer = (["Anna has 9 books"], ["\\boxed{ 9 }"])
-    scores = {float(reward.reward_model_scores(learner.model, learner.tokenizer, *same_answer)[0])
-              for _ in range(4)}
-    assert len(scores) == 1
+    given = (learner.model, learner.tokenizer, ["Anna has 9 books"], ["\\boxed{ 9 }"])
+    assert len({float(reward.reward_model_scores(*given)[0]) for _ in range(4)}) == 1
 
 
 def worked_and_guessed(first, last):
@@ -196,16 +187,15 @@ def worked_and_guessed(first, last):
 
 def test_a_reward_model_learns_from_round_to_round():
     learner = fresh_learner()
-    generator = torch.Generator().manual_seed(0)
-    accuracies, losses = [], []
+    generator = seeded()
+    figures = []
     for k in range(4):
         reward.collect_pairs(learner, worked_and_guessed(24 * k, 24 * k + 24), 2, generator)
         assert len(learner.pairs) == 24 and len(learner.replay) == 24 * k
-        figures = reward.train_reward_model(learner, generator)
-        accuracies.append(figures["reward_model_accuracy"])
-        losses.append(figures["reward_model_loss"])
-        assert learner.pairs == []
-    assert accuracies[0] < 0.9 and accuracies[-1] == 1.0 and losses[-1] < 0.2 < losses[0]
+        figures.append(reward.train_reward_model(learner, generator))
+    first, last = figures[0], figures[-1]
+    assert first["reward_model_accuracy"] < 0.9 and last["reward_model_accuracy"] == 1.0
+    assert last["reward_model_loss"] < 0.2 < first["reward_model_loss"] and learner.pairs == []
     assert all(p.grad is None for p in learner.model.parameters())
     rows = [("p", "a", math.nan), ("p", "b", math.nan), ("q", "c", 0.5), ("q", "d", 1.5)]
     reward.collect_pairs(learner, rows, 2)     # nothing is preferred where no answer is known
@@ -215,25 +205,20 @@ def test_a_reward_model_learns_from_round_to_round():
 def test_pairs_and_replay_are_bounded_and_keep_what_is_old(monkeypatch):
     monkeypatch.setattr(reward, "PAIRS_KEPT", 8)
     learner = fresh_learner()
-    generator = torch.Generator().manual_seed(0)
-    seen = [{(row[0], row[1]) for row in worked_and_guessed(first, first + 8)} for first in (0, 8)]
-    reward.collect_pairs(learner, worked_and_guessed(0, 8), 2, generator)
-    reward.train_reward_model(learner, generator)
-    assert len(learner.replay) == 8
-    reward.collect_pairs(learner, worked_and_guessed(8, 20), 2, generator)
-    assert len(learner.pairs) == 8 and len(set(learner.pairs)) == 8
-    reward.train_reward_model(learner, generator)
-    assert len(learner.replay) == 8
-    old = sum((prompt, better) in seen[0] for prompt, better, _ in learner.replay)
-    assert 0 < old < 8
+    generator = seeded()
+    for first, last in ((0, 8), (8, 20)):
+        reward.collect_pairs(learner, worked_and_guessed(first, last), 2, generator)
+        assert len(learner.pairs) == len(set(learner.pairs)) == 8
+        reward.train_reward_model(learner, generator)
+        assert len(learner.replay) == 8
+    seen = {row[0] for row in worked_and_guessed(0, 8)}
+    assert 0 < sum(prompt in seen for prompt, *_ in learner.replay) < 8
 
 
-def test_the_tiny_reward_model_ranks_worked_answers_above_wrong_guesses():
-    model = AutoModelForSequenceClassification.from_pretrained(MODEL)
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    rows = worked_and_guessed(0, 50)
-    prompts = [f"<|user|> {prompt} <|assistant|>" for prompt, _, _ in rows]
-    scores = reward.reward_model_scores(model, tokenizer, prompts, [row[1] for row in rows])
+def test_the_tiny_reward_model_ranks_worked_answers_above_wrong_guesses(learner):
+    questions, answers, _ = zip(*worked_and_guessed(0, 50))
+    prompts = [f"<|user|> {question} <|assistant|>" for question in questions]
+    scores = reward.reward_model_scores(learner.model, learner.tokenizer, prompts, answers)
     assert float((scores[::2] > scores[1::2]).float().mean()) >= 0.95
     assert (MODEL / "model.safetensors").stat().st_size < 60_000
 
@@ -252,17 +237,13 @@ def steps(prompts, completions, completion_ids, answer, solution, **columns):
 """
 
 
-def by_hand(rollout, problems):
+def by_hand(rollout, problems, comma):
     """What STEPS says, from the ids that were trained on."""
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-    comma = tokenizer.vocab[","]
-    lists = []
     for n, row in enumerate(rollout.labels):
         ids = row[row != IGNORE].tolist()
         ends = [i for i, token in enumerate(ids) if token == comma] + [len(ids) - 1]
         worked = problems[n // 4]["solution"]
-        lists.append([(end, float((7 * end + len(worked)) % 5)) for end in ends])
-    return lists
+        yield [(end, float((7 * end + len(worked)) % 5)) for end in ends]
 
 
 @pytest.fixture
@@ -277,11 +258,11 @@ def test_step_rewards_reach_the_gradient(step_file):
     start = copy.deepcopy(p.policy)
     rollout, gradients, _ = step_of_the_program(p, reward_of=train.load_reward_of(p.settings))
     mask = rollout.mask                                                                # (N, S-1)
-    A = process_advantages(by_hand(rollout, p.problems), mask, 4)
+    lists = list(by_hand(rollout, p.problems, p.tokenizer.vocab[","]))
+    A = process_advantages(lists, mask, 4)
     assert torch.equal(rollout.advantages, A) and A[mask].std() > 0
     rule = reward.score_responses(rollout.responses, reward.truths_of(p.problems), 4)
     assert torch.equal(rollout.rewards, rule)
-
     logp, _ = logprobs_on_full_logits(start, rollout, 1.0)
     (-(logp * A * mask).sum(1) / mask.sum(1)).mean().backward()
     assert (gradient(start) - gradients[0]).norm() <= 1e-5 * gradient(start).norm()
@@ -296,8 +277,9 @@ def test_a_run_with_step_rewards_and_a_reward_beside_them(step_file, tmp_path):
     assert curve(folder)[-1]["reward/rule"] == curve(folder)[-1]["reward_mean"]
 
 
-def step_rewards(steps, ids):
-    table = {"question": ["q", "q"], "completions": ["good", "bad"], "completion_ids": ids}
+def step_rewards(steps):
+    table = {"question": ["q", "q"], "completions": ["good", "bad"],
+             "completion_ids": [[4, 5, 6], [7, 8]]}
     return reward.called("mine.py:steps", steps, table, reward.as_steps)
 
 
@@ -312,7 +294,7 @@ OUTSIDE = "row 1, response 'bad': a step ends outside of the answer's 2 tokens"
 ])
 def test_what_a_step_function_gives_is_looked_at(second, said):
     with value_error(f"^mine.py:steps, {said}"):
-        step_rewards(lambda **columns: [[(0, 1.0)], second], [[4, 5, 6], [7, 8]])
+        step_rewards(lambda **columns: [[(0, 1.0)], second])
 
 
 def test_step_functions_may_give_nothing_and_numbers_of_any_kind():
@@ -321,8 +303,7 @@ def test_step_functions_may_give_nothing_and_numbers_of_any_kind():
         yield []
         yield [(torch.tensor(1), torch.tensor(0.5)), [0, 1]]
 
-    found = step_rewards(steps, [[4, 5], [7, 8]])
-    assert found == [[], [(1, 0.5), (0, 1.0)]]
+    assert step_rewards(steps) == [[], [(1, 0.5), (0, 1.0)]]
 
 
 def test_a_step_function_that_raises_ends_the_run_in_one_line(tmp_path, capsys):
@@ -333,11 +314,9 @@ def test_a_step_function_that_raises_ends_the_run_in_one_line(tmp_path, capsys):
     assert "--step-reward" in line and "ZeroDivisionError" in line
 
 
-# --------------------------------------------------------------------------------------------------
-# Other rows, other folders, other flags
-
-def change_weights(folder, **changes):
-    edit_tensors(folder / "model.safetensors", lambda tensors: tensors | changes)
+def change_score(folder, value):
+    edit_tensors(folder / "model.safetensors",
+                 lambda tensors: tensors | {"score.weight": torch.full((1, 32), value)})
 
 
 def without_safetensors(folder):
@@ -349,8 +328,7 @@ def without_safetensors(folder):
     (shutil.rmtree, "cannot be loaded"), (without_safetensors, "cannot be loaded"),
     (lambda folder: shutil.copytree(TINY, folder, dirs_exist_ok=True), "score.weight"),
     (lambda folder: saved_model(folder, num_labels=2), "has 2 labels, a reward model has one"),
-    (lambda folder: change_weights(folder, **{"score.weight": torch.full((1, 32), math.nan)}),
-     "not finite: score.weight"),
+    (lambda folder: change_score(folder, math.nan), "not finite: score.weight"),
     (lambda folder: saved_model(folder, vocab_size=9), "beyond its 9 embeddings"),
 ])
 def test_folders_that_are_no_reward_model_are_refused(tmp_path, capsys, change, said):
@@ -365,23 +343,21 @@ def test_folders_that_are_no_reward_model_are_refused(tmp_path, capsys, change, 
 def test_resume_finds_the_reward_model_that_it_began_with(whole, tmp_path, capsys):
     folder = shutil.copytree(whole, tmp_path / "run")
     other = shutil.copytree(MODEL, tmp_path / "other")
-    change_weights(other, **{"score.weight": torch.zeros(1, 32)})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"reward_model": str(other)}))
+    change_score(other, 0.0)
+    edit_json(folder / "config.json", reward_model=str(other))
     line = refused(capsys, "--resume", folder, "--steps=5")
     assert "--resume: --reward-model model.safetensors" in line
 
 
 @pytest.mark.parametrize("name, value", [
-    ("weight/reward_model/score.weight", None),
-    ("weight/reward_model/score.weight", torch.zeros(2, 32)), ("counters", None),
-    ("counters", torch.zeros(3, dtype=torch.uint8)),
+    ("weight/reward_model/score.weight", None), ("counters", torch.zeros(3, dtype=torch.uint8)),
+    ("weight/reward_model/score.weight", torch.zeros(2, 32)),
 ])
 def test_a_checkpoint_of_another_reward_model(whole, tmp_path, capsys, name, value):
     folder = shutil.copytree(whole, tmp_path / "run")
     path = folder / "checkpoint" / "run.safetensors"
-    edit_tensors(path, lambda tensors: {key: tensor for key, tensor in {**tensors, name: value}
-                                        .items() if tensor is not None})
+    edit_tensors(path, lambda tensors: {k: x for k, x in {**tensors, name: value}.items()
+                                        if x is not None})
     line = refused(capsys, "--resume", folder, "--steps=5")
     assert f"{path} is damaged, or not of this model:" in line
 

@@ -1,7 +1,7 @@
 """[D] logprob.py: values, entropies, gradients against the full log-softmax; forms; the script."""
 # ruff: noqa: I001 - several names to a line
-
 import copy
+import functools
 import math
 import re
 import runpy
@@ -13,6 +13,7 @@ import torch
 from conftest import (
     NO_MEMORY, SMALL, TINY, answer_rows, edit_json, precisions, raises, seeded, small_model,
     value_error)
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -29,8 +30,8 @@ GROUPS = torch.tensor([0, 0, 0, 1, 1])
 SIZES = [(5, 14), (5, 1), (5, 7), (9, 3), (9, 11)]
 
 
-def batch():
-    return answer_rows(SIZES)
+batch = functools.partial(answer_rows, SIZES)
+grouped_or_not = pytest.mark.parametrize("group_ids", [None, GROUPS], ids=["rows", "groups"])
 
 
 def naive(model, input_ids, labels, temperature=1.0):
@@ -43,10 +44,8 @@ def naive(model, input_ids, labels, temperature=1.0):
 
 
 def gradients(model, loss):
-    model.zero_grad()
-    loss.backward()
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-            for name, p in model.named_parameters()}
+    names, weights = zip(*model.named_parameters())
+    return dict(zip(names, torch.autograd.grad(loss, weights, materialize_grads=True)))
 
 
 def assert_same_gradients(actual, expected, tolerance=1e-4):
@@ -109,15 +108,13 @@ def test_the_definition(random_model):
     expected, _ = naive(random_model, input_ids, labels, 0.7)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
     logprobs, entropy = token_logprobs(random_model, input_ids, labels, with_entropy=True)
-    for n, (prompt, response) in enumerate(SIZES):
-        # Entry t is about token t + 1
-        spoken = [prompt - 1 <= t < prompt - 1 + response for t in range(19)]
-        for values in (actual, logprobs, entropy):
-            assert (values[n] != 0).tolist() == spoken
-    assert bool((logprobs <= 0).all())
+    spoken = [[prompt - 1 <= t < prompt - 1 + response for t in range(19)]
+              for prompt, response in SIZES]                # entry t is about token t + 1
+    for values in (actual, logprobs, entropy):
+        assert (values != 0).tolist() == spoken
 
 
-@pytest.mark.parametrize("group_ids", [None, GROUPS], ids=["rows", "groups"])
+@grouped_or_not
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_values_entropies_and_gradients(random_model, temperature, group_ids, monkeypatch):
     rows_a_chunk(monkeypatch, 3)
@@ -134,7 +131,6 @@ def test_values_entropies_and_gradients(random_model, temperature, group_ids, mo
     torch.testing.assert_close(entropy.double(), entropies, rtol=1e-5, atol=1e-4)
     assert not entropy.requires_grad
     assert_same_pull(model, actual, exact, expected, weights)
-
     whole = sequence_logprob(model, input_ids, labels, temperature)
     assert whole.shape == (5,) and whole.dtype == torch.float32
     sums = naive(exact, input_ids, labels, temperature)[0].sum(dim=1)
@@ -151,30 +147,29 @@ def test_without_entropies_gradients_or_labels(some_model):
     assert not silent.requires_grad
     torch.testing.assert_close(silent, expected.detach())
     nothing = torch.full_like(labels, IGNORE)
-    logprobs, entropy = token_logprobs(model, input_ids, nothing, with_entropy=True)
-    assert torch.equal(logprobs, torch.zeros(5, 19)) and torch.equal(entropy, torch.zeros(5, 19))
-    # And the gradient can be asked for
+    for values in token_logprobs(model, input_ids, nothing, with_entropy=True):
+        assert torch.equal(values, torch.zeros(5, 19))
+    logprobs = token_logprobs(model, input_ids, nothing)
     assert not any(g.any() for g in gradients(model, logprobs.sum()).values())
 
 
 # --------------------------------------------------------------------------------------------------
-# Masks and padding
+# Masks and padding, shared prompts, equal rows
 
-@pytest.mark.parametrize("group_ids", [None, GROUPS], ids=["rows", "groups"])
+@grouped_or_not
 def test_what_stands_in_the_padding_does_not_matter(some_model, group_ids):
     model = copy.deepcopy(some_model)
     input_ids, labels, weights = batch()
     other_ids = input_ids.clone()
     for n, (prompt, response) in enumerate(SIZES):
-        other_ids[n, prompt + response :] = (7 * torch.arange(20 - prompt - response) + n) % V
-    assert not torch.equal(input_ids, other_ids)
+        other_ids[n, prompt + response :] = (7 * torch.arange(20 - prompt - response) + n + 1) % V
     a = token_logprobs(model, input_ids, labels, group_ids=group_ids)
     b = token_logprobs(model, other_ids, labels, group_ids=group_ids)
     torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
     assert_same_pull(model, a, model, b, weights, 1e-6)
 
 
-@pytest.mark.parametrize("group_ids", [None, GROUPS], ids=["rows", "groups"])
+@grouped_or_not
 def test_labels_anywhere_in_the_row(some_model, group_ids):
     """The mask is the labels': a hole in the response is not scored, but still read."""
     input_ids, labels, _ = batch()
@@ -187,17 +182,8 @@ def test_labels_anywhere_in_the_row(some_model, group_ids):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
 
 
-# --------------------------------------------------------------------------------------------------
-# Shared prompts
-
-def test_rows_of_a_group_may_stand_apart_and_have_no_labels(some_model):
-    """Those without labels cost nothing, and change nothing."""
+def test_rows_without_labels_cost_nothing(some_model):
     model, (input_ids, labels, _) = copy.deepcopy(some_model), batch()
-    order = torch.tensor([3, 0, 4, 2, 1])
-    expected = token_logprobs(model, input_ids, labels)[order]
-    for group_ids in (GROUPS[order], GROUPS[order] + 7):
-        actual = token_logprobs(model, input_ids[order], labels[order], group_ids=group_ids)
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
     labels[0] = labels[3] = labels[4] = IGNORE
     run = tokens_run(model)
     actual = token_logprobs(model, input_ids, labels, group_ids=GROUPS)
@@ -207,12 +193,9 @@ def test_rows_of_a_group_may_stand_apart_and_have_no_labels(some_model):
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
 
 
-# --------------------------------------------------------------------------------------------------
-# Rows that are equal
-
-@pytest.mark.parametrize("group_ids", [None, GROUPS], ids=["rows", "groups"])
+@grouped_or_not
 def test_equal_rows_run_once(some_model, group_ids):
-    """Each keeps its own weight in the gradient, and labels of its own make a row another one."""
+    """Each keeps its own weight in the gradient; rows of a group may stand apart."""
     model = copy.deepcopy(some_model)
     order = torch.tensor([0, 1, 0, 3, 4, 1, 0, 4, 2])
     input_ids, labels, _ = (x[order] for x in batch())
@@ -221,7 +204,7 @@ def test_equal_rows_run_once(some_model, group_ids):
     exact = copy.deepcopy(model).double()
     expected, entropies = naive(exact, input_ids, labels, 0.7)
     run = tokens_run(model)
-    groups = None if group_ids is None else group_ids[order]
+    groups = None if group_ids is None else group_ids[order] + 7
     actual, entropy = token_logprobs(model, input_ids, labels, 0.7, True, groups)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(entropy.double(), entropies, rtol=1e-5, atol=1e-4)
@@ -253,8 +236,7 @@ def lean_head_inputs(M, dtype):
 @pytest.mark.parametrize("grad_dtype", [None, torch.float32])
 @pytest.mark.parametrize("amx", [False, True])
 def test_lean_head(monkeypatch, rows, temperature, dtype, grad_dtype, amx):
-    """No rounding but that of the factors and the results, over up to 300 chunks; with AMX, that of
-    d to bfloat16."""
+    """No rounding but that of the factors and the results; with AMX, that of d to bfloat16."""
     taken = precisions(monkeypatch, amx)
     if rows:
         rows_a_chunk(monkeypatch, rows)
@@ -262,10 +244,9 @@ def test_lean_head(monkeypatch, rows, temperature, dtype, grad_dtype, amx):
     weight.grad_dtype = grad_dtype or dtype
     logprobs, entropy = LeanHead.apply(hidden, weight, targets, temperature, True)
     logprobs.backward(grad)
-    assert logprobs.requires_grad and not entropy.requires_grad
+    assert not entropy.requires_grad
     without = LeanHead.apply(hidden, weight, targets, temperature, False)
     assert torch.equal(without[0], logprobs) and not without[1].any()
-
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     logp = (exact[0] @ exact[1].T / temperature).log_softmax(dim=1)
     expected = logp[torch.arange(300), targets]
@@ -281,21 +262,18 @@ def test_lean_head(monkeypatch, rows, temperature, dtype, grad_dtype, amx):
 
 
 def test_lean_head_works_in_place_and_with_large_logits():
-    """Of a chunk's logits only entropies need a copy; the backward pass needs none. The largest
-    logit is taken out before any exponential."""
+    """Only entropies need a copy of the logits; the largest logit is taken out of exponentials."""
     hidden, weight, targets, _ = lean_head_inputs(5, torch.float32)
 
-    def made(work):
-        """Operations that return all logits of the chunk, in memory of their own."""
+    def made(work, *given):
+        """-> operations that return all logits of the chunk in memory of their own; the result."""
         with Shapes() as shapes:
-            work()
-        return [name for name, x in shapes.seen if x == (5, 13) and not name.endswith("_")]
+            out = work(*given)
+        return [name for name, x in shapes.seen if x == (5, 13) and not name.endswith("_")], out
 
     for with_entropy, expected in ((False, ["mm"]), (True, ["mm", "exp"])):
-        out = []
-        arguments = (hidden, weight, targets, 1.0, with_entropy)
-        assert made(lambda a=arguments, o=out: o.extend(LeanHead.apply(*a))) == expected
-        assert made(lambda o=out: o[0].sum().backward()) == ["mm"]
+        names, (logprobs, _) = made(LeanHead.apply, hidden, weight, targets, 1.0, with_entropy)
+        assert names == expected and made(logprobs.sum().backward)[0] == ["mm"]
     hidden = torch.eye(3, requires_grad=True)
     weight = torch.tensor([[500.0, -500, 0], [-500, 500, 0], [0, 0, 0]])
     logprobs, entropy = LeanHead.apply(hidden, weight, torch.tensor([0, 0, 1]), 1.0, True)
@@ -304,10 +282,8 @@ def test_lean_head_works_in_place_and_with_large_logits():
     assert torch.autograd.grad(logprobs.sum(), hidden)[0].isfinite().all()
 
 
-SHAPES = [(1, 151_936), (4_096, 151_936), (5, 2**30), (1000, 57), (0, 57)]
-
-
-@pytest.mark.parametrize("M, words", SHAPES)
+@pytest.mark.parametrize("M, words", [
+    (1, 151_936), (4_096, 151_936), (5, 2**30), (1000, 57), (0, 57)])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_chunks_cover_every_row_once(M, words, device):
     slices = logprob.chunks(M, words, torch.device(device))
@@ -317,9 +293,6 @@ def test_chunks_cover_every_row_once(M, words, device):
     if M > 128 and M * words > 2**30:
         assert len(slices) > 1
 
-
-# --------------------------------------------------------------------------------------------------
-# Memory
 
 @pytest.mark.parametrize("architecture", ["qwen2", "gpt2", "gemma2"])
 def test_the_logits_are_never_held(architecture, monkeypatch):
@@ -334,11 +307,9 @@ def test_the_logits_are_never_held(architecture, monkeypatch):
     def rows_of(shapes):
         return {torch.Size(shape).numel() // words for shape in shapes if words in shape} - {width}
 
-    def keep(x):
-        saved.append(tuple(x.shape))
-        return x
-
-    with Shapes() as shapes, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda x: saved.append(x.shape) or x, lambda x: x)
+    with Shapes() as shapes, hooks:
         logprobs = token_logprobs(model, input_ids, labels, with_entropy=True)[0]
         forward = len(shapes.seen)
         logprobs.sum().backward()
@@ -351,8 +322,7 @@ def test_the_logits_are_never_held(architecture, monkeypatch):
 # --------------------------------------------------------------------------------------------------
 # Which forms a model takes
 
-WINDOW = "a sliding window"
-CAP = "a cap or a scale on the logits"
+WINDOW, CAP = "a sliding window", "a cap or a scale on the logits"
 FORMS = {  # architecture -> why its lean head and its grouped rows are refused
     "qwen2": (None, None), "qwen3": (None, None), "llama": (None, None), "mistral": (None, WINDOW),
     "gemma2": (CAP, WINDOW), "gpt2": (None, None), "granite": (CAP, None), "cohere": (CAP, None),
@@ -378,9 +348,8 @@ def test_forms_are_found_once(monkeypatch):
     model = small_model("llama")
     other = copy.deepcopy(model)
     assert forms_of(model) is forms_of(model)
-    assert tried == [model] * 5
     forms_of(other)
-    assert tried[5:] == [other] * 5
+    assert tried == [model] * 5 + [other] * 5
 
 
 def test_looking_changes_nothing(some_model):
@@ -390,19 +359,12 @@ def test_looking_changes_nothing(some_model):
     how = dict(do_sample=False, max_new_tokens=8)
     written = model.generate(input_ids[:1, :5], **how)
     state = torch.get_rng_state()
-    forms_of(model)
-    token_logprobs(model, input_ids, labels)
-    token_logprobs(model, input_ids, labels, group_ids=GROUPS)
+    for group_ids in (None, GROUPS):
+        token_logprobs(model, input_ids, labels, group_ids=group_ids)
     assert torch.equal(torch.get_rng_state(), state)
     torch.testing.assert_close(model(input_ids).logits, expected, rtol=1e-5, atol=1e-4)
     assert torch.equal(model.generate(input_ids[:1, :5], **how), written)
     assert "forward" not in vars(model) and "forward" not in vars(logprob.body_of(model))
-
-
-def shifted(*args):
-    """Hidden states of the wrong tokens."""
-    output, hidden = GROUPED_HIDDEN(*args)
-    return output, hidden.roll(1, dims=0)
 
 
 GROUPED_HIDDEN = logprob.grouped_hidden
@@ -410,8 +372,8 @@ GROUPED_HIDDEN = logprob.grouped_hidden
 
 @pytest.mark.parametrize("form, reason", [
     (raises(TypeError("no such\nargument")), "TypeError: no such argument"),
-    (shifted, "off by .* nats"),
-    (lambda *args: (None, GROUPED_HIDDEN(*args)[1] * float("nan")), "off by nan nats"),
+    (lambda *args: (None, GROUPED_HIDDEN(*args)[1].roll(1, dims=0)), "off by .* nats"),
+    (lambda *args: (None, GROUPED_HIDDEN(*args)[1] * math.nan), "off by nan nats"),
 ])
 def test_a_form_that_fails_is_refused_with_its_reason(monkeypatch, form, reason):
     monkeypatch.setattr(logprob, "grouped_hidden", form)
@@ -457,39 +419,28 @@ ROWS = {
 
 def tree(groups):
     """Who sees whom in the row, one token at a time."""
-    owner = []  # (group, answer or None, place in it)
-    for g, (P, *answers) in enumerate(groups):
-        owner += [(g, None, t) for t in range(P)]
-        owner += [(g, n, t) for n, L in enumerate(answers) for t in range(L)]
+    owner = [(g, n, t) for g, group in enumerate(groups)  # its group, piece (0: prompt), place
+             for n, length in enumerate(group) for t in range(length)]
 
     def sees(a, b):
-        before = b[1] is None and a[1] is not None
-        return a[0] == b[0] and (before or a[1] == b[1] and b[2] <= a[2])
+        return a[0] == b[0] and (b[1] == 0 < a[1] or a[1] == b[1] and b[2] <= a[2])
 
     return torch.tensor([[sees(a, b) for b in owner] for a in owner])
 
 
 def tensors(T, heads, key_heads, width, value_width, dtype=torch.float32):
     generator = seeded()
-    shapes = ((1, heads, T, width), (1, key_heads, T, width), (1, key_heads, T, value_width))
-    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
-
-
-def reference(query, key, value, mask, scaling):
-    """Every score, in float64."""
-    shared = query.shape[1] // key.shape[1]
-    query, key, value = (x.double() for x in (query, key, value))
-    key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
-    scores = (scaling * query @ key.transpose(2, 3)).masked_fill(~mask, -torch.inf)
-    return (scores.softmax(dim=-1) @ value).transpose(1, 2)
+    sizes = ((heads, width), (key_heads, width), (key_heads, value_width))
+    return [torch.randn(1, n, T, w, generator=generator).to(dtype).requires_grad_()
+            for n, w in sizes]
 
 
 def assert_same_attention(groups, inputs, tolerance):
-    """-> its result."""
-    T = sum(map(sum, groups))
+    """It is torch's, with the whole mask and in float64 -> its result."""
     out, _ = logprob.grouped_attention(None, *inputs, None, scaling=0.3, groups=groups)
-    expected = reference(*inputs, tree(groups), 0.3)
-    assert out.shape == expected.shape and out.shape[1] == T
+    expected = scaled_dot_product_attention(
+        *(x.double() for x in inputs), tree(groups), scale=0.3, enable_gqa=True).transpose(1, 2)
+    assert out.shape == expected.shape
     weights = torch.randn(out.shape, generator=seeded(1))
     actual_grads = torch.autograd.grad(out, inputs, weights.to(out.dtype))
     expected_grads = torch.autograd.grad(expected, inputs, weights.double())
@@ -518,8 +469,7 @@ def test_pieces_of_like_length_share_a_call_and_only_plain_attention_does():
     groups = ((20, *range(1, 65)), (25, *range(1, 65)))
     calls, _ = logprob.attention_calls(groups, 2, torch.device("cpu"))
     assert len(calls) == 1 + 3  # prompts; answers of up to 16, 32, 64 tokens
-    queries = sum(places.numel() for places, _, _ in calls)
-    assert queries <= 1.5 * sum(map(sum, groups))
+    assert sum(places.numel() for places, _, _ in calls) <= 1.5 * sum(map(sum, groups))
     for name in ("softcap", "sliding_window", "s_aux", "position_bias"):
         with pytest.raises(ValueError, match=name):
             logprob.grouped_attention(None, *tensors(8, 2, 2, 4, 4), None, groups=[[5, 3]],
@@ -583,40 +533,35 @@ ANSWERS = [2, 6, 1, 4, 7, 5, 21, 1]
 
 
 def cuts_of(budget, share_prompts):
-    """Rows of PROMPTS[n] + ANSWERS[n] tokens, two rows in a group."""
-    labels = torch.full((8, 40), IGNORE)
-    for n, (P, L) in enumerate(zip(PROMPTS, ANSWERS)):
-        labels[n, P : P + L] = 1
-    return list(micro_batches(labels, torch.arange(8) // 2, budget, share_prompts))
+    """Rows of PROMPTS[n] + ANSWERS[n] tokens, two rows in a group -> rows, widths."""
+    _, labels, _ = answer_rows(list(zip(PROMPTS, ANSWERS)), width=40)
+    cuts = micro_batches(labels, torch.arange(8) // 2, budget, share_prompts)
+    return zip(*[(rows.tolist(), width) for rows, width in cuts])
 
 
 def test_micro_batches_hold_every_row_once_within_the_budget():
     for budget in (1, 15, 20, 40, 1000):
-        cuts = cuts_of(budget, share_prompts=False)
-        assert sorted(torch.cat([rows for rows, _ in cuts]).tolist()) == list(range(8))
-        for rows, width in cuts:
+        cuts, widths = cuts_of(budget, share_prompts=False)
+        assert sorted(sum(cuts, [])) == list(range(8))
+        for rows, width in zip(cuts, widths):
             assert width == max(PROMPTS[n] + ANSWERS[n] for n in rows)
             assert len(rows) * width <= budget or len(rows) == 1
-        assert [width for _, width in cuts] == sorted((width for _, width in cuts), reverse=True)
-    assert len(cuts_of(1000, share_prompts=False)) == 1
+        assert list(widths) == sorted(widths, reverse=True)
+    assert len(cuts) == 1
 
 
 def test_micro_batches_of_shared_prompts():
-    cuts = cuts_of(21, share_prompts=True)
     # A prompt is paid once: 3 + 2 + 6 and 5 + 1 + 4 are 21
-    assert [rows.tolist() for rows, _ in cuts] == [[0, 1, 2, 3], [4, 5], [6], [7]]
-    assert [width for _, width in cuts] == [9, 9, 30, 10]
+    cuts, widths = cuts_of(21, share_prompts=True)
+    assert cuts == ([0, 1, 2, 3], [4, 5], [6], [7]) and widths == (9, 9, 30, 10)
     # A group that fits stays whole: of 11, 10, 14 and 31, where row 4 alone would have fitted
-    cuts = cuts_of(31, share_prompts=True)
-    assert [rows.tolist() for rows, _ in cuts] == [[0, 1, 2, 3], [4, 5], [6, 7]]
+    assert next(cuts_of(31, share_prompts=True)) == ([0, 1, 2, 3], [4, 5], [6, 7])
 
 
 @pytest.mark.parametrize("share_prompts", [False, True])
 def test_micro_batches_pay_equal_rows_once(share_prompts):
-    answers = [[1, 2, 3], [4, 5, 6], [1, 2, 3], [1, 2, 3], [1, 2, 3], [9]]
-    labels = torch.full((6, 8), IGNORE)
-    for n, ids in enumerate(answers):
-        labels[n, 4 : 4 + len(ids)] = torch.tensor(ids)
+    answers = [[1, 2, 3], [4, 5, 6], [1, 2, 3], [1, 2, 3], [1, 2, 3], [9, IGNORE, IGNORE]]
+    labels = torch.tensor([[IGNORE] * 4 + ids for ids in answers])
     groups = torch.tensor([0, 0, 0, 0, 1, 1])
 
     def cuts(budget):
@@ -641,14 +586,10 @@ def test_length_limit():
     phi3 = dict(max_position_embeddings=8192, original_max_position_embeddings=4096)
     assert limit("phi3", **phi3, rope_parameters=long) == 4096
     assert limit("phi3", max_position_embeddings=8192) == 8192
-    gemma = limit("gemma3_text", max_position_embeddings=8192)
-    assert gemma == 8192  # its parameters are one set per kind of layer
+    assert limit("gemma3_text", max_position_embeddings=8192) == 8192  # a set per kind of layer
 
 
-# --------------------------------------------------------------------------------------------------
-# Checkpointed layers
-
-@pytest.mark.parametrize("group_ids", [None, GROUPS], ids=["rows", "groups"])
+@grouped_or_not
 def test_checkpointed_layers_give_the_same_gradients(some_model, group_ids):
     model, (input_ids, labels, weights) = copy.deepcopy(some_model), batch()
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
@@ -665,13 +606,11 @@ def test_checkpointed_layers_give_the_same_gradients(some_model, group_ids):
             assert all(layer.training == on for layer in layers)
             assert len(run) == 1
             found = gradients(model, (logprobs * weights).sum())
-            assert len(run) == 1 + on
-        assert not any(layer.training for layer in layers)
+        assert len(run) == 1 + on and not any(layer.training for layer in layers)
         return found
 
     assert_same_gradients(grads(True), grads(False), 1e-6)
     with pytest.raises(ValueError, match="out"), layers_checkpointed(model, True):
-        assert layers[1].training
         raise ValueError("out")
     assert not any(module.training for module in model.modules())  # after an error, too
 
@@ -679,40 +618,31 @@ def test_checkpointed_layers_give_the_same_gradients(some_model, group_ids):
 # --------------------------------------------------------------------------------------------------
 # The command
 
-def total_of(lines):
-    return float(lines[-1].split(" = ")[1].split()[0])
-
-
 def test_script_marks_the_response(run_here, tiny):
-    tokenizer = tiny[1]
-    special = tokenizer.all_special_ids
-    words = [tokenizer.decode([i]) for i in range(len(tokenizer)) if i not in special][:6]
+    words = ["Anna", "has", "9", "books", "loses", "4"]
     printed = run_here("logprob.py", " ".join(words[:3]), " ".join(words[2:]))
     _, *rows, _ = lines = printed.splitlines()
     rows = [row.split(maxsplit=3) for row in rows]
-    response = [row for row in rows if row[1] == "label"]
-    prompt = rows[: -len(response)]
-    assert [int(row[0]) for row in rows] == list(range(len(rows)))
-    assert len(prompt) >= 3
+    prompt, response = rows[:-5], rows[-5:]               # four words and the end token
+    assert [int(row[0]) for row in rows] == list(range(len(rows))) and len(prompt) >= 3
     assert all(row[1] == "." and row[2].startswith("'") for row in prompt)  # no log-prob
-    assert [row[3] for row in response] == [repr(w) for w in [*words[2:], tokenizer.eos_token]]
-    assert rows[-len(response) :] == response  # the response and its end token, nothing behind them
-    value = sum(float(row[2]) for row in response)
-    assert total_of(lines) == pytest.approx(value, abs=1e-3)
-    assert f"over {len(response)} tokens" in lines[-1]
+    assert {row[1] for row in response} == {"label"}
+    assert [row[3] for row in response] == [repr(w) for w in [*words[2:], tiny[1].eos_token]]
+    (found,) = re.findall(r" = (\S+)", lines[-1])
+    assert float(found) == pytest.approx(sum(float(row[2]) for row in response), abs=1e-3)
+    assert "over 5 tokens" in lines[-1]
 
 
 def test_script_takes_a_run_and_its_flags(run_here, tiny, tmp_path):
-    """--model RUN is the model that the run left in RUN/final; a folder brings no settings."""
+    """--model RUN is the model that the run left in RUN/final."""
     final = shutil.copytree(TINY, tmp_path / "final")
-    (final / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m['content'] }} {% endfor %}")
-    (final / "recipe.json").write_text('{"temperature": 0.5}')
+    template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    (final / "chat_template.jinja").write_text(template)
     plain = run_here("logprob.py", f"--model={final}").splitlines()
     run = f"--model={tmp_path}"
     assert run_here("logprob.py", run).splitlines() == plain
     cold = run_here("logprob.py", run, "--temperature=0.5", "--device=cpu").splitlines()
-    assert total_of(plain) != total_of(cold) and len(plain) == len(cold)
+    assert plain[-1] != cold[-1] and len(plain) == len(cold)
     told = run_here("logprob.py", run, "--system-prompt=books books").splitlines()
     assert len(told) == len(plain) + 2 and "books" in told[1] and "books" in told[2]
     edit_json(final / "tokenizer_config.json", eos_token=None)

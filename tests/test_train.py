@@ -28,9 +28,6 @@ from reward import load_problems
 from sample import sample_groups
 
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
-KEYS = """step reward_mean reward_std accuracy format_rate zero_variance_groups response_length_mean
-response_length_p95 truncated_fraction approx_kl clip_fraction ratio_mean entropy grad_norm loss
-seconds_sampling seconds_training tokens_per_second""".split()
 SHORT = ("--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=16",
          "--eval-limit=8", "--eval-every=2", "--warmup-steps=2")
 SMALL = (*FEW, *SHORT)
@@ -38,10 +35,6 @@ SMALL = (*FEW, *SHORT)
 
 def with_settings(p, **changes):
     return train.dataclasses.replace(p.settings, **changes)
-
-
-def step(p, *given, **how):
-    return whole_step(p, *given, **how)[0]
 
 
 def update(p, model, optimizer, rollout, **changes):
@@ -58,65 +51,36 @@ def still(model):
 # --------------------------------------------------------------------------------------------------
 # [G] A step against the formula, and what it asks of the stages; test_variants.py has every flag
 
-def test_gradient_is_that_of_the_formula_on_full_logits():
-    """One update against the loss written out on full log-softmax logits, in one batch."""
-    p = parts("--max-grad-norm=1e9", "--temperature=0.7")
-    rollout = rollout_of(p, temperature=0.7)
-    model = copy.deepcopy(p.policy)
-    update(p, model, still(model), rollout, kl_coef=0)
-    mask = (rollout.labels[:, 1:] != IGNORE).double()
-    logp = logprobs_on_full_logits(p.policy, rollout, 0.7)[0]
-    w = (logp - logp.detach()).exp()
-    loss = -((w * group_advantages(REWARDS, 4)[:, None] * mask).sum(1) / mask.sum(1)).mean()
-    loss.backward()
-    assert (gradient(model) - gradient(p.policy)).norm() <= 1e-5 * gradient(p.policy).norm()
-
-
 @pytest.mark.parametrize("share", [True, False])
 def test_share_prompts_arrives(monkeypatch, share):
     """It changes no gradient, so what [D] and the cut are told is looked at."""
     told = []
 
-    def logprobs_of(*given):
-        told.append(given[5])
-        return token_logprobs(*given)
+    def spied(function, which):
+        return lambda *given: told.append(given[which]) or function(*given)
 
-    def cut_into(*given):
-        told.append(given[2:])
-        return micro_batches(*given)
-
-    monkeypatch.setattr(train, "token_logprobs", logprobs_of)
-    monkeypatch.setattr(train.logprob, "micro_batches", cut_into)
-    step(parts("--share-prompts" if share else "--no-share-prompts",
-               "--micro-batch-tokens=10000", "--updates-per-rollout=1"))
+    monkeypatch.setattr(train, "token_logprobs", spied(token_logprobs, 5))
+    monkeypatch.setattr(train.logprob, "micro_batches", spied(micro_batches, slice(2, None)))
+    whole_step(parts("--share-prompts" if share else "--no-share-prompts",
+                     "--micro-batch-tokens=10000", "--updates-per-rollout=1"))
     assert told[0] == told[2] == (10000, share)                 # reference, then policy
-    if share:
-        assert told[1].tolist() == [0] * 4 + [1] * 4
-        assert told[3].tolist() == sorted(told[1].tolist())
-    else:
-        assert told[1] is None is told[3]
+    groups = [ids if ids is None else sorted(ids.tolist()) for ids in told[1::2]]
+    assert groups == 2 * [[0] * 4 + [1] * 4 if share else None]
 
 
 def test_the_reward_is_asked_about_the_rollout_and_replaces_the_rules():
     asked = []
-
-    def reward_of(*given):
-        asked.append(given)
-        return REWARDS
-
     p = parts("--updates-per-rollout=1", noise=0)
-    metrics, rollout = whole_step(p, reward_of=reward_of)
+    metrics, rollout = whole_step(p, reward_of=lambda *given: asked.append(given) or REWARDS)
     assert asked == [(p.problems, p.prompts, rollout)]
     assert torch.equal(rollout.rewards, REWARDS)
     assert torch.allclose(rollout.advantages, group_advantages(REWARDS, 4))
     # A first step is honest: of an untouched reference the KL is 0, and every ratio is 1
-    assert abs(metrics["approx_kl"]) < 1e-9 and metrics["clip_fraction"] == 0
-    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-6)
-    assert metrics["ratio_max_error"] == 0
+    assert abs(metrics["approx_kl"]) < 1e-9
+    assert metrics["clip_fraction"] == metrics["ratio_max_error"] == 0
     assert metrics["sampler_ratio_error"] < 1e-4           # decoding against one pass
     _, rollout = whole_step(p, reward_of=None)
-    truths = [problem["answer"] for problem in p.problems]
-    expected = train.score_responses(rollout.responses, truths, 4)
+    expected = train.score_responses(rollout.responses, [q["answer"] for q in p.problems], 4)
     assert torch.equal(rollout.rewards, expected) and expected.unique().numel() > 1
     assert torch.equal(rollout.rule_rewards, expected)
 
@@ -128,16 +92,13 @@ def test_gradient_does_not_depend_on_the_cut_into_micro_batches(aggregate, share
              "--share-prompts" if share else "--no-share-prompts")
     p = parts(*flags)
     rollout = rollout_of(p)
-    p.reference.requires_grad_(False)
     rollout.ref_logprobs = token_logprobs(p.reference, rollout.input_ids, rollout.labels)
 
     def cuts(budget):
-        return list(micro_batches(rollout.labels, rollout.group_ids, budget, share))
+        return len(list(micro_batches(rollout.labels, rollout.group_ids, budget, share)))
 
-    three = next(budget for budget in range(10**4) if len(cuts(budget)) == 3)
-    # One for each answer; those that a group holds twice run once.
-    distinct = {(g, *row) for g, row in zip(rollout.group_ids.tolist(), rollout.labels.tolist())}
-    assert len(cuts(10**6)) == 1 and len(cuts(1)) == len(distinct) > 3
+    three = next(budget for budget in range(10**4) if cuts(budget) == 3)
+    assert cuts(10**6) == 1 and cuts(1) > 3
     found = []
     for budget in (10**6, three, 1):
         model = copy.deepcopy(p.policy)
@@ -147,8 +108,7 @@ def test_gradient_does_not_depend_on_the_cut_into_micro_batches(aggregate, share
     whole, expected = found[0]
     for grads, metrics in found[1:]:
         assert (grads - whole).norm() <= 1e-6 * whole.norm()
-        for name in expected:
-            assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+        assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -166,7 +126,7 @@ def test_what_is_not_finite_skips_the_update_and_is_counted(monkeypatch, what, d
         p.policy.model.norm.weight.register_hook(lambda grad: grad * math.nan)
     if what == "loss":
         monkeypatch.setattr(train, "grpo_loss", of_infinite_value)
-    skipped = step(p)["skipped_updates"]
+    skipped = whole_step(p)[0]["skipped_updates"]
     assert skipped == (0 if what == "nothing" else p.settings.updates_per_rollout) in (0, 2)
     assert same_tensors(before[0], p.policy.state_dict()) == (what != "nothing")
     assert same_tensors(before[1], p.reference.state_dict())
@@ -205,9 +165,8 @@ def measured(monkeypatch):
             rollout.logprobs = logprobs_on_full_logits(p.policy, rollout, 0.8)[0].float() * mask
             old, entropy = logprobs_on_full_logits(p.policy, rollout, 0.7)
         moments = iter([100.0, 101.5, 102.0, 105.0])
-        clock = SimpleNamespace(perf_counter=functools.partial(next, moments))
-        monkeypatch.setattr(train, "time", clock)
-        batch = train.Batch([{"answer": truth} for truth in TRUTHS], ["a", "b", "c"])
+        monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: next(moments)))
+        batch = train.Batch([{"answer": truth} for truth in TRUTHS], list("abc"))
         metrics, _ = train.train_step(p.policy, p.reference, p.optimizer, p.tokenizer, batch,
                                       p.settings, lambda *_: rollout, reward_of)
         drift = (old - rollout.logprobs)[mask].expm1().abs().max()
@@ -232,16 +191,15 @@ def test_every_metric_is_its_definition(measured):
         assert metrics[name] == pytest.approx(value, rel=1e-4), name
     assert drift > 0.05                                   # a sampler at another temperature shows
     by_gradient = {"loss", "policy_loss", "approx_kl", "clip_fraction", "ratio_mean", "grad_norm",
-                   "ratio_max_error"}                     # shown above, flag by flag
+                   "ratio_max_error"}                     # test_variants.py has these
     assert metrics.keys() - expected.keys() >= by_gradient
 
 
 def test_accuracy_is_the_rules_and_zero_variance_the_rewards(monkeypatch, measured):
     """Accuracy is of the answers whose truth is known."""
     metrics, *_ = measured(lambda *_: torch.tensor([3.0, 3, 1, 1, 0, 2]))
-    for name, share in (("reward_mean", 10 / 6), ("accuracy", 3 / 6), ("format_rate", 5 / 6),
-                        ("zero_variance_groups", 2 / 3)):
-        assert metrics[name] == pytest.approx(share), name
+    names = ("reward_mean", "accuracy", "format_rate", "zero_variance_groups")
+    assert [metrics[name] for name in names] == pytest.approx([10 / 6, 3 / 6, 5 / 6, 2 / 3])
     for truths, expected in ((["7", None, "5"], [3 / 4, 1.0]), (3 * [None], 2 * [math.nan])):
         monkeypatch.setattr(sys.modules[__name__], "TRUTHS", truths)
         metrics, *_ = measured(lambda *_: torch.arange(6.0))
@@ -250,20 +208,21 @@ def test_accuracy_is_the_rules_and_zero_variance_the_rewards(monkeypatch, measur
 
 
 def test_evaluation_is_its_definition():
-    """Seven problems in batches of three: who is asked, how, and what the figures are."""
+    """Seven problems in batches of six: who is asked, how, and what the figures are."""
     p = parts("--max-new-tokens=11", "--system-prompt=Think.", "--prompts-per-step=3",
               "--group-size=2")
     problems = [{"question": f"q {j}", "answer": str(j)} for j in range(7)]
-    calls = []
+    asked, how, seeds = [], [], []
 
     def answers(model, tokenizer, prompts, group_size, max_new_tokens, temperature, generators):
-        calls.append((prompts, group_size, max_new_tokens, temperature,
-                      [g.initial_seed() for g in generators]))
+        asked.append(prompts)
+        how.append((group_size, max_new_tokens, temperature))
+        seeds.append([g.initial_seed() for g in generators])
         # right where the number of the problem is even, and in the second of two answers
         numbers = [prompt.split()[2] for prompt in prompts for _ in range(group_size)]
-        right = [int(x) % 2 == 0 or i % group_size == 1 for i, x in enumerate(numbers)]
-        responses = [f"\\boxed{{{x}}}" if ok else "?" for x, ok in zip(numbers, right)]
-        return SimpleNamespace(responses=responses)
+        return SimpleNamespace(responses=[
+            f"\\boxed{{{x}}}" if int(x) % 2 == 0 or i % group_size == 1 else "?"
+            for i, x in enumerate(numbers)])
 
     def reward_of(problems, prompts, rollout):
         assert [problem["question"] in prompt for problem, prompt in zip(problems, prompts)]
@@ -273,20 +232,13 @@ def test_evaluation_is_its_definition():
                                         reward_of)
     assert figures == {"eval_accuracy": pytest.approx(4 / 7), "eval_reward": pytest.approx(3)}
     assert responses[:3] == ["\\boxed{0}", "?", "\\boxed{2}"] and len(responses) == 7
-    prompts, group_size, max_new_tokens, temperature, seeds = calls[0]
-    assert (group_size, max_new_tokens, temperature) == (1, 11, 0.0)
-    assert [len(call[0]) for call in calls] == [6, 1]
-    assert sum((call[0] for call in calls), []) == [
-        train.chat_prompt(p.tokenizer, problem, "Think.") for problem in problems]
-    greedy_seeds = sum((call[4] for call in calls), [])
-    assert len(set(greedy_seeds)) == 7
-
-    calls.clear()
+    prompts = [train.chat_prompt(p.tokenizer, problem, "Think.") for problem in problems]
+    assert asked == [prompts[:6], prompts[6:]]
     figures, responses = train.evaluate(p.policy, p.tokenizer, problems, p.settings, answers, None,
                                         2, 0.7, 5)
     assert figures == {"eval_accuracy": pytest.approx(11 / 14)} and len(responses) == 14
-    assert [call[1:4] for call in calls] == [(2, 11, 0.7)] * 3
-    assert not set(greedy_seeds) & set(sum((call[4] for call in calls), []))
+    assert how == [(1, 11, 0.0)] * 2 + [(2, 11, 0.7)] * 3
+    assert len(set(sum(seeds, []))) == 14
 
 
 # --------------------------------------------------------------------------------------------------
@@ -294,70 +246,49 @@ def test_evaluation_is_its_definition():
 
 def test_the_loop_warms_up_evaluates_and_saves_when_it_should():
     run = loop("--warmup-steps=4", "--eval-every=2", "--save-every=3", "--updates-per-rollout=1")
+    assert run.rates == [m["lr"] for m in run.metrics[1:]]
     assert run.rates == pytest.approx([0.001, 0.002, 0.003, 0.004, 0.004])
-    assert [m["lr"] for m in run.metrics[1:]] == pytest.approx(run.rates)
     assert [m["step"] for m in run.metrics] == list(range(6))
     assert [m["step"] for m in run.metrics if "eval_accuracy" in m] == [0, 2, 4, 5]
     assert run.checkpoints == [3, 5]
-    assert [step for step, *_ in run.samples] == [1, 2, 3, 4, 5]
     assert len(run.before) == len(run.after) == 3
 
 
 def test_the_loop_starts_behind_its_run_and_stops_when_told():
     run = Diary()
     run.step = 3
-    run.held_out = [(0, 0.5)]
-    run.before = ["as before"]
+    run.held_out, run.before = [(0, 0.5)], ["as before"]
+    run.stopped = lambda: run.step == 4
     loop(run=run)
-    assert [m["step"] for m in run.metrics] == [4, 5] and run.before == ["as before"]
-    run = Diary()
-    run.stopped = lambda: run.step == 2
-    loop(run=run)
-    assert [m["step"] for m in run.metrics] == [0, 1, 2]
+    assert [m["step"] for m in run.metrics] == [4] and run.before == ["as before"]
 
 
 def test_every_step_asks_its_own_problems_with_its_own_random_numbers():
     drawn = []
-    asked = []
 
     def spy(model, tokenizer, prompts, *how):
-        rollout = sample_groups(model, tokenizer, prompts, *how)
-        drawn.append((prompts, how[2], [g.initial_seed() for g in how[3]]))
-        return rollout
+        if how[2]:                                        # an evaluation is greedy
+            drawn.append((prompts, how[3]))
+        return sample_groups(model, tokenizer, prompts, *how)
 
-    def reward_of(batch, prompts, rollout):
-        asked.append([problem["question"] for problem in batch])
-        return torch.arange(float(len(rollout.responses)))
-
-    problems = tiny_problems()[:4]
-    run = loop("--system-prompt=", problems=problems, reward_of=reward_of, sampler=spy)
-    training = [(prompts, seeds) for prompts, temperature, seeds in drawn if temperature]
-    assert len(training) == 5
-    for (prompts, _), (_, batch, rollout) in zip(training, run.samples):
-        assert prompts == batch.prompts
+    run = loop("--system-prompt=", problems=tiny_problems()[:4], sampler=spy,
+               reward_of=lambda *given: torch.arange(float(len(given[2].responses))))
+    for (prompts, generators), (_, batch, rollout) in zip(drawn, run.samples, strict=True):
+        assert prompts == batch.prompts and generators == batch.generators
         assert rollout.rewards.tolist() == [0, 1, 2, 3]
         assert rollout.advantages.tolist() == pytest.approx([-1, 1, -1, 1])
-    seeds = sum((seeds for _, seeds in training), [])
-    assert len(set(seeds)) == 10                          # of every (step, prompt)
-    # an epoch is two steps long, and asks every problem once
-    questions = [tuple(questions) for questions in asked if len(questions) == 2]
-    assert set(questions[0] + questions[1]) == {problem["question"] for problem in problems}
-    assert all(m["eval_reward"] == pytest.approx(1.0) for m in run.metrics if m["step"] == 5)
+    assert run.metrics[-1]["eval_reward"] == pytest.approx(1.0)
 
 
-def test_problems_and_random_numbers_follow_from_the_seed_and_the_step():
+def test_problems_and_random_numbers_follow_from_the_seed_and_the_step(tiny):
     """The problems of an epoch are asked once each; every prompt has a generator of its own."""
-    tokenizer = AutoTokenizer.from_pretrained(TINY)
-
     def batch(n, step, *flags):
         problems = [{"question": f"q {j}", "answer": "1"} for j in range(n)]
-        s = settings("--prompts-per-step=4", *flags)
-        return train.batch_of_step(tokenizer, problems, step, s)
+        return train.batch_of_step(tiny[1], problems, step,
+                                   settings("--prompts-per-step=4", *flags))
 
     epochs = [[batch(18, step).prompts for step in range(1 + 4 * e, 5 + 4 * e)] for e in range(2)]
-    for epoch in epochs:
-        asked = sum(epoch, [])
-        assert len(asked) == len(set(asked)) == 16
+    assert [len(set(sum(epoch, []))) for epoch in epochs] == [16, 16]
     assert epochs[0] != epochs[1] and batch(18, 3).prompts == epochs[0][2]
     assert batch(18, 3, "--seed=1").prompts != epochs[0][2]
     seeds = [[g.initial_seed() for g in batch(8, *how).generators]
@@ -386,17 +317,14 @@ def test_the_bar_shows_trouble_first_and_an_answer_after_an_evaluation(capsys):
     assert out.endswith("a long answer \\boxed{ 5 }\n") and len(out) < 140  # its end
 
 
-# What is called from Python is told in one line what it lacks
-
 @pytest.mark.parametrize("how, words", [
     (dict(problems=1), "has only 1 to train on"),
     (dict(eval_problems=0), "no problem is left to hold out"),
     (dict(reward_of=lambda *_: [1.0, 2.0]), "a tensor of . rewards, one per answer"),
-    *((dict(reward_of=lambda p, q, rollout, kind=kind: kind(len(rollout.responses))),
+    *((dict(reward_of=lambda problems, prompts, rollout, kind=kind: kind(torch.ones(len(prompts)))),
        "a tensor of . rewards, one per answer, floats without a gradient, and gave tensor")
-      for kind in (lambda n: torch.ones(1), lambda n: torch.ones(n).int(),
-                   lambda n: torch.ones(n) > 0, lambda n: torch.ones(n, requires_grad=True),
-                   lambda n: torch.ones(n) * torch.nan)),
+      for kind in (lambda x: x[:1], lambda x: x.int(), lambda x: x > 0,
+                   lambda x: x.requires_grad_(), lambda x: x * torch.nan)),
     (dict(reward_of=lambda *_: {}["x"]), "^reward_of: KeyError: 'x'$"),
 ], ids=lambda value: " ".join(map(str, value)) if isinstance(value, dict) else "")
 def test_train_grpo_called_directly_names_what_is_wrong(how, words):
@@ -424,9 +352,6 @@ def test_what_stands_in_the_wrong_place_is_named(capsys, tiny):
             grpo_loss(*given)
 
 
-# --------------------------------------------------------------------------------------------------
-# Weights
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_optimizer_is_adamw(dtype):
     """Its first step moves weights by lr against the gradient's sign; decay, 0 by default, too."""
@@ -436,26 +361,21 @@ def test_the_optimizer_is_adamw(dtype):
         masters = p.optimizer.param_groups[0]["params"]
         own = all(weight is master for weight, master in zip(p.policy.parameters(), masters))
         assert own == (dtype == torch.float32)            # these are their own masters
-        assert all(master.dtype == torch.float32 for master in masters)
-        before = [master.detach().clone() for master in masters]
+        expected = [move(master.detach().float()) for master in masters]
         for weight in p.policy.parameters():
             weight.grad = torch.full(weight.shape, grad)
         p.optimizer.step()
-        assert all(torch.allclose(master, move(was), atol=1e-6)
-                   for was, master in zip(before, masters))
+        assert all(map(functools.partial(torch.allclose, atol=1e-6), masters, expected))
 
 
 def test_masters_gather_the_gradient_of_all_micro_batches():
     """bfloat16 gradients are added up in float32, and are those of the bfloat16 model."""
-    p = parts("--max-grad-norm=1e9", "--kl-coef=0", dtype=torch.bfloat16)
+    p = parts("--max-grad-norm=1e9", "--kl-coef=0", "--lr=1e-12", dtype=torch.bfloat16)
     rollout = rollout_of(p)
     found = []
     p.optimizer.register_step_pre_hook(lambda *_: found.append(gradient(p.policy)))
-    weights = [weight.detach().clone() for weight in p.policy.parameters()]
     for budget in (10**6, 1):
-        p.optimizer.param_groups[0]["lr"] = 0.0
         update(p, p.policy, p.optimizer, rollout, micro_batch_tokens=budget)
-    assert all(torch.equal(a, b) for a, b in zip(weights, p.policy.parameters()))
     assert found[0].dtype == torch.float32
     assert (found[0] - found[1]).norm() < 0.02 * found[0].norm()
 
@@ -466,8 +386,7 @@ def test_masters_gather_the_gradient_of_all_micro_batches():
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "run"
-    out = io.StringIO()
-    err = io.StringIO()
+    out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         trains(*SMALL, f"--output={folder}")
     return SimpleNamespace(folder=folder, out=out.getvalue(), err=err.getvalue())
@@ -480,28 +399,25 @@ def test_a_run_leaves_the_files_of_the_contract(finished_run):
         "samples.jsonl"]
     metrics = metrics_of(folder)
     assert [m["step"] for m in metrics] == [0, 1, 2, 3]
-    assert all(key in m for m in metrics[1:] for key in KEYS)
+    assert all(m.keys() >= {"reward_mean", "lr", "loss", "tokens_per_second"} for m in metrics[1:])
     assert [m["step"] for m in metrics if "eval_accuracy" in m] == [0, 2, 3]
-    config = json.loads((folder / "config.json").read_text())
+    config, inputs = (json.loads((folder / f"{name}.json").read_text())
+                      for name in ("config", "inputs"))
     assert config["lr"] == 3e-4 and config["steps"] == 3  # of grpo.json, of the command line
     assert not config.keys() & {"output", "resume", "config", "dry_run", "eval_only", "trace"}
-    inputs = json.loads((folder / "inputs.json").read_text())
     assert inputs["torch"] == torch.__version__ and inputs.keys() >= {
         "transformers", "--data", "--eval-data", "--model model.safetensors",
         "--model tokenizer.json", "--model chat_template.jinja", "--model config.json"}
     samples = lines_of(folder / "samples.jsonl")
     assert [record["step"] for record in samples] == [1, 1, 2, 2, 3, 3]
     for record in samples:
-        assert "<|user|>" in record["prompt"]
-        assert len(record["responses"]) == len(record["rewards"]) == 4
+        assert "<|user|>" in record["prompt"] and len(record["responses"]) == 4
         advantages = group_advantages(torch.tensor(record["rewards"]), 4)
         assert record["advantages"] == pytest.approx(advantages.tolist(), abs=1e-6)
-    # And it has said what it does, beside a bar
     for word in ("before", "after", "truth", "accuracy", "grpo.json", "0.08M parameters",
                  "32 problems", "8 held out", "from step 0", str(folder)):
         assert word in finished_run.out
-    for word in ("3/3", "reward", "acc", "len", "KL"):
-        assert word in finished_run.err
+    assert all(word in finished_run.err for word in ("3/3", "reward", "acc", "len", "KL"))
 
 
 def test_samples_are_the_first_groups_as_they_were_scored(monkeypatch):
@@ -515,15 +431,11 @@ def test_samples_are_the_first_groups_as_they_were_scored(monkeypatch):
     run.log_samples(7, train.Batch(problems, ["p", "q", "r"]), rollout)
     rows = [(row[:start].tolist(), [row[start:start + length].tolist()]) for row, start, length
             in zip(rollout.input_ids, PROMPT_LENGTHS, ANSWER_LENGTHS)]
-    (name, records), = written
-    assert name == "samples.jsonl"
-    assert records == [
-        {"step": 7, "question": "x", "prompt": "p", "responses": RESPONSES[:2], "rewards": [0, 1],
-         "advantages": [0, -1], "finished": [True, True], "prompt_ids": rows[0][0],
-         "ids": [rows[0][1], rows[1][1]]},
-        {"step": 7, "question": "y", "prompt": "q", "responses": RESPONSES[2:4], "rewards": [2, 3],
-         "advantages": [-2, -3], "finished": [True, True], "prompt_ids": rows[2][0],
-         "ids": [rows[2][1], rows[3][1]]}]
+    assert written == [("samples.jsonl", [
+        {"step": 7, "question": question, "prompt": prompt, "responses": RESPONSES[n:n + 2],
+         "rewards": [n, n + 1], "advantages": [-n, -n - 1], "finished": [True, True],
+         "prompt_ids": rows[n][0], "ids": [rows[n][1], rows[n + 1][1]]}
+        for n, question, prompt in ((0, "x", "p"), (2, "y", "q"))])]
 
 
 def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
@@ -545,23 +457,20 @@ def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
 
 
 def test_final_opens_and_is_the_trained_policy(finished_run):
-    final = AutoModelForCausalLM.from_pretrained(finished_run.folder / "final").eval()
+    final = AutoModelForCausalLM.from_pretrained(finished_run.folder / "final").state_dict()
     assert AutoTokenizer.from_pretrained(finished_run.folder / "final").chat_template
     p = parts()
+    assert not same_tensors(final, p.policy.state_dict())
     run = train.Run(finished_run.folder)
     train.load_checkpoint(run, p.policy, p.optimizer)     # the weights of the last step
-    assert run.step == 3
-    trained = p.policy.state_dict()
-    assert all(torch.equal(value, trained[name]) for name, value in final.state_dict().items())
-    start = AutoModelForCausalLM.from_pretrained(TINY).state_dict()
-    assert any(not torch.equal(start[name], value) for name, value in trained.items())
+    assert run.step == 3 and same_tensors(final, p.policy.state_dict())
 
 
 def test_a_run_goes_on_from_its_model_with_all_of_its_settings(finished_run):
     """The command that it prints, and the run's own folder as a model."""
     command = finished_run.out.splitlines()[-1].partition("train.py ")[2].split()
     assert command[::2] == ["--config", "--model"]
-    first = train.parse([*SMALL])
+    first = train.parse(SMALL)
     for model in (command[3], str(finished_run.folder)):
         s = train.parse([*command[:2], "--model", model])
         assert s.model == str(finished_run.folder / "final")
@@ -576,31 +485,27 @@ def test_eval_only_prints_the_figures(capsys, monkeypatch):
     out = capsys.readouterr().out
     line, = [line for line in out.splitlines() if line.startswith("eval_accuracy: ")]
     assert "8 problems, 4 samples of each at temperature 1.0" in out
-    s = settings("--group-size=4", "--max-new-tokens=16")
-    p = parts()
-    problems = load_problems(s.eval_data)[:8]
-    figures, responses = train.evaluate(p.policy, p.tokenizer, problems, s)
-    assert f"greedy {figures['eval_accuracy']:.4f}, " in line
-    figures, responses = train.evaluate(p.policy, p.tokenizer, problems, s, group_size=4,
-                                        temperature=1.0, seed=0)
-    assert line.endswith(f"sampled {figures['eval_accuracy']:.4f}")
+    p = parts("--max-new-tokens=16")
+    problems = load_problems(p.settings.eval_data)[:8]
+    evaluated = functools.partial(train.evaluate, p.policy, p.tokenizer, problems, p.settings)
+    greedy, _ = evaluated()
+    sampled, responses = evaluated(group_size=4, temperature=1.0, seed=0)
+    figures = f"greedy {greedy['eval_accuracy']:.4f}, sampled {sampled['eval_accuracy']:.4f}"
+    assert line == f"eval_accuracy: {figures}"
     right = train.score_responses(responses, [q["answer"] for q in problems], 4).view(8, 4) == 1.5
     assert f"pass@4             {float(right.any(dim=1).float().mean()):.4f}" in out
     assert f"pass@1             {float(right.float().mean()):.4f}" in out
-    for k in (1, 2, 4):
-        assert f"pass@{k} " in out and f"maj@{k} " in out
+    assert all(f"pass@{k} " in out and f"maj@{k} " in out for k in (1, 2, 4))
 
 
 def test_unknown_words_are_told_of(capsys, tmp_path):
     own = tmp_path / "own.jsonl"
-    rows = [{"question": f"Where does the blue river {n} end", "answer": "7"} for n in range(8)]
-    own.write_text(json_lines(*rows))
+    row = {"question": "Where does the blue river 0 end", "answer": "7"}
+    own.write_text(json_lines(*8 * [row]))
     trains("--eval-only", f"--eval-data={own}", "--max-new-tokens=4", "--group-size=2")
     line, = [line for line in capsys.readouterr().out.splitlines() if "unknown" in line]
     assert line.startswith("--eval-data: 67% of the prompts' tokens are") and "--model" in line
-    # The default's own words are all known.
-    trains("--eval-only", *FEW, "--eval-limit=8",
-           "--max-new-tokens=4", "--group-size=2")
+    trains("--eval-only", *FEW, "--eval-limit=8", "--max-new-tokens=4", "--group-size=2")
     assert "unknown" not in capsys.readouterr().out
 
 
@@ -613,13 +518,10 @@ def test_the_seed_decides_and_a_run_without_kl_has_no_reference(capsys, finished
                     for folder in (finished_run.folder, tmp_path / "other"))
     assert first != other
     # A tenth of the user's own data is held out
-    lines = (TINY / "train.jsonl").read_text().splitlines(keepends=True)[:40]
-    (tmp_path / "mine.jsonl").write_text("".join(lines))
-    capsys.readouterr()
+    (tmp_path / "mine.jsonl").write_text(json_lines(*tiny_problems()[:40]))
     trains(*SHORT, f"--data={tmp_path / 'mine.jsonl'}", "--steps=1", f"--output={tmp_path / 'own'}")
     out = capsys.readouterr().out
-    assert "4 of " in out and "mine.jsonl are held out" in out
-    assert "36 problems, 4 held out" in out
+    assert "mine.jsonl are held out" in out and "36 problems, 4 held out" in out
 
 
 def test_prompts_that_are_too_long_are_left_out_if_that_is_wished(capsys):
@@ -640,17 +542,16 @@ def test_prompts_that_are_too_long_are_left_out_if_that_is_wished(capsys):
 
 def test_the_help(help_of_train):
     done = help_of_train
-    assert done.returncode == 0 and "--kl-coef" in done.stdout and done.stderr == ""
+    assert done.returncode == 0 and done.stderr == ""
     told = " ".join(done.stdout.split())
     assert "beta; 0: no KL, and no reference in memory [0.04]" in told
     assert "number of rollouts [500] {80}" in told           # {}: the tiny policy's config
-    # every flag once, in one spelling, under the headings of the Settings
     for name in train.FIELDS:
         assert len(re.findall(rf"\n  {train.flag_of(name)}[ ,\n]", done.stdout)) == 1, name
     assert "_" not in "".join(re.findall(r"\n  --(\S+)", done.stdout))
     heads = [field.metadata["head"] for field in train.FIELDS.values() if field.metadata["head"]]
-    assert len(heads) == 8 and [told.index(head + ":") for head in heads] == sorted(
-        told.index(head + ":") for head in heads)
+    places = [told.index(head + ":") for head in heads]
+    assert len(heads) == 8 and places == sorted(places)
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not here")
@@ -729,31 +630,23 @@ def test_what_flags_become(monkeypatch, tmp_path):
     assert s.reward == ["a.py:f", "b.py:g", "c.py:h"] and s.reward_weights == [1, 0.5, -2]
     # Held-out problems of a config do not judge another data set
     (tmp_path / "c.json").write_text('{"data": "d.jsonl"}')
-    assert train.parse([f"--data={tmp_path / 'd.jsonl'}"]).eval_data == ""
-    assert train.parse([f"--config={tmp_path / 'c.json'}"]).eval_data == ""
+    assert train.parse(["--data=d.jsonl"]).eval_data == ""
+    assert train.parse(["--config=c.json"]).eval_data == ""
     assert train.parse(["--data=x", "--eval-data=y"]).eval_data == "y"
 
 
 # --------------------------------------------------------------------------------------------------
 # Memory
 
-def test_checkpointed_layers_run_again_and_change_no_gradient():
-    p = parts("--max-grad-norm=1e9", "--micro-batch-tokens=10000", "--kl-coef=0")
+def test_checkpointed_layers_run_again():
+    """test_logprob.py has their gradients."""
+    p = parts("--micro-batch-tokens=10000", "--kl-coef=0")
     rollout = rollout_of(p)
     calls = []
-
-    def counted_update(checkpointing):
-        calls.clear()
-        update(p, p.policy, still(p.policy), rollout, gradient_checkpointing=checkpointing)
-        assert not any(module.training for module in p.policy.modules())
-        return len(calls), gradient(p.policy)
-
-    counted_update(False)                                 # [D] looks at the model once
-    p.policy.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    once, expected = counted_update(False)
-    twice, found = counted_update(True)
-    assert (once, twice) == (1, 2)
-    assert (found - expected).norm() <= 1e-6 * expected.norm()
+    p.policy.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(on))
+    for on in (False, True):
+        update(p, p.policy, still(p.policy), rollout, gradient_checkpointing=on)
+    assert calls == [False, True, True]
 
 
 def test_count_of_the_memory(tmp_path):
@@ -771,9 +664,8 @@ def test_count_of_the_memory(tmp_path):
     count, n = counted(tmp_path, dtype=torch.float32)     # the weights are their own masters
     assert count["float32 masters"] == 0 and count["policy, weights that compute"] == 4 * n
     for dtype, more in ((torch.bfloat16, 4 * 1000 * 64 + 9e8), (torch.float32, 0)):
-        sums = [sum(counted(tmp_path, dtype=dtype, device=device)[0].values())
-                for device in ("cpu", "cuda")]
-        assert sums[0] - sums[1] == more                  # the head in float32, and oneDNN
+        cpu, cuda = (counted(tmp_path, dtype=dtype, device=name)[0] for name in ("cpu", "cuda"))
+        assert sum(cpu.values()) - sum(cuda.values()) == more   # the head in float32, and oneDNN
 
 
 @pytest.mark.parametrize("changes", [
@@ -782,20 +674,20 @@ def test_count_of_the_memory(tmp_path):
 ])
 def test_count_of_what_is_kept_is_what_autograd_saves(tmp_path, changes):
     """Of a micro-batch of rows without padding, in bfloat16; heads wider than the hidden states."""
-    count, _ = counted(tmp_path, dtype=torch.bfloat16, **changes)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path),
-                                             dtype=torch.bfloat16)
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    count, _ = counted(tmp_path, **changes)
+    config = AutoConfig.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     kept = {}
 
     def pack(tensor):
-        if tensor.untyped_storage().data_ptr() not in weights:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model.model(torch.zeros(1, 500, dtype=torch.long), use_cache=False)
-    saved = sum(storage.nbytes() for storage in kept.values())
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved = sum(storage.nbytes() for at, storage in kept.items() if at not in weights)
     assert count["kept for the backward pass"] == pytest.approx(saved, rel=0.15)
 
 
@@ -850,17 +742,16 @@ def test_auto_is_the_first_way_that_fits(capsys, monkeypatch, machine):
 
 
 # Cards that people own: free GB, capability -> what `auto` chooses for Qwen2.5-1.5B, or None
-OWNED = [("cuda", 7.6, (8, 6), None), ("cuda", 11.5, (7, 5), None), ("cuda", 14.6, (7, 5), None),
-         ("cuda", 15.7, (8, 9), None), ("cuda", 23.3, (8, 9), (True, True, 8704)),
-         ("cuda", 39.1, (8, 0), (False, True, 4352)), ("cuda", 44.6, (8, 9), (False, True, 8704)),
-         ("cuda", 79.1, (9, 0), (False, False, 8704)), ("cpu", 15.0, None, None),
-         ("cpu", 60.0, None, (False, False, 1024)), ("mps", 25.0, None, None),
-         ("cuda", 7.6, (6, 1), None), ("cuda", 15.7, (7, 0), None)]
+OWNED = [("cuda", 7.6, (8, 6), None), ("cuda", 14.6, (7, 5), None), ("cuda", 15.7, (8, 9), None),
+         ("cuda", 23.3, (8, 9), (True, True, 8704)), ("cuda", 39.1, (8, 0), (False, True, 4352)),
+         ("cuda", 44.6, (8, 9), (False, True, 8704)), ("cuda", 79.1, (9, 0), (False, False, 8704)),
+         ("cpu", 15.0, None, None), ("cpu", 60.0, None, (False, False, 1024)),
+         ("mps", 25.0, None, None), ("cuda", 7.6, (6, 1), None), ("cuda", 15.7, (7, 0), None)]
 
 
 @pytest.mark.parametrize("device, free, capability, way", OWNED)
-def test_a_plan_that_fits_or_flags_with_which_it_does(monkeypatch, tmp_path, machine, device, free,
-                                                      capability, way):
+def test_a_plan_that_fits_or_flags_with_which_it_does(
+        monkeypatch, tmp_path, machine, device, free, capability, way):
     """Below nine tenths of what is free; and each set of flags in the line makes such a plan."""
     Qwen2Config(num_hidden_layers=28, hidden_size=1536, num_attention_heads=12,
                 num_key_value_heads=2, intermediate_size=8960, vocab_size=151936,
@@ -873,9 +764,8 @@ def test_a_plan_that_fits_or_flags_with_which_it_does(monkeypatch, tmp_path, mac
         return
     with pytest.raises(train.BadInput) as line:
         planned(*flags)
-    sets = str(line.value).partition("what would fit: ")[2].split("; ")
-    assert any("--lora-rank=16" in words for words in sets)
-    for words in sets:
+    assert "--lora-rank=16" in str(line.value)
+    for words in str(line.value).partition("what would fit: ")[2].split("; "):
         *more, count, _ = words.split(" ")
         _, dtype = planned(*flags, *more)
         assert float(count[1:]) < 0.9 * free
@@ -919,21 +809,15 @@ def test_memory_that_runs_out_in_the_optimizer_repeats_no_step(monkeypatch):
     assert {int(state["step"]) for state in p.optimizer.state.values()} == {1}
 
 
-def in_a_capture(fault):
-    """What is raised in its place where the end of the capture fails, too."""
-    error = RuntimeError("CUDA error: operation failed due to a previous error during capture")
-    error.__context__ = fault
-    return error
-
-
 @pytest.mark.parametrize("error, is_memory", [
-    (torch.OutOfMemoryError("no room"), True),
+    *((error, True) for error in NO_MEMORY),
     (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
-    (RuntimeError("DefaultCPUAllocator: can't allocate memory"), True),
-    (in_a_capture(torch.OutOfMemoryError("no room")), True),
-    (in_a_capture(RuntimeError("shapes do not match")), False),
     (RuntimeError("shapes do not match"), False),
     (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), False),
 ])
 def test_what_counts_as_out_of_memory(error, is_memory):
     assert train.out_of_memory(error) == is_memory
+    # What is raised in its place where the end of the capture fails, too
+    in_a_capture = RuntimeError("CUDA error: operation failed due to a previous error")
+    in_a_capture.__context__ = error
+    assert train.out_of_memory(in_a_capture) == is_memory
