@@ -13,6 +13,7 @@ from conftest import (
     ENVIRONMENT, FEW, ROOT, TINY, edit_json, edit_tensors, ended, json_lines, raises,
     refused, run_script, settings, start, trains)
 
+import sample
 import train
 
 GOOD = {"question": "Anna has 9 books , loses 4 . How many ?", "answer": "9 - 4 = 5\n#### 5"}
@@ -164,6 +165,7 @@ def test_torchrun_chooses_the_cards(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(train.BadInput, match="--device cuda:1: torchrun gives every process"):
         train.check_combinations(train.Settings(device="cuda:1"))
+    train.check_combinations(train.Settings(device="cuda"))
 
 
 @pytest.mark.parametrize("name, value", [
@@ -288,6 +290,12 @@ def test_a_bad_model(capsys, tmp_path, make_wrong, words):
     line = refused_before_a_folder_is_made(capsys, tmp_path, f"--config={TINY / 'grpo.json'}",
                                            f"--model={folder}")
     assert words in line and (str(folder) in line or "chat template" in words + line)
+
+
+def test_norms_of_ones_are_no_integers(tmp_path):
+    folder = shutil.copytree(TINY, tmp_path / "m")
+    reweighted(lambda w: {**w, NORM: torch.ones(64)})(folder)
+    sample.open_policy(folder)
 
 
 def test_an_adapter_alone(capsys, tmp_path, run_here):

@@ -144,6 +144,7 @@ def shown_with(folder, words, warning="w", groups=None):
 def test_what_a_model_wrote_is_text(folder):
     calm = Tags(shown_with(folder, ["word"]))
     assert shown_with(folder, ["word"]).count("Content-Security-Policy") == 1
+    assert {"held out", "reward_mean", "reward/w", "approx_kl"} < set(calm.texts)
     for word in HOSTILE:
         text = shown_with(folder, [word], word)
         wild = Tags(text)
@@ -169,6 +170,14 @@ def test_a_page_stays_small(folder, answers, tokens, word):
     Tags(text)
     assert text.count("<section>") == 9
     assert text.count(" title=") < 1.1 * train.MOST_TINTED
+
+
+def test_a_bar_points_the_way_of_its_advantage(folder):
+    group = {"rewards": [1.0, 0.0], "advantages": [1.5, -1.5], "finished": [True] * 2,
+             "ids": [[[1]]] * 2, "step": 1}
+    text = shown_with(folder, ["word"], groups=[group])
+    right, left = text.index("width:25.0%;margin-left:50.0%"), text.index("margin-left:25.0%")
+    assert text.index("A +1.50") < right < text.index("A -1.50") < left
 
 
 def test_the_text_of_each_token(tiny, qwen):
