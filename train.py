@@ -2006,11 +2006,15 @@ class Run:
     def stopping_on_signals(self):
         """Ctrl-C, SIGTERM and SIGHUP let the current step end; a second signal stops at once."""
         def stop(number, _):
+            if os.getpid() != owner:  # a process that a reward has forked
+                put_back.close()
+                return signal.raise_signal(number)
             self.signal = number
             signal.signal(number, signal.SIG_DFL)
             name = signal.Signals(number).name
             say(f"\nstopping after this step ({name}; a second one stops at once)", sys.stderr)
 
+        owner = os.getpid()
         with ExitStack() as put_back:
             for name in ("SIGINT", "SIGTERM", "SIGHUP"):
                 # Windows has no SIGHUP, and only the main thread may set handlers.
@@ -2022,8 +2026,7 @@ class Run:
                 numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
                 wait, go_on = (partial(signal.pthread_sigmask, how, numbers)
                                for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK))
-                os.register_at_fork(before=wait, after_in_parent=go_on,
-                                    after_in_child=lambda: (put_back.close(), go_on()))
+                os.register_at_fork(before=wait, after_in_parent=go_on, after_in_child=go_on)
             yield
 
     def stopped(self):
