@@ -348,7 +348,7 @@ def convert(source, folder):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=CACHE / "grpo" / "smollm2-135m-instruct",
                         help="the model's; default: %(default)s")
     parser.add_argument("--task", type=Path, default=HERE.parents[1] / "runs" / "smollm2-sums",
