@@ -14,7 +14,7 @@ Departures from the theory's code map:
   differences): at 256 tokens a drift of 0.01 nats per token is already a ratio of 13.
 - k3 is computed as expm1(d) - d, because exp(d) - d - 1 is 0.0 in float32 for d = 1e-4.
 
-    python loss.py        # one answer's clip table, k1 k2 k3 side by side, and the variants
+    python loss.py        # one answer's clip table, k1 k2 k3 side by side
 """
 
 import math
@@ -225,7 +225,7 @@ def next_kl_coef(kl_coef, approx_kl, low=0.02, high=0.05, rate=0.1):
 
 
 # --------------------------------------------------------------------------------------------------
-# The demonstration: the theory's walkthrough, the estimators, then the variants.
+# The demonstration: the theory's walkthrough, and the estimators
 
 def main():
     A = -1.4321
@@ -243,22 +243,6 @@ def main():
     for d in (0.5, -0.5, 0.05, 1e-4):
         k1, k2, k3 = (kl_estimate(torch.tensor(0.0), torch.tensor(d), k) for k in KL_ESTIMATORS[:3])
         print(f"{d:20g}  {k1:10.6g}  {k2:10.6g}  {k3:10.6g}")
-
-    print("\nthe variants, with A = 1")
-    for w in (0.5, 1.0, 2.0):
-        weight, _ = cispo_objective(1.0, torch.tensor(w).log(), 1.0)
-        print(f"CISPO, w = {w}: grad logp is multiplied by {weight:g}")
-    old = torch.full((1, 2), -1.0)
-    new = old + math.log(2)
-    sampler = old - torch.tensor([3.0, 0.5]).log()
-    J = clipped_objective(new - old, 1.0)[0] * sampler_weight(old, sampler)
-    print(f"sampler correction, w = 2, old/sampler = 3 and 0.5: J = {J[0, 0]:g}, {J[0, 1]:g}")
-    _, metrics = grpo_loss(new, old, new + 0.5, torch.ones(1), old < 0, kl_estimator="k3_corrected")
-    print(f"corrected k3, w = 2, d = 0.5: {metrics['approx_kl']:.6f}")
-    coefficient = gradient_coefficient(torch.ones(1), old, new)
-    print(f"gradient coefficient, beta = 0.04, ref/pi = 2: {coefficient[0, 0]:.4g}")
-    for kl in (0.01, 0.03, 0.10):
-        print(f"adaptive beta, 0.04 at {kl:.2f} nats per token: {next_kl_coef(0.04, kl):.4g}")
 
 
 if __name__ == "__main__":
