@@ -281,10 +281,11 @@ def advantage_options(rollout, batch, tokenizer, reward_of, s):
     """What the kinds of [C] read besides the rewards; plain GRPO reads only the last two."""
     candidates = None
     if s.advantage == "shape":
-        ids = [row[row != IGNORE].tolist() for row in rollout.labels]
-        truths = truths_of(batch.problems)
-        candidates = reward.boxed_candidates(rollout.responses, truths, s.group_size, ids,
-                                             tokenizer.decode)
+        words = []  # the texts of each answer's tokens, without its end token
+        for row, finished in zip(rollout.labels, rollout.finished):
+            ids = row[row != IGNORE].tolist()
+            words.append(words_of(tokenizer, ids[:-1] if finished else ids))
+        candidates = reward.boxed_candidates(words, truths_of(batch.problems), s.group_size)
     # With a user's own reward, an answer counts as right if its reward is positive.
     right = None if reward_of else is_right(rollout.rule_rewards)
     return {"entropies": rollout.entropies, "mask": rollout.mask, "right": right,

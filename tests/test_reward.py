@@ -22,6 +22,7 @@ from conftest import SMALL, raises, seeded, value_error
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import reward
+import train
 from advantage import shape_advantages
 from reward import (
     boxed_candidates, bradley_terry_loss, canonical, complete_boxes, diversity, train_reward_model,
@@ -29,6 +30,7 @@ from reward import (
     load_function, load_problems, majority_at_k, model_rewards, overlong_penalty, pass_at_k,
     preference_pairs, own_reward_of, reward_model_rows, reward_model_scores, rule_reward,
     score_responses, score_rows, think_answer_reward, truths_of)
+from train import words_of
 
 ROOT = Path(reward.__file__).resolve().parent
 REAL = ROOT.parent / "shared" / "data" / "gsm8k"
@@ -951,61 +953,22 @@ def test_diversity():
 # Several candidates in one answer
 
 def test_candidates_of_the_tiny_policy(tiny):
-    tokenizer = tiny[1]
-    answers = [r"9 + 9 = \boxed{ 18 } \boxed{ 9 } 9 <|end|>", "9 <|end|>",
-               r"\boxed{ 9 } \boxed{ } \boxed{ 9 \boxed{ 9 }", r"} \boxed{ \boxed{ 3 } } <|end|>"]
-    ids = [tokenizer(text, add_special_tokens=False).input_ids for text in answers]
-    responses = [tokenizer.decode(row).removesuffix(" <|end|>") for row in ids]
-    rewards, spans = boxed_candidates(responses, ["18", "9"], 2, ids, tokenizer.decode)
+    answers = [r"9 + 9 = \boxed{ 18 } \boxed{ 9 } 9", "9",
+               r"\boxed{ 9 } \boxed{ } \boxed{ 9 \boxed{ 9 }", r"} \boxed{ \boxed{ 3 } }"]
+    rows = [words_of(tiny[1], tiny[1](text, add_special_tokens=False).input_ids)
+            for text in answers]
+    rewards, spans = boxed_candidates(rows, ["18", "9"], 2)
     assert spans == [[(0, 6), (7, 9)], [], [(0, 2), (3, 4), (5, 9)], [(0, 5)]]
     assert rewards == [[1.0, 0.0], [], [1.0, 0.0, 1.0], [0.0]]
-    mask = torch.arange(12) < torch.tensor([[len(row)] for row in ids])  # (N, S-1)
+    mask = torch.arange(12) < torch.tensor([[len(row)] for row in rows])  # (N, S-1)
     advantages = shape_advantages(rewards, spans, mask, 2)  # takes them as they are
     assert advantages[0, :7].unique().numel() == 1 and advantages[0, 0] > 0 > advantages[0, 7]
     assert not advantages[1].any() and not advantages[0, 10:].any()
-    unknown, _ = boxed_candidates(responses, [None, "3"], 2, ids, tokenizer.decode)
+    unknown, _ = boxed_candidates(rows, [None, "3"], 2)
     assert unknown == [[0.0, 0.0], [], [0.0, 0.0, 0.0], [1.0]]
-    for truths, group_size, rows in ((["18"], 2, 4), (["18", "9"], 4, 4), (["18", "9"], 2, 3)):
+    for truths, group_size, n in ((["18"], 2, 4), (["18", "9"], 4, 4), (["18", "9"], 2, 3)):
         with pytest.raises(ValueError):
-            boxed_candidates(responses, truths, group_size, ids[:rows], tokenizer.decode)
-
-
-class Characters:
-    """A tokenizer of characters, `size` to a token."""
-    def __init__(self, size):
-        self.size = size
-
-    def __call__(self, text):
-        pieces = [text[i : i + self.size] for i in range(0, len(text), self.size)]
-        return types.SimpleNamespace(input_ids=pieces)
-
-    def decode(self, ids):
-        return "".join(ids)
-
-
-class Words(Characters):
-    """As SentencePiece has it: a token starts with a space, which the first of all loses."""
-
-    def __call__(self, text):
-        return types.SimpleNamespace(input_ids=re.findall(r" ?[^ ]{1,4}| ", text))
-
-    def decode(self, ids):
-        return "".join(ids).removeprefix(" ")
-
-
-class Bytes(Characters):
-    """Every byte of a character that is not complete is shown as one \\ufffd."""
-    def __call__(self, text):
-        return super().__call__(text.encode())
-
-    def decode(self, ids):
-        return re.sub(b"[\x80-\xff]+", self.shown, b"".join(ids)).decode()
-
-    def shown(self, run):
-        try:
-            return run[0].decode().encode()
-        except UnicodeError:
-            return "\ufffd".encode() * len(run[0])
+            boxed_candidates(rows[:n], truths, group_size)
 
 
 # What an answer may be made of: (text, whether it is a candidate, whether that is right).
@@ -1017,76 +980,54 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["one", "three", "words", "byte", "bytes", "qwen"])
-def test_a_candidate_ends_with_the_first_token_that_shows_its_box_closed(request, kind):
-    tokenizer = {"one": Characters(1), "three": Characters(3), "words": Words(4), "byte": Bytes(1),
-                 "bytes": Bytes(3)}.get(kind) or request.getfixturevalue(kind)
+@pytest.mark.parametrize("kind", ["one", "three", "words", "qwen"])
+def test_a_candidate_ends_with_the_token_that_closes_its_box(request, kind):
+    pieces = {"one": ".", "three": ".{1,3}", "words": " ?[^ ]{1,4}| "}.get(kind)
+    tokenizer = None if pieces else request.getfixturevalue(kind)
     chance = random.Random(0)
     for _ in range(80):
         parts = chance.choices(PARTS, k=chance.randrange(13))
         text = "".join(part for part, _ in parts)
-        text = text.removeprefix(" ") if kind == "words" else text
-        ids = tokenizer(text).input_ids
-        shown = [tokenizer.decode(ids[: i + 1]) for i in range(len(ids))]
+        if pieces:
+            words = re.findall(pieces, text, re.DOTALL)
+            shown = ["".join(words[: i + 1]) for i in range(len(words))]
+        else:  # half of a character is a token, too
+            ids = tokenizer(text).input_ids
+            words = words_of(tokenizer, ids)
+            shown = [tokenizer.decode(ids[: i + 1]) for i in range(len(ids))]
         expected_rewards, expected_spans, written, first = [], [], "", 0
         for part, right in parts:
             end = written + part.rstrip(" \n.$")[: -1 if part.endswith("}}$. ") else None]
             written += part
             if right is not None:
-                end = end.removeprefix(" ") if kind == "words" else end
                 last = next(i for i, prefix in enumerate(shown) if prefix.startswith(end))
-                if last >= first:
+                if last >= first:  # two boxes that one token closes are one candidate
                     expected_spans.append((first, last))
                     expected_rewards.append(right)
                     first = last + 1
-        rewards, spans = boxed_candidates([text], ["7"], 1, [ids], tokenizer.decode)
+        rewards, spans = boxed_candidates([words], ["7"], 1)
         assert (rewards, spans) == ([expected_rewards], [expected_spans]), text
 
 
-def test_spans_are_valid_whatever_the_decoder_shows():
-    chance = random.Random(0)
-    for _ in range(400):
-        text = "\\boxed{5}" + latex_like(chance)
-        length = chance.randrange(13)
-        shown = ["".join(chance.choices("\ufffd}{5 ", k=chance.randrange(31)))
-                 for _ in range(chance.randrange(1, 8))]
-
-        [rewards], [spans] = boxed_candidates([text], ["5"], 1, [list(range(length))],
-                                              lambda ids, of=shown: of[sum(ids) % len(of)])
-        assert len(rewards) == len(spans) <= len(complete_boxes(text))
-        ends = [-1, *(last for _, last in spans)]
-        assert [first - 1 for first, _ in spans] == ends[:-1]  # each begins behind the last
-        assert all(first <= last < length for first, last in spans)
-
-
-def test_two_boxes_that_one_token_closes_are_one_candidate():
-    ids = ["so ", "\\boxed{1}\\boxed{2}", " or ", "\\boxed 1 "]
-    found = boxed_candidates(["".join(ids)], ["1"], 1, [ids], "".join)
-    assert found == ([[1.0, 1.0]], [[(0, 1), (2, 3)]])
-    decode = Characters(1).decode  # a box that the tokens do not reach is left out
-    for ids in ("a \\boxed{1} \\boxed{1", "a \\boxed{1}"):
-        found = boxed_candidates(["a \\boxed{1} \\boxed{1}"], ["1"], 1, [list(ids)], decode)
-        assert found == ([[1.0]], [[(0, 10)]])
-    assert boxed_candidates(["\\boxed{1}"], ["1"], 1, [[]], decode) == ([[]], [[]])
+def test_an_end_token_belongs_to_no_box(qwen):
+    ids = qwen(r"\boxed 7<|im_end|>").input_ids
+    rollout = types.SimpleNamespace(labels=torch.tensor([ids] * 2), rule_rewards=torch.ones(2),
+                                    finished=torch.tensor([True, False]), entropies=None,
+                                    mask=None, step_rewards=None)
+    s = types.SimpleNamespace(advantage="shape", group_size=2, scale_by_std=True,
+                              clip_advantages=None)
+    options = train.advantage_options(rollout, train.Batch([{"answer": "7"}], []), qwen, None, s)
+    assert options["candidates"][0] == [[1.0], [0.0]]  # the second was cut there by chance
 
 
 def test_candidates_are_found_at_once():
-    tokenizer = Characters(2)
+    start = time.process_time()
     for text, count in (("\\boxed{1}" * 2000, 1999), ("x" * 20_000 + "\\boxed{1}", 1),
                         ("\\boxed{" * 4000 + "}" * 4000, 1), ("\\boxed{1" * 4000, 0)):
-        ids = tokenizer(text).input_ids
-        decoded = []
-
-        def decode(ids, decoded=decoded):
-            decoded.append(len(ids))
-            return "".join(ids)
-
-        start = time.process_time()
-        [spans] = boxed_candidates([text], ["1"], 1, [ids], decode)[1]
-        assert len(spans) >= count and sum(decoded) < 40 * len(ids)
-        boxed_candidates([text], ["1"], 1, [ids[:100]], decode)  # the ids end before the text
-        boxed_candidates([text], ["1"], 1, [ids], lambda ids: "")
-        assert time.process_time() - start < 2
+        _, [spans] = boxed_candidates([re.findall(".{1,2}", text)], ["1"], 1)
+        assert len(spans) >= count
+    assert time.process_time() - start < 2
+    assert boxed_candidates([[]], ["1"], 1) == ([[]], [[]])
 
 
 # --------------------------------------------------------------------------------------------------
