@@ -1028,6 +1028,8 @@ def test_candidates_are_found_at_once():
         assert len(spans) >= count
     assert time.process_time() - start < 2
     assert boxed_candidates([[]], ["1"], 1) == ([[]], [[]])
+    both_in_one = ["so ", "\\boxed{1}\\boxed{2}", " or ", "\\boxed 1 "]
+    assert boxed_candidates([both_in_one], ["1"], 1) == ([[1.0, 1.0]], [[(0, 1), (2, 3)]])
 
 
 # --------------------------------------------------------------------------------------------------
