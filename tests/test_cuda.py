@@ -502,15 +502,13 @@ LATE = {                     # what fails in a rollout, and at which call
 }
 
 
-@pytest.mark.parametrize("prefilled", [False, True])
 @pytest.mark.parametrize("owner, name, calls", LATE.values(), ids=LATE)
 def test_a_rollout_that_falls_back_draws_what_the_plain_loop_draws(
-        granted, monkeypatch, capsys, owner, name, calls, prefilled):
+        granted, monkeypatch, capsys, owner, name, calls):
     prompts = [[3, 4, 5], [6, 7]]
     with stand_in.machine() as gpu:
         model = random_policy(BF16).to("cuda")
         chance = sample.uniform_numbers(seeded(3), 2, 4, 20, model.device)
-        begun = sample.prefill(model, prompts) if prefilled else None
         how = (model, prompts, chance, 1.0, [1, 20])
         monkeypatch.setattr(sample, "PLAIN", "to compare")
         expected = sample.write_answers(*how)
@@ -518,7 +516,7 @@ def test_a_rollout_that_falls_back_draws_what_the_plain_loop_draws(
         stream = torch.cuda.current_stream()
         real, fails = getattr(owner, name), failing_after(calls, getattr(owner, name))
         monkeypatch.setattr(owner, name, lambda *given: (real if sample.PLAIN else fails)(*given))
-        assert sample.write_answers(*how, begun) == expected
+        assert sample.write_answers(*how) == expected
         assert torch.cuda.current_stream() is stream and model not in sample.KEPT
         replays = gpu.replays
         assert sample.write_answers(*how) == expected and gpu.replays == replays

@@ -658,15 +658,6 @@ def talked(model):
                                 max_turns=4)
 
 
-def from_the_start(monkeypatch, model):
-    def next_turn(model, cache, mask, places, rows):
-        return sample.prefill(model, [sum((ids for ids, _ in pieces), []) for pieces in rows])
-
-    with monkeypatch.context() as patch:
-        patch.setattr(sample, "next_turn", next_turn)
-        return talked(model)
-
-
 def turns_of(rollout):
     """How many answers each row has: runs of labels."""
     said = (rollout.labels != IGNORE).int()
@@ -711,53 +702,29 @@ def test_conversations(tiny):
 
 @pytest.mark.parametrize("form", [PlainStep, own_step, partial(own_step, graphs=True)])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "smollm3"])
-def test_a_kept_prefix_gives_what_a_run_from_the_start_gives(name, form, monkeypatch):
+def test_conversations_in_every_form(name, form, monkeypatch):
     model = member(name)
     monkeypatch.setattr(sample, "fastest_form", lambda model: form)
     monkeypatch.setattr(OwnStep, "capture", capture)
-    kept = talked(model)
-    assert_same_rollout(kept, from_the_start(monkeypatch, model), 1e-6)
-    assert set(turns_of(kept)) == {2, 3, 4}  # rows leave, the others have many lengths
-    assert_logprobs(model, kept, 1.2, atol=1e-5)
+    rollout = talked(model)
+    assert set(turns_of(rollout)) == {2, 3, 4}  # rows leave, the others have many lengths
+    assert_logprobs(model, rollout, 1.2, atol=1e-5)
     sample.release(model)
 
 
-def test_a_turn_runs_only_what_is_new(model, runs, monkeypatch):
-    """Prompts once; then each answer, the reply and what the template puts around them, once."""
-    real = sample.next_turn
-
-    def checked(*args):
-        """Padding is on the left, which the kernels that count a row's keys rely on."""
-        cache, mask, logits = real(*args)
-        assert (mask.diff(dim=1) >= 0).all() and (mask[:, 0] == 0).any()
-        assert mask.sum(dim=1).max() == mask.shape[1] and len(logits) == len(mask)
-        assert all(layer.keys.shape[2] == mask.shape[1] for layer in cache.layers)
-        return cache, mask, logits
-
-    monkeypatch.setattr(sample, "next_turn", checked)
+def test_turns_run_a_prompt_once_for_its_group_and_then_the_rows_that_go_on(model, runs):
     forms_of(model)
     runs.clear()
     rollout = talked(model)
-    turns = [shape for shape in runs if len(shape) == 2]  # the others are single tokens
-    longest = max(len(ids_of(prompt)) for prompt in PROMPTS)
-    assert turns[0] == (len(PROMPTS), longest + 2) and len(turns) == max(turns_of(rollout))
-    begun = [sum(count > turn for count in turns_of(rollout)) for turn in range(1, len(turns))]
-    assert [rows for rows, _ in turns[1:]] == begun and len(begun) > 1
-    # at most an answer, a reply and the template's words
-    assert 9 < max(tokens for _, tokens in turns[1:]) <= 2 * 9 + 3
+    turns = [rows for rows, *width in runs if width]  # the others are single tokens
+    going_on = [sum(count > turn for count in turns_of(rollout)) for turn in range(1, len(turns))]
+    assert turns == [len(PROMPTS), *going_on] and len(going_on) > 1
 
 
 @pytest.mark.parametrize("architecture", ["mistral", "gemma2", "gpt2"])
-def test_windows_and_learned_positions_run_from_the_start(architecture, monkeypatch):
-    """There a gap in the cache might count; the rows and [D]'s log-probs are the same."""
-    model, runs = small_model(architecture), []
-    forms_of(model)
-    model.get_input_embeddings().register_forward_pre_hook(lambda _, args: runs.append(args[0]))
-    rollout = talked(model)
-    again = [ids for ids in runs if ids.dim() == 2 and ids.shape[1] > 1][1:]
-    assert again and all(((ids == START).sum(dim=1) > 1).all() for ids in again)  # with turn one
-    assert_same_rollout(rollout, from_the_start(monkeypatch, model), 0)
-    assert_logprobs(model, rollout, 1.2)
+def test_conversations_with_windows_and_learned_positions(architecture):
+    model = small_model(architecture)
+    assert_logprobs(model, talked(model), 1.2)
 
 
 def test_a_conversation_of_one_turn_is_a_group(tiny):

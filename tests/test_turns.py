@@ -108,7 +108,7 @@ def test_shapley_shares_arrive():
                            for row in rows])
     ids = labels.clamp(min=0)
     ids[:, :len(prompt)] = torch.tensor(prompt)
-    rollout = sample.Rollout(ids, labels, torch.zeros(ids[:, 1:].shape), texts, torch.ones(4) > 0,
+    rollout = sample.Rollout(ids, labels, torch.zeros(ids[:, 1:].shape), texts, torch.zeros(4) > 0,
                              torch.zeros(4).long())
     batch = train.Batch([{"question": "q", "answer": "9"}], p.prompts[:1])
     train.train_step(p.policy, p.reference, p.optimizer, p.tokenizer, batch, p.settings,
