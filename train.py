@@ -30,7 +30,7 @@ import sys
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from itertools import combinations, groupby
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -284,7 +284,7 @@ def advantage_options(rollout, batch, tokenizer, reward_of, s):
         words = []  # the texts of each answer's tokens, without its end token
         for row, finished in zip(rollout.labels, rollout.finished):
             ids = row[row != IGNORE].tolist()
-            words.append(words_of(tokenizer, ids[:-1] if finished else ids))
+            words.append(sample.words_of(tokenizer, ids[:-1] if finished else ids))
         candidates = reward.boxed_candidates(words, truths_of(batch.problems), s.group_size)
     # With a user's own reward, an answer counts as right if its reward is positive.
     right = None if reward_of else is_right(rollout.rule_rewards)
@@ -342,7 +342,8 @@ def mini_batches(rollout, s):
     if s.minibatches == 1:
         return [rollout]  # no copy: the first update stores its log-probs there
     groups = torch.arange(len(rollout.responses)).view(-1, s.group_size)               # (B, G)
-    return [rollout.take(rows.flatten().tolist()) for rows in groups.tensor_split(s.minibatches)]
+    parts = groups.tensor_split(s.minibatches)
+    return [rollout.take(rows.flatten().tolist()) for rows in parts]
 
 
 def micro_batches(rollout, s):
@@ -353,7 +354,8 @@ def micro_batches(rollout, s):
     # the same number, or FSDP's gathers wait for ever: a GPU with fewer runs its last one again,
     # with weight 0. And FSDP averages the gradients of the GPUs, but we need their sum: so the
     # weight of a real pass is the number of GPUs.
-    for n in range(max(gathered_objects(len(cuts)))):
+    most = max(gathered_objects(len(cuts)))
+    for n in range(most):
         rows, width = cuts[min(n, len(cuts) - 1)]
         weight = world() if n < len(cuts) else 0
         rows = rows.tolist()
@@ -416,7 +418,8 @@ def step_metrics(rollout, batch, updates, clock, s):
     for name, values in (rollout.reward_parts or {}).items():
         values = gathered(values)  # NaN where this reward does not apply
         metrics[f"reward/{name}"] = values.nanmean()
-        metrics[f"reward_std/{name}"] = (values - values.nanmean()).square().nanmean().sqrt()
+        centred = values - values.nanmean()
+        metrics[f"reward_std/{name}"] = centred.square().nanmean().sqrt()
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -440,7 +443,7 @@ def without_flat_groups(rollout, model, tokenizer, batch, s, sampler, reward_of)
     G = s.group_size
     N = len(rollout.responses)
     for attempt in range(1, s.max_resample + 1):  # groups that stay flat have advantages of 0
-        flat = is_flat(rollout.rewards, G).nonzero()[:, 0].tolist()
+        flat = torch.where(is_flat(rollout.rewards, G))[0].tolist()
         if not any(gathered_objects(len(flat))):
             break  # every group of every rank teaches something
         # A rank that needs no group still draws one: the others wait for it in FSDP.
@@ -448,7 +451,7 @@ def without_flat_groups(rollout, model, tokenizer, batch, s, sampler, reward_of)
         new = answers_to(others, model, tokenizer, s, sampler)
         agreed(set_rewards, new, others, reward_of)
         # A new group takes the place of a flat one, unless it is flat itself.
-        useful = (~is_flat(new.rewards, G)).nonzero()[:, 0].tolist()
+        useful = torch.where(~is_flat(new.rewards, G))[0].tolist()
         rows = list(range(N))
         for j, k in zip(flat, useful):
             batch.problems[j] = others.problems[k]
@@ -478,7 +481,8 @@ def batch_of_step(tokenizer, problems, step, s, attempt=0, n=None):
     B = s.prompts_per_step
     # Every epoch has a new order; the few problems that do not fill a step are left out.
     epoch, k = divmod(step - 1, len(problems) // B)  # steps count from 1
-    order = shuffled(len(problems), s.seed, 0, epoch)[k * B:(k + 1) * B]
+    order = shuffled(len(problems), s.seed, 0, epoch)
+    order = order[k * B:(k + 1) * B]
     names = (s.seed, step)
     if attempt:
         names = (s.seed, "resample", step, attempt)
@@ -518,13 +522,15 @@ def seeded(*names, device="cpu"):
     # A hash, because seed + step would be the same for step 2 of seed 0 and step 1 of seed 1.
     digest = hashlib.sha256(repr(names).encode()).digest()
     # manual_seed takes a signed 64-bit number: one bit fewer than eight bytes have.
-    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    number = int.from_bytes(digest[:8], "little") >> 1
+    return torch.Generator(device).manual_seed(number)
 
 
 def remember(reward_model, rollout, step, s):
     """Keep pairs of this step's answers to train the reward model: the same on every rank."""
     rows = sum(gathered_objects(rollout.judged), [])
-    reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
+    generator = seeded(s.seed, "pairs", step)
+    reward.collect_pairs(reward_model, rows, s.group_size, generator)
 
 
 def renew(ref_model, policy_model, reward_model, step, s):
@@ -565,7 +571,8 @@ def set_learning_rate(optimizer, step, s):
     # At first Adam's second moment is a mean of few gradients: small steps until it is reliable.
     rate = min(1.0, step / max(s.warmup_steps, 1))
     # 1 until the end of the warm-up; the last step's rate is above 0, so that it is not wasted.
-    left = min(1.0, (s.steps - step + 1) / max(s.steps - s.warmup_steps, 1))
+    decaying = max(s.steps - s.warmup_steps, 1)
+    left = min(1.0, (s.steps - step + 1) / decaying)
     if s.lr_schedule == "linear":
         rate *= left
     elif s.lr_schedule == "cosine":
@@ -582,7 +589,8 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
 
     def answers():
         rows = []
-        for start in tqdm(range(0, len(mine), B), "evaluation", leave=False, disable=rank() > 0):
+        starts = range(0, len(mine), B)
+        for start in tqdm(starts, "evaluation", leave=False, disable=rank() > 0):
             chosen = mine[start:start + B]
             part = [problems[j] for j in chosen]
             prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in part]
@@ -590,7 +598,8 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
             rollout = sampler(model, tokenizer, prompts, group_size, s.max_new_tokens, temperature,
                               generators)
             set_rewards(rollout, Batch(part, prompts), reward_of)
-            rows += zip(rollout.responses, rollout.rule_rewards.tolist(), rollout.rewards.tolist())
+            judged = rollout.rule_rewards.tolist(), rollout.rewards.tolist()
+            rows += zip(rollout.responses, *judged)
         return rows
 
     # Not RewardFailed, which saves the weights as those of the step before: they have moved.
@@ -637,7 +646,8 @@ def symptoms(history, dtype=torch.float32):
     """
     def mean_of(name, rows=history[-10:]):
         # A metric that is null counts as NaN, and no comparison with NaN is true.
-        values = [math.nan if row.get(name) is None else row[name] for row in rows]
+        values = [row.get(name) for row in rows]
+        values = [math.nan if value is None else value for value in values]
         return sum(values) / len(values) if values else math.nan
 
     # Compare twenty steps with the twenty before: lengths and accuracies of single steps jump.
@@ -647,7 +657,8 @@ def symptoms(history, dtype=torch.float32):
     gain = mean_of("accuracy", last) - mean_of("accuracy", before)
     # A jump shows in one step, so this is no mean of ten.
     norm = mean_of("grad_norm", history[-1:])
-    usual = mean_of("grad_norm", history[-40:-20] if len(history) > 25 else [])
+    earlier = history[-40:-20] if len(history) > 25 else []
+    usual = mean_of("grad_norm", earlier)
     kl = mean_of("approx_kl")
     # Right after a renewal the KL is 0 in any case; with --renew-reference 1, in every step.
     stuck = kl == 0 and mean_of("grad_norm") > 0 and "reference_renewed" not in history[-1]
@@ -903,15 +914,16 @@ def parse(argv):
         if "data" in layer:
             # Held-out problems of another data set would measure something else.
             values.pop("eval_data", None)
-        if bool(layer.get("lora_rank", was := values.get("lora_rank"))) != bool(was):
+        was = values.get("lora_rank")
+        if bool(layer.get("lora_rank", was)) != bool(was):
             values.pop("lr", None)  # a rate for all weights does not fit factors, nor the reverse
         values |= layer
-    final = os.path.join(values.get("model", TINY), "final")
-    if os.path.isfile(os.path.join(final, "config.json")):
-        values["model"] = os.path.abspath(final)  # a run's folder was named
-    if os.path.isfile(os.path.join(values.get("model", TINY), "adapter_config.json")):
-        raise BadInput(f"--model {values['model']}: an adapter needs its model; final/ beside it "
-                       "has both in one")
+    model = values.get("model", TINY)
+    if os.path.isfile(os.path.join(model, "final", "config.json")):
+        values["model"] = os.path.abspath(os.path.join(model, "final"))  # a run's folder was named
+    elif os.path.isfile(os.path.join(model, "adapter_config.json")):
+        raise BadInput(f"--model {model}: an adapter needs its model; final/ beside it has both "
+                       "in one")
     if "lora_rank" in values and "lr" not in values:
         rate, what = ("1e-4", "factors") if values["lora_rank"] else ("1e-6", "all weights")
         values["lr"] = float(rate)
@@ -979,6 +991,9 @@ def resumed_settings(given):
 
 def load(s):
     """-> the parts of a run, named like train_grpo's arguments."""
+    # Kept with the run, because the last digit of sums depends on the number of threads.
+    s.threads = s.threads or torch.get_num_threads()
+    torch.set_num_threads(s.threads)
     reward_model = load_reward_model(s) if s.reward_model else None
     reward_of = load_reward_of(s, reward_model)
     sampler = sample_groups
@@ -1056,7 +1071,8 @@ def tell_idle(s):
     on_policy = s.updates_per_rollout * s.minibatches == 1 and "no effect: every ratio is 1"
     per_answer = s.advantage in ("group", "leave-one-out") and not s.step_reward
     z_scores = s.advantage == "group" and s.scale_by_std and not s.step_reward
-    one_weight = len(s.reward or ()) == 1 and not s.overlong_buffer and min(s.reward_weights or [0])
+    weight = min(s.reward_weights or [0])
+    one_reward = len(s.reward or ()) == 1 and not s.overlong_buffer
     idle = [  # flags, and false or why they have no effect
         ("clip_eps clip_eps_high objective", on_policy),
         ("ratio", per_answer and on_policy),
@@ -1066,7 +1082,8 @@ def tell_idle(s):
         ("clip_advantages", z_scores and (s.clip_advantages or 0) ** 2 >= s.group_size - 1
          and f"no effect: with {s.group_size} answers no advantage is as large"),
         ("reward reward_weights", s.step_reward and "only measured, because --step-reward trains"),
-        ("reward_weights", z_scores and one_weight > 0 and "no effect: it scales the std, too"),
+        ("reward_weights", z_scores and one_reward and weight > 0
+         and "no effect: it scales the std, too"),
         ("reward_model_lr", not (s.reward_model and s.renew_reference)
          and "no effect without --reward-model and --renew-reference"),
         ("rounding", s.dtype == "float32" and "no effect: float32 weights are not rounded"),
@@ -1106,7 +1123,7 @@ def choose_device(s):
 
 def check_card(s, device):
     """BadInput for a card that torch cannot use, before anything is loaded."""
-    hidden = s.device == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or s.device == "cpu"
     if device.type == "cpu" and not hidden and shutil.which("nvidia-smi"):
         query = "nvidia-smi --query-gpu=name,driver_version --format=csv,noheader"
         raise BadInput(
@@ -1166,12 +1183,13 @@ def check_forms(model, s):
 
 def check_template(model, tokenizer, s):
     """Say where the chat template leaves the system prompt out, or has another end token."""
-    prompts = {chat_prompt(tokenizer, {"question": "?"}, text) for text in (s.system_prompt, "")}
-    if s.system_prompt and len(prompts) == 1:
+    prompts = [chat_prompt(tokenizer, {"question": "?"}, text) for text in (s.system_prompt, "")]
+    if s.system_prompt and prompts[0] == prompts[1]:
         say("--system-prompt: the chat template of --model leaves it out")
-    ends = [tokenizer.decode([end]) for end in sample.end_token_ids(model, tokenizer)]
+    ends = tokenizer.batch_decode([[end] for end in sample.end_token_ids(model, tokenizer)])
     with suppress(ValueError, IndexError):  # nothing between two answers
-        written = tokenizer.decode(sample.ids_between_turns(tokenizer, "?", None, [])).split()[0]
+        between = tokenizer.decode(sample.ids_between_turns(tokenizer, "?", None, []))
+        written = between.split()[0]
         if not written.startswith(tuple(ends)):
             say(f"the chat template writes {written} after an answer, but the model's end tokens "
                 f"are {' '.join(ends)}: answers may run on until they are cut")
@@ -1204,8 +1222,10 @@ def fitting(name, problems, tokenizer, s):
     """The problems within --max-prompt-tokens; BadInput if one is too long for the model."""
     with telling(f"{name} for --model {s.model}:"):
         prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
-    for mark in dict.fromkeys(sample.marks_of(tokenizer, str(tokenizer.chat_template))[1]):
-        found = sum(mark in str(row.get("messages") or row["question"]) for row in problems)
+    _, words = sample.marks_of(tokenizer, str(tokenizer.chat_template))
+    texts = [str(row.get("messages") or row["question"]) for row in problems]
+    for mark in dict.fromkeys(words):
+        found = sum(mark in text for text in texts)
         if found:
             say(f"{name}: {found} of {len(problems)} problems hold {mark!r}, which the chat "
                 "template writes between turns as plain text")
@@ -1221,7 +1241,7 @@ def fitting(name, problems, tokenizer, s):
         say(f"{name}: {len(problems) - len(kept)} of {len(problems)} prompts are longer than "
             f"--max-prompt-tokens {most}, and are left out")
     # The longest prompt is checked now, not in the step that happens to draw it.
-    longest = max((len(row) for row in ids if len(row) <= most), default=0)
+    longest = max((n for n in map(len, ids) if n <= most), default=0)
     limit = sample.length_limit(AutoConfig.from_pretrained(s.model))
     if longest + s.answer_tokens > limit:
         turns = f" or --max-turns (now {s.max_turns})" if s.reply else ""
@@ -1265,7 +1285,8 @@ def make_optimizer(model, s, ref_model=None):
     if all(weight.dtype == torch.float32 for weight in weights):
         return with_moments(torch.optim.AdamW(weights, **how))
     home = torch.device("cpu") if s.offload and world() == 1 else model.device
-    return MasterAdamW(weights, home, s.rounding == "threshold", s.seed, **how)
+    thresholds = s.rounding == "threshold"
+    return MasterAdamW(weights, home, thresholds, s.seed, **how)
 
 
 def with_moments(optimizer):
@@ -1341,7 +1362,9 @@ class MasterAdamW(torch.optim.AdamW):
         before = self.beginnings()
         super().step()
         self.round()
-        meant, written = (new - old for new, old in zip(self.beginnings(), before))
+        after = self.beginnings()
+        meant = after[0] - before[0]
+        written = after[1] - before[1]
         self.arrived = float(written @ meant / (meant @ meant))
 
     def wait_for_copies(self):
@@ -1390,7 +1413,8 @@ def round_into(weight, master, seed=None):
     half = 1 << dropped - 1
     generator = seeded(*seed, device=master.device)
     # The pieces fit a CPU's cache; a GPU launches seven kernels for each, so there they are larger.
-    size = min(2**24 if master.is_cuda else 2**18, -(-master.numel() // 4) * 4)
+    size = 2**24 if master.is_cuda else 2**18
+    size = min(size, -(-master.numel() // 4) * 4)
     # 64 random bits give the thresholds of four weights.
     drawn = torch.empty(size // 4, dtype=torch.int64, device=master.device)
     pieces = (tensor.view(-1).split(size) for tensor in (weight, master))
@@ -1399,7 +1423,8 @@ def round_into(weight, master, seed=None):
         noise = drawn.view(torch.int16)[:len(m)] >> 16 - dropped
         # The bits of a float32, read as an integer, grow with its size. The threshold is
         # noise + half, from 0 to 1 unit; what is less than a unit is then cut off.
-        bits = (m.view(torch.int32) + noise).add_(half).bitwise_and_(-2 * half)
+        bits = m.view(torch.int32) + noise
+        bits.add_(half).bitwise_and_(-2 * half)
         w.copy_(bits.view(torch.float32))
 
 
@@ -1508,16 +1533,18 @@ class LoraAdamW(MasterAdamW):
                 W0 = W.data.to(home, copy=True)
             # PEFT begins with the same distribution. B is 0: the first W is W0.
             chance = seeded(s.seed, "lora", i)
-            A = 2 * torch.rand(s.lora_rank, W.shape[1], generator=chance) - 1
-            A = A.div(math.sqrt(W.shape[1])).to(W.device)                              # (R, in)
-            B = torch.zeros(len(W), s.lora_rank, device=W.device)                      # (out, R)
+            n_out, n_in = W.shape
+            A = 2 * torch.rand(s.lora_rank, n_in, generator=chance) - 1
+            A = A.div(math.sqrt(n_in)).to(W.device)                                    # (R, in)
+            B = torch.zeros(n_out, s.lora_rank, device=W.device)                       # (out, R)
             self.parts.append((W0, A, B))
             self.factors[f"base_model.model.{name}.lora_A.weight"] = A
             self.factors[f"base_model.model.{name}.lora_B.weight"] = B
             W.requires_grad_()
+        weights = list(linears.values())
         thresholds = s.rounding == "threshold"
         factors = list(self.factors.values())
-        super().__init__([*linears.values()], model.device, thresholds, s.seed, factors, **how)
+        super().__init__(weights, model.device, thresholds, s.seed, factors, **how)
         for W, (_, A, B) in zip(self.weights, self.parts):  # after widen()
             W.register_post_accumulate_grad_hook(partial(self.take_gradient, A, B))
 
@@ -1526,7 +1553,9 @@ class LoraAdamW(MasterAdamW):
         """Add a weight's gradient to those of its factors, and free it."""
         dW = W.grad.mul_(self.scale)                                                   # (out, in)
         W.grad = None
-        for factor, grad in ((A, B.T @ dW), (B, dW @ A.T)):                  # (R, in) and (out, R)
+        dA = B.T @ dW                                                                  # (R, in)
+        dB = dW @ A.T                                                                  # (out, R)
+        for factor, grad in ((A, dA), (B, dB)):
             factor.grad = grad if factor.grad is None else factor.grad + grad
 
     def masters(self, few=BIG):
@@ -1624,7 +1653,8 @@ def ways_to_save(s, device):
     ways = []
     for offload, checkpointing, parts in WAYS if device == "cuda" else WAYS[:4]:
         values = (offload, checkpointing, tokens // parts)
-        auto = {name: value for name, value in zip(MEMORY, values) if getattr(s, name) == "auto"}
+        pairs = zip(MEMORY, values)
+        auto = {name: value for name, value in pairs if getattr(s, name) == "auto"}
         way = dataclasses.replace(s, **auto)
         if way not in ways:
             ways.append(way)
@@ -1638,7 +1668,8 @@ def what_fits(s, model, device, free):
                ("gradient_checkpointing", True), ("micro_batch_tokens", 1024), ("kl_coef", 0.0),
                ("offload", True), ("prompts_per_step", max(s.prompts_per_step // 4, 1))]
     found = {}
-    for chosen in (some for n in range(len(changes)) for some in combinations(changes, n + 1)):
+    sets = (some for n in range(len(changes)) for some in combinations(changes, n + 1))
+    for chosen in sets:  # the smallest first
         if len(found) == 3 or any(set(chosen) > set(fewer) for fewer in found):
             continue
         there = dataclasses.replace(s, **dict(chosen))
@@ -1655,9 +1686,11 @@ def what_fits(s, model, device, free):
 def needed(s, model, device):
     """Bytes that a run needs, by count: [of the device's memory, of the host's if it is apart]."""
     if device != "cuda":
-        return [sum(memory(dataclasses.replace(s, offload=False), model, device).values())]
+        s = dataclasses.replace(s, offload=False)
+        return [sum(memory(s, model, device).values())]
     # Weights pass through host memory when they are loaded.
-    host = max(sum(p.nbytes for p in model.parameters()), optimizer_memory(s, model)[1])
+    weights = sum(p.nbytes for p in model.parameters())
+    host = max(weights, optimizer_memory(s, model)[1])
     return [sum(memory(s, model, device).values()), host]
 
 
@@ -1675,7 +1708,8 @@ def host_memory():
     """Bytes that programs can still take; infinite where Linux does not tell it."""
     with suppress(OSError):
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if "MemAvailable" in line)
+        line = next(line for line in lines if "MemAvailable" in line)
+        return 1024 * int(line.split()[1])  # it counts in kB
     return math.inf
 
 
@@ -1714,7 +1748,7 @@ def memory(s, model, device="cuda"):
         scorer = reward.reward_model_size(s.reward_model) if s.reward_model else 0
     count = {
         "policy, weights that compute": n * size,
-        "reference, frozen": (n if s.is_whole else n // world()) * size * bool(s.kl_coef),
+        "reference, frozen": n // (1 if s.is_whole else world()) * size * bool(s.kl_coef),
         **optimizer_memory(s, model)[0],
         "reward model": scorer * (16 if s.renew_reference else 4),
         "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * layers * keys * size,
@@ -1735,7 +1769,8 @@ def optimizer_memory(s, model):
         weights = list(linears_of(model).values())
         n = s.lora_rank * sum(sum(W.shape) for W in weights)  # numbers in the factors
         # The reference holds the initial weights unless it is renewed.
-        first = sum(W.nbytes for W in weights) * (s.renew_reference > 0 or not s.kl_coef)
+        moves = s.renew_reference > 0 or not s.kl_coef
+        first = sum(W.nbytes for W in weights) * moves
         return {
             "LoRA's first weights": first * (not s.offload),
             "float32 masters": 4 * n,
@@ -1766,7 +1801,8 @@ def print_memory(s):
     with telling(f"--model {s.model}: its memory cannot be counted:", of=Exception):
         with suppress(BadInput):  # a model without Linears
             linears_of(model)
-            ways.append(dataclasses.replace(ways[:2][-1], lora_rank=s.lora_rank or 16))
+            way = ways[:2][-1]
+            ways.append(dataclasses.replace(way, lora_rank=s.lora_rank or 16))
         for way in ways:
             column = memory(way, model, device)
             column["sum"] = sum(column.values())
@@ -1821,7 +1857,8 @@ def world():
 
 def join_ranks():
     """Meet the other processes. BadInput if torchrun has not made the environment."""
-    if os.environ.get("RANK", "0") == "0" and os.environ.get("WORLD_SIZE", "1") == "1":
+    alone = {"RANK": "0", "WORLD_SIZE": "1"}
+    if all(os.environ.get(name, number) == number for name, number in alone.items()):
         return
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
         if not os.environ.get(name, "").isdecimal():
@@ -1856,7 +1893,8 @@ def gathered(tensor):
 
 def summed(numbers):
     """{name: number} -> the same, summed over the ranks."""
-    everywhere = gathered_objects({name: float(value) for name, value in numbers.items()})
+    mine = {name: float(value) for name, value in numbers.items()}
+    everywhere = gathered_objects(mine)
     return {name: sum(each[name] for each in everywhere) for name in numbers}
 
 
@@ -1909,7 +1947,8 @@ def shard(whole, s):
     policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     model = model_without_storage(s, dtype)
     sample.switch_off_dropout(model)
-    for layer in next(m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList)):
+    lists = (m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList))
+    for layer in next(lists):  # the decoder layers
         fsdp.fully_shard(layer, mp_policy=policy)
     fsdp.fully_shard(model, mp_policy=policy)  # the rest: embeddings, last norm, head
     model.to_empty(device=device)  # storage for this rank's shards
@@ -1983,7 +2022,8 @@ class Run:
                      of=(OSError, UnicodeError)):
             str(self.folder).encode()  # final/ is written by a library that takes UTF-8 only
             self.folder.mkdir(parents=True, exist_ok=True)
-            if any((self.folder / file).is_symlink() for file in (*LOGS, ".lock")):
+            files = [self.folder / name for name in (*LOGS, ".lock")]
+            if any(file.is_symlink() for file in files):
                 raise BadInput(f"--output {name}: has links to files elsewhere")
             # Check before writing anything: the folder may be somebody else's.
             begun = {path.name for path in self.folder.iterdir()} - {".lock", "unfinished"}
@@ -2058,13 +2098,17 @@ class Run:
                 "finite, and were skipped: --lr or a reward may be too large, or --temperature too "
                 "small")
 
+    def curve(self, name):
+        """A metric over the steps: (step, value), without values that are null."""
+        return [(m["step"], m[name]) for m in self.history if m[name] is not None]
+
     def log_samples(self, step, batch, rollout, with_logprobs=False, groups=2):
         """Write a few whole groups, as they were scored, with the ids that were drawn."""
         G = len(rollout.responses) // len(batch.prompts)
         records = []
         for j, (problem, prompt) in enumerate(zip(batch.problems[:groups], batch.prompts)):
             part = rollout.take(list(range(j * G, (j + 1) * G)))
-            rows = [turns_of(*row) for row in zip(part.input_ids.tolist(), part.labels.tolist())]
+            rows = [*map(sample.turns_of, part.input_ids.tolist(), part.labels.tolist())]
             # In a conversation, the replies are included.
             records.append({"step": step, "question": problem["question"], "prompt": prompt,
                             "responses": part.turns or part.responses,
@@ -2107,13 +2151,6 @@ class Run:
             shutil.rmtree(aside)
 
 
-def turns_of(ids, labels):
-    """One row without its padding, cut by who wrote it: [prompt, answer, reply, ..., answer]."""
-    turns = [[id for id, _ in turn]
-             for _, turn in groupby(zip(ids, labels), lambda pair: pair[1] != IGNORE)]
-    return turns[:len(turns) // 2 * 2]
-
-
 def as_json(record):
     """NaN and Infinity become null, because JSON has neither."""
     return {name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -2133,7 +2170,8 @@ def inputs_of(s, problems, eval_problems):
         found[name] = hashlib.sha256(text.encode()).hexdigest()
     # The files of a model folder that define what it computes; it may hold others, too.
     patterns = ("*.safetensors", "*config.json", "*token*", "vocab*", "merges*", "*.jinja")
-    for flag, model in (("--model", s.model), ("--reward-model", s.reward_model)):
+    models = {"--model": s.model, "--reward-model": s.reward_model}
+    for flag, model in models.items():
         for pattern in patterns if model else ():
             # a folder, or the snapshot of a hub name
             folder = Path(transformers.utils.cached_file(model, "config.json")).parent
@@ -2195,7 +2233,8 @@ def what_moves(run, model, optimizer):
         # AdamW's own list, because it moves float32 masters if the weights have fewer bits.
         for name, master in zip(names, adamw.param_groups[0]["params"]):
             yield prefix + name, master, adamw.state[master]
-    for name, p in run.ref_model.named_parameters() if run.ref_model else ():
+    reference = run.ref_model.named_parameters() if run.ref_model else ()
+    for name, p in reference:
         yield "reference/" + name, p, {}
 
 
@@ -2241,14 +2280,15 @@ def load_checkpoint(run, model, optimizer):
         run.before = [str(text) for text in run.before]
         scale, since = counters.get("loss_scale", (1, 0))
         counts = (run.skipped, run.kl_coef or 0, scale - 1, since, *run.told.values())
-        if run.step not in range(BIG) or not all(0 <= count < math.inf for count in counts):
+        finite = all(0 <= count < math.inf for count in counts)
+        if run.step not in range(BIG) or not finite:
             raise ValueError(f"step {run.step}, counters {counts}")
         if run.reward_model:
             run.reward_model.pairs, run.reward_model.replay = counters["pairs"]
         for name, tensor, state in what_moves(run, model, optimizer):
             for key, place in {"weight": tensor, **state}.items():
                 found = file.get_tensor(f"{key}/{name}")
-                fits = (found.shape, found.dtype) == (place.shape, place.dtype)
+                fits = found.shape == place.shape and found.dtype == place.dtype
                 if not fits or not found.isfinite().all():
                     raise ValueError(f"{key}/{name} has another shape or dtype, or is not finite")
                 place.copy_(sharded_like(place, found))
@@ -2299,9 +2339,6 @@ def main(argv=None):
             print_memory(settings)
             return 0
         join_ranks()
-        # Kept with the run, because the last digit of sums depends on the number of threads.
-        settings.threads = settings.threads or torch.get_num_threads()
-        torch.set_num_threads(settings.threads)
         settings = on_rank_0(plan_memory, settings)  # ranks must not differ in it
         parts = load(settings)
         if settings.eval_only or settings.trace:
@@ -2383,8 +2420,9 @@ def begin(run, parts, s):
         load_checkpoint(run, model, parts.optimizer)
         if s.steps < run.step:
             raise BadInput(f"--steps {s.steps}: the run in {run.name} is at step {run.step}")
-    kept = {name: getattr(s, name) for name in FIELDS if FIELDS[name].metadata["kept"]}
-    for name, content in (("config.json", kept), ("inputs.json", inputs)) if run.folder else ():
+    kept = [name for name in FIELDS if FIELDS[name].metadata["kept"]]
+    files = {"config.json": {name: getattr(s, name) for name in kept}, "inputs.json": inputs}
+    for name, content in files.items() if run.folder else ():
         with run.replacing(name) as place:
             place.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     run.saved = run.saved or "none"
@@ -2414,10 +2452,10 @@ def print_story(run, eval_problems, judged_by):
     i = int((after & ~before).int().argmax())
     say(f"\nquestion  {eval_problems[i]['question']}\nbefore    {run.before[i]}\n"
         f"after     {run.after[i]}\ntruth     {truths[i] or 'not known'}\n")
-    say(f"{f'held-out {judged_by}':22}" + small_curve([figure for _, figure in run.held_out]))
+    say(f"{f'held-out {judged_by}':22}" + small_curve(run.held_out))
     boxed = any(m["format_rate"] for m in run.history)
     for name in ("accuracy",) * boxed + ("reward_mean", "approx_kl", "response_length_mean"):
-        say(f"{name:22}" + small_curve([m[name] for m in run.history if m[name] is not None]))
+        say(f"{name:22}" + small_curve(run.curve(name)))
     page = Path(run.name, "page.html")
     seen = f"see what it learned  {page}\n" if page.is_file() else ""
     talk = command("sample.py", "--model", run.name)
@@ -2432,14 +2470,15 @@ def command(program, *flags):
     return shlex.join([sys.executable, str(HERE / program), *flags])
 
 
-def small_curve(values, width=50):
-    """Numbers as one line of blocks, from the lowest value to the highest."""
-    if not values:
+def small_curve(points, width=50):
+    """(step, value) points as one line of blocks, from the lowest value to the highest."""
+    if not points:
         return ""
-    means = pooled(values, width)
+    means = pooled([value for _, value in points], width)
     low = min(means)
     span = max(means) - low or 1
-    blocks = "".join("▁▂▃▄▅▆▇█"[int(7 * (mean - low) / span)] for mean in means)
+    heights = [int(7 * (mean - low) / span) for mean in means]
+    blocks = "".join("▁▂▃▄▅▆▇█"[height] for height in heights)
     return f"{means[0]:8.3f} {blocks} {means[-1]:.3f}"
 
 
@@ -2480,9 +2519,13 @@ def write_page(run, model, ref_model, tokenizer, s):
     if not groups:
         return
     # As `to_rollout` takes them: the prompt, what the policy wrote, what it was told, ...
-    rows = [[(group["prompt_ids"], None),
-             *((ids, None if k % 2 else [0.0] * len(ids)) for k, ids in enumerate(turns))]
-            for group in groups for turns in group["ids"]]
+    rows = []
+    for group in groups:
+        for turns in group["ids"]:
+            rows.append([(group["prompt_ids"], None)])
+            for k, ids in enumerate(turns):
+                own = None if k % 2 else [0.0] * len(ids)
+                rows[-1].append((ids, own))
     ends = sample.end_token_ids(model, tokenizer)
     rollout = sample.to_rollout(tokenizer, rows, ends, s.group_size, model.device)
     now, _ = within_memory(logprobs_of_all, model, rollout, s)                         # (N, S-1)
@@ -2490,8 +2533,9 @@ def write_page(run, model, ref_model, tokenizer, s):
     if not start:
         start = own_of(within_memory(logprobs_of_all, ref_model, rollout, s)[0], rollout)
     pairs = zip(own_of(now, rollout), start)
+    moved = ([new - old for new, old in zip(*pair)] for pair in pairs)
     for group in groups:
-        group["d"] = [[new - old for new, old in zip(*next(pairs))] for _ in group["ids"]]
+        group["d"] = [next(moved) for _ in group["ids"]]
     if run.folder:
         with run.replacing("page.html") as place:
             place.write_text(page_of(run, groups, tokenizer, s), encoding="utf-8")
@@ -2510,9 +2554,10 @@ def groups_to_show(run):
             step = group["step"]
             if "ids" in group and (step == run.step or step & step - 1 == 0):
                 # the step's first group that teaches something
-                found[step] = max(found.get(step, group), group,
-                                  key=lambda group: len(set(group["rewards"])) > 1)
-    return list(found.values())
+                teaches = len(set(group["rewards"])) > 1
+                if step not in found or teaches and not found[step][0]:
+                    found[step] = teaches, group
+    return [group for _, group in found.values()]
 
 
 def page_of(run, groups, tokenizer, s):
@@ -2520,13 +2565,17 @@ def page_of(run, groups, tokenizer, s):
     curves = {"held out": run.held_out}
     for name in run.history[-1]:
         if name.startswith("reward/") or name in CURVES:
-            curves[name] = [(m["step"], m[name]) for m in run.history if m[name] is not None]
-    warned = [(m["step"], shown(m["warning"])) for m in run.history if "warning" in m]
+            curves[name] = run.curve(name)
+    warnings = [m for m in run.history if "warning" in m]
+    warned = [(m["step"], shown(m["warning"])) for m in warnings]
     marks = "".join(f'<rect x="{300 * step / run.step:.1f}" width=".7" height="80"><title>{line}'
                     "</title></rect>" for step, line in warned)
+    known = {name: points for name, points in curves.items() if points}
     figures = "".join(figure_of_curve(shown(name), points, run.step, marks)
-                      for name, points in curves.items() if points)
-    least = sorted(abs(d) for group in groups for row in group["d"] for d in row)[-MOST_TINTED:][0]
+                      for name, points in known.items())
+    rows = [row for group in groups for row in group["d"]]
+    moves = sorted(abs(d) for row in rows for d in row)
+    least = moves[-MOST_TINTED:][0]
     room = MOST_BYTES // len(groups)
     sections = "".join(section_of(group, tokenizer, room, least) for group in groups)
     then = "at the start: log π − log π<sub>ref</sub>, the −d of [F]"
@@ -2572,7 +2621,8 @@ def section_of(group, tokenizer, room, least):
         d = iter(d)
         y = ""
         for k, ids in enumerate(turns):
-            words = [shown(word).replace("\n", "↵\n") for word in words_of(tokenizer, ids)]
+            words = sample.words_of(tokenizer, ids)
+            words = [shown(word).replace("\n", "↵\n") for word in words]
             y += f"<q>{''.join(words)}</q>" if k % 2 else tinted(words, d, least)
         cut = "" if finished else " <small>cut at the limit</small>"
         width = 50 * min(abs(A) / 3, 1)
@@ -2584,14 +2634,6 @@ def section_of(group, tokenizer, room, least):
             break
         text += answer
     return f"<section><h2>{text}</section>"
-
-
-def words_of(tokenizer, ids):
-    """The text of each token, with the space that some tokenizers only write between two."""
-    alone = tokenizer.batch_decode([[token] for token in ids])
-    pairs = tokenizer.batch_decode([list(pair) for pair in zip(ids, ids[1:])])
-    return alone[:1] + [pair[len(before):] or word
-                        for before, pair, word in zip(alone, pairs, alone[1:])]
 
 
 def tinted(words, values, least):
@@ -2612,7 +2654,8 @@ def print_figures(parts, s):
     figures_of = partial(evaluate, parts.policy_model, parts.tokenizer, problems, s, parts.sampler,
                          parts.reward_of)
     greedy, _ = figures_of()
-    sampled, responses = figures_of(group_size=s.group_size, temperature=s.temperature, seed=s.seed)
+    how = {"group_size": s.group_size, "temperature": s.temperature, "seed": s.seed}
+    sampled, responses = figures_of(**how)
     say(f"{len(problems)} problems, {s.group_size} samples of each at temperature {s.temperature}")
     for name, value in greedy.items():
         say(f"{name}: greedy {value:.4f}, sampled {sampled[name]:.4f}")
@@ -2633,7 +2676,7 @@ def print_trace(parts, s):
                                   s, parts.sampler, parts.reward_of)
     mask = rollout.mask                                                                # (G, S-1)
     A = rollout.advantages
-    A = (A[:, None] if A.ndim == 1 else A).expand(mask.shape)                          # (G, S-1)
+    A = A.view(len(A), -1).expand(mask.shape)                                          # (G, S-1)
     say(f"\n[A] sample_groups: {s.group_size} answers to\n{batch.prompts[0]}\n\n"
         f"[B] score_responses: rewards, the truth is {batch.problems[0]['answer']}\n"
         f"[C] advantages_for {s.advantage!r}, of each answer's first token")
@@ -2646,7 +2689,8 @@ def print_trace(parts, s):
     old = rollout.old_logprobs
     ref = old if rollout.ref_logprobs is None else rollout.ref_logprobs
     log_ratio = new - old
-    J, clipped = loss.clipped_objective(log_ratio, A, s.clip_eps, s.clip_eps_high or s.clip_eps)
+    clip_high = s.clip_eps_high or s.clip_eps
+    J, clipped = loss.clipped_objective(log_ratio, A, s.clip_eps, clip_high)
     kl = loss.kl_estimate(new, ref, s.kl_estimator)
     say("\n[D] token_logprobs, [E] clipped_objective, [F] kl_estimate: the first tokens, after the "
         "update\n  answer token        log old  log ref  log new   ratio     term        KL")
@@ -2656,7 +2700,7 @@ def print_trace(parts, s):
             say(f"  y_{n + 1:<4} {word[:10]!r:13}{old[n, t]:9.4f}{ref[n, t]:9.4f}{new[n, t]:9.4f}"
                 f"{log_ratio[n, t].exp():8.4f}{J[n, t]:+9.4f}{kl[n, t]:10.5f}"
                 + (" clipped" if clipped[n, t] else ""))
-    moved = ((new - old) * A > 0)[mask]
+    moved = (log_ratio * A > 0)[mask]
     arrived = f"; {metrics['arrived']:.0%} of it arrived" if "arrived" in metrics else ""
     say(f"\n[G] grpo_loss before the update {metrics['loss']:+.6f}, norm of its gradient "
         f"{metrics['grad_norm']:.4f}; after optimizer.step at --lr {s.lr:g}{arrived}\n    "

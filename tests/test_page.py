@@ -9,6 +9,7 @@ import torch
 from conftest import FEW, ROOT, TINY, curve, lines_of, loaded, run_ranks, settings, trains
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import sample
 import train
 from logprob import IGNORE, token_logprobs
 
@@ -184,9 +185,9 @@ def test_the_text_of_each_token(tiny, qwen):
     """Words with the spaces between them, bytes that are half a character: nothing is lost."""
     tokenizer = tiny[1]
     ids = tokenizer("9 - 4 = 5", add_special_tokens=False).input_ids
-    assert train.words_of(tokenizer, ids) == ["9", " -", " 4", " =", " 5"]
+    assert sample.words_of(tokenizer, ids) == ["9", " -", " 4", " =", " 5"]
     text = "héllo 🧮𓀀 x"
-    words = train.words_of(qwen, qwen(text).input_ids)
+    words = sample.words_of(qwen, qwen(text).input_ids)
     assert all(words) and words[0] == "h" and words[-1] == " x" and "�" in "".join(words)
 
 
@@ -220,7 +221,7 @@ def test_the_picture_is_small():
 
 def test_samples_tell_who_wrote_what():
     told = IGNORE
-    rows = train.turns_of([5, 6, 7, 8, 9, 3, 0, 0], [told, told, 7, 8, told, 3, told, told])
+    rows = sample.turns_of([5, 6, 7, 8, 9, 3, 0, 0], [told, told, 7, 8, told, 3, told, told])
     assert rows == [[5, 6], [7, 8], [9], [3]]
-    assert train.turns_of([5, 7], [IGNORE, 7]) == [[5], [7]]
+    assert sample.turns_of([5, 7], [IGNORE, 7]) == [[5], [7]]
     assert json.loads(json.dumps(rows)) == rows

@@ -30,7 +30,7 @@ from reward import (
     load_function, load_problems, majority_at_k, model_rewards, overlong_penalty, pass_at_k,
     preference_pairs, own_reward_of, reward_model_rows, reward_model_scores, rule_reward,
     score_responses, score_rows, think_answer_reward, truths_of)
-from train import words_of
+from sample import words_of
 
 ROOT = Path(reward.__file__).resolve().parent
 REAL = ROOT.parent / "shared" / "data" / "gsm8k"

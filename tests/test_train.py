@@ -449,7 +449,8 @@ def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
     assert f"sample.py --model {tmp_path} \"YOUR QUESTION\"\n" in out
     assert f"train.py --config {tmp_path}/config.json --model {tmp_path}/final\n" in out
     # The rule's accuracy would be 0 for ever: it is told of where something is boxed.
-    row = {"accuracy": 0.0, "reward_mean": 1.0, "approx_kl": 0.0, "response_length_mean": 2.0}
+    row = {"step": 1, "accuracy": 0.0, "reward_mean": 1.0, "approx_kl": 0.0,
+           "response_length_mean": 2.0}
     for format_rate, told in ((0.0, False), (0.5, True)):
         run.history = [{**row, "format_rate": format_rate}]
         train.print_story(run, problems, "reward")

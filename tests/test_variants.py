@@ -795,7 +795,7 @@ def test_evaluation_of_a_runs_folder(capsys, unknown):
 def test_the_end_draws_curves_and_names_what_comes_next(capsys, unknown):
     history = metrics_of(unknown.folder)[1:]
     for name in ("reward_mean", "approx_kl", "response_length_mean"):
-        blocks = train.small_curve([m[name] for m in history]).strip()
+        blocks = train.small_curve([(m["step"], m[name]) for m in history]).strip()
         assert re.search(rf"^{name} +{blocks}$", unknown.out, re.MULTILINE)
     folder = unknown.folder
     commands = {line[:21].strip(): shlex.split(line[21:]) for line in unknown.out.splitlines()[-2:]}
@@ -810,9 +810,10 @@ def test_the_end_draws_curves_and_names_what_comes_next(capsys, unknown):
     for threads, words in ((1, ""), (2, "--threads 2: the run had 1; sums differ")):
         s = train.parse(["--resume", str(unknown.folder), f"--threads={threads}"])
         assert s.threads == threads and words in capsys.readouterr().out
-    assert train.small_curve([0.0, 1.0, 0.5]) == "   0.000 ▁█▄ 0.500"
-    assert train.small_curve([2.0, 2.0]) == "   2.000 ▁▁ 2.000" and train.small_curve([]) == ""
-    first, blocks, last = train.small_curve([float(i) for i in range(1000)]).split()
+    assert train.small_curve([*enumerate([0.0, 1.0, 0.5])]) == "   0.000 ▁█▄ 0.500"
+    assert train.small_curve([(1, 2.0), (2, 2.0)]) == "   2.000 ▁▁ 2.000"
+    assert train.small_curve([]) == ""
+    first, blocks, last = train.small_curve([*enumerate(map(float, range(1000)))]).split()
     assert len(blocks) == 50 and "".join(sorted(blocks)) == blocks and blocks[::49] == "▁█"
     assert float(first) == 9.5 and float(last) == 989.5   # means of 20
 
