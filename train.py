@@ -854,7 +854,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
 
 class Parser(argparse.ArgumentParser):
     def error(self, message):
-        raise BadInput(message)
+        raise BadInput(f"{message} (--help lists the flags)")
 
 
 def given_flags(argv, folder=""):
@@ -2016,7 +2016,8 @@ class Run:
 
     def claim_folder(self, s):
         """On rank 0: make and lock the folder, which may hold only a run to resume -> its name."""
-        name = s.output or f"runs/{Path(s.model).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        model = Path(s.model.removesuffix("/final"))  # a run's, whose name says more
+        name = s.output or f"runs/{model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.folder = Path(os.path.abspath(name))  # a reward may change the folder
         with telling(f"--output {name!a}: cannot be written, or another run writes there:",
                      of=(OSError, UnicodeError)):

@@ -752,7 +752,7 @@ STRINGS = "prompts and completions are strings, not messages)"
 
 
 @pytest.mark.parametrize("function, row, reason", [
-    (raises(SystemExit(3)), None, "SystemExit: 3 (called with question, answer, level, prompts, "),
+    (raises(SystemExit(3)), None, "question, answer, level, prompts, "),
     (lambda completions, **columns: [c[0]["content"] for c in completions], None, STRINGS),
     (lambda completions, mood, **columns: [], None, "required positional argument: 'mood' (called"),
     (lambda completions, **columns: 1 / 0, None, "ZeroDivisionError: division by zero"),
@@ -850,7 +850,8 @@ def test_a_reward_file_takes_the_name_of_no_other_module(tmp_path, name):
 
 
 @pytest.mark.parametrize("code, reason", [
-    ("import sys\nsys.exit()\n", "SystemExit"), ("raise ValueError('two\\nlines')", "load: two"),
+    ("import sys\nsys.exit()\n", "SystemExit"), ("def f():\n    1 / 0\n\nf()\n", "line 2.$"),
+    ("raise ValueError('two\\nlines')", "load: ValueError: two lines .mine.py, line 1."),
     ("import grpo_no_such_module", "ModuleNotFoundError"), ("def score(:", "SyntaxError"),
     ("\0", "null bytes"), ("other = 1", "no function 'score'"), ("score = 1", "no function"),
 ])
