@@ -191,6 +191,16 @@ def test_the_text_of_each_token(tiny, qwen):
     assert all(words) and words[0] == "h" and words[-1] == " x" and "�" in "".join(words)
 
 
+def test_a_group_that_teaches_is_shown_where_a_step_has_one(tmp_path):
+    groups = [(1, [0, 0]), (1, [0, 1]), (1, [1, 0]), (2, [1, 1]), (3, [0, 1]), (5, [0, 0])]
+    lines = [json.dumps({"step": step, "rewards": rewards, "ids": []}) for step, rewards in groups]
+    (tmp_path / "samples.jsonl").write_text("\n".join(lines))
+    run = train.Run(tmp_path)
+    run.step = 5
+    shown = [(group["step"], group["rewards"]) for group in train.groups_to_show(run)]
+    assert shown == [groups[1], groups[3], groups[5]]
+
+
 def test_two_ranks_write_one_page(folder, tmp_path):
     done = run_ranks(2, "train.py", *SMALL, f"--output={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr

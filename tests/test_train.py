@@ -457,6 +457,22 @@ def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
         assert ("\naccuracy" in capsys.readouterr().out) == told
 
 
+def test_a_run_from_python_has_its_threads_too(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    train.load(settings("--threads=3", "--eval-limit=2"))
+    assert asked == [3]
+
+
+def test_a_run_is_named_after_its_model(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for model, name in (("hub/name", "name"), ("runs/first/final", "first")):
+        run, s = train.Run(), settings()
+        s.model, s.output = model, ""
+        assert f"/runs/{name}-2" in run.claim_folder(s)
+        run.opened.close()
+
+
 def test_final_opens_and_is_the_trained_policy(finished_run):
     final = AutoModelForCausalLM.from_pretrained(finished_run.folder / "final").state_dict()
     assert AutoTokenizer.from_pretrained(finished_run.folder / "final").chat_template
