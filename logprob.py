@@ -64,39 +64,39 @@ def plain_logprobs(model, input_ids, labels, temperature=1.0):
 # The same numbers without all the logits: the body of the model runs on whole rows, its head on
 # labelled tokens only, and rows that are equal run once.
 
-def labelled_logprobs(model, input_ids, labels, temperature, with_entropy, group_ids, refused):
+def labelled_logprobs(model, input_ids, labels, temperature, with_entropy, group_ids, forms):
     """(U, S) ids and labels -> log-probs, entropies (0 without `with_entropy`), (U, S-1) each."""
     mask = labels[:, 1:] != IGNORE                                                # (U, S-1)
     targets = input_ids[:, 1:][mask]                                              # (M,)
-    if group_ids is None or refused["grouped rows"] or not mask.any():
+    if forms["grouped rows"] and group_ids is not None and mask.any():
+        output, hidden = grouped_hidden(model, input_ids, labels, group_ids)
+    else:
         output = body_of(model)(input_ids=input_ids, use_cache=False)
         hidden = output.last_hidden_state[:, :-1][mask]                           # (M, H)
-    else:
-        output, hidden = grouped_hidden(model, input_ids, labels, group_ids)
     # log pi(target) = its logit - logsumexp(logits), where logits = head(hidden) / T
-    if refused["lean head"]:
-        found = own_logprobs(model, output, hidden, targets, temperature, with_entropy)
-    else:
+    if forms["lean head"]:
         weight = model.get_output_embeddings().weight                             # (V, H)
         found = LeanHead.apply(hidden, weight, targets, temperature, with_entropy)
+    else:
+        found = own_logprobs(model, output, hidden, targets, temperature, with_entropy)
     blank = torch.zeros(mask.shape, device=mask.device)
     return [blank.masked_scatter(mask, x) for x in found]
 
 
 def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False, group_ids=None,
-                   refused=None):
+                   forms=None):
     """plain_logprobs for a few labelled tokens at a time -> (N, S-1) float32, differentiable.
 
     `with_entropy` adds a second (N, S-1) tensor: the entropy in nats of the distribution that each
     token was drawn from, detached. `group_ids` (N,): rows with the same number share a prompt,
-    which then runs once for all of them. `refused` says why a fast form is not used, by default
-    what `forms_of` finds. ValueError: as `forms_of`.
+    which then runs once for all of them. `forms` says which fast forms are used, by default those
+    that `forms_of` finds right. ValueError: as `forms_of`.
     """
     firsts = firsts_of_equal(torch.cat([input_ids, labels], dim=1))               # (N,)
     rows, copies = firsts.unique(return_inverse=True)                             # (U,), (N,)
     groups = None if group_ids is None else group_ids[rows]
     found = labelled_logprobs(model, input_ids[rows], labels[rows], temperature, with_entropy,
-                              groups, refused or forms_of(model))
+                              groups, forms or forms_of(model))
     logprobs, entropy = (x[copies] for x in found)
     return (logprobs, entropy) if with_entropy else logprobs                      # (N, S-1)
 
@@ -456,7 +456,8 @@ def layers_checkpointed(model, on):
 # Which of these forms fit a model? Each is tried once per model, on a few rows, and compared with
 # the model's own forward pass on each row alone.
 
-FORMS = weakref.WeakKeyDictionary()      # model -> what forms_of found
+FORMS = weakref.WeakKeyDictionary()      # model -> {form: True where it is used}
+REFUSED = weakref.WeakKeyDictionary()    # model -> {form: why it is not used}
 PLAIN = None                             # why no fast form is used any more: one failed, or --plain
 # Questions that sample.py answers. No stage imports another: train.py puts the functions here.
 flash_works = out_of_memory = lambda device_or_error: False
@@ -466,7 +467,7 @@ TRIAL = ((5, 6), (5, 1), (5, 4), (9, 7), (9, 1))
 
 @torch.no_grad()
 def forms_of(model):
-    """{"lean head": reason, "grouped rows": reason}: why a form is refused, None if it is used.
+    """{"lean head": True, "grouped rows": True}, False for a form that does not fit the model.
 
     The first call for a model finds this and keeps it: call it before FSDP shards the model. A
     model that takes grouped rows keeps the attention "grouped", which is transformers' own if no
@@ -474,7 +475,7 @@ def forms_of(model):
     log-probs of its forward pass.
     """
     if model in FORMS:
-        return dict.fromkeys(FORMS[model], PLAIN) if PLAIN else FORMS[model]
+        return dict.fromkeys(FORMS[model], False) if PLAIN else FORMS[model]
     config = model.config.get_text_config()
     ids = torch.randint(config.vocab_size, (5, 17), generator=torch.Generator().manual_seed(0))
     ids[1:3, :5] = ids[0, :5]                            # rows of a group share their prompt
@@ -487,14 +488,14 @@ def forms_of(model):
     eps = torch.finfo(model.dtype).eps
     root = math.sqrt(eps)                                # 3e-4 in float32, 0.09 in bfloat16
     claim = f"{model.config.model_type}: the log-probs of its body and its own head"
-    refused = {"lean head": "not tried", "grouped rows": "not tried"}
+    forms = {"lean head": False, "grouped rows": False}
 
     # A kernel's backward pass has limits of its own: it is run, to a parameter that is small.
     small = [p for p in model.parameters() if p.requires_grad and p.ndim == 1][:1]
 
     def error():
         with torch.set_grad_enabled(bool(small)):
-            logprobs = token_logprobs(model, ids, labels, group_ids=group_ids, refused=refused)
+            logprobs = token_logprobs(model, ids, labels, group_ids=group_ids, forms=forms)
             if small:
                 torch.autograd.grad(logprobs.sum(), small)
         return float((logprobs[labels[:, 1:] != IGNORE] - expected).square().mean().sqrt())
@@ -517,24 +518,29 @@ def forms_of(model):
         raise ValueError(f"{claim} are off by {noise:.2g} nats from its forward pass")
 
     attention = model.config._attn_implementation
-    for form in refused:
-        refused[form] = None
+    refused = {}
+    for form in forms:
+        forms[form] = True
         try:
-            refused[form] = PLAIN or unseen_in_a_trial(model, form, ids)
+            why = PLAIN or unseen_in_a_trial(model, form, ids)
             if form == "grouped rows":
                 model.set_attn_implementation("grouped")
-            distance = 0 if refused[form] else error()
+            distance = 0 if why else error()
             # The model rounds its logits to its own dtype, the lean head does not
             if not distance <= root / 4 + 4 * noise + eps * largest:
-                refused[form] = f"off by {distance:.2g} nats"
+                why = f"off by {distance:.2g} nats"
         except Exception as problem:
             if out_of_memory(problem):                   # not the form's fault
                 raise
-            refused[form] = words_of(problem)
-    if refused["grouped rows"]:
+            why = words_of(problem)
+        if why:
+            forms[form] = False
+            refused[form] = why
+    if not forms["grouped rows"]:
         model.set_attn_implementation(attention)
-    FORMS[model] = refused
-    return refused
+    FORMS[model] = forms
+    REFUSED[model] = refused
+    return forms
 
 
 def unseen_in_a_trial(model, form, ids):

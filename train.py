@@ -1005,8 +1005,8 @@ def load(s):
     sample.PLAIN = logprob.PLAIN = "--plain" if s.plain else None
     whole, tokenizer = agreed(load_policy, s)
     everywhere = agreed if s.is_whole else on_rank_0
-    refused = everywhere(check_forms, whole, s)
-    if refused["grouped rows"]:
+    forms = everywhere(check_forms, whole, s)
+    if not forms["grouped rows"]:
         s.share_prompts = False  # its rows are padded, and the padding is counted
     problems, eval_problems = load_data(s, tokenizer)
     on_rank_0(check_template, whole, tokenizer, s)
@@ -1171,14 +1171,15 @@ def check_forms(model, s):
     """Print the fast forms of [A] and [D] that fit this model, and why others are refused."""
     with telling(f"--model {s.model}:"):
         of_rows = logprob.forms_of(model)
-        refused = {**sample.forms_of(model), **of_rows}
-    lines = [f"{name} refused: {reason}" if reason else name for name, reason in refused.items()]
+        forms = {**sample.forms_of(model), **of_rows}
+    why = {**sample.REFUSED[model], **logprob.REFUSED[model]}
+    lines = [form if forms[form] else f"{form} refused: {why[form]}" for form in forms]
     say("fast forms: " + "; ".join(lines))
     text = model.config.get_text_config()
     if any(getattr(text, name, 0) for name in ("num_experts", "num_local_experts",
                                                "n_routed_experts")):
         say("a mixture of experts: no balance or z-loss is added for its routers")
-    return refused
+    return forms
 
 
 def check_template(model, tokenizer, s):

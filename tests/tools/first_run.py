@@ -335,8 +335,8 @@ def drawing(place, dtype):
     that have been moved in place, as an optimizer does, and the graphs of the first round.
     """
     model = small_policy(place, dtype)
-    for form, refused in sample.forms_of(model).items():
-        yield refused is None, f"{form}: {refused or 'taken'}"
+    for form, used in sample.forms_of(model).items():
+        yield used, f"{form}: {'taken' if used else sample.REFUSED[model][form]}"
     prompts = prompt_ids()
     ends = sample.end_token_ids(model, None)
     what = "graphs" if place.cuda else "own decode step"
@@ -364,8 +364,8 @@ def drawing(place, dtype):
 def gradients(place, dtype):
     """[D] Log-probs by their definition, in padded rows, in grouped rows: the same gradient."""
     model = small_policy(place, dtype)
-    for form, refused in logprob.forms_of(model).items():
-        yield refused is None, f"{form}: {refused or 'taken'}"
+    for form, used in logprob.forms_of(model).items():
+        yield used, f"{form}: {'taken' if used else logprob.REFUSED[model][form]}"
     rollout = small_rollout(model)
     rows = rollout.input_ids, rollout.labels
     chance = torch.Generator().manual_seed(0)
@@ -457,7 +457,7 @@ def decoding(place):
     size = place.size
     model = random_model(size, place.device, place.dtype)
     P, B, G = size["prompt_length"], size["prompts"], size["group_size"]
-    refused = {form: why for form, why in sample.forms_of(model).items() if why}
+    refused = [form for form, used in sample.forms_of(model).items() if not used]
     yield not refused, f"forms refused: {refused or 'none'}"
     short, long = (4, 12) if not place.cuda else (16, 144)
     first = seconds_to_write(place, model, G, long)
