@@ -18,8 +18,8 @@ from pathlib import Path
 import answers
 import pytest
 import torch
-from conftest import SMALL, raises, seeded, value_error
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from conftest import GSM8K, raises, seeded, small_model, value_error
+from transformers import AutoModelForSequenceClassification
 
 import reward
 from advantage import shape_advantages
@@ -30,9 +30,6 @@ from reward import (
     preference_pairs, own_reward_of, reward_model_rows, reward_model_scores, rule_reward,
     score_responses, score_rows, think_answer_reward, truths_of)
 
-ROOT = Path(reward.__file__).resolve().parent
-REAL = ROOT.parent / "shared" / "data" / "gsm8k"
-
 
 def box(answer):
     return rf"So it is \boxed{{{answer}}}."
@@ -40,16 +37,6 @@ def box(answer):
 
 # --------------------------------------------------------------------------------------------------
 # The rule
-
-@pytest.mark.parametrize("response, expected", [
-    ("16 - 3 - 4 = 9 eggs a day, 9 * 7 = 63 a week.\n\\boxed{63}", 1.5),
-    (r"First \boxed{63}, no, wait: \boxed{50}", 0.5), ("She has 63 eggs a week.", 0.0), ("", 0.0),
-    (r"\boxed{63} or, better, \boxed{5", 1.5), (r"\boxed{__import__('os').getpid()}", 0.5),
-])
-def test_egg_problem(response, expected):
-    assert rule_reward(response, "63") == expected
-    assert type(rule_reward(response, "63")) is float
-
 
 @pytest.mark.parametrize("empty", ["", " ", "\n\t", "$", "$$", r"\$", ".", "...", r"\text{}",
                                    r"\text{ }", r"\ ", "\u00a0", "\u2003"])
@@ -251,7 +238,7 @@ def test_any_text_is_scored():
         text = any_text(chance, 60) if chance.random() < 0.5 else latex_like(chance)
         for response in (text, box(text)):
             found = rule_reward(response, any_text(chance, 8))
-            assert found in (0.0, 0.5, 1.5)
+            assert found in (0.0, 0.5, 1.5) and type(found) is float
             assert (found == 0.0) == (canonical(extract_boxed(response) or "") == "")
 
 
@@ -520,11 +507,11 @@ def test_a_wrong_file_or_none_is_refused_and_nothing_is_kept(network):
         load_problems("gsm8k")
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason="GSM8K is not here")
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not here")
 @pytest.mark.parametrize("name, count", [("gsm8k", 7473), ("gsm8k:test", 1319)])
 def test_the_real_gsm8k(name, count, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(reward, "GSM8K_URL", REAL.resolve().as_uri() + "/")
+    monkeypatch.setattr(reward, "GSM8K_URL", GSM8K.resolve().as_uri() + "/")
     problems = load_problems(name)  # the table's SHA-256 is that of the real file
     assert len(problems) == count
     for problem in problems[::5]:
@@ -682,17 +669,15 @@ def test_every_row_has_columns_of_its_own():
     assert [problem["pieces"] for problem in problems] == [[1, 2, 3], [4, 5]]
 
 
-@pytest.mark.parametrize("when", ["as it is loaded", "as it is called"])
-def test_torch_is_as_it_was_before_a_reward(tmp_path, when):
+@pytest.mark.parametrize("indent", ["", "    "], ids=["as it is loaded", "as it is called"])
+def test_torch_is_as_it_was_before_a_reward(tmp_path, indent):
     def state():
         return torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()
 
-    spoil = "torch.set_grad_enabled(False), torch.set_default_dtype(torch.float64), " \
-            "torch.set_num_threads(3)"
-    indent = "" if when == "as it is loaded" else "    "
     before = state()
-    path = write(tmp_path / "rude.py", "import torch\ndef f(completions, **columns):\n"
-                 f"    yield from [1] * len(completions)\n{indent}{spoil}\n")
+    path = write(tmp_path / "rude.py", "import torch as t\ndef f(completions, **columns):\n"
+                 f"    yield from [1] * len(completions)\n{indent}t.set_grad_enabled(False), "
+                 "t.set_default_dtype(t.float64), t.set_num_threads(3)\n")
     try:
         scored(load_function(f"{path}:f"))
         assert state() == before
@@ -741,11 +726,7 @@ def gives(*values):
     return lambda **columns: list(values)
 
 
-class Hostile:
-    def __float__(self):
-        raise KeyError("no")
-
-
+HOSTILE = type("Hostile", (), {"__float__": raises(KeyError("no"))})()
 STRINGS = "prompts and completions are strings, not messages)"
 
 
@@ -764,7 +745,7 @@ STRINGS = "prompts and completions are strings, not messages)"
     *((lambda values=values, **columns: values, None, f"TypeError: it gives a {kind}, not a list")
       for kind, values in {"str": "1234", "dict": dict(enumerate("abcd")), "set": {1, 2, 3, 4},
                            "frozenset": frozenset("abcd")}.items()),
-    (gives(1, 2, 3, 1j), 3, "TypeError"), (gives(1, 2, Hostile(), 4), 2, "KeyError: 'no'"),
+    (gives(1, 2, 3, 1j), 3, "TypeError"), (gives(1, 2, HOSTILE, 4), 2, "KeyError: 'no'"),
 ])
 def test_a_reward_that_goes_wrong_is_named(function, row, reason):
     where = ":" if row is None else f", row {row}, response {FOUR[row]!r}:"
@@ -781,12 +762,13 @@ def test_what_is_wrong_is_told_under_its_flag(mine_py):
             (([f"{mine_py}:none"],), f"--reward {mine_py}:none: the file has no function 'none'"),
             ((["thinks"],), "--reward thinks: no file ''"),
             ((["rule"], None, "x.py:f"), "--step-reward x.py:f: no file 'x.py'")):
-        with pytest.raises(ValueError, match=f"^{re.escape(line)}"):
+        with value_error(f"^{re.escape(line)}"):
             own_reward_of(*arguments)
-    for fn, line in (
-            (own_reward_of(["rule", bad]), f"--reward {bad}, row 0, response 'x': TypeError"),
-            (own_reward_of(None, None, f"{mine_py}:one"),
+    for arguments, line in (
+            ((["rule", bad],), f"--reward {bad}, row 0, response 'x': TypeError"),
+            ((None, None, f"{mine_py}:one"),
              f"--step-reward {mine_py}:one, row 0, response 'x': not a list of (end, reward) p")):
+        fn = own_reward_of(*arguments)
         with value_error(f"^{re.escape(line)}"):
             fn(PROBLEMS[:1], ["p"], rollout_of("x", "y"))
 
@@ -847,17 +829,14 @@ def test_a_reward_file_takes_the_name_of_no_other_module(tmp_path, name):
             assert load_function(f"{path}:f")() == f"{folder} {value}"
 
 
-@pytest.mark.parametrize("code, reason", [
-    ("import sys\nsys.exit()\n", "SystemExit"), ("raise ValueError('two\\nlines')", "load: two"),
-    ("import grpo_no_such_module", "ModuleNotFoundError"), ("def score(:", "SyntaxError"),
-    ("\0", "null bytes"), ("other = 1", "no function 'score'"), ("score = 1", "no function"),
-])
-def test_a_reward_file_that_does_not_load(tmp_path, code, reason):
-    with value_error(f"mine.py:score: the file.*{reason}"):
-        load_function(write(tmp_path / "mine.py", code) + ":score")
-
-
-def test_a_reward_without_a_file(tmp_path, monkeypatch):
+def test_a_reward_file_that_is_none_or_does_not_load(tmp_path, monkeypatch):
+    for code, reason in (
+            ("import sys\nsys.exit()\n", "SystemExit"), ("def score(:", "SyntaxError"),
+            ("raise ValueError('two\\nlines')", "load: two"), ("\0", "null bytes"),
+            ("import grpo_no_such_module", "ModuleNotFoundError"), ("score = 1", "no function"),
+            ("other = 1", "no function 'score'")):
+        with value_error(f"mine.py:score: the file.*{reason}"):
+            load_function(write(tmp_path / "mine.py", code) + ":score")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     write(tmp_path / "notes.txt", "score = max")
@@ -970,42 +949,30 @@ def test_candidates_of_the_tiny_policy(tiny):
             boxed_candidates(responses, truths, group_size, ids[:rows], tokenizer.decode)
 
 
-class Characters:
-    """A tokenizer of characters, `size` to a token."""
-    def __init__(self, size):
-        self.size = size
-
-    def __call__(self, text):
-        pieces = [text[i : i + self.size] for i in range(0, len(text), self.size)]
-        return types.SimpleNamespace(input_ids=pieces)
-
-    def decode(self, ids):
-        return "".join(ids)
+def cut(text, size):
+    return [text[i : i + size] for i in range(0, len(text), size)]
 
 
-class Words(Characters):
-    """As SentencePiece has it: a token starts with a space, which the first of all loses."""
-
-    def __call__(self, text):
-        return types.SimpleNamespace(input_ids=re.findall(r" ?[^ ]{1,4}| ", text))
-
-    def decode(self, ids):
-        return "".join(ids).removeprefix(" ")
-
-
-class Bytes(Characters):
+def text_of_bytes(ids):
     """Every byte of a character that is not complete is shown as one \\ufffd."""
-    def __call__(self, text):
-        return super().__call__(text.encode())
-
-    def decode(self, ids):
-        return re.sub(b"[\x80-\xff]+", self.shown, b"".join(ids)).decode()
-
-    def shown(self, run):
+    def shown(run):
         try:
             return run[0].decode().encode()
         except UnicodeError:
             return "\ufffd".encode() * len(run[0])
+
+    return re.sub(b"[\x80-\xff]+", shown, b"".join(ids)).decode()
+
+
+TOKENIZERS = {  # a text -> its tokens -> a text
+    "one": (list, "".join),
+    "three": (lambda text: cut(text, 3), "".join),
+    # As SentencePiece has it: a token starts with a space, which the first of all loses.
+    "words": (lambda text: re.findall(r" ?[^ ]{1,4}| ", text),
+              lambda ids: "".join(ids).removeprefix(" ")),
+    "byte": (lambda text: cut(text.encode(), 1), text_of_bytes),
+    "bytes": (lambda text: cut(text.encode(), 3), text_of_bytes),
+}
 
 
 # What an answer may be made of: (text, whether it is a candidate, whether that is right).
@@ -1017,17 +984,20 @@ PARTS = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["one", "three", "words", "byte", "bytes", "qwen"])
+@pytest.mark.parametrize("kind", [*TOKENIZERS, "qwen"])
 def test_a_candidate_ends_with_the_first_token_that_shows_its_box_closed(request, kind):
-    tokenizer = {"one": Characters(1), "three": Characters(3), "words": Words(4), "byte": Bytes(1),
-                 "bytes": Bytes(3)}.get(kind) or request.getfixturevalue(kind)
+    if kind == "qwen":
+        tokenizer = request.getfixturevalue(kind)
+        encode, decode = tokenizer.encode, tokenizer.decode
+    else:
+        encode, decode = TOKENIZERS[kind]
     chance = random.Random(0)
     for _ in range(80):
         parts = chance.choices(PARTS, k=chance.randrange(13))
         text = "".join(part for part, _ in parts)
         text = text.removeprefix(" ") if kind == "words" else text
-        ids = tokenizer(text).input_ids
-        shown = [tokenizer.decode(ids[: i + 1]) for i in range(len(ids))]
+        ids = encode(text)
+        shown = [decode(ids[: i + 1]) for i in range(len(ids))]
         expected_rewards, expected_spans, written, first = [], [], "", 0
         for part, right in parts:
             end = written + part.rstrip(" \n.$")[: -1 if part.endswith("}}$. ") else None]
@@ -1039,7 +1009,7 @@ def test_a_candidate_ends_with_the_first_token_that_shows_its_box_closed(request
                     expected_spans.append((first, last))
                     expected_rewards.append(right)
                     first = last + 1
-        rewards, spans = boxed_candidates([text], ["7"], 1, [ids], tokenizer.decode)
+        rewards, spans = boxed_candidates([text], ["7"], 1, [ids], decode)
         assert (rewards, spans) == ([expected_rewards], [expected_spans]), text
 
 
@@ -1063,18 +1033,17 @@ def test_two_boxes_that_one_token_closes_are_one_candidate():
     ids = ["so ", "\\boxed{1}\\boxed{2}", " or ", "\\boxed 1 "]
     found = boxed_candidates(["".join(ids)], ["1"], 1, [ids], "".join)
     assert found == ([[1.0, 1.0]], [[(0, 1), (2, 3)]])
-    decode = Characters(1).decode  # a box that the tokens do not reach is left out
-    for ids in ("a \\boxed{1} \\boxed{1", "a \\boxed{1}"):
-        found = boxed_candidates(["a \\boxed{1} \\boxed{1}"], ["1"], 1, [list(ids)], decode)
-        assert found == ([[1.0]], [[(0, 10)]])
-    assert boxed_candidates(["\\boxed{1}"], ["1"], 1, [[]], decode) == ([[]], [[]])
+    # A box that the tokens do not reach is left out
+    for ids, found in (("a \\boxed{1} \\boxed{1", ([[1.0]], [[(0, 10)]])),
+                       ("a \\boxed{1}", ([[1.0]], [[(0, 10)]])), ("", ([[]], [[]]))):
+        text = "a \\boxed{1} \\boxed{1}"
+        assert boxed_candidates([text], ["1"], 1, [list(ids)], "".join) == found
 
 
 def test_candidates_are_found_at_once():
-    tokenizer = Characters(2)
     for text, count in (("\\boxed{1}" * 2000, 1999), ("x" * 20_000 + "\\boxed{1}", 1),
                         ("\\boxed{" * 4000 + "}" * 4000, 1), ("\\boxed{1" * 4000, 0)):
-        ids = tokenizer(text).input_ids
+        ids = cut(text, 2)
         decoded = []
 
         def decode(ids, decoded=decoded):
@@ -1093,14 +1062,8 @@ def test_candidates_are_found_at_once():
 # A reward model
 
 def small_reward_model(architecture="qwen2", **changes):
-    torch.manual_seed(0)
-    sizes = {**SMALL, "max_position_embeddings": 64, "pad_token_id": None, "num_labels": 1}
-    config = AutoConfig.for_model(architecture, **{**sizes, **changes})
-    model = AutoModelForSequenceClassification.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape), alpha=0.2)
-    return model
+    sizes = {"max_position_embeddings": 64, "pad_token_id": None, "num_labels": 1, **changes}
+    return small_model(architecture, 0.2, AutoModelForSequenceClassification, **sizes)
 
 
 ROWS = [[5, 6, 7, 1], [8], [9, 10, 11, 12, 13, 14, 1], [0, 0, 0], [5, 6, 7, 1]]
