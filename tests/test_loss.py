@@ -159,18 +159,7 @@ def test_float32_stays_float32(aggregate, ratio):
 
 
 # --------------------------------------------------------------------------------------------------
-# [E] and [F] on worked numbers
-
-def test_walkthrough():
-    """Response 3 of the theory's; the script shows its steps."""
-    old = doubles([-1.0, -2.0])
-    logprobs = (old + doubles(0.25, -0.30)).requires_grad_()
-    value, metrics = grpo_loss(logprobs, old, None, doubles(-1.4321), old < 0, kl_coef=0)
-    assert value.item() == pytest.approx(1.4923, abs=5e-5)
-    assert metrics["clip_fraction"] == 0.5
-    assert float(metrics["ratio_mean"]) == pytest.approx((1.2840 + 0.7408) / 2, abs=5e-5)
-    assert gradient(value, logprobs)[0].tolist() == [pytest.approx(1.8388 / 2, abs=5e-5), 0.0]
-
+# [E] and [F] on worked numbers; the script below shows the theory's walkthrough
 
 @pytest.mark.parametrize("A, log_ratio, expected, clipped", [
     (1.0, 0.5, 1.3, True), (1.0, 0.25, math.exp(0.25), False), (1.0, -0.5, math.exp(-0.5), False),
@@ -328,15 +317,21 @@ def test_the_sampler_weight():
 # --------------------------------------------------------------------------------------------------
 # Masks, and a batch cut into micro-batches
 
-@pytest.mark.parametrize("aggregate, ratio, kl_estimator, objective",
-                         every(AGGREGATES, RATIOS, KL_ESTIMATORS, OBJECTIVES))
-def test_what_is_masked_does_not_matter(aggregate, ratio, kl_estimator, objective):
-    def loss_of(*data):
+def batch_and_loss(aggregate, ratio, kl_estimator, objective, **shape):
+    """A batch with the sampler's log-probs as the last, and the loss as a function of it."""
+    def loss_of(*data, **sizes):
         return grpo_loss(*data[:5], sampler_logprobs=data[5], max_new_tokens=LIMIT, ratio=ratio,
-                         kl_estimator=kl_estimator, aggregate=aggregate, objective=objective)
+                         kl_estimator=kl_estimator, aggregate=aggregate, objective=objective,
+                         **sizes)
 
-    clean = batch(per_token=True)
-    clean = (*clean, sampler_of(clean[1]))
+    data = batch(**shape)
+    return (*data, sampler_of(data[1])), loss_of
+
+
+@pytest.mark.parametrize("options", every(AGGREGATES, RATIOS, KL_ESTIMATORS, OBJECTIVES),
+                         ids=" ".join)
+def test_what_is_masked_does_not_matter(options):
+    clean, loss_of = batch_and_loss(*options, per_token=True)
     mask = clean[4]
     expected, expected_metrics = loss_of(*clean)
     expected_gradient = gradient(expected, clean[0])
@@ -364,17 +359,11 @@ def test_a_batch_without_tokens_is_nothing(aggregate, ratio):
     assert all(metric == 0 for metric in metrics.values())
 
 
-@pytest.mark.parametrize("aggregate, ratio, objective, kl_estimator, per_token",
-    every(AGGREGATES, RATIOS, OBJECTIVES, ("k3", "k3_corrected"), (False, True)))
-def test_micro_batches_add_up(aggregate, ratio, objective, kl_estimator, per_token):
-    data = batch(rows=9, per_token=per_token)
-    data = (*data, sampler_of(data[1]))
-
-    def loss_of(*data, **sizes):
-        return grpo_loss(*data[:5], sampler_logprobs=data[5], max_new_tokens=LIMIT, ratio=ratio,
-                         kl_estimator=kl_estimator, aggregate=aggregate, objective=objective,
-                         **sizes)
-
+@pytest.mark.parametrize("options", every(AGGREGATES, RATIOS, ("k3", "k3_corrected"), OBJECTIVES),
+                         ids=" ".join)
+@pytest.mark.parametrize("per_token", [False, True])
+def test_micro_batches_add_up(options, per_token):
+    data, loss_of = batch_and_loss(*options, rows=9, per_token=per_token)
     value, metrics = loss_of(*data)
     whole = {"value": value.detach(), "gradient": gradient(value, data[0]), **metrics}
     for cut in ([1] * 9, [2, 3, 4]):
