@@ -22,7 +22,6 @@ from conftest import GSM8K, raises, seeded, small_model, value_error
 from transformers import AutoModelForSequenceClassification
 
 import reward
-from advantage import shape_advantages
 from reward import (
     boxed_candidates, bradley_terry_loss, canonical, complete_boxes, diversity, train_reward_model,
     extract_boxed, figures_of, final_answer, has_format, hold_out, is_right, length_rescaled,
@@ -930,6 +929,7 @@ def test_diversity():
 # Several candidates in one answer
 
 def test_candidates_of_the_tiny_policy(tiny):
+    """test_turns.py has their advantages."""
     tokenizer = tiny[1]
     answers = [r"9 + 9 = \boxed{ 18 } \boxed{ 9 } 9 <|end|>", "9 <|end|>",
                r"\boxed{ 9 } \boxed{ } \boxed{ 9 \boxed{ 9 }", r"} \boxed{ \boxed{ 3 } } <|end|>"]
@@ -938,10 +938,6 @@ def test_candidates_of_the_tiny_policy(tiny):
     rewards, spans = boxed_candidates(responses, ["18", "9"], 2, ids, tokenizer.decode)
     assert spans == [[(0, 6), (7, 9)], [], [(0, 2), (3, 4), (5, 9)], [(0, 5)]]
     assert rewards == [[1.0, 0.0], [], [1.0, 0.0, 1.0], [0.0]]
-    mask = torch.arange(12) < torch.tensor([[len(row)] for row in ids])  # (N, S-1)
-    advantages = shape_advantages(rewards, spans, mask, 2)  # takes them as they are
-    assert advantages[0, :7].unique().numel() == 1 and advantages[0, 0] > 0 > advantages[0, 7]
-    assert not advantages[1].any() and not advantages[0, 10:].any()
     unknown, _ = boxed_candidates(responses, [None, "3"], 2, ids, tokenizer.decode)
     assert unknown == [[0.0, 0.0], [], [0.0, 0.0, 0.0], [1.0]]
     for truths, group_size, rows in ((["18"], 2, 4), (["18", "9"], 4, 4), (["18", "9"], 2, 3)):
