@@ -60,6 +60,7 @@ def pytest_collection_finish(session):
 
 TINY = ROOT / "tests" / "tiny"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"  # where it stands beside the checkout
 LIMIT = 300  # seconds: a process that hangs fails its test
 # Reading the default's 2000 problems takes longer than a short run; these are 32.
 FEW = (f"--data={TINY / 'few.jsonl'}", f"--eval-data={TINY / 'few.jsonl'}")
@@ -85,12 +86,12 @@ ARCHITECTURES = {
 }
 
 
-def small_model(architecture, std=0.3, **changes):
+def small_model(architecture, std=0.3, kind=AutoModelForCausalLM, **changes):
     """Two random layers, with weights large enough for each of them to shape the answers."""
     torch.manual_seed(0)
     options = {**SMALL, **ARCHITECTURES.get(architecture, {}), **changes}
     config = AutoConfig.for_model(architecture, **options)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = kind.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape), alpha=std)

@@ -13,7 +13,6 @@ from conftest import (
     ENVIRONMENT, FEW, ROOT, TINY, edit_json, edit_tensors, ended, json_lines, raises,
     refused, run_script, settings, start, trains)
 
-import sample
 import train
 
 GOOD = {"question": "Anna has 9 books , loses 4 . How many ?", "answer": "9 - 4 = 5\n#### 5"}
@@ -40,21 +39,15 @@ def refused_before_a_folder_is_made(capsys, tmp_path, *flags):
 HUGE = "9" * 30
 
 
-@pytest.mark.parametrize("flag", [
-    "--lr=nan", "--lr=1e400", f"--steps={HUGE}", f"--seed={HUGE}", "--micro-batch-tokens=0",
-    "--micro-batch-tokens=some", "--temperature=0", "--reward-model-lr=0", "--kl-coef=-1",
-    "--kl-estimator=k4", "--dtype=int8", "--offload=perhaps", "--learning-rate=1", "--kl_coef=1",
-    "--kl",
-])
-def test_a_flag_or_a_value_that_is_none(capsys, tmp_path, flag):
-    line = refused_before_a_folder_is_made(capsys, tmp_path, flag)
-    name, _, value = flag.partition("=")
-    of_ours = name not in ("--learning-rate", "--kl_coef", "--kl")
-    assert (f"argument {name}" if of_ours else f"unrecognized arguments: {flag}") in line
-    assert value in line
-
-
 @pytest.mark.parametrize("flags, words", [
+    *(([f"{name}={value}"], f"argument {name}: {words}'{value}'") for name, value, words in (
+        ("--lr", "nan", ""), ("--lr", "1e400", ""), ("--steps", HUGE, ""), ("--seed", HUGE, ""),
+        ("--micro-batch-tokens", "0", ""), ("--micro-batch-tokens", "some", ""),
+        ("--temperature", "0", ""), ("--reward-model-lr", "0", ""), ("--kl-coef", "-1", ""),
+        ("--kl-estimator", "k4", "invalid choice: "), ("--dtype", "int8", "invalid choice: "))),
+    (["--offload=perhaps"], "offload: ignored explicit argument 'perhaps'"),
+    *(([flag], f"unrecognized arguments: {flag}")
+      for flag in ("--learning-rate=1", "--kl_coef=1", "--kl")),
     (["--lr=0"], "argument --lr: '0' is no float from 1e-12 to 2147483647"),
     (["--steps=0"], "argument --steps: '0' is no int from 1 to"),
     (["--steps=many"], "argument --steps: 'many' is no int"),
@@ -108,15 +101,9 @@ def card(monkeypatch, **answers):
         monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
 
 
-def test_a_dtype_the_device_lacks(capsys, monkeypatch):
-    card(monkeypatch, is_available=True, is_bf16_supported=False)
-    line = refused(capsys, "--dtype=bfloat16", "--device=cuda")
-    assert line == "train.py: --dtype bfloat16: cuda has no bfloat16"
-
-
 @pytest.mark.parametrize("capability, dtype", [((7, 5), torch.float16), ((7, 0), torch.float16),
                                                ((6, 1), torch.float32), ((8, 0), torch.bfloat16)])
-def test_dtype_and_number_of_a_card(monkeypatch, capability, dtype):
+def test_dtype_and_number_of_a_card(capsys, monkeypatch, capability, dtype):
     current = []
     card(monkeypatch, is_available=True, get_device_capability=capability,
          is_bf16_supported=capability >= (8, 0))
@@ -124,6 +111,9 @@ def test_dtype_and_number_of_a_card(monkeypatch, capability, dtype):
     for flag in ("--device=cuda", "--device=cuda:1"):
         assert train.choose_device(train.parse([flag]))[1] == dtype
     assert current == [torch.device("cuda:1")]
+    if dtype != torch.bfloat16:
+        line = refused(capsys, "--dtype=bfloat16", "--device=cuda")
+        assert line == "train.py: --dtype bfloat16: cuda has no bfloat16"
 
 
 def test_a_card_that_torch_cannot_use(capsys, monkeypatch, tmp_path):
@@ -139,29 +129,26 @@ def test_a_card_that_torch_cannot_use(capsys, monkeypatch, tmp_path):
     assert train.plan_memory(train.dataclasses.replace(s, device="cpu")).offload is False
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert train.plan_memory(s).offload is False          # hidden on purpose
-    monkeypatch.setattr(torch, "ones", raises(RuntimeError("no kernel image is available")))
-    card(monkeypatch, get_arch_list=["sm_75", "sm_90"], get_device_name="Tesla V100")
-    with pytest.raises(train.BadInput, match="sm_75 sm_90, and fails on Tesla V100: no kernel im"):
-        train.check_card(s, torch.device("cuda"))
-
-
-def test_several_cards_are_told_of(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py", "--steps=1"])
+    card(monkeypatch, get_arch_list=["sm_75", "sm_90"], get_device_name="Tesla V100",
+         device_count=4)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "ones", raises(RuntimeError("no kernel image is available")))
+        with pytest.raises(train.BadInput, match="sm_75 sm_90, and fails on Tesla V100: no kern"):
+            train.check_card(s, torch.device("cuda"))
+    # One of several cards that work
     monkeypatch.setattr(torch, "ones", lambda *_, **__: torch.zeros(1))
-    card(monkeypatch, get_arch_list=[], get_device_name="", device_count=4)
-    train.check_card(train.parse([]), torch.device("cuda"))
+    monkeypatch.setattr(sys, "argv", ["train.py", "--steps=1"])
+    capsys.readouterr()
+    train.check_card(s, torch.device("cuda"))
     assert "one of 4 cards" in (out := capsys.readouterr().out)
     assert out.endswith("torchrun --nproc-per-node=4 train.py --steps=1\n")
 
 
-def test_one_process_of_one_is_a_plain_run(monkeypatch):
+def test_one_process_of_one_is_a_plain_run_and_torchrun_chooses_the_cards(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     train.join_ranks()
     assert train.world() == 1 and not torch.distributed.is_initialized()
-
-
-def test_torchrun_chooses_the_cards(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(train.BadInput, match="--device cuda:1: torchrun gives every process"):
         train.check_combinations(train.Settings(device="cuda:1"))
@@ -189,7 +176,7 @@ def test_a_rank_without_torchrun(capsys, monkeypatch, tmp_path, name, value):
     ('{"lr": "fast"}', "argument --lr"), ('{"lr": -1}', "argument --lr: '-1'"),
     ('{"nonsense": 1}', "--nonsense is no flag"), ("[1]", "not an object"), ('{"lr": ', ""),
     ('{"lr": NaN}', "argument --lr"), ('{"steps": {"a": 1}}', "argument --steps"),
-    ('{"kl-estimator": ["k1", "k2"]}', "k2"), ("[" * 10**5, ""), (b'{"lr": "\xff"}', ""),
+    ('{"kl-estimator": ["k1", "k2"]}', "k2"), ("[" * 10**5, ""), ('{"lr": "\udcff"}', ""),
     ('{"kl_band": [0.1]}', "--kl-band"), ('{"output": "x"}', "--output is no flag"),
     ('{"resume": "x"}', "--resume is no flag"), ('{"help": true}', "--help is no flag"),
     ('{"settings": {"lr": 1}, "recipe": {}}', "an older train.py"), ("", ""),
@@ -202,7 +189,7 @@ def test_a_rank_without_torchrun(capsys, monkeypatch, tmp_path, name, value):
 ])
 def test_a_bad_config(capsys, tmp_path, config, words):
     path = tmp_path / "c.json"
-    path.write_bytes(config if isinstance(config, bytes) else config.encode())
+    path.write_text(config, encoding="utf-8", errors="surrogateescape")
     line = refused_before_a_folder_is_made(capsys, tmp_path, f"--config={path}")
     assert line.startswith(f"train.py: {path}: ") and words in line
 
@@ -292,12 +279,6 @@ def test_a_bad_model(capsys, tmp_path, make_wrong, words):
     assert words in line and (str(folder) in line or "chat template" in words + line)
 
 
-def test_norms_of_ones_are_no_integers(tmp_path):
-    folder = shutil.copytree(TINY, tmp_path / "m")
-    reweighted(lambda w: {**w, NORM: torch.ones(64)})(folder)
-    sample.open_policy(folder)
-
-
 def test_an_adapter_alone(capsys, tmp_path, run_here):
     (tmp_path / "adapter_config.json").write_text("{}")
     for line in (refused(capsys, f"--model={tmp_path}"),
@@ -305,9 +286,9 @@ def test_an_adapter_alone(capsys, tmp_path, run_here):
         assert "an adapter needs its model; final/ beside it has both in one" in line
 
 
-def test_a_tokenizer_without_padding_token_needs_none(tmp_path):
-    """Masks come from labels, never from a padding id: the end token fills the rows."""
-    shutil.copytree(TINY, tmp_path / "m")
+def test_a_model_without_padding_token_and_with_norms_of_ones(tmp_path):
+    """Masks come from labels, not from a padding id; and float ones are no whole numbers."""
+    reweighted(lambda w: {**w, NORM: torch.ones(64)})(shutil.copytree(TINY, tmp_path / "m"))
     edit_json(tmp_path / "m" / "tokenizer_config.json", pad_token=None)
     trains(f"--model={tmp_path / 'm'}", *SMALL, f"--output={tmp_path / 'run'}")
 
@@ -348,28 +329,19 @@ def test_dry_run_on_a_family_that_cannot_be_counted(capsys, tmp_path, config):
 # --------------------------------------------------------------------------------------------------
 # Data
 
-DATA = {
-    "no file": (None, "x.jsonl: No such file"), "empty": ("", "x.jsonl: no problems in it"),
-    "a broken line": (json_lines(GOOD, '{"question"'), "x.jsonl, line 2: not JSON"),
-    "no final answer": (json_lines({**GOOD, "answer": "so it is\n5"}), "x.jsonl, line 1: 'answer'"),
-    "no answer": (json_lines(GOOD, GOOD, {"question": "?"}), "x.jsonl, line 3: 'answer'"),
-}
-
-
-@pytest.mark.parametrize("what", DATA)
 @pytest.mark.parametrize("flag", ["--data", "--eval-data"])
-def test_bad_data(capsys, tmp_path, flag, what):
-    text, words = DATA[what]
+@pytest.mark.parametrize("text, words", [
+    (None, "x.jsonl: No such file"), ("", "x.jsonl: no problems in it"),
+    (json_lines(GOOD, GOOD, {"question": "?"}), "x.jsonl, line 3: 'answer'"),
+], ids=["no file", "empty", "no answer"])
+def test_bad_data(capsys, tmp_path, flag, text, words):
+    """Also where rewards of our own compare with the truth; test_reward.py has all faults."""
     if text is not None:
         (tmp_path / "x.jsonl").write_text(text)
-    line = refused_before_a_folder_is_made(capsys, tmp_path, f"{flag}={tmp_path / 'x.jsonl'}")
+    flags = (f"{flag}={tmp_path / 'x.jsonl'}", "--reward", "rule", "think")
+    line = refused_before_a_folder_is_made(capsys, tmp_path, *flags)
+    assert refused(capsys, flags[0]) == line
     assert f"{flag}: {tmp_path}" in line and words in line
-
-
-def test_rewards_that_compare_with_the_truth_need_it(capsys, tmp_path):
-    (tmp_path / "x.jsonl").write_text(json_lines({"question": "?"}))
-    line = refused(capsys, f"--data={tmp_path / 'x.jsonl'}", "--reward", "rule", "think")
-    assert "x.jsonl, line 1: 'answer'" in line
 
 
 def test_a_question_of_ten_megabytes_is_refused_at_once(capsys, tmp_path):

@@ -159,18 +159,7 @@ def test_float32_stays_float32(aggregate, ratio):
 
 
 # --------------------------------------------------------------------------------------------------
-# [E] and [F] on worked numbers
-
-def test_walkthrough():
-    """Response 3 of the theory's; the script shows its steps."""
-    old = doubles([-1.0, -2.0])
-    logprobs = (old + doubles(0.25, -0.30)).requires_grad_()
-    value, metrics = grpo_loss(logprobs, old, None, doubles(-1.4321), old < 0, kl_coef=0)
-    assert value.item() == pytest.approx(1.4923, abs=5e-5)
-    assert metrics["clip_fraction"] == 0.5
-    assert float(metrics["ratio_mean"]) == pytest.approx((1.2840 + 0.7408) / 2, abs=5e-5)
-    assert gradient(value, logprobs)[0].tolist() == [pytest.approx(1.8388 / 2, abs=5e-5), 0.0]
-
+# [E] and [F] on worked numbers; the script below shows the theory's walkthrough
 
 @pytest.mark.parametrize("A, log_ratio, expected, clipped", [
     (1.0, 0.5, 1.3, True), (1.0, 0.25, math.exp(0.25), False), (1.0, -0.5, math.exp(-0.5), False),
@@ -198,22 +187,15 @@ def test_k3_near_zero_and_never_negative():
     assert float(kl_estimate(torch.zeros(3001), d, "k3").min()) >= 0
 
 
-@pytest.mark.parametrize("ref_over_pi, coefficient", [(2.0, 1.04), (1.0, 1.0), (0.5, 0.98)])
-def test_the_gradient_coefficient(ref_over_pi, coefficient):
-    """On-policy the gradient is (A + beta (ref/pi - 1)) grad log pi: above A where ref is above."""
-    logprobs = torch.full((2, 3), -1.5, dtype=torch.float64, requires_grad=True)
-    ref = logprobs.detach() + math.log(ref_over_pi)
-    for A in (torch.ones(2).double(), torch.ones(2, 3).double()):
-        value, _ = grpo_loss(logprobs, logprobs.detach(), ref, A, ref < 0)
-        found = gradient_coefficient(A, logprobs.detach(), ref)
-        close(found, torch.full_like(ref, coefficient))
-        close(-6 * gradient(value, logprobs), found)  # a mean over six tokens
-    for per_token in (False, True):                      # and whatever A, beta and ref are
-        logprobs, _, ref, A, mask = batch(6, per_token=per_token)
-        old = logprobs.detach()
-        value, _ = grpo_loss(logprobs, old, ref, A, mask, kl_coef=0.3)
-        weights = mask.double() / mask.sum(dim=1, keepdim=True).clamp(min=1) / len(mask)
-        close(gradient(value, logprobs), -gradient_coefficient(A, old, ref, 0.3) * weights)
+@pytest.mark.parametrize("per_token", [False, True])
+def test_the_gradient_coefficient(per_token):
+    """On-policy the gradient is (A + beta (ref/pi - 1)) grad log pi; beta is 0.04 by default."""
+    logprobs, _, ref, A, mask = batch(6, per_token=per_token)
+    old = logprobs.detach()
+    weights = mask.double() / mask.sum(dim=1, keepdim=True).clamp(min=1) / len(mask)
+    for beta in ({}, {"kl_coef": 0.3}):
+        value, _ = grpo_loss(logprobs, old, ref, A, mask, **beta)
+        close(gradient(value, logprobs), -gradient_coefficient(A, old, ref, **beta) * weights)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -328,15 +310,21 @@ def test_the_sampler_weight():
 # --------------------------------------------------------------------------------------------------
 # Masks, and a batch cut into micro-batches
 
-@pytest.mark.parametrize("aggregate, ratio, kl_estimator, objective",
-                         every(AGGREGATES, RATIOS, KL_ESTIMATORS, OBJECTIVES))
-def test_what_is_masked_does_not_matter(aggregate, ratio, kl_estimator, objective):
-    def loss_of(*data):
+def batch_and_loss(aggregate, ratio, kl_estimator, objective, **shape):
+    """A batch with the sampler's log-probs as the last, and the loss as a function of it."""
+    def loss_of(*data, **sizes):
         return grpo_loss(*data[:5], sampler_logprobs=data[5], max_new_tokens=LIMIT, ratio=ratio,
-                         kl_estimator=kl_estimator, aggregate=aggregate, objective=objective)
+                         kl_estimator=kl_estimator, aggregate=aggregate, objective=objective,
+                         **sizes)
 
-    clean = batch(per_token=True)
-    clean = (*clean, sampler_of(clean[1]))
+    data = batch(**shape)
+    return (*data, sampler_of(data[1])), loss_of
+
+
+@pytest.mark.parametrize("options", every(AGGREGATES, RATIOS, KL_ESTIMATORS, OBJECTIVES),
+                         ids=" ".join)
+def test_what_is_masked_does_not_matter(options):
+    clean, loss_of = batch_and_loss(*options, per_token=True)
     mask = clean[4]
     expected, expected_metrics = loss_of(*clean)
     expected_gradient = gradient(expected, clean[0])
@@ -364,17 +352,11 @@ def test_a_batch_without_tokens_is_nothing(aggregate, ratio):
     assert all(metric == 0 for metric in metrics.values())
 
 
-@pytest.mark.parametrize("aggregate, ratio, objective, kl_estimator, per_token",
-    every(AGGREGATES, RATIOS, OBJECTIVES, ("k3", "k3_corrected"), (False, True)))
-def test_micro_batches_add_up(aggregate, ratio, objective, kl_estimator, per_token):
-    data = batch(rows=9, per_token=per_token)
-    data = (*data, sampler_of(data[1]))
-
-    def loss_of(*data, **sizes):
-        return grpo_loss(*data[:5], sampler_logprobs=data[5], max_new_tokens=LIMIT, ratio=ratio,
-                         kl_estimator=kl_estimator, aggregate=aggregate, objective=objective,
-                         **sizes)
-
+@pytest.mark.parametrize("options", every(AGGREGATES, RATIOS, ("k3", "k3_corrected"), OBJECTIVES),
+                         ids=" ".join)
+@pytest.mark.parametrize("per_token", [False, True])
+def test_micro_batches_add_up(options, per_token):
+    data, loss_of = batch_and_loss(*options, rows=9, per_token=per_token)
     value, metrics = loss_of(*data)
     whole = {"value": value.detach(), "gradient": gradient(value, data[0]), **metrics}
     for cut in ([1] * 9, [2, 3, 4]):

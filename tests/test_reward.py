@@ -18,12 +18,11 @@ from pathlib import Path
 import answers
 import pytest
 import torch
-from conftest import SMALL, raises, seeded, value_error
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from conftest import GSM8K, raises, seeded, small_model, value_error
+from transformers import AutoModelForSequenceClassification
 
 import reward
 import train
-from advantage import shape_advantages
 from reward import (
     boxed_candidates, bradley_terry_loss, canonical, complete_boxes, diversity, train_reward_model,
     extract_boxed, figures_of, final_answer, has_format, hold_out, is_right, length_rescaled,
@@ -32,9 +31,6 @@ from reward import (
     score_responses, score_rows, think_answer_reward, truths_of)
 from sample import words_of
 
-ROOT = Path(reward.__file__).resolve().parent
-REAL = ROOT.parent / "shared" / "data" / "gsm8k"
-
 
 def box(answer):
     return rf"So it is \boxed{{{answer}}}."
@@ -42,16 +38,6 @@ def box(answer):
 
 # --------------------------------------------------------------------------------------------------
 # The rule
-
-@pytest.mark.parametrize("response, expected", [
-    ("16 - 3 - 4 = 9 eggs a day, 9 * 7 = 63 a week.\n\\boxed{63}", 1.5),
-    (r"First \boxed{63}, no, wait: \boxed{50}", 0.5), ("She has 63 eggs a week.", 0.0), ("", 0.0),
-    (r"\boxed{63} or, better, \boxed{5", 1.5), (r"\boxed{__import__('os').getpid()}", 0.5),
-])
-def test_egg_problem(response, expected):
-    assert rule_reward(response, "63") == expected
-    assert type(rule_reward(response, "63")) is float
-
 
 @pytest.mark.parametrize("empty", ["", " ", "\n\t", "$", "$$", r"\$", ".", "...", r"\text{}",
                                    r"\text{ }", r"\ ", "\u00a0", "\u2003"])
@@ -253,7 +239,7 @@ def test_any_text_is_scored():
         text = any_text(chance, 60) if chance.random() < 0.5 else latex_like(chance)
         for response in (text, box(text)):
             found = rule_reward(response, any_text(chance, 8))
-            assert found in (0.0, 0.5, 1.5)
+            assert found in (0.0, 0.5, 1.5) and type(found) is float
             assert (found == 0.0) == (canonical(extract_boxed(response) or "") == "")
 
 
@@ -522,11 +508,11 @@ def test_a_wrong_file_or_none_is_refused_and_nothing_is_kept(network):
         load_problems("gsm8k")
 
 
-@pytest.mark.skipif(not REAL.is_dir(), reason="GSM8K is not here")
+@pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not here")
 @pytest.mark.parametrize("name, count", [("gsm8k", 7473), ("gsm8k:test", 1319)])
 def test_the_real_gsm8k(name, count, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(reward, "GSM8K_URL", REAL.resolve().as_uri() + "/")
+    monkeypatch.setattr(reward, "GSM8K_URL", GSM8K.resolve().as_uri() + "/")
     problems = load_problems(name)  # the table's SHA-256 is that of the real file
     assert len(problems) == count
     for problem in problems[::5]:
@@ -684,17 +670,15 @@ def test_every_row_has_columns_of_its_own():
     assert [problem["pieces"] for problem in problems] == [[1, 2, 3], [4, 5]]
 
 
-@pytest.mark.parametrize("when", ["as it is loaded", "as it is called"])
-def test_torch_is_as_it_was_before_a_reward(tmp_path, when):
+@pytest.mark.parametrize("indent", ["", "    "], ids=["as it is loaded", "as it is called"])
+def test_torch_is_as_it_was_before_a_reward(tmp_path, indent):
     def state():
         return torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()
 
-    spoil = "torch.set_grad_enabled(False), torch.set_default_dtype(torch.float64), " \
-            "torch.set_num_threads(3)"
-    indent = "" if when == "as it is loaded" else "    "
     before = state()
-    path = write(tmp_path / "rude.py", "import torch\ndef f(completions, **columns):\n"
-                 f"    yield from [1] * len(completions)\n{indent}{spoil}\n")
+    path = write(tmp_path / "rude.py", "import torch as t\ndef f(completions, **columns):\n"
+                 f"    yield from [1] * len(completions)\n{indent}t.set_grad_enabled(False), "
+                 "t.set_default_dtype(t.float64), t.set_num_threads(3)\n")
     try:
         scored(load_function(f"{path}:f"))
         assert state() == before
@@ -743,11 +727,7 @@ def gives(*values):
     return lambda **columns: list(values)
 
 
-class Hostile:
-    def __float__(self):
-        raise KeyError("no")
-
-
+HOSTILE = type("Hostile", (), {"__float__": raises(KeyError("no"))})()
 STRINGS = "prompts and completions are strings, not messages)"
 
 
@@ -766,7 +746,7 @@ STRINGS = "prompts and completions are strings, not messages)"
     *((lambda values=values, **columns: values, None, f"TypeError: it gives a {kind}, not a list")
       for kind, values in {"str": "1234", "dict": dict(enumerate("abcd")), "set": {1, 2, 3, 4},
                            "frozenset": frozenset("abcd")}.items()),
-    (gives(1, 2, 3, 1j), 3, "TypeError"), (gives(1, 2, Hostile(), 4), 2, "KeyError: 'no'"),
+    (gives(1, 2, 3, 1j), 3, "TypeError"), (gives(1, 2, HOSTILE, 4), 2, "KeyError: 'no'"),
 ])
 def test_a_reward_that_goes_wrong_is_named(function, row, reason):
     where = ":" if row is None else f", row {row}, response {FOUR[row]!r}:"
@@ -783,12 +763,13 @@ def test_what_is_wrong_is_told_under_its_flag(mine_py):
             (([f"{mine_py}:none"],), f"--reward {mine_py}:none: the file has no function 'none'"),
             ((["thinks"],), "--reward thinks: no file ''"),
             ((["rule"], None, "x.py:f"), "--step-reward x.py:f: no file 'x.py'")):
-        with pytest.raises(ValueError, match=f"^{re.escape(line)}"):
+        with value_error(f"^{re.escape(line)}"):
             own_reward_of(*arguments)
-    for fn, line in (
-            (own_reward_of(["rule", bad]), f"--reward {bad}, row 0, response 'x': TypeError"),
-            (own_reward_of(None, None, f"{mine_py}:one"),
+    for arguments, line in (
+            ((["rule", bad],), f"--reward {bad}, row 0, response 'x': TypeError"),
+            ((None, None, f"{mine_py}:one"),
              f"--step-reward {mine_py}:one, row 0, response 'x': not a list of (end, reward) p")):
+        fn = own_reward_of(*arguments)
         with value_error(f"^{re.escape(line)}"):
             fn(PROBLEMS[:1], ["p"], rollout_of("x", "y"))
 
@@ -849,18 +830,15 @@ def test_a_reward_file_takes_the_name_of_no_other_module(tmp_path, name):
             assert load_function(f"{path}:f")() == f"{folder} {value}"
 
 
-@pytest.mark.parametrize("code, reason", [
-    ("import sys\nsys.exit()\n", "SystemExit"), ("def f():\n    1 / 0\n\nf()\n", "line 2.$"),
-    ("raise ValueError('two\\nlines')", "load: ValueError: two lines .mine.py, line 1."),
-    ("import grpo_no_such_module", "ModuleNotFoundError"), ("def score(:", "SyntaxError"),
-    ("\0", "null bytes"), ("other = 1", "no function 'score'"), ("score = 1", "no function"),
-])
-def test_a_reward_file_that_does_not_load(tmp_path, code, reason):
-    with value_error(f"mine.py:score: the file.*{reason}"):
-        load_function(write(tmp_path / "mine.py", code) + ":score")
-
-
-def test_a_reward_without_a_file(tmp_path, monkeypatch):
+def test_a_reward_file_that_is_none_or_does_not_load(tmp_path, monkeypatch):
+    for code, reason in (
+            ("import sys\nsys.exit()\n", "SystemExit"), ("def score(:", "SyntaxError"),
+            ("def f():\n    1 / 0\n\nf()\n", "line 2.$"),
+            ("raise ValueError('two\\nlines')", "load: ValueError: two lines .mine.py, line 1."),
+            ("\0", "null bytes"), ("import grpo_no_such_module", "ModuleNotFoundError"),
+            ("score = 1", "no function"), ("other = 1", "no function 'score'")):
+        with value_error(f"mine.py:score: the file.*{reason}"):
+            load_function(write(tmp_path / "mine.py", code) + ":score")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     write(tmp_path / "notes.txt", "score = max")
@@ -961,10 +939,6 @@ def test_candidates_of_the_tiny_policy(tiny):
     rewards, spans = boxed_candidates(rows, ["18", "9"], 2)
     assert spans == [[(0, 6), (7, 9)], [], [(0, 2), (3, 4), (5, 9)], [(0, 5)]]
     assert rewards == [[1.0, 0.0], [], [1.0, 0.0, 1.0], [0.0]]
-    mask = torch.arange(12) < torch.tensor([[len(row)] for row in rows])  # (N, S-1)
-    advantages = shape_advantages(rewards, spans, mask, 2)  # takes them as they are
-    assert advantages[0, :7].unique().numel() == 1 and advantages[0, 0] > 0 > advantages[0, 7]
-    assert not advantages[1].any() and not advantages[0, 10:].any()
     unknown, _ = boxed_candidates(rows, [None, "3"], 2)
     assert unknown == [[0.0, 0.0], [], [0.0, 0.0, 0.0], [1.0]]
     for truths, group_size, n in ((["18"], 2, 4), (["18", "9"], 4, 4), (["18", "9"], 2, 3)):
@@ -1037,14 +1011,8 @@ def test_candidates_are_found_at_once():
 # A reward model
 
 def small_reward_model(architecture="qwen2", **changes):
-    torch.manual_seed(0)
-    sizes = {**SMALL, "max_position_embeddings": 64, "pad_token_id": None, "num_labels": 1}
-    config = AutoConfig.for_model(architecture, **{**sizes, **changes})
-    model = AutoModelForSequenceClassification.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape), alpha=0.2)
-    return model
+    sizes = {"max_position_embeddings": 64, "pad_token_id": None, "num_labels": 1, **changes}
+    return small_model(architecture, 0.2, AutoModelForSequenceClassification, **sizes)
 
 
 ROWS = [[5, 6, 7, 1], [8], [9, 10, 11, 12, 13, 14, 1], [0, 0, 0], [5, 6, 7, 1]]

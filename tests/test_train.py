@@ -14,20 +14,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    FEW, NO_MEMORY, QWEN, REWARDS, ROOT, TINY, Diary, counted, curve, gradient, hosted, json_lines,
+    FEW, GSM8K, NO_MEMORY, QWEN, REWARDS, TINY, Diary, counted, gradient, hosted, json_lines,
     lines_of, logprobs_on_full_logits, loop, metrics_of, parts, raises, rollout_of, same_tensors,
-    seeded, settings, tiny_problems, trains, value_error, whole_step)
+    seeded, settings, small_model, tiny_problems, trains, value_error, whole_step)
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 
+import reward
 import sample
 import train
 from advantage import advantages_for, group_advantages
 from logprob import IGNORE, micro_batches, token_logprobs
 from loss import grpo_loss
-from reward import load_problems
 from sample import sample_groups
 
-GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 SHORT = ("--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=16",
          "--eval-limit=8", "--eval-every=2", "--warmup-steps=2")
 SMALL = (*FEW, *SHORT)
@@ -83,32 +82,6 @@ def test_the_reward_is_asked_about_the_rollout_and_replaces_the_rules():
     expected = train.score_responses(rollout.responses, [q["answer"] for q in p.problems], 4)
     assert torch.equal(rollout.rewards, expected) and expected.unique().numel() > 1
     assert torch.equal(rollout.rule_rewards, expected)
-
-
-@pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("aggregate", ["sequence", "token", "constant"])
-def test_gradient_does_not_depend_on_the_cut_into_micro_batches(aggregate, share):
-    flags = ("--max-grad-norm=1e9", f"--aggregate={aggregate}",
-             "--share-prompts" if share else "--no-share-prompts")
-    p = parts(*flags)
-    rollout = rollout_of(p)
-    rollout.ref_logprobs = token_logprobs(p.reference, rollout.input_ids, rollout.labels)
-
-    def cuts(budget):
-        return len(list(micro_batches(rollout.labels, rollout.group_ids, budget, share)))
-
-    three = next(budget for budget in range(10**4) if cuts(budget) == 3)
-    assert cuts(10**6) == 1 and cuts(1) > 3
-    found = []
-    for budget in (10**6, three, 1):
-        model = copy.deepcopy(p.policy)
-        rollout.old_logprobs = None
-        metrics = update(p, model, still(model), rollout, micro_batch_tokens=budget)
-        found.append((gradient(model), metrics))
-    whole, expected = found[0]
-    for grads, metrics in found[1:]:
-        assert (grads - whole).norm() <= 1e-6 * whole.norm()
-        assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -503,16 +476,14 @@ def test_eval_only_prints_the_figures(capsys, monkeypatch):
     line, = [line for line in out.splitlines() if line.startswith("eval_accuracy: ")]
     assert "8 problems, 4 samples of each at temperature 1.0" in out
     p = parts("--max-new-tokens=16")
-    problems = load_problems(p.settings.eval_data)[:8]
+    problems = reward.load_problems(p.settings.eval_data)[:8]
     evaluated = functools.partial(train.evaluate, p.policy, p.tokenizer, problems, p.settings)
     greedy, _ = evaluated()
     sampled, responses = evaluated(group_size=4, temperature=1.0, seed=0)
     figures = f"greedy {greedy['eval_accuracy']:.4f}, sampled {sampled['eval_accuracy']:.4f}"
     assert line == f"eval_accuracy: {figures}"
-    right = train.score_responses(responses, [q["answer"] for q in problems], 4).view(8, 4) == 1.5
-    assert f"pass@4             {float(right.any(dim=1).float().mean()):.4f}" in out
-    assert f"pass@1             {float(right.float().mean()):.4f}" in out
-    assert all(f"pass@{k} " in out and f"maj@{k} " in out for k in (1, 2, 4))
+    figures = reward.figures_of(responses, [problem["answer"] for problem in problems], 4)
+    assert all(f"\n{name:18} {value:.4f}\n" in out for name, value in figures.items())
 
 
 def test_unknown_words_are_told_of(capsys, tmp_path):
@@ -526,9 +497,8 @@ def test_unknown_words_are_told_of(capsys, tmp_path):
     assert "unknown" not in capsys.readouterr().out
 
 
-def test_the_seed_decides_and_a_run_without_kl_has_no_reference(capsys, finished_run, tmp_path):
-    trains(*SMALL, f"--output={tmp_path / 'same'}")
-    assert curve(tmp_path / "same") == curve(finished_run.folder)
+def test_another_seed_and_a_run_without_kl_has_no_reference(capsys, finished_run, tmp_path):
+    """test_resume.py has runs of one seed that are equal bit for bit."""
     trains(*SMALL, "--seed=1", "--kl-coef=0", "--steps=1", f"--output={tmp_path / 'other'}")
     assert metrics_of(tmp_path / "other")[1]["approx_kl"] is None
     first, other = (lines_of(folder / "samples.jsonl")[0]["responses"]
@@ -573,12 +543,9 @@ def test_the_help(help_of_train):
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not here")
 def test_a_qwen2_of_random_weights_trains_on_gsm8k(qwen, tmp_path):
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(
-        "qwen2", vocab_size=151936, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=1024,
-        tie_word_embeddings=True, bos_token_id=None, eos_token_id=qwen.eos_token_id,
-        pad_token_id=qwen.pad_token_id)).save_pretrained(tmp_path / "model")
+    small_model("qwen2", vocab_size=151936, max_position_embeddings=1024,
+                eos_token_id=qwen.eos_token_id,
+                pad_token_id=qwen.pad_token_id).save_pretrained(tmp_path / "model")
     shutil.copytree(qwen.name_or_path, tmp_path / "model", dirs_exist_ok=True)
     for name in ("train.jsonl", "test.jsonl"):
         lines = (GSM8K / name).read_text(encoding="utf-8").splitlines()[:100]
@@ -694,17 +661,13 @@ def test_count_of_what_is_kept_is_what_autograd_saves(tmp_path, changes):
     count, _ = counted(tmp_path, **changes)
     config = AutoConfig.from_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: kept.append(tensor.untyped_storage()) or tensor, lambda tensor: tensor):
         model.model(torch.zeros(1, 500, dtype=torch.long), use_cache=False)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    saved = sum(storage.nbytes() for at, storage in kept.items() if at not in weights)
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in kept}
+    saved = sum(size for at, size in sizes.items() if at not in weights)
     assert count["kept for the backward pass"] == pytest.approx(saved, rel=0.15)
 
 
