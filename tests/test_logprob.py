@@ -654,10 +654,13 @@ def test_script_takes_a_run_and_its_flags(run_here, tiny, tmp_path):
     ("model.safetensors", "torn"), ("tokenizer.json", "{}"), ("config.json", '{"model_type": 3}'),
 ])
 def test_script_refuses_in_one_line(run_here, tmp_path, file, text):
+    """The other faults of a model's folder stand in test_bad_input.py."""
     folder = shutil.copytree(TINY, tmp_path / "model")
     (folder / file).write_text(text)
-    for flag, words in ((f"--model={folder}", f"--model {folder}: cannot be used ("),
-                        ("--device=foo", "--device foo: cannot be used ("),
-                        ("--temperature=0", "--temperature 0.0: must be above 0")):
-        (line,) = run_here("logprob.py", flag, status=2).splitlines()
-        assert line.startswith(f"logprob.py: {words}")
+    for program, flag, words in (
+            ("logprob.py", f"--model={folder}", f"--model {folder}: cannot be used ("),
+            ("sample.py", f"--model={folder}", f"--model {folder}: cannot be loaded: "),
+            ("logprob.py", "--device=foo", "--device foo: cannot be used ("),
+            ("logprob.py", "--temperature=0", "--temperature 0.0: must be above 0")):
+        (line,) = run_here(program, flag, status=2).splitlines()
+        assert line.startswith(f"{program}: {words}")
