@@ -142,7 +142,7 @@ def test_the_layout(model, config, ends, limit):
     longest = at_the_limit = 0
     for n in range(N):
         row, prompt = rollout.input_ids[n].tolist(), ids_of(PROMPTS[n // G])
-        assert row[: len(prompt)] == prompt
+        assert row[: len(prompt)] == prompt  # no <start>, which the tokenizer would add
         answer = row[len(prompt) : len(prompt) + limit]
         length = next((t + 1 for t, token in enumerate(answer) if token in ends), limit)
         answer, rest = answer[:length], row[len(prompt) + length :]
@@ -238,26 +238,27 @@ def test_a_broken_logprob_is_not_hidden():
     assert rollout.finished.all() and rollout.responses == ["w7", ""]
 
 
-def test_no_start_token_is_added(model):
-    assert TOKENIZER("w5").input_ids == [START, 5]
-    rollout = sample_groups(model, TOKENIZER, ["w5", "<start> w5"], 1, 2, 1.0, seeded())
-    assert rollout.input_ids[0, 0] == 5 and rollout.input_ids[1, :2].tolist() == [START, 5]
+PADDED = {"pad_token": "<pad>"}
 
 
-@pytest.mark.parametrize("generation, tokenizer_end, ends", [
-    (END, "<end>", {END}), ([END, 9], "<end>", {END, 9}), ([11, 9, 8], "<end>", {8, 9, 11}),
-    (12, None, {12}), (None, "<end>", {END}), (None, "w13", {13}),
+@pytest.mark.parametrize("generation, special, ends, pad", [
+    (END, {"eos_token": "<end>"}, {END}, END),  # without a padding token the end token pads
+    ([11, 9], {"eos_token": "<end>"}, {9, 11}, END),
+    ([END, 9], {"eos_token": "<end>", **PADDED}, {END, 9}, PAD),
+    (12, PADDED, {12}, PAD), (None, {"eos_token": "<end>", **PADDED}, {END}, PAD),
+    (None, {"eos_token": "w13", **PADDED}, {13}, PAD),
 ])
-def test_end_tokens(model, config, generation, tokenizer_end, ends):
+def test_end_tokens_and_padding(model, config, generation, special, ends, pad):
     config("eos_token_id", generation)
-    special = {"eos_token": tokenizer_end} if tokenizer_end else {}
-    tokenizer = make_tokenizer(pad_token="<pad>", **special)
-    rollout = sample_groups(model, tokenizer, PROMPTS, 100, 20, 1.5, seeded())
+    rollout = sample_groups(model, make_tokenizer(**special), PROMPTS, 100, 20, 1.5, seeded())
     answers = responses_of(rollout)
     assert not any(ends & set(answer[:-1]) for answer in answers)
     assert rollout.finished.tolist() == [answer[-1] in ends for answer in answers]
     assert all(answer[-1] in ends or len(answer) == 20 for answer in answers)
     assert {answer[-1] for answer in answers} >= ends
+    response = (rollout.labels != IGNORE).int()
+    behind = (response == 0) & (response.cumsum(dim=1) > 0)
+    assert behind.any() and (rollout.input_ids[behind] == pad).all()
 
 
 @pytest.mark.parametrize("prompts, says", [
@@ -266,16 +267,6 @@ def test_what_cannot_be_sampled_from(model, config, prompts, says):
     config("eos_token_id", None)
     with value_error(says):
         sample_groups(model, make_tokenizer(pad_token="<pad>"), prompts, 2, 4)
-
-
-@pytest.mark.parametrize("ends, pad", [(END, END), ([11, 9], END)])
-def test_without_a_padding_token_the_end_token_pads(model, config, ends, pad):
-    config("eos_token_id", ends)
-    tokenizer = make_tokenizer(eos_token="<end>")
-    rollout = sample_groups(model, tokenizer, PROMPTS, 10, 20, 1.5, seeded())
-    response = (rollout.labels != IGNORE).int()
-    behind = (rollout.labels == IGNORE) & (response.cumsum(dim=1) > 0)
-    assert behind.any() and (rollout.input_ids[behind] == pad).all()
 
 
 # --------------------------------------------------------------------------------------------------
