@@ -3,14 +3,13 @@
     python tests/test_families.py      # which fast forms each family takes, and why not the others
 """
 
-from functools import lru_cache, partial
+import itertools
+from functools import lru_cache
 
 import pytest
 import torch
 from conftest import SMALL, answer_rows, make_tokenizer
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 import logprob
 import sample
@@ -111,18 +110,6 @@ def definition(model, input_ids, labels):
     return torch.cat(logprobs)
 
 
-def checkpointed(name):
-    """The same model as train.py checkpoints it: its layers in training mode, where dropout would
-    come back."""
-    model = family(name, dropout=0.5)
-    sample.switch_off_dropout(model)
-    for layer in model.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.training = layer.gradient_checkpointing = True
-            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
-    return model
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logprobs_and_gradients(name):
     """Against those of the definition: padded and grouped rows, layers kept and checkpointed."""
@@ -130,12 +117,14 @@ def test_logprobs_and_gradients(name):
     input_ids, labels, weights = answer_rows(SIZES, seed=1)
     expected = definition(model, input_ids, labels)
     expected_gradient = gradient(model, (expected * weights).sum())
-    for measured in (model, checkpointed(name)):
-        for group_ids in (None, GROUPS):
+    dropped = family(name, dropout=0.5)                  # in training mode it would come back
+    sample.switch_off_dropout(dropped)
+    for measured, group_ids in itertools.product((model, dropped), (None, GROUPS)):
+        with logprob.layers_checkpointed(measured, measured is dropped):
             actual = token_logprobs(measured, input_ids, labels, group_ids=group_ids)
-            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
             error = gradient(measured, (actual * weights).sum()) - expected_gradient
-            assert error.norm() <= 1e-5 * expected_gradient.norm()
+        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+        assert error.norm() <= 1e-5 * expected_gradient.norm()
 
 
 @pytest.mark.parametrize("name", FAMILIES)

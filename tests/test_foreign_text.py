@@ -184,12 +184,13 @@ def test_a_row_s_own_system_turn_wins(tokenizer):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_one_end_token_stands_between_turns(name):
-    """The policy's own, also where the template puts a blank before it."""
+    """The policy's own, whichever it is, or the template's where the limit cut the answer; also
+    where the template puts a blank before it."""
     tokenizer = family(name)
     last = tokenizer.eos_token_id
-    cut = sample.ids_between_turns(tokenizer, "ANSWER y", 0, [last])
-    ended = sample.ids_between_turns(tokenizer, "ANSWER y", last, [last])
+    cut, ended, other = (sample.ids_between_turns(tokenizer, "ANSWER y", token, [last, 7])
+                         for token in (0, last, 7))
     place = cut.index(last)
-    assert cut[place + 1:] == ended and not tokenizer.decode(cut[:place]).strip()
+    assert cut[place + 1:] == ended == other and not tokenizer.decode(cut[:place]).strip()
     tokenizer.chat_template = "Write ANSWER: 2 at the end." + tokenizer.chat_template
     assert sample.ids_between_turns(tokenizer, "ANSWER y", last, [last]) == ended

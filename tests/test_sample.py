@@ -6,12 +6,14 @@ import copy
 import json
 import math
 import shutil
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import stand_in
 import torch
 from conftest import (
     NO_MEMORY, SMALL, TINY, edit_json, ended, make_tokenizer, precisions, raises, seeded,
@@ -140,15 +142,14 @@ def test_the_layout(model, config, ends, limit):
     longest = at_the_limit = 0
     for n in range(N):
         row, prompt = rollout.input_ids[n].tolist(), ids_of(PROMPTS[n // G])
-        assert row[: len(prompt)] == prompt
+        assert row[: len(prompt)] == prompt  # no <start>, which the tokenizer would add
         answer = row[len(prompt) : len(prompt) + limit]
         length = next((t + 1 for t, token in enumerate(answer) if token in ends), limit)
         answer, rest = answer[:length], row[len(prompt) + length :]
         assert len(answer) == length and rest == [PAD] * len(rest)
         assert rollout.labels[n].tolist() == [IGNORE] * len(prompt) + answer + [IGNORE] * len(rest)
-        spoken = [0] * (len(prompt) - 1) + [1] * length + [0] * len(rest)
-        assert (rollout.logprobs[n] < 0).int().tolist() == spoken
-        assert not rollout.logprobs[n][rollout.labels[n, 1:] == IGNORE].any()
+        spoken = [0] * (len(prompt) - 1) + [-1] * length + [0] * len(rest)
+        assert rollout.logprobs[n].sign().tolist() == spoken
         assert bool(rollout.finished[n]) == (answer[-1] in ends)
         text = answer[:-1] if answer[-1] in ends else answer  # the end token alone is left out
         assert rollout.responses[n].split() == TOKENIZER.convert_ids_to_tokens(text)
@@ -237,46 +238,35 @@ def test_a_broken_logprob_is_not_hidden():
     assert rollout.finished.all() and rollout.responses == ["w7", ""]
 
 
-def test_no_start_token_is_added(model):
-    assert TOKENIZER("w5").input_ids == [START, 5]
-    rollout = sample_groups(model, TOKENIZER, ["w5", "<start> w5"], 1, 2, 1.0, seeded())
-    assert rollout.input_ids[0, 0] == 5 and rollout.input_ids[1, :2].tolist() == [START, 5]
+PADDED = {"pad_token": "<pad>"}
 
 
-@pytest.mark.parametrize("generation, tokenizer_end, ends", [
-    (END, "<end>", {END}), ([END, 9], "<end>", {END, 9}), ([11, 9, 8], "<end>", {8, 9, 11}),
-    (12, None, {12}), (None, "<end>", {END}), (None, "w13", {13}),
+@pytest.mark.parametrize("generation, special, ends, pad", [
+    (END, {"eos_token": "<end>"}, {END}, END),  # without a padding token the end token pads
+    ([11, 9], {"eos_token": "<end>"}, {9, 11}, END),
+    ([END, 9], {"eos_token": "<end>", **PADDED}, {END, 9}, PAD),
+    (12, PADDED, {12}, PAD), (None, {"eos_token": "<end>", **PADDED}, {END}, PAD),
+    (None, {"eos_token": "w13", **PADDED}, {13}, PAD),
 ])
-def test_end_tokens(model, config, generation, tokenizer_end, ends):
+def test_end_tokens_and_padding(model, config, generation, special, ends, pad):
     config("eos_token_id", generation)
-    special = {"eos_token": tokenizer_end} if tokenizer_end else {}
-    tokenizer = make_tokenizer(pad_token="<pad>", **special)
-    rollout = sample_groups(model, tokenizer, PROMPTS, 100, 20, 1.5, seeded())
+    rollout = sample_groups(model, make_tokenizer(**special), PROMPTS, 100, 20, 1.5, seeded())
     answers = responses_of(rollout)
     assert not any(ends & set(answer[:-1]) for answer in answers)
     assert rollout.finished.tolist() == [answer[-1] in ends for answer in answers]
     assert all(answer[-1] in ends or len(answer) == 20 for answer in answers)
     assert {answer[-1] for answer in answers} >= ends
+    response = (rollout.labels != IGNORE).int()
+    behind = (response == 0) & (response.cumsum(dim=1) > 0)
+    assert behind.any() and (rollout.input_ids[behind] == pad).all()
 
 
-@pytest.mark.parametrize("prompts, tokenizer, says", [
-    ([""], TOKENIZER, "prompt 0"), (["w5", "  ", ""], TOKENIZER, "prompt 1"),
-    (PROMPTS, make_tokenizer(pad_token="<pad>"), "end token"),  # none anywhere
-])
-def test_what_cannot_be_sampled_from(model, config, prompts, tokenizer, says):
+@pytest.mark.parametrize("prompts, says", [
+    ([""], "prompt 0"), (["w5", "  ", ""], "prompt 1"), (PROMPTS, "end token")])  # none anywhere
+def test_what_cannot_be_sampled_from(model, config, prompts, says):
     config("eos_token_id", None)
     with value_error(says):
-        sample_groups(model, tokenizer, prompts, 2, 4)
-
-
-@pytest.mark.parametrize("ends, pad", [(END, END), ([11, 9], END)])
-def test_without_a_padding_token_the_end_token_pads(model, config, ends, pad):
-    config("eos_token_id", ends)
-    tokenizer = make_tokenizer(eos_token="<end>")
-    rollout = sample_groups(model, tokenizer, PROMPTS, 10, 20, 1.5, seeded())
-    response = (rollout.labels != IGNORE).int()
-    behind = (rollout.labels == IGNORE) & (response.cumsum(dim=1) > 0)
-    assert behind.any() and (rollout.input_ids[behind] == pad).all()
+        sample_groups(model, make_tokenizer(pad_token="<pad>"), prompts, 2, 4)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -325,11 +315,9 @@ def test_the_generator_decides(model, config):
     generator = seeded(5)
     assert same(draw_three(generator), first) and not same(draw_three(seeded(6)), first)
     assert not same(draw_three(generator), first)  # it has moved on
-    rollouts = []
-    for seed in (5, 5, 6):  # without one the global seed does
-        torch.manual_seed(seed)
-        rollouts.append(draw_three())
-    assert same(rollouts[0], rollouts[1]) and not same(rollouts[0], rollouts[2])
+    # without one the global seed does
+    a, b, c = (torch.manual_seed(seed) and draw_three() for seed in (5, 5, 6))
+    assert same(a, b) and not same(a, c)
     config("eos_token_id", list(range(1, V, 5)))
     eight = sample_groups(model, TOKENIZER, PROMPTS, 8, 256, 1.0, seeded())  # the defaults
     assert same(sample_groups(model, TOKENIZER, PROMPTS, generator=seeded()), eight)
@@ -372,34 +360,6 @@ def member(name, ends=ENDS):
     return model
 
 
-class Replay:
-    """Stands for a captured graph where there is no GPU: the same step, run again."""
-    captured = []
-
-    def __init__(self, decoder, n, temperature):
-        self.step = lambda: draw(decoder.step(n, decoder.capacity), temperature, decoder.u[:n])
-        self.results = self.step()
-        self.captured.append(n)
-
-    def replay(self):
-        for result, new in zip(self.results, self.step()):
-            result.copy_(new)
-
-
-def capture(*args):
-    graph = Replay(*args)
-    return graph, *graph.results
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    """The loop as CUDA runs it, without its graphs -> the row counts of the captured steps."""
-    monkeypatch.setattr(OwnStep, "capture", capture)
-    monkeypatch.setattr(Replay, "captured", [])
-    monkeypatch.setattr(sample, "fastest_form", lambda model: partial(own_step, graphs=True))
-    return Replay.captured
-
-
 def plainly(monkeypatch, *args):
     with monkeypatch.context() as patch:
         patch.setattr(sample, "fastest_form", lambda model: PlainStep)
@@ -440,28 +400,22 @@ def test_the_own_step_without_padding_and_in_float32(monkeypatch):
     held_against_plain(monkeypatch, *args, atol=1e-4)
 
 
-def test_the_decoder_is_kept_and_released(monkeypatch, graphs):
+def test_the_decoder_is_kept_and_released(monkeypatch):
     """Nothing of an earlier rollout, not even a NaN, shows in a later one of other shape."""
-    model = member("qwen2", [END, 7, 40])
-    sample_groups(model, TOKENIZER, PROMPTS, 6, 30, 1.0, seeded())
-    kept = sample.KEPT[model]
-    for layer in kept.layers:
-        layer.past.fill_(torch.nan)
-    for prompts, G, T in ((PROMPTS, 6, 30), (PROMPTS[1:2], 5, 12), (PROMPTS[2:], 7, 30)):
-        held_against_plain(monkeypatch, model, TOKENIZER, prompts, G, T, 1.0, seed=1)
-        assert sample.KEPT[model] is kept
-    assert set(graphs) <= {24, 12, 6, 3, 1} and len(graphs) == len(set(graphs))  # no shape twice
-
-    with torch.no_grad():  # weights move on in place, and a graph reads them there
-        model.model.layers[0].mlp.down_proj.weight.mul_(0.5)
-    held_against_plain(monkeypatch, model, TOKENIZER, PROMPTS, 6, 30, 1.0)
-    assert sample.KEPT[model] is kept
-    down = model.model.layers[0].mlp.down_proj  # a graph would read the old ones
-    down.weight = torch.nn.Parameter(down.weight.detach().clone())
-    sample_groups(model, TOKENIZER, PROMPTS, 6, 30, 1.0, seeded())
-    assert sample.KEPT[model] is not kept
-    sample_groups(model, TOKENIZER, PROMPTS, 7, 30, 1.0, seeded())  # 28 rows: no room for them
-    assert sample.KEPT[model].N == 28
+    with stand_in.machine() as gpu:
+        model = member("qwen2", [END, 7, 40]).to("cuda")
+        sample_groups(model, TOKENIZER, PROMPTS, 6, 30, 1.0, seeded())
+        kept = sample.KEPT[model]
+        for layer in kept.layers:
+            layer.past.fill_(torch.nan)
+        for prompts, G, T in ((PROMPTS, 6, 30), (PROMPTS[1:2], 5, 12), (PROMPTS[2:], 7, 30)):
+            held_against_plain(monkeypatch, model, TOKENIZER, prompts, G, T, 1.0, seed=1)
+            assert sample.KEPT[model] is kept
+        assert len(gpu.graphs) <= 5  # for 24, 12, 6, 3 rows and one
+        down = model.model.layers[0].mlp.down_proj  # a graph would read the old weights
+        down.weight = torch.nn.Parameter(down.weight.detach().clone())
+        sample_groups(model, TOKENIZER, PROMPTS, 6, 30, 1.0, seeded())
+        assert sample.KEPT[model] is not kept
     sample.release(model)
     sample.release(model)
     assert model not in sample.KEPT
@@ -484,10 +438,9 @@ def test_few_rows_move_when_rows_end(ended):
     decoder.length = 3
     rows = torch.arange(9)
     for layer in decoder.layers:
-        layer.past[0] = rows[:, None, None, None]
-        layer.past[1] = rows[:, None, None, None] + 10
+        layer.past.copy_(torch.stack((rows, rows + 10))[:, :, None, None, None])
     decoder.padding[:9] = rows
-    decoder.bias.copy_(rows[:, None, None, None].expand_as(decoder.bias))
+    decoder.bias.copy_(rows[:, None, None, None])
     n = 9 - len(ended)
     places = decoder.keep(~torch.isin(rows, torch.tensor(ended, dtype=torch.long)))
     assert set(places.tolist()) == set(range(9)) - set(ended) and len(places) == n
@@ -664,11 +617,13 @@ def turns_of(rollout):
     return (said.diff(dim=1, prepend=torch.zeros_like(said[:, :1])) == 1).sum(dim=1).tolist()
 
 
+ASKED = ["How many ?", "Anna has 9 . How many ?"]
+
+
 def test_conversations(tiny):
     """Turn by turn: the ids are those that were said, and only the policy's are labelled."""
     model, tokenizer = tiny
-    asked = ["How many ?", "Anna has 9 . How many ?"]
-    prompts = [sample.chat_prompt(tokenizer, {"question": text}, "") for text in asked]
+    prompts = [sample.chat_prompt(tokenizer, {"question": text}, "") for text in ASKED]
     heard = []
 
     def reply(prompt, turns):
@@ -700,16 +655,16 @@ def test_conversations(tiny):
     assert_logprobs(model, rollout)
 
 
-@pytest.mark.parametrize("form", [PlainStep, own_step, partial(own_step, graphs=True)])
+@pytest.mark.parametrize("where, form", [
+    ("cpu", PlainStep), ("cpu", own_step), ("cuda", partial(own_step, graphs=True))])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "smollm3"])
-def test_conversations_in_every_form(name, form, monkeypatch):
-    model = member(name)
-    monkeypatch.setattr(sample, "fastest_form", lambda model: form)
-    monkeypatch.setattr(OwnStep, "capture", capture)
-    rollout = talked(model)
-    assert set(turns_of(rollout)) == {2, 3, 4}  # rows leave, the others have many lengths
-    assert_logprobs(model, rollout, 1.2, atol=1e-5)
-    sample.release(model)
+def test_conversations_in_every_form(name, where, form, monkeypatch):
+    with stand_in.machine() if where == "cuda" else nullcontext():
+        model = member(name).to(where)
+        monkeypatch.setattr(sample, "fastest_form", lambda model: form)
+        rollout = talked(model)
+        assert set(turns_of(rollout)) == {2, 3, 4}  # rows leave, the others have many lengths
+        assert_logprobs(model, rollout, 1.2, atol=1e-5)
 
 
 def test_turns_run_a_prompt_once_for_its_group_and_then_the_rows_that_go_on(model, runs):
@@ -729,14 +684,12 @@ def test_conversations_with_windows_and_learned_positions(architecture):
 
 def test_a_conversation_of_one_turn_is_a_group(tiny):
     model, tokenizer = tiny
-    asked = ["How many ?", "Anna has 9 ."]
-    prompts = [sample.chat_prompt(tokenizer, {"question": text}, "") for text in asked]
+    prompts = [sample.chat_prompt(tokenizer, {"question": text}, "") for text in ASKED]
+    group = sample_groups(model, tokenizer, prompts, 3, 12, 1.0, [seeded(1), seeded(2)])
+    group.turns = [[text] for text in group.responses]
     for turns, reply in ((1, lambda *_: "more"), (5, lambda *_: None)):
-        settings = dict(generator=[seeded(1), seeded(2)], reply=reply, max_turns=turns)
-        talk = sample_conversations(model, tokenizer, prompts, 3, 12, 1.0, **settings)
-        group = sample_groups(model, tokenizer, prompts, 3, 12, 1.0, [seeded(1), seeded(2)])
-        assert talk.turns == [[text] for text in talk.responses]
-        talk.turns = None
+        talk = sample_conversations(model, tokenizer, prompts, 3, 12, 1.0, [seeded(1), seeded(2)],
+                                    reply=reply, max_turns=turns)
         assert same(talk, group)
 
 
@@ -758,23 +711,11 @@ def test_what_is_no_conversation(model, changes, says):
         sample_conversations(model, tokenizer, **how)
 
 
-def test_one_end_token_stands_between_turns():
-    """The policy's own, or the template's where the limit cut the answer."""
-    between = partial(sample.ids_between_turns, talk_tokenizer(), "w9 w9", ends=[END, 7])
-    assert between(5) == [END, START, 9, 9, 3]
-    assert between(END) == between(7) == [START, 9, 9, 3]
-
-
 # --------------------------------------------------------------------------------------------------
 # One draw
 
 # below 1024 words the running sum has one level, unless `draw` is told otherwise
 LEVELS = pytest.mark.parametrize("few", [0, 1024], ids=["two levels", "one level"])
-
-
-def by_chance(logits, temperature, few):
-    u = torch.rand(len(logits), dtype=torch.float64, generator=seeded())
-    return draw(logits, temperature, u, few=few)
 
 
 @LEVELS
@@ -829,7 +770,8 @@ def test_the_logprob_of_a_draw(few, temperature, dtype):
     """At temperature 0, where the largest logit is taken, that of temperature 1."""
     logits = (100 + 4 * torch.randn(500, 300, generator=seeded())).to(dtype)
     before = logits.clone()
-    tokens, logprobs = by_chance(logits, temperature, few)
+    u = torch.rand(500, dtype=torch.float64, generator=seeded())
+    tokens, logprobs = draw(logits, temperature, u, few=few)
     expected = (logits.double() / (temperature or 1)).log_softmax(dim=1)
     assert logprobs.dtype == torch.float32 and torch.equal(logits, before)
     torch.testing.assert_close(logprobs.double(), expected.gather(1, tokens[:, None])[:, 0],
@@ -843,7 +785,8 @@ def test_the_logprob_of_a_draw(few, temperature, dtype):
 def test_what_has_no_probability_is_never_drawn(few, words):
     logits = torch.zeros(10_000, words)
     logits[:, ::2] = logits[:, :5] = logits[:, -20:] = -torch.inf  # in front, behind, between
-    tokens, logprobs = by_chance(logits, 1.0, few)
+    u = torch.rand(10_000, dtype=torch.float64, generator=seeded())
+    tokens, logprobs = draw(logits, 1.0, u, few=few)
     assert set(tokens.tolist()) == set(range(5, words - 20, 2))
     assert logprobs.tolist() == pytest.approx([-math.log((words - 24) // 2)] * 10_000, abs=1e-5)
 
@@ -972,17 +915,6 @@ def test_script_refuses_a_config_and_a_flag_in_one_line(run_here, run, tmp_path,
     *usage, line = run_here("sample.py", flag, status=2).splitlines()
     assert line.startswith("sample.py: ") and says in line
     assert not usage or "error: argument" in line         # argparse's own way of saying it
-
-
-@pytest.mark.parametrize("file, text", [
-    ("model.safetensors", "torn"), ("tokenizer.json", "{}"), ("config.json", '{"model_type": 3}'),
-])
-def test_a_folder_that_cannot_be_used_is_one_line(run_here, tmp_path, file, text):
-    """The other faults of a model's folder stand in test_bad_input.py."""
-    folder = shutil.copytree(TINY, tmp_path / "model")
-    (folder / file).write_text(text)
-    (line,) = run_here("sample.py", f"--model={folder}", status=2).splitlines()
-    assert line.startswith(f"sample.py: --model {folder}: cannot be loaded: ")
 
 
 def test_a_tokenizer_without_words_and_layers_left_over(tiny):

@@ -49,21 +49,9 @@ def rollout_of(p, temperature, max_new_tokens=12):
 
 RULE = torch.tensor([1.5, 0.5, 0.0, 1.5, 0.5, 1.5, 0.0, 0.0])
 LEVELS = {"--advantage=gtpo": gtpo_advantages, "--advantage=grpo-s": grpo_s_advantages}
-# What the updates by hand are told where one of these flags stands
-OPTIONS = {
-    "--clip-eps=0.01": {"clip_eps": 0.01}, "--clip-eps-high=0.01": {"clip_eps_high": 0.01},
-    "--clip-eps-high=0.9": {"clip_eps_high": 0.9}, "--kl-coef=0.1": {"kl_coef": 0.1},
-    "--kl-coef=0": {"kl_coef": 0}, "--kl-estimator=k1": {"kl_estimator": "k1"},
-    "--kl-estimator=k2": {"kl_estimator": "k2"}, "--ratio=sequence": {"ratio": "sequence"},
-    "--kl-estimator=k3_corrected": {"kl_estimator": "k3_corrected"},
-    "--objective=cispo": {"objective": "cispo"}, "--aggregate=token": {"aggregate": "token"},
-    "--aggregate=constant": {"aggregate": "constant"}, "--max-new-tokens=9": {"max_new_tokens": 9},
-    "--sampler-correction=1.2": {"sampler_cap": 1.2}, "--temperature=0.5": {"temperature": 0.5},
-    "--max-grad-norm=0.01": {"max_grad_norm": 0.01},
-    "--minibatches=2": {"order": [slice(0, 4), slice(4, 8)] * 2},
-    "--updates-per-rollout=1": {"order": [slice(0, 8)]},
-    "--updates-per-rollout=3": {"order": [slice(0, 8)] * 3},
-}
+# The settings that the updates by hand read
+READ = ("clip_eps", "clip_eps_high", "kl_coef", "kl_estimator", "ratio", "objective", "aggregate",
+        "max_new_tokens", "temperature", "max_grad_norm")
 PLAIN = ("--max-new-tokens=12", "--kl-coef=0.5", "--max-grad-norm=1e9", "--temperature=0.7")
 
 
@@ -85,10 +73,12 @@ def advantages_by_hand(flags, rollout, entropies):
 
 def by_hand(p, rollout, flags):
     """One record for each of the updates, each followed by SGD."""
-    how = dict(clip_eps=0.2, max_new_tokens=12, kl_coef=0.5, max_grad_norm=1e9, temperature=0.7,
-               order=[slice(0, 8)] * 2)
-    for flag in flags:
-        how |= OPTIONS.get(flag, {})
+    s = settings(*PLAIN, *flags)
+    how = {name: getattr(s, name) for name in READ}
+    how["order"] = [slice(0, 8)] if s.minibatches == 1 else [slice(0, 4), slice(4, 8)]
+    how["order"] *= s.updates_per_rollout
+    if s.sampler_correction:
+        how["sampler_cap"] = s.sampler_correction
     with torch.no_grad():
         _, entropies = logprobs_on_full_logits(p.policy, rollout, how["temperature"])
     advantages = advantages_by_hand(flags, rollout, entropies.float())

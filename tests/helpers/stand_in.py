@@ -374,7 +374,7 @@ def capture(gpu, graph, pool=None, stream=None, capture_error_mode="global"):
 # Attention, by its formula
 
 def attend(gpu, kernel, q, k, v, bias, scale):
-    """softmax(q k' scale + bias) v in float32.
+    """softmax(q k' scale + bias) v in float32, or in float64 where that is given.
 
     q (..., Hq, S, D), k and v (..., Hkv, K, D), bias (..., S, K) or None -> (..., Hq, S, D)
     """
@@ -382,9 +382,10 @@ def attend(gpu, kernel, q, k, v, bias, scale):
     gpu.kernels += 1
     with gpu.state(inside_kernel=True):
         shared = q.shape[-3] // k.shape[-3]
-        k, v = (x.float().repeat_interleave(shared, dim=-3) for x in (k, v))
+        wide = torch.promote_types(q.dtype, torch.float32)
+        k, v = (x.to(wide).repeat_interleave(shared, dim=-3) for x in (k, v))
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-        scores = q.float() @ k.mT * scale
+        scores = q.to(wide) @ k.mT * scale
         if bias is not None:
             scores = scores + bias
         weights = torch.ops.aten._safe_softmax(scores, -1)   # 0 where a query sees no key
