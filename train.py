@@ -1963,7 +1963,7 @@ def shard(whole, s):
     # The forms of [D] were tried on the whole model.
     found = whole and (whole.generation_config, logprob.forms_of(whole))
     model.generation_config, logprob.FORMS[model] = gathered_objects(found)[0]
-    if not logprob.FORMS[model]["grouped rows"]:
+    if logprob.FORMS[model]["grouped rows"]:
         model.set_attn_implementation("grouped")
     # [D] does not call the model's forward, and FSDP gathers only in methods that it knows.
     model.token_logprobs = partial(token_logprobs, model)

@@ -193,6 +193,12 @@ def loaded(folder, dtype):
     return model, AutoTokenizer.from_pretrained(folder)
 
 
+def reasons(stage, model):
+    """{form: why the stage refuses it for this model, None if it is used}"""
+    return {form: None if used else stage.REFUSED[model][form]
+            for form, used in stage.forms_of(model).items()}
+
+
 def parts(*flags, dtype=torch.float32, noise=0.05):
     """What train_step takes, of the tiny default, with two prompts and four answers each.
 

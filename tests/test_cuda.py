@@ -16,8 +16,8 @@ import pytest
 import stand_in
 import torch
 from conftest import (
-    FEW, NO_MEMORY, answer_rows, checkpoint_of, metrics_of, raises, same_tensors, seeded,
-    small_model, tiny_problems, trains)
+    FEW, NO_MEMORY, answer_rows, checkpoint_of, metrics_of, raises, reasons, same_tensors,
+    seeded, small_model, tiny_problems, trains)
 from safetensors.torch import load_file
 from stand_in import CudaError, on_gpu
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
@@ -320,7 +320,7 @@ def test_sampling_through_graphs(tokenizer, dtype, hopper):
     model = random_policy(dtype)
     with stand_in.machine(hopper) as gpu:
         there = copy.deepcopy(model).to("cuda")
-        assert not any(sample.forms_of(there).values())
+        assert all(sample.forms_of(there).values())
         rollouts, tried = {}, len(gpu.graphs)
         temperatures = (1.0, 0.0) if dtype == torch.float32 else (1.0,)
         for temperature in temperatures:
@@ -543,7 +543,7 @@ def test_a_build_without_flash_attention_keeps_the_fast_forms(monkeypatch):
         monkeypatch.setitem(stand_in.ANSWERS, name, failing_after(0, None))
     with stand_in.machine() as gpu:
         model = random_policy(BF16).to("cuda")
-        assert not any({**sample.forms_of(model), **logprob.forms_of(model)}.values())
+        assert all({**sample.forms_of(model), **logprob.forms_of(model)}.values())
         assert gpu.attention["efficient"] and not gpu.attention["ragged"]
 
 
@@ -594,7 +594,7 @@ def test_weights_that_share_memory_or_are_sharded_are_left_alone(monkeypatch, wh
         model.to("cuda")
         addresses = [weight.data_ptr() for weight in model.parameters()]
         reason = "FSDP" if what == "FSDP" else "weights that share memory"
-        assert reason in sample.forms_of(model)["CUDA graphs"]
+        assert reason in reasons(sample, model)["CUDA graphs"]
         if what == "FSDP":
             chance = sample.uniform_numbers(None, 1, 2, 4, model.device)
             sample.write_answers(model, [[3, 4]], chance, 1.0, [1])
@@ -621,7 +621,7 @@ def test_logprobs_and_gradients(dtype, hopper, grouped, checkpointed):
     expected = run(model, *rows)
     with stand_in.machine(hopper) as gpu:
         there.to("cuda")
-        assert not any(logprob.forms_of(there).values())
+        assert all(logprob.forms_of(there).values())
         found = run(there, *(x.to("cuda") for x in rows))
         assert all(map(on_gpu, found))
     tolerance = 2e-5 if dtype == torch.float32 else 0.15
@@ -745,8 +745,8 @@ def fast(monkeypatch):
 def test_the_trial_runs_backward(monkeypatch):
     monkeypatch.setattr(logprob, "varlen_attn", flash_fails_backward(0))
     with stand_in.machine():
-        forms = logprob.forms_of(random_policy(BF16).to("cuda"))
-    assert "an illegal instruction" in forms["grouped rows"] and forms["lean head"] is None
+        why = reasons(logprob, random_policy(BF16).to("cuda"))
+    assert "an illegal instruction" in why["grouped rows"] and why["lean head"] is None
 
 
 def test_rounding_on_the_gpu_launches_few_kernels():

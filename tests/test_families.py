@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import pytest
 import torch
-from conftest import SMALL, answer_rows, make_tokenizer
+from conftest import SMALL, answer_rows, make_tokenizer, reasons
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import logprob
@@ -153,7 +153,7 @@ def test_refused_in_one_line(name):
 def main():
     for name in [*FAMILIES, *REFUSED]:
         try:
-            forms = {**logprob.forms_of(family(name)), **sample.forms_of(family(name))}
+            forms = {**reasons(logprob, family(name)), **reasons(sample, family(name))}
         except ValueError as error:
             print(f"{name:24}REFUSED: {error}")
             continue

@@ -12,8 +12,8 @@ import pytest
 import stand_in
 import torch
 from conftest import (
-    NO_MEMORY, SMALL, TINY, answer_rows, edit_json, precisions, raises, seeded, small_model,
-    value_error)
+    NO_MEMORY, SMALL, TINY, answer_rows, edit_json, precisions, raises, reasons, seeded,
+    small_model, value_error)
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
@@ -183,7 +183,7 @@ def test_rows_without_labels_cost_nothing(some_model):
     labels[0] = labels[3] = labels[4] = IGNORE
     run = tokens_run(model)
     actual = token_logprobs(model, input_ids, labels, group_ids=GROUPS)
-    grouped = forms_of(model)["grouped rows"] is None
+    grouped = forms_of(model)["grouped rows"]
     assert run == [5 + 6 if grouped else input_ids.numel()]
     expected, _ = naive(model, input_ids, labels)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
@@ -207,7 +207,7 @@ def test_equal_rows_run_once(some_model, group_ids):
     assert_same_pull(model, actual, exact, expected, weights)
     # Rows 0, 1, 2 and 3 of the batch, and row 4 with two kinds of labels
     lengths = [14, 1, 7, 3, 11, 11]
-    grouped = groups is not None and forms_of(model)["grouped rows"] is None
+    grouped = groups is not None and forms_of(model)["grouped rows"]
     assert run == [5 + 9 + sum(L - 1 for L in lengths) if grouped else 6 * 20]
     pairs = torch.tensor([[3, 1], [1, 3], [3, 1], [3, 3], [1, 3], [3, 1]])
     assert logprob.firsts_of_equal(pairs).tolist() == [0, 1, 0, 3, 1, 0]
@@ -333,7 +333,7 @@ def test_forms(architecture, dtype, std):
     model = small_model(architecture, std).to(dtype)
     lean, grouped = FORMS[architecture]
     attention = model.config._attn_implementation
-    assert forms_of(model) == {"lean head": lean, "grouped rows": grouped}
+    assert reasons(logprob, model) == {"lean head": lean, "grouped rows": grouped}
     assert model.config._attn_implementation == (attention if grouped else "grouped")
 
 
@@ -374,8 +374,8 @@ GROUPED_HIDDEN = logprob.grouped_hidden
 def test_a_form_that_fails_is_refused_with_its_reason(monkeypatch, form, reason):
     monkeypatch.setattr(logprob, "grouped_hidden", form)
     model, (input_ids, labels, _) = small_model("llama"), batch()
-    assert re.fullmatch(reason, forms_of(model)["grouped rows"])
-    assert forms_of(model)["lean head"] is None
+    why = reasons(logprob, model)
+    assert re.fullmatch(reason, why["grouped rows"]) and why["lean head"] is None
     assert model.config._attn_implementation == "sdpa"
     actual = token_logprobs(model, input_ids, labels, group_ids=GROUPS)
     expected, _ = naive(model, input_ids, labels)

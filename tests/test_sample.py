@@ -16,8 +16,8 @@ import pytest
 import stand_in
 import torch
 from conftest import (
-    NO_MEMORY, SMALL, TINY, edit_json, ended, make_tokenizer, precisions, raises, seeded,
-    small_model, start, value_error)
+    NO_MEMORY, SMALL, TINY, edit_json, ended, make_tokenizer, precisions, raises, reasons,
+    seeded, small_model, start, value_error)
 from tokenizers import AddedToken
 
 import sample
@@ -386,7 +386,7 @@ def lengths_of(rollout):
 @pytest.mark.parametrize("name", FAMILY)
 def test_the_own_step_draws_what_the_plain_loop_draws(name, temperature, monkeypatch):
     model = member(name)
-    assert forms_of(model) == {"own decode step": None}
+    assert forms_of(model) == {"own decode step": True}
     rollout = held_against_plain(monkeypatch, model, TOKENIZER, PROMPTS, 6, 30, temperature)
     assert len(lengths_of(rollout)) > (3 if temperature else 1)
     assert model not in sample.KEPT  # without graphs
@@ -499,7 +499,7 @@ LONG = dict(rope_theta=1e4, factor=4.0, original_max_position_embeddings=32)
     (partial(LLAMA, attention_chunk_size=64), "chunk"),
 ])
 def test_the_form_that_a_family_takes(make, why):
-    found = forms_of(make())["own decode step"]
+    found = reasons(sample, make())["own decode step"]
     assert found is None if why is None else why in found and "\n" not in found
 
 
@@ -507,10 +507,11 @@ def test_a_wrong_form_is_refused_and_not_taken(monkeypatch):
     model = small_model("llama")
     plain = plainly(monkeypatch, model, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded())
     monkeypatch.setattr(sample.F, "rms_norm", lambda x, *_: x)
-    assert forms_of(model)["own decode step"].startswith("off by")
+    assert reasons(sample, model)["own decode step"].startswith("off by")
     assert same(sample_groups(model, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded()), plain)
     monkeypatch.setattr(OwnStep, "step", raises(RuntimeError("no kernel\nfor this\ncard")))
-    assert forms_of(small_model("llama")) == {"own decode step": "no kernel"}  # one line
+    [why] = reasons(sample, small_model("llama")).values()
+    assert why == "no kernel"  # one line
     for error in NO_MEMORY:  # is no reason
         monkeypatch.setattr(OwnStep, "step", raises(error))
         with pytest.raises(type(error)):
@@ -543,7 +544,7 @@ def test_a_cache_that_is_a_little_wrong_is_only_told(monkeypatch, capsys):
 
     monkeypatch.setattr(PlainStep, "run", shifted)
     for nats, told in ((0.5, True), (0.0, False)):  # noqa: B007
-        assert forms_of(small_model("llama")) == {"own decode step": None}
+        assert all(forms_of(small_model("llama")).values())
         assert ("llama: log-probs with its cache are off by 0." in capsys.readouterr().err) == told
     nats = 1.5
     with value_error(r"^llama cannot be sampled .* off by 1.\d+ nats$"):
