@@ -2049,27 +2049,31 @@ class Run:
     def stopping_on_signals(self):
         """Ctrl-C, SIGTERM and SIGHUP let the current step end; a second signal stops at once."""
         def stop(number, _):
-            if os.getpid() != owner:  # a process that a reward has forked
-                put_back.close()
-                return signal.raise_signal(number)
             self.signal = number
             signal.signal(number, signal.SIG_DFL)
             name = signal.Signals(number).name
             say(f"\nstopping after this step ({name}; a second one stops at once)", sys.stderr)
 
-        owner = os.getpid()
+        def in_child():
+            for number in numbers:
+                signal.signal(number, signal.SIG_DFL)
+            go_on()
+
+        numbers = []  # of the signals that have the handler; none after this run
         with ExitStack() as put_back:
+            put_back.callback(numbers.clear)
             for name in ("SIGINT", "SIGTERM", "SIGHUP"):
                 # Windows has no SIGHUP, and only the main thread may set handlers.
                 with suppress(AttributeError, ValueError):
                     number = getattr(signal, name)
                     put_back.callback(signal.signal, number, signal.signal(number, stop))
+                    numbers.append(number)
             if hasattr(os, "fork"):
-                # Signals wait while a reward forks a process: Python forgets those that come then.
-                numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+                # A process that a reward forks has the default handlers: a worker of a pool that
+                # waits for work would never come to run `stop`. Until it has them, signals wait.
                 wait, go_on = (partial(signal.pthread_sigmask, how, numbers)
                                for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK))
-                os.register_at_fork(before=wait, after_in_parent=go_on, after_in_child=go_on)
+                os.register_at_fork(before=wait, after_in_parent=go_on, after_in_child=in_child)
             yield
 
     def stopped(self):
@@ -2281,9 +2285,9 @@ def load_checkpoint(run, model, optimizer):
         run.held_out = [(step, float(figure)) for step, figure in run.held_out]
         run.before = [str(text) for text in run.before]
         scale, since = counters.get("loss_scale", (1, 0))
-        counts = (run.skipped, run.kl_coef or 0, scale - 1, since, *run.told.values())
+        counts = (run.step, run.skipped, run.kl_coef or 0, scale - 1, since, *run.told.values())
         finite = all(0 <= count < math.inf for count in counts)
-        if run.step not in range(BIG) or not finite:
+        if not isinstance(run.step, int) or not finite:
             raise ValueError(f"step {run.step}, counters {counts}")
         if run.reward_model:
             run.reward_model.pairs, run.reward_model.replay = counters["pairs"]

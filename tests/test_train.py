@@ -84,6 +84,32 @@ def test_the_reward_is_asked_about_the_rollout_and_replaces_the_rules():
     assert torch.equal(rollout.rule_rewards, expected)
 
 
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("aggregate", ["sequence", "token", "constant"])
+def test_gradient_does_not_depend_on_the_cut_into_micro_batches(aggregate, share):
+    flags = ("--max-grad-norm=1e9", f"--aggregate={aggregate}",
+             "--share-prompts" if share else "--no-share-prompts")
+    p = parts(*flags)
+    rollout = rollout_of(p)
+    rollout.ref_logprobs = token_logprobs(p.reference, rollout.input_ids, rollout.labels)
+
+    def cuts(budget):
+        return len(list(micro_batches(rollout.labels, rollout.group_ids, budget, share)))
+
+    three = next(budget for budget in range(10**4) if cuts(budget) == 3)
+    assert cuts(10**6) == 1 and cuts(1) > 3
+    found = []
+    for budget in (10**6, three, 1):
+        model = copy.deepcopy(p.policy)
+        rollout.old_logprobs = None
+        metrics = update(p, model, still(model), rollout, micro_batch_tokens=budget)
+        found.append((gradient(model), metrics))
+    whole, expected = found[0]
+    for grads, metrics in found[1:]:
+        assert (grads - whole).norm() <= 1e-6 * whole.norm()
+        assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("what", ["nothing", "gradient", "loss"])
 def test_what_is_not_finite_skips_the_update_and_is_counted(monkeypatch, what, dtype):
