@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -20,9 +21,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
-    ENVIRONMENT, FEW, LIMIT, NO_MEMORY, PROCESSES, TINY, checkpoint_of, curve, edit_json,
-    edit_tensors, ended, ends_badly, faulty_reward, lines_of, main, metrics_of, one_line_of, raises,
-    refused, run_script, same_tensors, snapshot, start, trains, weights_of)
+    ENVIRONMENT, FEW, LIMIT, NO_MEMORY, PROCESSES, ROOT, TINY, checkpoint_of, curve, edit_json,
+    edit_tensors, ended, ends_badly, faulty_reward, lines_of, main, metrics_of, one_line_of,
+    raises, refused, run_script, same_tensors, snapshot, start, trains, weights_of)
 
 import train
 
@@ -192,37 +193,12 @@ def test_the_line_that_is_printed_continues_the_run(tmp_path, own_reward):
     ended_the_same(folder, whole)
 
 
-POOL = """
-import multiprocessing
-import os
-import signal
-
-fork = multiprocessing.get_context("fork")
-
-def score(completions, **columns):
-    with fork.Pool(2) as pool:
-        return pool.map(float, map(len, completions))
-
-def wait_for_work():
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        assert signal.getsignal(number) == signal.SIG_DFL
-    os.kill(os.getpid(), signal.SIGTERM)
-
-def waits(completions, **columns):
-    child = fork.Process(target=wait_for_work)
-    child.start()
-    child.join(20)
-    return [child.exitcode or 0.0] * len(completions)
-"""
-
-
 def test_the_handlers_belong_to_the_process_that_set_them(capsys, tmp_path):
     """A pool ends its workers with SIGTERM; a worker that took it for the run's would live on."""
-    (tmp_path / "forks.py").write_text(POOL)
-    folder = tmp_path / "run"
-    trains(*FLAGS, "--steps=1", f"--reward={tmp_path / 'forks.py'}:waits", f"--output={folder}")
+    folder, forks = tmp_path / "run", ROOT / "tests" / "helpers" / "forks.py"
+    trains(*FLAGS, "--steps=1", f"--reward={forks}:waits", f"--output={folder}")
     assert metrics_of(folder)[-1]["reward_mean"] == -signal.SIGTERM
-    trains(*FLAGS, "--steps=1", f"--reward={tmp_path / 'forks.py'}:score", f"--output={folder}2")
+    trains(*FLAGS, "--steps=1", f"--reward={forks}:score", f"--output={folder}2")
     assert "stopping" not in capsys.readouterr().err
 
 
@@ -248,6 +224,11 @@ def test_main_puts_signals_back_and_works_in_a_thread(tmp_path, uninterrupted):
     ended_the_same(tmp_path / "run", uninterrupted)
     trains(*FLAGS, "--steps=1", f"--output={tmp_path / 'other'}")
     assert [signal.getsignal(name) for name in names] == before
+    fork = multiprocessing.get_context("fork")            # and a process that is forked later
+    child = fork.Process(target=lambda: os._exit(signal.getsignal(signal.SIGINT) is before[0]))
+    child.start()
+    child.join(LIMIT)
+    assert child.exitcode == 1
 
 
 def test_a_reward_that_fails_at_once_can_be_mended(capsys, tmp_path, own_reward):
