@@ -209,7 +209,8 @@ def parts(*flags, dtype=torch.float32, noise=0.05):
     policy = copy.deepcopy(start)
     reference = copy.deepcopy(policy).requires_grad_(False)
     for stage in (sample, logprob):                       # to try them takes longer than a step
-        stage.FORMS[policy] = stage.FORMS[reference] = stage.FORMS[start]
+        for found in (stage.FORMS, stage.REFUSED):
+            found[policy] = found[reference] = found[start]
     generator = seeded(1)
     for p in reference.parameters():
         p.add_(noise * torch.randn(p.shape, generator=generator))
