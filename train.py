@@ -28,6 +28,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import combinations
@@ -2572,8 +2573,8 @@ def page_of(run, groups, tokenizer, s):
     for name in run.history[-1]:
         if name.startswith("reward/") or name in CURVES:
             curves[name] = run.curve(name)
-    warnings = [m for m in run.history if "warning" in m]
-    warned = [(m["step"], shown(m["warning"])) for m in warnings]
+    rows = [m for m in run.history if "warning" in m]
+    warned = [(m["step"], shown(m["warning"])) for m in rows]
     marks = "".join(f'<rect x="{300 * step / run.step:.1f}" width=".7" height="80"><title>{line}'
                     "</title></rect>" for step, line in warned)
     known = {name: points for name, points in curves.items() if points}
@@ -2736,4 +2737,5 @@ if __name__ == "__main__":
     sys.stderr = sys.stderr or open(os.devnull, "w")
     keep_going(sys.stdout)
     keep_going(sys.stderr)
+    warnings.showwarning = lambda message, *_: say(message, sys.stderr)  # above the bars
     sys.exit(main())

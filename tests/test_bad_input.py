@@ -371,6 +371,14 @@ def score(completions, **columns):
     assert (tmp_path / "run" / "final").is_dir() and "Traceback" not in done.stderr
 
 
+def test_a_warning_is_one_line(tmp_path):
+    (tmp_path / "mine.py").write_text("def none(answer, **_): return [None] * len(answer)")
+    done = run_script("train.py", *SMALL, f"--reward={tmp_path / 'mine.py'}:none",
+                      f"--output={tmp_path / 'run'}")
+    assert "every reward gave None for some rows: they count as 0\n" in done.stderr
+    assert "UserWarning" not in done.stderr
+
+
 def test_a_run_that_is_begun_without_streams(tmp_path):
     flags = " ".join(map(str, SMALL))
     done = subprocess.run(f"exec {sys.executable} train.py {flags} --output={tmp_path / 'run'} "
