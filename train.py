@@ -404,7 +404,6 @@ def step_metrics(rollout, batch, updates, clock, s):
         "kl_coef": s.kl_coef,
         # trainer against sampler, before any weight has moved: only rounding
         "sampler_ratio_error": largest_ratio_error(rollout.old_logprobs, rollout.logprobs),
-        # Of several updates the mean, the largest ratio error and the number of skipped ones.
         **{name: sum(u[name] for u in updates) / len(updates) for name in updates[0]},
         "ratio_max_error": max(u["ratio_max_error"] for u in updates),
         "skipped_updates": sum(u["skipped_updates"] for u in updates),
@@ -458,7 +457,6 @@ def without_flat_groups(rollout, model, tokenizer, batch, s, sampler, reward_of)
             batch.problems[j] = others.problems[k]
             batch.prompts[j] = others.prompts[k]
             rows[j * G:(j + 1) * G] = range(N + k * G, N + (k + 1) * G)
-        # The groups keep their numbers.
         both = sample.joined(rollout, new).take(rows)
         rollout = dataclasses.replace(both, group_ids=rollout.group_ids)
         batch.resampled += len(flat)
@@ -805,16 +803,14 @@ class Settings:
     lr_schedule: str = flag("constant", "after the warm-up; others end at 0", choices=SCHEDULES)
     weight_decay: float = flag(0.0, "AdamW's")
     lora_rank: int = flag(0, "LoRA: train factors of this rank for every Linear; 0: all weights")
-    lora_alpha: float = flag(None, "LoRA: W = W0 + this / rank * B A; default: twice the rank",
-                             low=ABOVE_0)
+    lora_alpha: float = flag(None, "W = W0 + this / rank * B A; default: 2 rank", low=ABOVE_0)
     warmup_steps: int = flag(10, "the learning rate rises linearly over these")
     updates_per_rollout: int = flag(1, "passes over the answers of a rollout", low=1)
     minibatches: int = flag(1, "gradient steps per pass, each on its share of the groups", low=1)
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", low=ABOVE_0)
     share_prompts: bool = flag(True, "run a prompt once for its whole group in the update",
                                head="only memory and time; auto: the fastest that fits")
-    plain: bool = flag(False, "no fast form of sampling and log-probs: slow, and works everywhere",
-                       free=True)
+    plain: bool = flag(False, "no fast form at all: slow, and works everywhere", free=True)
     micro_batch_tokens: int = flag("auto", "tokens per forward and backward pass", low=1, free=True)
     gradient_checkpointing: bool = flag("auto", "recompute layers to save memory", free=True)
     offload: bool = flag("auto", "keep masters and moments in host memory", free=True)
@@ -1097,7 +1093,6 @@ def tell_idle(s):
 
 def choose_device(s):
     """-> (torch.device, dtype of the model's weights)."""
-    # in order of preference
     present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
                "cpu": True}
     best = next(name for name in present if present[name])
@@ -1292,9 +1287,7 @@ def make_optimizer(model, s, ref_model=None):
 
 
 def with_moments(optimizer):
-    """Make AdamW's moments now. Its first step would make them one by one, and if memory ran out
-    between the two of a weight, no later step could use that state.
-    """
+    """Make AdamW's moments now: a step that ran out of memory between two of them would be lost."""
     for p in optimizer.param_groups[0]["params"]:
         # The fused kernel needs the number of steps on the weights' device.
         optimizer.state[p] = {"step": torch.zeros((), device=p.device),
@@ -1309,10 +1302,8 @@ class MasterAdamW(torch.optim.AdamW):
     until its master has moved by half a unit, for hundreds of steps at 1e-6. Here each weight has
     its own threshold, uniform between 0 and 1 unit, and is rounded up if its master's remainder
     reaches it. So a move by a hundredth of a unit moves one weight in a hundred by a whole unit: on
-    average the intended change arrives. The thresholds follow from the seed and never change: no
-    step is random, and weights whose masters did not move keep their initial values. Of several
-    GPUs each has its own, so a run that is resumed on another number gets others. (Stochastic
-    rounding, arXiv 2010.06192, draws at every step, and needs no masters.)
+    average the intended change arrives. The thresholds follow from the seed and, on several GPUs,
+    from the rank; they never change. (Stochastic rounding, arXiv 2010.06192, draws at every step.)
 
     `moved` is what AdamW moves, if not the masters: LoraAdamW computes the masters from it.
 
@@ -1822,9 +1813,7 @@ def print_memory(s):
 
 def within_memory(function, *args):
     """function(*args); if memory runs out, again with half the micro-batch; after another error
-    without the fast forms of [D]. Not on several GPUs.
-
-    No weight may have moved by then: `function` only computes log-probs or gradients.
+    without the fast forms of [D]. Not on several GPUs. `function` may move no weight.
     """
     s = args[-1]
     while True:
@@ -1996,7 +1985,7 @@ class Run:
     """The state of a run and its folder. Only rank 0 writes, and only if it has a folder."""
 
     def __init__(self, folder=None):
-        self.name = str(folder)  # every rank knows it; only rank 0 has the folder and its lock
+        self.name = str(folder)
         self.folder = Path(folder) if folder and rank() == 0 else None
         self.opened = ExitStack()  # the lock
         self.signal = 0
@@ -2028,7 +2017,6 @@ class Run:
             files = [self.folder / name for name in (*LOGS, ".lock")]
             if any(file.is_symlink() for file in files):
                 raise BadInput(f"--output {name}: has links to files elsewhere")
-            # Check before writing anything: the folder may be somebody else's.
             begun = {path.name for path in self.folder.iterdir()} - {".lock", "unfinished"}
             if begun and not s.resume:
                 raise BadInput(f"--output {name}: holds a run already; continue it (--resume) or "
@@ -2180,7 +2168,6 @@ def inputs_of(s, problems, eval_problems):
     models = {"--model": s.model, "--reward-model": s.reward_model}
     for flag, model in models.items():
         for pattern in patterns if model else ():
-            # a folder, or the snapshot of a hub name
             folder = Path(transformers.utils.cached_file(model, "config.json")).parent
             for file in sorted(folder.glob(pattern)):
                 found[f"{flag} {file.name}"] = digest(file)

@@ -24,7 +24,7 @@ from transformers import AutoModelForSequenceClassification
 import reward
 import train
 from reward import (
-    boxed_candidates, bradley_terry_loss, canonical, complete_boxes, diversity, train_reward_model,
+    boxed_candidates, bradley_terry_loss, canonical, complete_boxes, train_reward_model,
     extract_boxed, figures_of, final_answer, has_format, hold_out, is_right, length_rescaled,
     load_function, load_problems, majority_at_k, model_rewards, overlong_penalty, pass_at_k,
     preference_pairs, own_reward_of, reward_model_rows, reward_model_scores, rule_reward,
@@ -580,12 +580,12 @@ def test_all_figures_of_samples():
     responses = [box(7), box(8), box(7), "x", *[box(9)] * 4]
     answers = [["7", "8", "7", None], ["9"] * 4]
     correct = [[True, False, True, False], [False] * 4]
-    expected = diversity(responses, 4)
+    expected = {"distinct_answers": (2 + 1) / 8}  # 7 and 8, then 9
     for k in (1, 2, 4):
         expected |= {f"pass@{k}": pass_at_k(correct, k),
                      f"maj@{k}": majority_at_k(answers, ["7", "8"], k)}
     assert figures_of(responses, ["7", "8"], 4) == expected
-    assert figures_of(responses, ["7", None], 4) == diversity(responses, 4)
+    assert figures_of(responses, ["7", None], 4) == {"distinct_answers": 3 / 8}
     assert {name for name in figures_of(responses[:6], ["7"], 6) if "@" in name} == {
         f"{kind}@{k}" for kind in ("pass", "maj") for k in (1, 2, 4, 6)}
 
@@ -915,17 +915,6 @@ def test_overlong_penalty_is_dapos():
     for buffer in (0, -1, 101):
         with pytest.raises(ValueError, match="buffer"):
             overlong_penalty(lengths, limit=100, buffer=buffer)
-
-
-def test_diversity():
-    responses = ["a b c \\boxed{7}", "a b c \\boxed{7.0}", "none", "", "", "", "", ""]
-    # one different answer of four; (a b c) and (b c box) and (a b c) and (b c other box): 3 of 4
-    for texts, size, different, trigrams in (
-            (responses, 4, (1 / 4 + 0) / 2, 3 / 4), ([""], 1, 0.0, 0.0),
-            ([rf"\boxed{{{i}}} {i} {i} {i}" for i in range(8)], 8, 1.0, 1.0),
-            (["x x x x x"] * 2 + ["x y z", "z y x"], 2, 0.0, (1 / 6 + 1) / 2)):
-        assert diversity(texts, size) == {"distinct_answers": different,
-                                          "distinct_3grams": trigrams}
 
 
 # --------------------------------------------------------------------------------------------------
