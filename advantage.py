@@ -260,7 +260,7 @@ def response_entropies(rewards, entropies, mask, group_size):
 
 
 # --------------------------------------------------------------------------------------------------
-# The demonstration: the group of the command line
+# The demonstration: the group of the command line, then each variant on a few small numbers.
 
 def main():
     rewards = torch.tensor([float(word) for word in sys.argv[1:] or (1.5, 1.0, 0, 0)])
@@ -272,6 +272,19 @@ def main():
     show("centred only (Dr. GRPO)", group_advantages(rewards, G, scale_by_std=False))
     show("clipped to -1 and 1", group_advantages(rewards, G, clip=1.0))
     show("leave-one-out", leave_one_out_advantages(rewards, G))
+
+    print("\ntoken by token, two answers of two tokens each")
+    mask = torch.ones(4, 2, dtype=torch.bool)
+    steps = [[(0, 1.0), (1, 0.0)], [(1, 1.0)]]
+    show("process: steps 1 0 | 1", process_advantages(steps, mask[:2], 2))
+    # Two right and two wrong answers, before the z-score, which would hide the shares
+    H = torch.tensor([[3.0, 1.0], [1.0, 1.0], [3.0, 1.0], [1.0, 1.0]])
+    right = torch.tensor([1.0, 1.0, 0.0, 0.0])
+    for name, kind in (("GTPO", gtpo_advantages), ("GRPO-S", grpo_s_advantages)):
+        shaped = kind(right, H, mask, 4, normalize=False)
+        show(f"{name}: right, H 3 1 | 1 1", shaped[:2])
+        show(f"{name}: wrong, H 3 1 | 1 1", shaped[2:])
+    show("Shapley: rewards .2 .8 .5", shapley_shares(torch.tensor([0.2, 0.8, 0.5])))
 
 
 def show(name, values):

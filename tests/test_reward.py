@@ -576,16 +576,26 @@ def test_majority_at_k(answers, truth, k, expected):
             majority_at_k([answers], truths, k)
 
 
+def test_diversity():
+    responses = ["a b c \\boxed{7}", "a b c \\boxed{7.0}", "none", "", "", "", "", ""]
+    # one different answer of four; (a b c) and (b c box) and (a b c) and (b c other box): 3 of 4
+    for texts, size, different, trigrams in (
+            (responses, 4, (1 / 4 + 0) / 2, 3 / 4), ([""], 1, 0.0, 0.0),
+            ([rf"\boxed{{{i}}} {i} {i} {i}" for i in range(8)], 8, 1.0, 1.0),
+            (["x x x x x"] * 2 + ["x y z", "z y x"], 2, 0.0, (1 / 6 + 1) / 2)):
+        assert figures_of(texts, [None], size) == {"distinct_answers": different,
+                                                   "distinct_3grams": trigrams}
+
+
 def test_all_figures_of_samples():
     responses = [box(7), box(8), box(7), "x", *[box(9)] * 4]
     answers = [["7", "8", "7", None], ["9"] * 4]
     correct = [[True, False, True, False], [False] * 4]
-    expected = {"distinct_answers": (2 + 1) / 8}  # 7 and 8, then 9
+    expected = figures_of(responses, [None] * 2, 4)
     for k in (1, 2, 4):
         expected |= {f"pass@{k}": pass_at_k(correct, k),
                      f"maj@{k}": majority_at_k(answers, ["7", "8"], k)}
     assert figures_of(responses, ["7", "8"], 4) == expected
-    assert figures_of(responses, ["7", None], 4) == {"distinct_answers": 3 / 8}
     assert {name for name in figures_of(responses[:6], ["7"], 6) if "@" in name} == {
         f"{kind}@{k}" for kind in ("pass", "maj") for k in (1, 2, 4, 6)}
 
