@@ -1302,8 +1302,9 @@ class MasterAdamW(torch.optim.AdamW):
     until its master has moved by half a unit, for hundreds of steps at 1e-6. Here each weight has
     its own threshold, uniform between 0 and 1 unit, and is rounded up if its master's remainder
     reaches it. So a move by a hundredth of a unit moves one weight in a hundred by a whole unit: on
-    average the intended change arrives. The thresholds follow from the seed and, on several GPUs,
-    from the rank; they never change. (Stochastic rounding, arXiv 2010.06192, draws at every step.)
+    average the intended change arrives. The thresholds follow from the seed and never change, but
+    of several GPUs each has its own, so a run that is resumed on another number gets others.
+    (Stochastic rounding, arXiv 2010.06192, draws at every step, and needs no masters.)
 
     `moved` is what AdamW moves, if not the masters: LoraAdamW computes the masters from it.
 
