@@ -463,6 +463,13 @@ def test_a_run_from_python_has_its_threads_too(monkeypatch):
     assert asked == [3]
 
 
+def test_rows_that_are_not_grouped_are_counted_with_their_padding():
+    for flags, shares in ((("--plain",), False), ((), True)):
+        s = settings(*flags, "--eval-limit=2")
+        train.load(s)
+        assert s.share_prompts == shares
+
+
 def test_a_run_is_named_after_its_model(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for model, name in (("hub/name", "name"), ("runs/first/final", "first")):
