@@ -285,7 +285,8 @@ def advantage_options(rollout, batch, tokenizer, reward_of, s):
         words = []  # the texts of each answer's tokens, without its end token
         for row, finished in zip(rollout.labels, rollout.finished):
             ids = row[row != IGNORE].tolist()
-            words.append(sample.words_of(tokenizer, ids[:-1] if finished else ids))
+            ids = ids[:-1] if finished else ids
+            words.append(sample.words_of(tokenizer, ids))
         candidates = reward.boxed_candidates(words, truths_of(batch.problems), s.group_size)
     # With a user's own reward, an answer counts as right if its reward is positive.
     right = None if reward_of else is_right(rollout.rule_rewards)
@@ -342,7 +343,8 @@ def mini_batches(rollout, s):
     """--minibatches: the groups split in order, as evenly as possible -> Rollouts."""
     if s.minibatches == 1:
         return [rollout]  # no copy: the first update stores its log-probs there
-    groups = torch.arange(len(rollout.responses)).view(-1, s.group_size)               # (B, G)
+    rows = torch.arange(len(rollout.responses))                                        # (N,)
+    groups = rows.view(-1, s.group_size)                                               # (B, G)
     parts = groups.tensor_split(s.minibatches)
     return [rollout.take(rows.flatten().tolist()) for rows in parts]
 
@@ -456,7 +458,8 @@ def without_flat_groups(rollout, model, tokenizer, batch, s, sampler, reward_of)
         for j, k in zip(flat, useful):
             batch.problems[j] = others.problems[k]
             batch.prompts[j] = others.prompts[k]
-            rows[j * G:(j + 1) * G] = range(N + k * G, N + (k + 1) * G)
+            start = N + k * G
+            rows[j * G:(j + 1) * G] = range(start, start + G)
         both = sample.joined(rollout, new).take(rows)
         rollout = dataclasses.replace(both, group_ids=rollout.group_ids)
         batch.resampled += len(flat)
@@ -667,7 +670,8 @@ def symptoms(history, dtype=torch.float32):
     entropy = mean_of("entropy")
     # How far each of several rewards has risen: the policy may learn only the easier one.
     rewards = [name for name in history[-1] if name.startswith("reward/")]
-    risen = [(mean_of(name) - mean_of(name, history[:5]), name) for name in rewards]
+    first = history[:5]
+    risen = [(mean_of(name) - mean_of(name, first), name) for name in rewards]
     risen = sorted(risen) or [(0.0, "")]
     missed, least = risen[0]
     gained, most = risen[-1]
@@ -693,7 +697,7 @@ def symptoms(history, dtype=torch.float32):
         ("ratio", ratio > NORMAL_RATIO_ERROR[dtype], ratio,
          f"before the first update a ratio is off 1 by {ratio:.2f}: sampler "
          "and trainer differ; --sampler-correction 2.0, --dtype float32"),
-        ("entropy", entropy < 0.1 * mean_of("entropy", history[:5]), 1 / max(entropy, 1e-9),
+        ("entropy", entropy < 0.1 * mean_of("entropy", first), 1 / max(entropy, 1e-9),
          f"entropy is {entropy:.4f} nats per token, a tenth of what it was; if most answers are "
          "wrong: --clip-eps-high 0.28"),
     ]
@@ -1093,8 +1097,11 @@ def tell_idle(s):
 
 def choose_device(s):
     """-> (torch.device, dtype of the model's weights)."""
-    present = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(),
-               "cpu": True}
+    present = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
     best = next(name for name in present if present[name])
     with telling(f"--device {s.device}:", of=RuntimeError):
         device = torch.device(best if s.device == "auto" else s.device)
@@ -1180,10 +1187,12 @@ def check_forms(model, s):
 
 def check_template(model, tokenizer, s):
     """Say where the chat template leaves the system prompt out, or has another end token."""
-    prompts = [chat_prompt(tokenizer, {"question": "?"}, text) for text in (s.system_prompt, "")]
-    if s.system_prompt and prompts[0] == prompts[1]:
+    problem = {"question": "?"}
+    without = chat_prompt(tokenizer, problem, "")
+    if s.system_prompt and chat_prompt(tokenizer, problem, s.system_prompt) == without:
         say("--system-prompt: the chat template of --model leaves it out")
-    ends = tokenizer.batch_decode([[end] for end in sample.end_token_ids(model, tokenizer)])
+    ends = sample.end_token_ids(model, tokenizer)
+    ends = tokenizer.batch_decode([[end] for end in ends])
     with suppress(ValueError, IndexError):  # nothing between two answers
         between = tokenizer.decode(sample.ids_between_turns(tokenizer, "?", None, []))
         written = between.split()[0]
@@ -1290,8 +1299,11 @@ def with_moments(optimizer):
     """Make AdamW's moments now: a step that ran out of memory between two of them would be lost."""
     for p in optimizer.param_groups[0]["params"]:
         # The fused kernel needs the number of steps on the weights' device.
-        optimizer.state[p] = {"step": torch.zeros((), device=p.device),
-                              "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        optimizer.state[p] = {
+            "step": torch.zeros((), device=p.device),
+            "exp_avg": torch.zeros_like(p),
+            "exp_avg_sq": torch.zeros_like(p),
+        }
     return optimizer
 
 
@@ -1438,7 +1450,8 @@ def pinned_like(tensors, dtype, pin=False, slab=2**30):
     for tensor in tensors:
         n = tensor.numel()
         if n > len(rest):
-            rest = torch.empty(max(slab // dtype.itemsize, n), dtype=dtype, pin_memory=pin)
+            length = max(slab // dtype.itemsize, n)
+            rest = torch.empty(length, dtype=dtype, pin_memory=pin)
         found.append(rest[:n].view(tensor.shape))
         rest = rest[n:]
     return found
@@ -1576,13 +1589,14 @@ def linears_of(model):
 
 def save_adapter(run, optimizer, s):
     """adapter/ beside final/: the factors alone, as PEFT writes and reads them."""
+    modules = {name.split(".")[-3] for name in optimizer.factors}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": s.model,
         "r": s.lora_rank,
         "lora_alpha": optimizer.scale * s.lora_rank,
-        "target_modules": sorted({name.split(".")[-3] for name in optimizer.factors}),
+        "target_modules": sorted(modules),
     }
     with run.replacing("adapter") as place:
         place.mkdir()
@@ -1597,8 +1611,8 @@ def save_adapter(run, optimizer, s):
 PROMPT = 256  # tokens of a prompt that the count assumes
 MEMORY = ("offload", "gradient_checkpointing", "micro_batch_tokens")  # the flags with an `auto`
 # The choices for `auto`, the fastest first; the last number divides the tokens of a micro-batch.
-WAYS = ((False, False, 1), (False, True, 1), (False, True, 2), (False, True, 4),
-        (True, True, 1), (True, True, 2), (True, True, 4))
+WAYS = ((False, False, 1), *((offload, True, parts) for offload in (False, True)
+                             for parts in (1, 2, 4)))
 
 
 def plan_memory(s):
@@ -1662,7 +1676,8 @@ def what_fits(s, model, device, free):
                ("gradient_checkpointing", True), ("micro_batch_tokens", 1024), ("kl_coef", 0.0),
                ("offload", True), ("prompts_per_step", max(s.prompts_per_step // 4, 1))]
     found = {}
-    sets = (some for n in range(len(changes)) for some in combinations(changes, n + 1))
+    sizes = range(1, len(changes) + 1)
+    sets = (some for n in sizes for some in combinations(changes, n))
     for chosen in sets:  # the smallest first
         if len(found) == 3 or any(set(chosen) > set(fewer) for fewer in found):
             continue
@@ -2103,8 +2118,10 @@ class Run:
         G = len(rollout.responses) // len(batch.prompts)
         records = []
         for j, (problem, prompt) in enumerate(zip(batch.problems[:groups], batch.prompts)):
-            part = rollout.take(list(range(j * G, (j + 1) * G)))
-            rows = [*map(sample.turns_of, part.input_ids.tolist(), part.labels.tolist())]
+            group = range(j * G, (j + 1) * G)
+            part = rollout.take(list(group))
+            ids = part.input_ids.tolist()
+            rows = [*map(sample.turns_of, ids, part.labels.tolist())]
             # In a conversation, the replies are included.
             records.append({"step": step, "question": problem["question"], "prompt": prompt,
                             "responses": part.turns or part.responses,
@@ -2119,7 +2136,8 @@ class Run:
     def append(self, name, records):
         """Append lines of JSON to a file."""
         if self.folder:
-            with self.writing(name), open(self.folder / name, "a", encoding="utf-8") as file:
+            path = self.folder / name
+            with self.writing(name), open(path, "a", encoding="utf-8") as file:
                 file.writelines(json.dumps(as_json(record)) + "\n" for record in records)
 
     def writing(self, name):
@@ -2274,7 +2292,8 @@ def load_checkpoint(run, model, optimizer):
         run.held_out = [(step, float(figure)) for step, figure in run.held_out]
         run.before = [str(text) for text in run.before]
         scale, since = counters.get("loss_scale", (1, 0))
-        counts = (run.step, run.skipped, run.kl_coef or 0, scale - 1, since, *run.told.values())
+        counts = [run.step, run.skipped, run.kl_coef or 0, scale - 1, since]
+        counts += run.told.values()
         finite = all(0 <= count < math.inf for count in counts)
         if not isinstance(run.step, int) or not finite:
             raise ValueError(f"step {run.step}, counters {counts}")
@@ -2390,7 +2409,8 @@ def train(parts, run, s):
         say(f"\nstopped after step {run.step}; continue with: {run.resume_command}")
         return 128 + run.signal
     if not run.after:  # a finished run was resumed
-        _, run.after = evaluate(model, parts.tokenizer, parts.eval_problems, s, parts.sampler)
+        problems = parts.eval_problems
+        _, run.after = evaluate(model, parts.tokenizer, problems, s, parts.sampler)
     save_folder(model, parts.tokenizer, run, "final")
     if s.lora_rank and run.folder:
         save_adapter(run, parts.optimizer, s)
@@ -2415,8 +2435,9 @@ def begin(run, parts, s):
         load_checkpoint(run, model, parts.optimizer)
         if s.steps < run.step:
             raise BadInput(f"--steps {s.steps}: the run in {run.name} is at step {run.step}")
-    kept = [name for name in FIELDS if FIELDS[name].metadata["kept"]]
-    files = {"config.json": {name: getattr(s, name) for name in kept}, "inputs.json": inputs}
+    names = [name for name in FIELDS if FIELDS[name].metadata["kept"]]
+    kept = {name: getattr(s, name) for name in names}
+    files = {"config.json": kept, "inputs.json": inputs}
     for name, content in files.items() if run.folder else ():
         with run.replacing(name) as place:
             place.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -2691,7 +2712,8 @@ def print_trace(parts, s):
         "update\n  answer token        log old  log ref  log new   ratio     term        KL")
     for n, t in mask.nonzero().tolist():
         if mask[n, :t].sum() < 4:
-            word = parts.tokenizer.decode(rollout.input_ids[n, t + 1:t + 2])
+            token = int(rollout.input_ids[n, t + 1])
+            word = parts.tokenizer.decode([token])
             say(f"  y_{n + 1:<4} {word[:10]!r:13}{old[n, t]:9.4f}{ref[n, t]:9.4f}{new[n, t]:9.4f}"
                 f"{log_ratio[n, t].exp():8.4f}{J[n, t]:+9.4f}{kl[n, t]:10.5f}"
                 + (" clipped" if clipped[n, t] else ""))
