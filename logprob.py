@@ -533,9 +533,8 @@ def forms_of(model):
             if out_of_memory(problem):                   # not the form's fault
                 raise
             why = words_of(problem)
-        if why:
-            forms[form] = False
-            refused[form] = why
+        forms[form] = not why
+        refused[form] = why
     if not forms["grouped rows"]:
         model.set_attn_implementation(attention)
     FORMS[model] = forms
