@@ -2,57 +2,73 @@
 
     A_i = (r_i - mean(r_1..r_G)) / (std(r_1..r_G) + eps)
 
-DeepSeekMath, arXiv 2402.03300, section 4.1.2. PPO trains a second network to predict the reward
-that a prompt usually earns. GRPO answers each prompt G times and uses the mean of those G rewards
-instead: an answer is good if it beats its siblings.
+DeepSeekMath, arXiv 2402.03300, section 4.1.2. PPO trains a second network, the critic, to predict
+the reward a prompt can be expected to earn. GRPO samples G responses to each prompt and uses the
+mean of their rewards instead: a response is good if it beats its siblings.
 
 Departures from the theory's code map:
 - std divides by G, as the formula does. The map calls torch.std, which divides by G-1
   (`unbiased=True`).
 - Equal rewards give exactly 0. The map's `std < 1e-8` misses that in float32: seven rewards of 0.7
-  have a computed std of 6e-8, and equal answers get advantages of 0.86.
+  have a computed std of 6e-8, and equal responses get advantages of 0.86.
 
     python advantage.py 1.5 1.0 0 0        # one group: its mean, std and advantages
 """
 
-import math
+import signal
 import sys
 
 import torch
 
 
-def group_advantages(rewards, group_size=8, eps=1e-8, scale_by_std=True, unbiased=False, clip=None):
-    """Rewards (N,) in prompt-major order, row i for prompt i // group_size -> advantages (N,).
+def plain_advantages(rewards, group_size, eps=1e-8):
+    """The formula, word for word: (N,) -> (N,). `group_advantages` is checked against it.
 
-    `scale_by_std=False` only centres: Dr. GRPO (arXiv 2503.20783). `clip=5` keeps every advantage
-    within -5 and 5. The result keeps dtype and device (integers become float32); the sums are taken
-    in float32 at least. ValueError: a group of one (it has no sibling), N that is not a multiple of
-    the group size, a reward that is NaN or infinite, a clip that is not above 0.
+    rewards: in prompt-major order, row i for prompt i // group_size. eps is for a std of 0.
+    """
+    r = rewards.view(-1, group_size)                                         # (B, G)
+    mean = r.mean(dim=1, keepdim=True)                                       # (B, 1)
+    std = r.std(dim=1, keepdim=True, correction=0)                           # (B, 1)
+    return ((r - mean) / (std + eps)).flatten()                              # (N,)
+
+
+def group_advantages(rewards, group_size=8, eps=1e-8, scale_by_std=True, unbiased=False, clip=None):
+    """The same, exactly 0 in a group of equal rewards, and with options: (N,) -> (N,).
+
+    `scale_by_std=False` only centres: Dr. GRPO (arXiv 2503.20783). `clip=5` clips every advantage
+    to [-5, 5]. dtype and device are kept (integers become float32); sums are accumulated in at
+    least float32. ValueError: see `check`.
     """
     check(rewards, group_size, clip)
-    rewards = rewards if rewards.is_floating_point() else rewards.float()
     precise = torch.promote_types(rewards.dtype, torch.float32)
     r = rewards.to(precise).view(-1, group_size)                             # (B, G)
-    advantages = r - r.mean(dim=1, keepdim=True)
+    A = r - r.mean(dim=1, keepdim=True)
     if scale_by_std:
-        advantages = advantages / (r.std(dim=1, keepdim=True, correction=int(unbiased)) + eps)
-    advantages = advantages.masked_fill(is_flat(rewards, group_size)[:, None], 0.0)
+        A = A / (r.std(dim=1, keepdim=True, correction=int(unbiased)) + eps)
+    A = A.masked_fill(is_flat(rewards, group_size)[:, None], 0.0)
     if clip is not None:
-        advantages = advantages.clamp(-clip, clip)
-    return advantages.flatten().to(rewards.dtype)
+        A = A.clamp(-clip, clip)
+    return A.flatten().to(rewards.dtype if rewards.is_floating_point() else precise)
+
+
+# --------------------------------------------------------------------------------------------------
+# A reader of the theory may stop here. What follows are variants: other baselines, and
+# advantages that differ from token to token. `advantages_for` chooses one.
+
+ADVANTAGES = ("group", "leave-one-out", "gtpo", "grpo-s", "shape")
+SMALLEST_ENTROPY = 1e-6  # nats; smaller ones count as this much, so that 1/H stays finite
 
 
 def is_flat(rewards, group_size):
-    """Rewards (N,) -> (B,) bool: all rewards of the group are equal, so it teaches nothing."""
+    """Rewards (N,) -> (B,) bool: a group of zero variance. It teaches nothing."""
     groups = rewards.view(-1, group_size)                                    # (B, G)
     return (groups == groups[:, :1]).all(dim=1)
 
 
 def check(rewards, group_size, clip=None):
+    """ValueError: a group of one, N that is no multiple of the group size, NaN, a bad clip."""
     if group_size < 2:
-        raise ValueError(f"group_size {group_size}: a group needs at least two answers to compare")
-    if not isinstance(rewards, torch.Tensor):
-        raise ValueError(f"rewards: a tensor is expected, not a {type(rewards).__name__}")
+        raise ValueError(f"group_size {group_size}: a group needs at least two rewards to compare")
     if rewards.ndim != 1 or len(rewards) == 0 or len(rewards) % group_size:
         raise ValueError(f"rewards {tuple(rewards.shape)}: not whole groups of {group_size}")
     if not rewards.isfinite().all():
@@ -62,32 +78,16 @@ def check(rewards, group_size, clip=None):
         raise ValueError(f"clip {clip}: not above 0")
 
 
-# --------------------------------------------------------------------------------------------------
-# A reader of the theory may stop here. What follows are variants: other baselines, and
-# advantages that differ from token to token. `advantages_for` chooses one.
-
-ADVANTAGES = ("group", "leave-one-out", "gtpo", "grpo-s", "shape")
-
-
 def advantages_for(kind, rewards, group_size=8, entropies=None, mask=None, right=None, *,
                    step_rewards=None, candidates=None, scale_by_std=True, clip=None):
     """The advantages of this kind: (N,) for "group" and "leave-one-out", otherwise (N, S-1).
 
-    "gtpo" and "grpo-s" need `entropies` and `mask` (N, S-1), and read `right` (N,). "shape" needs
-    `mask` and `candidates`, the pair (candidate_rewards, candidate_spans). "group" with
-    `step_rewards` and `mask` is process supervision: steps are rewarded instead of answers. `clip`
-    bounds every kind. ValueError: an unknown kind, an input that is missing or does not fit it.
+    "group" with `step_rewards` and `mask` is process supervision: steps are rewarded instead of
+    responses. "shape" needs `mask` and `candidates`, the pair (candidate_rewards, candidate_spans).
+    "gtpo" and "grpo-s" need `entropies` and `mask` (N, S-1), and read `right` (N,). `clip` bounds
+    every kind, `scale_by_std` is for "group". ValueError: an unknown kind, and see `check`.
     """
-    if kind not in ADVANTAGES:
-        raise ValueError(f"advantage {kind!r}: not one of {', '.join(ADVANTAGES)}")
     check(rewards, group_size, clip)
-    if step_rewards is not None and kind != "group":
-        raise ValueError(f"advantage {kind!r}: only 'group' can use rewards of steps")
-    if not scale_by_std and (step_rewards is not None or kind not in ("group", "leave-one-out")):
-        raise ValueError("scale_by_std off: rewards of steps, gtpo, grpo-s and shape need the std")
-    if kind == "shape" and candidates is None:
-        raise ValueError("advantage 'shape': the candidates are needed")
-
     if step_rewards is not None:
         advantages = process_advantages(step_rewards, mask, group_size)
     elif kind == "group":
@@ -98,15 +98,17 @@ def advantages_for(kind, rewards, group_size=8, entropies=None, mask=None, right
         advantages = shape_advantages(*candidates, mask, group_size)
     elif kind == "gtpo":
         advantages = gtpo_advantages(rewards, entropies, mask, group_size, right)
-    else:
+    elif kind == "grpo-s":
         advantages = grpo_s_advantages(rewards, entropies, mask, group_size, right)
+    else:
+        raise ValueError(f"advantage {kind!r}: not one of {', '.join(ADVANTAGES)}")
     return advantages if clip is None else advantages.clamp(-clip, clip)
 
 
 def leave_one_out_advantages(rewards, group_size=8):
     """A_i = r_i - mean of the other rewards of its group: (N,) -> (N,). RLOO, arXiv 2402.14740.
 
-    An answer is not part of its own baseline, so the gradient is unbiased. In terms of the mean of
+    A response is not part of its own baseline, so the gradient is unbiased. In terms of the mean of
     all G, r_i - (sum - r_i) / (G - 1) = (r_i - mean) G / (G - 1).
     """
     centred = group_advantages(rewards, group_size, scale_by_std=False)
@@ -114,24 +116,17 @@ def leave_one_out_advantages(rewards, group_size=8):
 
 
 def pooled_advantages(parts, mask, group_size):
-    """Rewards of parts of answers -> advantages (N, S-1). The two kinds below say what a part is.
+    """Rewards of parts of responses -> advantages (N, S-1). The next two say what a part is.
 
-    `parts`: N lists of (first, last, reward), an answer's parts: the reward of its response tokens
-    first..last, counted from 0. The rewards of all parts of a group are normalised together, so
-    answers may have different numbers of parts, and each part's z-score is added to its tokens.
+    `parts`: N lists of (first, last, reward), a response's parts: the reward of its tokens first to
+    last, counted from 0. The rewards of all parts of a group are normalised together, so responses
+    may have different numbers of parts, and each part's z-score is added to its tokens.
     """
-    if mask is None or len(mask) != len(parts):
-        raise ValueError(f"parts of {len(parts)} answers: a mask of as many rows is needed")
     check(torch.zeros(len(parts)), group_size)
-    lengths = mask.sum(dim=1).tolist()
     position = mask.cpu().cumsum(dim=1) - 1               # (N, S-1), index among response tokens
     advantages = torch.zeros(mask.shape, dtype=torch.float64)
     for rows in torch.arange(len(parts)).split(group_size):
         group = [(row, *part) for row in rows.tolist() for part in parts[row]]
-        for row, first, last, reward in group:
-            if not 0 <= first <= last < lengths[row] or not math.isfinite(reward):
-                raise ValueError(f"row {row}: a part with reward {reward} from token {first} to "
-                                 f"{last}, of {lengths[row]}")
         scores = z_scores(torch.tensor([reward for *_, reward in group], dtype=torch.float64))
         for (row, first, last, _), score in zip(group, scores):
             advantages[row] += score * ((first <= position[row]) & (position[row] <= last))
@@ -148,31 +143,27 @@ def z_scores(values):
 def process_advantages(step_rewards, mask, group_size=8):
     """Process supervision, DeepSeekMath section 4.1.3: rewards of steps -> advantages (N, S-1).
 
-    `step_rewards`: N lists of (end, reward), where `end` is the index of the step's last token
-    among the row's response tokens, from 0. A_t is the sum of the normalised rewards of the steps
-    that end at or after t: a token is responsible for its own step and for all later ones. It is 0
-    after the last step, and in a group with a single step.
+    `step_rewards`: N lists of (end, reward), where `end` is the index of the step's last token in
+    the response, from 0. A_t is the sum of the normalised rewards of the steps that end at or after
+    t: a token is responsible for its own step and for all later ones. It is 0 after the last step,
+    and in a group with a single step.
     """
     parts = [[(0, end, reward) for end, reward in steps] for steps in step_rewards]
     return pooled_advantages(parts, mask, group_size)
 
 
 def shape_advantages(candidate_rewards, candidate_spans, mask, group_size=8):
-    """ShapE-GRPO, arXiv 2603.29871: every candidate in an answer earns its own share -> (N, S-1).
+    """ShapE-GRPO, arXiv 2603.29871: each candidate in a response earns its own share -> (N, S-1).
 
-    `candidate_rewards`: N lists of rewards, one per candidate of the answer; `candidate_spans`: N
+    `candidate_rewards`: N lists of rewards, one per candidate of the response; `candidate_spans`: N
     lists of (first, last), a candidate's first and last token, counted from 0 in the response. A
     token outside every span has advantage 0. The paper does not say whether shares are pooled; here
     those of a group are.
     """
-    counts = [len(rewards) for rewards in candidate_rewards]
-    if counts != [len(spans) for spans in candidate_spans]:
-        raise ValueError("candidate rewards and spans: not one of each for every candidate")
     parts = []
-    for rewards, spans in zip(candidate_rewards, candidate_spans):
-        rewards = torch.tensor(rewards, dtype=torch.float64)
-        shares = shapley_shares(rewards).tolist() if len(rewards) else []
-        parts.append([(*span, share) for span, share in zip(spans, shares)])
+    for rewards, spans in zip(candidate_rewards, candidate_spans, strict=True):
+        shares = shapley_shares(torch.tensor(rewards, dtype=torch.float64)).tolist()
+        parts.append([(*span, share) for span, share in zip(spans, shares, strict=True)])
     return pooled_advantages(parts, mask, group_size)
 
 
@@ -181,10 +172,8 @@ def shapley_shares(rewards):
 
     In ascending order, with r_0 = 0: phi_j = sum over k <= j of (r_k - r_(k-1)) / (K - k + 1). All
     candidates at least as good as the k-th share what it adds to the (k-1)-th. The shares sum to
-    the best reward. ValueError: no candidate, or a reward that is not a finite number.
+    the best reward.
     """
-    if rewards.ndim != 1 or len(rewards) == 0 or not rewards.isfinite().all():
-        raise ValueError(f"candidate rewards {rewards.tolist()}: not one or more finite numbers")
     ordered, order = (rewards if rewards.is_floating_point() else rewards.float()).sort()
     added = ordered.diff(prepend=ordered.new_zeros(1))
     sharers = torch.arange(len(rewards), 0, -1, device=rewards.device)       # K, K-1, .., 1
@@ -194,9 +183,9 @@ def shapley_shares(rewards):
 def gtpo_advantages(rewards, entropies, mask, group_size=8, right=None, **shares):
     """GTPO, arXiv 2508.04349: every token's own entropy shapes its reward, (N,) -> (N, S-1).
 
-    `entropies` (N, S-1) in nats, read where `mask` is true. `right` (N,) bool: which answers are
+    `entropies` (N, S-1) in nats, read where `mask` is true. `right` (N,) bool: which responses are
     right, by default those with a positive reward. `shares`: see `shaped_rewards`. A group that is
-    all right or all wrong is ranked by entropy alone: drop it (dynamic sampling).
+    all right or all wrong is ranked by entropy alone: dynamic sampling drops it.
     """
     H, taken = response_entropies(rewards, entropies, mask, group_size)
     shaped = shaped_rewards(rewards, H, taken, group_size, right, **shares)       # (N, S-1)
@@ -205,7 +194,7 @@ def gtpo_advantages(rewards, entropies, mask, group_size=8, right=None, **shares
 
 
 def grpo_s_advantages(rewards, entropies, mask, group_size=8, right=None, **shares):
-    """GRPO-S, the same paper: as GTPO with every answer as one token that has its mean entropy."""
+    """GRPO-S, the same paper: GTPO as if a response were one token that has its mean entropy."""
     H, taken = response_entropies(rewards, entropies, mask, group_size)
     lengths = taken.sum(dim=1, keepdim=True)                                      # (N, 1)
     mean = H.sum(dim=1, keepdim=True) / lengths.clamp(min=1)                      # (N, 1)
@@ -214,20 +203,19 @@ def grpo_s_advantages(rewards, entropies, mask, group_size=8, right=None, **shar
 
 
 def shaped_rewards(rewards, H, taken, group_size, right=None, a1=1.0, a2=0.1, normalize=True):
-    """Where the policy hesitated, a right answer is praised more and a wrong one is blamed less.
+    """A right response earns more where the policy hesitated, and a wrong one loses less there.
 
     rewards (N,); H (N, T) the entropy of the t-th token of each response under the old policy, in
-    nats, below 1e-6 counted as 1e-6; taken (N, T): there is such a token -> (N, T) float64.
-        right answers   a1 r + a2 d_t H / sum of H          d_t right answers have a t-th token
-        wrong answers   -(a1 + a2 h_t (1/H) / sum of 1/H)   h_t wrong answers have one
-    The sums run over those d_t or h_t answers. A z-score per group follows; `normalize=False` is
-    the reward before it. The paper does not say what is normalised together. Here all tokens of a
-    group (GTPO), or all its answers that have a token (GRPO-S).
+    nats; taken (N, T): there is such a token -> (N, T) float64.
+        right responses   a1 r + a2 d_t H / sum of H          d_t right ones have a t-th token
+        wrong responses   -(a1 + a2 h_t (1/H) / sum of 1/H)   h_t wrong ones have one
+    The sums run over those d_t or h_t responses. a1 and a2, the weights of reward and entropy, are
+    the theory's. A z-score per group follows; `normalize=False` is the reward before it. The paper
+    does not say what is normalised together. Here all tokens of a group (GTPO), or all its
+    responses that have a token (GRPO-S).
     """
     right = rewards > 0 if right is None else right
-    if right.dtype != torch.bool or right.shape != rewards.shape:
-        raise ValueError(f"right: {right.dtype} {tuple(right.shape)}, not one bool per answer")
-    H = H.clamp(min=1e-6).view(-1, group_size, H.shape[1])    # (B, G, T); 1/H stays finite
+    H = H.clamp(min=SMALLEST_ENTROPY).view(-1, group_size, H.shape[1])            # (B, G, T)
     taken = taken.view(H.shape)
     r = rewards.cpu().double().view(-1, group_size, 1)                            # (B, G, 1)
     right = right.cpu().view(-1, group_size, 1)
@@ -245,13 +233,6 @@ def shaped_rewards(rewards, H, taken, group_size, right=None, a1=1.0, a2=0.1, no
 def response_entropies(rewards, entropies, mask, group_size):
     """(N, S-1) -> H and taken, (N, S-1) each: the t-th tokens of all responses share column t."""
     check(rewards, group_size)
-    if entropies is None or mask is None:
-        raise ValueError("advantages from entropies: entropies and mask are needed")
-    if mask.shape != entropies.shape or mask.ndim != 2 or len(mask) != len(rewards):
-        raise ValueError(f"entropies {tuple(entropies.shape)} and mask {tuple(mask.shape)}: "
-                         f"not both of {len(rewards)} rows")
-    if not entropies[mask].isfinite().all():
-        raise ValueError("entropies: not a finite number for every response token")
     on = mask.cpu()
     taken = torch.arange(on.shape[1]) < on.sum(dim=1, keepdim=True)               # (N, S-1)
     H = torch.zeros(on.shape, dtype=torch.float64)
@@ -277,7 +258,7 @@ def main():
     mask = torch.ones(4, 2, dtype=torch.bool)
     steps = [[(0, 1.0), (1, 0.0)], [(1, 1.0)]]
     show("process: steps 1 0 | 1", process_advantages(steps, mask[:2], 2))
-    # Two right and two wrong answers, before the z-score, which would hide the shares
+    # Two right and two wrong responses, before the z-score, which would hide the shares
     H = torch.tensor([[3.0, 1.0], [1.0, 1.0], [3.0, 1.0], [1.0, 1.0]])
     right = torch.tensor([1.0, 1.0, 0.0, 0.0])
     for name, kind in (("GTPO", gtpo_advantages), ("GRPO-S", grpo_s_advantages)):
@@ -292,6 +273,8 @@ def show(name, values):
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     try:
         main()
     except ValueError as error:

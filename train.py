@@ -22,55 +22,61 @@ import html
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 import warnings
-from contextlib import ExitStack, contextmanager, suppress
+from collections import Counter
+from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import combinations
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
-# Threads that wait for each other sleep: if they spin while other programs run, rounding and the
-# model itself lose their speed. It is read when torch is imported.
+# Both must be set before torch is imported. OpenMP threads should sleep while they wait: spinning
+# slows everything down when other programs run. And CUDA's allocator should let its blocks grow:
+# the free memory between blocks of a fixed size is lost.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 import torch.distributed as dist
-import transformers
 from safetensors import safe_open
-from safetensors.torch import save, save_file
+from safetensors.torch import save_file
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import advantage
 import logprob
 import loss
 import reward
 import sample
-from advantage import advantages_for, is_flat
+from advantage import advantages_for, group_advantages, is_flat
 from logprob import IGNORE, layers_checkpointed, token_logprobs
 from loss import grpo_loss, next_kl_coef
 from reward import is_right, score_responses, truths_of
-from sample import chat_prompt, out_of_memory, sample_groups
+from sample import chat_prompt, sample_groups
 
 # --------------------------------------------------------------------------------------------------
 # [G] One step: sample, score, normalise, update
 
-@dataclasses.dataclass
-class Batch:
-    """The problems of a step: B of them on this GPU."""
-
-    problems: list                   # B dicts, see reward.load_problems
-    prompts: list                    # their B prompts, chat template applied
-    generators: list | None = None   # of random numbers, one per prompt
-    more: object = None              # (attempt, n) -> Batch of n other problems
-    resampled: int = 0               # groups that --max-resample has redrawn
+def plain_step(policy, reference, optimizer, tokenizer, prompts, truths, G=8):
+    """The definition: G answers to each prompt, one update. `train_step` adds the options."""
+    rollout = sample_groups(policy, tokenizer, prompts, G)                         # [A]
+    rewards = score_responses(rollout.responses, truths, G, policy.device)         # [B] (N,)
+    advantages = group_advantages(rewards, G)                                      # [C] (N,)
+    logp = token_logprobs(policy, rollout.input_ids, rollout.labels)               # [D] (N, S-1)
+    with torch.no_grad():
+        ref = token_logprobs(reference, rollout.input_ids, rollout.labels)         # [D] (N, S-1)
+    # No weight has moved since the answers were drawn: logp is also the old policy's.
+    loss, _ = grpo_loss(logp, logp.detach(), ref, advantages, rollout.mask)        # [E] [F]
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
 
 
 def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
@@ -79,82 +85,90 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
 
     DeepSeekMath, algorithm 1. ref_model: the frozen reference, None for no KL. `sampler` is called
     like sample_groups. `reward_of(problems, prompts, rollout) -> (N,)` replaces the rule's reward.
-    Each of several GPUs has its own batch; the metrics cover all. BadInput: a reward that
-    fails or is not (N,) numbers.
+    With several GPUs each has its own batch; the metrics cover all of them.
     """
     s = settings
-    clock = [time.perf_counter()]
+    clock = Clock()
 
-    # [A] G answers to each prompt, drawn from the policy as it is now.
-    rollout = answers_to(batch, policy_model, tokenizer, s, sampler)
-    clock.append(time.perf_counter())
+    @agreed  # an error on one GPU is raised on all
+    def answers_to(batch):
+        # [A] G answers to each prompt, drawn from the policy as it is now
+        draw = around_best(batch, s) if s.around_best else sampler
+        with ready_to_sample(policy_model, s):
+            rollout = draw(policy_model, tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
+                           s.temperature, batch.generators)
+        clock.lap("sampling")
+        # [B] One number per answer, (N,). Accuracy always comes from the rule's.
+        truths = truths_of(batch.problems)
+        rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)
+        rollout.rewards = rollout.rule_rewards
+        if reward_of:
+            rollout.rewards = reward_of(batch.problems, batch.prompts, rollout)
+        return rollout
 
-    # [B] One number per answer, (N,); what fails on one GPU fails on all of them.
-    agreed(set_rewards, rollout, batch, reward_of)
-    if s.max_resample:
-        rollout = without_flat_groups(rollout, policy_model, tokenizer, batch, s, sampler,
-                                      reward_of)
+    rollout = without_flat_groups(answers_to(batch), batch, answers_to, tokenizer, s)
     add_length_terms(rollout, s)
-    clock.append(time.perf_counter())
+    clock.lap("scoring")
 
-    # [D] The reference's log-probs. The first update computes the policy's own.
-    within_memory(fill_in_logprobs, policy_model, ref_model, rollout, s)
-
-    # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if tokens differ.
-    options = advantage_options(rollout, batch, tokenizer, reward_of, s)
+    # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if its tokens differ.
+    options = advantage_options(policy_model, rollout, batch, tokenizer, reward_of, s)
     advantages = advantages_for(s.advantage, rollout.rewards, s.group_size, **options)
     rollout.advantages = advantages.to(rollout.labels.device)
 
-    # [D] [E] [F] One gradient step by default. With more steps the answers come from an older
-    # policy, which the ratio and its clip correct for.
+    # [D] The reference's log-probs of the same tokens. The first update computes the policy's own.
+    if ref_model is not None:
+        rollout.ref_logprobs, _ = all_token_logprobs(ref_model, rollout, s)
+
+    # [D] [E] [F] One gradient step by default. After it the answers come from an older policy,
+    # which the ratio and its clip correct for.
     updates = []
     for _ in range(s.updates_per_rollout):
-        for part in mini_batches(rollout, s):
+        for part in mini_batches(policy_model, rollout, s):
             updates.append(update(policy_model, optimizer, part, s))
     optimizer.zero_grad()  # the next rollout can use the gradients' memory
+    check_sampler(updates[0]["sampler_nats"], policy_model, s)
+    clock.lap("training")
     return step_metrics(rollout, batch, updates, clock, s), rollout
 
 
 def update(policy_model, optimizer, rollout, settings):
     """One gradient step on the rollout -> metrics of the batch."""
     s = settings
-    sums, logprobs, entropies = within_memory(gradient_of, policy_model, optimizer, rollout, s)
-    # Before the first update no weight has moved: its log-probs are the old ones, all ratios 1.
-    if rollout.old_logprobs is None:
-        rollout.old_logprobs = logprobs
-        rollout.entropies = entropies
-
-    # [G] The gradient step. A step that would write NaN into the weights is skipped and counted.
-    grad_norm = clip_grad_norm_(unscaled(optimizer), s.max_grad_norm)
-    metrics = update_metrics(sums, grad_norm, logprobs, rollout.old_logprobs)
-    if not metrics["skipped_updates"]:
-        optimizer.step()
-    return metrics | adapt_loss_scale(optimizer, metrics["skipped_updates"])
-
-
-def gradient_of(policy_model, optimizer, rollout, s):
-    """[D] [E] [F] Backward through the loss -> (sums of its metrics; log-probs, entropies)."""
     logprobs = torch.zeros_like(rollout.logprobs)                                      # (N, S-1)
-    entropies = torch.zeros_like(rollout.logprobs)                                     # (N, S-1)
+    # The old log-probs are those of the first update: no weight has moved yet, every ratio is 1.
+    first = rollout.old_logprobs is None
+    if first:
+        rollout.old_logprobs = logprobs  # the loop fills it in
+        rollout.entropies = torch.zeros_like(logprobs)
     # The loss is divided once, by the rows and tokens of the whole batch. Then micro-batches of n
     # rows, w tokens wide, simply add up: they save memory and change nothing else.
     mask = loss_mask(rollout, s)                                                       # (N, S-1)
-    sizes = summed({"n_rows": len(mask), "n_tokens": mask.sum()})
-    sums = {}
-    optimizer.zero_grad()
-    for part, here, weight in micro_batches(rollout, s):
-        # [D] of the policy as it is now, with a gradient: (n, w-1)
-        logp, entropies[here] = logprobs_of(policy_model, part, s)
-        logprobs[here] = logp.detach()
-        # [E] [F] against the policy that drew the answers, and against the reference
-        old = logp.detach() if part.old_logprobs is None else part.old_logprobs
-        value, metrics = grpo_loss(logp, old, part.ref_logprobs, part.advantages,
-                                   loss_mask(part, s), **loss_options(part, s), **sizes)
-        # Both factors are 1 except on several GPUs (micro_batches) and in float16 (MasterAdamW).
-        (value * weight * loss_scale_of(optimizer)).backward()
-        for name in metrics:
-            sums[name] = sums.get(name, 0) + metrics[name] * (weight > 0)
-    return sums, logprobs, entropies
+    sizes = averaged({"n_rows": len(mask), "n_tokens": mask.sum()})
+
+    @within_memory(s)
+    def backward():
+        optimizer.zero_grad()
+        sums = Counter()
+        for part, here, weight in micro_batches(policy_model, rollout, s):
+            # [D] of the policy as it is now, with a gradient: (n, w-1)
+            logp, entropy = token_logprobs_of(policy_model, part, s)
+            logprobs[here] = logp.detach()
+            if first:
+                rollout.entropies[here] = entropy
+            # [E] [F] against the policy that drew the answers, and against the reference
+            loss, metrics = grpo_loss(logp, rollout.old_logprobs[here], part.ref_logprobs,
+                                      part.advantages, mask[here], **loss_options(part, s), **sizes)
+            scaled(loss * weight, optimizer).backward()
+            sums.update({name: number * weight for name, number in metrics.items()})
+        return sums
+
+    # [G] The gradient step. A step that would write NaN into the weights is skipped and counted.
+    sums = backward()
+    grad_norm = clip_grad_norm_(unscaled(optimizer), s.max_grad_norm)
+    metrics = update_metrics(sums, grad_norm, logprobs, rollout, limit_apart(policy_model, s))
+    if not metrics["skipped_updates"]:
+        optimizer.step()
+    return metrics | adapt_loss_scale(optimizer, metrics["skipped_updates"])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -164,19 +178,15 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
                run=None, sampler=sample_groups, reward_of=None, reward_model=None):
     """Steps run.step + 1 .. settings.steps on `problems` (dicts, see reward.load_problems).
 
-    `sampler` and `reward_of` are those of train_step; `reward_model` is the model behind
-    `reward_of`, if it is trained further with every new reference. Everything random follows from
-    (seed, step, prompt): a resumed run only needs its step, and the answers do not depend on the
-    number of GPUs. The settings come from plan_memory(). BadInput: too few problems.
+    `sampler` and `reward_of` are those of train_step; `reward_model`: the model behind `reward_of`,
+    if it keeps training (iterative GRPO). Everything random follows from (seed, step, prompt): a
+    resumed run only needs its step, and the answers do not depend on the number of GPUs. The
+    settings come from plan_memory().
     """
-    s = settings
-    check_arguments(problems, eval_problems, s)
     run = run or Run()
+    s = settings_of_run(run, settings)
     held_out = partial(evaluate, policy_model, tokenizer, eval_problems, s, sampler, reward_of)
-    if not run.held_out:
-        figures, run.before = held_out()
-        run.held_out = [(0, figure_of(figures))]
-        run.log({"step": 0, **figures})
+    before_first_step(run, held_out)
     with tqdm(total=s.steps, initial=run.step, desc="GRPO", disable=rank() > 0) as bar:
         for step in range(run.step + 1, s.steps + 1):
             if run.stopped():
@@ -184,30 +194,13 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             set_learning_rate(optimizer, step, s)
             # Fresh problems and fresh answers: no step reuses the answers of an earlier step.
             batch = batch_of_step(tokenizer, problems, step, s)
-            metrics, rollout = train_step(policy_model, ref_model, optimizer, tokenizer, batch, s,
-                                          sampler, reward_of)
-            check_sampler(rollout, s)
-            run.log_samples(step, batch, rollout, s.renew_reference or not ref_model)
-            metrics = {"step": step, "lr": optimizer.param_groups[0]["lr"], **metrics}
-            if reward_model:
-                remember(reward_model, rollout, step, s)
+            with saving_on_failure(run, policy_model, optimizer):
+                metrics, rollout = train_step(policy_model, ref_model, optimizer, tokenizer, batch,
+                                              s, sampler, reward_of)
             # Iterative GRPO: a new reference, and the reward model is trained further.
-            if s.renew_reference and step % s.renew_reference == 0:
-                metrics |= renew(ref_model, policy_model, reward_model, step, s)
-            if step % s.eval_every == 0 or step == s.steps:
-                figures, run.after = held_out()
-                metrics |= figures
-                run.held_out.append((step, figure_of(figures)))
-                keep_best(policy_model, tokenizer, s, run)
-            run.log(metrics)
-            if "eval_accuracy" in metrics:
-                write_page(run, policy_model, ref_model, tokenizer, s)
-            if s.kl_band and math.isfinite(metrics["approx_kl"]):  # a skipped step says nothing
-                s.kl_coef = next_kl_coef(s.kl_coef, metrics["approx_kl"], *s.kl_band)
-            run.kl_coef = s.kl_coef
-            show(bar, metrics, run)
-            if step % s.save_every == 0 or step == s.steps:
-                save_checkpoint(run, policy_model, optimizer)
+            metrics |= renew(ref_model, policy_model, reward_model, rollout, step, s)
+            after_step(run, step, metrics, batch, rollout, held_out, policy_model, tokenizer,
+                       optimizer, bar, s)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -215,7 +208,142 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
 # failures, settings (every flag), loading, weights and optimizer, LoRA, a count of the memory,
 # several GPUs, the files of a run, checkpoints, the program. From here on `s` is the Settings.
 #
-# Helpers of train_step: the options of [B], [C] and [E][F], log-probs by micro-batches
+# Helpers of train_step: its batch, the options of [B], [C] and [E][F], log-probs by micro-batches
+
+@dataclasses.dataclass
+class Batch:
+    """The problems of a step: B of them on this GPU."""
+
+    problems: list                   # B dicts, see reward.load_problems
+    prompts: list                    # their B prompts, chat template applied
+    generators: list | None = None   # of random numbers, one per prompt
+    step: int = 1
+    pool: list | None = None         # all training problems: --max-resample draws others from them
+    resampled: int = 0               # groups that it has drawn anew
+
+
+class Clock(dict):
+    """Seconds by name."""
+
+    def __init__(self):
+        self.last = time.perf_counter()
+
+    def lap(self, name):
+        """The time since the last lap was spent on this."""
+        now = time.perf_counter()
+        self[name] = self.get(name, 0.0) + now - self.last
+        self.last = now
+
+
+@contextmanager
+def ready_to_sample(model, s):
+    """Gather the policy's weights; with --offload the sampler's cache is freed afterwards."""
+    with whole_weights(model):
+        yield
+    if s.offload:
+        sample.release()
+
+
+def around_best(batch, s):
+    """--around-best: the rule decides which answers of a half-group the other half continues."""
+    truths = truths_of(batch.problems)
+    return partial(sample.sample_around, best=s.around_best, rewards_of=lambda _, responses:
+                   score_responses(responses, truths, s.group_size // 2))
+
+
+def add_length_terms(rollout, s):
+    """GR3's rescaling and DAPO's penalty for answers that are almost too long, if asked for."""
+    lengths = rollout.mask.sum(dim=1).cpu()                                            # (N,)
+    # GR3 has no meaning for negative rewards, but a user's function may give some.
+    with telling("--length-rescale:"):
+        if s.length_rescale:
+            rollout.rewards = reward.length_rescaled(rollout.rewards, lengths, s.group_size,
+                                                     s.length_rescale)
+    if s.overlong_buffer:
+        rollout.rewards = rollout.rewards + reward.overlong_penalty(lengths, s.answer_tokens,
+                                                                    s.overlong_buffer)
+
+
+def advantage_options(policy_model, rollout, batch, tokenizer, reward_of, s):
+    """What the kinds of [C] read besides the rewards; plain GRPO reads only the last two."""
+    candidates = None
+    if s.advantage == "shape":
+        # The texts of each answer's tokens
+        words = [sample.words_of(tokenizer, row[row != IGNORE].tolist()) for row in rollout.labels]
+        candidates = reward.boxed_candidates(words, truths_of(batch.problems), s.group_size)
+    if s.advantage in ("gtpo", "grpo-s"):
+        score_before_updates(policy_model, rollout, s)  # they read the entropies
+    # With a user's own reward, an answer counts as right if its reward is positive.
+    right = None if reward_of else is_right(rollout.rule_rewards)
+    return {"entropies": rollout.entropies, "mask": rollout.mask, "right": right,
+            "step_rewards": rollout.step_rewards, "candidates": candidates,
+            "scale_by_std": s.scale_by_std, "clip": s.clip_advantages}
+
+
+def score_before_updates(policy_model, rollout, s):
+    """[D] of the policy, for what cannot wait for the first update; once per rollout."""
+    if rollout.old_logprobs is None:
+        rollout.old_logprobs, rollout.entropies = all_token_logprobs(policy_model, rollout, s)
+
+
+def mini_batches(policy_model, rollout, s):
+    """--minibatches: the groups split in order, as evenly as possible -> Rollouts."""
+    if s.minibatches == 1:
+        return [rollout]
+    score_before_updates(policy_model, rollout, s)  # the first part's update moves the weights
+    rows = torch.arange(len(rollout.responses))                                        # (N,)
+    groups = rows.view(-1, s.group_size)                                               # (B, G)
+    parts = groups.tensor_split(s.minibatches)
+    return [sample.take(rollout, rows.flatten().tolist()) for rows in parts]
+
+
+def micro_batches(model, rollout, s):
+    """Yields for each: its rows as a Rollout, their place in (N, S-1), the weight of its loss."""
+    share = s.share_prompts and logprob.is_fast(model)
+    cuts = logprob.micro_batches(rollout.labels, rollout.group_ids, s.micro_batch_tokens, share)
+    # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
+    # the same number, or FSDP's gathers wait for ever: a GPU with fewer runs its last one again,
+    # with weight 0.
+    most = max(gathered_objects(len(cuts)))
+    for n in range(most):
+        rows, width = cuts[min(n, len(cuts) - 1)]
+        here = rows.to(rollout.labels.device), slice(width - 1)
+        yield sample.take(rollout, rows.tolist(), width), here, int(n < len(cuts))
+
+
+def token_logprobs_of(model, part, s, with_entropy=True):
+    """[D] of one micro-batch: log-probs and entropies, (n, w-1) each."""
+    # A sharded model must be entered through a method that FSDP knows, see shard().
+    score = getattr(model, "token_logprobs", partial(token_logprobs, model))
+    groups = part.group_ids if s.share_prompts else None
+    # Without a gradient nothing is kept that checkpointing could save.
+    with layers_checkpointed(model, s.gradient_checkpointing and torch.is_grad_enabled()):
+        found = score(part.input_ids, part.labels, s.temperature, with_entropy, groups)
+    return found if with_entropy else (found, torch.zeros_like(found))
+
+
+@torch.no_grad()
+def all_token_logprobs(model, rollout, s):
+    """[D] of the whole rollout: log-probs and entropies, (N, S-1) each."""
+    # Nobody reads the entropies of a frozen reference.
+    with_entropy = any(p.requires_grad for p in model.parameters())
+    logprobs = torch.zeros_like(rollout.logprobs)
+    entropies = torch.zeros_like(rollout.logprobs)
+
+    @within_memory(s)
+    def score():
+        for part, here, _ in micro_batches(model, rollout, s):
+            logprobs[here], entropies[here] = token_logprobs_of(model, part, s, with_entropy)
+
+    score()
+    return logprobs, entropies
+
+
+def loss_mask(rollout, s):
+    """The tokens in the loss, (N, S-1): the answers, with --mask-truncated only finished ones."""
+    # Truncated ones are masked only here: their rewards belong to their siblings' mean.
+    return rollout.mask & rollout.finished[:, None] if s.mask_truncated else rollout.mask
+
 
 # The flags that grpo_loss takes under the same names
 OF_LOSS = ("clip_eps", "clip_eps_high", "kl_coef", "objective", "ratio", "kl_estimator",
@@ -232,153 +360,73 @@ def loss_options(part, s):
     return options
 
 
-def answers_to(batch, model, tokenizer, s, sampler):
-    """[A] -> Rollout; a fault on one GPU ends the step on all of them."""
-    if s.around_best:
-        # The rule decides which answers are best, and it needs the batch's true answers.
-        truths = truths_of(batch.problems)
-        sampler = partial(sample.sample_around, best=s.around_best, rewards_of=lambda _, responses:
-                          score_responses(responses, truths, s.group_size // 2))
-    with whole_weights(model):
-        return agreed(sampler, model, tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
-                      s.temperature, batch.generators)
+def within_memory(s):
+    """Decorator: if memory runs out, again with half the micro-batch; after another error, again
+    without the fast forms. On several GPUs the error stays. The function may move no weight.
+    """
+    def decorate(function):
+        def attempt():
+            try:
+                return function()
+            except Exception as error:
+                fault = None if out_of_memory(error) else one_line(error)
+                if world() > 1 or (logprob.PLAIN if fault else s.micro_batch_tokens < 256):
+                    raise
+            # Outside of `except`: there the error keeps the activations alive.
+            if fault:
+                drop_fast_forms(fault)
+            else:
+                sample.release()
+                s.micro_batch_tokens //= 2
+                say(f"out of memory: --micro-batch-tokens is now {s.micro_batch_tokens}")
+            return attempt()
+        return attempt
+    return decorate
 
 
-def set_rewards(rollout, batch, reward_of=None):
-    """[B] Set rollout.rewards and rollout.rule_rewards, (N,) each; equal without a `reward_of`."""
-    N = len(rollout.responses)
-    truths = truths_of(batch.problems)
-    rewards = score_responses(rollout.responses, truths, N // len(truths))
-    rollout.rule_rewards = rewards  # always, because accuracy comes from them
-    if reward_of:
-        try:
-            rewards = reward_of(batch.problems, batch.prompts, rollout)
-        except (BadInput, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            raise RewardFailed(f"reward_of: {type(error).__name__}: {one_line(error)}") from None
-        fits = isinstance(rewards, torch.Tensor) and rewards.shape == (N,)
-        if not (fits and rewards.is_floating_point() and rewards.isfinite().all()
-                and not rewards.requires_grad):
-            raise RewardFailed(f"reward_of: it must return a tensor of {N} rewards, one per answer,"
-                               f" floats without a gradient, and gave {one_line(rewards)[:60]}")
-    rollout.rewards = rewards.cpu()
-
-
-def add_length_terms(rollout, s):
-    """GR3's rescaling and DAPO's penalty for answers that are almost too long, if asked for."""
-    lengths = rollout.mask.sum(dim=1).cpu()                                            # (N,)
-    # GR3 has no meaning for negative rewards, but a user's function may give some.
-    with telling("--length-rescale:", RewardFailed):
-        if s.length_rescale:
-            rollout.rewards = reward.length_rescaled(rollout.rewards, lengths, s.group_size,
-                                                     s.length_rescale)
-    if s.overlong_buffer:
-        rollout.rewards = rollout.rewards + reward.overlong_penalty(lengths, s.answer_tokens,
-                                                                    s.overlong_buffer)
-
-
-def advantage_options(rollout, batch, tokenizer, reward_of, s):
-    """What the kinds of [C] read besides the rewards; plain GRPO reads only the last two."""
-    candidates = None
-    if s.advantage == "shape":
-        words = []  # the texts of each answer's tokens, without its end token
-        for row, finished in zip(rollout.labels, rollout.finished):
-            ids = row[row != IGNORE].tolist()
-            ids = ids[:-1] if finished else ids
-            words.append(sample.words_of(tokenizer, ids))
-        candidates = reward.boxed_candidates(words, truths_of(batch.problems), s.group_size)
-    # With a user's own reward, an answer counts as right if its reward is positive.
-    right = None if reward_of else is_right(rollout.rule_rewards)
-    return {"entropies": rollout.entropies, "mask": rollout.mask, "right": right,
-            "step_rewards": rollout.step_rewards, "candidates": candidates,
-            "scale_by_std": s.scale_by_std, "clip": s.clip_advantages}
-
-
-def loss_mask(rollout, s):
-    """The tokens in the loss, (N, S-1): the responses, with --mask-truncated only finished ones."""
-    # Truncated ones are masked only here: their rewards belong to their siblings' mean.
-    return rollout.mask & rollout.finished[:, None] if s.mask_truncated else rollout.mask
-
-
-# No stage imports another, and both ask these questions: [D] gets the answers of [A].
-logprob.flash_works = sample.flash_works
-logprob.out_of_memory = sample.out_of_memory
-
-
-def logprobs_of(model, part, s, with_entropy=True):
-    """[D] of one micro-batch: log-probs and entropies, (n, w-1), or 0 where nobody needs these."""
-    # A sharded model must be entered through a method that FSDP knows, see shard().
-    score = getattr(model, "token_logprobs", partial(token_logprobs, model))
-    groups = part.group_ids if s.share_prompts else None
-    # Without a gradient nothing is kept that checkpointing could save.
-    with layers_checkpointed(model, s.gradient_checkpointing and torch.is_grad_enabled()):
-        found = score(part.input_ids, part.labels, s.temperature, with_entropy, groups)
-    return found if with_entropy else (found, 0.0)
-
-
-@torch.no_grad()
-def logprobs_of_all(model, rollout, s, with_entropy=True):
-    """[D] of the whole rollout, micro-batch by micro-batch: log-probs and entropies, (N, S-1)."""
-    logprobs = torch.zeros_like(rollout.logprobs)
-    entropies = torch.zeros_like(rollout.logprobs)
-    for part, here, _ in micro_batches(rollout, s):
-        logprobs[here], entropies[here] = logprobs_of(model, part, s, with_entropy)
-    return logprobs, entropies
-
-
-def fill_in_logprobs(policy_model, ref_model, rollout, s):
-    """[D] before any update: the reference's log-probs, and the policy's if needed now."""
-    if s.offload:  # memory is short: free the rollout's cache and graphs for the update
-        sample.release(policy_model)
-    if ref_model is not None:
-        rollout.ref_logprobs, _ = logprobs_of_all(ref_model, rollout, s, with_entropy=False)
-    # Usually the first update computes the policy's log-probs. But [C] may need entropies, and with
-    # mini-batches the policy moves before the last one is scored.
-    if s.minibatches > 1 or s.advantage in ("gtpo", "grpo-s"):
-        rollout.old_logprobs, rollout.entropies = logprobs_of_all(policy_model, rollout, s)
-
-
-def mini_batches(rollout, s):
-    """--minibatches: the groups split in order, as evenly as possible -> Rollouts."""
-    if s.minibatches == 1:
-        return [rollout]  # no copy: the first update stores its log-probs there
-    rows = torch.arange(len(rollout.responses))                                        # (N,)
-    groups = rows.view(-1, s.group_size)                                               # (B, G)
-    parts = groups.tensor_split(s.minibatches)
-    return [rollout.take(rows.flatten().tolist()) for rows in parts]
-
-
-def micro_batches(rollout, s):
-    """Yields for each: its rows as a Rollout, their place in (N, S-1), the weight of its loss."""
-    cuts = logprob.micro_batches(rollout.labels, rollout.group_ids, s.micro_batch_tokens,
-                                 s.share_prompts)
-    # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
-    # the same number, or FSDP's gathers wait for ever: a GPU with fewer runs its last one again,
-    # with weight 0. And FSDP averages the gradients of the GPUs, but we need their sum: so the
-    # weight of a real pass is the number of GPUs.
-    most = max(gathered_objects(len(cuts)))
-    for n in range(most):
-        rows, width = cuts[min(n, len(cuts) - 1)]
-        weight = world() if n < len(cuts) else 0
-        rows = rows.tolist()
-        yield rollout.take(rows, width), (rows, slice(width - 1)), weight
-
-
-def update_metrics(sums, grad_norm, logprobs, old_logprobs):
-    """The metrics of all micro-batches, on all GPUs, and whether to skip the step."""
-    metrics = summed(sums)
-    metrics["grad_norm"] = float(full(grad_norm))
+def update_metrics(sums, grad_norm, logprobs, rollout, limit):
+    """Metrics of all micro-batches, on all GPUs, and whether the step must be skipped."""
+    apart = (rollout.logprobs - rollout.old_logprobs).abs().sum() / rollout.mask.sum()
+    numbers = {**sums, "grad_norm": full(grad_norm), "sampler_nats": apart,
+               "ratio_max_error": ratio_error(logprobs, rollout.old_logprobs)}
+    values = torch.stack(list(numbers.values())).tolist()  # together: each would wait for the GPU
+    mine = dict(zip(numbers, values))
+    metrics = averaged(mine)
+    metrics["ratio_max_error"] = max(gathered_objects(mine["ratio_max_error"]))
     finite = math.isfinite(metrics["grad_norm"]) and math.isfinite(metrics["loss"])
-    metrics["skipped_updates"] = int(not finite)
-    metrics["ratio_max_error"] = largest_ratio_error(logprobs, old_logprobs)
+    metrics["skipped_updates"] = int(not finite or metrics["sampler_nats"] > limit)
     return metrics
 
 
-def largest_ratio_error(logprobs, old_logprobs):
-    """max over all tokens, on all GPUs, of |exp(log pi - log pi_old) - 1|."""
-    largest = (logprobs - old_logprobs).expm1().abs().max()
-    return max(gathered_objects(float(largest)))
+def ratio_error(logprobs, old_logprobs):
+    """max over all tokens of |exp(log pi - log pi_old) - 1|, a tensor."""
+    return (logprobs - old_logprobs).expm1().abs().max()
+
+
+# Sampler and trainer are two implementations of one policy. So [A]'s log-probs and [D]'s must be
+# the same on the answers of every step, before the first update moves a weight.
+
+def limit_apart(model, s):
+    """The largest difference that is only rounding: it is 1e-6 in float32 and 0.02 in bfloat16."""
+    if s.sampler_correction:  # --sampler-correction corrects for any difference
+        return math.inf
+    return 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
+
+
+def check_sampler(nats, model, s):
+    """Drop the fast forms if sampler and trainer differ; BadInput if the plain ones differ, too."""
+    if nats > limit_apart(model, s):
+        fault = f"sampler and trainer differ by {nats:.2g} nats a token"
+        if logprob.PLAIN:
+            raise BadInput(f"--model {s.model}: {fault} even in their plain forms; "
+                           "--sampler-correction 2.0 corrects for that")
+        drop_fast_forms(fault)
+
+
+def drop_fast_forms(reason):
+    """From here on sampler and trainer run in their plain forms."""
+    sample.PLAIN = logprob.PLAIN = True
+    say(f"the fast forms are no longer used: {reason}; what follows is slower")
 
 
 def step_metrics(rollout, batch, updates, clock, s):
@@ -388,9 +436,8 @@ def step_metrics(rollout, batch, updates, clock, s):
     # Accuracy and format always come from the rule; they are NaN if no true answer is known.
     known = gathered(rollout.rule_rewards)
     known = known[~known.isnan()]
-    entropy = summed({"entropy": rollout.entropies.sum()})["entropy"]
-    started, sampled, scored = clock
-    seconds = time.perf_counter() - started
+    entropies = gathered(rollout.entropies.sum(dim=1))                                 # (N,)
+    seconds = sum(clock.values())
     metrics = {
         "reward_mean": rewards.mean(),
         "reward_std": rewards.std(correction=0),
@@ -402,16 +449,15 @@ def step_metrics(rollout, batch, updates, clock, s):
         "response_length_p95": lengths.quantile(0.95),
         "truncated_fraction": (~gathered(rollout.finished)).float().mean(),
         "tokens": lengths.sum(),
-        "entropy": entropy / lengths.sum(),  # per token, of the policy that drew the answers
+        "entropy": entropies.sum() / lengths.sum(),  # per token, before any update
         "kl_coef": s.kl_coef,
         # trainer against sampler, before any weight has moved: only rounding
-        "sampler_ratio_error": largest_ratio_error(rollout.old_logprobs, rollout.logprobs),
+        "sampler_ratio_error": max(gathered_objects(
+            float(ratio_error(rollout.old_logprobs, rollout.logprobs)))),
         **{name: sum(u[name] for u in updates) / len(updates) for name in updates[0]},
         "ratio_max_error": max(u["ratio_max_error"] for u in updates),
         "skipped_updates": sum(u["skipped_updates"] for u in updates),
-        "seconds_sampling": sampled - started,
-        "seconds_scoring": scored - sampled,
-        "seconds_training": seconds - (scored - started),
+        **{f"seconds_{name}": clock[name] for name in clock},
         "peak_memory_gb": peak_memory() / 1e9,
         "tokens_per_second": lengths.sum() / seconds,
     }
@@ -427,8 +473,8 @@ def step_metrics(rollout, batch, updates, clock, s):
 
 def peak_memory():
     """Bytes: of the allocator on CUDA, else of the whole process; NaN if it is unknown."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
+    if used := torch.cuda.max_memory_allocated():  # 0 on a CPU, even of a machine with a GPU
+        return used
     with suppress(ImportError):  # Windows
         import resource
         unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes
@@ -440,8 +486,8 @@ def peak_memory():
 # Dynamic sampling (DAPO, arXiv 2503.14476): a group whose rewards are all equal teaches nothing and
 # is replaced by a group of another problem
 
-def without_flat_groups(rollout, model, tokenizer, batch, s, sampler, reward_of):
-    """Replace groups without variance -> Rollout; `batch` is changed in place."""
+def without_flat_groups(rollout, batch, answers_to, tokenizer, s):
+    """--max-resample: replace groups without variance -> Rollout; `batch` changes in place."""
     G = s.group_size
     N = len(rollout.responses)
     for attempt in range(1, s.max_resample + 1):  # groups that stay flat have advantages of 0
@@ -449,9 +495,8 @@ def without_flat_groups(rollout, model, tokenizer, batch, s, sampler, reward_of)
         if not any(gathered_objects(len(flat))):
             break  # every group of every rank teaches something
         # A rank that needs no group still draws one: the others wait for it in FSDP.
-        others = batch.more(attempt, max(len(flat), 1))
-        new = answers_to(others, model, tokenizer, s, sampler)
-        agreed(set_rewards, new, others, reward_of)
+        others = batch_of_step(tokenizer, batch.pool, batch.step, s, attempt, max(len(flat), 1))
+        new = answers_to(others)
         # A new group takes the place of a flat one, unless it is flat itself.
         useful = torch.where(~is_flat(new.rewards, G))[0].tolist()
         rows = list(range(N))
@@ -460,7 +505,7 @@ def without_flat_groups(rollout, model, tokenizer, batch, s, sampler, reward_of)
             batch.prompts[j] = others.prompts[k]
             start = N + k * G
             rows[j * G:(j + 1) * G] = range(start, start + G)
-        both = sample.joined(rollout, new).take(rows)
+        both = sample.take(sample.joined(rollout, new), rows)
         rollout = dataclasses.replace(both, group_ids=rollout.group_ids)
         batch.resampled += len(flat)
     return rollout
@@ -494,25 +539,7 @@ def batch_of_step(tokenizer, problems, step, s, attempt=0, n=None):
     chosen = [problems[order[j]] for j in mine]
     prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in chosen]
     generators = [seeded(*names, j) for j in mine]
-    more = partial(batch_of_step, tokenizer, problems, step, s)
-    return Batch(chosen, prompts, generators, more)
-
-
-def check_sampler(rollout, s):
-    """Give the fast forms up if sampler and trainer differ by more than 0.1 nats in the mean."""
-    apart = (rollout.logprobs - rollout.old_logprobs).abs().sum()
-    sums = summed({"nats": apart, "tokens": rollout.mask.sum()})
-    mean = sums["nats"] / sums["tokens"]
-    if mean > 0.1 and not sample.PLAIN:
-        give_up(s, f"sampler and trainer differ by {mean:.2g} nats a token", sample, logprob)
-
-
-def give_up(s, reason, *stages):
-    """No fast form of these stages is used any more."""
-    for stage in stages:
-        stage.PLAIN = reason
-    s.share_prompts = False
-    say(f"fast forms given up: {reason}; what follows is slower")
+    return Batch(chosen, prompts, generators, step, problems)
 
 
 def shuffled(n, *names):
@@ -528,15 +555,13 @@ def seeded(*names, device="cpu"):
     return torch.Generator(device).manual_seed(number)
 
 
-def remember(reward_model, rollout, step, s):
-    """Keep pairs of this step's answers to train the reward model: the same on every rank."""
-    rows = sum(gathered_objects(rollout.judged), [])
-    generator = seeded(s.seed, "pairs", step)
-    reward.collect_pairs(reward_model, rows, s.group_size, generator)
-
-
-def renew(ref_model, policy_model, reward_model, step, s):
+def renew(ref_model, policy_model, reward_model, rollout, step, s):
     """DeepSeekMath's iterative GRPO: the reference becomes the current policy -> figures."""
+    if reward_model:  # keep pairs of this step's answers: the same on every rank
+        rows = sum(gathered_objects(rollout.judged), [])
+        reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
+    if not s.renew_reference or step % s.renew_reference:
+        return {}
     follow(ref_model, policy_model)
     figures = {"reference_renewed": 1.0}
     if reward_model:  # every rank takes the same steps on the same pairs
@@ -549,11 +574,58 @@ def renew(ref_model, policy_model, reward_model, step, s):
 @torch.no_grad()
 def follow(ref_model, policy_model):
     """Copy the current policy into the reference."""
-    for part in [*ref_model.modules(), *policy_model.modules()]:
-        if hasattr(part, "reshard"):
-            part.reshard()  # FSDP may still hold gathered weights: writes to them are lost
+    for part in [*sharded_parts(ref_model), *sharded_parts(policy_model)]:
+        part.reshard()  # FSDP may still hold gathered weights: writes to them are lost
     for ref, p in zip(ref_model.parameters(), policy_model.parameters()):
         ref.copy_(p)
+
+
+def settings_of_run(run, settings):
+    """A copy of the settings for a run: its beta and its micro-batches may change."""
+    kl_coef = settings.kl_coef if run.kl_coef is None else run.kl_coef
+    return dataclasses.replace(settings, kl_coef=kl_coef)
+
+
+def before_first_step(run, held_out):
+    """The evaluation of the start, once per run."""
+    if not run.held_out:
+        figures, run.before = held_out()
+        run.held_out = [(0, figure_of(figures))]
+        run.log({"step": 0, **figures})
+
+
+@contextmanager
+def saving_on_failure(run, policy_model, optimizer):
+    """Bad input in a step (a reward that fails) has moved no weight: save what came before."""
+    try:
+        yield
+    except BadInput:
+        save_checkpoint(run, policy_model, optimizer)
+        raise
+
+
+def after_step(run, step, metrics, batch, rollout, held_out, policy_model, tokenizer, optimizer,
+               bar, s):
+    """What follows a step: evaluate, log, show, adapt beta, save."""
+    metrics = {"step": step, "lr": optimizer.param_groups[0]["lr"], **metrics}
+    if step % s.eval_every == 0 or step == s.steps:
+        figures, run.after = held_out()
+        metrics |= figures
+        run.held_out.append((step, figure_of(figures)))
+        keep_best(policy_model, tokenizer, s, run)
+    run.log_samples(step, batch, rollout)
+    run.log(metrics)
+    doubled = step & step - 1 == 0  # 1, 2, 4, 8, ...
+    if run.folder and s.page and (doubled or "eval_accuracy" in metrics):
+        keep_group(run, step, batch, rollout, s)
+    if s.page and "eval_accuracy" in metrics:
+        write_page(run, policy_model, tokenizer, s)
+    if s.kl_band and math.isfinite(metrics["approx_kl"]):  # a skipped update has no KL
+        s.kl_coef = next_kl_coef(s.kl_coef, metrics["approx_kl"], *s.kl_band)
+    run.kl_coef = s.kl_coef
+    show(bar, metrics, run)
+    if step % s.save_every == 0 or step == s.steps:
+        save_checkpoint(run, policy_model, optimizer)
 
 
 def figure_of(figures):
@@ -562,9 +634,9 @@ def figure_of(figures):
 
 
 def keep_best(model, tokenizer, s, run):
-    """--keep-best: save best/ beside final/ if the held-out figure is the highest so far."""
-    *others, (_, figure) = run.held_out[1:]  # the first is from before training
-    if s.keep_best and all(figure > other for _, other in others):
+    """--keep-best: best/ beside final/, of the highest figure after the start's."""
+    *others, figure = [figure for _, figure in run.held_out[1:]]
+    if s.keep_best and figure > max(others, default=-math.inf):
         save_folder(model, tokenizer, run, "best")
 
 
@@ -585,10 +657,14 @@ def set_learning_rate(optimizer, step, s):
 
 def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=None,
              group_size=1, temperature=0.0, seed=0):
-    """Greedy answers (or group_size sampled ones) to all problems -> (figures, responses)."""
+    """Greedy answers (or group_size sampled ones) to all problems -> (figures, answers).
+
+    An answer is a pair: its text and the reward that the run trains on.
+    """
     B = s.prompts_per_step * s.group_size // group_size  # as many rows at a time as a step has
     mine = share_of_rank(len(problems))
 
+    @agreed
     def answers():
         rows = []
         starts = range(0, len(mine), B)
@@ -599,15 +675,14 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
             generators = [seeded(seed, "evaluation", j) for j in chosen]
             rollout = sampler(model, tokenizer, prompts, group_size, s.max_new_tokens, temperature,
                               generators)
-            set_rewards(rollout, Batch(part, prompts), reward_of)
-            judged = rollout.rule_rewards.tolist(), rollout.rewards.tolist()
-            rows += zip(rollout.responses, *judged)
+            rule = score_responses(rollout.responses, truths_of(part), group_size)
+            own = reward_of(part, prompts, rollout) if reward_of else rule
+            rows += zip(rollout.responses, rule.tolist(), own.tolist())
         return rows
 
-    # Not RewardFailed, which saves the weights as those of the step before: they have moved.
     # The weights stay gathered for all batches, because ranks may have different numbers of them.
-    with telling("", BadInput, of=RewardFailed), whole_weights(model):
-        found = gathered_objects(agreed(answers))
+    with ready_to_sample(model, s):
+        found = gathered_objects(answers())
     responses, rewards, own = zip(*sum(found, []))
     known = torch.tensor(rewards)
     known = known[~known.isnan()]
@@ -615,93 +690,68 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
     figures = {"eval_accuracy": float(is_right(known).float().mean())}
     if reward_of:
         figures["eval_reward"] = sum(own) / len(own)
-    return figures, list(responses)
+    return figures, list(zip(responses, own))
 
 
 def show(bar, metrics, run):
     """Update the bar, trouble first; after an evaluation print one answer, to watch it change."""
-    words = [f"{run.skipped} SKIPPED"] if run.skipped else []
-    words.append("reward {reward_mean:.2f}")
+    words = [f"{run.skipped:.0f} SKIPPED"] if run.skipped else []
+    words.append("sampled: reward {reward_mean:.2f}")
     if metrics["format_rate"] > 0:  # else nothing is boxed, and the rule has nothing to judge
         words.append("acc {accuracy:.2f}")
-    words.append(f"held out {run.held_out[-1][1]:.2f}")
     words.append("len {response_length_mean:.0f}")
     words.append("KL {approx_kl:.3f}")
+    words.append(f"greedy: held out {run.held_out[-1][1]:.2f}")
     bar.set_postfix_str(", ".join(words).format(**metrics))
     bar.update()
     if "eval_accuracy" in metrics:
-        say(f"step {metrics['step']}, first held out: {one_line(run.after[0])[-100:]}")
+        response, _ = run.after[0]
+        say(f"step {metrics['step']}, first held out: {one_line(response)[-100:]}")
 
 
 # --------------------------------------------------------------------------------------------------
-# The known failures of GRPO runs: how the metrics show them, and which flag may help
+# The known failures of GRPO runs: how the metrics show them, and which flag may help. Some of these
+# states are normal in a healthy run; README, "Reading a run", says more.
 
-# How far rounding alone moves the worst token's ratio from 1 before the first update, at most
-NORMAL_RATIO_ERROR = {torch.float32: 0.1, torch.float16: 0.2, torch.bfloat16: 1.0}
+def recent(history, name, start=-10, stop=None):
+    """The mean of a metric over these steps, by default the last ten; NaN if one has no value."""
+    values = [row.get(name) for row in history[start:stop]]
+    return math.nan if not values or None in values else sum(values) / len(values)
 
 
-def symptoms(history, dtype=torch.float32):
-    """Metrics of the steps so far -> {what: (how bad, one line with its number)}. Pure.
+def steps_unmoved(history):
+    """How many of the last steps had gradients but a KL of exactly 0."""
+    # A reference that has just been renewed is the policy itself.
+    moved = [row.get("approx_kl") != 0 or not row.get("grad_norm") or "reference_renewed" in row
+             for row in reversed(history)]
+    return [*moved, True].index(True)
 
-    `dtype` is that of the model's weights. Most numbers are means over the last ten steps.
-    Some of these states are normal in a healthy run; README, "Reading a run", says more.
-    """
-    def mean_of(name, rows=history[-10:]):
-        # A metric that is null counts as NaN, and no comparison with NaN is true.
-        values = [row.get(name) for row in rows]
-        values = [math.nan if value is None else value for value in values]
-        return sum(values) / len(values) if values else math.nan
 
-    # Compare twenty steps with the twenty before: lengths and accuracies of single steps jump.
-    last = history[-20:]
-    before = history[-40:-20] if len(history) >= 40 else []
-    growth = mean_of("response_length_mean", last) / mean_of("response_length_mean", before) - 1
-    gain = mean_of("accuracy", last) - mean_of("accuracy", before)
-    # A jump shows in one step, so this is no mean of ten.
-    norm = mean_of("grad_norm", history[-1:])
-    earlier = history[-40:-20] if len(history) > 25 else []
-    usual = mean_of("grad_norm", earlier)
-    kl = mean_of("approx_kl")
-    # Right after a renewal the KL is 0 in any case; with --renew-reference 1, in every step.
-    stuck = kl == 0 and mean_of("grad_norm") > 0 and "reference_renewed" not in history[-1]
-    flat = mean_of("zero_variance_groups")
-    cut = mean_of("truncated_fraction")
-    ratio = mean_of("sampler_ratio_error")
-    entropy = mean_of("entropy")
-    # How far each of several rewards has risen: the policy may learn only the easier one.
-    rewards = [name for name in history[-1] if name.startswith("reward/")]
-    first = history[:5]
-    risen = [(mean_of(name) - mean_of(name, first), name) for name in rewards]
-    risen = sorted(risen) or [(0.0, "")]
-    missed, least = risen[0]
-    gained, most = risen[-1]
-    known = [
-        ("length", growth > 0.2 and gain < 0.01, growth,
-         f"in 20 steps answers grew {growth:.0%}, accuracy {gain:.3f}: --length-rescale 0.33"),
-        ("gradient", norm > 10 * usual, norm,
-         f"the gradient norm is {norm:.3g}, it was {usual:.3g}; if that lasts: a lower --lr"),
-        ("kl", kl > 0.05, kl,
-         f"KL is {kl:.3f} nats per token; if the reward falls: --kl-band 0.02 0.05"),
-        ("one reward", kl > 0.2 and gained > 0.2 and missed < 0.01, kl,
-         f"{most} has risen by {gained:.2f}, {least} by {missed:.2f}, and KL is {kl:.2f}: "
-         "the policy learns only the easier reward; a lower --temperature"),
-        ("reference", stuck and len(history) > 3, 1,
-         "KL is exactly 0 while the policy has gradients: does the reference share its weights, "
-         "or is --lr too small to move it?"),
-        ("flat", flat > 0.5, flat,
-         f"{flat:.0%} of the groups have no variance; if most answers are wrong: --max-resample 3, "
-         "or if they lack the rule's box: solved examples in --system-prompt"),
-        ("cut", cut > 0.95 and len(history) >= 10, cut,
-         f"{cut:.0%} of the answers are cut: a longer --max-new-tokens, or a model whose end token "
-         "is the one that its chat template writes"),
-        ("ratio", ratio > NORMAL_RATIO_ERROR[dtype], ratio,
-         f"before the first update a ratio is off 1 by {ratio:.2f}: sampler "
-         "and trainer differ; --sampler-correction 2.0, --dtype float32"),
-        ("entropy", entropy < 0.1 * mean_of("entropy", first), 1 / max(entropy, 1e-9),
-         f"entropy is {entropy:.4f} nats per token, a tenth of what it was; if most answers are "
-         "wrong: --clip-eps-high 0.28"),
-    ]
-    return {what: (bad, line) for what, holds, bad, line in known if holds}
+SYMPTOMS = (  # a name, a figure of the metrics so far, the figure's limit, the line to print
+    ("KL", lambda rows: recent(rows, "approx_kl"), 0.05,
+     "KL is {:.3f} nats per token; if the reward falls: --kl-band 0.02 0.05"),
+    ("reference", steps_unmoved, 3,
+     "KL is exactly 0 in {} steps although the policy has gradients: does the reference share its "
+     "weights, or is --lr too small to move it?"),
+    ("flat groups", lambda rows: recent(rows, "zero_variance_groups"), 0.5,
+     "{:.0%} of the groups are flat, with equal rewards; if most answers are wrong: --max-resample "
+     "3, or if they lack the rule's box: solved examples in --system-prompt"),
+    ("cut answers", lambda rows: recent(rows, "truncated_fraction"), 0.95,
+     "{:.0%} of the answers are cut: a longer --max-new-tokens, or a model that ends its answers"),
+    ("entropy", lambda rows: recent(rows, "entropy", 0, 5) / max(recent(rows, "entropy"), 1e-9), 10,
+     "entropy is 1/{:.0f} of what it was; if most answers are wrong: --clip-eps-high 0.28"),
+    ("gradient", lambda rows: recent(rows, "grad_norm", -1)
+     / (recent(rows, "grad_norm", -40, -20) or math.nan), 10,
+     "the gradient norm is {:.0f} times what it was; if that lasts: a lower --lr"),
+)
+
+
+def symptoms(history):
+    """Metrics of the steps so far -> {name: (how bad, one line with its number)}. Pure."""
+    figures = {name: count(history) for name, count, *_ in SYMPTOMS}
+    # No comparison with NaN is true: a symptom of metrics that are null does not show.
+    return {name: (figures[name], line.format(figures[name]))
+            for name, _, limit, line in SYMPTOMS if figures[name] > limit}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -713,7 +763,7 @@ TINY = HERE / "tests" / "tiny"
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 SCHEDULES = ("constant", "linear", "cosine")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ROUNDINGS = ("threshold", "nearest")
+PYTHON = ["from Python"]  # in config.json the --reward of a run that Python code gave a function
 ABOVE_0 = 1e-12
 BIG = 2**31 - 1
 
@@ -722,18 +772,16 @@ class BadInput(Exception):
     """The user's input cannot be used: one line on standard error, exit status 2."""
 
 
-class RewardFailed(BadInput):
-    """A user's function raised, or gave no number: the run can be resumed from the step before."""
-
-
 @contextmanager
-def telling(flags, kind=BadInput, of=ValueError):
+def telling(flags, of=ValueError):
     """A ValueError of a stage becomes one line that begins with these flags."""
     # of=Exception is for reading foreign files: what can be wrong with them has no list.
     try:
         yield
     except of as error:
-        raise kind(f"{flags} {one_line(error)}".strip()) from None
+        if isinstance(error, RuntimeError) and out_of_memory(error):
+            raise  # main() has a line for it
+        raise BadInput(f"{flags} {one_line(error)}".strip()) from None
 
 
 def one_line(text):
@@ -744,7 +792,7 @@ def one_line(text):
 
 def flag(default, help, low=0, high=BIG, kept=True, free=False, head=None, **how):
     """A field of Settings. low, high: the bounds of a number. kept: config.json holds it. free: a
-    resumed run may change it. head: a group of flags begins here. `how` goes to add_argument.
+    resumed run may change it. head: a group of flags begins here. `how` is for add_argument.
     """
     how["help"] = help if default in (None, "") else f"{help} [{default}]"
     return dataclasses.field(default=default, metadata={
@@ -761,15 +809,14 @@ def path(text, folder=""):
 
 @dataclasses.dataclass
 class Settings:
-    model: path = flag(str(TINY), "hub name or folder of the policy, or a run's folder",
-                       head="model, data, rewards")
+    model: path = flag(str(TINY), "hub name, folder, or a run's", head="model, data, rewards")
     data: path = flag("gsm8k", "training problems: a JSONL file, `gsm8k` or `gsm8k:test`")
     eval_data: path = flag("", "held-out problems; default: gsm8k:test, or a tenth of your --data")
     question_field: str = flag("question", "the column of the JSONL that holds the question")
     answer_field: str = flag("answer", "the column that ends in `#### ` and the final answer")
     system_prompt: str = flag(BOXED, "system message before every question; empty for none")
     reward: path = flag(None, "own file.py:function, called like TRL's, or our `rule`, `think`; "
-                        "several are added", nargs="+", action="extend")
+                        "several are added", nargs="+")
     reward_weights: float = flag(None, "one for each --reward; default: 1", low=-BIG, nargs="+")
     step_reward: path = flag(None, "file.py:function that rewards steps: process supervision")
     reward_model: path = flag("", "folder of a sequence classifier; its scores are the rewards")
@@ -784,15 +831,14 @@ class Settings:
     temperature: float = flag(1.0, "of the sampler, and of the log-probs", low=ABOVE_0)
     max_resample: int = flag(0, "DAPO: rounds in which groups without variance are drawn anew")
     around_best: int = flag(0, "half of a group continues this many best answers of the other")
-    clip_eps: float = flag(0.2, "the ratio is clipped below 1 - this and above 1 + this", high=1,
-                           head="the objective")
+    clip_eps: float = flag(0.2, "clips ratios at 1 - this, 1 + this", high=1, head="the objective")
     clip_eps_high: float = flag(None, "upper clip at 1 + this: DAPO's clip-higher, 0.28")
     kl_coef: float = flag(0.04, "beta; 0: no KL, and no reference in memory")
     kl_estimator: str = flag("k3", "estimator of the KL", choices=loss.KL_ESTIMATORS)
     aggregate: str = flag("sequence", "how tokens are averaged", choices=loss.AGGREGATES)
     ratio: str = flag("token", "ratio per token, or per sequence: GSPO", choices=loss.RATIOS)
     objective: str = flag("clip", "clip, or CISPO's weighted log-probs", choices=loss.OBJECTIVES)
-    sampler_correction: float = flag(0.0, "weight tokens by min(trainer / sampler, this): 2.0")
+    sampler_correction: float = flag(0.0, "TIS: weights min(trainer / sampler, this), 2.0")
     mask_truncated: bool = flag(False, "leave truncated answers out of the loss")
     renew_reference: int = flag(0, "every so many steps the reference becomes the policy; 0: never")
     kl_band: float = flag(None, "LOW HIGH: adapt beta to keep the KL there: 0.02 0.05", nargs=2)
@@ -802,8 +848,7 @@ class Settings:
     clip_advantages: float = flag(None, "clip advantages to -this and this: 5", low=ABOVE_0)
     length_rescale: float = flag(0.0, "GR3's alpha: rewards shrink with length, 0.33")
     overlong_buffer: int = flag(0, "DAPO: the last tokens before the limit cost up to 1")
-    lr: float = flag(1e-6, "AdamW's learning rate, after the warm-up", low=ABOVE_0,
-                     head="the update")
+    lr: float = flag(1e-6, "learning rate; with LoRA 1e-4", low=ABOVE_0, head="the update")
     lr_schedule: str = flag("constant", "after the warm-up; others end at 0", choices=SCHEDULES)
     weight_decay: float = flag(0.0, "AdamW's")
     lora_rank: int = flag(0, "LoRA: train factors of this rank for every Linear; 0: all weights")
@@ -813,26 +858,21 @@ class Settings:
     minibatches: int = flag(1, "gradient steps per pass, each on its share of the groups", low=1)
     max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", low=ABOVE_0)
     share_prompts: bool = flag(True, "run a prompt once for its whole group in the update",
-                               head="only memory and time; auto: the fastest that fits")
+                               head="only memory and time")
     plain: bool = flag(False, "no fast form at all: slow, and works everywhere", free=True)
-    micro_batch_tokens: int = flag("auto", "tokens per forward and backward pass", low=1, free=True)
-    gradient_checkpointing: bool = flag("auto", "recompute layers to save memory", free=True)
-    offload: bool = flag("auto", "keep masters and moments in host memory", free=True)
-    eval_every: int = flag(50, "steps between evaluations", low=1, free=True,
-                           head="measuring and keeping")
+    micro_batch_tokens: int = flag(0, "tokens of one backward pass; 0: two groups", free=True)
+    gradient_checkpointing: bool = flag(None, "recompute layers [if memory is short]", free=True)
+    offload: bool = flag(None, "masters, moments in host memory [if memory is short]", free=True)
+    eval_every: int = flag(50, "steps between evaluations", low=1, free=True, head="measuring")
     eval_limit: int = flag(200, "held-out problems to evaluate; 0: all")
     save_every: int = flag(50, "steps between checkpoints", low=1, free=True)
     keep_best: bool = flag(False, "also keep best/, by held-out accuracy")
     page: bool = flag(True, "write page.html at every evaluation", free=True)
     seed: int = flag(0, "of the problems' order and of the sampling", high=2**32)
     device: str = flag("auto", "cuda, mps or cpu; auto: the first of them that is available")
-    dtype: str = flag("auto", "of the model's weights; auto: bfloat16 where that is fast",
-                      choices=DTYPES)
-    rounding: str = flag("threshold", "of half-precision weights: each at a threshold of its own, "
-                         "or to nearest, which loses small steps", choices=ROUNDINGS)
+    dtype: str = flag("auto", "of the weights; auto: bfloat16 where it is fast", choices=DTYPES)
     threads: int = flag(0, "on the CPU; 0: torch's choice. Small models: use 1", 0, 1024, free=True)
-    config: path = flag("", "JSON of flags and values, like a run's config.json", kept=False,
-                        head="for this call only")
+    config: path = flag("", "JSON, like a run's config.json", kept=False, head="this call only")
     output: str = flag("", "folder of the run; default: runs/MODEL-TIME", kept=False)
     resume: str = flag("", "continue the run in this folder", kept=False, free=True)
     eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop", kept=False)
@@ -858,33 +898,8 @@ class Parser(argparse.ArgumentParser):
         raise BadInput(f"{message} (--help lists the flags)")
 
 
-def given_flags(argv, folder=""):
-    """The flags in argv, paths from `folder` -> {name: value}, of their types, within bounds."""
-    # Without defaults, the result holds only the flags that were given.
-    parser = Parser(prog="train.py", usage="train.py [--FLAG VALUE ...]", allow_abbrev=False,
-                    argument_default=argparse.SUPPRESS,
-                    description="Group Relative Policy Optimization. See README.md. [] holds "
-                    "the default, {} the tiny policy's value, which counts without --model.")
-    tiny = json.loads((TINY / "grpo.json").read_text(encoding="utf-8"))
-    for field in FIELDS.values():
-        if head := field.metadata["head"]:
-            group = parser.add_argument_group(head)
-        how = {"type": partial(value_of, field, folder)}
-        if field.type is bool:
-            how = {"action": argparse.BooleanOptionalAction}
-        how |= field.metadata["how"]
-        if field.name in tiny:
-            how["help"] += f" {{{tiny[field.name]}}}"
-        group.add_argument(flag_of(field.name), **how)
-    return vars(parser.parse_args(argv))
-
-
-def value_of(field, folder, text):
-    """The text of a flag in its type, for argparse, which prints what this raises."""
-    if field.type is path:
-        return path(text, folder)
-    if field.type is str or text == field.default:
-        return text  # auto
+def number(field, text):
+    """The text of a flag as a number within its bounds; argparse prints what this raises."""
     low, high = field.metadata["bounds"]
     with suppress(ValueError):
         value = field.type(text)
@@ -897,93 +912,85 @@ def flag_of(name):
     return "--" + name.replace("_", "-")
 
 
-def parse(argv):
-    """Flags -> Settings: the defaults, then a config file, then `argv`; None: the command line."""
-    if isinstance(argv, str) or not all(isinstance(word, str) for word in argv or ()):
-        raise BadInput(f"{argv!r}: flags and values are texts, as in ['--steps', '3']")
+def given_flags(argv, folder=""):
+    """The flags that are given in argv, or in the command line -> {name: value}."""
+    parser = Parser(prog="train.py", usage="train.py [--FLAG VALUE ...]", allow_abbrev=False,
+                    argument_default=argparse.SUPPRESS,
+                    description="Group Relative Policy Optimization. N is a number, [] holds a "
+                    "flag's default, {} what the tiny policy takes instead if no --model is given.")
+    parser._negative_number_matcher = re.compile(r"-[\d.]+(e[-+]?\d+)?$")  # or -1e-5 is a flag
+    tiny = json.loads((TINY / "grpo.json").read_text())
+    for name, field in FIELDS.items():
+        if head := field.metadata["head"]:
+            group = parser.add_argument_group(head)
+        how = {"type": field.type, **field.metadata["how"]}
+        if field.type is path:
+            how["type"] = partial(path, folder=folder)
+        if field.type in (int, float):
+            how |= {"type": partial(number, field), "metavar": "N"}
+        if field.type is bool:
+            how |= {"type": None, "action": argparse.BooleanOptionalAction}
+        if name in tiny:
+            how["help"] += f" {{{tiny[name]}}}"
+        group.add_argument(flag_of(name), **how)
+    return vars(parser.parse_args(argv))
+
+
+def parse(argv=None):
+    """Flags -> Settings: `argv`, or the command line, over a config file over the defaults."""
     given = given_flags(argv)
-    if "resume" in given:
-        return resumed_settings(given)
-    layers = [given]
-    if "config" in given:
-        layers.insert(0, read_config(given["config"]))
-    if not any("model" in layer for layer in layers):
-        own = str(TINY / "grpo.json")  # the tiny policy has its own config
-        layers.insert(0, {**read_config(own), "config": own})
+    file = f"{given['resume']}/config.json" if "resume" in given else given.get("config")
+    config = read_config(file) if file else {}
+    layers = [config, given]
+    if "model" not in config | given:
+        layers.insert(0, read_config(TINY / "grpo.json"))
+        file = file or TINY / "grpo.json"
     values = {}
     for layer in layers:
-        if "data" in layer:
-            # Held-out problems of another data set would measure something else.
+        if "data" in layer:  # held-out problems of other data would measure something else
             values.pop("eval_data", None)
-        was = values.get("lora_rank")
-        if bool(layer.get("lora_rank", was)) != bool(was):
-            values.pop("lr", None)  # a rate for all weights does not fit factors, nor the reverse
+        if bool(values.get("lora_rank")) != bool((values | layer).get("lora_rank")):
+            values.pop("lr", None)  # a learning rate for all weights does not fit factors
         values |= layer
-    model = values.get("model", TINY)
-    if os.path.isfile(os.path.join(model, "final", "config.json")):
-        values["model"] = os.path.abspath(os.path.join(model, "final"))  # a run's folder was named
-    elif os.path.isfile(os.path.join(model, "adapter_config.json")):
-        raise BadInput(f"--model {model}: an adapter needs its model; final/ beside it has both "
-                       "in one")
-    if "lora_rank" in values and "lr" not in values:
-        rate, what = ("1e-4", "factors") if values["lora_rank"] else ("1e-6", "all weights")
-        values["lr"] = float(rate)
-        say(f"--lr is not given: {rate}, because --lora-rank {values['lora_rank']} trains {what}")
-    return Settings(**values)
+    if values.get("lora_rank"):
+        values.setdefault("lr", 1e-4)
+    s = Settings(**values)
+    if s.resume:
+        check_resumed(given, Settings(**config))
+        s.output = s.resume
+    final = os.path.abspath(os.path.join(s.model, "final"))
+    if os.path.isfile(os.path.join(final, "config.json")):
+        s.model = final  # a run's folder was named
+    s.config = str(file or "")
+    return s
 
 
 def read_config(file):
-    """A JSON object of flags and values -> the same, parsed as if they were typed."""
+    """A JSON object of flags and values, paths from its folder -> {name: value}."""
     with telling(f"{file}:", of=Exception):
-        config = json.loads(Path(file).read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError("not an object of flags and values")
-        if isinstance(config.get("settings"), dict):
-            raise ValueError("an older train.py made this run; give its final/ to --model")
-        argv = []
-        for name, value in config.items():
-            field = FIELDS.get(name.replace("-", "_"))
-            if field is None or not field.metadata["kept"]:
+        words = []
+        for name, value in json.loads(Path(file).read_text(encoding="utf-8")).items():
+            if name not in FIELDS or not FIELDS[name].metadata["kept"]:
                 raise ValueError(f"{flag_of(name)} is no flag for a config file")
-            argv += as_flags(name, value)
-        return given_flags(argv, os.path.dirname(file))
+            if isinstance(value, bool):
+                words.append(flag_of(name if value else f"no_{name}"))
+            elif isinstance(value, list):
+                words += [flag_of(name), *map(str, value)]
+            elif value is not None:  # null: the default
+                words.append(f"{flag_of(name)}={value}")
+        return given_flags(words, os.path.dirname(file))
 
 
-def as_flags(name, value):
-    """kl_coef, 0.02 -> ["--kl-coef=0.02"]; None keeps the default."""
-    if value is None:
-        return []
-    if isinstance(value, bool):
-        return [flag_of(name if value else f"no_{name}")]
-    if isinstance(value, list):
-        for word in value:
-            if isinstance(word, str) and word.startswith("-"):
-                raise ValueError(f"{flag_of(name)}: {word!r} would be read as a flag")
-        return [flag_of(name), *map(str, value)]
-    return [f"{flag_of(name)}={value}"]
-
-
-def resumed_settings(given):
-    """--resume: the run's own settings. Flags that change what is learned are fixed."""
-    folder = given["resume"]
-    file = os.path.join(folder, "config.json")
-    if not os.path.isfile(file):
-        raise BadInput(f"--resume {folder}: no run to resume, it has no config.json")
-    saved = Settings(**read_config(file))
+def check_resumed(given, saved):
+    """BadInput for a flag that changes what a resumed run learns."""
     for name, new in given.items():
         old = getattr(saved, name)
         free = FIELDS[name].metadata["free"]
         if name == "steps" and saved.lr_schedule != "constant":
             free = False  # the learning rate of every step depends on how many there are
         if new != old and not free:
-            line = f"{flag_of(name)} {new}: the run in {folder} has {old!r}"
-            if isinstance(new, bool):
-                line = f"{as_flags(name, new)[0]}: the run in {folder} was begun without it"
-            raise BadInput(f"{line}, and a resumed run cannot change it")
-        if new != old and name == "threads":
-            say(f"--threads {new}: the run had {old}; sums differ in their last digit, and so will "
-                "the metrics")
-    return dataclasses.replace(saved, **given, output=folder)
+            raise BadInput(f"{flag_of(name)} {new}: the run in {given['resume']} has {old!r}, and "
+                           "a resumed run cannot change it")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1002,25 +1009,20 @@ def load(s):
         with telling("--reply"):
             reply = reward.load_function(s.reply)
         talk = partial(sample.sample_conversations, reply=reply, max_turns=s.max_turns)
-        sampler = telling("--reply", RewardFailed)(talk)
-    sample.PLAIN = logprob.PLAIN = "--plain" if s.plain else None
-    whole, tokenizer = agreed(load_policy, s)
-    everywhere = agreed if s.is_whole else on_rank_0
-    forms = everywhere(check_forms, whole, s)
-    if not forms["grouped rows"]:
-        s.share_prompts = False  # its rows are padded, and the padding is counted
+        sampler = telling("--reply")(talk)
+    sample.PLAIN = logprob.PLAIN = s.plain
+    policy_model, tokenizer = load_policy(s)
+    logprob.fuse_norms(policy_model)
     problems, eval_problems = load_data(s, tokenizer)
-    on_rank_0(check_template, whole, tokenizer, s)
-    policy_model = whole if s.is_whole else shard(whole, s)
+    check_template(policy_model, tokenizer, s)
     ref_model = optimizer = None
+    policy_model = shard(policy_model, s)
     if s.kl_coef and not s.eval_only:  # the initial policy, frozen
-        ref_model = copy.deepcopy(policy_model) if s.is_whole else shard(whole, s)
-        ref_model.requires_grad_(False)
+        # A sharded model cannot be copied, and host memory should hold one whole model at a time.
+        initial = copy.deepcopy(policy_model) if s.is_whole else load_policy(s)[0]
+        ref_model = shard(initial.requires_grad_(False), s)
     if not s.eval_only:
         optimizer = make_optimizer(policy_model, s, ref_model)
-        start_from_file(optimizer, policy_model, s)
-    if ref_model:
-        follow(ref_model, policy_model)
     return SimpleNamespace(
         policy_model=policy_model, ref_model=ref_model, tokenizer=tokenizer, reward_of=reward_of,
         optimizer=optimizer, problems=problems, eval_problems=eval_problems, sampler=sampler,
@@ -1031,133 +1033,86 @@ def check_combinations(s):
     """BadInput for flags that a stage would refuse in the middle of a step, or misunderstand."""
     low, high = s.kl_band or (1, 1)
     share, rest = divmod(s.prompts_per_step, world())
-    refused = [
+    own = s.reply or s.reward or s.reward_model
+    # What works on the rewards of whole answers, or gives them
+    of_answers = s.reward_model or s.length_rescale or s.overlong_buffer or s.max_resample
+    for holds, line in [
         (rest, f"--prompts-per-step {s.prompts_per_step}: not a multiple of {world()} processes"),
-        (s.minibatches > share, f"--minibatches {s.minibatches}: more than a process's prompts"),
-        (world() > 1 and ":" in s.device,
-         f"--device {s.device}: torchrun gives every process its card; name only cuda"),
-        (s.kl_band and not s.kl_coef, "--kl-band: needs a --kl-coef above 0"),
-        (not 0 < low <= high, "--kl-band: not two numbers above 0, the lower one first"),
-        (s.renew_reference and not s.kl_coef, "--renew-reference: needs a --kl-coef above 0"),
-        (s.overlong_buffer > s.max_new_tokens,
-         f"--overlong-buffer {s.overlong_buffer}: longer than --max-new-tokens"),
-        (s.max_turns != Settings.max_turns and not s.reply, "--max-turns: only with --reply"),
-        (s.lora_alpha and not s.lora_rank, "--lora-alpha: only with --lora-rank"),
-        # The rule judges each box: rewards of whole answers would only be shown.
-        (s.advantage == "shape" and (s.reply or s.reward or s.reward_model or s.length_rescale
-                                     or s.overlong_buffer or s.max_resample),
-         "--advantage shape: rewards each box by the rule, and not with --reply, --reward, "
-         "--reward-model, --length-rescale, --overlong-buffer or --max-resample"),
-        (s.reward_weights and not s.reward, "--reward-weights: only with --reward"),
+        (s.minibatches > share, f"--minibatches {s.minibatches}: more than a process has prompts"),
+        (s.output and not s.resume and os.path.exists(f"{s.output}/config.json"),
+         f"--output {s.output}: holds a run already; continue it with --resume, or name another"),
+        (not s.kl_coef and (s.kl_band or s.renew_reference),
+         "--kl-band, --renew-reference: need a --kl-coef above 0"),
+        (not 0 < low <= high, "--kl-band: must be two numbers above 0, the lower one first"),
+        (s.overlong_buffer > s.max_new_tokens, "--overlong-buffer: longer than --max-new-tokens"),
         (s.reward_model and s.reward, "--reward-model and --reward: only one can give the rewards"),
-        (s.around_best and s.group_size % (2 * s.around_best),
-         f"--around-best {s.around_best}: does not divide half of --group-size {s.group_size}"),
-        (s.around_best and (s.reply or s.reward or s.reward_model),
-         "--around-best: uses the rule, not with --reply, --reward or --reward-model"),
+        (s.advantage == "shape" and (own or of_answers),
+         "--advantage shape: the rule rewards each box, and no other flag about rewards works"),
+        (s.around_best and (own or s.group_size % (2 * s.around_best)),
+         "--around-best: must divide half of --group-size, and works with the rule's reward alone"),
         (not s.scale_by_std and (s.step_reward or s.advantage != "group"),
          "--no-scale-by-std: only with --advantage group, without --step-reward"),
-        # Rewards of steps replace the rewards of answers, on which these flags work.
-        (s.step_reward and (s.advantage != "group" or s.reward_model or s.length_rescale
-                            or s.overlong_buffer or s.max_resample),
-         "--step-reward: only with --advantage group, and not with --reward-model, "
-         "--length-rescale, --overlong-buffer or --max-resample"),
-    ]
-    for holds, line in refused:
+        (s.step_reward and (s.advantage != "group" or of_answers),
+         "--step-reward: only with --advantage group, and without flags about an answer's reward"),
+    ]:
         if holds:
             raise BadInput(line)
 
 
 def tell_idle(s):
     """Print a line for every flag that changes nothing beside the others."""
-    on_policy = s.updates_per_rollout * s.minibatches == 1 and "no effect: every ratio is 1"
+    one_update = s.updates_per_rollout * s.minibatches == 1
     per_answer = s.advantage in ("group", "leave-one-out") and not s.step_reward
     z_scores = s.advantage == "group" and s.scale_by_std and not s.step_reward
-    weight = min(s.reward_weights or [0])
-    one_reward = len(s.reward or ()) == 1 and not s.overlong_buffer
-    idle = [  # flags, and false or why they have no effect
-        ("clip_eps clip_eps_high objective", on_policy),
-        ("ratio", per_answer and on_policy),
-        ("clip_eps", s.objective == "cispo" and s.clip_eps_high is not None
-         and "no effect: CISPO has no lower clip, and --clip-eps-high is its upper one"),
-        ("kl_estimator", not s.kl_coef and "no effect: --kl-coef is 0"),
-        ("clip_advantages", z_scores and (s.clip_advantages or 0) ** 2 >= s.group_size - 1
-         and f"no effect: with {s.group_size} answers no advantage is as large"),
-        ("reward reward_weights", s.step_reward and "only measured, because --step-reward trains"),
-        ("reward_weights", z_scores and one_reward and weight > 0
-         and "no effect: it scales the std, too"),
-        ("reward_model_lr", not (s.reward_model and s.renew_reference)
-         and "no effect without --reward-model and --renew-reference"),
-        ("rounding", s.dtype == "float32" and "no effect: float32 weights are not rounded"),
-    ]
-    for names, why in idle:
+    # The group's std is scaled, too.
+    scaled = z_scores and len(s.reward or []) == 1 and min(s.reward_weights or [0]) > 0
+    judged = s.reward_model and s.renew_reference
+    for names, idle, why in [
+        ("clip_eps clip_eps_high objective", one_update, "with one update every ratio is 1"),
+        ("ratio", one_update and per_answer, "with one update every ratio is 1"),
+        ("clip_eps", s.objective == "cispo" and s.clip_eps_high, "CISPO has no lower clip"),
+        ("kl_estimator", not s.kl_coef, "--kl-coef is 0"),
+        ("reward reward_weights", s.step_reward, "--step-reward trains, this is only measured"),
+        ("reward_weights", not s.reward or scaled and not s.overlong_buffer,
+         "it weighs several --reward against each other"),
+        ("reward_model_lr", not judged, "it needs --reward-model and --renew-reference"),
+        ("lora_alpha", not s.lora_rank, "it needs --lora-rank"),
+        ("max_turns", not s.reply, "it needs --reply"),
+    ]:
         for name in names.split():
-            if why and getattr(s, name) != FIELDS[name].default:
-                say(f"{flag_of(name)}: {why}")
+            if idle and getattr(s, name) != FIELDS[name].default:
+                say(f"{flag_of(name)}: no effect: {why}")
 
 
 def choose_device(s):
     """-> (torch.device, dtype of the model's weights)."""
-    present = {
-        "cuda": torch.cuda.is_available(),
-        "mps": torch.backends.mps.is_available(),
-        "cpu": True,
-    }
-    best = next(name for name in present if present[name])
-    with telling(f"--device {s.device}:", of=RuntimeError):
+    best = ("cuda" if torch.cuda.is_available() else
+            "mps" if torch.backends.mps.is_available() else "cpu")
+    with telling(f"--device {s.device}: torch {torch.__version__} cannot use it:", of=Exception):
         device = torch.device(best if s.device == "auto" else s.device)
-    if not present.get(device.type):
-        raise BadInput(f"--device {s.device}: not on this machine")
+        torch.ones(1, device=device) + 1  # fails on a card that this torch has no kernels for
+    if s.device == "auto" and best == "cpu" and shutil.which("nvidia-smi"):
+        raise BadInput("--device auto: torch cannot use this machine's card: install a newer driver"
+                       " or a torch for an older CUDA (pytorch.org), or use --device cpu")
+    if device.type == "mps" and (s.offload or s.dtype not in ("auto", "float32")):
+        raise BadInput("--dtype, --offload: on mps only --dtype float32 works, without --offload")
     if device.index and device.type == "cuda":
         torch.cuda.set_device(device)  # what names no card is then about this one, too
-    # Older cards emulate bfloat16, which is slow.
-    has_bf16 = device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-    if s.dtype == "bfloat16" and not has_bf16:
-        raise BadInput(f"--dtype bfloat16: {device} has no bfloat16")
     if s.dtype != "auto":
         return device, getattr(torch, s.dtype)
-    if device.type == "cpu":
-        return device, dtype_of_cpu(s.model)
-    if device.type == "cuda" and has_bf16:
+    if device.type != "cuda":
+        return device, torch.float32
+    # Older cards emulate bfloat16, which is slow. Volta and Turing have tensor cores for float16.
+    if torch.cuda.is_bf16_supported(including_emulation=False):
         return device, torch.bfloat16
-    # From Volta on, float16 has tensor cores and float32 has none.
-    volta = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0)
+    volta = torch.cuda.get_device_capability(device) >= (7, 0)
     return device, torch.float16 if volta else torch.float32
 
 
-def check_card(s, device):
-    """BadInput for a card that torch cannot use, before anything is loaded."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or s.device == "cpu"
-    if device.type == "cpu" and not hidden and shutil.which("nvidia-smi"):
-        query = "nvidia-smi --query-gpu=name,driver_version --format=csv,noheader"
-        raise BadInput(
-            f"--device auto: torch {torch.__version__}, built for CUDA {torch.version.cuda}, does "
-            f"not work with this card and driver: {one_line(subprocess.getoutput(query))}. Install "
-            "a newer driver or a torch for an older CUDA (pytorch.org), or use --device cpu")
-    if device.type == "cuda":
-        kernels = " ".join(torch.cuda.get_arch_list())
-        with telling(f"--device {device}: torch {torch.__version__} is for {kernels}, and fails on "
-                     f"{torch.cuda.get_device_name(device)}:", of=RuntimeError):
-            (torch.ones(1, device=device) + 1).item()
-        if (cards := torch.cuda.device_count()) > world() == 1:
-            all_cards = shlex.join(["torchrun", f"--nproc-per-node={cards}", *sys.argv])
-            say(f"one of {cards} cards is used; for all of them: {all_cards}")
-
-
-def dtype_of_cpu(model):
-    """bfloat16 if this CPU multiplies it in hardware and the model spends its time with that."""
-    with suppress(Exception):  # load_policy reports what is wrong with its files
-        text = AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config()
-        if text.hidden_size >= 512 and torch.cpu.get_capabilities().get("amx_bf16"):
-            return torch.bfloat16
-    return torch.float32
-
-
 def load_policy(s):
-    """The policy and its tokenizer; if it will be sharded, rank 0 holds it, in host memory."""
+    """The policy and its tokenizer; a model that will be sharded is in host memory."""
     device, dtype = choose_device(s)
     with telling(f"--model {s.model}:", of=(OSError, ValueError)):
-        if rank() > 0 and not s.is_whole:
-            return None, AutoTokenizer.from_pretrained(s.model)
         return sample.open_policy(s.model, device if s.is_whole else "cpu", dtype)
 
 
@@ -1166,36 +1121,19 @@ def load_reward_model(s):
     with telling(f"--reward-model {s.reward_model}: cannot be loaded:", of=Exception):
         found, report = reward.open_reward_model(s.reward_model, s.reward_model_lr,
                                                  choose_device(s)[0])
-        sample.check_loaded(found.model, found.tokenizer, report)
+        sample.check_loaded(found.model, report)
     return found
-
-
-def check_forms(model, s):
-    """Print the fast forms of [A] and [D] that fit this model, and why others are refused."""
-    with telling(f"--model {s.model}:"):
-        of_rows = logprob.forms_of(model)
-        forms = {**sample.forms_of(model), **of_rows}
-    why = {**sample.REFUSED[model], **logprob.REFUSED[model]}
-    lines = [form if forms[form] else f"{form} refused: {why[form]}" for form in forms]
-    say("fast forms: " + "; ".join(lines))
-    text = model.config.get_text_config()
-    if any(getattr(text, name, 0) for name in ("num_experts", "num_local_experts",
-                                               "n_routed_experts")):
-        say("a mixture of experts: no balance or z-loss is added for its routers")
-    return forms
 
 
 def check_template(model, tokenizer, s):
     """Say where the chat template leaves the system prompt out, or has another end token."""
     problem = {"question": "?"}
-    without = chat_prompt(tokenizer, problem, "")
-    if s.system_prompt and chat_prompt(tokenizer, problem, s.system_prompt) == without:
+    if s.system_prompt and chat_prompt(tokenizer, problem, s.system_prompt) == chat_prompt(
+            tokenizer, problem, ""):
         say("--system-prompt: the chat template of --model leaves it out")
-    ends = sample.end_token_ids(model, tokenizer)
-    ends = tokenizer.batch_decode([[end] for end in ends])
+    ends = tokenizer.batch_decode([[end] for end in sample.end_token_ids(model, tokenizer)])
     with suppress(ValueError, IndexError):  # nothing between two answers
-        between = tokenizer.decode(sample.ids_between_turns(tokenizer, "?", None, []))
-        written = between.split()[0]
+        written = tokenizer.decode(sample.ids_between_turns(tokenizer, "?", None, [])).split()[0]
         if not written.startswith(tuple(ends)):
             say(f"the chat template writes {written} after an answer, but the model's end tokens "
                 f"are {' '.join(ends)}: answers may run on until they are cut")
@@ -1205,10 +1143,11 @@ def load_data(s, tokenizer):
     """Training and held-out problems -> two lists of dicts."""
     # Our own rewards compare with a true answer: without one they would be 0 for ever.
     only_rules = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
+    reserved = reward.ARGUMENTS if s.reward or s.step_reward else ()
     def load_problems(name, source):
         with telling(f"{name}:"):
             return reward.load_problems(source, s.question_field, s.answer_field,
-                                        need_answer=only_rules)
+                                        need_answer=only_rules, reserved=reserved)
 
     held_out = s.eval_data or ("gsm8k:test" if s.data == "gsm8k" else None)
     # --eval-only needs --data only to hold some of it out.
@@ -1228,19 +1167,11 @@ def fitting(name, problems, tokenizer, s):
     """The problems within --max-prompt-tokens; BadInput if one is too long for the model."""
     with telling(f"{name} for --model {s.model}:"):
         prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
-    _, words = sample.marks_of(tokenizer, str(tokenizer.chat_template))
-    texts = [str(row.get("messages") or row["question"]) for row in problems]
-    for mark in dict.fromkeys(words):
-        found = sum(mark in text for text in texts)
-        if found:
-            say(f"{name}: {found} of {len(problems)} problems hold {mark!r}, which the chat "
-                "template writes between turns as plain text")
     ids = tokenizer(prompts, add_special_tokens=False).input_ids if prompts else []
-    tokens = sum(map(len, ids))
-    unknown = sum(row.count(tokenizer.unk_token_id) for row in ids)
-    if unknown > 0.05 * tokens:
-        say(f"{name}: {unknown / tokens:.0%} of the prompts' tokens are unknown to the tokenizer "
-            f"of --model {s.model}, which cannot read them; another --model may")
+    unknown = sum(row.count(tokenizer.unk_token_id) for row in ids) / max(1, sum(map(len, ids)))
+    if unknown > 0.05:
+        say(f"{name}: {unknown:.0%} of the prompts' tokens are unknown to the tokenizer of --model "
+            f"{s.model}, which cannot read them; another --model may")
     most = s.max_prompt_tokens or math.inf
     kept = [problem for problem, row in zip(problems, ids) if len(row) <= most]
     if len(kept) < len(problems):
@@ -1250,156 +1181,116 @@ def fitting(name, problems, tokenizer, s):
     longest = max((n for n in map(len, ids) if n <= most), default=0)
     limit = sample.length_limit(AutoConfig.from_pretrained(s.model))
     if longest + s.answer_tokens > limit:
-        turns = f" or --max-turns (now {s.max_turns})" if s.reply else ""
         raise BadInput(f"{name}: a prompt of {longest} tokens and {s.answer_tokens} of an answer "
-                       f"are more than the model's {limit} positions: lower --max-new-tokens (now "
-                       f"{s.max_new_tokens}){turns}, or leave long prompts out with "
-                       "--max-prompt-tokens")
+                       f"are more than the model's {limit} positions: lower --max-new-tokens or "
+                       "--max-turns, or leave long prompts out with --max-prompt-tokens")
     return kept
 
 
 def load_reward_of(s, reward_model=None):
     """-> reward_of(problems, prompts, rollout) -> (N,); None: the rule's rewards count."""
+    with telling(""):
+        own = None if s.reward == PYTHON else [s.reward, s.reward_weights, s.step_reward]
+        reward_of = own and reward.own_reward_of(*own)
     if reward_model:
         prompt_of = partial(chat_prompt, reward_model.tokenizer, system_prompt=s.system_prompt)
         reward_of = partial(reward.model_rewards, reward_model, prompt_of)
-        return telling("--reward-model:", RewardFailed)(reward_of)
-    with telling(""):
-        reward_of = reward.own_reward_of(s.reward, s.reward_weights, s.step_reward)
-    return reward_of and telling("", RewardFailed)(reward_of)
+    if reward_of:
+        reward_of = telling("--reward-model:" if reward_model else "")(reward_of)
+        reward_of.of_flags = True
+    return reward_of
 
 
 # --------------------------------------------------------------------------------------------------
-# Weights. AdamW at 1e-6 moves a weight by about 1e-6. A bfloat16 weight of 0.02 can move by 1.2e-4
-# or not at all. So the optimizer works on float32 masters, and the model's weights are rounded from
+# Weights. AdamW at 1e-6 moves a weight by about 1e-6, but a bfloat16 weight of 0.02 can only move
+# by 1.2e-4. So the optimizer works on float32 masters, and the model's weights are rounded from
 # them after every step.
 
-# How many last bits of a float32 these drop: neighbours are 2^16 (2^13) float32 numbers apart.
+# The bits of a float32 that these lack: neighbours are 2^16 (2^13) float32 numbers apart.
 DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
 
 def make_optimizer(model, s, ref_model=None):
     """AdamW over the model's weights, or over float32 masters if the weights have fewer bits.
 
-    Per weight, moments take 8 bytes, a master 4, its gradient 4. With --lora-rank: LoraAdamW, which
-    needs no copy of the initial weights if `ref_model` keeps them.
+    With --lora-rank: LoraAdamW; `ref_model` spares it a copy of the initial weights.
     """
     how = {"lr": s.lr, "weight_decay": s.weight_decay, "fused": True}
     if s.lora_rank:
         return LoraAdamW(model, None if s.renew_reference else ref_model, s, **how)
     weights = [p for p in model.parameters() if p.requires_grad]
-    if all(weight.dtype == torch.float32 for weight in weights):
+    if weights[0].dtype == torch.float32:
         return with_moments(torch.optim.AdamW(weights, **how))
-    home = torch.device("cpu") if s.offload and world() == 1 else model.device
-    thresholds = s.rounding == "threshold"
-    return MasterAdamW(weights, home, thresholds, s.seed, **how)
+    away = s.offload and world() == 1 and model.device.type == "cuda"
+    place = {"device": "cpu" if away else model.device, "pin_memory": away}
+    masters = [torch.empty_like(w, dtype=torch.float32, **place).copy_(w.detach()) for w in weights]
+    return MasterAdamW(masters, weights, s.seed, **how)
 
 
 def with_moments(optimizer):
-    """Make AdamW's moments now: a step that ran out of memory between two of them would be lost."""
+    """Make AdamW's moments now, so that memory cannot run out in the middle of the first step."""
     for p in optimizer.param_groups[0]["params"]:
         # The fused kernel needs the number of steps on the weights' device.
-        optimizer.state[p] = {
-            "step": torch.zeros((), device=p.device),
-            "exp_avg": torch.zeros_like(p),
-            "exp_avg_sq": torch.zeros_like(p),
-        }
+        optimizer.state[p] = {"step": torch.zeros((), device=p.device),
+                              "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
     return optimizer
 
 
 class MasterAdamW(torch.optim.AdamW):
-    """AdamW on float32 masters of bfloat16 or float16 weights; rounding that loses no step.
+    """AdamW on float32 masters of bfloat16 or float16 weights, with rounding that loses no step.
 
-    Pretrained weights lie on the grid of their dtype. Rounded to nearest, a weight would stay there
-    until its master has moved by half a unit, for hundreds of steps at 1e-6. Here each weight has
-    its own threshold, uniform between 0 and 1 unit, and is rounded up if its master's remainder
-    reaches it. So a move by a hundredth of a unit moves one weight in a hundred by a whole unit: on
-    average the intended change arrives. The thresholds follow from the seed and never change, but
-    of several GPUs each has its own, so a run that is resumed on another number gets others.
-    (Stochastic rounding, arXiv 2010.06192, draws at every step, and needs no masters.)
+    Pretrained weights lie on the grid of their dtype. Rounded to the nearest number, a weight would
+    not change until its master had moved by half a unit: after hundreds of steps at 1e-6. Here each
+    weight has its own threshold, uniform between 0 and 1 unit, and is rounded up if its master's
+    remainder reaches it. So a move by a hundredth of a unit moves one weight in a hundred by a
+    whole unit: on average the intended change arrives. The thresholds never change during a run;
+    they depend on the device (the CPU, or which card) and on the number of GPUs. (Stochastic
+    rounding, arXiv 2010.06192, draws at every step and needs no masters.)
 
-    `moved` is what AdamW moves, if not the masters: LoraAdamW computes the masters from it.
-
-    Masters and moments are on the device `home`. With --offload that is host memory: the GPU sums
-    gradients, sends them once per update, and gets rounded weights back.
+    With --offload masters and moments are in host memory: the GPU sends gradients once per update,
+    and rounds the masters that come back. So it has the same thresholds with and without --offload.
     """
 
-    def __init__(self, weights, home, thresholds, seed, moved=None, **how):
-        self.weights = weights
-        self.thresholds = thresholds
-        self.seed = seed
-        # Gradients below 6e-8 are 0 in float16: the loss is multiplied by this before backward().
-        self.loss_scale = 2.0**16 if weights[0].dtype == torch.float16 else 1.0
-        self.updates_since = 0  # updates since a new loss scale or a skipped one
-        self.arrived = math.nan
-        if moved is None:
-            moved = [weight.detach().to(home, torch.float32, copy=True) for weight in weights]
+    def __init__(self, moved, weights, seed, **how):
         super().__init__(moved, **how)
         with_moments(self)
+        self.moved = moved
+        self.weights = weights
+        self.seed = seed
+        # Gradients below 6e-8 are 0 in float16: the loss is multiplied by this before backward().
+        # The second number counts updates since the scale was new, or an update was skipped.
+        self.scale = torch.tensor([2.0**16 if weights[0].dtype == torch.float16 else 1.0, 0.0])
+        self.away = moved[0].device != weights[0].device
+        if self.away:
+            self.grads = [torch.empty_like(master, pin_memory=True) for master in moved]
         for weight in weights:
             weight.grad_dtype = None  # any, because widen() changes it
             weight.register_post_accumulate_grad_hook(widen)
-        self.away = home != weights[0].device
-        self.copies = weights  # rounding writes there
-        if self.away:
-            kinds = torch.float32, weights[0].dtype
-            try:
-                found = [pinned_like(weights, kind, torch.cuda.is_available()) for kind in kinds]
-            except RuntimeError as error:  # a system limits how much may be pinned
-                say(f"--offload: no pinned memory ({one_line(error)[:80]}), so copies are slower")
-                found = [pinned_like(weights, kind) for kind in kinds]
-            self.grads, self.copies = found
-            self.round()  # fills the copies
 
-    def masters(self, few=BIG):
-        """The masters that weights are rounded from; at least their first `few` numbers."""
-        return self.param_groups[0]["params"]
+    def masters(self):
+        """The masters that the weights are rounded from."""
+        return self.moved
 
     @torch.no_grad()
     def step(self):
-        masters = self.param_groups[0]["params"]
-        for i, (master, weight) in enumerate(zip(masters, self.weights)):
+        for i, weight in enumerate(self.weights):
             if weight.grad is not None:
-                grad = weight.grad
-                if self.away:  # torch refuses a gradient that is not on its tensor's device
-                    grad = self.grads[i].copy_(grad, non_blocking=True)
-                master.grad = grad
-        self.wait_for_copies()  # the CPU must not read gradients before they arrive
-        before = self.beginnings()
+                grad = self.grads[i].copy_(weight.grad) if self.away else weight.grad
+                self.moved[i].grad = grad
         super().step()
         self.round()
-        after = self.beginnings()
-        meant = after[0] - before[0]
-        written = after[1] - before[1]
-        self.arrived = float(written @ meant / (meant @ meant))
-
-    def wait_for_copies(self):
-        """Between host and GPU: pinned memory may be read and written again after that."""
-        if self.away and torch.cuda.is_available():
-            torch.cuda.synchronize()
 
     @torch.no_grad()
     def round(self):
         """Round the masters into the model's weights."""
-        self.wait_for_copies()  # the last rounding's copies to the GPU may still be on their way
-        for i, (master, weight) in enumerate(zip(self.masters(), self.weights)):
-            where = local(self.copies[i])
-            part = rank() if hasattr(master, "to_local") else 0  # a shard has its own thresholds
-            seed = (self.seed, "thresholds", i, part) if self.thresholds else None
-            round_into(where, local(master), seed)
-            if self.away:
-                weight.copy_(where, non_blocking=True)
-
-    def beginnings(self, few=2**14):
-        """The first numbers of each tensor, of the masters and of the weights.
-
-        `arrived` is the share of the intended change that is written, in its direction.
-        """
-        found = []
-        for tensors in (self.masters(few), self.copies):
-            beginnings = [local(tensor).flatten()[:few] for tensor in tensors]
-            found.append(torch.cat(beginnings).float())
-        return found
+        # The seed is the same at every step, so the thresholds are, too. Shards have their own.
+        part = rank() if is_sharded(self.weights[0]) else 0
+        generator = seeded(self.seed, "thresholds", part, device=self.weights[0].device)
+        for weight, master in zip(self.weights, self.masters()):
+            if weight.dtype in DROPPED_BITS:
+                round_into(local(weight), local(master), generator)
+            else:
+                weight.copy_(master)
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad()
@@ -1407,169 +1298,110 @@ class MasterAdamW(torch.optim.AdamW):
             weight.grad = None
 
 
-def round_into(weight, master, seed=None):
-    """weight <- master in the weight's dtype: at thresholds that follow from `seed`, or to nearest.
-
-    Both are contiguous and of one shape, `master` in float32.
-    """
-    if seed is None or weight.dtype == master.dtype:
-        weight.copy_(master)
-        return
-    dropped = DROPPED_BITS[weight.dtype]
-    half = 1 << dropped - 1
-    generator = seeded(*seed, device=master.device)
-    # The pieces fit a CPU's cache; a GPU launches seven kernels for each, so there they are larger.
-    size = 2**24 if master.is_cuda else 2**18
-    size = min(size, -(-master.numel() // 4) * 4)
-    # 64 random bits give the thresholds of four weights.
-    drawn = torch.empty(size // 4, dtype=torch.int64, device=master.device)
-    pieces = (tensor.view(-1).split(size) for tensor in (weight, master))
-    for w, m in zip(*pieces):
-        drawn.random_(-2**63, None, generator=generator)
-        noise = drawn.view(torch.int16)[:len(m)] >> 16 - dropped
-        # The bits of a float32, read as an integer, grow with its size. The threshold is
-        # noise + half, from 0 to 1 unit; what is less than a unit is then cut off.
-        bits = m.view(torch.int32) + noise
-        bits.add_(half).bitwise_and_(-2 * half)
-        w.copy_(bits.view(torch.float32))
+def round_into(weight, master, generator):
+    """Round float32 numbers up or down, up with the probability of their remainder."""
+    bits = DROPPED_BITS[weight.dtype]
+    for w, m in zip(weight.view(-1).split(2**20), master.view(-1).split(2**20)):
+        # The bits of a float32, read as an integer, grow with its size: 2^bits is one unit.
+        noise = torch.empty_like(w, dtype=torch.int32).random_(2**bits, generator=generator)
+        number = (m.to(w.device).view(torch.int32) + noise) & -2**bits
+        w.copy_(number.view(torch.float32))
 
 
 def widen(weight):
     """After the first micro-batch: the others are added to its gradient, so in float32, too."""
-    dtype = torch.promote_types(weight.grad.dtype, torch.float32)
-    weight.grad = weight.grad.to(dtype)
-
-
-def pinned_like(tensors, dtype, pin=False, slab=2**30):
-    """Empty tensors of these shapes in host memory that a GPU copies to and from without waiting.
-
-    Torch rounds each pinned block up to a power of two, so these are parts of large blocks.
-    """
-    found = []
-    rest = torch.empty(0)
-    for tensor in tensors:
-        n = tensor.numel()
-        if n > len(rest):
-            length = max(slab // dtype.itemsize, n)
-            rest = torch.empty(length, dtype=dtype, pin_memory=pin)
-        found.append(rest[:n].view(tensor.shape))
-        rest = rest[n:]
-    return found
+    weight.grad = weight.grad.to(torch.promote_types(weight.grad.dtype, torch.float32))
 
 
 def loss_scale_of(optimizer):
     """The factor of the loss in float16; 1 otherwise."""
-    return getattr(optimizer, "loss_scale", 1.0)
+    return float(optimizer.scale[0]) if isinstance(optimizer, MasterAdamW) else 1.0
+
+
+def scaled(loss, optimizer):
+    """The loss, times the loss scale in float16."""
+    return loss * loss_scale_of(optimizer)
 
 
 def unscaled(optimizer):
-    """The tensors that have a gradient, after dividing it by the loss scale.
-
-    The optimizer moves these tensors, or takes the gradients of these weights.
-    """
+    """The tensors that have a gradient, after it is divided by the loss scale."""
+    if isinstance(optimizer, LoraAdamW):
+        optimizer.average_gradients()
     known = optimizer.param_groups[0]["params"] + getattr(optimizer, "weights", [])
     tensors = [p for p in known if p.grad is not None]
-    for p in tensors if loss_scale_of(optimizer) != 1 else ():
+    for p in tensors:
         p.grad /= loss_scale_of(optimizer)
-    if isinstance(optimizer, LoraAdamW) and world() > 1:
-        for p in tensors:  # FSDP averages a shard's gradients over the ranks; here we do
-            dist.all_reduce(p.grad)
-            p.grad /= world()
     return tensors
 
 
 def adapt_loss_scale(optimizer, skipped):
-    """The next loss scale of a MasterAdamW -> the metrics of its rounding; {} for plain AdamW."""
+    """float16: the next loss scale -> {"loss_scale": the last one}; {} for plain AdamW."""
     if not isinstance(optimizer, MasterAdamW):
         return {}
-    scale = optimizer.loss_scale
-    optimizer.updates_since += 1
-    # float16: halve it after an update that was not finite, double it after 200 that were.
-    if skipped:
-        optimizer.updates_since = 0
-        optimizer.loss_scale = max(scale / 2, 1.0)
-    elif scale != 1 and optimizer.updates_since % 200 == 0:
-        optimizer.loss_scale = 2 * scale
-    return {"arrived": math.nan if skipped else optimizer.arrived, "loss_scale": scale}
-
-
-@torch.no_grad()
-def start_from_file(optimizer, model, s):
-    """Give the masters all digits of the model's files, which may have more than the weights."""
-    # LoRA's W0 is the reference's weight, which has no more digits than the policy's.
-    masters = type(optimizer) is MasterAdamW
-    if not masters or AutoConfig.from_pretrained(s.model).dtype == model.dtype:
-        return
-    whole = {}
-    if rank() == 0:
-        whole = dict(AutoModelForCausalLM.from_pretrained(
-            s.model, dtype=torch.float32, use_safetensors=True).named_parameters())
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    for name, master in zip(names, optimizer.param_groups[0]["params"]):
-        # The other ranks pass an empty tensor of that shape and get their shard of rank 0's.
-        weight = whole.get(name, torch.empty(master.shape))
-        master.copy_(sharded_like(master, weight))
-    optimizer.round()
+    scale, since = optimizer.scale.tolist()
+    # Halve it after an update that was not finite, double it after 200 that were.
+    since = 0 if skipped else since + 1
+    grown = 2 * scale if scale > 1 and since % 200 == 0 else scale
+    optimizer.scale[:] = torch.tensor([max(scale / 2, 1.0) if skipped else grown, since])
+    return {"loss_scale": scale}
 
 
 # --------------------------------------------------------------------------------------------------
 # LoRA (Hu et al., arXiv 2106.09685): W = W0 + s B A for every Linear but the head, with factors
 # A (R, in), B (out, R) and s = alpha / R. Usually the factors are a second path beside W0, and are
 # merged for a fast sampler. Here only the optimizer knows them: the model has plain weights W, so
-# every fast form works, and W is written anew after each step.
+# every fast form works, and the optimizer writes W again after each step.
 
 class LoraAdamW(MasterAdamW):
-    """AdamW on the factors; the weights are rounded from W0 + s B A, computed when needed.
+    """AdamW on the factors; the weights are rounded from W0 + s B A after each step.
 
-    As soon as a backward pass has the gradient dW of a weight, the factors get dA = s B^T dW, dB =
-    s dW A^T, and dW is freed: only one dW exists at a time. W0 is the weight of `ref_model`, or
-    without a reference a copy, which --offload keeps in host memory.
+    As soon as a backward pass has the gradient dW of a weight, the factors get dA = s B^T dW and
+    dB = s dW A^T, and dW is freed: only one dW exists at a time. W0 is the weight of `ref_model`;
+    without a reference it is a copy, which --offload keeps in host memory.
     """
 
     def __init__(self, model, ref_model, s, **how):
-        self.scale = (s.lora_alpha or 2 * s.lora_rank) / s.lora_rank
+        self.lora_scale = (s.lora_alpha or 2 * s.lora_rank) / s.lora_rank
         self.parts = []  # (W0, A, B) of each weight
         self.factors = {}  # A and B, under their names in PEFT
         linears = linears_of(model)
-        home = "cpu" if s.offload else model.device
         model.requires_grad_(False)
         for i, (name, W) in enumerate(linears.items()):
             if ref_model:
                 W0 = ref_model.get_submodule(name).weight
             else:
-                W0 = W.data.to(home, copy=True)
+                W0 = W.data.to("cpu" if s.offload else W.device, copy=True)
             # PEFT begins with the same distribution. B is 0: the first W is W0.
-            chance = seeded(s.seed, "lora", i)
             n_out, n_in = W.shape
-            A = 2 * torch.rand(s.lora_rank, n_in, generator=chance) - 1
+            A = 2 * torch.rand(s.lora_rank, n_in, generator=seeded(s.seed, "lora", i)) - 1
             A = A.div(math.sqrt(n_in)).to(W.device)                                    # (R, in)
             B = torch.zeros(n_out, s.lora_rank, device=W.device)                       # (out, R)
             self.parts.append((W0, A, B))
             self.factors[f"base_model.model.{name}.lora_A.weight"] = A
             self.factors[f"base_model.model.{name}.lora_B.weight"] = B
             W.requires_grad_()
-        weights = list(linears.values())
-        thresholds = s.rounding == "threshold"
-        factors = list(self.factors.values())
-        super().__init__(weights, model.device, thresholds, s.seed, factors, **how)
+        super().__init__(list(self.factors.values()), list(linears.values()), s.seed, **how)
         for W, (_, A, B) in zip(self.weights, self.parts):  # after widen()
             W.register_post_accumulate_grad_hook(partial(self.take_gradient, A, B))
 
     @torch.no_grad()
     def take_gradient(self, A, B, W):
         """Add a weight's gradient to those of its factors, and free it."""
-        dW = W.grad.mul_(self.scale)                                                   # (out, in)
+        dW = W.grad.mul_(self.lora_scale)                                              # (out, in)
         W.grad = None
-        dA = B.T @ dW                                                                  # (R, in)
-        dB = dW @ A.T                                                                  # (out, R)
-        for factor, grad in ((A, dA), (B, dB)):
+        for factor, grad in ((A, B.T @ dW), (B, dW @ A.T)):                   # (R, in), (out, R)
             factor.grad = grad if factor.grad is None else factor.grad + grad
 
-    def masters(self, few=BIG):
+    def average_gradients(self):
+        """Average the factors' gradients over the GPUs, as FSDP averages those of shards."""
+        for factor in self.moved:
+            if world() > 1 and factor.grad is not None:
+                dist.all_reduce(factor.grad)
+                factor.grad /= world()
+
+    def masters(self):
         for W0, A, B in self.parts:
-            rows = slice(1 + few // A.shape[1])
-            W = W0[rows].to(B, copy=True)                                              # (out, in)
-            yield W.addmm_(B[rows], A, alpha=self.scale)
+            yield W0.to(B, copy=True).addmm_(B, A, alpha=self.lora_scale)              # (out, in)
 
 
 def linears_of(model):
@@ -1595,256 +1427,163 @@ def save_adapter(run, optimizer, s):
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": s.model,
         "r": s.lora_rank,
-        "lora_alpha": optimizer.scale * s.lora_rank,
+        "lora_alpha": optimizer.lora_scale * s.lora_rank,
         "target_modules": sorted(modules),
     }
-    with run.replacing("adapter") as place:
-        place.mkdir()
-        (place / "adapter_model.safetensors").write_bytes(save(optimizer.factors))
-        (place / "adapter_config.json").write_text(json.dumps(config, indent=2))
+    place = run.folder / "adapter"
+    place.mkdir(exist_ok=True)
+    save_file(optimizer.factors, place / "adapter_model.safetensors")
+    (place / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory: a count by formula, which --dry-run prints and `auto` follows; and a second try if memory
-# still runs out
+# Memory: a count by formula, before anything is loaded. Of four ways to run, the first that fits.
 
 PROMPT = 256  # tokens of a prompt that the count assumes
-MEMORY = ("offload", "gradient_checkpointing", "micro_batch_tokens")  # the flags with an `auto`
-# The choices for `auto`, the fastest first; the last number divides the tokens of a micro-batch.
-WAYS = ((False, False, 1), *((offload, True, parts) for offload in (False, True)
-                             for parts in (1, 2, 4)))
+HOST = "host memory"  # the part of a count that is not in the device's memory
+SAVERS = ("offload", "gradient_checkpointing")  # memory decides about them if nobody else does
+ADVICE = ("to need less: --lora-rank 16, --kl-coef 0, --dtype bfloat16, a smaller --model, more "
+          "GPUs, or lower --prompts-per-step, --group-size, --max-new-tokens, --micro-batch-tokens")
 
 
 def plan_memory(s):
-    """Settings -> the same without `auto`: the fastest that fit. BadInput: none does; what would"""
-    check_combinations(s)  # cheap checks first: flags, then the card, files, the model
+    """Settings -> the same without `auto`. BadInput: flags that do not go together, no memory."""
+    check_combinations(s)  # cheap checks first: flags, then the device, files, the model
     device, dtype = choose_device(s)
-    check_card(s, device)
-    s = dataclasses.replace(s, dtype=str(dtype).removeprefix("torch."))  # config.json keeps it
     tell_idle(s)
-    if s.eval_only:
-        return ways_to_save(s, device.type)[0]  # these flags are for training
-    model = model_without_storage(s, dtype)
-    free = free_memory(device)
-    try:
-        way, counted = first_that_fits(s, model, device.type, free)
-    except AttributeError as error:  # a family whose layers are of another kind
-        say(f"memory cannot be counted ({error}): using the leanest settings")
-        return ways_to_save(s, device.type)[-1]
-    count = "counted " + ", ".join(
-        f"{need / 1e9:.1f} of {room / 1e9:.1f} GB of free {where} memory"
-        for where, need, room in zip((device.type, "host"), counted, free))
-    if not way:
-        raise BadInput(f"--model {s.model}: {count}, of which a tenth must stay free; "
-                       + what_fits(s, model, device.type, free))
-    chosen = [as_flags(name, getattr(way, name))[0] for name in MEMORY]
-    say(f"{count}, see --dry-run: " + " ".join(chosen))
-    return way
+    for way, count, fits in counted_ways(s, device, dtype):
+        if s.eval_only:
+            return way  # an evaluation has no step
+        need = (f"a step needs about {count['sum'] / 1e9:.3g} GB of {device.type} memory (--dry-run"
+                " lists what for)")
+        if fits:
+            savers = "".join(f", with {flag_of(name)}" for name in SAVERS if getattr(way, name))
+            say(f"loading   {s.model} in {way.dtype} on {device}; {need}{savers}")
+            return way
+    raise BadInput(f"--model {s.model}: {need}, and that leaves less than a tenth free; {ADVICE}")
 
 
-def first_that_fits(s, model, device, free):
-    """-> the first of ways_to_save() that fits, or None; its count, or that of the last."""
-    for way in ways_to_save(s, device):
-        counted = needed(way, model, device)
-        # A tenth is left for what is not counted: CUDA itself, the allocator's fragments.
-        if all(count < 0.9 * room for count, room in zip(counted, free)):
-            return way, counted
-    return None, counted
-
-
-def ways_to_save(s, device):
-    """WAYS as Settings without `auto`; where the device is the host there is no offload."""
-    # Two groups, or part of very long ones; a CPU is fastest with what fits its cache.
-    tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)
-    if device == "cpu":
-        tokens = 2048 if s.dtype == "bfloat16" else 1024
+def counted_ways(s, device, dtype):
+    """The four ways, or fewer if flags are given, the fastest first: [(Settings without `auto`,
+    their count, whether it fits)].
+    """
+    tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)  # two groups
+    if device.type == "cpu":  # it is fastest with what fits its cache
+        tokens = 2048 if dtype == torch.bfloat16 else 1024
+    s = dataclasses.replace(s, micro_batch_tokens=s.micro_batch_tokens or tokens,
+                            dtype=str(dtype).removeprefix("torch."))  # for config.json
+    if device.type != "cuda":
+        s.offload = False  # the device has no memory of its own
+    model = model_without_storage("--model", s.model, dtype)
+    # A tenth stays free, for CUDA itself and for fragments of the allocator.
+    room = 0.9 * free_memory(device)
+    host_room = 0.9 * free_memory(torch.device("cpu"))
+    open_flags = [name for name in SAVERS if getattr(s, name) is None]
     ways = []
-    for offload, checkpointing, parts in WAYS if device == "cuda" else WAYS[:4]:
-        values = (offload, checkpointing, tokens // parts)
-        pairs = zip(MEMORY, values)
-        auto = {name: value for name, value in pairs if getattr(s, name) == "auto"}
-        way = dataclasses.replace(s, **auto)
-        if way not in ways:
-            ways.append(way)
+    for values in product((False, True), repeat=len(open_flags)):
+        way = dataclasses.replace(s, **dict(zip(open_flags, values)))
+        count = memory(way, model)
+        count["sum"] = sum(count.values()) - count[HOST]
+        ways.append((way, count, count["sum"] < room and count[HOST] < host_room))
     return ways
 
 
-def what_fits(s, model, device, free):
-    """The smallest sets of flags with which a run fits, three at most, each with its count."""
-    has_bf16 = device != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-    changes = [("lora_rank", s.lora_rank or 16), ("dtype", "bfloat16" if has_bf16 else "float16"),
-               ("gradient_checkpointing", True), ("micro_batch_tokens", 1024), ("kl_coef", 0.0),
-               ("offload", True), ("prompts_per_step", max(s.prompts_per_step // 4, 1))]
-    found = {}
-    sizes = range(1, len(changes) + 1)
-    sets = (some for n in sizes for some in combinations(changes, n))
-    for chosen in sets:  # the smallest first
-        if len(found) == 3 or any(set(chosen) > set(fewer) for fewer in found):
-            continue
-        there = dataclasses.replace(s, **dict(chosen))
-        with suppress(BadInput):  # flags that do not go together, a model without Linears
-            check_combinations(there)
-            model = model.to(getattr(torch, there.dtype))
-            way, counted = first_that_fits(there, model, device, free)
-            if way:
-                flags = " ".join(as_flags(*change)[0] for change in chosen)
-                found[chosen] = f"{flags} ({counted[0] / 1e9:.1f} GB)"
-    return "what would fit: " + ("; ".join(found.values()) or "only a smaller --model")
-
-
-def needed(s, model, device):
-    """Bytes that a run needs, by count: [of the device's memory, of the host's if it is apart]."""
-    if device != "cuda":
-        s = dataclasses.replace(s, offload=False)
-        return [sum(memory(s, model, device).values())]
-    # Weights pass through host memory when they are loaded.
-    weights = sum(p.nbytes for p in model.parameters())
-    host = max(weights, optimizer_memory(s, model)[1])
-    return [sum(memory(s, model, device).values()), host]
-
-
-def free_memory(device):
-    """Bytes that a process can take: [of the device's memory, of the host's]."""
-    free = host = host_memory() / rank("LOCAL_WORLD_SIZE", 1)
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-    elif device.type == "mps":
-        free = torch.mps.recommended_max_memory()
-    return [free, host]
-
-
-def host_memory():
-    """Bytes that programs can still take; infinite where Linux does not tell it."""
-    with suppress(OSError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        line = next(line for line in lines if "MemAvailable" in line)
-        return 1024 * int(line.split()[1])  # it counts in kB
-    return math.inf
-
-
-def model_without_storage(s, dtype):
-    with telling(f"--model {s.model}: cannot be loaded:", of=Exception):
-        config = AutoConfig.from_pretrained(s.model, trust_remote_code=False)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-
-
-def memory(s, model, device="cuda"):
-    """The memory of one process on its GPU, or "cpu", row by row: {what: bytes}.
-
-    `model` may be on the meta device.
-    """
+def memory(s, model):
+    """The memory of a step on each process: {what: bytes}. `model` may be on the meta device."""
     text = model.config.get_text_config()
     hidden = text.hidden_size
-    layers = text.num_hidden_layers
-    # All heads together may be wider than the hidden states, as in Qwen3-4B.
-    heads = text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or hidden // heads
-    queries = heads * head_dim
-    keys = (getattr(text, "num_key_value_heads", None) or heads) * head_dim
-    size = model.dtype.itemsize
-    n = sum(p.numel() for p in model.parameters())
-    rows = s.prompts_per_step * s.group_size // world()
-    # The numbers per token that a layer keeps for its backward pass: two norms, the MLP, the
-    # attention, and norms of queries and keys if it has them.
+    heads = getattr(text, "num_attention_heads", 1)
+    width = getattr(text, "head_dim", None) or hidden // heads
+    keys = (getattr(text, "num_key_value_heads", None) or heads) * width
+    # What a layer keeps per token for its backward pass: two norms, the MLP, the attention, and
+    # norms of queries and keys. With checkpointing: its input; one layer at a time is run again.
     kept = 8 * hidden + 4 * (getattr(text, "intermediate_size", None) or 4 * hidden)
-    kept += 5 * queries + keys
+    kept += 5 * heads * width + keys
     if any("q_norm" in name for name, _ in model.named_parameters()):
-        kept += 3 * (queries + keys)
-    # With checkpointing each layer keeps only its input, and one at a time is recomputed.
+        kept += 3 * (heads * width + keys)
+    layers = text.num_hidden_layers
     kept = kept + layers * hidden if s.gradient_checkpointing else layers * kept
-    with telling(f"--reward-model {s.reward_model}: cannot be loaded:", of=OSError):
-        scorer = reward.reward_model_size(s.reward_model) if s.reward_model else 0
-    count = {
-        "policy, weights that compute": n * size,
-        "reference, frozen": n // (1 if s.is_whole else world()) * size * bool(s.kl_coef),
-        **optimizer_memory(s, model)[0],
-        "reward model": scorer * (16 if s.renew_reference else 4),
+    size = model.dtype.itemsize
+    n = model.num_parameters()
+    shard = n if s.is_whole else n // world()
+    moved = shard  # numbers that AdamW moves; with LoRA those of the factors
+    weights = list(model.parameters())
+    first = one = 0
+    if s.lora_rank:
+        weights = list(linears_of(model).values())
+        moved = s.lora_rank * sum(sum(W.shape) for W in weights)
+        # The reference holds the first weights unless it is renewed.
+        first = sum(W.nbytes for W in weights) * (s.renew_reference > 0 or not s.kl_coef)
+        one = 8 * max(W.numel() for W in weights)  # a gradient; or two masters, to write a weight
+    masters = 4 * moved * (size < 4 or s.lora_rank > 0)
+    away = bool(s.offload and size < 4 and not s.lora_rank and world() == 1)
+    scorer = 0
+    if s.reward_model:
+        kind = AutoModelForSequenceClassification
+        scorer = model_without_storage("--reward-model", s.reward_model, torch.float32, kind)
+        scorer = scorer.num_parameters() * (16 if s.renew_reference else 4)
+    rows = s.prompts_per_step * s.group_size // world()
+    return {
+        "policy": n * size,
+        "reference": shard * size * bool(s.kl_coef),
+        "LoRA's first weights": first * (not s.offload),
+        "float32 masters": masters * (not away),
+        "AdamW's two moments": 8 * moved * (not away),
+        "gradients, float32": 4 * moved + one,
+        "reward model": scorer,
         "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * layers * keys * size,
         "kept for the backward pass": s.micro_batch_tokens * kept * size,
         # an eighth at a time, their gradient, and the head's gradient, except with LoRA
         "logits": 12 * min(2**28, s.micro_batch_tokens * text.vocab_size // 8)
                   + 2 * size * text.vocab_size * hidden * (not s.lora_rank),
+        # Weights pass through it when they are loaded, a checkpoint tensor by tensor.
+        HOST: max(n * size, 16 * moved * away + first * bool(s.offload))
+              + 4 * max(W.numel() for W in weights),
     }
-    if device == "cpu" and size < 4:
-        # [D]'s head is then in float32, and oneDNN keeps its kernels, for a thousand shapes.
-        count["for bfloat16 on a CPU"] = 4 * text.vocab_size * hidden + 9e8
-    return count
-
-
-def optimizer_memory(s, model):
-    """The rows of memory() that the optimizer fills, and the bytes of host memory for --offload."""
-    if s.lora_rank:
-        weights = list(linears_of(model).values())
-        n = s.lora_rank * sum(sum(W.shape) for W in weights)  # numbers in the factors
-        # The reference holds the initial weights unless it is renewed.
-        moves = s.renew_reference > 0 or not s.kl_coef
-        first = sum(W.nbytes for W in weights) * moves
-        return {
-            "LoRA's first weights": first * (not s.offload),
-            "float32 masters": 4 * n,
-            "AdamW's two moments": 8 * n,
-            # Those of the factors and of one weight; or two masters, while weights are written
-            "gradients, float32": 4 * n + 8 * max(W.numel() for W in weights),
-        }, first * s.offload
-    n = sum(p.numel() for p in model.parameters()) // world()
-    half = model.dtype != torch.float32
-    away = s.offload and half and world() == 1
-    rows = {
-        "float32 masters": 4 * n * (half and not away),
-        "AdamW's two moments": 8 * n * (not away),
-        "gradients, float32": 4 * n,
-    }
-    return rows, (4 + 8 + 4 + model.dtype.itemsize) * n * away  # and the rounded weights
 
 
 def print_memory(s):
-    """--dry-run: print the count for each choice of `auto`, and for LoRA beside them."""
-    device, dtype = s.device, getattr(torch, s.dtype, torch.bfloat16)
-    if device != "cuda" or torch.cuda.is_available():  # else the card of another machine
-        place, dtype = choose_device(s)
-        device = place.type
-    model = model_without_storage(s, dtype)
-    ways = ways_to_save(s, device)
-    columns = []
-    with telling(f"--model {s.model}: its memory cannot be counted:", of=Exception):
-        with suppress(BadInput):  # a model without Linears
-            linears_of(model)
-            way = ways[:2][-1]
-            ways.append(dataclasses.replace(way, lora_rank=s.lora_rank or 16))
-        for way in ways:
-            column = memory(way, model, device)
-            column["sum"] = sum(column.values())
-            column["host memory"] = optimizer_memory(way, model)[1]
-            columns.append(column)
-    print(f"{s.model}: {sum(p.numel() for p in model.parameters()):,} weights in {model.dtype}; "
-          f"{s.prompts_per_step} x {s.group_size} answers of {s.answer_tokens} tokens after "
-          f"prompts of {PROMPT}; one of {world()} processes, GB = 1e9 bytes of {device} memory\n")
-    for name in (*MEMORY, "lora_rank"):
-        print(f"{flag_of(name):30}" + "".join(f"{getattr(way, name)!s:>8}" for way in ways))
-    for what in columns[-1]:
-        cells = [column.get(what, 0) / 1e9 for column in columns]
-        print(f"{what:30}" + "".join(f"{cell:8.2f}" for cell in cells))
+    """--dry-run: print the count of each way, in GB; a star marks the one that a run takes here."""
+    device, dtype = torch.device("cuda"), getattr(torch, s.dtype, torch.bfloat16)
+    if s.device != "cuda" or torch.cuda.is_available():  # else the card of another machine
+        device, dtype = choose_device(s)
+    ways, counts, fits = zip(*counted_ways(s, device, dtype))
+    taken = next((way for way, fit in zip(ways, fits) if fit), None)
+    rows = {"*: a run takes this way here": ["*" if way is taken else "" for way in ways]}
+    for name in SAVERS:
+        rows[flag_of(name)] = ["yes" if getattr(way, name) else "no" for way in ways]
+    for what in counts[0]:
+        rows[what] = [f"{count[what] / 1e9:.2f}" for count in counts]
+    print(f"{s.model} in {dtype}: GB of {device.type} memory for a step; the sum is without {HOST}")
+    for what, cells in rows.items():
+        print(f"{what:30}" + "".join(f"{cell:>8}" for cell in cells))
 
 
-def within_memory(function, *args):
-    """function(*args); if memory runs out, again with half the micro-batch; after another error
-    without the fast forms of [D]. Not on several GPUs. `function` may move no weight.
-    """
-    s = args[-1]
-    while True:
-        try:
-            return function(*args)
-        except RuntimeError as error:
-            fault = None if out_of_memory(error) else one_line(error)
-            if world() > 1 or (logprob.PLAIN if fault else s.micro_batch_tokens < 256):
-                raise
-        if fault:  # outside of `except`: there the error keeps the activations alive
-            give_up(s, fault, logprob)
-            continue
-        s.micro_batch_tokens //= 2
-        say(f"out of memory: --micro-batch-tokens is now {s.micro_batch_tokens}; "
-            "the update is repeated")
+def free_memory(device):
+    """Bytes that a process can take; infinite where the system does not tell it."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] if torch.cuda.is_available() else 0
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    with suppress(OSError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        line = next(line for line in lines if "MemAvailable" in line)
+        return 1024 * int(line.split()[1]) / rank("LOCAL_WORLD_SIZE", 1)  # it counts in kB
+    return math.inf
+
+
+def out_of_memory(error):
+    """Whether memory ran out, on a CPU or a GPU."""
+    words = "out of memory", "not enough memory", "can't allocate memory", "_ALLOC_FAILED"
+    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
+
+
+def model_without_storage(name, folder, dtype, kind=AutoModelForCausalLM):
+    """The model of --model or --reward-model on the meta device."""
+    with telling(f"{name} {folder}: cannot be loaded:", of=Exception):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            return kind.from_config(config, dtype=dtype).eval()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1853,31 +1592,31 @@ def within_memory(function, *args):
 # of this is the identity.
 
 def rank(name="RANK", alone=0):
-    """A number that torchrun puts into the environment; join_ranks() refuses anything else."""
-    text = os.environ.get(name, "")
-    return int(text) if text.isdecimal() else alone
+    """A number that torchrun puts into the environment."""
+    return int(os.environ.get(name, alone))
 
 
 def world():
     return rank("WORLD_SIZE", 1)
 
 
-def join_ranks():
-    """Meet the other processes. BadInput if torchrun has not made the environment."""
-    alone = {"RANK": "0", "WORLD_SIZE": "1"}
-    if all(os.environ.get(name, number) == number for name, number in alone.items()):
+def join_ranks(s):
+    """Meet the other processes of torchrun."""
+    if world() == 1 or dist.is_initialized():
         return
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
-        if not os.environ.get(name, "").isdecimal():
-            raise BadInput(f"RANK or WORLD_SIZE is set and {name} is not a number: start several "
-                           "processes with torchrun")
+    on_cards = s.device != "cpu" and torch.cuda.is_available()
+    if on_cards:
+        torch.cuda.set_device(rank("LOCAL_RANK"))
+    # NCCL exchanges CUDA tensors, gloo exchanges Python objects and CPU tensors.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_cards else "gloo")
+
+
+def leave_ranks():
+    """Part from the other processes once all of them are done."""
     if dist.is_initialized():
-        return
-    with telling("the processes cannot meet:", of=Exception):
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        # NCCL exchanges CUDA tensors, gloo exchanges Python objects and CPU tensors.
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        with suppress(RuntimeError):  # a rank that is through closes its connections
+            dist.barrier()
+        dist.destroy_process_group()
 
 
 def share_of_rank(n):
@@ -1898,89 +1637,77 @@ def gathered(tensor):
     return torch.cat(gathered_objects(tensor.cpu()))
 
 
-def summed(numbers):
-    """{name: number} -> the same, summed over the ranks."""
+def averaged(numbers):
+    """{name: number} -> their means over the ranks."""
     mine = {name: float(value) for name, value in numbers.items()}
     everywhere = gathered_objects(mine)
-    return {name: sum(each[name] for each in everywhere) for name in numbers}
+    return {name: sum(each[name] for each in everywhere) / world() for name in mine}
 
 
-def agreed(function, *args):
-    """The function's result on this rank; a BadInput of one rank is raised on all of them."""
-    result = fault = None
-    try:
-        result = function(*args)
-    except BadInput as error:
-        fault = error
-    # All ranks meet here, whether they failed or not: the others would wait for one that left.
-    for found in gathered_objects(fault):
-        if found:
-            raise found
-    return result
+def agreed(function):
+    """Decorator: a BadInput of one rank is raised on all of them."""
+    def attempt(*args):
+        result = fault = None
+        try:
+            result = function(*args)
+        except BadInput as error:
+            fault = error
+        # All ranks meet here, also those that failed: the others would wait for them.
+        for found in gathered_objects(fault):
+            if found:
+                raise found
+        return result
+    return attempt
 
 
 def on_rank_0(function, *args):
     """The function's result on rank 0, given to every rank; its BadInput on all."""
-    result = agreed(function, *args) if rank() == 0 else agreed(lambda: None)
+    result = agreed(function)(*args) if rank() == 0 else agreed(lambda: None)()
     return gathered_objects(result)[0]
 
 
+def is_sharded(tensor):
+    return hasattr(tensor, "full_tensor")  # a DTensor, of which each rank has a part
+
+
 def full(tensor):
-    """A sharded tensor, gathered."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    """A sharded tensor, gathered; every rank has to call this."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
 def local(tensor):
     """This rank's shard of a tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def sharded_like(p, tensor):
-    """The whole tensor on p's device; this rank's shard of it where p is sharded."""
-    tensor = tensor.to(p.device, copy=True)  # without a copy it would stay a view of the file
-    if not hasattr(p, "device_mesh") or tensor.ndim == 0:
-        return tensor
-    return dist.tensor.distribute_tensor(tensor, p.device_mesh, p.placements)
-
-
-def shard(whole, s):
+def shard(model, s):
     """FSDP2 on every decoder layer and on the rest: shards, gathered when they compute."""
-    # `whole` is the model on rank 0, in host memory, and None elsewhere: no other rank ever holds
-    # more than its shards and one tensor in transit.
+    if s.is_whole:
+        return model
     from torch.distributed import fsdp
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    device, dtype = choose_device(s)
-    policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    model = model_without_storage(s, dtype)
-    sample.switch_off_dropout(model)
+    device = choose_device(s)[0]
+    how = {"mp_policy": fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32),
+           "mesh": dist.init_device_mesh(device.type, (world(),))}
     lists = (m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList))
-    for layer in next(lists):  # the decoder layers
-        fsdp.fully_shard(layer, mp_policy=policy)
-    fsdp.fully_shard(model, mp_policy=policy)  # the rest: embeddings, last norm, head
-    model.to_empty(device=device)  # storage for this rank's shards
-    model.tie_weights()
-    set_model_state_dict(model, whole.state_dict() if whole else {}, options=StateDictOptions(
-        full_state_dict=True, broadcast_from_rank0=True))
-    for name, buffer in model.named_buffers():  # those that no state_dict holds
-        if whole:
-            buffer.copy_(whole.get_buffer(name))
-        dist.broadcast(buffer, 0)
-    # The forms of [D] were tried on the whole model.
-    found = whole and (whole.generation_config, logprob.forms_of(whole))
-    model.generation_config, logprob.FORMS[model] = gathered_objects(found)[0]
-    if logprob.FORMS[model]["grouped rows"]:
-        model.set_attn_implementation("grouped")
+    for layer in next(lists):  # the decoder layers, one after the other: the rest waits on the host
+        fsdp.fully_shard(layer, **how)
+    fsdp.fully_shard(model, **how)  # the rest: embeddings, last norm, head
     # [D] does not call the model's forward, and FSDP gathers only in methods that it knows.
     model.token_logprobs = partial(token_logprobs, model)
     fsdp.register_fsdp_forward_method(model, "token_logprobs")
-    return model
+    return model.to(device)  # its buffers
+
+
+def sharded_parts(model):
+    """The modules whose weights FSDP gathers; none where ranks have whole weights."""
+    return [part for part in model.modules() if hasattr(part, "unshard")]
 
 
 @contextmanager
 def whole_weights(model):
     """Gather all weights for a rollout, so that no rank waits for another's long answers."""
-    parts = [module for module in model.modules() if hasattr(module, "unshard")]
+    parts = sharded_parts(model)
     for part in parts:
         part.unshard()
         # Otherwise a layer would drop its gathered weights after the first token.
@@ -1994,8 +1721,8 @@ def whole_weights(model):
 
 
 # --------------------------------------------------------------------------------------------------
-# A run: its state, and its folder with config.json, inputs.json, metrics.jsonl,
-# samples.jsonl, page.html, checkpoint/, final/
+# A run: its state, and its folder with config.json, metrics.jsonl, samples.jsonl, page.html,
+# checkpoint.safetensors, final/
 
 class Run:
     """The state of a run and its folder. Only rank 0 writes, and only if it has a folder."""
@@ -2003,21 +1730,21 @@ class Run:
     def __init__(self, folder=None):
         self.name = str(folder)
         self.folder = Path(folder) if folder and rank() == 0 else None
-        self.opened = ExitStack()  # the lock
         self.signal = 0
         self.step = 0  # the last step that is done
         self.saved = None  # what error lines say about the last checkpoint, once there is a run
-        self.skipped = 0
+        self.skipped = 0  # updates
         self.skipped_in_a_row = 0
         self.kl_coef = None  # of --kl-band
         self.held_out = []  # (step, figure_of an evaluation)
         # the metrics that symptoms() reads, and how bad each symptom was when it was reported
         self.history = []
         self.told = {}
-        self.dtype = torch.float32
+        self.data = None  # a digest of the problems
         # what training moves besides the policy, so the checkpoint holds it
         self.reward_model = None
         self.ref_model = None
+        self.groups = {}  # that page.html shows, by step
         self.before = []  # greedy answers to the held-out problems
         self.after = []  # the same, after training
 
@@ -2025,26 +1752,26 @@ class Run:
         """On rank 0: make and lock the folder, which may hold only a run to resume -> its name."""
         model = Path(s.model.removesuffix("/final"))  # a run's, whose name says more
         name = s.output or f"runs/{model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        while not s.output and os.path.exists(name):
+            name += "+"  # another run began in the same second
         self.folder = Path(os.path.abspath(name))  # a reward may change the folder
-        with telling(f"--output {name!a}: cannot be written, or another run writes there:",
-                     of=(OSError, UnicodeError)):
-            str(self.folder).encode()  # final/ is written by a library that takes UTF-8 only
+        with telling(f"--output {name}: cannot be written:", of=OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            files = [self.folder / name for name in (*LOGS, ".lock")]
-            if any(file.is_symlink() for file in files):
-                raise BadInput(f"--output {name}: has links to files elsewhere")
-            begun = {path.name for path in self.folder.iterdir()} - {".lock", "unfinished"}
-            if begun and not s.resume:
+            if not s.resume and {path.name for path in self.folder.iterdir()} - {".lock"}:
                 raise BadInput(f"--output {name}: holds a run already; continue it (--resume) or "
                                "name another folder")
-            lock = self.opened.enter_context(open(self.folder / ".lock", "w"))
-            with suppress(ImportError):  # Windows has no fcntl, and so no lock
-                import fcntl
-                # The lock is gone when the process ends, however it ends.
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A file that a kill or a full disk left unfinished may be as large as a checkpoint.
-            shutil.rmtree(self.folder / "unfinished", ignore_errors=True)
+            self.lock_folder()
         return str(self.folder)
+
+    def lock_folder(self):
+        """BadInput if another process has a run in this folder."""
+        self.lock = open(self.folder / ".lock", "w")  # locked until the process ends
+        with suppress(ImportError, OSError):  # Windows, or a file system without locks
+            import fcntl
+            try:
+                fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BadInput(f"--output {self.folder}: another run writes there") from None
 
     @property
     def resume_command(self):
@@ -2054,32 +1781,30 @@ class Run:
     def stopping_on_signals(self):
         """Ctrl-C, SIGTERM and SIGHUP let the current step end; a second signal stops at once."""
         def stop(number, _):
-            self.signal = number
             signal.signal(number, signal.SIG_DFL)
-            name = signal.Signals(number).name
-            say(f"\nstopping after this step ({name}; a second one stops at once)", sys.stderr)
+            self.signal = number
+            say("\nstopping after this step (a second signal stops at once)", sys.stderr)
 
         def in_child():
-            for number in numbers:
+            for number in before:
                 signal.signal(number, signal.SIG_DFL)
-            go_on()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
 
-        numbers = []  # of the signals that have the handler; none after this run
-        with ExitStack() as put_back:
-            put_back.callback(numbers.clear)
-            for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-                # Windows has no SIGHUP, and only the main thread may set handlers.
-                with suppress(AttributeError, ValueError):
-                    number = getattr(signal, name)
-                    put_back.callback(signal.signal, number, signal.signal(number, stop))
-                    numbers.append(number)
-            if hasattr(os, "fork"):
-                # A process that a reward forks has the default handlers: a worker of a pool that
-                # waits for work would never come to run `stop`. Until it has them, signals wait.
-                wait, go_on = (partial(signal.pthread_sigmask, how, numbers)
-                               for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK))
-                os.register_at_fork(before=wait, after_in_parent=go_on, after_in_child=in_child)
+        # Windows has no SIGHUP, and nohup ignores it.
+        numbers = [n for n in signal.Signals if n.name in ("SIGINT", "SIGTERM", "SIGHUP")
+                   and signal.getsignal(n) != signal.SIG_IGN]
+        before = {n: signal.signal(n, stop) for n in numbers}
+        if hasattr(os, "fork"):
+            # A process that a reward forks has the default handlers. Python drops a signal that
+            # arrives before it has them, so signals wait: else a pool could hang for ever.
+            wait, go_on = (partial(signal.pthread_sigmask, how, before)
+                           for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK))
+            os.register_at_fork(before=wait, after_in_parent=go_on, after_in_child=in_child)
+        try:
             yield
+        finally:
+            while before:  # empty from here on: what is registered for forks stays
+                signal.signal(*before.popitem())
 
     def stopped(self):
         """One rank's signal stops all of them."""
@@ -2092,7 +1817,7 @@ class Run:
         if "loss" in metrics:
             self.history.append(as_json(metrics))
             lines = []
-            for what, (bad, line) in symptoms(self.history, self.dtype).items():
+            for what, (bad, line) in symptoms(self.history).items():
                 if bad > 3 * self.told.get(what, 0):  # once, and again if it is clearly worse
                     self.told[what] = bad
                     lines.append(line)
@@ -2100,12 +1825,12 @@ class Run:
                 self.history[-1]["warning"] = metrics["warning"] = "; ".join(lines)
                 say(f"step {self.step}: {metrics['warning']}", sys.stderr)
         self.append("metrics.jsonl", [metrics])
-        skipped = metrics.get("skipped_updates", 0)
+        skipped = int(metrics.get("skipped_updates", 0))
         self.skipped += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + skipped if skipped else 0
         if self.skipped_in_a_row >= 10:
             raise BadInput(
-                f"{self.skipped_in_a_row:.0f} updates in a row had a loss or gradient that is not "
+                f"{self.skipped_in_a_row} updates in a row had a loss or gradient that is not "
                 "finite, and were skipped: --lr or a reward may be too large, or --temperature too "
                 "small")
 
@@ -2113,56 +1838,33 @@ class Run:
         """A metric over the steps: (step, value), without values that are null."""
         return [(m["step"], m[name]) for m in self.history if m[name] is not None]
 
-    def log_samples(self, step, batch, rollout, with_logprobs=False, groups=2):
-        """Write a few whole groups, as they were scored, with the ids that were drawn."""
+    def log_samples(self, step, batch, rollout, groups=2):
+        """Write a few whole groups, as they were scored."""
         G = len(rollout.responses) // len(batch.prompts)
         records = []
         for j, (problem, prompt) in enumerate(zip(batch.problems[:groups], batch.prompts)):
-            group = range(j * G, (j + 1) * G)
-            part = rollout.take(list(group))
-            ids = part.input_ids.tolist()
-            rows = [*map(sample.turns_of, ids, part.labels.tolist())]
-            # In a conversation, the replies are included.
+            part = sample.take(rollout, list(range(j * G, (j + 1) * G)))
             records.append({"step": step, "question": problem["question"], "prompt": prompt,
                             "responses": part.turns or part.responses,
                             "finished": part.finished.tolist(),
                             "rewards": part.rewards.tolist(),
-                            "advantages": part.advantages.tolist(),
-                            "prompt_ids": rows[0][0], "ids": [turns for _, *turns in rows]})
-            if with_logprobs:  # what the page compares with, where the start is not at hand
-                records[-1]["logprobs"] = own_of(part.old_logprobs, part)
+                            "advantages": part.advantages.tolist()})
         self.append("samples.jsonl", records)
 
     def append(self, name, records):
         """Append lines of JSON to a file."""
         if self.folder:
-            path = self.folder / name
-            with self.writing(name), open(path, "a", encoding="utf-8") as file:
+            with open(self.folder / name, "a", encoding="utf-8") as file:
                 file.writelines(json.dumps(as_json(record)) + "\n" for record in records)
-
-    def writing(self, name):
-        """Any failure with this file becomes one line; the run can be resumed."""
-        # The tokenizers' own library raises a bare Exception when the disk is full.
-        return telling(f"--output {self.name}: {name} cannot be written:", of=Exception)
 
     @contextmanager
     def replacing(self, name):
-        """Yields a path beside the file or folder; once it is complete, it replaces the old one."""
-        aside = self.folder / "unfinished"
-        new = aside / name
-        old = self.folder / name
-        with self.writing(name):
-            shutil.rmtree(aside, ignore_errors=True)
-            new.parent.mkdir(parents=True)
-            old.parent.mkdir(exist_ok=True)
-            yield new
-            if new.is_dir():
-                # A folder cannot replace another in one move, unlike a file.
-                shutil.rmtree(old, ignore_errors=True)
-            else:
-                reach_the_disk(new)
-            os.replace(new, old)
-            shutil.rmtree(aside)
+        """Yields a path beside the file; once it is complete, it replaces the old one."""
+        new = self.folder / f"{name}.new"
+        yield new
+        with open(new, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(new, self.folder / name)
 
 
 def as_json(record):
@@ -2171,72 +1873,40 @@ def as_json(record):
             for name, value in record.items()}
 
 
-def reach_the_disk(path):
-    with open(path, "ab") as file:
-        os.fsync(file.fileno())
-
-
-def inputs_of(s, problems, eval_problems):
-    """SHA-256 of a run's inputs, and versions -> {name: text}."""
-    found = {"torch": torch.__version__, "transformers": transformers.__version__}
-    for name, rows in (("--data", problems), ("--eval-data", eval_problems)):
-        text = json.dumps(rows, sort_keys=True)
-        found[name] = hashlib.sha256(text.encode()).hexdigest()
-    # The files of a model folder that define what it computes; it may hold others, too.
-    patterns = ("*.safetensors", "*config.json", "*token*", "vocab*", "merges*", "*.jinja")
-    models = {"--model": s.model, "--reward-model": s.reward_model}
-    for flag, model in models.items():
-        for pattern in patterns if model else ():
-            folder = Path(transformers.utils.cached_file(model, "config.json")).parent
-            for file in sorted(folder.glob(pattern)):
-                found[f"{flag} {file.name}"] = digest(file)
-    for spec in (*(s.reward or ()), s.step_reward, s.reply):
-        if spec and ":" in spec:
-            found[spec] = digest(spec.rpartition(":")[0])
-    return found
-
-
-def digest(path):
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def check_inputs(run, found):
-    """--resume: BadInput that names an input which has changed since the run began."""
-    file = run.folder / "inputs.json"
-    if not file.is_file():
-        return
-    with telling(f"{file}:", of=Exception):
-        saved = dict(json.loads(file.read_text(encoding="utf-8")))
-    for name in {**saved, **found}:
-        if saved.get(name) == found.get(name):
-            continue
-        if name.startswith("--"):
-            raise BadInput(f"--resume: {name}: the content is not what the run in {run.name} "
-                           "started from")
-        # Versions may change, and so may a reward: the user may have to repair one that failed.
-        say(f"{name} has changed since this run began")
-
-
 def save_folder(model, tokenizer, run, name):
-    """Save a folder that from_pretrained opens; it replaces the old one."""
-    weights = whole_on_rank_0(dict(model.named_parameters())) if world() > 1 else None
+    """Save a folder that from_pretrained opens."""
+    weights = dict(model.named_parameters())
+    check_finite(run, weights)
+    whole = {}
+    for part, weight in weights.items() if sharded_parts(model) else ():
+        weight = full(weight)  # all ranks take part in gathering
+        if run.folder:
+            whole[part] = weight.detach().cpu()
     if run.folder:
-        with run.replacing(name) as place:
-            model.save_pretrained(place, state_dict=weights)
-            tokenizer.save_pretrained(place)
+        model.save_pretrained(run.folder / name, state_dict=whole or None)
+        tokenizer.save_pretrained(run.folder / name)
+
+
+def check_finite(run, tensors):
+    """BadInput on every rank if a number is NaN or infinite: such weights are never saved."""
+    names = [name for name, tensor in tensors.items() if not local(tensor).isfinite().all()]
+    for name in sum(gathered_objects(names), []):
+        raise BadInput(f"after step {run.step} weights are not finite ({name}): --lr or "
+                       "--weight-decay may be too large")
 
 
 # --------------------------------------------------------------------------------------------------
 # A checkpoint: all tensors that training moves, and Run's counters. Everything else that a step
 # needs (problems, random numbers, learning rate) follows from the step and the settings.
 
-COUNTERS = ("step", "skipped", "kl_coef", "held_out", "told", "before")
+COUNTERS = ("step", "skipped", "kl_coef", "held_out", "told", "before", "data", "groups")
+CHECKPOINT = "checkpoint.safetensors"
 LOGS = ("samples.jsonl", "metrics.jsonl")
 
 
 def what_moves(run, model, optimizer):
-    """Yields what training moves: (name in a checkpoint, float32 tensor, AdamW's state)."""
+    """{name in a checkpoint: tensor, sharded or not} of all that training moves."""
+    found = {}
     learners = [("", model, optimizer)]
     if run.reward_model:
         learners.append(("reward_model/", run.reward_model.model, run.reward_model.optimizer))
@@ -2245,99 +1915,94 @@ def what_moves(run, model, optimizer):
         names = getattr(adamw, "factors", names)  # of LoRA
         # AdamW's own list, because it moves float32 masters if the weights have fewer bits.
         for name, master in zip(names, adamw.param_groups[0]["params"]):
-            yield prefix + name, master, adamw.state[master]
-    reference = run.ref_model.named_parameters() if run.ref_model else ()
-    for name, p in reference:
-        yield "reference/" + name, p, {}
+            for key, tensor in {"weight": master, **adamw.state[master]}.items():
+                found[f"{key}/{prefix}{name}"] = tensor
+    if isinstance(optimizer, MasterAdamW):
+        found["weight/loss scale"] = optimizer.scale
+    for name, p in run.ref_model.named_parameters() if run.ref_model else ():
+        found[f"weight/reference/{name}"] = p
+    return found
 
 
+@torch.no_grad()
 def save_checkpoint(run, model, optimizer):
-    """Write one safetensors file and move it over the old one. Sharded tensors are saved whole."""
-    tensors = whole_on_rank_0({
-        f"{key}/{name}": value for name, tensor, state in what_moves(run, model, optimizer)
-        for key, value in {"weight": tensor, **state}.items()})
-    # After a skipped update, or with weights that are not finite, the previous checkpoint stays.
-    finite = all(tensor.isfinite().all() for tensor in tensors.values())
-    if run.skipped_in_a_row or not all(gathered_objects(finite)):
+    """Write one safetensors file and move it over the old one."""
+    tensors = what_moves(run, model, optimizer)
+    check_finite(run, {**tensors, **dict(model.named_parameters())})
+    if run.skipped_in_a_row:  # the last good one stays
         return
     if run.folder:
         counters = {name: getattr(run, name) for name in COUNTERS}
-        if isinstance(optimizer, MasterAdamW):
-            counters["loss_scale"] = [optimizer.loss_scale, optimizer.updates_since]
         if run.reward_model:
             counters["pairs"] = [run.reward_model.pairs, run.reward_model.replay]
         # The counters are a tensor, too: the text may be long, and the file's header has a limit.
         text = bytearray(json.dumps(counters).encode())
         tensors["counters"] = torch.frombuffer(text, dtype=torch.uint8)
-        with run.replacing("checkpoint/run.safetensors") as place:
-            for name in LOGS:  # first: a checkpoint ahead of its lines would leave a gap
-                reach_the_disk(run.folder / name)
-            save_file(tensors, place)
-            # safetensors lets only the owner read the file; here it gets the umask's mode.
-            shutil.copymode(run.folder / "config.json", place)
+        with run.replacing(CHECKPOINT) as place, open(place, "wb") as file:
+            file.writelines(as_safetensors(tensors))
+    else:
+        for tensor in tensors.values():
+            full(tensor)  # all ranks take part in gathering
     run.saved = f"of step {run.step}"
+
+
+def as_safetensors(tensors):
+    """{name: tensor} -> the bytes of a safetensors file: a JSON header behind its length, tensors.
+
+    The library's own function needs all tensors in host memory at once; here it is one at a time.
+    """
+    names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
+    header = {}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.itemsize
+        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape),
+                        "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in tensors.values():
+        # A copy also on a CPU: a tensor that numpy has seen can no longer be freed by FSDP.
+        yield full(tensor).to("cpu", copy=True).contiguous().view(-1).view(torch.uint8).numpy()
 
 
 @torch.no_grad()
 def load_checkpoint(run, model, optimizer):
     """Restore what the checkpoint holds; a run killed before its first one starts from step 0."""
-    path = Path(run.name, "checkpoint", "run.safetensors")
+    path = Path(run.name, CHECKPOINT)
     if not path.is_file():
         on_rank_0(forget_after, run, -1)  # step 0 is its first evaluation
         return
     with (telling(f"--resume: {path} is damaged, or not of this model:", of=Exception),
           safe_open(path, framework="pt") as file):
         counters = json.loads(file.get_tensor("counters").numpy().tobytes())
+        if counters["data"] != run.data:
+            raise ValueError("--data or --eval-data is not what the run started from")
         vars(run).update({name: counters[name] for name in COUNTERS})
-        run.held_out = [(step, float(figure)) for step, figure in run.held_out]
-        run.before = [str(text) for text in run.before]
-        scale, since = counters.get("loss_scale", (1, 0))
-        counts = [run.step, run.skipped, run.kl_coef or 0, scale - 1, since]
-        counts += run.told.values()
-        finite = all(0 <= count < math.inf for count in counts)
-        if not isinstance(run.step, int) or not finite:
-            raise ValueError(f"step {run.step}, counters {counts}")
         if run.reward_model:
             run.reward_model.pairs, run.reward_model.replay = counters["pairs"]
-        for name, tensor, state in what_moves(run, model, optimizer):
-            for key, place in {"weight": tensor, **state}.items():
-                found = file.get_tensor(f"{key}/{name}")
-                fits = found.shape == place.shape and found.dtype == place.dtype
-                if not fits or not found.isfinite().all():
-                    raise ValueError(f"{key}/{name} has another shape or dtype, or is not finite")
-                place.copy_(sharded_like(place, found))
+        for name, place in what_moves(run, model, optimizer).items():
+            tensor = file.get_tensor(name)
+            if is_sharded(place):
+                tensor = dist.tensor.distribute_tensor(tensor.to(place.device), place.device_mesh,
+                                                       place.placements)
+            place.copy_(tensor)
     if isinstance(optimizer, MasterAdamW):
-        optimizer.loss_scale, optimizer.updates_since = scale, since
         optimizer.round()  # the weights are still those of the start
     run.saved = f"of step {run.step}"
     on_rank_0(forget_after, run, run.step)
 
 
 def forget_after(run, step):
-    """Cut off the lines of steps after the checkpoint; they will be written again."""
+    """Cut off the lines of steps after the checkpoint, which will be written again."""
     for name in LOGS:
         path = run.folder / name
-        with telling(f"--resume: {path}: not lines of train.py:", of=Exception):
-            path.touch()  # a run that was killed early may have none
-            # After the last end of a line there is nothing, or a line that a kill has cut off.
-            lines = path.read_bytes().split(b"\n")[:-1]
-            records = [json.loads(line) for line in lines]
-            kept = [record for record in records if record["step"] <= step]
-        with run.writing(name):
-            length = sum(len(line) + 1 for line in lines[:len(kept)])
-            os.truncate(path, length)
-    run.history = [record for record in kept if "loss" in record]  # of the last file, metrics.jsonl
-
-
-@torch.no_grad()
-def whole_on_rank_0(tensors):
-    """{name: tensor}, sharded or not -> the same whole, in host memory; elsewhere {}."""
-    whole = {}
-    for name, tensor in tensors.items():
-        tensor = full(tensor)  # every rank takes part in gathering, one keeps it
-        if rank() == 0:
-            whole[name] = tensor.detach().cpu().contiguous()
-    return whole
+        path.touch()  # a run that was killed early may have none
+        # After the last end of a line there is nothing, or a line that a kill has cut off.
+        lines = path.read_bytes().split(b"\n")[:-1]
+        records = [record for record in map(json.loads, lines) if record["step"] <= step]
+        os.truncate(path, sum(len(line) + 1 for line in lines[:len(records)]))
+        run.history = [record for record in records if "loss" in record]  # at last metrics.jsonl's
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2352,7 +2017,7 @@ def main(argv=None):
         if settings.dry_run:
             print_memory(settings)
             return 0
-        join_ranks()
+        join_ranks(settings)
         settings = on_rank_0(plan_memory, settings)  # ranks must not differ in it
         parts = load(settings)
         if settings.eval_only or settings.trace:
@@ -2365,26 +2030,11 @@ def main(argv=None):
         fault = "interrupted"
         status = 130
     except Exception as error:
-        if out_of_memory(error):
-            fault = ("out of memory: lower --prompts-per-step, --group-size, --max-new-tokens or "
-                     "--micro-batch-tokens")
-            if not run.saved and not settings.eval_only:  # while it was loaded: the count was low
-                device, dtype = choose_device(settings)
-                model = model_without_storage(settings, dtype)
-                less = [0.75 * count for count in needed(settings, model, device.type)]
-                fault = f"out of memory; {what_fits(settings, model, device.type, less)}"
-        elif isinstance(error, RuntimeError) and run.saved and world() > 1:
-            # gloo and NCCL raise this when a peer is gone. It may be rank 0: so every rank prints.
-            print(f"train.py: rank {rank()} lost another rank ({one_line(error)}); continue with: "
-                  f"{run.resume_command}", file=sys.stderr)
-            return status
-        else:
+        if not out_of_memory(error):
             same = run.resume_command if run.saved else "the same command and"
             error.add_note(f"train.py: go on with: {same} --plain")  # the traceback's last line
             raise
-    finally:
-        with suppress(OSError):  # a full disk has been reported already
-            run.opened.close()
+        fault = f"out of memory; {ADVICE}"
     if run.saved:
         fault = f"{fault}; last checkpoint: {run.saved}; continue with: {run.resume_command}"
     say(f"train.py: {fault}", sys.stderr)
@@ -2393,24 +2043,27 @@ def main(argv=None):
 
 def train(parts, run, s):
     """A run from its folder to its final/ -> exit status."""
+    if s.reward == PYTHON and not parts.reward_of:
+        flag = f"--resume={s.resume}" if s.resume else f"--config={s.config}"
+        raise BadInput("--reward: the reward of this run came from Python; go on from there: s = "
+                       f"train.plan_memory(train.parse(['{flag}'])); parts = train.load(s); "
+                       "parts.reward_of = YOUR_REWARD; train.train(parts, train.Run(), s)")
     run.name = on_rank_0(run.claim_folder, s)
     begin(run, parts, s)
     model = parts.policy_model
-    try:
-        # From here on a signal lets the step end; until here there was nothing to save.
-        with run.stopping_on_signals():
-            train_grpo(**vars(parts), settings=s, run=run)
-    except RewardFailed:  # on every rank, before this step moves anything
-        save_checkpoint(run, model, parts.optimizer)
-        raise
+    # From here on a signal lets the step end; until here there was nothing to save.
+    with run.stopping_on_signals():
+        train_grpo(**vars(parts), settings=s, run=run)
     if run.step < s.steps:
         save_checkpoint(run, model, parts.optimizer)
-        write_page(run, model, parts.ref_model, parts.tokenizer, s)
+        if s.page and run.history:
+            write_page(run, model, parts.tokenizer, s)
         say(f"\nstopped after step {run.step}; continue with: {run.resume_command}")
         return 128 + run.signal
     if not run.after:  # a finished run was resumed
         problems = parts.eval_problems
-        _, run.after = evaluate(model, parts.tokenizer, problems, s, parts.sampler)
+        _, run.after = evaluate(model, parts.tokenizer, problems, s, parts.sampler,
+                                parts.reward_of)
     save_folder(model, parts.tokenizer, run, "final")
     if s.lora_rank and run.folder:
         save_adapter(run, parts.optimizer, s)
@@ -2421,35 +2074,32 @@ def train(parts, run, s):
 
 
 def begin(run, parts, s):
-    """Restore the checkpoint, write the run's settings and inputs, print what starts."""
+    """Restore the checkpoint, write the run's settings, print what starts."""
     model = parts.policy_model
-    run.dtype = model.dtype
     # The checkpoint holds only what moves; the first reference is the initial policy.
     run.reward_model = parts.reward_model
     run.ref_model = parts.ref_model if s.renew_reference else None
     if run.reward_model:
         with_moments(run.reward_model.optimizer)
-    inputs = inputs_of(s, parts.problems, parts.eval_problems)
+    text = json.dumps([parts.problems, parts.eval_problems])
+    run.data = hashlib.sha256(text.encode()).hexdigest()
     if s.resume:
-        on_rank_0(check_inputs, run, inputs)
         load_checkpoint(run, model, parts.optimizer)
         if s.steps < run.step:
             raise BadInput(f"--steps {s.steps}: the run in {run.name} is at step {run.step}")
-    names = [name for name in FIELDS if FIELDS[name].metadata["kept"]]
-    kept = {name: getattr(s, name) for name in names}
-    files = {"config.json": kept, "inputs.json": inputs}
-    for name, content in files.items() if run.folder else ():
-        with run.replacing(name) as place:
-            place.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    kept = {name: getattr(s, name) for name in FIELDS if FIELDS[name].metadata["kept"]}
+    if parts.reward_of and not hasattr(parts.reward_of, "of_flags"):
+        kept["reward"] = PYTHON
+    if run.folder:
+        with run.replacing("config.json") as place:
+            place.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
     run.saved = run.saved or "none"
     n = sum(p.numel() for p in model.parameters())
-    source = "its config.json" if s.resume else s.config or "the command line"
-    say(f"{s.model}: {n / 1e6:.2f}M parameters in {run.dtype} on "
-        f"{model.device}, {len(parts.problems)} problems, "
-        f"{len(parts.eval_problems)} held out, {world()} processes; settings of {source}; "
-        f"run in {run.name}, from step {run.step}")
-    # Only now, because config.json holds the coefficient that the run began with.
-    s.kl_coef = s.kl_coef if run.kl_coef is None else run.kl_coef
+    say(f"policy    {n / 1e6:.2f}M parameters in {world()} process{'es' * (world() > 1)}; settings "
+        f"of {s.config or 'the command line'}\n"
+        f"data      {len(parts.problems)} problems, {len(parts.eval_problems)} held out\n"
+        f"run       {run.name}, from step {run.step} to {s.steps}; each step samples "
+        f"{s.group_size} answers to each of {s.prompts_per_step} problems")
 
 
 def say(line, file=None):
@@ -2461,17 +2111,19 @@ def say(line, file=None):
 
 def print_story(run, eval_problems, judged_by):
     """Print one held-out problem, answered before and after; the curves; what to do next."""
-    # A problem that was wrong before training and is right after it; if there is none, the first.
-    truths = truths_of(eval_problems)
-    before = is_right(score_responses(run.before, truths, 1))
-    after = is_right(score_responses(run.after, truths, 1))
-    i = int((after & ~before).int().argmax())
-    say(f"\nquestion  {eval_problems[i]['question']}\nbefore    {run.before[i]}\n"
-        f"after     {run.after[i]}\ntruth     {truths[i] or 'not known'}\n")
+    # The problem whose reward has risen most, by the reward that the run trains on.
+    before, after = (torch.tensor([reward for _, reward in answers])
+                     for answers in (run.before, run.after))
+    i = int((after - before).nan_to_num().argmax())
+    truth, = truths_of(eval_problems[i:i + 1])
+    say(f"\nquestion  {eval_problems[i]['question']}\nbefore    {run.before[i][0]}\n"
+        f"after     {run.after[i][0]}\ntruth     {truth or 'not known'}\n")
     say(f"{f'held-out {judged_by}':22}" + small_curve(run.held_out))
     boxed = any(m["format_rate"] for m in run.history)
     for name in ("accuracy",) * boxed + ("reward_mean", "approx_kl", "response_length_mean"):
         say(f"{name:22}" + small_curve(run.curve(name)))
+    if run.skipped:
+        say(f"{run.skipped:.0f} updates were skipped, see skipped_updates in metrics.jsonl")
     page = Path(run.name, "page.html")
     seen = f"see what it learned  {page}\n" if page.is_file() else ""
     talk = command("sample.py", "--model", run.name)
@@ -2483,7 +2135,10 @@ def print_story(run, eval_problems, judged_by):
 def command(program, *flags):
     """The command to type into a shell, in any folder."""
     # sys.executable: outside its virtual environment a bare `python` would not find torch.
-    return shlex.join([sys.executable, str(HERE / program), *flags])
+    start = [sys.executable]
+    if world() > 1 and program == "train.py":
+        start = ["torchrun", f"--nproc-per-node={rank('LOCAL_WORLD_SIZE', world())}"]
+    return shlex.join([*start, str(HERE / program), *flags])
 
 
 def small_curve(points, width=50):
@@ -2506,162 +2161,131 @@ def pooled(values, width):
 
 
 # --------------------------------------------------------------------------------------------------
-# page.html: the curves of a run, and groups whose tokens are tinted by how far the policy has moved
+# page.html: the curves of a run, and groups of answers, tinted by how far each token has moved
 
-CURVES = ("reward_mean", "approx_kl", "response_length_mean", "entropy", "zero_variance_groups")
-MOST_BYTES = 450_000  # of the groups
-MOST_TINTED = 5000  # tokens, those that have moved most
+CURVES = ("reward_mean", "approx_kl", "response_length_mean", "entropy", "zero_variance_groups",
+          "grad_norm", "clip_fraction")
+OF_GROUP = ("input_ids", "labels", "finished", "group_ids", "rewards", "advantages", "old_logprobs")
+MOST_TOKENS = 5000  # of a group, prompts and padding included
+# Marks that turn a line around, controls, halves of surrogate pairs
+UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
+                    "\ud800-\udfff]")
 STYLE = """
-:root { color-scheme: light dark; --up: 37 105 214; --down: 230 112 10; --line: #8884
-} body { max-width: 64rem; margin: 2rem auto; padding: 0 1rem; font: 15px/1.6 system-ui }
+:root { color-scheme: light dark; --up: 37 105 214; --down: 230 112 10; --line: 1px solid #8884 }
+body { max-width: 64rem; margin: 2rem auto; padding: 0 1rem; font: 15px/1.6 system-ui;
+  overflow-wrap: anywhere } h2 small, figure b { float: right }
+h2 { display: flow-root; margin: 0; font-size: 1rem } q { quotes: none; opacity: .6 }
 div { display: grid; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)); gap: 0 1rem }
-figure, section { border: 1px solid var(--line); border-radius: 10px; margin: 0 0 1rem;
-  padding: .6rem 1rem; break-inside: avoid } h2 { margin: 0; font-size: 1rem }
-h2 small, figure b { float: right } rect { fill: rgb(var(--down)) }
-polyline { fill: none; stroke: rgb(var(--up)) } q { quotes: none; display: block }
-.y { display: flex; flex-wrap: wrap; border-top: 1px solid var(--line); margin-top: .3rem }
-.y > * { flex: 0 0 4.2rem } .y p { flex: 1 1 20rem; margin: 0 } .y b { flex: 0 0 2rem }
-.y p, pre { font: 13px/1.85 monospace; white-space: pre-wrap; overflow-wrap: anywhere }
+figure, section { border: var(--line); border-radius: 10px; margin: 0 0 1rem; padding: .6rem 1rem;
+  break-inside: avoid } path { stroke: rgb(var(--down)); stroke-width: .7 } polyline { fill: none;
+  stroke: rgb(var(--up)) } text { fill: currentColor; font-size: 10px; opacity: .7 }
+.y { display: flex; flex-wrap: wrap; border-top: var(--line); margin-top: .3rem }
+.y > * { flex: 0 0 4.2rem } .y b { flex: 0 0 2rem } .y s { flex: 0 0 7rem }
+.y p { flex: 1 1 20rem; margin: 0 } .y p, pre { font: 13px/1.85 monospace; white-space: pre-wrap }
 i { font-style: normal; border-radius: 3px; print-color-adjust: exact; background:
   linear-gradient(rgb(var(--up) / min(var(--d) * .3, .6)) 0 0),
   linear-gradient(rgb(var(--down) / min(var(--d) * -.3, .6)) 0 0) }
-.y s { flex: 0 0 7rem } s i { display: block; height: .5rem; margin-top: .5rem }
+s i { display: block; height: .5rem; margin-top: .5rem }
 """
 
 
-def write_page(run, model, ref_model, tokenizer, s):
-    """page.html from the run's folder and its two models: every rank computes, rank 0 writes."""
-    groups = on_rank_0(groups_to_show, run) if s.page else []
-    if not groups:
-        return
-    # As `to_rollout` takes them: the prompt, what the policy wrote, what it was told, ...
-    rows = []
-    for group in groups:
-        for turns in group["ids"]:
-            rows.append([(group["prompt_ids"], None)])
-            for k, ids in enumerate(turns):
-                own = None if k % 2 else [0.0] * len(ids)
-                rows[-1].append((ids, own))
-    ends = sample.end_token_ids(model, tokenizer)
-    rollout = sample.to_rollout(tokenizer, rows, ends, s.group_size, model.device)
-    now, _ = within_memory(logprobs_of_all, model, rollout, s)                         # (N, S-1)
-    start = [row for group in groups for row in group.get("logprobs", ())]
-    if not start:
-        start = own_of(within_memory(logprobs_of_all, ref_model, rollout, s)[0], rollout)
-    pairs = zip(own_of(now, rollout), start)
-    moved = ([new - old for new, old in zip(*pair)] for pair in pairs)
-    for group in groups:
-        group["d"] = [next(moved) for _ in group["ids"]]
+def keep_group(run, step, batch, rollout, s):
+    """Keep the step's first group that teaches; of earlier steps only 1, 2, 4, 8, ... stay."""
+    G = s.group_size
+    b = int(is_flat(rollout.rewards, G).int().argmin())
+    r = rollout.rewards[b * G:(b + 1) * G]
+    n = min(G, MOST_TOKENS // rollout.labels.shape[1] + 1)
+    part = sample.take(rollout, list(range(b * G, b * G + n)))
+    run.groups = {old: group for old, group in run.groups.items() if int(old).bit_count() == 1}
+    run.groups[str(step)] = {  # plain lists, for the checkpoint
+        "x": batch.problems[b]["question"][-2000:], "prompt": batch.prompts[b][-4000:],
+        "truth": truths_of(batch.problems)[b] or "not known",
+        "r": f"{n} of {G} answers, mean r {r.mean():.3g}, std r {r.std(correction=0):.3g}",
+        **{name: getattr(part, name).tolist() for name in OF_GROUP}}
+
+
+def write_page(run, model, tokenizer, s):
+    """page.html: the curves so far, and the kept groups, scored again by the policy of today."""
+    sections = ""
+    for step, group in gathered_objects(run.groups)[0].items():  # rank 0's, but all ranks score
+        fields = {name: torch.tensor(group[name], device=model.device) for name in OF_GROUP}
+        part = sample.Rollout(**fields, logprobs=fields["old_logprobs"], responses=None)
+        moved = all_token_logprobs(model, part, s)[0] - part.old_logprobs                 # (G, S-1)
+        sections += section_of(step, group, part, moved, tokenizer)
     if run.folder:
         with run.replacing("page.html") as place:
-            place.write_text(page_of(run, groups, tokenizer, s), encoding="utf-8")
+            place.write_text(page_of(run, sections, s), encoding="utf-8")
 
 
-def own_of(table, rollout):
-    """(N, S-1) -> N lists: the entries of the tokens that the policy wrote."""
-    return [row[own].tolist() for row, own in zip(table, rollout.mask)]
-
-
-def groups_to_show(run):
-    """One group of steps 1, 2, 4, 8, ... and of the last one, from samples.jsonl."""
-    found = {}
-    with open(run.folder / "samples.jsonl" if run.folder else os.devnull) as file:
-        for group in map(json.loads, file):
-            step = group["step"]
-            if "ids" in group and (step == run.step or step & step - 1 == 0):
-                # the step's first group that teaches something
-                teaches = len(set(group["rewards"])) > 1
-                if step not in found or teaches and not found[step][0]:
-                    found[step] = teaches, group
-    return [group for _, group in found.values()]
-
-
-def page_of(run, groups, tokenizer, s):
-    """The HTML. A group's "d": log pi now - log pi of the start, of each token of its answers."""
-    curves = {"held out": run.held_out}
-    for name in run.history[-1]:
-        if name.startswith("reward/") or name in CURVES:
-            curves[name] = run.curve(name)
-    rows = [m for m in run.history if "warning" in m]
-    warned = [(m["step"], shown(m["warning"])) for m in rows]
-    marks = "".join(f'<rect x="{300 * step / run.step:.1f}" width=".7" height="80"><title>{line}'
-                    "</title></rect>" for step, line in warned)
-    known = {name: points for name, points in curves.items() if points}
-    figures = "".join(figure_of_curve(shown(name), points, run.step, marks)
-                      for name, points in known.items())
-    rows = [row for group in groups for row in group["d"]]
-    moves = sorted(abs(d) for row in rows for d in row)
-    least = moves[-MOST_TINTED:][0]
-    room = MOST_BYTES // len(groups)
-    sections = "".join(section_of(group, tokenizer, room, least) for group in groups)
-    then = "at the start: log π − log π<sub>ref</sub>, the −d of [F]"
-    if "logprobs" in groups[0]:
-        then = "when it drew them: log π − log π<sub>old</sub>"
+def page_of(run, sections, s):
+    """The HTML of the page; it loads itself anew while the run goes on."""
+    judged_by = "reward" if any("eval_reward" in m for m in run.history) else "accuracy"
+    curves = {f"held-out {judged_by}": run.held_out}
+    curves |= {name: run.curve(name) for name in run.history[-1]
+               if name.startswith("reward/") or name in CURVES}
+    warned = [(m["step"], shown(m["warning"])) for m in run.history if "warning" in m]
+    figures = "".join(figure_of_curve(shown(name), points, run.step, warned)
+                      for name, points in curves.items() if points)
     name = shown(run.folder.name)
-    return f"""<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{name}</title>
+    again = '<meta http-equiv="refresh" content="20">' * (run.step < s.steps and not run.signal)
+    return f"""<!doctype html><html lang="en"><head><meta charset="utf-8">{again}
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1"><style>{STYLE}</style></head>
-<body><h1>{name}</h1><p>GRPO of {shown(Path(s.model).name)}: {run.step} steps of
-B = {s.prompts_per_step} questions and G = {s.group_size} answers to each, lr {s.lr:g}</p>
+<meta name="viewport" content="width=device-width, initial-scale=1"><title>{name}</title>
+<style>{STYLE}</style></head><body><h1>{name}</h1><p>GRPO of {shown(Path(s.model).name)}: {run.step}
+steps of B = {s.prompts_per_step} questions and G = {s.group_size} answers to each, lr {s.lr:g}.
+Held-out answers are greedy, all others sampled. Orange lines are warnings.</p>
 <div>{figures}</div><ul>{"".join(f"<li>step {step}: {line}</li>" for step, line in warned)}</ul>
 <h1>What it learned</h1><p>x is a question, y<sub>i</sub> an answer of its group, r<sub>i</sub> its
 reward and A<sub>i</sub> its advantage. Tinted tokens are now <i style="--d:2">more likely</i> or
-<i style="--d:-2">less likely</i> than {then}. Hover for the number, in nats.</p>
-{sections}</body></html>
-"""
+<i style="--d:-2">less likely</i> than when the policy drew them: log π − log π<sub>old</sub>, the
+log of [E]'s ratio. Hover for the number, in nats.</p>{sections}</body></html>"""
 
 
-def figure_of_curve(name, points, last, marks):
-    """A curve of (step, value) points; its width are the steps 0 ... `last`."""
+def figure_of_curve(name, points, last, warned):
+    """A curve of (step, value) points between its axes; its width are the steps 0 ... `last`."""
     steps, values = zip(*points)
     means = pooled(values, 120)
-    low = min(means)
-    span = max(means) - low or 1
-    line = " ".join(f"{300 * step / last:.1f},{78 - 76 * (mean - low) / span:.1f}"
+    low, high = min(means), max(means)
+    if high - low <= 1e-9 * abs(high):  # a flat curve lies in the middle
+        low, high = low - 0.5, high + 0.5
+    line = " ".join(f"{50 + 250 * step / last:.1f},{78 - 76 * (mean - low) / (high - low):.1f}"
                     for step, mean in zip(pooled(steps, 120), means))
-    return (f"<figure>{name}<b>{values[0]:.3g} → {values[-1]:.3g}</b>"
-            f'<svg viewBox="0 0 300 80">{marks}<polyline points="{line}"></polyline></svg>'
-            "</figure>")
+    marks = "".join(f'<path d="M{50 + 250 * step / last:.1f} 2V78"><title>{why}</title></path>'
+                    for step, why in warned)
+    return (f"<figure>{name}<b>{values[0]:.3g} → {values[-1]:.3g}</b><svg viewBox='0 0 300 94'>"
+            f'{marks}<polyline points="{line}"/><text y="9">{high:.3g}</text><text y="79">{low:.3g}'
+            f'</text><text x="50" y="91">step 0</text><text x="300" y="91" text-anchor="end">{last}'
+            "</text></svg></figure>")
 
 
-def section_of(group, tokenizer, room, least):
-    """A group: its question x; of its answers r, A and y, as many as `room` bytes can hold."""
-    r = torch.tensor(group["rewards"])
-    text = (f"step {group['step']} <small>mean r {r.mean():.3g}, std r {r.std(correction=0):.3g}"
-            f"</small></h2><details><summary><b>x</b> {shown(group['question'][-2000:])}</summary>"
-            f"<pre>{shown(group['prompt'][-4000:])}</pre></details>")
-    rows = zip(group["ids"], group["d"], group["advantages"], group["finished"])
-    for n, (turns, d, A, finished) in enumerate(rows):
-        # Tokens of an answer may have advantages of their own; then their mean is shown.
-        A = A if isinstance(A, float) else sum(A) / len(d)
-        d = iter(d)
+def section_of(step, group, part, moved, tokenizer):
+    """A group: its question x; of its answers reward r, advantage A and tinted tokens y."""
+    text = (f"<section><h2>step {step} <small>{group['r']}</small></h2><details><summary><b>x</b> "
+            f"{shown(group['x'])}</summary><pre>{shown(group['prompt'])}</pre></details>"
+            f"true answer: {shown(group['truth'])}")
+    for n, own in enumerate(part.mask):
+        first, last = own.nonzero()[[0, -1], 0]
+        here = slice(first, last + 1)  # with the replies of a conversation, which are not its own
+        words = sample.words_of(tokenizer, part.input_ids[n, 1:][here].tolist())
         y = ""
-        for k, ids in enumerate(turns):
-            words = sample.words_of(tokenizer, ids)
-            words = [shown(word).replace("\n", "↵\n") for word in words]
-            y += f"<q>{''.join(words)}</q>" if k % 2 else tinted(words, d, least)
-        cut = "" if finished else " <small>cut at the limit</small>"
+        for word, d, mine in zip(words, moved[n, here].tolist(), own[here].tolist()):
+            word = shown(word).replace("\n", "↵\n")
+            if mine and abs(d) > 0.02:
+                word = f'<i style="--d:{d:.2f}" title="{d:+.4f}">{word}</i>'
+            y += word if mine else f"<q>{word}</q>"
+        A = float(part.advantages[n].expand(len(own))[own].mean())  # tokens may have their own
+        cut = "" if part.finished[n] else " <small>cut at the limit</small>"
         width = 50 * min(abs(A) / 3, 1)
         bar = f"--d:{9 * A};width:{width}%;margin-left:{50 - width * (A < 0)}%"
-        answer = (f'<div class="y"><b>y<sub>{n + 1}</sub></b><span>r {r[n]:.4g}</span><span>'
-                  f'A {A:+.2f}</span><s><i style="{bar}"></i></s><p dir="auto">{y}{cut}</p></div>')
-        if len((text + answer).encode()) > room:
-            text += f"{n} of {len(r)} answers are shown"
-            break
-        text += answer
-    return f"<section><h2>{text}</section>"
-
-
-def tinted(words, values, least):
-    """Words as HTML; those that have moved by `least` nats or more have a tint and a number."""
-    return "".join(f'<i style="--d:{d:.2f}" title="{d:+.6f}">{word}</i>' if abs(d) >= least else
-                   word for word, d in zip(words, values))
+        text += (f'<div class="y"><b>y<sub>{n + 1}</sub></b><span>r {part.rewards[n]:.4g}</span>'
+                 f'<span>A {A:+.2f}</span><s><i style="{bar}"></i></s>'
+                 f'<p dir="auto">{y}{cut}</p></div>')
+    return text + "</section>"
 
 
 def shown(text):
-    """Escaped for HTML; what is not printable, or turns a line around, stands as its number."""
-    return html.escape("".join(letter if letter.isprintable() or letter == "\n"
-                               else f"‹{ord(letter):04X}›" for letter in text))
+    """Escaped for HTML; what nobody could see stands as its number."""
+    return html.escape(UNSEEN.sub(lambda found: f"‹{ord(found[0]):04X}›", text))
 
 
 def print_figures(parts, s):
@@ -2671,10 +2295,11 @@ def print_figures(parts, s):
                          parts.reward_of)
     greedy, _ = figures_of()
     how = {"group_size": s.group_size, "temperature": s.temperature, "seed": s.seed}
-    sampled, responses = figures_of(**how)
+    sampled, answers = figures_of(**how)
     say(f"{len(problems)} problems, {s.group_size} samples of each at temperature {s.temperature}")
     for name, value in greedy.items():
         say(f"{name}: greedy {value:.4f}, sampled {sampled[name]:.4f}")
+    responses = [text for text, _ in answers]
     figures = reward.figures_of(responses, truths_of(problems), s.group_size)
     for name, value in figures.items():
         say(f"{name:18} {value:.4f}")
@@ -2693,23 +2318,24 @@ def print_trace(parts, s):
     mask = rollout.mask                                                                # (G, S-1)
     A = rollout.advantages
     A = A.view(len(A), -1).expand(mask.shape)                                          # (G, S-1)
+    how = "group_advantages" if s.advantage == "group" else f"advantages_for {s.advantage!r}"
     say(f"\n[A] sample_groups: {s.group_size} answers to\n{batch.prompts[0]}\n\n"
         f"[B] score_responses: rewards, the truth is {batch.problems[0]['answer']}\n"
-        f"[C] advantages_for {s.advantage!r}, of each answer's first token")
+        f"[C] {how}, of each answer's first token")
     for n, response in enumerate(rollout.responses):
         say(f"  y_{n + 1}  {mask[n].sum():3} tokens, r {rollout.rewards[n]:g}, "
             f"A {A[n][mask[n]][0]:+.4f}: {one_line(response)[:60]}")
 
-    # The plain terms of the loss after the update; before it every ratio was 1.
-    new, _ = logprobs_of_all(model, rollout, s, with_entropy=False)                    # (G, S-1)
+    # The terms of the loss after the update; before it every ratio was 1.
+    new, _ = all_token_logprobs(model, rollout, s)                    # (G, S-1)
     old = rollout.old_logprobs
     ref = old if rollout.ref_logprobs is None else rollout.ref_logprobs
     log_ratio = new - old
     clip_high = s.clip_eps_high or s.clip_eps
     J, clipped = loss.clipped_objective(log_ratio, A, s.clip_eps, clip_high)
-    kl = loss.kl_estimate(new, ref, s.kl_estimator)
+    kl = loss.kl_estimate(new, ref, s.kl_estimator, old)
     say("\n[D] token_logprobs, [E] clipped_objective, [F] kl_estimate: the first tokens, after the "
-        "update\n  answer token        log old  log ref  log new   ratio     term        KL")
+        "update\n  answer token        log old  log ref  log new   ratio        J        KL")
     for n, t in mask.nonzero().tolist():
         if mask[n, :t].sum() < 4:
             token = int(rollout.input_ids[n, t + 1])
@@ -2718,34 +2344,15 @@ def print_trace(parts, s):
                 f"{log_ratio[n, t].exp():8.4f}{J[n, t]:+9.4f}{kl[n, t]:10.5f}"
                 + (" clipped" if clipped[n, t] else ""))
     moved = (log_ratio * A > 0)[mask]
-    arrived = f"; {metrics['arrived']:.0%} of it arrived" if "arrived" in metrics else ""
     say(f"\n[G] grpo_loss before the update {metrics['loss']:+.6f}, norm of its gradient "
-        f"{metrics['grad_norm']:.4f}; after optimizer.step at --lr {s.lr:g}{arrived}\n    "
-        f"{moved.sum()} of {len(moved)} tokens have moved as their advantage says; the others "
-        "share weights with them\n\n"
+        f"{metrics['grad_norm']:.4f}; after optimizer.step at --lr {s.lr:g}\n    "
+        f"{moved.sum()} of {len(moved)} tokens have moved in the direction of their advantage; the "
+        "rest moved otherwise because all tokens share weights\n\n"
         "[H] train_grpo: fresh answers from the policy as it is now, and again")
 
 
-def keep_going(stream):
-    """Training goes on if a pipe's reader leaves (`| head`), or the stream is full or closed."""
-    def unless_it_fails(call):
-        def attempt(*given):
-            try:
-                return call(*given)
-            except (OSError, ValueError):
-                with suppress(ValueError):  # a reward has closed it
-                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        return attempt
-
-    stream.reconfigure(errors="backslashreplace")  # for a terminal that knows only ASCII
-    stream.write = unless_it_fails(stream.write)
-    stream.flush = unless_it_fails(stream.flush)
-
-
 if __name__ == "__main__":
-    sys.stdout = sys.stdout or open(os.devnull, "w")  # None after `>&-`
-    sys.stderr = sys.stderr or open(os.devnull, "w")
-    keep_going(sys.stdout)
-    keep_going(sys.stderr)
     warnings.showwarning = lambda message, *_: say(message, sys.stderr)  # above the bars
-    sys.exit(main())
+    status = main()
+    leave_ranks()
+    sys.exit(status)

@@ -9,6 +9,7 @@ import math
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,7 +39,6 @@ from transformers import (  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
 import logprob  # noqa: E402
-import sample  # noqa: E402
 import train  # noqa: E402
 from loss import grpo_loss  # noqa: E402
 from reward import load_problems  # noqa: E402
@@ -110,20 +110,36 @@ def some_model(request):
     return small_model(request.param)
 
 
+@pytest.fixture
+def flash_on_cpu(monkeypatch):
+    """Grouped rows go to `varlen_attn`, and that is the formula -> a list: was enable_gqa on?"""
+    calls = []
+
+    def varlen_attn(q, k, v, ends_q, ends_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
+        assert window_size == (-1, 0) and q.dtype == k.dtype == v.dtype
+        assert ends_q.dtype == ends_k.dtype == torch.int32 and len(ends_q) == len(ends_k)
+        assert (max_q, max_k) == (ends_q.diff().max(), ends_k.diff().max())
+        assert q.shape[1] == k.shape[1] or enable_gqa
+        calls.append(enable_gqa)
+        out = []
+        for n in range(len(ends_q) - 1):
+            (a, b), (c, d) = ends_q[n:n + 2].tolist(), ends_k[n:n + 2].tolist()
+            mask = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a))
+            heads = (x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d]))
+            out.append(torch.nn.functional.scaled_dot_product_attention(
+                *heads, mask, scale=scale, enable_gqa=enable_gqa)[0].transpose(0, 1))
+        return torch.cat(out)
+
+    monkeypatch.setattr(logprob, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(logprob, "has_flash", lambda *given: True)
+    return calls
+
+
 @pytest.fixture(scope="session")
 def tiny():
     """The policy of tests/tiny: (model, tokenizer)."""
     model = AutoModelForCausalLM.from_pretrained(TINY).eval()
     return model, AutoTokenizer.from_pretrained(TINY)
-
-
-def precisions(monkeypatch, amx):
-    """The CPU says whether it has AMX -> a set of what oneDNN is told for float32 products."""
-    seen = set()
-    flags = torch.backends.mkldnn.flags
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": amx})
-    monkeypatch.setattr(torch.backends.mkldnn, "flags", lambda *a: seen.add(a[3]) or flags(*a))
-    return seen
 
 
 @pytest.fixture(scope="session")
@@ -186,17 +202,9 @@ def settings(*flags):
 
 @functools.cache
 def loaded(folder, dtype):
-    """A policy whose fast forms are tried, and its tokenizer."""
+    """A policy and its tokenizer."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    sample.forms_of(model)
-    logprob.forms_of(model)
     return model, AutoTokenizer.from_pretrained(folder)
-
-
-def reasons(stage, model):
-    """{form: why the stage refuses it for this model, None if it is used}"""
-    return {form: None if used else stage.REFUSED[model][form]
-            for form, used in stage.forms_of(model).items()}
 
 
 def parts(*flags, dtype=torch.float32, noise=0.05):
@@ -208,9 +216,6 @@ def parts(*flags, dtype=torch.float32, noise=0.05):
     start, tokenizer = loaded(s.model, dtype)
     policy = copy.deepcopy(start)
     reference = copy.deepcopy(policy).requires_grad_(False)
-    for stage in (sample, logprob):                       # to try them takes longer than a step
-        for found in (stage.FORMS, stage.REFUSED):
-            found[policy] = found[reference] = found[start]
     generator = seeded(1)
     for p in reference.parameters():
         p.add_(noise * torch.randn(p.shape, generator=generator))
@@ -327,22 +332,6 @@ QWEN = {"model_type": "qwen3", "vocab_size": 1000, "hidden_size": 64, "intermedi
         "tie_word_embeddings": True}
 
 
-def counted(tmp_path, *flags, dtype=torch.bfloat16, device="cuda", **changes):
-    """The count of a made-up model that has no weights -> {what: bytes}, its number of weights."""
-    (tmp_path / "config.json").write_text(json.dumps({**QWEN, **changes}))
-    s = train.parse([f"--model={tmp_path}", "--prompts-per-step=3", "--group-size=4",
-                     "--max-new-tokens=44", "--micro-batch-tokens=500", "--no-offload",
-                     "--no-gradient-checkpointing", *flags])
-    model = train.model_without_storage(s, dtype)
-    return train.memory(s, model, device), sum(p.numel() for p in model.parameters())
-
-
-def hosted(folder, *flags):
-    """Bytes of the host's memory that a run on `counted`'s model in this folder would pin."""
-    s = train.parse([f"--model={folder}", *flags])
-    return train.optimizer_memory(s, train.model_without_storage(s, torch.bfloat16))[1]
-
-
 # --------------------------------------------------------------------------------------------------
 # Programs as function calls: here a line of refusal, a status and files are what counts
 
@@ -351,11 +340,13 @@ def run_here(monkeypatch, capsys):
     """A stage's command without a new interpreter -> what it printed, on stderr if it refuses."""
     def run(name, *arguments, status=0):
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own
         ended = 0
         try:
             runpy.run_path(str(ROOT / name), run_name="__main__")
         except SystemExit as leaving:
             ended = leaving.code or 0
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # Python's own, which a command changes
         logprob.AttentionInterface.register("grouped", logprob.grouped_attention)  # not a copy's
         out, err = capsys.readouterr()
         assert ended == status, err
@@ -373,11 +364,8 @@ def one_line_of(err, program="train.py"):
 
 
 def main(*flags):
-    """train.py's exit status, [A]'s fast forms taken without a trial: that would take longer than
-    a short run's steps."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sample, "why_refused", lambda model, form: None)
-        return train.main(list(map(str, flags)))
+    """train.py's exit status."""
+    return train.main(list(map(str, flags)))
 
 
 def refused(capsys, *flags):
@@ -579,7 +567,7 @@ def weights_of(folder):
 
 
 def checkpoint_of(folder):
-    return load_file(folder / "checkpoint" / "run.safetensors")
+    return load_file(folder / "checkpoint.safetensors")
 
 
 def same_tensors(a, b):

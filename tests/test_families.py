@@ -1,14 +1,12 @@
-"""Families of models, small and random: [A] and [D] against each one's own forward pass.
+"""Families of models, small and random: [A] and [D] against each one's own forward pass."""
 
-    python tests/test_families.py      # which fast forms each family takes, and why not the others
-"""
-
+import copy
 import itertools
 from functools import lru_cache
 
 import pytest
 import torch
-from conftest import SMALL, answer_rows, make_tokenizer, reasons
+from conftest import SMALL, answer_rows, make_tokenizer, value_error
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import logprob
@@ -59,16 +57,12 @@ FAMILIES = {
 }
 MIXERS = dict(EXPERTS, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
               linear_value_head_dim=8)
-CACHE = "cannot be sampled from with its cache"
-# name -> the words of its refusal, what its config changes: these families cannot be trained here
-REFUSED = {
-    "bert": ("are off by", dict()),
-    "mamba": (CACHE, dict(state_size=4)),
-    "jamba": (CACHE, dict(EXPERTS, num_experts=2, mamba_d_state=4, attn_layer_period=2,
-                          attn_layer_offset=1, use_mamba_kernels=False)),
-    "qwen3_next": (CACHE, dict(MIXERS, num_experts=4, head_dim=8,
-                               shared_expert_intermediate_size=32)),
-    "lfm2": (CACHE, dict(layer_types=["conv", "full_attention"])),
+# These keep a state in place of keys and values, in all layers or in some: they are not opened.
+STATEFUL = {
+    "mamba": dict(state_size=4), "lfm2": dict(layer_types=["conv", "full_attention"]),
+    "jamba": dict(EXPERTS, num_experts=2, mamba_d_state=4, attn_layer_period=2, attn_layer_offset=1,
+                  use_mamba_kernels=False),
+    "qwen3_next": dict(MIXERS, num_experts=4, head_dim=8, shared_expert_intermediate_size=32),
 }
 PROMPTS = ["w3 w9 w4 w33 w17", "w5 w60 w21 w8 w8 w40 w13 w3 w7"]
 SIZES = [(5, 6), (5, 1), (5, 3), (9, 7), (9, 4)]         # of the rows: prompt, answer
@@ -78,7 +72,7 @@ GROUPS = torch.tensor([0, 0, 0, 1, 1])
 @lru_cache(maxsize=2)
 def family(name, dropout=0.0):
     """A small model whose every weight matters: random, biases and norms too."""
-    changes = dict(FAMILIES[name] if name in FAMILIES else REFUSED[name][1])
+    changes = dict({**FAMILIES, **STATEFUL}[name])
     kind = changes.pop("type", name)
     config = AutoConfig.for_model(kind, **{**SMALL, **changes})
     for part in {id(c): c for c in (config, config.get_text_config())}.values():
@@ -127,8 +121,24 @@ def test_logprobs_and_gradients(name):
         assert error.norm() <= 1e-5 * expected_gradient.norm()
 
 
+@pytest.mark.parametrize("name", sorted(logprob.FAST))
+def test_fast_families_on_a_gpu(name, flash_on_cpu):
+    """Each family of the list, with fused norms, and grouped rows as flash attention takes them."""
+    model = copy.deepcopy(family(name))
+    assert logprob.is_fast(model)
+    logprob.fuse_norms(model)
+    input_ids, labels, weights = answer_rows(SIZES, seed=1)
+    expected = definition(family(name), input_ids, labels)
+    actual = token_logprobs(model, input_ids, labels, group_ids=GROUPS)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+    expected = gradient(family(name), (expected * weights).sum())
+    assert (gradient(model, (actual * weights).sum()) - expected).norm() <= 1e-5 * expected.norm()
+    assert len(flash_on_cpu) == model.config.num_hidden_layers
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_greedy_answers(name):
+    """The most likely token after each; [D] finds the log-probs that the sampler noted."""
     model = family(name)
     tokenizer = make_tokenizer(pad_token="<pad>", eos_token="<end>")
     rollout = sample.sample_groups(model, tokenizer, PROMPTS, 1, 6, temperature=0)
@@ -140,26 +150,24 @@ def test_greedy_answers(name):
                 logits = model(torch.tensor([ids + written]), use_cache=False).logits
             written.append(int(logits[0, -1].argmax()))
         assert row[row != IGNORE].tolist() == written
+    expected = token_logprobs(model, rollout.input_ids, rollout.labels, group_ids=rollout.group_ids)
+    torch.testing.assert_close(rollout.logprobs, expected.detach(), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_in_one_line(name):
-    with pytest.raises(ValueError, match=REFUSED[name][0]) as error:
-        logprob.forms_of(family(name))
-        sample.forms_of(family(name))
-    assert len(str(error.value).splitlines()) == 1
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_model_with_a_state_is_refused_in_one_line(name, tmp_path):
+    tokenizer = make_tokenizer(eos_token="<end>", chat_template="{{ messages[0].content }}")
+    tokenizer.save_pretrained(tmp_path)
+    family(name).save_pretrained(tmp_path)
+    with value_error(f"{name} models keep a state"):
+        sample.open_policy(str(tmp_path))
 
 
 def main():
-    for name in [*FAMILIES, *REFUSED]:
-        try:
-            forms = {**reasons(logprob, family(name)), **reasons(sample, family(name))}
-        except ValueError as error:
-            print(f"{name:24}REFUSED: {error}")
-            continue
-        taken = ", ".join(form for form, why in forms.items() if why is None)
-        others = "; ".join(f"{form} refused: {why}" for form, why in forms.items() if why)
-        print(f"{name:24}{taken or 'the plain forms'}" + (f"; {others}" if others else ""))
+    for name in FAMILIES:
+        forms = {"own step": sample.stepper_of(family(name)) is sample.own_step,
+                 "lean head and grouped rows": logprob.is_fast(family(name))}
+        print(f"{name:24}{', '.join(form for form in forms if forms[form]) or 'the plain forms'}")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,7 @@ import json
 import pytest
 import torch
 from conftest import (
-    FEW, REWARDS, ROOT, TINY, counted, edit_json, hosted, parts, refused, rollout_of,
-    seeded, small_model, trains)
+    FEW, REWARDS, TINY, logprobs_on_full_logits, parts, rollout_of, seeded, small_model, trains)
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM
@@ -42,7 +41,7 @@ def with_modules(model, optimizer):
     for (name, A), (_, B) in zip(factors, factors):
         name = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
         place, _, last = name.rpartition(".")
-        adapted.append(OrdinaryLoRA(model.get_submodule(name), A, B, optimizer.scale))
+        adapted.append(OrdinaryLoRA(model.get_submodule(name), A, B, optimizer.lora_scale))
         setattr(model.get_submodule(place), last, adapted[-1])
     return model, torch.optim.AdamW([p for lora in adapted for p in (lora.A, lora.B)],
                                     **{name: optimizer.defaults[name] for name in
@@ -60,7 +59,9 @@ def weights_of(model):
 def answered(p):
     """Answers, with the reference's log-probs."""
     rollout = rollout_of(p)
-    train.fill_in_logprobs(p.policy, p.reference, rollout, p.settings)
+    with torch.no_grad():
+        logp, _ = logprobs_on_full_logits(p.reference, rollout, 1.0)
+    rollout.ref_logprobs = logp.float() * rollout.mask
     return rollout
 
 
@@ -87,7 +88,7 @@ def test_factors_are_those_of_an_ordinary_module(in_float64, tied):
     optimizer = train.make_optimizer(model, s)
     for weight in optimizer.weights:
         weight.grad_dtype = torch.float64
-    assert moved(optimizer).dtype == torch.float64 and optimizer.scale == 3
+    assert moved(optimizer).dtype == torch.float64 and optimizer.lora_scale == 3
     ordinary = with_modules(start, optimizer)
     ids = torch.randint(2, 64, (6, 4, 12), generator=seeded())
     for step in ids:
@@ -113,7 +114,7 @@ def test_updates_are_those_of_an_ordinary_module():
     """update() as it is, in float32: the factors' gradients are clipped, the norm is theirs."""
     p = parts("--lora-rank=4", "--lr=0.003", "--max-grad-norm=0.02", "--micro-batch-tokens=64")
     rollout = answered(p)
-    assert len(list(train.micro_batches(rollout, p.settings))) > 1
+    assert len(list(train.micro_batches(p.policy, rollout, p.settings))) > 1
     ordinary = with_modules(p.policy, p.optimizer)
     for _ in range(4):
         ours, theirs = (updated(p, *each, rollout) for each in ((p.policy, p.optimizer), ordinary))
@@ -130,15 +131,14 @@ def test_the_first_factors_are_as_pefts():
     start = weights_of(model)
     s = train.parse(["--lora-rank=16", "--no-offload"])
     optimizer = train.make_optimizer(model, s)
-    assert optimizer.scale == 2
+    assert optimizer.lora_scale == 2
     factors = optimizer.factors
     for name, factor in factors.items():
         bound = factor.shape[1] ** -0.5
         assert not factor.any() if "lora_B" in name else (
-            0.9 * bound < factor.abs().max() <= bound and abs(factor.mean()) < 0.1 * bound)
+            0.9 * bound < factor.abs().max() <= bound
+            and abs(factor.mean()) < 4 * bound / (3 * factor.numel()) ** 0.5)
     assert all(torch.equal(weight, start[name]) for name, weight in weights_of(model).items())
-    few_masters, few_weights = optimizer.beginnings(100)
-    assert torch.equal(few_masters, few_weights)
     A = [factor for name, factor in factors.items() if "q_proj.lora_A" in name]
     assert not torch.equal(*A), "every weight has its own"
     for seed, same in ((0, True), (1, False)):
@@ -158,32 +158,26 @@ def test_no_two_gradients_of_weights_are_held_at_a_time():
     assert len(held) >= len(p.optimizer.weights) and not any(held)
 
 
-def test_a_frozen_head_gets_no_gradient(monkeypatch):
-    made, found = [], []
-    zeros_like = torch.zeros_like
-    monkeypatch.setattr(torch, "zeros_like", lambda x, **how: (
-        made.append(x.shape), zeros_like(x, **how))[1])
+def test_a_frozen_head_gets_no_gradient():
+    found = []
     for learns in (True, False):
         x = torch.randn(6, 8, generator=seeded()).requires_grad_()
         head = torch.randn(20, 8, generator=seeded(1)).requires_grad_(learns)
         LeanHead.apply(x, head, torch.arange(6), 1.0, True)[0].sum().backward()
         assert (head.grad is not None) == learns
         found.append(x.grad)
-        assert made.count(head.shape) == 1               # none after the first
     assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rounding, low, high", [("threshold", 0.9, 1.1), ("nearest", 0.0, 0.5)])
-def test_what_arrives_in_half_precision(dtype, rounding, low, high):
-    p = parts("--lora-rank=4", "--lr=1e-5", f"--rounding={rounding}", dtype=dtype)
+def test_half_precision(dtype):
+    p = parts("--lora-rank=4", "--lr=1e-5", dtype=dtype)
     whole = parts("--lora-rank=4", "--lr=1e-5")
     rollout = answered(p)
     for _ in range(3):
         metrics, plain = (updated(each, each.policy, each.optimizer, rollout)
                           for each in (p, whole))
         assert metrics["grad_norm"] == pytest.approx(plain["grad_norm"], rel=0.05)
-        assert low < metrics["arrived"] < high
     assert all(p.dtype == torch.float32 for p in p.optimizer.factors.values())
     assert metrics["loss_scale"] == (2**16 if dtype == torch.float16 else 1)
 
@@ -239,30 +233,13 @@ def test_final_is_merged_and_peft_opens_the_adapter(tmp_path, capsys, run_here):
     assert (merged - sequence_logprob(base, ids, ids)).abs().max() > 0.01
     trains(*FEW, f"--model={out}", "--eval-only", "--eval-limit=4", "--max-new-tokens=16")
     trains(*SHORT, "--trace")
-    assert "greedy" in (told := capsys.readouterr().out) and "of it arrived" in told
+    assert "greedy" in capsys.readouterr().out
     assert run_here("sample.py", "--model", out, "2 + 3 = ?")
     peft = pytest.importorskip("peft")
     opened = peft.PeftModel.from_pretrained(base, out / "adapter").eval()
     logits = opened(ids).logits[:, :-1].log_softmax(dim=-1)
     ours = logits.gather(2, ids[:, 1:, None])[..., 0].sum(dim=1)
     assert torch.allclose(ours, merged, rtol=0, atol=1e-4)
-
-
-def test_count_of_the_memory(tmp_path):
-    """Every Linear has rank * (in + out) numbers in its factors."""
-    n = 3 * 4 * (2 * (64 + 128) + 2 * (64 + 32) + 3 * (64 + 96))
-    linears = 3 * (2 * 64 * 128 + 2 * 64 * 32 + 3 * 64 * 96)
-    count, every = counted(tmp_path, "--lora-rank=4")
-    assert count["policy, weights that compute"] == count["reference, frozen"] == 2 * every
-    assert count["float32 masters"] == 4 * n and count["AdamW's two moments"] == 8 * n
-    assert count["gradients, float32"] == 4 * n + 8 * 64 * 128
-    assert counted(tmp_path)[0]["logits"] - count["logits"] == 2 * 2 * 1000 * 64
-    assert count["LoRA's first weights"] == 0, "the reference holds them"
-    for flag, there in (("--offload", False), ("--no-offload", True)):
-        count, _ = counted(tmp_path, "--lora-rank=4", "--kl-coef=0", flag)
-        assert count["LoRA's first weights"] == 2 * linears * there
-        assert hosted(tmp_path, "--lora-rank=4", "--renew-reference=2", flag) == (
-            2 * linears * (not there))
 
 
 @pytest.mark.parametrize("family, changes, name", [
@@ -273,27 +250,3 @@ def test_what_is_no_linear_is_refused_and_not_frozen(family, changes, name):
     model = small_model(family, **changes)
     with pytest.raises(train.BadInput, match=f"--lora-rank: .*{name}: not a Linear"):
         train.make_optimizer(model, train.parse(["--lora-rank=4", "--no-offload"]))
-
-
-def test_flags(capsys, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    assert train.parse([f"--model={tmp_path}", "--lora-rank=4"]).lr == 1e-4
-    assert "--lr is not given: 1e-4" in capsys.readouterr().out
-    assert train.parse([f"--model={tmp_path}", "--lora-rank=4", "--lr=1e-6"]).lr == 1e-6
-    assert train.parse([f"--model={tmp_path}"]).lr == 1e-6
-    assert not capsys.readouterr().out
-    for rank, flags, rate in ((4, ["--lora-rank=0"], 1e-6), (0, ["--lora-rank=4"], 1e-4)):
-        edit_json(tmp_path / "config.json", lora_rank=rank, lr=0.5, model=str(tmp_path))
-        config = f"--config={tmp_path / 'config.json'}"
-        assert train.parse([config, *flags]).lr == rate
-        assert f"--lr is not given: {rate:.0e}".replace("e-0", "e-") in capsys.readouterr().out
-        assert train.parse([config, *flags, "--lr=0.2"]).lr == 0.2
-        for same in ([], [f"--lora-rank={2 * rank}"]):
-            assert train.parse([config, *same]).lr == 0.5
-        assert not capsys.readouterr().out
-    assert "--lora-alpha: only with --lora-rank" in refused(capsys, "--lora-alpha=8")
-
-
-def test_the_stages_know_nothing_of_it():
-    for name in ("sample", "reward", "advantage", "logprob", "loss"):
-        assert "lora" not in (ROOT / f"{name}.py").read_text().lower()

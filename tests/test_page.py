@@ -1,23 +1,26 @@
-"""page.html: its numbers, its tags whatever a model wrote, its size; ranks and a real browser."""
+"""page.html: its numbers, its curves, what hostile text does to it; ranks and a real browser."""
+# ruff: noqa: I001 - several names to a line
 import html.parser
 import json
+import re
 import shutil
 import subprocess
 
 import pytest
 import torch
-from conftest import FEW, ROOT, TINY, curve, lines_of, loaded, run_ranks, settings, trains
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from conftest import (
+    FEW, ROOT, TINY, curve, lines_of, loaded, parts, rollout_of, run_ranks, settings, trains)
 
 import sample
 import train
-from logprob import IGNORE, token_logprobs
+from logprob import IGNORE, plain_logprobs
 
 SMALL = (*FEW, "--steps=2", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=12",
          "--eval-limit=2", "--save-every=9")
-REPLY = (f"--reply={ROOT / 'tests' / 'helpers' / 'checker.py'}:check", "--max-turns=2")
+REPLY = (f"--reply={ROOT / 'tests' / 'helpers' / 'checker.py'}:check", "--max-turns=2",
+         "--length-rescale=0.9")
 HOSTILE = ('</i><script>alert("1")</script>', "]]>--><!--", '" onmouseover="x', "\u202eright\u200f",
-           "\x00\x1b[2J", "\ud800", "'&lt;", "a\nb\u2028c")
+           "\x00\x1b[2J\r", "\ud800", "'&lt;", "a\nb\u2066c", "</title></svg><style>")
 
 
 class Tags(html.parser.HTMLParser):
@@ -53,152 +56,142 @@ def folder(tmp_path_factory):
     return folder
 
 
-def scored(model, group, temperature=1.0):
-    """[D] of each answer by the definition, row by row; what the other side said is skipped."""
-    rows = []
-    for turns in group["ids"]:
-        ids, labels = list(group["prompt_ids"]), [IGNORE] * len(group["prompt_ids"])
-        for k, turn in enumerate(turns):
-            ids += turn
-            labels += [IGNORE] * len(turn) if k % 2 else turn
-        ids, labels = torch.tensor([ids]), torch.tensor([labels])
-        with torch.no_grad():
-            found = token_logprobs(model, ids, labels, temperature)
-        rows.append(found[labels[:, 1:] != IGNORE].tolist())
-    return rows
-
-
-def by_hand(folder, groups, *temperature):
-    """The numbers of the page from the two models, or from what was recorded, in one list."""
-    start, _ = loaded(str(TINY), torch.float32)
-    now = AutoModelForCausalLM.from_pretrained(folder / "final").eval()
-    return [new - old for group in groups
-            for pair in zip(scored(now, group, *temperature),
-                            group.get("logprobs") or scored(start, group, *temperature))
-            for new, old in zip(*pair)]
+def restored(folder):
+    """The Run that a checkpoint holds."""
+    run = train.Run(folder)
+    with train.safe_open(folder / "checkpoint.safetensors", framework="pt") as file:
+        vars(run).update(json.loads(file.get_tensor("counters").numpy().tobytes()))
+    run.history = lines_of(folder / "metrics.jsonl")[1:]
+    return run
 
 
 @pytest.mark.parametrize("more", [
-    (), (*REPLY, "--length-rescale=0.9"), ("--kl-coef=0",), ("--renew-reference=1",),
-    ("--advantage=gtpo", "--temperature=0.9")])
-def test_the_numbers_are_those_of_the_two_models(more, folder, tmp_path):
+    (), REPLY, ("--kl-coef=0",), ("--advantage=gtpo", "--temperature=0.9")])
+def test_the_numbers_are_those_of_the_policy_now_and_as_it_drew(more, folder, tmp_path):
+    """The first group was drawn by the policy of the start: both ends are at hand."""
     if more:
         folder = tmp_path / "run"
         trains(*SMALL, *more, f"--output={folder}")
+    groups = restored(folder).groups
+    ids, labels = (torch.tensor(groups["1"][name]) for name in ("input_ids", "labels"))
+    temperature = 0.9 if "--temperature=0.9" in more else 1.0
+    with torch.no_grad():
+        new, old = (plain_logprobs(loaded(str(place), torch.float32)[0], ids, labels, temperature)
+                    for place in (folder / "final", TINY))
+    expected = [d for d in (new - old)[labels[:, 1:] != IGNORE].tolist() if abs(d) > 0.02]
     page = page_in(folder)
-    run = train.Run(folder)
-    run.step = 2
-    groups = train.groups_to_show(run)
-    assert [group["step"] for group in groups] == [1, 2]
-    recorded = [group["logprobs"] for group in groups if "logprobs" in group]
-    assert bool(recorded) == any("kl" in flag or "renew" in flag for flag in more)
-    if recorded:  # those of the first step are the start's own
-        assert sum(recorded[0], []) == pytest.approx(
-            sum(scored(loaded(str(TINY), torch.float32)[0], groups[0]), []), abs=1e-5)
-    found = [float(title) for title in page.titles]
-    temperature = [0.9] * ("--temperature=0.9" in more)
-    assert found == pytest.approx(by_hand(folder, groups, *temperature), abs=1e-5)
-    assert max(map(abs, found)) > 1e-3
+    found = [float(title) for title in page.titles[:len(expected)]]
+    assert found == pytest.approx(expected, abs=1e-4) and len(found) > 1
     text = "".join(page.texts)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "final")
-    for group in groups:
-        assert group["question"] in text and group["prompt"] in text
-        for turns in group["ids"]:
-            assert tokenizer.decode(turns[0]) in text
-    assert ("when it drew them" if recorded else "than at the start") in text
-    assert "mean r" in text and "A +" in text
-    cut = sum(not finished for group in groups for finished in group["finished"])
-    assert text.count("cut at the limit") == cut
+    assert {"held-out accuracy", "grad_norm", "clip_fraction"} < set(page.texts)
+    assert list(groups) == ["1", "2"]
+    for group in groups.values():
+        assert group["x"] in text and f"true answer: {group['truth']}" in text
     assert ("q",) in page.tags or REPLY[0] not in more
 
 
-def test_no_page_on_request(monkeypatch, capsys, folder, tmp_path):
-    monkeypatch.setattr(train, "groups_to_show", None)    # nothing is read
-    trains(*SMALL, "--no-page", f"--output={tmp_path / 'run'}")
-    assert not (tmp_path / "run" / "page.html").exists()
-    assert "page.html" not in capsys.readouterr().out
-    assert curve(tmp_path / "run") == curve(folder)       # and nothing is learned otherwise
+def test_a_resumed_run_has_the_page_of_one_that_was_never_stopped(folder, tmp_path):
+    trains(*SMALL, "--steps=1", f"--output={tmp_path / 'run'}")
+    trains("--resume", tmp_path / "run", "--steps=2")
+    assert page_in(tmp_path / "run").titles == page_in(folder).titles != []
+    trains(*SMALL, "--no-page", f"--output={tmp_path / 'none'}")
+    assert not (tmp_path / "none" / "page.html").exists()
+    assert curve(tmp_path / "none") == curve(folder)      # nothing is learned otherwise
 
 
-def shown_with(folder, words, warning="w", groups=None):
-    """The page of that run, with these words wherever a person or a model may have written."""
-    run = train.Run(folder.parent / words[0].replace("/", "").replace("\0", ""))
-    run.step, run.held_out = 2, [(0, 0.1), (2, 0.3)]
-    run.history = [{**metrics, "warning": warning, f"reward/{warning}": 1.0}
-                   for metrics in lines_of(folder / "metrics.jsonl")[1:]]
-    real = train.Run(folder)
-    real.step = 2
-    groups = groups or train.groups_to_show(real)
-    for group in groups:
-        group["question"] = group["prompt"] = words[0]
-        group["d"] = [[0.5 + t for t in range(sum(map(len, turns[::2])))] for turns in group["ids"]]
+def section(word="w", advantages=(1.5, -1.5, 0.0, 6.0)):
+    """The section of a group of made-up answers, its texts made of this word."""
+    p = parts()
+    rollout = sample.take(rollout_of(p), [0, 1, 2, 3])
+    rollout.rewards, rollout.advantages = torch.arange(4.0), torch.as_tensor(advantages)
+    group = {"x": word, "prompt": word, "truth": word, "r": "mean r"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample, "words_of", lambda _, ids: [word] * len(ids))
+        moved = torch.full(rollout.mask.shape, 0.5)
+        return train.section_of(1, group, rollout, moved, p.tokenizer), rollout
 
-    class Speaks:
-        def batch_decode(self, rows):
-            return ["".join(words[token % len(words)] for token in row) for row in rows]
 
-    s = settings(*SMALL)
-    s.model = f"x/{warning}".replace("</", "<")
-    return train.page_of(run, groups, Speaks(), s)
+def test_a_bar_points_the_way_of_its_advantage():
+    text, rollout = section()
+    right, left = text.index("width:25.0%;margin-left:50.0%"), text.index("margin-left:25.0%")
+    assert text.index("A +1.50") < right < text.index("A -1.50") < left
+    assert "width:50" in text and len(Tags(text).titles) == rollout.mask.sum()
+    # Where tokens have advantages of their own, a row has their mean.
+    per_token = torch.arange(rollout.mask.numel()).view(rollout.mask.shape) / 10
+    means = [f"{per_token[n][own].mean():+.2f}" for n, own in enumerate(rollout.mask)]
+    assert re.findall(r"A ([+-][\d.]+)", section("w", per_token)[0]) == means
+
+
+def test_a_group_that_teaches_is_kept_of_steps_that_double():
+    p, run = parts(), train.Run()
+    rollout = rollout_of(p)
+    rollout.old_logprobs, rollout.advantages = rollout.logprobs, torch.zeros(8)
+    batch = train.Batch(p.problems, p.prompts)
+    for step, teaches in enumerate(((0, 1), (1, 0), (1, 1), (1, 0), (0, 1), (0, 1)), start=1):
+        rollout.rewards = torch.tensor([float(r * n) for r in teaches for n in range(4)])
+        train.keep_group(run, step, batch, rollout, p.settings)
+    questions = [problem["question"] for problem in p.problems]
+    kept = {step: questions.index(group["x"]) for step, group in run.groups.items()}
+    assert kept == {"1": 1, "2": 0, "4": 0, "6": 1}
+    assert json.loads(json.dumps(run.groups)) == run.groups
+    assert run.groups["4"]["r"].startswith("4 of 4 answers, mean r 1.5, std r 1.12")
+    many = sample.take(rollout, [0, 1, 2, 3] * 64)
+    train.keep_group(run, 7, batch, many, settings("--group-size=256"))
+    ids = torch.tensor(run.groups["7"]["input_ids"])
+    assert len(ids) < 256 and ids.numel() <= train.MOST_TOKENS + ids.shape[1]
+
+
+def figure(points, last=10, warned=()):
+    """-> the figure's HTML and its line, [(x, y), ...]."""
+    text = train.figure_of_curve("name", points, last, warned)
+    numbers = re.findall(r"[\d.]+", re.search(r'points="([^"]*)"', text)[1])
+    return text, [*zip(map(float, numbers[::2]), map(float, numbers[1::2]))]
+
+
+def test_a_curve_between_its_axes():
+    text, (left, middle, right) = figure([(0, 0.25), (5, 0.5), (10, 0.125)], warned=[(5, "why")])
+    assert middle[1] < left[1] < right[1]                 # y points down: the highest is on top
+    assert middle[0] == (left[0] + right[0]) / 2 > left[0] and f'd="M{middle[0]} ' in text
+    for label in ("0.25 → 0.125", ">step 0<", ">10<", "<title>why<"):
+        assert label in text
+    top, bottom = (int(re.search(rf'y="(\d+)">{value}<', text)[1]) for value in (0.5, 0.125))
+    assert top < bottom
+    assert len(figure([(n, n % 7) for n in range(5000)], 5000)[1]) == 120
+    for value in (0.0, 0.1, 1e-30):                       # a flat curve: not on the floor
+        heights = {y for _, y in figure([(n, value) for n in range(1000)], 1000)[1]}
+        assert heights == {(middle[1] + right[1]) / 2}
+
+
+def page(folder, word, steps=9, signal=0):
+    """The page with this word wherever a person or a model may have written."""
+    run = restored(folder)
+    run.folder, run.signal = folder.parent / re.sub("[/\0]", "", word), signal
+    run.history = [{**row, "warning": word, f"reward/{word}": 1.0} for row in run.history]
+    s = settings(*SMALL, f"--steps={steps}")
+    s.model = f"x/{word.replace('/', '')}"
+    return train.page_of(run, section(word)[0], s)
 
 
 def test_what_a_model_wrote_is_text(folder):
-    calm = Tags(shown_with(folder, ["word"]))
-    assert shown_with(folder, ["word"]).count("Content-Security-Policy") == 1
-    assert {"held out", "reward_mean", "reward/w", "approx_kl"} < set(calm.texts)
+    calm = Tags(page(folder, "word"))
     for word in HOSTILE:
-        text = shown_with(folder, [word], word)
+        text = page(folder, word)
         wild = Tags(text)
         assert wild.tags == calm.tags and len(wild.titles) == len(calm.titles)
-        assert "script" not in {tag for tag, *_ in wild.tags}
+        assert text.count("Content-Security-Policy") == 1
         text.encode("utf-8")                              # no half of a surrogate pair is left
-        assert not set("\x00\x1b\u202e\u200f\u2028\ud800") & set(text)
-    assert "‹202E›" in shown_with(folder, HOSTILE[3:4])
-    assert "&lt;script&gt;" in shown_with(folder, HOSTILE[:1])
+        assert not set("\x00\x1b\r\u202e\u200f\u2066\ud800") & set(text)
+    assert "‹202E›right‹200F›" in page(folder, HOSTILE[3])
+    for word in ("می\u200cخواهم", "12\u202f000\u00a0€", "👩\u200d🚀", "a\tb"):  # stands as it is
+        assert page(folder, word).count(word) > 10
     assert {name for _, *names in wild.tags for name in names} <= {
-        "lang", "charset", "http-equiv", "content", "name", "class", "style", "title", "dir",
-        "viewbox", "points", "x", "width", "height"}      # none that loads or runs anything
+        "lang", "charset", "http-equiv", "content", "name", "class", "style", "title", "dir", "d",
+        "viewbox", "points", "x", "y", "text-anchor"}     # none that loads or runs anything
 
 
-@pytest.mark.parametrize("answers, tokens, word", [
-    (8, 400, "word"), (64, 300, "word"), (4, 800, '"' * 120)])
-def test_a_page_stays_small(folder, answers, tokens, word):
-    group = {"rewards": [1.0, 0.0] * (answers // 2), "advantages": [1.0, -1.0] * (answers // 2),
-             "finished": [True] * answers, "ids": [[[1] * tokens]] * answers}
-    groups = [{**group, "step": 2**k} for k in range(9)]
-    text = shown_with(folder, [word], groups=groups)
-    assert len(text.encode()) <= 500_000
-    Tags(text)
-    assert text.count("<section>") == 9
-    assert text.count(" title=") < 1.1 * train.MOST_TINTED
-
-
-def test_a_bar_points_the_way_of_its_advantage(folder):
-    group = {"rewards": [1.0, 0.0], "advantages": [1.5, -1.5], "finished": [True] * 2,
-             "ids": [[[1]]] * 2, "step": 1}
-    text = shown_with(folder, ["word"], groups=[group])
-    right, left = text.index("width:25.0%;margin-left:50.0%"), text.index("margin-left:25.0%")
-    assert text.index("A +1.50") < right < text.index("A -1.50") < left
-
-
-def test_the_text_of_each_token(tiny, qwen):
-    """Words with the spaces between them, bytes that are half a character: nothing is lost."""
-    tokenizer = tiny[1]
-    ids = tokenizer("9 - 4 = 5", add_special_tokens=False).input_ids
-    assert sample.words_of(tokenizer, ids) == ["9", " -", " 4", " =", " 5"]
-    text = "héllo 🧮𓀀 x"
-    words = sample.words_of(qwen, qwen(text).input_ids)
-    assert all(words) and words[0] == "h" and words[-1] == " x" and "�" in "".join(words)
-
-
-def test_a_group_that_teaches_is_shown_where_a_step_has_one(tmp_path):
-    groups = [(1, [0, 0]), (1, [0, 1]), (1, [1, 0]), (2, [1, 1]), (3, [0, 1]), (5, [0, 0])]
-    lines = [json.dumps({"step": step, "rewards": rewards, "ids": []}) for step, rewards in groups]
-    (tmp_path / "samples.jsonl").write_text("\n".join(lines))
-    run = train.Run(tmp_path)
-    run.step = 5
-    shown = [(group["step"], group["rewards"]) for group in train.groups_to_show(run)]
-    assert shown == [groups[1], groups[3], groups[5]]
+def test_the_page_loads_itself_anew_while_the_run_goes_on(folder):
+    at_step_2 = {how: page(folder, "word", *how) for how in ((3,), (2,), (3, 15))}
+    assert [how for how, text in at_step_2.items() if 'http-equiv="refresh"' in text] == [(3,)]
 
 
 def test_two_ranks_write_one_page(folder, tmp_path):
@@ -206,32 +199,17 @@ def test_two_ranks_write_one_page(folder, tmp_path):
     assert done.returncode == 0, done.stderr
     ours, one = page_in(tmp_path / "run"), page_in(folder)
     assert ours.tags == one.tags
-    assert list(map(float, ours.titles)) == pytest.approx(list(map(float, one.titles)), abs=1e-5)
+    assert list(map(float, ours.titles)) == pytest.approx(list(map(float, one.titles)), abs=1e-4)
 
 
 def test_a_browser_reads_it_as_it_stands(folder, tmp_path):
-    chromium = shutil.which("chromium")
-    if not chromium:
+    if not (chromium := shutil.which("chromium")):
         pytest.skip("no chromium")
-    quiet = ("--no-first-run", "--disable-background-networking", "--disable-component-update",
-             "--disable-sync", "--disable-gpu", "--no-sandbox")
-    done = subprocess.run([chromium, "--headless", *quiet, f"--user-data-dir={tmp_path}",
-                           "--dump-dom", (folder / "page.html").as_uri()],
+    quiet = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking"
+    done = subprocess.run([chromium, *quiet.split(), f"--user-data-dir={tmp_path}", "--dump-dom",
+                           (folder / "page.html").as_uri()],
                           capture_output=True, encoding="utf-8", timeout=120)
     assert done.returncode == 0, done.stderr
     seen, ours = Tags(done.stdout), page_in(folder)
     assert seen.tags == ours.tags and seen.titles == ours.titles
     assert "".join(seen.texts).split() == "".join(ours.texts).split()
-
-
-def test_the_picture_is_small():
-    picture = (TINY / "page.png").read_bytes()
-    assert picture[:4] == b"\x89PNG" and len(picture) <= 150_000
-
-
-def test_samples_tell_who_wrote_what():
-    told = IGNORE
-    rows = sample.turns_of([5, 6, 7, 8, 9, 3, 0, 0], [told, told, 7, 8, told, 3, told, told])
-    assert rows == [[5, 6], [7, 8], [9], [3]]
-    assert sample.turns_of([5, 7], [IGNORE, 7]) == [[5], [7]]
-    assert json.loads(json.dumps(rows)) == rows

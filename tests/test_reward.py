@@ -1,19 +1,15 @@
 r"""[B] reward.py: the rule, the last box, fair readings, problem files, users' rewards, figures."""
 # ruff: noqa: I001 - several names to a line
-import gzip
 import hashlib
 import itertools
 import json
 import math
-import os
 import random
 import re
-import sys
 import textwrap
 import time
 import types
 from fractions import Fraction
-from pathlib import Path
 
 import answers
 import pytest
@@ -56,17 +52,15 @@ def test_score_responses_is_prompt_major():
     assert rewards.dtype == torch.float32 and rewards.device.type == "cpu"
     assert rewards.tolist() == [1.5, 0.5, 0.0, 1.5, 0.5, 1.5]
     assert score_responses([box(7)] * 16, ["7", "8"]).tolist() == [1.5] * 8 + [0.5] * 8
-    assert score_responses([], [], group_size=4).shape == (0,)
     assert is_right(rewards).tolist() == [True, False, False, True, False, True]
     assert has_format(rewards).tolist() == [True, True, False, True, True, True]
-    assert is_right(rewards.tolist()).dtype == has_format(rewards.half()).dtype == torch.bool
     # Where no truth is known, an answer is neither right nor wrong
     rewards = score_responses([box(1)] * 4, ["1", None], group_size=2)
     assert rewards[:2].tolist() == [1.5, 1.5] and rewards[2:].isnan().all()
     assert is_right(rewards).tolist() == has_format(rewards).tolist() == [True, True, False, False]
-    for rows, truths, group_size in ((5, 2, 3), (7, 2, 3), (6, 3, 3), (6, 0, 3), (2, 2, 0)):
+    for rows, truths in ((5, 2), (7, 2), (6, 3), (6, 0)):
         with pytest.raises(ValueError):
-            score_responses([box(7)] * rows, ["7"] * truths, group_size)
+            score_responses([box(7)] * rows, ["7"] * truths, 3)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -75,18 +69,18 @@ def test_score_responses_is_prompt_major():
 @pytest.mark.parametrize("text, content", [
     (r"\boxed{5}", "5"), (r"\boxed{ 5 }", " 5 "), (r"\boxed{}", ""), ("5", None), ("", None),
     (r"$\boxed{\frac{1}{2}}$", r"\frac{1}{2}"), (r"\boxed{\text{a {b} c}}", r"\text{a {b} c}"),
-    (r"\boxed{1} then \boxed{2}", "2"), (r"\boxed{\boxed{5}}", "5"),
+    (r"\boxed{1} then \boxed{2}", "2"), (r"\boxed{\boxed{5}}", r"\boxed{5}"),
     (r"\boxed{1 \boxed{2} 3}", r"1 \boxed{2} 3"),  # inside a complete box: part of its content
-    (r"\boxed{1 \boxed{2}}", r"1 \boxed{2}"), ("\\boxed{ \\boxed{ \n\\boxed{ 5 } }\t}", " 5 "),
+    (r"\boxed{1 \boxed{2}}", r"1 \boxed{2}"),
     (r"\boxed{\boxed{1}\boxed{2}}", r"\boxed{1}\boxed{2}"), (r"\boxed {5}", "5"),
-    (r"\boxed{{\boxed{5}}}", r"{\boxed{5}}"), ("\\boxed\n  {5}", "5"), (r"\boxed 5", "5"),
-    (r"\boxed{5}}", "5"), (r"\boxed5", "5"), (r"So \boxed -1/2, I think.", "-1/2"),
+    ("\\boxed\n  {5}", "5"), (r"\boxed 5", "5"), (r"\boxed{5}}", "5"), (r"\boxed5", "5"),
+    (r"So \boxed -1/2, I think.", "-1/2"),
     (r"$\boxed .5$", ".5"),
-    (r"\boxed 1,000.50.", "1,000.50"), (r"\boxed{4} \boxed 5", "5"), (r"\boxed 4 \boxed{5}", "5"),
-    (r"\boxed{\boxed 5 }", "5"), (r"Use \boxed and see.", None), (r"\boxed{1} \boxed{2", "1"),
+    (r"\boxed 1,000.50.", "1,000.50"), (r"\boxed{4} \boxed 5", "4"), (r"\boxed 4 \boxed{5}", "5"),
+    (r"\boxed 4 \boxed 5!", "5"), (r"Use \boxed and see.", None), (r"\boxed{1} \boxed{2", "1"),
     (r"\boxed{1 \boxed{2}", "2"), (r"\boxed{1 {2}", None), (r"{\boxed{5} and on", "5"),
-    (r"} } \boxed{5} }", "5"), (r"\boxed{\{1, 2\}}", r"\{1, 2\}"), (r"\boxed{\{}", r"\{"),
-    (r"\boxed{\}}", r"\}"), (r"\boxed{1\}", None), ("\\boxed{1\n2}", "1\n2"), (r"boxed{5}", None),
+    (r"} } \boxed{5} }", "5"), (r"\boxed{\{1, 2\}}", r"\{1, 2\}"), ("\\boxed{1\n2}", "1\n2"),
+    (r"boxed{5}", None),
     (r"\\boxed{5}", "5"),  # a backslash too many, as in a quoted string
     (r"\fbox{5} \Boxed{5}", None), ("\\boxed{\0\ud800}", "\0\ud800"),
 ])
@@ -95,28 +89,19 @@ def test_extract_boxed(text, content):
 
 
 def every_complete_box(text):
-    """(end, begin, content) of each complete box, in quadratic time."""
+    """(end, begin, content) of each \\boxed{…}, by counting from its brace: in quadratic time."""
     for start in re.finditer(r"\\boxed\s*\{", text):
         depth = 1
         for i in range(start.end(), len(text)):
-            if text[i] in "{}" and text[i - 1] != "\\":
-                depth += 1 if text[i] == "{" else -1
+            depth += (text[i] == "{") - (text[i] == "}")
             if depth == 0:
                 yield i + 1, start.start(), text[start.end() : i]
                 break
-    for bare in re.finditer(r"\\boxed\s*([0-9]+)", text):
-        yield bare.end(), bare.start(), bare[1]
-
-
-def slow_extract_boxed(text):
-    """The definition: the complete box that ends last, opened while it holds a box and no more."""
-    content = max(every_complete_box(text), default=(0, 0, None))[2]
-    nested = content and any(content[begin:end] == content.strip()
-                             for end, begin, _ in every_complete_box(content))
-    return slow_extract_boxed(content) if nested else content
 
 
 PIECES = ["\\boxed{", "\\boxed ", "{", "}", "}", "\\{", "\\}", "\\", "5", " ", "$"]
+
+
 def latex_like(chance):
     """Up to 30 pieces of what boxes are made of."""
     return "".join(chance.choices(PIECES, k=chance.randrange(31)))
@@ -127,11 +112,13 @@ def test_boxes_are_their_definition():
     chance = random.Random(0)
     for _ in range(1000):
         text = latex_like(chance)
-        assert extract_boxed(text) == slow_extract_boxed(text)
-        every = sorted((begin, end) for end, begin, _ in every_complete_box(text))
-        outer = [(begin, end) for begin, end in every
-                 if not any(b < begin and end < e for b, e in every)]
-        assert outer == [(b, b + len(text[b:e].rstrip())) for b, e, _ in complete_boxes(text)], text
+        every = sorted(every_complete_box(text))
+        bare = re.findall(r"\\boxed *(5+)", text)
+        expected = every[-1][2] if every else bare[-1] if bare else None
+        assert extract_boxed(text) == expected, text
+        outer = [(begin, end) for end, begin, _ in every
+                 if not any(b < begin and end < e for e, b, _ in every)]
+        assert [(o.start(), c.end()) for o, c in complete_boxes(text)] == outer, text
 
 
 # --------------------------------------------------------------------------------------------------
@@ -180,8 +167,8 @@ def test_numbers_that_are_equal(number, written):
     (",100", "100"), ("1 00", "100"), ("1_000", "1000"), ("0x10", "16"), ("18 thousand", "18000"),
     (r"\$18k", "18"), (r"18\text{ K}", "18"), (r"5\text{ or }6", "6"), (r"5\text{ or 6}", "5"),
     ("5$6", "56"), ("5$6", "5"), (r"\text{about }5", "5"), ("5 am", "5"), ("50%", "0.5"),
-    ("18 pi", "18"), (r"18^{2}", "324"), (r"\not= 18", "18"), ("5-3", "2"), ("2^3", "8"),
-    ("9 * 2 * 1", "18"), ("1/2/3", "1/6"), ("36/2*9", "162"), (r"\frac{36}{2\cdot 9}", "2"),
+    ("18 pi", "18"), (r"18^{2}", "324"), (r"\not= 18", "18"), ("5-3", "2"), ("9 * 2 * 1", "18"),
+    ("1/2/3", "1/6"), ("36/2*9", "162"), (r"\frac{36}{2\cdot 9}", "2"),
     ("9 x 2", "18"), ("9 * x", "9"), ("0x12", "0"), (r"\$18M", "18"), ("18 = x", "18"),
     ("x = 17 = 18", "17"), ("2x = 18", "9"), ("it is not 18", "18"),
     (r"\text{It is not: }18", "18"), ("this 18", "18"), ("<= 18", "18"), (r"\overline{18}", "18"),
@@ -224,23 +211,6 @@ def test_the_table_of_fair_verdicts():
         if "boxed" not in pair["answer"]:
             turned = {"answer": pair["truth"], "truth": pair["answer"]}
             assert answers.ours(turned) == answers.ours(pair), pair
-
-
-def any_text(chance, most):
-    """Characters of every kind, half of a pair of surrogates too."""
-    limits = (0x7F, 0x7F, 0xFF, 0xFFFF, 0x10FFFF)
-    return "".join(chr(chance.randrange(chance.choice(limits) + 1))
-                   for _ in range(chance.randrange(most + 1)))
-
-
-def test_any_text_is_scored():
-    chance = random.Random(0)
-    for _ in range(500):
-        text = any_text(chance, 60) if chance.random() < 0.5 else latex_like(chance)
-        for response in (text, box(text)):
-            found = rule_reward(response, any_text(chance, 8))
-            assert found in (0.0, 0.5, 1.5) and type(found) is float
-            assert (found == 0.0) == (canonical(extract_boxed(response) or "") == "")
 
 
 PIECES_OF_IT = [
@@ -290,67 +260,44 @@ def load(folder, *lines, **options):
 def test_load_problems(tmp_path):
     path = tmp_path / "problems.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join([
-        line(), "", "  \t", line("Wie viele Eier, süß?", "####  1,000 ", level=3, tags=["a"]),
-        line(answer="#### 1 #### 2"), line(answer="a\n#### 0"), line(answer="7"), line(answer=7),
+        line(), "", "  \t", line("Wie viele Eier, süß?", "####  1,000 ", level=3),
+        line(answer="#### 1 #### 2"), line(answer=7, solution="mine"),
     ]).encode())  # a byte-order mark, Windows line ends, blank lines, no newline at the end
-    rest = {"question": "How many?", "level": None, "tags": None}
+    rest = {"question": "How many?", "level": None}  # every problem has all columns of the file
     assert load_problems(path) == load_problems(str(path)) == [
         {**rest, "answer": "72", "solution": "Count: 8 * 9 = 72."},
-        {"question": "Wie viele Eier, süß?", "answer": "1,000", "solution": "", "level": 3,
-         "tags": ["a"]},
-        {**rest, "answer": "2", "solution": "#### 1"}, {**rest, "answer": "0", "solution": "a"},
-        *[{**rest, "answer": "7", "solution": ""}] * 2]
-    # Every problem has all columns of the file; a solution of the user's own hides no truth
-    problems = load(tmp_path, line(level=3, solution="mine"), line(k=1, solution=None))
-    assert [(p["level"], p["k"], p["solution"]) for p in problems] == [
-        (3, None, "mine"), (None, 1, None)]
-    assert truths_of(problems) == ["72", "72"]
+        {"question": "Wie viele Eier, süß?", "answer": "1,000", "solution": "", "level": 3},
+        {**rest, "answer": "2", "solution": "#### 1"}, {**rest, "answer": "7", "solution": "mine"}]
+
+
+def chat(*messages):
+    return json.dumps({"messages": messages, "answer": "1"})
 
 
 BAD_LINES = [
-    (b'{"question": ', "not JSON"), (line().encode() * 2, "not JSON"), (b"[" * 200_000, "not JSON"),
-    (b'{"n": ' + b"1" * 5000 + b"}", "not JSON"),
-    ('{"question": "süß"'.encode("latin-1"), "not JSON in UTF-8"),
-    (line(question="\ud800").encode(), "not JSON in UTF-8"), (b"\0", "not JSON"),
-    (b'["question", "answer"]', "object"), (b'"question"', "object"), (b"null", "object"),
-    (b'{"answer": "#### 1"}', "'question' is missing, empty or not a string"),
-    *((line(question=bad).encode(), "--question-field") for bad in ("", " \n", 5)),
-    (b'{"question": "?"}', "'answer' (--answer-field names another column) has no"),
-    *((line(answer=bad).encode(), "'72' alone") for bad in ("", None, ["#### 72"])),
-    *((line(answer=bad).encode(), "'#### 72'") for bad in (
-        "So 72. " * 20, "8 * 9\n= 72", "8 * 9 = 72\n####", "#### 72 ####  \n", "#### $.")),
-    *((json.dumps({"messages": messages, "answer": "1"}).encode(), "turns") for messages in (
-        "?", {"role": "user"}, ["?"], CHAT[:1], CHAT[:3], [None, CHAT[1]], [{"role": "user"}],
-        [{"role": "user", "content": " "}],
-        [{"role": "system", "content": [{"type": "text"}]}, CHAT[1]])),
+    '{"question": ', line() * 2, "[" * 200_000, "\0", '["question", "answer"]', "null",  # no object
+    *(line(question=bad) for bad in (None, "", " \n", 5)),
+    *(line(answer=bad) for bad in ("", None, ["#### 72"], "So 72. " * 20, "8 * 9\n= 72",
+                                   "8 * 9 = 72\n####", "#### 72 ####  \n", "#### $.")),
+    chat("?"), chat(*CHAT[:1]), chat(*CHAT[:3]), chat({"role": "user", "content": " "}),
 ]
 
 
-@pytest.mark.parametrize("bad, reason", BAD_LINES, ids=range(len(BAD_LINES)))
-def test_a_bad_line_is_named(tmp_path, bad, reason):
-    path = tmp_path / "problems.jsonl"
-    path.write_bytes(b"\n".join([line().encode(), b"", bad, line().encode()]))
-    with value_error(f"^{path}, line 3: .*{re.escape(reason)}"):
-        load_problems(path)
+@pytest.mark.parametrize("bad", BAD_LINES, ids=range(len(BAD_LINES)))
+def test_a_bad_line_is_named(tmp_path, bad):
+    with value_error("problems.jsonl, line 3: "):
+        load(tmp_path, line(), "", bad, line())
 
 
-@pytest.mark.parametrize("source", ["missing.jsonl", "gsm8k:dev", "", "/dev/zero", "x" * 300,
-                                    "folder", "pipe"])
-def test_what_is_no_file_is_refused_before_it_is_read(tmp_path, monkeypatch, source):
+@pytest.mark.parametrize("source", ["missing.jsonl", "gsm8k:dev", "", "x" * 300, "folder", "binary",
+                                    "empty"])
+def test_a_bad_file_is_named(tmp_path, monkeypatch, source):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
-    os.mkfifo("pipe")
-    with value_error(f"^{re.escape(source or '.')}.*No such file, or a folder, a device, a pipe"):
+    (tmp_path / "binary").write_bytes(b"PAR1\xff\xfe")
+    (tmp_path / "empty").write_text("\n\n  \n")
+    with value_error(f"^{re.escape(source or '.')}: "):
         load_problems(source)
-
-
-def test_a_file_that_is_empty_or_cannot_be_read(tmp_path, monkeypatch):
-    for content in ("", "\n\n  \n"):
-        with value_error("problems.jsonl: no problems"):
-            load(tmp_path, content)
-    monkeypatch.setattr(Path, "read_bytes", raises(PermissionError(13, "Permission denied")))
-    with value_error("problems.jsonl: PermissionError: .*Permission denied"):
-        load(tmp_path, line())
 
 
 def test_the_fields_may_have_other_names(tmp_path):
@@ -358,18 +305,16 @@ def test_the_fields_may_have_other_names(tmp_path):
     fields = {"question_field": "problem", "answer_field": "worked"}
     assert load(tmp_path, json.dumps(row), **fields) == [
         {**row, "question": "How many?", "answer": "72", "solution": "8 * 9"}]
-    for missing in fields.values():
-        left = {key: row[key] for key in row if key != missing}
-        with pytest.raises(ValueError, match=f"line 1: '{missing}' "):
-            load(tmp_path, json.dumps(left), **fields)
+    for missing in ("problem", "worked"):
+        with value_error(f"line 1: '{missing}'"):
+            load(tmp_path, json.dumps({**row, missing: None}), **fields)
 
 
 @pytest.mark.parametrize("given, answer, truth", [
     ("8 * 9\n#### 72", "72", "72"), ("72", "72", "72"), (72, 72, "72"), (0, 0, "0"),
-    (False, False, "False"), (math.nan, math.nan, None), (math.inf, math.inf, None),
-    ("Monday", "Monday", "Monday"), ("", "", None), (None, "", None), ("#### ", "#### ", None),
-    (["a", "b"], ["a", "b"], None), ("#### A heading\nand text",) * 2 + (None,),
-    ("x" * 100,) * 3, ("x" * 101,) * 2 + (None,),
+    (False, False, "False"), (math.nan, math.nan, None), ("Monday", "Monday", "Monday"),
+    ("", "", None), (None, "", None), ("#### ", "#### ", None), (["a", "b"], ["a", "b"], None),
+    ("#### A heading\nand text",) * 2 + (None,), ("x" * 100,) * 3, ("x" * 101,) * 2 + (None,),
 ])
 def test_answers_of_any_kind_for_a_reward_of_ones_own(tmp_path, given, answer, truth):
     [problem] = load(tmp_path, line(answer=given, level=3), need_answer=False)
@@ -377,38 +322,15 @@ def test_answers_of_any_kind_for_a_reward_of_ones_own(tmp_path, given, answer, t
     expected = {"question": "How many?", "answer": answer, "solution": solution, "level": 3}
     assert repr(problem) == repr({**problem, **expected}) and len(problem) == 4  # False is not 0
     assert truths_of([problem]) == [truth] and final_answer(given) == truth
-    if truth is None:
-        with pytest.raises(ValueError, match="line 1: 'answer'"):
-            load(tmp_path, line(answer=given))
-    [problem] = load(tmp_path, '{"question": "?"}', need_answer=False)
-    assert problem == {"question": "?", "answer": "", "solution": ""}
 
 
 def test_columns_are_checked_as_they_are_read(tmp_path):
     """A misspelt name would give every row the answer "", and hide a good column."""
-    for need in (True, False):
-        with value_error("'anwser'"):
-            load(tmp_path, line(), answer_field="anwser", need_answer=need)
     some = '{"question": "?", "k": 2}', '{"question": "?"}'
-    with value_error("no line has a column 'anwser' .*, there are question, truth, k$"):
-        load(tmp_path, '{"question": "?", "truth": 1}', some[0], answer_field="anwser",
-             need_answer=False)
+    with value_error("'anwser' .*question"):
+        load(tmp_path, *some, answer_field="anwser", need_answer=False)
     found = load(tmp_path, *some, answer_field="k", need_answer=False)
     assert [problem["answer"] for problem in found] == [2, ""]
-    for name in ("prompts", "completions", "completion_ids"):
-        with value_error(f"problems.jsonl: the column '{name}' has the name of an argument"):
-            load(tmp_path, line(), line(**{name: 1}), need_answer=False)
-        assert load(tmp_path, line(**{name: 1}))[0][name] == 1  # the rule has no arguments
-
-
-def test_a_file_of_another_format_is_recognised(tmp_path):
-    for data, looks in (
-            (b"PAR1\0\0{", "Parquet"), (gzip.compress(line().encode()), "gzip"),
-            (b"question,answer\n4 + 5 ?,9\n", "CSV"), (b'[{"answer": "1"}]', "one JSON text"),
-            (b'\n{\n  "question": "?"\n}', "one JSON text")):
-        (tmp_path / "x").write_bytes(data)
-        with value_error(f"x: looks like {looks}; wanted is one JSON object per line"):
-            load_problems(tmp_path / "x")
 
 
 def test_a_chat_history_in_place_of_the_question(tmp_path):
@@ -416,50 +338,31 @@ def test_a_chat_history_in_place_of_the_question(tmp_path):
     expected = {"messages": CHAT, "question": "And 8?", "answer": "17", "solution": ""}
     for options in ({}, {"question_field": "messages"}):
         assert load(tmp_path, json.dumps(row), **options) == [expected]
-    row.pop("answer")
-    assert load(tmp_path, json.dumps(row), need_answer=False) == [{**expected, "answer": ""}]
-    [plain, _] = load(tmp_path, line(messages=None), json.dumps(row), need_answer=False)
-    assert plain["question"] == "How many?" and plain["messages"] is None
+    [plain, chatted] = load(tmp_path, line(messages=None), json.dumps(row), need_answer=False)
+    assert (plain["question"], plain["messages"], chatted) == ("How many?", None, expected)
 
 
 def test_hold_out_is_stable():
     problems = [{"question": f"question {i % 900}", "row": i} for i in range(1000)]
     training, held_out = hold_out(problems)
     assert sorted(training + held_out, key=lambda problem: problem["row"]) == problems
-    assert 60 < len(held_out) < 140
+    assert 60 < len(held_out) < 140 and 400 < len(hold_out(problems, share=0.5)[1]) < 600
     assert not {p["question"] for p in training} & {p["question"] for p in held_out}
     rows = [problem["row"] for problem in held_out]
-    assert rows == sorted(rows)
     more = problems + [{"question": f"one more {i}", "row": -1} for i in range(500)]
-    for others in (random.Random(0).sample(problems, 1000), more):
-        assert {problem["row"] for problem in hold_out(others)[1]} - {-1} == set(rows)
-    assert 400 < len(hold_out(problems, share=0.5)[1]) < 600
+    for others in (problems, random.Random(0).sample(problems, 1000), more):
+        assert sorted({problem["row"] for problem in hold_out(others)[1]} - {-1}) == rows
     assert [p["row"] for p in hold_out(problems[:100])[1]] == [1, 49, 62, 66, 96]  # for ever
 
 
-@pytest.mark.parametrize("share", [0, 1e-9, 0.1, 0.5, 1 - 1e-9, 1])
-def test_hold_out_leaves_neither_side_empty(share):
-    for count, first in itertools.product((2, 3, 5), range(30)):
-        problems = [{"question": f"{first} {i}"} for i in range(count)]
+@pytest.mark.parametrize("count, fewest", [(1, 0), (2, 1), (3, 1), (4, 2), (8, 4), (40, 4)])
+@pytest.mark.parametrize("share", [0, 0.1, 0.5, 1])
+def test_hold_out_leaves_some_on_both_sides(count, fewest, share):
+    for first in range(30):
+        problems = [{"question": f"{first} {i}"} for i in range(count)] * 2
         training, held_out = hold_out(problems, share)
-        assert training and held_out and len(training + held_out) == count
-    assert hold_out(problems[:1] * 3, share) == (problems[:1] * 3, [])  # one question, for training
-
-
-def test_any_json_is_read_or_refused_in_one_line(tmp_path):
-    path = tmp_path / "anything.jsonl"
-    values = [None, True, 0.5, 1e308, math.nan, -math.inf, "", "a\0\ud800", "#### 1", 10**400, [],
-              ["#### 1"], {}, {"question": "?", "answer": 1}, [[{}]]]
-    rows = [{"question": a, "answer": b} for a, b in itertools.product(values, values)]
-    read = 0
-    for row in values + rows:
-        path.write_text(json.dumps(row))
-        try:
-            assert all(problem["answer"] and problem["question"] for problem in load_problems(path))
-            read += 1
-        except ValueError as error:
-            assert str(error).startswith(str(path)) and "\n" not in str(error)
-    assert read > 4
+        assert len(training) + len(held_out) == len(problems) and training
+        assert len(held_out) >= 2 * fewest
 
 
 TRAIN, TEST = f"{line()}\n".encode(), f"{line(answer='#### 5')}\n".encode()
@@ -474,38 +377,27 @@ def network(tmp_path, monkeypatch):
     (served / "test.jsonl").write_bytes(TEST)
     monkeypatch.setattr(reward, "GSM8K_URL", served.as_uri() + "/")
     monkeypatch.setattr(reward, "GSM8K", {
-        "gsm8k": ("train.jsonl", hashlib.sha256(TRAIN).hexdigest()),
-        "gsm8k:test": ("test.jsonl", hashlib.sha256(TEST).hexdigest()[:32]),
-    })
+        f"gsm8k{split}": (file, hashlib.sha256((served / file).read_bytes()).hexdigest()[:32])
+        for split, file in (("", "train.jsonl"), (":test", "test.jsonl"))})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return types.SimpleNamespace(served=served, cache=tmp_path / "cache" / "grpo-gsm8k")
 
 
-def test_gsm8k_is_downloaded_once(network, tmp_path, monkeypatch):
-    """Into XDG's cache; without XDG into the home's."""
+def test_gsm8k_is_downloaded_once(network, monkeypatch):
     for _ in range(3):
         assert [problem["answer"] for problem in load_problems("gsm8k")] == ["72"]
         assert [problem["answer"] for problem in load_problems("gsm8k:test")] == ["5"]
         monkeypatch.setattr(reward, "GSM8K_URL", "")      # nowhere
     assert sorted(path.name for path in network.cache.iterdir()) == ["test.jsonl", "train.jsonl"]
-    monkeypatch.setattr(reward, "GSM8K_URL", network.served.as_uri() + "/")
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    load_problems("gsm8k")
-    assert (tmp_path / "home" / ".cache" / "grpo-gsm8k" / "train.jsonl").read_bytes() == TRAIN
 
 
 def test_a_wrong_file_or_none_is_refused_and_nothing_is_kept(network):
     (network.served / "train.jsonl").write_bytes(TRAIN + b" ")
     (network.served / "test.jsonl").unlink()
-    for name, reason in (("gsm8k", "invalid hash"), ("gsm8k:test", "URLError")):
-        with value_error(f"^{name}: cannot download .*{reason}"):
+    for name in ("gsm8k", "gsm8k:test"):
+        with value_error(f"^{name}: cannot download"):
             load_problems(name)
     assert not list(network.cache.iterdir())
-    network.cache.rmdir()
-    network.cache.write_text("a file where the folder should be")
-    with value_error("^gsm8k: cannot download"):
-        load_problems("gsm8k")
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not here")
@@ -537,30 +429,17 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n):
 
 def test_pass_at_k_is_the_mean_over_problems():
     correct = [[True, False, False, False], [True, True, True, True], [False, False, False, False]]
-    assert pass_at_k(correct, 2) == pytest.approx((1 / 2 + 1 + 0) / 3)
-    assert pass_at_k(torch.tensor(correct), 2) == pass_at_k(correct, 2)
-    assert type(pass_at_k(torch.tensor(correct), 2)) is float
-    assert pass_at_k([[1, 0]], 1) == 0.5
+    for given in (correct, torch.tensor(correct)):
+        assert pass_at_k(given, 2) == pytest.approx((1 / 2 + 1 + 0) / 3)
     assert pass_at_k([[True] + [False] * 4999], 2500) == pytest.approx(0.5)  # no overflow
     with pytest.raises(TypeError):  # a reward of 0.5 is not half right
         pass_at_k(torch.tensor([[1.5, 0.5]]), 1)
 
 
-@pytest.mark.parametrize("correct, k", [
-    ([[True]], 0), ([[True]], -1), ([[True]], 2), ([], 1), ([[]], 1), ([[True, True], [True]], 2),
-    (torch.zeros(0, 4, dtype=torch.bool), 1),
-])
-def test_pass_and_majority_at_k_refuse(correct, k):
-    with pytest.raises(ValueError):
-        pass_at_k(correct, k)
-    with pytest.raises(ValueError, match="at least one problem, and k samples of each"):
-        majority_at_k([["7"] * len(row) for row in correct], ["7"] * len(correct), k)
-
-
 @pytest.mark.parametrize("answers, truth, k, expected", [
     (["7", "8", "8"], "7", 3, 0.0), (["7", "8", "8"], "7", 1, 1.0),  # only the first k vote
     (["7", "8", "8"], "7", 2, 1 / 2), (["7", "8", "9"], "7", 3, 1 / 3),  # ties
-    (["7", "8", "9"], "6", 3, 0.0), (["7", "7", "8", "8", "9"], "8", 5, 1 / 2),
+    (["7", "7", "8", "8", "9"], "8", 5, 1 / 2),
     ([r"\$7.00", "8", r"7\text{ eggs}", "8", "7.0"], "7", 5, 1.0),  # all for the same number
     (["1,000", "1000", "5"], "1{,}000", 3, 1.0), (["63.0"], 63, 1, 1.0),  # a truth may be a number
     (["Monday", r"\text{monday}", "Tuesday"], "Monday.", 3, 1.0), (["0", "0", "7"], "0", 3, 1.0),
@@ -569,16 +448,11 @@ def test_pass_and_majority_at_k_refuse(correct, k):
 ])
 def test_majority_at_k(answers, truth, k, expected):
     assert majority_at_k([answers], [truth], k) == pytest.approx(expected)
-    assert majority_at_k([answers, answers[:k]], [truth] * 2, k) == pytest.approx(expected)
     assert majority_at_k([["7"] * k, answers], ["8", truth], k) == pytest.approx(expected / 2)
-    for truths in ([], [truth] * 2):
-        with pytest.raises(ValueError):
-            majority_at_k([answers], truths, k)
 
 
 def test_diversity():
     responses = ["a b c \\boxed{7}", "a b c \\boxed{7.0}", "none", "", "", "", "", ""]
-    # one different answer of four; (a b c) and (b c box) and (a b c) and (b c other box): 3 of 4
     for texts, size, different, trigrams in (
             (responses, 4, (1 / 4 + 0) / 2, 3 / 4), ([""], 1, 0.0, 0.0),
             ([rf"\boxed{{{i}}} {i} {i} {i}" for i in range(8)], 8, 1.0, 1.0),
@@ -593,11 +467,10 @@ def test_all_figures_of_samples():
     correct = [[True, False, True, False], [False] * 4]
     expected = figures_of(responses, [None] * 2, 4)
     for k in (1, 2, 4):
-        expected |= {f"pass@{k}": pass_at_k(correct, k),
-                     f"maj@{k}": majority_at_k(answers, ["7", "8"], k)}
+        expected[f"pass@{k}"] = pass_at_k(correct, k)
+        expected[f"maj@{k}"] = majority_at_k(answers, ["7", "8"], k)
     assert figures_of(responses, ["7", "8"], 4) == expected
-    assert {name for name in figures_of(responses[:6], ["7"], 6) if "@" in name} == {
-        f"{kind}@{k}" for kind in ("pass", "maj") for k in (1, 2, 4, 6)}
+    assert {"pass@4", "pass@6", "maj@6"} < figures_of(responses[:6], ["7"], 6).keys()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -615,6 +488,12 @@ MINE = """
 
     def rule(completions, **columns):
         return (7.0 for _ in completions)
+
+    async def later(completions, **columns):
+        return [1.0 for _ in completions]
+
+    async def stream(completions, **columns):
+        yield 1.0
 """
 PROBLEMS = [{"question": "a", "answer": "7", "level": 3},
             {"question": "b", "answer": "8", "level": None}]
@@ -626,11 +505,6 @@ def write(path, text):
     return str(path)
 
 
-@pytest.fixture
-def mine_py(tmp_path):
-    return write(tmp_path / "mine.py", MINE)
-
-
 def rollout_of(*responses):
     """Two prompt tokens, then the answer's: 5 6 in the first row, 5 6 7 in the second, and so on"""
     count = len(responses)
@@ -638,12 +512,12 @@ def rollout_of(*responses):
     return types.SimpleNamespace(responses=list(responses), labels=labels.where(labels > 4, -100))
 
 
-def scored(function, rollout=None, problems=PROBLEMS, times=1):
+def scored(function, rollout=None):
     """--reward f.py:f with this function in its place: two answers to each of two problems."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reward, "load_function", lambda spec: function)
-        reward_of = own_reward_of(["f.py:f"] * times)
-    return reward_of(problems, ["<a>", "<b>"], rollout or rollout_of(*FOUR))
+        reward_of = own_reward_of(["f.py:f"])
+    return reward_of(PROBLEMS, ["<a>", "<b>"], rollout or rollout_of(*FOUR))
 
 
 def test_a_reward_is_called_as_trl_calls_it():
@@ -665,40 +539,8 @@ def test_a_reward_is_called_as_trl_calls_it():
         "answer": [*"7788"], "level": [3, 3, None, None]}
 
 
-def test_every_row_has_columns_of_its_own():
-    """A reward that spoils its lists pays siblings, the next reward and the next epoch the same."""
-    def spoils(completions, completion_ids, pieces, **columns):
-        found = [float(len(row) + row.pop()) for row in pieces]
-        for column in (completions, completion_ids, pieces, *columns.values()):
-            column.clear()
-        return found
-
-    problems = [{"answer": "1", "pieces": [1, 2, 3]}, {"answer": "2", "pieces": [4, 5]}]
-    rollout = rollout_of(*FOUR)
-    rewards = scored(spoils, rollout, problems, times=2)
-    assert rewards.tolist() == [12.0, 12.0, 14.0, 14.0] and rollout.responses == FOUR
-    assert [problem["pieces"] for problem in problems] == [[1, 2, 3], [4, 5]]
-
-
-@pytest.mark.parametrize("indent", ["", "    "], ids=["as it is loaded", "as it is called"])
-def test_torch_is_as_it_was_before_a_reward(tmp_path, indent):
-    def state():
-        return torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()
-
-    before = state()
-    path = write(tmp_path / "rude.py", "import torch as t\ndef f(completions, **columns):\n"
-                 f"    yield from [1] * len(completions)\n{indent}t.set_grad_enabled(False), "
-                 "t.set_default_dtype(t.float64), t.set_num_threads(3)\n")
-    try:
-        scored(load_function(f"{path}:f"))
-        assert state() == before
-    finally:
-        torch.set_grad_enabled(True)
-        torch.set_default_dtype(torch.float32)
-        torch.set_num_threads(before[2])
-
-
-def test_the_rewards_of_the_flags_are_summed_over_those_that_apply(mine_py):
+def test_the_rewards_of_the_flags_are_summed_over_those_that_apply(tmp_path):
+    mine_py = write(tmp_path / "mine.py", MINE)
     answers = [box(7), box(8), "<think>8</think><answer>8</answer>", box(8)]
     rollout = rollout_of(*answers)
     specs = [f"{mine_py}:one", "rule", "think", f"{mine_py}:two"]
@@ -722,15 +564,12 @@ def test_the_rewards_of_the_flags_are_summed_over_those_that_apply(mine_py):
     assert rollout.step_rewards == [[(1, 11.0)], [(2, 18.0)]]
 
 
-def test_each_of_several_rewards_has_a_name_of_its_own(mine_py, tmp_path):
-    one, far = f"{mine_py}:one", write(tmp_path / "other.py", MINE) + ":one"
-    for specs, names in (([one, far, one], ["one", "one 2", "one 3"]),
-                         ([f"{mine_py}:rule", "rule"], ["rule", "rule 2"]),
-                         (["rule", f"{mine_py}:rule"], ["rule", "rule 2"])):
-        rollout = rollout_of("x", "y")
-        rewards = own_reward_of(specs)(PROBLEMS[:1], ["p"], rollout)
-        assert list(rollout.reward_parts) == names
-        assert torch.equal(rewards, sum(rollout.reward_parts.values()))
+def test_each_of_several_rewards_has_a_name_of_its_own(tmp_path):
+    mine, other = (write(tmp_path / name, MINE) for name in ("mine.py", "other.py"))
+    rollout = rollout_of("x", "y")
+    own_reward_of([f"{mine}:one", f"{other}:one", "rule", f"{mine}:rule", f"{mine}:one"])(
+        PROBLEMS[:1], ["p"], rollout)
+    assert list(rollout.reward_parts) == ["one", "one 2", "rule", "rule 4", "one 5"]
 
 
 def gives(*values):
@@ -738,61 +577,69 @@ def gives(*values):
 
 
 HOSTILE = type("Hostile", (), {"__float__": raises(KeyError("no"))})()
-STRINGS = "prompts and completions are strings, not messages)"
 
 
-@pytest.mark.parametrize("function, row, reason", [
-    (raises(SystemExit(3)), None, "question, answer, level, prompts, "),
-    (lambda completions, **columns: [c[0]["content"] for c in completions], None, STRINGS),
-    (lambda completions, mood, **columns: [], None, "required positional argument: 'mood' (called"),
-    (lambda completions, **columns: 1 / 0, None, "ZeroDivisionError: division by zero"),
-    (lambda **columns: 1.0, None, "TypeError: 'float' object is not iterable"),
-    (gives(1, 2, 3), None, "3 rewards for 4 responses"), (gives(), None, "0 rewards for 4 resp"),
-    (gives(1, 2, 3, 4, 5), None, "5 rewards for 4"), (gives(1, 2, -math.inf, 4), 2, "-inf is not"),
-    (gives(1, "two", 3, 4), 1, "could not convert string to float: 'two'"),
-    (gives(1, 2, 3, math.nan), 3, "nan is not a finite float32 number"),
-    (gives(1, -1e39, 3, 4), 1, "-1e+39 is not"), (gives(10**400, 2, 3, 4), 0, "OverflowError"),
-    (gives(1, 2, [3], 4), 2, "TypeError"), (gives(1, torch.ones(2), 3, 4), 1, "only one element"),
-    *((lambda values=values, **columns: values, None, f"TypeError: it gives a {kind}, not a list")
-      for kind, values in {"str": "1234", "dict": dict(enumerate("abcd")), "set": {1, 2, 3, 4},
-                           "frozenset": frozenset("abcd")}.items()),
-    (gives(1, 2, 3, 1j), 3, "TypeError"), (gives(1, 2, HOSTILE, 4), 2, "KeyError: 'no'"),
+@pytest.mark.parametrize("function, reason", [
+    (lambda completions, **columns: [c[0]["content"] for c in completions], "texts are strings"),
+    (lambda completions, mood, **columns: [], "'mood'"), (lambda **columns: 1.0, "'float' object"),
+    (lambda completions, **columns: 1 / 0, "test_reward.py, line"), (gives(1, 2, 3), "3 rewards"),
+    (gives(), "0 rewards"), (gives(1, 2, 3, 4, 5), "too many"),
+    (lambda **columns: itertools.count(), "too many"),  # a generator without an end
+    (gives(1, 2, -math.inf, 4), "-inf"), (gives(1, 2, 3, math.nan), "nan"),
+    (gives(1, -1e39, 3, 4), "-1e+39"), (gives(10**400, 2, 3, 4), "OverflowError"),
+    (gives(1, "two", 3, 4), "'two'"), (gives(1, 2, [3], 4), "list"),
+    (gives(1, torch.ones(2), 3, 4), "element"), (gives(1, 2, 3, 1j), "complex"),
+    (gives(1, 2, HOSTILE, 4), "KeyError: 'no'"),
 ])
-def test_a_reward_that_goes_wrong_is_named(function, row, reason):
-    where = ":" if row is None else f", row {row}, response {FOUR[row]!r}:"
-    with value_error(f"^{re.escape(f'--reward f.py:f{where} ')}.*{re.escape(reason)}"):
+def test_a_reward_that_goes_wrong_is_named(function, reason):
+    with value_error(f"^--reward f.py:f: .*{re.escape(reason)}"):
         scored(function)
 
 
-def test_what_is_wrong_is_told_under_its_flag(mine_py):
-    bad = f"{mine_py}:steps"
-    for arguments, line in (
-            ((["rule", "think"], [1.0]), "--reward-weights: 1 weights for 2 rewards"),
-            ((["rule"], [math.nan]), "--reward-weights: 1 weights for 1 rewards; each takes a fin"),
-            ((None, [1.0, 2.0], bad), "--reward-weights: 2 weights for 1 rewards"),
-            (([f"{mine_py}:none"],), f"--reward {mine_py}:none: the file has no function 'none'"),
-            ((["thinks"],), "--reward thinks: no file ''"),
-            ((["rule"], None, "x.py:f"), "--step-reward x.py:f: no file 'x.py'")):
-        with value_error(f"^{re.escape(line)}"):
-            own_reward_of(*arguments)
-    for arguments, line in (
-            ((["rule", bad],), f"--reward {bad}, row 0, response 'x': TypeError"),
-            ((None, None, f"{mine_py}:one"),
-             f"--step-reward {mine_py}:one, row 0, response 'x': not a list of (end, reward) p")):
-        fn = own_reward_of(*arguments)
-        with value_error(f"^{re.escape(line)}"):
-            fn(PROBLEMS[:1], ["p"], rollout_of("x", "y"))
+@pytest.mark.parametrize("flag", ["--reward", "--step-reward"])
+@pytest.mark.parametrize("spec, reason", [
+    ("mine.py", "mine.py"), ("mine.py:three", "three"), ("other.py:one", "other.py"),
+    ("broken.py:f", "broken.py, line 2"), ("mine.py:later", "async"), ("mine.py:stream", "async"),
+])
+def test_a_file_that_cannot_be_used_is_named_at_load(tmp_path, monkeypatch, flag, spec, reason):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "mine.py", MINE)
+    write(tmp_path / "broken.py", "\n1 / 0")
+    given = ([spec],) if flag == "--reward" else (None, None, spec)
+    with value_error(f"^{flag} .*{re.escape(reason)}"):
+        own_reward_of(*given)
+
+
+@pytest.mark.parametrize("column", ["score", "self", "function", "rows", "texts", "solution"])
+def test_a_column_may_have_any_other_name(column):
+    """The rewards of this file take every column."""
+    problems = [{**problem, column: "x"} for problem in PROBLEMS]
+    reward_of = own_reward_of(["rule", "think"])
+    assert reward_of(problems, ["<a>", "<b>"], rollout_of(*FOUR)).tolist() == [1.5, 0.5, 0.0, 1.5]
+
+
+@pytest.mark.parametrize("column", ["prompts", "completions", "completion_ids"])
+@pytest.mark.parametrize("flags", [["--reward", "rule"], ["--step-reward", "mine.py:steps"], []])
+def test_a_column_named_like_an_argument_is_refused_at_load(tmp_path, monkeypatch, tiny, column,
+                                                            flags):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "mine.py", MINE)
+    write(tmp_path / "x.jsonl", line(**{column: ["x"]}) + "\n" + line("Another one ?"))
+    s = train.parse(["--data=x.jsonl", "--eval-data=x.jsonl", "--prompts-per-step=2", *flags])
+    if flags:
+        with pytest.raises(train.BadInput, match=f"^--data: .*'{column}'"):
+            train.load_data(s, tiny[1])
+    else:  # nothing that the rule would replace
+        train.load_data(s, tiny[1])
 
 
 def test_a_reward_file_with_dataclasses_and_neighbours(tmp_path):
-    for name, points in (("grpo_neighbour.py", 2.0), ("grpo_late_neighbour.py", 3.0)):
-        write(tmp_path / name, f"points = {points}")
+    write(tmp_path / "grpo_neighbour.py", "points = 5.0")
     write(tmp_path / "json.py", "1 / 0")  # hides no module that is installed
     score = load_function(write(tmp_path / "mine.py", """
         from __future__ import annotations
         import json
         from dataclasses import dataclass
-        from grpo_neighbour import points
         from reward import rule_reward
 
         @dataclass
@@ -800,80 +647,28 @@ def test_a_reward_file_with_dataclasses_and_neighbours(tmp_path):
             value: float
 
         def score(completions, answer, **columns):
-            from grpo_late_neighbour import points as late
+            from grpo_neighbour import points
             for completion, truth in zip(completions, answer):
-                yield Part(points + late + rule_reward(completion, truth)).value
+                yield Part(points + rule_reward(completion, truth)).value
     """) + ":score")
     assert scored(score).tolist() == [6.5, 5.5, 5.0, 6.5]
-
-
-def test_a_reward_may_pickle_its_classes_and_start_processes(tmp_path):
-    score = load_function(write(tmp_path / "grpo_pool.py", """
-        import multiprocessing
-
-        class Job:
-            def __init__(self, text):
-                self.text = text
-
-        def length(job):
-            return float(len(job.text))
-
-        def score(completions, **columns):
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                return pool.map(length, map(Job, completions))
-    """) + ":score")
-    assert score(completions=["a", "bcd"]) == [1.0, 3.0]
-
-
-@pytest.mark.parametrize("name", ["json", "reward", "torch", "sys"])
-def test_a_reward_file_takes_the_name_of_no_other_module(tmp_path, name):
-    before = sys.modules.get(name)
-    function = load_function(write(tmp_path / f"{name}.py", "def f(): return 5") + ":f")
-    assert function() == 5 and sys.modules.get(name) is before
-    write(tmp_path / "grpo_mine.py", "1 / 0")  # a dot in a name is no package
-    assert load_function(write(tmp_path / "grpo_mine.v2.py", "def f(): return 6") + ":f")() == 6
-    (tmp_path / "more").mkdir()
-    for folder in ("", "more"):  # two files of one name, and one that was changed
-        for value in (1, 2):
-            code = f"def f(): return '{folder} {value}'"
-            path = write(tmp_path / folder / "grpo_twice.py", code)
-            assert load_function(f"{path}:f")() == f"{folder} {value}"
-
-
-def test_a_reward_file_that_is_none_or_does_not_load(tmp_path, monkeypatch):
-    for code, reason in (
-            ("import sys\nsys.exit()\n", "SystemExit"), ("def score(:", "SyntaxError"),
-            ("def f():\n    1 / 0\n\nf()\n", "line 2.$"),
-            ("raise ValueError('two\\nlines')", "load: ValueError: two lines .mine.py, line 1."),
-            ("\0", "null bytes"), ("import grpo_no_such_module", "ModuleNotFoundError"),
-            ("score = 1", "no function"), ("other = 1", "no function 'score'")):
-        with value_error(f"mine.py:score: the file.*{reason}"):
-            load_function(write(tmp_path / "mine.py", code) + ":score")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
-    write(tmp_path / "notes.txt", "score = max")
-    for spec in ("", ":", "mine.py", "mine.py:", "none.py:score", "folder:score", "\0:score",
-                 "x" * 5000 + ".py:score", "notes.txt:score"):
-        with value_error("no f"):  # no file, or no function
-            load_function(spec)
 
 
 def test_a_reward_model_reads_its_own_template(tiny, monkeypatch):
     model = reward.RewardModel(small_reward_model(), tiny[1], None)
     rollout = rollout_of("7", "8", "7 and 7", "8")
     problems = [PROBLEMS[0], {**PROBLEMS[1], "answer": ""}]
-    read_answer = {"7": "1", "": "2"}
+    prompt_of = {"7": "1", "": "2"}
     for template, prompts in ((None, ["1 + 2", "5"]), ("its own", "12")):
         monkeypatch.setattr(tiny[1], "chat_template", template)
-        scores = model_rewards(model, lambda problem: read_answer[problem["answer"]], problems,
+        scores = model_rewards(model, lambda problem: prompt_of[problem["answer"]], problems,
                                ["1 + 2", "5"], rollout)
         each = [prompts[0], prompts[0], prompts[1], prompts[1]]
-        expected = reward_model_scores(model.model, tiny[1], each, rollout.responses)
-        assert torch.equal(scores, expected)
-        read, responses, rule = zip(*rollout.judged)
-        assert (list(read), list(responses)) == (each, rollout.responses)
+        read, responses, rule = map(list, zip(*rollout.judged))
+        assert torch.equal(scores, reward_model_scores(model.model, tiny[1], each, responses))
+        assert (read, responses) == (each, rollout.responses)
         assert model.pairs == []  # they are kept in training steps alone
-        assert rule[:2] == (0.0, 0.0) and math.isnan(rule[2])  # no answer known: no preference
+        assert rule[:2] == [0.0, 0.0] and math.isnan(rule[2])  # no answer known: no preference
 
 
 # --------------------------------------------------------------------------------------------------
@@ -884,18 +679,17 @@ def test_a_reward_model_reads_its_own_template(tiny, monkeypatch):
     (" <think>9 * 7</think>\n\n<answer> $63.00 eggs </answer>\n", 1.5),
     (r"<think>9 < 10 > 8</think> <answer>So \boxed{63}.</answer>", 1.5),
     ("<think></think><answer>50</answer>", 0.5), ("<think>63</think><answer></answer>", 0.5),
-    ("<think>63</think><answer>so 63, I think</answer>", 0.5), ("<think>63</think>", 0.0),
-    ("<answer>63</answer>", 0.0), ("63", 0.0), ("", 0.0), ("<think>9</think><answer>63", 0.0),
-    ("<answer>63</answer><think>63</think>", 0.0), ("<think>9</think>63<answer>63</answer>", 0.0),
-    ("x<think>9</think><answer>63</answer>", 0.0), ("<think>9</think><answer>63</answer>.", 0.0),
-    ("<think>9</think><answer>50</answer><answer>63</answer>", 0.0),
-    ("<think>9</think><think>9</think><answer>63</answer>", 0.0),
-    ("<think><think>9</think><answer>63</answer>", 0.0), ("<Think></Think><answer></answer>", 0.0),
-    ("<think>9<answer>63</answer></think>", 0.0), ("<think>9<think><answer>63<answer>", 0.0),
+    ("<think>63</think><answer>so 63, I think</answer>", 0.5), *((wrong, 0.0) for wrong in (
+        "", "63", "<think>63</think>", "<answer>63</answer>", "<think>9</think><answer>63",
+        "<answer>63</answer><think>63</think>", "<think>9</think>63<answer>63</answer>",
+        "x<think>9</think><answer>63</answer>", "<think>9</think><answer>63</answer>.",
+        "<think>9</think><answer>50</answer><answer>63</answer>",
+        "<think><think>9</think><answer>63</answer>", "<think>9<answer>63</answer></think>",
+        "<Think></Think><answer></answer>", "<think>9<think><answer>63<answer>")),
 ])
 def test_think_answer_reward(response, expected):
-    assert think_answer_reward(response, "63") == expected
-    assert type(think_answer_reward(response, "63")) is float
+    found = think_answer_reward(response, "63")
+    assert found == expected and type(found) is float
     assert think_answer_reward("<think></think><answer></answer>", "") == 0.5  # nothing is paid
 
 
@@ -907,11 +701,8 @@ def test_length_rescaled_is_gr3():
     twice = length_rescaled(rewards.repeat(2), torch.tensor([10, 20, 10, 5, 10, 5]), 3)
     assert twice.tolist() == pytest.approx(scaled.tolist() * 2)  # lengths count inside their group
     double = length_rescaled(rewards.double(), lengths, 3, alpha=1.0)
-    assert double.dtype == torch.float64
     assert double.tolist() == pytest.approx([1 / 1.75, 0.5 / 2.5, 0.8 / 1.75])
-    assert length_rescaled(rewards, lengths, 3, alpha=0.0).tolist() == rewards.tolist()
     assert length_rescaled(rewards, [0, 0, 0], 3).tolist() == rewards.tolist()
-    assert length_rescaled(torch.tensor([1, 0]), [2, 2], 2).tolist() == pytest.approx([1 / 1.33, 0])
     for rewards, alpha in (([1.0, -0.1], 0.33), ([1.0, math.nan], 0.33), ([1.0, 1.0], -0.1)):
         with pytest.raises(ValueError):
             length_rescaled(torch.tensor(rewards), torch.tensor([1, 1]), 2, alpha)
@@ -922,34 +713,16 @@ def test_overlong_penalty_is_dapos():
     assert overlong_penalty(lengths, limit=100, buffer=20).tolist() == pytest.approx(
         [0, 0, 0, -0.05, -0.5, -0.95, -1, -1, -1])
     assert overlong_penalty([0, 50, 100], limit=100, buffer=100).tolist() == [0, -0.5, -1]
-    for buffer in (0, -1, 101):
-        with pytest.raises(ValueError, match="buffer"):
-            overlong_penalty(lengths, limit=100, buffer=buffer)
 
 
 # --------------------------------------------------------------------------------------------------
 # Several candidates in one answer
 
-def test_candidates_of_the_tiny_policy(tiny):
-    answers = [r"9 + 9 = \boxed{ 18 } \boxed{ 9 } 9", "9",
-               r"\boxed{ 9 } \boxed{ } \boxed{ 9 \boxed{ 9 }", r"} \boxed{ \boxed{ 3 } }"]
-    rows = [words_of(tiny[1], tiny[1](text, add_special_tokens=False).input_ids)
-            for text in answers]
-    rewards, spans = boxed_candidates(rows, ["18", "9"], 2)
-    assert spans == [[(0, 6), (7, 9)], [], [(0, 2), (3, 4), (5, 9)], [(0, 5)]]
-    assert rewards == [[1.0, 0.0], [], [1.0, 0.0, 1.0], [0.0]]
-    unknown, _ = boxed_candidates(rows, [None, "3"], 2)
-    assert unknown == [[0.0, 0.0], [], [0.0, 0.0, 0.0], [1.0]]
-    for truths, group_size, n in ((["18"], 2, 4), (["18", "9"], 4, 4), (["18", "9"], 2, 3)):
-        with pytest.raises(ValueError):
-            boxed_candidates(rows[:n], truths, group_size)
-
-
 # What an answer may be made of: (text, whether it is a candidate, whether that is right).
 PARTS = [
     ("word ", None), ("\n\n", None), ("é中😀", None), ("\\frac{1}{2}", None), ("}}$$. ", None),
-    ("\\boxed{7}", 1.0), ("\\boxed{7}}$. ", 1.0), (" \\boxed {7.0} ", 1.0), ("\\boxed 7 ", 1.0),
-    ("\\boxed{\\frac{1}{2}}", 0.0), ("\\boxed{中\\{😀}\n", 0.0), ("\\boxed{\\boxed{7}}", 1.0),
+    ("\\boxed{7}", 1.0), ("\\boxed{7}}$. ", 1.0), (" \\boxed {7.0} ", 1.0), ("\\boxed 7 ", None),
+    ("\\boxed{\\frac{1}{2}}", 0.0), ("\\boxed{中{😀}}\n", 0.0), ("\\boxed{\\boxed{7}}", 1.0),
     ("\\boxed{}", 0.0), ("\\boxed{7 or \\boxed{7}}", 0.0),
 ]
 
@@ -962,36 +735,19 @@ def test_a_candidate_ends_with_the_token_that_closes_its_box(request, kind):
     for _ in range(80):
         parts = chance.choices(PARTS, k=chance.randrange(13))
         text = "".join(part for part, _ in parts)
-        if pieces:
-            words = re.findall(pieces, text, re.DOTALL)
-            shown = ["".join(words[: i + 1]) for i in range(len(words))]
-        else:  # half of a character is a token, too
-            ids = tokenizer(text).input_ids
-            words = words_of(tokenizer, ids)
-            shown = [tokenizer.decode(ids[: i + 1]) for i in range(len(ids))]
-        expected_rewards, expected_spans, written, first = [], [], "", 0
+        words = (re.findall(pieces, text, re.DOTALL) if pieces
+                 else words_of(tokenizer, tokenizer(text).input_ids))  # some are half a character
+        token_of = [n for n, word in enumerate(words) for _ in word]  # of each character
+        rewards, spans, written = [], [], 0
         for part, right in parts:
-            end = written + part.rstrip(" \n.$")[: -1 if part.endswith("}}$. ") else None]
-            written += part
-            if right is not None:
-                last = next(i for i, prefix in enumerate(shown) if prefix.startswith(end))
-                if last >= first:  # two boxes that one token closes are one candidate
-                    expected_spans.append((first, last))
-                    expected_rewards.append(right)
-                    first = last + 1
-        rewards, spans = boxed_candidates([words], ["7"], 1)
-        assert (rewards, spans) == ([expected_rewards], [expected_spans]), text
-
-
-def test_an_end_token_belongs_to_no_box(qwen):
-    ids = qwen(r"\boxed 7<|im_end|>").input_ids
-    rollout = types.SimpleNamespace(labels=torch.tensor([ids] * 2), rule_rewards=torch.ones(2),
-                                    finished=torch.tensor([True, False]), entropies=None,
-                                    mask=None, step_rewards=None)
-    s = types.SimpleNamespace(advantage="shape", group_size=2, scale_by_std=True,
-                              clip_advantages=None)
-    options = train.advantage_options(rollout, train.Batch([{"answer": "7"}], []), qwen, None, s)
-    assert options["candidates"][0] == [[1.0], [0.0]]  # the second was cut there by chance
+            closing = written + len(part.rstrip(" \n.$")) - 1 - part.endswith("}}$. ")
+            written += len(part)
+            first = spans[-1][1] + 1 if spans else 0
+            # Two boxes that one token closes are one candidate
+            if right is not None and token_of[closing] >= first:
+                spans.append((first, token_of[closing]))
+                rewards.append(right)
+        assert boxed_candidates([words], ["7"], 1) == ([rewards], [spans]), text
 
 
 def test_candidates_are_found_at_once():
@@ -1002,8 +758,11 @@ def test_candidates_are_found_at_once():
         assert len(spans) >= count
     assert time.process_time() - start < 2
     assert boxed_candidates([[]], ["1"], 1) == ([[]], [[]])
-    both_in_one = ["so ", "\\boxed{1}\\boxed{2}", " or ", "\\boxed 1 "]
-    assert boxed_candidates([both_in_one], ["1"], 1) == ([[1.0, 1.0]], [[(0, 1), (2, 3)]])
+    assert boxed_candidates([["\\boxed{7}"]], ["7"], 1) == ([[1.0]], [[(0, 0)]])  # one token
+    both_in_one = ["so ", "\\boxed{1}\\boxed{2}", " or ", "\\boxed{1} "]
+    spans = [[(0, 1), (2, 3)]] * 2
+    assert boxed_candidates([both_in_one] * 2, ["1"], 2) == ([[1.0, 1.0]] * 2, spans)
+    assert boxed_candidates([both_in_one] * 2, ["2", None], 1) == ([[0.0, 0.0]] * 2, spans)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1025,13 +784,12 @@ def test_a_row_scores_the_same_alone_and_padded(architecture):
     with torch.no_grad():  # transformers' own, one by one and without padding
         alone = [float(model(input_ids=torch.tensor([row])).logits) for row in ROWS]
     assert scores.tolist() == pytest.approx(alone, abs=1e-5)
-    assert min(abs(a - b) for i, a in enumerate(alone[:4]) for b in alone[:i]) > 0.01
+    assert torch.tensor(alone[:4]).sort()[0].diff().min() > 0.01
     if architecture == "qwen2":
         model.config.pad_token_id = 1  # the end token pads, as in many checkpoints: it counts
         assert torch.equal(score_rows(model, ROWS), scores)
-    for rows in ([[5], []], [[5] * 65]):
-        with pytest.raises(ValueError, match="tokens"):
-            score_rows(model, rows)
+    with value_error("65 tokens"):
+        score_rows(model, [[5] * 65])
 
 
 def test_reward_model_scores(tiny):
@@ -1048,8 +806,6 @@ def test_reward_model_scores(tiny):
     assert scores.tolist() == pytest.approx(score_rows(model, rows).tolist(), abs=1e-6)
     one_by_one = reward_model_scores(model, tokenizer, prompts, responses, batch_rows=1)
     assert scores.tolist() == pytest.approx(one_by_one.tolist(), abs=1e-5)
-    with pytest.raises(ValueError, match="argument 2 is longer"):
-        reward_model_scores(model, tokenizer, prompts[:3], responses)
 
 
 def test_preference_pairs_are_of_one_group_the_better_first():
@@ -1057,31 +813,25 @@ def test_preference_pairs_are_of_one_group_the_better_first():
     every = preference_pairs(rewards, 4, pairs_per_group=None)
     assert sorted(every.tolist()) == [[1, 0], [1, 2], [2, 0], [3, 0], [3, 2]]
     turned = preference_pairs(rewards.roll(4), 4, pairs_per_group=None)
-    assert sorted(turned.tolist()) == [[5, 4], [5, 6], [6, 4], [7, 4], [7, 6]]
+    assert torch.equal(turned.sort(0)[0], every.sort(0)[0] + 4)
     for none in (rewards[4:], rewards[:0]):
         assert preference_pairs(none, 4).shape == (0, 2)
-    drawn = [preference_pairs(rewards, 4, seeded(seed), pairs_per_group=2)
-             for seed in (0, 0, 1, 2, 3)]
-    assert torch.equal(drawn[0], drawn[1]) and drawn[0].shape == (2, 2)
-    assert any(not torch.equal(drawn[0], other) for other in drawn)
+    drawn = [preference_pairs(rewards, 4, seeded(seed), 2).tolist() for seed in (0, 0, 1, 2, 3)]
+    assert drawn[0] == drawn[1] != drawn[2:] and len(drawn[0]) == 2
 
 
 def test_bradley_terry_loss():
     chosen, rejected = torch.tensor([[1.0, -1.0, 2.0], [0.0, 0.0, 2.0]])
     expected = [-math.log(1 / (1 + math.exp(-d))) for d in (1.0, -1.0, 0.0)]
     assert float(bradley_terry_loss(chosen, rejected)) == pytest.approx(sum(expected) / 3, abs=1e-6)
-    assert float(bradley_terry_loss(chosen[:1] - 1e4, rejected[:1])) == pytest.approx(9999.0)
 
 
-class Seen:
+class Seen(list):
     """A tokenizer that remembers the texts it was given; one token per letter."""
     eos_token_id = 1
 
-    def __init__(self):
-        self.texts = []
-
     def __call__(self, texts, **options):
-        self.texts += texts
+        self += texts
         return types.SimpleNamespace(input_ids=[[2 + ord(c) % 60 for c in text] for text in texts])
 
 
@@ -1096,7 +846,7 @@ def test_an_iteration_mixes_a_tenth_of_old_pairs():
                      for name, count in (("new", 45), ("old", 50)))
     r = learner(pairs, replay)
     figures = train_reward_model(r, seeded())
-    seen = r.tokenizer.texts
+    seen = r.tokenizer
     assert sorted(text for text in seen if "new" in text) == sorted(p[1] for p in pairs)
     assert len({text for text in seen if "old" in text}) == 5  # 5 of 50
     assert r.pairs == [] and r.replay == replay + pairs
@@ -1115,12 +865,9 @@ def test_an_iteration_mixes_a_tenth_of_old_pairs():
         train_reward_model(r, batch_pairs=1)
     assert len(gradients) == 4 and gradients[0].any()
     assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
-    few = learner(pairs, replay[:1])
-    train_reward_model(few)
-    assert sum("old" in text for text in few.tokenizer.texts) == 1
     none = learner(replay=replay)
     assert all(map(math.isnan, train_reward_model(none).values()))
-    assert none.replay == replay and none.tokenizer.texts == []
+    assert none.replay == replay and none.tokenizer == []
 
 
 def test_script_shows_the_egg_problem(run_here):

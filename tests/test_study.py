@@ -88,17 +88,10 @@ def test_the_plan_names_what_exists(name):
         assert other in labels or sign == "in" or (sign, other) == (">", "0")
 
 
-def test_the_reward_of_the_length_study():
-    texts = [r"\boxed{ 4 }", r"1 + 2 = 3 , \boxed{ 3 }", r"2 + 2 = 4 , \boxed{ 4 }", "4"]
-    assert study.even_box(texts, answer=["9"] * 4) == [1.0, 0.0, 1.0, 0.0]
-
-
 def test_the_chart_averages_over_runs_and_steps():
     text = study.chart("t", "y", [[[1.0, 3.0, 5.0], [3.0, 5.0, 7.0]]], every=2)
     assert "line [3, 6]" in text and "[2, 3]" in text
     assert study.group_std(torch.tensor([1.0, 1.0, 0.0, 2.0, 0.0, 4.0]), 2) == 1  # 0, 1 and 2
-    assert study.summary([1.0, 2.0, 3.0]) == (2.0, 1.0)
-    assert study.summary([5.0]) == (5.0, 0.0)
 
 
 def test_one_run_end_to_end_the_others_are_kept(tmp_path):

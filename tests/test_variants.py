@@ -16,11 +16,12 @@ import pytest
 import torch
 from conftest import (
     FEW, checkpoint_of, curve, json_lines, lines_of, logprobs_on_full_logits, loop, metrics_of,
-    parts, raises, same_tensors, seeded, settings, small_model, step_of_the_program, tiny_problems,
+    parts, raises, same_tensors, seeded, settings, step_of_the_program, tiny_problems,
     trains, updates_by_hand, weights_of)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import sample
 import train
 from advantage import (
     group_advantages, grpo_s_advantages, gtpo_advantages, leave_one_out_advantages)
@@ -90,8 +91,10 @@ def by_hand(p, rollout, flags):
 
 def assert_same_step(p, rollout, expected):
     """The program's step on this rollout has these gradients and their mean metrics -> all."""
-    _, found, metrics = step_of_the_program(p, sampler=lambda *_: copy.deepcopy(rollout),
-                                            reward_of=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "limit_apart", lambda *_: math.inf)   # this sampler is off on purpose
+        _, found, metrics = step_of_the_program(p, sampler=lambda *_: copy.deepcopy(rollout),
+                                                reward_of=None)
     assert len(found) == len(expected)
     for one, record in zip(found, expected):
         assert (one - record.gradient).norm() <= 3e-4 * record.gradient.norm()
@@ -131,7 +134,7 @@ def test_a_flag_that_changes_the_mathematics_arrives(flags):
 
 def test_rewards_below_zero_cannot_be_rescaled():
     rollout = SimpleNamespace(mask=torch.ones(2, 9) > 0, rewards=-torch.ones(2))
-    with pytest.raises(train.RewardFailed, match="^--length-rescale: length rescaling needs"):
+    with pytest.raises(train.BadInput, match="^--length-rescale:"):
         train.add_length_terms(rollout, settings("--group-size=2", "--length-rescale=0.1"))
 
 
@@ -147,7 +150,8 @@ def test_mini_batches_take_every_group_once_in_each_pass():
     rollout = Rollout(n.view(10, 1), n.view(10, 1) + 20, n.view(10, 1) + 40.0,
                       [str(i) for i in range(10)], n % 2 == 0, n // 2, advantages=n + 80)
     s = settings("--group-size=2", "--prompts-per-step=5", "--minibatches=2")
-    first, second = train.mini_batches(rollout, s)
+    rollout.old_logprobs = rollout.logprobs                # known: no policy is needed
+    first, second = train.mini_batches(None, rollout, s)
     assert first.group_ids.tolist() == [0, 0, 1, 1, 2, 2]
     assert second.group_ids.tolist() == [3, 3, 4, 4]
     assert second.responses == list("6789") and second.advantages.tolist() == list(range(86, 90))
@@ -155,9 +159,15 @@ def test_mini_batches_take_every_group_once_in_each_pass():
 
 class Bigrams(torch.nn.Module):
     """A policy of one table: the next token follows from the one before."""
+    config = SimpleNamespace(model_type="bigrams", _attn_implementation=None)
+    dtype = torch.float32
+
     def __init__(self):
         super().__init__()
         self.table = torch.nn.Parameter(torch.randn(64, 64, generator=seeded(5)))
+
+    def get_output_embeddings(self):
+        return None
 
     def token_logprobs(self, input_ids, labels, temperature, with_entropy, groups):
         log_p = (self.table[input_ids[:, :-1]] / temperature).log_softmax(-1)
@@ -179,7 +189,7 @@ ONE_FLAG = """--clip-eps 0.01|--clip-eps-high 0.9|--kl-coef 0|--kl-estimator k2|
 --kl-band 1e-6 2e-6|--advantage leave-one-out|--advantage gtpo|--advantage grpo-s|--advantage shape
 --no-scale-by-std|--clip-advantages 0.7|--length-rescale 0.3|--overlong-buffer 9
 --reward M:words rule|--reward M:words|--reward-weights 0.5 2|--reward-weights 3|--minibatches 2
---step-reward M:steps|--reward-model-lr 0.1|--updates-per-rollout 1|--rounding nearest"""
+--step-reward M:steps|--reward-model-lr 0.1|--updates-per-rollout 1|--lora-alpha 3|--max-turns 2"""
 TEXTS = ["7 + 2 = 9 , \\boxed{ 9 }", "\\boxed{ 5 } , 9 \\boxed{ 9 }", "9", "\\boxed{ 7 } 2 2 2",
          "\\boxed{ 9 }", "2 - 2 \\boxed{ 2 }", "\\boxed{ 2 } \\boxed{ 9 }", "4 = 4 = 4 , 5"]
 
@@ -193,16 +203,19 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, tm
     rollout = Rollout(labels.clamp(min=3), labels, torch.zeros(8, 22), TEXTS,
                       torch.arange(8) % 4 > 0, torch.arange(8) // 4)
     start = Bigrams()
-    rollout.logprobs, _ = start.token_logprobs(rollout.input_ids, labels, 1.0, True, None)
-    rollout.logprobs = rollout.logprobs.detach() + 0.3 * torch.randn(8, 22, generator=seeded())
+    noise = 1e-3 * rollout.mask * torch.randn(8, 22, generator=seeded())  # as rounding may give
+
+    def drawn(model, *_):
+        found = model.token_logprobs(rollout.input_ids, labels, 1.0, False, None).detach()
+        return dataclasses.replace(copy.deepcopy(rollout), logprobs=found + noise)
+
     batch = [{"question": "?", "answer": "9"}, {"question": "?", "answer": "2"}]
     monkeypatch.setattr(train, "batch_of_step", lambda *_: train.Batch(batch, ["", ""]))
-    monkeypatch.setattr(train, "evaluate", lambda *_: ({"eval_accuracy": 0.5}, ["", ""]))
+    monkeypatch.setattr(train, "evaluate", lambda *_: ({"eval_accuracy": 0.5}, [("", 0.0)] * 2))
     plain = vars(settings("--steps=2", "--prompts-per-step=2", "--group-size=4", "--lr=20",
                           "--max-new-tokens=12", "--kl-coef=0.3", "--updates-per-rollout=2"))
     given = {words: train.given_flags(words.replace("M:", f"{tmp_path / 'm.py'}:").split())
              for words in re.split(r"\||\n", ONE_FLAG)}
-    given["--clip-advantages 5"] = {"clip_advantages": 5.0}  # more than any of four answers has
 
     @functools.cache
     def trained(flags):
@@ -220,7 +233,7 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, tm
         reference.table += 0.3 * torch.randn(64, 64, generator=seeded(2))
         train.train_grpo(policy, reference if s.kl_coef else None,
                          torch.optim.SGD(policy.parameters()), tokenizer, batch, batch, s,
-                         sampler=lambda *_: copy.deepcopy(rollout), reward_of=reward_of)
+                         sampler=drawn, reward_of=reward_of)
         return (policy.table - start.table).detach(), told
 
     tried = 0
@@ -232,7 +245,7 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, tm
         tried += 1
         same = bool((both[0] - beside[0]).norm() <= 1e-5 * beside[0].norm())
         flag = one.split()[0]
-        assert f"{flag}: " in both[1] or not same or one.endswith("s 5"), (other, one)
+        assert f"{flag}: " in both[1] or not same, (other, one)
         assert same or f"{flag}: no effect" not in both[1], (other, one)
     assert tried > 600
     settings("--kl-coef=0", "--kl-estimator=k2")
@@ -274,15 +287,18 @@ def resampled(rounds, *flags, reward_of=length_reward):
     def batch_of(kind, n):
         names = [f"{kind}{k}" for k in range(n)]
         problems = [{"question": name, "answer": "7"} for name in names]
-        return train.Batch(problems, names, None, more)
+        return train.Batch(problems, names)
 
-    def more(attempt, n):
+    def more(tokenizer, pool, step, s, attempt, n):
         asked.append((attempt, n))
         return batch_of(f"new {attempt}.", n)
 
     batch = batch_of("old ", 4)
-    metrics, rollout = train.train_step(p.policy, p.reference, p.optimizer, p.tokenizer, batch,
-                                        p.settings, lambda *_: next(rollouts), reward_of)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "batch_of_step", more)
+        patch.setattr(train, "limit_apart", lambda *_: math.inf)   # these log-probs are invented
+        metrics, rollout = train.train_step(p.policy, p.reference, p.optimizer, p.tokenizer, batch,
+                                            p.settings, lambda *_: next(rollouts), reward_of)
     # A problem goes where its prompt goes.
     assert [problem["question"] for problem in batch.problems] == batch.prompts
     return SimpleNamespace(prompts=batch.prompts, metrics=metrics, asked=asked, rollout=rollout)
@@ -308,7 +324,7 @@ def test_flat_groups_are_replaced_whole():
     assert {name: r.metrics[name] for name in expected} == pytest.approx(expected)
     # ids, labels and log-probs of each group are those of its own draw, padded to the longest
     for j, (start, draw, end) in enumerate([(24, 20, 7), (9, 5, 9), (44, 40, 11), (17, 5, 9)]):
-        group = r.rollout.take(list(range(4 * j, 4 * j + 4)))
+        group = sample.take(r.rollout, list(range(4 * j, 4 * j + 4)))
         assert group.input_ids[:, 0].tolist() == list(range(start, start + 4))
         assert group.mask.sum(dim=1).tolist() == [end - 4] * 4
         assert torch.equal(group.labels[:, 4:end], group.input_ids[:, 4:end])
@@ -335,11 +351,11 @@ def test_rounds_of_resampling():
 def test_other_problems_follow_from_seed_step_and_round(tiny):
     s = settings("--prompts-per-step=4")
 
-    def own(step, n=12):
-        return train.batch_of_step(tiny[1], tiny_problems()[:n], step, s)
+    def own(step, n=12, attempt=0, most=None):
+        return train.batch_of_step(tiny[1], tiny_problems()[:n], step, s, attempt, most)
 
     def more(step, attempt, n=3):
-        batch = own(step).more(attempt, n)
+        batch = own(step, 12, attempt, n)
         pairs = zip(batch.problems, batch.prompts, strict=True)
         assert all(problem["question"] in prompt for problem, prompt in pairs)
         return batch.prompts, [g.initial_seed() for g in batch.generators]
@@ -349,7 +365,7 @@ def test_other_problems_follow_from_seed_step_and_round(tiny):
     assert len({tuple(prompts) for prompts, _ in drawn}) == 3
     assert len({seed for _, seeds in drawn for seed in seeds}) == 9
     assert not set(own(3).prompts) & set(more(3, 1, 4)[0])   # 8 others are there, and come first
-    assert len(own(1, n=4).more(1, 4).prompts) == 4       # where there are no others
+    assert len(own(1, 4, 1, 4).prompts) == 4       # where there are no others
 
 
 # --------------------------------------------------------------------------------------------------
@@ -412,7 +428,8 @@ def everything(tmp_path_factory):
 
         def renew(ref, *others, plain=train.renew):
             figures = plain(ref, *others)
-            reference.append(copy.deepcopy(dict(ref.named_parameters())))
+            if figures:
+                reference.append(copy.deepcopy(dict(ref.named_parameters())))
             return figures
 
         patch.setattr(train, "keep_best", keep_best)
@@ -482,7 +499,7 @@ def test_ranks_meet_equally_often_in_an_evaluation(monkeypatch, fails):
     def sampler(model, tokenizer, prompts, *_):
         return SimpleNamespace(responses=["no"] * len(prompts))
 
-    reward_of = raises(train.RewardFailed("oh")) if fails else lambda _, prompts, rollout: (
+    reward_of = raises(train.BadInput("oh")) if fails else lambda _, prompts, rollout: (
         torch.ones(len(prompts)))
     monkeypatch.setattr(train, "world", lambda: 2)
     monkeypatch.setattr(train, "gathered_objects",
@@ -509,15 +526,14 @@ def history(n, **series):
 
 
 @pytest.mark.parametrize("what, n, name, failing, healthy, words", [
-    ("length", 40, "response_length_mean", [121.0] * 20, [119.0] * 20, ("21%", "--length-rescale")),
-    ("gradient", 30, "grad_norm", [10.5], [9.5], ("10.5", "it was 1", "--lr")),
-    ("kl", 12, "approx_kl", [0.06] * 10, [0.04] * 10, ("0.060", "--kl-band 0.02 0.05")),
-    ("reference", 4, "approx_kl", [0.0] * 4, [0.0] * 3, ("exactly 0", "--lr")),
-    ("flat", 10, "zero_variance_groups", [0.51] * 10, [0.5] * 10, ("51%", "--max-resample 3")),
-    ("cut", 10, "truncated_fraction", [0.96] * 10, [0.95] * 9, ("96%", "--max-new-tokens", "end")),
-    ("ratio", 10, "sampler_ratio_error", [0.11] * 10, [0.09] * 10,
-     ("0.11", "--sampler-correction 2.0")),
-    ("entropy", 20, "entropy", [0.049] * 10, [0.051] * 10, ("0.0490", "--clip-eps-high 0.28")),
+    ("gradient", 45, "grad_norm", [10.5], [9.5], ("10 times", "--lr")),
+    ("KL", 12, "approx_kl", [0.06] * 10, [0.04] * 10, ("0.060", "--kl-band 0.02 0.05")),
+    ("reference", 12, "approx_kl", [0.0] * 4, [0.0] * 3, ("4 steps", "--lr")),
+    ("flat groups", 10, "zero_variance_groups", [0.51] * 10, [0.5] * 10,
+     ("51%", "--max-resample 3")),
+    ("cut answers", 10, "truncated_fraction", [0.96] * 10, [0.95] * 9,
+     ("96%", "--max-new-tokens")),
+    ("entropy", 20, "entropy", [0.049] * 10, [0.051] * 10, ("1/10", "--clip-eps-high 0.28")),
 ])
 def test_a_failure_is_named_with_its_number_and_its_remedy(what, n, name, failing, healthy, words):
     rows = history(n, **{name: failing})
@@ -529,31 +545,13 @@ def test_a_failure_is_named_with_its_number_and_its_remedy(what, n, name, failin
     assert rows == before                                 # a pure function
 
 
-LONGER = {"response_length_mean": [200.0] * 20}
-RISING = {"reward/ended": [0.1] * 10 + [0.4] * 10}
-
-
-@pytest.mark.parametrize("rows, expected", [
-    (history(1), []), (history(60), []),
-    # Answers may grow if accuracy does; it takes two windows of 20 to know
-    (history(40, **LONGER), ["length"]), (history(40, accuracy=[0.45] * 20, **LONGER), []),
-    (history(39, **LONGER), []),
-    # A policy without gradients has a KL of 0, and after a renewal it has to be 0
-    (history(8, approx_kl=[0.0] * 8), ["reference"]),
-    (history(8, approx_kl=[0.0] * 8, grad_norm=[0.0] * 8), []),
-    (history(8, approx_kl=[0.0] * 8, reference_renewed=[1.0] * 8), []),
-    (history(25, grad_norm=[99.0]), []),
-    # Of two rewards one rises alone, and the KL runs away; or it does not, or both rise
-    (history(20, approx_kl=[0.3] * 20, **RISING, **{"reward/right": [0.1] * 20}),
-     ["kl", "one reward"]),
-    (history(20, **RISING, **{"reward/right": [0.1] * 20}), []),
-    (history(20, approx_kl=[0.3] * 20, **RISING, **{"reward/right": [0.1] * 17 + [0.2] * 3}),
-     ["kl"]),
-    # Nothing is said where nothing is known: no reference, no true answers
-    (history(40, approx_kl=[None] * 40, accuracy=[None] * 40, **LONGER), []),
-])
-def test_what_makes_a_failure_none(rows, expected):
-    assert list(train.symptoms(rows)) == expected
+@pytest.mark.parametrize("row", [
+    dict(approx_kl=None, entropy=None, grad_norm=None), dict(grad_norm=0.0, approx_kl=0.0),
+    dict(approx_kl=0.0, reference_renewed=1.0), dict(approx_kl=0.0, grad_norm=None)])
+def test_nothing_is_said_of_steps_without_a_number_or_a_gradient(row):
+    """Skipped updates; groups that are all flat; a reference that is renewed in every step."""
+    assert train.symptoms([{**metrics, **row} for metrics in history(45)]) == {}
+    assert train.symptoms([*history(1, grad_norm=[0.0]) * 40, *history(1)]) == {}
 
 
 def logged(lines, run):
@@ -616,7 +614,7 @@ def traced(tmp_path_factory):
 
 def test_the_trace_tells_the_stages_in_order(capsys, traced):
     assert re.findall(r"\[([A-H])\]", traced.out) == list("ABCDEFGH")
-    for words in ("sample_groups", "score_responses", "advantages_for", "token_logprobs",
+    for words in ("sample_groups", "score_responses", "group_advantages", "token_logprobs",
                   "clipped_objective", "kl_estimate", "grpo_loss", "train_grpo", traced.prompt,
                   f"truth is {traced.truth}"):
         assert words in traced.out
@@ -792,9 +790,7 @@ def test_the_end_draws_curves_and_names_what_comes_next(capsys, unknown):
     assert f"\nsee what it learned  {folder}/page.html\n" in unknown.out
     s = train.parse(commands["go on from it"][2:])
     assert s.reward == [f"{unknown.mine}:first"] and s.question_field == "task"
-    for threads, words in ((1, ""), (2, "--threads 2: the run had 1; sums differ")):
-        s = train.parse(["--resume", str(unknown.folder), f"--threads={threads}"])
-        assert s.threads == threads and words in capsys.readouterr().out
+    assert train.parse(["--resume", str(unknown.folder), "--threads=2"]).threads == 2
     assert train.small_curve([*enumerate([0.0, 1.0, 0.5])]) == "   0.000 ▁█▄ 0.500"
     assert train.small_curve([(1, 2.0), (2, 2.0)]) == "   2.000 ▁▁ 2.000"
     assert train.small_curve([]) == ""
@@ -803,16 +799,7 @@ def test_the_end_draws_curves_and_names_what_comes_next(capsys, unknown):
     assert float(first) == 9.5 and float(last) == 989.5   # means of 20
 
 
-def test_a_mixture_of_experts_is_told_what_it_lacks(capsys, tmp_path):
-    p = parts()
-    train.check_forms(p.policy, p.settings)
-    assert "mixture" not in capsys.readouterr().out
-    mixture = small_model("qwen3_moe", num_experts=4, num_experts_per_tok=2,
-                          moe_intermediate_size=16, head_dim=8)
-    train.check_forms(mixture, p.settings)
-    out = capsys.readouterr().out
-    assert "no balance or z-loss" in out and "own decode step refused" in out
-    # And data with one question, that none is left to hold out
+def test_data_with_one_question(capsys, tmp_path):
     (tmp_path / "d.jsonl").write_text(json_lines(*2 * tiny_problems()[:1]))
     assert train.main([*SHORT, f"--data={tmp_path / 'd.jsonl'}"]) == 2
     assert "no problem is left to hold out" in capsys.readouterr().err

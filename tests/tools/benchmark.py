@@ -1,6 +1,5 @@
 """How fast and how lean a training step is, beside TRL's GRPOTrainer where that is installed.
 
-    python tests/tools/benchmark.py --first-run  # a new GPU: is it right, how near to the floor
     python tests/tools/benchmark.py tiny small  # the default run; 4 layers, 64 and 256 new tokens
     python tests/tools/benchmark.py ragged vocab  # answers of many lengths; 151,936 words
     python tests/tools/benchmark.py qwen1.5b  # the shape of Qwen2.5-1.5B, on a GPU only
@@ -51,13 +50,15 @@ from pathlib import Path
 from statistics import median
 
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+from transformers.utils import logging
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import train  # noqa: E402
-from logprob import LeanHead, selected_logprobs  # noqa: E402
+from logprob import LeanHead  # noqa: E402
 from reward import load_function, load_problems, own_reward_of, rule_reward  # noqa: E402
 
 # An end token of this chance per draw never comes: all answers have the full length.
@@ -212,7 +213,6 @@ def ours(settings, policy, tokenizer, batches, job):
     s = settings
     reference = copy.deepcopy(policy).requires_grad_(False) if s.kl_coef else None
     optimizer = train.make_optimizer(policy, s)
-    train.start_from_file(optimizer, policy, s)
     loaded = memory_loaded(policy, reference)
     paid = own_reward_of(s.reward) if s.reward else None
     steps = []
@@ -308,7 +308,8 @@ def head_alone(job):
     if job["side"] == "lean head":
         logprobs, _ = LeanHead.apply(hidden, weight, targets, 16.0, False)
     else:
-        logprobs = selected_logprobs(hidden @ weight.T, targets, 16.0)
+        logits = hidden @ weight.T / 16.0
+        logprobs = logits.log_softmax(dim=-1).gather(1, targets[:, None])
     logprobs.sum().backward()
     end = now()
     return {"seconds": [end[0] - start[0]], "cpu": [end[1] - start[1]], "peak": [peak_memory()]}
@@ -371,7 +372,7 @@ def make_folder(size, folder):
 def word_tokenizer(vocab):
     # Whoever opens the folder with AutoTokenizer gets Qwen2's class, which knows this end token.
     words = ["<pad>", "<|endoftext|>"] + [f"w{i}" for i in range(2, vocab)]
-    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, words[PAD]))
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "w2"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token=words[PAD],
                                    eos_token=words[END],
@@ -597,8 +598,6 @@ def make_parser():
     parser.add_argument("--micro-batches", type=int, nargs="+",
                         help="rows, for TRL")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--first-run", action="store_true",
-                        help="see that this card computes what it should, and how fast, in minutes")
     parser.add_argument("--scaling", action="store_true", help="measure how ours grows instead")
     parser.add_argument("--against", metavar="FLAGS",
                         help="measure ours with these flags, against the default")
@@ -639,27 +638,24 @@ def main(argv=None):
     if unknown := set(args.presets) - set(PRESETS):
         parser.error(f"no preset {', '.join(sorted(unknown))}; there are {', '.join(PRESETS)}")
     try:
-        train.given_flags((args.against or "").split())
+        train.parse((args.against or "").split())
     except train.BadInput as error:
         parser.error(f"--against: {error}")
-    if args.first_run:
-        import first_run  # which imports this file
-        return first_run.main()
     if args.child:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         job = json.loads(args.child)
         side = head_alone if job["side"] in ("lean head", "full logits") else measure
         print(json.dumps(side(job)))
         return 0
-    train.transformers.utils.logging.disable_progress_bar()
-    train.transformers.utils.logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     os.environ |= {"OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false",
                    "HF_HUB_OFFLINE": "1"}
     rival = "no TRL here (pip install trl): ours alone"
     if importlib.util.find_spec("trl"):
         rival = "TRL " + importlib.metadata.version("trl")
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {args.threads} threads, "
-          f"torch {torch.__version__}, transformers {train.transformers.__version__}, {rival}")
+          f"torch {torch.__version__}, transformers {transformers.__version__}, {rival}")
     with tempfile.TemporaryDirectory() as temporary:
         if args.head:
             head(args.pairs or 3)

