@@ -7,8 +7,8 @@ Departures from the theory's code map:
 - The ids that were sampled are the ids that are trained on: no text is tokenised again.
 - A step may take several updates on one rollout. All of them use the old log-probs that the first
   update computes, before any weight has moved.
-- The batch is cut into micro-batches, and the loss is divided once, by the size of the whole batch:
-  the gradient does not depend on the cut.
+- The batch is cut into micro-batches. The loss is divided once, by the size of the whole batch, so
+  the gradient does not depend on how the batch is cut.
 
     python train.py                                       # the tiny policy learns to reason
     python train.py --model Qwen/Qwen2.5-1.5B-Instruct    # GSM8K, on a GPU
@@ -36,9 +36,9 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
-# Both must be set before torch is imported. OpenMP threads should sleep while they wait: spinning
-# slows everything down when other programs run. And CUDA's allocator should let its blocks grow:
-# the free memory between blocks of a fixed size is lost.
+# These two are read when torch is imported. OpenMP threads should sleep while they wait: spinning
+# slows everything down when other programs run. CUDA's allocator should let its blocks grow, or
+# free memory between them is lost.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
@@ -81,24 +81,24 @@ def plain_step(policy, reference, optimizer, tokenizer, prompts, truths, G=8):
 
 def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
                sampler=sample_groups, reward_of=None):
-    """One GRPO step on a Batch -> (its metrics, floats by name; the Rollout).
+    """One GRPO step on a Batch -> (its metrics {name: float}, its Rollout).
 
     DeepSeekMath, algorithm 1. ref_model: the frozen reference, None for no KL. `sampler` is called
     like sample_groups. `reward_of(problems, prompts, rollout) -> (N,)` replaces the rule's reward.
     With several GPUs each has its own batch; the metrics cover all of them.
     """
     s = settings
-    clock = Clock()
+    seconds = Counter(start=time.perf_counter())
 
-    @agreed  # an error on one GPU is raised on all
-    def answers_to(batch):
+    @agreed  # bad input on one GPU is raised on all
+    def rollout_of(batch):
         # [A] G answers to each prompt, drawn from the policy as it is now
         draw = around_best(batch, s) if s.around_best else sampler
-        with ready_to_sample(policy_model, s):
+        with whole_weights(policy_model):
             rollout = draw(policy_model, tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
                            s.temperature, batch.generators)
-        clock.lap("sampling")
-        # [B] One number per answer, (N,). Accuracy always comes from the rule's.
+        lap(seconds, "sampling")
+        # [B] One number per answer, (N,). Accuracy always uses the rule's rewards.
         truths = truths_of(batch.problems)
         rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)
         rollout.rewards = rollout.rule_rewards
@@ -106,11 +106,12 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
             rollout.rewards = reward_of(batch.problems, batch.prompts, rollout)
         return rollout
 
-    rollout = without_flat_groups(answers_to(batch), batch, answers_to, tokenizer, s)
+    rollout = rollout_of(batch)
+    rollout = without_flat_groups(rollout, batch, rollout_of, tokenizer, s)
     add_length_terms(rollout, s)
-    clock.lap("scoring")
+    lap(seconds, "scoring")
 
-    # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if its tokens differ.
+    # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if every token has its own.
     options = advantage_options(policy_model, rollout, batch, tokenizer, reward_of, s)
     advantages = advantages_for(s.advantage, rollout.rewards, s.group_size, **options)
     rollout.advantages = advantages.to(rollout.labels.device)
@@ -119,53 +120,51 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     if ref_model is not None:
         rollout.ref_logprobs, _ = all_token_logprobs(ref_model, rollout, s)
 
-    # [D] [E] [F] One gradient step by default. After it the answers come from an older policy,
-    # which the ratio and its clip correct for.
+    # [D] [E] [F] One gradient step by default. In later ones the answers are those of an older
+    # policy; the ratio and its clip correct for that.
     updates = []
     for _ in range(s.updates_per_rollout):
         for part in mini_batches(policy_model, rollout, s):
             updates.append(update(policy_model, optimizer, part, s))
     optimizer.zero_grad()  # the next rollout can use the gradients' memory
-    check_sampler(updates[0]["sampler_nats"], policy_model, s)
-    clock.lap("training")
-    return step_metrics(rollout, batch, updates, clock, s), rollout
+    check_sampler(updates[0]["sampler_difference"], policy_model, s)
+    lap(seconds, "training")
+    return step_metrics(rollout, batch, updates, seconds, s), rollout
 
 
 def update(policy_model, optimizer, rollout, settings):
-    """One gradient step on the rollout -> metrics of the batch."""
+    """One gradient step on these rows -> its metrics."""
     s = settings
     logprobs = torch.zeros_like(rollout.logprobs)                                      # (N, S-1)
-    # The old log-probs are those of the first update: no weight has moved yet, every ratio is 1.
+    entropies = torch.zeros_like(logprobs)
     first = rollout.old_logprobs is None
-    if first:
-        rollout.old_logprobs = logprobs  # the loop fills it in
-        rollout.entropies = torch.zeros_like(logprobs)
     # The loss is divided once, by the rows and tokens of the whole batch. Then micro-batches of n
-    # rows, w tokens wide, simply add up: they save memory and change nothing else.
+    # rows simply add up: they save memory and change nothing else.
     mask = loss_mask(rollout, s)                                                       # (N, S-1)
-    sizes = averaged({"n_rows": len(mask), "n_tokens": mask.sum()})
+    sizes = averaged({"n_rows": len(mask), "n_tokens": mask.sum()})  # as FSDP averages gradients
 
-    @within_memory(s)
     def backward():
         optimizer.zero_grad()
-        sums = Counter()
+        sums = Counter()  # its update() adds
         for part, here, weight in micro_batches(policy_model, rollout, s):
-            # [D] of the policy as it is now, with a gradient: (n, w-1)
-            logp, entropy = token_logprobs_of(policy_model, part, s)
+            # [D] of the policy as it is now, with a gradient: (n, width-1)
+            logp, entropies[here] = token_logprobs_of(policy_model, part, s)
             logprobs[here] = logp.detach()
-            if first:
-                rollout.entropies[here] = entropy
+            # Before the first update no weight has moved: every ratio is 1.
+            old = logp.detach() if first else part.old_logprobs
             # [E] [F] against the policy that drew the answers, and against the reference
-            loss, metrics = grpo_loss(logp, rollout.old_logprobs[here], part.ref_logprobs,
-                                      part.advantages, mask[here], **loss_options(part, s), **sizes)
+            loss, metrics = grpo_loss(logp, old, part.ref_logprobs, part.advantages, mask[here],
+                                      **loss_options(part, s), **sizes)
             scaled(loss * weight, optimizer).backward()
             sums.update({name: number * weight for name, number in metrics.items()})
         return sums
 
-    # [G] The gradient step. A step that would write NaN into the weights is skipped and counted.
-    sums = backward()
+    # [G] The gradient step. One with NaN, or after a sampler that differs, is skipped and counted.
+    sums = within_memory(backward, s)
+    if first:
+        rollout.old_logprobs, rollout.entropies = logprobs, entropies
     grad_norm = clip_grad_norm_(unscaled(optimizer), s.max_grad_norm)
-    metrics = update_metrics(sums, grad_norm, logprobs, rollout, limit_apart(policy_model, s))
+    metrics = update_metrics(sums, grad_norm, logprobs, rollout, tolerance(policy_model, s))
     if not metrics["skipped_updates"]:
         optimizer.step()
     return metrics | adapt_loss_scale(optimizer, metrics["skipped_updates"])
@@ -176,7 +175,7 @@ def update(policy_model, optimizer, rollout, settings):
 
 def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_problems, settings,
                run=None, sampler=sample_groups, reward_of=None, reward_model=None):
-    """Steps run.step + 1 .. settings.steps on `problems` (dicts, see reward.load_problems).
+    """Train on `problems` (dicts, see reward.load_problems) from step run.step + 1 on.
 
     `sampler` and `reward_of` are those of train_step; `reward_model`: the model behind `reward_of`,
     if it keeps training (iterative GRPO). Everything random follows from (seed, step, prompt): a
@@ -184,9 +183,10 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
     settings come from plan_memory().
     """
     run = run or Run()
-    s = settings_of_run(run, settings)
-    held_out = partial(evaluate, policy_model, tokenizer, eval_problems, s, sampler, reward_of)
-    before_first_step(run, held_out)
+    s = dataclasses.replace(settings, kl_coef=run.kl_coef or settings.kl_coef)  # it may change
+    evaluation = partial(evaluate, policy_model, tokenizer, eval_problems, s, sampler, reward_of)
+    if not run.held_out:
+        run.log({"step": 0, **measure(run, 0, evaluation)})
     with tqdm(total=s.steps, initial=run.step, desc="GRPO", disable=rank() > 0) as bar:
         for step in range(run.step + 1, s.steps + 1):
             if run.stopped():
@@ -197,58 +197,42 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             with saving_on_failure(run, policy_model, optimizer):
                 metrics, rollout = train_step(policy_model, ref_model, optimizer, tokenizer, batch,
                                               s, sampler, reward_of)
-            # Iterative GRPO: a new reference, and the reward model is trained further.
+            # Every --renew-reference steps: a new reference, a reward model that is trained further
             metrics |= renew(ref_model, policy_model, reward_model, rollout, step, s)
-            after_step(run, step, metrics, batch, rollout, held_out, policy_model, tokenizer,
+            after_step(run, step, metrics, batch, rollout, evaluation, policy_model, tokenizer,
                        optimizer, bar, s)
 
 
 # --------------------------------------------------------------------------------------------------
 # A reader of the theory may stop here. What follows: helpers of train_step and of train_grpo, known
 # failures, settings (every flag), loading, weights and optimizer, LoRA, a count of the memory,
-# several GPUs, the files of a run, checkpoints, the program. From here on `s` is the Settings.
+# several GPUs, the files of a run, checkpoints, the program, its page. `s` is the Settings.
 #
 # Helpers of train_step: its batch, the options of [B], [C] and [E][F], log-probs by micro-batches
 
 @dataclasses.dataclass
 class Batch:
-    """The problems of a step: B of them on this GPU."""
+    """This GPU's problems of a step."""
 
     problems: list                   # B dicts, see reward.load_problems
     prompts: list                    # their B prompts, chat template applied
     generators: list | None = None   # of random numbers, one per prompt
     step: int = 1
     pool: list | None = None         # all training problems: --max-resample draws others from them
-    resampled: int = 0               # groups that it has drawn anew
+    resampled: int = 0               # groups drawn anew
 
 
-class Clock(dict):
-    """Seconds by name."""
-
-    def __init__(self):
-        self.last = time.perf_counter()
-
-    def lap(self, name):
-        """The time since the last lap was spent on this."""
-        now = time.perf_counter()
-        self[name] = self.get(name, 0.0) + now - self.last
-        self.last = now
-
-
-@contextmanager
-def ready_to_sample(model, s):
-    """Gather the policy's weights; with --offload the sampler's cache is freed afterwards."""
-    with whole_weights(model):
-        yield
-    if s.offload:
-        sample.release()
+def lap(seconds, name):
+    """The time since the last lap was spent on this."""
+    # The start and all laps so far add up to the moment of the last one.
+    seconds[name] += time.perf_counter() - seconds.total()
 
 
 def around_best(batch, s):
     """--around-best: the rule decides which answers of a half-group the other half continues."""
-    truths = truths_of(batch.problems)
-    return partial(sample.sample_around, best=s.around_best, rewards_of=lambda _, responses:
-                   score_responses(responses, truths, s.group_size // 2))
+    def rewards_of(prompts, responses):
+        return score_responses(responses, truths_of(batch.problems), s.group_size // 2)
+    return partial(sample.sample_around, best=s.around_best, rewards_of=rewards_of)
 
 
 def add_length_terms(rollout, s):
@@ -269,7 +253,8 @@ def advantage_options(policy_model, rollout, batch, tokenizer, reward_of, s):
     candidates = None
     if s.advantage == "shape":
         # The texts of each answer's tokens
-        words = [sample.words_of(tokenizer, row[row != IGNORE].tolist()) for row in rollout.labels]
+        answers = [row[row != IGNORE].tolist() for row in rollout.labels]
+        words = [sample.words_of(tokenizer, ids) for ids in answers]
         candidates = reward.boxed_candidates(words, truths_of(batch.problems), s.group_size)
     if s.advantage in ("gtpo", "grpo-s"):
         score_before_updates(policy_model, rollout, s)  # they read the entropies
@@ -281,7 +266,7 @@ def advantage_options(policy_model, rollout, batch, tokenizer, reward_of, s):
 
 
 def score_before_updates(policy_model, rollout, s):
-    """[D] of the policy, for what cannot wait for the first update; once per rollout."""
+    """[D] of the policy now, if old log-probs or entropies are needed before the first update."""
     if rollout.old_logprobs is None:
         rollout.old_logprobs, rollout.entropies = all_token_logprobs(policy_model, rollout, s)
 
@@ -298,44 +283,42 @@ def mini_batches(policy_model, rollout, s):
 
 
 def micro_batches(model, rollout, s):
-    """Yields for each: its rows as a Rollout, their place in (N, S-1), the weight of its loss."""
+    """Yield for each: its rows as a Rollout, their place in (N, S-1), the weight of its loss."""
     share = s.share_prompts and logprob.is_fast(model)
     cuts = logprob.micro_batches(rollout.labels, rollout.group_ids, s.micro_batch_tokens, share)
     # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
     # the same number, or FSDP's gathers wait for ever: a GPU with fewer runs its last one again,
     # with weight 0.
-    most = max(gathered_objects(len(cuts)))
-    for n in range(most):
-        rows, width = cuts[min(n, len(cuts) - 1)]
+    n = len(cuts)
+    most = max(gathered_objects(n))
+    for i in range(most):
+        rows, width = cuts[min(i, n - 1)]
+        part = sample.take(rollout, rows.tolist(), width)
         here = rows.to(rollout.labels.device), slice(width - 1)
-        yield sample.take(rollout, rows.tolist(), width), here, int(n < len(cuts))
+        yield part, here, int(i < n)
 
 
-def token_logprobs_of(model, part, s, with_entropy=True):
+def token_logprobs_of(model, part, s):
     """[D] of one micro-batch: log-probs and entropies, (n, w-1) each."""
     # A sharded model must be entered through a method that FSDP knows, see shard().
     score = getattr(model, "token_logprobs", partial(token_logprobs, model))
     groups = part.group_ids if s.share_prompts else None
     # Without a gradient nothing is kept that checkpointing could save.
     with layers_checkpointed(model, s.gradient_checkpointing and torch.is_grad_enabled()):
-        found = score(part.input_ids, part.labels, s.temperature, with_entropy, groups)
-    return found if with_entropy else (found, torch.zeros_like(found))
+        return score(part.input_ids, part.labels, s.temperature, True, groups)
 
 
 @torch.no_grad()
 def all_token_logprobs(model, rollout, s):
     """[D] of the whole rollout: log-probs and entropies, (N, S-1) each."""
-    # Nobody reads the entropies of a frozen reference.
-    with_entropy = any(p.requires_grad for p in model.parameters())
     logprobs = torch.zeros_like(rollout.logprobs)
     entropies = torch.zeros_like(rollout.logprobs)
 
-    @within_memory(s)
     def score():
         for part, here, _ in micro_batches(model, rollout, s):
-            logprobs[here], entropies[here] = token_logprobs_of(model, part, s, with_entropy)
+            logprobs[here], entropies[here] = token_logprobs_of(model, part, s)
 
-    score()
+    within_memory(score, s)
     return logprobs, entropies
 
 
@@ -345,14 +328,11 @@ def loss_mask(rollout, s):
     return rollout.mask & rollout.finished[:, None] if s.mask_truncated else rollout.mask
 
 
-# The flags that grpo_loss takes under the same names
-OF_LOSS = ("clip_eps", "clip_eps_high", "kl_coef", "objective", "ratio", "kl_estimator",
-           "aggregate", "max_new_tokens")
-
-
 def loss_options(part, s):
     """The flags of [E][F]; with --sampler-correction also the sampler's log-probs."""
-    options = {name: getattr(s, name) for name in OF_LOSS}
+    names = ("clip_eps", "clip_eps_high", "kl_coef", "objective", "ratio", "kl_estimator",
+             "aggregate", "max_new_tokens")
+    options = {name: getattr(s, name) for name in names}
     if s.sampler_correction:
         # The sampler's own numbers come from other kernels than [D]'s; plain GRPO ignores them.
         options["sampler_logprobs"] = part.logprobs
@@ -360,76 +340,68 @@ def loss_options(part, s):
     return options
 
 
-def within_memory(s):
-    """Decorator: if memory runs out, again with half the micro-batch; after another error, again
-    without the fast forms. On several GPUs the error stays. The function may move no weight.
+def within_memory(function, s):
+    """Call function(). If memory runs out, again with half the micro-batch; after another error,
+    again without fast paths. With several GPUs the error is raised. It must not move a weight.
     """
-    def decorate(function):
-        def attempt():
-            try:
-                return function()
-            except Exception as error:
-                fault = None if out_of_memory(error) else one_line(error)
-                if world() > 1 or (logprob.PLAIN if fault else s.micro_batch_tokens < 256):
-                    raise
-            # Outside of `except`: there the error keeps the activations alive.
-            if fault:
-                drop_fast_forms(fault)
-            else:
-                sample.release()
-                s.micro_batch_tokens //= 2
-                say(f"out of memory: --micro-batch-tokens is now {s.micro_batch_tokens}")
-            return attempt()
-        return attempt
-    return decorate
+    if s.offload:
+        sample.release()  # the sampler's cache, which the next rollout makes again
+    try:
+        return function()
+    except Exception as error:
+        fault = None if out_of_memory(error) else one_line(error)
+        give_up = logprob.PLAIN if fault else s.micro_batch_tokens < 256
+        if give_up or world() > 1:
+            raise
+    # Outside of `except`: there the error keeps the activations alive.
+    if fault:
+        drop_fast_paths(fault)
+    else:
+        sample.release()
+        s.micro_batch_tokens //= 2
+        say(f"out of memory: --micro-batch-tokens is now {s.micro_batch_tokens}")
+    return within_memory(function, s)
 
 
 def update_metrics(sums, grad_norm, logprobs, rollout, limit):
     """Metrics of all micro-batches, on all GPUs, and whether the step must be skipped."""
-    apart = (rollout.logprobs - rollout.old_logprobs).abs().sum() / rollout.mask.sum()
-    numbers = {**sums, "grad_norm": full(grad_norm), "sampler_nats": apart,
-               "ratio_max_error": ratio_error(logprobs, rollout.old_logprobs)}
-    values = torch.stack(list(numbers.values())).tolist()  # together: each would wait for the GPU
-    mine = dict(zip(numbers, values))
-    metrics = averaged(mine)
-    metrics["ratio_max_error"] = max(gathered_objects(mine["ratio_max_error"]))
-    finite = math.isfinite(metrics["grad_norm"]) and math.isfinite(metrics["loss"])
-    metrics["skipped_updates"] = int(not finite or metrics["sampler_nats"] > limit)
+    apart = (rollout.logprobs - rollout.old_logprobs).abs().sum()
+    off_1 = (logprobs - rollout.old_logprobs).expm1().abs().max()  # of a ratio
+    metrics = averaged({**sums, "grad_norm": full(grad_norm),
+                        "sampler_difference": apart / rollout.mask.sum()})
+    metrics["ratio_max_error"] = max(gathered_objects(float(off_1)))
+    finite = math.isfinite(metrics["grad_norm"] + metrics["loss"])
+    metrics["skipped_updates"] = int(not finite or metrics["sampler_difference"] > limit)
     return metrics
-
-
-def ratio_error(logprobs, old_logprobs):
-    """max over all tokens of |exp(log pi - log pi_old) - 1|, a tensor."""
-    return (logprobs - old_logprobs).expm1().abs().max()
 
 
 # Sampler and trainer are two implementations of one policy. So [A]'s log-probs and [D]'s must be
 # the same on the answers of every step, before the first update moves a weight.
 
-def limit_apart(model, s):
-    """The largest difference that is only rounding: it is 1e-6 in float32 and 0.02 in bfloat16."""
+def tolerance(model, s):
+    """Nats per token that rounding may explain: it was 1e-6 in float32 and 0.02 in bfloat16."""
     if s.sampler_correction:  # --sampler-correction corrects for any difference
         return math.inf
     return 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
 
 
 def check_sampler(nats, model, s):
-    """Drop the fast forms if sampler and trainer differ; BadInput if the plain ones differ, too."""
-    if nats > limit_apart(model, s):
-        fault = f"sampler and trainer differ by {nats:.2g} nats a token"
+    """Drop the fast paths if sampler and trainer differ; BadInput if the plain ones differ, too."""
+    if nats > tolerance(model, s):
+        fault = f"sampler and trainer differ by {nats:.2g} nats per token"
         if logprob.PLAIN:
-            raise BadInput(f"--model {s.model}: {fault} even in their plain forms; "
+            raise BadInput(f"--model {s.model}: {fault} even without fast paths; "
                            "--sampler-correction 2.0 corrects for that")
-        drop_fast_forms(fault)
+        drop_fast_paths(fault)
 
 
-def drop_fast_forms(reason):
-    """From here on sampler and trainer run in their plain forms."""
+def drop_fast_paths(reason):
+    """From here on sampler and trainer take the plain paths."""
     sample.PLAIN = logprob.PLAIN = True
-    say(f"the fast forms are no longer used: {reason}; what follows is slower")
+    say(f"fast paths are off from here on, which is slower: {reason}")
 
 
-def step_metrics(rollout, batch, updates, clock, s):
+def step_metrics(rollout, batch, updates, seconds, s):
     """The metrics of a step: its answers, the mean of its updates, its time."""
     lengths = gathered(rollout.mask.sum(dim=1).float())                                # (N,)
     rewards = gathered(rollout.rewards)                                                # (N,)
@@ -437,7 +409,6 @@ def step_metrics(rollout, batch, updates, clock, s):
     known = gathered(rollout.rule_rewards)
     known = known[~known.isnan()]
     entropies = gathered(rollout.entropies.sum(dim=1))                                 # (N,)
-    seconds = sum(clock.values())
     metrics = {
         "reward_mean": rewards.mean(),
         "reward_std": rewards.std(correction=0),
@@ -451,63 +422,50 @@ def step_metrics(rollout, batch, updates, clock, s):
         "tokens": lengths.sum(),
         "entropy": entropies.sum() / lengths.sum(),  # per token, before any update
         "kl_coef": s.kl_coef,
-        # trainer against sampler, before any weight has moved: only rounding
-        "sampler_ratio_error": max(gathered_objects(
-            float(ratio_error(rollout.old_logprobs, rollout.logprobs)))),
-        **{name: sum(u[name] for u in updates) / len(updates) for name in updates[0]},
-        "ratio_max_error": max(u["ratio_max_error"] for u in updates),
-        "skipped_updates": sum(u["skipped_updates"] for u in updates),
-        **{f"seconds_{name}": clock[name] for name in clock},
-        "peak_memory_gb": peak_memory() / 1e9,
-        "tokens_per_second": lengths.sum() / seconds,
     }
+    for name in updates[0]:
+        values = [update[name] for update in updates]
+        metrics[name] = sum(values) / len(values)
+    metrics["ratio_max_error"] = max(update["ratio_max_error"] for update in updates)
+    metrics["skipped_updates"] = sum(update["skipped_updates"] for update in updates)
+    del seconds["start"]
+    for name in seconds:
+        metrics[f"seconds_{name}"] = seconds[name]
+    metrics["tokens_per_second"] = metrics["tokens"] / seconds.total()
+    metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # 0 on a CPU
     if s.max_resample:
         metrics["resampled_groups"] = sum(gathered_objects(batch.resampled))
     for name, values in (rollout.reward_parts or {}).items():
-        values = gathered(values)  # NaN where this reward does not apply
-        metrics[f"reward/{name}"] = values.nanmean()
-        centred = values - values.nanmean()
-        metrics[f"reward_std/{name}"] = centred.square().nanmean().sqrt()
+        metrics[f"reward/{name}"] = gathered(values).nanmean()  # NaN where it does not apply
     return {name: float(value) for name, value in metrics.items()}
-
-
-def peak_memory():
-    """Bytes: of the allocator on CUDA, else of the whole process; NaN if it is unknown."""
-    if used := torch.cuda.max_memory_allocated():  # 0 on a CPU, even of a machine with a GPU
-        return used
-    with suppress(ImportError):  # Windows
-        import resource
-        unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return math.nan
 
 
 # --------------------------------------------------------------------------------------------------
 # Dynamic sampling (DAPO, arXiv 2503.14476): a group whose rewards are all equal teaches nothing and
 # is replaced by a group of another problem
 
-def without_flat_groups(rollout, batch, answers_to, tokenizer, s):
-    """--max-resample: replace groups without variance -> Rollout; `batch` changes in place."""
+def without_flat_groups(rollout, batch, rollout_of, tokenizer, s):
+    """--max-resample: replace flat groups -> Rollout; `batch` changes in place."""
+    B = len(batch.prompts)
     G = s.group_size
-    N = len(rollout.responses)
     for attempt in range(1, s.max_resample + 1):  # groups that stay flat have advantages of 0
-        flat = torch.where(is_flat(rollout.rewards, G))[0].tolist()
-        if not any(gathered_objects(len(flat))):
+        n = int(is_flat(rollout.rewards, G).sum())
+        if not any(gathered_objects(n)):
             break  # every group of every rank teaches something
-        # A rank that needs no group still draws one: the others wait for it in FSDP.
-        others = batch_of_step(tokenizer, batch.pool, batch.step, s, attempt, max(len(flat), 1))
-        new = answers_to(others)
-        # A new group takes the place of a flat one, unless it is flat itself.
-        useful = torch.where(~is_flat(new.rewards, G))[0].tolist()
-        rows = list(range(N))
-        for j, k in zip(flat, useful):
-            batch.problems[j] = others.problems[k]
-            batch.prompts[j] = others.prompts[k]
-            start = N + k * G
-            rows[j * G:(j + 1) * G] = range(start, start + G)
-        both = sample.take(sample.joined(rollout, new), rows)
-        rollout = dataclasses.replace(both, group_ids=rollout.group_ids)
-        batch.resampled += len(flat)
+        batch.resampled += n
+        n = max(n, 1)  # who needs no group draws one, too: the other ranks wait for it in FSDP
+        others = batch_of_step(tokenizer, batch.pool, batch.step, s, attempt, n)
+        both = sample.joined(rollout, rollout_of(others))
+        # B groups stay: those that teach, the old ones first, then flat ones.
+        flat = is_flat(both.rewards, G).int()                                          # (B + n,)
+        stay, _ = flat.argsort(stable=True)[:B].sort()                                 # (B,)
+        problems = batch.problems + others.problems
+        prompts = batch.prompts + others.prompts
+        batch.problems = [problems[j] for j in stay]
+        batch.prompts = [prompts[j] for j in stay]
+        rows = stay[:, None] * G + torch.arange(G)                                     # (B, G)
+        chosen = sample.take(both, rows.flatten().tolist())
+        rollout = dataclasses.replace(chosen, group_ids=rollout.group_ids)
     return rollout
 
 
@@ -515,7 +473,7 @@ def without_flat_groups(rollout, batch, answers_to, tokenizer, s):
 # Helpers of train_grpo: problems and random numbers of a step, evaluation, the bar
 
 def check_arguments(problems, eval_problems, s):
-    """BadInput for what would fail in the middle of a step."""
+    """BadInput: too few problems."""
     if not eval_problems:
         raise BadInput(f"--eval-data {s.eval_data or s.data}: no problem is left to hold out")
     if len(problems) < s.prompts_per_step and not s.eval_only:
@@ -526,32 +484,32 @@ def check_arguments(problems, eval_problems, s):
 def batch_of_step(tokenizer, problems, step, s, attempt=0, n=None):
     """This GPU's share of the step's B problems -> Batch; in a resampling attempt, n others."""
     B = s.prompts_per_step
+    names = (s.seed, step)
     # Every epoch has a new order; the few problems that do not fill a step are left out.
     epoch, k = divmod(step - 1, len(problems) // B)  # steps count from 1
-    order = shuffled(len(problems), s.seed, 0, epoch)
+    order = shuffled(problems, s.seed, 0, epoch)
     order = order[k * B:(k + 1) * B]
-    names = (s.seed, step)
     if attempt:
         names = (s.seed, "resample", step, attempt)
         # The step's own problems come last.
-        order = sorted(shuffled(len(problems), *names), key=order.__contains__)
+        order = sorted(shuffled(problems, *names), key=lambda problem: problem in order)
     mine = share_of_rank(B)[:n]  # whole groups: one split over GPUs would have two means
-    chosen = [problems[order[j]] for j in mine]
+    chosen = [order[j] for j in mine]
     prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in chosen]
     generators = [seeded(*names, j) for j in mine]
     return Batch(chosen, prompts, generators, step, problems)
 
 
-def shuffled(n, *names):
-    return torch.randperm(n, generator=seeded(*names)).tolist()
+def shuffled(problems, *names):
+    order = torch.randperm(len(problems), generator=seeded(*names))
+    return [problems[i] for i in order.tolist()]
 
 
 def seeded(*names, device="cpu"):
     """A random generator that follows from these numbers and words alone."""
     # A hash, because seed + step would be the same for step 2 of seed 0 and step 1 of seed 1.
     digest = hashlib.sha256(repr(names).encode()).digest()
-    # manual_seed takes a signed 64-bit number: one bit fewer than eight bytes have.
-    number = int.from_bytes(digest[:8], "little") >> 1
+    number = int.from_bytes(digest[:8], "little") >> 1  # manual_seed takes 63 bits
     return torch.Generator(device).manual_seed(number)
 
 
@@ -559,15 +517,15 @@ def renew(ref_model, policy_model, reward_model, rollout, step, s):
     """DeepSeekMath's iterative GRPO: the reference becomes the current policy -> figures."""
     if reward_model:  # keep pairs of this step's answers: the same on every rank
         rows = sum(gathered_objects(rollout.judged), [])
-        reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
+        generator = seeded(s.seed, "pairs", step)
+        reward.collect_pairs(reward_model, rows, s.group_size, generator)
     if not s.renew_reference or step % s.renew_reference:
         return {}
     follow(ref_model, policy_model)
     figures = {"reference_renewed": 1.0}
     if reward_model:  # every rank takes the same steps on the same pairs
-        figures |= reward.train_reward_model(reward_model, seeded(s.seed, "reward model", step))
-        for p in reward_model.model.parameters() if world() > 1 else ():
-            dist.broadcast(p.data, 0)  # a GPU's sums may differ in their last digit
+        generator = seeded(s.seed, "reward model", step)
+        figures |= reward.train_reward_model(reward_model, generator)
     return figures
 
 
@@ -580,18 +538,14 @@ def follow(ref_model, policy_model):
         ref.copy_(p)
 
 
-def settings_of_run(run, settings):
-    """A copy of the settings for a run: its beta and its micro-batches may change."""
-    kl_coef = settings.kl_coef if run.kl_coef is None else run.kl_coef
-    return dataclasses.replace(settings, kl_coef=kl_coef)
-
-
-def before_first_step(run, held_out):
-    """The evaluation of the start, once per run."""
-    if not run.held_out:
-        figures, run.before = held_out()
-        run.held_out = [(0, figure_of(figures))]
-        run.log({"step": 0, **figures})
+def measure(run, step, evaluation):
+    """Evaluate after a step; 0 is the start -> metrics."""
+    metrics, run.after = evaluation()
+    run.before = run.before or run.after
+    # The one number of an evaluation: the user's own reward, or else accuracy
+    score = metrics.get("eval_reward", metrics["eval_accuracy"])
+    run.held_out.append((step, score))
+    return metrics
 
 
 @contextmanager
@@ -604,19 +558,19 @@ def saving_on_failure(run, policy_model, optimizer):
         raise
 
 
-def after_step(run, step, metrics, batch, rollout, held_out, policy_model, tokenizer, optimizer,
+def after_step(run, step, metrics, batch, rollout, evaluation, policy_model, tokenizer, optimizer,
                bar, s):
     """What follows a step: evaluate, log, show, adapt beta, save."""
+    is_last = step == s.steps
     metrics = {"step": step, "lr": optimizer.param_groups[0]["lr"], **metrics}
-    if step % s.eval_every == 0 or step == s.steps:
-        figures, run.after = held_out()
-        metrics |= figures
-        run.held_out.append((step, figure_of(figures)))
-        keep_best(policy_model, tokenizer, s, run)
+    if is_last or step % s.eval_every == 0:
+        metrics |= measure(run, step, evaluation)
+        scores = [score for _, score in run.held_out[1:]]  # without the one before training
+        if s.keep_best and scores[-1] > max(scores[:-1], default=-math.inf):
+            save_folder(policy_model, tokenizer, run, "best")
     run.log_samples(step, batch, rollout)
     run.log(metrics)
-    doubled = step & step - 1 == 0  # 1, 2, 4, 8, ...
-    if run.folder and s.page and (doubled or "eval_accuracy" in metrics):
+    if run.folder and s.page:
         keep_group(run, step, batch, rollout, s)
     if s.page and "eval_accuracy" in metrics:
         write_page(run, policy_model, tokenizer, s)
@@ -624,25 +578,13 @@ def after_step(run, step, metrics, batch, rollout, held_out, policy_model, token
         s.kl_coef = next_kl_coef(s.kl_coef, metrics["approx_kl"], *s.kl_band)
     run.kl_coef = s.kl_coef
     show(bar, metrics, run)
-    if step % s.save_every == 0 or step == s.steps:
+    if is_last or step % s.save_every == 0:
         save_checkpoint(run, policy_model, optimizer)
-
-
-def figure_of(figures):
-    """The figure that judges an evaluation: the user's own reward, or else accuracy."""
-    return figures.get("eval_reward", figures["eval_accuracy"])
-
-
-def keep_best(model, tokenizer, s, run):
-    """--keep-best: best/ beside final/, of the highest figure after the start's."""
-    *others, figure = [figure for _, figure in run.held_out[1:]]
-    if s.keep_best and figure > max(others, default=-math.inf):
-        save_folder(model, tokenizer, run, "best")
 
 
 def set_learning_rate(optimizer, step, s):
     """A linear warm-up; then constant, or a linear or cosine decay to 0 after the last step."""
-    # At first Adam's second moment is a mean of few gradients: small steps until it is reliable.
+    # Adam's second moment is a mean of few gradients at first: until then the steps stay small.
     rate = min(1.0, step / max(s.warmup_steps, 1))
     # 1 until the end of the warm-up; the last step's rate is above 0, so that it is not wasted.
     decaying = max(s.steps - s.warmup_steps, 1)
@@ -661,15 +603,15 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
 
     An answer is a pair: its text and the reward that the run trains on.
     """
-    B = s.prompts_per_step * s.group_size // group_size  # as many rows at a time as a step has
+    at_a_time = s.prompts_per_step * s.group_size // group_size  # as many rows as a step has
     mine = share_of_rank(len(problems))
+    starts = range(0, len(mine), at_a_time)
 
     @agreed
-    def answers():
+    def scored_answers():
         rows = []
-        starts = range(0, len(mine), B)
         for start in tqdm(starts, "evaluation", leave=False, disable=rank() > 0):
-            chosen = mine[start:start + B]
+            chosen = mine[start:start + at_a_time]
             part = [problems[j] for j in chosen]
             prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in part]
             generators = [seeded(seed, "evaluation", j) for j in chosen]
@@ -681,20 +623,20 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
         return rows
 
     # The weights stay gathered for all batches, because ranks may have different numbers of them.
-    with ready_to_sample(model, s):
-        found = gathered_objects(answers())
-    responses, rewards, own = zip(*sum(found, []))
-    known = torch.tensor(rewards)
-    known = known[~known.isnan()]
+    with whole_weights(model):
+        found = gathered_objects(scored_answers())
+    responses, rule, own = zip(*sum(found, []))
     # The rule judges accuracy: NaN if no true answer is known
-    figures = {"eval_accuracy": float(is_right(known).float().mean())}
+    rule = torch.tensor(rule)
+    right = is_right(rule[~rule.isnan()])
+    figures = {"eval_accuracy": float(right.float().mean())}
     if reward_of:
         figures["eval_reward"] = sum(own) / len(own)
     return figures, list(zip(responses, own))
 
 
 def show(bar, metrics, run):
-    """Update the bar, trouble first; after an evaluation print one answer, to watch it change."""
+    """Update the bar, skipped updates first; after an evaluation print one answer."""
     words = [f"{run.skipped:.0f} SKIPPED"] if run.skipped else []
     words.append("sampled: reward {reward_mean:.2f}")
     if metrics["format_rate"] > 0:  # else nothing is boxed, and the rule has nothing to judge
@@ -706,52 +648,49 @@ def show(bar, metrics, run):
     bar.update()
     if "eval_accuracy" in metrics:
         response, _ = run.after[0]
-        say(f"step {metrics['step']}, first held out: {one_line(response)[-100:]}")
+        end = one_line(response)[-80:]
+        say(f"step {metrics['step']}, answer to the first held-out problem: {end}")
 
 
 # --------------------------------------------------------------------------------------------------
 # The known failures of GRPO runs: how the metrics show them, and which flag may help. Some of these
 # states are normal in a healthy run; README, "Reading a run", says more.
 
-def recent(history, name, start=-10, stop=None):
+def mean_of(history, name, start=-10, stop=None):
     """The mean of a metric over these steps, by default the last ten; NaN if one has no value."""
     values = [row.get(name) for row in history[start:stop]]
-    return math.nan if not values or None in values else sum(values) / len(values)
-
-
-def steps_unmoved(history):
-    """How many of the last steps had gradients but a KL of exactly 0."""
-    # A reference that has just been renewed is the policy itself.
-    moved = [row.get("approx_kl") != 0 or not row.get("grad_norm") or "reference_renewed" in row
-             for row in reversed(history)]
-    return [*moved, True].index(True)
-
-
-SYMPTOMS = (  # a name, a figure of the metrics so far, the figure's limit, the line to print
-    ("KL", lambda rows: recent(rows, "approx_kl"), 0.05,
-     "KL is {:.3f} nats per token; if the reward falls: --kl-band 0.02 0.05"),
-    ("reference", steps_unmoved, 3,
-     "KL is exactly 0 in {} steps although the policy has gradients: does the reference share its "
-     "weights, or is --lr too small to move it?"),
-    ("flat groups", lambda rows: recent(rows, "zero_variance_groups"), 0.5,
-     "{:.0%} of the groups are flat, with equal rewards; if most answers are wrong: --max-resample "
-     "3, or if they lack the rule's box: solved examples in --system-prompt"),
-    ("cut answers", lambda rows: recent(rows, "truncated_fraction"), 0.95,
-     "{:.0%} of the answers are cut: a longer --max-new-tokens, or a model that ends its answers"),
-    ("entropy", lambda rows: recent(rows, "entropy", 0, 5) / max(recent(rows, "entropy"), 1e-9), 10,
-     "entropy is 1/{:.0f} of what it was; if most answers are wrong: --clip-eps-high 0.28"),
-    ("gradient", lambda rows: recent(rows, "grad_norm", -1)
-     / (recent(rows, "grad_norm", -40, -20) or math.nan), 10,
-     "the gradient norm is {:.0f} times what it was; if that lasts: a lower --lr"),
-)
+    if not values or None in values:
+        return math.nan
+    return sum(values) / len(values)
 
 
 def symptoms(history):
-    """Metrics of the steps so far -> {name: (how bad, one line with its number)}. Pure."""
-    figures = {name: count(history) for name, count, *_ in SYMPTOMS}
+    """Metrics of the steps so far -> {name: (how bad, one line with its number)}."""
+    recent = partial(mean_of, history)
+    before = recent("grad_norm", -40, -20)
+    # A reference that has just been renewed is the policy itself.
+    last = [row for row in history[-4:] if "reference_renewed" not in row]
+    unmoved = [row for row in last if row.get("approx_kl") == 0 and row.get("grad_norm")]
+    rules = (  # a name, a figure, its limit (README, "Reading a run"), the line to print
+        ("KL", recent("approx_kl"), 0.05,
+         "KL is {:.3f} nats per token; if the reward falls, try --kl-band 0.02 0.05"),
+        ("reference", len(unmoved), 3,
+         "KL is exactly 0 in {} steps although the policy has gradients: does the reference share "
+         "its weights, or is --lr too small to move it?"),
+        ("flat groups", recent("zero_variance_groups"), 0.5,
+         "{:.0%} of the groups are flat, with equal rewards; if most answers are wrong, try "
+         "--max-resample 3, or solved examples in --system-prompt if they lack the rule's box"),
+        ("cut answers", recent("truncated_fraction"), 0.95,
+         "{:.0%} of the answers are cut; try a larger --max-new-tokens, or a model that ends its "
+         "answers"),
+        ("entropy", recent("entropy", 0, 5) / max(recent("entropy"), 1e-9), 10,
+         "entropy is 1/{:.0f} of what it was; if most answers are wrong, try --clip-eps-high 0.28"),
+        ("gradient", recent("grad_norm", -1) / (before or math.nan), 10,
+         "the gradient norm is {:.0f} times what it was; if that lasts, try a lower --lr"),
+    )
     # No comparison with NaN is true: a symptom of metrics that are null does not show.
-    return {name: (figures[name], line.format(figures[name]))
-            for name, _, limit, line in SYMPTOMS if figures[name] > limit}
+    return {name: (figure, line.format(figure))
+            for name, figure, limit, line in rules if figure > limit}
 
 
 # --------------------------------------------------------------------------------------------------

@@ -410,13 +410,12 @@ def test_no_rank_goes_on_alone(monkeypatch, error):
     monkeypatch.setattr(train, "world", lambda: 2)
     attempts = []
 
-    @train.within_memory(s)
     def function():
         attempts.append(s.micro_batch_tokens)
         raise error
 
     with pytest.raises(type(error)):
-        function()
+        train.within_memory(function, s)
     assert attempts == [1024]
 
 

@@ -97,7 +97,7 @@ def test_the_reward_is_asked_about_the_rollout_and_replaces_the_rules():
     # A first step is honest: of an untouched reference the KL is 0, and every ratio is 1
     assert abs(metrics["approx_kl"]) < 1e-9
     assert metrics["clip_fraction"] == metrics["ratio_max_error"] == 0
-    assert metrics["sampler_ratio_error"] < 1e-4           # decoding against one pass
+    assert metrics["sampler_difference"] < 1e-5            # decoding against one pass
     _, rollout = whole_step(p, reward_of=None)
     expected = train.score_responses(rollout.responses, [q["answer"] for q in p.problems], 4)
     assert torch.equal(rollout.rewards, expected) and expected.unique().numel() > 1
@@ -158,7 +158,7 @@ def test_what_is_not_finite_skips_the_update_and_is_counted(monkeypatch, what, d
 @pytest.mark.parametrize("plain, correction", [(False, 0), (True, 0), (True, 2.0)])
 def test_a_sampler_that_is_off_moves_no_weight(monkeypatch, dtype, plain, rounding, fault,
                                                correction):
-    """The fast forms are dropped, or the run ends; rounding and --sampler-correction pass."""
+    """The fast paths are dropped, or the run ends; rounding and --sampler-correction pass."""
     for stage in (sample, train.logprob):
         monkeypatch.setattr(stage, "PLAIN", plain)
 
@@ -219,11 +219,11 @@ def measured(monkeypatch):
             old, entropy = logprobs_on_full_logits(p.policy, rollout, 0.7)
         moments = iter([100.0, 101.5, 102.0, 105.0])
         monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: next(moments)))
-        monkeypatch.setattr(train, "limit_apart", lambda *_: math.inf)   # another temperature
+        monkeypatch.setattr(train, "tolerance", lambda *_: math.inf)   # another temperature
         batch = train.Batch([{"answer": truth} for truth in TRUTHS], list("abc"))
         metrics, _ = train.train_step(p.policy, p.reference, p.optimizer, p.tokenizer, batch,
                                       p.settings, lambda *_: rollout, reward_of)
-        drift = (old - rollout.logprobs)[mask].expm1().abs().max()
+        drift = (old - rollout.logprobs)[mask].abs().mean()
         return metrics, float(entropy[mask].mean()), float(drift)
     return measure
 
@@ -237,7 +237,7 @@ def test_every_metric_is_its_definition(measured):
         "accuracy": 3 / 6, "format_rate": 5 / 6, "zero_variance_groups": 1 / 3,
         "response_length_mean": 24 / 6,
         "response_length_p95": 5 + 0.75 * (9 - 5),    # at 0.95 * 5 = 4.75 of the sorted
-        "truncated_fraction": 1 / 6, "tokens": 24, "entropy": entropy, "sampler_ratio_error": drift,
+        "truncated_fraction": 1 / 6, "tokens": 24, "entropy": entropy, "sampler_difference": drift,
         "skipped_updates": 0, "seconds_sampling": 1.5, "seconds_scoring": 0.5,
         "seconds_training": 3, "tokens_per_second": 24 / 5,
     }
@@ -360,7 +360,7 @@ def test_the_bar_shows_trouble_first_and_an_answer_after_an_evaluation(capsys):
     train.show(bar, {**metrics, "eval_accuracy": 0.5}, run)
     assert written[4].startswith("3 SKIPPED, sampled")
     out = capsys.readouterr().out
-    assert out.startswith("step 4, first held out: ")
+    assert out.startswith("step 4, ")
     assert out.endswith("a long answer \\boxed{ 5 }\n") and len(out) < 140  # its end
 
 
@@ -808,11 +808,6 @@ def test_memory_that_runs_out_while_loading_names_flags(capsys, monkeypatch):
 def test_the_allocators_blocks_may_grow():
     """And what the user has set stays."""
     assert "expandable_segments" in os.environ["PYTORCH_CUDA_ALLOC_CONF"]
-
-
-def test_peak_memory_of_a_cpu_run_on_a_machine_with_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert train.peak_memory() > 1e6
 
 
 def test_memory_that_runs_out_in_the_optimizer_repeats_no_step(monkeypatch):

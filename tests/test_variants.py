@@ -92,7 +92,7 @@ def by_hand(p, rollout, flags):
 def assert_same_step(p, rollout, expected):
     """The program's step on this rollout has these gradients and their mean metrics -> all."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "limit_apart", lambda *_: math.inf)   # this sampler is off on purpose
+        patch.setattr(train, "tolerance", lambda *_: math.inf)   # this sampler is off on purpose
         _, found, metrics = step_of_the_program(p, sampler=lambda *_: copy.deepcopy(rollout),
                                                 reward_of=None)
     assert len(found) == len(expected)
@@ -296,7 +296,7 @@ def resampled(rounds, *flags, reward_of=length_reward):
     batch = batch_of("old ", 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "batch_of_step", more)
-        patch.setattr(train, "limit_apart", lambda *_: math.inf)   # these log-probs are invented
+        patch.setattr(train, "tolerance", lambda *_: math.inf)   # these log-probs are invented
         metrics, rollout = train.train_step(p.policy, p.reference, p.optimizer, p.tokenizer, batch,
                                             p.settings, lambda *_: next(rollouts), reward_of)
     # A problem goes where its prompt goes.
@@ -312,9 +312,9 @@ def test_flat_groups_are_replaced_whole():
     """One of three is replaced in the first round, one in the second; then the rounds are over."""
     r = resampled([[FLAT, MIXED, FLAT], [FLAT, MIXED]], "--max-resample=2")
     assert r.asked == [(1, 3), (2, 2)]
-    # what was drawn second takes the first place that is still free
-    assert r.prompts == ["new 1.1", "old 1", "new 2.1", "old 3"]
-    assert r.rollout.responses == [*MIXED, "a", "bb", "c", "d", *MIXED, *4 * ["a"]]
+    # the first flat group stays, because nothing is left to replace it
+    assert r.prompts == ["old 0", "old 1", "new 1.1", "new 2.1"]
+    assert r.rollout.responses == [*4 * ["a"], "a", "bb", "c", "d", *MIXED, *MIXED]
     lengths = [float(len(text)) for text in r.rollout.responses]
     assert r.rollout.rewards.tolist() == lengths
     assert torch.allclose(r.rollout.advantages, group_advantages(r.rollout.rewards, 4))
@@ -323,14 +323,14 @@ def test_flat_groups_are_replaced_whole():
                 "resampled_groups": 5, "zero_variance_groups": 0.25}  # 5 were drawn to no use
     assert {name: r.metrics[name] for name in expected} == pytest.approx(expected)
     # ids, labels and log-probs of each group are those of its own draw, padded to the longest
-    for j, (start, draw, end) in enumerate([(24, 20, 7), (9, 5, 9), (44, 40, 11), (17, 5, 9)]):
+    for j, (start, draw, end) in enumerate([(5, 5, 9), (9, 5, 9), (24, 20, 7), (44, 40, 11)]):
         group = sample.take(r.rollout, list(range(4 * j, 4 * j + 4)))
         assert group.input_ids[:, 0].tolist() == list(range(start, start + 4))
         assert group.mask.sum(dim=1).tolist() == [end - 4] * 4
         assert torch.equal(group.labels[:, 4:end], group.input_ids[:, 4:end])
         assert torch.allclose(group.logprobs[:, 3:end - 1], torch.tensor(-0.1 * draw))
         assert not group.logprobs[:, end - 1:].any()
-    assert r.rollout.finished.tolist() == 2 * ([False] * 4 + [True] * 4)
+    assert r.rollout.finished.tolist() == [True] * 8 + [False] * 8
     assert r.rollout.group_ids.tolist() == [n // 4 for n in range(16)]
 
 
@@ -344,7 +344,7 @@ def test_rounds_of_resampling():
     right = ["\\boxed{7}", "\\boxed{8}", "no", "no"]
     r = resampled([[right, right, FLAT, right]], "--max-resample=1", reward_of=None)
     assert r.asked == [(1, 4)]                            # by the rule the second was flat too
-    assert r.rollout.rewards.tolist() == 3 * [1.5, 0.5, 0, 0] + 4 * [0]
+    assert r.rollout.rewards.tolist() == 4 * [0] + 3 * [1.5, 0.5, 0, 0]
     assert r.metrics["accuracy"] == pytest.approx(3 / 16)
 
 
@@ -422,9 +422,8 @@ def everything(tmp_path_factory):
     folder = tmp_path_factory.mktemp("everything") / "run"
     watched, reference = [], []
     with pytest.MonkeyPatch.context() as patch:
-        def keep_best(model, tokenizer, settings, run, plain=train.keep_best):
+        def write_page(run, model, *others):              # at every evaluation
             watched.append((run.held_out[-1][1], copy.deepcopy(model.state_dict())))
-            plain(model, tokenizer, settings, run)
 
         def renew(ref, *others, plain=train.renew):
             figures = plain(ref, *others)
@@ -432,7 +431,7 @@ def everything(tmp_path_factory):
                 reference.append(copy.deepcopy(dict(ref.named_parameters())))
             return figures
 
-        patch.setattr(train, "keep_best", keep_best)
+        patch.setattr(train, "write_page", write_page)
         patch.setattr(train, "renew", renew)
         trains(*EVERYTHING, f"--output={folder}")
     return SimpleNamespace(folder=folder, watched=watched, reference=reference)
@@ -476,17 +475,15 @@ def test_the_renewed_reference_and_the_best_policy_are_saved(everything, unknown
 
 def test_best_is_kept_until_a_better_one_comes(monkeypatch):
     saved = []
-    monkeypatch.setattr(train, "save_folder", lambda *given: saved.append(given))
-    run = train.Run()
-    run.held_out = [(0, 0.9)]                             # the start's own figure is no rival
-    found = []  # folders saved so far
-    for step, figure in enumerate((0.0, 0.5, 0.25, 0.5, 0.75), 1):
-        run.held_out.append((step, figure))
-        train.keep_best("model", "tokenizer", settings("--keep-best"), run)
-        found.append(len(saved))
-    train.keep_best("model", "tokenizer", settings(), run)
-    assert found == [1, 2, 2, 2, 3]
-    assert [given[2:4] for given in saved] == [(run, "best")] * 3
+    monkeypatch.setattr(train, "save_folder", lambda *given: saved.append(given[2:]))
+    accuracies = []
+    monkeypatch.setattr(train, "evaluate", lambda *_: (
+        {"eval_accuracy": accuracies.pop(0)}, [("", 0.0)]))
+    for flags, n in ((["--keep-best"], 3), ([], 0)):
+        accuracies += [0.9, 0.0, 0.5, 0.25, 0.5, 0.75]    # the one before training is no rival
+        run = loop("--eval-every=1", *flags)
+        assert saved == n * [(run, "best")]
+        saved.clear()
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -517,7 +514,7 @@ def test_ranks_meet_equally_often_in_an_evaluation(monkeypatch, fails):
 
 def history(n, **series):
     """n steps of a healthy run; of a name in `series` the last values are these."""
-    rows = [dict(approx_kl=0.01, zero_variance_groups=0.3, sampler_ratio_error=1e-5, entropy=0.5,
+    rows = [dict(approx_kl=0.01, zero_variance_groups=0.3, entropy=0.5,
                  grad_norm=1.0, response_length_mean=100.0, accuracy=0.4) for _ in range(n)]
     for name, values in series.items():
         for row, value in zip(rows[-len(values):], values):
@@ -578,8 +575,7 @@ def test_a_state_is_told_once_and_again_where_it_is_clearly_worse(capsys, tmp_pa
 @pytest.mark.parametrize("at", range(1, 30, 4))
 def test_a_resumed_run_warns_as_one_that_was_never_stopped(tmp_path, at):
     """Also where numbers were not finite: they stand as null in the file."""
-    lines = history(30, approx_kl=[math.inf, *[0.06] * 15], grad_norm=[math.nan, *[1.0] * 20],
-                    sampler_ratio_error=[math.inf] * 3 + [0.2] * 9)
+    lines = history(30, approx_kl=[math.inf, *[0.06] * 15], grad_norm=[math.nan, *[1.0] * 20])
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder in (whole, parts):
         folder.mkdir()
@@ -675,7 +671,7 @@ def test_a_warning_is_told_once_and_the_rule_by_its_name_is_the_rule(tmp_path, c
     assert "step 4: " in capsys.readouterr().err
     assert "<li>step 4: KL is exactly 0" in (tmp_path / "plain" / "page.html").read_text()
     trains(*flags, "--reward=rule", f"--output={tmp_path / 'run'}")
-    added = ("reward/rule", "reward_std/rule", "eval_reward")
+    added = ("reward/rule", "eval_reward")
     named = [{name: value for name, value in metrics.items() if name not in added}
              for metrics in curve(tmp_path / "run")]
     assert named == curve(tmp_path / "plain")
@@ -705,7 +701,7 @@ def of_level(completions, level, **columns):
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
-def test_each_reward_has_its_mean_and_spread(tmp_path):
+def test_each_reward_has_its_mean(tmp_path):
     mine = tmp_path / "mine.py"
     mine.write_text(MINE)
     last = {**tiny_problems()[19], "level": "hard"}       # None in the others
@@ -722,13 +718,10 @@ def test_each_reward_has_its_mean_and_spread(tmp_path):
     rule = score_responses(responses, [answers[record["question"]] for record in samples], 4)
     total = 0.5 * lengths + 2 * torch.tensor([1.0, 0.0] * 4) + 10 * rule
     metrics = metrics_of(tmp_path / "run")[1]
-    expected = {"first": (lengths.mean().item(), lengths.std(correction=0).item()),
-                "second": (1.0, 0.0),                     # None does not count
-                "rule": (rule.mean().item(), rule.std(correction=0).item())}
-    for name, figures in expected.items():
-        found = (metrics[f"reward/{name}"], metrics[f"reward_std/{name}"])
-        assert found == pytest.approx(figures, rel=1e-5), name
-    assert metrics["reward/never"] is metrics["reward_std/never"] is None
+    expected = {"first": lengths.mean(), "second": 1.0, "rule": rule.mean()}  # None is not counted
+    for name, mean in expected.items():
+        assert metrics[f"reward/{name}"] == pytest.approx(float(mean), rel=1e-5), name
+    assert metrics["reward/never"] is None
     assert metrics["reward_mean"] == pytest.approx(float(total.mean()), rel=1e-5)
     rewards = sum((record["rewards"] for record in samples), [])
     assert rewards == pytest.approx(total.tolist())

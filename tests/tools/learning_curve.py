@@ -64,8 +64,8 @@ def print_curve(lines):
         if line["step"] in (1, 2, 5, 10, 20, 40, len(lines)):
             values = " | ".join(f"{line[name]:.4f}" for name in names)
             print(f"| {line['step']} | {values} |")
-    errors = [line["sampler_ratio_error"] for line in lines]
-    print(f"\nsampler_ratio_error: {min(errors):.1e} to {max(errors):.1e}")
+    errors = [line["sampler_difference"] for line in lines]
+    print(f"\nsampler_difference: {min(errors):.1e} to {max(errors):.1e}")
 
 
 def main():

@@ -120,11 +120,11 @@ def print_curves(config, output, steps):
     every = [step for step in range(1, steps + 1) if step == 1 or step % 3 == 0]
     print("| weights | reward, steps " + ", ".join(map(str, every))
           + f" | KL, steps {steps // 2}, {steps} | "
-          "`sampler_ratio_error` | CPU seconds per step |\n" + "| --- " * 5 + "|")
+          "`sampler_difference` | CPU seconds per step |\n" + "| --- " * 5 + "|")
     for dtype in ("float32", "bfloat16", "float16"):
         rows, seconds = trained(config, output / dtype, dtype, steps)
         curve = ", ".join(f"{rows[step - 1]['reward_mean']:.2f}" for step in every)
-        errors = [row["sampler_ratio_error"] for row in rows]
+        errors = [row["sampler_difference"] for row in rows]
         error = f"{sum(errors) / len(errors):.5f} (at most {max(errors):.5f})"
         print(f"| {dtype} | {curve} | {rows[steps // 2 - 1]['approx_kl']:.4f}, "
               f"{rows[-1]['approx_kl']:.4f} | {error} | {seconds / steps:.0f} |",

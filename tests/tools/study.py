@@ -135,8 +135,8 @@ STUDY = {
         Arm("at 1.3", sampled_at=1.3),
         Arm("at 1.3, corrected", "--sampler-correction 2.0", sampled_at=1.3),
     ], [
-        ("002", "sampler_gap", "at 0.7 > at 1.0", "ratios of trainer to sampler are far from 1"),
-        ("002", "sampler_gap", "at 1.3 > at 1.0", "ratios of trainer to sampler are far from 1"),
+        ("002", "sampler_gap", "at 0.7 > at 1.0", "trainer and sampler differ"),
+        ("002", "sampler_gap", "at 1.3 > at 1.0", "trainer and sampler differ"),
         ("002", "sampled", "at 1.0 > at 0.7", "such ratios mean nothing: training suffers"),
         ("002", "sampled", "at 1.0 > at 1.3", "such ratios mean nothing: training suffers"),
     ]),
@@ -213,14 +213,14 @@ def run_one(output, arm, seed, steps, real=""):
         temperature = temperature and arm.sampled_at
         return sample_groups(model, tokenizer, prompts, group_size, limit, temperature, generator)
 
-    def with_group_std(rollout, batch, updates, clock, settings):
-        metrics = step_metrics(rollout, batch, updates, clock, settings)
+    def with_group_std(rollout, batch, updates, seconds, settings):
+        metrics = step_metrics(rollout, batch, updates, seconds, settings)
         return {**metrics, "group_std": group_std(rollout.rewards, settings.group_size)}
 
     train.step_metrics = with_group_std
     if arm.sampled_at:
         train.sample_groups = sample_at
-        train.limit_apart = lambda *_: math.inf          # else the check would end such a run
+        train.tolerance = lambda *_: math.inf            # else the check would end such a run
     folder = folder_of(output, arm, seed, steps)
     argv = [part.format(study=Path(__file__).resolve(), real=real) for part in arm.flags.split()]
     if arm.from_trained:
@@ -312,7 +312,7 @@ def figures(metrics):
         "approx_kl": mean("approx_kl", late),
         "kl_coef": mean("kl_coef", late),
         "clip_fraction": mean("clip_fraction", steps),
-        "sampler_gap": steps[0]["sampler_ratio_error"],
+        "sampler_gap": steps[0]["sampler_difference"],
         "reward": mean("reward_mean", late),
         "std_curve": [line["group_std"] for line in steps],
         "length_curve": [line["response_length_mean"] for line in steps],
@@ -365,7 +365,7 @@ def verdict(figure, relation, results):
 COLUMNS = {"greedy": "greedy", "sampled": "sampled", "last_ten": "last ten", "at_09": "at 0.9",
            "length": "length", "kl": "KL", "entropy": "entropy", "cpu_seconds": "CPU s"}
 MORE = {"flat": "flat groups", "grad_norm": "gradient norm", "approx_kl": "its own KL",
-        "kl_coef": "beta", "clip_fraction": "clipped", "sampler_gap": "off 1 at step 1",
+        "kl_coef": "beta", "clip_fraction": "clipped", "sampler_gap": "nats off at step 1",
         "length_growth": "longer by", "reward": "reward", "std_fall": "std falls by"}
 OF_REAL = {"right": "right", "ended": "ended", "held_out": "held out", "length": "length",
            "approx_kl": "its own KL", "own_entropy": "entropy", "flat": "flat groups",
