@@ -540,17 +540,6 @@ def test_eval_only_prints_the_figures(capsys, monkeypatch):
     assert all(f"\n{name:18} {value:.4f}\n" in out for name, value in figures.items())
 
 
-def test_unknown_words_are_told_of(capsys, tmp_path):
-    own = tmp_path / "own.jsonl"
-    row = {"question": "Where does the blue river 0 end", "answer": "7"}
-    own.write_text(json_lines(*8 * [row]))
-    trains("--eval-only", f"--eval-data={own}", "--max-new-tokens=4", "--group-size=2")
-    line, = [line for line in capsys.readouterr().out.splitlines() if "unknown" in line]
-    assert line.startswith("--eval-data: 67% of the prompts' tokens are") and "--model" in line
-    trains("--eval-only", *FEW, "--eval-limit=8", "--max-new-tokens=4", "--group-size=2")
-    assert "unknown" not in capsys.readouterr().out
-
-
 def test_another_seed_and_a_run_without_kl_has_no_reference(capsys, finished_run, tmp_path):
     """test_resume.py has runs of one seed that are equal bit for bit."""
     trains(*SMALL, "--seed=1", "--kl-coef=0", "--steps=1", f"--output={tmp_path / 'other'}")
