@@ -50,12 +50,11 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-import advantage
 import logprob
 import loss
 import reward
 import sample
-from advantage import advantages_for, group_advantages, is_flat
+from advantage import ADVANTAGES, advantages_for, group_advantages, is_flat
 from logprob import IGNORE, layers_checkpointed, token_logprobs
 from loss import grpo_loss, next_kl_coef
 from reward import is_right, score_responses, truths_of
@@ -790,9 +789,7 @@ def one_line(text):
 
 
 def flag(default, help, kept=True, free=False, head=None, **how):
-    """A field of Settings. kept: config.json holds it. free: a resumed run may change it. head: a
-    group of flags begins here. `how` is for add_argument.
-    """
+    """A flag. kept: in config.json; free: a resumed run may change it; head: of the flags below."""
     how["help"] = help if default in (None, "") else f"{help} [{default}]"
     metadata = {"kept": kept, "free": free, "head": head, "how": how}
     return dataclasses.field(default=default, metadata=metadata)
@@ -859,8 +856,7 @@ class Settings:
     mask_truncated: bool = flag(False, "leave truncated answers out of the loss")
     renew_reference: whole = flag(0, "steps after which the reference becomes the policy; 0: never")
     kl_band: amount = flag(None, "LOW HIGH: adapt beta to keep the KL there: 0.02 0.05", nargs=2)
-    advantage: str = flag("group", "how siblings are compared", choices=advantage.ADVANTAGES,
-                          head="the advantage")
+    advantage: str = flag("group", "how siblings compare", choices=ADVANTAGES, head="the advantage")
     scale_by_std: bool = flag(True, "divide the advantages by the group's std; off: Dr. GRPO")
     clip_advantages: above_0 = flag(None, "clip advantages to -this and this: 5")
     length_rescale: amount = flag(0.0, "GR3's alpha: rewards shrink with length, 0.33")
@@ -874,8 +870,7 @@ class Settings:
     updates_per_rollout: from_1 = flag(1, "passes over the answers of a rollout")
     minibatches: from_1 = flag(1, "gradient steps per pass, each on its share of the groups")
     max_grad_norm: above_0 = flag(1.0, "gradients are clipped to this norm")
-    share_prompts: bool = flag(True, "run a prompt once for its whole group in the update",
-                               head="only memory and time")
+    share_prompts: bool = flag(True, "run a prompt once for its group", head="only memory and time")
     plain: bool = flag(False, "no fast form at all: slow, and works everywhere", free=True)
     micro_batch_tokens: whole = flag(0, "tokens of one backward pass; 0: two groups", free=True)
     gradient_checkpointing: bool = flag(None, "recompute layers [if memory is short]", free=True)
@@ -1048,7 +1043,6 @@ def check_combinations(s):
         (not s.kl_coef and (s.kl_band or s.renew_reference),
          "--kl-band, --renew-reference: need a --kl-coef above 0"),
         (not 0 < low <= high, "--kl-band: must be two numbers above 0, the lower one first"),
-        (s.overlong_buffer > s.max_new_tokens, "--overlong-buffer: longer than --max-new-tokens"),
         (s.reward_model and s.reward, "--reward-model and --reward: only one can give the rewards"),
         (s.reward_weights and len(s.reward or []) < 2,
          "--reward-weights: weighs several --reward against each other"),
@@ -1074,8 +1068,7 @@ def tell_idle(s):
         ("ratio", one_update and per_answer, "with one update every ratio is 1"),
         ("kl_estimator", not s.kl_coef, "--kl-coef is 0"),
         ("reward reward_weights", s.step_reward, "--step-reward trains, this is only measured"),
-        ("reward_model_lr", not (s.reward_model and s.renew_reference),
-         "it needs --reward-model and --renew-reference"),
+        ("reward_model_lr", not (s.reward_model and s.renew_reference), "nothing is trained"),
         ("lora_alpha", not s.lora_rank, "it needs --lora-rank"),
         ("max_turns", not s.reply, "it needs --reply"),
     ]:
@@ -1139,30 +1132,25 @@ def load_data(s, tokenizer):
     held_out = s.eval_data or ("gsm8k:test" if s.data == "gsm8k" else "")
     problems = []
     if not (s.eval_only and held_out):  # that needs --data only to hold some of it out
-        problems = load_problems("--data", s.data, s)
+        problems = load_problems("--data", s.data, tokenizer, s)
     if held_out:
-        eval_problems = load_problems("--eval-data", held_out, s)
+        eval_problems = load_problems("--eval-data", held_out, tokenizer, s)
     else:
         problems, eval_problems = reward.hold_out(problems)
         say(f"--eval-data is not given: {len(eval_problems)} of {s.data} are held out")
-    eval_problems = fitting("--eval-data", eval_problems[:s.eval_limit or None], tokenizer, s)
-    problems = fitting("--data", problems, tokenizer, s)
+    eval_problems = eval_problems[:s.eval_limit or None]
     check_arguments(problems, eval_problems, s)  # before a folder is made
     return problems, eval_problems
 
 
-def load_problems(name, source, s):
-    """The problems of --data or --eval-data, a list of dicts."""
+def load_problems(name, source, tokenizer, s):
+    """The problems of a file whose prompts are short enough, a list of dicts."""
     # Our own rewards compare with a true answer: without one they would be 0 for ever.
     need_answer = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
     reserved = reward.ARGUMENTS if s.reward or s.step_reward else ()
     with telling(f"{name}:"):
-        return reward.load_problems(source, s.question_field, s.answer_field, need_answer, reserved)
-
-
-def fitting(name, problems, tokenizer, s):
-    """The problems within --max-prompt-tokens; BadInput if one is too long for the model."""
-    with telling(f"{name} for --model {s.model}:"):
+        problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
+                                        reserved)
         prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
         lengths = [len(ids) for ids in sample.ids_of(tokenizer, prompts)]
     most = s.max_prompt_tokens or math.inf
@@ -1205,19 +1193,17 @@ DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
 
 def make_optimizer(model, s, ref_model=None):
-    """AdamW over the model's weights, or over float32 masters if the weights have fewer bits.
-
-    With --lora-rank: LoraAdamW; `ref_model` spares it a copy of the initial weights.
-    """
+    """AdamW over the weights, or over float32 masters if they have fewer bits, or over factors."""
     how = {"lr": s.lr, "weight_decay": s.weight_decay, "fused": True}
     if s.lora_rank:
-        return LoraAdamW(model, None if s.renew_reference else ref_model, s, **how)
+        return LoraAdamW(model, ref_model, s, **how)
     weights = [p for p in model.parameters() if p.requires_grad]
     if weights[0].dtype == torch.float32:
         return with_moments(torch.optim.AdamW(weights, **how))
-    away = s.offload and world() == 1 and model.device.type == "cuda"
-    place = {"device": "cpu" if away else model.device, "pin_memory": away}
-    masters = [torch.empty_like(w, dtype=torch.float32, **place).copy_(w.detach()) for w in weights]
+    place = {"dtype": torch.float32}
+    if s.offload and world() == 1 and model.device.type == "cuda":
+        place |= {"device": "cpu", "pin_memory": True}
+    masters = [torch.empty_like(w, **place).copy_(w.detach()) for w in weights]
     return MasterAdamW(masters, weights, s.seed, **how)
 
 
@@ -1233,16 +1219,15 @@ def with_moments(optimizer):
 class MasterAdamW(torch.optim.AdamW):
     """AdamW on float32 masters of bfloat16 or float16 weights, with rounding that loses no step.
 
-    Pretrained weights lie on the grid of their dtype. Rounded to the nearest number, a weight would
-    not change until its master had moved by half a unit: after hundreds of steps at 1e-6. Here each
-    weight has its own threshold, uniform between 0 and 1 unit, and is rounded up if its master's
-    remainder reaches it. So a move by a hundredth of a unit moves one weight in a hundred by a
-    whole unit: on average the intended change arrives. The thresholds never change during a run;
-    they depend on the device (the CPU, or which card) and on the number of GPUs. (Stochastic
-    rounding, arXiv 2010.06192, draws at every step and needs no masters.)
+    Rounded to nearest, a weight would not change until its master had moved by half a unit, after
+    hundreds of steps at 1e-6. Here each weight has a threshold of its own, uniform between 0 and 1
+    unit, and is rounded up if its master's remainder reaches it. So a move by a hundredth of a unit
+    moves one weight in a hundred by a whole unit: on average the intended change arrives. The
+    thresholds stay the same during a run. (Stochastic rounding, arXiv 2010.06192, draws at every
+    step and needs no masters.)
 
     With --offload masters and moments are in host memory: the GPU sends gradients once per update,
-    and rounds the masters that come back. So it has the same thresholds with and without --offload.
+    and rounds the masters that come back, with the same thresholds as without --offload.
     """
 
     def __init__(self, moved, weights, seed, **how):
@@ -1253,7 +1238,8 @@ class MasterAdamW(torch.optim.AdamW):
         self.seed = seed
         # Gradients below 6e-8 are 0 in float16: the loss is multiplied by this before backward().
         # The second number counts updates since the scale was new, or an update was skipped.
-        self.scale = torch.tensor([2.0**16 if weights[0].dtype == torch.float16 else 1.0, 0.0])
+        scale = 2.0**16 if weights[0].dtype == torch.float16 else 1.0
+        self.scale = torch.tensor([scale, 0.0])
         self.away = moved[0].device != weights[0].device
         if self.away:
             self.grads = [torch.empty_like(master, pin_memory=True) for master in moved]
@@ -1277,9 +1263,10 @@ class MasterAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def round(self):
         """Round the masters into the model's weights."""
-        # The seed is the same at every step, so the thresholds are, too. Shards have their own.
-        part = rank() if is_sharded(self.weights[0]) else 0
-        generator = seeded(self.seed, "thresholds", part, device=self.weights[0].device)
+        first = self.weights[0]
+        part = rank() if is_sharded(first) else 0  # a shard has thresholds of its own
+        # The seed is the same at every step, and so are the thresholds.
+        generator = seeded(self.seed, "thresholds", part, device=first.device)
         for weight, master in zip(self.weights, self.masters()):
             if weight.dtype in DROPPED_BITS:
                 round_into(local(weight), local(master), generator)
@@ -1295,11 +1282,12 @@ class MasterAdamW(torch.optim.AdamW):
 def round_into(weight, master, generator):
     """Round float32 numbers up or down, up with the probability of their remainder."""
     bits = DROPPED_BITS[weight.dtype]
-    for w, m in zip(weight.view(-1).split(2**20), master.view(-1).split(2**20)):
+    pieces = zip(weight.view(-1).split(2**20), master.view(-1).split(2**20))
+    for w, m in pieces:
         # The bits of a float32, read as an integer, grow with its size: 2^bits is one unit.
-        noise = torch.empty_like(w, dtype=torch.int32).random_(2**bits, generator=generator)
-        number = (m.to(w.device).view(torch.int32) + noise) & -2**bits
-        w.copy_(number.view(torch.float32))
+        number = m.to(w.device).view(torch.int32)
+        noise = torch.empty_like(number).random_(2**bits, generator=generator)
+        w.copy_(((number + noise) & -2**bits).view(torch.float32))
 
 
 def widen(weight):
@@ -1331,8 +1319,12 @@ def adapt_loss_scale(optimizer, skipped):
     scale, since = optimizer.scale.tolist()
     # Halve it after an update that was not finite, double it after 200 that were.
     since = 0 if skipped else since + 1
-    grown = 2 * scale if scale > 1 and since % 200 == 0 else scale
-    optimizer.scale[:] = torch.tensor([max(scale / 2, 1.0) if skipped else grown, since])
+    new = scale
+    if skipped:
+        new = max(scale / 2, 1.0)
+    elif scale > 1 and since % 200 == 0:
+        new = 2 * scale
+    optimizer.scale[:] = torch.tensor([new, since])
     return {"loss_scale": scale}
 
 
@@ -1357,7 +1349,7 @@ class LoraAdamW(MasterAdamW):
         linears = linears_of(model)
         model.requires_grad_(False)
         for i, (name, W) in enumerate(linears.items()):
-            if ref_model:
+            if ref_model and not s.renew_reference:
                 W0 = ref_model.get_submodule(name).weight
             else:
                 W0 = W.data.to("cpu" if s.offload else W.device, copy=True)
@@ -1388,10 +1380,7 @@ class LoraAdamW(MasterAdamW):
 
 
 def linears_of(model):
-    """{name: weight (out, in)} of every Linear but the head.
-
-    BadInput: a matrix of another kind that is no embedding. It would silently stay frozen.
-    """
+    """{name: weight (out, in)} of every Linear but the head. BadInput: what would stay frozen."""
     found = {}
     for name, part in model.named_modules():
         matrix = any(p.ndim > 1 for p in part.parameters(recurse=False))
