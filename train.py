@@ -30,7 +30,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import chdir, contextmanager, suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -50,12 +50,11 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-import advantage
 import logprob
 import loss
 import reward
 import sample
-from advantage import advantages_for, group_advantages, is_flat
+from advantage import ADVANTAGES, advantages_for, group_advantages, is_flat
 from logprob import IGNORE, layers_checkpointed, token_logprobs
 from loss import grpo_loss, next_kl_coef
 from reward import is_right, score_responses, truths_of
@@ -155,7 +154,7 @@ def update(policy_model, optimizer, rollout, settings):
             # [E] [F] against the policy that drew the answers, and against the reference
             loss, metrics = grpo_loss(logp, old, part.ref_logprobs, part.advantages, mask[here],
                                       **loss_options(part, s), **sizes)
-            scaled(loss * weight, optimizer).backward()
+            (loss * weight * loss_scale_of(optimizer)).backward()
             sums.update({name: number * weight for name, number in metrics.items()})
         return sums
 
@@ -694,17 +693,16 @@ def symptoms(history):
 
 
 # --------------------------------------------------------------------------------------------------
-# Settings: every flag, one per line, with its default, its bounds and its reason. A config file
+# Settings: every flag, one per line, with its type, its default and its reason. A config file
 # overrides the defaults, and the command line overrides both.
 
 HERE = Path(__file__).resolve().parent
 TINY = HERE / "tests" / "tiny"
+TINY_CONFIG = TINY / "grpo.json"
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 SCHEDULES = ("constant", "linear", "cosine")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 PYTHON = ["from Python"]  # in config.json the --reward of a run that Python code gave a function
-ABOVE_0 = 1e-12
-BIG = 2**31 - 1
 
 
 class BadInput(Exception):
@@ -718,7 +716,7 @@ def telling(flags, of=ValueError):
     try:
         yield
     except of as error:
-        if isinstance(error, RuntimeError) and out_of_memory(error):
+        if out_of_memory(error):
             raise  # main() has a line for it
         raise BadInput(f"{flags} {one_line(error)}".strip()) from None
 
@@ -729,21 +727,37 @@ def one_line(text):
     return line[:600] if isinstance(text, Exception) else line
 
 
-def flag(default, help, low=0, high=BIG, kept=True, free=False, head=None, **how):
-    """A field of Settings. low, high: the bounds of a number. kept: config.json holds it. free: a
-    resumed run may change it. head: a group of flags begins here. `how` is for add_argument.
-    """
+def flag(default, help, kept=True, free=False, head=None, **how):
+    """A flag. kept: in config.json; free: a resumed run may change it; head: of the flags below."""
     how["help"] = help if default in (None, "") else f"{help} [{default}]"
-    return dataclasses.field(default=default, metadata={
-        "bounds": (low, high), "kept": kept, "free": free, "head": head, "how": how})
+    metadata = {"kept": kept, "free": free, "head": head, "how": how}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-def path(text, folder=""):
+def path(text):
     """An absolute file, or file.py:function: a resumed run may start in another folder."""
-    file, colon, function = text.rpartition(":") if ".py:" in text else (text, "", "")
-    found = os.path.abspath(os.path.join(folder, file))
-    # What does not exist in this folder is a name: gsm8k, or a model on the hub.
-    return found + colon + function if file and os.path.exists(found) else text
+    file = text.rpartition(":")[0] if ".py:" in text else text
+    if os.path.exists(file):
+        return text.replace(file, os.path.abspath(file), 1)
+    return text  # a name: gsm8k, or a model on the hub
+
+
+def number(kind, low, high=2**31 - 1):
+    """The type of a number within these bounds; argparse prints what it raises."""
+    def read(text):
+        with suppress(ValueError):
+            value = kind(text)
+            if low <= value <= high:  # false for NaN
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is no {kind.__name__} from {low} to {high}")
+    return read
+
+
+whole = number(int, 0)
+from_1 = number(int, 1)
+amount = number(float, 0)
+above_0 = number(float, 1e-12)
+share = number(float, 0, 1)
 
 
 @dataclasses.dataclass
@@ -756,61 +770,59 @@ class Settings:
     system_prompt: str = flag(BOXED, "system message before every question; empty for none")
     reward: path = flag(None, "own file.py:function, called like TRL's, or our `rule`, `think`; "
                         "several are added", nargs="+")
-    reward_weights: float = flag(None, "one for each --reward; default: 1", low=-BIG, nargs="+")
+    reward_weights: number(float, -1e9) = flag(None, "for each --reward; default: 1", nargs="+")
     step_reward: path = flag(None, "file.py:function that rewards steps: process supervision")
     reward_model: path = flag("", "folder of a sequence classifier; its scores are the rewards")
-    reward_model_lr: float = flag(2e-5, "with --renew-reference, which trains it", low=ABOVE_0)
+    reward_model_lr: above_0 = flag(2e-5, "with --renew-reference, which trains it")
     reply: path = flag(None, "file.py:function that gives the user's next message: a tool, say")
-    max_turns: int = flag(4, "at most this many answers in a --reply conversation", low=1)
-    steps: int = flag(500, "number of rollouts", low=1, free=True, head="the rollout")
-    prompts_per_step: int = flag(8, "B, questions per step", low=1)
-    group_size: int = flag(8, "G, answers per question: their mean is the baseline", low=2)
-    max_new_tokens: int = flag(512, "an answer is cut at this length", low=1)
-    max_prompt_tokens: int = flag(0, "longer prompts are left out; 0: an error if one does not fit")
-    temperature: float = flag(1.0, "of the sampler, and of the log-probs", low=ABOVE_0)
-    max_resample: int = flag(0, "DAPO: rounds in which groups without variance are drawn anew")
-    around_best: int = flag(0, "half of a group continues this many best answers of the other")
-    clip_eps: float = flag(0.2, "clips ratios at 1 - this, 1 + this", high=1, head="the objective")
-    clip_eps_high: float = flag(None, "upper clip at 1 + this: DAPO's clip-higher, 0.28")
-    kl_coef: float = flag(0.04, "beta; 0: no KL, and no reference in memory")
+    max_turns: from_1 = flag(4, "at most this many answers in a --reply conversation")
+    steps: from_1 = flag(500, "number of rollouts", free=True, head="the rollout")
+    prompts_per_step: from_1 = flag(8, "B, questions per step")
+    group_size: number(int, 2) = flag(8, "G, answers per question: their mean is the baseline")
+    max_new_tokens: from_1 = flag(512, "an answer is cut at this length")
+    max_prompt_tokens: whole = flag(0, "leaves longer prompts out; 0: an error if one does not fit")
+    temperature: above_0 = flag(1.0, "of the sampler, and of the log-probs")
+    max_resample: whole = flag(0, "DAPO: rounds in which groups without variance are drawn anew")
+    around_best: whole = flag(0, "half of a group continues this many best answers of the other")
+    clip_eps: share = flag(0.2, "clips ratios at 1 - this, 1 + this", head="the objective")
+    clip_eps_high: amount = flag(None, "upper clip at 1 + this: DAPO's clip-higher, 0.28")
+    kl_coef: amount = flag(0.04, "beta; 0: no KL, and no reference in memory")
     kl_estimator: str = flag("k3", "estimator of the KL", choices=loss.KL_ESTIMATORS)
     aggregate: str = flag("sequence", "how tokens are averaged", choices=loss.AGGREGATES)
     ratio: str = flag("token", "ratio per token, or per sequence: GSPO", choices=loss.RATIOS)
     objective: str = flag("clip", "clip, or CISPO's weighted log-probs", choices=loss.OBJECTIVES)
-    sampler_correction: float = flag(0.0, "TIS: weights min(trainer / sampler, this), 2.0")
+    sampler_correction: amount = flag(0.0, "TIS: weights min(trainer / sampler, this), 2.0")
     mask_truncated: bool = flag(False, "leave truncated answers out of the loss")
-    renew_reference: int = flag(0, "every so many steps the reference becomes the policy; 0: never")
-    kl_band: float = flag(None, "LOW HIGH: adapt beta to keep the KL there: 0.02 0.05", nargs=2)
-    advantage: str = flag("group", "how siblings are compared", choices=advantage.ADVANTAGES,
-                          head="the advantage")
+    renew_reference: whole = flag(0, "steps after which the reference becomes the policy; 0: never")
+    kl_band: amount = flag(None, "LOW HIGH: adapt beta to keep the KL there: 0.02 0.05", nargs=2)
+    advantage: str = flag("group", "how siblings compare", choices=ADVANTAGES, head="the advantage")
     scale_by_std: bool = flag(True, "divide the advantages by the group's std; off: Dr. GRPO")
-    clip_advantages: float = flag(None, "clip advantages to -this and this: 5", low=ABOVE_0)
-    length_rescale: float = flag(0.0, "GR3's alpha: rewards shrink with length, 0.33")
-    overlong_buffer: int = flag(0, "DAPO: the last tokens before the limit cost up to 1")
-    lr: float = flag(1e-6, "learning rate; with LoRA 1e-4", low=ABOVE_0, head="the update")
+    clip_advantages: above_0 = flag(None, "clip advantages to -this and this: 5")
+    length_rescale: amount = flag(0.0, "GR3's alpha: rewards shrink with length, 0.33")
+    overlong_buffer: whole = flag(0, "DAPO: the last tokens before the limit cost up to 1")
+    lr: above_0 = flag(1e-6, "learning rate; with LoRA 1e-4", head="the update")
     lr_schedule: str = flag("constant", "after the warm-up; others end at 0", choices=SCHEDULES)
-    weight_decay: float = flag(0.0, "AdamW's")
-    lora_rank: int = flag(0, "LoRA: train factors of this rank for every Linear; 0: all weights")
-    lora_alpha: float = flag(None, "W = W0 + this / rank * B A; default: 2 rank", low=ABOVE_0)
-    warmup_steps: int = flag(10, "the learning rate rises linearly over these")
-    updates_per_rollout: int = flag(1, "passes over the answers of a rollout", low=1)
-    minibatches: int = flag(1, "gradient steps per pass, each on its share of the groups", low=1)
-    max_grad_norm: float = flag(1.0, "gradients are clipped to this norm", low=ABOVE_0)
-    share_prompts: bool = flag(True, "run a prompt once for its whole group in the update",
-                               head="only memory and time")
+    weight_decay: amount = flag(0.0, "AdamW's")
+    lora_rank: whole = flag(0, "LoRA: train factors of this rank for every Linear; 0: all weights")
+    lora_alpha: above_0 = flag(None, "W = W0 + this / rank * B A; default: 2 rank")
+    warmup_steps: whole = flag(10, "the learning rate rises linearly over these")
+    updates_per_rollout: from_1 = flag(1, "passes over the answers of a rollout")
+    minibatches: from_1 = flag(1, "gradient steps per pass, each on its share of the groups")
+    max_grad_norm: above_0 = flag(1.0, "gradients are clipped to this norm")
+    share_prompts: bool = flag(True, "run a prompt once for its group", head="only memory and time")
     plain: bool = flag(False, "no fast form at all: slow, and works everywhere", free=True)
-    micro_batch_tokens: int = flag(0, "tokens of one backward pass; 0: two groups", free=True)
+    micro_batch_tokens: whole = flag(0, "tokens of one backward pass; 0: two groups", free=True)
     gradient_checkpointing: bool = flag(None, "recompute layers [if memory is short]", free=True)
     offload: bool = flag(None, "masters, moments in host memory [if memory is short]", free=True)
-    eval_every: int = flag(50, "steps between evaluations", low=1, free=True, head="measuring")
-    eval_limit: int = flag(200, "held-out problems to evaluate; 0: all")
-    save_every: int = flag(50, "steps between checkpoints", low=1, free=True)
+    eval_every: from_1 = flag(50, "steps between evaluations", free=True, head="measuring")
+    eval_limit: whole = flag(200, "held-out problems to evaluate; 0: all")
+    save_every: from_1 = flag(50, "steps between checkpoints", free=True)
     keep_best: bool = flag(False, "also keep best/, by held-out accuracy")
     page: bool = flag(True, "write page.html at every evaluation", free=True)
-    seed: int = flag(0, "of the problems' order and of the sampling", high=2**32)
+    seed: whole = flag(0, "of the problems' order and of the sampling")
     device: str = flag("auto", "cuda, mps or cpu; auto: the first of them that is available")
     dtype: str = flag("auto", "of the weights; auto: bfloat16 where it is fast", choices=DTYPES)
-    threads: int = flag(0, "on the CPU; 0: torch's choice. Small models: use 1", 0, 1024, free=True)
+    threads: number(int, 0, 1024) = flag(0, "0: torch's choice. Small models: use 1", free=True)
     config: path = flag("", "JSON, like a run's config.json", kept=False, head="this call only")
     output: str = flag("", "folder of the run; default: runs/MODEL-TIME", kept=False)
     resume: str = flag("", "continue the run in this folder", kept=False, free=True)
@@ -837,38 +849,26 @@ class Parser(argparse.ArgumentParser):
         raise BadInput(f"{message} (--help lists the flags)")
 
 
-def number(field, text):
-    """The text of a flag as a number within its bounds; argparse prints what this raises."""
-    low, high = field.metadata["bounds"]
-    with suppress(ValueError):
-        value = field.type(text)
-        if low <= value <= high:  # false for NaN
-            return value
-    raise argparse.ArgumentTypeError(f"{text!r} is no {field.type.__name__} from {low} to {high}")
-
-
 def flag_of(name):
     return "--" + name.replace("_", "-")
 
 
-def given_flags(argv, folder=""):
+def given_flags(argv):
     """The flags that are given in argv, or in the command line -> {name: value}."""
     parser = Parser(prog="train.py", usage="train.py [--FLAG VALUE ...]", allow_abbrev=False,
                     argument_default=argparse.SUPPRESS,
                     description="Group Relative Policy Optimization. N is a number, [] holds a "
                     "flag's default, {} what the tiny policy takes instead if no --model is given.")
     parser._negative_number_matcher = re.compile(r"-[\d.]+(e[-+]?\d+)?$")  # or -1e-5 is a flag
-    tiny = json.loads((TINY / "grpo.json").read_text())
+    tiny = json.loads(TINY_CONFIG.read_text())
     for name, field in FIELDS.items():
+        how = {"type": field.type, **field.metadata["how"]}
         if head := field.metadata["head"]:
             group = parser.add_argument_group(head)
-        how = {"type": field.type, **field.metadata["how"]}
-        if field.type is path:
-            how["type"] = partial(path, folder=folder)
-        if field.type in (int, float):
-            how |= {"type": partial(number, field), "metavar": "N"}
         if field.type is bool:
             how |= {"type": None, "action": argparse.BooleanOptionalAction}
+        elif field.type not in (str, path):
+            how["metavar"] = "N"
         if name in tiny:
             how["help"] += f" {{{tiny[name]}}}"
         group.add_argument(flag_of(name), **how)
@@ -882,23 +882,21 @@ def parse(argv=None):
     config = read_config(file) if file else {}
     layers = [config, given]
     if "model" not in config | given:
-        layers.insert(0, read_config(TINY / "grpo.json"))
-        file = file or TINY / "grpo.json"
-    values = {}
+        layers.insert(0, read_config(TINY_CONFIG))
+        file = file or TINY_CONFIG
+    s = Settings()
     for layer in layers:
         if "data" in layer:  # held-out problems of other data would measure something else
-            values.pop("eval_data", None)
-        if bool(values.get("lora_rank")) != bool((values | layer).get("lora_rank")):
-            values.pop("lr", None)  # a learning rate for all weights does not fit factors
-        values |= layer
-    if values.get("lora_rank"):
-        values.setdefault("lr", 1e-4)
-    s = Settings(**values)
+            s.eval_data = ""
+        lora = layer.get("lora_rank", s.lora_rank)
+        if bool(lora) != bool(s.lora_rank):  # a learning rate for all weights does not fit factors
+            s.lr = 1e-4 if lora else Settings.lr
+        vars(s).update(layer)
     if s.resume:
         check_resumed(given, Settings(**config))
         s.output = s.resume
-    final = os.path.abspath(os.path.join(s.model, "final"))
-    if os.path.isfile(os.path.join(final, "config.json")):
+    final = os.path.join(s.model, "final")
+    if os.path.isfile(f"{final}/config.json"):
         s.model = final  # a run's folder was named
     s.config = str(file or "")
     return s
@@ -917,7 +915,8 @@ def read_config(file):
                 words += [flag_of(name), *map(str, value)]
             elif value is not None:  # null: the default
                 words.append(f"{flag_of(name)}={value}")
-        return given_flags(words, os.path.dirname(file))
+        with chdir(Path(file).parent):
+            return given_flags(words)
 
 
 def check_resumed(given, saved):
@@ -953,7 +952,7 @@ def load(s):
     policy_model, tokenizer = load_policy(s)
     logprob.fuse_norms(policy_model)
     problems, eval_problems = load_data(s, tokenizer)
-    check_template(policy_model, tokenizer, s)
+    check_end(policy_model, tokenizer)
     ref_model = optimizer = None
     policy_model = shard(policy_model, s)
     if s.kl_coef and not s.eval_only:  # the initial policy, frozen
@@ -983,8 +982,9 @@ def check_combinations(s):
         (not s.kl_coef and (s.kl_band or s.renew_reference),
          "--kl-band, --renew-reference: need a --kl-coef above 0"),
         (not 0 < low <= high, "--kl-band: must be two numbers above 0, the lower one first"),
-        (s.overlong_buffer > s.max_new_tokens, "--overlong-buffer: longer than --max-new-tokens"),
         (s.reward_model and s.reward, "--reward-model and --reward: only one can give the rewards"),
+        (s.reward_weights and len(s.reward or []) < 2,
+         "--reward-weights: weighs several --reward against each other"),
         (s.advantage == "shape" and (own or of_answers),
          "--advantage shape: the rule rewards each box, and no other flag about rewards works"),
         (s.around_best and (own or s.group_size % (2 * s.around_best)),
@@ -1002,19 +1002,12 @@ def tell_idle(s):
     """Print a line for every flag that changes nothing beside the others."""
     one_update = s.updates_per_rollout * s.minibatches == 1
     per_answer = s.advantage in ("group", "leave-one-out") and not s.step_reward
-    z_scores = s.advantage == "group" and s.scale_by_std and not s.step_reward
-    # The group's std is scaled, too.
-    scaled = z_scores and len(s.reward or []) == 1 and min(s.reward_weights or [0]) > 0
-    judged = s.reward_model and s.renew_reference
     for names, idle, why in [
         ("clip_eps clip_eps_high objective", one_update, "with one update every ratio is 1"),
         ("ratio", one_update and per_answer, "with one update every ratio is 1"),
-        ("clip_eps", s.objective == "cispo" and s.clip_eps_high, "CISPO has no lower clip"),
         ("kl_estimator", not s.kl_coef, "--kl-coef is 0"),
         ("reward reward_weights", s.step_reward, "--step-reward trains, this is only measured"),
-        ("reward_weights", not s.reward or scaled and not s.overlong_buffer,
-         "it weighs several --reward against each other"),
-        ("reward_model_lr", not judged, "it needs --reward-model and --renew-reference"),
+        ("reward_model_lr", not (s.reward_model and s.renew_reference), "nothing is trained"),
         ("lora_alpha", not s.lora_rank, "it needs --lora-rank"),
         ("max_turns", not s.reply, "it needs --reply"),
     ]:
@@ -1041,11 +1034,10 @@ def choose_device(s):
         return device, getattr(torch, s.dtype)
     if device.type != "cuda":
         return device, torch.float32
-    # Older cards emulate bfloat16, which is slow. Volta and Turing have tensor cores for float16.
-    if torch.cuda.is_bf16_supported(including_emulation=False):
-        return device, torch.bfloat16
-    volta = torch.cuda.get_device_capability(device) >= (7, 0)
-    return device, torch.float16 if volta else torch.float32
+    major, _ = torch.cuda.get_device_capability(device)
+    if major >= 8:
+        return device, torch.bfloat16  # older cards emulate it, which is slow
+    return device, torch.float16 if major == 7 else torch.float32  # Volta, Turing; older ones
 
 
 def load_policy(s):
@@ -1058,66 +1050,55 @@ def load_policy(s):
 def load_reward_model(s):
     """--reward-model: a RewardModel, the same on every rank."""
     with telling(f"--reward-model {s.reward_model}: cannot be loaded:", of=Exception):
-        found, report = reward.open_reward_model(s.reward_model, s.reward_model_lr,
-                                                 choose_device(s)[0])
+        device, _ = choose_device(s)
+        found, report = reward.open_reward_model(s.reward_model, s.reward_model_lr, device)
         sample.check_loaded(found.model, report)
     return found
 
 
-def check_template(model, tokenizer, s):
-    """Say where the chat template leaves the system prompt out, or has another end token."""
-    problem = {"question": "?"}
-    if s.system_prompt and chat_prompt(tokenizer, problem, s.system_prompt) == chat_prompt(
-            tokenizer, problem, ""):
-        say("--system-prompt: the chat template of --model leaves it out")
-    ends = tokenizer.batch_decode([[end] for end in sample.end_token_ids(model, tokenizer)])
-    with suppress(ValueError, IndexError):  # nothing between two answers
-        written = tokenizer.decode(sample.ids_between_turns(tokenizer, "?", None, [])).split()[0]
-        if not written.startswith(tuple(ends)):
-            say(f"the chat template writes {written} after an answer, but the model's end tokens "
-                f"are {' '.join(ends)}: answers may run on until they are cut")
+def check_end(model, tokenizer):
+    """Say if the chat template ends an answer with no end token of the model."""
+    ends = sample.end_token_ids(model, tokenizer)
+    with suppress(ValueError):  # nothing between two answers
+        written = sample.ids_between_turns(tokenizer, "?", None, [])
+        if not set(written) & set(ends):
+            say(f"the chat template writes {tokenizer.decode(written)!r} between two answers: no "
+                f"end token of the model ({tokenizer.decode(ends)}): answers may never end")
 
 
 def load_data(s, tokenizer):
     """Training and held-out problems -> two lists of dicts."""
-    # Our own rewards compare with a true answer: without one they would be 0 for ever.
-    only_rules = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
-    reserved = reward.ARGUMENTS if s.reward or s.step_reward else ()
-    def load_problems(name, source):
-        with telling(f"{name}:"):
-            return reward.load_problems(source, s.question_field, s.answer_field,
-                                        need_answer=only_rules, reserved=reserved)
-
-    held_out = s.eval_data or ("gsm8k:test" if s.data == "gsm8k" else None)
-    # --eval-only needs --data only to hold some of it out.
-    problems = [] if s.eval_only and held_out else load_problems("--data", s.data)
+    held_out = s.eval_data or ("gsm8k:test" if s.data == "gsm8k" else "")
+    problems = []
+    if not (s.eval_only and held_out):  # that needs --data only to hold some of it out
+        problems = load_problems("--data", s.data, tokenizer, s)
     if held_out:
-        eval_problems = load_problems("--eval-data", held_out)
+        eval_problems = load_problems("--eval-data", held_out, tokenizer, s)
     else:
         problems, eval_problems = reward.hold_out(problems)
         say(f"--eval-data is not given: {len(eval_problems)} of {s.data} are held out")
-    eval_problems = fitting("--eval-data", eval_problems[:s.eval_limit or None], tokenizer, s)
-    problems = fitting("--data", problems, tokenizer, s)
+    eval_problems = eval_problems[:s.eval_limit or None]
     check_arguments(problems, eval_problems, s)  # before a folder is made
     return problems, eval_problems
 
 
-def fitting(name, problems, tokenizer, s):
-    """The problems within --max-prompt-tokens; BadInput if one is too long for the model."""
-    with telling(f"{name} for --model {s.model}:"):
+def load_problems(name, source, tokenizer, s):
+    """The problems of a file whose prompts are short enough, a list of dicts."""
+    # Our own rewards compare with a true answer: without one they would be 0 for ever.
+    need_answer = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
+    reserved = reward.ARGUMENTS if s.reward or s.step_reward else ()
+    with telling(f"{name}:"):
+        problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
+                                        reserved)
         prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
-    ids = tokenizer(prompts, add_special_tokens=False).input_ids if prompts else []
-    unknown = sum(row.count(tokenizer.unk_token_id) for row in ids) / max(1, sum(map(len, ids)))
-    if unknown > 0.05:
-        say(f"{name}: {unknown:.0%} of the prompts' tokens are unknown to the tokenizer of --model "
-            f"{s.model}, which cannot read them; another --model may")
+        lengths = [len(ids) for ids in sample.ids_of(tokenizer, prompts)]
     most = s.max_prompt_tokens or math.inf
-    kept = [problem for problem, row in zip(problems, ids) if len(row) <= most]
+    kept = [problem for problem, n in zip(problems, lengths) if n <= most]
     if len(kept) < len(problems):
         say(f"{name}: {len(problems) - len(kept)} of {len(problems)} prompts are longer than "
             f"--max-prompt-tokens {most}, and are left out")
     # The longest prompt is checked now, not in the step that happens to draw it.
-    longest = max((n for n in map(len, ids) if n <= most), default=0)
+    longest = max((n for n in lengths if n <= most), default=0)
     limit = sample.length_limit(AutoConfig.from_pretrained(s.model))
     if longest + s.answer_tokens > limit:
         raise BadInput(f"{name}: a prompt of {longest} tokens and {s.answer_tokens} of an answer "
@@ -1128,9 +1109,10 @@ def fitting(name, problems, tokenizer, s):
 
 def load_reward_of(s, reward_model=None):
     """-> reward_of(problems, prompts, rollout) -> (N,); None: the rule's rewards count."""
+    if s.reward == PYTHON:
+        return None  # train() asks for it
     with telling(""):
-        own = None if s.reward == PYTHON else [s.reward, s.reward_weights, s.step_reward]
-        reward_of = own and reward.own_reward_of(*own)
+        reward_of = reward.own_reward_of(s.reward, s.reward_weights, s.step_reward)
     if reward_model:
         prompt_of = partial(chat_prompt, reward_model.tokenizer, system_prompt=s.system_prompt)
         reward_of = partial(reward.model_rewards, reward_model, prompt_of)
@@ -1150,19 +1132,17 @@ DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
 
 
 def make_optimizer(model, s, ref_model=None):
-    """AdamW over the model's weights, or over float32 masters if the weights have fewer bits.
-
-    With --lora-rank: LoraAdamW; `ref_model` spares it a copy of the initial weights.
-    """
+    """AdamW over the weights, or over float32 masters if they have fewer bits, or over factors."""
     how = {"lr": s.lr, "weight_decay": s.weight_decay, "fused": True}
     if s.lora_rank:
-        return LoraAdamW(model, None if s.renew_reference else ref_model, s, **how)
+        return LoraAdamW(model, ref_model, s, **how)
     weights = [p for p in model.parameters() if p.requires_grad]
     if weights[0].dtype == torch.float32:
         return with_moments(torch.optim.AdamW(weights, **how))
-    away = s.offload and world() == 1 and model.device.type == "cuda"
-    place = {"device": "cpu" if away else model.device, "pin_memory": away}
-    masters = [torch.empty_like(w, dtype=torch.float32, **place).copy_(w.detach()) for w in weights]
+    place = {"dtype": torch.float32}
+    if s.offload and world() == 1 and model.device.type == "cuda":
+        place |= {"device": "cpu", "pin_memory": True}
+    masters = [torch.empty_like(w, **place).copy_(w.detach()) for w in weights]
     return MasterAdamW(masters, weights, s.seed, **how)
 
 
@@ -1178,16 +1158,15 @@ def with_moments(optimizer):
 class MasterAdamW(torch.optim.AdamW):
     """AdamW on float32 masters of bfloat16 or float16 weights, with rounding that loses no step.
 
-    Pretrained weights lie on the grid of their dtype. Rounded to the nearest number, a weight would
-    not change until its master had moved by half a unit: after hundreds of steps at 1e-6. Here each
-    weight has its own threshold, uniform between 0 and 1 unit, and is rounded up if its master's
-    remainder reaches it. So a move by a hundredth of a unit moves one weight in a hundred by a
-    whole unit: on average the intended change arrives. The thresholds never change during a run;
-    they depend on the device (the CPU, or which card) and on the number of GPUs. (Stochastic
-    rounding, arXiv 2010.06192, draws at every step and needs no masters.)
+    Rounded to nearest, a weight would not change until its master had moved by half a unit, after
+    hundreds of steps at 1e-6. Here each weight has a threshold of its own, uniform between 0 and 1
+    unit, and is rounded up if its master's remainder reaches it. So a move by a hundredth of a unit
+    moves one weight in a hundred by a whole unit: on average the intended change arrives. The
+    thresholds stay the same during a run. (Stochastic rounding, arXiv 2010.06192, draws at every
+    step and needs no masters.)
 
     With --offload masters and moments are in host memory: the GPU sends gradients once per update,
-    and rounds the masters that come back. So it has the same thresholds with and without --offload.
+    and rounds the masters that come back, with the same thresholds as without --offload.
     """
 
     def __init__(self, moved, weights, seed, **how):
@@ -1198,7 +1177,8 @@ class MasterAdamW(torch.optim.AdamW):
         self.seed = seed
         # Gradients below 6e-8 are 0 in float16: the loss is multiplied by this before backward().
         # The second number counts updates since the scale was new, or an update was skipped.
-        self.scale = torch.tensor([2.0**16 if weights[0].dtype == torch.float16 else 1.0, 0.0])
+        scale = 2.0**16 if weights[0].dtype == torch.float16 else 1.0
+        self.scale = torch.tensor([scale, 0.0])
         self.away = moved[0].device != weights[0].device
         if self.away:
             self.grads = [torch.empty_like(master, pin_memory=True) for master in moved]
@@ -1222,9 +1202,10 @@ class MasterAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def round(self):
         """Round the masters into the model's weights."""
-        # The seed is the same at every step, so the thresholds are, too. Shards have their own.
-        part = rank() if is_sharded(self.weights[0]) else 0
-        generator = seeded(self.seed, "thresholds", part, device=self.weights[0].device)
+        first = self.weights[0]
+        part = rank() if is_sharded(first) else 0  # a shard has thresholds of its own
+        # The seed is the same at every step, and so are the thresholds.
+        generator = seeded(self.seed, "thresholds", part, device=first.device)
         for weight, master in zip(self.weights, self.masters()):
             if weight.dtype in DROPPED_BITS:
                 round_into(local(weight), local(master), generator)
@@ -1240,11 +1221,12 @@ class MasterAdamW(torch.optim.AdamW):
 def round_into(weight, master, generator):
     """Round float32 numbers up or down, up with the probability of their remainder."""
     bits = DROPPED_BITS[weight.dtype]
-    for w, m in zip(weight.view(-1).split(2**20), master.view(-1).split(2**20)):
+    pieces = zip(weight.view(-1).split(2**20), master.view(-1).split(2**20))
+    for w, m in pieces:
         # The bits of a float32, read as an integer, grow with its size: 2^bits is one unit.
-        noise = torch.empty_like(w, dtype=torch.int32).random_(2**bits, generator=generator)
-        number = (m.to(w.device).view(torch.int32) + noise) & -2**bits
-        w.copy_(number.view(torch.float32))
+        number = m.to(w.device).view(torch.int32)
+        noise = torch.empty_like(number).random_(2**bits, generator=generator)
+        w.copy_(((number + noise) & -2**bits).view(torch.float32))
 
 
 def widen(weight):
@@ -1257,19 +1239,15 @@ def loss_scale_of(optimizer):
     return float(optimizer.scale[0]) if isinstance(optimizer, MasterAdamW) else 1.0
 
 
-def scaled(loss, optimizer):
-    """The loss, times the loss scale in float16."""
-    return loss * loss_scale_of(optimizer)
-
-
 def unscaled(optimizer):
     """The tensors that have a gradient, after it is divided by the loss scale."""
-    if isinstance(optimizer, LoraAdamW):
-        optimizer.average_gradients()
     known = optimizer.param_groups[0]["params"] + getattr(optimizer, "weights", [])
     tensors = [p for p in known if p.grad is not None]
     for p in tensors:
         p.grad /= loss_scale_of(optimizer)
+        if isinstance(optimizer, LoraAdamW) and world() > 1:
+            dist.all_reduce(p.grad)  # averaged over the GPUs, as FSDP averages those of shards
+            p.grad /= world()
     return tensors
 
 
@@ -1280,8 +1258,12 @@ def adapt_loss_scale(optimizer, skipped):
     scale, since = optimizer.scale.tolist()
     # Halve it after an update that was not finite, double it after 200 that were.
     since = 0 if skipped else since + 1
-    grown = 2 * scale if scale > 1 and since % 200 == 0 else scale
-    optimizer.scale[:] = torch.tensor([max(scale / 2, 1.0) if skipped else grown, since])
+    new = scale
+    if skipped:
+        new = max(scale / 2, 1.0)
+    elif scale > 1 and since % 200 == 0:
+        new = 2 * scale
+    optimizer.scale[:] = torch.tensor([new, since])
     return {"loss_scale": scale}
 
 
@@ -1306,7 +1288,7 @@ class LoraAdamW(MasterAdamW):
         linears = linears_of(model)
         model.requires_grad_(False)
         for i, (name, W) in enumerate(linears.items()):
-            if ref_model:
+            if ref_model and not s.renew_reference:
                 W0 = ref_model.get_submodule(name).weight
             else:
                 W0 = W.data.to("cpu" if s.offload else W.device, copy=True)
@@ -1331,23 +1313,13 @@ class LoraAdamW(MasterAdamW):
         for factor, grad in ((A, B.T @ dW), (B, dW @ A.T)):                   # (R, in), (out, R)
             factor.grad = grad if factor.grad is None else factor.grad + grad
 
-    def average_gradients(self):
-        """Average the factors' gradients over the GPUs, as FSDP averages those of shards."""
-        for factor in self.moved:
-            if world() > 1 and factor.grad is not None:
-                dist.all_reduce(factor.grad)
-                factor.grad /= world()
-
     def masters(self):
         for W0, A, B in self.parts:
             yield W0.to(B, copy=True).addmm_(B, A, alpha=self.lora_scale)              # (out, in)
 
 
 def linears_of(model):
-    """{name: weight (out, in)} of every Linear but the head.
-
-    BadInput: a matrix of another kind that is no embedding. It would silently stay frozen.
-    """
+    """{name: weight (out, in)} of every Linear but the head. BadInput: what would stay frozen."""
     found = {}
     for name, part in model.named_modules():
         matrix = any(p.ndim > 1 for p in part.parameters(recurse=False))

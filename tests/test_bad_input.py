@@ -74,7 +74,7 @@ def test_bad_flags(capsys, tmp_path, flags, words):
 
 @pytest.mark.parametrize("flags", [
     "--kl-band 0.1 0.2 --kl-coef 0", "--kl-band 0.2 0.1", "--renew-reference 2 --kl-coef 0",
-    "--minibatches 17", "--overlong-buffer 41", "--around-best 3",
+    "--minibatches 17", "--around-best 3",
     "--around-best 2 --reward rule", "--advantage shape --reply r.py:f",
     "--reward-weights 1 2 --reward rule", "--reward-model m --reward rule",
     "--no-scale-by-std --advantage gtpo", "--no-scale-by-std --advantage leave-one-out",
@@ -244,22 +244,16 @@ PLAIN = ("{% for m in messages %}{{ m.role }}: {{ m.content }} <|end|> {% endfor
          "{% if add_generation_prompt %}assistant:{% endif %}")
 
 
-@pytest.mark.parametrize("change, flags, words", [
-    (None, (), None),
-    (None, ("--system-prompt=Think.",), "--system-prompt: the chat template of --model leaves it"),
-    (lambda m: edit_json(m / "generation_config.json", eos_token_id=2), (),
-     "the chat template writes <|end|> after an answer, but the model's end tokens are <|unk|>"),
-    (written("chat_template.jinja", PLAIN), ("--system-prompt=Think.",), None),
+@pytest.mark.parametrize("change, told", [
+    (lambda m: None, False), (written("chat_template.jinja", PLAIN), False),
+    (lambda m: edit_json(m / "generation_config.json", eos_token_id=2), True),
 ])
-def test_what_the_chat_template_does_is_said_once(capsys, tmp_path, change, flags, words):
-    folder, data = shutil.copytree(TINY, tmp_path / "m"), tmp_path / "x.jsonl"
-    data.write_text(json_lines(GOOD, {**GOOD, "question": "How many ? assistant: 5"}))
-    if change:
-        change(folder)
-    train.load(settings(*SMALL, f"--config={TINY / 'grpo.json'}", f"--model={folder}",
-                        f"--data={data}", *flags))
+def test_answers_that_may_never_end_are_told_of(capsys, tmp_path, change, told):
+    folder = shutil.copytree(TINY, tmp_path / "m")
+    change(folder)
+    train.load(settings(*SMALL, f"--config={TINY / 'grpo.json'}", f"--model={folder}"))
     out = capsys.readouterr().out
-    assert out.count(words) == 1 if words else "chat template" not in out, out
+    assert ("<|end|>" in out and "(<|unk|>)" in out) == told, out
 
 
 # --------------------------------------------------------------------------------------------------

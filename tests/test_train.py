@@ -540,17 +540,6 @@ def test_eval_only_prints_the_figures(capsys, monkeypatch):
     assert all(f"\n{name:18} {value:.4f}\n" in out for name, value in figures.items())
 
 
-def test_unknown_words_are_told_of(capsys, tmp_path):
-    own = tmp_path / "own.jsonl"
-    row = {"question": "Where does the blue river 0 end", "answer": "7"}
-    own.write_text(json_lines(*8 * [row]))
-    trains("--eval-only", f"--eval-data={own}", "--max-new-tokens=4", "--group-size=2")
-    line, = [line for line in capsys.readouterr().out.splitlines() if "unknown" in line]
-    assert line.startswith("--eval-data: 67% of the prompts' tokens are") and "--model" in line
-    trains("--eval-only", *FEW, "--eval-limit=8", "--max-new-tokens=4", "--group-size=2")
-    assert "unknown" not in capsys.readouterr().out
-
-
 def test_another_seed_and_a_run_without_kl_has_no_reference(capsys, finished_run, tmp_path):
     """test_resume.py has runs of one seed that are equal bit for bit."""
     trains(*SMALL, "--seed=1", "--kl-coef=0", "--steps=1", f"--output={tmp_path / 'other'}")
@@ -565,20 +554,24 @@ def test_another_seed_and_a_run_without_kl_has_no_reference(capsys, finished_run
     assert "mine.jsonl are held out" in out and "36 problems, 4 held out" in out
 
 
-def test_prompts_that_are_too_long_are_left_out_if_that_is_wished(capsys):
-    p = parts("--max-prompt-tokens=20", "--max-new-tokens=30")
-    problems = [{"question": "Anna " * n, "answer": "1"} for n in (5, 90, 10)]
-    kept = train.fitting("--data", problems, p.tokenizer, p.settings)
-    assert kept == [problems[0], problems[2]]
+def test_prompts_that_are_too_long_are_left_out_if_that_is_wished(capsys, tmp_path):
+    p = parts("--max-new-tokens=30")
+    file = tmp_path / "x.jsonl"
+    file.write_text(json_lines(*({"question": "Anna " * n, "answer": "1"} for n in (5, 90, 10))))
+
+    def lengths(**changes):
+        s = with_settings(p, **changes)
+        kept = train.load_problems("--data", file, p.tokenizer, s)
+        return [problem["question"].count("Anna") for problem in kept]
+
+    assert lengths(max_prompt_tokens=20) == [5, 10]
     out = capsys.readouterr().out
     assert "--data: 1 of 3 prompts are longer than --max-prompt-tokens 20" in out
-    most_3 = with_settings(p, max_prompt_tokens=3)
-    assert train.fitting("--data", problems, p.tokenizer, most_3) == []
+    assert lengths(max_prompt_tokens=3) == []
     # 128 positions: a prompt of 94 tokens leaves no room for 40
     with pytest.raises(train.BadInput, match="a prompt of 9. tokens and 40 of an answer"):
-        train.fitting("--data", problems, p.tokenizer,
-                      with_settings(p, max_prompt_tokens=0, max_new_tokens=40))
-    train.fitting("--data", problems, p.tokenizer, with_settings(p, max_prompt_tokens=0))
+        lengths(max_new_tokens=40)
+    assert lengths() == [5, 90, 10]
 
 
 def test_the_help(help_of_train):
