@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import hashlib
+import io
 import json
 import math
 import multiprocessing
@@ -39,6 +40,7 @@ from transformers import (  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
 import logprob  # noqa: E402
+import sample  # noqa: E402
 import train  # noqa: E402
 from loss import grpo_loss  # noqa: E402
 from reward import load_problems  # noqa: E402
@@ -56,6 +58,13 @@ def pytest_collection_finish(session):
     gc.freeze()
     if len(session.items) > 1000:
         server()
+
+
+@pytest.fixture(autouse=True)
+def fast_forms():
+    """What one test gives up is there again for the next."""
+    yield
+    sample.PLAIN = logprob.PLAIN = False
 
 
 TINY = ROOT / "tests" / "tiny"
@@ -389,6 +398,20 @@ def ends_badly(capsys, *flags):
 def trains(*flags):
     """train.py does what it is told."""
     assert main(*flags) == 0
+
+
+def trained(folder, *flags):
+    """The folder, in which train.py has done what it is told."""
+    trains(*flags, f"--output={folder}")
+    return folder
+
+
+def printed_by(*flags):
+    """train.py does what it is told -> what it printed on stdout, on stderr; for fixtures."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        trains(*flags)
+    return out.getvalue(), err.getvalue()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -2,12 +2,14 @@
 # ruff: noqa: I001 - several names to a line
 import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 from conftest import (
-    FEW, TINY, edit_json, edit_tensors, json_lines, raises,
-    refused, run_script, settings, trains)
+    ENVIRONMENT, FEW, ROOT, TINY, edit_json, edit_tensors, json_lines, raises, refused, run_script,
+    settings, trains)
 
 import train
 
@@ -91,13 +93,6 @@ def test_flags_that_do_not_go_together(capsys, tmp_path, flags):
     flags = flags.split()
     line = refused_before_a_folder_is_made(capsys, tmp_path, *flags)
     assert flags[0] in line and "no file" not in line
-
-
-def test_a_folder_that_holds_a_run_is_refused_before_the_model_is_looked_for(capsys, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").touch()
-    line = refused(capsys, f"--output={tmp_path / 'run'}", "--model=nobody/nothing")
-    assert line.startswith("train.py: --output ") and "--resume" in line
 
 
 @pytest.mark.parametrize("fault, status, words", [
@@ -283,3 +278,22 @@ def test_a_warning_is_one_line(tmp_path):
                       f"--output={tmp_path / 'run'}")
     assert "every reward gave None for some rows: they count as 0\n" in done.stderr
     assert "UserWarning" not in done.stderr
+
+
+@pytest.mark.parametrize("script, arguments, word", [
+    ("advantage.py", ["1", "apple"], "apple"), ("advantage.py", ["1", "nan"], "nan"),
+    ("advantage.py", ["1"], "1"), ("sample.py", ["--model=nowhere"], "loaded"),
+    ("sample.py", ["--device=tpu"], "tpu"), ("sample.py", ["Anna has 9 . " * 50], "128"),
+    ("logprob.py", ["--model=."], "."), ("logprob.py", ["--model=./nowhere"], "nowhere"),
+])
+def test_a_script_refuses_in_one_line(run_here, script, arguments, word):
+    [line] = run_here(script, *arguments, status=2).splitlines()
+    assert line.startswith(f"{script}: ") and word in line
+
+
+@pytest.mark.parametrize("script", ["sample", "reward", "advantage", "logprob", "loss"])
+def test_a_reader_who_has_seen_enough_is_no_error(script):
+    """As with `python loss.py | head -3`; nobody reads a line here."""
+    command = f"'{sys.executable}' {ROOT / script}.py | true"
+    done = subprocess.run(command, shell=True, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.stderr == ""

@@ -4,13 +4,10 @@ import copy
 import functools
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import (
-    ENVIRONMENT, ROOT, SMALL, TINY, answer_rows, seeded, small_model)
+from conftest import SMALL, TINY, answer_rows, seeded, small_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -130,39 +127,16 @@ def test_without_entropies_gradients_or_labels(some_model):
 
 
 # --------------------------------------------------------------------------------------------------
-# Masks and padding, shared prompts, equal rows
+# Masks, shared prompts, equal rows; test_families.py has rows with and without padding
 
 @grouped_or_not
-def test_what_stands_in_the_padding_does_not_matter(some_model, group_ids):
-    model = copy.deepcopy(some_model)
-    input_ids, labels, weights = batch()
-    other_ids = input_ids.clone()
-    for n, (prompt, response) in enumerate(SIZES):
-        other_ids[n, prompt + response :] = (7 * torch.arange(20 - prompt - response) + n + 1) % V
-    a = token_logprobs(model, input_ids, labels, group_ids=group_ids)
-    b = token_logprobs(model, other_ids, labels, group_ids=group_ids)
-    torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-    assert_same_pull(model, a, model, b, weights, 1e-6)
-
-
-@grouped_or_not
-def test_labels_anywhere_in_the_row(some_model, group_ids):
-    """The mask is the labels': a hole in the response is not scored, but still read."""
-    input_ids, labels, _ = batch()
-    whole = token_logprobs(some_model, input_ids, labels)
-    labels[0, 5] = labels[0, 9] = labels[3, 10] = IGNORE
-    labels[2, 0] = input_ids[2, 0]  # nothing predicts token 0
-    expected = whole.clone()
-    expected[0, 4] = expected[0, 8] = expected[3, 9] = 0
-    actual = token_logprobs(some_model, input_ids, labels, group_ids=group_ids)
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
-
-
-@grouped_or_not
-def test_rows_without_labels(some_model, group_ids):
-    """Beside rows of their group that have labels, and in a group that has none."""
+@pytest.mark.parametrize("holes", [[(0, 5), (0, 9), (3, 10), (4, 9)], [0, 3, 4]], ids=str)
+def test_labels_anywhere_or_nowhere_in_a_row(some_model, group_ids, holes):
+    """A hole in an answer is not scored, but still read; a row, or a group, may have no label."""
     model, (input_ids, labels, weights) = copy.deepcopy(some_model), batch()
-    labels[0] = labels[3] = labels[4] = IGNORE
+    labels[2, 0] = input_ids[2, 0]  # nothing predicts token 0
+    for hole in holes:
+        labels[hole] = IGNORE
     actual = token_logprobs(model, input_ids, labels, group_ids=group_ids)
     exact = copy.deepcopy(model).double()
     expected, _ = naive(exact, input_ids, labels)
@@ -448,17 +422,3 @@ def test_script_takes_a_run_and_its_flags(run_here, tiny, tmp_path):
     assert run_here("logprob.py", run).splitlines() == plain
     cold = run_here("logprob.py", run, "--temperature=0.5").splitlines()
     assert plain[-1] != cold[-1] and len(plain) == len(cold)
-
-
-def test_script_whose_reader_leaves():
-    process = subprocess.Popen([sys.executable, ROOT / "logprob.py"], stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, env=ENVIRONMENT, text=True)
-    process.stdout.close()
-    assert "Traceback" not in process.stderr.read() and process.wait() != 1
-    process.stderr.close()
-
-
-def test_script_refuses_in_one_line(run_here, tmp_path):
-    for folder in (tmp_path, tmp_path / "nowhere"):
-        (line,) = run_here("logprob.py", f"--model={folder}", status=2).splitlines()
-        assert line.startswith("logprob.py: ")

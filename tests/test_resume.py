@@ -233,6 +233,8 @@ def test_a_folder_that_holds_something_is_left_as_it_was(capsys, run_folder, tmp
         before = snapshot(folder)
         assert f"--output {folder}" in refused(capsys, *FLAGS, f"--output={folder}")
         assert snapshot(folder) == before
+    line = refused(capsys, f"--output={run_folder}", "--model=nobody/nothing")
+    assert "--output" in line                             # before the model is looked for
     assert str(somebody) in refuses_to_resume(capsys, somebody)
     for name in ("letter.txt/run", 300 * "x"):            # and what cannot be a folder
         assert "--output" in refused(capsys, *FLAGS, f"--output={somebody / name}")
@@ -419,7 +421,7 @@ def test_no_rank_goes_on_alone(monkeypatch, error):
     assert attempts == [1024]
 
 
-@pytest.mark.parametrize("stage", ["grpo_loss", "sample_groups"])
+@pytest.mark.parametrize("stage", ["make_optimizer", "sample_groups", "grpo_loss"])
 def test_out_of_memory_for_good_is_one_line(capsys, monkeypatch, tmp_path, stage):
     monkeypatch.setattr(train, stage, raises(NO_MEMORY[0]))
     line = ends_badly(capsys, *FLAGS, f"--output={tmp_path / 'run'}")
@@ -428,8 +430,6 @@ def test_out_of_memory_for_good_is_one_line(capsys, monkeypatch, tmp_path, stage
 
 def test_another_runtime_error_is_not_taken_for_memory(monkeypatch, tmp_path):
     monkeypatch.setattr(train, "grpo_loss", raises(RuntimeError("shapes do not match")))
-    for stage in (train.sample, train.logprob):
-        monkeypatch.setattr(stage, "PLAIN", None)
     with pytest.raises(RuntimeError, match="shapes") as caught:
         main(*FLAGS, f"--output={tmp_path / 'run'}")
     assert re.fullmatch(r"train.py: go on with: .* --resume .*run --plain", *caught.value.__notes__)

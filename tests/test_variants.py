@@ -4,7 +4,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import io
 import itertools
 import math
 import re
@@ -16,8 +15,8 @@ import pytest
 import torch
 from conftest import (
     FEW, checkpoint_of, curve, json_lines, lines_of, logprobs_on_full_logits, loop, metrics_of,
-    parts, raises, same_tensors, seeded, settings, step_of_the_program, tiny_problems,
-    trains, updates_by_hand, weights_of)
+    parts, printed_by, raises, same_tensors, seeded, settings, step_of_the_program, tiny_problems,
+    trained, trains, updates_by_hand, weights_of)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -114,11 +113,15 @@ def assert_same_step(p, rollout, expected):
     "--clip-advantages=0.6", "--advantage=gtpo --clip-advantages=0.6", "--sampler-correction=1.2",
     "--objective=cispo --clip-eps-high=0.01", "--mask-truncated", "--overlong-buffer=8",
     "--mask-truncated --aggregate=token", "--length-rescale=0.5 --overlong-buffer=8",
+    *(f"{flags} --no-share-prompts" for flags in (
+        "--clip-eps=0.01", "--aggregate=token", "--aggregate=constant")),
 ])
 def test_a_flag_that_changes_the_mathematics_arrives(flags):
+    """Also in micro-batches that cut a group."""
     flags = flags.split()
-    p = parts(*PLAIN, *flags, "--micro-batch-tokens=150")
+    p = parts(*PLAIN, *flags, "--micro-batch-tokens=40")
     rollout = rollout_of(p, 0.7)
+    assert len(list(train.micro_batches(p.policy, rollout, p.settings))) > 2
     expected = by_hand(p, rollout, flags)
     plain = by_hand(p, rollout, flags[1:])
     if "--kl-coef=0" in flags:
@@ -419,22 +422,15 @@ EVERYTHING = (*SMALL, "--renew-reference=3", "--kl-band", "0.0001", "0.0002", "-
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory):
     """A run with much at once, whose policy was watched at every evaluation."""
-    folder = tmp_path_factory.mktemp("everything") / "run"
-    watched, reference = [], []
+    watched = []
+
+    def write_page(run, model, *others):              # at every evaluation
+        watched.append((run.held_out[-1][1], copy.deepcopy(model.state_dict())))
+
     with pytest.MonkeyPatch.context() as patch:
-        def write_page(run, model, *others):              # at every evaluation
-            watched.append((run.held_out[-1][1], copy.deepcopy(model.state_dict())))
-
-        def renew(ref, *others, plain=train.renew):
-            figures = plain(ref, *others)
-            if figures:
-                reference.append(copy.deepcopy(dict(ref.named_parameters())))
-            return figures
-
         patch.setattr(train, "write_page", write_page)
-        patch.setattr(train, "renew", renew)
-        trains(*EVERYTHING, f"--output={folder}")
-    return SimpleNamespace(folder=folder, watched=watched, reference=reference)
+        folder = trained(tmp_path_factory.mktemp("everything"), *EVERYTHING)
+    return SimpleNamespace(folder=folder, watched=watched)
 
 
 def test_a_resumed_run_is_bitwise_the_same(monkeypatch, tmp_path, everything):
@@ -461,10 +457,11 @@ def test_a_resumed_run_is_bitwise_the_same(monkeypatch, tmp_path, everything):
 
 
 def test_the_renewed_reference_and_the_best_policy_are_saved(everything, unknown):
-    assert len(everything.reference) == 2                 # after steps 3 and 6
+    renewed = [m["step"] for m in metrics_of(everything.folder) if "reference_renewed" in m]
+    assert renewed == [3, 6]                              # the last: it is the policy of the end
     tensors = checkpoint_of(everything.folder)
-    for name, value in everything.reference[-1].items():
-        assert torch.equal(tensors[f"weight/reference/{name}"], value)
+    for name, _ in parts().policy.named_parameters():
+        assert torch.equal(tensors[f"weight/reference/{name}"], tensors[f"weight/{name}"])
     accuracies = [accuracy for accuracy, _ in everything.watched]
     first_best = everything.watched[accuracies.index(max(accuracies))][1]
     best = AutoModelForCausalLM.from_pretrained(everything.folder / "best").state_dict()
@@ -591,11 +588,10 @@ def test_a_resumed_run_warns_as_one_that_was_never_stopped(tmp_path, at):
 def traced(tmp_path_factory):
     """The lines of a trace, and the parts to compute them again."""
     flags = ("--group-size=4", "--lr=0.0005", "--temperature=0.9", "--length-rescale=0.5")
-    out = io.StringIO()
     folder = tmp_path_factory.mktemp("trace")
-    with contextlib.redirect_stdout(out), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        trains("--trace", *flags)
+        out, _ = printed_by("--trace", *flags)
         assert list(folder.iterdir()) == []
     p = parts(*flags, noise=0)
     # The same step once more: another problem, until its answers disagree
@@ -604,7 +600,7 @@ def traced(tmp_path_factory):
     start = copy.deepcopy(p.policy)
     _, rollout = train.train_step(p.policy, start, p.optimizer, p.tokenizer, batch, s)
     p.policy = start
-    return SimpleNamespace(out=out.getvalue(), p=p, rollout=rollout, prompt=batch.prompts[0],
+    return SimpleNamespace(out=out, p=p, rollout=rollout, prompt=batch.prompts[0],
                            truth=batch.problems[0]["answer"])
 
 
@@ -734,12 +730,9 @@ def unknown(tmp_path_factory):
     (folder / "mine.py").write_text(MINE)
     asked = [{"task": problem["question"]} for problem in tiny_problems()[:20]]
     (folder / "mine.jsonl").write_text(json_lines(*asked))
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        trains(*SHORT, f"--reward={folder / 'mine.py'}:first", f"--data={folder / 'mine.jsonl'}",
-               "--question-field=task", f"--output={folder / 'run'}")
-    return SimpleNamespace(folder=folder / "run", out=out.getvalue(), err=err.getvalue(),
-                           mine=folder / "mine.py")
+    out, err = printed_by(*SHORT, f"--reward={folder / 'mine.py'}:first", "--question-field=task",
+                          f"--data={folder / 'mine.jsonl'}", f"--output={folder / 'run'}")
+    return SimpleNamespace(folder=folder / "run", out=out, err=err, mine=folder / "mine.py")
 
 
 def test_without_known_answers_the_rules_figures_are_null(unknown):
