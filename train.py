@@ -1007,7 +1007,7 @@ def load(s):
         with telling("--reply"):
             reply = reward.load_function(s.reply)
         talk = partial(sample.sample_conversations, reply=reply, max_turns=s.max_turns)
-        sampler = telling("--reply")(talk)
+        sampler = telling("--reply")(talk)  # its errors name --reply
     sample.PLAIN = logprob.PLAIN = s.plain
     policy_model, tokenizer = load_policy(s)
     logprob.fuse_norms(policy_model)
@@ -1073,7 +1073,7 @@ def tell_idle(s):
     ]:
         for name in names.split():
             if idle and getattr(s, name) != FIELDS[name].default:
-                say(f"{flag_of(name)}: no effect: {why}")
+                say(f"{flag_of(name)} has no effect: {why}")
 
 
 def choose_device(s):
@@ -1103,7 +1103,7 @@ def choose_device(s):
 def load_policy(s):
     """The policy and its tokenizer; a model that will be sharded is in host memory."""
     device, dtype = choose_device(s)
-    with telling(f"--model {s.model}:", of=(OSError, ValueError)):
+    with telling(f"--model {s.model}:"):
         return sample.open_policy(s.model, device if s.is_whole else "cpu", dtype)
 
 
