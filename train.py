@@ -694,8 +694,8 @@ def symptoms(history):
 
 
 # --------------------------------------------------------------------------------------------------
-# Settings: every flag, one per line, with its type, its default and its reason. A config file
-# overrides the defaults, and the command line overrides both.
+# Settings: every flag with its type, its default and its help. A config file overrides the
+# defaults, and the command line overrides both.
 
 HERE = Path(__file__).resolve().parent
 TINY = HERE / "tests" / "tiny"
@@ -703,7 +703,7 @@ TINY_CONFIG = TINY / "grpo.json"
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 SCHEDULES = ("constant", "linear", "cosine")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-PYTHON = ["from Python"]  # in config.json the --reward of a run that Python code gave a function
+PYTHON = ["from Python"]  # stands in config.json for a reward that was a Python function
 
 
 class BadInput(Exception):
@@ -712,8 +712,8 @@ class BadInput(Exception):
 
 @contextmanager
 def telling(flags, of=ValueError):
-    """A ValueError of a stage becomes one line that begins with these flags."""
-    # of=Exception is for reading foreign files: what can be wrong with them has no list.
+    """Turn a stage's ValueError into a BadInput that begins with these flags."""
+    # of=Exception: for foreign files, where anything can be wrong
     try:
         yield
     except of as error:
@@ -736,7 +736,7 @@ def flag(default, help, kept=True, free=False, head=None, **how):
 
 
 def path(text):
-    """An absolute file, or file.py:function: a resumed run may start in another folder."""
+    """Make a file, or file.py:function, absolute: a resumed run may start in another folder."""
     file = text.rpartition(":")[0] if ".py:" in text else text
     if os.path.exists(file):
         return text.replace(file, os.path.abspath(file), 1)
@@ -763,7 +763,7 @@ share = number(float, 0, 1)
 
 @dataclasses.dataclass
 class Settings:
-    model: path = flag(str(TINY), "hub name, folder, or a run's", head="model, data, rewards")
+    model: path = flag(str(TINY), "hub name or folder, also a run's", head="model, data, rewards")
     data: path = flag("gsm8k", "training problems: a JSONL file, `gsm8k` or `gsm8k:test`")
     eval_data: path = flag("", "held-out problems; default: gsm8k:test, or a tenth of your --data")
     question_field: str = flag("question", "the column of the JSONL that holds the question")
@@ -774,7 +774,7 @@ class Settings:
     reward_weights: number(float, -1e9) = flag(None, "for each --reward; default: 1", nargs="+")
     step_reward: path = flag(None, "file.py:function that rewards steps: process supervision")
     reward_model: path = flag("", "folder of a sequence classifier; its scores are the rewards")
-    reward_model_lr: above_0 = flag(2e-5, "with --renew-reference, which trains it")
+    reward_model_lr: above_0 = flag(2e-5, "its learning rate, if --renew-reference trains it")
     reply: path = flag(None, "file.py:function that gives the user's next message: a tool, say")
     max_turns: from_1 = flag(4, "at most this many answers in a --reply conversation")
     steps: from_1 = flag(500, "number of rollouts", free=True, head="the rollout")
@@ -782,28 +782,28 @@ class Settings:
     group_size: number(int, 2) = flag(8, "G, answers per question: their mean is the baseline")
     max_new_tokens: from_1 = flag(512, "an answer is cut at this length")
     max_prompt_tokens: whole = flag(0, "leaves longer prompts out; 0: an error if one does not fit")
-    temperature: above_0 = flag(1.0, "of the sampler, and of the log-probs")
-    max_resample: whole = flag(0, "DAPO: rounds in which groups without variance are drawn anew")
-    around_best: whole = flag(0, "half of a group continues this many best answers of the other")
+    temperature: above_0 = flag(1.0, "of sampling and of the log-probs")
+    max_resample: whole = flag(0, "DAPO: rounds in which flat groups are replaced")
+    around_best: whole = flag(0, "half of a group continues this many best answers of the rest")
     clip_eps: share = flag(0.2, "clips ratios at 1 - this, 1 + this", head="the objective")
-    clip_eps_high: amount = flag(None, "upper clip at 1 + this: DAPO's clip-higher, 0.28")
+    clip_eps_high: amount = flag(None, "upper clip at 1 + this: DAPO's clip-higher, say 0.28")
     kl_coef: amount = flag(0.04, "beta; 0: no KL, and no reference in memory")
     kl_estimator: str = flag("k3", "estimator of the KL", choices=loss.KL_ESTIMATORS)
     aggregate: str = flag("sequence", "how tokens are averaged", choices=loss.AGGREGATES)
     ratio: str = flag("token", "ratio per token, or per sequence: GSPO", choices=loss.RATIOS)
     objective: str = flag("clip", "clip, or CISPO's weighted log-probs", choices=loss.OBJECTIVES)
-    sampler_correction: amount = flag(0.0, "TIS: weights min(trainer / sampler, this), 2.0")
+    sampler_correction: amount = flag(0.0, "TIS: weights min(trainer / sampler, this), say 2")
     mask_truncated: bool = flag(False, "leave truncated answers out of the loss")
     renew_reference: whole = flag(0, "steps after which the reference becomes the policy; 0: never")
-    kl_band: amount = flag(None, "LOW HIGH: adapt beta to keep the KL there: 0.02 0.05", nargs=2)
+    kl_band: amount = flag(None, "LOW HIGH: adapt beta to keep KL there, say 0.02 0.05", nargs=2)
     advantage: str = flag("group", "how siblings compare", choices=ADVANTAGES, head="the advantage")
     scale_by_std: bool = flag(True, "divide the advantages by the group's std; off: Dr. GRPO")
-    clip_advantages: above_0 = flag(None, "clip advantages to -this and this: 5")
-    length_rescale: amount = flag(0.0, "GR3's alpha: rewards shrink with length, 0.33")
+    clip_advantages: above_0 = flag(None, "clip advantages to -this and this, say 5")
+    length_rescale: amount = flag(0.0, "GR3's alpha: rewards shrink with length, say 0.33")
     overlong_buffer: whole = flag(0, "DAPO: the last tokens before the limit cost up to 1")
     lr: above_0 = flag(1e-6, "learning rate; with LoRA 1e-4", head="the update")
     lr_schedule: str = flag("constant", "after the warm-up; others end at 0", choices=SCHEDULES)
-    weight_decay: amount = flag(0.0, "AdamW's")
+    weight_decay: amount = flag(0.0, "of AdamW")
     lora_rank: whole = flag(0, "LoRA: train factors of this rank for every Linear; 0: all weights")
     lora_alpha: above_0 = flag(None, "W = W0 + this / rank * B A; default: 2 rank")
     warmup_steps: whole = flag(10, "the learning rate rises linearly over these")
@@ -812,9 +812,9 @@ class Settings:
     max_grad_norm: above_0 = flag(1.0, "gradients are clipped to this norm")
     share_prompts: bool = flag(True, "run a prompt once for its group", head="only memory and time")
     plain: bool = flag(False, "no fast form at all: slow, and works everywhere", free=True)
-    micro_batch_tokens: whole = flag(0, "tokens of one backward pass; 0: two groups", free=True)
+    micro_batch_tokens: whole = flag(0, "tokens of one backward pass; 0: by the device", free=True)
     gradient_checkpointing: bool = flag(None, "recompute layers [if memory is short]", free=True)
-    offload: bool = flag(None, "masters, moments in host memory [if memory is short]", free=True)
+    offload: bool = flag(None, "optimizer state in host memory [if memory is short]", free=True)
     eval_every: from_1 = flag(50, "steps between evaluations", free=True, head="measuring")
     eval_limit: whole = flag(200, "held-out problems to evaluate; 0: all")
     save_every: from_1 = flag(50, "steps between checkpoints", free=True)
@@ -829,16 +829,16 @@ class Settings:
     resume: str = flag("", "continue the run in this folder", kept=False, free=True)
     eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop", kept=False)
     trace: bool = flag(False, "print one step stage by stage, and stop", kept=False)
-    dry_run: bool = flag(False, "count the memory of these flags, and stop", kept=False, free=True)
+    dry_run: bool = flag(False, "print the memory a step needs, and stop", kept=False, free=True)
 
     @property
     def answer_tokens(self):
-        """The most tokens that the policy writes in a row; with --reply it has several turns."""
+        """The most tokens that the policy can write in one row, over all turns of --reply."""
         return self.max_new_tokens * (self.max_turns if self.reply else 1)
 
     @property
     def is_whole(self):
-        """Whether a rank has all weights, and no shard: with LoRA only factors have gradients."""
+        """Whether every rank holds all weights. With LoRA it does: only factors are trained."""
         return world() == 1 or self.lora_rank > 0
 
 
@@ -855,12 +855,12 @@ def flag_of(name):
 
 
 def given_flags(argv):
-    """The flags that are given in argv, or in the command line -> {name: value}."""
+    """The flags in argv, or on the command line -> {name: value}, without defaults."""
     parser = Parser(prog="train.py", usage="train.py [--FLAG VALUE ...]", allow_abbrev=False,
                     argument_default=argparse.SUPPRESS,
                     description="Group Relative Policy Optimization. N is a number, [] holds a "
                     "flag's default, {} what the tiny policy takes instead if no --model is given.")
-    parser._negative_number_matcher = re.compile(r"-[\d.]+(e[-+]?\d+)?$")  # or -1e-5 is a flag
+    parser._negative_number_matcher = re.compile(r"-[\d.]+(e[-+]?\d+)?$")  # else -1e-5 is a flag
     tiny = json.loads(TINY_CONFIG.read_text())
     for name, field in FIELDS.items():
         how = {"type": field.type, **field.metadata["how"]}
@@ -877,7 +877,7 @@ def given_flags(argv):
 
 
 def parse(argv=None):
-    """Flags -> Settings: `argv`, or the command line, over a config file over the defaults."""
+    """Settings: flags (argv, or the command line) win over the config file, it over defaults."""
     given = given_flags(argv)
     file = f"{given['resume']}/config.json" if "resume" in given else given.get("config")
     config = read_config(file) if file else {}
@@ -890,7 +890,7 @@ def parse(argv=None):
         if "data" in layer:  # held-out problems of other data would measure something else
             s.eval_data = ""
         lora = layer.get("lora_rank", s.lora_rank)
-        if bool(lora) != bool(s.lora_rank):  # a learning rate for all weights does not fit factors
+        if bool(lora) != bool(s.lora_rank):  # on or off: factors need another learning rate
             s.lr = 1e-4 if lora else Settings.lr
         vars(s).update(layer)
     if s.resume:
@@ -904,7 +904,7 @@ def parse(argv=None):
 
 
 def read_config(file):
-    """A JSON object of flags and values, paths from its folder -> {name: value}."""
+    """The flags of a JSON file -> {name: value}; its paths are relative to its folder."""
     with telling(f"{file}:", of=Exception):
         words = []
         for name, value in json.loads(Path(file).read_text(encoding="utf-8")).items():
@@ -928,8 +928,7 @@ def check_resumed(given, saved):
         if name == "steps" and saved.lr_schedule != "constant":
             free = False  # the learning rate of every step depends on how many there are
         if new != old and not free:
-            raise BadInput(f"{flag_of(name)} {new}: the run in {given['resume']} has {old!r}, and "
-                           "a resumed run cannot change it")
+            raise BadInput(f"{flag_of(name)} {new}: the run in {given['resume']} keeps its {old!r}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -948,7 +947,7 @@ def load(s):
         with telling("--reply"):
             reply = reward.load_function(s.reply)
         talk = partial(sample.sample_conversations, reply=reply, max_turns=s.max_turns)
-        sampler = telling("--reply")(talk)
+        sampler = telling("--reply")(talk)  # its errors name --reply
     sample.PLAIN = logprob.PLAIN = s.plain
     policy_model, tokenizer = load_policy(s)
     logprob.fuse_norms(policy_model)
@@ -969,11 +968,11 @@ def load(s):
 
 
 def check_combinations(s):
-    """BadInput for flags that a stage would refuse in the middle of a step, or misunderstand."""
+    """BadInput for flags that do not go together."""
     low, high = s.kl_band or (1, 1)
     share, rest = divmod(s.prompts_per_step, world())
     own = s.reply or s.reward or s.reward_model
-    # What works on the rewards of whole answers, or gives them
+    # Flags that give or change the rewards of whole answers
     of_answers = s.reward_model or s.length_rescale or s.overlong_buffer or s.max_resample
     for holds, line in [
         (rest, f"--prompts-per-step {s.prompts_per_step}: not a multiple of {world()} processes"),
@@ -1000,7 +999,7 @@ def check_combinations(s):
 
 
 def tell_idle(s):
-    """Print a line for every flag that changes nothing beside the others."""
+    """Print a line for every flag that has no effect together with the others."""
     one_update = s.updates_per_rollout * s.minibatches == 1
     per_answer = s.advantage in ("group", "leave-one-out") and not s.step_reward
     for names, idle, why in [
@@ -1014,7 +1013,7 @@ def tell_idle(s):
     ]:
         for name in names.split():
             if idle and getattr(s, name) != FIELDS[name].default:
-                say(f"{flag_of(name)}: no effect: {why}")
+                say(f"{flag_of(name)} has no effect: {why}")
 
 
 def choose_device(s):
@@ -1030,7 +1029,7 @@ def choose_device(s):
     if device.type == "mps" and (s.offload or s.dtype not in ("auto", "float32")):
         raise BadInput("--dtype, --offload: on mps only --dtype float32 works, without --offload")
     if device.index and device.type == "cuda":
-        torch.cuda.set_device(device)  # what names no card is then about this one, too
+        torch.cuda.set_device(device)  # the default card for calls that name none
     if s.dtype != "auto":
         return device, getattr(torch, s.dtype)
     if device.type != "cuda":
@@ -1044,7 +1043,7 @@ def choose_device(s):
 def load_policy(s):
     """The policy and its tokenizer; a model that will be sharded is in host memory."""
     device, dtype = choose_device(s)
-    with telling(f"--model {s.model}:", of=(OSError, ValueError)):
+    with telling(f"--model {s.model}:"):
         return sample.open_policy(s.model, device if s.is_whole else "cpu", dtype)
 
 
@@ -1058,9 +1057,9 @@ def load_reward_model(s):
 
 
 def check_end(model, tokenizer):
-    """Say if the chat template ends an answer with no end token of the model."""
+    """Warn if the chat template ends an answer with no end token of the model."""
     ends = sample.end_token_ids(model, tokenizer)
-    with suppress(ValueError):  # nothing between two answers
+    with suppress(ValueError):  # a template may put nothing between answers
         written = sample.ids_between_turns(tokenizer, "?", None, [])
         if not set(written) & set(ends):
             say(f"the chat template writes {tokenizer.decode(written)!r} between two answers: no "
@@ -1071,7 +1070,7 @@ def load_data(s, tokenizer):
     """Training and held-out problems -> two lists of dicts."""
     held_out = s.eval_data or ("gsm8k:test" if s.data == "gsm8k" else "")
     problems = []
-    if not (s.eval_only and held_out):  # that needs --data only to hold some of it out
+    if not (s.eval_only and held_out):  # an evaluation of held-out problems needs no --data
         problems = load_problems("--data", s.data, tokenizer, s)
     if held_out:
         eval_problems = load_problems("--eval-data", held_out, tokenizer, s)
@@ -1085,7 +1084,7 @@ def load_data(s, tokenizer):
 
 def load_problems(name, source, tokenizer, s):
     """The problems of a file whose prompts are short enough, a list of dicts."""
-    # Our own rewards compare with a true answer: without one they would be 0 for ever.
+    # The built-in rewards need a true answer to compare with.
     need_answer = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
     reserved = reward.ARGUMENTS if s.reward or s.step_reward else ()
     with telling(f"{name}:"):
@@ -1109,7 +1108,7 @@ def load_problems(name, source, tokenizer, s):
 
 
 def load_reward_of(s, reward_model=None):
-    """-> reward_of(problems, prompts, rollout) -> (N,); None: the rule's rewards count."""
+    """The function reward_of(problems, prompts, rollout) -> (N,), or None for the rule."""
     if s.reward == PYTHON:
         return None  # train() asks for it
     with telling(""):
@@ -1119,7 +1118,7 @@ def load_reward_of(s, reward_model=None):
         reward_of = partial(reward.model_rewards, reward_model, prompt_of)
     if reward_of:
         reward_of = telling("--reward-model:" if reward_model else "")(reward_of)
-        reward_of.of_flags = True
+        reward_of.of_flags = True  # begin() tells it from a function given in Python
     return reward_of
 
 
@@ -1170,33 +1169,37 @@ class MasterAdamW(torch.optim.AdamW):
     and rounds the masters that come back, with the same thresholds as without --offload.
     """
 
-    def __init__(self, moved, weights, seed, **how):
-        super().__init__(moved, **how)
+    def __init__(self, trained, weights, seed, **how):
+        super().__init__(trained, **how)
         with_moments(self)
-        self.moved = moved
+        self.trained = trained  # float32 masters, or LoRA's factors
         self.weights = weights
         self.seed = seed
         # Gradients below 6e-8 are 0 in float16: the loss is multiplied by this before backward().
-        # The second number counts updates since the scale was new, or an update was skipped.
+        # The second number counts good updates since the scale changed.
         scale = 2.0**16 if weights[0].dtype == torch.float16 else 1.0
         self.scale = torch.tensor([scale, 0.0])
-        self.away = moved[0].device != weights[0].device
+        self.away = trained[0].device != weights[0].device
         if self.away:
-            self.grads = [torch.empty_like(master, pin_memory=True) for master in moved]
-        for weight in weights:
-            weight.grad_dtype = None  # any, because widen() changes it
-            weight.register_post_accumulate_grad_hook(widen)
+            self.grads = [torch.empty_like(master, pin_memory=True) for master in trained]
+        for i, weight in enumerate(weights):
+            weight.grad_dtype = None  # any, because take_gradient() changes it
+            weight.register_post_accumulate_grad_hook(partial(self.take_gradient, i))
+
+    def take_gradient(self, i, weight):
+        """Make the first micro-batch's gradient float32: the others are added to it."""
+        weight.grad = weight.grad.to(self.trained[i].dtype)
 
     def masters(self):
         """The masters that the weights are rounded from."""
-        return self.moved
+        return self.trained
 
     @torch.no_grad()
     def step(self):
         for i, weight in enumerate(self.weights):
             if weight.grad is not None:
                 grad = self.grads[i].copy_(weight.grad) if self.away else weight.grad
-                self.moved[i].grad = grad
+                self.trained[i].grad = grad
         super().step()
         self.round()
 
@@ -1220,19 +1223,14 @@ class MasterAdamW(torch.optim.AdamW):
 
 
 def round_into(weight, master, generator):
-    """Round float32 numbers up or down, up with the probability of their remainder."""
+    """Round each float32 up if its remainder reaches its threshold, else down."""
     bits = DROPPED_BITS[weight.dtype]
     pieces = zip(weight.view(-1).split(2**20), master.view(-1).split(2**20))
     for w, m in pieces:
         # The bits of a float32, read as an integer, grow with its size: 2^bits is one unit.
         number = m.to(w.device).view(torch.int32)
-        noise = torch.empty_like(number).random_(2**bits, generator=generator)
-        w.copy_(((number + noise) & -2**bits).view(torch.float32))
-
-
-def widen(weight):
-    """After the first micro-batch: the others are added to its gradient, so in float32, too."""
-    weight.grad = weight.grad.to(torch.promote_types(weight.grad.dtype, torch.float32))
+        rest = torch.empty_like(number).random_(2**bits, generator=generator)  # unit - threshold
+        w.copy_(((number + rest) & -2**bits).view(torch.float32))
 
 
 def loss_scale_of(optimizer):
@@ -1241,23 +1239,23 @@ def loss_scale_of(optimizer):
 
 
 def unscaled(optimizer):
-    """The tensors that have a gradient, after it is divided by the loss scale."""
+    """The tensors with a gradient, now divided by the loss scale; LoRA's averaged over GPUs."""
     known = optimizer.param_groups[0]["params"] + getattr(optimizer, "weights", [])
     tensors = [p for p in known if p.grad is not None]
     for p in tensors:
         p.grad /= loss_scale_of(optimizer)
         if isinstance(optimizer, LoraAdamW) and world() > 1:
-            dist.all_reduce(p.grad)  # averaged over the GPUs, as FSDP averages those of shards
+            dist.all_reduce(p.grad)  # as FSDP does with shards
             p.grad /= world()
     return tensors
 
 
 def adapt_loss_scale(optimizer, skipped):
-    """float16: the next loss scale -> {"loss_scale": the last one}; {} for plain AdamW."""
+    """Adapt float16's loss scale -> {"loss_scale": the last one}; {} for plain AdamW."""
     if not isinstance(optimizer, MasterAdamW):
         return {}
     scale, since = optimizer.scale.tolist()
-    # Halve it after an update that was not finite, double it after 200 that were.
+    # Halve it after a skipped update, double it after 200 good ones.
     since = 0 if skipped else since + 1
     new = scale
     if skipped:
@@ -1303,14 +1301,13 @@ class LoraAdamW(MasterAdamW):
             self.factors[f"base_model.model.{name}.lora_B.weight"] = B
             W.requires_grad_()
         super().__init__(list(self.factors.values()), list(linears.values()), s.seed, **how)
-        for W, (_, A, B) in zip(self.weights, self.parts):  # after widen()
-            W.register_post_accumulate_grad_hook(partial(self.take_gradient, A, B))
 
     @torch.no_grad()
-    def take_gradient(self, A, B, W):
-        """Add a weight's gradient to those of its factors, and free it."""
-        dW = W.grad.mul_(self.lora_scale)                                              # (out, in)
-        W.grad = None
+    def take_gradient(self, i, weight):
+        """Add the weight's gradient to those of its factors, and free it."""
+        _, A, B = self.parts[i]
+        dW = weight.grad.to(A.dtype).mul_(self.lora_scale)                             # (out, in)
+        weight.grad = None
         for factor, grad in ((A, B.T @ dW), (B, dW @ A.T)):                   # (R, in), (out, R)
             factor.grad = grad if factor.grad is None else factor.grad + grad
 
@@ -1320,7 +1317,7 @@ class LoraAdamW(MasterAdamW):
 
 
 def linears_of(model):
-    """{name: weight (out, in)} of every Linear but the head. BadInput: what would stay frozen."""
+    """{name: weight (out, in)} of every Linear but the head. BadInput: others would stay frozen."""
     found = {}
     for name, part in model.named_modules():
         matrix = any(p.ndim > 1 for p in part.parameters(recurse=False))
@@ -1333,14 +1330,13 @@ def linears_of(model):
 
 def save_adapter(run, optimizer, s):
     """adapter/ beside final/: the factors alone, as PEFT writes and reads them."""
-    modules = {name.split(".")[-3] for name in optimizer.factors}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": s.model,
         "r": s.lora_rank,
         "lora_alpha": optimizer.lora_scale * s.lora_rank,
-        "target_modules": sorted(modules),
+        "target_modules": sorted({name.split(".")[-3] for name in optimizer.factors}),
     }
     place = run.folder / "adapter"
     place.mkdir(exist_ok=True)

@@ -162,7 +162,7 @@ def test_moments_are_there_before_the_first_step():
     plain, other = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
     ours = with_moments(torch.optim.AdamW([plain], fused=True))
     masters = masters_of(plain)
-    assert masters.state[masters.moved[0]].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    assert masters.state[masters.trained[0]].keys() == {"step", "exp_avg", "exp_avg_sq"}
     for adamw, p in ((ours, plain), (torch.optim.AdamW([other], fused=True), other)):
         p.grad = torch.tensor([1.0, -2.0, 3.0])
         adamw.step()
