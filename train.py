@@ -977,7 +977,7 @@ def check_combinations(s):
     for holds, line in [
         (rest, f"--prompts-per-step {s.prompts_per_step}: not a multiple of {world()} processes"),
         (s.minibatches > share, f"--minibatches {s.minibatches}: more than a process has prompts"),
-        (s.output and not s.resume and os.path.exists(f"{s.output}/config.json"),
+        (not s.resume and os.path.isdir(s.output) and set(os.listdir(s.output)) - {".lock"},
          f"--output {s.output}: holds a run already; continue it with --resume, or name another"),
         (not s.kl_coef and (s.kl_band or s.renew_reference),
          "--kl-band, --renew-reference: need a --kl-coef above 0"),
@@ -1348,8 +1348,7 @@ def save_adapter(run, optimizer, s):
 # Memory: a count by formula, before anything is loaded. Of four ways to run, the first that fits.
 
 PROMPT = 256  # tokens of a prompt that the count assumes
-HOST = "host memory"  # the part of a count that is not in the device's memory
-SAVERS = ("offload", "gradient_checkpointing")  # memory decides about them if nobody else does
+DEVICE, HOST = "device memory", "host memory"  # the two sums of a count
 ADVICE = ("to need less: --lora-rank 16, --kl-coef 0, --dtype bfloat16, a smaller --model, more "
           "GPUs, or lower --prompts-per-step, --group-size, --max-new-tokens, --micro-batch-tokens")
 
@@ -1359,21 +1358,22 @@ def plan_memory(s):
     check_combinations(s)  # cheap checks first: flags, then the device, files, the model
     device, dtype = choose_device(s)
     tell_idle(s)
-    for way, count, fits in counted_ways(s, device, dtype):
+    for way, count, lack in counted_ways(s, device, dtype):
         if s.eval_only:
             return way  # an evaluation has no step
-        need = (f"a step needs about {count['sum'] / 1e9:.3g} GB of {device.type} memory (--dry-run"
-                " lists what for)")
-        if fits:
-            savers = "".join(f", with {flag_of(name)}" for name in SAVERS if getattr(way, name))
-            say(f"loading   {s.model} in {way.dtype} on {device}; {need}{savers}")
+        if not lack:
+            say(f"loading   {s.model} in {way.dtype} on {device}; a step needs about "
+                f"{count[DEVICE] / 1e9:.3g} GB of its memory (--dry-run lists what for)"
+                + ", with --offload" * way.offload
+                + ", with --gradient-checkpointing" * way.gradient_checkpointing)
             return way
-    raise BadInput(f"--model {s.model}: {need}, and that leaves less than a tenth free; {ADVICE}")
+    raise BadInput(f"--model {s.model}: a step needs about {count[lack] / 1e9:.3g} GB of {lack} "
+                   f"(--dry-run lists what for), and that leaves less than a tenth free; {ADVICE}")
 
 
 def counted_ways(s, device, dtype):
-    """The four ways, or fewer if flags are given, the fastest first: [(Settings without `auto`,
-    their count, whether it fits)].
+    """Each of the four ways that the flags allow, the fastest first: Settings without `auto`,
+    their count, and the memory that is too small for it, if one is.
     """
     tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)  # two groups
     if device.type == "cpu":  # it is fastest with what fits its cache
@@ -1383,71 +1383,73 @@ def counted_ways(s, device, dtype):
     if device.type != "cuda":
         s.offload = False  # the device has no memory of its own
     model = model_without_storage("--model", s.model, dtype)
-    # A tenth stays free, for CUDA itself and for fragments of the allocator.
-    room = 0.9 * free_memory(device)
-    host_room = 0.9 * free_memory(torch.device("cpu"))
-    open_flags = [name for name in SAVERS if getattr(s, name) is None]
-    ways = []
-    for values in product((False, True), repeat=len(open_flags)):
-        way = dataclasses.replace(s, **dict(zip(open_flags, values)))
-        count = memory(way, model)
-        count["sum"] = sum(count.values()) - count[HOST]
-        ways.append((way, count, count["sum"] < room and count[HOST] < host_room))
-    return ways
+    free = {DEVICE: free_memory(device), HOST: free_memory(torch.device("cpu"))}
+    for offload, checkpointing in product((False, True), repeat=2):
+        if s.offload in (None, offload) and s.gradient_checkpointing in (None, checkpointing):
+            way = dataclasses.replace(s, offload=offload, gradient_checkpointing=checkpointing)
+            count = memory(way, model)
+            # A tenth stays free, for CUDA itself and for fragments of the allocator.
+            lack = [kind for kind in free if count[kind] >= 0.9 * free[kind]]
+            yield way, count, lack[0] if lack else None
 
 
 def memory(s, model):
     """The memory of a step on each process: {what: bytes}. `model` may be on the meta device."""
     text = model.config.get_text_config()
+    layers = text.num_hidden_layers
     hidden = text.hidden_size
     heads = getattr(text, "num_attention_heads", 1)
     width = getattr(text, "head_dim", None) or hidden // heads
+    queries = heads * width
     keys = (getattr(text, "num_key_value_heads", None) or heads) * width
-    # What a layer keeps per token for its backward pass: two norms, the MLP, the attention, and
-    # norms of queries and keys. With checkpointing: its input; one layer at a time is run again.
-    kept = 8 * hidden + 4 * (getattr(text, "intermediate_size", None) or 4 * hidden)
-    kept += 5 * heads * width + keys
+    # Numbers that a layer keeps per token for its backward pass: of its norms, attention and MLP
+    kept = 8 * hidden + 5 * queries + keys
+    kept += 4 * (getattr(text, "intermediate_size", None) or 4 * hidden)
     if any("q_norm" in name for name, _ in model.named_parameters()):
-        kept += 3 * (heads * width + keys)
-    layers = text.num_hidden_layers
+        kept += 3 * (queries + keys)
+    # With checkpointing a layer keeps its input, and one layer at a time is run again.
     kept = kept + layers * hidden if s.gradient_checkpointing else layers * kept
     size = model.dtype.itemsize
     n = model.num_parameters()
-    shard = n if s.is_whole else n // world()
-    moved = shard  # numbers that AdamW moves; with LoRA those of the factors
+    shard = trained = n if s.is_whole else n // world()
     weights = list(model.parameters())
-    first = one = 0
+    first_weights = one_gradient = 0
     if s.lora_rank:
         weights = list(linears_of(model).values())
-        moved = s.lora_rank * sum(sum(W.shape) for W in weights)
-        # The reference holds the first weights unless it is renewed.
-        first = sum(W.nbytes for W in weights) * (s.renew_reference > 0 or not s.kl_coef)
-        one = 8 * max(W.numel() for W in weights)  # a gradient; or two masters, to write a weight
-    masters = 4 * moved * (size < 4 or s.lora_rank > 0)
-    away = bool(s.offload and size < 4 and not s.lora_rank and world() == 1)
-    scorer = 0
+        trained = s.lora_rank * sum(sum(W.shape) for W in weights)  # the factors
+        one_gradient = 8 * max(W.numel() for W in weights)  # or two masters, to write a weight
+        if s.renew_reference or not s.kl_coef:  # else the reference holds them
+            first_weights = sum(W.nbytes for W in weights)
+    moments = 8 * trained
+    masters = 4 * trained if size < 4 or s.lora_rank else 0
+    host = n * size  # all weights, when they are loaded
+    if s.offload and s.lora_rank:
+        first_weights = 0
+    elif s.offload and size < 4 and world() == 1:
+        host = 16 * trained  # the gradients, too
+        masters = moments = 0
+    judge = 0
     if s.reward_model:
         kind = AutoModelForSequenceClassification
-        scorer = model_without_storage("--reward-model", s.reward_model, torch.float32, kind)
-        scorer = scorer.num_parameters() * (16 if s.renew_reference else 4)
+        judge = model_without_storage("--reward-model", s.reward_model, torch.float32, kind)
+        judge = judge.num_parameters() * (16 if s.renew_reference else 4)
     rows = s.prompts_per_step * s.group_size // world()
-    return {
+    logits = min(2**28, s.micro_batch_tokens * text.vocab_size // 8)  # an eighth at a time
+    head = 0 if s.lora_rank else text.vocab_size * hidden
+    count = {
         "policy": n * size,
-        "reference": shard * size * bool(s.kl_coef),
-        "LoRA's first weights": first * (not s.offload),
-        "float32 masters": masters * (not away),
-        "AdamW's two moments": 8 * moved * (not away),
-        "gradients, float32": 4 * moved + one,
-        "reward model": scorer,
+        "reference": shard * size if s.kl_coef else 0,
+        "LoRA's first weights": first_weights,
+        "float32 masters": masters,
+        "AdamW's two moments": moments,
+        "gradients, float32": 4 * trained + one_gradient,
+        "reward model": judge,
         "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * layers * keys * size,
         "kept for the backward pass": s.micro_batch_tokens * kept * size,
-        # an eighth at a time, their gradient, and the head's gradient, except with LoRA
-        "logits": 12 * min(2**28, s.micro_batch_tokens * text.vocab_size // 8)
-                  + 2 * size * text.vocab_size * hidden * (not s.lora_rank),
-        # Weights pass through it when they are loaded, a checkpoint tensor by tensor.
-        HOST: max(n * size, 16 * moved * away + first * bool(s.offload))
-              + 4 * max(W.numel() for W in weights),
+        "logits, their gradients": 12 * logits + 2 * size * head,
     }
+    host += 4 * max(W.numel() for W in weights)  # a checkpoint passes tensor by tensor
+    return count | {DEVICE: sum(count.values()), HOST: host}
 
 
 def print_memory(s):
@@ -1455,16 +1457,18 @@ def print_memory(s):
     device, dtype = torch.device("cuda"), getattr(torch, s.dtype, torch.bfloat16)
     if s.device != "cuda" or torch.cuda.is_available():  # else the card of another machine
         device, dtype = choose_device(s)
-    ways, counts, fits = zip(*counted_ways(s, device, dtype))
-    taken = next((way for way, fit in zip(ways, fits) if fit), None)
-    rows = {"*: a run takes this way here": ["*" if way is taken else "" for way in ways]}
-    for name in SAVERS:
-        rows[flag_of(name)] = ["yes" if getattr(way, name) else "no" for way in ways]
-    for what in counts[0]:
-        rows[what] = [f"{count[what] / 1e9:.2f}" for count in counts]
-    print(f"{s.model} in {dtype}: GB of {device.type} memory for a step; the sum is without {HOST}")
-    for what, cells in rows.items():
+    ways = list(counted_ways(s, device, dtype))
+    taken = [way for way, _, lack in ways if not lack][:1]
+
+    def print_row(what, cells):
         print(f"{what:30}" + "".join(f"{cell:>8}" for cell in cells))
+
+    print(f"{s.model} in {dtype} on {device.type}: GB for a step")
+    print_row("*: a run takes this way here", ["*" * (way in taken) for way, _, _ in ways])
+    for name in ("offload", "gradient_checkpointing"):
+        print_row(flag_of(name), ["yes" * getattr(way, name) for way, _, _ in ways])
+    for what in ways[0][1]:
+        print_row(what, [f"{count[what] / 1e9:.2f}" for _, count, _ in ways])
 
 
 def free_memory(device):
@@ -1473,10 +1477,9 @@ def free_memory(device):
         return torch.cuda.mem_get_info(device)[0] if torch.cuda.is_available() else 0
     if device.type == "mps":
         return torch.mps.recommended_max_memory()
-    with suppress(OSError):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        line = next(line for line in lines if "MemAvailable" in line)
-        return 1024 * int(line.split()[1]) / rank("LOCAL_WORLD_SIZE", 1)  # it counts in kB
+    with suppress(OSError):  # Linux alone has this file
+        line = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
+        return 1024 * int(line[1]) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return math.inf
 
 
@@ -1496,25 +1499,24 @@ def model_without_storage(name, folder, dtype, kind=AutoModelForCausalLM):
 
 # --------------------------------------------------------------------------------------------------
 # Several GPUs (torchrun): torch's own FSDP2. Every rank holds a shard of the weights and of their
-# masters, gathers a layer when it computes, and works on its own whole groups. With one process all
-# of this is the identity.
+# masters, gathers a layer when it computes, and works on its own whole groups. With one process
+# none of this does anything.
 
-def rank(name="RANK", alone=0):
-    """A number that torchrun puts into the environment."""
-    return int(os.environ.get(name, alone))
+def rank():
+    return int(os.environ.get("RANK", 0))  # torchrun sets it
 
 
 def world():
-    return rank("WORLD_SIZE", 1)
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def join_ranks(s):
     """Meet the other processes of torchrun."""
-    if world() == 1 or dist.is_initialized():
+    if world() == 1:
         return
     on_cards = s.device != "cpu" and torch.cuda.is_available()
     if on_cards:
-        torch.cuda.set_device(rank("LOCAL_RANK"))
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # NCCL exchanges CUDA tensors, gloo exchanges Python objects and CPU tensors.
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_cards else "gloo")
 
@@ -1522,7 +1524,7 @@ def join_ranks(s):
 def leave_ranks():
     """Part from the other processes once all of them are done."""
     if dist.is_initialized():
-        with suppress(RuntimeError):  # a rank that is through closes its connections
+        with suppress(RuntimeError):  # a rank that is done closes its connections
             dist.barrier()
         dist.destroy_process_group()
 
@@ -1570,8 +1572,8 @@ def agreed(function):
 
 def on_rank_0(function, *args):
     """The function's result on rank 0, given to every rank; its BadInput on all."""
-    result = agreed(function)(*args) if rank() == 0 else agreed(lambda: None)()
-    return gathered_objects(result)[0]
+    mine = agreed(lambda: function(*args) if rank() == 0 else None)()
+    return gathered_objects(mine)[0]
 
 
 def is_sharded(tensor):
@@ -1598,7 +1600,7 @@ def shard(model, s):
     how = {"mp_policy": fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32),
            "mesh": dist.init_device_mesh(device.type, (world(),))}
     lists = (m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList))
-    for layer in next(lists):  # the decoder layers, one after the other: the rest waits on the host
+    for layer in next(lists):  # one decoder layer at a time: the others wait in host memory
         fsdp.fully_shard(layer, **how)
     fsdp.fully_shard(model, **how)  # the rest: embeddings, last norm, head
     # [D] does not call the model's forward, and FSDP gathers only in methods that it knows.
@@ -1640,7 +1642,7 @@ class Run:
         self.folder = Path(folder) if folder and rank() == 0 else None
         self.signal = 0
         self.step = 0  # the last step that is done
-        self.saved = None  # what error lines say about the last checkpoint, once there is a run
+        self.begun = False  # whether there is something to resume
         self.skipped = 0  # updates
         self.skipped_in_a_row = 0
         self.kl_coef = None  # of --kl-band
@@ -1652,34 +1654,25 @@ class Run:
         # what training moves besides the policy, so the checkpoint holds it
         self.reward_model = None
         self.ref_model = None
-        self.groups = {}  # that page.html shows, by step
+        self.groups = {}  # groups for page.html, by step
         self.before = []  # greedy answers to the held-out problems
         self.after = []  # the same, after training
 
     def claim_folder(self, s):
-        """On rank 0: make and lock the folder, which may hold only a run to resume -> its name."""
-        model = Path(s.model.removesuffix("/final"))  # a run's, whose name says more
+        """On rank 0: make the folder and lock it until the process ends -> its name."""
+        model = Path(s.model.removesuffix("/final"))  # a run's folder has the better name
         name = s.output or f"runs/{model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         while not s.output and os.path.exists(name):
             name += "+"  # another run began in the same second
-        self.folder = Path(os.path.abspath(name))  # a reward may change the folder
+        self.folder = Path(os.path.abspath(name))  # a reward may change the directory
         with telling(f"--output {name}: cannot be written:", of=OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            if not s.resume and {path.name for path in self.folder.iterdir()} - {".lock"}:
-                raise BadInput(f"--output {name}: holds a run already; continue it (--resume) or "
-                               "name another folder")
-            self.lock_folder()
-        return str(self.folder)
-
-    def lock_folder(self):
-        """BadInput if another process has a run in this folder."""
-        self.lock = open(self.folder / ".lock", "w")  # locked until the process ends
+            self.lock = open(self.folder / ".lock", "w")
         with suppress(ImportError, OSError):  # Windows, or a file system without locks
             import fcntl
-            try:
+            with telling(f"--output {name}: another run writes there:", of=BlockingIOError):
                 fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise BadInput(f"--output {self.folder}: another run writes there") from None
+        return str(self.folder)
 
     @property
     def resume_command(self):
@@ -1696,7 +1689,7 @@ class Run:
         def in_child():
             for number in before:
                 signal.signal(number, signal.SIG_DFL)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
+            go_on()
 
         # Windows has no SIGHUP, and nohup ignores it.
         numbers = [n for n in signal.Signals if n.name in ("SIGINT", "SIGTERM", "SIGHUP")
@@ -1705,13 +1698,13 @@ class Run:
         if hasattr(os, "fork"):
             # A process that a reward forks has the default handlers. Python drops a signal that
             # arrives before it has them, so signals wait: else a pool could hang for ever.
-            wait, go_on = (partial(signal.pthread_sigmask, how, before)
-                           for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK))
+            wait = partial(signal.pthread_sigmask, signal.SIG_BLOCK, before)
+            go_on = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, before)
             os.register_at_fork(before=wait, after_in_parent=go_on, after_in_child=in_child)
         try:
             yield
         finally:
-            while before:  # empty from here on: what is registered for forks stays
+            while before:  # what is registered for forks stays, but then does nothing
                 signal.signal(*before.popitem())
 
     def stopped(self):
@@ -1720,42 +1713,42 @@ class Run:
         return self.signal
 
     def log(self, metrics):
-        """Write a line of metrics, with a warning if a known failure may begin to show."""
+        """Write a line of metrics, with a warning if they show a known failure."""
+        # NaN and Infinity become null, because JSON has neither.
+        metrics = {name: None if isinstance(value, float) and not math.isfinite(value) else value
+                   for name, value in metrics.items()}
         self.step = metrics["step"]
         if "loss" in metrics:
-            self.history.append(as_json(metrics))
+            self.history.append(metrics)
             lines = []
             for what, (bad, line) in symptoms(self.history).items():
                 if bad > 3 * self.told.get(what, 0):  # once, and again if it is clearly worse
                     self.told[what] = bad
                     lines.append(line)
             if lines:
-                self.history[-1]["warning"] = metrics["warning"] = "; ".join(lines)
+                metrics["warning"] = "; ".join(lines)
                 say(f"step {self.step}: {metrics['warning']}", sys.stderr)
         self.append("metrics.jsonl", [metrics])
         skipped = int(metrics.get("skipped_updates", 0))
         self.skipped += skipped
         self.skipped_in_a_row = self.skipped_in_a_row + skipped if skipped else 0
         if self.skipped_in_a_row >= 10:
-            raise BadInput(
-                f"{self.skipped_in_a_row} updates in a row had a loss or gradient that is not "
-                "finite, and were skipped: --lr or a reward may be too large, or --temperature too "
-                "small")
+            raise BadInput("10 updates in a row were skipped, for a loss or gradient that is not "
+                           "finite: --lr or a reward may be too large, or --temperature too small")
 
     def curve(self, name):
         """A metric over the steps: (step, value), without values that are null."""
         return [(m["step"], m[name]) for m in self.history if m[name] is not None]
 
-    def log_samples(self, step, batch, rollout, groups=2):
-        """Write a few whole groups, as they were scored."""
+    def log_samples(self, step, batch, rollout):
+        """Write the step's first two groups, as they were scored."""
         G = len(rollout.responses) // len(batch.prompts)
         records = []
-        for j, (problem, prompt) in enumerate(zip(batch.problems[:groups], batch.prompts)):
+        for j, prompt in enumerate(batch.prompts[:2]):
             part = sample.take(rollout, list(range(j * G, (j + 1) * G)))
-            records.append({"step": step, "question": problem["question"], "prompt": prompt,
-                            "responses": part.turns or part.responses,
-                            "finished": part.finished.tolist(),
-                            "rewards": part.rewards.tolist(),
+            records.append({"step": step, "question": batch.problems[j]["question"],
+                            "prompt": prompt, "responses": part.turns or part.responses,
+                            "finished": part.finished.tolist(), "rewards": part.rewards.tolist(),
                             "advantages": part.advantages.tolist()})
         self.append("samples.jsonl", records)
 
@@ -1763,7 +1756,7 @@ class Run:
         """Append lines of JSON to a file."""
         if self.folder:
             with open(self.folder / name, "a", encoding="utf-8") as file:
-                file.writelines(json.dumps(as_json(record)) + "\n" for record in records)
+                file.writelines(json.dumps(record) + "\n" for record in records)
 
     @contextmanager
     def replacing(self, name):
@@ -1773,12 +1766,6 @@ class Run:
         with open(new, "rb+") as file:
             os.fsync(file.fileno())
         os.replace(new, self.folder / name)
-
-
-def as_json(record):
-    """NaN and Infinity become null, because JSON has neither."""
-    return {name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in record.items()}
 
 
 def save_folder(model, tokenizer, run, name):
@@ -1807,9 +1794,8 @@ def check_finite(run, tensors):
 # A checkpoint: all tensors that training moves, and Run's counters. Everything else that a step
 # needs (problems, random numbers, learning rate) follows from the step and the settings.
 
-COUNTERS = ("step", "skipped", "kl_coef", "held_out", "told", "before", "data", "groups")
+COUNTERS = ("step", "skipped", "kl_coef", "held_out", "told", "before", "after", "data", "groups")
 CHECKPOINT = "checkpoint.safetensors"
-LOGS = ("samples.jsonl", "metrics.jsonl")
 
 
 def what_moves(run, model, optimizer):
@@ -1851,7 +1837,6 @@ def save_checkpoint(run, model, optimizer):
     else:
         for tensor in tensors.values():
             full(tensor)  # all ranks take part in gathering
-    run.saved = f"of step {run.step}"
 
 
 def as_safetensors(tensors):
@@ -1879,7 +1864,6 @@ def load_checkpoint(run, model, optimizer):
     """Restore what the checkpoint holds; a run killed before its first one starts from step 0."""
     path = Path(run.name, CHECKPOINT)
     if not path.is_file():
-        on_rank_0(forget_after, run, -1)  # step 0 is its first evaluation
         return
     with (telling(f"--resume: {path} is damaged, or not of this model:", of=Exception),
           safe_open(path, framework="pt") as file):
@@ -1897,20 +1881,18 @@ def load_checkpoint(run, model, optimizer):
             place.copy_(tensor)
     if isinstance(optimizer, MasterAdamW):
         optimizer.round()  # the weights are still those of the start
-    run.saved = f"of step {run.step}"
-    on_rank_0(forget_after, run, run.step)
 
 
 def forget_after(run, step):
-    """Cut off the lines of steps after the checkpoint, which will be written again."""
-    for name in LOGS:
+    """Cut off the lines of later steps, which will be written again."""
+    for name in ("samples.jsonl", "metrics.jsonl"):
         path = run.folder / name
         path.touch()  # a run that was killed early may have none
         # After the last end of a line there is nothing, or a line that a kill has cut off.
         lines = path.read_bytes().split(b"\n")[:-1]
         records = [record for record in map(json.loads, lines) if record["step"] <= step]
         os.truncate(path, sum(len(line) + 1 for line in lines[:len(records)]))
-        run.history = [record for record in records if "loss" in record]  # at last metrics.jsonl's
+    run.history = [record for record in records if "loss" in record]  # of metrics.jsonl
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1939,12 +1921,10 @@ def main(argv=None):
         status = 130
     except Exception as error:
         if not out_of_memory(error):
-            same = run.resume_command if run.saved else "the same command and"
-            error.add_note(f"train.py: go on with: {same} --plain")  # the traceback's last line
             raise
         fault = f"out of memory; {ADVICE}"
-    if run.saved:
-        fault = f"{fault}; last checkpoint: {run.saved}; continue with: {run.resume_command}"
+    if run.begun:
+        fault = f"{fault}; continue with: {run.resume_command}"
     say(f"train.py: {fault}", sys.stderr)
     return status
 
@@ -1952,10 +1932,9 @@ def main(argv=None):
 def train(parts, run, s):
     """A run from its folder to its final/ -> exit status."""
     if s.reward == PYTHON and not parts.reward_of:
-        flag = f"--resume={s.resume}" if s.resume else f"--config={s.config}"
-        raise BadInput("--reward: the reward of this run came from Python; go on from there: s = "
-                       f"train.plan_memory(train.parse(['{flag}'])); parts = train.load(s); "
-                       "parts.reward_of = YOUR_REWARD; train.train(parts, train.Run(), s)")
+        origin = f"--resume={s.resume}" if s.resume else f"--config={s.config}"
+        raise BadInput("--reward: this run had a function in Python as its reward; go on in Python,"
+                       f" with train.parse(['{origin}']) and your function as parts.reward_of")
     run.name = on_rank_0(run.claim_folder, s)
     begin(run, parts, s)
     model = parts.policy_model
@@ -1964,14 +1943,11 @@ def train(parts, run, s):
         train_grpo(**vars(parts), settings=s, run=run)
     if run.step < s.steps:
         save_checkpoint(run, model, parts.optimizer)
-        if s.page and run.history:
+        if s.page and run.step:
             write_page(run, model, parts.tokenizer, s)
         say(f"\nstopped after step {run.step}; continue with: {run.resume_command}")
         return 128 + run.signal
-    if not run.after:  # a finished run was resumed
-        problems = parts.eval_problems
-        _, run.after = evaluate(model, parts.tokenizer, problems, s, parts.sampler,
-                                parts.reward_of)
+    run.after = run.after or run.before  # without an evaluation since the start
     save_folder(model, parts.tokenizer, run, "final")
     if s.lora_rank and run.folder:
         save_adapter(run, parts.optimizer, s)
@@ -1993,6 +1969,8 @@ def begin(run, parts, s):
     run.data = hashlib.sha256(text.encode()).hexdigest()
     if s.resume:
         load_checkpoint(run, model, parts.optimizer)
+        # A run without a checkpoint also repeats step 0, its first evaluation.
+        on_rank_0(forget_after, run, run.step if run.held_out else -1)
         if s.steps < run.step:
             raise BadInput(f"--steps {s.steps}: the run in {run.name} is at step {run.step}")
     kept = {name: getattr(s, name) for name in FIELDS if FIELDS[name].metadata["kept"]}
@@ -2001,10 +1979,10 @@ def begin(run, parts, s):
     if run.folder:
         with run.replacing("config.json") as place:
             place.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
-    run.saved = run.saved or "none"
-    n = sum(p.numel() for p in model.parameters())
-    say(f"policy    {n / 1e6:.2f}M parameters in {world()} process{'es' * (world() > 1)}; settings "
-        f"of {s.config or 'the command line'}\n"
+    run.begun = True
+    millions = model.num_parameters() / 1e6
+    say(f"policy    {millions:.2f}M parameters in {world()} process{'es' * (world() > 1)}; "
+        f"settings of {s.config or 'the command line'}\n"
         f"data      {len(parts.problems)} problems, {len(parts.eval_problems)} held out\n"
         f"run       {run.name}, from step {run.step} to {s.steps}; each step samples "
         f"{s.group_size} answers to each of {s.prompts_per_step} problems")
@@ -2020,15 +1998,17 @@ def say(line, file=None):
 def print_story(run, eval_problems, judged_by):
     """Print one held-out problem, answered before and after; the curves; what to do next."""
     # The problem whose reward has risen most, by the reward that the run trains on.
-    before, after = (torch.tensor([reward for _, reward in answers])
-                     for answers in (run.before, run.after))
+    before = torch.tensor([reward for _, reward in run.before])
+    after = torch.tensor([reward for _, reward in run.after])
     i = int((after - before).nan_to_num().argmax())
     truth, = truths_of(eval_problems[i:i + 1])
     say(f"\nquestion  {eval_problems[i]['question']}\nbefore    {run.before[i][0]}\n"
         f"after     {run.after[i][0]}\ntruth     {truth or 'not known'}\n")
     say(f"{f'held-out {judged_by}':22}" + small_curve(run.held_out))
-    boxed = any(m["format_rate"] for m in run.history)
-    for name in ("accuracy",) * boxed + ("reward_mean", "approx_kl", "response_length_mean"):
+    names = ["reward_mean", "approx_kl", "response_length_mean"]
+    if any(m["format_rate"] for m in run.history):
+        names.insert(0, "accuracy")
+    for name in names:
         say(f"{name:22}" + small_curve(run.curve(name)))
     if run.skipped:
         say(f"{run.skipped:.0f} updates were skipped, see skipped_updates in metrics.jsonl")
@@ -2045,7 +2025,7 @@ def command(program, *flags):
     # sys.executable: outside its virtual environment a bare `python` would not find torch.
     start = [sys.executable]
     if world() > 1 and program == "train.py":
-        start = ["torchrun", f"--nproc-per-node={rank('LOCAL_WORLD_SIZE', world())}"]
+        start = ["torchrun", f"--nproc-per-node={os.environ.get('LOCAL_WORLD_SIZE', world())}"]
     return shlex.join([*start, str(HERE / program), *flags])
 
 
@@ -2104,29 +2084,30 @@ def keep_group(run, step, batch, rollout, s):
     r = rollout.rewards[b * G:(b + 1) * G]
     n = min(G, MOST_TOKENS // rollout.labels.shape[1] + 1)
     part = sample.take(rollout, list(range(b * G, b * G + n)))
+    group = {name: getattr(part, name).tolist() for name in OF_GROUP}  # JSON, for the checkpoint
+    group["x"] = batch.problems[b]["question"][-2000:]  # long texts are cut
+    group["prompt"] = batch.prompts[b][-4000:]
+    group["truth"] = truths_of(batch.problems)[b] or "not known"
+    group["r"] = f"{n} of {G} answers, mean r {r.mean():.3g}, std r {r.std(correction=0):.3g}"
     run.groups = {old: group for old, group in run.groups.items() if int(old).bit_count() == 1}
-    run.groups[str(step)] = {  # plain lists, for the checkpoint
-        "x": batch.problems[b]["question"][-2000:], "prompt": batch.prompts[b][-4000:],
-        "truth": truths_of(batch.problems)[b] or "not known",
-        "r": f"{n} of {G} answers, mean r {r.mean():.3g}, std r {r.std(correction=0):.3g}",
-        **{name: getattr(part, name).tolist() for name in OF_GROUP}}
+    run.groups[str(step)] = group
 
 
 def write_page(run, model, tokenizer, s):
-    """page.html: the curves so far, and the kept groups, scored again by the policy of today."""
+    """page.html: the curves so far, and the kept groups, scored again by the current policy."""
     sections = ""
     for step, group in gathered_objects(run.groups)[0].items():  # rank 0's, but all ranks score
         fields = {name: torch.tensor(group[name], device=model.device) for name in OF_GROUP}
         part = sample.Rollout(**fields, logprobs=fields["old_logprobs"], responses=None)
-        moved = all_token_logprobs(model, part, s)[0] - part.old_logprobs                 # (G, S-1)
-        sections += section_of(step, group, part, moved, tokenizer)
+        logprobs, _ = all_token_logprobs(model, part, s)                                  # (G, S-1)
+        sections += section_of(step, group, part, logprobs - part.old_logprobs, tokenizer)
     if run.folder:
         with run.replacing("page.html") as place:
             place.write_text(page_of(run, sections, s), encoding="utf-8")
 
 
 def page_of(run, sections, s):
-    """The HTML of the page; it loads itself anew while the run goes on."""
+    """The HTML of the page; it reloads itself while the run goes on."""
     judged_by = "reward" if any("eval_reward" in m for m in run.history) else "accuracy"
     curves = {f"held-out {judged_by}": run.held_out}
     curves |= {name: run.curve(name) for name in run.history[-1]
@@ -2150,14 +2131,16 @@ log of [E]'s ratio. Hover for the number, in nats.</p>{sections}</body></html>""
 
 
 def figure_of_curve(name, points, last, warned):
-    """A curve of (step, value) points between its axes; its width are the steps 0 ... `last`."""
+    """A curve of (step, value) points between its axes; its width spans steps 0 to `last`."""
     steps, values = zip(*points)
     means = pooled(values, 120)
     low, high = min(means), max(means)
     if high - low <= 1e-9 * abs(high):  # a flat curve lies in the middle
         low, high = low - 0.5, high + 0.5
-    line = " ".join(f"{50 + 250 * step / last:.1f},{78 - 76 * (mean - low) / (high - low):.1f}"
-                    for step, mean in zip(pooled(steps, 120), means))
+    line = ""
+    for step, mean in zip(pooled(steps, 120), means):
+        y = 78 - 76 * (mean - low) / (high - low)
+        line += f"{50 + 250 * step / last:.1f},{y:.1f} "
     marks = "".join(f'<path d="M{50 + 250 * step / last:.1f} 2V78"><title>{why}</title></path>'
                     for step, why in warned)
     return (f"<figure>{name}<b>{values[0]:.3g} → {values[-1]:.3g}</b><svg viewBox='0 0 300 94'>"
@@ -2192,7 +2175,7 @@ def section_of(step, group, part, moved, tokenizer):
 
 
 def shown(text):
-    """Escaped for HTML; what nobody could see stands as its number."""
+    """Escaped for HTML, with invisible characters as their code points."""
     return html.escape(UNSEEN.sub(lambda found: f"‹{ord(found[0]):04X}›", text))
 
 
@@ -2202,8 +2185,7 @@ def print_figures(parts, s):
     figures_of = partial(evaluate, parts.policy_model, parts.tokenizer, problems, s, parts.sampler,
                          parts.reward_of)
     greedy, _ = figures_of()
-    how = {"group_size": s.group_size, "temperature": s.temperature, "seed": s.seed}
-    sampled, answers = figures_of(**how)
+    sampled, answers = figures_of(group_size=s.group_size, temperature=s.temperature, seed=s.seed)
     say(f"{len(problems)} problems, {s.group_size} samples of each at temperature {s.temperature}")
     for name, value in greedy.items():
         say(f"{name}: greedy {value:.4f}, sampled {sampled[name]:.4f}")
@@ -2215,10 +2197,9 @@ def print_figures(parts, s):
 
 def print_trace(parts, s):
     """--trace: print one step on one group, stage by stage, like the theory's walkthrough."""
-    # Use a problem whose answers have different rewards: else all advantages are 0.
-    tries = 0 if s.step_reward else 20
-    s = dataclasses.replace(s, prompts_per_step=world(), max_resample=tries, updates_per_rollout=1,
-                            minibatches=1)
+    # Up to 20 problems are tried for one whose answers differ in reward: else advantages are 0.
+    s = dataclasses.replace(s, prompts_per_step=world(), updates_per_rollout=1, minibatches=1,
+                            max_resample=0 if s.step_reward else 20)
     model = parts.policy_model
     batch = batch_of_step(parts.tokenizer, parts.problems, 1, s)
     metrics, rollout = train_step(model, parts.ref_model, parts.optimizer, parts.tokenizer, batch,

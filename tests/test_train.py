@@ -721,7 +721,7 @@ def test_the_first_way_that_fits_is_taken(capsys, machine, big, device, free, ca
     assert (s.offload, s.gradient_checkpointing) == way
     assert s.micro_batch_tokens == (8704 if device == "cuda" else 1024)  # two groups
     told = capsys.readouterr().out
-    assert [train.flag_of(name) in told for name in train.SAVERS] == [*way]
+    assert ("--offload" in told, "--gradient-checkpointing" in told) == way
     given = train.plan_memory(train.parse([*flags, "--lora-rank=16", "--gradient-checkpointing",
                                            "--micro-batch-tokens=99"]))
     assert given.gradient_checkpointing and not given.offload and given.micro_batch_tokens == 99
@@ -729,7 +729,7 @@ def test_the_first_way_that_fits_is_taken(capsys, machine, big, device, free, ca
 
 def test_offload_needs_host_memory(machine, big):
     machine("cuda", 25, 28)
-    with pytest.raises(train.BadInput, match="--model"):
+    with pytest.raises(train.BadInput, match="--model.* 25.6 GB of host memory"):
         train.plan_memory(train.parse([big]))
     machine("cuda", 25, 29)
     assert train.plan_memory(train.parse([big])).offload
@@ -740,11 +740,11 @@ def test_dry_run_counts_from_the_configuration_alone(capsys, machine, big):
     machine("cuda", 43)
     trains(big, "--dry-run")
     rows = {line[:30].strip(): line[30:] for line in capsys.readouterr().out.splitlines()[1:]}
-    assert rows["--offload"].split() == ["no", "no", "yes", "yes"]
-    assert rows["--gradient-checkpointing"].split() == ["no", "yes", "no", "yes"]
+    assert rows["--offload"] == "                     yes     yes"
+    assert rows["--gradient-checkpointing"] == "             yes             yes"
     star, = [cells for what, cells in rows.items() if "*" in what]
     assert star.index("*") == 15                          # of the second column
-    assert rows["sum"].split() == ["62.53", "36.93", "44.00", "18.40"]
+    assert rows["device memory"].split() == ["62.53", "36.93", "44.00", "18.40"]
     machine("cpu", 100, 100)                              # the card of another machine
     trains(big, "--dry-run", "--device=cuda", "--lora-rank=16")
     out = capsys.readouterr().out

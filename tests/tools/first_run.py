@@ -170,7 +170,7 @@ def print_memory(layers, flags):
         dtype = getattr(torch, s.dtype)
         model = train.model_without_storage("--model", folder, dtype)
     rows = train.memory(s, model)
-    counted = (sum(rows.values()) - rows[train.HOST]) / GB
+    counted = rows[train.DEVICE] / GB
     policy = random_model(size, torch.device("cuda:0"), dtype)
     reference = copy.deepcopy(policy).requires_grad_(False) if s.kl_coef else None
     optimizer = train.make_optimizer(policy, s, reference)
