@@ -4,13 +4,11 @@ import itertools
 import math
 import random
 import re
-import subprocess
-import sys
 from functools import partial
 
 import pytest
 import torch
-from conftest import ROOT, seeded, value_error
+from conftest import seeded, value_error
 
 from advantage import (
     ADVANTAGES, advantages_for, group_advantages, grpo_s_advantages, gtpo_advantages, is_flat,
@@ -371,11 +369,3 @@ def test_script_refuses(run_here):
     for arguments, reason in ((["1", "apple"], "apple"), (["1", "nan"], "nan"), (["1"], "1")):
         [line] = run_here("advantage.py", *arguments, status=2).splitlines()
         assert line.startswith("advantage.py: ") and reason in line
-
-
-@pytest.mark.parametrize("file", ["advantage.py", "loss.py", "reward.py"])
-def test_a_reader_who_has_seen_enough_is_no_error(file):
-    """As with `python advantage.py | head -3`; nobody reads a line here."""
-    command = f"'{sys.executable}' {file} | true"
-    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
-    assert done.stderr == ""
