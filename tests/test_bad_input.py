@@ -1,5 +1,4 @@
 """Bad input gives exit status 2, one line on standard error, no traceback and no folder."""
-# ruff: noqa: I001 - several names to a line
 import os
 import shutil
 import subprocess

@@ -1,5 +1,4 @@
 """Process supervision (--step-reward), iterative training with a reward model (--reward-model)."""
-# ruff: noqa: I001 - several names to a line
 import copy
 import json
 import math

@@ -1,5 +1,4 @@
 """[D] logprob.py: values, entropies, gradients against the full log-softmax; forms; the script."""
-# ruff: noqa: I001 - several names to a line
 import copy
 import functools
 import re

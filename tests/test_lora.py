@@ -1,5 +1,4 @@
 """LoRA inside the optimizer: an ordinary LoRA module's steps, on a model of plain weights."""
-# ruff: noqa: I001 - several names to a line
 import copy
 import json
 

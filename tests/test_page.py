@@ -1,5 +1,4 @@
 """page.html: its numbers, its curves, what hostile text does to it; ranks and a real browser."""
-# ruff: noqa: I001 - several names to a line
 import html.parser
 import json
 import re

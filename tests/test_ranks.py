@@ -1,5 +1,4 @@
 """Several processes with gloo on the CPU against one process on the same batch."""
-# ruff: noqa: I001 - several names to a line
 import pytest
 import torch
 from conftest import (

@@ -1,5 +1,4 @@
 """Runs that survive: checkpoints, --resume, signals, rewards that fail."""
-# ruff: noqa: I001 - several names to a line
 import json
 import os
 import random

@@ -1,5 +1,4 @@
 r"""[B] reward.py: the rule, the last box, fair readings, problem files, users' rewards, figures."""
-# ruff: noqa: I001 - several names to a line
 import hashlib
 import itertools
 import json

@@ -1,5 +1,4 @@
 """[A] sample.py: the loop against its definition, log-probs against [D], rows, draws, variants."""
-# ruff: noqa: I001 - several names to a line
 
 import copy
 import gc

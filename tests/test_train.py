@@ -1,5 +1,4 @@
 """[G][H] train.py: the step, the loop, the flags, the files of a run."""
-# ruff: noqa: I001 - several names to a line
 import copy
 import functools
 import json

@@ -1,5 +1,4 @@
 """Conversations (--reply), branches of the best (--around-best), and --advantage shape."""
-# ruff: noqa: I001 - several names to a line
 import pytest
 import torch
 from conftest import (
