@@ -1,6 +1,7 @@
 """What the tests share: the stage files on the path, one thread, no network, models, and runs."""
 import contextlib
 import copy
+import dataclasses
 import functools
 import gc
 import hashlib
@@ -42,6 +43,7 @@ from transformers.utils import logging  # noqa: E402
 import logprob  # noqa: E402
 import sample  # noqa: E402
 import train  # noqa: E402
+from advantage import group_advantages  # noqa: E402
 from loss import grpo_loss  # noqa: E402
 from reward import load_problems  # noqa: E402
 from sample import sample_groups  # noqa: E402
@@ -248,6 +250,12 @@ def whole_step(p, optimizer=None, reward_of=own_reward, **how):
     batch = train.Batch(p.problems, p.prompts, seeded())
     return train.train_step(p.policy, p.reference, optimizer or p.optimizer, p.tokenizer, batch,
                             p.settings, reward_of=reward_of, **how)
+
+
+def updated(p, model, optimizer, rollout, **changes):
+    """One update on a copy of the rollout, with the advantages of REWARDS -> its metrics."""
+    rollout = dataclasses.replace(rollout, advantages=group_advantages(REWARDS, 4))
+    return train.update(model, optimizer, rollout, dataclasses.replace(p.settings, **changes))
 
 
 def step_of_the_program(p, **how):
@@ -496,6 +504,12 @@ def begin(program, *arguments, each=({},), **how):
         status = next((status for status in statuses if status), 0)
         return subprocess.CompletedProcess((program, *arguments), status, out, err)
     return end
+
+
+def well_ended(done):
+    """What a program has printed, which has ended without an error."""
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def run_script(program, *arguments, **how):

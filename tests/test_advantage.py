@@ -1,5 +1,4 @@
 """[C] advantage.py: worked groups, the formula, equal rewards, variants, refusals, the script."""
-# ruff: noqa: I001 - several names to a line
 import itertools
 import math
 import random

@@ -160,14 +160,3 @@ def test_a_model_with_a_state_is_refused_in_one_line(name, tmp_path):
     family(name).save_pretrained(tmp_path)
     with value_error(f"{name} models keep a state"):
         sample.open_policy(str(tmp_path))
-
-
-def main():
-    for name in FAMILIES:
-        forms = {"own step": sample.stepper_of(family(name)) is sample.own_step,
-                 "lean head and grouped rows": logprob.is_fast(family(name))}
-        print(f"{name:24}{', '.join(form for form in forms if forms[form]) or 'the plain forms'}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,5 +1,4 @@
-"""Questions, messages, system prompts and replies are somebody's text: none of it may speak as the
-model or end a turn, and none of its words may be lost."""
+"""Somebody's text may not speak as the model, or end a turn; and none of its words may be lost."""
 
 import pytest
 from chat_families import FAMILIES, family
@@ -137,8 +136,7 @@ def test_a_row_s_own_system_turn_wins(tokenizer):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_one_end_token_stands_between_turns(name):
-    """The policy's own, whichever it is, or the template's where the limit cut the answer; also
-    where the template puts a blank before it."""
+    """The policy's own, or the template's where the limit cut the answer; also behind a blank."""
     tokenizer = family(name)
     last = tokenizer.eos_token_id
     cut, ended, other = (sample.ids_between_turns(tokenizer, "ANSWER y", token, [last, 7])

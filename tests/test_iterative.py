@@ -1,5 +1,4 @@
 """Process supervision (--step-reward), iterative training with a reward model (--reward-model)."""
-# ruff: noqa: I001 - several names to a line
 import copy
 import json
 import math
@@ -11,7 +10,7 @@ import torch
 from conftest import (
     FEW, TINY, assert_same_run, begin_ranks, checkpoint_of, curve, edit_tensors,
     gradient, json_lines, lines_of, logprobs_on_full_logits, parts, refused, same_tensors, seeded,
-    step_of_the_program, tiny_problems, trains, value_error)
+    step_of_the_program, tiny_problems, trained, trains, value_error, well_ended)
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer)
@@ -27,11 +26,6 @@ SMALL = (*FEW, "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=40", 
 ITERATIVE = (*SMALL, "--renew-reference=2", f"--reward-model={MODEL}", "--reward-model-lr=1e-3")
 
 
-def run(folder, *flags):
-    trains(*flags, f"--output={folder}")
-    return folder
-
-
 def weights(folder):
     return load_file(folder / "model.safetensors")
 
@@ -45,7 +39,7 @@ def two_ranks(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(two_ranks, tmp_path_factory):
-    return run(tmp_path_factory.mktemp("whole") / "run", *ITERATIVE, "--steps=4")
+    return trained(tmp_path_factory.mktemp("whole"), *ITERATIVE, "--steps=4")
 
 
 @pytest.fixture
@@ -98,7 +92,7 @@ def test_two_iterations_are_those_of_the_formulas(whole, learner):
 
 def test_a_resumed_run_is_bitwise_the_same(whole, tmp_path):
     """Stopped in the middle of an iteration, and at its end."""
-    folder = run(tmp_path / "run", *ITERATIVE, "--steps=1")
+    folder = trained(tmp_path / "run", *ITERATIVE, "--steps=1")
     for steps in (2, 3, 4):
         trains("--resume", folder, f"--steps={steps}")
     assert curve(folder) == curve(whole)
@@ -113,8 +107,7 @@ def test_a_resumed_run_is_bitwise_the_same(whole, tmp_path):
 
 def test_two_ranks_train_the_same_reward_model(whole, two_ranks):
     folder, end = two_ranks
-    done = end()
-    assert done.returncode == 0, done.stderr
+    well_ended(end())
     assert_same_run(folder, whole)
     ours, theirs = (weights(place / "reward_model") for place in (folder, whole))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
@@ -123,12 +116,13 @@ def test_two_ranks_train_the_same_reward_model(whole, two_ranks):
 def test_without_true_answers_or_renewal_the_reward_model_stays_as_it_is(tmp_path):
     asked = [{"question": problem["question"]} for problem in tiny_problems()[:12]]
     (tmp_path / "asked.jsonl").write_text(json_lines(*asked))
-    folder = run(tmp_path / "run", *ITERATIVE, "--steps=2", f"--data={tmp_path / 'asked.jsonl'}")
+    data = f"--data={tmp_path / 'asked.jsonl'}"
+    folder = trained(tmp_path / "run", *ITERATIVE, "--steps=2", data)
     last = curve(folder)[-1]
     assert last["reward_model_loss"] is None and last["accuracy"] is None
     assert last["reward_std"] > 0 and last["grad_norm"] > 0
     assert same_tensors(weights(folder / "reward_model"), weights(MODEL))
-    folder = run(tmp_path / "fixed", *SMALL, f"--reward-model={MODEL}", "--steps=1")
+    folder = trained(tmp_path / "fixed", *SMALL, f"--reward-model={MODEL}", "--steps=1")
     assert not (folder / "reward_model").exists()
     assert not any("/reward_model/" in name for name in checkpoint_of(folder))
     assert curve(folder)[1]["reward_mean"] != 0 and "eval_reward" in curve(folder)[1]
@@ -261,8 +255,8 @@ def test_step_rewards_reach_the_gradient(step_file):
 
 
 def test_a_run_with_step_rewards_and_a_reward_beside_them(step_file, tmp_path):
-    folder = run(tmp_path / "run", *SMALL, f"--step-reward={step_file}", "--reward", "rule",
-                 "--clip-advantages=1", "--steps=2")
+    folder = trained(tmp_path / "run", *SMALL, f"--step-reward={step_file}", "--reward", "rule",
+                     "--clip-advantages=1", "--steps=2")
     records = lines_of(folder / "samples.jsonl")
     flat = [a for record in records for row in record["advantages"] for a in row]
     assert min(flat) >= -1 and max(flat) <= 1 and len(set(flat)) > 4
@@ -292,11 +286,6 @@ def test_step_functions_may_give_nothing_and_numbers_of_any_kind():
     assert step_rewards(steps) == [[], [(1, 0.5), (0, 1.0)]]
 
 
-def change_score(folder, value):
-    edit_tensors(folder / "model.safetensors",
-                 lambda tensors: tensors | {"score.weight": torch.full((1, 32), value)})
-
-
 def without_safetensors(folder):
     torch.save(weights(folder), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
@@ -306,7 +295,8 @@ def without_safetensors(folder):
     (shutil.rmtree, "cannot be loaded"), (without_safetensors, "cannot be loaded"),
     (lambda folder: shutil.copytree(TINY, folder, dirs_exist_ok=True), "score.weight"),
     (lambda folder: saved_model(folder, num_labels=2), "has 2 labels, a reward model has one"),
-    (lambda folder: change_score(folder, math.nan), "not finite: score.weight"),
+    (lambda folder: edit_tensors(folder / "model.safetensors", lambda tensors: tensors | {
+        "score.weight": torch.full((1, 32), math.nan)}), "not finite: score.weight"),
 ])
 def test_folders_that_are_no_reward_model_are_refused(tmp_path, capsys, change, said):
     folder = shutil.copytree(MODEL, tmp_path / "model")

@@ -1,13 +1,13 @@
 """[D] logprob.py: values, entropies, gradients against the full log-softmax; forms; the script."""
-# ruff: noqa: I001 - several names to a line
 import copy
 import functools
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SMALL, TINY, answer_rows, seeded, small_model
+from conftest import SMALL, TINY, answer_rows, logprobs_on_full_logits, seeded, small_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -26,11 +26,9 @@ grouped_or_not = pytest.mark.parametrize("group_ids", [None, GROUPS], ids=["rows
 
 def naive(model, input_ids, labels, temperature=1.0):
     """Every logit, in float64 -> log-probs, entropies (N, S-1)."""
-    logits = model(input_ids, use_cache=False).logits[:, :-1].double()
-    logp = (logits / temperature).log_softmax(dim=-1)
-    mask = labels[:, 1:] != IGNORE
-    chosen = logp.gather(2, input_ids[:, 1:, None])[:, :, 0]
-    return chosen.where(mask, 0), -(logp.exp() * logp).sum(dim=-1).where(mask, 0)
+    rows = SimpleNamespace(input_ids=input_ids)
+    found = logprobs_on_full_logits(model, rows, temperature)
+    return [x.where(labels[:, 1:] != IGNORE, 0) for x in found]
 
 
 def assert_same_pull(model, actual, exact, expected, weights, tolerance=1e-4):
@@ -59,16 +57,13 @@ def tokens_run(model):
 
 
 class Shapes(TorchDispatchMode):
-    """(name, shape) of every tensor that any operation returns, forward and backward."""
-    def __init__(self):
-        super().__init__()
-        self.seen = []
+    """The shape of every tensor that any operation returns, forward and backward."""
+    seen = ()
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        for x in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(x, torch.Tensor):
-                self.seen.append((function._schema.name.split("::")[1], tuple(x.shape)))
+        tensors = result if isinstance(result, (tuple, list)) else (result,)
+        self.seen += tuple(x.shape for x in tensors if isinstance(x, torch.Tensor))
         return result
 
 
@@ -250,8 +245,7 @@ def test_the_logits_are_never_held(architecture, monkeypatch):
         logprobs = token_logprobs(model, input_ids, labels, with_entropy=True)[0]
         forward = len(shapes.seen)
         logprobs.sum().backward()
-    seen = [shape for _, shape in shapes.seen]
-    for part in (seen[:forward], seen[forward:]):
+    for part in (shapes.seen[:forward], shapes.seen[forward:]):
         assert {2, 3} & rows_of(part) and max(rows_of(part)) == 3
     assert saved and not rows_of(saved)
 

@@ -1,18 +1,16 @@
 """LoRA inside the optimizer: an ordinary LoRA module's steps, on a model of plain weights."""
-# ruff: noqa: I001 - several names to a line
 import copy
 import json
 
 import pytest
 import torch
 from conftest import (
-    FEW, REWARDS, TINY, logprobs_on_full_logits, parts, rollout_of, seeded, small_model, trains)
+    FEW, TINY, logprobs_on_full_logits, parts, rollout_of, seeded, small_model, trains, updated)
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM
 
 import train
-from advantage import group_advantages
 from logprob import LeanHead, sequence_logprob
 
 SHORT = (*FEW, "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=16", "--eval-limit=4",
@@ -63,12 +61,6 @@ def answered(p):
         logp, _ = logprobs_on_full_logits(p.reference, rollout, 1.0)
     rollout.ref_logprobs = logp.float() * rollout.mask
     return rollout
-
-
-def updated(p, model, optimizer, rollout):
-    """One update on a copy of the rollout -> its metrics."""
-    rollout = train.dataclasses.replace(rollout, advantages=group_advantages(REWARDS, 4))
-    return train.update(model, optimizer, rollout, p.settings)
 
 
 @pytest.fixture
@@ -212,13 +204,9 @@ def test_a_skipped_update_leaves_everything_as_it_was():
 @pytest.mark.parametrize("flags, copied", [([], False), (["--kl-coef=0"], True),
                                            (["--renew-reference=1"], True)])
 def test_first_weights_are_the_references_where_that_is_frozen(flags, copied):
-    s = train.plan_memory(train.parse([*SHORT, *flags]))
-    p = train.load(s)
+    p = train.load(train.plan_memory(train.parse([*SHORT, *flags])))
     of_reference = {w.data_ptr() for w in p.ref_model.parameters()} if p.ref_model else set()
     assert all((W0.data_ptr() not in of_reference) == copied for W0, _, _ in p.optimizer.parts)
-    count = train.memory(s, p.policy_model)
-    assert count["LoRA's first weights"] == sum(w.nbytes for w in p.optimizer.weights) * copied
-    assert count["float32 masters"] == sum(p.nbytes for p in p.optimizer.factors.values())
 
 
 def test_final_is_merged_and_peft_opens_the_adapter(tmp_path, capsys, run_here):

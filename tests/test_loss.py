@@ -1,5 +1,4 @@
 """[E] [F] loss.py: worked numbers, the loss against its formula, the KL, variants, masks."""
-# ruff: noqa: I001 - several names to a line
 import itertools
 import math
 from types import SimpleNamespace

@@ -1,5 +1,4 @@
 """page.html: its numbers, its curves, what hostile text does to it; ranks and a real browser."""
-# ruff: noqa: I001 - several names to a line
 import html.parser
 import json
 import re
@@ -9,7 +8,8 @@ import subprocess
 import pytest
 import torch
 from conftest import (
-    FEW, ROOT, TINY, curve, lines_of, loaded, parts, rollout_of, run_ranks, settings, trains)
+    FEW, ROOT, TINY, curve, lines_of, loaded, parts, rollout_of, run_ranks, settings, trained,
+    trains, well_ended)
 
 import sample
 import train
@@ -51,9 +51,7 @@ def page_in(folder):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("page") / "run"
-    trains(*SMALL, f"--output={folder}")
-    return folder
+    return trained(tmp_path_factory.mktemp("page"), *SMALL)
 
 
 def restored(folder):
@@ -70,8 +68,7 @@ def restored(folder):
 def test_the_numbers_are_those_of_the_policy_now_and_as_it_drew(more, folder, tmp_path):
     """The first group was drawn by the policy of the start: both ends are at hand."""
     if more:
-        folder = tmp_path / "run"
-        trains(*SMALL, *more, f"--output={folder}")
+        folder = trained(tmp_path, *SMALL, *more)
     groups = restored(folder).groups
     ids, labels = (torch.tensor(groups["1"][name]) for name in ("input_ids", "labels"))
     temperature = 0.9 if "--temperature=0.9" in more else 1.0
@@ -90,13 +87,10 @@ def test_the_numbers_are_those_of_the_policy_now_and_as_it_drew(more, folder, tm
     assert ("q",) in page.tags or REPLY[0] not in more
 
 
-def test_a_resumed_run_has_the_page_of_one_that_was_never_stopped(folder, tmp_path):
-    trains(*SMALL, "--steps=1", f"--output={tmp_path / 'run'}")
-    trains("--resume", tmp_path / "run", "--steps=2")
-    assert page_in(tmp_path / "run").titles == page_in(folder).titles != []
-    trains(*SMALL, "--no-page", f"--output={tmp_path / 'none'}")
-    assert not (tmp_path / "none" / "page.html").exists()
-    assert curve(tmp_path / "none") == curve(folder)      # nothing is learned otherwise
+def test_a_run_without_a_page_learns_the_same(folder, tmp_path):
+    """test_resume.py has the pages of resumed runs."""
+    trains(*SMALL, "--no-page", f"--output={tmp_path}")
+    assert not (tmp_path / "page.html").exists() and curve(tmp_path) == curve(folder)
 
 
 def section(word="w", advantages=(1.5, -1.5, 0.0, 6.0)):
@@ -195,8 +189,7 @@ def test_the_page_loads_itself_anew_while_the_run_goes_on(folder):
 
 
 def test_two_ranks_write_one_page(folder, tmp_path):
-    done = run_ranks(2, "train.py", *SMALL, f"--output={tmp_path / 'run'}")
-    assert done.returncode == 0, done.stderr
+    well_ended(run_ranks(2, "train.py", *SMALL, f"--output={tmp_path / 'run'}"))
     ours, one = page_in(tmp_path / "run"), page_in(folder)
     assert ours.tags == one.tags
     assert list(map(float, ours.titles)) == pytest.approx(list(map(float, one.titles)), abs=1e-4)
@@ -209,7 +202,6 @@ def test_a_browser_reads_it_as_it_stands(folder, tmp_path):
     done = subprocess.run([chromium, *quiet.split(), f"--user-data-dir={tmp_path}", "--dump-dom",
                            (folder / "page.html").as_uri()],
                           capture_output=True, encoding="utf-8", timeout=120)
-    assert done.returncode == 0, done.stderr
-    seen, ours = Tags(done.stdout), page_in(folder)
+    seen, ours = Tags(well_ended(done)), page_in(folder)
     assert seen.tags == ours.tags and seen.titles == ours.titles
     assert "".join(seen.texts).split() == "".join(ours.texts).split()

@@ -1,10 +1,9 @@
 """Several processes with gloo on the CPU against one process on the same batch."""
-# ruff: noqa: I001 - several names to a line
 import pytest
 import torch
 from conftest import (
     FEW, assert_same_run, begin_ranks, checkpoint_of, faulty_reward, metrics_of, one_line_of,
-    raises, run_ranks, same_tensors, small_model, snapshot, torchrun, trains)
+    raises, run_ranks, same_tensors, small_model, snapshot, torchrun, trained, trains, well_ended)
 from safetensors.torch import load_file
 
 import train
@@ -20,9 +19,7 @@ def flags(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one(flags, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("one") / "run"
-    trains(*flags, f"--output={folder}")
-    return folder
+    return trained(tmp_path_factory.mktemp("one"), *flags)
 
 
 def test_ranks_compute_what_one_process_does_also_after_one_has_died(flags, one, tmp_path):
@@ -30,10 +27,9 @@ def test_ranks_compute_what_one_process_does_also_after_one_has_died(flags, one,
     folder = tmp_path / "run"
     done = torchrun(2, *flags, f"--output={folder}", FAULT="SIGKILL", FAULT_AT="3")
     assert done.returncode != 0
-    done = run_ranks(4, "train.py", f"--resume={folder}")   # two began, four end it
-    assert done.returncode == 0, done.stderr
+    out = well_ended(run_ranks(4, "train.py", f"--resume={folder}"))    # two began, four end it
     assert_same_run(folder, one)
-    assert done.stdout.count("question  ") == 1           # only rank 0 speaks
+    assert out.count("question  ") == 1                   # only rank 0 speaks
     assert len(metrics_of(folder)) == 4                   # and writes
 
     # now that there is a run, and where prompts do not divide: one line, no word of a lost rank
@@ -68,8 +64,7 @@ def test_lora_on_two_ranks_is_that_of_one(flags, tmp_path):
             for steps, folder in ((3, two), (2, parts))]
     trains(*flags, f"--output={one}")
     for end in ends:
-        done = end()
-        assert done.returncode == 0, done.stderr
+        well_ended(end())
     trains(f"--resume={parts}", "--steps=3")
     factors = [load_file(folder / "adapter" / "adapter_model.safetensors")
                for folder in (one, two, parts)]
@@ -83,8 +78,7 @@ def test_two_ranks_in_bfloat16_lose_no_step(flags, tmp_path):
     folders = [tmp_path / "run", tmp_path / "again"]
     flags = (*flags, "--dtype=bfloat16", "--steps=2")
     for end in [begin_ranks(2, "train.py", *flags, f"--output={folder}") for folder in folders]:
-        done = end()
-        assert done.returncode == 0, done.stderr
+        well_ended(end())
     found = [checkpoint_of(folder) for folder in folders]
     for weights in found:
         weights.pop("counters")

@@ -3,13 +3,12 @@ import dataclasses
 import importlib
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
+from conftest import ROOT
 
 import train
 
-ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = (ROOT / "tests" / "RESULTS.md").read_text(encoding="utf-8")
 STAGES = ("sample", "reward", "advantage", "logprob", "loss", "train")

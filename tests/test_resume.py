@@ -1,5 +1,4 @@
 """Runs that survive: checkpoints, --resume, signals, rewards that fail."""
-# ruff: noqa: I001 - several names to a line
 import json
 import os
 import random
@@ -17,7 +16,8 @@ import torch
 from conftest import (
     ENVIRONMENT, FEW, LIMIT, NO_MEMORY, PROCESSES, ROOT, TINY, checkpoint_of, curve, edit_json,
     edit_tensors, ended, ends_badly, faulty_reward, lines_of, main, metrics_of, one_line_of,
-    raises, refused, run_script, same_tensors, snapshot, start, trains, weights_of)
+    raises, refused, run_script, same_tensors, snapshot, start, trained, trains, weights_of,
+    well_ended)
 from safetensors.torch import load, load_file
 
 import train
@@ -31,9 +31,7 @@ LORA = ("--lora-rank=4", "--lr=0.003")
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    trains(*FLAGS, f"--output={folder}")
-    return folder
+    return trained(tmp_path_factory.mktemp("whole"), *FLAGS)
 
 
 @pytest.fixture
@@ -107,8 +105,7 @@ def own_reward(tmp_path_factory):
     """(flags with a reward that can fail, the folder of a run to which nothing happened)."""
     folder = tmp_path_factory.mktemp("reward")
     flags = (*FLAGS, faulty_reward(folder))
-    trains(*flags, f"--output={folder / 'run'}")
-    return flags, folder / "run"
+    return flags, trained(folder / "run", *flags)
 
 
 @pytest.mark.parametrize("fault, call, status, said, last", [
@@ -146,7 +143,7 @@ def test_the_line_that_is_printed_continues_the_run(tmp_path, own_reward):
     line = done.stdout.split("continue with: ")[1].splitlines()[0]
     done = subprocess.run(line, shell=True, env=ENVIRONMENT, capture_output=True, text=True,
                           timeout=LIMIT, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    well_ended(done)
     ended_the_same(folder, whole)
 
 
@@ -318,25 +315,19 @@ def test_safetensors_reads_what_was_written():
 
 
 def test_a_checkpoint_on_its_way_holds_one_tensor_in_memory(monkeypatch, tmp_path, uninterrupted):
-    live, most, largest = 0, 0, 0                         # bytes of what was gathered
+    live, peaks = [], []                                  # bytes of what was gathered
 
     def gathered(tensor):
-        nonlocal live, most, largest
         copy = tensor.clone()
-        size = copy.nbytes
-        live += size
-        most, largest = max(most, live), max(largest, size)
-        weakref.finalize(copy, gone, size)
+        live.append(copy.nbytes)
+        peaks.append(sum(live))
+        weakref.finalize(copy, live.remove, copy.nbytes)
         return copy
 
-    def gone(size):
-        nonlocal live
-        live -= size
-
     monkeypatch.setattr(train, "full", gathered)
-    trains(*FLAGS, "--steps=1", f"--output={tmp_path / 'run'}")
-    total = sum(tensor.nbytes for tensor in checkpoint_of(tmp_path / "run").values())
-    assert live == 0 and most == largest < total / 5
+    folder = trained(tmp_path / "run", *FLAGS, "--steps=1")
+    sizes = [tensor.nbytes for tensor in checkpoint_of(folder).values()]
+    assert not live and max(peaks) == max(sizes) < sum(sizes) / 5
 
 
 # --------------------------------------------------------------------------------------------------

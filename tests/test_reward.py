@@ -1,5 +1,4 @@
 r"""[B] reward.py: the rule, the last box, fair readings, problem files, users' rewards, figures."""
-# ruff: noqa: I001 - several names to a line
 import hashlib
 import itertools
 import json
@@ -68,23 +67,15 @@ def test_score_responses_is_prompt_major():
 
 @pytest.mark.parametrize("text, content", [
     (r"\boxed{5}", "5"), (r"\boxed{ 5 }", " 5 "), (r"\boxed{}", ""), ("5", None), ("", None),
-    (r"$\boxed{\frac{1}{2}}$", r"\frac{1}{2}"), (r"\boxed{\text{a {b} c}}", r"\text{a {b} c}"),
-    (r"\boxed{1} then \boxed{2}", "2"), (r"\boxed{\boxed{5}}", r"\boxed{5}"),
-    (r"\boxed{1 \boxed{2} 3}", r"1 \boxed{2} 3"),  # inside a complete box: part of its content
-    (r"\boxed{1 \boxed{2}}", r"1 \boxed{2}"),
-    (r"\boxed{\boxed{1}\boxed{2}}", r"\boxed{1}\boxed{2}"), (r"\boxed {5}", "5"),
-    ("\\boxed\n  {5}", "5"), (r"\boxed 5", "5"), (r"\boxed{5}}", "5"), (r"\boxed5", "5"),
-    (r"So \boxed -1/2, I think.", "-1/2"),
-    (r"$\boxed .5$", ".5"),
-    (r"\boxed 1,000.50.", "1,000.50"), (r"\boxed{4} \boxed 5", "4"), (r"\boxed 4 \boxed{5}", "5"),
-    (r"\boxed 4 \boxed 5!", "5"), (r"Use \boxed and see.", None), (r"\boxed{1} \boxed{2", "1"),
-    (r"\boxed{1 \boxed{2}", "2"), (r"\boxed{1 {2}", None), (r"{\boxed{5} and on", "5"),
-    (r"} } \boxed{5} }", "5"), (r"\boxed{\{1, 2\}}", r"\{1, 2\}"), ("\\boxed{1\n2}", "1\n2"),
-    (r"boxed{5}", None),
+    (r"\boxed{1} then \boxed{2}", "2"), (r"\boxed{1 \boxed{2} 3}", r"1 \boxed{2} 3"),
+    ("\\boxed\n  {5}", "5"), (r"\boxed5", "5"), (r"So \boxed -1/2, I think.", "-1/2"),
+    (r"$\boxed .5$", ".5"), (r"\boxed 1,000.50.", "1,000.50"), (r"\boxed{4} \boxed 5", "4"),
+    (r"\boxed 4 \boxed 5!", "5"), (r"Use \boxed and see.", None), ("\\boxed{1\n2}", "1\n2"),
+    (r"boxed{5}", None), (r"\fbox{5} \Boxed{5}", None), ("\\boxed{\0\ud800}", "\0\ud800"),
     (r"\\boxed{5}", "5"),  # a backslash too many, as in a quoted string
-    (r"\fbox{5} \Boxed{5}", None), ("\\boxed{\0\ud800}", "\0\ud800"),
 ])
 def test_extract_boxed(text, content):
+    """The next test has boxes in boxes, and braces that no other closes."""
     assert extract_boxed(text) == content
 
 
@@ -102,16 +93,11 @@ def every_complete_box(text):
 PIECES = ["\\boxed{", "\\boxed ", "{", "}", "}", "\\{", "\\}", "\\", "5", " ", "$"]
 
 
-def latex_like(chance):
-    """Up to 30 pieces of what boxes are made of."""
-    return "".join(chance.choices(PIECES, k=chance.randrange(31)))
-
-
 def test_boxes_are_their_definition():
     """Of random pieces: the last complete box; and all those that are in no other."""
     chance = random.Random(0)
     for _ in range(1000):
-        text = latex_like(chance)
+        text = "".join(chance.choices(PIECES, k=chance.randrange(31)))
         every = sorted(every_complete_box(text))
         bare = re.findall(r"\\boxed *(5+)", text)
         expected = every[-1][2] if every else bare[-1] if bare else None
@@ -308,6 +294,12 @@ def test_the_fields_may_have_other_names(tmp_path):
     for missing in ("problem", "worked"):
         with value_error(f"line 1: '{missing}'"):
             load(tmp_path, json.dumps({**row, missing: None}), **fields)
+    # A misspelt name would give every row the answer "", and hide a good column
+    some = '{"question": "?", "k": 2}', '{"question": "?"}'
+    with value_error("'anwser' .*question"):
+        load(tmp_path, *some, answer_field="anwser", need_answer=False)
+    found = load(tmp_path, *some, answer_field="k", need_answer=False)
+    assert [problem["answer"] for problem in found] == [2, ""]
 
 
 @pytest.mark.parametrize("given, answer, truth", [
@@ -322,15 +314,6 @@ def test_answers_of_any_kind_for_a_reward_of_ones_own(tmp_path, given, answer, t
     expected = {"question": "How many?", "answer": answer, "solution": solution, "level": 3}
     assert repr(problem) == repr({**problem, **expected}) and len(problem) == 4  # False is not 0
     assert truths_of([problem]) == [truth] and final_answer(given) == truth
-
-
-def test_columns_are_checked_as_they_are_read(tmp_path):
-    """A misspelt name would give every row the answer "", and hide a good column."""
-    some = '{"question": "?", "k": 2}', '{"question": "?"}'
-    with value_error("'anwser' .*question"):
-        load(tmp_path, *some, answer_field="anwser", need_answer=False)
-    found = load(tmp_path, *some, answer_field="k", need_answer=False)
-    assert [problem["answer"] for problem in found] == [2, ""]
 
 
 def test_a_chat_history_in_place_of_the_question(tmp_path):
@@ -554,13 +537,8 @@ def test_the_rewards_of_the_flags_are_summed_over_those_that_apply(tmp_path):
     rewards = own_reward_of(None, None, f"{mine_py}:steps")(PROBLEMS[:1], ["p"], rollout)
     assert rewards.tolist() == [1.5, 0.0] and list(rollout.reward_parts) == ["rule"]
     assert rollout.step_rewards == [[(1, 11.0)], [(2, 18.0)]]
-
-
-def test_each_of_several_rewards_has_a_name_of_its_own(tmp_path):
-    mine, other = (write(tmp_path / name, MINE) for name in ("mine.py", "other.py"))
-    rollout = rollout_of("x", "y")
-    own_reward_of([f"{mine}:one", f"{other}:one", "rule", f"{mine}:rule", f"{mine}:one"])(
-        PROBLEMS[:1], ["p"], rollout)
+    specs = (f"{mine_py}:one", f"{mine_py}:one", "rule", f"{mine_py}:rule", f"{mine_py}:one")
+    own_reward_of(specs)(PROBLEMS[:1], ["p"], rollout)      # each has a name of its own
     assert list(rollout.reward_parts) == ["one", "one 2", "rule", "rule 4", "one 5"]
 
 

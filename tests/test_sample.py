@@ -1,6 +1,4 @@
-"""[A] sample.py: the loop against its definition and `generate`, log-probs against [D], the rows,
-the own step against the plain one, the draw, the variants, the script."""
-# ruff: noqa: I001 - several names to a line
+"""[A] sample.py: the loop against its definition, log-probs against [D], rows, draws, variants."""
 
 import copy
 import gc
@@ -21,7 +19,7 @@ from sample import (
     IGNORE, OwnStep, PlainStep, Rollout, draw, joined, own_step, plain_answer, sample_around,
     sample_conversations, sample_groups, uniform_numbers)
 
-V, PAD, END, START = SMALL["vocab_size"], 0, 1, 2
+V, PAD, END = SMALL["vocab_size"], 0, 1
 ENDS = [END, 7, 40, 41, 42, 43]
 PROMPTS = ["w5 w9 w12", "w7", " ".join(f"w{i}" for i in range(20, 33)), "w60 w3 w3 w41 w8 w17"]
 TOKENIZER = make_tokenizer(pad_token="<pad>", eos_token="<end>")
@@ -57,8 +55,7 @@ FAMILY = {
     "llama stretched": dict(rope_parameters=dict(
         rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
         rope_theta=10000.0, original_max_position_embeddings=16)),
-    "mistral": dict(sliding_window=None),
-    "smollm3": dict(no_rope_layers=[1, 0]),
+    "mistral": dict(sliding_window=None), "smollm3": dict(no_rope_layers=[1, 0]),
 }
 
 
@@ -183,7 +180,7 @@ def test_the_layout(model, config, ends, limit):
     assert torch.equal(rollout.mask, rollout.labels[:, 1:] != IGNORE)
 
 
-def filled(N, S, seed, flat=True):
+def filled(N, S, seed):
     """A Rollout with a value of its own in every place of every field."""
     def numbers(*shape):
         return torch.rand(shape, generator=seeded(seed)) + seed
@@ -195,7 +192,7 @@ def filled(N, S, seed, flat=True):
         torch.arange(N) // 2, turns=[["yes", str(n)] for n in range(N)], rewards=numbers(N) + 1,
         rule_rewards=numbers(N) + 2, reward_parts={"a": numbers(N) + 3, "b": numbers(N) + 4},
         step_rewards=[[(n, 0.5)] for n in range(N)], judged=[{"row": n} for n in range(N)],
-        advantages=(numbers(N) if flat else per_token) + 5, old_logprobs=per_token + 6,
+        advantages=per_token + 5, old_logprobs=per_token + 6,
         ref_logprobs=per_token + 7, entropies=per_token + 8)
 
 
@@ -205,10 +202,9 @@ def rows_of(value, rows):
     return [value[n].tolist() if isinstance(value, torch.Tensor) else value[n] for n in rows]
 
 
-@pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("rows", [[2, 0], [3], [0, 1, 2, 3], [1, 1]])
-def test_take(rows, flat):
-    rollout = filled(4, 7, 1, flat)
+def test_take(rows):
+    rollout = filled(4, 7, 1)
     for width in (None, 5):
         part = sample.take(rollout, rows, width)
         for f in fields(rollout):
@@ -220,10 +216,9 @@ def test_take(rows, flat):
 
 
 @pytest.mark.parametrize("widths", [(7, 4), (4, 7), (5, 5)])
-@pytest.mark.parametrize("flat", [True, False])
-def test_join(widths, flat):
+def test_join(widths):
     """Each row ends in padding where the other rollout is longer: -100 in labels, else 0."""
-    a, b = filled(2, widths[0], 1, flat), filled(3, widths[1], 2, flat)
+    a, b = filled(2, widths[0], 1), filled(3, widths[1], 2)
     both = joined(a, b)
     assert same(sample.take(both, [0, 1], widths[0]), a)
     assert same(sample.take(both, [2, 3, 4], widths[1]), b)
@@ -514,8 +509,7 @@ def test_what_is_no_conversation(model, changes, says):
 @pytest.mark.parametrize("words", [7, 128, 1000, 151_936])
 @pytest.mark.parametrize("temperature", [3.0, 0.7])
 def test_u_is_a_place_in_the_running_sum(words, temperature):
-    """So that a uniform u draws by the softmax; also among words of 3e-8 and less, which a float32
-    sum cannot tell apart."""
+    """Also among words of 3e-8 and less, which a float32 sum cannot tell apart."""
     logits = torch.randn(words, generator=seeded())
     logits[words // 2] = 17.0
     p = (logits.double() / temperature).softmax(dim=0)
@@ -572,9 +566,6 @@ def test_the_numbers_behind_the_draws():
 # --------------------------------------------------------------------------------------------------
 # The chat template
 
-QUESTION = [{"role": "user", "content": "w3"}]
-
-
 def with_template(template):
     tokenizer = make_tokenizer(pad_token="<pad>", eos_token="<end>")
     tokenizer.chat_template = template
@@ -590,8 +581,8 @@ def test_a_prompt_is_the_template_around_the_problem(tiny):
     assert sample.chat_prompt(with_template(each), {"question": "w3"}, "w4") == "[s:w4][u:w3]"
     # A template that refuses a system message gets it in the first turn
     fussy = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + each
-    prompt = sample.chat_prompt(with_template(fussy), {"messages": QUESTION * 2}, "w4")
-    assert prompt == "[u:w4\n\nw3][u:w3]"
+    prompt = sample.chat_prompt(with_template(fussy), {"messages": question * 2}, "w4")
+    assert prompt == "[u:w4\n\nHow many ?][u:How many ?]"
 
 
 @pytest.mark.parametrize("system_prompt", ["", "Think."])

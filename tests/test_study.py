@@ -22,10 +22,6 @@ def metrics_of(accuracies):
     return [{"step": 0, "eval_accuracy": 0.1}, *lines]
 
 
-def results_of(**values):
-    return {label: [{"x": value, "never": 0} for value in some] for label, some in values.items()}
-
-
 def test_figures_of_a_run():
     found = study.figures(metrics_of([0.2] * 9 + [0.95, 0.4] + [0.8] * 9))      # 20 steps
     assert found["greedy"] == 0.75
@@ -66,8 +62,9 @@ def test_a_run_that_never_reaches_it_counts_as_one_step_more_and_is_marked():
     ("high > one", "cannot be said: fewer than two seeds"),
 ])
 def test_verdicts(relation, expected):
-    results = results_of(high=[4, 5, 6], mid=[3, 4, 5], low=[1, 2, 3], wide=[0, 4, 8], one=[9],
-                         none=[math.nan, math.nan])
+    values = dict(high=[4, 5, 6], mid=[3, 4, 5], low=[1, 2, 3], wide=[0, 4, 8], one=[9],
+                  none=[math.nan, math.nan])
+    results = {label: [{"x": x, "never": 0} for x in some] for label, some in values.items()}
     assert study.verdict("x", relation, results) == expected
 
 

@@ -1,16 +1,13 @@
 """Conversations (--reply), branches of the best (--around-best), and --advantage shape."""
-# ruff: noqa: I001 - several names to a line
 import pytest
 import torch
 from conftest import (
     FEW, ROOT, assert_same_run, begin_ranks, ends_badly, lines_of, metrics_of, one_line_of, parts,
-    refused, run_ranks, seeded, tiny_problems, trains)
+    refused, run_ranks, seeded, tiny_problems, trains, well_ended, whole_step)
 
 import sample
 import train
 from advantage import shape_advantages
-from logprob import IGNORE
-from reward import rule_reward, truths_of
 
 SMALL = (*FEW, "--steps=3", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=10",
          "--eval-limit=3", "--eval-every=2", "--save-every=1", "--updates-per-rollout=1")
@@ -37,8 +34,7 @@ def test_two_ranks_draw_what_one_process_draws_and_one_goes_on(kind, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     end = begin_ranks(2, "train.py", *flags, "--steps=2", f"--output={two}")
     trains(*flags, f"--output={one}")
-    done = end()
-    assert done.returncode == 0, done.stderr
+    well_ended(end())
     trains("--resume", two, "--steps=3")
     assert_same_run(two, one)
     for metrics in metrics_of(one)[1:]:                   # [D] finds the sampler's numbers
@@ -72,25 +68,20 @@ def test_what_cannot_be_said_is_refused(capsys):
     line = refused(capsys, *SMALL, REPLY, "--max-turns=50")
     assert "--max-new-tokens" in line and "--max-turns" in line
     assert "--max-turns" in refused(capsys, *SMALL, REPLY, "--max-turns=0")
-    assert "--around-best" in refused(capsys, *SMALL, "--around-best=3")
 
 
-def test_half_of_a_group_goes_on_from_the_best_of_the_other():
-    """Branches begin as the best answer of the first half does, and evaluation knows none."""
-    flags = (*SMALL, "--around-best=2", "--group-size=8")
-    p = parts(*flags)
-    batch = train.batch_of_step(p.tokenizer, tiny_problems()[:4], 1, p.settings)
-    _, rollout = train.train_step(p.policy, p.reference, p.optimizer, p.tokenizer, batch,
-                                  p.settings)
-    for b, truth in enumerate(truths_of(batch.problems)):
-        rows = rollout.labels[8 * b:8 * b + 8]
-        answers = [row[row != IGNORE].tolist() for row in rows]
-        rewards = [rule_reward(rollout.responses[8 * b + n], truth) for n in range(4)]
-        ranked = sorted(range(4), key=lambda n: -rewards[n])
-        for place, branches in ((0, answers[4:6]), (1, answers[6:])):
-            best = answers[ranked[place]]
-            stem = best[:len(best) // 2]
-            assert stem and all(answer[:len(stem)] == stem for answer in branches)
+def test_half_of_a_group_goes_on_from_what_the_rule_finds_best(monkeypatch):
+    """test_sample.py has the branches."""
+    asked = []
+    monkeypatch.setattr(sample, "sample_around",
+                        lambda *how, **more: asked.append(more) or sample.sample_groups(*how))
+    p = parts("--around-best=2", "--group-size=8")
+    _, rollout = whole_step(p, reward_of=None)
+    assert len(rollout.responses) == 16 and asked[0].keys() == {"best", "rewards_of"}
+    assert len(asked) == 1 and asked[0]["best"] == 2
+    answer = f"\\boxed{{ {p.problems[1]['answer']} }}"
+    assert asked[0]["rewards_of"](p.prompts, [*"abcd", "e", answer, "g", "h"]).tolist() == [
+        0, 0, 0, 0, 0, 1.5, 0, 0]
 
 
 def test_shapley_shares_arrive():
@@ -99,13 +90,8 @@ def test_shapley_shares_arrive():
     texts = ["\\boxed{ 7 } \\boxed{ 9 } , 9", "\\boxed{ 5 }", "7 + 2", "\\boxed{ 9 } \\boxed{ 5 }"]
     prompt = p.tokenizer(p.prompts[0], add_special_tokens=False).input_ids
     rows = [p.tokenizer(text, add_special_tokens=False).input_ids for text in texts]
-    width = max(map(len, rows))
-    labels = torch.tensor([[IGNORE] * len(prompt) + row + [IGNORE] * (width - len(row))
-                           for row in rows])
-    ids = labels.clamp(min=0)
-    ids[:, :len(prompt)] = torch.tensor(prompt)
-    rollout = sample.Rollout(ids, labels, torch.zeros(ids[:, 1:].shape), texts, torch.zeros(4) > 0,
-                             torch.zeros(4).long())
+    rows = [[(prompt, None), (row, [-1.0] * len(row))] for row in rows]
+    rollout = sample.to_rollout(p.tokenizer, rows, [1], 4, p.policy.device)
     batch = train.Batch([{"question": "q", "answer": "9"}], p.prompts[:1])
     train.train_step(p.policy, p.reference, p.optimizer, p.tokenizer, batch, p.settings,
                      lambda *_: rollout)
