@@ -49,6 +49,11 @@ from reward import load_problems  # noqa: E402
 from sample import sample_groups  # noqa: E402
 
 torch.set_num_threads(1)
+# The tests send these signals. A shell's `&` and nohup have a program ignore them, and with it all
+# that it starts.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 logging.disable_progress_bar()
 logging.set_verbosity_error()
 
@@ -611,8 +616,21 @@ def same_tensors(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+def apart(ours, theirs, start):
+    """How far apart the weights of two runs are, in parts of the way that they went.
+
+    Of nine seeds it was at most 0.0012. One weight alone can be further off: AdamW makes a whole
+    step of a gradient that is nothing but rounding.
+    """
+    assert ours.keys() == theirs.keys()
+    difference, way = (torch.cat([(a[name] - b[name]).flatten().double() for name in ours]).norm()
+                       for a, b in ((ours, theirs), (theirs, start)))
+    assert way > 0, "nothing was learned"
+    return float(difference / way)
+
+
 def assert_same_run(folder, one):
-    """Metrics, weights to 1e-5, and a final folder that opens."""
+    """Metrics, weights to a hundredth of their way, and a final folder that opens."""
     ours, theirs = curve(folder), curve(one)
     assert [m["step"] for m in ours] == [m["step"] for m in theirs]
     for a, b in zip(ours, theirs):
@@ -621,8 +639,7 @@ def assert_same_run(folder, one):
         for name in a.keys() - {"warning"}:
             assert a[name] == pytest.approx(b[name], rel=1e-3, abs=1e-5), (a["step"], name)
     ours, theirs = (load_file(place / "final" / "model.safetensors") for place in (folder, one))
-    assert ours.keys() == theirs.keys()
-    assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 1e-5
+    assert apart(ours, theirs, load_file(TINY / "model.safetensors")) < 0.01
     AutoModelForCausalLM.from_pretrained(folder / "final")
     architectures = [json.loads((place / "final" / "config.json").read_text())["architectures"]
                      for place in (folder, one)]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    FEW, TINY, assert_same_run, begin_ranks, checkpoint_of, curve, edit_tensors,
+    FEW, TINY, apart, assert_same_run, begin_ranks, checkpoint_of, curve, edit_tensors,
     gradient, json_lines, lines_of, logprobs_on_full_logits, parts, refused, same_tensors, seeded,
     step_of_the_program, tiny_problems, trained, trains, value_error, well_ended)
 from safetensors.torch import load_file
@@ -110,7 +110,7 @@ def test_two_ranks_train_the_same_reward_model(whole, two_ranks):
     well_ended(end())
     assert_same_run(folder, whole)
     ours, theirs = (weights(place / "reward_model") for place in (folder, whole))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    assert apart(ours, theirs, weights(MODEL)) < 0.01
 
 
 def test_without_true_answers_or_renewal_the_reward_model_stays_as_it_is(tmp_path):
@@ -256,7 +256,7 @@ def test_step_rewards_reach_the_gradient(step_file):
 
 def test_a_run_with_step_rewards_and_a_reward_beside_them(step_file, tmp_path):
     folder = trained(tmp_path / "run", *SMALL, f"--step-reward={step_file}", "--reward", "rule",
-                     "--clip-advantages=1", "--steps=2")
+                     "--clip-advantages=1", "--steps=2", "--max-new-tokens=40")
     records = lines_of(folder / "samples.jsonl")
     flat = [a for record in records for row in record["advantages"] for a in row]
     assert min(flat) >= -1 and max(flat) <= 1 and len(set(flat)) > 4

@@ -70,7 +70,8 @@ def test_lora_on_two_ranks_is_that_of_one(flags, tmp_path):
                for folder in (one, two, parts)]
     for folder, found in ((two, factors[1]), (parts, factors[2])):
         assert_same_run(folder, one)
-        assert all((found[name] - factors[0][name]).abs().max() < 1e-5 for name in found)
+        assert all((found[name] - factors[0][name]).norm() < 0.01 * factors[0][name].norm()
+                   for name in found)
 
 
 def test_two_ranks_in_bfloat16_lose_no_step(flags, tmp_path):

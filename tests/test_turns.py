@@ -27,7 +27,8 @@ def test_a_conversation_ends_where_no_room_is_left(tiny):
 
 
 @pytest.mark.parametrize("kind", [(REPLY, "--max-turns=2"),
-                                  ("--around-best=2", "--advantage=shape")])
+                                  ("--around-best=2", "--advantage=shape", "--group-size=8",
+                                   "--max-new-tokens=40")])
 def test_two_ranks_draw_what_one_process_draws_and_one_goes_on(kind, tmp_path):
     """Two steps on two ranks, the third in one process, against all of them there."""
     flags = (*SMALL, "--prompts-per-step=4", *kind)
