@@ -243,8 +243,8 @@ def add_length_terms(rollout, s):
             rollout.rewards = reward.length_rescaled(rollout.rewards, lengths, s.group_size,
                                                      s.length_rescale)
     if s.overlong_buffer:
-        rollout.rewards = rollout.rewards + reward.overlong_penalty(lengths, s.answer_tokens,
-                                                                    s.overlong_buffer)
+        penalty = reward.overlong_penalty(lengths, s.answer_tokens, s.overlong_buffer)
+        rollout.rewards = rollout.rewards + penalty
 
 
 def advantage_options(policy_model, rollout, batch, tokenizer, reward_of, s):
@@ -298,12 +298,11 @@ def micro_batches(model, rollout, s):
 
 
 def token_logprobs_of(model, part, s):
-    """[D] of one micro-batch: log-probs and entropies, (n, w-1) each."""
+    """[D] of one micro-batch: log-probs and entropies, (n, width-1) each."""
     # A sharded model must be entered through a method that FSDP knows, see shard().
     score = getattr(model, "token_logprobs", partial(token_logprobs, model))
     groups = part.group_ids if s.share_prompts else None
-    # Without a gradient nothing is kept that checkpointing could save.
-    with layers_checkpointed(model, s.gradient_checkpointing and torch.is_grad_enabled()):
+    with layers_checkpointed(model, s.gradient_checkpointing):
         return score(part.input_ids, part.labels, s.temperature, True, groups)
 
 
@@ -324,7 +323,9 @@ def all_token_logprobs(model, rollout, s):
 def loss_mask(rollout, s):
     """The tokens in the loss, (N, S-1): the answers, with --mask-truncated only finished ones."""
     # Truncated ones are masked only here: their rewards belong to their siblings' mean.
-    return rollout.mask & rollout.finished[:, None] if s.mask_truncated else rollout.mask
+    if s.mask_truncated:
+        return rollout.mask & rollout.finished[:, None]
+    return rollout.mask
 
 
 def loss_options(part, s):
@@ -364,11 +365,11 @@ def within_memory(function, s):
 
 def update_metrics(sums, grad_norm, logprobs, rollout, limit):
     """Metrics of all micro-batches, on all GPUs, and whether the step must be skipped."""
-    apart = (rollout.logprobs - rollout.old_logprobs).abs().sum()
-    off_1 = (logprobs - rollout.old_logprobs).expm1().abs().max()  # of a ratio
-    metrics = averaged({**sums, "grad_norm": full(grad_norm),
-                        "sampler_difference": apart / rollout.mask.sum()})
-    metrics["ratio_max_error"] = max(gathered_objects(float(off_1)))
+    old = rollout.old_logprobs                                                         # (N, S-1)
+    difference = (rollout.logprobs - old).abs().sum() / rollout.mask.sum()
+    largest = (logprobs - old).expm1().abs().max()  # of |ratio - 1|
+    metrics = averaged({**sums, "grad_norm": full(grad_norm), "sampler_difference": difference})
+    metrics["ratio_max_error"] = max(gathered_objects(float(largest)))
     finite = math.isfinite(metrics["grad_norm"] + metrics["loss"])
     metrics["skipped_updates"] = int(not finite or metrics["sampler_difference"] > limit)
     return metrics
@@ -408,16 +409,18 @@ def step_metrics(rollout, batch, updates, seconds, s):
     known = gathered(rollout.rule_rewards)
     known = known[~known.isnan()]
     entropies = gathered(rollout.entropies.sum(dim=1))                                 # (N,)
+    finished = gathered(rollout.finished)                                              # (N,)
+    # Groups whose rewards are all equal teach nothing: all of their advantages are 0.
+    flat = is_flat(rewards, s.group_size)                                              # (B,)
     metrics = {
         "reward_mean": rewards.mean(),
         "reward_std": rewards.std(correction=0),
         "accuracy": is_right(known).float().mean(),
         "format_rate": reward.has_format(known).float().mean(),
-        # Groups whose rewards are all equal teach nothing: all of their advantages are 0.
-        "zero_variance_groups": is_flat(rewards, s.group_size).float().mean(),
+        "zero_variance_groups": flat.float().mean(),
         "response_length_mean": lengths.mean(),
         "response_length_p95": lengths.quantile(0.95),
-        "truncated_fraction": (~gathered(rollout.finished)).float().mean(),
+        "truncated_fraction": (~finished).float().mean(),
         "tokens": lengths.sum(),
         "entropy": entropies.sum() / lengths.sum(),  # per token, before any update
         "kl_coef": s.kl_coef,
@@ -452,7 +455,7 @@ def without_flat_groups(rollout, batch, rollout_of, tokenizer, s):
         if not any(gathered_objects(n)):
             break  # every group of every rank teaches something
         batch.resampled += n
-        n = max(n, 1)  # who needs no group draws one, too: the other ranks wait for it in FSDP
+        n = max(n, 1)  # a rank that needs none draws one, too: the others wait for it in FSDP
         others = batch_of_step(tokenizer, batch.pool, batch.step, s, attempt, n)
         both = sample.joined(rollout, rollout_of(others))
         # B groups stay: those that teach, the old ones first, then flat ones.
@@ -531,8 +534,9 @@ def renew(ref_model, policy_model, reward_model, rollout, step, s):
 @torch.no_grad()
 def follow(ref_model, policy_model):
     """Copy the current policy into the reference."""
-    for part in [*sharded_parts(ref_model), *sharded_parts(policy_model)]:
-        part.reshard()  # FSDP may still hold gathered weights: writes to them are lost
+    for model in (ref_model, policy_model):
+        for part in sharded_parts(model):
+            part.reshard()  # FSDP may still hold gathered weights: writes to them are lost
     for ref, p in zip(ref_model.parameters(), policy_model.parameters()):
         ref.copy_(p)
 
@@ -565,7 +569,8 @@ def after_step(run, step, metrics, batch, rollout, evaluation, policy_model, tok
     if is_last or step % s.eval_every == 0:
         metrics |= measure(run, step, evaluation)
         scores = [score for _, score in run.held_out[1:]]  # without the one before training
-        if s.keep_best and scores[-1] > max(scores[:-1], default=-math.inf):
+        best_before = max(scores[:-1], default=-math.inf)
+        if s.keep_best and scores[-1] > best_before:
             save_folder(policy_model, tokenizer, run, "best")
     run.log_samples(step, batch, rollout)
     run.log(metrics)
@@ -575,7 +580,7 @@ def after_step(run, step, metrics, batch, rollout, evaluation, policy_model, tok
         write_page(run, policy_model, tokenizer, s)
     if s.kl_band and math.isfinite(metrics["approx_kl"]):  # a skipped update has no KL
         s.kl_coef = next_kl_coef(s.kl_coef, metrics["approx_kl"], *s.kl_band)
-    run.kl_coef = s.kl_coef
+        run.kl_coef = s.kl_coef
     show(bar, metrics, run)
     if is_last or step % s.save_every == 0:
         save_checkpoint(run, policy_model, optimizer)
@@ -636,14 +641,12 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
 
 def show(bar, metrics, run):
     """Update the bar, skipped updates first; after an evaluation print one answer."""
-    words = [f"{run.skipped:.0f} SKIPPED"] if run.skipped else []
-    words.append("sampled: reward {reward_mean:.2f}")
+    words = f"{run.skipped:.0f} SKIPPED, " if run.skipped else ""
+    words += "sampled: reward {reward_mean:.2f}, "
     if metrics["format_rate"] > 0:  # else nothing is boxed, and the rule has nothing to judge
-        words.append("acc {accuracy:.2f}")
-    words.append("len {response_length_mean:.0f}")
-    words.append("KL {approx_kl:.3f}")
-    words.append(f"greedy: held out {run.held_out[-1][1]:.2f}")
-    bar.set_postfix_str(", ".join(words).format(**metrics))
+        words += "acc {accuracy:.2f}, "
+    words += "len {response_length_mean:.0f}, KL {approx_kl:.3f}, greedy: held out {score:.2f}"
+    bar.set_postfix_str(words.format(**metrics, score=run.held_out[-1][1]))
     bar.update()
     if "eval_accuracy" in metrics:
         response, _ = run.after[0]
@@ -655,17 +658,15 @@ def show(bar, metrics, run):
 # The known failures of GRPO runs: how the metrics show them, and which flag may help. Some of these
 # states are normal in a healthy run; README, "Reading a run", says more.
 
-def mean_of(history, name, start=-10, stop=None):
-    """The mean of a metric over these steps, by default the last ten; NaN if one has no value."""
-    values = [row.get(name) for row in history[start:stop]]
-    if not values or None in values:
-        return math.nan
-    return sum(values) / len(values)
-
-
 def symptoms(history):
     """Metrics of the steps so far -> {name: (how bad, one line with its number)}."""
-    recent = partial(mean_of, history)
+    def recent(name, start=-10, stop=None):
+        # The mean over these steps, by default the last ten; NaN if one has no value
+        values = [row.get(name) for row in history[start:stop]]
+        if not values or None in values:
+            return math.nan
+        return sum(values) / len(values)
+
     before = recent("grad_norm", -40, -20)
     # A reference that has just been renewed is the policy itself.
     last = [row for row in history[-4:] if "reference_renewed" not in row]
