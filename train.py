@@ -516,7 +516,7 @@ def seeded(*names, device="cpu"):
 
 
 def renew(ref_model, policy_model, reward_model, rollout, step, s):
-    """DeepSeekMath's iterative GRPO: the reference becomes the current policy -> figures."""
+    """DeepSeekMath's iterative GRPO: the reference becomes the current policy -> metrics."""
     if reward_model:  # keep pairs of this step's answers: the same on every rank
         rows = sum(gathered_objects(rollout.judged), [])
         generator = seeded(s.seed, "pairs", step)
@@ -524,11 +524,11 @@ def renew(ref_model, policy_model, reward_model, rollout, step, s):
     if not s.renew_reference or step % s.renew_reference:
         return {}
     follow(ref_model, policy_model)
-    figures = {"reference_renewed": 1.0}
+    metrics = {"reference_renewed": 1.0}
     if reward_model:  # every rank takes the same steps on the same pairs
         generator = seeded(s.seed, "reward model", step)
-        figures |= reward.train_reward_model(reward_model, generator)
-    return figures
+        metrics |= reward.train_reward_model(reward_model, generator)
+    return metrics
 
 
 @torch.no_grad()
@@ -603,7 +603,7 @@ def set_learning_rate(optimizer, step, s):
 
 def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=None,
              group_size=1, temperature=0.0, seed=0):
-    """Greedy answers (or group_size sampled ones) to all problems -> (figures, answers).
+    """Greedy answers (or group_size sampled ones) to all problems -> (metrics, answers).
 
     An answer is a pair: its text and the reward that the run trains on.
     """
@@ -633,10 +633,10 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
     # The rule judges accuracy: NaN if no true answer is known
     rule = torch.tensor(rule)
     right = is_right(rule[~rule.isnan()])
-    figures = {"eval_accuracy": float(right.float().mean())}
+    metrics = {"eval_accuracy": float(right.float().mean())}
     if reward_of:
-        figures["eval_reward"] = sum(own) / len(own)
-    return figures, list(zip(responses, own))
+        metrics["eval_reward"] = sum(own) / len(own)
+    return metrics, list(zip(responses, own))
 
 
 def show(bar, metrics, run):
@@ -1648,7 +1648,7 @@ class Run:
         self.skipped = 0  # updates
         self.skipped_in_a_row = 0
         self.kl_coef = None  # of --kl-band
-        self.held_out = []  # (step, figure_of an evaluation)
+        self.held_out = []  # (step, the one number of its evaluation)
         # the metrics that symptoms() reads, and how bad each symptom was when it was reported
         self.history = []
         self.told = {}
