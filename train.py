@@ -174,7 +174,7 @@ def update(policy_model, optimizer, rollout, settings):
 
 def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_problems, settings,
                run=None, sampler=sample_groups, reward_of=None, reward_model=None):
-    """Train on `problems` (dicts, see reward.load_problems) from step run.step + 1 on.
+    """Train on `problems` (dicts, see reward.load_problems): steps run.step + 1 to settings.steps.
 
     `sampler` and `reward_of` are those of train_step; `reward_model`: the model behind `reward_of`,
     if it keeps training (iterative GRPO). Everything random follows from (seed, step, prompt): a
