@@ -259,7 +259,7 @@ def test_the_loop_warms_up_evaluates_and_saves_when_it_should():
     assert [m["step"] for m in run.metrics] == list(range(6))
     assert [m["step"] for m in run.metrics if "eval_accuracy" in m] == [0, 2, 4, 5]
     assert run.checkpoints == [3, 5]
-    assert len(run.before) == len(run.after) == 3
+    assert len(run.before) == len(run.after) == 3 and run.before is not run.after
 
 
 def test_every_step_asks_its_own_problems_with_its_own_random_numbers():
