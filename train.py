@@ -1345,7 +1345,7 @@ def save_adapter(run, optimizer, s):
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory: a count by formula, before anything is loaded. Of four ways to run, the first that fits.
+# Memory is counted before anything is loaded; a run takes the first of four ways that fits.
 
 PROMPT = 256  # tokens of a prompt that the count assumes
 DEVICE, HOST = "device memory", "host memory"  # the two sums of a count
@@ -1354,7 +1354,7 @@ ADVICE = ("to need less: --lora-rank 16, --kl-coef 0, --dtype bfloat16, a smalle
 
 
 def plan_memory(s):
-    """Settings -> the same without `auto`. BadInput: flags that do not go together, no memory."""
+    """Settings -> the same without `auto`. BadInput: flags that clash, or too little memory."""
     check_combinations(s)  # cheap checks first: flags, then the device, files, the model
     device, dtype = choose_device(s)
     tell_idle(s)
@@ -1363,18 +1363,16 @@ def plan_memory(s):
             return way  # an evaluation has no step
         if not lack:
             say(f"loading   {s.model} in {way.dtype} on {device}; a step needs about "
-                f"{count[DEVICE] / 1e9:.3g} GB of its memory (--dry-run lists what for)"
+                f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)"
                 + ", with --offload" * way.offload
                 + ", with --gradient-checkpointing" * way.gradient_checkpointing)
             return way
     raise BadInput(f"--model {s.model}: a step needs about {count[lack] / 1e9:.3g} GB of {lack} "
-                   f"(--dry-run lists what for), and that leaves less than a tenth free; {ADVICE}")
+                   f"(details: --dry-run), and that leaves less than a tenth free; {ADVICE}")
 
 
 def counted_ways(s, device, dtype):
-    """Each of the four ways that the flags allow, the fastest first: Settings without `auto`,
-    their count, and the memory that is too small for it, if one is.
-    """
+    """Yields each way that the flags allow, the fastest first: Settings, count, memory it lacks."""
     tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)  # two groups
     if device.type == "cpu":  # it is fastest with what fits its cache
         tokens = 2048 if dtype == torch.bfloat16 else 1024
@@ -1430,9 +1428,8 @@ def memory(s, model):
         masters = moments = 0
     judge = 0
     if s.reward_model:
-        kind = AutoModelForSequenceClassification
-        judge = model_without_storage("--reward-model", s.reward_model, torch.float32, kind)
-        judge = judge.num_parameters() * (16 if s.renew_reference else 4)
+        judge = model_without_storage("--reward-model", s.reward_model, torch.float32,
+                                      AutoModelForSequenceClassification).num_parameters()
     rows = s.prompts_per_step * s.group_size // world()
     logits = min(2**28, s.micro_batch_tokens * text.vocab_size // 8)  # an eighth at a time
     head = 0 if s.lora_rank else text.vocab_size * hidden
@@ -1443,7 +1440,7 @@ def memory(s, model):
         "float32 masters": masters,
         "AdamW's two moments": moments,
         "gradients, float32": 4 * trained + one_gradient,
-        "reward model": judge,
+        "reward model": judge * (16 if s.renew_reference else 4),
         "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * layers * keys * size,
         "kept for the backward pass": s.micro_batch_tokens * kept * size,
         "logits, their gradients": 12 * logits + 2 * size * head,
@@ -1457,22 +1454,20 @@ def print_memory(s):
     device, dtype = torch.device("cuda"), getattr(torch, s.dtype, torch.bfloat16)
     if s.device != "cuda" or torch.cuda.is_available():  # else the card of another machine
         device, dtype = choose_device(s)
-    ways = list(counted_ways(s, device, dtype))
-    taken = [way for way, _, lack in ways if not lack][:1]
-
-    def print_row(what, cells):
-        print(f"{what:30}" + "".join(f"{cell:>8}" for cell in cells))
-
-    print(f"{s.model} in {dtype} on {device.type}: GB for a step")
-    print_row("*: a run takes this way here", ["*" * (way in taken) for way, _, _ in ways])
+    ways, counts, lacks = zip(*counted_ways(s, device, dtype))
+    taken = lacks.index(None) if None in lacks else None
+    rows = {"*: a run takes this way here": ["*" * (n == taken) for n in range(len(ways))]}
     for name in ("offload", "gradient_checkpointing"):
-        print_row(flag_of(name), ["yes" * getattr(way, name) for way, _, _ in ways])
-    for what in ways[0][1]:
-        print_row(what, [f"{count[what] / 1e9:.2f}" for _, count, _ in ways])
+        rows[flag_of(name)] = ["yes" * getattr(way, name) for way in ways]
+    for what in counts[0]:
+        rows[what] = [f"{count[what] / 1e9:.2f}" for count in counts]
+    print(f"{s.model} in {dtype} on {device.type}: GB for a step")
+    for what, cells in rows.items():
+        print(f"{what:30}" + "".join(f"{cell:>8}" for cell in cells))
 
 
 def free_memory(device):
-    """Bytes that a process can take; infinite where the system does not tell it."""
+    """Bytes that a process can take; inf if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] if torch.cuda.is_available() else 0
     if device.type == "mps":
@@ -1498,9 +1493,8 @@ def model_without_storage(name, folder, dtype, kind=AutoModelForCausalLM):
 
 
 # --------------------------------------------------------------------------------------------------
-# Several GPUs (torchrun): torch's own FSDP2. Every rank holds a shard of the weights and of their
-# masters, gathers a layer when it computes, and works on its own whole groups. With one process
-# none of this does anything.
+# Several GPUs (torchrun), by torch's FSDP2: every rank holds a shard of the weights and of their
+# masters, gathers a layer when it computes, and works on its own whole groups.
 
 def rank():
     return int(os.environ.get("RANK", 0))  # torchrun sets it
@@ -1642,18 +1636,16 @@ class Run:
         self.folder = Path(folder) if folder and rank() == 0 else None
         self.signal = 0
         self.step = 0  # the last step that is done
-        self.begun = False  # whether there is something to resume
+        self.resume_command = ""  # once there is something to resume
         self.skipped = 0  # updates
         self.skipped_in_a_row = 0
         self.kl_coef = None  # of --kl-band
-        self.held_out = []  # (step, the one number of its evaluation)
-        # the metrics that symptoms() reads, and how bad each symptom was when it was reported
-        self.history = []
-        self.told = {}
+        self.held_out = []  # (step, score of an evaluation)
+        self.history = []  # the metrics that symptoms() reads
+        self.told = {}  # how bad each symptom was when it was reported
         self.data = None  # a digest of the problems
-        # what training moves besides the policy, so the checkpoint holds it
-        self.reward_model = None
-        self.ref_model = None
+        self.reward_model = None  # if training moves it
+        self.ref_model = None  # if training moves it
         self.groups = {}  # groups for page.html, by step
         self.before = []  # greedy answers to the held-out problems
         self.after = []  # the same, after training
@@ -1673,10 +1665,6 @@ class Run:
             with telling(f"--output {name}: another run writes there:", of=BlockingIOError):
                 fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return str(self.folder)
-
-    @property
-    def resume_command(self):
-        return command("train.py", "--resume", self.name)
 
     @contextmanager
     def stopping_on_signals(self):
@@ -1794,6 +1782,7 @@ def check_finite(run, tensors):
 # A checkpoint: all tensors that training moves, and Run's counters. Everything else that a step
 # needs (problems, random numbers, learning rate) follows from the step and the settings.
 
+# What a checkpoint holds of Run
 COUNTERS = ("step", "skipped", "kl_coef", "held_out", "told", "before", "after", "data", "groups")
 CHECKPOINT = "checkpoint.safetensors"
 
@@ -1848,7 +1837,8 @@ def as_safetensors(tensors):
     header = {}
     end = 0
     for name, tensor in tensors.items():
-        start, end = end, end + tensor.numel() * tensor.itemsize
+        start = end
+        end += tensor.numel() * tensor.itemsize
         header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape),
                         "data_offsets": [start, end]}
     text = json.dumps(header).encode()
@@ -1923,7 +1913,7 @@ def main(argv=None):
         if not out_of_memory(error):
             raise
         fault = f"out of memory; {ADVICE}"
-    if run.begun:
+    if run.resume_command:
         fault = f"{fault}; continue with: {run.resume_command}"
     say(f"train.py: {fault}", sys.stderr)
     return status
@@ -1979,7 +1969,7 @@ def begin(run, parts, s):
     if run.folder:
         with run.replacing("config.json") as place:
             place.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
-    run.begun = True
+    run.resume_command = command("train.py", "--resume", run.name)
     millions = model.num_parameters() / 1e6
     say(f"policy    {millions:.2f}M parameters in {world()} process{'es' * (world() > 1)}; "
         f"settings of {s.config or 'the command line'}\n"
@@ -2012,12 +2002,11 @@ def print_story(run, eval_problems, judged_by):
         say(f"{name:22}" + small_curve(run.curve(name)))
     if run.skipped:
         say(f"{run.skipped:.0f} updates were skipped, see skipped_updates in metrics.jsonl")
-    page = Path(run.name, "page.html")
-    seen = f"see what it learned  {page}\n" if page.is_file() else ""
     talk = command("sample.py", "--model", run.name)
-    again = command("train.py", "--config", f"{run.name}/config.json", "--model",
-                    f"{run.name}/final")
-    say(f"\n{seen}talk to the result   {talk} \"YOUR QUESTION\"\ngo on from it        {again}")
+    flags = "--config", f"{run.name}/config.json", "--model", f"{run.name}/final"
+    say(f"\nsee what it learned  {run.name}/page.html" * os.path.exists(f"{run.name}/page.html"))
+    say(f"talk to the result   {talk} \"YOUR QUESTION\"\n"
+        f"go on from it        {command('train.py', *flags)}")
 
 
 def command(program, *flags):
@@ -2139,8 +2128,7 @@ def figure_of_curve(name, points, last, warned):
         low, high = low - 0.5, high + 0.5
     line = ""
     for step, mean in zip(pooled(steps, 120), means):
-        y = 78 - 76 * (mean - low) / (high - low)
-        line += f"{50 + 250 * step / last:.1f},{y:.1f} "
+        line += f"{50 + 250 * step / last:.1f},{78 - 76 * (mean - low) / (high - low):.1f} "
     marks = "".join(f'<path d="M{50 + 250 * step / last:.1f} 2V78"><title>{why}</title></path>'
                     for step, why in warned)
     return (f"<figure>{name}<b>{values[0]:.3g} → {values[-1]:.3g}</b><svg viewBox='0 0 300 94'>"
@@ -2220,15 +2208,13 @@ def print_trace(parts, s):
     old = rollout.old_logprobs
     ref = old if rollout.ref_logprobs is None else rollout.ref_logprobs
     log_ratio = new - old
-    clip_high = s.clip_eps_high or s.clip_eps
-    J, clipped = loss.clipped_objective(log_ratio, A, s.clip_eps, clip_high)
+    J, clipped = loss.clipped_objective(log_ratio, A, s.clip_eps, s.clip_eps_high or s.clip_eps)
     kl = loss.kl_estimate(new, ref, s.kl_estimator, old)
     say("\n[D] token_logprobs, [E] clipped_objective, [F] kl_estimate: the first tokens, after the "
         "update\n  answer token        log old  log ref  log new   ratio        J        KL")
     for n, t in mask.nonzero().tolist():
         if mask[n, :t].sum() < 4:
-            token = int(rollout.input_ids[n, t + 1])
-            word = parts.tokenizer.decode([token])
+            word = parts.tokenizer.decode(rollout.input_ids[n, t + 1:t + 2])
             say(f"  y_{n + 1:<4} {word[:10]!r:13}{old[n, t]:9.4f}{ref[n, t]:9.4f}{new[n, t]:9.4f}"
                 f"{log_ratio[n, t].exp():8.4f}{J[n, t]:+9.4f}{kl[n, t]:10.5f}"
                 + (" clipped" if clipped[n, t] else ""))
@@ -2236,7 +2222,7 @@ def print_trace(parts, s):
     say(f"\n[G] grpo_loss before the update {metrics['loss']:+.6f}, norm of its gradient "
         f"{metrics['grad_norm']:.4f}; after optimizer.step at --lr {s.lr:g}\n    "
         f"{moved.sum()} of {len(moved)} tokens have moved in the direction of their advantage; the "
-        "rest moved otherwise because all tokens share weights\n\n"
+        "rest have not, because all tokens share weights\n\n"
         "[H] train_grpo: fresh answers from the policy as it is now, and again")
 
 
