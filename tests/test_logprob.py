@@ -88,7 +88,7 @@ def test_values_entropies_and_gradients(random_model, temperature, group_ids, mo
     model, (input_ids, labels, weights) = copy.deepcopy(random_model), batch()
     exact = copy.deepcopy(random_model).double()
     expected, entropies = naive(exact, input_ids, labels, temperature)
-    assert entropies[labels[:, 1:] != IGNORE].min().item() > 0.01  # none is a mere certainty
+    assert entropies[labels[:, 1:] != IGNORE].min().item() > 1e-3  # none is a mere certainty
 
     actual, entropy = token_logprobs(model, input_ids, labels, temperature, with_entropy=True,
                                      group_ids=group_ids)

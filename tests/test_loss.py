@@ -116,7 +116,7 @@ def reference(*data, kl_coef=0.04, aggregate="sequence", **options):
 def test_the_definition(seed, options):
     """`plain_loss` is the formula, and `grpo_loss` is `plain_loss`: value and gradient."""
     data = batch(seed)
-    data[4][1, seed] = True  # every row has a token
+    data[4][:, seed] = True  # every row has a token
     value = plain_loss(*data, **options)
     terms, _ = reference(*data, **{"clip_eps": 0.2, **options})
     general, metrics = grpo_loss(*data, **options)

@@ -449,7 +449,7 @@ def test_conversations(tiny):
         said = (rollout.labels[n] != IGNORE).int()
         ids = tokenizer(prompts[n // 4], add_special_tokens=False).input_ids
         assert rollout.input_ids[n, : said.argmax()].tolist() == ids
-        text = tokenizer.decode(rollout.input_ids[n])
+        text = tokenizer.decode(rollout.input_ids[n][said == 0])  # what the policy did not say
         assert text.count("<|user|>") == text.count("<|assistant|>") == turns[n]
         assert text.count("loses") == turns[n] - 1
         assert rollout.finished[n] == (rollout.labels[n][said > 0][-1] == tokenizer.eos_token_id)
@@ -522,7 +522,7 @@ def test_u_is_a_place_in_the_running_sum(words, temperature):
     assert tokens.shape == logprobs.shape == u.shape and tokens.dtype == torch.long
     near = 1e-5 * (1 - head)
     assert (above[tokens] - p[tokens] - near <= u).all() and (u <= above[tokens] + near).all()
-    assert (tokens[n:2 * n] > words // 2).all() and len(tokens.unique()) > min(words // 3, n // 2)
+    assert (tokens[n:2 * n] > words // 2).all() and len(tokens.unique()) > min(words // 4, n // 2)
     torch.testing.assert_close(logprobs.double(), p[tokens].log(), rtol=1e-5, atol=1e-5)
 
 
