@@ -1,24 +1,23 @@
 """[D] Log-probabilities of the tokens that were sampled, under the policy or the reference.
 
     log pi(y | x) = sum over t of log pi(y_t | x, y_<t)
-    log pi(v | ...) = log_softmax(logits / T)[v]
+    log pi(v | ...) = log_softmax(logits / temperature)[v]
 
 Departures from the theory's code map:
 - The map names `sequence_logprob` but does not show it. Here it follows from the definition.
 - Every token keeps its own log-probability, because a ratio of whole sequences would explode.
-- Only the response is labelled. The map scores prompt and padding too.
+- Only the response counts. The map scores prompt and padding too.
 
 Rows are `[prompt][response][padding]`. Padding is on the right, where causal attention hides it
 from every real token, so no attention mask is needed and positions are 0, 1, 2, ... Labels are -100
 outside the response; the end token of the response is labelled. Entry t of a (N, S-1) tensor
 belongs to token t+1, which is predicted from all tokens up to t.
 
-    python logprob.py "prompt" "response"      # every token, its label mark, its log-prob
+    python logprob.py "prompt" "response"      # every token, and a label's log-prob
 """
 
 import argparse
 import math
-import signal
 import sys
 from contextlib import contextmanager
 from functools import partial
@@ -38,8 +37,8 @@ IGNORE = -100                            # the label of a token outside the loss
 
 def plain_logprobs(model, input_ids, labels, temperature=1.0):
     """The definition, word for word: (N, S) ids and labels -> (N, S-1) float32, in nats."""
-    # It holds all N * S * V logits: 2.5 GB for 8 rows of 512 tokens and 151,936 words. That is its
-    # only drawback, and the rest of this file is checked against it.
+    # It holds all N * S * V logits: 2.5 GB for 8 rows of 512 tokens and 151,936 words. The rest of
+    # this file needs less, and is checked against this function.
     logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1]           # (N, S-1, V)
     logprobs = (logits.float() / temperature).log_softmax(dim=-1)                 # (N, S-1, V)
     chosen = logprobs.gather(2, input_ids[:, 1:, None])[:, :, 0]                  # (N, S-1)
@@ -53,13 +52,13 @@ def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False
     token was drawn from, detached. `group_ids` (N,): rows with the same number share a prompt,
     which then runs once for several of them.
     """
-    # The body of the model runs on whole rows, its head only where the next token is labelled.
+    # The body of the model runs on whole rows, its head only where one of M labels comes next.
     places, output, hidden = hidden_states(model, input_ids, labels, group_ids)   # hidden: (M, H)
     targets = input_ids[:, 1:][places]                                            # (M,)
-    found = head_logprobs(model, output, hidden, targets, temperature, with_entropy)
+    found, entropies = head_logprobs(model, output, hidden, targets, temperature, with_entropy)
     blank = torch.zeros(labels[:, 1:].shape, device=labels.device)                # (N, S-1)
-    logprobs, entropy = (blank.index_put(places, x) for x in found)
-    return (logprobs, entropy) if with_entropy else logprobs
+    logprobs = blank.index_put(places, found)
+    return (logprobs, blank.index_put(places, entropies)) if with_entropy else logprobs
 
 
 def sequence_logprob(model, input_ids, labels, temperature=1.0):
@@ -76,12 +75,12 @@ FAST = {"apertus", "arcee", "ernie4_5", "glm", "glm4", "glm4_moe", "gpt2", "gpt_
         "gpt_neox", "helium", "llama", "mistral", "mixtral", "olmo", "olmo2", "olmoe", "opt",
         "persimmon", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
         "starcoder2"}
-PLAIN = False                            # no fast form is used any more: one failed, or --plain
+PLAIN = False                            # True after one of them failed, or by --plain: use none
 MASKED = 512                             # tokens of answers in a row that needs a mask, (P + 512)^2
 
 
 def is_fast(model):
-    """Whether the lean head and grouped rows are this model's forward pass."""
+    """Whether the lean head and grouped rows, see below, compute this model's forward pass."""
     config = model.config
     head = model.get_output_embeddings()
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
@@ -100,7 +99,7 @@ def head_logprobs(model, output, hidden, targets, temperature, with_entropy):
 
 
 def uploaded(x, device):
-    """A copy of a CPU's tensor on `device`. From pinned memory: so the CPU does not wait."""
+    """A CPU's tensor on `device`, copied from pinned memory, so that the CPU does not wait."""
     return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 
 
@@ -112,7 +111,7 @@ def body_of(model):
 
 def chunks(M, V, device):
     """Slices of M rows: their logits (m, V) are just large enough to keep the device busy."""
-    # An eighth of them, at most 1 GB in float32; or what fits a CPU's cache, 1 MB
+    # An eighth of all logits, at most 1 GB in float32; on a CPU 1 MB, which fits its cache
     values = min(2**28, M * V // 8) if device.type == "cuda" else 2**18
     step = max(128, values // V)             # on a CPU a product of 32 rows has half the speed
     return [slice(start, start + step) for start in range(0, M, step)]
@@ -120,8 +119,8 @@ def chunks(M, V, device):
 
 # --------------------------------------------------------------------------------------------------
 # Lean head. Nearly every model ends in one matrix product, and then the gradient of log p(target)
-# by the logits is known: onehot(target) - p. A chunk of logits is made and dropped in the forward
-# pass, and made again in the backward pass.
+# with respect to the logits is known: onehot(target) - p. A chunk of logits is made and dropped in
+# the forward pass, and made again in the backward pass.
 
 class LeanHead(torch.autograd.Function):
     """Log-probs of the targets, where logits = hidden @ weight.T / T, and entropies, (M,) each."""
@@ -310,10 +309,8 @@ def grouped_attention(module, query, key, value, mask, scaling=None, pieces=None
     keys, *lengths = pieces
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))                 # (T, H, D)
     k, v = k[keys], v[keys]
-    gqa = {"enable_gqa": True} if torch.__version__ >= (2, 12) else {}
-    if not gqa:                                          # it wants as many key heads as query heads
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    return varlen_attn(q, k, v, *lengths, scale=scaling, window_size=(-1, 0), **gqa)[None], None
+    return varlen_attn(q, k, v, *lengths, scale=scaling, window_size=(-1, 0),
+                       enable_gqa=True)[None], None
 
 
 AttentionInterface.register("grouped", grouped_attention)
@@ -357,7 +354,7 @@ def micro_batches(labels, group_ids, token_budget, share_prompts):
     room, width = -1, 0
     for row in rows:
         length = sum(end - start for _, start, end in row)
-        price = length if share_prompts else width       # padded rows are as wide as the first
+        price = length if share_prompts else width       # a padded row costs the width of the first
         if price > room:
             cuts.append([])
             room = token_budget
@@ -371,19 +368,16 @@ def micro_batches(labels, group_ids, token_budget, share_prompts):
 
 @contextmanager
 def layers_checkpointed(model, on):
-    """While `on`, a layer keeps only its input, and the backward pass computes the layer again."""
+    """If `on`, a layer keeps only its input, and the backward pass computes the layer again."""
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)] if on else []
-    for layer in layers:
-        layer.training = True
-        layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = partial(
-            checkpoint, use_reentrant=False, preserve_rng_state=False)           # dropout is off
+    for layer in layers:                         # dropout is off: nothing in it is random
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False,
+                                preserve_rng_state=False)
     try:
         yield
     finally:
-        # In training mode a layer makes no key/value cache, but the next rollout needs one.
         for layer in layers:
-            layer.training = False
+            del layer.forward                    # the class's own forward again
 
 
 # --------------------------------------------------------------------------------------------------
@@ -421,8 +415,6 @@ def main():
 
 
 if __name__ == "__main__":
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)    # `| head` ends the program
     try:
         main()
     except (OSError, ValueError, RuntimeError) as error:             # also: out of memory

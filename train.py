@@ -945,7 +945,7 @@ def load(s):
     sampler = sample_groups
     if s.reply:
         with telling("--reply"):
-            reply = reward.load_function(s.reply)
+            reply = reward.named("fails:")(reward.load_function(s.reply))
         talk = partial(sample.sample_conversations, reply=reply, max_turns=s.max_turns)
         sampler = telling("--reply")(talk)
     sample.PLAIN = logprob.PLAIN = s.plain

@@ -112,7 +112,6 @@ def test_logprobs_and_gradients(name):
     expected = definition(model, input_ids, labels)
     expected_gradient = gradient(model, (expected * weights).sum())
     dropped = family(name, dropout=0.5)                  # in training mode it would come back
-    sample.switch_off_dropout(dropped)
     for measured, group_ids in itertools.product((model, dropped), (None, GROUPS)):
         with logprob.layers_checkpointed(measured, measured is dropped):
             actual = token_logprobs(measured, input_ids, labels, group_ids=group_ids)

@@ -322,14 +322,12 @@ def test_a_long_row_holds_a_few_answers(monkeypatch, most, rows):
     assert_same_pull(model, actual, exact, expected, weights)
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.12.0", "2.15.1+cu130"])
-def test_flash_attention_takes_the_pieces(monkeypatch, flash_on_cpu, version):
+def test_flash_attention_takes_the_pieces(flash_on_cpu):
     """The call that a GPU gets, with the formula in its place; test_families.py: each family."""
-    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
     model, (input_ids, labels, _) = small_model("llama"), batch()
     run = tokens_run(model)
     actual = token_logprobs(model, input_ids, labels, group_ids=GROUPS)
-    assert run == [5 + 13 + 0 + 6 + 9 + 2 + 10] and flash_on_cpu == 2 * [version > "2.12"]
+    assert run == [5 + 13 + 0 + 6 + 9 + 2 + 10] and len(flash_on_cpu) == 2
     expected, _ = naive(model, input_ids, labels)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
 
@@ -382,18 +380,18 @@ def test_checkpointed_layers_run_once_more(some_model):
     model, (input_ids, labels, _) = copy.deepcopy(some_model), batch()
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     run = []
-    # Not a hook of the layer itself: checkpointing stands between that and the layer's forward.
+    # Not a hook of the layer itself: the second run calls the layer's forward alone.
     next(layers[0].children()).register_forward_hook(lambda *args: run.append(args[0]))
     for on in (True, False):
         run.clear()
         with layers_checkpointed(model, on):
             logprobs = token_logprobs(model, input_ids, labels, group_ids=GROUPS)
-            assert all(layer.training == on for layer in layers) and len(run) == 1
+            assert len(run) == 1
             logprobs.sum().backward()
-        assert len(run) == 1 + on and not any(layer.training for layer in layers)
+        assert len(run) == 1 + on
     with pytest.raises(ValueError, match="out"), layers_checkpointed(model, True):
         raise ValueError("out")
-    assert not any(module.training for module in model.modules())  # after an error, too
+    assert not any("forward" in vars(layer) for layer in layers)  # after an error, too
 
 
 # --------------------------------------------------------------------------------------------------

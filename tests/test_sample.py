@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import (
-    SMALL, TINY, edit_json, make_tokenizer, raises, seeded, small_model, value_error)
+    SMALL, TINY, make_tokenizer, raises, seeded, small_model, value_error)
 
 import sample
 from logprob import token_logprobs
@@ -247,28 +247,22 @@ def test_a_broken_logprob_is_not_hidden():
 PADDED = {"pad_token": "<pad>"}
 
 
-@pytest.mark.parametrize("generation, special, ends, pad", [
-    (END, {"eos_token": "<end>"}, {END}, END),  # without a padding token the end token pads
-    ([11, 9], {"eos_token": "<end>"}, {9, 11}, END),
-    ([END, 9], {"eos_token": "<end>", **PADDED}, {END, 9}, PAD),
-    (12, PADDED, {12}, PAD), (None, {"eos_token": "<end>", **PADDED}, {END}, PAD),
-    (None, {"eos_token": "w13", **PADDED}, {13}, PAD),
+@pytest.mark.parametrize("generation, special, ends", [
+    (END, {"eos_token": "<end>"}, {END}),
+    ([11, 9], {"eos_token": "<end>"}, {9, 11}),
+    ([END, 9], {"eos_token": "<end>", **PADDED}, {END, 9}),
+    (12, PADDED, {12}), (None, {"eos_token": "<end>", **PADDED}, {END}),
+    (None, {"eos_token": "w13", **PADDED}, {13}),
 ])
-def test_end_tokens_and_padding(model, config, generation, special, ends, pad):
+def test_end_tokens(model, config, generation, special, ends):
     config("eos_token_id", generation)
-    tokenizer = make_tokenizer(**special)
-    found = sample.end_token_ids(model, tokenizer)
-    rows = [[([5], None), ([6, 7], [-1.0, -1.0])], [([5], None), ([6], [-1.0])]]
-    rollout = sample.to_rollout(tokenizer, rows, found, 1, torch.device("cpu"))
-    assert set(found) == ends and rollout.input_ids.tolist() == [[5, 6, 7], [5, 6, pad]]
+    assert set(sample.end_token_ids(model, make_tokenizer(**special))) == ends
 
 
-@pytest.mark.parametrize("prompts, says", [
-    ([""], "prompt 0"), (["w5", "  ", ""], "prompt 1"), (PROMPTS, "end token")])  # none anywhere
-def test_what_cannot_be_sampled_from(model, config, prompts, says):
+def test_a_model_without_end_token_cannot_be_sampled_from(model, config):
     config("eos_token_id", None)
-    with value_error(says):
-        sample_groups(model, make_tokenizer(pad_token="<pad>"), prompts, 2, 4)
+    with value_error("end token"):
+        sample_groups(model, make_tokenizer(pad_token="<pad>"), PROMPTS, 2, 4)
 
 
 @pytest.mark.parametrize("settings", [
@@ -351,12 +345,6 @@ def test_nothing_is_run_twice_or_for_nothing(model, config, runs):
     assert len(runs) == 1  # one token needs no second
 
 
-def adapted():
-    model = small_model("llama")
-    model.model.layers[1].self_attn.q_proj.__class__ = type("Adapted", (torch.nn.Linear,), {})
-    return model
-
-
 LLAMA = partial(small_model, "llama")
 LONG = dict(rope_theta=1e4, factor=4.0, original_max_position_embeddings=32)
 
@@ -364,7 +352,6 @@ LONG = dict(rope_theta=1e4, factor=4.0, original_max_position_embeddings=32)
 @pytest.mark.parametrize("make, fits", [
     *((partial(small_model, name), name in ("qwen2", "qwen3", "llama")) for name in (
         "qwen2", "qwen3", "llama", "mistral", "gemma2", "granite", "gpt2", "cohere")),
-    (adapted, False),  # its layers are not stepped over
     (partial(LLAMA, rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0)),
      False),
     (partial(LLAMA, rope_parameters=dict(LONG, rope_type="longrope", short_factor=[1.0] * 4,
@@ -511,8 +498,6 @@ def test_a_conversation_of_one_turn_is_a_group(tiny):
 
 
 @pytest.mark.parametrize("changes, says", [
-    (dict(reply=raises(KeyError("no\ntool"))), "row 0 fails"),
-    (dict(prompts=["w5", ""]), "prompt 1"),
     (dict(template="{{ messages[0].content }} w3", reply=lambda *_: "w5"), "nothing between"),
 ])
 def test_what_is_no_conversation(model, changes, says):
@@ -637,15 +622,12 @@ def test_script_takes_a_runs_settings(run_here, tmp_path):
         assert all(int(answer.split()[1]) <= limit for answer in answers)
 
 
-def test_open_policy(tmp_path, tiny):
+def test_open_policy(tiny):
     """In the dtype that is asked for, without dropout, ready for sampling."""
-    folder = shutil.copytree(TINY, tmp_path / "model")
-    edit_json(folder / "config.json", attention_dropout=0.5)
-    model, tokenizer = sample.open_policy(str(folder), "cpu", torch.bfloat16)
-    assert model.dtype == torch.bfloat16 and not model.training and tokenizer.chat_template
-    assert model.config.attention_dropout == 0
-    assert all(getattr(part, "attention_dropout", 0) == 0 for part in model.modules())
-    model, _ = sample.open_policy(str(folder))
+    model, tokenizer = sample.open_policy(str(TINY), "cpu", torch.bfloat16)
+    assert model.dtype == torch.bfloat16 and tokenizer.chat_template
+    assert not any(part.training for part in model.modules())
+    model, _ = sample.open_policy(str(TINY))
     assert all(map(torch.equal, model.parameters(), tiny[0].parameters()))
 
 
