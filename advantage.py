@@ -10,12 +10,11 @@ Departures from the theory's code map:
 - std divides by G, as the formula does. The map calls torch.std, which divides by G-1
   (`unbiased=True`).
 - Equal rewards give exactly 0. The map's `std < 1e-8` misses that in float32: seven rewards of 0.7
-  have a computed std of 6e-8, and equal responses get advantages of 0.86.
+  have a computed std of 6e-8, and each of these responses gets an advantage of 0.86.
 
     python advantage.py 1.5 1.0 0 0        # one group: its mean, std and advantages
 """
 
-import signal
 import sys
 
 import torch
@@ -24,7 +23,7 @@ import torch
 def plain_advantages(rewards, group_size, eps=1e-8):
     """The formula, word for word: (N,) -> (N,). `group_advantages` is checked against it.
 
-    rewards: in prompt-major order, row i for prompt i // group_size. eps is for a std of 0.
+    rewards: in prompt-major order, row i for prompt i // group_size. eps: against division by 0.
     """
     r = rewards.view(-1, group_size)                                         # (B, G)
     mean = r.mean(dim=1, keepdim=True)                                       # (B, 1)
@@ -60,7 +59,7 @@ SMALLEST_ENTROPY = 1e-6  # nats; smaller ones count as this much, so that 1/H st
 
 
 def is_flat(rewards, group_size):
-    """Rewards (N,) -> (B,) bool: a group of zero variance. It teaches nothing."""
+    """Rewards (N,) -> (B,) bool: is a group flat, all its rewards equal? It teaches nothing."""
     groups = rewards.view(-1, group_size)                                    # (B, G)
     return (groups == groups[:, :1]).all(dim=1)
 
@@ -116,11 +115,11 @@ def leave_one_out_advantages(rewards, group_size=8):
 
 
 def pooled_advantages(parts, mask, group_size):
-    """Rewards of parts of responses -> advantages (N, S-1). The next two say what a part is.
+    """Rewards of parts of responses -> advantages (N, S-1). The next two functions make parts.
 
-    `parts`: N lists of (first, last, reward), a response's parts: the reward of its tokens first to
-    last, counted from 0. The rewards of all parts of a group are normalised together, so responses
-    may have different numbers of parts, and each part's z-score is added to its tokens.
+    `parts`: N lists of (first, last, reward): a reward for the response's tokens first to last,
+    counted from 0. The rewards of all parts of a group are normalised together, so responses may
+    have different numbers of parts, and each part's z-score is added to its tokens.
     """
     check(torch.zeros(len(parts)), group_size)
     position = mask.cpu().cumsum(dim=1) - 1               # (N, S-1), index among response tokens
@@ -185,7 +184,7 @@ def gtpo_advantages(rewards, entropies, mask, group_size=8, right=None, **shares
 
     `entropies` (N, S-1) in nats, read where `mask` is true. `right` (N,) bool: which responses are
     right, by default those with a positive reward. `shares`: see `shaped_rewards`. A group that is
-    all right or all wrong is ranked by entropy alone: dynamic sampling drops it.
+    all right or all wrong is ranked by entropy alone: dynamic sampling would drop it.
     """
     H, taken = response_entropies(rewards, entropies, mask, group_size)
     shaped = shaped_rewards(rewards, H, taken, group_size, right, **shares)       # (N, S-1)
@@ -206,9 +205,9 @@ def shaped_rewards(rewards, H, taken, group_size, right=None, a1=1.0, a2=0.1, no
     """A right response earns more where the policy hesitated, and a wrong one loses less there.
 
     rewards (N,); H (N, T) the entropy of the t-th token of each response under the old policy, in
-    nats; taken (N, T): there is such a token -> (N, T) float64.
+    nats; taken (N, T): whether there is such a token -> (N, T) float64.
         right responses   a1 r + a2 d_t H / sum of H          d_t right ones have a t-th token
-        wrong responses   -(a1 + a2 h_t (1/H) / sum of 1/H)   h_t wrong ones have one
+        wrong responses   -(a1 + a2 h_t (1/H) / sum of 1/H)   h_t wrong ones have it
     The sums run over those d_t or h_t responses. a1 and a2, the weights of reward and entropy, are
     the theory's. A z-score per group follows; `normalize=False` is the reward before it. The paper
     does not say what is normalised together. Here all tokens of a group (GTPO), or all its
@@ -219,10 +218,12 @@ def shaped_rewards(rewards, H, taken, group_size, right=None, a1=1.0, a2=0.1, no
     taken = taken.view(H.shape)
     r = rewards.cpu().double().view(-1, group_size, 1)                            # (B, G, 1)
     right = right.cpu().view(-1, group_size, 1)
-    d = (right & taken).sum(dim=1, keepdim=True)                                  # d_t (B, 1, T)
-    h = (~right & taken).sum(dim=1, keepdim=True)                                 # h_t (B, 1, T)
-    praise = a1 * r + a2 * (d * H / (H * (right & taken)).sum(dim=1, keepdim=True))
-    blame = -(a1 + a2 * (h / H / (1 / H * (~right & taken)).sum(dim=1, keepdim=True)))
+    praised = right & taken                                                       # (B, G, T)
+    blamed = ~right & taken
+    d = praised.sum(dim=1, keepdim=True)                                          # d_t (B, 1, T)
+    h = blamed.sum(dim=1, keepdim=True)                                           # h_t (B, 1, T)
+    praise = a1 * r + a2 * (d * H / (H * praised).sum(dim=1, keepdim=True))
+    blame = -(a1 + a2 * (h / H / (1 / H * blamed).sum(dim=1, keepdim=True)))
     shaped = torch.where(right, praise, blame)                                    # (B, G, T)
     if normalize:
         for group, where in zip(shaped, taken):
@@ -258,7 +259,7 @@ def main():
     mask = torch.ones(4, 2, dtype=torch.bool)
     steps = [[(0, 1.0), (1, 0.0)], [(1, 1.0)]]
     show("process: steps 1 0 | 1", process_advantages(steps, mask[:2], 2))
-    # Two right and two wrong responses, before the z-score, which would hide the shares
+    # Two right and two wrong responses, before the z-score, which would hide the formula
     H = torch.tensor([[3.0, 1.0], [1.0, 1.0], [3.0, 1.0], [1.0, 1.0]])
     right = torch.tensor([1.0, 1.0, 0.0, 0.0])
     for name, kind in (("GTPO", gtpo_advantages), ("GRPO-S", grpo_s_advantages)):
@@ -273,8 +274,6 @@ def show(name, values):
 
 
 if __name__ == "__main__":
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     try:
         main()
     except ValueError as error:

@@ -2,7 +2,7 @@
 
     w_t  = exp(logp_t - logp_old_t)                                   the ratio pi / pi_old
     J_t  = min(w_t A, clip(w_t, 1 - eps, 1 + eps) A)                  [E]
-    KL_t = exp(d_t) - d_t - 1,   d_t = logp_ref_t - logp_t            [F], Schulman's k3
+    KL_t = exp(d_t) - d_t - 1,   d_t = logp_ref_t - logp_t            [F], estimator k3
     L    = -mean over rows of mean over the row's tokens of (J_t - beta KL_t)
 
 DeepSeekMath, arXiv 2402.03300, eq. 3 and 4; eps is `clip_eps`, beta is `kl_coef`. The responses
@@ -14,13 +14,14 @@ Departures from the theory's code map:
   differences): at 256 tokens a drift of 0.01 nats per token is already a ratio of 13.
 - k3 is computed as expm1(d) - d, because exp(d) - d - 1 is 0.0 in float32 for d = 1e-4.
 
-    python loss.py        # one response's clip table, k1 k2 k3 side by side, the gradient's factor
+    python loss.py        # one response's clip table, k1 k2 k3 side by side, gradient coefficients
 """
 
 import math
-import signal
 
 import torch
+
+MAX_LOG_RATIO = 20  # a ratio of 5e8 is beyond every clip; exp overflows above 88
 
 
 def plain_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0.2, kl_coef=0.04):
@@ -28,15 +29,15 @@ def plain_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=
 
     For N rows of S tokens, the log-probs and the mask are (N, S-1), because nothing predicts a
     row's first token. Log-probs are in nats, the mask is true for response tokens, and every row
-    has some. advantages: (N,), one for all tokens of a row.
+    has such a token. advantages: (N,), one for all tokens of a row.
     """
     A = advantages[:, None]                                                  # (N, 1)
     w = (logprobs - old_logprobs).exp()                                      # (N, S-1)
     J = torch.minimum(w * A, w.clamp(1 - clip_eps, 1 + clip_eps) * A)        # [E]
     d = ref_logprobs - logprobs
     KL = d.expm1() - d                                                       # [F]
-    of_rows = ((J - kl_coef * KL) * mask).sum(dim=1) / mask.sum(dim=1)       # (N,)
-    return -of_rows.mean()
+    row_means = ((J - kl_coef * KL) * mask).sum(dim=1) / mask.sum(dim=1)     # (N,)
+    return -row_means.mean()
 
 
 def clipped_objective(log_ratio, advantages, clip_eps, clip_eps_high):
@@ -89,7 +90,6 @@ KL_ESTIMATORS = ("k1", "k2", "k3", "k3_corrected")  # see kl_estimate
 AGGREGATES = ("sequence", "token", "constant")      # GRPO, DAPO, Dr. GRPO: see token_weights
 RATIOS = ("token", "sequence")                      # GRPO, GSPO: see sequence_log_ratio
 OBJECTIVES = ("clip", "cispo")                      # PPO, CISPO: see cispo_objective
-MAX_LOG_RATIO = 20  # a ratio of 5e8 is beyond every clip; exp overflows above 88
 SMALLEST_KL_COEF = 1e-8  # an adaptive beta falls no further: no factor could lift it from 0 again
 
 
@@ -140,7 +140,8 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
         J, clipped = clipped_objective(log_ratio, A, clip_eps, clip_eps_high)
     if sampler_logprobs is not None:
         J = J * tis_weight(old_logprobs, sampler_logprobs.where(mask, 0), sampler_cap)
-    loss = policy_loss = -(J * weights).sum()
+    policy_loss = -(J * weights).sum()
+    loss = policy_loss
 
     # [F] KL_t, the penalty
     approx_kl = torch.full_like(loss, torch.nan)
@@ -202,8 +203,8 @@ def tis_weight(old_logprobs, sampler_logprobs, cap=2.0):
 def next_kl_coef(kl_coef, approx_kl, low=0.02, high=0.05, rate=0.1):
     """Adaptive KL: the coefficient of the next step, from this step's KL in nats per token.
 
-    In the band from low to high it stays. Above, it grows, and below, it shrinks: in proportion to
-    the distance, by at most `rate`. arXiv 1909.08593 does so, with a target in place of the band.
+    In the band from low to high it stays. Above, it is multiplied by approx_kl / high, below, by
+    approx_kl / low, each at most by 1 ± `rate`. As in arXiv 1909.08593, with a band as the target.
     """
     if approx_kl > high:
         kl_coef = max(kl_coef, SMALLEST_KL_COEF) * min(approx_kl / high, 1 + rate)
@@ -240,6 +241,4 @@ def main():
 
 
 if __name__ == "__main__":
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     main()

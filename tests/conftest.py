@@ -10,7 +10,6 @@ import math
 import multiprocessing
 import os
 import runpy
-import signal
 import subprocess
 import sys
 import tempfile
@@ -349,13 +348,11 @@ def run_here(monkeypatch, capsys):
     """A stage's command without a new interpreter -> what it printed, on stderr if it refuses."""
     def run(name, *arguments, status=0):
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
-        monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own
         ended = 0
         try:
             runpy.run_path(str(ROOT / name), run_name="__main__")
         except SystemExit as leaving:
             ended = leaving.code or 0
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # Python's own, which a command changes
         logprob.AttentionInterface.register("grouped", logprob.grouped_attention)  # not a copy's
         out, err = capsys.readouterr()
         assert ended == status, err
