@@ -11,7 +11,6 @@ import math
 import multiprocessing
 import os
 import runpy
-import signal
 import subprocess
 import sys
 import tempfile
