@@ -201,7 +201,7 @@ TEXTS = ["7 + 2 = 9 , \\boxed{ 9 }", "\\boxed{ 5 } , 9 \\boxed{ 9 }", "9", "\\bo
 def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, tmp_path, tiny):
     """Two steps with each pair: a flag that leaves the weights as without it is told or refused.
 
-    Whether a ratio is clipped is a matter of chance: a flag may leave the weights of some starts.
+    Whether a bound is met is a matter of chance: not every start needs to show the flag.
     """
     (tmp_path / "m.py").write_text(OWN)
     tokenizer = tiny[1]
