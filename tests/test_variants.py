@@ -97,7 +97,8 @@ def assert_same_step(p, rollout, expected):
     figures = [{**record.metrics, "grad_norm": record.grad_norm} for record in expected]
     for name in figures[0] if figures else ():
         mean = sum(figure[name] for figure in figures) / len(figures)
-        assert metrics[name] == pytest.approx(mean, rel=1e-3, abs=1e-5, nan_ok=True), name
+        # A loss near 0 is a difference of terms of size 1
+        assert metrics[name] == pytest.approx(mean, rel=1e-3, abs=1e-4, nan_ok=True), name
     return metrics
 
 
@@ -116,7 +117,7 @@ def assert_same_step(p, rollout, expected):
 def test_a_flag_that_changes_the_mathematics_arrives(flags):
     """Also in micro-batches that cut a group."""
     flags = flags.split()
-    p = parts(*PLAIN, *flags, "--micro-batch-tokens=40")
+    p = parts(*PLAIN, *flags, "--micro-batch-tokens=25")
     rollout = rollout_of(p, 0.7)
     assert len(list(train.micro_batches(p.policy, rollout, p.settings))) > 2
     expected = by_hand(p, rollout, flags)
@@ -184,7 +185,7 @@ def words(completions, **columns):
 def steps(completion_ids, **columns):
     return [[(0, ids[0] % 3), (len(ids) - 1, ids[-1] % 5)] for ids in completion_ids]
 """
-ONE_FLAG = """--clip-eps 0.01|--clip-eps-high 0.9|--kl-coef 0|--kl-estimator k2|--aggregate token
+ONE_FLAG = """--clip-eps 0.9|--clip-eps-high 2|--kl-coef 0|--kl-estimator k2|--aggregate token
 --ratio sequence|--objective cispo|--sampler-correction 1.1|--mask-truncated|--renew-reference 1
 --kl-band 1e-6 2e-6|--advantage leave-one-out|--advantage gtpo|--advantage grpo-s|--advantage shape
 --no-scale-by-std|--clip-advantages 0.7|--length-rescale 0.3|--overlong-buffer 9
@@ -197,7 +198,7 @@ TEXTS = ["7 + 2 = 9 , \\boxed{ 9 }", "\\boxed{ 5 } , 9 \\boxed{ 9 }", "9", "\\bo
 def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, tmp_path, tiny):
     """Two steps with each pair: a flag that leaves the weights as without it is told or refused.
 
-    Whether a ratio is clipped is a matter of chance: a flag may leave the weights of some starts.
+    Whether a bound is met is a matter of chance: not every start needs to show the flag.
     """
     (tmp_path / "m.py").write_text(OWN)
     tokenizer = tiny[1]
