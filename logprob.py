@@ -76,7 +76,6 @@ FAST = {"apertus", "arcee", "ernie4_5", "glm", "glm4", "glm4_moe", "gpt2", "gpt_
         "persimmon", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
         "starcoder2"}
 PLAIN = False                            # True after one of them failed, or by --plain: use none
-MASKED = 512                             # tokens of answers in a row that needs a mask, (P + 512)^2
 
 
 def is_fast(model):
@@ -197,42 +196,37 @@ def own_logprobs(model, output, hidden, targets, temperature):
 
 # --------------------------------------------------------------------------------------------------
 # Rows. All places are found on the CPU. Rows that are equal run once: a confident policy repeats
-# itself. In a fast family, answers to one prompt follow it in one long row, so that it runs once.
-# Every answer's positions continue its prompt's. Only attention mixes the tokens of a row: a query
-# sees its prompt (#), and its own piece up to itself (\).   key  x  y1 y2
-#                                                      query  x    \
-#     x  y1  y1            x  y1 y1 y2 y2 y2                  y1   #  \
-#     x  y2  y2  y2   ->                                      y2   #     \
+# itself. In a fast family all rows follow each other in one long row, answers behind their prompt,
+# which so runs once. Every answer's positions continue its prompt's.
 #
-# Flash attention takes the pieces as they are. Elsewhere a mask says who sees what.
+#     x  y1  y1            x  y1 y1 y2 y2 y2
+#     x  y2  y2  y2   ->
+#
+# Only attention mixes the tokens of a row. Flash attention takes the pieces as they are; elsewhere
+# queries, keys and values go back to their places in the rows on the left, for this call alone.
 
 def hidden_states(model, input_ids, labels, group_ids):
     """-> places of the labelled tokens in (N, S-1), the body's output, its states (M, H) there."""
     S = labels.shape[1]
     device = labels.device
     share = group_ids is not None and is_fast(model)
-    flash = share and has_flash(device, model.dtype)
     groups = group_ids if share else torch.zeros_like(labels[:, 0])
     table = torch.cat([input_ids, labels, groups[:, None]], dim=1).cpu()          # a GPU waits here
     n, t = (table[:, S + 1:-1] != IGNORE).nonzero(as_tuple=True)                  # (M,) each
     table, copies = table.unique(dim=0, return_inverse=True)                      # (U, 2S+1), (N,)
     groups = table[:, -1] if share else torch.arange(len(table))
-    rows = pieces_of(table[:, S:-1], groups, device)
-    if flash:
+    rows = pieces_of(table[:, S:-1], groups)
+    if share:
         rows = [sum(rows, [])]                           # all of them end to end
     source, places = laid_out(rows, len(table), S)
-    how = {"position_ids": uploaded(source % S, device)} if share else {}
-    if flash:
-        how |= flash_pieces(model, rows[0], places)
-    elif share:
-        how |= mask_of(rows, uploaded(source, device), S)
+    how = in_pieces(model, rows[0], source[0], places) if share else {}
     ids = uploaded(table[:, :S].flatten()[source], device)                        # (R, T)
     n, t, place = uploaded(torch.stack((n, t, places[copies[n], t])), device)     # (M,) each
     output = body_of(model)(input_ids=ids, use_cache=False, **how)
     return (n, t), output, output.last_hidden_state.flatten(0, 1)[place]          # (M, H)
 
 
-def pieces_of(labels, groups, device, most=math.inf):
+def pieces_of(labels, groups, most=math.inf):
     """labels (N, S), groups (N,) -> long rows: lists of pieces (n, start, end), tokens of row n.
 
     First a prompt, then answers, without their last token, which predicts nothing: at most `most`
@@ -249,7 +243,7 @@ def pieces_of(labels, groups, device, most=math.inf):
         for n in members:
             if lasts[n] - P > room:
                 rows.append([(n, 0, P)])
-                room = most - P if has_flash(device) else min(most - P, MASKED)
+                room = most - P
             rows[-1].append((n, P, lasts[n]))
             room -= lasts[n] - P
     return rows
@@ -273,26 +267,21 @@ def laid_out(rows, N, S):
     return source.view(-1, T), places
 
 
-def mask_of(rows, source, S):
-    """What the body is given for long rows, source (R, T): the mask of the picture."""
-    P = uploaded(torch.tensor([row[0][2] for row in rows]), source.device)        # (R,)
-    is_prompt = source % S < P[:, None]                                           # (R, T)
-    n = source // S
-    sees = is_prompt[:, None] | (n[:, None] == n[:, :, None])                     # (R, T, T)
-    return {"attention_mask": sees.tril()[:, None]}
-
-
-def flash_pieces(model, row, places):
-    """What the body is given for flash attention: the keys that each piece sees, and lengths."""
+def in_pieces(model, row, source, places):
+    """What the body is given for one long row: positions, and where attention finds its keys."""
+    device = model.device
     if model.config._attn_implementation != "grouped":
         model.set_attn_implementation("grouped")
-    # An answer sees its prompt and itself: the first `end` tokens of its row.
-    keys = uploaded(torch.cat([places[n, :end] for n, _, end in row]), model.device)
-    lengths = torch.tensor([(0, 0), *[(end - start, end) for _, start, end in row]])
-    ends = uploaded(lengths.cumsum(0).int().T.contiguous(), model.device)  # (2, pieces + 1)
+    pieces = uploaded(source, device), uploaded(places, device)
+    if has_flash(device, model.dtype):
+        # An answer sees its prompt and itself: the first `end` tokens of its row.
+        keys = uploaded(torch.cat([places[n, :end] for n, _, end in row]), device)
+        lengths = torch.tensor([(0, 0), *[(end - start, end) for _, start, end in row]])
+        ends = uploaded(lengths.cumsum(0).int().T.contiguous(), device)           # (2, pieces + 1)
+        pieces = keys, *ends, *lengths.amax(0).tolist()
     # A mask of one entry keeps transformers from making its own.
-    return {"attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=model.device),
-            "pieces": (keys, *ends, *lengths.amax(0).tolist())}
+    return {"position_ids": uploaded(source[None] % places.shape[1], device), "pieces": pieces,
+            "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)}
 
 
 def has_flash(device, dtype=torch.bfloat16):
@@ -306,11 +295,19 @@ def grouped_attention(module, query, key, value, mask, scaling=None, pieces=None
     # query (1, Hq, T, D), key and value (1, Hkv, T, D) -> (1, T, Hq, D)
     if pieces is None:
         return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
-    keys, *lengths = pieces
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))                 # (T, H, D)
+    if len(pieces) == 2:
+        source, places = pieces
+        q, k, v = (x.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
+                   for x in (q, k, v))                                            # (N, H, S, D)
+        out, _ = sdpa_attention_forward(module, q, k, v, None, scaling=scaling, **kwargs)
+        return out.flatten(0, 1).index_select(0, source)[None], None
+    keys, *lengths = pieces
     k, v = k[keys], v[keys]
-    return varlen_attn(q, k, v, *lengths, scale=scaling, window_size=(-1, 0),
-                       enable_gqa=True)[None], None
+    gqa = {"enable_gqa": True} if torch.__version__ >= (2, 12) else {}
+    if not gqa:                                          # it wants as many key heads as query heads
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return varlen_attn(q, k, v, *lengths, scale=scaling, window_size=(-1, 0), **gqa)[None], None
 
 
 AttentionInterface.register("grouped", grouped_attention)
@@ -346,7 +343,7 @@ def micro_batches(labels, group_ids, token_budget, share_prompts):
     copy_of = [numbers.setdefault(tuple(row), len(numbers)) for row in table.tolist()]
     distinct = torch.tensor(list(numbers))
     groups = distinct[:, -1] if share_prompts else torch.arange(len(distinct))
-    rows = pieces_of(distinct[:, :-1], groups, labels.device, token_budget)
+    rows = pieces_of(distinct[:, :-1], groups, token_budget)
 
     if not share_prompts:
         rows.sort(key=lambda row: -row[-1][2])
