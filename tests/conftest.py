@@ -11,6 +11,7 @@ import math
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
