@@ -256,10 +256,11 @@ def test_step_rewards_reach_the_gradient(step_file):
 
 def test_a_run_with_step_rewards_and_a_reward_beside_them(step_file, tmp_path):
     folder = trained(tmp_path / "run", *SMALL, f"--step-reward={step_file}", "--reward", "rule",
-                     "--clip-advantages=1", "--steps=2", "--max-new-tokens=40")
+                     "--clip-advantages=1", "--steps=2")
     records = lines_of(folder / "samples.jsonl")
-    flat = [a for record in records for row in record["advantages"] for a in row]
-    assert min(flat) >= -1 and max(flat) <= 1 and len(set(flat)) > 4
+    rows = [set(row) for record in records for row in record["advantages"]]
+    assert all(-1 <= a <= 1 for row in rows for a in row)
+    assert any(len(row) > 1 for row in rows)              # of the tokens and not of the answer
     assert curve(folder)[-1]["reward/rule"] == curve(folder)[-1]["reward_mean"]
 
 
