@@ -193,9 +193,12 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             set_learning_rate(optimizer, step, s)
             # Fresh problems and fresh answers: no step reuses the answers of an earlier step.
             batch = batch_of_step(tokenizer, problems, step, s)
-            with saving_on_failure(run, policy_model, optimizer):
+            try:
                 metrics, rollout = train_step(policy_model, ref_model, optimizer, tokenizer, batch,
                                               s, sampler, reward_of)
+            except BadInput:  # a reward that fails, say: no weight has moved in this step
+                save_checkpoint(run, policy_model, optimizer)
+                raise
             # Every --renew-reference steps: a new reference, a reward model that is trained further
             metrics |= renew(ref_model, policy_model, reward_model, rollout, step, s)
             after_step(run, step, metrics, batch, rollout, evaluation, policy_model, tokenizer,
@@ -323,9 +326,7 @@ def all_token_logprobs(model, rollout, s):
 def loss_mask(rollout, s):
     """The tokens in the loss, (N, S-1): the answers, with --mask-truncated only finished ones."""
     # Truncated ones are masked only here: their rewards belong to their siblings' mean.
-    if s.mask_truncated:
-        return rollout.mask & rollout.finished[:, None]
-    return rollout.mask
+    return rollout.mask & rollout.finished[:, None] if s.mask_truncated else rollout.mask
 
 
 def loss_options(part, s):
@@ -434,12 +435,22 @@ def step_metrics(rollout, batch, updates, seconds, s):
     for name in seconds:
         metrics[f"seconds_{name}"] = seconds[name]
     metrics["tokens_per_second"] = metrics["tokens"] / seconds.total()
-    metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # 0 on a CPU
+    metrics["peak_memory_gb"] = peak_memory() / 1e9
     if s.max_resample:
         metrics["resampled_groups"] = sum(gathered_objects(batch.resampled))
     for name, values in (rollout.reward_parts or {}).items():
         metrics[f"reward/{name}"] = gathered(values).nanmean()  # NaN where it does not apply
     return {name: float(value) for name, value in metrics.items()}
+
+
+def peak_memory():
+    """Bytes: of CUDA's allocator, else of the whole process; 0 if unknown."""
+    used = torch.cuda.max_memory_allocated()  # 0 on a CPU, even of a machine with a GPU
+    if not used and os.name == "posix":
+        import resource
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        used *= 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes
+    return used
 
 
 # --------------------------------------------------------------------------------------------------
@@ -473,15 +484,6 @@ def without_flat_groups(rollout, batch, rollout_of, tokenizer, s):
 
 # --------------------------------------------------------------------------------------------------
 # Helpers of train_grpo: problems and random numbers of a step, evaluation, the bar
-
-def check_arguments(problems, eval_problems, s):
-    """BadInput: too few problems."""
-    if not eval_problems:
-        raise BadInput(f"--eval-data {s.eval_data or s.data}: no problem is left to hold out")
-    if len(problems) < s.prompts_per_step and not s.eval_only:
-        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: --data {s.data} has only "
-                       f"{len(problems)} to train on")
-
 
 def batch_of_step(tokenizer, problems, step, s, attempt=0, n=None):
     """This GPU's share of the step's B problems -> Batch; in a resampling attempt, n others."""
@@ -549,16 +551,6 @@ def measure(run, step, evaluation):
     score = metrics.get("eval_reward", metrics["eval_accuracy"])
     run.held_out.append((step, score))
     return metrics
-
-
-@contextmanager
-def saving_on_failure(run, policy_model, optimizer):
-    """Bad input in a step (a reward that fails) has moved no weight: save what came before."""
-    try:
-        yield
-    except BadInput:
-        save_checkpoint(run, policy_model, optimizer)
-        raise
 
 
 def after_step(run, step, metrics, batch, rollout, evaluation, policy_model, tokenizer, optimizer,
@@ -952,7 +944,6 @@ def load(s):
     policy_model, tokenizer = load_policy(s)
     logprob.fuse_norms(policy_model)
     problems, eval_problems = load_data(s, tokenizer)
-    check_end(policy_model, tokenizer)
     ref_model = optimizer = None
     policy_model = shard(policy_model, s)
     if s.kl_coef and not s.eval_only:  # the initial policy, frozen
@@ -1056,16 +1047,6 @@ def load_reward_model(s):
     return found
 
 
-def check_end(model, tokenizer):
-    """Warn if the chat template ends an answer with no end token of the model."""
-    ends = sample.end_token_ids(model, tokenizer)
-    with suppress(ValueError):  # a template may put nothing between answers
-        written = sample.ids_between_turns(tokenizer, "?", None, [])
-        if not set(written) & set(ends):
-            say(f"the chat template writes {tokenizer.decode(written)!r} between two answers: no "
-                f"end token of the model ({tokenizer.decode(ends)}): answers may never end")
-
-
 def load_data(s, tokenizer):
     """Training and held-out problems -> two lists of dicts."""
     held_out = s.eval_data or ("gsm8k:test" if s.data == "gsm8k" else "")
@@ -1078,7 +1059,11 @@ def load_data(s, tokenizer):
         problems, eval_problems = reward.hold_out(problems)
         say(f"--eval-data is not given: {len(eval_problems)} of {s.data} are held out")
     eval_problems = eval_problems[:s.eval_limit or None]
-    check_arguments(problems, eval_problems, s)  # before a folder is made
+    if not eval_problems:
+        raise BadInput(f"--eval-data {s.eval_data or s.data}: no problem is left to hold out")
+    if len(problems) < s.prompts_per_step and not s.eval_only:
+        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: --data {s.data} has only "
+                       f"{len(problems)} to train on")
     return problems, eval_problems
 
 
