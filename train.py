@@ -163,7 +163,7 @@ def update(policy_model, optimizer, rollout, settings):
     if first:
         rollout.old_logprobs, rollout.entropies = logprobs, entropies
     grad_norm = clip_grad_norm_(unscaled(optimizer), s.max_grad_norm)
-    metrics = update_metrics(sums, grad_norm, logprobs, rollout, tolerance(policy_model, s))
+    metrics = update_metrics(sums, grad_norm, rollout, tolerance(policy_model, s))
     if not metrics["skipped_updates"]:
         optimizer.step()
     return metrics | adapt_loss_scale(optimizer, metrics["skipped_updates"])
@@ -178,8 +178,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
 
     `sampler` and `reward_of` are those of train_step; `reward_model`: the model behind `reward_of`,
     if it keeps training (iterative GRPO). Everything random follows from (seed, step, prompt): a
-    resumed run only needs its step, and the answers do not depend on the number of GPUs. The
-    settings come from plan_memory().
+    resumed run only needs its step, and the answers do not depend on the number of GPUs.
     """
     run = run or Run()
     s = dataclasses.replace(settings, kl_coef=run.kl_coef or settings.kl_coef)  # it may change
@@ -206,9 +205,8 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
 
 
 # --------------------------------------------------------------------------------------------------
-# A reader of the theory may stop here. What follows: helpers of train_step and of train_grpo, known
-# failures, settings (every flag), loading, weights and optimizer, LoRA, a count of the memory,
-# several GPUs, the files of a run, checkpoints, the program, its page. `s` is the Settings.
+# A reader of the theory may stop here. What follows: helpers, known failures, settings (every flag),
+# loading, weights, LoRA, memory, several GPUs, a run's files, the program, its page. `s`: Settings.
 #
 # Helpers of train_step: its batch, the options of [B], [C] and [E][F], log-probs by micro-batches
 
@@ -254,7 +252,6 @@ def advantage_options(policy_model, rollout, batch, tokenizer, reward_of, s):
     """What the kinds of [C] read besides the rewards; plain GRPO reads only the last two."""
     candidates = None
     if s.advantage == "shape":
-        # The texts of each answer's tokens
         answers = [row[row != IGNORE].tolist() for row in rollout.labels]
         words = [sample.words_of(tokenizer, ids) for ids in answers]
         candidates = reward.boxed_candidates(words, truths_of(batch.problems), s.group_size)
@@ -278,8 +275,7 @@ def mini_batches(policy_model, rollout, s):
     if s.minibatches == 1:
         return [rollout]
     score_before_updates(policy_model, rollout, s)  # the first part's update moves the weights
-    rows = torch.arange(len(rollout.responses))                                        # (N,)
-    groups = rows.view(-1, s.group_size)                                               # (B, G)
+    groups = torch.arange(len(rollout.responses)).view(-1, s.group_size)               # (B, G)
     parts = groups.tensor_split(s.minibatches)
     return [sample.take(rollout, rows.flatten().tolist()) for rows in parts]
 
@@ -364,13 +360,10 @@ def within_memory(function, s):
     return within_memory(function, s)
 
 
-def update_metrics(sums, grad_norm, logprobs, rollout, limit):
+def update_metrics(sums, grad_norm, rollout, limit):
     """Metrics of all micro-batches, on all GPUs, and whether the step must be skipped."""
-    old = rollout.old_logprobs                                                         # (N, S-1)
-    difference = (rollout.logprobs - old).abs().sum() / rollout.mask.sum()
-    largest = (logprobs - old).expm1().abs().max()  # of |ratio - 1|
+    difference = (rollout.logprobs - rollout.old_logprobs).abs().sum() / rollout.mask.sum()
     metrics = averaged({**sums, "grad_norm": full(grad_norm), "sampler_difference": difference})
-    metrics["ratio_max_error"] = max(gathered_objects(float(largest)))
     finite = math.isfinite(metrics["grad_norm"] + metrics["loss"])
     metrics["skipped_updates"] = int(not finite or metrics["sampler_difference"] > limit)
     return metrics
@@ -411,7 +404,6 @@ def step_metrics(rollout, batch, updates, seconds, s):
     known = known[~known.isnan()]
     entropies = gathered(rollout.entropies.sum(dim=1))                                 # (N,)
     finished = gathered(rollout.finished)                                              # (N,)
-    # Groups whose rewards are all equal teach nothing: all of their advantages are 0.
     flat = is_flat(rewards, s.group_size)                                              # (B,)
     metrics = {
         "reward_mean": rewards.mean(),
@@ -429,7 +421,6 @@ def step_metrics(rollout, batch, updates, seconds, s):
     for name in updates[0]:
         values = [update[name] for update in updates]
         metrics[name] = sum(values) / len(values)
-    metrics["ratio_max_error"] = max(update["ratio_max_error"] for update in updates)
     metrics["skipped_updates"] = sum(update["skipped_updates"] for update in updates)
     del seconds["start"]
     for name in seconds:
@@ -454,8 +445,7 @@ def peak_memory():
 
 
 # --------------------------------------------------------------------------------------------------
-# Dynamic sampling (DAPO, arXiv 2503.14476): a group whose rewards are all equal teaches nothing and
-# is replaced by a group of another problem
+# Dynamic sampling (DAPO, arXiv 2503.14476): flat groups teach nothing, others are drawn instead
 
 def without_flat_groups(rollout, batch, rollout_of, tokenizer, s):
     """--max-resample: replace flat groups -> Rollout; `batch` changes in place."""
@@ -521,15 +511,13 @@ def renew(ref_model, policy_model, reward_model, rollout, step, s):
     """DeepSeekMath's iterative GRPO: the reference becomes the current policy -> metrics."""
     if reward_model:  # keep pairs of this step's answers: the same on every rank
         rows = sum(gathered_objects(rollout.judged), [])
-        generator = seeded(s.seed, "pairs", step)
-        reward.collect_pairs(reward_model, rows, s.group_size, generator)
+        reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
     if not s.renew_reference or step % s.renew_reference:
         return {}
     follow(ref_model, policy_model)
     metrics = {"reference_renewed": 1.0}
     if reward_model:  # every rank takes the same steps on the same pairs
-        generator = seeded(s.seed, "reward model", step)
-        metrics |= reward.train_reward_model(reward_model, generator)
+        metrics |= reward.train_reward_model(reward_model, seeded(s.seed, "reward model", step))
     return metrics
 
 
@@ -544,10 +532,9 @@ def follow(ref_model, policy_model):
 
 
 def measure(run, step, evaluation):
-    """Evaluate after a step; 0 is the start -> metrics."""
+    """Evaluate after a step (0: the start) -> metrics. The score: own reward, or else accuracy."""
     metrics, run.after = evaluation()
     run.before = run.before or run.after
-    # The one number of an evaluation: the user's own reward, or else accuracy
     score = metrics.get("eval_reward", metrics["eval_accuracy"])
     run.held_out.append((step, score))
     return metrics
@@ -560,10 +547,6 @@ def after_step(run, step, metrics, batch, rollout, evaluation, policy_model, tok
     metrics = {"step": step, "lr": optimizer.param_groups[0]["lr"], **metrics}
     if is_last or step % s.eval_every == 0:
         metrics |= measure(run, step, evaluation)
-        scores = [score for _, score in run.held_out[1:]]  # without the one before training
-        best_before = max(scores[:-1], default=-math.inf)
-        if s.keep_best and scores[-1] > best_before:
-            save_folder(policy_model, tokenizer, run, "best")
     run.log_samples(step, batch, rollout)
     run.log(metrics)
     if run.folder and s.page:
@@ -595,10 +578,7 @@ def set_learning_rate(optimizer, step, s):
 
 def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=None,
              group_size=1, temperature=0.0, seed=0):
-    """Greedy answers (or group_size sampled ones) to all problems -> (metrics, answers).
-
-    An answer is a pair: its text and the reward that the run trains on.
-    """
+    """Greedy answers (or group_size sampled ones) -> metrics, pairs (text, reward trained on)."""
     at_a_time = s.prompts_per_step * s.group_size // group_size  # as many rows as a step has
     mine = share_of_rank(len(problems))
     starts = range(0, len(mine), at_a_time)
@@ -622,8 +602,7 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
     with whole_weights(model):
         found = gathered_objects(scored_answers())
     responses, rule, own = zip(*sum(found, []))
-    # The rule judges accuracy: NaN if no true answer is known
-    rule = torch.tensor(rule)
+    rule = torch.tensor(rule)  # NaN where no true answer is known
     right = is_right(rule[~rule.isnan()])
     metrics = {"eval_accuracy": float(right.float().mean())}
     if reward_of:
@@ -655,9 +634,7 @@ def symptoms(history):
     def recent(name, start=-10, stop=None):
         # The mean over these steps, by default the last ten; NaN if one has no value
         values = [row.get(name) for row in history[start:stop]]
-        if not values or None in values:
-            return math.nan
-        return sum(values) / len(values)
+        return math.nan if not values or None in values else sum(values) / len(values)
 
     before = recent("grad_norm", -40, -20)
     # A reference that has just been renewed is the policy itself.
@@ -750,7 +727,6 @@ whole = number(int, 0)
 from_1 = number(int, 1)
 amount = number(float, 0)
 above_0 = number(float, 1e-12)
-share = number(float, 0, 1)
 
 
 @dataclasses.dataclass
@@ -773,11 +749,10 @@ class Settings:
     prompts_per_step: from_1 = flag(8, "B, questions per step")
     group_size: number(int, 2) = flag(8, "G, answers per question: their mean is the baseline")
     max_new_tokens: from_1 = flag(512, "an answer is cut at this length")
-    max_prompt_tokens: whole = flag(0, "leaves longer prompts out; 0: an error if one does not fit")
     temperature: above_0 = flag(1.0, "of sampling and of the log-probs")
     max_resample: whole = flag(0, "DAPO: rounds in which flat groups are replaced")
     around_best: whole = flag(0, "half of a group continues this many best answers of the rest")
-    clip_eps: share = flag(0.2, "clips ratios at 1 - this, 1 + this", head="the objective")
+    clip_eps: number(float, 0, 1) = flag(0.2, "clips ratios at 1 ± this", head="the objective")
     clip_eps_high: amount = flag(None, "upper clip at 1 + this: DAPO's clip-higher, say 0.28")
     kl_coef: amount = flag(0.04, "beta; 0: no KL, and no reference in memory")
     kl_estimator: str = flag("k3", "estimator of the KL", choices=loss.KL_ESTIMATORS)
@@ -810,7 +785,6 @@ class Settings:
     eval_every: from_1 = flag(50, "steps between evaluations", free=True, head="measuring")
     eval_limit: whole = flag(200, "held-out problems to evaluate; 0: all")
     save_every: from_1 = flag(50, "steps between checkpoints", free=True)
-    keep_best: bool = flag(False, "also keep best/, by held-out accuracy")
     page: bool = flag(True, "write page.html at every evaluation", free=True)
     seed: whole = flag(0, "of the problems' order and of the sampling")
     device: str = flag("auto", "cuda, mps or cpu; auto: the first of them that is available")
@@ -837,21 +811,21 @@ class Settings:
 FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        raise BadInput(f"{message} (--help lists the flags)")
-
-
 def flag_of(name):
     return "--" + name.replace("_", "-")
 
 
 def given_flags(argv):
     """The flags in argv, or on the command line -> {name: value}, without defaults."""
-    parser = Parser(prog="train.py", usage="train.py [--FLAG VALUE ...]", allow_abbrev=False,
-                    argument_default=argparse.SUPPRESS,
-                    description="Group Relative Policy Optimization. N is a number, [] holds a "
-                    "flag's default, {} what the tiny policy takes instead if no --model is given.")
+    def error(message):
+        raise BadInput(f"{message} (--help lists the flags)")
+
+    parser = argparse.ArgumentParser(
+        prog="train.py", usage="train.py [--FLAG VALUE ...]", allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        description="Group Relative Policy Optimization. N is a number, [] holds a flag's default, "
+                    "{} what the tiny policy takes instead if no --model is given.")
+    parser.error = error
     parser._negative_number_matcher = re.compile(r"-[\d.]+(e[-+]?\d+)?$")  # else -1e-5 is a flag
     tiny = json.loads(TINY_CONFIG.read_text())
     for name, field in FIELDS.items():
@@ -1068,7 +1042,7 @@ def load_data(s, tokenizer):
 
 
 def load_problems(name, source, tokenizer, s):
-    """The problems of a file whose prompts are short enough, a list of dicts."""
+    """The problems of a file, a list of dicts. BadInput: one is too long for the model."""
     # The built-in rewards need a true answer to compare with.
     need_answer = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
     reserved = reward.ARGUMENTS if s.reward or s.step_reward else ()
@@ -1077,19 +1051,14 @@ def load_problems(name, source, tokenizer, s):
                                         reserved)
         prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
         lengths = [len(ids) for ids in sample.ids_of(tokenizer, prompts)]
-    most = s.max_prompt_tokens or math.inf
-    kept = [problem for problem, n in zip(problems, lengths) if n <= most]
-    if len(kept) < len(problems):
-        say(f"{name}: {len(problems) - len(kept)} of {len(problems)} prompts are longer than "
-            f"--max-prompt-tokens {most}, and are left out")
     # The longest prompt is checked now, not in the step that happens to draw it.
-    longest = max((n for n in lengths if n <= most), default=0)
+    longest = max(lengths, default=0)
     limit = sample.length_limit(AutoConfig.from_pretrained(s.model))
     if longest + s.answer_tokens > limit:
         raise BadInput(f"{name}: a prompt of {longest} tokens and {s.answer_tokens} of an answer "
                        f"are more than the model's {limit} positions: lower --max-new-tokens or "
-                       "--max-turns, or leave long prompts out with --max-prompt-tokens")
-    return kept
+                       "--max-turns, or take such problems out of the file")
+    return problems
 
 
 def load_reward_of(s, reward_model=None):
@@ -1109,8 +1078,7 @@ def load_reward_of(s, reward_model=None):
 
 # --------------------------------------------------------------------------------------------------
 # Weights. AdamW at 1e-6 moves a weight by about 1e-6, but a bfloat16 weight of 0.02 can only move
-# by 1.2e-4. So the optimizer works on float32 masters, and the model's weights are rounded from
-# them after every step.
+# by 1.2e-4. So the optimizer works on float32 masters, and rounds the model's weights from them.
 
 # The bits of a float32 that these lack: neighbours are 2^16 (2^13) float32 numbers apart.
 DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
@@ -1147,8 +1115,7 @@ class MasterAdamW(torch.optim.AdamW):
     hundreds of steps at 1e-6. Here each weight has a threshold of its own, uniform between 0 and 1
     unit, and is rounded up if its master's remainder reaches it. So a move by a hundredth of a unit
     moves one weight in a hundred by a whole unit: on average the intended change arrives. The
-    thresholds stay the same during a run. (Stochastic rounding, arXiv 2010.06192, draws at every
-    step and needs no masters.)
+    thresholds stay the same during a run; stochastic rounding (arXiv 2010.06192) draws anew.
 
     With --offload masters and moments are in host memory: the GPU sends gradients once per update,
     and rounds the masters that come back, with the same thresholds as without --offload.
@@ -1210,8 +1177,9 @@ class MasterAdamW(torch.optim.AdamW):
 def round_into(weight, master, generator):
     """Round each float32 up if its remainder reaches its threshold, else down."""
     bits = DROPPED_BITS[weight.dtype]
-    pieces = zip(weight.view(-1).split(2**20), master.view(-1).split(2**20))
-    for w, m in pieces:
+    weights = weight.view(-1).split(2**20)
+    masters = master.view(-1).split(2**20)
+    for w, m in zip(weights, masters):
         # The bits of a float32, read as an integer, grow with its size: 2^bits is one unit.
         number = m.to(w.device).view(torch.int32)
         rest = torch.empty_like(number).random_(2**bits, generator=generator)  # unit - threshold
@@ -1455,8 +1423,6 @@ def free_memory(device):
     """Bytes that a process can take; inf if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] if torch.cuda.is_available() else 0
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory()
     with suppress(OSError):  # Linux alone has this file
         line = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
         return 1024 * int(line[1]) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -1610,8 +1576,7 @@ def whole_weights(model):
 
 
 # --------------------------------------------------------------------------------------------------
-# A run: its state, and its folder with config.json, metrics.jsonl, samples.jsonl, page.html,
-# checkpoint.safetensors, final/
+# A run: its state, and its folder
 
 class Run:
     """The state of a run and its folder. Only rank 0 writes, and only if it has a folder."""
@@ -1767,7 +1732,6 @@ def check_finite(run, tensors):
 # A checkpoint: all tensors that training moves, and Run's counters. Everything else that a step
 # needs (problems, random numbers, learning rate) follows from the step and the settings.
 
-# What a checkpoint holds of Run
 COUNTERS = ("step", "skipped", "kl_coef", "held_out", "told", "before", "after", "data", "groups")
 CHECKPOINT = "checkpoint.safetensors"
 
@@ -1831,7 +1795,8 @@ def as_safetensors(tensors):
     yield len(text).to_bytes(8, "little") + text
     for tensor in tensors.values():
         # A copy also on a CPU: a tensor that numpy has seen can no longer be freed by FSDP.
-        yield full(tensor).to("cpu", copy=True).contiguous().view(-1).view(torch.uint8).numpy()
+        whole = full(tensor).to("cpu", copy=True).contiguous()
+        yield whole.view(-1).view(torch.uint8).numpy()
 
 
 @torch.no_grad()
@@ -1876,7 +1841,6 @@ def forget_after(run, step):
 def main(argv=None):
     """-> exit status: 0 done; 2 bad input, one line on standard error; 128 + signal if stopped."""
     run = Run()
-    status = 2
     try:
         settings = parse(argv)
         if settings.dry_run:
@@ -1891,9 +1855,6 @@ def main(argv=None):
         return train(parts, run, settings)
     except BadInput as error:
         fault = error
-    except KeyboardInterrupt:
-        fault = "interrupted"
-        status = 130
     except Exception as error:
         if not out_of_memory(error):
             raise
@@ -1901,7 +1862,7 @@ def main(argv=None):
     if run.resume_command:
         fault = f"{fault}; continue with: {run.resume_command}"
     say(f"train.py: {fault}", sys.stderr)
-    return status
+    return 2
 
 
 def train(parts, run, s):
@@ -2132,7 +2093,8 @@ def section_of(step, group, part, moved, tokenizer):
         here = slice(first, last + 1)  # with the replies of a conversation, which are not its own
         words = sample.words_of(tokenizer, part.input_ids[n, 1:][here].tolist())
         y = ""
-        for word, d, mine in zip(words, moved[n, here].tolist(), own[here].tolist()):
+        distances = moved[n, here].tolist()
+        for word, d, mine in zip(words, distances, own[here].tolist()):
             word = shown(word).replace("\n", "↵\n")
             if mine and abs(d) > 0.02:
                 word = f'<i style="--d:{d:.2f}" title="{d:+.4f}">{word}</i>'

@@ -308,10 +308,9 @@ def updates_by_hand(p, rollout, advantages, temperature, order, max_grad_norm, k
         with torch.no_grad():
             for weight, grad in zip(weights, grads):
                 weight -= RATE * grad
-        ratio_error = float((logp.detach() - old)[mask].expm1().abs().max())
         records.append(SimpleNamespace(
             gradient=torch.cat([g.flatten() for g in grads]), grad_norm=norm,
-            ratio_max_error=ratio_error, metrics={k: float(v) for k, v in metrics.items()}))
+            metrics={k: float(v) for k, v in metrics.items()}))
     return records
 
 

@@ -211,7 +211,7 @@ def test_first_weights_are_the_references_where_that_is_frozen(flags, copied):
 
 def test_final_is_merged_and_peft_opens_the_adapter(tmp_path, capsys, run_here):
     out = tmp_path / "run"
-    trains(*SHORT, "--lora-alpha=6", "--steps=4", f"--output={out}", "--keep-best")
+    trains(*SHORT, "--lora-alpha=6", "--steps=4", f"--output={out}")
     config = json.loads((out / "adapter" / "adapter_config.json").read_text())
     assert config["r"] == 4 and config["lora_alpha"] == 6
     final = AutoModelForCausalLM.from_pretrained(out / "final").eval()

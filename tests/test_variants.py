@@ -16,7 +16,6 @@ from conftest import (
     FEW, checkpoint_of, curve, json_lines, lines_of, logprobs_on_full_logits, loop, metrics_of,
     parts, printed_by, raises, same_tensors, seeded, settings, step_of_the_program, tiny_problems,
     trained, trains, updates_by_hand, weights_of)
-from safetensors.torch import load_file
 
 import sample
 import train
@@ -127,9 +126,6 @@ def test_a_flag_that_changes_the_mathematics_arrives(flags):
     metrics = assert_same_step(p, rollout, expected)
     last, other = expected[-1].gradient, plain[-1].gradient
     assert len(expected) != len(plain) or (last - other).norm() > 2e-3 * last.norm()
-    if "--mask-truncated" not in flags:                   # this metric is of all tokens
-        largest = max(record.ratio_max_error for record in expected)
-        assert metrics["ratio_max_error"] == pytest.approx(largest, rel=1e-3, abs=1e-5)
     assert metrics["accuracy"] == pytest.approx(3 / 8)    # by the rule, whatever was added to it
 
 
@@ -144,7 +140,7 @@ def test_mini_batches_take_every_group_once_in_each_pass():
     p = parts(*PLAIN, "--minibatches=2", "--updates-per-rollout=2")
     rollout = rollout_of(p, 0.7)
     metrics = assert_same_step(p, rollout, by_hand(p, rollout, ("--minibatches=2",)))
-    assert metrics["ratio_max_error"] > 0.01              # the second is off 1 at once
+    assert abs(metrics["ratio_mean"] - 1) > 1e-4          # the second is off 1 at once
     p.policy.model.norm.weight.register_hook(lambda grad: grad * math.nan)
     assert assert_same_step(p, rollout, [])["skipped_updates"] == 4   # counted one by one
     n = torch.arange(10)                                  # five groups of two in two batches
@@ -421,7 +417,7 @@ def test_learning_rate_schedule(schedule, warmup, rates):
     assert found == pytest.approx([0.01 * rate for rate in rates], abs=1e-12)
 
 
-EVERYTHING = (*SMALL, "--renew-reference=3", "--kl-band", "0.0001", "0.0002", "--keep-best",
+EVERYTHING = (*SMALL, "--renew-reference=3", "--kl-band", "0.0001", "0.0002",
               "--max-resample=1", "--lr-schedule=cosine", "--weight-decay=0.1", "--minibatches=2",
               "--advantage=gtpo", "--steps=6", "--lr=0.002", "--group-size=2")
 
@@ -433,11 +429,10 @@ def everything(tmp_path_factory):
 
 
 def test_a_resumed_run_is_bitwise_the_same(monkeypatch, tmp_path, everything):
-    """Stopped after steps 2 and 4: beta, reference, best, resampled groups, schedule come back."""
+    """Stopped after steps 2 and 4: beta, reference, resampled groups, schedule come back."""
     assert any(m["resampled_groups"] for m in metrics_of(everything)[5:])
     folder = tmp_path / "a run"
     flags = [*EVERYTHING, f"--output={folder}"]
-    policies = {}
     for step in (2, 4):
         def stopped(run, step=step):
             run.signal = 2 if run.step == step else 0
@@ -447,18 +442,10 @@ def test_a_resumed_run_is_bitwise_the_same(monkeypatch, tmp_path, everything):
             patch.setattr(train.Run, "stopped", stopped)
             assert train.main(flags) == 130
         flags = ["--resume", str(folder)]
-        policies[step] = checkpoint_of(folder)
     trains(*flags)
-    policies[6] = checkpoint_of(folder)
     assert curve(folder) == curve(everything)
     assert weights_of(folder) == weights_of(everything)
-    assert same_tensors(policies[6], checkpoint_of(everything))
-    best, expected = (load_file(place / "best" / "model.safetensors")
-                      for place in (folder, everything))
-    assert same_tensors(best, expected)
-    figures = {m["step"]: m["eval_accuracy"] for m in curve(folder)[1:] if "eval_accuracy" in m}
-    first_best = policies[max(figures, key=figures.get)]
-    assert all(torch.equal(first_best[f"weight/{name}"], weight) for name, weight in best.items())
+    assert same_tensors(checkpoint_of(folder), checkpoint_of(everything))
 
 
 def test_the_renewed_reference_is_saved(everything, unknown):
@@ -468,20 +455,6 @@ def test_the_renewed_reference_is_saved(everything, unknown):
     for name, _ in parts().policy.named_parameters():
         assert torch.equal(tensors[f"weight/reference/{name}"], tensors[f"weight/{name}"])
     assert not any("reference/" in name for name in checkpoint_of(unknown.folder))
-    assert not (unknown.folder / "best").exists()
-
-
-def test_best_is_kept_until_a_better_one_comes(monkeypatch):
-    saved = []
-    monkeypatch.setattr(train, "save_folder", lambda *given: saved.append(given[2:]))
-    accuracies = []
-    monkeypatch.setattr(train, "evaluate", lambda *_: (
-        {"eval_accuracy": accuracies.pop(0)}, [("", 0.0)]))
-    for flags, n in ((["--keep-best"], 3), ([], 0)):
-        accuracies += [0.9, 0.0, 0.5, 0.25, 0.5, 0.75]    # the one before training is no rival
-        run = loop("--eval-every=1", *flags)
-        assert saved == n * [(run, "best")]
-        saved.clear()
 
 
 @pytest.mark.parametrize("fails", [False, True])
