@@ -204,8 +204,8 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
                        optimizer, bar, s)
 
 
-# --------------------------------------------------------------------------------------------------
-# A reader of the theory may stop here. What follows: helpers, known failures, settings (every flag),
+# A reader of the theory may stop here. What follows: helpers, known failures, settings (flags),
+# loading, weights, LoRA, memory, several GPUs, a run's files, the program, its page. `s`: Settings.
 # loading, weights, LoRA, memory, several GPUs, a run's files, the program, its page. `s`: Settings.
 #
 # Helpers of train_step: its batch, the options of [B], [C] and [E][F], log-probs by micro-batches
