@@ -166,7 +166,7 @@ def update(policy_model, optimizer, rollout, settings):
     metrics = update_metrics(sums, grad_norm, rollout, tolerance(policy_model, s))
     if not metrics["skipped_updates"]:
         optimizer.step()
-    return metrics | adapt_loss_scale(optimizer, metrics["skipped_updates"])
+    return metrics | adapt_loss_scale(optimizer, math.isfinite(metrics["grad_norm"]))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -778,7 +778,7 @@ class Settings:
     minibatches: from_1 = flag(1, "gradient steps per pass, each on its share of the groups")
     max_grad_norm: above_0 = flag(1.0, "gradients are clipped to this norm")
     share_prompts: bool = flag(True, "run a prompt once for its group", head="only memory and time")
-    plain: bool = flag(False, "no fast form at all: slow, and works everywhere", free=True)
+    plain: bool = flag(False, "no fast paths: slow, and works everywhere", free=True)
     micro_batch_tokens: whole = flag(0, "tokens of one backward pass; 0: by the device", free=True)
     gradient_checkpointing: bool = flag(None, "recompute layers [if memory is short]", free=True)
     offload: bool = flag(None, "optimizer state in host memory [if memory is short]", free=True)
@@ -1203,15 +1203,15 @@ def unscaled(optimizer):
     return tensors
 
 
-def adapt_loss_scale(optimizer, skipped):
+def adapt_loss_scale(optimizer, finite):
     """Adapt float16's loss scale -> {"loss_scale": the last one}; {} for plain AdamW."""
     if not isinstance(optimizer, MasterAdamW):
         return {}
     scale, since = optimizer.scale.tolist()
-    # Halve it after a skipped update, double it after 200 good ones.
-    since = 0 if skipped else since + 1
+    # Halve it after a gradient that is not finite, double it after 200 that are.
+    since = since + 1 if finite else 0
     new = scale
-    if skipped:
+    if not finite:
         new = max(scale / 2, 1.0)
     elif scale > 1 and since % 200 == 0:
         new = 2 * scale
@@ -1223,7 +1223,7 @@ def adapt_loss_scale(optimizer, skipped):
 # LoRA (Hu et al., arXiv 2106.09685): W = W0 + s B A for every Linear but the head, with factors
 # A (R, in), B (out, R) and s = alpha / R. Usually the factors are a second path beside W0, and are
 # merged for a fast sampler. Here only the optimizer knows them: the model has plain weights W, so
-# every fast form works, and the optimizer writes W again after each step.
+# every fast path works, and the optimizer writes W again after each step.
 
 class LoraAdamW(MasterAdamW):
     """AdamW on the factors; the weights are rounded from W0 + s B A after each step.

@@ -131,14 +131,14 @@ def test_the_loss_scale_of_float16():
     weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float16))
     optimizer = masters_of(weight)
     assert float(optimizer.scale[0]) == 2**16
-    for skipped, count, scale in ((True, 2, 2**14), (False, 199, 2**14), (False, 1, 2**15),
-                                  (True, 40, 1)):        # below 1 gradients would only be smaller
+    for finite, count, scale in ((False, 2, 2**14), (True, 199, 2**14), (True, 1, 2**15),
+                                 (False, 40, 1)):        # below 1 gradients would only be smaller
         for _ in range(count):
-            train.adapt_loss_scale(optimizer, skipped)
+            train.adapt_loss_scale(optimizer, finite)
         assert float(optimizer.scale[0]) == scale
     other = torch.nn.Parameter(weight.detach().bfloat16())
     other = masters_of(other)
-    train.adapt_loss_scale(other, True)
+    train.adapt_loss_scale(other, False)
     assert other.scale[0] == 1
 
 
