@@ -195,51 +195,52 @@ def own_logprobs(model, output, hidden, targets, temperature):
 
 
 # --------------------------------------------------------------------------------------------------
-# Rows. All places are found on the CPU. Rows that are equal run once: a confident policy repeats
-# itself. In a fast family all rows follow each other in one long row, answers behind their prompt,
-# which so runs once. Every answer's positions continue its prompt's.
+# Rows. Equal rows run once: a confident policy repeats itself. In a fast family all rows become one
+# long row of pieces, a prompt x and then its answers y1, y2, so that the prompt runs once, too:
 #
-#     x  y1  y1            x  y1 y1 y2 y2 y2
-#     x  y2  y2  y2   ->
+#     x  y1 y1                                   flash attention:  queries  x | y1 y1   | y2 y2 y2
+#     x  y2 y2 y2   ->   x  y1 y1  y2 y2 y2                        keys     x | x y1 y1 | x y2 y2 y2
 #
-# Only attention mixes the tokens of a row. Flash attention takes the pieces as they are; elsewhere
-# queries, keys and values go back to their places in the rows on the left, for this call alone.
+# Every answer's positions continue its prompt's. Only attention mixes the tokens of a row. Flash
+# attention, on CUDA, gets each piece's queries with the keys that they may see. Elsewhere queries,
+# keys and values return to the padded rows on the left, for the call of attention alone.
 
 def hidden_states(model, input_ids, labels, group_ids):
-    """-> places of the labelled tokens in (N, S-1), the body's output, its states (M, H) there."""
+    """Run the body -> the places of labels in (N, S-1), its output, its states (M, H) there."""
     S = labels.shape[1]
-    device = labels.device
     share = group_ids is not None and is_fast(model)
     groups = group_ids if share else torch.zeros_like(labels[:, 0])
     table = torch.cat([input_ids, labels, groups[:, None]], dim=1).cpu()          # a GPU waits here
     n, t = (table[:, S + 1:-1] != IGNORE).nonzero(as_tuple=True)                  # (M,) each
     table, copies = table.unique(dim=0, return_inverse=True)                      # (U, 2S+1), (N,)
-    groups = table[:, -1] if share else torch.arange(len(table))
-    rows = pieces_of(table[:, S:-1], groups)
+    ids = table[:, :S - 1]                               # the last token predicts nothing
+    places = torch.arange(ids.numel()).view_as(ids)      # (U, S-1): where each token runs
+    how = {}
     if share:
-        rows = [sum(rows, [])]                           # all of them end to end
-    source, places = laid_out(rows, len(table), S)
-    how = in_pieces(model, rows[0], source[0], places) if share else {}
-    ids = uploaded(table[:, :S].flatten()[source], device)                        # (R, T)
-    n, t, place = uploaded(torch.stack((n, t, places[copies[n], t])), device)     # (M,) each
+        pieces = sum(pieces_of(table[:, S:-1], table[:, -1]), [])
+        source, places = end_to_end(pieces, *ids.shape)
+        ids = ids.flatten()[None, source]                                         # (1, T)
+        how = in_pieces(model, pieces, source, places)
+    ids = uploaded(ids, labels.device)
+    n, t, place = uploaded(torch.stack((n, t, places[copies[n], t])), labels.device)   # (M,) each
     output = body_of(model)(input_ids=ids, use_cache=False, **how)
     return (n, t), output, output.last_hidden_state.flatten(0, 1)[place]          # (M, H)
 
 
 def pieces_of(labels, groups, most=math.inf):
-    """labels (N, S), groups (N,) -> long rows: lists of pieces (n, start, end), tokens of row n.
+    """labels (N, S), groups (N,) -> lists of pieces (n, start, end), which are tokens of row n.
 
-    First a prompt, then answers, without their last token, which predicts nothing: at most `most`
-    tokens, unless there is only one answer.
+    Each list is a prompt and then answers to it, without their last token, which predicts nothing.
+    It has at most `most` tokens, or a single answer.
     """
     is_label = labels != IGNORE                                                   # (N, S)
     firsts = is_label.int().argmax(dim=1).tolist()
-    lasts = (is_label * torch.arange(labels.shape[1])).amax(dim=1).tolist()
+    lasts = (is_label * torch.arange(labels.shape[1])).amax(dim=1).clamp(min=1).tolist()
     rows = []
     for group in groups.unique():
         members = (groups == group).nonzero()[:, 0].tolist()
         P = min(firsts[n] for n in members)
-        room = -1
+        room = -1                                        # none: a row begins
         for n in members:
             if lasts[n] - P > room:
                 rows.append([(n, 0, P)])
@@ -249,55 +250,54 @@ def pieces_of(labels, groups, most=math.inf):
     return rows
 
 
-def laid_out(rows, N, S):
-    """-> (R, T): the place in the flat (N, S) that each token comes from; (N, S): where it goes."""
-    T = max(1, *(sum(end - start for _, start, end in row) for row in rows))
-    source = torch.zeros(len(rows) * T, dtype=torch.long)
+def end_to_end(pieces, N, S):
+    """-> (T,): the place in the flat (N, S) of each token of the long row; (N, S): the reverse."""
+    source = [torch.arange(n * S + start, n * S + end) for n, start, end in pieces]
     places = torch.zeros(N, S, dtype=torch.long)
-    for r, row in enumerate(rows):
-        here = r * T
-        for n, start, end in row:
-            there = here + end - start
-            source[here:there] = torch.arange(n * S + start, n * S + end)
-            places[n, start:end] = torch.arange(here, there)
-            if start == 0:
-                prompt = places[n, :end]
-            places[n, :start] = prompt[:start]
-            here = there
-    return source.view(-1, T), places
+    here = 0
+    for n, start, end in pieces:
+        there = here + end - start
+        places[n, start:end] = torch.arange(here, there)
+        if start == 0:
+            prompt = places[n, :end]
+        places[n, :start] = prompt[:start]
+        here = there
+    return torch.cat(source), places
 
 
-def in_pieces(model, row, source, places):
-    """What the body is given for one long row: positions, and where attention finds its keys."""
-    device = model.device
+def in_pieces(model, pieces, source, places):
+    """What the body is given for one long row: positions, and what attention needs."""
     if model.config._attn_implementation != "grouped":
         model.set_attn_implementation("grouped")
-    pieces = uploaded(source, device), uploaded(places, device)
-    if has_flash(device, model.dtype):
-        # An answer sees its prompt and itself: the first `end` tokens of its row.
-        keys = uploaded(torch.cat([places[n, :end] for n, _, end in row]), device)
-        lengths = torch.tensor([(0, 0), *[(end - start, end) for _, start, end in row]])
-        ends = uploaded(lengths.cumsum(0).int().T.contiguous(), device)           # (2, pieces + 1)
-        pieces = keys, *ends, *lengths.amax(0).tolist()
+    to_model = partial(uploaded, device=model.device)
     # A mask of one entry keeps transformers from making its own.
-    return {"position_ids": uploaded(source[None] % places.shape[1], device), "pieces": pieces,
-            "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)}
+    how = {"position_ids": to_model(source[None] % places.shape[1]),
+           "attention_mask": to_model(torch.ones(1, 1, 1, 1, dtype=torch.bool))}
+    if not has_flash(model):
+        return {**how, "padded": (to_model(source), to_model(places))}
+    # A piece of row n sees the row's first `end` tokens: its prompt and itself.
+    keys = torch.cat([places[n, :end] for n, _, end in pieces])
+    lengths = torch.tensor([(0, 0), *[(end - start, end) for _, start, end in pieces]])
+    ends = lengths.cumsum(0).int().T.contiguous()        # (2, pieces + 1), of queries and of keys
+    return {**how, "pieces": (to_model(keys), *to_model(ends), *lengths.amax(0).tolist())}
 
 
-def has_flash(device, dtype=torch.bfloat16):
-    """Whether one call can take pieces of any length, and no mask."""
-    return (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-            and torch.backends.cuda.is_flash_attention_available() and dtype.itemsize == 2)
+def has_flash(model):
+    """Whether attention can run in pieces of different lengths, without a mask."""
+    return (model.device.type == "cuda" and model.dtype.itemsize == 2
+            and torch.cuda.get_device_capability(model.device) >= (8, 0)
+            and torch.backends.cuda.is_flash_attention_available())
 
 
-def grouped_attention(module, query, key, value, mask, scaling=None, pieces=None, **kwargs):
-    """transformers' own attention; with `pieces` that of grouped rows."""
+def grouped_attention(module, query, key, value, mask, scaling=None, padded=None, pieces=None,
+                      **kwargs):
+    """transformers' own attention; for a long row, that of its padded rows or of its pieces."""
     # query (1, Hq, T, D), key and value (1, Hkv, T, D) -> (1, T, Hq, D)
-    if pieces is None:
+    if padded is None and pieces is None:
         return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))                 # (T, H, D)
-    if len(pieces) == 2:
-        source, places = pieces
+    if padded:
+        source, places = padded
         q, k, v = (x.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
                    for x in (q, k, v))                                            # (N, H, S, D)
         out, _ = sdpa_attention_forward(module, q, k, v, None, scaling=scaling, **kwargs)
@@ -305,7 +305,7 @@ def grouped_attention(module, query, key, value, mask, scaling=None, pieces=None
     keys, *lengths = pieces
     k, v = k[keys], v[keys]
     gqa = {"enable_gqa": True} if torch.__version__ >= (2, 12) else {}
-    if not gqa:                                          # it wants as many key heads as query heads
+    if not gqa:                                  # torch 2.11 needs as many key as query heads
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     return varlen_attn(q, k, v, *lengths, scale=scaling, window_size=(-1, 0), **gqa)[None], None
 
