@@ -6,18 +6,19 @@
 Departures from the theory's code map:
 - The map names `sequence_logprob` but does not show it. Here it follows from the definition.
 - Every token keeps its own log-probability, because a ratio of whole sequences would explode.
-- Only the response counts. The map scores prompt and padding too.
+- Only the answer counts. The map scores prompt and padding too.
 
-Rows are `[prompt][response][padding]`. Padding is on the right, where causal attention hides it
-from every real token, so no attention mask is needed and positions are 0, 1, 2, ... Labels are -100
-outside the response; the end token of the response is labelled. Entry t of a (N, S-1) tensor
-belongs to token t+1, which is predicted from all tokens up to t.
+Rows are `[prompt][response][padding]`; the response is the answer. Padding is on the right, where
+causal attention hides it from every real token, so no attention mask is needed and positions are
+0, 1, 2, ... Labels are -100 outside the answer; its end token is labelled. Entry t of a (N, S-1)
+tensor belongs to token t+1, which is predicted from all tokens up to t.
 
-    python logprob.py "prompt" "response"      # every token, and a label's log-prob
+    python logprob.py "prompt" "answer"        # every token, and log-probs of the answer's
 """
 
 import argparse
 import math
+import signal
 import sys
 from contextlib import contextmanager
 from functools import partial
@@ -38,7 +39,7 @@ IGNORE = -100                            # the label of a token outside the loss
 def plain_logprobs(model, input_ids, labels, temperature=1.0):
     """The definition, word for word: (N, S) ids and labels -> (N, S-1) float32, in nats."""
     # It holds all N * S * V logits: 2.5 GB for 8 rows of 512 tokens and 151,936 words. The rest of
-    # this file needs less, and is checked against this function.
+    # this file needs less memory, and is checked against this function.
     logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1]           # (N, S-1, V)
     logprobs = (logits.float() / temperature).log_softmax(dim=-1)                 # (N, S-1, V)
     chosen = logprobs.gather(2, input_ids[:, 1:, None])[:, :, 0]                  # (N, S-1)
@@ -62,24 +63,24 @@ def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False
 
 
 def sequence_logprob(model, input_ids, labels, temperature=1.0):
-    """log pi(y | x) of each row, (N,): the sum over its response tokens."""
+    """log pi(y | x) of each row, (N,): the sum over the answer's tokens."""
     return token_logprobs(model, input_ids, labels, temperature).sum(dim=1)
 
 
 # --------------------------------------------------------------------------------------------------
 # A reader of the theory may stop here. What follows is about speed and memory.
 
-# Families whose logits are one matrix product of hidden states, and whose attention is plain and
-# causal. Every other family runs on padded rows, and its own head chunk by chunk.
+# Families with fast paths: logits are one matrix product of hidden states, and attention is plain
+# and causal. Every other family runs on padded rows, and its own head chunk by chunk.
 FAST = {"apertus", "arcee", "ernie4_5", "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode",
         "gpt_neox", "helium", "llama", "mistral", "mixtral", "olmo", "olmo2", "olmoe", "opt",
         "persimmon", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
         "starcoder2"}
-PLAIN = False                            # True after one of them failed, or by --plain: use none
+PLAIN = False                            # True: no fast paths, after a failure or by --plain
 
 
 def is_fast(model):
-    """Whether the lean head and grouped rows, see below, compute this model's forward pass."""
+    """Whether the fast paths below, lean head and long rows, compute this model's forward pass."""
     config = model.config
     head = model.get_output_embeddings()
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
@@ -291,7 +292,7 @@ def has_flash(model):
 
 def grouped_attention(module, query, key, value, mask, scaling=None, padded=None, pieces=None,
                       **kwargs):
-    """transformers' own attention; for a long row, that of its padded rows or of its pieces."""
+    """transformers' own attention; that of a long row in its padded rows or its pieces."""
     # query (1, Hq, T, D), key and value (1, Hkv, T, D) -> (1, T, Hq, D)
     if padded is None and pieces is None:
         return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
@@ -412,6 +413,8 @@ def main():
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)    # `| head` is no error
     try:
         main()
     except (OSError, ValueError, RuntimeError) as error:             # also: out of memory
