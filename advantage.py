@@ -34,8 +34,7 @@ def group_advantages(rewards, group_size=8, eps=1e-8, scale_by_std=True, unbiase
     """The same, exactly 0 in a flat group, and with options: (N,) -> (N,).
 
     `scale_by_std=False` only centres: Dr. GRPO (arXiv 2503.20783). `unbiased=True` divides by G-1.
-    `clip=5` clips every advantage to [-5, 5]. dtype and device are kept (integers become float32);
-    sums are accumulated in at least float32. ValueError: see `check`.
+    `clip=5` clips every advantage to [-5, 5]. Integers become float32. ValueError: see `check`.
     """
     check(rewards, group_size, clip)
     precise = torch.promote_types(rewards.dtype, torch.float32)

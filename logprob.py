@@ -252,18 +252,15 @@ def pieces_of(labels, groups, most=math.inf):
 
 
 def end_to_end(pieces, N, S):
-    """-> (T,): the place in the flat (N, S) of each token of the long row; (N, S): the reverse."""
-    source = [torch.arange(n * S + start, n * S + end) for n, start, end in pieces]
+    """-> (T,): each token's place in the flat (N, S); (N, S): its place in the long row."""
+    source = torch.cat([torch.arange(n * S + start, n * S + end) for n, start, end in pieces])
     places = torch.zeros(N, S, dtype=torch.long)
-    here = 0
+    places.view(-1)[source] = torch.arange(len(source))
     for n, start, end in pieces:
-        there = here + end - start
-        places[n, start:end] = torch.arange(here, there)
         if start == 0:
             prompt = places[n, :end]
-        places[n, :start] = prompt[:start]
-        here = there
-    return torch.cat(source), places
+        places[n, :start] = prompt[:start]       # shared: it runs in the group's first row alone
+    return source, places
 
 
 def in_pieces(model, pieces, source, places):

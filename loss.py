@@ -69,9 +69,7 @@ def kl_estimate(logprobs, ref_logprobs, estimator="k3", old_logprobs=None):
         return d.square() / 2
     if estimator == "k3":
         return d.expm1() - d
-    if estimator == "k3_corrected":
-        return (logprobs - old_logprobs).clamp(max=MAX_LOG_RATIO).exp() * (d.expm1() - d)
-    raise ValueError(f"kl_estimator {estimator!r}: not one of {', '.join(KL_ESTIMATORS)}")
+    return (logprobs - old_logprobs).clamp(max=MAX_LOG_RATIO).exp() * (d.expm1() - d)
 
 
 def gradient_coefficient(advantages, logprobs, ref_logprobs, kl_coef=0.04):
@@ -89,7 +87,7 @@ def gradient_coefficient(advantages, logprobs, ref_logprobs, kl_coef=0.04):
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3_corrected")  # see kl_estimate
 AGGREGATES = ("sequence", "token", "constant")      # GRPO, DAPO, Dr. GRPO: see token_weights
-RATIOS = ("token", "sequence")                      # GRPO, GSPO: see sequence_log_ratio
+RATIOS = ("token", "sequence")                      # GRPO, GSPO (arXiv 2507.18071)
 OBJECTIVES = ("clip", "cispo")                      # PPO, CISPO: see cispo_objective
 SMALLEST_KL_COEF = 1e-8  # an adaptive beta falls no further: no factor could lift it from 0 again
 
@@ -114,7 +112,8 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
     `approx_kl` is averaged like the loss and is NaN without a reference. ValueError: an option that
     does not exist, a KL penalty without a reference.
     """
-    for value, known in ((aggregate, AGGREGATES), (ratio, RATIOS), (objective, OBJECTIVES)):
+    for value, known in ((aggregate, AGGREGATES), (ratio, RATIOS), (objective, OBJECTIVES),
+                         (kl_estimator, KL_ESTIMATORS)):
         if value not in known:
             raise ValueError(f"{value!r}: not one of {', '.join(known)}")
     if kl_coef and ref_logprobs is None:
@@ -129,8 +128,9 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
 
     # The ratio w_t = pi / pi_old, kept as its logarithm
     log_ratio = logprobs - old_logprobs                                      # (N, S-1)
-    if ratio == "sequence":
-        log_ratio = sequence_log_ratio(log_ratio, mask)
+    if ratio == "sequence":                      # of a row, the mean of its tokens' log-ratios
+        lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)                 # (N, 1)
+        log_ratio = (log_ratio.sum(dim=1, keepdim=True) / lengths).expand_as(mask)
     log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
 
     # [E] J_t, the clipped objective
@@ -174,12 +174,6 @@ def token_weights(counted, aggregate, n_rows=None, n_tokens=None, max_new_tokens
         n_tokens = counted.sum() if n_tokens is None else n_tokens
         return counted / max(n_tokens, 1)
     return counted / (n_rows * max_new_tokens)
-
-
-def sequence_log_ratio(log_ratio, mask):
-    """GSPO, arXiv 2507.18071: every token of a row gets the mean of the row's log-ratios."""
-    mean = log_ratio.sum(dim=1) / mask.sum(dim=1).clamp(min=1)               # (N,)
-    return mean[:, None].expand_as(mask)                                     # (N, S-1)
 
 
 def cispo_objective(logprobs, log_ratio, advantages, clip_eps_high):
