@@ -4,8 +4,8 @@
 
 DeepSeekMath, arXiv 2402.03300, section 4.1.2. PPO trains a second network, the critic, to predict
 the reward a prompt can be expected to earn. GRPO samples G answers to each prompt and uses the
-mean of their rewards instead: an answer is good if it beats its siblings. A std of 0 must not
-divide by 0; every other std is far above 1e-8.
+mean of their rewards instead: an answer is good if it beats its siblings. 1e-8, far below any
+other std, keeps a std of 0 from dividing by 0.
 
 Departures from the theory's code map:
 - std divides by G, as the formula does. The map calls torch.std, which divides by G-1
@@ -119,7 +119,6 @@ def pooled_advantages(parts, mask, group_size):
     counted from 0. The rewards of all parts of a group are normalised together, so answers may
     have different numbers of parts, and each part's z-score is added to its tokens.
     """
-    check(torch.zeros(len(parts)), group_size)
     position = mask.cpu().cumsum(dim=1) - 1               # (N, S-1), index in the answer
     advantages = torch.zeros(mask.shape, dtype=torch.float64)
     for rows in torch.arange(len(parts)).split(group_size):
@@ -142,8 +141,7 @@ def process_advantages(step_rewards, mask, group_size=8):
 
     `step_rewards`: N lists of (end, reward), where `end` is the index of the step's last token in
     the answer, from 0. A_t is the sum of the normalised rewards of the steps that end at or after
-    t: a token is responsible for its own step and for all later ones. It is 0 after the last step,
-    and in a group with a single step.
+    t: a token is responsible for its own step and for all later ones. A group's only step gives 0.
     """
     parts = [[(0, end, reward) for end, reward in steps] for steps in step_rewards]
     return pooled_advantages(parts, mask, group_size)
@@ -154,8 +152,7 @@ def shape_advantages(candidate_rewards, candidate_spans, mask, group_size=8):
 
     `candidate_rewards`: N lists of rewards, one per candidate of the answer; `candidate_spans`: N
     lists of (first, last), a candidate's first and last token, counted from 0 in the answer. A
-    token outside every span has advantage 0. The paper does not say whether shares are pooled; here
-    those of a group are.
+    token outside every span has advantage 0. A group's shares are pooled; the paper does not say.
     """
     parts = []
     for rewards, spans in zip(candidate_rewards, candidate_spans, strict=True):
@@ -168,8 +165,7 @@ def shapley_shares(rewards):
     """The Shapley values (K,) of K candidates, if a set is worth its best reward.
 
     In ascending order, with r_0 = 0: phi_j = sum over k <= j of (r_k - r_(k-1)) / (K - k + 1). All
-    candidates at least as good as the k-th share what it adds to the (k-1)-th. The shares sum to
-    the best reward.
+    candidates at least as good as the k-th share what it adds to the (k-1)-th.
     """
     ordered, order = (rewards if rewards.is_floating_point() else rewards.float()).sort()
     added = ordered.diff(prepend=ordered.new_zeros(1))
@@ -184,7 +180,7 @@ def gtpo_advantages(rewards, entropies, mask, group_size=8, right=None, **shares
     right, by default those with a positive reward. `shares`: see `shaped_rewards`. A group that is
     all right or all wrong is ranked by entropy alone: dynamic sampling would drop it.
     """
-    H, taken = response_entropies(rewards, entropies, mask, group_size)
+    H, taken = response_entropies(entropies, mask)
     shaped = shaped_rewards(rewards, H, taken, group_size, right, **shares)       # (N, S-1)
     on = mask.cpu()
     return torch.zeros(on.shape).masked_scatter(on, shaped[taken].float()).to(mask.device)
@@ -192,7 +188,7 @@ def gtpo_advantages(rewards, entropies, mask, group_size=8, right=None, **shares
 
 def grpo_s_advantages(rewards, entropies, mask, group_size=8, right=None, **shares):
     """GRPO-S, the same paper: GTPO as if an answer were one token that has its mean entropy."""
-    H, taken = response_entropies(rewards, entropies, mask, group_size)
+    H, taken = response_entropies(entropies, mask)
     lengths = taken.sum(dim=1, keepdim=True)                                      # (N, 1)
     mean = H.sum(dim=1, keepdim=True) / lengths.clamp(min=1)                      # (N, 1)
     shaped = shaped_rewards(rewards, mean, lengths > 0, group_size, right, **shares)
@@ -229,9 +225,8 @@ def shaped_rewards(rewards, H, taken, group_size, right=None, a1=1.0, a2=0.1, no
     return shaped.flatten(0, 1)
 
 
-def response_entropies(rewards, entropies, mask, group_size):
+def response_entropies(entropies, mask):
     """(N, S-1) -> H and taken, (N, S-1) each: the t-th tokens of all answers share column t."""
-    check(rewards, group_size)
     on = mask.cpu()
     taken = torch.arange(on.shape[1]) < on.sum(dim=1, keepdim=True)               # (N, S-1)
     H = torch.zeros(on.shape, dtype=torch.float64)

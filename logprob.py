@@ -50,8 +50,7 @@ def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False
     """plain_logprobs without all the logits: (N, S-1) float32, differentiable.
 
     `with_entropy` adds a second (N, S-1) tensor: the entropy in nats of the distribution that each
-    token was drawn from, detached. `group_ids` (N,): rows with the same number share a prompt,
-    which then runs once for several of them.
+    token was drawn from, detached. `group_ids` (N,): rows of one number share a prompt, run once.
     """
     # The body of the model runs on whole rows, its head only where one of M labels comes next.
     places, output, hidden = hidden_states(model, input_ids, labels, group_ids)   # hidden: (M, H)
@@ -287,13 +286,12 @@ def has_flash(model):
             and torch.backends.cuda.is_flash_attention_available())
 
 
-def grouped_attention(module, query, key, value, mask, scaling=None, padded=None, pieces=None,
-                      **kwargs):
+def grouped_attention(module, q, k, v, mask, scaling=None, padded=None, pieces=None, **kwargs):
     """transformers' own attention; that of a long row in its padded rows or its pieces."""
-    # query (1, Hq, T, D), key and value (1, Hkv, T, D) -> (1, T, Hq, D)
+    # q (1, Hq, T, D), k and v (1, Hkv, T, D) -> (1, T, Hq, D)
     if padded is None and pieces is None:
-        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))                 # (T, H, D)
+        return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **kwargs)
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))                           # (T, H, D)
     if padded:
         source, places = padded
         q, k, v = (x.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
@@ -333,8 +331,7 @@ def micro_batches(labels, group_ids, token_budget, share_prompts):
 
     Each has at most `token_budget` tokens, unless it is a single row; with `share_prompts` a prompt
     counts once for the rows that run as one. Rows that are equal run once, count once and stay
-    together. Padded rows are sorted, the longest first: there is little padding, and the first
-    micro-batch needs the most memory.
+    together. Padded rows are sorted by length, the longest first: so there is little padding.
     """
     table = torch.cat([labels, group_ids[:, None]], dim=1).cpu()                  # a GPU waits here
     numbers = {}

@@ -98,9 +98,8 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
               n_rows=None, n_tokens=None):
     """The loss with its variants, and its metrics: `(loss, {name: detached scalar})`.
 
-    The first arguments are those of `plain_loss`, but a row may be without an answer (it adds 0 and
-    counts as a row), values outside of the mask may be inf or NaN, advantages may be (N, S-1), and
-    `ref_logprobs` may be None if `kl_coef` is 0.
+    The first arguments are those of `plain_loss`, but `advantages` may be (N, S-1), `ref_logprobs`
+    None if `kl_coef` is 0, values outside of the mask inf or NaN. A row without an answer adds 0.
 
     clip_eps_high  the upper clip if it differs from the lower: DAPO's clip-higher, 2503.14476
     objective, ratio, kl_estimator, aggregate   words from the tuples above
@@ -198,9 +197,8 @@ def tis_weight(old_logprobs, sampler_logprobs, cap=2.0):
 def next_kl_coef(kl_coef, approx_kl, low=0.02, high=0.05, rate=0.1):
     """Adaptive KL: the coefficient of the next step, from this step's KL in nats per token.
 
-    Between low and high it stays. Above, it is multiplied by approx_kl / high, below by
-    approx_kl / low, but never by more than 1 + `rate` or less than 1 - `rate`, because the KL of
-    one step is noisy. As in arXiv 1909.08593, with a band as the target.
+    Between low and high it stays. Above, it is multiplied by approx_kl / high, below by approx_kl /
+    low, within 1 ± `rate`: one step's KL is noisy. As in arXiv 1909.08593, with a band as target.
     """
     if approx_kl > high:
         kl_coef = max(kl_coef, SMALLEST_KL_COEF) * min(approx_kl / high, 1 + rate)
