@@ -113,11 +113,11 @@ def leave_one_out_advantages(rewards, group_size=8):
 
 
 def pooled_advantages(parts, mask, group_size):
-    """Rewards of parts of answers -> advantages (N, S-1). `process_` and `shape_` make parts.
+    """Rewards of parts, which process_advantages and shape_advantages make -> (N, S-1).
 
-    `parts`: N lists of (first, last, reward): a reward for the answer's tokens first to last,
-    counted from 0. The rewards of all parts of a group are normalised together, so answers may
-    have different numbers of parts, and each part's z-score is added to its tokens.
+    `parts`: N lists of (first, last, reward) for an answer's tokens first to last, counted from 0.
+    The rewards of all parts of a group are normalised together, so answers may have different
+    numbers of parts, and each part's z-score is added to its tokens.
     """
     position = mask.cpu().cumsum(dim=1) - 1               # (N, S-1), index in the answer
     advantages = torch.zeros(mask.shape, dtype=torch.float64)
