@@ -1,30 +1,29 @@
 """[C] The group-relative advantage: siblings instead of a critic.
 
-    A_i = (r_i - mean(r_1..r_G)) / (std(r_1..r_G) + eps)
+    A_i = (r_i - mean(r_1..r_G)) / (std(r_1..r_G) + 1e-8)
 
 DeepSeekMath, arXiv 2402.03300, section 4.1.2. PPO trains a second network, the critic, to predict
-the reward a prompt can be expected to earn. GRPO samples G responses to each prompt and uses the
-mean of their rewards instead: a response is good if it beats its siblings.
+the reward a prompt can be expected to earn. GRPO samples G answers to each prompt and uses the
+mean of their rewards instead: an answer is good if it beats its siblings. 1e-8, far below any
+other std, keeps a std of 0 from dividing by 0.
 
 Departures from the theory's code map:
 - std divides by G, as the formula does. The map calls torch.std, which divides by G-1
   (`unbiased=True`).
 - Equal rewards give exactly 0. The map's `std < 1e-8` misses that in float32: seven rewards of 0.7
-  have a computed std of 6e-8, and each of these responses gets an advantage of 0.86.
+  have a computed std of 6e-8, and each of these answers gets an advantage of 0.86.
 
     python advantage.py 1.5 1.0 0 0        # one group: its mean, std and advantages
 """
 
+import signal
 import sys
 
 import torch
 
 
 def plain_advantages(rewards, group_size, eps=1e-8):
-    """The formula, word for word: (N,) -> (N,). `group_advantages` is checked against it.
-
-    rewards: in prompt-major order, row i for prompt i // group_size. eps: against division by 0.
-    """
+    """The formula, word for word: (N,) -> (N,); row i is an answer to prompt i // group_size."""
     r = rewards.view(-1, group_size)                                         # (B, G)
     mean = r.mean(dim=1, keepdim=True)                                       # (B, 1)
     std = r.std(dim=1, keepdim=True, correction=0)                           # (B, 1)
@@ -32,11 +31,10 @@ def plain_advantages(rewards, group_size, eps=1e-8):
 
 
 def group_advantages(rewards, group_size=8, eps=1e-8, scale_by_std=True, unbiased=False, clip=None):
-    """The same, exactly 0 in a group of equal rewards, and with options: (N,) -> (N,).
+    """The same, exactly 0 in a flat group, and with options: (N,) -> (N,).
 
-    `scale_by_std=False` only centres: Dr. GRPO (arXiv 2503.20783). `clip=5` clips every advantage
-    to [-5, 5]. dtype and device are kept (integers become float32); sums are accumulated in at
-    least float32. ValueError: see `check`.
+    `scale_by_std=False` only centres: Dr. GRPO (arXiv 2503.20783). `unbiased=True` divides by G-1.
+    `clip=5` clips every advantage to [-5, 5]. Integers become float32. ValueError: see `check`.
     """
     check(rewards, group_size, clip)
     precise = torch.promote_types(rewards.dtype, torch.float32)
@@ -82,7 +80,7 @@ def advantages_for(kind, rewards, group_size=8, entropies=None, mask=None, right
     """The advantages of this kind: (N,) for "group" and "leave-one-out", otherwise (N, S-1).
 
     "group" with `step_rewards` and `mask` is process supervision: steps are rewarded instead of
-    responses. "shape" needs `mask` and `candidates`, the pair (candidate_rewards, candidate_spans).
+    answers. "shape" needs `mask` and `candidates`, the pair (candidate_rewards, candidate_spans).
     "gtpo" and "grpo-s" need `entropies` and `mask` (N, S-1), and read `right` (N,). `clip` bounds
     every kind, `scale_by_std` is for "group". ValueError: an unknown kind, and see `check`.
     """
@@ -107,7 +105,7 @@ def advantages_for(kind, rewards, group_size=8, entropies=None, mask=None, right
 def leave_one_out_advantages(rewards, group_size=8):
     """A_i = r_i - mean of the other rewards of its group: (N,) -> (N,). RLOO, arXiv 2402.14740.
 
-    A response is not part of its own baseline, so the gradient is unbiased. In terms of the mean of
+    An answer is not part of its own baseline, so the gradient is unbiased. In terms of the mean of
     all G, r_i - (sum - r_i) / (G - 1) = (r_i - mean) G / (G - 1).
     """
     centred = group_advantages(rewards, group_size, scale_by_std=False)
@@ -115,14 +113,13 @@ def leave_one_out_advantages(rewards, group_size=8):
 
 
 def pooled_advantages(parts, mask, group_size):
-    """Rewards of parts of responses -> advantages (N, S-1). The next two functions make parts.
+    """Rewards of parts, which process_advantages and shape_advantages make -> (N, S-1).
 
-    `parts`: N lists of (first, last, reward): a reward for the response's tokens first to last,
-    counted from 0. The rewards of all parts of a group are normalised together, so responses may
-    have different numbers of parts, and each part's z-score is added to its tokens.
+    `parts`: N lists of (first, last, reward) for an answer's tokens first to last, counted from 0.
+    The rewards of all parts of a group are normalised together, so answers may have different
+    numbers of parts, and each part's z-score is added to its tokens.
     """
-    check(torch.zeros(len(parts)), group_size)
-    position = mask.cpu().cumsum(dim=1) - 1               # (N, S-1), index among response tokens
+    position = mask.cpu().cumsum(dim=1) - 1               # (N, S-1), index in the answer
     advantages = torch.zeros(mask.shape, dtype=torch.float64)
     for rows in torch.arange(len(parts)).split(group_size):
         group = [(row, *part) for row in rows.tolist() for part in parts[row]]
@@ -143,21 +140,19 @@ def process_advantages(step_rewards, mask, group_size=8):
     """Process supervision, DeepSeekMath section 4.1.3: rewards of steps -> advantages (N, S-1).
 
     `step_rewards`: N lists of (end, reward), where `end` is the index of the step's last token in
-    the response, from 0. A_t is the sum of the normalised rewards of the steps that end at or after
-    t: a token is responsible for its own step and for all later ones. It is 0 after the last step,
-    and in a group with a single step.
+    the answer, from 0. A_t is the sum of the normalised rewards of the steps that end at or after
+    t: a token is responsible for its own step and for all later ones. A group's only step gives 0.
     """
     parts = [[(0, end, reward) for end, reward in steps] for steps in step_rewards]
     return pooled_advantages(parts, mask, group_size)
 
 
 def shape_advantages(candidate_rewards, candidate_spans, mask, group_size=8):
-    """ShapE-GRPO, arXiv 2603.29871: each candidate in a response earns its own share -> (N, S-1).
+    """ShapE-GRPO, arXiv 2603.29871: each candidate in an answer earns its own share -> (N, S-1).
 
-    `candidate_rewards`: N lists of rewards, one per candidate of the response; `candidate_spans`: N
-    lists of (first, last), a candidate's first and last token, counted from 0 in the response. A
-    token outside every span has advantage 0. The paper does not say whether shares are pooled; here
-    those of a group are.
+    `candidate_rewards`: N lists of rewards, one per candidate of the answer; `candidate_spans`: N
+    lists of (first, last), a candidate's first and last token, counted from 0 in the answer. A
+    token outside every span has advantage 0. A group's shares are pooled; the paper does not say.
     """
     parts = []
     for rewards, spans in zip(candidate_rewards, candidate_spans, strict=True):
@@ -170,8 +165,7 @@ def shapley_shares(rewards):
     """The Shapley values (K,) of K candidates, if a set is worth its best reward.
 
     In ascending order, with r_0 = 0: phi_j = sum over k <= j of (r_k - r_(k-1)) / (K - k + 1). All
-    candidates at least as good as the k-th share what it adds to the (k-1)-th. The shares sum to
-    the best reward.
+    candidates at least as good as the k-th share what it adds to the (k-1)-th.
     """
     ordered, order = (rewards if rewards.is_floating_point() else rewards.float()).sort()
     added = ordered.diff(prepend=ordered.new_zeros(1))
@@ -182,19 +176,19 @@ def shapley_shares(rewards):
 def gtpo_advantages(rewards, entropies, mask, group_size=8, right=None, **shares):
     """GTPO, arXiv 2508.04349: every token's own entropy shapes its reward, (N,) -> (N, S-1).
 
-    `entropies` (N, S-1) in nats, read where `mask` is true. `right` (N,) bool: which responses are
+    `entropies` (N, S-1) in nats, read where `mask` is true. `right` (N,) bool: which answers are
     right, by default those with a positive reward. `shares`: see `shaped_rewards`. A group that is
     all right or all wrong is ranked by entropy alone: dynamic sampling would drop it.
     """
-    H, taken = response_entropies(rewards, entropies, mask, group_size)
+    H, taken = response_entropies(entropies, mask)
     shaped = shaped_rewards(rewards, H, taken, group_size, right, **shares)       # (N, S-1)
     on = mask.cpu()
     return torch.zeros(on.shape).masked_scatter(on, shaped[taken].float()).to(mask.device)
 
 
 def grpo_s_advantages(rewards, entropies, mask, group_size=8, right=None, **shares):
-    """GRPO-S, the same paper: GTPO as if a response were one token that has its mean entropy."""
-    H, taken = response_entropies(rewards, entropies, mask, group_size)
+    """GRPO-S, the same paper: GTPO as if an answer were one token that has its mean entropy."""
+    H, taken = response_entropies(entropies, mask)
     lengths = taken.sum(dim=1, keepdim=True)                                      # (N, 1)
     mean = H.sum(dim=1, keepdim=True) / lengths.clamp(min=1)                      # (N, 1)
     shaped = shaped_rewards(rewards, mean, lengths > 0, group_size, right, **shares)
@@ -202,16 +196,16 @@ def grpo_s_advantages(rewards, entropies, mask, group_size=8, right=None, **shar
 
 
 def shaped_rewards(rewards, H, taken, group_size, right=None, a1=1.0, a2=0.1, normalize=True):
-    """A right response earns more where the policy hesitated, and a wrong one loses less there.
+    """A right answer earns more where the policy hesitated, and a wrong one loses less there.
 
-    rewards (N,); H (N, T) the entropy of the t-th token of each response under the old policy, in
+    rewards (N,); H (N, T) the entropy of the t-th token of each answer under the old policy, in
     nats; taken (N, T): whether there is such a token -> (N, T) float64.
-        right responses   a1 r + a2 d_t H / sum of H          d_t right ones have a t-th token
-        wrong responses   -(a1 + a2 h_t (1/H) / sum of 1/H)   h_t wrong ones have it
-    The sums run over those d_t or h_t responses. a1 and a2, the weights of reward and entropy, are
+        right answers   a1 r + a2 d_t H / sum of H            d_t right ones have a t-th token
+        wrong answers   -(a1 + a2 h_t (1/H) / sum of 1/H)     h_t wrong ones have a t-th token
+    The sums run over those d_t or h_t answers. a1 and a2, the weights of reward and entropy, are
     the theory's. A z-score per group follows; `normalize=False` is the reward before it. The paper
-    does not say what is normalised together. Here all tokens of a group (GTPO), or all its
-    responses that have a token (GRPO-S).
+    does not say what is normalised together. Here all tokens of a group are (GTPO), or all its
+    answers that have a token (GRPO-S).
     """
     right = rewards > 0 if right is None else right
     H = H.clamp(min=SMALLEST_ENTROPY).view(-1, group_size, H.shape[1])            # (B, G, T)
@@ -231,9 +225,8 @@ def shaped_rewards(rewards, H, taken, group_size, right=None, a1=1.0, a2=0.1, no
     return shaped.flatten(0, 1)
 
 
-def response_entropies(rewards, entropies, mask, group_size):
-    """(N, S-1) -> H and taken, (N, S-1) each: the t-th tokens of all responses share column t."""
-    check(rewards, group_size)
+def response_entropies(entropies, mask):
+    """(N, S-1) -> H and taken, (N, S-1) each: the t-th tokens of all answers share column t."""
     on = mask.cpu()
     taken = torch.arange(on.shape[1]) < on.sum(dim=1, keepdim=True)               # (N, S-1)
     H = torch.zeros(on.shape, dtype=torch.float64)
@@ -259,7 +252,7 @@ def main():
     mask = torch.ones(4, 2, dtype=torch.bool)
     steps = [[(0, 1.0), (1, 0.0)], [(1, 1.0)]]
     show("process: steps 1 0 | 1", process_advantages(steps, mask[:2], 2))
-    # Two right and two wrong responses, before the z-score, which would hide the formula
+    # Two right and two wrong answers, before the z-score, which would hide the formula
     H = torch.tensor([[3.0, 1.0], [1.0, 1.0], [3.0, 1.0], [1.0, 1.0]])
     right = torch.tensor([1.0, 1.0, 0.0, 0.0])
     for name, kind in (("GTPO", gtpo_advantages), ("GRPO-S", grpo_s_advantages)):
@@ -274,6 +267,8 @@ def show(name, values):
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     try:
         main()
     except ValueError as error:

@@ -6,18 +6,19 @@
 Departures from the theory's code map:
 - The map names `sequence_logprob` but does not show it. Here it follows from the definition.
 - Every token keeps its own log-probability, because a ratio of whole sequences would explode.
-- Only the response counts. The map scores prompt and padding too.
+- Only the answer counts. The map scores prompt and padding too.
 
-Rows are `[prompt][response][padding]`. Padding is on the right, where causal attention hides it
-from every real token, so no attention mask is needed and positions are 0, 1, 2, ... Labels are -100
-outside the response; the end token of the response is labelled. Entry t of a (N, S-1) tensor
-belongs to token t+1, which is predicted from all tokens up to t.
+Rows are `[prompt][response][padding]`; the response is the answer. Padding is on the right, where
+causal attention hides it from every real token, so no attention mask is needed and positions are
+0, 1, 2, ... Labels are -100 outside the answer; its end token is labelled. Entry t of a (N, S-1)
+tensor belongs to token t+1, which is predicted from all tokens up to t.
 
-    python logprob.py "prompt" "response"      # every token, and a label's log-prob
+    python logprob.py "prompt" "answer"        # every token, and log-probs of the answer's
 """
 
 import argparse
 import math
+import signal
 import sys
 from contextlib import contextmanager
 from functools import partial
@@ -38,7 +39,7 @@ IGNORE = -100                            # the label of a token outside the loss
 def plain_logprobs(model, input_ids, labels, temperature=1.0):
     """The definition, word for word: (N, S) ids and labels -> (N, S-1) float32, in nats."""
     # It holds all N * S * V logits: 2.5 GB for 8 rows of 512 tokens and 151,936 words. The rest of
-    # this file needs less, and is checked against this function.
+    # this file needs less memory, and is checked against this function.
     logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1]           # (N, S-1, V)
     logprobs = (logits.float() / temperature).log_softmax(dim=-1)                 # (N, S-1, V)
     chosen = logprobs.gather(2, input_ids[:, 1:, None])[:, :, 0]                  # (N, S-1)
@@ -49,8 +50,7 @@ def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False
     """plain_logprobs without all the logits: (N, S-1) float32, differentiable.
 
     `with_entropy` adds a second (N, S-1) tensor: the entropy in nats of the distribution that each
-    token was drawn from, detached. `group_ids` (N,): rows with the same number share a prompt,
-    which then runs once for several of them.
+    token was drawn from, detached. `group_ids` (N,): rows of one number share a prompt, run once.
     """
     # The body of the model runs on whole rows, its head only where one of M labels comes next.
     places, output, hidden = hidden_states(model, input_ids, labels, group_ids)   # hidden: (M, H)
@@ -62,24 +62,24 @@ def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False
 
 
 def sequence_logprob(model, input_ids, labels, temperature=1.0):
-    """log pi(y | x) of each row, (N,): the sum over its response tokens."""
+    """log pi(y | x) of each row, (N,): the sum over the answer's tokens."""
     return token_logprobs(model, input_ids, labels, temperature).sum(dim=1)
 
 
 # --------------------------------------------------------------------------------------------------
 # A reader of the theory may stop here. What follows is about speed and memory.
 
-# Families whose logits are one matrix product of hidden states, and whose attention is plain and
-# causal. Every other family runs on padded rows, and its own head chunk by chunk.
+# Families with fast paths: logits are one matrix product of hidden states, and attention is plain
+# and causal. Every other family runs on padded rows, and its own head chunk by chunk.
 FAST = {"apertus", "arcee", "ernie4_5", "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode",
         "gpt_neox", "helium", "llama", "mistral", "mixtral", "olmo", "olmo2", "olmoe", "opt",
         "persimmon", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
         "starcoder2"}
-PLAIN = False                            # True after one of them failed, or by --plain: use none
+PLAIN = False                            # True: no fast paths, after a failure or by --plain
 
 
 def is_fast(model):
-    """Whether the lean head and grouped rows, see below, compute this model's forward pass."""
+    """Whether the fast paths below, lean head and long rows, compute this model's forward pass."""
     config = model.config
     head = model.get_output_embeddings()
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
@@ -195,51 +195,52 @@ def own_logprobs(model, output, hidden, targets, temperature):
 
 
 # --------------------------------------------------------------------------------------------------
-# Rows. All places are found on the CPU. Rows that are equal run once: a confident policy repeats
-# itself. In a fast family all rows follow each other in one long row, answers behind their prompt,
-# which so runs once. Every answer's positions continue its prompt's.
+# Rows. Equal rows run once: a confident policy repeats itself. In a fast family all rows become one
+# long row of pieces, a prompt x and then its answers y1, y2, so that the prompt runs once, too:
 #
-#     x  y1  y1            x  y1 y1 y2 y2 y2
-#     x  y2  y2  y2   ->
+#     x  y1 y1                                   flash attention:  queries  x | y1 y1   | y2 y2 y2
+#     x  y2 y2 y2   ->   x  y1 y1  y2 y2 y2                        keys     x | x y1 y1 | x y2 y2 y2
 #
-# Only attention mixes the tokens of a row. Flash attention takes the pieces as they are; elsewhere
-# queries, keys and values go back to their places in the rows on the left, for this call alone.
+# Every answer's positions continue its prompt's. Only attention mixes the tokens of a row. Flash
+# attention, on CUDA, gets each piece's queries with the keys that they may see. Elsewhere queries,
+# keys and values return to the padded rows on the left, for the call of attention alone.
 
 def hidden_states(model, input_ids, labels, group_ids):
-    """-> places of the labelled tokens in (N, S-1), the body's output, its states (M, H) there."""
+    """Run the body -> the places of labels in (N, S-1), its output, its states (M, H) there."""
     S = labels.shape[1]
-    device = labels.device
     share = group_ids is not None and is_fast(model)
     groups = group_ids if share else torch.zeros_like(labels[:, 0])
     table = torch.cat([input_ids, labels, groups[:, None]], dim=1).cpu()          # a GPU waits here
     n, t = (table[:, S + 1:-1] != IGNORE).nonzero(as_tuple=True)                  # (M,) each
     table, copies = table.unique(dim=0, return_inverse=True)                      # (U, 2S+1), (N,)
-    groups = table[:, -1] if share else torch.arange(len(table))
-    rows = pieces_of(table[:, S:-1], groups)
+    ids = table[:, :S - 1]                               # the last token predicts nothing
+    places = torch.arange(ids.numel()).view_as(ids)      # (U, S-1): where each token runs
+    how = {}
     if share:
-        rows = [sum(rows, [])]                           # all of them end to end
-    source, places = laid_out(rows, len(table), S)
-    how = in_pieces(model, rows[0], source[0], places) if share else {}
-    ids = uploaded(table[:, :S].flatten()[source], device)                        # (R, T)
-    n, t, place = uploaded(torch.stack((n, t, places[copies[n], t])), device)     # (M,) each
+        pieces = sum(pieces_of(table[:, S:-1], table[:, -1]), [])
+        source, places = end_to_end(pieces, *ids.shape)
+        ids = ids.flatten()[None, source]                                         # (1, T)
+        how = in_pieces(model, pieces, source, places)
+    ids = uploaded(ids, labels.device)
+    n, t, place = uploaded(torch.stack((n, t, places[copies[n], t])), labels.device)   # (M,) each
     output = body_of(model)(input_ids=ids, use_cache=False, **how)
     return (n, t), output, output.last_hidden_state.flatten(0, 1)[place]          # (M, H)
 
 
 def pieces_of(labels, groups, most=math.inf):
-    """labels (N, S), groups (N,) -> long rows: lists of pieces (n, start, end), tokens of row n.
+    """labels (N, S), groups (N,) -> lists of pieces (n, start, end), which are tokens of row n.
 
-    First a prompt, then answers, without their last token, which predicts nothing: at most `most`
-    tokens, unless there is only one answer.
+    Each list is a prompt and then answers to it, without their last token, which predicts nothing.
+    It has at most `most` tokens, or a single answer.
     """
     is_label = labels != IGNORE                                                   # (N, S)
     firsts = is_label.int().argmax(dim=1).tolist()
-    lasts = (is_label * torch.arange(labels.shape[1])).amax(dim=1).tolist()
+    lasts = (is_label * torch.arange(labels.shape[1])).amax(dim=1).clamp(min=1).tolist()
     rows = []
     for group in groups.unique():
         members = (groups == group).nonzero()[:, 0].tolist()
         P = min(firsts[n] for n in members)
-        room = -1
+        room = -1                                        # none: a row begins
         for n in members:
             if lasts[n] - P > room:
                 rows.append([(n, 0, P)])
@@ -249,55 +250,50 @@ def pieces_of(labels, groups, most=math.inf):
     return rows
 
 
-def laid_out(rows, N, S):
-    """-> (R, T): the place in the flat (N, S) that each token comes from; (N, S): where it goes."""
-    T = max(1, *(sum(end - start for _, start, end in row) for row in rows))
-    source = torch.zeros(len(rows) * T, dtype=torch.long)
+def end_to_end(pieces, N, S):
+    """-> (T,): each token's place in the flat (N, S); (N, S): its place in the long row."""
+    source = torch.cat([torch.arange(n * S + start, n * S + end) for n, start, end in pieces])
     places = torch.zeros(N, S, dtype=torch.long)
-    for r, row in enumerate(rows):
-        here = r * T
-        for n, start, end in row:
-            there = here + end - start
-            source[here:there] = torch.arange(n * S + start, n * S + end)
-            places[n, start:end] = torch.arange(here, there)
-            if start == 0:
-                prompt = places[n, :end]
-            places[n, :start] = prompt[:start]
-            here = there
-    return source.view(-1, T), places
+    places.view(-1)[source] = torch.arange(len(source))
+    for n, start, end in pieces:
+        if start == 0:
+            prompt = places[n, :end]
+        places[n, :start] = prompt[:start]       # shared: it runs in the group's first row alone
+    return source, places
 
 
-def in_pieces(model, row, source, places):
-    """What the body is given for one long row: positions, and where attention finds its keys."""
-    device = model.device
+def in_pieces(model, pieces, source, places):
+    """What the body is given for one long row: positions, and what attention needs."""
     if model.config._attn_implementation != "grouped":
         model.set_attn_implementation("grouped")
-    pieces = uploaded(source, device), uploaded(places, device)
-    if has_flash(device, model.dtype):
-        # An answer sees its prompt and itself: the first `end` tokens of its row.
-        keys = uploaded(torch.cat([places[n, :end] for n, _, end in row]), device)
-        lengths = torch.tensor([(0, 0), *[(end - start, end) for _, start, end in row]])
-        ends = uploaded(lengths.cumsum(0).int().T.contiguous(), device)           # (2, pieces + 1)
-        pieces = keys, *ends, *lengths.amax(0).tolist()
+    to_model = partial(uploaded, device=model.device)
     # A mask of one entry keeps transformers from making its own.
-    return {"position_ids": uploaded(source[None] % places.shape[1], device), "pieces": pieces,
-            "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)}
+    how = {"position_ids": to_model(source[None] % places.shape[1]),
+           "attention_mask": to_model(torch.ones(1, 1, 1, 1, dtype=torch.bool))}
+    if not has_flash(model):
+        return {**how, "padded": (to_model(source), to_model(places))}
+    # A piece of row n sees the row's first `end` tokens: its prompt and itself.
+    keys = torch.cat([places[n, :end] for n, _, end in pieces])
+    lengths = torch.tensor([(0, 0), *[(end - start, end) for _, start, end in pieces]])
+    ends = lengths.cumsum(0).int().T.contiguous()        # (2, pieces + 1), of queries and of keys
+    return {**how, "pieces": (to_model(keys), *to_model(ends), *lengths.amax(0).tolist())}
 
 
-def has_flash(device, dtype=torch.bfloat16):
-    """Whether one call can take pieces of any length, and no mask."""
-    return (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-            and torch.backends.cuda.is_flash_attention_available() and dtype.itemsize == 2)
+def has_flash(model):
+    """Whether attention can run in pieces of different lengths, without a mask."""
+    return (model.device.type == "cuda" and model.dtype.itemsize == 2
+            and torch.cuda.get_device_capability(model.device) >= (8, 0)
+            and torch.backends.cuda.is_flash_attention_available())
 
 
-def grouped_attention(module, query, key, value, mask, scaling=None, pieces=None, **kwargs):
-    """transformers' own attention; with `pieces` that of grouped rows."""
-    # query (1, Hq, T, D), key and value (1, Hkv, T, D) -> (1, T, Hq, D)
-    if pieces is None:
-        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))                 # (T, H, D)
-    if len(pieces) == 2:
-        source, places = pieces
+def grouped_attention(module, q, k, v, mask, scaling=None, padded=None, pieces=None, **kwargs):
+    """transformers' own attention; that of a long row in its padded rows or its pieces."""
+    # q (1, Hq, T, D), k and v (1, Hkv, T, D) -> (1, T, Hq, D)
+    if padded is None and pieces is None:
+        return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **kwargs)
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))                           # (T, H, D)
+    if padded:
+        source, places = padded
         q, k, v = (x.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
                    for x in (q, k, v))                                            # (N, H, S, D)
         out, _ = sdpa_attention_forward(module, q, k, v, None, scaling=scaling, **kwargs)
@@ -305,7 +301,7 @@ def grouped_attention(module, query, key, value, mask, scaling=None, pieces=None
     keys, *lengths = pieces
     k, v = k[keys], v[keys]
     gqa = {"enable_gqa": True} if torch.__version__ >= (2, 12) else {}
-    if not gqa:                                          # it wants as many key heads as query heads
+    if not gqa:                                  # torch 2.11 needs as many key as query heads
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     return varlen_attn(q, k, v, *lengths, scale=scaling, window_size=(-1, 0), **gqa)[None], None
 
@@ -335,8 +331,7 @@ def micro_batches(labels, group_ids, token_budget, share_prompts):
 
     Each has at most `token_budget` tokens, unless it is a single row; with `share_prompts` a prompt
     counts once for the rows that run as one. Rows that are equal run once, count once and stay
-    together. Padded rows are sorted, the longest first: there is little padding, and the first
-    micro-batch needs the most memory.
+    together. Padded rows are sorted by length, the longest first: so there is little padding.
     """
     table = torch.cat([labels, group_ids[:, None]], dim=1).cpu()                  # a GPU waits here
     numbers = {}
@@ -412,6 +407,8 @@ def main():
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)    # `| head` is no error
     try:
         main()
     except (OSError, ValueError, RuntimeError) as error:             # also: out of memory

@@ -1,23 +1,24 @@
-"""[E] The clipped objective and [F] the KL penalty: tensors in, one scalar out. No model here.
+"""[E] The clipped objective and [F] the KL penalty: tensors in, one scalar out.
 
     w_t  = exp(logp_t - logp_old_t)                                   the ratio pi / pi_old
     J_t  = min(w_t A, clip(w_t, 1 - eps, 1 + eps) A)                  [E]
     KL_t = exp(d_t) - d_t - 1,   d_t = logp_ref_t - logp_t            [F], estimator k3
     L    = -mean over rows of mean over the row's tokens of (J_t - beta KL_t)
 
-DeepSeekMath, arXiv 2402.03300, eq. 3 and 4; eps is `clip_eps`, beta is `kl_coef`. The responses
+DeepSeekMath, arXiv 2402.03300, eq. 3 and 4; eps is `clip_eps`, beta is `kl_coef`. The answers
 were drawn from pi_old and say little about a policy that has moved far from it, so the ratio is
 clipped. The minimum makes sure that clipping never hides a change for the worse.
 
 Departures from the theory's code map:
-- The ratio is taken token by token. The map takes it over the whole response, exp(sum of
+- The ratio is taken token by token. The map takes it over the whole answer, exp(sum of
   differences): at 256 tokens a drift of 0.01 nats per token is already a ratio of 13.
 - k3 is computed as expm1(d) - d, because exp(d) - d - 1 is 0.0 in float32 for d = 1e-4.
 
-    python loss.py        # one response's clip table, k1 k2 k3 side by side, gradient coefficients
+    python loss.py        # one answer's clip table, k1 k2 k3 side by side, gradient coefficients
 """
 
 import math
+import signal
 
 import torch
 
@@ -28,8 +29,8 @@ def plain_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=
     """The loss of plain GRPO, word for word -> (). `grpo_loss` below is checked against it.
 
     For N rows of S tokens, the log-probs and the mask are (N, S-1), because nothing predicts a
-    row's first token. Log-probs are in nats, the mask is true for response tokens, and every row
-    has such a token. advantages: (N,), one for all tokens of a row.
+    row's first token. Log-probs are in nats, the mask is true for the answer's tokens, and every
+    row has one. advantages: (N,), one for all tokens of a row.
     """
     A = advantages[:, None]                                                  # (N, 1)
     w = (logprobs - old_logprobs).exp()                                      # (N, S-1)
@@ -68,9 +69,7 @@ def kl_estimate(logprobs, ref_logprobs, estimator="k3", old_logprobs=None):
         return d.square() / 2
     if estimator == "k3":
         return d.expm1() - d
-    if estimator == "k3_corrected":
-        return (logprobs - old_logprobs).clamp(max=MAX_LOG_RATIO).exp() * (d.expm1() - d)
-    raise ValueError(f"kl_estimator {estimator!r}: not one of {', '.join(KL_ESTIMATORS)}")
+    return (logprobs - old_logprobs).clamp(max=MAX_LOG_RATIO).exp() * (d.expm1() - d)
 
 
 def gradient_coefficient(advantages, logprobs, ref_logprobs, kl_coef=0.04):
@@ -88,7 +87,7 @@ def gradient_coefficient(advantages, logprobs, ref_logprobs, kl_coef=0.04):
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3_corrected")  # see kl_estimate
 AGGREGATES = ("sequence", "token", "constant")      # GRPO, DAPO, Dr. GRPO: see token_weights
-RATIOS = ("token", "sequence")                      # GRPO, GSPO: see sequence_log_ratio
+RATIOS = ("token", "sequence")                      # GRPO, GSPO (arXiv 2507.18071)
 OBJECTIVES = ("clip", "cispo")                      # PPO, CISPO: see cispo_objective
 SMALLEST_KL_COEF = 1e-8  # an adaptive beta falls no further: no factor could lift it from 0 again
 
@@ -99,9 +98,8 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
               n_rows=None, n_tokens=None):
     """The loss with its variants, and its metrics: `(loss, {name: detached scalar})`.
 
-    The first arguments are those of `plain_loss`, but a row may have no response token (it adds 0
-    and counts as a row), values outside of the mask may be inf or NaN, advantages may be (N, S-1),
-    and `ref_logprobs` may be None if `kl_coef` is 0.
+    The first arguments are those of `plain_loss`, but `advantages` may be (N, S-1), `ref_logprobs`
+    None if `kl_coef` is 0, values outside of the mask inf or NaN. A row without an answer adds 0.
 
     clip_eps_high  the upper clip if it differs from the lower: DAPO's clip-higher, 2503.14476
     objective, ratio, kl_estimator, aggregate   words from the tuples above
@@ -113,7 +111,8 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
     `approx_kl` is averaged like the loss and is NaN without a reference. ValueError: an option that
     does not exist, a KL penalty without a reference.
     """
-    for value, known in ((aggregate, AGGREGATES), (ratio, RATIOS), (objective, OBJECTIVES)):
+    for value, known in ((aggregate, AGGREGATES), (ratio, RATIOS), (objective, OBJECTIVES),
+                         (kl_estimator, KL_ESTIMATORS)):
         if value not in known:
             raise ValueError(f"{value!r}: not one of {', '.join(known)}")
     if kl_coef and ref_logprobs is None:
@@ -128,8 +127,9 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
 
     # The ratio w_t = pi / pi_old, kept as its logarithm
     log_ratio = logprobs - old_logprobs                                      # (N, S-1)
-    if ratio == "sequence":
-        log_ratio = sequence_log_ratio(log_ratio, mask)
+    if ratio == "sequence":                      # of a row, the mean of its tokens' log-ratios
+        lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)                 # (N, 1)
+        log_ratio = (log_ratio.sum(dim=1, keepdim=True) / lengths).expand_as(mask)
     log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
 
     # [E] J_t, the clipped objective
@@ -161,7 +161,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
 def token_weights(counted, aggregate, n_rows=None, n_tokens=None, max_new_tokens=None):
     """How much each token counts in the loss of the batch: (N, S-1), from 1 or 0 in `counted`.
 
-    "sequence": the mean over a row's tokens, then over rows, so that a token of a long response
+    "sequence": the mean over a row's tokens, then over rows, so that a token of a long answer
     counts less (GRPO). "token": the mean over all tokens of the batch (DAPO, 2503.14476).
     "constant": the sum divided by rows * max_new_tokens (Dr. GRPO, 2503.20783).
     """
@@ -173,12 +173,6 @@ def token_weights(counted, aggregate, n_rows=None, n_tokens=None, max_new_tokens
         n_tokens = counted.sum() if n_tokens is None else n_tokens
         return counted / max(n_tokens, 1)
     return counted / (n_rows * max_new_tokens)
-
-
-def sequence_log_ratio(log_ratio, mask):
-    """GSPO, arXiv 2507.18071: every token of a row gets the mean of the row's log-ratios."""
-    mean = log_ratio.sum(dim=1) / mask.sum(dim=1).clamp(min=1)               # (N,)
-    return mean[:, None].expand_as(mask)                                     # (N, S-1)
 
 
 def cispo_objective(logprobs, log_ratio, advantages, clip_eps_high):
@@ -203,8 +197,8 @@ def tis_weight(old_logprobs, sampler_logprobs, cap=2.0):
 def next_kl_coef(kl_coef, approx_kl, low=0.02, high=0.05, rate=0.1):
     """Adaptive KL: the coefficient of the next step, from this step's KL in nats per token.
 
-    In the band from low to high it stays. Above, it is multiplied by approx_kl / high, below, by
-    approx_kl / low, each at most by 1 ± `rate`. As in arXiv 1909.08593, with a band as the target.
+    Between low and high it stays. Above, it is multiplied by approx_kl / high, below by approx_kl /
+    low, within 1 ± `rate`: one step's KL is noisy. As in arXiv 1909.08593, with a band as target.
     """
     if approx_kl > high:
         kl_coef = max(kl_coef, SMALLEST_KL_COEF) * min(approx_kl / high, 1 + rate)
@@ -241,4 +235,6 @@ def main():
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     main()

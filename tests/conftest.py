@@ -366,6 +366,7 @@ def run_here(monkeypatch, capsys):
             runpy.run_path(str(ROOT / name), run_name="__main__")
         except SystemExit as leaving:
             ended = leaving.code or 0
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # Python's own, which a command changes
         logprob.AttentionInterface.register("grouped", logprob.grouped_attention)  # not a copy's
         out, err = capsys.readouterr()
         assert ended == status, err

@@ -1,11 +1,13 @@
 """Bad input gives exit status 2, one line on standard error, no traceback and no folder."""
 import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 from conftest import (
-    FEW, TINY, edit_json, edit_tensors, json_lines, raises, refused, run_script,
+    ENVIRONMENT, FEW, ROOT, TINY, edit_json, edit_tensors, json_lines, raises, refused, run_script,
     trains)
 
 import train
@@ -254,3 +256,11 @@ def test_a_warning_is_one_line(tmp_path):
 def test_a_script_refuses_in_one_line(run_here, script, arguments, word):
     [line] = run_here(script, *arguments, status=2).splitlines()
     assert line.startswith(f"{script}: ") and word in line
+
+
+@pytest.mark.parametrize("script", ["sample", "reward", "advantage", "logprob", "loss"])
+def test_a_reader_who_has_seen_enough_is_no_error(script):
+    """As with `python loss.py | head -3`; nobody reads a line here."""
+    command = f"'{sys.executable}' {ROOT / script}.py | true"
+    done = subprocess.run(command, shell=True, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.stderr == ""

@@ -436,10 +436,12 @@ def test_majority_at_k(answers, truth, k, expected):
 
 def test_diversity():
     responses = ["a b c \\boxed{7}", "a b c \\boxed{7.0}", "none", "", "", "", "", ""]
-    for texts, size, different in (
-            (responses, 4, (1 / 4 + 0) / 2), ([""], 1, 0.0),
-            ([rf"\boxed{{{i}}} {i} {i} {i}" for i in range(8)], 8, 1.0)):
-        assert figures_of(texts, [None], size) == {"distinct_answers": different}
+    for texts, size, different, trigrams in (
+            (responses, 4, (1 / 4 + 0) / 2, 3 / 4), ([""], 1, 0.0, 0.0),
+            ([rf"\boxed{{{i}}} {i} {i} {i}" for i in range(8)], 8, 1.0, 1.0),
+            (["x x x x x"] * 2 + ["x y z", "z y x"], 2, 0.0, (1 / 6 + 1) / 2)):
+        assert figures_of(texts, [None], size) == {"distinct_answers": different,
+                                                   "distinct_3grams": trigrams}
 
 
 def test_all_figures_of_samples():
@@ -469,6 +471,12 @@ MINE = """
 
     def rule(completions, **columns):
         return (7.0 for _ in completions)
+
+    async def later(completions, **columns):
+        return [1.0 for _ in completions]
+
+    async def stream(completions, **columns):
+        yield 1.0
 """
 PROBLEMS = [{"question": "a", "answer": "7", "level": 3},
             {"question": "b", "answer": "8", "level": None}]
@@ -553,7 +561,8 @@ HOSTILE = type("Hostile", (), {"__float__": raises(KeyError("no"))})()
     (lambda completions, **columns: [c[0]["content"] for c in completions], "texts are strings"),
     (lambda completions, mood, **columns: [], "'mood'"), (lambda **columns: 1.0, "'float' object"),
     (lambda completions, **columns: 1 / 0, "test_reward.py, line"), (gives(1, 2, 3), "3 rewards"),
-    (gives(), "0 rewards"), (gives(1, 2, 3, 4, 5), "5 rewards"),
+    (gives(), "0 rewards"), (gives(1, 2, 3, 4, 5), "too many"),
+    (lambda **columns: itertools.count(), "too many"),  # a generator without an end
     (gives(1, 2, -math.inf, 4), "-inf"), (gives(1, 2, 3, math.nan), "nan"),
     (gives(1, -1e39, 3, 4), "-1e+39"), (gives(10**400, 2, 3, 4), "OverflowError"),
     (gives(1, "two", 3, 4), "'two'"), (gives(1, 2, [3], 4), "list"),
@@ -568,7 +577,7 @@ def test_a_reward_that_goes_wrong_is_named(function, reason):
 @pytest.mark.parametrize("flag", ["--reward", "--step-reward"])
 @pytest.mark.parametrize("spec, reason", [
     ("mine.py", "mine.py"), ("mine.py:three", "three"), ("other.py:one", "other.py"),
-    ("broken.py:f", "broken.py, line 2"),
+    ("broken.py:f", "broken.py, line 2"), ("mine.py:later", "async"), ("mine.py:stream", "async"),
 ])
 def test_a_file_that_cannot_be_used_is_named_at_load(tmp_path, monkeypatch, flag, spec, reason):
     monkeypatch.chdir(tmp_path)
