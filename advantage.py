@@ -36,7 +36,7 @@ def group_advantages(rewards, group_size=8, eps=1e-8, scale_by_std=True, unbiase
     `scale_by_std=False` only centres: Dr. GRPO (arXiv 2503.20783). `unbiased=True` divides by G-1.
     `clip=5` clips every advantage to [-5, 5]. Integers become float32. ValueError: see `check`.
     """
-    check(rewards, group_size, clip)
+    check(rewards, group_size)
     precise = torch.promote_types(rewards.dtype, torch.float32)
     r = rewards.to(precise).view(-1, group_size)                             # (B, G)
     A = r - r.mean(dim=1, keepdim=True)
@@ -62,8 +62,8 @@ def is_flat(rewards, group_size):
     return (groups == groups[:, :1]).all(dim=1)
 
 
-def check(rewards, group_size, clip=None):
-    """ValueError: a group of one, N that is no multiple of the group size, NaN, a bad clip."""
+def check(rewards, group_size):
+    """ValueError: a group of one, N that is no multiple of the group size, NaN."""
     if group_size < 2:
         raise ValueError(f"group_size {group_size}: a group needs at least two rewards to compare")
     if rewards.ndim != 1 or len(rewards) == 0 or len(rewards) % group_size:
@@ -71,8 +71,6 @@ def check(rewards, group_size, clip=None):
     if not rewards.isfinite().all():
         row = int((~rewards.isfinite()).nonzero()[0])
         raise ValueError(f"reward of row {row} is {float(rewards[row])}, not a finite number")
-    if clip is not None and not clip > 0:
-        raise ValueError(f"clip {clip}: not above 0")
 
 
 def advantages_for(kind, rewards, group_size=8, entropies=None, mask=None, right=None, *,
@@ -84,7 +82,7 @@ def advantages_for(kind, rewards, group_size=8, entropies=None, mask=None, right
     "gtpo" and "grpo-s" need `entropies` and `mask` (N, S-1), and read `right` (N,). `clip` bounds
     every kind, `scale_by_std` is for "group". ValueError: an unknown kind, and see `check`.
     """
-    check(rewards, group_size, clip)
+    check(rewards, group_size)
     if step_rewards is not None:
         advantages = process_advantages(step_rewards, mask, group_size)
     elif kind == "group":
