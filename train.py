@@ -1722,7 +1722,8 @@ def save_folder(model, tokenizer, run, name):
 
 def check_finite(run, tensors):
     """BadInput on every rank if a number is NaN or infinite: such weights are never saved."""
-    names = [name for name, tensor in tensors.items() if not local(tensor).isfinite().all()]
+    names = [name for name, tensor in tensors.items()
+             if not local(tensor).isfinite().all()]
     for name in sum(gathered_objects(names), []):
         raise BadInput(f"after step {run.step} weights are not finite ({name}): --lr or "
                        "--weight-decay may be too large")
@@ -1779,7 +1780,6 @@ def save_checkpoint(run, model, optimizer):
 
 def as_safetensors(tensors):
     """{name: tensor} -> the bytes of a safetensors file: a JSON header behind its length, tensors.
-
     The library's own function needs all tensors in host memory at once; here it is one at a time.
     """
     names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
