@@ -31,7 +31,7 @@ def plain_advantages(rewards, group_size, eps=1e-8):
 
 
 def group_advantages(rewards, group_size=8, eps=1e-8, scale_by_std=True, unbiased=False, clip=None):
-    """The same, exactly 0 in a flat group, and with options: (N,) -> (N,).
+    """The same with options; 0 in a flat group, whose rewards are all equal: (N,) -> (N,).
 
     `scale_by_std=False` only centres: Dr. GRPO (arXiv 2503.20783). `unbiased=True` divides by G-1.
     `clip=5` clips every advantage to [-5, 5]. Integers become float32. ValueError: see `check`.

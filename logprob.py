@@ -210,7 +210,7 @@ def hidden_states(model, input_ids, labels, group_ids):
     S = labels.shape[1]
     share = group_ids is not None and is_fast(model)
     groups = group_ids if share else torch.zeros_like(labels[:, 0])
-    table = torch.cat([input_ids, labels, groups[:, None]], dim=1).cpu()          # a GPU waits here
+    table = torch.cat([input_ids, labels, groups[:, None]], dim=1).cpu()          # the host waits
     n, t = (table[:, S + 1:-1] != IGNORE).nonzero(as_tuple=True)                  # (M,) each
     table, copies = table.unique(dim=0, return_inverse=True)                      # (U, 2S+1), (N,)
     ids = table[:, :S - 1]                               # the last token predicts nothing
@@ -333,7 +333,7 @@ def micro_batches(labels, group_ids, token_budget, share_prompts):
     counts once for the rows that run as one. Rows that are equal run once, count once and stay
     together. Padded rows are sorted by length, the longest first: so there is little padding.
     """
-    table = torch.cat([labels, group_ids[:, None]], dim=1).cpu()                  # a GPU waits here
+    table = torch.cat([labels, group_ids[:, None]], dim=1).cpu()                  # the host waits
     numbers = {}
     copy_of = [numbers.setdefault(tuple(row), len(numbers)) for row in table.tolist()]
     distinct = torch.tensor(list(numbers))

@@ -73,7 +73,7 @@ def kl_estimate(logprobs, ref_logprobs, estimator="k3", old_logprobs=None):
 
 
 def gradient_coefficient(advantages, logprobs, ref_logprobs, kl_coef=0.04):
-    """What grad log pi is multiplied by, on-policy: A + beta (ref / pi - 1). DeepSeekMath, A.1.6.
+    """The factor of grad log pi while pi = pi_old: A + beta (ref / pi - 1). DeepSeekMath, A.1.6.
 
     advantages: (N,) or (N, S-1); logprobs, ref_logprobs: (N, S-1) -> (N, S-1). Where the reference
     is above the policy, the penalty raises the probability.

@@ -115,18 +115,18 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     advantages = advantages_for(s.advantage, rollout.rewards, s.group_size, **options)
     rollout.advantages = advantages.to(rollout.labels.device)
 
-    # [D] The reference's log-probs of the same tokens. The first update computes the policy's own.
+    # [D] The reference's log-probs of the same tokens. The update computes the policy's own.
     if ref_model is not None:
         rollout.ref_logprobs, _ = all_token_logprobs(ref_model, rollout, s)
 
-    # [D] [E] [F] One gradient step by default. In later ones the answers are those of an older
+    # [D] [E] [F] One gradient step, or several: in later ones the answers are those of an older
     # policy; the ratio and its clip correct for that.
     updates = []
     for _ in range(s.updates_per_rollout):
         for part in mini_batches(policy_model, rollout, s):
             updates.append(update(policy_model, optimizer, part, s))
     optimizer.zero_grad()  # the next rollout can use the gradients' memory
-    check_sampler(updates[0]["sampler_difference"], policy_model, s)
+    check_sampler(max(each["sampler_difference"] for each in updates), policy_model, s)
     lap(seconds, "training")
     return step_metrics(rollout, batch, updates, seconds, s), rollout
 
@@ -137,19 +137,19 @@ def update(policy_model, optimizer, rollout, settings):
     logprobs = torch.zeros_like(rollout.logprobs)                                      # (N, S-1)
     entropies = torch.zeros_like(logprobs)
     first = rollout.old_logprobs is None
-    # The loss is divided once, by the rows and tokens of the whole batch. Then micro-batches of n
-    # rows simply add up: they save memory and change nothing else.
+    # The loss is divided once, by the rows and tokens of the whole batch. Then micro-batches
+    # simply add up: they save memory and change nothing else.
     mask = loss_mask(rollout, s)                                                       # (N, S-1)
-    sizes = averaged({"n_rows": len(mask), "n_tokens": mask.sum()})  # as FSDP averages gradients
+    sizes = averaged({"n_rows": len(mask), "n_tokens": mask.sum()})  # FSDP averages gradients, too
 
     def backward():
         optimizer.zero_grad()
-        sums = Counter()  # its update() adds
+        sums = Counter()  # Counter.update adds
         for part, here, weight in micro_batches(policy_model, rollout, s):
             # [D] of the policy as it is now, with a gradient: (n, width-1)
             logp, entropies[here] = token_logprobs_of(policy_model, part, s)
             logprobs[here] = logp.detach()
-            # Before the first update no weight has moved: every ratio is 1.
+            # If no weight has moved since the answers were drawn, every ratio is 1.
             old = logp.detach() if first else part.old_logprobs
             # [E] [F] against the policy that drew the answers, and against the reference
             loss, metrics = grpo_loss(logp, old, part.ref_logprobs, part.advantages, mask[here],
@@ -181,7 +181,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
     resumed run only needs its step, and the answers do not depend on the number of GPUs.
     """
     run = run or Run()
-    s = dataclasses.replace(settings, kl_coef=run.kl_coef or settings.kl_coef)  # it may change
+    s = dataclasses.replace(settings, kl_coef=run.kl_coef or settings.kl_coef)  # a copy may change
     evaluation = partial(evaluate, policy_model, tokenizer, eval_problems, s, sampler, reward_of)
     if not run.held_out:
         run.log({"step": 0, **measure(run, 0, evaluation)})
@@ -195,7 +195,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             try:
                 metrics, rollout = train_step(policy_model, ref_model, optimizer, tokenizer, batch,
                                               s, sampler, reward_of)
-            except BadInput:  # a reward that fails, say: no weight has moved in this step
+            except BadInput:  # a reward that fails, say: no weight has moved
                 save_checkpoint(run, policy_model, optimizer)
                 raise
             # Every --renew-reference steps: a new reference, a reward model that is trained further
@@ -204,8 +204,8 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
                        optimizer, bar, s)
 
 
+# --------------------------------------------------------------------------------------------------
 # A reader of the theory may stop here. What follows: helpers, known failures, settings (flags),
-# loading, weights, LoRA, memory, several GPUs, a run's files, the program, its page. `s`: Settings.
 # loading, weights, LoRA, memory, several GPUs, a run's files, the program, its page. `s`: Settings.
 #
 # Helpers of train_step: its batch, the options of [B], [C] and [E][F], log-probs by micro-batches
@@ -224,7 +224,7 @@ class Batch:
 
 def lap(seconds, name):
     """The time since the last lap was spent on this."""
-    # The start and all laps so far add up to the moment of the last one.
+    # The start and all laps add up to the time of the last one: the difference is this lap.
     seconds[name] += time.perf_counter() - seconds.total()
 
 
@@ -298,7 +298,7 @@ def micro_batches(model, rollout, s):
 
 def token_logprobs_of(model, part, s):
     """[D] of one micro-batch: log-probs and entropies, (n, width-1) each."""
-    # A sharded model must be entered through a method that FSDP knows, see shard().
+    # A sharded model must be entered through a method that FSDP knows: see shard().
     score = getattr(model, "token_logprobs", partial(token_logprobs, model))
     groups = part.group_ids if s.share_prompts else None
     with layers_checkpointed(model, s.gradient_checkpointing):
@@ -339,7 +339,7 @@ def loss_options(part, s):
 
 def within_memory(function, s):
     """Call function(). If memory runs out, again with half the micro-batch; after another error,
-    again without fast paths. With several GPUs the error is raised. It must not move a weight.
+    again without fast paths. With several GPUs the error is raised. function moves no weight.
     """
     if s.offload:
         sample.release()  # the sampler's cache, which the next rollout makes again
@@ -508,7 +508,7 @@ def seeded(*names, device="cpu"):
 
 
 def renew(ref_model, policy_model, reward_model, rollout, step, s):
-    """DeepSeekMath's iterative GRPO: the reference becomes the current policy -> metrics."""
+    """Iterative GRPO: now and then a new reference, and a better reward model -> metrics."""
     if reward_model:  # keep pairs of this step's answers: the same on every rank
         rows = sum(gathered_objects(rollout.judged), [])
         reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
@@ -542,7 +542,7 @@ def measure(run, step, evaluation):
 
 def after_step(run, step, metrics, batch, rollout, evaluation, policy_model, tokenizer, optimizer,
                bar, s):
-    """What follows a step: evaluate, log, show, adapt beta, save."""
+    """What follows a step: evaluate, log, write the page, adapt beta, move the bar, save."""
     is_last = step == s.steps
     metrics = {"step": step, "lr": optimizer.param_groups[0]["lr"], **metrics}
     if is_last or step % s.eval_every == 0:
@@ -565,7 +565,7 @@ def set_learning_rate(optimizer, step, s):
     """A linear warm-up; then constant, or a linear or cosine decay to 0 after the last step."""
     # Adam's second moment is a mean of few gradients at first: until then the steps stay small.
     rate = min(1.0, step / max(s.warmup_steps, 1))
-    # 1 until the end of the warm-up; the last step's rate is above 0, so that it is not wasted.
+    # `left` is 1 until the end of the warm-up, and above 0 in the last step.
     decaying = max(s.steps - s.warmup_steps, 1)
     left = min(1.0, (s.steps - step + 1) / decaying)
     if s.lr_schedule == "linear":
@@ -578,7 +578,7 @@ def set_learning_rate(optimizer, step, s):
 
 def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=None,
              group_size=1, temperature=0.0, seed=0):
-    """Greedy answers (or group_size sampled ones) -> metrics, pairs (text, reward trained on)."""
+    """Greedy answers (or group_size sampled ones) -> metrics, pairs (answer, its reward)."""
     at_a_time = s.prompts_per_step * s.group_size // group_size  # as many rows as a step has
     mine = share_of_rank(len(problems))
     starts = range(0, len(mine), at_a_time)
@@ -751,7 +751,7 @@ class Settings:
     max_new_tokens: from_1 = flag(512, "an answer is cut at this length")
     temperature: above_0 = flag(1.0, "of sampling and of the log-probs")
     max_resample: whole = flag(0, "DAPO: rounds in which flat groups are replaced")
-    around_best: whole = flag(0, "half of a group continues this many best answers of the rest")
+    around_best: whole = flag(0, "half of a group continues this many of the other half's best")
     clip_eps: number(float, 0, 1) = flag(0.2, "clips ratios at 1 ± this", head="the objective")
     clip_eps_high: amount = flag(None, "upper clip at 1 + this: DAPO's clip-higher, say 0.28")
     kl_coef: amount = flag(0.04, "beta; 0: no KL, and no reference in memory")
@@ -941,7 +941,7 @@ def check_combinations(s):
     of_answers = s.reward_model or s.length_rescale or s.overlong_buffer or s.max_resample
     for holds, line in [
         (rest, f"--prompts-per-step {s.prompts_per_step}: not a multiple of {world()} processes"),
-        (s.minibatches > share, f"--minibatches {s.minibatches}: more than a process has prompts"),
+        (s.minibatches > share, f"--minibatches {s.minibatches}: a process has {share} prompts"),
         (not s.resume and os.path.isdir(s.output) and set(os.listdir(s.output)) - {".lock"},
          f"--output {s.output}: holds a run already; continue it with --resume, or name another"),
         (not s.kl_coef and (s.kl_band or s.renew_reference),
@@ -971,7 +971,7 @@ def tell_idle(s):
         ("clip_eps clip_eps_high objective", one_update, "with one update every ratio is 1"),
         ("ratio", one_update and per_answer, "with one update every ratio is 1"),
         ("kl_estimator", not s.kl_coef, "--kl-coef is 0"),
-        ("reward reward_weights", s.step_reward, "--step-reward trains, this is only measured"),
+        ("reward reward_weights", s.step_reward, "--step-reward trains; this is only measured"),
         ("reward_model_lr", not (s.reward_model and s.renew_reference), "nothing is trained"),
         ("lora_alpha", not s.lora_rank, "it needs --lora-rank"),
         ("max_turns", not s.reply, "it needs --reply"),
@@ -1128,7 +1128,7 @@ class MasterAdamW(torch.optim.AdamW):
         self.weights = weights
         self.seed = seed
         # Gradients below 6e-8 are 0 in float16: the loss is multiplied by this before backward().
-        # The second number counts good updates since the scale changed.
+        # The second number counts updates since a gradient was last not finite.
         scale = 2.0**16 if weights[0].dtype == torch.float16 else 1.0
         self.scale = torch.tensor([scale, 0.0])
         self.away = trained[0].device != weights[0].device
@@ -1182,8 +1182,8 @@ def round_into(weight, master, generator):
     for w, m in zip(weights, masters):
         # The bits of a float32, read as an integer, grow with its size: 2^bits is one unit.
         number = m.to(w.device).view(torch.int32)
-        rest = torch.empty_like(number).random_(2**bits, generator=generator)  # unit - threshold
-        w.copy_(((number + rest) & -2**bits).view(torch.float32))
+        added = torch.empty_like(number).random_(2**bits, generator=generator)  # 1 - threshold
+        w.copy_(((number + added) & -2**bits).view(torch.float32))
 
 
 def loss_scale_of(optimizer):
@@ -1204,7 +1204,7 @@ def unscaled(optimizer):
 
 
 def adapt_loss_scale(optimizer, finite):
-    """Adapt float16's loss scale -> {"loss_scale": the last one}; {} for plain AdamW."""
+    """Adapt float16's loss scale -> {"loss_scale": the one just used}; {} for plain AdamW."""
     if not isinstance(optimizer, MasterAdamW):
         return {}
     scale, since = optimizer.scale.tolist()
@@ -1730,7 +1730,7 @@ def check_finite(run, tensors):
 
 
 # --------------------------------------------------------------------------------------------------
-# A checkpoint: all tensors that training moves, and Run's counters. Everything else that a step
+# A checkpoint: all tensors that training moves, and Run's state. Everything else that a step
 # needs (problems, random numbers, learning rate) follows from the step and the settings.
 
 COUNTERS = ("step", "skipped", "kl_coef", "held_out", "told", "before", "after", "data", "groups")
@@ -2140,8 +2140,7 @@ def print_trace(parts, s):
     metrics, rollout = train_step(model, parts.ref_model, parts.optimizer, parts.tokenizer, batch,
                                   s, parts.sampler, parts.reward_of)
     mask = rollout.mask                                                                # (G, S-1)
-    A = rollout.advantages
-    A = A.view(len(A), -1).expand(mask.shape)                                          # (G, S-1)
+    A = rollout.advantages.view(len(mask), -1).expand(mask.shape)                      # (G, S-1)
     how = "group_advantages" if s.advantage == "group" else f"advantages_for {s.advantage!r}"
     say(f"\n[A] sample_groups: {s.group_size} answers to\n{batch.prompts[0]}\n\n"
         f"[B] score_responses: rewards, the truth is {batch.problems[0]['answer']}\n"
@@ -2155,7 +2154,8 @@ def print_trace(parts, s):
     old = rollout.old_logprobs
     ref = old if rollout.ref_logprobs is None else rollout.ref_logprobs
     log_ratio = new - old
-    J, clipped = loss.clipped_objective(log_ratio, A, s.clip_eps, s.clip_eps_high or s.clip_eps)
+    clip_high = s.clip_eps if s.clip_eps_high is None else s.clip_eps_high
+    J, clipped = loss.clipped_objective(log_ratio, A, s.clip_eps, clip_high)
     kl = loss.kl_estimate(new, ref, s.kl_estimator, old)
     say("\n[D] token_logprobs, [E] clipped_objective, [F] kl_estimate: the first tokens, after the "
         "update\n  answer token        log old  log ref  log new   ratio        J        KL")
