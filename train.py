@@ -181,7 +181,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
     resumed run only needs its step, and the answers do not depend on the number of GPUs.
     """
     run = run or Run()
-    s = dataclasses.replace(settings, kl_coef=run.kl_coef or settings.kl_coef)  # a copy may change
+    s = dataclasses.replace(settings, kl_coef=run.kl_coef or settings.kl_coef)  # the run's copy
     evaluation = partial(evaluate, policy_model, tokenizer, eval_problems, s, sampler, reward_of)
     if not run.held_out:
         run.log({"step": 0, **measure(run, 0, evaluation)})
