@@ -943,8 +943,8 @@ def load(s):
     # Kept with the run, because the last digit of sums depends on the number of threads.
     s.threads = s.threads or torch.get_num_threads()
     torch.set_num_threads(s.threads)
-    reward_model = load_reward_model(s) if s.reward_model else None
-    reward_of = load_reward_of(s, reward_model)
+    reward_of = load_reward_of(s)
+    reward_model = None
     sampler = sample_groups
     if s.reply:
         with telling("--reply"):
@@ -953,6 +953,9 @@ def load(s):
         sampler = telling("--reply")(talk)  # its errors name --reply
     sample.PLAIN = logprob.PLAIN = s.plain
     policy_model, tokenizer = load_policy(s)
+    if s.reward_model:  # after the policy: from then on transformers prints nothing
+        reward_model = load_reward_model(s)
+        reward_of = load_reward_of(s, reward_model)
     logprob.fuse_norms(policy_model)
     problems, eval_problems = load_data(s, tokenizer)
     ref_model = optimizer = None
