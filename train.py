@@ -913,9 +913,11 @@ def read_config(file):
             if isinstance(value, bool):
                 words.append(flag_of(name if value else f"no_{name}"))
             elif isinstance(value, list):
-                if any(str(item).startswith("--") for item in value):
-                    raise ValueError(f"{flag_of(name)}: a value in the list begins with --")
-                words += [flag_of(name), *map(str, value)]
+                words.append(flag_of(name))
+                for item in value:
+                    if isinstance(item, str) and item.startswith("-"):
+                        raise ValueError(f"{flag_of(name)}: {item!r} would be another flag")
+                    words.append(str(item))
             elif value is not None:  # null: the default
                 text = value if isinstance(value, str) else json.dumps(value)
                 words.append(f"{flag_of(name)}={text}")
