@@ -54,9 +54,9 @@ import logprob
 import loss
 import reward
 import sample
-from advantage import ADVANTAGES, advantages_for, group_advantages, is_flat
-from logprob import IGNORE, layers_checkpointed, token_logprobs
-from loss import grpo_loss, next_kl_coef
+from advantage import ADVANTAGES, advantages_for, is_flat, plain_advantages
+from logprob import IGNORE, layers_checkpointed, plain_logprobs, token_logprobs
+from loss import grpo_loss, next_kl_coef, plain_loss
 from reward import is_right, score_responses, truths_of
 from sample import chat_prompt, sample_groups
 
@@ -67,12 +67,12 @@ def plain_step(policy, reference, optimizer, tokenizer, prompts, truths, G=8):
     """The definition: G answers to each prompt, one update. `train_step` adds the options."""
     rollout = sample_groups(policy, tokenizer, prompts, G)                         # [A]
     rewards = score_responses(rollout.responses, truths, G, policy.device)         # [B] (N,)
-    advantages = group_advantages(rewards, G)                                      # [C] (N,)
-    logp = token_logprobs(policy, rollout.input_ids, rollout.labels)               # [D] (N, S-1)
+    A = plain_advantages(rewards, G)                                               # [C] (N,)
+    logp = plain_logprobs(policy, rollout.input_ids, rollout.labels)               # [D] (N, S-1)
     with torch.no_grad():
-        ref = token_logprobs(reference, rollout.input_ids, rollout.labels)         # [D] (N, S-1)
+        ref = plain_logprobs(reference, rollout.input_ids, rollout.labels)         # [D] (N, S-1)
     # No weight has moved since the answers were drawn: logp is also the old policy's.
-    loss, _ = grpo_loss(logp, logp.detach(), ref, advantages, rollout.mask)        # [E] [F]
+    loss = plain_loss(logp, logp.detach(), ref, A, rollout.mask)                   # [E] [F]
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -1078,11 +1078,7 @@ def load_reward_of(s, reward_model=None):
 
 # --------------------------------------------------------------------------------------------------
 # Weights. AdamW at 1e-6 moves a weight by about 1e-6, but a bfloat16 weight of 0.02 can only move
-# by 1.2e-4. So the optimizer works on float32 masters, and rounds the model's weights from them.
-
-# The bits of a float32 that these lack: neighbours are 2^16 (2^13) float32 numbers apart.
-DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
-
+# by 1.2e-4. So the optimizer moves float32 masters, and the model's weights are rounded from them.
 
 def make_optimizer(model, s, ref_model=None):
     """AdamW over the weights, or over float32 masters if they have fewer bits, or over factors."""
@@ -1092,11 +1088,35 @@ def make_optimizer(model, s, ref_model=None):
     weights = [p for p in model.parameters() if p.requires_grad]
     if weights[0].dtype == torch.float32:
         return with_moments(torch.optim.AdamW(weights, **how))
-    place = {"dtype": torch.float32}
-    if s.offload and world() == 1 and model.device.type == "cuda":
-        place |= {"device": "cpu", "pin_memory": True}
-    masters = [torch.empty_like(w, **place).copy_(w.detach()) for w in weights]
-    return MasterAdamW(masters, weights, s.seed, **how)
+    offload = s.offload and world() == 1 and model.device.type == "cuda"
+    masters = []
+    for i, weight in enumerate(weights):
+        master = off_grid(weight, s.seed, i)
+        masters.append(master.cpu().pin_memory() if offload else master)
+    return MasterAdamW(masters, weights, **how)
+
+
+@torch.no_grad()
+def off_grid(weight, seed, i):
+    """A float32 copy of the i-th weight, its numbers moved at random by less than half a unit.
+
+    A unit is the distance between neighbours in bfloat16 (or float16). Rounded to nearest, the copy
+    is still the weight, bit for bit. But if a master began exactly on such a number, its weight
+    would not change until it had moved by half a unit, after hundreds of steps at 1e-6. From random
+    places a move by a hundredth of a unit takes one weight in a hundred to its next number, and on
+    average the intended change arrives. Stochastic rounding (arXiv 2010.06192) draws at every step.
+    """
+    master = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+    # Neighbours are so many float32 numbers apart: 2^16, or 2^13 for float16; 1 for float32.
+    unit = round(torch.finfo(weight.dtype).eps / torch.finfo(torch.float32).eps)
+    if unit > 1:
+        shard = rank() if is_sharded(weight) else 0
+        generator = seeded(seed, "off grid", i, shard, device=master.device)
+        # The bits of a float32, read as an integer, count the numbers between it and 0.
+        number = local(master).view(torch.int32)
+        offset = torch.empty_like(number).random_(1 - unit // 2, unit // 2, generator=generator)
+        number += offset.masked_fill_(local(weight) == 0, 0)  # below 0 a count would be no number
+    return master
 
 
 def with_moments(optimizer):
@@ -1109,24 +1129,16 @@ def with_moments(optimizer):
 
 
 class MasterAdamW(torch.optim.AdamW):
-    """AdamW on float32 masters of bfloat16 or float16 weights, with rounding that loses no step.
+    """AdamW on the float32 masters of bfloat16 or float16 weights, which are rounded from them.
 
-    Rounded to nearest, a weight would not change until its master had moved by half a unit, after
-    hundreds of steps at 1e-6. Here each weight has a threshold of its own, uniform between 0 and 1
-    unit, and is rounded up if its master's remainder reaches it. So a move by a hundredth of a unit
-    moves one weight in a hundred by a whole unit: on average the intended change arrives. The
-    thresholds stay the same during a run; stochastic rounding (arXiv 2010.06192) draws anew.
-
-    With --offload masters and moments are in host memory: the GPU sends gradients once per update,
-    and rounds the masters that come back, with the same thresholds as without --offload.
+    With --offload masters and moments are in host memory: the GPU sends gradients once per update.
     """
 
-    def __init__(self, trained, weights, seed, **how):
+    def __init__(self, trained, weights, **how):
         super().__init__(trained, **how)
         with_moments(self)
         self.trained = trained  # float32 masters, or LoRA's factors
         self.weights = weights
-        self.seed = seed
         # Gradients below 6e-8 are 0 in float16: the loss is multiplied by this before backward().
         # The second number counts updates since a gradient was last not finite.
         scale = 2.0**16 if weights[0].dtype == torch.float16 else 1.0
@@ -1157,33 +1169,14 @@ class MasterAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def round(self):
-        """Round the masters into the model's weights."""
-        first = self.weights[0]
-        part = rank() if is_sharded(first) else 0  # a shard has thresholds of its own
-        # The seed is the same at every step, and so are the thresholds.
-        generator = seeded(self.seed, "thresholds", part, device=first.device)
+        """Round the masters into the model's weights, each to the nearest number."""
         for weight, master in zip(self.weights, self.masters()):
-            if weight.dtype in DROPPED_BITS:
-                round_into(local(weight), local(master), generator)
-            else:
-                weight.copy_(master)
+            weight.copy_(master)
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad()
         for weight in self.weights:
             weight.grad = None
-
-
-def round_into(weight, master, generator):
-    """Round each float32 up if its remainder reaches its threshold, else down."""
-    bits = DROPPED_BITS[weight.dtype]
-    weights = weight.view(-1).split(2**20)
-    masters = master.view(-1).split(2**20)
-    for w, m in zip(weights, masters):
-        # The bits of a float32, read as an integer, grow with its size: 2^bits is one unit.
-        number = m.to(w.device).view(torch.int32)
-        added = torch.empty_like(number).random_(2**bits, generator=generator)  # 1 - threshold
-        w.copy_(((number + added) & -2**bits).view(torch.float32))
 
 
 def loss_scale_of(optimizer):
@@ -1253,7 +1246,8 @@ class LoraAdamW(MasterAdamW):
             self.factors[f"base_model.model.{name}.lora_A.weight"] = A
             self.factors[f"base_model.model.{name}.lora_B.weight"] = B
             W.requires_grad_()
-        super().__init__(list(self.factors.values()), list(linears.values()), s.seed, **how)
+        self.seed = s.seed
+        super().__init__(list(self.factors.values()), list(linears.values()), **how)
 
     @torch.no_grad()
     def take_gradient(self, i, weight):
@@ -1265,8 +1259,9 @@ class LoraAdamW(MasterAdamW):
             factor.grad = grad if factor.grad is None else factor.grad + grad
 
     def masters(self):
-        for W0, A, B in self.parts:
-            yield W0.to(B, copy=True).addmm_(B, A, alpha=self.lora_scale)              # (out, in)
+        for i, (W0, A, B) in enumerate(self.parts):
+            W = off_grid(W0.to(B.device), self.seed, i)                                # (out, in)
+            yield W.addmm_(B, A, alpha=self.lora_scale)
 
 
 def linears_of(model):

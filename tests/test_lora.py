@@ -175,7 +175,7 @@ def test_half_precision(dtype):
 
 
 def test_every_rank_rounds_to_the_same_weights(monkeypatch):
-    """With LoRA all of them hold all weights; a shard has thresholds of its own."""
+    """With LoRA all of them hold all weights; a shard begins in places of its own."""
     found = []
     for number in (0, 1):
         monkeypatch.setattr(train, "rank", lambda name="RANK", alone=0, number=number:
