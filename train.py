@@ -87,28 +87,14 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     With several GPUs each has its own batch; the metrics cover all of them.
     """
     s = settings
-    seconds = Counter(start=time.perf_counter())
+    clock = Clock()
 
-    @agreed  # bad input on one GPU is raised on all
-    def rollout_of(batch):
-        # [A] G answers to each prompt, drawn from the policy as it is now
-        draw = around_best(batch, s) if s.around_best else sampler
-        with whole_weights(policy_model):
-            rollout = draw(policy_model, tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
-                           s.temperature, batch.generators)
-        lap(seconds, "sampling")
-        # [B] One number per answer, (N,). Accuracy always uses the rule's rewards.
-        truths = truths_of(batch.problems)
-        rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)
-        rollout.rewards = rollout.rule_rewards
-        if reward_of:
-            rollout.rewards = reward_of(batch.problems, batch.prompts, rollout)
-        return rollout
-
-    rollout = rollout_of(batch)
-    rollout = without_flat_groups(rollout, batch, rollout_of, tokenizer, s)
+    # [A] [B] With --max-resample, groups whose rewards are all equal are replaced.
+    rollout_of = partial(answers_and_rewards, policy_model, tokenizer, s, sampler, reward_of, clock)
+    rollout_of = agreed(rollout_of)  # bad input on one GPU is raised on all
+    rollout = without_flat_groups(rollout_of(batch), batch, rollout_of, tokenizer, s)
     add_length_terms(rollout, s)
-    lap(seconds, "scoring")
+    clock.lap("scoring")
 
     # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if every token has its own.
     options = advantage_options(policy_model, rollout, batch, tokenizer, reward_of, s)
@@ -127,46 +113,63 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
             updates.append(update(policy_model, optimizer, part, s))
     optimizer.zero_grad()  # the next rollout can use the gradients' memory
     check_sampler(max(each["sampler_difference"] for each in updates), policy_model, s)
-    lap(seconds, "training")
-    return step_metrics(rollout, batch, updates, seconds, s), rollout
+    clock.lap("training")
+    return step_metrics(rollout, batch, updates, clock.seconds, s), rollout
+
+
+def answers_and_rewards(policy_model, tokenizer, settings, sampler, reward_of, clock, batch):
+    """[A] G answers to each prompt, [B] one reward for each -> Rollout."""
+    s = settings
+    # The answers are drawn from the policy as it is now.
+    rollout = draw_answers(policy_model, tokenizer, batch, sampler, s)
+    clock.lap("sampling")
+    # (N,) each. Accuracy always uses the rule's rewards.
+    truths = truths_of(batch.problems)
+    rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)
+    rollout.rewards = rollout.rule_rewards
+    if reward_of:
+        rollout.rewards = reward_of(batch.problems, batch.prompts, rollout)
+    return rollout
 
 
 def update(policy_model, optimizer, rollout, settings):
     """One gradient step on these rows -> its metrics."""
     s = settings
-    logprobs = torch.zeros_like(rollout.logprobs)                                      # (N, S-1)
-    entropies = torch.zeros_like(logprobs)
-    first = rollout.old_logprobs is None
-    # The loss is divided once, by the rows and tokens of the whole batch. Then micro-batches
-    # simply add up: they save memory and change nothing else.
-    mask = loss_mask(rollout, s)                                                       # (N, S-1)
-    sizes = averaged({"n_rows": len(mask), "n_tokens": mask.sum()})  # FSDP averages gradients, too
-
-    def backward():
-        optimizer.zero_grad()
-        sums = Counter()  # Counter.update adds
-        for part, here, weight in micro_batches(policy_model, rollout, s):
-            # [D] of the policy as it is now, with a gradient: (n, width-1)
-            logp, entropies[here] = token_logprobs_of(policy_model, part, s)
-            logprobs[here] = logp.detach()
-            # If no weight has moved since the answers were drawn, every ratio is 1.
-            old = logp.detach() if first else part.old_logprobs
-            # [E] [F] against the policy that drew the answers, and against the reference
-            loss, metrics = grpo_loss(logp, old, part.ref_logprobs, part.advantages, mask[here],
-                                      **loss_options(part, s), **sizes)
-            (loss * weight * loss_scale_of(optimizer)).backward()
-            sums.update({name: number * weight for name, number in metrics.items()})
-        return sums
-
+    sums = within_memory(partial(backward, policy_model, optimizer, rollout, s), s)
     # [G] The gradient step. One with NaN, or after a sampler that differs, is skipped and counted.
-    sums = within_memory(backward, s)
-    if first:
-        rollout.old_logprobs, rollout.entropies = logprobs, entropies
     grad_norm = clip_grad_norm_(unscaled(optimizer), s.max_grad_norm)
     metrics = update_metrics(sums, grad_norm, rollout, tolerance(policy_model, s))
     if not metrics["skipped_updates"]:
         optimizer.step()
     return metrics | adapt_loss_scale(optimizer, math.isfinite(metrics["grad_norm"]))
+
+
+def backward(policy_model, optimizer, rollout, settings):
+    """[D] [E] [F] The gradient of the loss, by micro-batches -> the loss's metrics."""
+    s = settings
+    # The loss is divided once, by the rows and tokens of the whole batch. Then micro-batches
+    # simply add up: they save memory and change nothing else.
+    mask = loss_mask(rollout, s)                                                       # (N, S-1)
+    whole = batch_size(mask)
+    now = torch.zeros_like(rollout.logprobs)                                           # (N, S-1)
+    entropies = torch.zeros_like(now)
+    sums = Counter()  # Counter.update adds
+    optimizer.zero_grad()
+    for part, here, counted in micro_batches(policy_model, rollout, mask, s):
+        # [D] of the policy as it is now, with a gradient: (n, width-1)
+        logp, entropies[here] = token_logprobs_of(policy_model, part, s)
+        now[here] = logp.detach()
+        # If no weight has moved since the answers were drawn, every ratio is 1.
+        old = now[here] if part.old_logprobs is None else part.old_logprobs
+        # [E] [F] against the policy that drew the answers, and against the reference
+        loss, metrics = grpo_loss(logp, old, part.ref_logprobs, part.advantages, counted,
+                                  **loss_options(part, s), **whole)
+        (loss * loss_scale_of(optimizer)).backward()
+        sums.update(metrics)
+    if rollout.old_logprobs is None:
+        rollout.old_logprobs = now
+        rollout.entropies = entropies
+    return sums
 
 
 # --------------------------------------------------------------------------------------------------
@@ -222,17 +225,37 @@ class Batch:
     resampled: int = 0               # groups drawn anew
 
 
-def lap(seconds, name):
-    """The time since the last lap was spent on this."""
-    # The start and all laps add up to the time of the last one: the difference is this lap.
-    seconds[name] += time.perf_counter() - seconds.total()
+class Clock:
+    """The seconds of a step, by what they were spent on."""
+
+    def __init__(self):
+        self.last = time.perf_counter()
+        self.seconds = Counter()
+
+    def lap(self, name):
+        """The time since the last lap was spent on this."""
+        now = time.perf_counter()
+        self.seconds[name] += now - self.last
+        self.last = now
 
 
-def around_best(batch, s):
-    """--around-best: the rule decides which answers of a half-group the other half continues."""
+def draw_answers(policy_model, tokenizer, batch, sampler, s):
+    """[A] The Rollout of this GPU's prompts, drawn by `sampler` or with --around-best."""
+    # The rule decides which answers of a half-group the other half continues.
     def rewards_of(prompts, responses):
         return score_responses(responses, truths_of(batch.problems), s.group_size // 2)
-    return partial(sample.sample_around, best=s.around_best, rewards_of=rewards_of)
+
+    if s.around_best:
+        sampler = partial(sample.sample_around, best=s.around_best, rewards_of=rewards_of)
+    with whole_weights(policy_model):
+        return sampler(policy_model, tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
+                       s.temperature, batch.generators)
+
+
+def batch_size(mask):
+    """The rows and tokens that the loss is divided by, as arguments of grpo_loss."""
+    # Of several GPUs the mean, because FSDP averages their gradients.
+    return averaged({"n_rows": len(mask), "n_tokens": mask.sum()})
 
 
 def add_length_terms(rollout, s):
@@ -280,20 +303,20 @@ def mini_batches(policy_model, rollout, s):
     return [sample.take(rollout, rows.flatten().tolist()) for rows in parts]
 
 
-def micro_batches(model, rollout, s):
-    """Yield for each: its rows as a Rollout, their place in (N, S-1), the weight of its loss."""
+def micro_batches(model, rollout, mask, s):
+    """Yield for each: its rows as a Rollout, their place in (N, S-1), their part of the mask."""
     share = s.share_prompts and logprob.is_fast(model)
     cuts = logprob.micro_batches(rollout.labels, rollout.group_ids, s.micro_batch_tokens, share)
     # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
     # the same number, or FSDP's gathers wait for ever: a GPU with fewer runs its last one again,
-    # with weight 0.
+    # and counts none of its tokens.
     n = len(cuts)
     most = max(gathered_objects(n))
     for i in range(most):
         rows, width = cuts[min(i, n - 1)]
         part = sample.take(rollout, rows.tolist(), width)
         here = rows.to(rollout.labels.device), slice(width - 1)
-        yield part, here, int(i < n)
+        yield part, here, mask[here] if i < n else torch.zeros_like(mask[here])
 
 
 def token_logprobs_of(model, part, s):
@@ -312,7 +335,7 @@ def all_token_logprobs(model, rollout, s):
     entropies = torch.zeros_like(rollout.logprobs)
 
     def score():
-        for part, here, _ in micro_batches(model, rollout, s):
+        for part, here, _ in micro_batches(model, rollout, rollout.mask, s):
             logprobs[here], entropies[here] = token_logprobs_of(model, part, s)
 
     within_memory(score, s)
@@ -422,9 +445,8 @@ def step_metrics(rollout, batch, updates, seconds, s):
         values = [update[name] for update in updates]
         metrics[name] = sum(values) / len(values)
     metrics["skipped_updates"] = sum(update["skipped_updates"] for update in updates)
-    del seconds["start"]
-    for name in seconds:
-        metrics[f"seconds_{name}"] = seconds[name]
+    for name, spent in seconds.items():
+        metrics[f"seconds_{name}"] = spent
     metrics["tokens_per_second"] = metrics["tokens"] / seconds.total()
     metrics["peak_memory_gb"] = peak_memory() / 1e9
     if s.max_resample:
