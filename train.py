@@ -56,11 +56,12 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+import advantage
 import logprob
 import loss
 import reward
 import sample
-from advantage import ADVANTAGES, advantages_for, is_flat, plain_advantages
+from advantage import is_flat, plain_advantages
 from logprob import IGNORE, layers_checkpointed, plain_logprobs, token_logprobs
 from loss import grpo_loss, next_kl_coef, plain_loss
 from reward import is_right, score_responses, truths_of
@@ -103,9 +104,7 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     clock.lap("scoring")
 
     # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if every token has its own.
-    options = advantage_options(policy_model, rollout, batch, tokenizer, reward_of, s)
-    advantages = advantages_for(s.advantage, rollout.rewards, s.group_size, **options)
-    rollout.advantages = advantages.to(rollout.labels.device)
+    rollout.advantages = advantages_of(policy_model, rollout, batch, tokenizer, reward_of, s)
 
     # [D] The reference's log-probs of the same tokens. The update computes the policy's own.
     if ref_model is not None:
@@ -277,25 +276,34 @@ def add_length_terms(rollout, s):
         rollout.rewards = rollout.rewards + penalty
 
 
-def advantage_options(policy_model, rollout, batch, tokenizer, reward_of, s):
-    """What the kinds of [C] read besides the rewards; plain GRPO reads only the last two."""
-    candidates = None
-    if s.advantage == "shape":
+def advantages_of(policy_model, rollout, batch, tokenizer, reward_of, s):
+    """[C] by --advantage: (N,), or (N, S-1) if every token has its own."""
+    rewards, mask, G = rollout.rewards, rollout.mask, s.group_size
+    if rollout.step_rewards is not None:
+        advantages = advantage.process_advantages(rollout.step_rewards, mask, G)
+    elif s.advantage == "group":
+        advantages = advantage.group_advantages(rewards, G, scale_by_std=s.scale_by_std)
+    elif s.advantage == "leave-one-out":
+        advantages = advantage.leave_one_out_advantages(rewards, G)
+    elif s.advantage == "gdpo":
+        parts = torch.stack(list(rollout.reward_parts.values()))                       # (K, N)
+        weights = s.reward_weights or [1.0] * len(parts)
+        advantages = advantage.gdpo_advantages(parts, weights, G, gathered)
+    elif s.advantage == "shape":
         answers = [row[row != IGNORE].tolist() for row in rollout.labels]
         words = [sample.words_of(tokenizer, ids) for ids in answers]
-        candidates = reward.boxed_candidates(words, truths_of(batch.problems), s.group_size)
-    if s.advantage in ("gtpo", "grpo-s"):
-        score_before_updates(policy_model, rollout, s)  # they read the entropies
-    # With a user's own reward, an answer counts as right if its reward is positive.
-    right = None if reward_of else is_right(rollout.rule_rewards)
-    reward_parts = None
-    if s.advantage == "gdpo":
-        parts = torch.stack(list(rollout.reward_parts.values()))                       # (K, N)
-        reward_parts = parts, s.reward_weights or [1.0] * len(parts), gathered
-    return {"entropies": rollout.entropies, "mask": rollout.mask, "right": right,
-            "step_rewards": rollout.step_rewards, "candidates": candidates,
-            "reward_parts": reward_parts,
-            "scale_by_std": s.scale_by_std, "clip": s.clip_advantages}
+        candidates = reward.boxed_candidates(words, truths_of(batch.problems), G)
+        advantages = advantage.shape_advantages(*candidates, mask, G)
+    else:
+        score_before_updates(policy_model, rollout, s)  # for the entropies
+        # With a user's own reward, an answer counts as right if its reward is positive.
+        right = None if reward_of else is_right(rollout.rule_rewards)
+        is_gtpo = s.advantage == "gtpo"
+        shape = advantage.gtpo_advantages if is_gtpo else advantage.grpo_s_advantages
+        advantages = shape(rewards, rollout.entropies, mask, G, right)
+    if s.clip_advantages:
+        advantages = advantages.clamp(-s.clip_advantages, s.clip_advantages)
+    return advantages.to(rollout.labels.device)
 
 
 def score_before_updates(policy_model, rollout, s):
@@ -800,7 +808,8 @@ class Settings:
     mask_truncated: bool = flag(False, "leave truncated answers out of the loss")
     renew_reference: whole = flag(0, "steps after which the reference becomes the policy; 0: never")
     kl_band: amount = flag(None, "LOW HIGH: adapt beta to keep KL there, say 0.02 0.05", nargs=2)
-    advantage: str = flag("group", "how siblings compare", choices=ADVANTAGES, head="the advantage")
+    advantage: str = flag("group", "how siblings compare", choices=advantage.ADVANTAGES,
+                          head="the advantage")
     scale_by_std: bool = flag(True, "divide the advantages by the group's std; off: Dr. GRPO")
     clip_advantages: above_0 = flag(None, "clip advantages to -this and this, say 5")
     length_rescale: amount = flag(0.0, "GR3's alpha: rewards shrink with length, say 0.33")
@@ -2230,7 +2239,7 @@ def print_trace(parts, s):
                                   s, parts.sampler, parts.reward_of)
     mask = rollout.mask                                                                # (G, S-1)
     A = rollout.advantages.view(len(mask), -1).expand(mask.shape)                      # (G, S-1)
-    how = "group_advantages" if s.advantage == "group" else f"advantages_for {s.advantage!r}"
+    how = "group_advantages" if s.advantage == "group" else f"--advantage {s.advantage}"
     say(f"\n[A] sample_groups: {s.group_size} answers to\n{batch.prompts[0]}\n\n"
         f"[B] score_responses: rewards, the truth is {batch.problems[0]['answer']}\n"
         f"[C] {how}, of each answer's first token")

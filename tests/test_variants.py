@@ -687,7 +687,7 @@ def test_the_trace_tells_the_stages_in_order(capsys, traced):
                  f"A {rollout.advantages[n]:+.4f}", train.one_line(response)[:60])
         assert all(word in line for word in words), line
     trains("--trace", "--group-size=2", "--max-new-tokens=8", "--kl-coef=0", "--advantage=gtpo")
-    assert "advantages_for 'gtpo'" in capsys.readouterr().out
+    assert "--advantage gtpo" in capsys.readouterr().out
 
 
 def test_the_trace_agrees_with_a_step_computed_again(traced):
