@@ -1126,7 +1126,7 @@ def load_problems(name, source, tokenizer, s):
     """The problems of a file, a list of dicts. BadInput: one is too long for the model."""
     # The built-in rewards need a true answer to compare with.
     need_answer = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
-    reserved = reward.ARGUMENTS if s.reward or s.step_reward else ()
+    reserved = set(reward.ARGUMENTS if s.reward or s.step_reward else ())
     limit = sample.length_limit(AutoConfig.from_pretrained(s.model))
     too_long = []  # (tokens of the prompt, line)
 
@@ -1134,6 +1134,8 @@ def load_problems(name, source, tokenizer, s):
     def check(number, problem):
         with telling(f"{source}, line {number}:"):
             prompt = chat_prompt(tokenizer, problem, s.system_prompt)
+            for column in reserved & problem.keys():
+                raise BadInput(f"no column may be named {column!r}, an argument of rewards")
         [ids] = sample.ids_of(tokenizer, [prompt])
         if len(ids) + s.answer_tokens > limit:
             too_long.append((len(ids), number))
@@ -1141,7 +1143,7 @@ def load_problems(name, source, tokenizer, s):
     progress = partial(tqdm, desc=f"reading {source}", leave=False, delay=2, disable=rank() > 0)
     with telling(f"{name}:", of=(ValueError, BadInput)):
         problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
-                                        reserved, check, progress)
+                                        check, progress)
     if too_long:
         longest, number = max(too_long)
         raise BadInput(f"{name} {source}, line {number}, the longest of {len(too_long)} such "
