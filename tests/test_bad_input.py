@@ -73,7 +73,8 @@ def test_bad_flags(capsys, tmp_path, flags, words):
     "--kl-band 0.1 0.2 --kl-coef 0", "--kl-band 0.2 0.1", "--renew-reference 2 --kl-coef 0",
     "--minibatches 17", "--around-best 3",
     "--around-best 2 --reward rule", "--advantage shape --reply r.py:f",
-    "--reward-weights 1 2 --reward rule", "--reward-model m --reward rule",
+    "--reward-weights 1 2 --reward rule", "--reward-weights 1 2 3 --reward rule think",
+    "--reward-model m --reward rule",
     "--no-scale-by-std --advantage gtpo", "--no-scale-by-std --advantage leave-one-out",
     *(f"--advantage shape {flags}" for flags in (
         "--reward rule", "--reward-model m", "--length-rescale 0.3", "--overlong-buffer 9",
