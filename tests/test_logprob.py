@@ -301,14 +301,12 @@ def test_fused_norms(architecture, norms, monkeypatch):
 # --------------------------------------------------------------------------------------------------
 # Attention in a grouped row
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.12.0", "2.15.1+cu130"])
-def test_flash_attention_takes_the_pieces(monkeypatch, flash_on_cpu, version):
+def test_flash_attention_takes_the_pieces(flash_on_cpu):
     """The call that a GPU gets, with the formula in its place; test_families.py: each family."""
-    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion(version))
     model, (input_ids, labels, _) = small_model("llama"), batch()
     run = tokens_run(model)
     actual = token_logprobs(model, input_ids, labels, group_ids=GROUPS)
-    assert run == [5 + 13 + 0 + 6 + 9 + 2 + 10] and flash_on_cpu == 2 * [version > "2.12"]
+    assert run == [5 + 13 + 0 + 6 + 9 + 2 + 10] and flash_on_cpu == [True, True]
     expected, _ = naive(model, input_ids, labels)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
 
