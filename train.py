@@ -36,11 +36,11 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
-# These two are read when torch is imported. OpenMP threads should sleep while they wait: spinning
-# slows everything down when other programs run. CUDA's allocator should let its blocks grow, or
-# free memory between them is lost.
+# These two must be set before torch reads them. OpenMP threads should sleep while they wait:
+# spinning slows everything down when other programs run. CUDA's allocator should let its blocks
+# grow, or free memory between them is lost.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 import torch.distributed as dist
@@ -267,7 +267,7 @@ def advantage_options(policy_model, rollout, batch, tokenizer, reward_of, s):
 def score_before_updates(policy_model, rollout, s):
     """[D] of the policy now, if old log-probs or entropies are needed before the first update."""
     if rollout.old_logprobs is None:
-        rollout.old_logprobs, rollout.entropies = all_token_logprobs(policy_model, rollout, s)
+        rollout.old_logprobs, rollout.entropies = all_token_logprobs(policy_model, rollout, s, True)
 
 
 def mini_batches(policy_model, rollout, s):
@@ -283,7 +283,10 @@ def mini_batches(policy_model, rollout, s):
 def micro_batches(model, rollout, s):
     """Yield for each: its rows as a Rollout, their place in (N, S-1), the weight of its loss."""
     share = s.share_prompts and logprob.is_fast(model)
-    cuts = logprob.micro_batches(rollout.labels, rollout.group_ids, s.micro_batch_tokens, share)
+    # [D] makes its tables of ids and labels on the host: copied once, they make nothing wait later.
+    on_host = {name: getattr(rollout, name).cpu() for name in ("input_ids", "labels", "group_ids")}
+    host = dataclasses.replace(rollout, **on_host)
+    cuts = logprob.micro_batches(host.labels, host.group_ids, s.micro_batch_tokens, share)
     # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
     # the same number, or FSDP's gathers wait for ever: a GPU with fewer runs its last one again,
     # with weight 0.
@@ -291,29 +294,33 @@ def micro_batches(model, rollout, s):
     most = max(gathered_objects(n))
     for i in range(most):
         rows, width = cuts[min(i, n - 1)]
-        part = sample.take(rollout, rows.tolist(), width)
-        here = rows.to(rollout.labels.device), slice(width - 1)
+        part = sample.take(host, rows.tolist(), width)
+        here = logprob.uploaded(rows, rollout.labels.device), slice(width - 1)
         yield part, here, int(i < n)
 
 
-def token_logprobs_of(model, part, s):
-    """[D] of one micro-batch: log-probs and entropies, (n, width-1) each."""
+def token_logprobs_of(model, part, s, with_entropy=True):
+    """[D] of one micro-batch: log-probs, and entropies if asked for, (n, width-1) each."""
     # A sharded model must be entered through a method that FSDP knows: see shard().
     score = getattr(model, "token_logprobs", partial(token_logprobs, model))
     groups = part.group_ids if s.share_prompts else None
     with layers_checkpointed(model, s.gradient_checkpointing):
-        return score(part.input_ids, part.labels, s.temperature, True, groups)
+        return score(part.input_ids, part.labels, s.temperature, with_entropy, groups)
 
 
 @torch.no_grad()
-def all_token_logprobs(model, rollout, s):
-    """[D] of the whole rollout: log-probs and entropies, (N, S-1) each."""
+def all_token_logprobs(model, rollout, s, with_entropy=False):
+    """[D] of the whole rollout: log-probs and entropies (0 if not asked for), (N, S-1) each."""
     logprobs = torch.zeros_like(rollout.logprobs)
     entropies = torch.zeros_like(rollout.logprobs)
 
     def score():
         for part, here, _ in micro_batches(model, rollout, s):
-            logprobs[here], entropies[here] = token_logprobs_of(model, part, s)
+            found = token_logprobs_of(model, part, s, with_entropy)
+            if with_entropy:
+                logprobs[here], entropies[here] = found
+            else:
+                logprobs[here] = found
 
     within_memory(score, s)
     return logprobs, entropies
@@ -1195,8 +1202,10 @@ def unscaled(optimizer):
     """The tensors with a gradient, now divided by the loss scale; LoRA's averaged over GPUs."""
     known = optimizer.param_groups[0]["params"] + getattr(optimizer, "weights", [])
     tensors = [p for p in known if p.grad is not None]
+    scale = loss_scale_of(optimizer)
     for p in tensors:
-        p.grad /= loss_scale_of(optimizer)
+        if scale != 1:
+            p.grad /= scale
         if isinstance(optimizer, LoraAdamW) and world() > 1:
             dist.all_reduce(p.grad)  # as FSDP does with shards
             p.grad /= world()
