@@ -54,9 +54,9 @@ import logprob
 import loss
 import reward
 import sample
-from advantage import ADVANTAGES, advantages_for, group_advantages, is_flat
-from logprob import IGNORE, layers_checkpointed, token_logprobs
-from loss import grpo_loss, next_kl_coef
+from advantage import ADVANTAGES, advantages_for, is_flat, plain_advantages
+from logprob import IGNORE, layers_checkpointed, plain_logprobs, token_logprobs
+from loss import grpo_loss, next_kl_coef, plain_loss
 from reward import is_right, score_responses, truths_of
 from sample import chat_prompt, sample_groups
 
@@ -67,12 +67,12 @@ def plain_step(policy, reference, optimizer, tokenizer, prompts, truths, G=8):
     """The definition: G answers to each prompt, one update. `train_step` adds the options."""
     rollout = sample_groups(policy, tokenizer, prompts, G)                         # [A]
     rewards = score_responses(rollout.responses, truths, G, policy.device)         # [B] (N,)
-    advantages = group_advantages(rewards, G)                                      # [C] (N,)
-    logp = token_logprobs(policy, rollout.input_ids, rollout.labels)               # [D] (N, S-1)
+    A = plain_advantages(rewards, G)                                               # [C] (N,)
+    logp = plain_logprobs(policy, rollout.input_ids, rollout.labels)               # [D] (N, S-1)
     with torch.no_grad():
-        ref = token_logprobs(reference, rollout.input_ids, rollout.labels)         # [D] (N, S-1)
+        ref = plain_logprobs(reference, rollout.input_ids, rollout.labels)         # [D] (N, S-1)
     # No weight has moved since the answers were drawn: logp is also the old policy's.
-    loss, _ = grpo_loss(logp, logp.detach(), ref, advantages, rollout.mask)        # [E] [F]
+    loss = plain_loss(logp, logp.detach(), ref, A, rollout.mask)                   # [E] [F]
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -87,28 +87,14 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     With several GPUs each has its own batch; the metrics cover all of them.
     """
     s = settings
-    seconds = Counter(start=time.perf_counter())
+    clock = Clock()
 
-    @agreed  # bad input on one GPU is raised on all
-    def rollout_of(batch):
-        # [A] G answers to each prompt, drawn from the policy as it is now
-        draw = around_best(batch, s) if s.around_best else sampler
-        with whole_weights(policy_model):
-            rollout = draw(policy_model, tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
-                           s.temperature, batch.generators)
-        lap(seconds, "sampling")
-        # [B] One number per answer, (N,). Accuracy always uses the rule's rewards.
-        truths = truths_of(batch.problems)
-        rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)
-        rollout.rewards = rollout.rule_rewards
-        if reward_of:
-            rollout.rewards = reward_of(batch.problems, batch.prompts, rollout)
-        return rollout
-
-    rollout = rollout_of(batch)
-    rollout = without_flat_groups(rollout, batch, rollout_of, tokenizer, s)
+    # [A] [B] With --max-resample, groups whose rewards are all equal are replaced.
+    rollout_of = partial(answers_and_rewards, policy_model, tokenizer, s, sampler, reward_of, clock)
+    rollout_of = agreed(rollout_of)  # bad input on one GPU is raised on all
+    rollout = without_flat_groups(rollout_of(batch), batch, rollout_of, tokenizer, s)
     add_length_terms(rollout, s)
-    lap(seconds, "scoring")
+    clock.lap("scoring")
 
     # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if every token has its own.
     options = advantage_options(policy_model, rollout, batch, tokenizer, reward_of, s)
@@ -127,46 +113,63 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
             updates.append(update(policy_model, optimizer, part, s))
     optimizer.zero_grad()  # the next rollout can use the gradients' memory
     check_sampler(max(each["sampler_difference"] for each in updates), policy_model, s)
-    lap(seconds, "training")
-    return step_metrics(rollout, batch, updates, seconds, s), rollout
+    clock.lap("training")
+    return step_metrics(rollout, batch, updates, clock.seconds, s), rollout
+
+
+def answers_and_rewards(policy_model, tokenizer, settings, sampler, reward_of, clock, batch):
+    """[A] G answers to each prompt, [B] one reward for each -> Rollout."""
+    s = settings
+    # The answers are drawn from the policy as it is now.
+    rollout = draw_answers(policy_model, tokenizer, batch, sampler, s)
+    clock.lap("sampling")
+    # (N,) each. Accuracy always uses the rule's rewards.
+    truths = truths_of(batch.problems)
+    rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)
+    rollout.rewards = rollout.rule_rewards
+    if reward_of:
+        rollout.rewards = reward_of(batch.problems, batch.prompts, rollout)
+    return rollout
 
 
 def update(policy_model, optimizer, rollout, settings):
     """One gradient step on these rows -> its metrics."""
     s = settings
-    logprobs = torch.zeros_like(rollout.logprobs)                                      # (N, S-1)
-    entropies = torch.zeros_like(logprobs)
-    first = rollout.old_logprobs is None
-    # The loss is divided once, by the rows and tokens of the whole batch. Then micro-batches
-    # simply add up: they save memory and change nothing else.
-    mask = loss_mask(rollout, s)                                                       # (N, S-1)
-    sizes = averaged({"n_rows": len(mask), "n_tokens": mask.sum()})  # FSDP averages gradients, too
-
-    def backward():
-        optimizer.zero_grad()
-        sums = Counter()  # Counter.update adds
-        for part, here, weight in micro_batches(policy_model, rollout, s):
-            # [D] of the policy as it is now, with a gradient: (n, width-1)
-            logp, entropies[here] = token_logprobs_of(policy_model, part, s)
-            logprobs[here] = logp.detach()
-            # If no weight has moved since the answers were drawn, every ratio is 1.
-            old = logp.detach() if first else part.old_logprobs
-            # [E] [F] against the policy that drew the answers, and against the reference
-            loss, metrics = grpo_loss(logp, old, part.ref_logprobs, part.advantages, mask[here],
-                                      **loss_options(part, s), **sizes)
-            (loss * weight * loss_scale_of(optimizer)).backward()
-            sums.update({name: number * weight for name, number in metrics.items()})
-        return sums
-
+    sums = within_memory(partial(backward, policy_model, optimizer, rollout, s), s)
     # [G] The gradient step. One with NaN, or after a sampler that differs, is skipped and counted.
-    sums = within_memory(backward, s)
-    if first:
-        rollout.old_logprobs, rollout.entropies = logprobs, entropies
     grad_norm = clip_grad_norm_(unscaled(optimizer), s.max_grad_norm)
     metrics = update_metrics(sums, grad_norm, rollout, tolerance(policy_model, s))
     if not metrics["skipped_updates"]:
         optimizer.step()
     return metrics | adapt_loss_scale(optimizer, math.isfinite(metrics["grad_norm"]))
+
+
+def backward(policy_model, optimizer, rollout, settings):
+    """[D] [E] [F] The gradient of the loss, by micro-batches -> the loss's metrics."""
+    s = settings
+    # The loss is divided once, by the rows and tokens of the whole batch. Then micro-batches
+    # simply add up: they save memory and change nothing else.
+    mask = loss_mask(rollout, s)                                                       # (N, S-1)
+    whole = batch_size(mask)
+    now = torch.zeros_like(rollout.logprobs)                                           # (N, S-1)
+    entropies = torch.zeros_like(now)
+    sums = Counter()  # Counter.update adds
+    optimizer.zero_grad()
+    for part, here, counted in micro_batches(policy_model, rollout, mask, s):
+        # [D] of the policy as it is now, with a gradient: (n, width-1)
+        logp, entropies[here] = token_logprobs_of(policy_model, part, s)
+        now[here] = logp.detach()
+        # If no weight has moved since the answers were drawn, every ratio is 1.
+        old = now[here] if part.old_logprobs is None else part.old_logprobs
+        # [E] [F] against the policy that drew the answers, and against the reference
+        loss, metrics = grpo_loss(logp, old, part.ref_logprobs, part.advantages, counted,
+                                  **loss_options(part, s), **whole)
+        (loss * loss_scale_of(optimizer)).backward()
+        sums.update(metrics)
+    if rollout.old_logprobs is None:
+        rollout.old_logprobs = now
+        rollout.entropies = entropies
+    return sums
 
 
 # --------------------------------------------------------------------------------------------------
@@ -222,17 +225,37 @@ class Batch:
     resampled: int = 0               # groups drawn anew
 
 
-def lap(seconds, name):
-    """The time since the last lap was spent on this."""
-    # The start and all laps add up to the time of the last one: the difference is this lap.
-    seconds[name] += time.perf_counter() - seconds.total()
+class Clock:
+    """The seconds of a step, by what they were spent on."""
+
+    def __init__(self):
+        self.last = time.perf_counter()
+        self.seconds = Counter()
+
+    def lap(self, name):
+        """The time since the last lap was spent on this."""
+        now = time.perf_counter()
+        self.seconds[name] += now - self.last
+        self.last = now
 
 
-def around_best(batch, s):
-    """--around-best: the rule decides which answers of a half-group the other half continues."""
+def draw_answers(policy_model, tokenizer, batch, sampler, s):
+    """[A] The Rollout of this GPU's prompts, drawn by `sampler` or with --around-best."""
+    # The rule decides which answers of a half-group the other half continues.
     def rewards_of(prompts, responses):
         return score_responses(responses, truths_of(batch.problems), s.group_size // 2)
-    return partial(sample.sample_around, best=s.around_best, rewards_of=rewards_of)
+
+    if s.around_best:
+        sampler = partial(sample.sample_around, best=s.around_best, rewards_of=rewards_of)
+    with whole_weights(policy_model):
+        return sampler(policy_model, tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
+                       s.temperature, batch.generators)
+
+
+def batch_size(mask):
+    """The rows and tokens that the loss is divided by, as arguments of grpo_loss."""
+    # Of several GPUs the mean, because FSDP averages their gradients.
+    return averaged({"n_rows": len(mask), "n_tokens": mask.sum()})
 
 
 def add_length_terms(rollout, s):
@@ -280,8 +303,8 @@ def mini_batches(policy_model, rollout, s):
     return [sample.take(rollout, rows.flatten().tolist()) for rows in parts]
 
 
-def micro_batches(model, rollout, s):
-    """Yield for each: its rows as a Rollout, their place in (N, S-1), the weight of its loss."""
+def micro_batches(model, rollout, mask, s):
+    """Yield for each: its rows as a Rollout, their place in (N, S-1), their part of the mask."""
     share = s.share_prompts and logprob.is_fast(model)
     # [D] makes its tables of ids and labels on the host: copied once, they make nothing wait later.
     on_host = {name: getattr(rollout, name).cpu() for name in ("input_ids", "labels", "group_ids")}
@@ -289,14 +312,14 @@ def micro_batches(model, rollout, s):
     cuts = logprob.micro_batches(host.labels, host.group_ids, s.micro_batch_tokens, share)
     # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
     # the same number, or FSDP's gathers wait for ever: a GPU with fewer runs its last one again,
-    # with weight 0.
+    # and counts none of its tokens.
     n = len(cuts)
     most = max(gathered_objects(n))
     for i in range(most):
         rows, width = cuts[min(i, n - 1)]
         part = sample.take(host, rows.tolist(), width)
         here = logprob.uploaded(rows, rollout.labels.device), slice(width - 1)
-        yield part, here, int(i < n)
+        yield part, here, mask[here] if i < n else torch.zeros_like(mask[here])
 
 
 def token_logprobs_of(model, part, s, with_entropy=True):
@@ -315,7 +338,7 @@ def all_token_logprobs(model, rollout, s, with_entropy=False):
     entropies = torch.zeros_like(rollout.logprobs)
 
     def score():
-        for part, here, _ in micro_batches(model, rollout, s):
+        for part, here, _ in micro_batches(model, rollout, rollout.mask, s):
             found = token_logprobs_of(model, part, s, with_entropy)
             if with_entropy:
                 logprobs[here], entropies[here] = found
@@ -429,9 +452,8 @@ def step_metrics(rollout, batch, updates, seconds, s):
         values = [update[name] for update in updates]
         metrics[name] = sum(values) / len(values)
     metrics["skipped_updates"] = sum(update["skipped_updates"] for update in updates)
-    del seconds["start"]
-    for name in seconds:
-        metrics[f"seconds_{name}"] = seconds[name]
+    for name, spent in seconds.items():
+        metrics[f"seconds_{name}"] = spent
     metrics["tokens_per_second"] = metrics["tokens"] / seconds.total()
     metrics["peak_memory_gb"] = peak_memory() / 1e9
     if s.max_resample:
@@ -1085,11 +1107,7 @@ def load_reward_of(s, reward_model=None):
 
 # --------------------------------------------------------------------------------------------------
 # Weights. AdamW at 1e-6 moves a weight by about 1e-6, but a bfloat16 weight of 0.02 can only move
-# by 1.2e-4. So the optimizer works on float32 masters, and rounds the model's weights from them.
-
-# The bits of a float32 that these lack: neighbours are 2^16 (2^13) float32 numbers apart.
-DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
-
+# by 1.2e-4. So the optimizer moves float32 masters, and the model's weights are rounded from them.
 
 def make_optimizer(model, s, ref_model=None):
     """AdamW over the weights, or over float32 masters if they have fewer bits, or over factors."""
@@ -1099,11 +1117,35 @@ def make_optimizer(model, s, ref_model=None):
     weights = [p for p in model.parameters() if p.requires_grad]
     if weights[0].dtype == torch.float32:
         return with_moments(torch.optim.AdamW(weights, **how))
-    place = {"dtype": torch.float32}
-    if s.offload and world() == 1 and model.device.type == "cuda":
-        place |= {"device": "cpu", "pin_memory": True}
-    masters = [torch.empty_like(w, **place).copy_(w.detach()) for w in weights]
-    return MasterAdamW(masters, weights, s.seed, **how)
+    offload = s.offload and world() == 1 and model.device.type == "cuda"
+    masters = []
+    for i, weight in enumerate(weights):
+        master = off_grid(weight, s.seed, i)
+        masters.append(master.cpu().pin_memory() if offload else master)
+    return MasterAdamW(masters, weights, **how)
+
+
+@torch.no_grad()
+def off_grid(weight, seed, i):
+    """A float32 copy of the i-th weight, its numbers moved at random by less than half a unit.
+
+    A unit is the distance between neighbours in bfloat16 (or float16). Rounded to nearest, the copy
+    is still the weight, bit for bit. But if a master began exactly on such a number, its weight
+    would not change until it had moved by half a unit, after hundreds of steps at 1e-6. From random
+    places a move by a hundredth of a unit takes one weight in a hundred to its next number, and on
+    average the intended change arrives. Stochastic rounding (arXiv 2010.06192) draws at every step.
+    """
+    master = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+    # Neighbours are so many float32 numbers apart: 2^16, or 2^13 for float16; 1 for float32.
+    unit = round(torch.finfo(weight.dtype).eps / torch.finfo(torch.float32).eps)
+    if unit > 1:
+        shard = rank() if is_sharded(weight) else 0
+        generator = seeded(seed, "off grid", i, shard, device=master.device)
+        # The bits of a float32, read as an integer, count the numbers between it and 0.
+        number = local(master).view(torch.int32)
+        offset = torch.empty_like(number).random_(1 - unit // 2, unit // 2, generator=generator)
+        number += offset.masked_fill_(local(weight) == 0, 0)  # below 0 a count would be no number
+    return master
 
 
 def with_moments(optimizer):
@@ -1116,24 +1158,16 @@ def with_moments(optimizer):
 
 
 class MasterAdamW(torch.optim.AdamW):
-    """AdamW on float32 masters of bfloat16 or float16 weights, with rounding that loses no step.
+    """AdamW on the float32 masters of bfloat16 or float16 weights, which are rounded from them.
 
-    Rounded to nearest, a weight would not change until its master had moved by half a unit, after
-    hundreds of steps at 1e-6. Here each weight has a threshold of its own, uniform between 0 and 1
-    unit, and is rounded up if its master's remainder reaches it. So a move by a hundredth of a unit
-    moves one weight in a hundred by a whole unit: on average the intended change arrives. The
-    thresholds stay the same during a run; stochastic rounding (arXiv 2010.06192) draws anew.
-
-    With --offload masters and moments are in host memory: the GPU sends gradients once per update,
-    and rounds the masters that come back, with the same thresholds as without --offload.
+    With --offload masters and moments are in host memory: the GPU sends gradients once per update.
     """
 
-    def __init__(self, trained, weights, seed, **how):
+    def __init__(self, trained, weights, **how):
         super().__init__(trained, **how)
         with_moments(self)
         self.trained = trained  # float32 masters, or LoRA's factors
         self.weights = weights
-        self.seed = seed
         # Gradients below 6e-8 are 0 in float16: the loss is multiplied by this before backward().
         # The second number counts updates since a gradient was last not finite.
         scale = 2.0**16 if weights[0].dtype == torch.float16 else 1.0
@@ -1164,33 +1198,14 @@ class MasterAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def round(self):
-        """Round the masters into the model's weights."""
-        first = self.weights[0]
-        part = rank() if is_sharded(first) else 0  # a shard has thresholds of its own
-        # The seed is the same at every step, and so are the thresholds.
-        generator = seeded(self.seed, "thresholds", part, device=first.device)
+        """Round the masters into the model's weights, each to the nearest number."""
         for weight, master in zip(self.weights, self.masters()):
-            if weight.dtype in DROPPED_BITS:
-                round_into(local(weight), local(master), generator)
-            else:
-                weight.copy_(master)
+            weight.copy_(master)
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad()
         for weight in self.weights:
             weight.grad = None
-
-
-def round_into(weight, master, generator):
-    """Round each float32 up if its remainder reaches its threshold, else down."""
-    bits = DROPPED_BITS[weight.dtype]
-    weights = weight.view(-1).split(2**20)
-    masters = master.view(-1).split(2**20)
-    for w, m in zip(weights, masters):
-        # The bits of a float32, read as an integer, grow with its size: 2^bits is one unit.
-        number = m.to(w.device).view(torch.int32)
-        added = torch.empty_like(number).random_(2**bits, generator=generator)  # 1 - threshold
-        w.copy_(((number + added) & -2**bits).view(torch.float32))
 
 
 def loss_scale_of(optimizer):
@@ -1262,7 +1277,8 @@ class LoraAdamW(MasterAdamW):
             self.factors[f"base_model.model.{name}.lora_A.weight"] = A
             self.factors[f"base_model.model.{name}.lora_B.weight"] = B
             W.requires_grad_()
-        super().__init__(list(self.factors.values()), list(linears.values()), s.seed, **how)
+        self.seed = s.seed
+        super().__init__(list(self.factors.values()), list(linears.values()), **how)
 
     @torch.no_grad()
     def take_gradient(self, i, weight):
@@ -1274,8 +1290,9 @@ class LoraAdamW(MasterAdamW):
             factor.grad = grad if factor.grad is None else factor.grad + grad
 
     def masters(self):
-        for W0, A, B in self.parts:
-            yield W0.to(B, copy=True).addmm_(B, A, alpha=self.lora_scale)              # (out, in)
+        for i, (W0, A, B) in enumerate(self.parts):
+            W = off_grid(W0.to(B.device), self.seed, i)                                # (out, in)
+            yield W.addmm_(B, A, alpha=self.lora_scale)
 
 
 def linears_of(model):

@@ -119,7 +119,7 @@ def test_a_flag_that_changes_the_mathematics_arrives(flags):
     flags = flags.split()
     p = parts(*PLAIN, *flags, "--micro-batch-tokens=25")
     rollout = rollout_of(p, 0.7)
-    assert len(list(train.micro_batches(p.policy, rollout, p.settings))) > 2
+    assert len(list(train.micro_batches(p.policy, rollout, rollout.mask, p.settings))) > 2
     expected = by_hand(p, rollout, flags)
     plain = by_hand(p, rollout, flags[1:])
     if "--kl-coef=0" in flags:
