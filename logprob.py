@@ -425,6 +425,8 @@ def main():
                         help="a hub name, a model's folder, or a run's folder (for its final/)")
     parser.add_argument("--temperature", type=float, default=1.0)
     args = parser.parse_args()
+    if not args.temperature > 0:
+        raise ValueError("--temperature: must be above 0")
     transformers.utils.logging.disable_progress_bar()
     final = Path(args.model, "final")
     folder = str(final) if final.is_dir() else args.model

@@ -824,7 +824,8 @@ class Settings:
     resume: str = flag("", "continue the run in this folder", kept=False, free=True)
     eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop", kept=False)
     trace: bool = flag(False, "print one step stage by stage, and stop", kept=False)
-    dry_run: bool = flag(False, "print the memory a step needs, and stop", kept=False, free=True)
+    dry_run: amount = flag(None, "print the memory a step needs, and stop; N: on a card of N GB",
+                           kept=False, free=True, nargs="?", const=0.0)
 
     @property
     def answer_tokens(self):
@@ -1327,7 +1328,7 @@ def save_adapter(run, optimizer, s):
 # Memory is counted before anything is loaded; a run takes the first of four ways that fits.
 
 PROMPT = 256  # tokens of a prompt that the count assumes
-DEVICE, HOST = "device memory", "host memory"  # the two sums of a count
+DEVICE, HOST, DISK = "device memory", "host memory", "disk"  # the sums of a count
 ADVICE = ("to need less: --lora-rank 16, --kl-coef 0, --dtype bfloat16, a smaller --model, more "
           "GPUs, or lower --prompts-per-step, --group-size, --max-new-tokens, --micro-batch-tokens")
 
@@ -1345,6 +1346,10 @@ def plan_memory(s):
                 f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)"
                 + ", with --offload" * way.offload
                 + ", with --gradient-checkpointing" * way.gradient_checkpointing)
+            space = free_disk(s.output)
+            if count[DISK] > space and not s.resume:
+                say(f"--output: the run needs {count[DISK] / 1e9:.3g} GB of disk when it saves, "
+                    f"and {space / 1e9:.3g} are free")
             return way
     raise BadInput(f"--model {s.model}: a step needs about {count[lack] / 1e9:.3g} GB of {lack} "
                    f"(details: --dry-run), and that leaves less than a tenth free; {ADVICE}")
@@ -1361,6 +1366,8 @@ def counted_ways(s, device, dtype):
         s.offload = False  # the device has no memory of its own
     model = model_without_storage("--model", s.model, dtype)
     free = {DEVICE: free_memory(device), HOST: free_memory(torch.device("cpu"))}
+    if s.dry_run:  # of another machine's card, where CUDA itself takes about a GB
+        free = {DEVICE: (s.dry_run - 1) * 2**30, HOST: math.inf}
     for offload, checkpointing in product((False, True), repeat=2):
         if s.offload in (None, offload) and s.gradient_checkpointing in (None, checkpointing):
             way = dataclasses.replace(s, offload=offload, gradient_checkpointing=checkpointing)
@@ -1381,7 +1388,8 @@ def memory(s, model):
     keys = (getattr(text, "num_key_value_heads", None) or heads) * width
     # Numbers that a layer keeps per token for its backward pass: of its norms, attention and MLP
     kept = 8 * hidden + 5 * queries + keys
-    kept += 4 * (getattr(text, "intermediate_size", None) or 4 * hidden)
+    inner = getattr(text, "intermediate_size", None) or 4 * hidden
+    kept += 4 * (max(inner) if isinstance(inner, list) else inner)  # Gemma 3n has one per layer
     if any("q_norm" in name for name, _ in model.named_parameters()):
         kept += 3 * (queries + keys)
     # With checkpointing a layer keeps its input, and one layer at a time is run again.
@@ -1425,24 +1433,39 @@ def memory(s, model):
         "logits, their gradients": 12 * logits + 2 * size * head,
     }
     host += 4 * max(W.numel() for W in weights)  # a checkpoint passes tensor by tensor
-    return count | {DEVICE: sum(count.values()), HOST: host}
+    saved = 12 * (trained if s.lora_rank else n)  # masters and moments, of all ranks
+    if s.renew_reference:
+        saved += n * size + 12 * judge
+    disk = 2 * saved + n * size  # while it saves: the old checkpoint and the new one; final/
+    return count | {DEVICE: sum(count.values()), HOST: host, DISK: disk}
 
 
 def print_memory(s):
-    """--dry-run: print the count of each way, in GB; a star marks the one that a run takes here."""
+    """--dry-run: print the count of each way, in GB; a star marks the one that a run takes."""
     device, dtype = torch.device("cuda"), getattr(torch, s.dtype, torch.bfloat16)
-    if s.device != "cuda" or torch.cuda.is_available():  # else the card of another machine
-        device, dtype = choose_device(s)
+    if not s.dry_run and (s.device != "cuda" or torch.cuda.is_available()):
+        device, dtype = choose_device(s)  # else the card of another machine
+    where = f"a card of {s.dry_run:g} GB" if s.dry_run else device.type
     ways, counts, lacks = zip(*counted_ways(s, device, dtype))
     taken = lacks.index(None) if None in lacks else None
-    rows = {"*: a run takes this way here": ["*" * (n == taken) for n in range(len(ways))]}
+    rows = {"*: a run takes this way": ["*" * (n == taken) for n in range(len(ways))]}
     for name in ("offload", "gradient_checkpointing"):
         rows[flag_of(name)] = ["yes" * getattr(way, name) for way in ways]
     for what in counts[0]:
         rows[what] = [f"{count[what] / 1e9:.2f}" for count in counts]
-    print(f"{s.model} in {dtype} on {device.type}: GB for a step")
+    print(f"{s.model} in {dtype} on {where}: GB for a step")
     for what, cells in rows.items():
         print(f"{what:30}" + "".join(f"{cell:>8}" for cell in cells))
+    if taken is None:
+        print(f"no way leaves a tenth of {where}'s free memory; {ADVICE}")
+
+
+def free_disk(output):
+    """Bytes that are free where the run's folder will be."""
+    folder = Path(output).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
 
 
 def free_memory(device):
@@ -1869,7 +1892,7 @@ def main(argv=None):
     run = Run()
     try:
         settings = parse(argv)
-        if settings.dry_run:
+        if settings.dry_run is not None:
             print_memory(settings)
             return 0
         join_ranks(settings)

@@ -399,3 +399,5 @@ def test_script_takes_a_run_and_its_flags(run_here, tiny, tmp_path):
     assert run_here("logprob.py", run).splitlines() == plain
     cold = run_here("logprob.py", run, "--temperature=0.5").splitlines()
     assert plain[-1] != cold[-1] and len(plain) == len(cold)
+    for zero in ("0", "-1", "nan"):
+        assert "--temperature" in run_here("logprob.py", run, f"--temperature={zero}", status=2)
