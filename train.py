@@ -36,11 +36,11 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
-# These two are read when torch is imported. OpenMP threads should sleep while they wait: spinning
-# slows everything down when other programs run. CUDA's allocator should let its blocks grow, or
-# free memory between them is lost.
+# These two must be set before torch reads them. OpenMP threads should sleep while they wait:
+# spinning slows everything down when other programs run. CUDA's allocator should let its blocks
+# grow, or free memory between them is lost.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 import torch.distributed as dist
@@ -290,7 +290,7 @@ def advantage_options(policy_model, rollout, batch, tokenizer, reward_of, s):
 def score_before_updates(policy_model, rollout, s):
     """[D] of the policy now, if old log-probs or entropies are needed before the first update."""
     if rollout.old_logprobs is None:
-        rollout.old_logprobs, rollout.entropies = all_token_logprobs(policy_model, rollout, s)
+        rollout.old_logprobs, rollout.entropies = all_token_logprobs(policy_model, rollout, s, True)
 
 
 def mini_batches(policy_model, rollout, s):
@@ -306,7 +306,10 @@ def mini_batches(policy_model, rollout, s):
 def micro_batches(model, rollout, mask, s):
     """Yield for each: its rows as a Rollout, their place in (N, S-1), their part of the mask."""
     share = s.share_prompts and logprob.is_fast(model)
-    cuts = logprob.micro_batches(rollout.labels, rollout.group_ids, s.micro_batch_tokens, share)
+    # [D] makes its tables of ids and labels on the host: copied once, they make nothing wait later.
+    on_host = {name: getattr(rollout, name).cpu() for name in ("input_ids", "labels", "group_ids")}
+    host = dataclasses.replace(rollout, **on_host)
+    cuts = logprob.micro_batches(host.labels, host.group_ids, s.micro_batch_tokens, share)
     # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
     # the same number, or FSDP's gathers wait for ever: a GPU with fewer runs its last one again,
     # and counts none of its tokens.
@@ -314,29 +317,33 @@ def micro_batches(model, rollout, mask, s):
     most = max(gathered_objects(n))
     for i in range(most):
         rows, width = cuts[min(i, n - 1)]
-        part = sample.take(rollout, rows.tolist(), width)
-        here = rows.to(rollout.labels.device), slice(width - 1)
+        part = sample.take(host, rows.tolist(), width)
+        here = logprob.uploaded(rows, rollout.labels.device), slice(width - 1)
         yield part, here, mask[here] if i < n else torch.zeros_like(mask[here])
 
 
-def token_logprobs_of(model, part, s):
-    """[D] of one micro-batch: log-probs and entropies, (n, width-1) each."""
+def token_logprobs_of(model, part, s, with_entropy=True):
+    """[D] of one micro-batch: log-probs, and entropies if asked for, (n, width-1) each."""
     # A sharded model must be entered through a method that FSDP knows: see shard().
     score = getattr(model, "token_logprobs", partial(token_logprobs, model))
     groups = part.group_ids if s.share_prompts else None
     with layers_checkpointed(model, s.gradient_checkpointing):
-        return score(part.input_ids, part.labels, s.temperature, True, groups)
+        return score(part.input_ids, part.labels, s.temperature, with_entropy, groups)
 
 
 @torch.no_grad()
-def all_token_logprobs(model, rollout, s):
-    """[D] of the whole rollout: log-probs and entropies, (N, S-1) each."""
+def all_token_logprobs(model, rollout, s, with_entropy=False):
+    """[D] of the whole rollout: log-probs and entropies (0 if not asked for), (N, S-1) each."""
     logprobs = torch.zeros_like(rollout.logprobs)
     entropies = torch.zeros_like(rollout.logprobs)
 
     def score():
         for part, here, _ in micro_batches(model, rollout, rollout.mask, s):
-            logprobs[here], entropies[here] = token_logprobs_of(model, part, s)
+            found = token_logprobs_of(model, part, s, with_entropy)
+            if with_entropy:
+                logprobs[here], entropies[here] = found
+            else:
+                logprobs[here] = found
 
     within_memory(score, s)
     return logprobs, entropies
@@ -817,7 +824,8 @@ class Settings:
     resume: str = flag("", "continue the run in this folder", kept=False, free=True)
     eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop", kept=False)
     trace: bool = flag(False, "print one step stage by stage, and stop", kept=False)
-    dry_run: bool = flag(False, "print the memory a step needs, and stop", kept=False, free=True)
+    dry_run: amount = flag(None, "print the memory a step needs, and stop; N: on a card of N GB",
+                           kept=False, free=True, nargs="?", const=0.0)
 
     @property
     def answer_tokens(self):
@@ -1210,8 +1218,10 @@ def unscaled(optimizer):
     """The tensors with a gradient, now divided by the loss scale; LoRA's averaged over GPUs."""
     known = optimizer.param_groups[0]["params"] + getattr(optimizer, "weights", [])
     tensors = [p for p in known if p.grad is not None]
+    scale = loss_scale_of(optimizer)
     for p in tensors:
-        p.grad /= loss_scale_of(optimizer)
+        if scale != 1:
+            p.grad /= scale
         if isinstance(optimizer, LoraAdamW) and world() > 1:
             dist.all_reduce(p.grad)  # as FSDP does with shards
             p.grad /= world()
@@ -1318,7 +1328,7 @@ def save_adapter(run, optimizer, s):
 # Memory is counted before anything is loaded; a run takes the first of four ways that fits.
 
 PROMPT = 256  # tokens of a prompt that the count assumes
-DEVICE, HOST = "device memory", "host memory"  # the two sums of a count
+DEVICE, HOST, DISK = "device memory", "host memory", "disk"  # the sums of a count
 ADVICE = ("to need less: --lora-rank 16, --kl-coef 0, --dtype bfloat16, a smaller --model, more "
           "GPUs, or lower --prompts-per-step, --group-size, --max-new-tokens, --micro-batch-tokens")
 
@@ -1336,6 +1346,10 @@ def plan_memory(s):
                 f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)"
                 + ", with --offload" * way.offload
                 + ", with --gradient-checkpointing" * way.gradient_checkpointing)
+            space = free_disk(s.output)
+            if count[DISK] > space and not s.resume:
+                say(f"--output: the run needs {count[DISK] / 1e9:.3g} GB of disk when it saves, "
+                    f"and {space / 1e9:.3g} are free")
             return way
     raise BadInput(f"--model {s.model}: a step needs about {count[lack] / 1e9:.3g} GB of {lack} "
                    f"(details: --dry-run), and that leaves less than a tenth free; {ADVICE}")
@@ -1352,6 +1366,8 @@ def counted_ways(s, device, dtype):
         s.offload = False  # the device has no memory of its own
     model = model_without_storage("--model", s.model, dtype)
     free = {DEVICE: free_memory(device), HOST: free_memory(torch.device("cpu"))}
+    if s.dry_run:  # of another machine's card, where CUDA itself takes about a GB
+        free = {DEVICE: (s.dry_run - 1) * 2**30, HOST: math.inf}
     for offload, checkpointing in product((False, True), repeat=2):
         if s.offload in (None, offload) and s.gradient_checkpointing in (None, checkpointing):
             way = dataclasses.replace(s, offload=offload, gradient_checkpointing=checkpointing)
@@ -1372,7 +1388,8 @@ def memory(s, model):
     keys = (getattr(text, "num_key_value_heads", None) or heads) * width
     # Numbers that a layer keeps per token for its backward pass: of its norms, attention and MLP
     kept = 8 * hidden + 5 * queries + keys
-    kept += 4 * (getattr(text, "intermediate_size", None) or 4 * hidden)
+    inner = getattr(text, "intermediate_size", None) or 4 * hidden
+    kept += 4 * (max(inner) if isinstance(inner, list) else inner)  # Gemma 3n has one per layer
     if any("q_norm" in name for name, _ in model.named_parameters()):
         kept += 3 * (queries + keys)
     # With checkpointing a layer keeps its input, and one layer at a time is run again.
@@ -1416,24 +1433,39 @@ def memory(s, model):
         "logits, their gradients": 12 * logits + 2 * size * head,
     }
     host += 4 * max(W.numel() for W in weights)  # a checkpoint passes tensor by tensor
-    return count | {DEVICE: sum(count.values()), HOST: host}
+    saved = 12 * (trained if s.lora_rank else n)  # masters and moments, of all ranks
+    if s.renew_reference:
+        saved += n * size + 12 * judge
+    disk = 2 * saved + n * size  # while it saves: the old checkpoint and the new one; final/
+    return count | {DEVICE: sum(count.values()), HOST: host, DISK: disk}
 
 
 def print_memory(s):
-    """--dry-run: print the count of each way, in GB; a star marks the one that a run takes here."""
+    """--dry-run: print the count of each way, in GB; a star marks the one that a run takes."""
     device, dtype = torch.device("cuda"), getattr(torch, s.dtype, torch.bfloat16)
-    if s.device != "cuda" or torch.cuda.is_available():  # else the card of another machine
-        device, dtype = choose_device(s)
+    if not s.dry_run and (s.device != "cuda" or torch.cuda.is_available()):
+        device, dtype = choose_device(s)  # else the card of another machine
+    where = f"a card of {s.dry_run:g} GB" if s.dry_run else device.type
     ways, counts, lacks = zip(*counted_ways(s, device, dtype))
     taken = lacks.index(None) if None in lacks else None
-    rows = {"*: a run takes this way here": ["*" * (n == taken) for n in range(len(ways))]}
+    rows = {"*: a run takes this way": ["*" * (n == taken) for n in range(len(ways))]}
     for name in ("offload", "gradient_checkpointing"):
         rows[flag_of(name)] = ["yes" * getattr(way, name) for way in ways]
     for what in counts[0]:
         rows[what] = [f"{count[what] / 1e9:.2f}" for count in counts]
-    print(f"{s.model} in {dtype} on {device.type}: GB for a step")
+    print(f"{s.model} in {dtype} on {where}: GB for a step")
     for what, cells in rows.items():
         print(f"{what:30}" + "".join(f"{cell:>8}" for cell in cells))
+    if taken is None:
+        print(f"no way leaves a tenth of {where}'s free memory; {ADVICE}")
+
+
+def free_disk(output):
+    """Bytes that are free where the run's folder will be."""
+    folder = Path(output).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
 
 
 def free_memory(device):
@@ -1860,7 +1892,7 @@ def main(argv=None):
     run = Run()
     try:
         settings = parse(argv)
-        if settings.dry_run:
+        if settings.dry_run is not None:
             print_memory(settings)
             return 0
         join_ranks(settings)
