@@ -14,6 +14,12 @@ Departures from the theory's code map:
     python train.py --model Qwen/Qwen2.5-1.5B-Instruct    # GSM8K, on a GPU
 """
 
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 (before the imports, which need it)
+    print("train.py: needs Python 3.11 or newer", file=sys.stderr)
+    sys.exit(2)
+
 import argparse
 import copy
 import dataclasses
@@ -26,7 +32,7 @@ import re
 import shlex
 import shutil
 import signal
-import sys
+import threading
 import time
 import warnings
 from collections import Counter
@@ -128,7 +134,7 @@ def answers_and_rewards(policy_model, tokenizer, settings, sampler, reward_of, c
     rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)
     rollout.rewards = rollout.rule_rewards
     if reward_of:
-        rollout.rewards = reward_of(batch.problems, batch.prompts, rollout)
+        rollout.rewards = rewards_by(reward_of, batch.problems, batch.prompts, rollout)
     return rollout
 
 
@@ -282,8 +288,13 @@ def advantage_options(policy_model, rollout, batch, tokenizer, reward_of, s):
         score_before_updates(policy_model, rollout, s)  # they read the entropies
     # With a user's own reward, an answer counts as right if its reward is positive.
     right = None if reward_of else is_right(rollout.rule_rewards)
+    reward_parts = None
+    if s.advantage == "gdpo":
+        parts = torch.stack(list(rollout.reward_parts.values()))                       # (K, N)
+        reward_parts = parts, s.reward_weights or [1.0] * len(parts), gathered
     return {"entropies": rollout.entropies, "mask": rollout.mask, "right": right,
             "step_rewards": rollout.step_rewards, "candidates": candidates,
+            "reward_parts": reward_parts,
             "scale_by_std": s.scale_by_std, "clip": s.clip_advantages}
 
 
@@ -623,7 +634,7 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
             rollout = sampler(model, tokenizer, prompts, group_size, s.max_new_tokens, temperature,
                               generators)
             rule = score_responses(rollout.responses, truths_of(part), group_size)
-            own = reward_of(part, prompts, rollout) if reward_of else rule
+            own = rewards_by(reward_of, part, prompts, rollout) if reward_of else rule
             rows += zip(rollout.responses, rule.tolist(), own.tolist())
         return rows
 
@@ -766,9 +777,13 @@ class Settings:
     question_field: str = flag("question", "the column of the JSONL that holds the question")
     answer_field: str = flag("answer", "the column that ends in `#### ` and the final answer")
     system_prompt: str = flag(BOXED, "system message before every question; empty for none")
+    template_args: sample.template_arguments = flag(
+        None, "arguments of the model's chat template, say '{\"enable_thinking\": false}'",
+        metavar="JSON")
     reward: path = flag(None, "own file.py:function, called like TRL's, or our `rule`, `think`; "
-                        "several are added", nargs="+")
-    reward_weights: number(float, -1e9) = flag(None, "for each --reward; default: 1", nargs="+")
+                        "several are added", nargs="+", action="extend")
+    reward_weights: number(float, -1e9) = flag(None, "for each --reward; default: 1", nargs="+",
+                                               action="extend")
     step_reward: path = flag(None, "file.py:function that rewards steps: process supervision")
     reward_model: path = flag("", "folder of a sequence classifier; its scores are the rewards")
     reward_model_lr: above_0 = flag(2e-5, "its learning rate, if --renew-reference trains it")
@@ -847,6 +862,8 @@ def flag_of(name):
 
 def given_flags(argv):
     """The flags in argv, or on the command line -> {name: value}, without defaults."""
+    words = sys.argv[1:] if argv is None else list(map(str, argv))
+
     def error(message):
         raise BadInput(f"{message} (--help lists the flags)")
 
@@ -865,11 +882,15 @@ def given_flags(argv):
         if field.type is bool:
             how |= {"type": None, "action": argparse.BooleanOptionalAction}
         elif field.type not in (str, path):
-            how["metavar"] = "N"
+            how.setdefault("metavar", "N")
         if name in tiny:
             how["help"] += f" {{{tiny[name]}}}"
         group.add_argument(flag_of(name), **how)
-    return vars(parser.parse_args(argv))
+    counts = Counter(word.partition("=")[0] for word in words)
+    for name, field in FIELDS.items():
+        if counts[flag_of(name)] > 1 and "action" not in field.metadata["how"]:
+            say(f"{flag_of(name)} is given more than once: the last one counts")
+    return vars(parser.parse_args(words))
 
 
 def parse(argv=None):
@@ -892,11 +913,21 @@ def parse(argv=None):
     if s.resume:
         check_resumed(given, Settings(**config))
         s.output = s.resume
-    final = os.path.join(s.model, "final")
-    if os.path.isfile(f"{final}/config.json"):
-        s.model = final  # a run's folder was named
+    s.model = folder_of_model(s.model)
     s.config = str(file or "")
     return s
+
+
+def folder_of_model(name):
+    """--model, or the final/ in it if it is a run's folder."""
+    files = set(os.listdir(name)) if os.path.isdir(name) else set()
+    if os.path.isfile(f"{name}/final/config.json"):
+        return os.path.join(name, "final")
+    if "metrics.jsonl" in files:
+        raise BadInput(f"--model {name}: this run has no final/ yet, it is not done: --resume it")
+    if "adapter_config.json" in files and "config.json" not in files:
+        raise BadInput(f"--model {name}: LoRA's factors alone are no model, take the run's final/")
+    return name
 
 
 def read_config(file):
@@ -904,14 +935,22 @@ def read_config(file):
     with telling(f"{file}:", of=Exception):
         words = []
         for name, value in json.loads(Path(file).read_text(encoding="utf-8")).items():
+            spelling = name.lstrip("-").replace("-", "_")
+            if name != spelling and spelling in FIELDS:
+                raise ValueError(f"write {name!r} as {spelling!r} in a config file")
             if name not in FIELDS or not FIELDS[name].metadata["kept"]:
                 raise ValueError(f"{flag_of(name)} is no flag for a config file")
             if isinstance(value, bool):
                 words.append(flag_of(name if value else f"no_{name}"))
             elif isinstance(value, list):
-                words += [flag_of(name), *map(str, value)]
+                words.append(flag_of(name))
+                for item in value:
+                    if isinstance(item, str) and item.startswith("-"):
+                        raise ValueError(f"{flag_of(name)}: {item!r} would be another flag")
+                    words.append(str(item))
             elif value is not None:  # null: the default
-                words.append(f"{flag_of(name)}={value}")
+                text = value if isinstance(value, str) else json.dumps(value)
+                words.append(f"{flag_of(name)}={text}")
         with chdir(Path(file).parent):
             return given_flags(words)
 
@@ -936,16 +975,19 @@ def load(s):
     # Kept with the run, because the last digit of sums depends on the number of threads.
     s.threads = s.threads or torch.get_num_threads()
     torch.set_num_threads(s.threads)
-    reward_model = load_reward_model(s) if s.reward_model else None
-    reward_of = load_reward_of(s, reward_model)
+    reward_of = load_reward_of(s)
+    reward_model = None
     sampler = sample_groups
     if s.reply:
         with telling("--reply"):
-            reply = reward.named("fails:")(reward.load_function(s.reply))
+            reply = reward.blame_user_file("fails:")(reward.load_function(s.reply))
         talk = partial(sample.sample_conversations, reply=reply, max_turns=s.max_turns)
         sampler = telling("--reply")(talk)  # its errors name --reply
     sample.PLAIN = logprob.PLAIN = s.plain
     policy_model, tokenizer = load_policy(s)
+    if s.reward_model:  # after the policy: from then on transformers prints nothing
+        reward_model = load_reward_model(s)
+        reward_of = load_reward_of(s, reward_model)
     logprob.fuse_norms(policy_model)
     problems, eval_problems = load_data(s, tokenizer)
     ref_model = optimizer = None
@@ -982,6 +1024,11 @@ def check_combinations(s):
          "--reward-weights: weighs several --reward against each other"),
         (s.advantage == "shape" and (own or of_answers),
          "--advantage shape: the rule rewards each box, and no other flag about rewards works"),
+        (s.advantage == "gdpo" and (len(s.reward or []) < 2 or of_answers),
+         "--advantage gdpo: needs two --reward or more, and no other flag about rewards works"),
+        (s.overlong_buffer >= s.answer_tokens,
+         f"--overlong-buffer {s.overlong_buffer}: must be less than the {s.answer_tokens} tokens "
+         "that an answer may have, else every answer is punished"),
         (s.around_best and (own or s.group_size % (2 * s.around_best)),
          "--around-best: must divide half of --group-size, and works with the rule's reward alone"),
         (not s.scale_by_std and (s.step_reward or s.advantage != "group"),
@@ -996,7 +1043,7 @@ def check_combinations(s):
 def tell_idle(s):
     """Print a line for every flag that has no effect together with the others."""
     one_update = s.updates_per_rollout * s.minibatches == 1
-    per_answer = s.advantage in ("group", "leave-one-out") and not s.step_reward
+    per_answer = s.advantage in ("group", "leave-one-out", "gdpo") and not s.step_reward
     for names, idle, why in [
         ("clip_eps clip_eps_high objective", one_update, "with one update every ratio is 1"),
         ("ratio", one_update and per_answer, "with one update every ratio is 1"),
@@ -1039,7 +1086,10 @@ def load_policy(s):
     """The policy and its tokenizer; a model that will be sharded is in host memory."""
     device, dtype = choose_device(s)
     with telling(f"--model {s.model}:"):
-        return sample.open_policy(s.model, device if s.is_whole else "cpu", dtype)
+        model, tokenizer = sample.open_policy(s.model, device if s.is_whole else "cpu", dtype)
+    with telling("--template-args:"):
+        sample.set_template_arguments(tokenizer, s.template_args)
+    return model, tokenizer
 
 
 def load_reward_model(s):
@@ -1076,16 +1126,25 @@ def load_problems(name, source, tokenizer, s):
     # The built-in rewards need a true answer to compare with.
     need_answer = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
     reserved = reward.ARGUMENTS if s.reward or s.step_reward else ()
-    with telling(f"{name}:"):
-        problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
-                                        reserved)
-        prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
-        lengths = [len(ids) for ids in sample.ids_of(tokenizer, prompts)]
-    # The longest prompt is checked now, not in the step that happens to draw it.
-    longest = max(lengths, default=0)
     limit = sample.length_limit(AutoConfig.from_pretrained(s.model))
-    if longest + s.answer_tokens > limit:
-        raise BadInput(f"{name}: a prompt of {longest} tokens and {s.answer_tokens} of an answer "
+    too_long = []  # (tokens of the prompt, line)
+
+    # Every prompt is checked now, not in the step that happens to draw it.
+    def check(number, problem):
+        with telling(f"{source}, line {number}:"):
+            prompt = chat_prompt(tokenizer, problem, s.system_prompt)
+        [ids] = sample.ids_of(tokenizer, [prompt])
+        if len(ids) + s.answer_tokens > limit:
+            too_long.append((len(ids), number))
+
+    progress = partial(tqdm, desc=f"reading {source}", leave=False, delay=2, disable=rank() > 0)
+    with telling(f"{name}:", of=(ValueError, BadInput)):
+        problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
+                                        reserved, check, progress)
+    if too_long:
+        longest, number = max(too_long)
+        raise BadInput(f"{name} {source}, line {number}, the longest of {len(too_long)} such "
+                       f"lines: a prompt of {longest} tokens and {s.answer_tokens} of an answer "
                        f"are more than the model's {limit} positions: lower --max-new-tokens or "
                        "--max-turns, or take such problems out of the file")
     return problems
@@ -1104,6 +1163,18 @@ def load_reward_of(s, reward_model=None):
         reward_of = telling("--reward-model:" if reward_model else "")(reward_of)
         reward_of.of_flags = True  # begin() tells it from a function given in Python
     return reward_of
+
+
+def rewards_by(reward_of, problems, prompts, rollout):
+    """The rewards (N,) of a reward_of; one from Python may give a list, or what NumPy makes."""
+    with torch.set_grad_enabled(torch.is_grad_enabled()):  # which it may switch
+        values = reward_of(problems, prompts, rollout)
+    with telling("the rewards of reward_of are no numbers:", of=Exception):
+        values = torch.as_tensor(values, dtype=torch.float32, device="cpu").detach()
+    if values.numel() != len(rollout.responses):
+        raise BadInput(f"reward_of gave rewards of shape {tuple(values.shape)} for "
+                       f"{len(rollout.responses)} answers")
+    return values.flatten()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1678,9 +1749,10 @@ class Run:
                 signal.signal(number, signal.SIG_DFL)
             go_on()
 
-        # Windows has no SIGHUP, and nohup ignores it.
+        # Windows has no SIGHUP, and nohup ignores it. Only the main thread may set handlers.
         numbers = [n for n in signal.Signals if n.name in ("SIGINT", "SIGTERM", "SIGHUP")
-                   and signal.getsignal(n) != signal.SIG_IGN]
+                   and signal.getsignal(n) != signal.SIG_IGN
+                   and threading.current_thread() is threading.main_thread()]
         before = {n: signal.signal(n, stop) for n in numbers}
         if hasattr(os, "fork"):
             # A process that a reward forks has the default handlers. Python drops a signal that
