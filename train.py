@@ -28,6 +28,7 @@ import shutil
 import signal
 import sys
 import time
+import traceback
 import warnings
 from collections import Counter
 from contextlib import chdir, contextmanager, suppress
@@ -136,10 +137,11 @@ def update(policy_model, optimizer, rollout, settings):
     """One gradient step on these rows -> its metrics."""
     s = settings
     sums = within_memory(partial(backward, policy_model, optimizer, rollout, s), s)
-    # [G] The gradient step. One with NaN, or after a sampler that differs, is skipped and counted.
+    # [G] The gradient step. One that is not finite is skipped and counted.
     grad_norm = clip_grad_norm_(unscaled(optimizer), s.max_grad_norm)
-    metrics = update_metrics(sums, grad_norm, rollout, tolerance(policy_model, s))
-    if not metrics["skipped_updates"]:
+    metrics = update_metrics(sums, grad_norm, rollout)
+    differs = metrics["sampler_difference"] > tolerance(policy_model, s)
+    if not differs and not metrics["skipped_updates"]:
         optimizer.step()
     return metrics | adapt_loss_scale(optimizer, math.isfinite(metrics["grad_norm"]))
 
@@ -361,34 +363,39 @@ def loss_options(part, s):
 
 
 def within_memory(function, s):
-    """Call function(). If memory runs out, again with half the micro-batch; after another error,
-    again without fast paths. With several GPUs the error is raised. function moves no weight.
+    """Call function(), which moves no weight. If memory runs out, again with half the micro-batch;
+    after another error, again without fast paths. With several GPUs the error is raised.
     """
     if s.offload:
         sample.release()  # the sampler's cache, which the next rollout makes again
     try:
         return function()
     except Exception as error:
-        fault = None if out_of_memory(error) else one_line(error)
-        give_up = logprob.PLAIN if fault else s.micro_batch_tokens < 256
-        if give_up or world() > 1:
+        can_help = s.micro_batch_tokens >= 256 if out_of_memory(error) else not logprob.PLAIN
+        if world() > 1 or not can_help:
             raise
-    # Outside of `except`: there the error keeps the activations alive.
-    if fault:
-        drop_fast_paths(fault)
-    else:
+        fault = error
+        traceback.clear_frames(error.__traceback__)  # they keep the activations alive
+    if out_of_memory(fault):
         sample.release()
         s.micro_batch_tokens //= 2
         say(f"out of memory: --micro-batch-tokens is now {s.micro_batch_tokens}")
-    return within_memory(function, s)
+        return within_memory(function, s)
+    # Only if the plain paths work was it a fast path that failed.
+    with suppress(Exception):
+        sample.PLAIN = logprob.PLAIN = True
+        result = within_memory(function, s)
+        drop_fast_paths(f"one failed ({one_line(fault)})")
+        return result
+    sample.PLAIN = logprob.PLAIN = False
+    raise fault
 
 
-def update_metrics(sums, grad_norm, rollout, limit):
-    """Metrics of all micro-batches, on all GPUs, and whether the step must be skipped."""
+def update_metrics(sums, grad_norm, rollout):
+    """Metrics of all micro-batches, on all GPUs, and whether the update must be skipped."""
     difference = (rollout.logprobs - rollout.old_logprobs).abs().sum() / rollout.mask.sum()
     metrics = averaged({**sums, "grad_norm": full(grad_norm), "sampler_difference": difference})
-    finite = math.isfinite(metrics["grad_norm"] + metrics["loss"])
-    metrics["skipped_updates"] = int(not finite or metrics["sampler_difference"] > limit)
+    metrics["skipped_updates"] = int(not math.isfinite(metrics["grad_norm"] + metrics["loss"]))
     return metrics
 
 
@@ -648,8 +655,8 @@ def show(bar, metrics, run):
 
 
 # --------------------------------------------------------------------------------------------------
-# The known failures of GRPO runs: how the metrics show them, and which flag may help. Some of these
-# states are normal in a healthy run; README, "Reading a run", says more.
+# The known failures of GRPO runs: how the metrics show them, and which flag may help. A healthy run
+# passes through most of these states, so they are told only where the reward is in trouble.
 
 def symptoms(history):
     """Metrics of the steps so far -> {name: (how bad, one line with its number)}."""
@@ -658,24 +665,41 @@ def symptoms(history):
         values = [row.get(name) for row in history[start:stop]]
         return math.nan if not values or None in values else sum(values) / len(values)
 
+    # Trouble: the mean reward of ten steps lies half a standard deviation of the answers' rewards
+    # below its best, or 30 steps have not raised it, and not because nearly all answers are right.
+    n = len(history)
+    rewards = [recent("reward_mean", max(0, k - 10), k) for k in range(1, n + 1)]
+    best = max(rewards)
+    fallen = (best - rewards[-1]) / (max(row["reward_std"] for row in history) or 1)
+    stuck = 0
+    if not fallen > 0.5:
+        if n < 30 or rewards[-1] > rewards[4] or recent("accuracy") > 0.9:
+            return {}
+        stuck = n
+
     before = recent("grad_norm", -40, -20)
     # A reference that has just been renewed is the policy itself.
     last = [row for row in history[-4:] if "reference_renewed" not in row]
     unmoved = [row for row in last if row.get("approx_kl") == 0 and row.get("grad_norm")]
     rules = (  # a name, a figure, its limit (README, "Reading a run"), the line to print
+        ("fallen reward", fallen, 0.5,
+         f"the reward has fallen from {best:.3g} to {rewards[-1]:.3g}; first try a lower --lr"),
+        ("stuck reward", stuck, 0,
+         "the reward has not risen in {} steps; try another --lr, a larger --group-size, or "
+         "problems of which some answers are right"),
         ("KL", recent("approx_kl"), 0.05,
-         "KL is {:.3f} nats per token; if the reward falls, try --kl-band 0.02 0.05"),
+         "KL is {:.3g} nats per token; try --kl-band 0.02 0.05"),
         ("reference", len(unmoved), 3,
          "KL is exactly 0 in {} steps although the policy has gradients: does the reference share "
          "its weights, or is --lr too small to move it?"),
         ("flat groups", recent("zero_variance_groups"), 0.5,
-         "{:.0%} of the groups are flat, with equal rewards; if most answers are wrong, try "
-         "--max-resample 3, or solved examples in --system-prompt if they lack the rule's box"),
+         "{:.0%} of the groups are flat, with equal rewards; try --max-resample 3, or solved "
+         "examples in --system-prompt if the answers lack the rule's box"),
         ("cut answers", recent("truncated_fraction"), 0.95,
          "{:.0%} of the answers are cut; try a larger --max-new-tokens, or a model that ends its "
          "answers"),
-        ("entropy", recent("entropy", 0, 5) / max(recent("entropy"), 1e-9), 10,
-         "entropy is 1/{:.0f} of what it was; if most answers are wrong, try --clip-eps-high 0.28"),
+        ("entropy", recent("entropy", 0, 5) / max(recent("entropy"), 1e-3), 10,
+         "entropy is 1/{:.0f} of what it was; try --clip-eps-high 0.28"),
         ("gradient", recent("grad_norm", -1) / (before or math.nan), 10,
          "the gradient norm is {:.0f} times what it was; if that lasts, try a lower --lr"),
     )

@@ -419,7 +419,27 @@ def test_out_of_memory_for_good_is_one_line(capsys, monkeypatch, tmp_path, stage
     assert "out of memory" in line and "--lora-rank 16" in line
 
 
-def test_another_runtime_error_is_not_taken_for_memory(monkeypatch, tmp_path):
-    monkeypatch.setattr(train, "grpo_loss", raises(RuntimeError("shapes do not match")))
-    with pytest.raises(RuntimeError, match="shapes"):
+@pytest.mark.parametrize("then", [(), (NO_MEMORY[0],), (KeyError("second"),)])
+def test_an_error_of_the_loss_is_no_fault_of_a_fast_path(capsys, monkeypatch, tmp_path, then):
+    """It is raised as it was, even if the plain paths end in another one."""
+    errors = chain([RuntimeError("shapes do not match")], repeat(*then or [RuntimeError("shapes")]))
+    monkeypatch.setattr(train, "grpo_loss", lambda *_, **__: raises(next(errors))())
+    with pytest.raises(RuntimeError, match="shapes do not match") as error:
         main(*FLAGS, f"--output={tmp_path / 'run'}")
+    assert [frame.name for frame in error.traceback].count("backward") == 1
+    assert not train.logprob.PLAIN and not train.sample.PLAIN
+    assert "fast path" not in "".join(capsys.readouterr())
+
+
+def test_a_fast_path_that_fails_is_told_once_the_plain_one_has_worked(
+        capsys, monkeypatch, tmp_path, uninterrupted):
+    def fails_while_fast(*given, real=train.grpo_loss, **how):
+        return real(*given, **how) if train.logprob.PLAIN else raises(ValueError("no\nkernel"))()
+
+    monkeypatch.setattr(train, "grpo_loss", fails_while_fast)
+    trains(*FLAGS, f"--output={tmp_path / 'run'}")
+    lines = [line for line in "\n".join(capsys.readouterr()).splitlines() if "no kernel" in line]
+    assert len(lines) == 1 and lines[0].startswith("fast paths are off")
+    rewards = [[m["reward_mean"] for m in metrics_of(folder)[1:]]
+               for folder in (tmp_path / "run", uninterrupted)]
+    assert rewards[0] == pytest.approx(rewards[1])
