@@ -14,8 +14,8 @@ from itertools import chain, repeat
 import pytest
 import torch
 from conftest import (
-    ENVIRONMENT, FEW, LIMIT, NO_MEMORY, PROCESSES, ROOT, TINY, checkpoint_of, curve, edit_json,
-    edit_tensors, ended, ends_badly, faulty_reward, lines_of, main, metrics_of, one_line_of,
+    ENVIRONMENT, FEW, LIMIT, NO_MEMORY, ROOT, TINY, checkpoint_of, curve, edit_json,
+    edit_tensors, ends_badly, faulty_reward, lines_of, main, metrics_of, one_line_of,
     raises, refused, run_script, same_tensors, snapshot, start, trained, trains, weights_of,
     well_ended)
 from safetensors.torch import load, load_file
@@ -89,11 +89,13 @@ def test_killed_at_any_moment_the_run_ends_the_same(uninterrupted, tmp_path):
         begun = (folder / "config.json").is_file()
         flags = [f"--resume={folder}"] if begun else [*FLAGS, f"--output={folder}"]
         process = start("train.py", *flags)
-        while process.is_alive() and not (log.is_file() and log.read_text().count("\n") > steps):
+        while process.poll() is None:
+            if log.is_file() and log.read_text().count("\n") > steps:
+                break
             time.sleep(0.01)
         time.sleep(random.uniform(0, 0.3))
         process.kill()
-        process.join()
+        process.wait()
     resumed_ends_the_same(folder, uninterrupted)
 
 
@@ -156,17 +158,18 @@ def test_the_handlers_belong_to_the_process_that_set_them(capsys, tmp_path):
     assert "stopping" not in capsys.readouterr().err
 
 
-def interrupted_twice():
-    with train.Run().stopping_on_signals():
-        for _ in range(2):
-            signal.raise_signal(signal.SIGINT)
-        os._exit(1)
+INTERRUPTED_TWICE = """
+import signal
+import train
+with train.Run().stopping_on_signals():
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+"""
 
 
 def test_the_second_signal_leaves_at_once():
-    process = PROCESSES.Process(target=interrupted_twice)
-    process.start()
-    assert ended([process]) == [-signal.SIGINT]
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_TWICE], cwd=ROOT, timeout=LIMIT)
+    assert done.returncode == -signal.SIGINT
 
 
 def test_main_puts_signals_back_and_leaves_ignored_ones_alone(monkeypatch, tmp_path):

@@ -12,8 +12,8 @@ import pytest
 import torch
 from conftest import (
     FEW, NO_MEMORY, QWEN, REWARDS, TINY, answer_rows, checkpoint_of, gradient, json_lines, lines_of,
-    logprobs_on_full_logits, loop, metrics_of, parts, printed_by, raises, rollout_of, same_tensors,
-    settings, tiny_problems, trains, updated, whole_step)
+    logprobs_on_full_logits, loop, metrics_of, parts, printed_by, raises, rollout_of, run_script,
+    same_tensors, settings, tiny_problems, trains, updated, whole_step)
 from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer,
     Qwen2Config)
@@ -514,8 +514,8 @@ def test_a_prompt_that_is_too_long_is_refused_at_once(tmp_path):
         train.load_problems("--data", file, p.tokenizer, with_settings(p, max_new_tokens=40))
 
 
-def test_the_help(help_of_train):
-    done = help_of_train
+def test_the_help():
+    done = run_script("train.py", "--help")
     assert done.returncode == 0 and done.stderr == ""
     for name in train.FIELDS:
         assert len(re.findall(rf"\n  {train.flag_of(name)}[ ,\n]", done.stdout)) == 1, name
