@@ -753,8 +753,10 @@ def flag(default, help, kept=True, free=False, head=None, **how):
 def path(text):
     """Make a file, or file.py:function, absolute: a resumed run may start in another folder."""
     file = text.rpartition(":")[0] if ".py:" in text else text
-    if os.path.exists(file):
-        return text.replace(file, os.path.abspath(file), 1)
+    for folder in (os.getcwd(), HERE):  # config.json has ./ before files of the program's folder
+        place = os.path.join(folder, file)
+        if file and os.path.exists(place):
+            return text.replace(file, os.path.normpath(place), 1)
     return text  # a name: gsm8k, or a model on the hub
 
 
@@ -899,7 +901,8 @@ def parse(argv=None):
         file = file or TINY_CONFIG
     s = Settings()
     for layer in layers:
-        if "data" in layer:  # held-out problems of other data would measure something else
+        # Held-out problems of other data would measure something else.
+        if "data" in layer and "resume" not in layer:
             s.eval_data = ""
         lora = layer.get("lora_rank", s.lora_rank)
         if bool(lora) != bool(s.lora_rank):  # on or off: factors need another learning rate
@@ -939,6 +942,8 @@ def check_resumed(given, saved):
         free = FIELDS[name].metadata["free"]
         if name == "steps" and saved.lr_schedule != "constant":
             free = False  # the learning rate of every step depends on how many there are
+        if FIELDS[name].type is path and old:
+            free = True  # what it names may have moved: check_digests() compares the contents
         if new != old and not free:
             raise BadInput(f"{flag_of(name)} {new}: the run in {given['resume']} keeps its {old!r}")
 
@@ -989,7 +994,9 @@ def check_combinations(s):
         (rest, f"--prompts-per-step {s.prompts_per_step}: not a multiple of {world()} processes"),
         (s.minibatches > share, f"--minibatches {s.minibatches}: a process has {share} prompts"),
         (not s.resume and os.path.isdir(s.output) and set(os.listdir(s.output)) - {".lock"},
-         f"--output {s.output}: holds a run already; continue it with --resume, or name another"),
+         f"--output {s.output}: is not empty; name another, or continue its run with --resume"),
+        (s.model.startswith((".", "/")) and not os.path.isdir(s.model),
+         f"--model {s.model}: there is no such folder"),
         (not s.kl_coef and (s.kl_band or s.renew_reference),
          "--kl-band, --renew-reference: need a --kl-coef above 0"),
         (not 0 < low <= high, "--kl-band: must be two numbers above 0, the lower one first"),
@@ -1118,7 +1125,7 @@ def load_reward_of(s, reward_model=None):
         reward_of = partial(reward.model_rewards, reward_model, prompt_of)
     if reward_of:
         reward_of = telling("--reward-model:" if reward_model else "")(reward_of)
-        reward_of.of_flags = True  # begin() tells it from a function given in Python
+        reward_of.judge = reward_model  # a function given in Python has no such attribute
     return reward_of
 
 
@@ -1624,6 +1631,7 @@ class Run:
 
     def __init__(self, folder=None):
         self.name = str(folder)
+        self.command = ""  # that began it
         self.folder = Path(folder) if folder and rank() == 0 else None
         self.signal = 0
         self.step = 0  # the last step that is done
@@ -1634,11 +1642,12 @@ class Run:
         self.held_out = []  # (step, score of an evaluation)
         self.history = []  # the metrics that symptoms() reads
         self.told = {}  # how bad each symptom was when it was reported
-        self.data = None  # a digest of the problems
+        self.digests = {}  # of what the run began with
         self.reward_model = None  # if training moves it
         self.ref_model = None  # if training moves it
         self.groups = {}  # groups for page.html, by step
-        self.before = []  # greedy answers to the held-out problems
+        self.eval_problems = []
+        self.before = []  # greedy answers to them, and their rewards
         self.after = []  # the same, after training
 
     def claim_folder(self, s):
@@ -1697,6 +1706,8 @@ class Run:
         metrics = {name: None if isinstance(value, float) and not math.isfinite(value) else value
                    for name, value in metrics.items()}
         self.step = metrics["step"]
+        if self.step == 0:
+            metrics["command"] = self.command
         if "loss" in metrics:
             self.history.append(metrics)
             lines = []
@@ -1716,8 +1727,8 @@ class Run:
                            "finite: --lr or a reward may be too large, or --temperature too small")
 
     def curve(self, name):
-        """A metric over the steps: (step, value), without values that are null."""
-        return [(m["step"], m[name]) for m in self.history if m[name] is not None]
+        """A metric over the steps: (step, value), without steps that lack it or have null."""
+        return [(m["step"], m[name]) for m in self.history if m.get(name) is not None]
 
     def log_samples(self, step, batch, rollout):
         """Write the step's first two groups, as they were scored."""
@@ -1774,7 +1785,9 @@ def check_finite(run, tensors):
 # A checkpoint: all tensors that training moves, and Run's state. Everything else that a step
 # needs (problems, random numbers, learning rate) follows from the step and the settings.
 
-COUNTERS = ("step", "skipped", "kl_coef", "held_out", "told", "before", "after", "data", "groups")
+COUNTERS = ("step", "skipped", "kl_coef", "held_out", "told", "before", "after", "digests",
+            "groups")
+TEXTS = ("reward", "step_reward", "reply")  # flags of files whose text may change in a run
 CHECKPOINT = "checkpoint.safetensors"
 
 
@@ -1841,27 +1854,74 @@ def as_safetensors(tensors):
 
 
 @torch.no_grad()
-def load_checkpoint(run, model, optimizer):
+def load_checkpoint(run, model, optimizer, s):
     """Restore what the checkpoint holds; a run killed before its first one starts from step 0."""
     path = Path(run.name, CHECKPOINT)
+    log = Path(run.name, "metrics.jsonl")
     if not path.is_file():
+        if log.is_file() and log.stat().st_size:
+            last = len(log.read_text(encoding="utf-8").splitlines()) - 1
+            raise BadInput(f"--resume {run.name}: its metrics go to step {last}, but there is no "
+                           f"{CHECKPOINT}")
         return
-    with (telling(f"--resume: {path} is damaged, or not of this model:", of=Exception),
-          safe_open(path, framework="pt") as file):
+    with telling(f"--resume: {path} is damaged:", of=Exception):
+        file = safe_open(path, framework="pt")
         counters = json.loads(file.get_tensor("counters").numpy().tobytes())
-        if counters["data"] != run.data:
-            raise ValueError("--data or --eval-data is not what the run started from")
-        vars(run).update({name: counters[name] for name in COUNTERS})
+    if not counters.keys() >= set(COUNTERS):
+        raise BadInput(f"--resume: {path} was written by another version of train.py")
+    check_digests(run, counters["digests"], s)
+    vars(run).update({name: counters[name] for name in COUNTERS})
+    with telling(f"--resume: {path} is damaged, or not of this model:", of=Exception):
         if run.reward_model:
             run.reward_model.pairs, run.reward_model.replay = counters["pairs"]
-        for name, place in what_moves(run, model, optimizer).items():
-            tensor = file.get_tensor(name)
-            if is_sharded(place):
-                tensor = dist.tensor.distribute_tensor(tensor.to(place.device), place.device_mesh,
-                                                       place.placements)
-            place.copy_(tensor)
+        for name, moving in what_moves(run, model, optimizer).items():
+            saved = file.get_tensor(name)
+            if is_sharded(moving):
+                saved = dist.tensor.distribute_tensor(saved.to(moving.device), moving.device_mesh,
+                                                      moving.placements)
+            moving.copy_(saved)
     if isinstance(optimizer, MasterAdamW):
         optimizer.round()  # the weights are still those of the start
+
+
+def digests_of(parts, s):
+    """{flag: a digest of what it names}: problems, first weights, texts of rewards and replies."""
+    found = {"model": some_numbers(parts.policy_model), "data": parts.problems,
+             "eval_data": parts.eval_problems}
+    if judge := getattr(parts.reward_of, "judge", None):
+        found["reward_model"] = some_numbers(judge.model)
+    for name in TEXTS:
+        specs = getattr(s, name) or []
+        if isinstance(specs, str):
+            specs = [specs]
+        found[name] = [text_of(spec) for spec in specs]
+    return {name: hashlib.sha256(json.dumps(value).encode()).hexdigest()
+            for name, value in found.items()}
+
+
+def some_numbers(model):
+    """Four numbers of every tensor, which tell one model from another."""
+    numbers = []
+    for weight in model.parameters():
+        numbers += full(weight.detach()).flatten()[::weight.numel() // 4 + 1].tolist()
+    return numbers
+
+
+def text_of(spec):
+    """Of file.py:function the file's text and the function's name; of `rule` its name."""
+    file, _, name = spec.rpartition(":")
+    text = Path(file).read_text(encoding="utf-8", errors="replace") if file else ""
+    return [text, name]
+
+
+def check_digests(run, saved, s):
+    """BadInput for a flag that names something else than at the start; a reward may change."""
+    for name, digest in run.digests.items():
+        if digest != saved.get(name):
+            line = f"{flag_of(name)} {getattr(s, name)}: is not what the run began with"
+            if name not in TEXTS:
+                raise BadInput(line)
+            say(line)
 
 
 def forget_after(run, step):
@@ -1873,7 +1933,10 @@ def forget_after(run, step):
         lines = path.read_bytes().split(b"\n")[:-1]
         records = [record for record in map(json.loads, lines) if record["step"] <= step]
         os.truncate(path, sum(len(line) + 1 for line in lines[:len(records)]))
-    run.history = [record for record in records if "loss" in record]  # of metrics.jsonl
+    # Those of metrics.jsonl
+    run.history = [record for record in records if "loss" in record]
+    if records:
+        run.command = records[0]["command"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1882,6 +1945,8 @@ def forget_after(run, step):
 def main(argv=None):
     """-> exit status: 0 done; 2 bad input, one line on standard error; 128 + signal if stopped."""
     run = Run()
+    words = sys.argv[1:] if argv is None else argv
+    run.command = shlex.join(["train.py", *map(str, words)])
     try:
         settings = parse(argv)
         if settings.dry_run:
@@ -1897,9 +1962,12 @@ def main(argv=None):
     except BadInput as error:
         fault = error
     except Exception as error:
-        if not out_of_memory(error):
+        if out_of_memory(error):
+            fault = f"out of memory; {ADVICE}"
+        elif "No space left" in str(error) or "quota exceeded" in str(error):
+            fault = f"the disk is full: {one_line(error)}"
+        else:
             raise
-        fault = f"out of memory; {ADVICE}"
     if run.resume_command:
         fault = f"{fault}; continue with: {run.resume_command}"
     say(f"train.py: {fault}", sys.stderr)
@@ -1930,7 +1998,7 @@ def train(parts, run, s):
         save_adapter(run, parts.optimizer, s)
     if parts.reward_model:
         save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
-    print_story(run, parts.eval_problems, "reward" if parts.reward_of else "accuracy")
+    print_story(run, "reward" if parts.reward_of else "accuracy")
     return 0
 
 
@@ -1940,23 +2008,28 @@ def begin(run, parts, s):
     # The checkpoint holds only what moves; the first reference is the initial policy.
     run.reward_model = parts.reward_model
     run.ref_model = parts.ref_model if s.renew_reference else None
+    run.eval_problems = parts.eval_problems
     if run.reward_model:
         with_moments(run.reward_model.optimizer)
-    text = json.dumps([parts.problems, parts.eval_problems])
-    run.data = hashlib.sha256(text.encode()).hexdigest()
+    if parts.reward_of and not hasattr(parts.reward_of, "judge"):
+        s.reward = PYTHON
+    run.digests = digests_of(parts, s)
     if s.resume:
-        load_checkpoint(run, model, parts.optimizer)
+        load_checkpoint(run, model, parts.optimizer, s)
         # A run without a checkpoint also repeats step 0, its first evaluation.
         on_rank_0(forget_after, run, run.step if run.held_out else -1)
         if s.steps < run.step:
             raise BadInput(f"--steps {s.steps}: the run in {run.name} is at step {run.step}")
     kept = {name: getattr(s, name) for name in FIELDS if FIELDS[name].metadata["kept"]}
-    if parts.reward_of and not hasattr(parts.reward_of, "of_flags"):
-        kept["reward"] = PYTHON
+    text = json.dumps(kept, indent=2) + "\n"
+    # Files in the program's folder are named from there, because it may move: see path().
+    text = text.replace(json.dumps(f"{HERE}{os.sep}")[:-1], '"./')
     if run.folder:
         with run.replacing("config.json") as place:
-            place.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+            place.write_text(text, encoding="utf-8")
     run.resume_command = command("train.py", "--resume", run.name)
+    if not run.held_out:
+        save_checkpoint(run, model, parts.optimizer)  # from now on a run without one has lost it
     millions = model.num_parameters() / 1e6
     say(f"policy    {millions:.2f}M parameters in {world()} process{'es' * (world() > 1)}; "
         f"settings of {s.config or 'the command line'}\n"
@@ -1972,15 +2045,20 @@ def say(line, file=None):
             print(line, file=file, flush=True)
 
 
-def print_story(run, eval_problems, judged_by):
-    """Print one held-out problem, answered before and after; the curves; what to do next."""
-    # The problem whose reward has risen most, by the reward that the run trains on.
+def example_of(run):
+    """The held-out problem that gained most, with its answers before and after -> four lines."""
     before = torch.tensor([reward for _, reward in run.before])
     after = torch.tensor([reward for _, reward in run.after])
     i = int((after - before).nan_to_num().argmax())
-    truth, = truths_of(eval_problems[i:i + 1])
-    say(f"\nquestion  {eval_problems[i]['question']}\nbefore    {run.before[i][0]}\n"
-        f"after     {run.after[i][0]}\ntruth     {truth or 'not known'}\n")
+    problem = run.eval_problems[i]
+    truth, = truths_of([problem])
+    return (f"question  {problem['question']}\nbefore    {run.before[i][0]}\n"
+            f"after     {run.after[i][0]}\ntruth     {truth or 'not known'}")
+
+
+def print_story(run, judged_by):
+    """Print what a held-out problem was answered before and after; the curves; what to do next."""
+    say(f"\n{example_of(run)}\n")
     say(f"{f'held-out {judged_by}':22}" + small_curve(run.held_out))
     names = ["reward_mean", "approx_kl", "response_length_mean"]
     if any(m["format_rate"] for m in run.history):
@@ -2096,14 +2174,16 @@ def page_of(run, sections, s):
     return f"""<!doctype html><html lang="en"><head><meta charset="utf-8">{again}
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1"><title>{name}</title>
-<style>{STYLE}</style></head><body><h1>{name}</h1><p>GRPO of {shown(Path(s.model).name)}: {run.step}
-steps of B = {s.prompts_per_step} questions and G = {s.group_size} answers to each, lr {s.lr:g}.
-Held-out answers are greedy, all others sampled. Orange lines are warnings.</p>
+<style>{STYLE}</style></head><body><h1>{name}</h1><code>{shown(run.command)}</code>
+<p>GRPO of {shown(Path(s.model).name)}: {run.step} steps of B = {s.prompts_per_step} questions and
+G = {s.group_size} answers to each, lr {s.lr:g}. Held-out answers are greedy, all others sampled.
+Orange lines are warnings.</p>
 <div>{figures}</div><ul>{"".join(f"<li>step {step}: {line}</li>" for step, line in warned)}</ul>
-<h1>What it learned</h1><p>x is a question, y<sub>i</sub> an answer of its group, r<sub>i</sub> its
-reward and A<sub>i</sub> its advantage. Tinted tokens are now <i style="--d:2">more likely</i> or
-<i style="--d:-2">less likely</i> than when the policy drew them: log π − log π<sub>old</sub>, the
-log of [E]'s ratio. Hover for the number, in nats.</p>{sections}</body></html>"""
+<h1>What it learned</h1><section><pre>{shown(example_of(run))}</pre></section><p>x is a question,
+y<sub>i</sub> an answer of its group, r<sub>i</sub> its reward and A<sub>i</sub> its advantage.
+Tinted tokens are now <i style="--d:2">more likely</i> or <i style="--d:-2">less likely</i> than
+when the policy drew them: log π − log π<sub>old</sub>, the log of [E]'s ratio. Hover for the
+number, in nats.</p>{sections}</body></html>"""
 
 
 def figure_of_curve(name, points, last, warned):
@@ -2112,7 +2192,8 @@ def figure_of_curve(name, points, last, warned):
     means = pooled(values, 120)
     low, high = min(means), max(means)
     if high - low <= 1e-9 * abs(high):  # a flat curve lies in the middle
-        low, high = low - 0.5, high + 0.5
+        margin = max(0.5, abs(high) / 2)
+        low, high = low - margin, high + margin
     line = ""
     for step, mean in zip(pooled(steps, 120), means):
         line += f"{50 + 250 * step / last:.1f},{78 - 76 * (mean - low) / (high - low):.1f} "
