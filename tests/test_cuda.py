@@ -470,13 +470,13 @@ FAULTS = {"a replay": replay_fails, "a capture": capture_fails,
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_run_goes_on_after_a_fault(monkeypatch, capsys, fault):
-    """Without the fast form, or with smaller micro-batches. Every update is taken but the last one
-    of these: the policy was another than the sampler's."""
+    """Without the fast form, or with smaller micro-batches."""
     fault(monkeypatch)
     metrics, _ = run(*SHORT, "--device=cuda")
     assert [line["step"] for line in metrics] == [0, 1, 2]
-    skipped = sum(line["skipped_updates"] for line in metrics[1:])
-    assert (skipped > 0) == (fault is sampler_is_off) and not metrics[2]["skipped_updates"]
+    assert not any(line["skipped_updates"] for line in metrics[1:])
+    differed = [line["sampler_difference"] > 0.1 for line in metrics[1:]]
+    assert differed == [fault is sampler_is_off, False]
     out, err = capsys.readouterr()
     assert ("--micro-batch-tokens" in out) == (fault is memory_runs_out) == (not fell_back())
     assert "Traceback" not in err

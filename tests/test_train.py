@@ -138,10 +138,22 @@ def test_a_sampler_that_is_off_moves_no_weight(dtype, plain, rounding, fault, co
         return skipped, same_tensors(before, p.policy.state_dict())
 
     assert off_by(rounding) == (0, False) and train.logprob.PLAIN == sample.PLAIN == plain
-    expected = (2, True) if not plain else (0, False) if correction else ("the run ends", True)
+    expected = (0, True) if not plain else (0, False) if correction else ("the run ends", True)
     assert off_by(fault) == expected and train.logprob.PLAIN and sample.PLAIN
     if not plain:
         assert off_by(fault) == ("the run ends", True)
+
+
+def test_twelve_updates_after_a_sampler_that_is_off_do_not_end_the_run():
+    """They are not taken, but nothing in them is infinite: the next step goes on."""
+    def off_while_fast(*how):
+        rollout = sample_groups(*how)
+        rollout.logprobs += 0.01 * rollout.mask * (not sample.PLAIN)
+        return rollout
+
+    run = loop("--updates-per-rollout=12", "--steps=2", sampler=off_while_fast)
+    found = [(m["skipped_updates"], m["sampler_difference"]) for m in run.metrics[1:]]
+    assert found == [(0, pytest.approx(0.01, rel=0.01)), (0, pytest.approx(0, abs=1e-3))]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -382,7 +394,8 @@ def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
     problems = [{"question": f"question {x}", "answer": x} for x in "123"]
     run.before = [("\\boxed{1}", 1.5), ("\\boxed{9}", 0.5), ("\\boxed{9}", 0.5)]
     run.after = [("\\boxed{1}", 1.5), ("\\boxed{8}", 0.5), ("\\boxed{3}", 1.5)]
-    train.print_story(run, problems, "accuracy")
+    run.eval_problems = problems
+    train.print_story(run, "accuracy")
     out = capsys.readouterr().out
     assert "skipped" not in out
     assert "question  question 3\nbefore    \\boxed{9}\nafter     \\boxed{3}\ntruth     3" in out
@@ -390,7 +403,7 @@ def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
     nan, run.skipped = math.nan, 2.0
     run.before = [("\\boxed{1}", 0.9), ["\\boxed{9}", 0.1], ("\\boxed{9}", nan)]
     run.after = [("\\boxed{7}", 0.2), ["\\boxed{8}", 0.7], ("\\boxed{3}", nan)]
-    train.print_story(run, problems, "reward")
+    train.print_story(run, "reward")
     out = capsys.readouterr().out
     assert "question  question 2\n" in out and "skipped_updates" in out
 
