@@ -88,14 +88,14 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     """
     s = settings
     seconds = Counter(start=time.perf_counter())
+    whole_policy = with_whole_weights(policy_model)
 
     @agreed  # bad input on one GPU is raised on all
     def rollout_of(batch):
         # [A] G answers to each prompt, drawn from the policy as it is now
         draw = around_best(batch, s) if s.around_best else sampler
-        with whole_weights(policy_model):
-            rollout = draw(policy_model, tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
-                           s.temperature, batch.generators)
+        rollout = draw(whole_policy, tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
+                       s.temperature, batch.generators)
         lap(seconds, "sampling")
         # [B] One number per answer, (N,). Accuracy always uses the rule's rewards.
         truths = truths_of(batch.problems)
@@ -525,8 +525,8 @@ def renew(ref_model, policy_model, reward_model, rollout, step, s):
 def follow(ref_model, policy_model):
     """Copy the current policy into the reference."""
     for model in (ref_model, policy_model):
-        for part in sharded_parts(model):
-            part.reshard()  # FSDP may still hold gathered weights: writes to them are lost
+        if hasattr(model, "reshard"):
+            model.reshard()  # FSDP may still hold gathered weights: writes to them are lost
     for ref, p in zip(ref_model.parameters(), policy_model.parameters()):
         ref.copy_(p)
 
@@ -582,6 +582,7 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
     at_a_time = s.prompts_per_step * s.group_size // group_size  # as many rows as a step has
     mine = share_of_rank(len(problems))
     starts = range(0, len(mine), at_a_time)
+    model = with_whole_weights(model)
 
     @agreed
     def scored_answers():
@@ -598,9 +599,7 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
             rows += zip(rollout.responses, rule.tolist(), own.tolist())
         return rows
 
-    # The weights stay gathered for all batches, because ranks may have different numbers of them.
-    with whole_weights(model):
-        found = gathered_objects(scored_answers())
+    found = gathered_objects(scored_answers())
     responses, rule, own = zip(*sum(found, []))
     rule = torch.tensor(rule)  # NaN where no true answer is known
     right = is_right(rule[~rule.isnan()])
@@ -919,7 +918,7 @@ def load(s):
     logprob.fuse_norms(policy_model)
     problems, eval_problems = load_data(s, tokenizer)
     ref_model = optimizer = None
-    policy_model = shard(policy_model, s)
+    policy_model = shard(policy_model, s, samples=True)
     if s.kl_coef and not s.eval_only:  # the initial policy, frozen
         # A sharded model cannot be copied, and host memory should hold one whole model at a time.
         initial = copy.deepcopy(policy_model) if s.is_whole else load_policy(s)[0]
@@ -1535,13 +1534,19 @@ def local(tensor):
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def shard(model, s):
-    """FSDP2 on every decoder layer and on the rest: shards, gathered when they compute."""
+def shard(model, s, samples=False):
+    """FSDP2 on every decoder layer and on the rest: shards, gathered when they compute.
+
+    A model that `samples` gets a twin to do it, which FSDP's hooks do not slow down.
+    """
     if s.is_whole:
         return model
     from torch.distributed import fsdp
 
     device = choose_device(s)[0]
+    if samples:
+        room = {id(p): torch.empty_like(p, device=device) for p in model.parameters()}
+        vars(model)["twin"] = copy.deepcopy(model, room).to(device)  # `room` for its weights
     how = {"mp_policy": fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32),
            "mesh": dist.init_device_mesh(device.type, (world(),))}
     lists = (m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList))
@@ -1554,25 +1559,15 @@ def shard(model, s):
     return model.to(device)  # its buffers
 
 
-def sharded_parts(model):
-    """The modules whose weights FSDP gathers; none where ranks have whole weights."""
-    return [part for part in model.modules() if hasattr(part, "unshard")]
-
-
-@contextmanager
-def whole_weights(model):
-    """Gather all weights for a rollout, so that no rank waits for another's long answers."""
-    parts = sharded_parts(model)
-    for part in parts:
-        part.unshard()
-        # Otherwise a layer would drop its gathered weights after the first token.
-        part.set_reshard_after_forward(False, recurse=False)
-    try:
-        yield
-    finally:
-        for part in parts:
-            part.reshard()
-            part.set_reshard_after_forward(part is not model, recurse=False)
+@torch.no_grad()
+def with_whole_weights(model):
+    """The model to sample from: itself, or a sharded one's twin with the weights of all shards."""
+    twin = vars(model).get("twin", model)
+    if twin is not model:
+        model.reshard()
+        for weight, shard in zip(twin.parameters(), model.parameters()):
+            weight.copy_(full(shard))
+    return twin
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1711,7 +1706,7 @@ def save_folder(model, tokenizer, run, name):
     weights = dict(model.named_parameters())
     check_finite(run, weights)
     whole = {}
-    for part, weight in weights.items() if sharded_parts(model) else ():
+    for part, weight in weights.items() if hasattr(model, "reshard") else ():
         weight = full(weight)  # all ranks take part in gathering
         if run.folder:
             whole[part] = weight.detach().cpu()
