@@ -97,7 +97,8 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     clock = Clock()
 
     # [A] [B] With --max-resample, groups whose rewards are all equal are replaced.
-    rollout_of = partial(answers_and_rewards, policy_model, tokenizer, s, sampler, reward_of, clock)
+    policy = with_whole_weights(policy_model)
+    rollout_of = partial(answers_and_rewards, policy, tokenizer, s, sampler, reward_of, clock)
     rollout_of = agreed(rollout_of)  # bad input on one GPU is raised on all
     rollout = without_flat_groups(rollout_of(batch), batch, rollout_of, tokenizer, s)
     add_length_terms(rollout, s)
@@ -255,9 +256,8 @@ def draw_answers(policy_model, tokenizer, batch, sampler, s):
 
     if s.around_best:
         sampler = partial(sample.sample_around, best=s.around_best, rewards_of=rewards_of)
-    with whole_weights(policy_model):
-        return sampler(policy_model, tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
-                       s.temperature, batch.generators)
+    return sampler(policy_model, tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
+                   s.temperature, batch.generators)
 
 
 def batch_size(mask):
@@ -572,8 +572,8 @@ def renew(ref_model, policy_model, reward_model, rollout, step, s):
 def follow(ref_model, policy_model):
     """Copy the current policy into the reference."""
     for model in (ref_model, policy_model):
-        for part in sharded_parts(model):
-            part.reshard()  # FSDP may still hold gathered weights: writes to them are lost
+        if hasattr(model, "reshard"):
+            model.reshard()  # FSDP may still hold gathered weights: writes to them are lost
     for ref, p in zip(ref_model.parameters(), policy_model.parameters()):
         ref.copy_(p)
 
@@ -629,6 +629,7 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
     at_a_time = s.prompts_per_step * s.group_size // group_size  # as many rows as a step has
     mine = share_of_rank(len(problems))
     starts = range(0, len(mine), at_a_time)
+    model = with_whole_weights(model)
 
     @agreed
     def scored_answers():
@@ -645,9 +646,7 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
             rows += zip(rollout.responses, rule.tolist(), own.tolist())
         return rows
 
-    # The weights stay gathered for all batches, because ranks may have different numbers of them.
-    with whole_weights(model):
-        found = gathered_objects(scored_answers())
+    found = gathered_objects(scored_answers())
     responses, rule, own = zip(*sum(found, []))
     rule = torch.tensor(rule)  # NaN where no true answer is known
     right = is_right(rule[~rule.isnan()])
@@ -1020,7 +1019,7 @@ def load(s):
     logprob.fuse_norms(policy_model)
     problems, eval_problems = load_data(s, tokenizer)
     ref_model = optimizer = None
-    policy_model = shard(policy_model, s)
+    policy_model = shard(policy_model, s, samples=True)
     if s.kl_coef and not s.eval_only:  # the initial policy, frozen
         # A sharded model cannot be copied, and host memory should hold one whole model at a time.
         initial = copy.deepcopy(policy_model) if s.is_whole else load_policy(s)[0]
@@ -1686,13 +1685,19 @@ def local(tensor):
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def shard(model, s):
-    """FSDP2 on every decoder layer and on the rest: shards, gathered when they compute."""
+def shard(model, s, samples=False):
+    """FSDP2 on every decoder layer and on the rest: shards, gathered when they compute.
+
+    A model that `samples` gets a twin to do it, which FSDP's hooks do not slow down.
+    """
     if s.is_whole:
         return model
     from torch.distributed import fsdp
 
     device = choose_device(s)[0]
+    if samples:
+        room = {id(p): torch.empty_like(p, device=device) for p in model.parameters()}
+        vars(model)["twin"] = copy.deepcopy(model, room).to(device)  # `room` for its weights
     how = {"mp_policy": fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32),
            "mesh": dist.init_device_mesh(device.type, (world(),))}
     lists = (m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList))
@@ -1705,25 +1710,15 @@ def shard(model, s):
     return model.to(device)  # its buffers
 
 
-def sharded_parts(model):
-    """The modules whose weights FSDP gathers; none where ranks have whole weights."""
-    return [part for part in model.modules() if hasattr(part, "unshard")]
-
-
-@contextmanager
-def whole_weights(model):
-    """Gather all weights for a rollout, so that no rank waits for another's long answers."""
-    parts = sharded_parts(model)
-    for part in parts:
-        part.unshard()
-        # Otherwise a layer would drop its gathered weights after the first token.
-        part.set_reshard_after_forward(False, recurse=False)
-    try:
-        yield
-    finally:
-        for part in parts:
-            part.reshard()
-            part.set_reshard_after_forward(part is not model, recurse=False)
+@torch.no_grad()
+def with_whole_weights(model):
+    """The model to sample from: itself, or a sharded one's twin with the weights of all shards."""
+    twin = vars(model).get("twin", model)
+    if twin is not model:
+        model.reshard()
+        for weight, shard in zip(twin.parameters(), model.parameters()):
+            weight.copy_(full(shard))
+    return twin
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1867,7 +1862,7 @@ def save_folder(model, tokenizer, run, name):
     weights = dict(model.named_parameters())
     check_finite(run, weights)
     whole = {}
-    for part, weight in weights.items() if sharded_parts(model) else ():
+    for part, weight in weights.items() if hasattr(model, "reshard") else ():
         weight = full(weight)  # all ranks take part in gathering
         if run.folder:
             whole[part] = weight.detach().cpu()
