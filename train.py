@@ -34,6 +34,7 @@ import shutil
 import signal
 import threading
 import time
+import traceback
 import warnings
 from collections import Counter
 from contextlib import chdir, contextmanager, suppress
@@ -42,11 +43,11 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
-# These two are read when torch is imported. OpenMP threads should sleep while they wait: spinning
-# slows everything down when other programs run. CUDA's allocator should let its blocks grow, or
-# free memory between them is lost.
+# These two must be set before torch reads them. OpenMP threads should sleep while they wait:
+# spinning slows everything down when other programs run. CUDA's allocator should let its blocks
+# grow, or free memory between them is lost.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 import torch.distributed as dist
@@ -97,7 +98,8 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     clock = Clock()
 
     # [A] [B] With --max-resample, groups whose rewards are all equal are replaced.
-    rollout_of = partial(answers_and_rewards, policy_model, tokenizer, s, sampler, reward_of, clock)
+    policy = with_whole_weights(policy_model)
+    rollout_of = partial(answers_and_rewards, policy, tokenizer, s, sampler, reward_of, clock)
     rollout_of = agreed(rollout_of)  # bad input on one GPU is raised on all
     rollout = without_flat_groups(rollout_of(batch), batch, rollout_of, tokenizer, s)
     add_length_terms(rollout, s)
@@ -141,10 +143,11 @@ def update(policy_model, optimizer, rollout, settings):
     """One gradient step on these rows -> its metrics."""
     s = settings
     sums = within_memory(partial(backward, policy_model, optimizer, rollout, s), s)
-    # [G] The gradient step. One with NaN, or after a sampler that differs, is skipped and counted.
+    # [G] The gradient step. One that is not finite is skipped and counted.
     grad_norm = clip_grad_norm_(unscaled(optimizer), s.max_grad_norm)
-    metrics = update_metrics(sums, grad_norm, rollout, tolerance(policy_model, s))
-    if not metrics["skipped_updates"]:
+    metrics = update_metrics(sums, grad_norm, rollout)
+    differs = metrics["sampler_difference"] > tolerance(policy_model, s)
+    if not differs and not metrics["skipped_updates"]:
         optimizer.step()
     return metrics | adapt_loss_scale(optimizer, math.isfinite(metrics["grad_norm"]))
 
@@ -252,9 +255,8 @@ def draw_answers(policy_model, tokenizer, batch, sampler, s):
 
     if s.around_best:
         sampler = partial(sample.sample_around, best=s.around_best, rewards_of=rewards_of)
-    with whole_weights(policy_model):
-        return sampler(policy_model, tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
-                       s.temperature, batch.generators)
+    return sampler(policy_model, tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
+                   s.temperature, batch.generators)
 
 
 def batch_size(mask):
@@ -309,7 +311,7 @@ def advantages_of(policy_model, rollout, batch, tokenizer, reward_of, s):
 def score_before_updates(policy_model, rollout, s):
     """[D] of the policy now, if old log-probs or entropies are needed before the first update."""
     if rollout.old_logprobs is None:
-        rollout.old_logprobs, rollout.entropies = all_token_logprobs(policy_model, rollout, s)
+        rollout.old_logprobs, rollout.entropies = all_token_logprobs(policy_model, rollout, s, True)
 
 
 def mini_batches(policy_model, rollout, s):
@@ -325,7 +327,10 @@ def mini_batches(policy_model, rollout, s):
 def micro_batches(model, rollout, mask, s):
     """Yield for each: its rows as a Rollout, their place in (N, S-1), their part of the mask."""
     share = s.share_prompts and logprob.is_fast(model)
-    cuts = logprob.micro_batches(rollout.labels, rollout.group_ids, s.micro_batch_tokens, share)
+    # [D] makes its tables of ids and labels on the host: copied once, they make nothing wait later.
+    on_host = {name: getattr(rollout, name).cpu() for name in ("input_ids", "labels", "group_ids")}
+    host = dataclasses.replace(rollout, **on_host)
+    cuts = logprob.micro_batches(host.labels, host.group_ids, s.micro_batch_tokens, share)
     # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
     # the same number, or FSDP's gathers wait for ever: a GPU with fewer runs its last one again,
     # and counts none of its tokens.
@@ -333,29 +338,33 @@ def micro_batches(model, rollout, mask, s):
     most = max(gathered_objects(n))
     for i in range(most):
         rows, width = cuts[min(i, n - 1)]
-        part = sample.take(rollout, rows.tolist(), width)
-        here = rows.to(rollout.labels.device), slice(width - 1)
+        part = sample.take(host, rows.tolist(), width)
+        here = logprob.uploaded(rows, rollout.labels.device), slice(width - 1)
         yield part, here, mask[here] if i < n else torch.zeros_like(mask[here])
 
 
-def token_logprobs_of(model, part, s):
-    """[D] of one micro-batch: log-probs and entropies, (n, width-1) each."""
+def token_logprobs_of(model, part, s, with_entropy=True):
+    """[D] of one micro-batch: log-probs, and entropies if asked for, (n, width-1) each."""
     # A sharded model must be entered through a method that FSDP knows: see shard().
     score = getattr(model, "token_logprobs", partial(token_logprobs, model))
     groups = part.group_ids if s.share_prompts else None
     with layers_checkpointed(model, s.gradient_checkpointing):
-        return score(part.input_ids, part.labels, s.temperature, True, groups)
+        return score(part.input_ids, part.labels, s.temperature, with_entropy, groups)
 
 
 @torch.no_grad()
-def all_token_logprobs(model, rollout, s):
-    """[D] of the whole rollout: log-probs and entropies, (N, S-1) each."""
+def all_token_logprobs(model, rollout, s, with_entropy=False):
+    """[D] of the whole rollout: log-probs and entropies (0 if not asked for), (N, S-1) each."""
     logprobs = torch.zeros_like(rollout.logprobs)
     entropies = torch.zeros_like(rollout.logprobs)
 
     def score():
         for part, here, _ in micro_batches(model, rollout, rollout.mask, s):
-            logprobs[here], entropies[here] = token_logprobs_of(model, part, s)
+            found = token_logprobs_of(model, part, s, with_entropy)
+            if with_entropy:
+                logprobs[here], entropies[here] = found
+            else:
+                logprobs[here] = found
 
     within_memory(score, s)
     return logprobs, entropies
@@ -380,34 +389,39 @@ def loss_options(part, s):
 
 
 def within_memory(function, s):
-    """Call function(). If memory runs out, again with half the micro-batch; after another error,
-    again without fast paths. With several GPUs the error is raised. function moves no weight.
+    """Call function(), which moves no weight. If memory runs out, again with half the micro-batch;
+    after another error, again without fast paths. With several GPUs the error is raised.
     """
     if s.offload:
         sample.release()  # the sampler's cache, which the next rollout makes again
     try:
         return function()
     except Exception as error:
-        fault = None if out_of_memory(error) else one_line(error)
-        give_up = logprob.PLAIN if fault else s.micro_batch_tokens < 256
-        if give_up or world() > 1:
+        can_help = s.micro_batch_tokens >= 256 if out_of_memory(error) else not logprob.PLAIN
+        if world() > 1 or not can_help:
             raise
-    # Outside of `except`: there the error keeps the activations alive.
-    if fault:
-        drop_fast_paths(fault)
-    else:
+        fault = error
+        traceback.clear_frames(error.__traceback__)  # they keep the activations alive
+    if out_of_memory(fault):
         sample.release()
         s.micro_batch_tokens //= 2
         say(f"out of memory: --micro-batch-tokens is now {s.micro_batch_tokens}")
-    return within_memory(function, s)
+        return within_memory(function, s)
+    # Only if the plain paths work was it a fast path that failed.
+    with suppress(Exception):
+        sample.PLAIN = logprob.PLAIN = True
+        result = within_memory(function, s)
+        drop_fast_paths(f"one failed ({one_line(fault)})")
+        return result
+    sample.PLAIN = logprob.PLAIN = False
+    raise fault
 
 
-def update_metrics(sums, grad_norm, rollout, limit):
-    """Metrics of all micro-batches, on all GPUs, and whether the step must be skipped."""
+def update_metrics(sums, grad_norm, rollout):
+    """Metrics of all micro-batches, on all GPUs, and whether the update must be skipped."""
     difference = (rollout.logprobs - rollout.old_logprobs).abs().sum() / rollout.mask.sum()
     metrics = averaged({**sums, "grad_norm": full(grad_norm), "sampler_difference": difference})
-    finite = math.isfinite(metrics["grad_norm"] + metrics["loss"])
-    metrics["skipped_updates"] = int(not finite or metrics["sampler_difference"] > limit)
+    metrics["skipped_updates"] = int(not math.isfinite(metrics["grad_norm"] + metrics["loss"]))
     return metrics
 
 
@@ -566,8 +580,8 @@ def renew(ref_model, policy_model, reward_model, rollout, step, s):
 def follow(ref_model, policy_model):
     """Copy the current policy into the reference."""
     for model in (ref_model, policy_model):
-        for part in sharded_parts(model):
-            part.reshard()  # FSDP may still hold gathered weights: writes to them are lost
+        if hasattr(model, "reshard"):
+            model.reshard()  # FSDP may still hold gathered weights: writes to them are lost
     for ref, p in zip(ref_model.parameters(), policy_model.parameters()):
         ref.copy_(p)
 
@@ -623,6 +637,7 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
     at_a_time = s.prompts_per_step * s.group_size // group_size  # as many rows as a step has
     mine = share_of_rank(len(problems))
     starts = range(0, len(mine), at_a_time)
+    model = with_whole_weights(model)
 
     @agreed
     def scored_answers():
@@ -639,9 +654,7 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
             rows += zip(rollout.responses, rule.tolist(), own.tolist())
         return rows
 
-    # The weights stay gathered for all batches, because ranks may have different numbers of them.
-    with whole_weights(model):
-        found = gathered_objects(scored_answers())
+    found = gathered_objects(scored_answers())
     responses, rule, own = zip(*sum(found, []))
     rule = torch.tensor(rule)  # NaN where no true answer is known
     right = is_right(rule[~rule.isnan()])
@@ -667,8 +680,8 @@ def show(bar, metrics, run):
 
 
 # --------------------------------------------------------------------------------------------------
-# The known failures of GRPO runs: how the metrics show them, and which flag may help. Some of these
-# states are normal in a healthy run; README, "Reading a run", says more.
+# The known failures of GRPO runs: how the metrics show them, and which flag may help. A healthy run
+# passes through most of these states, so they are told only where the reward is in trouble.
 
 def symptoms(history):
     """Metrics of the steps so far -> {name: (how bad, one line with its number)}."""
@@ -677,24 +690,41 @@ def symptoms(history):
         values = [row.get(name) for row in history[start:stop]]
         return math.nan if not values or None in values else sum(values) / len(values)
 
+    # Trouble: the mean reward of ten steps lies half a standard deviation of the answers' rewards
+    # below its best, or 30 steps have not raised it, and not because nearly all answers are right.
+    n = len(history)
+    rewards = [recent("reward_mean", max(0, k - 10), k) for k in range(1, n + 1)]
+    best = max(rewards)
+    fallen = (best - rewards[-1]) / (max(row["reward_std"] for row in history) or 1)
+    stuck = 0
+    if not fallen > 0.5:
+        if n < 30 or rewards[-1] > rewards[4] or recent("accuracy") > 0.9:
+            return {}
+        stuck = n
+
     before = recent("grad_norm", -40, -20)
     # A reference that has just been renewed is the policy itself.
     last = [row for row in history[-4:] if "reference_renewed" not in row]
     unmoved = [row for row in last if row.get("approx_kl") == 0 and row.get("grad_norm")]
     rules = (  # a name, a figure, its limit (README, "Reading a run"), the line to print
+        ("fallen reward", fallen, 0.5,
+         f"the reward has fallen from {best:.3g} to {rewards[-1]:.3g}; first try a lower --lr"),
+        ("stuck reward", stuck, 0,
+         "the reward has not risen in {} steps; try another --lr, a larger --group-size, or "
+         "problems of which some answers are right"),
         ("KL", recent("approx_kl"), 0.05,
-         "KL is {:.3f} nats per token; if the reward falls, try --kl-band 0.02 0.05"),
+         "KL is {:.3g} nats per token; try --kl-band 0.02 0.05"),
         ("reference", len(unmoved), 3,
          "KL is exactly 0 in {} steps although the policy has gradients: does the reference share "
          "its weights, or is --lr too small to move it?"),
         ("flat groups", recent("zero_variance_groups"), 0.5,
-         "{:.0%} of the groups are flat, with equal rewards; if most answers are wrong, try "
-         "--max-resample 3, or solved examples in --system-prompt if they lack the rule's box"),
+         "{:.0%} of the groups are flat, with equal rewards; try --max-resample 3, or solved "
+         "examples in --system-prompt if the answers lack the rule's box"),
         ("cut answers", recent("truncated_fraction"), 0.95,
          "{:.0%} of the answers are cut; try a larger --max-new-tokens, or a model that ends its "
          "answers"),
-        ("entropy", recent("entropy", 0, 5) / max(recent("entropy"), 1e-9), 10,
-         "entropy is 1/{:.0f} of what it was; if most answers are wrong, try --clip-eps-high 0.28"),
+        ("entropy", recent("entropy", 0, 5) / max(recent("entropy"), 1e-3), 10,
+         "entropy is 1/{:.0f} of what it was; try --clip-eps-high 0.28"),
         ("gradient", recent("grad_norm", -1) / (before or math.nan), 10,
          "the gradient norm is {:.0f} times what it was; if that lasts, try a lower --lr"),
     )
@@ -748,8 +778,10 @@ def flag(default, help, kept=True, free=False, head=None, **how):
 def path(text):
     """Make a file, or file.py:function, absolute: a resumed run may start in another folder."""
     file = text.rpartition(":")[0] if ".py:" in text else text
-    if os.path.exists(file):
-        return text.replace(file, os.path.abspath(file), 1)
+    for folder in (os.getcwd(), HERE):  # config.json has ./ before files of the program's folder
+        place = os.path.join(folder, file)
+        if file and os.path.exists(place):
+            return text.replace(file, os.path.normpath(place), 1)
     return text  # a name: gsm8k, or a model on the hub
 
 
@@ -841,7 +873,8 @@ class Settings:
     resume: str = flag("", "continue the run in this folder", kept=False, free=True)
     eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop", kept=False)
     trace: bool = flag(False, "print one step stage by stage, and stop", kept=False)
-    dry_run: bool = flag(False, "print the memory a step needs, and stop", kept=False, free=True)
+    dry_run: amount = flag(None, "print the memory a step needs, and stop; N: on a card of N GB",
+                           kept=False, free=True, nargs="?", const=0.0)
 
     @property
     def answer_tokens(self):
@@ -905,7 +938,8 @@ def parse(argv=None):
         file = file or TINY_CONFIG
     s = Settings()
     for layer in layers:
-        if "data" in layer:  # held-out problems of other data would measure something else
+        # Held-out problems of other data would measure something else.
+        if "data" in layer and "resume" not in layer:
             s.eval_data = ""
         lora = layer.get("lora_rank", s.lora_rank)
         if bool(lora) != bool(s.lora_rank):  # on or off: factors need another learning rate
@@ -963,6 +997,8 @@ def check_resumed(given, saved):
         free = FIELDS[name].metadata["free"]
         if name == "steps" and saved.lr_schedule != "constant":
             free = False  # the learning rate of every step depends on how many there are
+        if FIELDS[name].type is path and old:
+            free = True  # what it names may have moved: check_digests() compares the contents
         if new != old and not free:
             raise BadInput(f"{flag_of(name)} {new}: the run in {given['resume']} keeps its {old!r}")
 
@@ -992,7 +1028,7 @@ def load(s):
     logprob.fuse_norms(policy_model)
     problems, eval_problems = load_data(s, tokenizer)
     ref_model = optimizer = None
-    policy_model = shard(policy_model, s)
+    policy_model = shard(policy_model, s, samples=True)
     if s.kl_coef and not s.eval_only:  # the initial policy, frozen
         # A sharded model cannot be copied, and host memory should hold one whole model at a time.
         initial = copy.deepcopy(policy_model) if s.is_whole else load_policy(s)[0]
@@ -1016,7 +1052,9 @@ def check_combinations(s):
         (rest, f"--prompts-per-step {s.prompts_per_step}: not a multiple of {world()} processes"),
         (s.minibatches > share, f"--minibatches {s.minibatches}: a process has {share} prompts"),
         (not s.resume and os.path.isdir(s.output) and set(os.listdir(s.output)) - {".lock"},
-         f"--output {s.output}: holds a run already; continue it with --resume, or name another"),
+         f"--output {s.output}: is not empty; name another, or continue its run with --resume"),
+        (s.model.startswith((".", "/")) and not os.path.isdir(s.model),
+         f"--model {s.model}: there is no such folder"),
         (not s.kl_coef and (s.kl_band or s.renew_reference),
          "--kl-band, --renew-reference: need a --kl-coef above 0"),
         (not 0 < low <= high, "--kl-band: must be two numbers above 0, the lower one first"),
@@ -1164,7 +1202,7 @@ def load_reward_of(s, reward_model=None):
         reward_of = partial(reward.model_rewards, reward_model, prompt_of)
     if reward_of:
         reward_of = telling("--reward-model:" if reward_model else "")(reward_of)
-        reward_of.of_flags = True  # begin() tells it from a function given in Python
+        reward_of.judge = reward_model  # a function given in Python has no such attribute
     return reward_of
 
 
@@ -1292,8 +1330,10 @@ def unscaled(optimizer):
     """The tensors with a gradient, now divided by the loss scale; LoRA's averaged over GPUs."""
     known = optimizer.param_groups[0]["params"] + getattr(optimizer, "weights", [])
     tensors = [p for p in known if p.grad is not None]
+    scale = loss_scale_of(optimizer)
     for p in tensors:
-        p.grad /= loss_scale_of(optimizer)
+        if scale != 1:
+            p.grad /= scale
         if isinstance(optimizer, LoraAdamW) and world() > 1:
             dist.all_reduce(p.grad)  # as FSDP does with shards
             p.grad /= world()
@@ -1400,7 +1440,7 @@ def save_adapter(run, optimizer, s):
 # Memory is counted before anything is loaded; a run takes the first of four ways that fits.
 
 PROMPT = 256  # tokens of a prompt that the count assumes
-DEVICE, HOST = "device memory", "host memory"  # the two sums of a count
+DEVICE, HOST, DISK = "device memory", "host memory", "disk"  # the sums of a count
 ADVICE = ("to need less: --lora-rank 16, --kl-coef 0, --dtype bfloat16, a smaller --model, more "
           "GPUs, or lower --prompts-per-step, --group-size, --max-new-tokens, --micro-batch-tokens")
 
@@ -1418,6 +1458,10 @@ def plan_memory(s):
                 f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)"
                 + ", with --offload" * way.offload
                 + ", with --gradient-checkpointing" * way.gradient_checkpointing)
+            space = free_disk(s.output)
+            if count[DISK] > space and not s.resume:
+                say(f"--output: the run needs {count[DISK] / 1e9:.3g} GB of disk when it saves, "
+                    f"and {space / 1e9:.3g} are free")
             return way
     raise BadInput(f"--model {s.model}: a step needs about {count[lack] / 1e9:.3g} GB of {lack} "
                    f"(details: --dry-run), and that leaves less than a tenth free; {ADVICE}")
@@ -1434,6 +1478,8 @@ def counted_ways(s, device, dtype):
         s.offload = False  # the device has no memory of its own
     model = model_without_storage("--model", s.model, dtype)
     free = {DEVICE: free_memory(device), HOST: free_memory(torch.device("cpu"))}
+    if s.dry_run:  # of another machine's card, where CUDA itself takes about a GB
+        free = {DEVICE: (s.dry_run - 1) * 2**30, HOST: math.inf}
     for offload, checkpointing in product((False, True), repeat=2):
         if s.offload in (None, offload) and s.gradient_checkpointing in (None, checkpointing):
             way = dataclasses.replace(s, offload=offload, gradient_checkpointing=checkpointing)
@@ -1454,7 +1500,8 @@ def memory(s, model):
     keys = (getattr(text, "num_key_value_heads", None) or heads) * width
     # Numbers that a layer keeps per token for its backward pass: of its norms, attention and MLP
     kept = 8 * hidden + 5 * queries + keys
-    kept += 4 * (getattr(text, "intermediate_size", None) or 4 * hidden)
+    inner = getattr(text, "intermediate_size", None) or 4 * hidden
+    kept += 4 * (max(inner) if isinstance(inner, list) else inner)  # Gemma 3n has one per layer
     if any("q_norm" in name for name, _ in model.named_parameters()):
         kept += 3 * (queries + keys)
     # With checkpointing a layer keeps its input, and one layer at a time is run again.
@@ -1498,24 +1545,39 @@ def memory(s, model):
         "logits, their gradients": 12 * logits + 2 * size * head,
     }
     host += 4 * max(W.numel() for W in weights)  # a checkpoint passes tensor by tensor
-    return count | {DEVICE: sum(count.values()), HOST: host}
+    saved = 12 * (trained if s.lora_rank else n)  # masters and moments, of all ranks
+    if s.renew_reference:
+        saved += n * size + 12 * judge
+    disk = 2 * saved + n * size  # while it saves: the old checkpoint and the new one; final/
+    return count | {DEVICE: sum(count.values()), HOST: host, DISK: disk}
 
 
 def print_memory(s):
-    """--dry-run: print the count of each way, in GB; a star marks the one that a run takes here."""
+    """--dry-run: print the count of each way, in GB; a star marks the one that a run takes."""
     device, dtype = torch.device("cuda"), getattr(torch, s.dtype, torch.bfloat16)
-    if s.device != "cuda" or torch.cuda.is_available():  # else the card of another machine
-        device, dtype = choose_device(s)
+    if not s.dry_run and (s.device != "cuda" or torch.cuda.is_available()):
+        device, dtype = choose_device(s)  # else the card of another machine
+    where = f"a card of {s.dry_run:g} GB" if s.dry_run else device.type
     ways, counts, lacks = zip(*counted_ways(s, device, dtype))
     taken = lacks.index(None) if None in lacks else None
-    rows = {"*: a run takes this way here": ["*" * (n == taken) for n in range(len(ways))]}
+    rows = {"*: a run takes this way": ["*" * (n == taken) for n in range(len(ways))]}
     for name in ("offload", "gradient_checkpointing"):
         rows[flag_of(name)] = ["yes" * getattr(way, name) for way in ways]
     for what in counts[0]:
         rows[what] = [f"{count[what] / 1e9:.2f}" for count in counts]
-    print(f"{s.model} in {dtype} on {device.type}: GB for a step")
+    print(f"{s.model} in {dtype} on {where}: GB for a step")
     for what, cells in rows.items():
         print(f"{what:30}" + "".join(f"{cell:>8}" for cell in cells))
+    if taken is None:
+        print(f"no way leaves a tenth of {where}'s free memory; {ADVICE}")
+
+
+def free_disk(output):
+    """Bytes that are free where the run's folder will be."""
+    folder = Path(output).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
 
 
 def free_memory(device):
@@ -1634,13 +1696,19 @@ def local(tensor):
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def shard(model, s):
-    """FSDP2 on every decoder layer and on the rest: shards, gathered when they compute."""
+def shard(model, s, samples=False):
+    """FSDP2 on every decoder layer and on the rest: shards, gathered when they compute.
+
+    A model that `samples` gets a twin to do it, which FSDP's hooks do not slow down.
+    """
     if s.is_whole:
         return model
     from torch.distributed import fsdp
 
     device = choose_device(s)[0]
+    if samples:
+        room = {id(p): torch.empty_like(p, device=device) for p in model.parameters()}
+        vars(model)["twin"] = copy.deepcopy(model, room).to(device)  # `room` for its weights
     how = {"mp_policy": fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32),
            "mesh": dist.init_device_mesh(device.type, (world(),))}
     lists = (m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList))
@@ -1653,25 +1721,15 @@ def shard(model, s):
     return model.to(device)  # its buffers
 
 
-def sharded_parts(model):
-    """The modules whose weights FSDP gathers; none where ranks have whole weights."""
-    return [part for part in model.modules() if hasattr(part, "unshard")]
-
-
-@contextmanager
-def whole_weights(model):
-    """Gather all weights for a rollout, so that no rank waits for another's long answers."""
-    parts = sharded_parts(model)
-    for part in parts:
-        part.unshard()
-        # Otherwise a layer would drop its gathered weights after the first token.
-        part.set_reshard_after_forward(False, recurse=False)
-    try:
-        yield
-    finally:
-        for part in parts:
-            part.reshard()
-            part.set_reshard_after_forward(part is not model, recurse=False)
+@torch.no_grad()
+def with_whole_weights(model):
+    """The model to sample from: itself, or a sharded one's twin with the weights of all shards."""
+    twin = vars(model).get("twin", model)
+    if twin is not model:
+        model.reshard()
+        for weight, shard in zip(twin.parameters(), model.parameters()):
+            weight.copy_(full(shard))
+    return twin
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1682,6 +1740,7 @@ class Run:
 
     def __init__(self, folder=None):
         self.name = str(folder)
+        self.command = ""  # that began it
         self.folder = Path(folder) if folder and rank() == 0 else None
         self.signal = 0
         self.step = 0  # the last step that is done
@@ -1692,11 +1751,12 @@ class Run:
         self.held_out = []  # (step, score of an evaluation)
         self.history = []  # the metrics that symptoms() reads
         self.told = {}  # how bad each symptom was when it was reported
-        self.data = None  # a digest of the problems
+        self.digests = {}  # of what the run began with
         self.reward_model = None  # if training moves it
         self.ref_model = None  # if training moves it
         self.groups = {}  # groups for page.html, by step
-        self.before = []  # greedy answers to the held-out problems
+        self.eval_problems = []
+        self.before = []  # greedy answers to them, and their rewards
         self.after = []  # the same, after training
 
     def claim_folder(self, s):
@@ -1756,6 +1816,8 @@ class Run:
         metrics = {name: None if isinstance(value, float) and not math.isfinite(value) else value
                    for name, value in metrics.items()}
         self.step = metrics["step"]
+        if self.step == 0:
+            metrics["command"] = self.command
         if "loss" in metrics:
             self.history.append(metrics)
             lines = []
@@ -1775,8 +1837,8 @@ class Run:
                            "finite: --lr or a reward may be too large, or --temperature too small")
 
     def curve(self, name):
-        """A metric over the steps: (step, value), without values that are null."""
-        return [(m["step"], m[name]) for m in self.history if m[name] is not None]
+        """A metric over the steps: (step, value), without steps that lack it or have null."""
+        return [(m["step"], m[name]) for m in self.history if m.get(name) is not None]
 
     def log_samples(self, step, batch, rollout):
         """Write the step's first two groups, as they were scored."""
@@ -1811,7 +1873,7 @@ def save_folder(model, tokenizer, run, name):
     weights = dict(model.named_parameters())
     check_finite(run, weights)
     whole = {}
-    for part, weight in weights.items() if sharded_parts(model) else ():
+    for part, weight in weights.items() if hasattr(model, "reshard") else ():
         weight = full(weight)  # all ranks take part in gathering
         if run.folder:
             whole[part] = weight.detach().cpu()
@@ -1833,7 +1895,9 @@ def check_finite(run, tensors):
 # A checkpoint: all tensors that training moves, and Run's state. Everything else that a step
 # needs (problems, random numbers, learning rate) follows from the step and the settings.
 
-COUNTERS = ("step", "skipped", "kl_coef", "held_out", "told", "before", "after", "data", "groups")
+COUNTERS = ("step", "skipped", "kl_coef", "held_out", "told", "before", "after", "digests",
+            "groups")
+TEXTS = ("reward", "step_reward", "reply")  # flags of files whose text may change in a run
 CHECKPOINT = "checkpoint.safetensors"
 
 
@@ -1900,27 +1964,74 @@ def as_safetensors(tensors):
 
 
 @torch.no_grad()
-def load_checkpoint(run, model, optimizer):
+def load_checkpoint(run, model, optimizer, s):
     """Restore what the checkpoint holds; a run killed before its first one starts from step 0."""
     path = Path(run.name, CHECKPOINT)
+    log = Path(run.name, "metrics.jsonl")
     if not path.is_file():
+        if log.is_file() and log.stat().st_size:
+            last = len(log.read_text(encoding="utf-8").splitlines()) - 1
+            raise BadInput(f"--resume {run.name}: its metrics go to step {last}, but there is no "
+                           f"{CHECKPOINT}")
         return
-    with (telling(f"--resume: {path} is damaged, or not of this model:", of=Exception),
-          safe_open(path, framework="pt") as file):
+    with telling(f"--resume: {path} is damaged:", of=Exception):
+        file = safe_open(path, framework="pt")
         counters = json.loads(file.get_tensor("counters").numpy().tobytes())
-        if counters["data"] != run.data:
-            raise ValueError("--data or --eval-data is not what the run started from")
-        vars(run).update({name: counters[name] for name in COUNTERS})
+    if not counters.keys() >= set(COUNTERS):
+        raise BadInput(f"--resume: {path} was written by another version of train.py")
+    check_digests(run, counters["digests"], s)
+    vars(run).update({name: counters[name] for name in COUNTERS})
+    with telling(f"--resume: {path} is damaged, or not of this model:", of=Exception):
         if run.reward_model:
             run.reward_model.pairs, run.reward_model.replay = counters["pairs"]
-        for name, place in what_moves(run, model, optimizer).items():
-            tensor = file.get_tensor(name)
-            if is_sharded(place):
-                tensor = dist.tensor.distribute_tensor(tensor.to(place.device), place.device_mesh,
-                                                       place.placements)
-            place.copy_(tensor)
+        for name, moving in what_moves(run, model, optimizer).items():
+            saved = file.get_tensor(name)
+            if is_sharded(moving):
+                saved = dist.tensor.distribute_tensor(saved.to(moving.device), moving.device_mesh,
+                                                      moving.placements)
+            moving.copy_(saved)
     if isinstance(optimizer, MasterAdamW):
         optimizer.round()  # the weights are still those of the start
+
+
+def digests_of(parts, s):
+    """{flag: a digest of what it names}: problems, first weights, texts of rewards and replies."""
+    found = {"model": some_numbers(parts.policy_model), "data": parts.problems,
+             "eval_data": parts.eval_problems}
+    if judge := getattr(parts.reward_of, "judge", None):
+        found["reward_model"] = some_numbers(judge.model)
+    for name in TEXTS:
+        specs = getattr(s, name) or []
+        if isinstance(specs, str):
+            specs = [specs]
+        found[name] = [text_of(spec) for spec in specs]
+    return {name: hashlib.sha256(json.dumps(value).encode()).hexdigest()
+            for name, value in found.items()}
+
+
+def some_numbers(model):
+    """Four numbers of every tensor, which tell one model from another."""
+    numbers = []
+    for weight in model.parameters():
+        numbers += full(weight.detach()).flatten()[::weight.numel() // 4 + 1].tolist()
+    return numbers
+
+
+def text_of(spec):
+    """Of file.py:function the file's text and the function's name; of `rule` its name."""
+    file, _, name = spec.rpartition(":")
+    text = Path(file).read_text(encoding="utf-8", errors="replace") if file else ""
+    return [text, name]
+
+
+def check_digests(run, saved, s):
+    """BadInput for a flag that names something else than at the start; a reward may change."""
+    for name, digest in run.digests.items():
+        if digest != saved.get(name):
+            line = f"{flag_of(name)} {getattr(s, name)}: is not what the run began with"
+            if name not in TEXTS:
+                raise BadInput(line)
+            say(line)
 
 
 def forget_after(run, step):
@@ -1932,7 +2043,10 @@ def forget_after(run, step):
         lines = path.read_bytes().split(b"\n")[:-1]
         records = [record for record in map(json.loads, lines) if record["step"] <= step]
         os.truncate(path, sum(len(line) + 1 for line in lines[:len(records)]))
-    run.history = [record for record in records if "loss" in record]  # of metrics.jsonl
+    # Those of metrics.jsonl
+    run.history = [record for record in records if "loss" in record]
+    if records:
+        run.command = records[0]["command"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1941,9 +2055,11 @@ def forget_after(run, step):
 def main(argv=None):
     """-> exit status: 0 done; 2 bad input, one line on standard error; 128 + signal if stopped."""
     run = Run()
+    words = sys.argv[1:] if argv is None else argv
+    run.command = shlex.join(["train.py", *map(str, words)])
     try:
         settings = parse(argv)
-        if settings.dry_run:
+        if settings.dry_run is not None:
             print_memory(settings)
             return 0
         join_ranks(settings)
@@ -1956,9 +2072,12 @@ def main(argv=None):
     except BadInput as error:
         fault = error
     except Exception as error:
-        if not out_of_memory(error):
+        if out_of_memory(error):
+            fault = f"out of memory; {ADVICE}"
+        elif "No space left" in str(error) or "quota exceeded" in str(error):
+            fault = f"the disk is full: {one_line(error)}"
+        else:
             raise
-        fault = f"out of memory; {ADVICE}"
     if run.resume_command:
         fault = f"{fault}; continue with: {run.resume_command}"
     say(f"train.py: {fault}", sys.stderr)
@@ -1989,7 +2108,7 @@ def train(parts, run, s):
         save_adapter(run, parts.optimizer, s)
     if parts.reward_model:
         save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
-    print_story(run, parts.eval_problems, "reward" if parts.reward_of else "accuracy")
+    print_story(run, "reward" if parts.reward_of else "accuracy")
     return 0
 
 
@@ -1999,23 +2118,28 @@ def begin(run, parts, s):
     # The checkpoint holds only what moves; the first reference is the initial policy.
     run.reward_model = parts.reward_model
     run.ref_model = parts.ref_model if s.renew_reference else None
+    run.eval_problems = parts.eval_problems
     if run.reward_model:
         with_moments(run.reward_model.optimizer)
-    text = json.dumps([parts.problems, parts.eval_problems])
-    run.data = hashlib.sha256(text.encode()).hexdigest()
+    if parts.reward_of and not hasattr(parts.reward_of, "judge"):
+        s.reward = PYTHON
+    run.digests = digests_of(parts, s)
     if s.resume:
-        load_checkpoint(run, model, parts.optimizer)
+        load_checkpoint(run, model, parts.optimizer, s)
         # A run without a checkpoint also repeats step 0, its first evaluation.
         on_rank_0(forget_after, run, run.step if run.held_out else -1)
         if s.steps < run.step:
             raise BadInput(f"--steps {s.steps}: the run in {run.name} is at step {run.step}")
     kept = {name: getattr(s, name) for name in FIELDS if FIELDS[name].metadata["kept"]}
-    if parts.reward_of and not hasattr(parts.reward_of, "of_flags"):
-        kept["reward"] = PYTHON
+    text = json.dumps(kept, indent=2) + "\n"
+    # Files in the program's folder are named from there, because it may move: see path().
+    text = text.replace(json.dumps(f"{HERE}{os.sep}")[:-1], '"./')
     if run.folder:
         with run.replacing("config.json") as place:
-            place.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+            place.write_text(text, encoding="utf-8")
     run.resume_command = command("train.py", "--resume", run.name)
+    if not run.held_out:
+        save_checkpoint(run, model, parts.optimizer)  # from now on a run without one has lost it
     millions = model.num_parameters() / 1e6
     say(f"policy    {millions:.2f}M parameters in {world()} process{'es' * (world() > 1)}; "
         f"settings of {s.config or 'the command line'}\n"
@@ -2031,15 +2155,20 @@ def say(line, file=None):
             print(line, file=file, flush=True)
 
 
-def print_story(run, eval_problems, judged_by):
-    """Print one held-out problem, answered before and after; the curves; what to do next."""
-    # The problem whose reward has risen most, by the reward that the run trains on.
+def example_of(run):
+    """The held-out problem that gained most, with its answers before and after -> four lines."""
     before = torch.tensor([reward for _, reward in run.before])
     after = torch.tensor([reward for _, reward in run.after])
     i = int((after - before).nan_to_num().argmax())
-    truth, = truths_of(eval_problems[i:i + 1])
-    say(f"\nquestion  {eval_problems[i]['question']}\nbefore    {run.before[i][0]}\n"
-        f"after     {run.after[i][0]}\ntruth     {truth or 'not known'}\n")
+    problem = run.eval_problems[i]
+    truth, = truths_of([problem])
+    return (f"question  {problem['question']}\nbefore    {run.before[i][0]}\n"
+            f"after     {run.after[i][0]}\ntruth     {truth or 'not known'}")
+
+
+def print_story(run, judged_by):
+    """Print what a held-out problem was answered before and after; the curves; what to do next."""
+    say(f"\n{example_of(run)}\n")
     say(f"{f'held-out {judged_by}':22}" + small_curve(run.held_out))
     names = ["reward_mean", "approx_kl", "response_length_mean"]
     if any(m["format_rate"] for m in run.history):
@@ -2155,14 +2284,16 @@ def page_of(run, sections, s):
     return f"""<!doctype html><html lang="en"><head><meta charset="utf-8">{again}
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1"><title>{name}</title>
-<style>{STYLE}</style></head><body><h1>{name}</h1><p>GRPO of {shown(Path(s.model).name)}: {run.step}
-steps of B = {s.prompts_per_step} questions and G = {s.group_size} answers to each, lr {s.lr:g}.
-Held-out answers are greedy, all others sampled. Orange lines are warnings.</p>
+<style>{STYLE}</style></head><body><h1>{name}</h1><code>{shown(run.command)}</code>
+<p>GRPO of {shown(Path(s.model).name)}: {run.step} steps of B = {s.prompts_per_step} questions and
+G = {s.group_size} answers to each, lr {s.lr:g}. Held-out answers are greedy, all others sampled.
+Orange lines are warnings.</p>
 <div>{figures}</div><ul>{"".join(f"<li>step {step}: {line}</li>" for step, line in warned)}</ul>
-<h1>What it learned</h1><p>x is a question, y<sub>i</sub> an answer of its group, r<sub>i</sub> its
-reward and A<sub>i</sub> its advantage. Tinted tokens are now <i style="--d:2">more likely</i> or
-<i style="--d:-2">less likely</i> than when the policy drew them: log π − log π<sub>old</sub>, the
-log of [E]'s ratio. Hover for the number, in nats.</p>{sections}</body></html>"""
+<h1>What it learned</h1><section><pre>{shown(example_of(run))}</pre></section><p>x is a question,
+y<sub>i</sub> an answer of its group, r<sub>i</sub> its reward and A<sub>i</sub> its advantage.
+Tinted tokens are now <i style="--d:2">more likely</i> or <i style="--d:-2">less likely</i> than
+when the policy drew them: log π − log π<sub>old</sub>, the log of [E]'s ratio. Hover for the
+number, in nats.</p>{sections}</body></html>"""
 
 
 def figure_of_curve(name, points, last, warned):
@@ -2171,7 +2302,8 @@ def figure_of_curve(name, points, last, warned):
     means = pooled(values, 120)
     low, high = min(means), max(means)
     if high - low <= 1e-9 * abs(high):  # a flat curve lies in the middle
-        low, high = low - 0.5, high + 0.5
+        margin = max(0.5, abs(high) / 2)
+        low, high = low - margin, high + margin
     line = ""
     for step, mean in zip(pooled(steps, 120), means):
         line += f"{50 + 250 * step / last:.1f},{78 - 76 * (mean - low) / (high - low):.1f} "

@@ -529,8 +529,8 @@ def metrics_of(folder):
 
 
 def curve(folder):
-    """The metrics without those of the clock and of the machine."""
-    measured = ("second", "memory")
+    """The metrics without those of the clock and of the machine, and without the command."""
+    measured = ("second", "memory", "command")
     return [{name: value for name, value in metrics.items()
              if not any(word in name for word in measured)}
             for metrics in metrics_of(folder)]

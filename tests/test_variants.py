@@ -581,17 +581,38 @@ def test_ranks_meet_equally_often_in_an_evaluation(monkeypatch, fails):
 
 def history(n, **series):
     """n steps of a healthy run; of a name in `series` the last values are these."""
-    rows = [dict(approx_kl=0.01, zero_variance_groups=0.3, entropy=0.5,
-                 grad_norm=1.0, response_length_mean=100.0, accuracy=0.4) for _ in range(n)]
+    rows = [dict(approx_kl=0.01, zero_variance_groups=0.3, entropy=0.5, reward_std=0.5,
+                 grad_norm=1.0, reward_mean=step / 100, accuracy=0.4) for step in range(n)]
     for name, values in series.items():
         for row, value in zip(rows[-len(values):], values):
             row[name] = value
     return rows
 
 
+def in_trouble(rows):
+    """The same with a reward that has fallen after the first step."""
+    return [{**row, "reward_mean": float(step == 0)} for step, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize("rewards, accuracy, told", [
+    ([0.5] * 29, 0.4, []), ([0.5] * 30, 0.4, ["stuck reward"]), ([0.5] * 30, 0.95, []),
+    ([0.5] * 30, None, ["stuck reward"]), ([*[0.5] * 29, 0.55], 0.4, []), ([0.5], 0.4, []),
+    ([0.9, 0.3], 0.4, ["fallen reward"]), ([0.9, 0.5], 0.4, []), ([1.0, *[0.8] * 20], 0.4, []),
+    ([*[0.1] * 20, *[0.8] * 20, *[0.4] * 10], 0.95, ["fallen reward"]),
+    ([*[0.1] * 20, *[0.8] * 20, *[0.4] * 5], 0.4, []), ([-9.0, *[-9.2] * 20], 0.4, []),
+])
+def test_only_a_reward_that_has_fallen_or_stands_is_trouble(rewards, accuracy, told):
+    """A fallen one names --lr first; half a standard deviation of the answers is a quarter here."""
+    rows = [{**row, "reward_mean": reward, "accuracy": accuracy}
+            for row, reward in zip(history(len(rewards)), rewards)]
+    found = train.symptoms(rows)
+    assert list(found) == told and all("--lr" in line for _, line in found.values())
+    assert train.symptoms([{**row, "reward_std": 0.0} for row in rows[:1]]) == {}
+
+
 @pytest.mark.parametrize("what, n, name, failing, healthy, words", [
     ("gradient", 45, "grad_norm", [10.5], [9.5], ("10 times", "--lr")),
-    ("KL", 12, "approx_kl", [0.06] * 10, [0.04] * 10, ("0.060", "--kl-band 0.02 0.05")),
+    ("KL", 12, "approx_kl", [0.06] * 10, [0.04] * 10, ("0.06 ", "--kl-band 0.02 0.05")),
     ("reference", 12, "approx_kl", [0.0] * 4, [0.0] * 3, ("4 steps", "--lr")),
     ("flat groups", 10, "zero_variance_groups", [0.51] * 10, [0.5] * 10,
      ("51%", "--max-resample 3")),
@@ -600,12 +621,14 @@ def history(n, **series):
     ("entropy", 20, "entropy", [0.049] * 10, [0.051] * 10, ("1/10", "--clip-eps-high 0.28")),
 ])
 def test_a_failure_is_named_with_its_number_and_its_remedy(what, n, name, failing, healthy, words):
-    rows = history(n, **{name: failing})
+    rows = in_trouble(history(n, **{name: failing}))
     before = copy.deepcopy(rows)
-    ((found, (bad, line)),) = train.symptoms(rows).items()
-    assert found == what
+    (first, _), (found, (bad, line)) = train.symptoms(rows).items()
+    assert first == "fallen reward" and found == what
     assert all(word in line for word in words) and "\n" not in line and bad > 0, line
-    assert train.symptoms(history(n, **{name: healthy})) == {} == train.symptoms(history(n))
+    for well in (history(n, **{name: failing}), history(n)):
+        assert train.symptoms(well) == {}
+    assert list(train.symptoms(in_trouble(history(n, **{name: healthy})))) == ["fallen reward"]
     assert rows == before                                 # a pure function
 
 
@@ -614,8 +637,9 @@ def test_a_failure_is_named_with_its_number_and_its_remedy(what, n, name, failin
     dict(approx_kl=0.0, reference_renewed=1.0), dict(approx_kl=0.0, grad_norm=None)])
 def test_nothing_is_said_of_steps_without_a_number_or_a_gradient(row):
     """Skipped updates; groups that are all flat; a reference that is renewed in every step."""
-    assert train.symptoms([{**metrics, **row} for metrics in history(45)]) == {}
-    assert train.symptoms([*history(1, grad_norm=[0.0]) * 40, *history(1)]) == {}
+    for rows in (45 * [row], [*40 * [{"grad_norm": 0.0}], {}]):
+        rows = in_trouble([{**metrics, **row} for metrics, row in zip(history(len(rows)), rows)])
+        assert list(train.symptoms(rows)) == ["fallen reward"]
 
 
 def logged(lines, run):
@@ -631,10 +655,10 @@ def warnings_of(folder):
 def test_a_state_is_told_once_and_again_where_it_is_clearly_worse(capsys, tmp_path):
     lines = [*history(20, approx_kl=[0.06] * 10), *history(30, approx_kl=[0.07] * 10),
              *history(10, approx_kl=[0.2] * 10), *history(10, approx_kl=[0.3] * 10)]
-    logged(lines, train.Run(tmp_path))
+    logged(in_trouble(lines), train.Run(tmp_path))
     warnings = warnings_of(tmp_path)
-    assert list(warnings) == [19, 58]                     # above 0.05, and three times as much
-    assert all("KL" in line and "if the reward falls" in line for line in warnings.values())
+    assert list(warnings) == [2, 19, 58]                  # above 0.05, and three times as much
+    assert ["KL" in line for line in warnings.values()] == [False, True, True]
     err = capsys.readouterr().err
     assert all(f"step {step}: {line}" in err for step, line in warnings.items())
 
@@ -643,6 +667,7 @@ def test_a_state_is_told_once_and_again_where_it_is_clearly_worse(capsys, tmp_pa
 def test_a_resumed_run_warns_as_one_that_was_never_stopped(tmp_path, at):
     """Also where numbers were not finite: they stand as null in the file."""
     lines = history(30, approx_kl=[math.inf, *[0.06] * 15], grad_norm=[math.nan, *[1.0] * 20])
+    lines = in_trouble(lines)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder in (whole, parts):
         folder.mkdir()
@@ -729,13 +754,14 @@ def test_the_trace_agrees_with_a_step_computed_again(traced):
 
 
 def test_a_warning_is_told_once_and_the_rule_by_its_name_is_the_rule(tmp_path, capsys):
-    """Here no weight moves, and the KL is exactly 0."""
-    flags = (*SMALL, "--steps=6", "--lr=1e-12", "--prompts-per-step=8", "--group-size=8")
+    """The learning rate is a hundred times too high, and the first warning says so."""
+    flags = (*SMALL, "--steps=6", "--lr=0.03", "--prompts-per-step=8", "--group-size=8")
     trains(*flags, f"--output={tmp_path / 'plain'}")
-    lines = metrics_of(tmp_path / "plain")
-    assert [m["step"] for m in lines if "KL is exactly 0" in m.get("warning", "")] == [4]
-    assert "step 4: " in capsys.readouterr().err
-    assert "<li>step 4: KL is exactly 0" in (tmp_path / "plain" / "page.html").read_text()
+    (step, warning), *_ = warnings_of(tmp_path / "plain").items()
+    assert step <= 15 and re.findall(r"--[a-z-]+", warning)[0] == "--lr"
+    assert f"step {step}: {warning}" in capsys.readouterr().err
+    page = (tmp_path / "plain" / "page.html").read_text()
+    assert f"<li>step {step}: {train.shown(warning)}<" in page
     trains(*flags, "--reward=rule", f"--output={tmp_path / 'run'}")
     added = ("reward/rule", "eval_reward")
     named = [{name: value for name, value in metrics.items() if name not in added}
