@@ -1575,7 +1575,7 @@ def print_memory(s):
 def free_disk(output):
     """Bytes that are free where the run's folder will be."""
     folder = Path(output).absolute()
-    while not folder.exists():
+    while not os.path.exists(folder):
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
