@@ -839,7 +839,8 @@ class Settings:
     sampler_correction: amount = flag(0.0, "TIS: weights min(trainer / sampler, this), say 2")
     mask_truncated: bool = flag(False, "leave truncated answers out of the loss")
     renew_reference: whole = flag(0, "steps after which the reference becomes the policy; 0: never")
-    kl_band: amount = flag(None, "LOW HIGH: adapt beta to keep KL there, say 0.02 0.05", nargs=2)
+    kl_band: amount = flag(None, "LOW HIGH: adapt beta to keep KL there, say 0.02 0.05", nargs="+",
+                            action="extend")
     advantage: str = flag("group", "how siblings compare", choices=advantage.ADVANTAGES,
                           head="the advantage")
     scale_by_std: bool = flag(True, "divide the advantages by the group's std; off: Dr. GRPO")
@@ -909,10 +910,13 @@ def given_flags(argv):
     parser.error = error
     parser._negative_number_matcher = re.compile(r"-[\d.]+(e[-+]?\d+)?$")  # else -1e-5 is a flag
     tiny = json.loads(TINY_CONFIG.read_text())
+    counts = Counter(word.partition("=")[0] for word in words)
     for name, field in FIELDS.items():
         how = {"type": field.type, **field.metadata["how"]}
         if head := field.metadata["head"]:
             group = parser.add_argument_group(head)
+        if counts[flag_of(name)] > 1 and "action" not in how:
+            say(f"{flag_of(name)} is given more than once: the last one counts")
         if field.type is bool:
             how |= {"type": None, "action": argparse.BooleanOptionalAction}
         elif field.type not in (str, path):
@@ -920,10 +924,6 @@ def given_flags(argv):
         if name in tiny:
             how["help"] += f" {{{tiny[name]}}}"
         group.add_argument(flag_of(name), **how)
-    counts = Counter(word.partition("=")[0] for word in words)
-    for name, field in FIELDS.items():
-        if counts[flag_of(name)] > 1 and "action" not in field.metadata["how"]:
-            say(f"{flag_of(name)} is given more than once: the last one counts")
     return vars(parser.parse_args(words))
 
 
@@ -948,21 +948,11 @@ def parse(argv=None):
     if s.resume:
         check_resumed(given, Settings(**config))
         s.output = s.resume
-    s.model = folder_of_model(s.model)
+    final = os.path.join(s.model, "final")
+    if os.path.isfile(f"{final}/config.json"):
+        s.model = final  # a run's folder was named
     s.config = str(file or "")
     return s
-
-
-def folder_of_model(name):
-    """--model, or the final/ in it if it is a run's folder."""
-    files = set(os.listdir(name)) if os.path.isdir(name) else set()
-    if os.path.isfile(f"{name}/final/config.json"):
-        return os.path.join(name, "final")
-    if "metrics.jsonl" in files:
-        raise BadInput(f"--model {name}: this run has no final/ yet, it is not done: --resume it")
-    if "adapter_config.json" in files and "config.json" not in files:
-        raise BadInput(f"--model {name}: LoRA's factors alone are no model, take the run's final/")
-    return name
 
 
 def read_config(file):
@@ -970,22 +960,18 @@ def read_config(file):
     with telling(f"{file}:", of=Exception):
         words = []
         for name, value in json.loads(Path(file).read_text(encoding="utf-8")).items():
-            spelling = name.lstrip("-").replace("-", "_")
-            if name != spelling and spelling in FIELDS:
-                raise ValueError(f"write {name!r} as {spelling!r} in a config file")
             if name not in FIELDS or not FIELDS[name].metadata["kept"]:
-                raise ValueError(f"{flag_of(name)} is no flag for a config file")
+                raise ValueError(f"{flag_of(name)} is no flag for a config file, where names are "
+                                 "spelt like kl_coef")
             if isinstance(value, bool):
                 words.append(flag_of(name if value else f"no_{name}"))
-            elif isinstance(value, list):
-                words.append(flag_of(name))
-                for item in value:
-                    if isinstance(item, str) and item.startswith("-"):
-                        raise ValueError(f"{flag_of(name)}: {item!r} would be another flag")
-                    words.append(str(item))
-            elif value is not None:  # null: the default
-                text = value if isinstance(value, str) else json.dumps(value)
-                words.append(f"{flag_of(name)}={text}")
+                continue
+            items = value if isinstance(value, list) else [value]
+            for item in items:
+                if isinstance(item, dict):
+                    item = json.dumps(item)
+                if item is not None:  # null: the default
+                    words.append(f"{flag_of(name)}={item}")
         with chdir(Path(file).parent):
             return given_flags(words)
 
@@ -1043,7 +1029,7 @@ def load(s):
 
 def check_combinations(s):
     """BadInput for flags that do not go together."""
-    low, high = s.kl_band or (1, 1)
+    band = s.kl_band or [1, 1]
     share, rest = divmod(s.prompts_per_step, world())
     own = s.reply or s.reward or s.reward_model
     # Flags that give or change the rewards of whole answers
@@ -1053,11 +1039,16 @@ def check_combinations(s):
         (s.minibatches > share, f"--minibatches {s.minibatches}: a process has {share} prompts"),
         (not s.resume and os.path.isdir(s.output) and set(os.listdir(s.output)) - {".lock"},
          f"--output {s.output}: is not empty; name another, or continue its run with --resume"),
+        (os.path.isfile(f"{s.model}/metrics.jsonl"),
+         f"--model {s.model}: this run has no final/ yet; end it with --resume"),
+        (os.path.isfile(f"{s.model}/adapter_config.json"),
+         f"--model {s.model}: LoRA's factors alone are no model; take the run's final/"),
         (s.model.startswith((".", "/")) and not os.path.isdir(s.model),
          f"--model {s.model}: there is no such folder"),
         (not s.kl_coef and (s.kl_band or s.renew_reference),
          "--kl-band, --renew-reference: need a --kl-coef above 0"),
-        (not 0 < low <= high, "--kl-band: must be two numbers above 0, the lower one first"),
+        (len(band) != 2 or not 0 < band[0] <= band[1],
+         f"--kl-band {s.kl_band}: must be two numbers above 0, the lower one first"),
         (s.reward_model and s.reward, "--reward-model and --reward: only one can give the rewards"),
         (s.reward_weights and not 2 <= len(s.reward or []) == len(s.reward_weights),
          "--reward-weights: needs several --reward, and a weight for each"),
@@ -1126,7 +1117,6 @@ def load_policy(s):
     device, dtype = choose_device(s)
     with telling(f"--model {s.model}:"):
         model, tokenizer = sample.open_policy(s.model, device if s.is_whole else "cpu", dtype)
-    with telling("--template-args:"):
         sample.set_template_arguments(tokenizer, s.template_args)
     return model, tokenizer
 
@@ -1170,21 +1160,21 @@ def load_problems(name, source, tokenizer, s):
 
     # Every prompt is checked now, not in the step that happens to draw it.
     def check(number, problem):
-        with telling(f"{source}, line {number}:"):
+        with telling(f"{name}: {source}, line {number}:"):
             prompt = chat_prompt(tokenizer, problem, s.system_prompt)
             for column in reserved & problem.keys():
-                raise BadInput(f"no column may be named {column!r}, an argument of rewards")
+                raise ValueError(f"no column may be named {column!r}, an argument of rewards")
         [ids] = sample.ids_of(tokenizer, [prompt])
         if len(ids) + s.answer_tokens > limit:
             too_long.append((len(ids), number))
 
     progress = partial(tqdm, desc=f"reading {source}", leave=False, delay=2, disable=rank() > 0)
-    with telling(f"{name}:", of=(ValueError, BadInput)):
+    with telling(f"{name}:"):
         problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
                                         check, progress)
     if too_long:
         longest, number = max(too_long)
-        raise BadInput(f"{name} {source}, line {number}, the longest of {len(too_long)} such "
+        raise BadInput(f"{name}: {source}, line {number}, the longest of {len(too_long)} such "
                        f"lines: a prompt of {longest} tokens and {s.answer_tokens} of an answer "
                        f"are more than the model's {limit} positions: lower --max-new-tokens or "
                        "--max-turns, or take such problems out of the file")
@@ -1210,11 +1200,9 @@ def rewards_by(reward_of, problems, prompts, rollout):
     """The rewards (N,) of a reward_of; one from Python may give a list, or what NumPy makes."""
     with torch.set_grad_enabled(torch.is_grad_enabled()):  # which it may switch
         values = reward_of(problems, prompts, rollout)
-    with telling("the rewards of reward_of are no numbers:", of=Exception):
-        values = torch.as_tensor(values, dtype=torch.float32, device="cpu").detach()
+    values = torch.as_tensor(values, dtype=torch.float32, device="cpu").detach()
     if values.numel() != len(rollout.responses):
-        raise BadInput(f"reward_of gave rewards of shape {tuple(values.shape)} for "
-                       f"{len(rollout.responses)} answers")
+        raise BadInput(f"reward_of gave {values.numel()} rewards for {len(rollout.responses)} rows")
     return values.flatten()
 
 
