@@ -1201,9 +1201,7 @@ def rewards_by(reward_of, problems, prompts, rollout):
     with torch.set_grad_enabled(torch.is_grad_enabled()):  # which it may switch
         values = reward_of(problems, prompts, rollout)
     values = torch.as_tensor(values, dtype=torch.float32, device="cpu").detach()
-    if values.numel() != len(rollout.responses):
-        raise BadInput(f"reward_of gave {values.numel()} rewards for {len(rollout.responses)} rows")
-    return values.flatten()
+    return values.reshape(len(rollout.responses))
 
 
 # --------------------------------------------------------------------------------------------------
