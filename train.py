@@ -300,9 +300,8 @@ def advantages_of(policy_model, rollout, batch, tokenizer, reward_of, s):
         score_before_updates(policy_model, rollout, s)  # for the entropies
         # With a user's own reward, an answer counts as right if its reward is positive.
         right = None if reward_of else is_right(rollout.rule_rewards)
-        is_gtpo = s.advantage == "gtpo"
-        shape = advantage.gtpo_advantages if is_gtpo else advantage.grpo_s_advantages
-        advantages = shape(rewards, rollout.entropies, mask, G, right)
+        kinds = {"gtpo": advantage.gtpo_advantages, "grpo-s": advantage.grpo_s_advantages}
+        advantages = kinds[s.advantage](rewards, rollout.entropies, mask, G, right)
     if s.clip_advantages:
         advantages = advantages.clamp(-s.clip_advantages, s.clip_advantages)
     return advantages.to(rollout.labels.device)
@@ -895,10 +894,8 @@ def flag_of(name):
     return "--" + name.replace("_", "-")
 
 
-def given_flags(argv):
-    """The flags in argv, or on the command line -> {name: value}, without defaults."""
-    words = sys.argv[1:] if argv is None else list(map(str, argv))
-
+def given_flags(words):
+    """The flags in the words of a command line -> {name: value}, without defaults."""
     def error(message):
         raise BadInput(f"{message} (--help lists the flags)")
 
@@ -910,12 +907,12 @@ def given_flags(argv):
     parser.error = error
     parser._negative_number_matcher = re.compile(r"-[\d.]+(e[-+]?\d+)?$")  # else -1e-5 is a flag
     tiny = json.loads(TINY_CONFIG.read_text())
-    counts = Counter(word.partition("=")[0] for word in words)
+    times = Counter(word.partition("=")[0] for word in words)
     for name, field in FIELDS.items():
         how = {"type": field.type, **field.metadata["how"]}
         if head := field.metadata["head"]:
             group = parser.add_argument_group(head)
-        if counts[flag_of(name)] > 1 and "action" not in how:
+        if times[flag_of(name)] > 1 and "action" not in how:
             say(f"{flag_of(name)} is given more than once: the last one counts")
         if field.type is bool:
             how |= {"type": None, "action": argparse.BooleanOptionalAction}
@@ -927,9 +924,9 @@ def given_flags(argv):
     return vars(parser.parse_args(words))
 
 
-def parse(argv=None):
-    """Settings: flags (argv, or the command line) win over the config file, it over defaults."""
-    given = given_flags(argv)
+def parse(words):
+    """Settings: the flags in `words` win over the config file, it over the defaults."""
+    given = given_flags(words)
     file = f"{given['resume']}/config.json" if "resume" in given else given.get("config")
     config = read_config(file) if file else {}
     layers = [config, given]
@@ -959,7 +956,8 @@ def read_config(file):
     """The flags of a JSON file -> {name: value}; its paths are relative to its folder."""
     with telling(f"{file}:", of=Exception):
         words = []
-        for name, value in json.loads(Path(file).read_text(encoding="utf-8")).items():
+        config = json.loads(Path(file).read_text(encoding="utf-8"))
+        for name, value in config.items():
             if name not in FIELDS or not FIELDS[name].metadata["kept"]:
                 raise ValueError(f"{flag_of(name)} is no flag for a config file, where names are "
                                  "spelt like kl_coef")
@@ -1153,7 +1151,8 @@ def load_data(s, tokenizer):
 def load_problems(name, source, tokenizer, s):
     """The problems of a file, a list of dicts. BadInput: one is too long for the model."""
     # The built-in rewards need a true answer to compare with.
-    need_answer = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
+    rewards = set(s.reward or ["rule"])
+    need_answer = rewards <= {"rule", "think"} and not s.reward_model
     reserved = set(reward.ARGUMENTS if s.reward or s.step_reward else ())
     limit = sample.length_limit(AutoConfig.from_pretrained(s.model))
     too_long = []  # (tokens of the prompt, line)
@@ -1168,7 +1167,8 @@ def load_problems(name, source, tokenizer, s):
         if len(ids) + s.answer_tokens > limit:
             too_long.append((len(ids), number))
 
-    progress = partial(tqdm, desc=f"reading {source}", leave=False, delay=2, disable=rank() > 0)
+    progress = partial(tqdm, desc=f"reading {source}", delay=2, leave=False,
+                       disable=rank() > 0)
     with telling(f"{name}:"):
         problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
                                         check, progress)
@@ -2041,10 +2041,11 @@ def forget_after(run, step):
 def main(argv=None):
     """-> exit status: 0 done; 2 bad input, one line on standard error; 128 + signal if stopped."""
     run = Run()
-    words = sys.argv[1:] if argv is None else argv
-    run.command = shlex.join(["train.py", *map(str, words)])
+    words = sys.argv[1:] if argv is None else map(str, argv)
+    words = list(words)
+    run.command = shlex.join(["train.py", *words])
     try:
-        settings = parse(argv)
+        settings = parse(words)
         if settings.dry_run is not None:
             print_memory(settings)
             return 0
