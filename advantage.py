@@ -118,14 +118,14 @@ def pooled_advantages(parts, mask, group_size):
     advantages = torch.zeros(on.shape, dtype=torch.float64)
     for start in range(0, len(parts), group_size):
         rewards = []
-        places = []                                       # of each reward: row, its tokens
+        earners = []                                      # of each reward: a row, its tokens
         for row in range(start, start + group_size):
             for first, last, reward in parts[row]:
                 inside = (first <= position[row]) & (position[row] <= last)
-                places.append((row, inside & on[row]))
+                earners.append((row, inside & on[row]))
                 rewards.append(reward)
-        for place, score in zip(places, z_scores(rewards)):
-            advantages[place] += score
+        for tokens, score in zip(earners, z_scores(rewards)):
+            advantages[tokens] += score
     return advantages.float().to(mask.device)
 
 
