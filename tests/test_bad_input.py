@@ -192,14 +192,6 @@ def reweighted(change):
     return lambda m: edit_tensors(m / "model.safetensors", change)
 
 
-def an_adapter(m):
-    (m / "config.json").rename(m / "adapter_config.json")
-
-
-def a_run_that_was_stopped(m):
-    (m / "metrics.jsonl").touch()
-
-
 NORM = "model.norm.weight"
 MODELS = [
     (without("chat_template.jinja"),
@@ -218,7 +210,8 @@ MODELS = [
     (reweighted(lambda w: {**w, NORM: torch.tensor([*63 * [1.0], float("nan")])}),
      f"not finite: {NORM}"),
     (without("tokenizer.json", "tokenizer_config.json"), "the folder lacks tokenizer.json"),
-    (an_adapter, "take the run's final/"), (a_run_that_was_stopped, "has no final/ yet"),
+    (lambda m: (m / "config.json").rename(m / "adapter_config.json"), "take the run's final/"),
+    (lambda m: (m / "metrics.jsonl").touch(), "has no final/ yet"),
 ]
 
 
