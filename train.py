@@ -1153,7 +1153,6 @@ def load_problems(name, source, tokenizer, s):
     # The built-in rewards need a true answer to compare with.
     rewards = set(s.reward or ["rule"])
     need_answer = rewards <= {"rule", "think"} and not s.reward_model
-    reserved = set(reward.ARGUMENTS if s.reward or s.step_reward else ())
     limit = sample.length_limit(AutoConfig.from_pretrained(s.model))
     too_long = []  # (tokens of the prompt, line)
 
@@ -1161,8 +1160,9 @@ def load_problems(name, source, tokenizer, s):
     def check(number, problem):
         with telling(f"{name}: {source}, line {number}:"):
             prompt = chat_prompt(tokenizer, problem, s.system_prompt)
-            for column in reserved & problem.keys():
-                raise ValueError(f"no column may be named {column!r}, an argument of rewards")
+            taken = problem.keys() & reward.ARGUMENTS
+            if taken and (s.reward or s.step_reward):
+                raise ValueError(f"rewards have an argument {min(taken)!r}: rename that column")
         [ids] = sample.ids_of(tokenizer, [prompt])
         if len(ids) + s.answer_tokens > limit:
             too_long.append((len(ids), number))
@@ -1197,7 +1197,7 @@ def load_reward_of(s, reward_model=None):
 
 
 def rewards_by(reward_of, problems, prompts, rollout):
-    """The rewards (N,) of a reward_of; one from Python may give a list, or what NumPy makes."""
+    """Call reward_of -> (N,) float32. One from Python may give any list of numbers."""
     with torch.set_grad_enabled(torch.is_grad_enabled()):  # which it may switch
         values = reward_of(problems, prompts, rollout)
     values = torch.as_tensor(values, dtype=torch.float32, device="cpu").detach()
