@@ -87,22 +87,22 @@ def leave_one_out_advantages(rewards, group_size=8):
 
 
 def gdpo_advantages(parts, weights, group_size=8, gathered=None):
-    """GDPO, arXiv 2601.05242: every reward is normalised in its group on its own -> (N,).
+    """GDPO, arXiv 2601.05242: each of K rewards is normalised in its group on its own -> (N,).
 
-    parts (K, N): K rewards of each answer, NaN where one does not apply; there it adds nothing, and
-    its z-scores are those of the group's other answers. Their sum, by the K weights, is divided by
-    the std of the batch. Of several GPUs' batch: `gathered` turns the sums of one into those of
-    all. ValueError: fewer than two rewards.
+    A_i = sum_k w_k z_k,i / std of these sums in the batch, where z_k,i is the k-th reward of answer
+    i less its group's mean, over its group's std. parts (K, N): the rewards. One that is NaN does
+    not apply to this answer: it adds 0 there, and nothing to mean and std. weights (K,).
+    `gathered(sums)` gives the sums of all GPUs, whose answers are one batch. ValueError: K < 2.
     """
     if len(parts) < 2:
-        raise ValueError("--advantage gdpo needs two rewards, or more")
+        raise ValueError("GDPO needs two rewards, or more")
     sums = torch.zeros(parts.shape[1], dtype=torch.float64)                  # (N,)
     for rewards, weight in zip(parts.cpu(), weights):
         for rows in torch.arange(len(sums)).split(group_size):
             rows = rows[~rewards[rows].isnan()]
             sums[rows] += weight * z_scores(rewards[rows])
     batch = gathered(sums) if gathered else sums
-    std = batch.std(correction=0)  # its mean is 0, like that of each group
+    std = batch.std(correction=0)  # their mean is 0, as in every group
     return (sums / (std + 1e-8)).to(parts)
 
 
