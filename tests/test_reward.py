@@ -311,7 +311,7 @@ def test_the_fields_may_have_other_names(tmp_path):
     assert load(tmp_path, json.dumps(row), **fields) == [
         {**row, "question": "How many?", "answer": "72", "solution": "8 * 9"}]
     for missing in ("problem", "worked"):
-        with value_error(f"line 1: '{missing}'.* there are problem, worked, answer, question_id$"):
+        with value_error(f"line 1: '{missing}'.* the line has problem, worked, answer, question_id$"):
             load(tmp_path, json.dumps({**row, missing: None}), **fields)
     # A misspelt name would give every row the answer "", and hide a good column
     some = '{"question": "?", "k": 2}', '{"question": "?"}'
@@ -597,7 +597,7 @@ def test_a_reward_that_goes_wrong_is_named(function, reason):
 
 @pytest.mark.parametrize("flag", ["--reward", "--step-reward"])
 @pytest.mark.parametrize("spec, reason", [
-    ("mine.py", "mine.py (path/to/file.py:function): it names no function"),
+    ("mine.py", "mine.py (path/to/file.py:function): no function is named"),
     ("leaves.py:f", "leaves.py, line 2"), ("mine.py:three", "three"), ("other.py:one", "other.py"),
     ("broken.py:f", "broken.py, line 2"), ("mine.py:later", "async"), ("mine.py:stream", "async"),
 ])
