@@ -311,7 +311,7 @@ def test_the_fields_may_have_other_names(tmp_path):
     assert load(tmp_path, json.dumps(row), **fields) == [
         {**row, "question": "How many?", "answer": "72", "solution": "8 * 9"}]
     for missing in ("problem", "worked"):
-        with value_error(f"line 1: '{missing}'.* the line has problem, worked, answer, question_id$"):
+        with value_error(f"line 1: '{missing}'.*line has problem, worked, answer, question_id$"):
             load(tmp_path, json.dumps({**row, missing: None}), **fields)
     # A misspelt name would give every row the answer "", and hide a good column
     some = '{"question": "?", "k": 2}', '{"question": "?"}'
