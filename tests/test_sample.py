@@ -316,7 +316,7 @@ def test_graphs_are_kept_and_released():
     expected = sample_more(seeded())
     kept = sample.KEPT[model]
     assert (24, 256, 1.0) in kept.graphs and 1 < len(kept.graphs) <= 5    # for 24 rows, 12, ...
-    for past in sample.tensors_of(kept.cache):
+    for past in kept.past.values():
         past.fill_(torch.nan)
     kept.padding.fill_(99)
     assert same(sample_more(seeded()), expected) and sample.KEPT[model] is kept
@@ -344,7 +344,7 @@ def test_a_step_that_fails_is_given_up(monkeypatch, capsys):
     sample.PLAIN = True
     plain = sample_groups(model, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded())
     sample.PLAIN = False
-    monkeypatch.setattr(sample.Slots, "update", raises(TypeError("no such\nargument")))
+    monkeypatch.setattr(sample.Step, "update", raises(TypeError("no such\nargument")))
     other = small_model("llama")
     sample.KEPT[other] = "a cache of graphs"             # its memory is free afterwards
     assert same(sample_groups(model, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded()), plain)
