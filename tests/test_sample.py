@@ -8,6 +8,7 @@ import shutil
 from dataclasses import fields, replace
 from functools import partial
 
+import huggingface_hub
 import pytest
 import torch
 from conftest import (
@@ -508,6 +509,27 @@ def test_u_is_a_place_in_the_running_sum(words, temperature):
     torch.testing.assert_close(logprobs.double(), p[tokens].log(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("words", [7, 128, 1000, 20_000])
+def test_every_word_has_its_share_of_the_random_numbers(words):
+    """Also one of 1e-12: where its part of [0, 1) begins and ends is found by halving."""
+    logits = torch.randn(words, generator=seeded())
+    logits[words // 2] = 17.0
+    p = (logits / 0.7).softmax(dim=0).double()
+    asked = torch.randperm(words, generator=seeded())[:300]
+    first = torch.stack((asked, asked + 1)).flatten()    # and the word after it
+    low = torch.zeros(len(first), dtype=torch.double)
+    high = torch.ones_like(low)
+    for _ in range(60):
+        u = (low + high) / 2
+        reached = draw(logits.expand(len(u), words), 0.7, u)[0] >= first
+        high = torch.where(reached, u, high)
+        low = torch.where(reached, low, u)
+    start, end = high.chunk(2)                           # after the last word: 1
+    expected = p[asked] / p.sum()
+    torch.testing.assert_close(end - start, expected, rtol=1e-5, atol=1e-15)
+    assert expected.min() < 1e-10
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0, 0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_logprob_of_a_draw(temperature, dtype):
@@ -595,13 +617,22 @@ def test_script_takes_a_runs_settings(run_here, tmp_path):
         assert all(int(answer.split()[1]) <= limit for answer in answers)
 
 
-def test_open_policy(tiny):
-    """In the dtype that is asked for, without dropout, ready for sampling."""
+def test_open_policy(tiny, capsys):
+    """In the dtype that is asked for, without dropout; only a download shows a bar."""
     model, tokenizer = sample.open_policy(str(TINY), "cpu", torch.bfloat16)
+    assert not any(capsys.readouterr())
+    assert not huggingface_hub.utils.are_progress_bars_disabled()
     assert model.dtype == torch.bfloat16 and tokenizer.chat_template
     assert not any(part.training for part in model.modules())
     model, _ = sample.open_policy(str(TINY))
     assert all(map(torch.equal, model.parameters(), tiny[0].parameters()))
+
+
+@pytest.mark.parametrize("flag", ["--max-new-tokens=0", "--temperature=-1", "--group-size=0"])
+def test_script_refuses_in_one_line(run_here, flag):
+    line = run_here("sample.py", flag, status=2)
+    assert line.startswith("sample.py: ") and line.count("\n") == 1
+    assert flag.partition("=")[0] in line and "at least" in line
 
 
 def test_script_draws_a_group(run_here, tiny):
