@@ -112,6 +112,8 @@ def test_every_token_of_the_own_step_is_drawn_from_float32_logits(T):
     model.generation_config.eos_token_id = END
     model.lm_head.weight.data.mul_(8)                    # logits of 16 and more
     rollout = sample_groups(model, TOKENIZER, PROMPTS, 8, T, 4.0, seeded())
+    assert "forward" not in vars(model.lm_head)          # its own again, and so is attention
+    assert model.config._attn_implementation == "sdpa"
     first = (rollout.labels != IGNORE).int().argmax(dim=1)
     rows = torch.arange(len(first))
     prompts = [ids_of(prompt) for prompt in PROMPTS]
