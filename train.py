@@ -1530,6 +1530,7 @@ def memory(s, model):
         "gradients, float32": 4 * trained + one_gradient,
         "reward model": judge * (16 if s.renew_reference else 4),
         "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * layers * keys * size,
+        "logits of the draw": 12 * rows * text.vocab_size,
         "kept for the backward pass": s.micro_batch_tokens * kept * size,
         "logits, their gradients": 12 * logits + 2 * size * head,
     }
