@@ -109,10 +109,11 @@ def body_of(model):
     return model.base_model.model if body is model else body         # Llama 4 returns itself
 
 
-def chunks(M, V, device):
-    """Slices of M rows: their logits (m, V) are just large enough to keep the device busy."""
+def chunks(hidden, weight):
+    """Slices of the M rows: their logits (m, V) are just large enough to keep the device busy."""
+    M, V = hidden.shape[0], weight.shape[0]
     values = 2**18                           # on a CPU 1 MB in float32, which fits its cache
-    if device.type == "cuda":
+    if hidden.is_cuda:
         values = min(2**28, M * V // 8)      # an eighth of all logits, at most 1 GB
     step = max(128, values // V)             # on a CPU a product of 32 rows has half the speed
     starts = range(0, max(M, 1), step)       # at least one slice, even if it is empty
@@ -129,11 +130,11 @@ class LeanHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, with_entropy):
-        M = len(hidden)                          # hidden (M, H), weight (V, H), targets (M,)
-        logprobs, entropy = torch.zeros(2, M, device=hidden.device)
+        # hidden (M, H), weight (V, H), targets (M,); without `with_entropy` the entropies are 0
+        logprobs, entropy = torch.zeros(2, len(hidden), device=hidden.device)
         if not weight.is_cuda:                   # there products of half precision are not summed
             weight = weight.float()              # in float32
-        for rows in chunks(M, len(weight), hidden.device):
+        for rows in chunks(hidden, weight):
             logits = scaled_logits(hidden[rows], weight, temperature)             # (m, V)
             logp = logits.log_softmax(dim=-1)
             target = targets[rows, None]                                          # (m, 1)
@@ -153,7 +154,7 @@ class LeanHead(torch.autograd.Function):
         grad_weight = None                       # a frozen weight gets none
         if ctx.needs_input_grad[1]:              # summed in float32, then converted by autograd
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for rows in chunks(len(hidden), len(weight), hidden.device):
+        for rows in chunks(hidden, weight):
             target = targets[rows, None]                                          # (m, 1)
             logp = logprobs[rows, None]                                           # (m, 1)
             # log p(v) = logit(v) - logit(target) + log p(target)
@@ -209,7 +210,7 @@ def head_logprobs(model, output, hidden, targets, temperature, with_entropy):
         return chosen, entropy
 
     scored = []
-    for rows in chunks(len(hidden), len(head.weight), hidden.device):
+    for rows in chunks(hidden, head.weight):
         scored.append(checkpoint(score, hidden[rows], targets[rows], use_reentrant=False))
     logprobs, entropies = zip(*scored)
     return torch.cat(logprobs), torch.cat(entropies)
@@ -241,8 +242,7 @@ def hidden_states(model, input_ids, labels, group_ids):
     places = torch.arange(ids.numel()).view_as(ids)      # (U, S-1): where each token runs
     options = {}
     if shares:
-        rows = pieces_of(table[:, S:-1], table[:, -1])
-        pieces = sum(rows, [])
+        pieces = sum(pieces_of(table[:, S:-1], table[:, -1]), [])
         source, places = end_to_end(pieces, places)
         ids = ids.flatten()[None, source]                                         # (1, T)
         options = in_pieces(model, pieces, source, places)
@@ -298,7 +298,7 @@ def in_pieces(model, pieces, source, places):
         model.set_attn_implementation("grouped")
     to_model = partial(uploaded, device=model.device)
     positions = source[None] % places.shape[1]                                    # (1, T)
-    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)      # else transformers makes its own
+    mask = torch.tensor([[[[True]]]])                    # else transformers makes its own
     options = {"position_ids": to_model(positions), "attention_mask": to_model(mask)}
     if not has_flash(model):
         options["padded"] = to_model(source), to_model(places)
@@ -329,10 +329,11 @@ def grouped_attention(module, q, k, v, mask, scaling=None, padded=None, pieces=N
     if padded:
         return attention_in_rows(q, k, v, *padded, scaling)[None], None
     keys, *lengths = pieces
-    seen = torch.cat((k, v), dim=1)[keys]                # one gather for both
-    k, v = seen.chunk(2, dim=1)
-    options = {"scale": scaling, "window_size": (-1, 0), "enable_gqa": True}
-    return varlen_attn(q, k, v, *lengths, **options)[None], None
+    both = torch.cat((k, v), dim=1)                      # one gather is faster than two
+    k, v = both[keys].chunk(2, dim=1)
+    out = varlen_attn(q, k, v, *lengths, scale=scaling, window_size=(-1, 0),
+                      enable_gqa=True)
+    return out[None], None
 
 
 def attention_in_rows(q, k, v, source, places, scaling):
@@ -445,9 +446,8 @@ def main():
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True).eval()
     messages = [{"role": "user", "content": args.prompt}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True).input_ids
-    response = tokenizer(args.response, add_special_tokens=False).input_ids
-    if tokenizer.eos_token_id is not None:
-        response.append(tokenizer.eos_token_id)
+    answer = args.response + (tokenizer.eos_token or "")
+    response = tokenizer(answer, add_special_tokens=False).input_ids
     input_ids = torch.tensor([prompt + response])                                 # (1, S)
     labels = torch.tensor([[IGNORE] * len(prompt) + response])
     with torch.no_grad():
