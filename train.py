@@ -1532,7 +1532,7 @@ def memory(s, model):
         "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * layers * keys * size,
         "logits of the draw": 12 * rows * text.vocab_size,
         "kept for the backward pass": s.micro_batch_tokens * kept * size,
-        "logits, their gradients": 12 * logits + 2 * size * head,
+        "logits, their gradients": 12 * logits + 4 * head,
     }
     host += 4 * max(W.numel() for W in weights)  # a checkpoint passes tensor by tensor
     saved = 12 * (trained if s.lora_rank else n)  # masters and moments, of all ranks
