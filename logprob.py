@@ -75,21 +75,20 @@ def sequence_logprob(model, input_ids, labels, temperature=1.0):
 
 # Families with fast paths: logits are one matrix product of hidden states, and attention is plain
 # and causal. Every other family runs on padded rows, and its own head chunk by chunk.
-FAST = {"apertus", "arcee", "ernie4_5", "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode",
-        "gpt_neox", "helium", "llama", "mistral", "mixtral", "olmo", "olmo2", "olmoe", "opt",
-        "persimmon", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
-        "starcoder2"}
+FAST = set("""
+    apertus arcee ernie4_5 glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox helium llama mistral mixtral
+    olmo olmo2 olmoe opt persimmon phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 starcoder2
+""".split())
 PLAIN = False                            # True: no fast paths, after a failure or by --plain
 
 
 def is_fast(model):
     """Whether the fast paths below, lean head and long rows, compute this model's forward pass."""
-    if PLAIN or model.config.model_type not in FAST:
-        return False
     config = model.config
     rope = getattr(config, "rope_parameters", None) or {}
     head = model.get_output_embeddings()
-    return (not getattr(config, "sliding_window", None)
+    return (not PLAIN and config.model_type in FAST
+            and not getattr(config, "sliding_window", None)
             # these depend on the longest row of a batch
             and rope.get("rope_type") not in ("longrope", "dynamic")
             and config._attn_implementation in ("sdpa", "grouped")
@@ -132,8 +131,8 @@ class LeanHead(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, temperature, with_entropy):
         # hidden (M, H), weight (V, H), targets (M,); without `with_entropy` the entropies are 0
         logprobs, entropy = torch.zeros(2, len(hidden), device=hidden.device)
-        if not weight.is_cuda:                   # there products of half precision are not summed
-            weight = weight.float()              # in float32
+        if not weight.is_cuda:                   # else half precision is summed in float32
+            weight = weight.float()
         for rows in chunks(hidden, weight):
             logits = scaled_logits(hidden[rows], weight, temperature)             # (m, V)
             logp = logits.log_softmax(dim=-1)
@@ -233,7 +232,7 @@ def hidden_states(model, input_ids, labels, group_ids):
     """
     S = labels.shape[1]
     shares = group_ids is not None and is_fast(model)
-    groups = group_ids if shares else torch.zeros_like(labels[:, 0])
+    groups = group_ids if shares else labels[:, 0]       # else they are not read
     table = torch.cat((input_ids, labels, groups[:, None]), dim=1).cpu()          # the host waits
     next_labels = table[:, S + 1:-1].flatten()                                    # (N * (S-1),)
     at = (next_labels != IGNORE).nonzero()[:, 0]                                  # (M,)
@@ -247,8 +246,8 @@ def hidden_states(model, input_ids, labels, group_ids):
         ids = ids.flatten()[None, source]                                         # (1, T)
         options = in_pieces(model, pieces, source, places)
     ran_at = places[copies].flatten()[at]                                         # (M,)
-    found = torch.stack((at, next_labels[at], ran_at))
-    at, targets, ran_at = uploaded(found, model.device)
+    numbers = torch.stack((at, next_labels[at], ran_at))                          # (3, M)
+    at, targets, ran_at = uploaded(numbers, model.device)
     ids = uploaded(ids, model.device)
     output = body_of(model)(input_ids=ids, use_cache=False, **options)
     hidden = output.last_hidden_state.flatten(0, 1)[ran_at]                       # (M, H)
@@ -331,8 +330,8 @@ def grouped_attention(module, q, k, v, mask, scaling=None, padded=None, pieces=N
     keys, *lengths = pieces
     both = torch.cat((k, v), dim=1)                      # one gather is faster than two
     k, v = both[keys].chunk(2, dim=1)
-    out = varlen_attn(q, k, v, *lengths, scale=scaling, window_size=(-1, 0),
-                      enable_gqa=True)
+    out = varlen_attn(q, k, v, *lengths, scale=scaling, enable_gqa=True,
+                      window_size=(-1, 0))               # causal
     return out[None], None
 
 
@@ -361,8 +360,7 @@ def fuse_norms(model):
     def fused(norm, x):
         if PLAIN:
             return type(norm).forward(norm, x)
-        weight = norm.weight
-        return torch.rms_norm(x, weight.shape, weight, norm.variance_epsilon)
+        return torch.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
     for module in model.modules():
         # Gemma's norms, which multiply by 1 + weight, call their epsilon by another name.
