@@ -43,12 +43,14 @@ def plain_logprobs(model, input_ids, labels, temperature=1.0):
     # this file needs less memory, and is checked against this function.
     logits = model(input_ids=input_ids, use_cache=False).logits                   # (N, S, V)
     logits = logits[:, :-1].float() / temperature        # (N, S-1, V): the last predicts nothing
-    logprobs = logits.log_softmax(dim=-1)                                         # (N, S-1, V)
+    logprobs = logits.log_softmax(dim=2)                                          # (N, S-1, V)
     chosen = logprobs.gather(2, input_ids[:, 1:, None])                           # (N, S-1, 1)
-    return chosen[:, :, 0].where(labels[:, 1:] != IGNORE, 0)
+    is_label = labels[:, 1:] != IGNORE                                            # (N, S-1)
+    return chosen.squeeze(2).where(is_label, 0)
 
 
-def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False, group_ids=None):
+def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False,
+                   group_ids=None):
     """plain_logprobs without all the logits: (N, S-1) float32, differentiable.
 
     `with_entropy` adds a second (N, S-1) tensor: the entropy in nats of the distribution that each
@@ -135,12 +137,12 @@ class LeanHead(torch.autograd.Function):
             weight = weight.float()
         for rows in chunks(hidden, weight):
             logits = scaled_logits(hidden[rows], weight, temperature)             # (m, V)
-            logp = logits.log_softmax(dim=-1)
+            logp = logits.log_softmax(dim=1)
             target = targets[rows, None]                                          # (m, 1)
             logprobs[rows] = logp.gather(1, target)[:, 0]
             if with_entropy:
                 p = torch.exp(logp, out=logits)
-                entropy[rows] = -p.mul_(logp).sum(dim=-1)
+                entropy[rows] = -p.mul_(logp).sum(dim=1)
         ctx.save_for_backward(hidden, weight, targets, logprobs)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropy)
@@ -153,6 +155,7 @@ class LeanHead(torch.autograd.Function):
         grad_weight = None                       # a frozen weight gets none
         if ctx.needs_input_grad[1]:              # summed in float32, then converted by autograd
             grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        how = in_float32(weight)
         for rows in chunks(hidden, weight):
             target = targets[rows, None]                                          # (m, 1)
             logp = logprobs[rows, None]                                           # (m, 1)
@@ -161,19 +164,20 @@ class LeanHead(torch.autograd.Function):
             logits.sub_(logits.gather(1, target) - logp)
             # In one pass from float32 to the weight's dtype; p - 1 at the target is not rounded
             p = torch.exp(logits, out=weight.new_empty(0))
-            p.scatter_(1, target, logp.expm1().to(p.dtype))
+            p.scatter_(1, target, logp.expm1().to(p))
             del logits
             g = -grad[rows, None] / ctx.temperature                               # (m, 1)
-            grad_hidden[rows] = g * torch.mm(p, weight, **in_float32(p))
+            grad_hidden[rows] = g * torch.mm(p, weight, **how)
             if grad_weight is not None:
-                states = (g * hidden[rows]).to(p.dtype)                           # (m, H)
-                torch.addmm(grad_weight, p.T, states, out=grad_weight, **in_float32(p))
+                states = (g * hidden[rows]).to(p)                                 # (m, H)
+                torch.addmm(grad_weight, p.T, states, out=grad_weight, **how)
         return grad_hidden, grad_weight, None, None, None
 
 
 def scaled_logits(hidden, weight, temperature):
     """hidden (m, H) @ weight.T (H, V) / temperature -> (m, V), float32."""
-    logits = torch.mm(hidden.to(weight.dtype), weight.T, **in_float32(weight))
+    hidden = hidden.to(weight.dtype)
+    logits = torch.mm(hidden, weight.T, **in_float32(weight))
     return logits if temperature == 1 else logits.div_(temperature)
 
 
@@ -198,14 +202,16 @@ def head_logprobs(model, output, hidden, targets, temperature, with_entropy):
 
         body.forward = returned                  # whatever the ids are
         try:
-            logits = model(input_ids=targets[None], use_cache=False).logits       # (1, m, V)
+            logits = model(input_ids=targets[None], use_cache=False).logits[0]    # (m, V)
         finally:
             del body.forward                     # the class's own forward again
-        logp = (logits[0].float() / temperature).log_softmax(dim=-1)
-        chosen = logp.gather(1, targets[:, None])[:, 0]                           # (m,)
+        logits = logits.float() / temperature
+        logp = logits.log_softmax(dim=1)
+        chosen = logp.gather(1, targets[:, None]).squeeze(1)                      # (m,)
         entropy = torch.zeros_like(chosen)
         if with_entropy:
-            entropy = torch.special.entr(logp.detach().exp()).sum(dim=-1)
+            p = logp.detach().exp()
+            entropy = torch.special.entr(p).sum(dim=1)
         return chosen, entropy
 
     scored = []
@@ -263,7 +269,8 @@ def pieces_of(labels, groups, most=math.inf):
     is_label = labels != IGNORE                                                   # (N, S)
     position = torch.arange(labels.shape[1])
     firsts = is_label.int().argmax(dim=1).tolist()
-    lasts = (is_label * position).amax(dim=1).clamp(min=1).tolist()
+    lasts = (is_label * position).amax(dim=1)
+    lasts = lasts.clamp(min=1).tolist()
     rows = []
     for group in groups.unique():
         members = (groups == group).nonzero().flatten().tolist()
@@ -283,7 +290,7 @@ def end_to_end(pieces, places):
     """places (N, S) of the tokens -> (T,): those of the pieces; (N, S): places in the long row."""
     source = torch.cat([places[n, start:end] for n, start, end in pieces])
     places = torch.zeros_like(places)
-    places.view(-1)[source] = torch.arange(len(source))
+    places.put_(source, torch.arange(len(source)))
     for n, start, end in pieces:
         if start == 0:
             prompt = places[n, :end]
@@ -319,7 +326,8 @@ def has_flash(model):
             and torch.backends.cuda.is_flash_attention_available())
 
 
-def grouped_attention(module, q, k, v, mask, scaling=None, padded=None, pieces=None, **kwargs):
+def grouped_attention(module, q, k, v, mask, scaling=None, padded=None, pieces=None,
+                      **kwargs):
     """transformers' own attention; that of a long row in its padded rows or its pieces."""
     # q (1, Hq, T, D), k and v (1, Hkv, T, D) -> (1, T, Hq, D)
     if padded is None and pieces is None:
@@ -330,8 +338,8 @@ def grouped_attention(module, q, k, v, mask, scaling=None, padded=None, pieces=N
     keys, *lengths = pieces
     both = torch.cat((k, v), dim=1)                      # one gather is faster than two
     k, v = both[keys].chunk(2, dim=1)
-    out = varlen_attn(q, k, v, *lengths, scale=scaling, enable_gqa=True,
-                      window_size=(-1, 0))               # causal
+    out = varlen_attn(q, k, v, *lengths, window_size=(-1, 0),        # causal
+                      scale=scaling, enable_gqa=True)
     return out[None], None
 
 
@@ -340,11 +348,11 @@ def attention_in_rows(q, k, v, source, places, scaling):
     def in_rows(x):
         # As many key heads as query heads, or CUDA takes a slow kernel that holds all scores.
         x = x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)                  # (T, Hq, D)
-        rows = x.index_select(0, places.flatten()).unflatten(0, places.shape)
-        return rows.transpose(1, 2)                                               # (N, Hq, S, D)
+        rows = x.index_select(0, places.flatten())
+        return rows.unflatten(0, places.shape).transpose(1, 2)                    # (N, Hq, S, D)
 
-    out = scaled_dot_product_attention(in_rows(q), in_rows(k), in_rows(v), is_causal=True,
-                                       scale=scaling)
+    out = scaled_dot_product_attention(in_rows(q), in_rows(k), in_rows(v),
+                                       is_causal=True, scale=scaling)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, source)
 
 
@@ -360,7 +368,8 @@ def fuse_norms(model):
     def fused(norm, x):
         if PLAIN:
             return type(norm).forward(norm, x)
-        return torch.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+        return torch.rms_norm(x, norm.weight.shape, norm.weight,
+                              norm.variance_epsilon)
 
     for module in model.modules():
         # Gemma's norms, which multiply by 1 + weight, call their epsilon by another name.
@@ -377,7 +386,9 @@ def micro_batches(labels, group_ids, token_budget, share_prompts):
     """
     table = torch.cat((labels, group_ids[:, None]), dim=1).cpu()                  # the host waits
     table, copies = table.unique(dim=0, return_inverse=True)                      # (U, S+1), (N,)
-    groups = table[:, -1] if share_prompts else torch.arange(len(table))
+    groups = torch.arange(len(table))
+    if share_prompts:
+        groups = table[:, -1]
     rows = pieces_of(table[:, :-1], groups, token_budget)
 
     def length_of(row):
