@@ -320,8 +320,9 @@ def micro_batches(model, rollout, mask, s):
     """Yield for each: its rows as a Rollout, their place in (N, S-1), their part of the mask."""
     share = s.share_prompts and logprob.is_fast(model)
     # [D] makes its tables of ids and labels on the host: copied once, they make nothing wait later.
-    on_host = {name: getattr(rollout, name).cpu() for name in ("input_ids", "labels", "group_ids")}
-    host = dataclasses.replace(rollout, **on_host)
+    host = copy.copy(rollout)
+    for name in ("input_ids", "labels", "group_ids"):
+        setattr(host, name, getattr(rollout, name).cpu())
     cuts = logprob.micro_batches(host.labels, host.group_ids, s.micro_batch_tokens, share)
     # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
     # the same number, or FSDP's gathers wait for ever: a GPU with fewer runs its last one again,
@@ -353,10 +354,7 @@ def all_token_logprobs(model, rollout, s, with_entropy=False):
     def score():
         for part, here, _ in micro_batches(model, rollout, rollout.mask, s):
             found = token_logprobs_of(model, part, s, with_entropy)
-            if with_entropy:
-                logprobs[here], entropies[here] = found
-            else:
-                logprobs[here] = found
+            logprobs[here], entropies[here] = found if with_entropy else (found, 0)
 
     within_memory(score, s)
     return logprobs, entropies
@@ -1443,10 +1441,12 @@ def plan_memory(s):
         if s.eval_only:
             return way  # an evaluation has no step
         if not lack:
-            say(f"loading   {s.model} in {way.dtype} on {device}; a step needs about "
-                f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)"
-                + ", with --offload" * way.offload
-                + ", with --gradient-checkpointing" * way.gradient_checkpointing)
+            line = (f"loading   {s.model} in {way.dtype} on {device}; a step needs about "
+                    f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)")
+            for name in ("offload", "gradient_checkpointing"):
+                if getattr(way, name):
+                    line += f", with {flag_of(name)}"
+            say(line)
             space = free_disk(s.output)
             if count[DISK] > space and not s.resume:
                 say(f"--output: the run needs {count[DISK] / 1e9:.3g} GB of disk when it saves, "
@@ -1467,15 +1467,20 @@ def counted_ways(s, device, dtype):
         s.offload = False  # the device has no memory of its own
     model = model_without_storage("--model", s.model, dtype)
     free = {DEVICE: free_memory(device), HOST: free_memory(torch.device("cpu"))}
-    if s.dry_run:  # of another machine's card, where CUDA itself takes about a GB
+    if s.dry_run:  # the card of another machine, where CUDA itself takes about a GB
         free = {DEVICE: (s.dry_run - 1) * 2**30, HOST: math.inf}
     for offload, checkpointing in product((False, True), repeat=2):
-        if s.offload in (None, offload) and s.gradient_checkpointing in (None, checkpointing):
-            way = dataclasses.replace(s, offload=offload, gradient_checkpointing=checkpointing)
-            count = memory(way, model)
+        way = dataclasses.replace(s, offload=offload, gradient_checkpointing=checkpointing)
+        if (s.offload not in (None, offload)
+                or s.gradient_checkpointing not in (None, checkpointing)):
+            continue
+        count = memory(way, model)
+        lack = None
+        for kind, size in free.items():
             # A tenth stays free, for CUDA itself and for fragments of the allocator.
-            lack = [kind for kind in free if count[kind] >= 0.9 * free[kind]]
-            yield way, count, lack[0] if lack else None
+            if count[kind] >= 0.9 * size:
+                lack = lack or kind
+        yield way, count, lack
 
 
 def memory(s, model):
@@ -1490,7 +1495,9 @@ def memory(s, model):
     # Numbers that a layer keeps per token for its backward pass: of its norms, attention and MLP
     kept = 8 * hidden + 5 * queries + keys
     inner = getattr(text, "intermediate_size", None) or 4 * hidden
-    kept += 4 * (max(inner) if isinstance(inner, list) else inner)  # Gemma 3n has one per layer
+    if isinstance(inner, list):  # Gemma 3n's layers have one each
+        inner = max(inner)
+    kept += 4 * inner
     if any("q_norm" in name for name, _ in model.named_parameters()):
         kept += 3 * (queries + keys)
     # With checkpointing a layer keeps its input, and one layer at a time is run again.
@@ -1530,8 +1537,9 @@ def memory(s, model):
         "gradients, float32": 4 * trained + one_gradient,
         "reward model": judge * (16 if s.renew_reference else 4),
         "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * layers * keys * size,
+        "logits of the draw": 12 * rows * text.vocab_size,
         "kept for the backward pass": s.micro_batch_tokens * kept * size,
-        "logits, their gradients": 12 * logits + 2 * size * head,
+        "logits, their gradients": 12 * logits + 4 * head,
     }
     host += 4 * max(W.numel() for W in weights)  # a checkpoint passes tensor by tensor
     saved = 12 * (trained if s.lora_rank else n)  # masters and moments, of all ranks
@@ -1543,21 +1551,26 @@ def memory(s, model):
 
 def print_memory(s):
     """--dry-run: print the count of each way, in GB; a star marks the one that a run takes."""
-    device, dtype = torch.device("cuda"), getattr(torch, s.dtype, torch.bfloat16)
+    dtype = getattr(torch, s.dtype, torch.bfloat16)
+    device = torch.device("cuda")  # of another machine, if this one has none
     if not s.dry_run and (s.device != "cuda" or torch.cuda.is_available()):
-        device, dtype = choose_device(s)  # else the card of another machine
+        device, dtype = choose_device(s)
     where = f"a card of {s.dry_run:g} GB" if s.dry_run else device.type
-    ways, counts, lacks = zip(*counted_ways(s, device, dtype))
-    taken = lacks.index(None) if None in lacks else None
-    rows = {"*: a run takes this way": ["*" * (n == taken) for n in range(len(ways))]}
-    for name in ("offload", "gradient_checkpointing"):
-        rows[flag_of(name)] = ["yes" * getattr(way, name) for way in ways]
-    for what in counts[0]:
-        rows[what] = [f"{count[what] / 1e9:.2f}" for count in counts]
     print(f"{s.model} in {dtype} on {where}: GB for a step")
-    for what, cells in rows.items():
-        print(f"{what:30}" + "".join(f"{cell:>8}" for cell in cells))
-    if taken is None:
+    columns = []
+    fits = False
+    for way, count, lack in counted_ways(s, device, dtype):
+        star = "" if lack or fits else "*"
+        fits = fits or not lack
+        column = {"*: a run takes this way": star}
+        for name in ("offload", "gradient_checkpointing"):
+            column[flag_of(name)] = "yes" if getattr(way, name) else ""
+        for what, size in count.items():
+            column[what] = f"{size / 1e9:.2f}"
+        columns.append(column)
+    for what in column:
+        print(f"{what:30}" + "".join(f"{column[what]:>8}" for column in columns))
+    if not fits:
         print(f"no way leaves a tenth of {where}'s free memory; {ADVICE}")
 
 
