@@ -189,12 +189,12 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
     s = dataclasses.replace(settings, kl_coef=run.kl_coef or settings.kl_coef)  # the run's copy
     evaluation = partial(evaluate, policy_model, tokenizer, eval_problems, s, sampler, reward_of)
     if not run.held_out:
-        run.log({"step": 0, **measure(run, 0, evaluation)})
+        run.log({"step": 0, **run.measure(0, evaluation)})
     with tqdm(total=s.steps, initial=run.step, desc="GRPO", disable=rank() > 0) as bar:
         for step in range(run.step + 1, s.steps + 1):
             if run.stopped():
                 break
-            set_learning_rate(optimizer, step, s)
+            lr = set_learning_rate(optimizer, step, s)
             # Fresh problems and fresh answers: no step reuses the answers of an earlier step.
             batch = batch_of_step(tokenizer, problems, step, s)
             try:
@@ -203,10 +203,22 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             except BadInput:  # a reward that fails, say: no weight has moved
                 save_checkpoint(run, policy_model, optimizer)
                 raise
+            metrics = {"step": step, "lr": lr, **metrics}
             # Every --renew-reference steps: a new reference, a reward model that is trained further
             metrics |= renew(ref_model, policy_model, reward_model, rollout, step, s)
-            after_step(run, step, metrics, batch, rollout, evaluation, policy_model, tokenizer,
-                       optimizer, bar, s)
+            is_last = step == s.steps
+            if is_last or step % s.eval_every == 0:
+                metrics |= run.measure(step, evaluation)
+            run.log_samples(batch, rollout)
+            run.log(metrics)
+            if run.folder and s.page:
+                keep_group(run, batch, rollout, s)
+            if s.page and "eval_accuracy" in metrics:
+                write_page(run, policy_model, tokenizer, s)
+            adapt_kl_coef(run, metrics, s)
+            show(bar, metrics, run)
+            if is_last or step % s.save_every == 0:
+                save_checkpoint(run, policy_model, optimizer)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -455,22 +467,12 @@ def step_metrics(rollout, batch, updates, seconds, s):
     for name, spent in seconds.items():
         metrics[f"seconds_{name}"] = spent
     metrics["tokens_per_second"] = metrics["tokens"] / seconds.total()
-    metrics["peak_memory_gb"] = peak_memory() / 1e9
+    metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # 0 on a CPU
     if s.max_resample:
         metrics["resampled_groups"] = sum(gathered_objects(batch.resampled))
     for name, values in (rollout.reward_parts or {}).items():
         metrics[f"reward/{name}"] = gathered(values).nanmean()  # NaN where it does not apply
     return {name: float(value) for name, value in metrics.items()}
-
-
-def peak_memory():
-    """Bytes: of CUDA's allocator, else of the whole process; 0 if unknown."""
-    used = torch.cuda.max_memory_allocated()  # 0 on a CPU, even of a machine with a GPU
-    if not used and os.name == "posix":
-        import resource
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        used *= 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes
-    return used
 
 
 # --------------------------------------------------------------------------------------------------
@@ -560,34 +562,11 @@ def follow(ref_model, policy_model):
         ref.copy_(p)
 
 
-def measure(run, step, evaluation):
-    """Evaluate after a step (0: the start) -> metrics. The score: own reward, or else accuracy."""
-    metrics, run.after = evaluation()
-    run.before = run.before or run.after
-    score = metrics.get("eval_reward", metrics["eval_accuracy"])
-    run.held_out.append((step, score))
-    return metrics
-
-
-def after_step(run, step, metrics, batch, rollout, evaluation, policy_model, tokenizer, optimizer,
-               bar, s):
-    """What follows a step: evaluate, log, write the page, adapt beta, move the bar, save."""
-    is_last = step == s.steps
-    metrics = {"step": step, "lr": optimizer.param_groups[0]["lr"], **metrics}
-    if is_last or step % s.eval_every == 0:
-        metrics |= measure(run, step, evaluation)
-    run.log_samples(step, batch, rollout)
-    run.log(metrics)
-    if run.folder and s.page:
-        keep_group(run, step, batch, rollout, s)
-    if s.page and "eval_accuracy" in metrics:
-        write_page(run, policy_model, tokenizer, s)
+def adapt_kl_coef(run, metrics, s):
+    """--kl-band: the next step's beta. The run keeps it, for a checkpoint."""
     if s.kl_band and math.isfinite(metrics["approx_kl"]):  # a skipped update has no KL
         s.kl_coef = next_kl_coef(s.kl_coef, metrics["approx_kl"], *s.kl_band)
         run.kl_coef = s.kl_coef
-    show(bar, metrics, run)
-    if is_last or step % s.save_every == 0:
-        save_checkpoint(run, policy_model, optimizer)
 
 
 def set_learning_rate(optimizer, step, s):
@@ -603,6 +582,7 @@ def set_learning_rate(optimizer, step, s):
         rate *= (1 - math.cos(math.pi * left)) / 2
     for group in optimizer.param_groups:
         group["lr"] = s.lr * rate
+    return s.lr * rate
 
 
 def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=None,
@@ -1700,12 +1680,21 @@ class Run:
         self.signal = max(gathered_objects(self.signal))
         return self.signal
 
+    def measure(self, step, evaluation):
+        """Evaluate after a step (0: the start) -> metrics. The score: own reward, or accuracy."""
+        metrics, self.after = evaluation()
+        self.before = self.before or self.after
+        score = metrics.get("eval_reward", metrics["eval_accuracy"])
+        self.held_out.append((step, score))
+        return metrics
+
     def log(self, metrics):
         """Write a line of metrics, with a warning if they show a known failure."""
-        # NaN and Infinity become null, because JSON has neither.
-        metrics = {name: None if isinstance(value, float) and not math.isfinite(value) else value
-                   for name, value in metrics.items()}
         self.step = metrics["step"]
+        metrics = dict(metrics)
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                metrics[name] = None  # JSON has neither NaN nor Infinity
         if self.step == 0:
             metrics["command"] = self.command
         if "loss" in metrics:
@@ -1718,10 +1707,12 @@ class Run:
             if lines:
                 metrics["warning"] = "; ".join(lines)
                 say(f"step {self.step}: {metrics['warning']}", sys.stderr)
-        self.append("metrics.jsonl", [metrics])
+        self.append("metrics.jsonl", metrics)
         skipped = int(metrics.get("skipped_updates", 0))
         self.skipped += skipped
-        self.skipped_in_a_row = self.skipped_in_a_row + skipped if skipped else 0
+        self.skipped_in_a_row += skipped
+        if not skipped:
+            self.skipped_in_a_row = 0
         if self.skipped_in_a_row >= 10:
             raise BadInput("10 updates in a row were skipped, for a loss or gradient that is not "
                            "finite: --lr or a reward may be too large, or --temperature too small")
@@ -1730,23 +1721,25 @@ class Run:
         """A metric over the steps: (step, value), without steps that lack it or have null."""
         return [(m["step"], m[name]) for m in self.history if m.get(name) is not None]
 
-    def log_samples(self, step, batch, rollout):
+    def log_samples(self, batch, rollout):
         """Write the step's first two groups, as they were scored."""
         G = len(rollout.responses) // len(batch.prompts)
-        records = []
         for j, prompt in enumerate(batch.prompts[:2]):
-            part = sample.take(rollout, list(range(j * G, (j + 1) * G)))
-            records.append({"step": step, "question": batch.problems[j]["question"],
-                            "prompt": prompt, "responses": part.turns or part.responses,
-                            "finished": part.finished.tolist(), "rewards": part.rewards.tolist(),
-                            "advantages": part.advantages.tolist()})
-        self.append("samples.jsonl", records)
+            group = sample.take(rollout, list(range(j * G, (j + 1) * G)))
+            self.append("samples.jsonl", {
+                "step": batch.step,
+                "question": batch.problems[j]["question"],
+                "prompt": prompt,
+                "responses": group.turns or group.responses,
+                "finished": group.finished.tolist(),
+                "rewards": group.rewards.tolist(),
+                "advantages": group.advantages.tolist()})
 
-    def append(self, name, records):
-        """Append lines of JSON to a file."""
+    def append(self, name, record):
+        """Append a line of JSON to a file."""
         if self.folder:
             with open(self.folder / name, "a", encoding="utf-8") as file:
-                file.writelines(json.dumps(record) + "\n" for record in records)
+                file.write(json.dumps(record) + "\n")
 
     @contextmanager
     def replacing(self, name):
@@ -2131,20 +2124,24 @@ s i { display: block; height: .5rem; margin-top: .5rem }
 """
 
 
-def keep_group(run, step, batch, rollout, s):
+def keep_group(run, batch, rollout, s):
     """Keep the step's first group that teaches; of earlier steps only 1, 2, 4, 8, ... stay."""
     G = s.group_size
     b = int(is_flat(rollout.rewards, G).int().argmin())
-    r = rollout.rewards[b * G:(b + 1) * G]
     n = min(G, MOST_TOKENS // rollout.labels.shape[1] + 1)
     part = sample.take(rollout, list(range(b * G, b * G + n)))
-    group = {name: getattr(part, name).tolist() for name in OF_GROUP}  # JSON, for the checkpoint
+    group = {}
+    for name in OF_GROUP:
+        group[name] = getattr(part, name).tolist()  # JSON, for the checkpoint
+    r = rollout.rewards[b * G:(b + 1) * G]
+    group["r"] = f"{n} of {G} answers, mean r {r.mean():.3g}, std r {r.std(correction=0):.3g}"
     group["x"] = batch.problems[b]["question"][-2000:]  # long texts are cut
     group["prompt"] = batch.prompts[b][-4000:]
     group["truth"] = truths_of(batch.problems)[b] or "not known"
-    group["r"] = f"{n} of {G} answers, mean r {r.mean():.3g}, std r {r.std(correction=0):.3g}"
-    run.groups = {old: group for old, group in run.groups.items() if int(old).bit_count() == 1}
-    run.groups[str(step)] = group
+    for step in list(run.groups):
+        if int(step).bit_count() > 1:
+            del run.groups[step]
+    run.groups[str(batch.step)] = group
 
 
 def write_page(run, model, tokenizer, s):

@@ -284,7 +284,7 @@ def test_every_step_asks_its_own_problems_with_its_own_random_numbers():
 
     run = loop("--system-prompt=", problems=tiny_problems()[:4], sampler=spy,
                reward_of=lambda *given: torch.arange(float(len(given[2].responses))))
-    for (prompts, generators), (_, batch, rollout) in zip(drawn, run.samples, strict=True):
+    for (prompts, generators), (batch, rollout) in zip(drawn, run.samples, strict=True):
         assert prompts == batch.prompts and generators == batch.generators
         assert rollout.rewards.tolist() == [0, 1, 2, 3]
         assert rollout.advantages.tolist() == pytest.approx([-1, 1, -1, 1])
