@@ -52,7 +52,7 @@ def group_advantages(rewards, group_size=8, eps=1e-8, scale_by_std=True, unbiase
 # A reader of the theory may stop here. What follows are variants: other baselines, and
 # advantages that differ from token to token. `advantages_for` chooses one.
 
-ADVANTAGES = ("group", "leave-one-out", "gtpo", "grpo-s", "shape")
+ADVANTAGES = ("group", "leave-one-out", "gdpo", "gtpo", "grpo-s", "shape")
 SMALLEST_ENTROPY = 1e-6  # nats; smaller ones count as this much, so that 1/H stays finite
 
 
@@ -74,11 +74,13 @@ def check(rewards, group_size):
 
 
 def advantages_for(kind, rewards, group_size=8, entropies=None, mask=None, right=None, *,
-                   step_rewards=None, candidates=None, scale_by_std=True, clip=None):
-    """The advantages of this kind: (N,) for "group" and "leave-one-out", otherwise (N, S-1).
+                   step_rewards=None, candidates=None, reward_parts=None, scale_by_std=True,
+                   clip=None):
+    """The advantages of this kind: (N,) for "group", "leave-one-out", "gdpo"; otherwise (N, S-1).
 
     "group" with `step_rewards` and `mask` is process supervision: steps are rewarded instead of
     answers. "shape" needs `mask` and `candidates`, the pair (candidate_rewards, candidate_spans).
+    "gdpo" reads only `reward_parts`, its (parts, weights, gathered).
     "gtpo" and "grpo-s" need `entropies` and `mask` (N, S-1), and read `right` (N,). `clip` bounds
     every kind, `scale_by_std` is for "group". ValueError: an unknown kind, and see `check`.
     """
@@ -89,6 +91,9 @@ def advantages_for(kind, rewards, group_size=8, entropies=None, mask=None, right
         advantages = group_advantages(rewards, group_size, scale_by_std=scale_by_std)
     elif kind == "leave-one-out":
         advantages = leave_one_out_advantages(rewards, group_size)
+    elif kind == "gdpo":
+        parts, weights, gathered = reward_parts
+        advantages = gdpo_advantages(parts, weights, group_size, gathered)
     elif kind == "shape":
         advantages = shape_advantages(*candidates, mask, group_size)
     elif kind == "gtpo":
@@ -108,6 +113,26 @@ def leave_one_out_advantages(rewards, group_size=8):
     """
     centred = group_advantages(rewards, group_size, scale_by_std=False)
     return centred * (group_size / (group_size - 1))
+
+
+def gdpo_advantages(parts, weights, group_size=8, gathered=None):
+    """GDPO, arXiv 2601.05242: every reward is normalised in its group on its own -> (N,).
+
+    parts (K, N): K rewards of each answer, NaN where one does not apply; there it adds nothing, and
+    its z-scores are those of the group's other answers. Their sum, by the K weights, is divided by
+    the std of the batch. Of several GPUs' batch: `gathered` turns the sums of one into those of
+    all. ValueError: fewer than two rewards.
+    """
+    if len(parts) < 2:
+        raise ValueError("--advantage gdpo needs two rewards, or more")
+    sums = torch.zeros(parts.shape[1], dtype=torch.float64)
+    for rewards, weight in zip(parts.cpu().double(), weights):
+        for rows in torch.arange(len(rewards)).split(group_size):
+            rows = rows[~rewards[rows].isnan()]
+            sums[rows] += weight * z_scores(rewards[rows])
+    batch = gathered(sums) if gathered else sums
+    # The mean of the batch needs no subtraction: it is 0, like that of each group.
+    return (sums / (batch.std(correction=0) + 1e-8)).to(parts)
 
 
 def pooled_advantages(parts, mask, group_size):
@@ -245,6 +270,8 @@ def main():
     show("centred only (Dr. GRPO)", group_advantages(rewards, G, scale_by_std=False))
     show("clipped to -1 and 1", group_advantages(rewards, G, clip=1.0))
     show("leave-one-out", leave_one_out_advantages(rewards, G))
+    parts = torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 2.0, 3.0]])
+    show("GDPO: 1 1 0 0 and 0 1 2 3", gdpo_advantages(parts, (1, 1), 4))
 
     print("\ntoken by token, two answers of two tokens each")
     mask = torch.ones(4, 2, dtype=torch.bool)

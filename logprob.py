@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 import transformers
 from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -53,10 +54,9 @@ def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False
     token was drawn from, detached. `group_ids` (N,): rows of one number share a prompt, run once.
     """
     # The body of the model runs on whole rows, its head only where one of M labels comes next.
-    places, output, hidden = hidden_states(model, input_ids, labels, group_ids)   # hidden: (M, H)
-    targets = input_ids[:, 1:][places]                                            # (M,)
+    places, targets, output, hidden = hidden_states(model, input_ids, labels, group_ids)
     found, entropies = head_logprobs(model, output, hidden, targets, temperature, with_entropy)
-    blank = torch.zeros(labels[:, 1:].shape, device=labels.device)                # (N, S-1)
+    blank = torch.zeros(labels[:, 1:].shape, device=hidden.device)                # (N, S-1)
     logprobs = blank.index_put(places, found)
     return (logprobs, blank.index_put(places, entropies)) if with_entropy else logprobs
 
@@ -94,7 +94,7 @@ def head_logprobs(model, output, hidden, targets, temperature, with_entropy):
     if is_fast(model):
         weight = model.get_output_embeddings().weight                             # (V, H)
         return LeanHead.apply(hidden, weight, targets, temperature, with_entropy)
-    return own_logprobs(model, output, hidden, targets, temperature)
+    return own_logprobs(model, output, hidden, targets, temperature, with_entropy)
 
 
 def uploaded(x, device):
@@ -130,11 +130,12 @@ class LeanHead(torch.autograd.Function):
         logprobs, entropy = torch.zeros(2, len(hidden), device=hidden.device)
         wide = weight if weight.is_cuda else weight.float()
         for rows in chunks(len(hidden), len(weight), hidden.device):
-            logits = product(hidden[rows], wide.T).div_(temperature)              # (m, V)
+            logits = scaled_logits(hidden[rows], wide, temperature)               # (m, V)
             logp = logits.log_softmax(dim=-1)
             logprobs[rows] = logp.gather(1, targets[rows, None])[:, 0]
             if with_entropy:
-                entropy[rows] = -torch.exp(logp, out=logits).mul_(logp).sum(dim=-1)
+                p = torch.exp(logp, out=logits)
+                entropy[rows] = -p.mul_(logp).sum(dim=-1)
         ctx.save_for_backward(hidden, weight, targets, logprobs)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropy)
@@ -151,7 +152,7 @@ class LeanHead(torch.autograd.Function):
         for rows in chunks(len(hidden), len(weight), hidden.device):
             target, logp = targets[rows, None], logprobs[rows, None]              # (m, 1) each
             # log p(v) = logit(v) - logit(target) + log p(target)
-            logits = product(hidden[rows], wide.T).div_(ctx.temperature)          # (m, V)
+            logits = scaled_logits(hidden[rows], wide, ctx.temperature)           # (m, V)
             logits.sub_(logits.gather(1, target) - logp)
             # In one pass from float32 to the weight's dtype; p - 1 at the target is not rounded
             p = torch.exp(logits, out=wide.new_empty(0))
@@ -160,10 +161,17 @@ class LeanHead(torch.autograd.Function):
             g = -grad[rows, None] / ctx.temperature                               # (m, 1)
             grad_hidden[rows] = g * product(p, wide)
             if learns:
-                # A CPU has only float32 here, and adds in place.
-                how = {"out_dtype": torch.float32} if p.is_cuda else {"out": grad_weight}
-                grad_weight = torch.addmm(grad_weight, p.T, (g * hidden[rows]).to(p.dtype), **how)
+                states = (g * hidden[rows]).to(p.dtype)                           # (m, H)
+                # In place. A CPU has only float32 here; CUDA must be told that it is the sum's.
+                how = {"out_dtype": torch.float32} if p.is_cuda else {}
+                torch.addmm(grad_weight, p.T, states, out=grad_weight, **how)
         return grad_hidden, grad_weight, None, None, None
+
+
+def scaled_logits(hidden, weight, temperature):
+    """hidden (m, H) @ weight.T (H, V) / temperature, (m, V) in float32."""
+    logits = product(hidden, weight.T)
+    return logits if temperature == 1 else logits.div_(temperature)
 
 
 def product(a, b):
@@ -171,27 +179,32 @@ def product(a, b):
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b
 
 
-def own_logprobs(model, output, hidden, targets, temperature):
+def own_logprobs(model, output, hidden, targets, temperature, with_entropy):
     """As LeanHead, by the model's own head: Gemma 2 caps its logits, Granite scales them, ..."""
     body = body_of(model)
 
-    def part(hidden, targets):
-        # For this call the body only returns `hidden`, in an output of its own class.
-        body.forward = lambda *args, **kwargs: type(output)(last_hidden_state=hidden[None])
+    def score(hidden, targets):
+        def returned(*args, **kwargs):
+            return type(output)(last_hidden_state=hidden[None])
+
+        body.forward = returned                          # for this call; the ids are not read
         try:
-            logits = model(inputs_embeds=hidden[None], use_cache=False).logits[0]  # (m, V)
+            logits = model(input_ids=targets[None], use_cache=False).logits[0]    # (m, V)
         finally:
             del body.forward                             # the class's own forward again
         logp = (logits.float() / temperature).log_softmax(dim=-1)
-        # p log p must be 0 where p is 0, and not 0 * -inf
-        entropy = -(logp.exp() * logp.clamp(min=-1e4)).sum(dim=-1)
+        entropy = torch.zeros_like(logp[:, 0])
+        if with_entropy:                                 # p log p is 0 where p is 0, not 0 * -inf
+            entropy = -(logp.exp() * logp.clamp(min=-1e4)).sum(dim=-1)
         return logp.gather(1, targets[:, None])[:, 0], entropy.detach()
 
-    words = model.config.get_text_config().vocab_size
+    vocabulary = model.config.get_text_config().vocab_size
+    scored = []
     # At least one chunk, even if it is empty: a batch without labels needs a gradient, too.
-    parts = [checkpoint(part, hidden[rows], targets[rows], use_reentrant=False)
-             for rows in chunks(max(len(hidden), 1), words, hidden.device)]
-    return tuple(torch.cat(values) for values in zip(*parts))
+    for rows in chunks(max(len(hidden), 1), vocabulary, hidden.device):
+        scored.append(checkpoint(score, hidden[rows], targets[rows], use_reentrant=False))
+    logprobs, entropies = zip(*scored)
+    return torch.cat(logprobs), torch.cat(entropies)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -206,25 +219,31 @@ def own_logprobs(model, output, hidden, targets, temperature):
 # keys and values return to the padded rows on the left, for the call of attention alone.
 
 def hidden_states(model, input_ids, labels, group_ids):
-    """Run the body -> the places of labels in (N, S-1), its output, its states (M, H) there."""
+    """Run the body -> the places (n, t) of M labels in (N, S-1), their ids (M,), the body's output,
+    its hidden states there (M, H). Where ids and labels are on the CPU, it waits for no GPU.
+    """
     S = labels.shape[1]
     share = group_ids is not None and is_fast(model)
     groups = group_ids if share else torch.zeros_like(labels[:, 0])
     table = torch.cat([input_ids, labels, groups[:, None]], dim=1).cpu()          # the host waits
     n, t = (table[:, S + 1:-1] != IGNORE).nonzero(as_tuple=True)                  # (M,) each
+    targets = table[n, t + 1]                                                     # (M,)
     table, copies = table.unique(dim=0, return_inverse=True)                      # (U, 2S+1), (N,)
     ids = table[:, :S - 1]                               # the last token predicts nothing
     places = torch.arange(ids.numel()).view_as(ids)      # (U, S-1): where each token runs
-    how = {}
+    options = {}
     if share:
-        pieces = sum(pieces_of(table[:, S:-1], table[:, -1]), [])
+        pieces = []
+        for row in pieces_of(table[:, S:-1], table[:, -1]):
+            pieces += row
         source, places = end_to_end(pieces, *ids.shape)
         ids = ids.flatten()[None, source]                                         # (1, T)
-        how = in_pieces(model, pieces, source, places)
-    ids = uploaded(ids, labels.device)
-    n, t, place = uploaded(torch.stack((n, t, places[copies[n], t])), labels.device)   # (M,) each
-    output = body_of(model)(input_ids=ids, use_cache=False, **how)
-    return (n, t), output, output.last_hidden_state.flatten(0, 1)[place]          # (M, H)
+        options = in_pieces(model, pieces, source, places)
+    table = torch.stack((n, t, targets, places[copies[n], t]))                    # (4, M)
+    n, t, targets, place = uploaded(table, model.device)
+    output = body_of(model)(input_ids=uploaded(ids, model.device), use_cache=False, **options)
+    hidden = output.last_hidden_state.flatten(0, 1)[place]                        # (M, H)
+    return (n, t), targets, output, hidden
 
 
 def pieces_of(labels, groups, most=math.inf):
@@ -242,17 +261,19 @@ def pieces_of(labels, groups, most=math.inf):
         P = min(firsts[n] for n in members)
         room = -1                                        # none: a row begins
         for n in members:
-            if lasts[n] - P > room:
+            length = lasts[n] - P
+            if length > room:
                 rows.append([(n, 0, P)])
                 room = most - P
             rows[-1].append((n, P, lasts[n]))
-            room -= lasts[n] - P
+            room -= length
     return rows
 
 
 def end_to_end(pieces, N, S):
     """-> (T,): each token's place in the flat (N, S); (N, S): its place in the long row."""
-    source = torch.cat([torch.arange(n * S + start, n * S + end) for n, start, end in pieces])
+    index = torch.arange(N * S).view(N, S)
+    source = torch.cat([index[n, start:end] for n, start, end in pieces])
     places = torch.zeros(N, S, dtype=torch.long)
     places.view(-1)[source] = torch.arange(len(source))
     for n, start, end in pieces:
@@ -268,15 +289,20 @@ def in_pieces(model, pieces, source, places):
         model.set_attn_implementation("grouped")
     to_model = partial(uploaded, device=model.device)
     # A mask of one entry keeps transformers from making its own.
-    how = {"position_ids": to_model(source[None] % places.shape[1]),
-           "attention_mask": to_model(torch.ones(1, 1, 1, 1, dtype=torch.bool))}
+    options = {"position_ids": to_model(source[None] % places.shape[1]),
+               "attention_mask": to_model(torch.ones(1, 1, 1, 1, dtype=torch.bool))}
     if not has_flash(model):
-        return {**how, "padded": (to_model(source), to_model(places))}
+        options["padded"] = to_model(source), to_model(places)
+        return options
     # A piece of row n sees the row's first `end` tokens: its prompt and itself.
     keys = torch.cat([places[n, :end] for n, _, end in pieces])
-    lengths = torch.tensor([(0, 0), *[(end - start, end) for _, start, end in pieces]])
-    ends = lengths.cumsum(0).int().T.contiguous()        # (2, pieces + 1), of queries and of keys
-    return {**how, "pieces": (to_model(keys), *to_model(ends), *lengths.amax(0).tolist())}
+    lengths = [(0, 0)]                                   # of queries and of keys
+    for _, start, end in pieces:
+        lengths.append((end - start, end))
+    lengths = torch.tensor(lengths)
+    ends = lengths.cumsum(0).int().T.contiguous()        # (2, pieces + 1)
+    options["pieces"] = to_model(keys), *to_model(ends), *lengths.amax(0).tolist()
+    return options
 
 
 def has_flash(model):
@@ -291,19 +317,26 @@ def grouped_attention(module, q, k, v, mask, scaling=None, padded=None, pieces=N
     # q (1, Hq, T, D), k and v (1, Hkv, T, D) -> (1, T, Hq, D)
     if padded is None and pieces is None:
         return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **kwargs)
-    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))                           # (T, H, D)
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))                   # (T, H, D)
     if padded:
-        source, places = padded
-        q, k, v = (x.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
-                   for x in (q, k, v))                                            # (N, H, S, D)
-        out, _ = sdpa_attention_forward(module, q, k, v, None, scaling=scaling, **kwargs)
-        return out.flatten(0, 1).index_select(0, source)[None], None
+        return attention_in_rows(q, k, v, *padded, scaling)[None], None
     keys, *lengths = pieces
-    k, v = k[keys], v[keys]
-    gqa = {"enable_gqa": True} if torch.__version__ >= (2, 12) else {}
-    if not gqa:                                  # torch 2.11 needs as many key as query heads
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    return varlen_attn(q, k, v, *lengths, scale=scaling, window_size=(-1, 0), **gqa)[None], None
+    k, v = torch.cat((k, v), dim=1)[keys].chunk(2, dim=1)                         # one gather
+    out = varlen_attn(q, k, v, *lengths, scale=scaling, window_size=(-1, 0), enable_gqa=True)
+    return out[None], None
+
+
+def attention_in_rows(q, k, v, source, places, scaling):
+    """q (T, Hq, D), k and v (T, Hkv, D) -> (T, Hq, D), by way of the padded rows (N, S)."""
+    # Without flash attention CUDA's other fast kernel needs as many key heads as query heads.
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+
+    def padded(x):
+        return x.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
+
+    out = scaled_dot_product_attention(padded(q), padded(k), padded(v), is_causal=True,
+                                       scale=scaling)                             # (N, Hq, S, D)
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, source)
 
 
 AttentionInterface.register("grouped", grouped_attention)
@@ -334,18 +367,22 @@ def micro_batches(labels, group_ids, token_budget, share_prompts):
     together. Padded rows are sorted by length, the longest first: so there is little padding.
     """
     table = torch.cat([labels, group_ids[:, None]], dim=1).cpu()                  # the host waits
-    numbers = {}
-    copy_of = [numbers.setdefault(tuple(row), len(numbers)) for row in table.tolist()]
-    distinct = torch.tensor(list(numbers))
-    groups = distinct[:, -1] if share_prompts else torch.arange(len(distinct))
-    rows = pieces_of(distinct[:, :-1], groups, token_budget)
+    _, kinds = table.unique(dim=0, return_inverse=True)                           # (N,)
+    first = (kinds[:, None] == kinds).int().argmax(dim=1)      # (N,): the first row that is equal
+    distinct = first.unique()                                                     # (U,)
+    groups = table[distinct, -1] if share_prompts else distinct
+    rows = pieces_of(table[distinct, :-1], groups, token_budget)
+
+    def length_of(row):
+        return sum(end - start for _, start, end in row)
 
     if not share_prompts:
-        rows.sort(key=lambda row: -row[-1][2])
+        rows.sort(key=length_of, reverse=True)
     cuts = []
-    room, width = -1, 0
+    room = -1                                            # none: a cut begins
+    width = 0
     for row in rows:
-        length = sum(end - start for _, start, end in row)
+        length = length_of(row)
         price = length if share_prompts else width       # a padded row costs the width of the first
         if price > room:
             cuts.append([])
@@ -353,9 +390,12 @@ def micro_batches(labels, group_ids, token_budget, share_prompts):
             price = width = length
         room -= price
         cuts[-1] += row[1:]
-    copies = torch.tensor(copy_of)                                                # (N,)
-    return [(torch.isin(copies, torch.tensor([n for n, _, _ in cut])).nonzero()[:, 0],
-             max(end for _, _, end in cut) + 1) for cut in cuts]
+    found = []
+    for cut in cuts:
+        chosen, _, ends = zip(*cut)
+        rows = torch.isin(first, distinct[list(chosen)]).nonzero()[:, 0]
+        found.append((rows, max(ends) + 1))
+    return found
 
 
 @contextmanager
@@ -385,6 +425,8 @@ def main():
                         help="a hub name, a model's folder, or a run's folder (for its final/)")
     parser.add_argument("--temperature", type=float, default=1.0)
     args = parser.parse_args()
+    if not args.temperature > 0:
+        raise ValueError("--temperature: must be above 0")
     transformers.utils.logging.disable_progress_bar()
     final = Path(args.model, "final")
     folder = str(final) if final.is_dir() else args.model

@@ -14,6 +14,12 @@ Departures from the theory's code map:
     python train.py --model Qwen/Qwen2.5-1.5B-Instruct    # GSM8K, on a GPU
 """
 
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 (before the imports, which need it)
+    print("train.py: needs Python 3.11 or newer", file=sys.stderr)
+    sys.exit(2)
+
 import argparse
 import copy
 import dataclasses
@@ -26,7 +32,7 @@ import re
 import shlex
 import shutil
 import signal
-import sys
+import threading
 import time
 import traceback
 import warnings
@@ -37,11 +43,11 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
-# These two are read when torch is imported. OpenMP threads should sleep while they wait: spinning
-# slows everything down when other programs run. CUDA's allocator should let its blocks grow, or
-# free memory between them is lost.
+# These two must be set before torch reads them. OpenMP threads should sleep while they wait:
+# spinning slows everything down when other programs run. CUDA's allocator should let its blocks
+# grow, or free memory between them is lost.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 import torch.distributed as dist
@@ -91,7 +97,8 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     clock = Clock()
 
     # [A] [B] With --max-resample, groups whose rewards are all equal are replaced.
-    rollout_of = partial(answers_and_rewards, policy_model, tokenizer, s, sampler, reward_of, clock)
+    policy = with_whole_weights(policy_model)
+    rollout_of = partial(answers_and_rewards, policy, tokenizer, s, sampler, reward_of, clock)
     rollout_of = agreed(rollout_of)  # bad input on one GPU is raised on all
     rollout = without_flat_groups(rollout_of(batch), batch, rollout_of, tokenizer, s)
     add_length_terms(rollout, s)
@@ -129,7 +136,7 @@ def answers_and_rewards(policy_model, tokenizer, settings, sampler, reward_of, c
     rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)
     rollout.rewards = rollout.rule_rewards
     if reward_of:
-        rollout.rewards = reward_of(batch.problems, batch.prompts, rollout)
+        rollout.rewards = rewards_by(reward_of, batch.problems, batch.prompts, rollout)
     return rollout
 
 
@@ -261,9 +268,8 @@ def draw_answers(policy_model, tokenizer, batch, sampler, s):
 
     if s.around_best:
         sampler = partial(sample.sample_around, best=s.around_best, rewards_of=rewards_of)
-    with whole_weights(policy_model):
-        return sampler(policy_model, tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
-                       s.temperature, batch.generators)
+    return sampler(policy_model, tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
+                   s.temperature, batch.generators)
 
 
 def batch_size(mask):
@@ -296,15 +302,20 @@ def advantage_options(policy_model, rollout, batch, tokenizer, reward_of, s):
         score_before_updates(policy_model, rollout, s)  # they read the entropies
     # With a user's own reward, an answer counts as right if its reward is positive.
     right = None if reward_of else is_right(rollout.rule_rewards)
+    reward_parts = None
+    if s.advantage == "gdpo":
+        parts = torch.stack(list(rollout.reward_parts.values()))                       # (K, N)
+        reward_parts = parts, s.reward_weights or [1.0] * len(parts), gathered
     return {"entropies": rollout.entropies, "mask": rollout.mask, "right": right,
             "step_rewards": rollout.step_rewards, "candidates": candidates,
+            "reward_parts": reward_parts,
             "scale_by_std": s.scale_by_std, "clip": s.clip_advantages}
 
 
 def score_before_updates(policy_model, rollout, s):
     """[D] of the policy now, if old log-probs or entropies are needed before the first update."""
     if rollout.old_logprobs is None:
-        rollout.old_logprobs, rollout.entropies = all_token_logprobs(policy_model, rollout, s)
+        rollout.old_logprobs, rollout.entropies = all_token_logprobs(policy_model, rollout, s, True)
 
 
 def mini_batches(policy_model, rollout, s):
@@ -320,7 +331,10 @@ def mini_batches(policy_model, rollout, s):
 def micro_batches(model, rollout, mask, s):
     """Yield for each: its rows as a Rollout, their place in (N, S-1), their part of the mask."""
     share = s.share_prompts and logprob.is_fast(model)
-    cuts = logprob.micro_batches(rollout.labels, rollout.group_ids, s.micro_batch_tokens, share)
+    # [D] makes its tables of ids and labels on the host: copied once, they make nothing wait later.
+    on_host = {name: getattr(rollout, name).cpu() for name in ("input_ids", "labels", "group_ids")}
+    host = dataclasses.replace(rollout, **on_host)
+    cuts = logprob.micro_batches(host.labels, host.group_ids, s.micro_batch_tokens, share)
     # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
     # the same number, or FSDP's gathers wait for ever: a GPU with fewer runs its last one again,
     # and counts none of its tokens.
@@ -328,29 +342,33 @@ def micro_batches(model, rollout, mask, s):
     most = max(gathered_objects(n))
     for i in range(most):
         rows, width = cuts[min(i, n - 1)]
-        part = sample.take(rollout, rows.tolist(), width)
-        here = rows.to(rollout.labels.device), slice(width - 1)
+        part = sample.take(host, rows.tolist(), width)
+        here = logprob.uploaded(rows, rollout.labels.device), slice(width - 1)
         yield part, here, mask[here] if i < n else torch.zeros_like(mask[here])
 
 
-def token_logprobs_of(model, part, s):
-    """[D] of one micro-batch: log-probs and entropies, (n, width-1) each."""
+def token_logprobs_of(model, part, s, with_entropy=True):
+    """[D] of one micro-batch: log-probs, and entropies if asked for, (n, width-1) each."""
     # A sharded model must be entered through a method that FSDP knows: see shard().
     score = getattr(model, "token_logprobs", partial(token_logprobs, model))
     groups = part.group_ids if s.share_prompts else None
     with layers_checkpointed(model, s.gradient_checkpointing):
-        return score(part.input_ids, part.labels, s.temperature, True, groups)
+        return score(part.input_ids, part.labels, s.temperature, with_entropy, groups)
 
 
 @torch.no_grad()
-def all_token_logprobs(model, rollout, s):
-    """[D] of the whole rollout: log-probs and entropies, (N, S-1) each."""
+def all_token_logprobs(model, rollout, s, with_entropy=False):
+    """[D] of the whole rollout: log-probs and entropies (0 if not asked for), (N, S-1) each."""
     logprobs = torch.zeros_like(rollout.logprobs)
     entropies = torch.zeros_like(rollout.logprobs)
 
     def score():
         for part, here, _ in micro_batches(model, rollout, rollout.mask, s):
-            logprobs[here], entropies[here] = token_logprobs_of(model, part, s)
+            found = token_logprobs_of(model, part, s, with_entropy)
+            if with_entropy:
+                logprobs[here], entropies[here] = found
+            else:
+                logprobs[here] = found
 
     within_memory(score, s)
     return logprobs, entropies
@@ -556,8 +574,8 @@ def renew(ref_model, policy_model, reward_model, rollout, step, s):
 def follow(ref_model, policy_model):
     """Copy the current policy into the reference."""
     for model in (ref_model, policy_model):
-        for part in sharded_parts(model):
-            part.reshard()  # FSDP may still hold gathered weights: writes to them are lost
+        if hasattr(model, "reshard"):
+            model.reshard()  # FSDP may still hold gathered weights: writes to them are lost
     for ref, p in zip(ref_model.parameters(), policy_model.parameters()):
         ref.copy_(p)
 
@@ -591,6 +609,7 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
     at_a_time = s.prompts_per_step * s.group_size // group_size  # as many rows as a step has
     mine = share_of_rank(len(problems))
     starts = range(0, len(mine), at_a_time)
+    model = with_whole_weights(model)
 
     @agreed
     def scored_answers():
@@ -603,13 +622,11 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
             rollout = sampler(model, tokenizer, prompts, group_size, s.max_new_tokens, temperature,
                               generators)
             rule = score_responses(rollout.responses, truths_of(part), group_size)
-            own = reward_of(part, prompts, rollout) if reward_of else rule
+            own = rewards_by(reward_of, part, prompts, rollout) if reward_of else rule
             rows += zip(rollout.responses, rule.tolist(), own.tolist())
         return rows
 
-    # The weights stay gathered for all batches, because ranks may have different numbers of them.
-    with whole_weights(model):
-        found = gathered_objects(scored_answers())
+    found = gathered_objects(scored_answers())
     responses, rule, own = zip(*sum(found, []))
     rule = torch.tensor(rule)  # NaN where no true answer is known
     right = is_right(rule[~rule.isnan()])
@@ -765,9 +782,13 @@ class Settings:
     question_field: str = flag("question", "the column of the JSONL that holds the question")
     answer_field: str = flag("answer", "the column that ends in `#### ` and the final answer")
     system_prompt: str = flag(BOXED, "system message before every question; empty for none")
+    template_args: sample.template_arguments = flag(
+        None, "arguments of the model's chat template, say '{\"enable_thinking\": false}'",
+        metavar="JSON")
     reward: path = flag(None, "own file.py:function, called like TRL's, or our `rule`, `think`; "
-                        "several are added", nargs="+")
-    reward_weights: number(float, -1e9) = flag(None, "for each --reward; default: 1", nargs="+")
+                        "several are added", nargs="+", action="extend")
+    reward_weights: number(float, -1e9) = flag(None, "for each --reward; default: 1", nargs="+",
+                                               action="extend")
     step_reward: path = flag(None, "file.py:function that rewards steps: process supervision")
     reward_model: path = flag("", "folder of a sequence classifier; its scores are the rewards")
     reward_model_lr: above_0 = flag(2e-5, "its learning rate, if --renew-reference trains it")
@@ -823,7 +844,8 @@ class Settings:
     resume: str = flag("", "continue the run in this folder", kept=False, free=True)
     eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop", kept=False)
     trace: bool = flag(False, "print one step stage by stage, and stop", kept=False)
-    dry_run: bool = flag(False, "print the memory a step needs, and stop", kept=False, free=True)
+    dry_run: amount = flag(None, "print the memory a step needs, and stop; N: on a card of N GB",
+                           kept=False, free=True, nargs="?", const=0.0)
 
     @property
     def answer_tokens(self):
@@ -845,6 +867,8 @@ def flag_of(name):
 
 def given_flags(argv):
     """The flags in argv, or on the command line -> {name: value}, without defaults."""
+    words = sys.argv[1:] if argv is None else list(map(str, argv))
+
     def error(message):
         raise BadInput(f"{message} (--help lists the flags)")
 
@@ -863,11 +887,15 @@ def given_flags(argv):
         if field.type is bool:
             how |= {"type": None, "action": argparse.BooleanOptionalAction}
         elif field.type not in (str, path):
-            how["metavar"] = "N"
+            how.setdefault("metavar", "N")
         if name in tiny:
             how["help"] += f" {{{tiny[name]}}}"
         group.add_argument(flag_of(name), **how)
-    return vars(parser.parse_args(argv))
+    counts = Counter(word.partition("=")[0] for word in words)
+    for name, field in FIELDS.items():
+        if counts[flag_of(name)] > 1 and "action" not in field.metadata["how"]:
+            say(f"{flag_of(name)} is given more than once: the last one counts")
+    return vars(parser.parse_args(words))
 
 
 def parse(argv=None):
@@ -891,11 +919,21 @@ def parse(argv=None):
     if s.resume:
         check_resumed(given, Settings(**config))
         s.output = s.resume
-    final = os.path.join(s.model, "final")
-    if os.path.isfile(f"{final}/config.json"):
-        s.model = final  # a run's folder was named
+    s.model = folder_of_model(s.model)
     s.config = str(file or "")
     return s
+
+
+def folder_of_model(name):
+    """--model, or the final/ in it if it is a run's folder."""
+    files = set(os.listdir(name)) if os.path.isdir(name) else set()
+    if os.path.isfile(f"{name}/final/config.json"):
+        return os.path.join(name, "final")
+    if "metrics.jsonl" in files:
+        raise BadInput(f"--model {name}: this run has no final/ yet, it is not done: --resume it")
+    if "adapter_config.json" in files and "config.json" not in files:
+        raise BadInput(f"--model {name}: LoRA's factors alone are no model, take the run's final/")
+    return name
 
 
 def read_config(file):
@@ -903,14 +941,22 @@ def read_config(file):
     with telling(f"{file}:", of=Exception):
         words = []
         for name, value in json.loads(Path(file).read_text(encoding="utf-8")).items():
+            spelling = name.lstrip("-").replace("-", "_")
+            if name != spelling and spelling in FIELDS:
+                raise ValueError(f"write {name!r} as {spelling!r} in a config file")
             if name not in FIELDS or not FIELDS[name].metadata["kept"]:
                 raise ValueError(f"{flag_of(name)} is no flag for a config file")
             if isinstance(value, bool):
                 words.append(flag_of(name if value else f"no_{name}"))
             elif isinstance(value, list):
-                words += [flag_of(name), *map(str, value)]
+                words.append(flag_of(name))
+                for item in value:
+                    if isinstance(item, str) and item.startswith("-"):
+                        raise ValueError(f"{flag_of(name)}: {item!r} would be another flag")
+                    words.append(str(item))
             elif value is not None:  # null: the default
-                words.append(f"{flag_of(name)}={value}")
+                text = value if isinstance(value, str) else json.dumps(value)
+                words.append(f"{flag_of(name)}={text}")
         with chdir(Path(file).parent):
             return given_flags(words)
 
@@ -937,20 +983,23 @@ def load(s):
     # Kept with the run, because the last digit of sums depends on the number of threads.
     s.threads = s.threads or torch.get_num_threads()
     torch.set_num_threads(s.threads)
-    reward_model = load_reward_model(s) if s.reward_model else None
-    reward_of = load_reward_of(s, reward_model)
+    reward_of = load_reward_of(s)
+    reward_model = None
     sampler = sample_groups
     if s.reply:
         with telling("--reply"):
-            reply = reward.named("fails:")(reward.load_function(s.reply))
+            reply = reward.blame_user_file("fails:")(reward.load_function(s.reply))
         talk = partial(sample.sample_conversations, reply=reply, max_turns=s.max_turns)
         sampler = telling("--reply")(talk)  # its errors name --reply
     sample.PLAIN = logprob.PLAIN = s.plain
     policy_model, tokenizer = load_policy(s)
+    if s.reward_model:  # after the policy: from then on transformers prints nothing
+        reward_model = load_reward_model(s)
+        reward_of = load_reward_of(s, reward_model)
     logprob.fuse_norms(policy_model)
     problems, eval_problems = load_data(s, tokenizer)
     ref_model = optimizer = None
-    policy_model = shard(policy_model, s)
+    policy_model = shard(policy_model, s, samples=True)
     if s.kl_coef and not s.eval_only:  # the initial policy, frozen
         # A sharded model cannot be copied, and host memory should hold one whole model at a time.
         initial = copy.deepcopy(policy_model) if s.is_whole else load_policy(s)[0]
@@ -985,6 +1034,11 @@ def check_combinations(s):
          "--reward-weights: weighs several --reward against each other"),
         (s.advantage == "shape" and (own or of_answers),
          "--advantage shape: the rule rewards each box, and no other flag about rewards works"),
+        (s.advantage == "gdpo" and (len(s.reward or []) < 2 or of_answers),
+         "--advantage gdpo: needs two --reward or more, and no other flag about rewards works"),
+        (s.overlong_buffer >= s.answer_tokens,
+         f"--overlong-buffer {s.overlong_buffer}: must be less than the {s.answer_tokens} tokens "
+         "that an answer may have, else every answer is punished"),
         (s.around_best and (own or s.group_size % (2 * s.around_best)),
          "--around-best: must divide half of --group-size, and works with the rule's reward alone"),
         (not s.scale_by_std and (s.step_reward or s.advantage != "group"),
@@ -999,7 +1053,7 @@ def check_combinations(s):
 def tell_idle(s):
     """Print a line for every flag that has no effect together with the others."""
     one_update = s.updates_per_rollout * s.minibatches == 1
-    per_answer = s.advantage in ("group", "leave-one-out") and not s.step_reward
+    per_answer = s.advantage in ("group", "leave-one-out", "gdpo") and not s.step_reward
     for names, idle, why in [
         ("clip_eps clip_eps_high objective", one_update, "with one update every ratio is 1"),
         ("ratio", one_update and per_answer, "with one update every ratio is 1"),
@@ -1042,7 +1096,10 @@ def load_policy(s):
     """The policy and its tokenizer; a model that will be sharded is in host memory."""
     device, dtype = choose_device(s)
     with telling(f"--model {s.model}:"):
-        return sample.open_policy(s.model, device if s.is_whole else "cpu", dtype)
+        model, tokenizer = sample.open_policy(s.model, device if s.is_whole else "cpu", dtype)
+    with telling("--template-args:"):
+        sample.set_template_arguments(tokenizer, s.template_args)
+    return model, tokenizer
 
 
 def load_reward_model(s):
@@ -1079,16 +1136,25 @@ def load_problems(name, source, tokenizer, s):
     # The built-in rewards need a true answer to compare with.
     need_answer = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
     reserved = reward.ARGUMENTS if s.reward or s.step_reward else ()
-    with telling(f"{name}:"):
-        problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
-                                        reserved)
-        prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
-        lengths = [len(ids) for ids in sample.ids_of(tokenizer, prompts)]
-    # The longest prompt is checked now, not in the step that happens to draw it.
-    longest = max(lengths, default=0)
     limit = sample.length_limit(AutoConfig.from_pretrained(s.model))
-    if longest + s.answer_tokens > limit:
-        raise BadInput(f"{name}: a prompt of {longest} tokens and {s.answer_tokens} of an answer "
+    too_long = []  # (tokens of the prompt, line)
+
+    # Every prompt is checked now, not in the step that happens to draw it.
+    def check(number, problem):
+        with telling(f"{source}, line {number}:"):
+            prompt = chat_prompt(tokenizer, problem, s.system_prompt)
+        [ids] = sample.ids_of(tokenizer, [prompt])
+        if len(ids) + s.answer_tokens > limit:
+            too_long.append((len(ids), number))
+
+    progress = partial(tqdm, desc=f"reading {source}", leave=False, delay=2, disable=rank() > 0)
+    with telling(f"{name}:", of=(ValueError, BadInput)):
+        problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
+                                        reserved, check, progress)
+    if too_long:
+        longest, number = max(too_long)
+        raise BadInput(f"{name} {source}, line {number}, the longest of {len(too_long)} such "
+                       f"lines: a prompt of {longest} tokens and {s.answer_tokens} of an answer "
                        f"are more than the model's {limit} positions: lower --max-new-tokens or "
                        "--max-turns, or take such problems out of the file")
     return problems
@@ -1107,6 +1173,18 @@ def load_reward_of(s, reward_model=None):
         reward_of = telling("--reward-model:" if reward_model else "")(reward_of)
         reward_of.judge = reward_model  # a function given in Python has no such attribute
     return reward_of
+
+
+def rewards_by(reward_of, problems, prompts, rollout):
+    """The rewards (N,) of a reward_of; one from Python may give a list, or what NumPy makes."""
+    with torch.set_grad_enabled(torch.is_grad_enabled()):  # which it may switch
+        values = reward_of(problems, prompts, rollout)
+    with telling("the rewards of reward_of are no numbers:", of=Exception):
+        values = torch.as_tensor(values, dtype=torch.float32, device="cpu").detach()
+    if values.numel() != len(rollout.responses):
+        raise BadInput(f"reward_of gave rewards of shape {tuple(values.shape)} for "
+                       f"{len(rollout.responses)} answers")
+    return values.flatten()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1221,8 +1299,10 @@ def unscaled(optimizer):
     """The tensors with a gradient, now divided by the loss scale; LoRA's averaged over GPUs."""
     known = optimizer.param_groups[0]["params"] + getattr(optimizer, "weights", [])
     tensors = [p for p in known if p.grad is not None]
+    scale = loss_scale_of(optimizer)
     for p in tensors:
-        p.grad /= loss_scale_of(optimizer)
+        if scale != 1:
+            p.grad /= scale
         if isinstance(optimizer, LoraAdamW) and world() > 1:
             dist.all_reduce(p.grad)  # as FSDP does with shards
             p.grad /= world()
@@ -1329,7 +1409,7 @@ def save_adapter(run, optimizer, s):
 # Memory is counted before anything is loaded; a run takes the first of four ways that fits.
 
 PROMPT = 256  # tokens of a prompt that the count assumes
-DEVICE, HOST = "device memory", "host memory"  # the two sums of a count
+DEVICE, HOST, DISK = "device memory", "host memory", "disk"  # the sums of a count
 ADVICE = ("to need less: --lora-rank 16, --kl-coef 0, --dtype bfloat16, a smaller --model, more "
           "GPUs, or lower --prompts-per-step, --group-size, --max-new-tokens, --micro-batch-tokens")
 
@@ -1347,6 +1427,10 @@ def plan_memory(s):
                 f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)"
                 + ", with --offload" * way.offload
                 + ", with --gradient-checkpointing" * way.gradient_checkpointing)
+            space = free_disk(s.output)
+            if count[DISK] > space and not s.resume:
+                say(f"--output: the run needs {count[DISK] / 1e9:.3g} GB of disk when it saves, "
+                    f"and {space / 1e9:.3g} are free")
             return way
     raise BadInput(f"--model {s.model}: a step needs about {count[lack] / 1e9:.3g} GB of {lack} "
                    f"(details: --dry-run), and that leaves less than a tenth free; {ADVICE}")
@@ -1363,6 +1447,8 @@ def counted_ways(s, device, dtype):
         s.offload = False  # the device has no memory of its own
     model = model_without_storage("--model", s.model, dtype)
     free = {DEVICE: free_memory(device), HOST: free_memory(torch.device("cpu"))}
+    if s.dry_run:  # of another machine's card, where CUDA itself takes about a GB
+        free = {DEVICE: (s.dry_run - 1) * 2**30, HOST: math.inf}
     for offload, checkpointing in product((False, True), repeat=2):
         if s.offload in (None, offload) and s.gradient_checkpointing in (None, checkpointing):
             way = dataclasses.replace(s, offload=offload, gradient_checkpointing=checkpointing)
@@ -1383,7 +1469,8 @@ def memory(s, model):
     keys = (getattr(text, "num_key_value_heads", None) or heads) * width
     # Numbers that a layer keeps per token for its backward pass: of its norms, attention and MLP
     kept = 8 * hidden + 5 * queries + keys
-    kept += 4 * (getattr(text, "intermediate_size", None) or 4 * hidden)
+    inner = getattr(text, "intermediate_size", None) or 4 * hidden
+    kept += 4 * (max(inner) if isinstance(inner, list) else inner)  # Gemma 3n has one per layer
     if any("q_norm" in name for name, _ in model.named_parameters()):
         kept += 3 * (queries + keys)
     # With checkpointing a layer keeps its input, and one layer at a time is run again.
@@ -1427,24 +1514,39 @@ def memory(s, model):
         "logits, their gradients": 12 * logits + 2 * size * head,
     }
     host += 4 * max(W.numel() for W in weights)  # a checkpoint passes tensor by tensor
-    return count | {DEVICE: sum(count.values()), HOST: host}
+    saved = 12 * (trained if s.lora_rank else n)  # masters and moments, of all ranks
+    if s.renew_reference:
+        saved += n * size + 12 * judge
+    disk = 2 * saved + n * size  # while it saves: the old checkpoint and the new one; final/
+    return count | {DEVICE: sum(count.values()), HOST: host, DISK: disk}
 
 
 def print_memory(s):
-    """--dry-run: print the count of each way, in GB; a star marks the one that a run takes here."""
+    """--dry-run: print the count of each way, in GB; a star marks the one that a run takes."""
     device, dtype = torch.device("cuda"), getattr(torch, s.dtype, torch.bfloat16)
-    if s.device != "cuda" or torch.cuda.is_available():  # else the card of another machine
-        device, dtype = choose_device(s)
+    if not s.dry_run and (s.device != "cuda" or torch.cuda.is_available()):
+        device, dtype = choose_device(s)  # else the card of another machine
+    where = f"a card of {s.dry_run:g} GB" if s.dry_run else device.type
     ways, counts, lacks = zip(*counted_ways(s, device, dtype))
     taken = lacks.index(None) if None in lacks else None
-    rows = {"*: a run takes this way here": ["*" * (n == taken) for n in range(len(ways))]}
+    rows = {"*: a run takes this way": ["*" * (n == taken) for n in range(len(ways))]}
     for name in ("offload", "gradient_checkpointing"):
         rows[flag_of(name)] = ["yes" * getattr(way, name) for way in ways]
     for what in counts[0]:
         rows[what] = [f"{count[what] / 1e9:.2f}" for count in counts]
-    print(f"{s.model} in {dtype} on {device.type}: GB for a step")
+    print(f"{s.model} in {dtype} on {where}: GB for a step")
     for what, cells in rows.items():
         print(f"{what:30}" + "".join(f"{cell:>8}" for cell in cells))
+    if taken is None:
+        print(f"no way leaves a tenth of {where}'s free memory; {ADVICE}")
+
+
+def free_disk(output):
+    """Bytes that are free where the run's folder will be."""
+    folder = Path(output).absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
 
 
 def free_memory(device):
@@ -1563,13 +1665,19 @@ def local(tensor):
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def shard(model, s):
-    """FSDP2 on every decoder layer and on the rest: shards, gathered when they compute."""
+def shard(model, s, samples=False):
+    """FSDP2 on every decoder layer and on the rest: shards, gathered when they compute.
+
+    A model that `samples` gets a twin to do it, which FSDP's hooks do not slow down.
+    """
     if s.is_whole:
         return model
     from torch.distributed import fsdp
 
     device = choose_device(s)[0]
+    if samples:
+        room = {id(p): torch.empty_like(p, device=device) for p in model.parameters()}
+        vars(model)["twin"] = copy.deepcopy(model, room).to(device)  # `room` for its weights
     how = {"mp_policy": fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32),
            "mesh": dist.init_device_mesh(device.type, (world(),))}
     lists = (m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList))
@@ -1582,25 +1690,15 @@ def shard(model, s):
     return model.to(device)  # its buffers
 
 
-def sharded_parts(model):
-    """The modules whose weights FSDP gathers; none where ranks have whole weights."""
-    return [part for part in model.modules() if hasattr(part, "unshard")]
-
-
-@contextmanager
-def whole_weights(model):
-    """Gather all weights for a rollout, so that no rank waits for another's long answers."""
-    parts = sharded_parts(model)
-    for part in parts:
-        part.unshard()
-        # Otherwise a layer would drop its gathered weights after the first token.
-        part.set_reshard_after_forward(False, recurse=False)
-    try:
-        yield
-    finally:
-        for part in parts:
-            part.reshard()
-            part.set_reshard_after_forward(part is not model, recurse=False)
+@torch.no_grad()
+def with_whole_weights(model):
+    """The model to sample from: itself, or a sharded one's twin with the weights of all shards."""
+    twin = vars(model).get("twin", model)
+    if twin is not model:
+        model.reshard()
+        for weight, shard in zip(twin.parameters(), model.parameters()):
+            weight.copy_(full(shard))
+    return twin
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1659,9 +1757,10 @@ class Run:
                 signal.signal(number, signal.SIG_DFL)
             go_on()
 
-        # Windows has no SIGHUP, and nohup ignores it.
+        # Windows has no SIGHUP, and nohup ignores it. Only the main thread may set handlers.
         numbers = [n for n in signal.Signals if n.name in ("SIGINT", "SIGTERM", "SIGHUP")
-                   and signal.getsignal(n) != signal.SIG_IGN]
+                   and signal.getsignal(n) != signal.SIG_IGN
+                   and threading.current_thread() is threading.main_thread()]
         before = {n: signal.signal(n, stop) for n in numbers}
         if hasattr(os, "fork"):
             # A process that a reward forks has the default handlers. Python drops a signal that
@@ -1756,7 +1855,7 @@ def save_folder(model, tokenizer, run, name):
     weights = dict(model.named_parameters())
     check_finite(run, weights)
     whole = {}
-    for part, weight in weights.items() if sharded_parts(model) else ():
+    for part, weight in weights.items() if hasattr(model, "reshard") else ():
         weight = full(weight)  # all ranks take part in gathering
         if run.folder:
             whole[part] = weight.detach().cpu()
@@ -1942,7 +2041,7 @@ def main(argv=None):
     run.command = shlex.join(["train.py", *map(str, words)])
     try:
         settings = parse(argv)
-        if settings.dry_run:
+        if settings.dry_run is not None:
             print_memory(settings)
             return 0
         join_ranks(settings)

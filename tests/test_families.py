@@ -18,6 +18,9 @@ DEEPSEEK = dict(EXPERTS, n_routed_experts=4, n_shared_experts=1, first_k_dense_r
                 topk_group=1)
 LATENT = dict(DEEPSEEK, num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, head_dim=8,
               qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+PER_LAYER = dict(head_dim=8, sliding_window=8, num_hidden_layers=4, num_kv_shared_layers=2,
+                 layer_types=2 * ["sliding_attention", "full_attention"],
+                 hidden_size_per_layer_input=8, vocab_size_per_layer_input=64)
 # name -> what its config changes; the name is transformers' model type where no `type` says it.
 # The sliding windows are smaller than the rows.
 FAMILIES = {
@@ -54,6 +57,11 @@ FAMILIES = {
     "glm4_moe": dict(DEEPSEEK, head_dim=8),
     "llama4_text": dict(head_dim=8, intermediate_size_mlp=48, num_local_experts=2,
                         attention_chunk_size=8),
+    # layers with keys and inputs of their own or shared ones; text inside a model of more senses
+    "gemma3n_text": dict(PER_LAYER, intermediate_size=[48] * 4, laurel_rank=8,
+                         activation_sparsity_pattern=[0.95, 0.95, 0.0, 0.0]),
+    "gemma4": dict(text_config=dict(SMALL, **PER_LAYER, global_head_dim=16), vision_config=None,
+                   audio_config=None),
 }
 MIXERS = dict(EXPERTS, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
               linear_value_head_dim=8)

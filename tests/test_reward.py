@@ -5,6 +5,7 @@ import json
 import math
 import random
 import re
+import sys
 import textwrap
 import time
 import types
@@ -275,6 +276,24 @@ def test_a_bad_line_is_named(tmp_path, bad):
         load(tmp_path, line(), "", bad, line())
 
 
+@pytest.mark.parametrize("text, number", [
+    (json.dumps([{"question": "?", "answer": "1"}] * 3), 1),  # a list
+    (line() + "\n" + json.dumps({"question": "?", "answer": "1"}, indent=1), 2),  # over lines
+    ("question,answer\n?,1\n", 1), ('"a text"', 1),
+])
+def test_files_of_other_formats(tmp_path, text, number):
+    with value_error(f"problems.jsonl, line {number}: .*one JSON object per line$"):
+        load(tmp_path, text)
+
+
+def test_each_problem_is_checked_with_its_line_beside_a_bar(tmp_path):
+    seen, bars = [], []
+    found = load(tmp_path, line(), "", line("Two?"), progress=lambda lines: bars.append(
+        len(lines)) or lines, check=lambda *given: seen.append(given))
+    rest = [{**problem, "question": name} for problem, name in zip(found, ("How many?", "Two?"))]
+    assert [*zip((1, 3), rest)] == seen and bars == [3]
+
+
 @pytest.mark.parametrize("source", ["missing.jsonl", "gsm8k:dev", "", "x" * 300, "folder", "binary",
                                     "empty"])
 def test_a_bad_file_is_named(tmp_path, monkeypatch, source):
@@ -292,7 +311,7 @@ def test_the_fields_may_have_other_names(tmp_path):
     assert load(tmp_path, json.dumps(row), **fields) == [
         {**row, "question": "How many?", "answer": "72", "solution": "8 * 9"}]
     for missing in ("problem", "worked"):
-        with value_error(f"line 1: '{missing}'"):
+        with value_error(f"line 1: '{missing}'.* there are problem, worked, answer, question_id$"):
             load(tmp_path, json.dumps({**row, missing: None}), **fields)
     # A misspelt name would give every row the answer "", and hide a good column
     some = '{"question": "?", "k": 2}', '{"question": "?"}'
@@ -567,7 +586,11 @@ HOSTILE = type("Hostile", (), {"__float__": raises(KeyError("no"))})()
     (gives(1, -1e39, 3, 4), "-1e+39"), (gives(10**400, 2, 3, 4), "OverflowError"),
     (gives(1, "two", 3, 4), "'two'"), (gives(1, 2, [3], 4), "list"),
     (gives(1, torch.ones(2), 3, 4), "element"), (gives(1, 2, 3, 1j), "complex"),
-    (gives(1, 2, HOSTILE, 4), "KeyError: 'no'"),
+    (gives(1, 2, HOSTILE, 4), "KeyError: 'no'"), (lambda completions: [], "**columns"),
+    (lambda **columns: dict(enumerate(FOUR)), "returned a dict"),
+    (lambda **columns: {1, 2, 3, 4}, "returned a set"),
+    (lambda **columns: "1234", "returned a str"),
+    (lambda **columns: sys.exit(), "SystemExit"),
 ])
 def test_a_reward_that_goes_wrong_is_named(function, reason):
     with value_error(f"^--reward f.py:f: .*{re.escape(reason)}"):
@@ -576,13 +599,15 @@ def test_a_reward_that_goes_wrong_is_named(function, reason):
 
 @pytest.mark.parametrize("flag", ["--reward", "--step-reward"])
 @pytest.mark.parametrize("spec, reason", [
-    ("mine.py", "mine.py"), ("mine.py:three", "three"), ("other.py:one", "other.py"),
+    ("mine.py", "mine.py (path/to/file.py:function): the name of its function is missing"),
+    ("leaves.py:f", "leaves.py, line 2"), ("mine.py:three", "three"), ("other.py:one", "other.py"),
     ("broken.py:f", "broken.py, line 2"), ("mine.py:later", "async"), ("mine.py:stream", "async"),
 ])
 def test_a_file_that_cannot_be_used_is_named_at_load(tmp_path, monkeypatch, flag, spec, reason):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "mine.py", MINE)
     write(tmp_path / "broken.py", "\n1 / 0")
+    write(tmp_path / "leaves.py", "import sys\nsys.exit(0)")
     given = ([spec],) if flag == "--reward" else (None, None, spec)
     with value_error(f"^{flag} .*{re.escape(reason)}"):
         own_reward_of(*given)
@@ -630,6 +655,29 @@ def test_a_reward_file_with_dataclasses_and_neighbours(tmp_path):
                 yield Part(points + rule_reward(completion, truth)).value
     """) + ":score")
     assert scored(score).tolist() == [6.5, 5.5, 5.0, 6.5]
+
+
+def test_what_a_reward_file_does_to_the_process_ends_with_it(tmp_path, monkeypatch):
+    """Gradients that it switches off, and arguments that it parses: they would be ours."""
+    monkeypatch.setattr(sys, "argv", ["train.py", "--steps", "3"])
+    spec = write(tmp_path / "mine.py", """
+        import argparse
+        import torch
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--points", type=float, default=5.0)
+        points = parser.parse_args().points
+        torch.set_grad_enabled(False)
+
+        def score(completions, **columns):
+            torch.no_grad().__enter__()
+            return [points] * len(completions)
+    """) + ":score"
+    for mode in (True, False):
+        with torch.set_grad_enabled(mode):
+            function = load_function(spec)
+            assert torch.is_grad_enabled() == mode and sys.argv[1:] == ["--steps", "3"]
+            assert scored(function).tolist() == [5.0] * 4
+            assert torch.is_grad_enabled() == mode
 
 
 def test_a_reward_model_reads_its_own_template(tiny, monkeypatch):

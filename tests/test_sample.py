@@ -16,8 +16,8 @@ from conftest import (
 import sample
 from logprob import token_logprobs
 from sample import (
-    IGNORE, OwnStep, PlainStep, Rollout, draw, joined, own_step, plain_answer, sample_around,
-    sample_conversations, sample_groups, uniform_numbers)
+    IGNORE, Rollout, draw, joined, plain_answer, sample_around, sample_conversations, sample_groups,
+    uniform_numbers)
 
 V, PAD, END = SMALL["vocab_size"], 0, 1
 ENDS = [END, 7, 40, 41, 42, 43]
@@ -89,16 +89,14 @@ def assert_logprobs(model, rollout, temperature=1.0, atol=1e-4):
 # The definition, and log-probs; test_families.py decodes greedily
 
 @pytest.mark.parametrize("temperature, T", [(1.0, 1), (0.7, 16), (1.8, 16)])
-@pytest.mark.parametrize("name, stepper", [("qwen2", PlainStep), *((m, own_step) for m in FAMILY)])
-def test_the_loop_draws_what_the_definition_draws(name, stepper, temperature, T):
+@pytest.mark.parametrize("name, plain", [("qwen2", True), *((name, False) for name in FAMILY)])
+def test_the_loop_draws_what_the_definition_draws(monkeypatch, name, plain, temperature, T):
     """The same random numbers give the same ids, though all rows are drawn at once; in float64."""
     model = member(name)
-    assert stepper is PlainStep or sample.stepper_of(model) is own_step
+    monkeypatch.setattr(sample, "PLAIN", plain)
     u = torch.rand(4 * 3, T, dtype=torch.float64, generator=seeded(2))
     prompts = [ids_of(prompt) for prompt in PROMPTS]
-    with torch.no_grad():
-        found = sample.decode(model, prompts, u, temperature, ENDS, stepper)
-    found = sample.cut_at_end(*found, ENDS)
+    found = sample.write_answers(model, prompts, u, temperature, ENDS)
     expected = [plain_answer(model, prompts[n // 3], u[n], temperature, ENDS) for n in range(12)]
     assert [ids for ids, _ in found] == [ids for ids, _ in expected]
     for (_, ours), (_, theirs) in zip(found, expected):
@@ -119,7 +117,7 @@ def test_every_token_of_the_own_step_is_drawn_from_float32_logits(T):
     hidden = []
     model.lm_head.register_forward_pre_hook(lambda _, args: hidden.extend(args))
     with torch.no_grad():
-        sample.prefill(model, prompts)
+        sample.run_prompts(model, prompts, 1, 1)
     logits = hidden[0][:, -1].double() @ model.lm_head.weight.double().T
     expected = (logits / 4.0).log_softmax(dim=-1).repeat_interleave(8, dim=0)
     expected = expected.gather(1, rollout.input_ids[rows, first][:, None])[:, 0]
@@ -317,8 +315,8 @@ def test_graphs_are_kept_and_released():
     sample_more = partial(sample_groups, model, TOKENIZER, PROMPTS, 6, 30, 1.0)
     expected = sample_more(seeded())
     kept = sample.KEPT[model]
-    assert (24, 1.0) in kept.graphs and 1 < len(kept.graphs) <= 5    # for 24 rows, 12, ...
-    for past in kept.past:
+    assert (24, 256, 1.0) in kept.graphs and 1 < len(kept.graphs) <= 5    # for 24 rows, 12, ...
+    for past in sample.tensors_of(kept.cache):
         past.fill_(torch.nan)
     kept.padding.fill_(99)
     assert same(sample_more(seeded()), expected) and sample.KEPT[model] is kept
@@ -334,27 +332,11 @@ def test_nothing_is_run_twice_or_for_nothing(model, config, runs):
     lengths = [len(answer) for answer in responses_of(rollout)]
     assert len(set(lengths)) > 5
     assert runs[0] == (len(PROMPTS), max(len(ids_of(prompt)) for prompt in PROMPTS))
-    assert runs[1:] == [(sum(length > t for length in lengths),) for t in range(1, max(lengths))]
+    assert runs[1:] == [(sum(length > t for length in lengths), 1)
+                        for t in range(1, max(lengths))]
     runs.clear()
     sample_groups(model, TOKENIZER, PROMPTS, 5, 1, 1.0, seeded())
     assert len(runs) == 1  # one token needs no second
-
-
-LLAMA = partial(small_model, "llama")
-LONG = dict(rope_theta=1e4, factor=4.0, original_max_position_embeddings=32)
-
-
-@pytest.mark.parametrize("make, fits", [
-    *((partial(small_model, name), name in ("qwen2", "qwen3", "llama")) for name in (
-        "qwen2", "qwen3", "llama", "mistral", "gemma2", "granite", "gpt2", "cohere")),
-    (partial(LLAMA, rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0)),
-     False),
-    (partial(LLAMA, rope_parameters=dict(LONG, rope_type="longrope", short_factor=[1.0] * 4,
-                                         long_factor=[2.0] * 4)), False),
-    (partial(LLAMA, rope_parameters=dict(LONG, rope_type="yarn")), True),
-])
-def test_the_form_that_a_family_takes(make, fits):
-    assert (sample.stepper_of(make()) is sample.own_step) == fits
 
 
 def test_a_step_that_fails_is_given_up(monkeypatch, capsys):
@@ -362,11 +344,11 @@ def test_a_step_that_fails_is_given_up(monkeypatch, capsys):
     sample.PLAIN = True
     plain = sample_groups(model, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded())
     sample.PLAIN = False
-    monkeypatch.setattr(OwnStep, "step", raises(RuntimeError("no kernel\nfor this\ncard")))
+    monkeypatch.setattr(sample.Slots, "update", raises(TypeError("no such\nargument")))
     other = small_model("llama")
     sample.KEPT[other] = "a cache of graphs"             # its memory is free afterwards
     assert same(sample_groups(model, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded()), plain)
-    assert sample.PLAIN and "no kernel for this card" in capsys.readouterr().err
+    assert sample.PLAIN and "no such argument" in capsys.readouterr().err
     assert not sample.KEPT
 
 
@@ -476,7 +458,7 @@ def test_conversations_of_every_family(name):
 
 def test_turns_run_a_prompt_once_for_its_group_and_then_the_rows_that_go_on(model, runs):
     rollout = talked(model)
-    turns = [rows for rows, *width in runs if width]  # the others are single tokens
+    turns = [rows for rows, width in runs if width > 1]  # the others are single tokens
     going_on = [sum(count > turn for count in turns_of(rollout)) for turn in range(1, len(turns))]
     assert turns == [len(PROMPTS), *going_on] and len(going_on) > 1
 

@@ -664,6 +664,13 @@ def test_count_of_the_memory(tmp_path):
         assert count["reward model"] == each * weights
 
 
+def test_a_width_for_each_layer_is_counted(monkeypatch, tmp_path):
+    wide = {"model_type": "gemma3n_text", "num_kv_shared_layers": 0,
+            "intermediate_size": [96, 96, 192]}
+    monkeypatch.setattr(sys.modules[__name__], "QWEN", QWEN | wide)
+    assert counted(tmp_path)[0]["kept for the backward pass"] > 500 * 3 * 4 * 192 * 2
+
+
 @pytest.mark.parametrize("changes", [
     {}, {"model_type": "qwen2", "num_attention_heads": 4},
     {"model_type": "llama", "hidden_size": 128, "intermediate_size": 384},
@@ -730,11 +737,30 @@ def test_dry_run_counts_from_the_configuration_alone(capsys, machine, big):
     machine("cpu", 100, 100)                              # the card of another machine
     trains(big, "--dry-run", "--device=cuda", "--lora-rank=16")
     out = capsys.readouterr().out
-    assert "bfloat16" in out and out.count("*") == 1 and " 11.70 " in out
+    assert "bfloat16" in out and " 11.70 " in out and "no way" in out   # it is not here
+    # A card of so many GB, which lie in no machine; a run of 1.5B keeps 37 GB while it saves
+    for size, star in ((80, 7), (40, 15), (24, 31)):
+        trains(big, f"--dry-run={size}")
+        rows = {line[:30].strip(): line[30:] for line in capsys.readouterr().out.splitlines()[1:]}
+        assert rows["*: a run takes this way"].index("*") == star
+    assert rows["disk"].split() == 4 * ["40.14"]
+    trains(big, "--dry-run", "20")
+    out = capsys.readouterr().out
+    assert "*" not in out.replace("*: ", "") and "--lora-rank 16" in out.splitlines()[-1]
+
+
+def test_a_disk_on_which_the_run_will_not_fit_is_told(capsys, monkeypatch, tmp_path):
+    """Two checkpoints of masters and moments and final/: 28 bytes a weight, about 2.2 MB."""
+    flags = FEW + (f"--output={tmp_path}/none/yet",)
+    for free, told in ((3_000_000, False), (2_000_000, True)):
+        free_at = {tmp_path: SimpleNamespace(free=free)}
+        monkeypatch.setattr(train.shutil, "disk_usage", free_at.get)
+        settings(*flags)
+        assert ("of disk" in capsys.readouterr().out) == told
 
 
 def test_the_allocators_blocks_may_grow():
-    assert "expandable_segments" in os.environ["PYTORCH_CUDA_ALLOC_CONF"]
+    assert "expandable_segments" in os.environ["PYTORCH_ALLOC_CONF"]
 
 
 def test_memory_that_runs_out_in_the_optimizer_repeats_no_step(monkeypatch):

@@ -7,19 +7,24 @@ import itertools
 import math
 import re
 import shlex
+import shutil
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import (
-    FEW, checkpoint_of, curve, json_lines, lines_of, logprobs_on_full_logits, loop, metrics_of,
-    parts, printed_by, raises, same_tensors, seeded, settings, step_of_the_program, tiny_problems,
-    trained, trains, updates_by_hand, weights_of)
+    FEW, TINY, assert_same_run, begin_ranks, checkpoint_of, curve, json_lines, lines_of,
+    logprobs_on_full_logits, loop, metrics_of, parts, printed_by, raises, same_tensors, seeded,
+    settings, step_of_the_program, tiny_problems, trained, trains, updates_by_hand, weights_of,
+    well_ended)
 
 import sample
 import train
-from advantage import group_advantages, grpo_s_advantages, gtpo_advantages, leave_one_out_advantages
+from advantage import (
+    gdpo_advantages, group_advantages, grpo_s_advantages, gtpo_advantages,
+    leave_one_out_advantages)
 from logprob import IGNORE
 from loss import grpo_loss, kl_estimate, next_kl_coef
 from reward import length_rescaled, overlong_penalty, score_responses
@@ -131,6 +136,91 @@ def test_a_flag_that_changes_the_mathematics_arrives(flags):
     assert metrics["accuracy"] == pytest.approx(3 / 8)    # by the rule, whatever was added to it
 
 
+def test_gdpo_reads_each_reward_and_all_ranks(monkeypatch, tmp_path):
+    """In micro-batches and mini-batches, by the std of the whole batch."""
+    (tmp_path / "m.py").write_text(OWN)
+    flags = ("--advantage=gdpo", "--reward", "rule", f"{tmp_path / 'm.py'}:some",
+             "--reward-weights", "0.5", "2", "--micro-batch-tokens=64", "--minibatches=2")
+    p = parts(*flags)
+    reward_of = train.load_reward_of(p.settings)
+    start = copy.deepcopy(p.policy)
+    rollout, _, metrics = step_of_the_program(p, reward_of=reward_of)
+    both = torch.stack(list(rollout.reward_parts.values()))
+    assert both.isnan().any() and rollout.advantages.isfinite().all()
+    assert torch.equal(rollout.advantages, gdpo_advantages(both, (0.5, 2), 4))
+    assert rollout.advantages.std() > 0 and metrics["skipped_updates"] == 0
+    seen = []
+    monkeypatch.setattr(train, "gathered", lambda x: seen.append(x) or torch.cat([x, 3 * x]))
+    p.policy = start
+    advantages = step_of_the_program(p, reward_of=reward_of)[0].advantages
+    std = torch.cat([rollout.advantages, 3 * rollout.advantages]).std(correction=0)
+    torch.testing.assert_close(advantages, rollout.advantages / std)
+
+
+def test_gdpo_on_two_ranks_is_that_of_one(tmp_path):
+    (tmp_path / "m.py").write_text(OWN)
+    flags = (*SMALL, "--steps=2", "--advantage=gdpo", "--reward", "rule",
+             f"{tmp_path / 'm.py'}:some", "--lr=0.003")
+    end = begin_ranks(2, "train.py", *flags, f"--output={tmp_path / 'two'}")
+    trained(tmp_path / "one", *flags)
+    well_ended(end())
+    assert_same_run(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.parametrize("given, expected", [
+    ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8]),
+    (torch.arange(8), range(8)), (torch.arange(8.0).numpy(), range(8)), (torch.ones(8, 1), [1] * 8),
+    (torch.ones(8, requires_grad=True), [1] * 8), ([True] * 8, [1] * 8),
+    ([1, 2], "shape (2,) for 8 answers"), (1.0, "shape () for 8"), ("much", "no numbers"),
+    (torch.ones(8, 2), "shape (8, 2)"), ([None] * 8, "no numbers"), ({"a": 1}, "no numbers"),
+])
+def test_a_reward_from_python_may_give_any_list_of_numbers(given, expected):
+    def reward_of(problems, prompts, rollout):
+        torch.set_grad_enabled(False)                     # and may leave this behind
+        return given
+
+    p = parts()
+    if isinstance(expected, str):
+        with pytest.raises(train.BadInput, match=re.escape(expected)):
+            step_of_the_program(p, reward_of=reward_of)
+    else:
+        rollout, _, metrics = step_of_the_program(p, reward_of=reward_of)
+        assert rollout.rewards.tolist() == list(expected)
+        assert rollout.rewards.dtype == torch.float32 and not rollout.rewards.requires_grad
+        assert metrics["skipped_updates"] == 0
+    assert torch.is_grad_enabled()
+
+
+def test_training_from_python_in_any_thread(tmp_path, capsys):
+    """With numbers and paths among the flags."""
+    flags = [*SMALL, "--steps", 1, "--eval-limit", 2, "--output", tmp_path / "run"]
+    statuses = []
+    thread = threading.Thread(target=lambda: statuses.append(train.main(flags)))
+    thread.start()
+    thread.join()
+    assert statuses == [0] and len(metrics_of(tmp_path / "run")) == 2
+
+
+def test_template_arguments_stay_with_the_run(capsys, run_here, tmp_path):
+    """In prompts, config.json, after --resume, and where sample.py talks to the result."""
+    model = shutil.copytree(TINY, tmp_path / "model")
+    template = model / "chat_template.jinja"
+    template.write_text(template.read_text() + "{% if hint %} Ben {% endif %}")
+    flags = [*SMALL, "--steps=1", "--eval-limit=2", f"--config={TINY / 'grpo.json'}",
+             f"--model={model}", '--template-args={"hint": true}']
+    folder = trained(tmp_path / "run", *flags)
+    prompts = [record["prompt"] for record in lines_of(folder / "samples.jsonl")]
+    assert all(prompt.endswith("<|assistant|> Ben ") for prompt in prompts) and prompts
+    assert train.parse([f"--config={folder / 'config.json'}"]).template_args == {"hint": True}
+    capsys.readouterr()
+    for more in ([], ["--template-args", '{"hint": 0}']):
+        first = run_here("sample.py", "--model", folder, "Bob ?", *more).splitlines()[0]
+        assert first.endswith("<|assistant|> Ben ") == (not more)
+    assert train.main([f"--resume={folder}", "--template-args={}"]) == 2
+    trains(f"--resume={folder}", "--steps=2", '--template-args={"hint": true}')
+    assert lines_of(folder / "samples.jsonl")[-1]["prompt"].endswith(" Ben ")
+
+
 def test_rewards_below_zero_cannot_be_rescaled():
     rollout = SimpleNamespace(mask=torch.ones(2, 9) > 0, rewards=-torch.ones(2))
     with pytest.raises(train.BadInput, match="^--length-rescale:"):
@@ -180,6 +270,9 @@ OWN = """
 def words(completions, **columns):
     return [len(text) % 7 for text in completions]
 
+def some(completions, **columns):
+    return [None if len(text) % 3 == 0 else len(text) * 100 for text in completions]
+
 def steps(completion_ids, **columns):
     return [[(0, ids[0] % 3), (len(ids) - 1, ids[-1] % 5)] for ids in completion_ids]
 """
@@ -187,8 +280,9 @@ ONE_FLAG = """--clip-eps 0.9|--clip-eps-high 2|--kl-coef 0|--kl-estimator k2|--a
 --ratio sequence|--objective cispo|--sampler-correction 1.1|--mask-truncated|--renew-reference 1
 --kl-band 1e-6 2e-6|--advantage leave-one-out|--advantage gtpo|--advantage grpo-s|--advantage shape
 --no-scale-by-std|--clip-advantages 0.7|--length-rescale 0.3|--overlong-buffer 9
---reward M:words rule|--reward M:words|--reward-weights 0.5 2|--reward-weights 3|--minibatches 2
---step-reward M:steps|--reward-model-lr 0.1|--updates-per-rollout 1|--lora-alpha 3|--max-turns 2"""
+--reward M:words rule|--reward M:words|--advantage gdpo|--reward-weights 0.5 2|--reward-weights 3
+--minibatches 2|--step-reward M:steps|--reward-model-lr 0.1|--updates-per-rollout 1
+--lora-alpha 3|--max-turns 2"""
 TEXTS = ["7 + 2 = 9 , \\boxed{ 9 }", "\\boxed{ 5 } , 9 \\boxed{ 9 }", "9", "\\boxed{ 7 } 2 2 2",
          "\\boxed{ 9 }", "2 - 2 \\boxed{ 2 }", "\\boxed{ 2 } \\boxed{ 9 }", "4 = 4 = 4 , 5"]
 
