@@ -394,30 +394,31 @@ def loss_options(part, s):
 
 def within_memory(function, s):
     """Call function(), which moves no weight. If memory runs out, again with half the micro-batch;
-    after another error, again without fast paths. With several GPUs the error is raised.
+    after another error, again without fast paths.
     """
     if s.offload:
         sample.release()  # the sampler's cache, which the next rollout makes again
     try:
         return function()
     except Exception as error:
-        can_help = s.micro_batch_tokens >= 256 if out_of_memory(error) else not logprob.PLAIN
-        if world() > 1 or not can_help:
-            raise
         fault = error
         traceback.clear_frames(error.__traceback__)  # they keep the activations alive
+    if world() > 1:
+        raise fault  # the other GPUs would wait for one that goes on alone
     if out_of_memory(fault):
-        sample.release()
-        s.micro_batch_tokens //= 2
-        say(f"out of memory: --micro-batch-tokens is now {s.micro_batch_tokens}")
-        return within_memory(function, s)
-    # Only if the plain paths work was it a fast path that failed.
-    with suppress(Exception):
-        sample.PLAIN = logprob.PLAIN = True
-        result = within_memory(function, s)
-        drop_fast_paths(f"one failed ({one_line(fault)})")
-        return result
-    sample.PLAIN = logprob.PLAIN = False
+        if s.micro_batch_tokens >= 256:
+            sample.release()
+            s.micro_batch_tokens //= 2
+            say(f"out of memory: --micro-batch-tokens is now {s.micro_batch_tokens}")
+            return within_memory(function, s)
+    elif not logprob.PLAIN:
+        # It was a fast path's fault only if the plain ones work.
+        with suppress(Exception):
+            sample.PLAIN = logprob.PLAIN = True
+            result = within_memory(function, s)
+            drop_fast_paths(f"one failed ({one_line(fault)})")
+            return result
+        sample.PLAIN = logprob.PLAIN = False
     raise fault
 
 
@@ -1544,7 +1545,7 @@ def print_memory(s):
 def free_disk(output):
     """Bytes that are free where the run's folder will be."""
     folder = Path(output).absolute()
-    while not folder.exists():
+    while not os.path.exists(folder):  # also false if the name is too long
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
@@ -1879,7 +1880,6 @@ def check_finite(run, tensors):
 
 COUNTERS = ("step", "skipped", "kl_coef", "held_out", "told", "before", "after", "digests",
             "groups")
-TEXTS = ("reward", "step_reward", "reply")  # flags of files whose text may change in a run
 CHECKPOINT = "checkpoint.safetensors"
 
 
@@ -1947,23 +1947,28 @@ def as_safetensors(tensors):
 
 @torch.no_grad()
 def load_checkpoint(run, model, optimizer, s):
-    """Restore what the checkpoint holds; a run killed before its first one starts from step 0."""
+    """Restore what the checkpoint holds, if the run began with the same problems and weights."""
     path = Path(run.name, CHECKPOINT)
     log = Path(run.name, "metrics.jsonl")
     if not path.is_file():
-        if log.is_file() and log.stat().st_size:
-            last = len(log.read_text(encoding="utf-8").splitlines()) - 1
-            raise BadInput(f"--resume {run.name}: its metrics go to step {last}, but there is no "
+        if log.is_file():
+            last = log.read_text(encoding="utf-8").count("\n") - 1
+            raise BadInput(f"--resume {run.name}: {log.name} goes to step {last}, but there is no "
                            f"{CHECKPOINT}")
-        return
+        return  # it was killed before it began
     with telling(f"--resume: {path} is damaged:", of=Exception):
         file = safe_open(path, framework="pt")
         counters = json.loads(file.get_tensor("counters").numpy().tobytes())
     if not counters.keys() >= set(COUNTERS):
         raise BadInput(f"--resume: {path} was written by another version of train.py")
-    check_digests(run, counters["digests"], s)
-    vars(run).update({name: counters[name] for name in COUNTERS})
+    for name, digest in run.digests.items():
+        changed = digest != counters["digests"].get(name)
+        if changed and name == "texts":
+            say("a file of --reward, --step-reward or --reply has changed since the run began")
+        elif changed:
+            raise BadInput(f"{flag_of(name)} {getattr(s, name)}: is not what the run began with")
     with telling(f"--resume: {path} is damaged, or not of this model:", of=Exception):
+        vars(run).update({name: counters[name] for name in COUNTERS})
         if run.reward_model:
             run.reward_model.pairs, run.reward_model.replay = counters["pairs"]
         for name, moving in what_moves(run, model, optimizer).items():
@@ -1974,21 +1979,25 @@ def load_checkpoint(run, model, optimizer, s):
             moving.copy_(saved)
     if isinstance(optimizer, MasterAdamW):
         optimizer.round()  # the weights are still those of the start
+    on_rank_0(forget_later_steps, run)
 
 
 def digests_of(parts, s):
     """{flag: a digest of what it names}: problems, first weights, texts of rewards and replies."""
-    found = {"model": some_numbers(parts.policy_model), "data": parts.problems,
-             "eval_data": parts.eval_problems}
-    if judge := getattr(parts.reward_of, "judge", None):
-        found["reward_model"] = some_numbers(judge.model)
-    for name in TEXTS:
-        specs = getattr(s, name) or []
-        if isinstance(specs, str):
-            specs = [specs]
-        found[name] = [text_of(spec) for spec in specs]
-    return {name: hashlib.sha256(json.dumps(value).encode()).hexdigest()
-            for name, value in found.items()}
+    specs = [*(s.reward or []), s.step_reward, s.reply]
+    begins_with = {
+        "data": parts.problems,
+        "eval_data": parts.eval_problems,
+        "model": some_numbers(parts.policy_model),
+        "texts": [text_of(spec) for spec in specs if spec],
+    }
+    judge = getattr(parts.reward_of, "judge", None)
+    if judge:
+        begins_with["reward_model"] = some_numbers(judge.model)
+    digests = {}
+    for name, value in begins_with.items():
+        digests[name] = hashlib.sha256(json.dumps(value).encode()).hexdigest()
+    return digests
 
 
 def some_numbers(model):
@@ -2000,35 +2009,26 @@ def some_numbers(model):
 
 
 def text_of(spec):
-    """Of file.py:function the file's text and the function's name; of `rule` its name."""
+    """file.py:function -> the function's name and the file's text; `rule` -> its name."""
     file, _, name = spec.rpartition(":")
-    text = Path(file).read_text(encoding="utf-8", errors="replace") if file else ""
-    return [text, name]
+    return [name, Path(file).read_text(encoding="utf-8", errors="replace") if file else ""]
 
 
-def check_digests(run, saved, s):
-    """BadInput for a flag that names something else than at the start; a reward may change."""
-    for name, digest in run.digests.items():
-        if digest != saved.get(name):
-            line = f"{flag_of(name)} {getattr(s, name)}: is not what the run began with"
-            if name not in TEXTS:
-                raise BadInput(line)
-            say(line)
-
-
-def forget_after(run, step):
-    """Cut off the lines of later steps, which will be written again."""
+def forget_later_steps(run):
+    """Cut off the lines of steps after the checkpoint's, which will be written again."""
+    last = run.step if run.held_out else -1  # without an evaluation step 0 comes again
     for name in ("samples.jsonl", "metrics.jsonl"):
         path = run.folder / name
         path.touch()  # a run that was killed early may have none
         # After the last end of a line there is nothing, or a line that a kill has cut off.
         lines = path.read_bytes().split(b"\n")[:-1]
-        records = [record for record in map(json.loads, lines) if record["step"] <= step]
+        records = [record for record in map(json.loads, lines) if record["step"] <= last]
         os.truncate(path, sum(len(line) + 1 for line in lines[:len(records)]))
-    # Those of metrics.jsonl
-    run.history = [record for record in records if "loss" in record]
-    if records:
-        run.command = records[0]["command"]
+    for record in records:  # of metrics.jsonl
+        if "loss" in record:
+            run.history.append(record)
+        else:
+            run.command = record["command"]  # step 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2108,8 +2108,6 @@ def begin(run, parts, s):
     run.digests = digests_of(parts, s)
     if s.resume:
         load_checkpoint(run, model, parts.optimizer, s)
-        # A run without a checkpoint also repeats step 0, its first evaluation.
-        on_rank_0(forget_after, run, run.step if run.held_out else -1)
         if s.steps < run.step:
             raise BadInput(f"--steps {s.steps}: the run in {run.name} is at step {run.step}")
     kept = {name: getattr(s, name) for name in FIELDS if FIELDS[name].metadata["kept"]}

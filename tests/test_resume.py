@@ -311,10 +311,10 @@ def test_a_run_moves(capsys, monkeypatch, at_home, tmp_path):
         flags.append(flag)
         monkeypatch.chdir(tmp_path)
     trains(f"--resume={folder}", "--steps=4", *flags)
-    assert "--reward" not in "".join(capsys.readouterr())
+    assert "has changed" not in "".join(capsys.readouterr())
     (tmp_path / "his.py").write_text("def other(answer, **_):\n    return [7.0] * len(answer)\n")
     trains(f"--resume={folder}", "--steps=5", "--reward=his.py:other")
-    assert capsys.readouterr().out.count("--reward ") == 1, "told once, and it goes on"
+    assert capsys.readouterr().out.count("has changed") == 1, "told once, and it goes on"
     assert [m["reward_mean"] == 7 for m in metrics_of(folder)[1:]] == [*4 * [False], True]
     config = json.loads((folder / "config.json").read_text())
     assert config["model"] == str(tmp_path / "m") and config["eval_data"] == "./test.jsonl"
@@ -342,7 +342,7 @@ def with_another_shape(path):
 @pytest.mark.parametrize("spoil, words", [
     (with_another_shape, "damaged, or not of this model"), (of_another_version, "another version"),
     (lambda path: path.write_bytes(path.read_bytes()[:-1000]), "damaged"),
-    (lambda path: path.unlink(), "go to step 6"),
+    (lambda path: path.unlink(), "goes to step 6"),
 ])
 def test_a_checkpoint_that_is_not_whole(capsys, run_folder, spoil, words):
     """Or deleted, though the run has begun: it would begin again, over its own metrics."""

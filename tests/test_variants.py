@@ -674,7 +674,8 @@ def test_a_resumed_run_warns_as_one_that_was_never_stopped(tmp_path, at):
     logged(lines, train.Run(whole))
     first, resumed = logged(lines[:at], train.Run(parts)), train.Run(parts)
     resumed.step, resumed.told = at, first.told           # these are in the checkpoint
-    train.forget_after(resumed, at)
+    resumed.held_out = [(0, 0.5)]
+    train.forget_later_steps(resumed)
     logged(lines[at:], resumed)
     assert warnings_of(parts) == warnings_of(whole) != {}
 
