@@ -424,9 +424,14 @@ def within_memory(function, s):
 
 def update_metrics(sums, grad_norm, rollout):
     """Metrics of all micro-batches, on all GPUs, and whether the update must be skipped."""
-    difference = (rollout.logprobs - rollout.old_logprobs).abs().sum() / rollout.mask.sum()
-    metrics = averaged({**sums, "grad_norm": full(grad_norm), "sampler_difference": difference})
-    metrics["skipped_updates"] = int(not math.isfinite(metrics["grad_norm"] + metrics["loss"]))
+    apart = (rollout.logprobs - rollout.old_logprobs).abs()                            # (N, S-1)
+    metrics = averaged({
+        **sums,
+        "grad_norm": full(grad_norm),
+        "sampler_difference": apart.sum() / rollout.mask.sum(),
+    })
+    is_finite = math.isfinite(metrics["grad_norm"] + metrics["loss"])
+    metrics["skipped_updates"] = int(not is_finite)
     return metrics
 
 
@@ -535,8 +540,8 @@ def batch_of_step(tokenizer, problems, step, s, attempt=0, n=None):
     order = order[k * B:(k + 1) * B]
     if attempt:
         names = (s.seed, "resample", step, attempt)
-        # The step's own problems come last.
-        order = sorted(shuffled(problems, *names), key=lambda problem: problem in order)
+        others = [problem for problem in shuffled(problems, *names) if problem not in order]
+        order = others + order  # the step's own problems come last
     mine = share_of_rank(B)[:n]  # whole groups: one split over GPUs would have two means
     chosen = [order[j] for j in mine]
     prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in chosen]
@@ -644,7 +649,8 @@ def show(bar, metrics, run):
     if metrics["format_rate"] > 0:  # else nothing is boxed, and the rule has nothing to judge
         words += "acc {accuracy:.2f}, "
     words += "len {response_length_mean:.0f}, KL {approx_kl:.3f}, greedy: held out {score:.2f}"
-    bar.set_postfix_str(words.format(**metrics, score=run.held_out[-1][1]))
+    _, score = run.held_out[-1]
+    bar.set_postfix_str(words.format(**metrics, score=score))
     bar.update()
     if "eval_accuracy" in metrics:
         response, _ = run.after[0]
@@ -661,33 +667,40 @@ def symptoms(history):
     def recent(name, start=-10, stop=None):
         # The mean over these steps, by default the last ten; NaN if one has no value
         values = [row.get(name) for row in history[start:stop]]
-        return math.nan if not values or None in values else sum(values) / len(values)
+        if not values or None in values:
+            return math.nan
+        return sum(values) / len(values)
 
     # Trouble: the mean reward of ten steps lies half a standard deviation of the answers' rewards
     # below its best, or 30 steps have not raised it, and not because nearly all answers are right.
     n = len(history)
-    rewards = [recent("reward_mean", max(0, k - 10), k) for k in range(1, n + 1)]
+    rewards = []  # after each step
+    for step in range(1, n + 1):
+        rewards.append(recent("reward_mean", max(0, step - 10), step))
     best = max(rewards)
-    fallen = (best - rewards[-1]) / (max(row["reward_std"] for row in history) or 1)
-    stuck = 0
-    if not fallen > 0.5:
-        if n < 30 or rewards[-1] > rewards[4] or recent("accuracy") > 0.9:
-            return {}
-        stuck = n
+    now = rewards[-1]
+    spread = max(row["reward_std"] for row in history)
+    fallen = (best - now) / (spread or 1)
+    is_stuck = n >= 30 and now <= rewards[4] and not recent("accuracy") > 0.9
+    if not fallen > 0.5 and not is_stuck:
+        return {}
 
-    before = recent("grad_norm", -40, -20)
-    # A reference that has just been renewed is the policy itself.
-    last = [row for row in history[-4:] if "reference_renewed" not in row]
-    unmoved = [row for row in last if row.get("approx_kl") == 0 and row.get("grad_norm")]
+    norm_before = recent("grad_norm", -40, -20) or math.nan
+    entropy_now = max(recent("entropy"), 1e-3)
+    unmoved = 0
+    for row in history[-4:]:
+        # A reference that has just been renewed is the policy itself.
+        if "reference_renewed" not in row and row.get("grad_norm"):
+            unmoved += row.get("approx_kl") == 0
     rules = (  # a name, a figure, its limit (README, "Reading a run"), the line to print
         ("fallen reward", fallen, 0.5,
-         f"the reward has fallen from {best:.3g} to {rewards[-1]:.3g}; first try a lower --lr"),
-        ("stuck reward", stuck, 0,
+         f"the reward has fallen from {best:.3g} to {now:.3g}; first try a lower --lr"),
+        ("stuck reward", n if is_stuck and fallen <= 0.5 else 0, 0,
          "the reward has not risen in {} steps; try another --lr, a larger --group-size, or "
          "problems of which some answers are right"),
         ("KL", recent("approx_kl"), 0.05,
          "KL is {:.3g} nats per token; try --kl-band 0.02 0.05"),
-        ("reference", len(unmoved), 3,
+        ("reference", unmoved, 3,
          "KL is exactly 0 in {} steps although the policy has gradients: does the reference share "
          "its weights, or is --lr too small to move it?"),
         ("flat groups", recent("zero_variance_groups"), 0.5,
@@ -696,14 +709,16 @@ def symptoms(history):
         ("cut answers", recent("truncated_fraction"), 0.95,
          "{:.0%} of the answers are cut; try a larger --max-new-tokens, or a model that ends its "
          "answers"),
-        ("entropy", recent("entropy", 0, 5) / max(recent("entropy"), 1e-3), 10,
+        ("entropy", recent("entropy", 0, 5) / entropy_now, 10,
          "entropy is 1/{:.0f} of what it was; try --clip-eps-high 0.28"),
-        ("gradient", recent("grad_norm", -1) / (before or math.nan), 10,
+        ("gradient", recent("grad_norm", -1) / norm_before, 10,
          "the gradient norm is {:.0f} times what it was; if that lasts, try a lower --lr"),
     )
-    # No comparison with NaN is true: a symptom of metrics that are null does not show.
-    return {name: (figure, line.format(figure))
-            for name, figure, limit, line in rules if figure > limit}
+    found = {}
+    for name, figure, limit, line in rules:
+        if figure > limit:  # false for NaN: a symptom of metrics that are null does not show
+            found[name] = figure, line.format(figure)
+    return found
 
 
 # --------------------------------------------------------------------------------------------------
@@ -866,9 +881,14 @@ def flag_of(name):
     return "--" + name.replace("_", "-")
 
 
+def words_of(argv):
+    """The words in argv, or on the command line."""
+    return sys.argv[1:] if argv is None else list(map(str, argv))
+
+
 def given_flags(argv):
     """The flags in argv, or on the command line -> {name: value}, without defaults."""
-    words = sys.argv[1:] if argv is None else list(map(str, argv))
+    words = words_of(argv)
 
     def error(message):
         raise BadInput(f"{message} (--help lists the flags)")
@@ -1725,6 +1745,7 @@ class Run:
         self.reward_model = None  # if training moves it
         self.ref_model = None  # if training moves it
         self.groups = {}  # groups for page.html, by step
+        self.judged_by = "accuracy"  # in evaluations; or "reward"
         self.eval_problems = []
         self.before = []  # greedy answers to them, and their rewards
         self.after = []  # the same, after training
@@ -1758,11 +1779,13 @@ class Run:
                 signal.signal(number, signal.SIG_DFL)
             go_on()
 
-        # Windows has no SIGHUP, and nohup ignores it. Only the main thread may set handlers.
-        numbers = [n for n in signal.Signals if n.name in ("SIGINT", "SIGTERM", "SIGHUP")
-                   and signal.getsignal(n) != signal.SIG_IGN
-                   and threading.current_thread() is threading.main_thread()]
-        before = {n: signal.signal(n, stop) for n in numbers}
+        before = {}
+        names = ["SIGINT", "SIGTERM", "SIGHUP"]
+        if threading.current_thread() is not threading.main_thread():
+            names = []  # only the main thread may set handlers
+        for number in signal.Signals:  # Windows has no SIGHUP, and nohup ignores it
+            if number.name in names and signal.getsignal(number) != signal.SIG_IGN:
+                before[number] = signal.signal(number, stop)
         if hasattr(os, "fork"):
             # A process that a reward forks has the default handlers. Python drops a signal that
             # arrives before it has them, so signals wait: else a pool could hang for ever.
@@ -1819,13 +1842,18 @@ class Run:
 
     def curve(self, name):
         """A metric over the steps: (step, value), without steps that lack it or have null."""
-        return [(m["step"], m[name]) for m in self.history if m.get(name) is not None]
+        points = []
+        for row in self.history:
+            if row.get(name) is not None:
+                points.append((row["step"], row[name]))
+        return points
 
     def log_samples(self, batch, rollout):
         """Write the step's first two groups, as they were scored."""
         G = len(rollout.responses) // len(batch.prompts)
         for j, prompt in enumerate(batch.prompts[:2]):
-            group = sample.take(rollout, list(range(j * G, (j + 1) * G)))
+            rows = range(j * G, (j + 1) * G)
+            group = sample.take(rollout, list(rows))
             self.append("samples.jsonl", {
                 "step": batch.step,
                 "question": batch.problems[j]["question"],
@@ -1855,13 +1883,14 @@ def save_folder(model, tokenizer, run, name):
     """Save a folder that from_pretrained opens."""
     weights = dict(model.named_parameters())
     check_finite(run, weights)
-    whole = {}
-    for part, weight in weights.items() if hasattr(model, "reshard") else ():
-        weight = full(weight)  # all ranks take part in gathering
-        if run.folder:
-            whole[part] = weight.detach().cpu()
+    if hasattr(model, "reshard"):
+        for part, weight in weights.items():
+            weight = full(weight)  # all ranks take part in gathering
+            weights[part] = weight.detach().cpu() if run.folder else None
+    else:
+        weights = None  # save_pretrained takes them from the model
     if run.folder:
-        model.save_pretrained(run.folder / name, state_dict=whole or None)
+        model.save_pretrained(run.folder / name, state_dict=weights)
         tokenizer.save_pretrained(run.folder / name)
 
 
@@ -1894,12 +1923,14 @@ def what_moves(run, model, optimizer):
         names = getattr(adamw, "factors", names)  # of LoRA
         # AdamW's own list, because it moves float32 masters if the weights have fewer bits.
         for name, master in zip(names, adamw.param_groups[0]["params"]):
-            for key, tensor in {"weight": master, **adamw.state[master]}.items():
-                found[f"{key}/{prefix}{name}"] = tensor
+            found[f"weight/{prefix}{name}"] = master
+            for key, moment in adamw.state[master].items():
+                found[f"{key}/{prefix}{name}"] = moment
     if isinstance(optimizer, MasterAdamW):
         found["weight/loss scale"] = optimizer.scale
-    for name, p in run.ref_model.named_parameters() if run.ref_model else ():
-        found[f"weight/reference/{name}"] = p
+    if run.ref_model:
+        for name, p in run.ref_model.named_parameters():
+            found[f"weight/reference/{name}"] = p
     return found
 
 
@@ -1917,7 +1948,7 @@ def save_checkpoint(run, model, optimizer):
         # The counters are a tensor, too: the text may be long, and the file's header has a limit.
         text = bytearray(json.dumps(counters).encode())
         tensors["counters"] = torch.frombuffer(text, dtype=torch.uint8)
-        with run.replacing(CHECKPOINT) as place, open(place, "wb") as file:
+        with run.replacing(CHECKPOINT) as new, open(new, "wb") as file:
             file.writelines(as_safetensors(tensors))
     else:
         for tensor in tensors.values():
@@ -1934,15 +1965,19 @@ def as_safetensors(tensors):
     for name, tensor in tensors.items():
         start = end
         end += tensor.numel() * tensor.itemsize
-        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape),
-                        "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": names[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
     yield len(text).to_bytes(8, "little") + text
     for tensor in tensors.values():
         # A copy also on a CPU: a tensor that numpy has seen can no longer be freed by FSDP.
-        whole = full(tensor).to("cpu", copy=True).contiguous()
-        yield whole.view(-1).view(torch.uint8).numpy()
+        whole = full(tensor).to("cpu", copy=True)
+        whole = whole.contiguous().view(-1)
+        yield whole.view(torch.uint8).numpy()
 
 
 @torch.no_grad()
@@ -1958,7 +1993,8 @@ def load_checkpoint(run, model, optimizer, s):
         return  # it was killed before it began
     with telling(f"--resume: {path} is damaged:", of=Exception):
         file = safe_open(path, framework="pt")
-        counters = json.loads(file.get_tensor("counters").numpy().tobytes())
+        text = file.get_tensor("counters").numpy()
+        counters = json.loads(text.tobytes())
     if not counters.keys() >= set(COUNTERS):
         raise BadInput(f"--resume: {path} was written by another version of train.py")
     for name, digest in run.digests.items():
@@ -1968,14 +2004,15 @@ def load_checkpoint(run, model, optimizer, s):
         elif changed:
             raise BadInput(f"{flag_of(name)} {getattr(s, name)}: is not what the run began with")
     with telling(f"--resume: {path} is damaged, or not of this model:", of=Exception):
-        vars(run).update({name: counters[name] for name in COUNTERS})
+        for name in COUNTERS:
+            setattr(run, name, counters[name])
         if run.reward_model:
             run.reward_model.pairs, run.reward_model.replay = counters["pairs"]
         for name, moving in what_moves(run, model, optimizer).items():
             saved = file.get_tensor(name)
             if is_sharded(moving):
-                saved = dist.tensor.distribute_tensor(saved.to(moving.device), moving.device_mesh,
-                                                      moving.placements)
+                saved = saved.to(moving.device)
+                saved = dist.tensor.distribute_tensor(saved, moving.device_mesh, moving.placements)
             moving.copy_(saved)
     if isinstance(optimizer, MasterAdamW):
         optimizer.round()  # the weights are still those of the start
@@ -1996,7 +2033,8 @@ def digests_of(parts, s):
         begins_with["reward_model"] = some_numbers(judge.model)
     digests = {}
     for name, value in begins_with.items():
-        digests[name] = hashlib.sha256(json.dumps(value).encode()).hexdigest()
+        text = json.dumps(value)
+        digests[name] = hashlib.sha256(text.encode()).hexdigest()
     return digests
 
 
@@ -2004,14 +2042,17 @@ def some_numbers(model):
     """Four numbers of every tensor, which tell one model from another."""
     numbers = []
     for weight in model.parameters():
-        numbers += full(weight.detach()).flatten()[::weight.numel() // 4 + 1].tolist()
+        stride = weight.numel() // 4 + 1
+        numbers += full(weight.detach()).flatten()[::stride].tolist()
     return numbers
 
 
 def text_of(spec):
     """file.py:function -> the function's name and the file's text; `rule` -> its name."""
     file, _, name = spec.rpartition(":")
-    return [name, Path(file).read_text(encoding="utf-8", errors="replace") if file else ""]
+    if not file:
+        return name
+    return [name, Path(file).read_text(encoding="utf-8", errors="replace")]
 
 
 def forget_later_steps(run):
@@ -2021,9 +2062,15 @@ def forget_later_steps(run):
         path = run.folder / name
         path.touch()  # a run that was killed early may have none
         # After the last end of a line there is nothing, or a line that a kill has cut off.
-        lines = path.read_bytes().split(b"\n")[:-1]
-        records = [record for record in map(json.loads, lines) if record["step"] <= last]
-        os.truncate(path, sum(len(line) + 1 for line in lines[:len(records)]))
+        *lines, _ = path.read_bytes().split(b"\n")
+        records = []
+        size = 0
+        for line in lines:
+            record = json.loads(line)
+            if record["step"] <= last:
+                records.append(record)
+                size += len(line) + 1
+        os.truncate(path, size)
     for record in records:  # of metrics.jsonl
         if "loss" in record:
             run.history.append(record)
@@ -2037,8 +2084,7 @@ def forget_later_steps(run):
 def main(argv=None):
     """-> exit status: 0 done; 2 bad input, one line on standard error; 128 + signal if stopped."""
     run = Run()
-    words = sys.argv[1:] if argv is None else argv
-    run.command = shlex.join(["train.py", *map(str, words)])
+    run.command = shlex.join(["train.py", *words_of(argv)])
     try:
         settings = parse(argv)
         if settings.dry_run is not None:
@@ -2047,10 +2093,13 @@ def main(argv=None):
         join_ranks(settings)
         settings = on_rank_0(plan_memory, settings)  # ranks must not differ in it
         parts = load(settings)
-        if settings.eval_only or settings.trace:
-            (print_figures if settings.eval_only else print_trace)(parts, settings)
-            return 0
-        return train(parts, run, settings)
+        if settings.eval_only:
+            print_figures(parts, settings)
+        elif settings.trace:
+            print_trace(parts, settings)
+        else:
+            return train(parts, run, settings)
+        return 0
     except BadInput as error:
         fault = error
     except Exception as error:
@@ -2090,7 +2139,7 @@ def train(parts, run, s):
         save_adapter(run, parts.optimizer, s)
     if parts.reward_model:
         save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
-    print_story(run, "reward" if parts.reward_of else "accuracy")
+    print_story(run)
     return 0
 
 
@@ -2101,6 +2150,8 @@ def begin(run, parts, s):
     run.reward_model = parts.reward_model
     run.ref_model = parts.ref_model if s.renew_reference else None
     run.eval_problems = parts.eval_problems
+    if parts.reward_of:
+        run.judged_by = "reward"
     if run.reward_model:
         with_moments(run.reward_model.optimizer)
     if parts.reward_of and not hasattr(parts.reward_of, "judge"):
@@ -2110,10 +2161,14 @@ def begin(run, parts, s):
         load_checkpoint(run, model, parts.optimizer, s)
         if s.steps < run.step:
             raise BadInput(f"--steps {s.steps}: the run in {run.name} is at step {run.step}")
-    kept = {name: getattr(s, name) for name in FIELDS if FIELDS[name].metadata["kept"]}
+    kept = {}
+    for name, field in FIELDS.items():
+        if field.metadata["kept"]:
+            kept[name] = getattr(s, name)
     text = json.dumps(kept, indent=2) + "\n"
     # Files in the program's folder are named from there, because it may move: see path().
-    text = text.replace(json.dumps(f"{HERE}{os.sep}")[:-1], '"./')
+    here = json.dumps(f"{HERE}{os.sep}")
+    text = text.replace(here[:-1], '"./')
     if run.folder:
         with run.replacing("config.json") as place:
             place.write_text(text, encoding="utf-8")
@@ -2121,7 +2176,8 @@ def begin(run, parts, s):
     if not run.held_out:
         save_checkpoint(run, model, parts.optimizer)  # from now on a run without one has lost it
     millions = model.num_parameters() / 1e6
-    say(f"policy    {millions:.2f}M parameters in {world()} process{'es' * (world() > 1)}; "
+    processes = "1 process" if world() == 1 else f"{world()} processes"
+    say(f"policy    {millions:.2f}M parameters in {processes}; "
         f"settings of {s.config or 'the command line'}\n"
         f"data      {len(parts.problems)} problems, {len(parts.eval_problems)} held out\n"
         f"run       {run.name}, from step {run.step} to {s.steps}; each step samples "
@@ -2146,10 +2202,10 @@ def example_of(run):
             f"after     {run.after[i][0]}\ntruth     {truth or 'not known'}")
 
 
-def print_story(run, judged_by):
+def print_story(run):
     """Print what a held-out problem was answered before and after; the curves; what to do next."""
     say(f"\n{example_of(run)}\n")
-    say(f"{f'held-out {judged_by}':22}" + small_curve(run.held_out))
+    say(f"held-out {run.judged_by:13}" + small_curve(run.held_out))
     names = ["reward_mean", "approx_kl", "response_length_mean"]
     if any(m["format_rate"] for m in run.history):
         names.insert(0, "accuracy")
@@ -2159,7 +2215,8 @@ def print_story(run, judged_by):
         say(f"{run.skipped:.0f} updates were skipped, see skipped_updates in metrics.jsonl")
     talk = command("sample.py", "--model", run.name)
     flags = "--config", f"{run.name}/config.json", "--model", f"{run.name}/final"
-    say(f"\nsee what it learned  {run.name}/page.html" * os.path.exists(f"{run.name}/page.html"))
+    if os.path.exists(f"{run.name}/page.html"):
+        say(f"\nsee what it learned  {run.name}/page.html")
     say(f"talk to the result   {talk} \"YOUR QUESTION\"\n"
         f"go on from it        {command('train.py', *flags)}")
 
@@ -2180,8 +2237,10 @@ def small_curve(points, width=50):
     means = pooled([value for _, value in points], width)
     low = min(means)
     span = max(means) - low or 1
-    heights = [int(7 * (mean - low) / span) for mean in means]
-    blocks = "".join("▁▂▃▄▅▆▇█"[height] for height in heights)
+    blocks = ""
+    for mean in means:
+        height = int(7 * (mean - low) / span)
+        blocks += "▁▂▃▄▅▆▇█"[height]
     return f"{means[0]:8.3f} {blocks} {means[-1]:.3f}"
 
 
@@ -2189,7 +2248,8 @@ def pooled(values, width):
     """The means of at most `width` stretches of nearly equal length."""
     values = torch.tensor([values], dtype=torch.float64)
     width = min(width, values.shape[1])
-    return torch.nn.functional.adaptive_avg_pool1d(values, width)[0].tolist()
+    means, = torch.nn.functional.adaptive_avg_pool1d(values, width)
+    return means.tolist()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2224,17 +2284,21 @@ s i { display: block; height: .5rem; margin-top: .5rem }
 def keep_group(run, batch, rollout, s):
     """Keep the step's first group that teaches; of earlier steps only 1, 2, 4, 8, ... stay."""
     G = s.group_size
-    b = int(is_flat(rollout.rewards, G).int().argmin())
+    flat = is_flat(rollout.rewards, G)                                                 # (B,)
+    b = int(flat.int().argmin())
+    rows = list(range(b * G, (b + 1) * G))
     n = min(G, MOST_TOKENS // rollout.labels.shape[1] + 1)
-    part = sample.take(rollout, list(range(b * G, b * G + n)))
+    part = sample.take(rollout, rows[:n])
     group = {}
     for name in OF_GROUP:
         group[name] = getattr(part, name).tolist()  # JSON, for the checkpoint
-    r = rollout.rewards[b * G:(b + 1) * G]
+    r = rollout.rewards[rows]                                                          # (G,)
     group["r"] = f"{n} of {G} answers, mean r {r.mean():.3g}, std r {r.std(correction=0):.3g}"
-    group["x"] = batch.problems[b]["question"][-2000:]  # long texts are cut
+    problem = batch.problems[b]
+    group["x"] = problem["question"][-2000:]  # long texts are cut
     group["prompt"] = batch.prompts[b][-4000:]
-    group["truth"] = truths_of(batch.problems)[b] or "not known"
+    truth, = truths_of([problem])
+    group["truth"] = truth or "not known"
     for step in list(run.groups):
         if int(step).bit_count() > 1:
             del run.groups[step]
@@ -2244,11 +2308,15 @@ def keep_group(run, batch, rollout, s):
 def write_page(run, model, tokenizer, s):
     """page.html: the curves so far, and the kept groups, scored again by the current policy."""
     sections = ""
-    for step, group in gathered_objects(run.groups)[0].items():  # rank 0's, but all ranks score
-        fields = {name: torch.tensor(group[name], device=model.device) for name in OF_GROUP}
+    groups = gathered_objects(run.groups)[0]  # rank 0's, but all ranks score
+    for step, group in groups.items():
+        fields = {}
+        for name in OF_GROUP:
+            fields[name] = torch.tensor(group[name], device=model.device)
         part = sample.Rollout(**fields, logprobs=fields["old_logprobs"], responses=None)
         logprobs, _ = all_token_logprobs(model, part, s)                                  # (G, S-1)
-        sections += section_of(step, group, part, logprobs - part.old_logprobs, tokenizer)
+        moved = logprobs - part.old_logprobs
+        sections += section_of(step, group, part, moved, tokenizer)
     if run.folder:
         with run.replacing("page.html") as place:
             place.write_text(page_of(run, sections, s), encoding="utf-8")
@@ -2256,15 +2324,22 @@ def write_page(run, model, tokenizer, s):
 
 def page_of(run, sections, s):
     """The HTML of the page; it reloads itself while the run goes on."""
-    judged_by = "reward" if any("eval_reward" in m for m in run.history) else "accuracy"
-    curves = {f"held-out {judged_by}": run.held_out}
-    curves |= {name: run.curve(name) for name in run.history[-1]
-               if name.startswith("reward/") or name in CURVES}
-    warned = [(m["step"], shown(m["warning"])) for m in run.history if "warning" in m]
-    figures = "".join(figure_of_curve(shown(name), points, run.step, warned)
-                      for name, points in curves.items() if points)
+    warned = []
+    warnings = ""
+    for row in run.history:
+        if "warning" in row:
+            line = shown(row["warning"])
+            warned.append((row["step"], line))
+            warnings += f"<li>step {row['step']}: {line}</li>"
+    figures = figure_of_curve(f"held-out {run.judged_by}", run.held_out, run.step, warned)
+    for name in run.history[-1]:
+        points = run.curve(name)
+        if points and (name in CURVES or name.startswith("reward/")):
+            figures += figure_of_curve(shown(name), points, run.step, warned)
     name = shown(run.folder.name)
-    again = '<meta http-equiv="refresh" content="20">' * (run.step < s.steps and not run.signal)
+    again = ""
+    if run.step < s.steps and not run.signal:
+        again = '<meta http-equiv="refresh" content="20">'
     return f"""<!doctype html><html lang="en"><head><meta charset="utf-8">{again}
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1"><title>{name}</title>
@@ -2272,7 +2347,7 @@ def page_of(run, sections, s):
 <p>GRPO of {shown(Path(s.model).name)}: {run.step} steps of B = {s.prompts_per_step} questions and
 G = {s.group_size} answers to each, lr {s.lr:g}. Held-out answers are greedy, all others sampled.
 Orange lines are warnings.</p>
-<div>{figures}</div><ul>{"".join(f"<li>step {step}: {line}</li>" for step, line in warned)}</ul>
+<div>{figures}</div><ul>{warnings}</ul>
 <h1>What it learned</h1><section><pre>{shown(example_of(run))}</pre></section><p>x is a question,
 y<sub>i</sub> an answer of its group, r<sub>i</sub> its reward and A<sub>i</sub> its advantage.
 Tinted tokens are now <i style="--d:2">more likely</i> or <i style="--d:-2">less likely</i> than
@@ -2304,30 +2379,39 @@ def section_of(step, group, part, moved, tokenizer):
     text = (f"<section><h2>step {step} <small>{group['r']}</small></h2><details><summary><b>x</b> "
             f"{shown(group['x'])}</summary><pre>{shown(group['prompt'])}</pre></details>"
             f"true answer: {shown(group['truth'])}")
-    for n, own in enumerate(part.mask):
-        first, last = own.nonzero()[[0, -1], 0]
-        here = slice(first, last + 1)  # with the replies of a conversation, which are not its own
-        words = sample.words_of(tokenizer, part.input_ids[n, 1:][here].tolist())
-        y = ""
+    for n, is_answer in enumerate(part.mask):                                          # (S-1,)
+        places = is_answer.nonzero()[:, 0]
+        # With the replies of a conversation, which the policy did not write.
+        here = slice(places[0], places[-1] + 1)
+        ids = part.input_ids[n, 1:][here].tolist()
+        words = sample.words_of(tokenizer, ids)
         distances = moved[n, here].tolist()
-        for word, d, mine in zip(words, distances, own[here].tolist()):
+        y = ""
+        for word, d, wrote_it in zip(words, distances, is_answer[here].tolist()):
             word = shown(word).replace("\n", "↵\n")
-            if mine and abs(d) > 0.02:
+            if not wrote_it:
+                word = f"<q>{word}</q>"
+            elif abs(d) > 0.02:
                 word = f'<i style="--d:{d:.2f}" title="{d:+.4f}">{word}</i>'
-            y += word if mine else f"<q>{word}</q>"
-        A = float(part.advantages[n].expand(len(own))[own].mean())  # tokens may have their own
-        cut = "" if part.finished[n] else " <small>cut at the limit</small>"
+            y += word
+        if not part.finished[n]:
+            y += " <small>cut at the limit</small>"
+        A = part.advantages[n].expand_as(is_answer)  # each token may have its own
+        A = float(A[is_answer].mean())
         width = 50 * min(abs(A) / 3, 1)
-        bar = f"--d:{9 * A};width:{width}%;margin-left:{50 - width * (A < 0)}%"
+        left = 50 - width if A < 0 else 50
+        bar = f"--d:{9 * A};width:{width}%;margin-left:{left}%"
         text += (f'<div class="y"><b>y<sub>{n + 1}</sub></b><span>r {part.rewards[n]:.4g}</span>'
                  f'<span>A {A:+.2f}</span><s><i style="{bar}"></i></s>'
-                 f'<p dir="auto">{y}{cut}</p></div>')
+                 f'<p dir="auto">{y}</p></div>')
     return text + "</section>"
 
 
 def shown(text):
     """Escaped for HTML, with invisible characters as their code points."""
-    return html.escape(UNSEEN.sub(lambda found: f"‹{ord(found[0]):04X}›", text))
+    def code_point(found):
+        return f"‹{ord(found[0]):04X}›"
+    return html.escape(UNSEEN.sub(code_point, text))
 
 
 def print_figures(parts, s):

@@ -115,7 +115,7 @@ def section(word="w", advantages=(1.5, -1.5, 0.0, 6.0)):
 
 def test_a_bar_points_the_way_of_its_advantage():
     text, rollout = section()
-    right, left = text.index("width:25.0%;margin-left:50.0%"), text.index("margin-left:25.0%")
+    right, left = text.index("width:25.0%;margin-left:50%"), text.index("margin-left:25.0%")
     assert text.index("A +1.50") < right < text.index("A -1.50") < left
     assert "width:50" in text and len(Tags(text).titles) == rollout.mask.sum()
     # Where tokens have advantages of their own, a row has their mean.

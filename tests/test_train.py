@@ -395,7 +395,7 @@ def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
     run.before = [("\\boxed{1}", 1.5), ("\\boxed{9}", 0.5), ("\\boxed{9}", 0.5)]
     run.after = [("\\boxed{1}", 1.5), ("\\boxed{8}", 0.5), ("\\boxed{3}", 1.5)]
     run.eval_problems = problems
-    train.print_story(run, "accuracy")
+    train.print_story(run)
     out = capsys.readouterr().out
     assert "skipped" not in out
     assert "question  question 3\nbefore    \\boxed{9}\nafter     \\boxed{3}\ntruth     3" in out
@@ -403,7 +403,7 @@ def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
     nan, run.skipped = math.nan, 2.0
     run.before = [("\\boxed{1}", 0.9), ["\\boxed{9}", 0.1], ("\\boxed{9}", nan)]
     run.after = [("\\boxed{7}", 0.2), ["\\boxed{8}", 0.7], ("\\boxed{3}", nan)]
-    train.print_story(run, "reward")
+    train.print_story(run)
     out = capsys.readouterr().out
     assert "question  question 2\n" in out and "skipped_updates" in out
 
