@@ -543,10 +543,18 @@ def batch_of_step(tokenizer, problems, step, s, attempt=0, n=None):
         others = [problem for problem in shuffled(problems, *names) if problem not in order]
         order = others + order  # the step's own problems come last
     mine = share_of_rank(B)[:n]  # whole groups: one split over GPUs would have two means
-    chosen = [order[j] for j in mine]
+    batch = make_batch(tokenizer, order, mine, names, s)
+    batch.step = step
+    batch.pool = problems
+    return batch
+
+
+def make_batch(tokenizer, problems, places, names, s):
+    """The problems at these places -> Batch; their random numbers follow from names and place."""
+    chosen = [problems[j] for j in places]
     prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in chosen]
-    generators = [seeded(*names, j) for j in mine]
-    return Batch(chosen, prompts, generators, step, problems)
+    generators = [seeded(*names, j) for j in places]
+    return Batch(chosen, prompts, generators)
 
 
 def shuffled(problems, *names):
@@ -609,27 +617,23 @@ def set_learning_rate(optimizer, step, s):
     return s.lr * rate
 
 
-def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=None,
+def evaluate(model, tokenizer, problems, settings, sampler=sample_groups, reward_of=None,
              group_size=1, temperature=0.0, seed=0):
     """Greedy answers (or group_size sampled ones) -> metrics, pairs (answer, its reward)."""
-    at_a_time = s.prompts_per_step * s.group_size // group_size  # as many rows as a step has
+    s = dataclasses.replace(settings, group_size=group_size, temperature=temperature, around_best=0)
+    policy = with_whole_weights(model)
     mine = share_of_rank(len(problems))
+    at_a_time = settings.prompts_per_step * settings.group_size // group_size  # a step's rows
     starts = range(0, len(mine), at_a_time)
-    model = with_whole_weights(model)
 
     @agreed
     def scored_answers():
         rows = []
         for start in tqdm(starts, "evaluation", leave=False, disable=rank() > 0):
-            chosen = mine[start:start + at_a_time]
-            part = [problems[j] for j in chosen]
-            prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in part]
-            generators = [seeded(seed, "evaluation", j) for j in chosen]
-            rollout = sampler(model, tokenizer, prompts, group_size, s.max_new_tokens, temperature,
-                              generators)
-            rule = score_responses(rollout.responses, truths_of(part), group_size)
-            own = rewards_by(reward_of, part, prompts, rollout) if reward_of else rule
-            rows += zip(rollout.responses, rule.tolist(), own.tolist())
+            places = mine[start:start + at_a_time]
+            batch = make_batch(tokenizer, problems, places, (seed, "evaluation"), s)
+            rollout = answers_and_rewards(policy, tokenizer, s, sampler, reward_of, Clock(), batch)
+            rows += zip(rollout.responses, rollout.rule_rewards.tolist(), rollout.rewards.tolist())
         return rows
 
     found = gathered_objects(scored_answers())
@@ -674,9 +678,7 @@ def symptoms(history):
     # Trouble: the mean reward of ten steps lies half a standard deviation of the answers' rewards
     # below its best, or 30 steps have not raised it, and not because nearly all answers are right.
     n = len(history)
-    rewards = []  # after each step
-    for step in range(1, n + 1):
-        rewards.append(recent("reward_mean", max(0, step - 10), step))
+    rewards = [recent("reward_mean", max(0, i - 9), i + 1) for i in range(n)]
     best = max(rewards)
     now = rewards[-1]
     spread = max(row["reward_std"] for row in history)
@@ -714,11 +716,9 @@ def symptoms(history):
         ("gradient", recent("grad_norm", -1) / norm_before, 10,
          "the gradient norm is {:.0f} times what it was; if that lasts, try a lower --lr"),
     )
-    found = {}
-    for name, figure, limit, line in rules:
-        if figure > limit:  # false for NaN: a symptom of metrics that are null does not show
-            found[name] = figure, line.format(figure)
-    return found
+    # No comparison with NaN is true: a symptom of metrics that are null does not show.
+    return {name: (figure, line.format(figure))
+            for name, figure, limit, line in rules if figure > limit}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2021,21 +2021,25 @@ def load_checkpoint(run, model, optimizer, s):
 
 def digests_of(parts, s):
     """{flag: a digest of what it names}: problems, first weights, texts of rewards and replies."""
-    specs = [*(s.reward or []), s.step_reward, s.reply]
-    begins_with = {
-        "data": parts.problems,
-        "eval_data": parts.eval_problems,
-        "model": some_numbers(parts.policy_model),
-        "texts": [text_of(spec) for spec in specs if spec],
+    texts = []
+    for spec in [*(s.reward or []), s.step_reward, s.reply]:
+        file, _, name = str(spec).rpartition(":")
+        texts += [name, Path(file).read_text(errors="replace") if file else ""]
+    digests = {
+        "data": digest_of(parts.problems),
+        "eval_data": digest_of(parts.eval_problems),
+        "model": digest_of(some_numbers(parts.policy_model)),
+        "texts": digest_of(texts),
     }
     judge = getattr(parts.reward_of, "judge", None)
     if judge:
-        begins_with["reward_model"] = some_numbers(judge.model)
-    digests = {}
-    for name, value in begins_with.items():
-        text = json.dumps(value)
-        digests[name] = hashlib.sha256(text.encode()).hexdigest()
+        digests["reward_model"] = digest_of(some_numbers(judge.model))
     return digests
+
+
+def digest_of(value):
+    text = json.dumps(value)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def some_numbers(model):
@@ -2045,14 +2049,6 @@ def some_numbers(model):
         stride = weight.numel() // 4 + 1
         numbers += full(weight.detach()).flatten()[::stride].tolist()
     return numbers
-
-
-def text_of(spec):
-    """file.py:function -> the function's name and the file's text; `rule` -> its name."""
-    file, _, name = spec.rpartition(":")
-    if not file:
-        return name
-    return [name, Path(file).read_text(encoding="utf-8", errors="replace")]
 
 
 def forget_later_steps(run):
