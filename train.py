@@ -212,7 +212,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
                 raise
             metrics = {"step": step, "lr": lr, **metrics}
             # Every --renew-reference steps: a new reference, a reward model that is trained further
-            metrics |= renew(ref_model, policy_model, reward_model, rollout, step, s)
+            metrics |= update_reference(ref_model, policy_model, reward_model, rollout, step, s)
             is_last = step == s.steps
             if is_last or step % s.eval_every == 0:
                 metrics |= run.measure(step, evaluation)
@@ -223,7 +223,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             if s.page and "eval_accuracy" in metrics:
                 write_page(run, policy_model, tokenizer, s)
             adapt_kl_coef(run, metrics, s)
-            show(bar, metrics, run)
+            update_bar(bar, metrics, run)
             if is_last or step % s.save_every == 0:
                 save_checkpoint(run, policy_model, optimizer)
 
@@ -570,14 +570,14 @@ def seeded(*names, device="cpu"):
     return torch.Generator(device).manual_seed(number)
 
 
-def renew(ref_model, policy_model, reward_model, rollout, step, s):
+def update_reference(ref_model, policy_model, reward_model, rollout, step, s):
     """Iterative GRPO: now and then a new reference, and a better reward model -> metrics."""
     if reward_model:  # keep pairs of this step's answers: the same on every rank
         rows = sum(gathered_objects(rollout.judged), [])
         reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
     if not s.renew_reference or step % s.renew_reference:
         return {}
-    follow(ref_model, policy_model)
+    copy_policy_to_reference(ref_model, policy_model)
     metrics = {"reference_renewed": 1.0}
     if reward_model:  # every rank takes the same steps on the same pairs
         metrics |= reward.train_reward_model(reward_model, seeded(s.seed, "reward model", step))
@@ -585,7 +585,7 @@ def renew(ref_model, policy_model, reward_model, rollout, step, s):
 
 
 @torch.no_grad()
-def follow(ref_model, policy_model):
+def copy_policy_to_reference(ref_model, policy_model):
     """Copy the current policy into the reference."""
     for model in (ref_model, policy_model):
         if hasattr(model, "reshard"):
@@ -637,16 +637,16 @@ def evaluate(model, tokenizer, problems, settings, sampler=sample_groups, reward
         return rows
 
     found = gathered_objects(scored_answers())
-    responses, rule, own = zip(*sum(found, []))
-    rule = torch.tensor(rule)  # NaN where no true answer is known
-    right = is_right(rule[~rule.isnan()])
-    metrics = {"eval_accuracy": float(right.float().mean())}
+    responses, rule_rewards, rewards = zip(*sum(found, []))
+    known = torch.tensor(rule_rewards)
+    known = known[~known.isnan()]  # NaN where no true answer is known
+    metrics = {"eval_accuracy": float(is_right(known).float().mean())}
     if reward_of:
-        metrics["eval_reward"] = sum(own) / len(own)
-    return metrics, list(zip(responses, own))
+        metrics["eval_reward"] = sum(rewards) / len(rewards)
+    return metrics, list(zip(responses, rewards))
 
 
-def show(bar, metrics, run):
+def update_bar(bar, metrics, run):
     """Update the bar, skipped updates first; after an evaluation print one answer."""
     words = f"{run.skipped:.0f} SKIPPED, " if run.skipped else ""
     words += "sampled: reward {reward_mean:.2f}, "
@@ -684,7 +684,7 @@ def symptoms(history):
     spread = max(row["reward_std"] for row in history)
     fallen = (best - now) / (spread or 1)
     is_stuck = n >= 30 and now <= rewards[4] and not recent("accuracy") > 0.9
-    if not fallen > 0.5 and not is_stuck:
+    if not (fallen > 0.5 or is_stuck):
         return {}
 
     norm_before = recent("grad_norm", -40, -20) or math.nan
@@ -697,7 +697,7 @@ def symptoms(history):
     rules = (  # a name, a figure, its limit (README, "Reading a run"), the line to print
         ("fallen reward", fallen, 0.5,
          f"the reward has fallen from {best:.3g} to {now:.3g}; first try a lower --lr"),
-        ("stuck reward", n if is_stuck and fallen <= 0.5 else 0, 0,
+        ("stuck reward", 0 if fallen > 0.5 else n, 0,
          "the reward has not risen in {} steps; try another --lr, a larger --group-size, or "
          "problems of which some answers are right"),
         ("KL", recent("approx_kl"), 0.05,
@@ -1745,9 +1745,9 @@ class Run:
         self.reward_model = None  # if training moves it
         self.ref_model = None  # if training moves it
         self.groups = {}  # groups for page.html, by step
-        self.judged_by = "accuracy"  # in evaluations; or "reward"
         self.eval_problems = []
-        self.before = []  # greedy answers to them, and their rewards
+        self.judged_by = "accuracy"  # the score of held_out; or "reward"
+        self.before = []  # a greedy answer to each of eval_problems, and its reward
         self.after = []  # the same, after training
 
     def claim_folder(self, s):
@@ -2016,6 +2016,8 @@ def load_checkpoint(run, model, optimizer, s):
             moving.copy_(saved)
     if isinstance(optimizer, MasterAdamW):
         optimizer.round()  # the weights are still those of the start
+    if s.steps < run.step:
+        raise BadInput(f"--steps {s.steps}: the run in {run.name} is at step {run.step}")
     on_rank_0(forget_later_steps, run)
 
 
@@ -2140,7 +2142,7 @@ def train(parts, run, s):
 
 
 def begin(run, parts, s):
-    """Restore the checkpoint, write the run's settings, print what starts."""
+    """Restore the checkpoint or write the first one, write the settings, print what starts."""
     model = parts.policy_model
     # The checkpoint holds only what moves; the first reference is the initial policy.
     run.reward_model = parts.reward_model
@@ -2155,8 +2157,6 @@ def begin(run, parts, s):
     run.digests = digests_of(parts, s)
     if s.resume:
         load_checkpoint(run, model, parts.optimizer, s)
-        if s.steps < run.step:
-            raise BadInput(f"--steps {s.steps}: the run in {run.name} is at step {run.step}")
     kept = {}
     for name, field in FIELDS.items():
         if field.metadata["kept"]:
@@ -2169,8 +2169,8 @@ def begin(run, parts, s):
         with run.replacing("config.json") as place:
             place.write_text(text, encoding="utf-8")
     run.resume_command = command("train.py", "--resume", run.name)
-    if not run.held_out:
-        save_checkpoint(run, model, parts.optimizer)  # from now on a run without one has lost it
+    if not run.held_out:  # a new run. From now on one without a checkpoint has lost it.
+        save_checkpoint(run, model, parts.optimizer)
     millions = model.num_parameters() / 1e6
     processes = "1 process" if world() == 1 else f"{world()} processes"
     say(f"policy    {millions:.2f}M parameters in {processes}; "
@@ -2324,27 +2324,27 @@ def page_of(run, sections, s):
     warnings = ""
     for row in run.history:
         if "warning" in row:
-            line = shown(row["warning"])
+            line = escape(row["warning"])
             warned.append((row["step"], line))
             warnings += f"<li>step {row['step']}: {line}</li>"
     figures = figure_of_curve(f"held-out {run.judged_by}", run.held_out, run.step, warned)
     for name in run.history[-1]:
         points = run.curve(name)
         if points and (name in CURVES or name.startswith("reward/")):
-            figures += figure_of_curve(shown(name), points, run.step, warned)
-    name = shown(run.folder.name)
+            figures += figure_of_curve(escape(name), points, run.step, warned)
+    name = escape(run.folder.name)
     again = ""
     if run.step < s.steps and not run.signal:
         again = '<meta http-equiv="refresh" content="20">'
     return f"""<!doctype html><html lang="en"><head><meta charset="utf-8">{again}
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1"><title>{name}</title>
-<style>{STYLE}</style></head><body><h1>{name}</h1><code>{shown(run.command)}</code>
-<p>GRPO of {shown(Path(s.model).name)}: {run.step} steps of B = {s.prompts_per_step} questions and
+<style>{STYLE}</style></head><body><h1>{name}</h1><code>{escape(run.command)}</code>
+<p>GRPO of {escape(Path(s.model).name)}: {run.step} steps of B = {s.prompts_per_step} questions and
 G = {s.group_size} answers to each, lr {s.lr:g}. Held-out answers are greedy, all others sampled.
 Orange lines are warnings.</p>
 <div>{figures}</div><ul>{warnings}</ul>
-<h1>What it learned</h1><section><pre>{shown(example_of(run))}</pre></section><p>x is a question,
+<h1>What it learned</h1><section><pre>{escape(example_of(run))}</pre></section><p>x is a question,
 y<sub>i</sub> an answer of its group, r<sub>i</sub> its reward and A<sub>i</sub> its advantage.
 Tinted tokens are now <i style="--d:2">more likely</i> or <i style="--d:-2">less likely</i> than
 when the policy drew them: log π − log π<sub>old</sub>, the log of [E]'s ratio. Hover for the
@@ -2373,8 +2373,8 @@ def figure_of_curve(name, points, last, warned):
 def section_of(step, group, part, moved, tokenizer):
     """A group: its question x; of its answers reward r, advantage A and tinted tokens y."""
     text = (f"<section><h2>step {step} <small>{group['r']}</small></h2><details><summary><b>x</b> "
-            f"{shown(group['x'])}</summary><pre>{shown(group['prompt'])}</pre></details>"
-            f"true answer: {shown(group['truth'])}")
+            f"{escape(group['x'])}</summary><pre>{escape(group['prompt'])}</pre></details>"
+            f"true answer: {escape(group['truth'])}")
     for n, is_answer in enumerate(part.mask):                                          # (S-1,)
         places = is_answer.nonzero()[:, 0]
         # With the replies of a conversation, which the policy did not write.
@@ -2384,7 +2384,7 @@ def section_of(step, group, part, moved, tokenizer):
         distances = moved[n, here].tolist()
         y = ""
         for word, d, wrote_it in zip(words, distances, is_answer[here].tolist()):
-            word = shown(word).replace("\n", "↵\n")
+            word = escape(word).replace("\n", "↵\n")
             if not wrote_it:
                 word = f"<q>{word}</q>"
             elif abs(d) > 0.02:
@@ -2403,7 +2403,7 @@ def section_of(step, group, part, moved, tokenizer):
     return text + "</section>"
 
 
-def shown(text):
+def escape(text):
     """Escaped for HTML, with invisible characters as their code points."""
     def code_point(found):
         return f"‹{ord(found[0]):04X}›"

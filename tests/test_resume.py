@@ -478,6 +478,23 @@ def test_out_of_memory_halves_the_micro_batch_until_it_fits(
 
 
 @pytest.mark.parametrize("error", [*NO_MEMORY, RuntimeError("no kernel")])
+def test_what_a_failed_attempt_held_is_freed_before_the_next(error):
+    """The error that may be raised later would keep the activations."""
+    held = []
+
+    def function():
+        alive = [ref() is not None for ref in held]
+        activations = torch.zeros(10)
+        held.append(weakref.ref(activations))
+        if not alive:
+            raise error
+        return alive
+
+    s = train.parse(["--micro-batch-tokens=1024"])
+    assert train.within_memory(function, s) == [False]
+
+
+@pytest.mark.parametrize("error", [*NO_MEMORY, RuntimeError("no kernel")])
 def test_no_rank_goes_on_alone(monkeypatch, error):
     """What one rank repeated, the others would not: they would wait for it for ever."""
     s = train.parse(["--micro-batch-tokens=1024"])

@@ -315,12 +315,12 @@ def test_the_bar_shows_trouble_first_and_an_answer_after_an_evaluation(capsys):
     run = train.Run()
     run.held_out = [(0, 0.125), (2, 0.75)]
     for format_rate in (0.25, 0.0):                       # without a box the rule says nothing
-        train.show(bar, {**metrics, "format_rate": format_rate}, run)
+        train.update_bar(bar, {**metrics, "format_rate": format_rate}, run)
         numbers = re.findall(r"[\d.]+", written.pop())
         assert numbers == ["1.25", *["0.50"] * (format_rate > 0), "12", "0.012", "0.75"]
     run.skipped = 3.0
     run.after = [("a long answer\n" * 100 + "\\boxed{ 5 }", 1.5)]
-    train.show(bar, {**metrics, "format_rate": 0.0, "eval_accuracy": 0.5}, run)
+    train.update_bar(bar, {**metrics, "format_rate": 0.0, "eval_accuracy": 0.5}, run)
     assert written[0].startswith("3 ")
     out = capsys.readouterr().out
     assert "step 4" in out and out.endswith("a long answer \\boxed{ 5 }\n") and len(out) < 140

@@ -762,7 +762,7 @@ def test_a_warning_is_told_once_and_the_rule_by_its_name_is_the_rule(tmp_path, c
     assert step <= 15 and re.findall(r"--[a-z-]+", warning)[0] == "--lr"
     assert f"step {step}: {warning}" in capsys.readouterr().err
     page = (tmp_path / "plain" / "page.html").read_text()
-    assert f"<li>step {step}: {train.shown(warning)}<" in page
+    assert f"<li>step {step}: {train.escape(warning)}<" in page
     trains(*flags, "--reward=rule", f"--output={tmp_path / 'run'}")
     added = ("reward/rule", "eval_reward")
     named = [{name: value for name, value in metrics.items() if name not in added}
