@@ -284,7 +284,7 @@ def test_every_step_asks_its_own_problems_with_its_own_random_numbers():
 
     run = loop("--system-prompt=", problems=tiny_problems()[:4], sampler=spy,
                reward_of=lambda *given: torch.arange(float(len(given[2].responses))))
-    for (prompts, generators), (_, batch, rollout) in zip(drawn, run.samples, strict=True):
+    for (prompts, generators), (batch, rollout) in zip(drawn, run.samples, strict=True):
         assert prompts == batch.prompts and generators == batch.generators
         assert rollout.rewards.tolist() == [0, 1, 2, 3]
         assert rollout.advantages.tolist() == pytest.approx([-1, 1, -1, 1])
@@ -315,12 +315,12 @@ def test_the_bar_shows_trouble_first_and_an_answer_after_an_evaluation(capsys):
     run = train.Run()
     run.held_out = [(0, 0.125), (2, 0.75)]
     for format_rate in (0.25, 0.0):                       # without a box the rule says nothing
-        train.show(bar, {**metrics, "format_rate": format_rate}, run)
+        train.update_bar(bar, {**metrics, "format_rate": format_rate}, run)
         numbers = re.findall(r"[\d.]+", written.pop())
         assert numbers == ["1.25", *["0.50"] * (format_rate > 0), "12", "0.012", "0.75"]
     run.skipped = 3.0
     run.after = [("a long answer\n" * 100 + "\\boxed{ 5 }", 1.5)]
-    train.show(bar, {**metrics, "format_rate": 0.0, "eval_accuracy": 0.5}, run)
+    train.update_bar(bar, {**metrics, "format_rate": 0.0, "eval_accuracy": 0.5}, run)
     assert written[0].startswith("3 ")
     out = capsys.readouterr().out
     assert "step 4" in out and out.endswith("a long answer \\boxed{ 5 }\n") and len(out) < 140
@@ -395,7 +395,7 @@ def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
     run.before = [("\\boxed{1}", 1.5), ("\\boxed{9}", 0.5), ("\\boxed{9}", 0.5)]
     run.after = [("\\boxed{1}", 1.5), ("\\boxed{8}", 0.5), ("\\boxed{3}", 1.5)]
     run.eval_problems = problems
-    train.print_story(run, "accuracy")
+    train.print_story(run)
     out = capsys.readouterr().out
     assert "skipped" not in out
     assert "question  question 3\nbefore    \\boxed{9}\nafter     \\boxed{3}\ntruth     3" in out
@@ -403,7 +403,7 @@ def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
     nan, run.skipped = math.nan, 2.0
     run.before = [("\\boxed{1}", 0.9), ["\\boxed{9}", 0.1], ("\\boxed{9}", nan)]
     run.after = [("\\boxed{7}", 0.2), ["\\boxed{8}", 0.7], ("\\boxed{3}", nan)]
-    train.print_story(run, "reward")
+    train.print_story(run)
     out = capsys.readouterr().out
     assert "question  question 2\n" in out and "skipped_updates" in out
 
