@@ -26,7 +26,7 @@ MAX_LOG_RATIO = 20  # a ratio of 5e8 is beyond every clip; exp overflows above 8
 
 
 def plain_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0.2, kl_coef=0.04):
-    """The loss of plain GRPO, word for word -> (). `grpo_loss` below is checked against it.
+    """The loss of plain GRPO, word for word -> a scalar. `grpo_loss` below is checked against it.
 
     For N rows of S tokens, the log-probs and the mask are (N, S-1), because nothing predicts a
     row's first token. Log-probs are in nats, the mask is true for the answer's tokens, and every
@@ -37,7 +37,8 @@ def plain_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=
     J = torch.minimum(w * A, w.clamp(1 - clip_eps, 1 + clip_eps) * A)        # [E]
     d = ref_logprobs - logprobs
     KL = d.expm1() - d                                                       # [F]
-    row_means = ((J - kl_coef * KL) * mask).sum(dim=1) / mask.sum(dim=1)     # (N,)
+    objective = (J - kl_coef * KL) * mask                                    # (N, S-1)
+    row_means = objective.sum(dim=1) / mask.sum(dim=1)                       # (N,)
     return -row_means.mean()
 
 
@@ -60,16 +61,20 @@ def kl_estimate(logprobs, ref_logprobs, estimator="k3", old_logprobs=None):
     k2 = d^2 / 2 is biased, and its gradient is that of KL(pi || ref).
     k3 = e^d - d - 1 is unbiased and never negative, and its gradient is that of KL(ref || pi).
     "k3_corrected" = (pi / pi_old) k3, for tokens drawn from pi_old: unbiased, and through the ratio
-    its gradient is that of KL(pi || ref). arXiv 2512.02556.
+    its gradient is that of KL(pi || ref). arXiv 2512.02556. ValueError: none of these four.
     """
     d = ref_logprobs - logprobs
     if estimator == "k1":
         return -d
     if estimator == "k2":
         return d.square() / 2
+    k3 = d.expm1() - d
     if estimator == "k3":
-        return d.expm1() - d
-    return (logprobs - old_logprobs).clamp(max=MAX_LOG_RATIO).exp() * (d.expm1() - d)
+        return k3
+    if estimator == "k3_corrected":
+        log_ratio = (logprobs - old_logprobs).clamp(max=MAX_LOG_RATIO)
+        return log_ratio.exp() * k3
+    raise ValueError(f"{estimator!r}: not one of {', '.join(KL_ESTIMATORS)}")
 
 
 def gradient_coefficient(advantages, logprobs, ref_logprobs, kl_coef=0.04):
@@ -99,7 +104,8 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
     """The loss with its variants, and its metrics: `(loss, {name: detached scalar})`.
 
     The first arguments are those of `plain_loss`, but `advantages` may be (N, S-1), `ref_logprobs`
-    None if `kl_coef` is 0, values outside of the mask inf or NaN. A row without an answer adds 0.
+    None if `kl_coef` is 0, and what stands outside the mask may be inf or NaN. A row without an
+    answer adds 0.
 
     clip_eps_high  the upper clip if it differs from the lower: DAPO's clip-higher, 2503.14476
     objective, ratio, kl_estimator, aggregate   words from the tuples above
@@ -111,8 +117,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
     `approx_kl` is averaged like the loss and is NaN without a reference. ValueError: an option that
     does not exist, a KL penalty without a reference.
     """
-    for value, known in ((aggregate, AGGREGATES), (ratio, RATIOS), (objective, OBJECTIVES),
-                         (kl_estimator, KL_ESTIMATORS)):
+    for value, known in ((aggregate, AGGREGATES), (ratio, RATIOS), (objective, OBJECTIVES)):
         if value not in known:
             raise ValueError(f"{value!r}: not one of {', '.join(known)}")
     if kl_coef and ref_logprobs is None:
@@ -129,7 +134,8 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
     log_ratio = logprobs - old_logprobs                                      # (N, S-1)
     if ratio == "sequence":                      # of a row, the mean of its tokens' log-ratios
         lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)                 # (N, 1)
-        log_ratio = (log_ratio.sum(dim=1, keepdim=True) / lengths).expand_as(mask)
+        mean = log_ratio.sum(dim=1, keepdim=True) / lengths
+        log_ratio = mean.expand_as(mask)
     log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
 
     # [E] J_t, the clipped objective
@@ -191,7 +197,8 @@ def tis_weight(old_logprobs, sampler_logprobs, cap=2.0):
     It corrects for a sampler with other kernels than the trainer's. IMPALA, arXiv 1802.01561; Yao
     et al., "On the Rollout-Training Mismatch in Modern RL Systems", 2025.
     """
-    return (old_logprobs - sampler_logprobs).exp().clamp(max=cap).detach()
+    ratio = (old_logprobs - sampler_logprobs).exp()
+    return ratio.clamp(max=cap).detach()
 
 
 def next_kl_coef(kl_coef, approx_kl, low=0.02, high=0.05, rate=0.1):
@@ -223,9 +230,13 @@ def main():
     print(f"mean objective {J.mean():+.4f}\n")
 
     print("d = log ref - log pi          k1          k2          k3")
+    log_pi = torch.tensor(0.0)
     for d in (0.5, -0.5, 0.05, 1e-4):
-        k1, k2, k3 = (kl_estimate(torch.tensor(0.0), torch.tensor(d), k) for k in KL_ESTIMATORS[:3])
-        print(f"{d:20g}  {k1:10.6g}  {k2:10.6g}  {k3:10.6g}")
+        row = f"{d:20g}"
+        for estimator in ("k1", "k2", "k3"):
+            kl = kl_estimate(log_pi, log_pi + d, estimator)
+            row += f"  {kl:10.6g}"
+        print(row)
 
     print("\ngradient coefficient A + beta (ref / pi - 1), with A = 1 and beta = 0.04")
     for quotient in (0.5, 1.0, 2.0):

@@ -14,6 +14,12 @@ Departures from the theory's code map:
     python train.py --model Qwen/Qwen2.5-1.5B-Instruct    # GSM8K, on a GPU
 """
 
+import sys
+
+if sys.version_info < (3, 11):  # noqa: UP036 (before the imports, which need it)
+    print("train.py: needs Python 3.11 or newer", file=sys.stderr)
+    sys.exit(2)
+
 import argparse
 import copy
 import dataclasses
@@ -26,8 +32,9 @@ import re
 import shlex
 import shutil
 import signal
-import sys
+import threading
 import time
+import traceback
 import warnings
 from collections import Counter
 from contextlib import chdir, contextmanager, suppress
@@ -36,11 +43,11 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
-# These two are read when torch is imported. OpenMP threads should sleep while they wait: spinning
-# slows everything down when other programs run. CUDA's allocator should let its blocks grow, or
-# free memory between them is lost.
+# These two must be set before torch reads them. OpenMP threads should sleep while they wait:
+# spinning slows everything down when other programs run. CUDA's allocator should let its blocks
+# grow, or free memory between them is lost.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 import torch.distributed as dist
@@ -50,13 +57,14 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+import advantage
 import logprob
 import loss
 import reward
 import sample
-from advantage import ADVANTAGES, advantages_for, group_advantages, is_flat
-from logprob import IGNORE, layers_checkpointed, token_logprobs
-from loss import grpo_loss, next_kl_coef
+from advantage import is_flat, plain_advantages
+from logprob import IGNORE, layers_checkpointed, plain_logprobs, token_logprobs
+from loss import grpo_loss, next_kl_coef, plain_loss
 from reward import is_right, score_responses, truths_of
 from sample import chat_prompt, sample_groups
 
@@ -67,12 +75,12 @@ def plain_step(policy, reference, optimizer, tokenizer, prompts, truths, G=8):
     """The definition: G answers to each prompt, one update. `train_step` adds the options."""
     rollout = sample_groups(policy, tokenizer, prompts, G)                         # [A]
     rewards = score_responses(rollout.responses, truths, G, policy.device)         # [B] (N,)
-    advantages = group_advantages(rewards, G)                                      # [C] (N,)
-    logp = token_logprobs(policy, rollout.input_ids, rollout.labels)               # [D] (N, S-1)
+    A = plain_advantages(rewards, G)                                               # [C] (N,)
+    logp = plain_logprobs(policy, rollout.input_ids, rollout.labels)               # [D] (N, S-1)
     with torch.no_grad():
-        ref = token_logprobs(reference, rollout.input_ids, rollout.labels)         # [D] (N, S-1)
+        ref = plain_logprobs(reference, rollout.input_ids, rollout.labels)         # [D] (N, S-1)
     # No weight has moved since the answers were drawn: logp is also the old policy's.
-    loss, _ = grpo_loss(logp, logp.detach(), ref, advantages, rollout.mask)        # [E] [F]
+    loss = plain_loss(logp, logp.detach(), ref, A, rollout.mask)                   # [E] [F]
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
@@ -87,33 +95,18 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     With several GPUs each has its own batch; the metrics cover all of them.
     """
     s = settings
-    seconds = Counter(start=time.perf_counter())
+    clock = Clock()
 
-    @agreed  # bad input on one GPU is raised on all
-    def rollout_of(batch):
-        # [A] G answers to each prompt, drawn from the policy as it is now
-        draw = around_best(batch, s) if s.around_best else sampler
-        with whole_weights(policy_model):
-            rollout = draw(policy_model, tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
-                           s.temperature, batch.generators)
-        lap(seconds, "sampling")
-        # [B] One number per answer, (N,). Accuracy always uses the rule's rewards.
-        truths = truths_of(batch.problems)
-        rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)
-        rollout.rewards = rollout.rule_rewards
-        if reward_of:
-            rollout.rewards = reward_of(batch.problems, batch.prompts, rollout)
-        return rollout
-
-    rollout = rollout_of(batch)
-    rollout = without_flat_groups(rollout, batch, rollout_of, tokenizer, s)
+    # [A] [B] With --max-resample, groups whose rewards are all equal are replaced.
+    policy = with_whole_weights(policy_model)
+    rollout_of = partial(answers_and_rewards, policy, tokenizer, s, sampler, reward_of, clock)
+    rollout_of = agreed(rollout_of)  # bad input on one GPU is raised on all
+    rollout = without_flat_groups(rollout_of(batch), batch, rollout_of, tokenizer, s)
     add_length_terms(rollout, s)
-    lap(seconds, "scoring")
+    clock.lap("scoring")
 
     # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if every token has its own.
-    options = advantage_options(policy_model, rollout, batch, tokenizer, reward_of, s)
-    advantages = advantages_for(s.advantage, rollout.rewards, s.group_size, **options)
-    rollout.advantages = advantages.to(rollout.labels.device)
+    rollout.advantages = advantages_of(policy_model, rollout, batch, tokenizer, reward_of, s)
 
     # [D] The reference's log-probs of the same tokens. The update computes the policy's own.
     if ref_model is not None:
@@ -127,46 +120,64 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
             updates.append(update(policy_model, optimizer, part, s))
     optimizer.zero_grad()  # the next rollout can use the gradients' memory
     check_sampler(max(each["sampler_difference"] for each in updates), policy_model, s)
-    lap(seconds, "training")
-    return step_metrics(rollout, batch, updates, seconds, s), rollout
+    clock.lap("training")
+    return step_metrics(rollout, batch, updates, clock.seconds, s), rollout
+
+
+def answers_and_rewards(policy_model, tokenizer, settings, sampler, reward_of, clock, batch):
+    """[A] G answers to each prompt, [B] one reward for each -> Rollout."""
+    s = settings
+    # The answers are drawn from the policy as it is now.
+    rollout = draw_answers(policy_model, tokenizer, batch, sampler, s)
+    clock.lap("sampling")
+    # (N,) each. Accuracy always uses the rule's rewards.
+    truths = truths_of(batch.problems)
+    rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)
+    rollout.rewards = rollout.rule_rewards
+    if reward_of:
+        rollout.rewards = rewards_by(reward_of, batch.problems, batch.prompts, rollout)
+    return rollout
 
 
 def update(policy_model, optimizer, rollout, settings):
     """One gradient step on these rows -> its metrics."""
     s = settings
-    logprobs = torch.zeros_like(rollout.logprobs)                                      # (N, S-1)
-    entropies = torch.zeros_like(logprobs)
-    first = rollout.old_logprobs is None
+    sums = within_memory(partial(backward, policy_model, optimizer, rollout, s), s)
+    # [G] The gradient step. One that is not finite is skipped and counted.
+    grad_norm = clip_grad_norm_(unscaled(optimizer), s.max_grad_norm)
+    metrics = update_metrics(sums, grad_norm, rollout)
+    differs = metrics["sampler_difference"] > tolerance(policy_model, s)
+    if not differs and not metrics["skipped_updates"]:
+        optimizer.step()
+    return metrics | adapt_loss_scale(optimizer, math.isfinite(metrics["grad_norm"]))
+
+
+def backward(policy_model, optimizer, rollout, settings):
+    """[D] [E] [F] The gradient of the loss, by micro-batches -> the loss's metrics."""
+    s = settings
     # The loss is divided once, by the rows and tokens of the whole batch. Then micro-batches
     # simply add up: they save memory and change nothing else.
     mask = loss_mask(rollout, s)                                                       # (N, S-1)
-    sizes = averaged({"n_rows": len(mask), "n_tokens": mask.sum()})  # FSDP averages gradients, too
-
-    def backward():
-        optimizer.zero_grad()
-        sums = Counter()  # Counter.update adds
-        for part, here, weight in micro_batches(policy_model, rollout, s):
-            # [D] of the policy as it is now, with a gradient: (n, width-1)
-            logp, entropies[here] = token_logprobs_of(policy_model, part, s)
-            logprobs[here] = logp.detach()
-            # If no weight has moved since the answers were drawn, every ratio is 1.
-            old = logp.detach() if first else part.old_logprobs
-            # [E] [F] against the policy that drew the answers, and against the reference
-            loss, metrics = grpo_loss(logp, old, part.ref_logprobs, part.advantages, mask[here],
-                                      **loss_options(part, s), **sizes)
-            (loss * weight * loss_scale_of(optimizer)).backward()
-            sums.update({name: number * weight for name, number in metrics.items()})
-        return sums
-
-    # [G] The gradient step. One with NaN, or after a sampler that differs, is skipped and counted.
-    sums = within_memory(backward, s)
-    if first:
-        rollout.old_logprobs, rollout.entropies = logprobs, entropies
-    grad_norm = clip_grad_norm_(unscaled(optimizer), s.max_grad_norm)
-    metrics = update_metrics(sums, grad_norm, rollout, tolerance(policy_model, s))
-    if not metrics["skipped_updates"]:
-        optimizer.step()
-    return metrics | adapt_loss_scale(optimizer, math.isfinite(metrics["grad_norm"]))
+    whole = batch_size(mask)
+    now = torch.zeros_like(rollout.logprobs)                                           # (N, S-1)
+    entropies = torch.zeros_like(now)
+    sums = Counter()  # Counter.update adds
+    optimizer.zero_grad()
+    for part, here, counted in micro_batches(policy_model, rollout, mask, s):
+        # [D] of the policy as it is now, with a gradient: (n, width-1)
+        logp, entropies[here] = token_logprobs_of(policy_model, part, s)
+        now[here] = logp.detach()
+        # If no weight has moved since the answers were drawn, every ratio is 1.
+        old = now[here] if part.old_logprobs is None else part.old_logprobs
+        # [E] [F] against the policy that drew the answers, and against the reference
+        loss, metrics = grpo_loss(logp, old, part.ref_logprobs, part.advantages, counted,
+                                  **loss_options(part, s), **whole)
+        (loss * loss_scale_of(optimizer)).backward()
+        sums.update(metrics)
+    if rollout.old_logprobs is None:
+        rollout.old_logprobs = now
+        rollout.entropies = entropies
+    return sums
 
 
 # --------------------------------------------------------------------------------------------------
@@ -222,17 +233,36 @@ class Batch:
     resampled: int = 0               # groups drawn anew
 
 
-def lap(seconds, name):
-    """The time since the last lap was spent on this."""
-    # The start and all laps add up to the time of the last one: the difference is this lap.
-    seconds[name] += time.perf_counter() - seconds.total()
+class Clock:
+    """The seconds of a step, by what they were spent on."""
+
+    def __init__(self):
+        self.last = time.perf_counter()
+        self.seconds = Counter()
+
+    def lap(self, name):
+        """The time since the last lap was spent on this."""
+        now = time.perf_counter()
+        self.seconds[name] += now - self.last
+        self.last = now
 
 
-def around_best(batch, s):
-    """--around-best: the rule decides which answers of a half-group the other half continues."""
+def draw_answers(policy_model, tokenizer, batch, sampler, s):
+    """[A] The Rollout of this GPU's prompts, drawn by `sampler` or with --around-best."""
+    # The rule decides which answers of a half-group the other half continues.
     def rewards_of(prompts, responses):
         return score_responses(responses, truths_of(batch.problems), s.group_size // 2)
-    return partial(sample.sample_around, best=s.around_best, rewards_of=rewards_of)
+
+    if s.around_best:
+        sampler = partial(sample.sample_around, best=s.around_best, rewards_of=rewards_of)
+    return sampler(policy_model, tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
+                   s.temperature, batch.generators)
+
+
+def batch_size(mask):
+    """The rows and tokens that the loss is divided by, as arguments of grpo_loss."""
+    # Of several GPUs the mean, because FSDP averages their gradients.
+    return averaged({"n_rows": len(mask), "n_tokens": mask.sum()})
 
 
 def add_length_terms(rollout, s):
@@ -248,26 +278,39 @@ def add_length_terms(rollout, s):
         rollout.rewards = rollout.rewards + penalty
 
 
-def advantage_options(policy_model, rollout, batch, tokenizer, reward_of, s):
-    """What the kinds of [C] read besides the rewards; plain GRPO reads only the last two."""
-    candidates = None
-    if s.advantage == "shape":
+def advantages_of(policy_model, rollout, batch, tokenizer, reward_of, s):
+    """[C] by --advantage: (N,), or (N, S-1) if every token has its own."""
+    rewards, mask, G = rollout.rewards, rollout.mask, s.group_size
+    if rollout.step_rewards is not None:
+        advantages = advantage.process_advantages(rollout.step_rewards, mask, G)
+    elif s.advantage == "group":
+        advantages = advantage.group_advantages(rewards, G, scale_by_std=s.scale_by_std)
+    elif s.advantage == "leave-one-out":
+        advantages = advantage.leave_one_out_advantages(rewards, G)
+    elif s.advantage == "gdpo":
+        parts = torch.stack(list(rollout.reward_parts.values()))                       # (K, N)
+        weights = s.reward_weights or [1.0] * len(parts)
+        advantages = advantage.gdpo_advantages(parts, weights, G, gathered)
+    elif s.advantage == "shape":
         answers = [row[row != IGNORE].tolist() for row in rollout.labels]
         words = [sample.words_of(tokenizer, ids) for ids in answers]
-        candidates = reward.boxed_candidates(words, truths_of(batch.problems), s.group_size)
-    if s.advantage in ("gtpo", "grpo-s"):
-        score_before_updates(policy_model, rollout, s)  # they read the entropies
-    # With a user's own reward, an answer counts as right if its reward is positive.
-    right = None if reward_of else is_right(rollout.rule_rewards)
-    return {"entropies": rollout.entropies, "mask": rollout.mask, "right": right,
-            "step_rewards": rollout.step_rewards, "candidates": candidates,
-            "scale_by_std": s.scale_by_std, "clip": s.clip_advantages}
+        candidates = reward.boxed_candidates(words, truths_of(batch.problems), G)
+        advantages = advantage.shape_advantages(*candidates, mask, G)
+    else:
+        score_before_updates(policy_model, rollout, s)  # for the entropies
+        # With a user's own reward, an answer counts as right if its reward is positive.
+        right = None if reward_of else is_right(rollout.rule_rewards)
+        kinds = {"gtpo": advantage.gtpo_advantages, "grpo-s": advantage.grpo_s_advantages}
+        advantages = kinds[s.advantage](rewards, rollout.entropies, mask, G, right)
+    if s.clip_advantages:
+        advantages = advantages.clamp(-s.clip_advantages, s.clip_advantages)
+    return advantages.to(rollout.labels.device)
 
 
 def score_before_updates(policy_model, rollout, s):
     """[D] of the policy now, if old log-probs or entropies are needed before the first update."""
     if rollout.old_logprobs is None:
-        rollout.old_logprobs, rollout.entropies = all_token_logprobs(policy_model, rollout, s)
+        rollout.old_logprobs, rollout.entropies = all_token_logprobs(policy_model, rollout, s, True)
 
 
 def mini_batches(policy_model, rollout, s):
@@ -280,40 +323,45 @@ def mini_batches(policy_model, rollout, s):
     return [sample.take(rollout, rows.flatten().tolist()) for rows in parts]
 
 
-def micro_batches(model, rollout, s):
-    """Yield for each: its rows as a Rollout, their place in (N, S-1), the weight of its loss."""
+def micro_batches(model, rollout, mask, s):
+    """Yield for each: its rows as a Rollout, their place in (N, S-1), their part of the mask."""
     share = s.share_prompts and logprob.is_fast(model)
-    cuts = logprob.micro_batches(rollout.labels, rollout.group_ids, s.micro_batch_tokens, share)
+    # [D] makes its tables of ids and labels on the host: copied once, they make nothing wait later.
+    host = copy.copy(rollout)
+    for name in ("input_ids", "labels", "group_ids"):
+        setattr(host, name, getattr(rollout, name).cpu())
+    cuts = logprob.micro_batches(host.labels, host.group_ids, s.micro_batch_tokens, share)
     # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
     # the same number, or FSDP's gathers wait for ever: a GPU with fewer runs its last one again,
-    # with weight 0.
+    # and counts none of its tokens.
     n = len(cuts)
     most = max(gathered_objects(n))
     for i in range(most):
         rows, width = cuts[min(i, n - 1)]
-        part = sample.take(rollout, rows.tolist(), width)
-        here = rows.to(rollout.labels.device), slice(width - 1)
-        yield part, here, int(i < n)
+        part = sample.take(host, rows.tolist(), width)
+        here = logprob.uploaded(rows, rollout.labels.device), slice(width - 1)
+        yield part, here, mask[here] if i < n else torch.zeros_like(mask[here])
 
 
-def token_logprobs_of(model, part, s):
-    """[D] of one micro-batch: log-probs and entropies, (n, width-1) each."""
+def token_logprobs_of(model, part, s, with_entropy=True):
+    """[D] of one micro-batch: log-probs, and entropies if asked for, (n, width-1) each."""
     # A sharded model must be entered through a method that FSDP knows: see shard().
     score = getattr(model, "token_logprobs", partial(token_logprobs, model))
     groups = part.group_ids if s.share_prompts else None
     with layers_checkpointed(model, s.gradient_checkpointing):
-        return score(part.input_ids, part.labels, s.temperature, True, groups)
+        return score(part.input_ids, part.labels, s.temperature, with_entropy, groups)
 
 
 @torch.no_grad()
-def all_token_logprobs(model, rollout, s):
-    """[D] of the whole rollout: log-probs and entropies, (N, S-1) each."""
+def all_token_logprobs(model, rollout, s, with_entropy=False):
+    """[D] of the whole rollout: log-probs and entropies (0 if not asked for), (N, S-1) each."""
     logprobs = torch.zeros_like(rollout.logprobs)
     entropies = torch.zeros_like(rollout.logprobs)
 
     def score():
-        for part, here, _ in micro_batches(model, rollout, s):
-            logprobs[here], entropies[here] = token_logprobs_of(model, part, s)
+        for part, here, _ in micro_batches(model, rollout, rollout.mask, s):
+            found = token_logprobs_of(model, part, s, with_entropy)
+            logprobs[here], entropies[here] = found if with_entropy else (found, 0)
 
     within_memory(score, s)
     return logprobs, entropies
@@ -338,34 +386,39 @@ def loss_options(part, s):
 
 
 def within_memory(function, s):
-    """Call function(). If memory runs out, again with half the micro-batch; after another error,
-    again without fast paths. With several GPUs the error is raised. function moves no weight.
+    """Call function(), which moves no weight. If memory runs out, again with half the micro-batch;
+    after another error, again without fast paths. With several GPUs the error is raised.
     """
     if s.offload:
         sample.release()  # the sampler's cache, which the next rollout makes again
     try:
         return function()
     except Exception as error:
-        fault = None if out_of_memory(error) else one_line(error)
-        give_up = logprob.PLAIN if fault else s.micro_batch_tokens < 256
-        if give_up or world() > 1:
+        can_help = s.micro_batch_tokens >= 256 if out_of_memory(error) else not logprob.PLAIN
+        if world() > 1 or not can_help:
             raise
-    # Outside of `except`: there the error keeps the activations alive.
-    if fault:
-        drop_fast_paths(fault)
-    else:
+        fault = error
+        traceback.clear_frames(error.__traceback__)  # they keep the activations alive
+    if out_of_memory(fault):
         sample.release()
         s.micro_batch_tokens //= 2
         say(f"out of memory: --micro-batch-tokens is now {s.micro_batch_tokens}")
-    return within_memory(function, s)
+        return within_memory(function, s)
+    # Only if the plain paths work was it a fast path that failed.
+    with suppress(Exception):
+        sample.PLAIN = logprob.PLAIN = True
+        result = within_memory(function, s)
+        drop_fast_paths(f"one failed ({one_line(fault)})")
+        return result
+    sample.PLAIN = logprob.PLAIN = False
+    raise fault
 
 
-def update_metrics(sums, grad_norm, rollout, limit):
-    """Metrics of all micro-batches, on all GPUs, and whether the step must be skipped."""
+def update_metrics(sums, grad_norm, rollout):
+    """Metrics of all micro-batches, on all GPUs, and whether the update must be skipped."""
     difference = (rollout.logprobs - rollout.old_logprobs).abs().sum() / rollout.mask.sum()
     metrics = averaged({**sums, "grad_norm": full(grad_norm), "sampler_difference": difference})
-    finite = math.isfinite(metrics["grad_norm"] + metrics["loss"])
-    metrics["skipped_updates"] = int(not finite or metrics["sampler_difference"] > limit)
+    metrics["skipped_updates"] = int(not math.isfinite(metrics["grad_norm"] + metrics["loss"]))
     return metrics
 
 
@@ -422,9 +475,8 @@ def step_metrics(rollout, batch, updates, seconds, s):
         values = [update[name] for update in updates]
         metrics[name] = sum(values) / len(values)
     metrics["skipped_updates"] = sum(update["skipped_updates"] for update in updates)
-    del seconds["start"]
-    for name in seconds:
-        metrics[f"seconds_{name}"] = seconds[name]
+    for name, spent in seconds.items():
+        metrics[f"seconds_{name}"] = spent
     metrics["tokens_per_second"] = metrics["tokens"] / seconds.total()
     metrics["peak_memory_gb"] = peak_memory() / 1e9
     if s.max_resample:
@@ -525,8 +577,8 @@ def renew(ref_model, policy_model, reward_model, rollout, step, s):
 def follow(ref_model, policy_model):
     """Copy the current policy into the reference."""
     for model in (ref_model, policy_model):
-        for part in sharded_parts(model):
-            part.reshard()  # FSDP may still hold gathered weights: writes to them are lost
+        if hasattr(model, "reshard"):
+            model.reshard()  # FSDP may still hold gathered weights: writes to them are lost
     for ref, p in zip(ref_model.parameters(), policy_model.parameters()):
         ref.copy_(p)
 
@@ -582,6 +634,7 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
     at_a_time = s.prompts_per_step * s.group_size // group_size  # as many rows as a step has
     mine = share_of_rank(len(problems))
     starts = range(0, len(mine), at_a_time)
+    model = with_whole_weights(model)
 
     @agreed
     def scored_answers():
@@ -594,13 +647,11 @@ def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=Non
             rollout = sampler(model, tokenizer, prompts, group_size, s.max_new_tokens, temperature,
                               generators)
             rule = score_responses(rollout.responses, truths_of(part), group_size)
-            own = reward_of(part, prompts, rollout) if reward_of else rule
+            own = rewards_by(reward_of, part, prompts, rollout) if reward_of else rule
             rows += zip(rollout.responses, rule.tolist(), own.tolist())
         return rows
 
-    # The weights stay gathered for all batches, because ranks may have different numbers of them.
-    with whole_weights(model):
-        found = gathered_objects(scored_answers())
+    found = gathered_objects(scored_answers())
     responses, rule, own = zip(*sum(found, []))
     rule = torch.tensor(rule)  # NaN where no true answer is known
     right = is_right(rule[~rule.isnan()])
@@ -626,8 +677,8 @@ def show(bar, metrics, run):
 
 
 # --------------------------------------------------------------------------------------------------
-# The known failures of GRPO runs: how the metrics show them, and which flag may help. Some of these
-# states are normal in a healthy run; README, "Reading a run", says more.
+# The known failures of GRPO runs: how the metrics show them, and which flag may help. A healthy run
+# passes through most of these states, so they are told only where the reward is in trouble.
 
 def symptoms(history):
     """Metrics of the steps so far -> {name: (how bad, one line with its number)}."""
@@ -636,24 +687,41 @@ def symptoms(history):
         values = [row.get(name) for row in history[start:stop]]
         return math.nan if not values or None in values else sum(values) / len(values)
 
+    # Trouble: the mean reward of ten steps lies half a standard deviation of the answers' rewards
+    # below its best, or 30 steps have not raised it, and not because nearly all answers are right.
+    n = len(history)
+    rewards = [recent("reward_mean", max(0, k - 10), k) for k in range(1, n + 1)]
+    best = max(rewards)
+    fallen = (best - rewards[-1]) / (max(row["reward_std"] for row in history) or 1)
+    stuck = 0
+    if not fallen > 0.5:
+        if n < 30 or rewards[-1] > rewards[4] or recent("accuracy") > 0.9:
+            return {}
+        stuck = n
+
     before = recent("grad_norm", -40, -20)
     # A reference that has just been renewed is the policy itself.
     last = [row for row in history[-4:] if "reference_renewed" not in row]
     unmoved = [row for row in last if row.get("approx_kl") == 0 and row.get("grad_norm")]
     rules = (  # a name, a figure, its limit (README, "Reading a run"), the line to print
+        ("fallen reward", fallen, 0.5,
+         f"the reward has fallen from {best:.3g} to {rewards[-1]:.3g}; first try a lower --lr"),
+        ("stuck reward", stuck, 0,
+         "the reward has not risen in {} steps; try another --lr, a larger --group-size, or "
+         "problems of which some answers are right"),
         ("KL", recent("approx_kl"), 0.05,
-         "KL is {:.3f} nats per token; if the reward falls, try --kl-band 0.02 0.05"),
+         "KL is {:.3g} nats per token; try --kl-band 0.02 0.05"),
         ("reference", len(unmoved), 3,
          "KL is exactly 0 in {} steps although the policy has gradients: does the reference share "
          "its weights, or is --lr too small to move it?"),
         ("flat groups", recent("zero_variance_groups"), 0.5,
-         "{:.0%} of the groups are flat, with equal rewards; if most answers are wrong, try "
-         "--max-resample 3, or solved examples in --system-prompt if they lack the rule's box"),
+         "{:.0%} of the groups are flat, with equal rewards; try --max-resample 3, or solved "
+         "examples in --system-prompt if the answers lack the rule's box"),
         ("cut answers", recent("truncated_fraction"), 0.95,
          "{:.0%} of the answers are cut; try a larger --max-new-tokens, or a model that ends its "
          "answers"),
-        ("entropy", recent("entropy", 0, 5) / max(recent("entropy"), 1e-9), 10,
-         "entropy is 1/{:.0f} of what it was; if most answers are wrong, try --clip-eps-high 0.28"),
+        ("entropy", recent("entropy", 0, 5) / max(recent("entropy"), 1e-3), 10,
+         "entropy is 1/{:.0f} of what it was; try --clip-eps-high 0.28"),
         ("gradient", recent("grad_norm", -1) / (before or math.nan), 10,
          "the gradient norm is {:.0f} times what it was; if that lasts, try a lower --lr"),
     )
@@ -707,8 +775,10 @@ def flag(default, help, kept=True, free=False, head=None, **how):
 def path(text):
     """Make a file, or file.py:function, absolute: a resumed run may start in another folder."""
     file = text.rpartition(":")[0] if ".py:" in text else text
-    if os.path.exists(file):
-        return text.replace(file, os.path.abspath(file), 1)
+    for folder in (os.getcwd(), HERE):  # config.json has ./ before files of the program's folder
+        place = os.path.join(folder, file)
+        if file and os.path.exists(place):
+            return text.replace(file, os.path.normpath(place), 1)
     return text  # a name: gsm8k, or a model on the hub
 
 
@@ -737,9 +807,13 @@ class Settings:
     question_field: str = flag("question", "the column of the JSONL that holds the question")
     answer_field: str = flag("answer", "the column that ends in `#### ` and the final answer")
     system_prompt: str = flag(BOXED, "system message before every question; empty for none")
+    template_args: sample.template_arguments = flag(
+        None, "arguments of the model's chat template, say '{\"enable_thinking\": false}'",
+        metavar="JSON")
     reward: path = flag(None, "own file.py:function, called like TRL's, or our `rule`, `think`; "
-                        "several are added", nargs="+")
-    reward_weights: number(float, -1e9) = flag(None, "for each --reward; default: 1", nargs="+")
+                        "several are added", nargs="+", action="extend")
+    reward_weights: number(float, -1e9) = flag(None, "for each --reward; default: 1", nargs="+",
+                                               action="extend")
     step_reward: path = flag(None, "file.py:function that rewards steps: process supervision")
     reward_model: path = flag("", "folder of a sequence classifier; its scores are the rewards")
     reward_model_lr: above_0 = flag(2e-5, "its learning rate, if --renew-reference trains it")
@@ -762,8 +836,10 @@ class Settings:
     sampler_correction: amount = flag(0.0, "TIS: weights min(trainer / sampler, this), say 2")
     mask_truncated: bool = flag(False, "leave truncated answers out of the loss")
     renew_reference: whole = flag(0, "steps after which the reference becomes the policy; 0: never")
-    kl_band: amount = flag(None, "LOW HIGH: adapt beta to keep KL there, say 0.02 0.05", nargs=2)
-    advantage: str = flag("group", "how siblings compare", choices=ADVANTAGES, head="the advantage")
+    kl_band: amount = flag(None, "LOW HIGH: adapt beta to keep KL there, say 0.02 0.05", nargs="+",
+                            action="extend")
+    advantage: str = flag("group", "how siblings compare", choices=advantage.ADVANTAGES,
+                          head="the advantage")
     scale_by_std: bool = flag(True, "divide the advantages by the group's std; off: Dr. GRPO")
     clip_advantages: above_0 = flag(None, "clip advantages to -this and this, say 5")
     length_rescale: amount = flag(0.0, "GR3's alpha: rewards shrink with length, say 0.33")
@@ -795,7 +871,8 @@ class Settings:
     resume: str = flag("", "continue the run in this folder", kept=False, free=True)
     eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop", kept=False)
     trace: bool = flag(False, "print one step stage by stage, and stop", kept=False)
-    dry_run: bool = flag(False, "print the memory a step needs, and stop", kept=False, free=True)
+    dry_run: amount = flag(None, "print the memory a step needs, and stop; N: on a card of N GB",
+                           kept=False, free=True, nargs="?", const=0.0)
 
     @property
     def answer_tokens(self):
@@ -815,8 +892,8 @@ def flag_of(name):
     return "--" + name.replace("_", "-")
 
 
-def given_flags(argv):
-    """The flags in argv, or on the command line -> {name: value}, without defaults."""
+def given_flags(words):
+    """The flags in the words of a command line -> {name: value}, without defaults."""
     def error(message):
         raise BadInput(f"{message} (--help lists the flags)")
 
@@ -828,23 +905,26 @@ def given_flags(argv):
     parser.error = error
     parser._negative_number_matcher = re.compile(r"-[\d.]+(e[-+]?\d+)?$")  # else -1e-5 is a flag
     tiny = json.loads(TINY_CONFIG.read_text())
+    times = Counter(word.partition("=")[0] for word in words)
     for name, field in FIELDS.items():
         how = {"type": field.type, **field.metadata["how"]}
         if head := field.metadata["head"]:
             group = parser.add_argument_group(head)
+        if times[flag_of(name)] > 1 and "action" not in how:
+            say(f"{flag_of(name)} is given more than once: the last one counts")
         if field.type is bool:
             how |= {"type": None, "action": argparse.BooleanOptionalAction}
         elif field.type not in (str, path):
-            how["metavar"] = "N"
+            how.setdefault("metavar", "N")
         if name in tiny:
             how["help"] += f" {{{tiny[name]}}}"
         group.add_argument(flag_of(name), **how)
-    return vars(parser.parse_args(argv))
+    return vars(parser.parse_args(words))
 
 
-def parse(argv=None):
-    """Settings: flags (argv, or the command line) win over the config file, it over defaults."""
-    given = given_flags(argv)
+def parse(words):
+    """Settings: the flags in `words` win over the config file, it over the defaults."""
+    given = given_flags(words)
     file = f"{given['resume']}/config.json" if "resume" in given else given.get("config")
     config = read_config(file) if file else {}
     layers = [config, given]
@@ -853,7 +933,8 @@ def parse(argv=None):
         file = file or TINY_CONFIG
     s = Settings()
     for layer in layers:
-        if "data" in layer:  # held-out problems of other data would measure something else
+        # Held-out problems of other data would measure something else.
+        if "data" in layer and "resume" not in layer:
             s.eval_data = ""
         lora = layer.get("lora_rank", s.lora_rank)
         if bool(lora) != bool(s.lora_rank):  # on or off: factors need another learning rate
@@ -873,15 +954,20 @@ def read_config(file):
     """The flags of a JSON file -> {name: value}; its paths are relative to its folder."""
     with telling(f"{file}:", of=Exception):
         words = []
-        for name, value in json.loads(Path(file).read_text(encoding="utf-8")).items():
+        config = json.loads(Path(file).read_text(encoding="utf-8"))
+        for name, value in config.items():
             if name not in FIELDS or not FIELDS[name].metadata["kept"]:
-                raise ValueError(f"{flag_of(name)} is no flag for a config file")
+                raise ValueError(f"{flag_of(name)} is no flag for a config file, where names are "
+                                 "spelt like kl_coef")
             if isinstance(value, bool):
                 words.append(flag_of(name if value else f"no_{name}"))
-            elif isinstance(value, list):
-                words += [flag_of(name), *map(str, value)]
-            elif value is not None:  # null: the default
-                words.append(f"{flag_of(name)}={value}")
+                continue
+            items = value if isinstance(value, list) else [value]
+            for item in items:
+                if isinstance(item, dict):
+                    item = json.dumps(item)
+                if item is not None:  # null: the default
+                    words.append(f"{flag_of(name)}={item}")
         with chdir(Path(file).parent):
             return given_flags(words)
 
@@ -893,6 +979,8 @@ def check_resumed(given, saved):
         free = FIELDS[name].metadata["free"]
         if name == "steps" and saved.lr_schedule != "constant":
             free = False  # the learning rate of every step depends on how many there are
+        if FIELDS[name].type is path and old:
+            free = True  # what it names may have moved: check_digests() compares the contents
         if new != old and not free:
             raise BadInput(f"{flag_of(name)} {new}: the run in {given['resume']} keeps its {old!r}")
 
@@ -906,20 +994,23 @@ def load(s):
     # Kept with the run, because the last digit of sums depends on the number of threads.
     s.threads = s.threads or torch.get_num_threads()
     torch.set_num_threads(s.threads)
-    reward_model = load_reward_model(s) if s.reward_model else None
-    reward_of = load_reward_of(s, reward_model)
+    reward_of = load_reward_of(s)
+    reward_model = None
     sampler = sample_groups
     if s.reply:
         with telling("--reply"):
-            reply = reward.named("fails:")(reward.load_function(s.reply))
+            reply = reward.blame_user_file("fails:")(reward.load_function(s.reply))
         talk = partial(sample.sample_conversations, reply=reply, max_turns=s.max_turns)
         sampler = telling("--reply")(talk)  # its errors name --reply
     sample.PLAIN = logprob.PLAIN = s.plain
     policy_model, tokenizer = load_policy(s)
+    if s.reward_model:  # after the policy: from then on transformers prints nothing
+        reward_model = load_reward_model(s)
+        reward_of = load_reward_of(s, reward_model)
     logprob.fuse_norms(policy_model)
     problems, eval_problems = load_data(s, tokenizer)
     ref_model = optimizer = None
-    policy_model = shard(policy_model, s)
+    policy_model = shard(policy_model, s, samples=True)
     if s.kl_coef and not s.eval_only:  # the initial policy, frozen
         # A sharded model cannot be copied, and host memory should hold one whole model at a time.
         initial = copy.deepcopy(policy_model) if s.is_whole else load_policy(s)[0]
@@ -934,7 +1025,7 @@ def load(s):
 
 def check_combinations(s):
     """BadInput for flags that do not go together."""
-    low, high = s.kl_band or (1, 1)
+    band = s.kl_band or [1, 1]
     share, rest = divmod(s.prompts_per_step, world())
     own = s.reply or s.reward or s.reward_model
     # Flags that give or change the rewards of whole answers
@@ -943,15 +1034,27 @@ def check_combinations(s):
         (rest, f"--prompts-per-step {s.prompts_per_step}: not a multiple of {world()} processes"),
         (s.minibatches > share, f"--minibatches {s.minibatches}: a process has {share} prompts"),
         (not s.resume and os.path.isdir(s.output) and set(os.listdir(s.output)) - {".lock"},
-         f"--output {s.output}: holds a run already; continue it with --resume, or name another"),
+         f"--output {s.output}: is not empty; name another, or continue its run with --resume"),
+        (os.path.isfile(f"{s.model}/metrics.jsonl"),
+         f"--model {s.model}: this run has no final/ yet; end it with --resume"),
+        (os.path.isfile(f"{s.model}/adapter_config.json"),
+         f"--model {s.model}: LoRA's factors alone are no model; take the run's final/"),
+        (s.model.startswith((".", "/")) and not os.path.isdir(s.model),
+         f"--model {s.model}: there is no such folder"),
         (not s.kl_coef and (s.kl_band or s.renew_reference),
          "--kl-band, --renew-reference: need a --kl-coef above 0"),
-        (not 0 < low <= high, "--kl-band: must be two numbers above 0, the lower one first"),
+        (len(band) != 2 or not 0 < band[0] <= band[1],
+         f"--kl-band {s.kl_band}: must be two numbers above 0, the lower one first"),
         (s.reward_model and s.reward, "--reward-model and --reward: only one can give the rewards"),
-        (s.reward_weights and len(s.reward or []) < 2,
-         "--reward-weights: weighs several --reward against each other"),
+        (s.reward_weights and not 2 <= len(s.reward or []) == len(s.reward_weights),
+         "--reward-weights: needs several --reward, and a weight for each"),
         (s.advantage == "shape" and (own or of_answers),
          "--advantage shape: the rule rewards each box, and no other flag about rewards works"),
+        (s.advantage == "gdpo" and (len(s.reward or []) < 2 or of_answers),
+         "--advantage gdpo: needs two --reward or more, and no other flag about rewards works"),
+        (s.overlong_buffer >= s.answer_tokens,
+         f"--overlong-buffer {s.overlong_buffer}: must be less than the {s.answer_tokens} tokens "
+         "that an answer may have, else every answer is punished"),
         (s.around_best and (own or s.group_size % (2 * s.around_best)),
          "--around-best: must divide half of --group-size, and works with the rule's reward alone"),
         (not s.scale_by_std and (s.step_reward or s.advantage != "group"),
@@ -966,7 +1069,7 @@ def check_combinations(s):
 def tell_idle(s):
     """Print a line for every flag that has no effect together with the others."""
     one_update = s.updates_per_rollout * s.minibatches == 1
-    per_answer = s.advantage in ("group", "leave-one-out") and not s.step_reward
+    per_answer = s.advantage in ("group", "leave-one-out", "gdpo") and not s.step_reward
     for names, idle, why in [
         ("clip_eps clip_eps_high objective", one_update, "with one update every ratio is 1"),
         ("ratio", one_update and per_answer, "with one update every ratio is 1"),
@@ -1009,7 +1112,9 @@ def load_policy(s):
     """The policy and its tokenizer; a model that will be sharded is in host memory."""
     device, dtype = choose_device(s)
     with telling(f"--model {s.model}:"):
-        return sample.open_policy(s.model, device if s.is_whole else "cpu", dtype)
+        model, tokenizer = sample.open_policy(s.model, device if s.is_whole else "cpu", dtype)
+        sample.set_template_arguments(tokenizer, s.template_args)
+    return model, tokenizer
 
 
 def load_reward_model(s):
@@ -1044,18 +1149,31 @@ def load_data(s, tokenizer):
 def load_problems(name, source, tokenizer, s):
     """The problems of a file, a list of dicts. BadInput: one is too long for the model."""
     # The built-in rewards need a true answer to compare with.
-    need_answer = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
-    reserved = reward.ARGUMENTS if s.reward or s.step_reward else ()
+    rewards = set(s.reward or ["rule"])
+    need_answer = rewards <= {"rule", "think"} and not s.reward_model
+    limit = sample.length_limit(AutoConfig.from_pretrained(s.model))
+    too_long = []  # (tokens of the prompt, line)
+
+    # Every prompt is checked now, not in the step that happens to draw it.
+    def check(number, problem):
+        with telling(f"{name}: {source}, line {number}:"):
+            prompt = chat_prompt(tokenizer, problem, s.system_prompt)
+            taken = problem.keys() & reward.ARGUMENTS
+            if taken and (s.reward or s.step_reward):
+                raise ValueError(f"rewards have an argument {min(taken)!r}: rename that column")
+        [ids] = sample.ids_of(tokenizer, [prompt])
+        if len(ids) + s.answer_tokens > limit:
+            too_long.append((len(ids), number))
+
+    progress = partial(tqdm, desc=f"reading {source}", delay=2, leave=False,
+                       disable=rank() > 0)
     with telling(f"{name}:"):
         problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
-                                        reserved)
-        prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
-        lengths = [len(ids) for ids in sample.ids_of(tokenizer, prompts)]
-    # The longest prompt is checked now, not in the step that happens to draw it.
-    longest = max(lengths, default=0)
-    limit = sample.length_limit(AutoConfig.from_pretrained(s.model))
-    if longest + s.answer_tokens > limit:
-        raise BadInput(f"{name}: a prompt of {longest} tokens and {s.answer_tokens} of an answer "
+                                        check, progress)
+    if too_long:
+        longest, number = max(too_long)
+        raise BadInput(f"{name}: {source}, line {number}, the longest of {len(too_long)} such "
+                       f"lines: a prompt of {longest} tokens and {s.answer_tokens} of an answer "
                        f"are more than the model's {limit} positions: lower --max-new-tokens or "
                        "--max-turns, or take such problems out of the file")
     return problems
@@ -1072,17 +1190,21 @@ def load_reward_of(s, reward_model=None):
         reward_of = partial(reward.model_rewards, reward_model, prompt_of)
     if reward_of:
         reward_of = telling("--reward-model:" if reward_model else "")(reward_of)
-        reward_of.of_flags = True  # begin() tells it from a function given in Python
+        reward_of.judge = reward_model  # a function given in Python has no such attribute
     return reward_of
+
+
+def rewards_by(reward_of, problems, prompts, rollout):
+    """Call reward_of -> (N,) float32. One from Python may give any list of numbers."""
+    with torch.set_grad_enabled(torch.is_grad_enabled()):  # which it may switch
+        values = reward_of(problems, prompts, rollout)
+    values = torch.as_tensor(values, dtype=torch.float32, device="cpu").detach()
+    return values.reshape(len(rollout.responses))
 
 
 # --------------------------------------------------------------------------------------------------
 # Weights. AdamW at 1e-6 moves a weight by about 1e-6, but a bfloat16 weight of 0.02 can only move
-# by 1.2e-4. So the optimizer works on float32 masters, and rounds the model's weights from them.
-
-# The bits of a float32 that these lack: neighbours are 2^16 (2^13) float32 numbers apart.
-DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}
-
+# by 1.2e-4. So the optimizer moves float32 masters, and the model's weights are rounded from them.
 
 def make_optimizer(model, s, ref_model=None):
     """AdamW over the weights, or over float32 masters if they have fewer bits, or over factors."""
@@ -1092,11 +1214,35 @@ def make_optimizer(model, s, ref_model=None):
     weights = [p for p in model.parameters() if p.requires_grad]
     if weights[0].dtype == torch.float32:
         return with_moments(torch.optim.AdamW(weights, **how))
-    place = {"dtype": torch.float32}
-    if s.offload and world() == 1 and model.device.type == "cuda":
-        place |= {"device": "cpu", "pin_memory": True}
-    masters = [torch.empty_like(w, **place).copy_(w.detach()) for w in weights]
-    return MasterAdamW(masters, weights, s.seed, **how)
+    offload = s.offload and world() == 1 and model.device.type == "cuda"
+    masters = []
+    for i, weight in enumerate(weights):
+        master = off_grid(weight, s.seed, i)
+        masters.append(master.cpu().pin_memory() if offload else master)
+    return MasterAdamW(masters, weights, **how)
+
+
+@torch.no_grad()
+def off_grid(weight, seed, i):
+    """A float32 copy of the i-th weight, its numbers moved at random by less than half a unit.
+
+    A unit is the distance between neighbours in bfloat16 (or float16). Rounded to nearest, the copy
+    is still the weight, bit for bit. But if a master began exactly on such a number, its weight
+    would not change until it had moved by half a unit, after hundreds of steps at 1e-6. From random
+    places a move by a hundredth of a unit takes one weight in a hundred to its next number, and on
+    average the intended change arrives. Stochastic rounding (arXiv 2010.06192) draws at every step.
+    """
+    master = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+    # Neighbours are so many float32 numbers apart: 2^16, or 2^13 for float16; 1 for float32.
+    unit = round(torch.finfo(weight.dtype).eps / torch.finfo(torch.float32).eps)
+    if unit > 1:
+        shard = rank() if is_sharded(weight) else 0
+        generator = seeded(seed, "off grid", i, shard, device=master.device)
+        # The bits of a float32, read as an integer, count the numbers between it and 0.
+        number = local(master).view(torch.int32)
+        offset = torch.empty_like(number).random_(1 - unit // 2, unit // 2, generator=generator)
+        number += offset.masked_fill_(local(weight) == 0, 0)  # below 0 a count would be no number
+    return master
 
 
 def with_moments(optimizer):
@@ -1109,24 +1255,16 @@ def with_moments(optimizer):
 
 
 class MasterAdamW(torch.optim.AdamW):
-    """AdamW on float32 masters of bfloat16 or float16 weights, with rounding that loses no step.
+    """AdamW on the float32 masters of bfloat16 or float16 weights, which are rounded from them.
 
-    Rounded to nearest, a weight would not change until its master had moved by half a unit, after
-    hundreds of steps at 1e-6. Here each weight has a threshold of its own, uniform between 0 and 1
-    unit, and is rounded up if its master's remainder reaches it. So a move by a hundredth of a unit
-    moves one weight in a hundred by a whole unit: on average the intended change arrives. The
-    thresholds stay the same during a run; stochastic rounding (arXiv 2010.06192) draws anew.
-
-    With --offload masters and moments are in host memory: the GPU sends gradients once per update,
-    and rounds the masters that come back, with the same thresholds as without --offload.
+    With --offload masters and moments are in host memory: the GPU sends gradients once per update.
     """
 
-    def __init__(self, trained, weights, seed, **how):
+    def __init__(self, trained, weights, **how):
         super().__init__(trained, **how)
         with_moments(self)
         self.trained = trained  # float32 masters, or LoRA's factors
         self.weights = weights
-        self.seed = seed
         # Gradients below 6e-8 are 0 in float16: the loss is multiplied by this before backward().
         # The second number counts updates since a gradient was last not finite.
         scale = 2.0**16 if weights[0].dtype == torch.float16 else 1.0
@@ -1157,33 +1295,14 @@ class MasterAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def round(self):
-        """Round the masters into the model's weights."""
-        first = self.weights[0]
-        part = rank() if is_sharded(first) else 0  # a shard has thresholds of its own
-        # The seed is the same at every step, and so are the thresholds.
-        generator = seeded(self.seed, "thresholds", part, device=first.device)
+        """Round the masters into the model's weights, each to the nearest number."""
         for weight, master in zip(self.weights, self.masters()):
-            if weight.dtype in DROPPED_BITS:
-                round_into(local(weight), local(master), generator)
-            else:
-                weight.copy_(master)
+            weight.copy_(master)
 
     def zero_grad(self, set_to_none=True):
         super().zero_grad()
         for weight in self.weights:
             weight.grad = None
-
-
-def round_into(weight, master, generator):
-    """Round each float32 up if its remainder reaches its threshold, else down."""
-    bits = DROPPED_BITS[weight.dtype]
-    weights = weight.view(-1).split(2**20)
-    masters = master.view(-1).split(2**20)
-    for w, m in zip(weights, masters):
-        # The bits of a float32, read as an integer, grow with its size: 2^bits is one unit.
-        number = m.to(w.device).view(torch.int32)
-        added = torch.empty_like(number).random_(2**bits, generator=generator)  # 1 - threshold
-        w.copy_(((number + added) & -2**bits).view(torch.float32))
 
 
 def loss_scale_of(optimizer):
@@ -1195,8 +1314,10 @@ def unscaled(optimizer):
     """The tensors with a gradient, now divided by the loss scale; LoRA's averaged over GPUs."""
     known = optimizer.param_groups[0]["params"] + getattr(optimizer, "weights", [])
     tensors = [p for p in known if p.grad is not None]
+    scale = loss_scale_of(optimizer)
     for p in tensors:
-        p.grad /= loss_scale_of(optimizer)
+        if scale != 1:
+            p.grad /= scale
         if isinstance(optimizer, LoraAdamW) and world() > 1:
             dist.all_reduce(p.grad)  # as FSDP does with shards
             p.grad /= world()
@@ -1253,7 +1374,8 @@ class LoraAdamW(MasterAdamW):
             self.factors[f"base_model.model.{name}.lora_A.weight"] = A
             self.factors[f"base_model.model.{name}.lora_B.weight"] = B
             W.requires_grad_()
-        super().__init__(list(self.factors.values()), list(linears.values()), s.seed, **how)
+        self.seed = s.seed
+        super().__init__(list(self.factors.values()), list(linears.values()), **how)
 
     @torch.no_grad()
     def take_gradient(self, i, weight):
@@ -1265,8 +1387,9 @@ class LoraAdamW(MasterAdamW):
             factor.grad = grad if factor.grad is None else factor.grad + grad
 
     def masters(self):
-        for W0, A, B in self.parts:
-            yield W0.to(B, copy=True).addmm_(B, A, alpha=self.lora_scale)              # (out, in)
+        for i, (W0, A, B) in enumerate(self.parts):
+            W = off_grid(W0.to(B.device), self.seed, i)                                # (out, in)
+            yield W.addmm_(B, A, alpha=self.lora_scale)
 
 
 def linears_of(model):
@@ -1301,7 +1424,7 @@ def save_adapter(run, optimizer, s):
 # Memory is counted before anything is loaded; a run takes the first of four ways that fits.
 
 PROMPT = 256  # tokens of a prompt that the count assumes
-DEVICE, HOST = "device memory", "host memory"  # the two sums of a count
+DEVICE, HOST, DISK = "device memory", "host memory", "disk"  # the sums of a count
 ADVICE = ("to need less: --lora-rank 16, --kl-coef 0, --dtype bfloat16, a smaller --model, more "
           "GPUs, or lower --prompts-per-step, --group-size, --max-new-tokens, --micro-batch-tokens")
 
@@ -1315,10 +1438,16 @@ def plan_memory(s):
         if s.eval_only:
             return way  # an evaluation has no step
         if not lack:
-            say(f"loading   {s.model} in {way.dtype} on {device}; a step needs about "
-                f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)"
-                + ", with --offload" * way.offload
-                + ", with --gradient-checkpointing" * way.gradient_checkpointing)
+            line = (f"loading   {s.model} in {way.dtype} on {device}; a step needs about "
+                    f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)")
+            for name in ("offload", "gradient_checkpointing"):
+                if getattr(way, name):
+                    line += f", with {flag_of(name)}"
+            say(line)
+            space = free_disk(s.output)
+            if count[DISK] > space and not s.resume:
+                say(f"--output: the run needs {count[DISK] / 1e9:.3g} GB of disk when it saves, "
+                    f"and {space / 1e9:.3g} are free")
             return way
     raise BadInput(f"--model {s.model}: a step needs about {count[lack] / 1e9:.3g} GB of {lack} "
                    f"(details: --dry-run), and that leaves less than a tenth free; {ADVICE}")
@@ -1335,13 +1464,20 @@ def counted_ways(s, device, dtype):
         s.offload = False  # the device has no memory of its own
     model = model_without_storage("--model", s.model, dtype)
     free = {DEVICE: free_memory(device), HOST: free_memory(torch.device("cpu"))}
+    if s.dry_run:  # the card of another machine, where CUDA itself takes about a GB
+        free = {DEVICE: (s.dry_run - 1) * 2**30, HOST: math.inf}
     for offload, checkpointing in product((False, True), repeat=2):
-        if s.offload in (None, offload) and s.gradient_checkpointing in (None, checkpointing):
-            way = dataclasses.replace(s, offload=offload, gradient_checkpointing=checkpointing)
-            count = memory(way, model)
+        way = dataclasses.replace(s, offload=offload, gradient_checkpointing=checkpointing)
+        if (s.offload not in (None, offload)
+                or s.gradient_checkpointing not in (None, checkpointing)):
+            continue
+        count = memory(way, model)
+        lack = None
+        for kind, size in free.items():
             # A tenth stays free, for CUDA itself and for fragments of the allocator.
-            lack = [kind for kind in free if count[kind] >= 0.9 * free[kind]]
-            yield way, count, lack[0] if lack else None
+            if count[kind] >= 0.9 * size:
+                lack = lack or kind
+        yield way, count, lack
 
 
 def memory(s, model):
@@ -1355,7 +1491,10 @@ def memory(s, model):
     keys = (getattr(text, "num_key_value_heads", None) or heads) * width
     # Numbers that a layer keeps per token for its backward pass: of its norms, attention and MLP
     kept = 8 * hidden + 5 * queries + keys
-    kept += 4 * (getattr(text, "intermediate_size", None) or 4 * hidden)
+    inner = getattr(text, "intermediate_size", None) or 4 * hidden
+    if isinstance(inner, list):  # Gemma 3n's layers have one each
+        inner = max(inner)
+    kept += 4 * inner
     if any("q_norm" in name for name, _ in model.named_parameters()):
         kept += 3 * (queries + keys)
     # With checkpointing a layer keeps its input, and one layer at a time is run again.
@@ -1395,28 +1534,49 @@ def memory(s, model):
         "gradients, float32": 4 * trained + one_gradient,
         "reward model": judge * (16 if s.renew_reference else 4),
         "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * layers * keys * size,
+        "logits of the draw": 12 * rows * text.vocab_size,
         "kept for the backward pass": s.micro_batch_tokens * kept * size,
-        "logits, their gradients": 12 * logits + 2 * size * head,
+        "logits, their gradients": 12 * logits + 4 * head,
     }
     host += 4 * max(W.numel() for W in weights)  # a checkpoint passes tensor by tensor
-    return count | {DEVICE: sum(count.values()), HOST: host}
+    saved = 12 * (trained if s.lora_rank else n)  # masters and moments, of all ranks
+    if s.renew_reference:
+        saved += n * size + 12 * judge
+    disk = 2 * saved + n * size  # while it saves: the old checkpoint and the new one; final/
+    return count | {DEVICE: sum(count.values()), HOST: host, DISK: disk}
 
 
 def print_memory(s):
-    """--dry-run: print the count of each way, in GB; a star marks the one that a run takes here."""
-    device, dtype = torch.device("cuda"), getattr(torch, s.dtype, torch.bfloat16)
-    if s.device != "cuda" or torch.cuda.is_available():  # else the card of another machine
+    """--dry-run: print the count of each way, in GB; a star marks the one that a run takes."""
+    dtype = getattr(torch, s.dtype, torch.bfloat16)
+    device = torch.device("cuda")  # of another machine, if this one has none
+    if not s.dry_run and (s.device != "cuda" or torch.cuda.is_available()):
         device, dtype = choose_device(s)
-    ways, counts, lacks = zip(*counted_ways(s, device, dtype))
-    taken = lacks.index(None) if None in lacks else None
-    rows = {"*: a run takes this way here": ["*" * (n == taken) for n in range(len(ways))]}
-    for name in ("offload", "gradient_checkpointing"):
-        rows[flag_of(name)] = ["yes" * getattr(way, name) for way in ways]
-    for what in counts[0]:
-        rows[what] = [f"{count[what] / 1e9:.2f}" for count in counts]
-    print(f"{s.model} in {dtype} on {device.type}: GB for a step")
-    for what, cells in rows.items():
-        print(f"{what:30}" + "".join(f"{cell:>8}" for cell in cells))
+    where = f"a card of {s.dry_run:g} GB" if s.dry_run else device.type
+    print(f"{s.model} in {dtype} on {where}: GB for a step")
+    columns = []
+    fits = False
+    for way, count, lack in counted_ways(s, device, dtype):
+        star = "" if lack or fits else "*"
+        fits = fits or not lack
+        column = {"*: a run takes this way": star}
+        for name in ("offload", "gradient_checkpointing"):
+            column[flag_of(name)] = "yes" if getattr(way, name) else ""
+        for what, size in count.items():
+            column[what] = f"{size / 1e9:.2f}"
+        columns.append(column)
+    for what in column:
+        print(f"{what:30}" + "".join(f"{column[what]:>8}" for column in columns))
+    if not fits:
+        print(f"no way leaves a tenth of {where}'s free memory; {ADVICE}")
+
+
+def free_disk(output):
+    """Bytes that are free where the run's folder will be."""
+    folder = Path(output).absolute()
+    while not os.path.exists(folder):
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
 
 
 def free_memory(device):
@@ -1535,13 +1695,19 @@ def local(tensor):
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-def shard(model, s):
-    """FSDP2 on every decoder layer and on the rest: shards, gathered when they compute."""
+def shard(model, s, samples=False):
+    """FSDP2 on every decoder layer and on the rest: shards, gathered when they compute.
+
+    A model that `samples` gets a twin to do it, which FSDP's hooks do not slow down.
+    """
     if s.is_whole:
         return model
     from torch.distributed import fsdp
 
     device = choose_device(s)[0]
+    if samples:
+        room = {id(p): torch.empty_like(p, device=device) for p in model.parameters()}
+        vars(model)["twin"] = copy.deepcopy(model, room).to(device)  # `room` for its weights
     how = {"mp_policy": fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32),
            "mesh": dist.init_device_mesh(device.type, (world(),))}
     lists = (m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList))
@@ -1554,25 +1720,15 @@ def shard(model, s):
     return model.to(device)  # its buffers
 
 
-def sharded_parts(model):
-    """The modules whose weights FSDP gathers; none where ranks have whole weights."""
-    return [part for part in model.modules() if hasattr(part, "unshard")]
-
-
-@contextmanager
-def whole_weights(model):
-    """Gather all weights for a rollout, so that no rank waits for another's long answers."""
-    parts = sharded_parts(model)
-    for part in parts:
-        part.unshard()
-        # Otherwise a layer would drop its gathered weights after the first token.
-        part.set_reshard_after_forward(False, recurse=False)
-    try:
-        yield
-    finally:
-        for part in parts:
-            part.reshard()
-            part.set_reshard_after_forward(part is not model, recurse=False)
+@torch.no_grad()
+def with_whole_weights(model):
+    """The model to sample from: itself, or a sharded one's twin with the weights of all shards."""
+    twin = vars(model).get("twin", model)
+    if twin is not model:
+        model.reshard()
+        for weight, shard in zip(twin.parameters(), model.parameters()):
+            weight.copy_(full(shard))
+    return twin
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1583,6 +1739,7 @@ class Run:
 
     def __init__(self, folder=None):
         self.name = str(folder)
+        self.command = ""  # that began it
         self.folder = Path(folder) if folder and rank() == 0 else None
         self.signal = 0
         self.step = 0  # the last step that is done
@@ -1593,11 +1750,12 @@ class Run:
         self.held_out = []  # (step, score of an evaluation)
         self.history = []  # the metrics that symptoms() reads
         self.told = {}  # how bad each symptom was when it was reported
-        self.data = None  # a digest of the problems
+        self.digests = {}  # of what the run began with
         self.reward_model = None  # if training moves it
         self.ref_model = None  # if training moves it
         self.groups = {}  # groups for page.html, by step
-        self.before = []  # greedy answers to the held-out problems
+        self.eval_problems = []
+        self.before = []  # greedy answers to them, and their rewards
         self.after = []  # the same, after training
 
     def claim_folder(self, s):
@@ -1629,9 +1787,10 @@ class Run:
                 signal.signal(number, signal.SIG_DFL)
             go_on()
 
-        # Windows has no SIGHUP, and nohup ignores it.
+        # Windows has no SIGHUP, and nohup ignores it. Only the main thread may set handlers.
         numbers = [n for n in signal.Signals if n.name in ("SIGINT", "SIGTERM", "SIGHUP")
-                   and signal.getsignal(n) != signal.SIG_IGN]
+                   and signal.getsignal(n) != signal.SIG_IGN
+                   and threading.current_thread() is threading.main_thread()]
         before = {n: signal.signal(n, stop) for n in numbers}
         if hasattr(os, "fork"):
             # A process that a reward forks has the default handlers. Python drops a signal that
@@ -1656,6 +1815,8 @@ class Run:
         metrics = {name: None if isinstance(value, float) and not math.isfinite(value) else value
                    for name, value in metrics.items()}
         self.step = metrics["step"]
+        if self.step == 0:
+            metrics["command"] = self.command
         if "loss" in metrics:
             self.history.append(metrics)
             lines = []
@@ -1675,8 +1836,8 @@ class Run:
                            "finite: --lr or a reward may be too large, or --temperature too small")
 
     def curve(self, name):
-        """A metric over the steps: (step, value), without values that are null."""
-        return [(m["step"], m[name]) for m in self.history if m[name] is not None]
+        """A metric over the steps: (step, value), without steps that lack it or have null."""
+        return [(m["step"], m[name]) for m in self.history if m.get(name) is not None]
 
     def log_samples(self, step, batch, rollout):
         """Write the step's first two groups, as they were scored."""
@@ -1711,7 +1872,7 @@ def save_folder(model, tokenizer, run, name):
     weights = dict(model.named_parameters())
     check_finite(run, weights)
     whole = {}
-    for part, weight in weights.items() if sharded_parts(model) else ():
+    for part, weight in weights.items() if hasattr(model, "reshard") else ():
         weight = full(weight)  # all ranks take part in gathering
         if run.folder:
             whole[part] = weight.detach().cpu()
@@ -1733,7 +1894,9 @@ def check_finite(run, tensors):
 # A checkpoint: all tensors that training moves, and Run's state. Everything else that a step
 # needs (problems, random numbers, learning rate) follows from the step and the settings.
 
-COUNTERS = ("step", "skipped", "kl_coef", "held_out", "told", "before", "after", "data", "groups")
+COUNTERS = ("step", "skipped", "kl_coef", "held_out", "told", "before", "after", "digests",
+            "groups")
+TEXTS = ("reward", "step_reward", "reply")  # flags of files whose text may change in a run
 CHECKPOINT = "checkpoint.safetensors"
 
 
@@ -1800,27 +1963,74 @@ def as_safetensors(tensors):
 
 
 @torch.no_grad()
-def load_checkpoint(run, model, optimizer):
+def load_checkpoint(run, model, optimizer, s):
     """Restore what the checkpoint holds; a run killed before its first one starts from step 0."""
     path = Path(run.name, CHECKPOINT)
+    log = Path(run.name, "metrics.jsonl")
     if not path.is_file():
+        if log.is_file() and log.stat().st_size:
+            last = len(log.read_text(encoding="utf-8").splitlines()) - 1
+            raise BadInput(f"--resume {run.name}: its metrics go to step {last}, but there is no "
+                           f"{CHECKPOINT}")
         return
-    with (telling(f"--resume: {path} is damaged, or not of this model:", of=Exception),
-          safe_open(path, framework="pt") as file):
+    with telling(f"--resume: {path} is damaged:", of=Exception):
+        file = safe_open(path, framework="pt")
         counters = json.loads(file.get_tensor("counters").numpy().tobytes())
-        if counters["data"] != run.data:
-            raise ValueError("--data or --eval-data is not what the run started from")
-        vars(run).update({name: counters[name] for name in COUNTERS})
+    if not counters.keys() >= set(COUNTERS):
+        raise BadInput(f"--resume: {path} was written by another version of train.py")
+    check_digests(run, counters["digests"], s)
+    vars(run).update({name: counters[name] for name in COUNTERS})
+    with telling(f"--resume: {path} is damaged, or not of this model:", of=Exception):
         if run.reward_model:
             run.reward_model.pairs, run.reward_model.replay = counters["pairs"]
-        for name, place in what_moves(run, model, optimizer).items():
-            tensor = file.get_tensor(name)
-            if is_sharded(place):
-                tensor = dist.tensor.distribute_tensor(tensor.to(place.device), place.device_mesh,
-                                                       place.placements)
-            place.copy_(tensor)
+        for name, moving in what_moves(run, model, optimizer).items():
+            saved = file.get_tensor(name)
+            if is_sharded(moving):
+                saved = dist.tensor.distribute_tensor(saved.to(moving.device), moving.device_mesh,
+                                                      moving.placements)
+            moving.copy_(saved)
     if isinstance(optimizer, MasterAdamW):
         optimizer.round()  # the weights are still those of the start
+
+
+def digests_of(parts, s):
+    """{flag: a digest of what it names}: problems, first weights, texts of rewards and replies."""
+    found = {"model": some_numbers(parts.policy_model), "data": parts.problems,
+             "eval_data": parts.eval_problems}
+    if judge := getattr(parts.reward_of, "judge", None):
+        found["reward_model"] = some_numbers(judge.model)
+    for name in TEXTS:
+        specs = getattr(s, name) or []
+        if isinstance(specs, str):
+            specs = [specs]
+        found[name] = [text_of(spec) for spec in specs]
+    return {name: hashlib.sha256(json.dumps(value).encode()).hexdigest()
+            for name, value in found.items()}
+
+
+def some_numbers(model):
+    """Four numbers of every tensor, which tell one model from another."""
+    numbers = []
+    for weight in model.parameters():
+        numbers += full(weight.detach()).flatten()[::weight.numel() // 4 + 1].tolist()
+    return numbers
+
+
+def text_of(spec):
+    """Of file.py:function the file's text and the function's name; of `rule` its name."""
+    file, _, name = spec.rpartition(":")
+    text = Path(file).read_text(encoding="utf-8", errors="replace") if file else ""
+    return [text, name]
+
+
+def check_digests(run, saved, s):
+    """BadInput for a flag that names something else than at the start; a reward may change."""
+    for name, digest in run.digests.items():
+        if digest != saved.get(name):
+            line = f"{flag_of(name)} {getattr(s, name)}: is not what the run began with"
+            if name not in TEXTS:
+                raise BadInput(line)
+            say(line)
 
 
 def forget_after(run, step):
@@ -1832,7 +2042,10 @@ def forget_after(run, step):
         lines = path.read_bytes().split(b"\n")[:-1]
         records = [record for record in map(json.loads, lines) if record["step"] <= step]
         os.truncate(path, sum(len(line) + 1 for line in lines[:len(records)]))
-    run.history = [record for record in records if "loss" in record]  # of metrics.jsonl
+    # Those of metrics.jsonl
+    run.history = [record for record in records if "loss" in record]
+    if records:
+        run.command = records[0]["command"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1841,9 +2054,12 @@ def forget_after(run, step):
 def main(argv=None):
     """-> exit status: 0 done; 2 bad input, one line on standard error; 128 + signal if stopped."""
     run = Run()
+    words = sys.argv[1:] if argv is None else map(str, argv)
+    words = list(words)
+    run.command = shlex.join(["train.py", *words])
     try:
-        settings = parse(argv)
-        if settings.dry_run:
+        settings = parse(words)
+        if settings.dry_run is not None:
             print_memory(settings)
             return 0
         join_ranks(settings)
@@ -1856,9 +2072,12 @@ def main(argv=None):
     except BadInput as error:
         fault = error
     except Exception as error:
-        if not out_of_memory(error):
+        if out_of_memory(error):
+            fault = f"out of memory; {ADVICE}"
+        elif "No space left" in str(error) or "quota exceeded" in str(error):
+            fault = f"the disk is full: {one_line(error)}"
+        else:
             raise
-        fault = f"out of memory; {ADVICE}"
     if run.resume_command:
         fault = f"{fault}; continue with: {run.resume_command}"
     say(f"train.py: {fault}", sys.stderr)
@@ -1889,7 +2108,7 @@ def train(parts, run, s):
         save_adapter(run, parts.optimizer, s)
     if parts.reward_model:
         save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
-    print_story(run, parts.eval_problems, "reward" if parts.reward_of else "accuracy")
+    print_story(run, "reward" if parts.reward_of else "accuracy")
     return 0
 
 
@@ -1899,23 +2118,28 @@ def begin(run, parts, s):
     # The checkpoint holds only what moves; the first reference is the initial policy.
     run.reward_model = parts.reward_model
     run.ref_model = parts.ref_model if s.renew_reference else None
+    run.eval_problems = parts.eval_problems
     if run.reward_model:
         with_moments(run.reward_model.optimizer)
-    text = json.dumps([parts.problems, parts.eval_problems])
-    run.data = hashlib.sha256(text.encode()).hexdigest()
+    if parts.reward_of and not hasattr(parts.reward_of, "judge"):
+        s.reward = PYTHON
+    run.digests = digests_of(parts, s)
     if s.resume:
-        load_checkpoint(run, model, parts.optimizer)
+        load_checkpoint(run, model, parts.optimizer, s)
         # A run without a checkpoint also repeats step 0, its first evaluation.
         on_rank_0(forget_after, run, run.step if run.held_out else -1)
         if s.steps < run.step:
             raise BadInput(f"--steps {s.steps}: the run in {run.name} is at step {run.step}")
     kept = {name: getattr(s, name) for name in FIELDS if FIELDS[name].metadata["kept"]}
-    if parts.reward_of and not hasattr(parts.reward_of, "of_flags"):
-        kept["reward"] = PYTHON
+    text = json.dumps(kept, indent=2) + "\n"
+    # Files in the program's folder are named from there, because it may move: see path().
+    text = text.replace(json.dumps(f"{HERE}{os.sep}")[:-1], '"./')
     if run.folder:
         with run.replacing("config.json") as place:
-            place.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+            place.write_text(text, encoding="utf-8")
     run.resume_command = command("train.py", "--resume", run.name)
+    if not run.held_out:
+        save_checkpoint(run, model, parts.optimizer)  # from now on a run without one has lost it
     millions = model.num_parameters() / 1e6
     say(f"policy    {millions:.2f}M parameters in {world()} process{'es' * (world() > 1)}; "
         f"settings of {s.config or 'the command line'}\n"
@@ -1931,15 +2155,20 @@ def say(line, file=None):
             print(line, file=file, flush=True)
 
 
-def print_story(run, eval_problems, judged_by):
-    """Print one held-out problem, answered before and after; the curves; what to do next."""
-    # The problem whose reward has risen most, by the reward that the run trains on.
+def example_of(run):
+    """The held-out problem that gained most, with its answers before and after -> four lines."""
     before = torch.tensor([reward for _, reward in run.before])
     after = torch.tensor([reward for _, reward in run.after])
     i = int((after - before).nan_to_num().argmax())
-    truth, = truths_of(eval_problems[i:i + 1])
-    say(f"\nquestion  {eval_problems[i]['question']}\nbefore    {run.before[i][0]}\n"
-        f"after     {run.after[i][0]}\ntruth     {truth or 'not known'}\n")
+    problem = run.eval_problems[i]
+    truth, = truths_of([problem])
+    return (f"question  {problem['question']}\nbefore    {run.before[i][0]}\n"
+            f"after     {run.after[i][0]}\ntruth     {truth or 'not known'}")
+
+
+def print_story(run, judged_by):
+    """Print what a held-out problem was answered before and after; the curves; what to do next."""
+    say(f"\n{example_of(run)}\n")
     say(f"{f'held-out {judged_by}':22}" + small_curve(run.held_out))
     names = ["reward_mean", "approx_kl", "response_length_mean"]
     if any(m["format_rate"] for m in run.history):
@@ -2055,14 +2284,16 @@ def page_of(run, sections, s):
     return f"""<!doctype html><html lang="en"><head><meta charset="utf-8">{again}
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1"><title>{name}</title>
-<style>{STYLE}</style></head><body><h1>{name}</h1><p>GRPO of {shown(Path(s.model).name)}: {run.step}
-steps of B = {s.prompts_per_step} questions and G = {s.group_size} answers to each, lr {s.lr:g}.
-Held-out answers are greedy, all others sampled. Orange lines are warnings.</p>
+<style>{STYLE}</style></head><body><h1>{name}</h1><code>{shown(run.command)}</code>
+<p>GRPO of {shown(Path(s.model).name)}: {run.step} steps of B = {s.prompts_per_step} questions and
+G = {s.group_size} answers to each, lr {s.lr:g}. Held-out answers are greedy, all others sampled.
+Orange lines are warnings.</p>
 <div>{figures}</div><ul>{"".join(f"<li>step {step}: {line}</li>" for step, line in warned)}</ul>
-<h1>What it learned</h1><p>x is a question, y<sub>i</sub> an answer of its group, r<sub>i</sub> its
-reward and A<sub>i</sub> its advantage. Tinted tokens are now <i style="--d:2">more likely</i> or
-<i style="--d:-2">less likely</i> than when the policy drew them: log π − log π<sub>old</sub>, the
-log of [E]'s ratio. Hover for the number, in nats.</p>{sections}</body></html>"""
+<h1>What it learned</h1><section><pre>{shown(example_of(run))}</pre></section><p>x is a question,
+y<sub>i</sub> an answer of its group, r<sub>i</sub> its reward and A<sub>i</sub> its advantage.
+Tinted tokens are now <i style="--d:2">more likely</i> or <i style="--d:-2">less likely</i> than
+when the policy drew them: log π − log π<sub>old</sub>, the log of [E]'s ratio. Hover for the
+number, in nats.</p>{sections}</body></html>"""
 
 
 def figure_of_curve(name, points, last, warned):
@@ -2071,7 +2302,8 @@ def figure_of_curve(name, points, last, warned):
     means = pooled(values, 120)
     low, high = min(means), max(means)
     if high - low <= 1e-9 * abs(high):  # a flat curve lies in the middle
-        low, high = low - 0.5, high + 0.5
+        margin = max(0.5, abs(high) / 2)
+        low, high = low - margin, high + margin
     line = ""
     for step, mean in zip(pooled(steps, 120), means):
         line += f"{50 + 250 * step / last:.1f},{78 - 76 * (mean - low) / (high - low):.1f} "
@@ -2141,7 +2373,7 @@ def print_trace(parts, s):
                                   s, parts.sampler, parts.reward_of)
     mask = rollout.mask                                                                # (G, S-1)
     A = rollout.advantages.view(len(mask), -1).expand(mask.shape)                      # (G, S-1)
-    how = "group_advantages" if s.advantage == "group" else f"advantages_for {s.advantage!r}"
+    how = "group_advantages" if s.advantage == "group" else f"--advantage {s.advantage}"
     say(f"\n[A] sample_groups: {s.group_size} answers to\n{batch.prompts[0]}\n\n"
         f"[B] score_responses: rewards, the truth is {batch.problems[0]['answer']}\n"
         f"[C] {how}, of each answer's first token")

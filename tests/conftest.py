@@ -3,20 +3,16 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import gc
 import hashlib
 import io
 import json
 import math
-import multiprocessing
 import os
 import runpy
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -56,15 +52,6 @@ for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
 logging.disable_progress_bar()
 logging.set_verbosity_error()
-
-
-def pytest_collection_finish(session):
-    """What is imported stays: to search it for garbage would take a third of a second, which a
-    test that measures time could not tell from its own. The whole suite needs the server, which
-    imports all of it once more: beside the first tests."""
-    gc.freeze()
-    if len(session.items) > 1000:
-        server()
 
 
 @pytest.fixture(autouse=True)
@@ -426,86 +413,39 @@ def printed_by(*flags):
 
 
 # --------------------------------------------------------------------------------------------------
-# Programs in processes of their own. Their imports take five seconds, so all but a few are forked
-# by a server that has imported what they need and used nothing of it. (A fork of this process would
-# share the semaphore of its tqdm bars, which a child that is killed while it draws leaves locked.)
+# Programs in processes of their own, and ranks without torchrun's slow start
 
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["conftest", "train", "transformers.models.qwen2.modeling_qwen2"])
-
-
-def opened(path):
-    """A file to print into; without a name it is a pipe whose reader has gone away."""
-    if path:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    reader, writer = os.pipe()
-    os.close(reader)
-    return writer
-
-
-def child(program, arguments, environment, folder, out, err):
-    """What a forked process does: it becomes `python PROGRAM ARGUMENTS` in that folder."""
-    os.setpgid(0, 0)
-    multiprocessing.set_start_method("fork", force=True)  # as it was: the server is ours, not its
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
-    for number, path in ((1, out), (2, err)):
-        os.dup2(opened(path), number)
-    encoding = environment.get("PYTHONIOENCODING", "utf-8")
-    sys.stdout = open(1, "w", encoding=encoding)
-    sys.stderr = open(2, "w", encoding=encoding, errors="backslashreplace")
-    sys.argv = [program, *arguments]
-    runpy.run_path(program, run_name="__main__")
-
-
-@functools.cache
-def server():
-    """Starts it, once; it finds what it imports by PYTHONPATH."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "tests"), *HELPERS]))
-        forkserver.ensure_running()
-
-
-def start(program, *arguments, folder=ROOT, out=os.devnull, err=os.devnull, **environment):
+def start(program, *arguments, folder=ROOT, out=subprocess.DEVNULL, err=subprocess.DEVNULL,
+          **environment):
     """Begin `python PROGRAM ARGUMENTS`, which prints into these files -> the process."""
-    server()
-    given = (str(ROOT / program), list(map(str, arguments)), {**ENVIRONMENT, **environment},
-             str(folder), str(out), str(err))
-    process = PROCESSES.Process(target=child, args=given, daemon=True)
-    process.start()
-    return process
-
-
-def ended(processes, limit=LIMIT):
-    """The exit statuses of processes, once all have ended; those that hang are killed."""
-    deadline = time.monotonic() + limit
-    for process in processes:
-        process.join(max(0, deadline - time.monotonic()))
-    for process in processes:
-        process.kill()
-        process.join()
-    return [process.exitcode for process in processes]
+    command = [sys.executable, str(ROOT / program), *map(str, arguments)]
+    return subprocess.Popen(command, cwd=folder, stdout=out, stderr=err,
+                            env={**ENVIRONMENT, **environment})
 
 
 def begin(program, *arguments, each=({},), **how):
-    """Begin `python PROGRAM ARGUMENTS` -> a function that waits for its exit status and what it
-    printed, so that several can run at once.
+    """Begin a program once for each of these environments -> a function that waits for the end.
 
-    With an environment for `each` of several processes: the first status that is not 0, and what
-    they printed one behind the other.
+    It returns the first status that is not 0, and all that they printed; what hangs is killed.
     """
-    place = tempfile.TemporaryDirectory()
-    files = [(Path(place.name, f"out{n}"), Path(place.name, f"err{n}")) for n in range(len(each))]
-    processes = [start(program, *arguments, out=out, err=err, **how, **environment)
-                 for (out, err), environment in zip(files, each)]
+    begun = []
+    for environment in each:
+        out, err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
+        begun.append((start(program, *arguments, out=out, err=err, **how, **environment), out, err))
 
     def end():
-        statuses = ended(processes)
-        out, err = ("".join(path.read_text() for path in paths) for paths in zip(*files))
-        place.cleanup()
-        status = next((status for status in statuses if status), 0)
-        return subprocess.CompletedProcess((program, *arguments), status, out, err)
+        status, printed, complained = 0, "", ""
+        for process, out, err in begun:
+            try:
+                process.wait(LIMIT)
+            finally:
+                process.kill()
+            status = status or process.wait()
+            out.seek(0)
+            err.seek(0)
+            printed += out.read()
+            complained += err.read()
+        return subprocess.CompletedProcess((program, *arguments), status, printed, complained)
     return end
 
 
@@ -520,14 +460,8 @@ def run_script(program, *arguments, **how):
     return begin(program, *arguments, **how)()
 
 
-@pytest.fixture(scope="session")
-def help_of_train():
-    """`python train.py --help`, and with it the server's imports."""
-    return run_script("train.py", "--help")
-
-
 def begin_ranks(ranks, program, *arguments, **environment):
-    """Begin a program on ranks that are told what torchrun tells them, without torchrun's start."""
+    """Begin a program on ranks that are told what torchrun tells them."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # 0: a port is free
     each = [dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks),
                  MASTER_ADDR="localhost", MASTER_PORT=str(store.port),
@@ -595,8 +529,8 @@ def metrics_of(folder):
 
 
 def curve(folder):
-    """The metrics without those of the clock and of the machine."""
-    measured = ("second", "memory")
+    """The metrics without those of the clock and of the machine, and without the command."""
+    measured = ("second", "memory", "command")
     return [{name: value for name, value in metrics.items()
              if not any(word in name for word in measured)}
             for metrics in metrics_of(folder)]

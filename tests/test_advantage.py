@@ -10,7 +10,7 @@ import torch
 from conftest import seeded, value_error
 
 from advantage import (
-    ADVANTAGES, advantages_for, group_advantages, grpo_s_advantages, gtpo_advantages, is_flat,
+    gdpo_advantages, group_advantages, grpo_s_advantages, gtpo_advantages, is_flat,
     leave_one_out_advantages, plain_advantages, process_advantages, shape_advantages,
     shapley_shares)
 
@@ -123,6 +123,64 @@ def test_leave_one_out(rewards):
     assert_close(leave_one_out_advantages(rewards, 8), expected, 1e-12)
     assert torch.equal(leave_one_out_advantages(rewards), leave_one_out_advantages(rewards, 8))
     assert leave_one_out_advantages(torch.full((7,), 0.7), 7).tolist() == [0.0] * 7
+
+
+def gdpo_reference(parts, weights, group_size):
+    """By its formulas, in Python's float64; None where a reward does not apply."""
+    sums = [0.0] * len(parts[0])
+    for part, weight in zip(parts, weights):
+        for start in range(0, len(part), group_size):
+            known = [i for i in range(start, start + group_size) if part[i] is not None]
+            values = [part[i] for i in known]
+            scores = reference(values, len(values)) if len(set(values)) > 1 else [0.0] * len(known)
+            for i, score in zip(known, scores):
+                sums[i] += weight * score
+    mean = math.fsum(sums) / len(sums)
+    std = math.sqrt(math.fsum((x - mean) ** 2 for x in sums) / len(sums))
+    return [(x - mean) / (std + 1e-8) for x in sums]
+
+
+def with_nan(parts, dtype=torch.float32):
+    return torch.tensor([[math.nan if r is None else r for r in part] for part in parts],
+                        dtype=dtype)
+
+
+NONE = None
+GDPO = [  # parts and weights, groups of four
+    ([[1, 1, 0, 0], [0, 100, 200, 300]], (1, 1)),
+    ([[1, 1, 0, 0], [0, 100, 200, 300]], (1, 0)), ([[1, 1, 0, 0], [0, 1, 2, 3]], (2.0, -0.5)),
+    ([[1, NONE, 0, 0, 1, 2, 3, 4], [5, NONE, NONE, NONE, NONE, 1, 1, 9]], (1, 1)),
+    ([[NONE] * 8, [0.3, 0.1, 0.2, 0.2, 1, 0, 0, 0], [0.7] * 8], (1, 2, 3)),
+    ([[1, 0, 0, 0], [0, 1, 1, 1]], (1, 1)),  # cancel: all advantages are 0
+]
+
+
+@pytest.mark.parametrize("parts, weights", GDPO)
+def test_gdpo_is_its_formula(parts, weights):
+    expected = gdpo_reference(parts, weights, 4)
+    for dtype, tolerance in ((torch.float64, 1e-7), (torch.float32, 1e-6)):
+        advantages = gdpo_advantages(with_nan(parts, dtype), weights, 4)
+        assert advantages.dtype == dtype
+        assert_close(advantages, expected, tolerance)
+
+
+def test_gdpo_of_right_and_length():
+    """A right answer wins, though lengths are larger numbers; the sum of both would not do that."""
+    parts, weights = torch.tensor(GDPO[0][0], dtype=torch.float32), GDPO[0][1]
+    found = gdpo_advantages(parts, weights, 4)
+    assert [round(a, 2) for a in found.tolist()] == [-0.74, 1.2, -1.2, 0.74]
+    summed = group_advantages(parts.sum(dim=0), 4).tolist()
+    assert summed == sorted(summed) and summed[0] < -1.3
+    flat = gdpo_advantages(torch.full((2, 7), 0.7), (1, 1), 7)
+    assert flat.tolist() == [0.0] * 7
+    # Of two GPUs: the std is that of both, so scores of one group are larger beside a flat one
+    both = torch.cat([parts, torch.ones(2, 4)], dim=1)
+    half = gdpo_advantages(parts, weights, 4, lambda sums: torch.cat([sums, 0 * sums]))
+    assert_close(half, gdpo_advantages(both, weights, 4)[:4].tolist(), 1e-6)
+    assert_close(half, (found * 2**0.5).tolist(), 1e-6)
+    for few in (parts[:1], parts[:0]):
+        with value_error("two rewards"):
+            gdpo_advantages(few, weights[:len(few)], 4)
 
 
 def shapley_by_definition(rewards):
@@ -288,31 +346,6 @@ def test_entropies_of_zero_or_equal(level, entropy):
     assert float(equal.abs().max()) < 1e-6
 
 
-def test_advantages_for():
-    rewards = torch.tensor([1.5, 0, 1, 0, 0, 1.5, 0.5, 0])
-    mask, right = ragged_mask(), rewards > 1
-    H = entropies_for(mask)
-    expected = {"group": group_advantages(rewards, 4),
-                "leave-one-out": leave_one_out_advantages(rewards, 4),
-                "gtpo": gtpo_advantages(rewards, H, mask, 4, right),
-                "grpo-s": grpo_s_advantages(rewards, H, mask, 4, right),
-                "shape": shape_advantages(*CANDIDATES, mask, 4)}
-    assert tuple(expected) == ADVANTAGES
-    for kind, advantages in expected.items():
-        given = (kind, rewards, 4, H, mask, right)
-        assert torch.equal(advantages_for(*given, candidates=CANDIDATES), advantages)
-        clipped = advantages_for(*given, candidates=CANDIDATES, clip=0.3)
-        assert torch.equal(clipped, advantages.clamp(-0.3, 0.3))
-        assert (advantages > 0.3).any() and (advantages < -0.3).any()
-    for kind, other in itertools.combinations(ADVANTAGES[2:], 2):
-        assert not torch.equal(expected[kind], expected[other])
-    centred = group_advantages(rewards, 4, scale_by_std=False)
-    assert torch.equal(advantages_for("group", rewards, 4, scale_by_std=False), centred)
-    of_steps = advantages_for("group", rewards, 4, mask=mask, step_rewards=STEPS)
-    assert torch.equal(of_steps, process_advantages(STEPS, mask, 4))
-    assert torch.equal(advantages_for("group", rewards), group_advantages(rewards, 8))
-
-
 # --------------------------------------------------------------------------------------------------
 # Refusals, and the script
 
@@ -324,14 +357,14 @@ def test_advantages_for():
     ([-math.inf] * 4, 4, "row 0 is -inf"),
 ])
 def test_refusals(rewards, group_size, reason):
-    for refuse in (group_advantages, *(partial(advantages_for, kind) for kind in ADVANTAGES)):
+    mask = torch.ones(len(rewards), 2) > 0
+    for refuse in (group_advantages, leave_one_out_advantages, *(
+            partial(shaped, entropies=mask + 0.0, mask=mask) for shaped in BY_LEVEL.values())):
         with value_error(reason):
-            refuse(torch.tensor(rewards), group_size)
+            refuse(torch.tensor(rewards), group_size=group_size)
 
 
 def test_other_refusals():
-    with value_error("'median'"):
-        advantages_for("median", REWARDS, 4)
     with pytest.raises(ValueError):  # a candidate without a span
         shape_advantages([[1.0], *[[]] * 7], [[]] * 8, ragged_mask(), 4)
 
@@ -347,6 +380,7 @@ def test_script_shows_a_group(run_here):
                      "centred only (Dr. GRPO)": [0.875, 0.375, -0.625, -0.625],
                      "clipped to -1 and 1": [1.0, 0.57735, -0.96225, -0.96225],
                      "leave-one-out": [1.16667, 0.5, -0.83333, -0.83333],
+                     "GDPO: 1 1 0 0 and 0 1 2 3": [-0.7435, 1.203, -1.203, 0.7435],
                      "process: steps 1 0 | 1": [-0.70711, -1.41421, 0.70711, 0.70711],
                      "GTPO: right, H 3 1 | 1 1": [1.15, 1.1, 1.05, 1.1],
                      "GTPO: wrong, H 3 1 | 1 1": [-1.05, -1.1, -1.15, -1.1],

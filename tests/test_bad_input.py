@@ -1,5 +1,8 @@
 """Bad input gives exit status 2, one line on standard error, no traceback and no folder."""
+import itertools
 import os
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -7,8 +10,8 @@ import sys
 import pytest
 import torch
 from conftest import (
-    ENVIRONMENT, FEW, ROOT, TINY, edit_json, edit_tensors, json_lines, raises, refused, run_script,
-    trains)
+    ENVIRONMENT, FEW, ROOT, TINY, edit_json, edit_tensors, json_lines, one_line_of, raises, refused,
+    run_script, trains)
 
 import train
 
@@ -46,7 +49,8 @@ HUGE = "9" * 30
     ("--device", "xpu"), ("--prompts-per-step", "3000"), ("--model", "nobody/nothing"),
     ("--model", "./no/such/folder"), ("--model", 300 * "m"), ("--data", 300 * "d"),
     ("--eval-data", 300 * "d"), ("--reward", 300 * "r" + ".py:f"), ("--reward", "no_colon"),
-    ("--output", 300 * "o"),
+    ("--output", 300 * "o"), ("--template-args", "[1]"), ("--template-args", '{"a": '),
+    ("--template-args", 10**5 * "["),
 ])
 def test_a_bad_value_is_named_with_its_flag(capsys, tmp_path, flag, value):
     line = refused_before_a_folder_is_made(capsys, tmp_path, f"{flag}={value}")
@@ -58,6 +62,8 @@ def test_a_bad_value_is_named_with_its_flag(capsys, tmp_path, flag, value):
     (f"{FEW[0]} --prompts-per-step=32", "few.jsonl has only 27 "),
     ("--max-new-tokens=100000", "128 positions: lower --max-new-tokens"),
     ("--resume=nowhere", "nowhere/config.json: "), ("--config=nowhere.json", "nowhere.json: "),
+    ("--overlong-buffer=40", "--overlong-buffer 40: must be less than the 40 tokens"),
+    ('--template-args={"enable_thinking":false}', "has no 'enable_thinking' (--template-args)"),
 ])
 def test_bad_flags(capsys, tmp_path, flags, words):
     assert words in refused_before_a_folder_is_made(capsys, tmp_path, *flags.split())
@@ -67,7 +73,8 @@ def test_bad_flags(capsys, tmp_path, flags, words):
     "--kl-band 0.1 0.2 --kl-coef 0", "--kl-band 0.2 0.1", "--renew-reference 2 --kl-coef 0",
     "--minibatches 17", "--around-best 3",
     "--around-best 2 --reward rule", "--advantage shape --reply r.py:f",
-    "--reward-weights 1 2 --reward rule", "--reward-model m --reward rule",
+    "--reward-weights 1 2 --reward rule", "--reward-weights 1 2 3 --reward rule think",
+    "--reward-model m --reward rule",
     "--no-scale-by-std --advantage gtpo", "--no-scale-by-std --advantage leave-one-out",
     *(f"--advantage shape {flags}" for flags in (
         "--reward rule", "--reward-model m", "--length-rescale 0.3", "--overlong-buffer 9",
@@ -75,7 +82,10 @@ def test_bad_flags(capsys, tmp_path, flags, words):
     "--step-reward r.py:f --max-resample 1", "--step-reward r.py:f --advantage gtpo",
     "--step-reward r.py:f --reward-model m", "--step-reward r.py:f --length-rescale 0.3",
     "--step-reward r.py:f --overlong-buffer 4", "--step-reward r.py:f --advantage leave-one-out",
-    "--around-best 1 --reward-model x", "--around-best 1 --reply r.py:f",
+    "--around-best 1 --reward-model x", "--around-best 1 --reply r.py:f", "--advantage gdpo",
+    "--advantage gdpo --reward rule", "--advantage gdpo --reward-model m",
+    *(f"--advantage gdpo --reward rule think {flags}" for flags in (
+        "--length-rescale 0.3", "--overlong-buffer 9", "--max-resample 1")),
 ])
 def test_flags_that_do_not_go_together(capsys, tmp_path, flags):
     """The line names the first of them, before a file is looked for."""
@@ -139,6 +149,10 @@ def test_a_card_that_torch_cannot_use(capsys, monkeypatch, tmp_path):
     *((f'{{"{flag}": "x"}}', f"--{flag}") for flag in ("output", "resume", "help", "nonsense")),
     ('{"kl_estimator": "k4"}', "--kl-estimator"), ('{"kl_band": [0.1]}', "--kl-band"),
     ('{"reward_weights": [1, "x"]}', "--reward-weights: 'x'"),
+    ('{"reward": ["rule", "--output=X"]}', "--reward --output=X"),
+    ('{"kl_band": [0.1, 0.2, "-h"]}', "'-h'"),
+    ('{"kl-coef": 0.1}', "spelt like kl_coef"),
+    ('{"template_args": [1]}', "--template-args"), ('{"template_args": 1}', "--template-args"),
 ])
 def test_a_bad_config(capsys, tmp_path, config, words):
     path = tmp_path / "c.json"
@@ -195,6 +209,9 @@ MODELS = [
     (reweighted(lambda w: {**w, NORM: torch.ones(65)}), NORM),
     (reweighted(lambda w: {**w, NORM: torch.tensor([*63 * [1.0], float("nan")])}),
      f"not finite: {NORM}"),
+    (without("tokenizer.json", "tokenizer_config.json"), "the folder lacks tokenizer.json"),
+    (lambda m: (m / "config.json").rename(m / "adapter_config.json"), "take the run's final/"),
+    (lambda m: (m / "metrics.jsonl").touch(), "has no final/ yet"),
 ]
 
 
@@ -236,8 +253,45 @@ def test_bad_data(capsys, tmp_path, flag, text, words):
     assert f"{flag}: {tmp_path}" in line and words in line
 
 
+def test_a_problem_that_cannot_be_asked_is_named_by_its_line(capsys, tmp_path):
+    """The longest of those that the model has no room for; and a role that nobody plays."""
+    longer = [{**GOOD, "question": GOOD["question"] * n} for n in (1, 9, 12, 10)]
+    asked = {"messages": [{"role": "boss", "content": "?"}, {"role": "user", "content": "?"}]}
+    for rows, words in [(longer, "line 4, the longest of 3 "), ([*longer, {**GOOD, **asked}],
+                                                                "line 6: a message has the role")]:
+        (tmp_path / "x.jsonl").write_text("\n" + json_lines(*rows))
+        line = refused_before_a_folder_is_made(capsys, tmp_path, f"--data={tmp_path / 'x.jsonl'}")
+        assert line.startswith("train.py: --data") and f"x.jsonl, {words}" in line
+
+
 # --------------------------------------------------------------------------------------------------
 # The terminal
+
+def test_flags_that_are_given_twice(capsys):
+    """Rewards and their weights are added; of all others the last counts, and that is told."""
+    s = train.parse("--reward rule --reward think rule --reward-weights=1 --reward-weights 2 3 "
+                    "--steps=3 --lr=0.1 --steps 4".split())
+    assert (s.reward, s.reward_weights, s.steps) == (["rule", "think", "rule"], [1, 2, 3], 4)
+    assert re.findall("--[^ ]+ is given more than once.*", capsys.readouterr().out) == [
+        "--steps is given more than once: the last one counts"]
+
+
+def test_an_older_python_is_told_in_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 10, 13))
+    with pytest.raises(SystemExit) as leaving:
+        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    assert leaving.value.code == 2 and "Python 3.11" in one_line_of(capsys.readouterr().err)
+
+
+def test_a_bar_while_many_problems_are_read(capsys, monkeypatch, tiny):
+    """Only once it lasts."""
+    s = train.parse([*FEW, "--eval-limit=2"])
+    train.load_data(s, tiny[1])
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("tqdm.std.time", itertools.count().__next__)   # a second for each line
+    train.load_data(s, tiny[1])
+    assert "reading " in capsys.readouterr().err
+
 
 def test_a_warning_is_one_line(tmp_path):
     (tmp_path / "mine.py").write_text("def none(answer, **_): return [None] * len(answer)")

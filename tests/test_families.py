@@ -18,6 +18,9 @@ DEEPSEEK = dict(EXPERTS, n_routed_experts=4, n_shared_experts=1, first_k_dense_r
                 topk_group=1)
 LATENT = dict(DEEPSEEK, num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, head_dim=8,
               qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)
+PER_LAYER = dict(head_dim=8, sliding_window=8, num_hidden_layers=4, num_kv_shared_layers=2,
+                 layer_types=2 * ["sliding_attention", "full_attention"],
+                 hidden_size_per_layer_input=8, vocab_size_per_layer_input=64)
 # name -> what its config changes; the name is transformers' model type where no `type` says it.
 # The sliding windows are smaller than the rows.
 FAMILIES = {
@@ -54,12 +57,18 @@ FAMILIES = {
     "glm4_moe": dict(DEEPSEEK, head_dim=8),
     "llama4_text": dict(head_dim=8, intermediate_size_mlp=48, num_local_experts=2,
                         attention_chunk_size=8),
+    # layers with keys and inputs of their own or shared ones; text inside a model of more senses
+    "gemma3n_text": dict(PER_LAYER, intermediate_size=[48] * 4, laurel_rank=8,
+                         activation_sparsity_pattern=[0.95, 0.95, 0.0, 0.0]),
+    "gemma4": dict(text_config=dict(SMALL, **PER_LAYER, global_head_dim=16), vision_config=None,
+                   audio_config=None),
 }
 MIXERS = dict(EXPERTS, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
               linear_value_head_dim=8)
 # These keep a state in place of keys and values, in all layers or in some: they are not opened.
 STATEFUL = {
     "mamba": dict(state_size=4), "lfm2": dict(layer_types=["conv", "full_attention"]),
+    "minimax": dict(num_local_experts=2, layer_types=["linear_attention", "full_attention"]),
     "jamba": dict(EXPERTS, num_experts=2, mamba_d_state=4, attn_layer_period=2, attn_layer_offset=1,
                   use_mamba_kernels=False),
     "qwen3_next": dict(MIXERS, num_experts=4, head_dim=8, shared_expert_intermediate_size=32),
@@ -141,6 +150,7 @@ def test_greedy_answers(name):
     model = family(name)
     tokenizer = make_tokenizer(pad_token="<pad>", eos_token="<end>")
     rollout = sample.sample_groups(model, tokenizer, PROMPTS, 1, 6, temperature=0)
+    assert not sample.PLAIN                              # every family takes the fast step
     for prompt, row in zip(PROMPTS, rollout.labels):
         ids = [int(word[1:]) for word in prompt.split()]
         written = []

@@ -110,6 +110,31 @@ def test_the_template_cuts_a_thought(name):
     assert "It is 2." in prompt and "secret" not in prompt
 
 
+def thinking(arguments):
+    """Qwen 3's end of a prompt, and a tag that an argument adds."""
+    tokenizer = family("qwen 3")
+    tokenizer.chat_template = tokenizer.chat_template.replace("assistant\n{% endif %}", (
+        "assistant\n{% if tag %}<tool_call>{% endif %}"
+        "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"))
+    sample.set_template_arguments(tokenizer, arguments)
+    return tokenizer
+
+
+def test_template_arguments_reach_every_prompt():
+    """Also the text between two turns; what they add is a mark, which no problem can forge."""
+    text = "A thought is <think> x </think> here"
+    plain = list(prompts(thinking(None), text))
+    for arguments, added in (({}, ""), ({"enable_thinking": False}, "<think>\n\n</think>\n\n"),
+                             ({"enable_thinking": True}, ""), ({"tag": True}, "<tool_call>")):
+        found = list(prompts(thinking(arguments), text))
+        assert found == [prompt + added for prompt in plain], arguments
+    tokenizer = thinking({"tag": True})
+    for prompt in prompts(tokenizer, "Anna <tool_call> Bob"):
+        assert prompt.count("<tool_call>") == 1 and "< tool_call> Bob" in prompt
+    with pytest.raises(ValueError, match="'enable_thinkin' "):
+        thinking({"enable_thinkin": False})
+
+
 def test_every_text_of_a_message_is_text():
     """Thoughts, the arguments of tools and their names; and a role is one that templates know."""
     tokenizer = family("qwen 3")

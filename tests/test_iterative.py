@@ -14,6 +14,7 @@ from conftest import (
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer)
+from transformers.utils import logging
 
 import reward
 import train
@@ -267,7 +268,7 @@ def test_a_run_with_step_rewards_and_a_reward_beside_them(step_file, tmp_path):
 def step_rewards(steps):
     table = {"question": ["q", "q"], "completions": ["good", "bad"],
              "completion_ids": [[4, 5, 6], [7, 8]]}
-    return reward.called("mine.py:steps", steps, table, reward.as_steps)
+    return reward.call_function("mine.py:steps", steps, table, reward.as_steps)
 
 
 @pytest.mark.parametrize("second", [
@@ -299,10 +300,15 @@ def without_safetensors(folder):
     (lambda folder: edit_tensors(folder / "model.safetensors", lambda tensors: tensors | {
         "score.weight": torch.full((1, 32), math.nan)}), "not finite: score.weight"),
 ])
-def test_folders_that_are_no_reward_model_are_refused(tmp_path, capsys, change, said):
+def test_folders_that_are_no_reward_model_are_refused(tmp_path, caplog, capsys, change, said):
     folder = shutil.copytree(MODEL, tmp_path / "model")
     change(folder)
+    capsys.readouterr(), caplog.clear()
+    logging.set_verbosity_warning()                       # as in a fresh process
+    logging.enable_progress_bar()
+    logging.enable_propagation()
     line = refused(capsys, *SMALL, "--steps=1", f"--output={tmp_path / 'run'}",
                    f"--reward-model={folder}")
-    assert said in line and f"--reward-model {folder}" in line, line
+    logging.disable_propagation()
+    assert said in line and f"--reward-model {folder}" in line and not caplog.records, line
     assert not (tmp_path / "run").exists()

@@ -106,7 +106,7 @@ def test_updates_are_those_of_an_ordinary_module():
     """update() as it is, in float32: the factors' gradients are clipped, the norm is theirs."""
     p = parts("--lora-rank=4", "--lr=0.003", "--max-grad-norm=0.02", "--micro-batch-tokens=64")
     rollout = answered(p)
-    assert len(list(train.micro_batches(p.policy, rollout, p.settings))) > 1
+    assert len(list(train.micro_batches(p.policy, rollout, rollout.mask, p.settings))) > 1
     ordinary = with_modules(p.policy, p.optimizer)
     for _ in range(4):
         ours, theirs = (updated(p, *each, rollout) for each in ((p.policy, p.optimizer), ordinary))
@@ -175,7 +175,7 @@ def test_half_precision(dtype):
 
 
 def test_every_rank_rounds_to_the_same_weights(monkeypatch):
-    """With LoRA all of them hold all weights; a shard has thresholds of its own."""
+    """With LoRA all of them hold all weights; a shard begins in places of its own."""
     found = []
     for number in (0, 1):
         monkeypatch.setattr(train, "rank", lambda name="RANK", alone=0, number=number:

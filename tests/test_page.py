@@ -13,6 +13,7 @@ from conftest import (
 
 import sample
 import train
+from reward import load_problems
 from logprob import IGNORE, plain_logprobs
 
 SMALL = (*FEW, "--steps=2", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=12",
@@ -59,7 +60,8 @@ def restored(folder):
     run = train.Run(folder)
     with train.safe_open(folder / "checkpoint.safetensors", framework="pt") as file:
         vars(run).update(json.loads(file.get_tensor("counters").numpy().tobytes()))
-    run.history = lines_of(folder / "metrics.jsonl")[1:]
+    start, *run.history = lines_of(folder / "metrics.jsonl")
+    run.command, run.eval_problems = start["command"], load_problems(TINY / "few.jsonl")
     return run
 
 
@@ -85,6 +87,12 @@ def test_the_numbers_are_those_of_the_policy_now_and_as_it_drew(more, folder, tm
     for group in groups.values():
         assert group["x"] in text and f"true answer: {group['truth']}" in text
     assert ("q",) in page.tags or REPLY[0] not in more
+    words = [*SMALL, *more, f"--output={folder}"]
+    assert f"train.py {' '.join(words)}" in text          # the command that wrote the page
+    run = restored(folder)
+    i = max(range(2), key=lambda i: run.after[i][1] - run.before[i][1])
+    assert (f"question  {run.eval_problems[i]['question']}\nbefore    {run.before[i][0]}\n"
+            f"after     {run.after[i][0]}\n") in text
 
 
 def test_a_run_without_a_page_learns_the_same(folder, tmp_path):
@@ -151,7 +159,7 @@ def test_a_curve_between_its_axes():
     top, bottom = (int(re.search(rf'y="(\d+)">{value}<', text)[1]) for value in (0.5, 0.125))
     assert top < bottom
     assert len(figure([(n, n % 7) for n in range(5000)], 5000)[1]) == 120
-    for value in (0.0, 0.1, 1e-30):                       # a flat curve: not on the floor
+    for value in (0.0, 0.1, 1e-30, 1e17, -1e38):          # a flat curve: not on the floor
         heights = {y for _, y in figure([(n, value) for n in range(1000)], 1000)[1]}
         assert heights == {(middle[1] + right[1]) / 2}
 
@@ -161,6 +169,8 @@ def page(folder, word, steps=9, signal=0):
     run = restored(folder)
     run.folder, run.signal = folder.parent / re.sub("[/\0]", "", word), signal
     run.history = [{**row, "warning": word, f"reward/{word}": 1.0} for row in run.history]
+    run.command, run.eval_problems = word, [{"question": word, "answer": word}]
+    run.before = run.after = [(word, 1.0)]
     s = settings(*SMALL, f"--steps={steps}")
     s.model = f"x/{word.replace('/', '')}"
     return train.page_of(run, section(word)[0], s)

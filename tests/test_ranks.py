@@ -2,8 +2,9 @@
 import pytest
 import torch
 from conftest import (
-    FEW, assert_same_run, begin_ranks, checkpoint_of, faulty_reward, metrics_of, one_line_of,
-    raises, run_ranks, same_tensors, small_model, snapshot, torchrun, trained, trains, well_ended)
+    FEW, assert_same_run, begin_ranks, checkpoint_of, faulty_reward, metrics_of, one_line_of, parts,
+    raises, rollout_of, run_ranks, same_tensors, small_model, snapshot, torchrun, trained, trains,
+    well_ended)
 from safetensors.torch import load_file
 
 import train
@@ -100,3 +101,13 @@ def test_ranks_on_the_cpu_of_a_machine_with_a_gpu(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         train.shard(small_model("qwen2"), s)
     assert made == ["gloo", ("cpu", (2,))]
+
+
+def test_a_rank_with_fewer_micro_batches_counts_no_token_twice(monkeypatch):
+    p = parts("--micro-batch-tokens=60")
+    rollout = rollout_of(p)
+    alone = len(list(train.micro_batches(p.policy, rollout, rollout.mask, p.settings)))
+    monkeypatch.setattr(train, "gathered_objects", lambda n: [n, n + 2])
+    found = list(train.micro_batches(p.policy, rollout, rollout.mask, p.settings))
+    assert len(found) == alone + 2
+    assert sum(int(counted.sum()) for *_, counted in found) == rollout.mask.sum()

@@ -14,8 +14,8 @@ from itertools import chain, repeat
 import pytest
 import torch
 from conftest import (
-    ENVIRONMENT, FEW, LIMIT, NO_MEMORY, PROCESSES, ROOT, TINY, checkpoint_of, curve, edit_json,
-    edit_tensors, ended, ends_badly, faulty_reward, lines_of, main, metrics_of, one_line_of,
+    ENVIRONMENT, FEW, LIMIT, NO_MEMORY, ROOT, TINY, checkpoint_of, curve, edit_json,
+    edit_tensors, ends_badly, faulty_reward, lines_of, main, metrics_of, one_line_of,
     raises, refused, run_script, same_tensors, snapshot, start, trained, trains, weights_of,
     well_ended)
 from safetensors.torch import load, load_file
@@ -44,8 +44,8 @@ def ended_the_same(folder, whole):
     assert weights_of(folder) == weights_of(whole)
     steps = [record["step"] for record in lines_of(folder / "samples.jsonl")]
     assert steps == sorted(2 * list(range(1, 7)))
-    pages = {(place / "page.html").read_text(encoding="utf-8").split("</h1>", 1)[1]
-             for place in (folder, whole)}               # after the name of the folder
+    pages = {(place / "page.html").read_text(encoding="utf-8").split("</code>", 1)[1]
+             for place in (folder, whole)}               # after names of folders
     assert len(pages) == 1
 
 
@@ -89,11 +89,13 @@ def test_killed_at_any_moment_the_run_ends_the_same(uninterrupted, tmp_path):
         begun = (folder / "config.json").is_file()
         flags = [f"--resume={folder}"] if begun else [*FLAGS, f"--output={folder}"]
         process = start("train.py", *flags)
-        while process.is_alive() and not (log.is_file() and log.read_text().count("\n") > steps):
+        while process.poll() is None:
+            if log.is_file() and log.read_text().count("\n") > steps:
+                break
             time.sleep(0.01)
         time.sleep(random.uniform(0, 0.3))
         process.kill()
-        process.join()
+        process.wait()
     resumed_ends_the_same(folder, uninterrupted)
 
 
@@ -156,17 +158,18 @@ def test_the_handlers_belong_to_the_process_that_set_them(capsys, tmp_path):
     assert "stopping" not in capsys.readouterr().err
 
 
-def interrupted_twice():
-    with train.Run().stopping_on_signals():
-        for _ in range(2):
-            signal.raise_signal(signal.SIGINT)
-        os._exit(1)
+INTERRUPTED_TWICE = """
+import signal
+import train
+with train.Run().stopping_on_signals():
+    signal.raise_signal(signal.SIGINT)
+    signal.raise_signal(signal.SIGINT)
+"""
 
 
 def test_the_second_signal_leaves_at_once():
-    process = PROCESSES.Process(target=interrupted_twice)
-    process.start()
-    assert ended([process]) == [-signal.SIGINT]
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_TWICE], cwd=ROOT, timeout=LIMIT)
+    assert done.returncode == -signal.SIGINT
 
 
 def test_main_puts_signals_back_and_leaves_ignored_ones_alone(monkeypatch, tmp_path):
@@ -255,25 +258,66 @@ def test_two_runs_that_begin_in_one_second(monkeypatch, tmp_path):
     assert len(names) == 3 and all(os.path.dirname(name) == f"{tmp_path}/runs" for name in names)
 
 
-def test_a_run_is_resumed_from_elsewhere_and_with_the_same_problems(capsys, monkeypatch, tmp_path):
-    """Its model and data are named by relative paths."""
-    shutil.copytree(TINY, tmp_path / "model")
+@pytest.fixture
+def at_home(monkeypatch, tmp_path):
+    """A run of the program in a folder with its own model, problems and reward -> that folder."""
+    home = tmp_path / "home"
+    shutil.copytree(TINY, home / "model")
     for name in ("train.jsonl", "test.jsonl"):
-        (tmp_path / name).write_text("".join((TINY / name).open().readlines()[:8]))
-    monkeypatch.chdir(tmp_path)
+        (home / name).write_text("".join((TINY / name).open().readlines()[:8]))
+    faulty_reward(home)
+    monkeypatch.setattr(train, "HERE", home)
+    monkeypatch.chdir(home)
     trains(*FLAGS, "--steps=2", "--model=model", "--data=train.jsonl", "--eval-data=test.jsonl",
-           "--output=run")
+           "--reward=mine.py:score", "--output=runs/one")
     monkeypatch.chdir("/")
-    folder = tmp_path / "run"
+    return home
+
+
+def test_a_run_is_resumed_from_elsewhere_and_with_what_it_began_with(capsys, at_home):
+    """Its model and data were named by relative paths; the flag that has changed is named."""
+    folder = at_home / "runs" / "one"
     trains(f"--resume={folder}", "--steps=3")
     assert [m["step"] for m in metrics_of(folder)] == [0, 1, 2, 3]
     capsys.readouterr()
-    for name, change in (("train.jsonl", reversed), ("train.jsonl", lambda lines: lines[:-1]),
-                         ("test.jsonl", reversed)):
-        text = (tmp_path / name).read_text()
-        (tmp_path / name).write_text("".join(change(text.splitlines(True))))
-        assert "--data or --eval-data" in refuses_to_resume(capsys, folder, "--steps=4")
-        (tmp_path / name).write_text(text)
+    for name, flag, change in (
+            ("train.jsonl", "--data", reversed), ("test.jsonl", "--eval-data", reversed),
+            ("train.jsonl", "--data", lambda lines: lines[:-1])):
+        text = (at_home / name).read_text()
+        (at_home / name).write_text("".join(change(text.splitlines(True))))
+        line = refuses_to_resume(capsys, folder, "--steps=4")
+        assert f" {flag} {at_home / name}: " in line and "damaged" not in line
+        (at_home / name).write_text(text)
+    weights = at_home / "model" / "model.safetensors"
+    edit_tensors(weights, lambda tensors: {name: t * 1.001 for name, t in tensors.items()})
+    assert f" --model {weights.parent}: " in refuses_to_resume(capsys, folder, "--steps=4")
+
+
+def test_a_run_moves(capsys, monkeypatch, at_home, tmp_path):
+    """The program's folder takes its files with it; what moves alone is named anew."""
+    home = at_home.rename(tmp_path / "new home")
+    monkeypatch.setattr(train, "HERE", home)
+    folder = home / "runs" / "one"
+    trains(f"--resume={folder}", "--steps=3")
+    folder = folder.rename(tmp_path / "run")
+    (home / "model").rename(tmp_path / "m")
+    (home / "train.jsonl").rename(tmp_path / "t.jsonl")
+    (home / "mine.py").rename(tmp_path / "his.py")
+    capsys.readouterr()
+    flags = []
+    for flag in ("--model=m", "--reward=his.py:score", "--data=t.jsonl"):
+        line = refuses_to_resume(capsys, folder, *flags)
+        assert flag.split("=")[0] in line
+        flags.append(flag)
+        monkeypatch.chdir(tmp_path)
+    trains(f"--resume={folder}", "--steps=4", *flags)
+    assert "--reward" not in "".join(capsys.readouterr())
+    (tmp_path / "his.py").write_text("def other(answer, **_):\n    return [7.0] * len(answer)\n")
+    trains(f"--resume={folder}", "--steps=5", "--reward=his.py:other")
+    assert capsys.readouterr().out.count("--reward ") == 1, "told once, and it goes on"
+    assert [m["reward_mean"] == 7 for m in metrics_of(folder)[1:]] == [*4 * [False], True]
+    config = json.loads((folder / "config.json").read_text())
+    assert config["model"] == str(tmp_path / "m") and config["eval_data"] == "./test.jsonl"
 
 
 def test_what_a_kill_has_left_behind_goes(uninterrupted, run_folder):
@@ -284,17 +328,54 @@ def test_what_a_kill_has_left_behind_goes(uninterrupted, run_folder):
     resumed_ends_the_same(run_folder, uninterrupted)
 
 
+def of_another_version(path):
+    text = json.dumps({"step": 6, "data": "a digest"}).encode()
+    counters = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    edit_tensors(path, lambda tensors: {**tensors, "counters": counters})
+
+
 def with_another_shape(path):
     name = "weight/model.norm.weight"
     edit_tensors(path, lambda tensors: {**tensors, name: tensors[name][:2].clone()})
 
 
-@pytest.mark.parametrize("spoil", [with_another_shape,
-                                   lambda path: path.write_bytes(path.read_bytes()[:-1000])])
-def test_a_checkpoint_that_is_not_whole(capsys, run_folder, spoil):
+@pytest.mark.parametrize("spoil, words", [
+    (with_another_shape, "damaged, or not of this model"), (of_another_version, "another version"),
+    (lambda path: path.write_bytes(path.read_bytes()[:-1000]), "damaged"),
+    (lambda path: path.unlink(), "go to step 6"),
+])
+def test_a_checkpoint_that_is_not_whole(capsys, run_folder, spoil, words):
+    """Or deleted, though the run has begun: it would begin again, over its own metrics."""
     path = run_folder / CHECKPOINT
     spoil(path)
-    assert f"--resume: {path} " in refuses_to_resume(capsys, run_folder)
+    line = refuses_to_resume(capsys, run_folder)
+    assert f"--resume {run_folder}" in line.replace(": ", " ", 2) and words in line
+
+
+# What is written last, and the step after which a run has to go on
+FULL = {"metrics.jsonl": -1, "samples.jsonl": 0, f"{CHECKPOINT}.new": -1, "page.html.new": 2,
+        "final/config.json": 6}
+
+
+@pytest.mark.parametrize("name", FULL)
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
+def test_a_full_disk_is_one_line_and_the_run_goes_on(capsys, monkeypatch, tmp_path, uninterrupted,
+                                                     name):
+    folder = tmp_path / "run"
+
+    def claim_folder(run, s, real=train.Run.claim_folder):
+        claimed = real(run, s)
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).symlink_to("/dev/full")
+        return claimed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Run, "claim_folder", claim_folder)
+        line = ends_badly(capsys, *FLAGS, f"--output={folder}")
+    assert "disk is full" in line
+    assert line.endswith("continue with: " + train.command("train.py", "--resume", str(folder)))
+    (folder / name).unlink()
+    resumed_ends_the_same(folder, uninterrupted)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -419,7 +500,27 @@ def test_out_of_memory_for_good_is_one_line(capsys, monkeypatch, tmp_path, stage
     assert "out of memory" in line and "--lora-rank 16" in line
 
 
-def test_another_runtime_error_is_not_taken_for_memory(monkeypatch, tmp_path):
-    monkeypatch.setattr(train, "grpo_loss", raises(RuntimeError("shapes do not match")))
-    with pytest.raises(RuntimeError, match="shapes"):
+@pytest.mark.parametrize("then", [(), (NO_MEMORY[0],), (KeyError("second"),)])
+def test_an_error_of_the_loss_is_no_fault_of_a_fast_path(capsys, monkeypatch, tmp_path, then):
+    """It is raised as it was, even if the plain paths end in another one."""
+    errors = chain([RuntimeError("shapes do not match")], repeat(*then or [RuntimeError("shapes")]))
+    monkeypatch.setattr(train, "grpo_loss", lambda *_, **__: raises(next(errors))())
+    with pytest.raises(RuntimeError, match="shapes do not match") as error:
         main(*FLAGS, f"--output={tmp_path / 'run'}")
+    assert [frame.name for frame in error.traceback].count("backward") == 1
+    assert not train.logprob.PLAIN and not train.sample.PLAIN
+    assert "fast path" not in "".join(capsys.readouterr())
+
+
+def test_a_fast_path_that_fails_is_told_once_the_plain_one_has_worked(
+        capsys, monkeypatch, tmp_path, uninterrupted):
+    def fails_while_fast(*given, real=train.grpo_loss, **how):
+        return real(*given, **how) if train.logprob.PLAIN else raises(ValueError("no\nkernel"))()
+
+    monkeypatch.setattr(train, "grpo_loss", fails_while_fast)
+    trains(*FLAGS, f"--output={tmp_path / 'run'}")
+    lines = [line for line in "\n".join(capsys.readouterr()).splitlines() if "no kernel" in line]
+    assert len(lines) == 1 and lines[0].startswith("fast paths are off")
+    rewards = [[m["reward_mean"] for m in metrics_of(folder)[1:]]
+               for folder in (tmp_path / "run", uninterrupted)]
+    assert rewards[0] == pytest.approx(rewards[1])

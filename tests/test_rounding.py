@@ -7,23 +7,29 @@ import torch
 from conftest import seeded, small_model
 
 import train
-from train import DROPPED_BITS, MasterAdamW, with_moments
+from train import MasterAdamW, off_grid, with_moments
 
 HALF = (torch.bfloat16, torch.float16)
+BITS = {torch.bfloat16: 16, torch.float16: 13}  # of a float32 that these lack
+
 
 def unit_of(numbers, dtype):
     """The distance from each number to the next one of its dtype, away from 0."""
-    bits = numbers.view(torch.int32) + (1 << DROPPED_BITS[dtype])
+    bits = numbers.view(torch.int32) + (1 << BITS[dtype])
     return (bits.view(torch.float32) - numbers).abs()
 
 
 def masters_of(*weights, seed=0, **how):
-    return MasterAdamW([w.detach().float() for w in weights], list(weights), seed, **how)
+    masters = [off_grid(weight, seed, i) for i, weight in enumerate(weights)]
+    return MasterAdamW(masters, list(weights), **how)
 
 
-def rounded(masters, dtype, seed=1):
-    weight = torch.nn.Parameter(torch.empty(len(masters), dtype=dtype))
-    MasterAdamW([masters.clone()], [weight], seed).round()
+def rounded(start, dtype, move=0.0, seed=1):
+    """Weights whose masters have made this move, as float32."""
+    weight = torch.nn.Parameter(start.to(dtype))
+    optimizer = masters_of(weight, seed=seed)
+    optimizer.trained[0] += move
+    optimizer.round()
     return weight.detach().float()
 
 
@@ -32,50 +38,50 @@ def test_no_change_gives_the_start_bit_for_bit(dtype):
     for scale in (1e-30 if dtype == torch.bfloat16 else 1e-6, 0.02, 1000.0):
         start = (torch.randn(10_001, generator=seeded()) * scale).to(dtype).float()
         start[::1000] = 0
+        start[1::1000] = -0.0
+        start[2::1000] = 2.0 ** start[2::1000].abs().log2().round()  # below one, units are half
         assert torch.equal(rounded(start, dtype), start)
 
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("part", [0.01, 0.4, -0.02, -0.9])
 def test_a_part_of_a_unit_arrives_on_average(dtype, part):
-    """Rounded to nearest, all of it or nothing would."""
+    """From masters on the grid, rounded to nearest, all of it or nothing would."""
     start = ((1 + torch.rand(2**20, generator=seeded())) / 64).to(dtype).float()  # of one unit
     start[::2] *= -1
-    step = part * unit_of(start, dtype) * start.sign()
-    # Not across a power of two, where the unit is another
-    keep = (start + step).abs().log2().floor() == start.abs().log2().floor()
-    start, step = start[keep], step[keep]
-    unit = unit_of(start, dtype).double()
-    moved = (rounded(start + step, dtype) - start).double()
-    meant = (start + step - start).double()
+    unit = unit_of(start, dtype)
+    # Not near a power of two, where the unit is another
+    size = start.abs().frexp().mantissa
+    keep = (0.51 < size) & (size < 0.99)
+    start, unit = start[keep], unit[keep].double()
+    step = (part * unit * start.sign()).float()
+    moved = (rounded(start, dtype, step) - start).double()
     # A weight moves by one unit with this chance, and else not at all.
-    chance = meant.abs() / unit
+    chance = step.abs() / unit
     error = (unit.square() * chance * (1 - chance)).sum().sqrt()
-    for far in (moved.abs().sum() - meant.abs().sum(), moved.sum() - meant.sum()):
+    for far in (moved.abs().sum() - step.double().abs().sum(), moved.sum() - step.double().sum()):
         assert far.abs() < 4 * error
-    assert set((moved / (unit * meant.sign())).unique().tolist()) == {0, 1}
+    assert set((moved / (unit * step.sign())).unique().tolist()) == {0, 1}
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_thresholds_are_uniform(dtype):
-    """The same seed and another remainder: a weight is rounded up from its threshold on."""
-    n, bits = 2**18, DROPPED_BITS[dtype]
-    one = torch.ones(n).view(torch.int32)
-    before = torch.zeros(n, dtype=torch.bool)
-    for share in (2**-bits, 0.125, 0.25, 0.5, 0.75, 1 - 2**-bits):
-        up = rounded((one + int(share * 2**bits)).view(torch.float32), dtype) > 1
-        assert abs(float(up.double().mean()) - share) < 4 * (share * (1 - share) / n) ** 0.5
-        assert not (before & ~up).any()
-        before = up
+def test_masters_begin_anywhere_within_half_a_unit(dtype):
+    """In float32 numbers from the weight: uniform, and never so far that it would round away."""
+    n, half = 2**18, 2**(BITS[dtype] - 1)
+    weight = torch.full((n,), -1.5, dtype=dtype)
+    far = off_grid(weight, 0, 0).view(torch.int32) - weight.float().view(torch.int32)
+    assert 1 - half <= far.min() < -0.999 * half and 0.999 * half < far.max() <= half - 1
+    assert abs(float(far.double().mean())) < 4 * half / (3 * n) ** 0.5
+    assert far.double().std() == pytest.approx(half / 3**0.5, rel=0.01)
 
 
-def test_thresholds_belong_to_the_weight_and_never_change():
+def test_the_places_belong_to_the_weight_and_never_change():
     n = 2**22
-    half = torch.full((n,), 1 + 2**-8 * 0.5)             # a quarter of a unit above 1
-    once = rounded(half, torch.bfloat16) > 1
-    assert torch.equal(once, rounded(half, torch.bfloat16) > 1), "the same at every step"
-    others = rounded(half, torch.bfloat16, 2) > 1
-    # No two weights share a threshold, nor do two seeds. With lags, neighbours are not independent:
+    start, move = torch.ones(n), 2**-7 * 0.25            # a quarter of a unit above 1
+    once = rounded(start, torch.bfloat16, move) > 1
+    assert torch.equal(once, rounded(start, torch.bfloat16, move) > 1), "the same in every run"
+    others = rounded(start, torch.bfloat16, move, seed=2) > 1
+    # No two weights share a place, nor do two seeds. With lags, neighbours are not independent:
     # the variance is 0.23 + 2 * 0.05 in place of 0.23.
     lags = [(once[lag:], once[:-lag]) for lag in (1, 2, 3, 4, 2**18, 2**20)]
     for a, b in [(once, others), *lags]:
@@ -83,10 +89,14 @@ def test_thresholds_belong_to_the_weight_and_never_change():
         assert abs(agree - 0.625) < 4 * (0.33 / n) ** 0.5  # 3/4 squared + 1/4 squared
 
 
-def test_two_weights_of_a_model_have_thresholds_of_their_own():
+def test_two_weights_of_a_model_have_places_of_their_own():
     weights = [torch.nn.Parameter(torch.ones(999, dtype=torch.bfloat16)) for _ in range(2)]
-    MasterAdamW([torch.full((999,), 1 + 2**-8) for _ in weights], weights, 0).round()
-    assert not torch.equal(*weights)
+    assert not torch.equal(*masters_of(*weights).trained)
+
+
+def test_float32_weights_are_their_own_masters():
+    weight = torch.randn(99, generator=seeded())
+    assert torch.equal(off_grid(weight, 0, 0), weight)
 
 
 def train_briefly(dtype, updates=60, lr=1e-6):

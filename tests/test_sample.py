@@ -8,6 +8,7 @@ import shutil
 from dataclasses import fields, replace
 from functools import partial
 
+import huggingface_hub
 import pytest
 import torch
 from conftest import (
@@ -16,8 +17,8 @@ from conftest import (
 import sample
 from logprob import token_logprobs
 from sample import (
-    IGNORE, OwnStep, PlainStep, Rollout, draw, joined, own_step, plain_answer, sample_around,
-    sample_conversations, sample_groups, uniform_numbers)
+    IGNORE, Rollout, draw, joined, plain_answer, sample_around, sample_conversations, sample_groups,
+    uniform_numbers)
 
 V, PAD, END = SMALL["vocab_size"], 0, 1
 ENDS = [END, 7, 40, 41, 42, 43]
@@ -89,21 +90,19 @@ def assert_logprobs(model, rollout, temperature=1.0, atol=1e-4):
 # The definition, and log-probs; test_families.py decodes greedily
 
 @pytest.mark.parametrize("temperature, T", [(1.0, 1), (0.7, 16), (1.8, 16)])
-@pytest.mark.parametrize("name, stepper", [("qwen2", PlainStep), *((m, own_step) for m in FAMILY)])
-def test_the_loop_draws_what_the_definition_draws(name, stepper, temperature, T):
+@pytest.mark.parametrize("name, plain", [("qwen2", True), *((name, False) for name in FAMILY)])
+def test_the_loop_draws_what_the_definition_draws(monkeypatch, name, plain, temperature, T):
     """The same random numbers give the same ids, though all rows are drawn at once; in float64."""
     model = member(name)
-    assert stepper is PlainStep or sample.stepper_of(model) is own_step
+    monkeypatch.setattr(sample, "PLAIN", plain)
     u = torch.rand(4 * 3, T, dtype=torch.float64, generator=seeded(2))
     prompts = [ids_of(prompt) for prompt in PROMPTS]
-    with torch.no_grad():
-        found = sample.decode(model, prompts, u, temperature, ENDS, stepper)
-    found = sample.cut_at_end(*found, ENDS)
+    found = sample.write_answers(model, prompts, u, temperature, ENDS)
     expected = [plain_answer(model, prompts[n // 3], u[n], temperature, ENDS) for n in range(12)]
     assert [ids for ids, _ in found] == [ids for ids, _ in expected]
     for (_, ours), (_, theirs) in zip(found, expected):
         assert ours == pytest.approx(theirs, abs=1e-5)
-    assert model not in sample.KEPT                      # nothing to keep without graphs
+    assert sample.PLAIN == plain and model not in sample.KEPT        # no graphs to keep on a CPU
 
 
 @pytest.mark.parametrize("T", [1, 6])
@@ -113,13 +112,15 @@ def test_every_token_of_the_own_step_is_drawn_from_float32_logits(T):
     model.generation_config.eos_token_id = END
     model.lm_head.weight.data.mul_(8)                    # logits of 16 and more
     rollout = sample_groups(model, TOKENIZER, PROMPTS, 8, T, 4.0, seeded())
+    assert "forward" not in vars(model.lm_head)          # its own again, and so is attention
+    assert model.config._attn_implementation == "sdpa"
     first = (rollout.labels != IGNORE).int().argmax(dim=1)
     rows = torch.arange(len(first))
     prompts = [ids_of(prompt) for prompt in PROMPTS]
     hidden = []
     model.lm_head.register_forward_pre_hook(lambda _, args: hidden.extend(args))
     with torch.no_grad():
-        sample.prefill(model, prompts)
+        sample.run_prompts(model, prompts, 1, 1)
     logits = hidden[0][:, -1].double() @ model.lm_head.weight.double().T
     expected = (logits / 4.0).log_softmax(dim=-1).repeat_interleave(8, dim=0)
     expected = expected.gather(1, rollout.input_ids[rows, first][:, None])[:, 0]
@@ -317,8 +318,8 @@ def test_graphs_are_kept_and_released():
     sample_more = partial(sample_groups, model, TOKENIZER, PROMPTS, 6, 30, 1.0)
     expected = sample_more(seeded())
     kept = sample.KEPT[model]
-    assert (24, 1.0) in kept.graphs and 1 < len(kept.graphs) <= 5    # for 24 rows, 12, ...
-    for past in kept.past:
+    assert (24, 256, 1.0) in kept.graphs and 1 < len(kept.graphs) <= 5    # for 24 rows, 12, ...
+    for past in kept.past.values():
         past.fill_(torch.nan)
     kept.padding.fill_(99)
     assert same(sample_more(seeded()), expected) and sample.KEPT[model] is kept
@@ -334,27 +335,11 @@ def test_nothing_is_run_twice_or_for_nothing(model, config, runs):
     lengths = [len(answer) for answer in responses_of(rollout)]
     assert len(set(lengths)) > 5
     assert runs[0] == (len(PROMPTS), max(len(ids_of(prompt)) for prompt in PROMPTS))
-    assert runs[1:] == [(sum(length > t for length in lengths),) for t in range(1, max(lengths))]
+    assert runs[1:] == [(sum(length > t for length in lengths), 1)
+                        for t in range(1, max(lengths))]
     runs.clear()
     sample_groups(model, TOKENIZER, PROMPTS, 5, 1, 1.0, seeded())
     assert len(runs) == 1  # one token needs no second
-
-
-LLAMA = partial(small_model, "llama")
-LONG = dict(rope_theta=1e4, factor=4.0, original_max_position_embeddings=32)
-
-
-@pytest.mark.parametrize("make, fits", [
-    *((partial(small_model, name), name in ("qwen2", "qwen3", "llama")) for name in (
-        "qwen2", "qwen3", "llama", "mistral", "gemma2", "granite", "gpt2", "cohere")),
-    (partial(LLAMA, rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0)),
-     False),
-    (partial(LLAMA, rope_parameters=dict(LONG, rope_type="longrope", short_factor=[1.0] * 4,
-                                         long_factor=[2.0] * 4)), False),
-    (partial(LLAMA, rope_parameters=dict(LONG, rope_type="yarn")), True),
-])
-def test_the_form_that_a_family_takes(make, fits):
-    assert (sample.stepper_of(make()) is sample.own_step) == fits
 
 
 def test_a_step_that_fails_is_given_up(monkeypatch, capsys):
@@ -362,11 +347,11 @@ def test_a_step_that_fails_is_given_up(monkeypatch, capsys):
     sample.PLAIN = True
     plain = sample_groups(model, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded())
     sample.PLAIN = False
-    monkeypatch.setattr(OwnStep, "step", raises(RuntimeError("no kernel\nfor this\ncard")))
+    monkeypatch.setattr(sample.Step, "update", raises(TypeError("no such\nargument")))
     other = small_model("llama")
     sample.KEPT[other] = "a cache of graphs"             # its memory is free afterwards
     assert same(sample_groups(model, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded()), plain)
-    assert sample.PLAIN and "no kernel for this card" in capsys.readouterr().err
+    assert sample.PLAIN and "no such argument" in capsys.readouterr().err
     assert not sample.KEPT
 
 
@@ -476,7 +461,7 @@ def test_conversations_of_every_family(name):
 
 def test_turns_run_a_prompt_once_for_its_group_and_then_the_rows_that_go_on(model, runs):
     rollout = talked(model)
-    turns = [rows for rows, *width in runs if width]  # the others are single tokens
+    turns = [rows for rows, width in runs if width > 1]  # the others are single tokens
     going_on = [sum(count > turn for count in turns_of(rollout)) for turn in range(1, len(turns))]
     assert turns == [len(PROMPTS), *going_on] and len(going_on) > 1
 
@@ -524,6 +509,27 @@ def test_u_is_a_place_in_the_running_sum(words, temperature):
     assert (above[tokens] - p[tokens] - near <= u).all() and (u <= above[tokens] + near).all()
     assert (tokens[n:2 * n] > words // 2).all() and len(tokens.unique()) > min(words // 4, n // 2)
     torch.testing.assert_close(logprobs.double(), p[tokens].log(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("words", [7, 128, 1000, 20_000])
+def test_every_word_has_its_share_of_the_random_numbers(words):
+    """Also one of 1e-12: where its part of [0, 1) begins and ends is found by halving."""
+    logits = torch.randn(words, generator=seeded())
+    logits[words // 2] = 17.0
+    p = (logits / 0.7).softmax(dim=0).double()
+    asked = torch.randperm(words, generator=seeded())[:300]
+    first = torch.stack((asked, asked + 1)).flatten()    # and the word after it
+    low = torch.zeros(len(first), dtype=torch.double)
+    high = torch.ones_like(low)
+    for _ in range(60):
+        u = (low + high) / 2
+        reached = draw(logits.expand(len(u), words), 0.7, u)[0] >= first
+        high = torch.where(reached, u, high)
+        low = torch.where(reached, low, u)
+    start, end = high.chunk(2)                           # after the last word: 1
+    expected = p[asked] / p.sum()
+    torch.testing.assert_close(end - start, expected, rtol=1e-5, atol=1e-15)
+    assert expected.min() < 1e-10
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0, 0])
@@ -613,13 +619,22 @@ def test_script_takes_a_runs_settings(run_here, tmp_path):
         assert all(int(answer.split()[1]) <= limit for answer in answers)
 
 
-def test_open_policy(tiny):
-    """In the dtype that is asked for, without dropout, ready for sampling."""
+def test_open_policy(tiny, capsys):
+    """In the dtype that is asked for, without dropout; only a download shows a bar."""
     model, tokenizer = sample.open_policy(str(TINY), "cpu", torch.bfloat16)
+    assert not any(capsys.readouterr())
+    assert not huggingface_hub.utils.are_progress_bars_disabled()
     assert model.dtype == torch.bfloat16 and tokenizer.chat_template
     assert not any(part.training for part in model.modules())
     model, _ = sample.open_policy(str(TINY))
     assert all(map(torch.equal, model.parameters(), tiny[0].parameters()))
+
+
+@pytest.mark.parametrize("flag", ["--max-new-tokens=0", "--temperature=-1", "--group-size=0"])
+def test_script_refuses_in_one_line(run_here, flag):
+    line = run_here("sample.py", flag, status=2)
+    assert line.startswith("sample.py: ") and line.count("\n") == 1
+    assert flag.partition("=")[0] in line and "at least" in line
 
 
 def test_script_draws_a_group(run_here, tiny):

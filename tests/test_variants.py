@@ -7,19 +7,24 @@ import itertools
 import math
 import re
 import shlex
+import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import (
-    FEW, checkpoint_of, curve, json_lines, lines_of, logprobs_on_full_logits, loop, metrics_of,
-    parts, printed_by, raises, same_tensors, seeded, settings, step_of_the_program, tiny_problems,
-    trained, trains, updates_by_hand, weights_of)
+    FEW, TINY, assert_same_run, begin_ranks, checkpoint_of, curve, json_lines, lines_of,
+    logprobs_on_full_logits, loop, metrics_of, parts, printed_by, raises, same_tensors, seeded,
+    settings, step_of_the_program, tiny_problems, trained, trains, updates_by_hand, weights_of,
+    well_ended)
 
 import sample
 import train
-from advantage import group_advantages, grpo_s_advantages, gtpo_advantages, leave_one_out_advantages
+from advantage import (
+    gdpo_advantages, group_advantages, grpo_s_advantages, gtpo_advantages,
+    leave_one_out_advantages)
 from logprob import IGNORE
 from loss import grpo_loss, kl_estimate, next_kl_coef
 from reward import length_rescaled, overlong_penalty, score_responses
@@ -119,7 +124,7 @@ def test_a_flag_that_changes_the_mathematics_arrives(flags):
     flags = flags.split()
     p = parts(*PLAIN, *flags, "--micro-batch-tokens=25")
     rollout = rollout_of(p, 0.7)
-    assert len(list(train.micro_batches(p.policy, rollout, p.settings))) > 2
+    assert len(list(train.micro_batches(p.policy, rollout, rollout.mask, p.settings))) > 2
     expected = by_hand(p, rollout, flags)
     plain = by_hand(p, rollout, flags[1:])
     if "--kl-coef=0" in flags:
@@ -129,6 +134,74 @@ def test_a_flag_that_changes_the_mathematics_arrives(flags):
              for one, other in zip(expected, plain)]
     assert len(expected) != len(plain) or max(apart) > 2e-3
     assert metrics["accuracy"] == pytest.approx(3 / 8)    # by the rule, whatever was added to it
+
+
+def test_gdpo_reads_each_reward(tmp_path):
+    """Also in micro-batches and mini-batches by the std of the whole batch."""
+    (tmp_path / "m.py").write_text(OWN)
+    flags = ("--advantage=gdpo", "--reward", "rule", f"{tmp_path / 'm.py'}:some",
+             "--reward-weights", "0.5", "2", "--micro-batch-tokens=64", "--minibatches=2")
+    p = parts(*flags)
+    reward_of = train.load_reward_of(p.settings)
+    rollout, _, metrics = step_of_the_program(p, reward_of=reward_of)
+    both = torch.stack(list(rollout.reward_parts.values()))
+    assert both.isnan().any() and rollout.advantages.isfinite().all()
+    assert torch.equal(rollout.advantages, gdpo_advantages(both, (0.5, 2), 4))
+    assert rollout.advantages.std() > 0 and metrics["skipped_updates"] == 0
+
+
+def test_gdpo_on_two_ranks_is_that_of_one(tmp_path):
+    (tmp_path / "m.py").write_text(OWN)
+    flags = (*SMALL, "--steps=2", "--advantage=gdpo", "--reward", "rule",
+             f"{tmp_path / 'm.py'}:some", "--lr=0.003")
+    end = begin_ranks(2, "train.py", *flags, f"--output={tmp_path / 'two'}")
+    trained(tmp_path / "one", *flags)
+    well_ended(end())
+    assert_same_run(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.parametrize("given, expected", [
+    ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8]),
+    (torch.arange(8), range(8)), (torch.arange(8.0).numpy(), range(8)), (torch.ones(8, 1), [1] * 8),
+    (torch.ones(8, requires_grad=True), [1] * 8), ([True] * 8, [1] * 8),
+])
+def test_a_reward_from_python_may_give_any_list_of_numbers(given, expected):
+    def reward_of(problems, prompts, rollout):
+        torch.set_grad_enabled(False)                     # and may leave this behind
+        return given
+
+    rollout, _, metrics = step_of_the_program(parts(), reward_of=reward_of)
+    assert rollout.rewards.tolist() == list(expected) and torch.is_grad_enabled()
+    assert rollout.rewards.dtype == torch.float32 and not rollout.rewards.requires_grad
+    assert metrics["skipped_updates"] == 0
+
+
+def test_training_from_python_in_any_thread(tmp_path, capsys):
+    """With numbers and paths among the flags."""
+    flags = [*SMALL, "--steps", 1, "--eval-limit", 2, "--output", tmp_path / "run"]
+    with ThreadPoolExecutor() as threads:
+        statuses = [threads.submit(train.main, flags).result()]
+    assert statuses == [0] and len(metrics_of(tmp_path / "run")) == 2
+
+
+def test_template_arguments_stay_with_the_run(capsys, run_here, tmp_path):
+    """In prompts, config.json, after --resume, and where sample.py talks to the result."""
+    model = shutil.copytree(TINY, tmp_path / "model")
+    template = model / "chat_template.jinja"
+    template.write_text(template.read_text() + "{% if hint %} Ben {% endif %}")
+    flags = [*SMALL, "--steps=1", "--eval-limit=2", f"--config={TINY / 'grpo.json'}",
+             f"--model={model}", '--template-args={"hint": true}']
+    folder = trained(tmp_path / "run", *flags)
+    prompts = [record["prompt"] for record in lines_of(folder / "samples.jsonl")]
+    assert all(prompt.endswith("<|assistant|> Ben ") for prompt in prompts) and prompts
+    assert train.parse([f"--config={folder / 'config.json'}"]).template_args == {"hint": True}
+    capsys.readouterr()
+    for more in ([], ["--template-args", '{"hint": 0}']):
+        first = run_here("sample.py", "--model", folder, "Bob ?", *more).splitlines()[0]
+        assert first.endswith("<|assistant|> Ben ") == (not more)
+    assert train.main([f"--resume={folder}", "--template-args={}"]) == 2
+    trains(f"--resume={folder}", "--steps=2", '--template-args={"hint": true}')
+    assert lines_of(folder / "samples.jsonl")[-1]["prompt"].endswith(" Ben ")
 
 
 def test_rewards_below_zero_cannot_be_rescaled():
@@ -180,6 +253,9 @@ OWN = """
 def words(completions, **columns):
     return [len(text) % 7 for text in completions]
 
+def some(completions, **columns):
+    return [None if len(text) % 3 == 0 else len(text) * 100 for text in completions]
+
 def steps(completion_ids, **columns):
     return [[(0, ids[0] % 3), (len(ids) - 1, ids[-1] % 5)] for ids in completion_ids]
 """
@@ -187,8 +263,9 @@ ONE_FLAG = """--clip-eps 0.9|--clip-eps-high 2|--kl-coef 0|--kl-estimator k2|--a
 --ratio sequence|--objective cispo|--sampler-correction 1.1|--mask-truncated|--renew-reference 1
 --kl-band 1e-6 2e-6|--advantage leave-one-out|--advantage gtpo|--advantage grpo-s|--advantage shape
 --no-scale-by-std|--clip-advantages 0.7|--length-rescale 0.3|--overlong-buffer 9
---reward M:words rule|--reward M:words|--reward-weights 0.5 2|--reward-weights 3|--minibatches 2
---step-reward M:steps|--reward-model-lr 0.1|--updates-per-rollout 1|--lora-alpha 3|--max-turns 2"""
+--reward M:words rule|--reward M:words|--advantage gdpo|--reward-weights 0.5 2|--reward-weights 3
+--minibatches 2|--step-reward M:steps|--reward-model-lr 0.1|--updates-per-rollout 1
+--lora-alpha 3|--max-turns 2"""
 TEXTS = ["7 + 2 = 9 , \\boxed{ 9 }", "\\boxed{ 5 } , 9 \\boxed{ 9 }", "9", "\\boxed{ 7 } 2 2 2",
          "\\boxed{ 9 }", "2 - 2 \\boxed{ 2 }", "\\boxed{ 2 } \\boxed{ 9 }", "4 = 4 = 4 , 5"]
 
@@ -487,17 +564,38 @@ def test_ranks_meet_equally_often_in_an_evaluation(monkeypatch, fails):
 
 def history(n, **series):
     """n steps of a healthy run; of a name in `series` the last values are these."""
-    rows = [dict(approx_kl=0.01, zero_variance_groups=0.3, entropy=0.5,
-                 grad_norm=1.0, response_length_mean=100.0, accuracy=0.4) for _ in range(n)]
+    rows = [dict(approx_kl=0.01, zero_variance_groups=0.3, entropy=0.5, reward_std=0.5,
+                 grad_norm=1.0, reward_mean=step / 100, accuracy=0.4) for step in range(n)]
     for name, values in series.items():
         for row, value in zip(rows[-len(values):], values):
             row[name] = value
     return rows
 
 
+def in_trouble(rows):
+    """The same with a reward that has fallen after the first step."""
+    return [{**row, "reward_mean": float(step == 0)} for step, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize("rewards, accuracy, told", [
+    ([0.5] * 29, 0.4, []), ([0.5] * 30, 0.4, ["stuck reward"]), ([0.5] * 30, 0.95, []),
+    ([0.5] * 30, None, ["stuck reward"]), ([*[0.5] * 29, 0.55], 0.4, []), ([0.5], 0.4, []),
+    ([0.9, 0.3], 0.4, ["fallen reward"]), ([0.9, 0.5], 0.4, []), ([1.0, *[0.8] * 20], 0.4, []),
+    ([*[0.1] * 20, *[0.8] * 20, *[0.4] * 10], 0.95, ["fallen reward"]),
+    ([*[0.1] * 20, *[0.8] * 20, *[0.4] * 5], 0.4, []), ([-9.0, *[-9.2] * 20], 0.4, []),
+])
+def test_only_a_reward_that_has_fallen_or_stands_is_trouble(rewards, accuracy, told):
+    """A fallen one names --lr first; half a standard deviation of the answers is a quarter here."""
+    rows = [{**row, "reward_mean": reward, "accuracy": accuracy}
+            for row, reward in zip(history(len(rewards)), rewards)]
+    found = train.symptoms(rows)
+    assert list(found) == told and all("--lr" in line for _, line in found.values())
+    assert train.symptoms([{**row, "reward_std": 0.0} for row in rows[:1]]) == {}
+
+
 @pytest.mark.parametrize("what, n, name, failing, healthy, words", [
     ("gradient", 45, "grad_norm", [10.5], [9.5], ("10 times", "--lr")),
-    ("KL", 12, "approx_kl", [0.06] * 10, [0.04] * 10, ("0.060", "--kl-band 0.02 0.05")),
+    ("KL", 12, "approx_kl", [0.06] * 10, [0.04] * 10, ("0.06 ", "--kl-band 0.02 0.05")),
     ("reference", 12, "approx_kl", [0.0] * 4, [0.0] * 3, ("4 steps", "--lr")),
     ("flat groups", 10, "zero_variance_groups", [0.51] * 10, [0.5] * 10,
      ("51%", "--max-resample 3")),
@@ -506,12 +604,14 @@ def history(n, **series):
     ("entropy", 20, "entropy", [0.049] * 10, [0.051] * 10, ("1/10", "--clip-eps-high 0.28")),
 ])
 def test_a_failure_is_named_with_its_number_and_its_remedy(what, n, name, failing, healthy, words):
-    rows = history(n, **{name: failing})
+    rows = in_trouble(history(n, **{name: failing}))
     before = copy.deepcopy(rows)
-    ((found, (bad, line)),) = train.symptoms(rows).items()
-    assert found == what
+    (first, _), (found, (bad, line)) = train.symptoms(rows).items()
+    assert first == "fallen reward" and found == what
     assert all(word in line for word in words) and "\n" not in line and bad > 0, line
-    assert train.symptoms(history(n, **{name: healthy})) == {} == train.symptoms(history(n))
+    for well in (history(n, **{name: failing}), history(n)):
+        assert train.symptoms(well) == {}
+    assert list(train.symptoms(in_trouble(history(n, **{name: healthy})))) == ["fallen reward"]
     assert rows == before                                 # a pure function
 
 
@@ -520,8 +620,9 @@ def test_a_failure_is_named_with_its_number_and_its_remedy(what, n, name, failin
     dict(approx_kl=0.0, reference_renewed=1.0), dict(approx_kl=0.0, grad_norm=None)])
 def test_nothing_is_said_of_steps_without_a_number_or_a_gradient(row):
     """Skipped updates; groups that are all flat; a reference that is renewed in every step."""
-    assert train.symptoms([{**metrics, **row} for metrics in history(45)]) == {}
-    assert train.symptoms([*history(1, grad_norm=[0.0]) * 40, *history(1)]) == {}
+    for rows in (45 * [row], [*40 * [{"grad_norm": 0.0}], {}]):
+        rows = in_trouble([{**metrics, **row} for metrics, row in zip(history(len(rows)), rows)])
+        assert list(train.symptoms(rows)) == ["fallen reward"]
 
 
 def logged(lines, run):
@@ -537,10 +638,10 @@ def warnings_of(folder):
 def test_a_state_is_told_once_and_again_where_it_is_clearly_worse(capsys, tmp_path):
     lines = [*history(20, approx_kl=[0.06] * 10), *history(30, approx_kl=[0.07] * 10),
              *history(10, approx_kl=[0.2] * 10), *history(10, approx_kl=[0.3] * 10)]
-    logged(lines, train.Run(tmp_path))
+    logged(in_trouble(lines), train.Run(tmp_path))
     warnings = warnings_of(tmp_path)
-    assert list(warnings) == [19, 58]                     # above 0.05, and three times as much
-    assert all("KL" in line and "if the reward falls" in line for line in warnings.values())
+    assert list(warnings) == [2, 19, 58]                  # above 0.05, and three times as much
+    assert ["KL" in line for line in warnings.values()] == [False, True, True]
     err = capsys.readouterr().err
     assert all(f"step {step}: {line}" in err for step, line in warnings.items())
 
@@ -549,6 +650,7 @@ def test_a_state_is_told_once_and_again_where_it_is_clearly_worse(capsys, tmp_pa
 def test_a_resumed_run_warns_as_one_that_was_never_stopped(tmp_path, at):
     """Also where numbers were not finite: they stand as null in the file."""
     lines = history(30, approx_kl=[math.inf, *[0.06] * 15], grad_norm=[math.nan, *[1.0] * 20])
+    lines = in_trouble(lines)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder in (whole, parts):
         folder.mkdir()
@@ -593,7 +695,7 @@ def test_the_trace_tells_the_stages_in_order(capsys, traced):
                  f"A {rollout.advantages[n]:+.4f}", train.one_line(response)[:60])
         assert all(word in line for word in words), line
     trains("--trace", "--group-size=2", "--max-new-tokens=8", "--kl-coef=0", "--advantage=gtpo")
-    assert "advantages_for 'gtpo'" in capsys.readouterr().out
+    assert "--advantage gtpo" in capsys.readouterr().out
 
 
 def test_the_trace_agrees_with_a_step_computed_again(traced):
@@ -635,13 +737,14 @@ def test_the_trace_agrees_with_a_step_computed_again(traced):
 
 
 def test_a_warning_is_told_once_and_the_rule_by_its_name_is_the_rule(tmp_path, capsys):
-    """Here no weight moves, and the KL is exactly 0."""
-    flags = (*SMALL, "--steps=6", "--lr=1e-12", "--prompts-per-step=8", "--group-size=8")
+    """The learning rate is a hundred times too high, and the first warning says so."""
+    flags = (*SMALL, "--steps=6", "--lr=0.03", "--prompts-per-step=8", "--group-size=8")
     trains(*flags, f"--output={tmp_path / 'plain'}")
-    lines = metrics_of(tmp_path / "plain")
-    assert [m["step"] for m in lines if "KL is exactly 0" in m.get("warning", "")] == [4]
-    assert "step 4: " in capsys.readouterr().err
-    assert "<li>step 4: KL is exactly 0" in (tmp_path / "plain" / "page.html").read_text()
+    (step, warning), *_ = warnings_of(tmp_path / "plain").items()
+    assert step <= 15 and re.findall(r"--[a-z-]+", warning)[0] == "--lr"
+    assert f"step {step}: {warning}" in capsys.readouterr().err
+    page = (tmp_path / "plain" / "page.html").read_text()
+    assert f"<li>step {step}: {train.shown(warning)}<" in page
     trains(*flags, "--reward=rule", f"--output={tmp_path / 'run'}")
     added = ("reward/rule", "eval_reward")
     named = [{name: value for name, value in metrics.items() if name not in added}

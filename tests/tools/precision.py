@@ -6,7 +6,7 @@
 The model is first written out in bfloat16, as pretrained models nearly always are: its weights then
 lie on bfloat16's grid. The three trainings have the same model, problems and seed; they compute in
 float32, bfloat16 and float16. Then the float32 run's whole change of the weights, and parts of it,
-are rounded to bfloat16 and float16: to nearest, or each weight at a threshold of its own, which is
+are rounded to bfloat16 and float16: as they are, or from masters that begin off the grid, which is
 train.py's way. The first table says how much arrives of what the change means for the log-probs of
 answer tokens.
 `--only table` makes that table alone, from a float32 run that is there already.
@@ -28,19 +28,20 @@ from logprob import token_logprobs  # noqa: E402
 from reward import load_problems  # noqa: E402
 from sample import chat_prompt, open_policy, sample_groups  # noqa: E402
 
-WAYS = [("bfloat16", "nearest"), ("bfloat16", "threshold"),
-        ("float16", "nearest"), ("float16", "threshold")]
+WAYS = [("bfloat16", "on grid"), ("bfloat16", "off grid"),
+        ("float16", "on grid"), ("float16", "off grid")]
 PARTS = (0.01, 0.1, 0.25, 1.0)
 
 
-def rounded(weights, dtype, rounding):
-    """{name: float32} -> the same, rounded to `dtype` and back."""
+def rounded(weights, dtype, masters, change=None, part=0):
+    """{name: float32}, moved by a part of the change, rounded to `dtype` and back."""
     found = {}
     for i, (name, weight) in enumerate(weights.items()):
         half = weight.to(dtype)
-        if rounding == "threshold":
-            train.round_into(half, weight, train.seeded(0, "thresholds", i))
-        found[name] = half.float()
+        master = train.off_grid(half, 0, i) if masters == "off grid" else half.float()
+        if change:
+            master += part * change[name]
+        found[name] = master.to(dtype).float()
     return found
 
 
@@ -62,15 +63,15 @@ def print_arrivals(settings, end):
     rollout = sample_groups(model, tokenizer, prompts, 1, settings.max_new_tokens, 1.0,
                             torch.Generator().manual_seed(0))
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    start = rounded(start, torch.bfloat16, "nearest")
+    start = rounded(start, torch.bfloat16, "on grid")
     final, _ = open_policy(end, "cpu", torch.float32)
     change = {name: p.detach() - start[name] for name, p in final.named_parameters()}
     before = logprobs_under(model, start, rollout)
     starts = {}
-    for dtype, rounding in WAYS:
+    for dtype, masters in WAYS:
         # float16 cannot hold the smallest of bfloat16's numbers: it has a start of its own.
-        old = rounded(start, getattr(torch, dtype), rounding)
-        starts[dtype, rounding] = old, logprobs_under(model, old, rollout)
+        old = rounded(start, getattr(torch, dtype), masters)
+        starts[dtype, masters] = old, logprobs_under(model, old, rollout)
     print(f"{len(before)} answer tokens\n\n| part of the run's change | meant, rms nats | "
           + " | ".join(f"{dtype}, {how}" for dtype, how in WAYS) + " |\n"
           + "| --- " * (2 + len(WAYS)) + "|")
@@ -78,9 +79,9 @@ def print_arrivals(settings, end):
         moved = {name: start[name] + part * change[name] for name in start}
         meant = logprobs_under(model, moved, rollout) - before
         cells = []
-        for dtype, rounding in WAYS:
-            old, old_logprobs = starts[dtype, rounding]
-            new = rounded(moved, getattr(torch, dtype), rounding)
+        for dtype, masters in WAYS:
+            old, old_logprobs = starts[dtype, masters]
+            new = rounded(start, getattr(torch, dtype), masters, change, part)
             arrived = logprobs_under(model, new, rollout) - old_logprobs
             stayed = sum(int((new[name] == old[name]).sum()) for name in new)
             stayed /= sum(weight.numel() for weight in new.values())
