@@ -654,7 +654,8 @@ def test_a_resumed_run_warns_as_one_that_was_never_stopped(tmp_path, at):
     logged(lines, train.Run(whole))
     first, resumed = logged(lines[:at], train.Run(parts)), train.Run(parts)
     resumed.step, resumed.told = at, first.told           # these are in the checkpoint
-    train.forget_after(resumed, at)
+    resumed.held_out = [(0, 0.5)]
+    train.forget_later_steps(resumed)
     logged(lines[at:], resumed)
     assert warnings_of(parts) == warnings_of(whole) != {}
 
@@ -741,7 +742,7 @@ def test_a_warning_is_told_once_and_the_rule_by_its_name_is_the_rule(tmp_path, c
     assert step <= 15 and re.findall(r"--[a-z-]+", warning)[0] == "--lr"
     assert f"step {step}: {warning}" in capsys.readouterr().err
     page = (tmp_path / "plain" / "page.html").read_text()
-    assert f"<li>step {step}: {train.shown(warning)}<" in page
+    assert f"<li>step {step}: {train.escape(warning)}<" in page
     trains(*flags, "--reward=rule", f"--output={tmp_path / 'run'}")
     added = ("reward/rule", "eval_reward")
     named = [{name: value for name, value in metrics.items() if name not in added}
