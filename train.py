@@ -890,6 +890,8 @@ def flag_of(name):
 
 def given_flags(words):
     """The flags in the words of a command line -> {name: value}, without defaults."""
+    words = list(map(str, words))  # from Python also numbers and paths
+
     def error(message):
         raise BadInput(f"{message} (--help lists the flags)")
 
@@ -2088,9 +2090,8 @@ def forget_later_steps(run):
 def main(argv=None):
     """-> exit status: 0 done; 2 bad input, one line on standard error; 128 + signal if stopped."""
     run = Run()
-    words = sys.argv[1:] if argv is None else map(str, argv)
-    words = list(words)
-    run.command = shlex.join(["train.py", *words])
+    words = sys.argv[1:] if argv is None else argv
+    run.command = shlex.join(["train.py", *map(str, words)])
     try:
         settings = parse(words)
         if settings.dry_run is not None:
