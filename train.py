@@ -2065,15 +2065,12 @@ def forget_later_steps(run):
         size = 0
         for line in lines:
             record = json.loads(line)
+            run.command = record.get("command", run.command)  # in the metrics of step 0
             if record["step"] <= last:
                 records.append(record)
                 size += len(line) + 1
         os.truncate(path, size)
-    for record in records:  # of metrics.jsonl
-        if "loss" in record:
-            run.history.append(record)
-        else:
-            run.command = record["command"]  # step 0
+    run.history = [record for record in records if "loss" in record]  # of metrics.jsonl
 
 
 # --------------------------------------------------------------------------------------------------

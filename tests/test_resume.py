@@ -223,6 +223,7 @@ def test_the_saved_flags_may_be_repeated_and_steps_may_grow(run_folder):
     assert [m["step"] for m in metrics_of(run_folder)] == list(range(8))
     config = json.loads(path.read_text())
     assert config["steps"] == 7 and config["ratio"] == "token"
+    assert "--resume" not in (run_folder / "page.html").read_text()  # the command that began it
 
 
 def test_a_folder_that_holds_something_is_left_as_it_was(capsys, run_folder, tmp_path):
