@@ -57,11 +57,12 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+import advantage
 import logprob
 import loss
 import reward
 import sample
-from advantage import ADVANTAGES, advantages_for, is_flat, plain_advantages
+from advantage import is_flat, plain_advantages
 from logprob import IGNORE, layers_checkpointed, plain_logprobs, token_logprobs
 from loss import grpo_loss, next_kl_coef, plain_loss
 from reward import is_right, score_responses, truths_of
@@ -105,9 +106,7 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     clock.lap("scoring")
 
     # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if every token has its own.
-    options = advantage_options(policy_model, rollout, batch, tokenizer, reward_of, s)
-    advantages = advantages_for(s.advantage, rollout.rewards, s.group_size, **options)
-    rollout.advantages = advantages.to(rollout.labels.device)
+    rollout.advantages = advantages_of(policy_model, rollout, batch, tokenizer, reward_of, s)
 
     # [D] The reference's log-probs of the same tokens. The update computes the policy's own.
     if ref_model is not None:
@@ -291,25 +290,33 @@ def add_length_terms(rollout, s):
         rollout.rewards = rollout.rewards + penalty
 
 
-def advantage_options(policy_model, rollout, batch, tokenizer, reward_of, s):
-    """What the kinds of [C] read besides the rewards; plain GRPO reads only the last two."""
-    candidates = None
-    if s.advantage == "shape":
+def advantages_of(policy_model, rollout, batch, tokenizer, reward_of, s):
+    """[C] by --advantage: (N,), or (N, S-1) if every token has its own."""
+    rewards, mask, G = rollout.rewards, rollout.mask, s.group_size
+    if rollout.step_rewards is not None:
+        advantages = advantage.process_advantages(rollout.step_rewards, mask, G)
+    elif s.advantage == "group":
+        advantages = advantage.group_advantages(rewards, G, scale_by_std=s.scale_by_std)
+    elif s.advantage == "leave-one-out":
+        advantages = advantage.leave_one_out_advantages(rewards, G)
+    elif s.advantage == "gdpo":
+        parts = torch.stack(list(rollout.reward_parts.values()))                       # (K, N)
+        weights = s.reward_weights or [1.0] * len(parts)
+        advantages = advantage.gdpo_advantages(parts, weights, G, gathered)
+    elif s.advantage == "shape":
         answers = [row[row != IGNORE].tolist() for row in rollout.labels]
         words = [sample.words_of(tokenizer, ids) for ids in answers]
-        candidates = reward.boxed_candidates(words, truths_of(batch.problems), s.group_size)
-    if s.advantage in ("gtpo", "grpo-s"):
-        score_before_updates(policy_model, rollout, s)  # they read the entropies
-    # With a user's own reward, an answer counts as right if its reward is positive.
-    right = None if reward_of else is_right(rollout.rule_rewards)
-    reward_parts = None
-    if s.advantage == "gdpo":
-        parts = torch.stack(list(rollout.reward_parts.values()))                       # (K, N)
-        reward_parts = parts, s.reward_weights or [1.0] * len(parts), gathered
-    return {"entropies": rollout.entropies, "mask": rollout.mask, "right": right,
-            "step_rewards": rollout.step_rewards, "candidates": candidates,
-            "reward_parts": reward_parts,
-            "scale_by_std": s.scale_by_std, "clip": s.clip_advantages}
+        candidates = reward.boxed_candidates(words, truths_of(batch.problems), G)
+        advantages = advantage.shape_advantages(*candidates, mask, G)
+    else:
+        score_before_updates(policy_model, rollout, s)  # for the entropies
+        # With a user's own reward, an answer counts as right if its reward is positive.
+        right = None if reward_of else is_right(rollout.rule_rewards)
+        kinds = {"gtpo": advantage.gtpo_advantages, "grpo-s": advantage.grpo_s_advantages}
+        advantages = kinds[s.advantage](rewards, rollout.entropies, mask, G, right)
+    if s.clip_advantages:
+        advantages = advantages.clamp(-s.clip_advantages, s.clip_advantages)
+    return advantages.to(rollout.labels.device)
 
 
 def score_before_updates(policy_model, rollout, s):
@@ -332,8 +339,9 @@ def micro_batches(model, rollout, mask, s):
     """Yield for each: its rows as a Rollout, their place in (N, S-1), their part of the mask."""
     share = s.share_prompts and logprob.is_fast(model)
     # [D] makes its tables of ids and labels on the host: copied once, they make nothing wait later.
-    on_host = {name: getattr(rollout, name).cpu() for name in ("input_ids", "labels", "group_ids")}
-    host = dataclasses.replace(rollout, **on_host)
+    host = copy.copy(rollout)
+    for name in ("input_ids", "labels", "group_ids"):
+        setattr(host, name, getattr(rollout, name).cpu())
     cuts = logprob.micro_batches(host.labels, host.group_ids, s.micro_batch_tokens, share)
     # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
     # the same number, or FSDP's gathers wait for ever: a GPU with fewer runs its last one again,
@@ -365,10 +373,7 @@ def all_token_logprobs(model, rollout, s, with_entropy=False):
     def score():
         for part, here, _ in micro_batches(model, rollout, rollout.mask, s):
             found = token_logprobs_of(model, part, s, with_entropy)
-            if with_entropy:
-                logprobs[here], entropies[here] = found
-            else:
-                logprobs[here] = found
+            logprobs[here], entropies[here] = found if with_entropy else (found, 0)
 
     within_memory(score, s)
     return logprobs, entropies
@@ -827,8 +832,10 @@ class Settings:
     sampler_correction: amount = flag(0.0, "TIS: weights min(trainer / sampler, this), say 2")
     mask_truncated: bool = flag(False, "leave truncated answers out of the loss")
     renew_reference: whole = flag(0, "steps after which the reference becomes the policy; 0: never")
-    kl_band: amount = flag(None, "LOW HIGH: adapt beta to keep KL there, say 0.02 0.05", nargs=2)
-    advantage: str = flag("group", "how siblings compare", choices=ADVANTAGES, head="the advantage")
+    kl_band: amount = flag(None, "LOW HIGH: adapt beta to keep KL there, say 0.02 0.05", nargs="+",
+                            action="extend")
+    advantage: str = flag("group", "how siblings compare", choices=advantage.ADVANTAGES,
+                          head="the advantage")
     scale_by_std: bool = flag(True, "divide the advantages by the group's std; off: Dr. GRPO")
     clip_advantages: above_0 = flag(None, "clip advantages to -this and this, say 5")
     length_rescale: amount = flag(0.0, "GR3's alpha: rewards shrink with length, say 0.33")
@@ -881,15 +888,8 @@ def flag_of(name):
     return "--" + name.replace("_", "-")
 
 
-def words_of(argv):
-    """The words in argv, or on the command line."""
-    return sys.argv[1:] if argv is None else list(map(str, argv))
-
-
-def given_flags(argv):
-    """The flags in argv, or on the command line -> {name: value}, without defaults."""
-    words = words_of(argv)
-
+def given_flags(words):
+    """The flags in the words of a command line -> {name: value}, without defaults."""
     def error(message):
         raise BadInput(f"{message} (--help lists the flags)")
 
@@ -901,10 +901,13 @@ def given_flags(argv):
     parser.error = error
     parser._negative_number_matcher = re.compile(r"-[\d.]+(e[-+]?\d+)?$")  # else -1e-5 is a flag
     tiny = json.loads(TINY_CONFIG.read_text())
+    times = Counter(word.partition("=")[0] for word in words)
     for name, field in FIELDS.items():
         how = {"type": field.type, **field.metadata["how"]}
         if head := field.metadata["head"]:
             group = parser.add_argument_group(head)
+        if times[flag_of(name)] > 1 and "action" not in how:
+            say(f"{flag_of(name)} is given more than once: the last one counts")
         if field.type is bool:
             how |= {"type": None, "action": argparse.BooleanOptionalAction}
         elif field.type not in (str, path):
@@ -912,16 +915,12 @@ def given_flags(argv):
         if name in tiny:
             how["help"] += f" {{{tiny[name]}}}"
         group.add_argument(flag_of(name), **how)
-    counts = Counter(word.partition("=")[0] for word in words)
-    for name, field in FIELDS.items():
-        if counts[flag_of(name)] > 1 and "action" not in field.metadata["how"]:
-            say(f"{flag_of(name)} is given more than once: the last one counts")
     return vars(parser.parse_args(words))
 
 
-def parse(argv=None):
-    """Settings: flags (argv, or the command line) win over the config file, it over defaults."""
-    given = given_flags(argv)
+def parse(words):
+    """Settings: the flags in `words` win over the config file, it over the defaults."""
+    given = given_flags(words)
     file = f"{given['resume']}/config.json" if "resume" in given else given.get("config")
     config = read_config(file) if file else {}
     layers = [config, given]
@@ -940,44 +939,31 @@ def parse(argv=None):
     if s.resume:
         check_resumed(given, Settings(**config))
         s.output = s.resume
-    s.model = folder_of_model(s.model)
+    final = os.path.join(s.model, "final")
+    if os.path.isfile(f"{final}/config.json"):
+        s.model = final  # a run's folder was named
     s.config = str(file or "")
     return s
-
-
-def folder_of_model(name):
-    """--model, or the final/ in it if it is a run's folder."""
-    files = set(os.listdir(name)) if os.path.isdir(name) else set()
-    if os.path.isfile(f"{name}/final/config.json"):
-        return os.path.join(name, "final")
-    if "metrics.jsonl" in files:
-        raise BadInput(f"--model {name}: this run has no final/ yet, it is not done: --resume it")
-    if "adapter_config.json" in files and "config.json" not in files:
-        raise BadInput(f"--model {name}: LoRA's factors alone are no model, take the run's final/")
-    return name
 
 
 def read_config(file):
     """The flags of a JSON file -> {name: value}; its paths are relative to its folder."""
     with telling(f"{file}:", of=Exception):
         words = []
-        for name, value in json.loads(Path(file).read_text(encoding="utf-8")).items():
-            spelling = name.lstrip("-").replace("-", "_")
-            if name != spelling and spelling in FIELDS:
-                raise ValueError(f"write {name!r} as {spelling!r} in a config file")
+        config = json.loads(Path(file).read_text(encoding="utf-8"))
+        for name, value in config.items():
             if name not in FIELDS or not FIELDS[name].metadata["kept"]:
-                raise ValueError(f"{flag_of(name)} is no flag for a config file")
+                raise ValueError(f"{flag_of(name)} is no flag for a config file, where names are "
+                                 "spelt like kl_coef")
             if isinstance(value, bool):
                 words.append(flag_of(name if value else f"no_{name}"))
-            elif isinstance(value, list):
-                words.append(flag_of(name))
-                for item in value:
-                    if isinstance(item, str) and item.startswith("-"):
-                        raise ValueError(f"{flag_of(name)}: {item!r} would be another flag")
-                    words.append(str(item))
-            elif value is not None:  # null: the default
-                text = value if isinstance(value, str) else json.dumps(value)
-                words.append(f"{flag_of(name)}={text}")
+                continue
+            items = value if isinstance(value, list) else [value]
+            for item in items:
+                if isinstance(item, dict):
+                    item = json.dumps(item)
+                if item is not None:  # null: the default
+                    words.append(f"{flag_of(name)}={item}")
         with chdir(Path(file).parent):
             return given_flags(words)
 
@@ -1035,7 +1021,7 @@ def load(s):
 
 def check_combinations(s):
     """BadInput for flags that do not go together."""
-    low, high = s.kl_band or (1, 1)
+    band = s.kl_band or [1, 1]
     share, rest = divmod(s.prompts_per_step, world())
     own = s.reply or s.reward or s.reward_model
     # Flags that give or change the rewards of whole answers
@@ -1045,14 +1031,19 @@ def check_combinations(s):
         (s.minibatches > share, f"--minibatches {s.minibatches}: a process has {share} prompts"),
         (not s.resume and os.path.isdir(s.output) and set(os.listdir(s.output)) - {".lock"},
          f"--output {s.output}: is not empty; name another, or continue its run with --resume"),
+        (os.path.isfile(f"{s.model}/metrics.jsonl"),
+         f"--model {s.model}: this run has no final/ yet; end it with --resume"),
+        (os.path.isfile(f"{s.model}/adapter_config.json"),
+         f"--model {s.model}: LoRA's factors alone are no model; take the run's final/"),
         (s.model.startswith((".", "/")) and not os.path.isdir(s.model),
          f"--model {s.model}: there is no such folder"),
         (not s.kl_coef and (s.kl_band or s.renew_reference),
          "--kl-band, --renew-reference: need a --kl-coef above 0"),
-        (not 0 < low <= high, "--kl-band: must be two numbers above 0, the lower one first"),
+        (len(band) != 2 or not 0 < band[0] <= band[1],
+         f"--kl-band {s.kl_band}: must be two numbers above 0, the lower one first"),
         (s.reward_model and s.reward, "--reward-model and --reward: only one can give the rewards"),
-        (s.reward_weights and len(s.reward or []) < 2,
-         "--reward-weights: weighs several --reward against each other"),
+        (s.reward_weights and not 2 <= len(s.reward or []) == len(s.reward_weights),
+         "--reward-weights: needs several --reward, and a weight for each"),
         (s.advantage == "shape" and (own or of_answers),
          "--advantage shape: the rule rewards each box, and no other flag about rewards works"),
         (s.advantage == "gdpo" and (len(s.reward or []) < 2 or of_answers),
@@ -1118,7 +1109,6 @@ def load_policy(s):
     device, dtype = choose_device(s)
     with telling(f"--model {s.model}:"):
         model, tokenizer = sample.open_policy(s.model, device if s.is_whole else "cpu", dtype)
-    with telling("--template-args:"):
         sample.set_template_arguments(tokenizer, s.template_args)
     return model, tokenizer
 
@@ -1155,26 +1145,30 @@ def load_data(s, tokenizer):
 def load_problems(name, source, tokenizer, s):
     """The problems of a file, a list of dicts. BadInput: one is too long for the model."""
     # The built-in rewards need a true answer to compare with.
-    need_answer = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
-    reserved = reward.ARGUMENTS if s.reward or s.step_reward else ()
+    rewards = set(s.reward or ["rule"])
+    need_answer = rewards <= {"rule", "think"} and not s.reward_model
     limit = sample.length_limit(AutoConfig.from_pretrained(s.model))
     too_long = []  # (tokens of the prompt, line)
 
     # Every prompt is checked now, not in the step that happens to draw it.
     def check(number, problem):
-        with telling(f"{source}, line {number}:"):
+        with telling(f"{name}: {source}, line {number}:"):
             prompt = chat_prompt(tokenizer, problem, s.system_prompt)
+            taken = problem.keys() & reward.ARGUMENTS
+            if taken and (s.reward or s.step_reward):
+                raise ValueError(f"rewards have an argument {min(taken)!r}: rename that column")
         [ids] = sample.ids_of(tokenizer, [prompt])
         if len(ids) + s.answer_tokens > limit:
             too_long.append((len(ids), number))
 
-    progress = partial(tqdm, desc=f"reading {source}", leave=False, delay=2, disable=rank() > 0)
-    with telling(f"{name}:", of=(ValueError, BadInput)):
+    progress = partial(tqdm, desc=f"reading {source}", delay=2, leave=False,
+                       disable=rank() > 0)
+    with telling(f"{name}:"):
         problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
-                                        reserved, check, progress)
+                                        check, progress)
     if too_long:
         longest, number = max(too_long)
-        raise BadInput(f"{name} {source}, line {number}, the longest of {len(too_long)} such "
+        raise BadInput(f"{name}: {source}, line {number}, the longest of {len(too_long)} such "
                        f"lines: a prompt of {longest} tokens and {s.answer_tokens} of an answer "
                        f"are more than the model's {limit} positions: lower --max-new-tokens or "
                        "--max-turns, or take such problems out of the file")
@@ -1197,15 +1191,11 @@ def load_reward_of(s, reward_model=None):
 
 
 def rewards_by(reward_of, problems, prompts, rollout):
-    """The rewards (N,) of a reward_of; one from Python may give a list, or what NumPy makes."""
+    """Call reward_of -> (N,) float32. One from Python may give any list of numbers."""
     with torch.set_grad_enabled(torch.is_grad_enabled()):  # which it may switch
         values = reward_of(problems, prompts, rollout)
-    with telling("the rewards of reward_of are no numbers:", of=Exception):
-        values = torch.as_tensor(values, dtype=torch.float32, device="cpu").detach()
-    if values.numel() != len(rollout.responses):
-        raise BadInput(f"reward_of gave rewards of shape {tuple(values.shape)} for "
-                       f"{len(rollout.responses)} answers")
-    return values.flatten()
+    values = torch.as_tensor(values, dtype=torch.float32, device="cpu").detach()
+    return values.reshape(len(rollout.responses))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1444,10 +1434,12 @@ def plan_memory(s):
         if s.eval_only:
             return way  # an evaluation has no step
         if not lack:
-            say(f"loading   {s.model} in {way.dtype} on {device}; a step needs about "
-                f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)"
-                + ", with --offload" * way.offload
-                + ", with --gradient-checkpointing" * way.gradient_checkpointing)
+            line = (f"loading   {s.model} in {way.dtype} on {device}; a step needs about "
+                    f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)")
+            for name in ("offload", "gradient_checkpointing"):
+                if getattr(way, name):
+                    line += f", with {flag_of(name)}"
+            say(line)
             space = free_disk(s.output)
             if count[DISK] > space and not s.resume:
                 say(f"--output: the run needs {count[DISK] / 1e9:.3g} GB of disk when it saves, "
@@ -1468,15 +1460,20 @@ def counted_ways(s, device, dtype):
         s.offload = False  # the device has no memory of its own
     model = model_without_storage("--model", s.model, dtype)
     free = {DEVICE: free_memory(device), HOST: free_memory(torch.device("cpu"))}
-    if s.dry_run:  # of another machine's card, where CUDA itself takes about a GB
+    if s.dry_run:  # the card of another machine, where CUDA itself takes about a GB
         free = {DEVICE: (s.dry_run - 1) * 2**30, HOST: math.inf}
     for offload, checkpointing in product((False, True), repeat=2):
-        if s.offload in (None, offload) and s.gradient_checkpointing in (None, checkpointing):
-            way = dataclasses.replace(s, offload=offload, gradient_checkpointing=checkpointing)
-            count = memory(way, model)
+        way = dataclasses.replace(s, offload=offload, gradient_checkpointing=checkpointing)
+        if (s.offload not in (None, offload)
+                or s.gradient_checkpointing not in (None, checkpointing)):
+            continue
+        count = memory(way, model)
+        lack = None
+        for kind, size in free.items():
             # A tenth stays free, for CUDA itself and for fragments of the allocator.
-            lack = [kind for kind in free if count[kind] >= 0.9 * free[kind]]
-            yield way, count, lack[0] if lack else None
+            if count[kind] >= 0.9 * size:
+                lack = lack or kind
+        yield way, count, lack
 
 
 def memory(s, model):
@@ -1491,7 +1488,9 @@ def memory(s, model):
     # Numbers that a layer keeps per token for its backward pass: of its norms, attention and MLP
     kept = 8 * hidden + 5 * queries + keys
     inner = getattr(text, "intermediate_size", None) or 4 * hidden
-    kept += 4 * (max(inner) if isinstance(inner, list) else inner)  # Gemma 3n has one per layer
+    if isinstance(inner, list):  # Gemma 3n's layers have one each
+        inner = max(inner)
+    kept += 4 * inner
     if any("q_norm" in name for name, _ in model.named_parameters()):
         kept += 3 * (queries + keys)
     # With checkpointing a layer keeps its input, and one layer at a time is run again.
@@ -1531,8 +1530,9 @@ def memory(s, model):
         "gradients, float32": 4 * trained + one_gradient,
         "reward model": judge * (16 if s.renew_reference else 4),
         "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * layers * keys * size,
+        "logits of the draw": 12 * rows * text.vocab_size,
         "kept for the backward pass": s.micro_batch_tokens * kept * size,
-        "logits, their gradients": 12 * logits + 2 * size * head,
+        "logits, their gradients": 12 * logits + 4 * head,
     }
     host += 4 * max(W.numel() for W in weights)  # a checkpoint passes tensor by tensor
     saved = 12 * (trained if s.lora_rank else n)  # masters and moments, of all ranks
@@ -1544,28 +1544,33 @@ def memory(s, model):
 
 def print_memory(s):
     """--dry-run: print the count of each way, in GB; a star marks the one that a run takes."""
-    device, dtype = torch.device("cuda"), getattr(torch, s.dtype, torch.bfloat16)
+    dtype = getattr(torch, s.dtype, torch.bfloat16)
+    device = torch.device("cuda")  # of another machine, if this one has none
     if not s.dry_run and (s.device != "cuda" or torch.cuda.is_available()):
-        device, dtype = choose_device(s)  # else the card of another machine
+        device, dtype = choose_device(s)
     where = f"a card of {s.dry_run:g} GB" if s.dry_run else device.type
-    ways, counts, lacks = zip(*counted_ways(s, device, dtype))
-    taken = lacks.index(None) if None in lacks else None
-    rows = {"*: a run takes this way": ["*" * (n == taken) for n in range(len(ways))]}
-    for name in ("offload", "gradient_checkpointing"):
-        rows[flag_of(name)] = ["yes" * getattr(way, name) for way in ways]
-    for what in counts[0]:
-        rows[what] = [f"{count[what] / 1e9:.2f}" for count in counts]
     print(f"{s.model} in {dtype} on {where}: GB for a step")
-    for what, cells in rows.items():
-        print(f"{what:30}" + "".join(f"{cell:>8}" for cell in cells))
-    if taken is None:
+    columns = []
+    fits = False
+    for way, count, lack in counted_ways(s, device, dtype):
+        star = "" if lack or fits else "*"
+        fits = fits or not lack
+        column = {"*: a run takes this way": star}
+        for name in ("offload", "gradient_checkpointing"):
+            column[flag_of(name)] = "yes" if getattr(way, name) else ""
+        for what, size in count.items():
+            column[what] = f"{size / 1e9:.2f}"
+        columns.append(column)
+    for what in column:
+        print(f"{what:30}" + "".join(f"{column[what]:>8}" for column in columns))
+    if not fits:
         print(f"no way leaves a tenth of {where}'s free memory; {ADVICE}")
 
 
 def free_disk(output):
     """Bytes that are free where the run's folder will be."""
     folder = Path(output).absolute()
-    while not os.path.exists(folder):  # also false if the name is too long
+    while not os.path.exists(folder):
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
@@ -2079,9 +2084,12 @@ def forget_later_steps(run):
 def main(argv=None):
     """-> exit status: 0 done; 2 bad input, one line on standard error; 128 + signal if stopped."""
     run = Run()
-    run.command = shlex.join(["train.py", *words_of(argv)])
+    if argv is None:
+        argv = sys.argv[1:]
+    words = list(map(str, argv))
+    run.command = shlex.join(["train.py", *words])
     try:
-        settings = parse(argv)
+        settings = parse(words)
         if settings.dry_run is not None:
             print_memory(settings)
             return 0
@@ -2434,7 +2442,7 @@ def print_trace(parts, s):
                                   s, parts.sampler, parts.reward_of)
     mask = rollout.mask                                                                # (G, S-1)
     A = rollout.advantages.view(len(mask), -1).expand(mask.shape)                      # (G, S-1)
-    how = "group_advantages" if s.advantage == "group" else f"advantages_for {s.advantage!r}"
+    how = "group_advantages" if s.advantage == "group" else f"--advantage {s.advantage}"
     say(f"\n[A] sample_groups: {s.group_size} answers to\n{batch.prompts[0]}\n\n"
         f"[B] score_responses: rewards, the truth is {batch.problems[0]['answer']}\n"
         f"[C] {how}, of each answer's first token")

@@ -68,6 +68,7 @@ MIXERS = dict(EXPERTS, linear_num_value_heads=4, linear_num_key_heads=2, linear_
 # These keep a state in place of keys and values, in all layers or in some: they are not opened.
 STATEFUL = {
     "mamba": dict(state_size=4), "lfm2": dict(layer_types=["conv", "full_attention"]),
+    "minimax": dict(num_local_experts=2, layer_types=["linear_attention", "full_attention"]),
     "jamba": dict(EXPERTS, num_experts=2, mamba_d_state=4, attn_layer_period=2, attn_layer_offset=1,
                   use_mamba_kernels=False),
     "qwen3_next": dict(MIXERS, num_experts=4, head_dim=8, shared_expert_intermediate_size=32),
@@ -149,6 +150,7 @@ def test_greedy_answers(name):
     model = family(name)
     tokenizer = make_tokenizer(pad_token="<pad>", eos_token="<end>")
     rollout = sample.sample_groups(model, tokenizer, PROMPTS, 1, 6, temperature=0)
+    assert not sample.PLAIN                              # every family takes the fast step
     for prompt, row in zip(PROMPTS, rollout.labels):
         ids = [int(word[1:]) for word in prompt.split()]
         written = []

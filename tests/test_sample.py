@@ -8,6 +8,7 @@ import shutil
 from dataclasses import fields, replace
 from functools import partial
 
+import huggingface_hub
 import pytest
 import torch
 from conftest import (
@@ -101,7 +102,7 @@ def test_the_loop_draws_what_the_definition_draws(monkeypatch, name, plain, temp
     assert [ids for ids, _ in found] == [ids for ids, _ in expected]
     for (_, ours), (_, theirs) in zip(found, expected):
         assert ours == pytest.approx(theirs, abs=1e-5)
-    assert model not in sample.KEPT                      # nothing to keep without graphs
+    assert sample.PLAIN == plain and model not in sample.KEPT        # no graphs to keep on a CPU
 
 
 @pytest.mark.parametrize("T", [1, 6])
@@ -111,6 +112,8 @@ def test_every_token_of_the_own_step_is_drawn_from_float32_logits(T):
     model.generation_config.eos_token_id = END
     model.lm_head.weight.data.mul_(8)                    # logits of 16 and more
     rollout = sample_groups(model, TOKENIZER, PROMPTS, 8, T, 4.0, seeded())
+    assert "forward" not in vars(model.lm_head)          # its own again, and so is attention
+    assert model.config._attn_implementation == "sdpa"
     first = (rollout.labels != IGNORE).int().argmax(dim=1)
     rows = torch.arange(len(first))
     prompts = [ids_of(prompt) for prompt in PROMPTS]
@@ -316,7 +319,7 @@ def test_graphs_are_kept_and_released():
     expected = sample_more(seeded())
     kept = sample.KEPT[model]
     assert (24, 256, 1.0) in kept.graphs and 1 < len(kept.graphs) <= 5    # for 24 rows, 12, ...
-    for past in sample.tensors_of(kept.cache):
+    for past in kept.past.values():
         past.fill_(torch.nan)
     kept.padding.fill_(99)
     assert same(sample_more(seeded()), expected) and sample.KEPT[model] is kept
@@ -344,7 +347,7 @@ def test_a_step_that_fails_is_given_up(monkeypatch, capsys):
     sample.PLAIN = True
     plain = sample_groups(model, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded())
     sample.PLAIN = False
-    monkeypatch.setattr(sample.Slots, "update", raises(TypeError("no such\nargument")))
+    monkeypatch.setattr(sample.Step, "update", raises(TypeError("no such\nargument")))
     other = small_model("llama")
     sample.KEPT[other] = "a cache of graphs"             # its memory is free afterwards
     assert same(sample_groups(model, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded()), plain)
@@ -508,6 +511,27 @@ def test_u_is_a_place_in_the_running_sum(words, temperature):
     torch.testing.assert_close(logprobs.double(), p[tokens].log(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("words", [7, 128, 1000, 20_000])
+def test_every_word_has_its_share_of_the_random_numbers(words):
+    """Also one of 1e-12: where its part of [0, 1) begins and ends is found by halving."""
+    logits = torch.randn(words, generator=seeded())
+    logits[words // 2] = 17.0
+    p = (logits / 0.7).softmax(dim=0).double()
+    asked = torch.randperm(words, generator=seeded())[:300]
+    first = torch.stack((asked, asked + 1)).flatten()    # and the word after it
+    low = torch.zeros(len(first), dtype=torch.double)
+    high = torch.ones_like(low)
+    for _ in range(60):
+        u = (low + high) / 2
+        reached = draw(logits.expand(len(u), words), 0.7, u)[0] >= first
+        high = torch.where(reached, u, high)
+        low = torch.where(reached, low, u)
+    start, end = high.chunk(2)                           # after the last word: 1
+    expected = p[asked] / p.sum()
+    torch.testing.assert_close(end - start, expected, rtol=1e-5, atol=1e-15)
+    assert expected.min() < 1e-10
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0, 0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_logprob_of_a_draw(temperature, dtype):
@@ -595,13 +619,22 @@ def test_script_takes_a_runs_settings(run_here, tmp_path):
         assert all(int(answer.split()[1]) <= limit for answer in answers)
 
 
-def test_open_policy(tiny):
-    """In the dtype that is asked for, without dropout, ready for sampling."""
+def test_open_policy(tiny, capsys):
+    """In the dtype that is asked for, without dropout; only a download shows a bar."""
     model, tokenizer = sample.open_policy(str(TINY), "cpu", torch.bfloat16)
+    assert not any(capsys.readouterr())
+    assert not huggingface_hub.utils.are_progress_bars_disabled()
     assert model.dtype == torch.bfloat16 and tokenizer.chat_template
     assert not any(part.training for part in model.modules())
     model, _ = sample.open_policy(str(TINY))
     assert all(map(torch.equal, model.parameters(), tiny[0].parameters()))
+
+
+@pytest.mark.parametrize("flag", ["--max-new-tokens=0", "--temperature=-1", "--group-size=0"])
+def test_script_refuses_in_one_line(run_here, flag):
+    line = run_here("sample.py", flag, status=2)
+    assert line.startswith("sample.py: ") and line.count("\n") == 1
+    assert flag.partition("=")[0] in line and "at least" in line
 
 
 def test_script_draws_a_group(run_here, tiny):
