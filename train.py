@@ -694,11 +694,9 @@ def symptoms(history):
 
     norm_before = recent("grad_norm", -40, -20) or math.nan
     entropy_now = max(recent("entropy"), 1e-3)
-    unmoved = 0
-    for row in history[-4:]:
-        # A reference that has just been renewed is the policy itself.
-        if "reference_renewed" not in row and row.get("grad_norm"):
-            unmoved += row.get("approx_kl") == 0
+    # A reference that is renewed in every step is the policy itself.
+    renewed = "reference_renewed" in history[-1]
+    unmoved = recent("approx_kl", -4) == 0 and recent("grad_norm", -4) > 0 and not renewed
     rules = (  # a name, a figure, its limit (README, "Reading a run"), the line to print
         ("fallen reward", fallen, 0.5,
          f"the reward has fallen from {best:.3g} to {now:.3g}; first try a lower --lr"),
@@ -707,9 +705,9 @@ def symptoms(history):
          "problems of which some answers are right"),
         ("KL", recent("approx_kl"), 0.05,
          "KL is {:.3g} nats per token; try --kl-band 0.02 0.05"),
-        ("reference", unmoved, 3,
-         "KL is exactly 0 in {} steps although the policy has gradients: does the reference share "
-         "its weights, or is --lr too small to move it?"),
+        ("reference", int(unmoved), 0,
+         "KL has been exactly 0 for 4 steps although the policy has gradients: does the reference "
+         "share its weights, or is --lr too small to move it?"),
         ("flat groups", recent("zero_variance_groups"), 0.5,
          "{:.0%} of the groups are flat, with equal rewards; try --max-resample 3, or solved "
          "examples in --system-prompt if the answers lack the rule's box"),
@@ -2003,11 +2001,11 @@ def load_checkpoint(run, model, optimizer, s):
     if not counters.keys() >= set(COUNTERS):
         raise BadInput(f"--resume: {path} was written by another version of train.py")
     for name, digest in run.digests.items():
-        changed = digest != counters["digests"].get(name)
-        if changed and name == "texts":
-            say("a file of --reward, --step-reward or --reply has changed since the run began")
-        elif changed:
+        if digest == counters["digests"].get(name):
+            continue
+        if name != "texts":
             raise BadInput(f"{flag_of(name)} {getattr(s, name)}: is not what the run began with")
+        say("a file of --reward, --step-reward or --reply has changed since the run began")
     with telling(f"--resume: {path} is damaged, or not of this model:", of=Exception):
         for name in COUNTERS:
             setattr(run, name, counters[name])
