@@ -2169,8 +2169,8 @@ def begin(run, parts, s):
     here = json.dumps(f"{HERE}{os.sep}")
     text = text.replace(here[:-1], '"./')
     if run.folder:
-        with run.replacing("config.json") as place:
-            place.write_text(text, encoding="utf-8")
+        with run.replacing("config.json") as new:
+            new.write_text(text, encoding="utf-8")
     run.resume_command = command("train.py", "--resume", run.name)
     if not run.held_out:  # a new run. From now on one without a checkpoint has lost it.
         save_checkpoint(run, model, parts.optimizer)
@@ -2317,19 +2317,19 @@ def write_page(run, model, tokenizer, s):
         moved = logprobs - part.old_logprobs
         sections += section_of(step, group, part, moved, tokenizer)
     if run.folder:
-        with run.replacing("page.html") as place:
-            place.write_text(page_of(run, sections, s), encoding="utf-8")
+        with run.replacing("page.html") as new:
+            new.write_text(page_of(run, sections, s), encoding="utf-8")
 
 
 def page_of(run, sections, s):
     """The HTML of the page; it reloads itself while the run goes on."""
     warned = []
-    warnings = ""
+    items = ""
     for row in run.history:
         if "warning" in row:
             line = escape(row["warning"])
             warned.append((row["step"], line))
-            warnings += f"<li>step {row['step']}: {line}</li>"
+            items += f"<li>step {row['step']}: {line}</li>"
     figures = figure_of_curve(f"held-out {run.judged_by}", run.held_out, run.step, warned)
     for name in run.history[-1]:
         points = run.curve(name)
@@ -2346,7 +2346,7 @@ def page_of(run, sections, s):
 <p>GRPO of {escape(Path(s.model).name)}: {run.step} steps of B = {s.prompts_per_step} questions and
 G = {s.group_size} answers to each, lr {s.lr:g}. Held-out answers are greedy, all others sampled.
 Orange lines are warnings.</p>
-<div>{figures}</div><ul>{warnings}</ul>
+<div>{figures}</div><ul>{items}</ul>
 <h1>What it learned</h1><section><pre>{escape(example_of(run))}</pre></section><p>x is a question,
 y<sub>i</sub> an answer of its group, r<sub>i</sub> its reward and A<sub>i</sub> its advantage.
 Tinted tokens are now <i style="--d:2">more likely</i> or <i style="--d:-2">less likely</i> than
