@@ -1568,7 +1568,7 @@ def print_memory(s):
 def free_disk(output):
     """Bytes that are free where the run's folder will be."""
     folder = Path(output).absolute()
-    while not os.path.exists(folder):
+    while not os.path.exists(folder):  # also false if the name is too long
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
