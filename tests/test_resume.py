@@ -406,7 +406,7 @@ def test_a_checkpoint_on_its_way_holds_one_tensor_in_memory(monkeypatch, tmp_pat
         weakref.finalize(copy, live.remove, copy.nbytes)
         return copy
 
-    monkeypatch.setattr(train, "full", gathered)
+    monkeypatch.setattr(train, "gather_full", gathered)
     folder = trained(tmp_path / "run", *FLAGS, "--steps=1")
     sizes = [tensor.nbytes for tensor in checkpoint_of(folder).values()]
     assert not live and max(peaks) == max(sizes) < sum(sizes) / 5
