@@ -496,12 +496,22 @@ def step_metrics(rollout, batch, updates, seconds, s):
     for name, spent in seconds.items():
         metrics[f"seconds_{name}"] = spent
     metrics["tokens_per_second"] = metrics["tokens"] / seconds.total()
-    metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # 0 on a CPU
+    metrics["peak_memory_gb"] = peak_memory() / 1e9
     if s.max_resample:
         metrics["resampled_groups"] = sum(gathered_objects(batch.resampled))
     for name, values in (rollout.reward_parts or {}).items():
         metrics[f"reward/{name}"] = gathered(values).nanmean()  # NaN where it does not apply
     return {name: float(value) for name, value in metrics.items()}
+
+
+def peak_memory():
+    """Bytes: of CUDA's allocator, else of the whole process; 0 if unknown."""
+    used = torch.cuda.max_memory_allocated()  # 0 on a CPU, even of a machine with a GPU
+    if not used and os.name == "posix":
+        import resource
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        used *= 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes
+    return used
 
 
 # --------------------------------------------------------------------------------------------------
