@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 import transformers
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -41,24 +41,30 @@ def plain_logprobs(model, input_ids, labels, temperature=1.0):
     """The definition, word for word: (N, S) ids and labels -> (N, S-1) float32, in nats."""
     # It holds all N * S * V logits: 2.5 GB for 8 rows of 512 tokens and 151,936 words. The rest of
     # this file needs less memory, and is checked against this function.
-    logits = model(input_ids=input_ids, use_cache=False).logits[:, :-1]           # (N, S-1, V)
-    logprobs = (logits.float() / temperature).log_softmax(dim=-1)                 # (N, S-1, V)
-    chosen = logprobs.gather(2, input_ids[:, 1:, None])[:, :, 0]                  # (N, S-1)
-    return chosen.where(labels[:, 1:] != IGNORE, 0)
+    logits = model(input_ids=input_ids, use_cache=False).logits                   # (N, S, V)
+    logits = logits[:, :-1].float() / temperature        # (N, S-1, V): the last predicts nothing
+    logprobs = logits.log_softmax(dim=2)                                          # (N, S-1, V)
+    chosen = logprobs.gather(2, input_ids[:, 1:, None])                           # (N, S-1, 1)
+    is_label = labels[:, 1:] != IGNORE                                            # (N, S-1)
+    return chosen.squeeze(2).where(is_label, 0)
 
 
-def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False, group_ids=None):
+def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False,
+                   group_ids=None):
     """plain_logprobs without all the logits: (N, S-1) float32, differentiable.
 
     `with_entropy` adds a second (N, S-1) tensor: the entropy in nats of the distribution that each
     token was drawn from, detached. `group_ids` (N,): rows of one number share a prompt, run once.
     """
-    # The body of the model runs on whole rows, its head only where one of M labels comes next.
-    places, targets, output, hidden = hidden_states(model, input_ids, labels, group_ids)
+    # The body of the model runs on whole rows, its head only where one of M labels comes next: at
+    # the numbers `at` (M,) of the N * (S-1) places, with hidden states (M, H).
+    at, targets, output, hidden = hidden_states(model, input_ids, labels, group_ids)
     found, entropies = head_logprobs(model, output, hidden, targets, temperature, with_entropy)
-    blank = torch.zeros(labels[:, 1:].shape, device=hidden.device)                # (N, S-1)
-    logprobs = blank.index_put(places, found)
-    return (logprobs, blank.index_put(places, entropies)) if with_entropy else logprobs
+    nothing = torch.zeros(labels[:, 1:].shape, device=hidden.device)              # (N, S-1)
+    logprobs = nothing.put(at, found)
+    if with_entropy:
+        return logprobs, nothing.put(at, entropies)
+    return logprobs
 
 
 def sequence_logprob(model, input_ids, labels, temperature=1.0):
@@ -67,39 +73,35 @@ def sequence_logprob(model, input_ids, labels, temperature=1.0):
 
 
 # --------------------------------------------------------------------------------------------------
-# A reader of the theory may stop here. What follows is about speed and memory.
+# A reader of the theory may stop here. What follows: speed, memory, the command.
 
 # Families with fast paths: logits are one matrix product of hidden states, and attention is plain
 # and causal. Every other family runs on padded rows, and its own head chunk by chunk.
-FAST = {"apertus", "arcee", "ernie4_5", "glm", "glm4", "glm4_moe", "gpt2", "gpt_bigcode",
-        "gpt_neox", "helium", "llama", "mistral", "mixtral", "olmo", "olmo2", "olmoe", "opt",
-        "persimmon", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3",
-        "starcoder2"}
+FAST = set("""
+    apertus arcee ernie4_5 glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox helium llama mistral mixtral
+    olmo olmo2 olmoe opt persimmon phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 starcoder2
+""".split())
 PLAIN = False                            # True: no fast paths, after a failure or by --plain
 
 
 def is_fast(model):
     """Whether the fast paths below, lean head and long rows, compute this model's forward pass."""
     config = model.config
+    rope = getattr(config, "rope_parameters", None) or {}
     head = model.get_output_embeddings()
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    return (not PLAIN and config.model_type in FAST and not getattr(config, "sliding_window", None)
-            and rope not in ("longrope", "dynamic")      # they depend on the longest row of a batch
+    return (not PLAIN and config.model_type in FAST
+            and not getattr(config, "sliding_window", None)
+            # these depend on the longest row of a batch
+            and rope.get("rope_type") not in ("longrope", "dynamic")
             and config._attn_implementation in ("sdpa", "grouped")
             and type(head) is torch.nn.Linear and head.bias is None)
 
 
-def head_logprobs(model, output, hidden, targets, temperature, with_entropy):
-    """hidden (M, H), targets (M,) -> log-probs, entropies (0 without `with_entropy`), (M,) each."""
-    if is_fast(model):
-        weight = model.get_output_embeddings().weight                             # (V, H)
-        return LeanHead.apply(hidden, weight, targets, temperature, with_entropy)
-    return own_logprobs(model, output, hidden, targets, temperature, with_entropy)
-
-
 def uploaded(x, device):
     """A CPU's tensor on `device`, copied from pinned memory, so that the CPU does not wait."""
-    return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
+    if device.type == "cuda":
+        x = x.pin_memory()
+    return x.to(device, non_blocking=True)
 
 
 def body_of(model):
@@ -108,12 +110,15 @@ def body_of(model):
     return model.base_model.model if body is model else body         # Llama 4 returns itself
 
 
-def chunks(M, V, device):
-    """Slices of M rows: their logits (m, V) are just large enough to keep the device busy."""
-    # An eighth of all logits, at most 1 GB in float32; on a CPU 1 MB, which fits its cache
-    values = min(2**28, M * V // 8) if device.type == "cuda" else 2**18
+def chunks(hidden, weight):
+    """Slices of the M rows: their logits (m, V) are just large enough to keep the device busy."""
+    M, V = hidden.shape[0], weight.shape[0]
+    values = 2**18                           # on a CPU 1 MB in float32, which fits its cache
+    if hidden.is_cuda:
+        values = min(2**28, M * V // 8)      # an eighth of all logits, at most 1 GB
     step = max(128, values // V)             # on a CPU a product of 32 rows has half the speed
-    return [slice(start, start + step) for start in range(0, M, step)]
+    starts = range(0, max(M, 1), step)       # at least one slice, even if it is empty
+    return [slice(start, start + step) for start in starts]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -128,14 +133,16 @@ class LeanHead(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, temperature, with_entropy):
         # hidden (M, H), weight (V, H), targets (M,); without `with_entropy` the entropies are 0
         logprobs, entropy = torch.zeros(2, len(hidden), device=hidden.device)
-        wide = weight if weight.is_cuda else weight.float()
-        for rows in chunks(len(hidden), len(weight), hidden.device):
-            logits = scaled_logits(hidden[rows], wide, temperature)               # (m, V)
-            logp = logits.log_softmax(dim=-1)
-            logprobs[rows] = logp.gather(1, targets[rows, None])[:, 0]
+        if not weight.is_cuda:                   # else half precision is summed in float32
+            weight = weight.float()
+        for rows in chunks(hidden, weight):
+            logits = scaled_logits(hidden[rows], weight, temperature)             # (m, V)
+            logp = logits.log_softmax(dim=1)
+            target = targets[rows, None]                                          # (m, 1)
+            logprobs[rows] = logp.gather(1, target)[:, 0]
             if with_entropy:
                 p = torch.exp(logp, out=logits)
-                entropy[rows] = -p.mul_(logp).sum(dim=-1)
+                entropy[rows] = -p.mul_(logp).sum(dim=1)
         ctx.save_for_backward(hidden, weight, targets, logprobs)
         ctx.temperature = temperature
         ctx.mark_non_differentiable(entropy)
@@ -145,63 +152,70 @@ class LeanHead(torch.autograd.Function):
     def backward(ctx, grad, _):
         hidden, weight, targets, logprobs = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        # Summed in float32, then converted by autograd. A frozen weight gets no gradient.
-        learns = ctx.needs_input_grad[1]
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
-        wide = weight if weight.is_cuda else weight.float()
-        for rows in chunks(len(hidden), len(weight), hidden.device):
-            target, logp = targets[rows, None], logprobs[rows, None]              # (m, 1) each
+        grad_weight = None                       # a frozen weight gets none
+        if ctx.needs_input_grad[1]:              # summed in float32, then converted by autograd
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        how = in_float32(weight)
+        for rows in chunks(hidden, weight):
+            target = targets[rows, None]                                          # (m, 1)
+            logp = logprobs[rows, None]                                           # (m, 1)
             # log p(v) = logit(v) - logit(target) + log p(target)
-            logits = scaled_logits(hidden[rows], wide, ctx.temperature)           # (m, V)
+            logits = scaled_logits(hidden[rows], weight, ctx.temperature)         # (m, V)
             logits.sub_(logits.gather(1, target) - logp)
             # In one pass from float32 to the weight's dtype; p - 1 at the target is not rounded
-            p = torch.exp(logits, out=wide.new_empty(0))
-            p.scatter_(1, target, logp.expm1().to(p.dtype))
+            p = torch.exp(logits, out=weight.new_empty(0))
+            p.scatter_(1, target, logp.expm1().to(p))
             del logits
             g = -grad[rows, None] / ctx.temperature                               # (m, 1)
-            grad_hidden[rows] = g * product(p, wide)
-            if learns:
-                states = (g * hidden[rows]).to(p.dtype)                           # (m, H)
-                # In place. A CPU has only float32 here; CUDA must be told that it is the sum's.
-                how = {"out_dtype": torch.float32} if p.is_cuda else {}
+            grad_hidden[rows] = g * torch.mm(p, weight, **how)
+            if grad_weight is not None:
+                states = (g * hidden[rows]).to(p)                                 # (m, H)
                 torch.addmm(grad_weight, p.T, states, out=grad_weight, **how)
         return grad_hidden, grad_weight, None, None, None
 
 
 def scaled_logits(hidden, weight, temperature):
-    """hidden (m, H) @ weight.T (H, V) / temperature, (m, V) in float32."""
-    logits = product(hidden, weight.T)
+    """hidden (m, H) @ weight.T (H, V) / temperature -> (m, V), float32."""
+    hidden = hidden.to(weight.dtype)
+    logits = torch.mm(hidden, weight.T, **in_float32(weight))
     return logits if temperature == 1 else logits.div_(temperature)
 
 
-def product(a, b):
-    """a @ b in float32: bfloat16 would round a logit of 16 by up to 0.06."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b
+def in_float32(x):
+    """For products on CUDA, in half precision too: bfloat16 rounds a logit of 16 by up to 0.06."""
+    return {"out_dtype": torch.float32} if x.is_cuda else {}
 
 
-def own_logprobs(model, output, hidden, targets, temperature, with_entropy):
-    """As LeanHead, by the model's own head: Gemma 2 caps its logits, Granite scales them, ..."""
+def head_logprobs(model, output, hidden, targets, temperature, with_entropy):
+    """hidden (M, H), targets (M,) -> log-probs, entropies (0 without `with_entropy`), (M,) each.
+
+    The lean head, or the model's own: Gemma 2 caps its logits, Granite scales them, ...
+    """
+    head = model.get_output_embeddings()
+    if is_fast(model):
+        return LeanHead.apply(hidden, head.weight, targets, temperature, with_entropy)
     body = body_of(model)
 
     def score(hidden, targets):
         def returned(*args, **kwargs):
             return type(output)(last_hidden_state=hidden[None])
 
-        body.forward = returned                          # for this call; the ids are not read
+        body.forward = returned                  # whatever the ids are
         try:
             logits = model(input_ids=targets[None], use_cache=False).logits[0]    # (m, V)
         finally:
-            del body.forward                             # the class's own forward again
-        logp = (logits.float() / temperature).log_softmax(dim=-1)
-        entropy = torch.zeros_like(logp[:, 0])
-        if with_entropy:                                 # p log p is 0 where p is 0, not 0 * -inf
-            entropy = -(logp.exp() * logp.clamp(min=-1e4)).sum(dim=-1)
-        return logp.gather(1, targets[:, None])[:, 0], entropy.detach()
+            del body.forward                     # the class's own forward again
+        logits = logits.float() / temperature
+        logp = logits.log_softmax(dim=1)
+        chosen = logp.gather(1, targets[:, None]).squeeze(1)                      # (m,)
+        entropy = torch.zeros_like(chosen)
+        if with_entropy:
+            p = logp.detach().exp()
+            entropy = torch.special.entr(p).sum(dim=1)
+        return chosen, entropy
 
-    vocabulary = model.config.get_text_config().vocab_size
     scored = []
-    # At least one chunk, even if it is empty: a batch without labels needs a gradient, too.
-    for rows in chunks(max(len(hidden), 1), vocabulary, hidden.device):
+    for rows in chunks(hidden, head.weight):
         scored.append(checkpoint(score, hidden[rows], targets[rows], use_reentrant=False))
     logprobs, entropies = zip(*scored)
     return torch.cat(logprobs), torch.cat(entropies)
@@ -219,31 +233,31 @@ def own_logprobs(model, output, hidden, targets, temperature, with_entropy):
 # keys and values return to the padded rows on the left, for the call of attention alone.
 
 def hidden_states(model, input_ids, labels, group_ids):
-    """Run the body -> the places (n, t) of M labels in (N, S-1), their ids (M,), the body's output,
-    its hidden states there (M, H). Where ids and labels are on the CPU, it waits for no GPU.
+    """Run the body -> the numbers of the places in (N, S-1) where M labels come next, these labels,
+    the body's output, its hidden states there (M, H). With ids on the CPU it waits for no GPU.
     """
     S = labels.shape[1]
-    share = group_ids is not None and is_fast(model)
-    groups = group_ids if share else torch.zeros_like(labels[:, 0])
-    table = torch.cat([input_ids, labels, groups[:, None]], dim=1).cpu()          # the host waits
-    n, t = (table[:, S + 1:-1] != IGNORE).nonzero(as_tuple=True)                  # (M,) each
-    targets = table[n, t + 1]                                                     # (M,)
+    shares = group_ids is not None and is_fast(model)
+    groups = group_ids if shares else labels[:, 0]       # else they are not read
+    table = torch.cat((input_ids, labels, groups[:, None]), dim=1).cpu()          # the host waits
+    next_labels = table[:, S + 1:-1].flatten()                                    # (N * (S-1),)
+    at = (next_labels != IGNORE).nonzero()[:, 0]                                  # (M,)
     table, copies = table.unique(dim=0, return_inverse=True)                      # (U, 2S+1), (N,)
     ids = table[:, :S - 1]                               # the last token predicts nothing
     places = torch.arange(ids.numel()).view_as(ids)      # (U, S-1): where each token runs
     options = {}
-    if share:
-        pieces = []
-        for row in pieces_of(table[:, S:-1], table[:, -1]):
-            pieces += row
-        source, places = end_to_end(pieces, *ids.shape)
+    if shares:
+        pieces = sum(pieces_of(table[:, S:-1], table[:, -1]), [])
+        source, places = end_to_end(pieces, places)
         ids = ids.flatten()[None, source]                                         # (1, T)
         options = in_pieces(model, pieces, source, places)
-    table = torch.stack((n, t, targets, places[copies[n], t]))                    # (4, M)
-    n, t, targets, place = uploaded(table, model.device)
-    output = body_of(model)(input_ids=uploaded(ids, model.device), use_cache=False, **options)
-    hidden = output.last_hidden_state.flatten(0, 1)[place]                        # (M, H)
-    return (n, t), targets, output, hidden
+    ran_at = places[copies].flatten()[at]                                         # (M,)
+    numbers = torch.stack((at, next_labels[at], ran_at))                          # (3, M)
+    at, targets, ran_at = uploaded(numbers, model.device)
+    ids = uploaded(ids, model.device)
+    output = body_of(model)(input_ids=ids, use_cache=False, **options)
+    hidden = output.last_hidden_state.flatten(0, 1)[ran_at]                       # (M, H)
+    return at, targets, output, hidden
 
 
 def pieces_of(labels, groups, most=math.inf):
@@ -253,11 +267,13 @@ def pieces_of(labels, groups, most=math.inf):
     It has at most `most` tokens, or a single answer.
     """
     is_label = labels != IGNORE                                                   # (N, S)
+    position = torch.arange(labels.shape[1])
     firsts = is_label.int().argmax(dim=1).tolist()
-    lasts = (is_label * torch.arange(labels.shape[1])).amax(dim=1).clamp(min=1).tolist()
+    lasts = (is_label * position).amax(dim=1)
+    lasts = lasts.clamp(min=1).tolist()
     rows = []
     for group in groups.unique():
-        members = (groups == group).nonzero()[:, 0].tolist()
+        members = (groups == group).nonzero().flatten().tolist()
         P = min(firsts[n] for n in members)
         room = -1                                        # none: a row begins
         for n in members:
@@ -270,12 +286,11 @@ def pieces_of(labels, groups, most=math.inf):
     return rows
 
 
-def end_to_end(pieces, N, S):
-    """-> (T,): each token's place in the flat (N, S); (N, S): its place in the long row."""
-    index = torch.arange(N * S).view(N, S)
-    source = torch.cat([index[n, start:end] for n, start, end in pieces])
-    places = torch.zeros(N, S, dtype=torch.long)
-    places.view(-1)[source] = torch.arange(len(source))
+def end_to_end(pieces, places):
+    """places (N, S) of the tokens -> (T,): those of the pieces; (N, S): places in the long row."""
+    source = torch.cat([places[n, start:end] for n, start, end in pieces])
+    places = torch.zeros_like(places)
+    places.put_(source, torch.arange(len(source)))
     for n, start, end in pieces:
         if start == 0:
             prompt = places[n, :end]
@@ -288,20 +303,19 @@ def in_pieces(model, pieces, source, places):
     if model.config._attn_implementation != "grouped":
         model.set_attn_implementation("grouped")
     to_model = partial(uploaded, device=model.device)
-    # A mask of one entry keeps transformers from making its own.
-    options = {"position_ids": to_model(source[None] % places.shape[1]),
-               "attention_mask": to_model(torch.ones(1, 1, 1, 1, dtype=torch.bool))}
+    positions = source[None] % places.shape[1]                                    # (1, T)
+    mask = torch.tensor([[[[True]]]])                    # else transformers makes its own
+    options = {"position_ids": to_model(positions), "attention_mask": to_model(mask)}
     if not has_flash(model):
         options["padded"] = to_model(source), to_model(places)
         return options
     # A piece of row n sees the row's first `end` tokens: its prompt and itself.
     keys = torch.cat([places[n, :end] for n, _, end in pieces])
-    lengths = [(0, 0)]                                   # of queries and of keys
-    for _, start, end in pieces:
-        lengths.append((end - start, end))
-    lengths = torch.tensor(lengths)
-    ends = lengths.cumsum(0).int().T.contiguous()        # (2, pieces + 1)
-    options["pieces"] = to_model(keys), *to_model(ends), *lengths.amax(0).tolist()
+    _, starts, ends = torch.tensor(pieces).T
+    lengths = torch.stack((ends - starts, ends))         # (2, pieces), of queries and of keys
+    bounds = pad(lengths.cumsum(dim=1), (1, 0)).int()    # (2, pieces + 1)
+    longest = lengths.amax(dim=1).tolist()
+    options["pieces"] = to_model(keys), *to_model(bounds), *longest
     return options
 
 
@@ -312,7 +326,8 @@ def has_flash(model):
             and torch.backends.cuda.is_flash_attention_available())
 
 
-def grouped_attention(module, q, k, v, mask, scaling=None, padded=None, pieces=None, **kwargs):
+def grouped_attention(module, q, k, v, mask, scaling=None, padded=None, pieces=None,
+                      **kwargs):
     """transformers' own attention; that of a long row in its padded rows or its pieces."""
     # q (1, Hq, T, D), k and v (1, Hkv, T, D) -> (1, T, Hq, D)
     if padded is None and pieces is None:
@@ -321,21 +336,23 @@ def grouped_attention(module, q, k, v, mask, scaling=None, padded=None, pieces=N
     if padded:
         return attention_in_rows(q, k, v, *padded, scaling)[None], None
     keys, *lengths = pieces
-    k, v = torch.cat((k, v), dim=1)[keys].chunk(2, dim=1)                         # one gather
-    out = varlen_attn(q, k, v, *lengths, scale=scaling, window_size=(-1, 0), enable_gqa=True)
+    both = torch.cat((k, v), dim=1)                      # one gather is faster than two
+    k, v = both[keys].chunk(2, dim=1)
+    out = varlen_attn(q, k, v, *lengths, window_size=(-1, 0),        # causal
+                      scale=scaling, enable_gqa=True)
     return out[None], None
 
 
 def attention_in_rows(q, k, v, source, places, scaling):
     """q (T, Hq, D), k and v (T, Hkv, D) -> (T, Hq, D), by way of the padded rows (N, S)."""
-    # Without flash attention CUDA's other fast kernel needs as many key heads as query heads.
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    def in_rows(x):
+        # As many key heads as query heads, or CUDA takes a slow kernel that holds all scores.
+        x = x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)                  # (T, Hq, D)
+        rows = x.index_select(0, places.flatten())
+        return rows.unflatten(0, places.shape).transpose(1, 2)                    # (N, Hq, S, D)
 
-    def padded(x):
-        return x.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
-
-    out = scaled_dot_product_attention(padded(q), padded(k), padded(v), is_causal=True,
-                                       scale=scaling)                             # (N, Hq, S, D)
+    out = scaled_dot_product_attention(in_rows(q), in_rows(k), in_rows(v),
+                                       is_causal=True, scale=scaling)
     return out.transpose(1, 2).flatten(0, 1).index_select(0, source)
 
 
@@ -351,7 +368,8 @@ def fuse_norms(model):
     def fused(norm, x):
         if PLAIN:
             return type(norm).forward(norm, x)
-        return torch.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+        return torch.rms_norm(x, norm.weight.shape, norm.weight,
+                              norm.variance_epsilon)
 
     for module in model.modules():
         # Gemma's norms, which multiply by 1 + weight, call their epsilon by another name.
@@ -366,12 +384,12 @@ def micro_batches(labels, group_ids, token_budget, share_prompts):
     counts once for the rows that run as one. Rows that are equal run once, count once and stay
     together. Padded rows are sorted by length, the longest first: so there is little padding.
     """
-    table = torch.cat([labels, group_ids[:, None]], dim=1).cpu()                  # the host waits
-    _, kinds = table.unique(dim=0, return_inverse=True)                           # (N,)
-    first = (kinds[:, None] == kinds).int().argmax(dim=1)      # (N,): the first row that is equal
-    distinct = first.unique()                                                     # (U,)
-    groups = table[distinct, -1] if share_prompts else distinct
-    rows = pieces_of(table[distinct, :-1], groups, token_budget)
+    table = torch.cat((labels, group_ids[:, None]), dim=1).cpu()                  # the host waits
+    table, copies = table.unique(dim=0, return_inverse=True)                      # (U, S+1), (N,)
+    groups = torch.arange(len(table))
+    if share_prompts:
+        groups = table[:, -1]
+    rows = pieces_of(table[:, :-1], groups, token_budget)
 
     def length_of(row):
         return sum(end - start for _, start, end in row)
@@ -380,28 +398,31 @@ def micro_batches(labels, group_ids, token_budget, share_prompts):
         rows.sort(key=length_of, reverse=True)
     cuts = []
     room = -1                                            # none: a cut begins
-    width = 0
+    price = 0
     for row in rows:
         length = length_of(row)
-        price = length if share_prompts else width       # a padded row costs the width of the first
+        if share_prompts:                                # else it costs as much as the cut's first
+            price = length
         if price > room:
             cuts.append([])
             room = token_budget
-            price = width = length
+            price = length
         room -= price
         cuts[-1] += row[1:]
     found = []
     for cut in cuts:
         chosen, _, ends = zip(*cut)
-        rows = torch.isin(first, distinct[list(chosen)]).nonzero()[:, 0]
-        found.append((rows, max(ends) + 1))
+        is_chosen = torch.isin(copies, torch.tensor(chosen))                      # (N,)
+        found.append((is_chosen.nonzero()[:, 0], max(ends) + 1))
     return found
 
 
 @contextmanager
 def layers_checkpointed(model, on):
     """If `on`, a layer keeps only its input, and the backward pass computes the layer again."""
-    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)] if on else []
+    layers = []
+    if on:
+        layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     for layer in layers:                         # dropout is off: nothing in it is random
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False,
                                 preserve_rng_state=False)
@@ -434,18 +455,19 @@ def main():
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True).eval()
     messages = [{"role": "user", "content": args.prompt}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True).input_ids
-    response = tokenizer(args.response, add_special_tokens=False).input_ids
-    response += [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    answer = args.response + (tokenizer.eos_token or "")
+    response = tokenizer(answer, add_special_tokens=False).input_ids
     input_ids = torch.tensor([prompt + response])                                 # (1, S)
     labels = torch.tensor([[IGNORE] * len(prompt) + response])
     with torch.no_grad():
         logprobs = token_logprobs(model, input_ids, labels, args.temperature)[0]  # (S-1,)
-        whole = sequence_logprob(model, input_ids, labels, args.temperature)      # (1,)
     print(" row   label  log-prob  token")
     for t, token in enumerate(prompt + response):
-        shown = f" label  {logprobs[t - 1]:+8.4f}" if t >= len(prompt) else "     ."
+        shown = "     ."
+        if t >= len(prompt):
+            shown = f" label  {logprobs[t - 1]:+8.4f}"
         print(f"{t:4}  {shown:16}  {tokenizer.decode([token])!r}")
-    print(f"log pi(y | x) = {float(whole):+.4f} over {len(response)} tokens")
+    print(f"log pi(y | x) = {logprobs.sum():+.4f} over {len(response)} tokens")
 
 
 if __name__ == "__main__":

@@ -57,11 +57,12 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+import advantage
 import logprob
 import loss
 import reward
 import sample
-from advantage import ADVANTAGES, advantages_for, is_flat, plain_advantages
+from advantage import is_flat, plain_advantages
 from logprob import IGNORE, layers_checkpointed, plain_logprobs, token_logprobs
 from loss import grpo_loss, next_kl_coef, plain_loss
 from reward import is_right, score_responses, truths_of
@@ -105,9 +106,7 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     clock.lap("scoring")
 
     # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if every token has its own.
-    options = advantage_options(policy_model, rollout, batch, tokenizer, reward_of, s)
-    advantages = advantages_for(s.advantage, rollout.rewards, s.group_size, **options)
-    rollout.advantages = advantages.to(rollout.labels.device)
+    rollout.advantages = advantages_of(policy_model, rollout, batch, tokenizer, reward_of, s)
 
     # [D] The reference's log-probs of the same tokens. The update computes the policy's own.
     if ref_model is not None:
@@ -196,12 +195,12 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
     s = dataclasses.replace(settings, kl_coef=run.kl_coef or settings.kl_coef)  # the run's copy
     evaluation = partial(evaluate, policy_model, tokenizer, eval_problems, s, sampler, reward_of)
     if not run.held_out:
-        run.log({"step": 0, **measure(run, 0, evaluation)})
+        run.log({"step": 0, **run.measure(0, evaluation)})
     with tqdm(total=s.steps, initial=run.step, desc="GRPO", disable=rank() > 0) as bar:
         for step in range(run.step + 1, s.steps + 1):
             if run.stopped():
                 break
-            set_learning_rate(optimizer, step, s)
+            lr = set_learning_rate(optimizer, step, s)
             # Fresh problems and fresh answers: no step reuses the answers of an earlier step.
             batch = batch_of_step(tokenizer, problems, step, s)
             try:
@@ -210,10 +209,22 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             except BadInput:  # a reward that fails, say: no weight has moved
                 save_checkpoint(run, policy_model, optimizer)
                 raise
+            metrics = {"step": step, "lr": lr, **metrics}
             # Every --renew-reference steps: a new reference, a reward model that is trained further
-            metrics |= renew(ref_model, policy_model, reward_model, rollout, step, s)
-            after_step(run, step, metrics, batch, rollout, evaluation, policy_model, tokenizer,
-                       optimizer, bar, s)
+            metrics |= update_reference(ref_model, policy_model, reward_model, rollout, step, s)
+            is_last = step == s.steps
+            if is_last or step % s.eval_every == 0:
+                metrics |= run.measure(step, evaluation)
+            run.log_samples(batch, rollout)
+            run.log(metrics)
+            if run.folder and s.page:
+                keep_group(run, batch, rollout, s)
+            if s.page and "eval_accuracy" in metrics:
+                write_page(run, policy_model, tokenizer, s)
+            adapt_kl_coef(run, metrics, s)
+            update_bar(bar, metrics, run)
+            if is_last or step % s.save_every == 0:
+                save_checkpoint(run, policy_model, optimizer)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -279,25 +290,33 @@ def add_length_terms(rollout, s):
         rollout.rewards = rollout.rewards + penalty
 
 
-def advantage_options(policy_model, rollout, batch, tokenizer, reward_of, s):
-    """What the kinds of [C] read besides the rewards; plain GRPO reads only the last two."""
-    candidates = None
-    if s.advantage == "shape":
+def advantages_of(policy_model, rollout, batch, tokenizer, reward_of, s):
+    """[C] by --advantage: (N,), or (N, S-1) if every token has its own."""
+    rewards, mask, G = rollout.rewards, rollout.mask, s.group_size
+    if rollout.step_rewards is not None:
+        advantages = advantage.process_advantages(rollout.step_rewards, mask, G)
+    elif s.advantage == "group":
+        advantages = advantage.group_advantages(rewards, G, scale_by_std=s.scale_by_std)
+    elif s.advantage == "leave-one-out":
+        advantages = advantage.leave_one_out_advantages(rewards, G)
+    elif s.advantage == "gdpo":
+        parts = torch.stack(list(rollout.reward_parts.values()))                       # (K, N)
+        weights = s.reward_weights or [1.0] * len(parts)
+        advantages = advantage.gdpo_advantages(parts, weights, G, gathered)
+    elif s.advantage == "shape":
         answers = [row[row != IGNORE].tolist() for row in rollout.labels]
         words = [sample.words_of(tokenizer, ids) for ids in answers]
-        candidates = reward.boxed_candidates(words, truths_of(batch.problems), s.group_size)
-    if s.advantage in ("gtpo", "grpo-s"):
-        score_before_updates(policy_model, rollout, s)  # they read the entropies
-    # With a user's own reward, an answer counts as right if its reward is positive.
-    right = None if reward_of else is_right(rollout.rule_rewards)
-    reward_parts = None
-    if s.advantage == "gdpo":
-        parts = torch.stack(list(rollout.reward_parts.values()))                       # (K, N)
-        reward_parts = parts, s.reward_weights or [1.0] * len(parts), gathered
-    return {"entropies": rollout.entropies, "mask": rollout.mask, "right": right,
-            "step_rewards": rollout.step_rewards, "candidates": candidates,
-            "reward_parts": reward_parts,
-            "scale_by_std": s.scale_by_std, "clip": s.clip_advantages}
+        candidates = reward.boxed_candidates(words, truths_of(batch.problems), G)
+        advantages = advantage.shape_advantages(*candidates, mask, G)
+    else:
+        score_before_updates(policy_model, rollout, s)  # for the entropies
+        # With a user's own reward, an answer counts as right if its reward is positive.
+        right = None if reward_of else is_right(rollout.rule_rewards)
+        kinds = {"gtpo": advantage.gtpo_advantages, "grpo-s": advantage.grpo_s_advantages}
+        advantages = kinds[s.advantage](rewards, rollout.entropies, mask, G, right)
+    if s.clip_advantages:
+        advantages = advantages.clamp(-s.clip_advantages, s.clip_advantages)
+    return advantages.to(rollout.labels.device)
 
 
 def score_before_updates(policy_model, rollout, s):
@@ -320,8 +339,9 @@ def micro_batches(model, rollout, mask, s):
     """Yield for each: its rows as a Rollout, their place in (N, S-1), their part of the mask."""
     share = s.share_prompts and logprob.is_fast(model)
     # [D] makes its tables of ids and labels on the host: copied once, they make nothing wait later.
-    on_host = {name: getattr(rollout, name).cpu() for name in ("input_ids", "labels", "group_ids")}
-    host = dataclasses.replace(rollout, **on_host)
+    host = copy.copy(rollout)
+    for name in ("input_ids", "labels", "group_ids"):
+        setattr(host, name, getattr(rollout, name).cpu())
     cuts = logprob.micro_batches(host.labels, host.group_ids, s.micro_batch_tokens, share)
     # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
     # the same number, or FSDP's gathers wait for ever: a GPU with fewer runs its last one again,
@@ -353,10 +373,7 @@ def all_token_logprobs(model, rollout, s, with_entropy=False):
     def score():
         for part, here, _ in micro_batches(model, rollout, rollout.mask, s):
             found = token_logprobs_of(model, part, s, with_entropy)
-            if with_entropy:
-                logprobs[here], entropies[here] = found
-            else:
-                logprobs[here] = found
+            logprobs[here], entropies[here] = found if with_entropy else (found, 0)
 
     within_memory(score, s)
     return logprobs, entropies
@@ -382,38 +399,44 @@ def loss_options(part, s):
 
 def within_memory(function, s):
     """Call function(), which moves no weight. If memory runs out, again with half the micro-batch;
-    after another error, again without fast paths. With several GPUs the error is raised.
+    after another error, again without fast paths.
     """
     if s.offload:
         sample.release()  # the sampler's cache, which the next rollout makes again
     try:
         return function()
     except Exception as error:
-        can_help = s.micro_batch_tokens >= 256 if out_of_memory(error) else not logprob.PLAIN
-        if world() > 1 or not can_help:
-            raise
         fault = error
         traceback.clear_frames(error.__traceback__)  # they keep the activations alive
+    if world() > 1:
+        raise fault  # the other GPUs would wait for one that goes on alone
     if out_of_memory(fault):
-        sample.release()
-        s.micro_batch_tokens //= 2
-        say(f"out of memory: --micro-batch-tokens is now {s.micro_batch_tokens}")
-        return within_memory(function, s)
-    # Only if the plain paths work was it a fast path that failed.
-    with suppress(Exception):
-        sample.PLAIN = logprob.PLAIN = True
-        result = within_memory(function, s)
-        drop_fast_paths(f"one failed ({one_line(fault)})")
-        return result
-    sample.PLAIN = logprob.PLAIN = False
+        if s.micro_batch_tokens >= 256:
+            sample.release()
+            s.micro_batch_tokens //= 2
+            say(f"out of memory: --micro-batch-tokens is now {s.micro_batch_tokens}")
+            return within_memory(function, s)
+    elif not logprob.PLAIN:
+        # It was a fast path's fault only if the plain ones work.
+        with suppress(Exception):
+            sample.PLAIN = logprob.PLAIN = True
+            result = within_memory(function, s)
+            drop_fast_paths(f"one failed ({one_line(fault)})")
+            return result
+        sample.PLAIN = logprob.PLAIN = False
     raise fault
 
 
 def update_metrics(sums, grad_norm, rollout):
     """Metrics of all micro-batches, on all GPUs, and whether the update must be skipped."""
-    difference = (rollout.logprobs - rollout.old_logprobs).abs().sum() / rollout.mask.sum()
-    metrics = averaged({**sums, "grad_norm": full(grad_norm), "sampler_difference": difference})
-    metrics["skipped_updates"] = int(not math.isfinite(metrics["grad_norm"] + metrics["loss"]))
+    apart = (rollout.logprobs - rollout.old_logprobs).abs()                            # (N, S-1)
+    metrics = averaged({
+        **sums,
+        "grad_norm": full(grad_norm),
+        "sampler_difference": apart.sum() / rollout.mask.sum(),
+    })
+    is_finite = math.isfinite(metrics["grad_norm"] + metrics["loss"])
+    metrics["skipped_updates"] = int(not is_finite)
     return metrics
 
 
@@ -473,22 +496,12 @@ def step_metrics(rollout, batch, updates, seconds, s):
     for name, spent in seconds.items():
         metrics[f"seconds_{name}"] = spent
     metrics["tokens_per_second"] = metrics["tokens"] / seconds.total()
-    metrics["peak_memory_gb"] = peak_memory() / 1e9
+    metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # 0 on a CPU
     if s.max_resample:
         metrics["resampled_groups"] = sum(gathered_objects(batch.resampled))
     for name, values in (rollout.reward_parts or {}).items():
         metrics[f"reward/{name}"] = gathered(values).nanmean()  # NaN where it does not apply
     return {name: float(value) for name, value in metrics.items()}
-
-
-def peak_memory():
-    """Bytes: of CUDA's allocator, else of the whole process; 0 if unknown."""
-    used = torch.cuda.max_memory_allocated()  # 0 on a CPU, even of a machine with a GPU
-    if not used and os.name == "posix":
-        import resource
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        used *= 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes
-    return used
 
 
 # --------------------------------------------------------------------------------------------------
@@ -532,13 +545,21 @@ def batch_of_step(tokenizer, problems, step, s, attempt=0, n=None):
     order = order[k * B:(k + 1) * B]
     if attempt:
         names = (s.seed, "resample", step, attempt)
-        # The step's own problems come last.
-        order = sorted(shuffled(problems, *names), key=lambda problem: problem in order)
+        others = [problem for problem in shuffled(problems, *names) if problem not in order]
+        order = others + order  # the step's own problems come last
     mine = share_of_rank(B)[:n]  # whole groups: one split over GPUs would have two means
-    chosen = [order[j] for j in mine]
+    batch = make_batch(tokenizer, order, mine, names, s)
+    batch.step = step
+    batch.pool = problems
+    return batch
+
+
+def make_batch(tokenizer, problems, places, names, s):
+    """The problems at these places -> Batch; their random numbers follow from names and place."""
+    chosen = [problems[j] for j in places]
     prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in chosen]
-    generators = [seeded(*names, j) for j in mine]
-    return Batch(chosen, prompts, generators, step, problems)
+    generators = [seeded(*names, j) for j in places]
+    return Batch(chosen, prompts, generators)
 
 
 def shuffled(problems, *names):
@@ -554,14 +575,14 @@ def seeded(*names, device="cpu"):
     return torch.Generator(device).manual_seed(number)
 
 
-def renew(ref_model, policy_model, reward_model, rollout, step, s):
+def update_reference(ref_model, policy_model, reward_model, rollout, step, s):
     """Iterative GRPO: now and then a new reference, and a better reward model -> metrics."""
     if reward_model:  # keep pairs of this step's answers: the same on every rank
         rows = sum(gathered_objects(rollout.judged), [])
         reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
     if not s.renew_reference or step % s.renew_reference:
         return {}
-    follow(ref_model, policy_model)
+    copy_policy_to_reference(ref_model, policy_model)
     metrics = {"reference_renewed": 1.0}
     if reward_model:  # every rank takes the same steps on the same pairs
         metrics |= reward.train_reward_model(reward_model, seeded(s.seed, "reward model", step))
@@ -569,7 +590,7 @@ def renew(ref_model, policy_model, reward_model, rollout, step, s):
 
 
 @torch.no_grad()
-def follow(ref_model, policy_model):
+def copy_policy_to_reference(ref_model, policy_model):
     """Copy the current policy into the reference."""
     for model in (ref_model, policy_model):
         if hasattr(model, "reshard"):
@@ -578,34 +599,11 @@ def follow(ref_model, policy_model):
         ref.copy_(p)
 
 
-def measure(run, step, evaluation):
-    """Evaluate after a step (0: the start) -> metrics. The score: own reward, or else accuracy."""
-    metrics, run.after = evaluation()
-    run.before = run.before or run.after
-    score = metrics.get("eval_reward", metrics["eval_accuracy"])
-    run.held_out.append((step, score))
-    return metrics
-
-
-def after_step(run, step, metrics, batch, rollout, evaluation, policy_model, tokenizer, optimizer,
-               bar, s):
-    """What follows a step: evaluate, log, write the page, adapt beta, move the bar, save."""
-    is_last = step == s.steps
-    metrics = {"step": step, "lr": optimizer.param_groups[0]["lr"], **metrics}
-    if is_last or step % s.eval_every == 0:
-        metrics |= measure(run, step, evaluation)
-    run.log_samples(step, batch, rollout)
-    run.log(metrics)
-    if run.folder and s.page:
-        keep_group(run, step, batch, rollout, s)
-    if s.page and "eval_accuracy" in metrics:
-        write_page(run, policy_model, tokenizer, s)
+def adapt_kl_coef(run, metrics, s):
+    """--kl-band: the next step's beta. The run keeps it, for a checkpoint."""
     if s.kl_band and math.isfinite(metrics["approx_kl"]):  # a skipped update has no KL
         s.kl_coef = next_kl_coef(s.kl_coef, metrics["approx_kl"], *s.kl_band)
         run.kl_coef = s.kl_coef
-    show(bar, metrics, run)
-    if is_last or step % s.save_every == 0:
-        save_checkpoint(run, policy_model, optimizer)
 
 
 def set_learning_rate(optimizer, step, s):
@@ -621,49 +619,47 @@ def set_learning_rate(optimizer, step, s):
         rate *= (1 - math.cos(math.pi * left)) / 2
     for group in optimizer.param_groups:
         group["lr"] = s.lr * rate
+    return s.lr * rate
 
 
-def evaluate(model, tokenizer, problems, s, sampler=sample_groups, reward_of=None,
+def evaluate(model, tokenizer, problems, settings, sampler=sample_groups, reward_of=None,
              group_size=1, temperature=0.0, seed=0):
     """Greedy answers (or group_size sampled ones) -> metrics, pairs (answer, its reward)."""
-    at_a_time = s.prompts_per_step * s.group_size // group_size  # as many rows as a step has
+    s = dataclasses.replace(settings, group_size=group_size, temperature=temperature, around_best=0)
+    policy = with_whole_weights(model)
     mine = share_of_rank(len(problems))
+    at_a_time = settings.prompts_per_step * settings.group_size // group_size  # a step's rows
     starts = range(0, len(mine), at_a_time)
-    model = with_whole_weights(model)
 
     @agreed
     def scored_answers():
         rows = []
         for start in tqdm(starts, "evaluation", leave=False, disable=rank() > 0):
-            chosen = mine[start:start + at_a_time]
-            part = [problems[j] for j in chosen]
-            prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in part]
-            generators = [seeded(seed, "evaluation", j) for j in chosen]
-            rollout = sampler(model, tokenizer, prompts, group_size, s.max_new_tokens, temperature,
-                              generators)
-            rule = score_responses(rollout.responses, truths_of(part), group_size)
-            own = rewards_by(reward_of, part, prompts, rollout) if reward_of else rule
-            rows += zip(rollout.responses, rule.tolist(), own.tolist())
+            places = mine[start:start + at_a_time]
+            batch = make_batch(tokenizer, problems, places, (seed, "evaluation"), s)
+            rollout = answers_and_rewards(policy, tokenizer, s, sampler, reward_of, Clock(), batch)
+            rows += zip(rollout.responses, rollout.rule_rewards.tolist(), rollout.rewards.tolist())
         return rows
 
     found = gathered_objects(scored_answers())
-    responses, rule, own = zip(*sum(found, []))
-    rule = torch.tensor(rule)  # NaN where no true answer is known
-    right = is_right(rule[~rule.isnan()])
-    metrics = {"eval_accuracy": float(right.float().mean())}
+    responses, rule_rewards, rewards = zip(*sum(found, []))
+    known = torch.tensor(rule_rewards)
+    known = known[~known.isnan()]  # NaN where no true answer is known
+    metrics = {"eval_accuracy": float(is_right(known).float().mean())}
     if reward_of:
-        metrics["eval_reward"] = sum(own) / len(own)
-    return metrics, list(zip(responses, own))
+        metrics["eval_reward"] = sum(rewards) / len(rewards)
+    return metrics, list(zip(responses, rewards))
 
 
-def show(bar, metrics, run):
+def update_bar(bar, metrics, run):
     """Update the bar, skipped updates first; after an evaluation print one answer."""
     words = f"{run.skipped:.0f} SKIPPED, " if run.skipped else ""
     words += "sampled: reward {reward_mean:.2f}, "
     if metrics["format_rate"] > 0:  # else nothing is boxed, and the rule has nothing to judge
         words += "acc {accuracy:.2f}, "
     words += "len {response_length_mean:.0f}, KL {approx_kl:.3f}, greedy: held out {score:.2f}"
-    bar.set_postfix_str(words.format(**metrics, score=run.held_out[-1][1]))
+    _, score = run.held_out[-1]
+    bar.set_postfix_str(words.format(**metrics, score=score))
     bar.update()
     if "eval_accuracy" in metrics:
         response, _ = run.after[0]
@@ -680,33 +676,38 @@ def symptoms(history):
     def recent(name, start=-10, stop=None):
         # The mean over these steps, by default the last ten; NaN if one has no value
         values = [row.get(name) for row in history[start:stop]]
-        return math.nan if not values or None in values else sum(values) / len(values)
+        if not values or None in values:
+            return math.nan
+        return sum(values) / len(values)
 
     # Trouble: the mean reward of ten steps lies half a standard deviation of the answers' rewards
     # below its best, or 30 steps have not raised it, and not because nearly all answers are right.
     n = len(history)
-    rewards = [recent("reward_mean", max(0, k - 10), k) for k in range(1, n + 1)]
+    rewards = [recent("reward_mean", max(0, i - 9), i + 1) for i in range(n)]
     best = max(rewards)
-    fallen = (best - rewards[-1]) / (max(row["reward_std"] for row in history) or 1)
-    stuck = 0
-    if not fallen > 0.5:
-        if n < 30 or rewards[-1] > rewards[4] or recent("accuracy") > 0.9:
-            return {}
-        stuck = n
+    now = rewards[-1]
+    spread = max(row["reward_std"] for row in history)
+    fallen = (best - now) / (spread or 1)
+    is_stuck = n >= 30 and now <= rewards[4] and not recent("accuracy") > 0.9
+    if not (fallen > 0.5 or is_stuck):
+        return {}
 
-    before = recent("grad_norm", -40, -20)
-    # A reference that has just been renewed is the policy itself.
-    last = [row for row in history[-4:] if "reference_renewed" not in row]
-    unmoved = [row for row in last if row.get("approx_kl") == 0 and row.get("grad_norm")]
+    norm_before = recent("grad_norm", -40, -20) or math.nan
+    entropy_now = max(recent("entropy"), 1e-3)
+    unmoved = 0
+    for row in history[-4:]:
+        # A reference that has just been renewed is the policy itself.
+        if "reference_renewed" not in row and row.get("grad_norm"):
+            unmoved += row.get("approx_kl") == 0
     rules = (  # a name, a figure, its limit (README, "Reading a run"), the line to print
         ("fallen reward", fallen, 0.5,
-         f"the reward has fallen from {best:.3g} to {rewards[-1]:.3g}; first try a lower --lr"),
-        ("stuck reward", stuck, 0,
+         f"the reward has fallen from {best:.3g} to {now:.3g}; first try a lower --lr"),
+        ("stuck reward", 0 if fallen > 0.5 else n, 0,
          "the reward has not risen in {} steps; try another --lr, a larger --group-size, or "
          "problems of which some answers are right"),
         ("KL", recent("approx_kl"), 0.05,
          "KL is {:.3g} nats per token; try --kl-band 0.02 0.05"),
-        ("reference", len(unmoved), 3,
+        ("reference", unmoved, 3,
          "KL is exactly 0 in {} steps although the policy has gradients: does the reference share "
          "its weights, or is --lr too small to move it?"),
         ("flat groups", recent("zero_variance_groups"), 0.5,
@@ -715,9 +716,9 @@ def symptoms(history):
         ("cut answers", recent("truncated_fraction"), 0.95,
          "{:.0%} of the answers are cut; try a larger --max-new-tokens, or a model that ends its "
          "answers"),
-        ("entropy", recent("entropy", 0, 5) / max(recent("entropy"), 1e-3), 10,
+        ("entropy", recent("entropy", 0, 5) / entropy_now, 10,
          "entropy is 1/{:.0f} of what it was; try --clip-eps-high 0.28"),
-        ("gradient", recent("grad_norm", -1) / (before or math.nan), 10,
+        ("gradient", recent("grad_norm", -1) / norm_before, 10,
          "the gradient norm is {:.0f} times what it was; if that lasts, try a lower --lr"),
     )
     # No comparison with NaN is true: a symptom of metrics that are null does not show.
@@ -831,8 +832,10 @@ class Settings:
     sampler_correction: amount = flag(0.0, "TIS: weights min(trainer / sampler, this), say 2")
     mask_truncated: bool = flag(False, "leave truncated answers out of the loss")
     renew_reference: whole = flag(0, "steps after which the reference becomes the policy; 0: never")
-    kl_band: amount = flag(None, "LOW HIGH: adapt beta to keep KL there, say 0.02 0.05", nargs=2)
-    advantage: str = flag("group", "how siblings compare", choices=ADVANTAGES, head="the advantage")
+    kl_band: amount = flag(None, "LOW HIGH: adapt beta to keep KL there, say 0.02 0.05", nargs="+",
+                            action="extend")
+    advantage: str = flag("group", "how siblings compare", choices=advantage.ADVANTAGES,
+                          head="the advantage")
     scale_by_std: bool = flag(True, "divide the advantages by the group's std; off: Dr. GRPO")
     clip_advantages: above_0 = flag(None, "clip advantages to -this and this, say 5")
     length_rescale: amount = flag(0.0, "GR3's alpha: rewards shrink with length, say 0.33")
@@ -885,10 +888,8 @@ def flag_of(name):
     return "--" + name.replace("_", "-")
 
 
-def given_flags(argv):
-    """The flags in argv, or on the command line -> {name: value}, without defaults."""
-    words = sys.argv[1:] if argv is None else list(map(str, argv))
-
+def given_flags(words):
+    """The flags in the words of a command line -> {name: value}, without defaults."""
     def error(message):
         raise BadInput(f"{message} (--help lists the flags)")
 
@@ -900,10 +901,13 @@ def given_flags(argv):
     parser.error = error
     parser._negative_number_matcher = re.compile(r"-[\d.]+(e[-+]?\d+)?$")  # else -1e-5 is a flag
     tiny = json.loads(TINY_CONFIG.read_text())
+    times = Counter(word.partition("=")[0] for word in words)
     for name, field in FIELDS.items():
         how = {"type": field.type, **field.metadata["how"]}
         if head := field.metadata["head"]:
             group = parser.add_argument_group(head)
+        if times[flag_of(name)] > 1 and "action" not in how:
+            say(f"{flag_of(name)} is given more than once: the last one counts")
         if field.type is bool:
             how |= {"type": None, "action": argparse.BooleanOptionalAction}
         elif field.type not in (str, path):
@@ -911,16 +915,12 @@ def given_flags(argv):
         if name in tiny:
             how["help"] += f" {{{tiny[name]}}}"
         group.add_argument(flag_of(name), **how)
-    counts = Counter(word.partition("=")[0] for word in words)
-    for name, field in FIELDS.items():
-        if counts[flag_of(name)] > 1 and "action" not in field.metadata["how"]:
-            say(f"{flag_of(name)} is given more than once: the last one counts")
     return vars(parser.parse_args(words))
 
 
-def parse(argv=None):
-    """Settings: flags (argv, or the command line) win over the config file, it over defaults."""
-    given = given_flags(argv)
+def parse(words):
+    """Settings: the flags in `words` win over the config file, it over the defaults."""
+    given = given_flags(words)
     file = f"{given['resume']}/config.json" if "resume" in given else given.get("config")
     config = read_config(file) if file else {}
     layers = [config, given]
@@ -939,44 +939,31 @@ def parse(argv=None):
     if s.resume:
         check_resumed(given, Settings(**config))
         s.output = s.resume
-    s.model = folder_of_model(s.model)
+    final = os.path.join(s.model, "final")
+    if os.path.isfile(f"{final}/config.json"):
+        s.model = final  # a run's folder was named
     s.config = str(file or "")
     return s
-
-
-def folder_of_model(name):
-    """--model, or the final/ in it if it is a run's folder."""
-    files = set(os.listdir(name)) if os.path.isdir(name) else set()
-    if os.path.isfile(f"{name}/final/config.json"):
-        return os.path.join(name, "final")
-    if "metrics.jsonl" in files:
-        raise BadInput(f"--model {name}: this run has no final/ yet, it is not done: --resume it")
-    if "adapter_config.json" in files and "config.json" not in files:
-        raise BadInput(f"--model {name}: LoRA's factors alone are no model, take the run's final/")
-    return name
 
 
 def read_config(file):
     """The flags of a JSON file -> {name: value}; its paths are relative to its folder."""
     with telling(f"{file}:", of=Exception):
         words = []
-        for name, value in json.loads(Path(file).read_text(encoding="utf-8")).items():
-            spelling = name.lstrip("-").replace("-", "_")
-            if name != spelling and spelling in FIELDS:
-                raise ValueError(f"write {name!r} as {spelling!r} in a config file")
+        config = json.loads(Path(file).read_text(encoding="utf-8"))
+        for name, value in config.items():
             if name not in FIELDS or not FIELDS[name].metadata["kept"]:
-                raise ValueError(f"{flag_of(name)} is no flag for a config file")
+                raise ValueError(f"{flag_of(name)} is no flag for a config file, where names are "
+                                 "spelt like kl_coef")
             if isinstance(value, bool):
                 words.append(flag_of(name if value else f"no_{name}"))
-            elif isinstance(value, list):
-                words.append(flag_of(name))
-                for item in value:
-                    if isinstance(item, str) and item.startswith("-"):
-                        raise ValueError(f"{flag_of(name)}: {item!r} would be another flag")
-                    words.append(str(item))
-            elif value is not None:  # null: the default
-                text = value if isinstance(value, str) else json.dumps(value)
-                words.append(f"{flag_of(name)}={text}")
+                continue
+            items = value if isinstance(value, list) else [value]
+            for item in items:
+                if isinstance(item, dict):
+                    item = json.dumps(item)
+                if item is not None:  # null: the default
+                    words.append(f"{flag_of(name)}={item}")
         with chdir(Path(file).parent):
             return given_flags(words)
 
@@ -1034,7 +1021,7 @@ def load(s):
 
 def check_combinations(s):
     """BadInput for flags that do not go together."""
-    low, high = s.kl_band or (1, 1)
+    band = s.kl_band or [1, 1]
     share, rest = divmod(s.prompts_per_step, world())
     own = s.reply or s.reward or s.reward_model
     # Flags that give or change the rewards of whole answers
@@ -1044,14 +1031,19 @@ def check_combinations(s):
         (s.minibatches > share, f"--minibatches {s.minibatches}: a process has {share} prompts"),
         (not s.resume and os.path.isdir(s.output) and set(os.listdir(s.output)) - {".lock"},
          f"--output {s.output}: is not empty; name another, or continue its run with --resume"),
+        (os.path.isfile(f"{s.model}/metrics.jsonl"),
+         f"--model {s.model}: this run has no final/ yet; end it with --resume"),
+        (os.path.isfile(f"{s.model}/adapter_config.json"),
+         f"--model {s.model}: LoRA's factors alone are no model; take the run's final/"),
         (s.model.startswith((".", "/")) and not os.path.isdir(s.model),
          f"--model {s.model}: there is no such folder"),
         (not s.kl_coef and (s.kl_band or s.renew_reference),
          "--kl-band, --renew-reference: need a --kl-coef above 0"),
-        (not 0 < low <= high, "--kl-band: must be two numbers above 0, the lower one first"),
+        (len(band) != 2 or not 0 < band[0] <= band[1],
+         f"--kl-band {s.kl_band}: must be two numbers above 0, the lower one first"),
         (s.reward_model and s.reward, "--reward-model and --reward: only one can give the rewards"),
-        (s.reward_weights and len(s.reward or []) < 2,
-         "--reward-weights: weighs several --reward against each other"),
+        (s.reward_weights and not 2 <= len(s.reward or []) == len(s.reward_weights),
+         "--reward-weights: needs several --reward, and a weight for each"),
         (s.advantage == "shape" and (own or of_answers),
          "--advantage shape: the rule rewards each box, and no other flag about rewards works"),
         (s.advantage == "gdpo" and (len(s.reward or []) < 2 or of_answers),
@@ -1117,7 +1109,6 @@ def load_policy(s):
     device, dtype = choose_device(s)
     with telling(f"--model {s.model}:"):
         model, tokenizer = sample.open_policy(s.model, device if s.is_whole else "cpu", dtype)
-    with telling("--template-args:"):
         sample.set_template_arguments(tokenizer, s.template_args)
     return model, tokenizer
 
@@ -1154,26 +1145,30 @@ def load_data(s, tokenizer):
 def load_problems(name, source, tokenizer, s):
     """The problems of a file, a list of dicts. BadInput: one is too long for the model."""
     # The built-in rewards need a true answer to compare with.
-    need_answer = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
-    reserved = reward.ARGUMENTS if s.reward or s.step_reward else ()
+    rewards = set(s.reward or ["rule"])
+    need_answer = rewards <= {"rule", "think"} and not s.reward_model
     limit = sample.length_limit(AutoConfig.from_pretrained(s.model))
     too_long = []  # (tokens of the prompt, line)
 
     # Every prompt is checked now, not in the step that happens to draw it.
     def check(number, problem):
-        with telling(f"{source}, line {number}:"):
+        with telling(f"{name}: {source}, line {number}:"):
             prompt = chat_prompt(tokenizer, problem, s.system_prompt)
+            taken = problem.keys() & reward.ARGUMENTS
+            if taken and (s.reward or s.step_reward):
+                raise ValueError(f"rewards have an argument {min(taken)!r}: rename that column")
         [ids] = sample.ids_of(tokenizer, [prompt])
         if len(ids) + s.answer_tokens > limit:
             too_long.append((len(ids), number))
 
-    progress = partial(tqdm, desc=f"reading {source}", leave=False, delay=2, disable=rank() > 0)
-    with telling(f"{name}:", of=(ValueError, BadInput)):
+    progress = partial(tqdm, desc=f"reading {source}", delay=2, leave=False,
+                       disable=rank() > 0)
+    with telling(f"{name}:"):
         problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
-                                        reserved, check, progress)
+                                        check, progress)
     if too_long:
         longest, number = max(too_long)
-        raise BadInput(f"{name} {source}, line {number}, the longest of {len(too_long)} such "
+        raise BadInput(f"{name}: {source}, line {number}, the longest of {len(too_long)} such "
                        f"lines: a prompt of {longest} tokens and {s.answer_tokens} of an answer "
                        f"are more than the model's {limit} positions: lower --max-new-tokens or "
                        "--max-turns, or take such problems out of the file")
@@ -1196,15 +1191,11 @@ def load_reward_of(s, reward_model=None):
 
 
 def rewards_by(reward_of, problems, prompts, rollout):
-    """The rewards (N,) of a reward_of; one from Python may give a list, or what NumPy makes."""
+    """Call reward_of -> (N,) float32. One from Python may give any list of numbers."""
     with torch.set_grad_enabled(torch.is_grad_enabled()):  # which it may switch
         values = reward_of(problems, prompts, rollout)
-    with telling("the rewards of reward_of are no numbers:", of=Exception):
-        values = torch.as_tensor(values, dtype=torch.float32, device="cpu").detach()
-    if values.numel() != len(rollout.responses):
-        raise BadInput(f"reward_of gave rewards of shape {tuple(values.shape)} for "
-                       f"{len(rollout.responses)} answers")
-    return values.flatten()
+    values = torch.as_tensor(values, dtype=torch.float32, device="cpu").detach()
+    return values.reshape(len(rollout.responses))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1443,10 +1434,12 @@ def plan_memory(s):
         if s.eval_only:
             return way  # an evaluation has no step
         if not lack:
-            say(f"loading   {s.model} in {way.dtype} on {device}; a step needs about "
-                f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)"
-                + ", with --offload" * way.offload
-                + ", with --gradient-checkpointing" * way.gradient_checkpointing)
+            line = (f"loading   {s.model} in {way.dtype} on {device}; a step needs about "
+                    f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)")
+            for name in ("offload", "gradient_checkpointing"):
+                if getattr(way, name):
+                    line += f", with {flag_of(name)}"
+            say(line)
             space = free_disk(s.output)
             if count[DISK] > space and not s.resume:
                 say(f"--output: the run needs {count[DISK] / 1e9:.3g} GB of disk when it saves, "
@@ -1467,15 +1460,20 @@ def counted_ways(s, device, dtype):
         s.offload = False  # the device has no memory of its own
     model = model_without_storage("--model", s.model, dtype)
     free = {DEVICE: free_memory(device), HOST: free_memory(torch.device("cpu"))}
-    if s.dry_run:  # of another machine's card, where CUDA itself takes about a GB
+    if s.dry_run:  # the card of another machine, where CUDA itself takes about a GB
         free = {DEVICE: (s.dry_run - 1) * 2**30, HOST: math.inf}
     for offload, checkpointing in product((False, True), repeat=2):
-        if s.offload in (None, offload) and s.gradient_checkpointing in (None, checkpointing):
-            way = dataclasses.replace(s, offload=offload, gradient_checkpointing=checkpointing)
-            count = memory(way, model)
+        way = dataclasses.replace(s, offload=offload, gradient_checkpointing=checkpointing)
+        if (s.offload not in (None, offload)
+                or s.gradient_checkpointing not in (None, checkpointing)):
+            continue
+        count = memory(way, model)
+        lack = None
+        for kind, size in free.items():
             # A tenth stays free, for CUDA itself and for fragments of the allocator.
-            lack = [kind for kind in free if count[kind] >= 0.9 * free[kind]]
-            yield way, count, lack[0] if lack else None
+            if count[kind] >= 0.9 * size:
+                lack = lack or kind
+        yield way, count, lack
 
 
 def memory(s, model):
@@ -1490,7 +1488,9 @@ def memory(s, model):
     # Numbers that a layer keeps per token for its backward pass: of its norms, attention and MLP
     kept = 8 * hidden + 5 * queries + keys
     inner = getattr(text, "intermediate_size", None) or 4 * hidden
-    kept += 4 * (max(inner) if isinstance(inner, list) else inner)  # Gemma 3n has one per layer
+    if isinstance(inner, list):  # Gemma 3n's layers have one each
+        inner = max(inner)
+    kept += 4 * inner
     if any("q_norm" in name for name, _ in model.named_parameters()):
         kept += 3 * (queries + keys)
     # With checkpointing a layer keeps its input, and one layer at a time is run again.
@@ -1530,8 +1530,9 @@ def memory(s, model):
         "gradients, float32": 4 * trained + one_gradient,
         "reward model": judge * (16 if s.renew_reference else 4),
         "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * layers * keys * size,
+        "logits of the draw": 12 * rows * text.vocab_size,
         "kept for the backward pass": s.micro_batch_tokens * kept * size,
-        "logits, their gradients": 12 * logits + 2 * size * head,
+        "logits, their gradients": 12 * logits + 4 * head,
     }
     host += 4 * max(W.numel() for W in weights)  # a checkpoint passes tensor by tensor
     saved = 12 * (trained if s.lora_rank else n)  # masters and moments, of all ranks
@@ -1543,28 +1544,33 @@ def memory(s, model):
 
 def print_memory(s):
     """--dry-run: print the count of each way, in GB; a star marks the one that a run takes."""
-    device, dtype = torch.device("cuda"), getattr(torch, s.dtype, torch.bfloat16)
+    dtype = getattr(torch, s.dtype, torch.bfloat16)
+    device = torch.device("cuda")  # of another machine, if this one has none
     if not s.dry_run and (s.device != "cuda" or torch.cuda.is_available()):
-        device, dtype = choose_device(s)  # else the card of another machine
+        device, dtype = choose_device(s)
     where = f"a card of {s.dry_run:g} GB" if s.dry_run else device.type
-    ways, counts, lacks = zip(*counted_ways(s, device, dtype))
-    taken = lacks.index(None) if None in lacks else None
-    rows = {"*: a run takes this way": ["*" * (n == taken) for n in range(len(ways))]}
-    for name in ("offload", "gradient_checkpointing"):
-        rows[flag_of(name)] = ["yes" * getattr(way, name) for way in ways]
-    for what in counts[0]:
-        rows[what] = [f"{count[what] / 1e9:.2f}" for count in counts]
     print(f"{s.model} in {dtype} on {where}: GB for a step")
-    for what, cells in rows.items():
-        print(f"{what:30}" + "".join(f"{cell:>8}" for cell in cells))
-    if taken is None:
+    columns = []
+    fits = False
+    for way, count, lack in counted_ways(s, device, dtype):
+        star = "" if lack or fits else "*"
+        fits = fits or not lack
+        column = {"*: a run takes this way": star}
+        for name in ("offload", "gradient_checkpointing"):
+            column[flag_of(name)] = "yes" if getattr(way, name) else ""
+        for what, size in count.items():
+            column[what] = f"{size / 1e9:.2f}"
+        columns.append(column)
+    for what in column:
+        print(f"{what:30}" + "".join(f"{column[what]:>8}" for column in columns))
+    if not fits:
         print(f"no way leaves a tenth of {where}'s free memory; {ADVICE}")
 
 
 def free_disk(output):
     """Bytes that are free where the run's folder will be."""
     folder = Path(output).absolute()
-    while not folder.exists():
+    while not os.path.exists(folder):  # also false if the name is too long
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
@@ -1745,7 +1751,8 @@ class Run:
         self.ref_model = None  # if training moves it
         self.groups = {}  # groups for page.html, by step
         self.eval_problems = []
-        self.before = []  # greedy answers to them, and their rewards
+        self.judged_by = "accuracy"  # the score of held_out; or "reward"
+        self.before = []  # a greedy answer to each of eval_problems, and its reward
         self.after = []  # the same, after training
 
     def claim_folder(self, s):
@@ -1777,11 +1784,13 @@ class Run:
                 signal.signal(number, signal.SIG_DFL)
             go_on()
 
-        # Windows has no SIGHUP, and nohup ignores it. Only the main thread may set handlers.
-        numbers = [n for n in signal.Signals if n.name in ("SIGINT", "SIGTERM", "SIGHUP")
-                   and signal.getsignal(n) != signal.SIG_IGN
-                   and threading.current_thread() is threading.main_thread()]
-        before = {n: signal.signal(n, stop) for n in numbers}
+        before = {}
+        names = ["SIGINT", "SIGTERM", "SIGHUP"]
+        if threading.current_thread() is not threading.main_thread():
+            names = []  # only the main thread may set handlers
+        for number in signal.Signals:  # Windows has no SIGHUP, and nohup ignores it
+            if number.name in names and signal.getsignal(number) != signal.SIG_IGN:
+                before[number] = signal.signal(number, stop)
         if hasattr(os, "fork"):
             # A process that a reward forks has the default handlers. Python drops a signal that
             # arrives before it has them, so signals wait: else a pool could hang for ever.
@@ -1799,12 +1808,21 @@ class Run:
         self.signal = max(gathered_objects(self.signal))
         return self.signal
 
+    def measure(self, step, evaluation):
+        """Evaluate after a step (0: the start) -> metrics. The score: own reward, or accuracy."""
+        metrics, self.after = evaluation()
+        self.before = self.before or self.after
+        score = metrics.get("eval_reward", metrics["eval_accuracy"])
+        self.held_out.append((step, score))
+        return metrics
+
     def log(self, metrics):
         """Write a line of metrics, with a warning if they show a known failure."""
-        # NaN and Infinity become null, because JSON has neither.
-        metrics = {name: None if isinstance(value, float) and not math.isfinite(value) else value
-                   for name, value in metrics.items()}
         self.step = metrics["step"]
+        metrics = dict(metrics)
+        for name, value in metrics.items():
+            if not math.isfinite(value):
+                metrics[name] = None  # JSON has neither NaN nor Infinity
         if self.step == 0:
             metrics["command"] = self.command
         if "loss" in metrics:
@@ -1817,35 +1835,44 @@ class Run:
             if lines:
                 metrics["warning"] = "; ".join(lines)
                 say(f"step {self.step}: {metrics['warning']}", sys.stderr)
-        self.append("metrics.jsonl", [metrics])
+        self.append("metrics.jsonl", metrics)
         skipped = int(metrics.get("skipped_updates", 0))
         self.skipped += skipped
-        self.skipped_in_a_row = self.skipped_in_a_row + skipped if skipped else 0
+        self.skipped_in_a_row += skipped
+        if not skipped:
+            self.skipped_in_a_row = 0
         if self.skipped_in_a_row >= 10:
             raise BadInput("10 updates in a row were skipped, for a loss or gradient that is not "
                            "finite: --lr or a reward may be too large, or --temperature too small")
 
     def curve(self, name):
         """A metric over the steps: (step, value), without steps that lack it or have null."""
-        return [(m["step"], m[name]) for m in self.history if m.get(name) is not None]
+        points = []
+        for row in self.history:
+            if row.get(name) is not None:
+                points.append((row["step"], row[name]))
+        return points
 
-    def log_samples(self, step, batch, rollout):
+    def log_samples(self, batch, rollout):
         """Write the step's first two groups, as they were scored."""
         G = len(rollout.responses) // len(batch.prompts)
-        records = []
         for j, prompt in enumerate(batch.prompts[:2]):
-            part = sample.take(rollout, list(range(j * G, (j + 1) * G)))
-            records.append({"step": step, "question": batch.problems[j]["question"],
-                            "prompt": prompt, "responses": part.turns or part.responses,
-                            "finished": part.finished.tolist(), "rewards": part.rewards.tolist(),
-                            "advantages": part.advantages.tolist()})
-        self.append("samples.jsonl", records)
+            rows = range(j * G, (j + 1) * G)
+            group = sample.take(rollout, list(rows))
+            self.append("samples.jsonl", {
+                "step": batch.step,
+                "question": batch.problems[j]["question"],
+                "prompt": prompt,
+                "responses": group.turns or group.responses,
+                "finished": group.finished.tolist(),
+                "rewards": group.rewards.tolist(),
+                "advantages": group.advantages.tolist()})
 
-    def append(self, name, records):
-        """Append lines of JSON to a file."""
+    def append(self, name, record):
+        """Append a line of JSON to a file."""
         if self.folder:
             with open(self.folder / name, "a", encoding="utf-8") as file:
-                file.writelines(json.dumps(record) + "\n" for record in records)
+                file.write(json.dumps(record) + "\n")
 
     @contextmanager
     def replacing(self, name):
@@ -1861,13 +1888,14 @@ def save_folder(model, tokenizer, run, name):
     """Save a folder that from_pretrained opens."""
     weights = dict(model.named_parameters())
     check_finite(run, weights)
-    whole = {}
-    for part, weight in weights.items() if hasattr(model, "reshard") else ():
-        weight = full(weight)  # all ranks take part in gathering
-        if run.folder:
-            whole[part] = weight.detach().cpu()
+    if hasattr(model, "reshard"):
+        for part, weight in weights.items():
+            weight = full(weight)  # all ranks take part in gathering
+            weights[part] = weight.detach().cpu() if run.folder else None
+    else:
+        weights = None  # save_pretrained takes them from the model
     if run.folder:
-        model.save_pretrained(run.folder / name, state_dict=whole or None)
+        model.save_pretrained(run.folder / name, state_dict=weights)
         tokenizer.save_pretrained(run.folder / name)
 
 
@@ -1886,7 +1914,6 @@ def check_finite(run, tensors):
 
 COUNTERS = ("step", "skipped", "kl_coef", "held_out", "told", "before", "after", "digests",
             "groups")
-TEXTS = ("reward", "step_reward", "reply")  # flags of files whose text may change in a run
 CHECKPOINT = "checkpoint.safetensors"
 
 
@@ -1901,12 +1928,14 @@ def what_moves(run, model, optimizer):
         names = getattr(adamw, "factors", names)  # of LoRA
         # AdamW's own list, because it moves float32 masters if the weights have fewer bits.
         for name, master in zip(names, adamw.param_groups[0]["params"]):
-            for key, tensor in {"weight": master, **adamw.state[master]}.items():
-                found[f"{key}/{prefix}{name}"] = tensor
+            found[f"weight/{prefix}{name}"] = master
+            for key, moment in adamw.state[master].items():
+                found[f"{key}/{prefix}{name}"] = moment
     if isinstance(optimizer, MasterAdamW):
         found["weight/loss scale"] = optimizer.scale
-    for name, p in run.ref_model.named_parameters() if run.ref_model else ():
-        found[f"weight/reference/{name}"] = p
+    if run.ref_model:
+        for name, p in run.ref_model.named_parameters():
+            found[f"weight/reference/{name}"] = p
     return found
 
 
@@ -1924,7 +1953,7 @@ def save_checkpoint(run, model, optimizer):
         # The counters are a tensor, too: the text may be long, and the file's header has a limit.
         text = bytearray(json.dumps(counters).encode())
         tensors["counters"] = torch.frombuffer(text, dtype=torch.uint8)
-        with run.replacing(CHECKPOINT) as place, open(place, "wb") as file:
+        with run.replacing(CHECKPOINT) as new, open(new, "wb") as file:
             file.writelines(as_safetensors(tensors))
     else:
         for tensor in tensors.values():
@@ -1941,101 +1970,115 @@ def as_safetensors(tensors):
     for name, tensor in tensors.items():
         start = end
         end += tensor.numel() * tensor.itemsize
-        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape),
-                        "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": names[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
     yield len(text).to_bytes(8, "little") + text
     for tensor in tensors.values():
         # A copy also on a CPU: a tensor that numpy has seen can no longer be freed by FSDP.
-        whole = full(tensor).to("cpu", copy=True).contiguous()
-        yield whole.view(-1).view(torch.uint8).numpy()
+        whole = full(tensor).to("cpu", copy=True)
+        whole = whole.contiguous().view(-1)
+        yield whole.view(torch.uint8).numpy()
 
 
 @torch.no_grad()
 def load_checkpoint(run, model, optimizer, s):
-    """Restore what the checkpoint holds; a run killed before its first one starts from step 0."""
+    """Restore what the checkpoint holds, if the run began with the same problems and weights."""
     path = Path(run.name, CHECKPOINT)
     log = Path(run.name, "metrics.jsonl")
     if not path.is_file():
-        if log.is_file() and log.stat().st_size:
-            last = len(log.read_text(encoding="utf-8").splitlines()) - 1
-            raise BadInput(f"--resume {run.name}: its metrics go to step {last}, but there is no "
+        if log.is_file():
+            last = log.read_text(encoding="utf-8").count("\n") - 1
+            raise BadInput(f"--resume {run.name}: {log.name} goes to step {last}, but there is no "
                            f"{CHECKPOINT}")
-        return
+        return  # it was killed before it began
     with telling(f"--resume: {path} is damaged:", of=Exception):
         file = safe_open(path, framework="pt")
-        counters = json.loads(file.get_tensor("counters").numpy().tobytes())
+        text = file.get_tensor("counters").numpy()
+        counters = json.loads(text.tobytes())
     if not counters.keys() >= set(COUNTERS):
         raise BadInput(f"--resume: {path} was written by another version of train.py")
-    check_digests(run, counters["digests"], s)
-    vars(run).update({name: counters[name] for name in COUNTERS})
+    for name, digest in run.digests.items():
+        changed = digest != counters["digests"].get(name)
+        if changed and name == "texts":
+            say("a file of --reward, --step-reward or --reply has changed since the run began")
+        elif changed:
+            raise BadInput(f"{flag_of(name)} {getattr(s, name)}: is not what the run began with")
     with telling(f"--resume: {path} is damaged, or not of this model:", of=Exception):
+        for name in COUNTERS:
+            setattr(run, name, counters[name])
         if run.reward_model:
             run.reward_model.pairs, run.reward_model.replay = counters["pairs"]
         for name, moving in what_moves(run, model, optimizer).items():
             saved = file.get_tensor(name)
             if is_sharded(moving):
-                saved = dist.tensor.distribute_tensor(saved.to(moving.device), moving.device_mesh,
-                                                      moving.placements)
+                saved = saved.to(moving.device)
+                saved = dist.tensor.distribute_tensor(saved, moving.device_mesh, moving.placements)
             moving.copy_(saved)
     if isinstance(optimizer, MasterAdamW):
         optimizer.round()  # the weights are still those of the start
+    if s.steps < run.step:
+        raise BadInput(f"--steps {s.steps}: the run in {run.name} is at step {run.step}")
+    on_rank_0(forget_later_steps, run)
 
 
 def digests_of(parts, s):
     """{flag: a digest of what it names}: problems, first weights, texts of rewards and replies."""
-    found = {"model": some_numbers(parts.policy_model), "data": parts.problems,
-             "eval_data": parts.eval_problems}
-    if judge := getattr(parts.reward_of, "judge", None):
-        found["reward_model"] = some_numbers(judge.model)
-    for name in TEXTS:
-        specs = getattr(s, name) or []
-        if isinstance(specs, str):
-            specs = [specs]
-        found[name] = [text_of(spec) for spec in specs]
-    return {name: hashlib.sha256(json.dumps(value).encode()).hexdigest()
-            for name, value in found.items()}
+    texts = []
+    for spec in [*(s.reward or []), s.step_reward, s.reply]:
+        file, _, name = str(spec).rpartition(":")
+        texts += [name, Path(file).read_text(errors="replace") if file else ""]
+    digests = {
+        "data": digest_of(parts.problems),
+        "eval_data": digest_of(parts.eval_problems),
+        "model": digest_of(some_numbers(parts.policy_model)),
+        "texts": digest_of(texts),
+    }
+    judge = getattr(parts.reward_of, "judge", None)
+    if judge:
+        digests["reward_model"] = digest_of(some_numbers(judge.model))
+    return digests
+
+
+def digest_of(value):
+    text = json.dumps(value)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def some_numbers(model):
     """Four numbers of every tensor, which tell one model from another."""
     numbers = []
     for weight in model.parameters():
-        numbers += full(weight.detach()).flatten()[::weight.numel() // 4 + 1].tolist()
+        stride = weight.numel() // 4 + 1
+        numbers += full(weight.detach()).flatten()[::stride].tolist()
     return numbers
 
 
-def text_of(spec):
-    """Of file.py:function the file's text and the function's name; of `rule` its name."""
-    file, _, name = spec.rpartition(":")
-    text = Path(file).read_text(encoding="utf-8", errors="replace") if file else ""
-    return [text, name]
-
-
-def check_digests(run, saved, s):
-    """BadInput for a flag that names something else than at the start; a reward may change."""
-    for name, digest in run.digests.items():
-        if digest != saved.get(name):
-            line = f"{flag_of(name)} {getattr(s, name)}: is not what the run began with"
-            if name not in TEXTS:
-                raise BadInput(line)
-            say(line)
-
-
-def forget_after(run, step):
-    """Cut off the lines of later steps, which will be written again."""
+def forget_later_steps(run):
+    """Cut off the lines of steps after the checkpoint's, which will be written again."""
+    last = run.step if run.held_out else -1  # without an evaluation step 0 comes again
     for name in ("samples.jsonl", "metrics.jsonl"):
         path = run.folder / name
         path.touch()  # a run that was killed early may have none
         # After the last end of a line there is nothing, or a line that a kill has cut off.
-        lines = path.read_bytes().split(b"\n")[:-1]
-        records = [record for record in map(json.loads, lines) if record["step"] <= step]
-        os.truncate(path, sum(len(line) + 1 for line in lines[:len(records)]))
-    # Those of metrics.jsonl
-    run.history = [record for record in records if "loss" in record]
-    if records:
-        run.command = records[0]["command"]
+        *lines, _ = path.read_bytes().split(b"\n")
+        records = []
+        size = 0
+        for line in lines:
+            record = json.loads(line)
+            if record["step"] <= last:
+                records.append(record)
+                size += len(line) + 1
+        os.truncate(path, size)
+    for record in records:  # of metrics.jsonl
+        if "loss" in record:
+            run.history.append(record)
+        else:
+            run.command = record["command"]  # step 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2044,20 +2087,24 @@ def forget_after(run, step):
 def main(argv=None):
     """-> exit status: 0 done; 2 bad input, one line on standard error; 128 + signal if stopped."""
     run = Run()
-    words = sys.argv[1:] if argv is None else argv
-    run.command = shlex.join(["train.py", *map(str, words)])
+    words = sys.argv[1:] if argv is None else map(str, argv)
+    words = list(words)
+    run.command = shlex.join(["train.py", *words])
     try:
-        settings = parse(argv)
+        settings = parse(words)
         if settings.dry_run is not None:
             print_memory(settings)
             return 0
         join_ranks(settings)
         settings = on_rank_0(plan_memory, settings)  # ranks must not differ in it
         parts = load(settings)
-        if settings.eval_only or settings.trace:
-            (print_figures if settings.eval_only else print_trace)(parts, settings)
-            return 0
-        return train(parts, run, settings)
+        if settings.eval_only:
+            print_figures(parts, settings)
+        elif settings.trace:
+            print_trace(parts, settings)
+        else:
+            return train(parts, run, settings)
+        return 0
     except BadInput as error:
         fault = error
     except Exception as error:
@@ -2097,17 +2144,19 @@ def train(parts, run, s):
         save_adapter(run, parts.optimizer, s)
     if parts.reward_model:
         save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
-    print_story(run, "reward" if parts.reward_of else "accuracy")
+    print_story(run)
     return 0
 
 
 def begin(run, parts, s):
-    """Restore the checkpoint, write the run's settings, print what starts."""
+    """Restore the checkpoint or write the first one, write the settings, print what starts."""
     model = parts.policy_model
     # The checkpoint holds only what moves; the first reference is the initial policy.
     run.reward_model = parts.reward_model
     run.ref_model = parts.ref_model if s.renew_reference else None
     run.eval_problems = parts.eval_problems
+    if parts.reward_of:
+        run.judged_by = "reward"
     if run.reward_model:
         with_moments(run.reward_model.optimizer)
     if parts.reward_of and not hasattr(parts.reward_of, "judge"):
@@ -2115,22 +2164,23 @@ def begin(run, parts, s):
     run.digests = digests_of(parts, s)
     if s.resume:
         load_checkpoint(run, model, parts.optimizer, s)
-        # A run without a checkpoint also repeats step 0, its first evaluation.
-        on_rank_0(forget_after, run, run.step if run.held_out else -1)
-        if s.steps < run.step:
-            raise BadInput(f"--steps {s.steps}: the run in {run.name} is at step {run.step}")
-    kept = {name: getattr(s, name) for name in FIELDS if FIELDS[name].metadata["kept"]}
+    kept = {}
+    for name, field in FIELDS.items():
+        if field.metadata["kept"]:
+            kept[name] = getattr(s, name)
     text = json.dumps(kept, indent=2) + "\n"
     # Files in the program's folder are named from there, because it may move: see path().
-    text = text.replace(json.dumps(f"{HERE}{os.sep}")[:-1], '"./')
+    here = json.dumps(f"{HERE}{os.sep}")
+    text = text.replace(here[:-1], '"./')
     if run.folder:
         with run.replacing("config.json") as place:
             place.write_text(text, encoding="utf-8")
     run.resume_command = command("train.py", "--resume", run.name)
-    if not run.held_out:
-        save_checkpoint(run, model, parts.optimizer)  # from now on a run without one has lost it
+    if not run.held_out:  # a new run. From now on one without a checkpoint has lost it.
+        save_checkpoint(run, model, parts.optimizer)
     millions = model.num_parameters() / 1e6
-    say(f"policy    {millions:.2f}M parameters in {world()} process{'es' * (world() > 1)}; "
+    processes = "1 process" if world() == 1 else f"{world()} processes"
+    say(f"policy    {millions:.2f}M parameters in {processes}; "
         f"settings of {s.config or 'the command line'}\n"
         f"data      {len(parts.problems)} problems, {len(parts.eval_problems)} held out\n"
         f"run       {run.name}, from step {run.step} to {s.steps}; each step samples "
@@ -2155,10 +2205,10 @@ def example_of(run):
             f"after     {run.after[i][0]}\ntruth     {truth or 'not known'}")
 
 
-def print_story(run, judged_by):
+def print_story(run):
     """Print what a held-out problem was answered before and after; the curves; what to do next."""
     say(f"\n{example_of(run)}\n")
-    say(f"{f'held-out {judged_by}':22}" + small_curve(run.held_out))
+    say(f"held-out {run.judged_by:13}" + small_curve(run.held_out))
     names = ["reward_mean", "approx_kl", "response_length_mean"]
     if any(m["format_rate"] for m in run.history):
         names.insert(0, "accuracy")
@@ -2168,7 +2218,8 @@ def print_story(run, judged_by):
         say(f"{run.skipped:.0f} updates were skipped, see skipped_updates in metrics.jsonl")
     talk = command("sample.py", "--model", run.name)
     flags = "--config", f"{run.name}/config.json", "--model", f"{run.name}/final"
-    say(f"\nsee what it learned  {run.name}/page.html" * os.path.exists(f"{run.name}/page.html"))
+    if os.path.exists(f"{run.name}/page.html"):
+        say(f"\nsee what it learned  {run.name}/page.html")
     say(f"talk to the result   {talk} \"YOUR QUESTION\"\n"
         f"go on from it        {command('train.py', *flags)}")
 
@@ -2189,8 +2240,10 @@ def small_curve(points, width=50):
     means = pooled([value for _, value in points], width)
     low = min(means)
     span = max(means) - low or 1
-    heights = [int(7 * (mean - low) / span) for mean in means]
-    blocks = "".join("▁▂▃▄▅▆▇█"[height] for height in heights)
+    blocks = ""
+    for mean in means:
+        height = int(7 * (mean - low) / span)
+        blocks += "▁▂▃▄▅▆▇█"[height]
     return f"{means[0]:8.3f} {blocks} {means[-1]:.3f}"
 
 
@@ -2198,7 +2251,8 @@ def pooled(values, width):
     """The means of at most `width` stretches of nearly equal length."""
     values = torch.tensor([values], dtype=torch.float64)
     width = min(width, values.shape[1])
-    return torch.nn.functional.adaptive_avg_pool1d(values, width)[0].tolist()
+    means, = torch.nn.functional.adaptive_avg_pool1d(values, width)
+    return means.tolist()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2230,30 +2284,42 @@ s i { display: block; height: .5rem; margin-top: .5rem }
 """
 
 
-def keep_group(run, step, batch, rollout, s):
+def keep_group(run, batch, rollout, s):
     """Keep the step's first group that teaches; of earlier steps only 1, 2, 4, 8, ... stay."""
     G = s.group_size
-    b = int(is_flat(rollout.rewards, G).int().argmin())
-    r = rollout.rewards[b * G:(b + 1) * G]
+    flat = is_flat(rollout.rewards, G)                                                 # (B,)
+    b = int(flat.int().argmin())
+    rows = list(range(b * G, (b + 1) * G))
     n = min(G, MOST_TOKENS // rollout.labels.shape[1] + 1)
-    part = sample.take(rollout, list(range(b * G, b * G + n)))
-    group = {name: getattr(part, name).tolist() for name in OF_GROUP}  # JSON, for the checkpoint
-    group["x"] = batch.problems[b]["question"][-2000:]  # long texts are cut
-    group["prompt"] = batch.prompts[b][-4000:]
-    group["truth"] = truths_of(batch.problems)[b] or "not known"
+    part = sample.take(rollout, rows[:n])
+    group = {}
+    for name in OF_GROUP:
+        group[name] = getattr(part, name).tolist()  # JSON, for the checkpoint
+    r = rollout.rewards[rows]                                                          # (G,)
     group["r"] = f"{n} of {G} answers, mean r {r.mean():.3g}, std r {r.std(correction=0):.3g}"
-    run.groups = {old: group for old, group in run.groups.items() if int(old).bit_count() == 1}
-    run.groups[str(step)] = group
+    problem = batch.problems[b]
+    group["x"] = problem["question"][-2000:]  # long texts are cut
+    group["prompt"] = batch.prompts[b][-4000:]
+    truth, = truths_of([problem])
+    group["truth"] = truth or "not known"
+    for step in list(run.groups):
+        if int(step).bit_count() > 1:
+            del run.groups[step]
+    run.groups[str(batch.step)] = group
 
 
 def write_page(run, model, tokenizer, s):
     """page.html: the curves so far, and the kept groups, scored again by the current policy."""
     sections = ""
-    for step, group in gathered_objects(run.groups)[0].items():  # rank 0's, but all ranks score
-        fields = {name: torch.tensor(group[name], device=model.device) for name in OF_GROUP}
+    groups = gathered_objects(run.groups)[0]  # rank 0's, but all ranks score
+    for step, group in groups.items():
+        fields = {}
+        for name in OF_GROUP:
+            fields[name] = torch.tensor(group[name], device=model.device)
         part = sample.Rollout(**fields, logprobs=fields["old_logprobs"], responses=None)
         logprobs, _ = all_token_logprobs(model, part, s)                                  # (G, S-1)
-        sections += section_of(step, group, part, logprobs - part.old_logprobs, tokenizer)
+        moved = logprobs - part.old_logprobs
+        sections += section_of(step, group, part, moved, tokenizer)
     if run.folder:
         with run.replacing("page.html") as place:
             place.write_text(page_of(run, sections, s), encoding="utf-8")
@@ -2261,24 +2327,31 @@ def write_page(run, model, tokenizer, s):
 
 def page_of(run, sections, s):
     """The HTML of the page; it reloads itself while the run goes on."""
-    judged_by = "reward" if any("eval_reward" in m for m in run.history) else "accuracy"
-    curves = {f"held-out {judged_by}": run.held_out}
-    curves |= {name: run.curve(name) for name in run.history[-1]
-               if name.startswith("reward/") or name in CURVES}
-    warned = [(m["step"], shown(m["warning"])) for m in run.history if "warning" in m]
-    figures = "".join(figure_of_curve(shown(name), points, run.step, warned)
-                      for name, points in curves.items() if points)
-    name = shown(run.folder.name)
-    again = '<meta http-equiv="refresh" content="20">' * (run.step < s.steps and not run.signal)
+    warned = []
+    warnings = ""
+    for row in run.history:
+        if "warning" in row:
+            line = escape(row["warning"])
+            warned.append((row["step"], line))
+            warnings += f"<li>step {row['step']}: {line}</li>"
+    figures = figure_of_curve(f"held-out {run.judged_by}", run.held_out, run.step, warned)
+    for name in run.history[-1]:
+        points = run.curve(name)
+        if points and (name in CURVES or name.startswith("reward/")):
+            figures += figure_of_curve(escape(name), points, run.step, warned)
+    name = escape(run.folder.name)
+    again = ""
+    if run.step < s.steps and not run.signal:
+        again = '<meta http-equiv="refresh" content="20">'
     return f"""<!doctype html><html lang="en"><head><meta charset="utf-8">{again}
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1"><title>{name}</title>
-<style>{STYLE}</style></head><body><h1>{name}</h1><code>{shown(run.command)}</code>
-<p>GRPO of {shown(Path(s.model).name)}: {run.step} steps of B = {s.prompts_per_step} questions and
+<style>{STYLE}</style></head><body><h1>{name}</h1><code>{escape(run.command)}</code>
+<p>GRPO of {escape(Path(s.model).name)}: {run.step} steps of B = {s.prompts_per_step} questions and
 G = {s.group_size} answers to each, lr {s.lr:g}. Held-out answers are greedy, all others sampled.
 Orange lines are warnings.</p>
-<div>{figures}</div><ul>{"".join(f"<li>step {step}: {line}</li>" for step, line in warned)}</ul>
-<h1>What it learned</h1><section><pre>{shown(example_of(run))}</pre></section><p>x is a question,
+<div>{figures}</div><ul>{warnings}</ul>
+<h1>What it learned</h1><section><pre>{escape(example_of(run))}</pre></section><p>x is a question,
 y<sub>i</sub> an answer of its group, r<sub>i</sub> its reward and A<sub>i</sub> its advantage.
 Tinted tokens are now <i style="--d:2">more likely</i> or <i style="--d:-2">less likely</i> than
 when the policy drew them: log π − log π<sub>old</sub>, the log of [E]'s ratio. Hover for the
@@ -2307,32 +2380,41 @@ def figure_of_curve(name, points, last, warned):
 def section_of(step, group, part, moved, tokenizer):
     """A group: its question x; of its answers reward r, advantage A and tinted tokens y."""
     text = (f"<section><h2>step {step} <small>{group['r']}</small></h2><details><summary><b>x</b> "
-            f"{shown(group['x'])}</summary><pre>{shown(group['prompt'])}</pre></details>"
-            f"true answer: {shown(group['truth'])}")
-    for n, own in enumerate(part.mask):
-        first, last = own.nonzero()[[0, -1], 0]
-        here = slice(first, last + 1)  # with the replies of a conversation, which are not its own
-        words = sample.words_of(tokenizer, part.input_ids[n, 1:][here].tolist())
-        y = ""
+            f"{escape(group['x'])}</summary><pre>{escape(group['prompt'])}</pre></details>"
+            f"true answer: {escape(group['truth'])}")
+    for n, is_answer in enumerate(part.mask):                                          # (S-1,)
+        places = is_answer.nonzero()[:, 0]
+        # With the replies of a conversation, which the policy did not write.
+        here = slice(places[0], places[-1] + 1)
+        ids = part.input_ids[n, 1:][here].tolist()
+        words = sample.words_of(tokenizer, ids)
         distances = moved[n, here].tolist()
-        for word, d, mine in zip(words, distances, own[here].tolist()):
-            word = shown(word).replace("\n", "↵\n")
-            if mine and abs(d) > 0.02:
+        y = ""
+        for word, d, wrote_it in zip(words, distances, is_answer[here].tolist()):
+            word = escape(word).replace("\n", "↵\n")
+            if not wrote_it:
+                word = f"<q>{word}</q>"
+            elif abs(d) > 0.02:
                 word = f'<i style="--d:{d:.2f}" title="{d:+.4f}">{word}</i>'
-            y += word if mine else f"<q>{word}</q>"
-        A = float(part.advantages[n].expand(len(own))[own].mean())  # tokens may have their own
-        cut = "" if part.finished[n] else " <small>cut at the limit</small>"
+            y += word
+        if not part.finished[n]:
+            y += " <small>cut at the limit</small>"
+        A = part.advantages[n].expand_as(is_answer)  # each token may have its own
+        A = float(A[is_answer].mean())
         width = 50 * min(abs(A) / 3, 1)
-        bar = f"--d:{9 * A};width:{width}%;margin-left:{50 - width * (A < 0)}%"
+        left = 50 - width if A < 0 else 50
+        bar = f"--d:{9 * A};width:{width}%;margin-left:{left}%"
         text += (f'<div class="y"><b>y<sub>{n + 1}</sub></b><span>r {part.rewards[n]:.4g}</span>'
                  f'<span>A {A:+.2f}</span><s><i style="{bar}"></i></s>'
-                 f'<p dir="auto">{y}{cut}</p></div>')
+                 f'<p dir="auto">{y}</p></div>')
     return text + "</section>"
 
 
-def shown(text):
+def escape(text):
     """Escaped for HTML, with invisible characters as their code points."""
-    return html.escape(UNSEEN.sub(lambda found: f"‹{ord(found[0]):04X}›", text))
+    def code_point(found):
+        return f"‹{ord(found[0]):04X}›"
+    return html.escape(UNSEEN.sub(code_point, text))
 
 
 def print_figures(parts, s):
@@ -2362,7 +2444,7 @@ def print_trace(parts, s):
                                   s, parts.sampler, parts.reward_of)
     mask = rollout.mask                                                                # (G, S-1)
     A = rollout.advantages.view(len(mask), -1).expand(mask.shape)                      # (G, S-1)
-    how = "group_advantages" if s.advantage == "group" else f"advantages_for {s.advantage!r}"
+    how = "group_advantages" if s.advantage == "group" else f"--advantage {s.advantage}"
     say(f"\n[A] sample_groups: {s.group_size} answers to\n{batch.prompts[0]}\n\n"
         f"[B] score_responses: rewards, the truth is {batch.problems[0]['answer']}\n"
         f"[C] {how}, of each answer's first token")

@@ -313,8 +313,8 @@ class Diary(train.Run):
         super().log(metrics)
         self.metrics.append(metrics)
 
-    def log_samples(self, step, batch, rollout, *_):
-        self.samples.append((step, batch, rollout))
+    def log_samples(self, batch, rollout):
+        self.samples.append((batch, rollout))
 
 
 def loop(*flags, problems=None, run=None, **how):

@@ -10,9 +10,9 @@ import torch
 from conftest import seeded, value_error
 
 from advantage import (
-    ADVANTAGES, advantages_for, gdpo_advantages, group_advantages, grpo_s_advantages,
-    gtpo_advantages, is_flat, leave_one_out_advantages, plain_advantages, process_advantages,
-    shape_advantages, shapley_shares)
+    gdpo_advantages, group_advantages, grpo_s_advantages, gtpo_advantages, is_flat,
+    leave_one_out_advantages, plain_advantages, process_advantages, shape_advantages,
+    shapley_shares)
 
 OPTIONS = list(itertools.product((True, False), (False, True)))  # scale_by_std and unbiased
 
@@ -171,8 +171,6 @@ def test_gdpo_of_right_and_length():
     assert [round(a, 2) for a in found.tolist()] == [-0.74, 1.2, -1.2, 0.74]
     summed = group_advantages(parts.sum(dim=0), 4).tolist()
     assert summed == sorted(summed) and summed[0] < -1.3
-    assert torch.equal(gdpo_advantages(parts.repeat(1, 2), weights), gdpo_advantages(
-        parts.repeat(1, 2), weights, 8))
     flat = gdpo_advantages(torch.full((2, 7), 0.7), (1, 1), 7)
     assert flat.tolist() == [0.0] * 7
     # Of two GPUs: the std is that of both, so scores of one group are larger beside a flat one
@@ -348,33 +346,6 @@ def test_entropies_of_zero_or_equal(level, entropy):
     assert float(equal.abs().max()) < 1e-6
 
 
-def test_advantages_for():
-    rewards = torch.tensor([1.5, 0, 1, 0, 0, 1.5, 0.5, 0])
-    mask, right = ragged_mask(), rewards > 1
-    H = entropies_for(mask)
-    expected = {"group": group_advantages(rewards, 4),
-                "leave-one-out": leave_one_out_advantages(rewards, 4),
-                "gdpo": gdpo_advantages(torch.stack([rewards, rewards ** 2 - rewards]), (1, 2), 4),
-                "gtpo": gtpo_advantages(rewards, H, mask, 4, right),
-                "grpo-s": grpo_s_advantages(rewards, H, mask, 4, right),
-                "shape": shape_advantages(*CANDIDATES, mask, 4)}
-    assert tuple(expected) == ADVANTAGES
-    for kind, advantages in expected.items():
-        given = partial(advantages_for, kind, rewards, 4, H, mask, right, candidates=CANDIDATES,
-                        reward_parts=(torch.stack([rewards, rewards ** 2 - rewards]), (1, 2), None))
-        assert torch.equal(given(), advantages)
-        clipped = given(clip=0.3)
-        assert torch.equal(clipped, advantages.clamp(-0.3, 0.3))
-        assert (advantages > 0.3).any() and (advantages < -0.3).any()
-    for kind, other in itertools.combinations(ADVANTAGES[3:], 2):
-        assert not torch.equal(expected[kind], expected[other])
-    centred = group_advantages(rewards, 4, scale_by_std=False)
-    assert torch.equal(advantages_for("group", rewards, 4, scale_by_std=False), centred)
-    of_steps = advantages_for("group", rewards, 4, mask=mask, step_rewards=STEPS)
-    assert torch.equal(of_steps, process_advantages(STEPS, mask, 4))
-    assert torch.equal(advantages_for("group", rewards), group_advantages(rewards, 8))
-
-
 # --------------------------------------------------------------------------------------------------
 # Refusals, and the script
 
@@ -386,14 +357,14 @@ def test_advantages_for():
     ([-math.inf] * 4, 4, "row 0 is -inf"),
 ])
 def test_refusals(rewards, group_size, reason):
-    for refuse in (group_advantages, *(partial(advantages_for, kind) for kind in ADVANTAGES)):
+    mask = torch.ones(len(rewards), 2) > 0
+    for refuse in (group_advantages, leave_one_out_advantages, *(
+            partial(shaped, entropies=mask + 0.0, mask=mask) for shaped in BY_LEVEL.values())):
         with value_error(reason):
-            refuse(torch.tensor(rewards), group_size)
+            refuse(torch.tensor(rewards), group_size=group_size)
 
 
 def test_other_refusals():
-    with value_error("'median'"):
-        advantages_for("median", REWARDS, 4)
     with pytest.raises(ValueError):  # a candidate without a span
         shape_advantages([[1.0], *[[]] * 7], [[]] * 8, ragged_mask(), 4)
 

@@ -8,7 +8,6 @@ import contextlib
 import copy
 import functools
 import gc
-import json
 import os
 import re
 import shutil
@@ -22,6 +21,7 @@ os.environ.setdefault("SOFTGPU_COUNT", "2")  # a software GPU has two cards
 import first_run  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from conftest import (  # noqa: E402
     FEW, LIMIT, NO_MEMORY, REWARDS, ROOT, answer_rows, checkpoint_of, ends_badly, main,
     metrics_of, one_line_of, parts, rollout_of, seeded, small_model, trains, well_ended)
@@ -45,15 +45,10 @@ def fast(monkeypatch):
     """What a test gives up is there again in the next one, and its memory is free."""
     for stage in (sample, logprob):
         monkeypatch.setattr(stage, "PLAIN", False)
-    pinned = []
+    # Kept: a software GPU says that an event is over while its copies are not.
+    kept, pin = [], torch.Tensor.pin_memory
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: kept.append(pin(x)) or kept[-1])
     before = races()
-
-    def pin_memory(x, real=torch.Tensor.pin_memory):
-        """Kept, for the software GPU says of events that they are over while its copies are not."""
-        pinned.append(real(x))
-        return pinned[-1]
-
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
     yield
     torch.cuda.set_device(0)
     torch.cuda.synchronize()
@@ -203,7 +198,9 @@ WAYS = {"padded": (False, False), "grouped": (True, False), "checkpointed": (Tru
 def test_logprobs_and_gradients(dtype, grouped, checkpointed):
     def run(model, ids, labels, weight):
         groups = (torch.arange(6) // 3).to(ids.device) if grouped else None
-        with layers_checkpointed(model, checkpointed):
+        kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+        slow = [] if grouped else [SDPBackend.MATH]          # it holds all scores
+        with layers_checkpointed(model, checkpointed), sdpa_kernel(kernels + slow):
             values, entropy = token_logprobs(model, ids, labels, 0.9, True, groups)
             (values * weight).sum().backward()
         return [values, entropy, *(p.grad for p in model.parameters())]
@@ -243,9 +240,8 @@ def updates(device, dtype, loss_scale=None):
     rollout.advantages = group_advantages(REWARDS, 4)
     with torch.no_grad():
         rollout.ref_logprobs = token_logprobs(p.reference, rollout.input_ids, rollout.labels)
-    for name, value in vars(rollout).items():
-        if isinstance(value, torch.Tensor):
-            setattr(rollout, name, value.to(device))
+    for name in ("input_ids", "labels", "logprobs", "finished", "advantages", "ref_logprobs"):
+        setattr(rollout, name, getattr(rollout, name).to(device))
     policy = p.policy.to(device, dtype)
     optimizer = train.make_optimizer(policy, p.settings)
     if loss_scale:
@@ -386,35 +382,23 @@ def test_the_second_of_two_cards(capsys, monkeypatch, graphs, run_here):
     assert on_card == on_cpu and torch.cuda.current_device() == 0
 
 
-# Runs one after another by processes that have met
-SEVERAL = """
-import json, sys, train
-for flags in json.loads(sys.argv[1]):
-    if train.main(flags):
-        sys.exit("a run has failed")
-    train.join_ranks = lambda s: None
-train.leave_ranks()
-"""
-
-
 def test_two_ranks_on_two_cards(tmp_path):
-    """Whole weights, with a resume, and LoRA: what one process computes on the CPU."""
+    """A run, its resume, and LoRA, one after another: what one process computes on the CPU."""
     if torch.cuda.device_count() < 2:
         pytest.skip("one card")
     flags = (*SHORT, "--save-every=1", "--eval-every=1", "--updates-per-rollout=2")
-    lora = "--lora-rank=2"
     on_cards = [*flags, "--device=cuda", "--dtype=float32"]
-    runs = [[*on_cards, "--steps=1", f"--output={tmp_path}/whole"],
-            [f"--resume={tmp_path}/whole", "--steps=2"],
-            [*on_cards, lora, f"--output={tmp_path}/lora"]]
-    (tmp_path / "runs.py").write_text(SEVERAL)
+    runs = [[*on_cards, "--steps=1", "--output=whole"], ["--resume=whole", "--steps=2"],
+            [*on_cards, "--lora-rank=2", "--output=lora"]]
+    program = tmp_path / "runs.py"
+    program.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\n"
+                       f"for flags in {runs}:\n    assert train.main(flags) == 0\n"
+                       "    train.join_ranks = lambda s: None  # they have met\n"
+                       "train.leave_ranks()\n")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    done = subprocess.run([*torchrun, tmp_path / "runs.py", json.dumps(runs)], capture_output=True,
-                          text=True, env=environment, timeout=LIMIT)
-    well_ended(done)
-    for name, more in (("whole", ()), ("lora", (lora,))):
+    well_ended(subprocess.run([*torchrun, program], capture_output=True, text=True, timeout=LIMIT,
+                              cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}))
+    for name, more in (("whole", ()), ("lora", ("--lora-rank=2",))):
         expected, weights = on_the_cpu(*flags, *more)
         assert_same_steps(metrics_of(tmp_path / name), expected, 1e-4)
         assert_same_weights(checkpoint_of(tmp_path / name), weights, 1e-4)

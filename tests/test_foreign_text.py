@@ -131,7 +131,7 @@ def test_template_arguments_reach_every_prompt():
     tokenizer = thinking({"tag": True})
     for prompt in prompts(tokenizer, "Anna <tool_call> Bob"):
         assert prompt.count("<tool_call>") == 1 and "< tool_call> Bob" in prompt
-    with pytest.raises(ValueError, match="'enable_thinkin'$"):
+    with pytest.raises(ValueError, match="'enable_thinkin' "):
         thinking({"enable_thinkin": False})
 
 

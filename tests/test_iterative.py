@@ -268,7 +268,7 @@ def test_a_run_with_step_rewards_and_a_reward_beside_them(step_file, tmp_path):
 def step_rewards(steps):
     table = {"question": ["q", "q"], "completions": ["good", "bad"],
              "completion_ids": [[4, 5, 6], [7, 8]]}
-    return reward.called("mine.py:steps", steps, table, reward.as_steps)
+    return reward.call_function("mine.py:steps", steps, table, reward.as_steps)
 
 
 @pytest.mark.parametrize("second", [

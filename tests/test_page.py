@@ -115,7 +115,7 @@ def section(word="w", advantages=(1.5, -1.5, 0.0, 6.0)):
 
 def test_a_bar_points_the_way_of_its_advantage():
     text, rollout = section()
-    right, left = text.index("width:25.0%;margin-left:50.0%"), text.index("margin-left:25.0%")
+    right, left = text.index("width:25.0%;margin-left:50%"), text.index("margin-left:25.0%")
     assert text.index("A +1.50") < right < text.index("A -1.50") < left
     assert "width:50" in text and len(Tags(text).titles) == rollout.mask.sum()
     # Where tokens have advantages of their own, a row has their mean.
@@ -128,18 +128,18 @@ def test_a_group_that_teaches_is_kept_of_steps_that_double():
     p, run = parts(), train.Run()
     rollout = rollout_of(p)
     rollout.old_logprobs, rollout.advantages = rollout.logprobs, torch.zeros(8)
-    batch = train.Batch(p.problems, p.prompts)
     for step, teaches in enumerate(((0, 1), (1, 0), (1, 1), (1, 0), (0, 1), (0, 1)), start=1):
+        batch = train.Batch(p.problems, p.prompts, step=step)
         rollout.rewards = torch.tensor([float(r * n) for r in teaches for n in range(4)])
-        train.keep_group(run, step, batch, rollout, p.settings)
+        train.keep_group(run, batch, rollout, p.settings)
     questions = [problem["question"] for problem in p.problems]
     kept = {step: questions.index(group["x"]) for step, group in run.groups.items()}
     assert kept == {"1": 1, "2": 0, "4": 0, "6": 1}
     assert json.loads(json.dumps(run.groups)) == run.groups
     assert run.groups["4"]["r"].startswith("4 of 4 answers, mean r 1.5, std r 1.12")
     many = sample.take(rollout, [0, 1, 2, 3] * 64)
-    train.keep_group(run, 7, batch, many, settings("--group-size=256"))
-    ids = torch.tensor(run.groups["7"]["input_ids"])
+    train.keep_group(run, batch, many, settings("--group-size=256"))
+    ids = torch.tensor(run.groups["6"]["input_ids"])
     assert len(ids) < 256 and ids.numel() <= train.MOST_TOKENS + ids.shape[1]
 
 

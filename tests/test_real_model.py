@@ -22,7 +22,8 @@ from train import parse
 def total_of(question):
     """A reader of its own: the first number, then every other with the word that it follows."""
     numbers = list(map(int, re.findall(r"\d+", question)))
-    words = re.findall(r"(buys|finds|gets|away|loses|sells) \d|\d (more|fewer) than", question)
+    verbs = "buys|finds|gets|borrows|makes|away|loses|sells"
+    words = re.findall(rf"({verbs}) \d|\d (more|fewer) than", question)
     signs = [-1 if {"away", "loses", "sells", "fewer"} & set(pair) else 1 for pair in words]
     assert len(signs) == len(numbers) - 1, question
     return numbers[0] + sum(sign * number for sign, number in zip(signs, numbers[1:]))
@@ -59,12 +60,27 @@ def test_nothing_held_out_is_trained_on_and_every_kind_is_asked(task):
     assert some == real_model.make_problems(20, seed=3) != real_model.make_problems(20, seed=4)
 
 
-@pytest.fixture(scope="module")
-def worked_out(tmp_path_factory):
-    """The folder of --steps-per-sum 2."""
-    folder = tmp_path_factory.mktemp("real") / "worked_out"
-    real_model.write_task(folder, folder, flags=real_model.FLAGS | real_model.WORKED_OUT, steps=2)
+@pytest.fixture(scope="module", params=real_model.WORDS)
+def worked_out(request, tmp_path_factory):
+    """The folder of --steps-per-sum 2, in either vocabulary (its name)."""
+    folder = tmp_path_factory.mktemp("real") / request.param
+    flags = real_model.FLAGS | real_model.WORKED_OUT
+    real_model.write_task(folder, folder, flags=flags, steps=2, words=request.param)
     return folder
+
+
+def test_the_two_vocabularies_share_no_name_and_no_thing(worked_out):
+    usual, other = real_model.WORDS["usual"], real_model.WORDS["other"]
+    assert not set(usual[0] + usual[1]) & set(other[0] + other[1])
+    names, things, gains, losses = real_model.WORDS[worked_out.name]
+    verbs = {phrase.split()[0] for phrase in gains + losses}
+    for name in ("train", "test", "longer"):
+        for problem in lines_of(worked_out / f"{name}.jsonl"):
+            for turn in problem["messages"][::2]:                # the examples' questions, too
+                asked = turn["content"]
+                story = re.match(r"(\w+) has \d (\w+)", asked)
+                told = set(re.findall(r"(?:,|then) (\w+) (?:away )?\d", asked))
+                assert story[1] in names and story[2] in things and told <= verbs, asked
 
 
 def test_sums_of_steps_are_right_and_every_kind_is_asked_as_often(worked_out):
@@ -157,7 +173,7 @@ def script(tmp_path, monkeypatch):
     monkeypatch.setattr(real_model, "convert", convert)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # gguf is there
     flags = [f"--folder={tmp_path / 'models' / 'smol'}", f"--task={tmp_path / 'task'}"]
-    return lambda: real_model.main(flags)
+    return lambda *more: real_model.main([*flags, *more])
 
 
 def test_the_folder_is_made_once_and_the_command_printed(script, tmp_path, capsys):
@@ -172,6 +188,35 @@ def test_the_folder_is_made_once_and_the_command_printed(script, tmp_path, capsy
     assert times() == before
     command = f"{sys.executable} {real_model.HERE.parents[1] / 'train.py'} --config "
     assert capsys.readouterr().out == f"{command}{tmp_path / 'task' / 'config.json'}\n"
+
+
+@pytest.mark.parametrize("own_reward, status, shares", [
+    (True, 0, [("0.03", "1", "5"), ("0.10", "8", "12")]),
+    (False, 0, [("0.15", "1", "5"), ("0.50", "8", "12")]), (True, 130, [])])
+def test_a_run_ends_with_its_first_and_last_shares_of_right_answers(
+        script, tmp_path, monkeypatch, capsys, own_reward, status, shares):
+    """Of real_reward.py's `right`, or, where the rule is the reward, of the rule."""
+    def train(command):
+        folder = tmp_path / "run"
+        assert command[command.index("--output"):] == ["--output", str(folder)]
+        folder.mkdir()
+        lines = [{"step": 0, "eval_accuracy": 0.9}]
+        for step in range(1, 13):
+            own = {"reward/right": step / 100} if own_reward else {}
+            lines.append({"step": step, "loss": 0.0, "accuracy": step / 20, **own})
+        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+        return status
+
+    monkeypatch.setattr(real_model.subprocess, "call", train)
+    assert script("--run", f"--output={tmp_path / 'run'}") == status
+    told = re.findall(r"(\S+) in steps (\d+)–(\d+)", capsys.readouterr().out)
+    assert told == shares
+
+
+def test_other_words_are_refused_where_they_would_change_nothing(script, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        script("--words", "other")
+    assert "--words" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("harm", [

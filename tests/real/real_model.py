@@ -5,6 +5,7 @@
     python tests/real/real_model.py --mugs  # larger sums in words that mislead this model
     python tests/real/real_model.py --boxed  # the same sums, answered in a \\boxed{}
     python tests/real/real_model.py --steps-per-sum 2 --run  # sums that must be worked out
+    python tests/real/real_model.py --steps-per-sum 2 --words other --run  # told in other words
     python tests/real/real_model.py --steps-per-sum 2 --measure FOLDER  # what it learned
 
 Flags that are not its own go to train.py: --run --seed 1 --output runs/second.
@@ -27,6 +28,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections import defaultdict
 from pathlib import Path
@@ -97,6 +99,12 @@ NAMES = ["Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry"]
 THINGS = ["apples", "books", "coins", "marbles", "pens", "stamps"]
 GAINS = ["buys {} more", "finds {} more", "gets {} more"]
 LOSSES = ["gives away {}", "loses {}", "sells {}"]
+# --words: does a policy learn the sums, or only these words?
+WORDS = {
+    "usual": (NAMES, THINGS, GAINS, LOSSES),
+    "other": (["Omar", "Ida", "Yuki", "Pia"], ["mugs", "drums", "plums", "bricks"],
+              ["borrows {} more", "finds {} more", "makes {} more"], ["loses {}", "sells {}"]),
+}
 TRAIN = 1000
 TEST = 100
 
@@ -129,25 +137,27 @@ def comparison(rng):
     return question, equation, total
 
 
-def sums_of(steps):
+def sums_of(steps, words="usual"):
     """A kind for every order of + and -: a shortcut such as always to add must not pay.
 
     Carla has 6 coins, buys 2 more and then loses 5. How many coins does Carla have now?
     """
+    names, all_things, gains, losses = WORDS[words]
+
     def kind_with(signs):
         def kind(rng):
             found = None
             while found != signs:
-                name, things, start = rng.choice(NAMES), rng.choice(THINGS), rng.randint(2, 9)
+                name, things, start = rng.choice(names), rng.choice(all_things), rng.randint(2, 9)
                 totals, changes = [start], []
                 for _ in signs:
-                    words, equation, total = change(rng, totals[-1])
+                    told, equation, total = change(rng, totals[-1], gains, losses)
                     totals.append(total)
-                    changes.append((words, equation))
-                words, equations = zip(*changes)
+                    changes.append((told, equation))
+                told, equations = zip(*changes)
                 found = signs_of("\n".join(equations))
-            question = (f"{name} has {start} {things}, {', '.join(words[:-1])} and then "
-                        f"{words[-1]}. How many {things} does {name} have now?")
+            question = (f"{name} has {start} {things}, {', '.join(told[:-1])} and then "
+                        f"{told[-1]}. How many {things} does {name} have now?")
             return question, "\n".join(equations), total
         return kind
 
@@ -208,20 +218,20 @@ def make_problems(n, seed, without=(), kinds=KINDS):
     return list(problems.values())
 
 
-def write_task(task, model, kinds=KINDS, flags=FLAGS, steps=0):
+def write_task(task, model, kinds=KINDS, flags=FLAGS, steps=0, words="usual"):
     """Problems, rewards and config.json into the folder `task` -> the path of config.json.
 
     With `steps`, all are sums of so many steps with an example of each kind before them, and
     longer.jsonl holds sums of one step more, which are never trained on.
     """
     task.mkdir(parents=True, exist_ok=True)
-    kinds = sums_of(steps) if steps else kinds
+    kinds = sums_of(steps, words) if steps else kinds
     examples = make_problems(len(kinds), seed=2, kinds=kinds) if steps else []
     test = make_problems(TEST, seed=1, without=examples, kinds=kinds)
     train = make_problems(TRAIN, seed=0, without=test + examples, kinds=kinds)
     files = {"test.jsonl": test, "train.jsonl": train}
     if steps:
-        files["longer.jsonl"] = make_problems(TEST, seed=3, kinds=sums_of(steps + 1))
+        files["longer.jsonl"] = make_problems(TEST, seed=3, kinds=sums_of(steps + 1, words))
         files = {name: [with_examples(problem, examples) for problem in problems]
                  for name, problems in files.items()}
     for name, problems in files.items():
@@ -266,6 +276,17 @@ def measure(folder, task):
         kinds = "  ".join(f"{kind} {mean(shares):.2f}" for kind, shares in by_kind.items())
         print(f"{name:11}  {mean(rights):5.2f}  {mean(true_equations(answers)):14.2f}  {kinds}")
         print(f"{'':13}{answers[-2]!r}", flush=True)
+
+
+def right_answers(folder, n=5):
+    """A line: the shares of right answers in the first and the last n steps of the run."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [metrics for metrics in map(json.loads, lines) if "loss" in metrics]
+    parts = []
+    for some in (steps[:n], steps[-n:]):
+        shares = [metrics.get("reward/right", metrics["accuracy"]) for metrics in some]
+        parts.append(f"{mean(shares):.2f} in steps {some[0]['step']}–{some[-1]['step']}")
+    return f"right answers: {', '.join(parts)}"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -357,16 +378,24 @@ def main(argv=None):
     parser.add_argument("--boxed", action="store_true", help="the rule's own reward")
     parser.add_argument("--steps-per-sum", type=int, choices=(2, 3), default=0, metavar="N",
                         help="sums of 2 or 3 steps, and an example of each kind in every prompt")
+    parser.add_argument("--words", choices=WORDS, default="usual",
+                        help="with --steps-per-sum: the names, things and verbs of the stories")
     parser.add_argument("--run", action="store_true", help="train, too")
+    parser.add_argument("--output", type=Path, metavar="FOLDER",
+                        help="of the run; with --run by default runs/smollm2-sums-TIME")
     parser.add_argument("--measure", type=Path, nargs="+", default=[], metavar="FOLDER",
                         help="with --steps-per-sum: held-out sums, before training and after it")
     args, flags_of_train = parser.parse_known_args(argv)
+    if args.words != "usual" and not args.steps_per_sum:
+        parser.error("--words: only sums of several steps are told in other words "
+                     "(--steps-per-sum)")
     try:
         model_folder(args.folder)
         kinds = (mugs,) if args.mugs else KINDS
         flags = FLAGS | BOXED if args.boxed else FLAGS
         flags = flags | WORKED_OUT if args.steps_per_sum else flags
-        config = write_task(args.task, args.folder, kinds, flags, args.steps_per_sum)
+        config = write_task(args.task, args.folder, kinds, flags, args.steps_per_sum,
+                            args.words)
         if args.measure:
             for folder in [args.folder, *args.measure]:
                 measure(folder, args.task)
@@ -376,8 +405,15 @@ def main(argv=None):
         return 2
     command = [sys.executable, str(HERE.parents[1] / "train.py"), "--config", str(config),
                *flags_of_train]
+    if args.run:  # its folder is named here, because its metrics are read afterwards
+        args.output = args.output or Path(time.strftime("runs/smollm2-sums-%Y%m%d-%H%M%S"))
+    if args.output:
+        command += ["--output", str(args.output)]
     print(shlex.join(command), flush=True)
-    return subprocess.call(command) if args.run else 0
+    status = subprocess.call(command) if args.run else 0
+    if args.run and not status:
+        print(right_answers(args.output))
+    return status
 
 
 if __name__ == "__main__":
