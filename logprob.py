@@ -442,7 +442,7 @@ def main():
                         default="Anna has 9 books , loses 4 , gives 2 , gets 7 . How many ?")
     parser.add_argument("response", nargs="?",
                         default="9 - 4 = 5 , 5 - 2 = 3 , 3 + 7 = 10 , \\boxed{ 10 }")
-    parser.add_argument("--model", default=str(Path(__file__).parent / "tests" / "tiny"),
+    parser.add_argument("--model", default=f"{Path(__file__).parent}/tests/tiny",
                         help="a hub name, a model's folder, or a run's folder (for its final/)")
     parser.add_argument("--temperature", type=float, default=1.0)
     args = parser.parse_args()
