@@ -144,7 +144,7 @@ def test_sampling_through_graphs(tiny, graphs, monkeypatch, dtype, temperature):
 def test_graphs_are_kept_and_see_weights_that_are_updated_in_place(tiny, graphs):
     """Rollouts of other shapes share them; nothing of an earlier one shows in a later one."""
     model = random_policy()
-    shapes = [dict(), dict(prompts=PROMPTS[:2], max_new_tokens=60), dict(temperature=0.0)]
+    shapes = [dict(G=20), dict(prompts=PROMPTS[:2], max_new_tokens=60), dict(temperature=0.0)]
     for shape in shapes:
         drawn(model, tiny, **shape)
     with torch.no_grad():
