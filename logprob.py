@@ -60,10 +60,10 @@ def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False
     # the numbers `at` (M,) of the N * (S-1) places, with hidden states (M, H).
     at, targets, output, hidden = hidden_states(model, input_ids, labels, group_ids)
     found, entropies = head_logprobs(model, output, hidden, targets, temperature, with_entropy)
-    nothing = torch.zeros(labels[:, 1:].shape, device=hidden.device)              # (N, S-1)
-    logprobs = nothing.put(at, found)
+    nothing = torch.zeros(labels[:, 1:].numel(), device=hidden.device)            # (N * (S-1),)
+    logprobs = nothing.index_put((at,), found).view(len(labels), -1)              # (N, S-1)
     if with_entropy:
-        return logprobs, nothing.put(at, entropies)
+        return logprobs, nothing.index_put((at,), entropies).view_as(logprobs)
     return logprobs
 
 
