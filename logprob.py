@@ -211,7 +211,7 @@ def head_logprobs(model, output, hidden, targets, temperature, with_entropy):
         entropy = torch.zeros_like(chosen)
         if with_entropy:
             p = logp.detach().exp()
-            entropy = torch.special.entr(p).sum(dim=1)
+            entropy = -torch.xlogy(p, p).sum(dim=1)      # p log p; 0 where p is 0
         return chosen, entropy
 
     scored = []
