@@ -281,7 +281,7 @@ def add_length_terms(rollout, s):
     """GR3's rescaling and DAPO's penalty for answers that are almost too long, if asked for."""
     lengths = rollout.mask.sum(dim=1).cpu()                                            # (N,)
     # GR3 has no meaning for negative rewards, but a user's function may give some.
-    with telling("--length-rescale:"):
+    with as_bad_input("--length-rescale:"):
         if s.length_rescale:
             rollout.rewards = reward.length_rescaled(rollout.rewards, lengths, s.group_size,
                                                      s.length_rescale)
@@ -744,9 +744,9 @@ class BadInput(Exception):
 
 
 @contextmanager
-def telling(flags, of=ValueError):
+def as_bad_input(flags, of=ValueError):
     """Turn a stage's ValueError into a BadInput that begins with these flags."""
-    # of=Exception: for foreign files, where anything can be wrong
+    # of=Exception: for files of others, where anything can be wrong
     try:
         yield
     except of as error:
@@ -890,6 +890,8 @@ def flag_of(name):
 
 def given_flags(words):
     """The flags in the words of a command line -> {name: value}, without defaults."""
+    words = list(map(str, words))  # from Python also numbers and paths
+
     def error(message):
         raise BadInput(f"{message} (--help lists the flags)")
 
@@ -948,7 +950,7 @@ def parse(words):
 
 def read_config(file):
     """The flags of a JSON file -> {name: value}; its paths are relative to its folder."""
-    with telling(f"{file}:", of=Exception):
+    with as_bad_input(f"{file}:", of=Exception):
         words = []
         config = json.loads(Path(file).read_text(encoding="utf-8"))
         for name, value in config.items():
@@ -994,10 +996,10 @@ def load(s):
     reward_model = None
     sampler = sample_groups
     if s.reply:
-        with telling("--reply"):
+        with as_bad_input("--reply"):
             reply = reward.blame_user_file("fails:")(reward.load_function(s.reply))
         talk = partial(sample.sample_conversations, reply=reply, max_turns=s.max_turns)
-        sampler = telling("--reply")(talk)  # its errors name --reply
+        sampler = as_bad_input("--reply")(talk)  # its errors name --reply
     sample.PLAIN = logprob.PLAIN = s.plain
     policy_model, tokenizer = load_policy(s)
     if s.reward_model:  # after the policy: from then on transformers prints nothing
@@ -1084,7 +1086,8 @@ def choose_device(s):
     """-> (torch.device, dtype of the model's weights)."""
     best = ("cuda" if torch.cuda.is_available() else
             "mps" if torch.backends.mps.is_available() else "cpu")
-    with telling(f"--device {s.device}: torch {torch.__version__} cannot use it:", of=Exception):
+    fault = f"--device {s.device}: torch {torch.__version__} cannot use it:"
+    with as_bad_input(fault, of=Exception):
         device = torch.device(best if s.device == "auto" else s.device)
         torch.ones(1, device=device) + 1  # fails on a card that this torch has no kernels for
     if s.device == "auto" and best == "cpu" and shutil.which("nvidia-smi"):
@@ -1107,7 +1110,7 @@ def choose_device(s):
 def load_policy(s):
     """The policy and its tokenizer; a model that will be sharded is in host memory."""
     device, dtype = choose_device(s)
-    with telling(f"--model {s.model}:"):
+    with as_bad_input(f"--model {s.model}:"):
         model, tokenizer = sample.open_policy(s.model, device if s.is_whole else "cpu", dtype)
         sample.set_template_arguments(tokenizer, s.template_args)
     return model, tokenizer
@@ -1115,7 +1118,7 @@ def load_policy(s):
 
 def load_reward_model(s):
     """--reward-model: a RewardModel, the same on every rank."""
-    with telling(f"--reward-model {s.reward_model}: cannot be loaded:", of=Exception):
+    with as_bad_input(f"--reward-model {s.reward_model}: cannot be loaded:", of=Exception):
         device, _ = choose_device(s)
         found, report = reward.open_reward_model(s.reward_model, s.reward_model_lr, device)
         sample.check_loaded(found.model, report)
@@ -1152,7 +1155,7 @@ def load_problems(name, source, tokenizer, s):
 
     # Every prompt is checked now, not in the step that happens to draw it.
     def check(number, problem):
-        with telling(f"{name}: {source}, line {number}:"):
+        with as_bad_input(f"{name}: {source}, line {number}:"):
             prompt = chat_prompt(tokenizer, problem, s.system_prompt)
             taken = problem.keys() & reward.ARGUMENTS
             if taken and (s.reward or s.step_reward):
@@ -1163,7 +1166,7 @@ def load_problems(name, source, tokenizer, s):
 
     progress = partial(tqdm, desc=f"reading {source}", delay=2, leave=False,
                        disable=rank() > 0)
-    with telling(f"{name}:"):
+    with as_bad_input(f"{name}:"):
         problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
                                         check, progress)
     if too_long:
@@ -1179,13 +1182,13 @@ def load_reward_of(s, reward_model=None):
     """The function reward_of(problems, prompts, rollout) -> (N,), or None for the rule."""
     if s.reward == PYTHON:
         return None  # train() asks for it
-    with telling(""):
+    with as_bad_input(""):
         reward_of = reward.own_reward_of(s.reward, s.reward_weights, s.step_reward)
     if reward_model:
         prompt_of = partial(chat_prompt, reward_model.tokenizer, system_prompt=s.system_prompt)
         reward_of = partial(reward.model_rewards, reward_model, prompt_of)
     if reward_of:
-        reward_of = telling("--reward-model:" if reward_model else "")(reward_of)
+        reward_of = as_bad_input("--reward-model:" if reward_model else "")(reward_of)
         reward_of.judge = reward_model  # a function given in Python has no such attribute
     return reward_of
 
@@ -1593,7 +1596,7 @@ def out_of_memory(error):
 
 def model_without_storage(name, folder, dtype, kind=AutoModelForCausalLM):
     """The model of --model or --reward-model on the meta device."""
-    with telling(f"{name} {folder}: cannot be loaded:", of=Exception):
+    with as_bad_input(f"{name} {folder}: cannot be loaded:", of=Exception):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             return kind.from_config(config, dtype=dtype).eval()
@@ -1762,12 +1765,12 @@ class Run:
         while not s.output and os.path.exists(name):
             name += "+"  # another run began in the same second
         self.folder = Path(os.path.abspath(name))  # a reward may change the directory
-        with telling(f"--output {name}: cannot be written:", of=OSError):
+        with as_bad_input(f"--output {name}: cannot be written:", of=OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.folder / ".lock", "w")
         with suppress(ImportError, OSError):  # Windows, or a file system without locks
             import fcntl
-            with telling(f"--output {name}: another run writes there:", of=BlockingIOError):
+            with as_bad_input(f"--output {name}: another run writes there:", of=BlockingIOError):
                 fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return str(self.folder)
 
@@ -1996,7 +1999,7 @@ def load_checkpoint(run, model, optimizer, s):
             raise BadInput(f"--resume {run.name}: {log.name} goes to step {last}, but there is no "
                            f"{CHECKPOINT}")
         return  # it was killed before it began
-    with telling(f"--resume: {path} is damaged:", of=Exception):
+    with as_bad_input(f"--resume: {path} is damaged:", of=Exception):
         file = safe_open(path, framework="pt")
         text = file.get_tensor("counters").numpy()
         counters = json.loads(text.tobytes())
@@ -2008,7 +2011,7 @@ def load_checkpoint(run, model, optimizer, s):
             say("a file of --reward, --step-reward or --reply has changed since the run began")
         elif changed:
             raise BadInput(f"{flag_of(name)} {getattr(s, name)}: is not what the run began with")
-    with telling(f"--resume: {path} is damaged, or not of this model:", of=Exception):
+    with as_bad_input(f"--resume: {path} is damaged, or not of this model:", of=Exception):
         for name in COUNTERS:
             setattr(run, name, counters[name])
         if run.reward_model:
@@ -2087,9 +2090,8 @@ def forget_later_steps(run):
 def main(argv=None):
     """-> exit status: 0 done; 2 bad input, one line on standard error; 128 + signal if stopped."""
     run = Run()
-    words = sys.argv[1:] if argv is None else map(str, argv)
-    words = list(words)
-    run.command = shlex.join(["train.py", *words])
+    words = sys.argv[1:] if argv is None else argv
+    run.command = shlex.join(["train.py", *map(str, words)])
     try:
         settings = parse(words)
         if settings.dry_run is not None:

@@ -124,12 +124,11 @@ def test_template_arguments_reach_every_prompt():
     """Also the text between two turns; what they add is a mark, which no problem can forge."""
     text = "A thought is <think> x </think> here"
     plain = list(prompts(thinking(None), text))
-    for arguments, added in (({}, ""), ({"enable_thinking": False}, "<think>\n\n</think>\n\n"),
+    for arguments, added in (({"enable_thinking": False}, "<think>\n\n</think>\n\n"),
                              ({"enable_thinking": True}, ""), ({"tag": True}, "<tool_call>")):
         found = list(prompts(thinking(arguments), text))
         assert found == [prompt + added for prompt in plain], arguments
-    tokenizer = thinking({"tag": True})
-    for prompt in prompts(tokenizer, "Anna <tool_call> Bob"):
+    for prompt in prompts(thinking({"tag": True}), "Anna <tool_call> Bob"):
         assert prompt.count("<tool_call>") == 1 and "< tool_call> Bob" in prompt
     with pytest.raises(ValueError, match="'enable_thinkin' "):
         thinking({"enable_thinkin": False})

@@ -176,22 +176,19 @@ def test_a_reward_from_python_may_give_any_list_of_numbers(given, expected):
     assert metrics["skipped_updates"] == 0
 
 
-def test_training_from_python_in_any_thread(tmp_path, capsys):
-    """With numbers and paths among the flags."""
-    flags = [*SMALL, "--steps", 1, "--eval-limit", 2, "--output", tmp_path / "run"]
-    with ThreadPoolExecutor() as threads:
-        statuses = [threads.submit(train.main, flags).result()]
-    assert statuses == [0] and len(metrics_of(tmp_path / "run")) == 2
-
-
 def test_template_arguments_stay_with_the_run(capsys, run_here, tmp_path):
-    """In prompts, config.json, after --resume, and where sample.py talks to the result."""
+    """In prompts, config.json, after --resume, and where sample.py talks to the result.
+
+    The run is started from Python: with numbers and paths, and not in the main thread.
+    """
     model = shutil.copytree(TINY, tmp_path / "model")
     template = model / "chat_template.jinja"
     template.write_text(template.read_text() + "{% if hint %} Ben {% endif %}")
-    flags = [*SMALL, "--steps=1", "--eval-limit=2", f"--config={TINY / 'grpo.json'}",
-             f"--model={model}", '--template-args={"hint": true}']
-    folder = trained(tmp_path / "run", *flags)
+    folder = tmp_path / "run"
+    flags = [*SMALL, "--steps", 1, "--eval-limit", 2, "--model", model, "--output", folder,
+             f"--config={TINY / 'grpo.json'}", '--template-args={"hint": true}']
+    with ThreadPoolExecutor() as threads:
+        assert threads.submit(train.main, flags).result() == 0
     prompts = [record["prompt"] for record in lines_of(folder / "samples.jsonl")]
     assert all(prompt.endswith("<|assistant|> Ben ") for prompt in prompts) and prompts
     assert train.parse([f"--config={folder / 'config.json'}"]).template_args == {"hint": True}
