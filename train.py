@@ -100,7 +100,7 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     # [A] [B] With --max-resample, groups whose rewards are all equal are replaced.
     policy = with_whole_weights(policy_model)
     rollout_of = partial(answers_and_rewards, policy, tokenizer, s, sampler, reward_of, clock)
-    rollout_of = agreed(rollout_of)  # bad input on one GPU is raised on all
+    rollout_of = raise_on_all_ranks(rollout_of)  # bad input on one GPU is raised on all
     rollout = without_flat_groups(rollout_of(batch), batch, rollout_of, tokenizer, s)
     add_length_terms(rollout, s)
     clock.lap("scoring")
@@ -414,7 +414,7 @@ def within_memory(function, s):
         if s.micro_batch_tokens >= 256:
             sample.release()
             s.micro_batch_tokens //= 2
-            say(f"out of memory: --micro-batch-tokens is now {s.micro_batch_tokens}")
+            print0(f"out of memory: --micro-batch-tokens is now {s.micro_batch_tokens}")
             return within_memory(function, s)
     elif not logprob.PLAIN:
         # It was a fast path's fault only if the plain ones work.
@@ -432,7 +432,7 @@ def update_metrics(sums, grad_norm, rollout):
     apart = (rollout.logprobs - rollout.old_logprobs).abs()                            # (N, S-1)
     metrics = averaged({
         **sums,
-        "grad_norm": full(grad_norm),
+        "grad_norm": gather_full(grad_norm),
         "sampler_difference": apart.sum() / rollout.mask.sum(),
     })
     is_finite = math.isfinite(metrics["grad_norm"] + metrics["loss"])
@@ -463,7 +463,7 @@ def check_sampler(nats, model, s):
 def drop_fast_paths(reason):
     """From here on sampler and trainer take the plain paths."""
     sample.PLAIN = logprob.PLAIN = True
-    say(f"fast paths are off from here on, which is slower: {reason}")
+    print0(f"fast paths are off from here on, which is slower: {reason}")
 
 
 def step_metrics(rollout, batch, updates, seconds, s):
@@ -496,12 +496,22 @@ def step_metrics(rollout, batch, updates, seconds, s):
     for name, spent in seconds.items():
         metrics[f"seconds_{name}"] = spent
     metrics["tokens_per_second"] = metrics["tokens"] / seconds.total()
-    metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # 0 on a CPU
+    metrics["peak_memory_gb"] = peak_memory() / 1e9
     if s.max_resample:
         metrics["resampled_groups"] = sum(gathered_objects(batch.resampled))
     for name, values in (rollout.reward_parts or {}).items():
         metrics[f"reward/{name}"] = gathered(values).nanmean()  # NaN where it does not apply
     return {name: float(value) for name, value in metrics.items()}
+
+
+def peak_memory():
+    """Bytes: of CUDA's allocator, else of the whole process; 0 if unknown."""
+    used = torch.cuda.max_memory_allocated()  # 0 on a CPU, even of a machine with a GPU
+    if not used and os.name == "posix":
+        import resource
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        used *= 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes
+    return used
 
 
 # --------------------------------------------------------------------------------------------------
@@ -631,7 +641,7 @@ def evaluate(model, tokenizer, problems, settings, sampler=sample_groups, reward
     at_a_time = settings.prompts_per_step * settings.group_size // group_size  # a step's rows
     starts = range(0, len(mine), at_a_time)
 
-    @agreed
+    @raise_on_all_ranks
     def scored_answers():
         rows = []
         for start in tqdm(starts, "evaluation", leave=False, disable=rank() > 0):
@@ -664,7 +674,7 @@ def update_bar(bar, metrics, run):
     if "eval_accuracy" in metrics:
         response, _ = run.after[0]
         end = one_line(response)[-80:]
-        say(f"step {metrics['step']}, answer to the first held-out problem: {end}")
+        print0(f"step {metrics['step']}, answer to the first held-out problem: {end}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -694,11 +704,9 @@ def symptoms(history):
 
     norm_before = recent("grad_norm", -40, -20) or math.nan
     entropy_now = max(recent("entropy"), 1e-3)
-    unmoved = 0
-    for row in history[-4:]:
-        # A reference that has just been renewed is the policy itself.
-        if "reference_renewed" not in row and row.get("grad_norm"):
-            unmoved += row.get("approx_kl") == 0
+    # A reference that is renewed in every step is the policy itself.
+    renewed = "reference_renewed" in history[-1]
+    unmoved = recent("approx_kl", -4) == 0 and recent("grad_norm", -4) > 0 and not renewed
     rules = (  # a name, a figure, its limit (README, "Reading a run"), the line to print
         ("fallen reward", fallen, 0.5,
          f"the reward has fallen from {best:.3g} to {now:.3g}; first try a lower --lr"),
@@ -707,9 +715,9 @@ def symptoms(history):
          "problems of which some answers are right"),
         ("KL", recent("approx_kl"), 0.05,
          "KL is {:.3g} nats per token; try --kl-band 0.02 0.05"),
-        ("reference", unmoved, 3,
-         "KL is exactly 0 in {} steps although the policy has gradients: does the reference share "
-         "its weights, or is --lr too small to move it?"),
+        ("reference", int(unmoved), 0,
+         "KL has been exactly 0 for 4 steps although the policy has gradients: does the reference "
+         "share its weights, or is --lr too small to move it?"),
         ("flat groups", recent("zero_variance_groups"), 0.5,
          "{:.0%} of the groups are flat, with equal rewards; try --max-resample 3, or solved "
          "examples in --system-prompt if the answers lack the rule's box"),
@@ -909,7 +917,7 @@ def given_flags(words):
         if head := field.metadata["head"]:
             group = parser.add_argument_group(head)
         if times[flag_of(name)] > 1 and "action" not in how:
-            say(f"{flag_of(name)} is given more than once: the last one counts")
+            print0(f"{flag_of(name)} is given more than once: the last one counts")
         if field.type is bool:
             how |= {"type": None, "action": argparse.BooleanOptionalAction}
         elif field.type not in (str, path):
@@ -1079,7 +1087,7 @@ def tell_idle(s):
     ]:
         for name in names.split():
             if idle and getattr(s, name) != FIELDS[name].default:
-                say(f"{flag_of(name)} has no effect: {why}")
+                print0(f"{flag_of(name)} has no effect: {why}")
 
 
 def choose_device(s):
@@ -1135,7 +1143,7 @@ def load_data(s, tokenizer):
         eval_problems = load_problems("--eval-data", held_out, tokenizer, s)
     else:
         problems, eval_problems = reward.hold_out(problems)
-        say(f"--eval-data is not given: {len(eval_problems)} of {s.data} are held out")
+        print0(f"--eval-data is not given: {len(eval_problems)} of {s.data} are held out")
     eval_problems = eval_problems[:s.eval_limit or None]
     if not eval_problems:
         raise BadInput(f"--eval-data {s.eval_data or s.data}: no problem is left to hold out")
@@ -1442,11 +1450,11 @@ def plan_memory(s):
             for name in ("offload", "gradient_checkpointing"):
                 if getattr(way, name):
                     line += f", with {flag_of(name)}"
-            say(line)
+            print0(line)
             space = free_disk(s.output)
             if count[DISK] > space and not s.resume:
-                say(f"--output: the run needs {count[DISK] / 1e9:.3g} GB of disk when it saves, "
-                    f"and {space / 1e9:.3g} are free")
+                print0(f"--output: the run needs {count[DISK] / 1e9:.3g} GB of disk when it saves, "
+                       f"and {space / 1e9:.3g} are free")
             return way
     raise BadInput(f"--model {s.model}: a step needs about {count[lack] / 1e9:.3g} GB of {lack} "
                    f"(details: --dry-run), and that leaves less than a tenth free; {ADVICE}")
@@ -1658,7 +1666,7 @@ def averaged(numbers):
     return {name: sum(each[name] for each in everywhere) / world() for name in mine}
 
 
-def agreed(function):
+def raise_on_all_ranks(function):
     """Decorator: a BadInput of one rank is raised on all of them."""
     def attempt(*args):
         result = fault = None
@@ -1676,7 +1684,7 @@ def agreed(function):
 
 def on_rank_0(function, *args):
     """The function's result on rank 0, given to every rank; its BadInput on all."""
-    mine = agreed(lambda: function(*args) if rank() == 0 else None)()
+    mine = raise_on_all_ranks(lambda: function(*args) if rank() == 0 else None)()
     return gathered_objects(mine)[0]
 
 
@@ -1684,7 +1692,7 @@ def is_sharded(tensor):
     return hasattr(tensor, "full_tensor")  # a DTensor, of which each rank has a part
 
 
-def full(tensor):
+def gather_full(tensor):
     """A sharded tensor, gathered; every rank has to call this."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
@@ -1726,7 +1734,7 @@ def with_whole_weights(model):
     if twin is not model:
         model.reshard()
         for weight, shard in zip(twin.parameters(), model.parameters()):
-            weight.copy_(full(shard))
+            weight.copy_(gather_full(shard))
     return twin
 
 
@@ -1780,7 +1788,7 @@ class Run:
         def stop(number, _):
             signal.signal(number, signal.SIG_DFL)
             self.signal = number
-            say("\nstopping after this step (a second signal stops at once)", sys.stderr)
+            print0("\nstopping after this step (a second signal stops at once)", sys.stderr)
 
         def in_child():
             for number in before:
@@ -1837,7 +1845,7 @@ class Run:
                     lines.append(line)
             if lines:
                 metrics["warning"] = "; ".join(lines)
-                say(f"step {self.step}: {metrics['warning']}", sys.stderr)
+                print0(f"step {self.step}: {metrics['warning']}", sys.stderr)
         self.append("metrics.jsonl", metrics)
         skipped = int(metrics.get("skipped_updates", 0))
         self.skipped += skipped
@@ -1893,7 +1901,7 @@ def save_folder(model, tokenizer, run, name):
     check_finite(run, weights)
     if hasattr(model, "reshard"):
         for part, weight in weights.items():
-            weight = full(weight)  # all ranks take part in gathering
+            weight = gather_full(weight)  # all ranks take part in gathering
             weights[part] = weight.detach().cpu() if run.folder else None
     else:
         weights = None  # save_pretrained takes them from the model
@@ -1960,7 +1968,7 @@ def save_checkpoint(run, model, optimizer):
             file.writelines(as_safetensors(tensors))
     else:
         for tensor in tensors.values():
-            full(tensor)  # all ranks take part in gathering
+            gather_full(tensor)  # all ranks take part in gathering
 
 
 def as_safetensors(tensors):
@@ -1983,7 +1991,7 @@ def as_safetensors(tensors):
     yield len(text).to_bytes(8, "little") + text
     for tensor in tensors.values():
         # A copy also on a CPU: a tensor that numpy has seen can no longer be freed by FSDP.
-        whole = full(tensor).to("cpu", copy=True)
+        whole = gather_full(tensor).to("cpu", copy=True)
         whole = whole.contiguous().view(-1)
         yield whole.view(torch.uint8).numpy()
 
@@ -2006,11 +2014,11 @@ def load_checkpoint(run, model, optimizer, s):
     if not counters.keys() >= set(COUNTERS):
         raise BadInput(f"--resume: {path} was written by another version of train.py")
     for name, digest in run.digests.items():
-        changed = digest != counters["digests"].get(name)
-        if changed and name == "texts":
-            say("a file of --reward, --step-reward or --reply has changed since the run began")
-        elif changed:
+        if digest == counters["digests"].get(name):
+            continue
+        if name != "texts":
             raise BadInput(f"{flag_of(name)} {getattr(s, name)}: is not what the run began with")
+        print0("a file of --reward, --step-reward or --reply has changed since the run began")
     with as_bad_input(f"--resume: {path} is damaged, or not of this model:", of=Exception):
         for name in COUNTERS:
             setattr(run, name, counters[name])
@@ -2057,7 +2065,7 @@ def some_numbers(model):
     numbers = []
     for weight in model.parameters():
         stride = weight.numel() // 4 + 1
-        numbers += full(weight.detach()).flatten()[::stride].tolist()
+        numbers += gather_full(weight.detach()).flatten()[::stride].tolist()
     return numbers
 
 
@@ -2073,15 +2081,12 @@ def forget_later_steps(run):
         size = 0
         for line in lines:
             record = json.loads(line)
+            run.command = record.get("command", run.command)  # in the metrics of step 0
             if record["step"] <= last:
                 records.append(record)
                 size += len(line) + 1
         os.truncate(path, size)
-    for record in records:  # of metrics.jsonl
-        if "loss" in record:
-            run.history.append(record)
-        else:
-            run.command = record["command"]  # step 0
+    run.history = [record for record in records if "loss" in record]  # of metrics.jsonl
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2118,7 +2123,7 @@ def main(argv=None):
             raise
     if run.resume_command:
         fault = f"{fault}; continue with: {run.resume_command}"
-    say(f"train.py: {fault}", sys.stderr)
+    print0(f"train.py: {fault}", sys.stderr)
     return 2
 
 
@@ -2138,7 +2143,7 @@ def train(parts, run, s):
         save_checkpoint(run, model, parts.optimizer)
         if s.page and run.step:
             write_page(run, model, parts.tokenizer, s)
-        say(f"\nstopped after step {run.step}; continue with: {run.resume_command}")
+        print0(f"\nstopped after step {run.step}; continue with: {run.resume_command}")
         return 128 + run.signal
     run.after = run.after or run.before  # without an evaluation since the start
     save_folder(model, parts.tokenizer, run, "final")
@@ -2175,21 +2180,21 @@ def begin(run, parts, s):
     here = json.dumps(f"{HERE}{os.sep}")
     text = text.replace(here[:-1], '"./')
     if run.folder:
-        with run.replacing("config.json") as place:
-            place.write_text(text, encoding="utf-8")
+        with run.replacing("config.json") as new:
+            new.write_text(text, encoding="utf-8")
     run.resume_command = command("train.py", "--resume", run.name)
     if not run.held_out:  # a new run. From now on one without a checkpoint has lost it.
         save_checkpoint(run, model, parts.optimizer)
     millions = model.num_parameters() / 1e6
     processes = "1 process" if world() == 1 else f"{world()} processes"
-    say(f"policy    {millions:.2f}M parameters in {processes}; "
-        f"settings of {s.config or 'the command line'}\n"
-        f"data      {len(parts.problems)} problems, {len(parts.eval_problems)} held out\n"
-        f"run       {run.name}, from step {run.step} to {s.steps}; each step samples "
-        f"{s.group_size} answers to each of {s.prompts_per_step} problems")
+    print0(f"policy    {millions:.2f}M parameters in {processes}; "
+           f"settings of {s.config or 'the command line'}\n"
+           f"data      {len(parts.problems)} problems, {len(parts.eval_problems)} held out\n"
+           f"run       {run.name}, from step {run.step} to {s.steps}; each step samples "
+           f"{s.group_size} answers to each of {s.prompts_per_step} problems")
 
 
-def say(line, file=None):
+def print0(line, file=None):
     """Rank 0 prints the line, above the progress bars."""
     if rank() == 0:
         with tqdm.external_write_mode(file):
@@ -2209,21 +2214,21 @@ def example_of(run):
 
 def print_story(run):
     """Print what a held-out problem was answered before and after; the curves; what to do next."""
-    say(f"\n{example_of(run)}\n")
-    say(f"held-out {run.judged_by:13}" + small_curve(run.held_out))
+    print0(f"\n{example_of(run)}\n")
+    print0(f"held-out {run.judged_by:13}" + small_curve(run.held_out))
     names = ["reward_mean", "approx_kl", "response_length_mean"]
     if any(m["format_rate"] for m in run.history):
         names.insert(0, "accuracy")
     for name in names:
-        say(f"{name:22}" + small_curve(run.curve(name)))
+        print0(f"{name:22}" + small_curve(run.curve(name)))
     if run.skipped:
-        say(f"{run.skipped:.0f} updates were skipped, see skipped_updates in metrics.jsonl")
+        print0(f"{run.skipped:.0f} updates were skipped, see skipped_updates in metrics.jsonl")
     talk = command("sample.py", "--model", run.name)
     flags = "--config", f"{run.name}/config.json", "--model", f"{run.name}/final"
     if os.path.exists(f"{run.name}/page.html"):
-        say(f"\nsee what it learned  {run.name}/page.html")
-    say(f"talk to the result   {talk} \"YOUR QUESTION\"\n"
-        f"go on from it        {command('train.py', *flags)}")
+        print0(f"\nsee what it learned  {run.name}/page.html")
+    print0(f"talk to the result   {talk} \"YOUR QUESTION\"\n"
+           f"go on from it        {command('train.py', *flags)}")
 
 
 def command(program, *flags):
@@ -2323,19 +2328,19 @@ def write_page(run, model, tokenizer, s):
         moved = logprobs - part.old_logprobs
         sections += section_of(step, group, part, moved, tokenizer)
     if run.folder:
-        with run.replacing("page.html") as place:
-            place.write_text(page_of(run, sections, s), encoding="utf-8")
+        with run.replacing("page.html") as new:
+            new.write_text(page_of(run, sections, s), encoding="utf-8")
 
 
 def page_of(run, sections, s):
     """The HTML of the page; it reloads itself while the run goes on."""
     warned = []
-    warnings = ""
+    items = ""
     for row in run.history:
         if "warning" in row:
             line = escape(row["warning"])
             warned.append((row["step"], line))
-            warnings += f"<li>step {row['step']}: {line}</li>"
+            items += f"<li>step {row['step']}: {line}</li>"
     figures = figure_of_curve(f"held-out {run.judged_by}", run.held_out, run.step, warned)
     for name in run.history[-1]:
         points = run.curve(name)
@@ -2352,7 +2357,7 @@ def page_of(run, sections, s):
 <p>GRPO of {escape(Path(s.model).name)}: {run.step} steps of B = {s.prompts_per_step} questions and
 G = {s.group_size} answers to each, lr {s.lr:g}. Held-out answers are greedy, all others sampled.
 Orange lines are warnings.</p>
-<div>{figures}</div><ul>{warnings}</ul>
+<div>{figures}</div><ul>{items}</ul>
 <h1>What it learned</h1><section><pre>{escape(example_of(run))}</pre></section><p>x is a question,
 y<sub>i</sub> an answer of its group, r<sub>i</sub> its reward and A<sub>i</sub> its advantage.
 Tinted tokens are now <i style="--d:2">more likely</i> or <i style="--d:-2">less likely</i> than
@@ -2426,13 +2431,14 @@ def print_figures(parts, s):
                          parts.reward_of)
     greedy, _ = figures_of()
     sampled, answers = figures_of(group_size=s.group_size, temperature=s.temperature, seed=s.seed)
-    say(f"{len(problems)} problems, {s.group_size} samples of each at temperature {s.temperature}")
+    print0(f"{len(problems)} problems, {s.group_size} samples of each at temperature "
+           f"{s.temperature}")
     for name, value in greedy.items():
-        say(f"{name}: greedy {value:.4f}, sampled {sampled[name]:.4f}")
+        print0(f"{name}: greedy {value:.4f}, sampled {sampled[name]:.4f}")
     responses = [text for text, _ in answers]
     figures = reward.figures_of(responses, truths_of(problems), s.group_size)
     for name, value in figures.items():
-        say(f"{name:18} {value:.4f}")
+        print0(f"{name:18} {value:.4f}")
 
 
 def print_trace(parts, s):
@@ -2447,12 +2453,12 @@ def print_trace(parts, s):
     mask = rollout.mask                                                                # (G, S-1)
     A = rollout.advantages.view(len(mask), -1).expand(mask.shape)                      # (G, S-1)
     how = "group_advantages" if s.advantage == "group" else f"--advantage {s.advantage}"
-    say(f"\n[A] sample_groups: {s.group_size} answers to\n{batch.prompts[0]}\n\n"
-        f"[B] score_responses: rewards, the truth is {batch.problems[0]['answer']}\n"
-        f"[C] {how}, of each answer's first token")
+    print0(f"\n[A] sample_groups: {s.group_size} answers to\n{batch.prompts[0]}\n\n"
+           f"[B] score_responses: rewards, the truth is {batch.problems[0]['answer']}\n"
+           f"[C] {how}, of each answer's first token")
     for n, response in enumerate(rollout.responses):
-        say(f"  y_{n + 1}  {mask[n].sum():3} tokens, r {rollout.rewards[n]:g}, "
-            f"A {A[n][mask[n]][0]:+.4f}: {one_line(response)[:60]}")
+        print0(f"  y_{n + 1}  {mask[n].sum():3} tokens, r {rollout.rewards[n]:g}, "
+               f"A {A[n][mask[n]][0]:+.4f}: {one_line(response)[:60]}")
 
     # The terms of the loss after the update; before it every ratio was 1.
     new, _ = all_token_logprobs(model, rollout, s)                    # (G, S-1)
@@ -2462,24 +2468,24 @@ def print_trace(parts, s):
     clip_high = s.clip_eps if s.clip_eps_high is None else s.clip_eps_high
     J, clipped = loss.clipped_objective(log_ratio, A, s.clip_eps, clip_high)
     kl = loss.kl_estimate(new, ref, s.kl_estimator, old)
-    say("\n[D] token_logprobs, [E] clipped_objective, [F] kl_estimate: the first tokens, after the "
-        "update\n  answer token        log old  log ref  log new   ratio        J        KL")
+    print0("\n[D] token_logprobs, [E] clipped_objective, [F] kl_estimate: the first tokens, after "
+           "the update\n  answer token        log old  log ref  log new   ratio        J        KL")
     for n, t in mask.nonzero().tolist():
         if mask[n, :t].sum() < 4:
             word = parts.tokenizer.decode(rollout.input_ids[n, t + 1:t + 2])
-            say(f"  y_{n + 1:<4} {word[:10]!r:13}{old[n, t]:9.4f}{ref[n, t]:9.4f}{new[n, t]:9.4f}"
-                f"{log_ratio[n, t].exp():8.4f}{J[n, t]:+9.4f}{kl[n, t]:10.5f}"
-                + (" clipped" if clipped[n, t] else ""))
+            print0(f"  y_{n + 1:<4} {word[:10]!r:13}{old[n, t]:9.4f}{ref[n, t]:9.4f}"
+                   f"{new[n, t]:9.4f}{log_ratio[n, t].exp():8.4f}{J[n, t]:+9.4f}{kl[n, t]:10.5f}"
+                   + (" clipped" if clipped[n, t] else ""))
     moved = (log_ratio * A > 0)[mask]
-    say(f"\n[G] grpo_loss before the update {metrics['loss']:+.6f}, norm of its gradient "
-        f"{metrics['grad_norm']:.4f}; after optimizer.step at --lr {s.lr:g}\n    "
-        f"{moved.sum()} of {len(moved)} tokens have moved in the direction of their advantage; the "
-        "rest have not, because all tokens share weights\n\n"
-        "[H] train_grpo: fresh answers from the policy as it is now, and again")
+    print0(f"\n[G] grpo_loss before the update {metrics['loss']:+.6f}, norm of its gradient "
+           f"{metrics['grad_norm']:.4f}; after optimizer.step at --lr {s.lr:g}\n    "
+           f"{moved.sum()} of {len(moved)} tokens have moved in the direction of their advantage; "
+           "the rest have not, because all tokens share weights\n\n"
+           "[H] train_grpo: fresh answers from the policy as it is now, and again")
 
 
 if __name__ == "__main__":
-    warnings.showwarning = lambda message, *_: say(message, sys.stderr)  # above the bars
+    warnings.showwarning = lambda message, *_: print0(message, sys.stderr)  # above the bars
     status = main()
     leave_ranks()
     sys.exit(status)

@@ -223,6 +223,7 @@ def test_the_saved_flags_may_be_repeated_and_steps_may_grow(run_folder):
     assert [m["step"] for m in metrics_of(run_folder)] == list(range(8))
     config = json.loads(path.read_text())
     assert config["steps"] == 7 and config["ratio"] == "token"
+    assert "--resume" not in (run_folder / "page.html").read_text()  # the command that began it
 
 
 def test_a_folder_that_holds_something_is_left_as_it_was(capsys, run_folder, tmp_path):
@@ -405,7 +406,7 @@ def test_a_checkpoint_on_its_way_holds_one_tensor_in_memory(monkeypatch, tmp_pat
         weakref.finalize(copy, live.remove, copy.nbytes)
         return copy
 
-    monkeypatch.setattr(train, "full", gathered)
+    monkeypatch.setattr(train, "gather_full", gathered)
     folder = trained(tmp_path / "run", *FLAGS, "--steps=1")
     sizes = [tensor.nbytes for tensor in checkpoint_of(folder).values()]
     assert not live and max(peaks) == max(sizes) < sum(sizes) / 5
