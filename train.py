@@ -98,10 +98,9 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     clock = Clock()
 
     # [A] [B] With --max-resample, groups whose rewards are all equal are replaced.
-    policy = with_whole_weights(policy_model)
-    rollout_of = partial(answers_and_rewards, policy, tokenizer, s, sampler, reward_of, clock)
-    rollout_of = raise_on_all_ranks(rollout_of)  # bad input on one GPU is raised on all
-    rollout = without_flat_groups(rollout_of(batch), batch, rollout_of, tokenizer, s)
+    policy = sampling_model(policy_model)
+    draw = partial(answers_and_rewards, policy, tokenizer, s, sampler, reward_of, clock)
+    rollout = scored_groups(draw, batch, tokenizer, s)
     add_length_terms(rollout, s)
     clock.lap("scoring")
 
@@ -112,14 +111,14 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     if ref_model is not None:
         rollout.ref_logprobs, _ = all_token_logprobs(ref_model, rollout, s)
 
-    # [D] [E] [F] One gradient step, or several: in later ones the answers are those of an older
-    # policy; the ratio and its clip correct for that.
+    # [D] [E] [F] One gradient step, or several: from the second on, the answers are those of an
+    # older policy. The ratio and its clip correct for that.
     updates = []
     for _ in range(s.updates_per_rollout):
         for part in mini_batches(policy_model, rollout, s):
             updates.append(update(policy_model, optimizer, part, s))
     optimizer.zero_grad()  # the next rollout can use the gradients' memory
-    check_sampler(max(each["sampler_difference"] for each in updates), policy_model, s)
+    check_sampler(updates, policy_model, s)
     clock.lap("training")
     return step_metrics(rollout, batch, updates, clock.seconds, s), rollout
 
@@ -127,13 +126,12 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
 def answers_and_rewards(policy_model, tokenizer, settings, sampler, reward_of, clock, batch):
     """[A] G answers to each prompt, [B] one reward for each -> Rollout."""
     s = settings
-    # The answers are drawn from the policy as it is now.
     rollout = draw_answers(policy_model, tokenizer, batch, sampler, s)
     clock.lap("sampling")
-    # (N,) each. Accuracy always uses the rule's rewards.
+    # Accuracy always uses the rule's rewards.
     truths = truths_of(batch.problems)
-    rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)
-    rollout.rewards = rollout.rule_rewards
+    rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)    # (N,)
+    rollout.rewards = rollout.rule_rewards                                             # (N,)
     if reward_of:
         rollout.rewards = rewards_by(reward_of, batch.problems, batch.prompts, rollout)
     return rollout
@@ -142,12 +140,11 @@ def answers_and_rewards(policy_model, tokenizer, settings, sampler, reward_of, c
 def update(policy_model, optimizer, rollout, settings):
     """One gradient step on these rows -> its metrics."""
     s = settings
-    sums = within_memory(partial(backward, policy_model, optimizer, rollout, s), s)
+    sums = with_retries(partial(backward, policy_model, optimizer, rollout, s), s)
     # [G] The gradient step. One that is not finite is skipped and counted.
     grad_norm = clip_grad_norm_(unscaled(optimizer), s.max_grad_norm)
     metrics = update_metrics(sums, grad_norm, rollout)
-    differs = metrics["sampler_difference"] > tolerance(policy_model, s)
-    if not differs and not metrics["skipped_updates"]:
+    if not sampler_differs(metrics, policy_model, s) and not metrics["skipped_updates"]:
         optimizer.step()
     return metrics | adapt_loss_scale(optimizer, math.isfinite(metrics["grad_norm"]))
 
@@ -155,10 +152,10 @@ def update(policy_model, optimizer, rollout, settings):
 def backward(policy_model, optimizer, rollout, settings):
     """[D] [E] [F] The gradient of the loss, by micro-batches -> the loss's metrics."""
     s = settings
-    # The loss is divided once, by the rows and tokens of the whole batch. Then micro-batches
-    # simply add up: they save memory and change nothing else.
+    # The loss is divided once, by the rows and tokens of the whole batch (of several GPUs their
+    # mean, because FSDP averages gradients). Then micro-batches simply add up.
     mask = loss_mask(rollout, s)                                                       # (N, S-1)
-    whole = batch_size(mask)
+    whole = averaged({"n_rows": len(mask), "n_tokens": mask.sum()})
     now = torch.zeros_like(rollout.logprobs)                                           # (N, S-1)
     entropies = torch.zeros_like(now)
     sums = Counter()  # Counter.update adds
@@ -271,12 +268,6 @@ def draw_answers(policy_model, tokenizer, batch, sampler, s):
                    s.temperature, batch.generators)
 
 
-def batch_size(mask):
-    """The rows and tokens that the loss is divided by, as arguments of grpo_loss."""
-    # Of several GPUs the mean, because FSDP averages their gradients.
-    return averaged({"n_rows": len(mask), "n_tokens": mask.sum()})
-
-
 def add_length_terms(rollout, s):
     """GR3's rescaling and DAPO's penalty for answers that are almost too long, if asked for."""
     lengths = rollout.mask.sum(dim=1).cpu()                                            # (N,)
@@ -375,7 +366,7 @@ def all_token_logprobs(model, rollout, s, with_entropy=False):
             found = token_logprobs_of(model, part, s, with_entropy)
             logprobs[here], entropies[here] = found if with_entropy else (found, 0)
 
-    within_memory(score, s)
+    with_retries(score, s)
     return logprobs, entropies
 
 
@@ -397,7 +388,7 @@ def loss_options(part, s):
     return options
 
 
-def within_memory(function, s):
+def with_retries(function, s):
     """Call function(), which moves no weight. If memory runs out, again with half the micro-batch;
     after another error, again without fast paths.
     """
@@ -415,12 +406,12 @@ def within_memory(function, s):
             sample.release()
             s.micro_batch_tokens //= 2
             print0(f"out of memory: --micro-batch-tokens is now {s.micro_batch_tokens}")
-            return within_memory(function, s)
+            return with_retries(function, s)
     elif not logprob.PLAIN:
         # It was a fast path's fault only if the plain ones work.
         with suppress(Exception):
             sample.PLAIN = logprob.PLAIN = True
-            result = within_memory(function, s)
+            result = with_retries(function, s)
             drop_fast_paths(f"one failed ({one_line(fault)})")
             return result
         sample.PLAIN = logprob.PLAIN = False
@@ -450,14 +441,21 @@ def tolerance(model, s):
     return 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
 
 
-def check_sampler(nats, model, s):
+def sampler_differs(metrics, model, s):
+    """Whether sampler and trainer differ in an update: then it moves no weight."""
+    return metrics["sampler_difference"] > tolerance(model, s)
+
+
+def check_sampler(updates, model, s):
     """Drop the fast paths if sampler and trainer differ; BadInput if the plain ones differ, too."""
-    if nats > tolerance(model, s):
-        fault = f"sampler and trainer differ by {nats:.2g} nats per token"
-        if logprob.PLAIN:
-            raise BadInput(f"--model {s.model}: {fault} even without fast paths; "
-                           "--sampler-correction 2.0 corrects for that")
-        drop_fast_paths(fault)
+    for metrics in updates:
+        if sampler_differs(metrics, model, s):
+            nats = metrics["sampler_difference"]
+            fault = f"sampler and trainer differ by {nats:.2g} nats per token"
+            if logprob.PLAIN:
+                raise BadInput(f"--model {s.model}: {fault} even without fast paths; "
+                               "--sampler-correction 2.0 corrects for that")
+            return drop_fast_paths(fault)
 
 
 def drop_fast_paths(reason):
@@ -517,8 +515,10 @@ def peak_memory():
 # --------------------------------------------------------------------------------------------------
 # Dynamic sampling (DAPO, arXiv 2503.14476): flat groups teach nothing, others are drawn instead
 
-def without_flat_groups(rollout, batch, rollout_of, tokenizer, s):
-    """--max-resample: replace flat groups -> Rollout; `batch` changes in place."""
+def scored_groups(draw, batch, tokenizer, s):
+    """draw(batch) -> Rollout; with --max-resample flat groups are replaced, in `batch`, too."""
+    draw = raise_on_all_ranks(draw)  # bad input on one GPU is raised on all
+    rollout = draw(batch)
     B = len(batch.prompts)
     G = s.group_size
     for attempt in range(1, s.max_resample + 1):  # groups that stay flat have advantages of 0
@@ -528,7 +528,7 @@ def without_flat_groups(rollout, batch, rollout_of, tokenizer, s):
         batch.resampled += n
         n = max(n, 1)  # a rank that needs none draws one, too: the others wait for it in FSDP
         others = batch_of_step(tokenizer, batch.pool, batch.step, s, attempt, n)
-        both = sample.joined(rollout, rollout_of(others))
+        both = sample.joined(rollout, draw(others))
         # B groups stay: those that teach, the old ones first, then flat ones.
         flat = is_flat(both.rewards, G).int()                                          # (B + n,)
         stay, _ = flat.argsort(stable=True)[:B].sort()                                 # (B,)
@@ -636,7 +636,7 @@ def evaluate(model, tokenizer, problems, settings, sampler=sample_groups, reward
              group_size=1, temperature=0.0, seed=0):
     """Greedy answers (or group_size sampled ones) -> metrics, pairs (answer, its reward)."""
     s = dataclasses.replace(settings, group_size=group_size, temperature=temperature, around_best=0)
-    policy = with_whole_weights(model)
+    policy = sampling_model(model)
     mine = share_of_rank(len(problems))
     at_a_time = settings.prompts_per_step * settings.group_size // group_size  # a step's rows
     starts = range(0, len(mine), at_a_time)
@@ -1273,9 +1273,7 @@ class MasterAdamW(torch.optim.AdamW):
         self.trained = trained  # float32 masters, or LoRA's factors
         self.weights = weights
         # Gradients below 6e-8 are 0 in float16: the loss is multiplied by this before backward().
-        # The second number counts updates since a gradient was last not finite.
-        scale = 2.0**16 if weights[0].dtype == torch.float16 else 1.0
-        self.scale = torch.tensor([scale, 0.0])
+        self.scale = torch.tensor(2.0**16 if weights[0].dtype == torch.float16 else 1.0)
         self.away = trained[0].device != weights[0].device
         if self.away:
             self.grads = [torch.empty_like(master, pin_memory=True) for master in trained]
@@ -1314,7 +1312,7 @@ class MasterAdamW(torch.optim.AdamW):
 
 def loss_scale_of(optimizer):
     """The factor of the loss in float16; 1 otherwise."""
-    return float(optimizer.scale[0]) if isinstance(optimizer, MasterAdamW) else 1.0
+    return float(getattr(optimizer, "scale", 1.0))
 
 
 def unscaled(optimizer):
@@ -1323,7 +1321,7 @@ def unscaled(optimizer):
     tensors = [p for p in known if p.grad is not None]
     scale = loss_scale_of(optimizer)
     for p in tensors:
-        if scale != 1:
+        if scale > 1:
             p.grad /= scale
         if isinstance(optimizer, LoraAdamW) and world() > 1:
             dist.all_reduce(p.grad)  # as FSDP does with shards
@@ -1335,16 +1333,12 @@ def adapt_loss_scale(optimizer, finite):
     """Adapt float16's loss scale -> {"loss_scale": the one just used}; {} for plain AdamW."""
     if not isinstance(optimizer, MasterAdamW):
         return {}
-    scale, since = optimizer.scale.tolist()
-    # Halve it after a gradient that is not finite, double it after 200 that are.
-    since = since + 1 if finite else 0
-    new = scale
-    if not finite:
-        new = max(scale / 2, 1.0)
-    elif scale > 1 and since % 200 == 0:
-        new = 2 * scale
-    optimizer.scale[:] = torch.tensor([new, since])
-    return {"loss_scale": scale}
+    used = loss_scale_of(optimizer)
+    if used > 1:
+        # Half of it after a gradient that is not finite; 200 finite ones double it.
+        optimizer.scale *= 2 ** (1 / 200) if finite else 1 / 2
+        optimizer.scale.clamp_(min=1)
+    return {"loss_scale": used}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1728,7 +1722,7 @@ def shard(model, s, samples=False):
 
 
 @torch.no_grad()
-def with_whole_weights(model):
+def sampling_model(model):
     """The model to sample from: itself, or a sharded one's twin with the weights of all shards."""
     twin = vars(model).get("twin", model)
     if twin is not model:

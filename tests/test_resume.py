@@ -75,7 +75,7 @@ def test_a_run_in_two_parts_is_the_run_bit_for_bit(tmp_path, flags):
     assert same_tensors(saved, checkpoint_of(whole))
     last = curve(whole)[-1]
     if flags[-1].startswith("--dtype"):
-        assert last["loss_scale"] == (65536 if "--dtype=float16" in flags else 1)
+        assert (last["loss_scale"] > 65536) == ("--dtype=float16" in flags)
     if "--lora-rank=4" in flags and "--renew-reference=1" not in flags:
         assert all("lora_" in name or name in ("counters", "weight/loss scale")
                    for name in saved), "and nothing else"
@@ -492,7 +492,7 @@ def test_what_a_failed_attempt_held_is_freed_before_the_next(error):
         return alive
 
     s = train.parse(["--micro-batch-tokens=1024"])
-    assert train.within_memory(function, s) == [False]
+    assert train.with_retries(function, s) == [False]
 
 
 @pytest.mark.parametrize("error", [*NO_MEMORY, RuntimeError("no kernel")])
@@ -507,7 +507,7 @@ def test_no_rank_goes_on_alone(monkeypatch, error):
         raise error
 
     with pytest.raises(type(error)):
-        train.within_memory(function, s)
+        train.with_retries(function, s)
     assert attempts == [1024]
 
 
