@@ -3,7 +3,7 @@
     sample G answers to each prompt [A] -> score them [B] -> compare siblings [C]
     -> log-probabilities [D] -> clipped objective [E], KL [F] -> gradient step -> and again
 
-Departures from the theory's code map:
+Good to know:
 - The ids that were sampled are the ids that are trained on: no text is tokenised again.
 - A step may take several updates on one rollout. All of them use the old log-probs that the first
   update computes, before any weight has moved.
@@ -97,7 +97,7 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     s = settings
     clock = Clock()
 
-    # [A] [B] With --max-resample, groups whose rewards are all equal are replaced.
+    # [A] G answers to each prompt, drawn from the policy as it is now, [B] a reward for each.
     policy = sampling_model(policy_model)
     draw = partial(answers_and_rewards, policy, tokenizer, s, sampler, reward_of, clock)
     rollout = scored_groups(draw, batch, tokenizer, s)
@@ -123,20 +123,6 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     return step_metrics(rollout, batch, updates, clock.seconds, s), rollout
 
 
-def answers_and_rewards(policy_model, tokenizer, settings, sampler, reward_of, clock, batch):
-    """[A] G answers to each prompt, [B] one reward for each -> Rollout."""
-    s = settings
-    rollout = draw_answers(policy_model, tokenizer, batch, sampler, s)
-    clock.lap("sampling")
-    # Accuracy always uses the rule's rewards.
-    truths = truths_of(batch.problems)
-    rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)    # (N,)
-    rollout.rewards = rollout.rule_rewards                                             # (N,)
-    if reward_of:
-        rollout.rewards = rewards_by(reward_of, batch.problems, batch.prompts, rollout)
-    return rollout
-
-
 def update(policy_model, optimizer, rollout, settings):
     """One gradient step on these rows -> its metrics."""
     s = settings
@@ -146,7 +132,7 @@ def update(policy_model, optimizer, rollout, settings):
     metrics = update_metrics(sums, grad_norm, rollout)
     if not sampler_differs(metrics, policy_model, s) and not metrics["skipped_updates"]:
         optimizer.step()
-    return metrics | adapt_loss_scale(optimizer, math.isfinite(metrics["grad_norm"]))
+    return metrics | adapt_loss_scale(optimizer, metrics["skipped_updates"])
 
 
 def backward(policy_model, optimizer, rollout, settings):
@@ -154,7 +140,9 @@ def backward(policy_model, optimizer, rollout, settings):
     s = settings
     # The loss is divided once, by the rows and tokens of the whole batch (of several GPUs their
     # mean, because FSDP averages gradients). Then micro-batches simply add up.
-    mask = loss_mask(rollout, s)                                                       # (N, S-1)
+    mask = rollout.mask                                                                # (N, S-1)
+    if s.mask_truncated:  # only here: their rewards still belong to their siblings' mean
+        mask = mask & rollout.finished[:, None]
     whole = averaged({"n_rows": len(mask), "n_tokens": mask.sum()})
     now = torch.zeros_like(rollout.logprobs)                                           # (N, S-1)
     entropies = torch.zeros_like(now)
@@ -256,16 +244,27 @@ class Clock:
         self.last = now
 
 
-def draw_answers(policy_model, tokenizer, batch, sampler, s):
-    """[A] The Rollout of this GPU's prompts, drawn by `sampler` or with --around-best."""
-    # The rule decides which answers of a half-group the other half continues.
+def answers_and_rewards(policy_model, tokenizer, s, sampler, reward_of, clock, batch):
+    """[A] G answers to each prompt of this GPU, [B] one reward for each -> Rollout."""
+    truths = truths_of(batch.problems)
+
+    # With --around-best the rule decides which answers of a half-group the other half continues.
     def rewards_of(prompts, responses):
-        return score_responses(responses, truths_of(batch.problems), s.group_size // 2)
+        return score_responses(responses, truths, s.group_size // 2)
 
     if s.around_best:
         sampler = partial(sample.sample_around, best=s.around_best, rewards_of=rewards_of)
-    return sampler(policy_model, tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
-                   s.temperature, batch.generators)
+    rollout = sampler(policy_model, tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
+                      s.temperature, batch.generators)
+    clock.lap("sampling")
+    # Accuracy always uses the rule's rewards.
+    rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)    # (N,)
+    rollout.rewards = rollout.rule_rewards                                             # (N,)
+    if reward_of:  # a function from Python may return any list of numbers
+        values = reward_of(batch.problems, batch.prompts, rollout)
+        values = torch.as_tensor(values, dtype=torch.float32, device="cpu").detach()
+        rollout.rewards = values.reshape_as(rollout.rule_rewards)
+    return rollout
 
 
 def add_length_terms(rollout, s):
@@ -327,7 +326,7 @@ def mini_batches(policy_model, rollout, s):
 
 
 def micro_batches(model, rollout, mask, s):
-    """Yield for each: its rows as a Rollout, their place in (N, S-1), their part of the mask."""
+    """Yield for each: its rows as a Rollout, their index in (N, S-1), their part of the mask."""
     share = s.share_prompts and logprob.is_fast(model)
     # [D] makes its tables of ids and labels on the host: copied once, they make nothing wait later.
     host = copy.copy(rollout)
@@ -370,12 +369,6 @@ def all_token_logprobs(model, rollout, s, with_entropy=False):
     return logprobs, entropies
 
 
-def loss_mask(rollout, s):
-    """The tokens in the loss, (N, S-1): the answers, with --mask-truncated only finished ones."""
-    # Truncated ones are masked only here: their rewards belong to their siblings' mean.
-    return rollout.mask & rollout.finished[:, None] if s.mask_truncated else rollout.mask
-
-
 def loss_options(part, s):
     """The flags of [E][F]; with --sampler-correction also the sampler's log-probs."""
     names = ("clip_eps", "clip_eps_high", "kl_coef", "objective", "ratio", "kl_estimator",
@@ -389,8 +382,8 @@ def loss_options(part, s):
 
 
 def with_retries(function, s):
-    """Call function(), which moves no weight. If memory runs out, again with half the micro-batch;
-    after another error, again without fast paths.
+    """Call function(), which moves no weight. If memory runs out, call it again with half the
+    micro-batch; after another error, call it again without fast paths.
     """
     if s.offload:
         sample.release()  # the sampler's cache, which the next rollout makes again
@@ -427,8 +420,7 @@ def update_metrics(sums, grad_norm, rollout):
         "sampler_difference": apart.sum() / rollout.mask.sum(),
     })
     is_finite = math.isfinite(metrics["grad_norm"] + metrics["loss"])
-    metrics["skipped_updates"] = int(not is_finite)
-    return metrics
+    return metrics | {"skipped_updates": int(not is_finite)}
 
 
 # Sampler and trainer are two implementations of one policy. So [A]'s log-probs and [D]'s must be
@@ -508,7 +500,8 @@ def peak_memory():
     if not used and os.name == "posix":
         import resource
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        used *= 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes
+        if sys.platform != "darwin":  # macOS counts in bytes, others in KiB
+            used *= 1024
     return used
 
 
@@ -618,7 +611,7 @@ def adapt_kl_coef(run, metrics, s):
 
 def set_learning_rate(optimizer, step, s):
     """A linear warm-up; then constant, or a linear or cosine decay to 0 after the last step."""
-    # Adam's second moment is a mean of few gradients at first: until then the steps stay small.
+    # At first Adam's second moment is a mean of few gradients, so the first steps are small.
     rate = min(1.0, step / max(s.warmup_steps, 1))
     # `left` is 1 until the end of the warm-up, and above 0 in the last step.
     decaying = max(s.steps - s.warmup_steps, 1)
@@ -875,7 +868,7 @@ class Settings:
     resume: str = flag("", "continue the run in this folder", kept=False, free=True)
     eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop", kept=False)
     trace: bool = flag(False, "print one step stage by stage, and stop", kept=False)
-    dry_run: amount = flag(None, "print the memory a step needs, and stop; N: on a card of N GB",
+    dry_run: amount = flag(None, "print the memory a step needs, and stop; N: on a GPU of N GB",
                            kept=False, free=True, nargs="?", const=0.0)
 
     @property
@@ -898,8 +891,6 @@ def flag_of(name):
 
 def given_flags(words):
     """The flags in the words of a command line -> {name: value}, without defaults."""
-    words = list(map(str, words))  # from Python also numbers and paths
-
     def error(message):
         raise BadInput(f"{message} (--help lists the flags)")
 
@@ -911,13 +902,10 @@ def given_flags(words):
     parser.error = error
     parser._negative_number_matcher = re.compile(r"-[\d.]+(e[-+]?\d+)?$")  # else -1e-5 is a flag
     tiny = json.loads(TINY_CONFIG.read_text())
-    times = Counter(word.partition("=")[0] for word in words)
     for name, field in FIELDS.items():
         how = {"type": field.type, **field.metadata["how"]}
         if head := field.metadata["head"]:
             group = parser.add_argument_group(head)
-        if times[flag_of(name)] > 1 and "action" not in how:
-            print0(f"{flag_of(name)} is given more than once: the last one counts")
         if field.type is bool:
             how |= {"type": None, "action": argparse.BooleanOptionalAction}
         elif field.type not in (str, path):
@@ -925,11 +913,11 @@ def given_flags(words):
         if name in tiny:
             how["help"] += f" {{{tiny[name]}}}"
         group.add_argument(flag_of(name), **how)
-    return vars(parser.parse_args(words))
+    return vars(parser.parse_args([str(word) for word in words]))  # from Python also numbers
 
 
 def parse(words):
-    """Settings: the flags in `words` win over the config file, it over the defaults."""
+    """Settings: the flags in `words` win over the config file, which wins over the defaults."""
     given = given_flags(words)
     file = f"{given['resume']}/config.json" if "resume" in given else given.get("config")
     config = read_config(file) if file else {}
@@ -1097,21 +1085,21 @@ def choose_device(s):
     fault = f"--device {s.device}: torch {torch.__version__} cannot use it:"
     with as_bad_input(fault, of=Exception):
         device = torch.device(best if s.device == "auto" else s.device)
-        torch.ones(1, device=device) + 1  # fails on a card that this torch has no kernels for
+        torch.ones(1, device=device) + 1  # fails on a GPU that this torch has no kernels for
     if s.device == "auto" and best == "cpu" and shutil.which("nvidia-smi"):
-        raise BadInput("--device auto: torch cannot use this machine's card: install a newer driver"
+        raise BadInput("--device auto: torch cannot use this machine's GPU: install a newer driver"
                        " or a torch for an older CUDA (pytorch.org), or use --device cpu")
     if device.type == "mps" and (s.offload or s.dtype not in ("auto", "float32")):
         raise BadInput("--dtype, --offload: on mps only --dtype float32 works, without --offload")
     if device.index and device.type == "cuda":
-        torch.cuda.set_device(device)  # the default card for calls that name none
+        torch.cuda.set_device(device)  # the default GPU for calls that name none
     if s.dtype != "auto":
         return device, getattr(torch, s.dtype)
     if device.type != "cuda":
         return device, torch.float32
     major, _ = torch.cuda.get_device_capability(device)
     if major >= 8:
-        return device, torch.bfloat16  # older cards emulate it, which is slow
+        return device, torch.bfloat16  # older GPUs emulate it, which is slow
     return device, torch.float16 if major == 7 else torch.float32  # Volta, Turing; older ones
 
 
@@ -1201,20 +1189,12 @@ def load_reward_of(s, reward_model=None):
     return reward_of
 
 
-def rewards_by(reward_of, problems, prompts, rollout):
-    """Call reward_of -> (N,) float32. One from Python may give any list of numbers."""
-    with torch.set_grad_enabled(torch.is_grad_enabled()):  # which it may switch
-        values = reward_of(problems, prompts, rollout)
-    values = torch.as_tensor(values, dtype=torch.float32, device="cpu").detach()
-    return values.reshape(len(rollout.responses))
-
-
 # --------------------------------------------------------------------------------------------------
 # Weights. AdamW at 1e-6 moves a weight by about 1e-6, but a bfloat16 weight of 0.02 can only move
 # by 1.2e-4. So the optimizer moves float32 masters, and the model's weights are rounded from them.
 
 def make_optimizer(model, s, ref_model=None):
-    """AdamW over the weights, or over float32 masters if they have fewer bits, or over factors."""
+    """AdamW of the weights, of float32 masters if these have fewer bits, or of LoRA's factors."""
     how = {"lr": s.lr, "weight_decay": s.weight_decay, "fused": True}
     if s.lora_rank:
         return LoraAdamW(model, ref_model, s, **how)
@@ -1316,7 +1296,7 @@ def loss_scale_of(optimizer):
 
 
 def unscaled(optimizer):
-    """The tensors with a gradient, now divided by the loss scale; LoRA's averaged over GPUs."""
+    """Divide gradients by the loss scale, average LoRA's over the GPUs -> the tensors with one."""
     known = optimizer.param_groups[0]["params"] + getattr(optimizer, "weights", [])
     tensors = [p for p in known if p.grad is not None]
     scale = loss_scale_of(optimizer)
@@ -1329,14 +1309,14 @@ def unscaled(optimizer):
     return tensors
 
 
-def adapt_loss_scale(optimizer, finite):
+def adapt_loss_scale(optimizer, skipped):
     """Adapt float16's loss scale -> {"loss_scale": the one just used}; {} for plain AdamW."""
     if not isinstance(optimizer, MasterAdamW):
         return {}
     used = loss_scale_of(optimizer)
     if used > 1:
-        # Half of it after a gradient that is not finite; 200 finite ones double it.
-        optimizer.scale *= 2 ** (1 / 200) if finite else 1 / 2
+        # A skipped update halves it, and 200 others double it.
+        optimizer.scale *= 1 / 2 if skipped else 2 ** (1 / 200)
         optimizer.scale.clamp_(min=1)
     return {"loss_scale": used}
 
@@ -1450,12 +1430,13 @@ def plan_memory(s):
                 print0(f"--output: the run needs {count[DISK] / 1e9:.3g} GB of disk when it saves, "
                        f"and {space / 1e9:.3g} are free")
             return way
-    raise BadInput(f"--model {s.model}: a step needs about {count[lack] / 1e9:.3g} GB of {lack} "
+    kind = lack[0]
+    raise BadInput(f"--model {s.model}: a step needs about {count[kind] / 1e9:.3g} GB of {kind} "
                    f"(details: --dry-run), and that leaves less than a tenth free; {ADVICE}")
 
 
 def counted_ways(s, device, dtype):
-    """Yields each way that the flags allow, the fastest first: Settings, count, memory it lacks."""
+    """Yields each way that the flags allow, the fastest first: Settings, count, what it lacks."""
     tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)  # two groups
     if device.type == "cpu":  # it is fastest with what fits its cache
         tokens = 2048 if dtype == torch.bfloat16 else 1024
@@ -1465,7 +1446,7 @@ def counted_ways(s, device, dtype):
         s.offload = False  # the device has no memory of its own
     model = model_without_storage("--model", s.model, dtype)
     free = {DEVICE: free_memory(device), HOST: free_memory(torch.device("cpu"))}
-    if s.dry_run:  # the card of another machine, where CUDA itself takes about a GB
+    if s.dry_run:  # the GPU of another machine, where CUDA itself takes about a GB
         free = {DEVICE: (s.dry_run - 1) * 2**30, HOST: math.inf}
     for offload, checkpointing in product((False, True), repeat=2):
         way = dataclasses.replace(s, offload=offload, gradient_checkpointing=checkpointing)
@@ -1473,11 +1454,8 @@ def counted_ways(s, device, dtype):
                 or s.gradient_checkpointing not in (None, checkpointing)):
             continue
         count = memory(way, model)
-        lack = None
-        for kind, size in free.items():
-            # A tenth stays free, for CUDA itself and for fragments of the allocator.
-            if count[kind] >= 0.9 * size:
-                lack = lack or kind
+        # A tenth stays free, for CUDA itself and for fragments of the allocator.
+        lack = [kind for kind in free if count[kind] >= 0.9 * free[kind]]
         yield way, count, lack
 
 
@@ -1553,7 +1531,7 @@ def print_memory(s):
     device = torch.device("cuda")  # of another machine, if this one has none
     if not s.dry_run and (s.device != "cuda" or torch.cuda.is_available()):
         device, dtype = choose_device(s)
-    where = f"a card of {s.dry_run:g} GB" if s.dry_run else device.type
+    where = f"a GPU of {s.dry_run:g} GB" if s.dry_run else device.type
     print(f"{s.model} in {dtype} on {where}: GB for a step")
     columns = []
     fits = False
@@ -1620,15 +1598,15 @@ def join_ranks(s):
     """Meet the other processes of torchrun."""
     if world() == 1:
         return
-    on_cards = s.device != "cpu" and torch.cuda.is_available()
-    if on_cards:
+    on_gpus = s.device != "cpu" and torch.cuda.is_available()
+    if on_gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # NCCL exchanges CUDA tensors, gloo exchanges Python objects and CPU tensors.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_cards else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
 
 
 def leave_ranks():
-    """Part from the other processes once all of them are done."""
+    """Leave the process group once all processes are done."""
     if dist.is_initialized():
         with suppress(RuntimeError):  # a rank that is done closes its connections
             dist.barrier()
@@ -1678,8 +1656,11 @@ def raise_on_all_ranks(function):
 
 def on_rank_0(function, *args):
     """The function's result on rank 0, given to every rank; its BadInput on all."""
-    mine = raise_on_all_ranks(lambda: function(*args) if rank() == 0 else None)()
-    return gathered_objects(mine)[0]
+    @raise_on_all_ranks
+    def attempt():
+        return function(*args) if rank() == 0 else None
+
+    return gathered_objects(attempt())[0]
 
 
 def is_sharded(tensor):
@@ -1740,20 +1721,20 @@ class Run:
 
     def __init__(self, folder=None):
         self.name = str(folder)
-        self.command = ""  # that began it
+        self.command = ""  # the one that began the run
         self.folder = Path(folder) if folder and rank() == 0 else None
         self.signal = 0
         self.step = 0  # the last step that is done
-        self.resume_command = ""  # once there is something to resume
-        self.skipped = 0  # updates
+        self.resume_command = ""  # set once there is something to resume
+        self.skipped = 0  # updates that were skipped
         self.skipped_in_a_row = 0
-        self.kl_coef = None  # of --kl-band
+        self.kl_coef = None  # beta, if --kl-band adapts it
         self.held_out = []  # (step, score of an evaluation)
         self.history = []  # the metrics that symptoms() reads
         self.told = {}  # how bad each symptom was when it was reported
         self.digests = {}  # of what the run began with
-        self.reward_model = None  # if training moves it
-        self.ref_model = None  # if training moves it
+        self.reward_model = None  # only if training changes it
+        self.ref_model = None  # only if training changes it
         self.groups = {}  # groups for page.html, by step
         self.eval_problems = []
         self.judged_by = "accuracy"  # the score of held_out; or "reward"
@@ -1814,7 +1795,7 @@ class Run:
         return self.signal
 
     def measure(self, step, evaluation):
-        """Evaluate after a step (0: the start) -> metrics. The score: own reward, or accuracy."""
+        """Evaluate after a step (0: the start) -> metrics. Its score: user's reward or accuracy."""
         metrics, self.after = evaluation()
         self.before = self.before or self.after
         score = metrics.get("eval_reward", metrics["eval_accuracy"])
@@ -1843,20 +1824,15 @@ class Run:
         self.append("metrics.jsonl", metrics)
         skipped = int(metrics.get("skipped_updates", 0))
         self.skipped += skipped
-        self.skipped_in_a_row += skipped
-        if not skipped:
-            self.skipped_in_a_row = 0
+        self.skipped_in_a_row = self.skipped_in_a_row + skipped if skipped else 0
         if self.skipped_in_a_row >= 10:
             raise BadInput("10 updates in a row were skipped, for a loss or gradient that is not "
                            "finite: --lr or a reward may be too large, or --temperature too small")
 
     def curve(self, name):
         """A metric over the steps: (step, value), without steps that lack it or have null."""
-        points = []
-        for row in self.history:
-            if row.get(name) is not None:
-                points.append((row["step"], row[name]))
-        return points
+        rows = [row for row in self.history if row.get(name) is not None]
+        return [(row["step"], row[name]) for row in rows]
 
     def log_samples(self, batch, rollout):
         """Write the step's first two groups, as they were scored."""
@@ -1923,7 +1899,7 @@ CHECKPOINT = "checkpoint.safetensors"
 
 
 def what_moves(run, model, optimizer):
-    """{name in a checkpoint: tensor, sharded or not} of all that training moves."""
+    """All that training changes: {name in a checkpoint: tensor, sharded or not}."""
     found = {}
     learners = [("", model, optimizer)]
     if run.reward_model:
@@ -1974,7 +1950,7 @@ def as_safetensors(tensors):
     end = 0
     for name, tensor in tensors.items():
         start = end
-        end += tensor.numel() * tensor.itemsize
+        end += tensor.nbytes
         header[name] = {
             "dtype": names[tensor.dtype],
             "shape": list(tensor.shape),
@@ -1997,23 +1973,21 @@ def load_checkpoint(run, model, optimizer, s):
     log = Path(run.name, "metrics.jsonl")
     if not path.is_file():
         if log.is_file():
-            last = log.read_text(encoding="utf-8").count("\n") - 1
-            raise BadInput(f"--resume {run.name}: {log.name} goes to step {last}, but there is no "
-                           f"{CHECKPOINT}")
+            raise BadInput(f"--resume {run.name}: there is a {log.name}, but no {CHECKPOINT}")
         return  # it was killed before it began
-    with as_bad_input(f"--resume: {path} is damaged:", of=Exception):
+    fault = f"--resume: {path} is damaged, or not of this model, or of another version of train.py:"
+    with as_bad_input(fault, of=Exception):
         file = safe_open(path, framework="pt")
         text = file.get_tensor("counters").numpy()
         counters = json.loads(text.tobytes())
-    if not counters.keys() >= set(COUNTERS):
-        raise BadInput(f"--resume: {path} was written by another version of train.py")
+        digests = counters["digests"]
     for name, digest in run.digests.items():
-        if digest == counters["digests"].get(name):
+        if digest == digests.get(name):
             continue
         if name != "texts":
             raise BadInput(f"{flag_of(name)} {getattr(s, name)}: is not what the run began with")
         print0("a file of --reward, --step-reward or --reply has changed since the run began")
-    with as_bad_input(f"--resume: {path} is damaged, or not of this model:", of=Exception):
+    with as_bad_input(fault, of=Exception):
         for name in COUNTERS:
             setattr(run, name, counters[name])
         if run.reward_model:
@@ -2037,21 +2011,20 @@ def digests_of(parts, s):
     for spec in [*(s.reward or []), s.step_reward, s.reply]:
         file, _, name = str(spec).rpartition(":")
         texts += [name, Path(file).read_text(errors="replace") if file else ""]
-    digests = {
-        "data": digest_of(parts.problems),
-        "eval_data": digest_of(parts.eval_problems),
-        "model": digest_of(some_numbers(parts.policy_model)),
-        "texts": digest_of(texts),
+    contents = {
+        "data": parts.problems,
+        "eval_data": parts.eval_problems,
+        "model": some_numbers(parts.policy_model),
+        "texts": texts,
     }
     judge = getattr(parts.reward_of, "judge", None)
     if judge:
-        digests["reward_model"] = digest_of(some_numbers(judge.model))
+        contents["reward_model"] = some_numbers(judge.model)
+    digests = {}
+    for name, content in contents.items():
+        text = json.dumps(content)
+        digests[name] = hashlib.sha256(text.encode()).hexdigest()
     return digests
-
-
-def digest_of(value):
-    text = json.dumps(value)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def some_numbers(model):
@@ -2165,10 +2138,8 @@ def begin(run, parts, s):
     run.digests = digests_of(parts, s)
     if s.resume:
         load_checkpoint(run, model, parts.optimizer, s)
-    kept = {}
-    for name, field in FIELDS.items():
-        if field.metadata["kept"]:
-            kept[name] = getattr(s, name)
+    names = [name for name in FIELDS if FIELDS[name].metadata["kept"]]
+    kept = {name: getattr(s, name) for name in names}
     text = json.dumps(kept, indent=2) + "\n"
     # Files in the program's folder are named from there, because it may move: see path().
     here = json.dumps(f"{HERE}{os.sep}")
@@ -2177,7 +2148,7 @@ def begin(run, parts, s):
         with run.replacing("config.json") as new:
             new.write_text(text, encoding="utf-8")
     run.resume_command = command("train.py", "--resume", run.name)
-    if not run.held_out:  # a new run. From now on one without a checkpoint has lost it.
+    if not run.held_out:  # a new run: from now on it can be resumed
         save_checkpoint(run, model, parts.optimizer)
     millions = model.num_parameters() / 1e6
     processes = "1 process" if world() == 1 else f"{world()} processes"
@@ -2207,7 +2178,7 @@ def example_of(run):
 
 
 def print_story(run):
-    """Print what a held-out problem was answered before and after; the curves; what to do next."""
+    """Print a held-out problem's answers before and after, the curves, and what to do next."""
     print0(f"\n{example_of(run)}\n")
     print0(f"held-out {run.judged_by:13}" + small_curve(run.held_out))
     names = ["reward_mean", "approx_kl", "response_length_mean"]
@@ -2234,11 +2205,11 @@ def command(program, *flags):
     return shlex.join([*start, str(HERE / program), *flags])
 
 
-def small_curve(points, width=50):
+def small_curve(points):
     """(step, value) points as one line of blocks, from the lowest value to the highest."""
     if not points:
         return ""
-    means = pooled([value for _, value in points], width)
+    means = pooled([value for _, value in points], 50)
     low = min(means)
     span = max(means) - low or 1
     blocks = ""
@@ -2293,9 +2264,7 @@ def keep_group(run, batch, rollout, s):
     rows = list(range(b * G, (b + 1) * G))
     n = min(G, MOST_TOKENS // rollout.labels.shape[1] + 1)
     part = sample.take(rollout, rows[:n])
-    group = {}
-    for name in OF_GROUP:
-        group[name] = getattr(part, name).tolist()  # JSON, for the checkpoint
+    group = {name: getattr(part, name).tolist() for name in OF_GROUP}  # JSON, for the checkpoint
     r = rollout.rewards[rows]                                                          # (G,)
     group["r"] = f"{n} of {G} answers, mean r {r.mean():.3g}, std r {r.std(correction=0):.3g}"
     problem = batch.problems[b]
@@ -2314,9 +2283,7 @@ def write_page(run, model, tokenizer, s):
     sections = ""
     groups = gathered_objects(run.groups)[0]  # rank 0's, but all ranks score
     for step, group in groups.items():
-        fields = {}
-        for name in OF_GROUP:
-            fields[name] = torch.tensor(group[name], device=model.device)
+        fields = {name: torch.tensor(group[name], device=model.device) for name in OF_GROUP}
         part = sample.Rollout(**fields, logprobs=fields["old_logprobs"], responses=None)
         logprobs, _ = all_token_logprobs(model, part, s)                                  # (G, S-1)
         moved = logprobs - part.old_logprobs

@@ -343,7 +343,7 @@ def with_another_shape(path):
 @pytest.mark.parametrize("spoil, words", [
     (with_another_shape, "damaged, or not of this model"), (of_another_version, "another version"),
     (lambda path: path.write_bytes(path.read_bytes()[:-1000]), "damaged"),
-    (lambda path: path.unlink(), "goes to step 6"),
+    (lambda path: path.unlink(), f"but no {CHECKPOINT}"),
 ])
 def test_a_checkpoint_that_is_not_whole(capsys, run_folder, spoil, words):
     """Or deleted, though the run has begun: it would begin again, over its own metrics."""

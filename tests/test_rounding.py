@@ -144,11 +144,11 @@ def test_the_loss_scale_of_float16():
     for finite, count, scale in ((False, 2, 2**14), (True, 100, 2**14.5), (True, 100, 2**15),
                                  (False, 40, 1)):        # below 1 gradients would only be smaller
         for _ in range(count):
-            train.adapt_loss_scale(optimizer, finite)
+            train.adapt_loss_scale(optimizer, not finite)
         assert float(optimizer.scale) == pytest.approx(scale, rel=1e-4)
     other = torch.nn.Parameter(weight.detach().bfloat16())
     other = masters_of(other)
-    train.adapt_loss_scale(other, False)
+    train.adapt_loss_scale(other, True)
     assert other.scale == 1
 
 
