@@ -125,39 +125,37 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
 
 def update(policy_model, optimizer, rollout, settings):
     """One gradient step on these rows -> its metrics."""
-    s = settings
-    sums = with_retries(partial(backward, policy_model, optimizer, rollout, s), s)
+    sums = with_retries(partial(backward, policy_model, optimizer, rollout, settings), settings)
     # [G] The gradient step. One that is not finite is skipped and counted.
-    grad_norm = clip_grad_norm_(unscaled(optimizer), s.max_grad_norm)
+    grad_norm = clip_grad_norm_(unscaled(optimizer), settings.max_grad_norm)
     metrics = update_metrics(sums, grad_norm, rollout)
-    if not sampler_differs(metrics, policy_model, s) and not metrics["skipped_updates"]:
+    if not sampler_differs(metrics, policy_model, settings) and not metrics["skipped_updates"]:
         optimizer.step()
     return metrics | adapt_loss_scale(optimizer, metrics["skipped_updates"])
 
 
 def backward(policy_model, optimizer, rollout, settings):
     """[D] [E] [F] The gradient of the loss, by micro-batches -> the loss's metrics."""
-    s = settings
-    # The loss is divided once, by the rows and tokens of the whole batch (of several GPUs their
-    # mean, because FSDP averages gradients). Then micro-batches simply add up.
     mask = rollout.mask                                                                # (N, S-1)
-    if s.mask_truncated:  # only here: their rewards still belong to their siblings' mean
+    if settings.mask_truncated:  # their rewards still count in their siblings' mean
         mask = mask & rollout.finished[:, None]
+    # The loss is divided once, by the rows and tokens of the whole batch (of several GPUs their
+    # mean, because FSDP averages gradients). Then the gradients of micro-batches simply add up.
     whole = averaged({"n_rows": len(mask), "n_tokens": mask.sum()})
     now = torch.zeros_like(rollout.logprobs)                                           # (N, S-1)
     entropies = torch.zeros_like(now)
     sums = Counter()  # Counter.update adds
     optimizer.zero_grad()
-    for part, here, counted in micro_batches(policy_model, rollout, mask, s):
+    for part, here, counted in micro_batches(policy_model, rollout, mask, settings):
         # [D] of the policy as it is now, with a gradient: (n, width-1)
-        logp, entropies[here] = token_logprobs_of(policy_model, part, s)
+        logp, entropies[here] = token_logprobs_of(policy_model, part, settings)
         now[here] = logp.detach()
         # If no weight has moved since the answers were drawn, every ratio is 1.
         old = now[here] if part.old_logprobs is None else part.old_logprobs
         # [E] [F] against the policy that drew the answers, and against the reference
         loss, metrics = grpo_loss(logp, old, part.ref_logprobs, part.advantages, counted,
-                                  **loss_options(part, s), **whole)
-        (loss * loss_scale_of(optimizer)).backward()
+                                  **loss_options(part, settings), **whole)
+        (loss * loss_scale_of(optimizer)).backward()  # the scale is 1, but in float16
         sums.update(metrics)
     if rollout.old_logprobs is None:
         rollout.old_logprobs = now
@@ -177,7 +175,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
     resumed run only needs its step, and the answers do not depend on the number of GPUs.
     """
     run = run or Run()
-    s = dataclasses.replace(settings, kl_coef=run.kl_coef or settings.kl_coef)  # the run's copy
+    s = dataclasses.replace(settings, kl_coef=run.kl_coef or settings.kl_coef)  # may change
     evaluation = partial(evaluate, policy_model, tokenizer, eval_problems, s, sampler, reward_of)
     if not run.held_out:
         run.log({"step": 0, **run.measure(0, evaluation)})
@@ -974,7 +972,7 @@ def check_resumed(given, saved):
         if name == "steps" and saved.lr_schedule != "constant":
             free = False  # the learning rate of every step depends on how many there are
         if FIELDS[name].type is path and old:
-            free = True  # what it names may have moved: check_digests() compares the contents
+            free = True  # what it names may have moved: load_checkpoint() compares digests
         if new != old and not free:
             raise BadInput(f"{flag_of(name)} {new}: the run in {given['resume']} keeps its {old!r}")
 
@@ -1411,7 +1409,7 @@ ADVICE = ("to need less: --lora-rank 16, --kl-coef 0, --dtype bfloat16, a smalle
 
 
 def plan_memory(s):
-    """Settings -> the same without `auto`. BadInput: flags that clash, or too little memory."""
+    """Settings -> the same with all that the device decides. BadInput: a clash, or no memory."""
     check_combinations(s)  # cheap checks first: flags, then the device, files, the model
     device, dtype = choose_device(s)
     tell_idle(s)
@@ -1480,7 +1478,7 @@ def memory(s, model):
     kept = kept + layers * hidden if s.gradient_checkpointing else layers * kept
     size = model.dtype.itemsize
     n = model.num_parameters()
-    shard = trained = n if s.is_whole else n // world()
+    held = trained = n if s.is_whole else n // world()  # by one process
     weights = list(model.parameters())
     first_weights = one_gradient = 0
     if s.lora_rank:
@@ -1506,7 +1504,7 @@ def memory(s, model):
     head = 0 if s.lora_rank else text.vocab_size * hidden
     count = {
         "policy": n * size,
-        "reference": shard * size if s.kl_coef else 0,
+        "reference": held * size if s.kl_coef else 0,
         "LoRA's first weights": first_weights,
         "float32 masters": masters,
         "AdamW's two moments": moments,
@@ -1708,8 +1706,8 @@ def sampling_model(model):
     twin = vars(model).get("twin", model)
     if twin is not model:
         model.reshard()
-        for weight, shard in zip(twin.parameters(), model.parameters()):
-            weight.copy_(gather_full(shard))
+        for weight, sharded in zip(twin.parameters(), model.parameters()):
+            weight.copy_(gather_full(sharded))
     return twin
 
 
@@ -1778,8 +1776,8 @@ class Run:
             if number.name in names and signal.getsignal(number) != signal.SIG_IGN:
                 before[number] = signal.signal(number, stop)
         if hasattr(os, "fork"):
-            # A process that a reward forks has the default handlers. Python drops a signal that
-            # arrives before it has them, so signals wait: else a pool could hang for ever.
+            # A process that a reward forks gets the default handlers. Until then its signals wait:
+            # Python would drop them, and a pool that ends its workers could hang for ever.
             wait = partial(signal.pthread_sigmask, signal.SIG_BLOCK, before)
             go_on = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, before)
             os.register_at_fork(before=wait, after_in_parent=go_on, after_in_child=in_child)
@@ -1970,10 +1968,9 @@ def as_safetensors(tensors):
 def load_checkpoint(run, model, optimizer, s):
     """Restore what the checkpoint holds, if the run began with the same problems and weights."""
     path = Path(run.name, CHECKPOINT)
-    log = Path(run.name, "metrics.jsonl")
     if not path.is_file():
-        if log.is_file():
-            raise BadInput(f"--resume {run.name}: there is a {log.name}, but no {CHECKPOINT}")
+        if Path(run.name, "metrics.jsonl").is_file():
+            raise BadInput(f"--resume {run.name}: there is a log of steps, but no {CHECKPOINT}")
         return  # it was killed before it began
     fault = f"--resume: {path} is damaged, or not of this model, or of another version of train.py:"
     with as_bad_input(fault, of=Exception):
