@@ -3,12 +3,10 @@
     sample G answers to each prompt [A] -> score them [B] -> compare siblings [C]
     -> log-probabilities [D] -> clipped objective [E], KL [F] -> gradient step -> and again
 
-Good to know:
+Departures from the theory's code map:
 - The ids that were sampled are the ids that are trained on: no text is tokenised again.
-- A step may take several updates on one rollout. All of them use the old log-probs that the first
-  update computes, before any weight has moved.
-- The batch is cut into micro-batches. The loss is divided once, by the size of the whole batch, so
-  the gradient does not depend on how the batch is cut.
+- A step may take several updates on one rollout, all with the old log-probs of the first one.
+- The batch is cut into micro-batches, and the gradient does not depend on how it is cut.
 
     python train.py                                       # the tiny policy learns to reason
     python train.py --model Qwen/Qwen2.5-1.5B-Instruct    # GSM8K, on a GPU
@@ -32,7 +30,6 @@ import re
 import shlex
 import shutil
 import signal
-import threading
 import time
 import traceback
 import warnings
@@ -111,8 +108,8 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     if ref_model is not None:
         rollout.ref_logprobs, _ = all_token_logprobs(ref_model, rollout, s)
 
-    # [D] [E] [F] One gradient step, or several: from the second on, the answers are those of an
-    # older policy. The ratio and its clip correct for that.
+    # [D] [E] [F] One gradient step, or several. From the second on the answers are those of an
+    # older policy: the ratio and its clip correct for that.
     updates = []
     for _ in range(s.updates_per_rollout):
         for part in mini_batches(policy_model, rollout, s):
@@ -175,7 +172,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
     resumed run only needs its step, and the answers do not depend on the number of GPUs.
     """
     run = run or Run()
-    s = dataclasses.replace(settings, kl_coef=run.kl_coef or settings.kl_coef)  # may change
+    s = dataclasses.replace(settings, kl_coef=run.kl_coef or settings.kl_coef)  # beta may change
     evaluation = partial(evaluate, policy_model, tokenizer, eval_problems, s, sampler, reward_of)
     if not run.held_out:
         run.log({"step": 0, **run.measure(0, evaluation)})
@@ -1770,8 +1767,6 @@ class Run:
 
         before = {}
         names = ["SIGINT", "SIGTERM", "SIGHUP"]
-        if threading.current_thread() is not threading.main_thread():
-            names = []  # only the main thread may set handlers
         for number in signal.Signals:  # Windows has no SIGHUP, and nohup ignores it
             if number.name in names and signal.getsignal(number) != signal.SIG_IGN:
                 before[number] = signal.signal(number, stop)
