@@ -1542,7 +1542,7 @@ def print_memory(s):
     for what in column:
         print(f"{what:30}" + "".join(f"{column[what]:>8}" for column in columns))
     if not fits:
-        print(f"no way leaves a tenth of {where}'s free memory; {ADVICE}")
+        print(f"on {where} no way leaves a tenth of the memory free; {ADVICE}")
 
 
 def free_disk(output):
