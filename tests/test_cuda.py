@@ -244,7 +244,7 @@ def updates(device, dtype, loss_scale=None):
     policy = p.policy.to(device, dtype)
     optimizer = train.make_optimizer(policy, p.settings)
     if loss_scale:
-        optimizer.scale[0] = loss_scale
+        optimizer.scale.fill_(loss_scale)
     return [train.update(policy, optimizer, rollout, p.settings) for _ in range(2)]
 
 
