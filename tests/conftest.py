@@ -28,12 +28,7 @@ from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers, processors  # noqa: E402
 from torch.distributed import TCPStore  # noqa: E402
-from transformers import (  # noqa: E402
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
 import logprob  # noqa: E402
@@ -77,16 +72,14 @@ SMALL = dict(
     bos_token_id=None, eos_token_id=1, pad_token_id=0)
 # What each family adds to that; the sliding windows are smaller than the tests' rows.
 ARCHITECTURES = {
-    "qwen2": dict(tie_word_embeddings=True),
-    "qwen3": dict(tie_word_embeddings=False, head_dim=8),
+    "qwen2": dict(tie_word_embeddings=True), "qwen3": dict(tie_word_embeddings=False, head_dim=8),
     "llama": dict(tie_word_embeddings=False),
     "mistral": dict(tie_word_embeddings=False, head_dim=8, sliding_window=8),
     "gemma2": dict(tie_word_embeddings=False, head_dim=8, sliding_window=8,
                    query_pre_attn_scalar=8, final_logit_softcapping=4.0),
     "gpt2": dict(tie_word_embeddings=True),
     "granite": dict(tie_word_embeddings=False, logits_scaling=2.0),
-    "cohere": dict(tie_word_embeddings=True, logit_scale=0.25),
-}
+    "cohere": dict(tie_word_embeddings=True, logit_scale=0.25)}
 
 
 def small_model(architecture, std=0.3, kind=AutoModelForCausalLM, **changes):
@@ -532,8 +525,7 @@ def curve(folder):
     """The metrics without those of the clock and of the machine, and without the command."""
     measured = ("second", "memory", "command")
     return [{name: value for name, value in metrics.items()
-             if not any(word in name for word in measured)}
-            for metrics in metrics_of(folder)]
+             if not any(word in name for word in measured)} for metrics in metrics_of(folder)]
 
 
 def weights_of(folder):

@@ -183,8 +183,7 @@ def shapley_by_definition(rewards):
 
 
 @pytest.mark.parametrize("rewards", [
-    [0.2, 0.8, 0.5], [1.5], [1.0, 1.0, 0.0], [3.0, 1.0, 2.0, 0.0, 5.0], [-1.0, 2.0, 0.5],
-])
+    [0.2, 0.8, 0.5], [1.5], [1.0, 1.0, 0.0], [3.0, 1.0, 2.0, 0.0, 5.0], [-1.0, 2.0, 0.5]])
 def test_shapley_shares(rewards):
     shares = shapley_shares(torch.tensor(rewards, dtype=torch.float64))
     assert_close(shares, shapley_by_definition(rewards), 1e-12)
@@ -340,8 +339,7 @@ def test_entropies_of_zero_or_equal(level, entropy):
     ([[1.0, 0.0], [0.0, 1.0]], 2, "groups of 2"), ([1.0], 1, "group_size 1"),
     ([1.0, 2.0], 0, "group_size 0"), ([1.0, 2.0], -2, "group_size -2"),
     ([1.0, 0.0, math.nan, 0.0], 2, "row 2 is nan"), ([1.0, math.inf, 0, 0], 4, "row 1 is inf"),
-    ([-math.inf] * 4, 4, "row 0 is -inf"),
-])
+    ([-math.inf] * 4, 4, "row 0 is -inf")])
 def test_refusals(rewards, group_size, reason):
     mask = torch.ones(len(rewards), 2) > 0
     for refuse in (group_advantages, leave_one_out_advantages, *(

@@ -49,8 +49,7 @@ HUGE = "9" * 30
     ("--model", "./no/such/folder"), ("--model", 300 * "m"), ("--data", 300 * "d"),
     ("--eval-data", 300 * "d"), ("--reward", 300 * "r" + ".py:f"), ("--reward", "no_colon"),
     ("--output", 300 * "o"), ("--template-args", "[1]"), ("--template-args", '{"a": '),
-    ("--template-args", 10**5 * "["),
-])
+    ("--template-args", 10**5 * "[")])
 def test_a_bad_value_is_named_with_its_flag(capsys, tmp_path, flag, value):
     line = refused_before_a_folder_is_made(capsys, tmp_path, f"{flag}={value}")
     assert flag in line and value[:200] in line
@@ -62,8 +61,7 @@ def test_a_bad_value_is_named_with_its_flag(capsys, tmp_path, flag, value):
     ("--max-new-tokens=100000", "128 positions: lower --max-new-tokens"),
     ("--resume=nowhere", "nowhere/config.json: "), ("--config=nowhere.json", "nowhere.json: "),
     ("--overlong-buffer=40", "--overlong-buffer 40: must be less than the 40 tokens"),
-    ('--template-args={"enable_thinking":false}', "has no 'enable_thinking' (--template-args)"),
-])
+    ('--template-args={"enable_thinking":false}', "has no 'enable_thinking' (--template-args)")])
 def test_bad_flags(capsys, tmp_path, flags, words):
     assert words in refused_before_a_folder_is_made(capsys, tmp_path, *flags.split())
 
@@ -84,8 +82,7 @@ def test_bad_flags(capsys, tmp_path, flags, words):
     "--around-best 1 --reward-model x", "--around-best 1 --reply r.py:f", "--advantage gdpo",
     "--advantage gdpo --reward rule", "--advantage gdpo --reward-model m",
     *(f"--advantage gdpo --reward rule think {flags}" for flags in (
-        "--length-rescale 0.3", "--overlong-buffer 9", "--max-resample 1")),
-])
+        "--length-rescale 0.3", "--overlong-buffer 9", "--max-resample 1"))])
 def test_flags_that_do_not_go_together(capsys, tmp_path, flags):
     """The line names the first of them, before a file is looked for."""
     flags = flags.split()
@@ -96,8 +93,7 @@ def test_flags_that_do_not_go_together(capsys, tmp_path, flags):
 @pytest.mark.parametrize("fault, words", [
     (torch.OutOfMemoryError("CUDA out of memory. Tried ..."), "out of memory; to need less: --"),
     (torch.AcceleratorError("CUDA error: out of memory"), "out of memory; to need less: --"),
-    (RuntimeError("no kernel image"), "--device cpu: torch "),
-])
+    (RuntimeError("no kernel image"), "--device cpu: torch ")])
 def test_what_ends_a_run_before_its_plan_is_made(capsys, monkeypatch, fault, words):
     """A card may be full before train.py has put anything there."""
     monkeypatch.setattr(torch, "ones", raises(fault))
@@ -149,10 +145,8 @@ def test_a_card_that_torch_cannot_use(capsys, monkeypatch, tmp_path):
     ('{"kl_estimator": "k4"}', "--kl-estimator"), ('{"kl_band": [0.1]}', "--kl-band"),
     ('{"reward_weights": [1, "x"]}', "--reward-weights: 'x'"),
     ('{"reward": ["rule", "--output=X"]}', "--reward --output=X"),
-    ('{"kl_band": [0.1, 0.2, "-h"]}', "'-h'"),
-    ('{"kl-coef": 0.1}', "spelt like kl_coef"),
-    ('{"template_args": [1]}', "--template-args"), ('{"template_args": 1}', "--template-args"),
-])
+    ('{"kl_band": [0.1, 0.2, "-h"]}', "'-h'"), ('{"kl-coef": 0.1}', "spelt like kl_coef"),
+    ('{"template_args": [1]}', "--template-args"), ('{"template_args": 1}', "--template-args")])
 def test_a_bad_config(capsys, tmp_path, config, words):
     path = tmp_path / "c.json"
     path.write_text(config, encoding="utf-8", errors="surrogateescape")
@@ -210,8 +204,7 @@ MODELS = [
      f"not finite: {NORM}"),
     (without("tokenizer.json", "tokenizer_config.json"), "the folder lacks tokenizer.json"),
     (lambda m: (m / "config.json").rename(m / "adapter_config.json"), "take the run's final/"),
-    (lambda m: (m / "metrics.jsonl").touch(), "has no final/ yet"),
-]
+    (lambda m: (m / "metrics.jsonl").touch(), "has no final/ yet")]
 
 
 @pytest.mark.parametrize("make_wrong, words", MODELS)
@@ -302,8 +295,7 @@ def test_a_warning_is_one_line(tmp_path):
     ("advantage.py", ["1", "apple"], "apple"), ("advantage.py", ["1", "nan"], "nan"),
     ("advantage.py", ["1"], "1"), ("sample.py", ["--model=nowhere"], "loaded"),
     ("sample.py", ["--device=tpu"], "tpu"), ("sample.py", ["Anna has 9 . " * 50], "128"),
-    ("logprob.py", ["--model=."], "."), ("logprob.py", ["--model=./nowhere"], "nowhere"),
-])
+    ("logprob.py", ["--model=."], "."), ("logprob.py", ["--model=./nowhere"], "nowhere")])
 def test_a_script_refuses_in_one_line(run_here, script, arguments, word):
     [line] = run_here(script, *arguments, status=2).splitlines()
     assert line.startswith(f"{script}: ") and word in line

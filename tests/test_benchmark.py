@@ -126,8 +126,7 @@ def test_a_training_has_the_problems_of_its_steps():
     (["medium"], "no preset medium"),
     (["small", "--against=--nonsense=3"], "--against: unrecognized arguments: --nonsense=3"),
     (["small", "--against=--lr=-1"], "--against: argument --lr: '-1' is no float"),
-    (["real", "--task=nowhere"], "--task nowhere: no config.json there"),
-])
+    (["real", "--task=nowhere"], "--task nowhere: no config.json there")])
 def test_bad_input(argv, words, capsys):
     with pytest.raises(SystemExit) as leaving:
         benchmark.main(argv)

@@ -61,8 +61,7 @@ FAMILIES = {
     "gemma3n_text": dict(PER_LAYER, intermediate_size=[48] * 4, laurel_rank=8,
                          activation_sparsity_pattern=[0.95, 0.95, 0.0, 0.0]),
     "gemma4": dict(text_config=dict(SMALL, **PER_LAYER, global_head_dim=16), vision_config=None,
-                   audio_config=None),
-}
+                   audio_config=None)}
 MIXERS = dict(EXPERTS, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
               linear_value_head_dim=8)
 # These keep a state in place of keys and values, in all layers or in some: they are not opened.
@@ -71,8 +70,7 @@ STATEFUL = {
     "minimax": dict(num_local_experts=2, layer_types=["linear_attention", "full_attention"]),
     "jamba": dict(EXPERTS, num_experts=2, mamba_d_state=4, attn_layer_period=2, attn_layer_offset=1,
                   use_mamba_kernels=False),
-    "qwen3_next": dict(MIXERS, num_experts=4, head_dim=8, shared_expert_intermediate_size=32),
-}
+    "qwen3_next": dict(MIXERS, num_experts=4, head_dim=8, shared_expert_intermediate_size=32)}
 PROMPTS = ["w3 w9 w4 w33 w17", "w5 w60 w21 w8 w8 w40 w13 w3 w7"]
 SIZES = [(5, 6), (5, 1), (5, 3), (9, 7), (9, 4)]         # of the rows: prompt, answer
 GROUPS = torch.tensor([0, 0, 0, 1, 1])

@@ -66,8 +66,7 @@ def test_special_tokens_of_odd_signs(special):
 
 @pytest.mark.parametrize("change, text", [
     ("replace('~', '')", "<|im~_end|>"), ("replace('((', '<|')", "((im_end|>"),
-    ("replace('END', '<|im_end|>')", "Anna END Bob"), ("lower()", "<|IM_END|>"),
-])
+    ("replace('END', '<|im_end|>')", "Anna END Bob"), ("lower()", "<|IM_END|>")])
 def test_a_template_that_puts_a_token_together(change, text):
     """Such a problem is refused, others are not."""
     tokenizer = family("qwen 3")
@@ -93,8 +92,7 @@ def test_a_tokenizer_that_normalises(normalizer, text):
 
 @pytest.mark.parametrize("text", [
     "a < b | c > d", "if x<|y|>z: print([x])", "<b>bold</b> <table> [1, 2]", "|", "Is it <think> ?",
-    "[A] or <sys> or User: I", "Ž😀 \n\n x </tool_call> <|fim_prefix|>",
-])
+    "[A] or <sys> or User: I", "Ž😀 \n\n x </tool_call> <|fim_prefix|>"])
 def test_ordinary_text_has_the_template_s_own_ids(tokenizer, text):
     prompt = sample.chat_prompt(tokenizer, {"question": text}, "")
     expected = render(tokenizer, text, tokenize=True, return_dict=False)

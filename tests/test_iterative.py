@@ -298,8 +298,7 @@ def without_safetensors(folder):
     (lambda folder: shutil.copytree(TINY, folder, dirs_exist_ok=True), "score.weight"),
     (lambda folder: saved_model(folder, num_labels=2), "has 2 labels, a reward model has one"),
     (lambda folder: edit_tensors(folder / "model.safetensors", lambda tensors: tensors | {
-        "score.weight": torch.full((1, 32), math.nan)}), "not finite: score.weight"),
-])
+        "score.weight": torch.full((1, 32), math.nan)}), "not finite: score.weight")])
 def test_folders_that_are_no_reward_model_are_refused(tmp_path, caplog, capsys, change, said):
     folder = shutil.copytree(MODEL, tmp_path / "model")
     change(folder)

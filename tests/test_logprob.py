@@ -272,8 +272,7 @@ def test_the_forms_that_a_family_takes(random_model, monkeypatch):
     ("phi3", {"original_max_position_embeddings": 64, "rope_parameters": {
         "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
         "long_factor": [2.0] * 4, "original_max_position_embeddings": 64}}),
-    ("llama", {"attn_implementation": "eager"}), ("llama", {"bias": True}),
-])
+    ("llama", {"attn_implementation": "eager"}), ("llama", {"bias": True})])
 def test_what_a_config_rules_out(kind, changes):
     assert logprob.is_fast(small_model(kind, **{"sliding_window": None}))
     model = small_model(kind, **{"sliding_window": None, **changes})

@@ -233,8 +233,7 @@ def test_final_is_merged_and_peft_opens_the_adapter(tmp_path, capsys, run_here):
 
 @pytest.mark.parametrize("family, changes, name", [
     ("gpt2", {}, "attn.c_attn"),
-    ("qwen3_moe", dict(num_experts=4, moe_intermediate_size=16, decoder_sparse_step=1), "experts"),
-])
+    ("qwen3_moe", dict(num_experts=4, moe_intermediate_size=16, decoder_sparse_step=1), "experts")])
 def test_what_is_no_linear_is_refused_and_not_frozen(family, changes, name):
     model = small_model(family, **changes)
     with pytest.raises(train.BadInput, match=f"--lora-rank: .*{name}: not a Linear"):

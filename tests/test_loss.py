@@ -207,8 +207,7 @@ def test_the_gradient_coefficient(per_token):
 @pytest.mark.parametrize("estimator, off_policy, is_the_kl, has_gradient_of", [
     ("k1", False, True, "nothing"), ("k2", False, False, "KL(pi|ref)"),
     ("k3", False, True, "KL(ref|pi)"), ("k3_corrected", False, True, "KL(pi|ref)"),
-    ("k3_corrected", True, True, "KL(pi|ref)"), ("k3", True, False, "none of them"),
-])
+    ("k3_corrected", True, True, "KL(pi|ref)"), ("k3", True, False, "none of them")])
 def test_the_expected_penalty_and_its_gradient(estimator, off_policy, is_the_kl, has_gradient_of):
     """Exactly, over every outcome that pi, or another policy, may have drawn."""
     theta = doubles(0.3, -1.0, 0.8, 0.1, -0.4).requires_grad_()
@@ -250,8 +249,7 @@ OTHER = dict(low=0.1, high=0.2, rate=0.3)  # another band, another rate
     (0.02, 1, {}), (0.03, 1, {}), (0.05, 1, {}),  # inside the band, its ends included
     (0.0525, 1.05, {}), (0.055, 1.1, {}), (0.5, 1.1, {}), (math.inf, 1.1, {}),  # above it
     (0.019, 0.95, {}), (0.018, 0.9, {}), (0.0, 0.9, {}), (-0.5, 0.9, {}),  # below it
-    (0.3, 1.3, OTHER), (0.25, 1.25, OTHER), (0.01, 0.7, OTHER), (0.15, 1, OTHER),
-])
+    (0.3, 1.3, OTHER), (0.25, 1.25, OTHER), (0.01, 0.7, OTHER), (0.15, 1, OTHER)])
 def test_next_kl_coef(approx_kl, factor, options):
     following = next_kl_coef(0.04, approx_kl, **options)
     assert following == pytest.approx(0.04 * factor, rel=1e-12) and isinstance(following, float)
@@ -363,8 +361,7 @@ def test_micro_batches_add_up(options, per_token):
 @pytest.mark.parametrize("options, reason", [
     (dict(kl_estimator="k4"), "'k4'"), (dict(aggregate="mean"), "'mean'"),
     (dict(ratio="row"), "'row'"), (dict(objective="ppo"), "'ppo'"),
-    (dict(ref_logprobs=None), "kl_coef 0.04 needs ref_logprobs"),
-])
+    (dict(ref_logprobs=None), "kl_coef 0.04 needs ref_logprobs")])
 def test_refusals(options, reason):
     with value_error(reason):
         grpo_loss(**{**dict(zip(NAMES, batch())), **options})

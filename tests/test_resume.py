@@ -14,10 +14,9 @@ from itertools import chain, repeat
 import pytest
 import torch
 from conftest import (
-    ENVIRONMENT, FEW, LIMIT, NO_MEMORY, ROOT, TINY, checkpoint_of, curve, edit_json,
-    edit_tensors, ends_badly, faulty_reward, lines_of, main, metrics_of, one_line_of,
-    raises, refused, run_script, same_tensors, snapshot, start, trained, trains, weights_of,
-    well_ended)
+    ENVIRONMENT, FEW, LIMIT, NO_MEMORY, ROOT, TINY, checkpoint_of, curve, edit_json, edit_tensors,
+    ends_badly, faulty_reward, lines_of, main, metrics_of, one_line_of, raises, refused, run_script,
+    same_tensors, snapshot, start, trained, trains, weights_of, well_ended)
 from safetensors.torch import load, load_file
 
 import train
@@ -56,11 +55,9 @@ def resumed_ends_the_same(folder, whole, *flags):
 
 KINDS = {  # what each has to find again
     "the masters of bfloat16": ("--dtype=bfloat16",),
-    "the loss scale of float16": ("--dtype=float16",),
-    "LoRA's factors": LORA,
+    "the loss scale of float16": ("--dtype=float16",), "LoRA's factors": LORA,
     "LoRA's first weights": (*LORA, "--dtype=bfloat16", "--kl-coef=0"),
-    "LoRA's renewed reference": (*LORA, "--dtype=bfloat16", "--renew-reference=1"),
-}
+    "LoRA's renewed reference": (*LORA, "--dtype=bfloat16", "--renew-reference=1")}
 
 
 @pytest.mark.parametrize("flags", KINDS.values(), ids=KINDS)
@@ -208,8 +205,7 @@ def refuses_to_resume(capsys, folder, *flags):
 
 @pytest.mark.parametrize("flag", [
     "--lr=0.5", "--seed=1", "--no-scale-by-std", "--output=elsewhere", "--config=c.json",
-    "--eval-only", "--steps=3",
-])
+    "--eval-only", "--steps=3"])
 def test_what_a_resumed_run_cannot_change(capsys, run_folder, flag):
     line = refuses_to_resume(capsys, run_folder, flag)
     assert flag.split("=")[0].removeprefix("--no-") in line and str(run_folder) in line
@@ -343,8 +339,7 @@ def with_another_shape(path):
 @pytest.mark.parametrize("spoil, words", [
     (with_another_shape, "damaged, or not of this model"), (of_another_version, "another version"),
     (lambda path: path.write_bytes(path.read_bytes()[:-1000]), "damaged"),
-    (lambda path: path.unlink(), f"but no {CHECKPOINT}"),
-])
+    (lambda path: path.unlink(), f"but no {CHECKPOINT}")])
 def test_a_checkpoint_that_is_not_whole(capsys, run_folder, spoil, words):
     """Or deleted, though the run has begun: it would begin again, over its own metrics."""
     path = run_folder / CHECKPOINT

@@ -175,8 +175,7 @@ def test_answers_that_are_not_equal(answer, truth):
     ("Monday", "monday"), ("{A}", "a"), ("$x + 1$", "x+1"), ("x  +\n1", "x + 1"),
     (r"y = \dfrac{x}{2}", r"\frac{x}{2}"), (r"\(x\)", "x"), (r"2 \sqrt{2}", r"2\sqrt{2}"),
     (r"\text{a week}", "a   week"), ("STRASSE", "straße"), ("x²", "x^2"), (r"\mathbb{R}", "R"),
-    ("nan", "NaN"), ("9" * 301, "9" * 301), *zip(HUGE, HUGE),
-])
+    ("nan", "NaN"), ("9" * 301, "9" * 301), *zip(HUGE, HUGE)])
 def test_text_is_cleaned_and_compared_whole(answer, truth):
     assert isinstance(canonical(answer), str)
     assert rule_reward(box(answer), truth) == 1.5
@@ -207,8 +206,7 @@ PIECES_OF_IT = [
     "\\boxed 1.", "\\boxed{1}", "\\boxed{\\boxed{1}", "\\boxed\n1!!!!", "\N{MINUS SIGN}", "\0",
     "\ud800\udfff", "\\math{", "\\text{{", "is ", "not ", "x is ", "\\frac{1}{", "1 000 ", "1,000,",
     "10^", "1*", "= 1", "usd ", "x10^", "\\textcolor{a}{", "M", '"a"', "_{", "(a)", "<", "<think>",
-    "</think>", "<think></think><answer>", "</answer>",
-]
+    "</think>", "<think></think><answer>", "</answer>"]
 
 
 @pytest.mark.parametrize("piece", PIECES_OF_IT)
@@ -263,12 +261,10 @@ def chat(*messages):
 
 BAD_LINES = [
     '{"question": ', line() * 2, "[" * 200_000, "\0", '["question", "answer"]', "null",  # no object
-    f"[{line()}]", "question,answer",
-    *(line(question=bad) for bad in (None, "", " \n", 5)),
+    f"[{line()}]", "question,answer", *(line(question=bad) for bad in (None, "", " \n", 5)),
     *(line(answer=bad) for bad in ("", None, ["#### 72"], "So 72. " * 20, "8 * 9\n= 72",
                                    "8 * 9 = 72\n####", "#### 72 ####  \n", "#### $.")),
-    chat("?"), chat(*CHAT[:1]), chat(*CHAT[:3]), chat({"role": "user", "content": " "}),
-]
+    chat("?"), chat(*CHAT[:1]), chat(*CHAT[:3]), chat({"role": "user", "content": " "})]
 
 
 @pytest.mark.parametrize("bad", BAD_LINES, ids=range(len(BAD_LINES)))
@@ -309,8 +305,7 @@ def test_the_fields_may_have_other_names(tmp_path):
     ("8 * 9\n#### 72", "72", "72"), ("72", "72", "72"), (72, 72, "72"), (0, 0, "0"),
     (False, False, "False"), (math.nan, math.nan, None), ("Monday", "Monday", "Monday"),
     ("", "", None), (None, "", None), ("#### ", "#### ", None), (["a", "b"], ["a", "b"], None),
-    ("#### A heading\nand text",) * 2 + (None,), ("x" * 100,) * 3, ("x" * 101,) * 2 + (None,),
-])
+    ("#### A heading\nand text",) * 2 + (None,), ("x" * 100,) * 3, ("x" * 101,) * 2 + (None,)])
 def test_answers_of_any_kind_for_a_reward_of_ones_own(tmp_path, given, answer, truth):
     [problem] = load(tmp_path, line(answer=given, level=3), need_answer=False)
     solution = "8 * 9" if "8 * 9" in str(given) else ""
@@ -430,8 +425,7 @@ def test_pass_at_k_is_the_mean_over_problems():
     (["1,000", "1000", "5"], "1{,}000", 3, 1.0), (["63.0"], 63, 1, 1.0),  # a truth may be a number
     (["Monday", r"\text{monday}", "Tuesday"], "Monday.", 3, 1.0), (["0", "0", "7"], "0", 3, 1.0),
     ([None, None, "7"], "7", 3, 1.0), ([None, "", " ", "$", "7"], "7", 5, 1.0),  # who votes
-    ([None, "7"], "7", 1, 0.0), ([None, None], "7", 2, 0.0), ([None, ""], "", 2, 0.0),
-])
+    ([None, "7"], "7", 1, 0.0), ([None, None], "7", 2, 0.0), ([None, ""], "", 2, 0.0)])
 def test_majority_at_k(answers, truth, k, expected):
     assert majority_at_k([answers], [truth], k) == pytest.approx(expected)
     assert majority_at_k([["7"] * k, answers], ["8", truth], k) == pytest.approx(expected / 2)
@@ -572,8 +566,7 @@ HOSTILE = type("Hostile", (), {"__float__": raises(KeyError("no"))})()
     (gives(1, torch.ones(2), 3, 4), "element"), (gives(1, 2, 3, 1j), "complex"),
     (gives(1, 2, HOSTILE, 4), "KeyError: 'no'"), (lambda completions: [], "**columns"),
     (lambda **columns: dict(enumerate(FOUR)), "returned a dict"),
-    (lambda **columns: sys.exit(), "SystemExit"),
-])
+    (lambda **columns: sys.exit(), "SystemExit")])
 def test_a_reward_that_goes_wrong_is_named(function, reason):
     with value_error(f"^--reward f.py:f: .*{re.escape(reason)}"):
         scored(function)
@@ -583,8 +576,7 @@ def test_a_reward_that_goes_wrong_is_named(function, reason):
 @pytest.mark.parametrize("spec, reason", [
     ("mine.py", "mine.py (path/to/file.py:function): no function is named"),
     ("leaves.py:f", "leaves.py, line 2"), ("mine.py:three", "three"), ("other.py:one", "other.py"),
-    ("broken.py:f", "broken.py, line 2"), ("mine.py:later", "async"), ("mine.py:stream", "async"),
-])
+    ("broken.py:f", "broken.py, line 2"), ("mine.py:later", "async"), ("mine.py:stream", "async")])
 def test_a_file_that_cannot_be_used_is_named_at_load(tmp_path, monkeypatch, flag, spec, reason):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "mine.py", MINE)
@@ -693,8 +685,7 @@ def test_a_reward_model_reads_its_own_template(tiny, monkeypatch):
         "x<think>9</think><answer>63</answer>", "<think>9</think><answer>63</answer>.",
         "<think>9</think><answer>50</answer><answer>63</answer>",
         "<think><think>9</think><answer>63</answer>", "<think>9<answer>63</answer></think>",
-        "<Think></Think><answer></answer>", "<think>9<think><answer>63<answer>")),
-])
+        "<Think></Think><answer></answer>", "<think>9<think><answer>63<answer>"))])
 def test_think_answer_reward(response, expected):
     found = think_answer_reward(response, "63")
     assert found == expected and type(found) is float
@@ -731,8 +722,7 @@ PARTS = [
     ("word ", None), ("\n\n", None), ("é中😀", None), ("\\frac{1}{2}", None), ("}}$$. ", None),
     ("\\boxed{7}", 1.0), ("\\boxed{7}}$. ", 1.0), (" \\boxed {7.0} ", 1.0), ("\\boxed 7 ", None),
     ("\\boxed{\\frac{1}{2}}", 0.0), ("\\boxed{中{😀}}\n", 0.0), ("\\boxed{\\boxed{7}}", 1.0),
-    ("\\boxed{}", 0.0), ("\\boxed{7 or \\boxed{7}}", 0.0),
-]
+    ("\\boxed{}", 0.0), ("\\boxed{7 or \\boxed{7}}", 0.0)]
 
 
 @pytest.mark.parametrize("kind", ["one", "three", "words", "qwen"])

@@ -11,8 +11,7 @@ from functools import partial
 import huggingface_hub
 import pytest
 import torch
-from conftest import (
-    SMALL, TINY, make_tokenizer, raises, seeded, small_model, value_error)
+from conftest import SMALL, TINY, make_tokenizer, raises, seeded, small_model, value_error
 
 import sample
 from logprob import token_logprobs
@@ -56,8 +55,7 @@ FAMILY = {
     "llama stretched": dict(rope_parameters=dict(
         rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
         rope_theta=10000.0, original_max_position_embeddings=16)),
-    "mistral": dict(sliding_window=None), "smollm3": dict(no_rope_layers=[1, 0]),
-}
+    "mistral": dict(sliding_window=None), "smollm3": dict(no_rope_layers=[1, 0])}
 
 
 def member(name, ends=ENDS):
@@ -244,12 +242,9 @@ PADDED = {"pad_token": "<pad>"}
 
 
 @pytest.mark.parametrize("generation, special, ends", [
-    (END, {"eos_token": "<end>"}, {END}),
-    ([11, 9], {"eos_token": "<end>"}, {9, 11}),
-    ([END, 9], {"eos_token": "<end>", **PADDED}, {END, 9}),
-    (12, PADDED, {12}), (None, {"eos_token": "<end>", **PADDED}, {END}),
-    (None, {"eos_token": "w13", **PADDED}, {13}),
-])
+    (END, {"eos_token": "<end>"}, {END}), ([11, 9], {"eos_token": "<end>"}, {9, 11}),
+    ([END, 9], {"eos_token": "<end>", **PADDED}, {END, 9}), (12, PADDED, {12}),
+    (None, {"eos_token": "<end>", **PADDED}, {END}), (None, {"eos_token": "w13", **PADDED}, {13})])
 def test_end_tokens(model, config, generation, special, ends):
     config("eos_token_id", generation)
     assert set(sample.end_token_ids(model, make_tokenizer(**special))) == ends
@@ -265,8 +260,7 @@ def test_a_model_without_end_token_cannot_be_sampled_from(model, config):
     dict(do_sample=True, top_k=1), dict(temperature=0.01), dict(repetition_penalty=5.0),
     dict(do_sample=False), dict(top_p=0.01, min_p=0.5, typical_p=0.1),
     dict(max_new_tokens=2, max_length=3), dict(min_new_tokens=12),
-    dict(no_repeat_ngram_size=1, bad_words_ids=[[i] for i in range(3, 50)], suppress_tokens=[1]),
-])
+    dict(no_repeat_ngram_size=1, bad_words_ids=[[i] for i in range(3, 50)], suppress_tokens=[1])])
 def test_a_checkpoints_own_settings_change_nothing(model, config, settings):
     plain = sample_groups(model, TOKENIZER, PROMPTS, 3, 10, 1.5, seeded())
     for name, value in settings.items():
@@ -335,8 +329,7 @@ def test_nothing_is_run_twice_or_for_nothing(model, config, runs):
     lengths = [len(answer) for answer in responses_of(rollout)]
     assert len(set(lengths)) > 5
     assert runs[0] == (len(PROMPTS), max(len(ids_of(prompt)) for prompt in PROMPTS))
-    assert runs[1:] == [(sum(length > t for length in lengths), 1)
-                        for t in range(1, max(lengths))]
+    assert runs[1:] == [(sum(length > t for length in lengths), 1) for t in range(1, max(lengths))]
     runs.clear()
     sample_groups(model, TOKENIZER, PROMPTS, 5, 1, 1.0, seeded())
     assert len(runs) == 1  # one token needs no second
@@ -478,8 +471,7 @@ def test_a_conversation_of_one_turn_is_a_group(tiny):
 
 
 @pytest.mark.parametrize("changes, says", [
-    (dict(template="{{ messages[0].content }} w3", reply=lambda *_: "w5"), "nothing between"),
-])
+    (dict(template="{{ messages[0].content }} w3", reply=lambda *_: "w5"), "nothing between")])
 def test_what_is_no_conversation(model, changes, says):
     tokenizer = with_template(changes.get("template", TALK))
     how = dict(prompts=PROMPTS, group_size=5, max_new_tokens=4, reply=echo) | changes

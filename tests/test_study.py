@@ -59,8 +59,7 @@ def test_a_run_that_never_reaches_it_counts_as_one_step_more_and_is_marked():
     ("none > low", "cannot be said: nan ± nan against 2 ± 1"),
     ("none ~ low", "cannot be said: nan ± nan against 2 ± 1"),
     ("one > low", "cannot be said: fewer than two seeds"),
-    ("high > one", "cannot be said: fewer than two seeds"),
-])
+    ("high > one", "cannot be said: fewer than two seeds")])
 def test_verdicts(relation, expected):
     values = dict(high=[4, 5, 6], mid=[3, 4, 5], low=[1, 2, 3], wide=[0, 4, 8], one=[9],
                   none=[math.nan, math.nan])

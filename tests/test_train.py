@@ -113,8 +113,7 @@ def test_what_is_not_finite_skips_the_update_and_is_counted(monkeypatch, what, d
 
 
 @pytest.mark.parametrize("dtype, rounding, fault", [
-    (torch.float32, 5e-4, 2e-3), (torch.bfloat16, 0.05, 0.2),
-])
+    (torch.float32, 5e-4, 2e-3), (torch.bfloat16, 0.05, 0.2)])
 @pytest.mark.parametrize("plain, correction", [(False, 0), (True, 0), (True, 2.0)])
 def test_a_sampler_that_is_off_moves_no_weight(dtype, plain, rounding, fault, correction):
     """The fast paths are dropped, or the run ends; rounding and --sampler-correction pass."""
@@ -197,15 +196,13 @@ def test_every_metric_is_its_definition(measured):
     metrics, entropy, drift = measured()
     # rewards 1.5 0.5 | 0 0.5 | 1.5 1.5: the third group's are equal
     expected = {
-        "reward_mean": 5.5 / 6,
-        "reward_std": math.sqrt(7.25 / 6 - (5.5 / 6)**2),
+        "reward_mean": 5.5 / 6, "reward_std": math.sqrt(7.25 / 6 - (5.5 / 6)**2),
         "accuracy": 3 / 6, "format_rate": 5 / 6, "zero_variance_groups": 1 / 3,
         "response_length_mean": 24 / 6,
         "response_length_p95": 5 + 0.75 * (9 - 5),    # at 0.95 * 5 = 4.75 of the sorted
         "truncated_fraction": 1 / 6, "tokens": 24, "entropy": entropy, "sampler_difference": drift,
         "skipped_updates": 0, "seconds_sampling": 1.5, "seconds_scoring": 0.5,
-        "seconds_training": 3, "tokens_per_second": 24 / 5,
-    }
+        "seconds_training": 3, "tokens_per_second": 24 / 5}
     for name, value in expected.items():
         assert metrics[name] == pytest.approx(value, rel=1e-4), name
     assert drift > 0.05                                   # a sampler at another temperature shows
@@ -674,8 +671,7 @@ def test_a_width_for_each_layer_is_counted(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("changes", [
     {}, {"model_type": "qwen2", "num_attention_heads": 4},
-    {"model_type": "llama", "hidden_size": 128, "intermediate_size": 384},
-])
+    {"model_type": "llama", "hidden_size": 128, "intermediate_size": 384}])
 def test_count_of_what_is_kept_is_what_autograd_saves(monkeypatch, tmp_path, changes):
     """Of a micro-batch of rows without padding, in bfloat16; heads wider than the hidden states."""
     monkeypatch.setattr(sys.modules[__name__], "QWEN", QWEN | changes)
@@ -777,7 +773,6 @@ def test_memory_that_runs_out_in_the_optimizer_repeats_no_step(monkeypatch):
     *((error, True) for error in NO_MEMORY),
     (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
     (RuntimeError("shapes do not match"), False),
-    (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), False),
-])
+    (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), False)])
 def test_what_counts_as_out_of_memory(error, is_memory):
     assert train.out_of_memory(error) == is_memory

@@ -23,8 +23,7 @@ from conftest import (
 import sample
 import train
 from advantage import (
-    gdpo_advantages, group_advantages, grpo_s_advantages, gtpo_advantages,
-    leave_one_out_advantages)
+    gdpo_advantages, group_advantages, grpo_s_advantages, gtpo_advantages, leave_one_out_advantages)
 from logprob import IGNORE
 from loss import grpo_loss, kl_estimate, next_kl_coef
 from reward import length_rescaled, overlong_penalty, score_responses
@@ -117,8 +116,7 @@ def assert_same_step(p, rollout, expected):
     "--objective=cispo --clip-eps-high=0.01", "--mask-truncated", "--overlong-buffer=8",
     "--mask-truncated --aggregate=token", "--length-rescale=0.5 --overlong-buffer=8",
     *(f"{flags} --no-share-prompts" for flags in (
-        "--clip-eps=0.01", "--aggregate=token", "--aggregate=constant")),
-])
+        "--clip-eps=0.01", "--aggregate=token", "--aggregate=constant"))])
 def test_a_flag_that_changes_the_mathematics_arrives(flags):
     """Also in micro-batches that cut a group."""
     flags = flags.split()
@@ -163,8 +161,7 @@ def test_gdpo_on_two_ranks_is_that_of_one(tmp_path):
 @pytest.mark.parametrize("given, expected", [
     ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8]),
     (torch.arange(8), range(8)), (torch.arange(8.0).numpy(), range(8)), (torch.ones(8, 1), [1] * 8),
-    (torch.ones(8, requires_grad=True), [1] * 8), ([True] * 8, [1] * 8),
-])
+    (torch.ones(8, requires_grad=True), [1] * 8), ([True] * 8, [1] * 8)])
 def test_a_reward_from_python_may_give_any_list_of_numbers(given, expected):
     def reward_of(problems, prompts, rollout):
         return given
@@ -578,8 +575,7 @@ def in_trouble(rows):
     ([0.5] * 30, None, ["stuck reward"]), ([*[0.5] * 29, 0.55], 0.4, []), ([0.5], 0.4, []),
     ([0.9, 0.3], 0.4, ["fallen reward"]), ([0.9, 0.5], 0.4, []), ([1.0, *[0.8] * 20], 0.4, []),
     ([*[0.1] * 20, *[0.8] * 20, *[0.4] * 10], 0.95, ["fallen reward"]),
-    ([*[0.1] * 20, *[0.8] * 20, *[0.4] * 5], 0.4, []), ([-9.0, *[-9.2] * 20], 0.4, []),
-])
+    ([*[0.1] * 20, *[0.8] * 20, *[0.4] * 5], 0.4, []), ([-9.0, *[-9.2] * 20], 0.4, [])])
 def test_only_a_reward_that_has_fallen_or_stands_is_trouble(rewards, accuracy, told):
     """A fallen one names --lr first; half a standard deviation of the answers is a quarter here."""
     rows = [{**row, "reward_mean": reward, "accuracy": accuracy}
@@ -595,10 +591,8 @@ def test_only_a_reward_that_has_fallen_or_stands_is_trouble(rewards, accuracy, t
     ("reference", 12, "approx_kl", [0.0] * 4, [0.0] * 3, ("4 steps", "--lr")),
     ("flat groups", 10, "zero_variance_groups", [0.51] * 10, [0.5] * 10,
      ("51%", "--max-resample 3")),
-    ("cut answers", 10, "truncated_fraction", [0.96] * 10, [0.95] * 9,
-     ("96%", "--max-new-tokens")),
-    ("entropy", 20, "entropy", [0.049] * 10, [0.051] * 10, ("1/10", "--clip-eps-high 0.28")),
-])
+    ("cut answers", 10, "truncated_fraction", [0.96] * 10, [0.95] * 9, ("96%", "--max-new-tokens")),
+    ("entropy", 20, "entropy", [0.049] * 10, [0.051] * 10, ("1/10", "--clip-eps-high 0.28"))])
 def test_a_failure_is_named_with_its_number_and_its_remedy(what, n, name, failing, healthy, words):
     rows = in_trouble(history(n, **{name: failing}))
     before = copy.deepcopy(rows)
