@@ -151,8 +151,7 @@ def test_a_card_that_torch_cannot_use(capsys, monkeypatch, tmp_path):
 def test_a_bad_config(capsys, tmp_path, config, words):
     path = tmp_path / "c.json"
     path.write_text(config, encoding="utf-8", errors="surrogateescape")
-    line = refused_before_a_folder_is_made(capsys, tmp_path, f"--config={path}")
-    assert words in line
+    assert words in refused_before_a_folder_is_made(capsys, tmp_path, f"--config={path}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -165,7 +164,6 @@ def no_end_token(m, nothing):
 
 
 def without(*names):
-    """The folder without these files."""
     return lambda m: [(m / name).unlink() for name in names]
 
 
@@ -224,10 +222,6 @@ def test_a_model_without_padding_token(tmp_path):
     trains(f"--model={tmp_path / 'm'}", *SMALL, f"--output={tmp_path / 'run'}")
 
 
-PLAIN = ("{% for m in messages %}{{ m.role }}: {{ m.content }} <|end|> {% endfor %}"
-         "{% if add_generation_prompt %}assistant:{% endif %}")
-
-
 # --------------------------------------------------------------------------------------------------
 # Data
 
@@ -242,16 +236,15 @@ def test_bad_data(capsys, tmp_path, flag, text, words):
         (tmp_path / "x.jsonl").write_text(text)
     flags = (f"{flag}={tmp_path / 'x.jsonl'}", "--reward", "rule", "think")
     line = refused_before_a_folder_is_made(capsys, tmp_path, *flags)
-    assert refused(capsys, flags[0]) == line
-    assert f"{flag}: {tmp_path}" in line and words in line
+    assert refused(capsys, flags[0]) == line and f"{flag}: {tmp_path}" in line and words in line
 
 
 def test_a_problem_that_cannot_be_asked_is_named_by_its_line(capsys, tmp_path):
     """The longest of those that the model has no room for; and a role that nobody plays."""
     longer = [{**GOOD, "question": GOOD["question"] * n} for n in (1, 9, 12, 10)]
     asked = {"messages": [{"role": "boss", "content": "?"}, {"role": "user", "content": "?"}]}
-    for rows, words in [(longer, "line 4, the longest of 3 "), ([*longer, {**GOOD, **asked}],
-                                                                "line 6: a message has the role")]:
+    for rows, words in ((longer, "line 4, the longest of 3 "),
+                        ([*longer, {**GOOD, **asked}], "line 6: a message has the role")):
         (tmp_path / "x.jsonl").write_text("\n" + json_lines(*rows))
         line = refused_before_a_folder_is_made(capsys, tmp_path, f"--data={tmp_path / 'x.jsonl'}")
         assert line.startswith("train.py: --data") and f"x.jsonl, {words}" in line
@@ -297,6 +290,8 @@ def test_a_warning_is_one_line(tmp_path):
 @pytest.mark.parametrize("script, arguments, word", [
     ("advantage.py", ["1", "apple"], "apple"), ("advantage.py", ["1", "nan"], "nan"),
     ("advantage.py", ["1"], "1"), ("sample.py", ["--model=nowhere"], "loaded"),
+    *(("sample.py", [flag], "--max-new-tokens and --group-size must be at least 1, --temp")
+      for flag in ("--max-new-tokens=0", "--temperature=-1", "--group-size=0")),
     ("sample.py", ["--device=tpu"], "tpu"), ("sample.py", ["Anna has 9 . " * 50], "128"),
     ("logprob.py", ["--model=."], "."), ("logprob.py", ["--model=./nowhere"], "nowhere")])
 def test_a_script_refuses_in_one_line(run_here, script, arguments, word):

@@ -33,7 +33,6 @@ def weights(folder):
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """The same run on two ranks, which begins here."""
     folder = tmp_path_factory.mktemp("ranks") / "run"
     return folder, begin_ranks(2, "train.py", *ITERATIVE, "--steps=4", f"--output={folder}")
 
@@ -152,7 +151,6 @@ def fresh_learner(lr=1e-2, **changes):
 
 
 def saved_model(folder, **changes):
-    """A reward model of random weights in a folder, its config changed."""
     learner = fresh_learner(**changes)
     learner.model.save_pretrained(folder)
     learner.tokenizer.save_pretrained(folder)
@@ -245,8 +243,7 @@ def test_step_rewards_reach_the_gradient(step_file):
     start = copy.deepcopy(p.policy)
     rollout, gradients, _ = step_of_the_program(p, reward_of=train.load_reward_of(p.settings))
     mask = rollout.mask                                                                # (N, S-1)
-    lists = list(by_hand(rollout, p.problems, p.tokenizer.vocab[","]))
-    A = process_advantages(lists, mask, 4)
+    A = process_advantages([*by_hand(rollout, p.problems, p.tokenizer.vocab[","])], mask, 4)
     assert torch.equal(rollout.advantages, A) and A[mask].std() > 0
     rule = reward.score_responses(rollout.responses, reward.truths_of(p.problems), 4)
     assert torch.equal(rollout.rewards, rule)

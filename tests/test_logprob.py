@@ -71,7 +71,6 @@ class Shapes(TorchDispatchMode):
 # The formula, and all fast forms together against the full log-softmax
 
 def test_the_definition(random_model):
-    """[D] word for word against the formula in float64."""
     input_ids, labels, weights = batch()
     exact = copy.deepcopy(random_model).double()
     expected, _ = naive(exact, input_ids, labels, 0.7)
@@ -196,7 +195,6 @@ def test_lean_head(monkeypatch, rows, temperature, dtype, grad_dtype):
 
 
 def test_large_logits():
-    """exp never overflows."""
     hidden = torch.eye(3, requires_grad=True)
     weight = torch.tensor([[500.0, -500, 0], [-500, 500, 0], [0, 0, 0]])
     logprobs, entropy = LeanHead.apply(hidden, weight, torch.tensor([0, 0, 1]), 1.0, True)
@@ -356,7 +354,6 @@ def test_micro_batches_of_shared_prompts():
 
 
 def test_checkpointed_layers_run_once_more(some_model):
-    """test_families.py has their gradients."""
     model, (input_ids, labels, _) = copy.deepcopy(some_model), batch()
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     run = []

@@ -165,8 +165,8 @@ with train.Run().stopping_on_signals():
 
 
 def test_the_second_signal_leaves_at_once():
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED_TWICE], cwd=ROOT, timeout=LIMIT)
-    assert done.returncode == -signal.SIGINT
+    status = subprocess.call([sys.executable, "-c", INTERRUPTED_TWICE], cwd=ROOT, timeout=LIMIT)
+    assert status == -signal.SIGINT
 
 
 def test_main_puts_signals_back_and_leaves_ignored_ones_alone(monkeypatch, tmp_path):
@@ -250,8 +250,7 @@ def test_a_folder_in_which_another_process_trains(capsys, run_folder):
 def test_two_runs_that_begin_in_one_second(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train.time, "strftime", lambda _: "now")
-    s = train.parse([])
-    names = {train.Run().claim_folder(s) for _ in range(3)}
+    names = {train.Run().claim_folder(train.parse([])) for _ in range(3)}
     assert len(names) == 3 and all(os.path.dirname(name) == f"{tmp_path}/runs" for name in names)
 
 
@@ -385,8 +384,7 @@ def test_safetensors_reads_what_was_written():
         "none": torch.empty(0, 5), "half": torch.full((2, 1, 2), 0.1, dtype=torch.float16),
         'a "name"\n': torch.tensor([torch.inf, -0.0]), "text": torch.frombuffer(bytearray(b"x"),
                                                                                dtype=torch.uint8)}
-    written = b"".join(bytes(piece) for piece in train.as_safetensors(tensors))
-    found = load(written)
+    found = load(b"".join(map(bytes, train.as_safetensors(tensors))))
     assert same_tensors(found, tensors)
     assert all(found[name].dtype == tensors[name].dtype for name in tensors)
 
@@ -486,8 +484,7 @@ def test_what_a_failed_attempt_held_is_freed_before_the_next(error):
             raise error
         return alive
 
-    s = train.parse(["--micro-batch-tokens=1024"])
-    assert train.within_memory(function, s) == [False]
+    assert train.within_memory(function, train.parse(["--micro-batch-tokens=1024"])) == [False]
 
 
 @pytest.mark.parametrize("error", [*NO_MEMORY, RuntimeError("no kernel")])

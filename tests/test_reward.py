@@ -38,8 +38,7 @@ def box(answer):
 @pytest.mark.parametrize("empty", ["", " ", "\n\t", "$", "$$", r"\$", ".", "...", r"\text{}",
                                    r"\text{ }", r"\ ", "\u00a0", "\u2003"])
 def test_an_empty_box_is_no_answer(empty):
-    assert rule_reward(box(empty), "63") == 0.0
-    assert rule_reward(box(empty), empty) == 0.0
+    assert rule_reward(box(empty), "63") == 0.0 and rule_reward(box(empty), empty) == 0.0
     assert rule_reward(rf"\boxed{{63}} and \boxed{{{empty}}}", "63") == 0.0
     for zero in ("0", "0.0", "-0", "$0", ".0", r"0\%"):  # which is an answer
         assert rule_reward(box(zero), "0") == 1.5 == rule_reward(box(zero), 0)  # as a number, too
@@ -167,8 +166,7 @@ def test_numbers_that_are_equal(number, written):
     *((number, "5") for number in HUGE),  # which nothing computes
 ])
 def test_answers_that_are_not_equal(answer, truth):
-    assert rule_reward(box(answer), truth) == 0.5
-    assert rule_reward(box(truth), answer) == 0.5
+    assert rule_reward(box(answer), truth) == 0.5 and rule_reward(box(truth), answer) == 0.5
 
 
 @pytest.mark.parametrize("answer, truth", [
@@ -177,8 +175,7 @@ def test_answers_that_are_not_equal(answer, truth):
     (r"\text{a week}", "a   week"), ("STRASSE", "straße"), ("x²", "x^2"), (r"\mathbb{R}", "R"),
     ("nan", "NaN"), ("9" * 301, "9" * 301), *zip(HUGE, HUGE)])
 def test_text_is_cleaned_and_compared_whole(answer, truth):
-    assert isinstance(canonical(answer), str)
-    assert rule_reward(box(answer), truth) == 1.5
+    assert isinstance(canonical(answer), str) and rule_reward(box(answer), truth) == 1.5
     assert rule_reward(box(answer + "x"), truth) == 0.5
 
 
@@ -589,7 +586,6 @@ def test_a_file_that_cannot_be_used_is_named_at_load(tmp_path, monkeypatch, flag
 
 @pytest.mark.parametrize("column", ["score", "self", "function", "rows", "texts", "solution"])
 def test_a_column_may_have_any_other_name(column):
-    """The rewards of this file take every column."""
     problems = [{**problem, column: "x"} for problem in PROBLEMS]
     reward_of = own_reward_of(["rule", "think"])
     assert reward_of(problems, ["<a>", "<b>"], rollout_of(*FOUR)).tolist() == [1.5, 0.5, 0.0, 1.5]
@@ -650,8 +646,7 @@ def test_what_a_reward_file_does_to_the_process_ends_with_it(tmp_path, monkeypat
         with torch.set_grad_enabled(mode):
             function = load_function(spec)
             assert torch.is_grad_enabled() == mode and sys.argv[1:] == ["--steps", "3"]
-            assert scored(function).tolist() == [5.0] * 4
-            assert torch.is_grad_enabled() == mode
+            assert scored(function).tolist() == [5.0] * 4 and torch.is_grad_enabled() == mode
 
 
 def test_a_reward_model_reads_its_own_template(tiny, monkeypatch):
@@ -817,12 +812,6 @@ def test_preference_pairs_are_of_one_group_the_better_first():
     assert drawn[0] == drawn[1] != drawn[2:] and len(drawn[0]) == 2
 
 
-def bradley_terry_loss(chosen, rejected):
-    pairs = zip(chosen.tolist(), rejected.tolist())
-    losses = [-math.log(1 / (1 + math.exp(b - a))) for a, b in pairs]
-    return sum(losses) / len(losses)
-
-
 class Seen(list):
     """A tokenizer that remembers the texts it was given; one token per letter."""
     eos_token_id = 1
@@ -851,8 +840,8 @@ def test_an_iteration_mixes_a_tenth_of_old_pairs():
     rows = reward_model_rows(Seen(), ["p"] * 100, [t for t in seen if t not in ("p", "bad")]
                              + ["bad"] * 50)
     chosen, rejected = score_rows(r.model, rows).chunk(2)
-    assert figures["reward_model_loss"] == pytest.approx(
-        bradley_terry_loss(chosen, rejected), abs=1e-5)
+    losses = [math.log(1 + math.exp(b - a)) for a, b in zip(chosen.tolist(), rejected.tolist())]
+    assert figures["reward_model_loss"] == pytest.approx(sum(losses) / 50, abs=1e-5)
     assert figures["reward_model_accuracy"] == int((chosen > rejected).sum()) / 50
     gradients = []  # of the same pair three times: nothing is left over from the step before
     r.optimizer.register_step_pre_hook(
