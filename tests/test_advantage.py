@@ -33,8 +33,7 @@ def assert_close(actual, expected, tolerance):
     assert actual.tolist() == pytest.approx(expected, rel=tolerance, abs=tolerance)
 
 
-# --------------------------------------------------------------------------------------------------
-# Against the formula; the script below shows a worked group
+# --- Against the formula; the script below shows a worked group -----------------------------------
 
 @pytest.mark.parametrize("eps", [1e-8, 0.5])
 def test_the_definition(rewards, eps):
@@ -75,8 +74,7 @@ def test_small_floats_are_summed_in_float32(dtype):
         assert (group_advantages(rewards, 1024, scale_by_std=scale_by_std).abs() == expected).all()
 
 
-# --------------------------------------------------------------------------------------------------
-# Equal rewards
+# --- Equal rewards --------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("options", OPTIONS)
@@ -113,8 +111,7 @@ def test_the_rewards_are_left_as_they_are_and_groups_are_of_8(rewards):
     assert torch.equal(clipped, plain.clamp(-1, 1)) and plain.max() > 1 > -1 > plain.min()
 
 
-# --------------------------------------------------------------------------------------------------
-# Variants: one value per answer
+# --- Variants: one value per answer ---------------------------------------------------------------
 
 def test_leave_one_out(rewards):
     groups = rewards.view(5, 8).tolist()
@@ -189,8 +186,7 @@ def test_shapley_shares(rewards):
     assert shapley_shares(torch.tensor([])).shape == (0,)
 
 
-# --------------------------------------------------------------------------------------------------
-# Variants: one value per token
+# --- Variants: one value per token ----------------------------------------------------------------
 
 LENGTHS = (4, 2, 0, 3, 1, 5, 2, 3)  # response tokens of two groups of four; one answer is empty
 GROUPS = (range(4), range(4, 8))
@@ -326,8 +322,7 @@ def test_entropies_of_zero_or_equal(level, entropy):
     assert float(equal.abs().max()) < 1e-6
 
 
-# --------------------------------------------------------------------------------------------------
-# Refusals, and the script
+# --- Refusals, and the script ---------------------------------------------------------------------
 
 @pytest.mark.parametrize("rewards, group_size, reason", [
     ([1.0] * 7, 8, "groups of 8"), ([1.0] * 9, 8, "groups of 8"), ([], 8, "groups of 8"),

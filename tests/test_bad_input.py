@@ -33,8 +33,7 @@ def refused_before_a_folder_is_made(capsys, tmp_path, *flags):
     return line
 
 
-# --------------------------------------------------------------------------------------------------
-# Flags
+# --- Flags ----------------------------------------------------------------------------------------
 
 HUGE = "9" * 30
 
@@ -134,8 +133,7 @@ def test_a_card_that_torch_cannot_use(capsys, monkeypatch, tmp_path):
     assert train.choose_device(train.parse(["--device=cpu"]))[0].type == "cpu"
 
 
-# --------------------------------------------------------------------------------------------------
-# A config file goes through the same parser
+# --- A config file goes through the same parser ---------------------------------------------------
 
 @pytest.mark.parametrize("config, words", [
     *((text, "") for text in ("", "[1]", '{"lr": ', "[" * 10**5, '{"lr": "\udcff"}')),
@@ -154,8 +152,7 @@ def test_a_bad_config(capsys, tmp_path, config, words):
     assert words in refused_before_a_folder_is_made(capsys, tmp_path, f"--config={path}")
 
 
-# --------------------------------------------------------------------------------------------------
-# Models. A folder is the tiny policy's with something wrong in it.
+# --- Models. A folder is the tiny policy's with something wrong in it -----------------------------
 
 def no_end_token(m, nothing):
     edit_json(m / "tokenizer_config.json", eos_token=None)
@@ -222,8 +219,7 @@ def test_a_model_without_padding_token(tmp_path):
     trains(f"--model={tmp_path / 'm'}", *SMALL, f"--output={tmp_path / 'run'}")
 
 
-# --------------------------------------------------------------------------------------------------
-# Data
+# --- Data -----------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("flag", ["--data", "--eval-data"])
 @pytest.mark.parametrize("text, words", [
@@ -250,8 +246,7 @@ def test_a_problem_that_cannot_be_asked_is_named_by_its_line(capsys, tmp_path):
         assert line.startswith("train.py: --data") and f"x.jsonl, {words}" in line
 
 
-# --------------------------------------------------------------------------------------------------
-# The terminal
+# --- The terminal ---------------------------------------------------------------------------------
 
 def test_flags_that_are_given_twice(capsys):
     """Rewards and their weights are added; of all others the last counts, and that is told."""

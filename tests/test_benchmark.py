@@ -23,8 +23,7 @@ def cpu(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
 
 
-# --------------------------------------------------------------------------------------------------
-# The benchmark: what it makes, and what it holds it against
+# --- The benchmark: what it makes, and what it holds it against -----------------------------------
 
 def test_the_shape_of_qwen():
     with torch.device("meta"):

@@ -48,8 +48,7 @@ def learner():
     return train.load_reward_model(train.parse(ITERATIVE))
 
 
-# --------------------------------------------------------------------------------------------------
-# The iteration
+# --- The iteration --------------------------------------------------------------------------------
 
 def test_two_iterations_are_those_of_the_formulas(whole, learner):
     """Rewards, pairs, replay and the trained weights again, from the answers that were logged."""
@@ -138,8 +137,7 @@ def test_a_score_that_is_not_finite_ends_the_step(learner):
                       SimpleNamespace(responses=[text] * 2))
 
 
-# --------------------------------------------------------------------------------------------------
-# The reward model's own learning
+# --- The reward model's own learning --------------------------------------------------------------
 
 def fresh_learner(lr=1e-2, **changes):
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -211,8 +209,7 @@ def test_the_tiny_reward_model_ranks_worked_answers_above_wrong_guesses(learner)
     assert (MODEL / "model.safetensors").stat().st_size < 60_000
 
 
-# --------------------------------------------------------------------------------------------------
-# Process supervision
+# --- Process supervision --------------------------------------------------------------------------
 
 STEPS = """
 def steps(prompts, completions, completion_ids, answer, solution, **columns):

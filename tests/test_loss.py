@@ -27,8 +27,7 @@ def gradient(value, leaf):
     return torch.autograd.grad(value, leaf, retain_graph=True)[0]
 
 
-# --------------------------------------------------------------------------------------------------
-# The loss, its gradient and its metrics against the formulas, token by token on scalars
+# --- The loss, its gradient and its metrics against the formulas, token by token on scalars -------
 
 NAMES = ("logprobs", "old_logprobs", "ref_logprobs", "advantages", "mask")
 
@@ -174,8 +173,7 @@ def test_float32_stays_float32(aggregate, ratio):
     assert value.item() == pytest.approx(exact.item(), rel=1e-5)
 
 
-# --------------------------------------------------------------------------------------------------
-# [F] near zero; the script below shows the theory's walkthrough
+# --- [F] near zero; the script below shows the theory's walkthrough -------------------------------
 
 def test_k3_near_zero_and_never_negative():
     d = torch.tensor([1e-4, -1e-4, 1e-3, -1e-3])
@@ -198,8 +196,7 @@ def test_the_gradient_coefficient(per_token):
         close(gradient(value, logprobs), -gradient_coefficient(A, old, ref, **beta) * weights)
 
 
-# --------------------------------------------------------------------------------------------------
-# [F] What each estimate of the KL is an estimate of
+# --- [F] What each estimate of the KL is an estimate of -------------------------------------------
 
 @pytest.mark.parametrize("estimator, off_policy, is_the_kl, has_gradient_of", [
     ("k1", False, True, "nothing"), ("k2", False, False, "KL(pi|ref)"),
@@ -263,8 +260,7 @@ def test_next_kl_coef_is_never_negative_and_never_stuck():
     assert all(a < b for a, b in zip(rising, rising[1:])) and rising[-1] > 0.01
 
 
-# --------------------------------------------------------------------------------------------------
-# [E] Variants
+# --- [E] Variants ---------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("ratio, objective", every(RATIOS, OBJECTIVES))
 def test_a_ratio_beyond_float32_stays_finite(ratio, objective):
@@ -290,8 +286,7 @@ def test_truncated_importance_sampling():
         assert (5 * gradient(loss, old))[0].tolist() == pytest.approx(weights)
 
 
-# --------------------------------------------------------------------------------------------------
-# Masks, and a batch cut into micro-batches
+# --- Masks, and a batch cut into micro-batches ----------------------------------------------------
 
 def batch_and_loss(aggregate, ratio, kl_estimator, objective, **shape):
     """A batch with the sampler's log-probs as the last, and the loss as a function of it."""
@@ -352,8 +347,7 @@ def test_micro_batches_add_up(options, per_token):
             close(totals[name], number)
 
 
-# --------------------------------------------------------------------------------------------------
-# Refusals, and the script
+# --- Refusals, and the script ---------------------------------------------------------------------
 
 @pytest.mark.parametrize("options, reason", [
     (dict(kl_estimator="k4"), "'k4'"), (dict(aggregate="mean"), "'mean'"),

@@ -16,8 +16,7 @@ import reward
 from sample import chat_prompt, sample_groups
 from train import parse
 
-# --------------------------------------------------------------------------------------------------
-# The problems
+# --- The problems ---------------------------------------------------------------------------------
 
 def total_of(question):
     """A reader of its own: the first number, then every other with the word that it follows."""
@@ -158,8 +157,7 @@ def test_the_rewards_as_training_calls_them(task, tiny):
     assert paid == [1.5, 1.0, 0.0]
 
 
-# --------------------------------------------------------------------------------------------------
-# The folder of the model
+# --- The folder of the model ----------------------------------------------------------------------
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):

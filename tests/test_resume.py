@@ -96,8 +96,7 @@ def test_killed_at_any_moment_the_run_ends_the_same(uninterrupted, tmp_path):
     resumed_ends_the_same(folder, uninterrupted)
 
 
-# --------------------------------------------------------------------------------------------------
-# Signals, and rewards that fail
+# --- Signals, and rewards that fail ---------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def own_reward(tmp_path_factory):
@@ -193,8 +192,7 @@ def test_a_reward_that_fails_at_once_can_be_mended(capsys, tmp_path, own_reward)
     resumed_ends_the_same(folder, whole)
 
 
-# --------------------------------------------------------------------------------------------------
-# What --resume refuses: one line, and not a byte of the run is changed
+# --- What --resume refuses: one line, and not a byte of the run is changed ------------------------
 
 def refuses_to_resume(capsys, folder, *flags):
     before = snapshot(folder)
@@ -373,8 +371,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on(capsys, monkeypatch, tmp_pa
     resumed_ends_the_same(folder, uninterrupted)
 
 
-# --------------------------------------------------------------------------------------------------
-# How a checkpoint is written
+# --- How a checkpoint is written ------------------------------------------------------------------
 
 def test_safetensors_reads_what_was_written():
     """Of every dtype and shape, numbers in odd order, a name that JSON has to quote."""
@@ -405,8 +402,7 @@ def test_a_checkpoint_on_its_way_holds_one_tensor_in_memory(monkeypatch, tmp_pat
     assert not live and max(peaks) == max(sizes) < sum(sizes) / 5
 
 
-# --------------------------------------------------------------------------------------------------
-# Numbers that are not finite, memory that runs out
+# --- Numbers that are not finite, memory that runs out --------------------------------------------
 
 def test_ten_skipped_updates_stop_the_run_and_the_last_good_checkpoint_stays(
         capsys, monkeypatch, tmp_path, uninterrupted):

@@ -32,8 +32,7 @@ def box(answer):
     return rf"So it is \boxed{{{answer}}}."
 
 
-# --------------------------------------------------------------------------------------------------
-# The rule
+# --- The rule -------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("empty", ["", " ", "\n\t", "$", "$$", r"\$", ".", "...", r"\text{}",
                                    r"\text{ }", r"\ ", "\u00a0", "\u2003"])
@@ -62,8 +61,7 @@ def test_score_responses_is_prompt_major():
             score_responses([box(7)] * rows, ["7"] * truths, 3)
 
 
-# --------------------------------------------------------------------------------------------------
-# The box
+# --- The box --------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("text, content", [
     (r"\boxed{5}", "5"), (r"\boxed{ 5 }", " 5 "), (r"\boxed{}", ""), ("5", None), ("", None),
@@ -107,8 +105,7 @@ def test_boxes_are_their_definition():
         assert [(o.start(), c.end()) for o, c in complete_boxes(text)] == outer, text
 
 
-# --------------------------------------------------------------------------------------------------
-# Answers, read fairly
+# --- Answers, read fairly -------------------------------------------------------------------------
 
 NUMBERS = {  # how 18, and other numbers, may be written; answers.jsonl has more
     "18": r"""18$  $\$18.00$  $18.$  ((18))  36/2  x_{10} = 18  \text{Answer: }18
@@ -222,8 +219,7 @@ def test_hostile_text_is_scored_at_once(piece):
     assert time.process_time() - start < 1
 
 
-# --------------------------------------------------------------------------------------------------
-# Problems
+# --- Problems -------------------------------------------------------------------------------------
 
 def line(question="How many?", answer="Count: 8 * 9 = 72.\n#### 72", **columns):
     return json.dumps({"question": question, "answer": answer, **columns})
@@ -393,8 +389,7 @@ def test_the_real_gsm8k(name, count, monkeypatch, tmp_path):
             assert rule_reward(response, truth) == paid
 
 
-# --------------------------------------------------------------------------------------------------
-# Evaluation figures
+# --- Evaluation figures ---------------------------------------------------------------------------
 
 @pytest.mark.parametrize("n", range(1, 8))
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n):
@@ -666,8 +661,7 @@ def test_a_reward_model_reads_its_own_template(tiny, monkeypatch):
         assert rule[:2] == [0.0, 0.0] and math.isnan(rule[2])  # no answer known: no preference
 
 
-# --------------------------------------------------------------------------------------------------
-# Variants
+# --- Variants -------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("response, expected", [
     ("<think>9 * 7</think><answer>63</answer>", 1.5),
@@ -709,8 +703,7 @@ def test_overlong_penalty_is_dapos():
     assert overlong_penalty([0, 50, 100], limit=100, buffer=100).tolist() == [0, -0.5, -1]
 
 
-# --------------------------------------------------------------------------------------------------
-# Several candidates in one answer
+# --- Several candidates in one answer -------------------------------------------------------------
 
 # What an answer may be made of: (text, whether it is a candidate, whether that is right).
 PARTS = [
@@ -758,8 +751,7 @@ def test_candidates_are_found_at_once():
     assert boxed_candidates([both_in_one] * 2, ["2", None], 1) == ([[0.0, 0.0]] * 2, spans)
 
 
-# --------------------------------------------------------------------------------------------------
-# A reward model
+# --- A reward model -------------------------------------------------------------------------------
 
 def small_reward_model(architecture="qwen2", **changes):
     sizes = {"max_position_embeddings": 64, "pad_token_id": None, "num_labels": 1, **changes}

@@ -82,8 +82,7 @@ def assert_logprobs(model, rollout, temperature=1.0, atol=1e-4):
     torch.testing.assert_close(rollout.logprobs, expected, rtol=0, atol=atol)
 
 
-# --------------------------------------------------------------------------------------------------
-# The definition, and log-probs; test_families.py decodes greedily
+# --- The definition, and log-probs; test_families.py decodes greedily -----------------------------
 
 @pytest.mark.parametrize("temperature, T", [(1.0, 1), (0.7, 16), (1.8, 16)])
 @pytest.mark.parametrize("name, plain", [("qwen2", True), *((name, False) for name in FAMILY)])
@@ -132,8 +131,7 @@ def test_the_recorded_logprobs_are_those_of_logprob_py(random_model, temperature
     assert rollout.logprobs.dtype == torch.float32 and not rollout.logprobs.requires_grad
 
 
-# --------------------------------------------------------------------------------------------------
-# The rows
+# --- The rows -------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("limit", [1, 2, 12])
 @pytest.mark.parametrize("ends", [[END], ENDS])
@@ -298,8 +296,7 @@ def test_a_generator_a_prompt(model, config):
     assert responses_of(twice)[:3] != responses_of(twice)[3:]
 
 
-# --------------------------------------------------------------------------------------------------
-# The fast forms against the plain loop
+# --- The fast forms against the plain loop --------------------------------------------------------
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs need CUDA")
 def test_graphs_are_kept_and_released():
@@ -343,8 +340,7 @@ def test_a_step_that_fails_is_given_up(monkeypatch, capsys):
     assert sample.PLAIN and "no such argument" in capsys.readouterr().err and not sample.KEPT
 
 
-# --------------------------------------------------------------------------------------------------
-# Variants
+# --- Variants -------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("best, cut", [(1, 0.5), (3, 0.3), (3, 0.9)])
 def test_sampling_around_the_best(model, config, best, cut):
@@ -471,8 +467,7 @@ def test_a_template_with_nothing_between_two_turns_is_refused(model):
                              reply=lambda *_: "w5")
 
 
-# --------------------------------------------------------------------------------------------------
-# One draw
+# --- One draw -------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("words", [7, 128, 1000, 151_936])
 @pytest.mark.parametrize("temperature", [3.0, 0.7])
@@ -534,8 +529,7 @@ def test_the_numbers_behind_the_draws():
     assert torch.equal(own[50:], uniform_numbers(seeded(4), 1, 50, 10, torch.device("cpu")))
 
 
-# --------------------------------------------------------------------------------------------------
-# The chat template
+# --- The chat template ----------------------------------------------------------------------------
 
 def with_template(template):
     tokenizer = make_tokenizer(pad_token="<pad>", eos_token="<end>")
@@ -563,8 +557,7 @@ def test_a_template_that_fails(system_prompt):
         sample.chat_prompt(tokenizer, {"question": "x"}, system_prompt)
 
 
-# --------------------------------------------------------------------------------------------------
-# The script
+# --- The script -----------------------------------------------------------------------------------
 
 def test_script_takes_a_runs_settings(run_here, tmp_path):
     shutil.copytree(TINY, tmp_path / "final")

@@ -149,8 +149,7 @@ def test_twelve_updates_after_a_sampler_that_is_off_do_not_end_the_run():
     assert found == [(0, pytest.approx(0.01, rel=0.01)), (0, pytest.approx(0, abs=1e-3))]
 
 
-# --------------------------------------------------------------------------------------------------
-# Every metric of the README against its definition, on six answers written by hand
+# --- Every metric of the README against its definition, on six answers written by hand ------------
 
 SIZES = [(4, 2), (4, 3), (3, 1), (3, 4), (5, 5), (5, 9)]  # of the rows: prompt, answer
 RESPONSES = ["\\boxed{7}", "\\boxed{8}", "none", "\\boxed{6}", "\\boxed{5}", "so \\boxed{5}"]
@@ -244,8 +243,7 @@ def test_evaluation_is_its_definition():
     assert how == [(1, 11, 0.0)] * 2 + [(2, 11, 0.7)] * 3 and len(set(sum(seeds, []))) == 14
 
 
-# --------------------------------------------------------------------------------------------------
-# [H] The loop
+# --- [H] The loop ---------------------------------------------------------------------------------
 
 def test_the_loop_warms_up_evaluates_and_saves_when_it_should():
     run = loop("--warmup-steps=4", "--eval-every=2", "--save-every=3", "--updates-per-rollout=1")
@@ -337,8 +335,7 @@ def test_masters_gather_the_gradient_of_all_micro_batches():
     assert (found[0] - found[1]).norm() < 0.02 * found[0].norm()
 
 
-# --------------------------------------------------------------------------------------------------
-# A run, its files and what it prints
+# --- A run, its files and what it prints ----------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
@@ -510,8 +507,7 @@ def test_the_help():
     assert len(heads) == 8 and places == sorted(places)
 
 
-# --------------------------------------------------------------------------------------------------
-# Settings: the defaults, over them a config file, over it the command line
+# --- Settings: the defaults, over them a config file, over it the command line --------------------
 
 def test_the_command_line_wins_over_the_config_and_the_config_over_the_defaults(tmp_path):
     (tmp_path / "d.jsonl").write_text("")
@@ -564,8 +560,7 @@ def test_what_flags_become(monkeypatch, tmp_path):
     assert train.parse(["--data=x", "--eval-data=y"]).eval_data == "y"
 
 
-# --------------------------------------------------------------------------------------------------
-# Memory
+# --- Memory ---------------------------------------------------------------------------------------
 
 def test_checkpointed_layers_run_again():
     p, calls = parts("--micro-batch-tokens=10000", "--kl-coef=0"), []

@@ -325,8 +325,7 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, tm
     assert "--ratio" not in trained(three, 5)[1]              # the advantages of tokens are mixed
 
 
-# --------------------------------------------------------------------------------------------------
-# --max-resample: flat groups make room for those of other problems
+# --- --max-resample: flat groups make room for those of other problems ----------------------------
 
 def draws(texts, length, start):
     """A rollout of one group for each list of texts; ids and lengths tell where rows are from."""
@@ -436,8 +435,7 @@ def test_other_problems_follow_from_seed_step_and_round(tiny):
     assert len(own(1, 4, 1, 4).prompts) == 4       # where there are no others
 
 
-# --------------------------------------------------------------------------------------------------
-# The loop: reference, best, beta, learning rate
+# --- The loop: reference, best, beta, learning rate -----------------------------------------------
 
 def test_the_kl_is_0_right_after_the_reference_was_renewed():
     run = loop("--renew-reference=2", "--updates-per-rollout=1", "--save-every=2")
@@ -540,8 +538,7 @@ def test_ranks_meet_equally_often_in_an_evaluation(monkeypatch, fails):
     assert meetings[0] == meetings[1] and len(meetings[0]) == (1 if fails else 2)
 
 
-# --------------------------------------------------------------------------------------------------
-# Warnings: each known failure is provoked, and nothing is said of a healthy run
+# --- Warnings: each known failure is provoked, and nothing is said of a healthy run ---------------
 
 def history(n, **series):
     """n steps of a healthy run; of a name in `series` the last values are these."""
@@ -734,8 +731,7 @@ def test_a_warning_is_told_once_and_the_rule_by_its_name_is_the_rule(tmp_path, c
     assert not any("warning" in m for m in metrics_of(tmp_path / "plain")[5:])
 
 
-# --------------------------------------------------------------------------------------------------
-# Rewards of one's own, and problems whose answers nobody knows
+# --- Rewards of one's own, and problems whose answers nobody knows --------------------------------
 
 MINE = """
 def first(completions, **columns):
