@@ -63,8 +63,7 @@ LIMIT = 300  # seconds: a process that hangs fails its test
 # Reading the default's 2000 problems takes longer than a short run; these are 32.
 FEW = (f"--data={TINY / 'few.jsonl'}", f"--eval-data={TINY / 'few.jsonl'}")
 
-# --------------------------------------------------------------------------------------------------
-# Models
+# --- Models ---------------------------------------------------------------------------------------
 
 SMALL = dict(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -184,8 +183,7 @@ def answer_rows(sizes, seed=0, width=20, words=SMALL["vocab_size"], pad=SMALL["p
     return input_ids, labels, torch.randn(len(sizes), width - 1, generator=generator)
 
 
-# --------------------------------------------------------------------------------------------------
-# One step of train.py, and the loop, on the tiny policy; and the same step by hand
+# --- One step of train.py, and the loop, on the tiny policy; and the same step by hand ------------
 
 # Rewards in place of the rule's: by these, half of the eight answers are worth something.
 REWARDS = torch.tensor([1.0, 0.0, 0.5, 0.0, 2.0, 2.0, 0.0, 1.0])
@@ -333,8 +331,7 @@ QWEN = {"model_type": "qwen3", "vocab_size": 1000, "hidden_size": 64, "intermedi
         "tie_word_embeddings": True}
 
 
-# --------------------------------------------------------------------------------------------------
-# Programs as function calls: here a line of refusal, a status and files are what counts
+# --- Programs as function calls: here a line of refusal, a status and files are what counts -------
 
 @pytest.fixture
 def run_here(monkeypatch, capsys):
@@ -405,8 +402,7 @@ def printed_by(*flags):
     return out.getvalue(), err.getvalue()
 
 
-# --------------------------------------------------------------------------------------------------
-# Programs in processes of their own, and ranks without torchrun's slow start
+# --- Programs in processes of their own, and ranks without torchrun's slow start ------------------
 
 def start(program, *arguments, folder=ROOT, out=subprocess.DEVNULL, err=subprocess.DEVNULL,
           **environment):
@@ -510,8 +506,7 @@ def faulty_reward(folder):
     return f"--reward={folder / 'mine.py'}:score"
 
 
-# --------------------------------------------------------------------------------------------------
-# What a run has left in its folder
+# --- What a run has left in its folder ------------------------------------------------------------
 
 def lines_of(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -593,8 +588,7 @@ def snapshot(folder):
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-# --------------------------------------------------------------------------------------------------
-# Refusals of the stage functions, and what is made to fail
+# --- Refusals of the stage functions, and what is made to fail ------------------------------------
 
 NO_MEMORY = [torch.OutOfMemoryError("CUDA out of memory"),
              RuntimeError("DefaultCPUAllocator: can't allocate memory")]

@@ -33,8 +33,7 @@ def assert_close(actual, expected, tolerance):
     assert actual.tolist() == pytest.approx(expected, rel=tolerance, abs=tolerance)
 
 
-# --------------------------------------------------------------------------------------------------
-# Against the formula; the script below shows a worked group
+# --- Against the formula; the script below shows a worked group -----------------------------------
 
 @pytest.mark.parametrize("eps", [1e-8, 0.5])
 def test_the_definition(rewards, eps):
@@ -72,12 +71,10 @@ def test_random_rewards(options, eps):
 def test_small_floats_are_summed_in_float32(dtype):
     rewards = torch.tensor([1.0] * 512 + [0.0] * 512, dtype=dtype)
     for scale_by_std, expected in ((True, 1.0), (False, 0.5)):
-        advantages = group_advantages(rewards, 1024, scale_by_std=scale_by_std)
-        assert (advantages.abs() == expected).all()
+        assert (group_advantages(rewards, 1024, scale_by_std=scale_by_std).abs() == expected).all()
 
 
-# --------------------------------------------------------------------------------------------------
-# Equal rewards
+# --- Equal rewards --------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("options", OPTIONS)
@@ -114,8 +111,7 @@ def test_the_rewards_are_left_as_they_are_and_groups_are_of_8(rewards):
     assert torch.equal(clipped, plain.clamp(-1, 1)) and plain.max() > 1 > -1 > plain.min()
 
 
-# --------------------------------------------------------------------------------------------------
-# Variants: one value per answer
+# --- Variants: one value per answer ---------------------------------------------------------------
 
 def test_leave_one_out(rewards):
     groups = rewards.view(5, 8).tolist()
@@ -138,14 +134,13 @@ def gdpo_reference(parts, weights, group_size):
     return reference(sums, len(sums))
 
 
-NONE = math.nan
 RIGHT_AND_LENGTH = [[1, 1, 0, 0], [0, 100, 200, 300]]
 
 
 @pytest.mark.parametrize("parts, weights", [  # in groups of four
     (RIGHT_AND_LENGTH, (1, 1)), (RIGHT_AND_LENGTH, (1, 0)), (RIGHT_AND_LENGTH, (2.0, -0.5)),
-    ([[1, NONE, 0, 0, 1, 2, 3, 4], [5, NONE, NONE, NONE, NONE, 1, 1, 9]], (1, 1)),
-    ([[NONE] * 8, [0.3, 0.1, 0.2, 0.2, 1, 0, 0, 0], [0.7] * 8], (1, 2, 3)),
+    ([[1, math.nan, 0, 0, 1, 2, 3, 4], [5, *[math.nan] * 4, 1, 1, 9]], (1, 1)),
+    ([[math.nan] * 8, [0.3, 0.1, 0.2, 0.2, 1, 0, 0, 0], [0.7] * 8], (1, 2, 3)),
     ([[1, 0, 0, 0], [0, 1, 1, 1]], (1, 1)),  # they cancel: all advantages are 0
 ])
 def test_gdpo_is_its_formula(parts, weights):
@@ -191,8 +186,7 @@ def test_shapley_shares(rewards):
     assert shapley_shares(torch.tensor([])).shape == (0,)
 
 
-# --------------------------------------------------------------------------------------------------
-# Variants: one value per token
+# --- Variants: one value per token ----------------------------------------------------------------
 
 LENGTHS = (4, 2, 0, 3, 1, 5, 2, 3)  # response tokens of two groups of four; one answer is empty
 GROUPS = (range(4), range(4, 8))
@@ -231,7 +225,6 @@ STEPS = [[(0, 1.0), (3, 0.5)], [(1, -2.0)], [], [(0, 0.25), (1, 3.0), (2, 0.0)],
 CANDIDATE_REWARDS = [[0.2, 0.8, 0.5], [1.0], [], [0.0, 1.0], [], [1.0, 1.0, 0.0], [0.5], []]
 SPANS = [[(0, 0), (1, 2), (3, 3)], [(1, 1)], [], [(0, 1), (2, 2)], [], [(0, 1), (2, 2), (4, 4)],
          [(0, 1)], []]
-CANDIDATES = (CANDIDATE_REWARDS, SPANS)
 
 
 def sums_of_scores(spans, rewards):
@@ -258,11 +251,10 @@ def test_process_supervision(rewards):
 def test_shape_advantages():
     rows = sums_of_scores(SPANS, list(map(shapley_by_definition, CANDIDATE_REWARDS)))
     assert rows[1][0] == 0 == rows[5][3] and rows[0][0] != rows[0][1]  # outside every span: 0
-    assert_per_token(shape_advantages(*CANDIDATES, ragged_mask(), 4), rows, ragged_mask())
-
-
-def entropies_for(mask):
-    return 0.05 + 3 * torch.rand(mask.shape, dtype=torch.float64, generator=seeded())
+    assert_per_token(shape_advantages(CANDIDATE_REWARDS, SPANS, ragged_mask(), 4), rows,
+                     ragged_mask())
+    with pytest.raises(ValueError):  # a candidate without a span
+        shape_advantages([[1.0], *[[]] * 7], [[]] * 8, ragged_mask(), 4)
 
 
 def entropy_reference(rewards, entropies, mask, level, a1, a2, right, normalize):
@@ -298,7 +290,7 @@ def test_entropy_advantages(level, normalize, weights, given_right):
     mask = ragged_mask()
     rewards = torch.tensor([1.5, 0.0, 1.5, 0.5, -1.0, 2.0, 0.0, 1.0])
     right = rewards == 1.5 if given_right else rewards > 0
-    H = entropies_for(mask)
+    H = 0.05 + 3 * torch.rand(mask.shape, dtype=torch.float64, generator=seeded())
     rows = entropy_reference(rewards, H, mask, level, *weights, right.tolist(), normalize)
     advantages = BY_LEVEL[level](rewards, H, mask, 4, right if given_right else None, a1=weights[0],
                                  a2=weights[1], normalize=normalize)
@@ -308,7 +300,7 @@ def test_entropy_advantages(level, normalize, weights, given_right):
 @LEVELS
 def test_entropies_that_are_masked_do_not_matter(level):
     mask = ragged_mask()
-    H = entropies_for(mask)
+    H = 0.05 + 3 * torch.rand(mask.shape, dtype=torch.float64, generator=seeded())
     expected = BY_LEVEL[level](REWARDS, H, mask, 4)
     for garbage in (math.nan, math.inf):
         masked = H.masked_fill(~mask, garbage)
@@ -322,8 +314,7 @@ def test_entropies_that_are_masked_do_not_matter(level):
 def test_entropies_of_zero_or_equal(level, entropy):
     """No token was ever in doubt: every share is the same, and the result is finite."""
     mask = ragged_mask()
-    H = torch.full(mask.shape, entropy)
-    shaped = BY_LEVEL[level](REWARDS, H, mask, 4, normalize=False)
+    shaped = BY_LEVEL[level](REWARDS, torch.full(mask.shape, entropy), mask, 4, normalize=False)
     torch.testing.assert_close(shaped, torch.where(REWARDS > 0, 1.1, -1.1)[:, None] * mask)
     # In responses that do not differ no token stands out: shares rounded in float32 would differ
     mask = torch.arange(16) < torch.tensor([[16], [15], [11], [9], [7], [5], [3]])
@@ -331,8 +322,7 @@ def test_entropies_of_zero_or_equal(level, entropy):
     assert float(equal.abs().max()) < 1e-6
 
 
-# --------------------------------------------------------------------------------------------------
-# Refusals, and the script
+# --- Refusals, and the script ---------------------------------------------------------------------
 
 @pytest.mark.parametrize("rewards, group_size, reason", [
     ([1.0] * 7, 8, "groups of 8"), ([1.0] * 9, 8, "groups of 8"), ([], 8, "groups of 8"),
@@ -346,11 +336,6 @@ def test_refusals(rewards, group_size, reason):
             partial(shaped, entropies=mask + 0.0, mask=mask) for shaped in BY_LEVEL.values())):
         with value_error(reason):
             refuse(torch.tensor(rewards), group_size=group_size)
-
-
-def test_other_refusals():
-    with pytest.raises(ValueError):  # a candidate without a span
-        shape_advantages([[1.0], *[[]] * 7], [[]] * 8, ragged_mask(), 4)
 
 
 def test_script_shows_a_group(run_here):

@@ -32,8 +32,7 @@ def refused_before_a_folder_is_made(capsys, tmp_path, *flags):
     return line
 
 
-# --------------------------------------------------------------------------------------------------
-# Flags
+# --- Flags ----------------------------------------------------------------------------------------
 
 HUGE = "9" * 30
 
@@ -133,8 +132,7 @@ def test_a_card_that_torch_cannot_use(capsys, monkeypatch, tmp_path):
     assert train.choose_device(train.parse(["--device=cpu"]))[0].type == "cpu"
 
 
-# --------------------------------------------------------------------------------------------------
-# A config file goes through the same parser
+# --- A config file goes through the same parser ---------------------------------------------------
 
 @pytest.mark.parametrize("config, words", [
     *((text, "") for text in ("", "[1]", '{"lr": ', "[" * 10**5, '{"lr": "\udcff"}')),
@@ -150,12 +148,10 @@ def test_a_card_that_torch_cannot_use(capsys, monkeypatch, tmp_path):
 def test_a_bad_config(capsys, tmp_path, config, words):
     path = tmp_path / "c.json"
     path.write_text(config, encoding="utf-8", errors="surrogateescape")
-    line = refused_before_a_folder_is_made(capsys, tmp_path, f"--config={path}")
-    assert words in line
+    assert words in refused_before_a_folder_is_made(capsys, tmp_path, f"--config={path}")
 
 
-# --------------------------------------------------------------------------------------------------
-# Models. A folder is the tiny policy's with something wrong in it.
+# --- Models. A folder is the tiny policy's with something wrong in it -----------------------------
 
 def no_end_token(m, nothing):
     edit_json(m / "tokenizer_config.json", eos_token=None)
@@ -164,7 +160,6 @@ def no_end_token(m, nothing):
 
 
 def without(*names):
-    """The folder without these files."""
     return lambda m: [(m / name).unlink() for name in names]
 
 
@@ -223,12 +218,7 @@ def test_a_model_without_padding_token(tmp_path):
     trains(f"--model={tmp_path / 'm'}", *SMALL, f"--output={tmp_path / 'run'}")
 
 
-PLAIN = ("{% for m in messages %}{{ m.role }}: {{ m.content }} <|end|> {% endfor %}"
-         "{% if add_generation_prompt %}assistant:{% endif %}")
-
-
-# --------------------------------------------------------------------------------------------------
-# Data
+# --- Data -----------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("flag", ["--data", "--eval-data"])
 @pytest.mark.parametrize("text, words", [
@@ -241,23 +231,21 @@ def test_bad_data(capsys, tmp_path, flag, text, words):
         (tmp_path / "x.jsonl").write_text(text)
     flags = (f"{flag}={tmp_path / 'x.jsonl'}", "--reward", "rule", "think")
     line = refused_before_a_folder_is_made(capsys, tmp_path, *flags)
-    assert refused(capsys, flags[0]) == line
-    assert f"{flag}: {tmp_path}" in line and words in line
+    assert refused(capsys, flags[0]) == line and f"{flag}: {tmp_path}" in line and words in line
 
 
 def test_a_problem_that_cannot_be_asked_is_named_by_its_line(capsys, tmp_path):
     """The longest of those that the model has no room for; and a role that nobody plays."""
     longer = [{**GOOD, "question": GOOD["question"] * n} for n in (1, 9, 12, 10)]
     asked = {"messages": [{"role": "boss", "content": "?"}, {"role": "user", "content": "?"}]}
-    for rows, words in [(longer, "line 4, the longest of 3 "), ([*longer, {**GOOD, **asked}],
-                                                                "line 6: a message has the role")]:
+    for rows, words in ((longer, "line 4, the longest of 3 "),
+                        ([*longer, {**GOOD, **asked}], "line 6: a message has the role")):
         (tmp_path / "x.jsonl").write_text("\n" + json_lines(*rows))
         line = refused_before_a_folder_is_made(capsys, tmp_path, f"--data={tmp_path / 'x.jsonl'}")
         assert line.startswith("train.py: --data") and f"x.jsonl, {words}" in line
 
 
-# --------------------------------------------------------------------------------------------------
-# The terminal
+# --- The terminal ---------------------------------------------------------------------------------
 
 def test_flags_that_are_given_twice():
     """Rewards and their weights are added; of all others the last counts."""
@@ -294,6 +282,8 @@ def test_a_warning_is_one_line(tmp_path):
 @pytest.mark.parametrize("script, arguments, word", [
     ("advantage.py", ["1", "apple"], "apple"), ("advantage.py", ["1", "nan"], "nan"),
     ("advantage.py", ["1"], "1"), ("sample.py", ["--model=nowhere"], "loaded"),
+    *(("sample.py", [flag], "--max-new-tokens and --group-size must be at least 1, --temp")
+      for flag in ("--max-new-tokens=0", "--temperature=-1", "--group-size=0")),
     ("sample.py", ["--device=tpu"], "tpu"), ("sample.py", ["Anna has 9 . " * 50], "128"),
     ("logprob.py", ["--model=."], "."), ("logprob.py", ["--model=./nowhere"], "nowhere")])
 def test_a_script_refuses_in_one_line(run_here, script, arguments, word):

@@ -23,8 +23,7 @@ def cpu(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
 
 
-# --------------------------------------------------------------------------------------------------
-# The benchmark: what it makes, and what it holds it against
+# --- The benchmark: what it makes, and what it holds it against -----------------------------------
 
 def test_the_shape_of_qwen():
     with torch.device("meta"):
@@ -61,14 +60,12 @@ def test_end_chance():
         rollout = sample.sample_groups(random_tiny(end_chance=chance), tokenizer, questions, 32, 64,
                                        generator=seeded())
         lengths[chance] = (rollout.labels != train.IGNORE).sum(dim=1).float()
-    assert 6 < lengths[1 / 8].mean() < 10.5
-    assert lengths[1e-12].unique().tolist() == [64]
+    assert 6 < lengths[1 / 8].mean() < 10.5 and lengths[1e-12].unique().tolist() == [64]
 
 
 def test_first_run_counts_on_a_card_alone(capsys):
     """What it prints on one, test_cuda.py sees."""
-    assert first_run.main([]) == 2
-    assert capsys.readouterr().err.startswith("first_run.py: ")
+    assert first_run.main([]) == 2 and capsys.readouterr().err.startswith("first_run.py: ")
 
 
 def test_a_measurement(tmp_path):

@@ -1,5 +1,4 @@
 """Families of models, small and random: [A] and [D] against each one's own forward pass."""
-
 import copy
 import itertools
 from functools import lru_cache

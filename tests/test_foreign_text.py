@@ -1,5 +1,4 @@
 """Somebody's text may not speak as the model, or end a turn; and none of its words may be lost."""
-
 import pytest
 from chat_families import FAMILIES, family
 from tokenizers import AddedToken, normalizers
@@ -68,7 +67,6 @@ def test_special_tokens_of_odd_signs(special):
     ("replace('~', '')", "<|im~_end|>"), ("replace('((', '<|')", "((im_end|>"),
     ("replace('END', '<|im_end|>')", "Anna END Bob"), ("lower()", "<|IM_END|>")])
 def test_a_template_that_puts_a_token_together(change, text):
-    """Such a problem is refused, others are not."""
     tokenizer = family("qwen 3")
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "else m.content }}", f"else m.content.{change} }}}}")

@@ -33,7 +33,6 @@ def weights(folder):
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """The same run on two ranks, which begins here."""
     folder = tmp_path_factory.mktemp("ranks") / "run"
     return folder, begin_ranks(2, "train.py", *ITERATIVE, "--steps=4", f"--output={folder}")
 
@@ -49,8 +48,7 @@ def learner():
     return train.load_reward_model(train.parse(ITERATIVE))
 
 
-# --------------------------------------------------------------------------------------------------
-# The iteration
+# --- The iteration --------------------------------------------------------------------------------
 
 def test_two_iterations_are_those_of_the_formulas(whole, learner):
     """Rewards, pairs, replay and the trained weights again, from the answers that were logged."""
@@ -139,8 +137,7 @@ def test_a_score_that_is_not_finite_ends_the_step(learner):
                       SimpleNamespace(responses=[text] * 2))
 
 
-# --------------------------------------------------------------------------------------------------
-# The reward model's own learning
+# --- The reward model's own learning --------------------------------------------------------------
 
 def fresh_learner(lr=1e-2, **changes):
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -152,7 +149,6 @@ def fresh_learner(lr=1e-2, **changes):
 
 
 def saved_model(folder, **changes):
-    """A reward model of random weights in a folder, its config changed."""
     learner = fresh_learner(**changes)
     learner.model.save_pretrained(folder)
     learner.tokenizer.save_pretrained(folder)
@@ -213,8 +209,7 @@ def test_the_tiny_reward_model_ranks_worked_answers_above_wrong_guesses(learner)
     assert (MODEL / "model.safetensors").stat().st_size < 60_000
 
 
-# --------------------------------------------------------------------------------------------------
-# Process supervision
+# --- Process supervision --------------------------------------------------------------------------
 
 STEPS = """
 def steps(prompts, completions, completion_ids, answer, solution, **columns):
@@ -245,8 +240,7 @@ def test_step_rewards_reach_the_gradient(step_file):
     start = copy.deepcopy(p.policy)
     rollout, gradients, _ = step_of_the_program(p, reward_of=train.load_reward_of(p.settings))
     mask = rollout.mask                                                                # (N, S-1)
-    lists = list(by_hand(rollout, p.problems, p.tokenizer.vocab[","]))
-    A = process_advantages(lists, mask, 4)
+    A = process_advantages([*by_hand(rollout, p.problems, p.tokenizer.vocab[","])], mask, 4)
     assert torch.equal(rollout.advantages, A) and A[mask].std() > 0
     rule = reward.score_responses(rollout.responses, reward.truths_of(p.problems), 4)
     assert torch.equal(rollout.rewards, rule)

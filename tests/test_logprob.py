@@ -67,11 +67,9 @@ class Shapes(TorchDispatchMode):
         return result
 
 
-# --------------------------------------------------------------------------------------------------
-# The formula, and all fast forms together against the full log-softmax
+# --- The formula, and all fast forms together against the full log-softmax ------------------------
 
 def test_the_definition(random_model):
-    """[D] word for word against the formula in float64."""
     input_ids, labels, weights = batch()
     exact = copy.deepcopy(random_model).double()
     expected, _ = naive(exact, input_ids, labels, 0.7)
@@ -121,8 +119,7 @@ def test_without_entropies_gradients_or_labels(some_model):
         assert not g.any()
 
 
-# --------------------------------------------------------------------------------------------------
-# Masks, shared prompts, equal rows; test_families.py has rows with and without padding
+# --- Masks, shared prompts, equal rows; test_families.py has rows with and without padding --------
 
 @grouped_or_not
 @pytest.mark.parametrize("holes", [[(0, 5), (0, 9), (3, 10), (4, 9)], [0, 3, 4]], ids=str)
@@ -160,8 +157,7 @@ def test_equal_rows_run_once(some_model, group_ids):
     assert run == [5 + 13 + 0 + 6 + 9 + 2 + 10 + 10 if grouped else 6 * 19]
 
 
-# --------------------------------------------------------------------------------------------------
-# The lean head
+# --- The lean head --------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("rows", [1, 3, 300, None])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -196,7 +192,6 @@ def test_lean_head(monkeypatch, rows, temperature, dtype, grad_dtype):
 
 
 def test_large_logits():
-    """exp never overflows."""
     hidden = torch.eye(3, requires_grad=True)
     weight = torch.tensor([[500.0, -500, 0], [-500, 500, 0], [0, 0, 0]])
     logprobs, entropy = LeanHead.apply(hidden, weight, torch.tensor([0, 0, 1]), 1.0, True)
@@ -252,8 +247,7 @@ def test_the_logits_are_never_held(architecture, monkeypatch):
     assert saved and not rows_of(saved)
 
 
-# --------------------------------------------------------------------------------------------------
-# Which forms a model takes
+# --- Which forms a model takes --------------------------------------------------------------------
 
 FAST = "qwen2", "qwen3", "llama", "gpt2"  # of conftest's architectures; this mistral has a window
 
@@ -299,8 +293,7 @@ def test_fused_norms(architecture, norms, monkeypatch):
     assert torch.equal(plain_logprobs(fused, input_ids, labels), before)
 
 
-# --------------------------------------------------------------------------------------------------
-# Attention in a grouped row
+# --- Attention in a grouped row -------------------------------------------------------------------
 
 def test_flash_attention_takes_the_pieces(flash_on_cpu):
     """The call that a GPU gets, with the formula in its place; test_families.py: each family."""
@@ -312,8 +305,7 @@ def test_flash_attention_takes_the_pieces(flash_on_cpu):
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
 
 
-# --------------------------------------------------------------------------------------------------
-# Micro-batches and lengths
+# --- Micro-batches and lengths --------------------------------------------------------------------
 
 PROMPTS = [3, 3, 5, 5, 2, 2, 9, 9]
 ANSWERS = [2, 6, 1, 4, 7, 5, 21, 1]
@@ -356,7 +348,6 @@ def test_micro_batches_of_shared_prompts():
 
 
 def test_checkpointed_layers_run_once_more(some_model):
-    """test_families.py has their gradients."""
     model, (input_ids, labels, _) = copy.deepcopy(some_model), batch()
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     run = []
@@ -374,8 +365,7 @@ def test_checkpointed_layers_run_once_more(some_model):
     assert not any("forward" in vars(layer) for layer in layers)  # after an error, too
 
 
-# --------------------------------------------------------------------------------------------------
-# The command
+# --- The command ----------------------------------------------------------------------------------
 
 def test_script_marks_the_response(run_here, tiny):
     words = ["Anna", "has", "9", "books", "loses", "4"]

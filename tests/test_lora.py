@@ -55,7 +55,6 @@ def weights_of(model):
 
 
 def answered(p):
-    """Answers, with the reference's log-probs."""
     rollout = rollout_of(p)
     with torch.no_grad():
         logp, _ = logprobs_on_full_logits(p.reference, rollout, 1.0)

@@ -1,6 +1,7 @@
 """[E] [F] loss.py: worked numbers, the loss against its formula, the KL, variants, masks."""
 import itertools
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,10 @@ from loss import (
 LIMIT = 11  # max_new_tokens
 
 
+doubles = partial(torch.tensor, dtype=torch.float64)
+close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
+
+
 def every(*options):
     return list(itertools.product(*options))
 
@@ -22,16 +27,7 @@ def gradient(value, leaf):
     return torch.autograd.grad(value, leaf, retain_graph=True)[0]
 
 
-def close(actual, expected, tolerance=1e-12):
-    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
-
-
-def doubles(*values):
-    return torch.tensor(values, dtype=torch.float64)
-
-
-# --------------------------------------------------------------------------------------------------
-# The loss, its gradient and its metrics against the formulas, token by token on scalars
+# --- The loss, its gradient and its metrics against the formulas, token by token on scalars -------
 
 NAMES = ("logprobs", "old_logprobs", "ref_logprobs", "advantages", "mask")
 
@@ -177,8 +173,7 @@ def test_float32_stays_float32(aggregate, ratio):
     assert value.item() == pytest.approx(exact.item(), rel=1e-5)
 
 
-# --------------------------------------------------------------------------------------------------
-# [F] near zero; the script below shows the theory's walkthrough
+# --- [F] near zero; the script below shows the theory's walkthrough -------------------------------
 
 def test_k3_near_zero_and_never_negative():
     d = torch.tensor([1e-4, -1e-4, 1e-3, -1e-3])
@@ -201,8 +196,7 @@ def test_the_gradient_coefficient(per_token):
         close(gradient(value, logprobs), -gradient_coefficient(A, old, ref, **beta) * weights)
 
 
-# --------------------------------------------------------------------------------------------------
-# [F] What each estimate of the KL is an estimate of
+# --- [F] What each estimate of the KL is an estimate of -------------------------------------------
 
 @pytest.mark.parametrize("estimator, off_policy, is_the_kl, has_gradient_of", [
     ("k1", False, True, "nothing"), ("k2", False, False, "KL(pi|ref)"),
@@ -210,10 +204,10 @@ def test_the_gradient_coefficient(per_token):
     ("k3_corrected", True, True, "KL(pi|ref)"), ("k3", True, False, "none of them")])
 def test_the_expected_penalty_and_its_gradient(estimator, off_policy, is_the_kl, has_gradient_of):
     """Exactly, over every outcome that pi, or another policy, may have drawn."""
-    theta = doubles(0.3, -1.0, 0.8, 0.1, -0.4).requires_grad_()
-    log_ref = doubles(-0.5, 0.2, 1.0, -1.2, 0.6).log_softmax(0)
+    theta = doubles([0.3, -1.0, 0.8, 0.1, -0.4]).requires_grad_()
+    log_ref = doubles([-0.5, 0.2, 1.0, -1.2, 0.6]).log_softmax(0)
     log_pi = theta.log_softmax(0)
-    log_old = doubles(0.9, 0.1, -0.6, 0.0, 0.5).log_softmax(0) if off_policy else log_pi.detach()
+    log_old = doubles([0.9, 0.1, -0.6, 0.0, 0.5]).log_softmax(0) if off_policy else log_pi.detach()
     kl = (log_pi.exp() * (log_pi - log_ref)).sum()
     reverse_kl = (log_ref.exp() * (log_ref - log_pi)).sum()
     gradients = {"nothing": torch.zeros(5).double(), "KL(pi|ref)": gradient(kl, theta),
@@ -266,8 +260,7 @@ def test_next_kl_coef_is_never_negative_and_never_stuck():
     assert all(a < b for a, b in zip(rising, rising[1:])) and rising[-1] > 0.01
 
 
-# --------------------------------------------------------------------------------------------------
-# [E] Variants
+# --- [E] Variants ---------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("ratio, objective", every(RATIOS, OBJECTIVES))
 def test_a_ratio_beyond_float32_stays_finite(ratio, objective):
@@ -293,8 +286,7 @@ def test_truncated_importance_sampling():
         assert (5 * gradient(loss, old))[0].tolist() == pytest.approx(weights)
 
 
-# --------------------------------------------------------------------------------------------------
-# Masks, and a batch cut into micro-batches
+# --- Masks, and a batch cut into micro-batches ----------------------------------------------------
 
 def batch_and_loss(aggregate, ratio, kl_estimator, objective, **shape):
     """A batch with the sampler's log-probs as the last, and the loss as a function of it."""
@@ -355,8 +347,7 @@ def test_micro_batches_add_up(options, per_token):
             close(totals[name], number)
 
 
-# --------------------------------------------------------------------------------------------------
-# Refusals, and the script
+# --- Refusals, and the script ---------------------------------------------------------------------
 
 @pytest.mark.parametrize("options, reason", [
     (dict(kl_estimator="k4"), "'k4'"), (dict(aggregate="mean"), "'mean'"),
@@ -378,7 +369,6 @@ def test_script_shows_the_walkthrough(run_here):
     assert float(rows["mean"][1]) == pytest.approx(-1.4923, abs=1.5e-4)
     assert rows["0.5"] == ["-0.5", "0.125", "0.148721"]
     assert rows["-0.5"] == ["0.5", "0.125", "0.106531"]
-    near_zero = list(map(float, rows["0.0001"]))
-    assert near_zero == pytest.approx([-1e-4, 5e-9, 5e-9], rel=2e-3)
+    assert list(map(float, rows["0.0001"])) == pytest.approx([-1e-4, 5e-9, 5e-9], rel=2e-3)
     factors = [row.split()[-2:] for row in printed.splitlines()[-3:]]
     assert factors == [["0.5", "0.98"], ["1", "1"], ["2", "1.04"]]

@@ -56,7 +56,6 @@ def folder(tmp_path_factory):
 
 
 def restored(folder):
-    """The Run that a checkpoint holds."""
     run = train.Run(folder)
     with train.safe_open(folder / "checkpoint.safetensors", framework="pt") as file:
         vars(run).update(json.loads(file.get_tensor("counters").numpy().tobytes()))
@@ -157,8 +156,7 @@ def test_a_curve_between_its_axes():
     for label in ("0.25 → 0.125", ">step 0<", ">10<", "<title>why<"):
         assert label in text
     top, bottom = (int(re.search(rf'y="(\d+)">{value}<', text)[1]) for value in (0.5, 0.125))
-    assert top < bottom
-    assert len(figure([(n, n % 7) for n in range(5000)], 5000)[1]) == 120
+    assert top < bottom and len(figure([(n, n % 7) for n in range(5000)], 5000)[1]) == 120
     for value in (0.0, 0.1, 1e-30, 1e17, -1e38):          # a flat curve: not on the floor
         heights = {y for _, y in figure([(n, value) for n in range(1000)], 1000)[1]}
         assert heights == {(middle[1] + right[1]) / 2}

@@ -123,8 +123,7 @@ def test_the_notebook(monkeypatch, tmp_path, capsys):
     code = block("python", "From a notebook")
     assert len(code.splitlines()) <= 10
     exec(compile(code, "README.md", "exec"), {})
-    rewards = capsys.readouterr().out.splitlines()[-1]
-    assert len(re.findall(r"-\d+\.\d+", rewards)) == 3
+    assert len(re.findall(r"-\d+\.\d+", capsys.readouterr().out.splitlines()[-1])) == 3
     assert list(tmp_path.iterdir()) == []                 # without a folder nothing is written
     call = re.search(r"`(train\.train\(.*?\))`", README)[1]
     code = re.sub(r"train\.train_grpo\(.*\)", call, code).replace("--steps=3", "--output=mine")

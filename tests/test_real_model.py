@@ -16,8 +16,7 @@ import reward
 from sample import chat_prompt, sample_groups
 from train import parse
 
-# --------------------------------------------------------------------------------------------------
-# The problems
+# --- The problems ---------------------------------------------------------------------------------
 
 def total_of(question):
     """A reader of its own: the first number, then every other with the word that it follows."""
@@ -156,8 +155,7 @@ def test_the_rewards_as_training_calls_them(task, tiny):
     assert paid == [1.5, 1.0, 0.0]
 
 
-# --------------------------------------------------------------------------------------------------
-# The folder of the model
+# --- The folder of the model ----------------------------------------------------------------------
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
@@ -175,15 +173,14 @@ def script(tmp_path, monkeypatch):
 
 
 def test_the_folder_is_made_once_and_the_command_printed(script, tmp_path, capsys):
-    assert script() == 0
     def times():
         return {path.name: path.stat().st_mtime_ns for path in (tmp_path / "models").rglob("*")}
 
+    assert script() == 0
     before = times()                                      # nothing is left beside the folder
     assert before.keys() == {"smol", "model.safetensors", "config.json", "SHA256SUMS"}
     capsys.readouterr()
-    assert script() == 0
-    assert times() == before
+    assert script() == 0 and times() == before
     command = f"{sys.executable} {real_model.HERE.parents[1] / 'train.py'} --config "
     assert capsys.readouterr().out == f"{command}{tmp_path / 'task' / 'config.json'}\n"
 
@@ -207,8 +204,7 @@ def test_a_run_ends_with_its_first_and_last_shares_of_right_answers(
 
     monkeypatch.setattr(real_model.subprocess, "call", train)
     assert script("--run", f"--output={tmp_path / 'run'}") == status
-    told = re.findall(r"(\S+) in steps (\d+)–(\d+)", capsys.readouterr().out)
-    assert told == shares
+    assert re.findall(r"(\S+) in steps (\d+)–(\d+)", capsys.readouterr().out) == shares
 
 
 def test_other_words_are_refused_where_they_would_change_nothing(script, capsys):
@@ -229,8 +225,7 @@ def test_a_folder_that_was_changed_is_refused_and_left_alone(script, tmp_path, c
     before = snapshot(folder)
     assert script() == 2
     line = one_line_of(capsys.readouterr().err, "real_model.py")
-    assert line.startswith(f"real_model.py: --folder {folder}: ")
-    assert snapshot(folder) == before
+    assert line.startswith(f"real_model.py: --folder {folder}: ") and snapshot(folder) == before
 
 
 def test_what_fails_is_one_line_and_leaves_nothing(script, tmp_path, monkeypatch, capsys):
@@ -239,8 +234,7 @@ def test_what_fails_is_one_line_and_leaves_nothing(script, tmp_path, monkeypatch
         raise OSError("no space left")
 
     monkeypatch.setattr(real_model, "convert", convert)
-    assert script() == 2
-    assert capsys.readouterr().err == "real_model.py: no space left\n"
+    assert script() == 2 and capsys.readouterr().err == "real_model.py: no space left\n"
     assert list((tmp_path / "models").iterdir()) == []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # gguf is not installed
     assert script() == 2
@@ -286,5 +280,4 @@ def test_the_real_model_answers():
     rollout = sample_groups(model.eval(), tokenizer, [prompt], 1, 16, temperature=0)
     assert rollout.responses == ["The capital of France is Paris."]
     inputs = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
-    generated = model.generate(**inputs, max_new_tokens=16, do_sample=False)
-    assert generated.equal(rollout.input_ids)
+    assert model.generate(**inputs, max_new_tokens=16, do_sample=False).equal(rollout.input_ids)

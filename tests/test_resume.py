@@ -96,8 +96,7 @@ def test_killed_at_any_moment_the_run_ends_the_same(uninterrupted, tmp_path):
     resumed_ends_the_same(folder, uninterrupted)
 
 
-# --------------------------------------------------------------------------------------------------
-# Signals, and rewards that fail
+# --- Signals, and rewards that fail ---------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def own_reward(tmp_path_factory):
@@ -165,8 +164,8 @@ with train.Run().stopping_on_signals():
 
 
 def test_the_second_signal_leaves_at_once():
-    done = subprocess.run([sys.executable, "-c", INTERRUPTED_TWICE], cwd=ROOT, timeout=LIMIT)
-    assert done.returncode == -signal.SIGINT
+    status = subprocess.call([sys.executable, "-c", INTERRUPTED_TWICE], cwd=ROOT, timeout=LIMIT)
+    assert status == -signal.SIGINT
 
 
 def test_main_puts_signals_back_and_leaves_ignored_ones_alone(monkeypatch, tmp_path):
@@ -193,8 +192,7 @@ def test_a_reward_that_fails_at_once_can_be_mended(capsys, tmp_path, own_reward)
     resumed_ends_the_same(folder, whole)
 
 
-# --------------------------------------------------------------------------------------------------
-# What --resume refuses: one line, and not a byte of the run is changed
+# --- What --resume refuses: one line, and not a byte of the run is changed ------------------------
 
 def refuses_to_resume(capsys, folder, *flags):
     before = snapshot(folder)
@@ -250,8 +248,7 @@ def test_a_folder_in_which_another_process_trains(capsys, run_folder):
 def test_two_runs_that_begin_in_one_second(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(train.time, "strftime", lambda _: "now")
-    s = train.parse([])
-    names = {train.Run().claim_folder(s) for _ in range(3)}
+    names = {train.Run().claim_folder(train.parse([])) for _ in range(3)}
     assert len(names) == 3 and all(os.path.dirname(name) == f"{tmp_path}/runs" for name in names)
 
 
@@ -374,8 +371,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on(capsys, monkeypatch, tmp_pa
     resumed_ends_the_same(folder, uninterrupted)
 
 
-# --------------------------------------------------------------------------------------------------
-# How a checkpoint is written
+# --- How a checkpoint is written ------------------------------------------------------------------
 
 def test_safetensors_reads_what_was_written():
     """Of every dtype and shape, numbers in odd order, a name that JSON has to quote."""
@@ -385,8 +381,7 @@ def test_safetensors_reads_what_was_written():
         "none": torch.empty(0, 5), "half": torch.full((2, 1, 2), 0.1, dtype=torch.float16),
         'a "name"\n': torch.tensor([torch.inf, -0.0]), "text": torch.frombuffer(bytearray(b"x"),
                                                                                dtype=torch.uint8)}
-    written = b"".join(bytes(piece) for piece in train.as_safetensors(tensors))
-    found = load(written)
+    found = load(b"".join(map(bytes, train.as_safetensors(tensors))))
     assert same_tensors(found, tensors)
     assert all(found[name].dtype == tensors[name].dtype for name in tensors)
 
@@ -407,8 +402,7 @@ def test_a_checkpoint_on_its_way_holds_one_tensor_in_memory(monkeypatch, tmp_pat
     assert not live and max(peaks) == max(sizes) < sum(sizes) / 5
 
 
-# --------------------------------------------------------------------------------------------------
-# Numbers that are not finite, memory that runs out
+# --- Numbers that are not finite, memory that runs out --------------------------------------------
 
 def test_ten_skipped_updates_stop_the_run_and_the_last_good_checkpoint_stays(
         capsys, monkeypatch, tmp_path, uninterrupted):

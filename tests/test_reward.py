@@ -32,14 +32,12 @@ def box(answer):
     return rf"So it is \boxed{{{answer}}}."
 
 
-# --------------------------------------------------------------------------------------------------
-# The rule
+# --- The rule -------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("empty", ["", " ", "\n\t", "$", "$$", r"\$", ".", "...", r"\text{}",
                                    r"\text{ }", r"\ ", "\u00a0", "\u2003"])
 def test_an_empty_box_is_no_answer(empty):
-    assert rule_reward(box(empty), "63") == 0.0
-    assert rule_reward(box(empty), empty) == 0.0
+    assert rule_reward(box(empty), "63") == 0.0 and rule_reward(box(empty), empty) == 0.0
     assert rule_reward(rf"\boxed{{63}} and \boxed{{{empty}}}", "63") == 0.0
     for zero in ("0", "0.0", "-0", "$0", ".0", r"0\%"):  # which is an answer
         assert rule_reward(box(zero), "0") == 1.5 == rule_reward(box(zero), 0)  # as a number, too
@@ -63,8 +61,7 @@ def test_score_responses_is_prompt_major():
             score_responses([box(7)] * rows, ["7"] * truths, 3)
 
 
-# --------------------------------------------------------------------------------------------------
-# The box
+# --- The box --------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("text, content", [
     (r"\boxed{5}", "5"), (r"\boxed{ 5 }", " 5 "), (r"\boxed{}", ""), ("5", None), ("", None),
@@ -108,8 +105,7 @@ def test_boxes_are_their_definition():
         assert [(o.start(), c.end()) for o, c in complete_boxes(text)] == outer, text
 
 
-# --------------------------------------------------------------------------------------------------
-# Answers, read fairly
+# --- Answers, read fairly -------------------------------------------------------------------------
 
 NUMBERS = {  # how 18, and other numbers, may be written; answers.jsonl has more
     "18": r"""18$  $\$18.00$  $18.$  ((18))  36/2  x_{10} = 18  \text{Answer: }18
@@ -167,8 +163,7 @@ def test_numbers_that_are_equal(number, written):
     *((number, "5") for number in HUGE),  # which nothing computes
 ])
 def test_answers_that_are_not_equal(answer, truth):
-    assert rule_reward(box(answer), truth) == 0.5
-    assert rule_reward(box(truth), answer) == 0.5
+    assert rule_reward(box(answer), truth) == 0.5 and rule_reward(box(truth), answer) == 0.5
 
 
 @pytest.mark.parametrize("answer, truth", [
@@ -177,8 +172,7 @@ def test_answers_that_are_not_equal(answer, truth):
     (r"\text{a week}", "a   week"), ("STRASSE", "straße"), ("x²", "x^2"), (r"\mathbb{R}", "R"),
     ("nan", "NaN"), ("9" * 301, "9" * 301), *zip(HUGE, HUGE)])
 def test_text_is_cleaned_and_compared_whole(answer, truth):
-    assert isinstance(canonical(answer), str)
-    assert rule_reward(box(answer), truth) == 1.5
+    assert isinstance(canonical(answer), str) and rule_reward(box(answer), truth) == 1.5
     assert rule_reward(box(answer + "x"), truth) == 0.5
 
 
@@ -225,8 +219,7 @@ def test_hostile_text_is_scored_at_once(piece):
     assert time.process_time() - start < 1
 
 
-# --------------------------------------------------------------------------------------------------
-# Problems
+# --- Problems -------------------------------------------------------------------------------------
 
 def line(question="How many?", answer="Count: 8 * 9 = 72.\n#### 72", **columns):
     return json.dumps({"question": question, "answer": answer, **columns})
@@ -396,8 +389,7 @@ def test_the_real_gsm8k(name, count, monkeypatch, tmp_path):
             assert rule_reward(response, truth) == paid
 
 
-# --------------------------------------------------------------------------------------------------
-# Evaluation figures
+# --- Evaluation figures ---------------------------------------------------------------------------
 
 @pytest.mark.parametrize("n", range(1, 8))
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n):
@@ -589,7 +581,6 @@ def test_a_file_that_cannot_be_used_is_named_at_load(tmp_path, monkeypatch, flag
 
 @pytest.mark.parametrize("column", ["score", "self", "function", "rows", "texts", "solution"])
 def test_a_column_may_have_any_other_name(column):
-    """The rewards of this file take every column."""
     problems = [{**problem, column: "x"} for problem in PROBLEMS]
     reward_of = own_reward_of(["rule", "think"])
     assert reward_of(problems, ["<a>", "<b>"], rollout_of(*FOUR)).tolist() == [1.5, 0.5, 0.0, 1.5]
@@ -650,8 +641,7 @@ def test_what_a_reward_file_does_to_the_process_ends_with_it(tmp_path, monkeypat
         with torch.set_grad_enabled(mode):
             function = load_function(spec)
             assert torch.is_grad_enabled() == mode and sys.argv[1:] == ["--steps", "3"]
-            assert scored(function).tolist() == [5.0] * 4
-            assert torch.is_grad_enabled() == mode
+            assert scored(function).tolist() == [5.0] * 4 and torch.is_grad_enabled() == mode
 
 
 def test_a_reward_model_reads_its_own_template(tiny, monkeypatch):
@@ -671,8 +661,7 @@ def test_a_reward_model_reads_its_own_template(tiny, monkeypatch):
         assert rule[:2] == [0.0, 0.0] and math.isnan(rule[2])  # no answer known: no preference
 
 
-# --------------------------------------------------------------------------------------------------
-# Variants
+# --- Variants -------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("response, expected", [
     ("<think>9 * 7</think><answer>63</answer>", 1.5),
@@ -714,8 +703,7 @@ def test_overlong_penalty_is_dapos():
     assert overlong_penalty([0, 50, 100], limit=100, buffer=100).tolist() == [0, -0.5, -1]
 
 
-# --------------------------------------------------------------------------------------------------
-# Several candidates in one answer
+# --- Several candidates in one answer -------------------------------------------------------------
 
 # What an answer may be made of: (text, whether it is a candidate, whether that is right).
 PARTS = [
@@ -763,8 +751,7 @@ def test_candidates_are_found_at_once():
     assert boxed_candidates([both_in_one] * 2, ["2", None], 1) == ([[0.0, 0.0]] * 2, spans)
 
 
-# --------------------------------------------------------------------------------------------------
-# A reward model
+# --- A reward model -------------------------------------------------------------------------------
 
 def small_reward_model(architecture="qwen2", **changes):
     sizes = {"max_position_embeddings": 64, "pad_token_id": None, "num_labels": 1, **changes}
@@ -817,12 +804,6 @@ def test_preference_pairs_are_of_one_group_the_better_first():
     assert drawn[0] == drawn[1] != drawn[2:] and len(drawn[0]) == 2
 
 
-def bradley_terry_loss(chosen, rejected):
-    pairs = zip(chosen.tolist(), rejected.tolist())
-    losses = [-math.log(1 / (1 + math.exp(b - a))) for a, b in pairs]
-    return sum(losses) / len(losses)
-
-
 class Seen(list):
     """A tokenizer that remembers the texts it was given; one token per letter."""
     eos_token_id = 1
@@ -851,8 +832,8 @@ def test_an_iteration_mixes_a_tenth_of_old_pairs():
     rows = reward_model_rows(Seen(), ["p"] * 100, [t for t in seen if t not in ("p", "bad")]
                              + ["bad"] * 50)
     chosen, rejected = score_rows(r.model, rows).chunk(2)
-    assert figures["reward_model_loss"] == pytest.approx(
-        bradley_terry_loss(chosen, rejected), abs=1e-5)
+    losses = [math.log(1 + math.exp(b - a)) for a, b in zip(chosen.tolist(), rejected.tolist())]
+    assert figures["reward_model_loss"] == pytest.approx(sum(losses) / 50, abs=1e-5)
     assert figures["reward_model_accuracy"] == int((chosen > rejected).sum()) / 50
     gradients = []  # of the same pair three times: nothing is left over from the step before
     r.optimizer.register_step_pre_hook(

@@ -89,12 +89,9 @@ def test_the_places_belong_to_the_weight_and_never_change():
         assert abs(agree - 0.625) < 4 * (0.33 / n) ** 0.5  # 3/4 squared + 1/4 squared
 
 
-def test_two_weights_of_a_model_have_places_of_their_own():
+def test_two_weights_have_places_of_their_own_and_in_float32_none():
     weights = [torch.nn.Parameter(torch.ones(999, dtype=torch.bfloat16)) for _ in range(2)]
     assert not torch.equal(*masters_of(*weights).trained)
-
-
-def test_float32_weights_are_their_own_masters():
     weight = torch.randn(99, generator=seeded())
     assert torch.equal(off_grid(weight, 0, 0), weight)
 
@@ -146,8 +143,7 @@ def test_the_loss_scale_of_float16():
         for _ in range(count):
             train.adapt_loss_scale(optimizer, not finite)
         assert float(optimizer.scale) == pytest.approx(scale, rel=1e-4)
-    other = torch.nn.Parameter(weight.detach().bfloat16())
-    other = masters_of(other)
+    other = masters_of(torch.nn.Parameter(weight.detach().bfloat16()))
     for skipped in (True, False):
         train.adapt_loss_scale(other, skipped)
         assert other.scale == 1

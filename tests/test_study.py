@@ -1,5 +1,4 @@
 """The study: figures, verdicts and plan on numbers written by hand; one of its runs, end to end."""
-
 import json
 import math
 
@@ -24,16 +23,12 @@ def metrics_of(accuracies):
 
 def test_figures_of_a_run():
     found = study.figures(metrics_of([0.2] * 9 + [0.95, 0.4] + [0.8] * 9))      # 20 steps
-    assert found["greedy"] == 0.75
-    assert found["last_ten"] == pytest.approx((0.4 + 9 * 0.8) / 10)
+    assert found["greedy"] == 0.75 and found["last_ten"] == pytest.approx((0.4 + 9 * 0.8) / 10)
     assert (found["at_09"], found["never"]) == (10, 0)
-    assert found["length"] == pytest.approx(10 + 15.5)
-    assert found["length_growth"] == pytest.approx(10)
-    early = sum(0.5 / step for step in range(1, 11)) / 10
-    late = sum(0.5 / step for step in range(11, 21)) / 10
+    assert (found["length"], found["length_growth"]) == pytest.approx((10 + 15.5, 10))
+    early, late = (sum(0.5 / step for step in range(n, n + 10)) / 10 for n in (1, 11))
     assert found["std_fall"] == pytest.approx(early - late)
-    assert found["clip_fraction"] == pytest.approx(0.01 * 10.5)
-    assert found["sampler_gap"] == 0.3
+    assert found["clip_fraction"] == pytest.approx(0.01 * 10.5) and found["sampler_gap"] == 0.3
     assert math.isnan(found["approx_kl"])                                       # null throughout
     assert found["length_curve"] == [10.0 + step for step in range(1, 21)]
 
@@ -104,7 +99,6 @@ def test_one_run_end_to_end_the_others_are_kept(tmp_path):
     assert "4 runs, 1 of them to do" in done.stderr
     assert "0 runs missing, 3 made by other code" in done.stdout
     assert all(f"| {arm.label} | " in done.stdout for arm in arms)
-
     folder = study.folder_of(tmp_path, arms[2], 0, 2)
     found = json.loads((folder / "figures.json").read_text())["figures"]
     assert found["sampler_gap"] > 0.01                   # sampled at 1.3, scored at 1.0

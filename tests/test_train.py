@@ -31,10 +31,6 @@ SHORT = ("--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new-token
 SMALL = (*FEW, *SHORT)
 
 
-def with_settings(p, **changes):
-    return train.dataclasses.replace(p.settings, **changes)
-
-
 # --------------------------------------------------------------------------------------------------
 # [G] A step against the formula, and what it asks of the stages; test_variants.py has every flag
 
@@ -77,12 +73,10 @@ def test_the_reward_is_asked_about_the_rollout_and_replaces_the_rules():
     asked = []
     p = parts("--updates-per-rollout=1", noise=0)
     metrics, rollout = whole_step(p, reward_of=lambda *given: asked.append(given) or REWARDS)
-    assert asked == [(p.problems, p.prompts, rollout)]
-    assert torch.equal(rollout.rewards, REWARDS)
+    assert asked == [(p.problems, p.prompts, rollout)] and torch.equal(rollout.rewards, REWARDS)
     assert torch.allclose(rollout.advantages, group_advantages(REWARDS, 4))
     # A first step is honest: of an untouched reference the KL is 0, and every ratio is 1
-    assert abs(metrics["approx_kl"]) < 1e-9
-    assert metrics["clip_fraction"] == 0
+    assert abs(metrics["approx_kl"]) < 1e-9 and metrics["clip_fraction"] == 0
     assert metrics["sampler_difference"] < 1e-5            # decoding against one pass
     _, rollout = whole_step(p, reward_of=None)
     expected = train.score_responses(rollout.responses, [q["answer"] for q in p.problems], 4)
@@ -155,19 +149,11 @@ def test_twelve_updates_after_a_sampler_that_is_off_do_not_end_the_run():
     assert found == [(0, pytest.approx(0.01, rel=0.01)), (0, pytest.approx(0, abs=1e-3))]
 
 
-# --------------------------------------------------------------------------------------------------
-# Every metric of the README against its definition, on six answers written by hand
+# --- Every metric of the README against its definition, on six answers written by hand ------------
 
 SIZES = [(4, 2), (4, 3), (3, 1), (3, 4), (5, 5), (5, 9)]  # of the rows: prompt, answer
 RESPONSES = ["\\boxed{7}", "\\boxed{8}", "none", "\\boxed{6}", "\\boxed{5}", "so \\boxed{5}"]
 TRUTHS = ["7", "7", "5"]
-
-
-def rollout_by_hand():
-    input_ids, labels, _ = answer_rows(SIZES, width=14, words=57)
-    finished = torch.tensor([True, True, True, True, True, False])
-    return sample.Rollout(input_ids, labels, torch.zeros(6, 13), RESPONSES, finished,
-                          torch.arange(6) // 2)
 
 
 @pytest.fixture
@@ -176,7 +162,9 @@ def measured(monkeypatch):
     def measure(reward_of=None):
         p = parts("--group-size=2", "--temperature=0.7", "--micro-batch-tokens=40",
                   "--max-new-tokens=9")
-        rollout = rollout_by_hand()
+        input_ids, labels, _ = answer_rows(SIZES, width=14, words=57)
+        rollout = sample.Rollout(input_ids, labels, torch.zeros(6, 13), RESPONSES,
+                                 torch.arange(6) < 5, torch.arange(6) // 2)
         mask = rollout.labels[:, 1:] != IGNORE
         with torch.no_grad():
             rollout.logprobs = logprobs_on_full_logits(p.policy, rollout, 0.8)[0].float() * mask
@@ -219,8 +207,7 @@ def test_accuracy_is_the_rules_and_zero_variance_the_rewards(monkeypatch, measur
     for truths, expected in ((["7", None, "5"], [3 / 4, 1.0]), (3 * [None], 2 * [math.nan])):
         monkeypatch.setattr(sys.modules[__name__], "TRUTHS", truths)
         metrics, *_ = measured(lambda *_: torch.arange(6.0))
-        found = [metrics["accuracy"], metrics["format_rate"]]
-        assert found == pytest.approx(expected, nan_ok=True)
+        assert [metrics[x] for x in names[1:3]] == pytest.approx(expected, nan_ok=True)
 
 
 def test_evaluation_is_its_definition():
@@ -246,20 +233,17 @@ def test_evaluation_is_its_definition():
 
     figures, found = train.evaluate(p.policy, p.tokenizer, problems, p.settings, answers, reward_of)
     assert figures == {"eval_accuracy": pytest.approx(4 / 7), "eval_reward": pytest.approx(3)}
-    rewards = [float(problem["answer"]) for problem in problems]
-    assert [reward for _, reward in found] == rewards
+    assert [reward for _, reward in found] == [0, 1, 2, 3, 4, 5, 6]
     assert [text for text, _ in found[:3]] == ["\\boxed{0}", "?", "\\boxed{2}"]
     prompts = [train.chat_prompt(p.tokenizer, problem, "Think.") for problem in problems]
     assert asked == [prompts[:6], prompts[6:]]
     figures, found = train.evaluate(p.policy, p.tokenizer, problems, p.settings, answers, None,
                                     2, 0.7, 5)
     assert figures == {"eval_accuracy": pytest.approx(11 / 14)} and len(found) == 14
-    assert how == [(1, 11, 0.0)] * 2 + [(2, 11, 0.7)] * 3
-    assert len(set(sum(seeds, []))) == 14
+    assert how == [(1, 11, 0.0)] * 2 + [(2, 11, 0.7)] * 3 and len(set(sum(seeds, []))) == 14
 
 
-# --------------------------------------------------------------------------------------------------
-# [H] The loop
+# --- [H] The loop ---------------------------------------------------------------------------------
 
 def test_the_loop_warms_up_evaluates_and_saves_when_it_should():
     run = loop("--warmup-steps=4", "--eval-every=2", "--save-every=3", "--updates-per-rollout=1")
@@ -351,8 +335,7 @@ def test_masters_gather_the_gradient_of_all_micro_batches():
     assert (found[0] - found[1]).norm() < 0.02 * found[0].norm()
 
 
-# --------------------------------------------------------------------------------------------------
-# A run, its files and what it prints
+# --- A run, its files and what it prints ----------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
@@ -442,7 +425,8 @@ def test_the_command_that_goes_on_is_the_one_that_began(monkeypatch):
     assert train.command("sample.py").startswith(f"{sys.executable} ")
 
 
-def test_a_run_from_python_has_its_threads_too(monkeypatch):
+def test_a_run_from_python_has_its_threads_too_and_blocks_that_may_grow(monkeypatch):
+    assert "expandable_segments" in os.environ["PYTORCH_ALLOC_CONF"]
     asked = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     train.load(settings("--threads=3", "--eval-limit=2"))
@@ -489,7 +473,6 @@ def test_eval_only_prints_the_figures(capsys, monkeypatch):
 
 
 def test_another_seed_and_a_run_without_kl_has_no_reference(capsys, finished_run, tmp_path):
-    """test_resume.py has runs of one seed that are equal bit for bit."""
     trains(*SMALL, "--seed=1", "--kl-coef=0", "--steps=1", f"--output={tmp_path / 'other'}")
     assert metrics_of(tmp_path / "other")[1]["approx_kl"] is None
     first, other = (lines_of(folder / "samples.jsonl")[0]["responses"]
@@ -509,7 +492,8 @@ def test_a_prompt_that_is_too_long_is_refused_at_once(tmp_path):
     assert len(train.load_problems("--data", file, p.tokenizer, p.settings)) == 3
     # 128 positions: a prompt of 94 tokens leaves no room for 40
     with pytest.raises(train.BadInput, match="a prompt of 9. tokens and 40 of an answer"):
-        train.load_problems("--data", file, p.tokenizer, with_settings(p, max_new_tokens=40))
+        train.load_problems("--data", file, p.tokenizer,
+                            train.dataclasses.replace(p.settings, max_new_tokens=40))
 
 
 def test_the_help():
@@ -523,8 +507,7 @@ def test_the_help():
     assert len(heads) == 8 and places == sorted(places)
 
 
-# --------------------------------------------------------------------------------------------------
-# Settings: the defaults, over them a config file, over it the command line
+# --- Settings: the defaults, over them a config file, over it the command line --------------------
 
 def test_the_command_line_wins_over_the_config_and_the_config_over_the_defaults(tmp_path):
     (tmp_path / "d.jsonl").write_text("")
@@ -536,8 +519,7 @@ def test_the_command_line_wins_over_the_config_and_the_config_over_the_defaults(
     assert (s.lr, s.scale_by_std, s.kl_coef, s.kl_band) == (0.5, False, 0.3, [0.1, 0.2])
     assert s.clip_eps_high is None and s.steps == 500 and s.system_prompt == train.BOXED
     assert s.data == str(tmp_path / "d.jsonl")            # from the folder of the file
-    assert s.reward == [str(tmp_path / "d.jsonl"), "rule"]
-    assert s.model == "Qwen/Qwen2.5-0.5B"
+    assert s.reward == [str(tmp_path / "d.jsonl"), "rule"] and s.model == "Qwen/Qwen2.5-0.5B"
 
 
 def test_the_tiny_policy_brings_its_config_and_no_other_model_does(tmp_path):
@@ -548,8 +530,7 @@ def test_the_tiny_policy_brings_its_config_and_no_other_model_does(tmp_path):
     assert train.parse([f"--model={TINY}"]).steps == 500
     (tmp_path / "c.json").write_text('{"lr": 0.5}')       # without a model: over the tiny policy's
     s = train.parse([f"--config={tmp_path / 'c.json'}"])
-    assert (s.lr, s.steps) == (0.5, own["steps"])
-    assert s.config == str(tmp_path / "c.json")
+    assert (s.lr, s.steps) == (0.5, own["steps"]) and s.config == str(tmp_path / "c.json")
 
 
 def test_what_flags_become(monkeypatch, tmp_path):
@@ -579,14 +560,11 @@ def test_what_flags_become(monkeypatch, tmp_path):
     assert train.parse(["--data=x", "--eval-data=y"]).eval_data == "y"
 
 
-# --------------------------------------------------------------------------------------------------
-# Memory
+# --- Memory ---------------------------------------------------------------------------------------
 
 def test_checkpointed_layers_run_again():
-    """test_logprob.py has their gradients."""
-    p = parts("--micro-batch-tokens=10000", "--kl-coef=0")
+    p, calls = parts("--micro-batch-tokens=10000", "--kl-coef=0"), []
     rollout = rollout_of(p)
-    calls = []
     p.policy.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(on))
     for on in (False, True):
         updated(p, p.policy, p.optimizer, rollout, gradient_checkpointing=on)
@@ -754,10 +732,6 @@ def test_a_disk_on_which_the_run_will_not_fit_is_told(capsys, monkeypatch, tmp_p
         monkeypatch.setattr(train.shutil, "disk_usage", free_at.get)
         settings(*flags)
         assert ("of disk" in capsys.readouterr().out) == told
-
-
-def test_the_allocators_blocks_may_grow():
-    assert "expandable_segments" in os.environ["PYTORCH_ALLOC_CONF"]
 
 
 def test_memory_that_runs_out_in_the_optimizer_repeats_no_step(monkeypatch):

@@ -72,7 +72,6 @@ def test_what_cannot_be_said_is_refused(capsys):
 
 
 def test_half_of_a_group_goes_on_from_what_the_rule_finds_best(monkeypatch):
-    """test_sample.py has the branches."""
     asked = []
     monkeypatch.setattr(sample, "sample_around",
                         lambda *how, **more: asked.append(more) or sample.sample_groups(*how))

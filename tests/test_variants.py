@@ -72,7 +72,6 @@ def advantages_by_hand(flags, rollout, entropies):
 
 
 def by_hand(p, rollout, flags):
-    """One record for each of the updates, each followed by SGD."""
     s = settings(*PLAIN, *flags)
     how = {name: getattr(s, name) for name in READ}
     how["order"] = [slice(0, 8)] if s.minibatches == 1 else [slice(0, 4), slice(4, 8)]
@@ -140,8 +139,7 @@ def test_gdpo_reads_each_reward(tmp_path):
     flags = ("--advantage=gdpo", "--reward", "rule", f"{tmp_path / 'm.py'}:some",
              "--reward-weights", "0.5", "2", "--micro-batch-tokens=64", "--minibatches=2")
     p = parts(*flags)
-    reward_of = train.load_reward_of(p.settings)
-    rollout, _, metrics = step_of_the_program(p, reward_of=reward_of)
+    rollout, _, metrics = step_of_the_program(p, reward_of=train.load_reward_of(p.settings))
     both = torch.stack(list(rollout.reward_parts.values()))
     assert both.isnan().any() and rollout.advantages.isfinite().all()
     assert torch.equal(rollout.advantages, gdpo_advantages(both, (0.5, 2), 4))
@@ -173,10 +171,7 @@ def test_a_reward_from_python_may_give_any_list_of_numbers(given, expected):
 
 
 def test_template_arguments_stay_with_the_run(capsys, run_here, tmp_path):
-    """In prompts, config.json, after --resume, and where sample.py talks to the result.
-
-    The run is started from Python: with numbers and paths, and not in the main thread.
-    """
+    """Begun from Python, with numbers and paths; they reach prompts, config.json and sample.py."""
     model = shutil.copytree(TINY, tmp_path / "model")
     template = model / "chat_template.jinja"
     template.write_text(template.read_text() + "{% if hint %} Ben {% endif %}")
@@ -264,10 +259,7 @@ TEXTS = ["7 + 2 = 9 , \\boxed{ 9 }", "\\boxed{ 5 } , 9 \\boxed{ 9 }", "9", "\\bo
 
 
 def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, tmp_path, tiny):
-    """Two steps with each pair: a flag that leaves the weights as without it is told or refused.
-
-    Whether a bound is met is a matter of chance: not every start needs to show the flag.
-    """
+    """Two steps with each pair: a flag that leaves the weights as without it is told or refused."""
     (tmp_path / "m.py").write_text(OWN)
     tokenizer = tiny[1]
     rows = [tokenizer(text, add_special_tokens=False).input_ids for text in TEXTS]
@@ -324,7 +316,7 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, tm
         if f"{one.split()[0]} has no effect" in trained(both, 5)[1]:
             assert next(alike), (other, one)
         else:
-            assert not all(alike), (other, one)
+            assert not all(alike), (other, one)           # not every start needs to show it
     assert tried > 600
     settings("--kl-coef=0", "--kl-estimator=k2")
     assert capsys.readouterr().out.count("--kl-estimator has no effect: --kl-coef is 0\n") == 1
@@ -332,8 +324,7 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, tm
     assert "--ratio" not in trained(three, 5)[1]              # the advantages of tokens are mixed
 
 
-# --------------------------------------------------------------------------------------------------
-# --max-resample: flat groups make room for those of other problems
+# --- --max-resample: flat groups make room for those of other problems ----------------------------
 
 def draws(texts, length, start):
     """A rollout of one group for each list of texts; ids and lengths tell where rows are from."""
@@ -347,7 +338,6 @@ def draws(texts, length, start):
 
 
 def length_reward(problems, prompts, rollout):
-    """Has parts, as several rewards of one's own have."""
     values = torch.tensor([float(len(text)) for text in rollout.responses])
     rollout.reward_parts = {"one": values, "two": values + 1}
     return values
@@ -364,8 +354,7 @@ def resampled(rounds, *flags, reward_of=length_reward):
 
     def batch_of(kind, n):
         names = [f"{kind}{k}" for k in range(n)]
-        problems = [{"question": name, "answer": "7"} for name in names]
-        return train.Batch(problems, names)
+        return train.Batch([{"question": name, "answer": "7"} for name in names], names)
 
     def more(tokenizer, pool, step, s, attempt, n):
         asked.append((attempt, n))
@@ -382,8 +371,7 @@ def resampled(rounds, *flags, reward_of=length_reward):
     return SimpleNamespace(prompts=batch.prompts, metrics=metrics, asked=asked, rollout=rollout)
 
 
-MIXED = ["\\boxed{7}", "yyy", "xx", "zzzz"]
-FLAT = ["q"] * 4
+MIXED, FLAT = ["\\boxed{7}", "yyy", "xx", "zzzz"], ["q"] * 4
 
 
 def test_flat_groups_are_replaced_whole():
@@ -446,8 +434,7 @@ def test_other_problems_follow_from_seed_step_and_round(tiny):
     assert len(own(1, 4, 1, 4).prompts) == 4       # where there are no others
 
 
-# --------------------------------------------------------------------------------------------------
-# The loop: reference, best, beta, learning rate
+# --- The loop: reference, best, beta, learning rate -----------------------------------------------
 
 def test_the_kl_is_0_right_after_the_reference_was_renewed():
     run = loop("--renew-reference=2", "--updates-per-rollout=1", "--save-every=2")
@@ -496,7 +483,6 @@ EVERYTHING = (*SMALL, "--renew-reference=3", "--kl-band", "0.0001", "0.0002",
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory):
-    """The folder of a run with much at once."""
     return trained(tmp_path_factory.mktemp("everything"), *EVERYTHING)
 
 
@@ -515,8 +501,7 @@ def test_a_resumed_run_is_bitwise_the_same(monkeypatch, tmp_path, everything):
             assert train.main(flags) == 130
         flags = ["--resume", str(folder)]
     trains(*flags)
-    assert curve(folder) == curve(everything)
-    assert weights_of(folder) == weights_of(everything)
+    assert curve(folder) == curve(everything) and weights_of(folder) == weights_of(everything)
     assert same_tensors(checkpoint_of(folder), checkpoint_of(everything))
 
 
@@ -552,8 +537,7 @@ def test_ranks_meet_equally_often_in_an_evaluation(monkeypatch, fails):
     assert meetings[0] == meetings[1] and len(meetings[0]) == (1 if fails else 2)
 
 
-# --------------------------------------------------------------------------------------------------
-# Warnings: each known failure is provoked, and nothing is said of a healthy run
+# --- Warnings: each known failure is provoked, and nothing is said of a healthy run ---------------
 
 def history(n, **series):
     """n steps of a healthy run; of a name in `series` the last values are these."""
@@ -718,8 +702,7 @@ def test_the_trace_agrees_with_a_step_computed_again(traced):
         found = [float(x) for x in numbers.removesuffix(" clipped").split()]
         assert found == pytest.approx(values, rel=1e-3, abs=2e-3)
         assert numbers.endswith("clipped") == bool(J[n, t] < ratio[n, t] * A[n, t])
-    assert "clipped\n" in traced.out
-    assert f"norm of its gradient {norm:.4f}"[:-1] in traced.out
+    assert "clipped\n" in traced.out and f"norm of its gradient {norm:.4f}"[:-1] in traced.out
     assert f"grpo_loss before the update {metrics['loss']:+.6f}"[:-1] in traced.out
     agreed = ((new - old) * A)[mask]
     moved, of = map(int, re.search(r"(\d+) of (\d+) tokens have moved", traced.out).groups())
@@ -747,8 +730,7 @@ def test_a_warning_is_told_once_and_the_rule_by_its_name_is_the_rule(tmp_path, c
     assert not any("warning" in m for m in metrics_of(tmp_path / "plain")[5:])
 
 
-# --------------------------------------------------------------------------------------------------
-# Rewards of one's own, and problems whose answers nobody knows
+# --- Rewards of one's own, and problems whose answers nobody knows --------------------------------
 
 MINE = """
 def first(completions, **columns):
@@ -786,8 +768,7 @@ def test_each_reward_has_its_mean(tmp_path):
     assert m["reward/never"] is None
     total = 0.5 * m["reward/first"] + 2 * 0.5 + 10 * m["reward/rule"]
     assert m["reward_mean"] == pytest.approx(total)
-    rewards = [reward for r in samples for reward in r["rewards"]]
-    assert sum(rewards) / 8 == pytest.approx(total)
+    assert sum(sum(r["rewards"]) for r in samples) / 8 == pytest.approx(total)
 
 
 @pytest.fixture(scope="module")
@@ -809,8 +790,7 @@ def test_without_known_answers_the_rules_figures_are_null(unknown):
     assert all(m["reward_mean"] > 0 for m in metrics[1:])
     assert "truth     not known" in unknown.out
     figures = [m["eval_reward"] for m in metrics if "eval_accuracy" in m]
-    assert min(figures) > 0
-    assert f"held-out reward{figures[0]:15.3f} " in unknown.out
+    assert min(figures) > 0 and f"held-out reward{figures[0]:15.3f} " in unknown.out
     assert f" {figures[-1]:.3f}\n" in unknown.out and f"held out {figures[0]:.2f}" in unknown.err
     questions = {p["question"] for p in tiny_problems()[:20]}   # they stand in another column
     for record in lines_of(unknown.folder / "samples.jsonl"):
