@@ -1501,6 +1501,7 @@ def memory(s, model):
     head = 0 if s.lora_rank else text.vocab_size * hidden
     count = {
         "policy": n * size,
+        "policy's shard": 0 if s.is_whole else held * size,  # beside the whole copy that samples
         "reference": held * size if s.kl_coef else 0,
         "LoRA's first weights": first_weights,
         "float32 masters": masters,

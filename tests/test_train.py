@@ -606,8 +606,13 @@ def counted(tmp_path, *flags, dtype=torch.bfloat16):
     return train.memory(s, model), sum(p.numel() for p in model.parameters()), model
 
 
-def test_count_of_the_memory(tmp_path):
+def test_count_of_the_memory(monkeypatch, tmp_path):
+    with monkeypatch.context() as ranks:                  # shards, and a whole copy that samples
+        ranks.setenv("WORLD_SIZE", "2")
+        count, n, _ = counted(tmp_path)
+    assert count["policy"] == 2 * n and count["policy's shard"] == count["reference"] == n
     count, n, model = counted(tmp_path)
+    assert count["policy's shard"] == 0
     largest = 4 * 1000 * 64                               # a tensor of a checkpoint, in float32
     assert count["policy"] == count["reference"] == 2 * n
     assert count["float32 masters"] == count["gradients, float32"] == 4 * n
