@@ -60,10 +60,10 @@ def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False
     # the numbers `at` (M,) of the N * (S-1) places, with hidden states (M, H).
     at, targets, output, hidden = hidden_states(model, input_ids, labels, group_ids)
     found, entropies = head_logprobs(model, output, hidden, targets, temperature, with_entropy)
-    nothing = torch.zeros(labels[:, 1:].shape, device=hidden.device)              # (N, S-1)
-    logprobs = nothing.put(at, found)
+    nothing = torch.zeros(labels[:, 1:].numel(), device=hidden.device)            # (N * (S-1),)
+    logprobs = nothing.index_put((at,), found).view(len(labels), -1)              # (N, S-1)
     if with_entropy:
-        return logprobs, nothing.put(at, entropies)
+        return logprobs, nothing.index_put((at,), entropies).view_as(logprobs)
     return logprobs
 
 
@@ -211,7 +211,7 @@ def head_logprobs(model, output, hidden, targets, temperature, with_entropy):
         entropy = torch.zeros_like(chosen)
         if with_entropy:
             p = logp.detach().exp()
-            entropy = torch.special.entr(p).sum(dim=1)
+            entropy = -torch.xlogy(p, p).sum(dim=1)      # p log p; 0 where p is 0
         return chosen, entropy
 
     scored = []
@@ -442,7 +442,7 @@ def main():
                         default="Anna has 9 books , loses 4 , gives 2 , gets 7 . How many ?")
     parser.add_argument("response", nargs="?",
                         default="9 - 4 = 5 , 5 - 2 = 3 , 3 + 7 = 10 , \\boxed{ 10 }")
-    parser.add_argument("--model", default=str(Path(__file__).parent / "tests" / "tiny"),
+    parser.add_argument("--model", default=f"{Path(__file__).parent}/tests/tiny",
                         help="a hub name, a model's folder, or a run's folder (for its final/)")
     parser.add_argument("--temperature", type=float, default=1.0)
     args = parser.parse_args()

@@ -5,10 +5,8 @@
 
 Departures from the theory's code map:
 - The ids that were sampled are the ids that are trained on: no text is tokenised again.
-- A step may take several updates on one rollout. All of them use the old log-probs that the first
-  update computes, before any weight has moved.
-- The batch is cut into micro-batches. The loss is divided once, by the size of the whole batch, so
-  the gradient does not depend on how the batch is cut.
+- A step may take several updates on one rollout, all with the old log-probs of the first one.
+- The batch is cut into micro-batches, and the gradient does not depend on how it is cut.
 
     python train.py                                       # the tiny policy learns to reason
     python train.py --model Qwen/Qwen2.5-1.5B-Instruct    # GSM8K, on a GPU
@@ -32,7 +30,6 @@ import re
 import shlex
 import shutil
 import signal
-import threading
 import time
 import traceback
 import warnings
@@ -97,11 +94,10 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     s = settings
     clock = Clock()
 
-    # [A] [B] With --max-resample, groups whose rewards are all equal are replaced.
-    policy = with_whole_weights(policy_model)
-    rollout_of = partial(answers_and_rewards, policy, tokenizer, s, sampler, reward_of, clock)
-    rollout_of = raise_on_all_ranks(rollout_of)  # bad input on one GPU is raised on all
-    rollout = without_flat_groups(rollout_of(batch), batch, rollout_of, tokenizer, s)
+    # [A] G answers to each prompt, drawn from the policy as it is now, [B] a reward for each.
+    policy = sampling_model(policy_model)
+    draw = partial(answers_and_rewards, policy, tokenizer, s, sampler, reward_of, clock)
+    rollout = scored_groups(draw, batch, tokenizer, s)
     add_length_terms(rollout, s)
     clock.lap("scoring")
 
@@ -112,67 +108,51 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     if ref_model is not None:
         rollout.ref_logprobs, _ = all_token_logprobs(ref_model, rollout, s)
 
-    # [D] [E] [F] One gradient step, or several: in later ones the answers are those of an older
-    # policy; the ratio and its clip correct for that.
+    # [D] [E] [F] One gradient step, or several. From the second on the answers are those of an
+    # older policy: the ratio and its clip correct for that.
     updates = []
     for _ in range(s.updates_per_rollout):
         for part in mini_batches(policy_model, rollout, s):
             updates.append(update(policy_model, optimizer, part, s))
     optimizer.zero_grad()  # the next rollout can use the gradients' memory
-    check_sampler(max(each["sampler_difference"] for each in updates), policy_model, s)
+    check_sampler(updates, policy_model, s)
     clock.lap("training")
     return step_metrics(rollout, batch, updates, clock.seconds, s), rollout
 
 
-def answers_and_rewards(policy_model, tokenizer, settings, sampler, reward_of, clock, batch):
-    """[A] G answers to each prompt, [B] one reward for each -> Rollout."""
-    s = settings
-    # The answers are drawn from the policy as it is now.
-    rollout = draw_answers(policy_model, tokenizer, batch, sampler, s)
-    clock.lap("sampling")
-    # (N,) each. Accuracy always uses the rule's rewards.
-    truths = truths_of(batch.problems)
-    rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)
-    rollout.rewards = rollout.rule_rewards
-    if reward_of:
-        rollout.rewards = rewards_by(reward_of, batch.problems, batch.prompts, rollout)
-    return rollout
-
-
 def update(policy_model, optimizer, rollout, settings):
     """One gradient step on these rows -> its metrics."""
-    s = settings
-    sums = within_memory(partial(backward, policy_model, optimizer, rollout, s), s)
+    sums = with_retries(partial(backward, policy_model, optimizer, rollout, settings), settings)
     # [G] The gradient step. One that is not finite is skipped and counted.
-    grad_norm = clip_grad_norm_(unscaled(optimizer), s.max_grad_norm)
+    grad_norm = clip_grad_norm_(unscaled(optimizer), settings.max_grad_norm)
     metrics = update_metrics(sums, grad_norm, rollout)
-    differs = metrics["sampler_difference"] > tolerance(policy_model, s)
-    if not differs and not metrics["skipped_updates"]:
+    if not sampler_differs(metrics, policy_model, settings) and not metrics["skipped_updates"]:
         optimizer.step()
-    return metrics | adapt_loss_scale(optimizer, math.isfinite(metrics["grad_norm"]))
+    return metrics | adapt_loss_scale(optimizer, metrics["skipped_updates"])
 
 
 def backward(policy_model, optimizer, rollout, settings):
     """[D] [E] [F] The gradient of the loss, by micro-batches -> the loss's metrics."""
-    s = settings
-    # The loss is divided once, by the rows and tokens of the whole batch. Then micro-batches
-    # simply add up: they save memory and change nothing else.
-    mask = loss_mask(rollout, s)                                                       # (N, S-1)
-    whole = batch_size(mask)
+    mask = rollout.mask                                                                # (N, S-1)
+    if settings.mask_truncated:  # their rewards still count in their siblings' mean
+        mask = mask & rollout.finished[:, None]
+    # The loss is divided once, by the rows and tokens of the whole batch (of several GPUs their
+    # mean, because FSDP averages gradients). Then the gradients of micro-batches simply add up.
+    whole = averaged({"n_rows": len(mask), "n_tokens": mask.sum()})
     now = torch.zeros_like(rollout.logprobs)                                           # (N, S-1)
     entropies = torch.zeros_like(now)
     sums = Counter()  # Counter.update adds
     optimizer.zero_grad()
-    for part, here, counted in micro_batches(policy_model, rollout, mask, s):
+    for part, here, counted in micro_batches(policy_model, rollout, mask, settings):
         # [D] of the policy as it is now, with a gradient: (n, width-1)
-        logp, entropies[here] = token_logprobs_of(policy_model, part, s)
+        logp, entropies[here] = token_logprobs_of(policy_model, part, settings)
         now[here] = logp.detach()
         # If no weight has moved since the answers were drawn, every ratio is 1.
         old = now[here] if part.old_logprobs is None else part.old_logprobs
         # [E] [F] against the policy that drew the answers, and against the reference
         loss, metrics = grpo_loss(logp, old, part.ref_logprobs, part.advantages, counted,
-                                  **loss_options(part, s), **whole)
-        (loss * loss_scale_of(optimizer)).backward()
+                                  **loss_options(part, settings), **whole)
+        (loss * loss_scale_of(optimizer)).backward()  # the scale is 1, but in float16
         sums.update(metrics)
     if rollout.old_logprobs is None:
         rollout.old_logprobs = now
@@ -192,7 +172,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
     resumed run only needs its step, and the answers do not depend on the number of GPUs.
     """
     run = run or Run()
-    s = dataclasses.replace(settings, kl_coef=run.kl_coef or settings.kl_coef)  # the run's copy
+    s = dataclasses.replace(settings, kl_coef=run.kl_coef or settings.kl_coef)  # beta may change
     evaluation = partial(evaluate, policy_model, tokenizer, eval_problems, s, sampler, reward_of)
     if not run.held_out:
         run.log({"step": 0, **run.measure(0, evaluation)})
@@ -259,22 +239,27 @@ class Clock:
         self.last = now
 
 
-def draw_answers(policy_model, tokenizer, batch, sampler, s):
-    """[A] The Rollout of this GPU's prompts, drawn by `sampler` or with --around-best."""
-    # The rule decides which answers of a half-group the other half continues.
+def answers_and_rewards(policy_model, tokenizer, s, sampler, reward_of, clock, batch):
+    """[A] G answers to each prompt of this GPU, [B] one reward for each -> Rollout."""
+    truths = truths_of(batch.problems)
+
+    # With --around-best the rule decides which answers of a half-group the other half continues.
     def rewards_of(prompts, responses):
-        return score_responses(responses, truths_of(batch.problems), s.group_size // 2)
+        return score_responses(responses, truths, s.group_size // 2)
 
     if s.around_best:
         sampler = partial(sample.sample_around, best=s.around_best, rewards_of=rewards_of)
-    return sampler(policy_model, tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
-                   s.temperature, batch.generators)
-
-
-def batch_size(mask):
-    """The rows and tokens that the loss is divided by, as arguments of grpo_loss."""
-    # Of several GPUs the mean, because FSDP averages their gradients.
-    return averaged({"n_rows": len(mask), "n_tokens": mask.sum()})
+    rollout = sampler(policy_model, tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
+                      s.temperature, batch.generators)
+    clock.lap("sampling")
+    # Accuracy always uses the rule's rewards.
+    rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)    # (N,)
+    rollout.rewards = rollout.rule_rewards                                             # (N,)
+    if reward_of:  # a function from Python may return any list of numbers
+        values = reward_of(batch.problems, batch.prompts, rollout)
+        values = torch.as_tensor(values, dtype=torch.float32, device="cpu").detach()
+        rollout.rewards = values.reshape_as(rollout.rule_rewards)
+    return rollout
 
 
 def add_length_terms(rollout, s):
@@ -336,7 +321,7 @@ def mini_batches(policy_model, rollout, s):
 
 
 def micro_batches(model, rollout, mask, s):
-    """Yield for each: its rows as a Rollout, their place in (N, S-1), their part of the mask."""
+    """Yield for each: its rows as a Rollout, their index in (N, S-1), their part of the mask."""
     share = s.share_prompts and logprob.is_fast(model)
     # [D] makes its tables of ids and labels on the host: copied once, they make nothing wait later.
     host = copy.copy(rollout)
@@ -375,14 +360,8 @@ def all_token_logprobs(model, rollout, s, with_entropy=False):
             found = token_logprobs_of(model, part, s, with_entropy)
             logprobs[here], entropies[here] = found if with_entropy else (found, 0)
 
-    within_memory(score, s)
+    with_retries(score, s)
     return logprobs, entropies
-
-
-def loss_mask(rollout, s):
-    """The tokens in the loss, (N, S-1): the answers, with --mask-truncated only finished ones."""
-    # Truncated ones are masked only here: their rewards belong to their siblings' mean.
-    return rollout.mask & rollout.finished[:, None] if s.mask_truncated else rollout.mask
 
 
 def loss_options(part, s):
@@ -397,9 +376,9 @@ def loss_options(part, s):
     return options
 
 
-def within_memory(function, s):
-    """Call function(), which moves no weight. If memory runs out, again with half the micro-batch;
-    after another error, again without fast paths.
+def with_retries(function, s):
+    """Call function(), which moves no weight. If memory runs out, call it again with half the
+    micro-batch; after another error, call it again without fast paths.
     """
     if s.offload:
         sample.release()  # the sampler's cache, which the next rollout makes again
@@ -415,12 +394,12 @@ def within_memory(function, s):
             sample.release()
             s.micro_batch_tokens //= 2
             print0(f"out of memory: --micro-batch-tokens is now {s.micro_batch_tokens}")
-            return within_memory(function, s)
+            return with_retries(function, s)
     elif not logprob.PLAIN:
         # It was a fast path's fault only if the plain ones work.
         with suppress(Exception):
             sample.PLAIN = logprob.PLAIN = True
-            result = within_memory(function, s)
+            result = with_retries(function, s)
             drop_fast_paths(f"one failed ({one_line(fault)})")
             return result
         sample.PLAIN = logprob.PLAIN = False
@@ -436,8 +415,7 @@ def update_metrics(sums, grad_norm, rollout):
         "sampler_difference": apart.sum() / rollout.mask.sum(),
     })
     is_finite = math.isfinite(metrics["grad_norm"] + metrics["loss"])
-    metrics["skipped_updates"] = int(not is_finite)
-    return metrics
+    return metrics | {"skipped_updates": int(not is_finite)}
 
 
 # Sampler and trainer are two implementations of one policy. So [A]'s log-probs and [D]'s must be
@@ -450,14 +428,21 @@ def tolerance(model, s):
     return 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
 
 
-def check_sampler(nats, model, s):
+def sampler_differs(metrics, model, s):
+    """Whether sampler and trainer differ in an update: then it moves no weight."""
+    return metrics["sampler_difference"] > tolerance(model, s)
+
+
+def check_sampler(updates, model, s):
     """Drop the fast paths if sampler and trainer differ; BadInput if the plain ones differ, too."""
-    if nats > tolerance(model, s):
-        fault = f"sampler and trainer differ by {nats:.2g} nats per token"
-        if logprob.PLAIN:
-            raise BadInput(f"--model {s.model}: {fault} even without fast paths; "
-                           "--sampler-correction 2.0 corrects for that")
-        drop_fast_paths(fault)
+    for metrics in updates:
+        if sampler_differs(metrics, model, s):
+            nats = metrics["sampler_difference"]
+            fault = f"sampler and trainer differ by {nats:.2g} nats per token"
+            if logprob.PLAIN:
+                raise BadInput(f"--model {s.model}: {fault} even without fast paths; "
+                               "--sampler-correction 2.0 corrects for that")
+            return drop_fast_paths(fault)
 
 
 def drop_fast_paths(reason):
@@ -510,15 +495,18 @@ def peak_memory():
     if not used and os.name == "posix":
         import resource
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        used *= 1 if sys.platform == "darwin" else 1024  # macOS counts in bytes
+        if sys.platform != "darwin":  # macOS counts in bytes, others in KiB
+            used *= 1024
     return used
 
 
 # --------------------------------------------------------------------------------------------------
 # Dynamic sampling (DAPO, arXiv 2503.14476): flat groups teach nothing, others are drawn instead
 
-def without_flat_groups(rollout, batch, rollout_of, tokenizer, s):
-    """--max-resample: replace flat groups -> Rollout; `batch` changes in place."""
+def scored_groups(draw, batch, tokenizer, s):
+    """draw(batch) -> Rollout; with --max-resample flat groups are replaced, in `batch`, too."""
+    draw = raise_on_all_ranks(draw)  # bad input on one GPU is raised on all
+    rollout = draw(batch)
     B = len(batch.prompts)
     G = s.group_size
     for attempt in range(1, s.max_resample + 1):  # groups that stay flat have advantages of 0
@@ -528,7 +516,7 @@ def without_flat_groups(rollout, batch, rollout_of, tokenizer, s):
         batch.resampled += n
         n = max(n, 1)  # a rank that needs none draws one, too: the others wait for it in FSDP
         others = batch_of_step(tokenizer, batch.pool, batch.step, s, attempt, n)
-        both = sample.joined(rollout, rollout_of(others))
+        both = sample.joined(rollout, draw(others))
         # B groups stay: those that teach, the old ones first, then flat ones.
         flat = is_flat(both.rewards, G).int()                                          # (B + n,)
         stay, _ = flat.argsort(stable=True)[:B].sort()                                 # (B,)
@@ -618,7 +606,7 @@ def adapt_kl_coef(run, metrics, s):
 
 def set_learning_rate(optimizer, step, s):
     """A linear warm-up; then constant, or a linear or cosine decay to 0 after the last step."""
-    # Adam's second moment is a mean of few gradients at first: until then the steps stay small.
+    # At first Adam's second moment is a mean of few gradients, so the first steps are small.
     rate = min(1.0, step / max(s.warmup_steps, 1))
     # `left` is 1 until the end of the warm-up, and above 0 in the last step.
     decaying = max(s.steps - s.warmup_steps, 1)
@@ -636,7 +624,7 @@ def evaluate(model, tokenizer, problems, settings, sampler=sample_groups, reward
              group_size=1, temperature=0.0, seed=0):
     """Greedy answers (or group_size sampled ones) -> metrics, pairs (answer, its reward)."""
     s = dataclasses.replace(settings, group_size=group_size, temperature=temperature, around_best=0)
-    policy = with_whole_weights(model)
+    policy = sampling_model(model)
     mine = share_of_rank(len(problems))
     at_a_time = settings.prompts_per_step * settings.group_size // group_size  # a step's rows
     starts = range(0, len(mine), at_a_time)
@@ -875,7 +863,7 @@ class Settings:
     resume: str = flag("", "continue the run in this folder", kept=False, free=True)
     eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop", kept=False)
     trace: bool = flag(False, "print one step stage by stage, and stop", kept=False)
-    dry_run: amount = flag(None, "print the memory a step needs, and stop; N: on a card of N GB",
+    dry_run: amount = flag(None, "print the memory a step needs, and stop; N: on a GPU of N GB",
                            kept=False, free=True, nargs="?", const=0.0)
 
     @property
@@ -898,8 +886,6 @@ def flag_of(name):
 
 def given_flags(words):
     """The flags in the words of a command line -> {name: value}, without defaults."""
-    words = list(map(str, words))  # from Python also numbers and paths
-
     def error(message):
         raise BadInput(f"{message} (--help lists the flags)")
 
@@ -911,13 +897,10 @@ def given_flags(words):
     parser.error = error
     parser._negative_number_matcher = re.compile(r"-[\d.]+(e[-+]?\d+)?$")  # else -1e-5 is a flag
     tiny = json.loads(TINY_CONFIG.read_text())
-    times = Counter(word.partition("=")[0] for word in words)
     for name, field in FIELDS.items():
         how = {"type": field.type, **field.metadata["how"]}
         if head := field.metadata["head"]:
             group = parser.add_argument_group(head)
-        if times[flag_of(name)] > 1 and "action" not in how:
-            print0(f"{flag_of(name)} is given more than once: the last one counts")
         if field.type is bool:
             how |= {"type": None, "action": argparse.BooleanOptionalAction}
         elif field.type not in (str, path):
@@ -925,11 +908,11 @@ def given_flags(words):
         if name in tiny:
             how["help"] += f" {{{tiny[name]}}}"
         group.add_argument(flag_of(name), **how)
-    return vars(parser.parse_args(words))
+    return vars(parser.parse_args([str(word) for word in words]))  # from Python also numbers
 
 
 def parse(words):
-    """Settings: the flags in `words` win over the config file, it over the defaults."""
+    """Settings: the flags in `words` win over the config file, which wins over the defaults."""
     given = given_flags(words)
     file = f"{given['resume']}/config.json" if "resume" in given else given.get("config")
     config = read_config(file) if file else {}
@@ -986,7 +969,7 @@ def check_resumed(given, saved):
         if name == "steps" and saved.lr_schedule != "constant":
             free = False  # the learning rate of every step depends on how many there are
         if FIELDS[name].type is path and old:
-            free = True  # what it names may have moved: check_digests() compares the contents
+            free = True  # what it names may have moved: load_checkpoint() compares digests
         if new != old and not free:
             raise BadInput(f"{flag_of(name)} {new}: the run in {given['resume']} keeps its {old!r}")
 
@@ -1097,21 +1080,21 @@ def choose_device(s):
     fault = f"--device {s.device}: torch {torch.__version__} cannot use it:"
     with as_bad_input(fault, of=Exception):
         device = torch.device(best if s.device == "auto" else s.device)
-        torch.ones(1, device=device) + 1  # fails on a card that this torch has no kernels for
+        torch.ones(1, device=device) + 1  # fails on a GPU that this torch has no kernels for
     if s.device == "auto" and best == "cpu" and shutil.which("nvidia-smi"):
-        raise BadInput("--device auto: torch cannot use this machine's card: install a newer driver"
+        raise BadInput("--device auto: torch cannot use this machine's GPU: install a newer driver"
                        " or a torch for an older CUDA (pytorch.org), or use --device cpu")
     if device.type == "mps" and (s.offload or s.dtype not in ("auto", "float32")):
         raise BadInput("--dtype, --offload: on mps only --dtype float32 works, without --offload")
     if device.index and device.type == "cuda":
-        torch.cuda.set_device(device)  # the default card for calls that name none
+        torch.cuda.set_device(device)  # the default GPU for calls that name none
     if s.dtype != "auto":
         return device, getattr(torch, s.dtype)
     if device.type != "cuda":
         return device, torch.float32
     major, _ = torch.cuda.get_device_capability(device)
     if major >= 8:
-        return device, torch.bfloat16  # older cards emulate it, which is slow
+        return device, torch.bfloat16  # older GPUs emulate it, which is slow
     return device, torch.float16 if major == 7 else torch.float32  # Volta, Turing; older ones
 
 
@@ -1201,20 +1184,12 @@ def load_reward_of(s, reward_model=None):
     return reward_of
 
 
-def rewards_by(reward_of, problems, prompts, rollout):
-    """Call reward_of -> (N,) float32. One from Python may give any list of numbers."""
-    with torch.set_grad_enabled(torch.is_grad_enabled()):  # which it may switch
-        values = reward_of(problems, prompts, rollout)
-    values = torch.as_tensor(values, dtype=torch.float32, device="cpu").detach()
-    return values.reshape(len(rollout.responses))
-
-
 # --------------------------------------------------------------------------------------------------
 # Weights. AdamW at 1e-6 moves a weight by about 1e-6, but a bfloat16 weight of 0.02 can only move
 # by 1.2e-4. So the optimizer moves float32 masters, and the model's weights are rounded from them.
 
 def make_optimizer(model, s, ref_model=None):
-    """AdamW over the weights, or over float32 masters if they have fewer bits, or over factors."""
+    """AdamW of the weights, of float32 masters if these have fewer bits, or of LoRA's factors."""
     how = {"lr": s.lr, "weight_decay": s.weight_decay, "fused": True}
     if s.lora_rank:
         return LoraAdamW(model, ref_model, s, **how)
@@ -1273,9 +1248,7 @@ class MasterAdamW(torch.optim.AdamW):
         self.trained = trained  # float32 masters, or LoRA's factors
         self.weights = weights
         # Gradients below 6e-8 are 0 in float16: the loss is multiplied by this before backward().
-        # The second number counts updates since a gradient was last not finite.
-        scale = 2.0**16 if weights[0].dtype == torch.float16 else 1.0
-        self.scale = torch.tensor([scale, 0.0])
+        self.scale = torch.tensor(2.0**16 if weights[0].dtype == torch.float16 else 1.0)
         self.away = trained[0].device != weights[0].device
         if self.away:
             self.grads = [torch.empty_like(master, pin_memory=True) for master in trained]
@@ -1314,16 +1287,16 @@ class MasterAdamW(torch.optim.AdamW):
 
 def loss_scale_of(optimizer):
     """The factor of the loss in float16; 1 otherwise."""
-    return float(optimizer.scale[0]) if isinstance(optimizer, MasterAdamW) else 1.0
+    return float(getattr(optimizer, "scale", 1.0))
 
 
 def unscaled(optimizer):
-    """The tensors with a gradient, now divided by the loss scale; LoRA's averaged over GPUs."""
+    """Divide gradients by the loss scale, average LoRA's over the GPUs -> the tensors with one."""
     known = optimizer.param_groups[0]["params"] + getattr(optimizer, "weights", [])
     tensors = [p for p in known if p.grad is not None]
     scale = loss_scale_of(optimizer)
     for p in tensors:
-        if scale != 1:
+        if scale > 1:
             p.grad /= scale
         if isinstance(optimizer, LoraAdamW) and world() > 1:
             dist.all_reduce(p.grad)  # as FSDP does with shards
@@ -1331,20 +1304,16 @@ def unscaled(optimizer):
     return tensors
 
 
-def adapt_loss_scale(optimizer, finite):
+def adapt_loss_scale(optimizer, skipped):
     """Adapt float16's loss scale -> {"loss_scale": the one just used}; {} for plain AdamW."""
     if not isinstance(optimizer, MasterAdamW):
         return {}
-    scale, since = optimizer.scale.tolist()
-    # Halve it after a gradient that is not finite, double it after 200 that are.
-    since = since + 1 if finite else 0
-    new = scale
-    if not finite:
-        new = max(scale / 2, 1.0)
-    elif scale > 1 and since % 200 == 0:
-        new = 2 * scale
-    optimizer.scale[:] = torch.tensor([new, since])
-    return {"loss_scale": scale}
+    used = loss_scale_of(optimizer)
+    if used > 1:
+        # A skipped update halves it, and 200 others double it.
+        optimizer.scale *= 1 / 2 if skipped else 2 ** (1 / 200)
+        optimizer.scale.clamp_(min=1)
+    return {"loss_scale": used}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1437,7 +1406,7 @@ ADVICE = ("to need less: --lora-rank 16, --kl-coef 0, --dtype bfloat16, a smalle
 
 
 def plan_memory(s):
-    """Settings -> the same without `auto`. BadInput: flags that clash, or too little memory."""
+    """Settings -> the same with all that the device decides. BadInput: a clash, or no memory."""
     check_combinations(s)  # cheap checks first: flags, then the device, files, the model
     device, dtype = choose_device(s)
     tell_idle(s)
@@ -1456,12 +1425,13 @@ def plan_memory(s):
                 print0(f"--output: the run needs {count[DISK] / 1e9:.3g} GB of disk when it saves, "
                        f"and {space / 1e9:.3g} are free")
             return way
-    raise BadInput(f"--model {s.model}: a step needs about {count[lack] / 1e9:.3g} GB of {lack} "
+    kind = lack[0]
+    raise BadInput(f"--model {s.model}: a step needs about {count[kind] / 1e9:.3g} GB of {kind} "
                    f"(details: --dry-run), and that leaves less than a tenth free; {ADVICE}")
 
 
 def counted_ways(s, device, dtype):
-    """Yields each way that the flags allow, the fastest first: Settings, count, memory it lacks."""
+    """Yields each way that the flags allow, the fastest first: Settings, count, what it lacks."""
     tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)  # two groups
     if device.type == "cpu":  # it is fastest with what fits its cache
         tokens = 2048 if dtype == torch.bfloat16 else 1024
@@ -1471,7 +1441,7 @@ def counted_ways(s, device, dtype):
         s.offload = False  # the device has no memory of its own
     model = model_without_storage("--model", s.model, dtype)
     free = {DEVICE: free_memory(device), HOST: free_memory(torch.device("cpu"))}
-    if s.dry_run:  # the card of another machine, where CUDA itself takes about a GB
+    if s.dry_run:  # the GPU of another machine, where CUDA itself takes about a GB
         free = {DEVICE: (s.dry_run - 1) * 2**30, HOST: math.inf}
     for offload, checkpointing in product((False, True), repeat=2):
         way = dataclasses.replace(s, offload=offload, gradient_checkpointing=checkpointing)
@@ -1479,11 +1449,8 @@ def counted_ways(s, device, dtype):
                 or s.gradient_checkpointing not in (None, checkpointing)):
             continue
         count = memory(way, model)
-        lack = None
-        for kind, size in free.items():
-            # A tenth stays free, for CUDA itself and for fragments of the allocator.
-            if count[kind] >= 0.9 * size:
-                lack = lack or kind
+        # A tenth stays free, for CUDA itself and for fragments of the allocator.
+        lack = [kind for kind in free if count[kind] >= 0.9 * free[kind]]
         yield way, count, lack
 
 
@@ -1508,7 +1475,7 @@ def memory(s, model):
     kept = kept + layers * hidden if s.gradient_checkpointing else layers * kept
     size = model.dtype.itemsize
     n = model.num_parameters()
-    shard = trained = n if s.is_whole else n // world()
+    held = trained = n if s.is_whole else n // world()  # by one process
     weights = list(model.parameters())
     first_weights = one_gradient = 0
     if s.lora_rank:
@@ -1534,7 +1501,7 @@ def memory(s, model):
     head = 0 if s.lora_rank else text.vocab_size * hidden
     count = {
         "policy": n * size,
-        "reference": shard * size if s.kl_coef else 0,
+        "reference": held * size if s.kl_coef else 0,
         "LoRA's first weights": first_weights,
         "float32 masters": masters,
         "AdamW's two moments": moments,
@@ -1559,7 +1526,7 @@ def print_memory(s):
     device = torch.device("cuda")  # of another machine, if this one has none
     if not s.dry_run and (s.device != "cuda" or torch.cuda.is_available()):
         device, dtype = choose_device(s)
-    where = f"a card of {s.dry_run:g} GB" if s.dry_run else device.type
+    where = f"a GPU of {s.dry_run:g} GB" if s.dry_run else device.type
     print(f"{s.model} in {dtype} on {where}: GB for a step")
     columns = []
     fits = False
@@ -1575,7 +1542,7 @@ def print_memory(s):
     for what in column:
         print(f"{what:30}" + "".join(f"{column[what]:>8}" for column in columns))
     if not fits:
-        print(f"no way leaves a tenth of {where}'s free memory; {ADVICE}")
+        print(f"on {where} no way leaves a tenth of the memory free; {ADVICE}")
 
 
 def free_disk(output):
@@ -1626,15 +1593,15 @@ def join_ranks(s):
     """Meet the other processes of torchrun."""
     if world() == 1:
         return
-    on_cards = s.device != "cpu" and torch.cuda.is_available()
-    if on_cards:
+    on_gpus = s.device != "cpu" and torch.cuda.is_available()
+    if on_gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # NCCL exchanges CUDA tensors, gloo exchanges Python objects and CPU tensors.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_cards else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
 
 
 def leave_ranks():
-    """Part from the other processes once all of them are done."""
+    """Leave the process group once all processes are done."""
     if dist.is_initialized():
         with suppress(RuntimeError):  # a rank that is done closes its connections
             dist.barrier()
@@ -1684,8 +1651,11 @@ def raise_on_all_ranks(function):
 
 def on_rank_0(function, *args):
     """The function's result on rank 0, given to every rank; its BadInput on all."""
-    mine = raise_on_all_ranks(lambda: function(*args) if rank() == 0 else None)()
-    return gathered_objects(mine)[0]
+    @raise_on_all_ranks
+    def attempt():
+        return function(*args) if rank() == 0 else None
+
+    return gathered_objects(attempt())[0]
 
 
 def is_sharded(tensor):
@@ -1728,13 +1698,13 @@ def shard(model, s, samples=False):
 
 
 @torch.no_grad()
-def with_whole_weights(model):
+def sampling_model(model):
     """The model to sample from: itself, or a sharded one's twin with the weights of all shards."""
     twin = vars(model).get("twin", model)
     if twin is not model:
         model.reshard()
-        for weight, shard in zip(twin.parameters(), model.parameters()):
-            weight.copy_(gather_full(shard))
+        for weight, sharded in zip(twin.parameters(), model.parameters()):
+            weight.copy_(gather_full(sharded))
     return twin
 
 
@@ -1746,20 +1716,20 @@ class Run:
 
     def __init__(self, folder=None):
         self.name = str(folder)
-        self.command = ""  # that began it
+        self.command = ""  # the one that began the run
         self.folder = Path(folder) if folder and rank() == 0 else None
         self.signal = 0
         self.step = 0  # the last step that is done
-        self.resume_command = ""  # once there is something to resume
-        self.skipped = 0  # updates
+        self.resume_command = ""  # set once there is something to resume
+        self.skipped = 0  # updates that were skipped
         self.skipped_in_a_row = 0
-        self.kl_coef = None  # of --kl-band
+        self.kl_coef = None  # beta, if --kl-band adapts it
         self.held_out = []  # (step, score of an evaluation)
         self.history = []  # the metrics that symptoms() reads
         self.told = {}  # how bad each symptom was when it was reported
         self.digests = {}  # of what the run began with
-        self.reward_model = None  # if training moves it
-        self.ref_model = None  # if training moves it
+        self.reward_model = None  # only if training changes it
+        self.ref_model = None  # only if training changes it
         self.groups = {}  # groups for page.html, by step
         self.eval_problems = []
         self.judged_by = "accuracy"  # the score of held_out; or "reward"
@@ -1797,14 +1767,12 @@ class Run:
 
         before = {}
         names = ["SIGINT", "SIGTERM", "SIGHUP"]
-        if threading.current_thread() is not threading.main_thread():
-            names = []  # only the main thread may set handlers
         for number in signal.Signals:  # Windows has no SIGHUP, and nohup ignores it
             if number.name in names and signal.getsignal(number) != signal.SIG_IGN:
                 before[number] = signal.signal(number, stop)
         if hasattr(os, "fork"):
-            # A process that a reward forks has the default handlers. Python drops a signal that
-            # arrives before it has them, so signals wait: else a pool could hang for ever.
+            # A process that a reward forks gets the default handlers. Until then its signals wait:
+            # Python would drop them, and a pool that ends its workers could hang for ever.
             wait = partial(signal.pthread_sigmask, signal.SIG_BLOCK, before)
             go_on = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, before)
             os.register_at_fork(before=wait, after_in_parent=go_on, after_in_child=in_child)
@@ -1820,7 +1788,7 @@ class Run:
         return self.signal
 
     def measure(self, step, evaluation):
-        """Evaluate after a step (0: the start) -> metrics. The score: own reward, or accuracy."""
+        """Evaluate after a step (0: the start) -> metrics. Its score: user's reward or accuracy."""
         metrics, self.after = evaluation()
         self.before = self.before or self.after
         score = metrics.get("eval_reward", metrics["eval_accuracy"])
@@ -1849,20 +1817,15 @@ class Run:
         self.append("metrics.jsonl", metrics)
         skipped = int(metrics.get("skipped_updates", 0))
         self.skipped += skipped
-        self.skipped_in_a_row += skipped
-        if not skipped:
-            self.skipped_in_a_row = 0
+        self.skipped_in_a_row = self.skipped_in_a_row + skipped if skipped else 0
         if self.skipped_in_a_row >= 10:
             raise BadInput("10 updates in a row were skipped, for a loss or gradient that is not "
                            "finite: --lr or a reward may be too large, or --temperature too small")
 
     def curve(self, name):
         """A metric over the steps: (step, value), without steps that lack it or have null."""
-        points = []
-        for row in self.history:
-            if row.get(name) is not None:
-                points.append((row["step"], row[name]))
-        return points
+        rows = [row for row in self.history if row.get(name) is not None]
+        return [(row["step"], row[name]) for row in rows]
 
     def log_samples(self, batch, rollout):
         """Write the step's first two groups, as they were scored."""
@@ -1929,7 +1892,7 @@ CHECKPOINT = "checkpoint.safetensors"
 
 
 def what_moves(run, model, optimizer):
-    """{name in a checkpoint: tensor, sharded or not} of all that training moves."""
+    """All that training changes: {name in a checkpoint: tensor, sharded or not}."""
     found = {}
     learners = [("", model, optimizer)]
     if run.reward_model:
@@ -1980,7 +1943,7 @@ def as_safetensors(tensors):
     end = 0
     for name, tensor in tensors.items():
         start = end
-        end += tensor.numel() * tensor.itemsize
+        end += tensor.nbytes
         header[name] = {
             "dtype": names[tensor.dtype],
             "shape": list(tensor.shape),
@@ -2000,26 +1963,23 @@ def as_safetensors(tensors):
 def load_checkpoint(run, model, optimizer, s):
     """Restore what the checkpoint holds, if the run began with the same problems and weights."""
     path = Path(run.name, CHECKPOINT)
-    log = Path(run.name, "metrics.jsonl")
     if not path.is_file():
-        if log.is_file():
-            last = log.read_text(encoding="utf-8").count("\n") - 1
-            raise BadInput(f"--resume {run.name}: {log.name} goes to step {last}, but there is no "
-                           f"{CHECKPOINT}")
+        if Path(run.name, "metrics.jsonl").is_file():
+            raise BadInput(f"--resume {run.name}: there is a log of steps, but no {CHECKPOINT}")
         return  # it was killed before it began
-    with as_bad_input(f"--resume: {path} is damaged:", of=Exception):
+    fault = f"--resume: {path} is damaged, or not of this model, or of another version of train.py:"
+    with as_bad_input(fault, of=Exception):
         file = safe_open(path, framework="pt")
         text = file.get_tensor("counters").numpy()
         counters = json.loads(text.tobytes())
-    if not counters.keys() >= set(COUNTERS):
-        raise BadInput(f"--resume: {path} was written by another version of train.py")
+        digests = counters["digests"]
     for name, digest in run.digests.items():
-        if digest == counters["digests"].get(name):
+        if digest == digests.get(name):
             continue
         if name != "texts":
             raise BadInput(f"{flag_of(name)} {getattr(s, name)}: is not what the run began with")
         print0("a file of --reward, --step-reward or --reply has changed since the run began")
-    with as_bad_input(f"--resume: {path} is damaged, or not of this model:", of=Exception):
+    with as_bad_input(fault, of=Exception):
         for name in COUNTERS:
             setattr(run, name, counters[name])
         if run.reward_model:
@@ -2043,21 +2003,20 @@ def digests_of(parts, s):
     for spec in [*(s.reward or []), s.step_reward, s.reply]:
         file, _, name = str(spec).rpartition(":")
         texts += [name, Path(file).read_text(errors="replace") if file else ""]
-    digests = {
-        "data": digest_of(parts.problems),
-        "eval_data": digest_of(parts.eval_problems),
-        "model": digest_of(some_numbers(parts.policy_model)),
-        "texts": digest_of(texts),
+    contents = {
+        "data": parts.problems,
+        "eval_data": parts.eval_problems,
+        "model": some_numbers(parts.policy_model),
+        "texts": texts,
     }
     judge = getattr(parts.reward_of, "judge", None)
     if judge:
-        digests["reward_model"] = digest_of(some_numbers(judge.model))
+        contents["reward_model"] = some_numbers(judge.model)
+    digests = {}
+    for name, content in contents.items():
+        text = json.dumps(content)
+        digests[name] = hashlib.sha256(text.encode()).hexdigest()
     return digests
-
-
-def digest_of(value):
-    text = json.dumps(value)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def some_numbers(model):
@@ -2171,10 +2130,8 @@ def begin(run, parts, s):
     run.digests = digests_of(parts, s)
     if s.resume:
         load_checkpoint(run, model, parts.optimizer, s)
-    kept = {}
-    for name, field in FIELDS.items():
-        if field.metadata["kept"]:
-            kept[name] = getattr(s, name)
+    names = [name for name in FIELDS if FIELDS[name].metadata["kept"]]
+    kept = {name: getattr(s, name) for name in names}
     text = json.dumps(kept, indent=2) + "\n"
     # Files in the program's folder are named from there, because it may move: see path().
     here = json.dumps(f"{HERE}{os.sep}")
@@ -2183,7 +2140,7 @@ def begin(run, parts, s):
         with run.replacing("config.json") as new:
             new.write_text(text, encoding="utf-8")
     run.resume_command = command("train.py", "--resume", run.name)
-    if not run.held_out:  # a new run. From now on one without a checkpoint has lost it.
+    if not run.held_out:  # a new run: from now on it can be resumed
         save_checkpoint(run, model, parts.optimizer)
     millions = model.num_parameters() / 1e6
     processes = "1 process" if world() == 1 else f"{world()} processes"
@@ -2213,7 +2170,7 @@ def example_of(run):
 
 
 def print_story(run):
-    """Print what a held-out problem was answered before and after; the curves; what to do next."""
+    """Print a held-out problem's answers before and after, the curves, and what to do next."""
     print0(f"\n{example_of(run)}\n")
     print0(f"held-out {run.judged_by:13}" + small_curve(run.held_out))
     names = ["reward_mean", "approx_kl", "response_length_mean"]
@@ -2240,11 +2197,11 @@ def command(program, *flags):
     return shlex.join([*start, str(HERE / program), *flags])
 
 
-def small_curve(points, width=50):
+def small_curve(points):
     """(step, value) points as one line of blocks, from the lowest value to the highest."""
     if not points:
         return ""
-    means = pooled([value for _, value in points], width)
+    means = pooled([value for _, value in points], 50)
     low = min(means)
     span = max(means) - low or 1
     blocks = ""
@@ -2299,9 +2256,7 @@ def keep_group(run, batch, rollout, s):
     rows = list(range(b * G, (b + 1) * G))
     n = min(G, MOST_TOKENS // rollout.labels.shape[1] + 1)
     part = sample.take(rollout, rows[:n])
-    group = {}
-    for name in OF_GROUP:
-        group[name] = getattr(part, name).tolist()  # JSON, for the checkpoint
+    group = {name: getattr(part, name).tolist() for name in OF_GROUP}  # JSON, for the checkpoint
     r = rollout.rewards[rows]                                                          # (G,)
     group["r"] = f"{n} of {G} answers, mean r {r.mean():.3g}, std r {r.std(correction=0):.3g}"
     problem = batch.problems[b]
@@ -2320,9 +2275,7 @@ def write_page(run, model, tokenizer, s):
     sections = ""
     groups = gathered_objects(run.groups)[0]  # rank 0's, but all ranks score
     for step, group in groups.items():
-        fields = {}
-        for name in OF_GROUP:
-            fields[name] = torch.tensor(group[name], device=model.device)
+        fields = {name: torch.tensor(group[name], device=model.device) for name in OF_GROUP}
         part = sample.Rollout(**fields, logprobs=fields["old_logprobs"], responses=None)
         logprobs, _ = all_token_logprobs(model, part, s)                                  # (G, S-1)
         moved = logprobs - part.old_logprobs

@@ -72,7 +72,7 @@ def test_a_run_in_two_parts_is_the_run_bit_for_bit(tmp_path, flags):
     assert same_tensors(saved, checkpoint_of(whole))
     last = curve(whole)[-1]
     if flags[-1].startswith("--dtype"):
-        assert last["loss_scale"] == (65536 if "--dtype=float16" in flags else 1)
+        assert (last["loss_scale"] > 65536) == ("--dtype=float16" in flags)
     if "--lora-rank=4" in flags and "--renew-reference=1" not in flags:
         assert all("lora_" in name or name in ("counters", "weight/loss scale")
                    for name in saved), "and nothing else"
@@ -336,7 +336,7 @@ def with_another_shape(path):
 @pytest.mark.parametrize("spoil, words", [
     (with_another_shape, "damaged, or not of this model"), (of_another_version, "another version"),
     (lambda path: path.write_bytes(path.read_bytes()[:-1000]), "damaged"),
-    (lambda path: path.unlink(), "goes to step 6")])
+    (lambda path: path.unlink(), f"but no {CHECKPOINT}")])
 def test_a_checkpoint_that_is_not_whole(capsys, run_folder, spoil, words):
     """Or deleted, though the run has begun: it would begin again, over its own metrics."""
     path = run_folder / CHECKPOINT
@@ -480,7 +480,8 @@ def test_what_a_failed_attempt_held_is_freed_before_the_next(error):
             raise error
         return alive
 
-    assert train.within_memory(function, train.parse(["--micro-batch-tokens=1024"])) == [False]
+    s = train.parse(["--micro-batch-tokens=1024"])
+    assert train.with_retries(function, s) == [False]
 
 
 @pytest.mark.parametrize("error", [*NO_MEMORY, RuntimeError("no kernel")])
@@ -495,7 +496,7 @@ def test_no_rank_goes_on_alone(monkeypatch, error):
         raise error
 
     with pytest.raises(type(error)):
-        train.within_memory(function, s)
+        train.with_retries(function, s)
     assert attempts == [1024]
 
 
