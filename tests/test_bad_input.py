@@ -168,10 +168,6 @@ def pickled(m):
     torch.save({}, m / "pytorch_model.bin")
 
 
-def spoiled(**changes):
-    return lambda m: edit_json(m / "config.json", **changes)
-
-
 def written(name, text):
     return lambda m: (m / name).write_text(text)
 
@@ -192,7 +188,8 @@ MODELS = [
     (written("model.safetensors", "torn"), "cannot be loaded"),
     (reweighted(lambda w: {k: v for k, v in w.items() if ".layers.1." not in k}),
      "its files lack weights: model.layers.1."),
-    (spoiled(tie_word_embeddings=False), "its files lack weights: lm_head.weight"),
+    (lambda m: edit_json(m / "config.json", tie_word_embeddings=False),
+     "its files lack weights: lm_head.weight"),
     (reweighted(lambda w: {f"other.{k}": v for k, v in w.items()}), "its files lack weights"),
     (reweighted(lambda w: {**w, NORM: torch.ones(65)}), NORM),
     (reweighted(lambda w: {**w, NORM: torch.tensor([*63 * [1.0], float("nan")])}),

@@ -13,12 +13,6 @@ HALF = (torch.bfloat16, torch.float16)
 BITS = {torch.bfloat16: 16, torch.float16: 13}  # of a float32 that these lack
 
 
-def unit_of(numbers, dtype):
-    """The distance from each number to the next one of its dtype, away from 0."""
-    bits = numbers.view(torch.int32) + (1 << BITS[dtype])
-    return (bits.view(torch.float32) - numbers).abs()
-
-
 def masters_of(*weights, seed=0, **how):
     masters = [off_grid(weight, seed, i) for i, weight in enumerate(weights)]
     return MasterAdamW(masters, list(weights), **how)
@@ -49,7 +43,8 @@ def test_a_part_of_a_unit_arrives_on_average(dtype, part):
     """From masters on the grid, rounded to nearest, all of it or nothing would."""
     start = ((1 + torch.rand(2**20, generator=seeded())) / 64).to(dtype).float()  # of one unit
     start[::2] *= -1
-    unit = unit_of(start, dtype)
+    following = (start.view(torch.int32) + (1 << BITS[dtype])).view(torch.float32)  # away from 0
+    unit = (following - start).abs()
     # Not near a power of two, where the unit is another
     size = start.abs().frexp().mantissa
     keep = (0.51 < size) & (size < 0.99)
