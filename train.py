@@ -30,6 +30,7 @@ import re
 import shlex
 import shutil
 import signal
+import threading
 import time
 import traceback
 import warnings
@@ -1768,6 +1769,8 @@ class Run:
 
         before = {}
         names = ["SIGINT", "SIGTERM", "SIGHUP"]
+        if threading.current_thread() is not threading.main_thread():
+            names = []  # only the main thread may set handlers
         for number in signal.Signals:  # Windows has no SIGHUP, and nohup ignores it
             if number.name in names and signal.getsignal(number) != signal.SIG_IGN:
                 before[number] = signal.signal(number, stop)
