@@ -445,8 +445,7 @@ def test_all_figures_of_samples():
     assert {"pass@4", "pass@6", "maj@6"} < figures_of(responses[:6], ["7"], 6).keys()
 
 
-# --------------------------------------------------------------------------------------------------
-# A user's own reward: --reward, --reward-weights, --step-reward, --reward-model, the length terms
+# --- A user's own reward: --reward, --reward-weights, --step-reward, --reward-model ---------------
 
 MINE = """
     def one(completions, **columns):

@@ -31,8 +31,7 @@ SHORT = ("--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new-token
 SMALL = (*FEW, *SHORT)
 
 
-# --------------------------------------------------------------------------------------------------
-# [G] A step against the formula, and what it asks of the stages; test_variants.py has every flag
+# --- [G] A step against the formula, and what it asks of the stages; flags: test_variants.py ------
 
 def test_a_step_is_the_definition():
     """train_step moves the weights as plain_step does, and its gradient is of the same size."""

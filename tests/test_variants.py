@@ -33,8 +33,7 @@ SHORT = ("--steps=4", "--prompts-per-step=2", "--group-size=4", "--max-new-token
          "--eval-limit=4", "--eval-every=2", "--save-every=1", "--updates-per-rollout=1")
 SMALL = (*FEW, *SHORT)
 
-# --------------------------------------------------------------------------------------------------
-# [C] [E] [F]: the updates of one step against the stage functions, called by hand on full logits
+# --- [C] [E] [F]: the updates of a step against the stage functions on full logits ----------------
 
 def rollout_of(p, temperature, max_new_tokens=12):
     """Two groups with right, wrong and cut answers, and a sampler that is off by some tenths."""
