@@ -257,7 +257,8 @@ def answers_and_rewards(policy_model, tokenizer, s, sampler, reward_of, clock, b
     rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)    # (N,)
     rollout.rewards = rollout.rule_rewards                                             # (N,)
     if reward_of:  # a function from Python may return any list of numbers
-        values = reward_of(batch.problems, batch.prompts, rollout)
+        with torch.enable_grad():  # puts the mode back, which the function may switch
+            values = reward_of(batch.problems, batch.prompts, rollout)
         values = torch.as_tensor(values, dtype=torch.float32, device="cpu").detach()
         rollout.rewards = values.reshape_as(rollout.rule_rewards)
     return rollout

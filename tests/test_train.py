@@ -179,6 +179,15 @@ def measured(monkeypatch):
     return measure
 
 
+def test_a_reward_that_switches_gradients_off_trains_all_the_same():
+    def reward_of(*given):
+        torch.set_grad_enabled(False)
+        return REWARDS.tolist()
+
+    metrics, _ = whole_step(parts(), reward_of=reward_of)
+    assert torch.is_grad_enabled() and metrics["grad_norm"] > 0
+
+
 def test_every_metric_is_its_definition(measured):
     metrics, entropy, drift = measured()
     # rewards 1.5 0.5 | 0 0.5 | 1.5 1.5: the third group's are equal
