@@ -64,7 +64,7 @@ from advantage import is_flat, plain_advantages
 from logprob import IGNORE, layers_checkpointed, plain_logprobs, token_logprobs
 from loss import grpo_loss, next_kl_coef, plain_loss
 from reward import is_right, score_responses, truths_of
-from sample import chat_prompt, sample_groups
+from sample import chat_prompt, one_line, sample_groups
 
 # --------------------------------------------------------------------------------------------------
 # [G] One step: sample, score, normalise, update
@@ -113,8 +113,8 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     # older policy: the ratio and its clip correct for that.
     updates = []
     for _ in range(s.updates_per_rollout):
-        for part in mini_batches(policy_model, rollout, s):
-            updates.append(update(policy_model, optimizer, part, s))
+        for mini in mini_batches(policy_model, rollout, s):
+            updates.append(update(policy_model, optimizer, mini, s))
     optimizer.zero_grad()  # the next rollout can use the gradients' memory
     check_sampler(updates, policy_model, s)
     clock.lap("training")
@@ -144,15 +144,15 @@ def backward(policy_model, optimizer, rollout, settings):
     entropies = torch.zeros_like(now)
     sums = Counter()  # Counter.update adds
     optimizer.zero_grad()
-    for part, here, counted in micro_batches(policy_model, rollout, mask, settings):
+    for micro, at, counted in micro_batches(policy_model, rollout, mask, settings):
         # [D] of the policy as it is now, with a gradient: (n, width-1)
-        logp, entropies[here] = token_logprobs_of(policy_model, part, settings)
-        now[here] = logp.detach()
+        logp, entropies[at] = token_logprobs_of(policy_model, micro, settings)
+        now[at] = logp.detach()
         # If no weight has moved since the answers were drawn, every ratio is 1.
-        old = now[here] if part.old_logprobs is None else part.old_logprobs
+        old = now[at] if micro.old_logprobs is None else micro.old_logprobs
         # [E] [F] against the policy that drew the answers, and against the reference
-        loss, metrics = grpo_loss(logp, old, part.ref_logprobs, part.advantages, counted,
-                                  **loss_options(part, settings), **whole)
+        loss, metrics = grpo_loss(logp, old, micro.ref_logprobs, micro.advantages, counted,
+                                  **loss_options(micro, settings), **whole)
         (loss * loss_scale_of(optimizer)).backward()  # the scale is 1, but in float16
         sums.update(metrics)
     if rollout.old_logprobs is None:
@@ -323,7 +323,7 @@ def mini_batches(policy_model, rollout, s):
 
 
 def micro_batches(model, rollout, mask, s):
-    """Yield for each: its rows as a Rollout, their index in (N, S-1), their part of the mask."""
+    """Yield for each: its rows as a Rollout, where they are in (N, S-1), what of them counts."""
     share = s.share_prompts and logprob.is_fast(model)
     # [D] makes its tables of ids and labels on the host: copied once, they make nothing wait later.
     host = copy.copy(rollout)
@@ -337,18 +337,18 @@ def micro_batches(model, rollout, mask, s):
     most = max(gathered_objects(n))
     for i in range(most):
         rows, width = cuts[min(i, n - 1)]
-        part = sample.take(host, rows.tolist(), width)
-        here = logprob.uploaded(rows, rollout.labels.device), slice(width - 1)
-        yield part, here, mask[here] if i < n else torch.zeros_like(mask[here])
+        micro = sample.take(host, rows.tolist(), width)
+        at = logprob.uploaded(rows, rollout.labels.device), slice(width - 1)
+        yield micro, at, mask[at] & (i < n)
 
 
-def token_logprobs_of(model, part, s, with_entropy=True):
+def token_logprobs_of(model, micro, s, with_entropy=True):
     """[D] of one micro-batch: log-probs, and entropies if asked for, (n, width-1) each."""
     # A sharded model must be entered through a method that FSDP knows: see shard().
     score = getattr(model, "token_logprobs", partial(token_logprobs, model))
-    groups = part.group_ids if s.share_prompts else None
+    groups = micro.group_ids if s.share_prompts else None
     with layers_checkpointed(model, s.gradient_checkpointing):
-        return score(part.input_ids, part.labels, s.temperature, with_entropy, groups)
+        return score(micro.input_ids, micro.labels, s.temperature, with_entropy, groups)
 
 
 @torch.no_grad()
@@ -358,22 +358,22 @@ def all_token_logprobs(model, rollout, s, with_entropy=False):
     entropies = torch.zeros_like(rollout.logprobs)
 
     def score():
-        for part, here, _ in micro_batches(model, rollout, rollout.mask, s):
-            found = token_logprobs_of(model, part, s, with_entropy)
-            logprobs[here], entropies[here] = found if with_entropy else (found, 0)
+        for micro, at, _ in micro_batches(model, rollout, rollout.mask, s):
+            found = token_logprobs_of(model, micro, s, with_entropy)
+            logprobs[at], entropies[at] = found if with_entropy else (found, 0)
 
     with_retries(score, s)
     return logprobs, entropies
 
 
-def loss_options(part, s):
+def loss_options(micro, s):
     """The flags of [E][F]; with --sampler-correction also the sampler's log-probs."""
     names = ("clip_eps", "clip_eps_high", "kl_coef", "objective", "ratio", "kl_estimator",
              "aggregate", "max_new_tokens")
     options = {name: getattr(s, name) for name in names}
     if s.sampler_correction:
         # The sampler's own numbers come from other kernels than [D]'s; plain GRPO ignores them.
-        options["sampler_logprobs"] = part.logprobs
+        options["sampler_logprobs"] = micro.logprobs
         options["sampler_cap"] = s.sampler_correction
     return options
 
@@ -609,17 +609,17 @@ def adapt_kl_coef(run, metrics, s):
 def set_learning_rate(optimizer, step, s):
     """A linear warm-up; then constant, or a linear or cosine decay to 0 after the last step."""
     # At first Adam's second moment is a mean of few gradients, so the first steps are small.
-    rate = min(1.0, step / max(s.warmup_steps, 1))
+    lr = s.lr * min(1.0, step / max(s.warmup_steps, 1))
     # `left` is 1 until the end of the warm-up, and above 0 in the last step.
     decaying = max(s.steps - s.warmup_steps, 1)
     left = min(1.0, (s.steps - step + 1) / decaying)
     if s.lr_schedule == "linear":
-        rate *= left
+        lr *= left
     elif s.lr_schedule == "cosine":
-        rate *= (1 - math.cos(math.pi * left)) / 2
+        lr *= (1 - math.cos(math.pi * left)) / 2
     for group in optimizer.param_groups:
-        group["lr"] = s.lr * rate
-    return s.lr * rate
+        group["lr"] = lr
+    return lr
 
 
 def evaluate(model, tokenizer, problems, settings, sampler=sample_groups, reward_of=None,
@@ -663,7 +663,7 @@ def update_bar(bar, metrics, run):
     bar.update()
     if "eval_accuracy" in metrics:
         response, _ = run.after[0]
-        end = one_line(response)[-80:]
+        end = " ".join(response[-80:].split())
         print0(f"step {metrics['step']}, answer to the first held-out problem: {end}")
 
 
@@ -753,12 +753,6 @@ def as_bad_input(flags, of=ValueError):
         raise BadInput(f"{flags} {one_line(error)}".strip()) from None
 
 
-def one_line(text):
-    """Text in one line; an exception is cut, because some are pages long."""
-    line = " ".join(str(text).split())
-    return line[:600] if isinstance(text, Exception) else line
-
-
 def flag(default, help, kept=True, free=False, head=None, **how):
     """A flag. kept: in config.json; free: a resumed run may change it; head: of the flags below."""
     how["help"] = help if default in (None, "") else f"{help} [{default}]"
@@ -766,13 +760,13 @@ def flag(default, help, kept=True, free=False, head=None, **how):
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def path(text):
+def file(text):
     """Make a file, or file.py:function, absolute: a resumed run may start in another folder."""
-    file = text.rpartition(":")[0] if ".py:" in text else text
+    name = text.rpartition(":")[0] if ".py:" in text else text
     for folder in (os.getcwd(), HERE):  # config.json has ./ before files of the program's folder
-        place = os.path.join(folder, file)
-        if file and os.path.exists(place):
-            return text.replace(file, os.path.normpath(place), 1)
+        path = os.path.join(folder, name)
+        if name and os.path.exists(path):
+            return text.replace(name, os.path.normpath(path), 1)
     return text  # a name: gsm8k, or a model on the hub
 
 
@@ -795,23 +789,23 @@ above_0 = number(float, 1e-12)
 
 @dataclasses.dataclass
 class Settings:
-    model: path = flag(str(TINY), "hub name or folder, also a run's", head="model, data, rewards")
-    data: path = flag("gsm8k", "training problems: a JSONL file, `gsm8k` or `gsm8k:test`")
-    eval_data: path = flag("", "held-out problems; default: gsm8k:test, or a tenth of your --data")
+    model: file = flag(str(TINY), "hub name or folder, also a run's", head="model, data, rewards")
+    data: file = flag("gsm8k", "training problems: a JSONL file, `gsm8k` or `gsm8k:test`")
+    eval_data: file = flag("", "held-out problems; default: gsm8k:test, or a tenth of your --data")
     question_field: str = flag("question", "the column of the JSONL that holds the question")
     answer_field: str = flag("answer", "the column that ends in `#### ` and the final answer")
     system_prompt: str = flag(BOXED, "system message before every question; empty for none")
     template_args: sample.template_arguments = flag(
         None, "arguments of the model's chat template, say '{\"enable_thinking\": false}'",
         metavar="JSON")
-    reward: path = flag(None, "own file.py:function, called like TRL's, or our `rule`, `think`; "
+    reward: file = flag(None, "own file.py:function, called like TRL's, or our `rule`, `think`; "
                         "several are added", nargs="+", action="extend")
     reward_weights: number(float, -1e9) = flag(None, "for each --reward; default: 1", nargs="+",
                                                action="extend")
-    step_reward: path = flag(None, "file.py:function that rewards steps: process supervision")
-    reward_model: path = flag("", "folder of a sequence classifier; its scores are the rewards")
+    step_reward: file = flag(None, "file.py:function that rewards steps: process supervision")
+    reward_model: file = flag("", "folder of a sequence classifier; its scores are the rewards")
     reward_model_lr: above_0 = flag(2e-5, "its learning rate, if --renew-reference trains it")
-    reply: path = flag(None, "file.py:function that gives the user's next message: a tool, say")
+    reply: file = flag(None, "file.py:function that gives the user's next message: a tool, say")
     max_turns: from_1 = flag(4, "at most this many answers in a --reply conversation")
     steps: from_1 = flag(500, "number of rollouts", free=True, head="the rollout")
     prompts_per_step: from_1 = flag(8, "B, questions per step")
@@ -860,7 +854,7 @@ class Settings:
     device: str = flag("auto", "cuda, mps or cpu; auto: the first of them that is available")
     dtype: str = flag("auto", "of the weights; auto: bfloat16 where it is fast", choices=DTYPES)
     threads: number(int, 0, 1024) = flag(0, "0: torch's choice. Small models: use 1", free=True)
-    config: path = flag("", "JSON, like a run's config.json", kept=False, head="this call only")
+    config: file = flag("", "JSON, like a run's config.json", kept=False, head="this call only")
     output: str = flag("", "folder of the run; default: runs/MODEL-TIME", kept=False)
     resume: str = flag("", "continue the run in this folder", kept=False, free=True)
     eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop", kept=False)
@@ -905,7 +899,7 @@ def given_flags(words):
             group = parser.add_argument_group(head)
         if field.type is bool:
             how |= {"type": None, "action": argparse.BooleanOptionalAction}
-        elif field.type not in (str, path):
+        elif field.type not in (str, file):
             how.setdefault("metavar", "N")
         if name in tiny:
             how["help"] += f" {{{tiny[name]}}}"
@@ -970,7 +964,7 @@ def check_resumed(given, saved):
         free = FIELDS[name].metadata["free"]
         if name == "steps" and saved.lr_schedule != "constant":
             free = False  # the learning rate of every step depends on how many there are
-        if FIELDS[name].type is path and old:
+        if FIELDS[name].type is file and old:
             free = True  # what it names may have moved: load_checkpoint() compares digests
         if new != old and not free:
             raise BadInput(f"{flag_of(name)} {new}: the run in {given['resume']} keeps its {old!r}")
@@ -1373,12 +1367,12 @@ class LoraAdamW(MasterAdamW):
 def linears_of(model):
     """{name: weight (out, in)} of every Linear but the head. BadInput: others would stay frozen."""
     found = {}
-    for name, part in model.named_modules():
-        matrix = any(p.ndim > 1 for p in part.parameters(recurse=False))
-        if matrix and not isinstance(part, (torch.nn.Linear, torch.nn.Embedding)):
+    for name, module in model.named_modules():
+        matrix = any(p.ndim > 1 for p in module.parameters(recurse=False))
+        if matrix and not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
             raise BadInput(f"--lora-rank: {name}: not a Linear, and would not be trained")
-        if isinstance(part, torch.nn.Linear) and part is not model.get_output_embeddings():
-            found[name] = part.weight
+        if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings():
+            found[name] = module.weight
     return found
 
 
@@ -1459,18 +1453,20 @@ def counted_ways(s, device, dtype):
 def memory(s, model):
     """The memory of a step on each process: {what: bytes}. `model` may be on the meta device."""
     text = model.config.get_text_config()
+
+    def size_of(name, default):
+        found = getattr(text, name, None) or default
+        return max(found) if isinstance(found, list) else found  # Gemma 3n's layers have one each
+
     layers = text.num_hidden_layers
     hidden = text.hidden_size
-    heads = getattr(text, "num_attention_heads", 1)
-    width = getattr(text, "head_dim", None) or hidden // heads
+    heads = size_of("num_attention_heads", 1)
+    width = size_of("head_dim", hidden // heads)
     queries = heads * width
-    keys = (getattr(text, "num_key_value_heads", None) or heads) * width
+    keys = size_of("num_key_value_heads", heads) * width
+    inner = size_of("intermediate_size", 4 * hidden)
     # Numbers that a layer keeps per token for its backward pass: of its norms, attention and MLP
-    kept = 8 * hidden + 5 * queries + keys
-    inner = getattr(text, "intermediate_size", None) or 4 * hidden
-    if isinstance(inner, list):  # Gemma 3n's layers have one each
-        inner = max(inner)
-    kept += 4 * inner
+    kept = 8 * hidden + 5 * queries + keys + 4 * inner
     if any("q_norm" in name for name, _ in model.named_parameters()):
         kept += 3 * (queries + keys)
     # With checkpointing a layer keeps its input, and one layer at a time is run again.
@@ -1868,9 +1864,9 @@ def save_folder(model, tokenizer, run, name):
     weights = dict(model.named_parameters())
     check_finite(run, weights)
     if hasattr(model, "reshard"):
-        for part, weight in weights.items():
+        for key, weight in weights.items():
             weight = gather_full(weight)  # all ranks take part in gathering
-            weights[part] = weight.detach().cpu() if run.folder else None
+            weights[key] = weight.detach().cpu() if run.folder else None
     else:
         weights = None  # save_pretrained takes them from the model
     if run.folder:
@@ -1902,8 +1898,8 @@ def what_moves(run, model, optimizer):
     learners = [("", model, optimizer)]
     if run.reward_model:
         learners.append(("reward_model/", run.reward_model.model, run.reward_model.optimizer))
-    for prefix, part, adamw in learners:
-        names = [name for name, p in part.named_parameters() if p.requires_grad]
+    for prefix, learner, adamw in learners:
+        names = [name for name, p in learner.named_parameters() if p.requires_grad]
         names = getattr(adamw, "factors", names)  # of LoRA
         # AdamW's own list, because it moves float32 masters if the weights have fewer bits.
         for name, master in zip(names, adamw.param_groups[0]["params"]):
@@ -2138,9 +2134,9 @@ def begin(run, parts, s):
     names = [name for name in FIELDS if FIELDS[name].metadata["kept"]]
     kept = {name: getattr(s, name) for name in names}
     text = json.dumps(kept, indent=2) + "\n"
-    # Files in the program's folder are named from there, because it may move: see path().
-    here = json.dumps(f"{HERE}{os.sep}")
-    text = text.replace(here[:-1], '"./')
+    # Files in the program's folder are named from there, because it may move: see file().
+    ours = json.dumps(f"{HERE}{os.sep}")
+    text = text.replace(ours[:-1], '"./')
     if run.folder:
         with run.replacing("config.json") as new:
             new.write_text(text, encoding="utf-8")
@@ -2148,8 +2144,7 @@ def begin(run, parts, s):
     if not run.held_out:  # a new run: from now on it can be resumed
         save_checkpoint(run, model, parts.optimizer)
     millions = model.num_parameters() / 1e6
-    processes = "1 process" if world() == 1 else f"{world()} processes"
-    print0(f"policy    {millions:.2f}M parameters in {processes}; "
+    print0(f"policy    {millions:.2f}M parameters; processes: {world()}; "
            f"settings of {s.config or 'the command line'}\n"
            f"data      {len(parts.problems)} problems, {len(parts.eval_problems)} held out\n"
            f"run       {run.name}, from step {run.step} to {s.steps}; each step samples "
@@ -2260,8 +2255,8 @@ def keep_group(run, batch, rollout, s):
     b = int(flat.int().argmin())
     rows = list(range(b * G, (b + 1) * G))
     n = min(G, MOST_TOKENS // rollout.labels.shape[1] + 1)
-    part = sample.take(rollout, rows[:n])
-    group = {name: getattr(part, name).tolist() for name in OF_GROUP}  # JSON, for the checkpoint
+    answers = sample.take(rollout, rows[:n])
+    group = {name: getattr(answers, name).tolist() for name in OF_GROUP}  # JSON, for the checkpoint
     r = rollout.rewards[rows]                                                          # (G,)
     group["r"] = f"{n} of {G} answers, mean r {r.mean():.3g}, std r {r.std(correction=0):.3g}"
     problem = batch.problems[b]
@@ -2281,10 +2276,10 @@ def write_page(run, model, tokenizer, s):
     groups = gathered_objects(run.groups)[0]  # rank 0's, but all ranks score
     for step, group in groups.items():
         fields = {name: torch.tensor(group[name], device=model.device) for name in OF_GROUP}
-        part = sample.Rollout(**fields, logprobs=fields["old_logprobs"], responses=None)
-        logprobs, _ = all_token_logprobs(model, part, s)                                  # (G, S-1)
-        moved = logprobs - part.old_logprobs
-        sections += section_of(step, group, part, moved, tokenizer)
+        answers = sample.Rollout(**fields, logprobs=fields["old_logprobs"], responses=None)
+        logprobs, _ = all_token_logprobs(model, answers, s)                               # (G, S-1)
+        moved = logprobs - answers.old_logprobs
+        sections += section_of(step, group, answers, moved, tokenizer)
     if run.folder:
         with run.replacing("page.html") as new:
             new.write_text(page_of(run, sections, s), encoding="utf-8")
@@ -2342,35 +2337,35 @@ def figure_of_curve(name, points, last, warned):
             "</text></svg></figure>")
 
 
-def section_of(step, group, part, moved, tokenizer):
+def section_of(step, group, answers, moved, tokenizer):
     """A group: its question x; of its answers reward r, advantage A and tinted tokens y."""
     text = (f"<section><h2>step {step} <small>{group['r']}</small></h2><details><summary><b>x</b> "
             f"{escape(group['x'])}</summary><pre>{escape(group['prompt'])}</pre></details>"
             f"true answer: {escape(group['truth'])}")
-    for n, is_answer in enumerate(part.mask):                                          # (S-1,)
-        places = is_answer.nonzero()[:, 0]
+    for n, is_answer in enumerate(answers.mask):                                       # (S-1,)
+        tokens = is_answer.nonzero()[:, 0]
         # With the replies of a conversation, which the policy did not write.
-        here = slice(places[0], places[-1] + 1)
-        ids = part.input_ids[n, 1:][here].tolist()
+        span = slice(tokens[0], tokens[-1] + 1)
+        ids = answers.input_ids[n, 1:][span].tolist()
         words = sample.words_of(tokenizer, ids)
-        distances = moved[n, here].tolist()
+        distances = moved[n, span].tolist()
         y = ""
-        for word, d, wrote_it in zip(words, distances, is_answer[here].tolist()):
+        for word, d, wrote_it in zip(words, distances, is_answer[span].tolist()):
             word = escape(word).replace("\n", "↵\n")
             if not wrote_it:
                 word = f"<q>{word}</q>"
             elif abs(d) > 0.02:
                 word = f'<i style="--d:{d:.2f}" title="{d:+.4f}">{word}</i>'
             y += word
-        if not part.finished[n]:
+        if not answers.finished[n]:
             y += " <small>cut at the limit</small>"
-        A = part.advantages[n].expand_as(is_answer)  # each token may have its own
+        A = answers.advantages[n].expand_as(is_answer)  # each token may have its own
         A = float(A[is_answer].mean())
         width = 50 * min(abs(A) / 3, 1)
         left = 50 - width if A < 0 else 50
         bar = f"--d:{9 * A};width:{width}%;margin-left:{left}%"
-        text += (f'<div class="y"><b>y<sub>{n + 1}</sub></b><span>r {part.rewards[n]:.4g}</span>'
-                 f'<span>A {A:+.2f}</span><s><i style="{bar}"></i></s>'
+        text += (f'<div class="y"><b>y<sub>{n + 1}</sub></b><span>r {answers.rewards[n]:.4g}'
+                 f'</span><span>A {A:+.2f}</span><s><i style="{bar}"></i></s>'
                  f'<p dir="auto">{y}</p></div>')
     return text + "</section>"
 
@@ -2416,7 +2411,7 @@ def print_trace(parts, s):
            f"[C] {how}, of each answer's first token")
     for n, response in enumerate(rollout.responses):
         print0(f"  y_{n + 1}  {mask[n].sum():3} tokens, r {rollout.rewards[n]:g}, "
-               f"A {A[n][mask[n]][0]:+.4f}: {one_line(response)[:60]}")
+               f"A {A[n][mask[n]][0]:+.4f}: {' '.join(response[:60].split())}")
 
     # The terms of the loss after the update; before it every ratio was 1.
     new, _ = all_token_logprobs(model, rollout, s)                    # (G, S-1)
