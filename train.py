@@ -5,7 +5,7 @@
 
 Departures from the theory's code map:
 - The ids that were sampled are the ids that are trained on: no text is tokenised again.
-- A step may take several updates on one rollout, all with the old log-probs of the first one.
+- A step may take several updates on one rollout. The old log-probs are those before the first.
 - The batch is cut into micro-batches, and the gradient does not depend on how it is cut.
 
     python train.py                                       # the tiny policy learns to reason
@@ -20,7 +20,6 @@ if sys.version_info < (3, 11):  # noqa: UP036 (before the imports, which need it
 
 import argparse
 import copy
-import dataclasses
 import hashlib
 import html
 import json
@@ -30,12 +29,12 @@ import re
 import shlex
 import shutil
 import signal
-import threading
 import time
 import traceback
 import warnings
 from collections import Counter
 from contextlib import chdir, contextmanager, suppress
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -61,7 +60,7 @@ import loss
 import reward
 import sample
 from advantage import is_flat, plain_advantages
-from logprob import IGNORE, layers_checkpointed, plain_logprobs, token_logprobs
+from logprob import layers_checkpointed, plain_logprobs, token_logprobs
 from loss import grpo_loss, next_kl_coef, plain_loss
 from reward import is_right, score_responses, truths_of
 from sample import chat_prompt, one_line, sample_groups
@@ -97,10 +96,10 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
 
     # [A] G answers to each prompt, drawn from the policy as it is now, [B] a reward for each.
     policy = sampling_model(policy_model)
-    draw = partial(answers_and_rewards, policy, tokenizer, s, sampler, reward_of, clock)
-    rollout = scored_groups(draw, batch, tokenizer, s)
+    rollout_of = partial(answers_and_rewards, policy, tokenizer, s, sampler, reward_of, clock)
+    rollout = scored_groups(rollout_of, batch, tokenizer, s)
     add_length_terms(rollout, s)
-    clock.lap("scoring")
+    clock.lap("seconds_scoring")
 
     # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if every token has its own.
     rollout.advantages = advantages_of(policy_model, rollout, batch, tokenizer, reward_of, s)
@@ -117,7 +116,7 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
             updates.append(update(policy_model, optimizer, mini, s))
     optimizer.zero_grad()  # the next rollout can use the gradients' memory
     check_sampler(updates, policy_model, s)
-    clock.lap("training")
+    clock.lap("seconds_training")
     return step_metrics(rollout, batch, updates, clock.seconds, s), rollout
 
 
@@ -127,35 +126,36 @@ def update(policy_model, optimizer, rollout, settings):
     # [G] The gradient step. One that is not finite is skipped and counted.
     grad_norm = clip_grad_norm_(unscaled(optimizer), settings.max_grad_norm)
     metrics = update_metrics(sums, grad_norm, rollout)
-    if not sampler_differs(metrics, policy_model, settings) and not metrics["skipped_updates"]:
+    if not metrics["skipped_updates"] and not sampler_differs(metrics, policy_model, settings):
         optimizer.step()
-    return metrics | adapt_loss_scale(optimizer, metrics["skipped_updates"])
+    metrics |= adapt_loss_scale(optimizer, metrics["skipped_updates"])
+    return metrics
 
 
 def backward(policy_model, optimizer, rollout, settings):
     """[D] [E] [F] The gradient of the loss, by micro-batches -> the loss's metrics."""
     mask = rollout.mask                                                                # (N, S-1)
-    if settings.mask_truncated:  # their rewards still count in their siblings' mean
+    if settings.mask_truncated:  # the reward of a cut answer still counts in its group's mean
         mask = mask & rollout.finished[:, None]
-    # The loss is divided once, by the rows and tokens of the whole batch (of several GPUs their
-    # mean, because FSDP averages gradients). Then the gradients of micro-batches simply add up.
-    whole = averaged({"n_rows": len(mask), "n_tokens": mask.sum()})
+    # The loss is divided once, by the rows or tokens of the whole batch: so the gradients of
+    # micro-batches simply add up. Of several GPUs it is their mean, as FSDP averages gradients.
+    sizes = averaged({"n_rows": len(mask), "n_tokens": mask.sum()})
     now = torch.zeros_like(rollout.logprobs)                                           # (N, S-1)
     entropies = torch.zeros_like(now)
     sums = Counter()  # Counter.update adds
     optimizer.zero_grad()
-    for micro, at, counted in micro_batches(policy_model, rollout, mask, settings):
+    for micro, at, is_new in micro_batches(policy_model, rollout, settings):
         # [D] of the policy as it is now, with a gradient: (n, width-1)
         logp, entropies[at] = token_logprobs_of(policy_model, micro, settings)
         now[at] = logp.detach()
         # If no weight has moved since the answers were drawn, every ratio is 1.
         old = now[at] if micro.old_logprobs is None else micro.old_logprobs
         # [E] [F] against the policy that drew the answers, and against the reference
-        loss, metrics = grpo_loss(logp, old, micro.ref_logprobs, micro.advantages, counted,
-                                  **loss_options(micro, settings), **whole)
-        (loss * loss_scale_of(optimizer)).backward()  # the scale is 1, but in float16
+        loss, metrics = grpo_loss(logp, old, micro.ref_logprobs, micro.advantages,
+                                  mask[at] & is_new, **loss_options(micro, settings), **sizes)
+        (loss * loss_scale_of(optimizer)).backward()  # the scale is 1, except in float16
         sums.update(metrics)
-    if rollout.old_logprobs is None:
+    if rollout.old_logprobs is None:  # the first update: later ones are compared with it
         rollout.old_logprobs = now
         rollout.entropies = entropies
     return sums
@@ -170,10 +170,10 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
 
     `sampler` and `reward_of` are those of train_step; `reward_model`: the model behind `reward_of`,
     if it keeps training (iterative GRPO). Everything random follows from (seed, step, prompt): a
-    resumed run only needs its step, and the answers do not depend on the number of GPUs.
+    resumed run draws the same, and the answers do not depend on the number of GPUs.
     """
     run = run or Run()
-    s = dataclasses.replace(settings, kl_coef=run.kl_coef or settings.kl_coef)  # beta may change
+    s = replace(settings, kl_coef=run.kl_coef or settings.kl_coef)  # --kl-band adapts it
     evaluation = partial(evaluate, policy_model, tokenizer, eval_problems, s, sampler, reward_of)
     if not run.held_out:
         run.log({"step": 0, **run.measure(0, evaluation)})
@@ -187,7 +187,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             try:
                 metrics, rollout = train_step(policy_model, ref_model, optimizer, tokenizer, batch,
                                               s, sampler, reward_of)
-            except BadInput:  # a reward that fails, say: no weight has moved
+            except BadInput:  # a reward that fails, say: this step has moved no weight
                 save_checkpoint(run, policy_model, optimizer)
                 raise
             metrics = {"step": step, "lr": lr, **metrics}
@@ -212,9 +212,9 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
 # A reader of the theory may stop here. What follows: helpers, known failures, settings (flags),
 # loading, weights, LoRA, memory, several GPUs, a run's files, the program, its page. `s`: Settings.
 #
-# Helpers of train_step: its batch, the options of [B], [C] and [E][F], log-probs by micro-batches
+# Helpers of train_step: its batch, options, log-probs by micro-batches, checks, metrics
 
-@dataclasses.dataclass
+@dataclass
 class Batch:
     """This GPU's problems of a step."""
 
@@ -244,20 +244,17 @@ def answers_and_rewards(policy_model, tokenizer, s, sampler, reward_of, clock, b
     """[A] G answers to each prompt of this GPU, [B] one reward for each -> Rollout."""
     truths = truths_of(batch.problems)
 
-    # With --around-best the rule decides which answers of a half-group the other half continues.
-    def rewards_of(prompts, responses):
-        return score_responses(responses, truths, s.group_size // 2)
-
-    if s.around_best:
+    if s.around_best:  # the rule decides which answers of a half-group the other half continues
+        rewards_of = partial(score_responses, ground_truths=truths, group_size=s.group_size // 2)
         sampler = partial(sample.sample_around, best=s.around_best, rewards_of=rewards_of)
     rollout = sampler(policy_model, tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
                       s.temperature, batch.generators)
-    clock.lap("sampling")
+    clock.lap("seconds_sampling")
     # Accuracy always uses the rule's rewards.
     rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)    # (N,)
     rollout.rewards = rollout.rule_rewards                                             # (N,)
     if reward_of:  # a function from Python may return any list of numbers
-        with torch.enable_grad():  # puts the mode back, which the function may switch
+        with torch.enable_grad():  # restores the mode, should the function switch it
             values = reward_of(batch.problems, batch.prompts, rollout)
         values = torch.as_tensor(values, dtype=torch.float32, device="cpu").detach()
         rollout.rewards = values.reshape_as(rollout.rule_rewards)
@@ -291,8 +288,7 @@ def advantages_of(policy_model, rollout, batch, tokenizer, reward_of, s):
         weights = s.reward_weights or [1.0] * len(parts)
         advantages = advantage.gdpo_advantages(parts, weights, G, gathered)
     elif s.advantage == "shape":
-        answers = [row[row != IGNORE].tolist() for row in rollout.labels]
-        words = [sample.words_of(tokenizer, ids) for ids in answers]
+        words = [sample.words_of(tokenizer, ids) for ids in sample.answers_of(rollout)]
         candidates = reward.boxed_candidates(words, truths_of(batch.problems), G)
         advantages = advantage.shape_advantages(*candidates, mask, G)
     else:
@@ -307,7 +303,7 @@ def advantages_of(policy_model, rollout, batch, tokenizer, reward_of, s):
 
 
 def score_before_updates(policy_model, rollout, s):
-    """[D] of the policy now, if old log-probs or entropies are needed before the first update."""
+    """[D] of the policy before the first update, once: its old log-probs and entropies."""
     if rollout.old_logprobs is None:
         rollout.old_logprobs, rollout.entropies = all_token_logprobs(policy_model, rollout, s, True)
 
@@ -322,10 +318,10 @@ def mini_batches(policy_model, rollout, s):
     return [sample.take(rollout, rows.flatten().tolist()) for rows in parts]
 
 
-def micro_batches(model, rollout, mask, s):
-    """Yield for each: its rows as a Rollout, where they are in (N, S-1), what of them counts."""
+def micro_batches(model, rollout, s):
+    """Yield each micro-batch: a Rollout, its places in (N, S-1), whether its tokens count."""
     share = s.share_prompts and logprob.is_fast(model)
-    # [D] makes its tables of ids and labels on the host: copied once, they make nothing wait later.
+    # [D] reads ids and labels on the CPU: they are copied once, or every micro-batch would wait.
     host = copy.copy(rollout)
     for name in ("input_ids", "labels", "group_ids"):
         setattr(host, name, getattr(rollout, name).cpu())
@@ -339,7 +335,7 @@ def micro_batches(model, rollout, mask, s):
         rows, width = cuts[min(i, n - 1)]
         micro = sample.take(host, rows.tolist(), width)
         at = logprob.uploaded(rows, rollout.labels.device), slice(width - 1)
-        yield micro, at, mask[at] & (i < n)
+        yield micro, at, i < n
 
 
 def token_logprobs_of(model, micro, s, with_entropy=True):
@@ -358,7 +354,7 @@ def all_token_logprobs(model, rollout, s, with_entropy=False):
     entropies = torch.zeros_like(rollout.logprobs)
 
     def score():
-        for micro, at, _ in micro_batches(model, rollout, rollout.mask, s):
+        for micro, at, _ in micro_batches(model, rollout, s):
             found = token_logprobs_of(model, micro, s, with_entropy)
             logprobs[at], entropies[at] = found if with_entropy else (found, 0)
 
@@ -423,16 +419,14 @@ def update_metrics(sums, grad_norm, rollout):
 # Sampler and trainer are two implementations of one policy. So [A]'s log-probs and [D]'s must be
 # the same on the answers of every step, before the first update moves a weight.
 
-def tolerance(model, s):
-    """Nats per token that rounding may explain: it was 1e-6 in float32 and 0.02 in bfloat16."""
-    if s.sampler_correction:  # --sampler-correction corrects for any difference
-        return math.inf
-    return 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
-
-
 def sampler_differs(metrics, model, s):
-    """Whether sampler and trainer differ in an update: then it moves no weight."""
-    return metrics["sampler_difference"] > tolerance(model, s)
+    """Whether sampler and trainer differ by more than rounding: such an update moves no weight."""
+    if s.sampler_correction:  # it corrects for any difference
+        return False
+    # Nats per token; 1e-6 were measured in float32, 0.02 in bfloat16.
+    allowed = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
+    differs = not metrics["sampler_difference"] <= allowed  # NaN differs, too
+    return differs and not metrics["skipped_updates"]
 
 
 def check_sampler(updates, model, s):
@@ -461,17 +455,15 @@ def step_metrics(rollout, batch, updates, seconds, s):
     known = gathered(rollout.rule_rewards)
     known = known[~known.isnan()]
     entropies = gathered(rollout.entropies.sum(dim=1))                                 # (N,)
-    finished = gathered(rollout.finished)                                              # (N,)
-    flat = is_flat(rewards, s.group_size)                                              # (B,)
     metrics = {
         "reward_mean": rewards.mean(),
         "reward_std": rewards.std(correction=0),
         "accuracy": is_right(known).float().mean(),
         "format_rate": reward.has_format(known).float().mean(),
-        "zero_variance_groups": flat.float().mean(),
+        "zero_variance_groups": is_flat(rewards, s.group_size).float().mean(),
         "response_length_mean": lengths.mean(),
         "response_length_p95": lengths.quantile(0.95),
-        "truncated_fraction": (~finished).float().mean(),
+        "truncated_fraction": (~gathered(rollout.finished)).float().mean(),
         "tokens": lengths.sum(),
         "entropy": entropies.sum() / lengths.sum(),  # per token, before any update
         "kl_coef": s.kl_coef,
@@ -480,8 +472,7 @@ def step_metrics(rollout, batch, updates, seconds, s):
         values = [update[name] for update in updates]
         metrics[name] = sum(values) / len(values)
     metrics["skipped_updates"] = sum(update["skipped_updates"] for update in updates)
-    for name, spent in seconds.items():
-        metrics[f"seconds_{name}"] = spent
+    metrics.update(seconds)
     metrics["tokens_per_second"] = metrics["tokens"] / seconds.total()
     metrics["peak_memory_gb"] = peak_memory() / 1e9
     if s.max_resample:
@@ -493,7 +484,7 @@ def step_metrics(rollout, batch, updates, seconds, s):
 
 def peak_memory():
     """Bytes: of CUDA's allocator, else of the whole process; 0 if unknown."""
-    used = torch.cuda.max_memory_allocated()  # 0 on a CPU, even of a machine with a GPU
+    used = torch.cuda.max_memory_allocated()  # 0 if the run is on the CPU
     if not used and os.name == "posix":
         import resource
         used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -505,20 +496,21 @@ def peak_memory():
 # --------------------------------------------------------------------------------------------------
 # Dynamic sampling (DAPO, arXiv 2503.14476): flat groups teach nothing, others are drawn instead
 
-def scored_groups(draw, batch, tokenizer, s):
-    """draw(batch) -> Rollout; with --max-resample flat groups are replaced, in `batch`, too."""
-    draw = raise_on_all_ranks(draw)  # bad input on one GPU is raised on all
-    rollout = draw(batch)
+def scored_groups(rollout_of, batch, tokenizer, s):
+    """rollout_of(batch); with --max-resample flat groups are replaced, in `batch`, too."""
+    rollout_of = raise_on_all_ranks(rollout_of)
+    rollout = rollout_of(batch)
     B = len(batch.prompts)
     G = s.group_size
-    for attempt in range(1, s.max_resample + 1):  # groups that stay flat have advantages of 0
+    # A group that is still flat after the last attempt stays, with advantages of 0.
+    for attempt in range(1, s.max_resample + 1):
         n = int(is_flat(rollout.rewards, G).sum())
         if not any(gathered_objects(n)):
             break  # every group of every rank teaches something
         batch.resampled += n
-        n = max(n, 1)  # a rank that needs none draws one, too: the others wait for it in FSDP
+        n = max(n, 1)  # a rank that needs none draws one, too: all ranks meet in rollout_of
         others = batch_of_step(tokenizer, batch.pool, batch.step, s, attempt, n)
-        both = sample.joined(rollout, draw(others))
+        both = sample.joined(rollout, rollout_of(others))
         # B groups stay: those that teach, the old ones first, then flat ones.
         flat = is_flat(both.rewards, G).int()                                          # (B + n,)
         stay, _ = flat.argsort(stable=True)[:B].sort()                                 # (B,)
@@ -527,8 +519,9 @@ def scored_groups(draw, batch, tokenizer, s):
         batch.problems = [problems[j] for j in stay]
         batch.prompts = [prompts[j] for j in stay]
         rows = stay[:, None] * G + torch.arange(G)                                     # (B, G)
-        chosen = sample.take(both, rows.flatten().tolist())
-        rollout = dataclasses.replace(chosen, group_ids=rollout.group_ids)
+        group_ids = rollout.group_ids  # those of B groups, as before
+        rollout = sample.take(both, rows.flatten().tolist())
+        rollout.group_ids = group_ids
     return rollout
 
 
@@ -547,7 +540,7 @@ def batch_of_step(tokenizer, problems, step, s, attempt=0, n=None):
         names = (s.seed, "resample", step, attempt)
         others = [problem for problem in shuffled(problems, *names) if problem not in order]
         order = others + order  # the step's own problems come last
-    mine = share_of_rank(B)[:n]  # whole groups: one split over GPUs would have two means
+    mine = share_of_rank(B)[:n]  # whole groups: a group on two GPUs would have two means
     batch = make_batch(tokenizer, order, mine, names, s)
     batch.step = step
     batch.pool = problems
@@ -576,7 +569,7 @@ def seeded(*names, device="cpu"):
 
 
 def update_reference(ref_model, policy_model, reward_model, rollout, step, s):
-    """Iterative GRPO: now and then a new reference, and a better reward model -> metrics."""
+    """Iterative GRPO: in some steps a new reference and a better reward model -> metrics."""
     if reward_model:  # keep pairs of this step's answers: the same on every rank
         rows = sum(gathered_objects(rollout.judged), [])
         reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
@@ -602,8 +595,7 @@ def copy_policy_to_reference(ref_model, policy_model):
 def adapt_kl_coef(run, metrics, s):
     """--kl-band: the next step's beta. The run keeps it, for a checkpoint."""
     if s.kl_band and math.isfinite(metrics["approx_kl"]):  # a skipped update has no KL
-        s.kl_coef = next_kl_coef(s.kl_coef, metrics["approx_kl"], *s.kl_band)
-        run.kl_coef = s.kl_coef
+        s.kl_coef = run.kl_coef = next_kl_coef(s.kl_coef, metrics["approx_kl"], *s.kl_band)
 
 
 def set_learning_rate(optimizer, step, s):
@@ -623,12 +615,13 @@ def set_learning_rate(optimizer, step, s):
 
 
 def evaluate(model, tokenizer, problems, settings, sampler=sample_groups, reward_of=None,
-             group_size=1, temperature=0.0, seed=0):
+             group_size=1, temperature=0.0):
     """Greedy answers (or group_size sampled ones) -> metrics, pairs (answer, its reward)."""
-    s = dataclasses.replace(settings, group_size=group_size, temperature=temperature, around_best=0)
+    s = replace(settings, group_size=group_size, temperature=temperature, around_best=0)
     policy = sampling_model(model)
     mine = share_of_rank(len(problems))
-    at_a_time = settings.prompts_per_step * settings.group_size // group_size  # a step's rows
+    rows = settings.prompts_per_step // world() * settings.group_size  # of a step, on this GPU
+    at_a_time = max(1, rows // group_size)
     starts = range(0, len(mine), at_a_time)
 
     @raise_on_all_ranks
@@ -636,7 +629,7 @@ def evaluate(model, tokenizer, problems, settings, sampler=sample_groups, reward
         rows = []
         for start in tqdm(starts, "evaluation", leave=False, disable=rank() > 0):
             places = mine[start:start + at_a_time]
-            batch = make_batch(tokenizer, problems, places, (seed, "evaluation"), s)
+            batch = make_batch(tokenizer, problems, places, (s.seed, "evaluation"), s)
             rollout = answers_and_rewards(policy, tokenizer, s, sampler, reward_of, Clock(), batch)
             rows += zip(rollout.responses, rollout.rule_rewards.tolist(), rollout.rewards.tolist())
         return rows
@@ -681,7 +674,8 @@ def symptoms(history):
         return sum(values) / len(values)
 
     # Trouble: the mean reward of ten steps lies half a standard deviation of the answers' rewards
-    # below its best, or 30 steps have not raised it, and not because nearly all answers are right.
+    # below its best, or after 30 steps not above that of the first five, and not because nearly
+    # all answers are right.
     n = len(history)
     rewards = [recent("reward_mean", max(0, i - 9), i + 1) for i in range(n)]
     best = max(rewards)
@@ -700,7 +694,7 @@ def symptoms(history):
     rules = (  # a name, a figure, its limit (README, "Reading a run"), the line to print
         ("fallen reward", fallen, 0.5,
          f"the reward has fallen from {best:.3g} to {now:.3g}; first try a lower --lr"),
-        ("stuck reward", 0 if fallen > 0.5 else n, 0,
+        ("stuck reward", 0 if fallen > 0.5 else n, 0,  # one of the two is told
          "the reward has not risen in {} steps; try another --lr, a larger --group-size, or "
          "problems of which some answers are right"),
         ("KL", recent("approx_kl"), 0.05,
@@ -719,7 +713,7 @@ def symptoms(history):
         ("gradient", recent("grad_norm", -1) / norm_before, 10,
          "the gradient norm is {:.0f} times what it was; if that lasts, try a lower --lr"),
     )
-    # No comparison with NaN is true: a symptom of metrics that are null does not show.
+    # NaN, the figure of metrics that are null, is above no limit.
     return {name: (figure, line.format(figure))
             for name, figure, limit, line in rules if figure > limit}
 
@@ -732,8 +726,6 @@ HERE = Path(__file__).resolve().parent
 TINY = HERE / "tests" / "tiny"
 TINY_CONFIG = TINY / "grpo.json"
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
-SCHEDULES = ("constant", "linear", "cosine")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 PYTHON = ["from Python"]  # stands in config.json for a reward that was a Python function
 
 
@@ -742,28 +734,27 @@ class BadInput(Exception):
 
 
 @contextmanager
-def as_bad_input(flags, of=ValueError):
-    """Turn a stage's ValueError into a BadInput that begins with these flags."""
+def as_bad_input(begin, of=ValueError):
+    """Turn a stage's ValueError into a BadInput that begins with this text."""
     # of=Exception: for files of others, where anything can be wrong
     try:
         yield
     except of as error:
         if out_of_memory(error):
             raise  # main() has a line for it
-        raise BadInput(f"{flags} {one_line(error)}".strip()) from None
+        raise BadInput(f"{begin} {one_line(error)}".strip()) from None
 
 
-def flag(default, help, kept=True, free=False, head=None, **how):
-    """A flag. kept: in config.json; free: a resumed run may change it; head: of the flags below."""
+def flag(default, help, **how):
+    """A flag; `how`: for add_argument, and `head`, the heading of this flag and those below it."""
     how["help"] = help if default in (None, "") else f"{help} [{default}]"
-    metadata = {"kept": kept, "free": free, "head": head, "how": how}
-    return dataclasses.field(default=default, metadata=metadata)
+    return field(default=default, metadata=how)
 
 
 def file(text):
     """Make a file, or file.py:function, absolute: a resumed run may start in another folder."""
     name = text.rpartition(":")[0] if ".py:" in text else text
-    for folder in (os.getcwd(), HERE):  # config.json has ./ before files of the program's folder
+    for folder in (os.getcwd(), HERE):  # in config.json ./ is the program's folder
         path = os.path.join(folder, name)
         if name and os.path.exists(path):
             return text.replace(name, os.path.normpath(path), 1)
@@ -781,13 +772,14 @@ def number(kind, low, high=2**31 - 1):
     return read
 
 
-whole = number(int, 0)
+from_0 = number(int, 0)
 from_1 = number(int, 1)
 amount = number(float, 0)
 above_0 = number(float, 1e-12)
+SEVERAL = {"nargs": "+", "action": "extend"}  # of a flag that takes several values
 
 
-@dataclasses.dataclass
+@dataclass
 class Settings:
     model: file = flag(str(TINY), "hub name or folder, also a run's", head="model, data, rewards")
     data: file = flag("gsm8k", "training problems: a JSONL file, `gsm8k` or `gsm8k:test`")
@@ -799,21 +791,20 @@ class Settings:
         None, "arguments of the model's chat template, say '{\"enable_thinking\": false}'",
         metavar="JSON")
     reward: file = flag(None, "own file.py:function, called like TRL's, or our `rule`, `think`; "
-                        "several are added", nargs="+", action="extend")
-    reward_weights: number(float, -1e9) = flag(None, "for each --reward; default: 1", nargs="+",
-                                               action="extend")
+                        "several are added", **SEVERAL)
+    reward_weights: number(float, -1e9) = flag(None, "for each --reward; default: 1", **SEVERAL)
     step_reward: file = flag(None, "file.py:function that rewards steps: process supervision")
     reward_model: file = flag("", "folder of a sequence classifier; its scores are the rewards")
-    reward_model_lr: above_0 = flag(2e-5, "its learning rate, if --renew-reference trains it")
+    reward_model_lr: above_0 = flag(2e-5, "the learning rate if --renew-reference trains it")
     reply: file = flag(None, "file.py:function that gives the user's next message: a tool, say")
     max_turns: from_1 = flag(4, "at most this many answers in a --reply conversation")
-    steps: from_1 = flag(500, "number of rollouts", free=True, head="the rollout")
+    steps: from_1 = flag(500, "number of rollouts", head="the rollout")
     prompts_per_step: from_1 = flag(8, "B, questions per step")
     group_size: number(int, 2) = flag(8, "G, answers per question: their mean is the baseline")
     max_new_tokens: from_1 = flag(512, "an answer is cut at this length")
-    temperature: above_0 = flag(1.0, "of sampling and of the log-probs")
-    max_resample: whole = flag(0, "DAPO: rounds in which flat groups are replaced")
-    around_best: whole = flag(0, "half of a group continues this many of the other half's best")
+    temperature: above_0 = flag(1.0, "softmax temperature of sampling and log-probs")
+    max_resample: from_0 = flag(0, "DAPO: rounds in which flat groups are replaced")
+    around_best: from_0 = flag(0, "half of a group continues this many of the other half's best")
     clip_eps: number(float, 0, 1) = flag(0.2, "clips ratios at 1 ± this", head="the objective")
     clip_eps_high: amount = flag(None, "upper clip at 1 + this: DAPO's clip-higher, say 0.28")
     kl_coef: amount = flag(0.04, "beta; 0: no KL, and no reference in memory")
@@ -823,44 +814,45 @@ class Settings:
     objective: str = flag("clip", "clip, or CISPO's weighted log-probs", choices=loss.OBJECTIVES)
     sampler_correction: amount = flag(0.0, "TIS: weights min(trainer / sampler, this), say 2")
     mask_truncated: bool = flag(False, "leave truncated answers out of the loss")
-    renew_reference: whole = flag(0, "steps after which the reference becomes the policy; 0: never")
-    kl_band: amount = flag(None, "LOW HIGH: adapt beta to keep KL there, say 0.02 0.05", nargs="+",
-                            action="extend")
-    advantage: str = flag("group", "how siblings compare", choices=advantage.ADVANTAGES,
+    renew_reference: from_0 = flag(0, "steps until the policy becomes the reference; 0: never")
+    kl_band: amount = flag(None, "LOW HIGH: adapt beta to keep KL there, say 0.02 0.05", **SEVERAL)
+    advantage: str = flag("group", "how siblings are compared", choices=advantage.ADVANTAGES,
                           head="the advantage")
     scale_by_std: bool = flag(True, "divide the advantages by the group's std; off: Dr. GRPO")
     clip_advantages: above_0 = flag(None, "clip advantages to -this and this, say 5")
     length_rescale: amount = flag(0.0, "GR3's alpha: rewards shrink with length, say 0.33")
-    overlong_buffer: whole = flag(0, "DAPO: the last tokens before the limit cost up to 1")
+    overlong_buffer: from_0 = flag(0, "DAPO: the last tokens before the limit cost up to 1")
     lr: above_0 = flag(1e-6, "learning rate; with LoRA 1e-4", head="the update")
-    lr_schedule: str = flag("constant", "after the warm-up; others end at 0", choices=SCHEDULES)
-    weight_decay: amount = flag(0.0, "of AdamW")
-    lora_rank: whole = flag(0, "LoRA: train factors of this rank for every Linear; 0: all weights")
+    lr_schedule: str = flag("constant", "after the warm-up; the others end at 0",
+                            choices=("constant", "linear", "cosine"))
+    weight_decay: amount = flag(0.0, "weight decay of AdamW")
+    lora_rank: from_0 = flag(0, "LoRA: train factors of this rank for every Linear; 0: all weights")
     lora_alpha: above_0 = flag(None, "W = W0 + this / rank * B A; default: 2 rank")
-    warmup_steps: whole = flag(10, "the learning rate rises linearly over these")
+    warmup_steps: from_0 = flag(10, "the learning rate rises linearly over these")
     updates_per_rollout: from_1 = flag(1, "passes over the answers of a rollout")
     minibatches: from_1 = flag(1, "gradient steps per pass, each on its share of the groups")
     max_grad_norm: above_0 = flag(1.0, "gradients are clipped to this norm")
     share_prompts: bool = flag(True, "run a prompt once for its group", head="only memory and time")
-    plain: bool = flag(False, "no fast paths: slow, and works everywhere", free=True)
-    micro_batch_tokens: whole = flag(0, "tokens of one backward pass; 0: by the device", free=True)
-    gradient_checkpointing: bool = flag(None, "recompute layers [if memory is short]", free=True)
-    offload: bool = flag(None, "optimizer state in host memory [if memory is short]", free=True)
-    eval_every: from_1 = flag(50, "steps between evaluations", free=True, head="measuring")
-    eval_limit: whole = flag(200, "held-out problems to evaluate; 0: all")
-    save_every: from_1 = flag(50, "steps between checkpoints", free=True)
-    page: bool = flag(True, "write page.html at every evaluation", free=True)
-    seed: whole = flag(0, "of the problems' order and of the sampling")
+    plain: bool = flag(False, "no fast paths: slow, and works everywhere")
+    micro_batch_tokens: from_0 = flag(0, "tokens of one backward pass; 0: chosen for the device")
+    gradient_checkpointing: bool = flag(None, "recompute layers [if memory is short]")
+    offload: bool = flag(None, "optimizer state in host memory [if memory is short]")
+    eval_every: from_1 = flag(50, "steps between evaluations", head="measuring")
+    eval_limit: from_0 = flag(200, "held-out problems to evaluate; 0: all")
+    save_every: from_1 = flag(50, "steps between checkpoints")
+    page: bool = flag(True, "write page.html at every evaluation")
+    seed: from_0 = flag(0, "seed of the problems' order and of the sampling")
     device: str = flag("auto", "cuda, mps or cpu; auto: the first of them that is available")
-    dtype: str = flag("auto", "of the weights; auto: bfloat16 where it is fast", choices=DTYPES)
-    threads: number(int, 0, 1024) = flag(0, "0: torch's choice. Small models: use 1", free=True)
-    config: file = flag("", "JSON, like a run's config.json", kept=False, head="this call only")
-    output: str = flag("", "folder of the run; default: runs/MODEL-TIME", kept=False)
-    resume: str = flag("", "continue the run in this folder", kept=False, free=True)
-    eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop", kept=False)
-    trace: bool = flag(False, "print one step stage by stage, and stop", kept=False)
+    dtype: str = flag("auto", "dtype of the weights; auto: bfloat16 where it is fast",
+                      choices=("auto", "float32", "bfloat16", "float16"))
+    threads: number(int, 0, 1024) = flag(0, "CPU threads; 0: torch's choice; small models: 1")
+    config: file = flag("", "JSON, like a run's config.json", head="this call only")
+    output: str = flag("", "folder of the run; default: runs/MODEL-TIME")
+    resume: str = flag("", "continue the run in this folder")
+    eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop")
+    trace: bool = flag(False, "print one step stage by stage, and stop")
     dry_run: amount = flag(None, "print the memory a step needs, and stop; N: on a GPU of N GB",
-                           kept=False, free=True, nargs="?", const=0.0)
+                           nargs="?", const=0.0)
 
     @property
     def answer_tokens(self):
@@ -873,7 +865,12 @@ class Settings:
         return world() == 1 or self.lora_rank > 0
 
 
-FIELDS = {field.name: field for field in dataclasses.fields(Settings)}
+FIELDS = {setting.name: setting for setting in fields(Settings)}
+# The flags of this call only; config.json holds all others.
+NOT_KEPT = "config output resume eval_only trace dry_run".split()
+# The flags that a resumed run may change
+FREE = ("steps plain micro_batch_tokens gradient_checkpointing offload eval_every save_every page "
+        "threads resume dry_run").split()
 
 
 def flag_of(name):
@@ -891,20 +888,22 @@ def given_flags(words):
         description="Group Relative Policy Optimization. N is a number, [] holds a flag's default, "
                     "{} what the tiny policy takes instead if no --model is given.")
     parser.error = error
-    parser._negative_number_matcher = re.compile(r"-[\d.]+(e[-+]?\d+)?$")  # else -1e-5 is a flag
+    # Else -1e-5 is taken for a flag.
+    parser._negative_number_matcher = re.compile(r"-[\d.]+(e[-+]?\d+)?$")
     tiny = json.loads(TINY_CONFIG.read_text())
-    for name, field in FIELDS.items():
-        how = {"type": field.type, **field.metadata["how"]}
-        if head := field.metadata["head"]:
+    for name, setting in FIELDS.items():
+        how = {"type": setting.type, **setting.metadata}
+        if head := how.pop("head", ""):
             group = parser.add_argument_group(head)
-        if field.type is bool:
-            how |= {"type": None, "action": argparse.BooleanOptionalAction}
-        elif field.type not in (str, file):
+        if setting.type is bool:
+            del how["type"]  # Python 3.14 allows none here
+            how["action"] = argparse.BooleanOptionalAction
+        elif setting.type not in (str, file):
             how.setdefault("metavar", "N")
         if name in tiny:
             how["help"] += f" {{{tiny[name]}}}"
         group.add_argument(flag_of(name), **how)
-    return vars(parser.parse_args([str(word) for word in words]))  # from Python also numbers
+    return vars(parser.parse_args(map(str, words)))  # from Python also numbers
 
 
 def parse(words):
@@ -918,7 +917,7 @@ def parse(words):
         file = file or TINY_CONFIG
     s = Settings()
     for layer in layers:
-        # Held-out problems of other data would measure something else.
+        # Other --data: the held-out problems of the layers below do not belong to it.
         if "data" in layer and "resume" not in layer:
             s.eval_data = ""
         lora = layer.get("lora_rank", s.lora_rank)
@@ -941,7 +940,7 @@ def read_config(file):
         words = []
         config = json.loads(Path(file).read_text(encoding="utf-8"))
         for name, value in config.items():
-            if name not in FIELDS or not FIELDS[name].metadata["kept"]:
+            if name not in FIELDS or name in NOT_KEPT:
                 raise ValueError(f"{flag_of(name)} is no flag for a config file, where names are "
                                  "spelt like kl_coef")
             if isinstance(value, bool):
@@ -961,7 +960,7 @@ def check_resumed(given, saved):
     """BadInput for a flag that changes what a resumed run learns."""
     for name, new in given.items():
         old = getattr(saved, name)
-        free = FIELDS[name].metadata["free"]
+        free = name in FREE
         if name == "steps" and saved.lr_schedule != "constant":
             free = False  # the learning rate of every step depends on how many there are
         if FIELDS[name].type is file and old:
@@ -996,11 +995,11 @@ def load(s):
     problems, eval_problems = load_data(s, tokenizer)
     ref_model = optimizer = None
     policy_model = shard(policy_model, s, samples=True)
-    if s.kl_coef and not s.eval_only:  # the initial policy, frozen
-        # A sharded model cannot be copied, and host memory should hold one whole model at a time.
-        initial = copy.deepcopy(policy_model) if s.is_whole else load_policy(s)[0]
-        ref_model = shard(initial.requires_grad_(False), s)
     if not s.eval_only:
+        if s.kl_coef:  # the initial policy, frozen
+            # A sharded model cannot be copied, and host memory should hold one model at a time.
+            initial = copy.deepcopy(policy_model) if s.is_whole else load_policy(s)[0]
+            ref_model = shard(initial.requires_grad_(False), s)
         optimizer = make_optimizer(policy_model, s, ref_model)
     return SimpleNamespace(
         policy_model=policy_model, ref_model=ref_model, tokenizer=tokenizer, reward_of=reward_of,
@@ -1012,10 +1011,10 @@ def check_combinations(s):
     """BadInput for flags that do not go together."""
     band = s.kl_band or [1, 1]
     share, rest = divmod(s.prompts_per_step, world())
-    own = s.reply or s.reward or s.reward_model
+    not_the_rule = s.reply or s.reward or s.reward_model
     # Flags that give or change the rewards of whole answers
     of_answers = s.reward_model or s.length_rescale or s.overlong_buffer or s.max_resample
-    for holds, line in [
+    for clash, line in [
         (rest, f"--prompts-per-step {s.prompts_per_step}: not a multiple of {world()} processes"),
         (s.minibatches > share, f"--minibatches {s.minibatches}: a process has {share} prompts"),
         (not s.resume and os.path.isdir(s.output) and set(os.listdir(s.output)) - {".lock"},
@@ -1033,21 +1032,21 @@ def check_combinations(s):
         (s.reward_model and s.reward, "--reward-model and --reward: only one can give the rewards"),
         (s.reward_weights and not 2 <= len(s.reward or []) == len(s.reward_weights),
          "--reward-weights: needs several --reward, and a weight for each"),
-        (s.advantage == "shape" and (own or of_answers),
+        (s.advantage == "shape" and (not_the_rule or of_answers),
          "--advantage shape: the rule rewards each box, and no other flag about rewards works"),
         (s.advantage == "gdpo" and (len(s.reward or []) < 2 or of_answers),
          "--advantage gdpo: needs two --reward or more, and no other flag about rewards works"),
         (s.overlong_buffer >= s.answer_tokens,
          f"--overlong-buffer {s.overlong_buffer}: must be less than the {s.answer_tokens} tokens "
          "that an answer may have, else every answer is punished"),
-        (s.around_best and (own or s.group_size % (2 * s.around_best)),
+        (s.around_best and (not_the_rule or s.group_size % (2 * s.around_best)),
          "--around-best: must divide half of --group-size, and works with the rule's reward alone"),
         (not s.scale_by_std and (s.step_reward or s.advantage != "group"),
          "--no-scale-by-std: only with --advantage group, without --step-reward"),
         (s.step_reward and (s.advantage != "group" or of_answers),
          "--step-reward: only with --advantage group, and without flags about an answer's reward"),
     ]:
-        if holds:
+        if clash:
             raise BadInput(line)
 
 
@@ -1091,7 +1090,7 @@ def choose_device(s):
     major, _ = torch.cuda.get_device_capability(device)
     if major >= 8:
         return device, torch.bfloat16  # older GPUs emulate it, which is slow
-    return device, torch.float16 if major == 7 else torch.float32  # Volta, Turing; older ones
+    return device, torch.float16 if major == 7 else torch.float32  # Volta, Turing; or older
 
 
 def load_policy(s):
@@ -1168,7 +1167,7 @@ def load_problems(name, source, tokenizer, s):
 def load_reward_of(s, reward_model=None):
     """The function reward_of(problems, prompts, rollout) -> (N,), or None for the rule."""
     if s.reward == PYTHON:
-        return None  # train() asks for it
+        return None  # train() will not go on without it
     with as_bad_input(""):
         reward_of = reward.own_reward_of(s.reward, s.reward_weights, s.step_reward)
     if reward_model:
@@ -1176,7 +1175,7 @@ def load_reward_of(s, reward_model=None):
         reward_of = partial(reward.model_rewards, reward_model, prompt_of)
     if reward_of:
         reward_of = as_bad_input("--reward-model:" if reward_model else "")(reward_of)
-        reward_of.judge = reward_model  # a function given in Python has no such attribute
+        reward_of.judge = reward_model  # a function from Python has no such attribute: see begin()
     return reward_of
 
 
@@ -1208,7 +1207,8 @@ def off_grid(weight, seed, i):
     is still the weight, bit for bit. But if a master began exactly on such a number, its weight
     would not change until it had moved by half a unit, after hundreds of steps at 1e-6. From random
     places a move by a hundredth of a unit takes one weight in a hundred to its next number, and on
-    average the intended change arrives. Stochastic rounding (arXiv 2010.06192) draws at every step.
+    average the intended change arrives. Stochastic rounding (arXiv 2010.06192) would draw anew at
+    every step.
     """
     master = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
     # Neighbours are so many float32 numbers apart: 2^16, or 2^13 for float16; 1 for float32.
@@ -1219,7 +1219,7 @@ def off_grid(weight, seed, i):
         # The bits of a float32, read as an integer, count the numbers between it and 0.
         number = local(master).view(torch.int32)
         offset = torch.empty_like(number).random_(1 - unit // 2, unit // 2, generator=generator)
-        number += offset.masked_fill_(local(weight) == 0, 0)  # below 0 a count would be no number
+        number += offset.masked_fill_(local(weight) == 0, 0)  # no number has a count below 0
     return master
 
 
@@ -1245,11 +1245,11 @@ class MasterAdamW(torch.optim.AdamW):
         self.weights = weights
         # Gradients below 6e-8 are 0 in float16: the loss is multiplied by this before backward().
         self.scale = torch.tensor(2.0**16 if weights[0].dtype == torch.float16 else 1.0)
-        self.away = trained[0].device != weights[0].device
-        if self.away:
+        self.grads = []
+        if trained[0].device != weights[0].device:
             self.grads = [torch.empty_like(master, pin_memory=True) for master in trained]
         for i, weight in enumerate(weights):
-            weight.grad_dtype = None  # any, because take_gradient() changes it
+            weight.grad_dtype = None  # allows any: take_gradient() changes it
             weight.register_post_accumulate_grad_hook(partial(self.take_gradient, i))
 
     def take_gradient(self, i, weight):
@@ -1264,7 +1264,7 @@ class MasterAdamW(torch.optim.AdamW):
     def step(self):
         for i, weight in enumerate(self.weights):
             if weight.grad is not None:
-                grad = self.grads[i].copy_(weight.grad) if self.away else weight.grad
+                grad = self.grads[i].copy_(weight.grad) if self.grads else weight.grad
                 self.trained[i].grad = grad
         super().step()
         self.round()
@@ -1275,7 +1275,7 @@ class MasterAdamW(torch.optim.AdamW):
         for weight, master in zip(self.weights, self.masters()):
             weight.copy_(master)
 
-    def zero_grad(self, set_to_none=True):
+    def zero_grad(self):
         super().zero_grad()
         for weight in self.weights:
             weight.grad = None
@@ -1287,7 +1287,7 @@ def loss_scale_of(optimizer):
 
 
 def unscaled(optimizer):
-    """Divide gradients by the loss scale, average LoRA's over the GPUs -> the tensors with one."""
+    """Divide gradients by the loss scale, average LoRA's over GPUs -> the tensors that have one."""
     known = optimizer.param_groups[0]["params"] + getattr(optimizer, "weights", [])
     tensors = [p for p in known if p.grad is not None]
     scale = loss_scale_of(optimizer)
@@ -1403,7 +1403,7 @@ ADVICE = ("to need less: --lora-rank 16, --kl-coef 0, --dtype bfloat16, a smalle
 
 def plan_memory(s):
     """Settings -> the same with all that the device decides. BadInput: a clash, or no memory."""
-    check_combinations(s)  # cheap checks first: flags, then the device, files, the model
+    check_combinations(s)  # cheap checks first: flags, the device, the model's config
     device, dtype = choose_device(s)
     tell_idle(s)
     for way, count, lack in counted_ways(s, device, dtype):
@@ -1421,7 +1421,7 @@ def plan_memory(s):
                 print0(f"--output: the run needs {count[DISK] / 1e9:.3g} GB of disk when it saves, "
                        f"and {space / 1e9:.3g} are free")
             return way
-    kind = lack[0]
+    kind = lack[0]  # of the last way, which takes least
     raise BadInput(f"--model {s.model}: a step needs about {count[kind] / 1e9:.3g} GB of {kind} "
                    f"(details: --dry-run), and that leaves less than a tenth free; {ADVICE}")
 
@@ -1429,21 +1429,20 @@ def plan_memory(s):
 def counted_ways(s, device, dtype):
     """Yields each way that the flags allow, the fastest first: Settings, count, what it lacks."""
     tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)  # two groups
-    if device.type == "cpu":  # it is fastest with what fits its cache
+    if device.type == "cpu":  # which is fastest with what fits its cache
         tokens = 2048 if dtype == torch.bfloat16 else 1024
-    s = dataclasses.replace(s, micro_batch_tokens=s.micro_batch_tokens or tokens,
-                            dtype=str(dtype).removeprefix("torch."))  # for config.json
+    s = replace(s, micro_batch_tokens=s.micro_batch_tokens or tokens,
+                dtype=str(dtype).removeprefix("torch."))  # for config.json
     if device.type != "cuda":
         s.offload = False  # the device has no memory of its own
     model = model_without_storage("--model", s.model, dtype)
     free = {DEVICE: free_memory(device), HOST: free_memory(torch.device("cpu"))}
     if s.dry_run:  # the GPU of another machine, where CUDA itself takes about a GB
         free = {DEVICE: (s.dry_run - 1) * 2**30, HOST: math.inf}
-    for offload, checkpointing in product((False, True), repeat=2):
-        way = dataclasses.replace(s, offload=offload, gradient_checkpointing=checkpointing)
-        if (s.offload not in (None, offload)
-                or s.gradient_checkpointing not in (None, checkpointing)):
-            continue
+    given = s.offload, s.gradient_checkpointing
+    choices = [(False, True) if on is None else (on,) for on in given]
+    for offload, checkpointing in product(*choices):
+        way = replace(s, offload=offload, gradient_checkpointing=checkpointing)
         count = memory(way, model)
         # A tenth stays free, for CUDA itself and for fragments of the allocator.
         lack = [kind for kind in free if count[kind] >= 0.9 * free[kind]]
@@ -1479,7 +1478,7 @@ def memory(s, model):
     if s.lora_rank:
         weights = list(linears_of(model).values())
         trained = s.lora_rank * sum(sum(W.shape) for W in weights)  # the factors
-        one_gradient = 8 * max(W.numel() for W in weights)  # or two masters, to write a weight
+        one_gradient = 8 * max(W.numel() for W in weights)  # in two dtypes; or W and its master
         if s.renew_reference or not s.kl_coef:  # else the reference holds them
             first_weights = sum(W.nbytes for W in weights)
     moments = 8 * trained
@@ -1526,7 +1525,7 @@ def print_memory(s):
     if not s.dry_run and (s.device != "cuda" or torch.cuda.is_available()):
         device, dtype = choose_device(s)
     where = f"a GPU of {s.dry_run:g} GB" if s.dry_run else device.type
-    print(f"{s.model} in {dtype} on {where}: GB for a step")
+    print0(f"{s.model} in {dtype} on {where}: GB for a step")
     columns = []
     fits = False
     for way, count, lack in counted_ways(s, device, dtype):
@@ -1539,9 +1538,9 @@ def print_memory(s):
             column[what] = f"{size / 1e9:.2f}"
         columns.append(column)
     for what in column:
-        print(f"{what:30}" + "".join(f"{column[what]:>8}" for column in columns))
+        print0(f"{what:30}" + "".join(f"{column[what]:>8}" for column in columns))
     if not fits:
-        print(f"on {where} no way leaves a tenth of the memory free; {ADVICE}")
+        print0(f"on {where} no way leaves a tenth of the memory free; {ADVICE}")
 
 
 def free_disk(output):
@@ -1602,7 +1601,7 @@ def join_ranks(s):
 def leave_ranks():
     """Leave the process group once all processes are done."""
     if dist.is_initialized():
-        with suppress(RuntimeError):  # a rank that is done closes its connections
+        with suppress(RuntimeError):  # another rank may have closed its connections
             dist.barrier()
         dist.destroy_process_group()
 
@@ -1731,13 +1730,13 @@ class Run:
         self.ref_model = None  # only if training changes it
         self.groups = {}  # groups for page.html, by step
         self.eval_problems = []
-        self.judged_by = "accuracy"  # the score of held_out; or "reward"
+        self.judged_by = "accuracy"  # what held_out scores; or "reward"
         self.before = []  # a greedy answer to each of eval_problems, and its reward
         self.after = []  # the same, after training
 
     def claim_folder(self, s):
         """On rank 0: make the folder and lock it until the process ends -> its name."""
-        model = Path(s.model.removesuffix("/final"))  # a run's folder has the better name
+        model = Path(s.model.removesuffix("/final"))  # of RUN/final, the name of RUN
         name = s.output or f"runs/{model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         while not s.output and os.path.exists(name):
             name += "+"  # another run began in the same second
@@ -1765,12 +1764,11 @@ class Run:
             go_on()
 
         before = {}
-        names = ["SIGINT", "SIGTERM", "SIGHUP"]
-        if threading.current_thread() is not threading.main_thread():
-            names = []  # only the main thread may set handlers
+        names = ("SIGINT", "SIGTERM", "SIGHUP")
         for number in signal.Signals:  # Windows has no SIGHUP, and nohup ignores it
             if number.name in names and signal.getsignal(number) != signal.SIG_IGN:
-                before[number] = signal.signal(number, stop)
+                with suppress(ValueError):  # only the main thread may set handlers
+                    before[number] = signal.signal(number, stop)
         if hasattr(os, "fork"):
             # A process that a reward forks gets the default handlers. Until then its signals wait:
             # Python would drop them, and a pool that ends its workers could hang for ever.
@@ -1799,10 +1797,8 @@ class Run:
     def log(self, metrics):
         """Write a line of metrics, with a warning if they show a known failure."""
         self.step = metrics["step"]
-        metrics = dict(metrics)
-        for name, value in metrics.items():
-            if not math.isfinite(value):
-                metrics[name] = None  # JSON has neither NaN nor Infinity
+        metrics = {name: value if math.isfinite(value) else None  # JSON has no NaN, no Infinity
+                   for name, value in metrics.items()}
         if self.step == 0:
             metrics["command"] = self.command
         if "loss" in metrics:
@@ -1825,15 +1821,14 @@ class Run:
 
     def curve(self, name):
         """A metric over the steps: (step, value), without steps that lack it or have null."""
-        rows = [row for row in self.history if row.get(name) is not None]
-        return [(row["step"], row[name]) for row in rows]
+        return [(row["step"], row[name]) for row in self.history
+                if row.get(name) is not None]
 
     def log_samples(self, batch, rollout):
         """Write the step's first two groups, as they were scored."""
         G = len(rollout.responses) // len(batch.prompts)
         for j, prompt in enumerate(batch.prompts[:2]):
-            rows = range(j * G, (j + 1) * G)
-            group = sample.take(rollout, list(rows))
+            group = sample.take(rollout, range(j * G, (j + 1) * G))
             self.append("samples.jsonl", {
                 "step": batch.step,
                 "question": batch.problems[j]["question"],
@@ -1874,13 +1869,13 @@ def save_folder(model, tokenizer, run, name):
         tokenizer.save_pretrained(run.folder / name)
 
 
+@raise_on_all_ranks
 def check_finite(run, tensors):
-    """BadInput on every rank if a number is NaN or infinite: such weights are never saved."""
-    names = [name for name, tensor in tensors.items()
-             if not local(tensor).isfinite().all()]
-    for name in sum(gathered_objects(names), []):
-        raise BadInput(f"after step {run.step} weights are not finite ({name}): --lr or "
-                       "--weight-decay may be too large")
+    """BadInput if a number is NaN or infinite: such weights are never saved."""
+    for name, tensor in tensors.items():
+        if not local(tensor).isfinite().all():
+            raise BadInput(f"after step {run.step} weights are not finite ({name}): --lr or "
+                           "--weight-decay may be too large")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1956,8 +1951,7 @@ def as_safetensors(tensors):
     for tensor in tensors.values():
         # A copy also on a CPU: a tensor that numpy has seen can no longer be freed by FSDP.
         whole = gather_full(tensor).to("cpu", copy=True)
-        whole = whole.contiguous().view(-1)
-        yield whole.view(torch.uint8).numpy()
+        yield whole.flatten().view(torch.uint8).numpy()
 
 
 @torch.no_grad()
@@ -1971,8 +1965,7 @@ def load_checkpoint(run, model, optimizer, s):
     fault = f"--resume: {path} is damaged, or not of this model, or of another version of train.py:"
     with as_bad_input(fault, of=Exception):
         file = safe_open(path, framework="pt")
-        text = file.get_tensor("counters").numpy()
-        counters = json.loads(text.tobytes())
+        counters = json.loads(file.get_tensor("counters").numpy().tobytes())
         digests = counters["digests"]
     for name, digest in run.digests.items():
         if digest == digests.get(name):
@@ -2013,11 +2006,8 @@ def digests_of(parts, s):
     judge = getattr(parts.reward_of, "judge", None)
     if judge:
         contents["reward_model"] = some_numbers(judge.model)
-    digests = {}
-    for name, content in contents.items():
-        text = json.dumps(content)
-        digests[name] = hashlib.sha256(text.encode()).hexdigest()
-    return digests
+    return {name: hashlib.sha256(json.dumps(content).encode()).hexdigest()
+            for name, content in contents.items()}
 
 
 def some_numbers(model):
@@ -2046,7 +2036,8 @@ def forget_later_steps(run):
                 records.append(record)
                 size += len(line) + 1
         os.truncate(path, size)
-    run.history = [record for record in records if "loss" in record]  # of metrics.jsonl
+    # The last file was metrics.jsonl.
+    run.history = [record for record in records if "loss" in record]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2105,7 +2096,6 @@ def train(parts, run, s):
             write_page(run, model, parts.tokenizer, s)
         print0(f"\nstopped after step {run.step}; continue with: {run.resume_command}")
         return 128 + run.signal
-    run.after = run.after or run.before  # without an evaluation since the start
     save_folder(model, parts.tokenizer, run, "final")
     if s.lora_rank and run.folder:
         save_adapter(run, parts.optimizer, s)
@@ -2118,21 +2108,20 @@ def train(parts, run, s):
 def begin(run, parts, s):
     """Restore the checkpoint or write the first one, write the settings, print what starts."""
     model = parts.policy_model
-    # The checkpoint holds only what moves; the first reference is the initial policy.
     run.reward_model = parts.reward_model
+    # The checkpoint holds only what moves; the first reference is the initial policy.
     run.ref_model = parts.ref_model if s.renew_reference else None
     run.eval_problems = parts.eval_problems
     if parts.reward_of:
         run.judged_by = "reward"
+        if not hasattr(parts.reward_of, "judge"):
+            s.reward = PYTHON
     if run.reward_model:
         with_moments(run.reward_model.optimizer)
-    if parts.reward_of and not hasattr(parts.reward_of, "judge"):
-        s.reward = PYTHON
     run.digests = digests_of(parts, s)
     if s.resume:
         load_checkpoint(run, model, parts.optimizer, s)
-    names = [name for name in FIELDS if FIELDS[name].metadata["kept"]]
-    kept = {name: getattr(s, name) for name in names}
+    kept = {name: getattr(s, name) for name in FIELDS if name not in NOT_KEPT}
     text = json.dumps(kept, indent=2) + "\n"
     # Files in the program's folder are named from there, because it may move: see file().
     ours = json.dumps(f"{HERE}{os.sep}")
@@ -2253,11 +2242,10 @@ def keep_group(run, batch, rollout, s):
     G = s.group_size
     flat = is_flat(rollout.rewards, G)                                                 # (B,)
     b = int(flat.int().argmin())
-    rows = list(range(b * G, (b + 1) * G))
     n = min(G, MOST_TOKENS // rollout.labels.shape[1] + 1)
-    answers = sample.take(rollout, rows[:n])
+    answers = sample.take(rollout, range(b * G, b * G + n))
     group = {name: getattr(answers, name).tolist() for name in OF_GROUP}  # JSON, for the checkpoint
-    r = rollout.rewards[rows]                                                          # (G,)
+    r = rollout.rewards.view(-1, G)[b]                                                 # (G,)
     group["r"] = f"{n} of {G} answers, mean r {r.mean():.3g}, std r {r.std(correction=0):.3g}"
     problem = batch.problems[b]
     group["x"] = problem["question"][-2000:]  # long texts are cut
@@ -2287,13 +2275,8 @@ def write_page(run, model, tokenizer, s):
 
 def page_of(run, sections, s):
     """The HTML of the page; it reloads itself while the run goes on."""
-    warned = []
-    items = ""
-    for row in run.history:
-        if "warning" in row:
-            line = escape(row["warning"])
-            warned.append((row["step"], line))
-            items += f"<li>step {row['step']}: {line}</li>"
+    warned = [(step, escape(line)) for step, line in run.curve("warning")]
+    items = "".join(f"<li>step {step}: {line}</li>" for step, line in warned)
     figures = figure_of_curve(f"held-out {run.judged_by}", run.held_out, run.step, warned)
     for name in run.history[-1]:
         points = run.curve(name)
@@ -2344,7 +2327,7 @@ def section_of(step, group, answers, moved, tokenizer):
             f"true answer: {escape(group['truth'])}")
     for n, is_answer in enumerate(answers.mask):                                       # (S-1,)
         tokens = is_answer.nonzero()[:, 0]
-        # With the replies of a conversation, which the policy did not write.
+        # Between its first and its last token there may be replies, which others wrote.
         span = slice(tokens[0], tokens[-1] + 1)
         ids = answers.input_ids[n, 1:][span].tolist()
         words = sample.words_of(tokenizer, ids)
@@ -2380,10 +2363,10 @@ def escape(text):
 def print_figures(parts, s):
     """--eval-only: greedy accuracy, and from G samples per problem accuracy, pass@k and maj@k."""
     problems = parts.eval_problems
-    figures_of = partial(evaluate, parts.policy_model, parts.tokenizer, problems, s, parts.sampler,
-                         parts.reward_of)
-    greedy, _ = figures_of()
-    sampled, answers = figures_of(group_size=s.group_size, temperature=s.temperature, seed=s.seed)
+    measured = partial(evaluate, parts.policy_model, parts.tokenizer, problems, s, parts.sampler,
+                       parts.reward_of)
+    greedy, _ = measured()
+    sampled, answers = measured(group_size=s.group_size, temperature=s.temperature)
     print0(f"{len(problems)} problems, {s.group_size} samples of each at temperature "
            f"{s.temperature}")
     for name, value in greedy.items():
@@ -2397,8 +2380,8 @@ def print_figures(parts, s):
 def print_trace(parts, s):
     """--trace: print one step on one group, stage by stage, like the theory's walkthrough."""
     # Up to 20 problems are tried for one whose answers differ in reward: else advantages are 0.
-    s = dataclasses.replace(s, prompts_per_step=world(), updates_per_rollout=1, minibatches=1,
-                            max_resample=0 if s.step_reward else 20)
+    s = replace(s, prompts_per_step=world(), updates_per_rollout=1, minibatches=1,
+                max_resample=0 if s.step_reward else 20)
     model = parts.policy_model
     batch = batch_of_step(parts.tokenizer, parts.problems, 1, s)
     metrics, rollout = train_step(model, parts.ref_model, parts.optimizer, parts.tokenizer, batch,

@@ -59,7 +59,7 @@ def test_end_chance():
     for chance in (1 / 8, 1e-12):
         rollout = sample.sample_groups(random_tiny(end_chance=chance), tokenizer, questions, 32, 64,
                                        generator=seeded())
-        lengths[chance] = (rollout.labels != train.IGNORE).sum(dim=1).float()
+        lengths[chance] = (rollout.labels != sample.IGNORE).sum(dim=1).float()
     assert 6 < lengths[1 / 8].mean() < 10.5 and lengths[1e-12].unique().tolist() == [64]
 
 

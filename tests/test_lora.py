@@ -105,7 +105,7 @@ def test_updates_are_those_of_an_ordinary_module():
     """update() as it is, in float32: the factors' gradients are clipped, the norm is theirs."""
     p = parts("--lora-rank=4", "--lr=0.003", "--max-grad-norm=0.02", "--micro-batch-tokens=64")
     rollout = answered(p)
-    assert len(list(train.micro_batches(p.policy, rollout, rollout.mask, p.settings))) > 1
+    assert len(list(train.micro_batches(p.policy, rollout, p.settings))) > 1
     ordinary = with_modules(p.policy, p.optimizer)
     for _ in range(4):
         ours, theirs = (updated(p, *each, rollout) for each in ((p.policy, p.optimizer), ordinary))
@@ -193,7 +193,7 @@ def test_a_skipped_update_leaves_everything_as_it_was():
     rollout = answered(p)
     updated(p, p.policy, p.optimizer, rollout)
     before = weights_of(p.policy), moved(p.optimizer)
-    worse = train.dataclasses.replace(rollout, ref_logprobs=rollout.ref_logprobs * torch.inf)
+    worse = train.replace(rollout, ref_logprobs=rollout.ref_logprobs * torch.inf)
     assert updated(p, p.policy, p.optimizer, worse)["skipped_updates"] == 1
     assert all(torch.equal(w, before[0][name]) for name, w in p.policy.named_parameters())
     assert torch.equal(moved(p.optimizer), before[1])

@@ -106,8 +106,9 @@ def test_ranks_on_the_cpu_of_a_machine_with_a_gpu(monkeypatch):
 def test_a_rank_with_fewer_micro_batches_counts_no_token_twice(monkeypatch):
     p = parts("--micro-batch-tokens=60")
     rollout = rollout_of(p)
-    alone = len(list(train.micro_batches(p.policy, rollout, rollout.mask, p.settings)))
+    alone = len(list(train.micro_batches(p.policy, rollout, p.settings)))
     monkeypatch.setattr(train, "gathered_objects", lambda n: [n, n + 2])
-    found = list(train.micro_batches(p.policy, rollout, rollout.mask, p.settings))
+    found = list(train.micro_batches(p.policy, rollout, p.settings))
     assert len(found) == alone + 2
-    assert sum(int(counted.sum()) for *_, counted in found) == rollout.mask.sum()
+    counted = [int(rollout.mask[at].sum()) for _, at, is_new in found if is_new]
+    assert sum(counted) == rollout.mask.sum()

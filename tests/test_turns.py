@@ -80,7 +80,7 @@ def test_half_of_a_group_goes_on_from_what_the_rule_finds_best(monkeypatch):
     assert len(rollout.responses) == 16 and asked[0].keys() == {"best", "rewards_of"}
     assert len(asked) == 1 and asked[0]["best"] == 2
     answer = f"\\boxed{{ {p.problems[1]['answer']} }}"
-    assert asked[0]["rewards_of"](p.prompts, [*"abcd", "e", answer, "g", "h"]).tolist() == [
+    assert asked[0]["rewards_of"]([*"abcd", "e", answer, "g", "h"]).tolist() == [
         0, 0, 0, 0, 0, 1.5, 0, 0]
 
 

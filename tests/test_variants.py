@@ -89,7 +89,7 @@ def by_hand(p, rollout, flags):
 def assert_same_step(p, rollout, expected):
     """The program's step on this rollout has these gradients and their mean metrics -> all."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "tolerance", lambda *_: math.inf)   # this sampler is off on purpose
+        patch.setattr(train, "sampler_differs", lambda *_: False)   # this sampler is off on purpose
         _, found, metrics = step_of_the_program(p, sampler=lambda *_: copy.deepcopy(rollout),
                                                 reward_of=None)
     assert len(found) == len(expected)
@@ -120,7 +120,7 @@ def test_a_flag_that_changes_the_mathematics_arrives(flags):
     flags = flags.split()
     p = parts(*PLAIN, *flags, "--micro-batch-tokens=25")
     rollout = rollout_of(p, 0.7)
-    assert len(list(train.micro_batches(p.policy, rollout, rollout.mask, p.settings))) > 2
+    assert len(list(train.micro_batches(p.policy, rollout, p.settings))) > 2
     expected = by_hand(p, rollout, flags)
     plain = by_hand(p, rollout, flags[1:])
     if "--kl-coef=0" in flags:
@@ -362,7 +362,7 @@ def resampled(rounds, *flags, reward_of=length_reward):
     batch = batch_of("old ", 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "batch_of_step", more)
-        patch.setattr(train, "tolerance", lambda *_: math.inf)   # these log-probs are invented
+        patch.setattr(train, "sampler_differs", lambda *_: False)   # these log-probs are invented
         metrics, rollout = train.train_step(p.policy, p.reference, p.optimizer, p.tokenizer, batch,
                                             p.settings, lambda *_: next(rollouts), reward_of)
     # A problem goes where its prompt goes.

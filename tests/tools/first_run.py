@@ -204,9 +204,9 @@ def one_step(policy, reference, optimizer, size, s):
     def sampler(*given):
         rollout = sample.sample_groups(*given)
         ids = torch.randint(2, size["vocab"], rollout.input_ids.shape).to(rollout.labels.device)
-        own = rollout.labels != train.IGNORE
+        own = rollout.labels != sample.IGNORE
         rollout.input_ids = ids.where(own, rollout.input_ids)
-        rollout.labels = ids.where(own, train.IGNORE)
+        rollout.labels = ids.where(own, sample.IGNORE)
         return rollout
 
     def reward_of(problems, prompts, rollout):
