@@ -433,9 +433,6 @@ def layers_checkpointed(model, on):
             del layer.forward                    # the class's own forward again
 
 
-# --------------------------------------------------------------------------------------------------
-# The command: one answer, token by token
-
 def main():
     parser = argparse.ArgumentParser(description="Score one answer, token by token.")
     parser.add_argument("prompt", nargs="?",
