@@ -8,8 +8,7 @@ mean of their rewards instead: an answer is good if it beats its siblings. 1e-8,
 other std, keeps a std of 0 from dividing by 0.
 
 Departures from the theory's code map:
-- std divides by G, as the formula does. The map calls torch.std, which divides by G-1
-  (`unbiased=True`).
+- std divides by G, as the formula does. The map's torch.std divides by G-1 (`unbiased=True`).
 - Equal rewards give exactly 0. The map's `std < 1e-8` misses that in float32: seven rewards of 0.7
   have a computed std of 6e-8, and each of these answers gets an advantage of 0.86.
 

@@ -219,9 +219,9 @@ def main():
     print(f"one answer of two tokens, A = {A}, clip_eps = 0.2\n")
     print("token  log-ratio   ratio       w A  clip(w) A   minimum")
     for t, w in enumerate(log_ratios.exp()):
-        note = "clipped: no gradient" if clipped[t] else ""
+        note = "   clipped: no gradient" if clipped[t] else ""
         print(f"{t + 1:5}  {log_ratios[t]:+9.2f}  {w:6.4f}  {w * A:+8.4f}"
-              f"   {w.clamp(0.8, 1.2) * A:+8.4f}  {J[t]:+8.4f}   {note}")
+              f"   {w.clamp(0.8, 1.2) * A:+8.4f}  {J[t]:+8.4f}{note}")
     print(f"mean objective {J.mean():+.4f}\n")
 
     print("d = log ref - log pi          k1          k2          k3")
