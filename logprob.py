@@ -44,8 +44,7 @@ def plain_logprobs(model, input_ids, labels, temperature=1.0):
     logits = logits[:, :-1].float() / temperature        # (N, S-1, V): the last predicts nothing
     logprobs = logits.log_softmax(dim=2)                                          # (N, S-1, V)
     chosen = logprobs.gather(2, input_ids[:, 1:, None])                           # (N, S-1, 1)
-    is_label = labels[:, 1:] != IGNORE                                            # (N, S-1)
-    return chosen.squeeze(2).where(is_label, 0)
+    return chosen.squeeze(2).where(labels[:, 1:] != IGNORE, 0)                    # (N, S-1)
 
 
 def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False, group_ids=None):
