@@ -88,7 +88,8 @@ def is_fast(model):
     head = model.get_output_embeddings()
     return (not PLAIN and config.model_type in FAST
             and not getattr(config, "sliding_window", None)
-            and rope.get("rope_type") not in ("longrope", "dynamic")     # depend on the longest row
+            # these depend on the longest row of a batch
+            and rope.get("rope_type") not in ("longrope", "dynamic")
             and config._attn_implementation in ("sdpa", "grouped")
             and type(head) is torch.nn.Linear and head.bias is None)
 
