@@ -8,8 +8,7 @@ mean of their rewards instead: an answer is good if it beats its siblings. 1e-8,
 other std, keeps a std of 0 from dividing by 0.
 
 Departures from the theory's code map:
-- std divides by G, as the formula does. The map calls torch.std, which divides by G-1
-  (`unbiased=True`).
+- std divides by G, as the formula does. The map's torch.std divides by G-1 (`unbiased=True`).
 - Equal rewards give exactly 0. The map's `std < 1e-8` misses that in float32: seven rewards of 0.7
   have a computed std of 6e-8, and each of these answers gets an advantage of 0.86.
 
@@ -46,7 +45,7 @@ def group_advantages(rewards, group_size=8, eps=1e-8, scale_by_std=True, unbiase
     A[is_flat(rewards, group_size)] = 0.0
     if clip is not None:
         A = A.clamp(-clip, clip)
-    return A.flatten().to(rewards.dtype if rewards.is_floating_point() else precise)
+    return A.flatten().to(torch.result_type(rewards, 1.0))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -114,18 +113,17 @@ def pooled_advantages(parts, mask, group_size):
     numbers of parts, and each part's z-score is added to its tokens.
     """
     on = mask.cpu()
-    position = on.cumsum(dim=1) - 1                       # (N, S-1), index in the answer
     advantages = torch.zeros(on.shape, dtype=torch.float64)
     for start in range(0, len(parts), group_size):
         rewards = []
         earners = []                                      # of each reward: a row, its tokens
         for row in range(start, start + group_size):
+            tokens = on[row].nonzero()[:, 0]
             for first, last, reward in parts[row]:
-                inside = (first <= position[row]) & (position[row] <= last)
-                earners.append((row, inside & on[row]))
+                earners.append((row, tokens[first:last + 1]))
                 rewards.append(reward)
-        for tokens, score in zip(earners, z_scores(rewards)):
-            advantages[tokens] += score
+        for earner, score in zip(earners, z_scores(rewards)):
+            advantages[earner] += score
     return advantages.float().to(mask.device)
 
 
@@ -178,9 +176,8 @@ def shapley_shares(rewards):
     ordered, order = rewards.sort()
     added = ordered.diff(prepend=torch.zeros(1))
     sharers = torch.arange(len(ordered), 0, -1)                              # K, K-1, .., 1
-    shares = torch.zeros_like(ordered)
-    shares[order] = (added / sharers).cumsum(dim=0)
-    return shares
+    shares = (added / sharers).cumsum(dim=0)
+    return shares[order.argsort()]                                           # in their old order
 
 
 def gtpo_advantages(rewards, entropies, mask, group_size=8, right=None, **shares):
@@ -208,8 +205,7 @@ def grpo_s_advantages(rewards, entropies, mask, group_size=8, right=None, **shar
     return shaped.where(mask, 0)                                                  # (N, S-1)
 
 
-def shaped_rewards(rewards, H, taken, group_size, right=None, a1=1.0, a2=0.1,
-                   normalize=True):
+def shaped_rewards(rewards, H, taken, group_size, right=None, a1=1.0, a2=0.1, normalize=True):
     """A right answer earns more where the policy hesitated, and a wrong one loses less there.
 
     rewards (N,); H (N, T) the entropy of the t-th token of each answer under the old policy, in
@@ -232,12 +228,14 @@ def shaped_rewards(rewards, H, taken, group_size, right=None, a1=1.0, a2=0.1,
     taken = taken.view(H.shape)
     praised = right & taken                                                       # (B, G, T)
     blamed = ~right & taken
-    d = praised.sum(dim=1, keepdim=True)                                          # d_t (B, 1, T)
-    h = blamed.sum(dim=1, keepdim=True)                                           # h_t (B, 1, T)
-    sum_of_H = (H * praised).sum(dim=1, keepdim=True)
-    sum_of_inverses = (blamed / H).sum(dim=1, keepdim=True)
-    praise = a1 * r + a2 * (d * H / sum_of_H)
-    blame = -(a1 + a2 * (h / H / sum_of_inverses))
+
+    def total(values):                                                            # (B, 1, T)
+        return values.sum(dim=1, keepdim=True)
+
+    d = total(praised)                                                            # d_t
+    h = total(blamed)                                                             # h_t
+    praise = a1 * r + a2 * (d * H / total(praised * H))
+    blame = -(a1 + a2 * (h / H / total(blamed / H)))
     shaped = torch.where(right, praise, blame)                                    # (B, G, T)
     if normalize:
         for group, where in zip(shaped, taken):
@@ -250,13 +248,9 @@ def response_entropies(entropies, mask):
     lengths = mask.sum(dim=1, keepdim=True).cpu()                                 # (N, 1)
     taken = torch.arange(mask.shape[1]) < lengths                                 # (N, S-1)
     H = torch.zeros(mask.shape, dtype=torch.float64)
-    known = entropies[mask].detach().cpu()
-    H[taken] = known.double()
+    H[taken] = entropies[mask].detach().cpu().double()
     return H, taken
 
-
-# --------------------------------------------------------------------------------------------------
-# The demonstration: the group of the command line, then each variant on a few small numbers.
 
 def main():
     words = sys.argv[1:] or ["1.5", "1", "0", "0"]
@@ -275,10 +269,10 @@ def main():
 
     print("\ntoken by token, two answers of two tokens each")
     mask = torch.ones(4, 2, dtype=torch.bool)
-    steps = [[(0, 1.0), (1, 0.0)], [(1, 1.0)]]
+    steps = [[(0, 1), (1, 0)], [(1, 1)]]
     show("process: steps 1 0 | 1", process_advantages(steps, mask[:2], 2))
     # Two right and two wrong answers, before the z-score, which would hide the formula
-    H = torch.tensor([[3.0, 1.0], [1.0, 1.0]]).repeat(2, 1)
+    H = torch.tensor([[3, 1], [1, 1]]).repeat(2, 1)
     for name, kind in (("GTPO", gtpo_advantages), ("GRPO-S", grpo_s_advantages)):
         shaped = kind(right, H, mask, 4, normalize=False)
         show(f"{name}: right, H 3 1 | 1 1", shaped[:2])
@@ -287,8 +281,7 @@ def main():
 
 
 def show(name, values):
-    numbers = [f"{value:+9.5f}" for value in values.flatten().tolist()]
-    print(f"{name:28}" + " ".join(numbers))
+    print(f"{name:27}", *(f"{value:+9.5f}" for value in values.flatten().tolist()))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ tensor belongs to token t+1, which is predicted from all tokens up to t.
 """
 
 import argparse
-import math
 import signal
 import sys
 from contextlib import contextmanager
@@ -45,12 +44,10 @@ def plain_logprobs(model, input_ids, labels, temperature=1.0):
     logits = logits[:, :-1].float() / temperature        # (N, S-1, V): the last predicts nothing
     logprobs = logits.log_softmax(dim=2)                                          # (N, S-1, V)
     chosen = logprobs.gather(2, input_ids[:, 1:, None])                           # (N, S-1, 1)
-    is_label = labels[:, 1:] != IGNORE                                            # (N, S-1)
-    return chosen.squeeze(2).where(is_label, 0)
+    return chosen.squeeze(2).where(labels[:, 1:] != IGNORE, 0)                    # (N, S-1)
 
 
-def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False,
-                   group_ids=None):
+def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False, group_ids=None):
     """plain_logprobs without all the logits: (N, S-1) float32, differentiable.
 
     `with_entropy` adds a second (N, S-1) tensor: the entropy in nats of the distribution that each
@@ -217,8 +214,7 @@ def head_logprobs(model, output, hidden, targets, temperature, with_entropy):
     scored = []
     for rows in chunks(hidden, head.weight):
         scored.append(checkpoint(score, hidden[rows], targets[rows], use_reentrant=False))
-    logprobs, entropies = zip(*scored)
-    return torch.cat(logprobs), torch.cat(entropies)
+    return [torch.cat(values) for values in zip(*scored)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -260,7 +256,7 @@ def hidden_states(model, input_ids, labels, group_ids):
     return at, targets, output, hidden
 
 
-def pieces_of(labels, groups, most=math.inf):
+def pieces_of(labels, groups, most=float("inf")):
     """labels (N, S), groups (N,) -> lists of pieces (n, start, end), which are tokens of row n.
 
     Each list is a prompt and then answers to it, without their last token, which predicts nothing.
@@ -326,8 +322,7 @@ def has_flash(model):
             and torch.backends.cuda.is_flash_attention_available())
 
 
-def grouped_attention(module, q, k, v, mask, scaling=None, padded=None, pieces=None,
-                      **kwargs):
+def grouped_attention(module, q, k, v, mask, scaling=None, padded=None, pieces=None, **kwargs):
     """transformers' own attention; that of a long row in its padded rows or its pieces."""
     # q (1, Hq, T, D), k and v (1, Hkv, T, D) -> (1, T, Hq, D)
     if padded is None and pieces is None:
@@ -368,8 +363,7 @@ def fuse_norms(model):
     def fused(norm, x):
         if PLAIN:
             return type(norm).forward(norm, x)
-        return torch.rms_norm(x, norm.weight.shape, norm.weight,
-                              norm.variance_epsilon)
+        return torch.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
     for module in model.modules():
         # Gemma's norms, which multiply by 1 + weight, call their epsilon by another name.
@@ -386,9 +380,7 @@ def micro_batches(labels, group_ids, token_budget, share_prompts):
     """
     table = torch.cat((labels, group_ids[:, None]), dim=1).cpu()                  # the host waits
     table, copies = table.unique(dim=0, return_inverse=True)                      # (U, S+1), (N,)
-    groups = torch.arange(len(table))
-    if share_prompts:
-        groups = table[:, -1]
+    groups = table[:, -1] if share_prompts else torch.arange(len(table))
     rows = pieces_of(table[:, :-1], groups, token_budget)
 
     def length_of(row):
@@ -420,9 +412,7 @@ def micro_batches(labels, group_ids, token_budget, share_prompts):
 @contextmanager
 def layers_checkpointed(model, on):
     """If `on`, a layer keeps only its input, and the backward pass computes the layer again."""
-    layers = []
-    if on:
-        layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    layers = [m for m in model.modules() if on and isinstance(m, GradientCheckpointingLayer)]
     for layer in layers:                         # dropout is off: nothing in it is random
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False,
                                 preserve_rng_state=False)
@@ -432,9 +422,6 @@ def layers_checkpointed(model, on):
         for layer in layers:
             del layer.forward                    # the class's own forward again
 
-
-# --------------------------------------------------------------------------------------------------
-# The command: one answer, token by token
 
 def main():
     parser = argparse.ArgumentParser(description="Score one answer, token by token.")
@@ -463,9 +450,7 @@ def main():
         logprobs = token_logprobs(model, input_ids, labels, args.temperature)[0]  # (S-1,)
     print(" row   label  log-prob  token")
     for t, token in enumerate(prompt + response):
-        shown = "     ."
-        if t >= len(prompt):
-            shown = f" label  {logprobs[t - 1]:+8.4f}"
+        shown = f" label  {logprobs[t - 1]:+8.4f}" if t >= len(prompt) else "     ."
         print(f"{t:4}  {shown:16}  {tokenizer.decode([token])!r}")
     print(f"log pi(y | x) = {logprobs.sum():+.4f} over {len(response)} tokens")
 

@@ -17,7 +17,6 @@ Departures from the theory's code map:
     python loss.py        # one answer's clip table, k1 k2 k3 side by side, gradient coefficients
 """
 
-import math
 import signal
 
 import torch
@@ -146,8 +145,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
         J, clipped = clipped_objective(log_ratio, A, clip_eps, clip_eps_high)
     if sampler_logprobs is not None:
         J = J * tis_weight(old_logprobs, sampler_logprobs.where(mask, 0), sampler_cap)
-    policy_loss = -(J * weights).sum()
-    loss = policy_loss
+    loss = policy_loss = -(J * weights).sum()
 
     # [F] KL_t, the penalty
     approx_kl = torch.full_like(loss, torch.nan)
@@ -208,14 +206,11 @@ def next_kl_coef(kl_coef, approx_kl, low=0.02, high=0.05, rate=0.1):
     low, within 1 ± `rate`: one step's KL is noisy. As in arXiv 1909.08593, with a band as target.
     """
     if approx_kl > high:
-        kl_coef = max(kl_coef, SMALLEST_KL_COEF) * min(approx_kl / high, 1 + rate)
+        return max(kl_coef, SMALLEST_KL_COEF) * min(approx_kl / high, 1 + rate)
     if approx_kl < low:
-        kl_coef = max(kl_coef * max(approx_kl / low, 1 - rate), SMALLEST_KL_COEF)
+        return max(kl_coef * max(approx_kl / low, 1 - rate), SMALLEST_KL_COEF)
     return kl_coef
 
-
-# --------------------------------------------------------------------------------------------------
-# The demonstration: the theory's walkthrough, the estimators, the gradient coefficient
 
 def main():
     A = -1.4321
@@ -224,24 +219,23 @@ def main():
     print(f"one answer of two tokens, A = {A}, clip_eps = 0.2\n")
     print("token  log-ratio   ratio       w A  clip(w) A   minimum")
     for t, w in enumerate(log_ratios.exp()):
+        note = "   clipped: no gradient" if clipped[t] else ""
         print(f"{t + 1:5}  {log_ratios[t]:+9.2f}  {w:6.4f}  {w * A:+8.4f}"
-              f"   {w.clamp(0.8, 1.2) * A:+8.4f}  {J[t]:+8.4f}"
-              + ("   clipped: no gradient" if clipped[t] else ""))
+              f"   {w.clamp(0.8, 1.2) * A:+8.4f}  {J[t]:+8.4f}{note}")
     print(f"mean objective {J.mean():+.4f}\n")
 
     print("d = log ref - log pi          k1          k2          k3")
-    log_pi = torch.tensor(0.0)
+    log_pi = torch.zeros(1, 1)
     for d in (0.5, -0.5, 0.05, 1e-4):
         row = f"{d:20g}"
         for estimator in ("k1", "k2", "k3"):
             kl = kl_estimate(log_pi, log_pi + d, estimator)
-            row += f"  {kl:10.6g}"
+            row += f"  {kl.item():10.6g}"
         print(row)
 
     print("\ngradient coefficient A + beta (ref / pi - 1), with A = 1 and beta = 0.04")
-    for quotient in (0.5, 1.0, 2.0):
-        ref = torch.tensor([[math.log(quotient)]])
-        factor = gradient_coefficient(torch.ones(1), torch.zeros(1, 1), ref)
+    for quotient in torch.tensor([0.5, 1.0, 2.0]):
+        factor = gradient_coefficient(torch.ones(1), log_pi, quotient.log())
         print(f"ref / pi = {quotient:<4g}{factor.item():10.6g}")
 
 

@@ -457,7 +457,7 @@ def test_a_run_goes_on_from_its_model_with_all_of_its_settings(finished_run):
     for model in (command[3], str(finished_run.folder)):
         s = train.parse([*command[:2], "--model", model])
         assert s.model == str(finished_run.folder / "final")
-        for name, field in train.FIELDS.items():
+        for name in train.FIELDS:
             if name not in train.NOT_KEPT and name not in ("model", "offload", "dtype"):
                 assert getattr(s, name) == getattr(first, name), name
 
