@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 from conftest import (
-    ENVIRONMENT, FEW, ROOT, TINY, edit_json, edit_tensors, json_lines, one_line_of, raises, refused,
-    run_script, trains)
+    FEW, ROOT, TINY, begin, edit_json, edit_tensors, json_lines, one_line_of, raises, refused,
+    trains)
 
 import train
 
@@ -270,8 +270,8 @@ def test_a_bar_while_many_problems_are_read(capsys, monkeypatch, tiny):
 
 def test_a_warning_is_one_line(tmp_path):
     (tmp_path / "mine.py").write_text("def none(answer, **_): return [None] * len(answer)")
-    done = run_script("train.py", *SMALL, f"--reward={tmp_path / 'mine.py'}:none",
-                      f"--output={tmp_path / 'run'}")
+    done = begin("train.py", *SMALL, f"--reward={tmp_path / 'mine.py'}:none",
+                 f"--output={tmp_path / 'run'}")()
     assert "every reward gave None for some rows: they count as 0\n" in done.stderr
     assert "UserWarning" not in done.stderr
 
@@ -292,5 +292,5 @@ def test_a_script_refuses_in_one_line(run_here, script, arguments, word):
 def test_a_reader_who_has_seen_enough_is_no_error(script):
     """As with `python loss.py | head -3`; nobody reads a line here."""
     command = f"'{sys.executable}' {ROOT / script}.py | true"
-    done = subprocess.run(command, shell=True, env=ENVIRONMENT, capture_output=True, text=True)
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert "Error" not in done.stderr                     # some builds of torch warn there

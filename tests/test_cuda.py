@@ -23,8 +23,8 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from conftest import (  # noqa: E402
-    FEW, LIMIT, NO_MEMORY, REWARDS, ROOT, answer_rows, checkpoint_of, ends_badly, main,
-    metrics_of, one_line_of, parts, rollout_of, seeded, small_model, trains, well_ended)
+    FEW, LIMIT, NO_MEMORY, REWARDS, ROOT, answer_rows, checkpoint_of, metrics_of, parts, refused,
+    rollout_of, seeded, small_model, trains, well_ended)
 
 import logprob  # noqa: E402
 import sample  # noqa: E402
@@ -505,8 +505,8 @@ def test_memory_that_runs_out_early(tmp_path, capsys, without_limit, more):
     """Before the model is there or in a rollout: one line, and a run that can be resumed."""
     folder = tmp_path / "run"
     limit_memory(reserved() + more)
-    assert main(f"--output={folder}", *SHORT, "--device=cuda") == 2
-    assert "out of memory" in one_line_of(capsys.readouterr().err)
+    assert "out of memory" in refused(capsys, f"--output={folder}", *SHORT, "--device=cuda",
+                                      begun=True)
     torch.cuda.set_per_process_memory_fraction(1.0)
     if folder.exists():
         trains(f"--resume={folder}")
@@ -549,5 +549,4 @@ def test_what_first_run_counts(capsys):
 
 
 def test_a_device_that_is_not_there_is_one_line(capsys):
-    line = ends_badly(capsys, "--device=cuda:7")
-    assert "--device cuda:7" in line
+    assert "--device cuda:7" in refused(capsys, "--device=cuda:7", begun=True)

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    FEW, TINY, apart, assert_same_run, begin_ranks, checkpoint_of, curve, edit_tensors,
-    gradient, json_lines, lines_of, logprobs_on_full_logits, parts, refused, same_tensors, seeded,
-    step_of_the_program, tiny_problems, trained, trains, value_error, well_ended)
+    FEW, PROBLEMS, TINY, apart, assert_bitwise, assert_same_run, begin, checkpoint_of, curve,
+    edit_tensors, gradient, json_lines, lines_of, logprobs_on_full_logits, parts, refused,
+    same_tensors, seeded, trained, trains, value_error, well_ended, whole_step)
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer)
@@ -34,7 +34,8 @@ def weights(folder):
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks") / "run"
-    return folder, begin_ranks(2, "train.py", *ITERATIVE, "--steps=4", f"--output={folder}")
+    return folder, begin("train.py", *ITERATIVE, "--steps=4", f"--output={folder}",
+                         ranks=2)
 
 
 @pytest.fixture(scope="module")
@@ -94,9 +95,8 @@ def test_a_resumed_run_is_bitwise_the_same(whole, tmp_path):
     folder = trained(tmp_path / "run", *ITERATIVE, "--steps=1")
     for steps in (2, 3, 4):
         trains("--resume", folder, f"--steps={steps}")
-    assert curve(folder) == curve(whole)
-    for name in ("final", "reward_model"):
-        assert same_tensors(weights(folder / name), weights(whole / name)), name
+    assert_bitwise(folder, whole)
+    assert same_tensors(weights(folder / "reward_model"), weights(whole / "reward_model"))
     saved = checkpoint_of(folder)
     assert same_tensors(saved, checkpoint_of(whole))
     kinds = {name.split("/")[0] for name in saved if "/reward_model/" in name}
@@ -113,7 +113,7 @@ def test_two_ranks_train_the_same_reward_model(whole, two_ranks):
 
 
 def test_without_true_answers_or_renewal_the_reward_model_stays_as_it_is(tmp_path):
-    asked = [{"question": problem["question"]} for problem in tiny_problems()[:12]]
+    asked = [{"question": problem["question"]} for problem in PROBLEMS[:12]]
     (tmp_path / "asked.jsonl").write_text(json_lines(*asked))
     data = f"--data={tmp_path / 'asked.jsonl'}"
     folder = trained(tmp_path / "run", *ITERATIVE, "--steps=2", data)
@@ -164,7 +164,7 @@ def test_a_reward_model_has_no_dropout(tmp_path):
 def worked_and_guessed(first, last):
     """Rows of a group of two per problem: worked out, and a guess that is wrong."""
     rows = []
-    for problem in tiny_problems()[first:last]:
+    for problem in PROBLEMS[first:last]:
         steps = problem["solution"].replace("\n", " , ")
         rows.append((problem["question"], f"{steps} , \\boxed{{ {problem['answer']} }}", 1.5))
         rows.append((problem["question"], "\\boxed{ 3 }", 0.5))
@@ -238,7 +238,7 @@ def test_step_rewards_reach_the_gradient(step_file):
     p = parts(f"--step-reward={step_file}", "--updates-per-rollout=1", "--max-grad-norm=1e9",
               "--kl-coef=0")
     start = copy.deepcopy(p.policy)
-    rollout, gradients, _ = step_of_the_program(p, reward_of=train.load_reward_of(p.settings))
+    _, rollout, gradients = whole_step(p, reward_of=train.load_reward_of(p.settings))
     mask = rollout.mask                                                                # (N, S-1)
     A = process_advantages([*by_hand(rollout, p.problems, p.tokenizer.vocab[","])], mask, 4)
     assert torch.equal(rollout.advantages, A) and A[mask].std() > 0

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import SMALL, TINY, answer_rows, logprobs_on_full_logits, seeded, small_model
+from conftest import (
+    ARCHITECTURES, SMALL, TINY, answer_rows, logprobs_on_full_logits, seeded, small_model)
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -67,6 +68,11 @@ class Shapes(TorchDispatchMode):
         return result
 
 
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def random_model(request):
+    return small_model(request.param)
+
+
 # --- The formula, and all fast forms together against the full log-softmax ------------------------
 
 def test_the_definition(random_model):
@@ -103,8 +109,8 @@ def test_values_entropies_and_gradients(random_model, temperature, group_ids, mo
     assert_same_pull(model, whole, exact, sums, weights[:, 0])
 
 
-def test_without_entropies_gradients_or_labels(some_model):
-    model, (input_ids, labels, _) = copy.deepcopy(some_model), batch()
+def test_without_entropies_gradients_or_labels(random_model):
+    model, (input_ids, labels, _) = copy.deepcopy(random_model), batch()
     expected = token_logprobs(model, input_ids, labels, with_entropy=True)[0]
     assert torch.equal(token_logprobs(model, input_ids, labels), expected)
     with torch.no_grad():
@@ -123,9 +129,9 @@ def test_without_entropies_gradients_or_labels(some_model):
 
 @grouped_or_not
 @pytest.mark.parametrize("holes", [[(0, 5), (0, 9), (3, 10), (4, 9)], [0, 3, 4]], ids=str)
-def test_labels_anywhere_or_nowhere_in_a_row(some_model, group_ids, holes):
+def test_labels_anywhere_or_nowhere_in_a_row(random_model, group_ids, holes):
     """A hole in an answer is not scored, but still read; a row, or a group, may have no label."""
-    model, (input_ids, labels, weights) = copy.deepcopy(some_model), batch()
+    model, (input_ids, labels, weights) = copy.deepcopy(random_model), batch()
     labels[2, 0] = input_ids[2, 0]  # nothing predicts token 0
     for hole in holes:
         labels[hole] = IGNORE
@@ -137,9 +143,9 @@ def test_labels_anywhere_or_nowhere_in_a_row(some_model, group_ids, holes):
 
 
 @grouped_or_not
-def test_equal_rows_run_once(some_model, group_ids):
+def test_equal_rows_run_once(random_model, group_ids):
     """Each keeps its own weight in the gradient; rows of a group may stand apart."""
-    model = copy.deepcopy(some_model)
+    model = copy.deepcopy(random_model)
     order = torch.tensor([0, 1, 0, 3, 4, 1, 0, 4, 2])
     input_ids, labels, _ = (x[order] for x in batch())
     labels[4, 12] = IGNORE
@@ -293,18 +299,6 @@ def test_fused_norms(architecture, norms, monkeypatch):
     assert torch.equal(plain_logprobs(fused, input_ids, labels), before)
 
 
-# --- Attention in a grouped row -------------------------------------------------------------------
-
-def test_flash_attention_takes_the_pieces(flash_on_cpu):
-    """The call that a GPU gets, with the formula in its place; test_families.py: each family."""
-    model, (input_ids, labels, _) = small_model("llama"), batch()
-    run = tokens_run(model)
-    actual = token_logprobs(model, input_ids, labels, group_ids=GROUPS)
-    assert run == [5 + 13 + 0 + 6 + 9 + 2 + 10] and flash_on_cpu == [True, True]
-    expected, _ = naive(model, input_ids, labels)
-    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
-
-
 # --- Micro-batches and lengths --------------------------------------------------------------------
 
 PROMPTS = [3, 3, 5, 5, 2, 2, 9, 9]
@@ -347,8 +341,8 @@ def test_micro_batches_of_shared_prompts():
         assert [0, 3] in [rows.tolist() for rows, _ in micro_batches(labels, group, 11, share)]
 
 
-def test_checkpointed_layers_run_once_more(some_model):
-    model, (input_ids, labels, _) = copy.deepcopy(some_model), batch()
+def test_checkpointed_layers_run_once_more(random_model):
+    model, (input_ids, labels, _) = copy.deepcopy(random_model), batch()
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     run = []
     # Not a hook of the layer itself: the second run calls the layer's forward alone.

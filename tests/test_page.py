@@ -8,8 +8,8 @@ import subprocess
 import pytest
 import torch
 from conftest import (
-    FEW, ROOT, TINY, curve, lines_of, loaded, parts, rollout_of, run_ranks, settings, trained,
-    trains, well_ended)
+    FEW, ROOT, TINY, begin, curve, lines_of, opened, parts, rollout_of, settings, trained, trains,
+    well_ended)
 
 import sample
 import train
@@ -74,7 +74,7 @@ def test_the_numbers_are_those_of_the_policy_now_and_as_it_drew(more, folder, tm
     ids, labels = (torch.tensor(groups["1"][name]) for name in ("input_ids", "labels"))
     temperature = 0.9 if "--temperature=0.9" in more else 1.0
     with torch.no_grad():
-        new, old = (plain_logprobs(loaded(str(place), torch.float32)[0], ids, labels, temperature)
+        new, old = (plain_logprobs(opened(str(place))[0], ids, labels, temperature)
                     for place in (folder / "final", TINY))
     expected = [d for d in (new - old)[labels[:, 1:] != IGNORE].tolist() if abs(d) > 0.02]
     page = page_in(folder)
@@ -197,7 +197,7 @@ def test_the_page_loads_itself_anew_while_the_run_goes_on(folder):
 
 
 def test_two_ranks_write_one_page(folder, tmp_path):
-    well_ended(run_ranks(2, "train.py", *SMALL, f"--output={tmp_path / 'run'}"))
+    well_ended(begin("train.py", *SMALL, f"--output={tmp_path / 'run'}", ranks=2)())
     ours, one = page_in(tmp_path / "run"), page_in(folder)
     assert ours.tags == one.tags
     assert list(map(float, ours.titles)) == pytest.approx(list(map(float, one.titles)), abs=1e-4)

@@ -14,9 +14,9 @@ from itertools import chain, repeat
 import pytest
 import torch
 from conftest import (
-    ENVIRONMENT, FEW, LIMIT, NO_MEMORY, ROOT, TINY, checkpoint_of, curve, edit_json, edit_tensors,
-    ends_badly, faulty_reward, lines_of, main, metrics_of, one_line_of, raises, refused, run_script,
-    same_tensors, snapshot, start, trained, trains, weights_of, well_ended)
+    FEW, LIMIT, NO_MEMORY, ROOT, TINY, assert_bitwise, begin, checkpoint_of, curve, edit_json,
+    edit_tensors, lines_of, metrics_of, one_line_of, raises, refused, same_tensors, snapshot,
+    trained, trains, well_ended)
 from safetensors.torch import load, load_file
 
 import train
@@ -26,6 +26,8 @@ FLAGS = (*FEW, "--steps=6", "--prompts-per-step=2", "--group-size=4", "--max-new
          "--updates-per-rollout=2")
 CHECKPOINT = "checkpoint.safetensors"
 LORA = ("--lora-rank=4", "--lr=0.003")
+HELPERS = ROOT / "tests" / "helpers"
+OWN_REWARD = (*FLAGS, f"--reward={HELPERS / 'mine.py'}:score")
 
 
 @pytest.fixture(scope="module")
@@ -39,13 +41,16 @@ def run_folder(uninterrupted, tmp_path):
 
 
 def ended_the_same(folder, whole):
-    assert curve(folder) == curve(whole)                  # no step twice, none missing
-    assert weights_of(folder) == weights_of(whole)
+    assert_bitwise(folder, whole)                         # no step twice, none missing
     steps = [record["step"] for record in lines_of(folder / "samples.jsonl")]
     assert steps == sorted(2 * list(range(1, 7)))
     pages = {(place / "page.html").read_text(encoding="utf-8").split("</code>", 1)[1]
              for place in (folder, whole)}               # after names of folders
     assert len(pages) == 1
+
+
+def ends_badly(capsys, *flags):
+    return refused(capsys, *flags, begun=True)
 
 
 def resumed_ends_the_same(folder, whole, *flags):
@@ -67,7 +72,7 @@ def test_a_run_in_two_parts_is_the_run_bit_for_bit(tmp_path, flags):
     trains(*flags, "--steps=2", f"--output={whole}")
     trains(*flags, "--steps=1", f"--output={parts}")
     trains(f"--resume={parts}", "--steps=2")
-    assert curve(parts) == curve(whole) and weights_of(parts) == weights_of(whole)
+    assert_bitwise(parts, whole)
     saved = checkpoint_of(parts)
     assert same_tensors(saved, checkpoint_of(whole))
     last = curve(whole)[-1]
@@ -85,7 +90,8 @@ def test_killed_at_any_moment_the_run_ends_the_same(uninterrupted, tmp_path):
     for steps in range(5):
         begun = (folder / "config.json").is_file()
         flags = [f"--resume={folder}"] if begun else [*FLAGS, f"--output={folder}"]
-        process = start("train.py", *flags)
+        command = [sys.executable, ROOT / "train.py", *flags]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while process.poll() is None:
             if log.is_file() and log.read_text().count("\n") > steps:
                 break
@@ -100,10 +106,8 @@ def test_killed_at_any_moment_the_run_ends_the_same(uninterrupted, tmp_path):
 
 @pytest.fixture(scope="module")
 def own_reward(tmp_path_factory):
-    """(flags with a reward that can fail, the folder of a run to which nothing happened)."""
-    folder = tmp_path_factory.mktemp("reward")
-    flags = (*FLAGS, faulty_reward(folder))
-    return flags, trained(folder / "run", *flags)
+    """The folder of a run with a reward that can fail, and to which nothing happened."""
+    return trained(tmp_path_factory.mktemp("own"), *OWN_REWARD)
 
 
 @pytest.mark.parametrize("fault, call, status, said, last", [
@@ -115,12 +119,11 @@ def own_reward(tmp_path_factory):
 def test_what_ends_a_run_is_told_and_it_goes_on(capsys, monkeypatch, tmp_path, own_reward, fault,
                                                 call, status, said, last):
     """A signal waits for the step's end and saves; an error does not, in an evaluation either."""
-    flags, whole = own_reward
     folder = tmp_path / "run"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FAULT", fault)
     monkeypatch.setenv("FAULT_AT", str(call))
-    assert main(*flags, "--output=run") == status
+    assert train.main([*OWN_REWARD, "--output=run"]) == status
     out, err = capsys.readouterr()
     signalled = fault.startswith("SIG")
     line = out if signalled else one_line_of(err)
@@ -129,25 +132,24 @@ def test_what_ends_a_run_is_told_and_it_goes_on(capsys, monkeypatch, tmp_path, o
     lines = metrics_of(folder) if last else [{"step": 0}]
     assert lines[-1]["step"] == last and not (folder / "final").exists()
     monkeypatch.delenv("FAULT")
-    resumed_ends_the_same(folder, whole)
+    resumed_ends_the_same(folder, own_reward)
 
 
 def test_the_line_that_is_printed_continues_the_run(tmp_path, own_reward):
     """From the shell, and from another folder; `python` alone may be another Python."""
-    flags, whole = own_reward
     folder = tmp_path / "a run"
-    done = run_script("train.py", *flags, f"--output={folder}", folder=tmp_path, FAULT="SIGINT")
+    end = begin("train.py", *OWN_REWARD, f"--output={folder}", folder=tmp_path, FAULT="SIGINT")
+    done = end()
     assert done.returncode == 130, done.stderr
     line = done.stdout.split("continue with: ")[1].splitlines()[0]
-    done = subprocess.run(line, shell=True, env=ENVIRONMENT, capture_output=True, text=True,
-                          timeout=LIMIT, cwd=tmp_path)
-    well_ended(done)
-    ended_the_same(folder, whole)
+    well_ended(subprocess.run(line, shell=True, capture_output=True, text=True, timeout=LIMIT,
+                              cwd=tmp_path))
+    ended_the_same(folder, own_reward)
 
 
 def test_the_handlers_belong_to_the_process_that_set_them(capsys, tmp_path):
     """A pool ends its workers with SIGTERM; a worker that took it for the run's would live on."""
-    folder, forks = tmp_path / "run", ROOT / "tests" / "helpers" / "forks.py"
+    folder, forks = tmp_path / "run", HELPERS / "forks.py"
     trains(*FLAGS, "--steps=1", f"--reward={forks}:waits", f"--output={folder}")
     assert metrics_of(folder)[-1]["reward_mean"] == -signal.SIGTERM
     trains(*FLAGS, "--steps=1", f"--reward={forks}:score", f"--output={folder}2")
@@ -175,21 +177,20 @@ def test_main_puts_signals_back_and_leaves_ignored_ones_alone(monkeypatch, tmp_p
     monkeypatch.setenv("FAULT", "SIGHUP")
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        trains(*FLAGS, "--steps=4", faulty_reward(tmp_path), f"--output={tmp_path / 'other'}")
+        trains(*OWN_REWARD, "--steps=4", f"--output={tmp_path / 'other'}")
     finally:
         signal.signal(signal.SIGHUP, before[2])
     assert [signal.getsignal(name) for name in names] == before
 
 
 def test_a_reward_that_fails_at_once_can_be_mended(capsys, tmp_path, own_reward):
-    flags, whole = own_reward
     folder, mine = tmp_path / "run", tmp_path / "mine.py"
     mine.write_text("def score(completions, **columns):\n    raise KeyError('not yet')\n")
-    line = ends_badly(capsys, *flags[:-1], f"--reward={mine}:score", f"--output={folder}")
+    line = ends_badly(capsys, *FLAGS, f"--reward={mine}:score", f"--output={folder}")
     assert "not yet" in line
     assert line.endswith("continue with: " + train.command("train.py", "--resume", str(folder)))
-    faulty_reward(tmp_path)                               # which has no fault to do
-    resumed_ends_the_same(folder, whole)
+    shutil.copy(HELPERS / "mine.py", mine)                # which has no fault to do
+    resumed_ends_the_same(folder, own_reward)
 
 
 # --- What --resume refuses: one line, and not a byte of the run is changed ------------------------
@@ -259,7 +260,7 @@ def at_home(monkeypatch, tmp_path):
     shutil.copytree(TINY, home / "model")
     for name in ("train.jsonl", "test.jsonl"):
         (home / name).write_text("".join((TINY / name).open().readlines()[:8]))
-    faulty_reward(home)
+    shutil.copy(HELPERS / "mine.py", home)
     monkeypatch.setattr(train, "HERE", home)
     monkeypatch.chdir(home)
     trains(*FLAGS, "--steps=2", "--model=model", "--data=train.jsonl", "--eval-data=test.jsonl",
@@ -513,7 +514,7 @@ def test_an_error_of_the_loss_is_no_fault_of_a_fast_path(capsys, monkeypatch, tm
     errors = chain([RuntimeError("shapes do not match")], repeat(*then or [RuntimeError("shapes")]))
     monkeypatch.setattr(train, "grpo_loss", lambda *_, **__: raises(next(errors))())
     with pytest.raises(RuntimeError, match="shapes do not match") as error:
-        main(*FLAGS, f"--output={tmp_path / 'run'}")
+        trains(*FLAGS, f"--output={tmp_path / 'run'}")
     assert [frame.name for frame in error.traceback].count("backward") == 1
     assert not train.logprob.PLAIN and not train.sample.PLAIN
     assert "fast path" not in "".join(capsys.readouterr())

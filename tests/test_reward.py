@@ -14,7 +14,8 @@ from fractions import Fraction
 import answers
 import pytest
 import torch
-from conftest import GSM8K, raises, seeded, small_model, value_error
+from conftest import ROOT, raises, seeded, small_model, value_error
+from chat_families import family
 from transformers import AutoModelForSequenceClassification
 
 import reward
@@ -26,6 +27,9 @@ from reward import (
     reward_model_rows, reward_model_scores, rule_reward, score_responses, score_rows,
     think_answer_reward, train_reward_model, truths_of)
 from sample import words_of
+
+
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"  # where it stands beside the checkout
 
 
 def box(answer):
@@ -713,9 +717,9 @@ PARTS = [
 
 
 @pytest.mark.parametrize("kind", ["one", "three", "words", "qwen"])
-def test_a_candidate_ends_with_the_token_that_closes_its_box(request, kind):
+def test_a_candidate_ends_with_the_token_that_closes_its_box(kind):
     pieces = {"one": ".", "three": ".{1,3}", "words": " ?[^ ]{1,4}| "}.get(kind)
-    tokenizer = None if pieces else request.getfixturevalue(kind)
+    tokenizer = None if pieces else family(kind)
     chance = random.Random(0)
     for _ in range(80):
         parts = chance.choices(PARTS, k=chance.randrange(13))

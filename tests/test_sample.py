@@ -10,7 +10,10 @@ from functools import partial
 import huggingface_hub
 import pytest
 import torch
-from conftest import SMALL, TINY, make_tokenizer, raises, seeded, small_model, value_error
+from safetensors.torch import load_file
+from conftest import (
+    ARCHITECTURES, SMALL, TINY, make_tokenizer, raises, same_tensors, seeded, small_model,
+    value_error)
 
 import sample
 from logprob import token_logprobs
@@ -124,10 +127,12 @@ def test_every_token_of_the_own_step_is_drawn_from_float32_logits(T):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_the_recorded_logprobs_are_those_of_logprob_py(random_model, temperature):
-    rollout = sample_groups(random_model, TOKENIZER, PROMPTS, 4, 30, temperature, seeded())
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_recorded_logprobs_are_those_of_logprob_py(name, temperature):
+    model = small_model(name)
+    rollout = sample_groups(model, TOKENIZER, PROMPTS, 4, 30, temperature, seeded())
     assert len(set(rollout.labels[rollout.labels != IGNORE].tolist())) > 8
-    assert_logprobs(random_model, rollout, temperature)
+    assert_logprobs(model, rollout, temperature)
     assert rollout.logprobs.dtype == torch.float32 and not rollout.logprobs.requires_grad
 
 
@@ -576,7 +581,7 @@ def test_script_takes_a_runs_settings(run_here, tmp_path):
         assert all(int(answer.split()[1]) <= limit for answer in answers)
 
 
-def test_open_policy(tiny, capsys):
+def test_open_policy(capsys):
     """In the dtype that is asked for, without dropout; only a download shows a bar."""
     model, tokenizer = sample.open_policy(str(TINY), "cpu", torch.bfloat16)
     assert not any(capsys.readouterr())
@@ -584,7 +589,7 @@ def test_open_policy(tiny, capsys):
     assert model.dtype == torch.bfloat16 and tokenizer.chat_template
     assert not any(part.training for part in model.modules())
     model, _ = sample.open_policy(str(TINY))
-    assert all(map(torch.equal, model.parameters(), tiny[0].parameters()))
+    assert same_tensors(dict(model.named_parameters()), load_file(TINY / "model.safetensors"))
 
 
 def test_script_draws_a_group(run_here, tiny):

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (
-    FEW, NO_MEMORY, QWEN, REWARDS, TINY, answer_rows, checkpoint_of, gradient, json_lines, lines_of,
-    logprobs_on_full_logits, loop, metrics_of, parts, printed_by, raises, rollout_of, run_script,
-    same_tensors, settings, tiny_problems, trains, updated, whole_step)
+    FEW, NO_MEMORY, PROBLEMS, REWARDS, TINY, answer_rows, begin, checkpoint_of, gradient,
+    json_lines, lines_of, logprobs_on_full_logits, loop, metrics_of, parts, raises, rollout_of,
+    same_tensors, settings, trains, updated, well_ended, whole_step)
 from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer,
     Qwen2Config)
@@ -29,6 +29,9 @@ from sample import sample_groups
 SHORT = ("--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=16",
          "--eval-limit=8", "--eval-every=2", "--warmup-steps=2")
 SMALL = (*FEW, *SHORT)
+QWEN = {"model_type": "qwen3", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16,
+        "tie_word_embeddings": True}
 
 
 # --- [G] A step against the formula, and what it asks of the stages; flags: test_variants.py ------
@@ -71,13 +74,13 @@ def test_share_prompts_arrives(monkeypatch, share):
 def test_the_reward_is_asked_about_the_rollout_and_replaces_the_rules():
     asked = []
     p = parts("--updates-per-rollout=1", noise=0)
-    metrics, rollout = whole_step(p, reward_of=lambda *given: asked.append(given) or REWARDS)
+    metrics, rollout, _ = whole_step(p, reward_of=lambda *given: asked.append(given) or REWARDS)
     assert asked == [(p.problems, p.prompts, rollout)] and torch.equal(rollout.rewards, REWARDS)
     assert torch.allclose(rollout.advantages, group_advantages(REWARDS, 4))
     # A first step is honest: of an untouched reference the KL is 0, and every ratio is 1
     assert abs(metrics["approx_kl"]) < 1e-9 and metrics["clip_fraction"] == 0
     assert metrics["sampler_difference"] < 1e-5            # decoding against one pass
-    _, rollout = whole_step(p, reward_of=None)
+    _, rollout, _ = whole_step(p, reward_of=None)
     expected = train.score_responses(rollout.responses, [q["answer"] for q in p.problems], 4)
     assert torch.equal(rollout.rewards, expected) and expected.unique().numel() > 1
     assert torch.equal(rollout.rule_rewards, expected)
@@ -184,7 +187,7 @@ def test_a_reward_that_switches_gradients_off_trains_all_the_same():
         torch.set_grad_enabled(False)
         return REWARDS.tolist()
 
-    metrics, _ = whole_step(parts(), reward_of=reward_of)
+    metrics, _, _ = whole_step(parts(), reward_of=reward_of)
     assert torch.is_grad_enabled() and metrics["grad_norm"] > 0
 
 
@@ -271,7 +274,7 @@ def test_every_step_asks_its_own_problems_with_its_own_random_numbers():
             drawn.append((prompts, how[3]))
         return sample_groups(model, tokenizer, prompts, *how)
 
-    run = loop("--system-prompt=", problems=tiny_problems()[:4], sampler=spy,
+    run = loop("--system-prompt=", problems=PROBLEMS[:4], sampler=spy,
                reward_of=lambda *given: torch.arange(float(len(given[2].responses))))
     for (prompts, generators), (batch, rollout) in zip(drawn, run.samples, strict=True):
         assert prompts == batch.prompts and generators == batch.generators
@@ -348,8 +351,8 @@ def test_masters_gather_the_gradient_of_all_micro_batches():
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    out, err = printed_by(*SMALL, f"--output={folder}")
-    return SimpleNamespace(folder=folder, out=out, err=err)
+    done = begin("train.py", *SMALL, f"--output={folder}")()
+    return SimpleNamespace(folder=folder, out=well_ended(done), err=done.stderr)
 
 
 def test_a_run_leaves_the_files_of_the_contract(finished_run):
@@ -487,7 +490,7 @@ def test_another_seed_and_a_run_without_kl_has_no_reference(capsys, finished_run
                     for folder in (finished_run.folder, tmp_path / "other"))
     assert first != other
     # A tenth of the user's own data is held out
-    (tmp_path / "mine.jsonl").write_text(json_lines(*tiny_problems()[:40]))
+    (tmp_path / "mine.jsonl").write_text(json_lines(*PROBLEMS[:40]))
     trains(*SHORT, f"--data={tmp_path / 'mine.jsonl'}", "--steps=1", f"--output={tmp_path / 'own'}")
     out = capsys.readouterr().out
     assert "mine.jsonl are held out" in out and "36 problems, 4 held out" in out
@@ -505,7 +508,7 @@ def test_a_prompt_that_is_too_long_is_refused_at_once(tmp_path):
 
 
 def test_the_help():
-    done = run_script("train.py", "--help")
+    done = begin("train.py", "--help")()
     assert done.returncode == 0 and done.stderr == ""
     for name in train.FIELDS:
         assert len(re.findall(rf"\n  {train.flag_of(name)}[ ,\n]", done.stdout)) == 1, name
