@@ -38,6 +38,7 @@ for number in (signal.SIGINT, signal.SIGHUP):
 
 TINY = ROOT / "tests" / "tiny"
 PROBLEMS = train.reward.load_problems(str(TINY / "train.jsonl"))  # it is trained on these
+MINE = ROOT / "tests" / "helpers" / "mine.py"  # rewards of one's own
 LIMIT = 300  # seconds: a process that hangs fails its test
 # Reading the default's 2000 problems takes longer than a short run; these are 32.
 FEW = (f"--data={TINY / 'few.jsonl'}", f"--eval-data={TINY / 'few.jsonl'}")
@@ -111,7 +112,6 @@ def answer_rows(sizes, seed=0, width=20, words=SMALL["vocab_size"]):
 
 
 # --- One step of train.py, and the loop, on the tiny policy ---------------------------------------
-
 # Rewards in place of the rule's: by these, half of the eight answers are worth something.
 REWARDS = torch.tensor([1.0, 0.0, 0.5, 0.0, 2.0, 2.0, 0.0, 1.0])
 
@@ -185,7 +185,6 @@ def loop(*flags, problems=None, **how):
 
 
 # --- Programs as function calls: here a line of refusal, a status and files are what counts -------
-
 @pytest.fixture
 def run_here(monkeypatch, capsys):
     """A stage's command without a new interpreter -> what it printed, on stderr if it refuses."""
@@ -261,7 +260,6 @@ def well_ended(done):
 
 
 # --- What a run has left in its folder ------------------------------------------------------------
-
 def lines_of(path):
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 

@@ -8,9 +8,8 @@ import sys
 
 import pytest
 import torch
-from conftest import (
-    FEW, ROOT, TINY, begin, edit_json, edit_tensors, json_lines, one_line_of, raises, refused,
-    trains)
+from conftest import (FEW, MINE, ROOT, TINY, begin, edit_json, edit_tensors, json_lines,
+                      one_line_of, raises, refused, trains)
 
 import train
 
@@ -33,7 +32,6 @@ def refused_before_a_folder_is_made(capsys, tmp_path, *flags):
 
 
 # --- Flags ----------------------------------------------------------------------------------------
-
 HUGE = "9" * 30
 
 
@@ -133,7 +131,6 @@ def test_a_card_that_torch_cannot_use(capsys, monkeypatch, tmp_path):
 
 
 # --- A config file goes through the same parser ---------------------------------------------------
-
 @pytest.mark.parametrize("config, words", [
     *((text, "") for text in ("", "[1]", '{"lr": ', "[" * 10**5, '{"lr": "\udcff"}')),
     *((f'{{"lr": {value}}}', "--lr") for value in ('"fast"', -1, "NaN")),
@@ -152,7 +149,6 @@ def test_a_bad_config(capsys, tmp_path, config, words):
 
 
 # --- Models. A folder is the tiny policy's with something wrong in it -----------------------------
-
 def no_end_token(m, nothing):
     edit_json(m / "tokenizer_config.json", eos_token=None)
     for name in ("config.json", "generation_config.json"):
@@ -216,7 +212,6 @@ def test_a_model_without_padding_token(tmp_path):
 
 
 # --- Data -----------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("flag", ["--data", "--eval-data"])
 @pytest.mark.parametrize("text, words", [
     (None, "No such file"), ("", "x.jsonl: no line"),
@@ -243,7 +238,6 @@ def test_a_problem_that_cannot_be_asked_is_named_by_its_line(capsys, tmp_path):
 
 
 # --- The terminal ---------------------------------------------------------------------------------
-
 def test_flags_that_are_given_twice():
     """Rewards and their weights are added; of all others the last counts."""
     s = train.parse("--reward rule --reward think rule --reward-weights=1 --reward-weights 2 3 "
@@ -269,9 +263,7 @@ def test_a_bar_while_many_problems_are_read(capsys, monkeypatch, tiny):
 
 
 def test_a_warning_is_one_line(tmp_path):
-    (tmp_path / "mine.py").write_text("def none(answer, **_): return [None] * len(answer)")
-    done = begin("train.py", *SMALL, f"--reward={tmp_path / 'mine.py'}:none",
-                 f"--output={tmp_path / 'run'}")()
+    done = begin("train.py", *SMALL, f"--reward={MINE}:never", f"--output={tmp_path / 'run'}")()
     assert "every reward gave None for some rows: they count as 0\n" in done.stderr
     assert "UserWarning" not in done.stderr
 

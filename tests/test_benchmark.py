@@ -24,7 +24,6 @@ def cpu(monkeypatch):
 
 
 # --- The benchmark: what it makes, and what it holds it against -----------------------------------
-
 def test_the_shape_of_qwen():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(benchmark.config_of(benchmark.QWEN))

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import (
-    FEW, PROBLEMS, TINY, apart, assert_bitwise, assert_same_run, begin, checkpoint_of, curve,
-    edit_tensors, gradient, json_lines, lines_of, logprobs_on_full_logits, parts, refused,
-    same_tensors, seeded, trained, trains, value_error, well_ended, whole_step)
+from conftest import (FEW, PROBLEMS, TINY, apart, assert_bitwise, assert_same_run, begin,
+                      checkpoint_of, curve, edit_tensors, gradient, json_lines, lines_of,
+                      logprobs_on_full_logits, parts, refused, same_tensors, seeded, trained,
+                      trains, value_error, well_ended, whole_step)
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer)
@@ -34,8 +34,7 @@ def weights(folder):
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks") / "run"
-    return folder, begin("train.py", *ITERATIVE, "--steps=4", f"--output={folder}",
-                         ranks=2)
+    return folder, begin("train.py", *ITERATIVE, "--steps=4", f"--output={folder}", ranks=2)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +49,6 @@ def learner():
 
 
 # --- The iteration --------------------------------------------------------------------------------
-
 def test_two_iterations_are_those_of_the_formulas(whole, learner):
     """Rewards, pairs, replay and the trained weights again, from the answers that were logged."""
     problems = reward.load_problems(str(TINY / "few.jsonl"))
@@ -138,7 +136,6 @@ def test_a_score_that_is_not_finite_ends_the_step(learner):
 
 
 # --- The reward model's own learning --------------------------------------------------------------
-
 def fresh_learner(lr=1e-2, **changes):
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     torch.manual_seed(1)
@@ -210,7 +207,6 @@ def test_the_tiny_reward_model_ranks_worked_answers_above_wrong_guesses(learner)
 
 
 # --- Process supervision --------------------------------------------------------------------------
-
 STEPS = """
 def steps(prompts, completions, completion_ids, answer, solution, **columns):
     for text, ids, worked in zip(completions, completion_ids, solution):

@@ -7,15 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import (
-    ARCHITECTURES, SMALL, TINY, answer_rows, logprobs_on_full_logits, seeded, small_model)
+from conftest import (ARCHITECTURES, SMALL, TINY, answer_rows, logprobs_on_full_logits, seeded,
+                      small_model)
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import logprob
-from logprob import (
-    IGNORE, LeanHead, fuse_norms, layers_checkpointed, micro_batches, plain_logprobs,
-    sequence_logprob, token_logprobs)
+from logprob import (IGNORE, LeanHead, fuse_norms, layers_checkpointed, micro_batches,
+                     plain_logprobs, sequence_logprob, token_logprobs)
 
 V = SMALL["vocab_size"]
 GROUPS = torch.tensor([0, 0, 0, 1, 1])
@@ -49,14 +48,6 @@ def rows_a_chunk(monkeypatch, rows):
         slice(m, m + rows) for m in range(0, max(len(hidden), 1), rows)])
 
 
-def tokens_run(model):
-    """A list to which every pass through the model's body adds its number of tokens."""
-    run = []
-    embeddings = model.get_input_embeddings()
-    embeddings.register_forward_pre_hook(lambda module, args: run.append(args[0].numel()))
-    return run
-
-
 class Shapes(TorchDispatchMode):
     """The shape of every tensor that any operation returns, forward and backward."""
     seen = ()
@@ -74,7 +65,6 @@ def random_model(request):
 
 
 # --- The formula, and all fast forms together against the full log-softmax ------------------------
-
 def test_the_definition(random_model):
     input_ids, labels, weights = batch()
     exact = copy.deepcopy(random_model).double()
@@ -93,7 +83,6 @@ def test_values_entropies_and_gradients(random_model, temperature, group_ids, mo
     exact = copy.deepcopy(random_model).double()
     expected, entropies = naive(exact, input_ids, labels, temperature)
     assert entropies[labels[:, 1:] != IGNORE].min().item() > 1e-3  # none is a mere certainty
-
     actual, entropy = token_logprobs(model, input_ids, labels, temperature, with_entropy=True,
                                      group_ids=group_ids)
     assert actual.dtype == entropy.dtype == torch.float32
@@ -126,7 +115,6 @@ def test_without_entropies_gradients_or_labels(random_model):
 
 
 # --- Masks, shared prompts, equal rows; test_families.py has rows with and without padding --------
-
 @grouped_or_not
 @pytest.mark.parametrize("holes", [[(0, 5), (0, 9), (3, 10), (4, 9)], [0, 3, 4]], ids=str)
 def test_labels_anywhere_or_nowhere_in_a_row(random_model, group_ids, holes):
@@ -152,7 +140,9 @@ def test_equal_rows_run_once(random_model, group_ids):
     weights = torch.randn(9, 19, generator=seeded(1))
     exact = copy.deepcopy(model).double()
     expected, entropies = naive(exact, input_ids, labels, 0.7)
-    run = tokens_run(model)
+    run = []                                              # tokens that pass through the model
+    model.get_input_embeddings().register_forward_pre_hook(
+        lambda _, given: run.append(given[0].numel()))
     groups = None if group_ids is None else group_ids[order] + 7
     actual, entropy = token_logprobs(model, input_ids, labels, 0.7, True, groups)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
@@ -164,7 +154,6 @@ def test_equal_rows_run_once(random_model, group_ids):
 
 
 # --- The lean head --------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("rows", [1, 3, 300, None])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -254,7 +243,6 @@ def test_the_logits_are_never_held(architecture, monkeypatch):
 
 
 # --- Which forms a model takes --------------------------------------------------------------------
-
 FAST = "qwen2", "qwen3", "llama", "gpt2"  # of conftest's architectures; this mistral has a window
 
 
@@ -300,7 +288,6 @@ def test_fused_norms(architecture, norms, monkeypatch):
 
 
 # --- Micro-batches and lengths --------------------------------------------------------------------
-
 PROMPTS = [3, 3, 5, 5, 2, 2, 9, 9]
 ANSWERS = [2, 6, 1, 4, 7, 5, 21, 1]
 
@@ -360,7 +347,6 @@ def test_checkpointed_layers_run_once_more(random_model):
 
 
 # --- The command ----------------------------------------------------------------------------------
-
 def test_script_marks_the_response(run_here, tiny):
     words = ["Anna", "has", "9", "books", "loses", "4"]
     printed = run_here("logprob.py", " ".join(words[:3]), " ".join(words[2:]))

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from conftest import (
-    FEW, TINY, logprobs_on_full_logits, parts, rollout_of, seeded, small_model, trains, updated)
+from conftest import (FEW, TINY, logprobs_on_full_logits, parts, rollout_of, seeded, small_model,
+                      trains, updated)
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM

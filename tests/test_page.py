@@ -7,9 +7,8 @@ import subprocess
 
 import pytest
 import torch
-from conftest import (
-    FEW, ROOT, TINY, begin, curve, lines_of, opened, parts, rollout_of, settings, trained, trains,
-    well_ended)
+from conftest import (FEW, ROOT, TINY, begin, curve, lines_of, opened, parts, rollout_of, settings,
+                      trained, trains, well_ended)
 
 import sample
 import train

@@ -2,16 +2,16 @@
 import pytest
 import torch
 import torch.distributed.run
-from conftest import (
-    FEW, ROOT, assert_same_run, begin, checkpoint_of, metrics_of, one_line_of, parts, raises,
-    rollout_of, same_tensors, small_model, snapshot, trained, trains, well_ended)
+from conftest import (FEW, MINE, assert_same_run, begin, checkpoint_of, metrics_of, one_line_of,
+                      parts, raises, rollout_of, same_tensors, small_model, snapshot, trained,
+                      trains, well_ended)
 from safetensors.torch import load_file
 
 import train
 
 FLAGS = (*FEW, "--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=12",
          "--eval-limit=5", "--eval-every=2", "--save-every=1", "--micro-batch-tokens=150",
-         "--updates-per-rollout=2", f"--reward={ROOT / 'tests' / 'helpers' / 'mine.py'}:score")
+         "--updates-per-rollout=2", f"--reward={MINE}:score")
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +34,7 @@ def test_ranks_compute_what_one_process_does_also_after_one_has_died(one, tmp_pa
     # now that there is a run, and where prompts do not divide: one line, no word of a lost rank
     before = snapshot(folder)
     refusals = [((), f"--output {folder}"), (("--prompts-per-step=3",), "--prompts-per-step 3")]
-    ends = [begin("train.py", *FLAGS, *more, f"--output={folder}", ranks=2)
-            for more, _ in refusals]
+    ends = [begin("train.py", *FLAGS, *more, f"--output={folder}", ranks=2) for more, _ in refusals]
     for end, (_, line) in zip(ends, refusals):
         done = end()
         assert done.returncode != 0 and line in one_line_of(done.stderr)

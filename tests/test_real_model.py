@@ -17,7 +17,6 @@ from sample import chat_prompt, sample_groups
 from train import parse
 
 # --- The problems ---------------------------------------------------------------------------------
-
 def total_of(question):
     """A reader of its own: the first number, then every other with the word that it follows."""
     numbers = list(map(int, re.findall(r"\d+", question)))
@@ -156,7 +155,6 @@ def test_the_rewards_as_training_calls_them(task, tiny):
 
 
 # --- The folder of the model ----------------------------------------------------------------------
-
 @pytest.fixture
 def script(tmp_path, monkeypatch):
     """main() on a folder in tmp_path, with a download and a conversion that are played."""

@@ -13,10 +13,9 @@ from itertools import chain, repeat
 
 import pytest
 import torch
-from conftest import (
-    FEW, LIMIT, NO_MEMORY, ROOT, TINY, assert_bitwise, begin, checkpoint_of, curve, edit_json,
-    edit_tensors, lines_of, metrics_of, one_line_of, raises, refused, same_tensors, snapshot,
-    trained, trains, well_ended)
+from conftest import (FEW, LIMIT, MINE, NO_MEMORY, ROOT, TINY, assert_bitwise, begin, checkpoint_of,
+                      curve, edit_json, edit_tensors, lines_of, metrics_of, one_line_of, raises,
+                      refused, same_tensors, snapshot, trained, trains, well_ended)
 from safetensors.torch import load, load_file
 
 import train
@@ -26,8 +25,7 @@ FLAGS = (*FEW, "--steps=6", "--prompts-per-step=2", "--group-size=4", "--max-new
          "--updates-per-rollout=2")
 CHECKPOINT = "checkpoint.safetensors"
 LORA = ("--lora-rank=4", "--lr=0.003")
-HELPERS = ROOT / "tests" / "helpers"
-OWN_REWARD = (*FLAGS, f"--reward={HELPERS / 'mine.py'}:score")
+OWN_REWARD = (*FLAGS, f"--reward={MINE}:score")
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +45,6 @@ def ended_the_same(folder, whole):
     pages = {(place / "page.html").read_text(encoding="utf-8").split("</code>", 1)[1]
              for place in (folder, whole)}               # after names of folders
     assert len(pages) == 1
-
-
-def ends_badly(capsys, *flags):
-    return refused(capsys, *flags, begun=True)
 
 
 def resumed_ends_the_same(folder, whole, *flags):
@@ -103,7 +97,6 @@ def test_killed_at_any_moment_the_run_ends_the_same(uninterrupted, tmp_path):
 
 
 # --- Signals, and rewards that fail ---------------------------------------------------------------
-
 @pytest.fixture(scope="module")
 def own_reward(tmp_path_factory):
     """The folder of a run with a reward that can fail, and to which nothing happened."""
@@ -149,7 +142,7 @@ def test_the_line_that_is_printed_continues_the_run(tmp_path, own_reward):
 
 def test_the_handlers_belong_to_the_process_that_set_them(capsys, tmp_path):
     """A pool ends its workers with SIGTERM; a worker that took it for the run's would live on."""
-    folder, forks = tmp_path / "run", HELPERS / "forks.py"
+    folder, forks = tmp_path / "run", MINE.with_name("forks.py")
     trains(*FLAGS, "--steps=1", f"--reward={forks}:waits", f"--output={folder}")
     assert metrics_of(folder)[-1]["reward_mean"] == -signal.SIGTERM
     trains(*FLAGS, "--steps=1", f"--reward={forks}:score", f"--output={folder}2")
@@ -186,15 +179,14 @@ def test_main_puts_signals_back_and_leaves_ignored_ones_alone(monkeypatch, tmp_p
 def test_a_reward_that_fails_at_once_can_be_mended(capsys, tmp_path, own_reward):
     folder, mine = tmp_path / "run", tmp_path / "mine.py"
     mine.write_text("def score(completions, **columns):\n    raise KeyError('not yet')\n")
-    line = ends_badly(capsys, *FLAGS, f"--reward={mine}:score", f"--output={folder}")
+    line = refused(capsys, *FLAGS, f"--reward={mine}:score", f"--output={folder}", begun=True)
     assert "not yet" in line
     assert line.endswith("continue with: " + train.command("train.py", "--resume", str(folder)))
-    shutil.copy(HELPERS / "mine.py", mine)                # which has no fault to do
+    shutil.copy(MINE, mine)                               # which has no fault to do
     resumed_ends_the_same(folder, own_reward)
 
 
 # --- What --resume refuses: one line, and not a byte of the run is changed ------------------------
-
 def refuses_to_resume(capsys, folder, *flags):
     before = snapshot(folder)
     line = refused(capsys, f"--resume={folder}", *flags)
@@ -202,9 +194,8 @@ def refuses_to_resume(capsys, folder, *flags):
     return line
 
 
-@pytest.mark.parametrize("flag", [
-    "--lr=0.5", "--seed=1", "--no-scale-by-std", "--output=elsewhere", "--config=c.json",
-    "--eval-only", "--steps=3"])
+@pytest.mark.parametrize("flag", ["--lr=0.5", "--seed=1", "--no-scale-by-std", "--output=elsewhere",
+                                  "--config=c.json", "--eval-only", "--steps=3"])
 def test_what_a_resumed_run_cannot_change(capsys, run_folder, flag):
     line = refuses_to_resume(capsys, run_folder, flag)
     assert flag.split("=")[0].removeprefix("--no-") in line and str(run_folder) in line
@@ -260,7 +251,7 @@ def at_home(monkeypatch, tmp_path):
     shutil.copytree(TINY, home / "model")
     for name in ("train.jsonl", "test.jsonl"):
         (home / name).write_text("".join((TINY / name).open().readlines()[:8]))
-    shutil.copy(HELPERS / "mine.py", home)
+    shutil.copy(MINE, home)
     monkeypatch.setattr(train, "HERE", home)
     monkeypatch.chdir(home)
     trains(*FLAGS, "--steps=2", "--model=model", "--data=train.jsonl", "--eval-data=test.jsonl",
@@ -365,7 +356,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on(capsys, monkeypatch, tmp_pa
 
     with monkeypatch.context() as patch:
         patch.setattr(train.Run, "claim_folder", claim_folder)
-        line = ends_badly(capsys, *FLAGS, f"--output={folder}")
+        line = refused(capsys, *FLAGS, f"--output={folder}", begun=True)
     assert "disk is full" in line
     assert line.endswith("continue with: " + train.command("train.py", "--resume", str(folder)))
     (folder / name).unlink()
@@ -373,15 +364,13 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on(capsys, monkeypatch, tmp_pa
 
 
 # --- How a checkpoint is written ------------------------------------------------------------------
-
 def test_safetensors_reads_what_was_written():
     """Of every dtype and shape, numbers in odd order, a name that JSON has to quote."""
-    tensors = {
-        "scalar": torch.tensor(2.5), "three": torch.arange(3).bfloat16(),
-        "matrix": torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).T,
-        "none": torch.empty(0, 5), "half": torch.full((2, 1, 2), 0.1, dtype=torch.float16),
-        'a "name"\n': torch.tensor([torch.inf, -0.0]), "text": torch.frombuffer(bytearray(b"x"),
-                                                                               dtype=torch.uint8)}
+    tensors = {"scalar": torch.tensor(2.5), "three": torch.arange(3).bfloat16(),
+               "matrix": torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).T,
+               "none": torch.empty(0, 5), "half": torch.full((2, 1, 2), 0.1, dtype=torch.float16),
+               'a "name"\n': torch.tensor([torch.inf, -0.0]),
+               "text": torch.frombuffer(bytearray(b"x"), dtype=torch.uint8)}
     found = load(b"".join(map(bytes, train.as_safetensors(tensors))))
     assert same_tensors(found, tensors)
     assert all(found[name].dtype == tensors[name].dtype for name in tensors)
@@ -404,7 +393,6 @@ def test_a_checkpoint_on_its_way_holds_one_tensor_in_memory(monkeypatch, tmp_pat
 
 
 # --- Numbers that are not finite, memory that runs out --------------------------------------------
-
 def test_ten_skipped_updates_stop_the_run_and_the_last_good_checkpoint_stays(
         capsys, monkeypatch, tmp_path, uninterrupted):
     folder = tmp_path / "run"
@@ -417,7 +405,7 @@ def test_ten_skipped_updates_stop_the_run_and_the_last_good_checkpoint_stays(
 
     with monkeypatch.context() as patch:
         patch.setattr(train, "grpo_loss", infinite_from_step_3)
-        line = ends_badly(capsys, *FLAGS, "--steps=100", f"--output={folder}")
+        line = refused(capsys, *FLAGS, "--steps=100", f"--output={folder}", begun=True)
     assert "10 updates in a row" in line
     assert all(cause in line for cause in ("--lr", "reward", "--temperature"))
     assert not re.search("NaN|Infinity", (folder / "metrics.jsonl").read_text())  # no JSON
@@ -442,7 +430,7 @@ def test_updates_that_are_skipped_now_and_then_do_not_stop_it(tmp_path):
 def test_weights_that_are_not_finite_are_never_saved(capsys, tmp_path, flags):
     folder = tmp_path / "run"
     flags = (*FLAGS, *flags, "--dtype=float16", "--weight-decay=1e9", f"--output={folder}")
-    line = ends_badly(capsys, *flags, "--steps=4", "--eval-every=1")
+    line = refused(capsys, *flags, "--steps=4", "--eval-every=1", begun=True)
     assert "--weight-decay" in line and "not finite" in line
     for file in folder.rglob("*.safetensors"):            # LoRA's first step may be finite
         assert all(tensor.isfinite().all() for tensor in load_file(file).values())
@@ -504,7 +492,7 @@ def test_no_rank_goes_on_alone(monkeypatch, error):
 @pytest.mark.parametrize("stage", ["make_optimizer", "sample_groups", "grpo_loss"])
 def test_out_of_memory_for_good_is_one_line(capsys, monkeypatch, tmp_path, stage):
     monkeypatch.setattr(train, stage, raises(NO_MEMORY[0]))
-    line = ends_badly(capsys, *FLAGS, f"--output={tmp_path / 'run'}")
+    line = refused(capsys, *FLAGS, f"--output={tmp_path / 'run'}", begun=True)
     assert "out of memory" in line and "--lora-rank 16" in line
 
 

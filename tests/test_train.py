@@ -10,13 +10,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import (
-    FEW, NO_MEMORY, PROBLEMS, REWARDS, TINY, answer_rows, begin, checkpoint_of, gradient,
-    json_lines, lines_of, logprobs_on_full_logits, loop, metrics_of, parts, raises, rollout_of,
-    same_tensors, settings, trains, updated, well_ended, whole_step)
-from transformers import (
-    AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer,
-    Qwen2Config)
+from conftest import (FEW, NO_MEMORY, PROBLEMS, REWARDS, TINY, answer_rows, begin, checkpoint_of,
+                      gradient, json_lines, lines_of, logprobs_on_full_logits, loop, metrics_of,
+                      parts, raises, rollout_of, same_tensors, settings, trains, updated,
+                      well_ended, whole_step)
+from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification,
+                          AutoTokenizer, Qwen2Config)
 
 import reward
 import sample
@@ -35,7 +34,6 @@ QWEN = {"model_type": "qwen3", "vocab_size": 1000, "hidden_size": 64, "intermedi
 
 
 # --- [G] A step against the formula, and what it asks of the stages; flags: test_variants.py ------
-
 def test_a_step_is_the_definition():
     """train_step moves the weights as plain_step does, and its gradient is of the same size."""
     p = parts("--group-size=8", "--max-new-tokens=256", "--kl-coef=0.04", "--updates-per-rollout=1",
@@ -152,7 +150,6 @@ def test_twelve_updates_after_a_sampler_that_is_off_do_not_end_the_run():
 
 
 # --- Every metric of the README against its definition, on six answers written by hand ------------
-
 SIZES = [(4, 2), (4, 3), (3, 1), (3, 4), (5, 5), (5, 9)]  # of the rows: prompt, answer
 RESPONSES = ["\\boxed{7}", "\\boxed{8}", "none", "\\boxed{6}", "\\boxed{5}", "so \\boxed{5}"]
 TRUTHS = ["7", "7", "5"]
@@ -255,7 +252,6 @@ def test_evaluation_is_its_definition():
 
 
 # --- [H] The loop ---------------------------------------------------------------------------------
-
 def test_the_loop_warms_up_evaluates_and_saves_when_it_should():
     run = loop("--warmup-steps=4", "--eval-every=2", "--save-every=3", "--updates-per-rollout=1")
     assert run.rates == [m["lr"] for m in run.metrics[1:]]
@@ -347,7 +343,6 @@ def test_masters_gather_the_gradient_of_all_micro_batches():
 
 
 # --- A run, its files and what it prints ----------------------------------------------------------
-
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
@@ -519,7 +514,6 @@ def test_the_help():
 
 
 # --- Settings: the defaults, over them a config file, over it the command line --------------------
-
 def test_the_command_line_wins_over_the_config_and_the_config_over_the_defaults(tmp_path):
     (tmp_path / "d.jsonl").write_text("")
     (tmp_path / "c.json").write_text(json.dumps(
@@ -572,7 +566,6 @@ def test_what_flags_become(monkeypatch, tmp_path):
 
 
 # --- Memory ---------------------------------------------------------------------------------------
-
 def test_checkpointed_layers_run_again():
     p, calls = parts("--micro-batch-tokens=10000", "--kl-coef=0"), []
     rollout = rollout_of(p)

@@ -1,9 +1,8 @@
 """Conversations (--reply), branches of the best (--around-best), and --advantage shape."""
 import pytest
 import torch
-from conftest import (
-    FEW, PROBLEMS, ROOT, assert_same_run, begin, lines_of, metrics_of, one_line_of, parts, refused,
-    seeded, trains, well_ended, whole_step)
+from conftest import (FEW, PROBLEMS, ROOT, assert_same_run, begin, lines_of, metrics_of,
+                      one_line_of, parts, refused, seeded, trains, well_ended, whole_step)
 
 import sample
 import train
@@ -46,21 +45,15 @@ def test_two_ranks_draw_what_one_process_draws_and_one_goes_on(kind, tmp_path):
         assert any(turns[1:2] == ["How many ?"] and len(turns) == 3 for turns in talks)
 
 
-def test_a_reply_that_fails_on_one_rank_ends_the_step_on_all(tmp_path):
-    flags = (*SMALL, REPLY, "--prompts-per-step=4", f"--output={tmp_path / 'run'}")
+def test_a_reply_that_fails_on_one_rank_ends_the_step_on_all_and_one_goes_on(tmp_path):
+    folder = tmp_path / "run"
+    flags = (*SMALL, REPLY, "--prompts-per-step=4", f"--output={folder}")
     done = begin("train.py", *flags, ranks=2, REPLY="raise")()
     line = one_line_of(done.stderr)
-    assert done.returncode != 0 and "--reply" in line and "KeyError: 'oh'" in line
-
-
-def test_a_reply_that_fails_ends_the_step(capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv("REPLY", "raise")
-    line = refused(capsys, *SMALL, REPLY, f"--output={tmp_path / 'run'}", begun=True)
-    assert "--reply" in line and "KeyError: 'oh' (checker.py, line 11)" in line
-    assert not (tmp_path / "run" / "final").exists()
-    monkeypatch.delenv("REPLY")
-    trains("--resume", tmp_path / "run")
-    assert len(metrics_of(tmp_path / "run")) == 4
+    assert done.returncode != 0 and "--reply" in line
+    assert "KeyError: 'oh' (checker.py, line 11)" in line and not (folder / "final").exists()
+    trains("--resume", folder)
+    assert len(metrics_of(folder)) == 4
 
 
 def test_what_cannot_be_said_is_refused(capsys):

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import (
-    FEW, PROBLEMS, TINY, assert_bitwise, assert_same_run, begin, checkpoint_of, curve, json_lines,
-    lines_of, logprobs_on_full_logits, loop, metrics_of, parts, raises, same_tensors, seeded,
-    settings, trained, trains, well_ended, whole_step)
+from conftest import (FEW, MINE, PROBLEMS, TINY, assert_bitwise, assert_same_run, begin,
+                      checkpoint_of, curve, json_lines, lines_of, logprobs_on_full_logits, loop,
+                      metrics_of, parts, raises, same_tensors, seeded, settings, trained, trains,
+                      well_ended, whole_step)
 
 import sample
 import train
@@ -33,7 +33,6 @@ SHORT = ("--steps=4", "--prompts-per-step=2", "--group-size=4", "--max-new-token
 SMALL = (*FEW, *SHORT)
 
 # --- [C] [E] [F]: the updates of a step against the stage functions on full logits ----------------
-
 def rollout_of(p, temperature, max_new_tokens=12):
     """Two groups with right, wrong and cut answers, and a sampler that is off by some tenths."""
     rollout = sample_groups(p.policy, p.tokenizer, p.prompts, 4, max_new_tokens, temperature,
@@ -148,10 +147,9 @@ def test_a_flag_that_changes_the_mathematics_arrives(flags):
     assert metrics["accuracy"] == pytest.approx(3 / 8)    # by the rule, whatever was added to it
 
 
-def test_gdpo_reads_each_reward(tmp_path):
+def test_gdpo_reads_each_reward():
     """Also in micro-batches and mini-batches by the std of the whole batch."""
-    (tmp_path / "m.py").write_text(OWN)
-    flags = ("--advantage=gdpo", "--reward", "rule", f"{tmp_path / 'm.py'}:some",
+    flags = ("--advantage=gdpo", "--reward", "rule", f"{MINE}:some",
              "--reward-weights", "0.5", "2", "--micro-batch-tokens=64", "--minibatches=2")
     p = parts(*flags)
     metrics, rollout, _ = whole_step(p, train.load_reward_of(p.settings))
@@ -162,9 +160,8 @@ def test_gdpo_reads_each_reward(tmp_path):
 
 
 def test_gdpo_on_two_ranks_is_that_of_one(tmp_path):
-    (tmp_path / "m.py").write_text(OWN)
     flags = (*SMALL, "--steps=2", "--advantage=gdpo", "--reward", "rule",
-             f"{tmp_path / 'm.py'}:some", "--lr=0.003")
+             f"{MINE}:some", "--lr=0.003")
     end = begin("train.py", *flags, f"--output={tmp_path / 'two'}", ranks=2)
     trained(tmp_path / "one", *flags)
     well_ended(end())
@@ -252,16 +249,6 @@ class Bigrams(torch.nn.Module):
         return (found, entropies) if with_entropy else found
 
 
-OWN = """
-def words(completions, **columns):
-    return [len(text) % 7 for text in completions]
-
-def some(completions, **columns):
-    return [None if len(text) % 3 == 0 else len(text) * 100 for text in completions]
-
-def steps(completion_ids, **columns):
-    return [[(0, ids[0] % 3), (len(ids) - 1, ids[-1] % 5)] for ids in completion_ids]
-"""
 ONE_FLAG = """--clip-eps 0.9|--clip-eps-high 2|--kl-coef 0|--kl-estimator k2|--aggregate token
 --ratio sequence|--objective cispo|--sampler-correction 1.1|--mask-truncated|--renew-reference 1
 --kl-band 1e-6 2e-6|--advantage leave-one-out|--advantage gtpo|--advantage grpo-s|--advantage shape
@@ -273,9 +260,8 @@ TEXTS = ["7 + 2 = 9 , \\boxed{ 9 }", "\\boxed{ 5 } , 9 \\boxed{ 9 }", "9", "\\bo
          "\\boxed{ 9 }", "2 - 2 \\boxed{ 2 }", "\\boxed{ 2 } \\boxed{ 9 }", "4 = 4 = 4 , 5"]
 
 
-def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, tmp_path, tiny):
+def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, tiny):
     """Two steps with each pair: a flag that leaves the weights as without it is told or refused."""
-    (tmp_path / "m.py").write_text(OWN)
     tokenizer = tiny[1]
     rows = [tokenizer(text, add_special_tokens=False).input_ids for text in TEXTS]
     labels = torch.tensor([[IGNORE] * 3 + row + [IGNORE] * (20 - len(row)) for row in rows])
@@ -292,7 +278,7 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, tm
     monkeypatch.setattr(train, "evaluate", lambda *_: ({"eval_accuracy": 0.5}, [("", 0.0)] * 2))
     plain = vars(settings("--steps=2", "--prompts-per-step=2", "--group-size=4", "--lr=20",
                           "--max-new-tokens=12", "--kl-coef=0.3", "--updates-per-rollout=2"))
-    given = {words: train.given_flags(words.replace("M:", f"{tmp_path / 'm.py'}:").split())
+    given = {words: train.given_flags(words.replace("M:", f"{MINE}:").split())
              for words in re.split(r"\||\n", ONE_FLAG)}
 
     @functools.cache
@@ -340,7 +326,6 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, tm
 
 
 # --- --max-resample: flat groups make room for those of other problems ----------------------------
-
 def draws(texts, length, start):
     """A rollout of one group for each list of texts; ids and lengths tell where rows are from."""
     N = sum(map(len, texts))
@@ -450,7 +435,6 @@ def test_other_problems_follow_from_seed_step_and_round(tiny):
 
 
 # --- The loop: reference, best, beta, learning rate -----------------------------------------------
-
 def test_the_kl_is_0_right_after_the_reference_was_renewed():
     run = loop("--renew-reference=2", "--updates-per-rollout=1", "--save-every=2")
     kl = [abs(metrics["approx_kl"]) for metrics in run.metrics[1:]]
@@ -553,7 +537,6 @@ def test_ranks_meet_equally_often_in_an_evaluation(monkeypatch, fails):
 
 
 # --- Warnings: each known failure is provoked, and nothing is said of a healthy run ---------------
-
 def history(n, **series):
     """n steps of a healthy run; of a name in `series` the last values are these."""
     rows = [dict(approx_kl=0.01, zero_variance_groups=0.3, entropy=0.5, reward_std=0.5,
@@ -746,42 +729,23 @@ def test_a_warning_is_told_once_and_the_rule_by_its_name_is_the_rule(tmp_path, c
 
 
 # --- Rewards of one's own, and problems whose answers nobody knows --------------------------------
-
-MINE = """
-def first(completions, **columns):
-    return [float(len(text)) for text in completions]
-
-def second(completions, **columns):
-    return [None if i % 2 else 1.0 for i in range(len(completions))]
-
-def never(completions, **columns):
-    return [None] * len(completions)
-
-def of_level(completions, level, **columns):
-    assert set(level) <= {None, "hard"}
-    return [float(len(text)) for text in completions]
-"""
-
-
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_each_reward_has_its_mean(tmp_path):
-    mine = tmp_path / "mine.py"
-    mine.write_text(MINE)
     last = {**PROBLEMS[19], "level": "hard"}       # None in the others
     (tmp_path / "d.jsonl").write_text(json_lines(*PROBLEMS[:19], last))
-    names = ("first", "second", "never", "of_level")
-    trains(*SHORT, "--steps=2", "--reward", *(f"{mine}:{name}" for name in names), "rule",
+    names = ("length", "second", "never", "of_level")
+    trains(*SHORT, "--steps=2", "--reward", *(f"{MINE}:{name}" for name in names), "rule",
            "--reward-weights", "0.5", "2", "1", "0", "10", f"--data={tmp_path / 'd.jsonl'}",
            f"--output={tmp_path / 'run'}")
     samples = [r for r in lines_of(tmp_path / "run" / "samples.jsonl") if r["step"] == 1]
     assert len(samples) == 2                              # the whole step
     lengths = torch.tensor([float(len(text)) for r in samples for text in r["responses"]])
     m = metrics_of(tmp_path / "run")[1]
-    assert m["reward/first"] == pytest.approx(lengths.mean().item())
+    assert m["reward/length"] == pytest.approx(lengths.mean().item())
     assert m["reward/second"] == 1                        # None does not count
     assert m["reward/rule"] == pytest.approx(m["accuracy"] + 0.5 * m["format_rate"])
     assert m["reward/never"] is None
-    total = 0.5 * m["reward/first"] + 2 * 0.5 + 10 * m["reward/rule"]
+    total = 0.5 * m["reward/length"] + 2 * 0.5 + 10 * m["reward/rule"]
     assert m["reward_mean"] == pytest.approx(total)
     assert sum(sum(r["rewards"]) for r in samples) / 8 == pytest.approx(total)
 
@@ -790,13 +754,11 @@ def test_each_reward_has_its_mean(tmp_path):
 def unknown(tmp_path_factory):
     """A run on questions without answers, by a reward of one's own; and what it printed."""
     folder = tmp_path_factory.mktemp("unknown")
-    (folder / "mine.py").write_text(MINE)
     asked = [{"task": problem["question"]} for problem in PROBLEMS[:20]]
     (folder / "mine.jsonl").write_text(json_lines(*asked))
-    mine, run = folder / "mine.py", folder / "run"
-    done = begin("train.py", *SHORT, f"--reward={mine}:first", "--question-field=task",
-                 f"--data={folder / 'mine.jsonl'}", f"--output={run}")()
-    return SimpleNamespace(folder=run, out=well_ended(done), err=done.stderr, mine=mine)
+    done = begin("train.py", *SHORT, f"--reward={MINE}:length", "--question-field=task",
+                 f"--data={folder / 'mine.jsonl'}", f"--output={folder / 'run'}")()
+    return SimpleNamespace(folder=folder / "run", out=well_ended(done), err=done.stderr)
 
 
 def test_without_known_answers_the_rules_figures_are_null(unknown):
@@ -817,7 +779,7 @@ def test_evaluation_of_a_runs_folder(capsys, unknown):
     """Without the reward nothing is known of these answers, with it their mean is shown."""
     flags = ("--eval-only", "--group-size=2", "--eval-limit=2", "--system-prompt=",
              f"--data={unknown.folder.parent / 'mine.jsonl'}", "--question-field=task",
-             f"--reward={unknown.mine}:first", "--max-new-tokens=16")
+             f"--reward={MINE}:length", "--max-new-tokens=16")
     trains(*flags, f"--model={unknown.folder}")
     out = capsys.readouterr().out
     assert "eval_accuracy: greedy nan" in out and "pass@" not in out
@@ -836,7 +798,7 @@ def test_the_end_draws_curves_and_names_what_comes_next(capsys, unknown):
     assert again[:2] == [sys.executable, train.__file__]
     s = train.parse(again[2:])
     assert train.parse(["--resume", str(folder), "--threads=2"]).threads == 2
-    assert s.reward == [f"{unknown.mine}:first"] and s.question_field == "task"
+    assert s.reward == [f"{MINE}:length"] and s.question_field == "task"
     assert train.small_curve([*enumerate([0.0, 1.0, 0.5])]) == "   0.000 ▁█▄ 0.500"
     assert train.small_curve([(1, 2.0), (2, 2.0)]) == "   2.000 ▁▁ 2.000"
     assert train.small_curve([]) == ""
