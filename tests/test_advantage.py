@@ -17,7 +17,6 @@ OPTIONS = list(itertools.product((True, False), (False, True)))  # scale_by_std 
 
 
 def reference(rewards, group_size, eps=1e-8, scale_by_std=True, unbiased=False):
-    """The formula, in Python's float64."""
     advantages = []
     for start in range(0, len(rewards), group_size):
         group = rewards[start:start + group_size]
@@ -35,7 +34,6 @@ def assert_close(actual, expected, tolerance):
 # --- Against the formula; the script below shows a worked group -----------------------------------
 @pytest.mark.parametrize("eps", [1e-8, 0.5])
 def test_the_definition(rewards, eps):
-    """`plain_advantages` is the formula, `group_advantages` is that: value and gradient."""
     rewards = rewards.requires_grad_()
     weights = torch.rand(40, dtype=torch.float64, generator=seeded(1))
     value, general = plain_advantages(rewards, 8, eps), group_advantages(rewards, 8, eps)
@@ -118,7 +116,6 @@ def test_leave_one_out(rewards):
 
 
 def gdpo_reference(parts, weights, group_size):
-    """By its formulas, in Python's float64; NaN where a reward does not apply."""
     sums = [0.0] * len(parts[0])
     for part, weight in zip(parts, weights):
         for start in range(0, len(part), group_size):

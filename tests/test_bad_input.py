@@ -253,7 +253,6 @@ def test_an_older_python_is_told_in_one_line(capsys, monkeypatch):
 
 
 def test_a_bar_while_many_problems_are_read(capsys, monkeypatch, tiny):
-    """Only once it lasts."""
     s = train.parse([*FEW, "--eval-limit=2"])
     train.load_data(s, tiny[1])
     assert capsys.readouterr().err == ""

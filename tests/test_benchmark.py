@@ -107,7 +107,6 @@ def test_turns_and_tables(capsys, monkeypatch):
 
 
 def test_a_training_has_the_problems_of_its_steps():
-    """Where rewards are learned from, each step asks what it would ask in train.py."""
     settings = train.parse(["--prompts-per-step=4"])
     _, same = benchmark.read_batches(settings, 2)
     assert same[0] is same[1]

@@ -158,8 +158,7 @@ def test_fast_families_on_a_gpu(name, flash_on_cpu):
     assert logprob.is_fast(model)
     logprob.fuse_norms(model)
     run = []                                             # tokens that pass through the model
-    model.get_input_embeddings().register_forward_pre_hook(
-        lambda _, given: run.append(given[0].numel()))
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, x: run.append(x[0].numel()))
     input_ids, labels, weights = answer_rows(SIZES, seed=1)
     expected = definition(family(name), input_ids, labels)
     actual = token_logprobs(model, input_ids, labels, group_ids=GROUPS)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import (FEW, PROBLEMS, TINY, apart, assert_bitwise, assert_same_run, begin,
+from conftest import (FEW, MINE, PROBLEMS, TINY, apart, assert_bitwise, assert_same_run, begin,
                       checkpoint_of, curve, edit_tensors, gradient, json_lines, lines_of,
                       logprobs_on_full_logits, parts, refused, same_tensors, seeded, trained,
                       trains, value_error, well_ended, whole_step)
@@ -24,6 +24,7 @@ from logprob import IGNORE
 MODEL = TINY / "reward_model"
 SMALL = (*FEW, "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=40", "--device=cpu",
          "--eval-limit=2", "--eval-every=1", "--save-every=1", "--lr=2e-3")
+COMMAS = ("--step-reward", f"{MINE}:commas")
 ITERATIVE = (*SMALL, "--renew-reference=2", f"--reward-model={MODEL}", "--reward-model-lr=1e-3")
 
 
@@ -44,7 +45,6 @@ def whole(two_ranks, tmp_path_factory):
 
 @pytest.fixture
 def learner():
-    """The tiny reward model with an optimizer, as train.py would load it."""
     return train.load_reward_model(train.parse(ITERATIVE))
 
 
@@ -207,16 +207,8 @@ def test_the_tiny_reward_model_ranks_worked_answers_above_wrong_guesses(learner)
 
 
 # --- Process supervision --------------------------------------------------------------------------
-STEPS = """
-def steps(prompts, completions, completion_ids, answer, solution, **columns):
-    for text, ids, worked in zip(completions, completion_ids, solution):
-        ends = [i for i, word in enumerate(text.split()) if word == ','] + [len(ids) - 1]
-        yield [(end, float((7 * end + len(worked)) % 5)) for end in ends]
-"""
-
-
 def by_hand(rollout, problems, comma):
-    """What STEPS says, from the ids that were trained on."""
+    """What `commas` says, from the ids that were trained on."""
     for n, row in enumerate(rollout.labels):
         ids = row[row != IGNORE].tolist()
         ends = [i for i, token in enumerate(ids) if token == comma] + [len(ids) - 1]
@@ -224,15 +216,8 @@ def by_hand(rollout, problems, comma):
         yield [(end, float((7 * end + len(worked)) % 5)) for end in ends]
 
 
-@pytest.fixture
-def step_file(tmp_path):
-    (tmp_path / "mine.py").write_text(STEPS)
-    return f"{tmp_path / 'mine.py'}:steps"
-
-
-def test_step_rewards_reach_the_gradient(step_file):
-    p = parts(f"--step-reward={step_file}", "--updates-per-rollout=1", "--max-grad-norm=1e9",
-              "--kl-coef=0")
+def test_step_rewards_reach_the_gradient():
+    p = parts(*COMMAS, "--updates-per-rollout=1", "--max-grad-norm=1e9", "--kl-coef=0")
     start = copy.deepcopy(p.policy)
     _, rollout, gradients = whole_step(p, reward_of=train.load_reward_of(p.settings))
     mask = rollout.mask                                                                # (N, S-1)
@@ -245,9 +230,9 @@ def test_step_rewards_reach_the_gradient(step_file):
     assert (gradient(start) - gradients[0]).norm() <= 1e-5 * gradient(start).norm()
 
 
-def test_a_run_with_step_rewards_and_a_reward_beside_them(step_file, tmp_path):
-    folder = trained(tmp_path / "run", *SMALL, f"--step-reward={step_file}", "--reward", "rule",
-                     "--clip-advantages=1", "--steps=2")
+def test_a_run_with_step_rewards_and_a_reward_beside_them(tmp_path):
+    folder = trained(tmp_path / "run", *SMALL, *COMMAS, "--reward", "rule", "--clip-advantages=1",
+                     "--steps=2")
     records = lines_of(folder / "samples.jsonl")
     rows = [set(row) for record in records for row in record["advantages"]]
     assert all(-1 <= a <= 1 for row in rows for a in row)

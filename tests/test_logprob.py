@@ -141,8 +141,7 @@ def test_equal_rows_run_once(random_model, group_ids):
     exact = copy.deepcopy(model).double()
     expected, entropies = naive(exact, input_ids, labels, 0.7)
     run = []                                              # tokens that pass through the model
-    model.get_input_embeddings().register_forward_pre_hook(
-        lambda _, given: run.append(given[0].numel()))
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, x: run.append(x[0].numel()))
     groups = None if group_ids is None else group_ids[order] + 7
     actual, entropy = token_logprobs(model, input_ids, labels, 0.7, True, groups)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
@@ -205,8 +204,7 @@ def test_a_certain_token_keeps_its_gradient():
     torch.testing.assert_close(weight.grad.float()[:, 0], expected, rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("M, words", [
-    (1, 151_936), (4_096, 151_936), (5, 2**30), (1000, 57), (0, 57)])
+@pytest.mark.parametrize("M, words", [(1, 151936), (4096, 151936), (5, 2**30), (1000, 57), (0, 57)])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_chunks_cover_every_row_once(M, words, device):
     hidden = SimpleNamespace(shape=(M, 8), is_cuda=device == "cuda")
@@ -247,7 +245,6 @@ FAST = "qwen2", "qwen3", "llama", "gpt2"  # of conftest's architectures; this mi
 
 
 def test_the_forms_that_a_family_takes(random_model, monkeypatch):
-    """By its name and by what its config says; none with --plain."""
     assert logprob.is_fast(random_model) == (random_model.config.model_type in FAST)
     monkeypatch.setattr(logprob, "PLAIN", True)
     assert not logprob.is_fast(random_model)
@@ -363,7 +360,6 @@ def test_script_marks_the_response(run_here, tiny):
 
 
 def test_script_takes_a_run_and_its_flags(run_here, tiny, tmp_path):
-    """--model RUN is the model that the run left in RUN/final."""
     final = shutil.copytree(TINY, tmp_path / "final")
     plain = run_here("logprob.py", f"--model={final}").splitlines()
     run = f"--model={tmp_path}"

@@ -84,7 +84,6 @@ def reference_terms(logprobs, old, ref, advantages, mask, clip_eps=0.2, clip_eps
 
 
 def reference(*data, kl_coef=0.04, aggregate="sequence", **options):
-    """The loss and the metrics, from the terms of every token."""
     N = len(data[4])
     terms = reference_terms(*data, **options).values()
     below = sum(term.below for term in terms) / len(terms)
@@ -107,7 +106,6 @@ def reference(*data, kl_coef=0.04, aggregate="sequence", **options):
 @pytest.mark.parametrize("options", [{}, dict(clip_eps=0.1, kl_coef=0.3), dict(kl_coef=0)])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_definition(seed, options):
-    """`plain_loss` is the formula, and `grpo_loss` is `plain_loss`: value and gradient."""
     data = batch(seed)
     data[4][:, seed] = True  # every row has a token
     value = plain_loss(*data, **options)

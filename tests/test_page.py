@@ -94,7 +94,6 @@ def test_the_numbers_are_those_of_the_policy_now_and_as_it_drew(more, folder, tm
 
 
 def test_a_run_without_a_page_learns_the_same(folder, tmp_path):
-    """test_resume.py has the pages of resumed runs."""
     trains(*SMALL, "--no-page", f"--output={tmp_path}")
     assert not (tmp_path / "page.html").exists() and curve(tmp_path) == curve(folder)
 
@@ -142,7 +141,6 @@ def test_a_group_that_teaches_is_kept_of_steps_that_double():
 
 
 def figure(points, last=10, warned=()):
-    """-> the figure's HTML and its line, [(x, y), ...]."""
     text = train.figure_of_curve("name", points, last, warned)
     numbers = re.findall(r"[\d.]+", re.search(r'points="([^"]*)"', text)[1])
     return text, [*zip(map(float, numbers[::2]), map(float, numbers[1::2]))]

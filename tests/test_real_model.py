@@ -117,7 +117,6 @@ def test_sums_of_steps_are_paid_for_the_answer_and_measured_by_kind(worked_out):
 
 
 def test_with_boxed_the_rule_is_the_reward(tmp_path):
-    """The examples of its system prompt are right by the rule."""
     path = real_model.write_task(tmp_path, tmp_path, flags=real_model.FLAGS | real_model.BOXED)
     settings = parse(["--config", str(path)])
     assert settings.reward == ["rule"]
@@ -272,8 +271,7 @@ def test_the_real_model_answers():
     if not folder.exists():
         pytest.skip("python tests/real/real_model.py has not been run")
     real_model.check(folder)
-    model, tokenizer = (kind.from_pretrained(folder)
-                        for kind in (AutoModelForCausalLM, AutoTokenizer))
+    model, tokenizer = (x.from_pretrained(folder) for x in (AutoModelForCausalLM, AutoTokenizer))
     prompt = chat_prompt(tokenizer, {"question": "What is the capital of France?"}, "")
     rollout = sample_groups(model.eval(), tokenizer, [prompt], 1, 16, temperature=0)
     assert rollout.responses == ["The capital of France is Paris."]

@@ -344,8 +344,7 @@ FULL = {"metrics.jsonl": -1, "samples.jsonl": 0, f"{CHECKPOINT}.new": -1, "page.
 
 @pytest.mark.parametrize("name", FULL)
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
-def test_a_full_disk_is_one_line_and_the_run_goes_on(capsys, monkeypatch, tmp_path, uninterrupted,
-                                                     name):
+def test_a_full_disk_is_one_line_and_it_goes_on(capsys, monkeypatch, tmp_path, uninterrupted, name):
     folder = tmp_path / "run"
 
     def claim_folder(run, s, real=train.Run.claim_folder):
@@ -365,7 +364,6 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on(capsys, monkeypatch, tmp_pa
 
 # --- How a checkpoint is written ------------------------------------------------------------------
 def test_safetensors_reads_what_was_written():
-    """Of every dtype and shape, numbers in odd order, a name that JSON has to quote."""
     tensors = {"scalar": torch.tensor(2.5), "three": torch.arange(3).bfloat16(),
                "matrix": torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).T,
                "none": torch.empty(0, 5), "half": torch.full((2, 1, 2), 0.1, dtype=torch.float16),

@@ -76,7 +76,6 @@ def test_score_responses_is_prompt_major():
     (r"\\boxed{5}", "5"),  # a backslash too many, as in a quoted string
 ])
 def test_extract_boxed(text, content):
-    """The next test has boxes in boxes, and braces that no other closes."""
     assert extract_boxed(text) == content
 
 
@@ -566,8 +565,7 @@ def test_a_column_may_have_any_other_name(column):
 
 @pytest.mark.parametrize("column", ["prompts", "completions", "completion_ids"])
 @pytest.mark.parametrize("flags", [["--reward", "rule"], ["--step-reward", "mine.py:steps"], []])
-def test_a_column_named_like_an_argument_is_refused_at_load(tmp_path, monkeypatch, tiny, column,
-                                                            flags):
+def test_a_column_named_like_an_argument_is_refused(tmp_path, monkeypatch, tiny, column, flags):
     monkeypatch.chdir(tmp_path)
     shutil.copy(MINE, tmp_path)
     write(tmp_path / "x.jsonl", line(**{column: ["x"]}) + "\n" + line("Another one ?"))

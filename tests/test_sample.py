@@ -35,7 +35,6 @@ def model():
 
 @pytest.fixture
 def config(model, monkeypatch):
-    """Set a value of the model's generation config for one test."""
     return lambda name, value: monkeypatch.setattr(model.generation_config, name, value)
 
 
@@ -554,7 +553,6 @@ def test_script_takes_a_runs_settings(run_here, tmp_path):
 
 
 def test_open_policy(capsys):
-    """In the dtype that is asked for, without dropout; only a download shows a bar."""
     model, tokenizer = sample.open_policy(str(TINY), "cpu", torch.bfloat16)
     assert not any(capsys.readouterr())
     assert not huggingface_hub.utils.are_progress_bars_disabled()

@@ -208,7 +208,6 @@ def test_every_metric_is_its_definition(measured):
 
 
 def test_accuracy_is_the_rules_and_zero_variance_the_rewards(monkeypatch, measured):
-    """Accuracy is of the answers whose truth is known."""
     metrics, *_ = measured(lambda *_: torch.tensor([3.0, 3, 1, 1, 0, 2]))
     names = ("reward_mean", "accuracy", "format_rate", "zero_variance_groups")
     assert [metrics[name] for name in names] == pytest.approx([10 / 6, 3 / 6, 5 / 6, 2 / 3])
@@ -219,7 +218,6 @@ def test_accuracy_is_the_rules_and_zero_variance_the_rewards(monkeypatch, measur
 
 
 def test_evaluation_is_its_definition():
-    """Seven problems in batches of six: who is asked, how, and what the figures are."""
     p = parts("--max-new-tokens=11", "--system-prompt=Think.", "--prompts-per-step=3",
               "--group-size=2")
     problems = [{"question": f"q {j}", "answer": str(j)} for j in range(7)]
@@ -448,7 +446,6 @@ def test_final_opens_and_is_the_trained_policy(finished_run):
 
 
 def test_a_run_goes_on_from_its_model_with_all_of_its_settings(finished_run):
-    """The command that it prints, and the run's own folder as a model."""
     command = finished_run.out.splitlines()[-1].partition("train.py ")[2].split()
     assert command[::2] == ["--config", "--model"]
     first = train.parse(SMALL)

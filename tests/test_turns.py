@@ -29,7 +29,6 @@ def test_a_conversation_ends_where_no_room_is_left(tiny):
                                   ("--around-best=2", "--advantage=shape", "--group-size=8",
                                    "--max-new-tokens=40")])
 def test_two_ranks_draw_what_one_process_draws_and_one_goes_on(kind, tmp_path):
-    """Two steps on two ranks, the third in one process, against all of them there."""
     flags = (*SMALL, "--prompts-per-step=4", *kind)
     one, two = tmp_path / "one", tmp_path / "two"
     end = begin("train.py", *flags, "--steps=2", f"--output={two}", ranks=2)

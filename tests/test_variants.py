@@ -131,7 +131,6 @@ def assert_same_step(p, rollout, expected):
     *(f"{flags} --no-share-prompts" for flags in (
         "--clip-eps=0.01", "--aggregate=token", "--aggregate=constant"))])
 def test_a_flag_that_changes_the_mathematics_arrives(flags):
-    """Also in micro-batches that cut a group."""
     flags = flags.split()
     p = parts(*PLAIN, *flags, "--micro-batch-tokens=25")
     rollout = rollout_of(p, 0.7)
@@ -148,7 +147,6 @@ def test_a_flag_that_changes_the_mathematics_arrives(flags):
 
 
 def test_gdpo_reads_each_reward():
-    """Also in micro-batches and mini-batches by the std of the whole batch."""
     flags = ("--advantage=gdpo", "--reward", "rule", f"{MINE}:some",
              "--reward-weights", "0.5", "2", "--micro-batch-tokens=64", "--minibatches=2")
     p = parts(*flags)
@@ -637,7 +635,6 @@ def test_a_resumed_run_warns_as_one_that_was_never_stopped(tmp_path, at):
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory):
-    """The lines of a trace, and the parts to compute them again."""
     flags = ("--group-size=4", "--lr=0.0005", "--temperature=0.9", "--length-rescale=0.5")
     folder = tmp_path_factory.mktemp("trace")
     out = well_ended(begin("train.py", "--trace", *flags, folder=folder)())
@@ -752,7 +749,6 @@ def test_each_reward_has_its_mean(tmp_path):
 
 @pytest.fixture(scope="module")
 def unknown(tmp_path_factory):
-    """A run on questions without answers, by a reward of one's own; and what it printed."""
     folder = tmp_path_factory.mktemp("unknown")
     asked = [{"task": problem["question"]} for problem in PROBLEMS[:20]]
     (folder / "mine.jsonl").write_text(json_lines(*asked))
