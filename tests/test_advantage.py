@@ -4,11 +4,9 @@ import math
 import random
 import re
 from functools import partial
-
 import pytest
 import torch
 from conftest import seeded, value_error
-
 from advantage import (gdpo_advantages, group_advantages, grpo_s_advantages, gtpo_advantages,
                        is_flat, leave_one_out_advantages, plain_advantages, process_advantages,
                        shape_advantages, shapley_shares)

@@ -5,12 +5,10 @@ import runpy
 import shutil
 import subprocess
 import sys
-
 import pytest
 import torch
 from conftest import (FEW, MINE, ROOT, TINY, begin, edit_json, edit_tensors, json_lines,
                       one_line_of, raises, refused, trains)
-
 import train
 
 GOOD = {"question": "Anna has 9 books , loses 4 . How many ?", "answer": "9 - 4 = 5\n#### 5"}
@@ -226,15 +224,17 @@ def test_bad_data(capsys, tmp_path, flag, text, words):
     assert refused(capsys, flags[0]) == line and f"{flag}: {tmp_path}" in line and words in line
 
 
-def test_a_problem_that_cannot_be_asked_is_named_by_its_line(capsys, tmp_path):
+def test_problems_that_cannot_be_asked_or_held_out_are_named(capsys, tmp_path):
     """The longest of those that the model has no room for; and a role that nobody plays."""
     longer = [{**GOOD, "question": GOOD["question"] * n} for n in (1, 9, 12, 10)]
     asked = {"messages": [{"role": "boss", "content": "?"}, {"role": "user", "content": "?"}]}
-    for rows, words in ((longer, "line 4, the longest of 3 "),
-                        ([*longer, {**GOOD, **asked}], "line 6: a message has the role")):
+    for flag, rows, words in (
+            ("--eval-data", [GOOD] * 2, "x.jsonl: no problem is left to hold out"),
+            ("--data", longer, "x.jsonl, line 4, the longest of 3 "),
+            ("--data", [*longer, {**GOOD, **asked}], "x.jsonl, line 6: a message has the role")):
         (tmp_path / "x.jsonl").write_text("\n" + json_lines(*rows))
         line = refused_before_a_folder_is_made(capsys, tmp_path, f"--data={tmp_path / 'x.jsonl'}")
-        assert line.startswith("train.py: --data") and f"x.jsonl, {words}" in line
+        assert line.startswith(f"train.py: {flag}") and words in line
 
 
 # --- The terminal ---------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """The benchmark's models, floors and tables; the counts of first_run.py, on a CPU."""
 import math
 import sys
-
 import benchmark
 import first_run
 import pytest
@@ -9,7 +8,6 @@ import torch
 from conftest import seeded
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
-
 import sample
 import train
 

@@ -23,8 +23,8 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from conftest import (  # noqa: E402
-    FEW, LIMIT, NO_MEMORY, REWARDS, ROOT, answer_rows, checkpoint_of, metrics_of, parts, refused,
-    rollout_of, seeded, small_model, trains, well_ended)
+    FEW, LIMIT, MINE, NO_MEMORY, REWARDS, ROOT, answer_rows, checkpoint_of, metrics_of, parts,
+    refused, rollout_of, seeded, small_model, trains, well_ended)
 
 import logprob  # noqa: E402
 import sample  # noqa: E402
@@ -299,10 +299,9 @@ def test_three_steps_of_the_default_run_in_float32(graphs):
     assert graphs["captured"] <= 10 < graphs["replayed"]     # graphs of two temperatures are kept
 
 
-CHECKER = ROOT / "tests" / "helpers" / "checker.py"
 VARIANTS = {"plain": ["--plain"], "padded rows": ["--no-share-prompts"],
             "checkpointing": ["--gradient-checkpointing"], "LoRA": ["--lora-rank=2"],
-            "conversations": [f"--reply={CHECKER}:check", "--max-turns=2"],
+            "conversations": [f"--reply={MINE.with_name('checker.py')}:check", "--max-turns=2"],
             "dynamic sampling": ["--max-resample=2"], "GTPO": ["--advantage=gtpo"],
             "branches": ["--around-best=1"],
             "mini-batches": ["--minibatches=2", "--renew-reference=2"]}

@@ -2,12 +2,10 @@
 import copy
 import itertools
 from functools import lru_cache
-
 import pytest
 import torch
 from conftest import SMALL, answer_rows, make_tokenizer, value_error
 from transformers import AutoConfig, AutoModelForCausalLM
-
 import logprob
 import sample
 from logprob import IGNORE, plain_logprobs, token_logprobs

@@ -4,7 +4,6 @@ import json
 import math
 import shutil
 from types import SimpleNamespace
-
 import pytest
 import torch
 from conftest import (FEW, MINE, PROBLEMS, TINY, apart, assert_bitwise, assert_same_run, begin,
@@ -15,7 +14,6 @@ from safetensors.torch import load_file
 from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer)
 from transformers.utils import logging
-
 import reward
 import train
 from advantage import process_advantages
@@ -246,9 +244,8 @@ def step_rewards(steps):
     return reward.call_function("mine.py:steps", steps, table, reward.as_steps)
 
 
-@pytest.mark.parametrize("second", [
-    [0.5], 5, [(0, 1.0, 2.0)], [(0.5, 1.0)], None, [(0, None)], [(0, "much")], [(2, 1.0)],
-    [(-1, 1.0)], [(1, math.nan)]])
+@pytest.mark.parametrize("second", [[0.5], 5, [(0, 1.0, 2.0)], [(0.5, 1.0)], None, [(0, None)],
+                                    [(0, "much")], [(2, 1.0)], [(-1, 1.0)], [(1, math.nan)]])
 def test_what_a_step_function_gives_is_looked_at(second):
     with value_error("^mine.py:steps: "):
         step_rewards(lambda **columns: [[(0, 1.0)], second])

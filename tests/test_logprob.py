@@ -4,14 +4,12 @@ import functools
 import re
 import shutil
 from types import SimpleNamespace
-
 import pytest
 import torch
 from conftest import (ARCHITECTURES, SMALL, TINY, answer_rows, logprobs_on_full_logits, seeded,
                       small_model)
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
-
 import logprob
 from logprob import (IGNORE, LeanHead, fuse_norms, layers_checkpointed, micro_batches,
                      plain_logprobs, sequence_logprob, token_logprobs)

@@ -1,7 +1,6 @@
 """LoRA inside the optimizer: an ordinary LoRA module's steps, on a model of plain weights."""
 import copy
 import json
-
 import pytest
 import torch
 from conftest import (FEW, TINY, logprobs_on_full_logits, parts, rollout_of, seeded, small_model,
@@ -9,7 +8,6 @@ from conftest import (FEW, TINY, logprobs_on_full_logits, parts, rollout_of, see
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM
-
 import train
 from logprob import LeanHead, sequence_logprob
 
@@ -41,9 +39,8 @@ def with_modules(model, optimizer):
         place, _, last = name.rpartition(".")
         adapted.append(OrdinaryLoRA(model.get_submodule(name), A, B, optimizer.lora_scale))
         setattr(model.get_submodule(place), last, adapted[-1])
-    return model, torch.optim.AdamW([p for lora in adapted for p in (lora.A, lora.B)],
-                                    **{name: optimizer.defaults[name] for name in
-                                       ("lr", "weight_decay", "fused")})
+    how = {name: optimizer.defaults[name] for name in ("lr", "weight_decay", "fused")}
+    return model, torch.optim.AdamW([p for lora in adapted for p in (lora.A, lora.B)], **how)
 
 
 def moved(optimizer):

@@ -3,11 +3,9 @@ import itertools
 import math
 from functools import partial
 from types import SimpleNamespace
-
 import pytest
 import torch
 from conftest import seeded, value_error
-
 from loss import (AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS, gradient_coefficient, grpo_loss,
                   kl_estimate, next_kl_coef, plain_loss, tis_weight)
 

@@ -4,12 +4,10 @@ import json
 import re
 import shutil
 import subprocess
-
 import pytest
 import torch
-from conftest import (FEW, ROOT, TINY, begin, curve, lines_of, opened, parts, rollout_of, settings,
+from conftest import (FEW, MINE, TINY, begin, curve, lines_of, opened, parts, rollout_of, settings,
                       trained, trains, well_ended)
-
 import sample
 import train
 from reward import load_problems
@@ -17,8 +15,7 @@ from logprob import IGNORE, plain_logprobs
 
 SMALL = (*FEW, "--steps=2", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=12",
          "--eval-limit=2", "--save-every=9")
-REPLY = (f"--reply={ROOT / 'tests' / 'helpers' / 'checker.py'}:check", "--max-turns=2",
-         "--length-rescale=0.9")
+REPLY = (f"--reply={MINE.with_name('checker.py')}:check", "--max-turns=2", "--length-rescale=0.9")
 HOSTILE = ('</i><script>alert("1")</script>', "]]>--><!--", '" onmouseover="x', "\u202eright\u200f",
            "\x00\x1b[2J\r", "\ud800", "'&lt;", "a\nb\u2066c", "</title></svg><style>")
 

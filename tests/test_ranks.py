@@ -6,7 +6,6 @@ from conftest import (FEW, MINE, assert_same_run, begin, checkpoint_of, metrics_
                       parts, raises, rollout_of, same_tensors, small_model, snapshot, trained,
                       trains, well_ended)
 from safetensors.torch import load_file
-
 import train
 
 FLAGS = (*FEW, "--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=12",

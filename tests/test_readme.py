@@ -3,10 +3,8 @@ import dataclasses
 import importlib
 import re
 import subprocess
-
 import pytest
 from conftest import ROOT
-
 import train
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -4,14 +4,12 @@ import json
 import re
 import sys
 from collections import Counter
-
 import pytest
 import real_model
 import real_reward
 import torch
 from conftest import lines_of, one_line_of, seeded, small_model, snapshot
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
 import reward
 from sample import chat_prompt, sample_groups
 from train import parse

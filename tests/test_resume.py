@@ -10,14 +10,12 @@ import sys
 import time
 import weakref
 from itertools import chain, repeat
-
 import pytest
 import torch
 from conftest import (FEW, LIMIT, MINE, NO_MEMORY, ROOT, TINY, assert_bitwise, begin, checkpoint_of,
                       curve, edit_json, edit_tensors, lines_of, metrics_of, one_line_of, raises,
                       refused, same_tensors, snapshot, trained, trains, well_ended)
 from safetensors.torch import load, load_file
-
 import train
 
 FLAGS = (*FEW, "--steps=6", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=16",

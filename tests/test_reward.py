@@ -11,14 +11,12 @@ import textwrap
 import time
 import types
 from fractions import Fraction
-
 import answers
 import pytest
 import torch
 from conftest import MINE, ROOT, raises, seeded, small_model, value_error
 from chat_families import family
 from transformers import AutoModelForSequenceClassification
-
 import reward
 import train
 from reward import (

@@ -5,14 +5,12 @@ import math
 import shutil
 from dataclasses import fields, replace
 from functools import partial
-
 import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file
 from conftest import (ARCHITECTURES, SMALL, TINY, make_tokenizer, raises, same_tensors, seeded,
                       small_model, value_error)
-
 import sample
 from logprob import token_logprobs
 from sample import (IGNORE, Rollout, draw, joined, plain_answer, sample_around,

@@ -1,12 +1,10 @@
 """The study: figures, verdicts and plan on numbers written by hand; one of its runs, end to end."""
 import json
 import math
-
 import pytest
 import study
 import torch
 from conftest import begin
-
 import train
 
 

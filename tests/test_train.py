@@ -7,7 +7,6 @@ import os
 import re
 import sys
 from types import SimpleNamespace
-
 import pytest
 import torch
 from conftest import (FEW, NO_MEMORY, PROBLEMS, REWARDS, TINY, answer_rows, begin, checkpoint_of,
@@ -16,7 +15,6 @@ from conftest import (FEW, NO_MEMORY, PROBLEMS, REWARDS, TINY, answer_rows, begi
                       well_ended, whole_step)
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification,
                           AutoTokenizer, Qwen2Config)
-
 import reward
 import sample
 import train
@@ -371,6 +369,11 @@ def test_a_run_leaves_the_files_of_the_contract(finished_run):
                  "32 problems", "8 held out", "from step 0 to 3", str(folder)):
         assert word in finished_run.out
     assert all(word in finished_run.err for word in ("3/3", "reward", "acc", "len", "KL"))
+    final = AutoModelForCausalLM.from_pretrained(folder / "final")
+    assert AutoTokenizer.from_pretrained(folder / "final").chat_template
+    assert not same_tensors(final.state_dict(), parts().policy.state_dict())
+    last = checkpoint_of(folder)
+    assert all(torch.equal(last[f"weight/{name}"], p) for name, p in final.named_parameters())
 
 
 def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
@@ -435,14 +438,6 @@ def test_a_run_from_python_has_its_threads_too_and_blocks_that_may_grow(monkeypa
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     train.load(settings("--threads=3", "--eval-limit=2"))
     assert asked == [3]
-
-
-def test_final_opens_and_is_the_trained_policy(finished_run):
-    final = AutoModelForCausalLM.from_pretrained(finished_run.folder / "final")
-    assert AutoTokenizer.from_pretrained(finished_run.folder / "final").chat_template
-    assert not same_tensors(final.state_dict(), parts().policy.state_dict())
-    last = checkpoint_of(finished_run.folder)
-    assert all(torch.equal(last[f"weight/{name}"], p) for name, p in final.named_parameters())
 
 
 def test_a_run_goes_on_from_its_model_with_all_of_its_settings(finished_run):
@@ -647,8 +642,7 @@ def test_count_of_the_memory(monkeypatch, tmp_path):
 
 
 def test_a_width_for_each_layer_is_counted(monkeypatch, tmp_path):
-    wide = {"model_type": "gemma3n_text", "num_kv_shared_layers": 0,
-            "intermediate_size": [96, 96, 192]}
+    wide = dict(model_type="gemma3n_text", num_kv_shared_layers=0, intermediate_size=[96, 96, 192])
     monkeypatch.setattr(sys.modules[__name__], "QWEN", QWEN | wide)
     assert counted(tmp_path)[0]["kept for the backward pass"] > 500 * 3 * 4 * 192 * 2
 

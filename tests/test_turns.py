@@ -1,16 +1,15 @@
 """Conversations (--reply), branches of the best (--around-best), and --advantage shape."""
 import pytest
 import torch
-from conftest import (FEW, PROBLEMS, ROOT, assert_same_run, begin, lines_of, metrics_of,
+from conftest import (FEW, MINE, PROBLEMS, assert_same_run, begin, lines_of, metrics_of,
                       one_line_of, parts, refused, seeded, trains, well_ended, whole_step)
-
 import sample
 import train
 from advantage import shape_advantages
 
 SMALL = (*FEW, "--steps=3", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=10",
          "--eval-limit=3", "--eval-every=2", "--save-every=1", "--updates-per-rollout=1")
-REPLY = f"--reply={ROOT / 'tests' / 'helpers' / 'checker.py'}:check"
+REPLY = f"--reply={MINE.with_name('checker.py')}:check"
 
 
 def test_a_conversation_ends_where_no_room_is_left(tiny):

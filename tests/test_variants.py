@@ -11,14 +11,12 @@ import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-
 import pytest
 import torch
 from conftest import (FEW, MINE, PROBLEMS, TINY, assert_bitwise, assert_same_run, begin,
                       checkpoint_of, curve, json_lines, lines_of, logprobs_on_full_logits, loop,
                       metrics_of, parts, raises, same_tensors, seeded, settings, trained, trains,
                       well_ended, whole_step)
-
 import sample
 import train
 from advantage import (
@@ -801,9 +799,3 @@ def test_the_end_draws_curves_and_names_what_comes_next(capsys, unknown):
     first, blocks, last = train.small_curve([*enumerate(map(float, range(1000)))]).split()
     assert len(blocks) == 50 and "".join(sorted(blocks)) == blocks and blocks[::49] == "▁█"
     assert float(first) == 9.5 and float(last) == 989.5   # means of 20
-
-
-def test_data_with_one_question(capsys, tmp_path):
-    (tmp_path / "d.jsonl").write_text(json_lines(*2 * PROBLEMS[:1]))
-    assert train.main([*SHORT, f"--data={tmp_path / 'd.jsonl'}"]) == 2
-    assert "no problem is left to hold out" in capsys.readouterr().err
