@@ -4,21 +4,17 @@ import math
 import random
 import re
 from functools import partial
-
 import pytest
 import torch
 from conftest import seeded, value_error
-
-from advantage import (
-    gdpo_advantages, group_advantages, grpo_s_advantages, gtpo_advantages, is_flat,
-    leave_one_out_advantages, plain_advantages, process_advantages, shape_advantages,
-    shapley_shares)
+from advantage import (gdpo_advantages, group_advantages, grpo_s_advantages, gtpo_advantages,
+                       is_flat, leave_one_out_advantages, plain_advantages, process_advantages,
+                       shape_advantages, shapley_shares)
 
 OPTIONS = list(itertools.product((True, False), (False, True)))  # scale_by_std and unbiased
 
 
 def reference(rewards, group_size, eps=1e-8, scale_by_std=True, unbiased=False):
-    """The formula, in Python's float64."""
     advantages = []
     for start in range(0, len(rewards), group_size):
         group = rewards[start:start + group_size]
@@ -34,10 +30,8 @@ def assert_close(actual, expected, tolerance):
 
 
 # --- Against the formula; the script below shows a worked group -----------------------------------
-
 @pytest.mark.parametrize("eps", [1e-8, 0.5])
 def test_the_definition(rewards, eps):
-    """`plain_advantages` is the formula, `group_advantages` is that: value and gradient."""
     rewards = rewards.requires_grad_()
     weights = torch.rand(40, dtype=torch.float64, generator=seeded(1))
     value, general = plain_advantages(rewards, 8, eps), group_advantages(rewards, 8, eps)
@@ -75,7 +69,6 @@ def test_small_floats_are_summed_in_float32(dtype):
 
 
 # --- Equal rewards --------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_equal_rewards_give_exactly_zero(dtype, options):
@@ -112,7 +105,6 @@ def test_the_rewards_are_left_as_they_are_and_groups_are_of_8(rewards):
 
 
 # --- Variants: one value per answer ---------------------------------------------------------------
-
 def test_leave_one_out(rewards):
     groups = rewards.view(5, 8).tolist()
     expected = [r - (math.fsum(group) - r) / 7 for group in groups for r in group]
@@ -122,7 +114,6 @@ def test_leave_one_out(rewards):
 
 
 def gdpo_reference(parts, weights, group_size):
-    """By its formulas, in Python's float64; NaN where a reward does not apply."""
     sums = [0.0] * len(parts[0])
     for part, weight in zip(parts, weights):
         for start in range(0, len(part), group_size):
@@ -187,7 +178,6 @@ def test_shapley_shares(rewards):
 
 
 # --- Variants: one value per token ----------------------------------------------------------------
-
 LENGTHS = (4, 2, 0, 3, 1, 5, 2, 3)  # response tokens of two groups of four; one answer is empty
 GROUPS = (range(4), range(4, 8))
 
@@ -323,7 +313,6 @@ def test_entropies_of_zero_or_equal(level, entropy):
 
 
 # --- Refusals, and the script ---------------------------------------------------------------------
-
 @pytest.mark.parametrize("rewards, group_size, reason", [
     ([1.0] * 7, 8, "groups of 8"), ([1.0] * 9, 8, "groups of 8"), ([], 8, "groups of 8"),
     ([[1.0, 0.0], [0.0, 1.0]], 2, "groups of 2"), ([1.0], 1, "group_size 1"),

@@ -5,13 +5,10 @@ import runpy
 import shutil
 import subprocess
 import sys
-
 import pytest
 import torch
-from conftest import (
-    ENVIRONMENT, FEW, ROOT, TINY, edit_json, edit_tensors, json_lines, one_line_of, raises, refused,
-    run_script, trains)
-
+from conftest import (FEW, MINE, ROOT, TINY, begin, edit_json, edit_tensors, json_lines,
+                      one_line_of, raises, refused, trains)
 import train
 
 GOOD = {"question": "Anna has 9 books , loses 4 . How many ?", "answer": "9 - 4 = 5\n#### 5"}
@@ -33,7 +30,6 @@ def refused_before_a_folder_is_made(capsys, tmp_path, *flags):
 
 
 # --- Flags ----------------------------------------------------------------------------------------
-
 HUGE = "9" * 30
 
 
@@ -133,7 +129,6 @@ def test_a_card_that_torch_cannot_use(capsys, monkeypatch, tmp_path):
 
 
 # --- A config file goes through the same parser ---------------------------------------------------
-
 @pytest.mark.parametrize("config, words", [
     *((text, "") for text in ("", "[1]", '{"lr": ', "[" * 10**5, '{"lr": "\udcff"}')),
     *((f'{{"lr": {value}}}', "--lr") for value in ('"fast"', -1, "NaN")),
@@ -152,7 +147,6 @@ def test_a_bad_config(capsys, tmp_path, config, words):
 
 
 # --- Models. A folder is the tiny policy's with something wrong in it -----------------------------
-
 def no_end_token(m, nothing):
     edit_json(m / "tokenizer_config.json", eos_token=None)
     for name in ("config.json", "generation_config.json"):
@@ -216,7 +210,6 @@ def test_a_model_without_padding_token(tmp_path):
 
 
 # --- Data -----------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("flag", ["--data", "--eval-data"])
 @pytest.mark.parametrize("text, words", [
     (None, "No such file"), ("", "x.jsonl: no line"),
@@ -231,19 +224,20 @@ def test_bad_data(capsys, tmp_path, flag, text, words):
     assert refused(capsys, flags[0]) == line and f"{flag}: {tmp_path}" in line and words in line
 
 
-def test_a_problem_that_cannot_be_asked_is_named_by_its_line(capsys, tmp_path):
+def test_problems_that_cannot_be_asked_or_held_out_are_named(capsys, tmp_path):
     """The longest of those that the model has no room for; and a role that nobody plays."""
     longer = [{**GOOD, "question": GOOD["question"] * n} for n in (1, 9, 12, 10)]
     asked = {"messages": [{"role": "boss", "content": "?"}, {"role": "user", "content": "?"}]}
-    for rows, words in ((longer, "line 4, the longest of 3 "),
-                        ([*longer, {**GOOD, **asked}], "line 6: a message has the role")):
+    for flag, rows, words in (
+            ("--eval-data", [GOOD] * 2, "x.jsonl: no problem is left to hold out"),
+            ("--data", longer, "x.jsonl, line 4, the longest of 3 "),
+            ("--data", [*longer, {**GOOD, **asked}], "x.jsonl, line 6: a message has the role")):
         (tmp_path / "x.jsonl").write_text("\n" + json_lines(*rows))
         line = refused_before_a_folder_is_made(capsys, tmp_path, f"--data={tmp_path / 'x.jsonl'}")
-        assert line.startswith("train.py: --data") and f"x.jsonl, {words}" in line
+        assert line.startswith(f"train.py: {flag}") and words in line
 
 
 # --- The terminal ---------------------------------------------------------------------------------
-
 def test_flags_that_are_given_twice():
     """Rewards and their weights are added; of all others the last counts."""
     s = train.parse("--reward rule --reward think rule --reward-weights=1 --reward-weights 2 3 "
@@ -259,7 +253,6 @@ def test_an_older_python_is_told_in_one_line(capsys, monkeypatch):
 
 
 def test_a_bar_while_many_problems_are_read(capsys, monkeypatch, tiny):
-    """Only once it lasts."""
     s = train.parse([*FEW, "--eval-limit=2"])
     train.load_data(s, tiny[1])
     assert capsys.readouterr().err == ""
@@ -269,9 +262,7 @@ def test_a_bar_while_many_problems_are_read(capsys, monkeypatch, tiny):
 
 
 def test_a_warning_is_one_line(tmp_path):
-    (tmp_path / "mine.py").write_text("def none(answer, **_): return [None] * len(answer)")
-    done = run_script("train.py", *SMALL, f"--reward={tmp_path / 'mine.py'}:none",
-                      f"--output={tmp_path / 'run'}")
+    done = begin("train.py", *SMALL, f"--reward={MINE}:never", f"--output={tmp_path / 'run'}")()
     assert "every reward gave None for some rows: they count as 0\n" in done.stderr
     assert "UserWarning" not in done.stderr
 
@@ -292,5 +283,5 @@ def test_a_script_refuses_in_one_line(run_here, script, arguments, word):
 def test_a_reader_who_has_seen_enough_is_no_error(script):
     """As with `python loss.py | head -3`; nobody reads a line here."""
     command = f"'{sys.executable}' {ROOT / script}.py | true"
-    done = subprocess.run(command, shell=True, env=ENVIRONMENT, capture_output=True, text=True)
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert "Error" not in done.stderr                     # some builds of torch warn there

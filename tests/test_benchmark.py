@@ -1,7 +1,6 @@
 """The benchmark's models, floors and tables; the counts of first_run.py, on a CPU."""
 import math
 import sys
-
 import benchmark
 import first_run
 import pytest
@@ -9,7 +8,6 @@ import torch
 from conftest import seeded
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
-
 import sample
 import train
 
@@ -24,7 +22,6 @@ def cpu(monkeypatch):
 
 
 # --- The benchmark: what it makes, and what it holds it against -----------------------------------
-
 def test_the_shape_of_qwen():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(benchmark.config_of(benchmark.QWEN))
@@ -108,7 +105,6 @@ def test_turns_and_tables(capsys, monkeypatch):
 
 
 def test_a_training_has_the_problems_of_its_steps():
-    """Where rewards are learned from, each step asks what it would ask in train.py."""
     settings = train.parse(["--prompts-per-step=4"])
     _, same = benchmark.read_batches(settings, 2)
     assert same[0] is same[1]

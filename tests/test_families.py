@@ -2,12 +2,10 @@
 import copy
 import itertools
 from functools import lru_cache
-
 import pytest
 import torch
 from conftest import SMALL, answer_rows, make_tokenizer, value_error
 from transformers import AutoConfig, AutoModelForCausalLM
-
 import logprob
 import sample
 from logprob import IGNORE, plain_logprobs, token_logprobs
@@ -126,19 +124,48 @@ def test_logprobs_and_gradients(name):
         assert error.norm() <= 1e-5 * expected_gradient.norm()
 
 
+@pytest.fixture
+def flash_on_cpu(monkeypatch):
+    """Grouped rows go to `varlen_attn`, and that is the formula -> a list: was enable_gqa on?"""
+    calls = []
+
+    def varlen_attn(q, k, v, ends_q, ends_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
+        assert window_size == (-1, 0) and q.dtype == k.dtype == v.dtype
+        assert ends_q.dtype == ends_k.dtype == torch.int32 and len(ends_q) == len(ends_k)
+        assert (max_q, max_k) == (ends_q.diff().max(), ends_k.diff().max())
+        assert q.shape[1] == k.shape[1] or enable_gqa
+        calls.append(enable_gqa)
+        out = []
+        for n in range(len(ends_q) - 1):
+            (a, b), (c, d) = ends_q[n:n + 2].tolist(), ends_k[n:n + 2].tolist()
+            mask = torch.ones(b - a, d - c, dtype=torch.bool).tril(d - c - (b - a))
+            heads = (x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d]))
+            out.append(torch.nn.functional.scaled_dot_product_attention(
+                *heads, mask, scale=scale, enable_gqa=enable_gqa)[0].transpose(0, 1))
+        return torch.cat(out)
+
+    monkeypatch.setattr(logprob, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(logprob, "has_flash", lambda *given: True)
+    return calls
+
+
 @pytest.mark.parametrize("name", sorted(logprob.FAST))
 def test_fast_families_on_a_gpu(name, flash_on_cpu):
     """Each family of the list, with fused norms, and grouped rows as flash attention takes them."""
     model = copy.deepcopy(family(name))
     assert logprob.is_fast(model)
     logprob.fuse_norms(model)
+    run = []                                             # tokens that pass through the model
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, x: run.append(x[0].numel()))
     input_ids, labels, weights = answer_rows(SIZES, seed=1)
     expected = definition(family(name), input_ids, labels)
     actual = token_logprobs(model, input_ids, labels, group_ids=GROUPS)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
     expected = gradient(family(name), (expected * weights).sum())
     assert (gradient(model, (actual * weights).sum()) - expected).norm() <= 1e-5 * expected.norm()
+    assert run == [5 + 5 + 0 + 2 + 9 + 6 + 3]            # prompts, answers without their last
     assert len(flash_on_cpu) == model.config.num_hidden_layers
+    assert name not in ("llama", "qwen2") or all(flash_on_cpu)    # these share key heads
 
 
 @pytest.mark.parametrize("name", FAMILIES)

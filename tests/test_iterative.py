@@ -4,18 +4,16 @@ import json
 import math
 import shutil
 from types import SimpleNamespace
-
 import pytest
 import torch
-from conftest import (
-    FEW, TINY, apart, assert_same_run, begin_ranks, checkpoint_of, curve, edit_tensors,
-    gradient, json_lines, lines_of, logprobs_on_full_logits, parts, refused, same_tensors, seeded,
-    step_of_the_program, tiny_problems, trained, trains, value_error, well_ended)
+from conftest import (FEW, MINE, PROBLEMS, TINY, apart, assert_bitwise, assert_same_run, begin,
+                      checkpoint_of, curve, edit_tensors, gradient, json_lines, lines_of,
+                      logprobs_on_full_logits, parts, refused, same_tensors, seeded, trained,
+                      trains, value_error, well_ended, whole_step)
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer)
 from transformers.utils import logging
-
 import reward
 import train
 from advantage import process_advantages
@@ -24,6 +22,7 @@ from logprob import IGNORE
 MODEL = TINY / "reward_model"
 SMALL = (*FEW, "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=40", "--device=cpu",
          "--eval-limit=2", "--eval-every=1", "--save-every=1", "--lr=2e-3")
+COMMAS = ("--step-reward", f"{MINE}:commas")
 ITERATIVE = (*SMALL, "--renew-reference=2", f"--reward-model={MODEL}", "--reward-model-lr=1e-3")
 
 
@@ -34,7 +33,7 @@ def weights(folder):
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks") / "run"
-    return folder, begin_ranks(2, "train.py", *ITERATIVE, "--steps=4", f"--output={folder}")
+    return folder, begin("train.py", *ITERATIVE, "--steps=4", f"--output={folder}", ranks=2)
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +43,10 @@ def whole(two_ranks, tmp_path_factory):
 
 @pytest.fixture
 def learner():
-    """The tiny reward model with an optimizer, as train.py would load it."""
     return train.load_reward_model(train.parse(ITERATIVE))
 
 
 # --- The iteration --------------------------------------------------------------------------------
-
 def test_two_iterations_are_those_of_the_formulas(whole, learner):
     """Rewards, pairs, replay and the trained weights again, from the answers that were logged."""
     problems = reward.load_problems(str(TINY / "few.jsonl"))
@@ -94,9 +91,8 @@ def test_a_resumed_run_is_bitwise_the_same(whole, tmp_path):
     folder = trained(tmp_path / "run", *ITERATIVE, "--steps=1")
     for steps in (2, 3, 4):
         trains("--resume", folder, f"--steps={steps}")
-    assert curve(folder) == curve(whole)
-    for name in ("final", "reward_model"):
-        assert same_tensors(weights(folder / name), weights(whole / name)), name
+    assert_bitwise(folder, whole)
+    assert same_tensors(weights(folder / "reward_model"), weights(whole / "reward_model"))
     saved = checkpoint_of(folder)
     assert same_tensors(saved, checkpoint_of(whole))
     kinds = {name.split("/")[0] for name in saved if "/reward_model/" in name}
@@ -113,7 +109,7 @@ def test_two_ranks_train_the_same_reward_model(whole, two_ranks):
 
 
 def test_without_true_answers_or_renewal_the_reward_model_stays_as_it_is(tmp_path):
-    asked = [{"question": problem["question"]} for problem in tiny_problems()[:12]]
+    asked = [{"question": problem["question"]} for problem in PROBLEMS[:12]]
     (tmp_path / "asked.jsonl").write_text(json_lines(*asked))
     data = f"--data={tmp_path / 'asked.jsonl'}"
     folder = trained(tmp_path / "run", *ITERATIVE, "--steps=2", data)
@@ -138,7 +134,6 @@ def test_a_score_that_is_not_finite_ends_the_step(learner):
 
 
 # --- The reward model's own learning --------------------------------------------------------------
-
 def fresh_learner(lr=1e-2, **changes):
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     torch.manual_seed(1)
@@ -164,7 +159,7 @@ def test_a_reward_model_has_no_dropout(tmp_path):
 def worked_and_guessed(first, last):
     """Rows of a group of two per problem: worked out, and a guess that is wrong."""
     rows = []
-    for problem in tiny_problems()[first:last]:
+    for problem in PROBLEMS[first:last]:
         steps = problem["solution"].replace("\n", " , ")
         rows.append((problem["question"], f"{steps} , \\boxed{{ {problem['answer']} }}", 1.5))
         rows.append((problem["question"], "\\boxed{ 3 }", 0.5))
@@ -210,17 +205,8 @@ def test_the_tiny_reward_model_ranks_worked_answers_above_wrong_guesses(learner)
 
 
 # --- Process supervision --------------------------------------------------------------------------
-
-STEPS = """
-def steps(prompts, completions, completion_ids, answer, solution, **columns):
-    for text, ids, worked in zip(completions, completion_ids, solution):
-        ends = [i for i, word in enumerate(text.split()) if word == ','] + [len(ids) - 1]
-        yield [(end, float((7 * end + len(worked)) % 5)) for end in ends]
-"""
-
-
 def by_hand(rollout, problems, comma):
-    """What STEPS says, from the ids that were trained on."""
+    """What `commas` says, from the ids that were trained on."""
     for n, row in enumerate(rollout.labels):
         ids = row[row != IGNORE].tolist()
         ends = [i for i, token in enumerate(ids) if token == comma] + [len(ids) - 1]
@@ -228,17 +214,10 @@ def by_hand(rollout, problems, comma):
         yield [(end, float((7 * end + len(worked)) % 5)) for end in ends]
 
 
-@pytest.fixture
-def step_file(tmp_path):
-    (tmp_path / "mine.py").write_text(STEPS)
-    return f"{tmp_path / 'mine.py'}:steps"
-
-
-def test_step_rewards_reach_the_gradient(step_file):
-    p = parts(f"--step-reward={step_file}", "--updates-per-rollout=1", "--max-grad-norm=1e9",
-              "--kl-coef=0")
+def test_step_rewards_reach_the_gradient():
+    p = parts(*COMMAS, "--updates-per-rollout=1", "--max-grad-norm=1e9", "--kl-coef=0")
     start = copy.deepcopy(p.policy)
-    rollout, gradients, _ = step_of_the_program(p, reward_of=train.load_reward_of(p.settings))
+    _, rollout, gradients = whole_step(p, reward_of=train.load_reward_of(p.settings))
     mask = rollout.mask                                                                # (N, S-1)
     A = process_advantages([*by_hand(rollout, p.problems, p.tokenizer.vocab[","])], mask, 4)
     assert torch.equal(rollout.advantages, A) and A[mask].std() > 0
@@ -249,9 +228,9 @@ def test_step_rewards_reach_the_gradient(step_file):
     assert (gradient(start) - gradients[0]).norm() <= 1e-5 * gradient(start).norm()
 
 
-def test_a_run_with_step_rewards_and_a_reward_beside_them(step_file, tmp_path):
-    folder = trained(tmp_path / "run", *SMALL, f"--step-reward={step_file}", "--reward", "rule",
-                     "--clip-advantages=1", "--steps=2")
+def test_a_run_with_step_rewards_and_a_reward_beside_them(tmp_path):
+    folder = trained(tmp_path / "run", *SMALL, *COMMAS, "--reward", "rule", "--clip-advantages=1",
+                     "--steps=2")
     records = lines_of(folder / "samples.jsonl")
     rows = [set(row) for record in records for row in record["advantages"]]
     assert all(-1 <= a <= 1 for row in rows for a in row)
@@ -265,9 +244,8 @@ def step_rewards(steps):
     return reward.call_function("mine.py:steps", steps, table, reward.as_steps)
 
 
-@pytest.mark.parametrize("second", [
-    [0.5], 5, [(0, 1.0, 2.0)], [(0.5, 1.0)], None, [(0, None)], [(0, "much")], [(2, 1.0)],
-    [(-1, 1.0)], [(1, math.nan)]])
+@pytest.mark.parametrize("second", [[0.5], 5, [(0, 1.0, 2.0)], [(0.5, 1.0)], None, [(0, None)],
+                                    [(0, "much")], [(2, 1.0)], [(-1, 1.0)], [(1, math.nan)]])
 def test_what_a_step_function_gives_is_looked_at(second):
     with value_error("^mine.py:steps: "):
         step_rewards(lambda **columns: [[(0, 1.0)], second])

@@ -4,17 +4,15 @@ import functools
 import re
 import shutil
 from types import SimpleNamespace
-
 import pytest
 import torch
-from conftest import SMALL, TINY, answer_rows, logprobs_on_full_logits, seeded, small_model
+from conftest import (ARCHITECTURES, SMALL, TINY, answer_rows, logprobs_on_full_logits, seeded,
+                      small_model)
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
-
 import logprob
-from logprob import (
-    IGNORE, LeanHead, fuse_norms, layers_checkpointed, micro_batches, plain_logprobs,
-    sequence_logprob, token_logprobs)
+from logprob import (IGNORE, LeanHead, fuse_norms, layers_checkpointed, micro_batches,
+                     plain_logprobs, sequence_logprob, token_logprobs)
 
 V = SMALL["vocab_size"]
 GROUPS = torch.tensor([0, 0, 0, 1, 1])
@@ -48,14 +46,6 @@ def rows_a_chunk(monkeypatch, rows):
         slice(m, m + rows) for m in range(0, max(len(hidden), 1), rows)])
 
 
-def tokens_run(model):
-    """A list to which every pass through the model's body adds its number of tokens."""
-    run = []
-    embeddings = model.get_input_embeddings()
-    embeddings.register_forward_pre_hook(lambda module, args: run.append(args[0].numel()))
-    return run
-
-
 class Shapes(TorchDispatchMode):
     """The shape of every tensor that any operation returns, forward and backward."""
     seen = ()
@@ -67,8 +57,12 @@ class Shapes(TorchDispatchMode):
         return result
 
 
-# --- The formula, and all fast forms together against the full log-softmax ------------------------
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def random_model(request):
+    return small_model(request.param)
 
+
+# --- The formula, and all fast forms together against the full log-softmax ------------------------
 def test_the_definition(random_model):
     input_ids, labels, weights = batch()
     exact = copy.deepcopy(random_model).double()
@@ -87,7 +81,6 @@ def test_values_entropies_and_gradients(random_model, temperature, group_ids, mo
     exact = copy.deepcopy(random_model).double()
     expected, entropies = naive(exact, input_ids, labels, temperature)
     assert entropies[labels[:, 1:] != IGNORE].min().item() > 1e-3  # none is a mere certainty
-
     actual, entropy = token_logprobs(model, input_ids, labels, temperature, with_entropy=True,
                                      group_ids=group_ids)
     assert actual.dtype == entropy.dtype == torch.float32
@@ -103,8 +96,8 @@ def test_values_entropies_and_gradients(random_model, temperature, group_ids, mo
     assert_same_pull(model, whole, exact, sums, weights[:, 0])
 
 
-def test_without_entropies_gradients_or_labels(some_model):
-    model, (input_ids, labels, _) = copy.deepcopy(some_model), batch()
+def test_without_entropies_gradients_or_labels(random_model):
+    model, (input_ids, labels, _) = copy.deepcopy(random_model), batch()
     expected = token_logprobs(model, input_ids, labels, with_entropy=True)[0]
     assert torch.equal(token_logprobs(model, input_ids, labels), expected)
     with torch.no_grad():
@@ -120,12 +113,11 @@ def test_without_entropies_gradients_or_labels(some_model):
 
 
 # --- Masks, shared prompts, equal rows; test_families.py has rows with and without padding --------
-
 @grouped_or_not
 @pytest.mark.parametrize("holes", [[(0, 5), (0, 9), (3, 10), (4, 9)], [0, 3, 4]], ids=str)
-def test_labels_anywhere_or_nowhere_in_a_row(some_model, group_ids, holes):
+def test_labels_anywhere_or_nowhere_in_a_row(random_model, group_ids, holes):
     """A hole in an answer is not scored, but still read; a row, or a group, may have no label."""
-    model, (input_ids, labels, weights) = copy.deepcopy(some_model), batch()
+    model, (input_ids, labels, weights) = copy.deepcopy(random_model), batch()
     labels[2, 0] = input_ids[2, 0]  # nothing predicts token 0
     for hole in holes:
         labels[hole] = IGNORE
@@ -137,16 +129,17 @@ def test_labels_anywhere_or_nowhere_in_a_row(some_model, group_ids, holes):
 
 
 @grouped_or_not
-def test_equal_rows_run_once(some_model, group_ids):
+def test_equal_rows_run_once(random_model, group_ids):
     """Each keeps its own weight in the gradient; rows of a group may stand apart."""
-    model = copy.deepcopy(some_model)
+    model = copy.deepcopy(random_model)
     order = torch.tensor([0, 1, 0, 3, 4, 1, 0, 4, 2])
     input_ids, labels, _ = (x[order] for x in batch())
     labels[4, 12] = IGNORE
     weights = torch.randn(9, 19, generator=seeded(1))
     exact = copy.deepcopy(model).double()
     expected, entropies = naive(exact, input_ids, labels, 0.7)
-    run = tokens_run(model)
+    run = []                                              # tokens that pass through the model
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, x: run.append(x[0].numel()))
     groups = None if group_ids is None else group_ids[order] + 7
     actual, entropy = token_logprobs(model, input_ids, labels, 0.7, True, groups)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
@@ -158,7 +151,6 @@ def test_equal_rows_run_once(some_model, group_ids):
 
 
 # --- The lean head --------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("rows", [1, 3, 300, None])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -210,8 +202,7 @@ def test_a_certain_token_keeps_its_gradient():
     torch.testing.assert_close(weight.grad.float()[:, 0], expected, rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("M, words", [
-    (1, 151_936), (4_096, 151_936), (5, 2**30), (1000, 57), (0, 57)])
+@pytest.mark.parametrize("M, words", [(1, 151936), (4096, 151936), (5, 2**30), (1000, 57), (0, 57)])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_chunks_cover_every_row_once(M, words, device):
     hidden = SimpleNamespace(shape=(M, 8), is_cuda=device == "cuda")
@@ -248,12 +239,10 @@ def test_the_logits_are_never_held(architecture, monkeypatch):
 
 
 # --- Which forms a model takes --------------------------------------------------------------------
-
 FAST = "qwen2", "qwen3", "llama", "gpt2"  # of conftest's architectures; this mistral has a window
 
 
 def test_the_forms_that_a_family_takes(random_model, monkeypatch):
-    """By its name and by what its config says; none with --plain."""
     assert logprob.is_fast(random_model) == (random_model.config.model_type in FAST)
     monkeypatch.setattr(logprob, "PLAIN", True)
     assert not logprob.is_fast(random_model)
@@ -293,20 +282,7 @@ def test_fused_norms(architecture, norms, monkeypatch):
     assert torch.equal(plain_logprobs(fused, input_ids, labels), before)
 
 
-# --- Attention in a grouped row -------------------------------------------------------------------
-
-def test_flash_attention_takes_the_pieces(flash_on_cpu):
-    """The call that a GPU gets, with the formula in its place; test_families.py: each family."""
-    model, (input_ids, labels, _) = small_model("llama"), batch()
-    run = tokens_run(model)
-    actual = token_logprobs(model, input_ids, labels, group_ids=GROUPS)
-    assert run == [5 + 13 + 0 + 6 + 9 + 2 + 10] and flash_on_cpu == [True, True]
-    expected, _ = naive(model, input_ids, labels)
-    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
-
-
 # --- Micro-batches and lengths --------------------------------------------------------------------
-
 PROMPTS = [3, 3, 5, 5, 2, 2, 9, 9]
 ANSWERS = [2, 6, 1, 4, 7, 5, 21, 1]
 
@@ -347,8 +323,8 @@ def test_micro_batches_of_shared_prompts():
         assert [0, 3] in [rows.tolist() for rows, _ in micro_batches(labels, group, 11, share)]
 
 
-def test_checkpointed_layers_run_once_more(some_model):
-    model, (input_ids, labels, _) = copy.deepcopy(some_model), batch()
+def test_checkpointed_layers_run_once_more(random_model):
+    model, (input_ids, labels, _) = copy.deepcopy(random_model), batch()
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     run = []
     # Not a hook of the layer itself: the second run calls the layer's forward alone.
@@ -366,7 +342,6 @@ def test_checkpointed_layers_run_once_more(some_model):
 
 
 # --- The command ----------------------------------------------------------------------------------
-
 def test_script_marks_the_response(run_here, tiny):
     words = ["Anna", "has", "9", "books", "loses", "4"]
     printed = run_here("logprob.py", " ".join(words[:3]), " ".join(words[2:]))
@@ -383,7 +358,6 @@ def test_script_marks_the_response(run_here, tiny):
 
 
 def test_script_takes_a_run_and_its_flags(run_here, tiny, tmp_path):
-    """--model RUN is the model that the run left in RUN/final."""
     final = shutil.copytree(TINY, tmp_path / "final")
     plain = run_here("logprob.py", f"--model={final}").splitlines()
     run = f"--model={tmp_path}"

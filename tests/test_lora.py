@@ -1,15 +1,13 @@
 """LoRA inside the optimizer: an ordinary LoRA module's steps, on a model of plain weights."""
 import copy
 import json
-
 import pytest
 import torch
-from conftest import (
-    FEW, TINY, logprobs_on_full_logits, parts, rollout_of, seeded, small_model, trains, updated)
+from conftest import (FEW, TINY, logprobs_on_full_logits, parts, rollout_of, seeded, small_model,
+                      trains, updated)
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM
-
 import train
 from logprob import LeanHead, sequence_logprob
 
@@ -41,9 +39,8 @@ def with_modules(model, optimizer):
         place, _, last = name.rpartition(".")
         adapted.append(OrdinaryLoRA(model.get_submodule(name), A, B, optimizer.lora_scale))
         setattr(model.get_submodule(place), last, adapted[-1])
-    return model, torch.optim.AdamW([p for lora in adapted for p in (lora.A, lora.B)],
-                                    **{name: optimizer.defaults[name] for name in
-                                       ("lr", "weight_decay", "fused")})
+    how = {name: optimizer.defaults[name] for name in ("lr", "weight_decay", "fused")}
+    return model, torch.optim.AdamW([p for lora in adapted for p in (lora.A, lora.B)], **how)
 
 
 def moved(optimizer):
@@ -135,8 +132,7 @@ def test_the_first_factors_are_as_pefts():
     for seed, same in ((0, True), (1, False)):
         s.seed = seed
         again = train.make_optimizer(small_model("qwen2", hidden_size=64, intermediate_size=256), s)
-        assert all(torch.equal(*pair) for pair in zip(factors.values(),
-                                                      again.factors.values())) == same
+        assert all(torch.equal(*x) for x in zip(factors.values(), again.factors.values())) == same
 
 
 def test_no_two_gradients_of_weights_are_held_at_a_time():
@@ -166,8 +162,7 @@ def test_half_precision(dtype):
     whole = parts("--lora-rank=4", "--lr=1e-5")
     rollout = answered(p)
     for _ in range(3):
-        metrics, plain = (updated(each, each.policy, each.optimizer, rollout)
-                          for each in (p, whole))
+        metrics, plain = (updated(x, x.policy, x.optimizer, rollout) for x in (p, whole))
         assert metrics["grad_norm"] == pytest.approx(plain["grad_norm"], rel=0.05)
     assert all(p.dtype == torch.float32 for p in p.optimizer.factors.values())
     assert metrics["loss_scale"] == pytest.approx(

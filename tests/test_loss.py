@@ -3,14 +3,11 @@ import itertools
 import math
 from functools import partial
 from types import SimpleNamespace
-
 import pytest
 import torch
 from conftest import seeded, value_error
-
-from loss import (
-    AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS, gradient_coefficient, grpo_loss, kl_estimate,
-    next_kl_coef, plain_loss, tis_weight)
+from loss import (AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS, gradient_coefficient, grpo_loss,
+                  kl_estimate, next_kl_coef, plain_loss, tis_weight)
 
 LIMIT = 11  # max_new_tokens
 
@@ -28,7 +25,6 @@ def gradient(value, leaf):
 
 
 # --- The loss, its gradient and its metrics against the formulas, token by token on scalars -------
-
 NAMES = ("logprobs", "old_logprobs", "ref_logprobs", "advantages", "mask")
 
 
@@ -86,7 +82,6 @@ def reference_terms(logprobs, old, ref, advantages, mask, clip_eps=0.2, clip_eps
 
 
 def reference(*data, kl_coef=0.04, aggregate="sequence", **options):
-    """The loss and the metrics, from the terms of every token."""
     N = len(data[4])
     terms = reference_terms(*data, **options).values()
     below = sum(term.below for term in terms) / len(terms)
@@ -100,17 +95,15 @@ def reference(*data, kl_coef=0.04, aggregate="sequence", **options):
 
     policy_loss, kl = -average("J"), average("kl")
     loss = policy_loss + kl_coef * kl
-    return loss, {
-        "loss": float(loss.detach()), "policy_loss": float(policy_loss.detach()),
-        "approx_kl": float(kl.detach()), "clip_fraction": below + above,
-        "clip_fraction_low": below, "clip_fraction_high": above,
-        "ratio_mean": float(sum(term.w for term in terms).detach() / len(terms))}
+    return loss, {"loss": float(loss.detach()), "policy_loss": float(policy_loss.detach()),
+                  "approx_kl": float(kl.detach()), "clip_fraction": below + above,
+                  "clip_fraction_low": below, "clip_fraction_high": above,
+                  "ratio_mean": float(sum(term.w for term in terms).detach() / len(terms))}
 
 
 @pytest.mark.parametrize("options", [{}, dict(clip_eps=0.1, kl_coef=0.3), dict(kl_coef=0)])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_definition(seed, options):
-    """`plain_loss` is the formula, and `grpo_loss` is `plain_loss`: value and gradient."""
     data = batch(seed)
     data[4][:, seed] = True  # every row has a token
     value = plain_loss(*data, **options)
@@ -174,7 +167,6 @@ def test_float32_stays_float32(aggregate, ratio):
 
 
 # --- [F] near zero; the script below shows the theory's walkthrough -------------------------------
-
 def test_k3_near_zero_and_never_negative():
     d = torch.tensor([1e-4, -1e-4, 1e-3, -1e-3])
     assert float(d[0].exp() - d[0] - 1) == 0.0  # the form that rounds away
@@ -197,7 +189,6 @@ def test_the_gradient_coefficient(per_token):
 
 
 # --- [F] What each estimate of the KL is an estimate of -------------------------------------------
-
 @pytest.mark.parametrize("estimator, off_policy, is_the_kl, has_gradient_of", [
     ("k1", False, True, "nothing"), ("k2", False, False, "KL(pi|ref)"),
     ("k3", False, True, "KL(ref|pi)"), ("k3_corrected", False, True, "KL(pi|ref)"),
@@ -212,7 +203,6 @@ def test_the_expected_penalty_and_its_gradient(estimator, off_policy, is_the_kl,
     reverse_kl = (log_ref.exp() * (log_ref - log_pi)).sum()
     gradients = {"nothing": torch.zeros(5).double(), "KL(pi|ref)": gradient(kl, theta),
                  "KL(ref|pi)": gradient(reverse_kl, theta)}
-
     mean, total = 0.0, torch.zeros(5).double()
     for outcome in range(5):
         one = (log[outcome].view(1, 1) for log in (theta.log_softmax(0), log_old, log_ref))
@@ -261,7 +251,6 @@ def test_next_kl_coef_is_never_negative_and_never_stuck():
 
 
 # --- [E] Variants ---------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("ratio, objective", every(RATIOS, OBJECTIVES))
 def test_a_ratio_beyond_float32_stays_finite(ratio, objective):
     """exp(200) is inf, and inf * 0 would be NaN in a row whose advantage is 0."""
@@ -270,6 +259,11 @@ def test_a_ratio_beyond_float32_stays_finite(ratio, objective):
     value, metrics = grpo_loss(*data, kl_coef=0, ratio=ratio, objective=objective)
     assert value.isfinite() and gradient(value, logprobs).isfinite().all()
     assert metrics["ratio_mean"].isfinite()
+    # Beside the reference the KL is 0, and its corrected estimate is 0 times the ratio
+    near = torch.tensor([[-1.0], [-3.0]])
+    value, metrics = grpo_loss(*data[:2], near, *data[3:], kl_estimator="k3_corrected",
+                               ratio=ratio, objective=objective)
+    assert metrics["approx_kl"].isfinite() and gradient(value, logprobs).isfinite().all()
 
 
 def test_truncated_importance_sampling():
@@ -287,7 +281,6 @@ def test_truncated_importance_sampling():
 
 
 # --- Masks, and a batch cut into micro-batches ----------------------------------------------------
-
 def batch_and_loss(aggregate, ratio, kl_estimator, objective, **shape):
     """A batch with the sampler's log-probs as the last, and the loss as a function of it."""
     def loss_of(*data, **sizes):
@@ -348,7 +341,6 @@ def test_micro_batches_add_up(options, per_token):
 
 
 # --- Refusals, and the script ---------------------------------------------------------------------
-
 @pytest.mark.parametrize("options, reason", [
     (dict(kl_estimator="k4"), "'k4'"), (dict(aggregate="mean"), "'mean'"),
     (dict(ratio="row"), "'row'"), (dict(objective="ppo"), "'ppo'"),

@@ -4,13 +4,10 @@ import json
 import re
 import shutil
 import subprocess
-
 import pytest
 import torch
-from conftest import (
-    FEW, ROOT, TINY, curve, lines_of, loaded, parts, rollout_of, run_ranks, settings, trained,
-    trains, well_ended)
-
+from conftest import (FEW, MINE, TINY, begin, curve, lines_of, opened, parts, rollout_of, settings,
+                      trained, trains, well_ended)
 import sample
 import train
 from reward import load_problems
@@ -18,8 +15,7 @@ from logprob import IGNORE, plain_logprobs
 
 SMALL = (*FEW, "--steps=2", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=12",
          "--eval-limit=2", "--save-every=9")
-REPLY = (f"--reply={ROOT / 'tests' / 'helpers' / 'checker.py'}:check", "--max-turns=2",
-         "--length-rescale=0.9")
+REPLY = (f"--reply={MINE.with_name('checker.py')}:check", "--max-turns=2", "--length-rescale=0.9")
 HOSTILE = ('</i><script>alert("1")</script>', "]]>--><!--", '" onmouseover="x', "\u202eright\u200f",
            "\x00\x1b[2J\r", "\ud800", "'&lt;", "a\nb\u2066c", "</title></svg><style>")
 
@@ -74,7 +70,7 @@ def test_the_numbers_are_those_of_the_policy_now_and_as_it_drew(more, folder, tm
     ids, labels = (torch.tensor(groups["1"][name]) for name in ("input_ids", "labels"))
     temperature = 0.9 if "--temperature=0.9" in more else 1.0
     with torch.no_grad():
-        new, old = (plain_logprobs(loaded(str(place), torch.float32)[0], ids, labels, temperature)
+        new, old = (plain_logprobs(opened(str(place))[0], ids, labels, temperature)
                     for place in (folder / "final", TINY))
     expected = [d for d in (new - old)[labels[:, 1:] != IGNORE].tolist() if abs(d) > 0.02]
     page = page_in(folder)
@@ -95,7 +91,6 @@ def test_the_numbers_are_those_of_the_policy_now_and_as_it_drew(more, folder, tm
 
 
 def test_a_run_without_a_page_learns_the_same(folder, tmp_path):
-    """test_resume.py has the pages of resumed runs."""
     trains(*SMALL, "--no-page", f"--output={tmp_path}")
     assert not (tmp_path / "page.html").exists() and curve(tmp_path) == curve(folder)
 
@@ -143,7 +138,6 @@ def test_a_group_that_teaches_is_kept_of_steps_that_double():
 
 
 def figure(points, last=10, warned=()):
-    """-> the figure's HTML and its line, [(x, y), ...]."""
     text = train.figure_of_curve("name", points, last, warned)
     numbers = re.findall(r"[\d.]+", re.search(r'points="([^"]*)"', text)[1])
     return text, [*zip(map(float, numbers[::2]), map(float, numbers[1::2]))]
@@ -197,7 +191,7 @@ def test_the_page_loads_itself_anew_while_the_run_goes_on(folder):
 
 
 def test_two_ranks_write_one_page(folder, tmp_path):
-    well_ended(run_ranks(2, "train.py", *SMALL, f"--output={tmp_path / 'run'}"))
+    well_ended(begin("train.py", *SMALL, f"--output={tmp_path / 'run'}", ranks=2)())
     ours, one = page_in(tmp_path / "run"), page_in(folder)
     assert ours.tags == one.tags
     assert list(map(float, ours.titles)) == pytest.approx(list(map(float, one.titles)), abs=1e-4)

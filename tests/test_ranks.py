@@ -1,34 +1,31 @@
 """Several processes with gloo on the CPU against one process on the same batch."""
 import pytest
 import torch
-from conftest import (
-    FEW, assert_same_run, begin_ranks, checkpoint_of, faulty_reward, metrics_of, one_line_of, parts,
-    raises, rollout_of, run_ranks, same_tensors, small_model, snapshot, torchrun, trained, trains,
-    well_ended)
+import torch.distributed.run
+from conftest import (FEW, MINE, assert_same_run, begin, checkpoint_of, metrics_of, one_line_of,
+                      parts, raises, rollout_of, same_tensors, small_model, snapshot, trained,
+                      trains, well_ended)
 from safetensors.torch import load_file
-
 import train
 
 FLAGS = (*FEW, "--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=12",
          "--eval-limit=5", "--eval-every=2", "--save-every=1", "--micro-batch-tokens=150",
-         "--updates-per-rollout=2")
-
-@pytest.fixture(scope="module")
-def flags(tmp_path_factory):
-    return (*FLAGS, faulty_reward(tmp_path_factory.mktemp("reward")))
+         "--updates-per-rollout=2", f"--reward={MINE}:score")
 
 
 @pytest.fixture(scope="module")
-def one(flags, tmp_path_factory):
-    return trained(tmp_path_factory.mktemp("one"), *flags)
+def one(tmp_path_factory):
+    return trained(tmp_path_factory.mktemp("one"), *FLAGS)
 
 
-def test_ranks_compute_what_one_process_does_also_after_one_has_died(flags, one, tmp_path):
+def test_ranks_compute_what_one_process_does_also_after_one_has_died(one, tmp_path):
     """Rank 1 is killed in step 2; the run is resumed, and ends as if nothing had been."""
     folder = tmp_path / "run"
-    done = torchrun(2, *flags, f"--output={folder}", FAULT="SIGKILL", FAULT_AT="3")
+    end = begin(torch.distributed.run.__file__, "--standalone", "--nproc-per-node=2", "train.py",
+                *FLAGS, f"--output={folder}", FAULT="SIGKILL", FAULT_AT="3")
+    done = end()
     assert done.returncode != 0
-    out = well_ended(run_ranks(4, "train.py", f"--resume={folder}"))    # two began, four end it
+    out = well_ended(begin("train.py", f"--resume={folder}", ranks=4)())   # two began, four end it
     assert_same_run(folder, one)
     assert out.count("question  ") == 1                   # only rank 0 speaks
     assert len(metrics_of(folder)) == 4                   # and writes
@@ -36,7 +33,7 @@ def test_ranks_compute_what_one_process_does_also_after_one_has_died(flags, one,
     # now that there is a run, and where prompts do not divide: one line, no word of a lost rank
     before = snapshot(folder)
     refusals = [((), f"--output {folder}"), (("--prompts-per-step=3",), "--prompts-per-step 3")]
-    ends = [begin_ranks(2, "train.py", *flags, *more, f"--output={folder}") for more, _ in refusals]
+    ends = [begin("train.py", *FLAGS, *more, f"--output={folder}", ranks=2) for more, _ in refusals]
     for end, (_, line) in zip(ends, refusals):
         done = end()
         assert done.returncode != 0 and line in one_line_of(done.stderr)
@@ -44,10 +41,10 @@ def test_ranks_compute_what_one_process_does_also_after_one_has_died(flags, one,
 
 
 @pytest.mark.parametrize("fault, last", [("SIGTERM", 2), ("raise", 1)])
-def test_what_happens_to_rank_1_ends_both_and_one_goes_on(flags, one, tmp_path, fault, last):
+def test_what_happens_to_rank_1_ends_both_and_one_goes_on(one, tmp_path, fault, last):
     """A signal waits for the end of step 2, a reward that fails does not."""
     folder = tmp_path / "run"
-    done = run_ranks(2, "train.py", *flags, f"--output={folder}", FAULT=fault, FAULT_AT="3")
+    done = begin("train.py", *FLAGS, f"--output={folder}", ranks=2, FAULT=fault, FAULT_AT="3")()
     if fault == "raise":
         assert done.returncode != 0 and "KeyError: 'no, please'" in one_line_of(done.stderr)
     else:
@@ -57,11 +54,11 @@ def test_what_happens_to_rank_1_ends_both_and_one_goes_on(flags, one, tmp_path, 
     assert_same_run(folder, one)
 
 
-def test_lora_on_two_ranks_is_that_of_one(flags, tmp_path):
+def test_lora_on_two_ranks_is_that_of_one(tmp_path):
     """Whole weights and equal factors on both; a run of two also goes on as one."""
-    flags = (*flags, "--lora-rank=4", "--lr=0.003")
+    flags = (*FLAGS, "--lora-rank=4", "--lr=0.003")
     one, two, parts = (tmp_path / name for name in ("one", "two", "parts"))
-    ends = [begin_ranks(2, "train.py", *flags, f"--steps={steps}", f"--output={folder}")
+    ends = [begin("train.py", *flags, f"--steps={steps}", f"--output={folder}", ranks=2)
             for steps, folder in ((3, two), (2, parts))]
     trains(*flags, f"--output={one}")
     for end in ends:
@@ -75,11 +72,11 @@ def test_lora_on_two_ranks_is_that_of_one(flags, tmp_path):
                    for name in found)
 
 
-def test_two_ranks_in_bfloat16_lose_no_step(flags, tmp_path):
+def test_two_ranks_in_bfloat16_lose_no_step(tmp_path):
     """bfloat16 shards, float32 masters over them: what is meant arrives, and a run is repeated."""
     folders = [tmp_path / "run", tmp_path / "again"]
-    flags = (*flags, "--dtype=bfloat16", "--steps=2")
-    for end in [begin_ranks(2, "train.py", *flags, f"--output={folder}") for folder in folders]:
+    flags = (*FLAGS, "--dtype=bfloat16", "--steps=2")
+    for end in [begin("train.py", *flags, f"--output={folder}", ranks=2) for folder in folders]:
         well_ended(end())
     found = [checkpoint_of(folder) for folder in folders]
     for weights in found:

@@ -3,10 +3,8 @@ import dataclasses
 import importlib
 import re
 import subprocess
-
 import pytest
 from conftest import ROOT
-
 import train
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -98,12 +96,10 @@ def test_printed_numbers(run_here):
 
 
 def block(language, after):
-    """The first block of code behind these words."""
     return re.search(rf"```{language}\n(.*?)```", README[README.index(after):], re.DOTALL)[1]
 
 
 def test_ones_own_task_learns(monkeypatch, tmp_path, capsys):
-    """Two lines of data, a reward of three lines, one command: as they stand there."""
     (tmp_path / "mine.jsonl").write_text(block("json", "## Your own task"))
     (tmp_path / "mine.py").write_text(block("python", "## Your own task"))
     monkeypatch.chdir(tmp_path)

@@ -4,20 +4,17 @@ import json
 import re
 import sys
 from collections import Counter
-
 import pytest
 import real_model
 import real_reward
 import torch
 from conftest import lines_of, one_line_of, seeded, small_model, snapshot
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
 import reward
 from sample import chat_prompt, sample_groups
 from train import parse
 
 # --- The problems ---------------------------------------------------------------------------------
-
 def total_of(question):
     """A reader of its own: the first number, then every other with the word that it follows."""
     numbers = list(map(int, re.findall(r"\d+", question)))
@@ -118,7 +115,6 @@ def test_sums_of_steps_are_paid_for_the_answer_and_measured_by_kind(worked_out):
 
 
 def test_with_boxed_the_rule_is_the_reward(tmp_path):
-    """The examples of its system prompt are right by the rule."""
     path = real_model.write_task(tmp_path, tmp_path, flags=real_model.FLAGS | real_model.BOXED)
     settings = parse(["--config", str(path)])
     assert settings.reward == ["rule"]
@@ -156,7 +152,6 @@ def test_the_rewards_as_training_calls_them(task, tiny):
 
 
 # --- The folder of the model ----------------------------------------------------------------------
-
 @pytest.fixture
 def script(tmp_path, monkeypatch):
     """main() on a folder in tmp_path, with a download and a conversion that are played."""
@@ -274,8 +269,7 @@ def test_the_real_model_answers():
     if not folder.exists():
         pytest.skip("python tests/real/real_model.py has not been run")
     real_model.check(folder)
-    model, tokenizer = (kind.from_pretrained(folder)
-                        for kind in (AutoModelForCausalLM, AutoTokenizer))
+    model, tokenizer = (x.from_pretrained(folder) for x in (AutoModelForCausalLM, AutoTokenizer))
     prompt = chat_prompt(tokenizer, {"question": "What is the capital of France?"}, "")
     rollout = sample_groups(model.eval(), tokenizer, [prompt], 1, 16, temperature=0)
     assert rollout.responses == ["The capital of France is Paris."]

@@ -10,15 +10,12 @@ import sys
 import time
 import weakref
 from itertools import chain, repeat
-
 import pytest
 import torch
-from conftest import (
-    ENVIRONMENT, FEW, LIMIT, NO_MEMORY, ROOT, TINY, checkpoint_of, curve, edit_json, edit_tensors,
-    ends_badly, faulty_reward, lines_of, main, metrics_of, one_line_of, raises, refused, run_script,
-    same_tensors, snapshot, start, trained, trains, weights_of, well_ended)
+from conftest import (FEW, LIMIT, MINE, NO_MEMORY, ROOT, TINY, assert_bitwise, begin, checkpoint_of,
+                      curve, edit_json, edit_tensors, lines_of, metrics_of, one_line_of, raises,
+                      refused, same_tensors, snapshot, trained, trains, well_ended)
 from safetensors.torch import load, load_file
-
 import train
 
 FLAGS = (*FEW, "--steps=6", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=16",
@@ -26,6 +23,7 @@ FLAGS = (*FEW, "--steps=6", "--prompts-per-step=2", "--group-size=4", "--max-new
          "--updates-per-rollout=2")
 CHECKPOINT = "checkpoint.safetensors"
 LORA = ("--lora-rank=4", "--lr=0.003")
+OWN_REWARD = (*FLAGS, f"--reward={MINE}:score")
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +37,7 @@ def run_folder(uninterrupted, tmp_path):
 
 
 def ended_the_same(folder, whole):
-    assert curve(folder) == curve(whole)                  # no step twice, none missing
-    assert weights_of(folder) == weights_of(whole)
+    assert_bitwise(folder, whole)                         # no step twice, none missing
     steps = [record["step"] for record in lines_of(folder / "samples.jsonl")]
     assert steps == sorted(2 * list(range(1, 7)))
     pages = {(place / "page.html").read_text(encoding="utf-8").split("</code>", 1)[1]
@@ -67,7 +64,7 @@ def test_a_run_in_two_parts_is_the_run_bit_for_bit(tmp_path, flags):
     trains(*flags, "--steps=2", f"--output={whole}")
     trains(*flags, "--steps=1", f"--output={parts}")
     trains(f"--resume={parts}", "--steps=2")
-    assert curve(parts) == curve(whole) and weights_of(parts) == weights_of(whole)
+    assert_bitwise(parts, whole)
     saved = checkpoint_of(parts)
     assert same_tensors(saved, checkpoint_of(whole))
     last = curve(whole)[-1]
@@ -85,7 +82,8 @@ def test_killed_at_any_moment_the_run_ends_the_same(uninterrupted, tmp_path):
     for steps in range(5):
         begun = (folder / "config.json").is_file()
         flags = [f"--resume={folder}"] if begun else [*FLAGS, f"--output={folder}"]
-        process = start("train.py", *flags)
+        command = [sys.executable, ROOT / "train.py", *flags]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while process.poll() is None:
             if log.is_file() and log.read_text().count("\n") > steps:
                 break
@@ -97,13 +95,10 @@ def test_killed_at_any_moment_the_run_ends_the_same(uninterrupted, tmp_path):
 
 
 # --- Signals, and rewards that fail ---------------------------------------------------------------
-
 @pytest.fixture(scope="module")
 def own_reward(tmp_path_factory):
-    """(flags with a reward that can fail, the folder of a run to which nothing happened)."""
-    folder = tmp_path_factory.mktemp("reward")
-    flags = (*FLAGS, faulty_reward(folder))
-    return flags, trained(folder / "run", *flags)
+    """The folder of a run with a reward that can fail, and to which nothing happened."""
+    return trained(tmp_path_factory.mktemp("own"), *OWN_REWARD)
 
 
 @pytest.mark.parametrize("fault, call, status, said, last", [
@@ -115,12 +110,11 @@ def own_reward(tmp_path_factory):
 def test_what_ends_a_run_is_told_and_it_goes_on(capsys, monkeypatch, tmp_path, own_reward, fault,
                                                 call, status, said, last):
     """A signal waits for the step's end and saves; an error does not, in an evaluation either."""
-    flags, whole = own_reward
     folder = tmp_path / "run"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FAULT", fault)
     monkeypatch.setenv("FAULT_AT", str(call))
-    assert main(*flags, "--output=run") == status
+    assert train.main([*OWN_REWARD, "--output=run"]) == status
     out, err = capsys.readouterr()
     signalled = fault.startswith("SIG")
     line = out if signalled else one_line_of(err)
@@ -129,25 +123,24 @@ def test_what_ends_a_run_is_told_and_it_goes_on(capsys, monkeypatch, tmp_path, o
     lines = metrics_of(folder) if last else [{"step": 0}]
     assert lines[-1]["step"] == last and not (folder / "final").exists()
     monkeypatch.delenv("FAULT")
-    resumed_ends_the_same(folder, whole)
+    resumed_ends_the_same(folder, own_reward)
 
 
 def test_the_line_that_is_printed_continues_the_run(tmp_path, own_reward):
     """From the shell, and from another folder; `python` alone may be another Python."""
-    flags, whole = own_reward
     folder = tmp_path / "a run"
-    done = run_script("train.py", *flags, f"--output={folder}", folder=tmp_path, FAULT="SIGINT")
+    end = begin("train.py", *OWN_REWARD, f"--output={folder}", folder=tmp_path, FAULT="SIGINT")
+    done = end()
     assert done.returncode == 130, done.stderr
     line = done.stdout.split("continue with: ")[1].splitlines()[0]
-    done = subprocess.run(line, shell=True, env=ENVIRONMENT, capture_output=True, text=True,
-                          timeout=LIMIT, cwd=tmp_path)
-    well_ended(done)
-    ended_the_same(folder, whole)
+    well_ended(subprocess.run(line, shell=True, capture_output=True, text=True, timeout=LIMIT,
+                              cwd=tmp_path))
+    ended_the_same(folder, own_reward)
 
 
 def test_the_handlers_belong_to_the_process_that_set_them(capsys, tmp_path):
     """A pool ends its workers with SIGTERM; a worker that took it for the run's would live on."""
-    folder, forks = tmp_path / "run", ROOT / "tests" / "helpers" / "forks.py"
+    folder, forks = tmp_path / "run", MINE.with_name("forks.py")
     trains(*FLAGS, "--steps=1", f"--reward={forks}:waits", f"--output={folder}")
     assert metrics_of(folder)[-1]["reward_mean"] == -signal.SIGTERM
     trains(*FLAGS, "--steps=1", f"--reward={forks}:score", f"--output={folder}2")
@@ -175,25 +168,23 @@ def test_main_puts_signals_back_and_leaves_ignored_ones_alone(monkeypatch, tmp_p
     monkeypatch.setenv("FAULT", "SIGHUP")
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        trains(*FLAGS, "--steps=4", faulty_reward(tmp_path), f"--output={tmp_path / 'other'}")
+        trains(*OWN_REWARD, "--steps=4", f"--output={tmp_path / 'other'}")
     finally:
         signal.signal(signal.SIGHUP, before[2])
     assert [signal.getsignal(name) for name in names] == before
 
 
 def test_a_reward_that_fails_at_once_can_be_mended(capsys, tmp_path, own_reward):
-    flags, whole = own_reward
     folder, mine = tmp_path / "run", tmp_path / "mine.py"
     mine.write_text("def score(completions, **columns):\n    raise KeyError('not yet')\n")
-    line = ends_badly(capsys, *flags[:-1], f"--reward={mine}:score", f"--output={folder}")
+    line = refused(capsys, *FLAGS, f"--reward={mine}:score", f"--output={folder}", begun=True)
     assert "not yet" in line
     assert line.endswith("continue with: " + train.command("train.py", "--resume", str(folder)))
-    faulty_reward(tmp_path)                               # which has no fault to do
-    resumed_ends_the_same(folder, whole)
+    shutil.copy(MINE, mine)                               # which has no fault to do
+    resumed_ends_the_same(folder, own_reward)
 
 
 # --- What --resume refuses: one line, and not a byte of the run is changed ------------------------
-
 def refuses_to_resume(capsys, folder, *flags):
     before = snapshot(folder)
     line = refused(capsys, f"--resume={folder}", *flags)
@@ -201,9 +192,8 @@ def refuses_to_resume(capsys, folder, *flags):
     return line
 
 
-@pytest.mark.parametrize("flag", [
-    "--lr=0.5", "--seed=1", "--no-scale-by-std", "--output=elsewhere", "--config=c.json",
-    "--eval-only", "--steps=3"])
+@pytest.mark.parametrize("flag", ["--lr=0.5", "--seed=1", "--no-scale-by-std", "--output=elsewhere",
+                                  "--config=c.json", "--eval-only", "--steps=3"])
 def test_what_a_resumed_run_cannot_change(capsys, run_folder, flag):
     line = refuses_to_resume(capsys, run_folder, flag)
     assert flag.split("=")[0].removeprefix("--no-") in line and str(run_folder) in line
@@ -259,7 +249,7 @@ def at_home(monkeypatch, tmp_path):
     shutil.copytree(TINY, home / "model")
     for name in ("train.jsonl", "test.jsonl"):
         (home / name).write_text("".join((TINY / name).open().readlines()[:8]))
-    faulty_reward(home)
+    shutil.copy(MINE, home)
     monkeypatch.setattr(train, "HERE", home)
     monkeypatch.chdir(home)
     trains(*FLAGS, "--steps=2", "--model=model", "--data=train.jsonl", "--eval-data=test.jsonl",
@@ -352,8 +342,7 @@ FULL = {"metrics.jsonl": -1, "samples.jsonl": 0, f"{CHECKPOINT}.new": -1, "page.
 
 @pytest.mark.parametrize("name", FULL)
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
-def test_a_full_disk_is_one_line_and_the_run_goes_on(capsys, monkeypatch, tmp_path, uninterrupted,
-                                                     name):
+def test_a_full_disk_is_one_line_and_it_goes_on(capsys, monkeypatch, tmp_path, uninterrupted, name):
     folder = tmp_path / "run"
 
     def claim_folder(run, s, real=train.Run.claim_folder):
@@ -364,7 +353,7 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on(capsys, monkeypatch, tmp_pa
 
     with monkeypatch.context() as patch:
         patch.setattr(train.Run, "claim_folder", claim_folder)
-        line = ends_badly(capsys, *FLAGS, f"--output={folder}")
+        line = refused(capsys, *FLAGS, f"--output={folder}", begun=True)
     assert "disk is full" in line
     assert line.endswith("continue with: " + train.command("train.py", "--resume", str(folder)))
     (folder / name).unlink()
@@ -372,15 +361,12 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on(capsys, monkeypatch, tmp_pa
 
 
 # --- How a checkpoint is written ------------------------------------------------------------------
-
 def test_safetensors_reads_what_was_written():
-    """Of every dtype and shape, numbers in odd order, a name that JSON has to quote."""
-    tensors = {
-        "scalar": torch.tensor(2.5), "three": torch.arange(3).bfloat16(),
-        "matrix": torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).T,
-        "none": torch.empty(0, 5), "half": torch.full((2, 1, 2), 0.1, dtype=torch.float16),
-        'a "name"\n': torch.tensor([torch.inf, -0.0]), "text": torch.frombuffer(bytearray(b"x"),
-                                                                               dtype=torch.uint8)}
+    tensors = {"scalar": torch.tensor(2.5), "three": torch.arange(3).bfloat16(),
+               "matrix": torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).T,
+               "none": torch.empty(0, 5), "half": torch.full((2, 1, 2), 0.1, dtype=torch.float16),
+               'a "name"\n': torch.tensor([torch.inf, -0.0]),
+               "text": torch.frombuffer(bytearray(b"x"), dtype=torch.uint8)}
     found = load(b"".join(map(bytes, train.as_safetensors(tensors))))
     assert same_tensors(found, tensors)
     assert all(found[name].dtype == tensors[name].dtype for name in tensors)
@@ -403,7 +389,6 @@ def test_a_checkpoint_on_its_way_holds_one_tensor_in_memory(monkeypatch, tmp_pat
 
 
 # --- Numbers that are not finite, memory that runs out --------------------------------------------
-
 def test_ten_skipped_updates_stop_the_run_and_the_last_good_checkpoint_stays(
         capsys, monkeypatch, tmp_path, uninterrupted):
     folder = tmp_path / "run"
@@ -416,7 +401,7 @@ def test_ten_skipped_updates_stop_the_run_and_the_last_good_checkpoint_stays(
 
     with monkeypatch.context() as patch:
         patch.setattr(train, "grpo_loss", infinite_from_step_3)
-        line = ends_badly(capsys, *FLAGS, "--steps=100", f"--output={folder}")
+        line = refused(capsys, *FLAGS, "--steps=100", f"--output={folder}", begun=True)
     assert "10 updates in a row" in line
     assert all(cause in line for cause in ("--lr", "reward", "--temperature"))
     assert not re.search("NaN|Infinity", (folder / "metrics.jsonl").read_text())  # no JSON
@@ -441,7 +426,7 @@ def test_updates_that_are_skipped_now_and_then_do_not_stop_it(tmp_path):
 def test_weights_that_are_not_finite_are_never_saved(capsys, tmp_path, flags):
     folder = tmp_path / "run"
     flags = (*FLAGS, *flags, "--dtype=float16", "--weight-decay=1e9", f"--output={folder}")
-    line = ends_badly(capsys, *flags, "--steps=4", "--eval-every=1")
+    line = refused(capsys, *flags, "--steps=4", "--eval-every=1", begun=True)
     assert "--weight-decay" in line and "not finite" in line
     for file in folder.rglob("*.safetensors"):            # LoRA's first step may be finite
         assert all(tensor.isfinite().all() for tensor in load_file(file).values())
@@ -503,7 +488,7 @@ def test_no_rank_goes_on_alone(monkeypatch, error):
 @pytest.mark.parametrize("stage", ["make_optimizer", "sample_groups", "grpo_loss"])
 def test_out_of_memory_for_good_is_one_line(capsys, monkeypatch, tmp_path, stage):
     monkeypatch.setattr(train, stage, raises(NO_MEMORY[0]))
-    line = ends_badly(capsys, *FLAGS, f"--output={tmp_path / 'run'}")
+    line = refused(capsys, *FLAGS, f"--output={tmp_path / 'run'}", begun=True)
     assert "out of memory" in line and "--lora-rank 16" in line
 
 
@@ -513,7 +498,7 @@ def test_an_error_of_the_loss_is_no_fault_of_a_fast_path(capsys, monkeypatch, tm
     errors = chain([RuntimeError("shapes do not match")], repeat(*then or [RuntimeError("shapes")]))
     monkeypatch.setattr(train, "grpo_loss", lambda *_, **__: raises(next(errors))())
     with pytest.raises(RuntimeError, match="shapes do not match") as error:
-        main(*FLAGS, f"--output={tmp_path / 'run'}")
+        trains(*FLAGS, f"--output={tmp_path / 'run'}")
     assert [frame.name for frame in error.traceback].count("backward") == 1
     assert not train.logprob.PLAIN and not train.sample.PLAIN
     assert "fast path" not in "".join(capsys.readouterr())

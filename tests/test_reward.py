@@ -5,18 +5,18 @@ import json
 import math
 import random
 import re
+import shutil
 import sys
 import textwrap
 import time
 import types
 from fractions import Fraction
-
 import answers
 import pytest
 import torch
-from conftest import GSM8K, raises, seeded, small_model, value_error
+from conftest import MINE, ROOT, raises, seeded, small_model, value_error
+from chat_families import family
 from transformers import AutoModelForSequenceClassification
-
 import reward
 import train
 from reward import (
@@ -28,12 +28,14 @@ from reward import (
 from sample import words_of
 
 
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"  # where it stands beside the checkout
+
+
 def box(answer):
     return rf"So it is \boxed{{{answer}}}."
 
 
 # --- The rule -------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("empty", ["", " ", "\n\t", "$", "$$", r"\$", ".", "...", r"\text{}",
                                    r"\text{ }", r"\ ", "\u00a0", "\u2003"])
 def test_an_empty_box_is_no_answer(empty):
@@ -62,7 +64,6 @@ def test_score_responses_is_prompt_major():
 
 
 # --- The box --------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("text, content", [
     (r"\boxed{5}", "5"), (r"\boxed{ 5 }", " 5 "), (r"\boxed{}", ""), ("5", None), ("", None),
     (r"\boxed{1} then \boxed{2}", "2"), (r"\boxed{1 \boxed{2} 3}", r"1 \boxed{2} 3"),
@@ -73,7 +74,6 @@ def test_score_responses_is_prompt_major():
     (r"\\boxed{5}", "5"),  # a backslash too many, as in a quoted string
 ])
 def test_extract_boxed(text, content):
-    """The next test has boxes in boxes, and braces that no other closes."""
     assert extract_boxed(text) == content
 
 
@@ -106,7 +106,6 @@ def test_boxes_are_their_definition():
 
 
 # --- Answers, read fairly -------------------------------------------------------------------------
-
 NUMBERS = {  # how 18, and other numbers, may be written; answers.jsonl has more
     "18": r"""18$  $\$18.00$  $18.$  ((18))  36/2  x_{10} = 18  \text{Answer: }18
         18 \text{ dollars}.  18\,\text{km/h}  18.\text{ eggs}  18~\text{}  \$18\text{ a day}
@@ -220,7 +219,6 @@ def test_hostile_text_is_scored_at_once(piece):
 
 
 # --- Problems -------------------------------------------------------------------------------------
-
 def line(question="How many?", answer="Count: 8 * 9 = 72.\n#### 72", **columns):
     return json.dumps({"question": question, "answer": answer, **columns})
 
@@ -390,7 +388,6 @@ def test_the_real_gsm8k(name, count, monkeypatch, tmp_path):
 
 
 # --- Evaluation figures ---------------------------------------------------------------------------
-
 @pytest.mark.parametrize("n", range(1, 8))
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n):
     for c, k in itertools.product(range(n + 1), range(1, n + 1)):
@@ -446,26 +443,6 @@ def test_all_figures_of_samples():
 
 
 # --- A user's own reward: --reward, --reward-weights, --step-reward, --reward-model ---------------
-
-MINE = """
-    def one(completions, **columns):
-        return [1.0 for _ in completions]
-
-    def two(completions, level, **columns):
-        return [2.0 if mark is None else None for mark in level]
-
-    def steps(completion_ids, **columns):
-        return [[(len(ids) - 1, float(sum(ids)))] for ids in completion_ids]
-
-    def rule(completions, **columns):
-        return (7.0 for _ in completions)
-
-    async def later(completions, **columns):
-        return [1.0 for _ in completions]
-
-    async def stream(completions, **columns):
-        yield 1.0
-"""
 PROBLEMS = [{"question": "a", "answer": "7", "level": 3},
             {"question": "b", "answer": "8", "level": None}]
 FOUR = [box(7), box(8), "x", box(8)]
@@ -510,11 +487,10 @@ def test_a_reward_is_called_as_trl_calls_it():
         "answer": [*"7788"], "level": [3, 3, None, None]}
 
 
-def test_the_rewards_of_the_flags_are_summed_over_those_that_apply(tmp_path):
-    mine_py = write(tmp_path / "mine.py", MINE)
+def test_the_rewards_of_the_flags_are_summed_over_those_that_apply():
     answers = [box(7), box(8), "<think>8</think><answer>8</answer>", box(8)]
     rollout = rollout_of(*answers)
-    specs = [f"{mine_py}:one", "rule", "think", f"{mine_py}:two"]
+    specs = [f"{MINE}:one", "rule", "think", f"{MINE}:two"]
     rewards = own_reward_of(specs, [10.0, 1.0, 100.0, 1000.0])(PROBLEMS, ["<a>", "<b>"], rollout)
     assert rewards.tolist() == [11.5, 10.5, 2160.0, 2011.5]
     parts = {name: part.nan_to_num(-1.0).tolist() for name, part in rollout.reward_parts.items()}
@@ -530,10 +506,10 @@ def test_the_rewards_of_the_flags_are_summed_over_those_that_apply(tmp_path):
     assert rewards.tolist() == [1.5, 0, 0]
     assert rollout.reward_parts["rule"].isnan().tolist() == [False, True, True]
     rollout = rollout_of(box(7), "x")  # rewards of steps stand beside the rule's
-    rewards = own_reward_of(None, None, f"{mine_py}:steps")(PROBLEMS[:1], ["p"], rollout)
+    rewards = own_reward_of(None, None, f"{MINE}:steps")(PROBLEMS[:1], ["p"], rollout)
     assert rewards.tolist() == [1.5, 0.0] and list(rollout.reward_parts) == ["rule"]
-    assert rollout.step_rewards == [[(1, 11.0)], [(2, 18.0)]]
-    specs = (f"{mine_py}:one", f"{mine_py}:one", "rule", f"{mine_py}:rule", f"{mine_py}:one")
+    assert rollout.step_rewards == [[(0, 2.0), (1, 1.0)], [(0, 2.0), (2, 2.0)]]
+    specs = (f"{MINE}:one", f"{MINE}:one", "rule", f"{MINE}:rule", f"{MINE}:one")
     own_reward_of(specs)(PROBLEMS[:1], ["p"], rollout)      # each has a name of its own
     assert list(rollout.reward_parts) == ["one", "one 2", "rule", "rule 4", "one 5"]
 
@@ -570,7 +546,7 @@ def test_a_reward_that_goes_wrong_is_named(function, reason):
     ("broken.py:f", "broken.py, line 2"), ("mine.py:later", "async"), ("mine.py:stream", "async")])
 def test_a_file_that_cannot_be_used_is_named_at_load(tmp_path, monkeypatch, flag, spec, reason):
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "mine.py", MINE)
+    shutil.copy(MINE, tmp_path)
     write(tmp_path / "broken.py", "\n1 / 0")
     write(tmp_path / "leaves.py", "import sys\nsys.exit(0)")
     given = ([spec],) if flag == "--reward" else (None, None, spec)
@@ -587,10 +563,9 @@ def test_a_column_may_have_any_other_name(column):
 
 @pytest.mark.parametrize("column", ["prompts", "completions", "completion_ids"])
 @pytest.mark.parametrize("flags", [["--reward", "rule"], ["--step-reward", "mine.py:steps"], []])
-def test_a_column_named_like_an_argument_is_refused_at_load(tmp_path, monkeypatch, tiny, column,
-                                                            flags):
+def test_a_column_named_like_an_argument_is_refused(tmp_path, monkeypatch, tiny, column, flags):
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "mine.py", MINE)
+    shutil.copy(MINE, tmp_path)
     write(tmp_path / "x.jsonl", line(**{column: ["x"]}) + "\n" + line("Another one ?"))
     s = train.parse(["--data=x.jsonl", "--eval-data=x.jsonl", "--prompts-per-step=2", *flags])
     if flags:
@@ -661,7 +636,6 @@ def test_a_reward_model_reads_its_own_template(tiny, monkeypatch):
 
 
 # --- Variants -------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("response, expected", [
     ("<think>9 * 7</think><answer>63</answer>", 1.5),
     (" <think>9 * 7</think>\n\n<answer> $63.00 eggs </answer>\n", 1.5),
@@ -703,7 +677,6 @@ def test_overlong_penalty_is_dapos():
 
 
 # --- Several candidates in one answer -------------------------------------------------------------
-
 # What an answer may be made of: (text, whether it is a candidate, whether that is right).
 PARTS = [
     ("word ", None), ("\n\n", None), ("é中😀", None), ("\\frac{1}{2}", None), ("}}$$. ", None),
@@ -713,9 +686,9 @@ PARTS = [
 
 
 @pytest.mark.parametrize("kind", ["one", "three", "words", "qwen"])
-def test_a_candidate_ends_with_the_token_that_closes_its_box(request, kind):
+def test_a_candidate_ends_with_the_token_that_closes_its_box(kind):
     pieces = {"one": ".", "three": ".{1,3}", "words": " ?[^ ]{1,4}| "}.get(kind)
-    tokenizer = None if pieces else request.getfixturevalue(kind)
+    tokenizer = None if pieces else family(kind)
     chance = random.Random(0)
     for _ in range(80):
         parts = chance.choices(PARTS, k=chance.randrange(13))
@@ -751,7 +724,6 @@ def test_candidates_are_found_at_once():
 
 
 # --- A reward model -------------------------------------------------------------------------------
-
 def small_reward_model(architecture="qwen2", **changes):
     sizes = {"max_position_embeddings": 64, "pad_token_id": None, "num_labels": 1, **changes}
     return small_model(architecture, 0.2, AutoModelForSequenceClassification, **sizes)

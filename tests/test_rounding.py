@@ -5,7 +5,6 @@ Random numbers differ from CPU to CPU, so the margins are four standard errors.
 import pytest
 import torch
 from conftest import seeded, small_model
-
 import train
 from train import MasterAdamW, off_grid, with_moments
 
@@ -71,6 +70,10 @@ def test_masters_begin_anywhere_within_half_a_unit(dtype):
 
 
 def test_the_places_belong_to_the_weight_and_never_change():
+    weights = [torch.nn.Parameter(torch.ones(999, dtype=torch.bfloat16)) for _ in range(2)]
+    assert not torch.equal(*masters_of(*weights).trained)
+    weight = torch.randn(99, generator=seeded())
+    assert torch.equal(off_grid(weight, 0, 0), weight), "in float32 none"
     n = 2**22
     start, move = torch.ones(n), 2**-7 * 0.25            # a quarter of a unit above 1
     once = rounded(start, torch.bfloat16, move) > 1
@@ -82,13 +85,6 @@ def test_the_places_belong_to_the_weight_and_never_change():
     for a, b in [(once, others), *lags]:
         agree = float((a == b).double().mean())
         assert abs(agree - 0.625) < 4 * (0.33 / n) ** 0.5  # 3/4 squared + 1/4 squared
-
-
-def test_two_weights_have_places_of_their_own_and_in_float32_none():
-    weights = [torch.nn.Parameter(torch.ones(999, dtype=torch.bfloat16)) for _ in range(2)]
-    assert not torch.equal(*masters_of(*weights).trained)
-    weight = torch.randn(99, generator=seeded())
-    assert torch.equal(off_grid(weight, 0, 0), weight)
 
 
 def train_briefly(dtype, updates=60, lr=1e-6):

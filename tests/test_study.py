@@ -1,12 +1,10 @@
 """The study: figures, verdicts and plan on numbers written by hand; one of its runs, end to end."""
 import json
 import math
-
 import pytest
 import study
 import torch
-from conftest import run_script
-
+from conftest import begin
 import train
 
 
@@ -93,8 +91,8 @@ def test_one_run_end_to_end_the_others_are_kept(tmp_path):
         folder = study.folder_of(tmp_path, arm, 0, 2)
         folder.mkdir()
         (folder / "figures.json").write_text(json.dumps({"code": "old", "figures": fake}))
-    done = run_script("tests/tools/study.py", "--only", "mismatch", "--seeds", "0", "--steps", "2",
-                      "--output", tmp_path)
+    done = begin("tests/tools/study.py", "--only", "mismatch", "--seeds", "0", "--steps", "2",
+                 "--output", tmp_path)()
     assert done.returncode == 0, done.stderr
     assert "4 runs, 1 of them to do" in done.stderr
     assert "0 runs missing, 3 made by other code" in done.stdout

@@ -7,17 +7,14 @@ import os
 import re
 import sys
 from types import SimpleNamespace
-
 import pytest
 import torch
-from conftest import (
-    FEW, NO_MEMORY, QWEN, REWARDS, TINY, answer_rows, checkpoint_of, gradient, json_lines, lines_of,
-    logprobs_on_full_logits, loop, metrics_of, parts, printed_by, raises, rollout_of, run_script,
-    same_tensors, settings, tiny_problems, trains, updated, whole_step)
-from transformers import (
-    AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer,
-    Qwen2Config)
-
+from conftest import (FEW, NO_MEMORY, PROBLEMS, REWARDS, TINY, answer_rows, begin, checkpoint_of,
+                      gradient, json_lines, lines_of, logprobs_on_full_logits, loop, metrics_of,
+                      parts, raises, rollout_of, same_tensors, settings, trains, updated,
+                      well_ended, whole_step)
+from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification,
+                          AutoTokenizer, Qwen2Config)
 import reward
 import sample
 import train
@@ -29,10 +26,12 @@ from sample import sample_groups
 SHORT = ("--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=16",
          "--eval-limit=8", "--eval-every=2", "--warmup-steps=2")
 SMALL = (*FEW, *SHORT)
+QWEN = {"model_type": "qwen3", "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 96,
+        "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16,
+        "tie_word_embeddings": True}
 
 
 # --- [G] A step against the formula, and what it asks of the stages; flags: test_variants.py ------
-
 def test_a_step_is_the_definition():
     """train_step moves the weights as plain_step does, and its gradient is of the same size."""
     p = parts("--group-size=8", "--max-new-tokens=256", "--kl-coef=0.04", "--updates-per-rollout=1",
@@ -71,13 +70,13 @@ def test_share_prompts_arrives(monkeypatch, share):
 def test_the_reward_is_asked_about_the_rollout_and_replaces_the_rules():
     asked = []
     p = parts("--updates-per-rollout=1", noise=0)
-    metrics, rollout = whole_step(p, reward_of=lambda *given: asked.append(given) or REWARDS)
+    metrics, rollout, _ = whole_step(p, reward_of=lambda *given: asked.append(given) or REWARDS)
     assert asked == [(p.problems, p.prompts, rollout)] and torch.equal(rollout.rewards, REWARDS)
     assert torch.allclose(rollout.advantages, group_advantages(REWARDS, 4))
     # A first step is honest: of an untouched reference the KL is 0, and every ratio is 1
     assert abs(metrics["approx_kl"]) < 1e-9 and metrics["clip_fraction"] == 0
     assert metrics["sampler_difference"] < 1e-5            # decoding against one pass
-    _, rollout = whole_step(p, reward_of=None)
+    _, rollout, _ = whole_step(p, reward_of=None)
     expected = train.score_responses(rollout.responses, [q["answer"] for q in p.problems], 4)
     assert torch.equal(rollout.rewards, expected) and expected.unique().numel() > 1
     assert torch.equal(rollout.rule_rewards, expected)
@@ -149,7 +148,6 @@ def test_twelve_updates_after_a_sampler_that_is_off_do_not_end_the_run():
 
 
 # --- Every metric of the README against its definition, on six answers written by hand ------------
-
 SIZES = [(4, 2), (4, 3), (3, 1), (3, 4), (5, 5), (5, 9)]  # of the rows: prompt, answer
 RESPONSES = ["\\boxed{7}", "\\boxed{8}", "none", "\\boxed{6}", "\\boxed{5}", "so \\boxed{5}"]
 TRUTHS = ["7", "7", "5"]
@@ -184,7 +182,7 @@ def test_a_reward_that_switches_gradients_off_trains_all_the_same():
         torch.set_grad_enabled(False)
         return REWARDS.tolist()
 
-    metrics, _ = whole_step(parts(), reward_of=reward_of)
+    metrics, _, _ = whole_step(parts(), reward_of=reward_of)
     assert torch.is_grad_enabled() and metrics["grad_norm"] > 0
 
 
@@ -208,7 +206,6 @@ def test_every_metric_is_its_definition(measured):
 
 
 def test_accuracy_is_the_rules_and_zero_variance_the_rewards(monkeypatch, measured):
-    """Accuracy is of the answers whose truth is known."""
     metrics, *_ = measured(lambda *_: torch.tensor([3.0, 3, 1, 1, 0, 2]))
     names = ("reward_mean", "accuracy", "format_rate", "zero_variance_groups")
     assert [metrics[name] for name in names] == pytest.approx([10 / 6, 3 / 6, 5 / 6, 2 / 3])
@@ -219,7 +216,6 @@ def test_accuracy_is_the_rules_and_zero_variance_the_rewards(monkeypatch, measur
 
 
 def test_evaluation_is_its_definition():
-    """Seven problems in batches of six: who is asked, how, and what the figures are."""
     p = parts("--max-new-tokens=11", "--system-prompt=Think.", "--prompts-per-step=3",
               "--group-size=2")
     problems = [{"question": f"q {j}", "answer": str(j)} for j in range(7)]
@@ -252,7 +248,6 @@ def test_evaluation_is_its_definition():
 
 
 # --- [H] The loop ---------------------------------------------------------------------------------
-
 def test_the_loop_warms_up_evaluates_and_saves_when_it_should():
     run = loop("--warmup-steps=4", "--eval-every=2", "--save-every=3", "--updates-per-rollout=1")
     assert run.rates == [m["lr"] for m in run.metrics[1:]]
@@ -271,7 +266,7 @@ def test_every_step_asks_its_own_problems_with_its_own_random_numbers():
             drawn.append((prompts, how[3]))
         return sample_groups(model, tokenizer, prompts, *how)
 
-    run = loop("--system-prompt=", problems=tiny_problems()[:4], sampler=spy,
+    run = loop("--system-prompt=", problems=PROBLEMS[:4], sampler=spy,
                reward_of=lambda *given: torch.arange(float(len(given[2].responses))))
     for (prompts, generators), (batch, rollout) in zip(drawn, run.samples, strict=True):
         assert prompts == batch.prompts and generators == batch.generators
@@ -344,12 +339,11 @@ def test_masters_gather_the_gradient_of_all_micro_batches():
 
 
 # --- A run, its files and what it prints ----------------------------------------------------------
-
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    out, err = printed_by(*SMALL, f"--output={folder}")
-    return SimpleNamespace(folder=folder, out=out, err=err)
+    done = begin("train.py", *SMALL, f"--output={folder}")()
+    return SimpleNamespace(folder=folder, out=well_ended(done), err=done.stderr)
 
 
 def test_a_run_leaves_the_files_of_the_contract(finished_run):
@@ -375,6 +369,11 @@ def test_a_run_leaves_the_files_of_the_contract(finished_run):
                  "32 problems", "8 held out", "from step 0 to 3", str(folder)):
         assert word in finished_run.out
     assert all(word in finished_run.err for word in ("3/3", "reward", "acc", "len", "KL"))
+    final = AutoModelForCausalLM.from_pretrained(folder / "final")
+    assert AutoTokenizer.from_pretrained(folder / "final").chat_template
+    assert not same_tensors(final.state_dict(), parts().policy.state_dict())
+    last = checkpoint_of(folder)
+    assert all(torch.equal(last[f"weight/{name}"], p) for name, p in final.named_parameters())
 
 
 def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
@@ -441,16 +440,7 @@ def test_a_run_from_python_has_its_threads_too_and_blocks_that_may_grow(monkeypa
     assert asked == [3]
 
 
-def test_final_opens_and_is_the_trained_policy(finished_run):
-    final = AutoModelForCausalLM.from_pretrained(finished_run.folder / "final")
-    assert AutoTokenizer.from_pretrained(finished_run.folder / "final").chat_template
-    assert not same_tensors(final.state_dict(), parts().policy.state_dict())
-    last = checkpoint_of(finished_run.folder)
-    assert all(torch.equal(last[f"weight/{name}"], p) for name, p in final.named_parameters())
-
-
 def test_a_run_goes_on_from_its_model_with_all_of_its_settings(finished_run):
-    """The command that it prints, and the run's own folder as a model."""
     command = finished_run.out.splitlines()[-1].partition("train.py ")[2].split()
     assert command[::2] == ["--config", "--model"]
     first = train.parse(SMALL)
@@ -487,7 +477,7 @@ def test_another_seed_and_a_run_without_kl_has_no_reference(capsys, finished_run
                     for folder in (finished_run.folder, tmp_path / "other"))
     assert first != other
     # A tenth of the user's own data is held out
-    (tmp_path / "mine.jsonl").write_text(json_lines(*tiny_problems()[:40]))
+    (tmp_path / "mine.jsonl").write_text(json_lines(*PROBLEMS[:40]))
     trains(*SHORT, f"--data={tmp_path / 'mine.jsonl'}", "--steps=1", f"--output={tmp_path / 'own'}")
     out = capsys.readouterr().out
     assert "mine.jsonl are held out" in out and "36 problems, 4 held out" in out
@@ -505,7 +495,7 @@ def test_a_prompt_that_is_too_long_is_refused_at_once(tmp_path):
 
 
 def test_the_help():
-    done = run_script("train.py", "--help")
+    done = begin("train.py", "--help")()
     assert done.returncode == 0 and done.stderr == ""
     for name in train.FIELDS:
         assert len(re.findall(rf"\n  {train.flag_of(name)}[ ,\n]", done.stdout)) == 1, name
@@ -516,7 +506,6 @@ def test_the_help():
 
 
 # --- Settings: the defaults, over them a config file, over it the command line --------------------
-
 def test_the_command_line_wins_over_the_config_and_the_config_over_the_defaults(tmp_path):
     (tmp_path / "d.jsonl").write_text("")
     (tmp_path / "c.json").write_text(json.dumps(
@@ -569,7 +558,6 @@ def test_what_flags_become(monkeypatch, tmp_path):
 
 
 # --- Memory ---------------------------------------------------------------------------------------
-
 def test_checkpointed_layers_run_again():
     p, calls = parts("--micro-batch-tokens=10000", "--kl-coef=0"), []
     rollout = rollout_of(p)
@@ -654,8 +642,7 @@ def test_count_of_the_memory(monkeypatch, tmp_path):
 
 
 def test_a_width_for_each_layer_is_counted(monkeypatch, tmp_path):
-    wide = {"model_type": "gemma3n_text", "num_kv_shared_layers": 0,
-            "intermediate_size": [96, 96, 192]}
+    wide = dict(model_type="gemma3n_text", num_kv_shared_layers=0, intermediate_size=[96, 96, 192])
     monkeypatch.setattr(sys.modules[__name__], "QWEN", QWEN | wide)
     assert counted(tmp_path)[0]["kept for the backward pass"] > 500 * 3 * 4 * 192 * 2
 

@@ -1,17 +1,15 @@
 """Conversations (--reply), branches of the best (--around-best), and --advantage shape."""
 import pytest
 import torch
-from conftest import (
-    FEW, ROOT, assert_same_run, begin_ranks, ends_badly, lines_of, metrics_of, one_line_of, parts,
-    refused, run_ranks, seeded, tiny_problems, trains, well_ended, whole_step)
-
+from conftest import (FEW, MINE, PROBLEMS, assert_same_run, begin, lines_of, metrics_of,
+                      one_line_of, parts, refused, seeded, trains, well_ended, whole_step)
 import sample
 import train
 from advantage import shape_advantages
 
 SMALL = (*FEW, "--steps=3", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=10",
          "--eval-limit=3", "--eval-every=2", "--save-every=1", "--updates-per-rollout=1")
-REPLY = f"--reply={ROOT / 'tests' / 'helpers' / 'checker.py'}:check"
+REPLY = f"--reply={MINE.with_name('checker.py')}:check"
 
 
 def test_a_conversation_ends_where_no_room_is_left(tiny):
@@ -19,7 +17,7 @@ def test_a_conversation_ends_where_no_room_is_left(tiny):
     def reply(prompt, turns):
         return "Anna has 9 books , loses 4 , gives 2 , gets 7 . How many ?"
 
-    prompt = train.chat_prompt(tiny[1], tiny_problems()[0], "")
+    prompt = train.chat_prompt(tiny[1], PROBLEMS[0], "")
     rollout = sample.sample_conversations(*tiny, [prompt], 4, 20, 1.0, [seeded(1)], reply=reply,
                                           max_turns=9)
     assert rollout.input_ids.shape[1] <= 128
@@ -30,10 +28,9 @@ def test_a_conversation_ends_where_no_room_is_left(tiny):
                                   ("--around-best=2", "--advantage=shape", "--group-size=8",
                                    "--max-new-tokens=40")])
 def test_two_ranks_draw_what_one_process_draws_and_one_goes_on(kind, tmp_path):
-    """Two steps on two ranks, the third in one process, against all of them there."""
     flags = (*SMALL, "--prompts-per-step=4", *kind)
     one, two = tmp_path / "one", tmp_path / "two"
-    end = begin_ranks(2, "train.py", *flags, "--steps=2", f"--output={two}")
+    end = begin("train.py", *flags, "--steps=2", f"--output={two}", ranks=2)
     trains(*flags, f"--output={one}")
     well_ended(end())
     trains("--resume", two, "--steps=3")
@@ -46,21 +43,15 @@ def test_two_ranks_draw_what_one_process_draws_and_one_goes_on(kind, tmp_path):
         assert any(turns[1:2] == ["How many ?"] and len(turns) == 3 for turns in talks)
 
 
-def test_a_reply_that_fails_on_one_rank_ends_the_step_on_all(tmp_path):
-    flags = (*SMALL, REPLY, "--prompts-per-step=4", f"--output={tmp_path / 'run'}")
-    done = run_ranks(2, "train.py", *flags, REPLY="raise")
+def test_a_reply_that_fails_on_one_rank_ends_the_step_on_all_and_one_goes_on(tmp_path):
+    folder = tmp_path / "run"
+    flags = (*SMALL, REPLY, "--prompts-per-step=4", f"--output={folder}")
+    done = begin("train.py", *flags, ranks=2, REPLY="raise")()
     line = one_line_of(done.stderr)
-    assert done.returncode != 0 and "--reply" in line and "KeyError: 'oh'" in line
-
-
-def test_a_reply_that_fails_ends_the_step(capsys, monkeypatch, tmp_path):
-    monkeypatch.setenv("REPLY", "raise")
-    line = ends_badly(capsys, *SMALL, REPLY, f"--output={tmp_path / 'run'}")
-    assert "--reply" in line and "KeyError: 'oh' (checker.py, line 11)" in line
-    assert not (tmp_path / "run" / "final").exists()
-    monkeypatch.delenv("REPLY")
-    trains("--resume", tmp_path / "run")
-    assert len(metrics_of(tmp_path / "run")) == 4
+    assert done.returncode != 0 and "--reply" in line
+    assert "KeyError: 'oh' (checker.py, line 11)" in line and not (folder / "final").exists()
+    trains("--resume", folder)
+    assert len(metrics_of(folder)) == 4
 
 
 def test_what_cannot_be_said_is_refused(capsys):
@@ -76,7 +67,7 @@ def test_half_of_a_group_goes_on_from_what_the_rule_finds_best(monkeypatch):
     monkeypatch.setattr(sample, "sample_around",
                         lambda *how, **more: asked.append(more) or sample.sample_groups(*how))
     p = parts("--around-best=2", "--group-size=8")
-    _, rollout = whole_step(p, reward_of=None)
+    _, rollout, _ = whole_step(p, reward_of=None)
     assert len(rollout.responses) == 16 and asked[0].keys() == {"best", "rewards_of"}
     assert len(asked) == 1 and asked[0]["best"] == 2
     answer = f"\\boxed{{ {p.problems[1]['answer']} }}"

@@ -11,15 +11,12 @@ import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
-
 import pytest
 import torch
-from conftest import (
-    FEW, TINY, assert_same_run, begin_ranks, checkpoint_of, curve, json_lines, lines_of,
-    logprobs_on_full_logits, loop, metrics_of, parts, printed_by, raises, same_tensors, seeded,
-    settings, step_of_the_program, tiny_problems, trained, trains, updates_by_hand, weights_of,
-    well_ended)
-
+from conftest import (FEW, MINE, PROBLEMS, TINY, assert_bitwise, assert_same_run, begin,
+                      checkpoint_of, curve, json_lines, lines_of, logprobs_on_full_logits, loop,
+                      metrics_of, parts, raises, same_tensors, seeded, settings, trained, trains,
+                      well_ended, whole_step)
 import sample
 import train
 from advantage import (
@@ -34,7 +31,6 @@ SHORT = ("--steps=4", "--prompts-per-step=2", "--group-size=4", "--max-new-token
 SMALL = (*FEW, *SHORT)
 
 # --- [C] [E] [F]: the updates of a step against the stage functions on full logits ----------------
-
 def rollout_of(p, temperature, max_new_tokens=12):
     """Two groups with right, wrong and cut answers, and a sampler that is off by some tenths."""
     rollout = sample_groups(p.policy, p.tokenizer, p.prompts, 4, max_new_tokens, temperature,
@@ -48,9 +44,10 @@ def rollout_of(p, temperature, max_new_tokens=12):
 
 RULE = torch.tensor([1.5, 0.5, 0.0, 1.5, 0.5, 1.5, 0.0, 0.0])
 LEVELS = {"--advantage=gtpo": gtpo_advantages, "--advantage=grpo-s": grpo_s_advantages}
-# The settings that the updates by hand read
+# The settings that grpo_loss reads
 READ = ("clip_eps", "clip_eps_high", "kl_coef", "kl_estimator", "ratio", "objective", "aggregate",
-        "max_new_tokens", "temperature", "max_grad_norm")
+        "max_new_tokens")
+RATE = 0.05  # of the SGD that takes the place of AdamW: a second update has ratios off 1
 PLAIN = ("--max-new-tokens=12", "--kl-coef=0.5", "--max-grad-norm=1e9", "--temperature=0.7")
 
 
@@ -71,33 +68,49 @@ def advantages_by_hand(flags, rollout, entropies):
 
 
 def by_hand(p, rollout, flags):
+    """[D] on full logits, [E] [F] and a clipped SGD step -> one record per update."""
     s = settings(*PLAIN, *flags)
     how = {name: getattr(s, name) for name in READ}
-    how["order"] = [slice(0, 8)] if s.minibatches == 1 else [slice(0, 4), slice(4, 8)]
-    how["order"] *= s.updates_per_rollout
     if s.sampler_correction:
         how["sampler_cap"] = s.sampler_correction
+    model = copy.deepcopy(p.policy)
     with torch.no_grad():
-        _, entropies = logprobs_on_full_logits(p.policy, rollout, how["temperature"])
+        old, entropies = logprobs_on_full_logits(model, rollout, s.temperature)
+        ref, _ = logprobs_on_full_logits(p.reference, rollout, s.temperature)
     advantages = advantages_by_hand(flags, rollout, entropies.float())
     mask = rollout.mask
     if "--mask-truncated" in flags:
         mask = mask & rollout.finished[:, None]
-    return updates_by_hand(p, rollout, advantages, mask=mask, **how)
+    records = []
+    for rows in s.updates_per_rollout * torch.arange(8).chunk(s.minibatches):
+        logp, _ = logprobs_on_full_logits(model, rollout, s.temperature)
+        if s.sampler_correction:
+            how["sampler_logprobs"] = rollout.logprobs.double()[rows]
+        loss, metrics = grpo_loss(logp[rows], old[rows], ref[rows] if s.kl_coef else None,
+                                  advantages[rows], mask[rows], **how)
+        grads = torch.autograd.grad(loss, [*model.parameters()])
+        norm = math.sqrt(sum(float(g.square().sum()) for g in grads))
+        grads = [g * min(1.0, s.max_grad_norm / (norm + 1e-6)) for g in grads]
+        with torch.no_grad():
+            for weight, grad in zip(model.parameters(), grads):
+                weight -= RATE * grad
+        metrics = {name: float(value) for name, value in metrics.items()} | {"grad_norm": norm}
+        records.append(SimpleNamespace(gradient=torch.cat([g.flatten() for g in grads]),
+                                       metrics=metrics))
+    return records
 
 
 def assert_same_step(p, rollout, expected):
     """The program's step on this rollout has these gradients and their mean metrics -> all."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "sampler_differs", lambda *_: False)   # this sampler is off on purpose
-        _, found, metrics = step_of_the_program(p, sampler=lambda *_: copy.deepcopy(rollout),
-                                                reward_of=None)
+        p.optimizer = torch.optim.SGD(p.policy.parameters(), RATE)
+        metrics, _, found = whole_step(p, None, sampler=lambda *_: copy.deepcopy(rollout))
     assert len(found) == len(expected)
     for one, record in zip(found, expected):
         assert (one - record.gradient).norm() <= 3e-4 * record.gradient.norm()
-    figures = [{**record.metrics, "grad_norm": record.grad_norm} for record in expected]
-    for name in figures[0] if figures else ():
-        mean = sum(figure[name] for figure in figures) / len(figures)
+    for name in expected[0].metrics if expected else ():
+        mean = sum(record.metrics[name] for record in expected) / len(expected)
         # A loss near 0 is a difference of terms of size 1
         assert metrics[name] == pytest.approx(mean, rel=1e-3, abs=1e-4, nan_ok=True), name
     return metrics
@@ -116,7 +129,6 @@ def assert_same_step(p, rollout, expected):
     *(f"{flags} --no-share-prompts" for flags in (
         "--clip-eps=0.01", "--aggregate=token", "--aggregate=constant"))])
 def test_a_flag_that_changes_the_mathematics_arrives(flags):
-    """Also in micro-batches that cut a group."""
     flags = flags.split()
     p = parts(*PLAIN, *flags, "--micro-batch-tokens=25")
     rollout = rollout_of(p, 0.7)
@@ -132,13 +144,11 @@ def test_a_flag_that_changes_the_mathematics_arrives(flags):
     assert metrics["accuracy"] == pytest.approx(3 / 8)    # by the rule, whatever was added to it
 
 
-def test_gdpo_reads_each_reward(tmp_path):
-    """Also in micro-batches and mini-batches by the std of the whole batch."""
-    (tmp_path / "m.py").write_text(OWN)
-    flags = ("--advantage=gdpo", "--reward", "rule", f"{tmp_path / 'm.py'}:some",
+def test_gdpo_reads_each_reward():
+    flags = ("--advantage=gdpo", "--reward", "rule", f"{MINE}:some",
              "--reward-weights", "0.5", "2", "--micro-batch-tokens=64", "--minibatches=2")
     p = parts(*flags)
-    rollout, _, metrics = step_of_the_program(p, reward_of=train.load_reward_of(p.settings))
+    metrics, rollout, _ = whole_step(p, train.load_reward_of(p.settings))
     both = torch.stack(list(rollout.reward_parts.values()))
     assert both.isnan().any() and rollout.advantages.isfinite().all()
     assert torch.equal(rollout.advantages, gdpo_advantages(both, (0.5, 2), 4))
@@ -146,10 +156,9 @@ def test_gdpo_reads_each_reward(tmp_path):
 
 
 def test_gdpo_on_two_ranks_is_that_of_one(tmp_path):
-    (tmp_path / "m.py").write_text(OWN)
     flags = (*SMALL, "--steps=2", "--advantage=gdpo", "--reward", "rule",
-             f"{tmp_path / 'm.py'}:some", "--lr=0.003")
-    end = begin_ranks(2, "train.py", *flags, f"--output={tmp_path / 'two'}")
+             f"{MINE}:some", "--lr=0.003")
+    end = begin("train.py", *flags, f"--output={tmp_path / 'two'}", ranks=2)
     trained(tmp_path / "one", *flags)
     well_ended(end())
     assert_same_run(tmp_path / "two", tmp_path / "one")
@@ -163,7 +172,7 @@ def test_a_reward_from_python_may_give_any_list_of_numbers(given, expected):
     def reward_of(problems, prompts, rollout):
         return given
 
-    rollout, _, metrics = step_of_the_program(parts(), reward_of=reward_of)
+    metrics, rollout, _ = whole_step(parts(), reward_of)
     assert rollout.rewards.tolist() == list(expected)
     assert rollout.rewards.dtype == torch.float32 and not rollout.rewards.requires_grad
     assert metrics["skipped_updates"] == 0
@@ -236,16 +245,6 @@ class Bigrams(torch.nn.Module):
         return (found, entropies) if with_entropy else found
 
 
-OWN = """
-def words(completions, **columns):
-    return [len(text) % 7 for text in completions]
-
-def some(completions, **columns):
-    return [None if len(text) % 3 == 0 else len(text) * 100 for text in completions]
-
-def steps(completion_ids, **columns):
-    return [[(0, ids[0] % 3), (len(ids) - 1, ids[-1] % 5)] for ids in completion_ids]
-"""
 ONE_FLAG = """--clip-eps 0.9|--clip-eps-high 2|--kl-coef 0|--kl-estimator k2|--aggregate token
 --ratio sequence|--objective cispo|--sampler-correction 1.1|--mask-truncated|--renew-reference 1
 --kl-band 1e-6 2e-6|--advantage leave-one-out|--advantage gtpo|--advantage grpo-s|--advantage shape
@@ -257,9 +256,8 @@ TEXTS = ["7 + 2 = 9 , \\boxed{ 9 }", "\\boxed{ 5 } , 9 \\boxed{ 9 }", "9", "\\bo
          "\\boxed{ 9 }", "2 - 2 \\boxed{ 2 }", "\\boxed{ 2 } \\boxed{ 9 }", "4 = 4 = 4 , 5"]
 
 
-def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, tmp_path, tiny):
+def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, tiny):
     """Two steps with each pair: a flag that leaves the weights as without it is told or refused."""
-    (tmp_path / "m.py").write_text(OWN)
     tokenizer = tiny[1]
     rows = [tokenizer(text, add_special_tokens=False).input_ids for text in TEXTS]
     labels = torch.tensor([[IGNORE] * 3 + row + [IGNORE] * (20 - len(row)) for row in rows])
@@ -276,7 +274,7 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, tm
     monkeypatch.setattr(train, "evaluate", lambda *_: ({"eval_accuracy": 0.5}, [("", 0.0)] * 2))
     plain = vars(settings("--steps=2", "--prompts-per-step=2", "--group-size=4", "--lr=20",
                           "--max-new-tokens=12", "--kl-coef=0.3", "--updates-per-rollout=2"))
-    given = {words: train.given_flags(words.replace("M:", f"{tmp_path / 'm.py'}:").split())
+    given = {words: train.given_flags(words.replace("M:", f"{MINE}:").split())
              for words in re.split(r"\||\n", ONE_FLAG)}
 
     @functools.cache
@@ -324,7 +322,6 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, tm
 
 
 # --- --max-resample: flat groups make room for those of other problems ----------------------------
-
 def draws(texts, length, start):
     """A rollout of one group for each list of texts; ids and lengths tell where rows are from."""
     N = sum(map(len, texts))
@@ -417,7 +414,7 @@ def test_other_problems_follow_from_seed_step_and_round(tiny):
     s = settings("--prompts-per-step=4")
 
     def own(step, n=12, attempt=0, most=None):
-        return train.batch_of_step(tiny[1], tiny_problems()[:n], step, s, attempt, most)
+        return train.batch_of_step(tiny[1], PROBLEMS[:n], step, s, attempt, most)
 
     def more(step, attempt, n=3):
         batch = own(step, 12, attempt, n)
@@ -434,7 +431,6 @@ def test_other_problems_follow_from_seed_step_and_round(tiny):
 
 
 # --- The loop: reference, best, beta, learning rate -----------------------------------------------
-
 def test_the_kl_is_0_right_after_the_reference_was_renewed():
     run = loop("--renew-reference=2", "--updates-per-rollout=1", "--save-every=2")
     kl = [abs(metrics["approx_kl"]) for metrics in run.metrics[1:]]
@@ -500,7 +496,7 @@ def test_a_resumed_run_is_bitwise_the_same(monkeypatch, tmp_path, everything):
             assert train.main(flags) == 130
         flags = ["--resume", str(folder)]
     trains(*flags)
-    assert curve(folder) == curve(everything) and weights_of(folder) == weights_of(everything)
+    assert_bitwise(folder, everything)
     assert same_tensors(checkpoint_of(folder), checkpoint_of(everything))
 
 
@@ -537,7 +533,6 @@ def test_ranks_meet_equally_often_in_an_evaluation(monkeypatch, fails):
 
 
 # --- Warnings: each known failure is provoked, and nothing is said of a healthy run ---------------
-
 def history(n, **series):
     """n steps of a healthy run; of a name in `series` the last values are these."""
     rows = [dict(approx_kl=0.01, zero_variance_groups=0.3, entropy=0.5, reward_std=0.5,
@@ -638,17 +633,14 @@ def test_a_resumed_run_warns_as_one_that_was_never_stopped(tmp_path, at):
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory):
-    """The lines of a trace, and the parts to compute them again."""
     flags = ("--group-size=4", "--lr=0.0005", "--temperature=0.9", "--length-rescale=0.5")
     folder = tmp_path_factory.mktemp("trace")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        out, _ = printed_by("--trace", *flags)
-        assert list(folder.iterdir()) == []
+    out = well_ended(begin("train.py", "--trace", *flags, folder=folder)())
+    assert list(folder.iterdir()) == []
     p = parts(*flags, noise=0)
     # The same step once more: another problem, until its answers disagree
     s = dataclasses.replace(p.settings, prompts_per_step=1, max_resample=20, updates_per_rollout=1)
-    batch = train.batch_of_step(p.tokenizer, tiny_problems(), 1, s)
+    batch = train.batch_of_step(p.tokenizer, PROBLEMS, 1, s)
     start = copy.deepcopy(p.policy)
     _, rollout = train.train_step(p.policy, start, p.optimizer, p.tokenizer, batch, s)
     p.policy = start
@@ -723,63 +715,44 @@ def test_a_warning_is_told_once_and_the_rule_by_its_name_is_the_rule(tmp_path, c
     named = [{name: value for name, value in metrics.items() if name not in added}
              for metrics in curve(tmp_path / "run")]
     assert named == curve(tmp_path / "plain")
-    assert weights_of(tmp_path / "run") == weights_of(tmp_path / "plain")
+    finals = [(tmp_path / name / "final" / "model.safetensors").read_bytes()
+              for name in ("run", "plain")]
+    assert finals[0] == finals[1]
     # The checkpoint knows what was told.
     trains("--resume", tmp_path / "plain", "--steps=8")
     assert not any("warning" in m for m in metrics_of(tmp_path / "plain")[5:])
 
 
 # --- Rewards of one's own, and problems whose answers nobody knows --------------------------------
-
-MINE = """
-def first(completions, **columns):
-    return [float(len(text)) for text in completions]
-
-def second(completions, **columns):
-    return [None if i % 2 else 1.0 for i in range(len(completions))]
-
-def never(completions, **columns):
-    return [None] * len(completions)
-
-def of_level(completions, level, **columns):
-    assert set(level) <= {None, "hard"}
-    return [float(len(text)) for text in completions]
-"""
-
-
 @pytest.mark.filterwarnings("error::UserWarning")
 def test_each_reward_has_its_mean(tmp_path):
-    mine = tmp_path / "mine.py"
-    mine.write_text(MINE)
-    last = {**tiny_problems()[19], "level": "hard"}       # None in the others
-    (tmp_path / "d.jsonl").write_text(json_lines(*tiny_problems()[:19], last))
-    names = ("first", "second", "never", "of_level")
-    trains(*SHORT, "--steps=2", "--reward", *(f"{mine}:{name}" for name in names), "rule",
+    last = {**PROBLEMS[19], "level": "hard"}       # None in the others
+    (tmp_path / "d.jsonl").write_text(json_lines(*PROBLEMS[:19], last))
+    names = ("length", "second", "never", "of_level")
+    trains(*SHORT, "--steps=2", "--reward", *(f"{MINE}:{name}" for name in names), "rule",
            "--reward-weights", "0.5", "2", "1", "0", "10", f"--data={tmp_path / 'd.jsonl'}",
            f"--output={tmp_path / 'run'}")
     samples = [r for r in lines_of(tmp_path / "run" / "samples.jsonl") if r["step"] == 1]
     assert len(samples) == 2                              # the whole step
     lengths = torch.tensor([float(len(text)) for r in samples for text in r["responses"]])
     m = metrics_of(tmp_path / "run")[1]
-    assert m["reward/first"] == pytest.approx(lengths.mean().item())
+    assert m["reward/length"] == pytest.approx(lengths.mean().item())
     assert m["reward/second"] == 1                        # None does not count
     assert m["reward/rule"] == pytest.approx(m["accuracy"] + 0.5 * m["format_rate"])
     assert m["reward/never"] is None
-    total = 0.5 * m["reward/first"] + 2 * 0.5 + 10 * m["reward/rule"]
+    total = 0.5 * m["reward/length"] + 2 * 0.5 + 10 * m["reward/rule"]
     assert m["reward_mean"] == pytest.approx(total)
     assert sum(sum(r["rewards"]) for r in samples) / 8 == pytest.approx(total)
 
 
 @pytest.fixture(scope="module")
 def unknown(tmp_path_factory):
-    """A run on questions without answers, by a reward of one's own; and what it printed."""
     folder = tmp_path_factory.mktemp("unknown")
-    (folder / "mine.py").write_text(MINE)
-    asked = [{"task": problem["question"]} for problem in tiny_problems()[:20]]
+    asked = [{"task": problem["question"]} for problem in PROBLEMS[:20]]
     (folder / "mine.jsonl").write_text(json_lines(*asked))
-    out, err = printed_by(*SHORT, f"--reward={folder / 'mine.py'}:first", "--question-field=task",
-                          f"--data={folder / 'mine.jsonl'}", f"--output={folder / 'run'}")
-    return SimpleNamespace(folder=folder / "run", out=out, err=err, mine=folder / "mine.py")
+    done = begin("train.py", *SHORT, f"--reward={MINE}:length", "--question-field=task",
+                 f"--data={folder / 'mine.jsonl'}", f"--output={folder / 'run'}")()
+    return SimpleNamespace(folder=folder / "run", out=well_ended(done), err=done.stderr)
 
 
 def test_without_known_answers_the_rules_figures_are_null(unknown):
@@ -791,7 +764,7 @@ def test_without_known_answers_the_rules_figures_are_null(unknown):
     figures = [m["eval_reward"] for m in metrics if "eval_accuracy" in m]
     assert min(figures) > 0 and f"held-out reward{figures[0]:15.3f} " in unknown.out
     assert f" {figures[-1]:.3f}\n" in unknown.out and f"held out {figures[0]:.2f}" in unknown.err
-    questions = {p["question"] for p in tiny_problems()[:20]}   # they stand in another column
+    questions = {p["question"] for p in PROBLEMS[:20]}   # they stand in another column
     for record in lines_of(unknown.folder / "samples.jsonl"):
         assert record["question"] in questions and record["question"] in record["prompt"]
 
@@ -800,7 +773,7 @@ def test_evaluation_of_a_runs_folder(capsys, unknown):
     """Without the reward nothing is known of these answers, with it their mean is shown."""
     flags = ("--eval-only", "--group-size=2", "--eval-limit=2", "--system-prompt=",
              f"--data={unknown.folder.parent / 'mine.jsonl'}", "--question-field=task",
-             f"--reward={unknown.mine}:first", "--max-new-tokens=16")
+             f"--reward={MINE}:length", "--max-new-tokens=16")
     trains(*flags, f"--model={unknown.folder}")
     out = capsys.readouterr().out
     assert "eval_accuracy: greedy nan" in out and "pass@" not in out
@@ -819,16 +792,10 @@ def test_the_end_draws_curves_and_names_what_comes_next(capsys, unknown):
     assert again[:2] == [sys.executable, train.__file__]
     s = train.parse(again[2:])
     assert train.parse(["--resume", str(folder), "--threads=2"]).threads == 2
-    assert s.reward == [f"{unknown.mine}:first"] and s.question_field == "task"
+    assert s.reward == [f"{MINE}:length"] and s.question_field == "task"
     assert train.small_curve([*enumerate([0.0, 1.0, 0.5])]) == "   0.000 ▁█▄ 0.500"
     assert train.small_curve([(1, 2.0), (2, 2.0)]) == "   2.000 ▁▁ 2.000"
     assert train.small_curve([]) == ""
     first, blocks, last = train.small_curve([*enumerate(map(float, range(1000)))]).split()
     assert len(blocks) == 50 and "".join(sorted(blocks)) == blocks and blocks[::49] == "▁█"
     assert float(first) == 9.5 and float(last) == 989.5   # means of 20
-
-
-def test_data_with_one_question(capsys, tmp_path):
-    (tmp_path / "d.jsonl").write_text(json_lines(*2 * tiny_problems()[:1]))
-    assert train.main([*SHORT, f"--data={tmp_path / 'd.jsonl'}"]) == 2
-    assert "no problem is left to hold out" in capsys.readouterr().err

@@ -1,6 +1,11 @@
-"""Small tokenizers with the marks and templates of known families. Used by test_foreign_text.py."""
+"""Small tokenizers with the marks and templates of known families, and a real one."""
+from pathlib import Path
+
+import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+QWEN = Path(__file__).parents[3] / "shared" / "models" / "qwen2.5-tokenizer"  # beside the checkout
 
 EACH = "{% for m in messages %}"
 END = "{% endfor %}{% if add_generation_prompt %}"
@@ -55,7 +60,9 @@ FAMILIES = {
 
 
 def family(name):
-    """Bytes for words, the family's own tokens and template."""
+    """Bytes for words, the family's own tokens and template; "qwen" is Qwen2.5's as it is."""
+    if name == "qwen":
+        return AutoTokenizer.from_pretrained(QWEN) if QWEN.is_dir() else pytest.skip("not there")
     special, added, plain, template = FAMILIES[name]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     backend = Tokenizer(models.BPE({word: i for i, word in enumerate(sorted(alphabet))}, []))
