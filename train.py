@@ -1859,6 +1859,8 @@ def save_folder(model, tokenizer, run, name):
     weights = dict(model.named_parameters())
     check_finite(run, weights)
     if hasattr(model, "reshard"):
+        saved = model.state_dict()
+        weights |= {key: buffer for key, buffer in model.named_buffers() if key in saved}
         for key, weight in weights.items():
             weight = gather_full(weight)  # all ranks take part in gathering
             weights[key] = weight.detach().cpu() if run.folder else None

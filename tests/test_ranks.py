@@ -85,6 +85,14 @@ def test_two_ranks_in_bfloat16_lose_no_step(tmp_path):
     assert same_tensors(*found)
 
 
+def test_final_of_a_sharded_model_holds_the_buffers_of_its_family(tmp_path):
+    p = parts()
+    p.policy.register_buffer("bias_of_experts", torch.ones(2))
+    p.policy.reshard = lambda: None                       # as FSDP's have it
+    train.save_folder(p.policy, p.tokenizer, train.Run(tmp_path), "final")
+    assert "bias_of_experts" in load_file(tmp_path / "final" / "model.safetensors")
+
+
 def test_ranks_on_the_cpu_of_a_machine_with_a_gpu(monkeypatch):
     """--device cpu: no card is touched, which may be fewer than the ranks."""
     made = []

@@ -46,12 +46,11 @@ def runs(model):
 
 
 FAMILY = {
-    "qwen2": {}, "qwen3": {}, "llama": {},
-    "llama with biases": dict(attention_bias=True, mlp_bias=True),
-    "llama stretched": dict(rope_parameters=dict(
-        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
-        rope_theta=10000.0, original_max_position_embeddings=16)),
-    "mistral": dict(sliding_window=None), "smollm3": dict(no_rope_layers=[1, 0])}
+    "qwen2": {}, "qwen3": {}, "llama": {}, "llama with biases": dict(attention_bias=True,
+    mlp_bias=True), "llama stretched": dict(rope_parameters=dict( rope_type="llama3", factor=8.0,
+    low_freq_factor=1.0, high_freq_factor=4.0, rope_theta=10000.0,
+    original_max_position_embeddings=16)), "mistral": dict(sliding_window=None),
+    "smollm3": dict(no_rope_layers=[1, 0])}
 
 
 def member(name, ends=ENDS):

@@ -57,7 +57,6 @@ def test_share_prompts_arrives(monkeypatch, share):
 
     def spied(function, which):
         return lambda *given: told.append(given[which]) or function(*given)
-
     monkeypatch.setattr(train, "token_logprobs", spied(token_logprobs, 5))
     monkeypatch.setattr(train.logprob, "micro_batches", spied(micro_batches, slice(2, None)))
     whole_step(parts("--share-prompts" if share else "--no-share-prompts",
@@ -89,7 +88,6 @@ def test_what_is_not_finite_skips_the_update_and_is_counted(monkeypatch, what, d
     def of_infinite_value(*given, **options):
         loss, metrics = grpo_loss(*given, **options)
         return loss, {**metrics, "loss": metrics["loss"] + math.inf}
-
     p = parts(dtype=dtype)
     masters = p.optimizer.param_groups[0]["params"]
     before = copy.deepcopy([p.policy.state_dict(), p.reference.state_dict()])
@@ -127,12 +125,11 @@ def test_a_sampler_that_is_off_moves_no_weight(dtype, plain, rounding, fault, co
         except train.BadInput:
             skipped = "the run ends"
         return skipped, same_tensors(before, p.policy.state_dict())
-
     assert off_by(rounding) == (0, False) and train.logprob.PLAIN == sample.PLAIN == plain
     expected = (0, True) if not plain else (0, False) if correction else ("the run ends", True)
     assert off_by(fault) == expected and train.logprob.PLAIN and sample.PLAIN
-    if not plain:
-        assert off_by(fault) == ("the run ends", True)
+    if not correction:
+        assert off_by(fault) == off_by(math.nan) == ("the run ends", True)
 
 
 def test_twelve_updates_after_a_sampler_that_is_off_do_not_end_the_run():
@@ -141,7 +138,6 @@ def test_twelve_updates_after_a_sampler_that_is_off_do_not_end_the_run():
         rollout = sample_groups(*how)
         rollout.logprobs += 0.01 * rollout.mask * (not sample.PLAIN)
         return rollout
-
     run = loop("--updates-per-rollout=12", "--steps=2", sampler=off_while_fast)
     found = [(m["skipped_updates"], m["sampler_difference"]) for m in run.metrics[1:]]
     assert found == [(0, pytest.approx(0.01, rel=0.01)), (0, pytest.approx(0, abs=1e-3))]
@@ -181,7 +177,6 @@ def test_a_reward_that_switches_gradients_off_trains_all_the_same():
     def reward_of(*given):
         torch.set_grad_enabled(False)
         return REWARDS.tolist()
-
     metrics, _, _ = whole_step(parts(), reward_of=reward_of)
     assert torch.is_grad_enabled() and metrics["grad_norm"] > 0
 
@@ -215,7 +210,7 @@ def test_accuracy_is_the_rules_and_zero_variance_the_rewards(monkeypatch, measur
         assert [metrics[x] for x in names[1:3]] == pytest.approx(expected, nan_ok=True)
 
 
-def test_evaluation_is_its_definition():
+def test_evaluation_is_its_definition(monkeypatch):
     p = parts("--max-new-tokens=11", "--system-prompt=Think.", "--prompts-per-step=3",
               "--group-size=2")
     problems = [{"question": f"q {j}", "answer": str(j)} for j in range(7)]
@@ -234,7 +229,6 @@ def test_evaluation_is_its_definition():
     def reward_of(problems, prompts, rollout):
         assert [problem["question"] in prompt for problem, prompt in zip(problems, prompts)]
         return torch.tensor([float(problem["answer"]) for problem in problems])
-
     figures, found = train.evaluate(p.policy, p.tokenizer, problems, p.settings, answers, reward_of)
     assert figures == {"eval_accuracy": pytest.approx(4 / 7), "eval_reward": pytest.approx(3)}
     assert [reward for _, reward in found] == [0, 1, 2, 3, 4, 5, 6]
@@ -245,6 +239,10 @@ def test_evaluation_is_its_definition():
                                     2, 0.7)
     assert figures == {"eval_accuracy": pytest.approx(11 / 14)} and len(found) == 14
     assert how == [(1, 11, 0.0)] * 2 + [(2, 11, 0.7)] * 3 and len(set(sum(seeds, []))) == 7
+    monkeypatch.setattr(train, "world", lambda: 2)        # this rank has a step's rows at a time
+    monkeypatch.setattr(train, "gathered_objects", lambda value: [value])
+    train.evaluate(p.policy, p.tokenizer, problems, p.settings, answers)
+    assert asked[-2:] == [prompts[:2], prompts[2:3]]
 
 
 # --- [H] The loop ---------------------------------------------------------------------------------
@@ -510,8 +508,7 @@ def test_the_command_line_wins_over_the_config_and_the_config_over_the_defaults(
     (tmp_path / "d.jsonl").write_text("")
     (tmp_path / "c.json").write_text(json.dumps(
         {"model": "Qwen/Qwen2.5-0.5B", "lr": 0.5, "scale_by_std": False, "data": "d.jsonl",
-         "kl_coef": 0, "kl_band": [0.1, 0.2], "clip_eps_high": None,
-         "reward": ["d.jsonl", "rule"]}))
+        "kl_coef": 0, "kl_band": [0.1, 0.2], "clip_eps_high": None, "reward": ["d.jsonl", "rule"]}))
     s = train.parse([f"--config={tmp_path / 'c.json'}", "--kl-coef=0.3"])
     assert (s.lr, s.scale_by_std, s.kl_coef, s.kl_band) == (0.5, False, 0.3, [0.1, 0.2])
     assert s.clip_eps_high is None and s.steps == 500 and s.system_prompt == train.BOXED

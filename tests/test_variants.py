@@ -171,7 +171,6 @@ def test_gdpo_on_two_ranks_is_that_of_one(tmp_path):
 def test_a_reward_from_python_may_give_any_list_of_numbers(given, expected):
     def reward_of(problems, prompts, rollout):
         return given
-
     metrics, rollout, _ = whole_step(parts(), reward_of)
     assert rollout.rewards.tolist() == list(expected)
     assert rollout.rewards.dtype == torch.float32 and not rollout.rewards.requires_grad
@@ -268,7 +267,6 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, ti
     def drawn(model, *_):
         found = model.token_logprobs(rollout.input_ids, labels, 1.0, False, None).detach()
         return dataclasses.replace(copy.deepcopy(rollout), logprobs=found + noise)
-
     batch = [{"question": "?", "answer": "9"}, {"question": "?", "answer": "2"}]
     monkeypatch.setattr(train, "batch_of_step", lambda *_: train.Batch(batch, ["", ""]))
     monkeypatch.setattr(train, "evaluate", lambda *_: ({"eval_accuracy": 0.5}, [("", 0.0)] * 2))
@@ -299,7 +297,6 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, ti
     def moves_alike(one, other, seed):
         ours, theirs = trained(one, seed)[0], trained(other, seed)[0]
         return bool((ours - theirs).norm() <= 1e-5 * theirs.norm())
-
     tried = 0
     given[""] = {}
     for one, other in itertools.permutations(given, 2):
@@ -355,7 +352,6 @@ def resampled(rounds, *flags, reward_of=length_reward):
     def more(tokenizer, pool, step, s, attempt, n):
         asked.append((attempt, n))
         return batch_of(f"new {attempt}.", n)
-
     batch = batch_of("old ", 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "batch_of_step", more)
@@ -421,7 +417,6 @@ def test_other_problems_follow_from_seed_step_and_round(tiny):
         pairs = zip(batch.problems, batch.prompts, strict=True)
         assert all(problem["question"] in prompt for problem, prompt in pairs)
         return batch.prompts, [g.initial_seed() for g in batch.generators]
-
     drawn = [more(step, attempt) for step, attempt in ((3, 1), (3, 2), (4, 1))]
     assert more(3, 1) == drawn[0] and len(set(drawn[0][0])) == 3
     assert len({tuple(prompts) for prompts, _ in drawn}) == 3
@@ -518,7 +513,6 @@ def test_ranks_meet_equally_often_in_an_evaluation(monkeypatch, fails):
 
     def sampler(model, tokenizer, prompts, *_):
         return SimpleNamespace(responses=["no"] * len(prompts))
-
     reward_of = raises(train.BadInput("oh")) if fails else lambda _, prompts, rollout: (
         torch.ones(len(prompts)))
     monkeypatch.setattr(train, "world", lambda: 2)
