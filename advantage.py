@@ -57,7 +57,7 @@ SMALLEST_ENTROPY = 1e-6  # nats; smaller ones count as this much, so that 1/H st
 
 
 def is_flat(rewards, group_size):
-    """Rewards (N,) -> (B,) bool: is a group flat, all its rewards equal? It teaches nothing."""
+    """Rewards (N,) -> (B,) bool: is a group flat? Its rewards are all equal and teach nothing."""
     groups = rewards.view(-1, group_size)                                    # (B, G)
     return (groups == groups[:, :1]).all(dim=1)
 
@@ -88,9 +88,9 @@ def leave_one_out_advantages(rewards, group_size=8):
 def gdpo_advantages(parts, weights, group_size=8, gathered=None):
     """GDPO, arXiv 2601.05242: each of K rewards is normalised in its group on its own -> (N,).
 
-    A_i = sum_k w_k z_k,i / std of these sums in the batch, where z_k,i is the k-th reward of answer
-    i less its group's mean, over its group's std. parts (K, N): the rewards. One that is NaN does
-    not apply to this answer: it adds 0 there, and nothing to mean and std. weights (K,).
+    A_i = s_i / std of all s in the batch, s_i = sum_k w_k z_k,i, where z_k,i is the k-th reward of
+    answer i minus its group's mean, divided by its group's std. parts (K, N): the rewards. A NaN
+    does not apply to its answer: it adds 0 there, and nothing to mean and std. weights (K,).
     `gathered(sums)` gives the sums of all GPUs, whose answers are one batch. ValueError: K < 2.
     """
     if len(parts) < 2:
@@ -106,7 +106,7 @@ def gdpo_advantages(parts, weights, group_size=8, gathered=None):
 
 
 def pooled_advantages(parts, mask, group_size):
-    """Rewards of parts, which process_advantages and shape_advantages make -> (N, S-1).
+    """Rewards of parts of answers, from the next two functions -> advantages (N, S-1).
 
     `parts`: N lists of (first, last, reward) for an answer's tokens first to last, counted from 0.
     The rewards of all parts of a group are normalised together, so answers may have different
@@ -129,8 +129,8 @@ def pooled_advantages(parts, mask, group_size):
 
 def z_scores(values):
     """M numbers -> (M,) float64: `group_advantages` of one group; a single value gives 0."""
-    # In float64, on the CPU, once per rollout. Values that differ only by rounding must count as
-    # equal: a difference of 1e-16 vanishes beside eps, but float32's 1e-7 would not.
+    # In float64, because values that differ only by rounding must count as equal: a difference of
+    # 1e-16 vanishes beside eps, but float32's 1e-7 would not.
     values = torch.as_tensor(values, dtype=torch.float64)
     if len(values) < 2:
         return torch.zeros_like(values)
@@ -180,27 +180,27 @@ def shapley_shares(rewards):
     return shares[order.argsort()]                                           # in their old order
 
 
-def gtpo_advantages(rewards, entropies, mask, group_size=8, right=None, **shares):
+def gtpo_advantages(rewards, entropies, mask, group_size=8, right=None, **options):
     """GTPO, arXiv 2508.04349: every token's own entropy shapes its reward, (N,) -> (N, S-1).
 
     `entropies` (N, S-1) in nats, read where `mask` is true. `right` (N,) bool: which answers are
-    right, by default those with a positive reward. `shares`: see `shaped_rewards`. A group that is
+    right, by default those with a positive reward. `options`: see `shaped_rewards`. A group that is
     all right or all wrong is ranked by entropy alone: dynamic sampling would drop it.
     """
     H, taken = response_entropies(entropies, mask)
-    shaped = shaped_rewards(rewards, H, taken, group_size, right, **shares)       # (N, S-1)
+    shaped = shaped_rewards(rewards, H, taken, group_size, right, **options)      # (N, S-1)
     advantages = torch.zeros(mask.shape)
     advantages[mask.cpu()] = shaped[taken].float()
     return advantages.to(mask.device)
 
 
-def grpo_s_advantages(rewards, entropies, mask, group_size=8, right=None, **shares):
+def grpo_s_advantages(rewards, entropies, mask, group_size=8, right=None, **options):
     """GRPO-S, the same paper: GTPO as if an answer were one token that has its mean entropy."""
     H, taken = response_entropies(entropies, mask)
     lengths = taken.sum(dim=1, keepdim=True)                                      # (N, 1)
     total = H.sum(dim=1, keepdim=True)                                            # (N, 1)
     mean = total / lengths.clamp(min=1)
-    shaped = shaped_rewards(rewards, mean, lengths > 0, group_size, right, **shares)
+    shaped = shaped_rewards(rewards, mean, lengths > 0, group_size, right, **options)
     shaped = shaped.float().to(mask.device)                                       # (N, 1)
     return shaped.where(mask, 0)                                                  # (N, S-1)
 

@@ -51,16 +51,16 @@ def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False
     """plain_logprobs without all the logits: (N, S-1) float32, differentiable.
 
     `with_entropy` adds a second (N, S-1) tensor: the entropy in nats of the distribution that each
-    token was drawn from, detached. `group_ids` (N,): rows of one number share a prompt, run once.
+    token was drawn from, detached. `group_ids` (N,): rows with one number share a prompt, run once.
     """
     # The body of the model runs on whole rows, its head only where one of M labels comes next: at
     # the numbers `at` (M,) of the N * (S-1) places, with hidden states (M, H).
     at, targets, output, hidden = hidden_states(model, input_ids, labels, group_ids)
     found, entropies = head_logprobs(model, output, hidden, targets, temperature, with_entropy)
-    nothing = torch.zeros(labels[:, 1:].numel(), device=hidden.device)            # (N * (S-1),)
-    logprobs = nothing.index_put((at,), found).view(len(labels), -1)              # (N, S-1)
+    zeros = torch.zeros(labels[:, 1:].numel(), device=hidden.device)            # (N * (S-1),)
+    logprobs = zeros.index_put((at,), found).view(len(labels), -1)              # (N, S-1)
     if with_entropy:
-        return logprobs, nothing.index_put((at,), entropies).view_as(logprobs)
+        return logprobs, zeros.index_put((at,), entropies).view_as(logprobs)
     return logprobs
 
 
@@ -159,7 +159,7 @@ class LeanHead(torch.autograd.Function):
             # log p(v) = logit(v) - logit(target) + log p(target)
             logits = scaled_logits(hidden[rows], weight, ctx.temperature)         # (m, V)
             logits.sub_(logits.gather(1, target) - logp)
-            # In one pass from float32 to the weight's dtype; p - 1 at the target is not rounded
+            # In one pass from float32 to the weight's dtype; expm1 keeps the digits of p - 1.
             p = torch.exp(logits, out=weight.new_empty(0))
             p.scatter_(1, target, logp.expm1().to(p))
             del logits

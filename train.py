@@ -98,8 +98,7 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     policy = sampling_model(policy_model)
     rollout_of = partial(answers_and_rewards, policy, tokenizer, s, sampler, reward_of, clock)
     rollout = scored_groups(rollout_of, batch, tokenizer, s)
-    add_length_terms(rollout, s)
-    clock.lap("seconds_scoring")
+    raise_on_all_ranks(add_length_terms)(rollout, s)
 
     # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if every token has its own.
     rollout.advantages = advantages_of(policy_model, rollout, batch, tokenizer, reward_of, s)
@@ -137,14 +136,14 @@ def backward(policy_model, optimizer, rollout, settings):
     mask = rollout.mask                                                                # (N, S-1)
     if settings.mask_truncated:  # the reward of a cut answer still counts in its group's mean
         mask = mask & rollout.finished[:, None]
-    # The loss is divided once, by the rows or tokens of the whole batch: so the gradients of
-    # micro-batches simply add up. Of several GPUs it is their mean, as FSDP averages gradients.
+    # The loss is divided by the rows or tokens of the whole batch, so the gradients of its
+    # micro-batches simply add up. Several GPUs divide by their mean, as FSDP averages gradients.
     sizes = averaged({"n_rows": len(mask), "n_tokens": mask.sum()})
     now = torch.zeros_like(rollout.logprobs)                                           # (N, S-1)
     entropies = torch.zeros_like(now)
     sums = Counter()  # Counter.update adds
     optimizer.zero_grad()
-    for micro, at, is_new in micro_batches(policy_model, rollout, settings):
+    for micro, at, counts in micro_batches(policy_model, rollout, settings):
         # [D] of the policy as it is now, with a gradient: (n, width-1)
         logp, entropies[at] = token_logprobs_of(policy_model, micro, settings)
         now[at] = logp.detach()
@@ -152,7 +151,7 @@ def backward(policy_model, optimizer, rollout, settings):
         old = now[at] if micro.old_logprobs is None else micro.old_logprobs
         # [E] [F] against the policy that drew the answers, and against the reference
         loss, metrics = grpo_loss(logp, old, micro.ref_logprobs, micro.advantages,
-                                  mask[at] & is_new, **loss_options(micro, settings), **sizes)
+                                  mask[at] & counts, **loss_options(micro, settings), **sizes)
         (loss * loss_scale_of(optimizer)).backward()  # the scale is 1, except in float16
         sums.update(metrics)
     if rollout.old_logprobs is None:  # the first update: later ones are compared with it
@@ -187,7 +186,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             try:
                 metrics, rollout = train_step(policy_model, ref_model, optimizer, tokenizer, batch,
                                               s, sampler, reward_of)
-            except BadInput:  # a reward that fails, say: this step has moved no weight
+            except BadInput:  # say a reward fails: this step has moved no weight yet
                 save_checkpoint(run, policy_model, optimizer)
                 raise
             metrics = {"step": step, "lr": lr, **metrics}
@@ -254,10 +253,11 @@ def answers_and_rewards(policy_model, tokenizer, s, sampler, reward_of, clock, b
     rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)    # (N,)
     rollout.rewards = rollout.rule_rewards                                             # (N,)
     if reward_of:  # a function from Python may return any list of numbers
-        with torch.enable_grad():  # restores the mode, should the function switch it
+        with torch.enable_grad():  # puts the mode back if the function switches it
             values = reward_of(batch.problems, batch.prompts, rollout)
         values = torch.as_tensor(values, dtype=torch.float32, device="cpu").detach()
         rollout.rewards = values.reshape_as(rollout.rule_rewards)
+    clock.lap("seconds_scoring")
     return rollout
 
 
@@ -288,12 +288,12 @@ def advantages_of(policy_model, rollout, batch, tokenizer, reward_of, s):
         weights = s.reward_weights or [1.0] * len(parts)
         advantages = advantage.gdpo_advantages(parts, weights, G, gathered)
     elif s.advantage == "shape":
-        words = [sample.words_of(tokenizer, ids) for ids in sample.answers_of(rollout)]
+        words = [sample.words_of(tokenizer, ids) for ids in sample.answer_ids_of(rollout)]
         candidates = reward.boxed_candidates(words, truths_of(batch.problems), G)
         advantages = advantage.shape_advantages(*candidates, mask, G)
     else:
         score_before_updates(policy_model, rollout, s)  # for the entropies
-        # With a user's own reward, an answer counts as right if its reward is positive.
+        # By rewards other than the rule's an answer is right if its reward is positive.
         right = None if reward_of else is_right(rollout.rule_rewards)
         kinds = {"gtpo": advantage.gtpo_advantages, "grpo-s": advantage.grpo_s_advantages}
         advantages = kinds[s.advantage](rewards, rollout.entropies, mask, G, right)
@@ -379,12 +379,12 @@ def with_retries(function, s):
     micro-batch; after another error, call it again without fast paths.
     """
     if s.offload:
-        sample.release()  # the sampler's cache, which the next rollout makes again
+        sample.release()  # memory is short: the sampler's cache is made again when it is needed
     try:
         return function()
     except Exception as error:
         fault = error
-        traceback.clear_frames(error.__traceback__)  # they keep the activations alive
+        traceback.clear_frames(error.__traceback__)  # its frames keep the activations alive
     if world() > 1:
         raise fault  # the other GPUs would wait for one that goes on alone
     if out_of_memory(fault):
@@ -469,9 +469,8 @@ def step_metrics(rollout, batch, updates, seconds, s):
         "kl_coef": s.kl_coef,
     }
     for name in updates[0]:
-        values = [update[name] for update in updates]
-        metrics[name] = sum(values) / len(values)
-    metrics["skipped_updates"] = sum(update["skipped_updates"] for update in updates)
+        total = sum(update[name] for update in updates)
+        metrics[name] = total if name == "skipped_updates" else total / len(updates)
     metrics.update(seconds)
     metrics["tokens_per_second"] = metrics["tokens"] / seconds.total()
     metrics["peak_memory_gb"] = peak_memory() / 1e9
@@ -497,7 +496,7 @@ def peak_memory():
 # Dynamic sampling (DAPO, arXiv 2503.14476): flat groups teach nothing, others are drawn instead
 
 def scored_groups(rollout_of, batch, tokenizer, s):
-    """rollout_of(batch); with --max-resample flat groups are replaced, in `batch`, too."""
+    """rollout_of(batch); --max-resample replaces flat groups, in the rollout and in the batch."""
     rollout_of = raise_on_all_ranks(rollout_of)
     rollout = rollout_of(batch)
     B = len(batch.prompts)
@@ -531,39 +530,39 @@ def scored_groups(rollout_of, batch, tokenizer, s):
 def batch_of_step(tokenizer, problems, step, s, attempt=0, n=None):
     """This GPU's share of the step's B problems -> Batch; in a resampling attempt, n others."""
     B = s.prompts_per_step
-    names = (s.seed, step)
+    key = (s.seed, step)
     # Every epoch has a new order; the few problems that do not fill a step are left out.
     epoch, k = divmod(step - 1, len(problems) // B)  # steps count from 1
     order = shuffled(problems, s.seed, 0, epoch)
     order = order[k * B:(k + 1) * B]
     if attempt:
-        names = (s.seed, "resample", step, attempt)
-        others = [problem for problem in shuffled(problems, *names) if problem not in order]
+        key = (s.seed, "resample", step, attempt)
+        others = [problem for problem in shuffled(problems, *key) if problem not in order]
         order = others + order  # the step's own problems come last
     mine = share_of_rank(B)[:n]  # whole groups: a group on two GPUs would have two means
-    batch = make_batch(tokenizer, order, mine, names, s)
+    batch = make_batch(tokenizer, order, mine, key, s)
     batch.step = step
     batch.pool = problems
     return batch
 
 
-def make_batch(tokenizer, problems, places, names, s):
-    """The problems at these places -> Batch; their random numbers follow from names and place."""
+def make_batch(tokenizer, problems, places, key, s):
+    """The problems at these places -> Batch; their random numbers follow from key and place."""
     chosen = [problems[j] for j in places]
     prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in chosen]
-    generators = [seeded(*names, j) for j in places]
+    generators = [seeded(*key, j) for j in places]
     return Batch(chosen, prompts, generators)
 
 
-def shuffled(problems, *names):
-    order = torch.randperm(len(problems), generator=seeded(*names))
+def shuffled(problems, *key):
+    order = torch.randperm(len(problems), generator=seeded(*key))
     return [problems[i] for i in order.tolist()]
 
 
-def seeded(*names, device="cpu"):
+def seeded(*key, device="cpu"):
     """A random generator that follows from these numbers and words alone."""
     # A hash, because seed + step would be the same for step 2 of seed 0 and step 1 of seed 1.
-    digest = hashlib.sha256(repr(names).encode()).digest()
+    digest = hashlib.sha256(repr(key).encode()).digest()
     number = int.from_bytes(digest[:8], "little") >> 1  # manual_seed takes 63 bits
     return torch.Generator(device).manual_seed(number)
 
@@ -594,7 +593,7 @@ def copy_policy_to_reference(ref_model, policy_model):
 
 def adapt_kl_coef(run, metrics, s):
     """--kl-band: the next step's beta. The run keeps it, for a checkpoint."""
-    if s.kl_band and math.isfinite(metrics["approx_kl"]):  # a skipped update has no KL
+    if s.kl_band and math.isfinite(metrics["approx_kl"]):  # not finite: it was skipped
         s.kl_coef = run.kl_coef = next_kl_coef(s.kl_coef, metrics["approx_kl"], *s.kl_band)
 
 
@@ -620,8 +619,8 @@ def evaluate(model, tokenizer, problems, settings, sampler=sample_groups, reward
     s = replace(settings, group_size=group_size, temperature=temperature, around_best=0)
     policy = sampling_model(model)
     mine = share_of_rank(len(problems))
-    rows = settings.prompts_per_step // world() * settings.group_size  # of a step, on this GPU
-    at_a_time = max(1, rows // group_size)
+    rows_of_step = settings.prompts_per_step // world() * settings.group_size  # on this GPU
+    at_a_time = max(1, rows_of_step // group_size)
     starts = range(0, len(mine), at_a_time)
 
     @raise_on_all_ranks
@@ -673,9 +672,9 @@ def symptoms(history):
             return math.nan
         return sum(values) / len(values)
 
-    # Trouble: the mean reward of ten steps lies half a standard deviation of the answers' rewards
-    # below its best, or after 30 steps not above that of the first five, and not because nearly
-    # all answers are right.
+    # Trouble: the mean reward of ten steps lies more than half a standard deviation of the
+    # answers' rewards below its best. Or after 30 steps it is not above that of the first five,
+    # unless nearly all answers are right.
     n = len(history)
     rewards = [recent("reward_mean", max(0, i - 9), i + 1) for i in range(n)]
     best = max(rewards)
@@ -735,8 +734,8 @@ class BadInput(Exception):
 
 @contextmanager
 def as_bad_input(begin, of=ValueError):
-    """Turn a stage's ValueError into a BadInput that begins with this text."""
-    # of=Exception: for files of others, where anything can be wrong
+    """Turn an error of this kind into a BadInput that begins with this text."""
+    # Exception: for files of others, where anything can be wrong
     try:
         yield
     except of as error:
@@ -791,8 +790,8 @@ class Settings:
         None, "arguments of the model's chat template, say '{\"enable_thinking\": false}'",
         metavar="JSON")
     reward: file = flag(None, "own file.py:function, called like TRL's, or our `rule`, `think`; "
-                        "several are added", **SEVERAL)
-    reward_weights: number(float, -1e9) = flag(None, "for each --reward; default: 1", **SEVERAL)
+                        "several are summed", **SEVERAL)
+    reward_weights: number(float, -1e9) = flag(None, "of each --reward; default: 1", **SEVERAL)
     step_reward: file = flag(None, "file.py:function that rewards steps: process supervision")
     reward_model: file = flag("", "folder of a sequence classifier; its scores are the rewards")
     reward_model_lr: above_0 = flag(2e-5, "the learning rate if --renew-reference trains it")
@@ -823,11 +822,11 @@ class Settings:
     length_rescale: amount = flag(0.0, "GR3's alpha: rewards shrink with length, say 0.33")
     overlong_buffer: from_0 = flag(0, "DAPO: the last tokens before the limit cost up to 1")
     lr: above_0 = flag(1e-6, "learning rate; with LoRA 1e-4", head="the update")
-    lr_schedule: str = flag("constant", "after the warm-up; the others end at 0",
+    lr_schedule: str = flag("constant", "after the warm-up: constant, or falling towards 0",
                             choices=("constant", "linear", "cosine"))
     weight_decay: amount = flag(0.0, "weight decay of AdamW")
     lora_rank: from_0 = flag(0, "LoRA: train factors of this rank for every Linear; 0: all weights")
-    lora_alpha: above_0 = flag(None, "W = W0 + this / rank * B A; default: 2 rank")
+    lora_alpha: above_0 = flag(None, "W = W0 + this / rank * B A; default: 2 * rank")
     warmup_steps: from_0 = flag(10, "the learning rate rises linearly over these")
     updates_per_rollout: from_1 = flag(1, "passes over the answers of a rollout")
     minibatches: from_1 = flag(1, "gradient steps per pass, each on its share of the groups")
@@ -909,12 +908,12 @@ def given_flags(words):
 def parse(words):
     """Settings: the flags in `words` win over the config file, which wins over the defaults."""
     given = given_flags(words)
-    file = f"{given['resume']}/config.json" if "resume" in given else given.get("config")
-    config = read_config(file) if file else {}
+    source = f"{given['resume']}/config.json" if "resume" in given else given.get("config")
+    config = read_config(source) if source else {}
     layers = [config, given]
     if "model" not in config | given:
         layers.insert(0, read_config(TINY_CONFIG))
-        file = file or TINY_CONFIG
+        source = source or TINY_CONFIG
     s = Settings()
     for layer in layers:
         # Other --data: the held-out problems of the layers below do not belong to it.
@@ -927,10 +926,9 @@ def parse(words):
     if s.resume:
         check_resumed(given, Settings(**config))
         s.output = s.resume
-    final = os.path.join(s.model, "final")
-    if os.path.isfile(f"{final}/config.json"):
-        s.model = final  # a run's folder was named
-    s.config = str(file or "")
+    if os.path.isfile(f"{s.model}/final/config.json"):
+        s.model += "/final"  # a run's folder was named
+    s.config = str(source or "")
     return s
 
 
@@ -1012,7 +1010,7 @@ def check_combinations(s):
     band = s.kl_band or [1, 1]
     share, rest = divmod(s.prompts_per_step, world())
     not_the_rule = s.reply or s.reward or s.reward_model
-    # Flags that give or change the rewards of whole answers
+    # Flags that give, change or use the rewards of whole answers
     of_answers = s.reward_model or s.length_rescale or s.overlong_buffer or s.max_resample
     for clash, line in [
         (rest, f"--prompts-per-step {s.prompts_per_step}: not a multiple of {world()} processes"),
@@ -1141,7 +1139,7 @@ def load_problems(name, source, tokenizer, s):
 
     # Every prompt is checked now, not in the step that happens to draw it.
     def check(number, problem):
-        with as_bad_input(f"{name}: {source}, line {number}:"):
+        with as_bad_input(f"{name}: {source}, line {number}:", of=Exception):
             prompt = chat_prompt(tokenizer, problem, s.system_prompt)
             taken = problem.keys() & reward.ARGUMENTS
             if taken and (s.reward or s.step_reward):
@@ -1214,12 +1212,12 @@ def off_grid(weight, seed, i):
     # Neighbours are so many float32 numbers apart: 2^16, or 2^13 for float16; 1 for float32.
     unit = round(torch.finfo(weight.dtype).eps / torch.finfo(torch.float32).eps)
     if unit > 1:
-        shard = rank() if is_sharded(weight) else 0
-        generator = seeded(seed, "off grid", i, shard, device=master.device)
+        part = rank() if is_sharded(weight) else 0
+        generator = seeded(seed, "off grid", i, part, device=master.device)
         # The bits of a float32, read as an integer, count the numbers between it and 0.
         number = local(master).view(torch.int32)
         offset = torch.empty_like(number).random_(1 - unit // 2, unit // 2, generator=generator)
-        number += offset.masked_fill_(local(weight) == 0, 0)  # no number has a count below 0
+        number += offset.masked_fill_(local(weight) == 0, 0)  # 0 stays: no count is below it
     return master
 
 
@@ -1287,7 +1285,7 @@ def loss_scale_of(optimizer):
 
 
 def unscaled(optimizer):
-    """Divide gradients by the loss scale, average LoRA's over GPUs -> the tensors that have one."""
+    """Divide gradients by the loss scale, average LoRA's over GPUs -> tensors with a gradient."""
     known = optimizer.param_groups[0]["params"] + getattr(optimizer, "weights", [])
     tensors = [p for p in known if p.grad is not None]
     scale = loss_scale_of(optimizer)
@@ -1313,16 +1311,16 @@ def adapt_loss_scale(optimizer, skipped):
 
 
 # --------------------------------------------------------------------------------------------------
-# LoRA (Hu et al., arXiv 2106.09685): W = W0 + s B A for every Linear but the head, with factors
-# A (R, in), B (out, R) and s = alpha / R. Usually the factors are a second path beside W0, and are
+# LoRA (Hu et al., arXiv 2106.09685): W = W0 + c B A for every Linear but the head, with factors
+# A (R, in), B (out, R) and c = alpha / R. Usually the factors are a second path beside W0, and are
 # merged for a fast sampler. Here only the optimizer knows them: the model has plain weights W, so
 # every fast path works, and the optimizer writes W again after each step.
 
 class LoraAdamW(MasterAdamW):
-    """AdamW on the factors; the weights are rounded from W0 + s B A after each step.
+    """AdamW on the factors; the weights are rounded from W0 + c B A after each step.
 
-    As soon as a backward pass has the gradient dW of a weight, the factors get dA = s B^T dW and
-    dB = s dW A^T, and dW is freed: only one dW exists at a time. W0 is the weight of `ref_model`;
+    As soon as a backward pass has the gradient dW of a weight, the factors get dA = c B^T dW and
+    dB = c dW A^T, and dW is freed: only one dW exists at a time. W0 is the weight of `ref_model`;
     without a reference it is a copy, which --offload keeps in host memory.
     """
 
@@ -1393,7 +1391,8 @@ def save_adapter(run, optimizer, s):
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory is counted before anything is loaded; a run takes the first of four ways that fits.
+# Memory is counted before anything is loaded. The four ways are with and without --offload and
+# --gradient-checkpointing; a run takes the first that fits.
 
 PROMPT = 256  # tokens of a prompt that the count assumes
 DEVICE, HOST, DISK = "device memory", "host memory", "disk"  # the sums of a count
@@ -1421,7 +1420,7 @@ def plan_memory(s):
                 print0(f"--output: the run needs {count[DISK] / 1e9:.3g} GB of disk when it saves, "
                        f"and {space / 1e9:.3g} are free")
             return way
-    kind = lack[0]  # of the last way, which takes least
+    kind = lack[0]  # of the last way, which takes least on the device
     raise BadInput(f"--model {s.model}: a step needs about {count[kind] / 1e9:.3g} GB of {kind} "
                    f"(details: --dry-run), and that leaves less than a tenth free; {ADVICE}")
 
@@ -1444,7 +1443,7 @@ def counted_ways(s, device, dtype):
     for offload, checkpointing in product(*choices):
         way = replace(s, offload=offload, gradient_checkpointing=checkpointing)
         count = memory(way, model)
-        # A tenth stays free, for CUDA itself and for fragments of the allocator.
+        # A tenth stays free, for workspaces of kernels and for fragments of the allocator.
         lack = [kind for kind in free if count[kind] >= 0.9 * free[kind]]
         yield way, count, lack
 
@@ -1478,7 +1477,7 @@ def memory(s, model):
     if s.lora_rank:
         weights = list(linears_of(model).values())
         trained = s.lora_rank * sum(sum(W.shape) for W in weights)  # the factors
-        one_gradient = 8 * max(W.numel() for W in weights)  # in two dtypes; or W and its master
+        one_gradient = 8 * max(W.numel() for W in weights)  # in two dtypes; or a master
         if s.renew_reference or not s.kl_coef:  # else the reference holds them
             first_weights = sum(W.nbytes for W in weights)
     moments = 8 * trained
@@ -1510,7 +1509,7 @@ def memory(s, model):
         "kept for the backward pass": s.micro_batch_tokens * kept * size,
         "logits, their gradients": 12 * logits + 4 * head,
     }
-    host += 4 * max(W.numel() for W in weights)  # a checkpoint passes tensor by tensor
+    host += 4 * max(W.numel() for W in weights)  # a checkpoint goes through it by tensors
     saved = 12 * (trained if s.lora_rank else n)  # masters and moments, of all ranks
     if s.renew_reference:
         saved += n * size + 12 * judge
@@ -1681,14 +1680,15 @@ def shard(model, s, samples=False):
 
     device = choose_device(s)[0]
     if samples:
+        # The copy takes `room` in place of the weights; by vars() it is no submodule.
         room = {id(p): torch.empty_like(p, device=device) for p in model.parameters()}
-        vars(model)["twin"] = copy.deepcopy(model, room).to(device)  # `room` for its weights
-    how = {"mp_policy": fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32),
-           "mesh": dist.init_device_mesh(device.type, (world(),))}
+        vars(model)["twin"] = copy.deepcopy(model, room).to(device)
+    wrap = partial(fsdp.fully_shard, mesh=dist.init_device_mesh(device.type, (world(),)),
+                   mp_policy=fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32))
     lists = (m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList))
     for layer in next(lists):  # one decoder layer at a time: the others wait in host memory
-        fsdp.fully_shard(layer, **how)
-    fsdp.fully_shard(model, **how)  # the rest: embeddings, last norm, head
+        wrap(layer)
+    wrap(model)  # the rest: embeddings, last norm, head
     # [D] does not call the model's forward, and FSDP gathers only in methods that it knows.
     model.token_logprobs = partial(token_logprobs, model)
     fsdp.register_fsdp_forward_method(model, "token_logprobs")
@@ -1759,27 +1759,27 @@ class Run:
             print0("\nstopping after this step (a second signal stops at once)", sys.stderr)
 
         def in_child():
-            for number in before:
+            for number in old_handlers:
                 signal.signal(number, signal.SIG_DFL)
             go_on()
 
-        before = {}
+        old_handlers = {}
         names = ("SIGINT", "SIGTERM", "SIGHUP")
         for number in signal.Signals:  # Windows has no SIGHUP, and nohup ignores it
             if number.name in names and signal.getsignal(number) != signal.SIG_IGN:
                 with suppress(ValueError):  # only the main thread may set handlers
-                    before[number] = signal.signal(number, stop)
+                    old_handlers[number] = signal.signal(number, stop)
         if hasattr(os, "fork"):
             # A process that a reward forks gets the default handlers. Until then its signals wait:
             # Python would drop them, and a pool that ends its workers could hang for ever.
-            wait = partial(signal.pthread_sigmask, signal.SIG_BLOCK, before)
-            go_on = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, before)
+            wait = partial(signal.pthread_sigmask, signal.SIG_BLOCK, old_handlers)
+            go_on = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, old_handlers)
             os.register_at_fork(before=wait, after_in_parent=go_on, after_in_child=in_child)
         try:
             yield
         finally:
-            while before:  # what is registered for forks stays, but then does nothing
-                signal.signal(*before.popitem())
+            while old_handlers:  # what is registered for forks stays, but then does nothing
+                signal.signal(*old_handlers.popitem())
 
     def stopped(self):
         """One rank's signal stops all of them."""
@@ -1787,7 +1787,7 @@ class Run:
         return self.signal
 
     def measure(self, step, evaluation):
-        """Evaluate after a step (0: the start) -> metrics. Its score: user's reward or accuracy."""
+        """Evaluate after a step (0: the start) -> metrics. Its score: the reward, or accuracy."""
         metrics, self.after = evaluation()
         self.before = self.before or self.after
         score = metrics.get("eval_reward", metrics["eval_accuracy"])
@@ -1856,10 +1856,10 @@ class Run:
 
 def save_folder(model, tokenizer, run, name):
     """Save a folder that from_pretrained opens."""
+    saved = model.state_dict()  # first, because FSDP drops what it has gathered
     weights = dict(model.named_parameters())
     check_finite(run, weights)
     if hasattr(model, "reshard"):
-        saved = model.state_dict()
         weights |= {key: buffer for key, buffer in model.named_buffers() if key in saved}
         for key, weight in weights.items():
             weight = gather_full(weight)  # all ranks take part in gathering
@@ -1915,7 +1915,7 @@ def what_moves(run, model, optimizer):
 def save_checkpoint(run, model, optimizer):
     """Write one safetensors file and move it over the old one."""
     tensors = what_moves(run, model, optimizer)
-    check_finite(run, {**tensors, **dict(model.named_parameters())})
+    check_finite(run, tensors | dict(model.named_parameters()))
     if run.skipped_in_a_row:  # the last good one stays
         return
     if run.folder:
@@ -1933,7 +1933,8 @@ def save_checkpoint(run, model, optimizer):
 
 
 def as_safetensors(tensors):
-    """{name: tensor} -> the bytes of a safetensors file: a JSON header behind its length, tensors.
+    """{name: tensor} -> the bytes of a safetensors file: the length of its header, the header (a
+    JSON text), the tensors.
     The library's own function needs all tensors in host memory at once; here it is one at a time.
     """
     names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
@@ -1983,7 +1984,6 @@ def load_checkpoint(run, model, optimizer, s):
         for name, moving in what_moves(run, model, optimizer).items():
             saved = file.get_tensor(name)
             if is_sharded(moving):
-                saved = saved.to(moving.device)
                 saved = dist.tensor.distribute_tensor(saved, moving.device_mesh, moving.placements)
             moving.copy_(saved)
     if isinstance(optimizer, MasterAdamW):
@@ -2029,17 +2029,15 @@ def forget_later_steps(run):
         path.touch()  # a run that was killed early may have none
         # After the last end of a line there is nothing, or a line that a kill has cut off.
         *lines, _ = path.read_bytes().split(b"\n")
-        records = []
         size = 0
         for line in lines:
             record = json.loads(line)
             run.command = record.get("command", run.command)  # in the metrics of step 0
             if record["step"] <= last:
-                records.append(record)
                 size += len(line) + 1
+                if "loss" in record:  # the metrics of a step, not its samples
+                    run.history.append(record)
         os.truncate(path, size)
-    # The last file was metrics.jsonl.
-    run.history = [record for record in records if "loss" in record]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2118,7 +2116,7 @@ def begin(run, parts, s):
         run.judged_by = "reward"
         if not hasattr(parts.reward_of, "judge"):
             s.reward = PYTHON
-    if run.reward_model:
+    if run.reward_model:  # the checkpoint holds its moments from the start
         with_moments(run.reward_model.optimizer)
     run.digests = digests_of(parts, s)
     if s.resume:
@@ -2127,7 +2125,7 @@ def begin(run, parts, s):
     text = json.dumps(kept, indent=2) + "\n"
     # Files in the program's folder are named from there, because it may move: see file().
     ours = json.dumps(f"{HERE}{os.sep}")
-    text = text.replace(ours[:-1], '"./')
+    text = text.replace(ours[:-1], '"./')  # without its closing quote
     if run.folder:
         with run.replacing("config.json") as new:
             new.write_text(text, encoding="utf-8")
@@ -2265,8 +2263,8 @@ def write_page(run, model, tokenizer, s):
     sections = ""
     groups = gathered_objects(run.groups)[0]  # rank 0's, but all ranks score
     for step, group in groups.items():
-        fields = {name: torch.tensor(group[name], device=model.device) for name in OF_GROUP}
-        answers = sample.Rollout(**fields, logprobs=fields["old_logprobs"], responses=None)
+        tensors = {name: torch.tensor(group[name], device=model.device) for name in OF_GROUP}
+        answers = sample.Rollout(**tensors, logprobs=tensors["old_logprobs"], responses=None)
         logprobs, _ = all_token_logprobs(model, answers, s)                               # (G, S-1)
         moved = logprobs - answers.old_logprobs
         sections += section_of(step, group, answers, moved, tokenizer)
@@ -2280,10 +2278,10 @@ def page_of(run, sections, s):
     warned = [(step, escape(line)) for step, line in run.curve("warning")]
     items = "".join(f"<li>step {step}: {line}</li>" for step, line in warned)
     figures = figure_of_curve(f"held-out {run.judged_by}", run.held_out, run.step, warned)
-    for name in run.history[-1]:
-        points = run.curve(name)
-        if points and (name in CURVES or name.startswith("reward/")):
-            figures += figure_of_curve(escape(name), points, run.step, warned)
+    for metric in run.history[-1]:
+        points = run.curve(metric)
+        if points and (metric in CURVES or metric.startswith("reward/")):
+            figures += figure_of_curve(escape(metric), points, run.step, warned)
     name = escape(run.folder.name)
     again = ""
     if run.step < s.steps and not run.signal:
@@ -2401,6 +2399,7 @@ def print_trace(parts, s):
     # The terms of the loss after the update; before it every ratio was 1.
     new, _ = all_token_logprobs(model, rollout, s)                    # (G, S-1)
     old = rollout.old_logprobs
+    # Without a reference (--kl-coef 0) its column repeats the old policy.
     ref = old if rollout.ref_logprobs is None else rollout.ref_logprobs
     log_ratio = new - old
     clip_high = s.clip_eps if s.clip_eps_high is None else s.clip_eps_high
