@@ -231,6 +231,7 @@ def test_problems_that_cannot_be_asked_or_held_out_are_named(capsys, tmp_path):
     for flag, rows, words in (
             ("--eval-data", [GOOD] * 2, "x.jsonl: no problem is left to hold out"),
             ("--data", longer, "x.jsonl, line 4, the longest of 3 "),
+            ("--data", [{**GOOD, "messages": ["?", asked["messages"][1]]}], "x.jsonl, line 2: "),
             ("--data", [*longer, {**GOOD, **asked}], "x.jsonl, line 6: a message has the role")):
         (tmp_path / "x.jsonl").write_text("\n" + json_lines(*rows))
         line = refused_before_a_folder_is_made(capsys, tmp_path, f"--data={tmp_path / 'x.jsonl'}")
@@ -271,7 +272,8 @@ def test_a_warning_is_one_line(tmp_path):
     ("advantage.py", ["1", "apple"], "apple"), ("advantage.py", ["1", "nan"], "nan"),
     ("advantage.py", ["1"], "1"), ("sample.py", ["--model=nowhere"], "loaded"),
     *(("sample.py", [flag], "--max-new-tokens and --group-size must be at least 1, --temp")
-      for flag in ("--max-new-tokens=0", "--temperature=-1", "--group-size=0")),
+      for flag in ("--max-new-tokens=0", "--temperature=-1", "--temperature=nan",
+                   "--group-size=0")),
     ("sample.py", ["--device=tpu"], "tpu"), ("sample.py", ["Anna has 9 . " * 50], "128"),
     ("logprob.py", ["--model=."], "."), ("logprob.py", ["--model=./nowhere"], "nowhere")])
 def test_a_script_refuses_in_one_line(run_here, script, arguments, word):

@@ -143,7 +143,6 @@ def flash_on_cpu(monkeypatch):
             out.append(torch.nn.functional.scaled_dot_product_attention(
                 *heads, mask, scale=scale, enable_gqa=enable_gqa)[0].transpose(0, 1))
         return torch.cat(out)
-
     monkeypatch.setattr(logprob, "varlen_attn", varlen_attn)
     monkeypatch.setattr(logprob, "has_flash", lambda *given: True)
     return calls

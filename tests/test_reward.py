@@ -474,7 +474,6 @@ def test_a_reward_is_called_as_trl_calls_it():
     def f(prompts, completions, completion_ids, **columns):
         seen.update(columns, prompts=prompts, completions=completions, ids=completion_ids)
         return [1, 2.5, None, True]
-
     rollout = rollout_of(*FOUR)
     with pytest.warns(UserWarning, match="every reward gave None for some rows: they count as 0"):
         rewards = scored(f, rollout)

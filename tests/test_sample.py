@@ -174,7 +174,6 @@ def filled(N, S, seed):
     """A Rollout with a value of its own in every place of every field."""
     def numbers(*shape):
         return torch.rand(shape, generator=seeded(seed)) + seed
-
     ids = (numbers(N, S) * 100).long()
     per_token = numbers(N, S - 1)
     return Rollout(
@@ -326,7 +325,6 @@ def test_sampling_around_the_best(model, config, best, cut):
     def rewards_of(responses):
         asked.append(responses)
         return torch.tensor([float(len(text)) for text in responses])  # the longest is the best
-
     around = sample_around(model, TOKENIZER, PROMPTS, 6, 20, 1.0, seeded(), rewards_of=rewards_of,
                            best=best, cut=cut)
     [texts] = asked
@@ -385,7 +383,6 @@ def test_conversations(tiny):
     def reply(prompt, turns):
         heard.append((prompt, list(turns)))
         return None if len(turns) == 3 and "1" in turns[0] else "loses <|end|> 4 ."
-
     rollout = sample_conversations(model, tokenizer, prompts, 4, 12, 1.0, seeded(), reply=reply,
                                    max_turns=3)
     assert rollout.group_ids.tolist() == [0] * 4 + [1] * 4
