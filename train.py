@@ -694,8 +694,8 @@ def symptoms(history):
         ("fallen reward", fallen, 0.5,
          f"the reward has fallen from {best:.3g} to {now:.3g}; first try a lower --lr"),
         ("stuck reward", 0 if fallen > 0.5 else n, 0,  # one of the two is told
-         "the reward has not risen in {} steps; try another --lr, a larger --group-size, or "
-         "problems of which some answers are right"),
+         "the reward has not risen in {} steps; try --temperature 1, a larger --group-size, or "
+         "another --lr, on problems of which some answers are right"),
         ("KL", recent("approx_kl"), 0.05,
          "KL is {:.3g} nats per token; try --kl-band 0.02 0.05"),
         ("reference", int(unmoved), 0,
