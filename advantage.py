@@ -252,6 +252,9 @@ def response_entropies(entropies, mask):
     return H, taken
 
 
+# --------------------------------------------------------------------------------------------------
+# The demonstration: the group of the command line, then each variant on a few small numbers
+
 def main():
     words = sys.argv[1:] or ["1.5", "1", "0", "0"]
     rewards = torch.tensor([float(word) for word in words])

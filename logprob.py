@@ -44,7 +44,8 @@ def plain_logprobs(model, input_ids, labels, temperature=1.0):
     logits = logits[:, :-1].float() / temperature        # (N, S-1, V): the last predicts nothing
     logprobs = logits.log_softmax(dim=2)                                          # (N, S-1, V)
     chosen = logprobs.gather(2, input_ids[:, 1:, None])                           # (N, S-1, 1)
-    return chosen.squeeze(2).where(labels[:, 1:] != IGNORE, 0)                    # (N, S-1)
+    is_label = labels[:, 1:] != IGNORE                                            # (N, S-1)
+    return chosen.squeeze(2).where(is_label, 0)
 
 
 def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False, group_ids=None):
@@ -57,8 +58,8 @@ def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False
     # the numbers `at` (M,) of the N * (S-1) places, with hidden states (M, H).
     at, targets, output, hidden = hidden_states(model, input_ids, labels, group_ids)
     found, entropies = head_logprobs(model, output, hidden, targets, temperature, with_entropy)
-    zeros = torch.zeros(labels[:, 1:].numel(), device=hidden.device)            # (N * (S-1),)
-    logprobs = zeros.index_put((at,), found).view(len(labels), -1)              # (N, S-1)
+    zeros = torch.zeros(labels[:, 1:].numel(), device=hidden.device)              # (N * (S-1),)
+    logprobs = zeros.index_put((at,), found).view(len(labels), -1)                # (N, S-1)
     if with_entropy:
         return logprobs, zeros.index_put((at,), entropies).view_as(logprobs)
     return logprobs
@@ -422,6 +423,9 @@ def layers_checkpointed(model, on):
         for layer in layers:
             del layer.forward                    # the class's own forward again
 
+
+# --------------------------------------------------------------------------------------------------
+# The command: one answer, token by token
 
 def main():
     parser = argparse.ArgumentParser(description="Score one answer, token by token.")

@@ -212,6 +212,9 @@ def next_kl_coef(kl_coef, approx_kl, low=0.02, high=0.05, rate=0.1):
     return kl_coef
 
 
+# --------------------------------------------------------------------------------------------------
+# The demonstration: the theory's walkthrough, the estimators, the gradient coefficient
+
 def main():
     A = -1.4321
     log_ratios = torch.tensor([0.25, -0.30])
