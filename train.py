@@ -3,10 +3,12 @@
     sample G answers to each prompt [A] -> score them [B] -> compare siblings [C]
     -> log-probabilities [D] -> clipped objective [E], KL [F] -> gradient step -> and again
 
-Departures from the theory's code map:
-- The ids that were sampled are the ids that are trained on: no text is tokenised again.
-- A step may take several updates on one rollout. The old log-probs are those before the first.
-- The batch is cut into micro-batches, and the gradient does not depend on how it is cut.
+Common mistakes that this avoids:
+- Tokenising the answers' text again. The ids that were sampled are the ids that are trained on.
+- Renewing the old log-probs at every update. With several updates on one rollout they are those
+  before the first, or every ratio would be 1.
+- Averaging the means of micro-batches: their tokens would count differently. Here the gradient
+  does not depend on how the batch is cut.
 
     python train.py                                       # the tiny policy learns to reason
     python train.py --model Qwen/Qwen2.5-1.5B-Instruct    # GSM8K, on a GPU
@@ -283,6 +285,12 @@ def advantages_of(policy_model, rollout, batch, tokenizer, reward_of, s):
         advantages = advantage.group_advantages(rewards, G, scale_by_std=s.scale_by_std)
     elif s.advantage == "leave-one-out":
         advantages = advantage.leave_one_out_advantages(rewards, G)
+    elif s.advantage == "max-rl":
+        penalty = " with --overlong-buffer" if s.overlong_buffer else ""
+        with as_bad_input(f"--advantage max-rl{penalty}:"):
+            advantages = advantage.max_rl_advantages(rewards, G)
+    elif s.advantage == "batch-std":
+        advantages = advantage.batch_std_advantages(rewards, G, gathered)
     elif s.advantage == "gdpo":
         parts = torch.stack(list(rollout.reward_parts.values()))                       # (K, N)
         weights = s.reward_weights or [1.0] * len(parts)
@@ -459,7 +467,7 @@ def step_metrics(rollout, batch, updates, seconds, s):
         "reward_mean": rewards.mean(),
         "reward_std": rewards.std(correction=0),
         "accuracy": is_right(known).float().mean(),
-        "format_rate": reward.has_format(known).float().mean(),
+        "format_rate": (known > 0).float().mean(),
         "zero_variance_groups": is_flat(rewards, s.group_size).float().mean(),
         "response_length_mean": lengths.mean(),
         "response_length_p95": lengths.quantile(0.95),
@@ -1051,7 +1059,7 @@ def check_combinations(s):
 def tell_idle(s):
     """Print a line for every flag that has no effect together with the others."""
     one_update = s.updates_per_rollout * s.minibatches == 1
-    per_answer = s.advantage in ("group", "leave-one-out", "gdpo") and not s.step_reward
+    per_answer = s.advantage not in ("gtpo", "grpo-s", "shape") and not s.step_reward
     for names, idle, why in [
         ("clip_eps clip_eps_high objective", one_update, "with one update every ratio is 1"),
         ("ratio", one_update and per_answer, "with one update every ratio is 1"),
