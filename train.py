@@ -286,8 +286,7 @@ def advantages_of(policy_model, rollout, batch, tokenizer, reward_of, s):
     elif s.advantage == "leave-one-out":
         advantages = advantage.leave_one_out_advantages(rewards, G)
     elif s.advantage == "max-rl":
-        penalty = " with --overlong-buffer" if s.overlong_buffer else ""
-        with as_bad_input(f"--advantage max-rl{penalty}:"):
+        with as_bad_input("--advantage max-rl (--overlong-buffer takes up to 1 away):"):
             advantages = advantage.max_rl_advantages(rewards, G)
     elif s.advantage == "batch-std":
         advantages = advantage.batch_std_advantages(rewards, G, gathered)
@@ -671,8 +670,8 @@ def update_bar(bar, metrics, run):
 # The known failures of GRPO runs: how the metrics show them, and which flag may help. A healthy run
 # passes through most of these states, so they are told only where the reward is in trouble.
 
-def symptoms(history):
-    """Metrics of the steps so far -> {name: (how bad, one line with its number)}."""
+def symptoms(history, answer=""):
+    """Metrics of the steps so far, the last answer -> {name: (how bad, one line with its number)}."""
     def recent(name, start=-10, stop=None):
         # The mean over these steps, by default the last ten; NaN if one has no value
         values = [row.get(name) for row in history[start:stop]]
@@ -688,6 +687,13 @@ def symptoms(history):
     best = max(rewards)
     now = rewards[-1]
     spread = max(row["reward_std"] for row in history)
+    # All rewards were equal from the first step on, and moved nothing (step rewards would).
+    if n >= 3 and spread + best - min(rewards) < 1e-6 and recent("policy_loss", 0) == 0:
+        no_box = "none has a \\boxed{}, " * (recent("format_rate", 0) == 0)
+        return {"nothing to learn": (1, (
+            f"all answers of {n} steps earned {now:.3g}, so nothing can be learned: {no_box}"
+            f"{recent('truncated_fraction', 0):.0%} are cut, 95% have at most "
+            f"{recent('response_length_p95', 0):.0f} tokens; the last ends in {answer[-60:]!r}"))}
     fallen = (best - now) / (spread or 1)
     is_stuck = n >= 30 and now <= rewards[4] and not recent("accuracy") > 0.9
     if not (fallen > 0.5 or is_stuck):
@@ -1732,6 +1738,7 @@ class Run:
         self.kl_coef = None  # beta, if --kl-band adapts it
         self.held_out = []  # (step, score of an evaluation)
         self.history = []  # the metrics that symptoms() reads
+        self.answer = ""  # the last of the step
         self.told = {}  # how bad each symptom was when it was reported
         self.digests = {}  # of what the run began with
         self.reward_model = None  # only if training changes it
@@ -1812,7 +1819,7 @@ class Run:
         if "loss" in metrics:
             self.history.append(metrics)
             lines = []
-            for what, (bad, line) in symptoms(self.history).items():
+            for what, (bad, line) in symptoms(self.history, self.answer).items():
                 if bad > 3 * self.told.get(what, 0):  # once, and again if it is clearly worse
                     self.told[what] = bad
                     lines.append(line)
@@ -1834,6 +1841,7 @@ class Run:
 
     def log_samples(self, batch, rollout):
         """Write the step's first two groups, as they were scored."""
+        self.answer = rollout.responses[-1]
         G = len(rollout.responses) // len(batch.prompts)
         for j, prompt in enumerate(batch.prompts[:2]):
             group = sample.take(rollout, range(j * G, (j + 1) * G))
