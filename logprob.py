@@ -5,7 +5,7 @@
 
 Common mistakes that this avoids:
 - Scoring prompt and padding too. Only the answer's tokens count.
-- Keeping only the sum over the answer: a ratio of whole answers explodes. Every token keeps its own.
+- Keeping only the sum over the answer: a ratio of whole answers would explode.
 
 Rows are `[prompt][response][padding]`; the response is the answer. Padding is on the right, where
 causal attention hides it from every real token, so no attention mask is needed and positions are

@@ -671,7 +671,7 @@ def update_bar(bar, metrics, run):
 # passes through most of these states, so they are told only where the reward is in trouble.
 
 def symptoms(history, answer=""):
-    """Metrics of the steps so far, the last answer -> {name: (how bad, one line with its number)}."""
+    """Metrics of the steps so far, an answer -> {name: (how bad, one line with its number)}."""
     def recent(name, start=-10, stop=None):
         # The mean over these steps, by default the last ten; NaN if one has no value
         values = [row.get(name) for row in history[start:stop]]

@@ -14,7 +14,7 @@ from fractions import Fraction
 import answers
 import pytest
 import torch
-from conftest import MINE, ROOT, raises, seeded, small_model, value_error
+from conftest import MINE, ROOT, make_tokenizer, raises, seeded, small_model, value_error
 from chat_families import family
 from transformers import AutoModelForSequenceClassification
 import reward
@@ -559,6 +559,14 @@ def test_a_column_may_have_any_other_name(column):
     assert reward_of(problems, ["<a>", "<b>"], rollout_of(*FOUR)).tolist() == [1.5, 0.5, 0.0, 1.5]
 
 
+def test_a_chat_template_may_write_the_first_think():
+    tokenizer = make_tokenizer(chat_template="{{ messages[-1].content }} <think>\n")
+    prompts = [train.chat_prompt(tokenizer, problem, "") for problem in PROBLEMS]
+    texts = ["7</think><answer>7</answer>", "<think>7</think><answer>7</answer>"] * 2
+    rewards = own_reward_of(["think", "rule"])(PROBLEMS, prompts, rollout_of(*texts))
+    assert rewards.tolist() == [1.5, 0.0, 0.5, 0.0]
+
+
 @pytest.mark.parametrize("column", ["prompts", "completions", "completion_ids"])
 @pytest.mark.parametrize("flags", [["--reward", "rule"], ["--step-reward", "mine.py:steps"], []])
 def test_a_column_named_like_an_argument_is_refused(tmp_path, monkeypatch, tiny, column, flags):
@@ -651,9 +659,10 @@ def test_think_answer_reward(response, expected):
     assert found == expected and type(found) is float
     assert think_answer_reward("<think></think><answer></answer>", "") == 0.5  # nothing is paid
     # A chat template that writes the first tag itself; the prompt's own text earns nothing
-    _, tag, rest = response.partition("<think>")
-    for prompt in ("Q <think>\n", "<think>"):
-        assert think_answer_reward(rest, "63", prompt) == (expected if tag else 0.0)
+    head, tag, rest = response.partition("<think>")
+    if tag and not head.strip():
+        assert think_answer_reward(rest, "63", "Q <think>\n") == expected
+        assert tag in rest or think_answer_reward(rest, "63", "<think> Q") == 0.0
 
 
 def test_length_rescaled_is_gr3():
