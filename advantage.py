@@ -93,9 +93,8 @@ def max_rl_advantages(rewards, group_size=8):
     centred = group_advantages(rewards, group_size, scale_by_std=False)
     if (rewards < 0).any():
         raise ValueError("MaxRL needs rewards that are not negative")
-    m = rewards.to(centred).view(-1, group_size).mean(dim=1, keepdim=True)   # (B, 1)
-    A = centred.view(-1, group_size) / m.where(m > 0, 1)                     # (B, G)
-    return A.flatten()
+    m = rewards.to(centred) - centred                                        # (N,)
+    return centred / m.where(m > 0, 1)
 
 
 def batch_std_advantages(rewards, group_size=8, gathered=None):
@@ -104,8 +103,7 @@ def batch_std_advantages(rewards, group_size=8, gathered=None):
     REINFORCE++-baseline, arXiv 2501.03262. TRL's scale_rewards="batch" (arXiv 2508.08221) takes the
     std of the rewards themselves. `gathered`: see gdpo_advantages.
     """
-    centred = group_advantages(rewards, group_size, scale_by_std=False)
-    return over_batch_std(centred, gathered)
+    return over_batch_std(group_advantages(rewards, group_size, scale_by_std=False), gathered)
 
 
 def over_batch_std(values, gathered):
