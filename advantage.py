@@ -7,10 +7,10 @@ the reward a prompt can be expected to earn. GRPO samples G answers to each prom
 mean of their rewards instead: an answer is good if it beats its siblings. 1e-8, far below any
 other std, keeps a std of 0 from dividing by 0.
 
-Departures from the theory's code map:
-- std divides by G, as the formula does. The map's torch.std divides by G-1 (`unbiased=True`).
-- Equal rewards give exactly 0. The map's `std < 1e-8` misses that in float32: seven rewards of 0.7
-  have a computed std of 6e-8, and each of these answers gets an advantage of 0.86.
+Common mistakes that this avoids:
+- Dividing by G-1: torch.std does so by default, the formula's std divides by G.
+- Finding equal rewards by `std < 1e-8`. They must give exactly 0, but in float32 seven rewards of
+  0.7 have a computed std of 6e-8, and each of these answers would get an advantage of 0.86.
 
     python advantage.py 1.5 1.0 0 0        # one group: its mean, std and advantages
 """
@@ -52,7 +52,7 @@ def group_advantages(rewards, group_size=8, eps=1e-8, scale_by_std=True, unbiase
 # A reader of the theory may stop here. What follows are variants: other baselines, and
 # advantages that differ from token to token.
 
-ADVANTAGES = ("group", "leave-one-out", "gdpo", "gtpo", "grpo-s", "shape")
+ADVANTAGES = ("group", "leave-one-out", "max-rl", "batch-std", "gdpo", "gtpo", "grpo-s", "shape")
 SMALLEST_ENTROPY = 1e-6  # nats; smaller ones count as this much, so that 1/H stays finite
 
 
@@ -85,6 +85,33 @@ def leave_one_out_advantages(rewards, group_size=8):
     return centred * (group_size / (group_size - 1))
 
 
+def max_rl_advantages(rewards, group_size=8):
+    """MaxRL, arXiv 2602.02710: A_i = (r_i - m) / m, m the mean of its group: (N,) -> (N,).
+
+    0 where m is 0. The rarer a right answer is, the more it counts. ValueError: a negative reward.
+    """
+    centred = group_advantages(rewards, group_size, scale_by_std=False)
+    if (rewards < 0).any():
+        raise ValueError("MaxRL needs rewards that are not negative")
+    m = rewards.to(centred) - centred                                        # (N,)
+    return centred / m.where(m > 0, 1)
+
+
+def batch_std_advantages(rewards, group_size=8, gathered=None):
+    """A_i = (r_i - mean of its group) / (std of these differences in the batch + 1e-8) -> (N,).
+
+    REINFORCE++-baseline, arXiv 2501.03262. TRL's scale_rewards="batch" (arXiv 2508.08221) takes the
+    std of the rewards themselves. `gathered`: see gdpo_advantages.
+    """
+    return over_batch_std(group_advantages(rewards, group_size, scale_by_std=False), gathered)
+
+
+def over_batch_std(values, gathered):
+    """Values (N,), of which every group has mean 0, divided by their std: (N,)."""
+    batch = gathered(values) if gathered else values
+    return values / (batch.std(correction=0) + 1e-8)
+
+
 def gdpo_advantages(parts, weights, group_size=8, gathered=None):
     """GDPO, arXiv 2601.05242: each of K rewards is normalised in its group on its own -> (N,).
 
@@ -100,9 +127,7 @@ def gdpo_advantages(parts, weights, group_size=8, gathered=None):
         for rows in torch.arange(len(sums)).split(group_size):
             rows = rows[~rewards[rows].isnan()]
             sums[rows] += weight * z_scores(rewards[rows])
-    batch = gathered(sums) if gathered else sums
-    std = batch.std(correction=0)  # their mean is 0, as in every group
-    return (sums / (std + 1e-8)).to(parts)
+    return over_batch_std(sums, gathered).to(parts)
 
 
 def pooled_advantages(parts, mask, group_size):

@@ -3,10 +3,9 @@
     log pi(y | x) = sum over t of log pi(y_t | x, y_<t)
     log pi(v | ...) = log_softmax(logits / temperature)[v]
 
-Departures from the theory's code map:
-- The map names `sequence_logprob` but does not show it. Here it follows from the definition.
-- Every token keeps its own log-probability, because a ratio of whole sequences would explode.
-- Only the answer counts. The map scores prompt and padding too.
+Common mistakes that this avoids:
+- Scoring prompt and padding too. Only the answer's tokens count.
+- Keeping only the sum over the answer: a ratio of whole answers would explode.
 
 Rows are `[prompt][response][padding]`; the response is the answer. Padding is on the right, where
 causal attention hides it from every real token, so no attention mask is needed and positions are

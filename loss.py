@@ -9,10 +9,10 @@ DeepSeekMath, arXiv 2402.03300, eq. 3 and 4; eps is `clip_eps`, beta is `kl_coef
 were drawn from pi_old and say little about a policy that has moved far from it, so the ratio is
 clipped. The minimum makes sure that clipping never hides a change for the worse.
 
-Departures from the theory's code map:
-- The ratio is taken token by token. The map takes it over the whole answer, exp(sum of
-  differences): at 256 tokens a drift of 0.01 nats per token is already a ratio of 13.
-- k3 is computed as expm1(d) - d, because exp(d) - d - 1 is 0.0 in float32 for d = 1e-4.
+Common mistakes that this avoids:
+- Taking the ratio over the whole answer, exp(sum of differences): at 256 tokens a drift of 0.01
+  nats per token is already a ratio of 13. Here it is taken token by token.
+- Computing k3 as exp(d) - d - 1, which is 0.0 in float32 for d = 1e-4. expm1(d) - d is exact.
 
     python loss.py        # one answer's clip table, k1 k2 k3 side by side, gradient coefficients
 """

@@ -3,10 +3,12 @@
     sample G answers to each prompt [A] -> score them [B] -> compare siblings [C]
     -> log-probabilities [D] -> clipped objective [E], KL [F] -> gradient step -> and again
 
-Departures from the theory's code map:
-- The ids that were sampled are the ids that are trained on: no text is tokenised again.
-- A step may take several updates on one rollout. The old log-probs are those before the first.
-- The batch is cut into micro-batches, and the gradient does not depend on how it is cut.
+Common mistakes that this avoids:
+- Tokenising the answers' text again. The ids that were sampled are the ids that are trained on.
+- Renewing the old log-probs at every update. With several updates on one rollout they are those
+  before the first, or every ratio would be 1.
+- Averaging the means of micro-batches: their tokens would count differently. Here the gradient
+  does not depend on how the batch is cut.
 
     python train.py                                       # the tiny policy learns to reason
     python train.py --model Qwen/Qwen2.5-1.5B-Instruct    # GSM8K, on a GPU
@@ -283,6 +285,11 @@ def advantages_of(policy_model, rollout, batch, tokenizer, reward_of, s):
         advantages = advantage.group_advantages(rewards, G, scale_by_std=s.scale_by_std)
     elif s.advantage == "leave-one-out":
         advantages = advantage.leave_one_out_advantages(rewards, G)
+    elif s.advantage == "max-rl":
+        with as_bad_input("--advantage max-rl (--overlong-buffer takes up to 1 away):"):
+            advantages = advantage.max_rl_advantages(rewards, G)
+    elif s.advantage == "batch-std":
+        advantages = advantage.batch_std_advantages(rewards, G, gathered)
     elif s.advantage == "gdpo":
         parts = torch.stack(list(rollout.reward_parts.values()))                       # (K, N)
         weights = s.reward_weights or [1.0] * len(parts)
@@ -459,7 +466,7 @@ def step_metrics(rollout, batch, updates, seconds, s):
         "reward_mean": rewards.mean(),
         "reward_std": rewards.std(correction=0),
         "accuracy": is_right(known).float().mean(),
-        "format_rate": reward.has_format(known).float().mean(),
+        "format_rate": (known > 0).float().mean(),
         "zero_variance_groups": is_flat(rewards, s.group_size).float().mean(),
         "response_length_mean": lengths.mean(),
         "response_length_p95": lengths.quantile(0.95),
@@ -663,8 +670,8 @@ def update_bar(bar, metrics, run):
 # The known failures of GRPO runs: how the metrics show them, and which flag may help. A healthy run
 # passes through most of these states, so they are told only where the reward is in trouble.
 
-def symptoms(history):
-    """Metrics of the steps so far -> {name: (how bad, one line with its number)}."""
+def symptoms(history, answer=""):
+    """Metrics of the steps so far, an answer -> {name: (how bad, one line with its number)}."""
     def recent(name, start=-10, stop=None):
         # The mean over these steps, by default the last ten; NaN if one has no value
         values = [row.get(name) for row in history[start:stop]]
@@ -680,6 +687,13 @@ def symptoms(history):
     best = max(rewards)
     now = rewards[-1]
     spread = max(row["reward_std"] for row in history)
+    # All rewards were equal from the first step on, and moved nothing (step rewards would).
+    if n >= 3 and spread + best - min(rewards) < 1e-6 and recent("policy_loss", 0) == 0:
+        no_box = "none has a \\boxed{}, " * (recent("format_rate", 0) == 0)
+        return {"nothing to learn": (1, (
+            f"all answers of {n} steps earned {now:.3g}, so nothing can be learned: {no_box}"
+            f"{recent('truncated_fraction', 0):.0%} are cut, 95% have at most "
+            f"{recent('response_length_p95', 0):.0f} tokens; the last ends in {answer[-60:]!r}"))}
     fallen = (best - now) / (spread or 1)
     is_stuck = n >= 30 and now <= rewards[4] and not recent("accuracy") > 0.9
     if not (fallen > 0.5 or is_stuck):
@@ -1051,7 +1065,7 @@ def check_combinations(s):
 def tell_idle(s):
     """Print a line for every flag that has no effect together with the others."""
     one_update = s.updates_per_rollout * s.minibatches == 1
-    per_answer = s.advantage in ("group", "leave-one-out", "gdpo") and not s.step_reward
+    per_answer = s.advantage not in ("gtpo", "grpo-s", "shape") and not s.step_reward
     for names, idle, why in [
         ("clip_eps clip_eps_high objective", one_update, "with one update every ratio is 1"),
         ("ratio", one_update and per_answer, "with one update every ratio is 1"),
@@ -1724,6 +1738,7 @@ class Run:
         self.kl_coef = None  # beta, if --kl-band adapts it
         self.held_out = []  # (step, score of an evaluation)
         self.history = []  # the metrics that symptoms() reads
+        self.answer = ""  # the last of the step
         self.told = {}  # how bad each symptom was when it was reported
         self.digests = {}  # of what the run began with
         self.reward_model = None  # only if training changes it
@@ -1804,7 +1819,7 @@ class Run:
         if "loss" in metrics:
             self.history.append(metrics)
             lines = []
-            for what, (bad, line) in symptoms(self.history).items():
+            for what, (bad, line) in symptoms(self.history, self.answer).items():
                 if bad > 3 * self.told.get(what, 0):  # once, and again if it is clearly worse
                     self.told[what] = bad
                     lines.append(line)
@@ -1826,6 +1841,7 @@ class Run:
 
     def log_samples(self, batch, rollout):
         """Write the step's first two groups, as they were scored."""
+        self.answer = rollout.responses[-1]
         G = len(rollout.responses) // len(batch.prompts)
         for j, prompt in enumerate(batch.prompts[:2]):
             group = sample.take(rollout, range(j * G, (j + 1) * G))

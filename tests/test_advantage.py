@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 import torch
 from conftest import seeded, value_error
-from advantage import (gdpo_advantages, group_advantages, grpo_s_advantages, gtpo_advantages,
-                       is_flat, leave_one_out_advantages, plain_advantages, process_advantages,
-                       shape_advantages, shapley_shares)
+from advantage import (batch_std_advantages, gdpo_advantages, group_advantages, grpo_s_advantages,
+                       gtpo_advantages, is_flat, leave_one_out_advantages, max_rl_advantages,
+                       plain_advantages, process_advantages, shape_advantages, shapley_shares)
 
 OPTIONS = list(itertools.product((True, False), (False, True)))  # scale_by_std and unbiased
 
@@ -113,6 +113,31 @@ def test_leave_one_out(rewards):
     assert leave_one_out_advantages(torch.full((7,), 0.7), 7).tolist() == [0.0] * 7
 
 
+MEANS = [[1, 0, 0, 0], [0.7] * 4, [0] * 4, [0.5, 1.5, 1.5, 0]]
+
+
+def test_max_rl():
+    """Half the right answers, half the advantage: r / m - 1."""
+    expected = [r / (math.fsum(group) / 4) - 1 if len(set(group)) > 1 else 0.0
+                for group in MEANS for r in group]
+    found = max_rl_advantages(torch.tensor(MEANS, dtype=torch.float64).flatten(), 4)
+    assert_close(found, expected, 1e-12)
+    assert max_rl_advantages(torch.tensor([1] + [0] * 7)).tolist() == [7.0] + [-1.0] * 7
+    with value_error("negative"):
+        max_rl_advantages(torch.tensor([1.0, -0.1]), 2)
+
+
+def test_batch_std():
+    """The std of all centred rewards, those of other GPUs as well."""
+    centred = [r - math.fsum(group) / 4 for group in MEANS for r in group]
+    rewards = torch.tensor(MEANS, dtype=torch.float64).flatten()
+    found = batch_std_advantages(rewards, 4)
+    assert_close(found, reference(centred, 16), 1e-7)
+    assert batch_std_advantages(rewards.float()[4:8], 4).tolist() == [0.0] * 4
+    half = batch_std_advantages(rewards, 4, lambda mine: torch.cat([mine, 0 * mine]))
+    assert_close(half, (found * 2**0.5).tolist(), 1e-7)
+
+
 def gdpo_reference(parts, weights, group_size):
     sums = [0.0] * len(parts[0])
     for part, weight in zip(parts, weights):
@@ -148,9 +173,6 @@ def test_gdpo_of_right_and_length():
     assert [round(a, 2) for a in found.tolist()] == [-0.74, 1.2, -1.2, 0.74]
     assert group_advantages(parts.sum(dim=0), 4).argmax() == 3
     assert gdpo_advantages(torch.full((2, 7), 0.7), (1, 1), 7).tolist() == [0.0] * 7
-    # Beside the flat group of another GPU the std of the batch is smaller
-    half = gdpo_advantages(parts, (1, 1), 4, lambda sums: torch.cat([sums, 0 * sums]))
-    assert_close(half, (found * 2**0.5).tolist(), 1e-6)
     with value_error("two rewards"):
         gdpo_advantages(parts[:1], (1,), 4)
 

@@ -24,7 +24,7 @@ def test_every_function_of_the_table_is_in_its_file():
 
 FIELDS = {train.flag_of(field.name) for field in dataclasses.fields(train.Settings)}
 # of torchrun, and of tests/
-OTHERS = {"--all", "--boxed", "--help", "--measure", "--micro-batches", "--mugs",
+OTHERS = {"--all", "--boxed", "--help", "--max-restarts", "--measure", "--micro-batches", "--mugs",
           "--new-tokens", "--nnodes", "--nproc-per-node", "--only", "--real", "--run", "--seeds",
           "--shutdown-timeout", "--steps-per-sum", "--words"}
 
@@ -33,17 +33,6 @@ def test_every_flag_is_a_flag():
     known = FIELDS | {flag.replace("--", "--no-", 1) for flag in FIELDS}
     named = set(re.findall(r"--[a-z][a-z0-9-]+", README + RESULTS)) - OTHERS
     assert named <= known, named - known
-
-
-def test_the_lines_that_teach():
-    """From the top of a file to the ruler above "A reader of the theory may stop here"."""
-    rows = re.findall(r"`(\w+)\.py` \((\d+)(?: lines teach)?, (\d+)", README)
-    assert [file for file, *_ in rows] == [*STAGES]  # [A] to [H]
-    assert f" {sum(int(core) for _, core, _ in rows)} lines teach" in README
-    for file, core, rest in rows:
-        lines = (ROOT / f"{file}.py").read_text(encoding="utf-8").splitlines()
-        stop, = [n for n, line in enumerate(lines) if "of the theory may stop here" in line]
-        assert (int(core), int(rest)) == (stop - 1, len(lines) - stop + 1), file
 
 
 # name, flags, what it helps against, source

@@ -14,14 +14,14 @@ from fractions import Fraction
 import answers
 import pytest
 import torch
-from conftest import MINE, ROOT, raises, seeded, small_model, value_error
+from conftest import MINE, ROOT, make_tokenizer, raises, seeded, small_model, value_error
 from chat_families import family
 from transformers import AutoModelForSequenceClassification
 import reward
 import train
 from reward import (
     boxed_candidates, canonical, complete_boxes, extract_boxed, figures_of, final_answer,
-    has_format, hold_out, is_right, length_rescaled, load_function, load_problems,
+    hold_out, is_right, length_rescaled, load_function, load_problems,
     majority_at_k, model_rewards, overlong_penalty, own_reward_of, pass_at_k, preference_pairs,
     reward_model_rows, reward_model_scores, rule_reward, score_responses, score_rows,
     think_answer_reward, train_reward_model, truths_of)
@@ -53,11 +53,10 @@ def test_score_responses_is_prompt_major():
     assert rewards.tolist() == [1.5, 0.5, 0.0, 1.5, 0.5, 1.5]
     assert score_responses([box(7)] * 16, ["7", "8"]).tolist() == [1.5] * 8 + [0.5] * 8
     assert is_right(rewards).tolist() == [True, False, False, True, False, True]
-    assert has_format(rewards).tolist() == [True, True, False, True, True, True]
     # Where no truth is known, an answer is neither right nor wrong
     rewards = score_responses([box(1)] * 4, ["1", None], group_size=2)
     assert rewards[:2].tolist() == [1.5, 1.5] and rewards[2:].isnan().all()
-    assert is_right(rewards).tolist() == has_format(rewards).tolist() == [True, True, False, False]
+    assert is_right(rewards).tolist() == [True, True, False, False]
     for rows, truths in ((5, 2), (7, 2), (6, 3), (6, 0)):
         with pytest.raises(ValueError):
             score_responses([box(7)] * rows, ["7"] * truths, 3)
@@ -560,6 +559,14 @@ def test_a_column_may_have_any_other_name(column):
     assert reward_of(problems, ["<a>", "<b>"], rollout_of(*FOUR)).tolist() == [1.5, 0.5, 0.0, 1.5]
 
 
+def test_a_chat_template_may_write_the_first_think():
+    tokenizer = make_tokenizer(chat_template="{{ messages[-1].content }} <think>\n")
+    prompts = [train.chat_prompt(tokenizer, problem, "") for problem in PROBLEMS]
+    texts = ["7</think><answer>7</answer>", "<think>7</think><answer>7</answer>"] * 2
+    rewards = own_reward_of(["think", "rule"])(PROBLEMS, prompts, rollout_of(*texts))
+    assert rewards.tolist() == [1.5, 0.0, 0.5, 0.0]
+
+
 @pytest.mark.parametrize("column", ["prompts", "completions", "completion_ids"])
 @pytest.mark.parametrize("flags", [["--reward", "rule"], ["--step-reward", "mine.py:steps"], []])
 def test_a_column_named_like_an_argument_is_refused(tmp_path, monkeypatch, tiny, column, flags):
@@ -651,6 +658,11 @@ def test_think_answer_reward(response, expected):
     found = think_answer_reward(response, "63")
     assert found == expected and type(found) is float
     assert think_answer_reward("<think></think><answer></answer>", "") == 0.5  # nothing is paid
+    # A chat template that writes the first tag itself; the prompt's own text earns nothing
+    head, tag, rest = response.partition("<think>")
+    if tag and not head.strip():
+        assert think_answer_reward(rest, "63", "Q <think>\n") == expected
+        assert tag in rest or think_answer_reward(rest, "63", "<think> Q") == 0.0
 
 
 def test_length_rescaled_is_gr3():

@@ -556,6 +556,18 @@ def test_open_policy(capsys):
     assert same_tensors(dict(model.named_parameters()), load_file(TINY / "model.safetensors"))
 
 
+def test_a_token_without_an_embedding_is_told_when_the_folder_is_opened(tmp_path, tiny):
+    folder = shutil.copytree(TINY, tmp_path / "model")
+    _, tokenizer = sample.open_policy(folder)
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})  # no prompt holds it
+    tokenizer.save_pretrained(folder)
+    sample.open_policy(folder)
+    tokenizer.add_tokens(["eleventeen"])
+    tokenizer.save_pretrained(folder)
+    with value_error("no embedding"):
+        sample.open_policy(folder)
+
+
 def test_script_draws_a_group(run_here, tiny):
     model, tokenizer = tiny
     flags = "--group-size=3", "--max-new-tokens=9", "--seed=4", "--temperature=3"

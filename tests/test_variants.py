@@ -155,9 +155,10 @@ def test_gdpo_reads_each_reward():
     assert rollout.advantages.std() > 0 and metrics["skipped_updates"] == 0
 
 
-def test_gdpo_on_two_ranks_is_that_of_one(tmp_path):
-    flags = (*SMALL, "--steps=2", "--advantage=gdpo", "--reward", "rule",
-             f"{MINE}:some", "--lr=0.003")
+@pytest.mark.parametrize("flags", [
+    ["--advantage=gdpo", "--reward", "rule", f"{MINE}:some"], ["--advantage=batch-std"]])
+def test_the_std_of_the_batch_is_that_of_all_ranks(tmp_path, flags):
+    flags = (*SMALL, "--steps=2", *flags, "--lr=0.003")
     end = begin("train.py", *flags, f"--output={tmp_path / 'two'}", ranks=2)
     trained(tmp_path / "one", *flags)
     well_ended(end())
@@ -205,6 +206,13 @@ def test_rewards_below_zero_cannot_be_rescaled():
         train.add_length_terms(rollout, settings("--group-size=2", "--length-rescale=0.1"))
 
 
+def test_max_rl_ends_at_a_reward_below_zero(tmp_path, capsys):
+    flags = (*SMALL, "--advantage=max-rl", "--overlong-buffer=8", f"--output={tmp_path / 'run'}")
+    assert train.main(list(flags)) == 2
+    line, = [text for text in capsys.readouterr().err.splitlines() if "train.py:" in text]
+    assert "--advantage max-rl" in line and "--overlong-buffer" in line
+
+
 def test_mini_batches_take_every_group_once_in_each_pass():
     """The old log-probs of all of them are those before the first; the ratio corrects."""
     p = parts(*PLAIN, "--minibatches=2", "--updates-per-rollout=2")
@@ -247,6 +255,7 @@ class Bigrams(torch.nn.Module):
 ONE_FLAG = """--clip-eps 0.9|--clip-eps-high 2|--kl-coef 0|--kl-estimator k2|--aggregate token
 --ratio sequence|--objective cispo|--sampler-correction 1.1|--mask-truncated|--renew-reference 1
 --kl-band 1e-6 2e-6|--advantage leave-one-out|--advantage gtpo|--advantage grpo-s|--advantage shape
+--advantage max-rl|--advantage batch-std
 --no-scale-by-std|--clip-advantages 0.7|--length-rescale 0.3|--overlong-buffer 9
 --reward M:words rule|--reward M:words|--advantage gdpo|--reward-weights 0.5 2|--reward-weights 3
 --minibatches 2|--step-reward M:steps|--reward-model-lr 0.1|--updates-per-rollout 1
@@ -289,9 +298,12 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, ti
         told = capsys.readouterr().out
         start, policy, reference = (Bigrams(seed).requires_grad_(k == 1) for k in range(3))
         reference.table += 0.3 * torch.randn(64, 64, generator=seeded(2))
-        train.train_grpo(policy, reference if s.kl_coef else None,
-                         torch.optim.SGD(policy.parameters()), tokenizer, batch, batch, s,
-                         sampler=drawn, reward_of=reward_of)
+        try:
+            train.train_grpo(policy, reference if s.kl_coef else None,
+                             torch.optim.SGD(policy.parameters()), tokenizer, batch, batch, s,
+                             sampler=drawn, reward_of=reward_of)
+        except train.BadInput:  # MaxRL, and a reward below 0
+            return None
         return (policy.table - start.table).detach(), told
 
     def moves_alike(one, other, seed):
@@ -555,6 +567,26 @@ def test_only_a_reward_that_has_fallen_or_stands_is_trouble(rewards, accuracy, t
     found = train.symptoms(rows)
     assert list(found) == told and all("--lr" in line for _, line in found.values())
     assert train.symptoms([{**row, "reward_std": 0.0} for row in rows[:1]]) == {}
+
+
+@pytest.mark.parametrize("n, series, told", [
+    (3, {}, True), (2, {}, False), (9, {}, True), (3, {"reward_mean": [0.4]}, False),
+    (3, {"reward_std": [0.1, 0.0, 0.0]}, False), (3, {"policy_loss": [0.01]}, False)])
+def test_a_run_in_which_nothing_can_be_learned_says_so_after_three_steps(n, series, told):
+    """Not one whose first step alone is flat, and not one that step rewards teach."""
+    same = {name: [value] * n for name, value in dict(
+        reward_mean=0.0, reward_std=0.0, policy_loss=0.0, format_rate=0.0, truncated_fraction=0.9,
+        response_length_p95=128.0).items()}
+    rows = history(n, **same)
+    for name, values in series.items():
+        for row, value in zip(rows, values):
+            row[name] = value
+    found = train.symptoms(rows, "so \x1b[31m it is")
+    assert ("nothing to learn" in found) == told
+    if told:
+        _, line = found["nothing to learn"]
+        for word in ("earned 0,", "\\boxed{}", "90%", "128 tokens", "\\x1b[31m it is'"):
+            assert word in line
 
 
 @pytest.mark.parametrize("what, n, name, failing, healthy, words", [
