@@ -169,7 +169,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
     """Train on `problems` (dicts, see reward.load_problems): steps run.step + 1 to settings.steps.
 
     `sampler` and `reward_of` are those of train_step; `reward_model`: the model behind `reward_of`,
-    which --renew-reference trains further (iterative GRPO). Everything random follows from (seed, step, prompt): a
+    which --renew-reference trains further. Everything random follows from (seed, step, prompt): a
     resumed run draws the same, and the answers do not depend on the number of GPUs.
     """
     run = run or Run()
@@ -724,7 +724,8 @@ HERE = Path(__file__).resolve().parent
 TINY = HERE / "tests" / "tiny"
 TINY_CONFIG = TINY / "grpo.json"
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
-PYTHON = ["from Python"]  # stands in config.json for a reward that was a Python function
+# Stands in config.json for a reward that was a Python function; as a flag it is refused
+PYTHON = "from Python, where settings.reward = None and parts.reward_of are to be set"
 
 
 @contextmanager
@@ -940,36 +941,33 @@ def begin_or_resume(given):
 
 def read_config(file):
     """The flags of a JSON file -> {name: value}; its paths are relative to its folder."""
-    values = {}
     with as_bad_input(f"{file}:"):
         config = json.loads(Path(file).read_text(encoding="utf-8"))
         with chdir(Path(file).parent):
-            for name, value in config.items():
-                setting = FIELDS.get(name)
-                if not setting or not setting.metadata["kept"]:
-                    raise ValueError(f"{flag_of(name)} is no flag for a config file, where names "
-                                     "are spelt like kl_coef")
-                if value is None:  # the default
-                    continue
-                if "nargs" not in setting.metadata["how"]:
-                    values[name] = checked(setting, value)
-                    continue
-                items = value if isinstance(value, list) else [value]
-                values[name] = [checked(setting, item) for item in items]
-    return values
+            return {name: checked(name, value) for name, value in config.items()
+                    if value is not None}  # null: the default
 
 
-def checked(setting, value):
-    """A value of a config file, read by the type of its flag."""
-    choices = setting.metadata["how"].get("choices")
-    with as_bad_input(f"{flag_of(setting.name)}:"):
-        if setting.type is bool and isinstance(value, bool):
-            return value
+def checked(name, value):
+    """A value of a config file, read by the type of its flag; of a list each item."""
+    setting = FIELDS.get(name)
+    if not setting or not setting.metadata["kept"]:
+        raise ValueError(f"{flag_of(name)} is no flag for a config file, where names are spelt "
+                         "like kl_coef")
+    how = setting.metadata["how"]
+    read = {"true": True, "false": False}.get if setting.type is bool else setting.type
+
+    def item_of(value):
         text = value if isinstance(value, str) else json.dumps(value)
-        found = setting.type(text)
-        if setting.type is bool or choices and found not in choices:
-            raise ValueError(f"{text} is none of {', '.join(choices or ['true', 'false'])}")
-        return found
+        with as_bad_input(f"{flag_of(name)}:"):
+            item = read(text)
+        if item is None or item not in how.get("choices", [item]):
+            raise ValueError(f"{flag_of(name)}: {text!r} is none of its values")
+        return item
+
+    if "nargs" not in how:
+        return item_of(value)
+    return [item_of(item) for item in (value if isinstance(value, list) else [value])]
 
 
 def check_resumed(given, saved):
@@ -1177,8 +1175,6 @@ def load_problems(name, source, tokenizer, s):
 
 def load_reward_of(s, reward_model=None):
     """The function reward_of(problems, prompts, rollout) -> (N,), or None for the rule."""
-    if s.reward == PYTHON:
-        return None  # train() will not go on without it
     if reward_model:
         prompt_of = partial(chat_prompt, reward_model.tokenizer, system_prompt=s.system_prompt)
         return partial(reward.model_rewards, reward_model, prompt_of)
@@ -1421,7 +1417,8 @@ def save_adapter(run, optimizer, s):
 PROMPT = 256  # tokens of a prompt that the count assumes
 DEVICE, HOST = "device memory", "host memory"  # the sums of a count
 ADVICE = ("to need less: --lora-rank 16, --kl-coef 0, --dtype bfloat16, a smaller --model, more "
-          "GPUs (each holds a whole policy to sample from), or lower --prompts-per-step, --group-size, --max-new-tokens, --micro-batch-tokens")
+          "GPUs (each holds a whole policy to sample from), or lower --prompts-per-step, "
+          "--group-size, --max-new-tokens, --micro-batch-tokens")
 
 
 def plan_memory(s):
@@ -1430,12 +1427,14 @@ def plan_memory(s):
     device, dtype = choose_device(s)
     tell_idle(s)
     ways = counted_ways(s, device, dtype)
+    # The first that lacks nothing; else the last, which takes least on the device
     way, count, lack = next((each for each in ways if not each[2]), ways[-1])
     if s.eval_only:
         return ways[0][0]  # an evaluation has no step
-    if lack:  # also the last way, which takes least on the device
-        raise BadInput(f"--model {s.model}: a step needs about {count[lack] / 1e9:.3g} GB of {lack}"
-                       f" (details: --dry-run), and that leaves less than a tenth free; {ADVICE}")
+    if lack:
+        raise BadInput(f"--model {s.model}: a step needs about {count[lack[0]] / 1e9:.3g} GB of "
+                       f"{lack[0]} (details: --dry-run), and that leaves less than a tenth free; "
+                       f"{ADVICE}")
     line = (f"loading   {s.model} in {way.dtype} on {device}; a step needs about "
             f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)")
     for name in ("offload", "gradient_checkpointing"):
@@ -1446,7 +1445,7 @@ def plan_memory(s):
 
 
 def counted_ways(s, device, dtype):
-    """The ways that the flags allow, the fastest first: (Settings, count, memory it lacks or "")."""
+    """The ways that the flags allow, the fastest first: (Settings, count, what it lacks)."""
     tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)  # two groups
     if device.type == "cpu":  # which is fastest with what fits its cache
         tokens = 2048 if dtype == torch.bfloat16 else 1024
@@ -1465,8 +1464,8 @@ def counted_ways(s, device, dtype):
         way = replace(s, offload=offload, gradient_checkpointing=checkpointing)
         count = memory(way, model)
         # A tenth stays free, for workspaces of kernels and for fragments of the allocator.
-        lacks = [kind for kind in free if count[kind] >= 0.9 * free[kind]]
-        ways.append((way, count, "".join(lacks[:1])))
+        lack = [kind for kind in free if count[kind] >= 0.9 * free[kind]]
+        ways.append((way, count, lack))
     return ways
 
 
@@ -1589,7 +1588,7 @@ def model_without_storage(name, folder, dtype, kind=AutoModelForCausalLM):
 # masters, gathers a layer when it computes, and works on its own whole groups.
 
 def rank():
-    return int(os.environ.get("RANK", 0))  # torchrun sets it
+    return int(os.environ["RANK"]) if world() > 1 else 0  # torchrun sets it
 
 
 def world():
@@ -2049,7 +2048,20 @@ def main(argv=None):
     words = sys.argv[1:] if argv is None else argv
     run.command = shlex.join(["train.py", *map(str, words)])
     try:
-        status = run_program(words, run)
+        settings = parse(words)
+        if settings.dry_run is not None:
+            print_memory(settings)
+            return 0
+        join_ranks(settings)
+        settings = on_rank_0(plan_memory, settings)  # ranks must not differ in it
+        parts = load(settings)
+        status = 0
+        if settings.eval_only:
+            print_figures(parts, settings)
+        elif settings.trace:
+            print_trace(parts, settings)
+        else:
+            status = train(parts, run, settings)
         leave_ranks()
         return status
     except Exception as error:
@@ -2060,26 +2072,8 @@ def main(argv=None):
             end_rank(fault or traceback.format_exc())
         if not fault:
             raise
-    tell(f"train.py: {fault}", sys.stderr)
+    print0(f"train.py: {fault}", sys.stderr)
     return 2
-
-
-def run_program(words, run):
-    """What the flags ask for -> exit status."""
-    settings = parse(words)
-    if settings.dry_run is not None:
-        print_memory(settings)
-        return 0
-    join_ranks(settings)
-    settings = on_rank_0(plan_memory, settings)  # ranks must not differ in it
-    parts = load(settings)
-    if settings.eval_only:
-        print_figures(parts, settings)
-    elif settings.trace:
-        print_trace(parts, settings)
-    else:
-        return train(parts, run, settings)
-    return 0
 
 
 def line_of(error):
@@ -2095,10 +2089,6 @@ def line_of(error):
 
 def train(parts, run, s):
     """A run from its folder to its final/ -> exit status."""
-    if s.reward == PYTHON and not parts.reward_of:
-        origin = f"--resume={s.resume}" if s.resume else f"--config={s.config}"
-        raise BadInput("--reward: this run had a function in Python as its reward; go on in Python,"
-                       f" with train.parse(['{origin}']) and your function as parts.reward_of")
     run.name = on_rank_0(run.claim_folder, s)
     begin(run, parts, s)
     model = parts.policy_model
@@ -2132,7 +2122,7 @@ def begin(run, parts, s):
     if parts.reward_of:
         run.judged_by = "reward"
     if parts.reward_of is not parts.flags_reward_of:
-        s.reward = PYTHON
+        s.reward = [PYTHON]
     if run.reward_model:  # the checkpoint holds its moments from the start
         with_moments(run.reward_model.optimizer)
     run.digests = digests_of(parts, s)
@@ -2155,15 +2145,10 @@ def begin(run, parts, s):
 
 
 def print0(line, file=None):
-    """Rank 0 prints the line."""
+    """Rank 0 prints the line, above the progress bars."""
     if rank() == 0:
-        tell(line, file)
-
-
-def tell(line, file=None):
-    """Print the line above the progress bars."""
-    with tqdm.external_write_mode(file):
-        print(line, file=file, flush=True)
+        with tqdm.external_write_mode(file):
+            print(line, file=file, flush=True)
 
 
 def example_of(run):
