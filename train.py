@@ -140,6 +140,7 @@ def backward(policy_model, optimizer, rollout, settings):
     # The loss is divided by the rows or tokens of the whole batch, so the gradients of its
     # micro-batches simply add up. Several GPUs divide by their mean, as FSDP averages gradients.
     sizes = averaged({"n_rows": mask.any(dim=1).sum(), "n_tokens": mask.sum()})
+    sizes["n_rows"] = sizes["n_rows"] or 1  # all may be cut
     now = torch.zeros_like(rollout.logprobs)                                           # (N, S-1)
     entropies = torch.zeros_like(now)
     sums = Counter()  # Counter.update adds
@@ -809,7 +810,7 @@ class Settings:
     ratio: str = flag("token", "ratio per token, or per sequence: GSPO", choices=loss.RATIOS)
     objective: str = flag("clip", "clip, or CISPO's weighted log-probs", choices=loss.OBJECTIVES)
     sampler_correction: amount = flag(0.0, "TIS: weights min(trainer / sampler, this), say 2")
-    mask_truncated: bool = flag(False, "leave truncated answers out of the loss")
+    mask_truncated: bool = flag(False, "leave cut answers out of the loss and its mean")
     renew_reference: from_0 = flag(0, "steps until the policy becomes the reference; 0: never")
     kl_band: amount = flag(None, "LOW HIGH: adapt beta to keep KL there, say 0.02 0.05", **SEVERAL)
     advantage: str = flag("group", "how siblings are compared", choices=advantage.ADVANTAGES,
