@@ -300,7 +300,8 @@ def test_a_run_moves(capsys, monkeypatch, at_home, tmp_path):
     assert capsys.readouterr().out.count("has changed") == 1, "told once, and it goes on"
     assert [m["reward_mean"] == 7 for m in metrics_of(folder)[1:]] == [*4 * [False], True]
     config = json.loads((folder / "config.json").read_text())
-    assert config["model"] == str(tmp_path / "m") and config["eval_data"] == str(home / "test.jsonl")
+    assert config["model"] == str(tmp_path / "m")
+    assert config["eval_data"] == str(home / "test.jsonl")
 
 
 def test_what_a_kill_has_left_behind_goes(uninterrupted, run_folder):

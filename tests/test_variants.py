@@ -1,5 +1,4 @@
 """train.py beyond plain GRPO: every variant arrives, every warning comes, every choice is shown."""
-import contextlib
 import copy
 import dataclasses
 import functools
