@@ -37,6 +37,7 @@ import warnings
 from collections import Counter
 from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -64,7 +65,7 @@ import sample
 from advantage import is_flat, plain_advantages
 from logprob import layers_checkpointed, plain_logprobs, token_logprobs
 from loss import grpo_loss, next_kl_coef, plain_loss
-from reward import is_right, score_responses, truths_of
+from reward import BadInput, blame_user_file, is_right, score_responses, truths_of
 from sample import chat_prompt, one_line, sample_groups
 
 # --------------------------------------------------------------------------------------------------
@@ -100,7 +101,7 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     policy = sampling_model(policy_model)
     rollout_of = partial(answers_and_rewards, policy, tokenizer, s, sampler, reward_of, clock)
     rollout = scored_groups(rollout_of, batch, tokenizer, s)
-    raise_on_all_ranks(add_length_terms)(rollout, s)
+    add_length_terms(rollout, s)
 
     # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if every token has its own.
     rollout.advantages = advantages_of(policy_model, rollout, batch, tokenizer, reward_of, s)
@@ -140,7 +141,8 @@ def backward(policy_model, optimizer, rollout, settings):
         mask = mask & rollout.finished[:, None]
     # The loss is divided by the rows or tokens of the whole batch, so the gradients of its
     # micro-batches simply add up. Several GPUs divide by their mean, as FSDP averages gradients.
-    sizes = averaged({"n_rows": len(mask), "n_tokens": mask.sum()})
+    sizes = averaged({"n_rows": mask.any(dim=1).sum(), "n_tokens": mask.sum()})
+    sizes["n_rows"] = sizes["n_rows"] or 1  # all may be cut
     now = torch.zeros_like(rollout.logprobs)                                           # (N, S-1)
     entropies = torch.zeros_like(now)
     sums = Counter()  # Counter.update adds
@@ -170,7 +172,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
     """Train on `problems` (dicts, see reward.load_problems): steps run.step + 1 to settings.steps.
 
     `sampler` and `reward_of` are those of train_step; `reward_model`: the model behind `reward_of`,
-    if it keeps training (iterative GRPO). Everything random follows from (seed, step, prompt): a
+    which --renew-reference trains further. Everything random follows from (seed, step, prompt): a
     resumed run draws the same, and the answers do not depend on the number of GPUs.
     """
     run = run or Run()
@@ -189,7 +191,8 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
                 metrics, rollout = train_step(policy_model, ref_model, optimizer, tokenizer, batch,
                                               s, sampler, reward_of)
             except BadInput:  # say a reward fails: this step has moved no weight yet
-                save_checkpoint(run, policy_model, optimizer)
+                if world() == 1:  # other ranks may not come here
+                    save_checkpoint(run, policy_model, optimizer)
                 raise
             metrics = {"step": step, "lr": lr, **metrics}
             # Every --renew-reference steps: a new reference, a reward model that is trained further
@@ -198,6 +201,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             if is_last or step % s.eval_every == 0:
                 metrics |= run.measure(step, evaluation)
             run.log_samples(batch, rollout)
+            run.step = step
             run.log(metrics)
             if run.folder and s.page:
                 keep_group(run, batch, rollout, s)
@@ -504,7 +508,6 @@ def peak_memory():
 
 def scored_groups(rollout_of, batch, tokenizer, s):
     """rollout_of(batch); --max-resample replaces flat groups, in the rollout and in the batch."""
-    rollout_of = raise_on_all_ranks(rollout_of)
     rollout = rollout_of(batch)
     B = len(batch.prompts)
     G = s.group_size
@@ -576,10 +579,12 @@ def seeded(*key, device="cpu"):
 
 def update_reference(ref_model, policy_model, reward_model, rollout, step, s):
     """Iterative GRPO: in some steps a new reference and a better reward model -> metrics."""
+    if not s.renew_reference:
+        return {}
     if reward_model:  # keep pairs of this step's answers: the same on every rank
         rows = sum(gathered_objects(rollout.judged), [])
         reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
-    if not s.renew_reference or step % s.renew_reference:
+    if step % s.renew_reference:
         return {}
     copy_policy_to_reference(ref_model, policy_model)
     metrics = {"reference_renewed": 1.0}
@@ -630,18 +635,13 @@ def evaluate(model, tokenizer, problems, settings, sampler=sample_groups, reward
     at_a_time = max(1, rows_of_step // group_size)
     starts = range(0, len(mine), at_a_time)
 
-    @raise_on_all_ranks
-    def scored_answers():
-        rows = []
-        for start in tqdm(starts, "evaluation", leave=False, disable=rank() > 0):
-            places = mine[start:start + at_a_time]
-            batch = make_batch(tokenizer, problems, places, (s.seed, "evaluation"), s)
-            rollout = answers_and_rewards(policy, tokenizer, s, sampler, reward_of, Clock(), batch)
-            rows += zip(rollout.responses, rollout.rule_rewards.tolist(), rollout.rewards.tolist())
-        return rows
-
-    found = gathered_objects(scored_answers())
-    responses, rule_rewards, rewards = zip(*sum(found, []))
+    rows = []
+    for start in tqdm(starts, "evaluation", leave=False, disable=rank() > 0):
+        places = mine[start:start + at_a_time]
+        batch = make_batch(tokenizer, problems, places, (s.seed, "evaluation"), s)
+        rollout = answers_and_rewards(policy, tokenizer, s, sampler, reward_of, Clock(), batch)
+        rows += zip(rollout.responses, rollout.rule_rewards.tolist(), rollout.rewards.tolist())
+    responses, rule_rewards, rewards = zip(*sum(gathered_objects(rows), []))
     known = torch.tensor(rule_rewards)
     known = known[~known.isnan()]  # NaN where no true answer is known
     metrics = {"eval_accuracy": float(is_right(known).float().mean())}
@@ -739,38 +739,36 @@ HERE = Path(__file__).resolve().parent
 TINY = HERE / "tests" / "tiny"
 TINY_CONFIG = TINY / "grpo.json"
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
-PYTHON = ["from Python"]  # stands in config.json for a reward that was a Python function
-
-
-class BadInput(Exception):
-    """The user's input cannot be used: one line on standard error, exit status 2."""
+# Stands in config.json for a reward that was a Python function; as a flag it is refused
+PYTHON = "from Python, where settings.reward = None and parts.reward_of are to be set"
 
 
 @contextmanager
-def as_bad_input(begin, of=ValueError):
-    """Turn an error of this kind into a BadInput that begins with this text."""
-    # Exception: for files of others, where anything can be wrong
+def as_bad_input(begin):
+    """Turn any error into a BadInput, whose line begins with this text."""
     try:
         yield
-    except of as error:
+    except Exception as error:
         if out_of_memory(error):
             raise  # main() has a line for it
-        raise BadInput(f"{begin} {one_line(error)}".strip()) from None
+        raise BadInput(f"{begin} {one_line(error)}") from None
 
 
-def flag(default, help, **how):
-    """A flag; `how`: for add_argument, and `head`, the heading of this flag and those below it."""
+def flag(default, help, head="", kept=True, free=False, **how):
+    """A flag. Its annotation in Settings is argparse's `type`, a function that reads a word.
+
+    head: the heading of this flag and those below it. kept: whether config.json holds it, else it
+    is of one call only. free: whether a resumed run may change it. how: for add_argument.
+    """
     how["help"] = help if default in (None, "") else f"{help} [{default}]"
-    return field(default=default, metadata=how)
+    return field(default=default, metadata={"head": head, "kept": kept, "free": free, "how": how})
 
 
 def file(text):
     """Make a file, or file.py:function, absolute: a resumed run may start in another folder."""
     name = text.rpartition(":")[0] if ".py:" in text else text
-    for folder in (os.getcwd(), HERE):  # in config.json ./ is the program's folder
-        path = os.path.join(folder, name)
-        if name and os.path.exists(path):
-            return text.replace(name, os.path.normpath(path), 1)
+    if os.path.exists(name):
+        return text.replace(name, os.path.abspath(name), 1)
     return text  # a name: gsm8k, or a model on the hub
 
 
@@ -811,7 +809,7 @@ class Settings:
     reward_model_lr: above_0 = flag(2e-5, "the learning rate if --renew-reference trains it")
     reply: file = flag(None, "file.py:function that gives the user's next message: a tool, say")
     max_turns: from_1 = flag(4, "at most this many answers in a --reply conversation")
-    steps: from_1 = flag(500, "number of rollouts", head="the rollout")
+    steps: from_1 = flag(500, "number of rollouts", head="the rollout", free=True)
     prompts_per_step: from_1 = flag(8, "B, questions per step")
     group_size: number(int, 2) = flag(8, "G, answers per question: their mean is the baseline")
     max_new_tokens: from_1 = flag(512, "an answer is cut at this length")
@@ -826,7 +824,7 @@ class Settings:
     ratio: str = flag("token", "ratio per token, or per sequence: GSPO", choices=loss.RATIOS)
     objective: str = flag("clip", "clip, or CISPO's weighted log-probs", choices=loss.OBJECTIVES)
     sampler_correction: amount = flag(0.0, "TIS: weights min(trainer / sampler, this), say 2")
-    mask_truncated: bool = flag(False, "leave truncated answers out of the loss")
+    mask_truncated: bool = flag(False, "leave cut answers out of the loss and its mean")
     renew_reference: from_0 = flag(0, "steps until the policy becomes the reference; 0: never")
     kl_band: amount = flag(None, "LOW HIGH: adapt beta to keep KL there, say 0.02 0.05", **SEVERAL)
     advantage: str = flag("group", "how siblings are compared", choices=advantage.ADVANTAGES,
@@ -846,26 +844,29 @@ class Settings:
     minibatches: from_1 = flag(1, "gradient steps per pass, each on its share of the groups")
     max_grad_norm: above_0 = flag(1.0, "gradients are clipped to this norm")
     share_prompts: bool = flag(True, "run a prompt once for its group", head="only memory and time")
-    plain: bool = flag(False, "no fast paths: slow, and works everywhere")
-    micro_batch_tokens: from_0 = flag(0, "tokens of one backward pass; 0: chosen for the device")
-    gradient_checkpointing: bool = flag(None, "recompute layers [if memory is short]")
-    offload: bool = flag(None, "optimizer state in host memory [if memory is short]")
-    eval_every: from_1 = flag(50, "steps between evaluations", head="measuring")
+    plain: bool = flag(False, "no fast paths: slow, and works everywhere", free=True)
+    micro_batch_tokens: from_0 = flag(0, "tokens of one backward pass; 0: chosen for the device",
+                                      free=True)
+    gradient_checkpointing: bool = flag(None, "recompute layers [if memory is short]", free=True)
+    offload: bool = flag(None, "optimizer state in host memory [if memory is short]", free=True)
+    eval_every: from_1 = flag(50, "steps between evaluations", head="measuring", free=True)
     eval_limit: from_0 = flag(200, "held-out problems to evaluate; 0: all")
-    save_every: from_1 = flag(50, "steps between checkpoints")
-    page: bool = flag(True, "write page.html at every evaluation")
+    save_every: from_1 = flag(50, "steps between checkpoints", free=True)
+    page: bool = flag(True, "write page.html at every evaluation", free=True)
     seed: from_0 = flag(0, "seed of the problems' order and of the sampling")
     device: str = flag("auto", "cuda, mps or cpu; auto: the first of them that is available")
     dtype: str = flag("auto", "dtype of the weights; auto: bfloat16 where it is fast",
                       choices=("auto", "float32", "bfloat16", "float16"))
-    threads: number(int, 0, 1024) = flag(0, "CPU threads; 0: torch's choice; small models: 1")
-    config: file = flag("", "JSON, like a run's config.json", head="this call only")
-    output: str = flag("", "folder of the run; default: runs/MODEL-TIME")
-    resume: str = flag("", "continue the run in this folder")
-    eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop")
-    trace: bool = flag(False, "print one step stage by stage, and stop")
+    threads: number(int, 0, 1024) = flag(0, "CPU threads; 0: torch's choice; small models: 1",
+                                         free=True)
+    config: file = flag("", "JSON, like a run's config.json", head="this call only", kept=False)
+    output: str = flag("", "folder of the run; default: runs/MODEL-TIME", kept=False)
+    resume: str = flag("", "continue the run in this folder; auto: in --output, or begin it there",
+                       kept=False, free=True)
+    eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop", kept=False)
+    trace: bool = flag(False, "print one step stage by stage, and stop", kept=False)
     dry_run: amount = flag(None, "print the memory a step needs, and stop; N: on a GPU of N GB",
-                           nargs="?", const=0.0)
+                           nargs="?", const=0.0, kept=False, free=True)
 
     @property
     def answer_tokens(self):
@@ -879,11 +880,6 @@ class Settings:
 
 
 FIELDS = {setting.name: setting for setting in fields(Settings)}
-# The flags of this call only; config.json holds all others.
-NOT_KEPT = "config output resume eval_only trace dry_run".split()
-# The flags that a resumed run may change
-FREE = ("steps plain micro_batch_tokens gradient_checkpointing offload eval_every save_every page "
-        "threads resume dry_run").split()
 
 
 def flag_of(name):
@@ -905,8 +901,8 @@ def given_flags(words):
     parser._negative_number_matcher = re.compile(r"-[\d.]+(e[-+]?\d+)?$")
     tiny = json.loads(TINY_CONFIG.read_text())
     for name, setting in FIELDS.items():
-        how = {"type": setting.type, **setting.metadata}
-        if head := how.pop("head", ""):
+        how = {"type": setting.type, **setting.metadata["how"]}
+        if head := setting.metadata["head"]:
             group = parser.add_argument_group(head)
         if setting.type is bool:
             del how["type"]  # Python 3.14 allows none here
@@ -922,6 +918,8 @@ def given_flags(words):
 def parse(words):
     """Settings: the flags in `words` win over the config file, which wins over the defaults."""
     given = given_flags(words)
+    if given.get("resume") == "auto":
+        begin_or_resume(given)
     source = f"{given['resume']}/config.json" if "resume" in given else given.get("config")
     config = read_config(source) if source else {}
     layers = [config, given]
@@ -946,33 +944,52 @@ def parse(words):
     return s
 
 
+def begin_or_resume(given):
+    """--resume auto: continue the run in --output, or begin it if there is none."""
+    if "output" not in given:
+        raise BadInput("--resume auto: needs --output, the folder of the run")
+    del given["resume"]
+    if os.path.exists(f"{given['output']}/config.json"):
+        given["resume"] = given.pop("output")
+        given.pop("config", None)  # the run has kept what it says
+
+
 def read_config(file):
     """The flags of a JSON file -> {name: value}; its paths are relative to its folder."""
-    with as_bad_input(f"{file}:", of=Exception):
-        words = []
+    with as_bad_input(f"{file}:"):
         config = json.loads(Path(file).read_text(encoding="utf-8"))
-        for name, value in config.items():
-            if name not in FIELDS or name in NOT_KEPT:
-                raise ValueError(f"{flag_of(name)} is no flag for a config file, where names are "
-                                 "spelt like kl_coef")
-            if isinstance(value, bool):
-                words.append(flag_of(name if value else f"no_{name}"))
-                continue
-            items = value if isinstance(value, list) else [value]
-            for item in items:
-                if isinstance(item, dict):
-                    item = json.dumps(item)
-                if item is not None:  # null: the default
-                    words.append(f"{flag_of(name)}={item}")
         with chdir(Path(file).parent):
-            return given_flags(words)
+            return {name: checked(name, value) for name, value in config.items()
+                    if value is not None}  # null: the default
+
+
+def checked(name, value):
+    """A value of a config file, read by the type of its flag; of a list each item."""
+    setting = FIELDS.get(name)
+    if not setting or not setting.metadata["kept"]:
+        raise ValueError(f"{flag_of(name)} is no flag for a config file, where names are spelt "
+                         "like kl_coef")
+    how = setting.metadata["how"]
+    read = {"true": True, "false": False}.get if setting.type is bool else setting.type
+
+    def item_of(value):
+        text = value if isinstance(value, str) else json.dumps(value)
+        with as_bad_input(f"{flag_of(name)}:"):
+            item = read(text)
+        if item is None or item not in how.get("choices", [item]):
+            raise ValueError(f"{flag_of(name)}: {text!r} is none of its values")
+        return item
+
+    if "nargs" not in how:
+        return item_of(value)
+    return [item_of(item) for item in (value if isinstance(value, list) else [value])]
 
 
 def check_resumed(given, saved):
     """BadInput for a flag that changes what a resumed run learns."""
     for name, new in given.items():
         old = getattr(saved, name)
-        free = name in FREE
+        free = FIELDS[name].metadata["free"]
         if name == "steps" and saved.lr_schedule != "constant":
             free = False  # the learning rate of every step depends on how many there are
         if FIELDS[name].type is file and old:
@@ -986,18 +1003,13 @@ def check_resumed(given, saved):
 # made.
 
 def load(s):
-    """-> the parts of a run, named like train_grpo's arguments."""
+    """-> the parts of a run."""
     # Kept with the run, because the last digit of sums depends on the number of threads.
     s.threads = s.threads or torch.get_num_threads()
     torch.set_num_threads(s.threads)
     reward_of = load_reward_of(s)
     reward_model = None
-    sampler = sample_groups
-    if s.reply:
-        with as_bad_input("--reply"):
-            reply = reward.blame_user_file("fails:")(reward.load_function(s.reply))
-        talk = partial(sample.sample_conversations, reply=reply, max_turns=s.max_turns)
-        sampler = as_bad_input("--reply")(talk)  # its errors name --reply
+    sampler = sampler_with_replies(s) if s.reply else sample_groups
     sample.PLAIN = logprob.PLAIN = s.plain
     policy_model, tokenizer = load_policy(s)
     if s.reward_model:  # after the policy: from then on transformers prints nothing
@@ -1016,7 +1028,7 @@ def load(s):
     return SimpleNamespace(
         policy_model=policy_model, ref_model=ref_model, tokenizer=tokenizer, reward_of=reward_of,
         optimizer=optimizer, problems=problems, eval_problems=eval_problems, sampler=sampler,
-        reward_model=reward_model if s.renew_reference else None)  # if it is trained further
+        reward_model=reward_model, flags_reward_of=reward_of)  # Python may replace `reward_of`
 
 
 def check_combinations(s):
@@ -1029,7 +1041,7 @@ def check_combinations(s):
     for clash, line in [
         (rest, f"--prompts-per-step {s.prompts_per_step}: not a multiple of {world()} processes"),
         (s.minibatches > share, f"--minibatches {s.minibatches}: a process has {share} prompts"),
-        (not s.resume and os.path.isdir(s.output) and set(os.listdir(s.output)) - {".lock"},
+        (not s.resume and os.path.isdir(s.output) and set(os.listdir(s.output)) - UNBEGUN,
          f"--output {s.output}: is not empty; name another, or continue its run with --resume"),
         (os.path.isfile(f"{s.model}/metrics.jsonl"),
          f"--model {s.model}: this run has no final/ yet; end it with --resume"),
@@ -1085,7 +1097,7 @@ def choose_device(s):
     best = ("cuda" if torch.cuda.is_available() else
             "mps" if torch.backends.mps.is_available() else "cpu")
     fault = f"--device {s.device}: torch {torch.__version__} cannot use it:"
-    with as_bad_input(fault, of=Exception):
+    with as_bad_input(fault):
         device = torch.device(best if s.device == "auto" else s.device)
         torch.ones(1, device=device) + 1  # fails on a GPU that this torch has no kernels for
     if s.device == "auto" and best == "cpu" and shutil.which("nvidia-smi"):
@@ -1116,8 +1128,8 @@ def load_policy(s):
 
 def load_reward_model(s):
     """--reward-model: a RewardModel, the same on every rank."""
-    with as_bad_input(f"--reward-model {s.reward_model}: cannot be loaded:", of=Exception):
-        device, _ = choose_device(s)
+    device, _ = choose_device(s)
+    with as_bad_input(f"--reward-model {s.reward_model}: cannot be loaded:"):
         found, report = reward.open_reward_model(s.reward_model, s.reward_model_lr, device)
         sample.check_loaded(found.model, report)
     return found
@@ -1153,7 +1165,7 @@ def load_problems(name, source, tokenizer, s):
 
     # Every prompt is checked now, not in the step that happens to draw it.
     def check(number, problem):
-        with as_bad_input(f"{name}: {source}, line {number}:", of=Exception):
+        with as_bad_input(f"{name}: {source}, line {number}:"):
             prompt = chat_prompt(tokenizer, problem, s.system_prompt)
             taken = problem.keys() & reward.ARGUMENTS
             if taken and (s.reward or s.step_reward):
@@ -1178,17 +1190,26 @@ def load_problems(name, source, tokenizer, s):
 
 def load_reward_of(s, reward_model=None):
     """The function reward_of(problems, prompts, rollout) -> (N,), or None for the rule."""
-    if s.reward == PYTHON:
-        return None  # train() will not go on without it
-    with as_bad_input(""):
-        reward_of = reward.own_reward_of(s.reward, s.reward_weights, s.step_reward)
     if reward_model:
         prompt_of = partial(chat_prompt, reward_model.tokenizer, system_prompt=s.system_prompt)
-        reward_of = partial(reward.model_rewards, reward_model, prompt_of)
-    if reward_of:
-        reward_of = as_bad_input("--reward-model:" if reward_model else "")(reward_of)
-        reward_of.judge = reward_model  # a function from Python has no such attribute: see begin()
-    return reward_of
+        return partial(reward.model_rewards, reward_model, prompt_of)
+    return reward.own_reward_of(s.reward, s.reward_weights, s.step_reward)
+
+
+def sampler_with_replies(s):
+    """A sampler for --reply; errors of the user's function name its file and line."""
+    with blame_user_file("--reply"):
+        function = reward.load_function(s.reply)
+
+    def reply(prompt, turns):
+        with blame_user_file("fails:"):
+            return function(prompt, turns)
+
+    def sampler(*given):
+        with as_bad_input("--reply"):
+            return sample.sample_conversations(*given, reply=reply, max_turns=s.max_turns)
+
+    return sampler
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1409,9 +1430,10 @@ def save_adapter(run, optimizer, s):
 # --gradient-checkpointing; a run takes the first that fits.
 
 PROMPT = 256  # tokens of a prompt that the count assumes
-DEVICE, HOST, DISK = "device memory", "host memory", "disk"  # the sums of a count
+DEVICE, HOST = "device memory", "host memory"  # the sums of a count
 ADVICE = ("to need less: --lora-rank 16, --kl-coef 0, --dtype bfloat16, a smaller --model, more "
-          "GPUs, or lower --prompts-per-step, --group-size, --max-new-tokens, --micro-batch-tokens")
+          "GPUs (each holds a whole policy to sample from), or lower --prompts-per-step, "
+          "--group-size, --max-new-tokens, --micro-batch-tokens")
 
 
 def plan_memory(s):
@@ -1419,28 +1441,26 @@ def plan_memory(s):
     check_combinations(s)  # cheap checks first: flags, the device, the model's config
     device, dtype = choose_device(s)
     tell_idle(s)
-    for way, count, lack in counted_ways(s, device, dtype):
-        if s.eval_only:
-            return way  # an evaluation has no step
-        if not lack:
-            line = (f"loading   {s.model} in {way.dtype} on {device}; a step needs about "
-                    f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)")
-            for name in ("offload", "gradient_checkpointing"):
-                if getattr(way, name):
-                    line += f", with {flag_of(name)}"
-            print0(line)
-            space = free_disk(s.output)
-            if count[DISK] > space and not s.resume:
-                print0(f"--output: the run needs {count[DISK] / 1e9:.3g} GB of disk when it saves, "
-                       f"and {space / 1e9:.3g} are free")
-            return way
-    kind = lack[0]  # of the last way, which takes least on the device
-    raise BadInput(f"--model {s.model}: a step needs about {count[kind] / 1e9:.3g} GB of {kind} "
-                   f"(details: --dry-run), and that leaves less than a tenth free; {ADVICE}")
+    ways = counted_ways(s, device, dtype)
+    # The first that lacks nothing; else the last, which takes least on the device
+    way, count, lack = next((each for each in ways if not each[2]), ways[-1])
+    if s.eval_only:
+        return ways[0][0]  # an evaluation has no step
+    if lack:
+        raise BadInput(f"--model {s.model}: a step needs about {count[lack[0]] / 1e9:.3g} GB of "
+                       f"{lack[0]} (details: --dry-run), and that leaves less than a tenth free; "
+                       f"{ADVICE}")
+    line = (f"loading   {s.model} in {way.dtype} on {device}; a step needs about "
+            f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)")
+    for name in ("offload", "gradient_checkpointing"):
+        if getattr(way, name):
+            line += f", with {flag_of(name)}"
+    print0(line)
+    return way
 
 
 def counted_ways(s, device, dtype):
-    """Yields each way that the flags allow, the fastest first: Settings, count, what it lacks."""
+    """The ways that the flags allow, the fastest first: (Settings, count, what it lacks)."""
     tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)  # two groups
     if device.type == "cpu":  # which is fastest with what fits its cache
         tokens = 2048 if dtype == torch.bfloat16 else 1024
@@ -1454,12 +1474,14 @@ def counted_ways(s, device, dtype):
         free = {DEVICE: (s.dry_run - 1) * 2**30, HOST: math.inf}
     given = s.offload, s.gradient_checkpointing
     choices = [(False, True) if on is None else (on,) for on in given]
+    ways = []
     for offload, checkpointing in product(*choices):
         way = replace(s, offload=offload, gradient_checkpointing=checkpointing)
         count = memory(way, model)
         # A tenth stays free, for workspaces of kernels and for fragments of the allocator.
         lack = [kind for kind in free if count[kind] >= 0.9 * free[kind]]
-        yield way, count, lack
+        ways.append((way, count, lack))
+    return ways
 
 
 def memory(s, model):
@@ -1524,11 +1546,7 @@ def memory(s, model):
         "logits, their gradients": 12 * logits + 4 * head,
     }
     host += 4 * max(W.numel() for W in weights)  # a checkpoint goes through it by tensors
-    saved = 12 * (trained if s.lora_rank else n)  # masters and moments, of all ranks
-    if s.renew_reference:
-        saved += n * size + 12 * judge
-    disk = 2 * saved + n * size  # while it saves: the old checkpoint and the new one; final/
-    return count | {DEVICE: sum(count.values()), HOST: host, DISK: disk}
+    return count | {DEVICE: sum(count.values()), HOST: host}
 
 
 def print_memory(s):
@@ -1556,14 +1574,6 @@ def print_memory(s):
         print0(f"on {where} no way leaves a tenth of the memory free; {ADVICE}")
 
 
-def free_disk(output):
-    """Bytes that are free where the run's folder will be."""
-    folder = Path(output).absolute()
-    while not os.path.exists(folder):  # also false if the name is too long
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
-
-
 def free_memory(device):
     """Bytes that a process can take; inf if unknown."""
     if device.type == "cuda":
@@ -1582,7 +1592,7 @@ def out_of_memory(error):
 
 def model_without_storage(name, folder, dtype, kind=AutoModelForCausalLM):
     """The model of --model or --reward-model on the meta device."""
-    with as_bad_input(f"{name} {folder}: cannot be loaded:", of=Exception):
+    with as_bad_input(f"{name} {folder}: cannot be loaded:"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             return kind.from_config(config, dtype=dtype).eval()
@@ -1593,7 +1603,7 @@ def model_without_storage(name, folder, dtype, kind=AutoModelForCausalLM):
 # masters, gathers a layer when it computes, and works on its own whole groups.
 
 def rank():
-    return int(os.environ.get("RANK", 0))  # torchrun sets it
+    return int(os.environ["RANK"]) if world() > 1 else 0  # torchrun sets it
 
 
 def world():
@@ -1613,10 +1623,24 @@ def join_ranks(s):
 
 def leave_ranks():
     """Leave the process group once all processes are done."""
-    if dist.is_initialized():
-        with suppress(RuntimeError):  # another rank may have closed its connections
-            dist.barrier()
+    if world() > 1:
+        dist.barrier()
         dist.destroy_process_group()
+
+
+def end_rank(fault):
+    """Print this rank's fault, unless another rank has told one, and end without waiting.
+
+    The first fault is the cause: ranks that it leaves alone lose their connections. torchrun ends
+    those that do not notice.
+    """
+    is_first = True
+    with suppress(Exception):  # there is no store before rank 0 has begun, or after it has ended
+        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=5)))
+        is_first = store.add("faults", 1) == 1
+    if is_first:
+        print(f"train.py: rank {rank()}: {fault}", file=sys.stderr, flush=True)
+    os._exit(2)  # at once: sys.exit() would wait for collectives
 
 
 def share_of_rank(n):
@@ -1644,29 +1668,9 @@ def averaged(numbers):
     return {name: sum(each[name] for each in everywhere) / world() for name in mine}
 
 
-def raise_on_all_ranks(function):
-    """Decorator: a BadInput of one rank is raised on all of them."""
-    def attempt(*args):
-        result = fault = None
-        try:
-            result = function(*args)
-        except BadInput as error:
-            fault = error
-        # All ranks meet here, also those that failed: the others would wait for them.
-        for found in gathered_objects(fault):
-            if found:
-                raise found
-        return result
-    return attempt
-
-
 def on_rank_0(function, *args):
-    """The function's result on rank 0, given to every rank; its BadInput on all."""
-    @raise_on_all_ranks
-    def attempt():
-        return function(*args) if rank() == 0 else None
-
-    return gathered_objects(attempt())[0]
+    """The function's result on rank 0, given to every rank."""
+    return gathered_objects(function(*args) if rank() == 0 else None)[0]
 
 
 def is_sharded(tensor):
@@ -1727,27 +1731,28 @@ class Run:
     """The state of a run and its folder. Only rank 0 writes, and only if it has a folder."""
 
     def __init__(self, folder=None):
+        self.step = 0  # the last step that is done
+        self.skipped = 0  # updates that were skipped
+        self.kl_coef = None  # beta, if --kl-band adapts it
+        self.held_out = []  # (step, score of an evaluation)
+        self.told = {}  # how bad each symptom was when it was reported
+        self.before = []  # a greedy answer to each of eval_problems, and its reward
+        self.after = []  # the same, after training
+        self.digests = {}  # of what the run began with
+        self.groups = {}  # groups for page.html, by step
+        self.counters = list(vars(self))  # a checkpoint holds all of the above, and no more
         self.name = str(folder)
         self.command = ""  # the one that began the run
         self.folder = Path(folder) if folder and rank() == 0 else None
         self.signal = 0
-        self.step = 0  # the last step that is done
         self.resume_command = ""  # set once there is something to resume
-        self.skipped = 0  # updates that were skipped
         self.skipped_in_a_row = 0
-        self.kl_coef = None  # beta, if --kl-band adapts it
-        self.held_out = []  # (step, score of an evaluation)
         self.history = []  # the metrics that symptoms() reads
         self.answer = ""  # the last of the step
-        self.told = {}  # how bad each symptom was when it was reported
-        self.digests = {}  # of what the run began with
         self.reward_model = None  # only if training changes it
         self.ref_model = None  # only if training changes it
-        self.groups = {}  # groups for page.html, by step
         self.eval_problems = []
         self.judged_by = "accuracy"  # what held_out scores; or "reward"
-        self.before = []  # a greedy answer to each of eval_problems, and its reward
-        self.after = []  # the same, after training
 
     def claim_folder(self, s):
         """On rank 0: make the folder and lock it until the process ends -> its name."""
@@ -1756,13 +1761,16 @@ class Run:
         while not s.output and os.path.exists(name):
             name += "+"  # another run began in the same second
         self.folder = Path(os.path.abspath(name))  # a reward may change the directory
-        with as_bad_input(f"--output {name}: cannot be written:", of=OSError):
+        with as_bad_input(f"--output {name}: cannot be written:"):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.folder / ".lock", "w")
-        with suppress(ImportError, OSError):  # Windows, or a file system without locks
+        try:
             import fcntl
-            with as_bad_input(f"--output {name}: another run writes there:", of=BlockingIOError):
-                fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadInput(f"--output {name}: another run writes there") from None
+        except (ImportError, OSError):
+            pass  # Windows, or a file system without locks
         return str(self.folder)
 
     @contextmanager
@@ -1770,31 +1778,23 @@ class Run:
         """Ctrl-C, SIGTERM and SIGHUP let the current step end; a second signal stops at once."""
         def stop(number, _):
             signal.signal(number, signal.SIG_DFL)
+            if os.getpid() != pid:  # a process that a reward has forked
+                signal.raise_signal(number)
             self.signal = number
             print0("\nstopping after this step (a second signal stops at once)", sys.stderr)
 
-        def in_child():
-            for number in old_handlers:
-                signal.signal(number, signal.SIG_DFL)
-            go_on()
-
+        pid = os.getpid()
         old_handlers = {}
         names = ("SIGINT", "SIGTERM", "SIGHUP")
         for number in signal.Signals:  # Windows has no SIGHUP, and nohup ignores it
             if number.name in names and signal.getsignal(number) != signal.SIG_IGN:
                 with suppress(ValueError):  # only the main thread may set handlers
                     old_handlers[number] = signal.signal(number, stop)
-        if hasattr(os, "fork"):
-            # A process that a reward forks gets the default handlers. Until then its signals wait:
-            # Python would drop them, and a pool that ends its workers could hang for ever.
-            wait = partial(signal.pthread_sigmask, signal.SIG_BLOCK, old_handlers)
-            go_on = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, old_handlers)
-            os.register_at_fork(before=wait, after_in_parent=go_on, after_in_child=in_child)
         try:
             yield
         finally:
-            while old_handlers:  # what is registered for forks stays, but then does nothing
-                signal.signal(*old_handlers.popitem())
+            for number, old in old_handlers.items():
+                signal.signal(number, old)
 
     def stopped(self):
         """One rank's signal stops all of them."""
@@ -1811,10 +1811,10 @@ class Run:
 
     def log(self, metrics):
         """Write a line of metrics, with a warning if they show a known failure."""
-        self.step = metrics["step"]
+        step = metrics["step"]
         metrics = {name: value if math.isfinite(value) else None  # JSON has no NaN, no Infinity
                    for name, value in metrics.items()}
-        if self.step == 0:
+        if step == 0:
             metrics["command"] = self.command
         if "loss" in metrics:
             self.history.append(metrics)
@@ -1825,7 +1825,7 @@ class Run:
                     lines.append(line)
             if lines:
                 metrics["warning"] = "; ".join(lines)
-                print0(f"step {self.step}: {metrics['warning']}", sys.stderr)
+                print0(f"step {step}: {metrics['warning']}", sys.stderr)
         self.append("metrics.jsonl", metrics)
         skipped = int(metrics.get("skipped_updates", 0))
         self.skipped += skipped
@@ -1887,7 +1887,6 @@ def save_folder(model, tokenizer, run, name):
         tokenizer.save_pretrained(run.folder / name)
 
 
-@raise_on_all_ranks
 def check_finite(run, tensors):
     """BadInput if a number is NaN or infinite: such weights are never saved."""
     for name, tensor in tensors.items():
@@ -1900,8 +1899,7 @@ def check_finite(run, tensors):
 # A checkpoint: all tensors that training moves, and Run's state. Everything else that a step
 # needs (problems, random numbers, learning rate) follows from the step and the settings.
 
-COUNTERS = ("step", "skipped", "kl_coef", "held_out", "told", "before", "after", "digests",
-            "groups")
+UNBEGUN = {".lock", "config.json.new"}  # files of a run that was killed before it began
 CHECKPOINT = "checkpoint.safetensors"
 
 
@@ -1935,7 +1933,7 @@ def save_checkpoint(run, model, optimizer):
     if run.skipped_in_a_row:  # the last good one stays
         return
     if run.folder:
-        counters = {name: getattr(run, name) for name in COUNTERS}
+        counters = {name: getattr(run, name) for name in run.counters}
         if run.reward_model:
             counters["pairs"] = [run.reward_model.pairs, run.reward_model.replay]
         # The counters are a tensor, too: the text may be long, and the file's header has a limit.
@@ -1982,7 +1980,7 @@ def load_checkpoint(run, model, optimizer, s):
             raise BadInput(f"--resume {run.name}: there is a log of steps, but no {CHECKPOINT}")
         return  # it was killed before it began
     fault = f"--resume: {path} is damaged, or not of this model, or of another version of train.py:"
-    with as_bad_input(fault, of=Exception):
+    with as_bad_input(fault):
         file = safe_open(path, framework="pt")
         counters = json.loads(file.get_tensor("counters").numpy().tobytes())
         digests = counters["digests"]
@@ -1992,8 +1990,8 @@ def load_checkpoint(run, model, optimizer, s):
         if name != "texts":
             raise BadInput(f"{flag_of(name)} {getattr(s, name)}: is not what the run began with")
         print0("a file of --reward, --step-reward or --reply has changed since the run began")
-    with as_bad_input(fault, of=Exception):
-        for name in COUNTERS:
+    with as_bad_input(fault):
+        for name in run.counters:
             setattr(run, name, counters[name])
         if run.reward_model:
             run.reward_model.pairs, run.reward_model.replay = counters["pairs"]
@@ -2021,9 +2019,8 @@ def digests_of(parts, s):
         "model": some_numbers(parts.policy_model),
         "texts": texts,
     }
-    judge = getattr(parts.reward_of, "judge", None)
-    if judge:
-        contents["reward_model"] = some_numbers(judge.model)
+    if parts.reward_model:
+        contents["reward_model"] = some_numbers(parts.reward_model.model)
     return {name: hashlib.sha256(json.dumps(content).encode()).hexdigest()
             for name, content in contents.items()}
 
@@ -2038,7 +2035,10 @@ def some_numbers(model):
 
 
 def forget_later_steps(run):
-    """Cut off the lines of steps after the checkpoint's, which will be written again."""
+    """Cut off the lines of steps after the checkpoint's, which will be written again.
+
+    A run may have been killed between any two writes, or in the middle of one.
+    """
     last = run.step if run.held_out else -1  # without an evaluation step 0 comes again
     for name in ("samples.jsonl", "metrics.jsonl"):
         path = run.folder / name
@@ -2072,40 +2072,48 @@ def main(argv=None):
         join_ranks(settings)
         settings = on_rank_0(plan_memory, settings)  # ranks must not differ in it
         parts = load(settings)
+        status = 0
         if settings.eval_only:
             print_figures(parts, settings)
         elif settings.trace:
             print_trace(parts, settings)
         else:
-            return train(parts, run, settings)
-        return 0
-    except BadInput as error:
-        fault = error
+            status = train(parts, run, settings)
+        leave_ranks()
+        return status
     except Exception as error:
-        if out_of_memory(error):
-            fault = f"out of memory; {ADVICE}"
-        elif "No space left" in str(error) or "quota exceeded" in str(error):
-            fault = f"the disk is full: {one_line(error)}"
-        else:
+        fault = line_of(error)
+        if fault and run.resume_command:
+            fault += f"; continue with: {run.resume_command}"
+        if world() > 1:
+            end_rank(fault or traceback.format_exc())
+        if not fault:
             raise
-    if run.resume_command:
-        fault = f"{fault}; continue with: {run.resume_command}"
     print0(f"train.py: {fault}", sys.stderr)
     return 2
 
 
+def line_of(error):
+    """The line for an error that its user can mend, or that no program can; "" for others."""
+    if isinstance(error, BadInput):
+        return str(error)
+    if out_of_memory(error):
+        return f"out of memory; {ADVICE}"
+    if "No space left" in str(error) or "quota exceeded" in str(error):
+        return f"the disk is full: {one_line(error)}"
+    return ""
+
+
 def train(parts, run, s):
     """A run from its folder to its final/ -> exit status."""
-    if s.reward == PYTHON and not parts.reward_of:
-        origin = f"--resume={s.resume}" if s.resume else f"--config={s.config}"
-        raise BadInput("--reward: this run had a function in Python as its reward; go on in Python,"
-                       f" with train.parse(['{origin}']) and your function as parts.reward_of")
     run.name = on_rank_0(run.claim_folder, s)
     begin(run, parts, s)
     model = parts.policy_model
     # From here on a signal lets the step end; until here there was nothing to save.
     with run.stopping_on_signals():
-        train_grpo(**vars(parts), settings=s, run=run)
+        train_grpo(model, parts.ref_model, parts.optimizer, parts.tokenizer, parts.problems,
+                   parts.eval_problems, s, run, parts.sampler, parts.reward_of,
+                   parts.reward_model)
     if run.step < s.steps:
         save_checkpoint(run, model, parts.optimizer)
         if s.page and run.step:
@@ -2115,8 +2123,8 @@ def train(parts, run, s):
     save_folder(model, parts.tokenizer, run, "final")
     if s.lora_rank and run.folder:
         save_adapter(run, parts.optimizer, s)
-    if parts.reward_model:
-        save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
+    if run.reward_model:
+        save_folder(run.reward_model.model, run.reward_model.tokenizer, run, "reward_model")
     print_story(run)
     return 0
 
@@ -2124,24 +2132,21 @@ def train(parts, run, s):
 def begin(run, parts, s):
     """Restore the checkpoint or write the first one, write the settings, print what starts."""
     model = parts.policy_model
-    run.reward_model = parts.reward_model
-    # The checkpoint holds only what moves; the first reference is the initial policy.
-    run.ref_model = parts.ref_model if s.renew_reference else None
+    if s.renew_reference:  # a checkpoint holds only what moves
+        run.ref_model = parts.ref_model
+        run.reward_model = parts.reward_model
     run.eval_problems = parts.eval_problems
     if parts.reward_of:
         run.judged_by = "reward"
-        if not hasattr(parts.reward_of, "judge"):
-            s.reward = PYTHON
+    if parts.reward_of is not parts.flags_reward_of:
+        s.reward = [PYTHON]
     if run.reward_model:  # the checkpoint holds its moments from the start
         with_moments(run.reward_model.optimizer)
     run.digests = digests_of(parts, s)
     if s.resume:
         load_checkpoint(run, model, parts.optimizer, s)
-    kept = {name: getattr(s, name) for name in FIELDS if name not in NOT_KEPT}
+    kept = {name: getattr(s, name) for name in FIELDS if FIELDS[name].metadata["kept"]}
     text = json.dumps(kept, indent=2) + "\n"
-    # Files in the program's folder are named from there, because it may move: see file().
-    ours = json.dumps(f"{HERE}{os.sep}")
-    text = text.replace(ours[:-1], '"./')  # without its closing quote
     if run.folder:
         with run.replacing("config.json") as new:
             new.write_text(text, encoding="utf-8")
@@ -2198,7 +2203,11 @@ def command(program, *flags):
     # sys.executable: outside its virtual environment a bare `python` would not find torch.
     start = [sys.executable]
     if world() > 1 and program == "train.py":
-        start = ["torchrun", f"--nproc-per-node={os.environ.get('LOCAL_WORLD_SIZE', world())}"]
+        on_this_node = int(os.environ.get("LOCAL_WORLD_SIZE", world()))
+        start = ["torchrun", f"--nproc-per-node={on_this_node}"]
+        if on_this_node < world():  # every node repeats this command
+            start += [f"--nnodes={world() // on_this_node}", "--rdzv-backend=c10d",
+                      f"--rdzv-endpoint={os.environ['MASTER_ADDR']}"]
     return shlex.join([*start, str(HERE / program), *flags])
 
 
@@ -2229,7 +2238,6 @@ def pooled(values, width):
 
 CURVES = ("reward_mean", "approx_kl", "response_length_mean", "entropy", "zero_variance_groups",
           "grad_norm", "clip_fraction")
-OF_GROUP = ("input_ids", "labels", "finished", "group_ids", "rewards", "advantages", "old_logprobs")
 MOST_TOKENS = 5000  # of a group, prompts and padding included
 # Marks that turn a line around, controls, halves of surrogate pairs
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
@@ -2260,7 +2268,10 @@ def keep_group(run, batch, rollout, s):
     b = int(flat.int().argmin())
     n = min(G, MOST_TOKENS // rollout.labels.shape[1] + 1)
     answers = sample.take(rollout, range(b * G, b * G + n))
-    group = {name: getattr(answers, name).tolist() for name in OF_GROUP}  # JSON, for the checkpoint
+    names = ("input_ids", "labels", "finished", "group_ids", "rewards", "advantages",
+             "old_logprobs")
+    # Lists, because the checkpoint holds the group as JSON
+    group = {"answers": {name: getattr(answers, name).tolist() for name in names}}
     r = rollout.rewards.view(-1, G)[b]                                                 # (G,)
     group["r"] = f"{n} of {G} answers, mean r {r.mean():.3g}, std r {r.std(correction=0):.3g}"
     problem = batch.problems[b]
@@ -2279,7 +2290,8 @@ def write_page(run, model, tokenizer, s):
     sections = ""
     groups = gathered_objects(run.groups)[0]  # rank 0's, but all ranks score
     for step, group in groups.items():
-        tensors = {name: torch.tensor(group[name], device=model.device) for name in OF_GROUP}
+        tensors = {name: torch.tensor(numbers, device=model.device)
+                   for name, numbers in group["answers"].items()}
         answers = sample.Rollout(**tensors, logprobs=tensors["old_logprobs"], responses=None)
         logprobs, _ = all_token_logprobs(model, answers, s)                               # (G, S-1)
         moved = logprobs - answers.old_logprobs
@@ -2439,6 +2451,4 @@ def print_trace(parts, s):
 
 if __name__ == "__main__":
     warnings.showwarning = lambda message, *_: print0(message, sys.stderr)  # above the bars
-    status = main()
-    leave_ranks()
-    sys.exit(status)
+    sys.exit(main())

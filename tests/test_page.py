@@ -67,7 +67,7 @@ def test_the_numbers_are_those_of_the_policy_now_and_as_it_drew(more, folder, tm
     if more:
         folder = trained(tmp_path, *SMALL, *more)
     groups = restored(folder).groups
-    ids, labels = (torch.tensor(groups["1"][name]) for name in ("input_ids", "labels"))
+    ids, labels = (torch.tensor(groups["1"]["answers"][name]) for name in ("input_ids", "labels"))
     temperature = 0.9 if "--temperature=0.9" in more else 1.0
     with torch.no_grad():
         new, old = (plain_logprobs(opened(str(place))[0], ids, labels, temperature)
@@ -133,7 +133,7 @@ def test_a_group_that_teaches_is_kept_of_steps_that_double():
     assert run.groups["4"]["r"].startswith("4 of 4 answers, mean r 1.5, std r 1.12")
     many = sample.take(rollout, [0, 1, 2, 3] * 64)
     train.keep_group(run, batch, many, settings("--group-size=256"))
-    ids = torch.tensor(run.groups["6"]["input_ids"])
+    ids = torch.tensor(run.groups["6"]["answers"]["input_ids"])
     assert len(ids) < 256 and ids.numel() <= train.MOST_TOKENS + ids.shape[1]
 
 

@@ -1,4 +1,8 @@
 """Several processes with gloo on the CPU against one process on the same batch."""
+import multiprocessing
+import os
+import sys
+import traceback
 import pytest
 import torch
 import torch.distributed.run
@@ -6,6 +10,7 @@ from conftest import (FEW, MINE, assert_same_run, begin, checkpoint_of, metrics_
                       parts, raises, rollout_of, same_tensors, small_model, snapshot, trained,
                       trains, well_ended)
 from safetensors.torch import load_file
+from torch.distributed import TCPStore
 import train
 
 FLAGS = (*FEW, "--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=12",
@@ -19,13 +24,13 @@ def one(tmp_path_factory):
 
 
 def test_ranks_compute_what_one_process_does_also_after_one_has_died(one, tmp_path):
-    """Rank 1 is killed in step 2; the run is resumed, and ends as if nothing had been."""
+    """Rank 1 is killed in step 2; the run comes back, and ends as if nothing had been."""
     folder = tmp_path / "run"
-    end = begin(torch.distributed.run.__file__, "--standalone", "--nproc-per-node=2", "train.py",
-                *FLAGS, f"--output={folder}", FAULT="SIGKILL", FAULT_AT="3")
-    done = end()
-    assert done.returncode != 0
-    out = well_ended(begin("train.py", f"--resume={folder}", ranks=4)())   # two began, four end it
+    same = (*FLAGS, f"--output={folder}", "--resume=auto")
+    done = begin(torch.distributed.run.__file__, "--standalone", "--nproc-per-node=2", "train.py",
+                 *same, FAULT="SIGKILL", FAULT_AT="3")()
+    assert done.returncode != 0 and metrics_of(folder)[-1]["step"] == 1
+    out = well_ended(begin("train.py", *same, ranks=4)())  # two began, four end it
     assert_same_run(folder, one)
     assert out.count("question  ") == 1                   # only rank 0 speaks
     assert len(metrics_of(folder)) == 4                   # and writes
@@ -50,11 +55,61 @@ def test_what_happens_to_rank_1_ends_both_and_one_goes_on(one, tmp_path, fault, 
         assert "stopped after step 2; continue with" in done.stdout, done.stderr
     else:
         words = {"raise": "KeyError: 'no, please'", "negative": "not negative"}[fault]
-        assert done.returncode != 0 and words in one_line_of(done.stderr)
+        line = one_line_of(done.stderr)
+        assert done.returncode != 0 and words in line and " rank 1: " in line
     assert metrics_of(folder)[-1]["step"] == last
     trains(f"--resume={folder}")
     if flags == FLAGS:
         assert_same_run(folder, one)
+
+
+FAULTS = [train.BadInput("oh"), MemoryError(), RuntimeError("nobody expects this")]
+STAGES = ("load_data", "save_checkpoint", "sampling_model", "micro_batches", "update", "evaluate",
+          "write_page", "step_metrics", "save_folder", "leave_ranks")
+
+
+def fails_at(stage, fault, rank, store, log, flags):
+    """A rank of two that trains; on rank 1 the first collective of the stage raises the fault."""
+    os.dup2(os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+    sys.stderr = os.fdopen(2, "w")
+    os.environ |= dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", MASTER_ADDR="localhost",
+                       MASTER_PORT=str(store), TORCHELASTIC_USE_AGENT_STORE="True")
+
+    def faulty(real):
+        def collective(*given, **how):
+            inside = [real.__name__, *(frame.name for frame in traceback.extract_stack())]
+            if rank == "1" and stage in inside:
+                raise fault
+            return real(*given, **how)
+        return collective
+
+    for name in ("all_gather_object", "all_gather_into_tensor", "reduce_scatter_tensor", "barrier"):
+        setattr(train.dist, name, faulty(getattr(train.dist, name)))
+    for name in ("gather_full", "load_data"):             # the latter has none
+        setattr(train, name, faulty(getattr(train, name)))
+    os._exit(train.main(flags))
+
+
+@pytest.mark.parametrize("stage, fault", list(zip(STAGES, FAULTS * 4)))
+def test_a_fault_of_one_rank_ends_both_at_once(tmp_path, stage, fault):
+    folder, log = tmp_path / "run", tmp_path / "log"
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    flags = [*FLAGS[:2], "--steps=1", "--prompts-per-step=2", "--group-size=2", "--eval-limit=2",
+             "--max-new-tokens=6", f"--output={folder}"]
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=fails_at, args=(stage, fault, rank, store.port, log, flags))
+             for rank in "01"]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(20)
+        process.kill()
+    text = log.read_text()
+    assert [process.exitcode for process in ranks] == [2, 2], text
+    assert text.count("train.py: ") == 1 and "train.py: rank 1: " in text, text
+    assert ("Traceback" in text) == isinstance(fault, RuntimeError), text
+    if (folder / "checkpoint.safetensors").exists():
+        trains(f"--resume={folder}")
 
 
 def test_lora_on_two_ranks_is_that_of_one(tmp_path):

@@ -278,9 +278,8 @@ def test_a_run_is_resumed_from_elsewhere_and_with_what_it_began_with(capsys, at_
 
 
 def test_a_run_moves(capsys, monkeypatch, at_home, tmp_path):
-    """The program's folder takes its files with it; what moves alone is named anew."""
-    home = at_home.rename(tmp_path / "new home")
-    monkeypatch.setattr(train, "HERE", home)
+    """What has moved is named anew."""
+    home = at_home
     folder = home / "runs" / "one"
     trains(f"--resume={folder}", "--steps=3")
     folder = folder.rename(tmp_path / "run")
@@ -301,7 +300,8 @@ def test_a_run_moves(capsys, monkeypatch, at_home, tmp_path):
     assert capsys.readouterr().out.count("has changed") == 1, "told once, and it goes on"
     assert [m["reward_mean"] == 7 for m in metrics_of(folder)[1:]] == [*4 * [False], True]
     config = json.loads((folder / "config.json").read_text())
-    assert config["model"] == str(tmp_path / "m") and config["eval_data"] == "./test.jsonl"
+    assert config["model"] == str(tmp_path / "m")
+    assert config["eval_data"] == str(home / "test.jsonl")
 
 
 def test_what_a_kill_has_left_behind_goes(uninterrupted, run_folder):

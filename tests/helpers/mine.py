@@ -15,7 +15,8 @@ def score(completions, answer, **columns):
     global calls
     calls += 1
     at = int(os.environ.get("FAULT_AT", "4"))
-    fault = os.environ.get("FAULT", "") if os.environ.get("RANK", "1") == "1" else ""
+    place = [os.environ.get(name) for name in ("RANK", "TORCHELASTIC_RESTART_COUNT")]
+    fault = os.environ.get("FAULT", "") if place in ([None, None], ["1", "0"]) else ""
     if calls == at and fault.startswith("SIG"):
         os.chdir("/")                                     # a relative --output stays where it was
         os.kill(os.getpid(), getattr(signal, fault))
