@@ -111,7 +111,7 @@ def test_the_notebook(monkeypatch, tmp_path, capsys):
     assert len(re.findall(r"-\d+\.\d+", capsys.readouterr().out.splitlines()[-1])) == 3
     assert list(tmp_path.iterdir()) == []                 # without a folder nothing is written
     call = re.search(r"`(train\.train\(.*?\))`", README)[1]
-    code = re.sub(r"train\.train_grpo\(.*\)", call, code).replace("--steps=3", "--output=mine")
+    code = re.sub(r"train\.train_grpo\([^)]*\)", call, code).replace("--steps=3", "--output=mine")
     exec(compile(code.replace('"--eval', '"--steps=1", "--eval'), "README.md", "exec"), {})
     assert (tmp_path / "mine" / "final").is_dir()
 
