@@ -355,12 +355,11 @@ def test_script_marks_the_response(run_here, tiny):
     assert "over 5 tokens" in lines[-1]
 
 
-def test_script_takes_a_run_and_its_flags(run_here, tiny, tmp_path):
-    final = shutil.copytree(TINY, tmp_path / "final")
-    plain = run_here("logprob.py", f"--model={final}").splitlines()
-    run = f"--model={tmp_path}"
-    assert run_here("logprob.py", run).splitlines() == plain
-    cold = run_here("logprob.py", run, "--temperature=0.5").splitlines()
+def test_script_takes_flags(run_here, tmp_path):
+    copied = f"--model={shutil.copytree(TINY, tmp_path / 'copy')}"
+    plain = run_here("logprob.py").splitlines()
+    assert run_here("logprob.py", copied).splitlines() == plain
+    cold = run_here("logprob.py", "--temperature=0.5").splitlines()
     assert plain[-1] != cold[-1] and len(plain) == len(cold)
     for zero in ("0", "-1", "nan"):
-        assert "--temperature" in run_here("logprob.py", run, f"--temperature={zero}", status=2)
+        assert "--temperature" in run_here("logprob.py", f"--temperature={zero}", status=2)
