@@ -1432,6 +1432,7 @@ def counted_ways(s, device, dtype):
 def memory(s, model):
     """The memory of a step on each process: {what: bytes}. `model` may be on the meta device."""
     text = model.config.get_text_config()
+    text.allow_global_per_layer_attribute_access = True  # Gemma 4's layers have two head sizes
 
     def size_of(name, default):
         found = getattr(text, name, None) or default

@@ -545,7 +545,7 @@ def test_what_flags_become(monkeypatch, tmp_path):
 
 # --- Memory ---------------------------------------------------------------------------------------
 def test_checkpointed_layers_run_again():
-    p, calls = parts("--micro-batch-tokens=10000", "--kl-coef=0"), []
+    p, calls = parts("--micro-batch-tokens=10000", "--kl-coef=0", "--sampler-correction=2"), []
     rollout = rollout_of(p)
     p.policy.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(on))
     for on in (False, True):
