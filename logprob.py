@@ -55,9 +55,7 @@ def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False
     token was drawn from, detached. `group_ids` (N,): rows with one number share a prompt, run once.
     """
     # Equal rows run once: a confident policy repeats itself. U rows differ; they are on the CPU.
-    columns = [input_ids, labels]
-    if group_ids is not None and is_fast(model):
-        columns.append(group_ids[:, None])
+    columns = [x for x in (input_ids, labels, group_ids) if x is not None]
     input_ids, labels, *groups, copies = distinct_rows(*columns)
     # The body of the model runs on whole rows, its head only where one of M labels comes next.
     is_label = labels[:, 1:] != IGNORE                                            # (U, S-1)
@@ -245,20 +243,20 @@ def head_logprobs(model, hidden, targets, temperature, with_entropy):
 
 def distinct_rows(*tensors):
     """Tensors (N, ...) -> their U different rows on the CPU, and which of them each row is (N,)."""
-    table = torch.cat(tensors, dim=1).cpu()              # the host waits
+    table = torch.column_stack(tensors).cpu()            # the host waits
     table, copies = table.unique(dim=0, return_inverse=True)
-    widths = [x.shape[1] for x in tensors]
+    widths = [x[0].numel() for x in tensors]
     return *table.split(widths, dim=1), copies
 
 
 def hidden_states(model, at, input_ids, labels, groups=None):
     """Run the body on U rows -> its hidden states at the places `at` (M,) of (U, S-1): (M, H).
 
-    With `groups` (U, 1) as one long row.
+    With `groups` (U, 1) a model of a fast family runs one long row.
     """
     ids = input_ids[:, :-1]                              # the last token predicts nothing
     options = {}
-    if groups is not None:
+    if groups is not None and is_fast(model):
         rows = pieces_of(labels, groups[:, 0])
         source, places = end_to_end(rows, ids.shape)
         ids = ids.flatten()[None, source]                                         # (1, T)
@@ -389,7 +387,7 @@ def micro_batches(labels, group_ids, token_budget, share_prompts):
     counts once for the rows that run as one. Rows that are equal run once, count once and stay
     together. Padded rows are sorted by length, the longest first: so there is little padding.
     """
-    labels, groups, copies = distinct_rows(labels, group_ids[:, None])            # (U, S), (U, 1)
+    labels, groups, copies = distinct_rows(labels, group_ids)                     # (U, S), (U, 1)
     groups = groups[:, 0] if share_prompts else torch.arange(len(labels))
     rows = pieces_of(labels, groups, token_budget)
 

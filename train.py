@@ -95,8 +95,7 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     start = time.perf_counter()
 
     # [A] G answers to each prompt, drawn from the policy as it is now, [B] a reward for each.
-    policy = sampling_model(policy_model)
-    rollout, seconds = scored_groups(policy, tokenizer, batch, s, sampler, reward_of)
+    rollout, seconds = scored_groups(policy_model, tokenizer, batch, s, sampler, reward_of)
     raise_on_all_ranks(add_length_terms)(rollout, s)
 
     # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if every token has its own.
@@ -122,8 +121,7 @@ def update(policy_model, optimizer, rollout, settings):
     gradient_of = partial(backward, policy_model, optimizer, rollout, settings)
     sums, logprobs, entropies = with_retries(gradient_of, settings)
     if rollout.old_logprobs is None:  # no weight has moved yet: this is the policy that sampled
-        rollout.old_logprobs = logprobs
-        rollout.entropies = entropies
+        rollout.old_logprobs, rollout.entropies = logprobs, entropies
     # [G] The gradient step. One that is not finite is skipped and counted.
     grad_norm = clip_grad_norm_(unscaled(optimizer), settings.max_grad_norm)
     metrics = update_metrics(sums, grad_norm, rollout)
@@ -186,10 +184,9 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             try:
                 metrics, rollout = train_step(policy_model, ref_model, optimizer, tokenizer, batch,
                                               s, sampler, reward_of)
-            except FastPathFault:  # some updates of this step may have moved the weights
-                raise
-            except BadInput:  # say a reward fails: this step has moved no weight yet
-                save_checkpoint(run, policy_model, optimizer)
+            except BadInput as error:
+                if not isinstance(error, FastPathFault):  # say a reward: no weight has moved yet
+                    save_checkpoint(run, policy_model, optimizer)
                 raise
             metrics = {"step": step, "lr": lr, **metrics}
             # Every --renew-reference steps: a new reference, a reward model that is trained further
@@ -471,8 +468,9 @@ def peak_memory():
 
 def scored_groups(policy_model, tokenizer, batch, s, sampler, reward_of):
     """[A] [B] as answers_and_rewards; --max-resample replaces flat groups, also in the batch."""
+    policy = sampling_model(policy_model)
     rollout_of = raise_on_all_ranks(answers_and_rewards)
-    rollout, seconds = rollout_of(policy_model, tokenizer, batch, s, sampler, reward_of)
+    rollout, seconds = rollout_of(policy, tokenizer, batch, s, sampler, reward_of)
     B = len(batch.prompts)
     G = s.group_size
     # A group that is still flat after the last attempt stays, with advantages of 0.
@@ -483,7 +481,7 @@ def scored_groups(policy_model, tokenizer, batch, s, sampler, reward_of):
         batch.resampled += n
         n = max(n, 1)  # a rank that needs none draws one, too: all ranks meet in rollout_of
         others = batch_of_step(tokenizer, batch.pool, batch.step, s, attempt, n)
-        drawn, more = rollout_of(policy_model, tokenizer, others, s, sampler, reward_of)
+        drawn, more = rollout_of(policy, tokenizer, others, s, sampler, reward_of)
         seconds += more
         both = sample.joined(rollout, drawn)
         # B groups stay: those that teach, the old ones first, then flat ones.
