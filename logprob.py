@@ -53,15 +53,19 @@ def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False
     `with_entropy` adds a second (N, S-1) tensor: the entropy in nats of the distribution that each
     token was drawn from, detached. `group_ids` (N,): rows with one number share a prompt, run once.
     """
-    # The body of the model runs on whole rows, its head only where one of M labels comes next: at
-    # the numbers `at` (M,) of the N * (S-1) places, with hidden states (M, H).
-    at, targets, output, hidden = hidden_states(model, input_ids, labels, group_ids)
-    found, entropies = head_logprobs(model, output, hidden, targets, temperature, with_entropy)
-    zeros = torch.zeros(labels[:, 1:].numel(), device=hidden.device)              # (N * (S-1),)
-    logprobs = zeros.index_put((at,), found).view(len(labels), -1)                # (N, S-1)
-    if with_entropy:
-        return logprobs, zeros.index_put((at,), entropies).view_as(logprobs)
-    return logprobs
+    # Equal rows run once: a confident policy repeats itself. U rows differ; they are on the CPU.
+    columns = [x for x in (input_ids, labels, group_ids) if x is not None]
+    input_ids, labels, *groups, copies = distinct_rows(*columns)
+    # The body of the model runs on whole rows, its head only where one of M labels comes next.
+    is_label = labels[:, 1:] != IGNORE                                            # (U, S-1)
+    at = is_label.flatten().nonzero()[:, 0]              # (M,) numbers of these places
+    hidden = hidden_states(model, at, input_ids, labels, *groups)                 # (M, H)
+    at, targets, copies = uploaded(model.device, at, labels[:, 1:][is_label], copies)
+    found = head_logprobs(model, hidden, targets, temperature, with_entropy)      # two of (M,)
+    zeros = torch.zeros(is_label.numel(), device=hidden.device)                   # (U * (S-1),)
+    logprobs, entropies = (zeros.index_put((at,), values).view(is_label.shape)[copies]
+                           for values in found)                                   # (N, S-1) each
+    return (logprobs, entropies) if with_entropy else logprobs
 
 
 def sequence_logprob(model, input_ids, labels, temperature=1.0):
@@ -78,27 +82,41 @@ FAST = set("""
     apertus arcee ernie4_5 glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox helium llama mistral mixtral
     olmo olmo2 olmoe opt persimmon phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 starcoder2
 """.split())
-PLAIN = False                            # True: no fast paths, after a failure or by --plain
 
 
-def is_fast(model):
-    """Whether the fast paths below, lean head and long rows, compute this model's forward pass."""
+def use_fast_paths(model):
+    """Let a model of these families take them: once, before it is copied. Not with --plain."""
     config = model.config
     rope = getattr(config, "rope_parameters", None) or {}
     head = model.get_output_embeddings()
-    return (not PLAIN and config.model_type in FAST
-            and not getattr(config, "sliding_window", None)
+    if (config.model_type not in FAST
+            or getattr(config, "sliding_window", None)
             # these depend on the longest row of a batch
-            and rope.get("rope_type") not in ("longrope", "dynamic")
-            and config._attn_implementation in ("sdpa", "grouped")
-            and type(head) is torch.nn.Linear and head.bias is None)
+            or rope.get("rope_type") in ("longrope", "dynamic")
+            or config._attn_implementation != "sdpa"
+            or type(head) is not torch.nn.Linear or head.bias is not None):
+        return
+    model.set_attn_implementation("long rows")
+    for module in model.modules():               # norms of Llama's kind
+        if hasattr(module, "variance_epsilon"):
+            module.forward = partial(fused_norm, module)
 
 
-def uploaded(x, device):
-    """A CPU's tensor on `device`, copied from pinned memory, so that the CPU does not wait."""
+def is_fast(model):
+    """Whether the lean head and long rows compute this model's forward pass."""
+    return model.config._attn_implementation == "long rows"
+
+
+def fused_norm(norm, x):
+    """A norm of Llama's kind as one kernel; it keeps only its input for the backward pass."""
+    return torch.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+
+def uploaded(device, *tensors):
+    """A CPU's tensors on `device`, copied from pinned memory, so that the CPU does not wait."""
     if device.type == "cuda":
-        x = x.pin_memory()
-    return x.to(device, non_blocking=True)
+        tensors = [x.pin_memory() for x in tensors]
+    return [x.to(device, non_blocking=True) for x in tensors]
 
 
 def body_of(model):
@@ -183,27 +201,21 @@ def in_float32(x):
     return {"out_dtype": torch.float32} if x.is_cuda else {}
 
 
-def head_logprobs(model, output, hidden, targets, temperature, with_entropy):
-    """hidden (M, H), targets (M,) -> log-probs, entropies (0 without `with_entropy`), (M,) each.
-
-    The lean head, or the model's own: Gemma 2 caps its logits, Granite scales them, ...
-    """
+def head_logprobs(model, hidden, targets, temperature, with_entropy):
+    """hidden (M, H), targets (M,) -> log-probs, entropies (0 without `with_entropy`), (M,) each."""
     head = model.get_output_embeddings()
     if is_fast(model):
         return LeanHead.apply(hidden, head.weight, targets, temperature, with_entropy)
-    body = body_of(model)
+    config = model.config.get_text_config()
+    factor = getattr(config, "logit_scale", None) or 1               # Cohere
+    divisor = getattr(config, "logits_scaling", None) or 1           # Granite
+    cap = getattr(config, "final_logit_softcapping", None)           # Gemma
 
     def score(hidden, targets):
-        def returned(*args, **kwargs):
-            return type(output)(last_hidden_state=hidden[None])
-
-        body.forward = returned                  # whatever the ids are
-        try:
-            logits = model(input_ids=targets[None], use_cache=False).logits[0]    # (m, V)
-        finally:
-            del body.forward                     # the class's own forward again
-        logits = logits.float() / temperature
-        logp = logits.log_softmax(dim=1)
+        logits = head(hidden).float() * factor / divisor                          # (m, V)
+        if cap:
+            logits = cap * (logits / cap).tanh()
+        logp = (logits / temperature).log_softmax(dim=1)
         chosen = logp.gather(1, targets[:, None]).squeeze(1)                      # (m,)
         entropy = torch.zeros_like(chosen)
         if with_entropy:
@@ -218,8 +230,8 @@ def head_logprobs(model, output, hidden, targets, temperature, with_entropy):
 
 
 # --------------------------------------------------------------------------------------------------
-# Rows. Equal rows run once: a confident policy repeats itself. In a fast family all rows become one
-# long row of pieces, a prompt x and then its answers y1, y2, so that the prompt runs once, too:
+# Rows. In a fast family all rows become one long row of pieces, a prompt x and then its answers y1,
+# y2, so that the prompt runs once:
 #
 #     x  y1 y1                                   flash attention:  queries  x | y1 y1   | y2 y2 y2
 #     x  y2 y2 y2   ->   x  y1 y1  y2 y2 y2                        keys     x | x y1 y1 | x y2 y2 y2
@@ -228,32 +240,30 @@ def head_logprobs(model, output, hidden, targets, temperature, with_entropy):
 # attention, on CUDA, gets each piece's queries with the keys that they may see. Elsewhere queries,
 # keys and values return to the padded rows on the left, for the call of attention alone.
 
-def hidden_states(model, input_ids, labels, group_ids):
-    """Run the body -> the numbers of the places in (N, S-1) where M labels come next, these labels,
-    the body's output, its hidden states there (M, H). With ids on the CPU it waits for no GPU.
+def distinct_rows(*tensors):
+    """Tensors (N, ...) -> their U different rows on the CPU, and which of them each row is (N,)."""
+    table = torch.column_stack(tensors).cpu()            # the host waits
+    table, copies = table.unique(dim=0, return_inverse=True)
+    widths = [x[0].numel() for x in tensors]
+    return *table.split(widths, dim=1), copies
+
+
+def hidden_states(model, at, input_ids, labels, groups=None):
+    """Run the body on U rows -> its hidden states at the places `at` (M,) of (U, S-1): (M, H).
+
+    With `groups` (U, 1) a model of a fast family runs one long row.
     """
-    S = labels.shape[1]
-    shares = group_ids is not None and is_fast(model)
-    groups = group_ids if shares else labels[:, 0]       # else they are not read
-    table = torch.cat((input_ids, labels, groups[:, None]), dim=1).cpu()          # the host waits
-    next_labels = table[:, S + 1:-1].flatten()                                    # (N * (S-1),)
-    at = (next_labels != IGNORE).nonzero()[:, 0]                                  # (M,)
-    table, copies = table.unique(dim=0, return_inverse=True)                      # (U, 2S+1), (N,)
-    ids = table[:, :S - 1]                               # the last token predicts nothing
-    places = torch.arange(ids.numel()).view_as(ids)      # (U, S-1): where each token runs
+    ids = input_ids[:, :-1]                              # the last token predicts nothing
     options = {}
-    if shares:
-        pieces = sum(pieces_of(table[:, S:-1], table[:, -1]), [])
-        source, places = end_to_end(pieces, places)
+    if groups is not None and is_fast(model):
+        rows = pieces_of(labels, groups[:, 0])
+        source, places = end_to_end(rows, ids.shape)
         ids = ids.flatten()[None, source]                                         # (1, T)
-        options = in_pieces(model, pieces, source, places)
-    ran_at = places[copies].flatten()[at]                                         # (M,)
-    numbers = torch.stack((at, next_labels[at], ran_at))                          # (3, M)
-    at, targets, ran_at = uploaded(numbers, model.device)
-    ids = uploaded(ids, model.device)
-    output = body_of(model)(input_ids=ids, use_cache=False, **options)
-    hidden = output.last_hidden_state.flatten(0, 1)[ran_at]                       # (M, H)
-    return at, targets, output, hidden
+        at = places.flatten()[at]                        # the same tokens, in the long row
+        options = options_of_long_row(model, rows, source, places)
+    ids, at = uploaded(model.device, ids, at)
+    hidden = body_of(model)(input_ids=ids, use_cache=False, **options).last_hidden_state
+    return hidden.flatten(0, 1)[at]
 
 
 def pieces_of(labels, groups, most=float("inf")):
@@ -282,37 +292,47 @@ def pieces_of(labels, groups, most=float("inf")):
     return rows
 
 
-def end_to_end(pieces, places):
-    """places (N, S) of the tokens -> (T,): those of the pieces; (N, S): places in the long row."""
-    source = torch.cat([places[n, start:end] for n, start, end in pieces])
-    places = torch.zeros_like(places)
+def end_to_end(rows, shape):
+    """Lists of pieces -> (T,): places in (U, S-1) of the long row's tokens; (U, S-1): the way back.
+    """
+    numbers = torch.arange(shape.numel()).view(shape)                             # (U, S-1)
+    source = torch.cat([numbers[n, start:end] for row in rows for n, start, end in row])
+    places = torch.zeros_like(numbers)
     places.put_(source, torch.arange(len(source)))
-    for n, start, end in pieces:
-        if start == 0:
-            prompt = places[n, :end]
-        places[n, :start] = prompt[:start]       # shared: it runs in the group's first row alone
+    for (first, _, P), *answers in rows:         # the prompt runs in the group's first row alone
+        for n, _, _ in answers:
+            places[n, :P] = places[first, :P]
     return source, places
 
 
-def in_pieces(model, pieces, source, places):
-    """What the body is given for one long row: positions, and what attention needs."""
-    if model.config._attn_implementation != "grouped":
-        model.set_attn_implementation("grouped")
-    to_model = partial(uploaded, device=model.device)
+def options_of_long_row(model, rows, source, places):
+    """What the body is given with a long row: positions, and attention of its own.
+
+    transformers hands keyword arguments of the model on to the attention of every layer.
+    """
     positions = source[None] % places.shape[1]                                    # (1, T)
     mask = torch.tensor([[[[True]]]])                    # else transformers makes its own
-    options = {"position_ids": to_model(positions), "attention_mask": to_model(mask)}
-    if not has_flash(model):
-        options["padded"] = to_model(source), to_model(places)
-        return options
+    if has_flash(model):
+        attend = partial(attention_in_pieces, *bounds_of(model, rows, places))
+    else:
+        source, places = uploaded(model.device, source, places)
+        attend = partial(attention_in_rows, source=source, places=places)
+    positions, mask = uploaded(model.device, positions, mask)
+    return {"position_ids": positions, "attention_mask": mask, "attend": attend}
+
+
+def bounds_of(model, rows, places):
+    """For flash attention: the keys of all pieces (K,), where the queries and keys of each begin
+    (pieces + 1,), and the most queries and keys of a piece.
+    """
+    pieces = sum(rows, [])
     # A piece of row n sees the row's first `end` tokens: its prompt and itself.
     keys = torch.cat([places[n, :end] for n, _, end in pieces])
     _, starts, ends = torch.tensor(pieces).T
     lengths = torch.stack((ends - starts, ends))         # (2, pieces), of queries and of keys
     bounds = pad(lengths.cumsum(dim=1), (1, 0)).int()    # (2, pieces + 1)
-    longest = lengths.amax(dim=1).tolist()
-    options["pieces"] = to_model(keys), *to_model(bounds), *longest
-    return options
+    keys, bounds = uploaded(model.device, keys, bounds)
+    return keys, *bounds, *lengths.amax(dim=1).tolist()
 
 
 def has_flash(model):
@@ -322,20 +342,21 @@ def has_flash(model):
             and torch.backends.cuda.is_flash_attention_available())
 
 
-def grouped_attention(module, q, k, v, mask, scaling=None, padded=None, pieces=None, **kwargs):
-    """transformers' own attention; that of a long row in its padded rows or its pieces."""
+def long_row_attention(module, q, k, v, mask, scaling=None, attend=None, **kwargs):
+    """transformers' own attention; that of a long row if the body was given one."""
     # q (1, Hq, T, D), k and v (1, Hkv, T, D) -> (1, T, Hq, D)
-    if padded is None and pieces is None:
+    if attend is None:
         return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **kwargs)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))                   # (T, H, D)
-    if padded:
-        return attention_in_rows(q, k, v, *padded, scaling)[None], None
-    keys, *lengths = pieces
+    return attend(q=q, k=k, v=v, scaling=scaling)[None], None
+
+
+def attention_in_pieces(keys, *bounds, q, k, v, scaling):
+    """q (T, Hq, D), k and v (T, Hkv, D) -> (T, Hq, D), by flash attention: see bounds_of."""
     both = torch.cat((k, v), dim=1)                      # one gather is faster than two
     k, v = both[keys].chunk(2, dim=1)
-    out = varlen_attn(q, k, v, *lengths, window_size=(-1, 0),        # causal
-                      scale=scaling, enable_gqa=True)
-    return out[None], None
+    return varlen_attn(q, k, v, *bounds, window_size=(-1, 0),        # causal
+                       scale=scaling, enable_gqa=True)
 
 
 def attention_in_rows(q, k, v, source, places, scaling):
@@ -351,25 +372,12 @@ def attention_in_rows(q, k, v, source, places, scaling):
     return out.transpose(1, 2).flatten(0, 1).index_select(0, source)
 
 
-AttentionInterface.register("grouped", grouped_attention)
-AttentionMaskInterface.register("grouped", sdpa_mask)
+AttentionInterface.register("long rows", long_row_attention)
+AttentionMaskInterface.register("long rows", sdpa_mask)
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory: norms that keep less, micro-batches within a token budget, layers that run twice
-
-def fuse_norms(model):
-    """Make each norm of Llama's kind one kernel; it keeps only its input for the backward pass."""
-    def fused(norm, x):
-        if PLAIN:
-            return type(norm).forward(norm, x)
-        return torch.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
-
-    for module in model.modules():
-        # Gemma's norms, which multiply by 1 + weight, call their epsilon by another name.
-        if model.config.model_type in FAST and hasattr(module, "variance_epsilon"):
-            module.forward = partial(fused, module)
-
+# Memory: micro-batches within a token budget, layers that run twice
 
 def micro_batches(labels, group_ids, token_budget, share_prompts):
     """Cut N rows into micro-batches -> [(row indices (n,), width of the longest), ...].
@@ -378,10 +386,9 @@ def micro_batches(labels, group_ids, token_budget, share_prompts):
     counts once for the rows that run as one. Rows that are equal run once, count once and stay
     together. Padded rows are sorted by length, the longest first: so there is little padding.
     """
-    table = torch.cat((labels, group_ids[:, None]), dim=1).cpu()                  # the host waits
-    table, copies = table.unique(dim=0, return_inverse=True)                      # (U, S+1), (N,)
-    groups = table[:, -1] if share_prompts else torch.arange(len(table))
-    rows = pieces_of(table[:, :-1], groups, token_budget)
+    labels, groups, copies = distinct_rows(labels, group_ids)                     # (U, S), (U, 1)
+    groups = groups[:, 0] if share_prompts else torch.arange(len(labels))
+    rows = pieces_of(labels, groups, token_budget)
 
     def length_of(row):
         return sum(end - start for _, start, end in row)
@@ -433,16 +440,15 @@ def main():
     parser.add_argument("response", nargs="?",
                         default="9 - 4 = 5 , 5 - 2 = 3 , 3 + 7 = 10 , \\boxed{ 10 }")
     parser.add_argument("--model", default=f"{Path(__file__).parent}/tests/tiny",
-                        help="a hub name, a model's folder, or a run's folder (for its final/)")
+                        help="a hub name or a model's folder")
     parser.add_argument("--temperature", type=float, default=1.0)
     args = parser.parse_args()
     if not args.temperature > 0:
         raise ValueError("--temperature: must be above 0")
     transformers.utils.logging.disable_progress_bar()
-    final = Path(args.model, "final")
-    folder = str(final) if final.is_dir() else args.model
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
+    model = transformers.AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=True)
+    model.eval()
     messages = [{"role": "user", "content": args.prompt}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True).input_ids
     answer = args.response + (tokenizer.eos_token or "")

@@ -95,12 +95,10 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
     With several GPUs each has its own batch; the metrics cover all of them.
     """
     s = settings
-    clock = Clock()
+    start = time.perf_counter()
 
     # [A] G answers to each prompt, drawn from the policy as it is now, [B] a reward for each.
-    policy = sampling_model(policy_model)
-    rollout_of = partial(answers_and_rewards, policy, tokenizer, s, sampler, reward_of, clock)
-    rollout = scored_groups(rollout_of, batch, tokenizer, s)
+    rollout, seconds = scored_groups(policy_model, tokenizer, batch, s, sampler, reward_of)
     add_length_terms(rollout, s)
 
     # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if every token has its own.
@@ -117,25 +115,28 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
         for mini in mini_batches(policy_model, rollout, s):
             updates.append(update(policy_model, optimizer, mini, s))
     optimizer.zero_grad()  # the next rollout can use the gradients' memory
-    check_sampler(updates, policy_model, s)
-    clock.lap("seconds_training")
-    return step_metrics(rollout, batch, updates, clock.seconds, s), rollout
+    seconds["seconds_training"] = time.perf_counter() - start - seconds.total()
+    return step_metrics(rollout, batch, updates, seconds, s), rollout
 
 
 def update(policy_model, optimizer, rollout, settings):
     """One gradient step on these rows -> its metrics."""
-    sums = with_retries(partial(backward, policy_model, optimizer, rollout, settings), settings)
+    gradient_of = partial(backward, policy_model, optimizer, rollout, settings)
+    sums, logprobs, entropies = with_retries(gradient_of, settings)
+    if rollout.old_logprobs is None:  # no weight has moved yet: this is the policy that sampled
+        rollout.old_logprobs, rollout.entropies = logprobs, entropies
     # [G] The gradient step. One that is not finite is skipped and counted.
     grad_norm = clip_grad_norm_(unscaled(optimizer), settings.max_grad_norm)
     metrics = update_metrics(sums, grad_norm, rollout)
-    if not metrics["skipped_updates"] and not sampler_differs(metrics, policy_model, settings):
+    if not metrics["skipped_updates"]:
+        check_sampler(metrics, policy_model, settings)
         optimizer.step()
     metrics |= adapt_loss_scale(optimizer, metrics["skipped_updates"])
     return metrics
 
 
 def backward(policy_model, optimizer, rollout, settings):
-    """[D] [E] [F] The gradient of the loss, by micro-batches -> the loss's metrics."""
+    """[D] [E] [F] The gradient of the loss -> its metrics; log-probs and entropies (N, S-1)."""
     mask = rollout.mask                                                                # (N, S-1)
     if settings.mask_truncated:  # the reward of a cut answer still counts in its group's mean
         mask = mask & rollout.finished[:, None]
@@ -143,25 +144,22 @@ def backward(policy_model, optimizer, rollout, settings):
     # micro-batches simply add up. Several GPUs divide by their mean, as FSDP averages gradients.
     sizes = averaged({"n_rows": mask.any(dim=1).sum(), "n_tokens": mask.sum()})
     sizes["n_rows"] = sizes["n_rows"] or 1  # all may be cut
-    now = torch.zeros_like(rollout.logprobs)                                           # (N, S-1)
-    entropies = torch.zeros_like(now)
+    logprobs = torch.zeros_like(rollout.logprobs)                                      # (N, S-1)
+    entropies = torch.zeros_like(rollout.logprobs)
     sums = Counter()  # Counter.update adds
     optimizer.zero_grad()
     for micro, at, counts in micro_batches(policy_model, rollout, settings):
         # [D] of the policy as it is now, with a gradient: (n, width-1)
         logp, entropies[at] = token_logprobs_of(policy_model, micro, settings)
-        now[at] = logp.detach()
-        # If no weight has moved since the answers were drawn, every ratio is 1.
-        old = now[at] if micro.old_logprobs is None else micro.old_logprobs
+        logprobs[at] = logp.detach()
+        # Until a weight moves, logp is also the old policy's, and every ratio is 1.
+        old = logp.detach() if micro.old_logprobs is None else micro.old_logprobs
         # [E] [F] against the policy that drew the answers, and against the reference
         loss, metrics = grpo_loss(logp, old, micro.ref_logprobs, micro.advantages,
                                   mask[at] & counts, **loss_options(micro, settings), **sizes)
         (loss * loss_scale_of(optimizer)).backward()  # the scale is 1, except in float16
         sums.update(metrics)
-    if rollout.old_logprobs is None:  # the first update: later ones are compared with it
-        rollout.old_logprobs = now
-        rollout.entropies = entropies
-    return sums
+    return sums, logprobs, entropies
 
 
 # --------------------------------------------------------------------------------------------------
@@ -190,8 +188,9 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             try:
                 metrics, rollout = train_step(policy_model, ref_model, optimizer, tokenizer, batch,
                                               s, sampler, reward_of)
-            except BadInput:  # say a reward fails: this step has moved no weight yet
-                if world() == 1:  # other ranks may not come here
+            except BadInput as error:
+                # Say a reward fails: no weight has moved yet. Other ranks may not come here.
+                if world() == 1 and not isinstance(error, FastPathFault):
                     save_checkpoint(run, policy_model, optimizer)
                 raise
             metrics = {"step": step, "lr": lr, **metrics}
@@ -231,30 +230,17 @@ class Batch:
     resampled: int = 0               # groups drawn anew
 
 
-class Clock:
-    """The seconds of a step, by what they were spent on."""
-
-    def __init__(self):
-        self.last = time.perf_counter()
-        self.seconds = Counter()
-
-    def lap(self, name):
-        """The time since the last lap was spent on this."""
-        now = time.perf_counter()
-        self.seconds[name] += now - self.last
-        self.last = now
-
-
-def answers_and_rewards(policy_model, tokenizer, s, sampler, reward_of, clock, batch):
-    """[A] G answers to each prompt of this GPU, [B] one reward for each -> Rollout."""
+def answers_and_rewards(policy_model, tokenizer, batch, s, sampler, reward_of):
+    """[A] G answers to each prompt of this GPU, [B] one reward for each -> Rollout, seconds."""
+    start = time.perf_counter()
     truths = truths_of(batch.problems)
-
     if s.around_best:  # the rule decides which answers of a half-group the other half continues
         rewards_of = partial(score_responses, ground_truths=truths, group_size=s.group_size // 2)
         sampler = partial(sample.sample_around, best=s.around_best, rewards_of=rewards_of)
-    rollout = sampler(policy_model, tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
-                      s.temperature, batch.generators)
-    clock.lap("seconds_sampling")
+    with fast_paths(s):
+        rollout = sampler(policy_model, tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
+                          s.temperature, batch.generators)
+    drawn = time.perf_counter()
     # Accuracy always uses the rule's rewards.
     rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)    # (N,)
     rollout.rewards = rollout.rule_rewards                                             # (N,)
@@ -263,8 +249,8 @@ def answers_and_rewards(policy_model, tokenizer, s, sampler, reward_of, clock, b
             values = reward_of(batch.problems, batch.prompts, rollout)
         values = torch.as_tensor(values, dtype=torch.float32, device="cpu").detach()
         rollout.rewards = values.reshape_as(rollout.rule_rewards)
-    clock.lap("seconds_scoring")
-    return rollout
+    scored = time.perf_counter()
+    return rollout, Counter(seconds_sampling=drawn - start, seconds_scoring=scored - drawn)
 
 
 def add_length_terms(rollout, s):
@@ -345,8 +331,8 @@ def micro_batches(model, rollout, s):
     for i in range(most):
         rows, width = cuts[min(i, n - 1)]
         micro = sample.take(host, rows.tolist(), width)
-        at = logprob.uploaded(rows, rollout.labels.device), slice(width - 1)
-        yield micro, at, i < n
+        rows, = logprob.uploaded(rollout.labels.device, rows)
+        yield micro, (rows, slice(width - 1)), i < n
 
 
 def token_logprobs_of(model, micro, s, with_entropy=True):
@@ -386,33 +372,33 @@ def loss_options(micro, s):
 
 
 def with_retries(function, s):
-    """Call function(), which moves no weight. If memory runs out, call it again with half the
-    micro-batch; after another error, call it again without fast paths.
-    """
+    """Call function(), which moves no weight; with half the micro-batch when memory runs out."""
     if s.offload:
         sample.release()  # memory is short: the sampler's cache is made again when it is needed
+    while True:
+        try:
+            with fast_paths(s):
+                return function()
+        except Exception as error:
+            # Several GPUs would wait for one that goes on alone.
+            if not out_of_memory(error) or s.micro_batch_tokens < 256 or world() > 1:
+                raise
+            traceback.clear_frames(error.__traceback__)  # its frames keep the activations alive
+        sample.release()
+        s.micro_batch_tokens //= 2
+        print0(f"out of memory: --micro-batch-tokens is now {s.micro_batch_tokens}")
+
+
+@contextmanager
+def fast_paths(s):
+    """An error in here ends the run in a line, unless --plain takes no fast paths."""
     try:
-        return function()
+        yield
     except Exception as error:
-        fault = error
-        traceback.clear_frames(error.__traceback__)  # its frames keep the activations alive
-    if world() > 1:
-        raise fault  # the other GPUs would wait for one that goes on alone
-    if out_of_memory(fault):
-        if s.micro_batch_tokens >= 256:
-            sample.release()
-            s.micro_batch_tokens //= 2
-            print0(f"out of memory: --micro-batch-tokens is now {s.micro_batch_tokens}")
-            return with_retries(function, s)
-    elif not logprob.PLAIN:
-        # It was a fast path's fault only if the plain ones work.
-        with suppress(Exception):
-            sample.PLAIN = logprob.PLAIN = True
-            result = with_retries(function, s)
-            drop_fast_paths(f"one failed ({one_line(fault)})")
-            return result
-        sample.PLAIN = logprob.PLAIN = False
-    raise fault
+        if s.plain or isinstance(error, BadInput) or out_of_memory(error):
+            raise
+        fault = one_line(error)
+        raise FastPathFault(f"a fast path failed ({fault}); --plain takes none") from error
 
 
 def update_metrics(sums, grad_norm, rollout):
@@ -430,32 +416,17 @@ def update_metrics(sums, grad_norm, rollout):
 # Sampler and trainer are two implementations of one policy. So [A]'s log-probs and [D]'s must be
 # the same on the answers of every step, before the first update moves a weight.
 
-def sampler_differs(metrics, model, s):
-    """Whether sampler and trainer differ by more than rounding: such an update moves no weight."""
-    if s.sampler_correction:  # it corrects for any difference
-        return False
+def check_sampler(metrics, model, s):
+    """FastPathFault if they differ by more than rounding; with --plain BadInput."""
     # Nats per token; 1e-6 were measured in float32, 0.02 in bfloat16.
     allowed = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
-    differs = not metrics["sampler_difference"] <= allowed  # NaN differs, too
-    return differs and not metrics["skipped_updates"]
-
-
-def check_sampler(updates, model, s):
-    """Drop the fast paths if sampler and trainer differ; BadInput if the plain ones differ, too."""
-    for metrics in updates:
-        if sampler_differs(metrics, model, s):
-            nats = metrics["sampler_difference"]
-            fault = f"sampler and trainer differ by {nats:.2g} nats per token"
-            if logprob.PLAIN:
-                raise BadInput(f"--model {s.model}: {fault} even without fast paths; "
-                               "--sampler-correction 2.0 corrects for that")
-            return drop_fast_paths(fault)
-
-
-def drop_fast_paths(reason):
-    """From here on sampler and trainer take the plain paths."""
-    sample.PLAIN = logprob.PLAIN = True
-    print0(f"fast paths are off from here on, which is slower: {reason}")
+    nats = metrics["sampler_difference"]
+    if nats <= allowed or s.sampler_correction:  # which corrects for any difference
+        return
+    fault = f"--model {s.model}: sampler and trainer differ by {nats:.2g} nats per token"
+    if s.plain:
+        raise BadInput(f"{fault}, even with --plain; --sampler-correction 2.0 corrects for that")
+    raise FastPathFault(f"{fault}; --plain takes no fast paths")
 
 
 def step_metrics(rollout, batch, updates, seconds, s):
@@ -506,9 +477,10 @@ def peak_memory():
 # --------------------------------------------------------------------------------------------------
 # Dynamic sampling (DAPO, arXiv 2503.14476): flat groups teach nothing, others are drawn instead
 
-def scored_groups(rollout_of, batch, tokenizer, s):
-    """rollout_of(batch); --max-resample replaces flat groups, in the rollout and in the batch."""
-    rollout = rollout_of(batch)
+def scored_groups(policy_model, tokenizer, batch, s, sampler, reward_of):
+    """[A] [B] as answers_and_rewards; --max-resample replaces flat groups, also in the batch."""
+    policy = sampling_model(policy_model)
+    rollout, seconds = answers_and_rewards(policy, tokenizer, batch, s, sampler, reward_of)
     B = len(batch.prompts)
     G = s.group_size
     # A group that is still flat after the last attempt stays, with advantages of 0.
@@ -517,9 +489,11 @@ def scored_groups(rollout_of, batch, tokenizer, s):
         if not any(gathered_objects(n)):
             break  # every group of every rank teaches something
         batch.resampled += n
-        n = max(n, 1)  # a rank that needs none draws one, too: all ranks meet in rollout_of
+        n = max(n, 1)  # a rank that needs none draws one, too
         others = batch_of_step(tokenizer, batch.pool, batch.step, s, attempt, n)
-        both = sample.joined(rollout, rollout_of(others))
+        drawn, more = answers_and_rewards(policy, tokenizer, others, s, sampler, reward_of)
+        seconds += more
+        both = sample.joined(rollout, drawn)
         # B groups stay: those that teach, the old ones first, then flat ones.
         flat = is_flat(both.rewards, G).int()                                          # (B + n,)
         stay, _ = flat.argsort(stable=True)[:B].sort()                                 # (B,)
@@ -531,7 +505,7 @@ def scored_groups(rollout_of, batch, tokenizer, s):
         group_ids = rollout.group_ids  # those of B groups, as before
         rollout = sample.take(both, rows.flatten().tolist())
         rollout.group_ids = group_ids
-    return rollout
+    return rollout, seconds
 
 
 # --------------------------------------------------------------------------------------------------
@@ -639,7 +613,7 @@ def evaluate(model, tokenizer, problems, settings, sampler=sample_groups, reward
     for start in tqdm(starts, "evaluation", leave=False, disable=rank() > 0):
         places = mine[start:start + at_a_time]
         batch = make_batch(tokenizer, problems, places, (s.seed, "evaluation"), s)
-        rollout = answers_and_rewards(policy, tokenizer, s, sampler, reward_of, Clock(), batch)
+        rollout, _ = answers_and_rewards(policy, tokenizer, batch, s, sampler, reward_of)
         rows += zip(rollout.responses, rollout.rule_rewards.tolist(), rollout.rewards.tolist())
     responses, rule_rewards, rewards = zip(*sum(gathered_objects(rows), []))
     known = torch.tensor(rule_rewards)
@@ -741,6 +715,10 @@ TINY_CONFIG = TINY / "grpo.json"
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 # Stands in config.json for a reward that was a Python function; as a flag it is refused
 PYTHON = "from Python, where settings.reward = None and parts.reward_of are to be set"
+
+
+class FastPathFault(BadInput):
+    """The run cannot go on as it is, but with --plain."""
 
 
 @contextmanager
@@ -1010,12 +988,10 @@ def load(s):
     reward_of = load_reward_of(s)
     reward_model = None
     sampler = sampler_with_replies(s) if s.reply else sample_groups
-    sample.PLAIN = logprob.PLAIN = s.plain
     policy_model, tokenizer = load_policy(s)
     if s.reward_model:  # after the policy: from then on transformers prints nothing
         reward_model = load_reward_model(s)
         reward_of = load_reward_of(s, reward_model)
-    logprob.fuse_norms(policy_model)
     problems, eval_problems = load_data(s, tokenizer)
     ref_model = optimizer = None
     policy_model = shard(policy_model, s, samples=True)
@@ -1123,6 +1099,9 @@ def load_policy(s):
     with as_bad_input(f"--model {s.model}:"):
         model, tokenizer = sample.open_policy(s.model, device if s.is_whole else "cpu", dtype)
         sample.set_template_arguments(tokenizer, s.template_args)
+    sample.PLAIN = s.plain
+    if not s.plain:
+        logprob.use_fast_paths(model)
     return model, tokenizer
 
 
@@ -1487,6 +1466,7 @@ def counted_ways(s, device, dtype):
 def memory(s, model):
     """The memory of a step on each process: {what: bytes}. `model` may be on the meta device."""
     text = model.config.get_text_config()
+    text.allow_global_per_layer_attribute_access = True  # Gemma 4's layers have two head sizes
 
     def size_of(name, default):
         found = getattr(text, name, None) or default
@@ -2084,7 +2064,8 @@ def main(argv=None):
     except Exception as error:
         fault = line_of(error)
         if fault and run.resume_command:
-            fault += f"; continue with: {run.resume_command}"
+            plain = " --plain" if isinstance(error, FastPathFault) else ""
+            fault += f"; continue with: {run.resume_command}{plain}"
         if world() > 1:
             end_rank(fault or traceback.format_exc())
         if not fault:

@@ -46,9 +46,9 @@ FEW = (f"--data={TINY / 'few.jsonl'}", f"--eval-data={TINY / 'few.jsonl'}")
 
 @pytest.fixture(autouse=True)
 def fast_forms():
-    """What one test gives up is there again for the next."""
+    """What one test switches off is there again for the next."""
     yield
-    sample.PLAIN = logprob.PLAIN = False
+    sample.PLAIN = False
 
 
 SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -63,7 +63,7 @@ ARCHITECTURES = {
     "cohere": dict(logit_scale=0.25)}
 
 
-def small_model(architecture, std=0.3, kind=AutoModelForCausalLM, **changes):
+def small_model(architecture, std=0.3, kind=AutoModelForCausalLM, fast=True, **changes):
     """Two random layers, with weights large enough for each of them to shape the answers."""
     torch.manual_seed(0)
     options = {**SMALL, **ARCHITECTURES.get(architecture, {}), **changes}
@@ -71,10 +71,18 @@ def small_model(architecture, std=0.3, kind=AutoModelForCausalLM, **changes):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape), alpha=std)
+    if fast:
+        logprob.use_fast_paths(model)
     return model
 
 
-opened = functools.cache(sample.open_policy)
+@functools.cache
+def opened(*given, **how):
+    model, tokenizer = sample.open_policy(*given, **how)
+    logprob.use_fast_paths(model)
+    return model, tokenizer
+
+
 
 
 @pytest.fixture(scope="session")
@@ -194,7 +202,7 @@ def run_here(monkeypatch, capsys):
             runpy.run_path(str(ROOT / name), run_name="__main__")
             sys.exit(0)
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # Python's own, which a command changes
-        logprob.AttentionInterface.register("grouped", logprob.grouped_attention)  # not a copy's
+        logprob.AttentionInterface.register("long rows", logprob.long_row_attention)  # not a copy's
         out, err = capsys.readouterr()
         assert leaving.value.code == status and not (status and out), out + err
         return err if status else out

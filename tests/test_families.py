@@ -74,7 +74,7 @@ GROUPS = torch.tensor([0, 0, 0, 1, 1])
 
 
 @lru_cache(maxsize=2)
-def family(name, dropout=0.0):
+def family(name, dropout=0.0, fast=True):
     """A small model whose every weight matters: random, biases and norms too."""
     changes = dict({**FAMILIES, **STATEFUL}[name])
     kind = changes.pop("type", name)
@@ -88,6 +88,8 @@ def family(name, dropout=0.0):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+    if fast:
+        logprob.use_fast_paths(model)
     return model
 
 
@@ -151,16 +153,15 @@ def flash_on_cpu(monkeypatch):
 @pytest.mark.parametrize("name", sorted(logprob.FAST))
 def test_fast_families_on_a_gpu(name, flash_on_cpu):
     """Each family of the list, with fused norms, and grouped rows as flash attention takes them."""
-    model = copy.deepcopy(family(name))
+    model, plain = copy.deepcopy(family(name)), family(name, fast=False)
     assert logprob.is_fast(model)
-    logprob.fuse_norms(model)
     run = []                                             # tokens that pass through the model
     model.get_input_embeddings().register_forward_pre_hook(lambda _, x: run.append(x[0].numel()))
     input_ids, labels, weights = answer_rows(SIZES, seed=1)
-    expected = definition(family(name), input_ids, labels)
+    expected = definition(plain, input_ids, labels)
     actual = token_logprobs(model, input_ids, labels, group_ids=GROUPS)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
-    expected = gradient(family(name), (expected * weights).sum())
+    expected = gradient(plain, (expected * weights).sum())
     assert (gradient(model, (actual * weights).sum()) - expected).norm() <= 1e-5 * expected.norm()
     assert run == [5 + 5 + 0 + 2 + 9 + 6 + 3]            # prompts, answers without their last
     assert len(flash_on_cpu) == model.config.num_hidden_layers

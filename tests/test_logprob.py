@@ -11,8 +11,8 @@ from conftest import (ARCHITECTURES, SMALL, TINY, answer_rows, logprobs_on_full_
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 import logprob
-from logprob import (IGNORE, LeanHead, fuse_norms, layers_checkpointed, micro_batches,
-                     plain_logprobs, sequence_logprob, token_logprobs)
+from logprob import (IGNORE, LeanHead, layers_checkpointed, micro_batches, plain_logprobs,
+                     sequence_logprob, token_logprobs)
 
 V = SMALL["vocab_size"]
 GROUPS = torch.tensor([0, 0, 0, 1, 1])
@@ -242,10 +242,9 @@ def test_the_logits_are_never_held(architecture, monkeypatch):
 FAST = "qwen2", "qwen3", "llama", "gpt2"  # of conftest's architectures; this mistral has a window
 
 
-def test_the_forms_that_a_family_takes(random_model, monkeypatch):
-    assert logprob.is_fast(random_model) == (random_model.config.model_type in FAST)
-    monkeypatch.setattr(logprob, "PLAIN", True)
-    assert not logprob.is_fast(random_model)
+def test_the_forms_that_a_family_takes(random_model):
+    for model in (random_model, copy.deepcopy(random_model)):
+        assert logprob.is_fast(model) == (model.config.model_type in FAST)
 
 
 @pytest.mark.parametrize("kind, changes", [
@@ -258,9 +257,10 @@ def test_the_forms_that_a_family_takes(random_model, monkeypatch):
     ("llama", {"attn_implementation": "eager"}), ("llama", {"bias": True})])
 def test_what_a_config_rules_out(kind, changes):
     assert logprob.is_fast(small_model(kind, **{"sliding_window": None}))
-    model = small_model(kind, **{"sliding_window": None, **changes})
+    model = small_model(kind, fast=False, **{"sliding_window": None, **changes})
     if "bias" in changes:                    # of the head
         model.lm_head.bias = torch.nn.Parameter(torch.randn(V, generator=seeded()))
+    logprob.use_fast_paths(model)
     assert not logprob.is_fast(model)
     input_ids, labels, _ = batch()
     expected, _ = naive(model, input_ids, labels)
@@ -269,17 +269,15 @@ def test_what_a_config_rules_out(kind, changes):
 
 
 @pytest.mark.parametrize("architecture, norms", [("qwen2", 5), ("qwen3", 9), ("gemma2", 0)])
-def test_fused_norms(architecture, norms, monkeypatch):
-    """A copy's norms read the copy's weights; --plain undoes them; test_families.py: gradients."""
-    model, (input_ids, labels, _) = small_model(architecture).bfloat16(), batch()
+def test_fused_norms(architecture, norms):
+    """A copy's norms read the copy's weights; test_families.py: gradients."""
+    model, (input_ids, labels, _) = small_model(architecture, fast=False).bfloat16(), batch()
     before = plain_logprobs(model, input_ids, labels)
-    fuse_norms(model)
+    logprob.use_fast_paths(model)
     fused = copy.deepcopy(model)
     fused_norms = [m for m in fused.modules() if "forward" in vars(m)]
     assert [m.forward.args[0] for m in fused_norms] == fused_norms and len(fused_norms) == norms
     assert (plain_logprobs(fused, input_ids, labels) - before).abs().mean() < 0.1
-    monkeypatch.setattr(logprob, "PLAIN", True)
-    assert torch.equal(plain_logprobs(fused, input_ids, labels), before)
 
 
 # --- Micro-batches and lengths --------------------------------------------------------------------
@@ -357,12 +355,11 @@ def test_script_marks_the_response(run_here, tiny):
     assert "over 5 tokens" in lines[-1]
 
 
-def test_script_takes_a_run_and_its_flags(run_here, tiny, tmp_path):
-    final = shutil.copytree(TINY, tmp_path / "final")
-    plain = run_here("logprob.py", f"--model={final}").splitlines()
-    run = f"--model={tmp_path}"
-    assert run_here("logprob.py", run).splitlines() == plain
-    cold = run_here("logprob.py", run, "--temperature=0.5").splitlines()
+def test_script_takes_flags(run_here, tmp_path):
+    copied = f"--model={shutil.copytree(TINY, tmp_path / 'copy')}"
+    plain = run_here("logprob.py").splitlines()
+    assert run_here("logprob.py", copied).splitlines() == plain
+    cold = run_here("logprob.py", "--temperature=0.5").splitlines()
     assert plain[-1] != cold[-1] and len(plain) == len(cold)
     for zero in ("0", "-1", "nan"):
-        assert "--temperature" in run_here("logprob.py", run, f"--temperature={zero}", status=2)
+        assert "--temperature" in run_here("logprob.py", f"--temperature={zero}", status=2)

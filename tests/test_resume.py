@@ -3,6 +3,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -452,7 +453,7 @@ def test_out_of_memory_halves_the_micro_batch_until_it_fits(
     ended_the_same(tmp_path / "run", uninterrupted)       # nothing of the first tries is left
 
 
-@pytest.mark.parametrize("error", [*NO_MEMORY, RuntimeError("no kernel")])
+@pytest.mark.parametrize("error", NO_MEMORY)
 def test_what_a_failed_attempt_held_is_freed_before_the_next(error):
     """The error that may be raised later would keep the activations."""
     held = []
@@ -480,7 +481,7 @@ def test_no_rank_goes_on_alone(monkeypatch, error):
         attempts.append(s.micro_batch_tokens)
         raise error
 
-    with pytest.raises(type(error)):
+    with pytest.raises((type(error), train.FastPathFault)):
         train.with_retries(function, s)
     assert attempts == [1024]
 
@@ -492,27 +493,20 @@ def test_out_of_memory_for_good_is_one_line(capsys, monkeypatch, tmp_path, stage
     assert "out of memory" in line and "--lora-rank 16" in line
 
 
-@pytest.mark.parametrize("then", [(), (NO_MEMORY[0],), (KeyError("second"),)])
-def test_an_error_of_the_loss_is_no_fault_of_a_fast_path(capsys, monkeypatch, tmp_path, then):
-    """It is raised as it was, even if the plain paths end in another one."""
-    errors = chain([RuntimeError("shapes do not match")], repeat(*then or [RuntimeError("shapes")]))
-    monkeypatch.setattr(train, "grpo_loss", lambda *_, **__: raises(next(errors))())
-    with pytest.raises(RuntimeError, match="shapes do not match") as error:
-        trains(*FLAGS, f"--output={tmp_path / 'run'}")
-    assert [frame.name for frame in error.traceback].count("backward") == 1
-    assert not train.logprob.PLAIN and not train.sample.PLAIN
-    assert "fast path" not in "".join(capsys.readouterr())
-
-
-def test_a_fast_path_that_fails_is_told_once_the_plain_one_has_worked(
-        capsys, monkeypatch, tmp_path, uninterrupted):
-    def fails_while_fast(*given, real=train.grpo_loss, **how):
-        return real(*given, **how) if train.logprob.PLAIN else raises(ValueError("no\nkernel"))()
-
-    monkeypatch.setattr(train, "grpo_loss", fails_while_fast)
-    trains(*FLAGS, f"--output={tmp_path / 'run'}")
-    lines = [line for line in "\n".join(capsys.readouterr()).splitlines() if "no kernel" in line]
-    assert len(lines) == 1 and lines[0].startswith("fast paths are off")
+@pytest.mark.parametrize("place", ["sample.fast_decode", "logprob.attention_in_rows"])
+def test_a_fast_path_that_fails_ends_in_the_command_that_goes_on(
+        capsys, monkeypatch, tmp_path, uninterrupted, place):
+    """To the same rewards. With --plain an error has its traceback."""
+    with monkeypatch.context() as patch:
+        patch.setattr(f"train.{place}", raises(ValueError("no\nkernel")))
+        line = refused(capsys, *FLAGS, f"--output={tmp_path / 'run'}", begun=True)
+    assert "no kernel" in line
+    program, *flags = shlex.split(line.partition("continue with: ")[2])[1:]
+    assert program.endswith("train.py") and flags[-1] == "--plain"
+    trains(*flags)
     rewards = [[m["reward_mean"] for m in metrics_of(folder)[1:]]
                for folder in (tmp_path / "run", uninterrupted)]
     assert rewards[0] == pytest.approx(rewards[1])
+    monkeypatch.setattr(train, "grpo_loss", raises(RuntimeError("shapes do not match")))
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        trains(*FLAGS, f"--output={tmp_path / 'plain'}", "--plain")

@@ -103,7 +103,7 @@ def by_hand(p, rollout, flags):
 def assert_same_step(p, rollout, expected):
     """The program's step on this rollout has these gradients and their mean metrics -> all."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "sampler_differs", lambda *_: False)   # this sampler is off on purpose
+        patch.setattr(train, "check_sampler", lambda *_: None)   # this sampler is off on purpose
         p.optimizer = torch.optim.SGD(p.policy.parameters(), RATE)
         metrics, _, found = whole_step(p, None, sampler=lambda *_: copy.deepcopy(rollout))
     assert len(found) == len(expected)
@@ -367,7 +367,7 @@ def resampled(rounds, *flags, reward_of=length_reward):
     batch = batch_of("old ", 4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "batch_of_step", more)
-        patch.setattr(train, "sampler_differs", lambda *_: False)   # these log-probs are invented
+        patch.setattr(train, "check_sampler", lambda *_: None)      # these log-probs are invented
         metrics, rollout = train.train_step(p.policy, p.reference, p.optimizer, p.tokenizer, batch,
                                             p.settings, lambda *_: next(rollouts), reward_of)
     # A problem goes where its prompt goes.

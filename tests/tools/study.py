@@ -220,7 +220,7 @@ def run_one(output, arm, seed, steps, real=""):
     train.step_metrics = with_group_std
     if arm.sampled_at:
         train.sample_groups = sample_at
-        train.sampler_differs = lambda *_: False            # else the check would end such a run
+        train.check_sampler = lambda *_: None               # else the check would end such a run
     folder = folder_of(output, arm, seed, steps)
     argv = [part.format(study=Path(__file__).resolve(), real=real) for part in arm.flags.split()]
     if arm.from_trained:
