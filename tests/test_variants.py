@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import (FEW, MINE, PROBLEMS, TINY, assert_bitwise, assert_same_run, begin,
                       checkpoint_of, curve, json_lines, lines_of, logprobs_on_full_logits, loop,
-                      metrics_of, parts, raises, same_tensors, seeded, settings, trained, trains,
+                      metrics_of, parts, same_tensors, seeded, settings, trained, trains,
                       well_ended, whole_step)
 import sample
 import train
