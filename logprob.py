@@ -191,9 +191,25 @@ class LeanHead(torch.autograd.Function):
 
 def scaled_logits(hidden, weight, temperature):
     """hidden (m, H) @ weight.T (H, V) / temperature -> (m, V), float32."""
-    hidden = hidden.to(weight.dtype)
-    logits = torch.mm(hidden, weight.T, **in_float32(weight))
+    with bfloat16_units(hidden):
+        logits = torch.mm(hidden.to(weight.dtype), weight.T, **in_float32(weight))
     return logits if temperature == 1 else logits.div_(temperature)
+
+
+@contextmanager
+def bfloat16_units(x):
+    """On a CPU: float32 products of numbers that come from bfloat16, on its units for bfloat16.
+
+    They are exact there, and summed in float32. Not for a whole model: a rotation's angles need all
+    their digits.
+    """
+    usual = torch.get_float32_matmul_precision()
+    if x.dtype == torch.bfloat16 and not x.is_cuda:
+        torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(usual)
 
 
 def in_float32(x):

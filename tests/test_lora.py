@@ -100,7 +100,8 @@ def test_factors_are_those_of_an_ordinary_module(in_float64, tied):
 
 def test_updates_are_those_of_an_ordinary_module():
     """update() as it is, in float32: the factors' gradients are clipped, the norm is theirs."""
-    p = parts("--lora-rank=4", "--lr=0.003", "--max-grad-norm=0.02", "--micro-batch-tokens=64")
+    p = parts("--lora-rank=4", "--lr=0.003", "--max-grad-norm=0.02", "--micro-batch-tokens=64",
+              "--sampler-correction=2.0")                 # one rollout for all four updates
     rollout = answered(p)
     assert len(list(train.micro_batches(p.policy, rollout, p.settings))) > 1
     ordinary = with_modules(p.policy, p.optimizer)

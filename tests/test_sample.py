@@ -101,7 +101,11 @@ def test_every_token_of_the_own_step_is_drawn_from_float32_logits(T):
     model = small_model("llama").bfloat16()
     model.generation_config.eos_token_id = END
     model.lm_head.weight.data.mul_(8)                    # logits of 16 and more
+    precisions = set()                                   # of the rotation: angles need all digits
+    model.model.rotary_emb.register_forward_pre_hook(
+        lambda *_: precisions.add(torch.get_float32_matmul_precision()))
     rollout = sample_groups(model, TOKENIZER, PROMPTS, 8, T, 4.0, seeded())
+    assert precisions == {"highest"}
     assert "forward" not in vars(model.lm_head)          # its own again, and so is attention
     assert model.config._attn_implementation == "long rows"
     first = (rollout.labels != IGNORE).int().argmax(dim=1)

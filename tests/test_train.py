@@ -228,6 +228,7 @@ def test_evaluation_is_its_definition(monkeypatch):
                                     2, 0.7)
     assert figures == {"eval_accuracy": pytest.approx(11 / 14)} and len(found) == 14
     assert how == [(1, 11, 0.0)] * 2 + [(2, 11, 0.7)] * 3 and len(set(sum(seeds, []))) == 7
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(train, "world", lambda: 2)        # this rank has a step's rows at a time
     monkeypatch.setattr(train, "gathered_objects", lambda value: [value])
     train.evaluate(p.policy, p.tokenizer, problems, p.settings, answers)

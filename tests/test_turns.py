@@ -77,7 +77,7 @@ def test_half_of_a_group_goes_on_from_what_the_rule_finds_best(monkeypatch):
 
 def test_shapley_shares_arrive():
     """--advantage shape: each box of an answer earns its own share, tokens behind the last none."""
-    p = parts("--advantage=shape", "--updates-per-rollout=1", *SMALL)
+    p = parts("--advantage=shape", "--updates-per-rollout=1", "--sampler-correction=2.0", *SMALL)
     texts = ["\\boxed{ 7 } \\boxed{ 9 } , 9", "\\boxed{ 5 }", "7 + 2", "\\boxed{ 9 } \\boxed{ 5 }"]
     prompt = p.tokenizer(p.prompts[0], add_special_tokens=False).input_ids
     rows = [p.tokenizer(text, add_special_tokens=False).input_ids for text in texts]
