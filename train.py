@@ -25,6 +25,7 @@ import html
 import json
 import math
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -44,7 +45,8 @@ from types import SimpleNamespace
 # spinning slows everything down when other programs run. CUDA's allocator should let its blocks
 # grow, or free memory between them is lost.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+if "microsoft" not in platform.release():  # WSL 2 has no such blocks (pytorch 192330)
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 import torch.distributed as dist
@@ -378,8 +380,6 @@ def with_retries(function, s):
     """Call function(), which moves no weight. If memory runs out, call it again with half the
     micro-batch; after another error, call it again without fast paths.
     """
-    if s.offload:
-        sample.release()  # memory is short: the sampler's cache is made again when it is needed
     try:
         return function()
     except Exception as error:
@@ -989,7 +989,6 @@ def load(s):
     if s.reward_model:  # after the policy: from then on transformers prints nothing
         reward_model = load_reward_model(s)
         reward_of = load_reward_of(s, reward_model)
-    logprob.fuse_norms(policy_model)
     problems, eval_problems = load_data(s, tokenizer)
     ref_model = optimizer = None
     policy_model = shard(policy_model, s, samples=True)
@@ -1097,6 +1096,7 @@ def load_policy(s):
     with as_bad_input(f"--model {s.model}:"):
         model, tokenizer = sample.open_policy(s.model, device if s.is_whole else "cpu", dtype)
         sample.set_template_arguments(tokenizer, s.template_args)
+    logprob.fuse_norms(model)
     return model, tokenizer
 
 
@@ -1271,7 +1271,7 @@ class MasterAdamW(torch.optim.AdamW):
     def round(self):
         """Round the masters into the model's weights, each to the nearest number."""
         for weight, master in zip(self.weights, self.masters()):
-            weight.copy_(master)
+            weight.copy_(master, non_blocking=True)  # pinned memory; step() waits for gradients
 
     def zero_grad(self):
         super().zero_grad()
@@ -1486,7 +1486,8 @@ def memory(s, model):
     if s.offload and s.lora_rank:
         first_weights = 0
     elif s.offload and size < 4 and world() == 1:
-        host = 16 * trained  # the gradients, too
+        # The moments, and pinned masters and gradients: torch pins powers of two (pytorch 150517).
+        host = 8 * trained + 2 * sum(1 << (4 * W.numel() - 1).bit_length() for W in weights)
         masters = moments = 0
     judge = 0
     if s.reward_model:
@@ -1700,7 +1701,6 @@ def sampling_model(model):
     """The model to sample from: itself, or a sharded one's twin with the weights of all shards."""
     twin = vars(model).get("twin", model)
     if twin is not model:
-        model.reshard()
         for weight, sharded in zip(twin.parameters(), model.parameters()):
             weight.copy_(gather_full(sharded))
     return twin

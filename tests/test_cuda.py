@@ -568,6 +568,18 @@ def test_memory_that_runs_out_in_an_update(monkeypatch, capsys, without_limit):
     assert "--micro-batch-tokens" in capsys.readouterr().out
 
 
+def test_memory_is_what_was_counted():
+    """Two steps of a model whose cache of keys and values is a fifth of the whole."""
+    size = dict(hidden=1536, ffn=3072, kv_heads=12, vocab=8192)
+    tools = str(Path(first_run.__file__).parent)
+    program = (f"import sys; sys.path += {[str(ROOT), tools]}; import first_run\n"
+               f"first_run.QWEN |= {size}; first_run.main(['--layers=4', '--only=memory'])")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                          timeout=LIMIT, env={**os.environ, "SOFTGPU_VALUES": "sizes"})
+    share, = re.findall(r"live peak .* GB \((\d+)% of the count\)", well_ended(done))
+    assert abs(int(share) - 100) <= 8
+
+
 def test_what_first_run_counts(capsys):
     """A token is a launched graph and a few copies around it; an update waits where it must."""
     assert first_run.main(["--only", "counts"]) == 0
