@@ -27,6 +27,7 @@ import html
 import json
 import math
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -47,7 +48,8 @@ from types import SimpleNamespace
 # spinning slows everything down when other programs run. CUDA's allocator should let its blocks
 # grow, or free memory between them is lost.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+if "microsoft" not in platform.release():  # WSL 2 has no such blocks (pytorch 192330)
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 import torch.distributed as dist
@@ -373,8 +375,6 @@ def loss_options(micro, s):
 
 def with_retries(function, s):
     """Call function(), which moves no weight; with half the micro-batch when memory runs out."""
-    if s.offload:
-        sample.release()  # memory is short: the sampler's cache is made again when it is needed
     while True:
         try:
             with fast_paths(s):
@@ -1285,7 +1285,7 @@ class MasterAdamW(torch.optim.AdamW):
     def round(self):
         """Round the masters into the model's weights, each to the nearest number."""
         for weight, master in zip(self.weights, self.masters()):
-            weight.copy_(master)
+            weight.copy_(master, non_blocking=True)  # pinned memory; step() waits for gradients
 
     def zero_grad(self):
         super().zero_grad()
@@ -1502,7 +1502,8 @@ def memory(s, model):
     if s.offload and s.lora_rank:
         first_weights = 0
     elif s.offload and size < 4 and world() == 1:
-        host = 16 * trained  # the gradients, too
+        # The moments, and pinned masters and gradients: torch pins powers of two (pytorch 150517).
+        host = 8 * trained + 2 * sum(1 << (4 * W.numel() - 1).bit_length() for W in weights)
         masters = moments = 0
     judge = 0
     if s.reward_model:
@@ -1698,7 +1699,6 @@ def sampling_model(model):
     """The model to sample from: itself, or a sharded one's twin with the weights of all shards."""
     twin = vars(model).get("twin", model)
     if twin is not model:
-        model.reshard()
         for weight, sharded in zip(twin.parameters(), model.parameters()):
             weight.copy_(gather_full(sharded))
     return twin

@@ -52,6 +52,7 @@ def fast(monkeypatch):
     torch.cuda.set_device(0)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert races() == before, "pinned memory was written while a copy was under way"
 
 
@@ -171,15 +172,38 @@ def test_graphs_are_kept_and_see_weights_that_are_updated_in_place(tiny, graphs)
 def test_a_step_that_no_graph_can_hold_needs_plain(tiny, graphs, changes, captures):
     """The others are captured, with windows and capped scores, too."""
     model = small_model(**{"architecture": "qwen2", "vocab_size": 57, **changes}).to(CUDA)
-    expected = drawn(copy.deepcopy(model).cpu(), tiny)
-    if not captures:
-        with pytest.raises(RuntimeError):
-            drawn(model, tiny)
-        sample.PLAIN = True
-    for _ in range(2):
-        found = drawn(model, tiny)
+    for prompts in (PROMPTS[::-1], PROMPTS[:3]):             # the second time places are left over
+        expected = drawn(copy.deepcopy(model).cpu(), tiny, prompts)
+        if not captures and not sample.PLAIN:
+            with pytest.raises(RuntimeError):
+                drawn(model, tiny, prompts)
+            sample.PLAIN = True
+        found = drawn(model, tiny, prompts)
         assert torch.equal(found.labels.cpu(), expected.labels)
     assert bool(graphs["replayed"]) == captures
+
+
+def test_answers_that_need_several_blocks_of_slots(tiny, graphs):
+    """A kept cache is too small for the longer ones; graphs see 256, 512 and 768 of its slots."""
+    model = random_policy(ends=[45], max_position_embeddings=1024)
+    for tokens in (100, 600):
+        found = drawn(model, tiny, max_new_tokens=tokens)
+    expected = drawn(copy.deepcopy(model).cpu(), tiny, max_new_tokens=tokens)
+    assert torch.equal(found.labels.cpu(), expected.labels)
+    assert {length for _, length, _ in sample.KEPT[model].graphs} >= {256, 512, 768}
+
+
+def test_a_step_runs_once_before_its_capture(tiny, graphs, monkeypatch):
+    """What CUDA and cuBLAS make at a kernel's first launch cannot be made in a capture."""
+    captured = []
+
+    def step(*given, real=sample.Step.step):
+        captured.append(torch.cuda.is_current_stream_capturing())
+        return real(*given)
+
+    monkeypatch.setattr(sample.Step, "step", step)
+    drawn(random_policy(), tiny)
+    assert captured == [False, True] * graphs["captured"]
 
 
 def test_many_words_are_drawn_as_on_the_cpu(tiny):
@@ -212,6 +236,28 @@ def test_logprobs_and_gradients(dtype, grouped, checkpointed):
     found = run(model, *(x.to(CUDA) for x in rows))
     tolerance = 2e-5 if dtype == torch.float32 else 0.15
     assert all(same(a, b, tolerance) for a, b in zip(found, expected))
+
+
+def test_the_head_makes_an_eighth_of_its_logits_at_a_time():
+    hidden, weight = torch.empty(2**14, 1, device=CUDA), torch.empty(1000, 1)
+    assert logprob.chunks(hidden, weight) == [slice(n, n + 2048) for n in range(0, 2**14, 2048)]
+    assert logprob.chunks(hidden, torch.empty(2**18, 1))[0] == slice(0, 1024)    # 1 GB in float32
+
+
+def test_gradients_of_the_head_are_summed_in_float32():
+    """All logits are 0, p is 1/64 and every product exact: only sums could be rounded."""
+    hidden, weight = torch.randint(-50, 50, (2, 512, 64), generator=seeded()).to(CUDA, HALF)
+    hidden[:, ::2] = weight[:, 1::2] = 0                         # orthogonal
+    weight = weight[:64].requires_grad_()
+    weight.grad_dtype = None                                     # allows float32
+    targets = torch.arange(512, device=CUDA) % 7
+    logprobs, _ = logprob.LeanHead.apply(hidden.requires_grad_(), weight, targets, 1.0, False)
+    (3 * logprobs).sum().backward()
+    exact = [x.detach().cpu().double().requires_grad_() for x in (hidden, weight)]
+    logits = exact[0] @ exact[1].T
+    (3 * logits.log_softmax(dim=1).gather(1, targets.cpu()[:, None])).sum().backward()
+    assert torch.equal(hidden.grad.cpu(), exact[0].grad.to(HALF))
+    assert same(weight.grad, exact[1].grad, 1e-6)
 
 
 def test_logits_are_not_rounded_to_half_precision(tiny):
@@ -529,6 +575,18 @@ def test_memory_that_runs_out_in_an_update(monkeypatch, capsys, without_limit):
     assert len(took) == 3
     assert not metrics[1]["skipped_updates"] and not fell_back()
     assert "--micro-batch-tokens" in capsys.readouterr().out
+
+
+def test_memory_is_what_was_counted():
+    """Two steps of a model whose cache of keys and values is a fifth of the whole."""
+    size = dict(hidden=1536, ffn=3072, kv_heads=12, vocab=8192)
+    tools = str(Path(first_run.__file__).parent)
+    program = (f"import sys; sys.path += {[str(ROOT), tools]}; import first_run\n"
+               f"first_run.QWEN |= {size}; first_run.main(['--layers=4', '--only=memory'])")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                          timeout=LIMIT, env={**os.environ, "SOFTGPU_VALUES": "sizes"})
+    share, = re.findall(r"live peak .* GB \((\d+)% of the count\)", well_ended(done))
+    assert abs(int(share) - 100) <= 8
 
 
 def test_what_first_run_counts(capsys):

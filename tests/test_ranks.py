@@ -133,9 +133,10 @@ def test_lora_on_two_ranks_is_that_of_one(tmp_path):
 def test_two_ranks_in_bfloat16_lose_no_step(tmp_path):
     """bfloat16 shards, float32 masters over them: what is meant arrives, and a run is repeated."""
     folders = [tmp_path / "run", tmp_path / "again"]
-    flags = (*FLAGS, "--dtype=bfloat16", "--steps=2")
+    flags = (*FLAGS, "--dtype=bfloat16", "--steps=2", "--updates-per-rollout=1")
     for end in [begin("train.py", *flags, f"--output={folder}", ranks=2) for folder in folders]:
         well_ended(end())
+    assert metrics_of(folders[0])[1]["approx_kl"] == 0    # the reference runs as the policy does
     found = [checkpoint_of(folder) for folder in folders]
     for weights in found:
         weights.pop("counters")

@@ -69,9 +69,7 @@ def test_masters_begin_anywhere_within_half_a_unit(dtype):
     assert far.double().std() == pytest.approx(half / 3**0.5, rel=0.01)
 
 
-def test_the_places_belong_to_the_weight_and_never_change():
-    weights = [torch.nn.Parameter(torch.ones(999, dtype=torch.bfloat16)) for _ in range(2)]
-    assert not torch.equal(*masters_of(*weights).trained)
+def test_the_places_never_change():
     weight = torch.randn(99, generator=seeded())
     assert torch.equal(off_grid(weight, 0, 0), weight), "in float32 none"
     n = 2**22
@@ -85,6 +83,26 @@ def test_the_places_belong_to_the_weight_and_never_change():
     for a, b in [(once, others), *lags]:
         agree = float((a == b).double().mean())
         assert abs(agree - 0.625) < 4 * (0.33 / n) ** 0.5  # 3/4 squared + 1/4 squared
+
+
+@pytest.mark.parametrize("flags", [[], ["--lora-rank=4"]])
+def test_each_weight_of_a_model_has_its_own_places(flags):
+    optimizer = train.make_optimizer(small_model("qwen2").bfloat16(), train.parse(flags))
+    pairs = list(zip(optimizer.masters(), optimizer.weights))
+    places = {tuple(((master - weight) * weight).flatten()[:16].sign().tolist())
+              for master, weight in pairs}
+    assert len(places) > 0.9 * len(pairs)
+
+
+def test_each_shard_of_a_weight_has_its_own_places(monkeypatch):
+    class Shard(torch.Tensor):
+        full_tensor = to_local = torch.Tensor.detach
+
+    shards = []
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        shards.append(off_grid(torch.ones(99, dtype=torch.bfloat16).as_subclass(Shard), 0, 0))
+    assert not torch.equal(*shards)
 
 
 def train_briefly(dtype, updates=60, lr=1e-6):
