@@ -99,6 +99,7 @@ def test_each_shard_of_a_weight_has_its_own_places(monkeypatch):
         full_tensor = to_local = torch.Tensor.detach
 
     shards = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
         shards.append(off_grid(torch.ones(99, dtype=torch.bfloat16).as_subclass(Shard), 0, 0))
