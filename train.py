@@ -391,11 +391,14 @@ def with_retries(function, s):
 
 @contextmanager
 def fast_paths(s):
-    """An error in here ends the run in a line, unless --plain takes no fast paths."""
+    """An error in here ends the run in a line, unless --plain takes no fast paths.
+
+    With several GPUs it may come from another one, and keeps its traceback.
+    """
     try:
         yield
     except Exception as error:
-        if s.plain or isinstance(error, BadInput) or out_of_memory(error):
+        if s.plain or world() > 1 or isinstance(error, BadInput) or out_of_memory(error):
             raise
         fault = one_line(error)
         raise FastPathFault(f"a fast path failed ({fault}); --plain takes none") from error

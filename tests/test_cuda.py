@@ -197,11 +197,11 @@ def test_a_step_runs_once_before_its_capture(tiny, graphs, monkeypatch):
     """What CUDA and cuBLAS make at a kernel's first launch cannot be made in a capture."""
     captured = []
 
-    def step(*given, real=sample.Step.step):
+    def forward(*given, real=sample.Step.forward):
         captured.append(torch.cuda.is_current_stream_capturing())
         return real(*given)
 
-    monkeypatch.setattr(sample.Step, "step", step)
+    monkeypatch.setattr(sample.Step, "forward", forward)
     drawn(random_policy(), tiny)
     assert captured == [False, True] * graphs["captured"]
 
@@ -427,9 +427,7 @@ def test_two_ranks_on_two_cards(tmp_path):
             [*on_cards, "--lora-rank=2", "--output=lora"]]
     program = tmp_path / "runs.py"
     program.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\n"
-                       f"for flags in {runs}:\n    assert train.main(flags) == 0\n"
-                       "    train.join_ranks = lambda s: None  # they have met\n"
-                       "train.leave_ranks()\n")
+                       f"for flags in {runs}:\n    assert train.main(flags) == 0\n")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     well_ended(subprocess.run([*torchrun, program], capture_output=True, text=True, timeout=LIMIT,
                               cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}))
