@@ -26,7 +26,7 @@ FIELDS = {train.flag_of(field.name) for field in dataclasses.fields(train.Settin
 # of torchrun, and of tests/
 OTHERS = {"--all", "--boxed", "--help", "--max-restarts", "--measure", "--micro-batches", "--mugs",
           "--new-tokens", "--nnodes", "--nproc-per-node", "--only", "--real", "--run", "--seeds",
-          "--shutdown-timeout", "--steps-per-sum", "--words"}
+          "--shutdown-timeout", "--size", "--steps-per-sum", "--words"}
 
 
 def test_every_flag_is_a_flag():
