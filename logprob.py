@@ -338,8 +338,7 @@ def bounds_of(model, rows, places):
 def has_flash(model):
     """Whether attention can run in pieces of different lengths, without a mask."""
     return (model.device.type == "cuda" and model.dtype.itemsize == 2
-            and torch.cuda.get_device_capability(model.device) >= (8, 0)
-            and torch.backends.cuda.is_flash_attention_available())
+            and torch.cuda.get_device_capability(model.device) >= (8, 0))
 
 
 def long_row_attention(module, q, k, v, mask, scaling=None, attend=None, **kwargs):
@@ -448,7 +447,6 @@ def main():
     transformers.utils.logging.disable_progress_bar()
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     model = transformers.AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=True)
-    model.eval()
     messages = [{"role": "user", "content": args.prompt}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True).input_ids
     answer = args.response + (tokenizer.eos_token or "")
