@@ -271,17 +271,14 @@ def main():
     words = sys.argv[1:] or ["1.5", "1", "0", "0"]
     rewards = torch.tensor([float(word) for word in words])
     G = len(rewards)
-    advantages = group_advantages(rewards, G)
     print(f"mean {rewards.mean():.6g}   std {rewards.std(correction=0):.6g}")
     show("reward", rewards)
-    show("advantage", advantages)
-    show("centred only (Dr. GRPO)", group_advantages(rewards, G, scale_by_std=False))
-    show("clipped to -1 and 1", group_advantages(rewards, G, clip=1.0))
-    show("leave-one-out", leave_one_out_advantages(rewards, G))
+    show("advantage", group_advantages(rewards, G))
+    show("only centred", group_advantages(rewards, G, scale_by_std=False))
 
 
 def show(name, values):
-    print(f"{name:27}", *(f"{value:+9.5f}" for value in values.flatten().tolist()))
+    print(f"{name:14}", *(f"{value:+9.5f}" for value in values.flatten().tolist()))
 
 
 if __name__ == "__main__":

@@ -422,7 +422,7 @@ def test_majority_at_k(answers, truth, k, expected):
 def test_diversity():
     responses = ["a b c \\boxed{7}", "a b c \\boxed{7.0}", "none", "", "", "", "", ""]
     for texts, size, different, trigrams in (
-            (responses, 4, (1 / 4 + 0) / 2, 3 / 4), ([""], 1, 0.0, 0.0),
+            (responses, 4, (1 / 4 + 0) / 2, (3 / 4 + 0) / 2), ([""], 1, 0.0, 0.0),
             ([rf"\boxed{{{i}}} {i} {i} {i}" for i in range(8)], 8, 1.0, 1.0),
             (["x x x x x"] * 2 + ["x y z", "z y x"], 2, 0.0, (1 / 6 + 1) / 2)):
         assert figures_of(texts, [None], size) == {"distinct_answers": different,
