@@ -219,7 +219,8 @@ def grpo_s_advantages(rewards, entropies, mask, group_size=8, right=None, **opti
     """GRPO-S, the same paper: GTPO as if an answer were one token that has its mean entropy."""
     H = entropies.detach().cpu().double()                # else rounding would rank equal answers
     lengths = mask.sum(dim=1, keepdim=True)                                       # (N, 1)
-    total = H.where(mask.cpu(), 0).sum(dim=1, keepdim=True)                       # (N, 1)
+    H = H.where(mask.cpu(), 0)                                                    # (N, S-1)
+    total = H.sum(dim=1, keepdim=True)                                            # (N, 1)
     mean = total / lengths.cpu().clamp(min=1)
     shaped = shaped_rewards(rewards, mean, lengths > 0, group_size, right, **options)
     return shaped.where(mask, 0)                                                  # (N, S-1)
@@ -244,7 +245,8 @@ def shaped_rewards(rewards, H, mask, group_size, right=None, a1=1.0, a2=0.1, nor
     r = rewards.cpu().double()
     r = r.view(-1, group_size, 1)                                                 # (B, G, 1)
     right = right.cpu().view(r.shape)
-    H = H.detach().cpu().double().clamp(min=SMALLEST_ENTROPY)
+    H = H.detach().cpu().double()
+    H = H.clamp(min=SMALLEST_ENTROPY)
     H = H.unflatten(0, (-1, group_size))                                          # (B, G, T)
     taken = mask.cpu().view(H.shape)
     praised = right & taken                                                       # (B, G, T)
@@ -270,15 +272,11 @@ def shaped_rewards(rewards, H, mask, group_size, right=None, a1=1.0, a2=0.1, nor
 def main():
     words = sys.argv[1:] or ["1.5", "1", "0", "0"]
     rewards = torch.tensor([float(word) for word in words])
-    G = len(rewards)
     print(f"mean {rewards.mean():.6g}   std {rewards.std(correction=0):.6g}")
-    show("reward", rewards)
-    show("advantage", group_advantages(rewards, G))
-    show("only centred", group_advantages(rewards, G, scale_by_std=False))
-
-
-def show(name, values):
-    print(f"{name:14}", *(f"{value:+9.5f}" for value in values.flatten().tolist()))
+    print("reward     advantage")
+    advantages = group_advantages(rewards, len(rewards))
+    for r, A in zip(rewards, advantages):
+        print(f"{r:+.5f}   {A:+.5f}")
 
 
 if __name__ == "__main__":

@@ -451,6 +451,7 @@ def main():
     args = parser.parse_args()
     if not args.temperature > 0:
         raise ValueError("--temperature: must be above 0")
+    transformers.utils.logging.disable_progress_bar()
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     model = transformers.AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=True)
     messages = [{"role": "user", "content": args.prompt}]
