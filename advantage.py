@@ -272,9 +272,9 @@ def shaped_rewards(rewards, H, mask, group_size, right=None, a1=1.0, a2=0.1, nor
 def main():
     words = sys.argv[1:] or ["1.5", "1", "0", "0"]
     rewards = torch.tensor([float(word) for word in words])
+    advantages = group_advantages(rewards, len(rewards))
     print(f"mean {rewards.mean():.6g}   std {rewards.std(correction=0):.6g}")
     print("reward     advantage")
-    advantages = group_advantages(rewards, len(rewards))
     for r, A in zip(rewards, advantages):
         print(f"{r:+.5f}   {A:+.5f}")
 
