@@ -115,13 +115,6 @@ def test_every_text_of_a_message_is_text():
             sample.chat_prompt(tokenizer, {"messages": [{"role": role, "content": "x"}]}, "")
 
 
-def test_a_row_s_own_system_turn_wins(tokenizer):
-    messages = [{"role": "system", "content": "Own."}, {"role": "user", "content": "x"}]
-    prompt = sample.chat_prompt(tokenizer, {"messages": messages}, "Given.")
-    assert "Given." not in prompt
-    assert prompt == sample.chat_prompt(tokenizer, {"question": "x"}, "Own.")
-
-
 @pytest.mark.parametrize("name", FAMILIES)
 def test_one_end_token_stands_between_turns(name):
     """The policy's own, or the template's where the limit cut the answer; also behind a blank."""

@@ -550,13 +550,6 @@ def test_a_file_that_cannot_be_used_is_named_at_load(tmp_path, monkeypatch, flag
         own_reward_of(*given)
 
 
-@pytest.mark.parametrize("column", ["score", "self", "function", "rows", "texts", "solution"])
-def test_a_column_may_have_any_other_name(column):
-    problems = [{**problem, column: "x"} for problem in PROBLEMS]
-    reward_of = own_reward_of(["rule", "think"])
-    assert reward_of(problems, ["<a>", "<b>"], rollout_of(*FOUR)).tolist() == [1.5, 0.5, 0.0, 1.5]
-
-
 def test_a_chat_template_may_write_the_first_think():
     tokenizer = make_tokenizer(chat_template="{{ messages[-1].content }} <think>\n")
     prompts = [train.chat_prompt(tokenizer, problem, "") for problem in PROBLEMS]
