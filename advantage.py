@@ -140,15 +140,13 @@ def pooled_advantages(parts, mask, group_size):
     on = mask.cpu()
     advantages = torch.zeros(on.shape, dtype=torch.float64)
     for start in range(0, len(parts), group_size):
-        rewards = []
-        earners = []                                      # of each reward: a row, its tokens
-        for row in range(start, start + group_size):
-            tokens = on[row].nonzero()[:, 0]
-            for first, last, reward in parts[row]:
-                earners.append((row, tokens[first:last + 1]))
-                rewards.append(reward)
-        for earner, score in zip(earners, z_scores(rewards)):
-            advantages[earner] += score
+        group = range(start, start + group_size)
+        rewards = [reward for row in group for _, _, reward in parts[row]]
+        scores = iter(z_scores(rewards))
+        for row in group:
+            tokens = on[row].nonzero()[:, 0]              # the columns of its answer
+            for first, last, _ in parts[row]:
+                advantages[row, tokens[first:last + 1]] += next(scores)
     return advantages.float().to(mask.device)
 
 
@@ -212,31 +210,30 @@ def gtpo_advantages(rewards, entropies, mask, group_size=8, right=None, **option
     right, by default those with a positive reward. `options`: see `shaped_rewards`. A group that is
     all right or all wrong is ranked by entropy alone: dynamic sampling would drop it.
     """
-    H, taken = response_entropies(entropies, mask)
-    shaped = shaped_rewards(rewards, H, taken, group_size, right, **options)      # (N, S-1)
-    advantages = torch.zeros(mask.shape)
-    advantages[mask.cpu()] = shaped[taken].float()
-    return advantages.to(mask.device)
+    H = entropies.where(mask, 0)                                                  # (N, S-1)
+    shaped = shaped_rewards(rewards, H, mask, group_size, right, **options)
+    return shaped.where(mask, 0)                                                  # (N, S-1)
 
 
 def grpo_s_advantages(rewards, entropies, mask, group_size=8, right=None, **options):
     """GRPO-S, the same paper: GTPO as if an answer were one token that has its mean entropy."""
-    H, taken = response_entropies(entropies, mask)
-    lengths = taken.sum(dim=1, keepdim=True)                                      # (N, 1)
+    H = entropies.detach().cpu().double()                # else rounding would rank equal answers
+    lengths = mask.sum(dim=1, keepdim=True)                                       # (N, 1)
+    H = H.where(mask.cpu(), 0)                                                    # (N, S-1)
     total = H.sum(dim=1, keepdim=True)                                            # (N, 1)
-    mean = total / lengths.clamp(min=1)
+    mean = total / lengths.cpu().clamp(min=1)
     shaped = shaped_rewards(rewards, mean, lengths > 0, group_size, right, **options)
-    shaped = shaped.float().to(mask.device)                                       # (N, 1)
     return shaped.where(mask, 0)                                                  # (N, S-1)
 
 
-def shaped_rewards(rewards, H, taken, group_size, right=None, a1=1.0, a2=0.1, normalize=True):
+def shaped_rewards(rewards, H, mask, group_size, right=None, a1=1.0, a2=0.1, normalize=True):
     """A right answer earns more where the policy hesitated, and a wrong one loses less there.
 
-    rewards (N,); H (N, T) the entropy of the t-th token of each answer under the old policy, in
-    nats; taken (N, T): whether there is such a token -> (N, T) float64.
-        right answers   a1 r + a2 d_t H / sum of H            d_t right ones have a t-th token
-        wrong answers   -(a1 + a2 h_t (1/H) / sum of 1/H)     h_t wrong ones have a t-th token
+    rewards (N,); H (N, T) the entropy of each token under the old policy, in nats; mask (N, T):
+    whether there is such a token. The answers of a group begin in one column, so column t holds
+    the same token of each -> (N, T), meaningless outside the mask.
+        right answers   a1 r + a2 d_t H / sum of H            d_t right ones have a token t
+        wrong answers   -(a1 + a2 h_t (1/H) / sum of 1/H)     h_t wrong ones have a token t
     The sums run over those d_t or h_t answers. a1 and a2, the weights of reward and entropy, are
     the theory's. A z-score per group follows; `normalize=False` is the reward before it. The paper
     does not say what is normalised together. Here all tokens of a group are (GTPO), or all its
@@ -248,9 +245,10 @@ def shaped_rewards(rewards, H, taken, group_size, right=None, a1=1.0, a2=0.1, no
     r = rewards.cpu().double()
     r = r.view(-1, group_size, 1)                                                 # (B, G, 1)
     right = right.cpu().view(r.shape)
+    H = H.detach().cpu().double()
     H = H.clamp(min=SMALLEST_ENTROPY)
     H = H.unflatten(0, (-1, group_size))                                          # (B, G, T)
-    taken = taken.view(H.shape)
+    taken = mask.cpu().view(H.shape)
     praised = right & taken                                                       # (B, G, T)
     blamed = ~right & taken
 
@@ -263,53 +261,22 @@ def shaped_rewards(rewards, H, taken, group_size, right=None, a1=1.0, a2=0.1, no
     blame = -(a1 + a2 * (h / H / total(blamed / H)))
     shaped = torch.where(right, praise, blame)                                    # (B, G, T)
     if normalize:
-        for group, where in zip(shaped, taken):
-            group[where] = z_scores(group[where])
-    return shaped.flatten(0, 1)
-
-
-def response_entropies(entropies, mask):
-    """(N, S-1) -> H and taken, (N, S-1) each: the t-th tokens of all answers share column t."""
-    lengths = mask.sum(dim=1, keepdim=True).cpu()                                 # (N, 1)
-    taken = torch.arange(mask.shape[1]) < lengths                                 # (N, S-1)
-    H = torch.zeros(mask.shape, dtype=torch.float64)
-    H[taken] = entropies[mask].detach().cpu().double()
-    return H, taken
+        for b, on in enumerate(taken):                                            # on (G, T)
+            shaped[b, on] = z_scores(shaped[b, on])
+    return shaped.flatten(0, 1).float().to(mask.device)
 
 
 # --------------------------------------------------------------------------------------------------
-# The demonstration: the group of the command line, then each variant on a few small numbers
+# The group of the command line
 
 def main():
     words = sys.argv[1:] or ["1.5", "1", "0", "0"]
     rewards = torch.tensor([float(word) for word in words])
-    G = len(rewards)
-    advantages = group_advantages(rewards, G)
+    advantages = group_advantages(rewards, len(rewards))
     print(f"mean {rewards.mean():.6g}   std {rewards.std(correction=0):.6g}")
-    show("reward", rewards)
-    show("advantage", advantages)
-    show("centred only (Dr. GRPO)", group_advantages(rewards, G, scale_by_std=False))
-    show("clipped to -1 and 1", group_advantages(rewards, G, clip=1.0))
-    show("leave-one-out", leave_one_out_advantages(rewards, G))
-    right = torch.tensor([1.0, 1.0, 0.0, 0.0])
-    two = torch.stack([right, torch.arange(4)])
-    show("GDPO: 1 1 0 0 and 0 1 2 3", gdpo_advantages(two, (1, 1), 4))
-
-    print("\ntoken by token, two answers of two tokens each")
-    mask = torch.ones(4, 2, dtype=torch.bool)
-    steps = [[(0, 1), (1, 0)], [(1, 1)]]
-    show("process: steps 1 0 | 1", process_advantages(steps, mask[:2], 2))
-    # Two right and two wrong answers, before the z-score, which would hide the formula
-    H = torch.tensor([[3, 1], [1, 1]]).repeat(2, 1)
-    for name, kind in (("GTPO", gtpo_advantages), ("GRPO-S", grpo_s_advantages)):
-        shaped = kind(right, H, mask, 4, normalize=False)
-        show(f"{name}: right, H 3 1 | 1 1", shaped[:2])
-        show(f"{name}: wrong, H 3 1 | 1 1", shaped[2:])
-    show("Shapley: rewards .2 .8 .5", shapley_shares([0.2, 0.8, 0.5]))
-
-
-def show(name, values):
-    print(f"{name:27}", *(f"{value:+9.5f}" for value in values.flatten().tolist()))
+    print("reward     advantage")
+    for r, A in zip(rewards, advantages):
+        print(f"{r:+.5f}   {A:+.5f}")
 
 
 if __name__ == "__main__":

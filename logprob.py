@@ -312,7 +312,8 @@ def end_to_end(rows, shape):
     """Lists of pieces -> (T,): places in (U, S-1) of the long row's tokens; (U, S-1): the way back.
     """
     numbers = torch.arange(shape.numel()).view(shape)                             # (U, S-1)
-    source = torch.cat([numbers[n, start:end] for row in rows for n, start, end in row])
+    pieces = sum(rows, [])
+    source = torch.cat([numbers[n, start:end] for n, start, end in pieces])
     places = torch.zeros_like(numbers)
     places.put_(source, torch.arange(len(source)))
     for (first, _, P), *answers in rows:         # the prompt runs in the group's first row alone
@@ -354,8 +355,7 @@ def bounds_of(model, rows, places):
 def has_flash(model):
     """Whether attention can run in pieces of different lengths, without a mask."""
     return (model.device.type == "cuda" and model.dtype.itemsize == 2
-            and torch.cuda.get_device_capability(model.device) >= (8, 0)
-            and torch.backends.cuda.is_flash_attention_available())
+            and torch.cuda.get_device_capability(model.device) >= (8, 0))
 
 
 def long_row_attention(module, q, k, v, mask, scaling=None, attend=None, **kwargs):
@@ -363,8 +363,9 @@ def long_row_attention(module, q, k, v, mask, scaling=None, attend=None, **kwarg
     # q (1, Hq, T, D), k and v (1, Hkv, T, D) -> (1, T, Hq, D)
     if attend is None:
         return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **kwargs)
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))                   # (T, H, D)
-    return attend(q=q, k=k, v=v, scaling=scaling)[None], None
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))                           # (T, H, D)
+    out = attend(q=q, k=k, v=v, scaling=scaling)
+    return out[None], None
 
 
 def attention_in_pieces(keys, *bounds, q, k, v, scaling):
@@ -379,13 +380,15 @@ def attention_in_rows(q, k, v, source, places, scaling):
     """q (T, Hq, D), k and v (T, Hkv, D) -> (T, Hq, D), by way of the padded rows (N, S)."""
     def in_rows(x):
         # As many key heads as query heads, or CUDA takes a slow kernel that holds all scores.
-        x = x.repeat_interleave(q.shape[1] // x.shape[1], dim=1)                  # (T, Hq, D)
+        copies = q.shape[1] // x.shape[1]
+        x = x.repeat_interleave(copies, dim=1)                                    # (T, Hq, D)
         rows = x.index_select(0, places.flatten())
         return rows.unflatten(0, places.shape).transpose(1, 2)                    # (N, Hq, S, D)
 
     out = scaled_dot_product_attention(in_rows(q), in_rows(k), in_rows(v),
                                        is_causal=True, scale=scaling)
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, source)
+    out = out.transpose(1, 2).flatten(0, 1)                                       # (N * S, Hq, D)
+    return out.index_select(0, source)
 
 
 AttentionInterface.register("long rows", long_row_attention)
@@ -403,7 +406,9 @@ def micro_batches(labels, group_ids, token_budget, share_prompts):
     together. Padded rows are sorted by length, the longest first: so there is little padding.
     """
     labels, groups, copies = distinct_rows(labels, group_ids)                     # (U, S), (U, 1)
-    groups = groups[:, 0] if share_prompts else torch.arange(len(labels))
+    groups = groups[:, 0]
+    if not share_prompts:
+        groups = torch.arange(len(labels))
     rows = pieces_of(labels, groups, token_budget)
 
     def length_of(row):
@@ -428,7 +433,8 @@ def micro_batches(labels, group_ids, token_budget, share_prompts):
     for cut in cuts:
         chosen, _, ends = zip(*cut)
         is_chosen = torch.isin(copies, torch.tensor(chosen))                      # (N,)
-        found.append((is_chosen.nonzero()[:, 0], max(ends) + 1))
+        chosen = is_chosen.nonzero()[:, 0]
+        found.append((chosen, max(ends) + 1))
     return found
 
 
@@ -464,7 +470,6 @@ def main():
     transformers.utils.logging.disable_progress_bar()
     tokenizer = transformers.AutoTokenizer.from_pretrained(args.model)
     model = transformers.AutoModelForCausalLM.from_pretrained(args.model, use_safetensors=True)
-    model.eval()
     messages = [{"role": "user", "content": args.prompt}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True).input_ids
     answer = args.response + (tokenizer.eos_token or "")

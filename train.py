@@ -1180,8 +1180,7 @@ def load_reward_of(s, reward_model=None):
 
 def sampler_with_replies(s):
     """A sampler for --reply; errors of the user's function name its file and line."""
-    with blame_user_file("--reply"):
-        function = reward.load_function(s.reply)
+    function = reward.load_function("--reply", s.reply)
 
     def reply(prompt, turns):
         with blame_user_file("fails:"):

@@ -220,7 +220,7 @@ def test_join(widths):
     assert not both.logprobs[short, S - 1:].any() and not both.entropies[short, S - 1:].any()
     for name in ("rewards", "reward_parts", "judged", "advantages"):
         lacking = replace(b, **{name: None})
-        assert getattr(joined(a, lacking), name) is getattr(joined(lacking, a), name) is None
+        assert getattr(joined(lacking, lacking), name) is None
         assert getattr(sample.take(lacking, [0]), name) is None
 
 
@@ -249,10 +249,8 @@ def test_end_tokens(model, config, generation, special, ends):
 
 
 @pytest.mark.parametrize("settings", [
-    dict(do_sample=True, top_k=1), dict(temperature=0.01), dict(repetition_penalty=5.0),
-    dict(do_sample=False), dict(top_p=0.01, min_p=0.5, typical_p=0.1),
-    dict(max_new_tokens=2, max_length=3), dict(min_new_tokens=12),
-    dict(no_repeat_ngram_size=1, bad_words_ids=[[i] for i in range(3, 50)], suppress_tokens=[1])])
+    dict(do_sample=True, top_k=1, temperature=0.01, repetition_penalty=5.0),
+    dict(do_sample=False, max_new_tokens=2, max_length=3, suppress_tokens=[1])])
 def test_a_checkpoints_own_settings_change_nothing(model, config, settings):
     plain = sample_groups(model, TOKENIZER, PROMPTS, 3, 10, 1.5, seeded())
     for name, value in settings.items():
@@ -522,6 +520,8 @@ def test_a_prompt_is_the_template_around_the_problem(tiny):
     assert sample.chat_prompt(tiny[1], {"messages": question}, "") == expected
     each = "{% for m in messages %}[{{ m.role[0] }}:{{ m.content }}]{% endfor %}"
     assert sample.chat_prompt(with_template(each), {"question": "w3"}, "w4") == "[s:w4][u:w3]"
+    own = [{"role": "system", "content": "w5"}, *question]           # a row's own wins
+    assert sample.chat_prompt(with_template(each), {"messages": own}, "w4")[:6] == "[s:w5]"
     # A template that refuses a system message gets it in the first turn
     fussy = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + each
     prompt = sample.chat_prompt(with_template(fussy), {"messages": question * 2}, "w4")

@@ -72,10 +72,6 @@ async def later(completions, **columns):
     return [1.0 for _ in completions]
 
 
-async def stream(completions, **columns):
-    yield 1.0
-
-
 def commas(completions, completion_ids, solution, **columns):
     for text, ids, worked in zip(completions, completion_ids, solution):
         ends = [i for i, word in enumerate(text.split()) if word == ","] + [len(ids) - 1]
