@@ -355,7 +355,8 @@ def bounds_of(model, rows, places):
 def has_flash(model):
     """Whether attention can run in pieces of different lengths, without a mask."""
     return (model.device.type == "cuda" and model.dtype.itemsize == 2
-            and torch.cuda.get_device_capability(model.device) >= (8, 0))
+            and torch.cuda.get_device_capability(model.device) >= (8, 0)
+            and torch.backends.cuda.is_flash_attention_available())
 
 
 def long_row_attention(module, q, k, v, mask, scaling=None, attend=None, **kwargs):
