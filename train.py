@@ -37,9 +37,7 @@ import warnings
 from collections import Counter
 from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
-from datetime import timedelta
 from functools import partial
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -644,8 +642,8 @@ def update_bar(bar, metrics, run):
 # The known failures of GRPO runs: how the metrics show them, and which flag may help. A healthy run
 # passes through most of these states, so they are told only where the reward is in trouble.
 
-def symptoms(history, answer=""):
-    """Metrics of the steps so far, an answer -> {name: (how bad, one line with its number)}."""
+def symptoms(history):
+    """Metrics of the steps so far -> {name: (how bad, one line with its number)}."""
     def recent(name, start=-10, stop=None):
         # The mean over these steps, by default the last ten; NaN if one has no value
         values = [row.get(name) for row in history[start:stop]]
@@ -663,11 +661,10 @@ def symptoms(history, answer=""):
     spread = max(row["reward_std"] for row in history)
     # All rewards were equal from the first step on, and moved nothing (step rewards would).
     if n >= 3 and spread + best - min(rewards) < 1e-6 and recent("policy_loss", 0) == 0:
-        no_box = "none has a \\boxed{}, " * (recent("format_rate", 0) == 0)
         return {"nothing to learn": (1, (
-            f"all answers of {n} steps earned {now:.3g}, so nothing can be learned: {no_box}"
-            f"{recent('truncated_fraction', 0):.0%} are cut, 95% have at most "
-            f"{recent('response_length_p95', 0):.0f} tokens; the last ends in {answer[-60:]!r}"))}
+            f"all answers of {n} steps earned {now:.3g}, so nothing can be learned: "
+            f"{recent('format_rate', 0):.0%} have a \\boxed{{}}, "
+            f"{recent('truncated_fraction', 0):.0%} are cut; samples.jsonl holds some"))}
     fallen = (best - now) / (spread or 1)
     is_stuck = n >= 30 and now <= rewards[4] and not recent("accuracy") > 0.9
     if not (fallen > 0.5 or is_stuck):
@@ -875,8 +872,6 @@ def given_flags(words):
         description="Group Relative Policy Optimization. N is a number, [] holds a flag's default, "
                     "{} what the tiny policy takes instead if no --model is given.")
     parser.error = error
-    # Else -1e-5 is taken for a flag.
-    parser._negative_number_matcher = re.compile(r"-[\d.]+(e[-+]?\d+)?$")
     tiny = json.loads(TINY_CONFIG.read_text())
     for name, setting in FIELDS.items():
         how = {"type": setting.type, **setting.metadata["how"]}
@@ -1408,6 +1403,7 @@ def save_adapter(run, optimizer, s):
 # Memory is counted before anything is loaded. The four ways are with and without --offload and
 # --gradient-checkpointing; a run takes the first that fits.
 
+WAYS = "offload", "gradient_checkpointing"
 PROMPT = 256  # tokens of a prompt that the count assumes
 DEVICE, HOST = "device memory", "host memory"  # the sums of a count
 ADVICE = ("to need less: --lora-rank 16, --kl-coef 0, --dtype bfloat16, a smaller --model, more "
@@ -1421,17 +1417,17 @@ def plan_memory(s):
     device, dtype = choose_device(s)
     tell_idle(s)
     ways = counted_ways(s, device, dtype)
-    # The first that lacks nothing; else the last, which takes least on the device
-    way, count, lack = next((each for each in ways if not each[2]), ways[-1])
     if s.eval_only:
         return ways[0][0]  # an evaluation has no step
-    if lack:
-        raise BadInput(f"--model {s.model}: a step needs about {count[lack[0]] / 1e9:.3g} GB of "
-                       f"{lack[0]} (details: --dry-run), and that leaves less than a tenth free; "
-                       f"{ADVICE}")
+    # The first that fits; else the last, which takes least on the device
+    way, count, fits = next((each for each in ways if each[2]), ways[-1])
+    if not fits:
+        raise BadInput(f"--model {s.model}: a step needs about {count[DEVICE] / 1e9:.3g} GB of "
+                       f"{DEVICE} and {count[HOST] / 1e9:.3g} GB of {HOST} (details: --dry-run), "
+                       f"and a tenth more should be free; {ADVICE}")
     line = (f"loading   {s.model} in {way.dtype} on {device}; a step needs about "
             f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)")
-    for name in ("offload", "gradient_checkpointing"):
+    for name in WAYS:
         if getattr(way, name):
             line += f", with {flag_of(name)}"
     print0(line)
@@ -1439,7 +1435,7 @@ def plan_memory(s):
 
 
 def counted_ways(s, device, dtype):
-    """The ways that the flags allow, the fastest first: (Settings, count, what it lacks)."""
+    """The ways that the flags allow, the fastest first: (Settings, count, whether it fits)."""
     tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)  # two groups
     if device.type == "cpu":  # which is fastest with what fits its cache
         tokens = 2048 if dtype == torch.bfloat16 else 1024
@@ -1451,16 +1447,17 @@ def counted_ways(s, device, dtype):
     free = {DEVICE: free_memory(device), HOST: free_memory(torch.device("cpu"))}
     if s.dry_run:  # the GPU of another machine, where CUDA itself takes about a GB
         free = {DEVICE: (s.dry_run - 1) * 2**30, HOST: math.inf}
-    given = s.offload, s.gradient_checkpointing
-    choices = [(False, True) if on is None else (on,) for on in given]
-    ways = []
-    for offload, checkpointing in product(*choices):
-        way = replace(s, offload=offload, gradient_checkpointing=checkpointing)
+    ways = [s]
+    for name in WAYS:
+        if getattr(s, name) is None:
+            ways = [replace(way, **{name: on}) for way in ways for on in (False, True)]
+    counted = []
+    for way in ways:
         count = memory(way, model)
         # A tenth stays free, for workspaces of kernels and for fragments of the allocator.
-        lack = [kind for kind in free if count[kind] >= 0.9 * free[kind]]
-        ways.append((way, count, lack))
-    return ways
+        fits = all(count[kind] < 0.9 * free[kind] for kind in free)
+        counted.append((way, count, fits))
+    return counted
 
 
 def memory(s, model):
@@ -1537,20 +1534,18 @@ def print_memory(s):
         device, dtype = choose_device(s)
     where = f"a GPU of {s.dry_run:g} GB" if s.dry_run else device.type
     print0(f"{s.model} in {dtype} on {where}: GB for a step")
-    columns = []
-    fits = False
-    for way, count, lack in counted_ways(s, device, dtype):
-        star = "" if lack or fits else "*"
-        fits = fits or not lack
-        column = {"*: a run takes this way": star}
-        for name in ("offload", "gradient_checkpointing"):
-            column[flag_of(name)] = "yes" if getattr(way, name) else ""
-        for what, size in count.items():
-            column[what] = f"{size / 1e9:.2f}"
-        columns.append(column)
-    for what in column:
-        print0(f"{what:30}" + "".join(f"{column[what]:>8}" for column in columns))
-    if not fits:
+    ways, counts, fits = zip(*counted_ways(s, device, dtype))
+    taken = ways[fits.index(True)] if any(fits) else None
+
+    def print_row(what, cells):
+        print0(f"{what:30}" + "".join(f"{cell:>8}" for cell in cells))
+
+    print_row("*: a run takes this way", ["*" if way is taken else "" for way in ways])
+    for name in WAYS:
+        print_row(flag_of(name), ["yes" if getattr(way, name) else "" for way in ways])
+    for what in counts[0]:
+        print_row(what, [f"{count[what] / 1e9:.2f}" for count in counts])
+    if not taken:
         print0(f"on {where} no way leaves a tenth of the memory free; {ADVICE}")
 
 
@@ -1609,17 +1604,10 @@ def leave_ranks():
 
 
 def end_rank(fault):
-    """Print this rank's fault, unless another rank has told one, and end without waiting.
-
-    The first fault is the cause: ranks that it leaves alone lose their connections. torchrun ends
-    those that do not notice.
-    """
-    is_first = True
-    with suppress(Exception):  # there is no store before rank 0 has begun, or after it has ended
-        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=5)))
-        is_first = store.add("faults", 1) == 1
-    if is_first:
-        print(f"train.py: rank {rank()}: {fault}", file=sys.stderr, flush=True)
+    """Print this rank's fault and end without waiting; torchrun ends those that do not notice."""
+    if "onnection" in fault:  # of gloo's error, when another rank has ended
+        fault = "lost its connection to another rank"
+    print(f"train.py: rank {rank()}: {fault}", file=sys.stderr, flush=True)
     os._exit(2)  # at once: sys.exit() would wait for collectives
 
 
@@ -1728,7 +1716,6 @@ class Run:
         self.resume_command = ""  # set once there is something to resume
         self.skipped_in_a_row = 0
         self.history = []  # the metrics that symptoms() reads
-        self.answer = ""  # the last of the step
         self.reward_model = None  # only if training changes it
         self.ref_model = None  # only if training changes it
         self.eval_problems = []
@@ -1738,8 +1725,6 @@ class Run:
         """On rank 0: make the folder and lock it until the process ends -> its name."""
         model = Path(s.model.removesuffix("/final"))  # of RUN/final, the name of RUN
         name = s.output or f"runs/{model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        while not s.output and os.path.exists(name):
-            name += "+"  # another run began in the same second
         self.folder = Path(os.path.abspath(name))  # a reward may change the directory
         with as_bad_input(f"--output {name}: cannot be written:"):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -1799,7 +1784,7 @@ class Run:
         if "loss" in metrics:
             self.history.append(metrics)
             lines = []
-            for what, (bad, line) in symptoms(self.history, self.answer).items():
+            for what, (bad, line) in symptoms(self.history).items():
                 if bad > 3 * self.told.get(what, 0):  # once, and again if it is clearly worse
                     self.told[what] = bad
                     lines.append(line)
@@ -1821,7 +1806,6 @@ class Run:
 
     def log_samples(self, batch, rollout):
         """Write the step's first two groups, as they were scored."""
-        self.answer = rollout.responses[-1]
         G = len(rollout.responses) // len(batch.prompts)
         for j, prompt in enumerate(batch.prompts[:2]):
             group = sample.take(rollout, range(j * G, (j + 1) * G))
@@ -2184,11 +2168,8 @@ def command(program, *flags):
     # sys.executable: outside its virtual environment a bare `python` would not find torch.
     start = [sys.executable]
     if world() > 1 and program == "train.py":
-        on_this_node = int(os.environ.get("LOCAL_WORLD_SIZE", world()))
-        start = ["torchrun", f"--nproc-per-node={on_this_node}"]
-        if on_this_node < world():  # every node repeats this command
-            start += [f"--nnodes={world() // on_this_node}", "--rdzv-backend=c10d",
-                      f"--rdzv-endpoint={os.environ['MASTER_ADDR']}"]
+        on_this_node = os.environ.get("LOCAL_WORLD_SIZE", world())
+        start = ["torchrun", f"--nproc-per-node={on_this_node}"]  # several nodes add --nnodes
     return shlex.join([*start, str(HERE / program), *flags])
 
 

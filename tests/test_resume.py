@@ -236,13 +236,6 @@ def test_a_folder_in_which_another_process_trains(capsys, run_folder):
     trains(f"--resume={run_folder}", "--steps=7")
 
 
-def test_two_runs_that_begin_in_one_second(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train.time, "strftime", lambda _: "now")
-    names = {train.Run().claim_folder(train.parse([])) for _ in range(3)}
-    assert len(names) == 3 and all(os.path.dirname(name) == f"{tmp_path}/runs" for name in names)
-
-
 @pytest.fixture
 def at_home(monkeypatch, tmp_path):
     """A run of the program in a folder with its own model, problems and reward -> that folder."""
