@@ -640,7 +640,7 @@ def test_a_resumed_run_warns_as_one_that_was_never_stopped(tmp_path, at):
     logged(lines[at:], resumed)
     warnings = warnings_of(whole)
     assert warnings_of(parts) == warnings
-    assert list(warnings) == [2, 24], "each is told once"
+    assert list(warnings) == [2, 25], "each is told once"
 
 
 @pytest.fixture(scope="module")
