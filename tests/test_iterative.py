@@ -9,8 +9,8 @@ import pytest
 import torch
 from conftest import (FEW, MINE, PROBLEMS, TINY, apart, assert_bitwise, assert_same_checkpoint,
                       assert_same_run, begin, checkpoint_of, curve, edit_tensors, gradient,
-                      json_lines, lines_of, logprobs_on_full_logits, own_rewards, parts, refused, same_tensors, seeded,
-                      trained, trains, value_error, well_ended, whole_step)
+                      json_lines, lines_of, logprobs_on_full_logits, own_rewards, parts, refused,
+                      same_tensors, seeded, trained, trains, value_error, well_ended, whole_step)
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer)
