@@ -38,9 +38,7 @@ import warnings
 from collections import Counter
 from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
-from datetime import timedelta
 from functools import partial
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -133,8 +131,7 @@ def update(policy_model, optimizer, rollout, settings):
     if not metrics["skipped_updates"]:
         check_sampler(metrics, policy_model, settings)
         optimizer.step()
-    metrics |= adapt_loss_scale(optimizer, metrics["skipped_updates"])
-    return metrics
+    return metrics | adapt_loss_scale(optimizer, metrics["skipped_updates"])
 
 
 def backward(policy_model, optimizer, rollout, settings):
@@ -187,14 +184,9 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             lr = set_learning_rate(optimizer, step, s)
             # Fresh problems and fresh answers: no step reuses the answers of an earlier step.
             batch = batch_of_step(tokenizer, problems, step, s)
-            try:
+            with saving_on_bad_input(run, policy_model, optimizer):
                 metrics, rollout = train_step(policy_model, ref_model, optimizer, tokenizer, batch,
                                               s, sampler, reward_of)
-            except BadInput as error:
-                # Say a reward fails: no weight has moved yet. Other ranks may not come here.
-                if world() == 1 and not isinstance(error, FastPathFault):
-                    save_checkpoint(run, policy_model, optimizer)
-                raise
             metrics = {"step": step, "lr": lr, **metrics}
             # Every --renew-reference steps: a new reference, a reward model that is trained further
             metrics |= update_reference(ref_model, policy_model, reward_model, rollout, step, s)
@@ -204,8 +196,6 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             run.log_samples(batch, rollout)
             run.step = step
             run.log(metrics)
-            if run.folder and s.page:
-                keep_group(run, batch, rollout, s)
             if s.page and "eval_accuracy" in metrics:
                 write_page(run, policy_model, tokenizer, s)
             adapt_kl_coef(run, metrics, s)
@@ -247,8 +237,7 @@ def answers_and_rewards(policy_model, tokenizer, batch, s, sampler, reward_of):
     rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)    # (N,)
     rollout.rewards = rollout.rule_rewards                                             # (N,)
     if reward_of:  # a function from Python may return any list of numbers
-        with torch.enable_grad():  # puts the mode back if the function switches it
-            values = reward_of(batch.problems, batch.prompts, rollout)
+        values = reward_of(batch.problems, batch.prompts, rollout)
         values = torch.as_tensor(values, dtype=torch.float32, device="cpu").detach()
         rollout.rewards = values.reshape_as(rollout.rule_rewards)
     scored = time.perf_counter()
@@ -608,8 +597,8 @@ def evaluate(model, tokenizer, problems, settings, sampler=sample_groups, reward
     s = replace(settings, group_size=group_size, temperature=temperature, around_best=0)
     policy = sampling_model(model)
     mine = share_of_rank(len(problems))
-    rows_of_step = settings.prompts_per_step // world() * settings.group_size  # on this GPU
-    at_a_time = max(1, rows_of_step // group_size)
+    # As many rows as a step has on this GPU
+    at_a_time = max(1, s.prompts_per_step // world() * settings.group_size // group_size)
     starts = range(0, len(mine), at_a_time)
 
     rows = []
@@ -628,27 +617,21 @@ def evaluate(model, tokenizer, problems, settings, sampler=sample_groups, reward
 
 
 def update_bar(bar, metrics, run):
-    """Update the bar, skipped updates first; after an evaluation print one answer."""
+    """Update the bar; skipped updates come first."""
     words = f"{run.skipped:.0f} SKIPPED, " if run.skipped else ""
-    words += "sampled: reward {reward_mean:.2f}, "
-    if metrics["format_rate"] > 0:  # else nothing is boxed, and the rule has nothing to judge
-        words += "acc {accuracy:.2f}, "
-    words += "len {response_length_mean:.0f}, KL {approx_kl:.3f}, greedy: held out {score:.2f}"
+    words += ("sampled: reward {reward_mean:.2f}, acc {accuracy:.2f}, len "
+              "{response_length_mean:.0f}, KL {approx_kl:.3f}, greedy: held out {score:.2f}")
     _, score = run.held_out[-1]
     bar.set_postfix_str(words.format(**metrics, score=score))
     bar.update()
-    if "eval_accuracy" in metrics:
-        response, _ = run.after[0]
-        end = " ".join(response[-80:].split())
-        print0(f"step {metrics['step']}, answer to the first held-out problem: {end}")
 
 
 # --------------------------------------------------------------------------------------------------
 # The known failures of GRPO runs: how the metrics show them, and which flag may help. A healthy run
 # passes through most of these states, so they are told only where the reward is in trouble.
 
-def symptoms(history, answer=""):
-    """Metrics of the steps so far, an answer -> {name: (how bad, one line with its number)}."""
+def symptoms(history):
+    """Metrics of the steps so far -> {name: one line with its number}."""
     def recent(name, start=-10, stop=None):
         # The mean over these steps, by default the last ten; NaN if one has no value
         values = [row.get(name) for row in history[start:stop]]
@@ -666,11 +649,10 @@ def symptoms(history, answer=""):
     spread = max(row["reward_std"] for row in history)
     # All rewards were equal from the first step on, and moved nothing (step rewards would).
     if n >= 3 and spread + best - min(rewards) < 1e-6 and recent("policy_loss", 0) == 0:
-        no_box = "none has a \\boxed{}, " * (recent("format_rate", 0) == 0)
-        return {"nothing to learn": (1, (
-            f"all answers of {n} steps earned {now:.3g}, so nothing can be learned: {no_box}"
-            f"{recent('truncated_fraction', 0):.0%} are cut, 95% have at most "
-            f"{recent('response_length_p95', 0):.0f} tokens; the last ends in {answer[-60:]!r}"))}
+        return {"nothing to learn": (
+            f"all answers of {n} steps earned {now:.3g}, so nothing can be learned: "
+            f"{recent('format_rate', 0):.0%} have a \\boxed{{}}, "
+            f"{recent('truncated_fraction', 0):.0%} are cut; samples.jsonl holds some")}
     fallen = (best - now) / (spread or 1)
     is_stuck = n >= 30 and now <= rewards[4] and not recent("accuracy") > 0.9
     if not (fallen > 0.5 or is_stuck):
@@ -704,8 +686,7 @@ def symptoms(history, answer=""):
          "the gradient norm is {:.0f} times what it was; if that lasts, try a lower --lr"),
     )
     # NaN, the figure of metrics that are null, is above no limit.
-    return {name: (figure, line.format(figure))
-            for name, figure, limit, line in rules if figure > limit}
+    return {name: line.format(figure) for name, figure, limit, line in rules if figure > limit}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -875,12 +856,9 @@ def given_flags(words):
     parser = argparse.ArgumentParser(
         prog="train.py", usage="train.py [--FLAG VALUE ...]", allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
-        description="Group Relative Policy Optimization. N is a number, [] holds a flag's default, "
-                    "{} what the tiny policy takes instead if no --model is given.")
+        description="Group Relative Policy Optimization. N is a number, [] holds a flag's default; "
+                    "without --model it is that of tests/tiny/grpo.json.")
     parser.error = error
-    # Else -1e-5 is taken for a flag.
-    parser._negative_number_matcher = re.compile(r"-[\d.]+(e[-+]?\d+)?$")
-    tiny = json.loads(TINY_CONFIG.read_text())
     for name, setting in FIELDS.items():
         how = {"type": setting.type, **setting.metadata["how"]}
         if head := setting.metadata["head"]:
@@ -890,8 +868,6 @@ def given_flags(words):
             how["action"] = argparse.BooleanOptionalAction
         elif setting.type not in (str, file):
             how.setdefault("metavar", "N")
-        if name in tiny:
-            how["help"] += f" {{{tiny[name]}}}"
         group.add_argument(flag_of(name), **how)
     return vars(parser.parse_args(map(str, words)))  # from Python also numbers
 
@@ -951,14 +927,14 @@ def checked(name, value):
         raise ValueError(f"{flag_of(name)} is no flag for a config file, where names are spelt "
                          "like kl_coef")
     how = setting.metadata["how"]
-    read = {"true": True, "false": False}.get if setting.type is bool else setting.type
+    read = json.loads if setting.type is bool else setting.type
 
     def item_of(value):
         text = value if isinstance(value, str) else json.dumps(value)
         with as_bad_input(f"{flag_of(name)}:"):
             item = read(text)
-        if item is None or item not in how.get("choices", [item]):
-            raise ValueError(f"{flag_of(name)}: {text!r} is none of its values")
+            if item not in how.get("choices", [item]):
+                raise ValueError(f"{text!r} is none of its values")
         return item
 
     if "nargs" not in how:
@@ -970,11 +946,11 @@ def check_resumed(given, saved):
     """BadInput for a flag that changes what a resumed run learns."""
     for name, new in given.items():
         old = getattr(saved, name)
-        free = FIELDS[name].metadata["free"]
-        if name == "steps" and saved.lr_schedule != "constant":
-            free = False  # the learning rate of every step depends on how many there are
-        if FIELDS[name].type is file and old:
-            free = True  # what it names may have moved: load_checkpoint() compares digests
+        setting = FIELDS[name]
+        # What a file's name stands for may have moved: load_checkpoint() compares digests.
+        free = setting.metadata["free"] or setting.type is file and old
+        if name == "steps":  # the learning rate of every step may depend on it
+            free = saved.lr_schedule == "constant"
         if new != old and not free:
             raise BadInput(f"{flag_of(name)} {new}: the run in {given['resume']} keeps its {old!r}")
 
@@ -988,15 +964,15 @@ def load(s):
     # Kept with the run, because the last digit of sums depends on the number of threads.
     s.threads = s.threads or torch.get_num_threads()
     torch.set_num_threads(s.threads)
-    reward_of = load_reward_of(s)
-    reward_model = None
+    reward_of = reward.own_reward_of(s.reward, s.reward_weights, s.step_reward)
+    reward_model = ref_model = optimizer = None
     sampler = sampler_with_replies(s) if s.reply else sample_groups
     policy_model, tokenizer = load_policy(s)
     if s.reward_model:  # after the policy: from then on transformers prints nothing
         reward_model = load_reward_model(s)
-        reward_of = load_reward_of(s, reward_model)
+        prompt_of = partial(chat_prompt, reward_model.tokenizer, system_prompt=s.system_prompt)
+        reward_of = partial(reward.model_rewards, reward_model, prompt_of)
     problems, eval_problems = load_data(s, tokenizer)
-    ref_model = optimizer = None
     policy_model = shard(policy_model, s, samples=True)
     if not s.eval_only:
         if s.kl_coef:  # the initial policy, frozen
@@ -1020,7 +996,7 @@ def check_combinations(s):
     for clash, line in [
         (rest, f"--prompts-per-step {s.prompts_per_step}: not a multiple of {world()} processes"),
         (s.minibatches > share, f"--minibatches {s.minibatches}: a process has {share} prompts"),
-        (not s.resume and os.path.isdir(s.output) and set(os.listdir(s.output)) - UNBEGUN,
+        (not s.resume and os.path.isdir(s.output) and set(os.listdir(s.output)) - {".lock"},
          f"--output {s.output}: is not empty; name another, or continue its run with --resume"),
         (os.path.isfile(f"{s.model}/metrics.jsonl"),
          f"--model {s.model}: this run has no final/ yet; end it with --resume"),
@@ -1075,8 +1051,7 @@ def choose_device(s):
     """-> (torch.device, dtype of the model's weights)."""
     best = ("cuda" if torch.cuda.is_available() else
             "mps" if torch.backends.mps.is_available() else "cpu")
-    fault = f"--device {s.device}: torch {torch.__version__} cannot use it:"
-    with as_bad_input(fault):
+    with as_bad_input(f"--device {s.device}: torch {torch.__version__} cannot use it:"):
         device = torch.device(best if s.device == "auto" else s.device)
         torch.ones(1, device=device) + 1  # fails on a GPU that this torch has no kernels for
     if s.device == "auto" and best == "cpu" and shutil.which("nvidia-smi"):
@@ -1143,39 +1118,24 @@ def load_problems(name, source, tokenizer, s):
     rewards = set(s.reward or ["rule"])
     need_answer = rewards <= {"rule", "think"} and not s.reward_model
     limit = sample.length_limit(AutoConfig.from_pretrained(s.model))
-    too_long = []  # (tokens of the prompt, line)
 
     # Every prompt is checked now, not in the step that happens to draw it.
     def check(number, problem):
-        with as_bad_input(f"{name}: {source}, line {number}:"):
+        with as_bad_input(f"{source}, line {number}:"):
             prompt = chat_prompt(tokenizer, problem, s.system_prompt)
             taken = problem.keys() & reward.ARGUMENTS
             if taken and (s.reward or s.step_reward):
                 raise ValueError(f"rewards have an argument {min(taken)!r}: rename that column")
-        [ids] = sample.ids_of(tokenizer, [prompt])
-        if len(ids) + s.answer_tokens > limit:
-            too_long.append((len(ids), number))
+            [ids] = sample.ids_of(tokenizer, [prompt])
+            if len(ids) + s.answer_tokens > limit:
+                raise ValueError(f"a prompt of {len(ids)} tokens and {s.answer_tokens} of an "
+                                 f"answer are more than the model's {limit} positions: lower "
+                                 "--max-new-tokens or --max-turns, or take out such problems")
 
-    progress = partial(tqdm, desc=f"reading {source}", delay=2, leave=False,
-                       disable=rank() > 0)
+    progress = partial(tqdm, desc=f"reading {source}", delay=2, leave=False, disable=rank() > 0)
     with as_bad_input(f"{name}:"):
-        problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
-                                        check, progress)
-    if too_long:
-        longest, number = max(too_long)
-        raise BadInput(f"{name}: {source}, line {number}, the longest of {len(too_long)} such "
-                       f"lines: a prompt of {longest} tokens and {s.answer_tokens} of an answer "
-                       f"are more than the model's {limit} positions: lower --max-new-tokens or "
-                       "--max-turns, or take such problems out of the file")
-    return problems
-
-
-def load_reward_of(s, reward_model=None):
-    """The function reward_of(problems, prompts, rollout) -> (N,), or None for the rule."""
-    if reward_model:
-        prompt_of = partial(chat_prompt, reward_model.tokenizer, system_prompt=s.system_prompt)
-        return partial(reward.model_rewards, reward_model, prompt_of)
-    return reward.own_reward_of(s.reward, s.reward_weights, s.step_reward)
+        return reward.load_problems(source, s.question_field, s.answer_field, need_answer, check,
+                                    progress)
 
 
 def sampler_with_replies(s):
@@ -1410,6 +1370,7 @@ def save_adapter(run, optimizer, s):
 # Memory is counted before anything is loaded. The four ways are with and without --offload and
 # --gradient-checkpointing; a run takes the first that fits.
 
+WAYS = "offload", "gradient_checkpointing"
 PROMPT = 256  # tokens of a prompt that the count assumes
 DEVICE, HOST = "device memory", "host memory"  # the sums of a count
 ADVICE = ("to need less: --lora-rank 16, --kl-coef 0, --dtype bfloat16, a smaller --model, more "
@@ -1423,17 +1384,17 @@ def plan_memory(s):
     device, dtype = choose_device(s)
     tell_idle(s)
     ways = counted_ways(s, device, dtype)
-    # The first that lacks nothing; else the last, which takes least on the device
-    way, count, lack = next((each for each in ways if not each[2]), ways[-1])
     if s.eval_only:
         return ways[0][0]  # an evaluation has no step
-    if lack:
-        raise BadInput(f"--model {s.model}: a step needs about {count[lack[0]] / 1e9:.3g} GB of "
-                       f"{lack[0]} (details: --dry-run), and that leaves less than a tenth free; "
-                       f"{ADVICE}")
+    # The first that fits; else the last, which takes least on the device
+    way, count, fits = next((each for each in ways if each[2]), ways[-1])
+    if not fits:
+        raise BadInput(f"--model {s.model}: a step needs about {count[DEVICE] / 1e9:.3g} GB of "
+                       f"{DEVICE} and {count[HOST] / 1e9:.3g} GB of {HOST} (details: --dry-run), "
+                       f"and a tenth more should be free; {ADVICE}")
     line = (f"loading   {s.model} in {way.dtype} on {device}; a step needs about "
             f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)")
-    for name in ("offload", "gradient_checkpointing"):
+    for name in WAYS:
         if getattr(way, name):
             line += f", with {flag_of(name)}"
     print0(line)
@@ -1441,7 +1402,7 @@ def plan_memory(s):
 
 
 def counted_ways(s, device, dtype):
-    """The ways that the flags allow, the fastest first: (Settings, count, what it lacks)."""
+    """The ways that the flags allow, the fastest first: (Settings, count, whether it fits)."""
     tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)  # two groups
     if device.type == "cpu":  # which is fastest with what fits its cache
         tokens = 2048 if dtype == torch.bfloat16 else 1024
@@ -1453,16 +1414,17 @@ def counted_ways(s, device, dtype):
     free = {DEVICE: free_memory(device), HOST: free_memory(torch.device("cpu"))}
     if s.dry_run:  # the GPU of another machine, where CUDA itself takes about a GB
         free = {DEVICE: (s.dry_run - 1) * 2**30, HOST: math.inf}
-    given = s.offload, s.gradient_checkpointing
-    choices = [(False, True) if on is None else (on,) for on in given]
-    ways = []
-    for offload, checkpointing in product(*choices):
-        way = replace(s, offload=offload, gradient_checkpointing=checkpointing)
+    ways = [s]
+    for name in WAYS:
+        if getattr(s, name) is None:
+            ways = [replace(way, **{name: on}) for way in ways for on in (False, True)]
+    counted = []
+    for way in ways:
         count = memory(way, model)
         # A tenth stays free, for workspaces of kernels and for fragments of the allocator.
-        lack = [kind for kind in free if count[kind] >= 0.9 * free[kind]]
-        ways.append((way, count, lack))
-    return ways
+        fits = all(count[kind] < 0.9 * free[kind] for kind in free)
+        counted.append((way, count, fits))
+    return counted
 
 
 def memory(s, model):
@@ -1534,26 +1496,23 @@ def memory(s, model):
 
 def print_memory(s):
     """--dry-run: print the count of each way, in GB; a star marks the one that a run takes."""
-    dtype = getattr(torch, s.dtype, torch.bfloat16)
-    device = torch.device("cuda")  # of another machine, if this one has none
-    if not s.dry_run and (s.device != "cuda" or torch.cuda.is_available()):
+    device, dtype = torch.device("cuda"), getattr(torch, s.dtype, torch.bfloat16)
+    if not s.dry_run:  # else of another machine
         device, dtype = choose_device(s)
     where = f"a GPU of {s.dry_run:g} GB" if s.dry_run else device.type
     print0(f"{s.model} in {dtype} on {where}: GB for a step")
-    columns = []
-    fits = False
-    for way, count, lack in counted_ways(s, device, dtype):
-        star = "" if lack or fits else "*"
-        fits = fits or not lack
-        column = {"*: a run takes this way": star}
-        for name in ("offload", "gradient_checkpointing"):
-            column[flag_of(name)] = "yes" if getattr(way, name) else ""
-        for what, size in count.items():
-            column[what] = f"{size / 1e9:.2f}"
-        columns.append(column)
-    for what in column:
-        print0(f"{what:30}" + "".join(f"{column[what]:>8}" for column in columns))
-    if not fits:
+    ways, counts, fits = zip(*counted_ways(s, device, dtype))
+    taken = ways[fits.index(True)] if any(fits) else None
+
+    def print_row(what, cells):
+        print0(f"{what:30}" + "".join(f"{cell:>8}" for cell in cells))
+
+    print_row("*: a run takes this way", ["*" if way is taken else "" for way in ways])
+    for name in WAYS:
+        print_row(flag_of(name), ["yes" if getattr(way, name) else "" for way in ways])
+    for what in counts[0]:
+        print_row(what, [f"{count[what] / 1e9:.2f}" for count in counts])
+    if not taken:
         print0(f"on {where} no way leaves a tenth of the memory free; {ADVICE}")
 
 
@@ -1586,7 +1545,7 @@ def model_without_storage(name, folder, dtype, kind=AutoModelForCausalLM):
 # masters, gathers a layer when it computes, and works on its own whole groups.
 
 def rank():
-    return int(os.environ["RANK"]) if world() > 1 else 0  # torchrun sets it
+    return int(os.environ.get("RANK", 0))  # torchrun sets it
 
 
 def world():
@@ -1612,17 +1571,10 @@ def leave_ranks():
 
 
 def end_rank(fault):
-    """Print this rank's fault, unless another rank has told one, and end without waiting.
-
-    The first fault is the cause: ranks that it leaves alone lose their connections. torchrun ends
-    those that do not notice.
-    """
-    is_first = True
-    with suppress(Exception):  # there is no store before rank 0 has begun, or after it has ended
-        store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=5)))
-        is_first = store.add("faults", 1) == 1
-    if is_first:
-        print(f"train.py: rank {rank()}: {fault}", file=sys.stderr, flush=True)
+    """Print this rank's fault and end without waiting; torchrun ends those that do not notice."""
+    if "onnection" in fault:  # of gloo's error, when another rank has ended
+        fault = "lost its connection to another rank"
+    print(f"train.py: rank {rank()}: {fault}", file=sys.stderr, flush=True)
     os._exit(2)  # at once: sys.exit() would wait for collectives
 
 
@@ -1717,20 +1669,19 @@ class Run:
         self.skipped = 0  # updates that were skipped
         self.kl_coef = None  # beta, if --kl-band adapts it
         self.held_out = []  # (step, score of an evaluation)
-        self.told = {}  # how bad each symptom was when it was reported
+        self.told = []  # the symptoms that were reported: each is told once
         self.before = []  # a greedy answer to each of eval_problems, and its reward
         self.after = []  # the same, after training
         self.digests = {}  # of what the run began with
         self.groups = {}  # groups for page.html, by step
+        self.command = ""  # the one that began the run
         self.counters = list(vars(self))  # a checkpoint holds all of the above, and no more
         self.name = str(folder)
-        self.command = ""  # the one that began the run
         self.folder = Path(folder) if folder and rank() == 0 else None
         self.signal = 0
         self.resume_command = ""  # set once there is something to resume
         self.skipped_in_a_row = 0
         self.history = []  # the metrics that symptoms() reads
-        self.answer = ""  # the last of the step
         self.reward_model = None  # only if training changes it
         self.ref_model = None  # only if training changes it
         self.eval_problems = []
@@ -1740,8 +1691,6 @@ class Run:
         """On rank 0: make the folder and lock it until the process ends -> its name."""
         model = Path(s.model.removesuffix("/final"))  # of RUN/final, the name of RUN
         name = s.output or f"runs/{model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        while not s.output and os.path.exists(name):
-            name += "+"  # another run began in the same second
         self.folder = Path(os.path.abspath(name))  # a reward may change the directory
         with as_bad_input(f"--output {name}: cannot be written:"):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -1796,14 +1745,12 @@ class Run:
         step = metrics["step"]
         metrics = {name: value if math.isfinite(value) else None  # JSON has no NaN, no Infinity
                    for name, value in metrics.items()}
-        if step == 0:
-            metrics["command"] = self.command
         if "loss" in metrics:
             self.history.append(metrics)
             lines = []
-            for what, (bad, line) in symptoms(self.history, self.answer).items():
-                if bad > 3 * self.told.get(what, 0):  # once, and again if it is clearly worse
-                    self.told[what] = bad
+            for what, line in symptoms(self.history).items():
+                if what not in self.told:
+                    self.told.append(what)
                     lines.append(line)
             if lines:
                 metrics["warning"] = "; ".join(lines)
@@ -1822,8 +1769,7 @@ class Run:
                 if row.get(name) is not None]
 
     def log_samples(self, batch, rollout):
-        """Write the step's first two groups, as they were scored."""
-        self.answer = rollout.responses[-1]
+        """Write the step's first two groups, as they were scored; keep one for page.html."""
         G = len(rollout.responses) // len(batch.prompts)
         for j, prompt in enumerate(batch.prompts[:2]):
             group = sample.take(rollout, range(j * G, (j + 1) * G))
@@ -1835,6 +1781,8 @@ class Run:
                 "finished": group.finished.tolist(),
                 "rewards": group.rewards.tolist(),
                 "advantages": group.advantages.tolist()})
+        if self.folder:
+            keep_group(self, batch, rollout, G)
 
     def append(self, name, record):
         """Append a line of JSON to a file."""
@@ -1881,7 +1829,6 @@ def check_finite(run, tensors):
 # A checkpoint: all tensors that training moves, and Run's state. Everything else that a step
 # needs (problems, random numbers, learning rate) follows from the step and the settings.
 
-UNBEGUN = {".lock", "config.json.new"}  # files of a run that was killed before it began
 CHECKPOINT = "checkpoint.safetensors"
 
 
@@ -1928,6 +1875,18 @@ def save_checkpoint(run, model, optimizer):
             gather_full(tensor)  # all ranks take part in gathering
 
 
+@contextmanager
+def saving_on_bad_input(run, model, optimizer):
+    """Save the steps that are done if, say, a reward fails: no weight has moved since."""
+    try:
+        yield
+    except BadInput as error:
+        # Other ranks may not come here, and a fast path may fail between two updates.
+        if world() == 1 and not isinstance(error, FastPathFault):
+            save_checkpoint(run, model, optimizer)
+        raise
+
+
 def as_safetensors(tensors):
     """{name: tensor} -> the bytes of a safetensors file: the length of its header, the header (a
     JSON text), the tensors.
@@ -1958,21 +1917,12 @@ def load_checkpoint(run, model, optimizer, s):
     """Restore what the checkpoint holds, if the run began with the same problems and weights."""
     path = Path(run.name, CHECKPOINT)
     if not path.is_file():
-        if Path(run.name, "metrics.jsonl").is_file():
-            raise BadInput(f"--resume {run.name}: there is a log of steps, but no {CHECKPOINT}")
         return  # it was killed before it began
-    fault = f"--resume: {path} is damaged, or not of this model, or of another version of train.py:"
-    with as_bad_input(fault):
+    digests = run.digests  # of today
+    with as_bad_input(f"--resume: {path} is damaged, or not of this model, or of another version "
+                      "of train.py:"):
         file = safe_open(path, framework="pt")
         counters = json.loads(file.get_tensor("counters").numpy().tobytes())
-        digests = counters["digests"]
-    for name, digest in run.digests.items():
-        if digest == digests.get(name):
-            continue
-        if name != "texts":
-            raise BadInput(f"{flag_of(name)} {getattr(s, name)}: is not what the run began with")
-        print0("a file of --reward, --step-reward or --reply has changed since the run began")
-    with as_bad_input(fault):
         for name in run.counters:
             setattr(run, name, counters[name])
         if run.reward_model:
@@ -1982,6 +1932,9 @@ def load_checkpoint(run, model, optimizer, s):
             if is_sharded(moving):
                 saved = dist.tensor.distribute_tensor(saved, moving.device_mesh, moving.placements)
             moving.copy_(saved)
+    for name, digest in digests.items():
+        if digest != run.digests[name]:
+            raise BadInput(f"{flag_of(name)} {getattr(s, name)}: is not what the run began with")
     if isinstance(optimizer, MasterAdamW):
         optimizer.round()  # the weights are still those of the start
     if s.steps < run.step:
@@ -1989,17 +1942,12 @@ def load_checkpoint(run, model, optimizer, s):
     on_rank_0(forget_later_steps, run)
 
 
-def digests_of(parts, s):
-    """{flag: a digest of what it names}: problems, first weights, texts of rewards and replies."""
-    texts = []
-    for spec in [*(s.reward or []), s.step_reward, s.reply]:
-        file, _, name = str(spec).rpartition(":")
-        texts += [name, Path(file).read_text(errors="replace") if file else ""]
+def digests_of(parts):
+    """{flag: a digest of what it names}: of the problems and of the first weights."""
     contents = {
         "data": parts.problems,
         "eval_data": parts.eval_problems,
         "model": some_numbers(parts.policy_model),
-        "texts": texts,
     }
     if parts.reward_model:
         contents["reward_model"] = some_numbers(parts.reward_model.model)
@@ -2030,7 +1978,6 @@ def forget_later_steps(run):
         size = 0
         for line in lines:
             record = json.loads(line)
-            run.command = record.get("command", run.command)  # in the metrics of step 0
             if record["step"] <= last:
                 size += len(line) + 1
                 if "loss" in record:  # the metrics of a step, not its samples
@@ -2125,14 +2072,13 @@ def begin(run, parts, s):
         s.reward = [PYTHON]
     if run.reward_model:  # the checkpoint holds its moments from the start
         with_moments(run.reward_model.optimizer)
-    run.digests = digests_of(parts, s)
+    run.digests = digests_of(parts)
     if s.resume:
         load_checkpoint(run, model, parts.optimizer, s)
     kept = {name: getattr(s, name) for name in FIELDS if FIELDS[name].metadata["kept"]}
-    text = json.dumps(kept, indent=2) + "\n"
     if run.folder:
         with run.replacing("config.json") as new:
-            new.write_text(text, encoding="utf-8")
+            new.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
     run.resume_command = command("train.py", "--resume", run.name)
     if not run.held_out:  # a new run: from now on it can be resumed
         save_checkpoint(run, model, parts.optimizer)
@@ -2166,13 +2112,8 @@ def print_story(run):
     """Print a held-out problem's answers before and after, the curves, and what to do next."""
     print0(f"\n{example_of(run)}\n")
     print0(f"held-out {run.judged_by:13}" + small_curve(run.held_out))
-    names = ["reward_mean", "approx_kl", "response_length_mean"]
-    if any(m["format_rate"] for m in run.history):
-        names.insert(0, "accuracy")
-    for name in names:
+    for name in ("accuracy", "reward_mean", "approx_kl", "response_length_mean"):
         print0(f"{name:22}" + small_curve(run.curve(name)))
-    if run.skipped:
-        print0(f"{run.skipped:.0f} updates were skipped, see skipped_updates in metrics.jsonl")
     talk = command("sample.py", "--model", run.name)
     flags = "--config", f"{run.name}/config.json", "--model", f"{run.name}/final"
     if os.path.exists(f"{run.name}/page.html"):
@@ -2186,11 +2127,8 @@ def command(program, *flags):
     # sys.executable: outside its virtual environment a bare `python` would not find torch.
     start = [sys.executable]
     if world() > 1 and program == "train.py":
-        on_this_node = int(os.environ.get("LOCAL_WORLD_SIZE", world()))
-        start = ["torchrun", f"--nproc-per-node={on_this_node}"]
-        if on_this_node < world():  # every node repeats this command
-            start += [f"--nnodes={world() // on_this_node}", "--rdzv-backend=c10d",
-                      f"--rdzv-endpoint={os.environ['MASTER_ADDR']}"]
+        on_this_node = os.environ.get("LOCAL_WORLD_SIZE", world())
+        start = ["torchrun", f"--nproc-per-node={on_this_node}"]  # several nodes add --nnodes
     return shlex.join([*start, str(HERE / program), *flags])
 
 
@@ -2244,9 +2182,8 @@ s i { display: block; height: .5rem; margin-top: .5rem }
 """
 
 
-def keep_group(run, batch, rollout, s):
+def keep_group(run, batch, rollout, G):
     """Keep the step's first group that teaches; of earlier steps only 1, 2, 4, 8, ... stay."""
-    G = s.group_size
     flat = is_flat(rollout.rewards, G)                                                 # (B,)
     b = int(flat.int().argmin())
     n = min(G, MOST_TOKENS // rollout.labels.shape[1] + 1)
@@ -2399,10 +2336,9 @@ def print_trace(parts, s):
                                   s, parts.sampler, parts.reward_of)
     mask = rollout.mask                                                                # (G, S-1)
     A = rollout.advantages.view(len(mask), -1).expand(mask.shape)                      # (G, S-1)
-    how = "group_advantages" if s.advantage == "group" else f"--advantage {s.advantage}"
     print0(f"\n[A] sample_groups: {s.group_size} answers to\n{batch.prompts[0]}\n\n"
            f"[B] score_responses: rewards, the truth is {batch.problems[0]['answer']}\n"
-           f"[C] {how}, of each answer's first token")
+           f"[C] advantages_of: --advantage {s.advantage}, of each answer's first token")
     for n, response in enumerate(rollout.responses):
         print0(f"  y_{n + 1}  {mask[n].sum():3} tokens, r {rollout.rewards[n]:g}, "
                f"A {A[n][mask[n]][0]:+.4f}: {' '.join(response[:60].split())}")

@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 import logprob
 import sample
 import train
+from reward import own_reward_of
 
 torch.set_num_threads(1)
 # The tests send these signals, which a program ignores that was begun with nohup or a shell's `&`.
@@ -277,14 +278,26 @@ def metrics_of(folder):
 
 
 def curve(folder):
-    """The metrics without those of the clock and of the machine, and without the command."""
-    measured = ("second", "memory", "command")
+    """The metrics without those of the clock and of the machine."""
+    measured = ("second", "memory")
     return [{name: value for name, value in metrics.items()
              if not any(word in name for word in measured)} for metrics in metrics_of(folder)]
 
 
 def checkpoint_of(folder):
     return load_file(folder / "checkpoint.safetensors")
+
+
+def assert_same_checkpoint(folder, whole):
+    """All but the command that began the run."""
+    found = [checkpoint_of(folder), checkpoint_of(whole)]
+    counters = [json.loads(bytes(tensors.pop("counters").tolist())) for tensors in found]
+    assert counters[0] | {"command": ""} == counters[1] | {"command": ""}
+    assert same_tensors(*found)
+
+
+def own_rewards(s):
+    return own_reward_of(s.reward, s.reward_weights, s.step_reward)
 
 
 def same_tensors(a, b):

@@ -225,14 +225,14 @@ def test_bad_data(capsys, tmp_path, flag, text, words):
 
 
 def test_problems_that_cannot_be_asked_or_held_out_are_named(capsys, tmp_path):
-    """The longest of those that the model has no room for; and a role that nobody plays."""
+    """One that the model has no room for, and a role that nobody plays."""
     longer = [{**GOOD, "question": GOOD["question"] * n} for n in (1, 9, 12, 10)]
     asked = {"messages": [{"role": "boss", "content": "?"}, {"role": "user", "content": "?"}]}
     for flag, rows, words in (
             ("--eval-data", [GOOD] * 2, "x.jsonl: no problem is left to hold out"),
-            ("--data", longer, "x.jsonl, line 4, the longest of 3 "),
+            ("--data", longer, "x.jsonl, line 3: a prompt of "),
             ("--data", [{**GOOD, "messages": ["?", asked["messages"][1]]}], "x.jsonl, line 2: "),
-            ("--data", [*longer, {**GOOD, **asked}], "x.jsonl, line 6: a message has the role")):
+            ("--data", [GOOD, {**GOOD, **asked}], "x.jsonl, line 3: a message has the role")):
         (tmp_path / "x.jsonl").write_text("\n" + json_lines(*rows))
         line = refused_before_a_folder_is_made(capsys, tmp_path, f"--data={tmp_path / 'x.jsonl'}")
         assert line.startswith(f"train.py: {flag}") and words in line

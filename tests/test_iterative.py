@@ -3,13 +3,14 @@ import copy
 import json
 import math
 import shutil
+from functools import partial
 from types import SimpleNamespace
 import pytest
 import torch
-from conftest import (FEW, MINE, PROBLEMS, TINY, apart, assert_bitwise, assert_same_run, begin,
-                      checkpoint_of, curve, edit_tensors, gradient, json_lines, lines_of,
-                      logprobs_on_full_logits, parts, refused, same_tensors, seeded, trained,
-                      trains, value_error, well_ended, whole_step)
+from conftest import (FEW, MINE, PROBLEMS, TINY, apart, assert_bitwise, assert_same_checkpoint,
+                      assert_same_run, begin, checkpoint_of, curve, edit_tensors, gradient,
+                      json_lines, lines_of, logprobs_on_full_logits, own_rewards, parts, refused,
+                      same_tensors, seeded, trained, trains, value_error, well_ended, whole_step)
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer)
@@ -18,6 +19,7 @@ import reward
 import train
 from advantage import process_advantages
 from logprob import IGNORE
+from sample import chat_prompt
 
 MODEL = TINY / "reward_model"
 SMALL = (*FEW, "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=40", "--device=cpu",
@@ -94,7 +96,7 @@ def test_a_resumed_run_is_bitwise_the_same(whole, tmp_path):
     assert_bitwise(folder, whole)
     assert same_tensors(weights(folder / "reward_model"), weights(whole / "reward_model"))
     saved = checkpoint_of(folder)
-    assert same_tensors(saved, checkpoint_of(whole))
+    assert_same_checkpoint(folder, whole)
     kinds = {name.split("/")[0] for name in saved if "/reward_model/" in name}
     assert kinds == {"weight", "exp_avg", "exp_avg_sq", "step"}
     assert any(json.loads(saved["counters"].numpy().tobytes())["pairs"])
@@ -126,7 +128,8 @@ def test_without_true_answers_or_renewal_the_reward_model_stays_as_it_is(tmp_pat
 def test_a_score_that_is_not_finite_ends_the_step(learner):
     with torch.no_grad():
         learner.model.score.weight[:] = 3e38
-    reward_of = train.load_reward_of(train.parse(ITERATIVE), learner)
+    prompt_of = partial(chat_prompt, learner.tokenizer, system_prompt="")
+    reward_of = partial(reward.model_rewards, learner, prompt_of)
     for text in ("9", "9 " * 200):                         # the second is too long for it
         with pytest.raises(train.BadInput, match="^--reward-model:"):
             reward_of([{"question": "Ben has 9", "answer": "9"}], ["p"],
@@ -217,7 +220,7 @@ def by_hand(rollout, problems, comma):
 def test_step_rewards_reach_the_gradient():
     p = parts(*COMMAS, "--updates-per-rollout=1", "--max-grad-norm=1e9", "--kl-coef=0")
     start = copy.deepcopy(p.policy)
-    _, rollout, gradients = whole_step(p, reward_of=train.load_reward_of(p.settings))
+    _, rollout, gradients = whole_step(p, reward_of=own_rewards(p.settings))
     mask = rollout.mask                                                                # (N, S-1)
     A = process_advantages([*by_hand(rollout, p.problems, p.tokenizer.vocab[","])], mask, 4)
     assert torch.equal(rollout.advantages, A) and A[mask].std() > 0

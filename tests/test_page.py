@@ -55,8 +55,8 @@ def restored(folder):
     run = train.Run(folder)
     with train.safe_open(folder / "checkpoint.safetensors", framework="pt") as file:
         vars(run).update(json.loads(file.get_tensor("counters").numpy().tobytes()))
-    start, *run.history = lines_of(folder / "metrics.jsonl")
-    run.command, run.eval_problems = start["command"], load_problems(TINY / "few.jsonl")
+    _, *run.history = lines_of(folder / "metrics.jsonl")
+    run.eval_problems = load_problems(TINY / "few.jsonl")
     return run
 
 
@@ -125,14 +125,14 @@ def test_a_group_that_teaches_is_kept_of_steps_that_double():
     for step, teaches in enumerate(((0, 1), (1, 0), (1, 1), (1, 0), (0, 1), (0, 1)), start=1):
         batch = train.Batch(p.problems, p.prompts, step=step)
         rollout.rewards = torch.tensor([float(r * n) for r in teaches for n in range(4)])
-        train.keep_group(run, batch, rollout, p.settings)
+        train.keep_group(run, batch, rollout, 4)
     questions = [problem["question"] for problem in p.problems]
     kept = {step: questions.index(group["x"]) for step, group in run.groups.items()}
     assert kept == {"1": 1, "2": 0, "4": 0, "6": 1}
     assert json.loads(json.dumps(run.groups)) == run.groups
     assert run.groups["4"]["r"].startswith("4 of 4 answers, mean r 1.5, std r 1.12")
     many = sample.take(rollout, [0, 1, 2, 3] * 64)
-    train.keep_group(run, batch, many, settings("--group-size=256"))
+    train.keep_group(run, batch, many, 256)
     ids = torch.tensor(run.groups["6"]["answers"]["input_ids"])
     assert len(ids) < 256 and ids.numel() <= train.MOST_TOKENS + ids.shape[1]
 

@@ -13,9 +13,10 @@ import weakref
 from itertools import chain, repeat
 import pytest
 import torch
-from conftest import (FEW, LIMIT, MINE, NO_MEMORY, ROOT, TINY, assert_bitwise, begin, checkpoint_of,
-                      curve, edit_json, edit_tensors, lines_of, metrics_of, one_line_of, raises,
-                      refused, same_tensors, snapshot, trained, trains, well_ended)
+from conftest import (FEW, LIMIT, MINE, NO_MEMORY, ROOT, TINY, assert_bitwise,
+                      assert_same_checkpoint, begin, checkpoint_of, curve, edit_json, edit_tensors,
+                      lines_of, metrics_of, one_line_of, raises, refused, same_tensors, snapshot,
+                      trained, trains, well_ended)
 from safetensors.torch import load, load_file
 import train
 
@@ -67,7 +68,7 @@ def test_a_run_in_two_parts_is_the_run_bit_for_bit(tmp_path, flags):
     trains(f"--resume={parts}", "--steps=2")
     assert_bitwise(parts, whole)
     saved = checkpoint_of(parts)
-    assert same_tensors(saved, checkpoint_of(whole))
+    assert_same_checkpoint(parts, whole)
     last = curve(whole)[-1]
     if flags[-1].startswith("--dtype"):
         assert (last["loss_scale"] > 65536) == ("--dtype=float16" in flags)
@@ -105,9 +106,8 @@ def own_reward(tmp_path_factory):
 @pytest.mark.parametrize("fault, call, status, said, last", [
     *((name, 4, status, "step 3", 3)
       for name, status in (("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129))),
-    ("raise", 4, 2, "mine.py:score.*KeyError: 'no, please'", 2),
-    ("raise", 5, 2, "mine.py:score.*KeyError: 'no, please'", 2),  # the evaluation's
-])
+    *(("raise", call, 2, "mine.py:score.*KeyError: 'no, please'", last)
+      for call, last in ((1, 0), (4, 2), (5, 2)))])       # of the first evaluation, of another
 def test_what_ends_a_run_is_told_and_it_goes_on(capsys, monkeypatch, tmp_path, own_reward, fault,
                                                 call, status, said, last):
     """A signal waits for the step's end and saves; an error does not, in an evaluation either."""
@@ -175,16 +175,6 @@ def test_main_puts_signals_back_and_leaves_ignored_ones_alone(monkeypatch, tmp_p
     assert [signal.getsignal(name) for name in names] == before
 
 
-def test_a_reward_that_fails_at_once_can_be_mended(capsys, tmp_path, own_reward):
-    folder, mine = tmp_path / "run", tmp_path / "mine.py"
-    mine.write_text("def score(completions, **columns):\n    raise KeyError('not yet')\n")
-    line = refused(capsys, *FLAGS, f"--reward={mine}:score", f"--output={folder}", begun=True)
-    assert "not yet" in line
-    assert line.endswith("continue with: " + train.command("train.py", "--resume", str(folder)))
-    shutil.copy(MINE, mine)                               # which has no fault to do
-    resumed_ends_the_same(folder, own_reward)
-
-
 # --- What --resume refuses: one line, and not a byte of the run is changed ------------------------
 def refuses_to_resume(capsys, folder, *flags):
     before = snapshot(folder)
@@ -234,13 +224,6 @@ def test_a_folder_in_which_another_process_trains(capsys, run_folder):
     assert str(run_folder) in refuses_to_resume(capsys, run_folder, "--steps=7")
     other.communicate(b"\n")
     trains(f"--resume={run_folder}", "--steps=7")
-
-
-def test_two_runs_that_begin_in_one_second(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(train.time, "strftime", lambda _: "now")
-    names = {train.Run().claim_folder(train.parse([])) for _ in range(3)}
-    assert len(names) == 3 and all(os.path.dirname(name) == f"{tmp_path}/runs" for name in names)
 
 
 @pytest.fixture
@@ -295,10 +278,8 @@ def test_a_run_moves(capsys, monkeypatch, at_home, tmp_path):
         flags.append(flag)
         monkeypatch.chdir(tmp_path)
     trains(f"--resume={folder}", "--steps=4", *flags)
-    assert "has changed" not in "".join(capsys.readouterr())
     (tmp_path / "his.py").write_text("def other(answer, **_):\n    return [7.0] * len(answer)\n")
     trains(f"--resume={folder}", "--steps=5", "--reward=his.py:other")
-    assert capsys.readouterr().out.count("has changed") == 1, "told once, and it goes on"
     assert [m["reward_mean"] == 7 for m in metrics_of(folder)[1:]] == [*4 * [False], True]
     config = json.loads((folder / "config.json").read_text())
     assert config["model"] == str(tmp_path / "m")
@@ -326,14 +307,12 @@ def with_another_shape(path):
 
 @pytest.mark.parametrize("spoil, words", [
     (with_another_shape, "damaged, or not of this model"), (of_another_version, "another version"),
-    (lambda path: path.write_bytes(path.read_bytes()[:-1000]), "damaged"),
-    (lambda path: path.unlink(), f"but no {CHECKPOINT}")])
+    (lambda path: path.write_bytes(path.read_bytes()[:-1000]), "damaged")])
 def test_a_checkpoint_that_is_not_whole(capsys, run_folder, spoil, words):
-    """Or deleted, though the run has begun: it would begin again, over its own metrics."""
     path = run_folder / CHECKPOINT
     spoil(path)
     line = refuses_to_resume(capsys, run_folder)
-    assert f"--resume {run_folder}" in line.replace(": ", " ", 2) and words in line
+    assert f"--resume: {path} " in line and words in line
 
 
 # What is written last, and the step after which a run has to go on

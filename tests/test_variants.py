@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 import pytest
 import torch
-from conftest import (FEW, MINE, PROBLEMS, TINY, assert_bitwise, assert_same_run, begin,
-                      checkpoint_of, curve, json_lines, lines_of, logprobs_on_full_logits, loop,
-                      metrics_of, parts, same_tensors, seeded, settings, trained, trains,
-                      well_ended, whole_step)
+from conftest import (FEW, MINE, PROBLEMS, TINY, assert_bitwise, assert_same_checkpoint,
+                      assert_same_run, begin, checkpoint_of, curve, json_lines, lines_of,
+                      logprobs_on_full_logits, loop, metrics_of, own_rewards, parts, seeded,
+                      settings, trained, trains, well_ended, whole_step)
 import sample
 import train
 from advantage import (
@@ -148,7 +148,7 @@ def test_gdpo_reads_each_reward():
     flags = ("--advantage=gdpo", "--reward", "rule", f"{MINE}:some",
              "--reward-weights", "0.5", "2", "--micro-batch-tokens=64", "--minibatches=2")
     p = parts(*flags)
-    metrics, rollout, _ = whole_step(p, train.load_reward_of(p.settings))
+    metrics, rollout, _ = whole_step(p, own_rewards(p.settings))
     both = torch.stack(list(rollout.reward_parts.values()))
     assert both.isnan().any() and rollout.advantages.isfinite().all()
     assert torch.equal(rollout.advantages, gdpo_advantages(both, (0.5, 2), 4))
@@ -292,7 +292,7 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, ti
         try:
             train.check_combinations(s)
             train.tell_idle(s)
-            reward_of = train.load_reward_of(s)
+            reward_of = own_rewards(s)
         except train.BadInput:
             return None
         told = capsys.readouterr().out
@@ -504,7 +504,7 @@ def test_a_resumed_run_is_bitwise_the_same(monkeypatch, tmp_path, everything):
         flags = ["--resume", str(folder)]
     trains(*flags)
     assert_bitwise(folder, everything)
-    assert same_tensors(checkpoint_of(folder), checkpoint_of(everything))
+    assert_same_checkpoint(folder, everything)
 
 
 def test_the_renewed_reference_is_saved(everything, unknown):
@@ -561,7 +561,7 @@ def test_only_a_reward_that_has_fallen_or_stands_is_trouble(rewards, accuracy, t
     rows = [{**row, "reward_mean": reward, "accuracy": accuracy}
             for row, reward in zip(history(len(rewards)), rewards)]
     found = train.symptoms(rows)
-    assert list(found) == told and all("--lr" in line for _, line in found.values())
+    assert list(found) == told and all("--lr" in line for line in found.values())
     assert train.symptoms([{**row, "reward_std": 0.0} for row in rows[:1]]) == {}
 
 
@@ -571,18 +571,17 @@ def test_only_a_reward_that_has_fallen_or_stands_is_trouble(rewards, accuracy, t
 def test_a_run_in_which_nothing_can_be_learned_says_so_after_three_steps(n, series, told):
     """Not one whose first step alone is flat, and not one that step rewards teach."""
     same = {name: [value] * n for name, value in dict(
-        reward_mean=0.0, reward_std=0.0, policy_loss=0.0, format_rate=0.0, truncated_fraction=0.9,
-        response_length_p95=128.0).items()}
+        reward_mean=0.0, reward_std=0.0, policy_loss=0.0, format_rate=0.0,
+        truncated_fraction=0.9).items()}
     rows = history(n, **same)
     for name, values in series.items():
         for row, value in zip(rows, values):
             row[name] = value
-    found = train.symptoms(rows, "so \x1b[31m it is")
+    found = train.symptoms(rows)
     assert ("nothing to learn" in found) == told
     if told:
-        _, line = found["nothing to learn"]
-        for word in ("earned 0,", "\\boxed{}", "90%", "128 tokens", "\\x1b[31m it is'"):
-            assert word in line
+        line = found["nothing to learn"]
+        assert all(word in line for word in ("earned 0,", "0% have a \\boxed{}", "90%"))
 
 
 @pytest.mark.parametrize("what, n, name, failing, healthy, words", [
@@ -596,9 +595,9 @@ def test_a_run_in_which_nothing_can_be_learned_says_so_after_three_steps(n, seri
 def test_a_failure_is_named_with_its_number_and_its_remedy(what, n, name, failing, healthy, words):
     rows = in_trouble(history(n, **{name: failing}))
     before = copy.deepcopy(rows)
-    (first, _), (found, (bad, line)) = train.symptoms(rows).items()
+    (first, _), (found, line) = train.symptoms(rows).items()
     assert first == "fallen reward" and found == what
-    assert all(word in line for word in words) and "\n" not in line and bad > 0, line
+    assert all(word in line for word in words) and "\n" not in line, line
     for well in (history(n, **{name: failing}), history(n)):
         assert train.symptoms(well) == {}
     assert list(train.symptoms(in_trouble(history(n, **{name: healthy})))) == ["fallen reward"]
@@ -625,17 +624,6 @@ def warnings_of(folder):
     return {m["step"]: m["warning"] for m in metrics_of(folder) if "warning" in m}
 
 
-def test_a_state_is_told_once_and_again_where_it_is_clearly_worse(capsys, tmp_path):
-    lines = [*history(20, approx_kl=[0.06] * 10), *history(30, approx_kl=[0.07] * 10),
-             *history(10, approx_kl=[0.2] * 10), *history(10, approx_kl=[0.3] * 10)]
-    logged(in_trouble(lines), train.Run(tmp_path))
-    warnings = warnings_of(tmp_path)
-    assert list(warnings) == [2, 19, 58]                  # above 0.05, and three times as much
-    assert ["KL" in line for line in warnings.values()] == [False, True, True]
-    err = capsys.readouterr().err
-    assert all(f"step {step}: {line}" in err for step, line in warnings.items())
-
-
 @pytest.mark.parametrize("at", range(1, 30, 4))
 def test_a_resumed_run_warns_as_one_that_was_never_stopped(tmp_path, at):
     """Also where numbers were not finite: they stand as null in the file."""
@@ -650,7 +638,9 @@ def test_a_resumed_run_warns_as_one_that_was_never_stopped(tmp_path, at):
     resumed.held_out = [(0, 0.5)]
     train.forget_later_steps(resumed)
     logged(lines[at:], resumed)
-    assert warnings_of(parts) == warnings_of(whole) != {}
+    warnings = warnings_of(whole)
+    assert warnings_of(parts) == warnings
+    assert list(warnings) == [2, 25], "each is told once"
 
 
 @pytest.fixture(scope="module")
@@ -672,7 +662,7 @@ def traced(tmp_path_factory):
 
 def test_the_trace_tells_the_stages_in_order(capsys, traced):
     assert re.findall(r"\[([A-H])\]", traced.out) == list("ABCDEFGH")
-    for words in ("sample_groups", "score_responses", "group_advantages", "token_logprobs",
+    for words in ("sample_groups", "score_responses", "advantages_of", "token_logprobs",
                   "clipped_objective", "kl_estimate", "grpo_loss", "train_grpo", traced.prompt,
                   f"truth is {traced.truth}"):
         assert words in traced.out

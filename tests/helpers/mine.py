@@ -22,8 +22,6 @@ def score(completions, answer, **columns):
         os.kill(os.getpid(), getattr(signal, fault))
     if calls >= at and fault == "raise":
         raise KeyError("no, please")
-    if calls >= at and fault == "negative":
-        return [-1.0 for _ in answer]
     return [rule_reward(c, a) for c, a in zip(completions, answer)]
 
 
