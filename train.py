@@ -38,6 +38,7 @@ import warnings
 from collections import Counter
 from contextlib import chdir, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -630,8 +631,8 @@ def update_bar(bar, metrics, run):
 # The known failures of GRPO runs: how the metrics show them, and which flag may help. A healthy run
 # passes through most of these states, so they are told only where the reward is in trouble.
 
-def symptoms(history):
-    """Metrics of the steps so far -> {name: one line with its number}."""
+def symptoms(history, answer=""):
+    """Metrics of the steps so far, an answer -> {name: one line with its number}."""
     def recent(name, start=-10, stop=None):
         # The mean over these steps, by default the last ten; NaN if one has no value
         values = [row.get(name) for row in history[start:stop]]
@@ -652,7 +653,8 @@ def symptoms(history):
         return {"nothing to learn": (
             f"all answers of {n} steps earned {now:.3g}, so nothing can be learned: "
             f"{recent('format_rate', 0):.0%} have a \\boxed{{}}, "
-            f"{recent('truncated_fraction', 0):.0%} are cut; samples.jsonl holds some")}
+            f"{recent('truncated_fraction', 0):.0%} are cut, 95% have at most "
+            f"{recent('response_length_p95', 0):.0f} tokens; the last ends in {answer[-60:]!r}")}
     fallen = (best - now) / (spread or 1)
     is_stuck = n >= 30 and now <= rewards[4] and not recent("accuracy") > 0.9
     if not (fallen > 0.5 or is_stuck):
@@ -1545,7 +1547,7 @@ def model_without_storage(name, folder, dtype, kind=AutoModelForCausalLM):
 # masters, gathers a layer when it computes, and works on its own whole groups.
 
 def rank():
-    return int(os.environ.get("RANK", 0))  # torchrun sets it
+    return int(os.environ["RANK"]) if world() > 1 else 0  # torchrun sets it
 
 
 def world():
@@ -1560,7 +1562,14 @@ def join_ranks(s):
     if on_gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # NCCL exchanges CUDA tensors, gloo exchanges Python objects and CPU tensors.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo", store=store_of_ranks(),
+                            rank=rank(), world_size=world())
+
+
+def store_of_ranks(**timeout):
+    """Where the processes meet. A restart by torchrun must not find the addresses of the last."""
+    store, *_ = next(dist.rendezvous("env://", **timeout))
+    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
 
 def leave_ranks():
@@ -1571,10 +1580,18 @@ def leave_ranks():
 
 
 def end_rank(fault):
-    """Print this rank's fault and end without waiting; torchrun ends those that do not notice."""
-    if "onnection" in fault:  # of gloo's error, when another rank has ended
+    """Print this rank's fault, unless another rank has told one, and end without waiting.
+
+    The first fault is the cause: ranks that it leaves alone lose their connections. torchrun ends
+    those that do not notice.
+    """
+    is_first = True
+    with suppress(Exception):  # there is no store before rank 0 has begun, or after it has ended
+        is_first = store_of_ranks(timeout=timedelta(seconds=5)).add("faults", 1) == 1
+    if "gloo/transport" in fault:  # that rank was killed
         fault = "lost its connection to another rank"
-    print(f"train.py: rank {rank()}: {fault}", file=sys.stderr, flush=True)
+    if is_first:
+        print(f"train.py: rank {rank()}: {fault}", file=sys.stderr, flush=True)
     os._exit(2)  # at once: sys.exit() would wait for collectives
 
 
@@ -1682,6 +1699,7 @@ class Run:
         self.resume_command = ""  # set once there is something to resume
         self.skipped_in_a_row = 0
         self.history = []  # the metrics that symptoms() reads
+        self.answer = ""  # the last of the step
         self.reward_model = None  # only if training changes it
         self.ref_model = None  # only if training changes it
         self.eval_problems = []
@@ -1748,7 +1766,7 @@ class Run:
         if "loss" in metrics:
             self.history.append(metrics)
             lines = []
-            for what, line in symptoms(self.history).items():
+            for what, line in symptoms(self.history, self.answer).items():
                 if what not in self.told:
                     self.told.append(what)
                     lines.append(line)
@@ -1770,6 +1788,7 @@ class Run:
 
     def log_samples(self, batch, rollout):
         """Write the step's first two groups, as they were scored; keep one for page.html."""
+        self.answer = rollout.responses[-1]
         G = len(rollout.responses) // len(batch.prompts)
         for j, prompt in enumerate(batch.prompts[:2]):
             group = sample.take(rollout, range(j * G, (j + 1) * G))
@@ -1917,6 +1936,8 @@ def load_checkpoint(run, model, optimizer, s):
     """Restore what the checkpoint holds, if the run began with the same problems and weights."""
     path = Path(run.name, CHECKPOINT)
     if not path.is_file():
+        if Path(run.name, "metrics.jsonl").is_file():
+            raise BadInput(f"--resume {run.name}: there is a log of steps, but no {CHECKPOINT}")
         return  # it was killed before it began
     digests = run.digests  # of today
     with as_bad_input(f"--resume: {path} is damaged, or not of this model, or of another version "
@@ -2127,8 +2148,11 @@ def command(program, *flags):
     # sys.executable: outside its virtual environment a bare `python` would not find torch.
     start = [sys.executable]
     if world() > 1 and program == "train.py":
-        on_this_node = os.environ.get("LOCAL_WORLD_SIZE", world())
-        start = ["torchrun", f"--nproc-per-node={on_this_node}"]  # several nodes add --nnodes
+        on_this_node = int(os.environ.get("LOCAL_WORLD_SIZE", world()))
+        start = ["torchrun", f"--nproc-per-node={on_this_node}"]
+        if on_this_node < world():  # every node repeats this command
+            start += [f"--nnodes={world() // on_this_node}", "--rdzv-backend=c10d",
+                      f"--rdzv-endpoint={os.environ['MASTER_ADDR']}"]
     return shlex.join([*start, str(HERE / program), *flags])
 
 

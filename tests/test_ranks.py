@@ -33,9 +33,10 @@ def test_ranks_compute_what_one_process_does_also_after_one_has_died(one, tmp_pa
     """Rank 1 is killed in step 2; the run comes back, and ends as if nothing had been."""
     folder = tmp_path / "run"
     same = (*FLAGS, f"--output={folder}", "--resume=auto")
-    done = begin(torch.distributed.run.__file__, "--standalone", "--nproc-per-node=2", "train.py",
-                 *same, FAULT="SIGKILL", FAULT_AT="3")()
-    assert done.returncode != 0 and metrics_of(folder)[-1]["step"] == 1
+    torchrun = torch.distributed.run.__file__, "--nproc-per-node=2"
+    kill = dict(FAULT="SIGKILL", FAULT_AT="3")            # in the first attempt
+    done = begin(*torchrun, "--max-restarts=3", "train.py", *same, "--steps=2", **kill)()
+    assert "from step 0" in well_ended(done) and "from step 1" in done.stdout
     out = well_ended(begin("train.py", *same, ranks=4)())  # two began, four end it
     assert_same_run(folder, one)
     assert out.count("question  ") == 1                   # only rank 0 speaks
@@ -110,7 +111,7 @@ def test_a_fault_of_one_rank_ends_both_at_once(tmp_path, stage, fault):
     text = log.read_text()
     assert [process.exitcode for process in ranks] == [2, 2], text
     assert text.count("rank 1: ") == 1, text
-    assert text.count("rank 0: ") == text.count("lost its connection to another rank") == 1, text
+    assert "rank 0: " not in text, text                   # the cause alone is told
     assert ("Traceback" in text) == isinstance(fault, RuntimeError), text
     if (folder / "checkpoint.safetensors").exists():
         trains(f"--resume={folder}")
