@@ -26,6 +26,7 @@ import torch
 import transformers
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -253,8 +254,8 @@ def head_logprobs(model, hidden, targets, temperature, with_entropy):
 #     x  y2 y2 y2   ->   x  y1 y1  y2 y2 y2                        keys     x | x y1 y1 | x y2 y2 y2
 #
 # Every answer's positions continue its prompt's. Only attention mixes the tokens of a row. Flash
-# attention, on CUDA, gets each piece's queries with the keys that they may see. Elsewhere queries,
-# keys and values return to the padded rows on the left, for the call of attention alone.
+# attention, on CUDA, gets each piece's queries with the keys that they may see. Elsewhere it takes
+# two calls on padded rows: all prompts, then all answers with their prompts among the keys.
 
 def distinct_rows(*tensors):
     """Tensors (N, ...) -> their U different rows on the CPU, and which of them each row is (N,)."""
@@ -332,8 +333,7 @@ def options_of_long_row(model, rows, source, places):
     if has_flash(model):
         attend = partial(attention_in_pieces, *bounds_of(model, rows, places))
     else:
-        source, places = uploaded(model.device, source, places)
-        attend = partial(attention_in_rows, source=source, places=places)
+        attend = partial(padded_attention, *padded_pieces(model, rows, places))
     positions, mask = uploaded(model.device, positions, mask)
     return {"position_ids": positions, "attention_mask": mask, "attend": attend}
 
@@ -377,19 +377,46 @@ def attention_in_pieces(keys, *bounds, q, k, v, scaling):
                        scale=scaling, enable_gqa=True)
 
 
-def attention_in_rows(q, k, v, source, places, scaling):
-    """q (T, Hq, D), k and v (T, Hkv, D) -> (T, Hq, D), by way of the padded rows (N, S)."""
-    def in_rows(x):
-        # As many key heads as query heads, or CUDA takes a slow kernel that holds all scores.
-        copies = q.shape[1] // x.shape[1]
-        x = x.repeat_interleave(copies, dim=1)                                    # (T, Hq, D)
+def padded_pieces(model, rows, places):
+    """Without flash attention: places in the long row of G prompts (G, P), of N answers (N, A) and
+    of the answers' keys (N, S); what an answer sees (N, 1, A, S); and the way back (T,).
+    """
+    def padded(pieces):
+        return pad_sequence([places[n, start:end] for n, start, end in pieces],
+                            batch_first=True, padding_value=-1)
+
+    answers = [piece for _, *answers in rows for piece in answers]
+    prompts = padded(row[0] for row in rows)
+    queries = padded(answers)
+    keys = padded((n, 0, end) for n, _, end in answers)
+    # The way back: every token stands once among the queries, and padding sorts before them all.
+    order = torch.cat((prompts.flatten(), queries.flatten()))
+    back = order.argsort()[(order < 0).sum():]
+    starts = torch.tensor([start for _, start, _ in answers])
+    last_key = starts[:, None] + torch.arange(queries.shape[1])                   # (N, A)
+    mask = last_key[:, None, :, None] >= torch.arange(keys.shape[1])
+    prompts, queries, keys = (x.clamp(min=0) for x in (prompts, queries, keys))
+    return uploaded(model.device, prompts, queries, keys, mask, back)
+
+
+def padded_attention(prompts, answers, keys, mask, back, q, k, v, scaling):
+    """q (T, Hq, D), k and v (T, Hkv, D) -> (T, Hq, D), in two calls: see padded_pieces."""
+    # As many key heads as query heads, or CUDA takes a slow kernel that holds all scores.
+    copies = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))                   # (T, Hq, D)
+
+    def rows_of(places, x):
         rows = x.index_select(0, places.flatten())
         return rows.unflatten(0, places.shape).transpose(1, 2)                    # (N, Hq, S, D)
 
-    out = scaled_dot_product_attention(in_rows(q), in_rows(k), in_rows(v),
-                                       is_causal=True, scale=scaling)
-    out = out.transpose(1, 2).flatten(0, 1)                                       # (N * S, Hq, D)
-    return out.index_select(0, source)
+    alone = scaled_dot_product_attention(
+        rows_of(prompts, q), rows_of(prompts, k), rows_of(prompts, v),
+        is_causal=True, scale=scaling)                                            # (G, Hq, P, D)
+    after = scaled_dot_product_attention(
+        rows_of(answers, q), rows_of(keys, k), rows_of(keys, v),
+        attn_mask=mask, scale=scaling)                                            # (N, Hq, A, D)
+    out = torch.cat([x.transpose(1, 2).flatten(0, 1) for x in (alone, after)])
+    return out.index_select(0, back)
 
 
 AttentionInterface.register("long rows", long_row_attention)

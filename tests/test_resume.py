@@ -475,7 +475,7 @@ def test_out_of_memory_for_good_is_one_line(capsys, monkeypatch, tmp_path, stage
     assert "out of memory" in line and "--lora-rank 16" in line
 
 
-@pytest.mark.parametrize("place", ["sample.fast_decode", "logprob.attention_in_rows"])
+@pytest.mark.parametrize("place", ["sample.fast_decode", "logprob.padded_attention"])
 def test_a_fast_path_that_fails_ends_in_the_command_that_goes_on(
         capsys, monkeypatch, tmp_path, uninterrupted, place):
     """To the same rewards. With --plain an error has its traceback."""
