@@ -379,43 +379,45 @@ def attention_in_pieces(keys, *bounds, q, k, v, scaling):
 
 def padded_pieces(model, rows, places):
     """Without flash attention: places in the long row of G prompts (G, P), of N answers (N, A) and
-    of the answers' keys (N, S); what an answer sees (N, 1, A, S); and the way back (T,).
+    of the answers' keys (N, S); a mask (N, 1, A, S) of 0 and -inf; and the way back (T,).
     """
     def padded(pieces):
-        return pad_sequence([places[n, start:end] for n, start, end in pieces],
-                            batch_first=True, padding_value=-1)
+        found = [places[n, start:end] for n, start, end in pieces]
+        return pad_sequence(found, batch_first=True, padding_value=-1)
 
     answers = [piece for _, *answers in rows for piece in answers]
     prompts = padded(row[0] for row in rows)
     queries = padded(answers)
     keys = padded((n, 0, end) for n, _, end in answers)
+    keys = pad(keys, (0, -keys.shape[1] % 16))           # else CUDA copies the mask in every layer
     # The way back: every token stands once among the queries, and padding sorts before them all.
-    order = torch.cat((prompts.flatten(), queries.flatten()))
-    back = order.argsort()[(order < 0).sum():]
+    slots = torch.cat((prompts.flatten(), queries.flatten()))
+    back = slots.argsort()[(slots < 0).sum():]
     starts = torch.tensor([start for _, start, _ in answers])
     last_key = starts[:, None] + torch.arange(queries.shape[1])                   # (N, A)
-    mask = last_key[:, None, :, None] >= torch.arange(keys.shape[1])
+    unseen = last_key[:, None, :, None] < torch.arange(keys.shape[1])             # (N, 1, A, S)
+    mask = torch.zeros(unseen.shape, dtype=model.dtype).masked_fill(unseen, -torch.inf)
     prompts, queries, keys = (x.clamp(min=0) for x in (prompts, queries, keys))
     return uploaded(model.device, prompts, queries, keys, mask, back)
 
 
 def padded_attention(prompts, answers, keys, mask, back, q, k, v, scaling):
     """q (T, Hq, D), k and v (T, Hkv, D) -> (T, Hq, D), in two calls: see padded_pieces."""
-    # As many key heads as query heads, or CUDA takes a slow kernel that holds all scores.
-    copies = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))                   # (T, Hq, D)
+    if q.is_cuda:
+        # As many key heads as query heads, or CUDA takes a slow kernel that holds all scores.
+        copies = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))               # (T, Hq, D)
 
-    def rows_of(places, x):
+    def rows_of(x, places):
         rows = x.index_select(0, places.flatten())
-        return rows.unflatten(0, places.shape).transpose(1, 2)                    # (N, Hq, S, D)
+        return rows.unflatten(0, places.shape).transpose(1, 2)                    # (N, H, S, D)
 
-    alone = scaled_dot_product_attention(
-        rows_of(prompts, q), rows_of(prompts, k), rows_of(prompts, v),
-        is_causal=True, scale=scaling)                                            # (G, Hq, P, D)
-    after = scaled_dot_product_attention(
-        rows_of(answers, q), rows_of(keys, k), rows_of(keys, v),
-        attn_mask=mask, scale=scaling)                                            # (N, Hq, A, D)
-    out = torch.cat([x.transpose(1, 2).flatten(0, 1) for x in (alone, after)])
+    attend = partial(scaled_dot_product_attention, scale=scaling, enable_gqa=True)
+    of_prompts = attend(rows_of(q, prompts), rows_of(k, prompts), rows_of(v, prompts),
+                        is_causal=True)                                           # (G, Hq, P, D)
+    of_answers = attend(rows_of(q, answers), rows_of(k, keys), rows_of(v, keys),
+                        attn_mask=mask)                                           # (N, Hq, A, D)
+    out = torch.cat([x.transpose(1, 2).flatten(0, 1) for x in (of_prompts, of_answers)])
     return out.index_select(0, back)
 
 

@@ -3,17 +3,19 @@
     python tests/tools/benchmark.py tiny small  # the default run; 4 layers, 64 and 256 new tokens
     python tests/tools/benchmark.py ragged vocab  # answers of many lengths; 151,936 words
     python tests/tools/benchmark.py qwen1.5b  # the shape of Qwen2.5-1.5B, on a GPU only
+    python tests/tools/benchmark.py qwen0.5b --bf16  # the shape of Qwen2.5-0.5B; in bfloat16
     python tests/tools/benchmark.py real --steps 3  # the task of tests/real/real_model.py
     python tests/tools/benchmark.py real --steps 20 --bf16  # and does it learn as well there
     python tests/tools/benchmark.py --scaling  # ours alone: twice the groups, answers, prompts
     python tests/tools/benchmark.py small --against=--no-share-prompts  # with and without a flag
     python tests/tools/benchmark.py --head  # [D]'s head alone: lean, and with all the logits
 
-Without a preset all of them run but real; with TRL (`pip install trl`) that takes hours, most of
-them vocab.
+Without a preset all of them run but qwen0.5b, which takes 20 GB, and real; with TRL (`pip install
+trl`) that takes hours, most of them vocab.
 
 What: a whole step, `train.train_step` here and `GRPOTrainer.train` there, on the same weights
-(random, but for tiny), prompts, lengths, reward and threads; on a CPU in float32. TRL gets
+(random, but for tiny), prompts, lengths, reward and threads; on a CPU in float32 unless --bf16 is
+given. TRL gets
 `loss_type="grpo"`, our beta, learning rate and optimizer, no checkpointing, logging or saving. Its
 micro-batch (rows per device batch) is the fastest of a few. Ours is the same number of tokens
 without checkpointing, and then whatever train.py does by default.
@@ -59,7 +61,13 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 import train  # noqa: E402
 from logprob import LeanHead  # noqa: E402
-from reward import load_function, load_problems, own_reward_of, rule_reward  # noqa: E402
+from reward import (  # noqa: E402
+    REWARDS_BY_NAME,
+    load_function,
+    load_problems,
+    own_reward_of,
+    rule_reward,
+)
 
 # An end token of this chance per draw never comes: all answers have the full length.
 SMALL = {
@@ -70,17 +78,22 @@ QWEN = SMALL | {
     "layers": 28, "hidden": 1536, "heads": 12, "kv_heads": 2, "ffn": 8960, "vocab": 151936,
     "new_tokens": 512,
 }
+QWEN_SMALL = QWEN | {
+    "layers": 24, "hidden": 896, "heads": 14, "ffn": 4864, "prompt_length": 200, "new_tokens": 64,
+    "prompts": 2, "group_size": 4,
+}
 PRESETS = {
     "tiny": [],  # tests/tiny with its own config
     "small": [SMALL, SMALL | {"new_tokens": 256}],
     "ragged": [SMALL | {"new_tokens": 256, "end_chance": 1 / 64}],
     "vocab": [SMALL | {"vocab": 151936, "hidden": 128, "ffn": 512}],
+    "qwen0.5b": [QWEN_SMALL],
     "qwen1.5b": [QWEN],
     "real": [],  # trains, see train_both
 }
 # Measured steps per process and turns, where --repeat and --pairs do not say otherwise. A step of
-# tiny is short; one of qwen1.5b is long, and a GPU's clock is steady.
-REPEAT = {"tiny": 30, "qwen1.5b": 2}
+# tiny is short; one of Qwen's is long, and a GPU's clock is steady.
+REPEAT = {"tiny": 30, "qwen0.5b": 1, "qwen1.5b": 2}
 PAIRS = {"qwen1.5b": 1}
 PAD, END = 0, 1
 
@@ -204,7 +217,9 @@ def coin_toss(completions, answer, **columns):
 
 def reward_functions(settings):
     """What the answers are paid for, as TRL calls it."""
-    return [load_function(spec) for spec in settings.reward or ()] or [coin_toss]
+    specs = settings.reward or ()
+    functions = [REWARDS_BY_NAME.get(spec) or load_function("--reward", spec) for spec in specs]
+    return functions or [coin_toss]
 
 
 def ours(settings, policy, tokenizer, batches, job):
@@ -444,26 +459,30 @@ def run(folder, side, repeat, rows=0, flags=()):
     return result
 
 
-def compare(name, folder, repeat, pairs, micro_batches):
+def compare(name, folder, repeat, pairs, micro_batches, flags=()):
     """Ours and TRL's at its best micro-batch, and our default, in turns; without TRL ours alone."""
+    flags = list(flags)
     settings = settings_of(folder)
     if not importlib.util.find_spec("trl"):
-        print_figures(name, {"ours, default": [run(folder, "ours", repeat) for _ in range(pairs)]})
+        alone = [run(folder, "ours", repeat, flags=flags) for _ in range(pairs)]
+        print_figures(name, {"ours, default": alone})
         return
     N = settings.prompts_per_step * settings.group_size
     rows = [n for n in micro_batches if N % n == 0] or [N]
     if len(rows) > 1:
         # The clock of a busy CPU would choose by chance.
         key = "seconds" if torch.cuda.is_available() else "cpu"
-        seconds = {n: middle([run(folder, "trl", max(repeat // 3, 1), n)], key) for n in rows}
+        seconds = {n: middle([run(folder, "trl", max(repeat // 3, 1), n, flags)], key)
+                   for n in rows}
         rows.sort(key=seconds.get)
     best = rows[0]
     tokenizer, [batch] = read_batches(settings, 1)
     longest = max(map(len, tokenizer(batch.prompts).input_ids)) + settings.max_new_tokens
     same = [f"--micro-batch-tokens={best * longest}", "--no-gradient-checkpointing"]
     ours_same, theirs, ours_default = zip(*[
-        (run(folder, "ours", repeat, best, same), run(folder, "trl", repeat, best),
-         run(folder, "ours", repeat)) for _ in range(pairs)])
+        (run(folder, "ours", repeat, best, [*same, *flags]),
+         run(folder, "trl", repeat, best, flags),
+         run(folder, "ours", repeat, flags=flags)) for _ in range(pairs)])
     print_figures(name, {f"ours, {best} rows": ours_same, f"TRL, {best} rows": theirs,
                          "ours, default": ours_default})
     print_ratios(name, ours_same, theirs, ours_default)
@@ -522,12 +541,13 @@ def print_figures(name, sides):
 
 def print_ratios(name, same, theirs, default):
     table("TRL's over ours", "**a step**", "sampling", "update", "CPU seconds",
-          "**peak MB, ours over TRL's**")
+          "**peak MB, ours over TRL's**", "peak MB of the process")
     for side, results in (("same micro-batch", same), ("our default", default)):
         step, *others = (ratios(theirs, results, key)
                          for key in ("seconds", "sampling", "update", "cpu"))
         print(f"| {name} {side} | **{step}** | {' | '.join(others)} "
-              f"| **{ratios(results, theirs, 'peak')}** |", flush=True)
+              f"| **{ratios(results, theirs, 'peak')}** | {ratios(results, theirs, 'whole')} |",
+              flush=True)
 
 
 def against(name, folder, repeat, pairs, flags):
@@ -590,7 +610,7 @@ def make_parser():
     parser.add_argument("--task", type=Path, default=ROOT / "runs" / "smollm2-sums",
                         help="real: the folder that tests/real/real_model.py writes")
     parser.add_argument("--steps", type=int, default=20, help="real: of both trainings")
-    parser.add_argument("--bf16", action="store_true", help="real: both in bfloat16")
+    parser.add_argument("--bf16", action="store_true", help="both in bfloat16")
     parser.add_argument("--repeat", type=int,
                         help="measured steps per process; default 3, tiny 30, qwen1.5b 2")
     parser.add_argument("--pairs", type=int,
@@ -608,7 +628,8 @@ def make_parser():
 
 def measure_presets(args, folder):
     sizes = {name: getattr(args, name) for name in SMALL if getattr(args, name) is not None}
-    for preset in args.presets or [name for name in PRESETS if name != "real"]:
+    flags = ["--dtype=bfloat16" if args.bf16 else "--dtype=auto"]
+    for preset in args.presets or [name for name in PRESETS if name not in ("real", "qwen0.5b")]:
         if preset == "real":
             train_both(args.task, args.steps, (args.micro_batches or [16])[0],
                        ["--dtype=bfloat16" if args.bf16 else "--dtype=float32"])
@@ -629,7 +650,8 @@ def measure_presets(args, folder):
             if args.against:
                 against(name, model, repeat, pairs, args.against.split())
             else:
-                compare(name, model, repeat, pairs, args.micro_batches or [4, 8, 16, 64, 128])
+                compare(name, model, repeat, pairs, args.micro_batches or [4, 8, 16, 64, 128],
+                        flags)
 
 
 def main(argv=None):
