@@ -8,6 +8,7 @@
     python tests/tools/benchmark.py real --steps 20 --bf16  # and does it learn as well there
     python tests/tools/benchmark.py --scaling  # ours alone: twice the groups, answers, prompts
     python tests/tools/benchmark.py small --against=--no-share-prompts  # with and without a flag
+    python tests/tools/benchmark.py qwen0.5b --profile  # where a step of ours spends its time
     python tests/tools/benchmark.py --head  # [D]'s head alone: lean, and with all the logits
 
 Without a preset all of them run but qwen0.5b, which takes 20 GB, and real; with TRL (`pip install
@@ -48,10 +49,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
 import torch
+import torch.profiler
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
@@ -313,6 +316,31 @@ def trl(settings, policy, tokenizer, batches, job):
     return steps, rewards, loaded
 
 
+def parts(job):
+    """One step under torch's profiler -> {kind of operation: its seconds on a CPU}."""
+    settings = train.plan_memory(settings_of(job["folder"], job["flags"]))
+    policy, _ = train.load_policy(settings)
+    tokenizer, batches = read_batches(settings, 1)
+    ours(settings, policy, tokenizer, batches, job)  # a warm-up
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        steps, _, _ = ours(settings, policy, tokenizer, batches, job)
+    found = defaultdict(float)
+    for event in seen.key_averages():
+        found[kind_of(event.key)] += event.self_cpu_time_total / 1e6
+    [(_, cpu, sampling, _)] = steps
+    return found | {"all, CPU seconds": cpu, "of them sampling": sampling}
+
+
+def kind_of(operation):
+    """What an operation of torch is counted as; one that is neither has its own name."""
+    name = operation.removeprefix("aten::")
+    if "scaled_dot_product" in name or "flash_attention" in name:
+        return "attention"
+    if name in ("mm", "addmm", "bmm", "baddbmm", "matmul", "linear") or "mkldnn" in name:
+        return "products"
+    return name
+
+
 def head_alone(job):
     """Log-probs of 8 x 512 tokens, V 151,936, hidden 256, forward and backward, one process."""
     hidden = torch.randn(8 * 512, 256, requires_grad=True)
@@ -452,6 +480,8 @@ def run(folder, side, repeat, rows=0, flags=()):
     if done.returncode:
         sys.exit(f"{side}: {done.stderr[-3000:]}")
     result = json.loads(done.stdout.splitlines()[-1])
+    if side == "parts":
+        return result
     print(f"    {folder.name} {side} {rows or 'all':3} rows  "
           f"{middle([result], 'seconds'):.2f} s per step, CPU {middle([result], 'cpu'):.2f}, "
           f"{result['peak'][0]:.0f} MB, load {os.getloadavg()[0]:.1f}",
@@ -560,6 +590,15 @@ def against(name, folder, repeat, pairs, flags):
     print(f"| {name} | {' | '.join(ratios(*zip(*turns), key) for key in keys)} |", flush=True)
 
 
+def print_parts(name, folder, flags):
+    """Seconds of one step by kind of operation, the largest first."""
+    found = run(folder, "parts", 1, flags=flags)
+    whole = found["all, CPU seconds"]
+    table(name, "seconds", "of the CPU seconds")
+    for kind, seconds in sorted(found.items(), key=lambda item: -item[1])[:16]:
+        print(f"| {kind} | {seconds:.2f} | {seconds / whole:.0%} |", flush=True)
+
+
 def head(pairs):
     """[D]'s head alone: all logits, and a chunk of them at a time."""
     name = Path("8 x 512 tokens")
@@ -621,6 +660,7 @@ def make_parser():
     parser.add_argument("--scaling", action="store_true", help="measure how ours grows instead")
     parser.add_argument("--against", metavar="FLAGS",
                         help="measure ours with these flags, against the default")
+    parser.add_argument("--profile", action="store_true", help="seconds of a step by operation")
     parser.add_argument("--head", action="store_true", help="measure [D]'s head alone")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser
@@ -647,7 +687,9 @@ def measure_presets(args, folder):
                 runs[name] = folder / name.replace("/", "-")
                 make_folder(size, runs[name])
         for name, model in runs.items():
-            if args.against:
+            if args.profile:
+                print_parts(name, model, flags)
+            elif args.against:
                 against(name, model, repeat, pairs, args.against.split())
             else:
                 compare(name, model, repeat, pairs, args.micro_batches or [4, 8, 16, 64, 128],
@@ -666,8 +708,8 @@ def main(argv=None):
     if args.child:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         job = json.loads(args.child)
-        side = head_alone if job["side"] in ("lean head", "full logits") else measure
-        print(json.dumps(side(job)))
+        kinds = {"parts": parts, "lean head": head_alone, "full logits": head_alone}
+        print(json.dumps(kinds.get(job["side"], measure)(job)))
         return 0
     logging.disable_progress_bar()
     logging.set_verbosity_error()
