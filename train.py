@@ -1225,8 +1225,9 @@ class MasterAdamW(torch.optim.AdamW):
         if trained[0].device != weights[0].device:
             self.grads = [torch.empty_like(master, pin_memory=True) for master in trained]
         for i, weight in enumerate(weights):
-            weight.grad_dtype = None  # allows any: take_gradient() changes it
-            weight.register_post_accumulate_grad_hook(partial(self.take_gradient, i))
+            if weight.requires_grad:  # with LoRA the factors have gradients instead
+                weight.grad_dtype = None  # allows any: take_gradient() changes it
+                weight.register_post_accumulate_grad_hook(partial(self.take_gradient, i))
 
     def take_gradient(self, i, weight):
         """Make the first micro-batch's gradient float32: the others are added to it."""
@@ -1291,15 +1292,38 @@ def adapt_loss_scale(optimizer, skipped):
 # --------------------------------------------------------------------------------------------------
 # LoRA (Hu et al., arXiv 2106.09685): W = W0 + c B A for every Linear but the head, with factors
 # A (R, in), B (out, R) and c = alpha / R. Usually the factors are a second path beside W0, and are
-# merged for a fast sampler. Here only the optimizer knows them: the model has plain weights W, so
-# every fast path works, and the optimizer writes W again after each step.
+# merged for a fast sampler. Here the model always has the plain weights W, so every fast path
+# works. Only the backward pass and the optimizer know the factors.
+
+class FactoredLinear(torch.autograd.Function):
+    """y = x W^T whose gradient goes to W's factors: dA = c B^T dW, dB = c dW A^T, without dW."""
+
+    @staticmethod
+    def forward(ctx, x, W, bias, A, B, c):
+        # x (..., in), W (out, in), A (R, in), B (out, R)
+        ctx.save_for_backward(x, W, A, B)
+        ctx.c = c
+        return torch.nn.functional.linear(x, W, bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, W, A, B = ctx.saved_tensors
+        dx = dy @ W                                                                # (..., in)
+        x, dy = x.flatten(0, -2), dy.flatten(0, -2)                 # (T, in), (T, out): dW = dy^T x
+        dA = (dy @ B.to(dy)).T @ x                                                 # (R, in)
+        dB = dy.T @ (x @ A.T.to(x))                                                # (out, R)
+        return dx, None, None, ctx.c * dA.to(A), ctx.c * dB.to(B), None
+
+
+def factored_forward(linear, A, B, c, x):
+    return FactoredLinear.apply(x, linear.weight, linear.bias, A, B, c)
+
 
 class LoraAdamW(MasterAdamW):
     """AdamW on the factors; the weights are rounded from W0 + c B A after each step.
 
-    As soon as a backward pass has the gradient dW of a weight, the factors get dA = c B^T dW and
-    dB = c dW A^T, and dW is freed: only one dW exists at a time. W0 is the weight of `ref_model`;
-    without a reference it is a copy, which --offload keeps in host memory.
+    W0 is the weight of `ref_model`; without a reference it is a copy, which --offload keeps in host
+    memory.
     """
 
     def __init__(self, model, ref_model, s, **how):
@@ -1308,7 +1332,8 @@ class LoraAdamW(MasterAdamW):
         self.factors = {}  # A and B, under their names in PEFT
         linears = linears_of(model)
         model.requires_grad_(False)
-        for i, (name, W) in enumerate(linears.items()):
+        for i, (name, linear) in enumerate(linears.items()):
+            W = linear.weight
             if ref_model and not s.renew_reference:
                 W0 = ref_model.get_submodule(name).weight
             else:
@@ -1321,18 +1346,11 @@ class LoraAdamW(MasterAdamW):
             self.parts.append((W0, A, B))
             self.factors[f"base_model.model.{name}.lora_A.weight"] = A
             self.factors[f"base_model.model.{name}.lora_B.weight"] = B
-            W.requires_grad_()
+            linear.forward = partial(factored_forward, linear, A.requires_grad_(),
+                                     B.requires_grad_(), self.lora_scale)
         self.seed = s.seed
-        super().__init__(list(self.factors.values()), list(linears.values()), **how)
-
-    @torch.no_grad()
-    def take_gradient(self, i, weight):
-        """Add the weight's gradient to those of its factors, and free it."""
-        _, A, B = self.parts[i]
-        dW = weight.grad.to(A.dtype).mul_(self.lora_scale)                             # (out, in)
-        weight.grad = None
-        for factor, grad in ((A, B.T @ dW), (B, dW @ A.T)):                   # (R, in), (out, R)
-            factor.grad = grad if factor.grad is None else factor.grad + grad
+        weights = [linear.weight for linear in linears.values()]
+        super().__init__(list(self.factors.values()), weights, **how)
 
     def masters(self):
         for i, (W0, A, B) in enumerate(self.parts):
@@ -1341,14 +1359,14 @@ class LoraAdamW(MasterAdamW):
 
 
 def linears_of(model):
-    """{name: weight (out, in)} of every Linear but the head. BadInput: others would stay frozen."""
+    """{name: module} of every Linear but the head. BadInput: others would stay frozen."""
     found = {}
     for name, module in model.named_modules():
         matrix = any(p.ndim > 1 for p in module.parameters(recurse=False))
         if matrix and not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
             raise BadInput(f"--lora-rank: {name}: not a Linear, and would not be trained")
         if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings():
-            found[name] = module.weight
+            found[name] = module
     return found
 
 
@@ -1422,14 +1440,14 @@ def counted_ways(s, device, dtype):
             ways = [replace(way, **{name: on}) for way in ways for on in (False, True)]
     counted = []
     for way in ways:
-        count = memory(way, model)
+        count = memory(way, model, device)
         # A tenth stays free, for workspaces of kernels and for fragments of the allocator.
         fits = all(count[kind] < 0.9 * free[kind] for kind in free)
         counted.append((way, count, fits))
     return counted
 
 
-def memory(s, model):
+def memory(s, model, device):
     """The memory of a step on each process: {what: bytes}. `model` may be on the meta device."""
     text = model.config.get_text_config()
     text.allow_global_per_layer_attribute_access = True  # Gemma 4's layers have two head sizes
@@ -1457,9 +1475,9 @@ def memory(s, model):
     weights = list(model.parameters())
     first_weights = one_gradient = 0
     if s.lora_rank:
-        weights = list(linears_of(model).values())
+        weights = [linear.weight for linear in linears_of(model).values()]
         trained = s.lora_rank * sum(sum(W.shape) for W in weights)  # the factors
-        one_gradient = 8 * max(W.numel() for W in weights)  # in two dtypes; or a master
+        one_gradient = 4 * max(W.numel() for W in weights)  # one float32 master at a time
         if s.renew_reference or not s.kl_coef:  # else the reference holds them
             first_weights = sum(W.nbytes for W in weights)
     moments = 8 * trained
@@ -1477,7 +1495,10 @@ def memory(s, model):
                                       AutoModelForSequenceClassification).num_parameters()
     rows = s.prompts_per_step * s.group_size // world()
     logits = min(2**28, s.micro_batch_tokens * text.vocab_size // 8)  # an eighth at a time
-    head = 0 if s.lora_rank else text.vocab_size * hidden
+    head = 4 * text.vocab_size * hidden  # in float32
+    program = 0
+    if device.type == "cpu":  # the head that half precision is scored with, and torch itself
+        program = 5e8 + (head if size < 4 else 0)
     count = {
         "policy": n * size,
         "policy's shard": 0 if s.is_whole else held * size,  # beside the whole copy that samples
@@ -1490,7 +1511,8 @@ def memory(s, model):
         "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * layers * keys * size,
         "logits of the draw": 12 * rows * text.vocab_size,
         "kept for the backward pass": s.micro_batch_tokens * kept * size,
-        "logits, their gradients": 12 * logits + 4 * head,
+        "logits, their gradients": 12 * logits + (0 if s.lora_rank else head),
+        "on a CPU: the program": program,
     }
     host += 4 * max(W.numel() for W in weights)  # a checkpoint goes through it by tensors
     return count | {DEVICE: sum(count.values()), HOST: host}

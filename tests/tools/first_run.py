@@ -169,7 +169,7 @@ def print_memory(layers, flags):
         s = train.plan_memory(asked)
         dtype = getattr(torch, s.dtype)
         model = train.model_without_storage("--model", folder, dtype)
-    rows = train.memory(s, model)
+    rows = train.memory(s, model, torch.device("cuda"))
     counted = rows[train.DEVICE] / GB
     policy = random_model(size, torch.device("cuda:0"), dtype)
     reference = copy.deepcopy(policy).requires_grad_(False) if s.kl_coef else None
