@@ -1496,9 +1496,16 @@ def memory(s, model, device):
     rows = s.prompts_per_step * s.group_size // world()
     logits = min(2**28, s.micro_batch_tokens * text.vocab_size // 8)  # an eighth at a time
     head = 4 * text.vocab_size * hidden  # in float32
-    program = 0
-    if device.type == "cpu":  # the head that half precision is scored with, and torch itself
+    update = {
+        "gradients, float32": 4 * trained + one_gradient,
+        "kept for the backward pass": s.micro_batch_tokens * kept * size,
+        "logits, their gradients": 12 * logits + (0 if s.lora_rank else head),
+    }
+    program = packed = 0
+    if device.type == "cpu":  # torch itself, and the head that half precision is scored with
         program = 5e8 + (head if size < 4 else 0)
+        if rows <= sample.FEW:  # a rollout's weights once more; it needs nothing of the update's
+            packed = max(0, n * size - sum(update.values()))
     count = {
         "policy": n * size,
         "policy's shard": 0 if s.is_whole else held * size,  # beside the whole copy that samples
@@ -1506,14 +1513,12 @@ def memory(s, model, device):
         "LoRA's first weights": first_weights,
         "float32 masters": masters,
         "AdamW's two moments": moments,
-        "gradients, float32": 4 * trained + one_gradient,
         "reward model": judge * (16 if s.renew_reference else 4),
         "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * layers * keys * size,
         "logits of the draw": 12 * rows * text.vocab_size,
-        "kept for the backward pass": s.micro_batch_tokens * kept * size,
-        "logits, their gradients": 12 * logits + (0 if s.lora_rank else head),
         "on a CPU: the program": program,
-    }
+        "a rollout's packed weights": packed,
+    } | update
     host += 4 * max(W.numel() for W in weights)  # a checkpoint goes through it by tensors
     return count | {DEVICE: sum(count.values()), HOST: host}
 
