@@ -10,7 +10,7 @@ import torch.distributed.run
 from conftest import (FEW, MINE, assert_same_run, begin, checkpoint_of, metrics_of, one_line_of,
                       parts, raises, rollout_of, same_tensors, small_model, snapshot, trained,
                       trains, well_ended)
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed import TCPStore
 import train
 
@@ -147,6 +147,42 @@ def test_two_ranks_in_bfloat16_lose_no_step(tmp_path):
         weights.pop("counters")
         assert {weight.dtype for weight in weights.values()} == {torch.float32}
     assert same_tensors(*found)
+
+
+def gradient_of(rank, port, folder):
+    """One of three ranks: the gradients of a sharded model, whose loss is tiny on ranks 1 and 2."""
+    os.environ |= dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="3", MASTER_ADDR="localhost",
+                       MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    s = train.parse(["--device=cpu", "--dtype=bfloat16"])
+    train.join_ranks(s)
+    model = train.shard(small_model("qwen2").bfloat16(), s)
+    backward_of(model, 1 if rank == "0" else 2**-9)
+    found = {name: train.gather_full(p.grad) for name, p in model.named_parameters()}
+    if rank == "0":
+        save_file(found, folder / "found.safetensors")
+    os._exit(0)
+
+
+def backward_of(model, factor):
+    logits = model(torch.arange(2, 18).view(2, 8)).logits
+    (logits.float().square().sum() * factor).backward()
+
+
+def test_gradients_of_bfloat16_are_summed_in_float32(tmp_path):
+    """1 + 2^-9 + 2^-9 is 1 in bfloat16, if it is summed one by one."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=gradient_of, args=(rank, store.port, tmp_path)) for rank in "012"]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    model = small_model("qwen2").bfloat16()
+    backward_of(model, 1)
+    found = load_file(tmp_path / "found.safetensors")
+    for name, p in model.named_parameters():
+        expected = (p.grad.float() * (1 + 2**-8) / 3).bfloat16()
+        assert (found[name] == expected).float().mean() > 0.99, name
 
 
 def test_final_of_a_sharded_model_holds_the_buffers_of_its_family(tmp_path):
