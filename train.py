@@ -1697,8 +1697,13 @@ def sampling_model(model):
     """The model to sample from: itself, or a sharded one's twin with the weights of all shards."""
     twin = vars(model).get("twin", model)
     if twin is not model:
-        for weight, sharded in zip(twin.parameters(), model.parameters()):
-            weight.copy_(gather_full(sharded))
+        for copied, module in zip(twin.modules(), model.modules()):
+            if hasattr(module, "unshard"):  # of FSDP: one gather for all weights of a layer
+                module.unshard()
+                for weight, gathered in zip(copied.parameters(), module.parameters()):
+                    if not is_sharded(gathered):
+                        weight.copy_(gathered)
+                module.reshard()
     return twin
 
 

@@ -12,6 +12,7 @@ from conftest import (FEW, MINE, assert_same_run, begin, checkpoint_of, metrics_
                       trains, well_ended)
 from safetensors.torch import load_file, save_file
 from torch.distributed import TCPStore
+from torch.distributed.fsdp import FSDPModule
 import train
 
 FLAGS = (*FEW, "--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=12",
@@ -91,6 +92,7 @@ def fails_at(stage, fault, rank, store, log, flags):
         setattr(train.dist, name, faulty(getattr(train.dist, name)))
     for name in ("gather_full", "load_data"):             # the latter has none
         setattr(train, name, faulty(getattr(train, name)))
+    FSDPModule.unshard = faulty(FSDPModule.unshard)
     os._exit(train.main(flags))
 
 
