@@ -1588,9 +1588,10 @@ def join_ranks(s):
     on_gpus = s.device != "cpu" and torch.cuda.is_available()
     if on_gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # NCCL exchanges CUDA tensors, gloo exchanges Python objects and CPU tensors.
+    # NCCL exchanges CUDA tensors, gloo exchanges Python objects and CPU tensors. Other ranks wait
+    # while rank 0 writes a checkpoint, which can take longer than NCCL's usual ten minutes.
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo", store=store_of_ranks(),
-                            rank=rank(), world_size=world())
+                            rank=rank(), world_size=world(), timeout=timedelta(hours=1))
 
 
 def store_of_ranks(**timeout):
