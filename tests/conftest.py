@@ -84,8 +84,6 @@ def opened(*given, **how):
     return model, tokenizer
 
 
-
-
 @pytest.fixture(scope="session")
 def tiny():
     """The policy of tests/tiny: (model, tokenizer)."""
@@ -266,6 +264,22 @@ def well_ended(done):
     """What a program has printed, which has ended without an error."""
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Make this machine one with so many GB free on its device, and in host memory."""
+    def make(device, free, host=1e6, capability=(8, 0)):
+        places = {device: free * 1e9, "cpu": host * 1e9}
+        ones = functools.partial(torch.ones)              # nothing goes to the device
+        monkeypatch.setattr(train, "free_memory", lambda at: places.get(at.type, 0))
+        monkeypatch.setattr(torch, "ones", lambda size, device=None: ones(size))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: capability >= (8, 0))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: device == "mps")
+    return make
 
 
 # --- What a run has left in its folder ------------------------------------------------------------

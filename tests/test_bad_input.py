@@ -97,9 +97,8 @@ def test_what_ends_a_run_before_its_plan_is_made(capsys, monkeypatch, fault, wor
 
 
 @pytest.mark.parametrize("flags", [["--dtype=float16"], ["--dtype=bfloat16"], ["--offload"]])
-def test_half_precision_and_offload_are_refused_on_mps(capsys, monkeypatch, flags):
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.setattr(torch, "ones", lambda *_, **__: torch.zeros(1))
+def test_half_precision_and_offload_are_refused_on_mps(capsys, machine, flags):
+    machine("mps", 30)
     line = refused(capsys, "--device=mps", *flags)
     assert flags[0].partition("=")[0] in line and "mps" in line
     assert train.choose_device(train.parse(["--device=mps"]))[1] == torch.float32
@@ -107,13 +106,10 @@ def test_half_precision_and_offload_are_refused_on_mps(capsys, monkeypatch, flag
 
 @pytest.mark.parametrize("capability, dtype", [((7, 5), torch.float16), ((7, 0), torch.float16),
                                                ((6, 1), torch.float32), ((8, 0), torch.bfloat16)])
-def test_dtype_and_number_of_a_card(capsys, monkeypatch, capability, dtype):
+def test_dtype_and_number_of_a_card(monkeypatch, machine, capability, dtype):
     current = []
-    for name, answer in [("is_available", True), ("get_device_capability", capability),
-                         ("is_bf16_supported", capability >= (8, 0))]:
-        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    machine("cuda", 80, capability=capability)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    monkeypatch.setattr(torch, "ones", lambda *_, **__: torch.zeros(1))
     for flag in ("--device=cuda", "--device=cuda:1"):
         assert train.choose_device(train.parse([flag]))[1] == dtype
     assert current == [torch.device("cuda:1")]

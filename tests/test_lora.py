@@ -201,6 +201,7 @@ def test_a_skipped_update_leaves_everything_as_it_was():
                                            (["--renew-reference=1"], True)])
 def test_first_weights_are_the_references_where_that_is_frozen(flags, copied):
     p = train.load(train.plan_memory(train.parse([*SHORT, *flags])))
+    assert (p.ref_model is None) == ("--kl-coef=0" in flags)
     of_reference = {w.data_ptr() for w in p.ref_model.parameters()} if p.ref_model else set()
     assert all((W0.data_ptr() not in of_reference) == copied for W0, _, _ in p.optimizer.parts)
 
