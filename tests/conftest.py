@@ -64,11 +64,17 @@ ARCHITECTURES = {
     "cohere": dict(logit_scale=0.25)}
 
 
-def small_model(architecture, std=0.3, kind=AutoModelForCausalLM, fast=True, **changes):
+def small_model(architecture, std=0.3, kind=AutoModelForCausalLM, fast=True, dropout=None,
+                **changes):
     """Two random layers, with weights large enough for each of them to shape the answers."""
-    torch.manual_seed(0)
     options = {**SMALL, **ARCHITECTURES.get(architecture, {}), **changes}
-    model = kind.from_config(AutoConfig.for_model(architecture, **options)).eval()
+    config = AutoConfig.for_model(architecture, **options)
+    for part in (config, config.get_text_config()):
+        for key, value in vars(part).items():
+            if dropout is not None and isinstance(value, float) and "drop" in key:
+                setattr(part, key, dropout)
+    torch.manual_seed(0)
+    model = kind.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape), alpha=std)

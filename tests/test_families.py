@@ -4,8 +4,7 @@ import itertools
 from functools import lru_cache
 import pytest
 import torch
-from conftest import SMALL, answer_rows, make_tokenizer, value_error
-from transformers import AutoConfig, AutoModelForCausalLM
+from conftest import SMALL, answer_rows, make_tokenizer, small_model, value_error
 import logprob
 import sample
 from logprob import IGNORE, plain_logprobs, token_logprobs
@@ -74,31 +73,15 @@ GROUPS = torch.tensor([0, 0, 0, 1, 1])
 
 
 @lru_cache(maxsize=2)
-def family(name, dropout=0.0, fast=True):
-    """A small model whose every weight matters: random, biases and norms too."""
+def family(name, **how):
     changes = dict({**FAMILIES, **STATEFUL}[name])
-    kind = changes.pop("type", name)
-    config = AutoConfig.for_model(kind, **{**SMALL, **changes})
-    for part in {id(c): c for c in (config, config.get_text_config())}.values():
-        for key, value in vars(part).items():
-            if isinstance(value, float) and ("dropout" in key or "pdrop" in key):
-                setattr(part, key, dropout)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape), alpha=0.1)
-    if fast:
-        logprob.use_fast_paths(model)
-    return model
+    return small_model(changes.pop("type", name), std=0.1, **how, **changes)
 
 
 def gradient(model, loss):
     """All of it in one vector; the weights that the loss does not reach have zeros."""
-    model.zero_grad()
-    loss.backward()
-    return torch.cat([(p.new_zeros(p.shape) if p.grad is None else p.grad).flatten()
-                      for p in model.parameters()])
+    found = torch.autograd.grad(loss, model.parameters(), materialize_grads=True)
+    return torch.cat([g.flatten() for g in found])
 
 
 def definition(model, input_ids, labels):

@@ -326,14 +326,11 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, ti
 
 # --- --max-resample: flat groups make room for those of other problems ----------------------------
 def draws(texts, length, start):
-    """A rollout of one group for each list of texts; ids and lengths tell where rows are from."""
-    N = sum(map(len, texts))
-    labels = torch.full((N, length), IGNORE)
-    ids = torch.full((N, length), start) + torch.arange(N)[:, None]
-    labels[:, 4:] = ids[:, 4:]
-    logprobs = torch.full((N, length - 1), -0.1 * start) * (labels[:, 1:] != IGNORE)
-    return Rollout(ids, labels, logprobs, sum(texts, []), torch.full((N,), start == 5),
-                   torch.arange(N) // 4)
+    """A rollout of one group for each list of texts; the ids tell where rows are from."""
+    n = torch.arange(sum(map(len, texts)))
+    ids = start + n[:, None].repeat(1, length)
+    labels = ids.where(torch.arange(length) >= 4, IGNORE)
+    return Rollout(ids, labels, -0.1 * ids[:, 1:], sum(texts, []), n < 0, n // 4)
 
 
 def length_reward(problems, prompts, rollout):
@@ -386,15 +383,8 @@ def test_flat_groups_are_replaced_whole():
     expected = {"reward_mean": mean, "reward/one": mean, "reward/two": mean + 1, "accuracy": 2 / 16,
                 "resampled_groups": 5, "zero_variance_groups": 0.25}  # 5 were drawn to no use
     assert {name: r.metrics[name] for name in expected} == pytest.approx(expected)
-    # ids, labels and log-probs of each group are those of its own draw, padded to the longest
-    for j, (start, draw, end) in enumerate([(5, 5, 9), (9, 5, 9), (24, 20, 7), (44, 40, 11)]):
-        group = sample.take(r.rollout, list(range(4 * j, 4 * j + 4)))
-        assert group.input_ids[:, 0].tolist() == list(range(start, start + 4))
-        assert group.mask.sum(dim=1).tolist() == [end - 4] * 4
-        assert torch.equal(group.labels[:, 4:end], group.input_ids[:, 4:end])
-        assert torch.allclose(group.logprobs[:, 3:end - 1], torch.tensor(-0.1 * draw))
-        assert not group.logprobs[:, end - 1:].any()
-    assert r.rollout.finished.tolist() == [True] * 8 + [False] * 8
+    # Whole rows, test_sample.py has how they are joined
+    assert r.rollout.input_ids[:, 0].tolist() == [*range(5, 13), *range(24, 28), *range(44, 48)]
     assert r.rollout.group_ids.tolist() == [n // 4 for n in range(16)]
 
 
