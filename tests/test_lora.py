@@ -184,19 +184,6 @@ def test_every_rank_rounds_to_the_same_weights(monkeypatch):
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
-def test_a_skipped_update_leaves_everything_as_it_was():
-    p = parts("--lora-rank=4")
-    rollout = answered(p)
-    updated(p, p.policy, p.optimizer, rollout)
-    before = weights_of(p.policy), moved(p.optimizer)
-    worse = train.replace(rollout, ref_logprobs=rollout.ref_logprobs * torch.inf)
-    assert updated(p, p.policy, p.optimizer, worse)["skipped_updates"] == 1
-    assert all(torch.equal(w, before[0][name]) for name, w in p.policy.named_parameters())
-    assert torch.equal(moved(p.optimizer), before[1])
-    assert updated(p, p.policy, p.optimizer, rollout)["skipped_updates"] == 0
-    assert not torch.equal(moved(p.optimizer), before[1])
-
-
 @pytest.mark.parametrize("flags, copied", [([], False), (["--kl-coef=0"], True),
                                            (["--renew-reference=1"], True)])
 def test_first_weights_are_the_references_where_that_is_frozen(flags, copied):

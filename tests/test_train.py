@@ -80,23 +80,28 @@ def test_the_reward_is_asked_about_the_rollout_and_replaces_the_rules():
     assert torch.equal(rollout.rule_rewards, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("flags, dtype", [((), torch.float32), ((), torch.bfloat16),
+                                          (("--lora-rank=4",), torch.bfloat16)])
 @pytest.mark.parametrize("what", ["nothing", "gradient", "loss"])
-def test_what_is_not_finite_skips_the_update_and_is_counted(monkeypatch, what, dtype):
+def test_what_is_not_finite_skips_the_update_and_is_counted(monkeypatch, what, flags, dtype):
     """After a step no gradient is held, and the reference stands where it stood."""
     def of_infinite_value(*given, **options):
         loss, metrics = grpo_loss(*given, **options)
         return loss, {**metrics, "loss": metrics["loss"] + math.inf}
-    p = parts(dtype=dtype)
+    p = parts(*flags, dtype=dtype)
     masters = p.optimizer.param_groups[0]["params"]
-    before = copy.deepcopy([p.policy.state_dict(), p.reference.state_dict()])
+    before = copy.deepcopy([p.policy.state_dict(), p.reference.state_dict(), masters])
     if what == "gradient":
-        p.policy.model.norm.weight.register_hook(lambda grad: grad * math.nan)
+        p.policy.model.layers[1].mlp.up_proj.weight.register_hook(lambda grad: grad * math.nan)
     if what == "loss":
         monkeypatch.setattr(train, "grpo_loss", of_infinite_value)
-    skipped = whole_step(p)[0]["skipped_updates"]
+    metrics, _ = train.train_step(p.policy, p.reference, p.optimizer, p.tokenizer,
+                                  train.Batch(p.problems, p.prompts), p.settings,
+                                  reward_of=lambda *_: REWARDS)
+    skipped = metrics["skipped_updates"]
     assert skipped == (0 if what == "nothing" else p.settings.updates_per_rollout) in (0, 2)
     assert same_tensors(before[0], p.policy.state_dict()) == (what != "nothing")
+    assert all(map(torch.equal, before[2], masters)) == (what != "nothing")
     assert same_tensors(before[1], p.reference.state_dict())
     assert all(weight.grad is None for weight in [*p.policy.parameters(), *masters])
 
@@ -256,20 +261,25 @@ def test_every_step_asks_its_own_problems_with_its_own_random_numbers():
     assert run.metrics[-1]["eval_reward"] == pytest.approx(1.0)
 
 
-def test_problems_and_random_numbers_follow_from_the_seed_and_the_step(tiny):
+def test_problems_and_random_numbers_follow_from_seed_step_and_round(tiny):
     """The problems of an epoch are asked once each; every prompt has a generator of its own."""
-    def batch(n, step, *flags):
-        problems = [{"question": f"q {j}", "answer": "1"} for j in range(n)]
-        return train.batch_of_step(tiny[1], problems, step,
-                                   settings("--prompts-per-step=4", *flags))
+    def batch(n, step, attempt=0, *flags):
+        problems = [{"question": f"q {j}.", "answer": "1"} for j in range(n)]
+        found = train.batch_of_step(tiny[1], problems, step,
+                                    settings("--prompts-per-step=4", *flags), attempt)
+        pairs = zip(found.problems, found.prompts, strict=True)
+        assert all(problem["question"] in prompt for problem, prompt in pairs)
+        return tuple(found.prompts), [g.initial_seed() for g in found.generators]
 
-    epochs = [[batch(18, step).prompts for step in range(1 + 4 * e, 5 + 4 * e)] for e in range(2)]
-    assert [len(set(sum(epoch, []))) for epoch in epochs] == [16, 16]
-    assert epochs[0] != epochs[1] and batch(18, 3).prompts == epochs[0][2]
-    assert batch(18, 3, "--seed=1").prompts != epochs[0][2]
-    seeds = [[g.initial_seed() for g in batch(8, *how).generators]
-             for how in ((1,), (2,), (1, "--seed=1"), (2,))]
-    assert len(set(sum(seeds[:3], []))) == 12 and seeds[1] == seeds[3]
+    epochs = [[batch(18, step)[0] for step in range(1 + 4 * e, 5 + 4 * e)] for e in range(2)]
+    assert [len({*sum(epoch, ())}) for epoch in epochs] == [16, 16] and epochs[0] != epochs[1]
+    ways = [(3,), (4,), (3, 0, "--seed=1"), (3, 1), (3, 2), (4, 1)]
+    drawn = [batch(12, *way) for way in ways]
+    assert drawn == [batch(12, *way) for way in ways]
+    assert len({prompts for prompts, _ in drawn}) == 6
+    assert len({seed for _, seeds in drawn for seed in seeds}) == 24
+    assert not {*drawn[0][0]} & {*drawn[3][0]}            # 8 others are there, and come first
+    assert {*batch(4, 1, 1)[0]} == {*batch(4, 1)[0]}      # where there are no others
 
 
 def test_the_bar_shows_trouble_first():
@@ -656,12 +666,3 @@ def test_memory_that_runs_out_in_the_optimizer_repeats_no_step(monkeypatch):
     with pytest.raises(torch.OutOfMemoryError):
         updated(p, p.policy, p.optimizer, rollout, kl_coef=0)
     assert {int(state["step"]) for state in p.optimizer.state.values()} == {1}
-
-
-@pytest.mark.parametrize("error, is_memory", [
-    *((error, True) for error in NO_MEMORY),
-    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
-    (RuntimeError("shapes do not match"), False),
-    (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), False)])
-def test_what_counts_as_out_of_memory(error, is_memory):
-    assert train.out_of_memory(error) == is_memory

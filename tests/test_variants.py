@@ -21,7 +21,7 @@ from advantage import (
     gdpo_advantages, group_advantages, grpo_s_advantages, gtpo_advantages, leave_one_out_advantages)
 from logprob import IGNORE
 from loss import grpo_loss, kl_estimate, next_kl_coef
-from reward import length_rescaled, overlong_penalty, score_responses
+from reward import length_rescaled, overlong_penalty
 from sample import Rollout, sample_groups
 
 SHORT = ("--steps=4", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=16",
@@ -215,15 +215,12 @@ def test_mini_batches_take_every_group_once_in_each_pass():
     assert abs(metrics["ratio_mean"] - 1) > 1e-4          # the second is off 1 at once
     p.policy.model.norm.weight.register_hook(lambda grad: grad * math.nan)
     assert assert_same_step(p, rollout, [])["skipped_updates"] == 4   # counted one by one
-    n = torch.arange(10)                                  # five groups of two in two batches
-    rollout = Rollout(n.view(10, 1), n.view(10, 1) + 20, n.view(10, 1) + 40.0,
-                      [str(i) for i in range(10)], n % 2 == 0, n // 2, advantages=n + 80)
-    s = settings("--group-size=2", "--prompts-per-step=5", "--minibatches=2")
+    rollout = sample.take(rollout, [*range(8), 0, 1])      # five groups of two in two batches
     rollout.old_logprobs = rollout.logprobs                # known: no policy is needed
+    s = settings("--group-size=2", "--minibatches=2")
     first, second = train.mini_batches(None, rollout, s)
-    assert first.group_ids.tolist() == [0, 0, 1, 1, 2, 2]
-    assert second.group_ids.tolist() == [3, 3, 4, 4]
-    assert second.responses == list("6789") and second.advantages.tolist() == list(range(86, 90))
+    assert torch.equal(first.logprobs, rollout.logprobs[:6])
+    assert torch.equal(second.logprobs, rollout.logprobs[6:])
 
 
 class Bigrams(torch.nn.Module):
@@ -402,25 +399,6 @@ def test_rounds_of_resampling():
     assert r.metrics["accuracy"] == pytest.approx(3 / 16)
 
 
-def test_other_problems_follow_from_seed_step_and_round(tiny):
-    s = settings("--prompts-per-step=4")
-
-    def own(step, n=12, attempt=0, most=None):
-        return train.batch_of_step(tiny[1], PROBLEMS[:n], step, s, attempt, most)
-
-    def more(step, attempt, n=3):
-        batch = own(step, 12, attempt, n)
-        pairs = zip(batch.problems, batch.prompts, strict=True)
-        assert all(problem["question"] in prompt for problem, prompt in pairs)
-        return batch.prompts, [g.initial_seed() for g in batch.generators]
-    drawn = [more(step, attempt) for step, attempt in ((3, 1), (3, 2), (4, 1))]
-    assert more(3, 1) == drawn[0] and len(set(drawn[0][0])) == 3
-    assert len({tuple(prompts) for prompts, _ in drawn}) == 3
-    assert len({seed for _, seeds in drawn for seed in seeds}) == 9
-    assert not set(own(3).prompts) & set(more(3, 1, 4)[0])   # 8 others are there, and come first
-    assert len(own(1, 4, 1, 4).prompts) == 4       # where there are no others
-
-
 # --- The loop: reference, best, beta, learning rate -----------------------------------------------
 def test_the_kl_is_0_right_after_the_reference_was_renewed():
     run = loop("--renew-reference=2", "--updates-per-rollout=1", "--save-every=2")
@@ -575,10 +553,12 @@ def traced(tmp_path_factory):
     # The same step once more: another problem, until its answers disagree
     s = dataclasses.replace(p.settings, prompts_per_step=1, max_resample=20, updates_per_rollout=1)
     batch = train.batch_of_step(p.tokenizer, PROBLEMS, 1, s)
-    start = copy.deepcopy(p.policy)
-    _, rollout = train.train_step(p.policy, start, p.optimizer, p.tokenizer, batch, s)
-    p.policy = start
-    return SimpleNamespace(out=out, p=p, rollout=rollout, prompt=batch.prompts[0],
+    metrics, rollout = train.train_step(p.policy, p.reference, p.optimizer, p.tokenizer, batch, s)
+    with torch.no_grad():
+        old, new = (logprobs_on_full_logits(policy, rollout, 0.9)[0]
+                    for policy in (p.reference, p.policy))
+    return SimpleNamespace(out=out, tokenizer=p.tokenizer, rollout=rollout, metrics=metrics,
+                           old=old, new=new, prompt=batch.prompts[0],
                            truth=batch.problems[0]["answer"])
 
 
@@ -599,36 +579,23 @@ def test_the_trace_tells_the_stages_in_order(capsys, traced):
 
 
 def test_the_trace_agrees_with_a_step_computed_again(traced):
-    p, rollout = traced.p, traced.rollout
-    mask = rollout.mask
-    rewards = score_responses(rollout.responses, [traced.truth], 4)
-    rewards = length_rescaled(rewards, mask.sum(dim=1), 4, 0.5)
-    assert torch.allclose(rollout.rewards, rewards)
-    advantages = group_advantages(rewards, 4)
-    policy = copy.deepcopy(p.policy)
-    old, _ = logprobs_on_full_logits(policy, rollout, 0.9)
-    loss, metrics = grpo_loss(old, old.detach(), old.detach(), advantages, mask, kl_coef=0.02)
-    loss.backward()
-    old = old.detach()
-    norm = torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-    torch.optim.AdamW(policy.parameters(), 0.0005, weight_decay=0.0).step()
-    with torch.no_grad():
-        new, _ = logprobs_on_full_logits(policy, rollout, 0.9)
+    rollout, mask, old, new = traced.rollout, traced.rollout.mask, traced.old, traced.new
     ratio = (new - old).exp()
-    A = advantages[:, None].expand_as(ratio)
+    A = rollout.advantages[:, None].expand_as(ratio)
     J = torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A)
     k3 = kl_estimate(new, old)
     rows = re.findall(r"^  y_(\d) +('.*?'|\".*?\") +([-\d].*)$", traced.out, re.MULTILINE)
     expected = [(n, t) for n in range(4) for t in mask[n].nonzero()[:4, 0].tolist()]
     for (row, word, numbers), (n, t) in zip(rows, expected, strict=True):
-        token = p.tokenizer.decode(rollout.input_ids[n, t + 1:t + 2])
+        token = traced.tokenizer.decode(rollout.input_ids[n, t + 1:t + 2])
         assert (int(row), word) == (n + 1, repr(token[:10]))
         values = [float(x[n, t]) for x in (old, old, new, ratio, J, k3)]
         found = [float(x) for x in numbers.removesuffix(" clipped").split()]
         assert found == pytest.approx(values, rel=1e-3, abs=2e-3)
         assert numbers.endswith("clipped") == bool(J[n, t] < ratio[n, t] * A[n, t])
+    loss, norm = (traced.metrics[name] for name in ("loss", "grad_norm"))
     assert "clipped\n" in traced.out and f"norm of its gradient {norm:.4f}"[:-1] in traced.out
-    assert f"grpo_loss before the update {metrics['loss']:+.6f}"[:-1] in traced.out
+    assert f"grpo_loss before the update {loss:+.6f}"[:-1] in traced.out
     agreed = ((new - old) * A)[mask]
     moved, of = map(int, re.search(r"(\d+) of (\d+) tokens have moved", traced.out).groups())
     # A token that has hardly moved may count or not
@@ -716,9 +683,8 @@ def test_the_end_draws_curves_and_names_what_comes_next(capsys, unknown):
     talk, again = (shlex.split(line[21:]) for line in unknown.out.splitlines()[-2:])
     assert talk == [sys.executable, sample.__file__, "--model", str(folder), "YOUR QUESTION"]
     assert again[:2] == [sys.executable, train.__file__]
-    s = train.parse(again[2:])
+    assert train.parse(again[2:]).reward == [f"{MINE}:length"]
     assert train.parse(["--resume", str(folder), "--threads=2"]).threads == 2
-    assert s.reward == [f"{MINE}:length"] and s.question_field == "task"
     assert train.small_curve([*enumerate([0.0, 1.0, 0.5])]) == "   0.000 ▁█▄ 0.500"
     assert train.small_curve([(1, 2.0), (2, 2.0)]) == "   2.000 ▁▁ 2.000"
     assert train.small_curve([]) == ""
