@@ -234,13 +234,6 @@ def test_problems_that_cannot_be_asked_or_held_out_are_named(capsys, tmp_path):
 
 
 # --- The terminal ---------------------------------------------------------------------------------
-def test_flags_that_are_given_twice():
-    """Rewards and their weights are added; of all others the last counts."""
-    s = train.parse("--reward rule --reward think rule --reward-weights=1 --reward-weights 2 3 "
-                    "--steps=3 --lr=0.1 --steps 4".split())
-    assert (s.reward, s.reward_weights, s.steps) == (["rule", "think", "rule"], [1, 2, 3], 4)
-
-
 def test_an_older_python_is_told_in_one_line(capsys, monkeypatch):
     monkeypatch.setattr(sys, "version_info", (3, 10, 13))
     with pytest.raises(SystemExit) as leaving:

@@ -166,17 +166,10 @@ def test_the_handlers_belong_to_the_process_that_set_them(capsys, tmp_path):
     assert "stopping" not in capsys.readouterr().err
 
 
-INTERRUPTED_TWICE = """
-import signal
-import train
-with train.Run().stopping_on_signals():
-    signal.raise_signal(signal.SIGINT)
-    signal.raise_signal(signal.SIGINT)
-"""
-
-
 def test_the_second_signal_leaves_at_once():
-    status = subprocess.call([sys.executable, "-c", INTERRUPTED_TWICE], cwd=ROOT, timeout=LIMIT)
+    interrupted = ("import signal, train\nwith train.Run().stopping_on_signals():\n"
+                   "    for _ in range(2):\n        signal.raise_signal(signal.SIGINT)\n")
+    status = subprocess.call([sys.executable, "-c", interrupted], cwd=ROOT, timeout=LIMIT)
     assert status == -signal.SIGINT
 
 

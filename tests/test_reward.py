@@ -720,7 +720,7 @@ def test_a_row_scores_the_same_alone_and_padded(architecture):
     if architecture == "qwen2":
         model.config.pad_token_id = 1  # the end token pads, as in many checkpoints: it counts
         assert torch.equal(score_rows(model, ROWS), scores)
-    with value_error("65 tokens"):
+    with value_error("^--reward-model: a row of 65 tokens"):
         score_rows(model, [[5] * 65])
 
 

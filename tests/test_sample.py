@@ -500,9 +500,7 @@ def test_the_numbers_behind_the_draws():
 
 # --- The chat template ----------------------------------------------------------------------------
 def with_template(template):
-    tokenizer = make_tokenizer(pad_token="<pad>", eos_token="<end>")
-    tokenizer.chat_template = template
-    return tokenizer
+    return make_tokenizer(pad_token="<pad>", eos_token="<end>", chat_template=template)
 
 
 def test_a_prompt_is_the_template_around_the_problem(tiny):

@@ -350,10 +350,9 @@ def test_a_run_leaves_the_files_of_the_contract(finished_run):
         assert len(record["responses"]) == len(record["finished"]) == 4
         advantages = group_advantages(torch.tensor(record["rewards"]), 4)
         assert record["advantages"] == pytest.approx(advantages.tolist(), abs=1e-6)
-    for word in ("before", "after", "truth", "accuracy", "grpo.json", "0.08M parameters",
-                 "32 problems", "8 held out", "from step 0 to 3", str(folder)):
+    for word in ("question  ", "grpo.json", "0.08M parameters", "32 problems", "8 held out",
+                 "from step 0 to 3", str(folder)):
         assert word in finished_run.out
-    assert all(word in finished_run.err for word in ("3/3", "reward", "acc", "len", "KL"))
     final = AutoModelForCausalLM.from_pretrained(folder / "final")
     assert AutoTokenizer.from_pretrained(folder / "final").chat_template
     assert not same_tensors(final.state_dict(), parts().policy.state_dict())
@@ -498,8 +497,10 @@ def test_what_flags_become(monkeypatch, tmp_path):
     # A switch is on, off, or left to the program; a list has several values
     assert [train.parse(flags).offload for flags in ([], ["--offload"], ["--no-offload"])] == [
         None, True, False]
-    s = train.parse(["--reward", "a.py:f", "b.py:g", "--reward-weights", "1", "-0.5"])
-    assert s.reward == ["a.py:f", "b.py:g"] and s.reward_weights == [1, -0.5]
+    # Rewards and their weights that are given twice are added; of all others the last counts
+    s = train.parse("--reward rule --reward think rule --reward-weights=1 --reward-weights 2 -0.5 "
+                    "--steps=3 --lr=0.1 --steps 4".split())
+    assert (s.reward, s.reward_weights, s.steps) == (["rule", "think", "rule"], [1, 2, -0.5], 4)
     # A learning rate for all weights is none for LoRA's factors
     assert train.parse(["--lora-rank=4"]).lr == 1e-4
     assert train.parse(["--lora-rank=4", "--lr=1e-5"]).lr == 1e-5

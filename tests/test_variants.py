@@ -144,9 +144,8 @@ def test_a_flag_that_changes_the_mathematics_arrives(flags):
 
 
 def test_gdpo_reads_each_reward():
-    flags = ("--advantage=gdpo", "--reward", "rule", f"{MINE}:some",
-             "--reward-weights", "0.5", "2", "--micro-batch-tokens=64", "--minibatches=2")
-    p = parts(*flags)
+    p = parts("--advantage=gdpo", "--reward", "rule", f"{MINE}:some",
+              "--reward-weights", "0.5", "2", "--micro-batch-tokens=64", "--minibatches=2")
     metrics, rollout, _ = whole_step(p, own_rewards(p.settings))
     both = torch.stack(list(rollout.reward_parts.values()))
     assert both.isnan().any() and rollout.advantages.isfinite().all()
@@ -564,10 +563,7 @@ def traced(tmp_path_factory):
 
 def test_the_trace_tells_the_stages_in_order(capsys, traced):
     assert re.findall(r"\[([A-H])\]", traced.out) == list("ABCDEFGH")
-    for words in ("sample_groups", "score_responses", "advantages_of", "token_logprobs",
-                  "clipped_objective", "kl_estimate", "grpo_loss", "train_grpo", traced.prompt,
-                  f"truth is {traced.truth}"):
-        assert words in traced.out
+    assert traced.prompt in traced.out and f"truth is {traced.truth}" in traced.out
     rollout = traced.rollout
     for n, response in enumerate(rollout.responses):
         line = next(line for line in traced.out.splitlines() if f"  y_{n + 1} " in line)
