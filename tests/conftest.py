@@ -64,11 +64,17 @@ ARCHITECTURES = {
     "cohere": dict(logit_scale=0.25)}
 
 
-def small_model(architecture, std=0.3, kind=AutoModelForCausalLM, fast=True, **changes):
+def small_model(architecture, std=0.3, kind=AutoModelForCausalLM, fast=True, dropout=None,
+                **changes):
     """Two random layers, with weights large enough for each of them to shape the answers."""
-    torch.manual_seed(0)
     options = {**SMALL, **ARCHITECTURES.get(architecture, {}), **changes}
-    model = kind.from_config(AutoConfig.for_model(architecture, **options)).eval()
+    config = AutoConfig.for_model(architecture, **options)
+    for part in (config, config.get_text_config()):
+        for key, value in vars(part).items():
+            if dropout is not None and isinstance(value, float) and "drop" in key:
+                setattr(part, key, dropout)
+    torch.manual_seed(0)
+    model = kind.from_config(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape), alpha=std)
@@ -82,8 +88,6 @@ def opened(*given, **how):
     model, tokenizer = sample.open_policy(*given, **how)
     logprob.use_fast_paths(model)
     return model, tokenizer
-
-
 
 
 @pytest.fixture(scope="session")
@@ -266,6 +270,22 @@ def well_ended(done):
     """What a program has printed, which has ended without an error."""
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Make this machine one with so many GB free on its device, and in host memory."""
+    def make(device, free, host=1e6, capability=(8, 0)):
+        places = {device: free * 1e9, "cpu": host * 1e9}
+        ones = functools.partial(torch.ones)              # nothing goes to the device
+        monkeypatch.setattr(train, "free_memory", lambda at: places.get(at.type, 0))
+        monkeypatch.setattr(torch, "ones", lambda size, device=None: ones(size))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: capability >= (8, 0))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda: device == "mps")
+    return make
 
 
 # --- What a run has left in its folder ------------------------------------------------------------

@@ -92,14 +92,12 @@ def test_flags_that_do_not_go_together(capsys, tmp_path, flags):
 def test_what_ends_a_run_before_its_plan_is_made(capsys, monkeypatch, fault, words):
     """A card may be full before train.py has put anything there."""
     monkeypatch.setattr(torch, "ones", raises(fault))
-    assert train.main(["--device=cpu"]) == 2
-    assert capsys.readouterr().err.startswith(f"train.py: {words}")
+    assert refused(capsys, "--device=cpu").startswith(f"train.py: {words}")
 
 
 @pytest.mark.parametrize("flags", [["--dtype=float16"], ["--dtype=bfloat16"], ["--offload"]])
-def test_half_precision_and_offload_are_refused_on_mps(capsys, monkeypatch, flags):
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
-    monkeypatch.setattr(torch, "ones", lambda *_, **__: torch.zeros(1))
+def test_half_precision_and_offload_are_refused_on_mps(capsys, machine, flags):
+    machine("mps", 30)
     line = refused(capsys, "--device=mps", *flags)
     assert flags[0].partition("=")[0] in line and "mps" in line
     assert train.choose_device(train.parse(["--device=mps"]))[1] == torch.float32
@@ -107,13 +105,10 @@ def test_half_precision_and_offload_are_refused_on_mps(capsys, monkeypatch, flag
 
 @pytest.mark.parametrize("capability, dtype", [((7, 5), torch.float16), ((7, 0), torch.float16),
                                                ((6, 1), torch.float32), ((8, 0), torch.bfloat16)])
-def test_dtype_and_number_of_a_card(capsys, monkeypatch, capability, dtype):
+def test_dtype_and_number_of_a_card(monkeypatch, machine, capability, dtype):
     current = []
-    for name, answer in [("is_available", True), ("get_device_capability", capability),
-                         ("is_bf16_supported", capability >= (8, 0))]:
-        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    machine("cuda", 80, capability=capability)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    monkeypatch.setattr(torch, "ones", lambda *_, **__: torch.zeros(1))
     for flag in ("--device=cuda", "--device=cuda:1"):
         assert train.choose_device(train.parse([flag]))[1] == dtype
     assert current == [torch.device("cuda:1")]
@@ -239,13 +234,6 @@ def test_problems_that_cannot_be_asked_or_held_out_are_named(capsys, tmp_path):
 
 
 # --- The terminal ---------------------------------------------------------------------------------
-def test_flags_that_are_given_twice():
-    """Rewards and their weights are added; of all others the last counts."""
-    s = train.parse("--reward rule --reward think rule --reward-weights=1 --reward-weights 2 3 "
-                    "--steps=3 --lr=0.1 --steps 4".split())
-    assert (s.reward, s.reward_weights, s.steps) == (["rule", "think", "rule"], [1, 2, 3], 4)
-
-
 def test_an_older_python_is_told_in_one_line(capsys, monkeypatch):
     monkeypatch.setattr(sys, "version_info", (3, 10, 13))
     with pytest.raises(SystemExit) as leaving:

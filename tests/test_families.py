@@ -4,8 +4,7 @@ import itertools
 from functools import lru_cache
 import pytest
 import torch
-from conftest import SMALL, answer_rows, make_tokenizer, value_error
-from transformers import AutoConfig, AutoModelForCausalLM
+from conftest import SMALL, answer_rows, make_tokenizer, small_model, value_error
 import logprob
 import sample
 from logprob import IGNORE, plain_logprobs, token_logprobs
@@ -18,22 +17,20 @@ LATENT = dict(DEEPSEEK, num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, 
 PER_LAYER = dict(head_dim=8, sliding_window=8, num_hidden_layers=4, num_kv_shared_layers=2,
                  layer_types=2 * ["sliding_attention", "full_attention"],
                  hidden_size_per_layer_input=8, vocab_size_per_layer_input=64)
-# name -> what its config changes; the name is transformers' model type where no `type` says it.
-# The sliding windows are smaller than the rows.
+# name -> what its config changes beside conftest's ARCHITECTURES; the name is transformers' model
+# type where no `type` says it. The sliding windows are smaller than the rows.
 FAMILIES = {
     # one stack of layers, dense
-    "qwen2": dict(tie_word_embeddings=True), "mistral": dict(sliding_window=None),
-    "mistral with a window": dict(type="mistral", sliding_window=8),
-    "gemma2": dict(head_dim=8, sliding_window=8, query_pre_attn_scalar=8,
-                   attn_logit_softcapping=2.0, final_logit_softcapping=4.0),
+    "mistral": dict(sliding_window=None), "mistral with a window": dict(type="mistral"),
+    "gemma2": dict(attn_logit_softcapping=2.0), "olmo3": dict(sliding_window=8),
     "gemma3_text": dict(head_dim=8, sliding_window=8, query_pre_attn_scalar=8),
-    "phi3": dict(sliding_window=None), "olmo3": dict(sliding_window=8),
-    "granite": dict(logits_scaling=2.0), "cohere": dict(logit_scale=0.25),
-    "cohere2": dict(logit_scale=0.25, sliding_window=8), "starcoder2": dict(sliding_window=None),
-    **dict.fromkeys(("qwen3", "gemma", "glm", "glm4", "seed_oss", "helium", "hunyuan_v1_dense"),
+    "phi3": dict(sliding_window=None), "starcoder2": dict(sliding_window=None),
+    "cohere2": dict(logit_scale=0.25, sliding_window=8),
+    **dict.fromkeys(("gemma", "glm", "glm4", "seed_oss", "helium", "hunyuan_v1_dense"),
                     dict(head_dim=8)),
-    **dict.fromkeys(("llama", "phi", "olmo", "olmo2", "smollm3", "stablelm", "nemotron",
-                     "persimmon", "ernie4_5", "apertus", "arcee"), {}),
+    **dict.fromkeys(("qwen2", "qwen3", "llama", "granite", "cohere", "phi", "olmo", "olmo2",
+                     "smollm3", "stablelm", "nemotron", "persimmon", "ernie4_5", "apertus",
+                     "arcee"), {}),
     # positions learned, or as a slope on the scores
     **dict.fromkeys(("gpt2", "gpt_bigcode", "gpt_neox", "bloom", "falcon", "biogpt"), {}),
     **dict.fromkeys(("gptj", "codegen"), dict(n_embd=32, n_layer=2, n_head=4, rotary_dim=4)),
@@ -74,31 +71,15 @@ GROUPS = torch.tensor([0, 0, 0, 1, 1])
 
 
 @lru_cache(maxsize=2)
-def family(name, dropout=0.0, fast=True):
-    """A small model whose every weight matters: random, biases and norms too."""
+def family(name, **how):
     changes = dict({**FAMILIES, **STATEFUL}[name])
-    kind = changes.pop("type", name)
-    config = AutoConfig.for_model(kind, **{**SMALL, **changes})
-    for part in {id(c): c for c in (config, config.get_text_config())}.values():
-        for key, value in vars(part).items():
-            if isinstance(value, float) and ("dropout" in key or "pdrop" in key):
-                setattr(part, key, dropout)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape), alpha=0.1)
-    if fast:
-        logprob.use_fast_paths(model)
-    return model
+    return small_model(changes.pop("type", name), std=0.1, **how, **changes)
 
 
 def gradient(model, loss):
     """All of it in one vector; the weights that the loss does not reach have zeros."""
-    model.zero_grad()
-    loss.backward()
-    return torch.cat([(p.new_zeros(p.shape) if p.grad is None else p.grad).flatten()
-                      for p in model.parameters()])
+    found = torch.autograd.grad(loss, model.parameters(), materialize_grads=True)
+    return torch.cat([g.flatten() for g in found])
 
 
 def definition(model, input_ids, labels):

@@ -81,7 +81,8 @@ def test_printed_numbers(run_here):
     command, printed = re.search(r"`python (advantage.py [\d .-]+)` prints (.*)\n", README).groups()
     out = run_here(*command.split())
     numbers = re.findall(r"[+-]?\d+\.\d+", printed.replace("−", "-"))
-    assert numbers and all(number.lstrip("+") in out for number in numbers)
+    assert out.isascii() and len(numbers) == 6
+    assert all(number.lstrip("+") in out for number in numbers)
 
 
 def block(language, after):

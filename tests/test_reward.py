@@ -336,39 +336,28 @@ def test_hold_out_leaves_some_on_both_sides(count, fewest, share):
         assert len(held_out) >= 2 * fewest
 
 
-TRAIN, TEST = f"{line()}\n".encode(), f"{line(answer='#### 5')}\n".encode()
-
-
-@pytest.fixture
-def network(tmp_path, monkeypatch):
-    """GSM8K served from a folder: .served; .cache is where it goes."""
-    served = tmp_path / "served"
+def test_gsm8k_is_downloaded_once_and_nothing_that_is_not_gsm8k(tmp_path, monkeypatch):
+    """From a folder; a wrong file, or none, is refused, and nothing of it is kept."""
+    served, names = tmp_path / "served", {"gsm8k": "train.jsonl", "gsm8k:test": "test.jsonl"}
     served.mkdir()
-    (served / "train.jsonl").write_bytes(TRAIN)
-    (served / "test.jsonl").write_bytes(TEST)
-    monkeypatch.setattr(reward, "GSM8K_URL", served.as_uri() + "/")
+    (served / "train.jsonl").write_text(line())
+    (served / "test.jsonl").write_text(line(answer="#### 5"))
     monkeypatch.setattr(reward, "GSM8K", {
-        f"gsm8k{split}": (file, hashlib.sha256((served / file).read_bytes()).hexdigest()[:32])
-        for split, file in (("", "train.jsonl"), (":test", "test.jsonl"))})
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return types.SimpleNamespace(served=served, cache=tmp_path / "cache" / "grpo-gsm8k")
-
-
-def test_gsm8k_is_downloaded_once(network, monkeypatch):
-    for _ in range(3):
-        assert [problem["answer"] for problem in load_problems("gsm8k")] == ["72"]
-        assert [problem["answer"] for problem in load_problems("gsm8k:test")] == ["5"]
-        monkeypatch.setattr(reward, "GSM8K_URL", "")      # nowhere
-    assert sorted(path.name for path in network.cache.iterdir()) == ["test.jsonl", "train.jsonl"]
-
-
-def test_a_wrong_file_or_none_is_refused_and_nothing_is_kept(network):
-    (network.served / "train.jsonl").write_bytes(TRAIN + b" ")
-    (network.served / "test.jsonl").unlink()
-    for name in ("gsm8k", "gsm8k:test"):
+        name: (file, hashlib.sha256((served / file).read_bytes()).hexdigest()[:32])
+        for name, file in names.items()})
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for url in (served.as_uri() + "/", "", "nowhere"):
+        monkeypatch.setattr(reward, "GSM8K_URL", url)
+        assert [load_problems(name)[0]["answer"] for name in names] == ["72", "5"]
+    assert {path.name for path in (tmp_path / "grpo-gsm8k").iterdir()} == {*names.values()}
+    monkeypatch.setattr(reward, "GSM8K_URL", served.as_uri() + "/")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    (served / "train.jsonl").write_text(line() + " ")
+    (served / "test.jsonl").unlink()
+    for name in names:
         with value_error(f"^{name}: cannot download"):
             load_problems(name)
-    assert not list(network.cache.iterdir())
+    assert not list((tmp_path / "other" / "grpo-gsm8k").iterdir())
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="GSM8K is not here")
@@ -389,17 +378,13 @@ def test_the_real_gsm8k(name, count, monkeypatch, tmp_path):
 # --- Evaluation figures ---------------------------------------------------------------------------
 @pytest.mark.parametrize("n", range(1, 8))
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n):
+    """The mean of it over two problems."""
     for c, k in itertools.product(range(n + 1), range(1, n + 1)):
         correct = [True] * c + [False] * (n - c)
         subsets = list(itertools.combinations(correct, k))
         exact = Fraction(sum(map(any, subsets)), len(subsets))
-        assert pass_at_k([correct], k) == pytest.approx(float(exact), abs=1e-12)
-
-
-def test_pass_at_k_is_the_mean_over_problems():
-    correct = [[True, False, False, False], [True, True, True, True], [False, False, False, False]]
-    for given in (correct, torch.tensor(correct)):
-        assert pass_at_k(given, 2) == pytest.approx((1 / 2 + 1 + 0) / 3)
+        for given in ([correct, [True] * n], torch.tensor([correct, [True] * n])):
+            assert pass_at_k(given, k) == pytest.approx(float(exact + 1) / 2, abs=1e-12)
     assert pass_at_k([[True] + [False] * 4999], 2500) == pytest.approx(0.5)  # no overflow
     with pytest.raises(TypeError):  # a reward of 0.5 is not half right
         pass_at_k(torch.tensor([[1.5, 0.5]]), 1)
@@ -486,10 +471,12 @@ def test_a_reward_is_called_as_trl_calls_it():
 
 
 def test_the_rewards_of_the_flags_are_summed_over_those_that_apply():
-    answers = [box(7), box(8), "<think>8</think><answer>8</answer>", box(8)]
-    rollout = rollout_of(*answers)
+    # A chat template may write the first tag
+    tokenizer = make_tokenizer(chat_template="{{ messages[-1].content }} <think>\n")
+    prompts = [train.chat_prompt(tokenizer, problem, "") for problem in PROBLEMS]
+    rollout = rollout_of(box(7), box(8), "8</think><answer>8</answer>", box(8))
     specs = [f"{MINE}:one", "rule", "think", f"{MINE}:two"]
-    rewards = own_reward_of(specs, [10.0, 1.0, 100.0, 1000.0])(PROBLEMS, ["<a>", "<b>"], rollout)
+    rewards = own_reward_of(specs, [10.0, 1.0, 100.0, 1000.0])(PROBLEMS, prompts, rollout)
     assert rewards.tolist() == [11.5, 10.5, 2160.0, 2011.5]
     parts = {name: part.nan_to_num(-1.0).tolist() for name, part in rollout.reward_parts.items()}
     assert parts == {"one": [1.0] * 4, "rule": [1.5, 0.5, 0.0, 1.5], "think": [0.0, 0.0, 1.5, 0.0],
@@ -548,14 +535,6 @@ def test_a_file_that_cannot_be_used_is_named_at_load(tmp_path, monkeypatch, flag
     given = ([spec],) if flag == "--reward" else (None, None, spec)
     with value_error(f"^{flag} .*{re.escape(reason)}"):
         own_reward_of(*given)
-
-
-def test_a_chat_template_may_write_the_first_think():
-    tokenizer = make_tokenizer(chat_template="{{ messages[-1].content }} <think>\n")
-    prompts = [train.chat_prompt(tokenizer, problem, "") for problem in PROBLEMS]
-    texts = ["7</think><answer>7</answer>", "<think>7</think><answer>7</answer>"] * 2
-    rewards = own_reward_of(["think", "rule"])(PROBLEMS, prompts, rollout_of(*texts))
-    assert rewards.tolist() == [1.5, 0.0, 0.5, 0.0]
 
 
 @pytest.mark.parametrize("column", ["prompts", "completions", "completion_ids"])
@@ -741,7 +720,7 @@ def test_a_row_scores_the_same_alone_and_padded(architecture):
     if architecture == "qwen2":
         model.config.pad_token_id = 1  # the end token pads, as in many checkpoints: it counts
         assert torch.equal(score_rows(model, ROWS), scores)
-    with value_error("65 tokens"):
+    with value_error("^--reward-model: a row of 65 tokens"):
         score_rows(model, [[5] * 65])
 
 

@@ -2,9 +2,11 @@
 
 Random numbers differ from CPU to CPU, so the margins are four standard errors.
 """
+import copy
+from types import SimpleNamespace
 import pytest
 import torch
-from conftest import seeded, small_model
+from conftest import logprobs_on_full_logits, seeded, small_model
 import train
 from train import MasterAdamW, off_grid, with_moments
 
@@ -118,20 +120,17 @@ def train_briefly(dtype, updates=60, lr=1e-6):
             weight.data = weight.data.to(dtype)
         optimizer = masters_of(*weights, lr=lr, weight_decay=0.0)
         optimizer.scale.fill_(1.0)
-    ids = torch.arange(2, 62).view(4, 15)
+    rows = SimpleNamespace(input_ids=torch.arange(2, 62).view(4, 15))
 
     def logprobs():
         """In float64: what the weights say, and not how the products round."""
-        wide = small_model("qwen2", std=0.02, hidden_size=64, intermediate_size=128).double()
-        wide.load_state_dict(model.state_dict())
-        logits = wide(ids).logits[:, :-1].log_softmax(dim=-1)
-        return logits.gather(2, ids[:, 1:, None])[..., 0].detach()
+        exact = copy.deepcopy(model).double()
+        return logprobs_on_full_logits(exact, rows, 1.0)[0].detach()
 
     before = logprobs()
     for _ in range(updates):
         optimizer.zero_grad()
-        logits = model(ids).logits[:, :-1].float().log_softmax(dim=-1)
-        (-logits.gather(2, ids[:, 1:, None]).mean()).backward()
+        (-logprobs_on_full_logits(model, rows, 1.0)[0].mean()).backward()
         optimizer.step()
     return logprobs() - before
 
