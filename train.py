@@ -915,33 +915,26 @@ def begin_or_resume(given):
 
 def read_config(file):
     """The flags of a JSON file -> {name: value}; its paths are relative to its folder."""
+    words = []
     with as_bad_input(f"{file}:"):
-        config = json.loads(Path(file).read_text(encoding="utf-8"))
+        for name, value in json.loads(Path(file).read_text(encoding="utf-8")).items():
+            if name not in FIELDS or not FIELDS[name].metadata["kept"]:
+                raise ValueError(f"{flag_of(name)} is no flag for a config file, where names are "
+                                 "spelt like kl_coef")
+            words += words_of(name, value)
         with chdir(Path(file).parent):
-            return {name: checked(name, value) for name, value in config.items()
-                    if value is not None}  # null: the default
+            return given_flags(words)
 
 
-def checked(name, value):
-    """A value of a config file, read by the type of its flag; of a list each item."""
-    setting = FIELDS.get(name)
-    if not setting or not setting.metadata["kept"]:
-        raise ValueError(f"{flag_of(name)} is no flag for a config file, where names are spelt "
-                         "like kl_coef")
-    how = setting.metadata["how"]
-    read = json.loads if setting.type is bool else setting.type
-
-    def item_of(value):
-        text = value if isinstance(value, str) else json.dumps(value)
-        with as_bad_input(f"{flag_of(name)}:"):
-            item = read(text)
-            if item not in how.get("choices", [item]):
-                raise ValueError(f"{text!r} is none of its values")
-        return item
-
-    if "nargs" not in how:
-        return item_of(value)
-    return [item_of(item) for item in (value if isinstance(value, list) else [value])]
+def words_of(name, value):
+    """A flag in a config file -> the words of a command line that say the same."""
+    if value is None:
+        return []  # the default
+    if isinstance(value, bool):
+        return [flag_of(name if value else f"no_{name}")]
+    values = value if isinstance(value, list) else [value]
+    texts = [item if isinstance(item, str) else json.dumps(item) for item in values]
+    return [f"{flag_of(name)}={text}" for text in texts]
 
 
 def check_resumed(given, saved):
