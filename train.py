@@ -640,9 +640,6 @@ def symptoms(history, answer=""):
             return math.nan
         return sum(values) / len(values)
 
-    # Trouble: the mean reward of ten steps lies more than half a standard deviation of the
-    # answers' rewards below its best. Or after 30 steps it is not above that of the first five,
-    # unless nearly all answers are right.
     n = len(history)
     rewards = [recent("reward_mean", max(0, i - 9), i + 1) for i in range(n)]
     best = max(rewards)
@@ -655,27 +652,23 @@ def symptoms(history, answer=""):
             f"{recent('format_rate', 0):.0%} have a \\boxed{{}}, "
             f"{recent('truncated_fraction', 0):.0%} are cut, 95% have at most "
             f"{recent('response_length_p95', 0):.0f} tokens; the last ends in {answer[-60:]!r}")}
-    fallen = (best - now) / (spread or 1)
-    is_stuck = n >= 30 and now <= rewards[4] and not recent("accuracy") > 0.9
-    if not (fallen > 0.5 or is_stuck):
+    # The mean of ten steps lies more than half a standard deviation of the rewards below its best.
+    if best - now > 0.5 * (spread or 1):
+        found = {"fallen reward": (
+            f"the reward has fallen from {best:.3g} to {now:.3g}; first try a lower --lr")}
+    # Or it is not above that of the first five steps, unless nearly all answers are right.
+    elif n >= 30 and now <= rewards[4] and not recent("accuracy") > 0.9:
+        found = {"stuck reward": (
+            f"the reward has not risen in {n} steps; try --temperature 1, a larger --group-size, "
+            "or another --lr, on problems of which some answers are right")}
+    else:
         return {}
 
     norm_before = recent("grad_norm", -40, -20) or math.nan
     entropy_now = max(recent("entropy"), 1e-3)
-    # A reference that is renewed in every step is the policy itself.
-    renewed = "reference_renewed" in history[-1]
-    unmoved = recent("approx_kl", -4) == 0 and recent("grad_norm", -4) > 0 and not renewed
-    rules = (  # a name, a figure, its limit (README, "Reading a run"), the line to print
-        ("fallen reward", fallen, 0.5,
-         f"the reward has fallen from {best:.3g} to {now:.3g}; first try a lower --lr"),
-        ("stuck reward", 0 if fallen > 0.5 else n, 0,  # one of the two is told
-         "the reward has not risen in {} steps; try --temperature 1, a larger --group-size, or "
-         "another --lr, on problems of which some answers are right"),
+    for name, figure, limit, line in (
         ("KL", recent("approx_kl"), 0.05,
          "KL is {:.3g} nats per token; try --kl-band 0.02 0.05"),
-        ("reference", int(unmoved), 0,
-         "KL has been exactly 0 for 4 steps although the policy has gradients: does the reference "
-         "share its weights, or is --lr too small to move it?"),
         ("flat groups", recent("zero_variance_groups"), 0.5,
          "{:.0%} of the groups are flat, with equal rewards; try --max-resample 3, or solved "
          "examples in --system-prompt if the answers lack the rule's box"),
@@ -686,9 +679,10 @@ def symptoms(history, answer=""):
          "entropy is 1/{:.0f} of what it was; try --clip-eps-high 0.28"),
         ("gradient", recent("grad_norm", -1) / norm_before, 10,
          "the gradient norm is {:.0f} times what it was; if that lasts, try a lower --lr"),
-    )
-    # NaN, the figure of metrics that are null, is above no limit.
-    return {name: line.format(figure) for name, figure, limit, line in rules if figure > limit}
+    ):
+        if figure > limit:  # false for NaN, the figure of metrics that are null
+            found[name] = line.format(figure)
+    return found
 
 
 # --------------------------------------------------------------------------------------------------

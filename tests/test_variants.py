@@ -587,7 +587,6 @@ def test_a_run_in_which_nothing_can_be_learned_says_so_after_three_steps(n, seri
 @pytest.mark.parametrize("what, n, name, failing, healthy, words", [
     ("gradient", 45, "grad_norm", [10.5], [9.5], ("10 times", "--lr")),
     ("KL", 12, "approx_kl", [0.06] * 10, [0.04] * 10, ("0.06 ", "--kl-band 0.02 0.05")),
-    ("reference", 12, "approx_kl", [0.0] * 4, [0.0] * 3, ("4 steps", "--lr")),
     ("flat groups", 10, "zero_variance_groups", [0.51] * 10, [0.5] * 10,
      ("51%", "--max-resample 3")),
     ("cut answers", 10, "truncated_fraction", [0.96] * 10, [0.95] * 9, ("96%", "--max-new-tokens")),
@@ -605,10 +604,9 @@ def test_a_failure_is_named_with_its_number_and_its_remedy(what, n, name, failin
 
 
 @pytest.mark.parametrize("row", [
-    dict(approx_kl=None, entropy=None, grad_norm=None), dict(grad_norm=0.0, approx_kl=0.0),
-    dict(approx_kl=0.0, reference_renewed=1.0), dict(approx_kl=0.0, grad_norm=None)])
+    dict(approx_kl=None, entropy=None, grad_norm=None), dict(grad_norm=0.0)])
 def test_nothing_is_said_of_steps_without_a_number_or_a_gradient(row):
-    """Skipped updates; groups that are all flat; a reference that is renewed in every step."""
+    """Skipped updates; groups that are all flat."""
     for rows in (45 * [row], [*40 * [{"grad_norm": 0.0}], {}]):
         rows = in_trouble([{**metrics, **row} for metrics, row in zip(history(len(rows)), rows)])
         assert list(train.symptoms(rows)) == ["fallen reward"]
