@@ -448,23 +448,12 @@ def step_metrics(rollout, batch, updates, seconds, s):
         metrics[name] = total if name == "skipped_updates" else total / len(updates)
     metrics.update(seconds)
     metrics["tokens_per_second"] = metrics["tokens"] / seconds.total()
-    metrics["peak_memory_gb"] = peak_memory() / 1e9
+    metrics["peak_memory_gb"] = torch.cuda.max_memory_allocated() / 1e9  # 0 on a CPU
     if s.max_resample:
         metrics["resampled_groups"] = sum(gathered_objects(batch.resampled))
     for name, values in (rollout.reward_parts or {}).items():
         metrics[f"reward/{name}"] = gathered(values).nanmean()  # NaN where it does not apply
     return {name: float(value) for name, value in metrics.items()}
-
-
-def peak_memory():
-    """Bytes: of CUDA's allocator, else of the whole process; 0 if unknown."""
-    used = torch.cuda.max_memory_allocated()  # 0 if the run is on the CPU
-    if not used and os.name == "posix":
-        import resource
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        if sys.platform != "darwin":  # macOS counts in bytes, others in KiB
-            used *= 1024
-    return used
 
 
 # --------------------------------------------------------------------------------------------------
