@@ -1201,16 +1201,18 @@ class MasterAdamW(torch.optim.AdamW):
         if trained[0].device != weights[0].device:
             self.grads = [torch.empty_like(master, pin_memory=True) for master in trained]
         for i, weight in enumerate(weights):
-            weight.grad_dtype = None  # allows any: take_gradient() changes it
+            # A backward pass writes gradients in the weight's dtype. The hook makes the first one
+            # float32, so the others are added to it in float32.
+            weight.grad_dtype = None  # allows that
             weight.register_post_accumulate_grad_hook(partial(self.take_gradient, i))
 
     def take_gradient(self, i, weight):
-        """Make the first micro-batch's gradient float32: the others are added to it."""
+        """The hook: a weight has just got its gradient."""
         weight.grad = weight.grad.to(self.trained[i].dtype)
 
-    def masters(self):
-        """The masters that the weights are rounded from."""
-        return self.trained
+    def master(self, i):
+        """What the i-th weight is rounded from."""
+        return self.trained[i]
 
     @torch.no_grad()
     def step(self):
@@ -1224,8 +1226,9 @@ class MasterAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def round(self):
         """Round the masters into the model's weights, each to the nearest number."""
-        for weight, master in zip(self.weights, self.masters()):
-            weight.copy_(master, non_blocking=True)  # pinned memory; step() waits for gradients
+        for i, weight in enumerate(self.weights):
+            # From pinned memory, if with --offload; step() waits for gradients.
+            weight.copy_(self.master(i), non_blocking=True)
 
     def zero_grad(self):
         super().zero_grad()
@@ -1310,10 +1313,10 @@ class LoraAdamW(MasterAdamW):
         for factor, grad in ((A, B.T @ dW), (B, dW @ A.T)):                   # (R, in), (out, R)
             factor.grad = grad if factor.grad is None else factor.grad + grad
 
-    def masters(self):
-        for i, (W0, A, B) in enumerate(self.parts):
-            W = off_grid(W0.to(B.device), self.seed, i)                                # (out, in)
-            yield W.addmm_(B, A, alpha=self.lora_scale)
+    def master(self, i):
+        W0, A, B = self.parts[i]
+        W = off_grid(W0.to(B.device), self.seed, i)                                    # (out, in)
+        return W.addmm_(B, A, alpha=self.lora_scale)
 
 
 def linears_of(model):
