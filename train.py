@@ -148,7 +148,7 @@ def backward(policy_model, optimizer, rollout, settings):
     entropies = torch.zeros_like(rollout.logprobs)
     sums = Counter()  # Counter.update adds
     optimizer.zero_grad()
-    for micro, at, counts in micro_batches(policy_model, rollout, settings):
+    for micro, at in micro_batches(policy_model, rollout, settings):
         # [D] of the policy as it is now, with a gradient: (n, width-1)
         logp, entropies[at] = token_logprobs_of(policy_model, micro, settings)
         logprobs[at] = logp.detach()
@@ -156,7 +156,7 @@ def backward(policy_model, optimizer, rollout, settings):
         old = logp.detach() if micro.old_logprobs is None else micro.old_logprobs
         # [E] [F] against the policy that drew the answers, and against the reference
         loss, metrics = grpo_loss(logp, old, micro.ref_logprobs, micro.advantages,
-                                  mask[at] & counts, **loss_options(micro, settings), **sizes)
+                                  mask[at], **loss_options(micro, settings), **sizes)
         (loss * loss_scale_of(optimizer)).backward()  # the scale is 1, except in float16
         sums.update(metrics)
     return sums, logprobs, entropies
@@ -308,7 +308,7 @@ def mini_batches(policy_model, rollout, s):
 
 
 def micro_batches(model, rollout, s):
-    """Yield each micro-batch: a Rollout, its places in (N, S-1), whether its tokens count."""
+    """Yield each micro-batch: a Rollout, and its places in (N, S-1)."""
     share = s.share_prompts and logprob.is_fast(model)
     # [D] reads ids and labels on the CPU: they are copied once, or every micro-batch would wait.
     host = copy.copy(rollout)
@@ -316,15 +316,14 @@ def micro_batches(model, rollout, s):
         setattr(host, name, getattr(rollout, name).cpu())
     cuts = logprob.micro_batches(host.labels, host.group_ids, s.micro_batch_tokens, share)
     # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
-    # the same number, or FSDP's gathers wait for ever: a GPU with fewer runs its last one again,
-    # and counts none of its tokens.
-    n = len(cuts)
-    most = max(gathered_objects(n))
-    for i in range(most):
-        rows, width = cuts[min(i, n - 1)]
+    # the same number, or FSDP's gathers wait for ever: a GPU with fewer also runs the first two
+    # tokens of a prompt. They are not in the mask, so they count for nothing.
+    missing = max(gathered_objects(len(cuts))) - len(cuts)
+    cuts += [(torch.tensor([0]), 2)] * missing
+    for rows, width in cuts:
         micro = sample.take(host, rows.tolist(), width)
         rows, = logprob.uploaded(rollout.labels.device, rows)
-        yield micro, (rows, slice(width - 1)), i < n
+        yield micro, (rows, slice(width - 1))
 
 
 def token_logprobs_of(model, micro, s, with_entropy=True):
@@ -343,7 +342,7 @@ def all_token_logprobs(model, rollout, s, with_entropy=False):
     entropies = torch.zeros_like(rollout.logprobs)
 
     def score():
-        for micro, at, _ in micro_batches(model, rollout, s):
+        for micro, at in micro_batches(model, rollout, s):
             found = token_logprobs_of(model, micro, s, with_entropy)
             logprobs[at], entropies[at] = found if with_entropy else (found, 0)
 
