@@ -474,18 +474,17 @@ def scored_groups(policy_model, tokenizer, batch, s, sampler, reward_of):
         others = batch_of_step(tokenizer, batch.pool, batch.step, s, attempt, n)
         drawn, more = answers_and_rewards(policy, tokenizer, others, s, sampler, reward_of)
         seconds += more
+        drawn.group_ids += attempt * B  # other numbers than those of earlier groups
         both = sample.joined(rollout, drawn)
-        # B groups stay: those that teach, the old ones first, then flat ones.
+        # B groups stay: first those that teach, the old ones before the new ones, then flat ones.
         flat = is_flat(both.rewards, G).int()                                          # (B + n,)
-        stay, _ = flat.argsort(stable=True)[:B].sort()                                 # (B,)
+        stay = flat.argsort(stable=True)[:B]                                           # (B,)
+        rows = stay[:, None] * G + torch.arange(G)                                     # (B, G)
+        rollout = sample.take(both, rows.flatten().tolist())
         problems = batch.problems + others.problems
         prompts = batch.prompts + others.prompts
         batch.problems = [problems[j] for j in stay]
         batch.prompts = [prompts[j] for j in stay]
-        rows = stay[:, None] * G + torch.arange(G)                                     # (B, G)
-        group_ids = rollout.group_ids  # those of B groups, as before
-        rollout = sample.take(both, rows.flatten().tolist())
-        rollout.group_ids = group_ids
     return rollout, seconds
 
 

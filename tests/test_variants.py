@@ -382,9 +382,9 @@ def test_flat_groups_are_replaced_whole():
     """One of three is replaced in the first round, one in the second; then the rounds are over."""
     r = resampled([[FLAT, MIXED, FLAT], [FLAT, MIXED]], "--max-resample=2")
     assert r.asked == [(1, 3), (2, 2)]
-    # the first flat group stays, because nothing is left to replace it
-    assert r.prompts == ["old 0", "old 1", "new 1.1", "new 2.1"]
-    assert r.rollout.responses == [*4 * ["a"], "a", "bb", "c", "d", *MIXED, *MIXED]
+    # the first flat group stays, because nothing is left to replace it, and comes last
+    assert r.prompts == ["old 1", "new 1.1", "new 2.1", "old 0"]
+    assert r.rollout.responses == ["a", "bb", "c", "d", *MIXED, *MIXED, *4 * ["a"]]
     lengths = [float(len(text)) for text in r.rollout.responses]
     assert r.rollout.rewards.tolist() == lengths
     assert torch.allclose(r.rollout.advantages, group_advantages(r.rollout.rewards, 4))
@@ -393,15 +393,16 @@ def test_flat_groups_are_replaced_whole():
                 "resampled_groups": 5, "zero_variance_groups": 0.25}  # 5 were drawn to no use
     assert {name: r.metrics[name] for name in expected} == pytest.approx(expected)
     # ids, labels and log-probs of each group are those of its own draw, padded to the longest
-    for j, (start, draw, end) in enumerate([(5, 5, 9), (9, 5, 9), (24, 20, 7), (44, 40, 11)]):
+    for j, (start, draw, end) in enumerate([(9, 5, 9), (24, 20, 7), (44, 40, 11), (5, 5, 9)]):
         group = sample.take(r.rollout, list(range(4 * j, 4 * j + 4)))
         assert group.input_ids[:, 0].tolist() == list(range(start, start + 4))
         assert group.mask.sum(dim=1).tolist() == [end - 4] * 4
         assert torch.equal(group.labels[:, 4:end], group.input_ids[:, 4:end])
         assert torch.allclose(group.logprobs[:, 3:end - 1], torch.tensor(-0.1 * draw))
         assert not group.logprobs[:, end - 1:].any()
-    assert r.rollout.finished.tolist() == [True] * 8 + [False] * 8
-    assert r.rollout.group_ids.tolist() == [n // 4 for n in range(16)]
+    assert r.rollout.finished.tolist() == [True] * 4 + [False] * 8 + [True] * 4
+    ids, counts = r.rollout.group_ids.unique_consecutive(return_counts=True)
+    assert len(set(ids.tolist())) == 4 and counts.tolist() == 4 * [4]
 
 
 def test_rounds_of_resampling():
@@ -414,7 +415,7 @@ def test_rounds_of_resampling():
     right = ["\\boxed{7}", "\\boxed{8}", "no", "no"]
     r = resampled([[right, right, FLAT, right]], "--max-resample=1", reward_of=None)
     assert r.asked == [(1, 4)]                            # by the rule the second was flat too
-    assert r.rollout.rewards.tolist() == 4 * [0] + 3 * [1.5, 0.5, 0, 0]
+    assert r.rollout.rewards.tolist() == 3 * [1.5, 0.5, 0, 0] + 4 * [0]
     assert r.metrics["accuracy"] == pytest.approx(3 / 16)
 
 
