@@ -2160,7 +2160,6 @@ def pooled(values, width):
 
 CURVES = ("reward_mean", "approx_kl", "response_length_mean", "entropy", "zero_variance_groups",
           "grad_norm", "clip_fraction")
-MOST_TOKENS = 5000  # of a group, prompts and padding included
 # Marks that turn a line around, controls, halves of surrogate pairs
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
                     "\ud800-\udfff]")
@@ -2171,8 +2170,8 @@ body { max-width: 64rem; margin: 2rem auto; padding: 0 1rem; font: 15px/1.6 syst
 h2 { display: flow-root; margin: 0; font-size: 1rem } q { quotes: none; opacity: .6 }
 div { display: grid; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)); gap: 0 1rem }
 figure, section { border: var(--line); border-radius: 10px; margin: 0 0 1rem; padding: .6rem 1rem;
-  break-inside: avoid } path { stroke: rgb(var(--down)); stroke-width: .7 } polyline { fill: none;
-  stroke: rgb(var(--up)) } text { fill: currentColor; font-size: 10px; opacity: .7 }
+  break-inside: avoid } polyline { fill: none; stroke: rgb(var(--up)) }
+text { fill: currentColor; font-size: 10px; opacity: .7 }
 .y { display: flex; flex-wrap: wrap; border-top: var(--line); margin-top: .3rem }
 .y > * { flex: 0 0 4.2rem } .y b { flex: 0 0 2rem } .y s { flex: 0 0 7rem }
 .y p { flex: 1 1 20rem; margin: 0 } .y p, pre { font: 13px/1.85 monospace; white-space: pre-wrap }
@@ -2187,7 +2186,7 @@ def keep_group(run, batch, rollout, G):
     """Keep the step's first group that teaches; of earlier steps only 1, 2, 4, 8, ... stay."""
     flat = is_flat(rollout.rewards, G)                                                 # (B,)
     b = int(flat.int().argmin())
-    n = min(G, MOST_TOKENS // rollout.labels.shape[1] + 1)
+    n = min(G, 8)
     answers = sample.take(rollout, range(b * G, b * G + n))
     names = ("input_ids", "labels", "finished", "group_ids", "rewards", "advantages",
              "old_logprobs")
@@ -2224,13 +2223,12 @@ def write_page(run, model, tokenizer, s):
 
 def page_of(run, sections, s):
     """The HTML of the page; it reloads itself while the run goes on."""
-    warned = [(step, escape(line)) for step, line in run.curve("warning")]
-    items = "".join(f"<li>step {step}: {line}</li>" for step, line in warned)
-    figures = figure_of_curve(f"held-out {run.judged_by}", run.held_out, run.step, warned)
+    items = "".join(f"<li>step {step}: {escape(line)}</li>" for step, line in run.curve("warning"))
+    figures = figure_of_curve(f"held-out {run.judged_by}", run.held_out, run.step)
     for metric in run.history[-1]:
         points = run.curve(metric)
         if points and (metric in CURVES or metric.startswith("reward/")):
-            figures += figure_of_curve(escape(metric), points, run.step, warned)
+            figures += figure_of_curve(escape(metric), points, run.step)
     name = escape(run.folder.name)
     again = ""
     if run.step < s.steps and not run.signal:
@@ -2241,7 +2239,7 @@ def page_of(run, sections, s):
 <style>{STYLE}</style></head><body><h1>{name}</h1><code>{escape(run.command)}</code>
 <p>GRPO of {escape(Path(s.model).name)}: {run.step} steps of B = {s.prompts_per_step} questions and
 G = {s.group_size} answers to each, lr {s.lr:g}. Held-out answers are greedy, all others sampled.
-Orange lines are warnings.</p>
+</p>
 <div>{figures}</div><ul>{items}</ul>
 <h1>What it learned</h1><section><pre>{escape(example_of(run))}</pre></section><p>x is a question,
 y<sub>i</sub> an answer of its group, r<sub>i</sub> its reward and A<sub>i</sub> its advantage.
@@ -2250,21 +2248,17 @@ when the policy drew them: log π − log π<sub>old</sub>, the log of [E]'s rat
 number, in nats.</p>{sections}</body></html>"""
 
 
-def figure_of_curve(name, points, last, warned):
+def figure_of_curve(name, points, last):
     """A curve of (step, value) points between its axes; its width spans steps 0 to `last`."""
     steps, values = zip(*points)
     means = pooled(values, 120)
     low, high = min(means), max(means)
-    if high - low <= 1e-9 * abs(high):  # a flat curve lies in the middle
-        margin = max(0.5, abs(high) / 2)
-        low, high = low - margin, high + margin
+    span = max(high - low, 1e-9 * abs(high)) or 1  # rounding makes no waves
     line = ""
     for step, mean in zip(pooled(steps, 120), means):
-        line += f"{50 + 250 * step / last:.1f},{78 - 76 * (mean - low) / (high - low):.1f} "
-    marks = "".join(f'<path d="M{50 + 250 * step / last:.1f} 2V78"><title>{why}</title></path>'
-                    for step, why in warned)
+        line += f"{50 + 250 * step / last:.1f},{78 - 76 * (mean - low) / span:.1f} "
     return (f"<figure>{name}<b>{values[0]:.3g} → {values[-1]:.3g}</b><svg viewBox='0 0 300 94'>"
-            f'{marks}<polyline points="{line}"/><text y="9">{high:.3g}</text><text y="79">{low:.3g}'
+            f'<polyline points="{line}"/><text y="9">{high:.3g}</text><text y="79">{low:.3g}'
             f'</text><text x="50" y="91">step 0</text><text x="300" y="91" text-anchor="end">{last}'
             "</text></svg></figure>")
 

@@ -134,26 +134,26 @@ def test_a_group_that_teaches_is_kept_of_steps_that_double():
     many = sample.take(rollout, [0, 1, 2, 3] * 64)
     train.keep_group(run, batch, many, 256)
     ids = torch.tensor(run.groups["6"]["answers"]["input_ids"])
-    assert len(ids) < 256 and ids.numel() <= train.MOST_TOKENS + ids.shape[1]
+    assert len(ids) == 8
 
 
-def figure(points, last=10, warned=()):
-    text = train.figure_of_curve("name", points, last, warned)
+def figure(points, last=10):
+    text = train.figure_of_curve("name", points, last)
     numbers = re.findall(r"[\d.]+", re.search(r'points="([^"]*)"', text)[1])
     return text, [*zip(map(float, numbers[::2]), map(float, numbers[1::2]))]
 
 
 def test_a_curve_between_its_axes():
-    text, (left, middle, right) = figure([(0, 0.25), (5, 0.5), (10, 0.125)], warned=[(5, "why")])
+    text, (left, middle, right) = figure([(0, 0.25), (5, 0.5), (10, 0.125)])
     assert middle[1] < left[1] < right[1]                 # y points down: the highest is on top
-    assert middle[0] == (left[0] + right[0]) / 2 > left[0] and f'd="M{middle[0]} ' in text
-    for label in ("0.25 → 0.125", ">step 0<", ">10<", "<title>why<"):
+    assert middle[0] == (left[0] + right[0]) / 2 > left[0]
+    for label in ("0.25 → 0.125", ">step 0<", ">10<"):
         assert label in text
     top, bottom = (int(re.search(rf'y="(\d+)">{value}<', text)[1]) for value in (0.5, 0.125))
     assert top < bottom and len(figure([(n, n % 7) for n in range(5000)], 5000)[1]) == 120
-    for value in (0.0, 0.1, 1e-30, 1e17, -1e38):          # a flat curve: not on the floor
+    for value in (0.0, 0.1, 1e-30, 1e17, -1e38):          # a flat curve
         heights = {y for _, y in figure([(n, value) for n in range(1000)], 1000)[1]}
-        assert heights == {(middle[1] + right[1]) / 2}
+        assert heights == {right[1]}
 
 
 def page(folder, word, steps=9, signal=0):
@@ -181,7 +181,7 @@ def test_what_a_model_wrote_is_text(folder):
     for word in ("می\u200cخواهم", "12\u202f000\u00a0€", "👩\u200d🚀", "a\tb"):  # stands as it is
         assert page(folder, word).count(word) > 10
     assert {name for _, *names in wild.tags for name in names} <= {
-        "lang", "charset", "http-equiv", "content", "name", "class", "style", "title", "dir", "d",
+        "lang", "charset", "http-equiv", "content", "name", "class", "style", "title", "dir",
         "viewbox", "points", "x", "y", "text-anchor"}     # none that loads or runs anything
 
 
