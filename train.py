@@ -1667,7 +1667,6 @@ class Run:
         self.before = []  # a greedy answer to each of eval_problems, and its reward
         self.after = []  # the same, after training
         self.digests = {}  # of what the run began with
-        self.groups = {}  # groups for page.html, by step
         self.command = ""  # the one that began the run
         self.counters = list(vars(self))  # a checkpoint holds all of the above, and no more
         self.name = str(folder)
@@ -1764,21 +1763,25 @@ class Run:
                 if row.get(name) is not None]
 
     def log_samples(self, batch, rollout):
-        """Write the step's first two groups, as they were scored; keep one for page.html."""
+        """Write the step's first two groups, as they were scored."""
         self.answer = rollout.responses[-1]
         G = len(rollout.responses) // len(batch.prompts)
         for j, prompt in enumerate(batch.prompts[:2]):
+            problem = batch.problems[j]
             group = sample.take(rollout, range(j * G, (j + 1) * G))
-            self.append("samples.jsonl", {
+            record = {
                 "step": batch.step,
-                "question": batch.problems[j]["question"],
+                "question": problem["question"],
+                "truth": truths_of([problem])[0] or "not known",
                 "prompt": prompt,
-                "responses": group.turns or group.responses,
-                "finished": group.finished.tolist(),
-                "rewards": group.rewards.tolist(),
-                "advantages": group.advantages.tolist()})
-        if self.folder:
-            keep_group(self, batch, rollout, G)
+                "responses": group.turns or group.responses}
+            names = ["finished", "rewards", "advantages"]
+            # page.html shows groups that teach, of the steps 1, 2, 4, 8, ...
+            if group.advantages.any() and batch.step.bit_count() == 1:
+                names += ["input_ids", "labels", "old_logprobs", "group_ids"]
+            for name in names:
+                record[name] = getattr(group, name).tolist()
+            self.append("samples.jsonl", record)
 
     def append(self, name, record):
         """Append a line of JSON to a file."""
@@ -2182,43 +2185,28 @@ s i { display: block; height: .5rem; margin-top: .5rem }
 """
 
 
-def keep_group(run, batch, rollout, G):
-    """Keep the step's first group that teaches; of earlier steps only 1, 2, 4, 8, ... stay."""
-    flat = is_flat(rollout.rewards, G)                                                 # (B,)
-    b = int(flat.int().argmin())
-    n = min(G, 8)
-    answers = sample.take(rollout, range(b * G, b * G + n))
-    names = ("input_ids", "labels", "finished", "group_ids", "rewards", "advantages",
-             "old_logprobs")
-    # Lists, because the checkpoint holds the group as JSON
-    group = {"answers": {name: getattr(answers, name).tolist() for name in names}}
-    r = rollout.rewards.view(-1, G)[b]                                                 # (G,)
-    group["r"] = f"{n} of {G} answers, mean r {r.mean():.3g}, std r {r.std(correction=0):.3g}"
-    problem = batch.problems[b]
-    group["x"] = problem["question"][-2000:]  # long texts are cut
-    group["prompt"] = batch.prompts[b][-4000:]
-    truth, = truths_of([problem])
-    group["truth"] = truth or "not known"
-    for step in list(run.groups):
-        if int(step).bit_count() > 1:
-            del run.groups[step]
-    run.groups[str(batch.step)] = group
-
-
 def write_page(run, model, tokenizer, s):
-    """page.html: the curves so far, and the kept groups, scored again by the current policy."""
+    """page.html: the curves so far, and groups of the samples, scored again by the policy."""
     sections = ""
-    groups = gathered_objects(run.groups)[0]  # rank 0's, but all ranks score
-    for step, group in groups.items():
-        tensors = {name: torch.tensor(numbers, device=model.device)
-                   for name, numbers in group["answers"].items()}
+    for group in on_rank_0(groups_of, run):  # all ranks score
+        names = ("input_ids", "labels", "finished", "group_ids", "rewards", "advantages",
+                 "old_logprobs")
+        tensors = {name: torch.tensor(group[name], device=model.device) for name in names}
         answers = sample.Rollout(**tensors, logprobs=tensors["old_logprobs"], responses=None)
         logprobs, _ = all_token_logprobs(model, answers, s)                               # (G, S-1)
         moved = logprobs - answers.old_logprobs
-        sections += section_of(step, group, answers, moved, tokenizer)
+        sections += section_of(group, answers, moved, tokenizer)
     if run.folder:
         with run.replacing("page.html") as new:
             new.write_text(page_of(run, sections, s), encoding="utf-8")
+
+
+def groups_of(run):
+    """The groups in samples.jsonl that have token ids."""
+    if not run.folder:
+        return []
+    lines = (run.folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    return [record for record in map(json.loads, lines) if "input_ids" in record]
 
 
 def page_of(run, sections, s):
@@ -2263,10 +2251,12 @@ def figure_of_curve(name, points, last):
             "</text></svg></figure>")
 
 
-def section_of(step, group, answers, moved, tokenizer):
+def section_of(group, answers, moved, tokenizer):
     """A group: its question x; of its answers reward r, advantage A and tinted tokens y."""
-    text = (f"<section><h2>step {step} <small>{group['r']}</small></h2><details><summary><b>x</b> "
-            f"{escape(group['x'])}</summary><pre>{escape(group['prompt'])}</pre></details>"
+    r = answers.rewards
+    text = (f"<section><h2>step {group['step']} <small>mean r {r.mean():.3g}, std r "
+            f"{r.std(correction=0):.3g}</small></h2><details><summary><b>x</b> "
+            f"{escape(group['question'])}</summary><pre>{escape(group['prompt'])}</pre></details>"
             f"true answer: {escape(group['truth'])}")
     for n, is_answer in enumerate(answers.mask):                                       # (S-1,)
         tokens = is_answer.nonzero()[:, 0]
@@ -2290,7 +2280,7 @@ def section_of(step, group, answers, moved, tokenizer):
         width = 50 * min(abs(A) / 3, 1)
         left = 50 - width if A < 0 else 50
         bar = f"--d:{9 * A};width:{width}%;margin-left:{left}%"
-        text += (f'<div class="y"><b>y<sub>{n + 1}</sub></b><span>r {answers.rewards[n]:.4g}'
+        text += (f'<div class="y"><b>y<sub>{n + 1}</sub></b><span>r {r[n]:.4g}'
                  f'</span><span>A {A:+.2f}</span><s><i style="{bar}"></i></s>'
                  f'<p dir="auto">{y}</p></div>')
     return text + "</section>"
