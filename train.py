@@ -1957,11 +1957,10 @@ def digests_of(parts):
 
 
 def some_numbers(model):
-    """Four numbers of every tensor, which tell one model from another."""
+    """The first four numbers of every tensor, which tell one model from another."""
     numbers = []
     for weight in model.parameters():
-        stride = weight.numel() // 4 + 1
-        numbers += gather_full(weight.detach()).flatten()[::stride].tolist()
+        numbers += gather_full(weight.detach()).flatten()[:4].tolist()
     return numbers
 
 
@@ -2127,12 +2126,8 @@ def command(program, *flags):
     """The command to type into a shell, in any folder."""
     # sys.executable: outside its virtual environment a bare `python` would not find torch.
     start = [sys.executable]
-    if world() > 1 and program == "train.py":
-        on_this_node = int(os.environ.get("LOCAL_WORLD_SIZE", world()))
-        start = ["torchrun", f"--nproc-per-node={on_this_node}"]
-        if on_this_node < world():  # every node repeats this command
-            start += [f"--nnodes={world() // on_this_node}", "--rdzv-backend=c10d",
-                      f"--rdzv-endpoint={os.environ['MASTER_ADDR']}"]
+    if world() > 1 and program == "train.py":  # several machines also need their --nnodes
+        start = ["torchrun", f"--nproc-per-node={os.environ.get('LOCAL_WORLD_SIZE', world())}"]
     return shlex.join([*start, str(HERE / program), *flags])
 
 
