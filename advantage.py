@@ -15,7 +15,6 @@ Common mistakes that this avoids:
     python advantage.py 1.5 1.0 0 0        # one group: its mean, std and advantages
 """
 
-import signal
 import sys
 
 import torch
@@ -280,8 +279,6 @@ def main():
 
 
 if __name__ == "__main__":
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     try:
         main()
     except ValueError as error:

@@ -16,7 +16,6 @@ tensor belongs to token t+1, which is predicted from all tokens up to t.
 """
 
 import argparse
-import signal
 import sys
 from contextlib import contextmanager
 from functools import partial
@@ -516,8 +515,6 @@ def main():
 
 
 if __name__ == "__main__":
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)    # `| head` is no error
     try:
         main()
     except (OSError, ValueError, RuntimeError) as error:             # also: out of memory

@@ -17,7 +17,6 @@ Common mistakes that this avoids:
     python loss.py        # one answer's clip table, k1 k2 k3 side by side, gradient coefficients
 """
 
-import signal
 
 import torch
 
@@ -243,6 +242,4 @@ def main():
 
 
 if __name__ == "__main__":
-    if hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` is no error
     main()

@@ -148,7 +148,7 @@ def backward(policy_model, optimizer, rollout, settings):
     entropies = torch.zeros_like(rollout.logprobs)
     sums = Counter()  # Counter.update adds
     optimizer.zero_grad()
-    for micro, at, counts in micro_batches(policy_model, rollout, settings):
+    for micro, at in micro_batches(policy_model, rollout, settings):
         # [D] of the policy as it is now, with a gradient: (n, width-1)
         logp, entropies[at] = token_logprobs_of(policy_model, micro, settings)
         logprobs[at] = logp.detach()
@@ -156,7 +156,7 @@ def backward(policy_model, optimizer, rollout, settings):
         old = logp.detach() if micro.old_logprobs is None else micro.old_logprobs
         # [E] [F] against the policy that drew the answers, and against the reference
         loss, metrics = grpo_loss(logp, old, micro.ref_logprobs, micro.advantages,
-                                  mask[at] & counts, **loss_options(micro, settings), **sizes)
+                                  mask[at], **loss_options(micro, settings), **sizes)
         (loss * loss_scale_of(optimizer)).backward()  # the scale is 1, except in float16
         sums.update(metrics)
     return sums, logprobs, entropies
@@ -308,7 +308,7 @@ def mini_batches(policy_model, rollout, s):
 
 
 def micro_batches(model, rollout, s):
-    """Yield each micro-batch: a Rollout, its places in (N, S-1), whether its tokens count."""
+    """Yield each micro-batch: a Rollout, and its places in (N, S-1)."""
     share = s.share_prompts and logprob.is_fast(model)
     # [D] reads ids and labels on the CPU: they are copied once, or every micro-batch would wait.
     host = copy.copy(rollout)
@@ -316,15 +316,14 @@ def micro_batches(model, rollout, s):
         setattr(host, name, getattr(rollout, name).cpu())
     cuts = logprob.micro_batches(host.labels, host.group_ids, s.micro_batch_tokens, share)
     # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
-    # the same number, or FSDP's gathers wait for ever: a GPU with fewer runs its last one again,
-    # and counts none of its tokens.
-    n = len(cuts)
-    most = max(gathered_objects(n))
-    for i in range(most):
-        rows, width = cuts[min(i, n - 1)]
+    # the same number, or FSDP's gathers wait for ever: a GPU with fewer also runs the first two
+    # tokens of a prompt. They are not in the mask, so they count for nothing.
+    missing = max(gathered_objects(len(cuts))) - len(cuts)
+    cuts += [(torch.tensor([0]), 2)] * missing
+    for rows, width in cuts:
         micro = sample.take(host, rows.tolist(), width)
         rows, = logprob.uploaded(rollout.labels.device, rows)
-        yield micro, (rows, slice(width - 1)), i < n
+        yield micro, (rows, slice(width - 1))
 
 
 def token_logprobs_of(model, micro, s, with_entropy=True):
@@ -343,7 +342,7 @@ def all_token_logprobs(model, rollout, s, with_entropy=False):
     entropies = torch.zeros_like(rollout.logprobs)
 
     def score():
-        for micro, at, _ in micro_batches(model, rollout, s):
+        for micro, at in micro_batches(model, rollout, s):
             found = token_logprobs_of(model, micro, s, with_entropy)
             logprobs[at], entropies[at] = found if with_entropy else (found, 0)
 
@@ -486,18 +485,17 @@ def scored_groups(policy_model, tokenizer, batch, s, sampler, reward_of):
         others = batch_of_step(tokenizer, batch.pool, batch.step, s, attempt, n)
         drawn, more = answers_and_rewards(policy, tokenizer, others, s, sampler, reward_of)
         seconds += more
+        drawn.group_ids += attempt * B  # other numbers than those of earlier groups
         both = sample.joined(rollout, drawn)
-        # B groups stay: those that teach, the old ones first, then flat ones.
+        # B groups stay: first those that teach, the old ones before the new ones, then flat ones.
         flat = is_flat(both.rewards, G).int()                                          # (B + n,)
-        stay, _ = flat.argsort(stable=True)[:B].sort()                                 # (B,)
+        stay = flat.argsort(stable=True)[:B]                                           # (B,)
+        rows = stay[:, None] * G + torch.arange(G)                                     # (B, G)
+        rollout = sample.take(both, rows.flatten().tolist())
         problems = batch.problems + others.problems
         prompts = batch.prompts + others.prompts
         batch.problems = [problems[j] for j in stay]
         batch.prompts = [prompts[j] for j in stay]
-        rows = stay[:, None] * G + torch.arange(G)                                     # (B, G)
-        group_ids = rollout.group_ids  # those of B groups, as before
-        rollout = sample.take(both, rows.flatten().tolist())
-        rollout.group_ids = group_ids
     return rollout, seconds
 
 
@@ -640,9 +638,6 @@ def symptoms(history, answer=""):
             return math.nan
         return sum(values) / len(values)
 
-    # Trouble: the mean reward of ten steps lies more than half a standard deviation of the
-    # answers' rewards below its best. Or after 30 steps it is not above that of the first five,
-    # unless nearly all answers are right.
     n = len(history)
     rewards = [recent("reward_mean", max(0, i - 9), i + 1) for i in range(n)]
     best = max(rewards)
@@ -655,27 +650,23 @@ def symptoms(history, answer=""):
             f"{recent('format_rate', 0):.0%} have a \\boxed{{}}, "
             f"{recent('truncated_fraction', 0):.0%} are cut, 95% have at most "
             f"{recent('response_length_p95', 0):.0f} tokens; the last ends in {answer[-60:]!r}")}
-    fallen = (best - now) / (spread or 1)
-    is_stuck = n >= 30 and now <= rewards[4] and not recent("accuracy") > 0.9
-    if not (fallen > 0.5 or is_stuck):
+    # The mean of ten steps lies more than half a standard deviation of the rewards below its best.
+    if best - now > 0.5 * (spread or 1):
+        found = {"fallen reward": (
+            f"the reward has fallen from {best:.3g} to {now:.3g}; first try a lower --lr")}
+    # Or it is not above that of the first five steps, unless nearly all answers are right.
+    elif n >= 30 and now <= rewards[4] and not recent("accuracy") > 0.9:
+        found = {"stuck reward": (
+            f"the reward has not risen in {n} steps; try --temperature 1, a larger --group-size, "
+            "or another --lr, on problems of which some answers are right")}
+    else:
         return {}
 
     norm_before = recent("grad_norm", -40, -20) or math.nan
     entropy_now = max(recent("entropy"), 1e-3)
-    # A reference that is renewed in every step is the policy itself.
-    renewed = "reference_renewed" in history[-1]
-    unmoved = recent("approx_kl", -4) == 0 and recent("grad_norm", -4) > 0 and not renewed
-    rules = (  # a name, a figure, its limit (README, "Reading a run"), the line to print
-        ("fallen reward", fallen, 0.5,
-         f"the reward has fallen from {best:.3g} to {now:.3g}; first try a lower --lr"),
-        ("stuck reward", 0 if fallen > 0.5 else n, 0,  # one of the two is told
-         "the reward has not risen in {} steps; try --temperature 1, a larger --group-size, or "
-         "another --lr, on problems of which some answers are right"),
+    for name, figure, limit, line in (
         ("KL", recent("approx_kl"), 0.05,
          "KL is {:.3g} nats per token; try --kl-band 0.02 0.05"),
-        ("reference", int(unmoved), 0,
-         "KL has been exactly 0 for 4 steps although the policy has gradients: does the reference "
-         "share its weights, or is --lr too small to move it?"),
         ("flat groups", recent("zero_variance_groups"), 0.5,
          "{:.0%} of the groups are flat, with equal rewards; try --max-resample 3, or solved "
          "examples in --system-prompt if the answers lack the rule's box"),
@@ -686,9 +677,10 @@ def symptoms(history, answer=""):
          "entropy is 1/{:.0f} of what it was; try --clip-eps-high 0.28"),
         ("gradient", recent("grad_norm", -1) / norm_before, 10,
          "the gradient norm is {:.0f} times what it was; if that lasts, try a lower --lr"),
-    )
-    # NaN, the figure of metrics that are null, is above no limit.
-    return {name: line.format(figure) for name, figure, limit, line in rules if figure > limit}
+    ):
+        if figure > limit:  # false for NaN, the figure of metrics that are null
+            found[name] = line.format(figure)
+    return found
 
 
 # --------------------------------------------------------------------------------------------------
@@ -915,33 +907,26 @@ def begin_or_resume(given):
 
 def read_config(file):
     """The flags of a JSON file -> {name: value}; its paths are relative to its folder."""
+    words = []
     with as_bad_input(f"{file}:"):
-        config = json.loads(Path(file).read_text(encoding="utf-8"))
+        for name, value in json.loads(Path(file).read_text(encoding="utf-8")).items():
+            if name not in FIELDS or not FIELDS[name].metadata["kept"]:
+                raise ValueError(f"{flag_of(name)} is no flag for a config file, where names are "
+                                 "spelt like kl_coef")
+            words += words_of(name, value)
         with chdir(Path(file).parent):
-            return {name: checked(name, value) for name, value in config.items()
-                    if value is not None}  # null: the default
+            return given_flags(words)
 
 
-def checked(name, value):
-    """A value of a config file, read by the type of its flag; of a list each item."""
-    setting = FIELDS.get(name)
-    if not setting or not setting.metadata["kept"]:
-        raise ValueError(f"{flag_of(name)} is no flag for a config file, where names are spelt "
-                         "like kl_coef")
-    how = setting.metadata["how"]
-    read = json.loads if setting.type is bool else setting.type
-
-    def item_of(value):
-        text = value if isinstance(value, str) else json.dumps(value)
-        with as_bad_input(f"{flag_of(name)}:"):
-            item = read(text)
-            if item not in how.get("choices", [item]):
-                raise ValueError(f"{text!r} is none of its values")
-        return item
-
-    if "nargs" not in how:
-        return item_of(value)
-    return [item_of(item) for item in (value if isinstance(value, list) else [value])]
+def words_of(name, value):
+    """A flag in a config file -> the words of a command line that say the same."""
+    if value is None:
+        return []  # the default
+    if isinstance(value, bool):
+        return [flag_of(name if value else f"no_{name}")]
+    values = value if isinstance(value, list) else [value]
+    texts = [item if isinstance(item, str) else json.dumps(item) for item in values]
+    return [f"{flag_of(name)}={text}" for text in texts]
 
 
 def check_resumed(given, saved):
@@ -1226,16 +1211,18 @@ class MasterAdamW(torch.optim.AdamW):
             self.grads = [torch.empty_like(master, pin_memory=True) for master in trained]
         for i, weight in enumerate(weights):
             if weight.requires_grad:  # with LoRA the factors have gradients instead
-                weight.grad_dtype = None  # allows any: take_gradient() changes it
+                # A backward pass writes gradients in the weight's dtype. The hook makes the first
+                # one float32, so the others are added to it in float32.
+                weight.grad_dtype = None  # allows that
                 weight.register_post_accumulate_grad_hook(partial(self.take_gradient, i))
 
     def take_gradient(self, i, weight):
-        """Make the first micro-batch's gradient float32: the others are added to it."""
+        """The hook: a weight has just got its gradient."""
         weight.grad = weight.grad.to(self.trained[i].dtype)
 
-    def masters(self):
-        """The masters that the weights are rounded from."""
-        return self.trained
+    def master(self, i):
+        """What the i-th weight is rounded from."""
+        return self.trained[i]
 
     @torch.no_grad()
     def step(self):
@@ -1249,8 +1236,9 @@ class MasterAdamW(torch.optim.AdamW):
     @torch.no_grad()
     def round(self):
         """Round the masters into the model's weights, each to the nearest number."""
-        for weight, master in zip(self.weights, self.masters()):
-            weight.copy_(master, non_blocking=True)  # pinned memory; step() waits for gradients
+        for i, weight in enumerate(self.weights):
+            # From pinned memory, if with --offload; step() waits for gradients.
+            weight.copy_(self.master(i), non_blocking=True)
 
     def zero_grad(self):
         super().zero_grad()
@@ -1352,10 +1340,10 @@ class LoraAdamW(MasterAdamW):
         weights = [linear.weight for linear in linears.values()]
         super().__init__(list(self.factors.values()), weights, **how)
 
-    def masters(self):
-        for i, (W0, A, B) in enumerate(self.parts):
-            W = off_grid(W0.to(B.device), self.seed, i)                                # (out, in)
-            yield W.addmm_(B, A, alpha=self.lora_scale)
+    def master(self, i):
+        W0, A, B = self.parts[i]
+        W = off_grid(W0.to(B.device), self.seed, i)                                    # (out, in)
+        return W.addmm_(B, A, alpha=self.lora_scale)
 
 
 def linears_of(model):
@@ -1723,7 +1711,6 @@ class Run:
         self.before = []  # a greedy answer to each of eval_problems, and its reward
         self.after = []  # the same, after training
         self.digests = {}  # of what the run began with
-        self.groups = {}  # groups for page.html, by step
         self.command = ""  # the one that began the run
         self.counters = list(vars(self))  # a checkpoint holds all of the above, and no more
         self.name = str(folder)
@@ -1820,21 +1807,25 @@ class Run:
                 if row.get(name) is not None]
 
     def log_samples(self, batch, rollout):
-        """Write the step's first two groups, as they were scored; keep one for page.html."""
+        """Write the step's first two groups, as they were scored."""
         self.answer = rollout.responses[-1]
         G = len(rollout.responses) // len(batch.prompts)
         for j, prompt in enumerate(batch.prompts[:2]):
+            problem = batch.problems[j]
             group = sample.take(rollout, range(j * G, (j + 1) * G))
-            self.append("samples.jsonl", {
+            record = {
                 "step": batch.step,
-                "question": batch.problems[j]["question"],
+                "question": problem["question"],
+                "truth": truths_of([problem])[0] or "not known",
                 "prompt": prompt,
-                "responses": group.turns or group.responses,
-                "finished": group.finished.tolist(),
-                "rewards": group.rewards.tolist(),
-                "advantages": group.advantages.tolist()})
-        if self.folder:
-            keep_group(self, batch, rollout, G)
+                "responses": group.turns or group.responses}
+            names = ["finished", "rewards", "advantages"]
+            # page.html shows groups that teach, of the steps 1, 2, 4, 8, ...
+            if group.advantages.any() and batch.step.bit_count() == 1:
+                names += ["input_ids", "labels", "old_logprobs", "group_ids"]
+            for name in names:
+                record[name] = getattr(group, name).tolist()
+            self.append("samples.jsonl", record)
 
     def append(self, name, record):
         """Append a line of JSON to a file."""
@@ -2010,11 +2001,10 @@ def digests_of(parts):
 
 
 def some_numbers(model):
-    """Four numbers of every tensor, which tell one model from another."""
+    """The first four numbers of every tensor, which tell one model from another."""
     numbers = []
     for weight in model.parameters():
-        stride = weight.numel() // 4 + 1
-        numbers += gather_full(weight.detach()).flatten()[::stride].tolist()
+        numbers += gather_full(weight.detach()).flatten()[:4].tolist()
     return numbers
 
 
@@ -2180,12 +2170,8 @@ def command(program, *flags):
     """The command to type into a shell, in any folder."""
     # sys.executable: outside its virtual environment a bare `python` would not find torch.
     start = [sys.executable]
-    if world() > 1 and program == "train.py":
-        on_this_node = int(os.environ.get("LOCAL_WORLD_SIZE", world()))
-        start = ["torchrun", f"--nproc-per-node={on_this_node}"]
-        if on_this_node < world():  # every node repeats this command
-            start += [f"--nnodes={world() // on_this_node}", "--rdzv-backend=c10d",
-                      f"--rdzv-endpoint={os.environ['MASTER_ADDR']}"]
+    if world() > 1 and program == "train.py":  # several machines also need their --nnodes
+        start = ["torchrun", f"--nproc-per-node={os.environ.get('LOCAL_WORLD_SIZE', world())}"]
     return shlex.join([*start, str(HERE / program), *flags])
 
 
@@ -2216,7 +2202,6 @@ def pooled(values, width):
 
 CURVES = ("reward_mean", "approx_kl", "response_length_mean", "entropy", "zero_variance_groups",
           "grad_norm", "clip_fraction")
-MOST_TOKENS = 5000  # of a group, prompts and padding included
 # Marks that turn a line around, controls, halves of surrogate pairs
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
                     "\ud800-\udfff]")
@@ -2227,8 +2212,8 @@ body { max-width: 64rem; margin: 2rem auto; padding: 0 1rem; font: 15px/1.6 syst
 h2 { display: flow-root; margin: 0; font-size: 1rem } q { quotes: none; opacity: .6 }
 div { display: grid; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)); gap: 0 1rem }
 figure, section { border: var(--line); border-radius: 10px; margin: 0 0 1rem; padding: .6rem 1rem;
-  break-inside: avoid } path { stroke: rgb(var(--down)); stroke-width: .7 } polyline { fill: none;
-  stroke: rgb(var(--up)) } text { fill: currentColor; font-size: 10px; opacity: .7 }
+  break-inside: avoid } polyline { fill: none; stroke: rgb(var(--up)) }
+text { fill: currentColor; font-size: 10px; opacity: .7 }
 .y { display: flex; flex-wrap: wrap; border-top: var(--line); margin-top: .3rem }
 .y > * { flex: 0 0 4.2rem } .y b { flex: 0 0 2rem } .y s { flex: 0 0 7rem }
 .y p { flex: 1 1 20rem; margin: 0 } .y p, pre { font: 13px/1.85 monospace; white-space: pre-wrap }
@@ -2239,54 +2224,38 @@ s i { display: block; height: .5rem; margin-top: .5rem }
 """
 
 
-def keep_group(run, batch, rollout, G):
-    """Keep the step's first group that teaches; of earlier steps only 1, 2, 4, 8, ... stay."""
-    flat = is_flat(rollout.rewards, G)                                                 # (B,)
-    b = int(flat.int().argmin())
-    n = min(G, MOST_TOKENS // rollout.labels.shape[1] + 1)
-    answers = sample.take(rollout, range(b * G, b * G + n))
-    names = ("input_ids", "labels", "finished", "group_ids", "rewards", "advantages",
-             "old_logprobs")
-    # Lists, because the checkpoint holds the group as JSON
-    group = {"answers": {name: getattr(answers, name).tolist() for name in names}}
-    r = rollout.rewards.view(-1, G)[b]                                                 # (G,)
-    group["r"] = f"{n} of {G} answers, mean r {r.mean():.3g}, std r {r.std(correction=0):.3g}"
-    problem = batch.problems[b]
-    group["x"] = problem["question"][-2000:]  # long texts are cut
-    group["prompt"] = batch.prompts[b][-4000:]
-    truth, = truths_of([problem])
-    group["truth"] = truth or "not known"
-    for step in list(run.groups):
-        if int(step).bit_count() > 1:
-            del run.groups[step]
-    run.groups[str(batch.step)] = group
-
-
 def write_page(run, model, tokenizer, s):
-    """page.html: the curves so far, and the kept groups, scored again by the current policy."""
+    """page.html: the curves so far, and groups of the samples, scored again by the policy."""
     sections = ""
-    groups = gathered_objects(run.groups)[0]  # rank 0's, but all ranks score
-    for step, group in groups.items():
-        tensors = {name: torch.tensor(numbers, device=model.device)
-                   for name, numbers in group["answers"].items()}
+    for group in on_rank_0(groups_of, run):  # all ranks score
+        names = ("input_ids", "labels", "finished", "group_ids", "rewards", "advantages",
+                 "old_logprobs")
+        tensors = {name: torch.tensor(group[name], device=model.device) for name in names}
         answers = sample.Rollout(**tensors, logprobs=tensors["old_logprobs"], responses=None)
         logprobs, _ = all_token_logprobs(model, answers, s)                               # (G, S-1)
         moved = logprobs - answers.old_logprobs
-        sections += section_of(step, group, answers, moved, tokenizer)
+        sections += section_of(group, answers, moved, tokenizer)
     if run.folder:
         with run.replacing("page.html") as new:
             new.write_text(page_of(run, sections, s), encoding="utf-8")
 
 
+def groups_of(run):
+    """The groups in samples.jsonl that have token ids."""
+    if not run.folder:
+        return []
+    lines = (run.folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    return [record for record in map(json.loads, lines) if "input_ids" in record]
+
+
 def page_of(run, sections, s):
     """The HTML of the page; it reloads itself while the run goes on."""
-    warned = [(step, escape(line)) for step, line in run.curve("warning")]
-    items = "".join(f"<li>step {step}: {line}</li>" for step, line in warned)
-    figures = figure_of_curve(f"held-out {run.judged_by}", run.held_out, run.step, warned)
+    items = "".join(f"<li>step {step}: {escape(line)}</li>" for step, line in run.curve("warning"))
+    figures = figure_of_curve(f"held-out {run.judged_by}", run.held_out, run.step)
     for metric in run.history[-1]:
         points = run.curve(metric)
         if points and (metric in CURVES or metric.startswith("reward/")):
-            figures += figure_of_curve(escape(metric), points, run.step, warned)
+            figures += figure_of_curve(escape(metric), points, run.step)
     name = escape(run.folder.name)
     again = ""
     if run.step < s.steps and not run.signal:
@@ -2297,7 +2266,7 @@ def page_of(run, sections, s):
 <style>{STYLE}</style></head><body><h1>{name}</h1><code>{escape(run.command)}</code>
 <p>GRPO of {escape(Path(s.model).name)}: {run.step} steps of B = {s.prompts_per_step} questions and
 G = {s.group_size} answers to each, lr {s.lr:g}. Held-out answers are greedy, all others sampled.
-Orange lines are warnings.</p>
+</p>
 <div>{figures}</div><ul>{items}</ul>
 <h1>What it learned</h1><section><pre>{escape(example_of(run))}</pre></section><p>x is a question,
 y<sub>i</sub> an answer of its group, r<sub>i</sub> its reward and A<sub>i</sub> its advantage.
@@ -2306,29 +2275,27 @@ when the policy drew them: log π − log π<sub>old</sub>, the log of [E]'s rat
 number, in nats.</p>{sections}</body></html>"""
 
 
-def figure_of_curve(name, points, last, warned):
+def figure_of_curve(name, points, last):
     """A curve of (step, value) points between its axes; its width spans steps 0 to `last`."""
     steps, values = zip(*points)
     means = pooled(values, 120)
     low, high = min(means), max(means)
-    if high - low <= 1e-9 * abs(high):  # a flat curve lies in the middle
-        margin = max(0.5, abs(high) / 2)
-        low, high = low - margin, high + margin
+    span = max(high - low, 1e-9 * abs(high)) or 1  # rounding makes no waves
     line = ""
     for step, mean in zip(pooled(steps, 120), means):
-        line += f"{50 + 250 * step / last:.1f},{78 - 76 * (mean - low) / (high - low):.1f} "
-    marks = "".join(f'<path d="M{50 + 250 * step / last:.1f} 2V78"><title>{why}</title></path>'
-                    for step, why in warned)
+        line += f"{50 + 250 * step / last:.1f},{78 - 76 * (mean - low) / span:.1f} "
     return (f"<figure>{name}<b>{values[0]:.3g} → {values[-1]:.3g}</b><svg viewBox='0 0 300 94'>"
-            f'{marks}<polyline points="{line}"/><text y="9">{high:.3g}</text><text y="79">{low:.3g}'
+            f'<polyline points="{line}"/><text y="9">{high:.3g}</text><text y="79">{low:.3g}'
             f'</text><text x="50" y="91">step 0</text><text x="300" y="91" text-anchor="end">{last}'
             "</text></svg></figure>")
 
 
-def section_of(step, group, answers, moved, tokenizer):
+def section_of(group, answers, moved, tokenizer):
     """A group: its question x; of its answers reward r, advantage A and tinted tokens y."""
-    text = (f"<section><h2>step {step} <small>{group['r']}</small></h2><details><summary><b>x</b> "
-            f"{escape(group['x'])}</summary><pre>{escape(group['prompt'])}</pre></details>"
+    r = answers.rewards
+    text = (f"<section><h2>step {group['step']} <small>mean r {r.mean():.3g}, std r "
+            f"{r.std(correction=0):.3g}</small></h2><details><summary><b>x</b> "
+            f"{escape(group['question'])}</summary><pre>{escape(group['prompt'])}</pre></details>"
             f"true answer: {escape(group['truth'])}")
     for n, is_answer in enumerate(answers.mask):                                       # (S-1,)
         tokens = is_answer.nonzero()[:, 0]
@@ -2352,7 +2319,7 @@ def section_of(step, group, answers, moved, tokenizer):
         width = 50 * min(abs(A) / 3, 1)
         left = 50 - width if A < 0 else 50
         bar = f"--d:{9 * A};width:{width}%;margin-left:{left}%"
-        text += (f'<div class="y"><b>y<sub>{n + 1}</sub></b><span>r {answers.rewards[n]:.4g}'
+        text += (f'<div class="y"><b>y<sub>{n + 1}</sub></b><span>r {r[n]:.4g}'
                  f'</span><span>A {A:+.2f}</span><s><i style="{bar}"></i></s>'
                  f'<p dir="auto">{y}</p></div>')
     return text + "</section>"

@@ -206,7 +206,6 @@ def run_here(monkeypatch, capsys):
         with pytest.raises(SystemExit) as leaving:
             runpy.run_path(str(ROOT / name), run_name="__main__")
             sys.exit(0)
-        signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # Python's own, which a command changes
         logprob.AttentionInterface.register("long rows", logprob.long_row_attention)  # not a copy's
         out, err = capsys.readouterr()
         assert leaving.value.code == status and not (status and out), out + err

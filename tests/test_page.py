@@ -10,6 +10,7 @@ from conftest import (FEW, MINE, TINY, begin, curve, lines_of, opened, parts, ro
                       trained, trains, well_ended)
 import sample
 import train
+from advantage import group_advantages
 from reward import load_problems
 from logprob import IGNORE, plain_logprobs
 
@@ -66,8 +67,8 @@ def test_the_numbers_are_those_of_the_policy_now_and_as_it_drew(more, folder, tm
     """The first group was drawn by the policy of the start: both ends are at hand."""
     if more:
         folder = trained(tmp_path, *SMALL, *more)
-    groups = restored(folder).groups
-    ids, labels = (torch.tensor(groups["1"]["answers"][name]) for name in ("input_ids", "labels"))
+    first, *more_groups = groups = train.groups_of(restored(folder))
+    ids, labels = (torch.tensor(first[name]) for name in ("input_ids", "labels"))
     temperature = 0.9 if "--temperature=0.9" in more else 1.0
     with torch.no_grad():
         new, old = (plain_logprobs(opened(str(place))[0], ids, labels, temperature)
@@ -78,9 +79,9 @@ def test_the_numbers_are_those_of_the_policy_now_and_as_it_drew(more, folder, tm
     assert found == pytest.approx(expected, abs=1e-4) and len(found) > 1
     text = "".join(page.texts)
     assert {"held-out accuracy", "grad_norm", "clip_fraction"} < set(page.texts)
-    assert list(groups) == ["1", "2"]
-    for group in groups.values():
-        assert group["x"] in text and f"true answer: {group['truth']}" in text
+    assert first["step"] == 1 and more_groups[-1]["step"] == 2
+    for group in groups:
+        assert group["question"] in text and f"true answer: {group['truth']}" in text
     assert ("q",) in page.tags or REPLY[0] not in more
     words = [*SMALL, *more, f"--output={folder}"]
     assert f"train.py {' '.join(words)}" in text          # the command that wrote the page
@@ -100,11 +101,11 @@ def section(word="w", advantages=(1.5, -1.5, 0.0, 6.0)):
     p = parts()
     rollout = sample.take(rollout_of(p), [0, 1, 2, 3])
     rollout.rewards, rollout.advantages = torch.arange(4.0), torch.as_tensor(advantages)
-    group = {"x": word, "prompt": word, "truth": word, "r": "mean r"}
+    group = {"step": 1, "question": word, "prompt": word, "truth": word}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sample, "words_of", lambda _, ids: [word] * len(ids))
         moved = torch.full(rollout.mask.shape, 0.5)
-        return train.section_of(1, group, rollout, moved, p.tokenizer), rollout
+        return train.section_of(group, rollout, moved, p.tokenizer), rollout
 
 
 def test_a_bar_points_the_way_of_its_advantage():
@@ -118,42 +119,39 @@ def test_a_bar_points_the_way_of_its_advantage():
     assert re.findall(r"A ([+-][\d.]+)", section("w", per_token)[0]) == means
 
 
-def test_a_group_that_teaches_is_kept_of_steps_that_double():
-    p, run = parts(), train.Run()
+def test_groups_that_teach_are_shown_of_steps_that_double(tmp_path):
+    p, run = parts(), train.Run(tmp_path)
     rollout = rollout_of(p)
-    rollout.old_logprobs, rollout.advantages = rollout.logprobs, torch.zeros(8)
-    for step, teaches in enumerate(((0, 1), (1, 0), (1, 1), (1, 0), (0, 1), (0, 1)), start=1):
+    rollout.old_logprobs = rollout.logprobs
+    for step, teaches in enumerate(((0, 1), (1, 0), (1, 1), (0, 0), (1, 1), (1, 1), (0, 1), (1, 1)),
+                                   start=1):
         batch = train.Batch(p.problems, p.prompts, step=step)
         rollout.rewards = torch.tensor([float(r * n) for r in teaches for n in range(4)])
-        train.keep_group(run, batch, rollout, 4)
+        rollout.advantages = group_advantages(rollout.rewards, 4)
+        run.log_samples(batch, rollout)
     questions = [problem["question"] for problem in p.problems]
-    kept = {step: questions.index(group["x"]) for step, group in run.groups.items()}
-    assert kept == {"1": 1, "2": 0, "4": 0, "6": 1}
-    assert json.loads(json.dumps(run.groups)) == run.groups
-    assert run.groups["4"]["r"].startswith("4 of 4 answers, mean r 1.5, std r 1.12")
-    many = sample.take(rollout, [0, 1, 2, 3] * 64)
-    train.keep_group(run, batch, many, 256)
-    ids = torch.tensor(run.groups["6"]["answers"]["input_ids"])
-    assert len(ids) < 256 and ids.numel() <= train.MOST_TOKENS + ids.shape[1]
+    shown = [(group["step"], questions.index(group["question"])) for group in train.groups_of(run)]
+    assert shown == [(1, 1), (2, 0), (8, 0), (8, 1)]
+    assert train.groups_of(train.Run()) == []             # without a folder
 
 
-def figure(points, last=10, warned=()):
-    text = train.figure_of_curve("name", points, last, warned)
+def figure(points, last=10):
+    text = train.figure_of_curve("name", points, last)
     numbers = re.findall(r"[\d.]+", re.search(r'points="([^"]*)"', text)[1])
     return text, [*zip(map(float, numbers[::2]), map(float, numbers[1::2]))]
 
 
 def test_a_curve_between_its_axes():
-    text, (left, middle, right) = figure([(0, 0.25), (5, 0.5), (10, 0.125)], warned=[(5, "why")])
+    text, (left, middle, right) = figure([(0, 0.25), (5, 0.5), (10, 0.125)])
     assert middle[1] < left[1] < right[1]                 # y points down: the highest is on top
-    assert middle[0] == (left[0] + right[0]) / 2 > left[0] and f'd="M{middle[0]} ' in text
-    for label in ("0.25 → 0.125", ">step 0<", ">10<", "<title>why<"):
+    assert middle[0] == (left[0] + right[0]) / 2 > left[0]
+    for label in ("0.25 → 0.125", ">step 0<", ">10<"):
         assert label in text
     top, bottom = (int(re.search(rf'y="(\d+)">{value}<', text)[1]) for value in (0.5, 0.125))
     assert top < bottom and len(figure([(n, n % 7) for n in range(5000)], 5000)[1]) == 120
-    for value in (0.0, 0.1, 1e-30, 1e17, -1e38):          # a flat curve: not on the floor
+    for value in (0.0, 0.1, 1e-30, 1e17, -1e38):          # a flat curve
         heights = {y for _, y in figure([(n, value) for n in range(1000)], 1000)[1]}
-        assert heights == {(middle[1] + right[1]) / 2}
+        assert heights == {right[1]}
 
 
 def page(folder, word, steps=9, signal=0):
@@ -181,7 +179,7 @@ def test_what_a_model_wrote_is_text(folder):
     for word in ("می\u200cخواهم", "12\u202f000\u00a0€", "👩\u200d🚀", "a\tb"):  # stands as it is
         assert page(folder, word).count(word) > 10
     assert {name for _, *names in wild.tags for name in names} <= {
-        "lang", "charset", "http-equiv", "content", "name", "class", "style", "title", "dir", "d",
+        "lang", "charset", "http-equiv", "content", "name", "class", "style", "title", "dir",
         "viewbox", "points", "x", "y", "text-anchor"}     # none that loads or runs anything
 
 

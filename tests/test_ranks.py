@@ -219,5 +219,11 @@ def test_a_rank_with_fewer_micro_batches_counts_no_token_twice(monkeypatch):
     monkeypatch.setattr(train, "gathered_objects", lambda n: [n, n + 2])
     found = list(train.micro_batches(p.policy, rollout, p.settings))
     assert len(found) == alone + 2
-    counted = [int(rollout.mask[at].sum()) for _, at, is_new in found if is_new]
-    assert sum(counted) == rollout.mask.sum()
+    assert sum(int(rollout.mask[at].sum()) for _, at in found) == rollout.mask.sum()
+    for options in ((), ("--no-share-prompts",), ("--plain",)):
+        p = parts("--micro-batch-tokens=60", *options)
+        micro, _ = list(train.micro_batches(p.policy, rollout, p.settings))[-1]
+        logp, entropy = train.token_logprobs_of(p.policy, micro, p.settings)
+        logp.sum().backward()                             # runs through every layer
+        assert logp.tolist() == entropy.tolist() == [[0]]
+        assert all(not weight.grad.any() for weight in p.policy.parameters())

@@ -530,7 +530,8 @@ def test_script_takes_a_runs_settings(run_here, tmp_path):
     shutil.copytree(TINY, tmp_path / "final")
     (tmp_path / "final" / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}")
-    config = {"max_new_tokens": 3, "temperature": 0, "lr": 1, "system_prompt": "Anna", "data": "x"}
+    config = {"max_new_tokens": 3, "temperature": 0, "lr": 1, "system_prompt": "Anna", "data": "x",
+              "template_args": None}
     (tmp_path / "config.json").write_text(json.dumps(config))
     for flags, differ, limit, said in (
             (("--group-size=4",), False, 3, "system : Anna user : Bob ?"),

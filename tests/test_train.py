@@ -403,11 +403,8 @@ def test_the_command_that_goes_on_is_the_one_that_began(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert train.command("train.py", "--resume", "x").startswith("torchrun --nproc-per-node=2 /")
     assert train.command("sample.py").startswith(f"{sys.executable} ")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setenv("MASTER_ADDR", "node0")
-    line = train.command("train.py")
-    assert all(f"--{word} " in line for word in (
-        "nproc-per-node=1", "nnodes=2", "rdzv-backend=c10d", "rdzv-endpoint=node0"))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")           # of two nodes
+    assert train.command("train.py").startswith("torchrun --nproc-per-node=1 /")
 
 
 def test_a_run_from_python_has_its_threads_too_and_blocks_that_may_grow(monkeypatch):
