@@ -363,9 +363,9 @@ def test_a_run_leaves_the_files_of_the_contract(finished_run):
 def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
     """By the run's own reward: a right answer that became wrong is no success."""
     run, nan = train.Run(tmp_path), math.nan
-    run.eval_problems = [{"question": f"question {x}", "answer": x} for x in "123"]
-    run.before = [("\\boxed{1}", 0.9), ["\\boxed{9}", 0.1], ("\\boxed{9}", nan)]
-    run.after = [("\\boxed{7}", 0.2), ["\\boxed{8}", 0.7], ("\\boxed{3}", nan)]
+    run.eval_problems = [{"question": f"question {x}", "answer": x} for x in "1234"]
+    run.before = [("\\boxed{1}", 0.9), ["\\boxed{9}", 0.1], ("\\boxed{9}", nan), ("", 0.0)]
+    run.after = [("\\boxed{7}", 0.8), ["\\boxed{8}", 0.7], ("\\boxed{3}", nan), ("", 0.1)]
     train.print_story(run)
     out = capsys.readouterr().out
     assert "question  question 2\nbefore    \\boxed{9}\nafter     \\boxed{8}\ntruth     2" in out
