@@ -412,14 +412,12 @@ def test_updates_that_are_skipped_now_and_then_do_not_stop_it(tmp_path):
     assert run.skipped == 45
 
 
-@pytest.mark.parametrize("flags", [
-    ("--dtype=float16", "--weight-decay=1e9"), ("--lora-rank=4", "--weight-decay=1e20")])
-def test_weights_that_are_not_finite_are_never_saved(capsys, tmp_path, flags):
+def test_weights_that_are_not_finite_are_never_saved(capsys, tmp_path):
     folder = tmp_path / "run"
-    flags = (*FLAGS, *flags, f"--output={folder}")
+    flags = (*FLAGS, "--dtype=float16", "--weight-decay=1e9", f"--output={folder}")
     line = refused(capsys, *flags, "--steps=4", "--eval-every=1", begun=True)
     assert "--weight-decay" in line and "not finite" in line
-    for file in folder.rglob("*.safetensors"):            # LoRA's first step may be finite
+    for file in folder.rglob("*.safetensors"):
         assert all(tensor.isfinite().all() for tensor in load_file(file).values())
     assert not (folder / "final").exists()
     assert train.command("train.py", "--resume", str(folder)) in line
