@@ -432,6 +432,7 @@ def random_questions(size):
 
 def random_model(size, device, dtype):
     """A Qwen2 of this size with random weights, made where it will live."""
+    torch.backends.cuda.enable_cudnn_sdp(False)  # as where a policy is opened
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config_of(size), dtype=dtype).eval()
