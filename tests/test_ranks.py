@@ -157,7 +157,9 @@ def gradient_of(rank, port, folder):
                        MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     s = train.parse(["--device=cpu", "--dtype=bfloat16"])
     train.join_ranks(s)
-    model = train.shard(small_model("qwen2").bfloat16(), s)
+    model = train.shard(small_model("qwen2").bfloat16(), s, samples=True)
+    train.sampling_model(model)
+    assert all(map(train.is_sharded, model.parameters()))  # again
     backward_of(model, 1 if rank == "0" else 2**-9)
     found = {name: train.gather_full(p.grad) for name, p in model.named_parameters()}
     if rank == "0":
