@@ -113,8 +113,7 @@ def test_a_training_has_the_problems_of_its_steps():
     assert not set(first.prompts) & set(second.prompts)
     problems = benchmark.load_problems(settings.data)
     assert second.prompts == train.batch_of_step(tokenizer, problems, 2, settings).prompts
-    settings.reward = ["rule"]  # what TRL is given
-    [reward] = benchmark.reward_functions(settings)
+    [reward] = benchmark.reward_functions(train.parse(["--reward=rule"]))  # as TRL calls it
     assert reward(completions=[r"\boxed{3}", "4"], answer=["#### 3"] * 2, prompts=[]) == [1.5, 0]
 
 

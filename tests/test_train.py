@@ -92,8 +92,7 @@ def test_what_is_not_finite_skips_the_update_and_is_counted(monkeypatch, what, f
     masters = p.optimizer.param_groups[0]["params"]
     before = copy.deepcopy([p.policy.state_dict(), p.reference.state_dict(), masters])
     if what == "gradient":
-        weight = p.policy.model.layers[1].mlp.up_proj.weight
-        learns = weight if weight.requires_grad else masters[0]   # a factor of LoRA
+        learns = masters[0] if flags else p.policy.model.layers[1].mlp.up_proj.weight
         learns.register_hook(lambda grad: grad * math.nan)
     if what == "loss":
         monkeypatch.setattr(train, "grpo_loss", of_infinite_value)
