@@ -17,7 +17,6 @@ Common mistakes that this avoids:
     python loss.py        # one answer's clip table, k1 k2 k3 side by side, gradient coefficients
 """
 
-
 import torch
 
 MAX_LOG_RATIO = 20  # a ratio of 5e8 is beyond every clip; exp overflows above 88

@@ -909,7 +909,10 @@ def read_config(file):
     """The flags of a JSON file -> {name: value}; its paths are relative to its folder."""
     words = []
     with as_bad_input(f"{file}:"):
-        for name, value in json.loads(Path(file).read_text(encoding="utf-8")).items():
+        config = json.loads(Path(file).read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("holds no JSON object")
+        for name, value in config.items():
             if name not in FIELDS or not FIELDS[name].metadata["kept"]:
                 raise ValueError(f"{flag_of(name)} is no flag for a config file, where names are "
                                  "spelt like kl_coef")
@@ -2265,8 +2268,8 @@ def page_of(run, sections, s):
 <meta name="viewport" content="width=device-width, initial-scale=1"><title>{name}</title>
 <style>{STYLE}</style></head><body><h1>{name}</h1><code>{escape(run.command)}</code>
 <p>GRPO of {escape(Path(s.model).name)}: {run.step} steps of B = {s.prompts_per_step} questions and
-G = {s.group_size} answers to each, lr {s.lr:g}. Held-out answers are greedy, all others sampled.
-</p>
+G = {s.group_size} answers to each, lr {s.lr:g}. Held-out answers are greedy, all others
+sampled.</p>
 <div>{figures}</div><ul>{items}</ul>
 <h1>What it learned</h1><section><pre>{escape(example_of(run))}</pre></section><p>x is a question,
 y<sub>i</sub> an answer of its group, r<sub>i</sub> its reward and A<sub>i</sub> its advantage.
