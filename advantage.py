@@ -138,14 +138,13 @@ def pooled_advantages(parts, mask, group_size):
     """
     on = mask.cpu()
     advantages = torch.zeros(on.shape, dtype=torch.float64)
-    for start in range(0, len(parts), group_size):
-        group = range(start, start + group_size)
-        rewards = [reward for row in group for _, _, reward in parts[row]]
-        scores = iter(z_scores(rewards))
-        for row in group:
+    for rows in torch.arange(len(parts)).split(group_size):
+        group = [(row, *part) for row in rows for part in parts[row]]
+        rewards = [reward for *_, reward in group]
+        scores = z_scores(rewards)
+        for (row, first, last, _), score in zip(group, scores):
             tokens = on[row].nonzero()[:, 0]              # the columns of its answer
-            for first, last, _ in parts[row]:
-                advantages[row, tokens[first:last + 1]] += next(scores)
+            advantages[row, tokens[first:last + 1]] += score
     return advantages.float().to(mask.device)
 
 
@@ -202,67 +201,55 @@ def shapley_shares(rewards):
     return shares[order.argsort()]                                           # in their old order
 
 
-def gtpo_advantages(rewards, entropies, mask, group_size=8, right=None, **options):
+def gtpo_advantages(rewards, entropies, mask, group_size=8, right=None, a1=1.0, a2=0.1,
+                    normalize=True):
     """GTPO, arXiv 2508.04349: every token's own entropy shapes its reward, (N,) -> (N, S-1).
 
-    `entropies` (N, S-1) in nats, read where `mask` is true. `right` (N,) bool: which answers are
-    right, by default those with a positive reward. `options`: see `shaped_rewards`. A group that is
-    all right or all wrong is ranked by entropy alone: dynamic sampling would drop it.
-    """
-    H = entropies.where(mask, 0)                                                  # (N, S-1)
-    shaped = shaped_rewards(rewards, H, mask, group_size, right, **options)
-    return shaped.where(mask, 0)                                                  # (N, S-1)
+    A right answer earns more where the policy hesitated, and a wrong one loses less there:
+        right answers   a1 r + a2 n_t H / sum of H
+        wrong answers   -(a1 + a2 n_t (1/H) / sum of 1/H)
+    n_t answers of the same kind, right or wrong, have a token t, and the sums run over these. The
+    answers of a group begin in one column, so column t holds the same token of each. A z-score of
+    all tokens of a group follows (the paper does not say what is normalised together);
+    `normalize=False` is the reward before it. A group that is all right or all wrong is ranked by
+    entropy alone: dynamic sampling would drop it.
 
-
-def grpo_s_advantages(rewards, entropies, mask, group_size=8, right=None, **options):
-    """GRPO-S, the same paper: GTPO as if an answer were one token that has its mean entropy."""
-    H = entropies.detach().cpu().double()                # else rounding would rank equal answers
-    lengths = mask.sum(dim=1, keepdim=True)                                       # (N, 1)
-    H = H.where(mask.cpu(), 0)                                                    # (N, S-1)
-    total = H.sum(dim=1, keepdim=True)                                            # (N, 1)
-    mean = total / lengths.cpu().clamp(min=1)
-    shaped = shaped_rewards(rewards, mean, lengths > 0, group_size, right, **options)
-    return shaped.where(mask, 0)                                                  # (N, S-1)
-
-
-def shaped_rewards(rewards, H, mask, group_size, right=None, a1=1.0, a2=0.1, normalize=True):
-    """A right answer earns more where the policy hesitated, and a wrong one loses less there.
-
-    rewards (N,); H (N, T) the entropy of each token under the old policy, in nats; mask (N, T):
-    whether there is such a token. The answers of a group begin in one column, so column t holds
-    the same token of each -> (N, T), meaningless outside the mask.
-        right answers   a1 r + a2 d_t H / sum of H            d_t right ones have a token t
-        wrong answers   -(a1 + a2 h_t (1/H) / sum of 1/H)     h_t wrong ones have a token t
-    The sums run over those d_t or h_t answers. a1 and a2, the weights of reward and entropy, are
-    the theory's. A z-score per group follows; `normalize=False` is the reward before it. The paper
-    does not say what is normalised together. Here all tokens of a group are (GTPO), or all its
-    answers that have a token (GRPO-S).
+    `entropies` H (N, S-1) of the old policy in nats, read where `mask` is true. `right` (N,) bool:
+    which answers are right, by default those with a positive reward. a1 and a2, the weights of
+    reward and entropy, are the theory's.
     """
     check(rewards, group_size)
     if right is None:
         right = rewards > 0
+    on = mask.cpu().unflatten(0, (-1, group_size))                                # (B, G, S-1)
+    H = entropies.detach().cpu().double()
+    H = H.clamp(min=SMALLEST_ENTROPY)
+    H = H.view(on.shape)                                                          # (B, G, S-1)
     r = rewards.cpu().double()
     r = r.view(-1, group_size, 1)                                                 # (B, G, 1)
     right = right.cpu().view(r.shape)
-    H = H.detach().cpu().double()
-    H = H.clamp(min=SMALLEST_ENTROPY)
-    H = H.unflatten(0, (-1, group_size))                                          # (B, G, T)
-    taken = mask.cpu().view(H.shape)
-    praised = right & taken                                                       # (B, G, T)
-    blamed = ~right & taken
-
-    def total(values):                                                            # (B, 1, T)
-        return values.sum(dim=1, keepdim=True)
-
-    d = total(praised)                                                            # d_t
-    h = total(blamed)                                                             # h_t
-    praise = a1 * r + a2 * (d * H / total(praised * H))
-    blame = -(a1 + a2 * (h / H / total(blamed / H)))
-    shaped = torch.where(right, praise, blame)                                    # (B, G, T)
+    same = (right == right.mT).double()            # (B, G, G): are two answers of the same kind?
+    n = same @ on.double()                                                        # (B, G, S-1)
+    weights = torch.where(right, H, 1 / H)
+    weights = weights.where(on, 0)
+    share = a2 * n * weights / (same @ weights)    # NaN where no answer of the kind has a token
+    praise = a1 * r + share
+    blame = -(a1 + share)
+    shaped = torch.where(right, praise, blame)
+    shaped = shaped.where(on, 0)
     if normalize:
-        for b, on in enumerate(taken):                                            # on (G, T)
-            shaped[b, on] = z_scores(shaped[b, on])
-    return shaped.flatten(0, 1).float().to(mask.device)
+        for b, tokens in enumerate(on):
+            shaped[b, tokens] = z_scores(shaped[b, tokens])
+    return shaped.flatten(0, 1).float().to(mask.device)                           # (N, S-1)
+
+
+def grpo_s_advantages(rewards, entropies, mask, group_size=8, right=None, **options):
+    """GRPO-S, the same paper: GTPO as if an answer were one token that has its mean entropy."""
+    H = entropies.cpu().double()                         # else rounding would rank equal answers
+    H = H.where(mask.cpu(), 0)                                                    # (N, S-1)
+    lengths = mask.sum(dim=1, keepdim=True)                                       # (N, 1)
+    mean = H.sum(dim=1, keepdim=True) / lengths.cpu()    # NaN without a token, which is not read
+    return mask * gtpo_advantages(rewards, mean, lengths > 0, group_size, right, **options)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -131,8 +131,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
     log_ratio = logprobs - old_logprobs                                      # (N, S-1)
     if ratio == "sequence":                      # of a row, the mean of its tokens' log-ratios
         lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)                 # (N, 1)
-        mean = log_ratio.sum(dim=1, keepdim=True) / lengths
-        log_ratio = mean.expand_as(mask)
+        log_ratio = log_ratio.sum(dim=1, keepdim=True) / lengths             # (N, 1)
     log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
 
     # [E] J_t, the clipped objective
@@ -167,12 +166,12 @@ def token_weights(counted, aggregate, n_rows=None, n_tokens=None, max_new_tokens
     counts less (GRPO). "token": the mean over all tokens of the batch (DAPO, 2503.14476).
     "constant": the sum divided by rows * max_new_tokens (Dr. GRPO, 2503.20783).
     """
-    n_rows = len(counted) if n_rows is None else n_rows
+    n_rows = n_rows or len(counted)
     if aggregate == "sequence":
         lengths = counted.sum(dim=1, keepdim=True)                           # (N, 1)
         return counted / (n_rows * lengths.clamp(min=1))
     if aggregate == "token":
-        n_tokens = counted.sum() if n_tokens is None else n_tokens
+        n_tokens = n_tokens or counted.sum()
         return counted / max(n_tokens, 1)
     return counted / (n_rows * max_new_tokens)
 
