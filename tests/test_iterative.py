@@ -57,7 +57,6 @@ def test_two_iterations_are_those_of_the_formulas(whole, learner):
     learner.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     metrics = {m["step"]: m for m in curve(whole)}
     records = lines_of(whole / "samples.jsonl")
-    pairs, replay = [], []
     for step in range(1, 5):
         groups = [record for record in records if record["step"] == step]
         assert len(groups) == 2
@@ -70,17 +69,15 @@ def test_two_iterations_are_those_of_the_formulas(whole, learner):
         assert metrics[step]["reward_mean"] == pytest.approx(float(scores.mean()), abs=1e-5)
         rule = reward.score_responses(responses, [truths[g["question"]] for g in groups], 4)
         assert metrics[step]["accuracy"] == pytest.approx(float((rule == 1.5).float().mean()))
-        chosen = reward.preference_pairs(rule, 4, train.seeded(0, "pairs", step))
-        pairs += [(prompts[i // 4], responses[i], responses[j]) for i, j in chosen.tolist()]
+        rows = list(zip(asked, responses, rule.tolist()))
+        reward.collect_pairs(learner, rows, 4, train.seeded(0, "pairs", step))
         if step % 2:
             assert "reward_model_loss" not in metrics[step]
             continue
-        assert len(pairs) > 2
-        learner.pairs, learner.replay = pairs, replay
+        assert len(learner.pairs) > 2
         figures = reward.train_reward_model(learner, train.seeded(0, "reward model", step))
         for name, value in figures.items():
             assert metrics[step][name] == pytest.approx(value, rel=1e-5)
-        replay, pairs = replay + pairs, []
     found = weights(whole / "reward_model")
     assert all(torch.equal(found[name], p) for name, p in model.named_parameters())
     assert not same_tensors(found, weights(MODEL))

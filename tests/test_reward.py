@@ -22,9 +22,9 @@ import train
 from reward import (
     boxed_candidates, canonical, complete_boxes, extract_boxed, figures_of, final_answer,
     hold_out, is_right, length_rescaled, load_function, load_problems,
-    majority_at_k, model_rewards, overlong_penalty, own_reward_of, pass_at_k, preference_pairs,
-    reward_model_rows, reward_model_scores, rule_reward, score_responses, score_rows,
-    think_answer_reward, train_reward_model, truths_of)
+    majority_at_k, model_rewards, overlong_penalty, own_reward_of, pass_at_k, reward_model_rows,
+    reward_model_scores, rule_reward, score_responses, score_rows, think_answer_reward,
+    train_reward_model, truths_of)
 from sample import words_of
 
 
@@ -740,15 +740,18 @@ def test_reward_model_scores(tiny):
     assert scores.tolist() == pytest.approx(one_by_one.tolist(), abs=1e-5)
 
 
-def test_preference_pairs_are_of_one_group_the_better_first():
-    rewards = torch.tensor([0.0, 1.5, 0.5, 1.5, 0.5, 0.5, 0.5, 0.5])
-    every = preference_pairs(rewards, 4, pairs_per_group=None)
-    assert sorted(every.tolist()) == [[1, 0], [1, 2], [2, 0], [3, 0], [3, 2]]
-    turned = preference_pairs(rewards.roll(4), 4, pairs_per_group=None)
-    assert torch.equal(turned.sort(0)[0], every.sort(0)[0] + 4)
-    assert preference_pairs(rewards[4:], 4).shape == (0, 2)
-    drawn = [preference_pairs(rewards, 4, seeded(seed), 2).tolist() for seed in (0, 0, 1, 2, 3)]
-    assert drawn[0] == drawn[1] != drawn[2:] and len(drawn[0]) == 2
+def test_pairs_are_of_one_group_the_better_first():
+    rewards = [0.5, 0.5, 0.5, 0.5, 0.0, 1.5, 0.5, math.nan, 0.0, 1.5, 0.5, 1.5]
+    rows = [("abc"[n // 4], n % 4, reward) for n, reward in enumerate(rewards)]
+    drawn = []
+    for seed in (0, 0, 1, 2, 3):
+        r = reward.RewardModel(None, None, None)
+        reward.collect_pairs(r, rows, 4, seeded(seed))
+        assert sorted(r.pairs)[:3] == [("b", 1, 0), ("b", 1, 2), ("b", 2, 0)]
+        drawn.append(sorted(r.pairs)[3:])                 # at most four
+        assert len(set(drawn[-1])) == 4
+        assert set(drawn[-1]) < {("c", i, j) for i, j in ((1, 0), (1, 2), (2, 0), (3, 0), (3, 2))}
+    assert drawn[0] == drawn[1] and any(pairs != drawn[0] for pairs in drawn)
 
 
 class Seen(list):
