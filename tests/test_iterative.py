@@ -3,8 +3,6 @@ import copy
 import json
 import math
 import shutil
-from functools import partial
-from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (FEW, MINE, PROBLEMS, TINY, apart, assert_bitwise, assert_same_checkpoint,
@@ -19,7 +17,6 @@ import reward
 import train
 from advantage import process_advantages
 from logprob import IGNORE
-from sample import chat_prompt
 
 MODEL = TINY / "reward_model"
 SMALL = (*FEW, "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=40", "--device=cpu",
@@ -125,11 +122,8 @@ def test_without_true_answers_or_renewal_the_reward_model_stays_as_it_is(tmp_pat
 def test_a_score_that_is_not_finite_ends_the_step(learner):
     with torch.no_grad():
         learner.model.score.weight[:] = 3e38
-    prompt_of = partial(chat_prompt, learner.tokenizer, system_prompt="")
-    reward_of = partial(reward.model_rewards, learner, prompt_of)
     with pytest.raises(train.BadInput, match="^--reward-model: scores are not finite"):
-        reward_of([{"question": "Ben has 9", "answer": "9"}], ["p"],
-                  SimpleNamespace(responses=["9"] * 2))
+        reward.reward_model_scores(learner.model, learner.tokenizer, ["Ben has 9"], ["9"])
 
 
 # --- The reward model's own learning --------------------------------------------------------------
@@ -177,9 +171,6 @@ def test_a_reward_model_learns_from_round_to_round():
     assert first["reward_model_accuracy"] < 0.9 and last["reward_model_accuracy"] == 1.0
     assert last["reward_model_loss"] < 0.2 < first["reward_model_loss"] and learner.pairs == []
     assert all(p.grad is None for p in learner.model.parameters())
-    rows = [("p", "a", math.nan), ("p", "b", math.nan), ("q", "c", 0.5), ("q", "d", 1.5)]
-    reward.collect_pairs(learner, rows, 2)     # nothing is preferred where no answer is known
-    assert learner.pairs == [("q", "d", "c")]
 
 
 def test_pairs_and_replay_are_bounded_and_keep_what_is_old(monkeypatch):

@@ -20,11 +20,10 @@ from transformers import AutoModelForSequenceClassification
 import reward
 import train
 from reward import (
-    boxed_candidates, canonical, complete_boxes, extract_boxed, figures_of, final_answer,
-    hold_out, is_right, length_rescaled, load_function, load_problems,
-    majority_at_k, model_rewards, overlong_penalty, own_reward_of, pass_at_k, reward_model_rows,
-    reward_model_scores, rule_reward, score_responses, score_rows, think_answer_reward,
-    train_reward_model, truths_of)
+    boxed_candidates, canonical, complete_boxes, extract_boxed, figures_of, final_answer, hold_out,
+    is_right, length_rescaled, load_function, load_problems, majority_at_k, model_rewards,
+    overlong_penalty, own_reward_of, pass_at_k, reward_model_rows, reward_model_scores, rule_reward,
+    score_responses, score_rows, think_answer_reward, train_reward_model, truths_of)
 from sample import words_of
 
 
