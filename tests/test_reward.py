@@ -111,7 +111,7 @@ NUMBERS = {  # how 18, and other numbers, may be written; answers.jsonl has more
         18 \%  18 percent  \emph{18}  \bm{18}  \textsc{18}  \boldsymbol{\frac{36}{2}}
         \textbf{\underline{18}}  \underline{\textbf{18}}  {\bf 18}  \color{red}18
         \displaystyle 18  USD18  \text{USD }18  ¥18  18 usd  usd -18 * -1  $18 = 18$  9 \cdot 2
-        9*2  9 \times \$2 = \$18  36/2 = 18 km  \frac{9 \cdot 2}{1}
+        9*2  9 \times \$2 = \$18  36/2 = 18 km  \frac{9 \cdot 2}{1}  \textbf{18\text{ km}}
         \frac{36}{2} = 9 \times 2 = 18\text{ km}  Total = 9 * 2 = 18  \text{The answer is } 18
         \text{The answer is: }\$18.  It equals 18  \text{Anna's total} = 18  \text{Größe: }18""",
     "12.5": r"12.5  12.50  12\frac{1}{2}  12 1/2  12½  25/2  12.5\% \text{off}  1.25e1",
