@@ -191,25 +191,16 @@ class LeanHead(torch.autograd.Function):
 
 def scaled_logits(hidden, weight, temperature):
     """hidden (m, H) @ weight.T (H, V) / temperature -> (m, V), float32."""
-    with bfloat16_units(hidden):
-        logits = torch.mm(hidden.to(weight.dtype), weight.T, **in_float32(weight))
-    return logits if temperature == 1 else logits.div_(temperature)
-
-
-@contextmanager
-def bfloat16_units(x):
-    """On a CPU: float32 products of numbers that come from bfloat16, on its units for bfloat16.
-
-    They are exact there, and summed in float32. Not for a whole model: a rotation's angles need all
-    their digits.
-    """
     usual = torch.get_float32_matmul_precision()
-    if x.dtype == torch.bfloat16 and not x.is_cuda:
+    if hidden.dtype == torch.bfloat16 and not hidden.is_cuda:
+        # A CPU's units for bfloat16: such numbers are exact there, and summed in float32. Not for
+        # the whole model: a rotation's angles need all their digits.
         torch.set_float32_matmul_precision("medium")
     try:
-        yield
+        logits = torch.mm(hidden.to(weight.dtype), weight.T, **in_float32(weight))
     finally:
         torch.set_float32_matmul_precision(usual)
+    return logits if temperature == 1 else logits.div_(temperature)
 
 
 def in_float32(x):
@@ -239,9 +230,8 @@ def head_logprobs(model, hidden, targets, temperature, with_entropy):
             entropy = -torch.xlogy(p, p).sum(dim=1)      # p log p; 0 where p is 0
         return chosen, entropy
 
-    scored = []
-    for rows in chunks(hidden, head.weight):
-        scored.append(checkpoint(score, hidden[rows], targets[rows], use_reentrant=False))
+    scored = [checkpoint(score, hidden[rows], targets[rows], use_reentrant=False)
+              for rows in chunks(hidden, head.weight)]
     return [torch.cat(values) for values in zip(*scored)]
 
 
@@ -274,9 +264,15 @@ def hidden_states(model, at, input_ids, labels, groups=None):
     if groups is not None and is_fast(model):
         rows = pieces_of(labels, groups[:, 0])
         source, places = end_to_end(rows, ids.shape)
+        positions = source % ids.shape[1]
         ids = ids.flatten()[None, source]                                         # (1, T)
         at = places.flatten()[at]                        # the same tokens, in the long row
-        options = options_of_long_row(model, rows, source, places)
+        # transformers hands what it does not know on to the attention of every layer.
+        attention = attention_in_pieces if has_flash(model) else padded_attention
+        options["attend"] = attention(model, rows, places)
+        mask = torch.tensor([[[[True]]]])                # else transformers makes its own
+        positions, mask = uploaded(model.device, positions[None], mask)
+        options.update(position_ids=positions, attention_mask=mask)
     ids, at = uploaded(model.device, ids, at)
     hidden = body_of(model)(input_ids=ids, use_cache=False, **options).last_hidden_state
     return hidden.flatten(0, 1)[at]
@@ -291,8 +287,7 @@ def pieces_of(labels, groups, most=float("inf")):
     is_label = labels != IGNORE                                                   # (N, S)
     position = torch.arange(labels.shape[1])
     firsts = is_label.int().argmax(dim=1).tolist()
-    lasts = (is_label * position).amax(dim=1)
-    lasts = lasts.clamp(min=1).tolist()
+    lasts = (is_label * position).amax(dim=1).clamp(min=1).tolist()
     rows = []
     for group in groups.unique():
         members = (groups == group).nonzero().flatten().tolist()
@@ -322,40 +317,79 @@ def end_to_end(rows, shape):
     return source, places
 
 
-def options_of_long_row(model, rows, source, places):
-    """What the body is given with a long row: positions, and attention of its own.
-
-    transformers hands keyword arguments of the model on to the attention of every layer.
-    """
-    positions = source[None] % places.shape[1]                                    # (1, T)
-    mask = torch.tensor([[[[True]]]])                    # else transformers makes its own
-    if has_flash(model):
-        attend = partial(attention_in_pieces, *bounds_of(model, rows, places))
-    else:
-        attend = partial(padded_attention, *padded_pieces(model, rows, places))
-    positions, mask = uploaded(model.device, positions, mask)
-    return {"position_ids": positions, "attention_mask": mask, "attend": attend}
-
-
-def bounds_of(model, rows, places):
-    """For flash attention: the keys of all pieces (K,), where the queries and keys of each begin
-    (pieces + 1,), and the most queries and keys of a piece.
-    """
-    pieces = sum(rows, [])
-    # A piece of row n sees the row's first `end` tokens: its prompt and itself.
-    keys = torch.cat([places[n, :end] for n, _, end in pieces])
-    _, starts, ends = torch.tensor(pieces).T
-    lengths = torch.stack((ends - starts, ends))         # (2, pieces), of queries and of keys
-    bounds = pad(lengths.cumsum(dim=1), (1, 0)).int()    # (2, pieces + 1)
-    keys, bounds = uploaded(model.device, keys, bounds)
-    return keys, *bounds, *lengths.amax(dim=1).tolist()
-
-
 def has_flash(model):
     """Whether attention can run in pieces of different lengths, without a mask."""
     return (model.device.type == "cuda" and model.dtype.itemsize == 2
             and torch.cuda.get_device_capability(model.device) >= (8, 0)
             and torch.backends.cuda.is_flash_attention_available())
+
+
+def attention_in_pieces(model, rows, places):
+    """-> attention of the long row by flash attention: each piece's queries with its keys."""
+    pieces = sum(rows, [])
+    # A piece of row n sees the row's first `end` tokens: its prompt and itself.
+    keys = torch.cat([places[n, :end] for n, _, end in pieces])                   # (K,)
+    lengths = [(end - start, end) for _, start, end in pieces]           # of queries and of keys
+    lengths = torch.tensor(lengths).T                                             # (2, pieces)
+    longest = lengths.amax(dim=1).tolist()
+    # Where the queries and keys of each piece begin: (2, pieces + 1)
+    bounds = pad(lengths.cumsum(dim=1), (1, 0)).int()
+    keys, bounds = uploaded(model.device, keys, bounds)
+
+    def attend(q, k, v, scaling):
+        """q (T, Hq, D), k and v (T, Hkv, D) -> (T, Hq, D)."""
+        both = torch.cat((k, v), dim=1)                  # one gather is faster than two
+        k, v = both[keys].chunk(2, dim=1)
+        return varlen_attn(q, k, v, *bounds, *longest, window_size=(-1, 0),  # causal
+                           scale=scaling, enable_gqa=True)
+
+    return attend
+
+
+def padded_attention(model, rows, places):
+    """-> attention of the long row without flash attention: two calls on padded rows."""
+    def padded(pieces):
+        found = [places[n, start:end] for n, start, end in pieces]
+        return pad_sequence(found, batch_first=True, padding_value=-1)
+
+    answers = [piece for _, *answers in rows for piece in answers]
+    prompts = padded(prompt for prompt, *_ in rows)                               # (G, P)
+    queries = padded(answers)                                                     # (N, A)
+    # The way back: every token stands once among the queries, and padding sorts before them all.
+    slots = torch.cat((prompts.flatten(), queries.flatten()))
+    back = slots.argsort()[(slots < 0).sum():]                                    # (T,)
+    # Each answer's keys are its whole row; a mask of 0 and -inf hides those behind a query.
+    numbers, starts, _ = torch.tensor(answers).T
+    keys = places[numbers]                                                        # (N, S)
+    keys = pad(keys, (0, -keys.shape[1] % 16))           # else CUDA copies the mask in every layer
+    last_key = starts[:, None] + torch.arange(queries.shape[1])                   # (N, A)
+    unseen = last_key[:, None, :, None] < torch.arange(keys.shape[1])             # (N, 1, A, S)
+    mask = torch.where(unseen, -torch.inf, 0.0).to(model.dtype)
+    prompts, queries, keys, mask, back = uploaded(
+        model.device, prompts.clamp(min=0), queries.clamp(min=0), keys, mask, back)
+
+    def attend(q, k, v, scaling):
+        """q (T, Hq, D), k and v (T, Hkv, D) -> (T, Hq, D)."""
+        if q.is_cuda:
+            # As many key heads as query heads, or CUDA takes a slow kernel that holds all scores.
+            copies = q.shape[1] // k.shape[1]
+            k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))           # (T, Hq, D)
+        call = partial(padded_call, q, k, v, scale=scaling)
+        of_prompts = call(prompts, prompts, is_causal=True)
+        of_answers = call(queries, keys, attn_mask=mask)
+        return torch.cat((of_prompts, of_answers)).index_select(0, back)
+
+    return attend
+
+
+def padded_call(q, k, v, queries, keys, **how):
+    """q, k, v (T, H, D) at the places `queries` (N, A) and `keys` (N, S) -> (N * A, Hq, D)."""
+    padded = []                                          # (N, H, A, D) and twice (N, H, S, D)
+    for x, places in ((q, queries), (k, keys), (v, keys)):
+        x = x.index_select(0, places.flatten())
+        padded.append(x.unflatten(0, places.shape).transpose(1, 2))
+    out = scaled_dot_product_attention(*padded, enable_gqa=True, **how)
+    return out.transpose(1, 2).flatten(0, 1)
 
 
 def long_row_attention(module, q, k, v, mask, scaling=None, attend=None, **kwargs):
@@ -364,60 +398,7 @@ def long_row_attention(module, q, k, v, mask, scaling=None, attend=None, **kwarg
     if attend is None:
         return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **kwargs)
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))                           # (T, H, D)
-    out = attend(q=q, k=k, v=v, scaling=scaling)
-    return out[None], None
-
-
-def attention_in_pieces(keys, *bounds, q, k, v, scaling):
-    """q (T, Hq, D), k and v (T, Hkv, D) -> (T, Hq, D), by flash attention: see bounds_of."""
-    both = torch.cat((k, v), dim=1)                      # one gather is faster than two
-    k, v = both[keys].chunk(2, dim=1)
-    return varlen_attn(q, k, v, *bounds, window_size=(-1, 0),        # causal
-                       scale=scaling, enable_gqa=True)
-
-
-def padded_pieces(model, rows, places):
-    """Without flash attention: places in the long row of G prompts (G, P), of N answers (N, A) and
-    of the answers' keys (N, S); a mask (N, 1, A, S) of 0 and -inf; and the way back (T,).
-    """
-    def padded(pieces):
-        found = [places[n, start:end] for n, start, end in pieces]
-        return pad_sequence(found, batch_first=True, padding_value=-1)
-
-    answers = [piece for _, *answers in rows for piece in answers]
-    prompts = padded(row[0] for row in rows)
-    queries = padded(answers)
-    keys = padded((n, 0, end) for n, _, end in answers)
-    keys = pad(keys, (0, -keys.shape[1] % 16))           # else CUDA copies the mask in every layer
-    # The way back: every token stands once among the queries, and padding sorts before them all.
-    slots = torch.cat((prompts.flatten(), queries.flatten()))
-    back = slots.argsort()[(slots < 0).sum():]
-    starts = torch.tensor([start for _, start, _ in answers])
-    last_key = starts[:, None] + torch.arange(queries.shape[1])                   # (N, A)
-    unseen = last_key[:, None, :, None] < torch.arange(keys.shape[1])             # (N, 1, A, S)
-    mask = torch.zeros(unseen.shape, dtype=model.dtype).masked_fill(unseen, -torch.inf)
-    prompts, queries, keys = (x.clamp(min=0) for x in (prompts, queries, keys))
-    return uploaded(model.device, prompts, queries, keys, mask, back)
-
-
-def padded_attention(prompts, answers, keys, mask, back, q, k, v, scaling):
-    """q (T, Hq, D), k and v (T, Hkv, D) -> (T, Hq, D), in two calls: see padded_pieces."""
-    if q.is_cuda:
-        # As many key heads as query heads, or CUDA takes a slow kernel that holds all scores.
-        copies = q.shape[1] // k.shape[1]
-        k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))               # (T, Hq, D)
-
-    def rows_of(x, places):
-        rows = x.index_select(0, places.flatten())
-        return rows.unflatten(0, places.shape).transpose(1, 2)                    # (N, H, S, D)
-
-    attend = partial(scaled_dot_product_attention, scale=scaling, enable_gqa=True)
-    of_prompts = attend(rows_of(q, prompts), rows_of(k, prompts), rows_of(v, prompts),
-                        is_causal=True)                                           # (G, Hq, P, D)
-    of_answers = attend(rows_of(q, answers), rows_of(k, keys), rows_of(v, keys),
-                        attn_mask=mask)                                           # (N, Hq, A, D)
-    out = torch.cat([x.transpose(1, 2).flatten(0, 1) for x in (of_prompts, of_answers)])
-    return out.index_select(0, back)
+    return attend(q, k, v, scaling)[None], None
 
 
 AttentionInterface.register("long rows", long_row_attention)

@@ -149,9 +149,9 @@ def test_graphs_are_kept_and_see_weights_that_are_updated_in_place(tiny, graphs)
     for shape in shapes:
         drawn(model, tiny, **shape)
     captured = graphs["captured"]
-    for past in sample.KEPT[model].slots.past.values():      # not even a NaN shows
+    for past in sum(sample.KEPT[model].past.values(), []):   # not even a NaN shows
         past.fill_(torch.nan)
-    sample.KEPT[model].slots.padding.fill_(99)
+    sample.KEPT[model].padding.fill_(99)
     for shape in shapes:
         found = drawn(model, tiny, **shape)
         expected = drawn(copy.deepcopy(model).cpu(), tiny, **shape)

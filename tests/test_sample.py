@@ -216,8 +216,8 @@ def test_join(widths):
 
 
 def test_a_broken_logprob_is_not_hidden():
-    rows = [[([5, 6], None), ([7, END], [math.nan, -1.0])], [([5], None), ([END], [0.0])]]
-    rollout = sample.to_rollout(TOKENIZER, rows, [END], 2, torch.device("cpu"))
+    rows = [[([7, END], [math.nan, -1.0])], [([END], [0.0])]]
+    rollout = sample.to_rollout(TOKENIZER, [[5, 6], [5]], rows, [END], torch.device("cpu"))
     assert rollout.labels.tolist() == [[IGNORE, IGNORE, 7, END], [IGNORE, END, IGNORE, IGNORE]]
     assert rollout.logprobs[0, 1].isnan() and rollout.logprobs[0, 2] == -1
     assert rollout.finished.all() and rollout.responses == ["w7", ""]

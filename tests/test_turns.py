@@ -81,8 +81,8 @@ def test_shapley_shares_arrive():
     texts = ["\\boxed{ 7 } \\boxed{ 9 } , 9", "\\boxed{ 5 }", "7 + 2", "\\boxed{ 9 } \\boxed{ 5 }"]
     prompt = p.tokenizer(p.prompts[0], add_special_tokens=False).input_ids
     rows = [p.tokenizer(text, add_special_tokens=False).input_ids for text in texts]
-    rows = [[(prompt, None), (row, [-1.0] * len(row))] for row in rows]
-    rollout = sample.to_rollout(p.tokenizer, rows, [1], 4, p.policy.device)
+    rows = [[(row, [-1.0] * len(row))] for row in rows]
+    rollout = sample.to_rollout(p.tokenizer, [prompt], rows, [1], p.policy.device)
     batch = train.Batch([{"question": "q", "answer": "9"}], p.prompts[:1])
     train.train_step(p.policy, p.reference, p.optimizer, p.tokenizer, batch, p.settings,
                      lambda *_: rollout)
