@@ -176,8 +176,8 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
     run = run or Run()
     s = replace(settings, kl_coef=run.kl_coef or settings.kl_coef)  # --kl-band adapts it
     evaluation = partial(evaluate, policy_model, tokenizer, eval_problems, s, sampler, reward_of)
-    if not run.held_out:
-        run.log({"step": 0, **run.measure(0, evaluation)})
+    if not run.before:
+        run.log({"step": 0, **run.measure(evaluation)})
     with tqdm(total=s.steps, initial=run.step, desc="GRPO", disable=rank() > 0) as bar:
         for step in range(run.step + 1, s.steps + 1):
             if run.stopped():
@@ -185,7 +185,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             lr = set_learning_rate(optimizer, step, s)
             # Fresh problems and fresh answers: no step reuses the answers of an earlier step.
             batch = batch_of_step(tokenizer, problems, step, s)
-            with saving_on_bad_input(run, policy_model, optimizer):
+            with saving_on_bad_input(run):
                 metrics, rollout = train_step(policy_model, ref_model, optimizer, tokenizer, batch,
                                               s, sampler, reward_of)
             metrics = {"step": step, "lr": lr, **metrics}
@@ -193,7 +193,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             metrics |= update_reference(ref_model, policy_model, reward_model, rollout, step, s)
             is_last = step == s.steps
             if is_last or step % s.eval_every == 0:
-                metrics |= run.measure(step, evaluation)
+                metrics |= run.measure(evaluation)
             run.log_samples(batch, rollout)
             run.step = step
             run.log(metrics)
@@ -202,7 +202,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             adapt_kl_coef(run, metrics, s)
             update_bar(bar, metrics, run)
             if is_last or step % s.save_every == 0:
-                save_checkpoint(run, policy_model, optimizer)
+                save_checkpoint(run)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -620,7 +620,7 @@ def update_bar(bar, metrics, run):
     words = f"{run.skipped:.0f} SKIPPED, " if run.skipped else ""
     words += ("sampled: reward {reward_mean:.2f}, acc {accuracy:.2f}, len "
               "{response_length_mean:.0f}, KL {approx_kl:.3f}, greedy: held out {score:.2f}")
-    _, score = run.held_out[-1]
+    _, score = (run.curve("eval_reward") or run.curve("eval_accuracy"))[-1]
     bar.set_postfix_str(words.format(**metrics, score=score))
     bar.update()
 
@@ -1039,6 +1039,8 @@ def tell_idle(s):
 
 def choose_device(s):
     """-> (torch.device, dtype of the model's weights)."""
+    if s.dry_run:  # the GPU of another machine
+        return torch.device("cuda"), getattr(torch, s.dtype, torch.bfloat16)
     best = ("cuda" if torch.cuda.is_available() else
             "mps" if torch.backends.mps.is_available() else "cpu")
     with as_bad_input(f"--device {s.device}: torch {torch.__version__} cannot use it:"):
@@ -1155,11 +1157,10 @@ def make_optimizer(model, s, ref_model=None):
     weights = [p for p in model.parameters() if p.requires_grad]
     if weights[0].dtype == torch.float32:
         return with_moments(torch.optim.AdamW(weights, **how))
-    offload = s.offload and world() == 1 and model.device.type == "cuda"
     masters = []
     for i, weight in enumerate(weights):
         master = off_grid(weight, s.seed, i)
-        masters.append(master.cpu().pin_memory() if offload else master)
+        masters.append(master.cpu().pin_memory() if s.offload else master)
     return MasterAdamW(masters, weights, **how)
 
 
@@ -1290,8 +1291,8 @@ class FactoredLinear(torch.autograd.Function):
     """y = x W^T whose gradient goes to W's factors: dA = c B^T dW, dB = c dW A^T, without dW."""
 
     @staticmethod
-    def forward(ctx, x, W, bias, A, B, c):
-        # x (..., in), W (out, in), A (R, in), B (out, R)
+    def forward(ctx, W, bias, A, B, c, x):
+        # W (out, in), A (R, in), B (out, R), x (..., in)
         ctx.save_for_backward(x, W, A, B)
         ctx.c = c
         return torch.nn.functional.linear(x, W, bias)
@@ -1303,11 +1304,7 @@ class FactoredLinear(torch.autograd.Function):
         x, dy = x.flatten(0, -2), dy.flatten(0, -2)                 # (T, in), (T, out): dW = dy^T x
         dA = (dy @ B.to(dy)).T @ x                                                 # (R, in)
         dB = dy.T @ (x @ A.T.to(x))                                                # (out, R)
-        return dx, None, None, ctx.c * dA.to(A), ctx.c * dB.to(B), None
-
-
-def factored_forward(linear, A, B, c, x):
-    return FactoredLinear.apply(x, linear.weight, linear.bias, A, B, c)
+        return None, None, ctx.c * dA.to(A), ctx.c * dB.to(B), None, dx
 
 
 class LoraAdamW(MasterAdamW):
@@ -1321,10 +1318,12 @@ class LoraAdamW(MasterAdamW):
         self.lora_scale = (s.lora_alpha or 2 * s.lora_rank) / s.lora_rank
         self.parts = []  # (W0, A, B) of each weight
         self.factors = {}  # A and B, under their names in PEFT
+        weights = []
         linears = linears_of(model)
         model.requires_grad_(False)
         for i, (name, linear) in enumerate(linears.items()):
             W = linear.weight
+            weights.append(W)
             if ref_model and not s.renew_reference:
                 W0 = ref_model.get_submodule(name).weight
             else:
@@ -1337,10 +1336,9 @@ class LoraAdamW(MasterAdamW):
             self.parts.append((W0, A, B))
             self.factors[f"base_model.model.{name}.lora_A.weight"] = A
             self.factors[f"base_model.model.{name}.lora_B.weight"] = B
-            linear.forward = partial(factored_forward, linear, A.requires_grad_(),
+            linear.forward = partial(FactoredLinear.apply, W, linear.bias, A.requires_grad_(),
                                      B.requires_grad_(), self.lora_scale)
         self.seed = s.seed
-        weights = [linear.weight for linear in linears.values()]
         super().__init__(list(self.factors.values()), weights, **how)
 
     def master(self, i):
@@ -1392,19 +1390,18 @@ ADVICE = ("to need less: --lora-rank 16, --kl-coef 0, --dtype bfloat16, a smalle
 def plan_memory(s):
     """Settings -> the same with all that the device decides. BadInput: a clash, or no memory."""
     check_combinations(s)  # cheap checks first: flags, the device, the model's config
-    device, dtype = choose_device(s)
+    device, _ = choose_device(s)
     tell_idle(s)
-    ways = counted_ways(s, device, dtype)
+    ways, counts, fitting = counted_ways(s)
     if s.eval_only:
-        return ways[0][0]  # an evaluation has no step
-    # The first that fits; else the last, which takes least on the device
-    way, count, fits = next((each for each in ways if each[2]), ways[-1])
-    if not fits:
-        raise BadInput(f"--model {s.model}: a step needs about {count[DEVICE] / 1e9:.3g} GB of "
-                       f"{DEVICE} and {count[HOST] / 1e9:.3g} GB of {HOST} (details: --dry-run), "
-                       f"and a tenth more should be free; {ADVICE}")
-    line = (f"loading   {s.model} in {way.dtype} on {device}; a step needs about "
-            f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)")
+        return ways[0]  # an evaluation has no step
+    way = fitting[0] if fitting else ways[-1]  # the last takes least on the device
+    count = counts[ways.index(way)]
+    needs = (f"a step needs about {count[DEVICE] / 1e9:.3g} GB of {DEVICE} and "
+             f"{count[HOST] / 1e9:.3g} GB of {HOST} (details: --dry-run)")
+    if not fitting:
+        raise BadInput(f"--model {s.model}: {needs}, and a tenth more should be free; {ADVICE}")
+    line = f"loading   {s.model} in {way.dtype} on {device}; {needs}"
     for name in WAYS:
         if getattr(way, name):
             line += f", with {flag_of(name)}"
@@ -1412,30 +1409,30 @@ def plan_memory(s):
     return way
 
 
-def counted_ways(s, device, dtype):
-    """The ways that the flags allow, the fastest first: (Settings, count, whether it fits)."""
+def counted_ways(s):
+    """The ways that the flags allow, the fastest first: Settings, counts, and those that fit."""
+    device, dtype = choose_device(s)
     tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)  # two groups
     if device.type == "cpu":  # which is fastest with what fits its cache
         tokens = 2048 if dtype == torch.bfloat16 else 1024
     s = replace(s, micro_batch_tokens=s.micro_batch_tokens or tokens,
                 dtype=str(dtype).removeprefix("torch."))  # for config.json
-    if device.type != "cuda":
-        s.offload = False  # the device has no memory of its own
+    if device.type != "cuda" or not s.is_whole:  # no memory of its own; or shards
+        s.offload = False
     model = model_without_storage("--model", s.model, dtype)
-    free = {DEVICE: free_memory(device), HOST: free_memory(torch.device("cpu"))}
     if s.dry_run:  # the GPU of another machine, where CUDA itself takes about a GB
         free = {DEVICE: (s.dry_run - 1) * 2**30, HOST: math.inf}
+    else:
+        free = {DEVICE: free_memory(device.type), HOST: free_memory("cpu")}
     ways = [s]
     for name in WAYS:
         if getattr(s, name) is None:
             ways = [replace(way, **{name: on}) for way in ways for on in (False, True)]
-    counted = []
-    for way in ways:
-        count = memory(way, model, device)
-        # A tenth stays free, for workspaces of kernels and for fragments of the allocator.
-        fits = all(count[kind] < 0.9 * free[kind] for kind in free)
-        counted.append((way, count, fits))
-    return counted
+    counts = [memory(way, model, device) for way in ways]
+    # A tenth stays free, for workspaces of kernels and for fragments of the allocator.
+    fitting = [way for way, count in zip(ways, counts)
+               if all(count[kind] < 0.9 * free[kind] for kind in free)]
+    return ways, counts, fitting
 
 
 def memory(s, model, device):
@@ -1462,84 +1459,71 @@ def memory(s, model, device):
     kept = kept + layers * hidden if s.gradient_checkpointing else layers * kept
     size = model.dtype.itemsize
     n = model.num_parameters()
-    held = trained = n if s.is_whole else n // world()  # by one process
+    trained = n if s.is_whole else n // world()  # by one process
+    count = Counter(policy=n * size)  # the rows that apply
+    if not s.is_whole:  # beside the whole copy that samples
+        count["policy's shard"] = trained * size
+    if s.kl_coef:
+        count["reference"] = trained * size
     weights = list(model.parameters())
-    first_weights = one_gradient = 0
     if s.lora_rank:
         weights = [linear.weight for linear in linears_of(model).values()]
         trained = s.lora_rank * sum(sum(W.shape) for W in weights)  # the factors
-        one_gradient = 4 * max(W.numel() for W in weights)  # one float32 master at a time
-        if s.renew_reference or not s.kl_coef:  # else the reference holds them
-            first_weights = sum(W.nbytes for W in weights)
-    moments = 8 * trained
-    masters = 4 * trained if size < 4 or s.lora_rank else 0
-    host = n * size  # all weights, when they are loaded
-    if s.offload and s.lora_rank:
-        first_weights = 0
-    elif s.offload and size < 4 and world() == 1:
+        if not s.offload and (s.renew_reference or not s.kl_coef):  # else the reference has them
+            count["LoRA's first weights"] = sum(W.nbytes for W in weights)
+    largest = 4 * max(W.numel() for W in weights)
+    if s.offload and size < 4 and not s.lora_rank:
         # The moments, and pinned masters and gradients: torch pins powers of two (pytorch 150517).
         host = 8 * trained + 2 * sum(1 << (4 * W.numel() - 1).bit_length() for W in weights)
-        masters = moments = 0
-    judge = 0
+    else:
+        host = n * size  # all weights, when they are loaded
+        count["AdamW's two moments"] = 8 * trained
+        if size < 4 or s.lora_rank:
+            count["float32 masters"] = 4 * trained
     if s.reward_model:
         judge = model_without_storage("--reward-model", s.reward_model, torch.float32,
-                                      AutoModelForSequenceClassification).num_parameters()
+                                      AutoModelForSequenceClassification)
+        count["reward model"] = judge.num_parameters() * (16 if s.renew_reference else 4)
     rows = s.prompts_per_step * s.group_size // world()
+    count["key/value cache"] = 2 * rows * (PROMPT + s.answer_tokens) * layers * keys * size
+    count["logits of the draw"] = 12 * rows * text.vocab_size
     logits = min(2**28, s.micro_batch_tokens * text.vocab_size // 8)  # an eighth at a time
     head = 4 * text.vocab_size * hidden  # in float32
     update = {
-        "gradients, float32": 4 * trained + one_gradient,
+        "gradients, float32": 4 * trained + (largest if s.lora_rank else 0),  # LoRA: a master, too
         "kept for the backward pass": s.micro_batch_tokens * kept * size,
         "logits, their gradients": 12 * logits + (0 if s.lora_rank else head),
     }
-    program = packed = 0
     if device.type == "cpu":  # torch itself, and the head that half precision is scored with
-        program = 5e8 + (head if size < 4 else 0)
+        count["the program"] = 5e8 + (head if size < 4 else 0)
         if rows <= sample.FEW:  # a rollout's weights once more; it needs nothing of the update's
-            packed = max(0, n * size - sum(update.values()))
-    count = {
-        "policy": n * size,
-        "policy's shard": 0 if s.is_whole else held * size,  # beside the whole copy that samples
-        "reference": held * size if s.kl_coef else 0,
-        "LoRA's first weights": first_weights,
-        "float32 masters": masters,
-        "AdamW's two moments": moments,
-        "reward model": judge * (16 if s.renew_reference else 4),
-        "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * layers * keys * size,
-        "logits of the draw": 12 * rows * text.vocab_size,
-        "on a CPU: the program": program,
-        "a rollout's packed weights": packed,
-    } | update
-    host += 4 * max(W.numel() for W in weights)  # a checkpoint goes through it by tensors
-    return count | {DEVICE: sum(count.values()), HOST: host}
+            count["a rollout's packed weights"] = max(0, n * size - sum(update.values()))
+    count.update(update)
+    count[DEVICE] = count.total()
+    count[HOST] = host + largest  # a checkpoint goes through it by tensors
+    return count
 
 
 def print_memory(s):
     """--dry-run: print the count of each way, in GB; a star marks the one that a run takes."""
-    device, dtype = torch.device("cuda"), getattr(torch, s.dtype, torch.bfloat16)
-    if not s.dry_run:  # else of another machine
-        device, dtype = choose_device(s)
-    where = f"a GPU of {s.dry_run:g} GB" if s.dry_run else device.type
-    print0(f"{s.model} in {dtype} on {where}: GB for a step")
-    ways, counts, fits = zip(*counted_ways(s, device, dtype))
-    taken = ways[fits.index(True)] if any(fits) else None
-
-    def print_row(what, cells):
-        print0(f"{what:30}" + "".join(f"{cell:>8}" for cell in cells))
-
-    print_row("*: a run takes this way", ["*" if way is taken else "" for way in ways])
+    ways, counts, fitting = counted_ways(s)
+    where = f"a GPU of {s.dry_run:g} GB" if s.dry_run else "this machine"
+    print0(f"{s.model} in {ways[0].dtype} on {where}: GB for a step")
+    table = {"*: a run takes this way": ["*" if way in fitting[:1] else "" for way in ways]}
     for name in WAYS:
-        print_row(flag_of(name), ["yes" if getattr(way, name) else "" for way in ways])
+        table[flag_of(name)] = ["yes" if getattr(way, name) else "" for way in ways]
     for what in counts[0]:
-        print_row(what, [f"{count[what] / 1e9:.2f}" for count in counts])
-    if not taken:
+        table[what] = [f"{count[what] / 1e9:.2f}" for count in counts]
+    for what, cells in table.items():
+        print0(f"{what:30}" + "".join(f"{cell:>8}" for cell in cells))
+    if not fitting:
         print0(f"on {where} no way leaves a tenth of the memory free; {ADVICE}")
 
 
-def free_memory(device):
-    """Bytes that a process can take; inf if unknown."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] if torch.cuda.is_available() else 0
+def free_memory(kind):
+    """Bytes that a process can take on a device of this kind; inf if unknown."""
+    if kind == "cuda":
+        return torch.cuda.mem_get_info()[0]
     with suppress(OSError):  # Linux alone has this file
         line = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
         return 1024 * int(line[1]) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -1709,7 +1693,6 @@ class Run:
         self.step = 0  # the last step that is done
         self.skipped = 0  # updates that were skipped
         self.kl_coef = None  # beta, if --kl-band adapts it
-        self.held_out = []  # (step, score of an evaluation)
         self.told = []  # the symptoms that were reported: each is told once
         self.before = []  # a greedy answer to each of eval_problems, and its reward
         self.after = []  # the same, after training
@@ -1721,12 +1704,12 @@ class Run:
         self.signal = 0
         self.resume_command = ""  # set once there is something to resume
         self.skipped_in_a_row = 0
-        self.history = []  # the metrics that symptoms() reads
+        self.history = []  # the lines of metrics.jsonl
         self.answer = ""  # the last of the step
         self.reward_model = None  # only if training changes it
-        self.ref_model = None  # only if training changes it
+        self.moving = {}  # {name: tensor}: what training changes, and a checkpoint holds
+        self.weights = {}  # the policy's, which are never saved unless finite
         self.eval_problems = []
-        self.judged_by = "accuracy"  # what held_out scores; or "reward"
 
     def claim_folder(self, s):
         """On rank 0: make the folder and lock it until the process ends -> its name."""
@@ -1773,12 +1756,10 @@ class Run:
         self.signal = max(gathered_objects(self.signal))
         return self.signal
 
-    def measure(self, step, evaluation):
-        """Evaluate after a step (0: the start) -> metrics. Its score: the reward, or accuracy."""
+    def measure(self, evaluation):
+        """Evaluate -> metrics."""
         metrics, self.after = evaluation()
         self.before = self.before or self.after
-        score = metrics.get("eval_reward", metrics["eval_accuracy"])
-        self.held_out.append((step, score))
         return metrics
 
     def log(self, metrics):
@@ -1786,15 +1767,13 @@ class Run:
         step = metrics["step"]
         metrics = {name: value if math.isfinite(value) else None  # JSON has no NaN, no Infinity
                    for name, value in metrics.items()}
-        if "loss" in metrics:
-            self.history.append(metrics)
-            lines = []
-            for what, line in symptoms(self.history, self.answer).items():
-                if what not in self.told:
-                    self.told.append(what)
-                    lines.append(line)
-            if lines:
-                metrics["warning"] = "; ".join(lines)
+        self.history.append(metrics)
+        if "loss" in metrics:  # the first line is that of the start
+            found = symptoms(self.history[1:], self.answer)
+            new = {what: line for what, line in found.items() if what not in self.told}
+            if new:
+                self.told += new
+                metrics["warning"] = "; ".join(new.values())
                 print0(f"step {step}: {metrics['warning']}", sys.stderr)
         self.append("metrics.jsonl", metrics)
         skipped = int(metrics.get("skipped_updates", 0))
@@ -1813,14 +1792,13 @@ class Run:
         """Write the step's first two groups, as they were scored."""
         self.answer = rollout.responses[-1]
         G = len(rollout.responses) // len(batch.prompts)
-        for j, prompt in enumerate(batch.prompts[:2]):
-            problem = batch.problems[j]
+        for j, problem in enumerate(batch.problems[:2]):
             group = sample.take(rollout, range(j * G, (j + 1) * G))
             record = {
                 "step": batch.step,
                 "question": problem["question"],
                 "truth": truths_of([problem])[0] or "not known",
-                "prompt": prompt,
+                "prompt": batch.prompts[j],
                 "responses": group.turns or group.responses}
             names = ["finished", "rewards", "advantages"]
             # page.html shows groups that teach, of the steps 1, 2, 4, 8, ...
@@ -1851,13 +1829,10 @@ def save_folder(model, tokenizer, run, name):
     saved = model.state_dict()  # first, because FSDP drops what it has gathered
     weights = dict(model.named_parameters())
     check_finite(run, weights)
-    if hasattr(model, "reshard"):
-        weights |= {key: buffer for key, buffer in model.named_buffers() if key in saved}
-        for key, weight in weights.items():
-            weight = gather_full(weight)  # all ranks take part in gathering
-            weights[key] = weight.detach().cpu() if run.folder else None
-    else:
-        weights = None  # save_pretrained takes them from the model
+    weights |= {key: buffer for key, buffer in model.named_buffers() if key in saved}
+    for key, weight in weights.items():
+        weight = gather_full(weight)  # all ranks take part in gathering
+        weights[key] = weight.detach().cpu() if run.folder else None
     if run.folder:
         model.save_pretrained(run.folder / name, state_dict=weights)
         tokenizer.save_pretrained(run.folder / name)
@@ -1878,12 +1853,15 @@ def check_finite(run, tensors):
 CHECKPOINT = "checkpoint.safetensors"
 
 
-def what_moves(run, model, optimizer):
+def what_moves(parts, s):
     """All that training changes: {name in a checkpoint: tensor, sharded or not}."""
     found = {}
-    learners = [("", model, optimizer)]
-    if run.reward_model:
-        learners.append(("reward_model/", run.reward_model.model, run.reward_model.optimizer))
+    learners = [("", parts.policy_model, parts.optimizer)]
+    if s.renew_reference:
+        for name, p in parts.ref_model.named_parameters():
+            found[f"weight/reference/{name}"] = p
+        if judge := parts.reward_model:  # with moments from the start
+            learners.append(("reward_model/", judge.model, with_moments(judge.optimizer)))
     for prefix, learner, adamw in learners:
         names = [name for name, p in learner.named_parameters() if p.requires_grad]
         names = getattr(adamw, "factors", names)  # of LoRA
@@ -1892,19 +1870,15 @@ def what_moves(run, model, optimizer):
             found[f"weight/{prefix}{name}"] = master
             for key, moment in adamw.state[master].items():
                 found[f"{key}/{prefix}{name}"] = moment
-    if isinstance(optimizer, MasterAdamW):
-        found["weight/loss scale"] = optimizer.scale
-    if run.ref_model:
-        for name, p in run.ref_model.named_parameters():
-            found[f"weight/reference/{name}"] = p
+    if isinstance(parts.optimizer, MasterAdamW):
+        found["weight/loss scale"] = parts.optimizer.scale
     return found
 
 
 @torch.no_grad()
-def save_checkpoint(run, model, optimizer):
+def save_checkpoint(run):
     """Write one safetensors file and move it over the old one."""
-    tensors = what_moves(run, model, optimizer)
-    check_finite(run, tensors | dict(model.named_parameters()))
+    check_finite(run, run.moving | run.weights)
     if run.skipped_in_a_row:  # the last good one stays
         return
     if run.folder:
@@ -1913,23 +1887,23 @@ def save_checkpoint(run, model, optimizer):
             counters["pairs"] = [run.reward_model.pairs, run.reward_model.replay]
         # The counters are a tensor, too: the text may be long, and the file's header has a limit.
         text = bytearray(json.dumps(counters).encode())
-        tensors["counters"] = torch.frombuffer(text, dtype=torch.uint8)
+        text = torch.frombuffer(text, dtype=torch.uint8)
         with run.replacing(CHECKPOINT) as new, open(new, "wb") as file:
-            file.writelines(as_safetensors(tensors))
+            file.writelines(as_safetensors(run.moving | {"counters": text}))
     else:
-        for tensor in tensors.values():
+        for tensor in run.moving.values():
             gather_full(tensor)  # all ranks take part in gathering
 
 
 @contextmanager
-def saving_on_bad_input(run, model, optimizer):
+def saving_on_bad_input(run):
     """Save the steps that are done if, say, a reward fails: no weight has moved since."""
     try:
         yield
     except BadInput as error:
         # Other ranks may not come here, and a fast path may fail between two updates.
         if world() == 1 and not isinstance(error, FastPathFault):
-            save_checkpoint(run, model, optimizer)
+            save_checkpoint(run)
         raise
 
 
@@ -1959,7 +1933,7 @@ def as_safetensors(tensors):
 
 
 @torch.no_grad()
-def load_checkpoint(run, model, optimizer, s):
+def load_checkpoint(run, s):
     """Restore what the checkpoint holds, if the run began with the same problems and weights."""
     path = Path(run.name, CHECKPOINT)
     if not path.is_file():
@@ -1975,7 +1949,7 @@ def load_checkpoint(run, model, optimizer, s):
             setattr(run, name, counters[name])
         if run.reward_model:
             run.reward_model.pairs, run.reward_model.replay = counters["pairs"]
-        for name, moving in what_moves(run, model, optimizer).items():
+        for name, moving in run.moving.items():
             saved = file.get_tensor(name)
             if is_sharded(moving):
                 saved = dist.tensor.distribute_tensor(saved, moving.device_mesh, moving.placements)
@@ -1983,11 +1957,9 @@ def load_checkpoint(run, model, optimizer, s):
     for name, digest in digests.items():
         if digest != run.digests[name]:
             raise BadInput(f"{flag_of(name)} {getattr(s, name)}: is not what the run began with")
-    if isinstance(optimizer, MasterAdamW):
-        optimizer.round()  # the weights are still those of the start
     if s.steps < run.step:
         raise BadInput(f"--steps {s.steps}: the run in {run.name} is at step {run.step}")
-    on_rank_0(forget_later_steps, run)
+    run.history = on_rank_0(forget_later_steps, run)
 
 
 def digests_of(parts):
@@ -2012,24 +1984,19 @@ def some_numbers(model):
 
 
 def forget_later_steps(run):
-    """Cut off the lines of steps after the checkpoint's, which will be written again.
+    """Cut off the lines of steps after the checkpoint's, which come again -> the metrics left.
 
     A run may have been killed between any two writes, or in the middle of one.
     """
-    last = run.step if run.held_out else -1  # without an evaluation step 0 comes again
+    last = run.step if run.before else -1  # without an evaluation step 0 comes again
     for name in ("samples.jsonl", "metrics.jsonl"):
         path = run.folder / name
         path.touch()  # a run that was killed early may have none
         # After the last end of a line there is nothing, or a line that a kill has cut off.
         *lines, _ = path.read_bytes().split(b"\n")
-        size = 0
-        for line in lines:
-            record = json.loads(line)
-            if record["step"] <= last:
-                size += len(line) + 1
-                if "loss" in record:  # the metrics of a step, not its samples
-                    run.history.append(record)
-        os.truncate(path, size)
+        kept = [line for line in lines if json.loads(line)["step"] <= last]
+        os.truncate(path, sum(len(line) + 1 for line in kept))
+    return list(map(json.loads, kept))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2092,7 +2059,7 @@ def train(parts, run, s):
                    parts.eval_problems, s, run, parts.sampler, parts.reward_of,
                    parts.reward_model)
     if run.step < s.steps:
-        save_checkpoint(run, model, parts.optimizer)
+        save_checkpoint(run)
         if s.page and run.step:
             write_page(run, model, parts.tokenizer, s)
         print0(f"\nstopped after step {run.step}; continue with: {run.resume_command}")
@@ -2109,26 +2076,25 @@ def train(parts, run, s):
 def begin(run, parts, s):
     """Restore the checkpoint or write the first one, write the settings, print what starts."""
     model = parts.policy_model
-    if s.renew_reference:  # a checkpoint holds only what moves
-        run.ref_model = parts.ref_model
+    if s.renew_reference:
         run.reward_model = parts.reward_model
     run.eval_problems = parts.eval_problems
-    if parts.reward_of:
-        run.judged_by = "reward"
     if parts.reward_of is not parts.flags_reward_of:
         s.reward = [PYTHON]
-    if run.reward_model:  # the checkpoint holds its moments from the start
-        with_moments(run.reward_model.optimizer)
+    run.moving = what_moves(parts, s)
+    run.weights = dict(model.named_parameters())
     run.digests = digests_of(parts)
     if s.resume:
-        load_checkpoint(run, model, parts.optimizer, s)
+        load_checkpoint(run, s)
+        if isinstance(parts.optimizer, MasterAdamW):
+            parts.optimizer.round()  # the weights are still those of the start
     kept = {name: getattr(s, name) for name in FIELDS if FIELDS[name].metadata["kept"]}
     if run.folder:
         with run.replacing("config.json") as new:
             new.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
     run.resume_command = command("train.py", "--resume", run.name)
-    if not run.held_out:  # a new run: from now on it can be resumed
-        save_checkpoint(run, model, parts.optimizer)
+    if not run.before:  # a new run: from now on it can be resumed
+        save_checkpoint(run)
     millions = model.num_parameters() / 1e6
     print0(f"policy    {millions:.2f}M parameters; processes: {world()}; "
            f"settings of {s.config or 'the command line'}\n"
@@ -2158,9 +2124,10 @@ def example_of(run):
 def print_story(run):
     """Print a held-out problem's answers before and after, the curves, and what to do next."""
     print0(f"\n{example_of(run)}\n")
-    print0(f"held-out {run.judged_by:13}" + small_curve(run.held_out))
-    for name in ("accuracy", "reward_mean", "approx_kl", "response_length_mean"):
-        print0(f"{name:22}" + small_curve(run.curve(name)))
+    for name in ("eval_accuracy", "eval_reward", "accuracy", "reward_mean", "approx_kl",
+                 "response_length_mean"):
+        if points := run.curve(name):
+            print0(f"{name:22}" + small_curve(points))
     talk = command("sample.py", "--model", run.name)
     flags = "--config", f"{run.name}/config.json", "--model", f"{run.name}/final"
     if os.path.exists(f"{run.name}/page.html"):
@@ -2180,8 +2147,6 @@ def command(program, *flags):
 
 def small_curve(points):
     """(step, value) points as one line of blocks, from the lowest value to the highest."""
-    if not points:
-        return ""
     means = pooled([value for _, value in points], 50)
     low = min(means)
     span = max(means) - low or 1
@@ -2203,8 +2168,8 @@ def pooled(values, width):
 # --------------------------------------------------------------------------------------------------
 # page.html: the curves of a run, and groups of answers, tinted by how far each token has moved
 
-CURVES = ("reward_mean", "approx_kl", "response_length_mean", "entropy", "zero_variance_groups",
-          "grad_norm", "clip_fraction")
+CURVES = ("eval_accuracy", "eval_reward", "reward_mean", "approx_kl", "response_length_mean",
+          "entropy", "zero_variance_groups", "grad_norm", "clip_fraction")
 # Marks that turn a line around, controls, halves of surrogate pairs
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
                     "\ud800-\udfff]")
@@ -2254,8 +2219,8 @@ def groups_of(run):
 def page_of(run, sections, s):
     """The HTML of the page; it reloads itself while the run goes on."""
     items = "".join(f"<li>step {step}: {escape(line)}</li>" for step, line in run.curve("warning"))
-    figures = figure_of_curve(f"held-out {run.judged_by}", run.held_out, run.step)
-    for metric in run.history[-1]:
+    figures = ""
+    for metric in run.history[0] | run.history[-1]:  # evaluations first
         points = run.curve(metric)
         if points and (metric in CURVES or metric.startswith("reward/")):
             figures += figure_of_curve(escape(metric), points, run.step)
@@ -2330,9 +2295,7 @@ def section_of(group, answers, moved, tokenizer):
 
 def escape(text):
     """Escaped for HTML, with invisible characters as their code points."""
-    def code_point(found):
-        return f"‹{ord(found[0]):04X}›"
-    return html.escape(UNSEEN.sub(code_point, text))
+    return html.escape(UNSEEN.sub(lambda found: f"‹{ord(found[0]):04X}›", text))
 
 
 def print_figures(parts, s):
