@@ -194,8 +194,8 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             is_last = step == s.steps
             if is_last or step % s.eval_every == 0:
                 metrics |= run.measure(evaluation)
-            run.log_samples(batch, rollout)
             run.step = step
+            run.log_samples(batch, rollout)
             run.log(metrics)
             if s.page and "eval_accuracy" in metrics:
                 write_page(run, policy_model, tokenizer, s)
@@ -218,8 +218,7 @@ class Batch:
     problems: list                   # B dicts, see reward.load_problems
     prompts: list                    # their B prompts, chat template applied
     generators: list | None = None   # of random numbers, one per prompt
-    step: int = 1
-    pool: list | None = None         # all training problems: --max-resample draws others from them
+    more: object = None              # (attempt, n) -> a Batch of n others, for --max-resample
     resampled: int = 0               # groups drawn anew
 
 
@@ -482,7 +481,7 @@ def scored_groups(policy_model, tokenizer, batch, s, sampler, reward_of):
             break  # every group of every rank teaches something
         batch.resampled += n
         n = max(n, 1)  # a rank that needs none draws one, too
-        others = batch_of_step(tokenizer, batch.pool, batch.step, s, attempt, n)
+        others = batch.more(attempt, n)
         drawn, more = answers_and_rewards(policy, tokenizer, others, s, sampler, reward_of)
         seconds += more
         drawn.group_ids += attempt * B  # other numbers than those of earlier groups
@@ -516,8 +515,7 @@ def batch_of_step(tokenizer, problems, step, s, attempt=0, n=None):
         order = others + order  # the step's own problems come last
     mine = share_of_rank(B)[:n]  # whole groups: a group on two GPUs would have two means
     batch = make_batch(tokenizer, order, mine, key, s)
-    batch.step = step
-    batch.pool = problems
+    batch.more = partial(batch_of_step, tokenizer, problems, step, s)
     return batch
 
 
@@ -551,21 +549,15 @@ def update_reference(ref_model, policy_model, reward_model, rollout, step, s):
         reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
     if step % s.renew_reference:
         return {}
-    copy_policy_to_reference(ref_model, policy_model)
-    metrics = {"reference_renewed": 1.0}
-    if reward_model:  # every rank takes the same steps on the same pairs
-        metrics |= reward.train_reward_model(reward_model, seeded(s.seed, "reward model", step))
-    return metrics
-
-
-@torch.no_grad()
-def copy_policy_to_reference(ref_model, policy_model):
-    """Copy the current policy into the reference."""
     for model in (ref_model, policy_model):
         if hasattr(model, "reshard"):
             model.reshard()  # FSDP may still hold gathered weights: writes to them are lost
     for ref, p in zip(ref_model.parameters(), policy_model.parameters()):
-        ref.copy_(p)
+        ref.copy_(p.detach())
+    metrics = {"reference_renewed": 1.0}
+    if reward_model:  # every rank takes the same steps on the same pairs
+        metrics |= reward.train_reward_model(reward_model, seeded(s.seed, "reward model", step))
+    return metrics
 
 
 def adapt_kl_coef(run, metrics, s):
@@ -869,8 +861,13 @@ def given_flags(words):
 def parse(words):
     """Settings: the flags in `words` win over the config file, which wins over the defaults."""
     given = given_flags(words)
-    if given.get("resume") == "auto":
-        begin_or_resume(given)
+    if given.get("resume") == "auto":  # continue the run in --output, or begin it there
+        if "output" not in given:
+            raise BadInput("--resume auto: needs --output, the folder of the run")
+        del given["resume"]
+        if os.path.exists(f"{given['output']}/config.json"):
+            given["resume"] = given.pop("output")
+            given.pop("config", None)  # the run has kept what it says
     source = f"{given['resume']}/config.json" if "resume" in given else given.get("config")
     config = read_config(source) if source else {}
     layers = [config, given]
@@ -893,16 +890,6 @@ def parse(words):
         s.model += "/final"  # a run's folder was named
     s.config = str(source or "")
     return s
-
-
-def begin_or_resume(given):
-    """--resume auto: continue the run in --output, or begin it if there is none."""
-    if "output" not in given:
-        raise BadInput("--resume auto: needs --output, the folder of the run")
-    del given["resume"]
-    if os.path.exists(f"{given['output']}/config.json"):
-        given["resume"] = given.pop("output")
-        given.pop("config", None)  # the run has kept what it says
 
 
 def read_config(file):
@@ -1764,7 +1751,6 @@ class Run:
 
     def log(self, metrics):
         """Write a line of metrics, with a warning if they show a known failure."""
-        step = metrics["step"]
         metrics = {name: value if math.isfinite(value) else None  # JSON has no NaN, no Infinity
                    for name, value in metrics.items()}
         self.history.append(metrics)
@@ -1774,7 +1760,7 @@ class Run:
             if new:
                 self.told += new
                 metrics["warning"] = "; ".join(new.values())
-                print0(f"step {step}: {metrics['warning']}", sys.stderr)
+                print0(f"step {metrics['step']}: {metrics['warning']}", sys.stderr)
         self.append("metrics.jsonl", metrics)
         skipped = int(metrics.get("skipped_updates", 0))
         self.skipped += skipped
@@ -1795,14 +1781,14 @@ class Run:
         for j, problem in enumerate(batch.problems[:2]):
             group = sample.take(rollout, range(j * G, (j + 1) * G))
             record = {
-                "step": batch.step,
+                "step": self.step,
                 "question": problem["question"],
                 "truth": truths_of([problem])[0] or "not known",
                 "prompt": batch.prompts[j],
                 "responses": group.turns or group.responses}
             names = ["finished", "rewards", "advantages"]
             # page.html shows groups that teach, of the steps 1, 2, 4, 8, ...
-            if group.advantages.any() and batch.step.bit_count() == 1:
+            if group.advantages.any() and self.step.bit_count() == 1:
                 names += ["input_ids", "labels", "old_logprobs", "group_ids"]
             for name in names:
                 record[name] = getattr(group, name).tolist()
@@ -1811,7 +1797,7 @@ class Run:
     def append(self, name, record):
         """Append a line of JSON to a file."""
         if self.folder:
-            with open(self.folder / name, "a", encoding="utf-8") as file:
+            with open(self.folder / name, "a") as file:  # in ASCII, as JSON is written
                 file.write(json.dumps(record) + "\n")
 
     @contextmanager
@@ -1828,7 +1814,6 @@ def save_folder(model, tokenizer, run, name):
     """Save a folder that from_pretrained opens."""
     saved = model.state_dict()  # first, because FSDP drops what it has gathered
     weights = dict(model.named_parameters())
-    check_finite(run, weights)
     weights |= {key: buffer for key, buffer in model.named_buffers() if key in saved}
     for key, weight in weights.items():
         weight = gather_full(weight)  # all ranks take part in gathering
@@ -1836,14 +1821,6 @@ def save_folder(model, tokenizer, run, name):
     if run.folder:
         model.save_pretrained(run.folder / name, state_dict=weights)
         tokenizer.save_pretrained(run.folder / name)
-
-
-def check_finite(run, tensors):
-    """BadInput if a number is NaN or infinite: such weights are never saved."""
-    for name, tensor in tensors.items():
-        if not local(tensor).isfinite().all():
-            raise BadInput(f"after step {run.step} weights are not finite ({name}): --lr or "
-                           "--weight-decay may be too large")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1877,8 +1854,11 @@ def what_moves(parts, s):
 
 @torch.no_grad()
 def save_checkpoint(run):
-    """Write one safetensors file and move it over the old one."""
-    check_finite(run, run.moving | run.weights)
+    """Write one safetensors file and move it over the old one. BadInput: a number is not finite."""
+    for name, tensor in (run.moving | run.weights).items():
+        if not local(tensor).isfinite().all():
+            raise BadInput(f"after step {run.step} weights are not finite ({name}): --lr or "
+                           "--weight-decay may be too large")
     if run.skipped_in_a_row:  # the last good one stays
         return
     if run.folder:
@@ -1957,8 +1937,6 @@ def load_checkpoint(run, s):
     for name, digest in digests.items():
         if digest != run.digests[name]:
             raise BadInput(f"{flag_of(name)} {getattr(s, name)}: is not what the run began with")
-    if s.steps < run.step:
-        raise BadInput(f"--steps {s.steps}: the run in {run.name} is at step {run.step}")
     run.history = on_rank_0(forget_later_steps, run)
 
 
@@ -2091,7 +2069,7 @@ def begin(run, parts, s):
     kept = {name: getattr(s, name) for name in FIELDS if FIELDS[name].metadata["kept"]}
     if run.folder:
         with run.replacing("config.json") as new:
-            new.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+            new.write_text(json.dumps(kept, indent=2))
     run.resume_command = command("train.py", "--resume", run.name)
     if not run.before:  # a new run: from now on it can be resumed
         save_checkpoint(run)
@@ -2127,7 +2105,7 @@ def print_story(run):
     for name in ("eval_accuracy", "eval_reward", "accuracy", "reward_mean", "approx_kl",
                  "response_length_mean"):
         if points := run.curve(name):
-            print0(f"{name:22}" + small_curve(points))
+            print0(f"{name.replace('eval_', 'held-out '):22}{small_curve(points)}")
     talk = command("sample.py", "--model", run.name)
     flags = "--config", f"{run.name}/config.json", "--model", f"{run.name}/final"
     if os.path.exists(f"{run.name}/page.html"):
@@ -2212,7 +2190,7 @@ def groups_of(run):
     """The groups in samples.jsonl that have token ids."""
     if not run.folder:
         return []
-    lines = (run.folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (run.folder / "samples.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if "input_ids" in record]
 
 

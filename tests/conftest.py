@@ -277,7 +277,7 @@ def machine(monkeypatch):
     def make(device, free, host=1e6, capability=(8, 0)):
         places = {device: free * 1e9, "cpu": host * 1e9}
         ones = functools.partial(torch.ones)              # nothing goes to the device
-        monkeypatch.setattr(train, "free_memory", lambda at: places.get(at.type, 0))
+        monkeypatch.setattr(train, "free_memory", lambda kind: places.get(kind, 0))
         monkeypatch.setattr(torch, "ones", lambda size, device=None: ones(size))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -195,7 +195,7 @@ def refuses_to_resume(capsys, folder, *flags):
 
 
 @pytest.mark.parametrize("flag", ["--lr=0.5", "--seed=1", "--no-scale-by-std", "--output=elsewhere",
-                                  "--config=c.json", "--eval-only", "--steps=3"])
+                                  "--config=c.json", "--eval-only"])
 def test_what_a_resumed_run_cannot_change(capsys, run_folder, flag):
     line = refuses_to_resume(capsys, run_folder, flag)
     assert flag.split("=")[0].removeprefix("--no-") in line and str(run_folder) in line

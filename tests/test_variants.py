@@ -348,12 +348,12 @@ def resampled(rounds, *flags, reward_of=length_reward):
         names = [f"{kind}{k}" for k in range(n)]
         return train.Batch([{"question": name, "answer": "7"} for name in names], names)
 
-    def more(tokenizer, pool, step, s, attempt, n):
+    def more(attempt, n):
         asked.append((attempt, n))
         return batch_of(f"new {attempt}.", n)
     batch = batch_of("old ", 4)
+    batch.more = more
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "batch_of_step", more)
         patch.setattr(train, "check_sampler", lambda *_: None)      # these log-probs are invented
         metrics, rollout = train.train_step(p.policy, p.reference, p.optimizer, p.tokenizer, batch,
                                             p.settings, lambda *_: next(rollouts), reward_of)
@@ -514,8 +514,8 @@ def test_nothing_is_said_of_steps_without_a_number_or_a_gradient(row):
 
 
 def logged(lines, run):
-    for step, metrics in enumerate(lines, start=run.step + 1):
-        run.log({"step": step, "loss": 0.0, **metrics})
+    for step, metrics in enumerate(lines, start=len(run.history)):
+        run.log({"step": step, **metrics})
     return run
 
 
@@ -527,16 +527,16 @@ def warnings_of(folder):
 def test_a_resumed_run_warns_as_one_that_was_never_stopped(tmp_path, at):
     """Also where numbers were not finite: they stand as null in the file."""
     lines = history(30, approx_kl=[math.inf, *[0.06] * 15], grad_norm=[math.nan, *[1.0] * 20])
-    lines = in_trouble(lines)
+    lines = [{}, *({"loss": 0.0, **line} for line in in_trouble(lines))]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder in (whole, parts):
         folder.mkdir()
     logged(lines, train.Run(whole))
-    first, resumed = logged(lines[:at], train.Run(parts)), train.Run(parts)
+    first, resumed = logged(lines[:at + 1], train.Run(parts)), train.Run(parts)
     resumed.step, resumed.told = at, first.told           # these are in the checkpoint
-    resumed.held_out = [(0, 0.5)]
-    train.forget_later_steps(resumed)
-    logged(lines[at:], resumed)
+    resumed.before = [("", 0.5)]
+    resumed.history = train.forget_later_steps(resumed)
+    logged(lines[at + 1:], resumed)
     warnings = warnings_of(whole)
     assert warnings_of(parts) == warnings
     assert list(warnings) == [2, 25], "each is told once"
@@ -683,7 +683,6 @@ def test_the_end_draws_curves_and_names_what_comes_next(capsys, unknown):
     assert train.parse(["--resume", str(folder), "--threads=2"]).threads == 2
     assert train.small_curve([*enumerate([0.0, 1.0, 0.5])]) == "   0.000 ▁█▄ 0.500"
     assert train.small_curve([(1, 2.0), (2, 2.0)]) == "   2.000 ▁▁ 2.000"
-    assert train.small_curve([]) == ""
     first, blocks, last = train.small_curve([*enumerate(map(float, range(1000)))]).split()
     assert len(blocks) == 50 and "".join(sorted(blocks)) == blocks and blocks[::49] == "▁█"
     assert float(first) == 9.5 and float(last) == 989.5   # means of 20
