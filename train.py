@@ -388,8 +388,7 @@ def fast_paths(s):
     except Exception as error:
         if s.plain or world() > 1 or isinstance(error, BadInput) or out_of_memory(error):
             raise
-        fault = one_line(error)
-        raise FastPathFault(f"a fast path failed ({fault}); --plain takes none") from error
+        raise FastPathFault(f"a fast path failed ({one_line(error)}); --plain takes none") from error
 
 
 def update_metrics(sums, grad_norm, rollout):
@@ -610,10 +609,11 @@ def evaluate(model, tokenizer, problems, settings, sampler=sample_groups, reward
 def update_bar(bar, metrics, run):
     """Update the bar; skipped updates come first."""
     words = f"{run.skipped:.0f} SKIPPED, " if run.skipped else ""
-    words += ("sampled: reward {reward_mean:.2f}, acc {accuracy:.2f}, len "
-              "{response_length_mean:.0f}, KL {approx_kl:.3f}, greedy: held out {score:.2f}")
     _, score = (run.curve("eval_reward") or run.curve("eval_accuracy"))[-1]
-    bar.set_postfix_str(words.format(**metrics, score=score))
+    words += (f"sampled: reward {metrics['reward_mean']:.2f}, acc {metrics['accuracy']:.2f}, len "
+              f"{metrics['response_length_mean']:.0f}, KL {metrics['approx_kl']:.3f}, "
+              f"greedy: held out {score:.2f}")
+    bar.set_postfix_str(words)
     bar.update()
 
 
@@ -774,7 +774,7 @@ class Settings:
     sampler_correction: amount = flag(0.0, "TIS: weights min(trainer / sampler, this), say 2")
     mask_truncated: bool = flag(False, "leave cut answers out of the loss and its mean")
     renew_reference: from_0 = flag(0, "steps until the policy becomes the reference; 0: never")
-    kl_band: amount = flag(None, "LOW HIGH: adapt beta to keep KL there, say 0.02 0.05", **SEVERAL)
+    kl_band: above_0 = flag(None, "LOW HIGH: adapt beta to keep KL there, say 0.02 0.05", **SEVERAL)
     advantage: str = flag("group", "how siblings are compared", choices=advantage.ADVANTAGES,
                           head="the advantage")
     scale_by_std: bool = flag(True, "divide the advantages by the group's std; off: Dr. GRPO")
@@ -983,8 +983,8 @@ def check_combinations(s):
          f"--model {s.model}: there is no such folder"),
         (not s.kl_coef and (s.kl_band or s.renew_reference),
          "--kl-band, --renew-reference: need a --kl-coef above 0"),
-        (len(band) != 2 or not 0 < band[0] <= band[1],
-         f"--kl-band {s.kl_band}: must be two numbers above 0, the lower one first"),
+        (len(band) != 2 or band[0] > band[1],
+         f"--kl-band {s.kl_band}: must be two numbers, the lower one first"),
         (s.reward_model and s.reward, "--reward-model and --reward: only one can give the rewards"),
         (s.reward_weights and not 2 <= len(s.reward or []) == len(s.reward_weights),
          "--reward-weights: needs several --reward, and a weight for each"),
@@ -1980,6 +1980,10 @@ def forget_later_steps(run):
 # --------------------------------------------------------------------------------------------------
 # The program: parse, load, open the folder, train, save, report
 
+CURVES = ("eval_accuracy", "eval_reward", "accuracy", "reward_mean", "approx_kl",
+          "response_length_mean", "entropy", "zero_variance_groups", "grad_norm", "clip_fraction")
+
+
 def main(argv=None):
     """-> exit status: 0 done; 2 bad input, one line on standard error; 128 + signal if stopped."""
     run = Run()
@@ -2073,8 +2077,7 @@ def begin(run, parts, s):
     run.resume_command = command("train.py", "--resume", run.name)
     if not run.before:  # a new run: from now on it can be resumed
         save_checkpoint(run)
-    millions = model.num_parameters() / 1e6
-    print0(f"policy    {millions:.2f}M parameters; processes: {world()}; "
+    print0(f"policy    {model.num_parameters() / 1e6:.2f}M parameters; processes: {world()}; "
            f"settings of {s.config or 'the command line'}\n"
            f"data      {len(parts.problems)} problems, {len(parts.eval_problems)} held out\n"
            f"run       {run.name}, from step {run.step} to {s.steps}; each step samples "
@@ -2102,15 +2105,13 @@ def example_of(run):
 def print_story(run):
     """Print a held-out problem's answers before and after, the curves, and what to do next."""
     print0(f"\n{example_of(run)}\n")
-    for name in ("eval_accuracy", "eval_reward", "accuracy", "reward_mean", "approx_kl",
-                 "response_length_mean"):
+    for name in CURVES:
         if points := run.curve(name):
             print0(f"{name.replace('eval_', 'held-out '):22}{small_curve(points)}")
-    talk = command("sample.py", "--model", run.name)
     flags = "--config", f"{run.name}/config.json", "--model", f"{run.name}/final"
     if os.path.exists(f"{run.name}/page.html"):
         print0(f"\nsee what it learned  {run.name}/page.html")
-    print0(f"talk to the result   {talk} \"YOUR QUESTION\"\n"
+    print0(f"talk to the result   {command('sample.py', '--model', run.name)} \"YOUR QUESTION\"\n"
            f"go on from it        {command('train.py', *flags)}")
 
 
@@ -2146,8 +2147,6 @@ def pooled(values, width):
 # --------------------------------------------------------------------------------------------------
 # page.html: the curves of a run, and groups of answers, tinted by how far each token has moved
 
-CURVES = ("eval_accuracy", "eval_reward", "reward_mean", "approx_kl", "response_length_mean",
-          "entropy", "zero_variance_groups", "grad_norm", "clip_fraction")
 # Marks that turn a line around, controls, halves of surrogate pairs
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
                     "\ud800-\udfff]")
