@@ -36,7 +36,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from contextlib import chdir, contextmanager, suppress
+from contextlib import ExitStack, chdir, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
@@ -142,7 +142,10 @@ def backward(policy_model, optimizer, rollout, settings):
         mask = mask & rollout.finished[:, None]
     # The loss is divided by the rows or tokens of the whole batch, so the gradients of its
     # micro-batches simply add up. Several GPUs divide by their mean, as FSDP averages gradients.
-    sizes = averaged({"n_rows": mask.any(dim=1).sum(), "n_tokens": mask.sum()})
+    sizes = averaged({
+        "n_rows": mask.any(dim=1).sum(),
+        "n_tokens": mask.sum(),
+    })
     sizes["n_rows"] = sizes["n_rows"] or 1  # all may be cut
     logprobs = torch.zeros_like(rollout.logprobs)                                      # (N, S-1)
     entropies = torch.zeros_like(rollout.logprobs)
@@ -379,13 +382,11 @@ def with_retries(function, s):
 
 @contextmanager
 def fast_paths(s):
-    """An error in here ends the run in a line, unless --plain takes no fast paths.
-
-    With several GPUs it may come from another one, and keeps its traceback.
-    """
+    """An error in here ends the run in a line, unless --plain takes no fast paths."""
     try:
         yield
     except Exception as error:
+        # With several GPUs it may come from another one, and keeps its traceback.
         if s.plain or world() > 1 or isinstance(error, BadInput) or out_of_memory(error):
             raise
         raise FastPathFault(f"a fast path failed ({one_line(error)}); --plain takes none") from error
@@ -607,7 +608,6 @@ def evaluate(model, tokenizer, problems, settings, sampler=sample_groups, reward
 
 
 def update_bar(bar, metrics, run):
-    """Update the bar; skipped updates come first."""
     words = f"{run.skipped:.0f} SKIPPED, " if run.skipped else ""
     _, score = (run.curve("eval_reward") or run.curve("eval_accuracy"))[-1]
     words += (f"sampled: reward {metrics['reward_mean']:.2f}, acc {metrics['accuracy']:.2f}, len "
@@ -894,7 +894,7 @@ def parse(words):
 
 def read_config(file):
     """The flags of a JSON file -> {name: value}; its paths are relative to its folder."""
-    words = []
+    words = []  # of a command line that says the same
     with as_bad_input(f"{file}:"):
         config = json.loads(Path(file).read_text(encoding="utf-8"))
         if not isinstance(config, dict):
@@ -903,20 +903,15 @@ def read_config(file):
             if name not in FIELDS or not FIELDS[name].metadata["kept"]:
                 raise ValueError(f"{flag_of(name)} is no flag for a config file, where names are "
                                  "spelt like kl_coef")
-            words += words_of(name, value)
+            items = value if isinstance(value, list) else [value]
+            for item in items:
+                if isinstance(item, bool):
+                    words.append(flag_of(name if item else f"no_{name}"))
+                elif item is not None:  # which is the default
+                    text = item if isinstance(item, str) else json.dumps(item)
+                    words.append(f"{flag_of(name)}={text}")
         with chdir(Path(file).parent):
             return given_flags(words)
-
-
-def words_of(name, value):
-    """A flag in a config file -> the words of a command line that say the same."""
-    if value is None:
-        return []  # the default
-    if isinstance(value, bool):
-        return [flag_of(name if value else f"no_{name}")]
-    values = value if isinstance(value, list) else [value]
-    texts = [item if isinstance(item, str) else json.dumps(item) for item in values]
-    return [f"{flag_of(name)}={text}" for text in texts]
 
 
 def check_resumed(given, saved):
@@ -946,7 +941,11 @@ def load(s):
     sampler = sampler_with_replies(s) if s.reply else sample_groups
     policy_model, tokenizer = load_policy(s)
     if s.reward_model:  # after the policy: from then on transformers prints nothing
-        reward_model = load_reward_model(s)
+        device, _ = choose_device(s)
+        with as_bad_input(f"--reward-model {s.reward_model}: cannot be loaded:"):
+            reward_model, report = reward.open_reward_model(s.reward_model, s.reward_model_lr,
+                                                            device)
+            sample.check_loaded(reward_model.model, report)
         prompt_of = partial(chat_prompt, reward_model.tokenizer, system_prompt=s.system_prompt)
         reward_of = partial(reward.model_rewards, reward_model, prompt_of)
     problems, eval_problems = load_data(s, tokenizer)
@@ -1062,15 +1061,6 @@ def load_policy(s):
     return model, tokenizer
 
 
-def load_reward_model(s):
-    """--reward-model: a RewardModel, the same on every rank."""
-    device, _ = choose_device(s)
-    with as_bad_input(f"--reward-model {s.reward_model}: cannot be loaded:"):
-        found, report = reward.open_reward_model(s.reward_model, s.reward_model_lr, device)
-        sample.check_loaded(found.model, report)
-    return found
-
-
 def load_data(s, tokenizer):
     """Training and held-out problems -> two lists of dicts."""
     held_out = s.eval_data or ("gsm8k:test" if s.data == "gsm8k" else "")
@@ -1179,8 +1169,11 @@ def with_moments(optimizer):
     """Make AdamW's moments now, so that memory cannot run out in the middle of the first step."""
     for p in optimizer.param_groups[0]["params"]:
         # The fused kernel needs the number of steps on the weights' device.
-        optimizer.state[p] = {"step": torch.zeros((), device=p.device),
-                              "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        optimizer.state[p] = {
+            "step": torch.zeros((), device=p.device),
+            "exp_avg": torch.zeros_like(p),
+            "exp_avg_sq": torch.zeros_like(p),
+        }
     return optimizer
 
 
@@ -1208,7 +1201,6 @@ class MasterAdamW(torch.optim.AdamW):
                 weight.register_post_accumulate_grad_hook(partial(self.take_gradient, i))
 
     def take_gradient(self, i, weight):
-        """The hook: a weight has just got its gradient."""
         weight.grad = weight.grad.to(self.trained[i].dtype)
 
     def master(self, i):
@@ -1295,11 +1287,7 @@ class FactoredLinear(torch.autograd.Function):
 
 
 class LoraAdamW(MasterAdamW):
-    """AdamW on the factors; the weights are rounded from W0 + c B A after each step.
-
-    W0 is the weight of `ref_model`; without a reference it is a copy, which --offload keeps in host
-    memory.
-    """
+    """AdamW on the factors; the weights are rounded from W0 + c B A after each step."""
 
     def __init__(self, model, ref_model, s, **how):
         self.lora_scale = (s.lora_alpha or 2 * s.lora_rank) / s.lora_rank
@@ -1311,7 +1299,7 @@ class LoraAdamW(MasterAdamW):
         for i, (name, linear) in enumerate(linears.items()):
             W = linear.weight
             weights.append(W)
-            if ref_model and not s.renew_reference:
+            if ref_model and not s.renew_reference:  # which keeps the first weights
                 W0 = ref_model.get_submodule(name).weight
             else:
                 W0 = W.data.to("cpu" if s.offload else W.device, copy=True)
@@ -1377,7 +1365,6 @@ ADVICE = ("to need less: --lora-rank 16, --kl-coef 0, --dtype bfloat16, a smalle
 def plan_memory(s):
     """Settings -> the same with all that the device decides. BadInput: a clash, or no memory."""
     check_combinations(s)  # cheap checks first: flags, the device, the model's config
-    device, _ = choose_device(s)
     tell_idle(s)
     ways, counts, fitting = counted_ways(s)
     if s.eval_only:
@@ -1388,7 +1375,7 @@ def plan_memory(s):
              f"{count[HOST] / 1e9:.3g} GB of {HOST} (details: --dry-run)")
     if not fitting:
         raise BadInput(f"--model {s.model}: {needs}, and a tenth more should be free; {ADVICE}")
-    line = f"loading   {s.model} in {way.dtype} on {device}; {needs}"
+    line = f"loading   {s.model} in {way.dtype} on {choose_device(s)[0]}; {needs}"
     for name in WAYS:
         if getattr(way, name):
             line += f", with {flag_of(name)}"
@@ -1518,7 +1505,6 @@ def free_memory(kind):
 
 
 def out_of_memory(error):
-    """Whether memory ran out, on a CPU or a GPU."""
     words = "out of memory", "not enough memory", "can't allocate memory", "_ALLOC_FAILED"
     return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
@@ -1536,7 +1522,7 @@ def model_without_storage(name, folder, dtype, kind=AutoModelForCausalLM):
 # masters, gathers a layer when it computes, and works on its own whole groups.
 
 def rank():
-    return int(os.environ["RANK"]) if world() > 1 else 0  # torchrun sets it
+    return int(os.environ.get("RANK", 0))  # torchrun sets it
 
 
 def world():
@@ -1544,7 +1530,6 @@ def world():
 
 
 def join_ranks(s):
-    """Meet the other processes of torchrun."""
     if world() == 1:
         return
     on_gpus = s.device != "cpu" and torch.cuda.is_available()
@@ -1563,7 +1548,6 @@ def store_of_ranks(**timeout):
 
 
 def leave_ranks():
-    """Leave the process group once all processes are done."""
     if world() > 1:
         dist.barrier()
         dist.destroy_process_group()
@@ -1625,22 +1609,19 @@ def gather_full(tensor):
 
 
 def local(tensor):
-    """This rank's shard of a tensor."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def shard(model, s, samples=False):
-    """FSDP2 on every decoder layer and on the rest: shards, gathered when they compute.
-
-    A model that `samples` gets a twin to do it, which FSDP's hooks do not slow down.
-    """
+    """FSDP2 on every decoder layer and on the rest: shards, gathered when they compute."""
     if s.is_whole:
         return model
     from torch.distributed import fsdp
 
     device = choose_device(s)[0]
     if samples:
-        # The copy takes `room` in place of the weights; by vars() it is no submodule.
+        # FSDP's hooks would slow sampling down: a twin does it, which takes `room` in place of the
+        # weights. By vars() it is no submodule.
         room = {id(p): torch.empty_like(p, device=device) for p in model.parameters()}
         vars(model)["twin"] = copy.deepcopy(model, room).to(device)
     wrap = partial(fsdp.fully_shard, mesh=dist.init_device_mesh(device.type, (world(),)),
@@ -1726,17 +1707,14 @@ class Run:
             print0("\nstopping after this step (a second signal stops at once)", sys.stderr)
 
         pid = os.getpid()
-        old_handlers = {}
         names = ("SIGINT", "SIGTERM", "SIGHUP")
-        for number in signal.Signals:  # Windows has no SIGHUP, and nohup ignores it
-            if number.name in names and signal.getsignal(number) != signal.SIG_IGN:
-                with suppress(ValueError):  # only the main thread may set handlers
-                    old_handlers[number] = signal.signal(number, stop)
-        try:
+        with ExitStack() as at_the_end:
+            for number in signal.Signals:  # Windows has no SIGHUP, and nohup ignores it
+                if number.name in names and signal.getsignal(number) != signal.SIG_IGN:
+                    with suppress(ValueError):  # only the main thread may set handlers
+                        old = signal.signal(number, stop)
+                        at_the_end.callback(signal.signal, number, old)
             yield
-        finally:
-            for number, old in old_handlers.items():
-                signal.signal(number, old)
 
     def stopped(self):
         """One rank's signal stops all of them."""
@@ -1744,7 +1722,6 @@ class Run:
         return self.signal
 
     def measure(self, evaluation):
-        """Evaluate -> metrics."""
         metrics, self.after = evaluation()
         self.before = self.before or self.after
         return metrics
@@ -1795,7 +1772,6 @@ class Run:
             self.append("samples.jsonl", record)
 
     def append(self, name, record):
-        """Append a line of JSON to a file."""
         if self.folder:
             with open(self.folder / name, "a") as file:  # in ASCII, as JSON is written
                 file.write(json.dumps(record) + "\n")
@@ -1892,7 +1868,12 @@ def as_safetensors(tensors):
     JSON text), the tensors.
     The library's own function needs all tensors in host memory at once; here it is one at a time.
     """
-    names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
+    names = {
+        torch.float32: "F32",
+        torch.bfloat16: "BF16",
+        torch.float16: "F16",
+        torch.uint8: "U8",
+    }
     header = {}
     end = 0
     for name, tensor in tensors.items():
@@ -1915,11 +1896,9 @@ def as_safetensors(tensors):
 @torch.no_grad()
 def load_checkpoint(run, s):
     """Restore what the checkpoint holds, if the run began with the same problems and weights."""
-    path = Path(run.name, CHECKPOINT)
-    if not path.is_file():
-        if Path(run.name, "metrics.jsonl").is_file():
-            raise BadInput(f"--resume {run.name}: there is a log of steps, but no {CHECKPOINT}")
+    if not Path(run.name, "metrics.jsonl").is_file():
         return  # it was killed before it began
+    path = Path(run.name, CHECKPOINT)
     digests = run.digests  # of today
     with as_bad_input(f"--resume: {path} is damaged, or not of this model, or of another version "
                       "of train.py:"):
