@@ -177,7 +177,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
     resumed run draws the same, and the answers do not depend on the number of GPUs.
     """
     run = run or Run()
-    s = replace(settings, kl_coef=run.kl_coef or settings.kl_coef)  # --kl-band adapts it
+    s = replace(settings)  # --kl-band changes it
     evaluation = partial(evaluate, policy_model, tokenizer, eval_problems, s, sampler, reward_of)
     if not run.before:
         run.log({"step": 0, **run.measure(evaluation)})
@@ -186,6 +186,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             if run.stopped():
                 break
             lr = set_learning_rate(optimizer, step, s)
+            adapt_kl_coef(run.history[-1], s)
             # Fresh problems and fresh answers: no step reuses the answers of an earlier step.
             batch = batch_of_step(tokenizer, problems, step, s)
             with saving_on_bad_input(run):
@@ -202,7 +203,6 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             run.log(metrics)
             if s.page and "eval_accuracy" in metrics:
                 write_page(run, policy_model, tokenizer, s)
-            adapt_kl_coef(run, metrics, s)
             update_bar(bar, metrics, run)
             if is_last or step % s.save_every == 0:
                 save_checkpoint(run)
@@ -389,7 +389,8 @@ def fast_paths(s):
         # With several GPUs it may come from another one, and keeps its traceback.
         if s.plain or world() > 1 or isinstance(error, BadInput) or out_of_memory(error):
             raise
-        raise FastPathFault(f"a fast path failed ({one_line(error)}); --plain takes none") from error
+        raise FastPathFault(f"a fast path failed ({one_line(error)}); "
+                            "--plain takes none") from error
 
 
 def update_metrics(sums, grad_norm, rollout):
@@ -560,10 +561,10 @@ def update_reference(ref_model, policy_model, reward_model, rollout, step, s):
     return metrics
 
 
-def adapt_kl_coef(run, metrics, s):
-    """--kl-band: the next step's beta. The run keeps it, for a checkpoint."""
-    if s.kl_band and math.isfinite(metrics["approx_kl"]):  # not finite: it was skipped
-        s.kl_coef = run.kl_coef = next_kl_coef(s.kl_coef, metrics["approx_kl"], *s.kl_band)
+def adapt_kl_coef(last, s):
+    """--kl-band: this step's beta, by the metrics of the last step."""
+    if s.kl_band and last.get("approx_kl") is not None:  # the start has none, nor a skipped step
+        s.kl_coef = next_kl_coef(last["kl_coef"], last["approx_kl"], *s.kl_band)
 
 
 def set_learning_rate(optimizer, step, s):
@@ -1064,8 +1065,8 @@ def load_policy(s):
 def load_data(s, tokenizer):
     """Training and held-out problems -> two lists of dicts."""
     held_out = s.eval_data or ("gsm8k:test" if s.data == "gsm8k" else "")
-    problems = []
-    if not (s.eval_only and held_out):  # an evaluation of held-out problems needs no --data
+    problems = []  # which an evaluation of held-out problems does not need
+    if not (s.eval_only and held_out):
         problems = load_problems("--data", s.data, tokenizer, s)
     if held_out:
         eval_problems = load_problems("--eval-data", held_out, tokenizer, s)
@@ -1448,7 +1449,8 @@ def memory(s, model, device):
     largest = 4 * max(W.numel() for W in weights)
     if s.offload and size < 4 and not s.lora_rank:
         # The moments, and pinned masters and gradients: torch pins powers of two (pytorch 150517).
-        host = 8 * trained + 2 * sum(1 << (4 * W.numel() - 1).bit_length() for W in weights)
+        pinned = [1 << (4 * W.numel() - 1).bit_length() for W in weights]
+        host = 8 * trained + 2 * sum(pinned)
     else:
         host = n * size  # all weights, when they are loaded
         count["AdamW's two moments"] = 8 * trained
@@ -1660,7 +1662,6 @@ class Run:
     def __init__(self, folder=None):
         self.step = 0  # the last step that is done
         self.skipped = 0  # updates that were skipped
-        self.kl_coef = None  # beta, if --kl-band adapts it
         self.told = []  # the symptoms that were reported: each is told once
         self.before = []  # a greedy answer to each of eval_problems, and its reward
         self.after = []  # the same, after training
