@@ -441,13 +441,13 @@ def step_metrics(rollout, batch, updates, seconds, s):
         "tokens": lengths.sum(),
         "entropy": entropies.sum() / lengths.sum(),  # per token, before any update
         "kl_coef": s.kl_coef,
+        **seconds,
+        "tokens_per_second": lengths.sum() / seconds.total(),
+        "peak_memory_gb": peak_memory() / 1e9,
     }
     for name in updates[0]:
         total = sum(update[name] for update in updates)
         metrics[name] = total if name == "skipped_updates" else total / len(updates)
-    metrics.update(seconds)
-    metrics["tokens_per_second"] = metrics["tokens"] / seconds.total()
-    metrics["peak_memory_gb"] = peak_memory() / 1e9
     if s.max_resample:
         metrics["resampled_groups"] = sum(gathered_objects(batch.resampled))
     for name, values in (rollout.reward_parts or {}).items():
@@ -1306,7 +1306,8 @@ class LoraAdamW(MasterAdamW):
                 W0 = W.data.to("cpu" if s.offload else W.device, copy=True)
             # PEFT begins with the same distribution. B is 0: the first W is W0.
             n_out, n_in = W.shape
-            A = 2 * torch.rand(s.lora_rank, n_in, generator=seeded(s.seed, "lora", i)) - 1
+            generator = seeded(s.seed, "lora", i)
+            A = 2 * torch.rand(s.lora_rank, n_in, generator=generator) - 1
             A = A.div(math.sqrt(n_in)).to(W.device)                                    # (R, in)
             B = torch.zeros(n_out, s.lora_rank, device=W.device)                       # (out, R)
             self.parts.append((W0, A, B))
@@ -1573,7 +1574,9 @@ def end_rank(fault):
 
 def share_of_rank(n):
     """The part of n things that this rank takes: a range."""
-    return range(rank() * n // world(), (rank() + 1) * n // world())
+    first = rank() * n // world()
+    end = (rank() + 1) * n // world()
+    return range(first, end)
 
 
 def gathered_objects(value):
