@@ -168,33 +168,33 @@ def backward(policy_model, optimizer, rollout, settings):
 # --------------------------------------------------------------------------------------------------
 # [H] The loop: every step draws fresh answers from the policy as it is now
 
-def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_problems, settings,
-               run=None, sampler=sample_groups, reward_of=None, reward_model=None):
-    """Train on `problems` (dicts, see reward.load_problems): steps run.step + 1 to settings.steps.
+def train_grpo(parts, settings, run=None):
+    """Train: steps run.step + 1 to settings.steps. `parts` are what load() returns.
 
-    `sampler` and `reward_of` are those of train_step; `reward_model`: the model behind `reward_of`,
-    which --renew-reference trains further. Everything random follows from (seed, step, prompt): a
-    resumed run draws the same, and the answers do not depend on the number of GPUs.
+    Everything random follows from (seed, step, prompt): a resumed run draws the same, and the
+    answers do not depend on the number of GPUs.
     """
     run = run or Run()
+    p = parts
     s = replace(settings)  # --kl-band changes it
-    evaluation = partial(evaluate, policy_model, tokenizer, eval_problems, s, sampler, reward_of)
+    evaluation = partial(evaluate, p.policy_model, p.tokenizer, p.eval_problems, s, p.sampler,
+                         p.reward_of)
     if not run.before:
         run.log({"step": 0, **run.measure(evaluation)})
     with tqdm(total=s.steps, initial=run.step, desc="GRPO", disable=rank() > 0) as bar:
         for step in range(run.step + 1, s.steps + 1):
             if run.stopped():
                 break
-            lr = set_learning_rate(optimizer, step, s)
+            lr = set_learning_rate(p.optimizer, step, s)
             adapt_kl_coef(run.history[-1], s)
             # Fresh problems and fresh answers: no step reuses the answers of an earlier step.
-            batch = batch_of_step(tokenizer, problems, step, s)
+            batch = batch_of_step(p.tokenizer, p.problems, step, s)
             with saving_on_bad_input(run):
-                metrics, rollout = train_step(policy_model, ref_model, optimizer, tokenizer, batch,
-                                              s, sampler, reward_of)
+                metrics, rollout = train_step(p.policy_model, p.ref_model, p.optimizer,
+                                              p.tokenizer, batch, s, p.sampler, p.reward_of)
             metrics = {"step": step, "lr": lr, **metrics}
             # Every --renew-reference steps: a new reference, a reward model that is trained further
-            metrics |= update_reference(ref_model, policy_model, reward_model, rollout, step, s)
+            metrics |= update_reference(parts, rollout, step, s)
             is_last = step == s.steps
             if is_last or step % s.eval_every == 0:
                 metrics |= run.measure(evaluation)
@@ -202,7 +202,7 @@ def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_pro
             run.log_samples(batch, rollout)
             run.log(metrics)
             if s.page and "eval_accuracy" in metrics:
-                write_page(run, policy_model, tokenizer, s)
+                write_page(run, parts, s)
             update_bar(bar, metrics, run)
             if is_last or step % s.save_every == 0:
                 save_checkpoint(run)
@@ -541,19 +541,20 @@ def seeded(*key, device="cpu"):
     return torch.Generator(device).manual_seed(number)
 
 
-def update_reference(ref_model, policy_model, reward_model, rollout, step, s):
+def update_reference(parts, rollout, step, s):
     """Iterative GRPO: in some steps a new reference and a better reward model -> metrics."""
     if not s.renew_reference:
         return {}
+    reward_model = parts.reward_model
     if reward_model:  # keep pairs of this step's answers: the same on every rank
         rows = sum(gathered_objects(rollout.judged), [])
         reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
     if step % s.renew_reference:
         return {}
-    for model in (ref_model, policy_model):
+    for model in (parts.ref_model, parts.policy_model):
         if hasattr(model, "reshard"):
             model.reshard()  # FSDP may still hold gathered weights: writes to them are lost
-    for ref, p in zip(ref_model.parameters(), policy_model.parameters()):
+    for ref, p in zip(parts.ref_model.parameters(), parts.policy_model.parameters()):
         ref.copy_(p.detach())
     metrics = {"reference_renewed": 1.0}
     if reward_model:  # every rank takes the same steps on the same pairs
@@ -933,7 +934,7 @@ def check_resumed(given, saved):
 # made.
 
 def load(s):
-    """-> the parts of a run."""
+    """-> the parts of a run: models, optimizer, problems, sampler and reward, as below."""
     # Kept with the run, because the last digit of sums depends on the number of threads.
     s.threads = s.threads or torch.get_num_threads()
     torch.set_num_threads(s.threads)
@@ -2017,19 +2018,16 @@ def train(parts, run, s):
     """A run from its folder to its final/ -> exit status."""
     run.name = on_rank_0(run.claim_folder, s)
     begin(run, parts, s)
-    model = parts.policy_model
     # From here on a signal lets the step end; until here there was nothing to save.
     with run.stopping_on_signals():
-        train_grpo(model, parts.ref_model, parts.optimizer, parts.tokenizer, parts.problems,
-                   parts.eval_problems, s, run, parts.sampler, parts.reward_of,
-                   parts.reward_model)
+        train_grpo(parts, s, run)
     if run.step < s.steps:
         save_checkpoint(run)
         if s.page and run.step:
-            write_page(run, model, parts.tokenizer, s)
+            write_page(run, parts, s)
         print0(f"\nstopped after step {run.step}; continue with: {run.resume_command}")
         return 128 + run.signal
-    save_folder(model, parts.tokenizer, run, "final")
+    save_folder(parts.policy_model, parts.tokenizer, run, "final")
     if s.lora_rank and run.folder:
         save_adapter(run, parts.optimizer, s)
     if run.reward_model:
@@ -2152,8 +2150,9 @@ s i { display: block; height: .5rem; margin-top: .5rem }
 """
 
 
-def write_page(run, model, tokenizer, s):
+def write_page(run, parts, s):
     """page.html: the curves so far, and groups of the samples, scored again by the policy."""
+    model = parts.policy_model
     sections = ""
     for group in on_rank_0(groups_of, run):  # all ranks score
         names = ("input_ids", "labels", "finished", "group_ids", "rewards", "advantages",
@@ -2162,7 +2161,7 @@ def write_page(run, model, tokenizer, s):
         answers = sample.Rollout(**tensors, logprobs=tensors["old_logprobs"], responses=None)
         logprobs, _ = all_token_logprobs(model, answers, s)                               # (G, S-1)
         moved = logprobs - answers.old_logprobs
-        sections += section_of(group, answers, moved, tokenizer)
+        sections += section_of(group, answers, moved, parts.tokenizer)
     if run.folder:
         with run.replacing("page.html") as new:
             new.write_text(page_of(run, sections, s), encoding="utf-8")

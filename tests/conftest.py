@@ -180,10 +180,10 @@ def logprobs_on_full_logits(model, rollout, temperature):
     return log_p.gather(-1, rollout.input_ids[:, 1:, None])[..., 0], entropy
 
 
-def loop(*flags, problems=None, **how):
+def loop(*flags, problems=PROBLEMS[:8], sampler=sample.sample_groups, reward_of=None):
     """train_grpo on the tiny policy -> its Run; with what it logged, saved and learned by."""
     p = parts("--steps=5", "--group-size=2", "--max-new-tokens=8", "--lr=0.004", *flags)
-    run, problems = train.Run(), problems or PROBLEMS[:8]
+    run = train.Run()
     run.metrics, run.samples, run.checkpoints, run.rates = [], [], [], []
     log = run.log
     run.log = lambda metrics: log(metrics) or run.metrics.append(metrics)
@@ -192,8 +192,10 @@ def loop(*flags, problems=None, **how):
     p.optimizer.register_step_pre_hook(lambda *_: run.rates.append(rate["lr"]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "save_checkpoint", lambda run, *_: run.checkpoints.append(run.step))
-        train.train_grpo(p.policy, p.reference, p.optimizer, p.tokenizer, problems, problems[:3],
-                         p.settings, run, **how)
+        train.train_grpo(SimpleNamespace(
+            policy_model=p.policy, ref_model=p.reference, optimizer=p.optimizer,
+            tokenizer=p.tokenizer, problems=problems, eval_problems=problems[:3], sampler=sampler,
+            reward_of=reward_of, reward_model=None), p.settings, run)
     return run
 
 

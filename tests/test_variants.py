@@ -289,9 +289,11 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, ti
         start, policy, reference = (Bigrams(seed).requires_grad_(k == 1) for k in range(3))
         reference.table += 0.3 * torch.randn(64, 64, generator=seeded(2))
         try:
-            train.train_grpo(policy, reference if s.kl_coef else None,
-                             torch.optim.SGD(policy.parameters()), tokenizer, batch, batch, s,
-                             sampler=drawn, reward_of=reward_of)
+            train.train_grpo(SimpleNamespace(
+                policy_model=policy, ref_model=reference if s.kl_coef else None,
+                optimizer=torch.optim.SGD(policy.parameters()), tokenizer=tokenizer,
+                problems=batch, eval_problems=batch, sampler=drawn, reward_of=reward_of,
+                reward_model=None), s)
         except train.BadInput:  # MaxRL, and a reward below 0
             return None
         return (policy.table - start.table).detach(), told
