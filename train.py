@@ -177,10 +177,8 @@ def train_grpo(parts, settings, run=None):
     run = run or Run()
     p = parts
     s = replace(settings)  # --kl-band changes it
-    evaluation = partial(evaluate, p.policy_model, p.tokenizer, p.eval_problems, s, p.sampler,
-                         p.reward_of)
     if not run.before:
-        run.log({"step": 0, **run.measure(evaluation)})
+        run.log({"step": 0, **run.measure(parts, s)})
     with tqdm(total=s.steps, initial=run.step, desc="GRPO", disable=rank() > 0) as bar:
         for step in range(run.step + 1, s.steps + 1):
             if run.stopped():
@@ -197,7 +195,7 @@ def train_grpo(parts, settings, run=None):
             metrics |= update_reference(parts, rollout, step, s)
             is_last = step == s.steps
             if is_last or step % s.eval_every == 0:
-                metrics |= run.measure(evaluation)
+                metrics |= run.measure(parts, s)
             run.step = step
             run.log_samples(batch, rollout)
             run.log(metrics)
@@ -584,12 +582,12 @@ def set_learning_rate(optimizer, step, s):
     return lr
 
 
-def evaluate(model, tokenizer, problems, settings, sampler=sample_groups, reward_of=None,
-             group_size=1, temperature=0.0):
+def evaluate(parts, settings, group_size=1, temperature=0.0):
     """Greedy answers (or group_size sampled ones) -> metrics, pairs (answer, its reward)."""
     s = replace(settings, group_size=group_size, temperature=temperature, around_best=0)
-    policy = sampling_model(model)
-    mine = share_of_rank(len(problems))
+    p = parts
+    policy = sampling_model(p.policy_model)
+    mine = share_of_rank(len(p.eval_problems))
     # As many rows as a step has on this GPU
     at_a_time = max(1, s.prompts_per_step // world() * settings.group_size // group_size)
     starts = range(0, len(mine), at_a_time)
@@ -597,14 +595,14 @@ def evaluate(model, tokenizer, problems, settings, sampler=sample_groups, reward
     rows = []
     for start in tqdm(starts, "evaluation", leave=False, disable=rank() > 0):
         places = mine[start:start + at_a_time]
-        batch = make_batch(tokenizer, problems, places, (s.seed, "evaluation"), s)
-        rollout, _ = answers_and_rewards(policy, tokenizer, batch, s, sampler, reward_of)
+        batch = make_batch(p.tokenizer, p.eval_problems, places, (s.seed, "evaluation"), s)
+        rollout, _ = answers_and_rewards(policy, p.tokenizer, batch, s, p.sampler, p.reward_of)
         rows += zip(rollout.responses, rollout.rule_rewards.tolist(), rollout.rewards.tolist())
     responses, rule_rewards, rewards = zip(*sum(gathered_objects(rows), []))
     known = torch.tensor(rule_rewards)
     known = known[~known.isnan()]  # NaN where no true answer is known
     metrics = {"eval_accuracy": float(is_right(known).float().mean())}
-    if reward_of:
+    if p.reward_of:
         metrics["eval_reward"] = sum(rewards) / len(rewards)
     return metrics, list(zip(responses, rewards))
 
@@ -1726,8 +1724,8 @@ class Run:
         self.signal = max(gathered_objects(self.signal))
         return self.signal
 
-    def measure(self, evaluation):
-        metrics, self.after = evaluation()
+    def measure(self, parts, s):
+        metrics, self.after = evaluate(parts, s)
         self.before = self.before or self.after
         return metrics
 
@@ -2260,10 +2258,8 @@ def escape(text):
 def print_figures(parts, s):
     """--eval-only: greedy accuracy, and from G samples per problem accuracy, pass@k and maj@k."""
     problems = parts.eval_problems
-    measured = partial(evaluate, parts.policy_model, parts.tokenizer, problems, s, parts.sampler,
-                       parts.reward_of)
-    greedy, _ = measured()
-    sampled, answers = measured(group_size=s.group_size, temperature=s.temperature)
+    greedy, _ = evaluate(parts, s)
+    sampled, answers = evaluate(parts, s, s.group_size, s.temperature)
     print0(f"{len(problems)} problems, {s.group_size} samples of each at temperature "
            f"{s.temperature}")
     for name, value in greedy.items():

@@ -148,6 +148,13 @@ def parts(*flags, dtype=torch.float32, noise=0.05):
         tokenizer=tokenizer, problems=problems, prompts=prompts, settings=s)
 
 
+def parts_of(p, problems, sampler=sample.sample_groups, reward_of=None):
+    """The same as load() names it: what train_grpo and evaluate take."""
+    return SimpleNamespace(policy_model=p.policy, ref_model=p.reference, eval_problems=problems,
+                           sampler=sampler, reward_of=reward_of, reward_model=None,
+                           **{**vars(p), "problems": problems})
+
+
 def rollout_of(p):
     return sample.sample_groups(p.policy, p.tokenizer, p.prompts, 4, 40, 1.0, seeded())
 
@@ -192,10 +199,9 @@ def loop(*flags, problems=PROBLEMS[:8], sampler=sample.sample_groups, reward_of=
     p.optimizer.register_step_pre_hook(lambda *_: run.rates.append(rate["lr"]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "save_checkpoint", lambda run, *_: run.checkpoints.append(run.step))
-        train.train_grpo(SimpleNamespace(
-            policy_model=p.policy, ref_model=p.reference, optimizer=p.optimizer,
-            tokenizer=p.tokenizer, problems=problems, eval_problems=problems[:3], sampler=sampler,
-            reward_of=reward_of, reward_model=None), p.settings, run)
+        given = parts_of(p, problems, sampler, reward_of)
+        given.eval_problems = problems[:3]
+        train.train_grpo(given, p.settings, run)
     return run
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import (FEW, MINE, PROBLEMS, REWARDS, TINY, assert_same_run, begin, json_lines,
                       lines_of, logprobs_on_full_logits, loop, metrics_of, own_rewards, parts,
-                      seeded, settings, trained, trains, well_ended, whole_step)
+                      parts_of, seeded, settings, trained, trains, well_ended, whole_step)
 import sample
 import train
 from advantage import (
@@ -289,11 +289,9 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, ti
         start, policy, reference = (Bigrams(seed).requires_grad_(k == 1) for k in range(3))
         reference.table += 0.3 * torch.randn(64, 64, generator=seeded(2))
         try:
-            train.train_grpo(SimpleNamespace(
-                policy_model=policy, ref_model=reference if s.kl_coef else None,
-                optimizer=torch.optim.SGD(policy.parameters()), tokenizer=tokenizer,
-                problems=batch, eval_problems=batch, sampler=drawn, reward_of=reward_of,
-                reward_model=None), s)
+            p = SimpleNamespace(policy=policy, reference=reference if s.kl_coef else None,
+                                optimizer=torch.optim.SGD(policy.parameters()), tokenizer=tokenizer)
+            train.train_grpo(parts_of(p, batch, drawn, reward_of), s)
         except train.BadInput:  # MaxRL, and a reward below 0
             return None
         return (policy.table - start.table).detach(), told
