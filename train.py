@@ -870,12 +870,12 @@ def parse(words):
             given.pop("config", None)  # the run has kept what it says
     source = f"{given['resume']}/config.json" if "resume" in given else given.get("config")
     config = read_config(source) if source else {}
-    layers = [config, given]
+    base = {}
     if "model" not in config | given:
-        layers.insert(0, read_config(TINY_CONFIG))
+        base = read_config(TINY_CONFIG)
         source = source or TINY_CONFIG
     s = Settings()
-    for layer in layers:
+    for layer in (base, config, given):
         # Other --data: the held-out problems of the layers below do not belong to it.
         if "data" in layer and "resume" not in layer:
             s.eval_data = ""
@@ -2036,14 +2036,13 @@ def train(parts, run, s):
 
 def begin(run, parts, s):
     """Restore the checkpoint or write the first one, write the settings, print what starts."""
-    model = parts.policy_model
     if s.renew_reference:
         run.reward_model = parts.reward_model
     run.eval_problems = parts.eval_problems
     if parts.reward_of is not parts.flags_reward_of:
         s.reward = [PYTHON]
     run.moving = what_moves(parts, s)
-    run.weights = dict(model.named_parameters())
+    run.weights = dict(parts.policy_model.named_parameters())
     run.digests = digests_of(parts)
     if s.resume:
         load_checkpoint(run, s)
@@ -2056,8 +2055,8 @@ def begin(run, parts, s):
     run.resume_command = command("train.py", "--resume", run.name)
     if not run.before:  # a new run: from now on it can be resumed
         save_checkpoint(run)
-    print0(f"policy    {model.num_parameters() / 1e6:.2f}M parameters; processes: {world()}; "
-           f"settings of {s.config or 'the command line'}\n"
+    print0(f"policy    {parts.policy_model.num_parameters() / 1e6:.2f}M parameters; "
+           f"processes: {world()}; settings of {s.config or 'the command line'}\n"
            f"data      {len(parts.problems)} problems, {len(parts.eval_problems)} held out\n"
            f"run       {run.name}, from step {run.step} to {s.steps}; each step samples "
            f"{s.group_size} answers to each of {s.prompts_per_step} problems")
