@@ -1372,11 +1372,12 @@ def plan_memory(s):
         return ways[0]  # an evaluation has no step
     way = fitting[0] if fitting else ways[-1]  # the last takes least on the device
     count = counts[ways.index(way)]
-    needs = (f"a step needs about {count[DEVICE] / 1e9:.3g} GB of {DEVICE} and "
-             f"{count[HOST] / 1e9:.3g} GB of {HOST} (details: --dry-run)")
     if not fitting:
-        raise BadInput(f"--model {s.model}: {needs}, and a tenth more should be free; {ADVICE}")
-    line = f"loading   {s.model} in {way.dtype} on {choose_device(s)[0]}; {needs}"
+        raise BadInput(f"--model {s.model}: a step needs about {count[DEVICE] / 1e9:.3g} GB of "
+                       f"{DEVICE} and {count[HOST] / 1e9:.3g} GB of {HOST} (details: --dry-run), "
+                       f"and a tenth more should be free; {ADVICE}")
+    line = (f"loading   {s.model} in {way.dtype} on {choose_device(s)[0]}; a step needs about "
+            f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)")
     for name in WAYS:
         if getattr(way, name):
             line += f", with {flag_of(name)}"
