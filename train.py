@@ -36,7 +36,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from contextlib import chdir, contextmanager, suppress
+from contextlib import ExitStack, chdir, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
@@ -142,7 +142,10 @@ def backward(policy_model, optimizer, rollout, settings):
         mask = mask & rollout.finished[:, None]
     # The loss is divided by the rows or tokens of the whole batch, so the gradients of its
     # micro-batches simply add up. Several GPUs divide by their mean, as FSDP averages gradients.
-    sizes = averaged({"n_rows": mask.any(dim=1).sum(), "n_tokens": mask.sum()})
+    sizes = averaged({
+        "n_rows": mask.any(dim=1).sum(),
+        "n_tokens": mask.sum(),
+    })
     sizes["n_rows"] = sizes["n_rows"] or 1  # all may be cut
     logprobs = torch.zeros_like(rollout.logprobs)                                      # (N, S-1)
     entropies = torch.zeros_like(rollout.logprobs)
@@ -165,44 +168,42 @@ def backward(policy_model, optimizer, rollout, settings):
 # --------------------------------------------------------------------------------------------------
 # [H] The loop: every step draws fresh answers from the policy as it is now
 
-def train_grpo(policy_model, ref_model, optimizer, tokenizer, problems, eval_problems, settings,
-               run=None, sampler=sample_groups, reward_of=None, reward_model=None):
-    """Train on `problems` (dicts, see reward.load_problems): steps run.step + 1 to settings.steps.
+def train_grpo(parts, settings, run=None):
+    """Train: steps run.step + 1 to settings.steps. `parts` are what load() returns.
 
-    `sampler` and `reward_of` are those of train_step; `reward_model`: the model behind `reward_of`,
-    which --renew-reference trains further. Everything random follows from (seed, step, prompt): a
-    resumed run draws the same, and the answers do not depend on the number of GPUs.
+    Everything random follows from (seed, step, prompt): a resumed run draws the same, and the
+    answers do not depend on the number of GPUs.
     """
     run = run or Run()
-    s = replace(settings, kl_coef=run.kl_coef or settings.kl_coef)  # --kl-band adapts it
-    evaluation = partial(evaluate, policy_model, tokenizer, eval_problems, s, sampler, reward_of)
-    if not run.held_out:
-        run.log({"step": 0, **run.measure(0, evaluation)})
+    p = parts
+    s = replace(settings)  # --kl-band changes it
+    if not run.before:
+        run.log({"step": 0, **run.measure(parts, s)})
     with tqdm(total=s.steps, initial=run.step, desc="GRPO", disable=rank() > 0) as bar:
         for step in range(run.step + 1, s.steps + 1):
             if run.stopped():
                 break
-            lr = set_learning_rate(optimizer, step, s)
+            lr = set_learning_rate(p.optimizer, step, s)
+            adapt_kl_coef(run.history[-1], s)
             # Fresh problems and fresh answers: no step reuses the answers of an earlier step.
-            batch = batch_of_step(tokenizer, problems, step, s)
-            with saving_on_bad_input(run, policy_model, optimizer):
-                metrics, rollout = train_step(policy_model, ref_model, optimizer, tokenizer, batch,
-                                              s, sampler, reward_of)
+            batch = batch_of_step(p.tokenizer, p.problems, step, s)
+            with saving_on_bad_input(run):
+                metrics, rollout = train_step(p.policy_model, p.ref_model, p.optimizer,
+                                              p.tokenizer, batch, s, p.sampler, p.reward_of)
             metrics = {"step": step, "lr": lr, **metrics}
             # Every --renew-reference steps: a new reference, a reward model that is trained further
-            metrics |= update_reference(ref_model, policy_model, reward_model, rollout, step, s)
+            metrics |= update_reference(parts, rollout, step, s)
             is_last = step == s.steps
             if is_last or step % s.eval_every == 0:
-                metrics |= run.measure(step, evaluation)
-            run.log_samples(batch, rollout)
+                metrics |= run.measure(parts, s)
             run.step = step
+            run.log_samples(batch, rollout)
             run.log(metrics)
             if s.page and "eval_accuracy" in metrics:
-                write_page(run, policy_model, tokenizer, s)
-            adapt_kl_coef(run, metrics, s)
+                write_page(run, parts, s)
             update_bar(bar, metrics, run)
             if is_last or step % s.save_every == 0:
-                save_checkpoint(run, policy_model, optimizer)
+                save_checkpoint(run)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -218,8 +219,7 @@ class Batch:
     problems: list                   # B dicts, see reward.load_problems
     prompts: list                    # their B prompts, chat template applied
     generators: list | None = None   # of random numbers, one per prompt
-    step: int = 1
-    pool: list | None = None         # all training problems: --max-resample draws others from them
+    more: object = None              # (attempt, n) -> a Batch of n others, for --max-resample
     resampled: int = 0               # groups drawn anew
 
 
@@ -380,17 +380,15 @@ def with_retries(function, s):
 
 @contextmanager
 def fast_paths(s):
-    """An error in here ends the run in a line, unless --plain takes no fast paths.
-
-    With several GPUs it may come from another one, and keeps its traceback.
-    """
+    """An error in here ends the run in a line, unless --plain takes no fast paths."""
     try:
         yield
     except Exception as error:
+        # With several GPUs it may come from another one, and keeps its traceback.
         if s.plain or world() > 1 or isinstance(error, BadInput) or out_of_memory(error):
             raise
-        fault = one_line(error)
-        raise FastPathFault(f"a fast path failed ({fault}); --plain takes none") from error
+        raise FastPathFault(f"a fast path failed ({one_line(error)}); "
+                            "--plain takes none") from error
 
 
 def update_metrics(sums, grad_norm, rollout):
@@ -441,13 +439,13 @@ def step_metrics(rollout, batch, updates, seconds, s):
         "tokens": lengths.sum(),
         "entropy": entropies.sum() / lengths.sum(),  # per token, before any update
         "kl_coef": s.kl_coef,
+        **seconds,
+        "tokens_per_second": lengths.sum() / seconds.total(),
+        "peak_memory_gb": peak_memory() / 1e9,
     }
     for name in updates[0]:
         total = sum(update[name] for update in updates)
         metrics[name] = total if name == "skipped_updates" else total / len(updates)
-    metrics.update(seconds)
-    metrics["tokens_per_second"] = metrics["tokens"] / seconds.total()
-    metrics["peak_memory_gb"] = peak_memory() / 1e9
     if s.max_resample:
         metrics["resampled_groups"] = sum(gathered_objects(batch.resampled))
     for name, values in (rollout.reward_parts or {}).items():
@@ -482,7 +480,7 @@ def scored_groups(policy_model, tokenizer, batch, s, sampler, reward_of):
             break  # every group of every rank teaches something
         batch.resampled += n
         n = max(n, 1)  # a rank that needs none draws one, too
-        others = batch_of_step(tokenizer, batch.pool, batch.step, s, attempt, n)
+        others = batch.more(attempt, n)
         drawn, more = answers_and_rewards(policy, tokenizer, others, s, sampler, reward_of)
         seconds += more
         drawn.group_ids += attempt * B  # other numbers than those of earlier groups
@@ -516,8 +514,7 @@ def batch_of_step(tokenizer, problems, step, s, attempt=0, n=None):
         order = others + order  # the step's own problems come last
     mine = share_of_rank(B)[:n]  # whole groups: a group on two GPUs would have two means
     batch = make_batch(tokenizer, order, mine, key, s)
-    batch.step = step
-    batch.pool = problems
+    batch.more = partial(batch_of_step, tokenizer, problems, step, s)
     return batch
 
 
@@ -542,36 +539,31 @@ def seeded(*key, device="cpu"):
     return torch.Generator(device).manual_seed(number)
 
 
-def update_reference(ref_model, policy_model, reward_model, rollout, step, s):
+def update_reference(parts, rollout, step, s):
     """Iterative GRPO: in some steps a new reference and a better reward model -> metrics."""
     if not s.renew_reference:
         return {}
+    reward_model = parts.reward_model
     if reward_model:  # keep pairs of this step's answers: the same on every rank
         rows = sum(gathered_objects(rollout.judged), [])
         reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
     if step % s.renew_reference:
         return {}
-    copy_policy_to_reference(ref_model, policy_model)
+    for model in (parts.ref_model, parts.policy_model):
+        if hasattr(model, "reshard"):
+            model.reshard()  # FSDP may still hold gathered weights: writes to them are lost
+    for ref, p in zip(parts.ref_model.parameters(), parts.policy_model.parameters()):
+        ref.copy_(p.detach())
     metrics = {"reference_renewed": 1.0}
     if reward_model:  # every rank takes the same steps on the same pairs
         metrics |= reward.train_reward_model(reward_model, seeded(s.seed, "reward model", step))
     return metrics
 
 
-@torch.no_grad()
-def copy_policy_to_reference(ref_model, policy_model):
-    """Copy the current policy into the reference."""
-    for model in (ref_model, policy_model):
-        if hasattr(model, "reshard"):
-            model.reshard()  # FSDP may still hold gathered weights: writes to them are lost
-    for ref, p in zip(ref_model.parameters(), policy_model.parameters()):
-        ref.copy_(p)
-
-
-def adapt_kl_coef(run, metrics, s):
-    """--kl-band: the next step's beta. The run keeps it, for a checkpoint."""
-    if s.kl_band and math.isfinite(metrics["approx_kl"]):  # not finite: it was skipped
-        s.kl_coef = run.kl_coef = next_kl_coef(s.kl_coef, metrics["approx_kl"], *s.kl_band)
+def adapt_kl_coef(last, s):
+    """--kl-band: this step's beta, by the metrics of the last step."""
+    if s.kl_band and last.get("approx_kl") is not None:  # the start has none, nor a skipped step
+        s.kl_coef = next_kl_coef(last["kl_coef"], last["approx_kl"], *s.kl_band)
 
 
 def set_learning_rate(optimizer, step, s):
@@ -590,12 +582,12 @@ def set_learning_rate(optimizer, step, s):
     return lr
 
 
-def evaluate(model, tokenizer, problems, settings, sampler=sample_groups, reward_of=None,
-             group_size=1, temperature=0.0):
+def evaluate(parts, settings, group_size=1, temperature=0.0):
     """Greedy answers (or group_size sampled ones) -> metrics, pairs (answer, its reward)."""
     s = replace(settings, group_size=group_size, temperature=temperature, around_best=0)
-    policy = sampling_model(model)
-    mine = share_of_rank(len(problems))
+    p = parts
+    policy = sampling_model(p.policy_model)
+    mine = share_of_rank(len(p.eval_problems))
     # As many rows as a step has on this GPU
     at_a_time = max(1, s.prompts_per_step // world() * settings.group_size // group_size)
     starts = range(0, len(mine), at_a_time)
@@ -603,25 +595,25 @@ def evaluate(model, tokenizer, problems, settings, sampler=sample_groups, reward
     rows = []
     for start in tqdm(starts, "evaluation", leave=False, disable=rank() > 0):
         places = mine[start:start + at_a_time]
-        batch = make_batch(tokenizer, problems, places, (s.seed, "evaluation"), s)
-        rollout, _ = answers_and_rewards(policy, tokenizer, batch, s, sampler, reward_of)
+        batch = make_batch(p.tokenizer, p.eval_problems, places, (s.seed, "evaluation"), s)
+        rollout, _ = answers_and_rewards(policy, p.tokenizer, batch, s, p.sampler, p.reward_of)
         rows += zip(rollout.responses, rollout.rule_rewards.tolist(), rollout.rewards.tolist())
     responses, rule_rewards, rewards = zip(*sum(gathered_objects(rows), []))
     known = torch.tensor(rule_rewards)
     known = known[~known.isnan()]  # NaN where no true answer is known
     metrics = {"eval_accuracy": float(is_right(known).float().mean())}
-    if reward_of:
+    if p.reward_of:
         metrics["eval_reward"] = sum(rewards) / len(rewards)
     return metrics, list(zip(responses, rewards))
 
 
 def update_bar(bar, metrics, run):
-    """Update the bar; skipped updates come first."""
     words = f"{run.skipped:.0f} SKIPPED, " if run.skipped else ""
-    words += ("sampled: reward {reward_mean:.2f}, acc {accuracy:.2f}, len "
-              "{response_length_mean:.0f}, KL {approx_kl:.3f}, greedy: held out {score:.2f}")
-    _, score = run.held_out[-1]
-    bar.set_postfix_str(words.format(**metrics, score=score))
+    _, score = (run.curve("eval_reward") or run.curve("eval_accuracy"))[-1]
+    words += (f"sampled: reward {metrics['reward_mean']:.2f}, acc {metrics['accuracy']:.2f}, len "
+              f"{metrics['response_length_mean']:.0f}, KL {metrics['approx_kl']:.3f}, "
+              f"greedy: held out {score:.2f}")
+    bar.set_postfix_str(words)
     bar.update()
 
 
@@ -782,7 +774,7 @@ class Settings:
     sampler_correction: amount = flag(0.0, "TIS: weights min(trainer / sampler, this), say 2")
     mask_truncated: bool = flag(False, "leave cut answers out of the loss and its mean")
     renew_reference: from_0 = flag(0, "steps until the policy becomes the reference; 0: never")
-    kl_band: amount = flag(None, "LOW HIGH: adapt beta to keep KL there, say 0.02 0.05", **SEVERAL)
+    kl_band: above_0 = flag(None, "LOW HIGH: adapt beta to keep KL there, say 0.02 0.05", **SEVERAL)
     advantage: str = flag("group", "how siblings are compared", choices=advantage.ADVANTAGES,
                           head="the advantage")
     scale_by_std: bool = flag(True, "divide the advantages by the group's std; off: Dr. GRPO")
@@ -869,16 +861,21 @@ def given_flags(words):
 def parse(words):
     """Settings: the flags in `words` win over the config file, which wins over the defaults."""
     given = given_flags(words)
-    if given.get("resume") == "auto":
-        begin_or_resume(given)
+    if given.get("resume") == "auto":  # continue the run in --output, or begin it there
+        if "output" not in given:
+            raise BadInput("--resume auto: needs --output, the folder of the run")
+        del given["resume"]
+        if os.path.exists(f"{given['output']}/config.json"):
+            given["resume"] = given.pop("output")
+            given.pop("config", None)  # the run has kept what it says
     source = f"{given['resume']}/config.json" if "resume" in given else given.get("config")
     config = read_config(source) if source else {}
-    layers = [config, given]
+    base = {}
     if "model" not in config | given:
-        layers.insert(0, read_config(TINY_CONFIG))
+        base = read_config(TINY_CONFIG)
         source = source or TINY_CONFIG
     s = Settings()
-    for layer in layers:
+    for layer in (base, config, given):
         # Other --data: the held-out problems of the layers below do not belong to it.
         if "data" in layer and "resume" not in layer:
             s.eval_data = ""
@@ -895,19 +892,9 @@ def parse(words):
     return s
 
 
-def begin_or_resume(given):
-    """--resume auto: continue the run in --output, or begin it if there is none."""
-    if "output" not in given:
-        raise BadInput("--resume auto: needs --output, the folder of the run")
-    del given["resume"]
-    if os.path.exists(f"{given['output']}/config.json"):
-        given["resume"] = given.pop("output")
-        given.pop("config", None)  # the run has kept what it says
-
-
 def read_config(file):
     """The flags of a JSON file -> {name: value}; its paths are relative to its folder."""
-    words = []
+    words = []  # of a command line that says the same
     with as_bad_input(f"{file}:"):
         config = json.loads(Path(file).read_text(encoding="utf-8"))
         if not isinstance(config, dict):
@@ -916,20 +903,15 @@ def read_config(file):
             if name not in FIELDS or not FIELDS[name].metadata["kept"]:
                 raise ValueError(f"{flag_of(name)} is no flag for a config file, where names are "
                                  "spelt like kl_coef")
-            words += words_of(name, value)
+            items = value if isinstance(value, list) else [value]
+            for item in items:
+                if isinstance(item, bool):
+                    words.append(flag_of(name if item else f"no_{name}"))
+                elif item is not None:  # which is the default
+                    text = item if isinstance(item, str) else json.dumps(item)
+                    words.append(f"{flag_of(name)}={text}")
         with chdir(Path(file).parent):
             return given_flags(words)
-
-
-def words_of(name, value):
-    """A flag in a config file -> the words of a command line that say the same."""
-    if value is None:
-        return []  # the default
-    if isinstance(value, bool):
-        return [flag_of(name if value else f"no_{name}")]
-    values = value if isinstance(value, list) else [value]
-    texts = [item if isinstance(item, str) else json.dumps(item) for item in values]
-    return [f"{flag_of(name)}={text}" for text in texts]
 
 
 def check_resumed(given, saved):
@@ -950,7 +932,7 @@ def check_resumed(given, saved):
 # made.
 
 def load(s):
-    """-> the parts of a run."""
+    """-> the parts of a run: models, optimizer, problems, sampler and reward, as below."""
     # Kept with the run, because the last digit of sums depends on the number of threads.
     s.threads = s.threads or torch.get_num_threads()
     torch.set_num_threads(s.threads)
@@ -959,7 +941,11 @@ def load(s):
     sampler = sampler_with_replies(s) if s.reply else sample_groups
     policy_model, tokenizer = load_policy(s)
     if s.reward_model:  # after the policy: from then on transformers prints nothing
-        reward_model = load_reward_model(s)
+        device, _ = choose_device(s)
+        with as_bad_input(f"--reward-model {s.reward_model}: cannot be loaded:"):
+            reward_model, report = reward.open_reward_model(s.reward_model, s.reward_model_lr,
+                                                            device)
+            sample.check_loaded(reward_model.model, report)
         prompt_of = partial(chat_prompt, reward_model.tokenizer, system_prompt=s.system_prompt)
         reward_of = partial(reward.model_rewards, reward_model, prompt_of)
     problems, eval_problems = load_data(s, tokenizer)
@@ -996,8 +982,8 @@ def check_combinations(s):
          f"--model {s.model}: there is no such folder"),
         (not s.kl_coef and (s.kl_band or s.renew_reference),
          "--kl-band, --renew-reference: need a --kl-coef above 0"),
-        (len(band) != 2 or not 0 < band[0] <= band[1],
-         f"--kl-band {s.kl_band}: must be two numbers above 0, the lower one first"),
+        (len(band) != 2 or band[0] > band[1],
+         f"--kl-band {s.kl_band}: must be two numbers, the lower one first"),
         (s.reward_model and s.reward, "--reward-model and --reward: only one can give the rewards"),
         (s.reward_weights and not 2 <= len(s.reward or []) == len(s.reward_weights),
          "--reward-weights: needs several --reward, and a weight for each"),
@@ -1039,6 +1025,8 @@ def tell_idle(s):
 
 def choose_device(s):
     """-> (torch.device, dtype of the model's weights)."""
+    if s.dry_run:  # the GPU of another machine
+        return torch.device("cuda"), getattr(torch, s.dtype, torch.bfloat16)
     best = ("cuda" if torch.cuda.is_available() else
             "mps" if torch.backends.mps.is_available() else "cpu")
     with as_bad_input(f"--device {s.device}: torch {torch.__version__} cannot use it:"):
@@ -1073,20 +1061,11 @@ def load_policy(s):
     return model, tokenizer
 
 
-def load_reward_model(s):
-    """--reward-model: a RewardModel, the same on every rank."""
-    device, _ = choose_device(s)
-    with as_bad_input(f"--reward-model {s.reward_model}: cannot be loaded:"):
-        found, report = reward.open_reward_model(s.reward_model, s.reward_model_lr, device)
-        sample.check_loaded(found.model, report)
-    return found
-
-
 def load_data(s, tokenizer):
     """Training and held-out problems -> two lists of dicts."""
     held_out = s.eval_data or ("gsm8k:test" if s.data == "gsm8k" else "")
-    problems = []
-    if not (s.eval_only and held_out):  # an evaluation of held-out problems needs no --data
+    problems = []  # which an evaluation of held-out problems does not need
+    if not (s.eval_only and held_out):
         problems = load_problems("--data", s.data, tokenizer, s)
     if held_out:
         eval_problems = load_problems("--eval-data", held_out, tokenizer, s)
@@ -1155,11 +1134,10 @@ def make_optimizer(model, s, ref_model=None):
     weights = [p for p in model.parameters() if p.requires_grad]
     if weights[0].dtype == torch.float32:
         return with_moments(torch.optim.AdamW(weights, **how))
-    offload = s.offload and world() == 1 and model.device.type == "cuda"
     masters = []
     for i, weight in enumerate(weights):
         master = off_grid(weight, s.seed, i)
-        masters.append(master.cpu().pin_memory() if offload else master)
+        masters.append(master.cpu().pin_memory() if s.offload else master)
     return MasterAdamW(masters, weights, **how)
 
 
@@ -1191,8 +1169,11 @@ def with_moments(optimizer):
     """Make AdamW's moments now, so that memory cannot run out in the middle of the first step."""
     for p in optimizer.param_groups[0]["params"]:
         # The fused kernel needs the number of steps on the weights' device.
-        optimizer.state[p] = {"step": torch.zeros((), device=p.device),
-                              "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        optimizer.state[p] = {
+            "step": torch.zeros((), device=p.device),
+            "exp_avg": torch.zeros_like(p),
+            "exp_avg_sq": torch.zeros_like(p),
+        }
     return optimizer
 
 
@@ -1220,7 +1201,6 @@ class MasterAdamW(torch.optim.AdamW):
                 weight.register_post_accumulate_grad_hook(partial(self.take_gradient, i))
 
     def take_gradient(self, i, weight):
-        """The hook: a weight has just got its gradient."""
         weight.grad = weight.grad.to(self.trained[i].dtype)
 
     def master(self, i):
@@ -1290,8 +1270,8 @@ class FactoredLinear(torch.autograd.Function):
     """y = x W^T whose gradient goes to W's factors: dA = c B^T dW, dB = c dW A^T, without dW."""
 
     @staticmethod
-    def forward(ctx, x, W, bias, A, B, c):
-        # x (..., in), W (out, in), A (R, in), B (out, R)
+    def forward(ctx, W, bias, A, B, c, x):
+        # W (out, in), A (R, in), B (out, R), x (..., in)
         ctx.save_for_backward(x, W, A, B)
         ctx.c = c
         return torch.nn.functional.linear(x, W, bias)
@@ -1303,44 +1283,38 @@ class FactoredLinear(torch.autograd.Function):
         x, dy = x.flatten(0, -2), dy.flatten(0, -2)                 # (T, in), (T, out): dW = dy^T x
         dA = (dy @ B.to(dy)).T @ x                                                 # (R, in)
         dB = dy.T @ (x @ A.T.to(x))                                                # (out, R)
-        return dx, None, None, ctx.c * dA.to(A), ctx.c * dB.to(B), None
-
-
-def factored_forward(linear, A, B, c, x):
-    return FactoredLinear.apply(x, linear.weight, linear.bias, A, B, c)
+        return None, None, ctx.c * dA.to(A), ctx.c * dB.to(B), None, dx
 
 
 class LoraAdamW(MasterAdamW):
-    """AdamW on the factors; the weights are rounded from W0 + c B A after each step.
-
-    W0 is the weight of `ref_model`; without a reference it is a copy, which --offload keeps in host
-    memory.
-    """
+    """AdamW on the factors; the weights are rounded from W0 + c B A after each step."""
 
     def __init__(self, model, ref_model, s, **how):
         self.lora_scale = (s.lora_alpha or 2 * s.lora_rank) / s.lora_rank
         self.parts = []  # (W0, A, B) of each weight
         self.factors = {}  # A and B, under their names in PEFT
+        weights = []
         linears = linears_of(model)
         model.requires_grad_(False)
         for i, (name, linear) in enumerate(linears.items()):
             W = linear.weight
-            if ref_model and not s.renew_reference:
+            weights.append(W)
+            if ref_model and not s.renew_reference:  # which keeps the first weights
                 W0 = ref_model.get_submodule(name).weight
             else:
                 W0 = W.data.to("cpu" if s.offload else W.device, copy=True)
             # PEFT begins with the same distribution. B is 0: the first W is W0.
             n_out, n_in = W.shape
-            A = 2 * torch.rand(s.lora_rank, n_in, generator=seeded(s.seed, "lora", i)) - 1
+            generator = seeded(s.seed, "lora", i)
+            A = 2 * torch.rand(s.lora_rank, n_in, generator=generator) - 1
             A = A.div(math.sqrt(n_in)).to(W.device)                                    # (R, in)
             B = torch.zeros(n_out, s.lora_rank, device=W.device)                       # (out, R)
             self.parts.append((W0, A, B))
             self.factors[f"base_model.model.{name}.lora_A.weight"] = A
             self.factors[f"base_model.model.{name}.lora_B.weight"] = B
-            linear.forward = partial(factored_forward, linear, A.requires_grad_(),
+            linear.forward = partial(FactoredLinear.apply, W, linear.bias, A.requires_grad_(),
                                      B.requires_grad_(), self.lora_scale)
         self.seed = s.seed
-        weights = [linear.weight for linear in linears.values()]
         super().__init__(list(self.factors.values()), weights, **how)
 
     def master(self, i):
@@ -1392,18 +1366,17 @@ ADVICE = ("to need less: --lora-rank 16, --kl-coef 0, --dtype bfloat16, a smalle
 def plan_memory(s):
     """Settings -> the same with all that the device decides. BadInput: a clash, or no memory."""
     check_combinations(s)  # cheap checks first: flags, the device, the model's config
-    device, dtype = choose_device(s)
     tell_idle(s)
-    ways = counted_ways(s, device, dtype)
+    ways, counts, fitting = counted_ways(s)
     if s.eval_only:
-        return ways[0][0]  # an evaluation has no step
-    # The first that fits; else the last, which takes least on the device
-    way, count, fits = next((each for each in ways if each[2]), ways[-1])
-    if not fits:
+        return ways[0]  # an evaluation has no step
+    way = fitting[0] if fitting else ways[-1]  # the last takes least on the device
+    count = counts[ways.index(way)]
+    if not fitting:
         raise BadInput(f"--model {s.model}: a step needs about {count[DEVICE] / 1e9:.3g} GB of "
                        f"{DEVICE} and {count[HOST] / 1e9:.3g} GB of {HOST} (details: --dry-run), "
                        f"and a tenth more should be free; {ADVICE}")
-    line = (f"loading   {s.model} in {way.dtype} on {device}; a step needs about "
+    line = (f"loading   {s.model} in {way.dtype} on {choose_device(s)[0]}; a step needs about "
             f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)")
     for name in WAYS:
         if getattr(way, name):
@@ -1412,30 +1385,30 @@ def plan_memory(s):
     return way
 
 
-def counted_ways(s, device, dtype):
-    """The ways that the flags allow, the fastest first: (Settings, count, whether it fits)."""
+def counted_ways(s):
+    """The ways that the flags allow, the fastest first: Settings, counts, and those that fit."""
+    device, dtype = choose_device(s)
     tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)  # two groups
     if device.type == "cpu":  # which is fastest with what fits its cache
         tokens = 2048 if dtype == torch.bfloat16 else 1024
     s = replace(s, micro_batch_tokens=s.micro_batch_tokens or tokens,
                 dtype=str(dtype).removeprefix("torch."))  # for config.json
-    if device.type != "cuda":
-        s.offload = False  # the device has no memory of its own
+    if device.type != "cuda" or not s.is_whole:  # no memory of its own; or shards
+        s.offload = False
     model = model_without_storage("--model", s.model, dtype)
-    free = {DEVICE: free_memory(device), HOST: free_memory(torch.device("cpu"))}
     if s.dry_run:  # the GPU of another machine, where CUDA itself takes about a GB
         free = {DEVICE: (s.dry_run - 1) * 2**30, HOST: math.inf}
+    else:
+        free = {DEVICE: free_memory(device.type), HOST: free_memory("cpu")}
     ways = [s]
     for name in WAYS:
         if getattr(s, name) is None:
             ways = [replace(way, **{name: on}) for way in ways for on in (False, True)]
-    counted = []
-    for way in ways:
-        count = memory(way, model, device)
-        # A tenth stays free, for workspaces of kernels and for fragments of the allocator.
-        fits = all(count[kind] < 0.9 * free[kind] for kind in free)
-        counted.append((way, count, fits))
-    return counted
+    counts = [memory(way, model, device) for way in ways]
+    # A tenth stays free, for workspaces of kernels and for fragments of the allocator.
+    fitting = [way for way, count in zip(ways, counts)
+               if all(count[kind] < 0.9 * free[kind] for kind in free)]
+    return ways, counts, fitting
 
 
 def memory(s, model, device):
@@ -1462,84 +1435,72 @@ def memory(s, model, device):
     kept = kept + layers * hidden if s.gradient_checkpointing else layers * kept
     size = model.dtype.itemsize
     n = model.num_parameters()
-    held = trained = n if s.is_whole else n // world()  # by one process
+    trained = n if s.is_whole else n // world()  # by one process
+    count = Counter(policy=n * size)  # the rows that apply
+    if not s.is_whole:  # beside the whole copy that samples
+        count["policy's shard"] = trained * size
+    if s.kl_coef:
+        count["reference"] = trained * size
     weights = list(model.parameters())
-    first_weights = one_gradient = 0
     if s.lora_rank:
         weights = [linear.weight for linear in linears_of(model).values()]
         trained = s.lora_rank * sum(sum(W.shape) for W in weights)  # the factors
-        one_gradient = 4 * max(W.numel() for W in weights)  # one float32 master at a time
-        if s.renew_reference or not s.kl_coef:  # else the reference holds them
-            first_weights = sum(W.nbytes for W in weights)
-    moments = 8 * trained
-    masters = 4 * trained if size < 4 or s.lora_rank else 0
-    host = n * size  # all weights, when they are loaded
-    if s.offload and s.lora_rank:
-        first_weights = 0
-    elif s.offload and size < 4 and world() == 1:
+        if not s.offload and (s.renew_reference or not s.kl_coef):  # else the reference has them
+            count["LoRA's first weights"] = sum(W.nbytes for W in weights)
+    largest = 4 * max(W.numel() for W in weights)
+    if s.offload and size < 4 and not s.lora_rank:
         # The moments, and pinned masters and gradients: torch pins powers of two (pytorch 150517).
-        host = 8 * trained + 2 * sum(1 << (4 * W.numel() - 1).bit_length() for W in weights)
-        masters = moments = 0
-    judge = 0
+        pinned = [1 << (4 * W.numel() - 1).bit_length() for W in weights]
+        host = 8 * trained + 2 * sum(pinned)
+    else:
+        host = n * size  # all weights, when they are loaded
+        count["AdamW's two moments"] = 8 * trained
+        if size < 4 or s.lora_rank:
+            count["float32 masters"] = 4 * trained
     if s.reward_model:
         judge = model_without_storage("--reward-model", s.reward_model, torch.float32,
-                                      AutoModelForSequenceClassification).num_parameters()
+                                      AutoModelForSequenceClassification)
+        count["reward model"] = judge.num_parameters() * (16 if s.renew_reference else 4)
     rows = s.prompts_per_step * s.group_size // world()
+    count["key/value cache"] = 2 * rows * (PROMPT + s.answer_tokens) * layers * keys * size
+    count["logits of the draw"] = 12 * rows * text.vocab_size
     logits = min(2**28, s.micro_batch_tokens * text.vocab_size // 8)  # an eighth at a time
     head = 4 * text.vocab_size * hidden  # in float32
     update = {
-        "gradients, float32": 4 * trained + one_gradient,
+        "gradients, float32": 4 * trained + (largest if s.lora_rank else 0),  # LoRA: a master, too
         "kept for the backward pass": s.micro_batch_tokens * kept * size,
         "logits, their gradients": 12 * logits + (0 if s.lora_rank else head),
     }
-    program = packed = 0
     if device.type == "cpu":  # torch itself, and the head that half precision is scored with
-        program = 5e8 + (head if size < 4 else 0)
+        count["the program"] = 5e8 + (head if size < 4 else 0)
         if rows <= sample.FEW:  # a rollout's weights once more; it needs nothing of the update's
-            packed = max(0, n * size - sum(update.values()))
-    count = {
-        "policy": n * size,
-        "policy's shard": 0 if s.is_whole else held * size,  # beside the whole copy that samples
-        "reference": held * size if s.kl_coef else 0,
-        "LoRA's first weights": first_weights,
-        "float32 masters": masters,
-        "AdamW's two moments": moments,
-        "reward model": judge * (16 if s.renew_reference else 4),
-        "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * layers * keys * size,
-        "logits of the draw": 12 * rows * text.vocab_size,
-        "on a CPU: the program": program,
-        "a rollout's packed weights": packed,
-    } | update
-    host += 4 * max(W.numel() for W in weights)  # a checkpoint goes through it by tensors
-    return count | {DEVICE: sum(count.values()), HOST: host}
+            count["a rollout's packed weights"] = max(0, n * size - sum(update.values()))
+    count.update(update)
+    count[DEVICE] = count.total()
+    count[HOST] = host + largest  # a checkpoint goes through it by tensors
+    return count
 
 
 def print_memory(s):
     """--dry-run: print the count of each way, in GB; a star marks the one that a run takes."""
-    device, dtype = torch.device("cuda"), getattr(torch, s.dtype, torch.bfloat16)
-    if not s.dry_run:  # else of another machine
-        device, dtype = choose_device(s)
-    where = f"a GPU of {s.dry_run:g} GB" if s.dry_run else device.type
-    print0(f"{s.model} in {dtype} on {where}: GB for a step")
-    ways, counts, fits = zip(*counted_ways(s, device, dtype))
-    taken = ways[fits.index(True)] if any(fits) else None
-
-    def print_row(what, cells):
-        print0(f"{what:30}" + "".join(f"{cell:>8}" for cell in cells))
-
-    print_row("*: a run takes this way", ["*" if way is taken else "" for way in ways])
+    ways, counts, fitting = counted_ways(s)
+    where = f"a GPU of {s.dry_run:g} GB" if s.dry_run else "this machine"
+    print0(f"{s.model} in {ways[0].dtype} on {where}: GB for a step")
+    table = {"*: a run takes this way": ["*" if way in fitting[:1] else "" for way in ways]}
     for name in WAYS:
-        print_row(flag_of(name), ["yes" if getattr(way, name) else "" for way in ways])
+        table[flag_of(name)] = ["yes" if getattr(way, name) else "" for way in ways]
     for what in counts[0]:
-        print_row(what, [f"{count[what] / 1e9:.2f}" for count in counts])
-    if not taken:
+        table[what] = [f"{count[what] / 1e9:.2f}" for count in counts]
+    for what, cells in table.items():
+        print0(f"{what:30}" + "".join(f"{cell:>8}" for cell in cells))
+    if not fitting:
         print0(f"on {where} no way leaves a tenth of the memory free; {ADVICE}")
 
 
-def free_memory(device):
-    """Bytes that a process can take; inf if unknown."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] if torch.cuda.is_available() else 0
+def free_memory(kind):
+    """Bytes that a process can take on a device of this kind; inf if unknown."""
+    if kind == "cuda":
+        return torch.cuda.mem_get_info()[0]
     with suppress(OSError):  # Linux alone has this file
         line = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
         return 1024 * int(line[1]) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -1547,7 +1508,6 @@ def free_memory(device):
 
 
 def out_of_memory(error):
-    """Whether memory ran out, on a CPU or a GPU."""
     words = "out of memory", "not enough memory", "can't allocate memory", "_ALLOC_FAILED"
     return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
@@ -1565,7 +1525,7 @@ def model_without_storage(name, folder, dtype, kind=AutoModelForCausalLM):
 # masters, gathers a layer when it computes, and works on its own whole groups.
 
 def rank():
-    return int(os.environ["RANK"]) if world() > 1 else 0  # torchrun sets it
+    return int(os.environ.get("RANK", 0))  # torchrun sets it
 
 
 def world():
@@ -1573,7 +1533,6 @@ def world():
 
 
 def join_ranks(s):
-    """Meet the other processes of torchrun."""
     if world() == 1:
         return
     on_gpus = s.device != "cpu" and torch.cuda.is_available()
@@ -1592,7 +1551,6 @@ def store_of_ranks(**timeout):
 
 
 def leave_ranks():
-    """Leave the process group once all processes are done."""
     if world() > 1:
         dist.barrier()
         dist.destroy_process_group()
@@ -1616,7 +1574,9 @@ def end_rank(fault):
 
 def share_of_rank(n):
     """The part of n things that this rank takes: a range."""
-    return range(rank() * n // world(), (rank() + 1) * n // world())
+    first = rank() * n // world()
+    end = (rank() + 1) * n // world()
+    return range(first, end)
 
 
 def gathered_objects(value):
@@ -1654,22 +1614,19 @@ def gather_full(tensor):
 
 
 def local(tensor):
-    """This rank's shard of a tensor."""
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
 def shard(model, s, samples=False):
-    """FSDP2 on every decoder layer and on the rest: shards, gathered when they compute.
-
-    A model that `samples` gets a twin to do it, which FSDP's hooks do not slow down.
-    """
+    """FSDP2 on every decoder layer and on the rest: shards, gathered when they compute."""
     if s.is_whole:
         return model
     from torch.distributed import fsdp
 
     device = choose_device(s)[0]
     if samples:
-        # The copy takes `room` in place of the weights; by vars() it is no submodule.
+        # FSDP's hooks would slow sampling down: a twin does it, which takes `room` in place of the
+        # weights. By vars() it is no submodule.
         room = {id(p): torch.empty_like(p, device=device) for p in model.parameters()}
         vars(model)["twin"] = copy.deepcopy(model, room).to(device)
     wrap = partial(fsdp.fully_shard, mesh=dist.init_device_mesh(device.type, (world(),)),
@@ -1708,8 +1665,6 @@ class Run:
     def __init__(self, folder=None):
         self.step = 0  # the last step that is done
         self.skipped = 0  # updates that were skipped
-        self.kl_coef = None  # beta, if --kl-band adapts it
-        self.held_out = []  # (step, score of an evaluation)
         self.told = []  # the symptoms that were reported: each is told once
         self.before = []  # a greedy answer to each of eval_problems, and its reward
         self.after = []  # the same, after training
@@ -1721,12 +1676,12 @@ class Run:
         self.signal = 0
         self.resume_command = ""  # set once there is something to resume
         self.skipped_in_a_row = 0
-        self.history = []  # the metrics that symptoms() reads
+        self.history = []  # the lines of metrics.jsonl
         self.answer = ""  # the last of the step
         self.reward_model = None  # only if training changes it
-        self.ref_model = None  # only if training changes it
+        self.moving = {}  # {name: tensor}: what training changes, and a checkpoint holds
+        self.weights = {}  # the policy's, which are never saved unless finite
         self.eval_problems = []
-        self.judged_by = "accuracy"  # what held_out scores; or "reward"
 
     def claim_folder(self, s):
         """On rank 0: make the folder and lock it until the process ends -> its name."""
@@ -1756,46 +1711,37 @@ class Run:
             print0("\nstopping after this step (a second signal stops at once)", sys.stderr)
 
         pid = os.getpid()
-        old_handlers = {}
         names = ("SIGINT", "SIGTERM", "SIGHUP")
-        for number in signal.Signals:  # Windows has no SIGHUP, and nohup ignores it
-            if number.name in names and signal.getsignal(number) != signal.SIG_IGN:
-                with suppress(ValueError):  # only the main thread may set handlers
-                    old_handlers[number] = signal.signal(number, stop)
-        try:
+        with ExitStack() as at_the_end:
+            for number in signal.Signals:  # Windows has no SIGHUP, and nohup ignores it
+                if number.name in names and signal.getsignal(number) != signal.SIG_IGN:
+                    with suppress(ValueError):  # only the main thread may set handlers
+                        old = signal.signal(number, stop)
+                        at_the_end.callback(signal.signal, number, old)
             yield
-        finally:
-            for number, old in old_handlers.items():
-                signal.signal(number, old)
 
     def stopped(self):
         """One rank's signal stops all of them."""
         self.signal = max(gathered_objects(self.signal))
         return self.signal
 
-    def measure(self, step, evaluation):
-        """Evaluate after a step (0: the start) -> metrics. Its score: the reward, or accuracy."""
-        metrics, self.after = evaluation()
+    def measure(self, parts, s):
+        metrics, self.after = evaluate(parts, s)
         self.before = self.before or self.after
-        score = metrics.get("eval_reward", metrics["eval_accuracy"])
-        self.held_out.append((step, score))
         return metrics
 
     def log(self, metrics):
         """Write a line of metrics, with a warning if they show a known failure."""
-        step = metrics["step"]
         metrics = {name: value if math.isfinite(value) else None  # JSON has no NaN, no Infinity
                    for name, value in metrics.items()}
-        if "loss" in metrics:
-            self.history.append(metrics)
-            lines = []
-            for what, line in symptoms(self.history, self.answer).items():
-                if what not in self.told:
-                    self.told.append(what)
-                    lines.append(line)
-            if lines:
-                metrics["warning"] = "; ".join(lines)
-                print0(f"step {step}: {metrics['warning']}", sys.stderr)
+        self.history.append(metrics)
+        if "loss" in metrics:  # the first line is that of the start
+            found = symptoms(self.history[1:], self.answer)
+            new = {what: line for what, line in found.items() if what not in self.told}
+            if new:
+                self.told += new
+                metrics["warning"] = "; ".join(new.values())
+                print0(f"step {metrics['step']}: {metrics['warning']}", sys.stderr)
         self.append("metrics.jsonl", metrics)
         skipped = int(metrics.get("skipped_updates", 0))
         self.skipped += skipped
@@ -1813,27 +1759,25 @@ class Run:
         """Write the step's first two groups, as they were scored."""
         self.answer = rollout.responses[-1]
         G = len(rollout.responses) // len(batch.prompts)
-        for j, prompt in enumerate(batch.prompts[:2]):
-            problem = batch.problems[j]
+        for j, problem in enumerate(batch.problems[:2]):
             group = sample.take(rollout, range(j * G, (j + 1) * G))
             record = {
-                "step": batch.step,
+                "step": self.step,
                 "question": problem["question"],
                 "truth": truths_of([problem])[0] or "not known",
-                "prompt": prompt,
+                "prompt": batch.prompts[j],
                 "responses": group.turns or group.responses}
             names = ["finished", "rewards", "advantages"]
             # page.html shows groups that teach, of the steps 1, 2, 4, 8, ...
-            if group.advantages.any() and batch.step.bit_count() == 1:
+            if group.advantages.any() and self.step.bit_count() == 1:
                 names += ["input_ids", "labels", "old_logprobs", "group_ids"]
             for name in names:
                 record[name] = getattr(group, name).tolist()
             self.append("samples.jsonl", record)
 
     def append(self, name, record):
-        """Append a line of JSON to a file."""
         if self.folder:
-            with open(self.folder / name, "a", encoding="utf-8") as file:
+            with open(self.folder / name, "a") as file:  # in ASCII, as JSON is written
                 file.write(json.dumps(record) + "\n")
 
     @contextmanager
@@ -1850,25 +1794,13 @@ def save_folder(model, tokenizer, run, name):
     """Save a folder that from_pretrained opens."""
     saved = model.state_dict()  # first, because FSDP drops what it has gathered
     weights = dict(model.named_parameters())
-    check_finite(run, weights)
-    if hasattr(model, "reshard"):
-        weights |= {key: buffer for key, buffer in model.named_buffers() if key in saved}
-        for key, weight in weights.items():
-            weight = gather_full(weight)  # all ranks take part in gathering
-            weights[key] = weight.detach().cpu() if run.folder else None
-    else:
-        weights = None  # save_pretrained takes them from the model
+    weights |= {key: buffer for key, buffer in model.named_buffers() if key in saved}
+    for key, weight in weights.items():
+        weight = gather_full(weight)  # all ranks take part in gathering
+        weights[key] = weight.detach().cpu() if run.folder else None
     if run.folder:
         model.save_pretrained(run.folder / name, state_dict=weights)
         tokenizer.save_pretrained(run.folder / name)
-
-
-def check_finite(run, tensors):
-    """BadInput if a number is NaN or infinite: such weights are never saved."""
-    for name, tensor in tensors.items():
-        if not local(tensor).isfinite().all():
-            raise BadInput(f"after step {run.step} weights are not finite ({name}): --lr or "
-                           "--weight-decay may be too large")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1878,12 +1810,15 @@ def check_finite(run, tensors):
 CHECKPOINT = "checkpoint.safetensors"
 
 
-def what_moves(run, model, optimizer):
+def what_moves(parts, s):
     """All that training changes: {name in a checkpoint: tensor, sharded or not}."""
     found = {}
-    learners = [("", model, optimizer)]
-    if run.reward_model:
-        learners.append(("reward_model/", run.reward_model.model, run.reward_model.optimizer))
+    learners = [("", parts.policy_model, parts.optimizer)]
+    if s.renew_reference:
+        for name, p in parts.ref_model.named_parameters():
+            found[f"weight/reference/{name}"] = p
+        if judge := parts.reward_model:  # with moments from the start
+            learners.append(("reward_model/", judge.model, with_moments(judge.optimizer)))
     for prefix, learner, adamw in learners:
         names = [name for name, p in learner.named_parameters() if p.requires_grad]
         names = getattr(adamw, "factors", names)  # of LoRA
@@ -1892,19 +1827,18 @@ def what_moves(run, model, optimizer):
             found[f"weight/{prefix}{name}"] = master
             for key, moment in adamw.state[master].items():
                 found[f"{key}/{prefix}{name}"] = moment
-    if isinstance(optimizer, MasterAdamW):
-        found["weight/loss scale"] = optimizer.scale
-    if run.ref_model:
-        for name, p in run.ref_model.named_parameters():
-            found[f"weight/reference/{name}"] = p
+    if isinstance(parts.optimizer, MasterAdamW):
+        found["weight/loss scale"] = parts.optimizer.scale
     return found
 
 
 @torch.no_grad()
-def save_checkpoint(run, model, optimizer):
-    """Write one safetensors file and move it over the old one."""
-    tensors = what_moves(run, model, optimizer)
-    check_finite(run, tensors | dict(model.named_parameters()))
+def save_checkpoint(run):
+    """Write one safetensors file and move it over the old one. BadInput: a number is not finite."""
+    for name, tensor in (run.moving | run.weights).items():
+        if not local(tensor).isfinite().all():
+            raise BadInput(f"after step {run.step} weights are not finite ({name}): --lr or "
+                           "--weight-decay may be too large")
     if run.skipped_in_a_row:  # the last good one stays
         return
     if run.folder:
@@ -1913,23 +1847,23 @@ def save_checkpoint(run, model, optimizer):
             counters["pairs"] = [run.reward_model.pairs, run.reward_model.replay]
         # The counters are a tensor, too: the text may be long, and the file's header has a limit.
         text = bytearray(json.dumps(counters).encode())
-        tensors["counters"] = torch.frombuffer(text, dtype=torch.uint8)
+        text = torch.frombuffer(text, dtype=torch.uint8)
         with run.replacing(CHECKPOINT) as new, open(new, "wb") as file:
-            file.writelines(as_safetensors(tensors))
+            file.writelines(as_safetensors(run.moving | {"counters": text}))
     else:
-        for tensor in tensors.values():
+        for tensor in run.moving.values():
             gather_full(tensor)  # all ranks take part in gathering
 
 
 @contextmanager
-def saving_on_bad_input(run, model, optimizer):
+def saving_on_bad_input(run):
     """Save the steps that are done if, say, a reward fails: no weight has moved since."""
     try:
         yield
     except BadInput as error:
         # Other ranks may not come here, and a fast path may fail between two updates.
         if world() == 1 and not isinstance(error, FastPathFault):
-            save_checkpoint(run, model, optimizer)
+            save_checkpoint(run)
         raise
 
 
@@ -1938,7 +1872,12 @@ def as_safetensors(tensors):
     JSON text), the tensors.
     The library's own function needs all tensors in host memory at once; here it is one at a time.
     """
-    names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
+    names = {
+        torch.float32: "F32",
+        torch.bfloat16: "BF16",
+        torch.float16: "F16",
+        torch.uint8: "U8",
+    }
     header = {}
     end = 0
     for name, tensor in tensors.items():
@@ -1959,13 +1898,11 @@ def as_safetensors(tensors):
 
 
 @torch.no_grad()
-def load_checkpoint(run, model, optimizer, s):
+def load_checkpoint(run, s):
     """Restore what the checkpoint holds, if the run began with the same problems and weights."""
-    path = Path(run.name, CHECKPOINT)
-    if not path.is_file():
-        if Path(run.name, "metrics.jsonl").is_file():
-            raise BadInput(f"--resume {run.name}: there is a log of steps, but no {CHECKPOINT}")
+    if not Path(run.name, "metrics.jsonl").is_file():
         return  # it was killed before it began
+    path = Path(run.name, CHECKPOINT)
     digests = run.digests  # of today
     with as_bad_input(f"--resume: {path} is damaged, or not of this model, or of another version "
                       "of train.py:"):
@@ -1975,7 +1912,7 @@ def load_checkpoint(run, model, optimizer, s):
             setattr(run, name, counters[name])
         if run.reward_model:
             run.reward_model.pairs, run.reward_model.replay = counters["pairs"]
-        for name, moving in what_moves(run, model, optimizer).items():
+        for name, moving in run.moving.items():
             saved = file.get_tensor(name)
             if is_sharded(moving):
                 saved = dist.tensor.distribute_tensor(saved, moving.device_mesh, moving.placements)
@@ -1983,11 +1920,7 @@ def load_checkpoint(run, model, optimizer, s):
     for name, digest in digests.items():
         if digest != run.digests[name]:
             raise BadInput(f"{flag_of(name)} {getattr(s, name)}: is not what the run began with")
-    if isinstance(optimizer, MasterAdamW):
-        optimizer.round()  # the weights are still those of the start
-    if s.steps < run.step:
-        raise BadInput(f"--steps {s.steps}: the run in {run.name} is at step {run.step}")
-    on_rank_0(forget_later_steps, run)
+    run.history = on_rank_0(forget_later_steps, run)
 
 
 def digests_of(parts):
@@ -2012,28 +1945,27 @@ def some_numbers(model):
 
 
 def forget_later_steps(run):
-    """Cut off the lines of steps after the checkpoint's, which will be written again.
+    """Cut off the lines of steps after the checkpoint's, which come again -> the metrics left.
 
     A run may have been killed between any two writes, or in the middle of one.
     """
-    last = run.step if run.held_out else -1  # without an evaluation step 0 comes again
+    last = run.step if run.before else -1  # without an evaluation step 0 comes again
     for name in ("samples.jsonl", "metrics.jsonl"):
         path = run.folder / name
         path.touch()  # a run that was killed early may have none
         # After the last end of a line there is nothing, or a line that a kill has cut off.
         *lines, _ = path.read_bytes().split(b"\n")
-        size = 0
-        for line in lines:
-            record = json.loads(line)
-            if record["step"] <= last:
-                size += len(line) + 1
-                if "loss" in record:  # the metrics of a step, not its samples
-                    run.history.append(record)
-        os.truncate(path, size)
+        kept = [line for line in lines if json.loads(line)["step"] <= last]
+        os.truncate(path, sum(len(line) + 1 for line in kept))
+    return list(map(json.loads, kept))
 
 
 # --------------------------------------------------------------------------------------------------
 # The program: parse, load, open the folder, train, save, report
+
+CURVES = ("eval_accuracy", "eval_reward", "accuracy", "reward_mean", "approx_kl",
+          "response_length_mean", "entropy", "zero_variance_groups", "grad_norm", "clip_fraction")
+
 
 def main(argv=None):
     """-> exit status: 0 done; 2 bad input, one line on standard error; 128 + signal if stopped."""
@@ -2085,19 +2017,16 @@ def train(parts, run, s):
     """A run from its folder to its final/ -> exit status."""
     run.name = on_rank_0(run.claim_folder, s)
     begin(run, parts, s)
-    model = parts.policy_model
     # From here on a signal lets the step end; until here there was nothing to save.
     with run.stopping_on_signals():
-        train_grpo(model, parts.ref_model, parts.optimizer, parts.tokenizer, parts.problems,
-                   parts.eval_problems, s, run, parts.sampler, parts.reward_of,
-                   parts.reward_model)
+        train_grpo(parts, s, run)
     if run.step < s.steps:
-        save_checkpoint(run, model, parts.optimizer)
+        save_checkpoint(run)
         if s.page and run.step:
-            write_page(run, model, parts.tokenizer, s)
+            write_page(run, parts, s)
         print0(f"\nstopped after step {run.step}; continue with: {run.resume_command}")
         return 128 + run.signal
-    save_folder(model, parts.tokenizer, run, "final")
+    save_folder(parts.policy_model, parts.tokenizer, run, "final")
     if s.lora_rank and run.folder:
         save_adapter(run, parts.optimizer, s)
     if run.reward_model:
@@ -2108,30 +2037,27 @@ def train(parts, run, s):
 
 def begin(run, parts, s):
     """Restore the checkpoint or write the first one, write the settings, print what starts."""
-    model = parts.policy_model
-    if s.renew_reference:  # a checkpoint holds only what moves
-        run.ref_model = parts.ref_model
+    if s.renew_reference:
         run.reward_model = parts.reward_model
     run.eval_problems = parts.eval_problems
-    if parts.reward_of:
-        run.judged_by = "reward"
     if parts.reward_of is not parts.flags_reward_of:
         s.reward = [PYTHON]
-    if run.reward_model:  # the checkpoint holds its moments from the start
-        with_moments(run.reward_model.optimizer)
+    run.moving = what_moves(parts, s)
+    run.weights = dict(parts.policy_model.named_parameters())
     run.digests = digests_of(parts)
     if s.resume:
-        load_checkpoint(run, model, parts.optimizer, s)
+        load_checkpoint(run, s)
+        if isinstance(parts.optimizer, MasterAdamW):
+            parts.optimizer.round()  # the weights are still those of the start
     kept = {name: getattr(s, name) for name in FIELDS if FIELDS[name].metadata["kept"]}
     if run.folder:
         with run.replacing("config.json") as new:
-            new.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+            new.write_text(json.dumps(kept, indent=2))
     run.resume_command = command("train.py", "--resume", run.name)
-    if not run.held_out:  # a new run: from now on it can be resumed
-        save_checkpoint(run, model, parts.optimizer)
-    millions = model.num_parameters() / 1e6
-    print0(f"policy    {millions:.2f}M parameters; processes: {world()}; "
-           f"settings of {s.config or 'the command line'}\n"
+    if not run.before:  # a new run: from now on it can be resumed
+        save_checkpoint(run)
+    print0(f"policy    {parts.policy_model.num_parameters() / 1e6:.2f}M parameters; "
+           f"processes: {world()}; settings of {s.config or 'the command line'}\n"
            f"data      {len(parts.problems)} problems, {len(parts.eval_problems)} held out\n"
            f"run       {run.name}, from step {run.step} to {s.steps}; each step samples "
            f"{s.group_size} answers to each of {s.prompts_per_step} problems")
@@ -2158,14 +2084,13 @@ def example_of(run):
 def print_story(run):
     """Print a held-out problem's answers before and after, the curves, and what to do next."""
     print0(f"\n{example_of(run)}\n")
-    print0(f"held-out {run.judged_by:13}" + small_curve(run.held_out))
-    for name in ("accuracy", "reward_mean", "approx_kl", "response_length_mean"):
-        print0(f"{name:22}" + small_curve(run.curve(name)))
-    talk = command("sample.py", "--model", run.name)
+    for name in CURVES:
+        if points := run.curve(name):
+            print0(f"{name.replace('eval_', 'held-out '):22}{small_curve(points)}")
     flags = "--config", f"{run.name}/config.json", "--model", f"{run.name}/final"
     if os.path.exists(f"{run.name}/page.html"):
         print0(f"\nsee what it learned  {run.name}/page.html")
-    print0(f"talk to the result   {talk} \"YOUR QUESTION\"\n"
+    print0(f"talk to the result   {command('sample.py', '--model', run.name)} \"YOUR QUESTION\"\n"
            f"go on from it        {command('train.py', *flags)}")
 
 
@@ -2180,8 +2105,6 @@ def command(program, *flags):
 
 def small_curve(points):
     """(step, value) points as one line of blocks, from the lowest value to the highest."""
-    if not points:
-        return ""
     means = pooled([value for _, value in points], 50)
     low = min(means)
     span = max(means) - low or 1
@@ -2203,8 +2126,6 @@ def pooled(values, width):
 # --------------------------------------------------------------------------------------------------
 # page.html: the curves of a run, and groups of answers, tinted by how far each token has moved
 
-CURVES = ("reward_mean", "approx_kl", "response_length_mean", "entropy", "zero_variance_groups",
-          "grad_norm", "clip_fraction")
 # Marks that turn a line around, controls, halves of surrogate pairs
 UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
                     "\ud800-\udfff]")
@@ -2227,8 +2148,9 @@ s i { display: block; height: .5rem; margin-top: .5rem }
 """
 
 
-def write_page(run, model, tokenizer, s):
+def write_page(run, parts, s):
     """page.html: the curves so far, and groups of the samples, scored again by the policy."""
+    model = parts.policy_model
     sections = ""
     for group in on_rank_0(groups_of, run):  # all ranks score
         names = ("input_ids", "labels", "finished", "group_ids", "rewards", "advantages",
@@ -2237,7 +2159,7 @@ def write_page(run, model, tokenizer, s):
         answers = sample.Rollout(**tensors, logprobs=tensors["old_logprobs"], responses=None)
         logprobs, _ = all_token_logprobs(model, answers, s)                               # (G, S-1)
         moved = logprobs - answers.old_logprobs
-        sections += section_of(group, answers, moved, tokenizer)
+        sections += section_of(group, answers, moved, parts.tokenizer)
     if run.folder:
         with run.replacing("page.html") as new:
             new.write_text(page_of(run, sections, s), encoding="utf-8")
@@ -2247,15 +2169,15 @@ def groups_of(run):
     """The groups in samples.jsonl that have token ids."""
     if not run.folder:
         return []
-    lines = (run.folder / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (run.folder / "samples.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if "input_ids" in record]
 
 
 def page_of(run, sections, s):
     """The HTML of the page; it reloads itself while the run goes on."""
     items = "".join(f"<li>step {step}: {escape(line)}</li>" for step, line in run.curve("warning"))
-    figures = figure_of_curve(f"held-out {run.judged_by}", run.held_out, run.step)
-    for metric in run.history[-1]:
+    figures = ""
+    for metric in run.history[0] | run.history[-1]:  # evaluations first
         points = run.curve(metric)
         if points and (metric in CURVES or metric.startswith("reward/")):
             figures += figure_of_curve(escape(metric), points, run.step)
@@ -2330,18 +2252,14 @@ def section_of(group, answers, moved, tokenizer):
 
 def escape(text):
     """Escaped for HTML, with invisible characters as their code points."""
-    def code_point(found):
-        return f"‹{ord(found[0]):04X}›"
-    return html.escape(UNSEEN.sub(code_point, text))
+    return html.escape(UNSEEN.sub(lambda found: f"‹{ord(found[0]):04X}›", text))
 
 
 def print_figures(parts, s):
     """--eval-only: greedy accuracy, and from G samples per problem accuracy, pass@k and maj@k."""
     problems = parts.eval_problems
-    measured = partial(evaluate, parts.policy_model, parts.tokenizer, problems, s, parts.sampler,
-                       parts.reward_of)
-    greedy, _ = measured()
-    sampled, answers = measured(group_size=s.group_size, temperature=s.temperature)
+    greedy, _ = evaluate(parts, s)
+    sampled, answers = evaluate(parts, s, s.group_size, s.temperature)
     print0(f"{len(problems)} problems, {s.group_size} samples of each at temperature "
            f"{s.temperature}")
     for name, value in greedy.items():

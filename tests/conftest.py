@@ -148,6 +148,13 @@ def parts(*flags, dtype=torch.float32, noise=0.05):
         tokenizer=tokenizer, problems=problems, prompts=prompts, settings=s)
 
 
+def parts_of(p, problems, sampler=sample.sample_groups, reward_of=None):
+    """The same as load() names it: what train_grpo and evaluate take."""
+    return SimpleNamespace(policy_model=p.policy, ref_model=p.reference, eval_problems=problems,
+                           sampler=sampler, reward_of=reward_of, reward_model=None,
+                           **{**vars(p), "problems": problems})
+
+
 def rollout_of(p):
     return sample.sample_groups(p.policy, p.tokenizer, p.prompts, 4, 40, 1.0, seeded())
 
@@ -180,10 +187,10 @@ def logprobs_on_full_logits(model, rollout, temperature):
     return log_p.gather(-1, rollout.input_ids[:, 1:, None])[..., 0], entropy
 
 
-def loop(*flags, problems=None, **how):
+def loop(*flags, problems=PROBLEMS[:8], sampler=sample.sample_groups, reward_of=None):
     """train_grpo on the tiny policy -> its Run; with what it logged, saved and learned by."""
     p = parts("--steps=5", "--group-size=2", "--max-new-tokens=8", "--lr=0.004", *flags)
-    run, problems = train.Run(), problems or PROBLEMS[:8]
+    run = train.Run()
     run.metrics, run.samples, run.checkpoints, run.rates = [], [], [], []
     log = run.log
     run.log = lambda metrics: log(metrics) or run.metrics.append(metrics)
@@ -192,8 +199,9 @@ def loop(*flags, problems=None, **how):
     p.optimizer.register_step_pre_hook(lambda *_: run.rates.append(rate["lr"]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "save_checkpoint", lambda run, *_: run.checkpoints.append(run.step))
-        train.train_grpo(p.policy, p.reference, p.optimizer, p.tokenizer, problems, problems[:3],
-                         p.settings, run, **how)
+        given = parts_of(p, problems, sampler, reward_of)
+        given.eval_problems = problems[:3]
+        train.train_grpo(given, p.settings, run)
     return run
 
 
@@ -277,7 +285,7 @@ def machine(monkeypatch):
     def make(device, free, host=1e6, capability=(8, 0)):
         places = {device: free * 1e9, "cpu": host * 1e9}
         ones = functools.partial(torch.ones)              # nothing goes to the device
-        monkeypatch.setattr(train, "free_memory", lambda at: places.get(at.type, 0))
+        monkeypatch.setattr(train, "free_memory", lambda kind: places.get(kind, 0))
         monkeypatch.setattr(torch, "ones", lambda size, device=None: ones(size))
         monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)

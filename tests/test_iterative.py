@@ -42,7 +42,7 @@ def whole(two_ranks, tmp_path_factory):
 
 @pytest.fixture
 def learner():
-    return train.load_reward_model(train.parse(ITERATIVE))
+    return reward.open_reward_model(MODEL, 1e-3)[0]
 
 
 # --- The iteration --------------------------------------------------------------------------------

@@ -195,7 +195,7 @@ def refuses_to_resume(capsys, folder, *flags):
 
 
 @pytest.mark.parametrize("flag", ["--lr=0.5", "--seed=1", "--no-scale-by-std", "--output=elsewhere",
-                                  "--config=c.json", "--eval-only", "--steps=3"])
+                                  "--config=c.json", "--eval-only"])
 def test_what_a_resumed_run_cannot_change(capsys, run_folder, flag):
     line = refuses_to_resume(capsys, run_folder, flag)
     assert flag.split("=")[0].removeprefix("--no-") in line and str(run_folder) in line
@@ -319,14 +319,13 @@ def with_another_shape(path):
 @pytest.mark.parametrize("spoil, words", [
     (with_another_shape, "damaged, or not of this model"), (of_another_version, "another version"),
     (lambda path: path.write_bytes(path.read_bytes()[:-1000]), "damaged"),
-    (lambda path: path.unlink(), f"but no {CHECKPOINT}")])
+    (lambda path: path.unlink(), "No such file")])
 def test_a_checkpoint_that_is_not_whole(capsys, run_folder, spoil, words):
     """Or deleted, though the run has begun: it would begin again, over its own metrics."""
     path = run_folder / CHECKPOINT
     spoil(path)
     line = refuses_to_resume(capsys, run_folder)
-    assert f"--resume{':' * path.exists()} {path if path.exists() else run_folder}" in line
-    assert words in line
+    assert f"--resume: {path}" in line and words in line
 
 
 # What is written last, and the step after which a run has to go on

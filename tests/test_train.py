@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import (FEW, NO_MEMORY, PROBLEMS, REWARDS, TINY, answer_rows, begin, checkpoint_of,
-                      gradient, lines_of, logprobs_on_full_logits, loop, metrics_of, parts, raises,
-                      refused, rollout_of, same_tensors, settings, trains, updated, well_ended,
-                      whole_step)
+                      gradient, lines_of, logprobs_on_full_logits, loop, metrics_of, parts,
+                      parts_of, raises, refused, rollout_of, same_tensors, settings, trains,
+                      updated, well_ended, whole_step)
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification,
                           AutoTokenizer, Qwen2Config)
 import reward
@@ -215,21 +215,22 @@ def test_evaluation_is_its_definition(monkeypatch):
     def reward_of(problems, prompts, rollout):
         assert [problem["question"] in prompt for problem, prompt in zip(problems, prompts)]
         return torch.tensor([float(problem["answer"]) for problem in problems])
-    figures, found = train.evaluate(p.policy, p.tokenizer, problems, p.settings, answers, reward_of)
+    p = parts_of(p, problems, answers, reward_of)
+    figures, found = train.evaluate(p, p.settings)
     assert figures == {"eval_accuracy": pytest.approx(4 / 7), "eval_reward": pytest.approx(3)}
     assert [reward for _, reward in found] == [0, 1, 2, 3, 4, 5, 6]
     assert [text for text, _ in found[:3]] == ["\\boxed{0}", "?", "\\boxed{2}"]
     prompts = [train.chat_prompt(p.tokenizer, problem, "Think.") for problem in problems]
     assert asked == [prompts[:6], prompts[6:]]
-    figures, found = train.evaluate(p.policy, p.tokenizer, problems, p.settings, answers, None,
-                                    2, 0.7)
+    p.reward_of = None
+    figures, found = train.evaluate(p, p.settings, 2, 0.7)
     assert figures == {"eval_accuracy": pytest.approx(11 / 14)} and len(found) == 14
     assert how == [(1, 11, 0.0)] * 2 + [(2, 11, 0.7)] * 3 and len(set(sum(seeds, []))) == 7
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(train, "world", lambda: 2)        # this rank has a step's rows at a time
     meetings = []
     monkeypatch.setattr(train, "gathered_objects", lambda value: meetings.append(value) or [value])
-    train.evaluate(p.policy, p.tokenizer, problems, p.settings, answers)
+    train.evaluate(p, p.settings)
     assert asked[-2:] == [prompts[:2], prompts[2:3]]
     assert len(meetings) == 1                             # another rank may have one batch only
 
@@ -289,7 +290,7 @@ def test_the_bar_shows_trouble_first():
     metrics = {"step": 4, "reward_mean": 1.25, "accuracy": 0.5, "response_length_mean": 12.4,
                "approx_kl": 0.0123}
     run = train.Run()
-    run.held_out = [(0, 0.125), (2, 0.75)]
+    run.history = [{"step": step, "eval_accuracy": x} for step, x in ((0, 0.125), (2, 0.75))]
     for run.skipped, first in ((0, []), (3.0, ["3"])):
         train.update_bar(bar, metrics, run)
         numbers = re.findall(r"[\d.]+", written.pop())
@@ -436,9 +437,9 @@ def test_eval_only_prints_the_figures(capsys, monkeypatch):
     assert "8 problems, 4 samples of each at temperature 1.0" in out
     p = parts("--max-new-tokens=16")
     problems = reward.load_problems(p.settings.eval_data)[:8]
-    evaluated = functools.partial(train.evaluate, p.policy, p.tokenizer, problems, p.settings)
-    greedy, _ = evaluated()
-    sampled, answers = evaluated(group_size=4, temperature=1.0)
+    p = parts_of(p, problems)
+    greedy, _ = train.evaluate(p, p.settings)
+    sampled, answers = train.evaluate(p, p.settings, 4, 1.0)
     responses = [text for text, _ in answers]
     figures = f"greedy {greedy['eval_accuracy']:.4f}, sampled {sampled['eval_accuracy']:.4f}"
     assert line == f"eval_accuracy: {figures}"
@@ -565,7 +566,7 @@ def test_count_of_the_memory(monkeypatch, tmp_path):
     head = 4 * 1000 * 64                                  # half precision is scored in float32
     for dtype, more in ((torch.float32, 0), (torch.bfloat16, head)):
         count, _, _ = counted(tmp_path, dtype=dtype, device="cpu")
-        assert count["on a CPU: the program"] == 5e8 + more
+        assert count["the program"] == 5e8 + more
     # LoRA's factors; the first weights are a copy where no reference keeps them
     linears = [W for name, W in model.named_parameters() if "proj" in name]
     factors = sum(4 * sum(W.shape) for W in linears)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import (FEW, MINE, PROBLEMS, REWARDS, TINY, assert_same_run, begin, json_lines,
                       lines_of, logprobs_on_full_logits, loop, metrics_of, own_rewards, parts,
-                      seeded, settings, trained, trains, well_ended, whole_step)
+                      parts_of, seeded, settings, trained, trains, well_ended, whole_step)
 import sample
 import train
 from advantage import (
@@ -288,9 +288,9 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, ti
         start, policy, reference = (Bigrams(seed).requires_grad_(k == 1) for k in range(3))
         reference.table += 0.3 * torch.randn(64, 64, generator=seeded(2))
         try:
-            train.train_grpo(policy, reference if s.kl_coef else None,
-                             torch.optim.SGD(policy.parameters()), tokenizer, batch, batch, s,
-                             sampler=drawn, reward_of=reward_of)
+            p = SimpleNamespace(policy=policy, reference=reference if s.kl_coef else None,
+                                optimizer=torch.optim.SGD(policy.parameters()), tokenizer=tokenizer)
+            train.train_grpo(parts_of(p, batch, drawn, reward_of), s)
         except train.BadInput:  # MaxRL, and a reward below 0
             return None
         return (policy.table - start.table).detach(), told
@@ -347,12 +347,12 @@ def resampled(rounds, *flags, reward_of=length_reward):
         names = [f"{kind}{k}" for k in range(n)]
         return train.Batch([{"question": name, "answer": "7"} for name in names], names)
 
-    def more(tokenizer, pool, step, s, attempt, n):
+    def more(attempt, n):
         asked.append((attempt, n))
         return batch_of(f"new {attempt}.", n)
     batch = batch_of("old ", 4)
+    batch.more = more
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "batch_of_step", more)
         patch.setattr(train, "check_sampler", lambda *_: None)      # these log-probs are invented
         metrics, rollout = train.train_step(p.policy, p.reference, p.optimizer, p.tokenizer, batch,
                                             p.settings, lambda *_: next(rollouts), reward_of)
@@ -414,10 +414,11 @@ def test_beta_follows_the_band():
         penalty = metrics["loss"] - metrics["policy_loss"]    # and it is the beta that the loss has
         assert penalty == pytest.approx(beta * metrics["approx_kl"], rel=1e-3)
         beta = next_kl_coef(beta, metrics["approx_kl"], 0.0001, 0.0002)
-    assert run.kl_coef == pytest.approx(beta) and beta != 0.02
+    assert beta != 0.02
     s = settings("--kl-band", "0.1", "0.2", "--kl-coef=0.5")
-    train.adapt_kl_coef(run, {"approx_kl": math.nan}, s)  # of a step that was skipped
-    assert s.kl_coef == 0.5 and run.kl_coef == pytest.approx(beta)
+    for last in ({"step": 0}, {"approx_kl": None, "kl_coef": 0.3}):  # of a step that was skipped
+        train.adapt_kl_coef(last, s)
+        assert s.kl_coef == 0.5
 
 
 @pytest.mark.parametrize("schedule, warmup, rates", [
@@ -512,8 +513,8 @@ def test_nothing_is_said_of_steps_without_a_number_or_a_gradient(row):
 
 
 def logged(lines, run):
-    for step, metrics in enumerate(lines, start=run.step + 1):
-        run.log({"step": step, "loss": 0.0, **metrics})
+    for step, metrics in enumerate(lines, start=len(run.history)):
+        run.log({"step": step, **metrics})
     return run
 
 
@@ -525,16 +526,16 @@ def warnings_of(folder):
 def test_a_resumed_run_warns_as_one_that_was_never_stopped(tmp_path, at):
     """Also where numbers were not finite: they stand as null in the file."""
     lines = history(30, approx_kl=[math.inf, *[0.06] * 15], grad_norm=[math.nan, *[1.0] * 20])
-    lines = in_trouble(lines)
+    lines = [{}, *({"loss": 0.0, **line} for line in in_trouble(lines))]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder in (whole, parts):
         folder.mkdir()
     logged(lines, train.Run(whole))
-    first, resumed = logged(lines[:at], train.Run(parts)), train.Run(parts)
+    first, resumed = logged(lines[:at + 1], train.Run(parts)), train.Run(parts)
     resumed.step, resumed.told = at, first.told           # these are in the checkpoint
-    resumed.held_out = [(0, 0.5)]
-    train.forget_later_steps(resumed)
-    logged(lines[at:], resumed)
+    resumed.before = [("", 0.5)]
+    resumed.history = train.forget_later_steps(resumed)
+    logged(lines[at + 1:], resumed)
     warnings = warnings_of(whole)
     assert warnings_of(parts) == warnings
     assert list(warnings) == [2, 25], "each is told once"
@@ -681,7 +682,6 @@ def test_the_end_draws_curves_and_names_what_comes_next(capsys, unknown):
     assert train.parse(["--resume", str(folder), "--threads=2"]).threads == 2
     assert train.small_curve([*enumerate([0.0, 1.0, 0.5])]) == "   0.000 ▁█▄ 0.500"
     assert train.small_curve([(1, 2.0), (2, 2.0)]) == "   2.000 ▁▁ 2.000"
-    assert train.small_curve([]) == ""
     first, blocks, last = train.small_curve([*enumerate(map(float, range(1000)))]).split()
     assert len(blocks) == 50 and "".join(sorted(blocks)) == blocks and blocks[::49] == "▁█"
     assert float(first) == 9.5 and float(last) == 989.5   # means of 20

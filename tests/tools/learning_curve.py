@@ -21,13 +21,10 @@ import train  # noqa: E402
 
 def figures(model_folder):
     """Eight samples per held-out problem -> (share right, share worked out)."""
-    settings = train.plan_memory(train.parse(["--eval-limit=0"]))
+    settings = train.plan_memory(train.parse(["--eval-only", "--eval-limit=0"]))
     settings.model = str(model_folder)
-    train.torch.set_num_threads(settings.threads)
-    model, tokenizer = train.load_policy(settings)
-    problems = train.reward.load_problems(settings.eval_data)
-    found, answers = train.evaluate(model, tokenizer, problems, settings, group_size=8,
-                                    temperature=1.0)
+    parts = train.load(settings)
+    found, answers = train.evaluate(parts, settings, group_size=8, temperature=1.0)
     worked = sum("=" in text for text, _ in answers)
     return found["eval_accuracy"], worked / len(answers)
 
