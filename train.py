@@ -562,8 +562,10 @@ def update_reference(parts, rollout, step, s):
 
 def adapt_kl_coef(last, s):
     """--kl-band: this step's beta, by the metrics of the last step."""
-    if s.kl_band and last.get("approx_kl") is not None:  # the start has none, nor a skipped step
-        s.kl_coef = next_kl_coef(last["kl_coef"], last["approx_kl"], *s.kl_band)
+    if s.kl_band and "kl_coef" in last:  # the line of the start has none
+        s.kl_coef = last["kl_coef"]
+        if last["approx_kl"] is not None:  # else the step was skipped
+            s.kl_coef = next_kl_coef(s.kl_coef, last["approx_kl"], *s.kl_band)
 
 
 def set_learning_rate(optimizer, step, s):
@@ -1358,6 +1360,7 @@ def save_adapter(run, optimizer, s):
 WAYS = "offload", "gradient_checkpointing"
 PROMPT = 256  # tokens of a prompt that the count assumes
 DEVICE, HOST = "device memory", "host memory"  # the sums of a count
+GRADIENTS, KEPT = "gradients, float32", "kept for the backward pass"
 ADVICE = ("to need less: --lora-rank 16, --kl-coef 0, --dtype bfloat16, a smaller --model, more "
           "GPUs (each holds a whole policy to sample from), or lower --prompts-per-step, "
           "--group-size, --max-new-tokens, --micro-batch-tokens")
@@ -1467,12 +1470,16 @@ def memory(s, model, device):
     logits = min(2**28, s.micro_batch_tokens * text.vocab_size // 8)  # an eighth at a time
     head = 4 * text.vocab_size * hidden  # in float32
     update = {
-        "gradients, float32": 4 * trained + (largest if s.lora_rank else 0),  # LoRA: a master, too
-        "kept for the backward pass": s.micro_batch_tokens * kept * size,
+        GRADIENTS: 4 * trained + (largest if s.lora_rank else 0),  # LoRA: a master, too
+        KEPT: s.micro_batch_tokens * kept * size,
         "logits, their gradients": 12 * logits + (0 if s.lora_rank else head),
     }
-    if device.type == "cpu":  # torch itself, and the head that half precision is scored with
-        count["the program"] = 5e8 + (head if size < 4 else 0)
+    if device.type == "cpu":
+        # torch itself; of the head a float32 copy, or if it is tied a second gradient
+        count["the program"] = 5e8 + head
+        if rows * (PROMPT / s.group_size + s.answer_tokens) <= s.micro_batch_tokens:
+            # In a single backward pass gradients grow while what was kept is freed.
+            update[KEPT] = max(0, update[KEPT] - update[GRADIENTS])
         if rows <= sample.FEW:  # a rollout's weights once more; it needs nothing of the update's
             count["a rollout's packed weights"] = max(0, n * size - sum(update.values()))
     count.update(update)
@@ -1920,6 +1927,8 @@ def load_checkpoint(run, s):
     for name, digest in digests.items():
         if digest != run.digests[name]:
             raise BadInput(f"{flag_of(name)} {getattr(s, name)}: is not what the run began with")
+    if s.steps < run.step:
+        raise BadInput(f"--steps {s.steps}: the run in {run.name} is at step {run.step}")
     run.history = on_rank_0(forget_later_steps, run)
 
 
