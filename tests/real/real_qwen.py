@@ -152,7 +152,8 @@ def main(argv=None):
         model_folder(args.folder, SOURCES[args.size])
         config = write_task(args.task, args.folder, args.size, args.gsm8k)
         if args.measure:
-            most = FLAGS["max_new_tokens"]
+            run = json.loads((args.measure / "config.json").read_text("utf-8"))
+            most = run["max_new_tokens"]
             found = [measure(folder, args.task, args.problems, most)
                      for folder in (args.folder, args.measure)]
             print_examples(*found)
