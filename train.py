@@ -1557,10 +1557,14 @@ def store_of_ranks(**timeout):
     return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
 
-def leave_ranks():
+def leave_ranks(status):
+    """End this rank with that status, once all have come here."""
     if world() > 1:
         dist.barrier()
         dist.destroy_process_group()
+        # FSDP still holds gloo's threads. One that is awake while Python ends aborts the process.
+        sys.stdout.flush()
+        os._exit(status)
 
 
 def end_rank(fault):
@@ -1996,7 +2000,7 @@ def main(argv=None):
             print_trace(parts, settings)
         else:
             status = train(parts, run, settings)
-        leave_ranks()
+        leave_ranks(status)
         return status
     except Exception as error:
         fault = line_of(error)

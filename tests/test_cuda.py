@@ -427,10 +427,10 @@ def test_two_ranks_on_two_cards(tmp_path):
             [*on_cards, "--lora-rank=2", "--output=lora"]]
     program = tmp_path / "runs.py"
     program.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nimport train\n"
-                       "leave, train.leave_ranks = train.leave_ranks, lambda: None\n"
+                       "leave, train.leave_ranks = train.leave_ranks, lambda status: None\n"
                        f"for flags in {runs}:\n    assert train.main(flags) == 0\n"
                        "    train.join_ranks = lambda s: None  # they have met\n"
-                       "leave()\n")
+                       "leave(0)\n")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     well_ended(subprocess.run([*torchrun, program], capture_output=True, text=True, timeout=LIMIT,
                               cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}))
