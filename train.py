@@ -187,7 +187,7 @@ def train_grpo(parts, settings, run=None):
             adapt_kl_coef(run.history[-1], s)
             # Fresh problems and fresh answers: no step reuses the answers of an earlier step.
             batch = batch_of_step(p.tokenizer, p.problems, step, s)
-            with saving_on_bad_input(run):
+            with saving_on_bad_input(run, parts, s):
                 metrics, rollout = train_step(p.policy_model, p.ref_model, p.optimizer,
                                               p.tokenizer, batch, s, p.sampler, p.reward_of)
             metrics = {"step": step, "lr": lr, **metrics}
@@ -203,7 +203,7 @@ def train_grpo(parts, settings, run=None):
                 write_page(run, parts, s)
             update_bar(bar, metrics, run)
             if is_last or step % s.save_every == 0:
-                save_checkpoint(run)
+                save_checkpoint(run, parts, s)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -571,7 +571,7 @@ def adapt_kl_coef(last, s):
 def set_learning_rate(optimizer, step, s):
     """A linear warm-up; then constant, or a linear or cosine decay to 0 after the last step."""
     # At first Adam's second moment is a mean of few gradients, so the first steps are small.
-    lr = s.lr * min(1.0, step / max(s.warmup_steps, 1))
+    lr = s.learning_rate * min(1.0, step / max(s.warmup_steps, 1))
     # `left` is 1 until the end of the warm-up, and above 0 in the last step.
     decaying = max(s.steps - s.warmup_steps, 1)
     left = min(1.0, (s.steps - step + 1) / decaying)
@@ -783,7 +783,7 @@ class Settings:
     clip_advantages: above_0 = flag(None, "clip advantages to -this and this, say 5")
     length_rescale: amount = flag(0.0, "GR3's alpha: rewards shrink with length, say 0.33")
     overlong_buffer: from_0 = flag(0, "DAPO: the last tokens before the limit cost up to 1")
-    lr: above_0 = flag(1e-6, "learning rate; with LoRA 1e-4", head="the update")
+    lr: above_0 = flag(None, "learning rate; default: 1e-6, with LoRA 1e-4", head="the update")
     lr_schedule: str = flag("constant", "after the warm-up: constant, or falling towards 0",
                             choices=("constant", "linear", "cosine"))
     weight_decay: amount = flag(0.0, "weight decay of AdamW")
@@ -817,6 +817,10 @@ class Settings:
     trace: bool = flag(False, "print one step stage by stage, and stop", kept=False)
     dry_run: amount = flag(None, "print the memory a step needs, and stop; N: on a GPU of N GB",
                            nargs="?", const=0.0, kept=False, free=True)
+
+    @property
+    def learning_rate(self):
+        return self.lr or (1e-4 if self.lora_rank else 1e-6)
 
     @property
     def answer_tokens(self):
@@ -881,9 +885,6 @@ def parse(words):
         # Other --data: the held-out problems of the layers below do not belong to it.
         if "data" in layer and "resume" not in layer:
             s.eval_data = ""
-        lora = layer.get("lora_rank", s.lora_rank)
-        if bool(lora) != bool(s.lora_rank):  # on or off: factors need another learning rate
-            s.lr = 1e-4 if lora else Settings.lr
         vars(s).update(layer)
     if s.resume:
         check_resumed(given, Settings(**config))
@@ -948,6 +949,7 @@ def load(s):
             reward_model, report = reward.open_reward_model(s.reward_model, s.reward_model_lr,
                                                             device)
             sample.check_loaded(reward_model.model, report)
+        with_moments(reward_model.optimizer)
         prompt_of = partial(chat_prompt, reward_model.tokenizer, system_prompt=s.system_prompt)
         reward_of = partial(reward.model_rewards, reward_model, prompt_of)
     problems, eval_problems = load_data(s, tokenizer)
@@ -978,8 +980,6 @@ def check_combinations(s):
          f"--output {s.output}: is not empty; name another, or continue its run with --resume"),
         (os.path.isfile(f"{s.model}/metrics.jsonl"),
          f"--model {s.model}: this run has no final/ yet; end it with --resume"),
-        (os.path.isfile(f"{s.model}/adapter_config.json"),
-         f"--model {s.model}: LoRA's factors alone are no model; take the run's final/"),
         (s.model.startswith((".", "/")) and not os.path.isdir(s.model),
          f"--model {s.model}: there is no such folder"),
         (not s.kl_coef and (s.kl_band or s.renew_reference),
@@ -1094,9 +1094,6 @@ def load_problems(name, source, tokenizer, s):
     def check(number, problem):
         with as_bad_input(f"{source}, line {number}:"):
             prompt = chat_prompt(tokenizer, problem, s.system_prompt)
-            taken = problem.keys() & reward.ARGUMENTS
-            if taken and (s.reward or s.step_reward):
-                raise ValueError(f"rewards have an argument {min(taken)!r}: rename that column")
             [ids] = sample.ids_of(tokenizer, [prompt])
             if len(ids) + s.answer_tokens > limit:
                 raise ValueError(f"a prompt of {len(ids)} tokens and {s.answer_tokens} of an "
@@ -1130,17 +1127,17 @@ def sampler_with_replies(s):
 
 def make_optimizer(model, s, ref_model=None):
     """AdamW of the weights, of float32 masters if these have fewer bits, or of LoRA's factors."""
-    how = {"lr": s.lr, "weight_decay": s.weight_decay, "fused": True}
+    how = {"lr": s.learning_rate, "weight_decay": s.weight_decay, "fused": True}
     if s.lora_rank:
         return LoraAdamW(model, ref_model, s, **how)
-    weights = [p for p in model.parameters() if p.requires_grad]
-    if weights[0].dtype == torch.float32:
-        return with_moments(torch.optim.AdamW(weights, **how))
-    masters = []
-    for i, weight in enumerate(weights):
+    weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if model.dtype == torch.float32:
+        return with_moments(torch.optim.AdamW(weights.items(), **how))
+    masters = {}
+    for i, (name, weight) in enumerate(weights.items()):
         master = off_grid(weight, s.seed, i)
-        masters.append(master.cpu().pin_memory() if s.offload else master)
-    return MasterAdamW(masters, weights, **how)
+        masters[name] = master.cpu().pin_memory() if s.offload else master
+    return MasterAdamW(masters, list(weights.values()), **how)
 
 
 @torch.no_grad()
@@ -1186,15 +1183,15 @@ class MasterAdamW(torch.optim.AdamW):
     """
 
     def __init__(self, trained, weights, **how):
-        super().__init__(trained, **how)
+        super().__init__(trained.items(), **how)
         with_moments(self)
-        self.trained = trained  # float32 masters, or LoRA's factors
+        self.trained = list(trained.values())  # float32 masters, or LoRA's factors
         self.weights = weights
         # Gradients below 6e-8 are 0 in float16: the loss is multiplied by this before backward().
         self.scale = torch.tensor(2.0**16 if weights[0].dtype == torch.float16 else 1.0)
         self.grads = []
-        if trained[0].device != weights[0].device:
-            self.grads = [torch.empty_like(master, pin_memory=True) for master in trained]
+        if self.trained[0].device != weights[0].device:
+            self.grads = [torch.empty_like(master, pin_memory=True) for master in self.trained]
         for i, weight in enumerate(weights):
             if weight.requires_grad:  # with LoRA the factors have gradients instead
                 # A backward pass writes gradients in the weight's dtype. The hook makes the first
@@ -1251,9 +1248,7 @@ def unscaled(optimizer):
 
 
 def adapt_loss_scale(optimizer, skipped):
-    """Adapt float16's loss scale -> {"loss_scale": the one just used}; {} for plain AdamW."""
-    if not isinstance(optimizer, MasterAdamW):
-        return {}
+    """Adapt float16's loss scale -> {"loss_scale": the one just used}."""
     used = loss_scale_of(optimizer)
     if used > 1:
         # A skipped update halves it, and 200 others double it.
@@ -1317,7 +1312,7 @@ class LoraAdamW(MasterAdamW):
             linear.forward = partial(FactoredLinear.apply, W, linear.bias, A.requires_grad_(),
                                      B.requires_grad_(), self.lora_scale)
         self.seed = s.seed
-        super().__init__(list(self.factors.values()), weights, **how)
+        super().__init__(self.factors, weights, **how)
 
     def master(self, i):
         W0, A, B = self.parts[i]
@@ -1673,7 +1668,7 @@ def sampling_model(model):
 class Run:
     """The state of a run and its folder. Only rank 0 writes, and only if it has a folder."""
 
-    def __init__(self, folder=None):
+    def __init__(self):
         self.step = 0  # the last step that is done
         self.skipped = 0  # updates that were skipped
         self.told = []  # the symptoms that were reported: each is told once
@@ -1682,16 +1677,13 @@ class Run:
         self.digests = {}  # of what the run began with
         self.command = ""  # the one that began the run
         self.counters = list(vars(self))  # a checkpoint holds all of the above, and no more
-        self.name = str(folder)
-        self.folder = Path(folder) if folder and rank() == 0 else None
+        self.name = ""
+        self.folder = None  # of rank 0, see claim_folder()
         self.signal = 0
         self.resume_command = ""  # set once there is something to resume
         self.skipped_in_a_row = 0
         self.history = []  # the lines of metrics.jsonl
         self.answer = ""  # the last of the step
-        self.reward_model = None  # only if training changes it
-        self.moving = {}  # {name: tensor}: what training changes, and a checkpoint holds
-        self.weights = {}  # the policy's, which are never saved unless finite
         self.eval_problems = []
 
     def claim_folder(self, s):
@@ -1824,17 +1816,16 @@ CHECKPOINT = "checkpoint.safetensors"
 def what_moves(parts, s):
     """All that training changes: {name in a checkpoint: tensor, sharded or not}."""
     found = {}
-    learners = [("", parts.policy_model, parts.optimizer)]
+    learners = [("", parts.optimizer)]
     if s.renew_reference:
         for name, p in parts.ref_model.named_parameters():
             found[f"weight/reference/{name}"] = p
-        if judge := parts.reward_model:  # with moments from the start
-            learners.append(("reward_model/", judge.model, with_moments(judge.optimizer)))
-    for prefix, learner, adamw in learners:
-        names = [name for name, p in learner.named_parameters() if p.requires_grad]
-        names = getattr(adamw, "factors", names)  # of LoRA
-        # AdamW's own list, because it moves float32 masters if the weights have fewer bits.
-        for name, master in zip(names, adamw.param_groups[0]["params"]):
+        if parts.reward_model:
+            learners.append(("reward_model/", parts.reward_model.optimizer))
+    for prefix, adamw in learners:
+        # What AdamW moves: the weights, float32 masters if they have fewer bits, LoRA's factors
+        group, = adamw.param_groups
+        for name, master in zip(group["param_names"], group["params"]):
             found[f"weight/{prefix}{name}"] = master
             for key, moment in adamw.state[master].items():
                 found[f"{key}/{prefix}{name}"] = moment
@@ -1844,9 +1835,10 @@ def what_moves(parts, s):
 
 
 @torch.no_grad()
-def save_checkpoint(run):
+def save_checkpoint(run, parts, s):
     """Write one safetensors file and move it over the old one. BadInput: a number is not finite."""
-    for name, tensor in (run.moving | run.weights).items():
+    moving = what_moves(parts, s)
+    for name, tensor in (moving | dict(parts.policy_model.named_parameters())).items():
         if not local(tensor).isfinite().all():
             raise BadInput(f"after step {run.step} weights are not finite ({name}): --lr or "
                            "--weight-decay may be too large")
@@ -1854,27 +1846,27 @@ def save_checkpoint(run):
         return
     if run.folder:
         counters = {name: getattr(run, name) for name in run.counters}
-        if run.reward_model:
-            counters["pairs"] = [run.reward_model.pairs, run.reward_model.replay]
+        if parts.reward_model:
+            counters["pairs"] = [parts.reward_model.pairs, parts.reward_model.replay]
         # The counters are a tensor, too: the text may be long, and the file's header has a limit.
         text = bytearray(json.dumps(counters).encode())
         text = torch.frombuffer(text, dtype=torch.uint8)
         with run.replacing(CHECKPOINT) as new, open(new, "wb") as file:
-            file.writelines(as_safetensors(run.moving | {"counters": text}))
+            file.writelines(as_safetensors(moving | {"counters": text}))
     else:
-        for tensor in run.moving.values():
+        for tensor in moving.values():
             gather_full(tensor)  # all ranks take part in gathering
 
 
 @contextmanager
-def saving_on_bad_input(run):
+def saving_on_bad_input(run, parts, s):
     """Save the steps that are done if, say, a reward fails: no weight has moved since."""
     try:
         yield
     except BadInput as error:
         # Other ranks may not come here, and a fast path may fail between two updates.
         if world() == 1 and not isinstance(error, FastPathFault):
-            save_checkpoint(run)
+            save_checkpoint(run, parts, s)
         raise
 
 
@@ -1909,7 +1901,7 @@ def as_safetensors(tensors):
 
 
 @torch.no_grad()
-def load_checkpoint(run, s):
+def load_checkpoint(run, parts, s):
     """Restore what the checkpoint holds, if the run began with the same problems and weights."""
     if not Path(run.name, "metrics.jsonl").is_file():
         return  # it was killed before it began
@@ -1921,9 +1913,9 @@ def load_checkpoint(run, s):
         counters = json.loads(file.get_tensor("counters").numpy().tobytes())
         for name in run.counters:
             setattr(run, name, counters[name])
-        if run.reward_model:
-            run.reward_model.pairs, run.reward_model.replay = counters["pairs"]
-        for name, moving in run.moving.items():
+        if parts.reward_model:
+            parts.reward_model.pairs, parts.reward_model.replay = counters["pairs"]
+        for name, moving in what_moves(parts, s).items():
             saved = file.get_tensor(name)
             if is_sharded(moving):
                 saved = dist.tensor.distribute_tensor(saved, moving.device_mesh, moving.placements)
@@ -2034,7 +2026,7 @@ def train(parts, run, s):
     with run.stopping_on_signals():
         train_grpo(parts, s, run)
     if run.step < s.steps:
-        save_checkpoint(run)
+        save_checkpoint(run, parts, s)
         if s.page and run.step:
             write_page(run, parts, s)
         print0(f"\nstopped after step {run.step}; continue with: {run.resume_command}")
@@ -2042,24 +2034,20 @@ def train(parts, run, s):
     save_folder(parts.policy_model, parts.tokenizer, run, "final")
     if s.lora_rank and run.folder:
         save_adapter(run, parts.optimizer, s)
-    if run.reward_model:
-        save_folder(run.reward_model.model, run.reward_model.tokenizer, run, "reward_model")
+    if s.renew_reference and parts.reward_model:  # training has changed it
+        save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
     print_story(run)
     return 0
 
 
 def begin(run, parts, s):
     """Restore the checkpoint or write the first one, write the settings, print what starts."""
-    if s.renew_reference:
-        run.reward_model = parts.reward_model
     run.eval_problems = parts.eval_problems
     if parts.reward_of is not parts.flags_reward_of:
         s.reward = [PYTHON]
-    run.moving = what_moves(parts, s)
-    run.weights = dict(parts.policy_model.named_parameters())
     run.digests = digests_of(parts)
     if s.resume:
-        load_checkpoint(run, s)
+        load_checkpoint(run, parts, s)
         if isinstance(parts.optimizer, MasterAdamW):
             parts.optimizer.round()  # the weights are still those of the start
     kept = {name: getattr(s, name) for name in FIELDS if FIELDS[name].metadata["kept"]}
@@ -2068,7 +2056,7 @@ def begin(run, parts, s):
             new.write_text(json.dumps(kept, indent=2))
     run.resume_command = command("train.py", "--resume", run.name)
     if not run.before:  # a new run: from now on it can be resumed
-        save_checkpoint(run)
+        save_checkpoint(run, parts, s)
     print0(f"policy    {parts.policy_model.num_parameters() / 1e6:.2f}M parameters; "
            f"processes: {world()}; settings of {s.config or 'the command line'}\n"
            f"data      {len(parts.problems)} problems, {len(parts.eval_problems)} held out\n"
@@ -2203,7 +2191,7 @@ def page_of(run, sections, s):
 <meta name="viewport" content="width=device-width, initial-scale=1"><title>{name}</title>
 <style>{STYLE}</style></head><body><h1>{name}</h1><code>{escape(run.command)}</code>
 <p>GRPO of {escape(Path(s.model).name)}: {run.step} steps of B = {s.prompts_per_step} questions and
-G = {s.group_size} answers to each, lr {s.lr:g}. Held-out answers are greedy, all others
+G = {s.group_size} answers to each, lr {s.learning_rate:g}. Held-out answers are greedy, all others
 sampled.</p>
 <div>{figures}</div><ul>{items}</ul>
 <h1>What it learned</h1><section><pre>{escape(example_of(run))}</pre></section><p>x is a question,
@@ -2320,7 +2308,7 @@ def print_trace(parts, s):
                    + (" clipped" if clipped[n, t] else ""))
     moved = (log_ratio * A > 0)[mask]
     print0(f"\n[G] grpo_loss before the update {metrics['loss']:+.6f}, norm of its gradient "
-           f"{metrics['grad_norm']:.4f}; after optimizer.step at --lr {s.lr:g}\n    "
+           f"{metrics['grad_norm']:.4f}; after optimizer.step at --lr {s.learning_rate:g}\n    "
            f"{moved.sum()} of {len(moved)} tokens have moved in the direction of their advantage; "
            "the rest have not, because all tokens share weights\n\n"
            "[H] train_grpo: fresh answers from the policy as it is now, and again")

@@ -187,6 +187,14 @@ def logprobs_on_full_logits(model, rollout, temperature):
     return log_p.gather(-1, rollout.input_ids[:, 1:, None])[..., 0], entropy
 
 
+def run_in(folder):
+    """A Run that writes there; on rank 0 alone, as ever."""
+    run = train.Run()
+    run.name = str(folder)
+    run.folder = folder if train.rank() == 0 else None
+    return run
+
+
 def loop(*flags, problems=PROBLEMS[:8], sampler=sample.sample_groups, reward_of=None):
     """train_grpo on the tiny policy -> its Run; with what it logged, saved and learned by."""
     p = parts("--steps=5", "--group-size=2", "--max-new-tokens=8", "--lr=0.004", *flags)

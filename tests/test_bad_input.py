@@ -183,7 +183,7 @@ MODELS = [
     (reweighted(lambda w: {**w, NORM: torch.tensor([*63 * [1.0], float("nan")])}),
      f"not finite: {NORM}"),
     (without("tokenizer.json", "tokenizer_config.json"), "the folder lacks tokenizer.json"),
-    (lambda m: (m / "config.json").rename(m / "adapter_config.json"), "take the run's final/"),
+    (lambda m: (m / "config.json").rename(m / "adapter_config.json"), "cannot be loaded"),
     (lambda m: (m / "metrics.jsonl").touch(), "has no final/ yet")]
 
 

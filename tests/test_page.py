@@ -6,8 +6,8 @@ import shutil
 import subprocess
 import pytest
 import torch
-from conftest import (FEW, MINE, TINY, begin, curve, lines_of, opened, parts, rollout_of, settings,
-                      trained, trains, well_ended)
+from conftest import (FEW, MINE, TINY, begin, curve, lines_of, opened, parts, rollout_of, run_in,
+                      settings, trained, trains, well_ended)
 import sample
 import train
 from advantage import group_advantages
@@ -53,7 +53,7 @@ def folder(tmp_path_factory):
 
 
 def restored(folder):
-    run = train.Run(folder)
+    run = run_in(folder)
     with train.safe_open(folder / "checkpoint.safetensors", framework="pt") as file:
         vars(run).update(json.loads(file.get_tensor("counters").numpy().tobytes()))
     run.history = lines_of(folder / "metrics.jsonl")
@@ -120,7 +120,7 @@ def test_a_bar_points_the_way_of_its_advantage():
 
 
 def test_groups_that_teach_are_shown_of_steps_that_double(tmp_path):
-    p, run = parts(), train.Run(tmp_path)
+    p, run = parts(), run_in(tmp_path)
     rollout = rollout_of(p)
     rollout.old_logprobs = rollout.logprobs
     batch = train.Batch(p.problems, p.prompts)

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed.run
 from conftest import (FEW, MINE, assert_same_run, begin, checkpoint_of, metrics_of, one_line_of,
-                      parts, raises, rollout_of, same_tensors, small_model, snapshot, trained,
-                      trains, well_ended)
+                      parts, raises, rollout_of, run_in, same_tensors, small_model, snapshot,
+                      trained, trains, well_ended)
 from safetensors.torch import load_file, save_file
 from torch.distributed import TCPStore
 from torch.distributed.fsdp import FSDPModule
@@ -193,7 +193,7 @@ def test_final_of_a_sharded_model_holds_the_buffers_of_its_family(tmp_path):
     p = parts()
     p.policy.register_buffer("bias_of_experts", torch.ones(2))
     p.policy.reshard = lambda: None                       # as FSDP's have it
-    train.save_folder(p.policy, p.tokenizer, train.Run(tmp_path), "final")
+    train.save_folder(p.policy, p.tokenizer, run_in(tmp_path), "final")
     assert "bias_of_experts" in load_file(tmp_path / "final" / "model.safetensors")
 
 

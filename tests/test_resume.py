@@ -15,8 +15,8 @@ import pytest
 import torch
 from conftest import (FEW, LIMIT, MINE, NO_MEMORY, ROOT, TINY, assert_bitwise,
                       assert_same_checkpoint, begin, checkpoint_of, curve, edit_json, edit_tensors,
-                      lines_of, metrics_of, one_line_of, raises, refused, same_tensors, snapshot,
-                      trained, trains, well_ended)
+                      lines_of, metrics_of, one_line_of, raises, refused, run_in, same_tensors,
+                      snapshot, trained, trains, well_ended)
 from safetensors.torch import load, load_file
 import train
 
@@ -405,7 +405,7 @@ def test_ten_skipped_updates_stop_the_run_and_the_last_good_checkpoint_stays(
 
 
 def test_updates_that_are_skipped_now_and_then_do_not_stop_it(tmp_path):
-    run = train.Run(tmp_path)
+    run = run_in(tmp_path)
     for step in range(1, 21):
         run.log({"step": step, "skipped_updates": 3 if step % 4 else 0})
     assert run.skipped == 45

@@ -536,20 +536,6 @@ def test_a_file_that_cannot_be_used_is_named_at_load(tmp_path, monkeypatch, flag
         own_reward_of(*given)
 
 
-@pytest.mark.parametrize("column", ["prompts", "completions", "completion_ids"])
-@pytest.mark.parametrize("flags", [["--reward", "rule"], ["--step-reward", "mine.py:steps"], []])
-def test_a_column_named_like_an_argument_is_refused(tmp_path, monkeypatch, tiny, column, flags):
-    monkeypatch.chdir(tmp_path)
-    shutil.copy(MINE, tmp_path)
-    write(tmp_path / "x.jsonl", line(**{column: ["x"]}) + "\n" + line("Another one ?"))
-    s = train.parse(["--data=x.jsonl", "--eval-data=x.jsonl", "--prompts-per-step=2", *flags])
-    if flags:
-        with pytest.raises(train.BadInput, match=f"^--data: .*'{column}'"):
-            train.load_data(s, tiny[1])
-    else:  # nothing that the rule would replace
-        train.load_data(s, tiny[1])
-
-
 def test_a_reward_file_with_dataclasses_and_neighbours(tmp_path):
     write(tmp_path / "grpo_neighbour.py", "points = 5.0")
     write(tmp_path / "json.py", "1 / 0")  # hides no module that is installed

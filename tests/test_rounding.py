@@ -15,7 +15,7 @@ BITS = {torch.bfloat16: 16, torch.float16: 13}  # of a float32 that these lack
 
 
 def masters_of(*weights, seed=0, **how):
-    masters = [off_grid(weight, seed, i) for i, weight in enumerate(weights)]
+    masters = {str(i): off_grid(weight, seed, i) for i, weight in enumerate(weights)}
     return MasterAdamW(masters, list(weights), **how)
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from conftest import (FEW, NO_MEMORY, PROBLEMS, REWARDS, TINY, answer_rows, begin, checkpoint_of,
                       gradient, lines_of, logprobs_on_full_logits, loop, metrics_of, parts,
-                      parts_of, raises, refused, rollout_of, same_tensors, settings, trains,
-                      updated, well_ended, whole_step)
+                      parts_of, raises, refused, rollout_of, run_in, same_tensors, settings,
+                      trains, updated, well_ended, whole_step)
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification,
                           AutoTokenizer, Qwen2Config)
 import reward
@@ -364,7 +364,7 @@ def test_a_run_leaves_the_files_of_the_contract(finished_run):
 
 def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
     """By the run's own reward: a right answer that became wrong is no success."""
-    run, nan = train.Run(tmp_path), math.nan
+    run, nan = run_in(tmp_path), math.nan
     run.eval_problems = [{"question": f"question {x}", "answer": x} for x in "1234"]
     run.before = [("\\boxed{1}", 0.9), ["\\boxed{9}", 0.1], ("\\boxed{9}", nan), ("", 0.0)]
     run.after = [("\\boxed{7}", 0.8), ["\\boxed{8}", 0.7], ("\\boxed{3}", nan), ("", 0.1)]
@@ -501,8 +501,8 @@ def test_what_flags_become(monkeypatch, tmp_path):
                     "--steps=3 --lr=0.1 --steps 4".split())
     assert (s.reward, s.reward_weights, s.steps) == (["rule", "think", "rule"], [1, 2, -0.5], 4)
     # A learning rate for all weights is none for LoRA's factors
-    assert train.parse(["--lora-rank=4"]).lr == 1e-4
-    assert train.parse(["--lora-rank=4", "--lr=1e-5"]).lr == 1e-5
+    assert train.parse(["--model=x", "--lora-rank=4"]).learning_rate == 1e-4
+    assert train.parse(["--lora-rank=4", "--lr=1e-5"]).learning_rate == 1e-5
     # Held-out problems of a config do not judge another data set
     (tmp_path / "c.json").write_text('{"data": "d.jsonl"}')
     assert train.parse(["--data=d.jsonl"]).eval_data == ""

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import (FEW, MINE, PROBLEMS, REWARDS, TINY, assert_same_run, begin, json_lines,
                       lines_of, logprobs_on_full_logits, loop, metrics_of, own_rewards, parts,
-                      parts_of, seeded, settings, trained, trains, well_ended, whole_step)
+                      parts_of, run_in, seeded, settings, trained, trains, well_ended, whole_step)
 import sample
 import train
 from advantage import (
@@ -289,7 +289,7 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, ti
         reference.table += 0.3 * torch.randn(64, 64, generator=seeded(2))
         try:
             p = SimpleNamespace(policy=policy, reference=reference if s.kl_coef else None,
-                                optimizer=torch.optim.SGD(policy.parameters()), tokenizer=tokenizer)
+                                optimizer=torch.optim.SGD(policy.named_parameters()), tokenizer=tokenizer)
             train.train_grpo(parts_of(p, batch, drawn, reward_of), s)
         except train.BadInput:  # MaxRL, and a reward below 0
             return None
@@ -530,8 +530,8 @@ def test_a_resumed_run_warns_as_one_that_was_never_stopped(tmp_path, at):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder in (whole, parts):
         folder.mkdir()
-    logged(lines, train.Run(whole))
-    first, resumed = logged(lines[:at + 1], train.Run(parts)), train.Run(parts)
+    logged(lines, run_in(whole))
+    first, resumed = logged(lines[:at + 1], run_in(parts)), run_in(parts)
     resumed.step, resumed.told = at, first.told           # these are in the checkpoint
     resumed.before = [("", 0.5)]
     resumed.history = train.forget_later_steps(resumed)
