@@ -546,7 +546,8 @@ def update_reference(parts, rollout, step, s):
     reward_model = parts.reward_model
     if reward_model:  # keep pairs of this step's answers: the same on every rank
         rows = sum(gathered_objects(rollout.judged), [])
-        reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
+        generator = seeded(s.seed, "pairs", step)
+        reward.collect_pairs(reward_model, rows, s.group_size, generator)
     if step % s.renew_reference:
         return {}
     for model in (parts.ref_model, parts.policy_model):
@@ -593,11 +594,11 @@ def evaluate(parts, settings, group_size=1, temperature=0.0):
     # As many rows as a step has on this GPU
     at_a_time = max(1, s.prompts_per_step // world() * settings.group_size // group_size)
     starts = range(0, len(mine), at_a_time)
-
+    key = (s.seed, "evaluation")
     rows = []
     for start in tqdm(starts, "evaluation", leave=False, disable=rank() > 0):
         places = mine[start:start + at_a_time]
-        batch = make_batch(p.tokenizer, p.eval_problems, places, (s.seed, "evaluation"), s)
+        batch = make_batch(p.tokenizer, p.eval_problems, places, key, s)
         rollout, _ = answers_and_rewards(policy, p.tokenizer, batch, s, p.sampler, p.reward_of)
         rows += zip(rollout.responses, rollout.rule_rewards.tolist(), rollout.rewards.tolist())
     responses, rule_rewards, rewards = zip(*sum(gathered_objects(rows), []))
@@ -711,7 +712,8 @@ def flag(default, help, head="", kept=True, free=False, **how):
     is of one call only. free: whether a resumed run may change it. how: for add_argument.
     """
     how["help"] = help if default in (None, "") else f"{help} [{default}]"
-    return field(default=default, metadata={"head": head, "kept": kept, "free": free, "how": how})
+    metadata = {"head": head, "kept": kept, "free": free, "how": how}
+    return field(default=default, metadata=metadata)
 
 
 def file(text):
@@ -971,12 +973,13 @@ def check_combinations(s):
     band = s.kl_band or [1, 1]
     share, rest = divmod(s.prompts_per_step, world())
     not_the_rule = s.reply or s.reward or s.reward_model
+    in_use = os.path.isdir(s.output) and set(os.listdir(s.output)) - {".lock"}
     # Flags that give, change or use the rewards of whole answers
     of_answers = s.reward_model or s.length_rescale or s.overlong_buffer or s.max_resample
     for clash, line in [
         (rest, f"--prompts-per-step {s.prompts_per_step}: not a multiple of {world()} processes"),
         (s.minibatches > share, f"--minibatches {s.minibatches}: a process has {share} prompts"),
-        (not s.resume and os.path.isdir(s.output) and set(os.listdir(s.output)) - {".lock"},
+        (in_use and not s.resume,
          f"--output {s.output}: is not empty; name another, or continue its run with --resume"),
         (os.path.isfile(f"{s.model}/metrics.jsonl"),
          f"--model {s.model}: this run has no final/ yet; end it with --resume"),
@@ -1153,7 +1156,8 @@ def off_grid(weight, seed, i):
     """
     master = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
     # Neighbours are so many float32 numbers apart: 2^16, or 2^13 for float16; 1 for float32.
-    unit = round(torch.finfo(weight.dtype).eps / torch.finfo(torch.float32).eps)
+    eps = torch.finfo(weight.dtype).eps
+    unit = round(eps / torch.finfo(torch.float32).eps)
     if unit > 1:
         part = rank() if is_sharded(weight) else 0
         generator = seeded(seed, "off grid", i, part, device=master.device)
@@ -1188,7 +1192,8 @@ class MasterAdamW(torch.optim.AdamW):
         self.trained = list(trained.values())  # float32 masters, or LoRA's factors
         self.weights = weights
         # Gradients below 6e-8 are 0 in float16: the loss is multiplied by this before backward().
-        self.scale = torch.tensor(2.0**16 if weights[0].dtype == torch.float16 else 1.0)
+        is_float16 = weights[0].dtype == torch.float16
+        self.scale = torch.tensor(2.0**16 if is_float16 else 1.0)
         self.grads = []
         if self.trained[0].device != weights[0].device:
             self.grads = [torch.empty_like(master, pin_memory=True) for master in self.trained]
@@ -1235,8 +1240,9 @@ def loss_scale_of(optimizer):
 
 def unscaled(optimizer):
     """Divide gradients by the loss scale, average LoRA's over GPUs -> tensors with a gradient."""
-    known = optimizer.param_groups[0]["params"] + getattr(optimizer, "weights", [])
-    tensors = [p for p in known if p.grad is not None]
+    trained = optimizer.param_groups[0]["params"]
+    weights = getattr(optimizer, "weights", [])
+    tensors = [p for p in trained + weights if p.grad is not None]
     scale = loss_scale_of(optimizer)
     for p in tensors:
         if scale > 1:
@@ -1323,11 +1329,12 @@ class LoraAdamW(MasterAdamW):
 def linears_of(model):
     """{name: module} of every Linear but the head. BadInput: others would stay frozen."""
     found = {}
+    head = model.get_output_embeddings()
     for name, module in model.named_modules():
         matrix = any(p.ndim > 1 for p in module.parameters(recurse=False))
         if matrix and not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
             raise BadInput(f"--lora-rank: {name}: not a Linear, and would not be trained")
-        if isinstance(module, torch.nn.Linear) and module is not model.get_output_embeddings():
+        if isinstance(module, torch.nn.Linear) and module is not head:
             found[name] = module
     return found
 
@@ -1838,7 +1845,8 @@ def what_moves(parts, s):
 def save_checkpoint(run, parts, s):
     """Write one safetensors file and move it over the old one. BadInput: a number is not finite."""
     moving = what_moves(parts, s)
-    for name, tensor in (moving | dict(parts.policy_model.named_parameters())).items():
+    weights = dict(parts.policy_model.named_parameters())
+    for name, tensor in (moving | weights).items():
         if not local(tensor).isfinite().all():
             raise BadInput(f"after step {run.step} weights are not finite ({name}): --lr or "
                            "--weight-decay may be too large")
@@ -2050,7 +2058,8 @@ def begin(run, parts, s):
         load_checkpoint(run, parts, s)
         if isinstance(parts.optimizer, MasterAdamW):
             parts.optimizer.round()  # the weights are still those of the start
-    kept = {name: getattr(s, name) for name in FIELDS if FIELDS[name].metadata["kept"]}
+    kept = {name: getattr(s, name) for name, setting in FIELDS.items()
+            if setting.metadata["kept"]}
     if run.folder:
         with run.replacing("config.json") as new:
             new.write_text(json.dumps(kept, indent=2))
