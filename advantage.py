@@ -15,6 +15,7 @@ Common mistakes that this avoids:
     python advantage.py 1.5 1.0 0 0        # one group: its mean, std and advantages
 """
 
+import math
 import sys
 
 import torch
@@ -68,10 +69,9 @@ def check(rewards, group_size):
     N = rewards.numel()
     if rewards.ndim != 1 or N == 0 or N % group_size:
         raise ValueError(f"rewards {tuple(rewards.shape)}: not whole groups of {group_size}")
-    finite = rewards.isfinite()
-    if not finite.all():
-        row = int(finite.int().argmin())
-        raise ValueError(f"reward of row {row} is {float(rewards[row])}, not a finite number")
+    for row, reward in enumerate(rewards.tolist()):
+        if not math.isfinite(reward):
+            raise ValueError(f"reward of row {row} is {reward}, not a finite number")
 
 
 def leave_one_out_advantages(rewards, group_size=8):
@@ -171,9 +171,8 @@ def process_advantages(step_rewards, mask, group_size=8):
 def shape_advantages(candidates, mask, group_size=8):
     """ShapE-GRPO, arXiv 2603.29871: each candidate in an answer earns its own share -> (N, S-1).
 
-    `candidates`: N lists of (first, last, reward), a candidate's first and last token, counted from
-    0 in the answer. A token of no candidate has advantage 0. A group's shares are pooled; the paper
-    does not say.
+    `candidates`: N lists of (first, last, reward) for an answer's tokens first to last, from 0. Its
+    other tokens have advantage 0. The shares of a group are pooled; the paper does not say.
     """
     parts = []
     for of_answer in candidates:
@@ -220,8 +219,7 @@ def gtpo_advantages(rewards, entropies, mask, group_size=8, right=None, a1=1.0, 
         right = rewards > 0
     on = mask.cpu().unflatten(0, (-1, group_size))                                # (B, G, S-1)
     H = entropies.detach().cpu().double()
-    H = H.clamp(min=SMALLEST_ENTROPY)
-    H = H.view(on.shape)                                                          # (B, G, S-1)
+    H = H.clamp(min=SMALLEST_ENTROPY).view(on.shape)                              # (B, G, S-1)
     r = rewards.cpu().view(-1, group_size, 1)                                     # (B, G, 1)
     right = right.cpu().view(r.shape)
     same = (right == right.mT).double()            # (B, G, G): are two answers of the same kind?

@@ -637,7 +637,7 @@ def test_length_rescaled_is_gr3():
     assert twice.tolist() == pytest.approx(scaled.tolist() * 2)  # lengths count inside their group
     double = length_rescaled(rewards.double(), lengths, 3, alpha=1.0)
     assert double.tolist() == pytest.approx([1 / 1.75, 0.5 / 2.5, 0.8 / 1.75])
-    assert length_rescaled(rewards, [0, 0, 0], 3).tolist() == rewards.tolist()
+    assert length_rescaled(rewards, 0 * lengths, 3).tolist() == rewards.tolist()
     for rewards in ([1.0, -0.1], [1.0, math.nan]):
         with pytest.raises(ValueError):
             length_rescaled(torch.tensor(rewards), torch.tensor([1, 1]), 2)
@@ -647,7 +647,7 @@ def test_overlong_penalty_is_dapos():
     lengths = torch.tensor([0, 79, 80, 81, 90, 99, 100, 101, 500])
     assert overlong_penalty(lengths, limit=100, buffer=20).tolist() == pytest.approx(
         [0, 0, 0, -0.05, -0.5, -0.95, -1, -1, -1])
-    assert overlong_penalty([0, 50, 100], limit=100, buffer=100).tolist() == [0, -0.5, -1]
+    assert overlong_penalty(torch.tensor([0, 50, 100]), 100, 100).tolist() == [0, -0.5, -1]
 
 
 # --- Several candidates in one answer -------------------------------------------------------------
