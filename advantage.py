@@ -219,7 +219,8 @@ def gtpo_advantages(rewards, entropies, mask, group_size=8, right=None, a1=1.0, 
         right = rewards > 0
     on = mask.cpu().unflatten(0, (-1, group_size))                                # (B, G, S-1)
     H = entropies.detach().cpu().double()
-    H = H.clamp(min=SMALLEST_ENTROPY).view(on.shape)                              # (B, G, S-1)
+    H = H.clamp(min=SMALLEST_ENTROPY)
+    H = H.view(on.shape)                                                          # (B, G, S-1)
     r = rewards.cpu().view(-1, group_size, 1)                                     # (B, G, 1)
     right = right.cpu().view(r.shape)
     same = (right == right.mT).double()            # (B, G, G): are two answers of the same kind?
