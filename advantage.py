@@ -15,6 +15,7 @@ Common mistakes that this avoids:
     python advantage.py 1.5 1.0 0 0        # one group: its mean, std and advantages
 """
 
+import math
 import sys
 
 import torch
@@ -68,10 +69,9 @@ def check(rewards, group_size):
     N = rewards.numel()
     if rewards.ndim != 1 or N == 0 or N % group_size:
         raise ValueError(f"rewards {tuple(rewards.shape)}: not whole groups of {group_size}")
-    finite = rewards.isfinite()
-    if not finite.all():
-        row = int(finite.int().argmin())
-        raise ValueError(f"reward of row {row} is {float(rewards[row])}, not a finite number")
+    for row, reward in enumerate(rewards.tolist()):
+        if not math.isfinite(reward):
+            raise ValueError(f"reward of row {row} is {reward}, not a finite number")
 
 
 def leave_one_out_advantages(rewards, group_size=8):
@@ -117,10 +117,8 @@ def gdpo_advantages(parts, weights, group_size=8, gathered=None):
     A_i = s_i / std of all s in the batch, s_i = sum_k w_k z_k,i, where z_k,i is the k-th reward of
     answer i minus its group's mean, divided by its group's std. parts (K, N): the rewards. A NaN
     does not apply to its answer: it adds 0 there, and nothing to mean and std. weights (K,).
-    `gathered(sums)` gives the sums of all GPUs, whose answers are one batch. ValueError: K < 2.
+    `gathered(sums)` gives the sums of all GPUs, whose answers are one batch.
     """
-    if len(parts) < 2:
-        raise ValueError("GDPO needs two rewards, or more")
     sums = torch.zeros(parts.shape[1], dtype=torch.float64)                  # (N,)
     for rewards, weight in zip(parts.cpu(), weights):
         for rows in torch.arange(len(sums)).split(group_size):
@@ -140,11 +138,10 @@ def pooled_advantages(parts, mask, group_size):
     advantages = torch.zeros(on.shape, dtype=torch.float64)
     for rows in torch.arange(len(parts)).split(group_size):
         group = [(row, *part) for row in rows for part in parts[row]]
-        rewards = [reward for *_, reward in group]
-        scores = z_scores(rewards)
+        scores = z_scores([reward for *_, reward in group])
         for (row, first, last, _), score in zip(group, scores):
-            tokens = on[row].nonzero()[:, 0]              # the columns of its answer
-            advantages[row, tokens[first:last + 1]] += score
+            tokens = on[row].nonzero()[first:last + 1]  # the columns of its tokens
+            advantages[row, tokens] += score
     return advantages.float().to(mask.device)
 
 
@@ -167,23 +164,22 @@ def process_advantages(step_rewards, mask, group_size=8):
     """
     parts = []
     for steps in step_rewards:
-        from_start = [(0, end, reward) for end, reward in steps]
-        parts.append(from_start)
+        parts.append([(0, end, reward) for end, reward in steps])
     return pooled_advantages(parts, mask, group_size)
 
 
-def shape_advantages(candidate_rewards, candidate_spans, mask, group_size=8):
+def shape_advantages(candidates, mask, group_size=8):
     """ShapE-GRPO, arXiv 2603.29871: each candidate in an answer earns its own share -> (N, S-1).
 
-    `candidate_rewards`: N lists of rewards, one per candidate of the answer; `candidate_spans`: N
-    lists of (first, last), a candidate's first and last token, counted from 0 in the answer. A
-    token outside every span has advantage 0. A group's shares are pooled; the paper does not say.
+    `candidates`: N lists of (first, last, reward) for an answer's tokens first to last, from 0. Its
+    other tokens have advantage 0. The shares of a group are pooled; the paper does not say.
     """
     parts = []
-    for rewards, spans in zip(candidate_rewards, candidate_spans, strict=True):
+    for of_answer in candidates:
+        rewards = [reward for _, _, reward in of_answer]
         shares = shapley_shares(rewards).tolist()
-        pairs = zip(spans, shares, strict=True)
-        parts.append([(*span, share) for span, share in pairs])
+        parts.append([(first, last, share)
+                      for (first, last, _), share in zip(of_answer, shares)])
     return pooled_advantages(parts, mask, group_size)
 
 
@@ -244,11 +240,11 @@ def gtpo_advantages(rewards, entropies, mask, group_size=8, right=None, a1=1.0, 
 
 def grpo_s_advantages(rewards, entropies, mask, group_size=8, right=None, **options):
     """GRPO-S, the same paper: GTPO as if an answer were one token that has its mean entropy."""
-    H = entropies.cpu().double()                         # else rounding would rank equal answers
-    H = H.where(mask.cpu(), 0)                                                    # (N, S-1)
-    lengths = mask.sum(dim=1, keepdim=True)                                       # (N, 1)
-    mean = H.sum(dim=1, keepdim=True) / lengths.cpu()    # NaN without a token, which is not read
-    return mask * gtpo_advantages(rewards, mean, lengths > 0, group_size, right, **options)
+    H = entropies.cpu().double()                     # else rounding would rank equal answers
+    H = H.where(mask.cpu(), torch.nan)                                            # (N, S-1)
+    mean = H.nanmean(dim=1, keepdim=True)            # NaN without a token, which is not read
+    answered = mask.any(dim=1, keepdim=True)                                      # (N, 1)
+    return mask * gtpo_advantages(rewards, mean, answered, group_size, right, **options)
 
 
 # --------------------------------------------------------------------------------------------------

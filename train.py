@@ -279,7 +279,7 @@ def advantages_of(policy_model, rollout, batch, tokenizer, reward_of, s):
     elif s.advantage == "shape":
         words = [sample.words_of(tokenizer, ids) for ids in sample.answer_ids_of(rollout)]
         candidates = reward.boxed_candidates(words, truths_of(batch.problems), G)
-        advantages = advantage.shape_advantages(*candidates, mask, G)
+        advantages = advantage.shape_advantages(candidates, mask, G)
     else:
         score_before_updates(policy_model, rollout, s)  # for the entropies
         # By rewards other than the rule's an answer is right if its reward is positive.

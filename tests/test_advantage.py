@@ -164,8 +164,6 @@ def test_gdpo_is_its_formula(parts, weights):
         assert advantages.dtype == dtype
         assert_close(advantages, gdpo_reference(parts, weights, 4), tolerance)
     assert gdpo_advantages(torch.full((2, 7), 0.7), (1, 1), 7).tolist() == [0.0] * 7
-    with value_error("two rewards"):
-        gdpo_advantages(torch.tensor(parts[:1]), (1,), 4)
 
 
 def shapley_by_definition(rewards):
@@ -225,14 +223,14 @@ def pooled_scores(values):
 
 STEPS = [[(0, 1.0), (3, 0.5)], [(1, -2.0)], [], [(0, 0.25), (1, 3.0), (2, 0.0)], [(0, 1.0)],
          [(1, 0.0), (3, 2.0)], [], [(2, 0.5)]]
-CANDIDATE_REWARDS = [[0.2, 0.8, 0.5], [1.0], [], [0.0, 1.0], [], [1.0, 1.0, 0.0], [0.5], []]
-SPANS = [[(0, 0), (1, 2), (3, 3)], [(1, 1)], [], [(0, 1), (2, 2)], [], [(0, 1), (2, 2), (4, 4)],
-         [(0, 1)], []]
+CANDIDATES = [  # of eight answers: (first token, last token, reward)
+    [(0, 0, 0.2), (1, 2, 0.8), (3, 3, 0.5)], [(1, 1, 1.0)], [], [(0, 1, 0.0), (2, 2, 1.0)], [],
+    [(0, 1, 1.0), (2, 2, 1.0), (4, 4, 0.0)], [(0, 1, 0.5)], []]
 
 
 def sums_of_scores(spans, rewards):
     """Each token's sum of the z-scores of those parts of its answer that it lies in."""
-    return [[sum(z for (first, last), z in zip(of_row, scores) if first <= t <= last)
+    return [[sum(z for (first, last, *_), z in zip(of_row, scores) if first <= t <= last)
              for t in range(length)]
             for of_row, scores, length in zip(spans, pooled_scores(rewards), LENGTHS)]
 
@@ -249,12 +247,10 @@ def test_process_supervision():
 
 
 def test_shape_advantages():
-    rows = sums_of_scores(SPANS, list(map(shapley_by_definition, CANDIDATE_REWARDS)))
+    rewards = [[reward for *_, reward in of_row] for of_row in CANDIDATES]
+    rows = sums_of_scores(CANDIDATES, list(map(shapley_by_definition, rewards)))
     assert rows[1][0] == 0 == rows[5][3] and rows[0][0] != rows[0][1]  # outside every span: 0
-    assert_per_token(shape_advantages(CANDIDATE_REWARDS, SPANS, ragged_mask(), 4), rows,
-                     ragged_mask())
-    with pytest.raises(ValueError):  # a candidate without a span
-        shape_advantages([[1.0], *[[]] * 7], [[]] * 8, ragged_mask(), 4)
+    assert_per_token(shape_advantages(CANDIDATES, ragged_mask(), 4), rows, ragged_mask())
 
 
 def entropy_reference(rewards, entropies, mask, level, a1, a2, right, normalize):

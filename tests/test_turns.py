@@ -90,8 +90,8 @@ def test_shapley_shares_arrive():
     # where the boxes close, counted by hand: the tokens of each text as far as its box
     ends = [[len(p.tokenizer(text[:end + 1], add_special_tokens=False).input_ids) - 1
              for end, sign in enumerate(text) if sign == "}"] for text in texts]
-    spans = [[(0 if k == 0 else found[k - 1] + 1, end) for k, end in enumerate(found)]
-             for found in ends]
-    expected = shape_advantages([[0.0, 1.0], [0.0], [], [1.0, 0.0]], spans, mask, 4)
+    candidates = [[(0 if k == 0 else found[k - 1] + 1, end, float(k == best))
+                   for k, end in enumerate(found)] for found, best in zip(ends, [1, None, None, 0])]
+    expected = shape_advantages(candidates, mask, 4)
     assert torch.allclose(rollout.advantages, expected, atol=1e-6) and expected.abs().max() > 0.5
     assert not expected[2].any() and not expected[0][mask[0]][-2:].any()

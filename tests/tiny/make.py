@@ -235,7 +235,7 @@ def check_reward_model(problems):
     rows = judged_answers(policy, tokenizer, problems, seed=3)
     prompts, answers, rewards = zip(*rows)
     scores = reward.reward_model_scores(model, tokenizer, list(prompts), list(answers))
-    is_right = reward.is_right(rewards)
+    is_right = reward.is_right(torch.tensor(rewards))
     group = torch.arange(len(rows)) // 8
     pairs = (is_right[:, None] & ~is_right & (group[:, None] == group)).nonzero()
     worked = torch.tensor([" = " in answer for answer in answers])
