@@ -1097,7 +1097,7 @@ def load_problems(name, source, tokenizer, s):
             taken = problem.keys() & reward.ARGUMENTS
             if taken and (s.reward or s.step_reward):
                 raise ValueError(f"rewards have an argument {min(taken)!r}: rename that column")
-            [ids] = sample.ids_of(tokenizer, [prompt])
+            ids = sample.ids_of(tokenizer, prompt)
             if len(ids) + s.answer_tokens > limit:
                 raise ValueError(f"a prompt of {len(ids)} tokens and {s.answer_tokens} of an "
                                  f"answer are more than the model's {limit} positions: lower "
