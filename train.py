@@ -1097,7 +1097,7 @@ def load_problems(name, source, tokenizer, s):
     def check(number, problem):
         with as_bad_input(f"{source}, line {number}:"):
             prompt = chat_prompt(tokenizer, problem, s.system_prompt)
-            [ids] = sample.ids_of(tokenizer, [prompt])
+            ids = sample.ids_of(tokenizer, prompt)
             if len(ids) + s.answer_tokens > limit:
                 raise ValueError(f"a prompt of {len(ids)} tokens and {s.answer_tokens} of an "
                                  f"answer are more than the model's {limit} positions: lower "

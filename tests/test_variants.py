@@ -289,7 +289,8 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, ti
         reference.table += 0.3 * torch.randn(64, 64, generator=seeded(2))
         try:
             p = SimpleNamespace(policy=policy, reference=reference if s.kl_coef else None,
-                                optimizer=torch.optim.SGD(policy.named_parameters()), tokenizer=tokenizer)
+                                optimizer=torch.optim.SGD(policy.named_parameters()),
+                                tokenizer=tokenizer)
             train.train_grpo(parts_of(p, batch, drawn, reward_of), s)
         except train.BadInput:  # MaxRL, and a reward below 0
             return None
