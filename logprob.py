@@ -25,7 +25,6 @@ import torch
 import transformers
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -119,12 +118,6 @@ def uploaded(device, *tensors):
     return [x.to(device, non_blocking=True) for x in tensors]
 
 
-def body_of(model):
-    """The part of the model that returns hidden states; OPT, for one, has it a module deeper."""
-    body = model.get_decoder()
-    return model.base_model.model if body is model else body         # Llama 4 returns itself
-
-
 def chunks(hidden, weight):
     """Slices of the M rows: their logits (m, V) are just large enough to keep the device busy."""
     M, V = hidden.shape[0], weight.shape[0]
@@ -132,8 +125,8 @@ def chunks(hidden, weight):
     if hidden.is_cuda:
         values = min(2**28, M * V // 8)      # an eighth of all logits, at most 1 GB
     step = max(128, values // V)             # on a CPU a product of 32 rows has half the speed
-    starts = range(0, max(M, 1), step)       # at least one slice, even if it is empty
-    return [slice(start, start + step) for start in starts]
+    # At least one slice, even if it is empty
+    return [slice(start, start + step) for start in range(0, max(M, 1), step)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -214,12 +207,12 @@ def head_logprobs(model, hidden, targets, temperature, with_entropy):
     if is_fast(model):
         return LeanHead.apply(hidden, head.weight, targets, temperature, with_entropy)
     config = model.config.get_text_config()
-    factor = getattr(config, "logit_scale", None) or 1               # Cohere
-    divisor = getattr(config, "logits_scaling", None) or 1           # Granite
+    scale = getattr(config, "logit_scale", None) or 1                # Cohere
+    scale /= getattr(config, "logits_scaling", None) or 1            # Granite
     cap = getattr(config, "final_logit_softcapping", None)           # Gemma
 
     def score(hidden, targets):
-        logits = head(hidden).float() * factor / divisor                          # (m, V)
+        logits = head(hidden).float() * scale                                     # (m, V)
         if cap:
             logits = cap * (logits / cap).tanh()
         logp = (logits / temperature).log_softmax(dim=1)
@@ -239,11 +232,11 @@ def head_logprobs(model, hidden, targets, temperature, with_entropy):
 # Rows. In a fast family all rows become one long row of pieces, a prompt x and then its answers y1,
 # y2, so that the prompt runs once:
 #
-#     x  y1 y1                                   flash attention:  queries  x | y1 y1   | y2 y2 y2
-#     x  y2 y2 y2   ->   x  y1 y1  y2 y2 y2                        keys     x | x y1 y1 | x y2 y2 y2
+#     x  y1 y1                                     flash attention:  queries  x y1 y1 | y2 y2 y2
+#     x  y2 y2 y2   ->   x  y1 y1  y2 y2 y2                          keys     x y1 y1 | x y2 y2 y2
 #
 # Every answer's positions continue its prompt's. Only attention mixes the tokens of a row. Flash
-# attention, on CUDA, gets each piece's queries with the keys that they may see. Elsewhere it takes
+# attention, on CUDA, gets each row's queries with the keys that they may see. Elsewhere it takes
 # two calls on padded rows: all prompts, then all answers with their prompts among the keys.
 
 def distinct_rows(*tensors):
@@ -262,82 +255,73 @@ def hidden_states(model, at, input_ids, labels, groups=None):
     ids = input_ids[:, :-1]                              # the last token predicts nothing
     options = {}
     if groups is not None and is_fast(model):
-        rows = pieces_of(labels, groups[:, 0])
-        source, places = end_to_end(rows, ids.shape)
-        positions = source % ids.shape[1]
-        ids = ids.flatten()[None, source]                                         # (1, T)
-        at = places.flatten()[at]                        # the same tokens, in the long row
-        # transformers hands what it does not know on to the attention of every layer.
-        attention = attention_in_pieces if has_flash(model) else padded_attention
-        options["attend"] = attention(model, rows, places)
-        mask = torch.tensor([[[[True]]]])                # else transformers makes its own
-        positions, mask = uploaded(model.device, positions[None], mask)
-        options.update(position_ids=positions, attention_mask=mask)
+        ids, at, options = long_row(model, at, ids, labels, groups[:, 0])
     ids, at = uploaded(model.device, ids, at)
-    hidden = body_of(model)(input_ids=ids, use_cache=False, **options).last_hidden_state
+    body = model.get_decoder()                           # what returns hidden states
+    if body is model:                                    # as Llama 4 says
+        body = model.base_model.model
+    hidden = body(input_ids=ids, use_cache=False, **options).last_hidden_state
     return hidden.flatten(0, 1)[at]
 
 
-def pieces_of(labels, groups, most=float("inf")):
-    """labels (N, S), groups (N,) -> lists of pieces (n, start, end), which are tokens of row n.
+def long_row(model, at, ids, labels, groups):
+    """Of U rows -> ids of the long row (1, T), the places `at` in it, options for the body."""
+    order = groups.argsort(stable=True)                  # the rows of a group stand together
+    firsts, prompts, lengths, ends = spans_of(labels[order], groups[order])
+    position = torch.arange(ids.shape[1])
+    starts = ends - lengths
+    runs = (starts[:, None] <= position) & (position < ends[:, None])             # (U, S-1)
+    ids = ids[order][runs]                                                        # (T,)
+    positions = runs.nonzero()[:, 1]
+    # Where each token of a row is in the long row: (U, S-1), -1 behind the row's end
+    places = torch.full(runs.shape, -1)
+    places[runs] = torch.arange(len(ids))
+    is_shared = position < prompts[:, None]
+    places = places[firsts].where(is_shared, places)
+    at = places[order.argsort()].flatten()[at]
+    mask = torch.tensor([[[[True]]]])                    # else transformers makes its own
+    positions, mask = uploaded(model.device, positions[None], mask)
+    # transformers hands what it does not know on to the attention of every layer.
+    attention = flash_attention if has_flash(model) else padded_attention
+    attend = attention(model, places, prompts, lengths, ends)
+    return ids[None], at, dict(position_ids=positions, attention_mask=mask, attend=attend)
 
-    Each list is a prompt and then answers to it, without their last token, which predicts nothing.
-    It has at most `most` tokens, or a single answer.
+
+def spans_of(labels, groups):
+    """labels (N, S), groups (N,) in order -> firsts, prompts, lengths, ends, (N,) each.
+
+    A prompt has prompts[n] tokens, and runs in the first row of its group, which is firsts[n]. Of
+    row n run lengths[n] tokens, up to ends[n]: the last of an answer predicts nothing.
     """
     is_label = labels != IGNORE                                                   # (N, S)
     position = torch.arange(labels.shape[1])
-    firsts = is_label.int().argmax(dim=1).tolist()
-    lasts = (is_label * position).amax(dim=1).clamp(min=1).tolist()
-    rows = []
-    for group in groups.unique():
-        members = (groups == group).nonzero().flatten().tolist()
-        P = min(firsts[n] for n in members)
-        room = -1                                        # none: a row begins
-        for n in members:
-            length = lasts[n] - P
-            if length > room:
-                rows.append([(n, 0, P)])
-                room = most - P
-            rows[-1].append((n, P, lasts[n]))
-            room -= length
-    return rows
-
-
-def end_to_end(rows, shape):
-    """Lists of pieces -> (T,): places in (U, S-1) of the long row's tokens; (U, S-1): the way back.
-    """
-    numbers = torch.arange(shape.numel()).view(shape)                             # (U, S-1)
-    pieces = sum(rows, [])
-    source = torch.cat([numbers[n, start:end] for n, start, end in pieces])
-    places = torch.zeros_like(numbers)
-    places.put_(source, torch.arange(len(source)))
-    for (first, _, P), *answers in rows:         # the prompt runs in the group's first row alone
-        for n, _, _ in answers:
-            places[n, :P] = places[first, :P]
-    return source, places
+    ends = (is_label * position).amax(dim=1).clamp(min=1)
+    firsts = torch.searchsorted(groups, groups)          # of each group its first row
+    # A prompt ends where the first label of its group is.
+    prompts = is_label.int().argmax(dim=1)
+    prompts = prompts.scatter_reduce(0, firsts, prompts, "amin")[firsts]
+    lengths = ends - prompts
+    lengths[firsts] = ends[firsts]
+    return firsts, prompts, lengths, ends
 
 
 def has_flash(model):
-    """Whether attention can run in pieces of different lengths, without a mask."""
+    """Whether attention can run on rows of different lengths, without a mask."""
     return (model.device.type == "cuda" and model.dtype.itemsize == 2
             and torch.cuda.get_device_capability(model.device) >= (8, 0)
             and torch.backends.cuda.is_flash_attention_available())
 
 
-def attention_in_pieces(model, rows, places):
-    """-> attention of the long row by flash attention: each piece's queries with its keys."""
-    pieces = sum(rows, [])
-    # A piece of row n sees the row's first `end` tokens: its prompt and itself.
-    keys = torch.cat([places[n, :end] for n, _, end in pieces])                   # (K,)
-    lengths = [(end - start, end) for _, start, end in pieces]           # of queries and of keys
-    lengths = torch.tensor(lengths).T                                             # (2, pieces)
+def flash_attention(model, places, prompts, lengths, ends):
+    """-> attention of the long row by flash attention: each row's queries with its keys."""
+    keys = places[places >= 0]                                                    # (K,)
+    lengths = torch.stack((lengths, ends))               # of queries and of keys: (2, U)
     longest = lengths.amax(dim=1).tolist()
-    # Where the queries and keys of each piece begin: (2, pieces + 1)
+    # Where the queries and keys of each row begin: (2, U + 1)
     bounds = pad(lengths.cumsum(dim=1), (1, 0)).int()
     keys, bounds = uploaded(model.device, keys, bounds)
 
     def attend(q, k, v, scaling):
-        """q (T, Hq, D), k and v (T, Hkv, D) -> (T, Hq, D)."""
         both = torch.cat((k, v), dim=1)                  # one gather is faster than two
         k, v = both[keys].chunk(2, dim=1)
         return varlen_attn(q, k, v, *bounds, *longest, window_size=(-1, 0),  # causal
@@ -346,36 +330,31 @@ def attention_in_pieces(model, rows, places):
     return attend
 
 
-def padded_attention(model, rows, places):
+def padded_attention(model, places, prompts, lengths, ends):
     """-> attention of the long row without flash attention: two calls on padded rows."""
-    def padded(pieces):
-        found = [places[n, start:end] for n, start, end in pieces]
-        return pad_sequence(found, batch_first=True, padding_value=-1)
-
-    answers = [piece for _, *answers in rows for piece in answers]
-    prompts = padded(prompt for prompt, *_ in rows)                               # (G, P)
-    queries = padded(answers)                                                     # (N, A)
-    # The way back: every token stands once among the queries, and padding sorts before them all.
-    slots = torch.cat((prompts.flatten(), queries.flatten()))
-    back = slots.argsort()[(slots < 0).sum():]                                    # (T,)
-    # Each answer's keys are its whole row; a mask of 0 and -inf hides those behind a query.
-    numbers, starts, _ = torch.tensor(answers).T
-    keys = places[numbers]                                                        # (N, S)
-    keys = pad(keys, (0, -keys.shape[1] % 16))           # else CUDA copies the mask in every layer
-    last_key = starts[:, None] + torch.arange(queries.shape[1])                   # (N, A)
-    unseen = last_key[:, None, :, None] < torch.arange(keys.shape[1])             # (N, 1, A, S)
+    heads = lengths == ends                              # the G rows whose prompts run
+    P, A = prompts.max(), (ends - prompts).max()
+    is_prompt = torch.arange(P) < prompts[heads, None]                            # (G, P)
+    alone = places[heads, :P].where(is_prompt, -1)
+    # An answer's keys are its whole row; a mask of 0 and -inf hides those behind a query.
+    last_key = prompts[:, None] + torch.arange(A)                                 # (U, A)
+    queries = pad(places, (0, A), value=-1).gather(1, last_key)
+    keys = pad(places, (0, -places.shape[1] % 16))       # else CUDA copies the mask in every layer
+    unseen = last_key[:, None, :, None] < torch.arange(keys.shape[1])             # (U, 1, A, S)
     mask = torch.where(unseen, -torch.inf, 0.0).to(model.dtype)
-    prompts, queries, keys, mask, back = uploaded(
-        model.device, prompts.clamp(min=0), queries.clamp(min=0), keys, mask, back)
+    # The way back: every token stands once among the queries, and padding sorts before them all.
+    slots = torch.cat((alone.flatten(), queries.flatten()))
+    back = slots.argsort()[-lengths.sum():]                                       # (T,)
+    tables = [x.clamp(min=0) for x in (alone, queries, keys)]
+    alone, queries, keys, mask, back = uploaded(model.device, *tables, mask, back)
 
     def attend(q, k, v, scaling):
-        """q (T, Hq, D), k and v (T, Hkv, D) -> (T, Hq, D)."""
         if q.is_cuda:
             # As many key heads as query heads, or CUDA takes a slow kernel that holds all scores.
             copies = q.shape[1] // k.shape[1]
             k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))           # (T, Hq, D)
         call = partial(padded_call, q, k, v, scale=scaling)
-        of_prompts = call(prompts, prompts, is_causal=True)
+        of_prompts = call(alone, alone, is_causal=True)
         of_answers = call(queries, keys, attn_mask=mask)
         return torch.cat((of_prompts, of_answers)).index_select(0, back)
 
@@ -397,7 +376,8 @@ def long_row_attention(module, q, k, v, mask, scaling=None, attend=None, **kwarg
     # q (1, Hq, T, D), k and v (1, Hkv, T, D) -> (1, T, Hq, D)
     if attend is None:
         return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **kwargs)
-    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))                           # (T, H, D)
+    # attend: q (T, Hq, D), k and v (T, Hkv, D) -> (T, Hq, D)
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     return attend(q, k, v, scaling)[None], None
 
 
@@ -415,36 +395,32 @@ def micro_batches(labels, group_ids, token_budget, share_prompts):
     counts once for the rows that run as one. Rows that are equal run once, count once and stay
     together. Padded rows are sorted by length, the longest first: so there is little padding.
     """
-    labels, groups, copies = distinct_rows(labels, group_ids)                     # (U, S), (U, 1)
-    groups = groups[:, 0]
+    groups, labels, copies = distinct_rows(group_ids, labels)                     # (U, 1), (U, S)
+    firsts, _, lengths, ends = spans_of(labels, groups[:, 0].contiguous())
+    order = range(len(ends))
     if not share_prompts:
-        groups = torch.arange(len(labels))
-    rows = pieces_of(labels, groups, token_budget)
-
-    def length_of(row):
-        return sum(end - start for _, start, end in row)
-
-    if not share_prompts:
-        rows.sort(key=length_of, reverse=True)
+        order = ends.argsort(descending=True).tolist()
+    # The first row of a group needs room for all of it.
+    needs = lengths.scatter_reduce(0, firsts, lengths, "sum", include_self=False)
+    needs, lengths, ends = torch.stack((needs, lengths, ends)).tolist()
     cuts = []
     room = -1                                            # none: a cut begins
-    price = 0
-    for row in rows:
-        length = length_of(row)
-        if share_prompts:                                # else it costs as much as the cut's first
-            price = length
-        if price > room:
+    width = 0
+    for n in order:
+        price = lengths[n] if share_prompts else width
+        # A group that fits stays whole.
+        is_split = share_prompts and room < needs[n] <= token_budget
+        if price > room or is_split:
             cuts.append([])
             room = token_budget
-            price = length
+            price = width = ends[n]                      # with its prompt
         room -= price
-        cuts[-1] += row[1:]
+        cuts[-1].append(n)
     found = []
     for cut in cuts:
-        chosen, _, ends = zip(*cut)
-        is_chosen = torch.isin(copies, torch.tensor(chosen))                      # (N,)
-        chosen = is_chosen.nonzero()[:, 0]
-        found.append((chosen, max(ends) + 1))
+        is_chosen = torch.isin(copies, torch.tensor(cut))                         # (N,)
+        longest = max(ends[n] for n in cut)
+        found.append((is_chosen.nonzero()[:, 0], longest + 1))
     return found
 
 

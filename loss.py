@@ -151,8 +151,9 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
         approx_kl = (KL * weights).sum()
         loss = policy_loss + kl_coef * approx_kl
     per_token = token_weights(counted, "token", n_tokens=n_tokens)
-    low = (per_token * (clipped & (log_ratio < 0))).sum()
-    high = (per_token * (clipped & (log_ratio > 0))).sum()
+    share = per_token * clipped                                              # (N, S-1)
+    low = (share * (log_ratio < 0)).sum()
+    high = (share * (log_ratio > 0)).sum()
     metrics = {"loss": loss, "policy_loss": policy_loss, "approx_kl": approx_kl,
                "clip_fraction": low + high, "clip_fraction_low": low, "clip_fraction_high": high,
                "ratio_mean": (per_token * log_ratio.exp()).sum()}

@@ -43,9 +43,8 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-# These two must be set before torch reads them. OpenMP threads should sleep while they wait:
-# spinning slows everything down when other programs run. CUDA's allocator should let its blocks
-# grow, or free memory between them is lost.
+# Set before torch reads them: OpenMP threads sleep while they wait (spinning would slow other
+# programs down), and CUDA's allocator lets its blocks grow (else free memory between them is lost).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if "microsoft" not in platform.release():  # WSL 2 has no such blocks (pytorch 192330)
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -215,7 +214,6 @@ def train_grpo(parts, settings, run=None):
 @dataclass
 class Batch:
     """This GPU's problems of a step."""
-
     problems: list                   # B dicts, see reward.load_problems
     prompts: list                    # their B prompts, chat template applied
     generators: list | None = None   # of random numbers, one per prompt
@@ -234,7 +232,6 @@ def answers_and_rewards(policy_model, tokenizer, batch, s, sampler, reward_of):
         rollout = sampler(policy_model, tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
                           s.temperature, batch.generators)
     drawn = time.perf_counter()
-    # Accuracy always uses the rule's rewards.
     rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)    # (N,)
     rollout.rewards = rollout.rule_rewards                                             # (N,)
     if reward_of:  # a function from Python may return any list of numbers
@@ -403,11 +400,11 @@ def update_metrics(sums, grad_norm, rollout):
     return metrics | {"skipped_updates": int(not is_finite)}
 
 
-# Sampler and trainer are two implementations of one policy. So [A]'s log-probs and [D]'s must be
-# the same on the answers of every step, before the first update moves a weight.
-
 def check_sampler(metrics, model, s):
-    """FastPathFault if they differ by more than rounding; with --plain BadInput."""
+    """Sampler and trainer are two implementations of one policy: their log-probs must agree.
+
+    FastPathFault if they differ by more than rounding; with --plain BadInput.
+    """
     # Nats per token; 1e-6 were measured in float32, 0.02 in bfloat16.
     allowed = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
     nats = metrics["sampler_difference"]
@@ -464,11 +461,8 @@ def peak_memory():
     return used
 
 
-# --------------------------------------------------------------------------------------------------
-# Dynamic sampling (DAPO, arXiv 2503.14476): flat groups teach nothing, others are drawn instead
-
 def scored_groups(policy_model, tokenizer, batch, s, sampler, reward_of):
-    """[A] [B] as answers_and_rewards; --max-resample replaces flat groups, also in the batch."""
+    """[A] [B] as answers_and_rewards; --max-resample replaces flat groups (arXiv 2503.14476)."""
     policy = sampling_model(policy_model)
     rollout, seconds = answers_and_rewards(policy, tokenizer, batch, s, sampler, reward_of)
     B = len(batch.prompts)
@@ -634,7 +628,8 @@ def symptoms(history, answer=""):
         return sum(values) / len(values)
 
     n = len(history)
-    rewards = [recent("reward_mean", max(0, i - 9), i + 1) for i in range(n)]
+    rewards = [recent("reward_mean", max(0, i - 9), i + 1)
+               for i in range(n)]
     best = max(rewards)
     now = rewards[-1]
     spread = max(row["reward_std"] for row in history)
@@ -1150,9 +1145,8 @@ def off_grid(weight, seed, i):
     A unit is the distance between neighbours in bfloat16 (or float16). Rounded to nearest, the copy
     is still the weight, bit for bit. But if a master began exactly on such a number, its weight
     would not change until it had moved by half a unit, after hundreds of steps at 1e-6. From random
-    places a move by a hundredth of a unit takes one weight in a hundred to its next number, and on
-    average the intended change arrives. Stochastic rounding (arXiv 2010.06192) would draw anew at
-    every step.
+    places a move by a hundredth of a unit takes one weight in a hundred to its next number: on
+    average the change arrives. Stochastic rounding (arXiv 2010.06192) would draw at every step.
     """
     master = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
     # Neighbours are so many float32 numbers apart: 2^16, or 2^13 for float16; 1 for float32.
@@ -1408,7 +1402,8 @@ def counted_ways(s):
     ways = [s]
     for name in WAYS:
         if getattr(s, name) is None:
-            ways = [replace(way, **{name: on}) for way in ways for on in (False, True)]
+            ways = [replace(way, **{name: on})
+                    for way in ways for on in (False, True)]
     counts = [memory(way, model, device) for way in ways]
     # A tenth stays free, for workspaces of kernels and for fragments of the allocator.
     fitting = [way for way, count in zip(ways, counts)
@@ -1570,12 +1565,8 @@ def leave_ranks(status):
 
 
 def end_rank(fault):
-    """Print this rank's fault, unless another rank has told one, and end without waiting.
-
-    The first fault is the cause: ranks that it leaves alone lose their connections. torchrun ends
-    those that do not notice.
-    """
-    is_first = True
+    """Print this rank's fault, unless another rank has told one, and end without waiting."""
+    is_first = True  # the cause: ranks that it leaves alone lose their connections
     with suppress(Exception):  # there is no store before rank 0 has begun, or after it has ended
         is_first = store_of_ranks(timeout=timedelta(seconds=5)).add("faults", 1) == 1
     if "gloo/transport" in fault:  # that rank was killed
@@ -1609,7 +1600,8 @@ def averaged(numbers):
     """{name: number} -> their means over the ranks."""
     mine = {name: float(value) for name, value in numbers.items()}
     everywhere = gathered_objects(mine)
-    return {name: sum(each[name] for each in everywhere) / world() for name in mine}
+    return {name: sum(each[name] for each in everywhere) / world()
+            for name in mine}
 
 
 def on_rank_0(function, *args):
@@ -1640,7 +1632,8 @@ def shard(model, s, samples=False):
     if samples:
         # FSDP's hooks would slow sampling down: a twin does it, which takes `room` in place of the
         # weights. By vars() it is no submodule.
-        room = {id(p): torch.empty_like(p, device=device) for p in model.parameters()}
+        room = {id(p): torch.empty_like(p, device=device)
+                for p in model.parameters()}
         vars(model)["twin"] = copy.deepcopy(model, room).to(device)
     wrap = partial(fsdp.fully_shard, mesh=dist.init_device_mesh(device.type, (world(),)),
                    mp_policy=fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32))
@@ -1747,7 +1740,8 @@ class Run:
         self.history.append(metrics)
         if "loss" in metrics:  # the first line is that of the start
             found = symptoms(self.history[1:], self.answer)
-            new = {what: line for what, line in found.items() if what not in self.told}
+            new = {what: line for what, line in found.items()
+                   if what not in self.told}
             if new:
                 self.told += new
                 metrics["warning"] = "; ".join(new.values())
@@ -1879,8 +1873,8 @@ def saving_on_bad_input(run, parts, s):
 
 
 def as_safetensors(tensors):
-    """{name: tensor} -> the bytes of a safetensors file: the length of its header, the header (a
-    JSON text), the tensors.
+    """{name: tensor} -> the bytes of a safetensors file: header's length, header (JSON), tensors.
+
     The library's own function needs all tensors in host memory at once; here it is one at a time.
     """
     names = {
@@ -2165,7 +2159,8 @@ def write_page(run, parts, s):
     for group in on_rank_0(groups_of, run):  # all ranks score
         names = ("input_ids", "labels", "finished", "group_ids", "rewards", "advantages",
                  "old_logprobs")
-        tensors = {name: torch.tensor(group[name], device=model.device) for name in names}
+        tensors = {name: torch.tensor(group[name], device=model.device)
+                   for name in names}
         answers = sample.Rollout(**tensors, logprobs=tensors["old_logprobs"], responses=None)
         logprobs, _ = all_token_logprobs(model, answers, s)                               # (G, S-1)
         moved = logprobs - answers.old_logprobs
