@@ -817,6 +817,7 @@ class Settings:
 
     @property
     def learning_rate(self):
+        """Of the optimizer: --lr or its default."""
         return self.lr or (1e-4 if self.lora_rank else 1e-6)
 
     @property
@@ -946,7 +947,8 @@ def load(s):
             reward_model, report = reward.open_reward_model(s.reward_model, s.reward_model_lr,
                                                             device)
             sample.check_loaded(reward_model.model, report)
-        with_moments(reward_model.optimizer)
+        if s.renew_reference:  # else it is never trained
+            with_moments(reward_model.optimizer)
         prompt_of = partial(chat_prompt, reward_model.tokenizer, system_prompt=s.system_prompt)
         reward_of = partial(reward.model_rewards, reward_model, prompt_of)
     problems, eval_problems = load_data(s, tokenizer)
