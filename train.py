@@ -214,6 +214,7 @@ def train_grpo(parts, settings, run=None):
 @dataclass
 class Batch:
     """This GPU's problems of a step."""
+
     problems: list                   # B dicts, see reward.load_problems
     prompts: list                    # their B prompts, chat template applied
     generators: list | None = None   # of random numbers, one per prompt
