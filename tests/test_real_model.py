@@ -291,7 +291,8 @@ def test_the_parts_of_a_file_are_joined_in_order_and_checked(tmp_path, monkeypat
 
 
 # --- Qwen2.5 on GSM8K -----------------------------------------------------------------------------
-def test_gsm8k_as_a_conversation_whose_examples_nobody_is_asked(tmp_path):
+@pytest.mark.parametrize("examples", [real_qwen.EXAMPLES, real_qwen.EXAMPLES[:2]])
+def test_gsm8k_as_a_conversation_whose_examples_nobody_is_asked(tmp_path, examples):
     def problem(n):
         return {"question": f"What is {n} + 1?", "answer": f"It is {n}+1=<<{n}+1={n + 1}>>{n + 1}"
                                                           f".\n#### {n + 1}"}
@@ -300,14 +301,16 @@ def test_gsm8k_as_a_conversation_whose_examples_nobody_is_asked(tmp_path):
         lines = [json.dumps(problem(n)) + "\n" for n in range(start, stop)]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     task = tmp_path / "task"
-    settings = parse(["--config", str(real_qwen.write_task(task, tmp_path, "1.5B", tmp_path))])
+    config = real_qwen.write_task(task, tmp_path, "1.5B", tmp_path, examples)
+    settings = parse(["--config", str(config)])
     assert settings.lora_rank == 16 and settings.data == str(task / "train.jsonl")
     train, test = lines_of(task / "train.jsonl"), lines_of(task / "test.jsonl")
-    assert len(train) == 6000 - len(real_qwen.EXAMPLES) and len(test) == 10
+    assert len(train) == 6000 - len(examples) and len(test) == 10
     *shown, last = test[-1]["messages"]
     assert last == {"role": "user", "content": "What is 6009 + 1?"} and test[-1] | problem(6009)
     asked = {p["question"] for p in train + test}
-    for n, question, answer in zip(real_qwen.EXAMPLES, shown[::2], shown[1::2]):
+    assert len(shown) == 2 * len(examples)
+    for n, question, answer in zip(examples, shown[::2], shown[1::2]):
         assert question == {"role": "user", "content": problem(n)["question"]}
         assert question["content"] not in asked
         assert answer["content"] == f"It is {n}+1={n + 1}.\nThe answer is \\boxed{{{n + 1}}}."

@@ -79,14 +79,14 @@ def boxed_solution(problem):
     return f"{solution}\nThe answer is \\boxed{{{answer}}}."
 
 
-def write_task(task, model, size, gsm8k=None):
+def write_task(task, model, size, gsm8k=None, shown=EXAMPLES):
     """Problems and config.json into the folder `task` -> the path of config.json."""
     task.mkdir(parents=True, exist_ok=True)
     found = {}
     for name, hub_name in (("train", "gsm8k"), ("test", "gsm8k:test")):
         path = gsm8k / f"{name}.jsonl" if gsm8k else gsm8k_file(hub_name)
         found[name] = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
-    examples = [found["train"][n] for n in EXAMPLES]
+    examples = [found["train"][n] for n in shown]
     for name, problems in found.items():
         lines = [json.dumps(conversation(problem, examples)) + "\n" for problem in problems
                  if problem not in examples]
@@ -138,6 +138,8 @@ def main(argv=None):
     parser.add_argument("--task", type=Path, help="of problems and config.json; default: in runs/")
     parser.add_argument("--gsm8k", type=Path, metavar="FOLDER",
                         help="with train.jsonl and test.jsonl; default: downloaded by its name")
+    parser.add_argument("--examples", type=int, choices=range(1, 4), default=len(EXAMPLES),
+                        help="how many solved ones stand before a problem [%(default)s]")
     parser.add_argument("--run", action="store_true", help="train, too")
     parser.add_argument("--output", type=Path, metavar="FOLDER",
                         help="of the run; with --run by default runs/gsm8k-SIZE-TIME")
@@ -150,7 +152,8 @@ def main(argv=None):
     args.task = args.task or HERE.parents[1] / "runs" / f"gsm8k-{size}"
     try:
         model_folder(args.folder, SOURCES[args.size])
-        config = write_task(args.task, args.folder, args.size, args.gsm8k)
+        config = write_task(args.task, args.folder, args.size, args.gsm8k,
+                            EXAMPLES[:args.examples])
         if args.measure:
             run = json.loads((args.measure / "config.json").read_text("utf-8"))
             most = run["max_new_tokens"]

@@ -556,13 +556,13 @@ def table(*names):
 
 
 def print_figures(name, sides):
-    table("", "sampling tokens/s", "update tokens/s", "mean length", "peak MB", "sampling s",
-          "update s", "CPU s", "**s per step**")
+    table("", "sampling tokens/s", "update tokens/s", "mean length", "peak MB",
+          "of the process", "sampling s", "update s", "CPU s", "**s per step**")
     for side, results in sides.items():
         m = {key: middle(results, key) for key in results[0]}
         print(f"| {name} {side} | {m['sampling_rate']:.0f} | {m['update_rate']:.0f} "
-              f"| {m['length']:.0f} | {m['peak']:.0f} | {m['sampling']:.2f} | {m['update']:.2f} "
-              f"| {m['cpu']:.2f} | **{m['seconds']:.2f}** |", flush=True)
+              f"| {m['length']:.0f} | {m['peak']:.0f} | {m['whole']:.0f} | {m['sampling']:.2f} "
+              f"| {m['update']:.2f} | {m['cpu']:.2f} | **{m['seconds']:.2f}** |", flush=True)
     for side, results in sides.items():
         m = {key: middle(results, key) for key in results[0]}
         print(f"\n{name} {side}: rollout at {m['of_bandwidth']:.0%} of the memory's "
