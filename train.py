@@ -46,6 +46,10 @@ from types import SimpleNamespace
 # Set before torch reads them: OpenMP threads sleep while they wait (spinning would slow other
 # programs down), and CUDA's allocator lets its blocks grow (else free memory between them is lost).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# In bfloat16 on a CPU a product keeps half a MB for each of its last shapes, 1024 in each of two
+# caches. Blocks that stay keep the memory between them from being used: a long run would grow.
+os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 if "microsoft" not in platform.release():  # WSL 2 has no such blocks (pytorch 192330)
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
@@ -629,8 +633,7 @@ def symptoms(history, answer=""):
         return sum(values) / len(values)
 
     n = len(history)
-    rewards = [recent("reward_mean", max(0, i - 9), i + 1)
-               for i in range(n)]
+    rewards = [recent("reward_mean", max(0, i - 9), i + 1) for i in range(n)]
     best = max(rewards)
     now = rewards[-1]
     spread = max(row["reward_std"] for row in history)
@@ -930,8 +933,7 @@ def check_resumed(given, saved):
 
 
 # --------------------------------------------------------------------------------------------------
-# Loading: device, model, tokenizer, problems, reward. Bad input is found here, before a folder is
-# made.
+# Loading: device, model, tokenizer, problems, reward. Bad input is found before a folder is made.
 
 def load(s):
     """-> the parts of a run: models, optimizer, problems, sampler and reward, as below."""
@@ -1633,11 +1635,10 @@ def shard(model, s, samples=False):
 
     device = choose_device(s)[0]
     if samples:
-        # FSDP's hooks would slow sampling down: a twin does it, which takes `room` in place of the
-        # weights. By vars() it is no submodule.
-        room = {id(p): torch.empty_like(p, device=device)
-                for p in model.parameters()}
-        vars(model)["twin"] = copy.deepcopy(model, room).to(device)
+        # FSDP's hooks would slow sampling down: a twin with `room` for the weights does it.
+        room = {id(p): torch.empty_like(p, device=device) for p in model.parameters()}
+        twin = copy.deepcopy(model, room).to(device)
+        vars(model)["twin"] = twin  # no submodule
     wrap = partial(fsdp.fully_shard, mesh=dist.init_device_mesh(device.type, (world(),)),
                    mp_policy=fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32))
     lists = (m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList))
@@ -2162,8 +2163,7 @@ def write_page(run, parts, s):
     for group in on_rank_0(groups_of, run):  # all ranks score
         names = ("input_ids", "labels", "finished", "group_ids", "rewards", "advantages",
                  "old_logprobs")
-        tensors = {name: torch.tensor(group[name], device=model.device)
-                   for name in names}
+        tensors = {name: torch.tensor(group[name], device=model.device) for name in names}
         answers = sample.Rollout(**tensors, logprobs=tensors["old_logprobs"], responses=None)
         logprobs, _ = all_token_logprobs(model, answers, s)                               # (G, S-1)
         moved = logprobs - answers.old_logprobs

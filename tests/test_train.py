@@ -5,13 +5,14 @@ import json
 import math
 import os
 import re
+import subprocess
 import sys
 from types import SimpleNamespace
 import pytest
 import torch
-from conftest import (FEW, NO_MEMORY, PROBLEMS, REWARDS, TINY, answer_rows, begin, checkpoint_of,
-                      gradient, lines_of, logprobs_on_full_logits, loop, metrics_of, parts,
-                      parts_of, raises, refused, rollout_of, run_in, same_tensors, settings,
+from conftest import (FEW, LIMIT, NO_MEMORY, PROBLEMS, REWARDS, TINY, answer_rows, begin,
+                      checkpoint_of, gradient, lines_of, logprobs_on_full_logits, loop, metrics_of,
+                      parts, parts_of, raises, refused, rollout_of, run_in, same_tensors, settings,
                       trains, updated, well_ended, whole_step)
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification,
                           AutoTokenizer, Qwen2Config)
@@ -667,6 +668,22 @@ def test_dry_run_counts_from_the_configuration_alone(capsys, machine, big):
     trains(big, "--dry-run", "20")
     out = capsys.readouterr().out
     assert "*" not in out.replace("*: ", "") and "--lora-rank 16" in out.splitlines()[-1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_products_of_many_shapes_keep_little_memory():
+    """400 new shapes in bfloat16 would keep 250 MB; on a CPU that has no bfloat16 nothing."""
+    program = """
+import re, train, torch
+def held(first, last):
+    for n in range(first, last):
+        torch.ones(n, 128, dtype=torch.bfloat16) @ torch.ones(128, 128, dtype=torch.bfloat16)
+    return int(re.search("VmRSS:(.*) kB", open("/proc/self/status").read())[1]) / 1000
+print(-held(100, 200) + held(200, 600))"""
+    unset = {name: value for name, value in os.environ.items() if "CACHE_CAPACITY" not in name}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                          timeout=LIMIT, cwd=train.HERE, env=unset)
+    assert float(well_ended(done)) < 80
 
 
 def test_memory_that_runs_out_in_the_optimizer_repeats_no_step(monkeypatch):
