@@ -24,7 +24,7 @@ def test_every_function_of_the_table_is_in_its_file():
 
 FIELDS = {train.flag_of(field.name) for field in dataclasses.fields(train.Settings)}
 # of torchrun, and of tests/
-OTHERS = {"--all", "--bf16", "--boxed", "--help", "--max-restarts", "--measure",
+OTHERS = {"--all", "--bf16", "--boxed", "--examples", "--help", "--max-restarts", "--measure",
           "--micro-batches", "--mugs", "--new-tokens", "--nnodes", "--nproc-per-node", "--only",
           "--profile", "--real", "--run", "--seeds", "--shutdown-timeout", "--size",
           "--steps-per-sum", "--words"}
