@@ -1480,8 +1480,8 @@ def memory(s, model, device):
         # torch itself; of the head a float32 copy, or if it is tied a second gradient
         count["the program"] = 5e8 + head
         if rows * (PROMPT / s.group_size + s.answer_tokens) <= s.micro_batch_tokens:
-            # In a single backward pass gradients grow while what was kept is freed.
-            update[KEPT] = max(0, update[KEPT] - update[GRADIENTS])
+            # In one backward pass gradients take the place of what was kept; in bfloat16 half do.
+            update[KEPT] = max(0, update[KEPT] - size * trained)
         if rows <= sample.FEW:  # a rollout's weights once more; it needs nothing of the update's
             count["a rollout's packed weights"] = max(0, n * size - sum(update.values()))
     count.update(update)
