@@ -46,8 +46,7 @@ from types import SimpleNamespace
 # Set before torch reads them: OpenMP threads sleep while they wait (spinning would slow other
 # programs down), and CUDA's allocator lets its blocks grow (else free memory between them is lost).
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-# In bfloat16 on a CPU a product keeps half a MB for each of its last shapes, 1024 in each of two
-# caches. Blocks that stay keep the memory between them from being used: a long run would grow.
+# A bfloat16 product on a CPU keeps half a MB for each of 1024 shapes, twice: a run would grow.
 os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 if "microsoft" not in platform.release():  # WSL 2 has no such blocks (pytorch 192330)
@@ -590,7 +589,6 @@ def evaluate(parts, settings, group_size=1, temperature=0.0):
     p = parts
     policy = sampling_model(p.policy_model)
     mine = share_of_rank(len(p.eval_problems))
-    # As many rows as a step has on this GPU
     at_a_time = max(1, s.prompts_per_step // world() * settings.group_size // group_size)
     starts = range(0, len(mine), at_a_time)
     key = (s.seed, "evaluation")
@@ -633,7 +631,8 @@ def symptoms(history, answer=""):
         return sum(values) / len(values)
 
     n = len(history)
-    rewards = [recent("reward_mean", max(0, i - 9), i + 1) for i in range(n)]
+    rewards = [recent("reward_mean", max(0, i - 9), i + 1)
+               for i in range(n)]
     best = max(rewards)
     now = rewards[-1]
     spread = max(row["reward_std"] for row in history)
@@ -1482,6 +1481,8 @@ def memory(s, model, device):
         if rows * (PROMPT / s.group_size + s.answer_tokens) <= s.micro_batch_tokens:
             # In one backward pass gradients take the place of what was kept; in bfloat16 half do.
             update[KEPT] = max(0, update[KEPT] - size * trained)
+        else:
+            update[KEPT] *= 1.15  # not all pieces of one micro-batch fit where others were freed
         if rows <= sample.FEW:  # a rollout's weights once more; it needs nothing of the update's
             count["a rollout's packed weights"] = max(0, n * size - sum(update.values()))
     count.update(update)
@@ -1605,8 +1606,7 @@ def averaged(numbers):
     """{name: number} -> their means over the ranks."""
     mine = {name: float(value) for name, value in numbers.items()}
     everywhere = gathered_objects(mine)
-    return {name: sum(each[name] for each in everywhere) / world()
-            for name in mine}
+    return {name: sum(each[name] for each in everywhere) / world() for name in mine}
 
 
 def on_rank_0(function, *args):
