@@ -1638,7 +1638,7 @@ def shard(model, s, samples=False):
         # FSDP's hooks would slow sampling down: a twin with `room` for the weights does it.
         room = {id(p): torch.empty_like(p, device=device) for p in model.parameters()}
         twin = copy.deepcopy(model, room).to(device)
-        vars(model)["twin"] = twin  # no submodule
+        vars(model)["twin"] = twin  # by vars() it is no submodule
     wrap = partial(fsdp.fully_shard, mesh=dist.init_device_mesh(device.type, (world(),)),
                    mp_policy=fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32))
     lists = (m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList))

@@ -682,7 +682,8 @@ def held(first, last):
     for n in range(first, last):
         torch.ones(n, 128, dtype=torch.bfloat16) @ torch.ones(128, 128, dtype=torch.bfloat16)
     return int(re.search("VmRSS:(.*) kB", open("/proc/self/status").read())[1]) / 1000
-print(-held(100, 200) + held(200, 600))"""
+before = held(100, 200)
+print(held(200, 600) - before)"""
     unset = {name: value for name, value in os.environ.items() if "CACHE_CAPACITY" not in name}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
                           timeout=LIMIT, cwd=train.HERE, env=unset)
