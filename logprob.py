@@ -20,6 +20,7 @@ import sys
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import transformers
@@ -123,10 +124,15 @@ def chunks(hidden, weight):
     M, V = hidden.shape[0], weight.shape[0]
     values = 2**18                           # on a CPU 1 MB in float32, which fits its cache
     if hidden.is_cuda:
-        values = min(2**28, M * V // 8)      # an eighth of all logits, at most 1 GB
+        values = logits_at_a_time(M, V)
     step = max(128, values // V)             # on a CPU a product of 32 rows has half the speed
     # At least one slice, even if it is empty
     return [slice(start, start + step) for start in range(0, max(M, 1), step)]
+
+
+def logits_at_a_time(M, V):
+    """On CUDA: an eighth of the logits of M tokens, at most 1 GB in float32."""
+    return min(2**28, M * V // 8)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -436,6 +442,42 @@ def layers_checkpointed(model, on):
     finally:
         for layer in layers:
             del layer.forward                    # the class's own forward again
+
+
+def shape_of(model):
+    """The sizes of a model that its memory depends on, by its config."""
+    text = model.config.get_text_config()
+    text.allow_global_per_layer_attribute_access = True  # Gemma 4's layers have two head sizes
+
+    def size_of(name, default):
+        found = getattr(text, name, None) or default
+        return max(found) if isinstance(found, list) else found  # Gemma 3n's layers have one each
+
+    hidden = text.hidden_size
+    heads = size_of("num_attention_heads", 1)
+    width = size_of("head_dim", hidden // heads)
+    return SimpleNamespace(
+        vocab=text.vocab_size,
+        layers=text.num_hidden_layers,
+        hidden=hidden,
+        queries=heads * width,
+        keys=size_of("num_key_value_heads", heads) * width,
+        inner=size_of("intermediate_size", 4 * hidden))
+
+
+def kept_per_token(model, checkpointed):
+    """How many numbers a model keeps of each token for its backward pass."""
+    shape = shape_of(model)
+    of_layer = {
+        "norms and sums": 8 * shape.hidden,
+        "attention": 5 * shape.queries + shape.keys,
+        "MLP": 4 * shape.inner,
+    }
+    if any("q_norm" in name for name, _ in model.named_parameters()):
+        of_layer["norms of queries and keys"] = 3 * (shape.queries + shape.keys)
+    kept = sum(of_layer.values())
+    # With checkpointing a layer keeps its input, and one layer at a time is run again.
+    return kept + shape.layers * shape.hidden if checkpointed else shape.layers * kept
 
 
 # --------------------------------------------------------------------------------------------------
