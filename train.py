@@ -397,7 +397,7 @@ def check_sampler(parts, rollout, s):
     # Nats per token; 1e-6 were measured in float32, 0.02 in bfloat16.
     allowed = 0.1 if parts.policy_model.dtype.itemsize == 2 else 1e-3
     nats = sampler_difference(rollout)
-    if nats > allowed and not s.sampler_correction:  # which corrects for any difference
+    if not nats <= allowed and not s.sampler_correction:  # which corrects for any difference
         mend = "--sampler-correction 2.0 corrects for that" if s.plain else "try --plain"
         raise BadInput(f"--model {s.model}: sampler and trainer differ by {nats:.2g} nats per "
                        f"token; {mend}")
@@ -405,7 +405,8 @@ def check_sampler(parts, rollout, s):
 
 def sampler_difference(rollout):
     """The mean distance of the sampler's log-probs and [D]'s, in nats per token, on all GPUs."""
-    apart = (rollout.logprobs - rollout.old_logprobs).abs()                            # (N, S-1)
+    old = rollout.old_logprobs                                                         # (N, S-1)
+    apart = (rollout.logprobs - old).abs().where(old.isfinite(), 0)  # else the update is skipped
     return averaged({"nats": apart.sum() / rollout.mask.sum()})["nats"]
 
 

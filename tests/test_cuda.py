@@ -282,14 +282,14 @@ def updates(device, dtype, loss_scale=None):
     rollout = rollout_of(p)
     rollout.advantages = group_advantages(REWARDS, 4)
     with torch.no_grad():
-        rollout.ref_logprobs = token_logprobs(p.reference, rollout.input_ids, rollout.labels)
+        rollout.ref_logprobs = token_logprobs(p.ref_model, rollout.input_ids, rollout.labels)
     for name in ("input_ids", "labels", "logprobs", "finished", "advantages", "ref_logprobs"):
         setattr(rollout, name, getattr(rollout, name).to(device))
-    policy = p.policy.to(device, dtype)
-    optimizer = train.make_optimizer(policy, p.settings)
+    p.policy_model.to(device, dtype)
+    p.optimizer = train.make_optimizer(p.policy_model, p.settings)
     if loss_scale:
-        optimizer.scale.fill_(loss_scale)
-    return [train.update(policy, optimizer, rollout, p.settings) for _ in range(2)]
+        p.optimizer.scale.fill_(loss_scale)
+    return [train.update(p, rollout, p.settings) for _ in range(2)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF, torch.float16])

@@ -54,7 +54,7 @@ def weights_of(model):
 def answered(p):
     rollout = rollout_of(p)
     with torch.no_grad():
-        logp, _ = logprobs_on_full_logits(p.reference, rollout, 1.0)
+        logp, _ = logprobs_on_full_logits(p.ref_model, rollout, 1.0)
     rollout.ref_logprobs = logp.float() * rollout.mask
     return rollout
 
@@ -136,7 +136,7 @@ def test_half_precision(dtype):
     whole = parts("--lora-rank=4", "--lr=1e-5")
     rollout = answered(p)
     for _ in range(3):
-        metrics, plain = (updated(x, x.policy, x.optimizer, rollout) for x in (p, whole))
+        metrics, plain = (updated(x, x.policy_model, x.optimizer, rollout) for x in (p, whole))
         assert metrics["grad_norm"] == pytest.approx(plain["grad_norm"], rel=0.05)
     assert all(p.dtype == torch.float32 for p in p.optimizer.factors.values())
     assert metrics["loss_scale"] == pytest.approx(
@@ -153,7 +153,7 @@ def test_every_rank_rounds_to_the_same_weights(monkeypatch):
         for factor in p.optimizer.factors.values():
             factor.data.fill_(0.01)
         p.optimizer.round()
-        found.append(weights_of(p.policy))
+        found.append(weights_of(p.policy_model))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
