@@ -181,7 +181,7 @@ def train_grpo(parts, settings, run=None):
     """
     run = run or Run()
     s = replace(settings)  # --kl-band changes it
-    if not run.before:
+    if not run.history:
         run.log({"step": 0, **run.measure(parts, s)})
     with tqdm(total=s.steps, initial=run.step, desc="GRPO", disable=rank() > 0) as bar:
         for step in range(run.step + 1, s.steps + 1):
@@ -840,14 +840,22 @@ def parse(words):
             s.eval_data = ""
         vars(s).update(layer)
     if s.resume:
-        for name in given.keys() & config.keys():
-            if given[name] != config[name]:
-                print0(f"{flag_of(name)} {given[name]}: the run began with {config[name]}")
+        tell_changes(given, Settings(**config))
         s.output = s.resume
     if os.path.isfile(f"{s.model}/final/config.json"):
         s.model += "/final"  # a run's folder was named
     s.config = str(source or "")
     return s
+
+
+def tell_changes(given, began):
+    """Print the flags that a resumed run changes. BadInput: one that is of another call."""
+    for name, value in given.items():
+        if name not in ("resume", "dry_run") and not FIELDS[name].metadata["kept"]:
+            raise BadInput(f"{flag_of(name)}: does not go with --resume")
+        old = getattr(began, name)
+        if value != old and name != "resume":
+            print0(f"{flag_of(name)} {value}: the run began with {old}")
 
 
 def read_config(file):
@@ -877,8 +885,6 @@ def read_config(file):
 
 def load(s):
     """Settings that plan_memory has completed -> the parts of a run, named below."""
-    # Kept with the run, because the last digit of sums depends on the number of threads.
-    s.threads = s.threads or torch.get_num_threads()
     torch.set_num_threads(s.threads)
     reward_of = reward.own_reward_of(s.reward, s.reward_weights, s.step_reward)
     reward_model = ref_model = optimizer = None
@@ -1221,7 +1227,7 @@ class LoraAdamW(MasterAdamW):
 
     def __init__(self, model, ref_model, s, **how):
         self.lora_scale = (s.lora_alpha or 2 * s.lora_rank) / s.lora_rank
-        self.parts = []  # (W0, A, B) of each weight
+        self.triples = []  # (W0, A, B) of each weight
         self.factors = {}  # A and B, under their names in PEFT
         weights = []
         linears = linears_of(model)
@@ -1239,7 +1245,7 @@ class LoraAdamW(MasterAdamW):
             A = 2 * torch.rand(s.lora_rank, n_in, generator=generator) - 1
             A = A.div(math.sqrt(n_in)).to(W.device)                                    # (R, in)
             B = torch.zeros(n_out, s.lora_rank, device=W.device)                       # (out, R)
-            self.parts.append((W0, A, B))
+            self.triples.append((W0, A, B))
             self.factors[f"base_model.model.{name}.lora_A.weight"] = A
             self.factors[f"base_model.model.{name}.lora_B.weight"] = B
             linear.forward = partial(FactoredLinear.apply, W, linear.bias, A.requires_grad_(),
@@ -1248,7 +1254,7 @@ class LoraAdamW(MasterAdamW):
         super().__init__(self.factors, weights, **how)
 
     def master(self, i):
-        W0, A, B = self.parts[i]
+        W0, A, B = self.triples[i]
         W = off_grid(W0.to(B.device), self.seed, i)                                    # (out, in)
         return W.addmm_(B, A, alpha=self.lora_scale)
 
@@ -1324,7 +1330,9 @@ def counted_ways(s):
     if device.type == "cpu":  # which is fastest with what fits its cache
         tokens = 2048 if dtype == torch.bfloat16 else 1024
     s = replace(s, micro_batch_tokens=s.micro_batch_tokens or tokens,
-                device=str(device), dtype=str(dtype).removeprefix("torch."))
+                device=str(device), dtype=str(dtype).removeprefix("torch."),
+                # The last digit of sums depends on their number.
+                threads=s.threads or torch.get_num_threads())
     if device.type != "cuda" or not s.is_whole:  # no memory of its own; or shards
         s.offload = False
     model = model_without_storage("--model", s.model, dtype)
@@ -1566,9 +1574,9 @@ def sampling_model(model):
         for copied, module in zip(twin.modules(), model.modules()):
             if hasattr(module, "unshard"):  # of FSDP: one gather for all weights of a layer
                 module.unshard()
-                for weight, gathered in zip(copied.parameters(), module.parameters()):
-                    if not is_sharded(gathered):
-                        weight.copy_(gathered)
+                for weight, whole in zip(copied.parameters(), module.parameters()):
+                    if not is_sharded(whole):
+                        weight.copy_(whole)
                 module.reshard()
     return twin
 
@@ -1820,12 +1828,16 @@ def load_checkpoint(run, parts, s):
         return  # it was killed before it began
     path = Path(run.name, CHECKPOINT)
     digests, command = run.digests, run.command  # of today
-    with blame(f"--resume: {path} is damaged, or not of this model, or of another version "
-                      "of train.py:"):
+    with blame(f"--resume: {path} is damaged, or not of this model, or of another version of "
+               "train.py:"):
         file = safe_open(path, framework="pt")
         counters = json.loads(file.get_tensor("counters").numpy().tobytes())
         for name in run.SAVED:
             setattr(run, name, counters[name])
+        if command and not run.command:
+            raise ValueError("the run was begun from Python, which alone knows its sampler, reward "
+                             "and weights: pass --resume to train.parse() there")
+        run.command = command and run.command  # main may go on from here if it began and goes on
         if parts.reward_model:
             parts.reward_model.pairs, parts.reward_model.replay = counters["pairs"]
         moves = what_moves(parts, s)
@@ -1836,17 +1848,15 @@ def load_checkpoint(run, parts, s):
             if is_sharded(moving):
                 saved = dist.tensor.distribute_tensor(saved, moving.device_mesh, moving.placements)
             moving.copy_(saved)
-    if command and not run.command:
-        raise BadInput(f"--resume {run.name}: it was begun from Python, which alone knows its "
-                       "sampler, reward and weights; there set settings.resume and call train()")
-    run.command = command and run.command  # go on like this only from where it goes on now
-    for name, digest in digests.items():
-        if digest != run.digests.get(name):
-            print0(f"{flag_of(name)} {getattr(s, name)}: not what the run began with")
-    run.digests = digests
     if s.steps < run.step:
         raise BadInput(f"--steps {s.steps}: the run in {run.name} is at step {run.step}")
     run.history = on_rank_0(forget_later_steps, run)
+    for name, digest in digests.items():
+        if digest != run.digests.get(name):
+            print0(f"{flag_of(name)} {getattr(s, name)}: is not what the run began with")
+            if name == "eval_data":
+                run.before = []  # the next evaluation is the first of these problems
+    run.digests = digests
 
 
 def digests_of(parts):
@@ -1975,7 +1985,7 @@ def begin(run, parts, s):
         with run.replacing("config.json") as new:
             new.write_text(json.dumps(kept, indent=2))
     run.resume_command = command("train.py", "--resume", run.name)
-    if not run.before:  # a new run: from now on it can be resumed
+    if not run.history:  # a new run: from now on it can be resumed
         save_checkpoint(run, parts, s)
     print0(f"policy    {parts.policy_model.num_parameters() / 1e6:.2f}M parameters; "
            f"processes: {world()}; settings of {s.config or 'the command line'}\n"
