@@ -163,7 +163,7 @@ def test_first_weights_are_the_references_where_that_is_frozen(flags, copied):
     p = train.load(train.plan_memory(train.parse([*SHORT, *flags])))
     assert (p.ref_model is None) == ("--kl-coef=0" in flags)
     of_reference = {w.data_ptr() for w in p.ref_model.parameters()} if p.ref_model else set()
-    assert all((W0.data_ptr() not in of_reference) == copied for W0, _, _ in p.optimizer.parts)
+    assert all((W0.data_ptr() not in of_reference) == copied for W0, _, _ in p.optimizer.triples)
 
 
 def test_final_is_merged_and_peft_opens_the_adapter(tmp_path, capsys, run_here):
