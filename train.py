@@ -35,7 +35,7 @@ import signal
 import time
 import traceback
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import ExitStack, chdir, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
@@ -125,9 +125,9 @@ def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
 def update(policy_model, optimizer, rollout, settings):
     """One gradient step on these rows -> its metrics."""
     gradient_of = partial(backward, policy_model, optimizer, rollout, settings)
-    sums, logprobs, entropies = with_retries(gradient_of, settings)
+    sums, logprobs, measured = with_retries(gradient_of, settings)
     if rollout.old_logprobs is None:  # no weight has moved yet: this is the policy that sampled
-        rollout.old_logprobs, rollout.entropies = logprobs, entropies
+        rollout.old_logprobs, rollout.measured = logprobs, measured
     # [G] The gradient step. One that is not finite is skipped and counted.
     grad_norm = clip_grad_norm_(unscaled(optimizer), settings.max_grad_norm)
     metrics = update_metrics(sums, grad_norm, rollout)
@@ -138,7 +138,7 @@ def update(policy_model, optimizer, rollout, settings):
 
 
 def backward(policy_model, optimizer, rollout, settings):
-    """[D] [E] [F] The gradient of the loss -> its metrics; log-probs and entropies (N, S-1)."""
+    """[D] [E] [F] The gradient of the loss -> its metrics; log-probs (N, S-1), what is measured."""
     mask = rollout.mask                                                                # (N, S-1)
     if settings.mask_truncated:  # the reward of a cut answer still counts in its group's mean
         mask = mask & rollout.finished[:, None]
@@ -150,13 +150,15 @@ def backward(policy_model, optimizer, rollout, settings):
     })
     sizes["n_rows"] = sizes["n_rows"] or 1  # all may be cut
     logprobs = torch.zeros_like(rollout.logprobs)                                      # (N, S-1)
-    entropies = torch.zeros_like(rollout.logprobs)
+    measured = defaultdict(partial(torch.zeros_like, rollout.logprobs))  # {name: (N, S-1)}
     sums = Counter()  # Counter.update adds
     optimizer.zero_grad()
     for micro, at in micro_batches(policy_model, rollout, settings):
         # [D] of the policy as it is now, with a gradient: (n, width-1)
-        logp, entropies[at] = token_logprobs_of(policy_model, micro, settings)
+        logp, found = token_logprobs_of(policy_model, micro, settings, measure=True)
         logprobs[at] = logp.detach()
+        for name, values in found.items():
+            measured[name][at] = values
         # Until a weight moves, logp is also the old policy's, and every ratio is 1.
         old = logp.detach() if micro.old_logprobs is None else micro.old_logprobs
         # [E] [F] against the policy that drew the answers, and against the reference
@@ -164,7 +166,7 @@ def backward(policy_model, optimizer, rollout, settings):
                                   mask[at], **loss_options(micro, settings), **sizes)
         (loss * loss_scale_of(optimizer)).backward()  # the scale is 1, except in float16
         sums.update(metrics)
-    return sums, logprobs, entropies
+    return sums, logprobs, measured
 
 
 # --------------------------------------------------------------------------------------------------
@@ -286,16 +288,16 @@ def advantages_of(policy_model, rollout, batch, tokenizer, reward_of, s):
         # By rewards other than the rule's an answer is right if its reward is positive.
         right = None if reward_of else is_right(rollout.rule_rewards)
         kinds = {"gtpo": advantage.gtpo_advantages, "grpo-s": advantage.grpo_s_advantages}
-        advantages = kinds[s.advantage](rewards, rollout.entropies, mask, G, right)
+        advantages = kinds[s.advantage](rewards, rollout.measured["entropy"], mask, G, right)
     if s.clip_advantages:
         advantages = advantages.clamp(-s.clip_advantages, s.clip_advantages)
     return advantages.to(rollout.labels.device)
 
 
 def score_before_updates(policy_model, rollout, s):
-    """[D] of the policy before the first update, once: its old log-probs and entropies."""
+    """[D] of the policy before the first update, once: its old log-probs, what is measured."""
     if rollout.old_logprobs is None:
-        rollout.old_logprobs, rollout.entropies = all_token_logprobs(policy_model, rollout, s, True)
+        rollout.old_logprobs, rollout.measured = all_token_logprobs(policy_model, rollout, s, True)
 
 
 def mini_batches(policy_model, rollout, s):
@@ -327,28 +329,29 @@ def micro_batches(model, rollout, s):
         yield micro, (rows, slice(width - 1))
 
 
-def token_logprobs_of(model, micro, s, with_entropy=True):
-    """[D] of one micro-batch: log-probs, and entropies if asked for, (n, width-1) each."""
+def token_logprobs_of(model, micro, s, measure):
+    """[D] of one micro-batch: log-probs (n, width-1), what is measured {name: (n, width-1)}."""
     # A sharded model must be entered through a method that FSDP knows: see shard().
     score = getattr(model, "token_logprobs", partial(token_logprobs, model))
     groups = micro.group_ids if s.share_prompts else None
     with layers_checkpointed(model, s.gradient_checkpointing):
-        return score(micro.input_ids, micro.labels, s.temperature, with_entropy, groups)
+        return score(micro.input_ids, micro.labels, s.temperature, measure, groups)
 
 
 @torch.no_grad()
-def all_token_logprobs(model, rollout, s, with_entropy=False):
-    """[D] of the whole rollout: log-probs and entropies (0 if not asked for), (N, S-1) each."""
+def all_token_logprobs(model, rollout, s, measure=False):
+    """[D] of the whole rollout: log-probs (N, S-1), what is measured {name: (N, S-1)}."""
     logprobs = torch.zeros_like(rollout.logprobs)
-    entropies = torch.zeros_like(rollout.logprobs)
+    measured = defaultdict(partial(torch.zeros_like, logprobs))
 
     def score():
         for micro, at in micro_batches(model, rollout, s):
-            found = token_logprobs_of(model, micro, s, with_entropy)
-            logprobs[at], entropies[at] = found if with_entropy else (found, 0)
+            logprobs[at], found = token_logprobs_of(model, micro, s, measure)
+            for name, values in found.items():
+                measured[name][at] = values
 
     with_retries(score, s)
-    return logprobs, entropies
+    return logprobs, measured
 
 
 def loss_options(micro, s):
@@ -427,7 +430,6 @@ def step_metrics(rollout, batch, updates, seconds, s):
     # Accuracy and format always come from the rule; they are NaN if no true answer is known.
     known = gathered(rollout.rule_rewards)
     known = known[~known.isnan()]
-    entropies = gathered(rollout.entropies.sum(dim=1))                                 # (N,)
     metrics = {
         "reward_mean": rewards.mean(),
         "reward_std": rewards.std(correction=0),
@@ -438,7 +440,8 @@ def step_metrics(rollout, batch, updates, seconds, s):
         "response_length_p95": lengths.quantile(0.95),
         "truncated_fraction": (~gathered(rollout.finished)).float().mean(),
         "tokens": lengths.sum(),
-        "entropy": entropies.sum() / lengths.sum(),  # per token, before any update
+        **{name: gathered(values.sum(dim=1)).sum() / lengths.sum()  # means per token
+           for name, values in rollout.measured.items()},
         "kl_coef": s.kl_coef,
         **seconds,
         "tokens_per_second": lengths.sum() / seconds.total(),
