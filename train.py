@@ -35,7 +35,7 @@ import signal
 import time
 import traceback
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import ExitStack, chdir, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
@@ -130,8 +130,8 @@ def train_step(parts, batch, s):
 def update(parts, rollout, s):
     """One gradient step on these rows -> its metrics."""
     gradient_of = partial(backward, parts, rollout, s)
-    sums, logprobs, entropies = with_retries(gradient_of, s)
-    keep_old_policy(parts, rollout, logprobs, entropies, s)
+    sums, logprobs, measured = with_retries(gradient_of, s)
+    keep_old_policy(parts, rollout, logprobs, measured, s)
     # [G] The gradient step. One that is not finite is skipped and counted.
     grad_norm = clip_grad_norm_(unscaled(parts.optimizer), s.max_grad_norm)
     metrics = averaged({**sums, "grad_norm": gather_full(grad_norm)})
@@ -143,7 +143,7 @@ def update(parts, rollout, s):
 
 
 def backward(parts, rollout, s):
-    """[D] [E] [F] The gradient of the loss -> its metrics; log-probs and entropies (N, S-1)."""
+    """[D] [E] [F] The gradient of the loss -> its metrics; log-probs (N, S-1), what is measured."""
     mask = rollout.mask                                                                # (N, S-1)
     if s.mask_truncated:  # the reward of a cut answer still counts in its group's mean
         mask = mask & rollout.finished[:, None]
@@ -155,19 +155,21 @@ def backward(parts, rollout, s):
     })
     sizes["n_rows"] = sizes["n_rows"] or 1  # all may be cut
     logprobs = torch.zeros_like(rollout.logprobs)                                      # (N, S-1)
-    entropies = torch.zeros_like(rollout.logprobs)
+    measured = defaultdict(partial(torch.zeros_like, rollout.logprobs))  # {name: (N, S-1)}
     sums = Counter()  # Counter.update adds
     parts.optimizer.zero_grad()
     for micro, at in micro_batches(parts.policy_model, rollout, s):
         # [D] of the policy as it is now, with a gradient: (n, width-1)
-        logp, entropies[at] = token_logprobs_of(parts.policy_model, micro, s)
+        logp, found = token_logprobs_of(parts.policy_model, micro, s, measure=True)
         logprobs[at] = logp.detach()
+        for name, values in found.items():
+            measured[name][at] = values
         # [E] [F] against the policy that drew the answers, and against the reference
         loss, metrics = grpo_loss(logp, micro.old_logprobs, micro.ref_logprobs, micro.advantages,
                                   mask[at], **loss_options(micro, s), **sizes)
         (loss * loss_scale_of(parts.optimizer)).backward()  # the scale is 1, except in float16
         sums.update(metrics)
-    return sums, logprobs, entropies
+    return sums, logprobs, measured
 
 
 # --------------------------------------------------------------------------------------------------
@@ -290,7 +292,7 @@ def advantages_of(parts, rollout, batch, s):
         score_before_updates(parts, rollout, s)  # for the entropies
         # By rewards other than the rule's an answer is right if its reward is positive.
         right = None if parts.reward_of else is_right(rollout.rule_rewards)
-        given |= {"entropies": rollout.entropies, "mask": rollout.mask, "right": right}
+        given |= {"entropies": rollout.measured["entropy"], "mask": rollout.mask, "right": right}
     elif s.advantage == "shape":
         words = [sample.words_of(parts.tokenizer, ids) for ids in sample.answer_ids_of(rollout)]
         candidates = reward.boxed_candidates(words, truths_of(batch.problems), G)
@@ -311,18 +313,19 @@ def advantages_of(parts, rollout, batch, s):
 
 
 @torch.no_grad()
-def all_token_logprobs(model, rollout, s, with_entropy=False):
-    """[D] of the whole rollout: log-probs and entropies (0 if not asked for), (N, S-1) each."""
+def all_token_logprobs(model, rollout, s, measure=False):
+    """[D] of the whole rollout: log-probs (N, S-1), what is measured {name: (N, S-1)}."""
     logprobs = torch.zeros_like(rollout.logprobs)
-    entropies = torch.zeros_like(rollout.logprobs)
+    measured = defaultdict(partial(torch.zeros_like, logprobs))
 
     def score():
         for micro, at in micro_batches(model, rollout, s):
-            found = token_logprobs_of(model, micro, s, with_entropy)
-            logprobs[at], entropies[at] = found if with_entropy else (found, 0)
+            logprobs[at], found = token_logprobs_of(model, micro, s, measure)
+            for name, values in found.items():
+                measured[name][at] = values
 
     with_retries(score, s)
-    return logprobs, entropies
+    return logprobs, measured
 
 
 def micro_batches(model, rollout, s):
@@ -344,13 +347,13 @@ def micro_batches(model, rollout, s):
         yield micro, (rows, slice(width - 1))
 
 
-def token_logprobs_of(model, micro, s, with_entropy=True):
-    """[D] of one micro-batch: log-probs, and entropies if asked for, (n, width-1) each."""
+def token_logprobs_of(model, micro, s, measure):
+    """[D] of one micro-batch: log-probs (n, width-1), what is measured {name: (n, width-1)}."""
     # A sharded model must be entered through a method that FSDP knows: see shard().
     score = getattr(model, "token_logprobs", partial(token_logprobs, model))
     groups = micro.group_ids if s.share_prompts else None
     with layers_checkpointed(model, s.gradient_checkpointing):
-        return score(micro.input_ids, micro.labels, s.temperature, with_entropy, groups)
+        return score(micro.input_ids, micro.labels, s.temperature, measure, groups)
 
 
 def with_retries(function, s):
@@ -379,16 +382,16 @@ def mini_batches(parts, rollout, s):
 
 
 def score_before_updates(parts, rollout, s):
-    """[D] of the policy before the first update, once: its old log-probs and entropies."""
+    """[D] of the policy before the first update, once."""
     if rollout.old_logprobs is None:
         found = all_token_logprobs(parts.policy_model, rollout, s, True)
         keep_old_policy(parts, rollout, *found, s)
 
 
-def keep_old_policy(parts, rollout, logprobs, entropies, s):
+def keep_old_policy(parts, rollout, logprobs, measured, s):
     """Before the first update of a rollout these are the old policy's, which drew the answers."""
     if rollout.old_logprobs is None:
-        rollout.old_logprobs, rollout.entropies = logprobs, entropies
+        rollout.old_logprobs, rollout.measured = logprobs, measured
         check_sampler(parts, rollout, s)
 
 
@@ -429,7 +432,6 @@ def step_metrics(rollout, batch, updates, seconds, s):
     # Accuracy and format always come from the rule; they are NaN if no true answer is known.
     known = gathered(rollout.rule_rewards)
     known = known[~known.isnan()]
-    entropies = gathered(rollout.entropies.sum(dim=1))                                 # (N,)
     metrics = {
         "reward_mean": rewards.mean(),
         "reward_std": rewards.std(correction=0),
@@ -440,7 +442,8 @@ def step_metrics(rollout, batch, updates, seconds, s):
         "response_length_p95": lengths.quantile(0.95),
         "truncated_fraction": (~gathered(rollout.finished)).float().mean(),
         "tokens": lengths.sum(),
-        "entropy": entropies.sum() / lengths.sum(),  # per token, before any update
+        **{name: gathered(values.sum(dim=1)).sum() / lengths.sum()  # means per token
+           for name, values in rollout.measured.items()},
         "sampler_difference": sampler_difference(rollout),
         "kl_coef": s.kl_coef,
         **seconds,

@@ -225,7 +225,7 @@ def test_a_rank_with_fewer_micro_batches_counts_no_token_twice(monkeypatch):
     for options in ((), ("--no-share-prompts",), ("--plain",)):
         p = parts("--micro-batch-tokens=60", *options)
         micro, _ = list(train.micro_batches(p.policy_model, rollout, p.settings))[-1]
-        logp, entropy = train.token_logprobs_of(p.policy_model, micro, p.settings)
+        logp, measured = train.token_logprobs_of(p.policy_model, micro, p.settings, measure=True)
         logp.sum().backward()                             # runs through every layer
-        assert logp.tolist() == entropy.tolist() == [[0]]
+        assert logp.tolist() == measured["entropy"].tolist() == [[0]]
         assert all(not weight.grad.any() for weight in p.policy_model.parameters())

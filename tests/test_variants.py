@@ -233,12 +233,12 @@ class Bigrams(torch.nn.Module):
     def get_output_embeddings(self):
         return None
 
-    def token_logprobs(self, input_ids, labels, temperature, with_entropy, groups):
+    def token_logprobs(self, input_ids, labels, temperature, measure, groups):
         log_p = (self.table[input_ids[:, :-1]] / temperature).log_softmax(-1)
         mask = labels[:, 1:] != IGNORE
         found = log_p.gather(2, input_ids[:, 1:, None])[..., 0].where(mask, 0)
         entropies = -(log_p.exp() * log_p).sum(-1).detach().where(mask, 0)
-        return (found, entropies) if with_entropy else found
+        return found, {"entropy": entropies} if measure else {}
 
 
 ONE_FLAG = """--clip-eps 0.9|--clip-eps-high 2|--kl-coef 0|--kl-estimator k2|--aggregate token
@@ -263,7 +263,7 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, ti
     noise = 1e-3 * rollout.mask * torch.randn(8, 22, generator=seeded())  # as rounding may give
 
     def drawn(model, *_):
-        found = model.token_logprobs(rollout.input_ids, labels, 1.0, False, None).detach()
+        found = model.token_logprobs(rollout.input_ids, labels, 1.0, False, None)[0].detach()
         return dataclasses.replace(copy.deepcopy(rollout), logprobs=found + noise)
     batch = [{"question": "?", "answer": "9"}, {"question": "?", "answer": "2"}]
     monkeypatch.setattr(train, "batch_of_step", lambda *_: train.Batch(batch, ["", ""]))
