@@ -1045,11 +1045,14 @@ def checked_problems(name, source, tokenizer, s):
     need_answer = rewards <= {"rule", "think"} and not s.reward_model
     limit = sample.length_limit(AutoConfig.from_pretrained(s.model))
 
+    unknown = []  # the share of each prompt's tokens
+
     # Every prompt is checked now, not in the step that happens to draw it.
     def check(number, problem):
         with blame(f"{source}, line {number}:"):
             prompt = chat_prompt(tokenizer, problem, s.system_prompt)
             ids = sample.ids_of(tokenizer, prompt)
+            unknown.append(ids.count(tokenizer.unk_token_id) / len(ids))
             if len(ids) + s.answer_tokens > limit:
                 raise ValueError(f"a prompt of {len(ids)} tokens and {s.answer_tokens} of an "
                                  f"answer are more than the model's {limit} positions: lower "
@@ -1057,8 +1060,16 @@ def checked_problems(name, source, tokenizer, s):
 
     progress = partial(tqdm, desc=f"reading {source}", delay=2, leave=False, disable=rank() > 0)
     with blame(f"{name}:"):
-        return reward.load_problems(source, s.question_field, s.answer_field, need_answer, check,
-                                    progress)
+        problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
+                                        check, progress)
+    if sum(unknown) > len(unknown) / 2:
+        print0(f"{name}: most words of the prompts are unknown to the tokenizer of {s.model}: "
+               "choose a --model that knows them")
+    odd = need_answer and reward.half_numbers(truths_of(problems))
+    if odd:
+        print0(f"{name}: {len(odd)} of {len(problems)} true answers begin like a number, but are "
+               f"compared as text: {odd[0]!r}, for one")
+    return problems
 
 
 # --------------------------------------------------------------------------------------------------

@@ -20,10 +20,11 @@ from transformers import AutoModelForSequenceClassification
 import reward
 import train
 from reward import (
-    boxed_candidates, canonical, complete_boxes, extract_boxed, figures_of, final_answer, hold_out,
-    is_right, length_rescaled, load_function, load_problems, majority_at_k, model_rewards,
-    overlong_penalty, own_reward_of, pass_at_k, reward_model_rows, reward_model_scores, rule_reward,
-    score_responses, score_rows, think_answer_reward, train_reward_model, truths_of)
+    boxed_candidates, canonical, complete_boxes, extract_boxed, figures_of, final_answer,
+    half_numbers, hold_out, is_right, length_rescaled, load_function, load_problems, majority_at_k,
+    model_rewards, overlong_penalty, own_reward_of, pass_at_k, reward_model_rows,
+    reward_model_scores, rule_reward, score_responses, score_rows, think_answer_reward,
+    train_reward_model, truths_of)
 from sample import words_of
 
 
@@ -154,7 +155,7 @@ def test_numbers_that_are_equal(number, written):
     (r"\text{It is not: }18", "18"), ("this 18", "18"), ("<= 18", "18"), (r"\overline{18}", "18"),
     ("x^{3}5", "x^{35}"), (r"\frac{x+1}{2}", "x+1/2"), ("1/0", "1"), ("0/0", "0"),
     (r"10^{3}5", "10^{35}"), ("inf", "0"), ("-", "0"), ("%", "0"), (",", "0"), ("-.", "0"),
-    ("\u0665", "5"), ("\uff15", "5"), ("\u00b2", "2"), ("\u0967,000", "1000"),
+    ("\u00b2", "2"), ("\u0665", "6"), ("5\u4e07", "5"), ("5(x)", "5"), ("5 \u03c0", "5"),
     ("9" * 301, "9" * 300), ("10^9999", "10"), ("1e1000", "1"), ("1e999999999", "1"),
     *((r"17 \boxed{18}", truth) for truth in ("17", "18", "1718")),  # a box with a guess and a box
     *((number, "5") for number in HUGE),  # which nothing computes
@@ -197,7 +198,9 @@ PIECES_OF_IT = [
     "\\boxed 1.", "\\boxed{1}", "\\boxed{\\boxed{1}", "\\boxed\n1!!!!", "\N{MINUS SIGN}", "\0",
     "\ud800\udfff", "\\math{", "\\text{{", "is ", "not ", "x is ", "\\frac{1}{", "1 000 ", "1,000,",
     "10^", "1*", "= 1", "usd ", "x10^", "\\textcolor{a}{", "M", '"a"', "_{", "(a)", "<", "<think>",
-    "</think>", "<think></think><answer>", "</answer>"]
+    "</think>", "<think></think><answer>", "</answer>", "\ufdfa", "\ufdfa(", "\u0301\u0327",
+    "\u0665", "\u2075", "\u215a-", "\u4e07", "\u044f", "qu", "mill", "million", "(a", ")(", "\\\\",
+    "\\pi ", "times ", "five"]
 
 
 @pytest.mark.parametrize("piece", PIECES_OF_IT)
@@ -294,13 +297,34 @@ def test_the_fields_may_have_other_names(tmp_path):
     ("8 * 9\n#### 72", "72", "72"), ("72", "72", "72"), (72, 72, "72"), (0, 0, "0"),
     (False, False, "False"), (math.nan, math.nan, None), ("Monday", "Monday", "Monday"),
     ("", "", None), (None, "", None), ("#### ", "#### ", None), (["a", "b"], ["a", "b"], None),
-    ("#### A heading\nand text",) * 2 + (None,), ("x" * 100,) * 3, ("x" * 101,) * 2 + (None,)])
+    ("#### A heading\nand text",) * 2 + (None,), ("x" * 100,) * 3, ("x" * 101,) * 2 + (None,),
+    ("The answer is 72.",) * 2 + ("72.",), (" 72 ", " 72 ", "72")])
 def test_answers_of_any_kind_for_a_reward_of_ones_own(tmp_path, given, answer, truth):
     [problem] = load(tmp_path, line(answer=given, level=3), need_answer=False)
     solution = "8 * 9" if "8 * 9" in str(given) else ""
     expected = {"question": "How many?", "answer": answer, "solution": solution, "level": 3}
     assert repr(problem) == repr({**problem, **expected}) and len(problem) == 4  # False is not 0
     assert truths_of([problem]) == [truth] and final_answer(given) == truth
+
+
+@pytest.mark.parametrize("given, truth", [
+    (r"2+3=5, so the answer is $\boxed{5}$.", "5"), ("<answer> 5 </answer>", "5"),
+    ("2+3=5. The answer is: 5", "5"), ("The answer is 4.\nNo: the final Answer is 5", "5"),
+    (r"2+3 = \boxed{4}? " + "Long. " * 99 + r"\boxed{5}, I hope", "5"), (r"\boxed 5.", "5"),
+    ("<think>4</think>\n<answer>\n5\n</answer>\n", "5"), (r"<answer>\boxed{5}</answer>", "5"),
+    (r"\boxed{4} #### 5", "5"), (r"#### $\boxed{5}$", "5"), ("5 (apples)", "5"),
+    (r"\boxed{\text{the answer is }5}", "5"), ("\u0665", "5"), (r"\boxed{\frac{1}{2}}", "0.5")])
+def test_truths_that_an_answer_can_meet(tmp_path, given, truth):
+    for options in ({}, {"need_answer": False}):
+        truths = truths_of(load(tmp_path, line(answer=given), **options))
+        assert score_responses([box(truth), box("7")], truths, 2).tolist() == [1.5, 0.5]
+    assert final_answer(final_answer(given)) == final_answer(given)
+    assert final_answer("<answer></answer>") is final_answer("2+3=5. The answer is") is None
+
+
+def test_truths_that_begin_like_numbers():
+    odd = ["5 or 6", "2^3", "1:30", "5k", "3x"]
+    assert half_numbers([*odd, None, "5", "5 (apples)", "x^2", "(5, 6)", "1,000", "-1/2"]) == odd
 
 
 def test_a_chat_history_in_place_of_the_question(tmp_path):
