@@ -192,14 +192,13 @@ def test_template_arguments_stay_with_the_run(capsys, run_here, tmp_path):
     for more in ([], ["--template-args", '{"hint": 0}']):
         first = run_here("sample.py", "--model", folder, "Bob ?", *more).splitlines()[0]
         assert first.endswith("<|assistant|> Ben ") == (not more)
-    assert train.main([f"--resume={folder}", "--template-args={}"]) == 2
-    trains(f"--resume={folder}", "--steps=2", '--template-args={"hint": true}')
+    trains(f"--resume={folder}", "--steps=2")
     assert lines_of(folder / "samples.jsonl")[-1]["prompt"].endswith(" Ben ")
 
 
 @pytest.mark.parametrize("flag, words", [
     ("--length-rescale=0.1", "--length-rescale:"),
-    ("--advantage=max-rl", r"--advantage max-rl \(--overlong-buffer ")])
+    ("--advantage=max-rl", "--advantage max-rl: ")])
 def test_rewards_below_zero_end_a_run_to_which_they_mean_nothing(flag, words):
     with pytest.raises(train.BadInput, match=f"^{words}"):
         whole_step(parts(flag), lambda *_: -REWARDS)
@@ -288,7 +287,7 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, ti
         start, policy, reference = (Bigrams(seed).requires_grad_(k == 1) for k in range(3))
         reference.table += 0.3 * torch.randn(64, 64, generator=seeded(2))
         try:
-            p = SimpleNamespace(policy=policy, reference=reference if s.kl_coef else None,
+            p = SimpleNamespace(policy_model=policy, ref_model=reference if s.kl_coef else None,
                                 optimizer=torch.optim.SGD(policy.named_parameters()),
                                 tokenizer=tokenizer)
             train.train_grpo(parts_of(p, batch, sampler=drawn, reward_of=reward_of), s)
