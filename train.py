@@ -673,6 +673,8 @@ def flag(default, help, head="", kept=True, **how):
 
 def file(text):
     """Make a file, or file.py:function, absolute: a resumed run may start in another folder."""
+    if text in (*reward.GSM8K, *reward.REWARDS_BY_NAME):
+        return text  # also where a file of that name is
     name = text.rpartition(":")[0] if ".py:" in text else text
     if os.path.exists(name):
         return text.replace(name, os.path.abspath(name), 1)
@@ -706,8 +708,8 @@ class Settings:
     answer_field: str = flag("answer", "the column that ends in `#### ` and the final answer")
     system_prompt: str = flag(BOXED, "system message before every question; empty for none")
     template_args: sample.template_arguments = flag(
-        None, "arguments of the model's chat template, say '{\"enable_thinking\": false}'",
-        metavar="JSON")
+        None, "arguments of the model's chat template, say '{\"enable_thinking\": false}', or "
+        "'{\"date_string\": \"26 Jul 2024\"}' where it writes today's date", metavar="JSON")
     reward: file = flag(None, "own file.py:function, called like TRL's, or our `rule`, `think`; "
                         "several are summed", **SEVERAL)
     reward_weights: number(float, -1e9) = flag(None, "of each --reward; default: 1", **SEVERAL)

@@ -240,7 +240,7 @@ def test_a_line_about_problems_of_little_use(capsys, tmp_path, tiny, question, a
     """Before the run; about truths that no number equals, where they are compared."""
     (tmp_path / "x.jsonl").write_text(json_lines({"question": question, "answer": answer}) * 2)
     for flags in ([], [f"--reward={MINE}:one"]):
-        train.load_problems("--data", str(tmp_path / "x.jsonl"), tiny[1], train.parse(flags))
+        train.checked_problems("--data", str(tmp_path / "x.jsonl"), tiny[1], train.parse(flags))
         line, *others = capsys.readouterr().out.splitlines() or [""]
         expected = words if question != GOOD["question"] or not flags else ""
         assert re.search(expected, line) and bool(line) == bool(expected) and not others, line

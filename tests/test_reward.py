@@ -17,6 +17,7 @@ import torch
 from conftest import MINE, ROOT, make_tokenizer, raises, seeded, small_model, value_error
 from chat_families import family
 from transformers import AutoModelForSequenceClassification
+import loss
 import reward
 import train
 from reward import (
@@ -336,6 +337,23 @@ def test_a_chat_history_in_place_of_the_question(tmp_path):
     assert (plain["question"], plain["messages"], chatted) == ("How many?", None, expected)
 
 
+TEXTS = [{"type": "text", "text": "5 "}, {"type": "text", "text": "+ 4?"}]
+
+
+def test_messages_as_others_write_them(tmp_path):
+    """Parts of text are joined; the question's column may hold the messages."""
+    system = {"role": "system", "content": TEXTS[:1]}
+    row = {"prompt": [system, {"role": "user", "content": TEXTS}], "answer": "9"}
+    [problem] = load(tmp_path, json.dumps(row), question_field="prompt")
+    assert problem == {**row, "solution": "", "question": "5 + 4?", "messages": [
+        {"role": "system", "content": "5 "}, {"role": "user", "content": "5 + 4?"}]}
+    for bad in ([*TEXTS, {"type": "image_url"}], [{"type": "image", "text": "x"}], ["5 + 4?"]):
+        for messages in ([{"role": "user", "content": bad}],
+                         [{"role": "system", "content": bad}, *CHAT[-1:]]):
+            with value_error("line 1: .*(no text|str)"):
+                load(tmp_path, json.dumps({"messages": messages, "answer": "9"}))
+
+
 def test_hold_out_is_stable():
     problems = [{"question": f"question {i % 900}", "row": i} for i in range(1000)]
     training, held_out = hold_out(problems)
@@ -539,7 +557,9 @@ HOSTILE = type("Hostile", (), {"__float__": raises(KeyError("no"))})()
     (gives(1, "two", 3, 4), "'two'"), (gives(1, 2, [3], 4), "list"),
     (gives(1, torch.ones(2), 3, 4), "element"), (gives(1, 2, 3, 1j), "complex"),
     (gives(1, 2, HOSTILE, 4), "KeyError: 'no'"), (lambda completions: [], "**columns"),
-    (lambda **columns: sys.exit(), "SystemExit")])
+    (lambda **columns: sys.exit(), "SystemExit"), (lambda **columns: "1010", "a str, not a list"),
+    (lambda **columns: b"1010", "bytes"), (lambda **columns: dict.fromkeys(range(4)), "dict"),
+    (lambda **columns: {1, 2, 3, 4}, "set")])
 def test_a_reward_that_goes_wrong_is_named(function, reason):
     with value_error(f"^--reward f.py:f: .*{re.escape(reason)}"):
         scored(function)
@@ -579,6 +599,57 @@ def test_a_reward_file_with_dataclasses_and_neighbours(tmp_path):
                 yield Part(points + rule_reward(completion, truth)).value
     """) + ":score")
     assert scored(score).tolist() == [6.5, 5.5, 5.0, 6.5]
+
+
+@pytest.mark.parametrize("name", ["mine", "reward", "train", "time"])
+def test_a_file_is_one_module_under_a_name_of_its_own(tmp_path, name):
+    """Its functions share what it holds; what is beside it comes before ours, and hides none."""
+    write(tmp_path / "loss.py", "points = 5")
+    write(tmp_path / "json.py", "1 / 0")
+    spec = write(tmp_path / f"{name}.py", """
+        from concurrent.futures import ProcessPoolExecutor
+        from multiprocessing import get_context
+        from advantage import plain_advantages
+        from loss import points
+        import json
+        calls = []
+
+        def length(text):
+            return len(text) + points
+
+        def first(completions, **columns):
+            calls.append(1)
+            with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
+                return list(pool.map(length, completions))
+
+        def second(completions, **columns):
+            return [len(calls)] * len(completions)
+    """)
+    for _ in range(2):  # a run after a run begins anew
+        rollout = rollout_of("a", "ab", "abc", "")
+        own_reward_of([f"{spec}:first", f"{spec}:second"])(PROBLEMS, ["", ""], rollout)
+        found = [part.tolist() for part in rollout.reward_parts.values()]
+        assert found == [[6, 7, 8, 5], [1, 1, 1, 1]]
+    for module in (reward, time, train, loss, json):
+        assert sys.modules[module.__name__] is module
+
+
+def test_a_reward_may_change_what_it_gets():
+    def greedy(completions, completion_ids, **columns):
+        completions[:] = [""] * 4
+        completion_ids[0].clear()
+        columns["level"].append(5)
+        return [0.0] * 4
+
+    def score(completions, completion_ids, level, **columns):
+        return [len(text) + len(ids) + len(level) for text, ids in zip(completions, completion_ids)]
+    rollout = rollout_of(*FOUR)
+    functions = {"a": greedy, "b": score}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reward, "load_function", lambda flag, spec: functions[spec])
+        rewards = own_reward_of(["a", "b"])(PROBLEMS, ["", ""], rollout)
+    assert rewards.tolist() == [len(text) + n + 4 for text, n in zip(FOUR, (2, 3, 4, 5))]
+    assert rollout.responses == FOUR
 
 
 def test_a_reward_file_may_switch_gradients_off(tmp_path):
