@@ -143,6 +143,7 @@ def test_a_bad_config(capsys, tmp_path, config, words):
 
 # --- Models. A folder is the tiny policy's with something wrong in it -----------------------------
 def no_end_token(m, nothing):
+    (m / "chat_template.jinja").write_text("{{ messages[-1].content }}")
     edit_json(m / "tokenizer_config.json", eos_token=None)
     for name in ("config.json", "generation_config.json"):
         edit_json(m / name, eos_token_id=nothing)
