@@ -1603,7 +1603,8 @@ def sampling_model(model):
 class Run:
     """The state of a run and its folder. Only rank 0 writes, and only if it has a folder."""
 
-    SAVED = "step", "skipped", "told", "before", "after", "digests", "command"  # in a checkpoint
+    # In a checkpoint
+    SAVED = "step", "skipped", "told", "before", "after", "digests", "command", "pairs"
 
     def __init__(self):
         self.step = 0  # the last step that is done
@@ -1613,6 +1614,7 @@ class Run:
         self.after = []  # the same, after training
         self.digests = {}  # of what the run began with
         self.command = ""  # the one that began the run; none if Python did
+        self.pairs = []  # a reward model's, when it is saved
         self.name = ""
         self.folder = None  # of rank 0, see claim_folder()
         self.signal = 0
@@ -1783,9 +1785,9 @@ def save_checkpoint(run, parts, s):
     if run.skipped_in_a_row:  # the last good one stays
         return
     if run.folder:
-        counters = {name: getattr(run, name) for name in run.SAVED}
         if parts.reward_model:
-            counters["pairs"] = [parts.reward_model.pairs, parts.reward_model.replay]
+            run.pairs = parts.reward_model.pairs, parts.reward_model.replay
+        counters = {name: getattr(run, name) for name in run.SAVED}
         # The counters are a tensor, too: the text may be long, and the file's header has a limit.
         text = bytearray(json.dumps(counters).encode())
         text = torch.frombuffer(text, dtype=torch.uint8)
@@ -1848,17 +1850,16 @@ def load_checkpoint(run, parts, s):
                "train.py:"):
         file = safe_open(path, framework="pt")
         counters = json.loads(file.get_tensor("counters").numpy().tobytes())
-        for name in run.SAVED:
-            setattr(run, name, counters[name])
+        only_one_has(counters.keys(), run.SAVED)
+        vars(run).update(counters)
         if command and not run.command:
             raise ValueError("the run was begun from Python, which alone knows its sampler, reward "
                              "and weights: pass --resume to train.parse() there")
         run.command = command and run.command  # main may go on from here if it began and goes on
         if parts.reward_model:
-            parts.reward_model.pairs, parts.reward_model.replay = counters["pairs"]
+            parts.reward_model.pairs, parts.reward_model.replay = run.pairs
         moves = what_moves(parts, s)
-        if unread := set(file.keys()) - {"counters", *moves}:
-            raise ValueError(f"it holds {min(unread)}, which this run would not read")
+        only_one_has(file.keys(), ["counters", *moves])
         for name, moving in moves.items():
             saved = file.get_tensor(name)
             if is_sharded(moving):
@@ -1873,6 +1874,12 @@ def load_checkpoint(run, parts, s):
             if name == "eval_data":
                 run.before = []  # the next evaluation is the first of these problems
     run.digests = digests
+
+
+def only_one_has(saved, read):
+    """ValueError for a name in one of the two alone: a resumed run would lose it, or lacks it."""
+    if odd := set(saved) ^ set(read):
+        raise ValueError(f"{min(odd)!r} is either not in it, or not read by this run")
 
 
 def digests_of(parts):

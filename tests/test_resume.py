@@ -207,7 +207,7 @@ def test_any_flag_may_change_and_is_told(capsys, run_folder):
     told = [line for line in capsys.readouterr().out.splitlines() if "the run began with" in line]
     assert [line.split(":")[0] for line in told] == [
         "--steps 7", "--kl-coef 0.08", "--lr-schedule linear", "--scale-by-std False"]
-    assert [metrics.get("kl_coef") for metrics in metrics_of(run_folder)[-2:]] == [0.08] * 2
+    assert [metrics["kl_coef"] for metrics in metrics_of(run_folder)[-2:]] == [0.02, 0.08]
     config = json.loads((run_folder / "config.json").read_text())
     assert config["kl_coef"] == 0.08 and config["scale_by_std"] is False
 
