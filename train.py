@@ -129,8 +129,7 @@ def train_step(parts, batch, s):
 
 def update(parts, rollout, s):
     """One gradient step on these rows -> its metrics."""
-    gradient_of = partial(backward, parts, rollout, s)
-    sums, logprobs, measured = with_retries(gradient_of, s)
+    sums, logprobs, measured = backward(parts, rollout, s)
     keep_old_policy(parts, rollout, logprobs, measured, s)
     # [G] The gradient step. One that is not finite is skipped and counted.
     grad_norm = clip_grad_norm_(unscaled(parts.optimizer), s.max_grad_norm)
@@ -317,14 +316,10 @@ def all_token_logprobs(model, rollout, s, measure=False):
     """[D] of the whole rollout: log-probs (N, S-1), what is measured {name: (N, S-1)}."""
     logprobs = torch.zeros_like(rollout.logprobs)
     measured = defaultdict(partial(torch.zeros_like, logprobs))
-
-    def score():
-        for micro, at in micro_batches(model, rollout, s):
-            logprobs[at], found = token_logprobs_of(model, micro, s, measure)
-            for name, values in found.items():
-                measured[name][at] = values
-
-    with_retries(score, s)
+    for micro, at in micro_batches(model, rollout, s):
+        logprobs[at], found = token_logprobs_of(model, micro, s, measure)
+        for name, values in found.items():
+            measured[name][at] = values
     return logprobs, measured
 
 
@@ -354,21 +349,6 @@ def token_logprobs_of(model, micro, s, measure):
     groups = micro.group_ids if s.share_prompts else None
     with layers_checkpointed(model, s.gradient_checkpointing):
         return score(micro.input_ids, micro.labels, s.temperature, measure, groups)
-
-
-def with_retries(function, s):
-    """Call function(), which moves no weight; with half the micro-batch when memory runs out."""
-    while True:
-        try:
-            return function()
-        except Exception as error:
-            # Several GPUs would wait for one that goes on alone.
-            if not out_of_memory(error) or s.micro_batch_tokens < 256 or world() > 1:
-                raise
-            traceback.clear_frames(error.__traceback__)  # its frames keep the activations alive
-        sample.release()
-        s.micro_batch_tokens //= 2
-        print0(f"out of memory: --micro-batch-tokens is now {s.micro_batch_tokens}")
 
 
 def mini_batches(parts, rollout, s):
@@ -1312,9 +1292,9 @@ WAYS = "offload", "gradient_checkpointing"
 PROMPT = 256  # tokens of a prompt that the count assumes
 DEVICE, HOST = "device memory", "host memory"  # the sums of a count
 GRADIENTS, ACTIVATIONS = "gradients, float32", "kept for the backward pass"
-ADVICE = ("to need less: --lora-rank 16, --kl-coef 0, --dtype bfloat16, a smaller --model, more "
-          "GPUs (each holds a whole policy to sample from), or lower --prompts-per-step, "
-          "--group-size, --max-new-tokens, --micro-batch-tokens")
+ADVICE = ("to need less: lower --micro-batch-tokens, --prompts-per-step, --group-size or "
+          "--max-new-tokens; or --gradient-checkpointing, --offload, --lora-rank 16, --kl-coef 0, "
+          "--dtype bfloat16, a smaller --model, more GPUs (each holds a whole policy)")
 
 
 def plan_memory(s):

@@ -452,52 +452,6 @@ def test_weights_that_are_not_finite_are_never_saved(capsys, tmp_path):
     assert train.command("train.py", "--resume", str(folder)) in line
 
 
-@pytest.mark.parametrize("error", NO_MEMORY)
-def test_out_of_memory_halves_the_micro_batch_until_it_fits(
-        capsys, monkeypatch, tmp_path, uninterrupted, error):
-    budgets = []
-    losses = chain([train.grpo_loss, raises(error), raises(error)], repeat(train.grpo_loss))
-    cut = train.logprob.micro_batches
-    monkeypatch.setattr(train, "grpo_loss", lambda *given, **how: next(losses)(*given, **how))
-    monkeypatch.setattr(train.logprob, "micro_batches",
-                        lambda *given: budgets.append(given[2]) or cut(*given))
-    trains(*FLAGS, "--micro-batch-tokens=10001", f"--output={tmp_path / 'run'}")
-    # reference, update, its two repeats, from there on a quarter
-    assert budgets == 3 * [10001] + [5000] + (len(budgets) - 4) * [2500]
-    out, err = capsys.readouterr()
-    for n in (5000, 2500):
-        assert (out + err).count(f"out of memory: --micro-batch-tokens is now {n}") == 1
-    ended_the_same(tmp_path / "run", uninterrupted)       # nothing of the first tries is left
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("error, again", [
-    *((error, True) for error in NO_MEMORY),
-    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
-    (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), False)])
-def test_what_an_attempt_held_is_freed_before_the_next_and_no_rank_goes_on_alone(
-        monkeypatch, error, again, ranks):
-    """The error would keep the activations. What one rank repeated, the others would wait for."""
-    monkeypatch.setattr(train, "world", lambda: ranks)
-    s = train.parse(["--micro-batch-tokens=1024"])
-    held = []
-
-    def function():
-        alive = [ref() is not None for ref in held]
-        activations = torch.zeros(10)
-        held.append(weakref.ref(activations))
-        if not alive:
-            raise error
-        return alive
-
-    if again and ranks == 1:
-        assert train.with_retries(function, s) == [False]
-    else:
-        with pytest.raises(type(error)):
-            train.with_retries(function, s)
-        assert len(held) == 1
-
-
 @pytest.mark.parametrize("stage", ["make_optimizer", "sample_groups", "grpo_loss"])
 def test_out_of_memory_for_good_is_one_line(capsys, monkeypatch, tmp_path, stage):
     monkeypatch.setattr(train, stage, raises(NO_MEMORY[0]))
