@@ -1436,6 +1436,7 @@ def free_memory(kind):
 def model_without_storage(name, folder, dtype, kind=AutoModelForCausalLM):
     """The model of --model or --reward-model on the meta device."""
     with blame(f"{name} {folder}: cannot be loaded:"):
+        sample.refuse_adapter(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             return kind.from_config(config, dtype=dtype).eval()
@@ -1997,6 +1998,25 @@ def begin(run, parts, s):
            f"{s.group_size} answers to each of {s.prompts_per_step} problems")
 
 
+class Lasting:
+    """Standard output or error, which ends no run: without a terminal or reader it goes nowhere."""
+
+    def __init__(self, stream):
+        self.stream = stream or open(os.devnull, "w")
+        self.stream.reconfigure(errors="replace")  # for signs that the terminal cannot show
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except (OSError, RuntimeError):  # RuntimeError: a signal's line while another one waits
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.stream.fileno())
+
+
 def print0(line, file=None):
     """Rank 0 prints the line, above the progress bars."""
     if rank() == 0:
@@ -2247,5 +2267,6 @@ def print_trace(parts, s):
 
 
 if __name__ == "__main__":
+    sys.stdout, sys.stderr = Lasting(sys.stdout), Lasting(sys.stderr)
     warnings.showwarning = lambda message, *_: print0(message, sys.stderr)  # above the bars
     sys.exit(main())

@@ -185,7 +185,8 @@ MODELS = [
     (reweighted(lambda w: {**w, NORM: torch.tensor([*63 * [1.0], float("nan")])}),
      f"not finite: {NORM}"),
     (without("tokenizer.json", "tokenizer_config.json"), "the folder lacks tokenizer.json"),
-    (lambda m: (m / "config.json").rename(m / "adapter_config.json"), "cannot be loaded"),
+    (lambda m: (m / "config.json").rename(m / "adapter_config.json"), "is an adapter: merge it"),
+    (written("adapter_config.json", "{}"), "is an adapter: merge it"),
     (lambda m: (m / "metrics.jsonl").touch(), "has no final/ yet")]
 
 
@@ -247,6 +248,15 @@ def test_a_line_about_problems_of_little_use(capsys, tmp_path, tiny, question, a
         assert re.search(expected, line) and bool(line) == bool(expected) and not others, line
 
 
+def test_names_of_ours_stay_names(tmp_path):
+    """Where a file or a folder has one of them."""
+    for name in ("gsm8k", "gsm8k:test", "rule", "think", "mine"):
+        (tmp_path / "here" / name).mkdir()
+    s = train.parse(["--data=gsm8k", "--eval-data=gsm8k:test", "--reward", "rule", "think"])
+    assert (s.data, s.eval_data, s.reward) == ("gsm8k", "gsm8k:test", ["rule", "think"])
+    assert train.parse(["--data=mine"]).data == str(tmp_path / "here" / "mine")
+
+
 # --- The terminal ---------------------------------------------------------------------------------
 def test_an_older_python_is_told_in_one_line(capsys, monkeypatch):
     monkeypatch.setattr(sys, "version_info", (3, 10, 13))
@@ -276,8 +286,10 @@ def test_a_warning_is_one_line(tmp_path):
     *(("sample.py", [flag], "--max-new-tokens and --group-size must be at least 1, --temp")
       for flag in ("--max-new-tokens=0", "--temperature=-1", "--temperature=nan",
                    "--group-size=0")),
+    ("sample.py", ["--model=."], "is an adapter"),
     ("sample.py", ["--device=tpu"], "tpu"), ("sample.py", ["Anna has 9 . " * 50], "128"),
     ("logprob.py", ["--model=."], "."), ("logprob.py", ["--model=./nowhere"], "nowhere")])
-def test_a_script_refuses_in_one_line(run_here, script, arguments, word):
+def test_a_script_refuses_in_one_line(run_here, tmp_path, script, arguments, word):
+    (tmp_path / "here" / "adapter_config.json").touch()
     [line] = run_here(script, *arguments, status=2).splitlines()
     assert line.startswith(f"{script}: ") and word in line

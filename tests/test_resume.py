@@ -1,13 +1,17 @@
 """Runs that survive: checkpoints, --resume, signals, rewards that fail."""
+import fcntl
 import json
 import os
+import pty
 import random
 import re
+import select
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
 import weakref
 from itertools import chain, repeat
@@ -184,6 +188,83 @@ def test_main_puts_signals_back_and_leaves_ignored_ones_alone(monkeypatch, tmp_p
     finally:
         signal.signal(signal.SIGHUP, before[2])
     assert [signal.getsignal(name) for name in names] == before
+
+
+# --- A terminal or a reader that is lost ----------------------------------------------------------
+def goes_on(process, folder, steps, reading=None):
+    """Wait, and read what it prints, until so many more steps are done -> the last of them."""
+    path = folder / "metrics.jsonl"
+    first = None
+    for _ in range(10 * LIMIT):
+        assert process.poll() is None, process.returncode
+        if reading is not None and select.select([reading], [], [], 0.1)[0]:
+            os.read(reading, 10_000)
+        else:
+            time.sleep(0.1)
+        done = path.read_bytes().count(b"\n") if path.exists() else 0
+        first = done if first is None else first
+        if done >= first + steps + 1:
+            return done
+    raise TimeoutError
+
+
+@pytest.mark.parametrize("place, number, status", [
+    ("terminal", signal.SIGHUP, 129), ("pipe", signal.SIGINT, 130), ("pipe", signal.SIGTERM, 143)])
+def test_a_run_outlives_its_terminal_or_reader(tmp_path, place, number, status):
+    """The kernel sends SIGHUP when the terminal is closed; a pipe's reader may die long before."""
+    ours, its = pty.openpty() if place == "terminal" else os.pipe()
+
+    def take_the_terminal():
+        if place == "terminal":
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    flags = (*FLAGS, "--steps=100000", "--eval-every=100000", "--save-every=100000")
+    command = [sys.executable, ROOT / "train.py", *flags, f"--output={tmp_path}/run"]
+    process = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, start_new_session=True,
+                               preexec_fn=take_the_terminal)
+    os.close(its)
+    goes_on(process, tmp_path / "run", 2, ours)
+    os.close(ours)
+    if place == "pipe":
+        goes_on(process, tmp_path / "run", 2)
+        process.send_signal(number)
+    assert process.wait(LIMIT) == status
+    saved = json.loads(bytes(checkpoint_of(tmp_path / "run")["counters"].tolist()))
+    assert saved["step"] == metrics_of(tmp_path / "run")[-1]["step"] >= 2
+
+
+def test_a_reader_that_leaves_early_ends_nothing(tmp_path):
+    """`python train.py | head -1`; the same in a terminal that lacks the blocks of the curves."""
+    for reader, environment in (("head -1", {}), ("cat", {"PYTHONIOENCODING": "cp1252"})):
+        folder = tmp_path / reader
+        program = shlex.join([sys.executable, "train.py", *FLAGS, f"--output={folder}"])
+        line = f"{program} | {reader}"
+        done = subprocess.run(["bash", "-o", "pipefail", "-c", line], cwd=ROOT, capture_output=True,
+                              text=True, timeout=LIMIT, env={**os.environ, **environment})
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+        assert "Error" not in done.stderr and (folder / "final").exists()
+    assert "?????" in done.stdout and "talk to the result" in done.stdout
+
+
+def test_a_signal_while_a_line_waits_for_its_reader():
+    """Python cannot write a line within another: nobody reads any more, and the run goes on."""
+    script = """if True:
+        import os, signal, sys, threading, train
+        _, pipe = os.pipe()
+        os.set_blocking(pipe, False)
+        try:
+            while True:
+                os.write(pipe, bytes(4096))
+        except BlockingIOError:
+            os.set_blocking(pipe, True)
+        sys.stderr = train.Lasting(open(pipe, "w"))
+        run = train.Run()
+        with run.stopping_on_signals():
+            main = threading.get_ident()
+            threading.Timer(1, signal.pthread_kill, (main, signal.SIGINT)).start()
+            print("waits", file=sys.stderr)
+        sys.exit(run.stopped())"""
+    assert subprocess.call([sys.executable, "-c", script], cwd=ROOT, timeout=LIMIT) == signal.SIGINT
 
 
 # --- What --resume changes; what it refuses is one line, and no byte of the run changes -----------

@@ -1,4 +1,5 @@
 r"""[B] reward.py: the rule, the last box, fair readings, problem files, users' rewards, figures."""
+import gzip
 import hashlib
 import itertools
 import json
@@ -265,6 +266,15 @@ def test_a_bad_line_is_named(tmp_path, bad):
     is_object = BAD_LINES.index(bad) > 7
     with value_error("problems.jsonl, line 3: " + ("" if is_object else ".*JSON object per line")):
         load(tmp_path, line(), "", bad, line())
+
+
+@pytest.mark.parametrize("content", [
+    line().encode("utf-16"), line(question="Q").replace("Q", "六").encode("gbk"),
+    gzip.compress(line().encode()), b"PAR1\x15\x04\x15\xa8\xe5"])
+def test_a_file_in_another_form_is_told_what_to_become(tmp_path, content):
+    (tmp_path / "x").write_bytes(content)
+    with value_error(f"^{tmp_path / 'x'}: .*saved as UTF-8 JSON lines$"):
+        load_problems(tmp_path / "x")
 
 
 @pytest.mark.parametrize("source", ["missing.jsonl", "gsm8k:dev", "", "x" * 300, "folder", "binary",
