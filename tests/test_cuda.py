@@ -132,8 +132,8 @@ def test_sampling_through_graphs(tiny, graphs, monkeypatch, dtype, temperature):
     if dtype == torch.float32:                               # rounding moves a few draws of half
         assert torch.equal(rollout.labels, plain.labels)
     else:
-        first = (rollout.mask.cumsum(1) == 1) & rollout.mask
-        differs = rollout.input_ids[:, 1:][first] != plain.input_ids[:, 1:][first]
+        first = rollout.mask.int().argmax(dim=1, keepdim=True) + 1
+        differs = rollout.input_ids.gather(1, first) != plain.input_ids.gather(1, first)
         assert differs.sum() <= 1
 
 
@@ -505,6 +505,7 @@ FAULTS = {"a replay": replay_fails, "a capture": capture_fails,
 def test_a_run_goes_on_after_a_fault(monkeypatch, capsys, tmp_path, fault):
     """With smaller micro-batches, or by the command that its last line names: without fast forms.
     """
+    expected, _ = on_the_cpu(*SHORT)                         # before anything is at fault
     fault(monkeypatch)
     flags = f"--output={tmp_path / 'run'}", *SHORT, "--device=cuda"
     if fault is memory_runs_out:
@@ -519,7 +520,7 @@ def test_a_run_goes_on_after_a_fault(monkeypatch, capsys, tmp_path, fault):
     assert [line["step"] for line in metrics] == [0, 1, 2]
     assert not any(line["skipped_updates"] for line in metrics[1:])
     assert fell_back() == (fault is not memory_runs_out)
-    assert_same_steps(metrics, on_the_cpu(*SHORT)[0], 0.4, LEARNED[:3])
+    assert_same_steps(metrics, expected, 0.4, LEARNED[:3])
 
 
 def reserved():
@@ -587,7 +588,7 @@ def test_memory_is_what_was_counted():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
                           timeout=LIMIT, env={**os.environ, "SOFTGPU_VALUES": "sizes"})
     share, = re.findall(r"live peak .* GB \((\d+)% of the count\)", well_ended(done))
-    assert abs(int(share) - 100) <= 8
+    assert 88 <= int(share) <= 104       # an H100 took 91% for all of Qwen2.5-1.5B, too
 
 
 def test_what_first_run_counts(capsys):
