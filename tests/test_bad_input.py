@@ -185,8 +185,8 @@ MODELS = [
     (reweighted(lambda w: {**w, NORM: torch.tensor([*63 * [1.0], float("nan")])}),
      f"not finite: {NORM}"),
     (without("tokenizer.json", "tokenizer_config.json"), "the folder lacks tokenizer.json"),
-    (lambda m: (m / "config.json").rename(m / "adapter_config.json"), "is an adapter: merge it"),
-    (written("adapter_config.json", "{}"), "is an adapter: merge it"),
+    (lambda m: (m / "config.json").rename(m / "adapter_config.json"), "it is an adapter: merge it"),
+    (written("adapter_config.json", "{}"), "it is an adapter: merge it"),
     (lambda m: (m / "metrics.jsonl").touch(), "has no final/ yet")]
 
 
@@ -243,7 +243,7 @@ def test_a_line_about_problems_of_little_use(capsys, tmp_path, tiny, question, a
     """Before the run; about truths that no number equals, where they are compared."""
     (tmp_path / "x.jsonl").write_text(json_lines({"question": question, "answer": answer}) * 2)
     for flags in ([], [f"--reward={MINE}:one"]):
-        train.load_problems("--data", str(tmp_path / "x.jsonl"), tiny[1], train.parse(flags))
+        train.checked_problems("--data", str(tmp_path / "x.jsonl"), tiny[1], train.parse(flags))
         line, *others = capsys.readouterr().out.splitlines() or [""]
         expected = words if question != GOOD["question"] or not flags else ""
         assert re.search(expected, line) and bool(line) == bool(expected) and not others, line
@@ -296,11 +296,11 @@ def test_a_warning_is_one_line(tmp_path):
 @pytest.mark.parametrize("script, arguments, word", [
     ("advantage.py", ["1", "apple"], "apple"), ("advantage.py", ["1", "nan"], "nan"),
     ("advantage.py", ["1"], "1"), ("advantage.py", ["--help"], "usage: python advantage.py"),
-    ("sample.py", ["--model=nowhere"], "no folder nowhere"),
+    ("sample.py", ["--model=nowhere"], "no such folder: nowhere"),
     *(("sample.py", [flag], "--max-new-tokens and --group-size must be at least 1, --temp")
       for flag in ("--max-new-tokens=0", "--temperature=-1", "--temperature=nan",
                    "--group-size=0")),
-    ("sample.py", ["--model=."], "is an adapter"),
+    ("sample.py", ["--model=."], "it is an adapter"),
     ("sample.py", ["--device=tpu"], "tpu"), ("sample.py", ["Anna has 9 . " * 50], "128"),
     ("logprob.py", ["--model=."], "."), ("logprob.py", ["--model=./nowhere"], "nowhere")])
 def test_a_script_refuses_in_one_line(run_here, tmp_path, script, arguments, word):

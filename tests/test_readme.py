@@ -2,6 +2,7 @@
 import dataclasses
 import importlib
 import re
+import shlex
 import subprocess
 import pytest
 from conftest import ROOT
@@ -12,7 +13,7 @@ RESULTS = (ROOT / "tests" / "RESULTS.md").read_text(encoding="utf-8")
 STAGES = ("sample", "reward", "advantage", "logprob", "loss", "train")
 
 
-def test_every_function_of_the_table_is_in_its_file():
+def test_every_function_of_the_tables_is_in_its_file():
     rows = re.findall(r"^\| \[([A-H])\] \|.*\| `(\w+)\.py` \| (.*) \|$", README, flags=re.M)
     assert [letter for letter, *_ in rows] == list("ABCDEFGH")
     for letter, file, names in rows:
@@ -20,6 +21,20 @@ def test_every_function_of_the_table_is_in_its_file():
         assert f"[{letter}]" in (ROOT / f"{file}.py").read_text(encoding="utf-8")
         for name in re.findall(r"`(\w+)`", names):
             assert callable(getattr(module, name)), (file, name)
+    rows = re.findall(r"^\|.*\| `(\w+)\.py` \| (.*) \|$", RESULTS, flags=re.M)
+    assert len(rows) > 20
+    for file, names in rows:
+        for name in re.findall(r"`(\w+)`", names):
+            assert hasattr(importlib.import_module(file), name), (file, name)
+
+
+def test_the_lines_to_read():
+    told = {file: int(lines) for lines, file in re.findall(r"(\d+) of `(\w+)\.py`", README)}
+    assert list(told) == list(STAGES)
+    for file, lines in told.items():
+        text = (ROOT / f"{file}.py").read_text(encoding="utf-8")
+        found = text[:text.index("# A reader of the theory may stop here")].count("\n")
+        assert lines == pytest.approx(found, rel=0.1), file
 
 
 FIELDS = {train.flag_of(field.name) for field in dataclasses.fields(train.Settings)}
@@ -45,7 +60,7 @@ def test_the_flags_of_a_variant_are_taken():
     assert len(VARIANTS) >= 15
     for flags in VARIANTS:
         first = re.match("`([^`]+)`", flags)[1].replace("f.py:steps", "tests/conftest.py:curve")
-        assert train.parse(first.split())
+        assert train.parse(shlex.split(first))
 
 
 def test_files_and_commands_exist():

@@ -18,6 +18,7 @@ import torch
 from conftest import MINE, ROOT, make_tokenizer, raises, seeded, small_model, value_error
 from chat_families import family
 from transformers import AutoModelForSequenceClassification
+import loss
 import reward
 import train
 from reward import (
@@ -354,7 +355,7 @@ def test_messages_as_others_write_them(tmp_path):
     for bad in ([*TEXTS, {"type": "image_url"}], ["5 + 4?"]):
         for messages in ([{"role": "user", "content": bad}],
                          [{"role": "system", "content": bad}, *CHAT[-1:]]):
-            with value_error("line 1: .*only parts of text"):
+            with value_error("line 1: .*part that is no text"):
                 load(tmp_path, json.dumps({"messages": messages, "answer": "9"}))
 
 
@@ -562,7 +563,8 @@ HOSTILE = type("Hostile", (), {"__float__": raises(KeyError("no"))})()
     (gives(1, torch.ones(2), 3, 4), "element"), (gives(1, 2, 3, 1j), "complex"),
     (gives(1, 2, HOSTILE, 4), "KeyError: 'no'"), (lambda completions: [], "**columns"),
     (lambda **columns: sys.exit(), "SystemExit"), *((lambda value=value, **columns: value,
-     f"returned {value!r}") for value in ("1010", b"1010", dict.fromkeys("1010"), {*"1234"}))])
+     f"returned a {type(value).__name__}, not a list")
+      for value in ("1010", b"1010", dict.fromkeys("1010"), {*"1234"}))])
 def test_a_reward_that_goes_wrong_is_named(function, reason):
     with value_error(f"^--reward f.py:f: .*{re.escape(reason)}"):
         scored(function)
@@ -606,15 +608,15 @@ def test_a_reward_file_with_dataclasses_and_neighbours(tmp_path):
 
 @pytest.mark.parametrize("name", ["mine", "reward", "train", "time"])
 def test_a_file_is_one_module_under_a_name_of_its_own(tmp_path, name):
-    """Its functions share what it holds; what is beside it comes before ours, and hides none."""
-    write(tmp_path / "loss.py", "points = 5")
-    write(tmp_path / "json.py", "1 / 0")
+    """Its functions share what it holds; ours are not hidden."""
+    write(tmp_path / "points.py", "points = 5")
+    write(tmp_path / "loss.py", "1 / 0")
     spec = write(tmp_path / f"{name}.py", """
         from concurrent.futures import ProcessPoolExecutor
         from multiprocessing import get_context
         from advantage import plain_advantages
-        from loss import points
-        import json
+        from loss import plain_loss
+        from points import points
         calls = []
 
         def length(text):
@@ -633,7 +635,7 @@ def test_a_file_is_one_module_under_a_name_of_its_own(tmp_path, name):
         own_reward_of([f"{spec}:first", f"{spec}:second"])(PROBLEMS, ["", ""], rollout)
         found = [part.tolist() for part in rollout.reward_parts.values()]
         assert found == [[6, 7, 8, 5], [1, 1, 1, 1]]
-    for module in (reward, time, train, train.loss, json):
+    for module in (reward, time, train, loss, json):
         assert sys.modules[module.__name__] is module
 
 

@@ -75,7 +75,7 @@ def same(a, b):
 
 
 def assert_logprobs(model, rollout, temperature=1.0, atol=1e-4):
-    expected = token_logprobs(model, rollout.input_ids, rollout.labels, temperature).detach()
+    expected = token_logprobs(model, rollout.input_ids, rollout.labels, temperature)[0].detach()
     torch.testing.assert_close(rollout.logprobs, expected, rtol=0, atol=atol)
 
 
@@ -178,7 +178,7 @@ def filled(N, S, seed):
         rule_rewards=numbers(N) + 2, reward_parts={"a": numbers(N) + 3, "b": numbers(N) + 4},
         step_rewards=[[(n, 0.5)] for n in range(N)], judged=[{"row": n} for n in range(N)],
         advantages=per_token + 5, old_logprobs=per_token + 6,
-        ref_logprobs=per_token + 7, entropies=per_token + 8)
+        ref_logprobs=per_token + 7, measured={"entropy": per_token + 8})
 
 
 def rows_of(value, rows):
@@ -196,6 +196,8 @@ def test_take(rows):
             value, found = getattr(rollout, f.name), getattr(part, f.name)
             if isinstance(value, torch.Tensor) and value.ndim == 2 and width:
                 value = value[:, :5 if value.shape[1] == 7 else 4]
+            if f.name == "measured" and width:
+                value = {"entropy": value["entropy"][:, :4]}
             assert rows_of(found, range(len(rows))) == rows_of(value, rows), f.name
         assert part.mask.shape == part.logprobs.shape
 
@@ -209,7 +211,8 @@ def test_join(widths):
     assert same(sample.take(both, [2, 3, 4], widths[1]), b)
     S, short = min(widths), slice(2) if widths[0] < widths[1] else slice(2, 5)
     assert (both.labels[short, S:] == IGNORE).all() and not both.input_ids[short, S:].any()
-    assert not both.logprobs[short, S - 1:].any() and not both.entropies[short, S - 1:].any()
+    for per_token in (both.logprobs, both.measured["entropy"]):
+        assert not per_token[short, S - 1:].any()
     for name in ("rewards", "reward_parts", "judged", "advantages"):
         lacking = replace(b, **{name: None})
         assert getattr(joined(lacking, lacking), name) is None
