@@ -277,5 +277,6 @@ if __name__ == "__main__":
     try:
         main()
     except ValueError as error:
-        print(f"advantage.py: {error}", file=sys.stderr)
+        print(f"advantage.py: {error}; usage: python advantage.py REWARD REWARD ...",
+              file=sys.stderr)
         sys.exit(2)

@@ -49,6 +49,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # A bfloat16 product on a CPU keeps half a MB for each of 1024 shapes, twice: a run would grow.
 os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+if os.environ.get("RANK", "0") != "0":
+    os.environ["TQDM_DISABLE"] = "1"  # one rank's bars are enough
 if "microsoft" not in platform.release():  # WSL 2 has no such blocks (pytorch 192330)
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
@@ -184,7 +186,7 @@ def train_grpo(parts, settings, run=None):
     s = replace(settings)  # --kl-band changes it
     if not run.history:
         run.log({"step": 0, **run.measure(parts, s)})
-    with tqdm(total=s.steps, initial=run.step, desc="GRPO", disable=rank() > 0) as bar:
+    with tqdm(total=s.steps, initial=run.step, desc="GRPO") as bar:
         for step in range(run.step + 1, s.steps + 1):
             if run.stopped():
                 break
@@ -336,7 +338,7 @@ def micro_batches(model, rollout, s):
     # tokens of a prompt. They are not in the mask, so they count for nothing.
     missing = max(gathered_objects(len(cuts))) - len(cuts)
     cuts += [(torch.tensor([0]), 2)] * missing
-    for rows, width in cuts:
+    for rows, width in sample.ticking(cuts, desc="micro-batches"):
         micro = sample.take(host, rows.tolist(), width)
         rows, = logprob.uploaded(rollout.labels.device, rows)
         yield micro, (rows, slice(width - 1))
@@ -548,7 +550,7 @@ def evaluate(parts, settings, group_size=1, temperature=0.0):
     starts = range(0, len(mine), at_a_time)
     key = (s.seed, "evaluation")
     rows = []
-    for start in tqdm(starts, "evaluation", leave=False, disable=rank() > 0):
+    for start in tqdm(starts, "evaluation", leave=False):
         places = mine[start:start + at_a_time]
         batch = make_batch(parts.tokenizer, parts.eval_problems, places, key, s)
         rollout, _ = answers_and_rewards(policy, parts, batch, s)
@@ -597,7 +599,8 @@ def symptoms(history, answer=""):
             f"all answers of {n} steps earned {now:.3g}, so nothing can be learned: "
             f"{recent('format_rate', 0):.0%} have a \\boxed{{}}, "
             f"{recent('truncated_fraction', 0):.0%} are cut, 95% have at most "
-            f"{recent('response_length_p95', 0):.0f} tokens; the last ends in {answer[-60:]!r}")}
+            f"{recent('response_length_p95', 0):.0f} tokens; the last ends in {answer[-60:]!r}; "
+            "try other --data, solved examples in --system-prompt, a larger --max-new-tokens")}
     # The mean of ten steps lies more than half a standard deviation of the rewards below its best.
     if best - now > 0.5 * (spread or 1):
         found = {"fallen reward": (
@@ -653,10 +656,8 @@ def flag(default, help, head="", kept=True, **how):
 
 def file(text):
     """Make a file, or file.py:function, absolute: a resumed run may start in another folder."""
-    if text in (*reward.GSM8K, *reward.REWARDS_BY_NAME):
-        return text  # also where a file of that name is
     name = text.rpartition(":")[0] if ".py:" in text else text
-    if os.path.exists(name):
+    if os.path.exists(name) and text not in {**reward.GSM8K, **reward.REWARDS_BY_NAME}:
         return text.replace(name, os.path.abspath(name), 1)
     return text  # a name: gsm8k, or a model on the hub
 
@@ -812,6 +813,8 @@ def parse(words):
         if os.path.exists(f"{given['output']}/config.json"):
             given["resume"] = given.pop("output")
             given.pop("config", None)  # the run has kept what it says
+    if given.get("eval_only") and os.path.isdir(f"{given.get('model')}/final"):
+        given.setdefault("config", f"{given['model']}/config.json")  # of that run
     source = f"{given['resume']}/config.json" if "resume" in given else given.get("config")
     config = read_config(source) if source else {}
     base = {}
@@ -889,6 +892,9 @@ def load(s):
         prompt_of = partial(chat_prompt, reward_model.tokenizer, system_prompt=s.system_prompt)
         reward_of = partial(reward.model_rewards, reward_model, prompt_of)
     problems, eval_problems = load_data(s, tokenizer)
+    if s.reward_model and s.renew_reference and not any(truths_of(problems)):
+        print0("--renew-reference: no true answer is known, so --reward-model is not trained: "
+               "the rule orders its pairs")
     policy_model = shard(policy_model, s, samples=True)
     if not s.eval_only:
         if s.kl_coef:  # the initial policy, frozen
@@ -917,8 +923,6 @@ def check_combinations(s):
          f"--output {s.output}: is not empty; name another, or continue its run with --resume"),
         (os.path.isfile(f"{s.model}/metrics.jsonl"),
          f"--model {s.model}: this run has no final/ yet; end it with --resume"),
-        (s.model.startswith((".", "/")) and not os.path.isdir(s.model),
-         f"--model {s.model}: there is no such folder"),
         (not s.kl_coef and (s.kl_band or s.renew_reference),
          "--kl-band, --renew-reference: need a --kl-coef above 0"),
         (len(band) != 2 or band[0] > band[1],
@@ -1040,14 +1044,15 @@ def checked_problems(name, source, tokenizer, s):
                                  f"answer are more than the model's {limit} positions: lower "
                                  "--max-new-tokens or --max-turns, or take out such problems")
 
-    progress = partial(tqdm, desc=f"reading {source}", delay=2, leave=False, disable=rank() > 0)
+    progress = partial(sample.ticking, desc=f"reading {source}")
     with blame(f"{name}:"):
         problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
                                         check, progress)
     if sum(unknown) > len(unknown) / 2:
         print0(f"{name}: most words of the prompts are unknown to the tokenizer of {s.model}: "
                "choose a --model that knows them")
-    odd = need_answer and reward.half_numbers(truths_of(problems))
+    odd = [truth for truth in truths_of(problems * need_answer)
+           if truth[0].isdigit() and isinstance(reward.canonical(truth), str)]
     if odd:
         print0(f"{name}: {len(odd)} of {len(problems)} true answers begin like a number, but are "
                f"compared as text: {odd[0]!r}, for one")
@@ -1436,7 +1441,7 @@ def free_memory(kind):
 def model_without_storage(name, folder, dtype, kind=AutoModelForCausalLM):
     """The model of --model or --reward-model on the meta device."""
     with blame(f"{name} {folder}: cannot be loaded:"):
-        sample.refuse_adapter(folder)
+        sample.check_folder(folder)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             return kind.from_config(config, dtype=dtype).eval()
@@ -1998,23 +2003,18 @@ def begin(run, parts, s):
            f"{s.group_size} answers to each of {s.prompts_per_step} problems")
 
 
-class Lasting:
-    """Standard output or error, which ends no run: without a terminal or reader it goes nowhere."""
-
-    def __init__(self, stream):
-        self.stream = stream or open(os.devnull, "w")
-        self.stream.reconfigure(errors="replace")  # for signs that the terminal cannot show
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-    def write(self, text):
+def outlive(stream):
+    """Let a run go on without the terminal or reader of this stream: then it goes nowhere."""
+    def write_now(text):
         try:
-            self.stream.write(text)
-            self.stream.flush()
+            write(text)
+            stream.flush()
         except (OSError, RuntimeError):  # RuntimeError: a signal's line while another one waits
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.stream.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+    write = stream.write
+    stream.write = write_now
+    stream.reconfigure(errors="replace")  # for signs that the terminal cannot show
 
 
 def print0(line, file=None):
@@ -2259,14 +2259,16 @@ def print_trace(parts, s):
                    f"{new[n, t]:9.4f}{log_ratio[n, t].exp():8.4f}{J[n, t]:+9.4f}{kl[n, t]:10.5f}"
                    + (" clipped" if clipped[n, t] else ""))
     moved = (log_ratio * A > 0)[mask]
+    why = "all tokens share weights" if A.any() else "A = 0: all rewards are equal"
     print0(f"\n[G] grpo_loss before the update {metrics['loss']:+.6f}, norm of its gradient "
            f"{metrics['grad_norm']:.4f}; after optimizer.step at --lr {s.learning_rate:g}\n    "
            f"{moved.sum()} of {len(moved)} tokens have moved in the direction of their advantage; "
-           "the rest have not, because all tokens share weights\n\n"
+           f"the rest have not, because {why}\n\n"
            "[H] train_grpo: fresh answers from the policy as it is now, and again")
 
 
 if __name__ == "__main__":
-    sys.stdout, sys.stderr = Lasting(sys.stdout), Lasting(sys.stderr)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        outlive(stream)
     warnings.showwarning = lambda message, *_: print0(message, sys.stderr)  # above the bars
     sys.exit(main())

@@ -185,8 +185,8 @@ MODELS = [
     (reweighted(lambda w: {**w, NORM: torch.tensor([*63 * [1.0], float("nan")])}),
      f"not finite: {NORM}"),
     (without("tokenizer.json", "tokenizer_config.json"), "the folder lacks tokenizer.json"),
-    (lambda m: (m / "config.json").rename(m / "adapter_config.json"), "is an adapter: merge it"),
-    (written("adapter_config.json", "{}"), "is an adapter: merge it"),
+    (lambda m: (m / "config.json").rename(m / "adapter_config.json"), "it is an adapter: merge it"),
+    (written("adapter_config.json", "{}"), "it is an adapter: merge it"),
     (lambda m: (m / "metrics.jsonl").touch(), "has no final/ yet")]
 
 
@@ -229,7 +229,7 @@ def test_problems_that_cannot_be_asked_or_held_out_are_named(capsys, tmp_path):
             ("--prompts-per-step", [GOOD] * 2, "x.jsonl has only 0 to train on"),
             ("--data", longer, "x.jsonl, line 3: a prompt of "),
             ("--data", [{**GOOD, "messages": ["?", asked["messages"][1]]}], "x.jsonl, line 2: "),
-            ("--data", [GOOD, {**GOOD, **asked}], "x.jsonl, line 3: a message has the role")):
+            ("--data", [GOOD, {**GOOD, **asked}], "line 3: a message has no text, or a role")):
         (tmp_path / "x.jsonl").write_text("\n" + json_lines(*rows))
         line = refused_before_a_folder_is_made(capsys, tmp_path, f"--data={tmp_path / 'x.jsonl'}")
         assert line.startswith(f"train.py: {flag}") and words in line
@@ -237,7 +237,8 @@ def test_problems_that_cannot_be_asked_or_held_out_are_named(capsys, tmp_path):
 
 @pytest.mark.parametrize("question, answer, words", [
     (GOOD["question"], "5", ""), ("Which country has Paris as capital ?", "5", "a --model that"),
-    (GOOD["question"], "5 or 6", "2 of 2 true answers begin like a number, .* '5 or 6'")])
+    *((GOOD["question"], odd, f"2 of 2 true answers begin like a number, .* {odd!r}")
+      for odd in ("5 or 6", "2x", "1:30")), (GOOD["question"], "x", "")])
 def test_a_line_about_problems_of_little_use(capsys, tmp_path, tiny, question, answer, words):
     """Before the run; about truths that no number equals, where they are compared."""
     (tmp_path / "x.jsonl").write_text(json_lines({"question": question, "answer": answer}) * 2)
@@ -274,6 +275,18 @@ def test_a_bar_while_many_problems_are_read(capsys, monkeypatch, tiny):
     assert "reading " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("plain", [False, True])
+def test_bars_on_a_slow_machine(capsys, monkeypatch, tmp_path, plain):
+    """While answers are written and while it trains; on a fast one the loop's and evaluation's."""
+    for slow in (False, True):
+        if slow:
+            monkeypatch.setattr("tqdm.std.time", itertools.count().__next__)  # a second a look
+        trains(*SMALL, "--max-new-tokens=40", "--micro-batch-tokens=1", "--group-size=16",
+               f"--output={tmp_path / str(slow)}", *["--plain"] * plain)
+        err = capsys.readouterr().err
+        assert [word in err for word in ("GRPO", "tokens:", "micro-batches:")] == [True, slow, slow]
+
+
 def test_a_warning_is_one_line(tmp_path):
     done = begin("train.py", *SMALL, f"--reward={MINE}:never", f"--output={tmp_path / 'run'}")()
     assert "every reward gave None for some rows: they count as 0\n" in done.stderr
@@ -282,11 +295,12 @@ def test_a_warning_is_one_line(tmp_path):
 
 @pytest.mark.parametrize("script, arguments, word", [
     ("advantage.py", ["1", "apple"], "apple"), ("advantage.py", ["1", "nan"], "nan"),
-    ("advantage.py", ["1"], "1"), ("sample.py", ["--model=nowhere"], "loaded"),
+    ("advantage.py", ["1"], "1"), ("advantage.py", ["--help"], "usage: python advantage.py"),
+    ("sample.py", ["--model=nowhere"], "no such folder: nowhere"),
     *(("sample.py", [flag], "--max-new-tokens and --group-size must be at least 1, --temp")
       for flag in ("--max-new-tokens=0", "--temperature=-1", "--temperature=nan",
                    "--group-size=0")),
-    ("sample.py", ["--model=."], "is an adapter"),
+    ("sample.py", ["--model=."], "it is an adapter"),
     ("sample.py", ["--device=tpu"], "tpu"), ("sample.py", ["Anna has 9 . " * 50], "128"),
     ("logprob.py", ["--model=."], "."), ("logprob.py", ["--model=./nowhere"], "nowhere")])
 def test_a_script_refuses_in_one_line(run_here, tmp_path, script, arguments, word):

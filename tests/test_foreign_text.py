@@ -145,7 +145,7 @@ def test_every_text_of_a_message_is_text():
             sample.chat_prompt(tokenizer, {"messages": [{"role": role, "content": "x"}]}, "")
     for content in (None, 5, b"5", ["5"], {"result": 5}):  # a reply, too, is text
         for role in ("system", "assistant", "tool"):
-            with pytest.raises(ValueError, match="no text.*" + re.escape(repr(content))):
+            with pytest.raises(ValueError, match="no text.*" + re.escape(f"{content!r}")):
                 message = {"role": role, "content": content}
                 sample.chat_prompt(tokenizer, {"messages": [message, messages[-1]]}, "")
         with pytest.raises(ValueError, match="no text"):

@@ -104,7 +104,7 @@ def test_two_ranks_train_the_same_reward_model(whole, two_ranks):
     assert apart(ours, theirs, weights(MODEL)) < 0.01
 
 
-def test_without_true_answers_or_renewal_the_reward_model_stays_as_it_is(tmp_path):
+def test_without_true_answers_or_renewal_the_reward_model_stays_as_it_is(capsys, tmp_path):
     asked = [{"question": problem["question"]} for problem in PROBLEMS[:12]]
     (tmp_path / "asked.jsonl").write_text(json_lines(*asked))
     data = f"--data={tmp_path / 'asked.jsonl'}"
@@ -113,7 +113,9 @@ def test_without_true_answers_or_renewal_the_reward_model_stays_as_it_is(tmp_pat
     assert last["reward_model_loss"] is None and last["accuracy"] is None
     assert last["reward_std"] > 0 and last["grad_norm"] > 0
     assert same_tensors(weights(folder / "reward_model"), weights(MODEL))
+    assert "--renew-reference: no true answer is known" in capsys.readouterr().out
     folder = trained(tmp_path / "fixed", *SMALL, f"--reward-model={MODEL}", "--steps=1")
+    assert "--renew-reference: " not in capsys.readouterr().out
     assert not (folder / "reward_model").exists()
     assert not any("/reward_model/" in name for name in checkpoint_of(folder))
     assert curve(folder)[1]["reward_mean"] != 0 and "eval_reward" in curve(folder)[1]

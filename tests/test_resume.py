@@ -237,10 +237,10 @@ def test_a_reader_that_leaves_early_ends_nothing(tmp_path):
     """`python train.py | head -1`; the same in a terminal that lacks the blocks of the curves."""
     for reader, environment in (("head -1", {}), ("cat", {"PYTHONIOENCODING": "cp1252"})):
         folder = tmp_path / reader
-        program = shlex.join([sys.executable, "train.py", *FLAGS, f"--output={folder}"])
-        line = f"{program} | {reader}"
-        done = subprocess.run(["bash", "-o", "pipefail", "-c", line], cwd=ROOT, capture_output=True,
-                              text=True, timeout=LIMIT, env={**os.environ, **environment})
+        line = shlex.join([sys.executable, "train.py", *FLAGS, f"--output={folder}"])
+        done = subprocess.run(["bash", "-o", "pipefail", "-c", f"{line} | {reader}"], cwd=ROOT,
+                              capture_output=True, text=True, timeout=LIMIT,
+                              env={**os.environ, **environment})
         assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
         assert "Error" not in done.stderr and (folder / "final").exists()
     assert "?????" in done.stdout and "talk to the result" in done.stdout
@@ -257,7 +257,8 @@ def test_a_signal_while_a_line_waits_for_its_reader():
                 os.write(pipe, bytes(4096))
         except BlockingIOError:
             os.set_blocking(pipe, True)
-        sys.stderr = train.Lasting(open(pipe, "w"))
+        sys.stderr = open(pipe, "w")
+        train.outlive(sys.stderr)
         run = train.Run()
         with run.stopping_on_signals():
             main = threading.get_ident()

@@ -23,7 +23,7 @@ import reward
 import train
 from reward import (
     boxed_candidates, canonical, complete_boxes, extract_boxed, figures_of, final_answer,
-    half_numbers, hold_out, is_right, length_rescaled, load_function, load_problems, majority_at_k,
+    hold_out, is_right, length_rescaled, load_function, load_problems, majority_at_k,
     model_rewards, overlong_penalty, own_reward_of, pass_at_k, reward_model_rows,
     reward_model_scores, rule_reward, score_responses, score_rows, think_answer_reward,
     train_reward_model, truths_of)
@@ -333,11 +333,6 @@ def test_truths_that_an_answer_can_meet(tmp_path, given, truth):
     assert final_answer("<answer></answer>") is final_answer("2+3=5. The answer is") is None
 
 
-def test_truths_that_begin_like_numbers():
-    odd = ["5 or 6", "2^3", "1:30", "5k", "3x"]
-    assert half_numbers([*odd, None, "5", "5 (apples)", "x^2", "(5, 6)", "1,000", "-1/2"]) == odd
-
-
 def test_a_chat_history_in_place_of_the_question(tmp_path):
     row = {"messages": CHAT, "answer": "#### 17"}
     expected = {"messages": CHAT, "question": "And 8?", "answer": "17", "solution": ""}
@@ -357,10 +352,10 @@ def test_messages_as_others_write_them(tmp_path):
     [problem] = load(tmp_path, json.dumps(row), question_field="prompt")
     assert problem == {**row, "solution": "", "question": "5 + 4?", "messages": [
         {"role": "system", "content": "5 "}, {"role": "user", "content": "5 + 4?"}]}
-    for bad in ([*TEXTS, {"type": "image_url"}], [{"type": "image", "text": "x"}], ["5 + 4?"]):
+    for bad in ([*TEXTS, {"type": "image_url"}], ["5 + 4?"]):
         for messages in ([{"role": "user", "content": bad}],
                          [{"role": "system", "content": bad}, *CHAT[-1:]]):
-            with value_error("line 1: .*(no text|str)"):
+            with value_error("line 1: .*part that is no text"):
                 load(tmp_path, json.dumps({"messages": messages, "answer": "9"}))
 
 
@@ -552,9 +547,9 @@ HOSTILE = type("Hostile", (), {"__float__": raises(KeyError("no"))})()
     (gives(1, "two", 3, 4), "'two'"), (gives(1, 2, [3], 4), "list"),
     (gives(1, torch.ones(2), 3, 4), "element"), (gives(1, 2, 3, 1j), "complex"),
     (gives(1, 2, HOSTILE, 4), "KeyError: 'no'"), (lambda completions: [], "**columns"),
-    (lambda **columns: sys.exit(), "SystemExit"), (lambda **columns: "1010", "a str, not a list"),
-    (lambda **columns: b"1010", "bytes"), (lambda **columns: dict.fromkeys(range(4)), "dict"),
-    (lambda **columns: {1, 2, 3, 4}, "set")])
+    (lambda **columns: sys.exit(), "SystemExit"), *((lambda value=value, **columns: value,
+     f"returned a {type(value).__name__}, not a list")
+      for value in ("1010", b"1010", dict.fromkeys("1010"), {*"1234"}))])
 def test_a_reward_that_goes_wrong_is_named(function, reason):
     with value_error(f"^--reward f.py:f: .*{re.escape(reason)}"):
         scored(function)
@@ -598,15 +593,15 @@ def test_a_reward_file_with_dataclasses_and_neighbours(tmp_path):
 
 @pytest.mark.parametrize("name", ["mine", "reward", "train", "time"])
 def test_a_file_is_one_module_under_a_name_of_its_own(tmp_path, name):
-    """Its functions share what it holds; what is beside it comes before ours, and hides none."""
-    write(tmp_path / "loss.py", "points = 5")
-    write(tmp_path / "json.py", "1 / 0")
+    """Its functions share what it holds; ours are not hidden."""
+    write(tmp_path / "points.py", "points = 5")
+    write(tmp_path / "loss.py", "1 / 0")
     spec = write(tmp_path / f"{name}.py", """
         from concurrent.futures import ProcessPoolExecutor
         from multiprocessing import get_context
         from advantage import plain_advantages
-        from loss import points
-        import json
+        from loss import plain_loss
+        from points import points
         calls = []
 
         def length(text):

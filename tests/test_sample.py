@@ -273,9 +273,9 @@ def test_the_end_of_a_turn_that_goes_on_is_no_end(model, config):
     """gpt-oss ends a last answer with <|return|>, earlier ones with <|end|>."""
     config("eos_token_id", None)
     tokenizer = make_tokenizer(chat_template=(
-        "{% for m in messages %} <start> {{ m.content }}"
-        " {{ '<end>' if not loop.last else '<pad>' }}"
-        "{% endfor %}"), pad_token="<pad>", additional_special_tokens=["<end>"])
+        "{% for m in messages %} <start> {{ m.content }} "
+        "{{ '<end>' if not loop.last else '<pad>' }}{% endfor %}"),
+        pad_token="<pad>", additional_special_tokens=["<end>"])
     assert sample.end_token_ids(model, tokenizer) == [0]
     tokenizer.chat_template = "{{ raise_exception('no') }}"
     tokenizer.eos_token = "<end>"

@@ -221,7 +221,7 @@ def test_evaluation_is_its_definition(monkeypatch):
         how.append((group_size, max_new_tokens, temperature))
         seeds.append([g.initial_seed() for g in generators])
         # right where the number of the problem is even, and in the second of two answers
-        numbers = [prompt.split()[2] for prompt in prompts for _ in range(group_size)]
+        numbers = [prompt.split()[-2] for prompt in prompts for _ in range(group_size)]
         return SimpleNamespace(responses=[
             f"\\boxed{{{x}}}" if int(x) % 2 == 0 or i % group_size == 1 else "?"
             for i, x in enumerate(numbers)])
@@ -439,6 +439,20 @@ def test_a_run_goes_on_from_its_model_with_all_of_its_settings(finished_run):
         for name in train.FIELDS:
             if train.FIELDS[name].metadata["kept"] and name not in ("model", "offload", "dtype"):
                 assert getattr(s, name) == getattr(first, name), name
+
+
+def test_an_evaluation_of_a_run_has_its_settings(finished_run):
+    """As sample.py has; a flag that is given wins, and another model brings none."""
+    folder = str(finished_run.folder)
+    s = train.parse(["--eval-only", "--model", folder, "--temperature=0.5"])
+    saved = json.loads((finished_run.folder / "config.json").read_text())
+    assert (s.model, s.temperature, s.eval_only) == (f"{folder}/final", 0.5, True)
+    for name, value in saved.items():
+        assert name in ("model", "temperature") or getattr(s, name) == value, name
+    assert s.config == f"{folder}/config.json"
+    for words in (["--model", folder], ["--eval-only", "--model", f"{folder}/final"]):
+        assert train.parse(words).data == "gsm8k"
+    assert train.parse(["--eval-only"]).config == str(train.TINY_CONFIG)
 
 
 def test_eval_only_prints_the_figures(capsys, monkeypatch):

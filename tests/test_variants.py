@@ -481,7 +481,8 @@ def test_a_run_in_which_nothing_can_be_learned_says_so_after_three_steps(n, seri
     assert ("nothing to learn" in found) == told
     if told:
         line = found["nothing to learn"]
-        assert all(word in line for word in ("earned 0,", "0% have a \\boxed{}", "90%"))
+        assert all(word in line for word in ("earned 0,", "0% have a \\boxed{}", "90%",
+                                             "--data", "--system-prompt", "--max-new-tokens"))
 
 
 @pytest.mark.parametrize("what, n, name, failing, healthy, words", [
@@ -570,8 +571,10 @@ def test_the_trace_tells_the_stages_in_order(capsys, traced):
         words = (f"{rollout.mask[n].sum()} tokens", f"r {rollout.rewards[n]:g}",
                  f"A {rollout.advantages[n]:+.4f}", train.one_line(response)[:60])
         assert all(word in line for word in words), line
-    trains("--trace", "--group-size=2", "--max-new-tokens=8", "--kl-coef=0", "--advantage=gtpo")
-    assert "--advantage gtpo" in capsys.readouterr().out
+    assert "all tokens share weights" in traced.out
+    trains("--trace", "--group-size=2", "--max-new-tokens=1", "--kl-coef=0", "--advantage=gtpo")
+    out = capsys.readouterr().out
+    assert "--advantage gtpo" in out and "the rest have not, because A = 0" in out
 
 
 def test_the_trace_agrees_with_a_step_computed_again(traced):
