@@ -77,7 +77,7 @@ def reference_terms(logprobs, old, ref, advantages, mask, clip_eps=0.2, clip_eps
             k1, k3 = torch.log(pi / pi_ref), pi_ref / pi - torch.log(pi_ref / pi) - 1
             kl = {"k1": k1, "k2": k1**2 / 2, "k3": k3, "k3_corrected": pi / pi_old * k3}
             terms[n, t] = SimpleNamespace(J=J, below=below, above=above, kl=kl[kl_estimator], w=w,
-                                          L=L)
+                                          L=L, A=float(A), pull=float((pi_ref / pi).detach()) - 1)
     return terms
 
 
@@ -98,7 +98,10 @@ def reference(*data, kl_coef=0.04, aggregate="sequence", **options):
     return loss, {"loss": float(loss.detach()), "policy_loss": float(policy_loss.detach()),
                   "approx_kl": float(kl.detach()), "clip_fraction": below + above,
                   "clip_fraction_low": below, "clip_fraction_high": above,
-                  "ratio_mean": float(sum(term.w for term in terms).detach() / len(terms))}
+                  "ratio_mean": float(sum(term.w for term in terms).detach() / len(terms)),
+                  "positive_advantages": sum(term.A > 0 for term in terms) / len(terms),
+                  "gradient_coefficient": sum(term.A + kl_coef * term.pull
+                                              for term in terms) / len(terms)}
 
 
 @pytest.mark.parametrize("options", [{}, dict(clip_eps=0.1, kl_coef=0.3), dict(kl_coef=0)])

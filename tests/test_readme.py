@@ -116,7 +116,7 @@ def test_ones_own_task_learns(monkeypatch, tmp_path, capsys):
     for line in block("text", "## Your own task").splitlines():
         name, low, _, high = re.match(r"(\S+ ?\S+)\s{2,}(\S+) (\S+) (\S+)", line).groups()
         found, = [shown for shown in out if shown.startswith(name)]
-        numbers = re.findall(r"\d+\.\d+", found)
+        numbers = re.findall(r"[\d.]+", found)
         assert numbers[0] == low and float(numbers[1]) == pytest.approx(float(high), abs=0.05)
 
 

@@ -442,7 +442,17 @@ def test_a_checkpoint_that_is_not_whole(capsys, run_folder, spoil, words):
 
 # What is written last, and the step after which a run has to go on
 FULL = {"metrics.jsonl": -1, "samples.jsonl": 0, f"{CHECKPOINT}.new": -1, "page.html.new": 2,
-        "final/config.json": 6}
+        "final.new/config.json": 6}
+
+
+def claims_with_full(folder, name):
+    """Run.claim_folder, after which the disk is full when the file of this name is written."""
+    def claim_folder(run, s, real=train.Run.claim_folder):
+        claimed = real(run, s)
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).symlink_to("/dev/full")
+        return claimed
+    return claim_folder
 
 
 @pytest.mark.parametrize("name", FULL)
@@ -450,19 +460,46 @@ FULL = {"metrics.jsonl": -1, "samples.jsonl": 0, f"{CHECKPOINT}.new": -1, "page.
 def test_a_full_disk_is_one_line_and_it_goes_on(capsys, monkeypatch, tmp_path, uninterrupted, name):
     folder = tmp_path / "run"
 
-    def claim_folder(run, s, real=train.Run.claim_folder):
-        claimed = real(run, s)
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).symlink_to("/dev/full")
-        return claimed
-
     with monkeypatch.context() as patch:
-        patch.setattr(train.Run, "claim_folder", claim_folder)
+        patch.setattr(train.Run, "claim_folder", claims_with_full(folder, name))
         line = refused(capsys, *FLAGS, f"--output={folder}", begun=True)
     assert "disk is full" in line
     assert line.endswith("continue with: " + train.command("train.py", "--resume", str(folder)))
     (folder / name).unlink()
     resumed_ends_the_same(folder, uninterrupted)
+
+
+def test_the_best_state_is_kept(capsys, monkeypatch, tmp_path):
+    """best/ is the policy of the best evaluation, here that of step 2, and trains on."""
+    scores = {0: 0.25, 1: 0.25, 2: 0.75, 3: 0.75, 4: 0.5}
+
+    def measure(run, parts, s):
+        run.after = run.before = [("", 0.0)] * 4
+        return {"eval_accuracy": scores[len(run.history)]}
+
+    monkeypatch.setattr(train.Run, "measure", measure)
+    whole = trained(tmp_path / "whole", *FLAGS, "--steps=4", "--eval-every=1")
+    assert f"best state           {whole}/best, of step 2\n" in capsys.readouterr().out
+    assert "The best evaluation is that of step 2." in (whole / "page.html").read_text()
+    two = trained(tmp_path / "two", *FLAGS, "--steps=2", "--eval-every=1", "--no-best")
+    assert not (two / "best").exists() and "best state" not in capsys.readouterr().out
+    best, final = (load_file(folder / "model.safetensors")
+                   for folder in (whole / "best", two / "final"))
+    assert same_tensors(best, final) and {*os.listdir(whole / "best")} == {
+        *os.listdir(whole / "final")}
+    folder = tmp_path / "full"
+    with monkeypatch.context() as patch:                  # nothing is lost
+        patch.setattr(train.Run, "claim_folder", claims_with_full(folder, "best.new/config.json"))
+        line = refused(capsys, *FLAGS, "--steps=4", "--eval-every=1", f"--output={folder}",
+                       begun=True)
+    assert "disk is full" in line and metrics_of(folder)[-1]["step"] == 2
+    (folder / "best.new" / "config.json").unlink()
+    trains(f"--resume={folder}")
+    assert_bitwise(folder, whole)
+    assert same_tensors(load_file(folder / "best" / "model.safetensors"), best)
+    again = ("--config", str(whole / "config.json"), "--model", str(whole / "best"))
+    loaded = train.load(train.parse(again)).policy_model
+    assert same_tensors(dict(loaded.named_parameters()), best)
 
 
 # --- How a checkpoint is written ------------------------------------------------------------------

@@ -194,7 +194,7 @@ def test_what_d_measures_is_logged_under_its_name(monkeypatch, flags):
     p = parts(*flags)
     metrics, rollout, _ = whole_step(p)
     p = parts(*flags)                                     # as it was before the updates
-    chances = p.policy(rollout.input_ids).logits[:, :-1].softmax(dim=2).detach()
+    chances = p.policy_model(rollout.input_ids).logits[:, :-1].softmax(dim=2).detach()
     expected = float(chances[:, :, 0][rollout.mask].mean())
     assert metrics["first_token"] == pytest.approx(expected, rel=1e-4)
     assert metrics["entropy"] == pytest.approx(1)
@@ -302,14 +302,14 @@ def test_problems_and_random_numbers_follow_from_seed_step_and_round(tiny):
 def test_the_bar_shows_trouble_first():
     written = []
     bar = SimpleNamespace(set_postfix_str=written.append, update=lambda: None)
-    metrics = {"step": 4, "reward_mean": 1.25, "accuracy": 0.5, "response_length_mean": 12.4,
-               "approx_kl": 0.0123}
     run = train.Run()
     run.history = [{"step": step, "eval_accuracy": x} for step, x in ((0, 0.125), (2, 0.75))]
+    run.history.append({"step": 4, "reward_mean": 1.25, "accuracy": 0.5, "approx_kl": 0.0123,
+                        "response_length_mean": 12.4, "reward/short": 0.0})
     for run.skipped, first in ((0, []), (3.0, ["3"])):
-        train.update_bar(bar, metrics, run)
+        train.update_bar(bar, run)
         numbers = re.findall(r"[\d.]+", written.pop())
-        assert numbers == [*first, "1.25", "0.50", "12", "0.012", "0.75"]
+        assert numbers == [*first, "0.75", "0", "1.25", "0.5", "12.4", "0.0123"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -383,6 +383,7 @@ def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
     run.eval_problems = [{"question": f"question {x}", "answer": x} for x in "1234"]
     run.before = [("\\boxed{1}", 0.9), ["\\boxed{9}", 0.1], ("\\boxed{9}", nan), ("", 0.0)]
     run.after = [("\\boxed{7}", 0.8), ["\\boxed{8}", 0.7], ("\\boxed{3}", nan), ("", 0.1)]
+    run.history = [{"step": 0, "eval_reward": 0.3}]
     train.print_story(run)
     out = capsys.readouterr().out
     assert "question  question 2\nbefore    \\boxed{9}\nafter     \\boxed{8}\ntruth     2" in out
