@@ -52,7 +52,7 @@ def test_a_bad_value_is_named_with_its_flag(capsys, tmp_path, flag, value):
 
 @pytest.mark.parametrize("flags, words", [
     ("--kl-band 0.1", "--kl-band"), ("--kl-band 0.1 0.2 0.3", "0.3"), ("--resume", "--resume"),
-    (f"{FEW[0]} --prompts-per-step=32", "few.jsonl has only 28 "),
+    (f"{FEW[0]} --prompts-per-step=32", "few.jsonl has only 16 "),
     ("--max-new-tokens=1000", "128 positions: lower --max-new-tokens"),
     ("--resume=nowhere", "nowhere/config.json: "), ("--config=nowhere.json", "nowhere.json: "),
     ("--overlong-buffer=40", "--overlong-buffer 40: must be less than the 40 tokens"),

@@ -365,6 +365,7 @@ def test_every_tenth_question_is_held_out_with_all_its_lines():
     assert [problem["row"] for problem in held_out] == list(range(0, 1000, 10))
     assert sorted(training + held_out, key=lambda problem: problem["row"]) == problems
     assert not {p["question"] for p in training} & {p["question"] for p in held_out}
+    assert [problem["row"] for problem in hold_out(problems[:5])[1]] == [0, 2, 4]
 
 
 def test_gsm8k_is_downloaded_once_and_nothing_that_is_not_gsm8k(tmp_path, monkeypatch):
