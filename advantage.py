@@ -52,7 +52,6 @@ def group_advantages(rewards, group_size=8, eps=1e-8, scale_by_std=True, unbiase
 # A reader of the theory may stop here. What follows are variants: other baselines, and
 # advantages that differ from token to token.
 
-ADVANTAGES = ("group", "leave-one-out", "max-rl", "batch-std", "gdpo", "gtpo", "grpo-s", "shape")
 SMALLEST_ENTROPY = 1e-6  # nats; smaller ones count as this much, so that 1/H stays finite
 
 
@@ -245,6 +244,20 @@ def grpo_s_advantages(rewards, entropies, mask, group_size=8, right=None, **opti
     mean = H.nanmean(dim=1, keepdim=True)            # NaN without a token, which is not read
     answered = mask.any(dim=1, keepdim=True)                                      # (N, 1)
     return mask * gtpo_advantages(rewards, mean, answered, group_size, right, **options)
+
+
+# The words of --advantage. train.py calls a function with `rewards` and `group_size`; the others
+# need more, which its advantages_of hands to them by name.
+ADVANTAGES = {
+    "group": group_advantages,
+    "leave-one-out": leave_one_out_advantages,
+    "max-rl": max_rl_advantages,
+    "batch-std": batch_std_advantages,
+    "gdpo": gdpo_advantages,
+    "gtpo": gtpo_advantages,
+    "grpo-s": grpo_s_advantages,
+    "shape": shape_advantages,
+}
 
 
 # --------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import sys
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import transformers
@@ -46,11 +47,11 @@ def plain_logprobs(model, input_ids, labels, temperature=1.0):
     return chosen.squeeze(2).where(is_label, 0)
 
 
-def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False, group_ids=None):
-    """plain_logprobs without all the logits: (N, S-1) float32, differentiable.
+def token_logprobs(model, input_ids, labels, temperature=1.0, measure=False, group_ids=None):
+    """plain_logprobs without all the logits -> (N, S-1) float32, differentiable; what is measured.
 
-    `with_entropy` adds a second (N, S-1) tensor: the entropy in nats of the distribution that each
-    token was drawn from, detached. `group_ids` (N,): rows with one number share a prompt, run once.
+    With `measure` that is {"entropy": (N, S-1)}, in nats, of the distribution that each token was
+    drawn from, detached; else {}. `group_ids` (N,): rows with one number share a prompt, run once.
     """
     # Equal rows run once: a confident policy repeats itself. U rows differ; they are on the CPU.
     columns = [x for x in (input_ids, labels, group_ids) if x is not None]
@@ -60,20 +61,36 @@ def token_logprobs(model, input_ids, labels, temperature=1.0, with_entropy=False
     at = is_label.flatten().nonzero()[:, 0]              # (M,) numbers of these places
     hidden = hidden_states(model, at, input_ids, labels, *groups)                 # (M, H)
     at, targets, copies = uploaded(model.device, at, labels[:, 1:][is_label], copies)
-    found = head_logprobs(model, hidden, targets, temperature, with_entropy)      # two of (M,)
-    zeros = torch.zeros(is_label.numel(), device=hidden.device)                   # (U * (S-1),)
-    logprobs, entropies = (zeros.index_put((at,), values).view(is_label.shape)[copies]
-                           for values in found)                                   # (N, S-1) each
-    return (logprobs, entropies) if with_entropy else logprobs
+    logprobs, measured = head_logprobs(model, hidden, targets, temperature, measure)
+
+    def in_rows(values):                                 # (M,) -> (N, S-1)
+        zeros = values.new_zeros(is_label.numel())
+        return zeros.index_put((at,), values).view(is_label.shape)[copies]
+
+    return in_rows(logprobs), {name: in_rows(values) for name, values in measured.items()}
 
 
 def sequence_logprob(model, input_ids, labels, temperature=1.0):
     """log pi(y | x) of each row, (N,): the sum over the answer's tokens."""
-    return token_logprobs(model, input_ids, labels, temperature).sum(dim=1)
+    return token_logprobs(model, input_ids, labels, temperature)[0].sum(dim=1)
 
 
 # --------------------------------------------------------------------------------------------------
 # A reader of the theory may stop here. What follows: speed, memory, the command.
+
+def measured_of(logp):
+    """What is measured of each token's distribution, log-probs (m, V) in nats -> {name: (m,)}."""
+    p = logp.exp()
+    entropy = -p.mul_(logp).sum(dim=1)                   # in place, as p is large: it is gone now
+    return {"entropy": entropy}
+
+
+def together(scored):
+    """[(log-probs, measured) of each chunk] -> those of all M rows."""
+    logprobs, measured = zip(*scored)
+    return torch.cat(logprobs), {name: torch.cat([part[name] for part in measured])
+                                 for name in measured[0]}
+
 
 # Families with fast paths: logits are one matrix product of hidden states, and attention is plain
 # and causal. Every other family runs on padded rows, and its own head chunk by chunk.
@@ -123,10 +140,15 @@ def chunks(hidden, weight):
     M, V = hidden.shape[0], weight.shape[0]
     values = 2**18                           # on a CPU 1 MB in float32, which fits its cache
     if hidden.is_cuda:
-        values = min(2**28, M * V // 8)      # an eighth of all logits, at most 1 GB
+        values = logits_at_a_time(M, V)
     step = max(128, values // V)             # on a CPU a product of 32 rows has half the speed
     # At least one slice, even if it is empty
     return [slice(start, start + step) for start in range(0, max(M, 1), step)]
+
+
+def logits_at_a_time(M, V):
+    """On CUDA: an eighth of the logits of M tokens, at most 1 GB in float32."""
+    return min(2**28, M * V // 8)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -135,26 +157,24 @@ def chunks(hidden, weight):
 # the forward pass, and made again in the backward pass.
 
 class LeanHead(torch.autograd.Function):
-    """Log-probs of the targets, where logits = hidden @ weight.T / T, and entropies, (M,) each."""
+    """Log-probs of the targets, (M,), where logits = hidden @ weight.T / T; what is measured."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, temperature, with_entropy):
-        # hidden (M, H), weight (V, H), targets (M,); without `with_entropy` the entropies are 0
-        logprobs, entropy = torch.zeros(2, len(hidden), device=hidden.device)
+    def forward(ctx, hidden, weight, targets, temperature, measure):
+        # hidden (M, H), weight (V, H), targets (M,)
+        scored = []
         if not weight.is_cuda:                   # else half precision is summed in float32
             weight = weight.float()
         for rows in chunks(hidden, weight):
             logits = scaled_logits(hidden[rows], weight, temperature)             # (m, V)
             logp = logits.log_softmax(dim=1)
-            target = targets[rows, None]                                          # (m, 1)
-            logprobs[rows] = logp.gather(1, target)[:, 0]
-            if with_entropy:
-                p = torch.exp(logp, out=logits)
-                entropy[rows] = -p.mul_(logp).sum(dim=1)
+            del logits
+            chosen = logp.gather(1, targets[rows, None])[:, 0]                    # (m,)
+            scored.append((chosen, measured_of(logp) if measure else {}))
+        logprobs, measured = together(scored)
         ctx.save_for_backward(hidden, weight, targets, logprobs)
         ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropy)
-        return logprobs, entropy
+        return logprobs, measured
 
     @staticmethod
     def backward(ctx, grad, _):
@@ -201,11 +221,11 @@ def in_float32(x):
     return {"out_dtype": torch.float32} if x.is_cuda else {}
 
 
-def head_logprobs(model, hidden, targets, temperature, with_entropy):
-    """hidden (M, H), targets (M,) -> log-probs, entropies (0 without `with_entropy`), (M,) each."""
+def head_logprobs(model, hidden, targets, temperature, measure):
+    """hidden (M, H), targets (M,) -> log-probs (M,); what is measured, {name: (M,)}."""
     head = model.get_output_embeddings()
     if is_fast(model):
-        return LeanHead.apply(hidden, head.weight, targets, temperature, with_entropy)
+        return LeanHead.apply(hidden, head.weight, targets, temperature, measure)
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1                # Cohere
     scale /= getattr(config, "logits_scaling", None) or 1            # Granite
@@ -216,16 +236,12 @@ def head_logprobs(model, hidden, targets, temperature, with_entropy):
         if cap:
             logits = cap * (logits / cap).tanh()
         logp = (logits / temperature).log_softmax(dim=1)
-        chosen = logp.gather(1, targets[:, None]).squeeze(1)                      # (m,)
-        entropy = torch.zeros_like(chosen)
-        if with_entropy:
-            p = logp.detach().exp()
-            entropy = -torch.xlogy(p, p).sum(dim=1)      # p log p; 0 where p is 0
-        return chosen, entropy
+        chosen = logp.gather(1, targets[:, None])[:, 0]                           # (m,)
+        # p log p is 0 where p is 0; a log-prob of -inf would make it NaN.
+        return chosen, measured_of(logp.detach().clamp(min=-1e9)) if measure else {}
 
-    scored = [checkpoint(score, hidden[rows], targets[rows], use_reentrant=False)
-              for rows in chunks(hidden, head.weight)]
-    return [torch.cat(values) for values in zip(*scored)]
+    return together([checkpoint(score, hidden[rows], targets[rows], use_reentrant=False)
+                     for rows in chunks(hidden, head.weight)])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -438,6 +454,42 @@ def layers_checkpointed(model, on):
             del layer.forward                    # the class's own forward again
 
 
+def shape_of(model):
+    """The sizes of a model that its memory depends on, by its config."""
+    text = model.config.get_text_config()
+    text.allow_global_per_layer_attribute_access = True  # Gemma 4's layers have two head sizes
+
+    def size_of(name, default):
+        found = getattr(text, name, None) or default
+        return max(found) if isinstance(found, list) else found  # Gemma 3n's layers have one each
+
+    hidden = text.hidden_size
+    heads = size_of("num_attention_heads", 1)
+    width = size_of("head_dim", hidden // heads)
+    return SimpleNamespace(
+        vocab=text.vocab_size,
+        layers=text.num_hidden_layers,
+        hidden=hidden,
+        queries=heads * width,
+        keys=size_of("num_key_value_heads", heads) * width,
+        inner=size_of("intermediate_size", 4 * hidden))
+
+
+def kept_per_token(model, checkpointed):
+    """How many numbers a model keeps of each token for its backward pass."""
+    shape = shape_of(model)
+    of_layer = {
+        "norms and sums": 8 * shape.hidden,
+        "attention": 5 * shape.queries + shape.keys,
+        "MLP": 4 * shape.inner,
+    }
+    if any("q_norm" in name for name, _ in model.named_parameters()):
+        of_layer["norms of queries and keys"] = 3 * (shape.queries + shape.keys)
+    kept = sum(of_layer.values())
+    # With checkpointing a layer keeps its input, and one layer at a time is run again.
+    return kept + shape.layers * shape.hidden if checkpointed else shape.layers * kept
+
+
 # --------------------------------------------------------------------------------------------------
 # The command: one answer, token by token
 
@@ -463,7 +515,7 @@ def main():
     input_ids = torch.tensor([prompt + response])                                 # (1, S)
     labels = torch.tensor([[IGNORE] * len(prompt) + response])
     with torch.no_grad():
-        logprobs = token_logprobs(model, input_ids, labels, args.temperature)[0]  # (S-1,)
+        logprobs = token_logprobs(model, input_ids, labels, args.temperature)[0][0]      # (S-1,)
     print(" row   label  log-prob  token")
     for t, token in enumerate(prompt + response):
         shown = f" label  {logprobs[t - 1]:+8.4f}" if t >= len(prompt) else "     ."

@@ -39,7 +39,7 @@ def plain_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=
     return -row_means.mean()
 
 
-def clipped_objective(log_ratio, advantages, clip_eps, clip_eps_high):
+def clipped_objective(log_ratio, advantages, clip_eps, clip_eps_high, logprobs=None):
     """[E] min(w A, clip(w, 1 - clip_eps, 1 + clip_eps_high) A), and where the clip is active.
 
     log_ratio = logp - logp_old, any shape; advantages broadcast against it. Where the clip is
@@ -52,26 +52,28 @@ def clipped_objective(log_ratio, advantages, clip_eps, clip_eps_high):
 
 
 def kl_estimate(logprobs, ref_logprobs, estimator="k3", old_logprobs=None):
-    """[F] Schulman's estimators of KL(pi || ref), for tokens drawn from pi; d = log ref - log pi.
+    """[F] An estimate of KL(pi || ref) at each token that was drawn from pi: a KL_ESTIMATORS word.
 
-    k1 = -d is unbiased but can be negative, and inside the loss its expected gradient is 0.
-    k2 = d^2 / 2 is biased, and its gradient is that of KL(pi || ref).
-    k3 = e^d - d - 1 is unbiased and never negative, and its gradient is that of KL(ref || pi).
-    "k3_corrected" = (pi / pi_old) k3, for tokens drawn from pi_old: unbiased, and through the ratio
-    its gradient is that of KL(pi || ref). arXiv 2512.02556. ValueError: none of these four.
+    "k3_corrected" is for tokens drawn from pi_old. ValueError: an unknown word.
     """
     d = ref_logprobs - logprobs
-    if estimator == "k1":
-        return -d
-    if estimator == "k2":
-        return d.square() / 2
-    k3 = d.expm1() - d
-    if estimator == "k3":
-        return k3
-    if estimator == "k3_corrected":
-        log_ratio = (logprobs - old_logprobs).clamp(max=MAX_LOG_RATIO)
-        return log_ratio.exp() * k3
-    raise ValueError(f"{estimator!r}: not one of {', '.join(KL_ESTIMATORS)}")
+    w = 1
+    if old_logprobs is not None:
+        w = (logprobs - old_logprobs).clamp(max=MAX_LOG_RATIO).exp()
+    return chosen(KL_ESTIMATORS, estimator)(d, w)
+
+
+# Schulman's estimators, of d = log ref - log pi and of the ratio w = pi / pi_old.
+KL_ESTIMATORS = {
+    # Unbiased, but it can be negative, and inside the loss its expected gradient is 0.
+    "k1": lambda d, w: -d,
+    # Biased, and its gradient is that of KL(pi || ref).
+    "k2": lambda d, w: d.square() / 2,
+    # Unbiased and never negative, and its gradient is that of KL(ref || pi).
+    "k3": lambda d, w: d.expm1() - d,
+    # The same off-policy: through w its gradient is that of KL(pi || ref), arXiv 2512.02556.
+    "k3_corrected": lambda d, w: w * (d.expm1() - d),
+}
 
 
 def gradient_coefficient(advantages, logprobs, ref_logprobs, kl_coef=0.04):
@@ -87,10 +89,6 @@ def gradient_coefficient(advantages, logprobs, ref_logprobs, kl_coef=0.04):
 # --------------------------------------------------------------------------------------------------
 # A reader of the theory may stop here. What follows: the loss with its variants, adaptive beta.
 
-KL_ESTIMATORS = ("k1", "k2", "k3", "k3_corrected")  # see kl_estimate
-AGGREGATES = ("sequence", "token", "constant")      # GRPO, DAPO, Dr. GRPO: see token_weights
-RATIOS = ("token", "sequence")                      # GRPO, GSPO (arXiv 2507.18071)
-OBJECTIVES = ("clip", "cispo")                      # PPO, CISPO: see cispo_objective
 SMALLEST_KL_COEF = 1e-8  # an adaptive beta falls no further: no factor could lift it from 0 again
 
 
@@ -101,11 +99,11 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
     """The loss with its variants, and its metrics: `(loss, {name: detached scalar})`.
 
     The first arguments are those of `plain_loss`, but `advantages` may be (N, S-1), `ref_logprobs`
-    None if `kl_coef` is 0, and what stands outside the mask may be inf or NaN. A row without an
-    answer adds 0.
+    None if `kl_coef` is 0, and what stands outside the mask may be inf or NaN. `old_logprobs` None:
+    no weight has moved since the answers were drawn. A row without an answer adds 0.
 
     clip_eps_high  the upper clip if it differs from the lower: DAPO's clip-higher, 2503.14476
-    objective, ratio, kl_estimator, aggregate   words from the tuples above
+    objective, ratio, kl_estimator, aggregate   words from the tables in this file
     sampler_logprobs, sampler_cap   the sampler's own log-probs (N, S-1), for `tis_weight`
     n_rows, n_tokens   sizes of the whole batch if these rows are only a micro-batch of it: then
                    the losses, gradients and metrics of all micro-batches add up to the batch's
@@ -115,11 +113,10 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
     and `gradient_coefficient` are NaN without a reference. ValueError: an option that does not
     exist, a KL penalty without a reference.
     """
-    for value, known in ((aggregate, AGGREGATES), (ratio, RATIOS), (objective, OBJECTIVES)):
-        if value not in known:
-            raise ValueError(f"{value!r}: not one of {', '.join(known)}")
     if kl_coef and ref_logprobs is None:
         raise ValueError(f"kl_coef {kl_coef} needs ref_logprobs")
+    if old_logprobs is None:                     # pi is still pi_old, so every ratio is 1
+        old_logprobs = logprobs.detach()
 
     # Masked entries become 0 before anything is computed, so no inf or NaN reaches a gradient.
     logprobs = logprobs.where(mask, 0)
@@ -129,18 +126,13 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
     weights = token_weights(counted, aggregate, n_rows, n_tokens, max_new_tokens)
 
     # The ratio w_t = pi / pi_old, kept as its logarithm
-    log_ratio = logprobs - old_logprobs                                      # (N, S-1)
-    if ratio == "sequence":                      # of a row, the mean of its tokens' log-ratios
-        lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)                 # (N, 1)
-        log_ratio = log_ratio.sum(dim=1, keepdim=True) / lengths             # (N, 1)
+    log_ratio = chosen(RATIOS, ratio)(logprobs - old_logprobs, mask)         # (N, S-1) or (N, 1)
     log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
 
     # [E] J_t, the clipped objective
     clip_eps_high = clip_eps if clip_eps_high is None else clip_eps_high
-    if objective == "cispo":
-        J, clipped = cispo_objective(logprobs, log_ratio, A, clip_eps_high)
-    else:
-        J, clipped = clipped_objective(log_ratio, A, clip_eps, clip_eps_high)
+    objective_of = chosen(OBJECTIVES, objective)
+    J, clipped = objective_of(log_ratio, A, clip_eps, clip_eps_high, logprobs)
     if sampler_logprobs is not None:
         J = J * tis_weight(old_logprobs, sampler_logprobs.where(mask, 0), sampler_cap)
     loss = policy_loss = -(J * weights).sum()
@@ -164,24 +156,45 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
     return loss, {name: value.detach() for name, value in metrics.items()}
 
 
+def chosen(table, word):
+    """The function that a word stands for. ValueError: an unknown word."""
+    if word not in table:
+        raise ValueError(f"{word!r}: not one of {', '.join(table)}")
+    return table[word]
+
+
 def token_weights(counted, aggregate, n_rows=None, n_tokens=None, max_new_tokens=None):
-    """How much each token counts in the loss of the batch: (N, S-1), from 1 or 0 in `counted`.
-
-    "sequence": the mean over a row's tokens, then over rows, so that a token of a long answer
-    counts less (GRPO). "token": the mean over all tokens of the batch (DAPO, 2503.14476).
-    "constant": the sum divided by rows * max_new_tokens (Dr. GRPO, 2503.20783).
-    """
+    """How much each token counts in the loss of the batch: (N, S-1), from 1 or 0 in `counted`."""
     n_rows = n_rows or len(counted)
-    if aggregate == "sequence":
-        lengths = counted.sum(dim=1, keepdim=True)                           # (N, 1)
-        return counted / (n_rows * lengths.clamp(min=1))
-    if aggregate == "token":
-        n_tokens = n_tokens or counted.sum()
-        return counted / max(n_tokens, 1)
-    return counted / (n_rows * max_new_tokens)
+    n_tokens = n_tokens or counted.sum()
+    return chosen(AGGREGATES, aggregate)(counted, n_rows, n_tokens, max_new_tokens)
 
 
-def cispo_objective(logprobs, log_ratio, advantages, clip_eps_high):
+def sequence_weights(counted, n_rows, n_tokens, max_new_tokens):
+    """The mean over a row's tokens, then over rows: a token of a long answer counts less."""
+    lengths = counted.sum(dim=1, keepdim=True)                               # (N, 1)
+    return counted / (n_rows * lengths.clamp(min=1))
+
+
+AGGREGATES = {
+    "sequence": sequence_weights,                                            # GRPO
+    # The mean over all tokens of the batch: DAPO, 2503.14476
+    "token": lambda counted, n_rows, n_tokens, limit: counted / max(n_tokens, 1),
+    # The sum over rows * max_new_tokens: Dr. GRPO, 2503.20783
+    "constant": lambda counted, n_rows, n_tokens, limit: counted / (n_rows * limit),
+}
+
+
+def sequence_log_ratio(log_ratio, mask):
+    """GSPO, arXiv 2507.18071: of each row the mean of its tokens' log-ratios, (N, 1)."""
+    lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)                     # (N, 1)
+    return log_ratio.sum(dim=1, keepdim=True) / lengths
+
+
+RATIOS = {"token": lambda log_ratio, mask: log_ratio, "sequence": sequence_log_ratio}
+
+
+def cispo_objective(log_ratio, advantages, clip_eps, clip_eps_high, logprobs):
     """CISPO, MiniMax-M1, arXiv 2506.13585: min(w, 1 + clip_eps_high) A logp, and where w is capped.
 
     w is detached: a token beyond the cap still learns, with the cap as its weight.
@@ -189,6 +202,9 @@ def cispo_objective(logprobs, log_ratio, advantages, clip_eps_high):
     w = log_ratio.exp().detach()
     cap = 1 + clip_eps_high
     return w.clamp(max=cap) * advantages * logprobs, w > cap
+
+
+OBJECTIVES = {"clip": clipped_objective, "cispo": cispo_objective}
 
 
 def tis_weight(old_logprobs, sampler_logprobs, cap=2.0):

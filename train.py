@@ -35,7 +35,7 @@ import signal
 import time
 import traceback
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import ExitStack, chdir, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
@@ -60,15 +60,22 @@ from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-import advantage
 import logprob
-import loss
 import reward
 import sample
-from advantage import is_flat, plain_advantages
+from advantage import ADVANTAGES, is_flat, plain_advantages, process_advantages
 from logprob import layers_checkpointed, plain_logprobs, token_logprobs
-from loss import grpo_loss, next_kl_coef, plain_loss
-from reward import BadInput, blame_user_file, is_right, score_responses, truths_of
+from loss import (
+    AGGREGATES,
+    KL_ESTIMATORS,
+    OBJECTIVES,
+    RATIOS,
+    grpo_loss,
+    kl_estimate,
+    next_kl_coef,
+    plain_loss,
+)
+from reward import BadInput, blame, is_right, out_of_memory, score_responses, shuffled, truths_of
 from sample import chat_prompt, one_line, sample_groups
 
 # --------------------------------------------------------------------------------------------------
@@ -89,58 +96,56 @@ def plain_step(policy, reference, optimizer, tokenizer, prompts, truths, G=8):
     optimizer.step()
 
 
-def train_step(policy_model, ref_model, optimizer, tokenizer, batch, settings,
-               sampler=sample_groups, reward_of=None):
+def train_step(parts, batch, s):
     """One GRPO step on a Batch -> (its metrics {name: float}, its Rollout).
 
-    DeepSeekMath, algorithm 1. ref_model: the frozen reference, None for no KL. `sampler` is called
-    like sample_groups. `reward_of(problems, prompts, rollout) -> (N,)` replaces the rule's reward.
-    With several GPUs each has its own batch; the metrics cover all of them.
+    DeepSeekMath, algorithm 1. `parts` are what load() returns, `s` are the Settings. With several
+    GPUs each has its own batch; the metrics cover all of them.
     """
-    s = settings
     start = time.perf_counter()
 
     # [A] G answers to each prompt, drawn from the policy as it is now, [B] a reward for each.
-    rollout, seconds = scored_groups(policy_model, tokenizer, batch, s, sampler, reward_of)
-    add_length_terms(rollout, s)
+    rollout, seconds = scored_groups(parts, batch, s)
+    reward.add_length_terms(rollout, s.group_size, s.length_rescale, s.answer_tokens,
+                            s.overlong_buffer)
 
     # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if every token has its own.
-    rollout.advantages = advantages_of(policy_model, rollout, batch, tokenizer, reward_of, s)
+    rollout.advantages = advantages_of(parts, rollout, batch, s)
 
     # [D] The reference's log-probs of the same tokens. The update computes the policy's own.
-    if ref_model is not None:
-        rollout.ref_logprobs, _ = all_token_logprobs(ref_model, rollout, s)
+    if parts.ref_model:
+        rollout.ref_logprobs, _ = all_token_logprobs(parts.ref_model, rollout, s)
 
     # [D] [E] [F] One gradient step, or several. From the second on the answers are those of an
     # older policy: the ratio and its clip correct for that.
     updates = []
     for _ in range(s.updates_per_rollout):
-        for mini in mini_batches(policy_model, rollout, s):
-            updates.append(update(policy_model, optimizer, mini, s))
-    optimizer.zero_grad()  # the next rollout can use the gradients' memory
+        for mini in mini_batches(parts, rollout, s):
+            updates.append(update(parts, mini, s))
+    parts.optimizer.zero_grad()  # the next rollout can use the gradients' memory
     seconds["seconds_training"] = time.perf_counter() - start - seconds.total()
     return step_metrics(rollout, batch, updates, seconds, s), rollout
 
 
-def update(policy_model, optimizer, rollout, settings):
+def update(parts, rollout, s):
     """One gradient step on these rows -> its metrics."""
-    gradient_of = partial(backward, policy_model, optimizer, rollout, settings)
-    sums, logprobs, entropies = with_retries(gradient_of, settings)
-    if rollout.old_logprobs is None:  # no weight has moved yet: this is the policy that sampled
-        rollout.old_logprobs, rollout.entropies = logprobs, entropies
+    gradient_of = partial(backward, parts, rollout, s)
+    sums, logprobs, measured = with_retries(gradient_of, s)
+    keep_old_policy(parts, rollout, logprobs, measured, s)
     # [G] The gradient step. One that is not finite is skipped and counted.
-    grad_norm = clip_grad_norm_(unscaled(optimizer), settings.max_grad_norm)
-    metrics = update_metrics(sums, grad_norm, rollout)
-    if not metrics["skipped_updates"]:
-        check_sampler(metrics, policy_model, settings)
-        optimizer.step()
-    return metrics | adapt_loss_scale(optimizer, metrics["skipped_updates"])
+    grad_norm = clip_grad_norm_(unscaled(parts.optimizer), s.max_grad_norm)
+    metrics = averaged({**sums, "grad_norm": gather_full(grad_norm)})
+    is_finite = math.isfinite(metrics["grad_norm"] + metrics["loss"])
+    if is_finite:
+        parts.optimizer.step()
+    skipped = int(not is_finite)
+    return metrics | {"skipped_updates": skipped} | adapt_loss_scale(parts.optimizer, skipped)
 
 
-def backward(policy_model, optimizer, rollout, settings):
-    """[D] [E] [F] The gradient of the loss -> its metrics; log-probs and entropies (N, S-1)."""
+def backward(parts, rollout, s):
+    """[D] [E] [F] The gradient of the loss -> its metrics; log-probs (N, S-1), what is measured."""
     mask = rollout.mask                                                                # (N, S-1)
-    if settings.mask_truncated:  # the reward of a cut answer still counts in its group's mean
+    if s.mask_truncated:  # the reward of a cut answer still counts in its group's mean
         mask = mask & rollout.finished[:, None]
     # The loss is divided by the rows or tokens of the whole batch, so the gradients of its
     # micro-batches simply add up. Several GPUs divide by their mean, as FSDP averages gradients.
@@ -150,21 +155,21 @@ def backward(policy_model, optimizer, rollout, settings):
     })
     sizes["n_rows"] = sizes["n_rows"] or 1  # all may be cut
     logprobs = torch.zeros_like(rollout.logprobs)                                      # (N, S-1)
-    entropies = torch.zeros_like(rollout.logprobs)
+    measured = defaultdict(partial(torch.zeros_like, rollout.logprobs))  # {name: (N, S-1)}
     sums = Counter()  # Counter.update adds
-    optimizer.zero_grad()
-    for micro, at in micro_batches(policy_model, rollout, settings):
+    parts.optimizer.zero_grad()
+    for micro, at in micro_batches(parts.policy_model, rollout, s):
         # [D] of the policy as it is now, with a gradient: (n, width-1)
-        logp, entropies[at] = token_logprobs_of(policy_model, micro, settings)
+        logp, found = token_logprobs_of(parts.policy_model, micro, s, measure=True)
         logprobs[at] = logp.detach()
-        # Until a weight moves, logp is also the old policy's, and every ratio is 1.
-        old = logp.detach() if micro.old_logprobs is None else micro.old_logprobs
+        for name, values in found.items():
+            measured[name][at] = values
         # [E] [F] against the policy that drew the answers, and against the reference
-        loss, metrics = grpo_loss(logp, old, micro.ref_logprobs, micro.advantages,
-                                  mask[at], **loss_options(micro, settings), **sizes)
-        (loss * loss_scale_of(optimizer)).backward()  # the scale is 1, except in float16
+        loss, metrics = grpo_loss(logp, micro.old_logprobs, micro.ref_logprobs, micro.advantages,
+                                  mask[at], **loss_options(micro, s), **sizes)
+        (loss * loss_scale_of(parts.optimizer)).backward()  # the scale is 1, except in float16
         sums.update(metrics)
-    return sums, logprobs, entropies
+    return sums, logprobs, measured
 
 
 # --------------------------------------------------------------------------------------------------
@@ -177,21 +182,19 @@ def train_grpo(parts, settings, run=None):
     answers do not depend on the number of GPUs.
     """
     run = run or Run()
-    p = parts
     s = replace(settings)  # --kl-band changes it
-    if not run.before:
+    if not run.history:
         run.log({"step": 0, **run.measure(parts, s)})
     with tqdm(total=s.steps, initial=run.step, desc="GRPO", disable=rank() > 0) as bar:
         for step in range(run.step + 1, s.steps + 1):
             if run.stopped():
                 break
-            lr = set_learning_rate(p.optimizer, step, s)
+            lr = set_learning_rate(parts.optimizer, step, s)
             adapt_kl_coef(run.history[-1], s)
             # Fresh problems and fresh answers: no step reuses the answers of an earlier step.
-            batch = batch_of_step(p.tokenizer, p.problems, step, s)
+            batch = batch_of_step(parts, step, s)
             with saving_on_bad_input(run, parts, s):
-                metrics, rollout = train_step(p.policy_model, p.ref_model, p.optimizer,
-                                              p.tokenizer, batch, s, p.sampler, p.reward_of)
+                metrics, rollout = train_step(parts, batch, s)
             metrics = {"step": step, "lr": lr, **metrics}
             # Every --renew-reference steps: a new reference, a reward model that is trained further
             metrics |= update_reference(parts, rollout, step, s)
@@ -206,7 +209,7 @@ def train_grpo(parts, settings, run=None):
             update_bar(bar, run)
             # Before the checkpoint: if the disk is full here, a resumed run comes here again.
             if s.best and best_step(run) == step:
-                save_folder(p.policy_model, p.tokenizer, run, "best")
+                save_folder(parts.policy_model, parts.tokenizer, run, "best")
             if is_last or step % s.save_every == 0:
                 save_checkpoint(run, parts, s)
 
@@ -228,87 +231,104 @@ class Batch:
     resampled: int = 0               # groups drawn anew
 
 
-def answers_and_rewards(policy_model, tokenizer, batch, s, sampler, reward_of):
+def scored_groups(parts, batch, s):
+    """[A] [B] as answers_and_rewards; --max-resample replaces flat groups (arXiv 2503.14476)."""
+    policy = sampling_model(parts.policy_model)
+    rollout, seconds = answers_and_rewards(policy, parts, batch, s)
+    B = len(batch.prompts)
+    G = s.group_size
+    # A group that is still flat after the last attempt stays, with advantages of 0.
+    for attempt in range(1, s.max_resample + 1):
+        n = int(is_flat(rollout.rewards, G).sum())
+        if not any(gathered_objects(n)):
+            break  # every group of every rank teaches something
+        batch.resampled += n
+        n = max(n, 1)  # a rank that needs none draws one, too
+        others = batch.more(attempt, n)
+        drawn, more = answers_and_rewards(policy, parts, others, s)
+        seconds += more
+        drawn.group_ids += attempt * B  # other numbers than those of earlier groups
+        both = sample.joined(rollout, drawn)
+        # B groups stay: first those that teach, the old ones before the new ones, then flat ones.
+        flat = is_flat(both.rewards, G).int()                                          # (B + n,)
+        stay = flat.argsort(stable=True)[:B]                                           # (B,)
+        rows = stay[:, None] * G + torch.arange(G)                                     # (B, G)
+        rollout = sample.take(both, rows.flatten().tolist())
+        problems = batch.problems + others.problems
+        prompts = batch.prompts + others.prompts
+        batch.problems = [problems[j] for j in stay]
+        batch.prompts = [prompts[j] for j in stay]
+    return rollout, seconds
+
+
+def answers_and_rewards(policy, parts, batch, s):
     """[A] G answers to each prompt of this GPU, [B] one reward for each -> Rollout, seconds."""
     start = time.perf_counter()
     truths = truths_of(batch.problems)
+    sampler = parts.sampler
     if s.around_best:  # the rule decides which answers of a half-group the other half continues
         rewards_of = partial(score_responses, ground_truths=truths, group_size=s.group_size // 2)
         sampler = partial(sample.sample_around, best=s.around_best, rewards_of=rewards_of)
-    with fast_paths(s):
-        rollout = sampler(policy_model, tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
-                          s.temperature, batch.generators)
+    rollout = sampler(policy, parts.tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
+                      s.temperature, batch.generators)
     drawn = time.perf_counter()
     rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)    # (N,)
     rollout.rewards = rollout.rule_rewards                                             # (N,)
-    if reward_of:  # a function from Python may return any list of numbers
-        values = reward_of(batch.problems, batch.prompts, rollout)
+    if parts.reward_of:  # a function from Python may return any list of numbers
+        values = parts.reward_of(batch.problems, batch.prompts, rollout)
         values = torch.as_tensor(values, dtype=torch.float32, device="cpu").detach()
         rollout.rewards = values.reshape_as(rollout.rule_rewards)
     scored = time.perf_counter()
     return rollout, Counter(seconds_sampling=drawn - start, seconds_scoring=scored - drawn)
 
 
-def add_length_terms(rollout, s):
-    """GR3's rescaling and DAPO's penalty for answers that are almost too long, if asked for."""
-    lengths = rollout.mask.sum(dim=1).cpu()                                            # (N,)
-    # GR3 has no meaning for negative rewards, but a user's function may give some.
-    with as_bad_input("--length-rescale:"):
-        if s.length_rescale:
-            rollout.rewards = reward.length_rescaled(rollout.rewards, lengths, s.group_size,
-                                                     s.length_rescale)
-    if s.overlong_buffer:
-        penalty = reward.overlong_penalty(lengths, s.answer_tokens, s.overlong_buffer)
-        rollout.rewards = rollout.rewards + penalty
-
-
-def advantages_of(policy_model, rollout, batch, tokenizer, reward_of, s):
+def advantages_of(parts, rollout, batch, s):
     """[C] by --advantage: (N,), or (N, S-1) if every token has its own."""
-    rewards, mask, G = rollout.rewards, rollout.mask, s.group_size
+    G = s.group_size
+    function = ADVANTAGES[s.advantage]
+    # What it needs, by name; most need the rewards alone.
+    given = {"rewards": rollout.rewards}
     if rollout.step_rewards is not None:
-        advantages = advantage.process_advantages(rollout.step_rewards, mask, G)
-    elif s.advantage == "group":
-        advantages = advantage.group_advantages(rewards, G, scale_by_std=s.scale_by_std)
-    elif s.advantage == "leave-one-out":
-        advantages = advantage.leave_one_out_advantages(rewards, G)
-    elif s.advantage == "max-rl":
-        with as_bad_input("--advantage max-rl (--overlong-buffer takes up to 1 away):"):
-            advantages = advantage.max_rl_advantages(rewards, G)
-    elif s.advantage == "batch-std":
-        advantages = advantage.batch_std_advantages(rewards, G, gathered)
-    elif s.advantage == "gdpo":
-        parts = torch.stack(list(rollout.reward_parts.values()))                       # (K, N)
-        weights = s.reward_weights or [1.0] * len(parts)
-        advantages = advantage.gdpo_advantages(parts, weights, G, gathered)
-    elif s.advantage == "shape":
-        words = [sample.words_of(tokenizer, ids) for ids in sample.answer_ids_of(rollout)]
-        candidates = reward.boxed_candidates(words, truths_of(batch.problems), G)
-        advantages = advantage.shape_advantages(candidates, mask, G)
-    else:
-        score_before_updates(policy_model, rollout, s)  # for the entropies
+        function = process_advantages
+        given = {"step_rewards": rollout.step_rewards, "mask": rollout.mask}
+    elif s.advantage in ("gtpo", "grpo-s"):
+        score_before_updates(parts, rollout, s)  # for the entropies
         # By rewards other than the rule's an answer is right if its reward is positive.
-        right = None if reward_of else is_right(rollout.rule_rewards)
-        kinds = {"gtpo": advantage.gtpo_advantages, "grpo-s": advantage.grpo_s_advantages}
-        advantages = kinds[s.advantage](rewards, rollout.entropies, mask, G, right)
+        right = None if parts.reward_of else is_right(rollout.rule_rewards)
+        given |= {"entropies": rollout.measured["entropy"], "mask": rollout.mask, "right": right}
+    elif s.advantage == "shape":
+        words = [sample.words_of(parts.tokenizer, ids) for ids in sample.answer_ids_of(rollout)]
+        candidates = reward.boxed_candidates(words, truths_of(batch.problems), G)
+        given = {"candidates": candidates, "mask": rollout.mask}
+    elif s.advantage == "gdpo":
+        rewards = torch.stack(list(rollout.reward_parts.values()))                     # (K, N)
+        weights = s.reward_weights or [1.0] * len(rewards)
+        given = {"parts": rewards, "weights": weights, "gathered": gathered}
+    elif s.advantage == "batch-std":
+        given["gathered"] = gathered
+    elif not s.scale_by_std:
+        given["scale_by_std"] = False
+    with blame(f"--advantage {s.advantage}:"):  # MaxRL, say, refuses negative rewards
+        advantages = function(**given, group_size=G)
     if s.clip_advantages:
         advantages = advantages.clamp(-s.clip_advantages, s.clip_advantages)
     return advantages.to(rollout.labels.device)
 
 
-def score_before_updates(policy_model, rollout, s):
-    """[D] of the policy before the first update, once: its old log-probs and entropies."""
-    if rollout.old_logprobs is None:
-        rollout.old_logprobs, rollout.entropies = all_token_logprobs(policy_model, rollout, s, True)
+@torch.no_grad()
+def all_token_logprobs(model, rollout, s, measure=False):
+    """[D] of the whole rollout: log-probs (N, S-1), what is measured {name: (N, S-1)}."""
+    logprobs = torch.zeros_like(rollout.logprobs)
+    measured = defaultdict(partial(torch.zeros_like, logprobs))
 
+    def score():
+        for micro, at in micro_batches(model, rollout, s):
+            logprobs[at], found = token_logprobs_of(model, micro, s, measure)
+            for name, values in found.items():
+                measured[name][at] = values
 
-def mini_batches(policy_model, rollout, s):
-    """--minibatches: the groups split in order, as evenly as possible -> Rollouts."""
-    if s.minibatches == 1:
-        return [rollout]
-    score_before_updates(policy_model, rollout, s)  # the first part's update moves the weights
-    groups = torch.arange(len(rollout.responses)).view(-1, s.group_size)               # (B, G)
-    parts = groups.tensor_split(s.minibatches)
-    return [sample.take(rollout, rows.flatten().tolist()) for rows in parts]
+    with_retries(score, s)
+    return logprobs, measured
 
 
 def micro_batches(model, rollout, s):
@@ -330,28 +350,70 @@ def micro_batches(model, rollout, s):
         yield micro, (rows, slice(width - 1))
 
 
-def token_logprobs_of(model, micro, s, with_entropy=True):
-    """[D] of one micro-batch: log-probs, and entropies if asked for, (n, width-1) each."""
+def token_logprobs_of(model, micro, s, measure):
+    """[D] of one micro-batch: log-probs (n, width-1), what is measured {name: (n, width-1)}."""
     # A sharded model must be entered through a method that FSDP knows: see shard().
     score = getattr(model, "token_logprobs", partial(token_logprobs, model))
     groups = micro.group_ids if s.share_prompts else None
     with layers_checkpointed(model, s.gradient_checkpointing):
-        return score(micro.input_ids, micro.labels, s.temperature, with_entropy, groups)
+        return score(micro.input_ids, micro.labels, s.temperature, measure, groups)
 
 
-@torch.no_grad()
-def all_token_logprobs(model, rollout, s, with_entropy=False):
-    """[D] of the whole rollout: log-probs and entropies (0 if not asked for), (N, S-1) each."""
-    logprobs = torch.zeros_like(rollout.logprobs)
-    entropies = torch.zeros_like(rollout.logprobs)
+def with_retries(function, s):
+    """Call function(), which moves no weight; with half the micro-batch when memory runs out."""
+    while True:
+        try:
+            return function()
+        except Exception as error:
+            # Several GPUs would wait for one that goes on alone.
+            if not out_of_memory(error) or s.micro_batch_tokens < 256 or world() > 1:
+                raise
+            traceback.clear_frames(error.__traceback__)  # its frames keep the activations alive
+        sample.release()
+        s.micro_batch_tokens //= 2
+        print0(f"out of memory: --micro-batch-tokens is now {s.micro_batch_tokens}")
 
-    def score():
-        for micro, at in micro_batches(model, rollout, s):
-            found = token_logprobs_of(model, micro, s, with_entropy)
-            logprobs[at], entropies[at] = found if with_entropy else (found, 0)
 
-    with_retries(score, s)
-    return logprobs, entropies
+def mini_batches(parts, rollout, s):
+    """--minibatches: the groups split in order, as evenly as possible -> Rollouts."""
+    if s.minibatches == 1:
+        return [rollout]
+    score_before_updates(parts, rollout, s)  # the first part's update moves the weights
+    groups = torch.arange(len(rollout.responses)).view(-1, s.group_size)               # (B, G)
+    return [sample.take(rollout, rows.flatten().tolist())
+            for rows in groups.tensor_split(s.minibatches)]
+
+
+def score_before_updates(parts, rollout, s):
+    """[D] of the policy before the first update, once."""
+    if rollout.old_logprobs is None:
+        found = all_token_logprobs(parts.policy_model, rollout, s, True)
+        keep_old_policy(parts, rollout, *found, s)
+
+
+def keep_old_policy(parts, rollout, logprobs, measured, s):
+    """Before the first update of a rollout these are the old policy's, which drew the answers."""
+    if rollout.old_logprobs is None:
+        rollout.old_logprobs, rollout.measured = logprobs, measured
+        check_sampler(parts, rollout, s)
+
+
+def check_sampler(parts, rollout, s):
+    """Sampler and trainer are two implementations of one policy: their log-probs must agree."""
+    # Nats per token; 1e-6 were measured in float32, 0.02 in bfloat16.
+    allowed = 0.1 if parts.policy_model.dtype.itemsize == 2 else 1e-3
+    nats = sampler_difference(rollout)
+    if not nats <= allowed and not s.sampler_correction:  # which corrects for any difference
+        mend = "--sampler-correction 2.0 corrects for that" if s.plain else "try --plain"
+        raise BadInput(f"--model {s.model}: sampler and trainer differ by {nats:.2g} nats per "
+                       f"token; {mend}")
+
+
+def sampler_difference(rollout):
+    """The mean distance of the sampler's log-probs and [D]'s, in nats per token, on all GPUs."""
+    old = rollout.old_logprobs                                                         # (N, S-1)
+    apart = (rollout.logprobs - old).abs().where(old.isfinite(), 0)  # else the update is skipped
+    return averaged({"nats": apart.sum() / rollout.mask.sum()})["nats"]
 
 
 def loss_options(micro, s):
@@ -366,63 +428,6 @@ def loss_options(micro, s):
     return options
 
 
-def with_retries(function, s):
-    """Call function(), which moves no weight; with half the micro-batch when memory runs out."""
-    while True:
-        try:
-            with fast_paths(s):
-                return function()
-        except Exception as error:
-            # Several GPUs would wait for one that goes on alone.
-            if not out_of_memory(error) or s.micro_batch_tokens < 256 or world() > 1:
-                raise
-            traceback.clear_frames(error.__traceback__)  # its frames keep the activations alive
-        sample.release()
-        s.micro_batch_tokens //= 2
-        print0(f"out of memory: --micro-batch-tokens is now {s.micro_batch_tokens}")
-
-
-@contextmanager
-def fast_paths(s):
-    """An error in here ends the run in a line, unless --plain takes no fast paths."""
-    try:
-        yield
-    except Exception as error:
-        # With several GPUs it may come from another one, and keeps its traceback.
-        if s.plain or world() > 1 or isinstance(error, BadInput) or out_of_memory(error):
-            raise
-        raise FastPathFault(f"a fast path failed ({one_line(error)}); "
-                            "--plain takes none") from error
-
-
-def update_metrics(sums, grad_norm, rollout):
-    """Metrics of all micro-batches, on all GPUs, and whether the update must be skipped."""
-    apart = (rollout.logprobs - rollout.old_logprobs).abs()                            # (N, S-1)
-    metrics = averaged({
-        **sums,
-        "grad_norm": gather_full(grad_norm),
-        "sampler_difference": apart.sum() / rollout.mask.sum(),
-    })
-    is_finite = math.isfinite(metrics["grad_norm"] + metrics["loss"])
-    return metrics | {"skipped_updates": int(not is_finite)}
-
-
-def check_sampler(metrics, model, s):
-    """Sampler and trainer are two implementations of one policy: their log-probs must agree.
-
-    FastPathFault if they differ by more than rounding; with --plain BadInput.
-    """
-    # Nats per token; 1e-6 were measured in float32, 0.02 in bfloat16.
-    allowed = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
-    nats = metrics["sampler_difference"]
-    if nats <= allowed or s.sampler_correction:  # which corrects for any difference
-        return
-    fault = f"--model {s.model}: sampler and trainer differ by {nats:.2g} nats per token"
-    if s.plain:
-        raise BadInput(f"{fault}, even with --plain; --sampler-correction 2.0 corrects for that")
-    raise FastPathFault(f"{fault}; --plain takes no fast paths")
-
-
 def step_metrics(rollout, batch, updates, seconds, s):
     """The metrics of a step: its answers, the mean of its updates, its time."""
     lengths = gathered(rollout.mask.sum(dim=1).float())                                # (N,)
@@ -430,7 +435,6 @@ def step_metrics(rollout, batch, updates, seconds, s):
     # Accuracy and format always come from the rule; they are NaN if no true answer is known.
     known = gathered(rollout.rule_rewards)
     known = known[~known.isnan()]
-    entropies = gathered(rollout.entropies.sum(dim=1))                                 # (N,)
     metrics = {
         "reward_mean": rewards.mean(),
         "reward_std": rewards.std(correction=0),
@@ -442,7 +446,9 @@ def step_metrics(rollout, batch, updates, seconds, s):
         "response_length_p95": lengths.quantile(0.95),
         "truncated_fraction": (~gathered(rollout.finished)).float().mean(),
         "tokens": lengths.sum(),
-        "entropy": entropies.sum() / lengths.sum(),  # per token, before any update
+        **{name: gathered(values.sum(dim=1)).sum() / lengths.sum()  # means per token
+           for name, values in rollout.measured.items()},
+        "sampler_difference": sampler_difference(rollout),
         "kl_coef": s.kl_coef,
         **seconds,
         "tokens_per_second": lengths.sum() / seconds.total(),
@@ -495,7 +501,9 @@ def curves_of(run):
         # Beside a score, what is 0 throughout says nothing.
         is_told = not curves or metric in rewards or any(value for _, value in points)
         if points and is_told and metric not in UNTOLD:
-            width = 100 if "eval_" in metric else max(2, min(40, len(points) // 5))
+            width = max(2, min(40, len(points) // 5))
+            if "eval_" in metric:
+                width = len(points)
             curves.append((metric, TITLES.get(metric, metric), pooled(points, width)))
     return curves
 
@@ -518,54 +526,25 @@ def peak_memory():
     return used
 
 
-def scored_groups(policy_model, tokenizer, batch, s, sampler, reward_of):
-    """[A] [B] as answers_and_rewards; --max-resample replaces flat groups (arXiv 2503.14476)."""
-    policy = sampling_model(policy_model)
-    rollout, seconds = answers_and_rewards(policy, tokenizer, batch, s, sampler, reward_of)
-    B = len(batch.prompts)
-    G = s.group_size
-    # A group that is still flat after the last attempt stays, with advantages of 0.
-    for attempt in range(1, s.max_resample + 1):
-        n = int(is_flat(rollout.rewards, G).sum())
-        if not any(gathered_objects(n)):
-            break  # every group of every rank teaches something
-        batch.resampled += n
-        n = max(n, 1)  # a rank that needs none draws one, too
-        others = batch.more(attempt, n)
-        drawn, more = answers_and_rewards(policy, tokenizer, others, s, sampler, reward_of)
-        seconds += more
-        drawn.group_ids += attempt * B  # other numbers than those of earlier groups
-        both = sample.joined(rollout, drawn)
-        # B groups stay: first those that teach, the old ones before the new ones, then flat ones.
-        flat = is_flat(both.rewards, G).int()                                          # (B + n,)
-        stay = flat.argsort(stable=True)[:B]                                           # (B,)
-        rows = stay[:, None] * G + torch.arange(G)                                     # (B, G)
-        rollout = sample.take(both, rows.flatten().tolist())
-        problems = batch.problems + others.problems
-        prompts = batch.prompts + others.prompts
-        batch.problems = [problems[j] for j in stay]
-        batch.prompts = [prompts[j] for j in stay]
-    return rollout, seconds
-
-
 # --------------------------------------------------------------------------------------------------
 # Helpers of train_grpo: problems and random numbers of a step, evaluation, the bar
 
-def batch_of_step(tokenizer, problems, step, s, attempt=0, n=None):
+def batch_of_step(parts, step, s, attempt=0, n=None):
     """This GPU's share of the step's B problems -> Batch; in a resampling attempt, n others."""
     B = s.prompts_per_step
+    problems = parts.problems
     key = (s.seed, step)
     # Every epoch has a new order; the few problems that do not fill a step are left out.
     epoch, k = divmod(step - 1, len(problems) // B)  # steps count from 1
-    order = shuffled(problems, s.seed, 0, epoch)
+    order = shuffled(problems, seeded(s.seed, 0, epoch))
     order = order[k * B:(k + 1) * B]
     if attempt:
         key = (s.seed, "resample", step, attempt)
-        others = [problem for problem in shuffled(problems, *key) if problem not in order]
+        others = [problem for problem in shuffled(problems, seeded(*key)) if problem not in order]
         order = others + order  # the step's own problems come last
     mine = share_of_rank(B)[:n]  # whole groups: a group on two GPUs would have two means
-    batch = make_batch(tokenizer, order, mine, key, s)
-    batch.more = partial(batch_of_step, tokenizer, problems, step, s)
+    batch = make_batch(parts.tokenizer, order, mine, key, s)
+    batch.more = partial(batch_of_step, parts, step, s)
     return batch
 
 
@@ -575,11 +554,6 @@ def make_batch(tokenizer, problems, places, key, s):
     prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in chosen]
     generators = [seeded(*key, j) for j in places]
     return Batch(chosen, prompts, generators)
-
-
-def shuffled(problems, *key):
-    order = torch.randperm(len(problems), generator=seeded(*key))
-    return [problems[i] for i in order.tolist()]
 
 
 def seeded(*key, device="cpu"):
@@ -620,17 +594,21 @@ def adapt_kl_coef(last, s):
             s.kl_coef = next_kl_coef(s.kl_coef, last["approx_kl"], *s.kl_band)
 
 
+LR_SCHEDULES = {  # of what is left of the decay: 1 until the warm-up ends, above 0 in the last step
+    "constant": lambda left: 1,
+    "linear": lambda left: left,
+    "cosine": lambda left: (1 - math.cos(math.pi * left)) / 2,
+}
+
+
 def set_learning_rate(optimizer, step, s):
-    """A linear warm-up; then constant, or a linear or cosine decay to 0 after the last step."""
+    """A linear warm-up, then a schedule; it sets the rate of every group, your own optimizer's too.
+    """
     # At first Adam's second moment is a mean of few gradients, so the first steps are small.
     lr = s.learning_rate * min(1.0, step / max(s.warmup_steps, 1))
-    # `left` is 1 until the end of the warm-up, and above 0 in the last step.
     decaying = max(s.steps - s.warmup_steps, 1)
     left = min(1.0, (s.steps - step + 1) / decaying)
-    if s.lr_schedule == "linear":
-        lr *= left
-    elif s.lr_schedule == "cosine":
-        lr *= (1 - math.cos(math.pi * left)) / 2
+    lr *= LR_SCHEDULES[s.lr_schedule](left)
     for group in optimizer.param_groups:
         group["lr"] = lr
     return lr
@@ -639,31 +617,30 @@ def set_learning_rate(optimizer, step, s):
 def evaluate(parts, settings, group_size=1, temperature=0.0):
     """Greedy answers (or group_size sampled ones) -> metrics, pairs (answer, its reward)."""
     s = replace(settings, group_size=group_size, temperature=temperature, around_best=0)
-    p = parts
-    policy = sampling_model(p.policy_model)
-    mine = share_of_rank(len(p.eval_problems))
+    policy = sampling_model(parts.policy_model)
+    mine = share_of_rank(len(parts.eval_problems))
     at_a_time = max(1, s.prompts_per_step // world() * settings.group_size // group_size)
     starts = range(0, len(mine), at_a_time)
     key = (s.seed, "evaluation")
     rows = []
     for start in tqdm(starts, "evaluation", leave=False, disable=rank() > 0):
         places = mine[start:start + at_a_time]
-        batch = make_batch(p.tokenizer, p.eval_problems, places, key, s)
-        rollout, _ = answers_and_rewards(policy, p.tokenizer, batch, s, p.sampler, p.reward_of)
+        batch = make_batch(parts.tokenizer, parts.eval_problems, places, key, s)
+        rollout, _ = answers_and_rewards(policy, parts, batch, s)
         rows += zip(rollout.responses, rollout.rule_rewards.tolist(), rollout.rewards.tolist())
     responses, rule_rewards, rewards = zip(*sum(gathered_objects(rows), []))
     known = torch.tensor(rule_rewards)
     known = known[~known.isnan()]  # NaN where no true answer is known
     metrics = {"eval_accuracy": float(is_right(known).float().mean())}
-    if p.reward_of:
+    if parts.reward_of:
         metrics["eval_reward"] = sum(rewards) / len(rewards)
     return metrics, list(zip(responses, rewards))
 
 
 def best_step(run):
     """The step of the best evaluation so far; of equal ones the first."""
-    scores = run.curve("eval_reward") or run.curve("eval_accuracy") or [(0, 0)]
-    return max(scores, key=lambda point: point[1])[0]
+    _, _, points = curves_of(run)[0]
+    return max(points, key=lambda point: point[1])[0]
 
 
 def update_bar(bar, run):
@@ -741,38 +718,22 @@ HERE = Path(__file__).resolve().parent
 TINY = HERE / "tests" / "tiny"
 TINY_CONFIG = TINY / "grpo.json"
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
-# Stands in config.json for a reward that was a Python function; as a flag it is refused
-PYTHON = "from Python, where settings.reward = None and parts.reward_of are to be set"
 
 
-class FastPathFault(BadInput):
-    """The run cannot go on as it is, but with --plain."""
-
-
-@contextmanager
-def as_bad_input(begin):
-    """Turn any error into a BadInput, whose line begins with this text."""
-    try:
-        yield
-    except Exception as error:
-        if out_of_memory(error):
-            raise  # main() has a line for it
-        raise BadInput(f"{begin} {one_line(error)}") from None
-
-
-def flag(default, help, head="", kept=True, free=False, **how):
+def flag(default, help, head="", kept=True, **how):
     """A flag. Its annotation in Settings is argparse's `type`, a function that reads a word.
 
     head: the heading of this flag and those below it. kept: whether config.json holds it, else it
-    is of one call only. free: whether a resumed run may change it. how: for add_argument.
+    is of one call only. how: for add_argument.
     """
     how["help"] = help if default in (None, "") else f"{help} [{default}]"
-    metadata = {"head": head, "kept": kept, "free": free, "how": how}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={"head": head, "kept": kept, "how": how})
 
 
 def file(text):
     """Make a file, or file.py:function, absolute: a resumed run may start in another folder."""
+    if text in (*reward.GSM8K, *reward.REWARDS_BY_NAME):
+        return text  # also where a file of that name is
     name = text.rpartition(":")[0] if ".py:" in text else text
     if os.path.exists(name):
         return text.replace(name, os.path.abspath(name), 1)
@@ -806,8 +767,8 @@ class Settings:
     answer_field: str = flag("answer", "the column that ends in `#### ` and the final answer")
     system_prompt: str = flag(BOXED, "system message before every question; empty for none")
     template_args: sample.template_arguments = flag(
-        None, "arguments of the model's chat template, say '{\"enable_thinking\": false}'",
-        metavar="JSON")
+        None, "arguments of the model's chat template, say '{\"enable_thinking\": false}', or "
+        "'{\"date_string\": \"26 Jul 2024\"}' where it writes today's date", metavar="JSON")
     reward: file = flag(None, "own file.py:function, called like TRL's, or our `rule`, `think`; "
                         "several are summed", **SEVERAL)
     reward_weights: number(float, -1e9) = flag(None, "of each --reward; default: 1", **SEVERAL)
@@ -816,7 +777,7 @@ class Settings:
     reward_model_lr: above_0 = flag(2e-5, "the learning rate if --renew-reference trains it")
     reply: file = flag(None, "file.py:function that gives the user's next message: a tool, say")
     max_turns: from_1 = flag(4, "at most this many answers in a --reply conversation")
-    steps: from_1 = flag(500, "number of rollouts", head="the rollout", free=True)
+    steps: from_1 = flag(500, "number of rollouts", head="the rollout")
     prompts_per_step: from_1 = flag(8, "B, questions per step")
     group_size: number(int, 2) = flag(8, "G, answers per question: their mean is the baseline")
     max_new_tokens: from_1 = flag(512, "an answer is cut at this length")
@@ -826,15 +787,15 @@ class Settings:
     clip_eps: number(float, 0, 1) = flag(0.2, "clips ratios at 1 ± this", head="the objective")
     clip_eps_high: amount = flag(None, "upper clip at 1 + this: DAPO's clip-higher, say 0.28")
     kl_coef: amount = flag(0.04, "beta; 0: no KL, and no reference in memory")
-    kl_estimator: str = flag("k3", "estimator of the KL", choices=loss.KL_ESTIMATORS)
-    aggregate: str = flag("sequence", "how tokens are averaged", choices=loss.AGGREGATES)
-    ratio: str = flag("token", "ratio per token, or per sequence: GSPO", choices=loss.RATIOS)
-    objective: str = flag("clip", "clip, or CISPO's weighted log-probs", choices=loss.OBJECTIVES)
+    kl_estimator: str = flag("k3", "estimator of the KL", choices=KL_ESTIMATORS)
+    aggregate: str = flag("sequence", "how tokens are averaged", choices=AGGREGATES)
+    ratio: str = flag("token", "ratio per token, or per sequence: GSPO", choices=RATIOS)
+    objective: str = flag("clip", "clip, or CISPO's weighted log-probs", choices=OBJECTIVES)
     sampler_correction: amount = flag(0.0, "TIS: weights min(trainer / sampler, this), say 2")
     mask_truncated: bool = flag(False, "leave cut answers out of the loss and its mean")
     renew_reference: from_0 = flag(0, "steps until the policy becomes the reference; 0: never")
     kl_band: above_0 = flag(None, "LOW HIGH: adapt beta to keep KL there, say 0.02 0.05", **SEVERAL)
-    advantage: str = flag("group", "how siblings are compared", choices=advantage.ADVANTAGES,
+    advantage: str = flag("group", "how siblings are compared", choices=ADVANTAGES,
                           head="the advantage")
     scale_by_std: bool = flag(True, "divide the advantages by the group's std; off: Dr. GRPO")
     clip_advantages: above_0 = flag(None, "clip advantages to -this and this, say 5")
@@ -842,7 +803,7 @@ class Settings:
     overlong_buffer: from_0 = flag(0, "DAPO: the last tokens before the limit cost up to 1")
     lr: above_0 = flag(None, "learning rate; default: 1e-6, with LoRA 1e-4", head="the update")
     lr_schedule: str = flag("constant", "after the warm-up: constant, or falling towards 0",
-                            choices=("constant", "linear", "cosine"))
+                            choices=LR_SCHEDULES)
     weight_decay: amount = flag(0.0, "weight decay of AdamW")
     lora_rank: from_0 = flag(0, "LoRA: train factors of this rank for every Linear; 0: all weights")
     lora_alpha: above_0 = flag(None, "W = W0 + this / rank * B A; default: 2 * rank")
@@ -851,30 +812,28 @@ class Settings:
     minibatches: from_1 = flag(1, "gradient steps per pass, each on its share of the groups")
     max_grad_norm: above_0 = flag(1.0, "gradients are clipped to this norm")
     share_prompts: bool = flag(True, "run a prompt once for its group", head="only memory and time")
-    plain: bool = flag(False, "no fast paths: slow, and works everywhere", free=True)
-    micro_batch_tokens: from_0 = flag(0, "tokens of one backward pass; 0: chosen for the device",
-                                      free=True)
-    gradient_checkpointing: bool = flag(None, "recompute layers [if memory is short]", free=True)
-    offload: bool = flag(None, "optimizer state in host memory [if memory is short]", free=True)
-    eval_every: from_1 = flag(50, "steps between evaluations", head="measuring", free=True)
+    plain: bool = flag(False, "no fast paths: slow, and works everywhere")
+    micro_batch_tokens: from_0 = flag(0, "tokens of one backward pass; 0: chosen for the device")
+    gradient_checkpointing: bool = flag(None, "recompute layers [if memory is short]")
+    offload: bool = flag(None, "optimizer state in host memory [if memory is short]")
+    eval_every: from_1 = flag(50, "steps between evaluations", head="measuring")
     eval_limit: from_0 = flag(200, "held-out problems to evaluate; 0: all")
-    save_every: from_1 = flag(50, "steps between checkpoints", free=True)
-    best: bool = flag(True, "keep the policy of the best evaluation in best/", free=True)
-    page: bool = flag(True, "write page.html at every evaluation", free=True)
+    save_every: from_1 = flag(50, "steps between checkpoints")
+    best: bool = flag(True, "keep the policy of the best evaluation in best/")
+    page: bool = flag(True, "write page.html at every evaluation")
     seed: from_0 = flag(0, "seed of the problems' order and of the sampling")
     device: str = flag("auto", "cuda, mps or cpu; auto: the first of them that is available")
     dtype: str = flag("auto", "dtype of the weights; auto: bfloat16 where it is fast",
                       choices=("auto", "float32", "bfloat16", "float16"))
-    threads: number(int, 0, 1024) = flag(0, "CPU threads; 0: torch's choice; small models: 1",
-                                         free=True)
+    threads: number(int, 0, 1024) = flag(0, "CPU threads; 0: torch's choice; small models: 1")
     config: file = flag("", "JSON, like a run's config.json", head="this call only", kept=False)
     output: str = flag("", "folder of the run; default: runs/MODEL-TIME", kept=False)
     resume: str = flag("", "continue the run in this folder; auto: in --output, or begin it there",
-                       kept=False, free=True)
+                       kept=False)
     eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop", kept=False)
     trace: bool = flag(False, "print one step stage by stage, and stop", kept=False)
     dry_run: amount = flag(None, "print the memory a step needs, and stop; N: on a GPU of N GB",
-                           nargs="?", const=0.0, kept=False, free=True)
+                           nargs="?", const=0.0, kept=False)
 
     @property
     def learning_rate(self):
@@ -946,7 +905,7 @@ def parse(words):
             s.eval_data = ""
         vars(s).update(layer)
     if s.resume:
-        check_resumed(given, Settings(**config))
+        tell_changes(given, Settings(**config))
         s.output = s.resume
     if os.path.isfile(f"{s.model}/final/config.json"):
         s.model += "/final"  # a run's folder was named
@@ -954,10 +913,20 @@ def parse(words):
     return s
 
 
+def tell_changes(given, began):
+    """Print the flags that a resumed run changes. BadInput: one that is of another call."""
+    for name, value in given.items():
+        if name not in ("resume", "dry_run") and not FIELDS[name].metadata["kept"]:
+            raise BadInput(f"{flag_of(name)}: does not go with --resume")
+        old = getattr(began, name)
+        if value != old and name != "resume":
+            print0(f"{flag_of(name)} {value}: the run began with {old}")
+
+
 def read_config(file):
     """The flags of a JSON file -> {name: value}; its paths are relative to its folder."""
     words = []  # of a command line that says the same
-    with as_bad_input(f"{file}:"):
+    with blame(f"{file}:"):
         config = json.loads(Path(file).read_text(encoding="utf-8"))
         if not isinstance(config, dict):
             raise ValueError("holds no JSON object")
@@ -976,36 +945,24 @@ def read_config(file):
             return given_flags(words)
 
 
-def check_resumed(given, saved):
-    """BadInput for a flag that changes what a resumed run learns."""
-    for name, new in given.items():
-        old = getattr(saved, name)
-        setting = FIELDS[name]
-        # What a file's name stands for may have moved: load_checkpoint() compares digests.
-        free = setting.metadata["free"] or setting.type is file and old
-        if name == "steps":  # the learning rate of every step may depend on it
-            free = saved.lr_schedule == "constant"
-        if new != old and not free:
-            raise BadInput(f"{flag_of(name)} {new}: the run in {given['resume']} keeps its {old!r}")
-
-
 # --------------------------------------------------------------------------------------------------
 # Loading: device, model, tokenizer, problems, reward. Bad input is found before a folder is made.
 
 def load(s):
-    """-> the parts of a run: models, optimizer, problems, sampler and reward, as below."""
-    # Kept with the run, because the last digit of sums depends on the number of threads.
-    s.threads = s.threads or torch.get_num_threads()
+    """Settings that plan_memory has completed -> the parts of a run, named below."""
     torch.set_num_threads(s.threads)
     reward_of = reward.own_reward_of(s.reward, s.reward_weights, s.step_reward)
     reward_model = ref_model = optimizer = None
-    sampler = sampler_with_replies(s) if s.reply else sample_groups
+    sampler = sample_groups
+    if s.reply:
+        reply = reward.own_reply_of(s.reply)
+        talk = partial(sample.sample_conversations, reply=reply, max_turns=s.max_turns)
+        sampler = blame("--reply")(talk)
     policy_model, tokenizer = load_policy(s)
     if s.reward_model:  # after the policy: from then on transformers prints nothing
-        device, _ = choose_device(s)
-        with as_bad_input(f"--reward-model {s.reward_model}: cannot be loaded:"):
+        with blame(f"--reward-model {s.reward_model}: cannot be loaded:"):
             reward_model, report = reward.open_reward_model(s.reward_model, s.reward_model_lr,
-                                                            device)
+                                                            s.device)
             sample.check_loaded(reward_model.model, report)
         if s.renew_reference:  # else it is never trained
             with_moments(reward_model.optimizer)
@@ -1022,7 +979,7 @@ def load(s):
     return SimpleNamespace(
         policy_model=policy_model, ref_model=ref_model, tokenizer=tokenizer, reward_of=reward_of,
         optimizer=optimizer, problems=problems, eval_problems=eval_problems, sampler=sampler,
-        reward_model=reward_model, flags_reward_of=reward_of)  # Python may replace `reward_of`
+        reward_model=reward_model)
 
 
 def check_combinations(s):
@@ -1091,7 +1048,7 @@ def choose_device(s):
         return torch.device("cuda"), getattr(torch, s.dtype, torch.bfloat16)
     best = ("cuda" if torch.cuda.is_available() else
             "mps" if torch.backends.mps.is_available() else "cpu")
-    with as_bad_input(f"--device {s.device}: torch {torch.__version__} cannot use it:"):
+    with blame(f"--device {s.device}: torch {torch.__version__} cannot use it:"):
         device = torch.device(best if s.device == "auto" else s.device)
         torch.ones(1, device=device) + 1  # fails on a GPU that this torch has no kernels for
     if s.device == "auto" and best == "cpu" and shutil.which("nvidia-smi"):
@@ -1113,9 +1070,9 @@ def choose_device(s):
 
 def load_policy(s):
     """The policy and its tokenizer; a model that will be sharded is in host memory."""
-    device, dtype = choose_device(s)
-    with as_bad_input(f"--model {s.model}:"):
-        model, tokenizer = sample.open_policy(s.model, device if s.is_whole else "cpu", dtype)
+    with blame(f"--model {s.model}:"):
+        place = s.device if s.is_whole else "cpu"
+        model, tokenizer = sample.open_policy(s.model, place, getattr(torch, s.dtype))
         sample.set_template_arguments(tokenizer, s.template_args)
     sample.PLAIN = s.plain
     if not s.plain:
@@ -1128,9 +1085,9 @@ def load_data(s, tokenizer):
     held_out = s.eval_data or ("gsm8k:test" if s.data == "gsm8k" else "")
     problems = []  # which an evaluation of held-out problems does not need
     if not (s.eval_only and held_out):
-        problems = load_problems("--data", s.data, tokenizer, s)
+        problems = checked_problems("--data", s.data, tokenizer, s)
     if held_out:
-        eval_problems = load_problems("--eval-data", held_out, tokenizer, s)
+        eval_problems = checked_problems("--eval-data", held_out, tokenizer, s)
     else:
         problems, eval_problems = reward.hold_out(problems)
         print0(f"--eval-data is not given: {len(eval_problems)} of {s.data} are held out")
@@ -1143,42 +1100,38 @@ def load_data(s, tokenizer):
     return problems, eval_problems
 
 
-def load_problems(name, source, tokenizer, s):
+def checked_problems(name, source, tokenizer, s):
     """The problems of a file, a list of dicts. BadInput: one is too long for the model."""
     # The built-in rewards need a true answer to compare with.
     rewards = set(s.reward or ["rule"])
     need_answer = rewards <= {"rule", "think"} and not s.reward_model
     limit = sample.length_limit(AutoConfig.from_pretrained(s.model))
 
+    unknown = []  # the share of each prompt's tokens
+
     # Every prompt is checked now, not in the step that happens to draw it.
     def check(number, problem):
-        with as_bad_input(f"{source}, line {number}:"):
+        with blame(f"{source}, line {number}:"):
             prompt = chat_prompt(tokenizer, problem, s.system_prompt)
             ids = sample.ids_of(tokenizer, prompt)
+            unknown.append(ids.count(tokenizer.unk_token_id) / len(ids))
             if len(ids) + s.answer_tokens > limit:
                 raise ValueError(f"a prompt of {len(ids)} tokens and {s.answer_tokens} of an "
                                  f"answer are more than the model's {limit} positions: lower "
                                  "--max-new-tokens or --max-turns, or take out such problems")
 
     progress = partial(tqdm, desc=f"reading {source}", delay=2, leave=False, disable=rank() > 0)
-    with as_bad_input(f"{name}:"):
-        return reward.load_problems(source, s.question_field, s.answer_field, need_answer, check,
-                                    progress)
-
-
-def sampler_with_replies(s):
-    """A sampler for --reply; errors of the user's function name its file and line."""
-    function = reward.load_function("--reply", s.reply)
-
-    def reply(prompt, turns):
-        with blame_user_file("fails:"):
-            return function(prompt, turns)
-
-    def sampler(*given):
-        with as_bad_input("--reply"):
-            return sample.sample_conversations(*given, reply=reply, max_turns=s.max_turns)
-
-    return sampler
+    with blame(f"{name}:"):
+        problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
+                                        check, progress)
+    if sum(unknown) > len(unknown) / 2:
+        print0(f"{name}: most words of the prompts are unknown to the tokenizer of {s.model}: "
+               "choose a --model that knows them")
+    odd = need_answer and reward.half_numbers(truths_of(problems))
+    if odd:
+        print0(f"{name}: {len(odd)} of {len(problems)} true answers begin like a number, but are "
+               f"compared as text: {odd[0]!r}, for one")
+    return problems
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1350,7 +1303,7 @@ class LoraAdamW(MasterAdamW):
 
     def __init__(self, model, ref_model, s, **how):
         self.lora_scale = (s.lora_alpha or 2 * s.lora_rank) / s.lora_rank
-        self.parts = []  # (W0, A, B) of each weight
+        self.triples = []  # (W0, A, B) of each weight
         self.factors = {}  # A and B, under their names in PEFT
         weights = []
         linears = linears_of(model)
@@ -1368,7 +1321,7 @@ class LoraAdamW(MasterAdamW):
             A = 2 * torch.rand(s.lora_rank, n_in, generator=generator) - 1
             A = A.div(math.sqrt(n_in)).to(W.device)                                    # (R, in)
             B = torch.zeros(n_out, s.lora_rank, device=W.device)                       # (out, R)
-            self.parts.append((W0, A, B))
+            self.triples.append((W0, A, B))
             self.factors[f"base_model.model.{name}.lora_A.weight"] = A
             self.factors[f"base_model.model.{name}.lora_B.weight"] = B
             linear.forward = partial(FactoredLinear.apply, W, linear.bias, A.requires_grad_(),
@@ -1377,7 +1330,7 @@ class LoraAdamW(MasterAdamW):
         super().__init__(self.factors, weights, **how)
 
     def master(self, i):
-        W0, A, B = self.parts[i]
+        W0, A, B = self.triples[i]
         W = off_grid(W0.to(B.device), self.seed, i)                                    # (out, in)
         return W.addmm_(B, A, alpha=self.lora_scale)
 
@@ -1418,7 +1371,7 @@ def save_adapter(run, optimizer, s):
 WAYS = "offload", "gradient_checkpointing"
 PROMPT = 256  # tokens of a prompt that the count assumes
 DEVICE, HOST = "device memory", "host memory"  # the sums of a count
-GRADIENTS, KEPT = "gradients, float32", "kept for the backward pass"
+GRADIENTS, ACTIVATIONS = "gradients, float32", "kept for the backward pass"
 ADVICE = ("to need less: --lora-rank 16, --kl-coef 0, --dtype bfloat16, a smaller --model, more "
           "GPUs (each holds a whole policy to sample from), or lower --prompts-per-step, "
           "--group-size, --max-new-tokens, --micro-batch-tokens")
@@ -1437,7 +1390,7 @@ def plan_memory(s):
         raise BadInput(f"--model {s.model}: a step needs about {count[DEVICE] / 1e9:.3g} GB of "
                        f"{DEVICE} and {count[HOST] / 1e9:.3g} GB of {HOST} (details: --dry-run), "
                        f"and a tenth more should be free; {ADVICE}")
-    line = (f"loading   {s.model} in {way.dtype} on {choose_device(s)[0]}; a step needs about "
+    line = (f"loading   {s.model} in {way.dtype} on {way.device}; a step needs about "
             f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)")
     for name in WAYS:
         if getattr(way, name):
@@ -1453,7 +1406,9 @@ def counted_ways(s):
     if device.type == "cpu":  # which is fastest with what fits its cache
         tokens = 2048 if dtype == torch.bfloat16 else 1024
     s = replace(s, micro_batch_tokens=s.micro_batch_tokens or tokens,
-                dtype=str(dtype).removeprefix("torch."))  # for config.json
+                device=str(device), dtype=str(dtype).removeprefix("torch."),
+                # The last digit of sums depends on their number.
+                threads=s.threads or torch.get_num_threads())
     if device.type != "cuda" or not s.is_whole:  # no memory of its own; or shards
         s.offload = False
     model = model_without_storage("--model", s.model, dtype)
@@ -1475,26 +1430,8 @@ def counted_ways(s):
 
 def memory(s, model, device):
     """The memory of a step on each process: {what: bytes}. `model` may be on the meta device."""
-    text = model.config.get_text_config()
-    text.allow_global_per_layer_attribute_access = True  # Gemma 4's layers have two head sizes
-
-    def size_of(name, default):
-        found = getattr(text, name, None) or default
-        return max(found) if isinstance(found, list) else found  # Gemma 3n's layers have one each
-
-    layers = text.num_hidden_layers
-    hidden = text.hidden_size
-    heads = size_of("num_attention_heads", 1)
-    width = size_of("head_dim", hidden // heads)
-    queries = heads * width
-    keys = size_of("num_key_value_heads", heads) * width
-    inner = size_of("intermediate_size", 4 * hidden)
-    # Numbers that a layer keeps per token for its backward pass: of its norms, attention and MLP
-    kept = 8 * hidden + 5 * queries + keys + 4 * inner
-    if any("q_norm" in name for name, _ in model.named_parameters()):
-        kept += 3 * (queries + keys)
-    # With checkpointing a layer keeps its input, and one layer at a time is run again.
-    kept = kept + layers * hidden if s.gradient_checkpointing else layers * kept
+    shape = logprob.shape_of(model)
+    kept = logprob.kept_per_token(model, s.gradient_checkpointing)
     size = model.dtype.itemsize
     n = model.num_parameters()
     trained = n if s.is_whole else n // world()  # by one process
@@ -1524,13 +1461,14 @@ def memory(s, model, device):
                                       AutoModelForSequenceClassification)
         count["reward model"] = judge.num_parameters() * (16 if s.renew_reference else 4)
     rows = s.prompts_per_step * s.group_size // world()
-    count["key/value cache"] = 2 * rows * (PROMPT + s.answer_tokens) * layers * keys * size
-    count["logits of the draw"] = 12 * rows * text.vocab_size
-    logits = min(2**28, s.micro_batch_tokens * text.vocab_size // 8)  # an eighth at a time
-    head = 4 * text.vocab_size * hidden  # in float32
+    keys = shape.layers * shape.keys * size  # of one token; its values are as large
+    count["key/value cache"] = 2 * rows * (PROMPT + s.answer_tokens) * keys
+    count["logits of the draw"] = 12 * rows * shape.vocab
+    logits = logprob.logits_at_a_time(s.micro_batch_tokens, shape.vocab)
+    head = 4 * shape.vocab * shape.hidden  # in float32
     update = {
         GRADIENTS: 4 * trained + (largest if s.lora_rank else 0),  # LoRA: a master, too
-        KEPT: s.micro_batch_tokens * kept * size,
+        ACTIVATIONS: s.micro_batch_tokens * kept * size,
         "logits, their gradients": 12 * logits + (0 if s.lora_rank else head),
     }
     if device.type == "cpu":
@@ -1538,9 +1476,9 @@ def memory(s, model, device):
         count["the program"] = 5e8 + head
         if rows * (PROMPT / s.group_size + s.answer_tokens) <= s.micro_batch_tokens:
             # In one backward pass gradients take the place of what was kept; in bfloat16 half do.
-            update[KEPT] = max(0, update[KEPT] - size * trained)
+            update[ACTIVATIONS] = max(0, update[ACTIVATIONS] - size * trained)
         else:
-            update[KEPT] *= 1.15  # not all pieces of one micro-batch fit where others were freed
+            update[ACTIVATIONS] *= 1.15  # not all of one micro-batch fits where another was freed
         if rows <= sample.FEW:  # a rollout's weights once more; it needs nothing of the update's
             count["a rollout's packed weights"] = max(0, n * size - sum(update.values()))
     count.update(update)
@@ -1575,14 +1513,9 @@ def free_memory(kind):
     return math.inf
 
 
-def out_of_memory(error):
-    words = "out of memory", "not enough memory", "can't allocate memory", "_ALLOC_FAILED"
-    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
-
-
 def model_without_storage(name, folder, dtype, kind=AutoModelForCausalLM):
     """The model of --model or --reward-model on the meta device."""
-    with as_bad_input(f"{name} {folder}: cannot be loaded:"):
+    with blame(f"{name} {folder}: cannot be loaded:"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             return kind.from_config(config, dtype=dtype).eval()
@@ -1691,7 +1624,7 @@ def shard(model, s, samples=False):
         return model
     from torch.distributed import fsdp
 
-    device = choose_device(s)[0]
+    device = torch.device(s.device)
     if samples:
         # FSDP's hooks would slow sampling down: a twin with `room` for the weights does it.
         room = {id(p): torch.empty_like(p, device=device) for p in model.parameters()}
@@ -1717,9 +1650,9 @@ def sampling_model(model):
         for copied, module in zip(twin.modules(), model.modules()):
             if hasattr(module, "unshard"):  # of FSDP: one gather for all weights of a layer
                 module.unshard()
-                for weight, gathered in zip(copied.parameters(), module.parameters()):
-                    if not is_sharded(gathered):
-                        weight.copy_(gathered)
+                for weight, whole in zip(copied.parameters(), module.parameters()):
+                    if not is_sharded(whole):
+                        weight.copy_(whole)
                 module.reshard()
     return twin
 
@@ -1730,6 +1663,9 @@ def sampling_model(model):
 class Run:
     """The state of a run and its folder. Only rank 0 writes, and only if it has a folder."""
 
+    # In a checkpoint
+    SAVED = "step", "skipped", "told", "before", "after", "digests", "command", "pairs"
+
     def __init__(self):
         self.step = 0  # the last step that is done
         self.skipped = 0  # updates that were skipped
@@ -1737,8 +1673,8 @@ class Run:
         self.before = []  # a greedy answer to each of eval_problems, and its reward
         self.after = []  # the same, after training
         self.digests = {}  # of what the run began with
-        self.command = ""  # the one that began the run
-        self.counters = list(vars(self))  # a checkpoint holds all of the above, and no more
+        self.command = ""  # the one that began the run; none if Python did
+        self.pairs = []  # a reward model's, when it is saved
         self.name = ""
         self.folder = None  # of rank 0, see claim_folder()
         self.signal = 0
@@ -1753,7 +1689,7 @@ class Run:
         model = Path(re.sub("/(final|best)$", "", s.model))  # of RUN/final, the name of RUN
         name = s.output or f"runs/{model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.folder = Path(os.path.abspath(name))  # a reward may change the directory
-        with as_bad_input(f"--output {name}: cannot be written:"):
+        with blame(f"--output {name}: cannot be written:"):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.folder / ".lock", "w")
         try:
@@ -1912,9 +1848,9 @@ def save_checkpoint(run, parts, s):
     if run.skipped_in_a_row:  # the last good one stays
         return
     if run.folder:
-        counters = {name: getattr(run, name) for name in run.counters}
         if parts.reward_model:
-            counters["pairs"] = [parts.reward_model.pairs, parts.reward_model.replay]
+            run.pairs = parts.reward_model.pairs, parts.reward_model.replay
+        counters = {name: getattr(run, name) for name in run.SAVED}
         # The counters are a tensor, too: the text may be long, and the file's header has a limit.
         text = bytearray(json.dumps(counters).encode())
         text = torch.frombuffer(text, dtype=torch.uint8)
@@ -1930,9 +1866,8 @@ def saving_on_bad_input(run, parts, s):
     """Save the steps that are done if, say, a reward fails: no weight has moved since."""
     try:
         yield
-    except BadInput as error:
-        # Other ranks may not come here, and a fast path may fail between two updates.
-        if world() == 1 and not isinstance(error, FastPathFault):
+    except BadInput:
+        if world() == 1:  # other ranks may not come here
             save_checkpoint(run, parts, s)
         raise
 
@@ -1969,30 +1904,45 @@ def as_safetensors(tensors):
 
 @torch.no_grad()
 def load_checkpoint(run, parts, s):
-    """Restore what the checkpoint holds, if the run began with the same problems and weights."""
+    """Restore what the checkpoint holds; tell if the run began with other problems or weights."""
     if not Path(run.name, "metrics.jsonl").is_file():
         return  # it was killed before it began
     path = Path(run.name, CHECKPOINT)
-    digests = run.digests  # of today
-    with as_bad_input(f"--resume: {path} is damaged, or not of this model, or of another version "
-                      "of train.py:"):
+    digests, command = run.digests, run.command  # of today
+    with blame(f"--resume: {path} is damaged, or not of this model, or of another version of "
+               "train.py:"):
         file = safe_open(path, framework="pt")
         counters = json.loads(file.get_tensor("counters").numpy().tobytes())
-        for name in run.counters:
-            setattr(run, name, counters[name])
+        only_one_has(counters.keys(), run.SAVED)
+        vars(run).update(counters)
+        if command and not run.command:
+            raise ValueError("the run was begun from Python, which alone knows its sampler, reward "
+                             "and weights: pass --resume to train.parse() there")
+        run.command = command and run.command  # main may go on from here if it began and goes on
         if parts.reward_model:
-            parts.reward_model.pairs, parts.reward_model.replay = counters["pairs"]
-        for name, moving in what_moves(parts, s).items():
+            parts.reward_model.pairs, parts.reward_model.replay = run.pairs
+        moves = what_moves(parts, s)
+        only_one_has(file.keys(), ["counters", *moves])
+        for name, moving in moves.items():
             saved = file.get_tensor(name)
             if is_sharded(moving):
                 saved = dist.tensor.distribute_tensor(saved, moving.device_mesh, moving.placements)
             moving.copy_(saved)
-    for name, digest in digests.items():
-        if digest != run.digests[name]:
-            raise BadInput(f"{flag_of(name)} {getattr(s, name)}: is not what the run began with")
     if s.steps < run.step:
         raise BadInput(f"--steps {s.steps}: the run in {run.name} is at step {run.step}")
     run.history = on_rank_0(forget_later_steps, run)
+    for name, digest in digests.items():
+        if digest != run.digests.get(name):
+            print0(f"{flag_of(name)} {getattr(s, name)}: is not what the run began with")
+            if name == "eval_data":
+                run.before = []  # the next evaluation is the first of these problems
+    run.digests = digests
+
+
+def only_one_has(saved, read):
+    """ValueError for a name in one of the two alone: a resumed run would lose it, or lacks it."""
+    if odd := set(saved) ^ set(read):
+        raise ValueError(f"{min(odd)!r} is either not in it, or not read by this run")
 
 
 def digests_of(parts):
@@ -2054,14 +2004,14 @@ def main(argv=None):
         elif settings.trace:
             print_trace(parts, settings)
         else:
-            status = train(parts, run, settings)
+            status = train(parts, settings, run)
         leave_ranks(status)
         return status
     except Exception as error:
         fault = line_of(error)
-        if fault and run.resume_command:
-            plain = " --plain" if isinstance(error, FastPathFault) else ""
-            fault += f"; continue with: {run.resume_command}{plain}"
+        if run.resume_command:
+            fault = fault and f"{fault}; continue with: {run.resume_command}"
+            error.add_note(f"continue with: {run.resume_command} (--plain takes no fast paths)")
         if world() > 1:
             end_rank(fault or traceback.format_exc())
         if not fault:
@@ -2081,7 +2031,7 @@ def line_of(error):
     return ""
 
 
-def train(parts, run, s):
+def train(parts, s, run):
     """A run from its folder to its final/ -> exit status."""
     run.name = on_rank_0(run.claim_folder, s)
     begin(run, parts, s)
@@ -2106,8 +2056,6 @@ def train(parts, run, s):
 def begin(run, parts, s):
     """Restore the checkpoint or write the first one, write the settings, print what starts."""
     run.eval_problems = parts.eval_problems
-    if parts.reward_of is not parts.flags_reward_of:
-        s.reward = [PYTHON]
     run.digests = digests_of(parts)
     if s.resume:
         load_checkpoint(run, parts, s)
@@ -2119,7 +2067,7 @@ def begin(run, parts, s):
         with run.replacing("config.json") as new:
             new.write_text(json.dumps(kept, indent=2))
     run.resume_command = command("train.py", "--resume", run.name)
-    if not run.before:  # a new run: from now on it can be resumed
+    if not run.history:  # a new run: from now on it can be resumed
         save_checkpoint(run, parts, s)
     print0(f"policy    {parts.policy_model.num_parameters() / 1e6:.2f}M parameters; "
            f"processes: {world()}; settings of {s.config or 'the command line'}\n"
@@ -2155,7 +2103,7 @@ def print_story(run):
     flags = "--config", f"{run.name}/config.json", "--model", f"{run.name}/final"
     print0("")
     if os.path.exists(f"{run.name}/best"):
-        print0(f"best state           {run.name}/best, of step {best_step(run)}")
+        print0(f"best state           {run.name}/best, of step {best_step(run):g}")
     if os.path.exists(f"{run.name}/page.html"):
         print0(f"see what it learned  {run.name}/page.html")
     print0(f"talk to the result   {command('sample.py', '--model', run.name)} \"YOUR QUESTION\"\n"
@@ -2226,7 +2174,7 @@ def write_page(run, parts, s):
     """page.html: the curves so far, and groups of the samples, scored again by the policy."""
     model = parts.policy_model
     sections = ""
-    for group in on_rank_0(groups_of, run):  # all ranks score
+    for group in on_rank_0(tinted_groups, run):  # all ranks score
         names = ("input_ids", "labels", "finished", "group_ids", "rewards", "advantages",
                  "old_logprobs")
         tensors = {name: torch.tensor(group[name], device=model.device) for name in names}
@@ -2239,7 +2187,7 @@ def write_page(run, parts, s):
             new.write_text(page_of(run, sections, s), encoding="utf-8")
 
 
-def groups_of(run):
+def tinted_groups(run):
     """The groups in samples.jsonl that have token ids."""
     if not run.folder:
         return []
@@ -2253,8 +2201,8 @@ def page_of(run, sections, s):
     curves = curves_of(run)
     figures = "".join(figure_of_curve(*curve, run.step) for curve in curves)
     _, title, points = curves[0]
-    first, last = points[0][1], points[-1][1]
-    headline = f"{title.capitalize()} {first:.3g} → {last:.3g} after {points[-1][0]:g} steps"
+    headline = (f"{title.capitalize()} {points[0][1]:.3g} → {points[-1][1]:.3g} "
+                f"after {points[-1][0]:g} steps")
     i, truth = example_of(run)
     example = f"""<h2>The held-out problem that gained most</h2>
 <p>{escape(run.eval_problems[i]["question"])}</p><p>true answer: {escape(truth)}</p>
@@ -2264,7 +2212,7 @@ def page_of(run, sections, s):
 <section><h3>after {points[-1][0]:g} steps <small>reward {run.after[i][1]:.3g}</small></h3>
 <pre>{escape(run.after[i][0])}</pre></section></div>"""
     if len(points) == 1:
-        headline = f"Stopped before the second evaluation; {title} {first:.3g} at the start"
+        headline = f"Stopped before the second evaluation; {title} {points[0][1]:.3g} at the start"
         example = ""
     name = escape(run.folder.name)
     again = ""
@@ -2277,7 +2225,7 @@ def page_of(run, sections, s):
 <h1>{headline}</h1>
 <p>{name}: GRPO of {escape(Path(s.model).name)}, {run.step} of {s.steps} steps, each with
 B = {s.prompts_per_step} questions and G = {s.group_size} answers to each; lr {s.learning_rate:g}.
-The best evaluation is that of step {best_step(run)}. Held-out answers are greedy, all others
+The best evaluation is that of step {best_step(run):g}. Held-out answers are greedy, all others
 sampled: their numbers are means of the first and of the last five steps. What is 0 throughout is
 left out.</p>
 <code>{escape(run.command)}</code>
@@ -2364,9 +2312,8 @@ def print_trace(parts, s):
     s = replace(s, prompts_per_step=world(), updates_per_rollout=1, minibatches=1,
                 max_resample=0 if s.step_reward else 20)
     model = parts.policy_model
-    batch = batch_of_step(parts.tokenizer, parts.problems, 1, s)
-    metrics, rollout = train_step(model, parts.ref_model, parts.optimizer, parts.tokenizer, batch,
-                                  s, parts.sampler, parts.reward_of)
+    batch = batch_of_step(parts, 1, s)
+    metrics, rollout = train_step(parts, batch, s)
     mask = rollout.mask                                                                # (G, S-1)
     A = rollout.advantages.view(len(mask), -1).expand(mask.shape)                      # (G, S-1)
     print0(f"\n[A] sample_groups: {s.group_size} answers to\n{batch.prompts[0]}\n\n"
@@ -2383,9 +2330,9 @@ def print_trace(parts, s):
     ref = old if rollout.ref_logprobs is None else rollout.ref_logprobs
     log_ratio = new - old
     clip_high = s.clip_eps if s.clip_eps_high is None else s.clip_eps_high
-    J, clipped = loss.clipped_objective(log_ratio, A, s.clip_eps, clip_high)
-    kl = loss.kl_estimate(new, ref, s.kl_estimator, old)
-    print0("\n[D] token_logprobs, [E] clipped_objective, [F] kl_estimate: the first tokens, after "
+    J, clipped = OBJECTIVES[s.objective](log_ratio, A, s.clip_eps, clip_high, new)
+    kl = kl_estimate(new, ref, s.kl_estimator, old)
+    print0("\n[D] token_logprobs, [E] grpo_loss's J, [F] kl_estimate: the first tokens, after "
            "the update\n  answer token        log old  log ref  log new   ratio        J        KL")
     for n, t in mask.nonzero().tolist():
         if mask[n, :t].sum() < 4:

@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 import logprob
 import sample
 import train
+from advantage import group_advantages
 from reward import own_reward_of
 
 torch.set_num_threads(1)
@@ -144,35 +145,35 @@ def parts(*flags, dtype=torch.float32, noise=0.05):
     problems = PROBLEMS[:2]
     prompts = [train.chat_prompt(tokenizer, problem, s.system_prompt) for problem in problems]
     return SimpleNamespace(
-        policy=policy, reference=reference, optimizer=train.make_optimizer(policy, s),
-        tokenizer=tokenizer, problems=problems, prompts=prompts, settings=s)
+        policy_model=policy, ref_model=reference, optimizer=train.make_optimizer(policy, s),
+        tokenizer=tokenizer, problems=problems, eval_problems=problems, reward_of=None,
+        sampler=sample.sample_groups, reward_model=None, prompts=prompts, settings=s)
 
 
-def parts_of(p, problems, sampler=sample.sample_groups, reward_of=None):
-    """The same as load() names it: what train_grpo and evaluate take."""
-    return SimpleNamespace(policy_model=p.policy, ref_model=p.reference, eval_problems=problems,
-                           sampler=sampler, reward_of=reward_of, reward_model=None,
-                           **{**vars(p), "problems": problems})
+def parts_of(p, problems, **changes):
+    """The same with other problems: what train_grpo and evaluate take."""
+    changes = {"problems": problems, "eval_problems": problems, **changes}
+    return SimpleNamespace(**{**vars(p), **changes})
 
 
 def rollout_of(p):
-    return sample.sample_groups(p.policy, p.tokenizer, p.prompts, 4, 40, 1.0, seeded())
+    return sample.sample_groups(p.policy_model, p.tokenizer, p.prompts, 4, 40, 1.0, seeded())
 
 
 def whole_step(p, reward_of=lambda *_: REWARDS, **how):
     """One step -> its metrics, its Rollout, the gradient of each update."""
     found = []
-    p.optimizer.register_step_pre_hook(lambda *_: found.append(gradient(p.policy)))
+    p.optimizer.register_step_pre_hook(lambda *_: found.append(gradient(p.policy_model)))
     batch = train.Batch(p.problems, p.prompts, seeded())
-    return *train.train_step(p.policy, p.reference, p.optimizer, p.tokenizer, batch, p.settings,
-                             reward_of=reward_of, **how), found
+    given = parts_of(p, p.problems, reward_of=reward_of, **how)
+    return *train.train_step(given, batch, p.settings), found
 
 
 def updated(p, model, optimizer, rollout, **changes):
     """One update on a copy of the rollout, with the advantages of REWARDS -> its metrics."""
-    advantages = train.advantage.group_advantages(REWARDS, 4)
-    rollout = dataclasses.replace(rollout, advantages=advantages)
-    return train.update(model, optimizer, rollout, dataclasses.replace(p.settings, **changes))
+    rollout = dataclasses.replace(rollout, advantages=group_advantages(REWARDS, 4))
+    given = parts_of(p, p.problems, policy_model=model, optimizer=optimizer)
+    return train.update(given, rollout, dataclasses.replace(p.settings, **changes))
 
 
 def gradient(model):
@@ -207,7 +208,7 @@ def loop(*flags, problems=PROBLEMS[:8], sampler=sample.sample_groups, reward_of=
     p.optimizer.register_step_pre_hook(lambda *_: run.rates.append(rate["lr"]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "save_checkpoint", lambda run, *_: run.checkpoints.append(run.step))
-        given = parts_of(p, problems, sampler, reward_of)
+        given = parts_of(p, problems, sampler=sampler, reward_of=reward_of)
         given.eval_problems = problems[:3]
         train.train_grpo(given, p.settings, run)
     return run
@@ -239,7 +240,7 @@ def one_line_of(err, program="train.py"):
 def refused(capsys, *flags, begun=False):
     """train.py refuses these flags, before it has begun to print: status 2 and one line."""
     assert train.main(flags) == 2
-    err = capsys.readouterr().err
+    err = capsys.readouterr().err.rpartition("\r")[2]  # behind the bar of a slow machine
     line = one_line_of(err)
     assert begun or err == line + "\n", err
     return line

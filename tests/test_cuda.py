@@ -226,9 +226,9 @@ def test_logprobs_and_gradients(dtype, grouped, checkpointed):
         kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
         slow = [] if grouped else [SDPBackend.MATH]          # it holds all scores
         with layers_checkpointed(model, checkpointed), sdpa_kernel(kernels + slow):
-            values, entropy = token_logprobs(model, ids, labels, 0.9, True, groups)
+            values, measured = token_logprobs(model, ids, labels, 0.9, True, groups)
             (values * weight).sum().backward()
-        return [values, entropy, *(p.grad for p in model.parameters())]
+        return [values, measured["entropy"], *(p.grad for p in model.parameters())]
 
     rows = answer_rows([(5, 15), (5, 4), (5, 1), (3, 14), (3, 1), (3, 17)], words=57)
     model = random_policy(dtype)
@@ -266,7 +266,7 @@ def test_logits_are_not_rounded_to_half_precision(tiny):
     with torch.no_grad():
         model.lm_head.weight += 16 * torch.randn(32, generator=seeded()).to(CUDA)  # one for all
         rollout = drawn(model, tiny)
-        found = token_logprobs(model, rollout.input_ids, rollout.labels)
+        found, _ = token_logprobs(model, rollout.input_ids, rollout.labels)
         hidden = model.model(rollout.input_ids).last_hidden_state[:, :-1].cpu().double()
     logits = hidden @ model.lm_head.weight.detach().cpu().double().T
     expected = logits.log_softmax(dim=2).gather(2, rollout.input_ids.cpu()[:, 1:, None])[:, :, 0]
@@ -282,14 +282,14 @@ def updates(device, dtype, loss_scale=None):
     rollout = rollout_of(p)
     rollout.advantages = group_advantages(REWARDS, 4)
     with torch.no_grad():
-        rollout.ref_logprobs = token_logprobs(p.reference, rollout.input_ids, rollout.labels)
+        rollout.ref_logprobs, _ = token_logprobs(p.ref_model, rollout.input_ids, rollout.labels)
     for name in ("input_ids", "labels", "logprobs", "finished", "advantages", "ref_logprobs"):
         setattr(rollout, name, getattr(rollout, name).to(device))
-    policy = p.policy.to(device, dtype)
-    optimizer = train.make_optimizer(policy, p.settings)
+    p.policy_model.to(device, dtype)
+    p.optimizer = train.make_optimizer(p.policy_model, p.settings)
     if loss_scale:
-        optimizer.scale.fill_(loss_scale)
-    return [train.update(policy, optimizer, rollout, p.settings) for _ in range(2)]
+        p.optimizer.scale.fill_(loss_scale)
+    return [train.update(p, rollout, p.settings) for _ in range(2)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF, torch.float16])

@@ -101,7 +101,7 @@ def test_logprobs_and_gradients(name):
     dropped = family(name, dropout=0.5)                  # in training mode it would come back
     for measured, group_ids in itertools.product((model, dropped), (None, GROUPS)):
         with logprob.layers_checkpointed(measured, measured is dropped):
-            actual = token_logprobs(measured, input_ids, labels, group_ids=group_ids)
+            actual, _ = token_logprobs(measured, input_ids, labels, group_ids=group_ids)
             error = gradient(measured, (actual * weights).sum()) - expected_gradient
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
         assert error.norm() <= 1e-5 * expected_gradient.norm()
@@ -140,7 +140,7 @@ def test_fast_families_on_a_gpu(name, flash_on_cpu):
     model.get_input_embeddings().register_forward_pre_hook(lambda _, x: run.append(x[0].numel()))
     input_ids, labels, weights = answer_rows(SIZES, seed=1)
     expected = definition(plain, input_ids, labels)
-    actual = token_logprobs(model, input_ids, labels, group_ids=GROUPS)
+    actual, _ = token_logprobs(model, input_ids, labels, group_ids=GROUPS)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
     expected = gradient(plain, (expected * weights).sum())
     assert (gradient(model, (actual * weights).sum()) - expected).norm() <= 1e-5 * expected.norm()
@@ -164,7 +164,8 @@ def test_greedy_answers(name):
                 logits = model(torch.tensor([ids + written]), use_cache=False).logits
             written.append(int(logits[0, -1].argmax()))
         assert row[row != IGNORE].tolist() == written
-    expected = token_logprobs(model, rollout.input_ids, rollout.labels, group_ids=rollout.group_ids)
+    expected, _ = token_logprobs(model, rollout.input_ids, rollout.labels,
+                                 group_ids=rollout.group_ids)
     torch.testing.assert_close(rollout.logprobs, expected.detach(), rtol=0, atol=1e-4)
 
 

@@ -1,6 +1,7 @@
 """Somebody's text may not speak as the model, or end a turn; and none of its words may be lost."""
+import re
 import pytest
-from chat_families import FAMILIES, family
+from chat_families import EACH, FAMILIES, family
 from tokenizers import AddedToken, normalizers
 import sample
 
@@ -132,17 +133,39 @@ def test_every_text_of_a_message_is_text():
     """Thoughts, the arguments of tools and their names; and a role is one that templates know."""
     tokenizer = family("qwen 3")
     call = {"name": FORGED, "arguments": {FORGED: [FORGED, 1, None, {"x": FORGED}]}}
-    messages = [{"role": "user", "content": [{"type": "text", "text": "x"}]},
+    messages = [{"role": "user", "content": "x"},
                 {"role": "assistant", "content": "", "reasoning_content": FORGED,
                  "tool_calls": [call]},
                 {"role": "tool", "content": FORGED}, {"role": "user", "content": "y"}]
     prompt = sample.chat_prompt(tokenizer, {"messages": messages}, "")
     assert marks(tokenizer, prompt) == 4 * ["<|im_start|>", "<|im_end|>"] + ["<|im_start|>"]
     assert prompt.count("It is 2") == 6 and '[' in prompt and ", 1, null, " in prompt
-    assert "'type': 'text'" in prompt                    # what templates look for stays
     for role in ("user\n<|im_end|>", "boss", 3, None):
         with pytest.raises(ValueError, match="none of"):
             sample.chat_prompt(tokenizer, {"messages": [{"role": role, "content": "x"}]}, "")
+    for content in (None, 5, b"5", ["5"], {"result": 5}):  # a reply, too, is text
+        for role in ("system", "assistant", "tool"):
+            with pytest.raises(ValueError, match="no text.*" + re.escape(repr(content))):
+                message = {"role": role, "content": content}
+                sample.chat_prompt(tokenizer, {"messages": [message, messages[-1]]}, "")
+        with pytest.raises(ValueError, match="no text"):
+            sample.ids_between_turns(tokenizer, content, 0, [tokenizer.eos_token_id])
+
+
+def test_no_instruction_is_lost(tokenizer):
+    """A system message that a template drops, or refuses, begins the first user's turn."""
+    if "plain" in vars(tokenizer):
+        tokenizer.chat_template = tokenizer.chat_template.replace(EACH, (
+            "{% for m in messages if m.role != 'system' %}"))
+    turns = [{"role": "system", "content": "Be brief. "}, {"role": "user", "content": "2 + 3?"}]
+    for problem, system in (({"question": "2 + 3?"}, "Be brief. "), ({"messages": turns}, "")):
+        prompt = sample.chat_prompt(tokenizer, problem, system)
+        assert prompt.count("Be brief.") == 1 == prompt.count("2 + 3?")
+        dropped = "'system' %}<" not in tokenizer.chat_template and "plain" in vars(tokenizer)
+        merged = sample.chat_prompt(tokenizer, {"question": "Be brief. \n\n2 + 3?"}, "")
+        assert not dropped or prompt == merged
+    blank = sample.chat_prompt(tokenizer, {"question": "2 + 3?"}, " ")
+    assert "2 + 3?" in blank
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -206,7 +206,7 @@ def by_hand(rollout, problems, comma):
 
 def test_step_rewards_reach_the_gradient():
     p = parts(*COMMAS, "--updates-per-rollout=1", "--max-grad-norm=1e9", "--kl-coef=0")
-    start = copy.deepcopy(p.policy)
+    start = copy.deepcopy(p.policy_model)
     _, rollout, gradients = whole_step(p, reward_of=own_rewards(p.settings))
     mask = rollout.mask                                                                # (N, S-1)
     A = process_advantages([*by_hand(rollout, p.problems, p.tokenizer.vocab[","])], mask, 4)

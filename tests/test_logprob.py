@@ -81,8 +81,9 @@ def test_values_entropies_and_gradients(random_model, temperature, group_ids, mo
     exact = copy.deepcopy(random_model).double()
     expected, entropies = naive(exact, input_ids, labels, temperature)
     assert entropies[labels[:, 1:] != IGNORE].min().item() > 1e-3  # none is a mere certainty
-    actual, entropy = token_logprobs(model, input_ids, labels, temperature, with_entropy=True,
-                                     group_ids=group_ids)
+    actual, measured = token_logprobs(model, input_ids, labels, temperature, measure=True,
+                                      group_ids=group_ids)
+    entropy = measured["entropy"]
     assert actual.dtype == entropy.dtype == torch.float32
     assert actual.shape == entropy.shape == (5, 19)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
@@ -98,18 +99,29 @@ def test_values_entropies_and_gradients(random_model, temperature, group_ids, mo
 
 def test_without_entropies_gradients_or_labels(random_model):
     model, (input_ids, labels, _) = copy.deepcopy(random_model), batch()
-    expected = token_logprobs(model, input_ids, labels, with_entropy=True)[0]
-    assert torch.equal(token_logprobs(model, input_ids, labels), expected)
+    expected, _ = token_logprobs(model, input_ids, labels, measure=True)
+    actual, measured = token_logprobs(model, input_ids, labels)
+    assert torch.equal(actual, expected) and measured == {}
     with torch.no_grad():
-        silent = token_logprobs(model, input_ids, labels)
+        silent, _ = token_logprobs(model, input_ids, labels)
     assert not silent.requires_grad
     torch.testing.assert_close(silent, expected.detach())
     nothing = torch.full_like(labels, IGNORE)
-    for values in token_logprobs(model, input_ids, nothing, with_entropy=True):
+    logprobs, measured = token_logprobs(model, input_ids, nothing, measure=True)
+    for values in (logprobs, measured["entropy"]):
         assert torch.equal(values, torch.zeros(5, 19))
-    logprobs = token_logprobs(model, input_ids, nothing)
     for g in torch.autograd.grad(logprobs.sum(), model.parameters(), materialize_grads=True):
         assert not g.any()
+
+
+def test_a_word_of_no_probability_has_no_entropy():
+    model, (input_ids, labels, _) = small_model("gemma", fast=False), batch()
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(V))
+    model.lm_head.bias.data[input_ids.max() + 1:] = -torch.inf
+    expected, _ = naive(model, input_ids, labels)
+    actual, measured = token_logprobs(model, input_ids, labels, measure=True)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
+    assert measured["entropy"].isfinite().all() and measured["entropy"].min() >= 0
 
 
 # --- Masks, shared prompts, equal rows; test_families.py has rows with and without padding --------
@@ -121,7 +133,7 @@ def test_labels_anywhere_or_nowhere_in_a_row(random_model, group_ids, holes):
     labels[2, 0] = input_ids[2, 0]  # nothing predicts token 0
     for hole in holes:
         labels[hole] = IGNORE
-    actual = token_logprobs(model, input_ids, labels, group_ids=group_ids)
+    actual, _ = token_logprobs(model, input_ids, labels, group_ids=group_ids)
     exact = copy.deepcopy(model).double()
     expected, _ = naive(exact, input_ids, labels)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
@@ -141,9 +153,9 @@ def test_equal_rows_run_once(random_model, group_ids):
     run = []                                              # tokens that pass through the model
     model.get_input_embeddings().register_forward_pre_hook(lambda _, x: run.append(x[0].numel()))
     groups = None if group_ids is None else group_ids[order] + 7
-    actual, entropy = token_logprobs(model, input_ids, labels, 0.7, True, groups)
+    actual, measured = token_logprobs(model, input_ids, labels, 0.7, True, groups)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(entropy.double(), entropies, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(measured["entropy"].double(), entropies, rtol=1e-5, atol=1e-4)
     assert_same_pull(model, actual, exact, expected, weights)
     # Both groups in one row; row 4 twice, with two kinds of labels
     grouped = groups is not None and logprob.is_fast(model)
@@ -165,11 +177,12 @@ def test_lean_head(monkeypatch, rows, temperature, dtype, grad_dtype):
     targets = torch.randint(13, (300,), generator=generator)
     hidden, weight = (x.to(dtype).requires_grad_() for x in (hidden, weight))
     weight.grad_dtype = grad_dtype or dtype
-    logprobs, entropy = LeanHead.apply(hidden, weight, targets, temperature, True)
+    logprobs, measured = LeanHead.apply(hidden, weight, targets, temperature, True)
     logprobs.backward(grad)
+    entropy = measured["entropy"]
     assert not entropy.requires_grad
     without = LeanHead.apply(hidden, weight, targets, temperature, False)
-    assert torch.equal(without[0], logprobs) and not without[1].any()
+    assert torch.equal(without[0], logprobs) and without[1] == {}
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     logp = (exact[0] @ exact[1].T / temperature).log_softmax(dim=1)
     expected = logp[torch.arange(300), targets]
@@ -186,9 +199,9 @@ def test_lean_head(monkeypatch, rows, temperature, dtype, grad_dtype):
 def test_large_logits():
     hidden = torch.eye(3, requires_grad=True)
     weight = torch.tensor([[500.0, -500, 0], [-500, 500, 0], [0, 0, 0]])
-    logprobs, entropy = LeanHead.apply(hidden, weight, torch.tensor([0, 0, 1]), 1.0, True)
+    logprobs, measured = LeanHead.apply(hidden, weight, torch.tensor([0, 0, 1]), 1.0, True)
     assert logprobs.tolist() == pytest.approx([0.0, -1000.0, -1.0986123], abs=1e-4)
-    assert entropy.tolist() == pytest.approx([0.0, 0.0, 1.0986123], abs=1e-4)
+    assert measured["entropy"].tolist() == pytest.approx([0.0, 0.0, 1.0986123], abs=1e-4)
     assert torch.autograd.grad(logprobs.sum(), hidden)[0].isfinite().all()
 
 
@@ -230,7 +243,7 @@ def test_the_logits_are_never_held(architecture, monkeypatch):
     hooks = torch.autograd.graph.saved_tensors_hooks(
         lambda x: saved.append(x.shape) or x, lambda x: x)
     with Shapes() as shapes, hooks:
-        logprobs = token_logprobs(model, input_ids, labels, with_entropy=True)[0]
+        logprobs = token_logprobs(model, input_ids, labels, measure=True)[0]
         forward = len(shapes.seen)
         logprobs.sum().backward()
     for part in (shapes.seen[:forward], shapes.seen[forward:]):
@@ -264,7 +277,7 @@ def test_what_a_config_rules_out(kind, changes):
     assert not logprob.is_fast(model)
     input_ids, labels, _ = batch()
     expected, _ = naive(model, input_ids, labels)
-    actual = token_logprobs(model, input_ids, labels, group_ids=GROUPS)
+    actual, _ = token_logprobs(model, input_ids, labels, group_ids=GROUPS)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
 
 
@@ -330,7 +343,7 @@ def test_checkpointed_layers_run_once_more(random_model):
     for on in (True, False):
         run.clear()
         with layers_checkpointed(model, on):
-            logprobs = token_logprobs(model, input_ids, labels, group_ids=GROUPS)
+            logprobs, _ = token_logprobs(model, input_ids, labels, group_ids=GROUPS)
             assert len(run) == 1
             logprobs.sum().backward()
         assert len(run) == 1 + on

@@ -54,7 +54,7 @@ def weights_of(model):
 def answered(p):
     rollout = rollout_of(p)
     with torch.no_grad():
-        logp, _ = logprobs_on_full_logits(p.reference, rollout, 1.0)
+        logp, _ = logprobs_on_full_logits(p.ref_model, rollout, 1.0)
     rollout.ref_logprobs = logp.float() * rollout.mask
     return rollout
 
@@ -136,7 +136,7 @@ def test_half_precision(dtype):
     whole = parts("--lora-rank=4", "--lr=1e-5")
     rollout = answered(p)
     for _ in range(3):
-        metrics, plain = (updated(x, x.policy, x.optimizer, rollout) for x in (p, whole))
+        metrics, plain = (updated(x, x.policy_model, x.optimizer, rollout) for x in (p, whole))
         assert metrics["grad_norm"] == pytest.approx(plain["grad_norm"], rel=0.05)
     assert all(p.dtype == torch.float32 for p in p.optimizer.factors.values())
     assert metrics["loss_scale"] == pytest.approx(
@@ -153,7 +153,7 @@ def test_every_rank_rounds_to_the_same_weights(monkeypatch):
         for factor in p.optimizer.factors.values():
             factor.data.fill_(0.01)
         p.optimizer.round()
-        found.append(weights_of(p.policy))
+        found.append(weights_of(p.policy_model))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
@@ -163,7 +163,7 @@ def test_first_weights_are_the_references_where_that_is_frozen(flags, copied):
     p = train.load(train.plan_memory(train.parse([*SHORT, *flags])))
     assert (p.ref_model is None) == ("--kl-coef=0" in flags)
     of_reference = {w.data_ptr() for w in p.ref_model.parameters()} if p.ref_model else set()
-    assert all((W0.data_ptr() not in of_reference) == copied for W0, _, _ in p.optimizer.parts)
+    assert all((W0.data_ptr() not in of_reference) == copied for W0, _, _ in p.optimizer.triples)
 
 
 def test_final_is_merged_and_peft_opens_the_adapter(tmp_path, capsys, run_here):

@@ -67,7 +67,7 @@ def test_the_numbers_are_those_of_the_policy_now_and_as_it_drew(more, folder, tm
     """The first group was drawn by the policy of the start: both ends are at hand."""
     if more:
         folder = trained(tmp_path, *SMALL, *more)
-    first, *more_groups = groups = train.groups_of(restored(folder))
+    first, *more_groups = groups = train.tinted_groups(restored(folder))
     ids, labels = (torch.tensor(first[name]) for name in ("input_ids", "labels"))
     temperature = 0.9 if "--temperature=0.9" in more else 1.0
     with torch.no_grad():
@@ -130,9 +130,10 @@ def test_groups_that_teach_are_shown_of_steps_that_double(tmp_path):
         rollout.advantages = group_advantages(rollout.rewards, 4)
         run.log_samples(batch, rollout)
     questions = [problem["question"] for problem in p.problems]
-    shown = [(group["step"], questions.index(group["question"])) for group in train.groups_of(run)]
+    shown = [(group["step"], questions.index(group["question"]))
+             for group in train.tinted_groups(run)]
     assert shown == [(1, 1), (2, 0), (8, 0), (8, 1)]
-    assert train.groups_of(train.Run()) == []             # without a folder
+    assert train.tinted_groups(train.Run()) == []             # without a folder
 
 
 def figure(points, last=10):

@@ -191,9 +191,9 @@ def test_gradients_of_bfloat16_are_summed_in_float32(tmp_path):
 
 def test_final_of_a_sharded_model_holds_the_buffers_of_its_family(tmp_path):
     p = parts()
-    p.policy.register_buffer("bias_of_experts", torch.ones(2))
-    p.policy.reshard = lambda: None                       # as FSDP's have it
-    train.save_folder(p.policy, p.tokenizer, run_in(tmp_path), "final")
+    p.policy_model.register_buffer("bias_of_experts", torch.ones(2))
+    p.policy_model.reshard = lambda: None                       # as FSDP's have it
+    train.save_folder(p.policy_model, p.tokenizer, run_in(tmp_path), "final")
     assert "bias_of_experts" in load_file(tmp_path / "final" / "model.safetensors")
 
 
@@ -217,15 +217,15 @@ def test_ranks_on_the_cpu_of_a_machine_with_a_gpu(monkeypatch):
 def test_a_rank_with_fewer_micro_batches_counts_no_token_twice(monkeypatch):
     p = parts("--micro-batch-tokens=60")
     rollout = rollout_of(p)
-    alone = len(list(train.micro_batches(p.policy, rollout, p.settings)))
+    alone = len(list(train.micro_batches(p.policy_model, rollout, p.settings)))
     monkeypatch.setattr(train, "gathered_objects", lambda n: [n, n + 2])
-    found = list(train.micro_batches(p.policy, rollout, p.settings))
+    found = list(train.micro_batches(p.policy_model, rollout, p.settings))
     assert len(found) == alone + 2
     assert sum(int(rollout.mask[at].sum()) for _, at in found) == rollout.mask.sum()
     for options in ((), ("--no-share-prompts",), ("--plain",)):
         p = parts("--micro-batch-tokens=60", *options)
-        micro, _ = list(train.micro_batches(p.policy, rollout, p.settings))[-1]
-        logp, entropy = train.token_logprobs_of(p.policy, micro, p.settings)
+        micro, _ = list(train.micro_batches(p.policy_model, rollout, p.settings))[-1]
+        logp, measured = train.token_logprobs_of(p.policy_model, micro, p.settings, measure=True)
         logp.sum().backward()                             # runs through every layer
-        assert logp.tolist() == entropy.tolist() == [[0]]
-        assert all(not weight.grad.any() for weight in p.policy.parameters())
+        assert logp.tolist() == measured["entropy"].tolist() == [[0]]
+        assert all(not weight.grad.any() for weight in p.policy_model.parameters())

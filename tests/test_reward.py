@@ -17,13 +17,15 @@ import torch
 from conftest import MINE, ROOT, make_tokenizer, raises, seeded, small_model, value_error
 from chat_families import family
 from transformers import AutoModelForSequenceClassification
+import loss
 import reward
 import train
 from reward import (
-    boxed_candidates, canonical, complete_boxes, extract_boxed, figures_of, final_answer, hold_out,
-    is_right, length_rescaled, load_function, load_problems, majority_at_k, model_rewards,
-    overlong_penalty, own_reward_of, pass_at_k, reward_model_rows, reward_model_scores, rule_reward,
-    score_responses, score_rows, think_answer_reward, train_reward_model, truths_of)
+    boxed_candidates, canonical, complete_boxes, extract_boxed, figures_of, final_answer,
+    half_numbers, hold_out, is_right, length_rescaled, load_function, load_problems, majority_at_k,
+    model_rewards, overlong_penalty, own_reward_of, pass_at_k, reward_model_rows,
+    reward_model_scores, rule_reward, score_responses, score_rows, think_answer_reward,
+    train_reward_model, truths_of)
 from sample import words_of
 
 
@@ -154,7 +156,7 @@ def test_numbers_that_are_equal(number, written):
     (r"\text{It is not: }18", "18"), ("this 18", "18"), ("<= 18", "18"), (r"\overline{18}", "18"),
     ("x^{3}5", "x^{35}"), (r"\frac{x+1}{2}", "x+1/2"), ("1/0", "1"), ("0/0", "0"),
     (r"10^{3}5", "10^{35}"), ("inf", "0"), ("-", "0"), ("%", "0"), (",", "0"), ("-.", "0"),
-    ("\u0665", "5"), ("\uff15", "5"), ("\u00b2", "2"), ("\u0967,000", "1000"),
+    ("\u00b2", "2"), ("\u0665", "6"), ("5\u4e07", "5"), ("5(x)", "5"), ("5 \u03c0", "5"),
     ("9" * 301, "9" * 300), ("10^9999", "10"), ("1e1000", "1"), ("1e999999999", "1"),
     *((r"17 \boxed{18}", truth) for truth in ("17", "18", "1718")),  # a box with a guess and a box
     *((number, "5") for number in HUGE),  # which nothing computes
@@ -197,7 +199,9 @@ PIECES_OF_IT = [
     "\\boxed 1.", "\\boxed{1}", "\\boxed{\\boxed{1}", "\\boxed\n1!!!!", "\N{MINUS SIGN}", "\0",
     "\ud800\udfff", "\\math{", "\\text{{", "is ", "not ", "x is ", "\\frac{1}{", "1 000 ", "1,000,",
     "10^", "1*", "= 1", "usd ", "x10^", "\\textcolor{a}{", "M", '"a"', "_{", "(a)", "<", "<think>",
-    "</think>", "<think></think><answer>", "</answer>"]
+    "</think>", "<think></think><answer>", "</answer>", "\ufdfa", "\ufdfa(", "\u0301\u0327",
+    "\u0665", "\u2075", "\u215a-", "\u4e07", "\u044f", "qu", "mill", "million", "(a", ")(", "\\\\",
+    "\\pi ", "times ", "five"]
 
 
 @pytest.mark.parametrize("piece", PIECES_OF_IT)
@@ -294,13 +298,34 @@ def test_the_fields_may_have_other_names(tmp_path):
     ("8 * 9\n#### 72", "72", "72"), ("72", "72", "72"), (72, 72, "72"), (0, 0, "0"),
     (False, False, "False"), (math.nan, math.nan, None), ("Monday", "Monday", "Monday"),
     ("", "", None), (None, "", None), ("#### ", "#### ", None), (["a", "b"], ["a", "b"], None),
-    ("#### A heading\nand text",) * 2 + (None,), ("x" * 100,) * 3, ("x" * 101,) * 2 + (None,)])
+    ("#### A heading\nand text",) * 2 + (None,), ("x" * 100,) * 3, ("x" * 101,) * 2 + (None,),
+    ("The answer is 72.",) * 2 + ("72.",), (" 72 ", " 72 ", "72")])
 def test_answers_of_any_kind_for_a_reward_of_ones_own(tmp_path, given, answer, truth):
     [problem] = load(tmp_path, line(answer=given, level=3), need_answer=False)
     solution = "8 * 9" if "8 * 9" in str(given) else ""
     expected = {"question": "How many?", "answer": answer, "solution": solution, "level": 3}
     assert repr(problem) == repr({**problem, **expected}) and len(problem) == 4  # False is not 0
     assert truths_of([problem]) == [truth] and final_answer(given) == truth
+
+
+@pytest.mark.parametrize("given, truth", [
+    (r"2+3=5, so the answer is $\boxed{5}$.", "5"), ("<answer> 5 </answer>", "5"),
+    ("2+3=5. The answer is: 5", "5"), ("The answer is 4.\nNo: the final Answer is 5", "5"),
+    (r"2+3 = \boxed{4}? " + "Long. " * 99 + r"\boxed{5}, I hope", "5"), (r"\boxed 5.", "5"),
+    ("<think>4</think>\n<answer>\n5\n</answer>\n", "5"), (r"<answer>\boxed{5}</answer>", "5"),
+    (r"\boxed{4} #### 5", "5"), (r"#### $\boxed{5}$", "5"), ("5 (apples)", "5"),
+    (r"\boxed{\text{the answer is }5}", "5"), ("\u0665", "5"), (r"\boxed{\frac{1}{2}}", "0.5")])
+def test_truths_that_an_answer_can_meet(tmp_path, given, truth):
+    for options in ({}, {"need_answer": False}):
+        truths = truths_of(load(tmp_path, line(answer=given), **options))
+        assert score_responses([box(truth), box("7")], truths, 2).tolist() == [1.5, 0.5]
+    assert final_answer(final_answer(given)) == final_answer(given)
+    assert final_answer("<answer></answer>") is final_answer("2+3=5. The answer is") is None
+
+
+def test_truths_that_begin_like_numbers():
+    odd = ["5 or 6", "2^3", "1:30", "5k", "3x"]
+    assert half_numbers([*odd, None, "5", "5 (apples)", "x^2", "(5, 6)", "1,000", "-1/2"]) == odd
 
 
 def test_a_chat_history_in_place_of_the_question(tmp_path):
@@ -310,6 +335,23 @@ def test_a_chat_history_in_place_of_the_question(tmp_path):
         assert load(tmp_path, json.dumps(row), **options) == [expected]
     [plain, chatted] = load(tmp_path, line(messages=None), json.dumps(row), need_answer=False)
     assert (plain["question"], plain["messages"], chatted) == ("How many?", None, expected)
+
+
+TEXTS = [{"type": "text", "text": "5 "}, {"type": "text", "text": "+ 4?"}]
+
+
+def test_messages_as_others_write_them(tmp_path):
+    """Parts of text are joined; the question's column may hold the messages."""
+    system = {"role": "system", "content": TEXTS[:1]}
+    row = {"prompt": [system, {"role": "user", "content": TEXTS}], "answer": "9"}
+    [problem] = load(tmp_path, json.dumps(row), question_field="prompt")
+    assert problem == {**row, "solution": "", "question": "5 + 4?", "messages": [
+        {"role": "system", "content": "5 "}, {"role": "user", "content": "5 + 4?"}]}
+    for bad in ([*TEXTS, {"type": "image_url"}], [{"type": "image", "text": "x"}], ["5 + 4?"]):
+        for messages in ([{"role": "user", "content": bad}],
+                         [{"role": "system", "content": bad}, *CHAT[-1:]]):
+            with value_error("line 1: .*(no text|str)"):
+                load(tmp_path, json.dumps({"messages": messages, "answer": "9"}))
 
 
 def test_hold_out_is_stable():
@@ -515,7 +557,9 @@ HOSTILE = type("Hostile", (), {"__float__": raises(KeyError("no"))})()
     (gives(1, "two", 3, 4), "'two'"), (gives(1, 2, [3], 4), "list"),
     (gives(1, torch.ones(2), 3, 4), "element"), (gives(1, 2, 3, 1j), "complex"),
     (gives(1, 2, HOSTILE, 4), "KeyError: 'no'"), (lambda completions: [], "**columns"),
-    (lambda **columns: sys.exit(), "SystemExit")])
+    (lambda **columns: sys.exit(), "SystemExit"), (lambda **columns: "1010", "a str, not a list"),
+    (lambda **columns: b"1010", "bytes"), (lambda **columns: dict.fromkeys(range(4)), "dict"),
+    (lambda **columns: {1, 2, 3, 4}, "set")])
 def test_a_reward_that_goes_wrong_is_named(function, reason):
     with value_error(f"^--reward f.py:f: .*{re.escape(reason)}"):
         scored(function)
@@ -555,6 +599,57 @@ def test_a_reward_file_with_dataclasses_and_neighbours(tmp_path):
                 yield Part(points + rule_reward(completion, truth)).value
     """) + ":score")
     assert scored(score).tolist() == [6.5, 5.5, 5.0, 6.5]
+
+
+@pytest.mark.parametrize("name", ["mine", "reward", "train", "time"])
+def test_a_file_is_one_module_under_a_name_of_its_own(tmp_path, name):
+    """Its functions share what it holds; what is beside it comes before ours, and hides none."""
+    write(tmp_path / "loss.py", "points = 5")
+    write(tmp_path / "json.py", "1 / 0")
+    spec = write(tmp_path / f"{name}.py", """
+        from concurrent.futures import ProcessPoolExecutor
+        from multiprocessing import get_context
+        from advantage import plain_advantages
+        from loss import points
+        import json
+        calls = []
+
+        def length(text):
+            return len(text) + points
+
+        def first(completions, **columns):
+            calls.append(1)
+            with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
+                return list(pool.map(length, completions))
+
+        def second(completions, **columns):
+            return [len(calls)] * len(completions)
+    """)
+    for _ in range(2):  # a run after a run begins anew
+        rollout = rollout_of("a", "ab", "abc", "")
+        own_reward_of([f"{spec}:first", f"{spec}:second"])(PROBLEMS, ["", ""], rollout)
+        found = [part.tolist() for part in rollout.reward_parts.values()]
+        assert found == [[6, 7, 8, 5], [1, 1, 1, 1]]
+    for module in (reward, time, train, loss, json):
+        assert sys.modules[module.__name__] is module
+
+
+def test_a_reward_may_change_what_it_gets():
+    def greedy(completions, completion_ids, **columns):
+        completions[:] = [""] * 4
+        completion_ids[0].clear()
+        columns["level"].append(5)
+        return [0.0] * 4
+
+    def score(completions, completion_ids, level, **columns):
+        return [len(text) + len(ids) + len(level) for text, ids in zip(completions, completion_ids)]
+    rollout = rollout_of(*FOUR)
+    functions = {"a": greedy, "b": score}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reward, "load_function", lambda flag, spec: functions[spec])
+        rewards = own_reward_of(["a", "b"])(PROBLEMS, ["", ""], rollout)
+    assert rewards.tolist() == [len(text) + n + 4 for text, n in zip(FOUR, (2, 3, 4, 5))]
+    assert rollout.responses == FOUR
 
 
 def test_a_reward_file_may_switch_gradients_off(tmp_path):

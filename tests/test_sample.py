@@ -9,6 +9,7 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file
+from chat_families import family
 from conftest import (SMALL, TINY, make_tokenizer, raises, same_tensors, seeded, small_model,
                       value_error)
 import sample
@@ -74,7 +75,7 @@ def same(a, b):
 
 
 def assert_logprobs(model, rollout, temperature=1.0, atol=1e-4):
-    expected = token_logprobs(model, rollout.input_ids, rollout.labels, temperature).detach()
+    expected = token_logprobs(model, rollout.input_ids, rollout.labels, temperature)[0].detach()
     torch.testing.assert_close(rollout.logprobs, expected, rtol=0, atol=atol)
 
 
@@ -177,7 +178,7 @@ def filled(N, S, seed):
         rule_rewards=numbers(N) + 2, reward_parts={"a": numbers(N) + 3, "b": numbers(N) + 4},
         step_rewards=[[(n, 0.5)] for n in range(N)], judged=[{"row": n} for n in range(N)],
         advantages=per_token + 5, old_logprobs=per_token + 6,
-        ref_logprobs=per_token + 7, entropies=per_token + 8)
+        ref_logprobs=per_token + 7, measured={"entropy": per_token + 8})
 
 
 def rows_of(value, rows):
@@ -195,6 +196,8 @@ def test_take(rows):
             value, found = getattr(rollout, f.name), getattr(part, f.name)
             if isinstance(value, torch.Tensor) and value.ndim == 2 and width:
                 value = value[:, :5 if value.shape[1] == 7 else 4]
+            if f.name == "measured" and width:
+                value = {"entropy": value["entropy"][:, :4]}
             assert rows_of(found, range(len(rows))) == rows_of(value, rows), f.name
         assert part.mask.shape == part.logprobs.shape
 
@@ -208,7 +211,8 @@ def test_join(widths):
     assert same(sample.take(both, [2, 3, 4], widths[1]), b)
     S, short = min(widths), slice(2) if widths[0] < widths[1] else slice(2, 5)
     assert (both.labels[short, S:] == IGNORE).all() and not both.input_ids[short, S:].any()
-    assert not both.logprobs[short, S - 1:].any() and not both.entropies[short, S - 1:].any()
+    for per_token in (both.logprobs, both.measured["entropy"]):
+        assert not per_token[short, S - 1:].any()
     for name in ("rewards", "reward_parts", "judged", "advantages"):
         lacking = replace(b, **{name: None})
         assert getattr(joined(lacking, lacking), name) is None
@@ -227,7 +231,7 @@ PADDED = {"pad_token": "<pad>"}
 
 
 @pytest.mark.parametrize("generation, special, ends", [
-    (END, {"eos_token": "<end>"}, {END}), ([11, 9], {"eos_token": "<end>"}, {9, 11}),
+    (END, {"eos_token": "<end>"}, {END}), ([11, 9], {"eos_token": "<end>"}, {9, 11, END}),
     ([END, 9], {"eos_token": "<end>", **PADDED}, {END, 9}), (12, PADDED, {12}),
     (None, {"eos_token": "<end>", **PADDED}, {END}), (None, {"eos_token": "w13", **PADDED}, {13})])
 def test_end_tokens(model, config, generation, special, ends):
@@ -237,6 +241,44 @@ def test_end_tokens(model, config, generation, special, ends):
     config("eos_token_id", None)
     with value_error("end token"):
         sample_groups(model, make_tokenizer(pad_token="<pad>"), PROMPTS, 2, 4)
+
+
+@pytest.mark.parametrize("generation, configured, eos", [
+    ("<|endoftext|>", None, "<|im_end|>"), (None, "<|endoftext|>", "<|im_end|>"),
+    ("<|endoftext|>",) * 3, (None, "<|endoftext|>", "<|endoftext|>")])
+def test_a_policy_that_ends_its_turns_is_not_cut(tmp_path, generation, configured, eos):
+    """Whatever its folder calls an end: its answer is <|im_end|> alone."""
+    tokenizer = family("qwen 3")
+    model = small_model("qwen2", vocab_size=len(tokenizer), tie_word_embeddings=False)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.fill_("norm" in name or "embed" in name)
+        model.lm_head.weight[end] = 1.0
+    tokenizer.eos_token = eos
+    model.config.eos_token_id = tokenizer.convert_tokens_to_ids(configured or "<|im_end|>")
+    model.generation_config.eos_token_id = tokenizer.convert_tokens_to_ids(generation or eos)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path)
+    if not generation:
+        (tmp_path / "generation_config.json").unlink()
+    model, tokenizer = sample.open_policy(tmp_path)
+    prompt = sample.chat_prompt(tokenizer, {"question": "2 + 3?"}, "")
+    rollout = sample_groups(model, tokenizer, [prompt], 2, 9, 1.0, seeded())
+    assert rollout.finished.all() and rollout.responses == ["", ""]
+    assert rollout.mask.sum() == 2
+
+
+def test_the_end_of_a_turn_that_goes_on_is_no_end(model, config):
+    """gpt-oss ends a last answer with <|return|>, earlier ones with <|end|>."""
+    config("eos_token_id", None)
+    tokenizer = make_tokenizer(chat_template=(
+        "{% for m in messages %} <start> {{ m.content }} {{ '<end>' if not loop.last else '<pad>' }}"
+        "{% endfor %}"), pad_token="<pad>", additional_special_tokens=["<end>"])
+    assert sample.end_token_ids(model, tokenizer) == [0]
+    tokenizer.chat_template = "{{ raise_exception('no') }}"
+    tokenizer.eos_token = "<end>"
+    assert sample.end_token_ids(model, tokenizer) == [1]
 
 
 @pytest.mark.parametrize("settings", [

@@ -36,16 +36,15 @@ def test_a_step_is_the_definition():
     """train_step moves the weights as plain_step does, and its gradient is of the same size."""
     p = parts("--group-size=8", "--max-new-tokens=256", "--kl-coef=0.04", "--updates-per-rollout=1",
               "--max-grad-norm=1e9")
-    model = copy.deepcopy(p.policy)
+    model = copy.deepcopy(p.policy_model)
     start = {name: weight.clone() for name, weight in model.named_parameters()}
     torch.manual_seed(0)
-    train.plain_step(model, p.reference, torch.optim.SGD(model.parameters(), 1.0), p.tokenizer,
+    train.plain_step(model, p.ref_model, torch.optim.SGD(model.parameters(), 1.0), p.tokenizer,
                      p.prompts, train.truths_of(p.problems))
     torch.manual_seed(0)
-    optimizer = torch.optim.SGD(p.policy.parameters(), 1.0)
-    train.train_step(p.policy, p.reference, optimizer, p.tokenizer,
-                     train.Batch(p.problems, p.prompts), p.settings)
-    for (name, one), other in zip(model.named_parameters(), p.policy.parameters()):
+    p.optimizer = torch.optim.SGD(p.policy_model.parameters(), 1.0)
+    train.train_step(p, train.Batch(p.problems, p.prompts), p.settings)
+    for (name, one), other in zip(model.named_parameters(), p.policy_model.parameters()):
         moved = one - start[name]
         assert 0 < moved.norm() and (one - other).norm() <= 1e-4 * moved.norm(), name
 
@@ -91,21 +90,20 @@ def test_what_is_not_finite_skips_the_update_and_is_counted(monkeypatch, what, f
         return loss, {**metrics, "loss": metrics["loss"] + math.inf}
     p = parts(*flags, dtype=dtype)
     masters = p.optimizer.param_groups[0]["params"]
-    before = copy.deepcopy([p.policy.state_dict(), p.reference.state_dict(), masters])
+    before = copy.deepcopy([p.policy_model.state_dict(), p.ref_model.state_dict(), masters])
     if what == "gradient":
-        learns = masters[0] if flags else p.policy.model.layers[1].mlp.up_proj.weight
+        learns = masters[0] if flags else p.policy_model.model.layers[1].mlp.up_proj.weight
         learns.register_hook(lambda grad: grad * math.nan)
     if what == "loss":
         monkeypatch.setattr(train, "grpo_loss", of_infinite_value)
-    metrics, _ = train.train_step(p.policy, p.reference, p.optimizer, p.tokenizer,
-                                  train.Batch(p.problems, p.prompts), p.settings,
-                                  reward_of=lambda *_: REWARDS)
+    p.reward_of = lambda *_: REWARDS
+    metrics, _ = train.train_step(p, train.Batch(p.problems, p.prompts), p.settings)
     skipped = metrics["skipped_updates"]
     assert skipped == (0 if what == "nothing" else p.settings.updates_per_rollout) in (0, 2)
-    assert same_tensors(before[0], p.policy.state_dict()) == (what != "nothing")
+    assert same_tensors(before[0], p.policy_model.state_dict()) == (what != "nothing")
     assert all(map(torch.equal, before[2], masters)) == (what != "nothing")
-    assert same_tensors(before[1], p.reference.state_dict())
-    assert all(weight.grad is None for weight in [*p.policy.parameters(), *masters])
+    assert same_tensors(before[1], p.ref_model.state_dict())
+    assert all(weight.grad is None for weight in [*p.policy_model.parameters(), *masters])
 
 
 @pytest.mark.parametrize("dtype, rounding, fault", [
@@ -117,22 +115,22 @@ def test_a_sampler_that_is_off_moves_no_weight(dtype, plain, rounding, fault, co
     def off_by(nats):
         p = parts(f"--sampler-correction={correction}", "--updates-per-rollout=2",
                   *["--plain"] * plain, dtype=dtype)
-        before = copy.deepcopy(p.policy.state_dict())
+        before = copy.deepcopy(p.policy_model.state_dict())
 
         def sampler(*how):
             rollout = sample_groups(*how)
             with torch.no_grad():
-                exact = token_logprobs(p.policy, rollout.input_ids, rollout.labels)
+                exact, _ = token_logprobs(p.policy_model, rollout.input_ids, rollout.labels)
             rollout.logprobs = exact + nats * rollout.mask
             return rollout
 
         try:
             skipped = whole_step(p, sampler=sampler)[0]["skipped_updates"]
         except train.BadInput as error:
-            skipped = type(error)
-        return skipped, same_tensors(before, p.policy.state_dict())
+            skipped = "--sampler-correction" if "--sampler-corr" in str(error) else "--plain"
+        return skipped, same_tensors(before, p.policy_model.state_dict())
     assert off_by(rounding) == (0, False)
-    ends = (train.BadInput if plain else train.FastPathFault), True
+    ends = ("--sampler-correction" if plain else "--plain"), True
     assert off_by(fault) == ((0, False) if correction else ends)
     if not correction:
         assert off_by(math.nan) == ends
@@ -155,14 +153,15 @@ def measured(monkeypatch):
                                  torch.arange(6) < 5, torch.arange(6) // 2)
         mask = rollout.labels[:, 1:] != IGNORE
         with torch.no_grad():
-            rollout.logprobs = logprobs_on_full_logits(p.policy, rollout, 0.8)[0].float() * mask
-            old, entropy = logprobs_on_full_logits(p.policy, rollout, 0.7)
+            drawn, _ = logprobs_on_full_logits(p.policy_model, rollout, 0.8)
+            rollout.logprobs = drawn.float() * mask
+            old, entropy = logprobs_on_full_logits(p.policy_model, rollout, 0.7)
         moments = iter([100.0, 100.0, 101.5, 102.0, 105.0])
         monkeypatch.setattr(train, "time", SimpleNamespace(perf_counter=lambda: next(moments)))
         monkeypatch.setattr(train, "check_sampler", lambda *_: None)      # another temperature
         batch = train.Batch([{"answer": truth} for truth in TRUTHS], list("abc"))
-        metrics, _ = train.train_step(p.policy, p.reference, p.optimizer, p.tokenizer, batch,
-                                      p.settings, lambda *_: rollout, reward_of)
+        p.sampler, p.reward_of = lambda *_: rollout, reward_of
+        metrics, _ = train.train_step(p, batch, p.settings)
         drift = (old - rollout.logprobs)[mask].abs().mean()
         return metrics, float(entropy[mask].mean()), float(drift)
     return measure
@@ -185,6 +184,20 @@ def test_every_metric_is_its_definition(measured):
     # test_variants.py has the values of these.
     by_gradient = {"loss", "policy_loss", "approx_kl", "clip_fraction", "ratio_mean", "grad_norm"}
     assert metrics.keys() - expected.keys() >= by_gradient
+
+
+@pytest.mark.parametrize("flags", [[], ["--minibatches=2", "--micro-batch-tokens=25"]])
+def test_what_d_measures_is_logged_under_its_name(monkeypatch, flags):
+    """A quantity that is measured beside the entropy needs no other line."""
+    monkeypatch.setattr(train.logprob, "measured_of", lambda logp: {
+        "entropy": torch.ones(len(logp)), "first_token": logp.exp()[:, 0]})
+    p = parts(*flags)
+    metrics, rollout, _ = whole_step(p)
+    p = parts(*flags)                                     # as it was before the updates
+    chances = p.policy(rollout.input_ids).logits[:, :-1].softmax(dim=2).detach()
+    expected = float(chances[:, :, 0][rollout.mask].mean())
+    assert metrics["first_token"] == pytest.approx(expected, rel=1e-4)
+    assert metrics["entropy"] == pytest.approx(1)
 
 
 def test_accuracy_is_the_rules_and_zero_variance_the_rewards(monkeypatch, measured):
@@ -214,9 +227,9 @@ def test_evaluation_is_its_definition(monkeypatch):
             for i, x in enumerate(numbers)])
 
     def reward_of(problems, prompts, rollout):
-        assert [problem["question"] in prompt for problem, prompt in zip(problems, prompts)]
+        assert all(problem["question"] in prompt for problem, prompt in zip(problems, prompts))
         return torch.tensor([float(problem["answer"]) for problem in problems])
-    p = parts_of(p, problems, answers, reward_of)
+    p = parts_of(p, problems, sampler=answers, reward_of=reward_of)
     figures, found = train.evaluate(p, p.settings)
     assert figures == {"eval_accuracy": pytest.approx(4 / 7), "eval_reward": pytest.approx(3)}
     assert [reward for _, reward in found] == [0, 1, 2, 3, 4, 5, 6]
@@ -268,7 +281,8 @@ def test_problems_and_random_numbers_follow_from_seed_step_and_round(tiny):
     """The problems of an epoch are asked once each; every prompt has a generator of its own."""
     def batch(n, step, attempt=0, *flags):
         problems = [{"question": f"q {j}.", "answer": "1"} for j in range(n)]
-        found = train.batch_of_step(tiny[1], problems, step,
+        given = SimpleNamespace(tokenizer=tiny[1], problems=problems)
+        found = train.batch_of_step(given, step,
                                     settings("--prompts-per-step=4", *flags), attempt)
         pairs = zip(found.problems, found.prompts, strict=True)
         assert all(problem["question"] in prompt for problem, prompt in pairs)
@@ -305,10 +319,10 @@ def test_the_optimizer_is_adamw(dtype):
                               (("--weight-decay=0.5",), 0.0, lambda was: was * (1 - 0.01 * 0.5))):
         p = parts("--lr=0.01", *flags, dtype=dtype)
         masters = p.optimizer.param_groups[0]["params"]
-        own = all(weight is master for weight, master in zip(p.policy.parameters(), masters))
+        own = all(weight is master for weight, master in zip(p.policy_model.parameters(), masters))
         assert own == (dtype == torch.float32)            # these are their own masters
         expected = [move(master.detach().float()) for master in masters]
-        for weight in p.policy.parameters():
+        for weight in p.policy_model.parameters():
             weight.grad = torch.full(weight.shape, grad)
         p.optimizer.step()
         assert all(map(functools.partial(torch.allclose, atol=1e-6), masters, expected))
@@ -319,9 +333,9 @@ def test_masters_gather_the_gradient_of_all_micro_batches():
     p = parts("--max-grad-norm=1e9", "--kl-coef=0", "--lr=1e-12", dtype=torch.bfloat16)
     rollout = rollout_of(p)
     found = []
-    p.optimizer.register_step_pre_hook(lambda *_: found.append(gradient(p.policy)))
+    p.optimizer.register_step_pre_hook(lambda *_: found.append(gradient(p.policy_model)))
     for budget in (10**6, 1):
-        updated(p, p.policy, p.optimizer, rollout, micro_batch_tokens=budget)
+        updated(p, p.policy_model, p.optimizer, rollout, micro_batch_tokens=budget)
     assert found[0].dtype == torch.float32
     assert (found[0] - found[1]).norm() < 0.02 * found[0].norm()
 
@@ -358,7 +372,7 @@ def test_a_run_leaves_the_files_of_the_contract(finished_run):
         assert word in finished_run.out
     final = AutoModelForCausalLM.from_pretrained(folder / "final")
     assert AutoTokenizer.from_pretrained(folder / "final").chat_template
-    assert not same_tensors(final.state_dict(), parts().policy.state_dict())
+    assert not same_tensors(final.state_dict(), parts().policy_model.state_dict())
     last = checkpoint_of(folder)
     assert all(torch.equal(last[f"weight/{name}"], p) for name, p in final.named_parameters())
 
@@ -376,7 +390,7 @@ def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
 
 
 def test_a_reward_from_python_is_not_replaced_in_silence(capsys, finished_run, tmp_path):
-    """README's way to give one; neither --resume nor --config trains by another."""
+    """README's way to give one: the command line does not go on by another, and Python can."""
     folder = tmp_path / "run"
 
     def length(problems, prompts, rollout):
@@ -387,15 +401,12 @@ def test_a_reward_from_python_is_not_replaced_in_silence(capsys, finished_run, t
         s.reward = None
         p = train.load(s)
         p.reward_of = reward_of
-        return train.train(p, train.Run(), s)
+        return train.train(p, s, train.Run())
 
     assert trained(*SMALL, "--reward=rule", "--steps=1", f"--output={folder}") == 0
     capsys.readouterr()
-    for flags in (["--resume", str(folder)],
-                  ["--config", f"{folder}/config.json", f"--output={tmp_path / 'other'}"]):
-        line = refused(capsys, *flags, "--steps=2")
-        assert line.startswith("train.py: --reward ") and "parts.reward_of" in line
-    assert not (tmp_path / "other").exists()
+    line = refused(capsys, f"--resume={folder}", "--steps=2", begun=True)
+    assert "--resume" in line and "Python" in line
     assert trained(f"--resume={folder}", "--steps=2") == 0
     assert all(m["reward_mean"] < 0 for m in metrics_of(folder)[1:])
     # A run by flags goes on by them
@@ -517,9 +528,9 @@ def test_what_flags_become(monkeypatch, tmp_path):
 def test_checkpointed_layers_run_again():
     p, calls = parts("--micro-batch-tokens=10000", "--kl-coef=0", "--sampler-correction=2"), []
     rollout = rollout_of(p)
-    p.policy.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(on))
+    p.policy_model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(on))
     for on in (False, True):
-        updated(p, p.policy, p.optimizer, rollout, gradient_checkpointing=on)
+        updated(p, p.policy_model, p.optimizer, rollout, gradient_checkpointing=on)
     assert calls == [False, True, True]
 
 
@@ -696,5 +707,5 @@ def test_memory_that_runs_out_in_the_optimizer_repeats_no_step(monkeypatch):
     rollout = rollout_of(p)
     monkeypatch.setattr(train.MasterAdamW, "round", raises(NO_MEMORY[0]))
     with pytest.raises(torch.OutOfMemoryError):
-        updated(p, p.policy, p.optimizer, rollout, kl_coef=0)
+        updated(p, p.policy_model, p.optimizer, rollout, kl_coef=0)
     assert {int(state["step"]) for state in p.optimizer.state.values()} == {1}

@@ -82,10 +82,10 @@ def test_shapley_shares_arrive():
     prompt = p.tokenizer(p.prompts[0], add_special_tokens=False).input_ids
     rows = [p.tokenizer(text, add_special_tokens=False).input_ids for text in texts]
     rows = [[(row, [-1.0] * len(row))] for row in rows]
-    rollout = sample.to_rollout(p.tokenizer, [prompt], rows, [1], p.policy.device)
+    rollout = sample.to_rollout(p.tokenizer, [prompt], rows, [1], p.policy_model.device)
     batch = train.Batch([{"question": "q", "answer": "9"}], p.prompts[:1])
-    train.train_step(p.policy, p.reference, p.optimizer, p.tokenizer, batch, p.settings,
-                     lambda *_: rollout)
+    p.sampler = lambda *_: rollout
+    train.train_step(p, batch, p.settings)
     mask = rollout.mask
     # where the boxes close, counted by hand: the tokens of each text as far as its box
     ends = [[len(p.tokenizer(text[:end + 1], add_special_tokens=False).input_ids) - 1

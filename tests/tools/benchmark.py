@@ -52,6 +52,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 
 import torch
 import torch.profiler
@@ -204,7 +205,8 @@ def read_batches(settings, n):
     tokenizer = PreTrainedTokenizerFast.from_pretrained(settings.model)
     problems = load_problems(settings.data)
     if settings.reward:
-        return tokenizer, [train.batch_of_step(tokenizer, problems, step, settings)
+        parts = SimpleNamespace(tokenizer=tokenizer, problems=problems)
+        return tokenizer, [train.batch_of_step(parts, step, settings)
                            for step in range(1, n + 1)]
     problems = problems[:settings.prompts_per_step]
     prompts = [train.chat_prompt(tokenizer, problem, settings.system_prompt)
@@ -246,10 +248,11 @@ def ours(settings, policy, tokenizer, batches, job):
         truths = [problem["answer"] for problem in problems for _ in range(s.group_size)]
         return torch.tensor(coin_toss(rollout.responses, truths))
 
+    parts = SimpleNamespace(policy_model=policy, ref_model=reference, optimizer=optimizer,
+                            tokenizer=tokenizer, sampler=train.sample_groups, reward_of=reward_of)
     for batch in batches:
         start = now()
-        metrics, rollout = train.train_step(policy, reference, optimizer, tokenizer, batch, s,
-                                            reward_of=reward_of)
+        metrics, rollout = train.train_step(parts, batch, s)
         end = now()
         lengths = rollout.mask.sum(dim=1).tolist()
         steps.append((end[0] - start[0], end[1] - start[1], metrics["seconds_sampling"], lengths))

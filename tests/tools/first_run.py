@@ -22,6 +22,7 @@ import tempfile
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -139,19 +140,22 @@ def updates(policy, tokenizer, s):
     reference = copy.deepcopy(policy).requires_grad_(False)
     optimizer = train.make_optimizer(policy, s, reference)
     problems = train.reward.load_problems(s.data)
+    parts = SimpleNamespace(policy_model=policy, ref_model=reference, optimizer=optimizer,
+                            tokenizer=tokenizer, problems=problems, sampler=train.sample_groups,
+                            reward_of=None)
     found = []
 
-    def counted(policy, optimizer, rollout, settings, update=train.update):
+    def counted(parts, rollout, settings, update=train.update):
         with counting() as count:
-            metrics = update(policy, optimizer, rollout, settings)
+            metrics = update(parts, rollout, settings)
         found.append(dataclasses.replace(count(), rows=len(rollout.responses)))
         return metrics
 
     with patch.object(train, "update", counted):
         for step in (1, 2):                                  # in the first one things are made
             found.clear()
-            batch = train.batch_of_step(tokenizer, problems, step, s)
-            train.train_step(policy, reference, optimizer, tokenizer, batch, s)
+            batch = train.batch_of_step(parts, step, s)
+            train.train_step(parts, batch, s)
     return found
 
 
@@ -212,8 +216,9 @@ def one_step(policy, reference, optimizer, size, s):
     def reward_of(problems, prompts, rollout):
         return torch.arange(len(rollout.responses)) % 2.0
 
-    metrics, _ = train.train_step(policy, reference, optimizer, tokenizer, batch, s, sampler,
-                                  reward_of)
+    parts = SimpleNamespace(policy_model=policy, ref_model=reference, optimizer=optimizer,
+                            tokenizer=tokenizer, sampler=sampler, reward_of=reward_of)
+    metrics, _ = train.train_step(parts, batch, s)
     return metrics
 
 

@@ -50,7 +50,7 @@ def logprobs_under(model, weights, rollout):
     """The log-probs (M,) of the rollout's answer tokens, of weights in float32."""
     for name, p in model.named_parameters():
         p.copy_(weights[name])
-    found = [token_logprobs(model, rollout.input_ids[n:n + 8], rollout.labels[n:n + 8])
+    found = [token_logprobs(model, rollout.input_ids[n:n + 8], rollout.labels[n:n + 8])[0]
              for n in range(0, len(rollout.labels), 8)]
     return torch.cat(found)[rollout.mask].double()
 

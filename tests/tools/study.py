@@ -268,7 +268,7 @@ def exam(train, sample_groups, final, samples=4):
         rewards = train.score_responses(
             rollout.responses, [problem["answer"] for problem in part], samples)
         with train.torch.no_grad():
-            ref_logprobs = train.token_logprobs(ref, rollout.input_ids, rollout.labels)
+            ref_logprobs, _ = train.token_logprobs(ref, rollout.input_ids, rollout.labels)
         right += int(train.reward.is_right(rewards).sum())
         n += len(rewards)
         tokens += int(rollout.mask.sum())

@@ -1,0 +1,59 @@
+"""A mistake in one of the six files shows its own place: a traceback, never a line of bad input."""
+from bdb import BdbQuit
+from types import FunctionType
+import pytest
+from conftest import FEW
+import advantage
+import logprob
+import loss
+import reward
+import sample
+import train
+
+SHORT = (*FEW, "--steps=1", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=16",
+         "--eval-limit=2", "--lr=1e-4")
+STAGES = (sample, reward, advantage, logprob, loss, train)
+
+
+def with_a_typo(module):
+    """A function that stands in that file and names what is not defined."""
+    code = compile("def function(*given, **how):\n    return not_defined", module.__file__, "exec")
+    return FunctionType(code.co_consts[0], {})
+
+
+def replaced(monkeypatch, module, name):
+    """In every file that has imported it."""
+    found, typo = getattr(module, name), with_a_typo(module)
+    for stage in STAGES:
+        if vars(stage).get(name) is found:
+            monkeypatch.setattr(stage, name, typo)
+
+
+@pytest.mark.parametrize("module, name, flags", [
+    (sample, "draw", ""), (sample, "decode", "--plain"), (sample, "chat_prompt", ""),
+    (sample, "end_token_ids", ""), (reward, "rule_reward", ""), (reward, "read_problem", ""),
+    (reward, "is_equal", "--reward rule"), (advantage, "is_flat", ""),
+    (logprob, "head_logprobs", ""), (logprob, "micro_batches", ""), (loss, "grpo_loss", ""),
+    (loss, "kl_estimate", ""), (train, "backward", ""), (train, "memory", ""),
+    (train, "linears_of", "--lora-rank=4"), (train, "off_grid", "--dtype=bfloat16"),
+    (train, "step_metrics", ""), (train, "page_of", "")])
+def test_a_typo_has_its_traceback(monkeypatch, tmp_path, module, name, flags):
+    replaced(monkeypatch, module, name)
+    with pytest.raises(NameError, match="not_defined") as caught:
+        train.main([*SHORT, *flags.split(), f"--output={tmp_path / 'run'}"])
+    *_, last = caught.traceback
+    assert str(last.path) == module.__file__
+    begun = (tmp_path / "run" / "checkpoint.safetensors").exists()
+    notes = getattr(caught.value, "__notes__", [])
+    assert any("--resume" in note and "--plain" in note for note in notes) == begun
+
+
+def test_a_breakpoint_is_left_where_it_stands():
+    with pytest.raises(BdbQuit), reward.blame("--data:"):
+        raise BdbQuit
+
+
+def test_foreign_errors_end_in_kind_file_and_line():
+    with pytest.raises(reward.BadInput, match=r"^--model x: TypeError: .*\(\w+\.py, line \d+\)$"):
+        with reward.blame("--model x:"):
+            raise TypeError("of somebody else")
