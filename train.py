@@ -483,7 +483,9 @@ def curves_of(run):
         # Beside a score, what is 0 throughout says nothing.
         is_told = not curves or metric in rewards or any(value for _, value in points)
         if points and is_told and metric not in UNTOLD:
-            width = 100 if "eval_" in metric else max(2, min(40, len(points) // 5))
+            width = max(2, min(40, len(points) // 5))
+            if "eval_" in metric:
+                width = len(points)
             curves.append((metric, TITLES.get(metric, metric), pooled(points, width)))
     return curves
 
@@ -619,8 +621,8 @@ def evaluate(parts, settings, group_size=1, temperature=0.0):
 
 def best_step(run):
     """The step of the best evaluation so far; of equal ones the first."""
-    scores = run.curve("eval_reward") or run.curve("eval_accuracy") or [(0, 0)]
-    return max(scores, key=lambda point: point[1])[0]
+    _, _, points = curves_of(run)[0]
+    return max(points, key=lambda point: point[1])[0]
 
 
 def update_bar(bar, run):
@@ -2101,7 +2103,7 @@ def print_story(run):
     flags = "--config", f"{run.name}/config.json", "--model", f"{run.name}/final"
     print0("")
     if os.path.exists(f"{run.name}/best"):
-        print0(f"best state           {run.name}/best, of step {best_step(run)}")
+        print0(f"best state           {run.name}/best, of step {best_step(run):g}")
     if os.path.exists(f"{run.name}/page.html"):
         print0(f"see what it learned  {run.name}/page.html")
     print0(f"talk to the result   {command('sample.py', '--model', run.name)} \"YOUR QUESTION\"\n"
@@ -2224,7 +2226,7 @@ def page_of(run, sections, s):
 <h1>{headline}</h1>
 <p>{name}: GRPO of {escape(Path(s.model).name)}, {run.step} of {s.steps} steps, each with
 B = {s.prompts_per_step} questions and G = {s.group_size} answers to each; lr {s.learning_rate:g}.
-The best evaluation is that of step {best_step(run)}. Held-out answers are greedy, all others
+The best evaluation is that of step {best_step(run):g}. Held-out answers are greedy, all others
 sampled: their numbers are means of the first and of the last five steps. What is 0 throughout is
 left out.</p>
 <code>{escape(run.command)}</code>
