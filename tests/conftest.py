@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 import logprob
 import sample
 import train
+from checks import same, seeded, value_error  # noqa: F401
 from advantage import group_advantages
 from reward import own_reward_of
 
@@ -95,10 +96,6 @@ def opened(*given, **how):
 def tiny():
     """The policy of tests/tiny: (model, tokenizer)."""
     return opened(str(TINY))
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def make_tokenizer(**special):
@@ -395,8 +392,3 @@ NO_MEMORY = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't a
 def raises(error):
     """A function that takes anything and raises this."""
     return Mock(side_effect=error)
-
-
-def value_error(reason):
-    """A ValueError that says so, in one line: a dot stands for no line break."""
-    return pytest.raises(ValueError, match=rf"^(?=.*({reason})).*\Z")
