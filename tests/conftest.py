@@ -21,6 +21,7 @@ sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("helpers", 
 
 import pytest
 import torch
+from checks import seeded, value_error  # noqa: F401
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.distributed import TCPStore
@@ -29,7 +30,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 import logprob
 import sample
 import train
-from checks import same, seeded, value_error  # noqa: F401
 from advantage import group_advantages
 from reward import own_reward_of
 

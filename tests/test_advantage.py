@@ -66,7 +66,7 @@ def test_the_definition(rewards, eps):
     assert slopes[0].abs().max() > 0.01
 
 
-@pytest.mark.parametrize("options", zip(OPTIONS, (1e-8, 0.5, 0.5, 1e-8)), ids=str)
+@pytest.mark.parametrize("options", [*zip(OPTIONS, (1e-8, 0.5, 0.5, 1e-8))], ids=str)
 def test_random_rewards(options):
     options, eps = options
     chance = random.Random(0)
@@ -96,7 +96,7 @@ def test_small_floats_are_summed_in_float32(dtype):
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
-@pytest.mark.parametrize("dtype, options", zip(DTYPES, OPTIONS))
+@pytest.mark.parametrize("dtype, options", [*zip(DTYPES, OPTIONS)])
 def test_equal_rewards_give_exactly_zero(dtype, options):
     others = torch.tensor([1 / 3, 1e-7, 7e-5, 123.4, 1e4, -2e4])
     values = torch.cat((torch.arange(-30, 31) / 10, others)).to(dtype)

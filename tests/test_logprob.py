@@ -1,4 +1,9 @@
-"""[D] logprob.py: values, entropies, gradients against the full log-softmax; forms; the script."""
+"""[D] logprob.py: log-probabilities of the tokens that were sampled.
+
+It promises that `plain_logprobs` is the log-softmax of every logit, read where a label comes next;
+that `token_logprobs` is the same with its gradient, in every family and however rows are grouped
+and cut; that it never holds all logits; and that the entropies are those of the same distributions.
+"""
 import copy
 import functools
 import re
@@ -13,6 +18,32 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import logprob
 from logprob import (IGNORE, LeanHead, layers_checkpointed, micro_batches, plain_logprobs,
                      sequence_logprob, token_logprobs)
+
+
+
+class ThreeLogits(torch.nn.Module):
+    """After token 0 the logits are 0, 1, 2; after any other 3, 0, 0."""
+
+    def forward(self, input_ids, **how):
+        table = torch.tensor([[0.0, 1.0, 2.0], [3.0, 0.0, 0.0], [3.0, 0.0, 0.0]])
+        return SimpleNamespace(logits=table[input_ids])
+
+
+def test_by_hand():
+    """A prompt 1 0, the answer 2 0: each token is predicted by the one before it."""
+    input_ids = torch.tensor([[1, 0, 2, 0]])
+    labels = torch.tensor([[-100, -100, 2, 0]])
+    found = plain_logprobs(ThreeLogits(), input_ids, labels)
+    # log(e^0 + e^1 + e^2) = 2.40761, and 2 - 2.40761 = -0.40761; 3 - log(e^3 + 2) = -0.09492
+    assert found[0].tolist() == pytest.approx([0, -0.40761, -0.09492], abs=1e-5)
+    assert found.sum() == pytest.approx(-0.50253, abs=1e-5)           # log pi(y | x)
+    # At temperature 0.5 the logits are 0, 2, 4 and 6, 0, 0
+    found = plain_logprobs(ThreeLogits(), input_ids, labels, 0.5)
+    assert found[0].tolist() == pytest.approx([0, -0.14293, -0.00494], abs=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------
+# A reader may stop here. What follows: gradients, groups of rows, lean head, forms, micro-batches.
 
 V = SMALL["vocab_size"]
 GROUPS = torch.tensor([0, 0, 0, 1, 1])

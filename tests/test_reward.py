@@ -1,4 +1,9 @@
-r"""[B] reward.py: the rule, the last box, fair readings, problem files, users' rewards, figures."""
+r"""[B] reward.py: an answer is scored by a rule.
+
+It promises 0.5 for a final answer in a box and 1.0 more if it is right; that the last complete box
+counts, and is read as a fair reader would; that no text is executed, none takes long and none
+raises an error. Beyond the ruler: problems from files, users' rewards, figures, reward models.
+"""
 import hashlib
 import itertools
 import json
@@ -28,6 +33,24 @@ from reward import (
     train_reward_model, truths_of)
 from sample import words_of
 
+
+def test_by_hand():
+    """16 eggs a day, 3 are eaten and 4 go into a cake: 9 * 7 = 63 are left in a week."""
+    assert rule_reward(r"(16 - 3 - 4) * 7 = \boxed{63}", "63") == 0.5 + 1.0
+    assert rule_reward(r"Some \boxed{50}.", "63") == 0.5              # an answer, and a wrong one
+    assert rule_reward("It must be 63.", "63") == 0.0                 # no box
+    assert rule_reward(r"\boxed{50}? No, \boxed{63}", "63") == 1.5    # the last word counts
+    assert rule_reward(r"\boxed{63}? No, \boxed{50}", "63") == 0.5
+    assert extract_boxed(r"So \boxed{\frac{126}{2}}.") == r"\frac{126}{2}"
+    assert rule_reward(r"So \boxed{\frac{126}{2}}.", "63.0") == 1.5
+    assert rule_reward(r"\boxed{62.99}", "63") == 0.5                 # nearly is not equal
+    # two problems, a group of two answers to each
+    rewards = score_responses([r"\boxed{63}", "63", r"\boxed{8}", r"\boxed{7}"], ["63", "7"], 2)
+    assert rewards.tolist() == [1.5, 0.0, 0.5, 1.5]
+
+
+# --------------------------------------------------------------------------------------------------
+# A reader may stop here. What follows: boxes, fair readings, files, rewards of one's own.
 
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"  # where it stands beside the checkout
 

@@ -1,4 +1,9 @@
-"""[G][H] train.py: the step, the loop, the flags, the files of a run."""
+"""[G] [H] train.py: sample, score, normalise, update; and again.
+
+It promises that `train_step` moves the weights as `plain_step` does; that each metric is what its
+name says; that an update which is not finite, or of a sampler that is off, moves no weight; and
+that the loop asks its own problems, evaluates and saves when it should, and leaves its files.
+"""
 import copy
 import functools
 import json
@@ -23,6 +28,26 @@ from advantage import group_advantages
 from logprob import IGNORE, micro_batches, token_logprobs
 from loss import grpo_loss
 from sample import sample_groups
+
+
+def test_by_hand():
+    """The first update of a rollout: every ratio is 1, the loss is 0, and its gradient is not."""
+    p = parts("--kl-coef=0", "--updates-per-rollout=1", "--lr=0.01", noise=0)
+    rewards = torch.tensor([1.0, 0, 0, 0, 1, 1, 0, 0])    # of two groups of four answers
+    metrics, rollout, (gradient_of_it,) = whole_step(p, lambda *_: rewards)
+    assert rollout.advantages.tolist() == pytest.approx(
+        [1.73205, -0.57735, -0.57735, -0.57735, 1, 1, -1, -1], abs=1e-5)
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-6) and metrics["clip_fraction"] == 0
+    assert metrics["policy_loss"] == pytest.approx(0, abs=1e-6)       # -(mean of A) is 0
+    assert gradient_of_it.norm() > 0.1                    # -(mean of A grad log pi) is not
+    # [H] Fresh log-probs: what was right is now more likely, what was wrong less
+    logp, _ = logprobs_on_full_logits(p.policy_model, rollout, 1.0)
+    moved = ((logp - rollout.logprobs) * rollout.mask).sum(dim=1)
+    assert (moved * rollout.advantages).sum() > 0
+
+
+# --------------------------------------------------------------------------------------------------
+# A reader may stop here. What follows: the step, its metrics, the loop, the files of a run.
 
 SMALL = (*FEW, "--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=16",
          "--eval-limit=8", "--eval-every=2", "--warmup-steps=2")

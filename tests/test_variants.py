@@ -628,6 +628,9 @@ def test_each_reward_has_its_mean(tmp_path):
     assert m["reward/second"] == 1                        # None does not count
     assert m["reward/rule"] == pytest.approx(m["accuracy"] + 0.5 * m["format_rate"])
     assert m["reward/never"] is None
+    assert m["reward/of_level"] == m["reward/length"]     # weight 0: measured, not trained on
+    page = (tmp_path / "run" / "page.html").read_text()
+    assert ">reward/of_level<" in page and ">reward/never<" not in page
     total = 0.5 * m["reward/length"] + 2 * 0.5 + 10 * m["reward/rule"]
     assert m["reward_mean"] == pytest.approx(total)
     assert sum(sum(r["rewards"]) for r in samples) / 8 == pytest.approx(total)
