@@ -269,7 +269,6 @@ def at_home(monkeypatch, tmp_path):
     for name in ("train.jsonl", "test.jsonl"):
         (home / name).write_text("".join((TINY / name).open().readlines()[:8]))
     shutil.copy(MINE, home)
-    monkeypatch.setattr(train, "HERE", home)
     monkeypatch.chdir(home)
     trains(*FLAGS, "--steps=2", "--model=model", "--data=train.jsonl", "--eval-data=test.jsonl",
            "--reward=mine.py:score", "--output=runs/one")
@@ -477,7 +476,7 @@ def test_out_of_memory_halves_the_micro_batch_until_it_fits(
 def test_what_an_attempt_held_is_freed_before_the_next_and_no_rank_goes_on_alone(
         monkeypatch, error, again, ranks):
     """The error would keep the activations. What one rank repeated, the others would wait for."""
-    monkeypatch.setattr(train, "world", lambda: ranks)
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
     s = train.parse(["--micro-batch-tokens=1024"])
     held = []
 

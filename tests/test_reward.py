@@ -508,15 +508,20 @@ def rollout_of(*responses):
     return types.SimpleNamespace(responses=list(responses), labels=labels.where(labels > 4, -100))
 
 
-def scored(function, rollout=None):
-    """--reward f.py:f with this function in its place: two answers to each of two problems."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reward, "load_function", lambda *given: function)
+@pytest.fixture
+def scored(monkeypatch, tmp_path):
+    """--reward f.py:f with this function in the file: two answers to each of two problems."""
+    (tmp_path / "f.py").write_text("from held import f")
+    monkeypatch.chdir(tmp_path)
+
+    def score(function, rollout=None):
+        monkeypatch.setitem(sys.modules, "held", types.SimpleNamespace(f=function))
         reward_of = own_reward_of(["f.py:f"])
-    return reward_of(PROBLEMS, ["<a>", "<b>"], rollout or rollout_of(*FOUR))
+        return reward_of(PROBLEMS, ["<a>", "<b>"], rollout or rollout_of(*FOUR))
+    return score
 
 
-def test_a_reward_is_called_as_trl_calls_it():
+def test_a_reward_is_called_as_trl_calls_it(scored):
     seen = {}
 
     def f(prompts, completions, completion_ids, **columns):
@@ -583,7 +588,7 @@ HOSTILE = type("Hostile", (), {"__float__": raises(KeyError("no"))})()
     (lambda **columns: sys.exit(), "SystemExit"), (lambda **columns: "1010", "a str, not a list"),
     (lambda **columns: b"1010", "bytes"), (lambda **columns: dict.fromkeys(range(4)), "dict"),
     (lambda **columns: {1, 2, 3, 4}, "set")])
-def test_a_reward_that_goes_wrong_is_named(function, reason):
+def test_a_reward_that_goes_wrong_is_named(scored, function, reason):
     with value_error(f"^--reward f.py:f: .*{re.escape(reason)}"):
         scored(function)
 
@@ -603,7 +608,7 @@ def test_a_file_that_cannot_be_used_is_named_at_load(tmp_path, monkeypatch, flag
         own_reward_of(*given)
 
 
-def test_a_reward_file_with_dataclasses_and_neighbours(tmp_path):
+def test_a_reward_file_with_dataclasses_and_neighbours(scored, tmp_path):
     write(tmp_path / "grpo_neighbour.py", "points = 5.0")
     write(tmp_path / "json.py", "1 / 0")  # hides no module that is installed
     score = load_function("--reward", write(tmp_path / "mine.py", """
@@ -657,25 +662,25 @@ def test_a_file_is_one_module_under_a_name_of_its_own(tmp_path, name):
         assert sys.modules[module.__name__] is module
 
 
-def test_a_reward_may_change_what_it_gets():
-    def greedy(completions, completion_ids, **columns):
-        completions[:] = [""] * 4
-        completion_ids[0].clear()
-        columns["level"].append(5)
-        return [0.0] * 4
+def test_a_reward_may_change_what_it_gets(tmp_path):
+    spec = write(tmp_path / "greedy.py", """
+        def greedy(completions, completion_ids, **columns):
+            completions[:] = [""] * 4
+            completion_ids[0].clear()
+            columns["level"].append(5)
+            return [0.0] * 4
 
-    def score(completions, completion_ids, level, **columns):
-        return [len(text) + len(ids) + len(level) for text, ids in zip(completions, completion_ids)]
+        def score(completions, completion_ids, level, **columns):
+            return [len(text) + len(ids) + len(level)
+                    for text, ids in zip(completions, completion_ids)]
+    """)
     rollout = rollout_of(*FOUR)
-    functions = {"a": greedy, "b": score}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reward, "load_function", lambda flag, spec: functions[spec])
-        rewards = own_reward_of(["a", "b"])(PROBLEMS, ["", ""], rollout)
+    rewards = own_reward_of([f"{spec}:greedy", f"{spec}:score"])(PROBLEMS, ["", ""], rollout)
     assert rewards.tolist() == [len(text) + n + 4 for text, n in zip(FOUR, (2, 3, 4, 5))]
     assert rollout.responses == FOUR
 
 
-def test_a_reward_file_may_switch_gradients_off(tmp_path):
+def test_a_reward_file_may_switch_gradients_off(scored, tmp_path):
     spec = write(tmp_path / "mine.py", """
         import torch
         torch.set_grad_enabled(False)

@@ -275,17 +275,18 @@ def test_evaluation_is_its_definition(monkeypatch):
 
 
 # --- [H] The loop ---------------------------------------------------------------------------------
-def test_the_loop_warms_up_evaluates_and_saves_when_it_should():
-    run = loop("--warmup-steps=4", "--eval-every=2", "--save-every=3", "--updates-per-rollout=1")
-    assert run.rates == [m["lr"] for m in run.metrics[1:]]
+def test_the_loop_warms_up_evaluates_and_saves_when_it_should(tmp_path):
+    run = loop(tmp_path, "--warmup-steps=4", "--eval-every=2", "--save-every=3",
+               "--updates-per-rollout=1")
+    assert run.rates == [m["lr"] for m in run.history[1:]]
     assert run.rates == pytest.approx([0.001, 0.002, 0.003, 0.004, 0.004])
-    assert [m["step"] for m in run.metrics] == list(range(6))
-    assert [m["step"] for m in run.metrics if "eval_accuracy" in m] == [0, 2, 4, 5]
+    assert [m["step"] for m in run.history] == list(range(6))
+    assert [m["step"] for m in run.history if "eval_accuracy" in m] == [0, 2, 4, 5]
     assert run.checkpoints == [3, 5]
     assert len(run.before) == len(run.after) == 3 and run.before is not run.after
 
 
-def test_every_step_asks_its_own_problems_with_its_own_random_numbers():
+def test_every_step_asks_its_own_problems_with_its_own_random_numbers(tmp_path):
     drawn = []
 
     def spy(model, tokenizer, prompts, *how):
@@ -293,13 +294,13 @@ def test_every_step_asks_its_own_problems_with_its_own_random_numbers():
             drawn.append((prompts, how[3]))
         return sample_groups(model, tokenizer, prompts, *how)
 
-    run = loop("--system-prompt=", problems=PROBLEMS[:4], sampler=spy,
+    run = loop(tmp_path, "--system-prompt=", problems=PROBLEMS[:4], sampler=spy,
                reward_of=lambda *given: torch.arange(float(len(given[2].responses))))
     for (prompts, generators), (batch, rollout) in zip(drawn, run.samples, strict=True):
         assert prompts == batch.prompts and generators == batch.generators
         assert rollout.rewards.tolist() == [0, 1, 2, 3]
         assert rollout.advantages.tolist() == pytest.approx([-1, 1, -1, 1])
-    assert run.metrics[-1]["eval_reward"] == pytest.approx(1.0)
+    assert run.history[-1]["eval_reward"] == pytest.approx(1.0)
 
 
 def test_problems_and_random_numbers_follow_from_seed_step_and_round(tiny):

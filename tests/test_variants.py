@@ -400,16 +400,17 @@ def test_rounds_of_resampling():
 
 
 # --- The loop: reference, best, beta, learning rate -----------------------------------------------
-def test_the_kl_is_0_right_after_the_reference_was_renewed():
-    run = loop("--renew-reference=2", "--updates-per-rollout=1", "--save-every=2")
-    kl = [abs(metrics["approx_kl"]) for metrics in run.metrics[1:]]
+def test_the_kl_is_0_right_after_the_reference_was_renewed(tmp_path):
+    run = loop(tmp_path, "--renew-reference=2", "--updates-per-rollout=1", "--save-every=2")
+    kl = [abs(metrics["approx_kl"]) for metrics in run.history[1:]]
     assert [value < 1e-9 for value in kl] == [False, False, True, False, True]
 
 
-def test_beta_follows_the_band():
-    run = loop("--kl-band", "0.0001", "0.0002", "--kl-coef=0.02", "--updates-per-rollout=1")
+def test_beta_follows_the_band(tmp_path):
+    run = loop(tmp_path, "--kl-band", "0.0001", "0.0002", "--kl-coef=0.02",
+               "--updates-per-rollout=1")
     beta = 0.02
-    for metrics in run.metrics[1:]:
+    for metrics in run.history[1:]:
         assert metrics["kl_coef"] == pytest.approx(beta)
         penalty = metrics["loss"] - metrics["policy_loss"]    # and it is the beta that the loss has
         assert penalty == pytest.approx(beta * metrics["approx_kl"], rel=1e-3)
