@@ -114,8 +114,9 @@ def assert_logprobs(model, rollout, temperature=1.0, atol=1e-4):
 
 
 # --- The definition, and log-probs; test_families.py decodes greedily -----------------------------
-@pytest.mark.parametrize("temperature, T", [(1.0, 1), (0.7, 16), (1.8, 16)])
-@pytest.mark.parametrize("name, plain", [("qwen2", True), *((name, False) for name in FAMILY)])
+@pytest.mark.parametrize("name, plain, temperature, T", [
+    ("qwen2", True, 1.0, 1), ("qwen2", True, 0.7, 16), ("qwen2", False, 1.0, 1),
+    *((name, False, temperature, 16) for name, temperature in zip(FAMILY, 4 * [0.7, 1.8]))])
 def test_the_loop_draws_what_the_definition_draws(monkeypatch, name, plain, temperature, T):
     """The same random numbers give the same ids, though all rows are drawn at once; in float64."""
     model = member(name)

@@ -523,7 +523,7 @@ def warnings_of(folder):
     return {m["step"]: m["warning"] for m in metrics_of(folder) if "warning" in m}
 
 
-@pytest.mark.parametrize("at", range(1, 30, 4))
+@pytest.mark.parametrize("at", [1, 2, 24])
 def test_a_resumed_run_warns_as_one_that_was_never_stopped(tmp_path, at):
     """Also where numbers were not finite: they stand as null in the file."""
     lines = history(30, approx_kl=[math.inf, *[0.06] * 15], grad_norm=[math.nan, *[1.0] * 20])
