@@ -3,7 +3,6 @@ import fcntl
 import json
 import os
 import pty
-import random
 import re
 import select
 import shlex
@@ -100,7 +99,7 @@ def test_a_run_in_two_parts_is_the_run_bit_for_bit(monkeypatch, tmp_path, flags)
 
 
 def test_killed_at_any_moment_the_run_ends_the_same(uninterrupted, tmp_path):
-    """SIGKILL in a rollout, an update, an evaluation or a save, as chance has it."""
+    """SIGKILL in a rollout, an update, an evaluation or a save, as the machine has it."""
     folder = tmp_path / "run"
     log = folder / "metrics.jsonl"
     for steps in range(5):
@@ -112,7 +111,7 @@ def test_killed_at_any_moment_the_run_ends_the_same(uninterrupted, tmp_path):
             if log.is_file() and log.read_text().count("\n") > steps:
                 break
             time.sleep(0.01)
-        time.sleep(random.uniform(0, 0.3))
+        time.sleep(0.07 * steps)
         process.kill()
         process.wait()
     resumed_ends_the_same(folder, uninterrupted)
@@ -352,7 +351,6 @@ def at_home(monkeypatch, tmp_path):
     for name in ("train.jsonl", "test.jsonl"):
         (home / name).write_text("".join((TINY / name).open().readlines()[:8]))
     shutil.copy(MINE, home)
-    monkeypatch.setattr(train, "HERE", home)
     monkeypatch.chdir(home)
     trains(*FLAGS, "--steps=2", "--model=model", "--data=train.jsonl", "--eval-data=test.jsonl",
            "--reward=mine.py:score", "--output=runs/one")
