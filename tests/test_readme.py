@@ -131,7 +131,7 @@ def test_without_flags_the_loss_is_the_papers():
 
 
 def test_the_first_steps_of_the_default_run(tmp_path):
-    """The row of step 1 in "Reading a run", and the first of the way from 0.059 to 1.000."""
+    """The row of step 1 in "Reading a run", and the first of the way from 0.0586 to 1."""
     trains("--steps=6", "--eval-every=6", "--no-page", f"--output={tmp_path}")
     start, first, *_, last = metrics_of(tmp_path)
     table = README[README.index("| step | reward |"):]
@@ -140,7 +140,9 @@ def test_the_first_steps_of_the_default_run(tmp_path):
     row = re.search(r"^\| 1 \| (.*) \|$", table, flags=re.M)[1].replace("−", "-").split(" | ")
     found = [first[name] for name in names]
     assert found == pytest.approx(list(map(float, row)), abs=0.01)
-    assert f"accuracy        {start['eval_accuracy']:.3f} ▁" in README
+    accuracy = f"{start['eval_accuracy']:.3g}"
+    assert re.search(rf"^held-out accuracy +{accuracy} ▁", README, flags=re.M)
+    assert f"problems {accuracy} → 1" in README           # the table of commands
     assert last["eval_accuracy"] > 0.8                    # 0.941 was measured
 
 
