@@ -194,7 +194,7 @@ def test_what_d_measures_is_logged_under_its_name(monkeypatch, flags):
     p = parts(*flags)
     metrics, rollout, _ = whole_step(p)
     p = parts(*flags)                                     # as it was before the updates
-    chances = p.policy(rollout.input_ids).logits[:, :-1].softmax(dim=2).detach()
+    chances = p.policy_model(rollout.input_ids).logits[:, :-1].softmax(dim=2).detach()
     expected = float(chances[:, :, 0][rollout.mask].mean())
     assert metrics["first_token"] == pytest.approx(expected, rel=1e-4)
     assert metrics["entropy"] == pytest.approx(1)
