@@ -108,9 +108,10 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
     n_rows, n_tokens   sizes of the whole batch if these rows are only a micro-batch of it: then
                    the losses, gradients and metrics of all micro-batches add up to the batch's
 
-    Metrics: `clip_fraction`, its parts `_low` and `_high`, and `ratio_mean` are means over tokens;
-    `approx_kl` is averaged like the loss and is NaN without a reference. ValueError: an option that
-    does not exist, a KL penalty without a reference.
+    Metrics: `clip_fraction`, its parts `_low` and `_high`, `ratio_mean`, `gradient_coefficient` and
+    `positive_advantages`, a share, are means over tokens; `approx_kl` is averaged like the loss. It
+    and `gradient_coefficient` are NaN without a reference. ValueError: an option that does not
+    exist, a KL penalty without a reference.
     """
     if kl_coef and ref_logprobs is None:
         raise ValueError(f"kl_coef {kl_coef} needs ref_logprobs")
@@ -137,18 +138,21 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
     loss = policy_loss = -(J * weights).sum()
 
     # [F] KL_t, the penalty
-    approx_kl = torch.full_like(loss, torch.nan)
+    per_token = token_weights(counted, "token", n_tokens=n_tokens)
+    approx_kl = factor = torch.full_like(loss, torch.nan)
     if ref_logprobs is not None:
-        KL = kl_estimate(logprobs, ref_logprobs.where(mask, 0), kl_estimator, old_logprobs)
+        ref_logprobs = ref_logprobs.where(mask, 0)
+        KL = kl_estimate(logprobs, ref_logprobs, kl_estimator, old_logprobs)
         approx_kl = (KL * weights).sum()
         loss = policy_loss + kl_coef * approx_kl
-    per_token = token_weights(counted, "token", n_tokens=n_tokens)
+        factor = (per_token * gradient_coefficient(A, logprobs, ref_logprobs, kl_coef)).sum()
     share = per_token * clipped                                              # (N, S-1)
     low = (share * (log_ratio < 0)).sum()
     high = (share * (log_ratio > 0)).sum()
     metrics = {"loss": loss, "policy_loss": policy_loss, "approx_kl": approx_kl,
                "clip_fraction": low + high, "clip_fraction_low": low, "clip_fraction_high": high,
-               "ratio_mean": (per_token * log_ratio.exp()).sum()}
+               "ratio_mean": (per_token * log_ratio.exp()).sum(),
+               "gradient_coefficient": factor, "positive_advantages": (per_token * (A > 0)).sum()}
     return loss, {name: value.detach() for name, value in metrics.items()}
 
 

@@ -131,8 +131,7 @@ def train_step(parts, batch, s):
 
 def update(parts, rollout, s):
     """One gradient step on these rows -> its metrics."""
-    gradient_of = partial(backward, parts, rollout, s)
-    sums, logprobs, measured = with_retries(gradient_of, s)
+    sums, logprobs, measured = backward(parts, rollout, s)
     keep_old_policy(parts, rollout, logprobs, measured, s)
     # [G] The gradient step. One that is not finite is skipped and counted.
     grad_norm = clip_grad_norm_(unscaled(parts.optimizer), s.max_grad_norm)
@@ -208,7 +207,10 @@ def train_grpo(parts, settings, run=None):
             run.log(metrics)
             if s.page and "eval_accuracy" in metrics:
                 write_page(run, parts, s)
-            update_bar(bar, metrics, run)
+            update_bar(bar, run)
+            # Before the checkpoint: if the disk is full here, a resumed run comes here again.
+            if s.best and best_step(run) == step:
+                save_folder(parts.policy_model, parts.tokenizer, run, "best")
             if is_last or step % s.save_every == 0:
                 save_checkpoint(run, parts, s)
 
@@ -319,14 +321,10 @@ def all_token_logprobs(model, rollout, s, measure=False):
     """[D] of the whole rollout: log-probs (N, S-1), what is measured {name: (N, S-1)}."""
     logprobs = torch.zeros_like(rollout.logprobs)
     measured = defaultdict(partial(torch.zeros_like, logprobs))
-
-    def score():
-        for micro, at in micro_batches(model, rollout, s):
-            logprobs[at], found = token_logprobs_of(model, micro, s, measure)
-            for name, values in found.items():
-                measured[name][at] = values
-
-    with_retries(score, s)
+    for micro, at in micro_batches(model, rollout, s):
+        logprobs[at], found = token_logprobs_of(model, micro, s, measure)
+        for name, values in found.items():
+            measured[name][at] = values
     return logprobs, measured
 
 
@@ -356,21 +354,6 @@ def token_logprobs_of(model, micro, s, measure):
     groups = micro.group_ids if s.share_prompts else None
     with layers_checkpointed(model, s.gradient_checkpointing):
         return score(micro.input_ids, micro.labels, s.temperature, measure, groups)
-
-
-def with_retries(function, s):
-    """Call function(), which moves no weight; with half the micro-batch when memory runs out."""
-    while True:
-        try:
-            return function()
-        except Exception as error:
-            # Several GPUs would wait for one that goes on alone.
-            if not out_of_memory(error) or s.micro_batch_tokens < 256 or world() > 1:
-                raise
-            traceback.clear_frames(error.__traceback__)  # its frames keep the activations alive
-        sample.release()
-        s.micro_batch_tokens //= 2
-        print0(f"out of memory: --micro-batch-tokens is now {s.micro_batch_tokens}")
 
 
 def mini_batches(parts, rollout, s):
@@ -437,6 +420,7 @@ def step_metrics(rollout, batch, updates, seconds, s):
     metrics = {
         "reward_mean": rewards.mean(),
         "reward_std": rewards.std(correction=0),
+        "reward_std_in_groups": rewards.view(-1, s.group_size).std(dim=1, correction=0).mean(),
         "accuracy": is_right(known).float().mean(),
         "format_rate": (known > 0).float().mean(),
         "zero_variance_groups": is_flat(rewards, s.group_size).float().mean(),
@@ -460,6 +444,57 @@ def step_metrics(rollout, batch, updates, seconds, s):
     for name, values in (rollout.reward_parts or {}).items():
         metrics[f"reward/{name}"] = gathered(values).nanmean()  # NaN where it does not apply
     return {name: float(value) for name, value in metrics.items()}
+
+
+# Metrics in words, in the order in which the bar, the page and the last lines show them. One that
+# step_metrics returns and that stands in neither list comes last, under its own name.
+TITLES = dict(line.split(maxsplit=1) for line in """\
+eval_reward            held-out reward
+eval_accuracy          held-out accuracy
+reward_mean            sampled reward
+accuracy               sampled accuracy
+response_length_mean   answer length (tokens)
+response_length_p95    95th percentile of length
+approx_kl              KL to the reference (nats/token)
+entropy                entropy (nats/token)
+zero_variance_groups   groups that teach nothing
+reward_std_in_groups   std of rewards inside groups
+positive_advantages    tokens of positive advantage
+gradient_coefficient   mean gradient coefficient
+grad_norm              gradient norm
+truncated_fraction     answers cut at the limit
+clip_fraction          clipped tokens""".splitlines())
+UNTOLD = """step lr warning reward_std format_rate tokens kl_coef tokens_per_second peak_memory_gb
+seconds_sampling seconds_scoring seconds_training loss policy_loss clip_fraction_low
+clip_fraction_high ratio_mean sampler_difference skipped_updates loss_scale""".split()
+
+
+def curves_of(run):
+    """What the metrics say: a list of (metric, its title, (step, value)s).
+
+    Evaluations come first, and then each --reward. Of sampled answers a point is the mean of five
+    steps or more, because those of one step are few.
+    """
+    rewards = [name for name in run.history[-1] if "reward/" in name]
+    names = ["eval_reward", "eval_accuracy", *rewards, *TITLES, *run.history[-1]]
+    curves = []
+    for metric in dict.fromkeys(names):
+        points = run.curve(metric)
+        # Beside a score, what is 0 throughout says nothing.
+        is_told = not curves or metric in rewards or any(value for _, value in points)
+        if points and is_told and metric not in UNTOLD:
+            width = max(2, min(40, len(points) // 5))
+            if "eval_" in metric:
+                width = len(points)
+            curves.append((metric, TITLES.get(metric, metric), pooled(points, width)))
+    return curves
+
+
+def pooled(points, width):
+    """(step, value)s -> the mean step and value of at most `width` stretches of equal length."""
+    rows = torch.tensor(points, dtype=torch.float64).T                                 # (2, n)
+    width = min(width, len(points))
+    return torch.nn.functional.adaptive_avg_pool1d(rows, width).T.tolist()
 
 
 def peak_memory():
@@ -584,13 +619,17 @@ def evaluate(parts, settings, group_size=1, temperature=0.0):
     return metrics, list(zip(responses, rewards))
 
 
-def update_bar(bar, metrics, run):
-    words = f"{run.skipped:.0f} SKIPPED, " if run.skipped else ""
-    _, score = (run.curve("eval_reward") or run.curve("eval_accuracy"))[-1]
-    words += (f"sampled: reward {metrics['reward_mean']:.2f}, acc {metrics['accuracy']:.2f}, len "
-              f"{metrics['response_length_mean']:.0f}, KL {metrics['approx_kl']:.3f}, "
-              f"greedy: held out {score:.2f}")
-    bar.set_postfix_str(words)
+def best_step(run):
+    """The step of the best evaluation so far; of equal ones the first."""
+    _, _, points = curves_of(run)[0]
+    return max(points, key=lambda point: point[1])[0]
+
+
+def update_bar(bar, run):
+    words = [f"{run.skipped:.0f} SKIPPED"] if run.skipped else []
+    for _, title, points in curves_of(run)[:6]:
+        words.append(f"{title.split(' (')[0]} {points[-1][1]:.3g}")  # without its unit
+    bar.set_postfix_str(", ".join(words))
     bar.update()
 
 
@@ -761,6 +800,7 @@ class Settings:
     eval_every: from_1 = flag(50, "steps between evaluations", head="measuring")
     eval_limit: from_0 = flag(200, "held-out problems to evaluate; 0: all")
     save_every: from_1 = flag(50, "steps between checkpoints")
+    best: bool = flag(True, "keep the policy of the best evaluation in best/")
     page: bool = flag(True, "write page.html at every evaluation")
     seed: from_0 = flag(0, "seed of the problems' order and of the sampling")
     device: str = flag("auto", "cuda, mps or cpu; auto: the first of them that is available")
@@ -1317,9 +1357,9 @@ WAYS = "offload", "gradient_checkpointing"
 PROMPT = 256  # tokens of a prompt that the count assumes
 DEVICE, HOST = "device memory", "host memory"  # the sums of a count
 GRADIENTS, ACTIVATIONS = "gradients, float32", "kept for the backward pass"
-ADVICE = ("to need less: --lora-rank 16, --kl-coef 0, --dtype bfloat16, a smaller --model, more "
-          "GPUs (each holds a whole policy to sample from), or lower --prompts-per-step, "
-          "--group-size, --max-new-tokens, --micro-batch-tokens")
+ADVICE = ("to need less: lower --micro-batch-tokens, --prompts-per-step, --group-size or "
+          "--max-new-tokens; or --gradient-checkpointing, --offload, --lora-rank 16, --kl-coef 0, "
+          "--dtype bfloat16, a smaller --model, more GPUs (each holds a whole policy)")
 
 
 def plan_memory(s):
@@ -1632,7 +1672,7 @@ class Run:
 
     def claim_folder(self, s):
         """On rank 0: make the folder and lock it until the process ends -> its name."""
-        model = Path(s.model.removesuffix("/final"))  # of RUN/final, the name of RUN
+        model = Path(re.sub("/(final|best)$", "", s.model))  # of RUN/final, the name of RUN
         name = s.output or f"runs/{model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.folder = Path(os.path.abspath(name))  # a reward may change the directory
         with blame(f"--output {name}: cannot be written:"):
@@ -1747,8 +1787,11 @@ def save_folder(model, tokenizer, run, name):
         weight = gather_full(weight)  # all ranks take part in gathering
         weights[key] = weight.detach().cpu() if run.folder else None
     if run.folder:
-        model.save_pretrained(run.folder / name, state_dict=weights)
-        tokenizer.save_pretrained(run.folder / name)
+        new = run.folder / f"{name}.new"
+        model.save_pretrained(new, state_dict=weights)
+        tokenizer.save_pretrained(new)
+        shutil.rmtree(run.folder / name, ignore_errors=True)
+        os.rename(new, run.folder / name)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1928,10 +1971,6 @@ def forget_later_steps(run):
 # --------------------------------------------------------------------------------------------------
 # The program: parse, load, open the folder, train, save, report
 
-CURVES = ("eval_accuracy", "eval_reward", "accuracy", "reward_mean", "approx_kl",
-          "response_length_mean", "entropy", "zero_variance_groups", "grad_norm", "clip_fraction")
-
-
 def main(argv=None):
     """-> exit status: 0 done; 2 bad input, one line on standard error; 128 + signal if stopped."""
     run = Run()
@@ -2045,25 +2084,28 @@ def print0(line, file=None):
 
 
 def example_of(run):
-    """The held-out problem that gained most, with its answers before and after -> four lines."""
+    """The held-out problem that gained most -> its place, its true answer."""
     before = torch.tensor([reward for _, reward in run.before])
     after = torch.tensor([reward for _, reward in run.after])
     i = int((after - before).nan_to_num().argmax())
-    problem = run.eval_problems[i]
-    truth, = truths_of([problem])
-    return (f"question  {problem['question']}\nbefore    {run.before[i][0]}\n"
-            f"after     {run.after[i][0]}\ntruth     {truth or 'not known'}")
+    truth, = truths_of([run.eval_problems[i]])
+    return i, truth or "not known"
 
 
 def print_story(run):
     """Print a held-out problem's answers before and after, the curves, and what to do next."""
-    print0(f"\n{example_of(run)}\n")
-    for name in CURVES:
-        if points := run.curve(name):
-            print0(f"{name.replace('eval_', 'held-out '):22}{small_curve(points)}")
+    i, truth = example_of(run)
+    print0(f"\nquestion  {run.eval_problems[i]['question']}\nbefore    {run.before[i][0]}\n"
+           f"after     {run.after[i][0]}\ntruth     {truth}\n")
+    print0("held-out: greedy answers; others: means of the first and of the last five steps")
+    for _, title, points in curves_of(run):
+        print0(f"{title:33}{small_curve(points)}")
     flags = "--config", f"{run.name}/config.json", "--model", f"{run.name}/final"
+    print0("")
+    if os.path.exists(f"{run.name}/best"):
+        print0(f"best state           {run.name}/best, of step {best_step(run):g}")
     if os.path.exists(f"{run.name}/page.html"):
-        print0(f"\nsee what it learned  {run.name}/page.html")
+        print0(f"see what it learned  {run.name}/page.html")
     print0(f"talk to the result   {command('sample.py', '--model', run.name)} \"YOUR QUESTION\"\n"
            f"go on from it        {command('train.py', *flags)}")
 
@@ -2078,23 +2120,12 @@ def command(program, *flags):
 
 
 def small_curve(points):
-    """(step, value) points as one line of blocks, from the lowest value to the highest."""
-    means = pooled([value for _, value in points], 50)
-    low = min(means)
-    span = max(means) - low or 1
-    blocks = ""
-    for mean in means:
-        height = int(7 * (mean - low) / span)
-        blocks += "▁▂▃▄▅▆▇█"[height]
-    return f"{means[0]:8.3f} {blocks} {means[-1]:.3f}"
-
-
-def pooled(values, width):
-    """The means of at most `width` stretches of nearly equal length."""
-    values = torch.tensor([values], dtype=torch.float64)
-    width = min(width, values.shape[1])
-    means, = torch.nn.functional.adaptive_avg_pool1d(values, width)
-    return means.tolist()
+    """(step, value)s as one line: the first value, blocks that rise from 0, the last value."""
+    _, values = zip(*points)
+    low = min(0, *values)
+    span = max(0, *values) - low or 1
+    blocks = "".join("▁▂▃▄▅▆▇█"[int(7 * (value - low) / span)] for value in values)
+    return f"{values[0]:9.3g} {blocks} {values[-1]:.3g}"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2105,20 +2136,37 @@ UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e
                     "\ud800-\udfff]")
 STYLE = """
 :root { color-scheme: light dark; --up: 37 105 214; --down: 230 112 10; --line: 1px solid #8884 }
+@media (prefers-color-scheme: dark) { :root { --up: 110 168 255; --down: 255 159 67 } }
 body { max-width: 64rem; margin: 2rem auto; padding: 0 1rem; font: 15px/1.6 system-ui;
-  overflow-wrap: anywhere } h2 small, figure b { float: right }
-h2 { display: flow-root; margin: 0; font-size: 1rem } q { quotes: none; opacity: .6 }
-div { display: grid; grid-template-columns: repeat(auto-fill, minmax(17rem, 1fr)); gap: 0 1rem }
-figure, section { border: var(--line); border-radius: 10px; margin: 0 0 1rem; padding: .6rem 1rem;
-  break-inside: avoid } polyline { fill: none; stroke: rgb(var(--up)) }
-text { fill: currentColor; font-size: 10px; opacity: .7 }
-.y { display: flex; flex-wrap: wrap; border-top: var(--line); margin-top: .3rem }
+  overflow-wrap: anywhere }
+h1 { margin: 0; font-size: clamp(1.4rem, 5vw, 2rem); line-height: 1.2 }
+h2 { margin: 2rem 0 .5rem; font-size: 1.3rem } h3 { display: flow-root; margin: 0; font-size: 1rem }
+p { margin: .3rem 0 } pre { margin: 0 } code { display: block; margin: 0 0 1rem; font-size: 13px }
+small { float: right } small, text, q, code { opacity: .65; font-weight: normal } q { quotes: none }
+li { color: rgb(var(--down)) } ul:empty { display: none }
+div { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(17rem, 100%), 1fr));
+  gap: 1rem } .two { margin-top: .6rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(17rem, 100%), 1fr)) }
+figure, section { border: var(--line); border-radius: 10px; margin: 0; padding: .6rem 1rem;
+  break-inside: avoid } body > section { margin-top: 1rem }
+figure p { margin: 0 } figure b { font-size: 1.2rem; white-space: nowrap }
+figure small { margin-top: .35rem; font-size: 11px }
+svg { display: block; clear: both; margin-top: .4rem; overflow: visible }
+polyline { fill: none; stroke: rgb(var(--up)); stroke-width: 2; stroke-linejoin: round;
+  stroke-linecap: round } .dot { stroke-width: 6 } .grid { stroke: #8884; stroke-width: .7 }
+text { fill: currentColor; font-size: 10px }
+@media (max-width: 34rem) { figure { display: grid; grid-template-columns: 1fr 1fr; gap: 0 1rem }
+  svg { grid-area: 1 / 2 / 4; margin: 0 } figure b { grid-row: 2; font-size: 1rem }
+  figure small { margin: 0 } text { font-size: 14px } }
+.y { display: flex; flex-wrap: wrap; gap: 0; border-top: var(--line); margin-top: .3rem }
 .y > * { flex: 0 0 4.2rem } .y b { flex: 0 0 2rem } .y s { flex: 0 0 7rem }
 .y p { flex: 1 1 20rem; margin: 0 } .y p, pre { font: 13px/1.85 monospace; white-space: pre-wrap }
 i { font-style: normal; border-radius: 3px; print-color-adjust: exact; background:
   linear-gradient(rgb(var(--up) / min(var(--d) * .3, .6)) 0 0),
   linear-gradient(rgb(var(--down) / min(var(--d) * -.3, .6)) 0 0) }
-s i { display: block; height: .5rem; margin-top: .5rem }
+s i { display: block; height: .5rem; margin-top: .5rem; --d: calc(9 * var(--A));
+  --left: clamp(-50%, var(--A) * -50% / 3, 50%); width: max(var(--left), -1 * var(--left));
+  margin-left: calc(50% - max(var(--left), 0%)) }
 """
 
 
@@ -2150,11 +2198,23 @@ def tinted_groups(run):
 def page_of(run, sections, s):
     """The HTML of the page; it reloads itself while the run goes on."""
     items = "".join(f"<li>step {step}: {escape(line)}</li>" for step, line in run.curve("warning"))
-    figures = ""
-    for metric in run.history[0] | run.history[-1]:  # evaluations first
-        points = run.curve(metric)
-        if points and (metric in CURVES or metric.startswith("reward/")):
-            figures += figure_of_curve(escape(metric), points, run.step)
+    curves = curves_of(run)
+    figures = "".join(figure_of_curve(*curve, run.step) for curve in curves)
+    _, title, points = curves[0]
+    first, last = points[0][1], points[-1][1]
+    headline = f"{title.capitalize()} {first:.3g} → {last:.3g} after {points[-1][0]:g} steps"
+    example = ""
+    if len(points) > 1 and run.before:
+        i, truth = example_of(run)
+        example = f"""<h2>The held-out problem that gained most</h2>
+<p>{escape(run.eval_problems[i]["question"])}</p><p>true answer: {escape(truth)}</p>
+<div class="two">
+<section><h3>before <small>reward {run.before[i][1]:.3g}</small></h3>
+<pre>{escape(run.before[i][0])}</pre></section>
+<section><h3>after {points[-1][0]:g} steps <small>reward {run.after[i][1]:.3g}</small></h3>
+<pre>{escape(run.after[i][0])}</pre></section></div>"""
+    if len(points) == 1:
+        headline = f"Stopped before the second evaluation; {title} {first:.3g} at the start"
     name = escape(run.folder.name)
     again = ""
     if run.step < s.steps and not run.signal:
@@ -2162,38 +2222,44 @@ def page_of(run, sections, s):
     return f"""<!doctype html><html lang="en"><head><meta charset="utf-8">{again}
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <meta name="viewport" content="width=device-width, initial-scale=1"><title>{name}</title>
-<style>{STYLE}</style></head><body><h1>{name}</h1><code>{escape(run.command)}</code>
-<p>GRPO of {escape(Path(s.model).name)}: {run.step} steps of B = {s.prompts_per_step} questions and
-G = {s.group_size} answers to each, lr {s.learning_rate:g}. Held-out answers are greedy, all others
-sampled.</p>
-<div>{figures}</div><ul>{items}</ul>
-<h1>What it learned</h1><section><pre>{escape(example_of(run))}</pre></section><p>x is a question,
-y<sub>i</sub> an answer of its group, r<sub>i</sub> its reward and A<sub>i</sub> its advantage.
-Tinted tokens are now <i style="--d:2">more likely</i> or <i style="--d:-2">less likely</i> than
-when the policy drew them: log π − log π<sub>old</sub>, the log of [E]'s ratio. Hover for the
-number, in nats.</p>{sections}</body></html>"""
+<style>{STYLE}</style></head><body>
+<h1>{headline}</h1>
+<p>{name}: GRPO of {escape(Path(s.model).name)}, {run.step} of {s.steps} steps, each with
+B = {s.prompts_per_step} questions and G = {s.group_size} answers to each; lr {s.learning_rate:g}.
+The best evaluation is that of step {best_step(run):g}. Held-out answers are greedy, all others
+sampled: their numbers are means of the first and of the last five steps. What is 0 throughout is
+left out.</p>
+<code>{escape(run.command)}</code>
+<ul>{items}</ul><div>{figures}</div>{example}
+<h2>The groups it learned from</h2>
+<p>x is a question, y<sub>i</sub> an answer of its group, r<sub>i</sub> its reward and A<sub>i</sub>
+its advantage. Tinted tokens have become <i style="--d:2">more likely</i> or
+<i style="--d:-2">less likely</i> since the policy drew them:
+<i style="--d:-2">÷ 7.4 or more</i> <i style="--d:-1">÷ 2.7</i> <i style="--d:1">× 2.7</i>
+<i style="--d:2">× 7.4 or more</i>. Hover for log π − log π<sub>old</sub> in nats, the log of
+[E]'s ratio.</p>{sections}</body></html>"""
 
 
-def figure_of_curve(name, points, last):
-    """A curve of (step, value) points between its axes; its width spans steps 0 to `last`."""
-    steps, values = zip(*points)
-    means = pooled(values, 120)
-    low, high = min(means), max(means)
-    span = max(high - low, 1e-9 * abs(high)) or 1  # rounding makes no waves
-    line = ""
-    for step, mean in zip(pooled(steps, 120), means):
-        line += f"{50 + 250 * step / last:.1f},{78 - 76 * (mean - low) / span:.1f} "
-    return (f"<figure>{name}<b>{values[0]:.3g} → {values[-1]:.3g}</b><svg viewBox='0 0 300 94'>"
-            f'<polyline points="{line}"/><text y="9">{high:.3g}</text><text y="79">{low:.3g}'
-            f'</text><text x="50" y="91">step 0</text><text x="300" y="91" text-anchor="end">{last}'
-            "</text></svg></figure>")
+def figure_of_curve(metric, title, points, last):
+    """A curve of (step, value)s that rises from 0; its width spans steps 0 to `last`."""
+    _, values = zip(*points)
+    low, high = min(0, *values), max(0, *values)
+    span = high - low or 1
+    line = [f"{50 + 250 * step / last:.1f},{78 - 76 * (value - low) / span:.1f}"
+            for step, value in points]
+    return f"""<figure><p>{escape(title)}</p><small>{escape(metric)}</small>
+<b>{values[0]:.3g} → {values[-1]:.3g}</b><svg viewBox="0 0 303 94">
+<polyline points="{' '.join(line)}"/><polyline class="dot" points="{line[-1]} {line[-1]}"/>
+<polyline class="grid" points="50,2 300,2"/><polyline class="grid" points="50,78 300,78"/>
+<text y="9">{high:.3g}</text><text y="79">{low:.3g}</text><text x="50" y="91">step 0</text>
+<text x="300" y="91" text-anchor="end">{last}</text></svg></figure>"""
 
 
 def section_of(group, answers, moved, tokenizer):
     """A group: its question x; of its answers reward r, advantage A and tinted tokens y."""
     r = answers.rewards
-    text = (f"<section><h2>step {group['step']} <small>mean r {r.mean():.3g}, std r "
-            f"{r.std(correction=0):.3g}</small></h2><details><summary><b>x</b> "
+    text = (f"<section><h3>step {group['step']} <small>mean reward {r.mean():.3g}, std "
+            f"{r.std(correction=0):.3g}</small></h3><details><summary><b>x</b> "
             f"{escape(group['question'])}</summary><pre>{escape(group['prompt'])}</pre></details>"
             f"true answer: {escape(group['truth'])}")
     for n, is_answer in enumerate(answers.mask):                                       # (S-1,)
@@ -2215,11 +2281,8 @@ def section_of(group, answers, moved, tokenizer):
             y += " <small>cut at the limit</small>"
         A = answers.advantages[n].expand_as(is_answer)  # each token may have its own
         A = float(A[is_answer].mean())
-        width = 50 * min(abs(A) / 3, 1)
-        left = 50 - width if A < 0 else 50
-        bar = f"--d:{9 * A};width:{width}%;margin-left:{left}%"
         text += (f'<div class="y"><b>y<sub>{n + 1}</sub></b><span>r {r[n]:.4g}'
-                 f'</span><span>A {A:+.2f}</span><s><i style="{bar}"></i></s>'
+                 f'</span><span>A {A:+.2f}</span><s><i style="--A:{A:.2f}"></i></s>'
                  f'<p dir="auto">{y}</p></div>')
     return text + "</section>"
 

@@ -21,6 +21,7 @@ sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / name) for name in ("helpers", 
 
 import pytest
 import torch
+from checks import seeded, value_error  # noqa: F401
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch.distributed import TCPStore
@@ -95,10 +96,6 @@ def opened(*given, **how):
 def tiny():
     """The policy of tests/tiny: (model, tokenizer)."""
     return opened(str(TINY))
-
-
-def seeded(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 def make_tokenizer(**special):
@@ -196,21 +193,33 @@ def run_in(folder):
     return run
 
 
-def loop(*flags, problems=PROBLEMS[:8], sampler=sample.sample_groups, reward_of=None):
-    """train_grpo on the tiny policy -> its Run; with what it logged, saved and learned by."""
-    p = parts("--steps=5", "--group-size=2", "--max-new-tokens=8", "--lr=0.004", *flags)
-    run = train.Run()
-    run.metrics, run.samples, run.checkpoints, run.rates = [], [], [], []
-    log = run.log
-    run.log = lambda metrics: log(metrics) or run.metrics.append(metrics)
-    run.log_samples = lambda *given: run.samples.append(given)
+class Watched(train.Run):
+    """A Run that keeps what it logs, and the steps at which it saves."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.name, self.folder = str(folder), folder
+        self.samples, self.checkpoints, self.rates = [], [], []
+
+    def log_samples(self, *given):
+        self.samples.append(given)
+
+    def replacing(self, name):
+        if name == train.CHECKPOINT:
+            self.checkpoints.append(self.step)
+        return super().replacing(name)
+
+
+def loop(folder, *flags, problems=PROBLEMS[:8], sampler=sample.sample_groups, reward_of=None):
+    """train_grpo on the tiny policy -> its Watched run, with the rates that it learned by."""
+    p = parts("--steps=5", "--group-size=2", "--max-new-tokens=8", "--lr=0.004", "--no-page",
+              *flags)
+    run = Watched(folder)
     rate = p.optimizer.param_groups[0]
     p.optimizer.register_step_pre_hook(lambda *_: run.rates.append(rate["lr"]))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "save_checkpoint", lambda run, *_: run.checkpoints.append(run.step))
-        given = parts_of(p, problems, sampler=sampler, reward_of=reward_of)
-        given.eval_problems = problems[:3]
-        train.train_grpo(given, p.settings, run)
+    given = parts_of(p, problems, sampler=sampler, reward_of=reward_of)
+    given.eval_problems = problems[:3]
+    train.train_grpo(given, p.settings, run)
     return run
 
 
@@ -292,14 +301,21 @@ def well_ended(done):
 def machine(monkeypatch):
     """Make this machine one with so many GB free on its device, and in host memory."""
     def make(device, free, host=1e6, capability=(8, 0)):
-        places = {device: free * 1e9, "cpu": host * 1e9}
-        ones = functools.partial(torch.ones)              # nothing goes to the device
-        monkeypatch.setattr(train, "free_memory", lambda kind: places.get(kind, 0))
-        monkeypatch.setattr(torch, "ones", lambda size, device=None: ones(size))
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda **_: capability >= (8, 0))
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        ones, read_text = torch.ones, Path.read_text
+        if device != "cuda":                              # its memory is the host's
+            host = min(free, host)
+
+        def read(path, **how):
+            if str(path) == "/proc/meminfo":
+                return f"MemAvailable: {host * 1e9 / 1024:.0f} kB"
+            return read_text(path, **how)
+
+        monkeypatch.setattr(Path, "read_text", read)
+        monkeypatch.setattr(torch, "ones", lambda size, device=None: ones(size))  # not on a card
+        for name, found in dict(
+                is_available=device == "cuda", device_count=1, mem_get_info=2 * (free * 1e9,),
+                is_bf16_supported=capability >= (8, 0), get_device_capability=capability).items():
+            monkeypatch.setattr(torch.cuda, name, lambda *_, found=found, **how: found)
         monkeypatch.setattr(torch.backends.mps, "is_available", lambda: device == "mps")
     return make
 
@@ -395,8 +411,3 @@ NO_MEMORY = [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("can't a
 def raises(error):
     """A function that takes anything and raises this."""
     return Mock(side_effect=error)
-
-
-def value_error(reason):
-    """A ValueError that says so, in one line: a dot stands for no line break."""
-    return pytest.raises(ValueError, match=rf"^(?=.*({reason})).*\Z")

@@ -1,14 +1,39 @@
-"""[C] advantage.py: worked groups, the formula, equal rewards, variants, refusals."""
+"""[C] advantage.py: an answer is good if it beats its siblings.
+
+It promises that `plain_advantages` is the formula word for word; that `group_advantages` is the
+same, exactly 0 where a group's rewards are all equal; that each variant is that of its paper; and
+that rewards which are no whole groups of finite numbers are refused.
+"""
 import itertools
 import math
 import random
 from functools import partial
 import pytest
 import torch
-from conftest import seeded, value_error
+from checks import pairwise, same, seeded, value_error
 from advantage import (batch_std_advantages, gdpo_advantages, group_advantages, grpo_s_advantages,
                        gtpo_advantages, is_flat, leave_one_out_advantages, max_rl_advantages,
                        plain_advantages, process_advantages, shape_advantages, shapley_shares)
+
+
+
+def test_by_hand():
+    """Two groups of four; the second is the first with all rewards larger by 2."""
+    rewards = torch.tensor([1.5, 1.0, 0.0, 0.0, 3.5, 3.0, 2.0, 2.0])
+    # mean 2.5 / 4 = 0.625; centred 0.875 0.375 -0.625 -0.625
+    # their squares 0.765625 0.140625 0.390625 0.390625 have the mean 0.421875, and its root is
+    # std 0.649519
+    expected = 2 * [1.34715, 0.57735, -0.96225, -0.96225]
+    for function in (plain_advantages, group_advantages):
+        assert function(rewards, 4).tolist() == pytest.approx(expected, abs=1e-5)
+    # One right answer of six counts more than one of four: the rarer, the larger
+    assert group_advantages(torch.tensor([1.0, 0, 0, 0, 0, 0]), 6)[0] == pytest.approx(2.23607)
+    assert group_advantages(torch.tensor([1.0, 0, 0, 0]), 4)[0] == pytest.approx(1.73205)
+    assert group_advantages(torch.tensor([0.7, 0.7, 0.7]), 3).tolist() == [0, 0, 0]
+
+
+# --------------------------------------------------------------------------------------------------
+# A reader may stop here. What follows: random groups, equal rewards, variants, refusals.
 
 OPTIONS = list(itertools.product((True, False), (False, True)))  # scale_by_std and unbiased
 
@@ -28,7 +53,7 @@ def assert_close(actual, expected, tolerance):
     assert actual.tolist() == pytest.approx(expected, rel=tolerance, abs=tolerance)
 
 
-# --- Against the formula; the README shows a worked group: test_readme.py -------------------------
+# --- Against the formula --------------------------------------------------------------------------
 @pytest.mark.parametrize("eps", [1e-8, 0.5])
 def test_the_definition(rewards, eps):
     rewards = rewards.requires_grad_()
@@ -41,9 +66,9 @@ def test_the_definition(rewards, eps):
     assert slopes[0].abs().max() > 0.01
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("eps", [1e-8, 0.5])
-def test_random_rewards(options, eps):
+@pytest.mark.parametrize("options", [*zip(OPTIONS, (1e-8, 0.5, 0.5, 1e-8))], ids=str)
+def test_random_rewards(options):
+    options, eps = options
     chance = random.Random(0)
     tolerances = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2**-7}
     for _ in range(75):
@@ -68,8 +93,10 @@ def test_small_floats_are_summed_in_float32(dtype):
 
 
 # --- Equal rewards --------------------------------------------------------------------------------
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("options", OPTIONS)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+@pytest.mark.parametrize("dtype, options", [*zip(DTYPES, OPTIONS)])
 def test_equal_rewards_give_exactly_zero(dtype, options):
     others = torch.tensor([1 / 3, 1e-7, 7e-5, 123.4, 1e4, -2e4])
     values = torch.cat((torch.arange(-30, 31) / 10, others)).to(dtype)
@@ -94,13 +121,14 @@ def rewards():
 
 def test_the_rewards_are_left_as_they_are_and_groups_are_of_8(rewards):
     plain = group_advantages(rewards, 8, 1e-8, scale_by_std=True, unbiased=False)
-    assert torch.equal(group_advantages(rewards), plain)
+    same(group_advantages(rewards), plain, "groups of 8")
     for given in (rewards.clone(), rewards.repeat_interleave(2)[::2]):  # the second has strides
         advantages = group_advantages(given, 8)
-        assert torch.equal(given, rewards) and advantages.is_contiguous()
-        assert torch.equal(advantages, plain)
-    clipped = group_advantages(rewards, clip=1.0)
-    assert torch.equal(clipped, plain.clamp(-1, 1)) and plain.max() > 1 > -1 > plain.min()
+        same(given, rewards, "the rewards")
+        assert advantages.is_contiguous()
+        same(advantages, plain, "advantages")
+    same(group_advantages(rewards, clip=1.0), plain.clamp(-1, 1), "clipped advantages")
+    assert plain.max() > 1 > -1 > plain.min()
 
 
 # --- Variants: one value per answer ---------------------------------------------------------------
@@ -108,7 +136,7 @@ def test_leave_one_out(rewards):
     groups = rewards.view(5, 8).tolist()
     expected = [r - (math.fsum(group) - r) / 7 for group in groups for r in group]
     assert_close(leave_one_out_advantages(rewards, 8), expected, 1e-12)
-    assert torch.equal(leave_one_out_advantages(rewards), leave_one_out_advantages(rewards, 8))
+    same(leave_one_out_advantages(rewards), leave_one_out_advantages(rewards, 8), "groups of 8")
     assert leave_one_out_advantages(torch.full((7,), 0.7), 7).tolist() == [0.0] * 7
 
 
@@ -274,14 +302,11 @@ def entropy_reference(rewards, entropies, mask, level, a1, a2, right, normalize)
 
 
 BY_LEVEL = {"token": gtpo_advantages, "sequence": grpo_s_advantages}
-LEVELS = pytest.mark.parametrize("level", BY_LEVEL)
 REWARDS = torch.tensor([1.0, 0, 1, 0, 0, 1, 1, 0])
 
 
-@LEVELS
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("weights", [(1.0, 0.1), (0.5, 2.0)])
-@pytest.mark.parametrize("given_right", [False, True])
+@pytest.mark.parametrize("level, normalize, weights, given_right", pairwise(
+    BY_LEVEL, [True, False], [(1.0, 0.1), (0.5, 2.0)], [False, True]))
 def test_entropy_advantages(level, normalize, weights, given_right):
     """Whatever is masked; entropies are those of the old policy, so they get no gradient."""
     mask = ragged_mask()
@@ -296,7 +321,7 @@ def test_entropy_advantages(level, normalize, weights, given_right):
     assert not advantages.requires_grad
 
 
-@LEVELS
+@pytest.mark.parametrize("level", BY_LEVEL)
 @pytest.mark.parametrize("entropy", [0.0, -1e-9, 1e-7])
 def test_entropies_of_zero_or_equal(level, entropy):
     """No token was ever in doubt: every share is the same, and the result is finite."""

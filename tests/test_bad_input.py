@@ -52,7 +52,7 @@ def test_a_bad_value_is_named_with_its_flag(capsys, tmp_path, flag, value):
 
 @pytest.mark.parametrize("flags, words", [
     ("--kl-band 0.1", "--kl-band"), ("--kl-band 0.1 0.2 0.3", "0.3"), ("--resume", "--resume"),
-    (f"{FEW[0]} --prompts-per-step=32", "few.jsonl has only 27 "),
+    (f"{FEW[0]} --prompts-per-step=32", "few.jsonl has only 16 "),
     ("--max-new-tokens=1000", "128 positions: lower --max-new-tokens"),
     ("--resume=nowhere", "nowhere/config.json: "), ("--config=nowhere.json", "nowhere.json: "),
     ("--overlong-buffer=40", "--overlong-buffer 40: must be less than the 40 tokens"),
@@ -86,8 +86,8 @@ def test_flags_that_do_not_go_together(capsys, tmp_path, flags):
 
 
 @pytest.mark.parametrize("fault, words", [
-    (torch.OutOfMemoryError("CUDA out of memory. Tried ..."), "out of memory; to need less: --"),
-    (torch.AcceleratorError("CUDA error: out of memory"), "out of memory; to need less: --"),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried ..."), "out of memory; to need less: "),
+    (torch.AcceleratorError("CUDA error: out of memory"), "out of memory; to need less: "),
     (RuntimeError("no kernel image"), "--device cpu: torch ")])
 def test_what_ends_a_run_before_its_plan_is_made(capsys, monkeypatch, fault, words):
     """A card may be full before train.py has put anything there."""
@@ -226,7 +226,7 @@ def test_problems_that_cannot_be_asked_or_held_out_are_named(capsys, tmp_path):
     longer = [{**GOOD, "question": GOOD["question"] * n} for n in (1, 9, 12, 10)]
     asked = {"messages": [{"role": "boss", "content": "?"}, {"role": "user", "content": "?"}]}
     for flag, rows, words in (
-            ("--eval-data", [GOOD] * 2, "x.jsonl: no problem is left to hold out"),
+            ("--prompts-per-step", [GOOD] * 2, "x.jsonl has only 0 to train on"),
             ("--data", longer, "x.jsonl, line 3: a prompt of "),
             ("--data", [{**GOOD, "messages": ["?", asked["messages"][1]]}], "x.jsonl, line 2: "),
             ("--data", [GOOD, {**GOOD, **asked}], "line 3: a message has no text, or a role")):

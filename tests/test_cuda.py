@@ -4,7 +4,6 @@ Without a card all of this is skipped. On a software GPU beside the checkout (.c
 CUDA code runs: its checks, its allocator, the capture of graphs. Only the kernels are not real.
 """
 # ruff: noqa: I001 - several names to a line
-import contextlib
 import copy
 import functools
 import gc
@@ -132,8 +131,8 @@ def test_sampling_through_graphs(tiny, graphs, monkeypatch, dtype, temperature):
     if dtype == torch.float32:                               # rounding moves a few draws of half
         assert torch.equal(rollout.labels, plain.labels)
     else:
-        first = (rollout.mask.cumsum(1) == 1) & rollout.mask
-        differs = rollout.input_ids[:, 1:][first] != plain.input_ids[:, 1:][first]
+        first = rollout.mask.int().argmax(dim=1, keepdim=True) + 1
+        differs = rollout.input_ids.gather(1, first) != plain.input_ids.gather(1, first)
         assert differs.sum() <= 1
 
 
@@ -501,25 +500,31 @@ FAULTS = {"a replay": replay_fails, "a capture": capture_fails,
           "the sampler's log-probs": sampler_is_off, "memory in the loss": memory_runs_out}
 
 
+def said_at_the_end(capsys, flags):
+    """The line in which a run ends, or what stands below its traceback."""
+    try:
+        return refused(capsys, *flags, begun=True)
+    except RuntimeError as error:
+        return error.__notes__[0]
+
+
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_run_goes_on_after_a_fault(monkeypatch, capsys, tmp_path, fault):
-    """With smaller micro-batches, or by the command that its last line names: without fast forms.
+    """By the command that its last line names, without fast forms; or with smaller micro-batches.
     """
-    fault(monkeypatch)
-    flags = f"--output={tmp_path / 'run'}", *SHORT, "--device=cuda"
-    if fault is memory_runs_out:
-        trains(*flags)
-        assert "--micro-batch-tokens" in capsys.readouterr().out
-    else:
-        line = refused(capsys, *flags, begun=True)
-        command = shlex.split(line.partition("continue with: ")[2])
-        assert command[-1] == "--plain"
-        trains(*command[2:])                                 # behind python and train.py
+    expected, _ = on_the_cpu(*SHORT)                         # before anything is at fault
+    with monkeypatch.context() as patch:
+        fault(patch)
+        said = said_at_the_end(capsys, (f"--output={tmp_path / 'run'}", *SHORT, "--device=cuda"))
+    more = "--micro-batch-tokens" if fault is memory_runs_out else "--plain"
+    assert more in said
+    command = shlex.split(said.partition("continue with: ")[2].partition(" (")[0])
+    trains(*command[2:], more + "=256" * (fault is memory_runs_out))     # behind python, train.py
     metrics = metrics_of(tmp_path / "run")
     assert [line["step"] for line in metrics] == [0, 1, 2]
     assert not any(line["skipped_updates"] for line in metrics[1:])
     assert fell_back() == (fault is not memory_runs_out)
-    assert_same_steps(metrics, on_the_cpu(*SHORT)[0], 0.4, LEARNED[:3])
+    assert_same_steps(metrics, expected, 0.4, LEARNED[:3])
 
 
 def reserved():
@@ -552,32 +557,6 @@ def test_memory_that_runs_out_early(tmp_path, capsys, without_limit, more):
         assert [line["step"] for line in metrics_of(folder)] == [0, 1, 2]
 
 
-def test_memory_that_runs_out_in_an_update(monkeypatch, capsys, without_limit):
-    """The third one gets a third of what the second one took: its micro-batches become smaller."""
-    took = []
-
-    def update(*given, real=train.update):
-        before = reserved()
-        filler = []                                          # of the allocator's fragments, too
-        if len(took) == 2:
-            limit_memory(before)
-            with contextlib.suppress(torch.OutOfMemoryError):
-                while True:
-                    filler.append(torch.empty(2**21, dtype=torch.uint8, device=CUDA))
-            del filler[:int(0.3 * took[1]) >> 21]
-        torch.cuda.reset_peak_memory_stats()
-        metrics = real(*given)
-        took.append(torch.cuda.max_memory_reserved() - before)
-        return metrics
-
-    monkeypatch.setattr(train, "update", update)
-    metrics, _ = run(*SHORT, "--device=cuda", "--prompts-per-step=16", "--group-size=32",
-                     "--steps=1", "--micro-batch-tokens=16384", "--updates-per-rollout=3")
-    assert len(took) == 3
-    assert not metrics[1]["skipped_updates"] and not fell_back()
-    assert "--micro-batch-tokens" in capsys.readouterr().out
-
-
 def test_memory_is_what_was_counted():
     """Two steps of a model whose cache of keys and values is a fifth of the whole."""
     size = dict(hidden=1536, ffn=3072, kv_heads=12, vocab=8192)
@@ -587,7 +566,7 @@ def test_memory_is_what_was_counted():
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
                           timeout=LIMIT, env={**os.environ, "SOFTGPU_VALUES": "sizes"})
     share, = re.findall(r"live peak .* GB \((\d+)% of the count\)", well_ended(done))
-    assert abs(int(share) - 100) <= 8
+    assert 88 <= int(share) <= 104       # an H100 took 91% for all of Qwen2.5-1.5B, too
 
 
 def test_what_first_run_counts(capsys):

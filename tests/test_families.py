@@ -65,6 +65,7 @@ STATEFUL = {
     "jamba": dict(EXPERTS, num_experts=2, mamba_d_state=4, attn_layer_period=2, attn_layer_offset=1,
                   use_mamba_kernels=False),
     "qwen3_next": dict(MIXERS, num_experts=4, head_dim=8, shared_expert_intermediate_size=32)}
+ENCODERS = ("bert", "roberta", "electra")                # transformers opens them as causal models
 PROMPTS = ["w3 w9 w4 w33 w17", "w5 w60 w21 w8 w8 w40 w13 w3 w7"]
 SIZES = [(5, 6), (5, 1), (5, 3), (9, 7), (9, 4)]         # of the rows: prompt, answer
 GROUPS = torch.tensor([0, 0, 0, 1, 1])
@@ -72,7 +73,7 @@ GROUPS = torch.tensor([0, 0, 0, 1, 1])
 
 @lru_cache(maxsize=2)
 def family(name, **how):
-    changes = dict({**FAMILIES, **STATEFUL}[name])
+    changes = dict({**FAMILIES, **STATEFUL}.get(name, {}))
     return small_model(changes.pop("type", name), std=0.1, **how, **changes)
 
 
@@ -169,10 +170,18 @@ def test_greedy_answers(name):
     torch.testing.assert_close(rollout.logprobs, expected.detach(), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", STATEFUL)
-def test_a_model_with_a_state_is_refused_in_one_line(name, tmp_path):
+@pytest.mark.parametrize("name, reason", [*((name, "keep a state") for name in STATEFUL),
+                                          *((name, "are encoders") for name in ENCODERS)])
+def test_what_cannot_be_sampled_from_is_refused_in_one_line(name, reason, tmp_path):
     tokenizer = make_tokenizer(eos_token="<end>", chat_template="{{ messages[0].content }}")
     tokenizer.save_pretrained(tmp_path)
     family(name).save_pretrained(tmp_path)
-    with value_error(f"{name} models keep a state"):
+    with value_error(f"{name} models {reason}"):
         sample.open_policy(str(tmp_path))
+
+
+def test_no_family_looks_ahead():
+    """In half precision rounding must not look like it."""
+    for name in FAMILIES:
+        for model in (family(name), copy.deepcopy(family(name)).bfloat16()):
+            assert not sample.looks_ahead(model), name

@@ -1,30 +1,62 @@
-"""[E] [F] loss.py: worked numbers, the loss against its formula, the KL, variants, masks."""
-import itertools
+"""[E] [F] loss.py: the clipped objective and the KL penalty.
+
+It promises that `plain_loss` is the formula word for word; that `grpo_loss` is the same loss, and
+each of its variants that of its paper, with exact gradients and metrics; that what is masked
+changes nothing; and that the losses of micro-batches add up to that of the batch.
+"""
 import math
 from functools import partial
 from types import SimpleNamespace
 import pytest
 import torch
-from conftest import seeded, value_error
-from loss import (AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS, gradient_coefficient, grpo_loss,
-                  kl_estimate, next_kl_coef, plain_loss, tis_weight)
+from checks import pairwise, same, seeded, value_error
+from loss import (AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS, clipped_objective,
+                  gradient_coefficient, grpo_loss, kl_estimate, next_kl_coef, plain_loss,
+                  tis_weight)
+
+
+def test_by_hand():
+    """One answer of two tokens with A = -1.4321, and the reference half a nat away."""
+    old = torch.tensor([[-1.00, -1.00]])
+    new = torch.tensor([[-0.75, -1.30]])                  # log-ratios +0.25 -0.30
+    ref = torch.tensor([[-0.25, -1.80]])                  # d = +0.50 -0.50
+    A = torch.tensor([-1.4321])
+    J, clipped = clipped_objective(new - old, A, 0.2, 0.2)
+    # ratios 1.2840 0.7408, times A -1.8388 -1.0609; clipped to 1.2 and 0.8: -1.7185 -1.1457
+    assert J[0].tolist() == pytest.approx([-1.8388, -1.1457], abs=1e-4)       # the smaller ones
+    assert clipped.tolist() == [[False, True]]
+    KL = kl_estimate(new, ref)                            # e^0.5 - 0.5 - 1 and e^-0.5 + 0.5 - 1
+    assert KL[0].tolist() == pytest.approx([0.148721, 0.106531], abs=1e-6)
+    loss = plain_loss(new, old, ref, A, torch.tensor([[True, True]]))
+    assert float(loss) == pytest.approx((1.8388 + 1.1457) / 2 + 0.04 * 0.127626, abs=1e-4)
+
+
+# --------------------------------------------------------------------------------------------------
+# A reader may stop here. What follows: the loss against its formula, estimates, variants, masks.
 
 LIMIT = 11  # max_new_tokens
-
-
 doubles = partial(torch.tensor, dtype=torch.float64)
-close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 
 
-def every(*options):
-    return list(itertools.product(*options))
+def close(found, expected, name="it"):
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12,
+                               msg=lambda said: f"{name}: {said}")
+
+
+def agree(what, **sides):
+    """Several ways to compute one thing; the message names those with which no other agrees."""
+    def is_close(a, b):
+        return torch.allclose(a, b, rtol=1e-12, atol=1e-12)
+
+    alone = [name for name, value in sides.items()
+             if sum(is_close(value, other) for other in sides.values()) == 1]
+    assert not alone, f"{what}: off is {' and '.join(alone)} of {sides}"
 
 
 def gradient(value, leaf):
     return torch.autograd.grad(value, leaf, retain_graph=True)[0]
 
 
-# --- The loss, its gradient and its metrics against the formulas, token by token on scalars -------
 NAMES = ("logprobs", "old_logprobs", "ref_logprobs", "advantages", "mask")
 
 
@@ -60,16 +92,15 @@ def reference_terms(logprobs, old, ref, advantages, mask, clip_eps=0.2, clip_eps
         for t in tokens:
             A = advantages[n] if advantages.ndim == 1 else advantages[n, t]
             pi, pi_old, pi_ref = (x[n, t].exp() for x in (logprobs, old, ref))
-            w = pi / pi_old
-            if ratio == "sequence":
-                w = torch.exp(sum(logprobs[n, u] - old[n, u] for u in tokens) / L)
+            w = {"token": pi / pi_old, "sequence": torch.exp(
+                sum(logprobs[n, u] - old[n, u] for u in tokens) / L)}[ratio]
             above = bool(w > high)
             below = bool(w < low)
             if objective == "clip":
                 bounded = low if below else high if above else w
                 J = w * A if w * A <= bounded * A else bounded * A
                 below, above = bool(below and A < 0), bool(above and A > 0)
-            else:
+            elif objective == "cispo":
                 J = min(float(w.detach()), high) * A * torch.log(pi)
                 below = False
             if sampler_logprobs is not None:
@@ -77,11 +108,19 @@ def reference_terms(logprobs, old, ref, advantages, mask, clip_eps=0.2, clip_eps
             k1, k3 = torch.log(pi / pi_ref), pi_ref / pi - torch.log(pi_ref / pi) - 1
             kl = {"k1": k1, "k2": k1**2 / 2, "k3": k3, "k3_corrected": pi / pi_old * k3}
             terms[n, t] = SimpleNamespace(J=J, below=below, above=above, kl=kl[kl_estimator], w=w,
-                                          L=L)
+                                          L=L, A=float(A), pull=float((pi_ref / pi).detach()) - 1)
     return terms
 
 
+# The words that reference_terms and reference know, in whatever option they stand
+KNOWN = ("sequence", "token", "constant", "clip", "cispo", "k1", "k2", "k3", "k3_corrected")
+
+
 def reference(*data, kl_coef=0.04, aggregate="sequence", **options):
+    """-> the loss and its metrics, as grpo_loss gives them."""
+    for word in (aggregate, *options.values()):
+        if isinstance(word, str) and word not in KNOWN:
+            pytest.fail(f"no formula here for {word!r}: write it into reference_terms")
     N = len(data[4])
     terms = reference_terms(*data, **options).values()
     below = sum(term.below for term in terms) / len(terms)
@@ -98,7 +137,10 @@ def reference(*data, kl_coef=0.04, aggregate="sequence", **options):
     return loss, {"loss": float(loss.detach()), "policy_loss": float(policy_loss.detach()),
                   "approx_kl": float(kl.detach()), "clip_fraction": below + above,
                   "clip_fraction_low": below, "clip_fraction_high": above,
-                  "ratio_mean": float(sum(term.w for term in terms).detach() / len(terms))}
+                  "ratio_mean": float(sum(term.w for term in terms).detach() / len(terms)),
+                  "positive_advantages": sum(term.A > 0 for term in terms) / len(terms),
+                  "gradient_coefficient": sum(term.A + kl_coef * term.pull
+                                              for term in terms) / len(terms)}
 
 
 @pytest.mark.parametrize("options", [{}, dict(clip_eps=0.1, kl_coef=0.3), dict(kl_coef=0)])
@@ -106,33 +148,43 @@ def reference(*data, kl_coef=0.04, aggregate="sequence", **options):
 def test_the_definition(seed, options):
     data = batch(seed)
     data[4][:, seed] = True  # every row has a token
-    value = plain_loss(*data, **options)
+    plain = plain_loss(*data, **options)
     terms, _ = reference(*data, **{"clip_eps": 0.2, **options})
     general, metrics = grpo_loss(*data, **options)
     assert 0 < float(metrics["clip_fraction"]) < 1
-    for other in (terms, general):
-        close(other, value)
-        close(gradient(other, data[0]), gradient(value, data[0]))
+    agree("loss", plain_loss=plain, grpo_loss=general, reference=terms)
+    agree("gradient", plain_loss=gradient(plain, data[0]), grpo_loss=gradient(general, data[0]),
+          reference=gradient(terms, data[0]))
 
 
-@pytest.mark.parametrize("clip_eps_high, sampler_cap", [(None, None), (0.28, None), (0.28, 1.2)])
-@pytest.mark.parametrize("aggregate, ratio, kl_estimator, objective",
-                         every(AGGREGATES, RATIOS, KL_ESTIMATORS, OBJECTIVES))
-def test_the_formula(aggregate, ratio, kl_estimator, objective, clip_eps_high, sampler_cap):
+def test_the_reference_says_what_it_does_not_know():
+    with pytest.raises(pytest.fail.Exception, match="no formula here for 'reinforce'"):
+        reference(*batch(), objective="reinforce")
+
+
+@pytest.mark.parametrize("words", pairwise(
+    AGGREGATES, RATIOS, KL_ESTIMATORS, OBJECTIVES,
+    [(None, None), (0.28, None), (0.28, 1.2)]), ids=str)
+def test_the_formula(words):
+    """The loss, its gradient and its metrics against the formulas, token by token on scalars."""
+    aggregate, ratio, kl_estimator, objective, (clip_eps_high, sampler_cap) = words
     options = dict(clip_eps=0.1, kl_coef=0.3, clip_eps_high=clip_eps_high, aggregate=aggregate,
                    kl_estimator=kl_estimator, ratio=ratio, objective=objective)
     for seed, per_token in ((0, False), (1, True)):
-        data = batch(seed, rows=5, width=5, per_token=per_token)
+        data = batch(seed, rows=7, width=5, per_token=per_token)
         logprobs, old, _, advantages, mask = data
-        with torch.no_grad():  # one row is above the clip, one is inside
-            logprobs[0] = old[0] + 0.5
-            logprobs[2] = old[2]
+        with torch.no_grad():
+            logprobs[0] = old[0] + 0.5                    # above the clip
+            logprobs[2] = old[2]                          # inside
+            logprobs[5] = old[5] - 0.5                    # below
+            logprobs[6] = old[6] + 0.3
         advantages[0].abs_()
-        advantages[4] = 0  # never clipped
-        mask[[0, 2]] = True
+        advantages[4] = 0                                 # never clipped
+        mask[[0, 2, 5]] = True
+        mask[6] = torch.arange(5) == 3                    # an answer of one token
         if sampler_cap:
-            sampler = sampler_of(data[1])
-            capped = (data[1] - sampler).exp()[data[4]] > sampler_cap
+            sampler = sampler_of(old)
+            capped = (old - sampler).exp()[mask] > sampler_cap
             assert capped.any() and not capped.all()
             options |= dict(sampler_logprobs=sampler, sampler_cap=sampler_cap)
         expected, expected_metrics = reference(*data, **options)
@@ -140,14 +192,14 @@ def test_the_formula(aggregate, ratio, kl_estimator, objective, clip_eps_high, s
         assert metrics.keys() == expected_metrics.keys() and metrics["loss"] == value
         for metric in metrics.values():
             assert metric.shape == () and metric.dtype == torch.float64 and not metric.requires_grad
-        close(value, expected)
-        close(gradient(value, data[0]), gradient(expected, data[0]))
+        close(value, expected, "grpo_loss against the reference")
+        close(gradient(value, logprobs), gradient(expected, logprobs), "the gradient of grpo_loss")
         for name, number in expected_metrics.items():
             assert float(metrics[name]) == pytest.approx(number, rel=1e-12, abs=1e-12), name
-        assert 0 < metrics["clip_fraction"] < 1  # both branches were taken
+        assert 0 < metrics["clip_fraction"] < 1           # both branches were taken
 
 
-@pytest.mark.parametrize("aggregate, ratio", every(AGGREGATES, RATIOS))
+@pytest.mark.parametrize("aggregate, ratio", pairwise(AGGREGATES, RATIOS))
 def test_float32_stays_float32(aggregate, ratio):
     options = dict(aggregate=aggregate, ratio=ratio, max_new_tokens=LIMIT, kl_coef=0.3)
     value, metrics = grpo_loss(*batch(dtype=torch.float32), **options)
@@ -196,8 +248,8 @@ def test_the_expected_penalty_and_its_gradient(estimator, off_policy, is_the_kl,
     mean = (log_old.exp() * kl_estimate(log_pi, log_ref, estimator, log_old)).sum()
     distances = [(name == has_gradient_of, (gradient(mean, theta) - exact).abs().max())
                  for name, exact in gradients.items()]
-    for same, distance in (*distances, (is_the_kl, (mean - kl).abs())):
-        assert distance < 1e-12 if same else distance > 0.01
+    for is_it, distance in (*distances, (is_the_kl, (mean - kl).abs())):
+        assert distance < 1e-12 if is_it else distance > 0.01
 
 
 def test_no_penalty_needs_no_reference():
@@ -235,7 +287,7 @@ def test_next_kl_coef_is_never_negative_and_never_stuck():
 
 
 # --- [E] Variants ---------------------------------------------------------------------------------
-@pytest.mark.parametrize("ratio, objective", every(RATIOS, OBJECTIVES))
+@pytest.mark.parametrize("ratio, objective", pairwise(RATIOS, OBJECTIVES))
 def test_a_ratio_beyond_float32_stays_finite(ratio, objective):
     """exp(200) is inf, and inf * 0 would be NaN in a row whose advantage is 0."""
     logprobs = torch.tensor([[-1.0], [-1.0]], requires_grad=True)
@@ -275,7 +327,7 @@ def batch_and_loss(aggregate, ratio, kl_estimator, objective, **shape):
     return (*data, sampler_of(data[1])), loss_of
 
 
-@pytest.mark.parametrize("options", every(AGGREGATES, RATIOS, KL_ESTIMATORS, OBJECTIVES),
+@pytest.mark.parametrize("options", pairwise(AGGREGATES, RATIOS, KL_ESTIMATORS, OBJECTIVES),
                          ids=" ".join)
 def test_what_is_masked_does_not_matter(options):
     clean, loss_of = batch_and_loss(*options, per_token=True)
@@ -284,8 +336,8 @@ def test_what_is_masked_does_not_matter(options):
     expected_gradient = gradient(expected, clean[0])
     assert expected.isfinite() and not expected_gradient[~mask].any()
     together = (0, 1, 2, 3, 5)  # NaN in one tensor at a time; everything else in all five
-    cases = every((math.nan,), [(place,) for place in together])
-    cases += every((math.nan, math.inf, -math.inf, 1e30), (together,))
+    cases = [(math.nan, (place,)) for place in together]
+    cases += [(garbage, together) for garbage in (math.nan, math.inf, -math.inf, 1e30)]
     for garbage, places in cases:
         data = list(clean)
         for place in places:
@@ -293,17 +345,17 @@ def test_what_is_masked_does_not_matter(options):
         data[0] = data[0].detach().requires_grad_()
         value, metrics = loss_of(*data)
         assert value == expected and metrics == expected_metrics
-        assert torch.equal(gradient(value, data[0]), expected_gradient)
+        same(gradient(value, data[0]), expected_gradient, f"the gradient with {garbage}")
     # Of a batch without tokens nothing is left
     nothing, metrics = loss_of(*clean[:4], mask & False, clean[5])
     assert nothing == 0 and not gradient(nothing, clean[0]).any()
     assert all(metric == 0 for metric in metrics.values())
 
 
-@pytest.mark.parametrize("options", every(AGGREGATES, RATIOS, ("k3", "k3_corrected"), OBJECTIVES),
-                         ids=" ".join)
-@pytest.mark.parametrize("per_token", [False, True])
-def test_micro_batches_add_up(options, per_token):
+@pytest.mark.parametrize("words", pairwise(
+    AGGREGATES, RATIOS, ("k3", "k3_corrected"), OBJECTIVES, [False, True]), ids=str)
+def test_micro_batches_add_up(words):
+    *options, per_token = words
     data, loss_of = batch_and_loss(*options, rows=9, per_token=per_token)
     value, metrics = loss_of(*data)
     whole = {"value": value.detach(), "gradient": gradient(value, data[0]), **metrics}
@@ -314,7 +366,7 @@ def test_micro_batches_add_up(options, per_token):
             found = {"value": part.detach(), "gradient": gradient(part, data[0]), **metrics}
             totals = {name: totals[name] + number for name, number in found.items()}
         for name, number in whole.items():
-            close(totals[name], number)
+            close(totals[name], number, name)
 
 
 # --- Refusals, and the script ---------------------------------------------------------------------

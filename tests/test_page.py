@@ -78,7 +78,7 @@ def test_the_numbers_are_those_of_the_policy_now_and_as_it_drew(more, folder, tm
     found = [float(title) for title in page.titles[:len(expected)]]
     assert found == pytest.approx(expected, abs=1e-4) and len(found) > 1
     text = "".join(page.texts)
-    assert {"eval_accuracy", "grad_norm", "clip_fraction"} < set(page.texts)
+    assert {"eval_accuracy", "grad_norm", "held-out accuracy", "gradient norm"} < set(page.texts)
     assert first["step"] == 1 and more_groups[-1]["step"] == 2
     for group in groups:
         assert group["question"] in text and f"true answer: {group['truth']}" in text
@@ -87,8 +87,8 @@ def test_the_numbers_are_those_of_the_policy_now_and_as_it_drew(more, folder, tm
     assert f"train.py {' '.join(words)}" in text          # the command that wrote the page
     run = restored(folder)
     i = max(range(2), key=lambda i: run.after[i][1] - run.before[i][1])
-    assert (f"question  {run.eval_problems[i]['question']}\nbefore    {run.before[i][0]}\n"
-            f"after     {run.after[i][0]}\n") in text
+    cards = [run.eval_problems[i]["question"], run.before[i][0], run.after[i][0]]
+    assert [shown for shown in page.texts if shown in cards][:3] == cards
 
 
 def test_a_run_without_a_page_learns_the_same(folder, tmp_path):
@@ -110,9 +110,9 @@ def section(word="w", advantages=(1.5, -1.5, 0.0, 6.0)):
 
 def test_a_bar_points_the_way_of_its_advantage():
     text, rollout = section()
-    right, left = text.index("width:25.0%;margin-left:50%"), text.index("margin-left:25.0%")
+    right, left = text.index("--A:1.50"), text.index("--A:-1.50")  # the style draws them
     assert text.index("A +1.50") < right < text.index("A -1.50") < left
-    assert "width:50" in text and len(Tags(text).titles) == rollout.mask.sum()
+    assert len(Tags(text).titles) == rollout.mask.sum()
     # Where tokens have advantages of their own, a row has their mean.
     per_token = torch.arange(rollout.mask.numel()).view(rollout.mask.shape) / 10
     means = [f"{per_token[n][own].mean():+.2f}" for n, own in enumerate(rollout.mask)]
@@ -137,7 +137,7 @@ def test_groups_that_teach_are_shown_of_steps_that_double(tmp_path):
 
 
 def figure(points, last=10):
-    text = train.figure_of_curve("name", points, last)
+    text = train.figure_of_curve("metric", "title", points, last)
     numbers = re.findall(r"[\d.]+", re.search(r'points="([^"]*)"', text)[1])
     return text, [*zip(map(float, numbers[::2]), map(float, numbers[1::2]))]
 
@@ -148,11 +148,56 @@ def test_a_curve_between_its_axes():
     assert middle[0] == (left[0] + right[0]) / 2 > left[0]
     for label in ("0.25 → 0.125", ">step 0<", ">10<"):
         assert label in text
-    top, bottom = (int(re.search(rf'y="(\d+)">{value}<', text)[1]) for value in (0.5, 0.125))
-    assert top < bottom and len(figure([(n, n % 7) for n in range(5000)], 5000)[1]) == 120
+    top, bottom = (int(re.search(rf'y="(\d+)">{value}<', text)[1]) for value in (0.5, 0))
+    assert top < bottom
     for value in (0.0, 0.1, 1e-30, 1e17, -1e38):          # a flat curve
         heights = {y for _, y in figure([(n, value) for n in range(1000)], 1000)[1]}
-        assert heights == {right[1]}
+        assert heights == {middle[1] if value > 0 else 78.0}
+    dot = re.search('class="dot" points="([^ "]*) ', figure([(0, 1.0)])[0])[1]
+    assert dot == "50.0,2.0"                              # one point is a dot
+
+
+def run_of(*history):
+    run = train.Run()
+    run.history = [{"step": step, **metrics} for step, metrics in enumerate(history)]
+    return run
+
+
+def test_what_says_nothing_is_left_out():
+    run = run_of({"eval_reward": 0.5, "eval_accuracy": 0.0},
+                 {"accuracy": 0.0, "reward_mean": 0.5, "clip_fraction": 0.0, "approx_kl": None,
+                  "reward/a": 0.5, "reward/b": 0.0, "grad_norm": 1.0, "lr": 1.0, "mine": 0.5})
+    told = [metric for metric, _, _ in train.curves_of(run)]
+    assert told == ["eval_reward", "reward/a", "reward/b", "reward_mean", "grad_norm", "mine"]
+    del run.history[0]["eval_reward"]                     # an accuracy of 0 is a score, too
+    assert [metric for metric, _, _ in train.curves_of(run)][:2] == ["eval_accuracy", "reward/a"]
+
+
+def test_first_and_last_numbers_are_means_of_five_steps():
+    def ends(n, name="grad_norm"):
+        (_, _, points), = train.curves_of(run_of({}, *({name: float(i)} for i in range(n))))
+        return points[0][1], points[-1][1], len(points)
+
+    assert ends(20) == (2, 17, 4) and ends(20, "eval_accuracy") == (0, 19, 20)
+    assert ends(2) == (0, 1, 2) and ends(1) == (0, 0, 1) and ends(9)[::2] == (2, 2)
+    assert ends(1000)[2] == 40
+
+
+def test_a_new_metric_needs_no_second_place(folder):
+    """All that a step returns is known to the page, or hidden on purpose, or shown."""
+    run = restored(folder)
+    told = {metric for metric, _, _ in train.curves_of(run)} | {*train.TITLES, *train.UNTOLD}
+    assert set(run.history[-1]) <= told
+    run.history[-1]["mine"] = 0.25
+    assert train.curves_of(run)[-1] == ("mine", "mine", [[2, 0.25]])
+
+
+def test_a_run_that_is_stopped_early_says_so(folder):
+    assert "Held-out accuracy" in page(folder, "word") and "gained most" in page(folder, "word")
+    stopped = restored(folder)
+    stopped.history = stopped.history[:2]                 # no evaluation but the first
+    text = train.page_of(stopped, "", settings(*SMALL))
+    assert "<h1>Stopped before the second evaluation" in text and "gained most" not in text
 
 
 def page(folder, word, steps=9, signal=0):

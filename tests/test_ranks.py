@@ -7,9 +7,9 @@ import traceback
 import pytest
 import torch
 import torch.distributed.run
-from conftest import (FEW, MINE, assert_same_run, begin, checkpoint_of, metrics_of, one_line_of,
-                      parts, raises, rollout_of, run_in, same_tensors, small_model, snapshot,
-                      trained, trains, well_ended)
+from conftest import (FEW, LIMIT, MINE, assert_same_run, begin, checkpoint_of, metrics_of,
+                      one_line_of, parts, raises, rollout_of, run_in, same_tensors, small_model,
+                      snapshot, trained, trains, well_ended)
 from safetensors.torch import load_file, save_file
 from torch.distributed import TCPStore
 from torch.distributed.fsdp import FSDPModule
@@ -108,7 +108,7 @@ def test_a_fault_of_one_rank_ends_both_at_once(tmp_path, stage, fault):
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(20)
+        process.join(LIMIT)
         process.kill()
     text = log.read_text()
     assert [process.exitcode for process in ranks] == [2, 2], text
@@ -180,7 +180,7 @@ def test_gradients_of_bfloat16_are_summed_in_float32(tmp_path):
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(240)
+        process.join(LIMIT)
     model = small_model("qwen2").bfloat16()
     backward_of(model, 1)
     found = load_file(tmp_path / "found.safetensors")

@@ -1,11 +1,13 @@
 """The README's claims: names, commands, worked numbers, flags, the layout."""
+import ast
 import dataclasses
 import importlib
+import inspect
 import re
 import shlex
 import subprocess
 import pytest
-from conftest import ROOT
+from conftest import ROOT, metrics_of, trains
 import train
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -101,6 +103,47 @@ def test_printed_numbers(run_here):
     assert all(number.lstrip("+") in out for number in numbers)
 
 
+PLAIN = {"sample": "plain_answer", "reward": "rule_reward", "advantage": "plain_advantages",
+         "logprob": "plain_logprobs", "loss": "plain_loss", "train": "plain_step"}
+
+
+@pytest.mark.parametrize("file, name", PLAIN.items())
+def test_at_most_15_plain_lines(file, name):
+    tree = ast.parse(inspect.getsource(getattr(importlib.import_module(file), name)))
+    [function] = tree.body
+    lines = {node.lineno for statement in function.body[1:]          # after the docstring
+             for node in ast.walk(statement) if hasattr(node, "lineno")}
+    assert 1 <= len(lines) <= 15
+
+
+def test_without_flags_the_loss_is_the_papers():
+    """RESULTS' "none: our defaults", here in numbers and words; and that grpo_loss has the same."""
+    paper = {"clip_eps": 0.2, "kl_coef": 0.04, "kl_estimator": "k3", "aggregate": "sequence",
+             "ratio": "token", "objective": "clip", "clip_eps_high": None}
+    ours = vars(train.Settings())
+    assert {name: ours[name] for name in paper} == paper
+    assert (ours["advantage"], ours["scale_by_std"]) == ("group", True)
+    options = inspect.signature(train.grpo_loss).parameters
+    assert {name: options[name].default for name in paper} == paper
+    *_, table = re.findall(r"\| who \| what they do \| flags \|\n((?:\|.*\n)+)", RESULTS)
+    given = re.findall("`(--[^`]+)` ?,? ?(?:or|\\|)", table)
+    assert len(given) >= 3 and all(train.parse(flags.split()) for flags in given)
+
+
+def test_the_first_steps_of_the_default_run(tmp_path):
+    """The row of step 1 in "Reading a run", and the first of the way from 0.059 to 1.000."""
+    trains("--steps=6", "--eval-every=6", "--no-page", f"--output={tmp_path}")
+    start, first, *_, last = metrics_of(tmp_path)
+    table = README[README.index("| step | reward |"):]
+    names = ("reward_mean", "accuracy", "loss", "policy_loss", "approx_kl", "grad_norm",
+             "zero_variance_groups")
+    row = re.search(r"^\| 1 \| (.*) \|$", table, flags=re.M)[1].replace("−", "-").split(" | ")
+    found = [first[name] for name in names]
+    assert found == pytest.approx(list(map(float, row)), abs=0.01)
+    assert f"accuracy        {start['eval_accuracy']:.3f} ▁" in README
+    assert last["eval_accuracy"] > 0.8                    # 0.941 was measured
+
+
 def block(language, after):
     return re.search(rf"```{language}\n(.*?)```", README[README.index(after):], re.DOTALL)[1]
 
@@ -116,7 +159,7 @@ def test_ones_own_task_learns(monkeypatch, tmp_path, capsys):
     for line in block("text", "## Your own task").splitlines():
         name, low, _, high = re.match(r"(\S+ ?\S+)\s{2,}(\S+) (\S+) (\S+)", line).groups()
         found, = [shown for shown in out if shown.startswith(name)]
-        numbers = re.findall(r"\d+\.\d+", found)
+        numbers = re.findall(r"[\d.]+", found)
         assert numbers[0] == low and float(numbers[1]) == pytest.approx(float(high), abs=0.05)
 
 

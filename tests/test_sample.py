@@ -1,10 +1,16 @@
-"""[A] sample.py: the loop against its definition, log-probs against [D], rows, draws, variants."""
+"""[A] sample.py: G answers to every prompt, drawn token by token from the policy itself.
+
+It promises that a draw is softmax(logits / temperature) at a random number; that the fast loops
+draw what `plain_answer` draws; that the ids and log-probs of a Rollout are those that were drawn,
+and nothing else is labelled; and that an answer depends on its own random numbers alone.
+"""
 import copy
 import json
 import math
 import shutil
 from dataclasses import fields, replace
 from functools import partial
+from types import SimpleNamespace
 import huggingface_hub
 import pytest
 import torch
@@ -16,6 +22,34 @@ import sample
 from logprob import token_logprobs
 from sample import (IGNORE, Rollout, draw, joined, plain_answer, sample_around,
                     sample_conversations, sample_groups, uniform_numbers)
+
+
+class ThreeWords(torch.nn.Module):
+    """Of three words it says 0, 1, 2 with chances 0.2, 0.5, 0.3, whatever was said before."""
+    device = "cpu"
+
+    def forward(self, ids):
+        logits = torch.tensor([0.2, 0.5, 0.3]).log()
+        return SimpleNamespace(logits=logits.expand(*ids.shape, 3))
+
+
+def test_by_hand():
+    """The running sums are 0.2, 0.7, 1.0: the first that exceeds the random number is drawn."""
+    u = torch.tensor([0.1, 0.2, 0.69, 0.71, 0.99], dtype=torch.float64)
+    ids, logprobs = plain_answer(ThreeWords(), [0, 1], u, 1.0, ends=[])
+    assert ids == [0, 1, 1, 2, 2]
+    assert logprobs == pytest.approx([-1.60944, -0.69315, -0.69315, -1.20397, -1.20397], abs=1e-5)
+    ids, _ = plain_answer(ThreeWords(), [0, 1], u, 1.0, ends=[1])     # it ends with its end token
+    assert ids == [0, 1]
+    # At temperature 0.5 the chances are 0.04, 0.25, 0.09 over 0.38; the sums 0.105, 0.763, 1
+    logits = torch.tensor([[0.2, 0.5, 0.3]]).log().expand(5, 3)
+    tokens, logprobs = draw(logits, 0.5, u)
+    assert tokens.tolist() == [0, 1, 1, 1, 2]
+    assert logprobs.exp().tolist() == pytest.approx([0.10526, *3 * [0.65789], 0.23684], abs=1e-5)
+
+
+# --------------------------------------------------------------------------------------------------
+# A reader may stop here. What follows: the loops, the rows, end tokens, variants, prompts, folders.
 
 V, PAD, END = SMALL["vocab_size"], 0, 1
 ENDS = [END, 7, 40, 41, 42, 43]
@@ -80,8 +114,9 @@ def assert_logprobs(model, rollout, temperature=1.0, atol=1e-4):
 
 
 # --- The definition, and log-probs; test_families.py decodes greedily -----------------------------
-@pytest.mark.parametrize("temperature, T", [(1.0, 1), (0.7, 16), (1.8, 16)])
-@pytest.mark.parametrize("name, plain", [("qwen2", True), *((name, False) for name in FAMILY)])
+@pytest.mark.parametrize("name, plain, temperature, T", [
+    ("qwen2", True, 1.0, 1), ("qwen2", True, 0.7, 16), ("qwen2", False, 1.0, 1),
+    *((name, False, temperature, 16) for name, temperature in zip(FAMILY, 4 * [0.7, 1.8]))])
 def test_the_loop_draws_what_the_definition_draws(monkeypatch, name, plain, temperature, T):
     """The same random numbers give the same ids, though all rows are drawn at once; in float64."""
     model = member(name)

@@ -1,4 +1,9 @@
-"""[G][H] train.py: the step, the loop, the flags, the files of a run."""
+"""[G] [H] train.py: sample, score, normalise, update; and again.
+
+It promises that `train_step` moves the weights as `plain_step` does; that each metric is what its
+name says; that an update which is not finite, or of a sampler that is off, moves no weight; and
+that the loop asks its own problems, evaluates and saves when it should, and leaves its files.
+"""
 import copy
 import functools
 import json
@@ -23,6 +28,26 @@ from advantage import group_advantages
 from logprob import IGNORE, micro_batches, token_logprobs
 from loss import grpo_loss
 from sample import sample_groups
+
+
+def test_by_hand():
+    """The first update of a rollout: every ratio is 1, the loss is 0, and its gradient is not."""
+    p = parts("--kl-coef=0", "--updates-per-rollout=1", "--lr=0.01", noise=0)
+    rewards = torch.tensor([1.0, 0, 0, 0, 1, 1, 0, 0])    # of two groups of four answers
+    metrics, rollout, (gradient_of_it,) = whole_step(p, lambda *_: rewards)
+    assert rollout.advantages.tolist() == pytest.approx(
+        [1.73205, -0.57735, -0.57735, -0.57735, 1, 1, -1, -1], abs=1e-5)
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=1e-6) and metrics["clip_fraction"] == 0
+    assert metrics["policy_loss"] == pytest.approx(0, abs=1e-6)       # -(mean of A) is 0
+    assert gradient_of_it.norm() > 0.1                    # -(mean of A grad log pi) is not
+    # [H] Fresh log-probs: what was right is now more likely, what was wrong less
+    logp, _ = logprobs_on_full_logits(p.policy_model, rollout, 1.0)
+    moved = ((logp - rollout.logprobs) * rollout.mask).sum(dim=1)
+    assert (moved * rollout.advantages).sum() > 0
+
+
+# --------------------------------------------------------------------------------------------------
+# A reader may stop here. What follows: the step, its metrics, the loop, the files of a run.
 
 SMALL = (*FEW, "--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=16",
          "--eval-limit=8", "--eval-every=2", "--warmup-steps=2")
@@ -250,17 +275,18 @@ def test_evaluation_is_its_definition(monkeypatch):
 
 
 # --- [H] The loop ---------------------------------------------------------------------------------
-def test_the_loop_warms_up_evaluates_and_saves_when_it_should():
-    run = loop("--warmup-steps=4", "--eval-every=2", "--save-every=3", "--updates-per-rollout=1")
-    assert run.rates == [m["lr"] for m in run.metrics[1:]]
+def test_the_loop_warms_up_evaluates_and_saves_when_it_should(tmp_path):
+    run = loop(tmp_path, "--warmup-steps=4", "--eval-every=2", "--save-every=3",
+               "--updates-per-rollout=1")
+    assert run.rates == [m["lr"] for m in run.history[1:]]
     assert run.rates == pytest.approx([0.001, 0.002, 0.003, 0.004, 0.004])
-    assert [m["step"] for m in run.metrics] == list(range(6))
-    assert [m["step"] for m in run.metrics if "eval_accuracy" in m] == [0, 2, 4, 5]
+    assert [m["step"] for m in run.history] == list(range(6))
+    assert [m["step"] for m in run.history if "eval_accuracy" in m] == [0, 2, 4, 5]
     assert run.checkpoints == [3, 5]
     assert len(run.before) == len(run.after) == 3 and run.before is not run.after
 
 
-def test_every_step_asks_its_own_problems_with_its_own_random_numbers():
+def test_every_step_asks_its_own_problems_with_its_own_random_numbers(tmp_path):
     drawn = []
 
     def spy(model, tokenizer, prompts, *how):
@@ -268,13 +294,13 @@ def test_every_step_asks_its_own_problems_with_its_own_random_numbers():
             drawn.append((prompts, how[3]))
         return sample_groups(model, tokenizer, prompts, *how)
 
-    run = loop("--system-prompt=", problems=PROBLEMS[:4], sampler=spy,
+    run = loop(tmp_path, "--system-prompt=", problems=PROBLEMS[:4], sampler=spy,
                reward_of=lambda *given: torch.arange(float(len(given[2].responses))))
     for (prompts, generators), (batch, rollout) in zip(drawn, run.samples, strict=True):
         assert prompts == batch.prompts and generators == batch.generators
         assert rollout.rewards.tolist() == [0, 1, 2, 3]
         assert rollout.advantages.tolist() == pytest.approx([-1, 1, -1, 1])
-    assert run.metrics[-1]["eval_reward"] == pytest.approx(1.0)
+    assert run.history[-1]["eval_reward"] == pytest.approx(1.0)
 
 
 def test_problems_and_random_numbers_follow_from_seed_step_and_round(tiny):
@@ -302,14 +328,14 @@ def test_problems_and_random_numbers_follow_from_seed_step_and_round(tiny):
 def test_the_bar_shows_trouble_first():
     written = []
     bar = SimpleNamespace(set_postfix_str=written.append, update=lambda: None)
-    metrics = {"step": 4, "reward_mean": 1.25, "accuracy": 0.5, "response_length_mean": 12.4,
-               "approx_kl": 0.0123}
     run = train.Run()
     run.history = [{"step": step, "eval_accuracy": x} for step, x in ((0, 0.125), (2, 0.75))]
+    run.history.append({"step": 4, "reward_mean": 1.25, "accuracy": 0.5, "approx_kl": 0.0123,
+                        "response_length_mean": 12.4, "reward/short": 0.0})
     for run.skipped, first in ((0, []), (3.0, ["3"])):
-        train.update_bar(bar, metrics, run)
+        train.update_bar(bar, run)
         numbers = re.findall(r"[\d.]+", written.pop())
-        assert numbers == [*first, "1.25", "0.50", "12", "0.012", "0.75"]
+        assert numbers == [*first, "0.75", "0", "1.25", "0.5", "12.4", "0.0123"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -383,6 +409,7 @@ def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
     run.eval_problems = [{"question": f"question {x}", "answer": x} for x in "1234"]
     run.before = [("\\boxed{1}", 0.9), ["\\boxed{9}", 0.1], ("\\boxed{9}", nan), ("", 0.0)]
     run.after = [("\\boxed{7}", 0.8), ["\\boxed{8}", 0.7], ("\\boxed{3}", nan), ("", 0.1)]
+    run.history = [{"step": 0, "eval_reward": 0.3}]
     train.print_story(run)
     out = capsys.readouterr().out
     assert "question  question 2\nbefore    \\boxed{9}\nafter     \\boxed{8}\ntruth     2" in out

@@ -62,17 +62,20 @@ def test_what_cannot_be_said_is_refused(capsys):
     assert "--max-turns" in refused(capsys, *SMALL, REPLY, "--max-turns=0")
 
 
-def test_half_of_a_group_goes_on_from_what_the_rule_finds_best(monkeypatch):
-    asked = []
-    monkeypatch.setattr(sample, "sample_around",
-                        lambda *how, **more: asked.append(more) or sample.sample_groups(*how))
+def test_half_of_a_group_goes_on_from_what_the_rule_finds_best():
+    """Of four answers two, best first; with two answers on, each begins with half of one."""
     p = parts("--around-best=2", "--group-size=8")
     _, rollout, _ = whole_step(p, reward_of=None)
-    assert len(rollout.responses) == 16 and asked[0].keys() == {"best", "rewards_of"}
-    assert len(asked) == 1 and asked[0]["best"] == 2
-    answer = f"\\boxed{{ {p.problems[1]['answer']} }}"
-    assert asked[0]["rewards_of"]([*"abcd", "e", answer, "g", "h"]).tolist() == [
-        0, 0, 0, 0, 0, 1.5, 0, 0]
+    assert len(rollout.responses) == 16
+    answers = sample.answer_ids_of(rollout)
+    for first in (0, 8):
+        rewards = rollout.rule_rewards[first:first + 4]
+        best = rewards.argsort(descending=True, stable=True)[:2].tolist()
+        assert rewards.unique().numel() > 1, "or nothing is better"
+        for i, fine in enumerate(answers[first + 4:first + 8]):
+            stem = answers[first + best[i // 2]]
+            stem = stem[:len(stem) // 2]
+            assert stem and fine[:len(stem)] == stem
 
 
 def test_shapley_shares_arrive():

@@ -30,6 +30,7 @@ from benchmark import QWEN, config_of, random_model, random_questions, word_toke
 from torch.profiler import ProfilerActivity, profile
 from transformers.utils import logging
 
+import logprob
 import sample
 import train
 
@@ -77,7 +78,7 @@ def print_counts():
 class Count:
     """What happened while something ran."""
 
-    launches: float      # of kernels and of graphs, memory copies left out
+    launches: float      # of kernels and of whole graphs, memory copies left out
     waits: float         # of the host for the card
     where: dict          # {line of the code: waits}
     rows: int = 0
@@ -110,14 +111,15 @@ def counted_by_software():
 
 def counted_by_torch(seen, caught):
     """torch warns of most waits, with the line of Python that made the host wait."""
-    names = [event.name for event in seen.events()]
-    kernels = sum(not name.startswith(("cuda", "Memcpy", "Memset")) for name in names)
+    # The calls of the host, such as cudaLaunchKernel, cuLaunchKernelEx and cudaGraphLaunch
+    names = [event.name for event in seen.events() if event.name.startswith("cu")]
+    launches = sum("Launch" in name for name in names)
     where = {}
     for warning in caught:
         if "synchroniz" in str(warning.message):
             place = f"{Path(warning.filename).name}:{warning.lineno}"
             where[place] = where.get(place, 0) + 1
-    return Count(kernels, sum(where.values()), where)
+    return Count(launches, sum(where.values()), where)
 
 
 def decoding(policy, tokenizer, short=24, long=88):
@@ -176,6 +178,8 @@ def print_memory(layers, flags):
     rows = train.memory(s, model, torch.device("cuda"))
     counted = rows[train.DEVICE] / GB
     policy = random_model(size, torch.device("cuda:0"), dtype)
+    if not s.plain:
+        logprob.use_fast_paths(policy)
     reference = copy.deepcopy(policy).requires_grad_(False) if s.kl_coef else None
     optimizer = train.make_optimizer(policy, s, reference)
     n = sum(p.numel() for p in policy.parameters())
