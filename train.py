@@ -697,20 +697,19 @@ def symptoms(history, answer=""):
 # Settings: every flag with its type, its default and its help. A config file overrides the
 # defaults, and the command line overrides both.
 
-HERE = Path(__file__).resolve().parent
+HERE = reward.HERE
 TINY = HERE / "tests" / "tiny"
 TINY_CONFIG = TINY / "grpo.json"
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
-def flag(default, help, head="", kept=True, **how):
+def flag(default, help, head="", **how):
     """A flag. Its annotation in Settings is argparse's `type`, a function that reads a word.
 
-    head: the heading of this flag and those below it. kept: whether config.json holds it, else it
-    is of one call only. how: for add_argument.
+    head: the heading of this flag and those below it. how: for add_argument.
     """
     how["help"] = help if default in (None, "") else f"{help} [{default}]"
-    return field(default=default, metadata={"head": head, "kept": kept, "how": how})
+    return field(default=default, metadata={"head": head, "how": how})
 
 
 def file(text):
@@ -807,14 +806,13 @@ class Settings:
     dtype: str = flag("auto", "dtype of the weights; auto: bfloat16 where it is fast",
                       choices=("auto", "float32", "bfloat16", "float16"))
     threads: number(int, 0, 1024) = flag(0, "CPU threads; 0: torch's choice; small models: 1")
-    config: file = flag("", "JSON, like a run's config.json", head="this call only", kept=False)
-    output: str = flag("", "folder of the run; default: runs/MODEL-TIME", kept=False)
-    resume: str = flag("", "continue the run in this folder; auto: in --output, or begin it there",
-                       kept=False)
-    eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop", kept=False)
-    trace: bool = flag(False, "print one step stage by stage, and stop", kept=False)
+    config: file = flag("", "JSON, like a run's config.json", head="this call only")
+    output: str = flag("", "folder of the run; default: runs/MODEL-TIME")
+    resume: str = flag("", "continue the run in this folder; auto: in --output, or begin it there")
+    eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop")
+    trace: bool = flag(False, "print one step stage by stage, and stop")
     dry_run: amount = flag(None, "print the memory a step needs, and stop; N: on a GPU of N GB",
-                           nargs="?", const=0.0, kept=False)
+                           nargs="?", const=0.0)
 
     @property
     def learning_rate(self):
@@ -833,6 +831,7 @@ class Settings:
 
 
 FIELDS = {setting.name: setting for setting in fields(Settings)}
+THIS_CALL = "config", "output", "resume", "eval_only", "trace", "dry_run"  # not in config.json
 
 
 def flag_of(name):
@@ -899,10 +898,12 @@ def parse(words):
 def tell_changes(given, began):
     """Print the flags that a resumed run changes. BadInput: one that is of another call."""
     for name, value in given.items():
-        if name not in ("resume", "dry_run") and not FIELDS[name].metadata["kept"]:
+        if name in ("resume", "dry_run"):
+            continue
+        if name in THIS_CALL:
             raise BadInput(f"{flag_of(name)}: does not go with --resume")
         old = getattr(began, name)
-        if value != old and name != "resume":
+        if value != old:
             print0(f"{flag_of(name)} {value}: the run began with {old}")
 
 
@@ -914,7 +915,7 @@ def read_config(file):
         if not isinstance(config, dict):
             raise ValueError("holds no JSON object")
         for name, value in config.items():
-            if name not in FIELDS or not FIELDS[name].metadata["kept"]:
+            if name not in FIELDS or name in THIS_CALL:
                 raise ValueError(f"{flag_of(name)} is no flag for a config file, where names are "
                                  "spelt like kl_coef")
             items = value if isinstance(value, list) else [value]
@@ -938,9 +939,9 @@ def load(s):
     reward_model = ref_model = optimizer = None
     sampler = sample_groups
     if s.reply:
-        reply = reward.own_reply_of(s.reply)
+        reply = reward.load_function("--reply", s.reply)
         talk = partial(sample.sample_conversations, reply=reply, max_turns=s.max_turns)
-        sampler = blame("--reply")(talk)
+        sampler = blame("--reply fails:")(talk)
     policy_model, tokenizer = load_policy(s)
     if s.reward_model:  # after the policy: from then on transformers prints nothing
         with blame(f"--reward-model {s.reward_model}: cannot be loaded:"):
@@ -1356,7 +1357,6 @@ def save_adapter(run, optimizer, s):
 WAYS = "offload", "gradient_checkpointing"
 PROMPT = 256  # tokens of a prompt that the count assumes
 DEVICE, HOST = "device memory", "host memory"  # the sums of a count
-GRADIENTS, ACTIVATIONS = "gradients, float32", "kept for the backward pass"
 ADVICE = ("to need less: lower --micro-batch-tokens, --prompts-per-step, --group-size or "
           "--max-new-tokens; or --gradient-checkpointing, --offload, --lora-rank 16, --kl-coef 0, "
           "--dtype bfloat16, a smaller --model, more GPUs (each holds a whole policy)")
@@ -1369,7 +1369,7 @@ def plan_memory(s):
     ways, counts, fitting = counted_ways(s)
     if s.eval_only:
         return ways[0]  # an evaluation has no step
-    way = fitting[0] if fitting else ways[-1]  # the last takes least on the device
+    way = fitting or ways[-1]  # the last takes least on the device
     count = counts[ways.index(way)]
     if not fitting:
         raise BadInput(f"--model {s.model}: a step needs about {count[DEVICE] / 1e9:.3g} GB of "
@@ -1385,7 +1385,7 @@ def plan_memory(s):
 
 
 def counted_ways(s):
-    """The ways that the flags allow, the fastest first: Settings, counts, and those that fit."""
+    """The ways that the flags allow, the fastest first: Settings, counts; the first that fits."""
     device, dtype = choose_device(s)
     tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)  # two groups
     if device.type == "cpu":  # which is fastest with what fits its cache
@@ -1408,9 +1408,10 @@ def counted_ways(s):
                     for way in ways for on in (False, True)]
     counts = [memory(way, model, device) for way in ways]
     # A tenth stays free, for workspaces of kernels and for fragments of the allocator.
-    fitting = [way for way, count in zip(ways, counts)
-               if all(count[kind] < 0.9 * free[kind] for kind in free)]
-    return ways, counts, fitting
+    for way, count in zip(ways, counts):
+        if all(count[kind] < 0.9 * free[kind] for kind in free):
+            return ways, counts, way
+    return ways, counts, None
 
 
 def memory(s, model, device):
@@ -1451,22 +1452,26 @@ def memory(s, model, device):
     count["logits of the draw"] = 12 * rows * shape.vocab
     logits = logprob.logits_at_a_time(s.micro_batch_tokens, shape.vocab)
     head = 4 * shape.vocab * shape.hidden  # in float32
-    update = {
-        GRADIENTS: 4 * trained + (largest if s.lora_rank else 0),  # LoRA: a master, too
-        ACTIVATIONS: s.micro_batch_tokens * kept * size,
-        "logits, their gradients": 12 * logits + (0 if s.lora_rank else head),
-    }
+    gradients = 4 * trained
+    of_logits = 12 * logits
+    if s.lora_rank:
+        gradients += largest  # a master, too
+    else:
+        of_logits += head
+    kept *= s.micro_batch_tokens * size
     if device.type == "cpu":
         # torch itself; of the head a float32 copy, or if it is tied a second gradient
         count["the program"] = 5e8 + head
         if rows * (PROMPT / s.group_size + s.answer_tokens) <= s.micro_batch_tokens:
             # In one backward pass gradients take the place of what was kept; in bfloat16 half do.
-            update[ACTIVATIONS] = max(0, update[ACTIVATIONS] - size * trained)
+            kept = max(0, kept - size * trained)
         else:
-            update[ACTIVATIONS] *= 1.15  # not all of one micro-batch fits where another was freed
+            kept *= 1.15  # not all of one micro-batch fits where another was freed
         if rows <= sample.FEW:  # a rollout's weights once more; it needs nothing of the update's
-            count["a rollout's packed weights"] = max(0, n * size - sum(update.values()))
-    count.update(update)
+            count["a rollout's packed weights"] = max(0, n * size - gradients - kept - of_logits)
+    count["gradients, float32"] = gradients
+    count["kept for the backward pass"] = kept
+    count["logits, their gradients"] = of_logits
     count[DEVICE] = count.total()
     count[HOST] = host + largest  # a checkpoint goes through it by tensors
     return count
@@ -1477,7 +1482,7 @@ def print_memory(s):
     ways, counts, fitting = counted_ways(s)
     where = f"a GPU of {s.dry_run:g} GB" if s.dry_run else "this machine"
     print0(f"{s.model} in {ways[0].dtype} on {where}: GB for a step")
-    table = {"*: a run takes this way": ["*" if way in fitting[:1] else "" for way in ways]}
+    table = {"*: a run takes this way": ["*" if way is fitting else "" for way in ways]}
     for name in WAYS:
         table[flag_of(name)] = ["yes" if getattr(way, name) else "" for way in ways]
     for what in counts[0]:
@@ -2047,8 +2052,7 @@ def begin(run, parts, s):
         load_checkpoint(run, parts, s)
         if isinstance(parts.optimizer, MasterAdamW):
             parts.optimizer.round()  # the weights are still those of the start
-    kept = {name: getattr(s, name) for name, setting in FIELDS.items()
-            if setting.metadata["kept"]}
+    kept = {name: getattr(s, name) for name in FIELDS if name not in THIS_CALL}
     if run.folder:
         with run.replacing("config.json") as new:
             new.write_text(json.dumps(kept, indent=2))
@@ -2342,11 +2346,10 @@ def print_trace(parts, s):
                    f"{new[n, t]:9.4f}{log_ratio[n, t].exp():8.4f}{J[n, t]:+9.4f}{kl[n, t]:10.5f}"
                    + (" clipped" if clipped[n, t] else ""))
     moved = (log_ratio * A > 0)[mask]
-    why = "all tokens share weights" if A.any() else "A = 0: all rewards are equal"
     print0(f"\n[G] grpo_loss before the update {metrics['loss']:+.6f}, norm of its gradient "
            f"{metrics['grad_norm']:.4f}; after optimizer.step at --lr {s.learning_rate:g}\n    "
-           f"{moved.sum()} of {len(moved)} tokens have moved in the direction of their advantage; "
-           f"the rest have not, because {why}\n\n"
+           f"{moved.sum()} of {len(moved)} tokens have moved in the direction of their advantage: "
+           "all share weights, and where A is 0 there is none\n\n"
            "[H] train_grpo: fresh answers from the policy as it is now, and again")
 
 
