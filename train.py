@@ -150,10 +150,7 @@ def backward(parts, rollout, s):
         mask = mask & rollout.finished[:, None]
     # The loss is divided by the rows or tokens of the whole batch, so the gradients of its
     # micro-batches simply add up. Several GPUs divide by their mean, as FSDP averages gradients.
-    sizes = averaged({
-        "n_rows": mask.any(dim=1).sum(),
-        "n_tokens": mask.sum(),
-    })
+    sizes = averaged({"n_rows": mask.any(dim=1).sum(), "n_tokens": mask.sum()})
     sizes["n_rows"] = sizes["n_rows"] or 1  # all may be cut
     logprobs = torch.zeros_like(rollout.logprobs)                                      # (N, S-1)
     measured = defaultdict(partial(torch.zeros_like, rollout.logprobs))  # {name: (N, S-1)}
@@ -227,7 +224,7 @@ class Batch:
 
     problems: list                   # B dicts, see reward.load_problems
     prompts: list                    # their B prompts, chat template applied
-    generators: list | None = None   # of random numbers, one per prompt
+    generators: list = None   # of random numbers, one per prompt
     more: object = None              # (attempt, n) -> a Batch of n others, for --max-resample
     resampled: int = 0               # groups drawn anew
 
@@ -647,8 +644,7 @@ def symptoms(history, answer=""):
         return sum(values) / len(values)
 
     n = len(history)
-    rewards = [recent("reward_mean", max(0, i - 9), i + 1)
-               for i in range(n)]
+    rewards = [recent("reward_mean", max(0, i - 9), i + 1) for i in range(n)]
     best = max(rewards)
     now = rewards[-1]
     spread = max(row["reward_std"] for row in history)
@@ -1041,7 +1037,7 @@ def choose_device(s):
                        " or a torch for an older CUDA (pytorch.org), or use --device cpu")
     if device.type == "mps" and (s.offload or s.dtype not in ("auto", "float32")):
         raise BadInput("--dtype, --offload: on mps only --dtype float32 works, without --offload")
-    if device.index and device.type == "cuda":
+    if device.index:
         torch.cuda.set_device(device)  # the default GPU for calls that name none
     if s.dtype != "auto":
         return device, getattr(torch, s.dtype)
@@ -1088,8 +1084,7 @@ def load_data(s, tokenizer):
 def checked_problems(name, source, tokenizer, s):
     """The problems of a file, a list of dicts. BadInput: one is too long for the model."""
     # The built-in rewards need a true answer to compare with.
-    rewards = set(s.reward or ["rule"])
-    need_answer = rewards <= {"rule", "think"} and not s.reward_model
+    need_answer = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
     limit = sample.length_limit(AutoConfig.from_pretrained(s.model))
 
     unknown = []  # the share of each prompt's tokens
@@ -1167,11 +1162,9 @@ def with_moments(optimizer):
     """Make AdamW's moments now, so that memory cannot run out in the middle of the first step."""
     for p in optimizer.param_groups[0]["params"]:
         # The fused kernel needs the number of steps on the weights' device.
-        optimizer.state[p] = {
-            "step": torch.zeros((), device=p.device),
-            "exp_avg": torch.zeros_like(p),
-            "exp_avg_sq": torch.zeros_like(p),
-        }
+        steps = torch.zeros((), device=p.device)
+        optimizer.state[p] = {"step": steps, "exp_avg": torch.zeros_like(p),
+                              "exp_avg_sq": torch.zeros_like(p)}
     return optimizer
 
 
@@ -1336,14 +1329,9 @@ def linears_of(model):
 
 def save_adapter(run, optimizer, s):
     """adapter/ beside final/: the factors alone, as PEFT writes and reads them."""
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": s.model,
-        "r": s.lora_rank,
-        "lora_alpha": optimizer.lora_scale * s.lora_rank,
-        "target_modules": sorted({name.split(".")[-3] for name in optimizer.factors}),
-    }
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": s.model,
+              "r": s.lora_rank, "lora_alpha": optimizer.lora_scale * s.lora_rank,
+              "target_modules": sorted({name.split(".")[-3] for name in optimizer.factors})}
     place = run.folder / "adapter"
     place.mkdir(exist_ok=True)
     save_file(optimizer.factors, place / "adapter_model.safetensors")
@@ -1404,8 +1392,7 @@ def counted_ways(s):
     ways = [s]
     for name in WAYS:
         if getattr(s, name) is None:
-            ways = [replace(way, **{name: on})
-                    for way in ways for on in (False, True)]
+            ways = [replace(way, **{name: on}) for way in ways for on in (False, True)]
     counts = [memory(way, model, device) for way in ways]
     # A tenth stays free, for workspaces of kernels and for fragments of the allocator.
     for way, count in zip(ways, counts):
@@ -1651,6 +1638,10 @@ def sampling_model(model):
 # --------------------------------------------------------------------------------------------------
 # A run: its state, and its folder
 
+# Of a group in samples.jsonl; most groups have the first three alone
+TENSORS = ("finished", "rewards", "advantages", "input_ids", "labels", "old_logprobs", "group_ids")
+
+
 class Run:
     """The state of a run and its folder. Only rank 0 writes, and only if it has a folder."""
 
@@ -1729,8 +1720,7 @@ class Run:
         self.history.append(metrics)
         if "loss" in metrics:  # the first line is that of the start
             found = symptoms(self.history[1:], self.answer)
-            new = {what: line for what, line in found.items()
-                   if what not in self.told}
+            new = {what: line for what, line in found.items() if what not in self.told}
             if new:
                 self.told += new
                 metrics["warning"] = "; ".join(new.values())
@@ -1754,17 +1744,12 @@ class Run:
         G = len(rollout.responses) // len(batch.prompts)
         for j, problem in enumerate(batch.problems[:2]):
             group = sample.take(rollout, range(j * G, (j + 1) * G))
-            record = {
-                "step": self.step,
-                "question": problem["question"],
-                "truth": truths_of([problem])[0] or "not known",
-                "prompt": batch.prompts[j],
-                "responses": group.turns or group.responses}
-            names = ["finished", "rewards", "advantages"]
+            record = {"step": self.step, "question": problem["question"],
+                      "truth": truths_of([problem])[0] or "not known",
+                      "prompt": batch.prompts[j], "responses": group.turns or group.responses}
             # page.html shows groups that teach, of the steps 1, 2, 4, 8, ...
-            if group.advantages.any() and self.step.bit_count() == 1:
-                names += ["input_ids", "labels", "old_logprobs", "group_ids"]
-            for name in names:
+            is_shown = group.advantages.any() and self.step.bit_count() == 1
+            for name in TENSORS if is_shown else TENSORS[:3]:
                 record[name] = getattr(group, name).tolist()
             self.append("samples.jsonl", record)
 
@@ -1786,11 +1771,11 @@ class Run:
 def save_folder(model, tokenizer, run, name):
     """Save a folder that from_pretrained opens."""
     saved = model.state_dict()  # first, because FSDP drops what it has gathered
-    weights = dict(model.named_parameters())
-    weights |= {key: buffer for key, buffer in model.named_buffers() if key in saved}
-    for key, weight in weights.items():
-        weight = gather_full(weight)  # all ranks take part in gathering
-        weights[key] = weight.detach().cpu() if run.folder else None
+    weights = {}
+    for key, weight in [*model.named_parameters(), *model.named_buffers()]:
+        if key in saved:
+            weight = gather_full(weight)  # all ranks take part in gathering
+            weights[key] = weight.detach().cpu() if run.folder else None
     if run.folder:
         new = run.folder / f"{name}.new"
         model.save_pretrained(new, state_dict=weights)
@@ -1868,22 +1853,14 @@ def as_safetensors(tensors):
 
     The library's own function needs all tensors in host memory at once; here it is one at a time.
     """
-    names = {
-        torch.float32: "F32",
-        torch.bfloat16: "BF16",
-        torch.float16: "F16",
-        torch.uint8: "U8",
-    }
+    names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
     header = {}
     end = 0
     for name, tensor in tensors.items():
         start = end
         end += tensor.nbytes
-        header[name] = {
-            "dtype": names[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
+        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape),
+                        "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
     yield len(text).to_bytes(8, "little") + text
@@ -1938,23 +1915,15 @@ def only_one_has(saved, read):
 
 def digests_of(parts):
     """{flag: a digest of what it names}: of the problems and of the first weights."""
-    contents = {
-        "data": parts.problems,
-        "eval_data": parts.eval_problems,
-        "model": some_numbers(parts.policy_model),
-    }
+    contents = {"data": parts.problems, "eval_data": parts.eval_problems}
+    models = {"model": parts.policy_model}
     if parts.reward_model:
-        contents["reward_model"] = some_numbers(parts.reward_model.model)
+        models["reward_model"] = parts.reward_model.model
+    for name, model in models.items():  # four numbers of each weight tell models apart
+        contents[name] = [gather_full(weight.detach()).flatten()[:4].tolist()
+                          for weight in model.parameters()]
     return {name: hashlib.sha256(json.dumps(content).encode()).hexdigest()
             for name, content in contents.items()}
-
-
-def some_numbers(model):
-    """The first four numbers of every tensor, which tell one model from another."""
-    numbers = []
-    for weight in model.parameters():
-        numbers += gather_full(weight.detach()).flatten()[:4].tolist()
-    return numbers
 
 
 def forget_later_steps(run):
@@ -2179,9 +2148,7 @@ def write_page(run, parts, s):
     model = parts.policy_model
     sections = ""
     for group in on_rank_0(tinted_groups, run):  # all ranks score
-        names = ("input_ids", "labels", "finished", "group_ids", "rewards", "advantages",
-                 "old_logprobs")
-        tensors = {name: torch.tensor(group[name], device=model.device) for name in names}
+        tensors = {name: torch.tensor(group[name], device=model.device) for name in TENSORS}
         answers = sample.Rollout(**tensors, logprobs=tensors["old_logprobs"], responses=None)
         logprobs, _ = all_token_logprobs(model, answers, s)                               # (G, S-1)
         moved = logprobs - answers.old_logprobs
@@ -2206,9 +2173,10 @@ def page_of(run, sections, s):
     figures = "".join(figure_of_curve(*curve, run.step) for curve in curves)
     _, title, points = curves[0]
     first, last = points[0][1], points[-1][1]
-    headline = f"{title.capitalize()} {first:.3g} → {last:.3g} after {points[-1][0]:g} steps"
+    headline = f"Stopped before the second evaluation; {title} {first:.3g} at the start"
     example = ""
     if len(points) > 1 and run.before:
+        headline = f"{title.capitalize()} {first:.3g} → {last:.3g} after {points[-1][0]:g} steps"
         i, truth = example_of(run)
         example = f"""<h2>The held-out problem that gained most</h2>
 <p>{escape(run.eval_problems[i]["question"])}</p><p>true answer: {escape(truth)}</p>
@@ -2217,8 +2185,6 @@ def page_of(run, sections, s):
 <pre>{escape(run.before[i][0])}</pre></section>
 <section><h3>after {points[-1][0]:g} steps <small>reward {run.after[i][1]:.3g}</small></h3>
 <pre>{escape(run.after[i][0])}</pre></section></div>"""
-    if len(points) == 1:
-        headline = f"Stopped before the second evaluation; {title} {first:.3g} at the start"
     name = escape(run.folder.name)
     again = ""
     if run.step < s.steps and not run.signal:
