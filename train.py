@@ -276,8 +276,8 @@ def answers_and_rewards(policy, parts, batch, s):
         values = parts.reward_of(batch.problems, batch.prompts, rollout)
         values = torch.as_tensor(values, dtype=torch.float32, device="cpu").detach()
         rollout.rewards = values.reshape_as(rollout.rule_rewards)
-    scored = time.perf_counter()
-    return rollout, Counter(seconds_sampling=drawn - start, seconds_scoring=scored - drawn)
+    return rollout, Counter(seconds_sampling=drawn - start,
+                            seconds_scoring=time.perf_counter() - drawn)
 
 
 def advantages_of(parts, rollout, batch, s):
@@ -531,8 +531,7 @@ def make_batch(tokenizer, problems, places, key, s):
     """The problems at these places -> Batch; their random numbers follow from key and place."""
     chosen = [problems[j] for j in places]
     prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in chosen]
-    generators = [seeded(*key, j) for j in places]
-    return Batch(chosen, prompts, generators)
+    return Batch(chosen, prompts, [seeded(*key, j) for j in places])
 
 
 def seeded(*key, device="cpu"):
@@ -1162,9 +1161,8 @@ def with_moments(optimizer):
     """Make AdamW's moments now, so that memory cannot run out in the middle of the first step."""
     for p in optimizer.param_groups[0]["params"]:
         # The fused kernel needs the number of steps on the weights' device.
-        steps = torch.zeros((), device=p.device)
-        optimizer.state[p] = {"step": steps, "exp_avg": torch.zeros_like(p),
-                              "exp_avg_sq": torch.zeros_like(p)}
+        optimizer.state[p] = {"step": torch.zeros((), device=p.device),
+                              "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
     return optimizer
 
 
@@ -1437,10 +1435,9 @@ def memory(s, model, device):
     keys = shape.layers * shape.keys * size  # of one token; its values are as large
     count["key/value cache"] = 2 * rows * (PROMPT + s.answer_tokens) * keys
     count["logits of the draw"] = 12 * rows * shape.vocab
-    logits = logprob.logits_at_a_time(s.micro_batch_tokens, shape.vocab)
     head = 4 * shape.vocab * shape.hidden  # in float32
     gradients = 4 * trained
-    of_logits = 12 * logits
+    of_logits = 12 * logprob.logits_at_a_time(s.micro_batch_tokens, shape.vocab)
     if s.lora_rank:
         gradients += largest  # a master, too
     else:
@@ -1606,8 +1603,7 @@ def shard(model, s, samples=False):
     if samples:
         # FSDP's hooks would slow sampling down: a twin with `room` for the weights does it.
         room = {id(p): torch.empty_like(p, device=device) for p in model.parameters()}
-        twin = copy.deepcopy(model, room).to(device)
-        vars(model)["twin"] = twin  # by vars() it is no submodule
+        vars(model)["twin"] = copy.deepcopy(model, room).to(device)  # by vars(): no submodule
     wrap = partial(fsdp.fully_shard, mesh=dist.init_device_mesh(device.type, (world(),)),
                    mp_policy=fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32))
     lists = (m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList))
