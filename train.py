@@ -136,10 +136,9 @@ def update(parts, rollout, s):
     # [G] The gradient step. One that is not finite is skipped and counted.
     grad_norm = clip_grad_norm_(unscaled(parts.optimizer), s.max_grad_norm)
     metrics = averaged({**sums, "grad_norm": gather_full(grad_norm)})
-    is_finite = math.isfinite(metrics["grad_norm"] + metrics["loss"])
-    if is_finite:
+    skipped = not math.isfinite(metrics["grad_norm"] + metrics["loss"])
+    if not skipped:
         parts.optimizer.step()
-    skipped = int(not is_finite)
     return metrics | {"skipped_updates": skipped} | adapt_loss_scale(parts.optimizer, skipped)
 
 
@@ -549,8 +548,7 @@ def update_reference(parts, rollout, step, s):
     reward_model = parts.reward_model
     if reward_model:  # keep pairs of this step's answers: the same on every rank
         rows = sum(gathered_objects(rollout.judged), [])
-        generator = seeded(s.seed, "pairs", step)
-        reward.collect_pairs(reward_model, rows, s.group_size, generator)
+        reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
     if step % s.renew_reference:
         return {}
     for model in (parts.ref_model, parts.policy_model):
@@ -598,11 +596,9 @@ def evaluate(parts, settings, group_size=1, temperature=0.0):
     policy = sampling_model(parts.policy_model)
     mine = share_of_rank(len(parts.eval_problems))
     at_a_time = max(1, s.prompts_per_step // world() * settings.group_size // group_size)
-    starts = range(0, len(mine), at_a_time)
     key = (s.seed, "evaluation")
     rows = []
-    for start in tqdm(starts, "evaluation", leave=False):
-        places = mine[start:start + at_a_time]
+    for places in tqdm(reward.groups_of(mine, at_a_time), "evaluation", leave=False):
         batch = make_batch(parts.tokenizer, parts.eval_problems, places, key, s)
         rollout, _ = answers_and_rewards(policy, parts, batch, s)
         rows += zip(rollout.responses, rollout.rule_rewards.tolist(), rollout.rewards.tolist())
@@ -1051,8 +1047,8 @@ def choose_device(s):
 def load_policy(s):
     """The policy and its tokenizer; a model that will be sharded is in host memory."""
     with blame(f"--model {s.model}:"):
-        place = s.device if s.is_whole else "cpu"
-        model, tokenizer = sample.open_policy(s.model, place, getattr(torch, s.dtype))
+        model, tokenizer = sample.open_policy(s.model, s.device if s.is_whole else "cpu",
+                                              getattr(torch, s.dtype))
         sample.set_template_arguments(tokenizer, s.template_args)
     sample.PLAIN = s.plain
     if not s.plain:
@@ -1570,9 +1566,8 @@ def gathered(tensor):
 
 def averaged(numbers):
     """{name: number} -> their means over the ranks."""
-    mine = {name: float(value) for name, value in numbers.items()}
-    everywhere = gathered_objects(mine)
-    return {name: sum(each[name] for each in everywhere) / world() for name in mine}
+    everywhere = gathered_objects({name: float(value) for name, value in numbers.items()})
+    return {name: sum(each[name] for each in everywhere) / world() for name in numbers}
 
 
 def on_rank_0(function, *args):
