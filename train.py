@@ -1162,6 +1162,10 @@ def with_moments(optimizer):
     return optimizer
 
 
+def to_float32(weight):
+    weight.grad = weight.grad.float()
+
+
 class MasterAdamW(torch.optim.AdamW):
     """AdamW on the float32 masters of bfloat16 or float16 weights, which are rounded from them.
 
@@ -1179,21 +1183,17 @@ class MasterAdamW(torch.optim.AdamW):
         self.grads = []
         if self.trained[0].device != weights[0].device:
             self.grads = [torch.empty_like(master, pin_memory=True) for master in self.trained]
-        for i, weight in enumerate(weights):
+        for weight in weights:
             if weight.requires_grad:  # with LoRA the factors have gradients instead
                 # A backward pass writes gradients in the weight's dtype. The hook makes the first
                 # one float32, so the others are added to it in float32.
                 weight.grad_dtype = None  # allows that
-                weight.register_post_accumulate_grad_hook(partial(self.take_gradient, i))
-
-    def take_gradient(self, i, weight):
-        weight.grad = weight.grad.to(self.trained[i].dtype)
+                weight.register_post_accumulate_grad_hook(to_float32)
 
     def master(self, i):
         """What the i-th weight is rounded from."""
         return self.trained[i]
 
-    @torch.no_grad()
     def step(self):
         for i, weight in enumerate(self.weights):
             if weight.grad is not None:
@@ -2049,9 +2049,8 @@ def print0(line, file=None):
 
 def example_of(run):
     """The held-out problem that gained most -> its place, its true answer."""
-    before = torch.tensor([reward for _, reward in run.before])
-    after = torch.tensor([reward for _, reward in run.after])
-    i = int((after - before).nan_to_num().argmax())
+    gains = [after - before for (_, before), (_, after) in zip(run.before, run.after)]
+    i = int(torch.tensor(gains).nan_to_num().argmax())
     truth, = truths_of([run.eval_problems[i]])
     return i, truth or "not known"
 
