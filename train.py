@@ -67,16 +67,8 @@ import reward
 import sample
 from advantage import ADVANTAGES, is_flat, plain_advantages, process_advantages
 from logprob import layers_checkpointed, plain_logprobs, token_logprobs
-from loss import (
-    AGGREGATES,
-    KL_ESTIMATORS,
-    OBJECTIVES,
-    RATIOS,
-    grpo_loss,
-    kl_estimate,
-    next_kl_coef,
-    plain_loss,
-)
+from loss import AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS
+from loss import grpo_loss, kl_estimate, next_kl_coef, plain_loss
 from reward import BadInput, blame, is_right, out_of_memory, score_responses, shuffled, truths_of
 from sample import chat_prompt, one_line, sample_groups
 
@@ -132,7 +124,7 @@ def train_step(parts, batch, s):
 def update(parts, rollout, s):
     """One gradient step on these rows -> its metrics."""
     sums, logprobs, measured = backward(parts, rollout, s)
-    keep_old_policy(parts, rollout, logprobs, measured, s)
+    keep_old_policy(parts, rollout, s, (logprobs, measured))
     # [G] The gradient step. One that is not finite is skipped and counted.
     grad_norm = clip_grad_norm_(unscaled(parts.optimizer), s.max_grad_norm)
     metrics = averaged({**sums, "grad_norm": gather_full(grad_norm)})
@@ -289,7 +281,7 @@ def advantages_of(parts, rollout, batch, s):
         function = process_advantages
         given = {"step_rewards": rollout.step_rewards, "mask": rollout.mask}
     elif s.advantage in ("gtpo", "grpo-s"):
-        score_before_updates(parts, rollout, s)  # for the entropies
+        keep_old_policy(parts, rollout, s)  # for the entropies
         # By rewards other than the rule's an answer is right if its reward is positive.
         right = None if parts.reward_of else is_right(rollout.rule_rewards)
         given |= {"entropies": rollout.measured["entropy"], "mask": rollout.mask, "right": right}
@@ -356,23 +348,17 @@ def mini_batches(parts, rollout, s):
     """--minibatches: the groups split in order, as evenly as possible -> Rollouts."""
     if s.minibatches == 1:
         return [rollout]
-    score_before_updates(parts, rollout, s)  # the first part's update moves the weights
+    keep_old_policy(parts, rollout, s)  # the first part's update moves the weights
     groups = torch.arange(len(rollout.responses)).view(-1, s.group_size)               # (B, G)
     return [sample.take(rollout, rows.flatten().tolist())
             for rows in groups.tensor_split(s.minibatches)]
 
 
-def score_before_updates(parts, rollout, s):
-    """[D] of the policy before the first update, once."""
+def keep_old_policy(parts, rollout, s, found=None):
+    """[D] of the policy before the first update, once: what a backward pass has found, or anew."""
     if rollout.old_logprobs is None:
-        found = all_token_logprobs(parts.policy_model, rollout, s, True)
-        keep_old_policy(parts, rollout, *found, s)
-
-
-def keep_old_policy(parts, rollout, logprobs, measured, s):
-    """Before the first update of a rollout these are the old policy's, which drew the answers."""
-    if rollout.old_logprobs is None:
-        rollout.old_logprobs, rollout.measured = logprobs, measured
+        found = found or all_token_logprobs(parts.policy_model, rollout, s, True)
+        rollout.old_logprobs, rollout.measured = found
         check_sampler(parts, rollout, s)
 
 
@@ -578,8 +564,7 @@ LR_SCHEDULES = {  # of what is left of the decay: 1 until the warm-up ends, abov
 
 
 def set_learning_rate(optimizer, step, s):
-    """A linear warm-up, then a schedule; it sets the rate of every group, your own optimizer's too.
-    """
+    """A linear warm-up, then a schedule, for every group of any optimizer -> the rate."""
     # At first Adam's second moment is a mean of few gradients, so the first steps are small.
     lr = s.learning_rate * min(1.0, step / max(s.warmup_steps, 1))
     decaying = max(s.steps - s.warmup_steps, 1)
@@ -961,7 +946,7 @@ def load(s):
 
 
 def check_combinations(s):
-    """BadInput for flags that do not go together."""
+    """BadInput for flags that do not go together; a printed line for each that has no effect."""
     band = s.kl_band or [1, 1]
     share, rest = divmod(s.prompts_per_step, world())
     not_the_rule = s.reply or s.reward or s.reward_model
@@ -998,10 +983,6 @@ def check_combinations(s):
     ]:
         if clash:
             raise BadInput(line)
-
-
-def tell_idle(s):
-    """Print a line for every flag that has no effect together with the others."""
     one_update = s.updates_per_rollout * s.minibatches == 1
     per_answer = s.advantage not in ("gtpo", "grpo-s", "shape") and not s.step_reward
     for names, idle, why in [
@@ -1347,7 +1328,6 @@ ADVICE = ("to need less: lower --micro-batch-tokens, --prompts-per-step, --group
 def plan_memory(s):
     """Settings -> the same with all that the device decides. BadInput: a clash, or no memory."""
     check_combinations(s)  # cheap checks first: flags, the device, the model's config
-    tell_idle(s)
     ways, counts, fitting = counted_ways(s)
     if s.eval_only:
         return ways[0]  # an evaluation has no step
