@@ -286,7 +286,7 @@ def advantages_of(parts, rollout, batch, s):
         right = None if parts.reward_of else is_right(rollout.rule_rewards)
         given |= {"entropies": rollout.measured["entropy"], "mask": rollout.mask, "right": right}
     elif s.advantage == "shape":
-        words = [sample.words_of(parts.tokenizer, ids) for ids in sample.answer_ids_of(rollout)]
+        words = [sample.words_of(parts.tokenizer, ids) for ids in rollout.answer_ids]
         candidates = reward.boxed_candidates(words, truths_of(batch.problems), G)
         given = {"candidates": candidates, "mask": rollout.mask}
     elif s.advantage == "gdpo":
