@@ -680,10 +680,7 @@ BOXED = "Please reason step by step, and put your final answer within \\boxed{}.
 
 
 def flag(default, help, head="", **how):
-    """A flag. Its annotation in Settings is argparse's `type`, a function that reads a word.
-
-    head: the heading of this flag and those below it. how: for add_argument.
-    """
+    """A flag for add_argument; its annotation in Settings is the `type`. head: a heading above."""
     how["help"] = help if default in (None, "") else f"{help} [{default}]"
     return field(default=default, metadata={"head": head, "how": how})
 
@@ -1898,10 +1895,7 @@ def digests_of(parts):
 
 
 def forget_later_steps(run):
-    """Cut off the lines of steps after the checkpoint's, which come again -> the metrics left.
-
-    A run may have been killed between any two writes, or in the middle of one.
-    """
+    """Cut off the lines of steps after the checkpoint's, which come again -> the metrics left."""
     last = run.step if run.before else -1  # without an evaluation step 0 comes again
     for name in ("samples.jsonl", "metrics.jsonl"):
         path = run.folder / name
@@ -2121,8 +2115,7 @@ def write_page(run, parts, s):
         tensors = {name: torch.tensor(group[name], device=model.device) for name in TENSORS}
         answers = sample.Rollout(**tensors, logprobs=tensors["old_logprobs"], responses=None)
         logprobs, _ = all_token_logprobs(model, answers, s)                               # (G, S-1)
-        moved = logprobs - answers.old_logprobs
-        sections += section_of(group, answers, moved, parts.tokenizer)
+        sections += section_of(group, answers, logprobs - answers.old_logprobs, parts.tokenizer)
     if run.folder:
         with run.replacing("page.html") as new:
             new.write_text(page_of(run, sections, s), encoding="utf-8")
@@ -2142,11 +2135,11 @@ def page_of(run, sections, s):
     curves = curves_of(run)
     figures = "".join(figure_of_curve(*curve, run.step) for curve in curves)
     _, title, points = curves[0]
-    first, last = points[0][1], points[-1][1]
-    headline = f"Stopped before the second evaluation; {title} {first:.3g} at the start"
+    first = f"{points[0][1]:.3g}"
+    headline = f"Stopped before the second evaluation; {title} {first} at the start"
     example = ""
     if len(points) > 1 and run.before:
-        headline = f"{title.capitalize()} {first:.3g} → {last:.3g} after {points[-1][0]:g} steps"
+        headline = f"{title.capitalize()} {first} → {points[-1][1]:.3g} after {points[-1][0]:g} steps"
         i, truth = example_of(run)
         example = f"""<h2>The held-out problem that gained most</h2>
 <p>{escape(run.eval_problems[i]["question"])}</p><p>true answer: {escape(truth)}</p>
@@ -2206,8 +2199,7 @@ def section_of(group, answers, moved, tokenizer):
         tokens = is_answer.nonzero()[:, 0]
         # Between its first and its last token there may be replies, which others wrote.
         span = slice(tokens[0], tokens[-1] + 1)
-        ids = answers.input_ids[n, 1:][span].tolist()
-        words = sample.words_of(tokenizer, ids)
+        words = sample.words_of(tokenizer, answers.input_ids[n, 1:][span].tolist())
         distances = moved[n, span].tolist()
         y = ""
         for word, d, wrote_it in zip(words, distances, is_answer[span].tolist()):
@@ -2219,8 +2211,7 @@ def section_of(group, answers, moved, tokenizer):
             y += word
         if not answers.finished[n]:
             y += " <small>cut at the limit</small>"
-        A = answers.advantages[n].expand_as(is_answer)  # each token may have its own
-        A = float(A[is_answer].mean())
+        A = answers.advantages[n].expand_as(is_answer)[is_answer].mean()  # each may have its own
         text += (f'<div class="y"><b>y<sub>{n + 1}</sub></b><span>r {r[n]:.4g}'
                  f'</span><span>A {A:+.2f}</span><s><i style="--A:{A:.2f}"></i></s>'
                  f'<p dir="auto">{y}</p></div>')
