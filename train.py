@@ -2139,14 +2139,15 @@ def page_of(run, sections, s):
     headline = f"Stopped before the second evaluation; {title} {first} at the start"
     example = ""
     if len(points) > 1 and run.before:
-        headline = f"{title.capitalize()} {first} → {points[-1][1]:.3g} after {points[-1][0]:g} steps"
+        step, last = points[-1]
+        headline = f"{title.capitalize()} {first} → {last:.3g} after {step:g} steps"
         i, truth = example_of(run)
         example = f"""<h2>The held-out problem that gained most</h2>
 <p>{escape(run.eval_problems[i]["question"])}</p><p>true answer: {escape(truth)}</p>
 <div class="two">
 <section><h3>before <small>reward {run.before[i][1]:.3g}</small></h3>
 <pre>{escape(run.before[i][0])}</pre></section>
-<section><h3>after {points[-1][0]:g} steps <small>reward {run.after[i][1]:.3g}</small></h3>
+<section><h3>after {step:g} steps <small>reward {run.after[i][1]:.3g}</small></h3>
 <pre>{escape(run.after[i][0])}</pre></section></div>"""
     name = escape(run.folder.name)
     again = ""
