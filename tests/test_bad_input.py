@@ -7,8 +7,9 @@ import shutil
 import sys
 import pytest
 import torch
-from conftest import (FEW, MINE, ROOT, TINY, begin, edit_json, edit_tensors, json_lines,
-                      one_line_of, raises, refused, trains)
+from files import FEW, MINE, ROOT, TINY, edit_json, edit_tensors, json_lines
+from runs import begin, one_line_of, refused, trains
+from steps import raises
 import train
 
 GOOD = {"question": "Anna has 9 books , loses 4 . How many ?", "answer": "9 - 4 = 5\n#### 5"}

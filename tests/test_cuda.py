@@ -22,9 +22,11 @@ import first_run  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
-from conftest import (  # noqa: E402
-    FEW, LIMIT, MINE, NO_MEMORY, REWARDS, ROOT, answer_rows, checkpoint_of, metrics_of, parts,
-    refused, rollout_of, seeded, small_model, trains, well_ended)
+from checks import seeded  # noqa: E402
+from files import FEW, LIMIT, MINE, ROOT, checkpoint_of, metrics_of  # noqa: E402
+from models import answer_rows, small_model  # noqa: E402
+from runs import refused, trains, well_ended  # noqa: E402
+from steps import NO_MEMORY, REWARDS, parts, rollout_of  # noqa: E402
 
 import logprob  # noqa: E402
 import sample  # noqa: E402

@@ -4,7 +4,8 @@ import itertools
 from functools import lru_cache
 import pytest
 import torch
-from conftest import SMALL, answer_rows, make_tokenizer, small_model, value_error
+from checks import value_error
+from models import SMALL, answer_rows, make_tokenizer, small_model
 import logprob
 import sample
 from logprob import IGNORE, plain_logprobs, token_logprobs
@@ -17,7 +18,7 @@ LATENT = dict(DEEPSEEK, num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, 
 PER_LAYER = dict(head_dim=8, sliding_window=8, num_hidden_layers=4, num_kv_shared_layers=2,
                  layer_types=2 * ["sliding_attention", "full_attention"],
                  hidden_size_per_layer_input=8, vocab_size_per_layer_input=64)
-# name -> what its config changes beside conftest's ARCHITECTURES; the name is transformers' model
+# name -> what its config changes beside ARCHITECTURES of models.py; the name is transformers' model
 # type where no `type` says it. The sliding windows are smaller than the rows.
 FAMILIES = {
     # one stack of layers, dense

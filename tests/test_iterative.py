@@ -5,10 +5,12 @@ import math
 import shutil
 import pytest
 import torch
-from conftest import (FEW, MINE, PROBLEMS, TINY, apart, assert_bitwise, assert_same_checkpoint,
-                      assert_same_run, begin, checkpoint_of, curve, edit_tensors, gradient,
-                      json_lines, lines_of, logprobs_on_full_logits, own_rewards, parts, refused,
-                      same_tensors, seeded, trained, trains, value_error, well_ended, whole_step)
+from checks import seeded, value_error
+from files import (FEW, MINE, TINY, apart, assert_bitwise, assert_same_checkpoint, assert_same_run,
+                   checkpoint_of, curve, edit_tensors, json_lines, lines_of, same_tensors)
+from models import logprobs_on_full_logits
+from runs import begin, refused, trained, trains, well_ended
+from steps import PROBLEMS, gradient, own_rewards, parts, whole_step
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer)

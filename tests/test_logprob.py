@@ -11,9 +11,9 @@ import shutil
 from types import SimpleNamespace
 import pytest
 import torch
-from checks import pairwise
-from conftest import (SMALL, TINY, answer_rows, logprobs_on_full_logits, seeded,
-                      small_model)
+from checks import pairwise, seeded
+from files import TINY
+from models import SMALL, answer_rows, logprobs_on_full_logits, small_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 import logprob
@@ -283,7 +283,7 @@ def test_the_logits_are_never_held(architecture, monkeypatch):
 
 
 # --- Which forms a model takes --------------------------------------------------------------------
-FAST = "qwen2", "qwen3", "llama", "gpt2"  # of conftest's architectures; this mistral has a window
+FAST = "qwen2", "qwen3", "llama", "gpt2"  # of these architectures; this mistral has a window
 
 
 def test_the_forms_that_a_family_takes(random_model):

@@ -3,8 +3,11 @@ import copy
 import json
 import pytest
 import torch
-from conftest import (FEW, TINY, logprobs_on_full_logits, parts, rollout_of, seeded, small_model,
-                      trains, updated)
+from checks import seeded
+from files import FEW, TINY
+from models import logprobs_on_full_logits, small_model
+from runs import trains
+from steps import parts, rollout_of, updated
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM

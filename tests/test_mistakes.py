@@ -2,7 +2,7 @@
 from bdb import BdbQuit
 from types import FunctionType
 import pytest
-from conftest import FEW
+from files import FEW
 import advantage
 import logprob
 import loss

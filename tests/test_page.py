@@ -6,8 +6,10 @@ import shutil
 import subprocess
 import pytest
 import torch
-from conftest import (FEW, MINE, TINY, begin, curve, lines_of, opened, parts, rollout_of, run_in,
-                      settings, trained, trains, well_ended)
+from files import FEW, MINE, TINY, curve, lines_of
+from models import opened
+from runs import begin, trained, trains, well_ended
+from steps import parts, rollout_of, run_in, settings
 import sample
 import train
 from advantage import group_advantages

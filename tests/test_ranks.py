@@ -7,9 +7,11 @@ import traceback
 import pytest
 import torch
 import torch.distributed.run
-from conftest import (FEW, LIMIT, MINE, assert_same_run, begin, checkpoint_of, metrics_of,
-                      one_line_of, parts, raises, rollout_of, run_in, same_tensors, small_model,
-                      snapshot, trained, trains, well_ended)
+from files import (FEW, LIMIT, MINE, assert_same_run, checkpoint_of, metrics_of, same_tensors,
+                   snapshot)
+from models import small_model
+from runs import begin, one_line_of, trained, trains, well_ended
+from steps import parts, raises, rollout_of, run_in
 from safetensors.torch import load_file, save_file
 from torch.distributed import TCPStore
 from torch.distributed.fsdp import FSDPModule

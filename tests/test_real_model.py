@@ -12,7 +12,10 @@ import real_model
 import real_qwen
 import real_reward
 import torch
-from conftest import lines_of, one_line_of, seeded, small_model, snapshot
+from checks import seeded
+from files import lines_of, snapshot
+from models import small_model
+from runs import one_line_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 import reward
 from sample import chat_prompt, sample_groups

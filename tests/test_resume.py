@@ -16,10 +16,11 @@ import weakref
 from itertools import chain, repeat
 import pytest
 import torch
-from conftest import (FEW, LIMIT, MINE, NO_MEMORY, ROOT, TINY, assert_bitwise,
-                      assert_same_checkpoint, begin, checkpoint_of, curve, edit_json, edit_tensors,
-                      lines_of, metrics_of, one_line_of, raises, refused, run_in, same_tensors,
-                      snapshot, trained, trains, well_ended)
+from files import (FEW, LIMIT, MINE, ROOT, TINY, assert_bitwise, assert_same_checkpoint,
+                   checkpoint_of, curve, edit_json, edit_tensors, lines_of, metrics_of,
+                   same_tensors, snapshot)
+from runs import begin, one_line_of, refused, trained, trains, well_ended
+from steps import NO_MEMORY, raises, run_in
 from safetensors.torch import load, load_file
 import train
 

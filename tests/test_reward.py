@@ -20,7 +20,10 @@ from fractions import Fraction
 import answers
 import pytest
 import torch
-from conftest import MINE, ROOT, make_tokenizer, raises, seeded, small_model, value_error
+from checks import seeded, value_error
+from files import MINE, ROOT
+from models import make_tokenizer, small_model
+from steps import raises
 from chat_families import family
 from transformers import AutoModelForSequenceClassification
 import loss

@@ -6,7 +6,8 @@ import copy
 from types import SimpleNamespace
 import pytest
 import torch
-from conftest import logprobs_on_full_logits, seeded, small_model
+from checks import seeded
+from models import logprobs_on_full_logits, small_model
 import train
 from train import MasterAdamW, off_grid, with_moments
 

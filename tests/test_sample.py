@@ -16,8 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from chat_families import family
-from conftest import (SMALL, TINY, make_tokenizer, raises, same_tensors, seeded, small_model,
-                      value_error)
+from checks import seeded, value_error
+from files import TINY, same_tensors
+from models import SMALL, make_tokenizer, small_model
+from steps import raises
 import sample
 from logprob import token_logprobs
 from sample import (IGNORE, Rollout, draw, joined, plain_answer, sample_around,

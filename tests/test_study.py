@@ -4,7 +4,7 @@ import math
 import pytest
 import study
 import torch
-from conftest import begin
+from runs import begin
 import train
 
 

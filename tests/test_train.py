@@ -15,10 +15,11 @@ import sys
 from types import SimpleNamespace
 import pytest
 import torch
-from conftest import (FEW, LIMIT, NO_MEMORY, PROBLEMS, REWARDS, TINY, answer_rows, begin,
-                      checkpoint_of, gradient, lines_of, logprobs_on_full_logits, loop, metrics_of,
-                      parts, parts_of, raises, refused, rollout_of, run_in, same_tensors, settings,
-                      trains, updated, well_ended, whole_step)
+from files import FEW, LIMIT, TINY, checkpoint_of, lines_of, metrics_of, same_tensors
+from models import answer_rows, logprobs_on_full_logits
+from runs import begin, refused, trains, well_ended
+from steps import (NO_MEMORY, PROBLEMS, REWARDS, gradient, loop, parts, parts_of, raises,
+                   rollout_of, run_in, settings, updated, whole_step)
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification,
                           AutoTokenizer, Qwen2Config)
 import reward

@@ -1,8 +1,10 @@
 """Conversations (--reply), branches of the best (--around-best), and --advantage shape."""
 import pytest
 import torch
-from conftest import (FEW, MINE, PROBLEMS, assert_same_run, begin, lines_of, metrics_of,
-                      one_line_of, parts, refused, seeded, trains, well_ended, whole_step)
+from checks import seeded
+from files import FEW, MINE, assert_same_run, lines_of, metrics_of
+from runs import begin, one_line_of, refused, trains, well_ended
+from steps import PROBLEMS, parts, whole_step
 import sample
 import train
 from advantage import shape_advantages

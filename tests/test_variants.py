@@ -12,9 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 import pytest
 import torch
-from conftest import (FEW, MINE, PROBLEMS, REWARDS, TINY, assert_same_run, begin, json_lines,
-                      lines_of, logprobs_on_full_logits, loop, metrics_of, own_rewards, parts,
-                      parts_of, run_in, seeded, settings, trained, trains, well_ended, whole_step)
+from checks import seeded
+from files import FEW, MINE, TINY, assert_same_run, json_lines, lines_of, metrics_of
+from models import logprobs_on_full_logits
+from runs import begin, trained, trains, well_ended
+from steps import (PROBLEMS, REWARDS, loop, own_rewards, parts, parts_of, run_in, settings,
+                   whole_step)
 import sample
 import train
 from advantage import (
