@@ -138,7 +138,7 @@ def test_sampling_through_graphs(tiny, graphs, monkeypatch, dtype, temperature):
         assert differs.sum() <= 1
 
 
-def test_graphs_are_kept_and_see_weights_that_are_updated_in_place(tiny, graphs):
+def test_graphs_are_kept_and_see_updated_weights(tiny, graphs):
     """Rollouts of other shapes share them; nothing of an earlier one shows in a later one."""
     model = random_policy()
     shapes = [dict(G=20), dict(prompts=PROMPTS[:2], max_new_tokens=60), dict(temperature=0.0)]

@@ -14,6 +14,8 @@ MINE = ROOT / "tests" / "helpers" / "mine.py"  # rewards of one's own
 LIMIT = 300  # seconds: a process that hangs fails its test
 # Reading the default's 2000 problems takes longer than a short run; these are 32.
 FEW = (f"--data={TINY / 'few.jsonl'}", f"--eval-data={TINY / 'few.jsonl'}")
+SHORT = ("--steps=4", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=16",
+         "--eval-limit=4", "--eval-every=2", "--save-every=1", "--updates-per-rollout=1")
 
 
 def lines_of(path):

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 import logprob
 import sample
 
-SMALL = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+SHAPE = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
              num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
              bos_token_id=None, eos_token_id=1, pad_token_id=0)
 
@@ -25,7 +25,7 @@ ARCHITECTURES = {
 def small_model(architecture, std=0.3, kind=AutoModelForCausalLM, fast=True, dropout=None,
                 **changes):
     """Two random layers, with weights large enough for each of them to shape the answers."""
-    options = {**SMALL, **ARCHITECTURES.get(architecture, {}), **changes}
+    options = {**SHAPE, **ARCHITECTURES.get(architecture, {}), **changes}
     config = AutoConfig.for_model(architecture, **options)
     for part in (config, config.get_text_config()):
         for key, value in vars(part).items():
@@ -50,7 +50,7 @@ def opened(*given, **how):
 
 def make_tokenizer(**special):
     """A word a token, w3 .. w63; without being told not to, it puts <start> in front."""
-    words = ["<pad>", "<end>", "<start>", *(f"w{i}" for i in range(3, SMALL["vocab_size"]))]
+    words = ["<pad>", "<end>", "<start>", *(f"w{i}" for i in range(3, SHAPE["vocab_size"]))]
     backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w3"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     start = [("<start>", 2)]
@@ -59,7 +59,7 @@ def make_tokenizer(**special):
                                    clean_up_tokenization_spaces=False, **special)
 
 
-def answer_rows(sizes, seed=0, width=20, words=SMALL["vocab_size"]):
+def answer_rows(sizes, seed=0, width=20, words=SHAPE["vocab_size"]):
     """Rows of such (prompt, answer) lengths -> ids, labels (N, S), weights (N, S-1)."""
     generator = seeded(seed)
     input_ids = torch.randint(2, words, (len(sizes), width), generator=generator)
@@ -68,7 +68,7 @@ def answer_rows(sizes, seed=0, width=20, words=SMALL["vocab_size"]):
     for n, (prompt, answer) in enumerate(sizes):
         input_ids[n, :prompt] = input_ids[first.setdefault(prompt, n), :prompt]
         labels[n, prompt:prompt + answer] = input_ids[n, prompt:prompt + answer]
-        input_ids[n, prompt + answer:] = SMALL["pad_token_id"]
+        input_ids[n, prompt + answer:] = SHAPE["pad_token_id"]
     return input_ids, labels, torch.randn(len(sizes), width - 1, generator=generator)
 
 

@@ -53,7 +53,7 @@ def rollout_of(p):
 def whole_step(p, reward_of=lambda *_: REWARDS, **how):
     """One step -> its metrics, its Rollout, the gradient of each update."""
     found = []
-    p.optimizer.register_step_pre_hook(lambda *_: found.append(gradient(p.policy_model)))
+    p.optimizer.register_step_pre_hook(lambda *_: found.append(all_gradients(p.policy_model)))
     batch = train.Batch(p.problems, p.prompts, seeded())
     given = parts_of(p, p.problems, reward_of=reward_of, **how)
     return *train.train_step(given, batch, p.settings), found
@@ -66,7 +66,7 @@ def updated(p, model, optimizer, rollout, **changes):
     return train.update(given, rollout, dataclasses.replace(p.settings, **changes))
 
 
-def gradient(model):
+def all_gradients(model):
     return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from chat_families import family
 from checks import seeded, value_error
 from files import TINY, same_tensors
-from models import SMALL, make_tokenizer, small_model
+from models import SHAPE, make_tokenizer, small_model
 from steps import raises
 import sample
 from logprob import token_logprobs
@@ -53,7 +53,7 @@ def test_by_hand():
 # --------------------------------------------------------------------------------------------------
 # A reader may stop here. What follows: the loops, the rows, end tokens, variants, prompts, folders.
 
-V, PAD, END = SMALL["vocab_size"], 0, 1
+V, PAD, END = SHAPE["vocab_size"], 0, 1
 ENDS = [END, 7, 40, 41, 42, 43]
 PROMPTS = ["w5 w9 w12", "w7", " ".join(f"w{i}" for i in range(20, 33)), "w60 w3 w3 w41 w8 w17"]
 TOKENIZER = make_tokenizer(pad_token="<pad>", eos_token="<end>")
@@ -134,7 +134,7 @@ def test_the_loop_draws_what_the_definition_draws(monkeypatch, name, plain, temp
 
 
 @pytest.mark.parametrize("T", [1, 6])
-def test_every_token_of_the_own_step_is_drawn_from_float32_logits(T):
+def test_every_token_is_drawn_from_float32_logits(T):
     """Also the first. In bfloat16 a log-prob would be off by 0.06 and more."""
     model = small_model("llama").bfloat16()
     model.generation_config.eos_token_id = END
@@ -493,7 +493,7 @@ def test_conversations_of_every_family(name):
     assert_logprobs(model, rollout, 1.2)
 
 
-def test_turns_run_a_prompt_once_for_its_group_and_then_the_rows_that_go_on(model, runs):
+def test_turns_run_a_prompt_once_and_then_rows_that_go_on(model, runs):
     rollout = talked(model)
     turns = [rows for rows, width in runs if width > 1]  # the others are single tokens
     going_on = [sum(count > turn for count in turns_of(rollout)) for turn in range(1, len(turns))]
@@ -634,7 +634,7 @@ def test_open_policy(capsys):
     assert same_tensors(dict(model.named_parameters()), load_file(TINY / "model.safetensors"))
 
 
-def test_a_token_without_an_embedding_is_told_when_the_folder_is_opened(tmp_path, tiny):
+def test_a_token_without_an_embedding_is_told(tmp_path, tiny):
     folder = shutil.copytree(TINY, tmp_path / "model")
     _, tokenizer = sample.open_policy(folder)
     tokenizer.add_special_tokens({"pad_token": "<pad>"})  # no prompt holds it

@@ -5,34 +5,28 @@ import functools
 import itertools
 import math
 import re
-import shlex
-import shutil
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 import pytest
 import torch
 from checks import seeded
-from files import FEW, MINE, TINY, assert_same_run, json_lines, lines_of, metrics_of
+from files import FEW, MINE, SHORT, assert_same_run
 from models import logprobs_on_full_logits
-from runs import begin, trained, trains, well_ended
-from steps import (PROBLEMS, REWARDS, loop, own_rewards, parts, parts_of, run_in, settings,
-                   whole_step)
+from runs import begin, trained, well_ended
+from steps import REWARDS, loop, own_rewards, parts, parts_of, settings, whole_step
 import sample
 import train
-from advantage import (
-    gdpo_advantages, group_advantages, grpo_s_advantages, gtpo_advantages, leave_one_out_advantages)
+from advantage import (gdpo_advantages, group_advantages, grpo_s_advantages, gtpo_advantages,
+                       leave_one_out_advantages)
 from logprob import IGNORE
-from loss import grpo_loss, kl_estimate, next_kl_coef
+from loss import grpo_loss, next_kl_coef
 from reward import length_rescaled, overlong_penalty
 from sample import Rollout, sample_groups
 
-SHORT = ("--steps=4", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=16",
-         "--eval-limit=4", "--eval-every=2", "--save-every=1", "--updates-per-rollout=1")
-SMALL = (*FEW, *SHORT)
+FLAGS = (*FEW, *SHORT)
+
 
 # --- [C] [E] [F]: the updates of a step against the stage functions on full logits ----------------
-def rollout_of(p, temperature, max_new_tokens=12):
+def mixed_rollout(p, temperature, max_new_tokens=12):
     """Two groups with right, wrong and cut answers, and a sampler that is off by some tenths."""
     rollout = sample_groups(p.policy_model, p.tokenizer, p.prompts, 4, max_new_tokens, temperature,
                             seeded(3))
@@ -45,6 +39,7 @@ def rollout_of(p, temperature, max_new_tokens=12):
 
 RULE = torch.tensor([1.5, 0.5, 0.0, 1.5, 0.5, 1.5, 0.0, 0.0])
 LEVELS = {"--advantage=gtpo": gtpo_advantages, "--advantage=grpo-s": grpo_s_advantages}
+
 # The settings that grpo_loss reads
 READ = ("clip_eps", "clip_eps_high", "kl_coef", "kl_estimator", "ratio", "objective", "aggregate",
         "max_new_tokens")
@@ -132,7 +127,7 @@ def assert_same_step(p, rollout, expected):
 def test_a_flag_that_changes_the_mathematics_arrives(flags):
     flags = flags.split()
     p = parts(*PLAIN, *flags, "--micro-batch-tokens=25")
-    rollout = rollout_of(p, 0.7)
+    rollout = mixed_rollout(p, 0.7)
     assert len(list(train.micro_batches(p.policy_model, rollout, p.settings))) > 2
     expected = by_hand(p, rollout, flags)
     plain = by_hand(p, rollout, flags[1:])
@@ -158,45 +153,11 @@ def test_gdpo_reads_each_reward():
 @pytest.mark.parametrize("flags", [
     ["--advantage=gdpo", "--reward", "rule", f"{MINE}:some"], ["--advantage=batch-std"]])
 def test_the_std_of_the_batch_is_that_of_all_ranks(tmp_path, flags):
-    flags = (*SMALL, "--steps=2", *flags, "--lr=0.003")
+    flags = (*FLAGS, "--steps=2", *flags, "--lr=0.003")
     end = begin("train.py", *flags, f"--output={tmp_path / 'two'}", ranks=2)
     trained(tmp_path / "one", *flags)
     well_ended(end())
     assert_same_run(tmp_path / "two", tmp_path / "one")
-
-
-@pytest.mark.parametrize("given, expected", [
-    ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8]),
-    (torch.arange(8), range(8)), (torch.arange(8.0).numpy(), range(8)), (torch.ones(8, 1), [1] * 8),
-    (torch.ones(8, requires_grad=True), [1] * 8), ([True] * 8, [1] * 8)])
-def test_a_reward_from_python_may_give_any_list_of_numbers(given, expected):
-    def reward_of(problems, prompts, rollout):
-        return given
-    metrics, rollout, _ = whole_step(parts(), reward_of)
-    assert rollout.rewards.tolist() == list(expected)
-    assert rollout.rewards.dtype == torch.float32 and not rollout.rewards.requires_grad
-    assert metrics["skipped_updates"] == 0
-
-
-def test_template_arguments_stay_with_the_run(capsys, run_here, tmp_path):
-    """Begun from Python, with numbers and paths; they reach prompts, config.json and sample.py."""
-    model = shutil.copytree(TINY, tmp_path / "model")
-    template = model / "chat_template.jinja"
-    template.write_text(template.read_text() + "{% if hint %} Ben {% endif %}")
-    folder = tmp_path / "run"
-    flags = [*SMALL, "--steps", 1, "--eval-limit", 2, "--model", model, "--output", folder,
-             f"--config={TINY / 'grpo.json'}", '--template-args={"hint": true}']
-    with ThreadPoolExecutor() as threads:
-        assert threads.submit(train.main, flags).result() == 0
-    prompts = [record["prompt"] for record in lines_of(folder / "samples.jsonl")]
-    assert all(prompt.endswith("<|assistant|> Ben ") for prompt in prompts) and prompts
-    assert train.parse([f"--config={folder / 'config.json'}"]).template_args == {"hint": True}
-    capsys.readouterr()
-    for more in ([], ["--template-args", '{"hint": 0}']):
-        first = run_here("sample.py", "--model", folder, "Bob ?", *more).splitlines()[0]
-        assert first.endswith("<|assistant|> Ben ") == (not more)
-    trains(f"--resume={folder}", "--steps=2")
-    assert lines_of(folder / "samples.jsonl")[-1]["prompt"].endswith(" Ben ")
 
 
 @pytest.mark.parametrize("flag, words", [
@@ -210,7 +171,7 @@ def test_rewards_below_zero_end_a_run_to_which_they_mean_nothing(flag, words):
 def test_mini_batches_take_every_group_once_in_each_pass():
     """The old log-probs of all of them are those before the first; the ratio corrects."""
     p = parts(*PLAIN, "--minibatches=2", "--updates-per-rollout=2")
-    rollout = rollout_of(p, 0.7)
+    rollout = mixed_rollout(p, 0.7)
     metrics = assert_same_step(p, rollout, by_hand(p, rollout, ("--minibatches=2",)))
     assert abs(metrics["ratio_mean"] - 1) > 1e-4          # the second is off 1 at once
     p.policy_model.model.norm.weight.register_hook(lambda grad: grad * math.nan)
@@ -381,7 +342,7 @@ def test_flat_groups_are_replaced_whole():
     expected = {"reward_mean": mean, "reward/one": mean, "reward/two": mean + 1, "accuracy": 2 / 16,
                 "resampled_groups": 5, "zero_variance_groups": 0.25}  # 5 were drawn to no use
     assert {name: r.metrics[name] for name in expected} == pytest.approx(expected)
-    # Whole rows, test_sample.py has how they are joined
+    # Whole rows, test_a_sample.py has how they are joined
     assert r.rollout.input_ids[:, 0].tolist() == [
         *range(9, 13), *range(24, 28), *range(44, 48), *range(5, 9)]
     ids, counts = r.rollout.group_ids.unique_consecutive(return_counts=True)
@@ -436,269 +397,3 @@ def test_learning_rate_schedule(schedule, warmup, rates):
         train.set_learning_rate(optimizer, step, s)
         found.append(optimizer.param_groups[0]["lr"])
     assert found == pytest.approx([0.01 * rate for rate in rates], abs=1e-12)
-
-
-# --- Warnings: each known failure is provoked, and nothing is said of a healthy run ---------------
-def history(n, **series):
-    """n steps of a healthy run; of a name in `series` the last values are these."""
-    rows = [dict(approx_kl=0.01, zero_variance_groups=0.3, entropy=0.5, reward_std=0.5,
-                 grad_norm=1.0, reward_mean=step / 100, accuracy=0.4) for step in range(n)]
-    for name, values in series.items():
-        for row, value in zip(rows[-len(values):], values):
-            row[name] = value
-    return rows
-
-
-def in_trouble(rows):
-    """The same with a reward that has fallen after the first step."""
-    return [{**row, "reward_mean": float(step == 0)} for step, row in enumerate(rows)]
-
-
-@pytest.mark.parametrize("rewards, accuracy, told", [
-    ([0.5] * 29, 0.4, []), ([0.5] * 30, 0.4, ["stuck reward"]), ([0.5] * 30, 0.95, []),
-    ([0.5] * 30, None, ["stuck reward"]), ([*[0.5] * 29, 0.55], 0.4, []), ([0.5], 0.4, []),
-    ([0.9, 0.3], 0.4, ["fallen reward"]), ([0.9, 0.5], 0.4, []), ([1.0, *[0.8] * 20], 0.4, []),
-    ([*[0.1] * 20, *[0.8] * 20, *[0.4] * 10], 0.95, ["fallen reward"]),
-    ([*[0.1] * 20, *[0.8] * 20, *[0.4] * 5], 0.4, []), ([-9.0, *[-9.2] * 20], 0.4, [])])
-def test_only_a_reward_that_has_fallen_or_stands_is_trouble(rewards, accuracy, told):
-    """A fallen one names --lr first; half a standard deviation of the answers is a quarter here."""
-    rows = [{**row, "reward_mean": reward, "accuracy": accuracy}
-            for row, reward in zip(history(len(rewards)), rewards)]
-    found = train.symptoms(rows)
-    assert list(found) == told and all("--lr" in line for line in found.values())
-    assert train.symptoms([{**row, "reward_std": 0.0} for row in rows[:1]]) == {}
-
-
-@pytest.mark.parametrize("n, series, told", [
-    (3, {}, True), (2, {}, False), (9, {}, True), (3, {"reward_mean": [0.4]}, False),
-    (3, {"reward_std": [0.1, 0.0, 0.0]}, False), (3, {"policy_loss": [0.01]}, False)])
-def test_a_run_in_which_nothing_can_be_learned_says_so_after_three_steps(n, series, told):
-    """Not one whose first step alone is flat, and not one that step rewards teach."""
-    same = {name: [value] * n for name, value in dict(
-        reward_mean=0.0, reward_std=0.0, policy_loss=0.0, format_rate=0.0,
-        truncated_fraction=0.9).items()}
-    rows = history(n, **same)
-    for name, values in series.items():
-        for row, value in zip(rows, values):
-            row[name] = value
-    found = train.symptoms(rows)
-    assert ("nothing to learn" in found) == told
-    if told:
-        line = found["nothing to learn"]
-        assert all(word in line for word in ("earned 0,", "0% have a \\boxed{}", "90%",
-                                             "--data", "--system-prompt", "--max-new-tokens"))
-
-
-@pytest.mark.parametrize("what, n, name, failing, healthy, words", [
-    ("gradient", 45, "grad_norm", [10.5], [9.5], ("10 times", "--lr")),
-    ("KL", 12, "approx_kl", [0.06] * 10, [0.04] * 10, ("0.06 ", "--kl-band 0.02 0.05")),
-    ("flat groups", 10, "zero_variance_groups", [0.51] * 10, [0.5] * 10,
-     ("51%", "--max-resample 3")),
-    ("cut answers", 10, "truncated_fraction", [0.96] * 10, [0.95] * 9, ("96%", "--max-new-tokens")),
-    ("entropy", 20, "entropy", [0.049] * 10, [0.051] * 10, ("1/10", "--clip-eps-high 0.28"))])
-def test_a_failure_is_named_with_its_number_and_its_remedy(what, n, name, failing, healthy, words):
-    rows = in_trouble(history(n, **{name: failing}))
-    before = copy.deepcopy(rows)
-    (first, _), (found, line) = train.symptoms(rows).items()
-    assert first == "fallen reward" and found == what
-    assert all(word in line for word in words) and "\n" not in line, line
-    for well in (history(n, **{name: failing}), history(n)):
-        assert train.symptoms(well) == {}
-    assert list(train.symptoms(in_trouble(history(n, **{name: healthy})))) == ["fallen reward"]
-    assert rows == before                                 # a pure function
-
-
-@pytest.mark.parametrize("row", [
-    dict(approx_kl=None, entropy=None, grad_norm=None), dict(grad_norm=0.0)])
-def test_nothing_is_said_of_steps_without_a_number_or_a_gradient(row):
-    """Skipped updates; groups that are all flat."""
-    for rows in (45 * [row], [*40 * [{"grad_norm": 0.0}], {}]):
-        rows = in_trouble([{**metrics, **row} for metrics, row in zip(history(len(rows)), rows)])
-        assert list(train.symptoms(rows)) == ["fallen reward"]
-
-
-def logged(lines, run):
-    for step, metrics in enumerate(lines, start=len(run.history)):
-        run.log({"step": step, **metrics})
-    return run
-
-
-def warnings_of(folder):
-    return {m["step"]: m["warning"] for m in metrics_of(folder) if "warning" in m}
-
-
-@pytest.mark.parametrize("at", [1, 2, 24])
-def test_a_resumed_run_warns_as_one_that_was_never_stopped(tmp_path, at):
-    """Also where numbers were not finite: they stand as null in the file."""
-    lines = history(30, approx_kl=[math.inf, *[0.06] * 15], grad_norm=[math.nan, *[1.0] * 20])
-    lines = [{}, *({"loss": 0.0, **line} for line in in_trouble(lines))]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for folder in (whole, parts):
-        folder.mkdir()
-    logged(lines, run_in(whole))
-    first, resumed = logged(lines[:at + 1], run_in(parts)), run_in(parts)
-    resumed.step, resumed.told = at, first.told           # these are in the checkpoint
-    resumed.before = [("", 0.5)]
-    resumed.history = train.forget_later_steps(resumed)
-    logged(lines[at + 1:], resumed)
-    warnings = warnings_of(whole)
-    assert warnings_of(parts) == warnings
-    assert list(warnings) == [2, 25], "each is told once"
-
-
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory):
-    flags = ("--group-size=4", "--lr=0.0005", "--temperature=0.9", "--length-rescale=0.5")
-    folder = tmp_path_factory.mktemp("trace")
-    out = well_ended(begin("train.py", "--trace", *flags, folder=folder)())
-    assert list(folder.iterdir()) == []
-    p = parts(*flags, noise=0)
-    # The same step once more: another problem, until its answers disagree
-    s = dataclasses.replace(p.settings, prompts_per_step=1, max_resample=20, updates_per_rollout=1)
-    given = parts_of(p, PROBLEMS)
-    batch = train.batch_of_step(given, 1, s)
-    metrics, rollout = train.train_step(given, batch, s)
-    with torch.no_grad():
-        old, new = (logprobs_on_full_logits(policy, rollout, 0.9)[0]
-                    for policy in (p.ref_model, p.policy_model))
-    return SimpleNamespace(out=out, tokenizer=p.tokenizer, rollout=rollout, metrics=metrics,
-                           old=old, new=new, prompt=batch.prompts[0],
-                           truth=batch.problems[0]["answer"])
-
-
-def test_the_trace_tells_the_stages_in_order(capsys, traced):
-    assert re.findall(r"\[([A-H])\]", traced.out) == list("ABCDEFGH")
-    assert traced.prompt in traced.out and f"truth is {traced.truth}" in traced.out
-    rollout = traced.rollout
-    for n, response in enumerate(rollout.responses):
-        line = next(line for line in traced.out.splitlines() if f"  y_{n + 1} " in line)
-        words = (f"{rollout.mask[n].sum()} tokens", f"r {rollout.rewards[n]:g}",
-                 f"A {rollout.advantages[n]:+.4f}", train.one_line(response)[:60])
-        assert all(word in line for word in words), line
-    assert "all tokens share weights" in traced.out
-    trains("--trace", "--group-size=2", "--max-new-tokens=1", "--kl-coef=0", "--advantage=gtpo")
-    out = capsys.readouterr().out
-    assert "--advantage gtpo" in out and "the rest have not, because A = 0" in out
-
-
-def test_the_trace_agrees_with_a_step_computed_again(traced):
-    rollout, mask, old, new = traced.rollout, traced.rollout.mask, traced.old, traced.new
-    ratio = (new - old).exp()
-    A = rollout.advantages[:, None].expand_as(ratio)
-    J = torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A)
-    k3 = kl_estimate(new, old)
-    rows = re.findall(r"^  y_(\d) +('.*?'|\".*?\") +([-\d].*)$", traced.out, re.MULTILINE)
-    expected = [(n, t) for n in range(4) for t in mask[n].nonzero()[:4, 0].tolist()]
-    for (row, word, numbers), (n, t) in zip(rows, expected, strict=True):
-        token = traced.tokenizer.decode(rollout.input_ids[n, t + 1:t + 2])
-        assert (int(row), word) == (n + 1, repr(token[:10]))
-        values = [float(x[n, t]) for x in (old, old, new, ratio, J, k3)]
-        found = [float(x) for x in numbers.removesuffix(" clipped").split()]
-        assert found == pytest.approx(values, rel=1e-3, abs=2e-3)
-        assert numbers.endswith("clipped") == bool(J[n, t] < ratio[n, t] * A[n, t])
-    loss, norm = (traced.metrics[name] for name in ("loss", "grad_norm"))
-    assert "clipped\n" in traced.out and f"norm of its gradient {norm:.4f}"[:-1] in traced.out
-    assert f"grpo_loss before the update {loss:+.6f}"[:-1] in traced.out
-    agreed = ((new - old) * A)[mask]
-    moved, of = map(int, re.search(r"(\d+) of (\d+) tokens have moved", traced.out).groups())
-    # A token that has hardly moved may count or not
-    assert 4 < (agreed > 1e-5).sum() <= moved <= (agreed > -1e-5).sum() and of == len(agreed)
-
-
-def test_a_warning_is_told_once(tmp_path, capsys):
-    """The learning rate is a hundred times too high, and the first warning says so."""
-    trains(*SMALL, "--steps=6", "--lr=0.03", "--prompts-per-step=8", "--group-size=8",
-           f"--output={tmp_path}")
-    (step, warning), *_ = warnings_of(tmp_path).items()
-    assert step <= 15 and re.findall(r"--[a-z-]+", warning)[0] == "--lr"
-    assert f"step {step}: {warning}" in capsys.readouterr().err
-    assert f"<li>step {step}: {train.escape(warning)}<" in (tmp_path / "page.html").read_text()
-    # The checkpoint knows what was told.
-    trains("--resume", tmp_path, "--steps=8")
-    assert not any("warning" in m for m in metrics_of(tmp_path)[5:])
-
-
-# --- Rewards of one's own, and problems whose answers nobody knows --------------------------------
-@pytest.mark.filterwarnings("error::UserWarning")
-def test_each_reward_has_its_mean(tmp_path):
-    last = {**PROBLEMS[19], "level": "hard"}       # None in the others
-    (tmp_path / "d.jsonl").write_text(json_lines(*PROBLEMS[:19], last))
-    names = ("length", "second", "never", "of_level")
-    trains(*SHORT, "--steps=2", "--reward", *(f"{MINE}:{name}" for name in names), "rule",
-           "--reward-weights", "0.5", "2", "1", "0", "10", f"--data={tmp_path / 'd.jsonl'}",
-           f"--output={tmp_path / 'run'}")
-    samples = [r for r in lines_of(tmp_path / "run" / "samples.jsonl") if r["step"] == 1]
-    assert len(samples) == 2                              # the whole step
-    lengths = torch.tensor([float(len(text)) for r in samples for text in r["responses"]])
-    m = metrics_of(tmp_path / "run")[1]
-    assert m["reward/length"] == pytest.approx(lengths.mean().item())
-    assert m["reward/second"] == 1                        # None does not count
-    assert m["reward/rule"] == pytest.approx(m["accuracy"] + 0.5 * m["format_rate"])
-    assert m["reward/never"] is None
-    assert m["reward/of_level"] == m["reward/length"]     # weight 0: measured, not trained on
-    page = (tmp_path / "run" / "page.html").read_text()
-    assert ">reward/of_level<" in page and ">reward/never<" not in page
-    total = 0.5 * m["reward/length"] + 2 * 0.5 + 10 * m["reward/rule"]
-    assert m["reward_mean"] == pytest.approx(total)
-    assert sum(sum(r["rewards"]) for r in samples) / 8 == pytest.approx(total)
-
-
-@pytest.fixture(scope="module")
-def unknown(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("unknown")
-    asked = [{"task": problem["question"]} for problem in PROBLEMS[:20]]
-    (folder / "mine.jsonl").write_text(json_lines(*asked))
-    done = begin("train.py", *SHORT, f"--reward={MINE}:length", "--question-field=task",
-                 f"--data={folder / 'mine.jsonl'}", f"--output={folder / 'run'}")()
-    return SimpleNamespace(folder=folder / "run", out=well_ended(done), err=done.stderr)
-
-
-def test_without_known_answers_the_rules_figures_are_null(unknown):
-    metrics = metrics_of(unknown.folder)
-    assert all(m["eval_accuracy"] is None for m in metrics if "eval_reward" in m)
-    assert all(m["accuracy"] is m["format_rate"] is None for m in metrics[1:])
-    assert all(m["reward_mean"] > 0 for m in metrics[1:])
-    assert "truth     not known" in unknown.out
-    assert "16 problems, 4 held out" in unknown.out       # a part of one's own data
-    figures = [m["eval_reward"] for m in metrics if "eval_accuracy" in m]
-    line, = [line for line in unknown.out.splitlines() if line.startswith("held-out reward")]
-    assert min(figures) > 0 and line.split()[2] == f"{figures[0]:.3g}"
-    assert line.split()[-1] == f"{figures[-1]:.3g}"
-    assert f"held-out reward {figures[0]:.3g}" in unknown.err  # the bar
-    questions = {p["question"] for p in PROBLEMS[:20]}   # they stand in another column
-    for record in lines_of(unknown.folder / "samples.jsonl"):
-        assert record["question"] in questions and record["question"] in record["prompt"]
-
-
-def test_evaluation_of_a_runs_folder(capsys, unknown):
-    """Without the reward nothing is known of these answers, with it their mean is shown."""
-    flags = ("--eval-only", "--group-size=2", "--eval-limit=2", "--system-prompt=",
-             f"--data={unknown.folder.parent / 'mine.jsonl'}", "--question-field=task",
-             f"--reward={MINE}:length", "--max-new-tokens=16")
-    trains(*flags, f"--model={unknown.folder}")
-    out = capsys.readouterr().out
-    assert "eval_accuracy: greedy nan" in out and "pass@" not in out
-    assert float(re.search(r"eval_reward: greedy ([\d.]+)", out)[1]) > 0
-
-
-def test_the_end_draws_curves_and_names_what_comes_next(capsys, unknown):
-    folder = unknown.folder
-    shown = (folder / "page.html").read_text(encoding="utf-8")
-    run = run_in(folder)
-    run.history = metrics_of(folder)
-    titles = [title for _, title, _ in train.curves_of(run)]
-    assert titles[0] == "held-out reward" and {"sampled reward", "gradient norm"} < {*titles}
-    for _, title, points in train.curves_of(run):         # the same numbers here and on the page
-        blocks = train.small_curve(points).strip()
-        first, *_, last = blocks.split()
-        assert re.search(rf"^{re.escape(title)} +{blocks}$", unknown.out, re.MULTILINE)
-        assert re.search(rf"<p>{re.escape(title)}</p>.*\n<b>{first} → {last}</b>", shown)
-    assert f"{folder}/page.html\n" in unknown.out
-    talk, again = (shlex.split(line[21:]) for line in unknown.out.splitlines()[-2:])
-    assert talk == [sys.executable, sample.__file__, "--model", str(folder), "YOUR QUESTION"]
-    assert again[:2] == [sys.executable, train.__file__]
-    assert train.parse(again[2:]).reward == [f"{MINE}:length"]
-    assert train.parse(["--resume", str(folder), "--threads=2"]).threads == 2
-    assert train.small_curve([*enumerate([0.0, 1.0, 0.5])]).split() == ["0", "▁█▄", "0.5"]
-    assert train.small_curve([(1, 2.0), (2, 2.0)]).split() == ["2", "██", "2"]
-    assert train.small_curve([(1, -1.0), (2, -2.0)]).split() == ["-1", "▄▁", "-2"]

@@ -294,7 +294,7 @@ def test_any_flag_may_change_and_is_told(capsys, run_folder):
     assert config["kl_coef"] == 0.08 and config["scale_by_std"] is False
 
 
-def test_other_held_out_problems_are_told_and_their_first_answers_are_the_next(capsys, run_folder):
+def test_other_held_out_problems_are_told_and_answered_anew(capsys, run_folder):
     trains(f"--resume={run_folder}", "--steps=7", "--eval-limit=1", "--eval-every=1")
     assert "--eval-data" in capsys.readouterr().out
     assert [metrics["step"] for metrics in metrics_of(run_folder)] == list(range(8))
@@ -359,7 +359,7 @@ def at_home(monkeypatch, tmp_path):
     return home
 
 
-def test_a_run_is_resumed_from_elsewhere_and_what_is_not_what_it_began_with_is_told(
+def test_resumed_from_elsewhere_it_tells_what_has_changed(
         capsys, at_home):
     """Its model and data were named by relative paths. It goes on, by what the flags name now."""
     folder = at_home / "runs" / "one"
@@ -530,7 +530,7 @@ def test_a_checkpoint_on_its_way_holds_one_tensor_in_memory(monkeypatch, tmp_pat
 
 
 # --- Numbers that are not finite, memory that runs out --------------------------------------------
-def test_ten_skipped_updates_stop_the_run_and_the_last_good_checkpoint_stays(
+def test_ten_skipped_updates_stop_it_and_a_good_checkpoint_stays(
         capsys, monkeypatch, tmp_path, uninterrupted):
     folder = tmp_path / "run"
     factors = chain(4 * [1], repeat(torch.inf))           # from step 3: two updates in a step
@@ -578,7 +578,7 @@ def test_out_of_memory_for_good_is_one_line(capsys, monkeypatch, tmp_path, stage
 
 
 @pytest.mark.parametrize("place", ["sample.fast_decode", "logprob.padded_attention"])
-def test_below_the_traceback_of_a_fast_path_stands_the_command_that_goes_on(
+def test_below_a_traceback_stands_the_command_that_goes_on(
         monkeypatch, tmp_path, uninterrupted, place):
     """With --plain to the same rewards."""
     with monkeypatch.context() as patch:

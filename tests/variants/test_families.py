@@ -5,7 +5,7 @@ from functools import lru_cache
 import pytest
 import torch
 from checks import value_error
-from models import SMALL, answer_rows, make_tokenizer, small_model
+from models import SHAPE, answer_rows, make_tokenizer, small_model
 import logprob
 import sample
 from logprob import IGNORE, plain_logprobs, token_logprobs
@@ -55,7 +55,7 @@ FAMILIES = {
     # layers with keys and inputs of their own or shared ones; text inside a model of more senses
     "gemma3n_text": dict(PER_LAYER, intermediate_size=[48] * 4, laurel_rank=8,
                          activation_sparsity_pattern=[0.95, 0.95, 0.0, 0.0]),
-    "gemma4": dict(text_config=dict(SMALL, **PER_LAYER, global_head_dim=16), vision_config=None,
+    "gemma4": dict(text_config=dict(SHAPE, **PER_LAYER, global_head_dim=16), vision_config=None,
                    audio_config=None)}
 MIXERS = dict(EXPERTS, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
               linear_value_head_dim=8)
@@ -78,7 +78,7 @@ def family(name, **how):
     return small_model(changes.pop("type", name), std=0.1, **how, **changes)
 
 
-def gradient(model, loss):
+def gradient_of(model, loss):
     """All of it in one vector; the weights that the loss does not reach have zeros."""
     found = torch.autograd.grad(loss, model.parameters(), materialize_grads=True)
     return torch.cat([g.flatten() for g in found])
@@ -99,12 +99,12 @@ def test_logprobs_and_gradients(name):
     model = family(name)
     input_ids, labels, weights = answer_rows(SIZES, seed=1)
     expected = definition(model, input_ids, labels)
-    expected_gradient = gradient(model, (expected * weights).sum())
+    expected_gradient = gradient_of(model, (expected * weights).sum())
     dropped = family(name, dropout=0.5)                  # in training mode it would come back
     for measured, group_ids in itertools.product((model, dropped), (None, GROUPS)):
         with logprob.layers_checkpointed(measured, measured is dropped):
             actual, _ = token_logprobs(measured, input_ids, labels, group_ids=group_ids)
-            error = gradient(measured, (actual * weights).sum()) - expected_gradient
+            error = gradient_of(measured, (actual * weights).sum()) - expected_gradient
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
         assert error.norm() <= 1e-5 * expected_gradient.norm()
 
@@ -144,8 +144,8 @@ def test_fast_families_on_a_gpu(name, flash_on_cpu):
     expected = definition(plain, input_ids, labels)
     actual, _ = token_logprobs(model, input_ids, labels, group_ids=GROUPS)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
-    expected = gradient(plain, (expected * weights).sum())
-    assert (gradient(model, (actual * weights).sum()) - expected).norm() <= 1e-5 * expected.norm()
+    expected = gradient_of(plain, (expected * weights).sum())
+    assert (gradient_of(model, (actual * weights).sum()) - expected).norm() <= 1e-5 * expected.norm()
     assert run == [5 + 5 + 0 + 2 + 9 + 6 + 3]            # prompts, answers without their last
     assert len(flash_on_cpu) == model.config.num_hidden_layers
     assert name not in ("llama", "qwen2") or all(flash_on_cpu)    # these share key heads
@@ -161,7 +161,7 @@ def test_greedy_answers(name):
     for prompt, row in zip(PROMPTS, rollout.labels):
         ids = [int(word[1:]) for word in prompt.split()]
         written = []
-        while len(written) < 6 and written[-1:] != [SMALL["eos_token_id"]]:
+        while len(written) < 6 and written[-1:] != [SHAPE["eos_token_id"]]:
             with torch.no_grad():
                 logits = model(torch.tensor([ids + written]), use_cache=False).logits
             written.append(int(logits[0, -1].argmax()))

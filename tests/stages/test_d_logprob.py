@@ -11,15 +11,14 @@ import shutil
 from types import SimpleNamespace
 import pytest
 import torch
-from checks import pairwise, seeded
-from files import TINY
-from models import SMALL, answer_rows, logprobs_on_full_logits, small_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
+from checks import pairwise, seeded
+from files import TINY
+from models import SHAPE, answer_rows, logprobs_on_full_logits, small_model
 import logprob
 from logprob import (IGNORE, LeanHead, layers_checkpointed, micro_batches, plain_logprobs,
                      sequence_logprob, token_logprobs)
-
 
 
 class ThreeLogits(torch.nn.Module):
@@ -46,8 +45,9 @@ def test_by_hand():
 # --------------------------------------------------------------------------------------------------
 # A reader may stop here. What follows: gradients, groups of rows, lean head, forms, micro-batches.
 
-V = SMALL["vocab_size"]
+V = SHAPE["vocab_size"]
 GROUPS = torch.tensor([0, 0, 0, 1, 1])
+
 # Of the rows: tokens of the prompt, of the response
 SIZES = [(5, 14), (5, 1), (5, 7), (9, 3), (9, 11)]
 batch = functools.partial(answer_rows, SIZES)
@@ -407,3 +407,14 @@ def test_script_takes_flags(run_here, tmp_path):
     assert plain[-1] != cold[-1] and len(plain) == len(cold)
     for zero in ("0", "-1", "nan"):
         assert "--temperature" in run_here("logprob.py", f"--temperature={zero}", status=2)
+
+
+def test_a_frozen_head_gets_no_gradient():
+    found = []
+    for learns in (True, False):
+        x = torch.randn(6, 8, generator=seeded()).requires_grad_()
+        head = torch.randn(20, 8, generator=seeded(1)).requires_grad_(learns)
+        LeanHead.apply(x, head, torch.arange(6), 1.0, True)[0].sum().backward()
+        assert (head.grad is not None) == learns
+        found.append(x.grad)
+    assert torch.equal(*found)
