@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checks import same
 from models import opened
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -14,6 +15,7 @@ MINE = ROOT / "tests" / "helpers" / "mine.py"  # rewards of one's own
 LIMIT = 300  # seconds: a process that hangs fails its test
 # Reading the default's 2000 problems takes longer than a short run; these are 32.
 FEW = (f"--data={TINY / 'few.jsonl'}", f"--eval-data={TINY / 'few.jsonl'}")
+# Of a run that ends in a second
 SHORT = ("--steps=4", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=16",
          "--eval-limit=4", "--eval-every=2", "--save-every=1", "--updates-per-rollout=1")
 
@@ -42,11 +44,7 @@ def assert_same_checkpoint(folder, whole):
     found = [checkpoint_of(folder), checkpoint_of(whole)]
     counters = [json.loads(bytes(tensors.pop("counters").tolist())) for tensors in found]
     assert counters[0] | {"command": ""} == counters[1] | {"command": ""}
-    assert same_tensors(*found)
-
-
-def same_tensors(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    same(*found, "checkpoint")
 
 
 def assert_bitwise(folder, whole):

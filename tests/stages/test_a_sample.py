@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from chat_families import family
-from checks import seeded, value_error
-from files import TINY, same_tensors
+from checks import is_same, same, seeded, value_error
+from files import TINY
 from models import SHAPE, make_tokenizer, small_model
 from steps import raises
 import sample
@@ -100,14 +100,6 @@ def member(name, ends=ENDS):
 def responses_of(rollout):
     return [row[labels != IGNORE].tolist()
             for row, labels in zip(rollout.input_ids, rollout.labels)]
-
-
-def same(a, b):
-    if isinstance(a, Rollout):
-        return same(vars(a), vars(b))
-    if isinstance(a, dict):
-        return all(same(a[name], b[name]) for name in a)
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
 def assert_logprobs(model, rollout, temperature=1.0, atol=1e-4):
@@ -200,7 +192,7 @@ def test_the_layout(model, config, ends, limit):
         said = " ".join(rollout.responses)
         assert "<pad>" in said and "<start>" in said and "<end>" not in said
     assert all(getattr(rollout, f.name) is None for f in fields(rollout)[6:])  # for later stages
-    assert torch.equal(rollout.mask, rollout.labels[:, 1:] != IGNORE)
+    same(rollout.mask, rollout.labels[:, 1:] != IGNORE)
 
 
 def filled(N, S, seed):
@@ -244,8 +236,8 @@ def test_join(widths):
     """Each row ends in padding where the other rollout is longer: -100 in labels, else 0."""
     a, b = filled(2, widths[0], 1), filled(3, widths[1], 2)
     both = joined(a, b)
-    assert same(sample.take(both, [0, 1], widths[0]), a)
-    assert same(sample.take(both, [2, 3, 4], widths[1]), b)
+    same(sample.take(both, [0, 1], widths[0]), a)
+    same(sample.take(both, [2, 3, 4], widths[1]), b)
     S, short = min(widths), slice(2) if widths[0] < widths[1] else slice(2, 5)
     assert (both.labels[short, S:] == IGNORE).all() and not both.input_ids[short, S:].any()
     for per_token in (both.logprobs, both.measured["entropy"]):
@@ -326,7 +318,7 @@ def test_a_checkpoints_own_settings_change_nothing(model, config, settings):
     plain = sample_groups(model, TOKENIZER, PROMPTS, 3, 10, 1.5, seeded())
     for name, value in settings.items():
         config(name, value)
-    assert same(sample_groups(model, TOKENIZER, PROMPTS, 3, 10, 1.5, seeded()), plain)
+    same(sample_groups(model, TOKENIZER, PROMPTS, 3, 10, 1.5, seeded()), plain)
 
 
 def test_the_generator_decides(model, config):
@@ -334,17 +326,17 @@ def test_the_generator_decides(model, config):
     torch.manual_seed(0)
     state = torch.get_rng_state()
     first = draw_three(seeded(5))
-    assert torch.equal(torch.get_rng_state(), state)
+    same(torch.get_rng_state(), state)
     torch.manual_seed(1)
     generator = seeded(5)
-    assert same(draw_three(generator), first) and not same(draw_three(seeded(6)), first)
-    assert not same(draw_three(generator), first)  # it has moved on
+    assert is_same(draw_three(generator), first) and not is_same(draw_three(seeded(6)), first)
+    assert not is_same(draw_three(generator), first)  # it has moved on
     # without one the global seed does
     a, b, c = (torch.manual_seed(seed) and draw_three() for seed in (5, 5, 6))
-    assert same(a, b) and not same(a, c)
+    assert is_same(a, b) and not is_same(a, c)
     config("eos_token_id", list(range(1, V, 5)))
     eight = sample_groups(model, TOKENIZER, PROMPTS, 8, 256, 1.0, seeded())  # the defaults
-    assert same(sample_groups(model, TOKENIZER, PROMPTS, generator=seeded()), eight)
+    same(sample_groups(model, TOKENIZER, PROMPTS, generator=seeded()), eight)
 
 
 def test_a_generator_a_prompt(model, config):
@@ -386,7 +378,7 @@ def test_a_step_that_fails_leaves_the_model_as_it_was(monkeypatch):
         with pytest.raises(TypeError):
             sample_groups(each, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded())
     sample.PLAIN = True
-    assert same(responses_of(sample_groups(model, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded())),
+    same(responses_of(sample_groups(model, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded())),
                 responses_of(expected))
     assert "forward" not in vars(model.lm_head)
     assert model.config._attn_implementation == "long rows"
@@ -508,7 +500,7 @@ def test_a_conversation_of_one_turn_is_a_group(tiny):
     for turns, reply in ((1, lambda *_: "more"), (5, lambda *_: None)):
         talk = sample_conversations(model, tokenizer, prompts, 3, 12, 1.0, [seeded(1), seeded(2)],
                                     reply=reply, max_turns=turns)
-        assert same(talk, group)
+        same(talk, group)
 
 
 def test_a_template_with_nothing_between_two_turns_is_refused(model):
@@ -575,7 +567,7 @@ def test_the_numbers_behind_the_draws():
     assert numbers.shape == (200, 1000) and len(numbers.unique()) == 200_000
     assert 0 <= numbers.min() and numbers.max() < 1
     own = uniform_numbers([seeded(3), seeded(4)], 2, 50, 10, torch.device("cpu"))
-    assert torch.equal(own[50:], uniform_numbers(seeded(4), 1, 50, 10, torch.device("cpu")))
+    same(own[50:], uniform_numbers(seeded(4), 1, 50, 10, torch.device("cpu")))
 
 
 # --- The chat template ----------------------------------------------------------------------------
@@ -631,7 +623,7 @@ def test_open_policy(capsys):
     assert model.dtype == torch.bfloat16 and tokenizer.chat_template
     assert not any(part.training for part in model.modules())
     model, _ = sample.open_policy(str(TINY))
-    assert same_tensors(dict(model.named_parameters()), load_file(TINY / "model.safetensors"))
+    same(dict(model.named_parameters()), load_file(TINY / "model.safetensors"))
 
 
 def test_a_token_without_an_embedding_is_told(tmp_path, tiny):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
-from checks import pairwise, seeded
+from checks import pairwise, same, seeded
 from files import TINY
 from models import SHAPE, answer_rows, logprobs_on_full_logits, small_model
 import logprob
@@ -134,7 +134,8 @@ def test_without_entropies_gradients_or_labels(random_model):
     model, (input_ids, labels, _) = copy.deepcopy(random_model), batch()
     expected, _ = token_logprobs(model, input_ids, labels, measure=True)
     actual, measured = token_logprobs(model, input_ids, labels)
-    assert torch.equal(actual, expected) and measured == {}
+    same(actual, expected)
+    assert measured == {}
     with torch.no_grad():
         silent, _ = token_logprobs(model, input_ids, labels)
     assert not silent.requires_grad
@@ -142,7 +143,7 @@ def test_without_entropies_gradients_or_labels(random_model):
     nothing = torch.full_like(labels, IGNORE)
     logprobs, measured = token_logprobs(model, input_ids, nothing, measure=True)
     for values in (logprobs, measured["entropy"]):
-        assert torch.equal(values, torch.zeros(5, 19))
+        same(values, torch.zeros(5, 19))
     for g in torch.autograd.grad(logprobs.sum(), model.parameters(), materialize_grads=True):
         assert not g.any()
 
@@ -213,7 +214,8 @@ def test_lean_head(monkeypatch, rows, temperature, dtype, grad_dtype):
     entropy = measured["entropy"]
     assert not entropy.requires_grad
     without = LeanHead.apply(hidden, weight, targets, temperature, False)
-    assert torch.equal(without[0], logprobs) and without[1] == {}
+    same(without[0], logprobs)
+    assert without[1] == {}
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     logp = (exact[0] @ exact[1].T / temperature).log_softmax(dim=1)
     expected = logp[torch.arange(300), targets]
@@ -417,4 +419,4 @@ def test_a_frozen_head_gets_no_gradient():
         LeanHead.apply(x, head, torch.arange(6), 1.0, True)[0].sum().backward()
         assert (head.grad is not None) == learns
         found.append(x.grad)
-    assert torch.equal(*found)
+    same(*found)

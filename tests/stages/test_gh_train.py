@@ -16,7 +16,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from files import FEW, TINY, checkpoint_of, edit_json, lines_of, metrics_of, same_tensors
+from checks import is_same, same
+from files import FEW, TINY, checkpoint_of, edit_json, lines_of, metrics_of
 from models import answer_rows, logprobs_on_full_logits
 from runs import begin, refused, trains, well_ended
 from steps import (PROBLEMS, REWARDS, all_gradients, loop, parts, parts_of, rollout_of, run_in,
@@ -91,15 +92,17 @@ def test_the_reward_is_asked_and_replaces_the_rules():
     asked = []
     p = parts("--updates-per-rollout=1", noise=0)
     metrics, rollout, _ = whole_step(p, reward_of=lambda *given: asked.append(given) or REWARDS)
-    assert asked == [(p.problems, p.prompts, rollout)] and torch.equal(rollout.rewards, REWARDS)
+    assert asked == [(p.problems, p.prompts, rollout)]
+    same(rollout.rewards, REWARDS)
     assert torch.allclose(rollout.advantages, group_advantages(REWARDS, 4))
     # A first step is honest: of an untouched reference the KL is 0, and every ratio is 1
     assert abs(metrics["approx_kl"]) < 1e-9 and metrics["clip_fraction"] == 0
     assert metrics["sampler_difference"] < 1e-5            # decoding against one pass
     _, rollout, _ = whole_step(p, reward_of=None)
     expected = train.score_responses(rollout.responses, [q["answer"] for q in p.problems], 4)
-    assert torch.equal(rollout.rewards, expected) and expected.unique().numel() > 1
-    assert torch.equal(rollout.rule_rewards, expected)
+    same(rollout.rewards, expected)
+    assert expected.unique().numel() > 1
+    same(rollout.rule_rewards, expected)
 
 
 @pytest.mark.parametrize("flags, dtype", [((), torch.float32), ((), torch.bfloat16),
@@ -122,9 +125,9 @@ def test_what_is_not_finite_skips_the_update_and_is_counted(monkeypatch, what, f
     metrics, _ = train.train_step(p, train.Batch(p.problems, p.prompts), p.settings)
     skipped = metrics["skipped_updates"]
     assert skipped == (0 if what == "nothing" else p.settings.updates_per_rollout) in (0, 2)
-    assert same_tensors(before[0], p.policy_model.state_dict()) == (what != "nothing")
-    assert all(map(torch.equal, before[2], masters)) == (what != "nothing")
-    assert same_tensors(before[1], p.ref_model.state_dict())
+    assert is_same(before[0], p.policy_model.state_dict()) == (what != "nothing")
+    assert is_same(before[2], masters) == (what != "nothing")
+    same(before[1], p.ref_model.state_dict())
     assert all(weight.grad is None for weight in [*p.policy_model.parameters(), *masters])
 
 
@@ -150,7 +153,7 @@ def test_a_sampler_that_is_off_moves_no_weight(dtype, plain, rounding, fault, co
             skipped = whole_step(p, sampler=sampler)[0]["skipped_updates"]
         except train.BadInput as error:
             skipped = "--sampler-correction" if "--sampler-corr" in str(error) else "--plain"
-        return skipped, same_tensors(before, p.policy_model.state_dict())
+        return skipped, is_same(before, p.policy_model.state_dict())
     assert off_by(rounding) == (0, False)
     ends = ("--sampler-correction" if plain else "--plain"), True
     assert off_by(fault) == ((0, False) if correction else ends)
@@ -395,9 +398,10 @@ def test_a_run_leaves_the_files_of_the_contract(finished_run):
         assert word in finished_run.out
     final = AutoModelForCausalLM.from_pretrained(folder / "final")
     assert AutoTokenizer.from_pretrained(folder / "final").chat_template
-    assert not same_tensors(final.state_dict(), parts().policy_model.state_dict())
+    assert not is_same(final.state_dict(), parts().policy_model.state_dict())
     last = checkpoint_of(folder)
-    assert all(torch.equal(last[f"weight/{name}"], p) for name, p in final.named_parameters())
+    for name, p in final.named_parameters():
+        same(last[f"weight/{name}"], p.data, name)
 
 
 def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):

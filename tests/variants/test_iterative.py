@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification,
                           AutoTokenizer)
 from transformers.utils import logging
-from checks import seeded, value_error
+from checks import is_same, same, seeded, value_error
 from files import (FEW, MINE, TINY, apart, assert_bitwise, assert_same_checkpoint, assert_same_run,
-                   checkpoint_of, curve, edit_tensors, json_lines, lines_of, same_tensors)
+                   checkpoint_of, curve, edit_tensors, json_lines, lines_of)
 from models import logprobs_on_full_logits, small_model
 from runs import begin, refused, trained, trains, well_ended
 from steps import PROBLEMS, all_gradients, own_rewards, parts, whole_step
@@ -81,8 +81,8 @@ def test_two_iterations_are_those_of_the_formulas(whole, learner):
         for name, value in figures.items():
             assert metrics[step][name] == pytest.approx(value, rel=1e-5)
     found = weights(whole / "reward_model")
-    assert all(torch.equal(found[name], p) for name, p in model.named_parameters())
-    assert not same_tensors(found, weights(MODEL))
+    same(found, dict(model.named_parameters()))
+    assert not is_same(found, weights(MODEL))
     assert AutoTokenizer.from_pretrained(whole / "reward_model").chat_template
     AutoModelForCausalLM.from_pretrained(whole / "final")
 
@@ -93,7 +93,7 @@ def test_a_resumed_run_is_bitwise_the_same(whole, tmp_path):
     for steps in (2, 3, 4):
         trains("--resume", folder, f"--steps={steps}")
     assert_bitwise(folder, whole)
-    assert same_tensors(weights(folder / "reward_model"), weights(whole / "reward_model"))
+    same(weights(folder / "reward_model"), weights(whole / "reward_model"))
     saved = checkpoint_of(folder)
     assert_same_checkpoint(folder, whole)
     kinds = {name.split("/")[0] for name in saved if "/reward_model/" in name}
@@ -117,7 +117,7 @@ def test_without_truths_or_renewal_the_reward_model_stays(capsys, tmp_path):
     last = curve(folder)[-1]
     assert last["reward_model_loss"] is None and last["accuracy"] is None
     assert last["reward_std"] > 0 and last["grad_norm"] > 0
-    assert same_tensors(weights(folder / "reward_model"), weights(MODEL))
+    same(weights(folder / "reward_model"), weights(MODEL))
     assert "--renew-reference: no true answer is known" in capsys.readouterr().out
     folder = trained(tmp_path / "fixed", *FLAGS, f"--reward-model={MODEL}", "--steps=1")
     assert "--renew-reference: " not in capsys.readouterr().out
@@ -217,9 +217,10 @@ def test_step_rewards_reach_the_gradient():
     _, rollout, gradients = whole_step(p, reward_of=own_rewards(p.settings))
     mask = rollout.mask                                                                # (N, S-1)
     A = process_advantages([*by_hand(rollout, p.problems, p.tokenizer.vocab[","])], mask, 4)
-    assert torch.equal(rollout.advantages, A) and A[mask].std() > 0
+    same(rollout.advantages, A)
+    assert A[mask].std() > 0
     rule = reward.score_responses(rollout.responses, reward.truths_of(p.problems), 4)
-    assert torch.equal(rollout.rewards, rule)
+    same(rollout.rewards, rule)
     logp, _ = logprobs_on_full_logits(start, rollout, 1.0)
     (-(logp * A * mask).sum(1) / mask.sum(1)).mean().backward()
     assert (all_gradients(start) - gradients[0]).norm() <= 1e-5 * all_gradients(start).norm()
@@ -302,7 +303,7 @@ def test_a_row_scores_the_same_alone_and_padded(architecture):
     assert torch.tensor(alone[:4]).std() > 0.01
     if architecture == "qwen2":
         model.config.pad_token_id = 1  # the end token pads, as in many checkpoints: it counts
-        assert torch.equal(score_rows(model, ROWS), scores)
+        same(score_rows(model, ROWS), scores)
     with value_error("^--reward-model: a row of 65 tokens"):
         score_rows(model, [[5] * 65])
 
@@ -375,7 +376,7 @@ def test_an_iteration_mixes_a_tenth_of_old_pairs():
         r.pairs, r.replay = pairs[:1] * 2, []
         train_reward_model(r, batch_pairs=1)
     assert len(gradients) == 4 and gradients[0].any()
-    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+    same(gradients, 4 * gradients[:1])
     none = still_learner(replay=replay)
     assert all(map(math.isnan, train_reward_model(none).values()))
     assert sorted(none.replay) == sorted(replay) and none.tokenizer == []
@@ -393,7 +394,7 @@ def test_a_reward_model_reads_its_own_template(tiny, monkeypatch):
                                ["1 + 2", "5"], rollout)
         each = [prompts[0], prompts[0], prompts[1], prompts[1]]
         read, responses, rule = map(list, zip(*rollout.judged))
-        assert torch.equal(scores, reward_model_scores(model.model, tiny[1], each, responses))
+        same(scores, reward_model_scores(model.model, tiny[1], each, responses))
         assert (read, responses) == (each, rollout.responses)
         assert model.pairs == []  # they are kept in training steps alone
         assert repr(rule) == "[0.5, 1.5, nan, 0.0]"

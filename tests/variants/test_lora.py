@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM
-from checks import seeded
+from checks import is_same, same, seeded
 from files import FEW, TINY
 from models import logprobs_on_full_logits, small_model
 from runs import trains
@@ -97,7 +97,7 @@ def test_factors_are_those_of_an_ordinary_module(in_float64, tied):
     before = weights_of(start)
     for name, weight in model.named_parameters():
         learns = "_proj.weight" in name
-        assert torch.equal(weight, before[name]) != learns, name
+        assert is_same(weight, before[name]) != learns, name
 
 
 def test_the_first_factors_are_as_pefts():
@@ -113,13 +113,13 @@ def test_the_first_factors_are_as_pefts():
         assert not factor.any() if "lora_B" in name else (
             0.9 * bound < factor.abs().max() <= bound
             and abs(factor.mean()) < 4 * bound / (3 * factor.numel()) ** 0.5)
-    assert all(torch.equal(weight, start[name]) for name, weight in weights_of(model).items())
+    same(weights_of(model), start)
     A = [factor for name, factor in factors.items() if "q_proj.lora_A" in name]
     assert not torch.equal(*A), "every weight has its own"
-    for seed, same in ((0, True), (1, False)):
+    for seed, alike in ((0, True), (1, False)):
         s.seed = seed
         again = train.make_optimizer(small_model("qwen2", hidden_size=64, intermediate_size=256), s)
-        assert all(torch.equal(*x) for x in zip(factors.values(), again.factors.values())) == same
+        assert is_same(again.factors, factors) == alike
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -145,7 +145,7 @@ def test_every_rank_rounds_to_the_same_weights(monkeypatch):
             factor.data.fill_(0.01)
         p.optimizer.round()
         found.append(weights_of(p.policy_model))
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    same(*found)
 
 
 @pytest.mark.parametrize("flags, copied", [([], False), (["--kl-coef=0"], True),

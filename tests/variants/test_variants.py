@@ -8,7 +8,7 @@ import re
 from types import SimpleNamespace
 import pytest
 import torch
-from checks import seeded
+from checks import same, seeded
 from files import FEW, MINE, SHORT, assert_same_run
 from models import logprobs_on_full_logits
 from runs import begin, trained, well_ended
@@ -146,7 +146,7 @@ def test_gdpo_reads_each_reward():
     metrics, rollout, _ = whole_step(p, own_rewards(p.settings))
     both = torch.stack(list(rollout.reward_parts.values()))
     assert both.isnan().any() and rollout.advantages.isfinite().all()
-    assert torch.equal(rollout.advantages, gdpo_advantages(both, (0.5, 2), 4))
+    same(rollout.advantages, gdpo_advantages(both, (0.5, 2), 4))
     assert rollout.advantages.std() > 0 and metrics["skipped_updates"] == 0
 
 
@@ -180,8 +180,8 @@ def test_mini_batches_take_every_group_once_in_each_pass():
     rollout.old_logprobs = rollout.logprobs                # known: no policy is needed
     s = settings("--group-size=2", "--minibatches=2")
     first, second = train.mini_batches(None, rollout, s)
-    assert torch.equal(first.logprobs, rollout.logprobs[:6])
-    assert torch.equal(second.logprobs, rollout.logprobs[6:])
+    same(first.logprobs, rollout.logprobs[:6])
+    same(second.logprobs, rollout.logprobs[6:])
 
 
 class Bigrams(torch.nn.Module):

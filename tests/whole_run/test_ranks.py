@@ -7,8 +7,8 @@ import traceback
 import pytest
 import torch
 import torch.distributed.run
-from files import (FEW, LIMIT, MINE, assert_same_run, checkpoint_of, metrics_of, same_tensors,
-                   snapshot)
+from checks import same
+from files import (FEW, LIMIT, MINE, assert_same_run, checkpoint_of, metrics_of, snapshot)
 from models import small_model
 from runs import begin, one_line_of, trained, trains, well_ended
 from steps import parts, raises, rollout_of, run_in
@@ -150,7 +150,7 @@ def test_two_ranks_in_bfloat16_lose_no_step(tmp_path):
     for weights in found:
         weights.pop("counters")
         assert {weight.dtype for weight in weights.values()} == {torch.float32}
-    assert same_tensors(*found)
+    same(*found)
 
 
 def gradient_of(rank, port, folder):

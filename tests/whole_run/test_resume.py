@@ -16,9 +16,10 @@ import weakref
 from itertools import chain, repeat
 import pytest
 import torch
+from checks import same
 from files import (FEW, LIMIT, MINE, ROOT, TINY, assert_bitwise, assert_same_checkpoint,
                    checkpoint_of, curve, edit_json, edit_tensors, lines_of, metrics_of,
-                   same_tensors, snapshot)
+                   snapshot)
 from runs import begin, one_line_of, refused, trained, trains, well_ended
 from steps import NO_MEMORY, raises, run_in
 from safetensors.torch import load, load_file
@@ -94,8 +95,8 @@ def test_a_run_in_two_parts_is_the_run_bit_for_bit(monkeypatch, tmp_path, flags)
     if "--renew-reference=2" in flags:                    # the last: it is the policy of the end
         assert [m["step"] for m in metrics if "reference_renewed" in m] == [2, 4]
         assert metrics[-1]["resampled_groups"] and references
-        assert all(torch.equal(saved[name], saved[name.replace("reference/", "")])
-                   for name in references)
+        for name in references:
+            same(saved[name], saved[name.replace("reference/", "")], name)
     assert bool(references) == any("--renew" in flag for flag in flags)
 
 
@@ -484,7 +485,8 @@ def test_the_best_state_is_kept(capsys, monkeypatch, tmp_path):
     assert not (two / "best").exists() and "best state" not in capsys.readouterr().out
     best, final = (load_file(folder / "model.safetensors")
                    for folder in (whole / "best", two / "final"))
-    assert same_tensors(best, final) and {*os.listdir(whole / "best")} == {
+    same(best, final)
+    assert {*os.listdir(whole / "best")} == {
         *os.listdir(whole / "final")}
     folder = tmp_path / "full"
     with monkeypatch.context() as patch:                  # nothing is lost
@@ -495,10 +497,10 @@ def test_the_best_state_is_kept(capsys, monkeypatch, tmp_path):
     (folder / "best.new" / "config.json").unlink()
     trains(f"--resume={folder}")
     assert_bitwise(folder, whole)
-    assert same_tensors(load_file(folder / "best" / "model.safetensors"), best)
+    same(load_file(folder / "best" / "model.safetensors"), best)
     again = ("--config", str(whole / "config.json"), "--model", str(whole / "best"))
     loaded = train.load(train.parse(again)).policy_model
-    assert same_tensors(dict(loaded.named_parameters()), best)
+    same(dict(loaded.named_parameters()), best)
 
 
 # --- How a checkpoint is written ------------------------------------------------------------------
@@ -509,7 +511,7 @@ def test_safetensors_reads_what_was_written():
                'a "name"\n': torch.tensor([torch.inf, -0.0]),
                "text": torch.frombuffer(bytearray(b"x"), dtype=torch.uint8)}
     found = load(b"".join(map(bytes, train.as_safetensors(tensors))))
-    assert same_tensors(found, tensors)
+    same(found, tensors)
     assert all(found[name].dtype == tensors[name].dtype for name in tensors)
 
 
