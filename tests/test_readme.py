@@ -141,7 +141,9 @@ def test_the_first_steps_of_the_default_run(tmp_path):
     row = re.search(r"^\| 1 \| (.*) \|$", table, flags=re.M)[1].replace("−", "-").split(" | ")
     found = [first[name] for name in names]
     assert found == pytest.approx(list(map(float, row)), abs=0.01)
-    assert re.search(rf"held-out accuracy +{start['eval_accuracy']:.3g} ▁", README)
+    accuracy = f"{start['eval_accuracy']:.3g}"
+    assert re.search(rf"^held-out accuracy +{accuracy} ▁", README, flags=re.M)
+    assert f"problems {accuracy} → 1" in README           # the table of commands
     assert last["eval_accuracy"] > 0.8                    # 0.941 was measured
 
 

@@ -197,7 +197,10 @@ def test_every_metric_is_its_definition(measured):
     # rewards 1.5 0.5 | 0 0.5 | 1.5 1.5: the third group's are equal
     expected = {
         "reward_mean": 5.5 / 6, "reward_std": math.sqrt(7.25 / 6 - (5.5 / 6)**2),
+        "reward_std_in_groups": (0.5 + 0.25 + 0) / 3,
         "accuracy": 3 / 6, "format_rate": 5 / 6, "zero_variance_groups": 1 / 3,
+        # A is 1 -1 | -1 1 | 0 0 for answers of 2 3 | 1 4 | 5 9 tokens
+        "positive_advantages": (2 + 4) / 24,
         "response_length_mean": 24 / 6,
         "response_length_p95": 5 + 0.75 * (9 - 5),    # at 0.95 * 5 = 4.75 of the sorted
         "truncated_fraction": 1 / 6, "tokens": 24, "entropy": entropy, "sampler_difference": drift,

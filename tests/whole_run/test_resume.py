@@ -244,7 +244,7 @@ def test_a_reader_that_leaves_early_ends_nothing(tmp_path):
                               env={**os.environ, **environment})
         assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
         assert "Error" not in done.stderr and (folder / "final").exists()
-    assert "?????" in done.stdout and "talk to the result" in done.stdout
+    assert " ??? " in done.stdout and "talk to the result" in done.stdout
 
 
 def test_a_signal_while_a_line_waits_for_its_reader():
