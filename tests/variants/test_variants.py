@@ -26,12 +26,14 @@ FLAGS = (*FEW, *SHORT)
 
 
 # --- [C] [E] [F]: the updates of a step against the stage functions on full logits ----------------
-def mixed_rollout(p, temperature, max_new_tokens=12):
-    """Two groups with right, wrong and cut answers, and a sampler that is off by some tenths."""
-    rollout = sample_groups(p.policy_model, p.tokenizer, p.prompts, 4, max_new_tokens, temperature,
+def mixed_rollout(p):
+    """Two groups with right, wrong and cut answers; a sampler that is off where that is corrected.
+    """
+    rollout = sample_groups(p.policy_model, p.tokenizer, p.prompts, 4, 12, p.settings.temperature,
                             seeded(3))
     rollout.finished = torch.arange(8) % 3 > 0
-    rollout.logprobs += rollout.mask * torch.randn(rollout.mask.shape, generator=seeded())
+    if p.settings.sampler_correction:
+        rollout.logprobs += rollout.mask * torch.randn(rollout.mask.shape, generator=seeded())
     first, second = (f"\\boxed{{{problem['answer']}}}" for problem in p.problems)
     rollout.responses = [first, "\\boxed{-1}", "none", first, "\\boxed{-1}", second, "none", "no"]
     return rollout
@@ -99,10 +101,8 @@ def by_hand(p, rollout, flags):
 
 def assert_same_step(p, rollout, expected):
     """The program's step on this rollout has these gradients and their mean metrics -> all."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "check_sampler", lambda *_: None)   # this sampler is off on purpose
-        p.optimizer = torch.optim.SGD(p.policy_model.parameters(), RATE)
-        metrics, _, found = whole_step(p, None, sampler=lambda *_: copy.deepcopy(rollout))
+    p.optimizer = torch.optim.SGD(p.policy_model.parameters(), RATE)
+    metrics, _, found = whole_step(p, None, sampler=lambda *_: copy.deepcopy(rollout))
     assert len(found) == len(expected)
     for one, record in zip(found, expected):
         assert (one - record.gradient).norm() <= 3e-4 * record.gradient.norm()
@@ -127,7 +127,7 @@ def assert_same_step(p, rollout, expected):
 def test_a_flag_that_changes_the_mathematics_arrives(flags):
     flags = flags.split()
     p = parts(*PLAIN, *flags, "--micro-batch-tokens=25")
-    rollout = mixed_rollout(p, 0.7)
+    rollout = mixed_rollout(p)
     assert len(list(train.micro_batches(p.policy_model, rollout, p.settings))) > 2
     expected = by_hand(p, rollout, flags)
     plain = by_hand(p, rollout, flags[1:])
@@ -171,11 +171,12 @@ def test_rewards_below_zero_end_a_run_to_which_they_mean_nothing(flag, words):
 def test_mini_batches_take_every_group_once_in_each_pass():
     """The old log-probs of all of them are those before the first; the ratio corrects."""
     p = parts(*PLAIN, "--minibatches=2", "--updates-per-rollout=2")
-    rollout = mixed_rollout(p, 0.7)
+    rollout = mixed_rollout(p)
     metrics = assert_same_step(p, rollout, by_hand(p, rollout, ("--minibatches=2",)))
     assert abs(metrics["ratio_mean"] - 1) > 1e-4          # the second is off 1 at once
     p.policy_model.model.norm.weight.register_hook(lambda grad: grad * math.nan)
-    assert assert_same_step(p, rollout, [])["skipped_updates"] == 4   # counted one by one
+    again = assert_same_step(p, mixed_rollout(p), [])
+    assert again["skipped_updates"] == 4                  # counted one by one
     rollout = sample.take(rollout, [*range(8), 0, 1])      # five groups of two in two batches
     rollout.old_logprobs = rollout.logprobs                # known: no policy is needed
     s = settings("--group-size=2", "--minibatches=2")
@@ -300,7 +301,8 @@ def length_reward(problems, prompts, rollout):
 
 def resampled(rounds, *flags, reward_of=length_reward):
     """A step of four groups, of which 0, 2 and 3 are flat; what each round draws is given."""
-    p = parts("--prompts-per-step=4", "--updates-per-rollout=1", *flags)
+    # These log-probs are invented, and the correction passes them.
+    p = parts("--prompts-per-step=4", "--updates-per-rollout=1", "--sampler-correction=2", *flags)
     flat = ["a"] * 4
     first = draws([flat, ["a", "bb", "c", "d"], flat, flat], 9, 5)
     others = [draws(texts, 7 + 4 * i, 20 + 20 * i) for i, texts in enumerate(rounds)]
@@ -316,10 +318,8 @@ def resampled(rounds, *flags, reward_of=length_reward):
         return batch_of(f"new {attempt}.", n)
     batch = batch_of("old ", 4)
     batch.more = more
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "check_sampler", lambda *_: None)      # these log-probs are invented
-        given = parts_of(p, [], sampler=lambda *_: next(rollouts), reward_of=reward_of)
-        metrics, rollout = train.train_step(given, batch, p.settings)
+    given = parts_of(p, [], sampler=lambda *_: next(rollouts), reward_of=reward_of)
+    metrics, rollout = train.train_step(given, batch, p.settings)
     # A problem goes where its prompt goes.
     assert [problem["question"] for problem in batch.problems] == batch.prompts
     return SimpleNamespace(prompts=batch.prompts, metrics=metrics, asked=asked, rollout=rollout)

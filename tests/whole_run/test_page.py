@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from types import SimpleNamespace
 import pytest
 import torch
 from files import FEW, MINE, TINY, curve, lines_of
@@ -104,10 +105,10 @@ def section(word="w", advantages=(1.5, -1.5, 0.0, 6.0)):
     rollout = sample.take(rollout_of(p), [0, 1, 2, 3])
     rollout.rewards, rollout.advantages = torch.arange(4.0), torch.as_tensor(advantages)
     group = {"step": 1, "question": word, "prompt": word, "truth": word}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sample, "words_of", lambda _, ids: [word] * len(ids))
-        moved = torch.full(rollout.mask.shape, 0.5)
-        return train.section_of(group, rollout, moved, p.tokenizer), rollout
+    tokenizer = SimpleNamespace(decode=lambda ids: word * len(ids),
+                                batch_decode=lambda rows: [word] * len(rows))
+    moved = torch.full(rollout.mask.shape, 0.5)
+    return train.section_of(group, rollout, moved, tokenizer), rollout
 
 
 def test_a_bar_points_the_way_of_its_advantage():
