@@ -5,7 +5,7 @@ import benchmark
 import first_run
 import pytest
 import torch
-from conftest import seeded
+from checks import seeded
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 import sample

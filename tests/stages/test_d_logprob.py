@@ -12,15 +12,14 @@ import shutil
 from types import SimpleNamespace
 import pytest
 import torch
-from checks import pairwise
-from conftest import (SMALL, TINY, answer_rows, logprobs_on_full_logits, seeded,
-                      small_model)
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
+from checks import pairwise, same, seeded
+from files import TINY
+from models import SHAPE, answer_rows, logprobs_on_full_logits, small_model
 import logprob
 from logprob import (IGNORE, LeanHead, layers_checkpointed, cut_rows, plain_logprobs,
                      sequence_logprob, token_logprobs)
-
 
 
 class ThreeLogits(torch.nn.Module):
@@ -47,7 +46,7 @@ def test_by_hand():
 # --------------------------------------------------------------------------------------------------
 # A reader may stop here. What follows: gradients, groups of rows, lean head, forms, micro-batches.
 
-V = SMALL["vocab_size"]
+V = SHAPE["vocab_size"]
 # Of the rows: tokens of the prompt, of the response
 SIZES = [(5, 14), (5, 1), (5, 7), (9, 3), (9, 11)]
 batch = functools.partial(answer_rows, SIZES)
@@ -131,7 +130,8 @@ def test_without_entropies_gradients_or_labels(random_model):
     model, (input_ids, labels, _) = copy.deepcopy(random_model), batch()
     expected, _ = token_logprobs(model, input_ids, labels, measure=True)
     actual, measured = token_logprobs(model, input_ids, labels)
-    assert torch.equal(actual, expected) and measured == {}
+    same(actual, expected)
+    assert measured == {}
     with torch.no_grad():
         silent, _ = token_logprobs(model, input_ids, labels)
     assert not silent.requires_grad
@@ -139,7 +139,7 @@ def test_without_entropies_gradients_or_labels(random_model):
     nothing = torch.full_like(labels, IGNORE)
     logprobs, measured = token_logprobs(model, input_ids, nothing, measure=True)
     for values in (logprobs, measured["entropy"]):
-        assert torch.equal(values, torch.zeros(5, 19))
+        same(values, torch.zeros(5, 19))
     for g in torch.autograd.grad(logprobs.sum(), model.parameters(), materialize_grads=True):
         assert not g.any()
 
@@ -250,7 +250,8 @@ def test_lean_head(monkeypatch, rows, temperature, dtype, grad_dtype):
     entropy = measured["entropy"]
     assert not entropy.requires_grad
     without = LeanHead.apply(hidden, weight, targets, temperature, False)
-    assert torch.equal(without[0], logprobs) and without[1] == {}
+    same(without[0], logprobs)
+    assert without[1] == {}
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     logp = (exact[0] @ exact[1].T / temperature).log_softmax(dim=1)
     expected = logp[torch.arange(300), targets]
@@ -320,7 +321,7 @@ def test_the_logits_are_never_held(architecture, monkeypatch):
 
 
 # --- Which forms a model takes --------------------------------------------------------------------
-FAST = "qwen2", "qwen3", "llama", "gpt2"  # of conftest's architectures; this mistral has a window
+FAST = "qwen2", "qwen3", "llama", "gpt2"  # of these architectures; this mistral has a window
 
 
 def test_the_forms_that_a_family_takes(random_model):
@@ -474,3 +475,14 @@ def test_script_takes_flags(run_here, tmp_path):
     assert plain[-1] != cold[-1] and len(plain) == len(cold)
     for zero in ("0", "-1", "nan"):
         assert "--temperature" in run_here("logprob.py", f"--temperature={zero}", status=2)
+
+
+def test_a_frozen_head_gets_no_gradient():
+    found = []
+    for learns in (True, False):
+        x = torch.randn(6, 8, generator=seeded()).requires_grad_()
+        head = torch.randn(20, 8, generator=seeded(1)).requires_grad_(learns)
+        LeanHead.apply(x, head, torch.arange(6), 1.0, True)[0].sum().backward()
+        assert (head.grad is not None) == learns
+        found.append(x.grad)
+    same(*found)

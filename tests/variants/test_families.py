@@ -4,7 +4,8 @@ import itertools
 from functools import lru_cache
 import pytest
 import torch
-from conftest import SMALL, answer_rows, make_tokenizer, small_model, value_error
+from checks import value_error
+from models import SHAPE, answer_rows, make_tokenizer, small_model
 import logprob
 import sample
 from logprob import IGNORE, plain_logprobs, token_logprobs
@@ -17,7 +18,7 @@ LATENT = dict(DEEPSEEK, num_key_value_heads=4, kv_lora_rank=16, q_lora_rank=16, 
 PER_LAYER = dict(head_dim=8, sliding_window=8, num_hidden_layers=4, num_kv_shared_layers=2,
                  layer_types=2 * ["sliding_attention", "full_attention"],
                  hidden_size_per_layer_input=8, vocab_size_per_layer_input=64)
-# name -> what its config changes beside conftest's ARCHITECTURES; the name is transformers' model
+# name -> what its config changes beside ARCHITECTURES of models.py; the name is transformers' model
 # type where no `type` says it. The sliding windows are smaller than the rows.
 FAMILIES = {
     # one stack of layers, dense
@@ -54,7 +55,7 @@ FAMILIES = {
     # layers with keys and inputs of their own or shared ones; text inside a model of more senses
     "gemma3n_text": dict(PER_LAYER, intermediate_size=[48] * 4, laurel_rank=8,
                          activation_sparsity_pattern=[0.95, 0.95, 0.0, 0.0]),
-    "gemma4": dict(text_config=dict(SMALL, **PER_LAYER, global_head_dim=16), vision_config=None,
+    "gemma4": dict(text_config=dict(SHAPE, **PER_LAYER, global_head_dim=16), vision_config=None,
                    audio_config=None)}
 MIXERS = dict(EXPERTS, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8,
               linear_value_head_dim=8)
@@ -76,7 +77,7 @@ def family(name, **how):
     return small_model(changes.pop("type", name), std=0.1, **how, **changes)
 
 
-def gradient(model, loss):
+def gradient_of(model, loss):
     """All of it in one vector; the weights that the loss does not reach have zeros."""
     found = torch.autograd.grad(loss, model.parameters(), materialize_grads=True)
     return torch.cat([g.flatten() for g in found])
@@ -97,13 +98,13 @@ def test_logprobs_and_gradients(name):
     model = family(name)
     input_ids, labels, weights = answer_rows(SIZES, seed=1)
     expected = definition(model, input_ids, labels)
-    expected_gradient = gradient(model, (expected * weights).sum())
+    expected_gradient = gradient_of(model, (expected * weights).sum())
     # In training mode dropout would come back
     for fast, dropout in itertools.product((True, False), (None, 0.5)):
         measured = family(name, fast=fast, dropout=dropout)
         with logprob.layers_checkpointed(measured, dropout):
             actual, _ = token_logprobs(measured, input_ids, labels)
-            error = gradient(measured, (actual * weights).sum()) - expected_gradient
+            error = gradient_of(measured, (actual * weights).sum()) - expected_gradient
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
         assert error.norm() <= 1e-5 * expected_gradient.norm()
 
@@ -143,8 +144,9 @@ def test_fast_families_on_a_gpu(name, flash_on_cpu):
     expected = definition(plain, input_ids, labels)
     actual, _ = token_logprobs(model, input_ids, labels)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
-    expected = gradient(plain, (expected * weights).sum())
-    assert (gradient(model, (actual * weights).sum()) - expected).norm() <= 1e-5 * expected.norm()
+    expected = gradient_of(plain, (expected * weights).sum())
+    error = gradient_of(model, (actual * weights).sum()) - expected
+    assert error.norm() <= 1e-5 * expected.norm()
     assert run == [5 + 5 + 0 + 2 + 9 + 6 + 3]            # prompts, answers without their last
     assert len(flash_on_cpu) == model.config.num_hidden_layers
     assert name not in ("llama", "qwen2") or all(flash_on_cpu)    # these share key heads
@@ -160,7 +162,7 @@ def test_greedy_answers(name):
     for prompt, row in zip(PROMPTS, rollout.labels):
         ids = [int(word[1:]) for word in prompt.split()]
         written = []
-        while len(written) < 6 and written[-1:] != [SMALL["eos_token_id"]]:
+        while len(written) < 6 and written[-1:] != [SHAPE["eos_token_id"]]:
             with torch.no_grad():
                 logits = model(torch.tensor([ids + written]), use_cache=False).logits
             written.append(int(logits[0, -1].argmax()))

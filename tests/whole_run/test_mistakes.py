@@ -2,7 +2,7 @@
 from bdb import BdbQuit
 from types import FunctionType
 import pytest
-from conftest import FEW
+from files import FEW
 import advantage
 import logprob
 import loss
@@ -10,7 +10,7 @@ import reward
 import sample
 import train
 
-SHORT = (*FEW, "--steps=1", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=16",
+FLAGS = (*FEW, "--steps=1", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=16",
          "--eval-limit=2", "--lr=1e-4")
 STAGES = (sample, reward, advantage, logprob, loss, train)
 
@@ -40,7 +40,7 @@ def replaced(monkeypatch, module, name):
 def test_a_typo_has_its_traceback(monkeypatch, tmp_path, module, name, flags):
     replaced(monkeypatch, module, name)
     with pytest.raises(NameError, match="not_defined") as caught:
-        train.main([*SHORT, *flags.split(), f"--output={tmp_path / 'run'}"])
+        train.main([*FLAGS, *flags.split(), f"--output={tmp_path / 'run'}"])
     *_, last = caught.traceback
     assert str(last.path) == module.__file__
     begun = (tmp_path / "run" / "checkpoint.safetensors").exists()
