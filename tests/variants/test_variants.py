@@ -244,7 +244,6 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, ti
         capsys.readouterr()
         try:
             train.check_combinations(s)
-            train.tell_idle(s)
             reward_of = own_rewards(s)
         except train.BadInput:
             return None
