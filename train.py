@@ -150,10 +150,7 @@ def backward(parts, rollout, s):
         mask = mask & rollout.finished[:, None]
     # The loss is divided by the rows or tokens of the whole batch, so the gradients of its
     # micro-batches simply add up. Several GPUs divide by their mean, as FSDP averages gradients.
-    sizes = averaged({
-        "n_rows": mask.any(dim=1).sum(),
-        "n_tokens": mask.sum(),
-    })
+    sizes = averaged({"n_rows": mask.any(dim=1).sum(), "n_tokens": mask.sum()})
     sizes["n_rows"] = sizes["n_rows"] or 1  # all may be cut
     logprobs = torch.zeros_like(rollout.logprobs)                                      # (N, S-1)
     measured = defaultdict(partial(torch.zeros_like, rollout.logprobs))  # {name: (N, S-1)}
@@ -227,7 +224,7 @@ class Batch:
 
     problems: list                   # B dicts, see reward.load_problems
     prompts: list                    # their B prompts, chat template applied
-    generators: list | None = None   # of random numbers, one per prompt
+    generators: list = None   # of random numbers, one per prompt
     more: object = None              # (attempt, n) -> a Batch of n others, for --max-resample
     resampled: int = 0               # groups drawn anew
 
@@ -248,7 +245,6 @@ def scored_groups(parts, batch, s):
         others = batch.more(attempt, n)
         drawn, more = answers_and_rewards(policy, parts, others, s)
         seconds += more
-        drawn.group_ids += attempt * B  # other numbers than those of earlier groups
         both = sample.joined(rollout, drawn)
         # B groups stay: first those that teach, the old ones before the new ones, then flat ones.
         flat = is_flat(both.rewards, G).int()                                          # (B + n,)
@@ -279,8 +275,8 @@ def answers_and_rewards(policy, parts, batch, s):
         values = parts.reward_of(batch.problems, batch.prompts, rollout)
         values = torch.as_tensor(values, dtype=torch.float32, device="cpu").detach()
         rollout.rewards = values.reshape_as(rollout.rule_rewards)
-    scored = time.perf_counter()
-    return rollout, Counter(seconds_sampling=drawn - start, seconds_scoring=scored - drawn)
+    return rollout, Counter(seconds_sampling=drawn - start,
+                            seconds_scoring=time.perf_counter() - drawn)
 
 
 def advantages_of(parts, rollout, batch, s):
@@ -330,12 +326,12 @@ def all_token_logprobs(model, rollout, s, measure=False):
 
 def micro_batches(model, rollout, s):
     """Yield each micro-batch: a Rollout, and its places in (N, S-1)."""
-    share = s.share_prompts and logprob.is_fast(model)
     # [D] reads ids and labels on the CPU: they are copied once, or every micro-batch would wait.
     host = copy.copy(rollout)
-    for name in ("input_ids", "labels", "group_ids"):
+    for name in ("input_ids", "labels"):
         setattr(host, name, getattr(rollout, name).cpu())
-    cuts = logprob.micro_batches(host.labels, host.group_ids, s.micro_batch_tokens, share)
+    cuts = logprob.cut_rows(host.input_ids, host.labels, s.micro_batch_tokens,
+                            logprob.is_fast(model))
     # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
     # the same number, or FSDP's gathers wait for ever: a GPU with fewer also runs the first two
     # tokens of a prompt. They are not in the mask, so they count for nothing.
@@ -351,9 +347,8 @@ def token_logprobs_of(model, micro, s, measure):
     """[D] of one micro-batch: log-probs (n, width-1), what is measured {name: (n, width-1)}."""
     # A sharded model must be entered through a method that FSDP knows: see shard().
     score = getattr(model, "token_logprobs", partial(token_logprobs, model))
-    groups = micro.group_ids if s.share_prompts else None
     with layers_checkpointed(model, s.gradient_checkpointing):
-        return score(micro.input_ids, micro.labels, s.temperature, measure, groups)
+        return score(micro.input_ids, micro.labels, s.temperature, measure)
 
 
 def mini_batches(parts, rollout, s):
@@ -534,8 +529,7 @@ def make_batch(tokenizer, problems, places, key, s):
     """The problems at these places -> Batch; their random numbers follow from key and place."""
     chosen = [problems[j] for j in places]
     prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in chosen]
-    generators = [seeded(*key, j) for j in places]
-    return Batch(chosen, prompts, generators)
+    return Batch(chosen, prompts, [seeded(*key, j) for j in places])
 
 
 def seeded(*key, device="cpu"):
@@ -647,8 +641,7 @@ def symptoms(history, answer=""):
         return sum(values) / len(values)
 
     n = len(history)
-    rewards = [recent("reward_mean", max(0, i - 9), i + 1)
-               for i in range(n)]
+    rewards = [recent("reward_mean", max(0, i - 9), i + 1) for i in range(n)]
     best = max(rewards)
     now = rewards[-1]
     spread = max(row["reward_std"] for row in history)
@@ -697,20 +690,19 @@ def symptoms(history, answer=""):
 # Settings: every flag with its type, its default and its help. A config file overrides the
 # defaults, and the command line overrides both.
 
-HERE = Path(__file__).resolve().parent
+HERE = reward.HERE
 TINY = HERE / "tests" / "tiny"
 TINY_CONFIG = TINY / "grpo.json"
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
-def flag(default, help, head="", kept=True, **how):
+def flag(default, help, head="", **how):
     """A flag. Its annotation in Settings is argparse's `type`, a function that reads a word.
 
-    head: the heading of this flag and those below it. kept: whether config.json holds it, else it
-    is of one call only. how: for add_argument.
+    head: the heading of this flag and those below it. how: for add_argument.
     """
     how["help"] = help if default in (None, "") else f"{help} [{default}]"
-    return field(default=default, metadata={"head": head, "kept": kept, "how": how})
+    return field(default=default, metadata={"head": head, "how": how})
 
 
 def file(text):
@@ -792,8 +784,8 @@ class Settings:
     updates_per_rollout: from_1 = flag(1, "passes over the answers of a rollout")
     minibatches: from_1 = flag(1, "gradient steps per pass, each on its share of the groups")
     max_grad_norm: above_0 = flag(1.0, "gradients are clipped to this norm")
-    share_prompts: bool = flag(True, "run a prompt once for its group", head="only memory and time")
-    plain: bool = flag(False, "no fast paths: slow, and works everywhere")
+    plain: bool = flag(False, "no fast paths: slow, and works everywhere",
+                       head="only memory and time")
     micro_batch_tokens: from_0 = flag(0, "tokens of one backward pass; 0: chosen for the device")
     gradient_checkpointing: bool = flag(None, "recompute layers [if memory is short]")
     offload: bool = flag(None, "optimizer state in host memory [if memory is short]")
@@ -807,14 +799,13 @@ class Settings:
     dtype: str = flag("auto", "dtype of the weights; auto: bfloat16 where it is fast",
                       choices=("auto", "float32", "bfloat16", "float16"))
     threads: number(int, 0, 1024) = flag(0, "CPU threads; 0: torch's choice; small models: 1")
-    config: file = flag("", "JSON, like a run's config.json", head="this call only", kept=False)
-    output: str = flag("", "folder of the run; default: runs/MODEL-TIME", kept=False)
-    resume: str = flag("", "continue the run in this folder; auto: in --output, or begin it there",
-                       kept=False)
-    eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop", kept=False)
-    trace: bool = flag(False, "print one step stage by stage, and stop", kept=False)
+    config: file = flag("", "JSON, like a run's config.json", head="this call only")
+    output: str = flag("", "folder of the run; default: runs/MODEL-TIME")
+    resume: str = flag("", "continue the run in this folder; auto: in --output, or begin it there")
+    eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop")
+    trace: bool = flag(False, "print one step stage by stage, and stop")
     dry_run: amount = flag(None, "print the memory a step needs, and stop; N: on a GPU of N GB",
-                           nargs="?", const=0.0, kept=False)
+                           nargs="?", const=0.0)
 
     @property
     def learning_rate(self):
@@ -833,6 +824,7 @@ class Settings:
 
 
 FIELDS = {setting.name: setting for setting in fields(Settings)}
+THIS_CALL = "config", "output", "resume", "eval_only", "trace", "dry_run"  # not in config.json
 
 
 def flag_of(name):
@@ -899,10 +891,12 @@ def parse(words):
 def tell_changes(given, began):
     """Print the flags that a resumed run changes. BadInput: one that is of another call."""
     for name, value in given.items():
-        if name not in ("resume", "dry_run") and not FIELDS[name].metadata["kept"]:
+        if name in ("resume", "dry_run"):
+            continue
+        if name in THIS_CALL:
             raise BadInput(f"{flag_of(name)}: does not go with --resume")
         old = getattr(began, name)
-        if value != old and name != "resume":
+        if value != old:
             print0(f"{flag_of(name)} {value}: the run began with {old}")
 
 
@@ -914,7 +908,7 @@ def read_config(file):
         if not isinstance(config, dict):
             raise ValueError("holds no JSON object")
         for name, value in config.items():
-            if name not in FIELDS or not FIELDS[name].metadata["kept"]:
+            if name not in FIELDS or name in THIS_CALL:
                 raise ValueError(f"{flag_of(name)} is no flag for a config file, where names are "
                                  "spelt like kl_coef")
             items = value if isinstance(value, list) else [value]
@@ -938,9 +932,9 @@ def load(s):
     reward_model = ref_model = optimizer = None
     sampler = sample_groups
     if s.reply:
-        reply = reward.own_reply_of(s.reply)
+        reply = reward.load_function("--reply", s.reply)
         talk = partial(sample.sample_conversations, reply=reply, max_turns=s.max_turns)
-        sampler = blame("--reply")(talk)
+        sampler = blame("--reply fails:")(talk)
     policy_model, tokenizer = load_policy(s)
     if s.reward_model:  # after the policy: from then on transformers prints nothing
         with blame(f"--reward-model {s.reward_model}: cannot be loaded:"):
@@ -1040,7 +1034,7 @@ def choose_device(s):
                        " or a torch for an older CUDA (pytorch.org), or use --device cpu")
     if device.type == "mps" and (s.offload or s.dtype not in ("auto", "float32")):
         raise BadInput("--dtype, --offload: on mps only --dtype float32 works, without --offload")
-    if device.index and device.type == "cuda":
+    if device.index:
         torch.cuda.set_device(device)  # the default GPU for calls that name none
     if s.dtype != "auto":
         return device, getattr(torch, s.dtype)
@@ -1087,8 +1081,7 @@ def load_data(s, tokenizer):
 def checked_problems(name, source, tokenizer, s):
     """The problems of a file, a list of dicts. BadInput: one is too long for the model."""
     # The built-in rewards need a true answer to compare with.
-    rewards = set(s.reward or ["rule"])
-    need_answer = rewards <= {"rule", "think"} and not s.reward_model
+    need_answer = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
     limit = sample.length_limit(AutoConfig.from_pretrained(s.model))
 
     unknown = []  # the share of each prompt's tokens
@@ -1166,11 +1159,8 @@ def with_moments(optimizer):
     """Make AdamW's moments now, so that memory cannot run out in the middle of the first step."""
     for p in optimizer.param_groups[0]["params"]:
         # The fused kernel needs the number of steps on the weights' device.
-        optimizer.state[p] = {
-            "step": torch.zeros((), device=p.device),
-            "exp_avg": torch.zeros_like(p),
-            "exp_avg_sq": torch.zeros_like(p),
-        }
+        optimizer.state[p] = {"step": torch.zeros((), device=p.device),
+                              "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
     return optimizer
 
 
@@ -1335,14 +1325,9 @@ def linears_of(model):
 
 def save_adapter(run, optimizer, s):
     """adapter/ beside final/: the factors alone, as PEFT writes and reads them."""
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": s.model,
-        "r": s.lora_rank,
-        "lora_alpha": optimizer.lora_scale * s.lora_rank,
-        "target_modules": sorted({name.split(".")[-3] for name in optimizer.factors}),
-    }
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": s.model,
+              "r": s.lora_rank, "lora_alpha": optimizer.lora_scale * s.lora_rank,
+              "target_modules": sorted({name.split(".")[-3] for name in optimizer.factors})}
     place = run.folder / "adapter"
     place.mkdir(exist_ok=True)
     save_file(optimizer.factors, place / "adapter_model.safetensors")
@@ -1356,7 +1341,6 @@ def save_adapter(run, optimizer, s):
 WAYS = "offload", "gradient_checkpointing"
 PROMPT = 256  # tokens of a prompt that the count assumes
 DEVICE, HOST = "device memory", "host memory"  # the sums of a count
-GRADIENTS, ACTIVATIONS = "gradients, float32", "kept for the backward pass"
 ADVICE = ("to need less: lower --micro-batch-tokens, --prompts-per-step, --group-size or "
           "--max-new-tokens; or --gradient-checkpointing, --offload, --lora-rank 16, --kl-coef 0, "
           "--dtype bfloat16, a smaller --model, more GPUs (each holds a whole policy)")
@@ -1369,7 +1353,7 @@ def plan_memory(s):
     ways, counts, fitting = counted_ways(s)
     if s.eval_only:
         return ways[0]  # an evaluation has no step
-    way = fitting[0] if fitting else ways[-1]  # the last takes least on the device
+    way = fitting or ways[-1]  # the last takes least on the device
     count = counts[ways.index(way)]
     if not fitting:
         raise BadInput(f"--model {s.model}: a step needs about {count[DEVICE] / 1e9:.3g} GB of "
@@ -1385,7 +1369,7 @@ def plan_memory(s):
 
 
 def counted_ways(s):
-    """The ways that the flags allow, the fastest first: Settings, counts, and those that fit."""
+    """The ways that the flags allow, the fastest first: Settings, counts; the first that fits."""
     device, dtype = choose_device(s)
     tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)  # two groups
     if device.type == "cpu":  # which is fastest with what fits its cache
@@ -1404,13 +1388,13 @@ def counted_ways(s):
     ways = [s]
     for name in WAYS:
         if getattr(s, name) is None:
-            ways = [replace(way, **{name: on})
-                    for way in ways for on in (False, True)]
+            ways = [replace(way, **{name: on}) for way in ways for on in (False, True)]
     counts = [memory(way, model, device) for way in ways]
     # A tenth stays free, for workspaces of kernels and for fragments of the allocator.
-    fitting = [way for way, count in zip(ways, counts)
-               if all(count[kind] < 0.9 * free[kind] for kind in free)]
-    return ways, counts, fitting
+    for way, count in zip(ways, counts):
+        if all(count[kind] < 0.9 * free[kind] for kind in free):
+            return ways, counts, way
+    return ways, counts, None
 
 
 def memory(s, model, device):
@@ -1449,24 +1433,27 @@ def memory(s, model, device):
     keys = shape.layers * shape.keys * size  # of one token; its values are as large
     count["key/value cache"] = 2 * rows * (PROMPT + s.answer_tokens) * keys
     count["logits of the draw"] = 12 * rows * shape.vocab
-    logits = logprob.logits_at_a_time(s.micro_batch_tokens, shape.vocab)
     head = 4 * shape.vocab * shape.hidden  # in float32
-    update = {
-        GRADIENTS: 4 * trained + (largest if s.lora_rank else 0),  # LoRA: a master, too
-        ACTIVATIONS: s.micro_batch_tokens * kept * size,
-        "logits, their gradients": 12 * logits + (0 if s.lora_rank else head),
-    }
+    gradients = 4 * trained
+    of_logits = 12 * logprob.logits_at_a_time(s.micro_batch_tokens, shape.vocab)
+    if s.lora_rank:
+        gradients += largest  # a master, too
+    else:
+        of_logits += head
+    kept *= s.micro_batch_tokens * size
     if device.type == "cpu":
         # torch itself; of the head a float32 copy, or if it is tied a second gradient
         count["the program"] = 5e8 + head
         if rows * (PROMPT / s.group_size + s.answer_tokens) <= s.micro_batch_tokens:
             # In one backward pass gradients take the place of what was kept; in bfloat16 half do.
-            update[ACTIVATIONS] = max(0, update[ACTIVATIONS] - size * trained)
+            kept = max(0, kept - size * trained)
         else:
-            update[ACTIVATIONS] *= 1.15  # not all of one micro-batch fits where another was freed
+            kept *= 1.15  # not all of one micro-batch fits where another was freed
         if rows <= sample.FEW:  # a rollout's weights once more; it needs nothing of the update's
-            count["a rollout's packed weights"] = max(0, n * size - sum(update.values()))
-    count.update(update)
+            count["a rollout's packed weights"] = max(0, n * size - gradients - kept - of_logits)
+    count["gradients, float32"] = gradients
+    count["kept for the backward pass"] = kept
+    count["logits, their gradients"] = of_logits
     count[DEVICE] = count.total()
     count[HOST] = host + largest  # a checkpoint goes through it by tensors
     return count
@@ -1477,7 +1464,7 @@ def print_memory(s):
     ways, counts, fitting = counted_ways(s)
     where = f"a GPU of {s.dry_run:g} GB" if s.dry_run else "this machine"
     print0(f"{s.model} in {ways[0].dtype} on {where}: GB for a step")
-    table = {"*: a run takes this way": ["*" if way in fitting[:1] else "" for way in ways]}
+    table = {"*: a run takes this way": ["*" if way is fitting else "" for way in ways]}
     for name in WAYS:
         table[flag_of(name)] = ["yes" if getattr(way, name) else "" for way in ways]
     for what in counts[0]:
@@ -1614,8 +1601,7 @@ def shard(model, s, samples=False):
     if samples:
         # FSDP's hooks would slow sampling down: a twin with `room` for the weights does it.
         room = {id(p): torch.empty_like(p, device=device) for p in model.parameters()}
-        twin = copy.deepcopy(model, room).to(device)
-        vars(model)["twin"] = twin  # by vars() it is no submodule
+        vars(model)["twin"] = copy.deepcopy(model, room).to(device)  # by vars(): no submodule
     wrap = partial(fsdp.fully_shard, mesh=dist.init_device_mesh(device.type, (world(),)),
                    mp_policy=fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32))
     lists = (m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList))
@@ -1645,6 +1631,10 @@ def sampling_model(model):
 
 # --------------------------------------------------------------------------------------------------
 # A run: its state, and its folder
+
+# Of a group in samples.jsonl; most groups have the first three alone
+TENSORS = ("finished", "rewards", "advantages", "input_ids", "labels", "old_logprobs")
+
 
 class Run:
     """The state of a run and its folder. Only rank 0 writes, and only if it has a folder."""
@@ -1724,8 +1714,7 @@ class Run:
         self.history.append(metrics)
         if "loss" in metrics:  # the first line is that of the start
             found = symptoms(self.history[1:], self.answer)
-            new = {what: line for what, line in found.items()
-                   if what not in self.told}
+            new = {what: line for what, line in found.items() if what not in self.told}
             if new:
                 self.told += new
                 metrics["warning"] = "; ".join(new.values())
@@ -1749,17 +1738,12 @@ class Run:
         G = len(rollout.responses) // len(batch.prompts)
         for j, problem in enumerate(batch.problems[:2]):
             group = sample.take(rollout, range(j * G, (j + 1) * G))
-            record = {
-                "step": self.step,
-                "question": problem["question"],
-                "truth": truths_of([problem])[0] or "not known",
-                "prompt": batch.prompts[j],
-                "responses": group.turns or group.responses}
-            names = ["finished", "rewards", "advantages"]
+            record = {"step": self.step, "question": problem["question"],
+                      "truth": truths_of([problem])[0] or "not known",
+                      "prompt": batch.prompts[j], "responses": group.turns or group.responses}
             # page.html shows groups that teach, of the steps 1, 2, 4, 8, ...
-            if group.advantages.any() and self.step.bit_count() == 1:
-                names += ["input_ids", "labels", "old_logprobs", "group_ids"]
-            for name in names:
+            is_shown = group.advantages.any() and self.step.bit_count() == 1
+            for name in TENSORS if is_shown else TENSORS[:3]:
                 record[name] = getattr(group, name).tolist()
             self.append("samples.jsonl", record)
 
@@ -1781,11 +1765,11 @@ class Run:
 def save_folder(model, tokenizer, run, name):
     """Save a folder that from_pretrained opens."""
     saved = model.state_dict()  # first, because FSDP drops what it has gathered
-    weights = dict(model.named_parameters())
-    weights |= {key: buffer for key, buffer in model.named_buffers() if key in saved}
-    for key, weight in weights.items():
-        weight = gather_full(weight)  # all ranks take part in gathering
-        weights[key] = weight.detach().cpu() if run.folder else None
+    weights = {}
+    for key, weight in [*model.named_parameters(), *model.named_buffers()]:
+        if key in saved:
+            weight = gather_full(weight)  # all ranks take part in gathering
+            weights[key] = weight.detach().cpu() if run.folder else None
     if run.folder:
         new = run.folder / f"{name}.new"
         model.save_pretrained(new, state_dict=weights)
@@ -1863,22 +1847,14 @@ def as_safetensors(tensors):
 
     The library's own function needs all tensors in host memory at once; here it is one at a time.
     """
-    names = {
-        torch.float32: "F32",
-        torch.bfloat16: "BF16",
-        torch.float16: "F16",
-        torch.uint8: "U8",
-    }
+    names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
     header = {}
     end = 0
     for name, tensor in tensors.items():
         start = end
         end += tensor.nbytes
-        header[name] = {
-            "dtype": names[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, end],
-        }
+        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape),
+                        "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
     yield len(text).to_bytes(8, "little") + text
@@ -1933,23 +1909,15 @@ def only_one_has(saved, read):
 
 def digests_of(parts):
     """{flag: a digest of what it names}: of the problems and of the first weights."""
-    contents = {
-        "data": parts.problems,
-        "eval_data": parts.eval_problems,
-        "model": some_numbers(parts.policy_model),
-    }
+    contents = {"data": parts.problems, "eval_data": parts.eval_problems}
+    models = {"model": parts.policy_model}
     if parts.reward_model:
-        contents["reward_model"] = some_numbers(parts.reward_model.model)
+        models["reward_model"] = parts.reward_model.model
+    for name, model in models.items():  # four numbers of each weight tell models apart
+        contents[name] = [gather_full(weight.detach()).flatten()[:4].tolist()
+                          for weight in model.parameters()]
     return {name: hashlib.sha256(json.dumps(content).encode()).hexdigest()
             for name, content in contents.items()}
-
-
-def some_numbers(model):
-    """The first four numbers of every tensor, which tell one model from another."""
-    numbers = []
-    for weight in model.parameters():
-        numbers += gather_full(weight.detach()).flatten()[:4].tolist()
-    return numbers
 
 
 def forget_later_steps(run):
@@ -2047,8 +2015,7 @@ def begin(run, parts, s):
         load_checkpoint(run, parts, s)
         if isinstance(parts.optimizer, MasterAdamW):
             parts.optimizer.round()  # the weights are still those of the start
-    kept = {name: getattr(s, name) for name, setting in FIELDS.items()
-            if setting.metadata["kept"]}
+    kept = {name: getattr(s, name) for name in FIELDS if name not in THIS_CALL}
     if run.folder:
         with run.replacing("config.json") as new:
             new.write_text(json.dumps(kept, indent=2))
@@ -2175,9 +2142,7 @@ def write_page(run, parts, s):
     model = parts.policy_model
     sections = ""
     for group in on_rank_0(tinted_groups, run):  # all ranks score
-        names = ("input_ids", "labels", "finished", "group_ids", "rewards", "advantages",
-                 "old_logprobs")
-        tensors = {name: torch.tensor(group[name], device=model.device) for name in names}
+        tensors = {name: torch.tensor(group[name], device=model.device) for name in TENSORS}
         answers = sample.Rollout(**tensors, logprobs=tensors["old_logprobs"], responses=None)
         logprobs, _ = all_token_logprobs(model, answers, s)                               # (G, S-1)
         moved = logprobs - answers.old_logprobs
@@ -2202,9 +2167,10 @@ def page_of(run, sections, s):
     figures = "".join(figure_of_curve(*curve, run.step) for curve in curves)
     _, title, points = curves[0]
     first, last = points[0][1], points[-1][1]
-    headline = f"{title.capitalize()} {first:.3g} → {last:.3g} after {points[-1][0]:g} steps"
+    headline = f"Stopped before the second evaluation; {title} {first:.3g} at the start"
     example = ""
     if len(points) > 1 and run.before:
+        headline = f"{title.capitalize()} {first:.3g} → {last:.3g} after {points[-1][0]:g} steps"
         i, truth = example_of(run)
         example = f"""<h2>The held-out problem that gained most</h2>
 <p>{escape(run.eval_problems[i]["question"])}</p><p>true answer: {escape(truth)}</p>
@@ -2213,8 +2179,6 @@ def page_of(run, sections, s):
 <pre>{escape(run.before[i][0])}</pre></section>
 <section><h3>after {points[-1][0]:g} steps <small>reward {run.after[i][1]:.3g}</small></h3>
 <pre>{escape(run.after[i][0])}</pre></section></div>"""
-    if len(points) == 1:
-        headline = f"Stopped before the second evaluation; {title} {first:.3g} at the start"
     name = escape(run.folder.name)
     again = ""
     if run.step < s.steps and not run.signal:
@@ -2342,11 +2306,10 @@ def print_trace(parts, s):
                    f"{new[n, t]:9.4f}{log_ratio[n, t].exp():8.4f}{J[n, t]:+9.4f}{kl[n, t]:10.5f}"
                    + (" clipped" if clipped[n, t] else ""))
     moved = (log_ratio * A > 0)[mask]
-    why = "all tokens share weights" if A.any() else "A = 0: all rewards are equal"
     print0(f"\n[G] grpo_loss before the update {metrics['loss']:+.6f}, norm of its gradient "
            f"{metrics['grad_norm']:.4f}; after optimizer.step at --lr {s.learning_rate:g}\n    "
-           f"{moved.sum()} of {len(moved)} tokens have moved in the direction of their advantage; "
-           f"the rest have not, because {why}\n\n"
+           f"{moved.sum()} of {len(moved)} tokens have moved in the direction of their advantage: "
+           "all share weights, and where A is 0 there is none\n\n"
            "[H] train_grpo: fresh answers from the policy as it is now, and again")
 
 

@@ -349,7 +349,7 @@ def test_three_steps_of_the_default_run_in_float32(graphs):
     assert graphs["captured"] <= 10 < graphs["replayed"]     # graphs of two temperatures are kept
 
 
-VARIANTS = {"plain": ["--plain"], "padded rows": ["--no-share-prompts"],
+VARIANTS = {"plain": ["--plain"],
             "checkpointing": ["--gradient-checkpointing"], "LoRA": ["--lora-rank=2"],
             "conversations": [f"--reply={MINE.with_name('checker.py')}:check", "--max-turns=2"],
             "dynamic sampling": ["--max-resample=2"], "GTPO": ["--advantage=gtpo"],
@@ -367,7 +367,7 @@ def test_variants_in_float32(graphs, flags):
 
 
 IN_HALF = {"default": [], "offload": ["--offload"], "checkpointing": ["--gradient-checkpointing"],
-           "padded rows": ["--no-share-prompts"], "LoRA": ["--lora-rank=2"],
+           "LoRA": ["--lora-rank=2"],
            "LoRA, offload": ["--lora-rank=2", "--offload", "--kl-coef=0"], "plain": ["--plain"]}
 
 

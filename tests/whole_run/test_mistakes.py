@@ -33,7 +33,7 @@ def replaced(monkeypatch, module, name):
     (sample, "draw", ""), (sample, "decode", "--plain"), (sample, "chat_prompt", ""),
     (sample, "end_token_ids", ""), (reward, "rule_reward", ""), (reward, "read_problem", ""),
     (reward, "is_equal", "--reward rule"), (advantage, "is_flat", ""),
-    (logprob, "head_logprobs", ""), (logprob, "micro_batches", ""), (loss, "grpo_loss", ""),
+    (logprob, "head_logprobs", ""), (logprob, "cut_rows", ""), (loss, "grpo_loss", ""),
     (loss, "kl_estimate", ""), (train, "backward", ""), (train, "memory", ""),
     (train, "linears_of", "--lora-rank=4"), (train, "off_grid", "--dtype=bfloat16"),
     (train, "step_metrics", ""), (train, "page_of", "")])
