@@ -15,7 +15,7 @@ from checks import value_error
 from files import MINE, SHORT, json_lines, lines_of, metrics_of
 from models import make_tokenizer
 from runs import begin, trains, well_ended
-from steps import parts, raises, run_in, whole_step
+from steps import PROBLEMS, parts, raises, run_in, whole_step
 import loss
 import reward
 import sample
@@ -29,7 +29,7 @@ def box(answer):
 
 
 # --- A user's own reward: --reward, --reward-weights, --step-reward, --reward-model ---------------
-PROBLEMS = [{"question": "a", "answer": "7", "level": 3},
+ASKED = [{"question": "a", "answer": "7", "level": 3},
             {"question": "b", "answer": "8", "level": None}]
 FOUR = [box(7), box(8), "x", box(8)]
 
@@ -55,7 +55,7 @@ def scored(monkeypatch, tmp_path):
     def score(function, rollout=None):
         monkeypatch.setitem(sys.modules, "held", types.SimpleNamespace(f=function))
         reward_of = own_reward_of(["f.py:f"])
-        return reward_of(PROBLEMS, ["<a>", "<b>"], rollout or spoken(*FOUR))
+        return reward_of(ASKED, ["<a>", "<b>"], rollout or spoken(*FOUR))
     return score
 
 
@@ -80,15 +80,15 @@ def test_a_reward_is_called_as_trl_calls_it(scored):
 def test_the_rewards_that_apply_are_summed():
     # A chat template may write the first tag
     tokenizer = make_tokenizer(chat_template="{{ messages[-1].content }} <think>\n")
-    prompts = [train.chat_prompt(tokenizer, problem, "") for problem in PROBLEMS]
+    prompts = [train.chat_prompt(tokenizer, problem, "") for problem in ASKED]
     rollout = spoken(box(7), box(8), "8</think><answer>8</answer>", box(8))
     specs = [f"{MINE}:one", "rule", "think", f"{MINE}:two"]
-    rewards = own_reward_of(specs, [10.0, 1.0, 100.0, 1000.0])(PROBLEMS, prompts, rollout)
+    rewards = own_reward_of(specs, [10.0, 1.0, 100.0, 1000.0])(ASKED, prompts, rollout)
     assert rewards.tolist() == [11.5, 10.5, 2160.0, 2011.5]
     parts = {name: part.nan_to_num(-1.0).tolist() for name, part in rollout.reward_parts.items()}
     assert parts == {"one": [1.0] * 4, "rule": [1.5, 0.5, 0.0, 1.5], "think": [0.0, 0.0, 1.5, 0.0],
                      "two": [-1.0, -1.0, 2.0, 2.0]}
-    assert own_reward_of(["rule"], [])(PROBLEMS, ["", ""], rollout).tolist() == parts["rule"]
+    assert own_reward_of(["rule"], [])(ASKED, ["", ""], rollout).tolist() == parts["rule"]
     assert not hasattr(rollout, "step_rewards")
     assert own_reward_of(None) is own_reward_of([]) is own_reward_of(None, [1.0]) is None
     rollout = spoken(*[box(7)] * 3)
@@ -98,11 +98,11 @@ def test_the_rewards_that_apply_are_summed():
     assert rewards.tolist() == [1.5, 0, 0]
     assert rollout.reward_parts["rule"].isnan().tolist() == [False, True, True]
     rollout = spoken(box(7), "x")  # rewards of steps stand beside the rule's
-    rewards = own_reward_of(None, None, f"{MINE}:steps")(PROBLEMS[:1], ["p"], rollout)
+    rewards = own_reward_of(None, None, f"{MINE}:steps")(ASKED[:1], ["p"], rollout)
     assert rewards.tolist() == [1.5, 0.0] and list(rollout.reward_parts) == ["rule"]
     assert rollout.step_rewards == [[(0, 2.0), (1, 1.0)], [(0, 2.0), (2, 2.0)]]
     specs = (f"{MINE}:one", f"{MINE}:one", "rule", f"{MINE}:rule", f"{MINE}:one")
-    own_reward_of(specs)(PROBLEMS[:1], ["p"], rollout)      # each has a name of its own
+    own_reward_of(specs)(ASKED[:1], ["p"], rollout)      # each has a name of its own
     assert list(rollout.reward_parts) == ["one", "one 2", "rule", "rule 4", "one 5"]
 
 
@@ -193,7 +193,7 @@ def test_a_file_is_one_module_under_a_name_of_its_own(tmp_path, name):
     """)
     for _ in range(2):  # a run after a run begins anew
         rollout = spoken("a", "ab", "abc", "")
-        own_reward_of([f"{spec}:first", f"{spec}:second"])(PROBLEMS, ["", ""], rollout)
+        own_reward_of([f"{spec}:first", f"{spec}:second"])(ASKED, ["", ""], rollout)
         found = [part.tolist() for part in rollout.reward_parts.values()]
         assert found == [[6, 7, 8, 5], [1, 1, 1, 1]]
     for module in (reward, time, train, loss, json):
@@ -213,7 +213,7 @@ def test_a_reward_may_change_what_it_gets(tmp_path):
                     for text, ids in zip(completions, completion_ids)]
     """)
     rollout = spoken(*FOUR)
-    rewards = own_reward_of([f"{spec}:greedy", f"{spec}:score"])(PROBLEMS, ["", ""], rollout)
+    rewards = own_reward_of([f"{spec}:greedy", f"{spec}:score"])(ASKED, ["", ""], rollout)
     assert rewards.tolist() == [len(text) + n + 4 for text, n in zip(FOUR, (2, 3, 4, 5))]
     assert rollout.responses == FOUR
 
@@ -288,7 +288,7 @@ def test_without_known_answers_the_rules_figures_are_null(unknown):
     assert all(m["accuracy"] is m["format_rate"] is None for m in metrics[1:])
     assert all(m["reward_mean"] > 0 for m in metrics[1:])
     assert "truth     not known" in unknown.out
-    assert "16 problems, 4 held out" in unknown.out       # a part of one's own data
+    assert "10 problems, 4 held out" in unknown.out       # a part of one's own data
     figures = [m["eval_reward"] for m in metrics if "eval_accuracy" in m]
     line, = [line for line in unknown.out.splitlines() if line.startswith("held-out reward")]
     assert min(figures) > 0 and line.split()[2] == f"{figures[0]:.3g}"
