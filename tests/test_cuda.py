@@ -22,9 +22,11 @@ import first_run  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
-from conftest import (  # noqa: E402
-    FEW, LIMIT, MINE, NO_MEMORY, REWARDS, ROOT, answer_rows, checkpoint_of, metrics_of, parts,
-    refused, rollout_of, seeded, small_model, trains, well_ended)
+from checks import seeded  # noqa: E402
+from files import FEW, LIMIT, MINE, ROOT, checkpoint_of, metrics_of  # noqa: E402
+from models import answer_rows, small_model  # noqa: E402
+from runs import refused, trains, well_ended  # noqa: E402
+from steps import NO_MEMORY, REWARDS, parts, rollout_of  # noqa: E402
 
 import logprob  # noqa: E402
 import sample  # noqa: E402
@@ -136,7 +138,7 @@ def test_sampling_through_graphs(tiny, graphs, monkeypatch, dtype, temperature):
         assert differs.sum() <= 1
 
 
-def test_graphs_are_kept_and_see_weights_that_are_updated_in_place(tiny, graphs):
+def test_graphs_are_kept_and_see_updated_weights(tiny, graphs):
     """Rollouts of other shapes share them; nothing of an earlier one shows in a later one."""
     model = random_policy()
     shapes = [dict(G=20), dict(prompts=PROMPTS[:2], max_new_tokens=60), dict(temperature=0.0)]
@@ -347,7 +349,7 @@ def test_three_steps_of_the_default_run_in_float32(graphs):
     assert graphs["captured"] <= 10 < graphs["replayed"]     # graphs of two temperatures are kept
 
 
-VARIANTS = {"plain": ["--plain"], "padded rows": ["--no-share-prompts"],
+VARIANTS = {"plain": ["--plain"],
             "checkpointing": ["--gradient-checkpointing"], "LoRA": ["--lora-rank=2"],
             "conversations": [f"--reply={MINE.with_name('checker.py')}:check", "--max-turns=2"],
             "dynamic sampling": ["--max-resample=2"], "GTPO": ["--advantage=gtpo"],
@@ -365,7 +367,7 @@ def test_variants_in_float32(graphs, flags):
 
 
 IN_HALF = {"default": [], "offload": ["--offload"], "checkpointing": ["--gradient-checkpointing"],
-           "padded rows": ["--no-share-prompts"], "LoRA": ["--lora-rank=2"],
+           "LoRA": ["--lora-rank=2"],
            "LoRA, offload": ["--lora-rank=2", "--offload", "--kl-coef=0"], "plain": ["--plain"]}
 
 

@@ -7,7 +7,8 @@ import re
 import shlex
 import subprocess
 import pytest
-from conftest import ROOT, metrics_of, trains
+from files import MINE, ROOT, metrics_of
+from runs import trains
 import train
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -41,10 +42,10 @@ def test_the_lines_to_read():
 
 FIELDS = {train.flag_of(field.name) for field in dataclasses.fields(train.Settings)}
 # of torchrun, and of tests/
-OTHERS = {"--all", "--bf16", "--boxed", "--examples", "--help", "--max-restarts", "--measure",
-          "--micro-batches", "--mugs", "--new-tokens", "--nnodes", "--nproc-per-node", "--only",
-          "--profile", "--real", "--repeat", "--run", "--seeds", "--shutdown-timeout", "--size",
-          "--steps-per-sum", "--threads", "--words"}
+OTHERS = {"--all", "--bf16", "--boxed", "--dist", "--examples", "--help", "--max-restarts",
+          "--measure", "--micro-batches", "--mugs", "--new-tokens", "--nnodes", "--nproc-per-node",
+          "--only", "--profile", "--real", "--repeat", "--run", "--seeds", "--shutdown-timeout",
+          "--size", "--steps-per-sum", "--threads", "--words"}
 
 
 def test_every_flag_is_a_flag():
@@ -61,7 +62,7 @@ VARIANTS = re.findall(rf"^\|{CELL} (`--[^|\n]+) \|{CELL}{CELL}$", README, flags=
 def test_the_flags_of_a_variant_are_taken():
     assert len(VARIANTS) >= 15
     for flags in VARIANTS:
-        first = re.match("`([^`]+)`", flags)[1].replace("f.py:steps", "tests/conftest.py:curve")
+        first = re.match("`([^`]+)`", flags)[1].replace("f.py:steps", f"{MINE}:steps")
         assert train.parse(shlex.split(first))
 
 

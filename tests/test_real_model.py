@@ -12,7 +12,10 @@ import real_model
 import real_qwen
 import real_reward
 import torch
-from conftest import lines_of, one_line_of, seeded, small_model, snapshot
+from checks import seeded
+from files import lines_of, snapshot
+from models import small_model
+from runs import one_line_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 import reward
 from sample import chat_prompt, sample_groups
@@ -79,7 +82,7 @@ def test_each_vocabulary_tells_its_own_stories(worked_out):
     assert len(texts) == 3 and own <= told and not (foreign - own) & told
 
 
-def test_sums_of_steps_are_right_and_every_kind_is_asked_as_often(worked_out):
+def test_sums_of_steps_are_right_and_kinds_are_even(worked_out):
     sums = {}
     for name, steps in (("train", 2), ("test", 2), ("longer", 3)):
         problems = reward.load_problems(str(worked_out / f"{name}.jsonl"))
@@ -102,7 +105,7 @@ def test_sums_of_steps_are_right_and_every_kind_is_asked_as_often(worked_out):
     assert not sums["test"] & (sums["train"] | shown) and not sums["train"] & shown
 
 
-def test_sums_of_steps_are_paid_for_the_answer_and_measured_by_kind(worked_out):
+def test_sums_of_steps_are_measured_by_kind(worked_out):
     settings = parse(["--config", str(worked_out / "config.json")])
     names = [spec.rpartition(":")[2] for spec in settings.reward]
     weights = settings.reward_weights
@@ -183,7 +186,7 @@ def test_the_folder_is_made_once_and_the_command_printed(script, tmp_path, capsy
 @pytest.mark.parametrize("own_reward, status, shares", [
     (True, 0, [("0.03", "1", "5"), ("0.10", "8", "12")]),
     (False, 0, [("0.15", "1", "5"), ("0.50", "8", "12")]), (True, 130, [])])
-def test_a_run_ends_with_its_first_and_last_shares_of_right_answers(
+def test_a_run_ends_with_its_first_and_last_shares(
         script, tmp_path, monkeypatch, capsys, own_reward, status, shares):
     """Of real_reward.py's `right`, or, where the rule is the reward, of the rule."""
     def train(command):

@@ -4,7 +4,7 @@ import math
 import pytest
 import study
 import torch
-from conftest import begin
+from runs import begin
 import train
 
 
@@ -31,7 +31,7 @@ def test_figures_of_a_run():
     assert found["length_curve"] == [10.0 + step for step in range(1, 21)]
 
 
-def test_a_run_that_never_reaches_it_counts_as_one_step_more_and_is_marked():
+def test_a_run_that_never_reaches_it_is_marked():
     found = study.figures(metrics_of([0.5, 0.89, 0.8]))
     assert (found["at_09"], found["never"]) == (4, 1)
     there = study.figures(metrics_of([0.5, 0.9, 0.8]))

@@ -1,5 +1,5 @@
 """For --reply: it says something twice, where the first answer is not right; with REPLY=raise it
-fails. Used by tests/test_turns.py."""
+fails. Used by test_turns.py."""
 import os
 
 asked = []

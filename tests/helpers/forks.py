@@ -1,4 +1,4 @@
-"""For --reward: rewards that fork processes. Used by tests/test_resume.py."""
+"""For --reward: rewards that fork processes. Used by test_resume.py."""
 import multiprocessing
 import os
 import signal

@@ -6,7 +6,8 @@ import copy
 from types import SimpleNamespace
 import pytest
 import torch
-from conftest import logprobs_on_full_logits, seeded, small_model
+from checks import is_same, same, seeded
+from models import logprobs_on_full_logits, small_model
 import train
 from train import MasterAdamW, off_grid, with_moments
 
@@ -35,7 +36,7 @@ def test_no_change_gives_the_start_bit_for_bit(dtype):
         start[::1000] = 0
         start[1::1000] = -0.0
         start[2::1000] = 2.0 ** start[2::1000].abs().log2().round()  # below one, units are half
-        assert torch.equal(rounded(start, dtype), start)
+        same(rounded(start, dtype), start)
 
 
 @pytest.mark.parametrize("dtype", HALF)
@@ -73,11 +74,11 @@ def test_masters_begin_anywhere_within_half_a_unit(dtype):
 
 def test_the_places_never_change():
     weight = torch.randn(99, generator=seeded())
-    assert torch.equal(off_grid(weight, 0, 0), weight), "in float32 none"
+    same(off_grid(weight, 0, 0), weight, "in float32 none")
     n = 2**22
     start, move = torch.ones(n), 2**-7 * 0.25            # a quarter of a unit above 1
     once = rounded(start, torch.bfloat16, move) > 1
-    assert torch.equal(once, rounded(start, torch.bfloat16, move) > 1), "the same in every run"
+    same(once, rounded(start, torch.bfloat16, move) > 1, "the same in every run")
     others = rounded(start, torch.bfloat16, move, seed=2) > 1
     # No two weights share a place, nor do two seeds. With lags, neighbours are not independent:
     # the variance is 0.23 + 2 * 0.05 in place of 0.23.
@@ -170,7 +171,7 @@ def test_what_is_too_small_for_float16_arrives():
         (value * scale).backward()
         train.unscaled(optimizer)
         optimizer.step()
-        assert torch.equal(before, weight) != moves
+        assert is_same(before, weight) != moves
 
 
 def test_moments_are_there_before_the_first_step():
@@ -183,4 +184,4 @@ def test_moments_are_there_before_the_first_step():
         p.grad = torch.tensor([1.0, -2.0, 3.0])
         adamw.step()
         assert adamw.state[p].keys() == {"step", "exp_avg", "exp_avg_sq"}
-    assert torch.equal(plain, other), "and the step is the same"
+    same(plain, other, "and the step is the same")

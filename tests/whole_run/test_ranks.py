@@ -7,9 +7,11 @@ import traceback
 import pytest
 import torch
 import torch.distributed.run
-from conftest import (FEW, LIMIT, MINE, assert_same_run, begin, checkpoint_of, metrics_of,
-                      one_line_of, parts, raises, rollout_of, run_in, same_tensors, small_model,
-                      snapshot, trained, trains, well_ended)
+from checks import same
+from files import (FEW, LIMIT, MINE, assert_same_run, checkpoint_of, metrics_of, snapshot)
+from models import small_model
+from runs import begin, one_line_of, trained, trains, well_ended
+from steps import parts, raises, rollout_of, run_in
 from safetensors.torch import load_file, save_file
 from torch.distributed import TCPStore
 from torch.distributed.fsdp import FSDPModule
@@ -30,7 +32,7 @@ def fault_of(err):
     return one_line_of(re.sub("train.py: rank .: lost its connection to .*\n", "", err))
 
 
-def test_ranks_compute_what_one_process_does_also_after_one_has_died(one, tmp_path):
+def test_ranks_compute_what_one_does_also_after_a_kill(one, tmp_path):
     """Rank 1 is killed in step 2; the run comes back, and ends as if nothing had been."""
     folder = tmp_path / "run"
     same = (*FLAGS, f"--output={folder}", "--resume=auto")
@@ -148,7 +150,7 @@ def test_two_ranks_in_bfloat16_lose_no_step(tmp_path):
     for weights in found:
         weights.pop("counters")
         assert {weight.dtype for weight in weights.values()} == {torch.float32}
-    assert same_tensors(*found)
+    same(*found)
 
 
 def gradient_of(rank, port, folder):
@@ -189,7 +191,7 @@ def test_gradients_of_bfloat16_are_summed_in_float32(tmp_path):
         assert (found[name] == expected).float().mean() > 0.99, name
 
 
-def test_final_of_a_sharded_model_holds_the_buffers_of_its_family(tmp_path):
+def test_final_of_a_sharded_model_holds_its_buffers(tmp_path):
     p = parts()
     p.policy_model.register_buffer("bias_of_experts", torch.ones(2))
     p.policy_model.reshard = lambda: None                       # as FSDP's have it
@@ -222,7 +224,7 @@ def test_a_rank_with_fewer_micro_batches_counts_no_token_twice(monkeypatch):
     found = list(train.micro_batches(p.policy_model, rollout, p.settings))
     assert len(found) == alone + 2
     assert sum(int(rollout.mask[at].sum()) for _, at in found) == rollout.mask.sum()
-    for options in ((), ("--no-share-prompts",), ("--plain",)):
+    for options in ((), ("--plain",)):
         p = parts("--micro-batch-tokens=60", *options)
         micro, _ = list(train.micro_batches(p.policy_model, rollout, p.settings))[-1]
         logp, measured = train.token_logprobs_of(p.policy_model, micro, p.settings, measure=True)

@@ -3,15 +3,18 @@ import copy
 import json
 import pytest
 import torch
-from conftest import (FEW, TINY, logprobs_on_full_logits, parts, rollout_of, seeded, small_model,
-                      trains, updated)
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM
+from checks import is_same, same, seeded
+from files import FEW, TINY
+from models import logprobs_on_full_logits, small_model
+from runs import trains
+from steps import parts, rollout_of, updated
 import train
-from logprob import LeanHead, sequence_logprob
+from logprob import sequence_logprob
 
-SHORT = (*FEW, "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=16", "--eval-limit=4",
+FLAGS = (*FEW, "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=16", "--eval-limit=4",
          "--threads=1", "--lora-rank=4", "--lr=0.003")
 
 
@@ -94,7 +97,7 @@ def test_factors_are_those_of_an_ordinary_module(in_float64, tied):
     before = weights_of(start)
     for name, weight in model.named_parameters():
         learns = "_proj.weight" in name
-        assert torch.equal(weight, before[name]) != learns, name
+        assert is_same(weight, before[name]) != learns, name
 
 
 def test_the_first_factors_are_as_pefts():
@@ -110,24 +113,13 @@ def test_the_first_factors_are_as_pefts():
         assert not factor.any() if "lora_B" in name else (
             0.9 * bound < factor.abs().max() <= bound
             and abs(factor.mean()) < 4 * bound / (3 * factor.numel()) ** 0.5)
-    assert all(torch.equal(weight, start[name]) for name, weight in weights_of(model).items())
+    same(weights_of(model), start)
     A = [factor for name, factor in factors.items() if "q_proj.lora_A" in name]
     assert not torch.equal(*A), "every weight has its own"
-    for seed, same in ((0, True), (1, False)):
+    for seed, alike in ((0, True), (1, False)):
         s.seed = seed
         again = train.make_optimizer(small_model("qwen2", hidden_size=64, intermediate_size=256), s)
-        assert all(torch.equal(*x) for x in zip(factors.values(), again.factors.values())) == same
-
-
-def test_a_frozen_head_gets_no_gradient():
-    found = []
-    for learns in (True, False):
-        x = torch.randn(6, 8, generator=seeded()).requires_grad_()
-        head = torch.randn(20, 8, generator=seeded(1)).requires_grad_(learns)
-        LeanHead.apply(x, head, torch.arange(6), 1.0, True)[0].sum().backward()
-        assert (head.grad is not None) == learns
-        found.append(x.grad)
-    assert torch.equal(*found)
+        assert is_same(again.factors, factors) == alike
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -153,13 +145,13 @@ def test_every_rank_rounds_to_the_same_weights(monkeypatch):
             factor.data.fill_(0.01)
         p.optimizer.round()
         found.append(weights_of(p.policy_model))
-    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    same(*found)
 
 
 @pytest.mark.parametrize("flags, copied", [([], False), (["--kl-coef=0"], True),
                                            (["--renew-reference=1"], True)])
 def test_first_weights_are_the_references_where_that_is_frozen(flags, copied):
-    p = train.load(train.plan_memory(train.parse([*SHORT, *flags])))
+    p = train.load(train.plan_memory(train.parse([*FLAGS, *flags])))
     assert (p.ref_model is None) == ("--kl-coef=0" in flags)
     of_reference = {w.data_ptr() for w in p.ref_model.parameters()} if p.ref_model else set()
     assert all((W0.data_ptr() not in of_reference) == copied for W0, _, _ in p.optimizer.triples)
@@ -167,7 +159,7 @@ def test_first_weights_are_the_references_where_that_is_frozen(flags, copied):
 
 def test_final_is_merged_and_peft_opens_the_adapter(tmp_path, capsys, run_here):
     out = tmp_path / "run"
-    trains(*SHORT, "--lora-alpha=6", "--steps=4", f"--output={out}")
+    trains(*FLAGS, "--lora-alpha=6", "--steps=4", f"--output={out}")
     config = json.loads((out / "adapter" / "adapter_config.json").read_text())
     assert config["r"] == 4 and config["lora_alpha"] == 6
     final = AutoModelForCausalLM.from_pretrained(out / "final").eval()
@@ -176,7 +168,7 @@ def test_final_is_merged_and_peft_opens_the_adapter(tmp_path, capsys, run_here):
     merged = sequence_logprob(final, ids, ids)
     assert (merged - sequence_logprob(base, ids, ids)).abs().max() > 0.01
     trains(*FEW, f"--model={out}", "--eval-only", "--eval-limit=4", "--max-new-tokens=16")
-    trains(*SHORT, "--trace")
+    trains(*FLAGS, "--trace")
     assert "greedy" in capsys.readouterr().out
     assert run_here("sample.py", "--model", out, "2 + 3 = ?")
     peft = pytest.importorskip("peft")

@@ -3,26 +3,31 @@ import copy
 import json
 import math
 import shutil
+import types
 import pytest
 import torch
-from conftest import (FEW, MINE, PROBLEMS, TINY, apart, assert_bitwise, assert_same_checkpoint,
-                      assert_same_run, begin, checkpoint_of, curve, edit_tensors, gradient,
-                      json_lines, lines_of, logprobs_on_full_logits, own_rewards, parts, refused,
-                      same_tensors, seeded, trained, trains, value_error, well_ended, whole_step)
 from safetensors.torch import load_file
-from transformers import (
-    AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer)
+from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification,
+                          AutoTokenizer)
 from transformers.utils import logging
+from checks import is_same, same, seeded, value_error
+from files import (FEW, MINE, TINY, apart, assert_bitwise, assert_same_checkpoint, assert_same_run,
+                   checkpoint_of, curve, edit_tensors, json_lines, lines_of)
+from models import logprobs_on_full_logits, small_model
+from runs import begin, refused, trained, trains, well_ended
+from steps import PROBLEMS, all_gradients, own_rewards, parts, whole_step
 import reward
 import train
 from advantage import process_advantages
 from logprob import IGNORE
+from reward import (model_rewards, reward_model_rows, reward_model_scores, score_rows,
+                    train_reward_model)
 
 MODEL = TINY / "reward_model"
-SMALL = (*FEW, "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=40", "--device=cpu",
+FLAGS = (*FEW, "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=40", "--device=cpu",
          "--eval-limit=2", "--eval-every=1", "--save-every=1", "--lr=2e-3")
 COMMAS = ("--step-reward", f"{MINE}:commas")
-ITERATIVE = (*SMALL, "--renew-reference=2", f"--reward-model={MODEL}", "--reward-model-lr=1e-3")
+ITERATIVE = (*FLAGS, "--renew-reference=2", f"--reward-model={MODEL}", "--reward-model-lr=1e-3")
 
 
 def weights(folder):
@@ -76,8 +81,8 @@ def test_two_iterations_are_those_of_the_formulas(whole, learner):
         for name, value in figures.items():
             assert metrics[step][name] == pytest.approx(value, rel=1e-5)
     found = weights(whole / "reward_model")
-    assert all(torch.equal(found[name], p) for name, p in model.named_parameters())
-    assert not same_tensors(found, weights(MODEL))
+    same(found, dict(model.named_parameters()))
+    assert not is_same(found, weights(MODEL))
     assert AutoTokenizer.from_pretrained(whole / "reward_model").chat_template
     AutoModelForCausalLM.from_pretrained(whole / "final")
 
@@ -88,7 +93,7 @@ def test_a_resumed_run_is_bitwise_the_same(whole, tmp_path):
     for steps in (2, 3, 4):
         trains("--resume", folder, f"--steps={steps}")
     assert_bitwise(folder, whole)
-    assert same_tensors(weights(folder / "reward_model"), weights(whole / "reward_model"))
+    same(weights(folder / "reward_model"), weights(whole / "reward_model"))
     saved = checkpoint_of(folder)
     assert_same_checkpoint(folder, whole)
     kinds = {name.split("/")[0] for name in saved if "/reward_model/" in name}
@@ -104,7 +109,7 @@ def test_two_ranks_train_the_same_reward_model(whole, two_ranks):
     assert apart(ours, theirs, weights(MODEL)) < 0.01
 
 
-def test_without_true_answers_or_renewal_the_reward_model_stays_as_it_is(capsys, tmp_path):
+def test_without_truths_or_renewal_the_reward_model_stays(capsys, tmp_path):
     asked = [{"question": problem["question"]} for problem in PROBLEMS[:12]]
     (tmp_path / "asked.jsonl").write_text(json_lines(*asked))
     data = f"--data={tmp_path / 'asked.jsonl'}"
@@ -112,9 +117,9 @@ def test_without_true_answers_or_renewal_the_reward_model_stays_as_it_is(capsys,
     last = curve(folder)[-1]
     assert last["reward_model_loss"] is None and last["accuracy"] is None
     assert last["reward_std"] > 0 and last["grad_norm"] > 0
-    assert same_tensors(weights(folder / "reward_model"), weights(MODEL))
+    same(weights(folder / "reward_model"), weights(MODEL))
     assert "--renew-reference: no true answer is known" in capsys.readouterr().out
-    folder = trained(tmp_path / "fixed", *SMALL, f"--reward-model={MODEL}", "--steps=1")
+    folder = trained(tmp_path / "fixed", *FLAGS, f"--reward-model={MODEL}", "--steps=1")
     assert "--renew-reference: " not in capsys.readouterr().out
     assert not (folder / "reward_model").exists()
     assert not any("/reward_model/" in name for name in checkpoint_of(folder))
@@ -188,7 +193,7 @@ def test_pairs_and_replay_are_bounded_and_keep_what_is_old(monkeypatch):
     assert 0 < sum(prompt in seen for prompt, *_ in learner.replay) < 8
 
 
-def test_the_tiny_reward_model_ranks_worked_answers_above_wrong_guesses(learner):
+def test_the_tiny_reward_model_ranks_worked_answers_higher(learner):
     questions, answers, _ = zip(*worked_and_guessed(0, 50))
     prompts = [f"<|user|> {question} <|assistant|>" for question in questions]
     scores = reward.reward_model_scores(learner.model, learner.tokenizer, prompts, answers)
@@ -212,16 +217,17 @@ def test_step_rewards_reach_the_gradient():
     _, rollout, gradients = whole_step(p, reward_of=own_rewards(p.settings))
     mask = rollout.mask                                                                # (N, S-1)
     A = process_advantages([*by_hand(rollout, p.problems, p.tokenizer.vocab[","])], mask, 4)
-    assert torch.equal(rollout.advantages, A) and A[mask].std() > 0
+    same(rollout.advantages, A)
+    assert A[mask].std() > 0
     rule = reward.score_responses(rollout.responses, reward.truths_of(p.problems), 4)
-    assert torch.equal(rollout.rewards, rule)
+    same(rollout.rewards, rule)
     logp, _ = logprobs_on_full_logits(start, rollout, 1.0)
     (-(logp * A * mask).sum(1) / mask.sum(1)).mean().backward()
-    assert (gradient(start) - gradients[0]).norm() <= 1e-5 * gradient(start).norm()
+    assert (all_gradients(start) - gradients[0]).norm() <= 1e-5 * all_gradients(start).norm()
 
 
 def test_a_run_with_step_rewards_and_a_reward_beside_them(tmp_path):
-    folder = trained(tmp_path / "run", *SMALL, *COMMAS, "--reward", "rule", "--clip-advantages=1",
+    folder = trained(tmp_path / "run", *FLAGS, *COMMAS, "--reward", "rule", "--clip-advantages=1",
                      "--steps=2")
     records = lines_of(folder / "samples.jsonl")
     rows = [set(row) for record in records for row in record["advantages"]]
@@ -270,8 +276,125 @@ def test_folders_that_are_no_reward_model_are_refused(tmp_path, caplog, capsys, 
     logging.set_verbosity_warning()                       # as in a fresh process
     logging.enable_progress_bar()
     logging.enable_propagation()
-    line = refused(capsys, *SMALL, "--steps=1", f"--output={tmp_path / 'run'}",
+    line = refused(capsys, *FLAGS, "--steps=1", f"--output={tmp_path / 'run'}",
                    f"--reward-model={folder}")
     logging.disable_propagation()
     assert said in line and f"--reward-model {folder}" in line and not caplog.records, line
     assert not (tmp_path / "run").exists()
+
+
+# --- A reward model -------------------------------------------------------------------------------
+def small_reward_model(architecture="qwen2", **changes):
+    sizes = {"max_position_embeddings": 64, "pad_token_id": None, "num_labels": 1, **changes}
+    return small_model(architecture, 0.2, AutoModelForSequenceClassification, **sizes)
+
+
+ROWS = [[5, 6, 7, 1], [8], [9, 10, 11, 12, 13, 14, 1], [0, 0, 0], [5, 6, 7, 1]]
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "llama", "gpt2", "gemma2", "bert"])
+def test_a_row_scores_the_same_alone_and_padded(architecture):
+    model = small_reward_model(architecture, pad_token_id=0 if architecture == "bert" else None)
+    scores = score_rows(model, ROWS)
+    assert scores.shape == (5,) and scores.dtype == torch.float32 and scores.requires_grad
+    with torch.no_grad():  # transformers' own, one by one and without padding
+        alone = [float(model(input_ids=torch.tensor([row])).logits) for row in ROWS]
+    assert scores.tolist() == pytest.approx(alone, abs=1e-5)
+    assert torch.tensor(alone[:4]).std() > 0.01
+    if architecture == "qwen2":
+        model.config.pad_token_id = 1  # the end token pads, as in many checkpoints: it counts
+        same(score_rows(model, ROWS), scores)
+    with value_error("^--reward-model: a row of 65 tokens"):
+        score_rows(model, [[5] * 65])
+
+
+def test_reward_model_scores(tiny):
+    tokenizer = tiny[1]
+    model = small_reward_model()
+    prompts, responses = ["1 + 2", "1 + 2", "5", "5"], ["3", "4 and 5 and 6", "", "<|end|>3"]
+    scores = reward_model_scores(model, tokenizer, prompts, responses)
+    assert scores.shape == (4,) and scores.dtype == torch.float32 and not scores.requires_grad
+    rows = reward_model_rows(tokenizer, prompts, responses)
+    end = tokenizer.eos_token_id  # at the end alone: what was written is text
+    assert all(row[-1] == end and row.count(end) == 1 for row in rows)
+    assert rows[0][:-1] == [token for text in ("1 + 2", "3")
+                            for token in tokenizer(text, add_special_tokens=False).input_ids]
+    assert scores.tolist() == pytest.approx(score_rows(model, rows).tolist(), abs=1e-6)
+    one_by_one = reward_model_scores(model, tokenizer, prompts, responses, batch_rows=1)
+    assert scores.tolist() == pytest.approx(one_by_one.tolist(), abs=1e-5)
+
+
+def test_pairs_are_of_one_group_the_better_first():
+    rewards = [0.5, 0.5, 0.5, 0.5, 0.0, 1.5, 0.5, math.nan, 0.0, 1.5, 0.5, 1.5]
+    rows = [("abc"[n // 4], n % 4, reward) for n, reward in enumerate(rewards)]
+    drawn = []
+    for seed in (0, 0, 1, 2, 3):
+        r = reward.RewardModel(None, None, None)
+        reward.collect_pairs(r, rows, 4, seeded(seed))
+        assert sorted(r.pairs)[:3] == [("b", 1, 0), ("b", 1, 2), ("b", 2, 0)]
+        drawn.append(sorted(r.pairs)[3:])                 # at most four
+        assert len(set(drawn[-1])) == 4
+        assert set(drawn[-1]) < {("c", i, j) for i, j in ((1, 0), (1, 2), (2, 0), (3, 0), (3, 2))}
+    assert drawn[0] == drawn[1] and any(pairs != drawn[0] for pairs in drawn)
+
+
+class Seen(list):
+    """A tokenizer that remembers the texts it was given; one token per letter."""
+    eos_token_id = 1
+
+    def __call__(self, texts, **options):
+        self += texts
+        return types.SimpleNamespace(input_ids=[[2 + ord(c) % 60 for c in text] for text in texts])
+
+
+def still_learner(pairs=(), replay=()):
+    model = small_reward_model()
+    still = torch.optim.SGD(model.parameters(), lr=0.0)
+    return reward.RewardModel(model, Seen(), still, list(pairs), list(replay))
+
+
+def test_an_iteration_mixes_a_tenth_of_old_pairs():
+    pairs, replay = ([("p", f"{name}{i}", "bad") for i in range(count)]
+                     for name, count in (("new", 45), ("old", 50)))
+    r = still_learner(pairs, replay)
+    figures = train_reward_model(r, seeded())
+    seen = r.tokenizer
+    assert sorted(text for text in seen if "new" in text) == sorted(p[1] for p in pairs)
+    assert len({text for text in seen if "old" in text}) == 5  # 5 of 50
+    assert r.pairs == [] and sorted(r.replay) == sorted(replay + pairs)
+    # With a learning rate of 0, the figures are those of the mix as it was.
+    rows = reward_model_rows(Seen(), ["p"] * 100, [t for t in seen if t not in ("p", "bad")]
+                             + ["bad"] * 50)
+    chosen, rejected = score_rows(r.model, rows).chunk(2)
+    losses = [math.log(1 + math.exp(b - a)) for a, b in zip(chosen.tolist(), rejected.tolist())]
+    assert figures["reward_model_loss"] == pytest.approx(sum(losses) / 50, abs=1e-5)
+    assert figures["reward_model_accuracy"] == int((chosen > rejected).sum()) / 50
+    gradients = []  # of the same pair three times: nothing is left over from the step before
+    r.optimizer.register_step_pre_hook(
+        lambda *_: gradients.append(r.model.score.weight.grad.clone()))
+    for _ in range(2):
+        r.pairs, r.replay = pairs[:1] * 2, []
+        train_reward_model(r, batch_pairs=1)
+    assert len(gradients) == 4 and gradients[0].any()
+    same(gradients, 4 * gradients[:1])
+    none = still_learner(replay=replay)
+    assert all(map(math.isnan, train_reward_model(none).values()))
+    assert sorted(none.replay) == sorted(replay) and none.tokenizer == []
+
+
+def test_a_reward_model_reads_its_own_template(tiny, monkeypatch):
+    model = reward.RewardModel(small_reward_model(), tiny[1], None)
+    rollout = types.SimpleNamespace(responses=["7", "8", "7 and 7", "8"])
+    problems = [{"answer": "7"}, {"answer": ""}]
+    rollout.rule_rewards = torch.tensor([0.5, 1.5, math.nan, 0.0])
+    prompt_of = {"7": "1", "": "2"}
+    for template, prompts in ((None, ["1 + 2", "5"]), ("its own", "12")):
+        monkeypatch.setattr(tiny[1], "chat_template", template)
+        scores = model_rewards(model, lambda problem: prompt_of[problem["answer"]], problems,
+                               ["1 + 2", "5"], rollout)
+        each = [prompts[0], prompts[0], prompts[1], prompts[1]]
+        read, responses, rule = map(list, zip(*rollout.judged))
+        same(scores, reward_model_scores(model.model, tiny[1], each, responses))
+        assert (read, responses) == (each, rollout.responses)
+        assert model.pairs == []  # they are kept in training steps alone
+        assert repr(rule) == "[0.5, 1.5, nan, 0.0]"

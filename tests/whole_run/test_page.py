@@ -4,17 +4,20 @@ import json
 import re
 import shutil
 import subprocess
+from types import SimpleNamespace
 import pytest
 import torch
-from conftest import (FEW, MINE, TINY, begin, curve, lines_of, opened, parts, rollout_of, run_in,
-                      settings, trained, trains, well_ended)
+from files import FEW, MINE, TINY, curve, lines_of
+from models import opened
+from runs import begin, trained, trains, well_ended
+from steps import parts, rollout_of, run_in, settings
 import sample
 import train
 from advantage import group_advantages
 from reward import load_problems
 from logprob import IGNORE, plain_logprobs
 
-SMALL = (*FEW, "--steps=2", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=12",
+FLAGS = (*FEW, "--steps=2", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=12",
          "--eval-limit=2", "--save-every=9")
 REPLY = (f"--reply={MINE.with_name('checker.py')}:check", "--max-turns=2", "--length-rescale=0.9")
 HOSTILE = ('</i><script>alert("1")</script>', "]]>--><!--", '" onmouseover="x', "\u202eright\u200f",
@@ -49,7 +52,7 @@ def page_in(folder):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return trained(tmp_path_factory.mktemp("page"), *SMALL)
+    return trained(tmp_path_factory.mktemp("page"), *FLAGS)
 
 
 def restored(folder):
@@ -66,7 +69,7 @@ def restored(folder):
 def test_the_numbers_are_those_of_the_policy_now_and_as_it_drew(more, folder, tmp_path):
     """The first group was drawn by the policy of the start: both ends are at hand."""
     if more:
-        folder = trained(tmp_path, *SMALL, *more)
+        folder = trained(tmp_path, *FLAGS, *more)
     first, *more_groups = groups = train.tinted_groups(restored(folder))
     ids, labels = (torch.tensor(first[name]) for name in ("input_ids", "labels"))
     temperature = 0.9 if "--temperature=0.9" in more else 1.0
@@ -83,7 +86,7 @@ def test_the_numbers_are_those_of_the_policy_now_and_as_it_drew(more, folder, tm
     for group in groups:
         assert group["question"] in text and f"true answer: {group['truth']}" in text
     assert ("q",) in page.tags or REPLY[0] not in more
-    words = [*SMALL, *more, f"--output={folder}"]
+    words = [*FLAGS, *more, f"--output={folder}"]
     assert f"train.py {' '.join(words)}" in text          # the command that wrote the page
     run = restored(folder)
     i = max(range(2), key=lambda i: run.after[i][1] - run.before[i][1])
@@ -92,7 +95,7 @@ def test_the_numbers_are_those_of_the_policy_now_and_as_it_drew(more, folder, tm
 
 
 def test_a_run_without_a_page_learns_the_same(folder, tmp_path):
-    trains(*SMALL, "--no-page", f"--output={tmp_path}")
+    trains(*FLAGS, "--no-page", f"--output={tmp_path}")
     assert not (tmp_path / "page.html").exists() and curve(tmp_path) == curve(folder)
 
 
@@ -102,10 +105,10 @@ def section(word="w", advantages=(1.5, -1.5, 0.0, 6.0)):
     rollout = sample.take(rollout_of(p), [0, 1, 2, 3])
     rollout.rewards, rollout.advantages = torch.arange(4.0), torch.as_tensor(advantages)
     group = {"step": 1, "question": word, "prompt": word, "truth": word}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sample, "words_of", lambda _, ids: [word] * len(ids))
-        moved = torch.full(rollout.mask.shape, 0.5)
-        return train.section_of(group, rollout, moved, p.tokenizer), rollout
+    tokenizer = SimpleNamespace(decode=lambda ids: word * len(ids),
+                                batch_decode=lambda rows: [word] * len(rows))
+    moved = torch.full(rollout.mask.shape, 0.5)
+    return train.section_of(group, rollout, moved, tokenizer), rollout
 
 
 def test_a_bar_points_the_way_of_its_advantage():
@@ -196,7 +199,7 @@ def test_a_run_that_is_stopped_early_says_so(folder):
     assert "Held-out accuracy" in page(folder, "word") and "gained most" in page(folder, "word")
     stopped = restored(folder)
     stopped.history = stopped.history[:2]                 # no evaluation but the first
-    text = train.page_of(stopped, "", settings(*SMALL))
+    text = train.page_of(stopped, "", settings(*FLAGS))
     assert "<h1>Stopped before the second evaluation" in text and "gained most" not in text
 
 
@@ -207,7 +210,7 @@ def page(folder, word, steps=9, signal=0):
     run.history = [{**row, "warning": word, f"reward/{word}": 1.0} for row in run.history]
     run.command, run.eval_problems = word, [{"question": word, "answer": word}]
     run.before = run.after = [(word, 1.0)]
-    s = settings(*SMALL, f"--steps={steps}")
+    s = settings(*FLAGS, f"--steps={steps}")
     s.model = f"x/{word.replace('/', '')}"
     return train.page_of(run, section(word)[0], s)
 
@@ -235,7 +238,7 @@ def test_the_page_loads_itself_anew_while_the_run_goes_on(folder):
 
 
 def test_two_ranks_write_one_page(folder, tmp_path):
-    well_ended(begin("train.py", *SMALL, f"--output={tmp_path / 'run'}", ranks=2)())
+    well_ended(begin("train.py", *FLAGS, f"--output={tmp_path / 'run'}", ranks=2)())
     ours, one = page_in(tmp_path / "run"), page_in(folder)
     assert ours.tags == one.tags
     assert list(map(float, ours.titles)) == pytest.approx(list(map(float, one.titles)), abs=1e-4)

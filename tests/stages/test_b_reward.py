@@ -11,27 +11,20 @@ import json
 import math
 import random
 import re
-import shutil
-import sys
-import textwrap
 import time
-import types
 from fractions import Fraction
-import answers
 import pytest
 import torch
-from conftest import MINE, ROOT, make_tokenizer, raises, seeded, small_model, value_error
+import answers
 from chat_families import family
-from transformers import AutoModelForSequenceClassification
-import loss
+from checks import value_error
+from files import ROOT
+from spellings import DIFFERS, HUGE, NOT_EQUAL, NUMBERS, PIECES_OF_IT
 import reward
-import train
-from reward import (
-    boxed_candidates, canonical, complete_boxes, extract_boxed, figures_of, final_answer,
-    hold_out, is_right, length_rescaled, load_function, load_problems, majority_at_k,
-    model_rewards, overlong_penalty, own_reward_of, pass_at_k, reward_model_rows,
-    reward_model_scores, rule_reward, score_responses, score_rows, think_answer_reward,
-    train_reward_model, truths_of)
+from reward import (boxed_candidates, canonical, complete_boxes, extract_boxed, figures_of,
+                    final_answer, hold_out, is_right, length_rescaled, load_problems, majority_at_k,
+                    overlong_penalty, pass_at_k, rule_reward, score_responses, think_answer_reward,
+                    truths_of)
 from sample import words_of
 
 
@@ -129,35 +122,6 @@ def test_boxes_are_their_definition():
         assert [(o.start(), c.end()) for o, c in complete_boxes(text)] == outer, text
 
 
-# --- Answers, read fairly -------------------------------------------------------------------------
-NUMBERS = {  # how 18, and other numbers, may be written; answers.jsonl has more
-    "18": r"""18$  $\$18.00$  $18.$  ((18))  36/2  x_{10} = 18  \text{Answer: }18
-        18 \text{ dollars}.  18\,\text{km/h}  18.\text{ eggs}  18~\text{}  \$18\text{ a day}
-        18\qquad km  18\:\text{km}  \mathbf{ 18. }  $\textbf{\$18}$  18 \degree  18\%  18%
-        18 \%  18 percent  \emph{18}  \bm{18}  \textsc{18}  \boldsymbol{\frac{36}{2}}
-        \textbf{\underline{18}}  \underline{\textbf{18}}  {\bf 18}  \color{red}18
-        \displaystyle 18  USD18  \text{USD }18  ¥18  18 usd  usd -18 * -1  $18 = 18$  9 \cdot 2
-        9*2  9 \times \$2 = \$18  36/2 = 18 km  \frac{9 \cdot 2}{1}  \textbf{18\text{ km}}
-        \frac{36}{2} = 9 \times 2 = 18\text{ km}  Total = 9 * 2 = 18  \text{The answer is } 18
-        \text{The answer is: }\$18.  It equals 18  \text{Anna's total} = 18  \text{Größe: }18""",
-    "12.5": r"12.5  12.50  12\frac{1}{2}  12 1/2  12½  25/2  12.5\% \text{off}  1.25e1",
-    "-3": r"-$3  $-3  -\$3.0  -6/2  \frac{-6}{2}  -\frac{6}{2}  6/-2",
-    "1000": r"""1000  10³  1\cdot 10^3  1 × 10^3  1x10^3  1*10^3  1.0e+3  100\times 10^1
-        1\times10^3\text{ m}  1e3 m""",
-    "0.5": r"0.5  \dfrac{1}{2}  \frac12  \frac{1}2  ½  5\times 10^{-1}  5e-1",
-    "3.5": r"3 \frac{1}{2}  7/2",
-    "-3.5": r"-3 1/2  -\frac{7}{2}",
-    "1/3": r"\frac{2}{6}  1/3  \frac{0.5}{1.5}  \frac{1,000}{3,000}",
-    "1000/3": r"1000/3  1,000/3  1 000/3  333 1/3  333\frac{1}{3}",
-    "0": r"0.0  $0  .0  0\%  0/5  0e9",
-    "1234567.5": r"1 234 567.5",
-}
-
-
-HUGE = ["10^999999999", "10^{999999999}", "1e999999999", "1e-999999999", r"1\times10^{999999999}",
-        "9**9**9**9", "9^{9^{9^9}}"]
-
-
 @pytest.mark.parametrize("number, written", [
     (number, written) for number, forms in NUMBERS.items()
     for written in re.split(r"\s\s+", forms)])
@@ -167,24 +131,7 @@ def test_numbers_that_are_equal(number, written):
     assert rule_reward(box(written), str(Fraction(number) + Fraction(1, 10**12))) == 0.5
 
 
-@pytest.mark.parametrize("answer, truth", [
-    ("5", "5.01"), ("63", "62.995"), ("1", "1.0000000000000000000000001"),
-    ("1/3", "0.333333333333333333"), ("-5", "5"), (r"\pm 5", "5"), ("1,0000", "10000"),
-    (",100", "100"), ("1 00", "100"), ("1_000", "1000"), ("0x10", "16"), ("18 thousand", "18000"),
-    (r"\$18k", "18"), (r"18\text{ K}", "18"), (r"5\text{ or }6", "6"), (r"5\text{ or 6}", "5"),
-    ("5$6", "56"), ("5$6", "5"), (r"\text{about }5", "5"), ("5 am", "5"), ("50%", "0.5"),
-    ("18 pi", "18"), (r"18^{2}", "324"), (r"\not= 18", "18"), ("5-3", "2"), ("9 * 2 * 1", "18"),
-    ("1/2/3", "1/6"), ("36/2*9", "162"), (r"\frac{36}{2\cdot 9}", "2"),
-    ("9 x 2", "18"), ("9 * x", "9"), ("0x12", "0"), (r"\$18M", "18"), ("18 = x", "18"),
-    ("x = 17 = 18", "17"), ("2x = 18", "9"), ("it is not 18", "18"),
-    (r"\text{It is not: }18", "18"), ("this 18", "18"), ("<= 18", "18"), (r"\overline{18}", "18"),
-    ("x^{3}5", "x^{35}"), (r"\frac{x+1}{2}", "x+1/2"), ("1/0", "1"), ("0/0", "0"),
-    (r"10^{3}5", "10^{35}"), ("inf", "0"), ("-", "0"), ("%", "0"), (",", "0"), ("-.", "0"),
-    ("\u00b2", "2"), ("\u0665", "6"), ("5\u4e07", "5"), ("5(x)", "5"), ("5 \u03c0", "5"),
-    ("9" * 301, "9" * 300), ("10^9999", "10"), ("1e1000", "1"), ("1e999999999", "1"),
-    *((r"17 \boxed{18}", truth) for truth in ("17", "18", "1718")),  # a box with a guess and a box
-    *((number, "5") for number in HUGE),  # which nothing computes
-])
+@pytest.mark.parametrize("answer, truth", NOT_EQUAL)
 def test_answers_that_are_not_equal(answer, truth):
     assert rule_reward(box(answer), truth) == 0.5 and rule_reward(box(truth), answer) == 0.5
 
@@ -199,13 +146,6 @@ def test_text_is_cleaned_and_compared_whole(answer, truth):
     assert rule_reward(box(answer + "x"), truth) == 0.5
 
 
-DIFFERS = {  # where the rule reads less, or more, than a fair reader
-    "2^3", "eighteen", "18{,}5", "18 apples and oranges", "18_{10}", "1+x", r"\sqrt{8}", "0.5x",
-    r"\{1, 2\}", "x = y = 18", "18 = x",  # missed
-    "18 km", "18 cm", r"2 \times 3",  # paid, where the truth has another unit, or is 3 by 2
-}
-
-
 def test_the_table_of_fair_verdicts():
     assert len(answers.PAIRS) > 300
     differ = [pair for pair in answers.PAIRS if answers.ours(pair) != pair["fair"]]
@@ -214,18 +154,6 @@ def test_the_table_of_fair_verdicts():
         if "boxed" not in pair["answer"]:
             turned = {"answer": pair["truth"], "truth": pair["answer"]}
             assert answers.ours(turned) == answers.ours(pair), pair
-
-
-PIECES_OF_IT = [
-    "(", ")", "[", "{", "}", "}{", "\\", "\\frac", "\\frac{", "\\frac1", "^", "^{", "1", "1,", "1 ",
-    "1/", ",", ",000", ".", "-", "+", "=", "x=", "*", "$", '"', "a", "a-", " ", "\t", "\n", "°",
-    "½", "é", "\\text{", "\\text{ or }", "\\{", "\\boxed", "\\boxed{", "\\boxed{ ", "\\boxed ",
-    "\\boxed 1.", "\\boxed{1}", "\\boxed{\\boxed{1}", "\\boxed\n1!!!!", "\N{MINUS SIGN}", "\0",
-    "\ud800\udfff", "\\math{", "\\text{{", "is ", "not ", "x is ", "\\frac{1}{", "1 000 ", "1,000,",
-    "10^", "1*", "= 1", "usd ", "x10^", "\\textcolor{a}{", "M", '"a"', "_{", "(a)", "<", "<think>",
-    "</think>", "<think></think><answer>", "</answer>", "\ufdfa", "\ufdfa(", "\u0301\u0327",
-    "\u0665", "\u2075", "\u215a-", "\u4e07", "\u044f", "qu", "mill", "million", "(a", ")(", "\\\\",
-    "\\pi ", "times ", "five"]
 
 
 @pytest.mark.parametrize("piece", PIECES_OF_IT)
@@ -481,231 +409,6 @@ def test_all_figures_of_samples():
     assert {"pass@4", "pass@6", "maj@6"} < figures_of(responses[:6], ["7"], 6).keys()
 
 
-# --- A user's own reward: --reward, --reward-weights, --step-reward, --reward-model ---------------
-PROBLEMS = [{"question": "a", "answer": "7", "level": 3},
-            {"question": "b", "answer": "8", "level": None}]
-FOUR = [box(7), box(8), "x", box(8)]
-
-
-def write(path, text):
-    path.write_text(textwrap.dedent(text), encoding="utf-8")
-    return str(path)
-
-
-def rollout_of(*responses):
-    """Two prompt tokens, then the answer's: 5 6 in the first row, 5 6 7 in the second, and so on"""
-    count = len(responses)
-    labels = torch.arange(3, 6 + count).repeat(count, 1).tril(3)
-    ids = [row[row > 4].tolist() for row in labels]
-    return types.SimpleNamespace(responses=list(responses), answer_ids=ids)
-
-
-@pytest.fixture
-def scored(monkeypatch, tmp_path):
-    """--reward f.py:f with this function in the file: two answers to each of two problems."""
-    (tmp_path / "f.py").write_text("from held import f")
-    monkeypatch.chdir(tmp_path)
-
-    def score(function, rollout=None):
-        monkeypatch.setitem(sys.modules, "held", types.SimpleNamespace(f=function))
-        reward_of = own_reward_of(["f.py:f"])
-        return reward_of(PROBLEMS, ["<a>", "<b>"], rollout or rollout_of(*FOUR))
-    return score
-
-
-def test_a_reward_is_called_as_trl_calls_it(scored):
-    seen = {}
-
-    def f(prompts, completions, completion_ids, **columns):
-        seen.update(columns, prompts=prompts, completions=completions, ids=completion_ids)
-        return [1, 2.5, None, True]
-    rollout = rollout_of(*FOUR)
-    with pytest.warns(UserWarning, match="every reward gave None for some rows: they count as 0"):
-        rewards = scored(f, rollout)
-    assert rewards.tolist() == [1.0, 2.5, 0.0, 1.0] and rewards.dtype == torch.float32
-    assert list(rollout.reward_parts) == ["f"] and rollout.reward_parts["f"].dtype == torch.float32
-    assert rollout.reward_parts["f"].isnan().tolist() == [False, False, True, False]
-    assert seen == {
-        "prompts": ["<a>", "<a>", "<b>", "<b>"], "completions": FOUR, "question": [*"aabb"],
-        "ids": [[5, 6], [5, 6, 7], [5, 6, 7, 8], [5, 6, 7, 8, 9]],
-        "answer": [*"7788"], "level": [3, 3, None, None]}
-
-
-def test_the_rewards_of_the_flags_are_summed_over_those_that_apply():
-    # A chat template may write the first tag
-    tokenizer = make_tokenizer(chat_template="{{ messages[-1].content }} <think>\n")
-    prompts = [train.chat_prompt(tokenizer, problem, "") for problem in PROBLEMS]
-    rollout = rollout_of(box(7), box(8), "8</think><answer>8</answer>", box(8))
-    specs = [f"{MINE}:one", "rule", "think", f"{MINE}:two"]
-    rewards = own_reward_of(specs, [10.0, 1.0, 100.0, 1000.0])(PROBLEMS, prompts, rollout)
-    assert rewards.tolist() == [11.5, 10.5, 2160.0, 2011.5]
-    parts = {name: part.nan_to_num(-1.0).tolist() for name, part in rollout.reward_parts.items()}
-    assert parts == {"one": [1.0] * 4, "rule": [1.5, 0.5, 0.0, 1.5], "think": [0.0, 0.0, 1.5, 0.0],
-                     "two": [-1.0, -1.0, 2.0, 2.0]}
-    assert own_reward_of(["rule"], [])(PROBLEMS, ["", ""], rollout).tolist() == parts["rule"]
-    assert not hasattr(rollout, "step_rewards")
-    assert own_reward_of(None) is own_reward_of([]) is own_reward_of(None, [1.0]) is None
-    rollout = rollout_of(*[box(7)] * 3)
-    problems = [{"answer": answer} for answer in ("7", "", ["7"])]
-    with pytest.warns(UserWarning, match="None for some rows"):  # where no truth is known
-        rewards = own_reward_of(["rule"])(problems, ["", "", ""], rollout)
-    assert rewards.tolist() == [1.5, 0, 0]
-    assert rollout.reward_parts["rule"].isnan().tolist() == [False, True, True]
-    rollout = rollout_of(box(7), "x")  # rewards of steps stand beside the rule's
-    rewards = own_reward_of(None, None, f"{MINE}:steps")(PROBLEMS[:1], ["p"], rollout)
-    assert rewards.tolist() == [1.5, 0.0] and list(rollout.reward_parts) == ["rule"]
-    assert rollout.step_rewards == [[(0, 2.0), (1, 1.0)], [(0, 2.0), (2, 2.0)]]
-    specs = (f"{MINE}:one", f"{MINE}:one", "rule", f"{MINE}:rule", f"{MINE}:one")
-    own_reward_of(specs)(PROBLEMS[:1], ["p"], rollout)      # each has a name of its own
-    assert list(rollout.reward_parts) == ["one", "one 2", "rule", "rule 4", "one 5"]
-
-
-def gives(*values):
-    return lambda **columns: list(values)
-
-
-HOSTILE = type("Hostile", (), {"__float__": raises(KeyError("no"))})()
-
-
-@pytest.mark.parametrize("function, reason", [
-    (lambda completions, **columns: [c[0]["content"] for c in completions], "texts are strings"),
-    (lambda completions, mood, **columns: [], "'mood'"), (lambda **columns: 1.0, "'float' object"),
-    (lambda completions, **columns: 1 / 0, "test_reward.py, line"), (gives(1, 2, 3), "3 rewards"),
-    (gives(), "0 rewards"), (gives(1, 2, 3, 4, 5), "5 rewards"),
-    (gives(1, 2, -math.inf, 4), "-inf"), (gives(1, 2, 3, math.nan), "nan"),
-    (gives(1, -1e39, 3, 4), "-1e+39"), (gives(10**400, 2, 3, 4), "OverflowError"),
-    (gives(1, "two", 3, 4), "'two'"), (gives(1, 2, [3], 4), "list"),
-    (gives(1, torch.ones(2), 3, 4), "element"), (gives(1, 2, 3, 1j), "complex"),
-    (gives(1, 2, HOSTILE, 4), "KeyError: 'no'"), (lambda completions: [], "**columns"),
-    (lambda **columns: sys.exit(), "SystemExit"), (lambda **columns: "1010", "a str, not a list"),
-    (lambda **columns: b"1010", "bytes"), (lambda **columns: dict.fromkeys(range(4)), "dict"),
-    (lambda **columns: {1, 2, 3, 4}, "set")])
-def test_a_reward_that_goes_wrong_is_named(scored, function, reason):
-    with value_error(f"^--reward f.py:f: .*{re.escape(reason)}"):
-        scored(function)
-
-
-@pytest.mark.parametrize("flag", ["--reward", "--step-reward"])
-@pytest.mark.parametrize("spec, reason", [
-    ("mine.py", "mine.py (path/to/file.py:function): no function is named"),
-    ("leaves.py:f", "leaves.py, line 2"), ("mine.py:three", "three"), ("other.py:one", "other.py"),
-    ("broken.py:f", "broken.py, line 2"), ("mine.py:later", "async")])
-def test_a_file_that_cannot_be_used_is_named_at_load(tmp_path, monkeypatch, flag, spec, reason):
-    monkeypatch.chdir(tmp_path)
-    shutil.copy(MINE, tmp_path)
-    write(tmp_path / "broken.py", "\n1 / 0")
-    write(tmp_path / "leaves.py", "import sys\nsys.exit(0)")
-    given = ([spec],) if flag == "--reward" else (None, None, spec)
-    with value_error(f"^{flag} .*{re.escape(reason)}"):
-        own_reward_of(*given)
-
-
-def test_a_reward_file_with_dataclasses_and_neighbours(scored, tmp_path):
-    write(tmp_path / "grpo_neighbour.py", "points = 5.0")
-    write(tmp_path / "json.py", "1 / 0")  # hides no module that is installed
-    score = load_function("--reward", write(tmp_path / "mine.py", """
-        from __future__ import annotations
-        import json
-        from dataclasses import dataclass
-        from reward import rule_reward
-
-        @dataclass
-        class Part:
-            value: float
-
-        def score(completions, answer, **columns):
-            from grpo_neighbour import points
-            for completion, truth in zip(completions, answer):
-                yield Part(points + rule_reward(completion, truth)).value
-    """) + ":score")
-    assert scored(score).tolist() == [6.5, 5.5, 5.0, 6.5]
-
-
-@pytest.mark.parametrize("name", ["mine", "reward", "train", "time"])
-def test_a_file_is_one_module_under_a_name_of_its_own(tmp_path, name):
-    """Its functions share what it holds; ours are not hidden."""
-    write(tmp_path / "points.py", "points = 5")
-    write(tmp_path / "loss.py", "1 / 0")
-    spec = write(tmp_path / f"{name}.py", """
-        from concurrent.futures import ProcessPoolExecutor
-        from multiprocessing import get_context
-        from advantage import plain_advantages
-        from loss import plain_loss
-        from points import points
-        calls = []
-
-        def length(text):
-            return len(text) + points
-
-        def first(completions, **columns):
-            calls.append(1)
-            with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
-                return list(pool.map(length, completions))
-
-        def second(completions, **columns):
-            return [len(calls)] * len(completions)
-    """)
-    for _ in range(2):  # a run after a run begins anew
-        rollout = rollout_of("a", "ab", "abc", "")
-        own_reward_of([f"{spec}:first", f"{spec}:second"])(PROBLEMS, ["", ""], rollout)
-        found = [part.tolist() for part in rollout.reward_parts.values()]
-        assert found == [[6, 7, 8, 5], [1, 1, 1, 1]]
-    for module in (reward, time, train, loss, json):
-        assert sys.modules[module.__name__] is module
-
-
-def test_a_reward_may_change_what_it_gets(tmp_path):
-    spec = write(tmp_path / "greedy.py", """
-        def greedy(completions, completion_ids, **columns):
-            completions[:] = [""] * 4
-            completion_ids[0].clear()
-            columns["level"].append(5)
-            return [0.0] * 4
-
-        def score(completions, completion_ids, level, **columns):
-            return [len(text) + len(ids) + len(level)
-                    for text, ids in zip(completions, completion_ids)]
-    """)
-    rollout = rollout_of(*FOUR)
-    rewards = own_reward_of([f"{spec}:greedy", f"{spec}:score"])(PROBLEMS, ["", ""], rollout)
-    assert rewards.tolist() == [len(text) + n + 4 for text, n in zip(FOUR, (2, 3, 4, 5))]
-    assert rollout.responses == FOUR
-
-
-def test_a_reward_file_may_switch_gradients_off(scored, tmp_path):
-    spec = write(tmp_path / "mine.py", """
-        import torch
-        torch.set_grad_enabled(False)
-
-        def score(completions, **columns):
-            torch.no_grad().__enter__()
-            return [5.0] * len(completions)
-    """) + ":score"
-    for mode in (True, False):
-        with torch.set_grad_enabled(mode):
-            function = load_function("--reward", spec)
-            assert torch.is_grad_enabled() == mode
-            assert scored(function).tolist() == [5.0] * 4 and torch.is_grad_enabled() == mode
-
-
-def test_a_reward_model_reads_its_own_template(tiny, monkeypatch):
-    model = reward.RewardModel(small_reward_model(), tiny[1], None)
-    rollout = rollout_of("7", "8", "7 and 7", "8")
-    problems = [PROBLEMS[0], {**PROBLEMS[1], "answer": ""}]
-    rollout.rule_rewards = torch.tensor([0.5, 1.5, math.nan, 0.0])
-    prompt_of = {"7": "1", "": "2"}
-    for template, prompts in ((None, ["1 + 2", "5"]), ("its own", "12")):
-        monkeypatch.setattr(tiny[1], "chat_template", template)
-        scores = model_rewards(model, lambda problem: prompt_of[problem["answer"]], problems,
-                               ["1 + 2", "5"], rollout)
-        each = [prompts[0], prompts[0], prompts[1], prompts[1]]
-        read, responses, rule = map(list, zip(*rollout.judged))
-        assert torch.equal(scores, reward_model_scores(model.model, tiny[1], each, responses))
-        assert (read, responses) == (each, rollout.responses)
-        assert model.pairs == []  # they are kept in training steps alone
-        assert repr(rule) == "[0.5, 1.5, nan, 0.0]"
-
-
 # --- Variants -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("response, expected", [
     ("<think>9 * 7</think><answer>63</answer>", 1.5),
@@ -795,105 +498,6 @@ def test_candidates_are_found_at_once():
     for truths, size, paid in ((["1"], 2, 1.0), (["2", None], 1, 0.0)):
         expected = [[(0, 1, paid), (2, 3, paid)]] * 2
         assert boxed_candidates([both_in_one] * 2, truths, size) == expected
-
-
-# --- A reward model -------------------------------------------------------------------------------
-def small_reward_model(architecture="qwen2", **changes):
-    sizes = {"max_position_embeddings": 64, "pad_token_id": None, "num_labels": 1, **changes}
-    return small_model(architecture, 0.2, AutoModelForSequenceClassification, **sizes)
-
-
-ROWS = [[5, 6, 7, 1], [8], [9, 10, 11, 12, 13, 14, 1], [0, 0, 0], [5, 6, 7, 1]]
-
-
-@pytest.mark.parametrize("architecture", ["qwen2", "llama", "gpt2", "gemma2", "bert"])
-def test_a_row_scores_the_same_alone_and_padded(architecture):
-    model = small_reward_model(architecture, pad_token_id=0 if architecture == "bert" else None)
-    scores = score_rows(model, ROWS)
-    assert scores.shape == (5,) and scores.dtype == torch.float32 and scores.requires_grad
-    with torch.no_grad():  # transformers' own, one by one and without padding
-        alone = [float(model(input_ids=torch.tensor([row])).logits) for row in ROWS]
-    assert scores.tolist() == pytest.approx(alone, abs=1e-5)
-    assert torch.tensor(alone[:4]).std() > 0.01
-    if architecture == "qwen2":
-        model.config.pad_token_id = 1  # the end token pads, as in many checkpoints: it counts
-        assert torch.equal(score_rows(model, ROWS), scores)
-    with value_error("^--reward-model: a row of 65 tokens"):
-        score_rows(model, [[5] * 65])
-
-
-def test_reward_model_scores(tiny):
-    tokenizer = tiny[1]
-    model = small_reward_model()
-    prompts, responses = ["1 + 2", "1 + 2", "5", "5"], ["3", "4 and 5 and 6", "", "<|end|>3"]
-    scores = reward_model_scores(model, tokenizer, prompts, responses)
-    assert scores.shape == (4,) and scores.dtype == torch.float32 and not scores.requires_grad
-    rows = reward_model_rows(tokenizer, prompts, responses)
-    end = tokenizer.eos_token_id  # at the end alone: what was written is text
-    assert all(row[-1] == end and row.count(end) == 1 for row in rows)
-    assert rows[0][:-1] == [token for text in ("1 + 2", "3")
-                            for token in tokenizer(text, add_special_tokens=False).input_ids]
-    assert scores.tolist() == pytest.approx(score_rows(model, rows).tolist(), abs=1e-6)
-    one_by_one = reward_model_scores(model, tokenizer, prompts, responses, batch_rows=1)
-    assert scores.tolist() == pytest.approx(one_by_one.tolist(), abs=1e-5)
-
-
-def test_pairs_are_of_one_group_the_better_first():
-    rewards = [0.5, 0.5, 0.5, 0.5, 0.0, 1.5, 0.5, math.nan, 0.0, 1.5, 0.5, 1.5]
-    rows = [("abc"[n // 4], n % 4, reward) for n, reward in enumerate(rewards)]
-    drawn = []
-    for seed in (0, 0, 1, 2, 3):
-        r = reward.RewardModel(None, None, None)
-        reward.collect_pairs(r, rows, 4, seeded(seed))
-        assert sorted(r.pairs)[:3] == [("b", 1, 0), ("b", 1, 2), ("b", 2, 0)]
-        drawn.append(sorted(r.pairs)[3:])                 # at most four
-        assert len(set(drawn[-1])) == 4
-        assert set(drawn[-1]) < {("c", i, j) for i, j in ((1, 0), (1, 2), (2, 0), (3, 0), (3, 2))}
-    assert drawn[0] == drawn[1] and any(pairs != drawn[0] for pairs in drawn)
-
-
-class Seen(list):
-    """A tokenizer that remembers the texts it was given; one token per letter."""
-    eos_token_id = 1
-
-    def __call__(self, texts, **options):
-        self += texts
-        return types.SimpleNamespace(input_ids=[[2 + ord(c) % 60 for c in text] for text in texts])
-
-
-def learner(pairs=(), replay=()):
-    model = small_reward_model()
-    still = torch.optim.SGD(model.parameters(), lr=0.0)
-    return reward.RewardModel(model, Seen(), still, list(pairs), list(replay))
-
-
-def test_an_iteration_mixes_a_tenth_of_old_pairs():
-    pairs, replay = ([("p", f"{name}{i}", "bad") for i in range(count)]
-                     for name, count in (("new", 45), ("old", 50)))
-    r = learner(pairs, replay)
-    figures = train_reward_model(r, seeded())
-    seen = r.tokenizer
-    assert sorted(text for text in seen if "new" in text) == sorted(p[1] for p in pairs)
-    assert len({text for text in seen if "old" in text}) == 5  # 5 of 50
-    assert r.pairs == [] and sorted(r.replay) == sorted(replay + pairs)
-    # With a learning rate of 0, the figures are those of the mix as it was.
-    rows = reward_model_rows(Seen(), ["p"] * 100, [t for t in seen if t not in ("p", "bad")]
-                             + ["bad"] * 50)
-    chosen, rejected = score_rows(r.model, rows).chunk(2)
-    losses = [math.log(1 + math.exp(b - a)) for a, b in zip(chosen.tolist(), rejected.tolist())]
-    assert figures["reward_model_loss"] == pytest.approx(sum(losses) / 50, abs=1e-5)
-    assert figures["reward_model_accuracy"] == int((chosen > rejected).sum()) / 50
-    gradients = []  # of the same pair three times: nothing is left over from the step before
-    r.optimizer.register_step_pre_hook(
-        lambda *_: gradients.append(r.model.score.weight.grad.clone()))
-    for _ in range(2):
-        r.pairs, r.replay = pairs[:1] * 2, []
-        train_reward_model(r, batch_pairs=1)
-    assert len(gradients) == 4 and gradients[0].any()
-    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
-    none = learner(replay=replay)
-    assert all(map(math.isnan, train_reward_model(none).values()))
-    assert sorted(none.replay) == sorted(replay) and none.tokenizer == []
 
 
 def test_script_shows_the_egg_problem(run_here):

@@ -2,7 +2,7 @@
 from bdb import BdbQuit
 from types import FunctionType
 import pytest
-from conftest import FEW
+from files import FEW
 import advantage
 import logprob
 import loss
@@ -10,7 +10,7 @@ import reward
 import sample
 import train
 
-SHORT = (*FEW, "--steps=1", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=16",
+FLAGS = (*FEW, "--steps=1", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=16",
          "--eval-limit=2", "--lr=1e-4")
 STAGES = (sample, reward, advantage, logprob, loss, train)
 
@@ -33,14 +33,14 @@ def replaced(monkeypatch, module, name):
     (sample, "draw", ""), (sample, "decode", "--plain"), (sample, "chat_prompt", ""),
     (sample, "end_token_ids", ""), (reward, "rule_reward", ""), (reward, "read_problem", ""),
     (reward, "is_equal", "--reward rule"), (advantage, "is_flat", ""),
-    (logprob, "head_logprobs", ""), (logprob, "micro_batches", ""), (loss, "grpo_loss", ""),
+    (logprob, "head_logprobs", ""), (logprob, "cut_rows", ""), (loss, "grpo_loss", ""),
     (loss, "kl_estimate", ""), (train, "backward", ""), (train, "memory", ""),
     (train, "linears_of", "--lora-rank=4"), (train, "off_grid", "--dtype=bfloat16"),
     (train, "step_metrics", ""), (train, "page_of", "")])
 def test_a_typo_has_its_traceback(monkeypatch, tmp_path, module, name, flags):
     replaced(monkeypatch, module, name)
     with pytest.raises(NameError, match="not_defined") as caught:
-        train.main([*SHORT, *flags.split(), f"--output={tmp_path / 'run'}"])
+        train.main([*FLAGS, *flags.split(), f"--output={tmp_path / 'run'}"])
     *_, last = caught.traceback
     assert str(last.path) == module.__file__
     begun = (tmp_path / "run" / "checkpoint.safetensors").exists()

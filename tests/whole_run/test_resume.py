@@ -16,10 +16,12 @@ import weakref
 from itertools import chain, repeat
 import pytest
 import torch
-from conftest import (FEW, LIMIT, MINE, NO_MEMORY, ROOT, TINY, assert_bitwise,
-                      assert_same_checkpoint, begin, checkpoint_of, curve, edit_json, edit_tensors,
-                      lines_of, metrics_of, one_line_of, raises, refused, run_in, same_tensors,
-                      snapshot, trained, trains, well_ended)
+from checks import same
+from files import (FEW, LIMIT, MINE, ROOT, TINY, assert_bitwise, assert_same_checkpoint,
+                   checkpoint_of, curve, edit_json, edit_tensors, lines_of, metrics_of,
+                   snapshot)
+from runs import begin, one_line_of, refused, trained, trains, well_ended
+from steps import NO_MEMORY, raises, run_in
 from safetensors.torch import load, load_file
 import train
 
@@ -93,8 +95,8 @@ def test_a_run_in_two_parts_is_the_run_bit_for_bit(monkeypatch, tmp_path, flags)
     if "--renew-reference=2" in flags:                    # the last: it is the policy of the end
         assert [m["step"] for m in metrics if "reference_renewed" in m] == [2, 4]
         assert metrics[-1]["resampled_groups"] and references
-        assert all(torch.equal(saved[name], saved[name.replace("reference/", "")])
-                   for name in references)
+        for name in references:
+            same(saved[name], saved[name.replace("reference/", "")], name)
     assert bool(references) == any("--renew" in flag for flag in flags)
 
 
@@ -293,7 +295,7 @@ def test_any_flag_may_change_and_is_told(capsys, run_folder):
     assert config["kl_coef"] == 0.08 and config["scale_by_std"] is False
 
 
-def test_other_held_out_problems_are_told_and_their_first_answers_are_the_next(capsys, run_folder):
+def test_other_held_out_problems_are_told_and_answered_anew(capsys, run_folder):
     trains(f"--resume={run_folder}", "--steps=7", "--eval-limit=1", "--eval-every=1")
     assert "--eval-data" in capsys.readouterr().out
     assert [metrics["step"] for metrics in metrics_of(run_folder)] == list(range(8))
@@ -358,7 +360,7 @@ def at_home(monkeypatch, tmp_path):
     return home
 
 
-def test_a_run_is_resumed_from_elsewhere_and_what_is_not_what_it_began_with_is_told(
+def test_resumed_from_elsewhere_it_tells_what_has_changed(
         capsys, at_home):
     """Its model and data were named by relative paths. It goes on, by what the flags name now."""
     folder = at_home / "runs" / "one"
@@ -483,7 +485,8 @@ def test_the_best_state_is_kept(capsys, monkeypatch, tmp_path):
     assert not (two / "best").exists() and "best state" not in capsys.readouterr().out
     best, final = (load_file(folder / "model.safetensors")
                    for folder in (whole / "best", two / "final"))
-    assert same_tensors(best, final) and {*os.listdir(whole / "best")} == {
+    same(best, final)
+    assert {*os.listdir(whole / "best")} == {
         *os.listdir(whole / "final")}
     folder = tmp_path / "full"
     with monkeypatch.context() as patch:                  # nothing is lost
@@ -494,10 +497,10 @@ def test_the_best_state_is_kept(capsys, monkeypatch, tmp_path):
     (folder / "best.new" / "config.json").unlink()
     trains(f"--resume={folder}")
     assert_bitwise(folder, whole)
-    assert same_tensors(load_file(folder / "best" / "model.safetensors"), best)
+    same(load_file(folder / "best" / "model.safetensors"), best)
     again = ("--config", str(whole / "config.json"), "--model", str(whole / "best"))
     loaded = train.load(train.parse(again)).policy_model
-    assert same_tensors(dict(loaded.named_parameters()), best)
+    same(dict(loaded.named_parameters()), best)
 
 
 # --- How a checkpoint is written ------------------------------------------------------------------
@@ -508,7 +511,7 @@ def test_safetensors_reads_what_was_written():
                'a "name"\n': torch.tensor([torch.inf, -0.0]),
                "text": torch.frombuffer(bytearray(b"x"), dtype=torch.uint8)}
     found = load(b"".join(map(bytes, train.as_safetensors(tensors))))
-    assert same_tensors(found, tensors)
+    same(found, tensors)
     assert all(found[name].dtype == tensors[name].dtype for name in tensors)
 
 
@@ -529,7 +532,7 @@ def test_a_checkpoint_on_its_way_holds_one_tensor_in_memory(monkeypatch, tmp_pat
 
 
 # --- Numbers that are not finite, memory that runs out --------------------------------------------
-def test_ten_skipped_updates_stop_the_run_and_the_last_good_checkpoint_stays(
+def test_ten_skipped_updates_stop_it_and_a_good_checkpoint_stays(
         capsys, monkeypatch, tmp_path, uninterrupted):
     folder = tmp_path / "run"
     factors = chain(4 * [1], repeat(torch.inf))           # from step 3: two updates in a step
@@ -577,7 +580,7 @@ def test_out_of_memory_for_good_is_one_line(capsys, monkeypatch, tmp_path, stage
 
 
 @pytest.mark.parametrize("place", ["sample.fast_decode", "logprob.padded_attention"])
-def test_below_the_traceback_of_a_fast_path_stands_the_command_that_goes_on(
+def test_below_a_traceback_stands_the_command_that_goes_on(
         monkeypatch, tmp_path, uninterrupted, place):
     """With --plain to the same rewards."""
     with monkeypatch.context() as patch:

@@ -16,8 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from chat_families import family
-from conftest import (SMALL, TINY, make_tokenizer, raises, same_tensors, seeded, small_model,
-                      value_error)
+from checks import is_same, same, seeded, value_error
+from files import TINY
+from models import SHAPE, make_tokenizer, small_model
+from steps import raises
 import sample
 from logprob import token_logprobs
 from sample import (IGNORE, Rollout, draw, joined, plain_answer, sample_around,
@@ -51,7 +53,7 @@ def test_by_hand():
 # --------------------------------------------------------------------------------------------------
 # A reader may stop here. What follows: the loops, the rows, end tokens, variants, prompts, folders.
 
-V, PAD, END = SMALL["vocab_size"], 0, 1
+V, PAD, END = SHAPE["vocab_size"], 0, 1
 ENDS = [END, 7, 40, 41, 42, 43]
 PROMPTS = ["w5 w9 w12", "w7", " ".join(f"w{i}" for i in range(20, 33)), "w60 w3 w3 w41 w8 w17"]
 TOKENIZER = make_tokenizer(pad_token="<pad>", eos_token="<end>")
@@ -100,14 +102,6 @@ def responses_of(rollout):
             for row, labels in zip(rollout.input_ids, rollout.labels)]
 
 
-def same(a, b):
-    if isinstance(a, Rollout):
-        return same(vars(a), vars(b))
-    if isinstance(a, dict):
-        return all(same(a[name], b[name]) for name in a)
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-
-
 def assert_logprobs(model, rollout, temperature=1.0, atol=1e-4):
     expected = token_logprobs(model, rollout.input_ids, rollout.labels, temperature)[0].detach()
     torch.testing.assert_close(rollout.logprobs, expected, rtol=0, atol=atol)
@@ -132,7 +126,7 @@ def test_the_loop_draws_what_the_definition_draws(monkeypatch, name, plain, temp
 
 
 @pytest.mark.parametrize("T", [1, 6])
-def test_every_token_of_the_own_step_is_drawn_from_float32_logits(T):
+def test_every_token_is_drawn_from_float32_logits(T):
     """Also the first. In bfloat16 a log-prob would be off by 0.06 and more."""
     model = small_model("llama").bfloat16()
     model.generation_config.eos_token_id = END
@@ -167,10 +161,9 @@ def test_the_layout(model, config, ends, limit):
     rollout = sample_groups(model, TOKENIZER, PROMPTS, G, limit, 1.5, seeded())
     S = rollout.input_ids.shape[1]
     assert len(rollout.finished) == len(rollout.responses) == len(rollout.input_ids) == N
-    assert {rollout.input_ids.dtype, rollout.labels.dtype, rollout.group_ids.dtype} == {torch.long}
+    assert rollout.input_ids.dtype == rollout.labels.dtype == torch.long
     assert rollout.finished.dtype == torch.bool
     assert rollout.logprobs.dtype == torch.float32 and not rollout.logprobs.requires_grad
-    assert rollout.group_ids.tolist() == [n // G for n in range(N)]
     longest = at_the_limit = 0
     for n in range(N):
         row, prompt = rollout.input_ids[n].tolist(), ids_of(PROMPTS[n // G])
@@ -197,8 +190,8 @@ def test_the_layout(model, config, ends, limit):
         # What was written is scored: a control token inside a number does not vanish
         said = " ".join(rollout.responses)
         assert "<pad>" in said and "<start>" in said and "<end>" not in said
-    assert all(getattr(rollout, f.name) is None for f in fields(rollout)[6:])  # for later stages
-    assert torch.equal(rollout.mask, rollout.labels[:, 1:] != IGNORE)
+    assert all(getattr(rollout, f.name) is None for f in fields(rollout)[5:])  # for later stages
+    same(rollout.mask, rollout.labels[:, 1:] != IGNORE)
 
 
 def filled(N, S, seed):
@@ -209,7 +202,7 @@ def filled(N, S, seed):
     per_token = numbers(N, S - 1)
     return Rollout(
         ids, ids + 50, per_token, [f"{seed}, {n}" for n in range(N)], numbers(N) > seed + 0.5,
-        torch.arange(N) // 2, turns=[["yes", str(n)] for n in range(N)], rewards=numbers(N) + 1,
+        turns=[["yes", str(n)] for n in range(N)], rewards=numbers(N) + 1,
         rule_rewards=numbers(N) + 2, reward_parts={"a": numbers(N) + 3, "b": numbers(N) + 4},
         step_rewards=[[(n, 0.5)] for n in range(N)], judged=[{"row": n} for n in range(N)],
         advantages=per_token + 5, old_logprobs=per_token + 6,
@@ -242,8 +235,8 @@ def test_join(widths):
     """Each row ends in padding where the other rollout is longer: -100 in labels, else 0."""
     a, b = filled(2, widths[0], 1), filled(3, widths[1], 2)
     both = joined(a, b)
-    assert same(sample.take(both, [0, 1], widths[0]), a)
-    assert same(sample.take(both, [2, 3, 4], widths[1]), b)
+    same(sample.take(both, [0, 1], widths[0]), a)
+    same(sample.take(both, [2, 3, 4], widths[1]), b)
     S, short = min(widths), slice(2) if widths[0] < widths[1] else slice(2, 5)
     assert (both.labels[short, S:] == IGNORE).all() and not both.input_ids[short, S:].any()
     for per_token in (both.logprobs, both.measured["entropy"]):
@@ -324,7 +317,7 @@ def test_a_checkpoints_own_settings_change_nothing(model, config, settings):
     plain = sample_groups(model, TOKENIZER, PROMPTS, 3, 10, 1.5, seeded())
     for name, value in settings.items():
         config(name, value)
-    assert same(sample_groups(model, TOKENIZER, PROMPTS, 3, 10, 1.5, seeded()), plain)
+    same(sample_groups(model, TOKENIZER, PROMPTS, 3, 10, 1.5, seeded()), plain)
 
 
 def test_the_generator_decides(model, config):
@@ -332,17 +325,17 @@ def test_the_generator_decides(model, config):
     torch.manual_seed(0)
     state = torch.get_rng_state()
     first = draw_three(seeded(5))
-    assert torch.equal(torch.get_rng_state(), state)
+    same(torch.get_rng_state(), state)
     torch.manual_seed(1)
     generator = seeded(5)
-    assert same(draw_three(generator), first) and not same(draw_three(seeded(6)), first)
-    assert not same(draw_three(generator), first)  # it has moved on
+    assert is_same(draw_three(generator), first) and not is_same(draw_three(seeded(6)), first)
+    assert not is_same(draw_three(generator), first)  # it has moved on
     # without one the global seed does
     a, b, c = (torch.manual_seed(seed) and draw_three() for seed in (5, 5, 6))
-    assert same(a, b) and not same(a, c)
+    assert is_same(a, b) and not is_same(a, c)
     config("eos_token_id", list(range(1, V, 5)))
     eight = sample_groups(model, TOKENIZER, PROMPTS, 8, 256, 1.0, seeded())  # the defaults
-    assert same(sample_groups(model, TOKENIZER, PROMPTS, generator=seeded()), eight)
+    same(sample_groups(model, TOKENIZER, PROMPTS, generator=seeded()), eight)
 
 
 def test_a_generator_a_prompt(model, config):
@@ -384,7 +377,7 @@ def test_a_step_that_fails_leaves_the_model_as_it_was(monkeypatch):
         with pytest.raises(TypeError):
             sample_groups(each, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded())
     sample.PLAIN = True
-    assert same(responses_of(sample_groups(model, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded())),
+    same(responses_of(sample_groups(model, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded())),
                 responses_of(expected))
     assert "forward" not in vars(model.lm_head)
     assert model.config._attn_implementation == "long rows"
@@ -404,7 +397,7 @@ def test_sampling_around_the_best(model, config, best, cut):
     [texts] = asked
     assert len(texts) == 4 * 3
     rows, answers = around.responses, responses_of(around)
-    assert len(rows) == 24 and around.group_ids.tolist() == [n // 6 for n in range(24)]
+    assert len(rows) == 24
     for g in range(4):
         first, fine = range(6 * g, 6 * g + 3), range(6 * g + 3, 6 * g + 6)
         assert [rows[n] for n in first] == texts[3 * g : 3 * g + 3]
@@ -459,7 +452,6 @@ def test_conversations(tiny):
         return None if len(turns) == 3 and "1" in turns[0] else "loses <|end|> 4 ."
     rollout = sample_conversations(model, tokenizer, prompts, 4, 12, 1.0, seeded(), reply=reply,
                                    max_turns=3)
-    assert rollout.group_ids.tolist() == [0] * 4 + [1] * 4
     turns = turns_of(rollout)
     for n in range(8):
         said = (rollout.labels[n] != IGNORE).int()
@@ -491,7 +483,7 @@ def test_conversations_of_every_family(name):
     assert_logprobs(model, rollout, 1.2)
 
 
-def test_turns_run_a_prompt_once_for_its_group_and_then_the_rows_that_go_on(model, runs):
+def test_turns_run_a_prompt_once_and_then_rows_that_go_on(model, runs):
     rollout = talked(model)
     turns = [rows for rows, width in runs if width > 1]  # the others are single tokens
     going_on = [sum(count > turn for count in turns_of(rollout)) for turn in range(1, len(turns))]
@@ -506,7 +498,7 @@ def test_a_conversation_of_one_turn_is_a_group(tiny):
     for turns, reply in ((1, lambda *_: "more"), (5, lambda *_: None)):
         talk = sample_conversations(model, tokenizer, prompts, 3, 12, 1.0, [seeded(1), seeded(2)],
                                     reply=reply, max_turns=turns)
-        assert same(talk, group)
+        same(talk, group)
 
 
 def test_a_template_with_nothing_between_two_turns_is_refused(model):
@@ -573,7 +565,7 @@ def test_the_numbers_behind_the_draws():
     assert numbers.shape == (200, 1000) and len(numbers.unique()) == 200_000
     assert 0 <= numbers.min() and numbers.max() < 1
     own = uniform_numbers([seeded(3), seeded(4)], 2, 50, 10, torch.device("cpu"))
-    assert torch.equal(own[50:], uniform_numbers(seeded(4), 1, 50, 10, torch.device("cpu")))
+    same(own[50:], uniform_numbers(seeded(4), 1, 50, 10, torch.device("cpu")))
 
 
 # --- The chat template ----------------------------------------------------------------------------
@@ -629,10 +621,10 @@ def test_open_policy(capsys):
     assert model.dtype == torch.bfloat16 and tokenizer.chat_template
     assert not any(part.training for part in model.modules())
     model, _ = sample.open_policy(str(TINY))
-    assert same_tensors(dict(model.named_parameters()), load_file(TINY / "model.safetensors"))
+    same(dict(model.named_parameters()), load_file(TINY / "model.safetensors"))
 
 
-def test_a_token_without_an_embedding_is_told_when_the_folder_is_opened(tmp_path, tiny):
+def test_a_token_without_an_embedding_is_told(tmp_path, tiny):
     folder = shutil.copytree(TINY, tmp_path / "model")
     _, tokenizer = sample.open_policy(folder)
     tokenizer.add_special_tokens({"pad_token": "<pad>"})  # no prompt holds it

@@ -1,13 +1,15 @@
 """Conversations (--reply), branches of the best (--around-best), and --advantage shape."""
 import pytest
 import torch
-from conftest import (FEW, MINE, PROBLEMS, assert_same_run, begin, lines_of, metrics_of,
-                      one_line_of, parts, refused, seeded, trains, well_ended, whole_step)
+from checks import seeded
+from files import FEW, MINE, assert_same_run, lines_of, metrics_of
+from runs import begin, one_line_of, refused, trains, well_ended
+from steps import PROBLEMS, parts, whole_step
 import sample
 import train
 from advantage import shape_advantages
 
-SMALL = (*FEW, "--steps=3", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=10",
+FLAGS = (*FEW, "--steps=3", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=10",
          "--eval-limit=3", "--eval-every=2", "--save-every=1", "--updates-per-rollout=1")
 REPLY = f"--reply={MINE.with_name('checker.py')}:check"
 
@@ -28,7 +30,7 @@ def test_a_conversation_ends_where_no_room_is_left(tiny):
                                   ("--around-best=2", "--advantage=shape", "--group-size=8",
                                    "--max-new-tokens=40")])
 def test_two_ranks_draw_what_one_process_draws_and_one_goes_on(kind, tmp_path):
-    flags = (*SMALL, "--prompts-per-step=4", *kind)
+    flags = (*FLAGS, "--prompts-per-step=4", *kind)
     one, two = tmp_path / "one", tmp_path / "two"
     end = begin("train.py", *flags, "--steps=2", f"--output={two}", ranks=2)
     trains(*flags, f"--output={one}")
@@ -43,9 +45,9 @@ def test_two_ranks_draw_what_one_process_draws_and_one_goes_on(kind, tmp_path):
         assert any(turns[1:2] == ["How many ?"] and len(turns) == 3 for turns in talks)
 
 
-def test_a_reply_that_fails_on_one_rank_ends_the_step_on_all_and_one_goes_on(tmp_path):
+def test_a_reply_that_fails_on_one_rank_ends_all(tmp_path):
     folder = tmp_path / "run"
-    flags = (*SMALL, REPLY, "--prompts-per-step=4", f"--output={folder}")
+    flags = (*FLAGS, REPLY, "--prompts-per-step=4", f"--output={folder}")
     done = begin("train.py", *flags, ranks=2, REPLY="raise")()
     line = one_line_of(done.stderr)
     assert done.returncode != 0 and "--reply" in line
@@ -56,10 +58,10 @@ def test_a_reply_that_fails_on_one_rank_ends_the_step_on_all_and_one_goes_on(tmp
 
 def test_what_cannot_be_said_is_refused(capsys):
     assert "--reply" in refused(capsys, "--dtype=float32", "--reply=nowhere.py:check")
-    assert "--reply" in refused(capsys, *SMALL, REPLY.replace(":check", ":other"))
-    line = refused(capsys, *SMALL, REPLY, "--max-turns=50")
+    assert "--reply" in refused(capsys, *FLAGS, REPLY.replace(":check", ":other"))
+    line = refused(capsys, *FLAGS, REPLY, "--max-turns=50")
     assert "--max-new-tokens" in line and "--max-turns" in line
-    assert "--max-turns" in refused(capsys, *SMALL, REPLY, "--max-turns=0")
+    assert "--max-turns" in refused(capsys, *FLAGS, REPLY, "--max-turns=0")
 
 
 def test_half_of_a_group_goes_on_from_what_the_rule_finds_best():
@@ -80,7 +82,7 @@ def test_half_of_a_group_goes_on_from_what_the_rule_finds_best():
 
 def test_shapley_shares_arrive():
     """--advantage shape: each box of an answer earns its own share, tokens behind the last none."""
-    p = parts("--advantage=shape", "--updates-per-rollout=1", "--sampler-correction=2.0", *SMALL)
+    p = parts("--advantage=shape", "--updates-per-rollout=1", "--sampler-correction=2.0", *FLAGS)
     texts = ["\\boxed{ 7 } \\boxed{ 9 } , 9", "\\boxed{ 5 }", "7 + 2", "\\boxed{ 9 } \\boxed{ 5 }"]
     prompt = p.tokenizer(p.prompts[0], add_special_tokens=False).input_ids
     rows = [p.tokenizer(text, add_special_tokens=False).input_ids for text in texts]

@@ -7,12 +7,13 @@ import shutil
 import sys
 import pytest
 import torch
-from conftest import (FEW, MINE, ROOT, TINY, begin, edit_json, edit_tensors, json_lines,
-                      one_line_of, raises, refused, trains)
+from files import FEW, MINE, ROOT, TINY, edit_json, edit_tensors, json_lines
+from runs import begin, one_line_of, refused, trains
+from steps import raises
 import train
 
 GOOD = {"question": "Anna has 9 books , loses 4 . How many ?", "answer": "9 - 4 = 5\n#### 5"}
-SMALL = (*FEW, "--steps=1", "--prompts-per-step=2", "--group-size=2", "--max-new-tokens=8",
+FLAGS = (*FEW, "--steps=1", "--prompts-per-step=2", "--group-size=2", "--max-new-tokens=8",
          "--eval-limit=2")
 
 
@@ -103,17 +104,6 @@ def test_half_precision_and_offload_are_refused_on_mps(capsys, machine, flags):
     assert train.choose_device(train.parse(["--device=mps"]))[1] == torch.float32
 
 
-@pytest.mark.parametrize("capability, dtype", [((7, 5), torch.float16), ((7, 0), torch.float16),
-                                               ((6, 1), torch.float32), ((8, 0), torch.bfloat16)])
-def test_dtype_and_number_of_a_card(monkeypatch, machine, capability, dtype):
-    current = []
-    machine("cuda", 80, capability=capability)
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    for flag in ("--device=cuda", "--device=cuda:1"):
-        assert train.choose_device(train.parse([flag]))[1] == dtype
-    assert current == [torch.device("cuda:1")]
-
-
 def test_a_card_that_torch_cannot_use(capsys, monkeypatch, tmp_path):
     """A named model does not train on the CPU unasked."""
     (tmp_path / "nvidia-smi").touch(mode=0o755)
@@ -199,13 +189,6 @@ def test_a_bad_model(capsys, tmp_path, make_wrong, words):
     assert words in line and (str(folder) in line or "chat template" in words + line)
 
 
-def test_a_model_without_padding_token(tmp_path):
-    """Masks come from labels, not from a padding id."""
-    shutil.copytree(TINY, tmp_path / "m")
-    edit_json(tmp_path / "m" / "tokenizer_config.json", pad_token=None)
-    trains(f"--model={tmp_path / 'm'}", *SMALL, f"--output={tmp_path / 'run'}")
-
-
 # --- Data -----------------------------------------------------------------------------------------
 @pytest.mark.parametrize("flag", ["--data", "--eval-data"])
 @pytest.mark.parametrize("text, words", [
@@ -213,7 +196,7 @@ def test_a_model_without_padding_token(tmp_path):
     (json_lines(GOOD, GOOD, {"question": "?"}), "x.jsonl, line 3: 'answer'"),
 ], ids=["no file", "empty", "no answer"])
 def test_bad_data(capsys, tmp_path, flag, text, words):
-    """Also where rewards of our own compare with the truth; test_reward.py has all faults."""
+    """Also where rewards of our own compare with the truth; test_b_reward.py has all faults."""
     if text is not None:
         (tmp_path / "x.jsonl").write_text(text)
     flags = (f"{flag}={tmp_path / 'x.jsonl'}", "--reward", "rule", "think")
@@ -281,14 +264,14 @@ def test_bars_on_a_slow_machine(capsys, monkeypatch, tmp_path, plain):
     for slow in (False, True):
         if slow:
             monkeypatch.setattr("tqdm.std.time", itertools.count().__next__)  # a second a look
-        trains(*SMALL, "--max-new-tokens=40", "--micro-batch-tokens=1", "--group-size=16",
+        trains(*FLAGS, "--max-new-tokens=40", "--micro-batch-tokens=1", "--group-size=16",
                f"--output={tmp_path / str(slow)}", *["--plain"] * plain)
         err = capsys.readouterr().err
         assert [word in err for word in ("GRPO", "tokens:", "micro-batches:")] == [True, slow, slow]
 
 
 def test_a_warning_is_one_line(tmp_path):
-    done = begin("train.py", *SMALL, f"--reward={MINE}:never", f"--output={tmp_path / 'run'}")()
+    done = begin("train.py", *FLAGS, f"--reward={MINE}:never", f"--output={tmp_path / 'run'}")()
     assert "every reward gave None for some rows: they count as 0\n" in done.stderr
     assert "UserWarning" not in done.stderr
 

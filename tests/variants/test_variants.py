@@ -1,0 +1,396 @@
+"""train.py beyond plain GRPO: every variant arrives, every warning comes, every choice is shown."""
+import copy
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from types import SimpleNamespace
+import pytest
+import torch
+from checks import same, seeded
+from files import FEW, MINE, SHORT, assert_same_run
+from models import logprobs_on_full_logits
+from runs import begin, trained, well_ended
+from steps import REWARDS, loop, own_rewards, parts, parts_of, settings, whole_step
+import sample
+import train
+from advantage import (gdpo_advantages, group_advantages, grpo_s_advantages, gtpo_advantages,
+                       leave_one_out_advantages)
+from logprob import IGNORE
+from loss import grpo_loss, next_kl_coef
+from reward import length_rescaled, overlong_penalty
+from sample import Rollout, sample_groups
+
+FLAGS = (*FEW, *SHORT)
+
+
+# --- [C] [E] [F]: the updates of a step against the stage functions on full logits ----------------
+def mixed_rollout(p):
+    """Two groups with right, wrong and cut answers; a sampler that is off where that is corrected.
+    """
+    rollout = sample_groups(p.policy_model, p.tokenizer, p.prompts, 4, 12, p.settings.temperature,
+                            seeded(3))
+    rollout.finished = torch.arange(8) % 3 > 0
+    if p.settings.sampler_correction:
+        rollout.logprobs += rollout.mask * torch.randn(rollout.mask.shape, generator=seeded())
+    first, second = (f"\\boxed{{{problem['answer']}}}" for problem in p.problems)
+    rollout.responses = [first, "\\boxed{-1}", "none", first, "\\boxed{-1}", second, "none", "no"]
+    return rollout
+
+
+RULE = torch.tensor([1.5, 0.5, 0.0, 1.5, 0.5, 1.5, 0.0, 0.0])
+LEVELS = {"--advantage=gtpo": gtpo_advantages, "--advantage=grpo-s": grpo_s_advantages}
+
+# The settings that grpo_loss reads
+READ = ("clip_eps", "clip_eps_high", "kl_coef", "kl_estimator", "ratio", "objective", "aggregate",
+        "max_new_tokens")
+RATE = 0.05  # of the SGD that takes the place of AdamW: a second update has ratios off 1
+PLAIN = ("--max-new-tokens=12", "--kl-coef=0.5", "--max-grad-norm=1e9", "--temperature=0.7")
+
+
+def advantages_by_hand(flags, rollout, entropies):
+    lengths = rollout.mask.sum(dim=1)
+    rewards = RULE
+    if "--length-rescale=0.5" in flags:
+        rewards = length_rescaled(rewards, lengths, 4, 0.5)
+    if "--overlong-buffer=8" in flags:
+        rewards = rewards + overlong_penalty(lengths, 12, 8)
+    if flags and flags[0] in LEVELS:
+        advantages = LEVELS[flags[0]](rewards, entropies, rollout.mask, 4, RULE == 1.5)
+    elif "--advantage=leave-one-out" in flags:
+        advantages = leave_one_out_advantages(rewards, 4)
+    else:
+        advantages = group_advantages(rewards, 4, scale_by_std="--no-scale-by-std" not in flags)
+    return advantages.clamp(-0.6, 0.6) if "--clip-advantages=0.6" in flags else advantages
+
+
+def by_hand(p, rollout, flags):
+    """[D] on full logits, [E] [F] and a clipped SGD step -> one record per update."""
+    s = settings(*PLAIN, *flags)
+    how = {name: getattr(s, name) for name in READ}
+    if s.sampler_correction:
+        how["sampler_cap"] = s.sampler_correction
+    model = copy.deepcopy(p.policy_model)
+    with torch.no_grad():
+        old, entropies = logprobs_on_full_logits(model, rollout, s.temperature)
+        ref, _ = logprobs_on_full_logits(p.ref_model, rollout, s.temperature)
+    advantages = advantages_by_hand(flags, rollout, entropies.float())
+    mask = rollout.mask
+    if "--mask-truncated" in flags:
+        mask = mask & rollout.finished[:, None]
+    records = []
+    for rows in s.updates_per_rollout * torch.arange(8).chunk(s.minibatches):
+        logp, _ = logprobs_on_full_logits(model, rollout, s.temperature)
+        rows = rows[mask[rows].any(dim=1)]                # a masked row is as if it were not there
+        if s.sampler_correction:
+            how["sampler_logprobs"] = rollout.logprobs.double()[rows]
+        loss, metrics = grpo_loss(logp[rows], old[rows], ref[rows] if s.kl_coef else None,
+                                  advantages[rows], mask[rows], **how)
+        grads = torch.autograd.grad(loss, [*model.parameters()])
+        norm = math.sqrt(sum(float(g.square().sum()) for g in grads))
+        grads = [g * min(1.0, s.max_grad_norm / (norm + 1e-6)) for g in grads]
+        with torch.no_grad():
+            for weight, grad in zip(model.parameters(), grads):
+                weight -= RATE * grad
+        metrics = {name: float(value) for name, value in metrics.items()} | {"grad_norm": norm}
+        records.append(SimpleNamespace(gradient=torch.cat([g.flatten() for g in grads]),
+                                       metrics=metrics))
+    return records
+
+
+def assert_same_step(p, rollout, expected):
+    """The program's step on this rollout has these gradients and their mean metrics -> all."""
+    p.optimizer = torch.optim.SGD(p.policy_model.parameters(), RATE)
+    metrics, _, found = whole_step(p, None, sampler=lambda *_: copy.deepcopy(rollout))
+    assert len(found) == len(expected)
+    for one, record in zip(found, expected):
+        assert (one - record.gradient).norm() <= 3e-4 * record.gradient.norm()
+    for name in expected[0].metrics if expected else ():
+        mean = sum(record.metrics[name] for record in expected) / len(expected)
+        # A loss near 0 is a difference of terms of size 1
+        assert metrics[name] == pytest.approx(mean, rel=1e-3, abs=1e-4, nan_ok=True), name
+    return metrics
+
+
+@pytest.mark.parametrize("flags", [
+    "--temperature=0.5", "--no-scale-by-std", "--clip-eps=0.01", "--ratio=sequence",
+    "--clip-eps-high=0.9 --clip-eps=0.01", "--kl-coef=0.1", "--kl-coef=0", "--kl-estimator=k1",
+    "--kl-estimator=k2", "--kl-estimator=k3_corrected", "--aggregate=token", "--aggregate=constant",
+    "--max-new-tokens=9 --aggregate=constant", "--updates-per-rollout=1", "--updates-per-rollout=3",
+    "--max-grad-norm=0.01", "--advantage=leave-one-out", "--advantage=gtpo", "--advantage=grpo-s",
+    "--clip-advantages=0.6", "--advantage=gtpo --clip-advantages=0.6", "--sampler-correction=1.2",
+    "--objective=cispo --clip-eps-high=0.01", "--mask-truncated", "--overlong-buffer=8",
+    "--mask-truncated --aggregate=token", "--length-rescale=0.5 --overlong-buffer=8",
+    *(f"{flags} --plain" for flags in (
+        "--clip-eps=0.01", "--aggregate=token", "--aggregate=constant"))])
+def test_a_flag_that_changes_the_mathematics_arrives(flags):
+    flags = flags.split()
+    p = parts(*PLAIN, *flags, "--micro-batch-tokens=25")
+    rollout = mixed_rollout(p)
+    assert len(list(train.micro_batches(p.policy_model, rollout, p.settings))) > 2
+    expected = by_hand(p, rollout, flags)
+    plain = by_hand(p, rollout, flags[1:])
+    if "--kl-coef=0" in flags:
+        p.ref_model = None
+    metrics = assert_same_step(p, rollout, expected)
+    apart = [(one.gradient - other.gradient).norm() / one.gradient.norm()
+             for one, other in zip(expected, plain)]
+    assert len(expected) != len(plain) or max(apart) > 2e-3
+    assert metrics["accuracy"] == pytest.approx(3 / 8)    # by the rule, whatever was added to it
+
+
+def test_gdpo_reads_each_reward():
+    p = parts("--advantage=gdpo", "--reward", "rule", f"{MINE}:some",
+              "--reward-weights", "0.5", "2", "--micro-batch-tokens=64", "--minibatches=2")
+    metrics, rollout, _ = whole_step(p, own_rewards(p.settings))
+    both = torch.stack(list(rollout.reward_parts.values()))
+    assert both.isnan().any() and rollout.advantages.isfinite().all()
+    same(rollout.advantages, gdpo_advantages(both, (0.5, 2), 4))
+    assert rollout.advantages.std() > 0 and metrics["skipped_updates"] == 0
+
+
+@pytest.mark.parametrize("flags", [
+    ["--advantage=gdpo", "--reward", "rule", f"{MINE}:some"], ["--advantage=batch-std"]])
+def test_the_std_of_the_batch_is_that_of_all_ranks(tmp_path, flags):
+    flags = (*FLAGS, "--steps=2", *flags, "--lr=0.003")
+    end = begin("train.py", *flags, f"--output={tmp_path / 'two'}", ranks=2)
+    trained(tmp_path / "one", *flags)
+    well_ended(end())
+    assert_same_run(tmp_path / "two", tmp_path / "one")
+
+
+@pytest.mark.parametrize("flag, words", [
+    ("--length-rescale=0.1", "--length-rescale:"),
+    ("--advantage=max-rl", "--advantage max-rl: ")])
+def test_rewards_below_zero_end_a_run_to_which_they_mean_nothing(flag, words):
+    with pytest.raises(train.BadInput, match=f"^{words}"):
+        whole_step(parts(flag), lambda *_: -REWARDS)
+
+
+def test_mini_batches_take_every_group_once_in_each_pass():
+    """The old log-probs of all of them are those before the first; the ratio corrects."""
+    p = parts(*PLAIN, "--minibatches=2", "--updates-per-rollout=2")
+    rollout = mixed_rollout(p)
+    metrics = assert_same_step(p, rollout, by_hand(p, rollout, ("--minibatches=2",)))
+    assert abs(metrics["ratio_mean"] - 1) > 1e-4          # the second is off 1 at once
+    p.policy_model.model.norm.weight.register_hook(lambda grad: grad * math.nan)
+    again = assert_same_step(p, mixed_rollout(p), [])
+    assert again["skipped_updates"] == 4                  # counted one by one
+    rollout = sample.take(rollout, [*range(8), 0, 1])      # five groups of two in two batches
+    rollout.old_logprobs = rollout.logprobs                # known: no policy is needed
+    s = settings("--group-size=2", "--minibatches=2")
+    first, second = train.mini_batches(None, rollout, s)
+    same(first.logprobs, rollout.logprobs[:6])
+    same(second.logprobs, rollout.logprobs[6:])
+
+
+class Bigrams(torch.nn.Module):
+    """A policy of one table: the next token follows from the one before."""
+    config = SimpleNamespace(model_type="bigrams", _attn_implementation=None)
+    dtype = torch.float32
+
+    def __init__(self, seed):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(64, 64, generator=seeded(seed)))
+
+    def get_output_embeddings(self):
+        return None
+
+    def token_logprobs(self, input_ids, labels, temperature, measure):
+        log_p = (self.table[input_ids[:, :-1]] / temperature).log_softmax(-1)
+        mask = labels[:, 1:] != IGNORE
+        found = log_p.gather(2, input_ids[:, 1:, None])[..., 0].where(mask, 0)
+        entropies = -(log_p.exp() * log_p).sum(-1).detach().where(mask, 0)
+        return found, {"entropy": entropies} if measure else {}
+
+
+ONE_FLAG = """--clip-eps 0.9|--clip-eps-high 2|--kl-coef 0|--kl-estimator k2|--aggregate token
+--ratio sequence|--objective cispo|--sampler-correction 1.1|--mask-truncated|--renew-reference 1
+--kl-band 1e-6 2e-6|--advantage leave-one-out|--advantage gtpo|--advantage grpo-s|--advantage shape
+--advantage max-rl|--advantage batch-std
+--no-scale-by-std|--clip-advantages 0.7|--length-rescale 0.3|--overlong-buffer 9
+--reward M:words rule|--reward M:words|--advantage gdpo|--reward-weights 0.5 2|--reward-weights 3
+--minibatches 2|--step-reward M:steps|--reward-model-lr 0.1|--updates-per-rollout 1
+--lora-alpha 3|--max-turns 2"""
+TEXTS = ["7 + 2 = 9 , \\boxed{ 9 }", "\\boxed{ 5 } , 9 \\boxed{ 9 }", "9", "\\boxed{ 7 } 2 2 2",
+         "\\boxed{ 9 }", "2 - 2 \\boxed{ 2 }", "\\boxed{ 2 } \\boxed{ 9 }", "4 = 4 = 4 , 5"]
+
+
+def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, tiny):
+    """Two steps with each pair: a flag that leaves the weights as without it is told or refused."""
+    tokenizer = tiny[1]
+    rows = [tokenizer(text, add_special_tokens=False).input_ids for text in TEXTS]
+    labels = torch.tensor([[IGNORE] * 3 + row + [IGNORE] * (20 - len(row)) for row in rows])
+    rollout = Rollout(labels.clamp(min=3), labels, torch.zeros(8, 22), TEXTS,
+                      torch.arange(8) % 4 > 0, torch.arange(8) // 4)
+    noise = 1e-3 * rollout.mask * torch.randn(8, 22, generator=seeded())  # as rounding may give
+
+    def drawn(model, *_):
+        found = model.token_logprobs(rollout.input_ids, labels, 1.0, False)[0].detach()
+        return dataclasses.replace(copy.deepcopy(rollout), logprobs=found + noise)
+    batch = [{"question": "?", "answer": "9"}, {"question": "?", "answer": "2"}]
+    monkeypatch.setattr(train, "batch_of_step", lambda *_: train.Batch(batch, ["", ""]))
+    monkeypatch.setattr(train, "evaluate", lambda *_: ({"eval_accuracy": 0.5}, [("", 0.0)] * 2))
+    plain = vars(settings("--steps=2", "--prompts-per-step=2", "--group-size=4", "--lr=20",
+                          "--max-new-tokens=12", "--kl-coef=0.3", "--updates-per-rollout=2"))
+    given = {words: train.given_flags(words.replace("M:", f"{MINE}:").split())
+             for words in re.split(r"\||\n", ONE_FLAG)}
+
+    @functools.cache
+    def trained(flags, seed):
+        """-> what two steps move in the table, and what is told; None for a refusal."""
+        s = train.Settings(**{**plain, **{k: v for f in flags for k, v in given[f].items()}})
+        capsys.readouterr()
+        try:
+            train.check_combinations(s)
+            reward_of = own_rewards(s)
+        except train.BadInput:
+            return None
+        told = capsys.readouterr().out
+        start, policy, reference = (Bigrams(seed).requires_grad_(k == 1) for k in range(3))
+        reference.table += 0.3 * torch.randn(64, 64, generator=seeded(2))
+        try:
+            p = SimpleNamespace(policy_model=policy, ref_model=reference if s.kl_coef else None,
+                                optimizer=torch.optim.SGD(policy.named_parameters()),
+                                tokenizer=tokenizer)
+            train.train_grpo(parts_of(p, batch, sampler=drawn, reward_of=reward_of), s)
+        except train.BadInput:  # MaxRL, and a reward below 0
+            return None
+        return (policy.table - start.table).detach(), told
+
+    def moves_alike(one, other, seed):
+        ours, theirs = trained(one, seed)[0], trained(other, seed)[0]
+        return bool((ours - theirs).norm() <= 1e-5 * theirs.norm())
+    tried = 0
+    given[""] = {}
+    for one, other in itertools.permutations(given, 2):
+        beside, both = frozenset([other]), frozenset([one, other])
+        if not one or not (trained(beside, 5) and trained(both, 5)):
+            continue
+        if given[one].keys() & given[other].keys():
+            continue
+        tried += 1
+        alike = (moves_alike(both, beside, seed) for seed in range(5, 15))
+        if f"{one.split()[0]} has no effect" in trained(both, 5)[1]:
+            assert next(alike), (other, one)
+        else:
+            assert not all(alike), (other, one)           # not every start needs to show it
+    assert tried > 600
+    settings("--kl-coef=0", "--kl-estimator=k2")
+    assert capsys.readouterr().out.count("--kl-estimator has no effect: --kl-coef is 0\n") == 1
+    three = frozenset(["--ratio sequence", "--advantage gtpo", "--updates-per-rollout 1"])
+    assert "--ratio" not in trained(three, 5)[1]              # the advantages of tokens are mixed
+
+
+# --- --max-resample: flat groups make room for those of other problems ----------------------------
+def draws(texts, length, start):
+    """A rollout of one group for each list of texts; the ids tell where rows are from."""
+    n = torch.arange(sum(map(len, texts)))
+    ids = start + n[:, None].repeat(1, length)
+    labels = ids.where(torch.arange(length) >= 4, IGNORE)
+    return Rollout(ids, labels, -0.1 * ids[:, 1:], sum(texts, []), n < 0, n // 4)
+
+
+def length_reward(problems, prompts, rollout):
+    values = torch.tensor([float(len(text)) for text in rollout.responses])
+    rollout.reward_parts = {"one": values, "two": values + 1}
+    return values
+
+
+def resampled(rounds, *flags, reward_of=length_reward):
+    """A step of four groups, of which 0, 2 and 3 are flat; what each round draws is given."""
+    # These log-probs are invented, and the correction passes them.
+    p = parts("--prompts-per-step=4", "--updates-per-rollout=1", "--sampler-correction=2", *flags)
+    flat = ["a"] * 4
+    first = draws([flat, ["a", "bb", "c", "d"], flat, flat], 9, 5)
+    others = [draws(texts, 7 + 4 * i, 20 + 20 * i) for i, texts in enumerate(rounds)]
+    rollouts = iter([first, *others])
+    asked = []
+
+    def batch_of(kind, n):
+        names = [f"{kind}{k}" for k in range(n)]
+        return train.Batch([{"question": name, "answer": "7"} for name in names], names)
+
+    def more(attempt, n):
+        asked.append((attempt, n))
+        return batch_of(f"new {attempt}.", n)
+    batch = batch_of("old ", 4)
+    batch.more = more
+    given = parts_of(p, [], sampler=lambda *_: next(rollouts), reward_of=reward_of)
+    metrics, rollout = train.train_step(given, batch, p.settings)
+    # A problem goes where its prompt goes.
+    assert [problem["question"] for problem in batch.problems] == batch.prompts
+    return SimpleNamespace(prompts=batch.prompts, metrics=metrics, asked=asked, rollout=rollout)
+
+
+MIXED, FLAT = ["\\boxed{7}", "yyy", "xx", "zzzz"], ["q"] * 4
+
+
+def test_flat_groups_are_replaced_whole():
+    """One of three is replaced in the first round, one in the second; then the rounds are over."""
+    r = resampled([[FLAT, MIXED, FLAT], [FLAT, MIXED]], "--max-resample=2")
+    assert r.asked == [(1, 3), (2, 2)]
+    # the first flat group stays, because nothing is left to replace it, and comes last
+    assert r.prompts == ["old 1", "new 1.1", "new 2.1", "old 0"]
+    assert r.rollout.responses == ["a", "bb", "c", "d", *MIXED, *MIXED, *4 * ["a"]]
+    lengths = [float(len(text)) for text in r.rollout.responses]
+    assert r.rollout.rewards.tolist() == lengths
+    assert torch.allclose(r.rollout.advantages, group_advantages(r.rollout.rewards, 4))
+    mean = sum(lengths) / 16
+    expected = {"reward_mean": mean, "reward/one": mean, "reward/two": mean + 1, "accuracy": 2 / 16,
+                "resampled_groups": 5, "zero_variance_groups": 0.25}  # 5 were drawn to no use
+    assert {name: r.metrics[name] for name in expected} == pytest.approx(expected)
+    # Whole rows, test_a_sample.py has how they are joined
+    assert r.rollout.input_ids[:, 0].tolist() == [
+        *range(9, 13), *range(24, 28), *range(44, 48), *range(5, 9)]
+
+
+def test_rounds_of_resampling():
+    """No more than are needed, none without the flag; the rule's rewards are of the new answers."""
+    r = resampled([[MIXED, MIXED, MIXED]], "--max-resample=5")
+    assert r.asked == [(1, 3)] and r.metrics["resampled_groups"] == 3
+    assert r.metrics["zero_variance_groups"] == 0
+    r = resampled([])
+    assert r.asked == [] and "resampled_groups" not in r.metrics
+    right = ["\\boxed{7}", "\\boxed{8}", "no", "no"]
+    r = resampled([[right, right, FLAT, right]], "--max-resample=1", reward_of=None)
+    assert r.asked == [(1, 4)]                            # by the rule the second was flat too
+    assert r.rollout.rewards.tolist() == 3 * [1.5, 0.5, 0, 0] + 4 * [0]
+    assert r.metrics["accuracy"] == pytest.approx(3 / 16)
+
+
+# --- The loop: reference, best, beta, learning rate -----------------------------------------------
+def test_the_kl_is_0_right_after_the_reference_was_renewed(tmp_path):
+    run = loop(tmp_path, "--renew-reference=2", "--updates-per-rollout=1", "--save-every=2")
+    kl = [abs(metrics["approx_kl"]) for metrics in run.history[1:]]
+    assert [value < 1e-9 for value in kl] == [False, False, True, False, True]
+
+
+def test_beta_follows_the_band(tmp_path):
+    run = loop(tmp_path, "--kl-band", "0.0001", "0.0002", "--kl-coef=0.02",
+               "--updates-per-rollout=1")
+    beta = 0.02
+    for metrics in run.history[1:]:
+        assert metrics["kl_coef"] == pytest.approx(beta)
+        penalty = metrics["loss"] - metrics["policy_loss"]    # and it is the beta that the loss has
+        assert penalty == pytest.approx(beta * metrics["approx_kl"], rel=1e-3)
+        beta = next_kl_coef(beta, metrics["approx_kl"], 0.0001, 0.0002)
+    assert beta != 0.02
+    s = settings("--kl-band", "0.1", "0.2", "--kl-coef=0.5")
+    for last, kept in (({"step": 0}, 0.5), ({"approx_kl": None, "kl_coef": 0.3}, 0.3)):  # skipped
+        train.adapt_kl_coef(last, s)
+        assert s.kl_coef == kept
+
+
+@pytest.mark.parametrize("schedule, warmup, rates", [
+    ("linear", 2, [0.5, 1, 1, 0.75, 0.5, 0.25]), ("constant", 0, [1] * 6),
+    ("cosine", 2, [0.5, 1, 1, (1 + 2**-0.5) / 2, 0.5, (1 - 2**-0.5) / 2])])
+def test_learning_rate_schedule(schedule, warmup, rates):
+    s = settings("--steps=6", f"--warmup-steps={warmup}", "--lr=0.01", f"--lr-schedule={schedule}")
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    found = []
+    for step in range(1, 7):
+        train.set_learning_rate(optimizer, step, s)
+        found.append(optimizer.param_groups[0]["lr"])
+    assert found == pytest.approx([0.01 * rate for rate in rates], abs=1e-12)

@@ -1,0 +1,334 @@
+"""Rewards of one's own: --reward, --reward-weights, --step-reward, and from Python."""
+import json
+import math
+import re
+import shlex
+import shutil
+import sys
+import textwrap
+import time
+import types
+from types import SimpleNamespace
+import pytest
+import torch
+from checks import value_error
+from files import MINE, SHORT, json_lines, lines_of, metrics_of
+from models import make_tokenizer
+from runs import begin, trains, well_ended
+from steps import PROBLEMS, parts, raises, run_in, whole_step
+import loss
+import reward
+import sample
+import train
+from reward import load_function, own_reward_of
+
+
+
+def box(answer):
+    return rf"So it is \boxed{{{answer}}}."
+
+
+# --- A user's own reward: --reward, --reward-weights, --step-reward, --reward-model ---------------
+ASKED = [{"question": "a", "answer": "7", "level": 3},
+            {"question": "b", "answer": "8", "level": None}]
+FOUR = [box(7), box(8), "x", box(8)]
+
+
+def write(path, text):
+    path.write_text(textwrap.dedent(text), encoding="utf-8")
+    return str(path)
+
+
+def spoken(*responses):
+    """Two prompt tokens, then the answer's: 5 6 in the first row, 5 6 7 in the second, and so on"""
+    count = len(responses)
+    labels = torch.arange(3, 6 + count).repeat(count, 1).tril(3)
+    ids = [row[row > 4].tolist() for row in labels]
+    return types.SimpleNamespace(responses=list(responses), answer_ids=ids)
+
+
+@pytest.fixture
+def scored(monkeypatch, tmp_path):
+    """--reward f.py:f with this function in the file: two answers to each of two problems."""
+    (tmp_path / "f.py").write_text("from held import f")
+    monkeypatch.chdir(tmp_path)
+
+    def score(function, rollout=None):
+        monkeypatch.setitem(sys.modules, "held", types.SimpleNamespace(f=function))
+        reward_of = own_reward_of(["f.py:f"])
+        return reward_of(ASKED, ["<a>", "<b>"], rollout or spoken(*FOUR))
+    return score
+
+
+def test_a_reward_is_called_as_trl_calls_it(scored):
+    seen = {}
+
+    def f(prompts, completions, completion_ids, **columns):
+        seen.update(columns, prompts=prompts, completions=completions, ids=completion_ids)
+        return [1, 2.5, None, True]
+    rollout = spoken(*FOUR)
+    with pytest.warns(UserWarning, match="every reward gave None for some rows: they count as 0"):
+        rewards = scored(f, rollout)
+    assert rewards.tolist() == [1.0, 2.5, 0.0, 1.0] and rewards.dtype == torch.float32
+    assert list(rollout.reward_parts) == ["f"] and rollout.reward_parts["f"].dtype == torch.float32
+    assert rollout.reward_parts["f"].isnan().tolist() == [False, False, True, False]
+    assert seen == {
+        "prompts": ["<a>", "<a>", "<b>", "<b>"], "completions": FOUR, "question": [*"aabb"],
+        "ids": [[5, 6], [5, 6, 7], [5, 6, 7, 8], [5, 6, 7, 8, 9]],
+        "answer": [*"7788"], "level": [3, 3, None, None]}
+
+
+def test_the_rewards_that_apply_are_summed():
+    # A chat template may write the first tag
+    tokenizer = make_tokenizer(chat_template="{{ messages[-1].content }} <think>\n")
+    prompts = [train.chat_prompt(tokenizer, problem, "") for problem in ASKED]
+    rollout = spoken(box(7), box(8), "8</think><answer>8</answer>", box(8))
+    specs = [f"{MINE}:one", "rule", "think", f"{MINE}:two"]
+    rewards = own_reward_of(specs, [10.0, 1.0, 100.0, 1000.0])(ASKED, prompts, rollout)
+    assert rewards.tolist() == [11.5, 10.5, 2160.0, 2011.5]
+    parts = {name: part.nan_to_num(-1.0).tolist() for name, part in rollout.reward_parts.items()}
+    assert parts == {"one": [1.0] * 4, "rule": [1.5, 0.5, 0.0, 1.5], "think": [0.0, 0.0, 1.5, 0.0],
+                     "two": [-1.0, -1.0, 2.0, 2.0]}
+    assert own_reward_of(["rule"], [])(ASKED, ["", ""], rollout).tolist() == parts["rule"]
+    assert not hasattr(rollout, "step_rewards")
+    assert own_reward_of(None) is own_reward_of([]) is own_reward_of(None, [1.0]) is None
+    rollout = spoken(*[box(7)] * 3)
+    problems = [{"answer": answer} for answer in ("7", "", ["7"])]
+    with pytest.warns(UserWarning, match="None for some rows"):  # where no truth is known
+        rewards = own_reward_of(["rule"])(problems, ["", "", ""], rollout)
+    assert rewards.tolist() == [1.5, 0, 0]
+    assert rollout.reward_parts["rule"].isnan().tolist() == [False, True, True]
+    rollout = spoken(box(7), "x")  # rewards of steps stand beside the rule's
+    rewards = own_reward_of(None, None, f"{MINE}:steps")(ASKED[:1], ["p"], rollout)
+    assert rewards.tolist() == [1.5, 0.0] and list(rollout.reward_parts) == ["rule"]
+    assert rollout.step_rewards == [[(0, 2.0), (1, 1.0)], [(0, 2.0), (2, 2.0)]]
+    specs = (f"{MINE}:one", f"{MINE}:one", "rule", f"{MINE}:rule", f"{MINE}:one")
+    own_reward_of(specs)(ASKED[:1], ["p"], rollout)      # each has a name of its own
+    assert list(rollout.reward_parts) == ["one", "one 2", "rule", "rule 4", "one 5"]
+
+
+def gives(*values):
+    return lambda **columns: list(values)
+
+
+HOSTILE = type("Hostile", (), {"__float__": raises(KeyError("no"))})()
+
+
+@pytest.mark.parametrize("function, reason", [
+    (lambda completions, **columns: [c[0]["content"] for c in completions], "texts are strings"),
+    (lambda completions, mood, **columns: [], "'mood'"), (lambda **columns: 1.0, "'float' object"),
+    (lambda completions, **columns: 1 / 0, "test_own_rewards.py, line"), (gives(), "0 rewards"),
+    (gives(1, 2, 3), "3 rewards"), (gives(1, 2, 3, 4, 5), "5 rewards"),
+    (gives(1, 2, -math.inf, 4), "-inf"), (gives(1, 2, 3, math.nan), "nan"),
+    (gives(1, -1e39, 3, 4), "-1e+39"), (gives(10**400, 2, 3, 4), "OverflowError"),
+    (gives(1, "two", 3, 4), "'two'"), (gives(1, 2, [3], 4), "list"),
+    (gives(1, torch.ones(2), 3, 4), "element"), (gives(1, 2, 3, 1j), "complex"),
+    (gives(1, 2, HOSTILE, 4), "KeyError: 'no'"), (lambda completions: [], "**columns"),
+    (lambda **columns: sys.exit(), "SystemExit"), (lambda **columns: "1010", "a str, not a list"),
+    (lambda **columns: b"1010", "bytes"), (lambda **columns: dict.fromkeys(range(4)), "dict"),
+    (lambda **columns: {1, 2, 3, 4}, "set")])
+def test_a_reward_that_goes_wrong_is_named(scored, function, reason):
+    with value_error(f"^--reward f.py:f: .*{re.escape(reason)}"):
+        scored(function)
+
+
+@pytest.mark.parametrize("flag", ["--reward", "--step-reward"])
+@pytest.mark.parametrize("spec, reason", [
+    ("mine.py", "mine.py (path/to/file.py:function): no function is named"),
+    ("leaves.py:f", "leaves.py, line 2"), ("mine.py:three", "three"), ("other.py:one", "other.py"),
+    ("broken.py:f", "broken.py, line 2"), ("mine.py:later", "async")])
+def test_a_file_that_cannot_be_used_is_named_at_load(tmp_path, monkeypatch, flag, spec, reason):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(MINE, tmp_path)
+    write(tmp_path / "broken.py", "\n1 / 0")
+    write(tmp_path / "leaves.py", "import sys\nsys.exit(0)")
+    given = ([spec],) if flag == "--reward" else (None, None, spec)
+    with value_error(f"^{flag} .*{re.escape(reason)}"):
+        own_reward_of(*given)
+
+
+def test_a_reward_file_with_dataclasses_and_neighbours(scored, tmp_path):
+    write(tmp_path / "grpo_neighbour.py", "points = 5.0")
+    write(tmp_path / "json.py", "1 / 0")  # hides no module that is installed
+    score = load_function("--reward", write(tmp_path / "mine.py", """
+        from __future__ import annotations
+        import json
+        from dataclasses import dataclass
+        from reward import rule_reward
+
+        @dataclass
+        class Part:
+            value: float
+
+        def score(completions, answer, **columns):
+            from grpo_neighbour import points
+            for completion, truth in zip(completions, answer):
+                yield Part(points + rule_reward(completion, truth)).value
+    """) + ":score")
+    assert scored(score).tolist() == [6.5, 5.5, 5.0, 6.5]
+
+
+@pytest.mark.parametrize("name", ["mine", "reward", "train", "time"])
+def test_a_file_is_one_module_under_a_name_of_its_own(tmp_path, name):
+    """Its functions share what it holds; ours are not hidden."""
+    write(tmp_path / "points.py", "points = 5")
+    write(tmp_path / "loss.py", "1 / 0")
+    spec = write(tmp_path / f"{name}.py", """
+        from concurrent.futures import ProcessPoolExecutor
+        from multiprocessing import get_context
+        from advantage import plain_advantages
+        from loss import plain_loss
+        from points import points
+        calls = []
+
+        def length(text):
+            return len(text) + points
+
+        def first(completions, **columns):
+            calls.append(1)
+            with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
+                return list(pool.map(length, completions))
+
+        def second(completions, **columns):
+            return [len(calls)] * len(completions)
+    """)
+    for _ in range(2):  # a run after a run begins anew
+        rollout = spoken("a", "ab", "abc", "")
+        own_reward_of([f"{spec}:first", f"{spec}:second"])(ASKED, ["", ""], rollout)
+        found = [part.tolist() for part in rollout.reward_parts.values()]
+        assert found == [[6, 7, 8, 5], [1, 1, 1, 1]]
+    for module in (reward, time, train, loss, json):
+        assert sys.modules[module.__name__] is module
+
+
+def test_a_reward_may_change_what_it_gets(tmp_path):
+    spec = write(tmp_path / "greedy.py", """
+        def greedy(completions, completion_ids, **columns):
+            completions[:] = [""] * 4
+            completion_ids[0].clear()
+            columns["level"].append(5)
+            return [0.0] * 4
+
+        def score(completions, completion_ids, level, **columns):
+            return [len(text) + len(ids) + len(level)
+                    for text, ids in zip(completions, completion_ids)]
+    """)
+    rollout = spoken(*FOUR)
+    rewards = own_reward_of([f"{spec}:greedy", f"{spec}:score"])(ASKED, ["", ""], rollout)
+    assert rewards.tolist() == [len(text) + n + 4 for text, n in zip(FOUR, (2, 3, 4, 5))]
+    assert rollout.responses == FOUR
+
+
+def test_a_reward_file_may_switch_gradients_off(scored, tmp_path):
+    spec = write(tmp_path / "mine.py", """
+        import torch
+        torch.set_grad_enabled(False)
+
+        def score(completions, **columns):
+            torch.no_grad().__enter__()
+            return [5.0] * len(completions)
+    """) + ":score"
+    for mode in (True, False):
+        with torch.set_grad_enabled(mode):
+            function = load_function("--reward", spec)
+            assert torch.is_grad_enabled() == mode
+            assert scored(function).tolist() == [5.0] * 4 and torch.is_grad_enabled() == mode
+
+
+@pytest.mark.parametrize("given, expected", [
+    ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 8]),
+    (torch.arange(8), range(8)), (torch.arange(8.0).numpy(), range(8)), (torch.ones(8, 1), [1] * 8),
+    (torch.ones(8, requires_grad=True), [1] * 8), ([True] * 8, [1] * 8)])
+def test_a_reward_from_python_may_give_any_list_of_numbers(given, expected):
+    def reward_of(problems, prompts, rollout):
+        return given
+    metrics, rollout, _ = whole_step(parts(), reward_of)
+    assert rollout.rewards.tolist() == list(expected)
+    assert rollout.rewards.dtype == torch.float32 and not rollout.rewards.requires_grad
+    assert metrics["skipped_updates"] == 0
+
+
+# --- Rewards of one's own, and problems whose answers nobody knows --------------------------------
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_each_reward_has_its_mean(tmp_path):
+    last = {**PROBLEMS[19], "level": "hard"}       # None in the others
+    (tmp_path / "d.jsonl").write_text(json_lines(*PROBLEMS[:19], last))
+    names = ("length", "second", "never", "of_level")
+    trains(*SHORT, "--steps=2", "--reward", *(f"{MINE}:{name}" for name in names), "rule",
+           "--reward-weights", "0.5", "2", "1", "0", "10", f"--data={tmp_path / 'd.jsonl'}",
+           f"--output={tmp_path / 'run'}")
+    samples = [r for r in lines_of(tmp_path / "run" / "samples.jsonl") if r["step"] == 1]
+    assert len(samples) == 2                              # the whole step
+    lengths = torch.tensor([float(len(text)) for r in samples for text in r["responses"]])
+    m = metrics_of(tmp_path / "run")[1]
+    assert m["reward/length"] == pytest.approx(lengths.mean().item())
+    assert m["reward/second"] == 1                        # None does not count
+    assert m["reward/rule"] == pytest.approx(m["accuracy"] + 0.5 * m["format_rate"])
+    assert m["reward/never"] is None
+    assert m["reward/of_level"] == m["reward/length"]     # weight 0: measured, not trained on
+    page = (tmp_path / "run" / "page.html").read_text()
+    assert ">reward/of_level<" in page and ">reward/never<" not in page
+    total = 0.5 * m["reward/length"] + 2 * 0.5 + 10 * m["reward/rule"]
+    assert m["reward_mean"] == pytest.approx(total)
+    assert sum(sum(r["rewards"]) for r in samples) / 8 == pytest.approx(total)
+
+
+@pytest.fixture(scope="module")
+def unknown(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unknown")
+    asked = [{"task": problem["question"]} for problem in PROBLEMS[:20]]
+    (folder / "mine.jsonl").write_text(json_lines(*asked))
+    done = begin("train.py", *SHORT, f"--reward={MINE}:length", "--question-field=task",
+                 f"--data={folder / 'mine.jsonl'}", f"--output={folder / 'run'}")()
+    return SimpleNamespace(folder=folder / "run", out=well_ended(done), err=done.stderr)
+
+
+def test_without_known_answers_the_rules_figures_are_null(unknown):
+    metrics = metrics_of(unknown.folder)
+    assert all(m["eval_accuracy"] is None for m in metrics if "eval_reward" in m)
+    assert all(m["accuracy"] is m["format_rate"] is None for m in metrics[1:])
+    assert all(m["reward_mean"] > 0 for m in metrics[1:])
+    assert "truth     not known" in unknown.out
+    assert "10 problems, 4 held out" in unknown.out       # a part of one's own data
+    figures = [m["eval_reward"] for m in metrics if "eval_accuracy" in m]
+    line, = [line for line in unknown.out.splitlines() if line.startswith("held-out reward")]
+    assert min(figures) > 0 and line.split()[2] == f"{figures[0]:.3g}"
+    assert line.split()[-1] == f"{figures[-1]:.3g}"
+    assert f"held-out reward {figures[0]:.3g}" in unknown.err  # the bar
+    questions = {p["question"] for p in PROBLEMS[:20]}   # they stand in another column
+    for record in lines_of(unknown.folder / "samples.jsonl"):
+        assert record["question"] in questions and record["question"] in record["prompt"]
+
+
+def test_evaluation_of_a_runs_folder(capsys, unknown):
+    """Without the reward nothing is known of these answers, with it their mean is shown."""
+    flags = ("--eval-only", "--group-size=2", "--eval-limit=2", "--system-prompt=",
+             f"--data={unknown.folder.parent / 'mine.jsonl'}", "--question-field=task",
+             f"--reward={MINE}:length", "--max-new-tokens=16")
+    trains(*flags, f"--model={unknown.folder}")
+    out = capsys.readouterr().out
+    assert "eval_accuracy: greedy nan" in out and "pass@" not in out
+    assert float(re.search(r"eval_reward: greedy ([\d.]+)", out)[1]) > 0
+
+
+def test_the_end_draws_curves_and_names_what_comes_next(capsys, unknown):
+    folder = unknown.folder
+    shown = (folder / "page.html").read_text(encoding="utf-8")
+    run = run_in(folder)
+    run.history = metrics_of(folder)
+    titles = [title for _, title, _ in train.curves_of(run)]
+    assert titles[0] == "held-out reward" and {"sampled reward", "gradient norm"} < {*titles}
+    for _, title, points in train.curves_of(run):         # the same numbers here and on the page
+        blocks = train.small_curve(points).strip()
+        first, *_, last = blocks.split()
+        assert re.search(rf"^{re.escape(title)} +{blocks}$", unknown.out, re.MULTILINE)
+        assert re.search(rf"<p>{re.escape(title)}</p>.*\n<b>{first} → {last}</b>", shown)
+    assert f"{folder}/page.html\n" in unknown.out
+    talk, again = (shlex.split(line[21:]) for line in unknown.out.splitlines()[-2:])
+    assert talk == [sys.executable, sample.__file__, "--model", str(folder), "YOUR QUESTION"]
+    assert again[:2] == [sys.executable, train.__file__]
+    assert train.parse(again[2:]).reward == [f"{MINE}:length"]
+    assert train.parse(["--resume", str(folder), "--threads=2"]).threads == 2
+    assert train.small_curve([*enumerate([0.0, 1.0, 0.5])]).split() == ["0", "▁█▄", "0.5"]
+    assert train.small_curve([(1, 2.0), (2, 2.0)]).split() == ["2", "██", "2"]
+    assert train.small_curve([(1, -1.0), (2, -2.0)]).split() == ["-1", "▄▁", "-2"]
