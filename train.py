@@ -290,8 +290,8 @@ def advantages_of(parts, rollout, batch, s):
         given = {"candidates": candidates, "mask": rollout.mask}
     elif s.advantage == "gdpo":
         rewards = torch.stack(list(rollout.reward_parts.values()))                     # (K, N)
-        weights = s.reward_weights or [1.0] * len(rewards)
-        given = {"parts": rewards, "weights": weights, "gathered": gathered}
+        given = {"parts": rewards, "weights": s.reward_weights or [1.0] * len(rewards),
+                 "gathered": gathered}
     elif s.advantage == "batch-std":
         given["gathered"] = gathered
     elif not s.scale_by_std:
@@ -2242,7 +2242,6 @@ def print_trace(parts, s):
     # Up to 20 problems are tried for one whose answers differ in reward: else advantages are 0.
     s = replace(s, prompts_per_step=world(), updates_per_rollout=1, minibatches=1,
                 max_resample=0 if s.step_reward else 20)
-    model = parts.policy_model
     batch = batch_of_step(parts, 1, s)
     metrics, rollout = train_step(parts, batch, s)
     mask = rollout.mask                                                                # (G, S-1)
@@ -2255,7 +2254,7 @@ def print_trace(parts, s):
                f"A {A[n][mask[n]][0]:+.4f}: {' '.join(response[:60].split())}")
 
     # The terms of the loss after the update; before it every ratio was 1.
-    new, _ = all_token_logprobs(model, rollout, s)                    # (G, S-1)
+    new, _ = all_token_logprobs(parts.policy_model, rollout, s)                        # (G, S-1)
     old = rollout.old_logprobs
     # Without a reference (--kl-coef 0) its column repeats the old policy.
     ref = old if rollout.ref_logprobs is None else rollout.ref_logprobs
