@@ -221,7 +221,8 @@ def test_a_bad_line_is_named(tmp_path, bad):
 
 @pytest.mark.parametrize("content", [
     line().encode("utf-16"), line(question="Q").replace("Q", "六").encode("gbk"),
-    gzip.compress(line().encode()), b"PAR1\x15\x04\x15\xa8\xe5"])
+    gzip.compress(line().encode()), b"PAR1\x15\x04\x15\xa8\xe5"],
+    ids=["UTF-16", "GBK", "gzip", "Parquet"])             # gzip's bytes hold the time of day
 def test_a_file_in_another_form_is_told_what_to_become(tmp_path, content):
     (tmp_path / "x").write_bytes(content)
     with value_error(f"^{tmp_path / 'x'}: .*saved as UTF-8 JSON lines$"):
