@@ -46,25 +46,20 @@ def plain_logprobs(model, input_ids, labels, temperature=1.0):
     return chosen.squeeze(2).where(is_label, 0)
 
 
-def token_logprobs(model, input_ids, labels, temperature=1.0, measure=False, group_ids=None):
+def token_logprobs(model, input_ids, labels, temperature=1.0, measure=False):
     """plain_logprobs without all the logits -> (N, S-1) float32, differentiable; what is measured.
 
     With `measure` that is {"entropy": (N, S-1)}, in nats, of the distribution that each token was
-    drawn from, detached; else {}. `group_ids` (N,): rows with one number share a prompt, run once.
+    drawn from, detached; else {}. What rows begin with in common runs once.
     """
-    # Equal rows run once: a confident policy repeats itself. U rows differ; they are on the CPU.
-    columns = [x for x in (input_ids, labels, group_ids) if x is not None]
-    input_ids, labels, *groups, copies = distinct_rows(*columns)
-    # The body of the model runs on whole rows, its head only where one of M labels comes next.
-    is_label = labels[:, 1:] != IGNORE                                            # (U, S-1)
-    at = is_label.flatten().nonzero()[:, 0]              # (M,) numbers of these places
-    hidden = hidden_states(model, at, input_ids, labels, *groups)                 # (M, H)
-    at, targets, copies = uploaded(model.device, at, labels[:, 1:][is_label], copies)
+    ids, is_label, runs, first, ends, copies = prefix_tree(input_ids, labels)     # U rows
+    at = is_label.flatten().nonzero()[:, 0]              # (M,): places in these rows
+    hidden = hidden_states(model, ids, runs, first, ends, at - 1)                 # (M, H)
+    at, targets, back = uploaded(model.device, at, ids.flatten()[at], first[copies, 1:])
     logprobs, measured = head_logprobs(model, hidden, targets, temperature, measure)
 
     def in_rows(values):                                 # (M,) -> (N, S-1)
-        zeros = values.new_zeros(is_label.numel())
-        return zeros.index_put((at,), values).view(is_label.shape)[copies]
+        return values.new_zeros(ids.numel()).index_put((at,), values)[back]
 
     return in_rows(logprobs), {name: in_rows(values) for name, values in measured.items()}
 
@@ -239,80 +234,64 @@ def head_logprobs(model, hidden, targets, temperature, measure):
 
 
 # --------------------------------------------------------------------------------------------------
-# Rows. In a fast family all rows become one long row of pieces, a prompt x and then its answers y1,
-# y2, so that the prompt runs once:
+# Rows that are sorted share what they have in common with the row above: they form a tree. In a
+# fast family each of its T tokens runs once, in one long row; the last of a row predicts nothing.
+# Of an answer 2 to a prompt 7, and 3 4 and 3 5 6 to a prompt 8 8, the long row is  7 | 8 8 3 | 5:
 #
-#     x  y1 y1                                     flash attention:  queries  x y1 y1 | y2 y2 y2
-#     x  y2 y2 y2   ->   x  y1 y1  y2 y2 y2                          keys     x y1 y1 | x y2 y2 y2
+#   row        place           first        is_label   runs       ends  nodes    queries  keys
+#   7 2        0  1            0 1          0 1        1 0        1     0        0        0
+#   8 8 3 4    5  6  7  8      5 6 7 8      0 0 1 1    1 1 1 0    3     1 2 3    1 2 3    1 2 3
+#   8 8 3 5 6  10 11 12 13 14  5 6 7 13 14  0 0 0 1 1  0 0 0 1 0  4     1 2 3 4  4        1 2 3 4
 #
-# Every answer's positions continue its prompt's. Only attention mixes the tokens of a row. Flash
-# attention, on CUDA, gets each row's queries with the keys that they may see. Elsewhere it takes
-# two calls on padded rows: all prompts, then all answers with their prompts among the keys.
+# A token's position is its column. Only attention mixes the tokens of a row: those that run in it
+# are its queries, and all up to the last of these are their keys.
 
-def distinct_rows(*tensors):
-    """Tensors (N, ...) -> their U different rows on the CPU, and which of them each row is (N,)."""
-    table = torch.column_stack(tensors).cpu()            # the host waits
-    table, copies = table.unique(dim=0, return_inverse=True)
-    widths = [x[0].numel() for x in tensors]
-    return *table.split(widths, dim=1), copies
+NOTHING = 2**40                          # in place of an id behind the last label: it sorts last
 
 
-def hidden_states(model, at, input_ids, labels, groups=None):
-    """Run the body on U rows -> its hidden states at the places `at` (M,) of (U, S-1): (M, H).
+def prefix_tree(input_ids, labels):
+    """N rows of S tokens -> of the U different ones, sorted: ids, is_label, runs, first, (U, S).
 
-    With `groups` (U, 1) a model of a fast family runs one long row.
+    Rows share tokens as long as ids and labels are the same. `first`: the place where a token
+    stands first; is_label and runs are true only there. Also ends (U,), how many tokens of a row
+    predict one; and copies (N,), which of the U rows each one is. All are on the CPU.
     """
-    ids = input_ids[:, :-1]                              # the last token predicts nothing
+    is_label = pad(labels[:, 1:] != IGNORE, (1, 0))      # (N, S); nothing predicts the first token
+    column = torch.arange(labels.shape[1], device=labels.device)
+    ends = (is_label * column).amax(dim=1, keepdim=True).clamp(min=1)
+    rows = (2 * input_ids + is_label).where(column <= ends, NOTHING).cpu()        # the host waits
+    rows, copies = rows.unique(dim=0, return_inverse=True)                        # (U, S)
+    ends = (rows < NOTHING).sum(dim=1) - 1
+    place = torch.arange(rows.numel()).view_as(rows)
+    is_new = pad((rows[1:] != rows[:-1]).cummax(dim=1).values, (0, 0, 1, 0), value=True)
+    first = place.where(is_new, 0).cummax(dim=0).values
+    runs = is_new & (place[0] < ends[:, None])
+    return rows % NOTHING // 2, is_new & (rows % 2 == 1), runs, first, ends, copies
+
+
+def hidden_states(model, ids, runs, first, ends, at):
+    """Run the body on the rows of a prefix_tree -> its hidden states at the places `at`, (M, H).
+
+    A model of a fast family runs one long row, any other the padded rows.
+    """
     options = {}
-    if groups is not None and is_fast(model):
-        ids, at, options = long_row(model, at, ids, labels, groups[:, 0])
+    if is_fast(model):
+        nodes = runs.flatten().cumsum(dim=0)[first] - 1          # places in the long row, (U, S)
+        at = nodes.flatten()[at]
+        ids = ids[runs][None]                                                     # (1, T)
+        positions = runs.nonzero()[:, 1]                                          # (T,)
+        mask = torch.tensor([[[[True]]]])                # else transformers makes its own
+        positions, mask = uploaded(model.device, positions[None], mask)
+        # transformers hands what it does not know on to the attention of every layer.
+        attention = flash_attention if has_flash(model) else padded_attention
+        attend = attention(model, nodes, runs, ends)
+        options = dict(position_ids=positions, attention_mask=mask, attend=attend)
     ids, at = uploaded(model.device, ids, at)
     body = model.get_decoder()                           # what returns hidden states
     if body is model:                                    # as Llama 4 says
         body = model.base_model.model
     hidden = body(input_ids=ids, use_cache=False, **options).last_hidden_state
     return hidden.flatten(0, 1)[at]
-
-
-def long_row(model, at, ids, labels, groups):
-    """Of U rows -> ids of the long row (1, T), the places `at` in it, options for the body."""
-    order = groups.argsort(stable=True)                  # the rows of a group stand together
-    firsts, prompts, lengths, ends = spans_of(labels[order], groups[order])
-    position = torch.arange(ids.shape[1])
-    starts = ends - lengths
-    runs = (starts[:, None] <= position) & (position < ends[:, None])             # (U, S-1)
-    ids = ids[order][runs]                                                        # (T,)
-    positions = runs.nonzero()[:, 1]
-    # Where each token of a row is in the long row: (U, S-1), -1 behind the row's end
-    places = torch.full(runs.shape, -1)
-    places[runs] = torch.arange(len(ids))
-    is_shared = position < prompts[:, None]
-    places = places[firsts].where(is_shared, places)
-    at = places[order.argsort()].flatten()[at]
-    mask = torch.tensor([[[[True]]]])                    # else transformers makes its own
-    positions, mask = uploaded(model.device, positions[None], mask)
-    # transformers hands what it does not know on to the attention of every layer.
-    attention = flash_attention if has_flash(model) else padded_attention
-    attend = attention(model, places, prompts, lengths, ends)
-    return ids[None], at, dict(position_ids=positions, attention_mask=mask, attend=attend)
-
-
-def spans_of(labels, groups):
-    """labels (N, S), groups (N,) in order -> firsts, prompts, lengths, ends, (N,) each.
-
-    A prompt has prompts[n] tokens, and runs in the first row of its group, which is firsts[n]. Of
-    row n run lengths[n] tokens, up to ends[n]: the last of an answer predicts nothing.
-    """
-    is_label = labels != IGNORE                                                   # (N, S)
-    position = torch.arange(labels.shape[1])
-    ends = (is_label * position).amax(dim=1).clamp(min=1)
-    firsts = torch.searchsorted(groups, groups)          # of each group its first row
-    # A prompt ends where the first label of its group is.
-    prompts = is_label.int().argmax(dim=1)
-    prompts = prompts.scatter_reduce(0, firsts, prompts, "amin")[firsts]
-    lengths = ends - prompts
-    lengths[firsts] = ends[firsts]
-    return firsts, prompts, lengths, ends
 
 
 def has_flash(model):
@@ -322,10 +301,10 @@ def has_flash(model):
             and torch.backends.cuda.is_flash_attention_available())
 
 
-def flash_attention(model, places, prompts, lengths, ends):
+def flash_attention(model, nodes, runs, ends):
     """-> attention of the long row by flash attention: each row's queries with its keys."""
-    keys = places[places >= 0]                                                    # (K,)
-    lengths = torch.stack((lengths, ends))               # of queries and of keys: (2, U)
+    keys = nodes[torch.arange(nodes.shape[1]) < ends[:, None]]                    # (K,)
+    lengths = torch.stack((runs.sum(dim=1), ends))       # of queries and of keys: (2, U)
     longest = lengths.amax(dim=1).tolist()
     # Where the queries and keys of each row begin: (2, U + 1)
     bounds = pad(lengths.cumsum(dim=1), (1, 0)).int()
@@ -340,44 +319,44 @@ def flash_attention(model, places, prompts, lengths, ends):
     return attend
 
 
-def padded_attention(model, places, prompts, lengths, ends):
-    """-> attention of the long row without flash attention: two calls on padded rows."""
-    heads = lengths == ends                              # the G rows whose prompts run
-    P, A = prompts.max(), (ends - prompts).max()
-    is_prompt = torch.arange(P) < prompts[heads, None]                            # (G, P)
-    alone = places[heads, :P].where(is_prompt, -1)
-    # An answer's keys are its whole row; a mask of 0 and -inf hides those behind a query.
-    last_key = prompts[:, None] + torch.arange(A)                                 # (U, A)
-    queries = pad(places, (0, A), value=-1).gather(1, last_key)
-    keys = pad(places, (0, -places.shape[1] % 16))       # else CUDA copies the mask in every layer
-    unseen = last_key[:, None, :, None] < torch.arange(keys.shape[1])             # (U, 1, A, S)
-    mask = torch.where(unseen, -torch.inf, 0.0).to(model.dtype)
+def padded_attention(model, nodes, runs, ends):
+    """-> attention of the long row without flash attention: a call for each block of columns."""
+    T = int(runs.sum())
+    A = min(64, 16 * (1 + T // len(runs) // 32))         # columns: about half of what a row runs
+    # Multiples of 16, else CUDA copies the mask in every layer
+    nodes, runs = (pad(x, (0, -x.shape[1] % 16)) for x in (nodes, runs))          # (U, S)
+    calls = []
+    slots = []
+    for start in range(0, int(ends.max()), A):
+        is_query = runs[:, start:start + A]
+        n = is_query.any(dim=1)                          # the M rows that have queries here
+        queries = nodes[:, start:start + A].where(is_query, -1)[n]                # (M, A)
+        keys = nodes[n, :start + A]                                               # (M, K)
+        # A query's last key is itself; a mask of 0 and -inf hides those behind it.
+        mask = torch.full((queries.shape[1], keys.shape[1]), -torch.inf, dtype=model.dtype)
+        calls.append(uploaded(model.device, queries.clamp(min=0), keys, mask.triu(start + 1)))
+        slots.append(queries.flatten())
     # The way back: every token stands once among the queries, and padding sorts before them all.
-    slots = torch.cat((alone.flatten(), queries.flatten()))
-    back = slots.argsort()[-lengths.sum():]                                       # (T,)
-    tables = [x.clamp(min=0) for x in (alone, queries, keys)]
-    alone, queries, keys, mask, back = uploaded(model.device, *tables, mask, back)
+    back, = uploaded(model.device, torch.cat(slots).argsort()[-T:])               # (T,)
 
     def attend(q, k, v, scaling):
         if q.is_cuda:
             # As many key heads as query heads, or CUDA takes a slow kernel that holds all scores.
             copies = q.shape[1] // k.shape[1]
             k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))           # (T, Hq, D)
-        call = partial(padded_call, q, k, v, scale=scaling)
-        of_prompts = call(alone, alone, is_causal=True)
-        of_answers = call(queries, keys, attn_mask=mask)
-        return torch.cat((of_prompts, of_answers)).index_select(0, back)
+        out = [padded_call(q, k, v, *call, scaling) for call in calls]
+        return torch.cat(out).index_select(0, back)
 
     return attend
 
 
-def padded_call(q, k, v, queries, keys, **how):
-    """q, k, v (T, H, D) at the places `queries` (N, A) and `keys` (N, S) -> (N * A, Hq, D)."""
-    padded = []                                          # (N, H, A, D) and twice (N, H, S, D)
+def padded_call(q, k, v, queries, keys, mask, scaling):
+    """q, k, v (T, H, D) at the places `queries` (M, A) and `keys` (M, S) -> (M * A, Hq, D)."""
+    padded = []                                          # (M, H, A, D) and twice (M, H, S, D)
     for x, places in ((q, queries), (k, keys), (v, keys)):
         x = x.index_select(0, places.flatten())
         padded.append(x.unflatten(0, places.shape).transpose(1, 2))
-    out = scaled_dot_product_attention(*padded, enable_gqa=True, **how)
+    out = scaled_dot_product_attention(*padded, mask, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1)
 
 
@@ -398,40 +377,36 @@ AttentionMaskInterface.register("long rows", sdpa_mask)
 # --------------------------------------------------------------------------------------------------
 # Memory: micro-batches within a token budget, layers that run twice
 
-def micro_batches(labels, group_ids, token_budget, share_prompts):
+def micro_batches(input_ids, labels, token_budget, share):
     """Cut N rows into micro-batches -> [(row indices (n,), width of the longest), ...].
 
-    Each has at most `token_budget` tokens, unless it is a single row; with `share_prompts` a prompt
-    counts once for the rows that run as one. Rows that are equal run once, count once and stay
-    together. Padded rows are sorted by length, the longest first: so there is little padding.
+    Each has at most `token_budget` tokens, unless it is a single row. With `share` what its rows
+    have in common counts once, and the cuts go where rows have least in common: so a group that
+    fits stays whole. Else rows are padded, and sorted by length: so there is little padding. Rows
+    that are equal run once, count once and stay together.
     """
-    groups, labels, copies = distinct_rows(group_ids, labels)                     # (U, 1), (U, S)
-    firsts, _, lengths, ends = spans_of(labels, groups[:, 0].contiguous())
-    order = range(len(ends))
-    if not share_prompts:
-        order = ends.argsort(descending=True).tolist()
-    # The first row of a group needs room for all of it.
-    needs = lengths.scatter_reduce(0, firsts, lengths, "sum", include_self=False)
-    needs, lengths, ends = torch.stack((needs, lengths, ends)).tolist()
-    cuts = []
-    room = -1                                            # none: a cut begins
-    width = 0
-    for n in order:
-        price = lengths[n] if share_prompts else width
-        # A group that fits stays whole.
-        is_split = share_prompts and room < needs[n] <= token_budget
-        if price > room or is_split:
-            cuts.append([])
-            room = token_budget
-            price = width = ends[n]                      # with its prompt
-        room -= price
-        cuts[-1].append(n)
+    _, _, runs, _, ends, copies = prefix_tree(input_ids, labels)
+    order = torch.arange(len(ends)) if share else ends.argsort(descending=True)
+    total = runs.sum(dim=1).cumsum(dim=0).tolist()       # tokens that run up to each row
+    shared = ((ends - runs.sum(dim=1)) * share).tolist()         # run again if a cut begins there
+    ends = ends[order].tolist()
+    best = [(0, 0)]      # of the rows before n: the fewest tokens that run again, the last cut
+    here = []            # the same with a cut that begins at n
+    first = 0            # of the rows that fit into a cut up to n
+    for n in range(len(order)):
+        here.append((best[n][0] + shared[n], n))
+        while first < n and token_budget < ends[first] + (
+                total[n] - total[first] if share else ends[first] * (n - first)):
+            first += 1
+        best.append(min(here[first:]))
     found = []
-    for cut in cuts:
-        is_chosen = torch.isin(copies, torch.tensor(cut))                         # (N,)
-        longest = max(ends[n] for n in cut)
-        found.append((is_chosen.nonzero()[:, 0], longest + 1))
-    return found
+    stop = len(order)
+    while stop:
+        _, start = best[stop]
+        is_chosen = torch.isin(copies, order[start:stop])                         # (N,)
+        found.append((is_chosen.nonzero()[:, 0], max(ends[start:stop]) + 1))
+        stop = start
+    return found[::-1]
 
 
 @contextmanager

@@ -312,12 +312,12 @@ def mini_batches(policy_model, rollout, s):
 
 def micro_batches(model, rollout, s):
     """Yield each micro-batch: a Rollout, and its places in (N, S-1)."""
-    share = s.share_prompts and logprob.is_fast(model)
     # [D] reads ids and labels on the CPU: they are copied once, or every micro-batch would wait.
     host = copy.copy(rollout)
-    for name in ("input_ids", "labels", "group_ids"):
+    for name in ("input_ids", "labels"):
         setattr(host, name, getattr(rollout, name).cpu())
-    cuts = logprob.micro_batches(host.labels, host.group_ids, s.micro_batch_tokens, share)
+    cuts = logprob.micro_batches(host.input_ids, host.labels, s.micro_batch_tokens,
+                                 logprob.is_fast(model))
     # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
     # the same number, or FSDP's gathers wait for ever: a GPU with fewer also runs the first two
     # tokens of a prompt. They are not in the mask, so they count for nothing.
@@ -333,9 +333,8 @@ def token_logprobs_of(model, micro, s, measure):
     """[D] of one micro-batch: log-probs (n, width-1), what is measured {name: (n, width-1)}."""
     # A sharded model must be entered through a method that FSDP knows: see shard().
     score = getattr(model, "token_logprobs", partial(token_logprobs, model))
-    groups = micro.group_ids if s.share_prompts else None
     with layers_checkpointed(model, s.gradient_checkpointing):
-        return score(micro.input_ids, micro.labels, s.temperature, measure, groups)
+        return score(micro.input_ids, micro.labels, s.temperature, measure)
 
 
 @torch.no_grad()
@@ -484,7 +483,6 @@ def scored_groups(policy_model, tokenizer, batch, s, sampler, reward_of):
         others = batch.more(attempt, n)
         drawn, more = answers_and_rewards(policy, tokenizer, others, s, sampler, reward_of)
         seconds += more
-        drawn.group_ids += attempt * B  # other numbers than those of earlier groups
         both = sample.joined(rollout, drawn)
         # B groups stay: first those that teach, the old ones before the new ones, then flat ones.
         flat = is_flat(both.rewards, G).int()                                          # (B + n,)
@@ -796,8 +794,8 @@ class Settings:
     updates_per_rollout: from_1 = flag(1, "passes over the answers of a rollout")
     minibatches: from_1 = flag(1, "gradient steps per pass, each on its share of the groups")
     max_grad_norm: above_0 = flag(1.0, "gradients are clipped to this norm")
-    share_prompts: bool = flag(True, "run a prompt once for its group", head="only memory and time")
-    plain: bool = flag(False, "no fast paths: slow, and works everywhere", free=True)
+    plain: bool = flag(False, "no fast paths: slow, and works everywhere", free=True,
+                       head="only memory and time")
     micro_batch_tokens: from_0 = flag(0, "tokens of one backward pass; 0: chosen for the device",
                                       free=True)
     gradient_checkpointing: bool = flag(None, "recompute layers [if memory is short]", free=True)
@@ -1781,7 +1779,7 @@ class Run:
             names = ["finished", "rewards", "advantages"]
             # page.html shows groups that teach, of the steps 1, 2, 4, 8, ...
             if group.advantages.any() and self.step.bit_count() == 1:
-                names += ["input_ids", "labels", "old_logprobs", "group_ids"]
+                names += ["input_ids", "labels", "old_logprobs"]
             for name in names:
                 record[name] = getattr(group, name).tolist()
             self.append("samples.jsonl", record)
@@ -2164,8 +2162,7 @@ def write_page(run, parts, s):
     model = parts.policy_model
     sections = ""
     for group in on_rank_0(groups_of, run):  # all ranks score
-        names = ("input_ids", "labels", "finished", "group_ids", "rewards", "advantages",
-                 "old_logprobs")
+        names = ("input_ids", "labels", "finished", "rewards", "advantages", "old_logprobs")
         tensors = {name: torch.tensor(group[name], device=model.device) for name in names}
         answers = sample.Rollout(**tensors, logprobs=tensors["old_logprobs"], responses=None)
         logprobs, _ = all_token_logprobs(model, answers, s)                               # (G, S-1)

@@ -72,7 +72,7 @@ def test_a_measurement(tmp_path):
     assert (settings.lr, settings.group_size) == (0.5, TINY["group_size"])
     for side in ("ours", "update"):
         result = benchmark.measure({"folder": str(tmp_path), "side": side, "repeat": 1,
-                                    "flags": ["--no-share-prompts"]})
+                                    "flags": ["--plain"]})
         assert {"seconds", "cpu", "sampling", "update", "length", "sampling_rate", "update_rate",
                 "of_bandwidth", "of_matrix_rate", "peak"} <= result.keys()
         assert result["length"] == [TINY["new_tokens"]]
@@ -90,7 +90,7 @@ def test_turns_and_tables(capsys, monkeypatch):
         return dict.fromkeys(keys, [seconds]) | {"rewards": [0.25] * repeat + [seconds]}
 
     monkeypatch.setattr(benchmark, "run", run)
-    assert benchmark.main(["tiny", "--against=--no-share-prompts", "--threads=1"]) == 0
+    assert benchmark.main(["tiny", "--against=--plain", "--threads=1"]) == 0
     assert "| tiny | 2.00 (2.00-2.00) |" in capsys.readouterr().out
     monkeypatch.setattr(benchmark.importlib.util, "find_spec", lambda name: True)
     benchmark.compare("tiny", train.TINY, 1, 2, [8, 16])

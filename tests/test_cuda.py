@@ -215,23 +215,22 @@ def test_many_words_are_drawn_as_on_the_cpu(tiny):
 
 
 # --- [D] Log-probs and their gradients ------------------------------------------------------------
-WAYS = {"padded": (False, False), "grouped": (True, False), "checkpointed": (True, True)}
+WAYS = {"padded": (False, False), "long row": (True, False), "checkpointed": (True, True)}
 
 
-@pytest.mark.parametrize("grouped, checkpointed", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("fast, checkpointed", WAYS.values(), ids=WAYS)
 @dtypes
-def test_logprobs_and_gradients(dtype, grouped, checkpointed):
+def test_logprobs_and_gradients(dtype, fast, checkpointed):
     def run(model, ids, labels, weight):
-        groups = (torch.arange(6) // 3).to(ids.device) if grouped else None
         kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-        slow = [] if grouped else [SDPBackend.MATH]          # it holds all scores
+        slow = [] if fast else [SDPBackend.MATH]             # it holds all scores
         with layers_checkpointed(model, checkpointed), sdpa_kernel(kernels + slow):
-            values, measured = token_logprobs(model, ids, labels, 0.9, True, groups)
+            values, measured = token_logprobs(model, ids, labels, 0.9, measure=True)
             (values * weight).sum().backward()
         return [values, measured["entropy"], *(p.grad for p in model.parameters())]
 
     rows = answer_rows([(5, 15), (5, 4), (5, 1), (3, 14), (3, 1), (3, 17)], words=57)
-    model = random_policy(dtype)
+    model = random_policy(dtype, fast=fast)
     expected = run(copy.deepcopy(model).to("cpu", torch.float32), *rows)
     found = run(model, *(x.to(CUDA) for x in rows))
     tolerance = 2e-5 if dtype == torch.float32 else 0.15
@@ -348,7 +347,7 @@ def test_three_steps_of_the_default_run_in_float32(graphs):
     assert graphs["captured"] <= 10 < graphs["replayed"]     # graphs of two temperatures are kept
 
 
-VARIANTS = {"plain": ["--plain"], "padded rows": ["--no-share-prompts"],
+VARIANTS = {"plain": ["--plain"],
             "checkpointing": ["--gradient-checkpointing"], "LoRA": ["--lora-rank=2"],
             "conversations": [f"--reply={MINE.with_name('checker.py')}:check", "--max-turns=2"],
             "dynamic sampling": ["--max-resample=2"], "GTPO": ["--advantage=gtpo"],
@@ -366,7 +365,7 @@ def test_variants_in_float32(graphs, flags):
 
 
 IN_HALF = {"default": [], "offload": ["--offload"], "checkpointing": ["--gradient-checkpointing"],
-           "padded rows": ["--no-share-prompts"], "LoRA": ["--lora-rank=2"],
+           "LoRA": ["--lora-rank=2"],
            "LoRA, offload": ["--lora-rank=2", "--offload", "--kl-coef=0"], "plain": ["--plain"]}
 
 

@@ -67,10 +67,9 @@ STATEFUL = {
     "qwen3_next": dict(MIXERS, num_experts=4, head_dim=8, shared_expert_intermediate_size=32)}
 PROMPTS = ["w3 w9 w4 w33 w17", "w5 w60 w21 w8 w8 w40 w13 w3 w7"]
 SIZES = [(5, 6), (5, 1), (5, 3), (9, 7), (9, 4)]         # of the rows: prompt, answer
-GROUPS = torch.tensor([0, 0, 0, 1, 1])
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=4)
 def family(name, **how):
     changes = dict({**FAMILIES, **STATEFUL}[name])
     return small_model(changes.pop("type", name), std=0.1, **how, **changes)
@@ -93,15 +92,16 @@ def definition(model, input_ids, labels):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logprobs_and_gradients(name):
-    """Against those of the definition: padded and grouped rows, layers kept and checkpointed."""
+    """Against those of the definition: one long row or padded ones, layers kept or run again."""
     model = family(name)
     input_ids, labels, weights = answer_rows(SIZES, seed=1)
     expected = definition(model, input_ids, labels)
     expected_gradient = gradient(model, (expected * weights).sum())
-    dropped = family(name, dropout=0.5)                  # in training mode it would come back
-    for measured, group_ids in itertools.product((model, dropped), (None, GROUPS)):
-        with logprob.layers_checkpointed(measured, measured is dropped):
-            actual, _ = token_logprobs(measured, input_ids, labels, group_ids=group_ids)
+    # In training mode dropout would come back
+    for fast, dropout in itertools.product((True, False), (None, 0.5)):
+        measured = family(name, fast=fast, dropout=dropout)
+        with logprob.layers_checkpointed(measured, dropout):
+            actual, _ = token_logprobs(measured, input_ids, labels)
             error = gradient(measured, (actual * weights).sum()) - expected_gradient
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
         assert error.norm() <= 1e-5 * expected_gradient.norm()
@@ -109,7 +109,7 @@ def test_logprobs_and_gradients(name):
 
 @pytest.fixture
 def flash_on_cpu(monkeypatch):
-    """Grouped rows go to `varlen_attn`, and that is the formula -> a list: was enable_gqa on?"""
+    """Long rows go to `varlen_attn`, and that is the formula -> a list: was enable_gqa on?"""
     calls = []
 
     def varlen_attn(q, k, v, ends_q, ends_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
@@ -133,14 +133,14 @@ def flash_on_cpu(monkeypatch):
 
 @pytest.mark.parametrize("name", sorted(logprob.FAST))
 def test_fast_families_on_a_gpu(name, flash_on_cpu):
-    """Each family of the list, with fused norms, and grouped rows as flash attention takes them."""
+    """Each family of the list, with fused norms, and long rows as flash attention takes them."""
     model, plain = copy.deepcopy(family(name)), family(name, fast=False)
     assert logprob.is_fast(model)
     run = []                                             # tokens that pass through the model
     model.get_input_embeddings().register_forward_pre_hook(lambda _, x: run.append(x[0].numel()))
     input_ids, labels, weights = answer_rows(SIZES, seed=1)
     expected = definition(plain, input_ids, labels)
-    actual, _ = token_logprobs(model, input_ids, labels, group_ids=GROUPS)
+    actual, _ = token_logprobs(model, input_ids, labels)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
     expected = gradient(plain, (expected * weights).sum())
     assert (gradient(model, (actual * weights).sum()) - expected).norm() <= 1e-5 * expected.norm()
@@ -164,8 +164,7 @@ def test_greedy_answers(name):
                 logits = model(torch.tensor([ids + written]), use_cache=False).logits
             written.append(int(logits[0, -1].argmax()))
         assert row[row != IGNORE].tolist() == written
-    expected, _ = token_logprobs(model, rollout.input_ids, rollout.labels,
-                                 group_ids=rollout.group_ids)
+    expected, _ = token_logprobs(model, rollout.input_ids, rollout.labels)
     torch.testing.assert_close(rollout.logprobs, expected.detach(), rtol=0, atol=1e-4)
 
 

@@ -1,6 +1,7 @@
 """[D] logprob.py: values, entropies, gradients against the full log-softmax; forms; the script."""
 import copy
 import functools
+import itertools
 import re
 import shutil
 from types import SimpleNamespace
@@ -15,11 +16,9 @@ from logprob import (IGNORE, LeanHead, layers_checkpointed, micro_batches, plain
                      sequence_logprob, token_logprobs)
 
 V = SMALL["vocab_size"]
-GROUPS = torch.tensor([0, 0, 0, 1, 1])
 # Of the rows: tokens of the prompt, of the response
 SIZES = [(5, 14), (5, 1), (5, 7), (9, 3), (9, 11)]
 batch = functools.partial(answer_rows, SIZES)
-grouped_or_not = pytest.mark.parametrize("group_ids", [None, GROUPS], ids=["rows", "groups"])
 
 
 def naive(model, input_ids, labels, temperature=1.0):
@@ -73,16 +72,14 @@ def test_the_definition(random_model):
     assert_same_pull(exact, actual, exact, expected, weights, 1e-5)
 
 
-@grouped_or_not
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_values_entropies_and_gradients(random_model, temperature, group_ids, monkeypatch):
+def test_values_entropies_and_gradients(random_model, temperature, monkeypatch):
     rows_a_chunk(monkeypatch, 3)
     model, (input_ids, labels, weights) = copy.deepcopy(random_model), batch()
     exact = copy.deepcopy(random_model).double()
     expected, entropies = naive(exact, input_ids, labels, temperature)
     assert entropies[labels[:, 1:] != IGNORE].min().item() > 1e-3  # none is a mere certainty
-    actual, measured = token_logprobs(model, input_ids, labels, temperature, measure=True,
-                                      group_ids=group_ids)
+    actual, measured = token_logprobs(model, input_ids, labels, temperature, measure=True)
     entropy = measured["entropy"]
     assert actual.dtype == entropy.dtype == torch.float32
     assert actual.shape == entropy.shape == (5, 19)
@@ -124,42 +121,81 @@ def test_a_word_of_no_probability_has_no_entropy():
     assert measured["entropy"].isfinite().all() and measured["entropy"].min() >= 0
 
 
-# --- Masks, shared prompts, equal rows; test_families.py has rows with and without padding --------
-@grouped_or_not
+# --- Masks, and what rows have in common; test_families.py has rows with and without padding ------
 @pytest.mark.parametrize("holes", [[(0, 5), (0, 9), (3, 10), (4, 9)], [0, 3, 4]], ids=str)
-def test_labels_anywhere_or_nowhere_in_a_row(random_model, group_ids, holes):
-    """A hole in an answer is not scored, but still read; a row, or a group, may have no label."""
+def test_labels_anywhere_or_nowhere_in_a_row(random_model, holes):
+    """A hole in an answer is not scored, but still read; a row may have no label."""
     model, (input_ids, labels, weights) = copy.deepcopy(random_model), batch()
     labels[2, 0] = input_ids[2, 0]  # nothing predicts token 0
     for hole in holes:
         labels[hole] = IGNORE
-    actual, _ = token_logprobs(model, input_ids, labels, group_ids=group_ids)
+    actual, _ = token_logprobs(model, input_ids, labels)
     exact = copy.deepcopy(model).double()
     expected, _ = naive(exact, input_ids, labels)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
     assert_same_pull(model, actual, exact, expected, weights)
 
 
-@grouped_or_not
-def test_equal_rows_run_once(random_model, group_ids):
-    """Each keeps its own weight in the gradient; rows of a group may stand apart."""
-    model = copy.deepcopy(random_model)
-    order = torch.tensor([0, 1, 0, 3, 4, 1, 0, 4, 2])
-    input_ids, labels, _ = (x[order] for x in batch())
-    labels[4, 12] = IGNORE
-    weights = torch.randn(9, 19, generator=seeded(1))
-    exact = copy.deepcopy(model).double()
-    expected, entropies = naive(exact, input_ids, labels, 0.7)
-    run = []                                              # tokens that pass through the model
+def tokens_that_run(model):
+    """-> a list that gets the number of tokens of each pass through the model."""
+    run = []
     model.get_input_embeddings().register_forward_pre_hook(lambda _, x: run.append(x[0].numel()))
-    groups = None if group_ids is None else group_ids[order] + 7
-    actual, measured = token_logprobs(model, input_ids, labels, 0.7, True, groups)
+    return run
+
+
+# Rows of one letter a token; capitals are labels, and a dot is padding. -> Tokens that run
+ALIKE = {
+    "nothing in common": ("abCD. bcDEF", 3 + 4),
+    "a prompt": ("abCDE abFG. abHIJ", 2 + 2 + 1 + 2),
+    "two prompts that begin alike": ("abcDEF abcGH. abdEF. abdGH.", 3 + 2 + 1 + 1 + 1 + 1),
+    "an answer's first words": ("abCDE abCDF abCDG abCHI", 2 + 2 + 0 + 0 + 1),
+    "equal rows": ("abCDE abCDE abCDE abFFF abCDE", 2 + 2 + 2),
+    "a row that begins another": ("abCDEF abCD.. abC... abCDEG", 2 + 3 + 0 + 0 + 0),
+    "other labels of equal tokens": ("abCDEFG abCDeFG abcDEFG abCDEfg", 6 + 2 + 4 + 0),
+    "other labels, one row longer": ("abCDE abCd.", 4 + 0),
+    "everything": ("abCDEF abCDEF abCDEG bbCDEF abCD.. a..... aB.... abcDEF abC..C", 0)}
+
+
+def rows_of(text):
+    """-> ids, labels (N, S), weights (N, S-1)."""
+    letters = [list(row) for row in text.split()]
+    ids = torch.tensor([[ord(x.lower()) % 32 for x in row] for row in letters])
+    is_label = torch.tensor([[x.isupper() for x in row] for row in letters])
+    labels = ids.where(is_label, IGNORE)
+    return ids, labels, torch.randn(len(ids), ids.shape[1] - 1, generator=seeded(1))
+
+
+@pytest.mark.parametrize("rows, tokens", ALIKE.values(), ids=ALIKE)
+def test_what_rows_begin_with_runs_once(random_model, rows, tokens):
+    """Whatever it is; each row keeps its own weights in the gradient, in any order of the rows."""
+    model = copy.deepcopy(random_model)
+    exact = copy.deepcopy(random_model).double()
+    run = tokens_that_run(model)
+    input_ids, labels, weights = rows_of(rows)
+    for order in (torch.arange(len(labels)), torch.randperm(len(labels), generator=seeded(2))):
+        rows = [x[order] for x in (input_ids, labels)]
+        expected, entropies = naive(exact, *rows, 0.7)
+        actual, measured = token_logprobs(model, *rows, 0.7, measure=True)
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(measured["entropy"].double(), entropies, rtol=1e-5, atol=1e-4)
+        assert_same_pull(model, actual, exact, expected, weights)
+    if logprob.is_fast(model):
+        assert tokens == 0 or run == 2 * [tokens]
+
+
+def test_long_rows_that_begin_alike():
+    """Longer than what one call of attention takes of a row."""
+    lengths = [(300, 150), (300, 10), (300, 299), (130, 1), (130, 300), (7, 128), (7, 129)]
+    input_ids, labels, weights = answer_rows(lengths, width=600)
+    input_ids[:, :5] = 3                                  # all begin alike
+    input_ids[2, 300:420] = input_ids[0, 300:420]
+    labels[2, 300:420] = labels[0, 300:420]
+    model = small_model("qwen2")
+    exact = copy.deepcopy(model).double()
+    expected, _ = naive(exact, input_ids, labels)
+    actual, _ = token_logprobs(model, input_ids, labels)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(measured["entropy"].double(), entropies, rtol=1e-5, atol=1e-4)
     assert_same_pull(model, actual, exact, expected, weights)
-    # Both groups in one row; row 4 twice, with two kinds of labels
-    grouped = groups is not None and logprob.is_fast(model)
-    assert run == [5 + 13 + 0 + 6 + 9 + 2 + 10 + 10 if grouped else 6 * 19]
 
 
 # --- The lean head --------------------------------------------------------------------------------
@@ -277,7 +313,7 @@ def test_what_a_config_rules_out(kind, changes):
     assert not logprob.is_fast(model)
     input_ids, labels, _ = batch()
     expected, _ = naive(model, input_ids, labels)
-    actual, _ = token_logprobs(model, input_ids, labels, group_ids=GROUPS)
+    actual, _ = token_logprobs(model, input_ids, labels)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
 
 
@@ -298,40 +334,70 @@ PROMPTS = [3, 3, 5, 5, 2, 2, 9, 9]
 ANSWERS = [2, 6, 1, 4, 7, 5, 21, 1]
 
 
-def cuts_of(budget, share_prompts):
-    """Rows of PROMPTS[n] + ANSWERS[n] tokens, two rows in a group -> rows, widths."""
-    _, labels, _ = answer_rows(list(zip(PROMPTS, ANSWERS)), width=40)
-    cuts = micro_batches(labels, torch.arange(8) // 2, budget, share_prompts)
-    return zip(*[(rows.tolist(), width) for rows, width in cuts])
+def rows_to_cut(common=0):
+    """Rows of PROMPTS[n] + ANSWERS[n] tokens, two to a prompt; all may begin alike."""
+    input_ids, labels, _ = answer_rows(list(zip(PROMPTS, ANSWERS)), width=40)
+    input_ids[:, :common] = 3
+    return input_ids, labels
 
 
-def test_micro_batches_hold_every_row_once_within_the_budget():
+def cuts_of(input_ids, labels, budget, share):
+    found = micro_batches(input_ids, labels, budget, share)
+    cuts = [rows.tolist() for rows, _ in found]
+    assert sorted(sum(cuts, [])) == list(range(len(labels)))
+    last = (labels != IGNORE).int() * torch.arange(labels.shape[1])
+    assert [width for _, width in found] == [int(last[rows].max()) + 1 for rows in cuts]
+    return cuts, [width for _, width in found]
+
+
+def test_micro_batches_of_padded_rows():
     for budget in (1, 15, 20, 40, 1000):
-        cuts, widths = cuts_of(budget, share_prompts=False)
-        assert sorted(sum(cuts, [])) == list(range(8))
+        cuts, widths = cuts_of(*rows_to_cut(), budget, share=False)
         for rows, width in zip(cuts, widths):
-            assert width == max(PROMPTS[n] + ANSWERS[n] for n in rows)
             assert len(rows) * (width - 1) <= budget or len(rows) == 1
-        assert list(widths) == sorted(widths, reverse=True)
+        assert widths == sorted(widths, reverse=True)
     assert len(cuts) == 1
 
 
-def test_micro_batches_of_shared_prompts():
-    # A prompt is paid once, an answer's last token never: 3 + 1 + 5 and 5 + 0 + 3 are 17
-    cuts, widths = cuts_of(17, share_prompts=True)
-    assert cuts == ([0, 1, 2, 3], [4, 5], [7], [6]) and widths == (9, 9, 10, 30)
-    # A group that fits stays whole: of 9, 8, 12 and 29, where row 4 alone would have fitted
-    assert next(cuts_of(27, share_prompts=True)) == ([0, 1, 2, 3], [4, 5, 7], [6])
-    assert next(cuts_of(29, share_prompts=True)) == ([0, 1, 2, 3, 4, 5], [6, 7])
-    # and of one that does not, as many rows stay together as fit
-    _, labels, _ = answer_rows([(9, 3)] * 5)
-    group = torch.zeros(5, dtype=torch.long)
-    cuts = [rows.tolist() for rows, _ in micro_batches(labels, group, 14, True)]
-    assert [len(rows) for rows in cuts] == [2, 2, 1] and sorted(sum(cuts, [])) == list(range(5))
+def tokens_of(input_ids, labels, rows):
+    """How many tokens run for these rows: beginnings of different rows, without their last."""
+    beginnings = set()
+    for n in rows:
+        end = int(labels[n].ne(IGNORE).nonzero().max())
+        beginnings |= {tuple(input_ids[n, :t + 1].tolist()) for t in range(end)}
+    return len(beginnings)
+
+
+@pytest.mark.parametrize("common", [0, 1, 2])
+def test_micro_batches_run_as_few_tokens_as_they_can(common):
+    """Of all ways to cut the sorted rows that the budget allows; and they are as few as then."""
+    rows = rows_to_cut(common)
+    order = sorted(range(8), key=lambda n: rows[0][n].tolist())
+    for budget in (1, 17, 27, 29, 33, 40, 1000):
+        ways = []
+        for marks in itertools.product((False, True), repeat=7):
+            bounds = [0, *(n + 1 for n in range(7) if marks[n]), 8]
+            sizes = [(tokens_of(*rows, order[a:b]), b - a) for a, b in zip(bounds, bounds[1:])]
+            if all(tokens <= budget or n == 1 for tokens, n in sizes):
+                ways.append((sum(tokens for tokens, _ in sizes), len(sizes)))
+        cuts, _ = cuts_of(*rows, budget, share=True)
+        assert (sum(tokens_of(*rows, cut) for cut in cuts), len(cuts)) == min(ways)
+    assert len(cuts) == 1
+
+
+def test_a_group_that_fits_stays_whole():
+    """Of 9, 8, 12 and 29 tokens: a prompt is paid once, an answer's last token never."""
+    cuts, _ = cuts_of(*rows_to_cut(), 29, share=True)
+    assert all(n + 1 in cut for cut in cuts for n in cut if n % 2 == 0)
+    # Of one that does not fit, as many rows stay together as there is room for
+    input_ids, labels, _ = answer_rows([(9, 3)] * 5)
+    cuts, _ = cuts_of(input_ids, labels, 14, share=True)
+    assert sorted(map(len, cuts)) == [1, 2, 2]
     # Rows that are equal run once: they count once, and stay together
+    input_ids[3] = input_ids[0]
     labels[3] = labels[0]
     for share in (True, False):
-        assert [0, 3] in [rows.tolist() for rows, _ in micro_batches(labels, group, 11, share)]
+        assert [0, 3] in cuts_of(input_ids, labels, 11, share)[0]
 
 
 def test_checkpointed_layers_run_once_more(random_model):
@@ -343,7 +409,7 @@ def test_checkpointed_layers_run_once_more(random_model):
     for on in (True, False):
         run.clear()
         with layers_checkpointed(model, on):
-            logprobs, _ = token_logprobs(model, input_ids, labels, group_ids=GROUPS)
+            logprobs, _ = token_logprobs(model, input_ids, labels)
             assert len(run) == 1
             logprobs.sum().backward()
         assert len(run) == 1 + on

@@ -222,7 +222,7 @@ def test_a_rank_with_fewer_micro_batches_counts_no_token_twice(monkeypatch):
     found = list(train.micro_batches(p.policy, rollout, p.settings))
     assert len(found) == alone + 2
     assert sum(int(rollout.mask[at].sum()) for _, at in found) == rollout.mask.sum()
-    for options in ((), ("--no-share-prompts",), ("--plain",)):
+    for options in ((), ("--plain",)):
         p = parts("--micro-batch-tokens=60", *options)
         micro, _ = list(train.micro_batches(p.policy, rollout, p.settings))[-1]
         logp, measured = train.token_logprobs_of(p.policy, micro, p.settings, measure=True)

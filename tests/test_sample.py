@@ -131,10 +131,9 @@ def test_the_layout(model, config, ends, limit):
     rollout = sample_groups(model, TOKENIZER, PROMPTS, G, limit, 1.5, seeded())
     S = rollout.input_ids.shape[1]
     assert len(rollout.finished) == len(rollout.responses) == len(rollout.input_ids) == N
-    assert {rollout.input_ids.dtype, rollout.labels.dtype, rollout.group_ids.dtype} == {torch.long}
+    assert rollout.input_ids.dtype == rollout.labels.dtype == torch.long
     assert rollout.finished.dtype == torch.bool
     assert rollout.logprobs.dtype == torch.float32 and not rollout.logprobs.requires_grad
-    assert rollout.group_ids.tolist() == [n // G for n in range(N)]
     longest = at_the_limit = 0
     for n in range(N):
         row, prompt = rollout.input_ids[n].tolist(), ids_of(PROMPTS[n // G])
@@ -161,7 +160,7 @@ def test_the_layout(model, config, ends, limit):
         # What was written is scored: a control token inside a number does not vanish
         said = " ".join(rollout.responses)
         assert "<pad>" in said and "<start>" in said and "<end>" not in said
-    assert all(getattr(rollout, f.name) is None for f in fields(rollout)[6:])  # for later stages
+    assert all(getattr(rollout, f.name) is None for f in fields(rollout)[5:])  # for later stages
     assert torch.equal(rollout.mask, rollout.labels[:, 1:] != IGNORE)
 
 
@@ -173,7 +172,7 @@ def filled(N, S, seed):
     per_token = numbers(N, S - 1)
     return Rollout(
         ids, ids + 50, per_token, [f"{seed}, {n}" for n in range(N)], numbers(N) > seed + 0.5,
-        torch.arange(N) // 2, turns=[["yes", str(n)] for n in range(N)], rewards=numbers(N) + 1,
+        turns=[["yes", str(n)] for n in range(N)], rewards=numbers(N) + 1,
         rule_rewards=numbers(N) + 2, reward_parts={"a": numbers(N) + 3, "b": numbers(N) + 4},
         step_rewards=[[(n, 0.5)] for n in range(N)], judged=[{"row": n} for n in range(N)],
         advantages=per_token + 5, old_logprobs=per_token + 6,
@@ -329,7 +328,7 @@ def test_sampling_around_the_best(model, config, best, cut):
     [texts] = asked
     assert len(texts) == 4 * 3
     rows, answers = around.responses, responses_of(around)
-    assert len(rows) == 24 and around.group_ids.tolist() == [n // 6 for n in range(24)]
+    assert len(rows) == 24
     for g in range(4):
         first, fine = range(6 * g, 6 * g + 3), range(6 * g + 3, 6 * g + 6)
         assert [rows[n] for n in first] == texts[3 * g : 3 * g + 3]
@@ -384,7 +383,6 @@ def test_conversations(tiny):
         return None if len(turns) == 3 and "1" in turns[0] else "loses <|end|> 4 ."
     rollout = sample_conversations(model, tokenizer, prompts, 4, 12, 1.0, seeded(), reply=reply,
                                    max_turns=3)
-    assert rollout.group_ids.tolist() == [0] * 4 + [1] * 4
     turns = turns_of(rollout)
     for n in range(8):
         said = (rollout.labels[n] != IGNORE).int()

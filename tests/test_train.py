@@ -20,7 +20,7 @@ import reward
 import sample
 import train
 from advantage import group_advantages
-from logprob import IGNORE, micro_batches, token_logprobs
+from logprob import IGNORE, token_logprobs
 from loss import grpo_loss
 from sample import sample_groups
 
@@ -48,22 +48,6 @@ def test_a_step_is_the_definition():
     for (name, one), other in zip(model.named_parameters(), p.policy.parameters()):
         moved = one - start[name]
         assert 0 < moved.norm() and (one - other).norm() <= 1e-4 * moved.norm(), name
-
-
-@pytest.mark.parametrize("share", [True, False])
-def test_share_prompts_arrives(monkeypatch, share):
-    """It changes no gradient, so what [D] and the cut are told is looked at."""
-    told = []
-
-    def spied(function, which):
-        return lambda *given: told.append(given[which]) or function(*given)
-    monkeypatch.setattr(train, "token_logprobs", spied(token_logprobs, 5))
-    monkeypatch.setattr(train.logprob, "micro_batches", spied(micro_batches, slice(2, None)))
-    whole_step(parts("--share-prompts" if share else "--no-share-prompts",
-                     "--micro-batch-tokens=10000", "--updates-per-rollout=1"))
-    assert told[0] == told[2] == (10000, share)                 # reference, then policy
-    groups = [ids if ids is None else sorted(ids.tolist()) for ids in told[1::2]]
-    assert groups == 2 * [[0] * 4 + [1] * 4 if share else None]
 
 
 def test_the_reward_is_asked_about_the_rollout_and_replaces_the_rules():
@@ -152,7 +136,7 @@ def measured(monkeypatch):
                   "--max-new-tokens=9")
         input_ids, labels, _ = answer_rows(SIZES, width=14, words=57)
         rollout = sample.Rollout(input_ids, labels, torch.zeros(6, 13), RESPONSES,
-                                 torch.arange(6) < 5, torch.arange(6) // 2)
+                                 torch.arange(6) < 5)
         mask = rollout.labels[:, 1:] != IGNORE
         with torch.no_grad():
             rollout.logprobs = logprobs_on_full_logits(p.policy, rollout, 0.8)[0].float() * mask

@@ -124,7 +124,7 @@ def assert_same_step(p, rollout, expected):
     "--clip-advantages=0.6", "--advantage=gtpo --clip-advantages=0.6", "--sampler-correction=1.2",
     "--objective=cispo --clip-eps-high=0.01", "--mask-truncated", "--overlong-buffer=8",
     "--mask-truncated --aggregate=token", "--length-rescale=0.5 --overlong-buffer=8",
-    *(f"{flags} --no-share-prompts" for flags in (
+    *(f"{flags} --plain" for flags in (
         "--clip-eps=0.01", "--aggregate=token", "--aggregate=constant"))])
 def test_a_flag_that_changes_the_mathematics_arrives(flags):
     flags = flags.split()
@@ -233,7 +233,7 @@ class Bigrams(torch.nn.Module):
     def get_output_embeddings(self):
         return None
 
-    def token_logprobs(self, input_ids, labels, temperature, measure, groups):
+    def token_logprobs(self, input_ids, labels, temperature, measure):
         log_p = (self.table[input_ids[:, :-1]] / temperature).log_softmax(-1)
         mask = labels[:, 1:] != IGNORE
         found = log_p.gather(2, input_ids[:, 1:, None])[..., 0].where(mask, 0)
@@ -259,11 +259,11 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, ti
     rows = [tokenizer(text, add_special_tokens=False).input_ids for text in TEXTS]
     labels = torch.tensor([[IGNORE] * 3 + row + [IGNORE] * (20 - len(row)) for row in rows])
     rollout = Rollout(labels.clamp(min=3), labels, torch.zeros(8, 22), TEXTS,
-                      torch.arange(8) % 4 > 0, torch.arange(8) // 4)
+                      torch.arange(8) % 4 > 0)
     noise = 1e-3 * rollout.mask * torch.randn(8, 22, generator=seeded())  # as rounding may give
 
     def drawn(model, *_):
-        found = model.token_logprobs(rollout.input_ids, labels, 1.0, False, None)[0].detach()
+        found = model.token_logprobs(rollout.input_ids, labels, 1.0, False)[0].detach()
         return dataclasses.replace(copy.deepcopy(rollout), logprobs=found + noise)
     batch = [{"question": "?", "answer": "9"}, {"question": "?", "answer": "2"}]
     monkeypatch.setattr(train, "batch_of_step", lambda *_: train.Batch(batch, ["", ""]))
@@ -326,7 +326,7 @@ def draws(texts, length, start):
     n = torch.arange(sum(map(len, texts)))
     ids = start + n[:, None].repeat(1, length)
     labels = ids.where(torch.arange(length) >= 4, IGNORE)
-    return Rollout(ids, labels, -0.1 * ids[:, 1:], sum(texts, []), n < 0, n // 4)
+    return Rollout(ids, labels, -0.1 * ids[:, 1:], sum(texts, []), n < 0)
 
 
 def length_reward(problems, prompts, rollout):
@@ -382,8 +382,6 @@ def test_flat_groups_are_replaced_whole():
     # Whole rows, test_sample.py has how they are joined
     assert r.rollout.input_ids[:, 0].tolist() == [
         *range(9, 13), *range(24, 28), *range(44, 48), *range(5, 9)]
-    ids, counts = r.rollout.group_ids.unique_consecutive(return_counts=True)
-    assert len(set(ids.tolist())) == 4 and counts.tolist() == 4 * [4]
 
 
 def test_rounds_of_resampling():
