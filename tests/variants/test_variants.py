@@ -223,7 +223,7 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, ti
     rows = [tokenizer(text, add_special_tokens=False).input_ids for text in TEXTS]
     labels = torch.tensor([[IGNORE] * 3 + row + [IGNORE] * (20 - len(row)) for row in rows])
     rollout = Rollout(labels.clamp(min=3), labels, torch.zeros(8, 22), TEXTS,
-                      torch.arange(8) % 4 > 0, torch.arange(8) // 4)
+                      torch.arange(8) % 4 > 0)
     noise = 1e-3 * rollout.mask * torch.randn(8, 22, generator=seeded())  # as rounding may give
 
     def drawn(model, *_):
@@ -289,7 +289,7 @@ def draws(texts, length, start):
     n = torch.arange(sum(map(len, texts)))
     ids = start + n[:, None].repeat(1, length)
     labels = ids.where(torch.arange(length) >= 4, IGNORE)
-    return Rollout(ids, labels, -0.1 * ids[:, 1:], sum(texts, []), n < 0, n // 4)
+    return Rollout(ids, labels, -0.1 * ids[:, 1:], sum(texts, []), n < 0)
 
 
 def length_reward(problems, prompts, rollout):
