@@ -1008,7 +1008,7 @@ def choose_device(s):
                        " or a torch for an older CUDA (pytorch.org), or use --device cpu")
     if device.type == "mps" and (s.offload or s.dtype not in ("auto", "float32")):
         raise BadInput("--dtype, --offload: on mps only --dtype float32 works, without --offload")
-    if device.index:
+    if device.index and device.type == "cuda":
         torch.cuda.set_device(device)  # the default GPU for calls that name none
     if s.dtype != "auto":
         return device, getattr(torch, s.dtype)
