@@ -349,20 +349,17 @@ def padded_attention(model, nodes, runs, ends):
             # As many key heads as query heads, or CUDA takes a slow kernel that holds all scores.
             copies = q.shape[1] // k.shape[1]
             k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))           # (T, Hq, D)
-        out = [padded_call(q, k, v, *call, scaling) for call in calls]
-        return torch.cat(out).index_select(0, back)
+        found = []
+        for queries, keys, mask in calls:
+            padded = []                                  # (M, H, A, D), then twice (M, H, K, D)
+            for x, places in ((q, queries), (k, keys), (v, keys)):
+                x = x.index_select(0, places.flatten())
+                padded.append(x.unflatten(0, places.shape).transpose(1, 2))
+            out = scaled_dot_product_attention(*padded, mask, scale=scaling, enable_gqa=True)
+            found.append(out.transpose(1, 2).flatten(0, 1))                       # (M * A, Hq, D)
+        return torch.cat(found).index_select(0, back)
 
     return attend
-
-
-def padded_call(q, k, v, queries, keys, mask, scaling):
-    """q, k, v (T, H, D) at the places `queries` (M, A) and `keys` (M, S) -> (M * A, Hq, D)."""
-    padded = []                                          # (M, H, A, D) and twice (M, H, S, D)
-    for x, places in ((q, queries), (k, keys), (v, keys)):
-        x = x.index_select(0, places.flatten())
-        padded.append(x.unflatten(0, places.shape).transpose(1, 2))
-    out = scaled_dot_product_attention(*padded, mask, scale=scaling, enable_gqa=True)
-    return out.transpose(1, 2).flatten(0, 1)
 
 
 def long_row_attention(module, q, k, v, mask, scaling=None, attend=None, **kwargs):

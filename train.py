@@ -318,9 +318,7 @@ def all_token_logprobs(model, rollout, s, measure=False):
 def micro_batches(model, rollout, s):
     """Yield each micro-batch: a Rollout, and its places in (N, S-1)."""
     # [D] reads ids and labels on the CPU: they are copied once, or every micro-batch would wait.
-    host = copy.copy(rollout)
-    for name in ("input_ids", "labels"):
-        setattr(host, name, getattr(rollout, name).cpu())
+    host = replace(rollout, input_ids=rollout.input_ids.cpu(), labels=rollout.labels.cpu())
     cuts = logprob.cut_rows(host.input_ids, host.labels, s.micro_batch_tokens,
                             logprob.is_fast(model))
     # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
