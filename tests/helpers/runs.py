@@ -44,21 +44,14 @@ def begin(program, *arguments, ranks=1, folder=ROOT, **environment):
     """Begin `python PROGRAM ARGUMENTS` -> a function that waits for the end; what hangs is killed.
 
     It returns the worst status and all that was printed. Ranks are told what torchrun tells them.
-    Each is a fork: to import torch and transformers takes longer than most runs.
     """
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # 0: a port is free
     told = dict(WORLD_SIZE=str(ranks), MASTER_ADDR="localhost", MASTER_PORT=str(store.port),
                 TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
-    command = [str(ROOT / program), *map(str, arguments)]
-    fork = multiprocessing.get_context("fork")
     begun = []
     for rank in map(str, range(ranks)):
         place = {"RANK": rank, "LOCAL_RANK": rank, **told} if ranks > 1 else {}
-        files = [tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(2)]
-        process = fork.Process(target=program_in_a_fork,
-                               args=(command, folder, {**place, **environment}, files))
-        process.start()
-        begun.append((process, *files))
+        begun.append(forked(program, *arguments, folder=folder, **place, **environment))
 
     def end(store=store):                                 # the store lives until then
         for process, *files in begun:
@@ -72,6 +65,19 @@ def begin(program, *arguments, ranks=1, folder=ROOT, **environment):
         return subprocess.CompletedProcess(program, max(codes, key=abs), "".join(outs),
                                            "".join(errs))
     return end
+
+
+def forked(program, *arguments, folder=ROOT, **environment):
+    """`python PROGRAM ARGUMENTS` as a fork -> the process, files of what it prints.
+
+    To import torch and transformers anew would take longer than most runs.
+    """
+    files = [tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(2)]
+    command = [str(ROOT / program), *map(str, arguments)]
+    process = multiprocessing.get_context("fork").Process(
+        target=program_in_a_fork, args=(command, folder, environment, files))
+    process.start()
+    return process, *files
 
 
 def program_in_a_fork(command, folder, environment, files):
