@@ -223,7 +223,7 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, ti
     rows = [tokenizer(text, add_special_tokens=False).input_ids for text in TEXTS]
     labels = torch.tensor([[IGNORE] * 3 + row + [IGNORE] * (20 - len(row)) for row in rows])
     rollout = Rollout(labels.clamp(min=3), labels, torch.zeros(8, 22), TEXTS,
-                      torch.arange(8) % 4 > 0, torch.arange(8) // 4)
+                      torch.arange(8) % 4 > 0)
     noise = 1e-3 * rollout.mask * torch.randn(8, 22, generator=seeded())  # as rounding may give
 
     def drawn(model, *_):
@@ -254,7 +254,7 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, ti
         try:
             p = SimpleNamespace(policy_model=policy, ref_model=reference if s.kl_coef else None,
                                 optimizer=torch.optim.SGD(policy.named_parameters()),
-                                tokenizer=tokenizer)
+                                tokenizer=tokenizer, reward_model=None)
             train.train_grpo(parts_of(p, batch, sampler=drawn, reward_of=reward_of), s)
         except train.BadInput:  # MaxRL, and a reward below 0
             return None
