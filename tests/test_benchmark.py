@@ -1,6 +1,7 @@
 """The benchmark's models, floors and tables; the counts of first_run.py, on a CPU."""
 import math
 import sys
+from types import SimpleNamespace
 import benchmark
 import first_run
 import pytest
@@ -112,7 +113,8 @@ def test_a_training_has_the_problems_of_its_steps():
     tokenizer, (first, second) = benchmark.read_batches(settings, 2)
     assert not set(first.prompts) & set(second.prompts)
     problems = benchmark.load_problems(settings.data)
-    assert second.prompts == train.batch_of_step(tokenizer, problems, 2, settings).prompts
+    given = SimpleNamespace(tokenizer=tokenizer, problems=problems)
+    assert second.prompts == train.batch_of_step(given, 2, settings).prompts
     [reward] = benchmark.reward_functions(train.parse(["--reward=rule"]))  # as TRL calls it
     assert reward(completions=[r"\boxed{3}", "4"], answer=["#### 3"] * 2, prompts=[]) == [1.5, 0]
 

@@ -442,9 +442,8 @@ def test_a_run_goes_on_from_its_model_with_all_of_its_settings(finished_run):
     for model in (command[3], str(finished_run.folder)):
         s = train.parse([*command[:2], "--model", model])
         assert s.model == str(finished_run.folder / "final")
-        for name in train.FIELDS:
-            if name not in (*train.THIS_CALL, "model", "offload", "dtype"):
-                assert getattr(s, name) == getattr(first, name), name
+        for name in train.FIELDS.keys() - {"model", "offload", "dtype", *train.THIS_CALL}:
+            assert getattr(s, name) == getattr(first, name), name
 
 
 def test_an_evaluation_of_a_run_has_its_settings(finished_run):

@@ -253,7 +253,7 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, ti
         try:
             p = SimpleNamespace(policy_model=policy, ref_model=reference if s.kl_coef else None,
                                 optimizer=torch.optim.SGD(policy.named_parameters()),
-                                tokenizer=tokenizer)
+                                tokenizer=tokenizer, reward_model=None)
             train.train_grpo(parts_of(p, batch, sampler=drawn, reward_of=reward_of), s)
         except train.BadInput:  # MaxRL, and a reward below 0
             return None
