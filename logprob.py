@@ -243,10 +243,10 @@ def head_logprobs(model, hidden, targets, temperature, measure):
 # fast family each of its T tokens runs once, in one long row; the last of a row predicts nothing.
 # Of an answer 2 to a prompt 7, and 3 4 and 3 5 6 to a prompt 8 8, the long row is  7 | 8 8 3 | 5:
 #
-#     row          place            first          runs         nodes     queries  keys
-#     7 2          0  1             0 1            1 0          0         0        0
-#     8 8 3 4      5  6  7  8       5 6 7 8        1 1 1 0      1 2 3     1 2 3    1 2 3
-#     8 8 3 5 6    10 11 12 13 14   5 6 7 13 14    0 0 0 1 0    1 2 3 4   4        1 2 3 4
+#   row        place           first        is_label   runs       ends  nodes    queries  keys
+#   7 2        0  1            0 1          0 1        1 0        1     0        0        0
+#   8 8 3 4    5  6  7  8      5 6 7 8      0 0 1 1    1 1 1 0    3     1 2 3    1 2 3    1 2 3
+#   8 8 3 5 6  10 11 12 13 14  5 6 7 13 14  0 0 0 1 1  0 0 0 1 0  4     1 2 3 4  4        1 2 3 4
 #
 # A token's position is its column. Only attention mixes the tokens of a row: those that run in it
 # are its queries, and all up to the last of these are their keys.
@@ -324,47 +324,42 @@ def flash_attention(model, nodes, runs, ends):
     return attend
 
 
-BLOCK = 32                               # columns in a call of padded attention
-
-
 def padded_attention(model, nodes, runs, ends):
     """-> attention of the long row without flash attention: a call for each block of columns."""
-    S = nodes.shape[1]
+    T = int(runs.sum())
+    A = min(64, 16 * (1 + T // len(runs) // 32))         # columns: about half of what a row runs
+    # Multiples of 16, else CUDA copies the mask in every layer
+    nodes, runs = (pad(x, (0, -x.shape[1] % 16)) for x in (nodes, runs))          # (U, S)
     calls = []
     slots = []
-    for start in range(0, S, BLOCK):
-        stop = start + BLOCK     # a multiple of 16, else CUDA copies the mask in every layer
-        is_query = runs[:, start:stop]
+    for start in range(0, int(ends.max()), A):
+        is_query = runs[:, start:start + A]
         n = is_query.any(dim=1)                          # the M rows that have queries here
-        queries = nodes[:, start:stop].where(is_query, -1)[n]                     # (M, A)
-        slots.append(queries.flatten())
-        keys = pad(nodes[n, :stop], (0, stop - min(stop, S)))
+        queries = nodes[:, start:start + A].where(is_query, -1)[n]                # (M, A)
+        keys = nodes[n, :start + A]                                               # (M, K)
         # A query's last key is itself; a mask of 0 and -inf hides those behind it.
-        unseen = torch.ones(queries.shape[1], stop, dtype=torch.bool).triu(start + 1)
-        mask = torch.zeros(unseen.shape, dtype=model.dtype).masked_fill(unseen, -torch.inf)
-        calls.append(uploaded(model.device, queries.clamp(min=0), keys, mask))
+        mask = torch.full((queries.shape[1], keys.shape[1]), -torch.inf, dtype=model.dtype)
+        calls.append(uploaded(model.device, queries.clamp(min=0), keys, mask.triu(start + 1)))
+        slots.append(queries.flatten())
     # The way back: every token stands once among the queries, and padding sorts before them all.
-    back, = uploaded(model.device, torch.cat(slots).argsort()[-int(runs.sum()):])  # (T,)
+    back, = uploaded(model.device, torch.cat(slots).argsort()[-T:])               # (T,)
 
     def attend(q, k, v, scaling):
         if q.is_cuda:
             # As many key heads as query heads, or CUDA takes a slow kernel that holds all scores.
             copies = q.shape[1] // k.shape[1]
             k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))           # (T, Hq, D)
-        out = [padded_call(q, k, v, *call, scaling) for call in calls]
-        return torch.cat(out).index_select(0, back)
+        found = []
+        for queries, keys, mask in calls:
+            padded = []                                  # (M, H, A, D), then twice (M, H, K, D)
+            for x, places in ((q, queries), (k, keys), (v, keys)):
+                x = x.index_select(0, places.flatten())
+                padded.append(x.unflatten(0, places.shape).transpose(1, 2))
+            out = scaled_dot_product_attention(*padded, mask, scale=scaling, enable_gqa=True)
+            found.append(out.transpose(1, 2).flatten(0, 1))                       # (M * A, Hq, D)
+        return torch.cat(found).index_select(0, back)
 
     return attend
-
-
-def padded_call(q, k, v, queries, keys, mask, scaling):
-    """q, k, v (T, H, D) at the places `queries` (M, A) and `keys` (M, S) -> (M * A, Hq, D)."""
-    padded = []                                          # (M, H, A, D) and twice (M, H, S, D)
-    for x, places in ((q, queries), (k, keys), (v, keys)):
-        x = x.index_select(0, places.flatten())
-        padded.append(x.unflatten(0, places.shape).transpose(1, 2))
-    out = scaled_dot_product_attention(*padded, mask, scale=scaling, enable_gqa=True)
-    return out.transpose(1, 2).flatten(0, 1)
 
 
 def long_row_attention(module, q, k, v, mask, scaling=None, attend=None, **kwargs):
@@ -394,26 +389,24 @@ def cut_rows(input_ids, labels, token_budget, share):
     """
     _, _, runs, _, ends, copies = prefix_tree(input_ids, labels)
     order = torch.arange(len(ends)) if share else ends.argsort(descending=True)
-    shared = ends - runs.sum(dim=1) if share else 0 * ends                        # (U,)
-    tokens = pad((ends - shared).cumsum(dim=0), (1, 0)).tolist()   # of the first 0, 1, 2 ... rows
-    longest, shared = ends[order].tolist(), shared.tolist()
-    options = []         # of a cut that begins at a row: tokens that run again, cuts so far, row
-    best = [(0, 0, 0)]   # the last cut of the first 0, 1, 2 ... rows
-    first = 0
+    total = runs.sum(dim=1).cumsum(dim=0).tolist()       # tokens that run up to each row
+    shared = ((ends - runs.sum(dim=1)) * share).tolist()         # run again if a cut begins there
+    ends = ends[order].tolist()
+    best = [(0, 0)]      # of the rows before n: the fewest tokens that run again, the last cut
+    here = []            # the same with a cut that begins at n
+    first = 0            # of the rows that fit into a cut up to n
     for n in range(len(order)):
-        again, cuts, _ = best[n]
-        options.append((again + shared[n], cuts + 1, n))
-        while first < n and token_budget < (
-                tokens[n + 1] - tokens[first] + shared[first] if share
-                else (n + 1 - first) * longest[first]):
+        here.append((best[n][0] + shared[n], n))
+        while first < n and token_budget < ends[first] + (
+                total[n] - total[first] if share else ends[first] * (n - first)):
             first += 1
-        best.append(min(options[first:]))
+        best.append(min(here[first:]))
     found = []
     stop = len(order)
     while stop:
-        start = best[stop][2]
+        _, start = best[stop]
         is_chosen = torch.isin(copies, order[start:stop])                         # (N,)
-        found.append((is_chosen.nonzero()[:, 0], max(longest[start:stop]) + 1))
+        found.append((is_chosen.nonzero()[:, 0], max(ends[start:stop]) + 1))
         stop = start
     return found[::-1]
 

@@ -67,16 +67,8 @@ import reward
 import sample
 from advantage import ADVANTAGES, is_flat, plain_advantages, process_advantages
 from logprob import layers_checkpointed, plain_logprobs, token_logprobs
-from loss import (
-    AGGREGATES,
-    KL_ESTIMATORS,
-    OBJECTIVES,
-    RATIOS,
-    grpo_loss,
-    kl_estimate,
-    next_kl_coef,
-    plain_loss,
-)
+from loss import AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS
+from loss import grpo_loss, kl_estimate, next_kl_coef, plain_loss
 from reward import BadInput, blame, is_right, out_of_memory, score_responses, shuffled, truths_of
 from sample import chat_prompt, one_line, sample_groups
 
@@ -132,14 +124,13 @@ def train_step(parts, batch, s):
 def update(parts, rollout, s):
     """One gradient step on these rows -> its metrics."""
     sums, logprobs, measured = backward(parts, rollout, s)
-    keep_old_policy(parts, rollout, logprobs, measured, s)
+    keep_old_policy(parts, rollout, s, (logprobs, measured))
     # [G] The gradient step. One that is not finite is skipped and counted.
     grad_norm = clip_grad_norm_(unscaled(parts.optimizer), s.max_grad_norm)
     metrics = averaged({**sums, "grad_norm": gather_full(grad_norm)})
-    is_finite = math.isfinite(metrics["grad_norm"] + metrics["loss"])
-    if is_finite:
+    skipped = not math.isfinite(metrics["grad_norm"] + metrics["loss"])
+    if not skipped:
         parts.optimizer.step()
-    skipped = int(not is_finite)
     return metrics | {"skipped_updates": skipped} | adapt_loss_scale(parts.optimizer, skipped)
 
 
@@ -289,18 +280,18 @@ def advantages_of(parts, rollout, batch, s):
         function = process_advantages
         given = {"step_rewards": rollout.step_rewards, "mask": rollout.mask}
     elif s.advantage in ("gtpo", "grpo-s"):
-        score_before_updates(parts, rollout, s)  # for the entropies
+        keep_old_policy(parts, rollout, s)  # for the entropies
         # By rewards other than the rule's an answer is right if its reward is positive.
         right = None if parts.reward_of else is_right(rollout.rule_rewards)
         given |= {"entropies": rollout.measured["entropy"], "mask": rollout.mask, "right": right}
     elif s.advantage == "shape":
-        words = [sample.words_of(parts.tokenizer, ids) for ids in sample.answer_ids_of(rollout)]
+        words = [sample.words_of(parts.tokenizer, ids) for ids in rollout.answer_ids]
         candidates = reward.boxed_candidates(words, truths_of(batch.problems), G)
         given = {"candidates": candidates, "mask": rollout.mask}
     elif s.advantage == "gdpo":
         rewards = torch.stack(list(rollout.reward_parts.values()))                     # (K, N)
-        weights = s.reward_weights or [1.0] * len(rewards)
-        given = {"parts": rewards, "weights": weights, "gathered": gathered}
+        given = {"parts": rewards, "weights": s.reward_weights or [1.0] * len(rewards),
+                 "gathered": gathered}
     elif s.advantage == "batch-std":
         given["gathered"] = gathered
     elif not s.scale_by_std:
@@ -327,9 +318,7 @@ def all_token_logprobs(model, rollout, s, measure=False):
 def micro_batches(model, rollout, s):
     """Yield each micro-batch: a Rollout, and its places in (N, S-1)."""
     # [D] reads ids and labels on the CPU: they are copied once, or every micro-batch would wait.
-    host = copy.copy(rollout)
-    for name in ("input_ids", "labels"):
-        setattr(host, name, getattr(rollout, name).cpu())
+    host = replace(rollout, input_ids=rollout.input_ids.cpu(), labels=rollout.labels.cpu())
     cuts = logprob.cut_rows(host.input_ids, host.labels, s.micro_batch_tokens,
                             logprob.is_fast(model))
     # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
@@ -355,23 +344,17 @@ def mini_batches(parts, rollout, s):
     """--minibatches: the groups split in order, as evenly as possible -> Rollouts."""
     if s.minibatches == 1:
         return [rollout]
-    score_before_updates(parts, rollout, s)  # the first part's update moves the weights
+    keep_old_policy(parts, rollout, s)  # the first part's update moves the weights
     groups = torch.arange(len(rollout.responses)).view(-1, s.group_size)               # (B, G)
     return [sample.take(rollout, rows.flatten().tolist())
             for rows in groups.tensor_split(s.minibatches)]
 
 
-def score_before_updates(parts, rollout, s):
-    """[D] of the policy before the first update, once."""
+def keep_old_policy(parts, rollout, s, found=None):
+    """[D] of the policy before the first update, once: what a backward pass has found, or anew."""
     if rollout.old_logprobs is None:
-        found = all_token_logprobs(parts.policy_model, rollout, s, True)
-        keep_old_policy(parts, rollout, *found, s)
-
-
-def keep_old_policy(parts, rollout, logprobs, measured, s):
-    """Before the first update of a rollout these are the old policy's, which drew the answers."""
-    if rollout.old_logprobs is None:
-        rollout.old_logprobs, rollout.measured = logprobs, measured
+        found = found or all_token_logprobs(parts.policy_model, rollout, s, True)
+        rollout.old_logprobs, rollout.measured = found
         check_sampler(parts, rollout, s)
 
 
@@ -547,8 +530,7 @@ def update_reference(parts, rollout, step, s):
     reward_model = parts.reward_model
     if reward_model:  # keep pairs of this step's answers: the same on every rank
         rows = sum(gathered_objects(rollout.judged), [])
-        generator = seeded(s.seed, "pairs", step)
-        reward.collect_pairs(reward_model, rows, s.group_size, generator)
+        reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
     if step % s.renew_reference:
         return {}
     for model in (parts.ref_model, parts.policy_model):
@@ -578,8 +560,7 @@ LR_SCHEDULES = {  # of what is left of the decay: 1 until the warm-up ends, abov
 
 
 def set_learning_rate(optimizer, step, s):
-    """A linear warm-up, then a schedule; it sets the rate of every group, your own optimizer's too.
-    """
+    """A linear warm-up, then a schedule, for every group of any optimizer -> the rate."""
     # At first Adam's second moment is a mean of few gradients, so the first steps are small.
     lr = s.learning_rate * min(1.0, step / max(s.warmup_steps, 1))
     decaying = max(s.steps - s.warmup_steps, 1)
@@ -596,11 +577,9 @@ def evaluate(parts, settings, group_size=1, temperature=0.0):
     policy = sampling_model(parts.policy_model)
     mine = share_of_rank(len(parts.eval_problems))
     at_a_time = max(1, s.prompts_per_step // world() * settings.group_size // group_size)
-    starts = range(0, len(mine), at_a_time)
     key = (s.seed, "evaluation")
     rows = []
-    for start in tqdm(starts, "evaluation", leave=False):
-        places = mine[start:start + at_a_time]
+    for places in tqdm(reward.groups_of(mine, at_a_time), "evaluation", leave=False):
         batch = make_batch(parts.tokenizer, parts.eval_problems, places, key, s)
         rollout, _ = answers_and_rewards(policy, parts, batch, s)
         rows += zip(rollout.responses, rollout.rule_rewards.tolist(), rollout.rewards.tolist())
@@ -697,10 +676,7 @@ BOXED = "Please reason step by step, and put your final answer within \\boxed{}.
 
 
 def flag(default, help, head="", **how):
-    """A flag. Its annotation in Settings is argparse's `type`, a function that reads a word.
-
-    head: the heading of this flag and those below it. how: for add_argument.
-    """
+    """A flag for add_argument; its annotation in Settings is the `type`. head: a heading above."""
     how["help"] = help if default in (None, "") else f"{help} [{default}]"
     return field(default=default, metadata={"head": head, "how": how})
 
@@ -963,7 +939,7 @@ def load(s):
 
 
 def check_combinations(s):
-    """BadInput for flags that do not go together."""
+    """BadInput for flags that do not go together; a printed line for each that has no effect."""
     band = s.kl_band or [1, 1]
     share, rest = divmod(s.prompts_per_step, world())
     not_the_rule = s.reply or s.reward or s.reward_model
@@ -1000,10 +976,6 @@ def check_combinations(s):
     ]:
         if clash:
             raise BadInput(line)
-
-
-def tell_idle(s):
-    """Print a line for every flag that has no effect together with the others."""
     one_update = s.updates_per_rollout * s.minibatches == 1
     per_answer = s.advantage not in ("gtpo", "grpo-s", "shape") and not s.step_reward
     for names, idle, why in [
@@ -1034,7 +1006,7 @@ def choose_device(s):
                        " or a torch for an older CUDA (pytorch.org), or use --device cpu")
     if device.type == "mps" and (s.offload or s.dtype not in ("auto", "float32")):
         raise BadInput("--dtype, --offload: on mps only --dtype float32 works, without --offload")
-    if device.index:
+    if device.index and device.type == "cuda":
         torch.cuda.set_device(device)  # the default GPU for calls that name none
     if s.dtype != "auto":
         return device, getattr(torch, s.dtype)
@@ -1049,8 +1021,8 @@ def choose_device(s):
 def load_policy(s):
     """The policy and its tokenizer; a model that will be sharded is in host memory."""
     with blame(f"--model {s.model}:"):
-        place = s.device if s.is_whole else "cpu"
-        model, tokenizer = sample.open_policy(s.model, place, getattr(torch, s.dtype))
+        model, tokenizer = sample.open_policy(s.model, s.device if s.is_whole else "cpu",
+                                              getattr(torch, s.dtype))
         sample.set_template_arguments(tokenizer, s.template_args)
     sample.PLAIN = s.plain
     if not s.plain:
@@ -1164,6 +1136,10 @@ def with_moments(optimizer):
     return optimizer
 
 
+def to_float32(weight):
+    weight.grad = weight.grad.float()
+
+
 class MasterAdamW(torch.optim.AdamW):
     """AdamW on the float32 masters of bfloat16 or float16 weights, which are rounded from them.
 
@@ -1181,21 +1157,17 @@ class MasterAdamW(torch.optim.AdamW):
         self.grads = []
         if self.trained[0].device != weights[0].device:
             self.grads = [torch.empty_like(master, pin_memory=True) for master in self.trained]
-        for i, weight in enumerate(weights):
+        for weight in weights:
             if weight.requires_grad:  # with LoRA the factors have gradients instead
                 # A backward pass writes gradients in the weight's dtype. The hook makes the first
                 # one float32, so the others are added to it in float32.
                 weight.grad_dtype = None  # allows that
-                weight.register_post_accumulate_grad_hook(partial(self.take_gradient, i))
-
-    def take_gradient(self, i, weight):
-        weight.grad = weight.grad.to(self.trained[i].dtype)
+                weight.register_post_accumulate_grad_hook(to_float32)
 
     def master(self, i):
         """What the i-th weight is rounded from."""
         return self.trained[i]
 
-    @torch.no_grad()
     def step(self):
         for i, weight in enumerate(self.weights):
             if weight.grad is not None:
@@ -1349,7 +1321,6 @@ ADVICE = ("to need less: lower --micro-batch-tokens, --prompts-per-step, --group
 def plan_memory(s):
     """Settings -> the same with all that the device decides. BadInput: a clash, or no memory."""
     check_combinations(s)  # cheap checks first: flags, the device, the model's config
-    tell_idle(s)
     ways, counts, fitting = counted_ways(s)
     if s.eval_only:
         return ways[0]  # an evaluation has no step
@@ -1568,9 +1539,8 @@ def gathered(tensor):
 
 def averaged(numbers):
     """{name: number} -> their means over the ranks."""
-    mine = {name: float(value) for name, value in numbers.items()}
-    everywhere = gathered_objects(mine)
-    return {name: sum(each[name] for each in everywhere) / world() for name in mine}
+    everywhere = gathered_objects({name: float(value) for name, value in numbers.items()})
+    return {name: sum(each[name] for each in everywhere) / world() for name in numbers}
 
 
 def on_rank_0(function, *args):
@@ -1921,10 +1891,7 @@ def digests_of(parts):
 
 
 def forget_later_steps(run):
-    """Cut off the lines of steps after the checkpoint's, which come again -> the metrics left.
-
-    A run may have been killed between any two writes, or in the middle of one.
-    """
+    """Cut off the lines of steps after the checkpoint's, which come again -> the metrics left."""
     last = run.step if run.before else -1  # without an evaluation step 0 comes again
     for name in ("samples.jsonl", "metrics.jsonl"):
         path = run.folder / name
@@ -2052,9 +2019,8 @@ def print0(line, file=None):
 
 def example_of(run):
     """The held-out problem that gained most -> its place, its true answer."""
-    before = torch.tensor([reward for _, reward in run.before])
-    after = torch.tensor([reward for _, reward in run.after])
-    i = int((after - before).nan_to_num().argmax())
+    gains = [after - before for (_, before), (_, after) in zip(run.before, run.after)]
+    i = int(torch.tensor(gains).nan_to_num().argmax())
     truth, = truths_of([run.eval_problems[i]])
     return i, truth or "not known"
 
@@ -2145,8 +2111,7 @@ def write_page(run, parts, s):
         tensors = {name: torch.tensor(group[name], device=model.device) for name in TENSORS}
         answers = sample.Rollout(**tensors, logprobs=tensors["old_logprobs"], responses=None)
         logprobs, _ = all_token_logprobs(model, answers, s)                               # (G, S-1)
-        moved = logprobs - answers.old_logprobs
-        sections += section_of(group, answers, moved, parts.tokenizer)
+        sections += section_of(group, answers, logprobs - answers.old_logprobs, parts.tokenizer)
     if run.folder:
         with run.replacing("page.html") as new:
             new.write_text(page_of(run, sections, s), encoding="utf-8")
@@ -2166,18 +2131,19 @@ def page_of(run, sections, s):
     curves = curves_of(run)
     figures = "".join(figure_of_curve(*curve, run.step) for curve in curves)
     _, title, points = curves[0]
-    first, last = points[0][1], points[-1][1]
-    headline = f"Stopped before the second evaluation; {title} {first:.3g} at the start"
+    first = f"{points[0][1]:.3g}"
+    headline = f"Stopped before the second evaluation; {title} {first} at the start"
     example = ""
     if len(points) > 1 and run.before:
-        headline = f"{title.capitalize()} {first:.3g} → {last:.3g} after {points[-1][0]:g} steps"
+        step, last = points[-1]
+        headline = f"{title.capitalize()} {first} → {last:.3g} after {step:g} steps"
         i, truth = example_of(run)
         example = f"""<h2>The held-out problem that gained most</h2>
 <p>{escape(run.eval_problems[i]["question"])}</p><p>true answer: {escape(truth)}</p>
 <div class="two">
 <section><h3>before <small>reward {run.before[i][1]:.3g}</small></h3>
 <pre>{escape(run.before[i][0])}</pre></section>
-<section><h3>after {points[-1][0]:g} steps <small>reward {run.after[i][1]:.3g}</small></h3>
+<section><h3>after {step:g} steps <small>reward {run.after[i][1]:.3g}</small></h3>
 <pre>{escape(run.after[i][0])}</pre></section></div>"""
     name = escape(run.folder.name)
     again = ""
@@ -2230,8 +2196,7 @@ def section_of(group, answers, moved, tokenizer):
         tokens = is_answer.nonzero()[:, 0]
         # Between its first and its last token there may be replies, which others wrote.
         span = slice(tokens[0], tokens[-1] + 1)
-        ids = answers.input_ids[n, 1:][span].tolist()
-        words = sample.words_of(tokenizer, ids)
+        words = sample.words_of(tokenizer, answers.input_ids[n, 1:][span].tolist())
         distances = moved[n, span].tolist()
         y = ""
         for word, d, wrote_it in zip(words, distances, is_answer[span].tolist()):
@@ -2243,8 +2208,7 @@ def section_of(group, answers, moved, tokenizer):
             y += word
         if not answers.finished[n]:
             y += " <small>cut at the limit</small>"
-        A = answers.advantages[n].expand_as(is_answer)  # each token may have its own
-        A = float(A[is_answer].mean())
+        A = answers.advantages[n].expand_as(is_answer)[is_answer].mean()  # each may have its own
         text += (f'<div class="y"><b>y<sub>{n + 1}</sub></b><span>r {r[n]:.4g}'
                  f'</span><span>A {A:+.2f}</span><s><i style="--A:{A:.2f}"></i></s>'
                  f'<p dir="auto">{y}</p></div>')
@@ -2276,7 +2240,6 @@ def print_trace(parts, s):
     # Up to 20 problems are tried for one whose answers differ in reward: else advantages are 0.
     s = replace(s, prompts_per_step=world(), updates_per_rollout=1, minibatches=1,
                 max_resample=0 if s.step_reward else 20)
-    model = parts.policy_model
     batch = batch_of_step(parts, 1, s)
     metrics, rollout = train_step(parts, batch, s)
     mask = rollout.mask                                                                # (G, S-1)
@@ -2289,7 +2252,7 @@ def print_trace(parts, s):
                f"A {A[n][mask[n]][0]:+.4f}: {' '.join(response[:60].split())}")
 
     # The terms of the loss after the update; before it every ratio was 1.
-    new, _ = all_token_logprobs(model, rollout, s)                    # (G, S-1)
+    new, _ = all_token_logprobs(parts.policy_model, rollout, s)                        # (G, S-1)
     old = rollout.old_logprobs
     # Without a reference (--kl-coef 0) its column repeats the old policy.
     ref = old if rollout.ref_logprobs is None else rollout.ref_logprobs

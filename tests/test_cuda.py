@@ -187,9 +187,11 @@ def test_a_step_that_no_graph_can_hold_needs_plain(tiny, graphs, changes, captur
 def test_answers_that_need_several_blocks_of_slots(tiny, graphs):
     """A kept cache is too small for the longer ones; graphs see 256, 512 and 768 of its slots."""
     model = random_policy(ends=[45], max_position_embeddings=1024)
+    tokenizer = copy.deepcopy(tiny[1])                       # whose own end token ends nothing
+    tokenizer.eos_token, tokenizer.chat_template = None, "{{ messages[-1].content }}"
     for tokens in (100, 600):
-        found = drawn(model, tiny, max_new_tokens=tokens)
-    expected = drawn(copy.deepcopy(model).cpu(), tiny, max_new_tokens=tokens)
+        found = drawn(model, (None, tokenizer), max_new_tokens=tokens)
+    expected = drawn(copy.deepcopy(model).cpu(), (None, tokenizer), max_new_tokens=tokens)
     assert torch.equal(found.labels.cpu(), expected.labels)
     assert {length for _, length, _ in sample.KEPT[model].graphs} >= {256, 512, 768}
 
@@ -216,23 +218,22 @@ def test_many_words_are_drawn_as_on_the_cpu(tiny):
 
 
 # --- [D] Log-probs and their gradients ------------------------------------------------------------
-WAYS = {"padded": (False, False), "grouped": (True, False), "checkpointed": (True, True)}
+WAYS = {"padded": (False, False), "long row": (True, False), "checkpointed": (True, True)}
 
 
-@pytest.mark.parametrize("grouped, checkpointed", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("fast, checkpointed", WAYS.values(), ids=WAYS)
 @dtypes
-def test_logprobs_and_gradients(dtype, grouped, checkpointed):
+def test_logprobs_and_gradients(dtype, fast, checkpointed):
     def run(model, ids, labels, weight):
-        groups = (torch.arange(6) // 3).to(ids.device) if grouped else None
         kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-        slow = [] if grouped else [SDPBackend.MATH]          # it holds all scores
+        slow = [] if fast else [SDPBackend.MATH]             # it holds all scores
         with layers_checkpointed(model, checkpointed), sdpa_kernel(kernels + slow):
-            values, measured = token_logprobs(model, ids, labels, 0.9, True, groups)
+            values, measured = token_logprobs(model, ids, labels, 0.9, measure=True)
             (values * weight).sum().backward()
         return [values, measured["entropy"], *(p.grad for p in model.parameters())]
 
     rows = answer_rows([(5, 15), (5, 4), (5, 1), (3, 14), (3, 1), (3, 17)], words=57)
-    model = random_policy(dtype)
+    model = random_policy(dtype, fast=fast)
     expected = run(copy.deepcopy(model).to("cpu", torch.float32), *rows)
     found = run(model, *(x.to(CUDA) for x in rows))
     tolerance = 2e-5 if dtype == torch.float32 else 0.15
@@ -298,9 +299,8 @@ def test_updates_on_the_same_answers(dtype):
     """Every metric of them; a gradient that is not finite is skipped, and halves the loss scale."""
     rel = 1e-5 if dtype == torch.float32 else 0.02
     for found, expected in zip(updates(CUDA, dtype), updates("cpu", torch.float32)):
-        for name in expected.keys() - {"sampler_difference", "loss_scale"}:
+        for name in expected.keys() - {"loss_scale"}:
             assert found[name] == pytest.approx(expected[name], rel=rel, abs=rel / 4), name
-        assert found["sampler_difference"] < rel / 4
     if dtype == torch.float16:
         found = updates(CUDA, dtype, loss_scale=2.0**40)
         found = [(metrics["skipped_updates"], metrics["loss_scale"]) for metrics in found]

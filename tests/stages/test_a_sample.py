@@ -152,6 +152,25 @@ def test_every_token_is_drawn_from_float32_logits(T):
     assert error < 1e-5 and logits.abs().max() > 16
 
 
+@pytest.mark.parametrize("plain", [False, True])
+def test_what_all_prompts_begin_with_runs_once(model, runs, monkeypatch, plain):
+    """The same answers as to each prompt alone; --plain runs whole prompts."""
+    monkeypatch.setattr(sample, "PLAIN", plain)
+    common = [2 + 7 * t % 59 for t in range(110)]
+    prompts = [[*common, *range(2 + n, 2 + n + n % 5)] for n in range(1, 12)]
+    u = torch.rand(11 * 2, 6, dtype=torch.float64, generator=seeded(3))
+    found = sample.write_answers(model, prompts, u, 1.2, ENDS)
+    assert runs[:1 + (not plain)] == ([(11, 114)] if plain else [(1, 109), (11, 5)])
+    for n, (ids, logprobs) in enumerate(found):
+        expected, theirs = plain_answer(model, prompts[n // 2], u[n], 1.2, ENDS)
+        assert ids == expected and logprobs == pytest.approx(theirs, abs=1e-4)
+    # Equal prompts, one that is the beginning of all others, a single one
+    for prompts in ([common] * 12, [common + [3] * n for n in range(12)], [common]):
+        u = torch.rand(len(prompts), 3, dtype=torch.float64, generator=seeded(4))
+        for n, (ids, _) in enumerate(sample.write_answers(model, prompts, u, 1.2, ENDS)):
+            assert ids == plain_answer(model, prompts[n], u[n], 1.2, ENDS)[0]
+
+
 # --- The rows -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("limit", [1, 2, 12])
 @pytest.mark.parametrize("ends", [[END], ENDS])

@@ -157,7 +157,7 @@ def test_a_word_of_no_probability_has_no_entropy():
 # --- Masks, and what rows have in common; test_families.py has rows with and without padding ------
 @pytest.mark.parametrize("holes", [[(0, 5), (0, 9), (3, 10), (4, 9)], [0, 3, 4]], ids=str)
 def test_labels_anywhere_or_nowhere_in_a_row(random_model, holes):
-    """A hole in an answer is not scored, but still read; a row, or a prompt, may have no label."""
+    """A hole in an answer is not scored, but still read; a row may have no label."""
     model, (input_ids, labels, weights) = copy.deepcopy(random_model), batch()
     labels[2, 0] = input_ids[2, 0]  # nothing predicts token 0
     for hole in holes:
@@ -192,8 +192,7 @@ ALIKE = {
 def rows_of(text):
     """-> ids, labels (N, S), weights (N, S-1)."""
     letters = [list(row) for row in text.split()]
-    ids = torch.tensor([[1 if x == "." else 2 + ord(x.lower()) % 32 for x in row]
-                        for row in letters])
+    ids = torch.tensor([[ord(x.lower()) % 32 for x in row] for row in letters])
     is_label = torch.tensor([[x.isupper() for x in row] for row in letters])
     labels = ids.where(is_label, IGNORE)
     return ids, labels, torch.randn(len(ids), ids.shape[1] - 1, generator=seeded(1))

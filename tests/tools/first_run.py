@@ -65,7 +65,7 @@ def main(argv=None):
 
 def print_counts():
     """Of the tiny policy, in the precision that train.py chooses for this card."""
-    s = train.parse(["--device=cuda:0", "--dtype=auto"])
+    s = train.plan_memory(train.parse(["--device=cuda:0", "--dtype=auto"]))
     policy, tokenizer = train.load_policy(s)
     per_token = decoding(policy, tokenizer)
     print(f"\ndecoding, a token of 16 rows   {per_token}")

@@ -130,3 +130,18 @@ def test_no_family_looks_ahead():
     for name in FAMILIES:
         for model in (family(name), copy.deepcopy(family(name)).bfloat16()):
             assert not sample.looks_ahead(model), name
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prompts_that_begin_alike(name):
+    """What all of them begin with runs once, unless a window or an attention forbids that."""
+    model = family(name)
+    tokenizer = make_tokenizer(pad_token="<pad>", eos_token="<end>")
+    common = [f"w{2 + 7 * t % 59}" for t in range(100)]
+    prompts = [" ".join([*common, *(f"w{5 + 3 * n}" for t in range(1 + n % 4))]) for n in range(12)]
+    rollout = sample.sample_groups(model, tokenizer, prompts, 1, 5, temperature=0)
+    with torch.no_grad():
+        logits = model(rollout.input_ids, use_cache=False).logits[:, :-1]
+    assert torch.equal(logits.argmax(dim=2)[rollout.mask], rollout.input_ids[:, 1:][rollout.mask])
+    logp = logits.log_softmax(dim=2).gather(2, rollout.input_ids[:, 1:, None])[:, :, 0]
+    torch.testing.assert_close(rollout.logprobs, logp.where(rollout.mask, 0), rtol=0, atol=1e-4)

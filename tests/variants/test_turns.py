@@ -69,7 +69,7 @@ def test_half_of_a_group_goes_on_from_what_the_rule_finds_best():
     p = parts("--around-best=2", "--group-size=8")
     _, rollout, _ = whole_step(p, reward_of=None)
     assert len(rollout.responses) == 16
-    answers = sample.answer_ids_of(rollout)
+    answers = rollout.answer_ids
     for first in (0, 8):
         rewards = rollout.rule_rewards[first:first + 4]
         best = rewards.argsort(descending=True, stable=True)[:2].tolist()

@@ -244,7 +244,6 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, ti
         capsys.readouterr()
         try:
             train.check_combinations(s)
-            train.tell_idle(s)
             reward_of = own_rewards(s)
         except train.BadInput:
             return None
@@ -290,7 +289,7 @@ def draws(texts, length, start):
     n = torch.arange(sum(map(len, texts)))
     ids = start + n[:, None].repeat(1, length)
     labels = ids.where(torch.arange(length) >= 4, IGNORE)
-    return Rollout(ids, labels, -0.1 * ids[:, 1:], sum(texts, []), n < 0, n // 4)
+    return Rollout(ids, labels, -0.1 * ids[:, 1:], sum(texts, []), n < 0)
 
 
 def length_reward(problems, prompts, rollout):

@@ -43,7 +43,8 @@ def spoken(*responses):
     """Two prompt tokens, then the answer's: 5 6 in the first row, 5 6 7 in the second, and so on"""
     count = len(responses)
     labels = torch.arange(3, 6 + count).repeat(count, 1).tril(3)
-    return types.SimpleNamespace(responses=list(responses), labels=labels.where(labels > 4, -100))
+    ids = [row[row > 4].tolist() for row in labels]
+    return types.SimpleNamespace(responses=list(responses), answer_ids=ids)
 
 
 @pytest.fixture
