@@ -1,11 +1,9 @@
 """train.py as a command: begun, refused, done."""
-import multiprocessing
 import os
-import runpy
 import subprocess
 import sys
 import tempfile
-import traceback
+from contextlib import suppress
 
 from files import LIMIT, ROOT
 from torch.distributed import TCPStore
@@ -51,52 +49,30 @@ def begin(program, *arguments, ranks=1, folder=ROOT, **environment):
     begun = []
     for rank in map(str, range(ranks)):
         place = {"RANK": rank, "LOCAL_RANK": rank, **told} if ranks > 1 else {}
-        begun.append(forked(program, *arguments, folder=folder, **place, **environment))
+        begun.append(started(program, *arguments, folder=folder, **place, **environment))
 
     def end(store=store):                                 # the store lives until then
         for process, *files in begun:
-            process.join(LIMIT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(LIMIT)
             process.kill()
-            process.join()
+            process.wait()
             for file in files:
                 file.seek(0)
-        codes, outs, errs = zip(*((process.exitcode, out.read(), err.read())
+        codes, outs, errs = zip(*((process.returncode, out.read(), err.read())
                                   for process, out, err in begun))
         return subprocess.CompletedProcess(program, max(codes, key=abs), "".join(outs),
                                            "".join(errs))
     return end
 
 
-def forked(program, *arguments, folder=ROOT, **environment):
-    """`python PROGRAM ARGUMENTS` as a fork -> the process, files of what it prints.
-
-    To import torch and transformers anew would take longer than most runs.
-    """
-    files = [tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(2)]
-    command = [str(ROOT / program), *map(str, arguments)]
-    process = multiprocessing.get_context("fork").Process(
-        target=program_in_a_fork, args=(command, folder, environment, files))
-    process.start()
-    return process, *files
-
-
-def program_in_a_fork(command, folder, environment, files):
-    """What `python` would do with this command, there."""
-    for number, file in enumerate(files, start=1):
-        os.dup2(file.fileno(), number)
-    sys.stdout, sys.stderr = (open(n, "w", 1, "utf-8") for n in (1, 2))  # written line by line
-    os.environ.update(environment)
-    os.chdir(folder)
-    sys.argv = command
-    status = 0
-    try:
-        runpy.run_path(command[0], run_name="__main__")
-    except SystemExit as leaving:
-        status = leaving.code or 0
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    os._exit(status)
+def started(program, *arguments, folder=ROOT, **environment):
+    """Start `python PROGRAM ARGUMENTS` -> the process, files of what it prints."""
+    # No fork: the threads of this process may hold a lock that a child would wait for.
+    out, err = (tempfile.TemporaryFile("w+", encoding="utf-8") for _ in range(2))
+    process = subprocess.Popen([sys.executable, ROOT / program, *map(str, arguments)], cwd=folder,
+                               stdout=out, stderr=err, env={**os.environ, **environment})
+    return process, out, err
 
 
 def well_ended(done):

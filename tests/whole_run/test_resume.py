@@ -1,7 +1,6 @@
 """Runs that survive: checkpoints, --resume, signals, rewards that fail."""
 import fcntl
 import json
-import multiprocessing
 import os
 import pty
 import re
@@ -21,7 +20,7 @@ from checks import same
 from files import (FEW, LIMIT, MINE, ROOT, TINY, assert_bitwise, assert_same_checkpoint,
                    checkpoint_of, curve, edit_json, edit_tensors, lines_of, metrics_of,
                    snapshot)
-from runs import begin, forked, one_line_of, refused, trained, trains, well_ended
+from runs import begin, one_line_of, refused, started, trained, trains, well_ended
 from steps import NO_MEMORY, raises, run_in
 from safetensors.torch import load, load_file
 import train
@@ -108,14 +107,14 @@ def test_killed_at_any_moment_the_run_ends_the_same(uninterrupted, tmp_path):
     for steps in range(5):
         begun = (folder / "config.json").is_file()
         flags = [f"--resume={folder}"] if begun else [*FLAGS, f"--output={folder}"]
-        process, *_ = forked("train.py", *flags)
-        while process.is_alive():
+        process, *_ = started("train.py", *flags)
+        while process.poll() is None:
             if log.is_file() and log.read_text().count("\n") > steps:
                 break
             time.sleep(0.01)
         time.sleep(0.07 * steps)
         process.kill()
-        process.join()
+        process.wait()
     resumed_ends_the_same(folder, uninterrupted)
 
 
@@ -171,17 +170,11 @@ def test_the_handlers_belong_to_the_process_that_set_them(capsys, tmp_path):
     assert "stopping" not in capsys.readouterr().err
 
 
-def interrupted_twice():
-    with train.Run().stopping_on_signals():
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-
-
 def test_the_second_signal_leaves_at_once():
-    process = multiprocessing.get_context("fork").Process(target=interrupted_twice)
-    process.start()
-    process.join(LIMIT)
-    assert process.exitcode == -signal.SIGINT
+    interrupted = ("import signal, train\nwith train.Run().stopping_on_signals():\n"
+                   "    for _ in range(2):\n        signal.raise_signal(signal.SIGINT)\n")
+    status = subprocess.call([sys.executable, "-c", interrupted], cwd=ROOT, timeout=LIMIT)
+    assert status == -signal.SIGINT
 
 
 def test_main_puts_signals_back_and_leaves_ignored_ones_alone(monkeypatch, tmp_path):
