@@ -152,7 +152,7 @@ def test_graphs_are_kept_and_see_updated_weights(tiny, graphs):
     captured = graphs["captured"]
     for past in sum(sample.KEPT[model].past.values(), []):   # not even a NaN shows
         past.fill_(torch.nan)
-    sample.KEPT[model].padding.fill_(99)
+    sample.KEPT[model].mask.fill_(False)
     for shape in shapes:
         found = drawn(model, tiny, **shape)
         expected = drawn(copy.deepcopy(model).cpu(), tiny, **shape)

@@ -125,6 +125,8 @@ def counted_by_torch(seen, caught):
 def decoding(policy, tokenizer, short=24, long=88):
     """The Count of a token: that of a long rollout less that of a short one."""
     policy.generation_config.eos_token_id = [len(tokenizer)]  # no row ends
+    tokenizer = copy.deepcopy(tokenizer)                     # nor by its own end token
+    tokenizer.eos_token, tokenizer.chat_template = None, "{{ messages[-1].content }}"
     counts = []
     for tokens in (short, long):
         for _ in range(2):                                   # the first one captures its graphs
