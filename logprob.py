@@ -328,6 +328,8 @@ def padded_attention(model, nodes, runs, ends):
     """-> attention of the long row without flash attention: a call for each block of columns."""
     T = int(runs.sum())
     A = min(64, 16 * (1 + T // len(runs) // 32))         # columns: about half of what a row runs
+    if model.device.type == "cuda":                      # each block keeps a copy of its keys
+        A = max(A, 256)
     # Multiples of 16, else CUDA copies the mask in every layer
     nodes, runs = (pad(x, (0, -x.shape[1] % 16)) for x in (nodes, runs))          # (U, S)
     calls = []
