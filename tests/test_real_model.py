@@ -16,6 +16,7 @@ from checks import seeded
 from files import lines_of, snapshot
 from models import small_model
 from runs import one_line_of
+from steps import raises
 from transformers import AutoModelForCausalLM, AutoTokenizer
 import reward
 from sample import chat_prompt, sample_groups
@@ -70,18 +71,6 @@ def worked_out(request, tmp_path_factory):
     return folder
 
 
-def test_each_vocabulary_tells_its_own_stories(worked_out):
-    texts = [path.read_text() for path in worked_out.glob("*.jsonl")]
-    told = set(re.findall(r"[A-Za-z]+", " ".join(texts)))
-    vocabularies = {}
-    for name, (names, things, gains, losses) in real_model.WORDS.items():
-        verbs = [phrase.split()[0] for phrase in gains + losses]
-        vocabularies[name] = {*names, *things, *verbs}
-    own = vocabularies.pop(worked_out.name)
-    [foreign] = vocabularies.values()
-    assert len(texts) == 3 and own <= told and not (foreign - own) & told
-
-
 def test_sums_of_steps_are_right_and_kinds_are_even(worked_out):
     sums = {}
     for name, steps in (("train", 2), ("test", 2), ("longer", 3)):
@@ -117,23 +106,6 @@ def test_sums_of_steps_are_measured_by_kind(worked_out):
     assert paid == {"right_in_time": [1.5, 0, 1], "right": [1, 0, 1], "true_equations": [1, 0, 0],
                     "right_plus_plus": [None] * 3, "right_plus_minus": [None] * 3,
                     "right_minus_plus": [None] * 3, "right_minus_minus": [1, 0, 1]}
-
-
-def test_with_boxed_the_rule_is_the_reward(tmp_path):
-    path = real_model.write_task(tmp_path, tmp_path, flags=real_model.FLAGS | real_model.BOXED)
-    settings = parse(["--config", str(path)])
-    assert settings.reward == ["rule"]
-    for example in settings.system_prompt.split("\n\n"):
-        question, answer = example.split("Answer: ")
-        assert reward.rule_reward(answer, str(total_of(question))) == 1.5
-
-
-@pytest.mark.parametrize("answer, right, completions", [
-    ("13", 1.0, ("4 + 9 = 13", "Anna has 13 stamps.", "$13.00")), ("1300", 1.0, ("1,300",)),
-    ("0", 1.0, ("0",)), ("13", 0.0, ("13, not 12", "113", "13.5", "-13", "thirteen", ""))])
-def test_the_last_number_counts(answer, right, completions):
-    n = len(completions)
-    assert real_reward.right(completions=completions, answer=[answer] * n) == [right] * n
 
 
 def test_the_rewards_as_training_calls_them(task, tiny):
@@ -183,34 +155,6 @@ def test_the_folder_is_made_once_and_the_command_printed(script, tmp_path, capsy
     assert capsys.readouterr().out == f"{command}{tmp_path / 'task' / 'config.json'}\n"
 
 
-@pytest.mark.parametrize("own_reward, status, shares", [
-    (True, 0, [("0.03", "1", "5"), ("0.10", "8", "12")]),
-    (False, 0, [("0.15", "1", "5"), ("0.50", "8", "12")]), (True, 130, [])])
-def test_a_run_ends_with_its_first_and_last_shares(
-        script, tmp_path, monkeypatch, capsys, own_reward, status, shares):
-    """Of real_reward.py's `right`, or, where the rule is the reward, of the rule."""
-    def train(command):
-        folder = tmp_path / "run"
-        assert command[command.index("--output"):] == ["--output", str(folder)]
-        folder.mkdir()
-        lines = [{"step": 0, "eval_accuracy": 0.9}]
-        for step in range(1, 13):
-            own = {"reward/right": step / 100} if own_reward else {}
-            lines.append({"step": step, "loss": 0.0, "accuracy": step / 20, **own})
-        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-        return status
-
-    monkeypatch.setattr(real_model.subprocess, "call", train)
-    assert script("--run", f"--output={tmp_path / 'run'}") == status
-    assert re.findall(r"(\S+) in steps (\d+)–(\d+)", capsys.readouterr().out) == shares
-
-
-def test_other_words_are_refused_where_they_would_change_nothing(script, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        script("--words", "other")
-    assert "--words" in capsys.readouterr().err.splitlines()[-1]
-
-
 @pytest.mark.parametrize("harm", [
     lambda folder: (folder / "model.safetensors").write_text("made of a file"),
     lambda folder: (folder / "config.json").unlink(),
@@ -226,18 +170,18 @@ def test_a_folder_that_was_changed_is_refused_and_left_alone(script, tmp_path, c
     assert line.startswith(f"real_model.py: --folder {folder}: ") and snapshot(folder) == before
 
 
-def test_what_fails_is_one_line_and_leaves_nothing(script, tmp_path, monkeypatch, capsys):
-    def convert(gguf, folder, source):
-        folder.mkdir()
-        raise OSError("no space left")
-
-    monkeypatch.setattr(real_model, "convert", convert)
+def test_what_fails_leaves_nothing(script, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(real_model, "convert", raises(OSError("no space left")))
     assert script() == 2 and capsys.readouterr().err == "real_model.py: no space left\n"
     assert list((tmp_path / "models").iterdir()) == []
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # gguf is not installed
-    assert script() == 2
-    line = one_line_of(capsys.readouterr().err, "real_model.py")
-    assert line.endswith("-m pip install gguf accelerate")
+
+
+@pytest.mark.parametrize("answer, right, completions", [
+    ("13", 1.0, ("4 + 9 = 13", "Anna has 13 stamps.", "$13.00")), ("1300", 1.0, ("1,300",)),
+    ("0", 1.0, ("0",)), ("13", 0.0, ("13, not 12", "113", "13.5", "-13", "thirteen", ""))])
+def test_the_last_number_counts(answer, right, completions):
+    n = len(completions)
+    assert real_reward.right(completions=completions, answer=[answer] * n) == [right] * n
 
 
 @pytest.mark.parametrize("dtype, rounded_apart", [(torch.float32, False), (torch.bfloat16, True)])
@@ -317,16 +261,3 @@ def test_gsm8k_as_a_conversation_whose_examples_nobody_is_asked(tmp_path, exampl
         assert question == {"role": "user", "content": problem(n)["question"]}
         assert question["content"] not in asked
         assert answer["content"] == f"It is {n}+1={n + 1}.\nThe answer is \\boxed{{{n + 1}}}."
-
-
-def test_the_real_model_answers():
-    folder = real_model.CACHE / "grpo" / "smollm2-135m-instruct"
-    if not folder.exists():
-        pytest.skip("python tests/real/real_model.py has not been run")
-    real_model.check(folder)
-    model, tokenizer = (x.from_pretrained(folder) for x in (AutoModelForCausalLM, AutoTokenizer))
-    prompt = chat_prompt(tokenizer, {"question": "What is the capital of France?"}, "")
-    rollout = sample_groups(model.eval(), tokenizer, [prompt], 1, 16, temperature=0)
-    assert rollout.responses == ["The capital of France is Paris."]
-    inputs = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")
-    assert model.generate(**inputs, max_new_tokens=16, do_sample=False).equal(rollout.input_ids)

@@ -3,7 +3,6 @@ import json
 import math
 import pytest
 import study
-import torch
 from runs import begin
 import train
 
@@ -45,13 +44,10 @@ def test_a_run_that_never_reaches_it_is_marked():
     ("high > low", "seen: 5 ± 1 against 2 ± 1"), ("mid ~ low", "seen: 4 ± 1 against 2 ± 1"),
     ("low > high", "the opposite: 2 ± 1 against 5 ± 1"),
     # 2 apart: no more than both spreads
-    ("mid > low", "not seen: 4 ± 1 against 2 ± 1"), ("low > mid", "not seen: 2 ± 1 against 4 ± 1"),
-    ("low ~ high", "not seen: 2 ± 1 against 5 ± 1"), ("high > 0", "seen: 5 ± 1 against 0 ± 0"),
-    ("wide > 0", "not seen: 4 ± 4 against 0 ± 0"), ("high ~ low", "not seen: 5 ± 1 against 2 ± 1"),
+    ("mid > low", "not seen: 4 ± 1 against 2 ± 1"), ("low ~ high", "not seen: 2 ± 1 against 5 ± 1"),
+    ("high > 0", "seen: 5 ± 1 against 0 ± 0"), ("wide > 0", "not seen: 4 ± 4 against 0 ± 0"),
     ("low in 1 3", "seen: 2 ± 1"), ("low in 2.5 3", "not seen: 2 ± 1"),
     ("none > low", "cannot be said: nan ± nan against 2 ± 1"),
-    ("none ~ low", "cannot be said: nan ± nan against 2 ± 1"),
-    ("one > low", "cannot be said: fewer than two seeds"),
     ("high > one", "cannot be said: fewer than two seeds")])
 def test_verdicts(relation, expected):
     values = dict(high=[4, 5, 6], mid=[3, 4, 5], low=[1, 2, 3], wide=[0, 4, 8], one=[9],
@@ -75,12 +71,6 @@ def test_the_plan_names_what_exists(name):
         label, sign, other = study.parts_of(relation)
         assert label in labels
         assert other in labels or sign == "in" or (sign, other) == (">", "0")
-
-
-def test_the_chart_averages_over_runs_and_steps():
-    text = study.chart("t", "y", [[[1.0, 3.0, 5.0], [3.0, 5.0, 7.0]]], every=2)
-    assert "line [3, 6]" in text and "[2, 3]" in text
-    assert study.group_std(torch.tensor([1.0, 1.0, 0.0, 2.0, 0.0, 4.0]), 2) == 1  # 0, 1 and 2
 
 
 def test_one_run_end_to_end_the_others_are_kept(tmp_path):

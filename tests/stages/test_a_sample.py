@@ -8,7 +8,7 @@ import copy
 import json
 import math
 import shutil
-from dataclasses import fields, replace
+from dataclasses import fields
 from functools import partial
 from types import SimpleNamespace
 import huggingface_hub
@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from chat_families import family
 from checks import is_same, same, seeded, value_error
 from files import TINY
-from models import SHAPE, make_tokenizer, small_model
+from models import make_tokenizer, small_model
 from steps import raises
 import sample
 from logprob import token_logprobs
@@ -53,7 +53,7 @@ def test_by_hand():
 # --------------------------------------------------------------------------------------------------
 # A reader may stop here. What follows: the loops, the rows, end tokens, variants, prompts, folders.
 
-V, PAD, END = SHAPE["vocab_size"], 0, 1
+PAD, END = 0, 1
 ENDS = [END, 7, 40, 41, 42, 43]
 PROMPTS = ["w5 w9 w12", "w7", " ".join(f"w{i}" for i in range(20, 33)), "w60 w3 w3 w41 w8 w17"]
 TOKENIZER = make_tokenizer(pad_token="<pad>", eos_token="<end>")
@@ -95,11 +95,6 @@ def member(name, ends=ENDS):
     model = small_model(name.split()[0], **FAMILY[name]).double()
     model.generation_config.eos_token_id = ends
     return model
-
-
-def responses_of(rollout):
-    return [row[labels != IGNORE].tolist()
-            for row, labels in zip(rollout.input_ids, rollout.labels)]
 
 
 def assert_logprobs(model, rollout, temperature=1.0, atol=1e-4):
@@ -172,45 +167,38 @@ def test_what_all_prompts_begin_with_runs_once(model, runs, monkeypatch, plain):
 
 
 # --- The rows -------------------------------------------------------------------------------------
-@pytest.mark.parametrize("limit", [1, 2, 12])
-@pytest.mark.parametrize("ends", [[END], ENDS])
+@pytest.mark.parametrize("ends, limit", [(ENDS, 1), ([END], 2), (ENDS, 12)])
 def test_the_layout(model, config, ends, limit):
-    config("eos_token_id", ends if len(ends) > 1 else END)
-    G, N = 50, 4 * 50
-    rollout = sample_groups(model, TOKENIZER, PROMPTS, G, limit, 1.5, seeded())
-    S = rollout.input_ids.shape[1]
-    assert len(rollout.finished) == len(rollout.responses) == len(rollout.input_ids) == N
+    config("eos_token_id", ends)
+    rollout = sample_groups(model, TOKENIZER, PROMPTS, 50, limit, 1.5, seeded())
     assert rollout.input_ids.dtype == rollout.labels.dtype == torch.long
-    assert rollout.finished.dtype == torch.bool
     assert rollout.logprobs.dtype == torch.float32 and not rollout.logprobs.requires_grad
-    longest = at_the_limit = 0
-    for n in range(N):
-        row, prompt = rollout.input_ids[n].tolist(), ids_of(PROMPTS[n // G])
-        assert row[: len(prompt)] == prompt  # no <start>, which the tokenizer would add
-        answer = row[len(prompt) : len(prompt) + limit]
+    longest = 0
+    for n, row in enumerate(rollout.input_ids.tolist()):
+        prompt = ids_of(PROMPTS[n // 50])
+        answer = row[len(prompt):len(prompt) + limit]
         length = next((t + 1 for t, token in enumerate(answer) if token in ends), limit)
-        answer, rest = answer[:length], row[len(prompt) + length :]
-        assert len(answer) == length and rest == [PAD] * len(rest)
+        answer, rest = answer[:length], row[len(prompt) + length:]
+        assert len(answer) == length
+        assert row == prompt + answer + [PAD] * len(rest)    # no <start>, as tokenizers would add
         assert rollout.labels[n].tolist() == [IGNORE] * len(prompt) + answer + [IGNORE] * len(rest)
+        assert rollout.answer_ids[n] == answer
         spoken = [0] * (len(prompt) - 1) + [-1] * length + [0] * len(rest)
         assert rollout.logprobs[n].sign().tolist() == spoken
         assert bool(rollout.finished[n]) == (answer[-1] in ends)
-        text = answer[:-1] if answer[-1] in ends else answer  # the end token alone is left out
+        text = answer[:-1] if answer[-1] in ends else answer     # the end token alone is left out
         assert rollout.responses[n].split() == TOKENIZER.convert_ids_to_tokens(text)
         longest = max(longest, len(prompt) + length)
-        at_the_limit += length == limit and answer[-1] in ends
-    assert S == longest
-    if len(ends) > 1 or limit == 12:  # all of these occurred
+    assert rollout.input_ids.shape == (200, longest) and len(rollout.responses) == 200
+    same(rollout.mask, rollout.labels[:, 1:] != IGNORE)
+    assert all(getattr(rollout, f.name) is None for f in fields(rollout)[5:])  # for later stages
+    if limit == 12:                                          # all of these occurred
         assert rollout.finished.any() and not rollout.finished.all()
-        assert at_the_limit or len(ends) == 1
-    if limit == 12:
-        drawn = rollout.labels[rollout.labels != IGNORE]
-        assert (drawn == PAD).any() and all((drawn == end).any() for end in ends)
+        drawn = set(rollout.labels.flatten().tolist())
+        assert {PAD, *ends} < drawn
         # What was written is scored: a control token inside a number does not vanish
         said = " ".join(rollout.responses)
         assert "<pad>" in said and "<start>" in said and "<end>" not in said
-    assert all(getattr(rollout, f.name) is None for f in fields(rollout)[5:])  # for later stages
-    same(rollout.mask, rollout.labels[:, 1:] != IGNORE)
 
 
 def filled(N, S, seed):
@@ -228,31 +216,29 @@ def filled(N, S, seed):
         ref_logprobs=per_token + 7, measured={"entropy": per_token + 8})
 
 
-def rows_of(value, rows):
+def rows_of(value, rows, less):
+    """These rows of a field, without the last tokens of each."""
     if isinstance(value, dict):
-        return {name: rows_of(part, rows) for name, part in value.items()}
-    return [value[n].tolist() if isinstance(value, torch.Tensor) else value[n] for n in rows]
+        return {name: rows_of(part, rows, less) for name, part in value.items()}
+    if isinstance(value, list):
+        return [value[n] for n in rows]
+    picked = torch.stack([value[n] for n in rows])
+    return picked[:, :picked.shape[1] - less] if picked.ndim == 2 else picked
 
 
 @pytest.mark.parametrize("rows", [[2, 0], [3], [0, 1, 2, 3], [1, 1]])
 def test_take(rows):
     rollout = filled(4, 7, 1)
-    for width in (None, 5):
-        part = sample.take(rollout, rows, width)
-        for f in fields(rollout):
-            value, found = getattr(rollout, f.name), getattr(part, f.name)
-            if isinstance(value, torch.Tensor) and value.ndim == 2 and width:
-                value = value[:, :5 if value.shape[1] == 7 else 4]
-            if f.name == "measured" and width:
-                value = {"entropy": value["entropy"][:, :4]}
-            assert rows_of(found, range(len(rows))) == rows_of(value, rows), f.name
-        assert part.mask.shape == part.logprobs.shape
+    for width, less in ((None, 0), (5, 2)):
+        expected = {name: rows_of(value, rows, less) for name, value in vars(rollout).items()}
+        same(sample.take(rollout, rows, width), expected)
 
 
 @pytest.mark.parametrize("widths", [(7, 4), (4, 7), (5, 5)])
 def test_join(widths):
     """Each row ends in padding where the other rollout is longer: -100 in labels, else 0."""
     a, b = filled(2, widths[0], 1), filled(3, widths[1], 2)
+    a.judged = b.judged = None
     both = joined(a, b)
     same(sample.take(both, [0, 1], widths[0]), a)
     same(sample.take(both, [2, 3, 4], widths[1]), b)
@@ -260,10 +246,6 @@ def test_join(widths):
     assert (both.labels[short, S:] == IGNORE).all() and not both.input_ids[short, S:].any()
     for per_token in (both.logprobs, both.measured["entropy"]):
         assert not per_token[short, S - 1:].any()
-    for name in ("rewards", "reward_parts", "judged", "advantages"):
-        lacking = replace(b, **{name: None})
-        assert getattr(joined(lacking, lacking), name) is None
-        assert getattr(sample.take(lacking, [0]), name) is None
 
 
 def test_a_broken_logprob_is_not_hidden():
@@ -274,13 +256,9 @@ def test_a_broken_logprob_is_not_hidden():
     assert rollout.finished.all() and rollout.responses == ["w7", ""]
 
 
-PADDED = {"pad_token": "<pad>"}
-
-
 @pytest.mark.parametrize("generation, special, ends", [
     (END, {"eos_token": "<end>"}, {END}), ([11, 9], {"eos_token": "<end>"}, {9, 11, END}),
-    ([END, 9], {"eos_token": "<end>", **PADDED}, {END, 9}), (12, PADDED, {12}),
-    (None, {"eos_token": "<end>", **PADDED}, {END}), (None, {"eos_token": "w13", **PADDED}, {13})])
+    (12, {"pad_token": "<pad>"}, {12}), (None, {"eos_token": "w13"}, {13})])
 def test_end_tokens(model, config, generation, special, ends):
     """Without any a model cannot be sampled from."""
     config("eos_token_id", generation)
@@ -329,19 +307,9 @@ def test_the_end_of_a_turn_that_goes_on_is_no_end(model, config):
     assert sample.end_token_ids(model, tokenizer) == [1]
 
 
-@pytest.mark.parametrize("settings", [
-    dict(do_sample=True, top_k=1, temperature=0.01, repetition_penalty=5.0),
-    dict(do_sample=False, max_new_tokens=2, max_length=3, suppress_tokens=[1])])
-def test_a_checkpoints_own_settings_change_nothing(model, config, settings):
-    plain = sample_groups(model, TOKENIZER, PROMPTS, 3, 10, 1.5, seeded())
-    for name, value in settings.items():
-        config(name, value)
-    same(sample_groups(model, TOKENIZER, PROMPTS, 3, 10, 1.5, seeded()), plain)
-
-
-def test_the_generator_decides(model, config):
+def test_the_generator_decides(model):
+    """Without one the global seed does."""
     draw_three = partial(sample_groups, model, TOKENIZER, PROMPTS, 3, 10, 1.0)
-    torch.manual_seed(0)
     state = torch.get_rng_state()
     first = draw_three(seeded(5))
     same(torch.get_rng_state(), state)
@@ -349,28 +317,23 @@ def test_the_generator_decides(model, config):
     generator = seeded(5)
     assert is_same(draw_three(generator), first) and not is_same(draw_three(seeded(6)), first)
     assert not is_same(draw_three(generator), first)  # it has moved on
-    # without one the global seed does
     a, b, c = (torch.manual_seed(seed) and draw_three() for seed in (5, 5, 6))
     assert is_same(a, b) and not is_same(a, c)
-    config("eos_token_id", list(range(1, V, 5)))
-    eight = sample_groups(model, TOKENIZER, PROMPTS, 8, 256, 1.0, seeded())  # the defaults
-    same(sample_groups(model, TOKENIZER, PROMPTS, generator=seeded()), eight)
 
 
 def test_a_generator_a_prompt(model, config):
     """Then an answer does not depend on the other prompts, on their number, lengths or answers."""
     config("eos_token_id", ENDS)
     exact = copy.deepcopy(model).double()
-    generators = [seeded(seed) for seed in (5, 6, 7, 8)]
-    together = sample_groups(exact, TOKENIZER, PROMPTS, 3, 10, 1.0, generators)
-    assert len(set(map(len, responses_of(together)))) > 3
+    answers = sample_groups(exact, TOKENIZER, PROMPTS, 3, 10, 1.0,
+                            [seeded(seed) for seed in (5, 6, 7, 8)]).answer_ids
+    assert len(set(map(len, answers))) > 3
     for which in ([0], [2], [3, 1]):
         apart = sample_groups(exact, TOKENIZER, [PROMPTS[i] for i in which], 3, 10, 1.0,
                               [seeded(5 + i) for i in which])
-        rows = [3 * i + k for i in which for k in range(3)]
-        assert responses_of(apart) == [responses_of(together)[row] for row in rows]
-    twice = sample_groups(exact, TOKENIZER, PROMPTS[:1] * 2, 3, 10, 1.0, generators[:2])
-    assert responses_of(twice)[:3] != responses_of(twice)[3:]
+        assert apart.answer_ids == [answers[3 * i + k] for i in which for k in range(3)]
+    twice = sample_groups(exact, TOKENIZER, PROMPTS[:1] * 2, 3, 10, 1.0, [seeded(5), seeded(6)])
+    assert twice.answer_ids[:3] != twice.answer_ids[3:]
 
 
 # --- The fast forms against the plain loop --------------------------------------------------------
@@ -378,13 +341,15 @@ def test_nothing_is_run_twice_or_for_nothing(model, config, runs):
     """A prompt runs once, then each row token by token; its last is drawn but not run."""
     config("eos_token_id", [END, 7, 40, 41, 42])
     rollout = sample_groups(model, TOKENIZER, PROMPTS, 5, 40, 1.5, seeded())
-    lengths = [len(answer) for answer in responses_of(rollout)]
+    lengths = list(map(len, rollout.answer_ids))
     assert len(set(lengths)) > 5
     assert runs[0] == (len(PROMPTS), max(len(ids_of(prompt)) for prompt in PROMPTS))
     assert runs[1:] == [(sum(length > t for length in lengths), 1) for t in range(1, max(lengths))]
     runs.clear()
-    sample_groups(model, TOKENIZER, PROMPTS, 5, 1, 1.0, seeded())
-    assert len(runs) == 1  # one token needs no second
+    rollout = talked(model)                              # of a reply only the rows that go on
+    turns = [rows for rows, width in runs if width > 1]
+    going_on = [sum(count > turn for count in turns_of(rollout)) for turn in range(1, len(turns))]
+    assert turns == [len(PROMPTS), *going_on] and len(going_on) > 1
 
 
 def test_a_step_that_fails_leaves_the_model_as_it_was(monkeypatch):
@@ -396,8 +361,8 @@ def test_a_step_that_fails_leaves_the_model_as_it_was(monkeypatch):
         with pytest.raises(TypeError):
             sample_groups(each, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded())
     sample.PLAIN = True
-    same(responses_of(sample_groups(model, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded())),
-                responses_of(expected))
+    plain = sample_groups(model, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded())
+    assert plain.answer_ids == expected.answer_ids
     assert "forward" not in vars(model.lm_head)
     assert model.config._attn_implementation == "long rows"
 
@@ -414,22 +379,20 @@ def test_sampling_around_the_best(model, config, best, cut):
     around = sample_around(model, TOKENIZER, PROMPTS, 6, 20, 1.0, seeded(), rewards_of=rewards_of,
                            best=best, cut=cut)
     [texts] = asked
-    assert len(texts) == 4 * 3
-    rows, answers = around.responses, responses_of(around)
-    assert len(rows) == 24
+    rows, answers = around.responses, around.answer_ids
+    assert len(rows) == 24 and len(texts) == 4 * 3
     for g in range(4):
         first, fine = range(6 * g, 6 * g + 3), range(6 * g + 3, 6 * g + 6)
-        assert [rows[n] for n in first] == texts[3 * g : 3 * g + 3]
+        assert [rows[n] for n in first] == texts[3 * g:3 * g + 3]
         ranked = sorted(first, key=lambda n: -len(rows[n]))[:best]
         for n in fine:
             stem = answers[ranked[(n - fine[0]) // (3 // best)]]
             kept = int(len(stem) * cut)
-            assert answers[n][:kept] == stem[:kept] and len(answers[n]) <= 20
-    assert len({tuple(answer) for answer in answers}) > 16
+            assert answers[n][:kept] == stem[:kept]
     assert_logprobs(model, around)  # of every policy token
     for n, answer in enumerate(answers):
         ended = [token in (END, 7, 40) for token in answer]
-        assert not any(ended[:-1]) and bool(around.finished[n]) == ended[-1]
+        assert len(answer) <= 20 and not any(ended[:-1]) and bool(around.finished[n]) == ended[-1]
 
 
 # Conversations of word tokenizers: <start> begins a user's message and w3 an answer.
@@ -502,13 +465,6 @@ def test_conversations_of_every_family(name):
     assert_logprobs(model, rollout, 1.2)
 
 
-def test_turns_run_a_prompt_once_and_then_rows_that_go_on(model, runs):
-    rollout = talked(model)
-    turns = [rows for rows, width in runs if width > 1]  # the others are single tokens
-    going_on = [sum(count > turn for count in turns_of(rollout)) for turn in range(1, len(turns))]
-    assert turns == [len(PROMPTS), *going_on] and len(going_on) > 1
-
-
 def test_a_conversation_of_one_turn_is_a_group(tiny):
     model, tokenizer = tiny
     prompts = [sample.chat_prompt(tokenizer, {"question": text}, "") for text in ASKED]
@@ -527,8 +483,8 @@ def test_a_template_with_nothing_between_two_turns_is_refused(model):
 
 
 # --- One draw -------------------------------------------------------------------------------------
-@pytest.mark.parametrize("words", [7, 128, 1000, 151_936])
-@pytest.mark.parametrize("temperature", [3.0, 0.7])
+@pytest.mark.parametrize("words, temperature", [
+    (7, 3.0), (128, 0.7), (1000, 3.0), (151_936, 0.7)])
 def test_every_word_has_its_part_of_the_running_sum(words, temperature):
     """Also one of 1e-12, which a float32 sum would lose: halving finds where its part begins."""
     logits = torch.randn(words, generator=seeded())
@@ -550,8 +506,8 @@ def test_every_word_has_its_part_of_the_running_sum(words, temperature):
     assert temperature > 1 or expected.min() < 1e-10
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0, 0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature, dtype", [
+    (1.0, torch.bfloat16), (0.7, torch.float32), (2.0, torch.bfloat16), (0, torch.float32)])
 def test_the_logprob_of_a_draw(temperature, dtype):
     """At temperature 0, where the largest logit is taken, that of temperature 1."""
     logits = (100 + 4 * torch.randn(500, 300, generator=seeded())).to(dtype)
@@ -607,13 +563,6 @@ def test_a_prompt_is_the_template_around_the_problem(tiny):
     assert prompt == "[u:w4\n\nHow many ?][u:How many ?]"
 
 
-@pytest.mark.parametrize("system_prompt", ["", "Think."])
-def test_a_template_that_fails(system_prompt):
-    tokenizer = with_template("{{ raise_exception('no\n such role') }}")
-    with value_error("chat template fails .*no such role"):
-        sample.chat_prompt(tokenizer, {"question": "x"}, system_prompt)
-
-
 # --- The script -----------------------------------------------------------------------------------
 def test_script_takes_a_runs_settings(run_here, tmp_path):
     shutil.copytree(TINY, tmp_path / "final")
@@ -622,33 +571,27 @@ def test_script_takes_a_runs_settings(run_here, tmp_path):
     config = {"max_new_tokens": 3, "temperature": 0, "lr": 1, "system_prompt": "Anna", "data": "x",
               "template_args": None}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    for flags, differ, limit, said in (
-            (("--group-size=4",), False, 3, "system : Anna user : Bob ?"),
-            (("--group-size=20", "--max-new-tokens=2", "--temperature=3", "--system-prompt=Eve"),
-             True, 2, "system : Eve user : Bob ?")):
-        out = run_here("sample.py", f"--model={tmp_path}", *flags, "Bob ?")
+    other = "--max-new-tokens=2", "--temperature=3", "--system-prompt=Eve"
+    for flags, limit, said in ((), 3, "Anna"), (other, 2, "Eve"):
+        out = run_here("sample.py", f"--model={tmp_path}", "--group-size=20", *flags, "Bob ?")
         prompt, *answers = out.strip().split("\n\n")
-        assert said in prompt
-        assert (len({answer.split(maxsplit=1)[1] for answer in answers}) > 1) == differ
+        assert f"system : {said} user : Bob ?" in prompt
+        assert (len({answer.split(maxsplit=1)[1] for answer in answers}) > 1) == (limit == 2)
         assert all(int(answer.split()[1]) <= limit for answer in answers)
 
 
-def test_open_policy(capsys):
+def test_open_policy(capsys, tmp_path):
+    """A token without an embedding is told, which a prompt may hold."""
     model, tokenizer = sample.open_policy(str(TINY), "cpu", torch.bfloat16)
     assert not any(capsys.readouterr())
     assert not huggingface_hub.utils.are_progress_bars_disabled()
     assert model.dtype == torch.bfloat16 and tokenizer.chat_template
     assert not any(part.training for part in model.modules())
-    model, _ = sample.open_policy(str(TINY))
-    same(dict(model.named_parameters()), load_file(TINY / "model.safetensors"))
-
-
-def test_a_token_without_an_embedding_is_told(tmp_path, tiny):
     folder = shutil.copytree(TINY, tmp_path / "model")
-    _, tokenizer = sample.open_policy(folder)
     tokenizer.add_special_tokens({"pad_token": "<pad>"})  # no prompt holds it
     tokenizer.save_pretrained(folder)
-    sample.open_policy(folder)
+    model, _ = sample.open_policy(folder)
+    same(dict(model.named_parameters()), load_file(TINY / "model.safetensors"))
     tokenizer.add_tokens(["eleventeen"])
     tokenizer.save_pretrained(folder)
     with value_error("no embedding"):
@@ -664,7 +607,7 @@ def test_script_draws_a_group(run_here, tiny):
     assert head == prompt.rstrip("\n") and len(answers) == 3
     for n, answer in enumerate(answers):
         facts, _, text = answer.rstrip("\n").partition("\n")
-        length, total = len(responses_of(rollout)[n]), float(rollout.logprobs[n].sum())
+        length, total = len(rollout.answer_ids[n]), float(rollout.logprobs[n].sum())
         assert facts.startswith(f"[{n}] {length} tokens, log-prob {total:.2f}")
         assert ("cut" in facts) == (not rollout.finished[n]) and text == rollout.responses[n]
 

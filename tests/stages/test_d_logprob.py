@@ -8,7 +8,6 @@ import copy
 import functools
 import itertools
 import re
-import shutil
 from types import SimpleNamespace
 import pytest
 import torch
@@ -94,16 +93,6 @@ def random_model(request):
 
 
 # --- The formula, and all fast forms together against the full log-softmax ------------------------
-def test_the_definition(random_model):
-    input_ids, labels, weights = batch()
-    exact = copy.deepcopy(random_model).double()
-    expected, _ = naive(exact, input_ids, labels, 0.7)
-    actual = plain_logprobs(exact, input_ids, labels, 0.7)
-    assert actual.dtype == torch.float32 and actual.shape == (5, 19)
-    torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=1e-6)
-    assert_same_pull(exact, actual, exact, expected, weights, 1e-5)
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_values_entropies_and_gradients(random_model, temperature, monkeypatch):
     rows_a_chunk(monkeypatch, 3)
@@ -111,10 +100,13 @@ def test_values_entropies_and_gradients(random_model, temperature, monkeypatch):
     exact = copy.deepcopy(random_model).double()
     expected, entropies = naive(exact, input_ids, labels, temperature)
     assert entropies[labels[:, 1:] != IGNORE].min().item() > 1e-3  # none is a mere certainty
+    plain = plain_logprobs(exact, input_ids, labels, temperature)
+    torch.testing.assert_close(plain.double(), expected, rtol=1e-6, atol=1e-6)
+    assert_same_pull(exact, plain, exact, expected, weights, 1e-5)
     actual, measured = token_logprobs(model, input_ids, labels, temperature, measure=True)
     entropy = measured["entropy"]
-    assert actual.dtype == entropy.dtype == torch.float32
-    assert actual.shape == entropy.shape == (5, 19)
+    for found in (plain, actual, entropy):
+        assert found.dtype == torch.float32 and found.shape == (5, 19)
     torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(entropy.double(), entropies, rtol=1e-5, atol=1e-4)
     assert not entropy.requires_grad
@@ -127,15 +119,12 @@ def test_values_entropies_and_gradients(random_model, temperature, monkeypatch):
 
 
 def test_without_entropies_gradients_or_labels(random_model):
-    model, (input_ids, labels, _) = copy.deepcopy(random_model), batch()
+    model, (input_ids, labels, _) = random_model, batch()
     expected, _ = token_logprobs(model, input_ids, labels, measure=True)
-    actual, measured = token_logprobs(model, input_ids, labels)
-    same(actual, expected)
-    assert measured == {}
     with torch.no_grad():
-        silent, _ = token_logprobs(model, input_ids, labels)
-    assert not silent.requires_grad
-    torch.testing.assert_close(silent, expected.detach())
+        actual, measured = token_logprobs(model, input_ids, labels)
+    torch.testing.assert_close(actual, expected.detach())
+    assert measured == {} and not actual.requires_grad
     nothing = torch.full_like(labels, IGNORE)
     logprobs, measured = token_logprobs(model, input_ids, nothing, measure=True)
     for values in (logprobs, measured["entropy"]):
@@ -235,7 +224,7 @@ def test_long_rows_that_begin_alike():
 @pytest.mark.parametrize("rows, temperature, dtype, grad_dtype", pairwise(
     [1, 3, 300, None], [1.0, 0.7], [torch.float32, torch.bfloat16], [None, torch.float32]))
 def test_lean_head(monkeypatch, rows, temperature, dtype, grad_dtype):
-    """No rounding but that of the factors and the results."""
+    """No rounding but that of the factors and the results; a frozen head gets no gradient."""
     if rows:
         rows_a_chunk(monkeypatch, rows)
     generator = seeded()
@@ -246,22 +235,23 @@ def test_lean_head(monkeypatch, rows, temperature, dtype, grad_dtype):
     weight.grad_dtype = grad_dtype or dtype
     logprobs, measured = LeanHead.apply(hidden, weight, targets, temperature, True)
     logprobs.backward(grad)
-    entropy = measured["entropy"]
-    assert not entropy.requires_grad
-    without = LeanHead.apply(hidden, weight, targets, temperature, False)
-    same(without[0], logprobs)
-    assert without[1] == {}
+    assert hidden.grad.dtype == dtype and weight.grad.dtype == weight.grad_dtype
+    other, frozen = hidden.detach().requires_grad_(), weight.detach()
+    without, nothing = LeanHead.apply(other, frozen, targets, temperature, False)
+    without.backward(grad)
+    same([without, other.grad, nothing], [logprobs, hidden.grad, {}])
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
     logp = (exact[0] @ exact[1].T / temperature).log_softmax(dim=1)
     expected = logp[torch.arange(300), targets]
     expected.backward(grad.double())
     torch.testing.assert_close(logprobs.double(), expected, rtol=1e-5, atol=1e-5)
+    entropy = measured["entropy"]
     exact_entropy = -(logp.exp() * logp).sum(dim=1)
     torch.testing.assert_close(entropy.double(), exact_entropy, rtol=1e-5, atol=1e-5)
+    assert not entropy.requires_grad
     for x, e in zip((hidden, weight), exact):
         rounded = x.grad.dtype == torch.bfloat16
         assert (x.grad.double() - e.grad).norm() <= (3e-3 if rounded else 1e-6) * e.grad.norm()
-    assert hidden.grad.dtype == dtype and weight.grad.dtype == weight.grad_dtype
 
 
 def test_large_logits():
@@ -283,8 +273,9 @@ def test_a_certain_token_keeps_its_gradient():
     torch.testing.assert_close(weight.grad.float()[:, 0], expected, rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("M, words", [(1, 151936), (4096, 151936), (5, 2**30), (1000, 57), (0, 57)])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("M, words, device", [
+    (1, 151936, "cuda"), (4096, 151936, "cpu"), (4096, 151936, "cuda"), (5, 2**30, "cpu"),
+    (1000, 57, "cuda"), (0, 57, "cpu")])
 def test_chunks_cover_every_row_once(M, words, device):
     hidden = SimpleNamespace(shape=(M, 8), is_cuda=device == "cuda")
     slices = logprob.chunks(hidden, SimpleNamespace(shape=(words, 8)))
@@ -292,8 +283,6 @@ def test_chunks_cover_every_row_once(M, words, device):
     largest = max((len(range(M)[rows]) for rows in slices), default=0)
     assert min(M, 128) <= largest <= max(128, 2**30 / 4 / words)  # 1 GB of float32, or 128 rows
     assert device == "cpu" or largest <= max(128, M // 8)  # an eighth of all logits
-    if M > 128 and M * words > 2**30:
-        assert len(slices) > 1
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "gpt2", "gemma2"])
@@ -320,14 +309,6 @@ def test_the_logits_are_never_held(architecture, monkeypatch):
 
 
 # --- Which forms a model takes --------------------------------------------------------------------
-FAST = "qwen2", "qwen3", "llama", "gpt2"  # of these architectures; this mistral has a window
-
-
-def test_the_forms_that_a_family_takes(random_model):
-    for model in (random_model, copy.deepcopy(random_model)):
-        assert logprob.is_fast(model) == (model.config.model_type in FAST)
-
-
 @pytest.mark.parametrize("kind, changes", [
     ("mistral", {"sliding_window": 8}), ("phi3", {"sliding_window": 8}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
@@ -344,9 +325,9 @@ def test_what_a_config_rules_out(kind, changes):
     logprob.use_fast_paths(model)
     assert not logprob.is_fast(model)
     input_ids, labels, _ = batch()
-    expected, _ = naive(model, input_ids, labels)
     actual, _ = token_logprobs(model, input_ids, labels)
-    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(actual.double(), naive(model, input_ids, labels)[0],
+                               rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("architecture, norms", [("qwen2", 5), ("qwen3", 9), ("gemma2", 0)])
@@ -356,6 +337,7 @@ def test_fused_norms(architecture, norms):
     before = plain_logprobs(model, input_ids, labels)
     logprob.use_fast_paths(model)
     fused = copy.deepcopy(model)
+    assert logprob.is_fast(fused) == (norms > 0)
     fused_norms = [m for m in fused.modules() if "forward" in vars(m)]
     assert [m.forward.args[0] for m in fused_norms] == fused_norms and len(fused_norms) == norms
     assert (plain_logprobs(fused, input_ids, labels) - before).abs().mean() < 0.1
@@ -426,8 +408,7 @@ def test_a_group_that_fits_stays_whole():
     cuts, _ = cuts_of(input_ids, labels, 14, share=True)
     assert sorted(map(len, cuts)) == [1, 2, 2]
     # Rows that are equal run once: they count once, and stay together
-    input_ids[3] = input_ids[0]
-    labels[3] = labels[0]
+    input_ids[3], labels[3] = input_ids[0], labels[0]
     for share in (True, False):
         assert [0, 3] in cuts_of(input_ids, labels, 11, share)[0]
 
@@ -442,7 +423,6 @@ def test_checkpointed_layers_run_once_more(random_model):
         run.clear()
         with layers_checkpointed(model, on):
             logprobs, _ = token_logprobs(model, input_ids, labels)
-            assert len(run) == 1
             logprobs.sum().backward()
         assert len(run) == 1 + on
     with pytest.raises(ValueError, match="out"), layers_checkpointed(model, True):
@@ -453,35 +433,18 @@ def test_checkpointed_layers_run_once_more(random_model):
 # --- The command ----------------------------------------------------------------------------------
 def test_script_marks_the_response(run_here, tiny):
     words = ["Anna", "has", "9", "books", "loses", "4"]
-    printed = run_here("logprob.py", " ".join(words[:3]), " ".join(words[2:]))
-    _, *rows, _ = lines = printed.splitlines()
+    command = "logprob.py", " ".join(words[:3]), " ".join(words[2:])
+    _, *rows, last = run_here(*command).splitlines()
     rows = [row.split(maxsplit=3) for row in rows]
     prompt, response = rows[:-5], rows[-5:]               # four words and the end token
     assert [int(row[0]) for row in rows] == list(range(len(rows))) and len(prompt) >= 3
     assert all(row[1] == "." and row[2].startswith("'") for row in prompt)  # no log-prob
     assert {row[1] for row in response} == {"label"}
     assert [row[3] for row in response] == [repr(w) for w in [*words[2:], tiny[1].eos_token]]
-    (found,) = re.findall(r" = (\S+)", lines[-1])
+    (found,) = re.findall(r" = (\S+)", last)
     assert float(found) == pytest.approx(sum(float(row[2]) for row in response), abs=1e-3)
-    assert "over 5 tokens" in lines[-1]
-
-
-def test_script_takes_flags(run_here, tmp_path):
-    copied = f"--model={shutil.copytree(TINY, tmp_path / 'copy')}"
-    plain = run_here("logprob.py").splitlines()
-    assert run_here("logprob.py", copied).splitlines() == plain
-    cold = run_here("logprob.py", "--temperature=0.5").splitlines()
-    assert plain[-1] != cold[-1] and len(plain) == len(cold)
+    assert "over 5 tokens" in last
+    assert run_here(*command, f"--model={TINY}").splitlines()[-1] == last
+    assert run_here(*command, "--temperature=0.5").splitlines()[-1] != last
     for zero in ("0", "-1", "nan"):
         assert "--temperature" in run_here("logprob.py", f"--temperature={zero}", status=2)
-
-
-def test_a_frozen_head_gets_no_gradient():
-    found = []
-    for learns in (True, False):
-        x = torch.randn(6, 8, generator=seeded()).requires_grad_()
-        head = torch.randn(20, 8, generator=seeded(1)).requires_grad_(learns)
-        LeanHead.apply(x, head, torch.arange(6), 1.0, True)[0].sum().backward()
-        assert (head.grad is not None) == learns
-        found.append(x.grad)
-    same(*found)

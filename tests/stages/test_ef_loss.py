@@ -157,11 +157,6 @@ def test_the_definition(seed, options):
           reference=gradient(terms, data[0]))
 
 
-def test_the_reference_says_what_it_does_not_know():
-    with pytest.raises(pytest.fail.Exception, match="no formula here for 'reinforce'"):
-        reference(*batch(), objective="reinforce")
-
-
 @pytest.mark.parametrize("words", pairwise(
     AGGREGATES, RATIOS, KL_ESTIMATORS, OBJECTIVES,
     [(None, None), (0.28, None), (0.28, 1.2)]), ids=str)
@@ -199,15 +194,6 @@ def test_the_formula(words):
         assert 0 < metrics["clip_fraction"] < 1           # both branches were taken
 
 
-@pytest.mark.parametrize("aggregate, ratio", pairwise(AGGREGATES, RATIOS))
-def test_float32_stays_float32(aggregate, ratio):
-    options = dict(aggregate=aggregate, ratio=ratio, max_new_tokens=LIMIT, kl_coef=0.3)
-    value, metrics = grpo_loss(*batch(dtype=torch.float32), **options)
-    exact, _ = grpo_loss(*batch(), **options)
-    assert {value.dtype, *(metric.dtype for metric in metrics.values())} == {torch.float32}
-    assert value.item() == pytest.approx(exact.item(), rel=1e-5)
-
-
 # --- [F] near zero; the script below shows the theory's walkthrough -------------------------------
 def test_k3_near_zero_and_never_negative():
     d = torch.tensor([1e-4, -1e-4, 1e-3, -1e-3])
@@ -219,15 +205,14 @@ def test_k3_near_zero_and_never_negative():
     assert float(kl_estimate(torch.zeros(3001), d, "k3").min()) >= 0
 
 
-@pytest.mark.parametrize("per_token", [False, True])
-def test_the_gradient_coefficient(per_token):
+@pytest.mark.parametrize("per_token, beta", [(False, {}), (True, {"kl_coef": 0.3})])
+def test_the_gradient_coefficient(per_token, beta):
     """On-policy the gradient is (A + beta (ref/pi - 1)) grad log pi; beta is 0.04 by default."""
     logprobs, _, ref, A, mask = batch(6, per_token=per_token)
     old = logprobs.detach()
     weights = mask.double() / mask.sum(dim=1, keepdim=True).clamp(min=1) / len(mask)
-    for beta in ({}, {"kl_coef": 0.3}):
-        value, _ = grpo_loss(logprobs, old, ref, A, mask, **beta)
-        close(gradient(value, logprobs), -gradient_coefficient(A, old, ref, **beta) * weights)
+    value, _ = grpo_loss(logprobs, old, ref, A, mask, **beta)
+    close(gradient(value, logprobs), -gradient_coefficient(A, old, ref, **beta) * weights)
 
 
 # --- [F] What each estimate of the KL is an estimate of -------------------------------------------
@@ -259,7 +244,6 @@ def test_no_penalty_needs_no_reference():
     assert metrics["loss"] == metrics["policy_loss"] == value
     with_ref, metrics = grpo_loss(logprobs, old, ref, advantages, mask, kl_coef=0)
     assert with_ref == value and float(metrics["approx_kl"]) > 0
-    close(gradient(value, logprobs), gradient(with_ref, logprobs))
 
 
 OTHER = dict(low=0.1, high=0.2, rate=0.3)  # another band, another rate
@@ -267,23 +251,15 @@ OTHER = dict(low=0.1, high=0.2, rate=0.3)  # another band, another rate
 
 @pytest.mark.parametrize("approx_kl, factor, options", [
     (0.02, 1, {}), (0.03, 1, {}), (0.05, 1, {}),  # inside the band, its ends included
-    (0.0525, 1.05, {}), (0.055, 1.1, {}), (0.5, 1.1, {}), (math.inf, 1.1, {}),  # above it
+    (0.0525, 1.05, {}), (0.055, 1.1, {}), (math.inf, 1.1, {}),  # above it
     (0.019, 0.95, {}), (0.018, 0.9, {}), (0.0, 0.9, {}), (-0.5, 0.9, {}),  # below it
     (0.3, 1.3, OTHER), (0.25, 1.25, OTHER), (0.01, 0.7, OTHER), (0.15, 1, OTHER)])
 def test_next_kl_coef(approx_kl, factor, options):
     following = next_kl_coef(0.04, approx_kl, **options)
     assert following == pytest.approx(0.04 * factor, rel=1e-12) and isinstance(following, float)
-
-
-def test_next_kl_coef_is_never_negative_and_never_stuck():
-    falling, rising = [0.04], [0.0]
-    for _ in range(2000):
-        falling.append(next_kl_coef(falling[-1], 0.0))
-    assert falling == sorted(falling, reverse=True) and falling[-1] == 1e-8
-    assert next_kl_coef(0.0, 0.03) == 0.0
-    for _ in range(200):
-        rising.append(next_kl_coef(rising[-1], 1.0))
-    assert all(a < b for a, b in zip(rising, rising[1:])) and rising[-1] > 0.01
+    # never negative, and never stuck
+    assert next_kl_coef(1e-8, 0.0) == 1e-8 and next_kl_coef(0.0, 0.03) == 0.0
+    assert next_kl_coef(0.0, 1.0) > 0
 
 
 # --- [E] Variants ---------------------------------------------------------------------------------

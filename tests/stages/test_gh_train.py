@@ -8,16 +8,13 @@ import copy
 import functools
 import json
 import math
-import os
-import re
-import shutil
 import sys
 from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from checks import is_same, same
-from files import FEW, TINY, checkpoint_of, edit_json, lines_of, metrics_of
+from files import FEW, checkpoint_of, lines_of, metrics_of
 from models import answer_rows, logprobs_on_full_logits
 from runs import begin, refused, trains, well_ended
 from steps import (PROBLEMS, REWARDS, all_gradients, loop, parts, parts_of, rollout_of, run_in,
@@ -231,7 +228,7 @@ def test_evaluation_is_its_definition(monkeypatch):
     def answers(model, tokenizer, prompts, group_size, max_new_tokens, temperature, generators):
         asked.append(prompts)
         how.append((group_size, max_new_tokens, temperature))
-        seeds.append([g.initial_seed() for g in generators])
+        seeds.extend(g.initial_seed() for g in generators)
         # right where the number of the problem is even, and in the second of two answers
         numbers = [prompt.split()[-2] for prompt in prompts for _ in range(group_size)]
         return SimpleNamespace(responses=[
@@ -251,7 +248,7 @@ def test_evaluation_is_its_definition(monkeypatch):
     p.reward_of = None
     figures, found = train.evaluate(p, p.settings, 2, 0.7)
     assert figures == {"eval_accuracy": pytest.approx(11 / 14)} and len(found) == 14
-    assert how == [(1, 11, 0.0)] * 2 + [(2, 11, 0.7)] * 3 and len(set(sum(seeds, []))) == 7
+    assert how == [(1, 11, 0.0)] * 2 + [(2, 11, 0.7)] * 3 and len(set(seeds)) == 7
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(train, "world", lambda: 2)        # this rank has a step's rows at a time
     meetings = []
@@ -269,8 +266,7 @@ def test_the_loop_warms_up_evaluates_and_saves_when_it_should(tmp_path):
     assert run.rates == pytest.approx([0.001, 0.002, 0.003, 0.004, 0.004])
     assert [m["step"] for m in run.history] == list(range(6))
     assert [m["step"] for m in run.history if "eval_accuracy" in m] == [0, 2, 4, 5]
-    assert run.checkpoints == [3, 5]
-    assert len(run.before) == len(run.after) == 3 and run.before is not run.after
+    assert run.checkpoints == [3, 5] and len(run.before) == len(run.after) == 3
 
 
 def test_every_step_asks_its_own_problems(tmp_path):
@@ -310,19 +306,6 @@ def test_all_that_is_random_follows_from_seed_step_and_round(tiny):
     assert len({seed for _, seeds in drawn for seed in seeds}) == 24
     assert not {*drawn[0][0]} & {*drawn[3][0]}            # 8 others are there, and come first
     assert {*batch(4, 1, 1)[0]} == {*batch(4, 1)[0]}      # where there are no others
-
-
-def test_the_bar_shows_trouble_first():
-    written = []
-    bar = SimpleNamespace(set_postfix_str=written.append, update=lambda: None)
-    run = train.Run()
-    run.history = [{"step": step, "eval_accuracy": x} for step, x in ((0, 0.125), (2, 0.75))]
-    run.history.append({"step": 4, "reward_mean": 1.25, "accuracy": 0.5, "approx_kl": 0.0123,
-                        "response_length_mean": 12.4, "reward/short": 0.0})
-    for run.skipped, first in ((0, []), (3.0, ["3"])):
-        train.update_bar(bar, run)
-        numbers = re.findall(r"[\d.]+", written.pop())
-        assert numbers == [*first, "0.75", "0", "1.25", "0.5", "12.4", "0.0123"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -427,14 +410,6 @@ def test_a_reward_from_python_is_not_replaced_in_silence(capsys, finished_run, t
     assert json.loads((finished_run.folder / "config.json").read_text())["reward"] is None
 
 
-def test_a_run_from_python_has_its_threads_too(monkeypatch):
-    assert "expandable_segments" in os.environ["PYTORCH_ALLOC_CONF"]
-    asked = []
-    monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    train.load(settings("--threads=3", "--eval-limit=2"))
-    assert asked == [3]
-
-
 def test_a_run_goes_on_from_its_model_with_all_of_its_settings(finished_run):
     command = finished_run.out.splitlines()[-1].partition("train.py ")[2].split()
     assert command[::2] == ["--config", "--model"]
@@ -451,35 +426,24 @@ def test_an_evaluation_of_a_run_has_its_settings(finished_run):
     folder = str(finished_run.folder)
     s = train.parse(["--eval-only", "--model", folder, "--temperature=0.5"])
     saved = json.loads((finished_run.folder / "config.json").read_text())
-    assert (s.model, s.temperature, s.eval_only) == (f"{folder}/final", 0.5, True)
-    for name, value in saved.items():
-        assert name in ("model", "temperature") or getattr(s, name) == value, name
-    assert s.config == f"{folder}/config.json"
+    expected = saved | {"model": f"{folder}/final", "temperature": 0.5, "eval_only": True,
+                        "config": f"{folder}/config.json"}
+    assert expected.items() <= vars(s).items()
     for words in (["--model", folder], ["--eval-only", "--model", f"{folder}/final"]):
         assert train.parse(words).data == "gsm8k"
     assert train.parse(["--eval-only"]).config == str(train.TINY_CONFIG)
 
 
-def test_eval_only_prints_the_figures(capsys, monkeypatch):
-    monkeypatch.chdir("/")
+def test_eval_only_prints_the_figures(capsys):
     trains("--eval-only", "--eval-limit=8", "--group-size=4", "--max-new-tokens=16")
     out = capsys.readouterr().out
-    line, = [line for line in out.splitlines() if line.startswith("eval_accuracy: ")]
     assert "8 problems, 4 samples of each at temperature 1.0" in out
     p = parts("--max-new-tokens=16")
     problems = reward.load_problems(p.settings.eval_data)[:8]
     p = parts_of(p, problems)
     greedy, _ = train.evaluate(p, p.settings)
     sampled, answers = train.evaluate(p, p.settings, 4, 1.0)
-    responses = [text for text, _ in answers]
-    figures = f"greedy {greedy['eval_accuracy']:.4f}, sampled {sampled['eval_accuracy']:.4f}"
-    assert line == f"eval_accuracy: {figures}"
-    figures = reward.figures_of(responses, [problem["answer"] for problem in problems], 4)
+    assert (f"\neval_accuracy: greedy {greedy['eval_accuracy']:.4f}, "
+            f"sampled {sampled['eval_accuracy']:.4f}\n") in out
+    figures = reward.figures_of([text for text, _ in answers], reward.truths_of(problems), 4)
     assert all(f"\n{name:18} {value:.4f}\n" in out for name, value in figures.items())
-
-
-def test_a_model_without_padding_token(tmp_path):
-    """Masks come from labels, not from a padding id."""
-    shutil.copytree(TINY, tmp_path / "m")
-    edit_json(tmp_path / "m" / "tokenizer_config.json", pad_token=None)
-    trains(f"--model={tmp_path / 'm'}", *FLAGS, f"--output={tmp_path / 'run'}")

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import termios
 import time
-import weakref
 from itertools import chain, repeat
 import pytest
 import torch
@@ -22,7 +21,7 @@ from files import (FEW, LIMIT, MINE, ROOT, TINY, assert_bitwise, assert_same_che
                    snapshot)
 from runs import begin, one_line_of, refused, started, trained, trains, well_ended
 from steps import NO_MEMORY, raises, run_in
-from safetensors.torch import load, load_file
+from safetensors.torch import load_file
 import train
 
 FLAGS = (*FEW, "--steps=6", "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=16",
@@ -104,7 +103,7 @@ def test_killed_at_any_moment_the_run_ends_the_same(uninterrupted, tmp_path):
     """SIGKILL in a rollout, an update, an evaluation or a save, as the machine has it."""
     folder = tmp_path / "run"
     log = folder / "metrics.jsonl"
-    for steps in range(5):
+    for steps in (1, 2, 4):
         begun = (folder / "config.json").is_file()
         flags = [f"--resume={folder}"] if begun else [*FLAGS, f"--output={folder}"]
         process, *_ = started("train.py", *flags)
@@ -133,11 +132,12 @@ def own_reward(tmp_path_factory):
 def test_what_ends_a_run_is_told_and_it_goes_on(capsys, monkeypatch, tmp_path, own_reward, fault,
                                                 call, status, said, last):
     """A signal waits for the step's end and saves; an error does not, in an evaluation either."""
-    folder = tmp_path / "run"
+    folder, handlers = tmp_path / "run", [*map(signal.getsignal, signal.Signals)]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FAULT", fault)
     monkeypatch.setenv("FAULT_AT", str(call))
     assert train.main([*OWN_REWARD, "--output=run"]) == status
+    assert handlers == [*map(signal.getsignal, signal.Signals)]
     out, err = capsys.readouterr()
     signalled = fault.startswith("SIG")
     line = out if signalled else one_line_of(err)
@@ -150,15 +150,17 @@ def test_what_ends_a_run_is_told_and_it_goes_on(capsys, monkeypatch, tmp_path, o
 
 
 def test_the_line_that_is_printed_continues_the_run(tmp_path, own_reward):
-    """From the shell, and from another folder; `python` alone may be another Python."""
+    """From the shell and another folder; in a terminal that lacks the blocks of the curves."""
     folder = tmp_path / "a run"
     end = begin("train.py", *OWN_REWARD, f"--output={folder}", folder=tmp_path, FAULT="SIGINT")
     done = end()
     assert done.returncode == 130, done.stderr
     line = done.stdout.split("continue with: ")[1].splitlines()[0]
-    well_ended(subprocess.run(line, shell=True, capture_output=True, text=True, timeout=LIMIT,
-                              cwd=tmp_path))
+    out = well_ended(subprocess.run(line, shell=True, capture_output=True, text=True,
+                                    timeout=LIMIT, cwd=tmp_path,
+                                    env={**os.environ, "PYTHONIOENCODING": "cp1252"}))
     ended_the_same(folder, own_reward)
+    assert " ??? " in out and "talk to the result" in out
 
 
 def test_the_handlers_belong_to_the_process_that_set_them(capsys, tmp_path):
@@ -170,84 +172,40 @@ def test_the_handlers_belong_to_the_process_that_set_them(capsys, tmp_path):
     assert "stopping" not in capsys.readouterr().err
 
 
-def test_the_second_signal_leaves_at_once():
-    interrupted = ("import signal, train\nwith train.Run().stopping_on_signals():\n"
-                   "    for _ in range(2):\n        signal.raise_signal(signal.SIGINT)\n")
-    status = subprocess.call([sys.executable, "-c", interrupted], cwd=ROOT, timeout=LIMIT)
-    assert status == -signal.SIGINT
-
-
-def test_main_puts_signals_back_and_leaves_ignored_ones_alone(monkeypatch, tmp_path):
-    """nohup ignores SIGHUP, and then the run outlives its terminal."""
-    names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.getsignal(name) for name in names]
-    monkeypatch.setenv("FAULT", "SIGHUP")
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        trains(*OWN_REWARD, "--steps=4", f"--output={tmp_path / 'other'}")
-    finally:
-        signal.signal(signal.SIGHUP, before[2])
-    assert [signal.getsignal(name) for name in names] == before
-
-
 # --- A terminal or a reader that is lost ----------------------------------------------------------
-def goes_on(process, folder, steps, reading=None):
-    """Wait, and read what it prints, until so many more steps are done -> the last of them."""
-    path = folder / "metrics.jsonl"
-    first = None
-    for _ in range(10 * LIMIT):
-        assert process.poll() is None, process.returncode
-        if reading is not None and select.select([reading], [], [], 0.1)[0]:
-            os.read(reading, 10_000)
-        else:
-            time.sleep(0.1)
-        done = path.read_bytes().count(b"\n") if path.exists() else 0
-        first = done if first is None else first
-        if done >= first + steps + 1:
-            return done
-    raise TimeoutError
-
-
-@pytest.mark.parametrize("place, number, status", [
-    ("terminal", signal.SIGHUP, 129), ("pipe", signal.SIGINT, 130), ("pipe", signal.SIGTERM, 143)])
-def test_a_run_outlives_its_terminal_or_reader(tmp_path, place, number, status):
-    """The kernel sends SIGHUP when the terminal is closed; a pipe's reader may die long before."""
-    ours, its = pty.openpty() if place == "terminal" else os.pipe()
-
-    def take_the_terminal():
-        if place == "terminal":
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
+def test_a_run_outlives_its_terminal(tmp_path):
+    """The kernel sends SIGHUP when it is closed; nobody reads what is printed from then on."""
+    ours, its = pty.openpty()
     flags = (*FLAGS, "--steps=100000", "--eval-every=100000", "--save-every=100000")
     command = [sys.executable, ROOT / "train.py", *flags, f"--output={tmp_path}/run"]
     process = subprocess.Popen(command, stdin=its, stdout=its, stderr=its, start_new_session=True,
-                               preexec_fn=take_the_terminal)
+                               preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
     os.close(its)
-    goes_on(process, tmp_path / "run", 2, ours)
+    log = tmp_path / "run" / "metrics.jsonl"
+    for _ in range(10 * LIMIT):                           # it waits until somebody reads
+        if log.exists() and log.read_text().count("\n") > 2:
+            break
+        if select.select([ours], [], [], 0.1)[0]:
+            os.read(ours, 10_000)
     os.close(ours)
-    if place == "pipe":
-        goes_on(process, tmp_path / "run", 2)
-        process.send_signal(number)
-    assert process.wait(LIMIT) == status
+    assert process.wait(LIMIT) == 129
     saved = json.loads(bytes(checkpoint_of(tmp_path / "run")["counters"].tolist()))
     assert saved["step"] == metrics_of(tmp_path / "run")[-1]["step"] >= 2
 
 
 def test_a_reader_that_leaves_early_ends_nothing(tmp_path):
-    """`python train.py | head -1`; the same in a terminal that lacks the blocks of the curves."""
-    for reader, environment in (("head -1", {}), ("cat", {"PYTHONIOENCODING": "cp1252"})):
-        folder = tmp_path / reader
-        line = shlex.join([sys.executable, "train.py", *FLAGS, f"--output={folder}"])
-        done = subprocess.run(["bash", "-o", "pipefail", "-c", f"{line} | {reader}"], cwd=ROOT,
-                              capture_output=True, text=True, timeout=LIMIT,
-                              env={**os.environ, **environment})
-        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-        assert "Error" not in done.stderr and (folder / "final").exists()
-    assert " ??? " in done.stdout and "talk to the result" in done.stdout
+    line = shlex.join([sys.executable, "train.py", *FLAGS, f"--output={tmp_path / 'run'}"])
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", f"{line} |& head -1"], cwd=ROOT,
+                          capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert done.stdout.count("\n") == 1 and (tmp_path / "run" / "final").exists()
 
 
-def test_a_signal_while_a_line_waits_for_its_reader():
-    """Python cannot write a line within another: nobody reads any more, and the run goes on."""
+def test_signals_while_a_line_waits_for_its_reader():
+    """Python cannot write a line within another: nobody reads any more, and the run goes on.
+
+    The second leaves at once; one that nohup ignores does nothing.
+    """
     script = """if True:
         import os, signal, sys, threading, train
         _, pipe = os.pipe()
@@ -259,13 +217,17 @@ def test_a_signal_while_a_line_waits_for_its_reader():
             os.set_blocking(pipe, True)
         sys.stderr = open(pipe, "w")
         train.outlive(sys.stderr)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         run = train.Run()
         with run.stopping_on_signals():
+            signal.raise_signal(signal.SIGHUP)
             main = threading.get_ident()
-            threading.Timer(1, signal.pthread_kill, (main, signal.SIGINT)).start()
+            threading.Timer(1, signal.pthread_kill, (main, signal.SIGTERM)).start()
             print("waits", file=sys.stderr)
-        sys.exit(run.stopped())"""
-    assert subprocess.call([sys.executable, "-c", script], cwd=ROOT, timeout=LIMIT) == signal.SIGINT
+            print(run.stopped(), flush=True)
+            signal.raise_signal(signal.SIGTERM)"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=LIMIT, stdout=-1)
+    assert (done.stdout, done.returncode) == (b"15\n", -signal.SIGTERM)
 
 
 # --- What --resume changes; what it refuses is one line, and no byte of the run changes -----------
@@ -283,21 +245,24 @@ def test_flags_of_another_call(capsys, run_folder, flag):
 
 
 def test_any_flag_may_change_and_is_told(capsys, run_folder):
-    """From an earlier state with twice the beta, say; what stays as it was is not told."""
+    """From an earlier state with twice the beta, say; what stays as it was is not told.
+
+    A flag that config.json does not know yet has today's default.
+    """
+    path = run_folder / "config.json"
+    edit_json(path, ratio=None, clip_eps_high=None)
     trains(f"--resume={run_folder}", "--steps=7", "--kl-coef=0.08", "--lr-schedule=linear",
-           "--group-size=4", "--no-scale-by-std")
-    told = [line for line in capsys.readouterr().out.splitlines() if "the run began with" in line]
-    assert [line.split(":")[0] for line in told] == [
-        "--steps 7", "--kl-coef 0.08", "--lr-schedule linear", "--scale-by-std False"]
-    assert [metrics["kl_coef"] for metrics in metrics_of(run_folder)[-2:]] == [0.02, 0.08]
-    config = json.loads((run_folder / "config.json").read_text())
-    assert config["kl_coef"] == 0.08 and config["scale_by_std"] is False
-
-
-def test_other_held_out_problems_are_told_and_answered_anew(capsys, run_folder):
-    trains(f"--resume={run_folder}", "--steps=7", "--eval-limit=1", "--eval-every=1")
-    assert "--eval-data" in capsys.readouterr().out
-    assert [metrics["step"] for metrics in metrics_of(run_folder)] == list(range(8))
+           "--group-size=4", "--no-scale-by-std", "--eval-limit=1", "--eval-every=1")
+    out = capsys.readouterr().out
+    told = [line.split(":")[0] for line in out.splitlines() if "the run began with" in line]
+    assert set(told) == {"--steps 7", "--kl-coef 0.08", "--lr-schedule linear", "--eval-every 1",
+                         "--eval-limit 1", "--scale-by-std False"}
+    assert "--eval-data" in out                           # other problems are answered anew
+    assert [(m["step"], m.get("kl_coef")) for m in metrics_of(run_folder)[-2:]] == [
+        (6, 0.02), (7, 0.08)]
+    config = json.loads(path.read_text())
+    assert config["kl_coef"] == 0.08 and config["ratio"] == "token"
+    assert "--resume" not in (run_folder / "page.html").read_text()  # the command that began it
 
 
 def test_a_tensor_that_nobody_would_read_is_named(capsys, run_folder):
@@ -308,30 +273,16 @@ def test_a_tensor_that_nobody_would_read_is_named(capsys, run_folder):
     assert "momentum_buffer/x" in refuses_to_resume(capsys, run_folder, "--steps=7")
 
 
-def test_the_saved_flags_may_be_repeated_and_steps_may_grow(run_folder):
-    """And a flag that config.json does not know yet has today's default."""
-    path = run_folder / "config.json"
-    edit_json(path, ratio=None, clip_eps_high=None)
-    trains(f"--resume={run_folder}", "--group-size=4", "--steps=7")
-    assert [m["step"] for m in metrics_of(run_folder)] == list(range(8))
-    config = json.loads(path.read_text())
-    assert config["steps"] == 7 and config["ratio"] == "token"
-    assert "--resume" not in (run_folder / "page.html").read_text()  # the command that began it
-
-
 def test_a_folder_that_holds_something_is_left_as_it_was(capsys, run_folder, tmp_path):
     somebody = tmp_path / "somebody"
     somebody.mkdir()
     (somebody / "letter.txt").write_text("mine")
-    for folder in (run_folder, somebody):
-        before = snapshot(folder)
-        assert f"--output {folder}" in refused(capsys, *FLAGS, f"--output={folder}")
-        assert snapshot(folder) == before
-    line = refused(capsys, f"--output={run_folder}", "--model=nobody/nothing")
-    assert "--output" in line                             # before the model is looked for
+    before = snapshot(tmp_path)
+    for folder in (run_folder, somebody, somebody / "letter.txt/run", somebody / (300 * "x")):
+        line = refused(capsys, *FLAGS, f"--output={folder}", "--model=nobody/nothing")
+        assert f"--output {folder}" in line               # before the model is looked for
     assert str(somebody) in refuses_to_resume(capsys, somebody)
-    for name in ("letter.txt/run", 300 * "x"):            # and what cannot be a folder
-        assert "--output" in refused(capsys, *FLAGS, f"--output={somebody / name}")
+    assert snapshot(tmp_path) == before
 
 
 def test_a_folder_in_which_another_process_trains(capsys, run_folder):
@@ -359,8 +310,7 @@ def at_home(monkeypatch, tmp_path):
     return home
 
 
-def test_resumed_from_elsewhere_it_tells_what_has_changed(
-        capsys, at_home):
+def test_resumed_from_elsewhere_it_tells_what_has_changed(capsys, at_home):
     """Its model and data were named by relative paths. It goes on, by what the flags name now."""
     folder = at_home / "runs" / "one"
     steps = iter(range(3, 9))
@@ -369,43 +319,37 @@ def test_resumed_from_elsewhere_it_tells_what_has_changed(
         trains(f"--resume={folder}", f"--steps={next(steps)}")
         return [line for line in capsys.readouterr().out.splitlines() if "is not what" in line]
     assert told() == []
-    for name, flag, change in (
-            ("train.jsonl", "--data", reversed), ("test.jsonl", "--eval-data", reversed),
-            ("train.jsonl", "--data", lambda lines: lines[:-1])):
-        text = (at_home / name).read_text()
-        (at_home / name).write_text("".join(change(text.splitlines(True))))
+    for name, flag in ("train.jsonl", "--data"), ("test.jsonl", "--eval-data"):
+        lines = (at_home / name).read_text().splitlines(True)
+        (at_home / name).write_text("".join(reversed(lines)))
         line, = told()
         assert line.startswith(f"{flag} {at_home / name}: ")
     weights = at_home / "model" / "model.safetensors"
     edit_tensors(weights, lambda tensors: {name: t * 1.001 for name, t in tensors.items()})
     line, = told()
     assert line.startswith(f"--model {weights.parent}: ")
-    assert [m["step"] for m in metrics_of(folder)] == list(range(8))
+    assert [m["step"] for m in metrics_of(folder)] == list(range(7))
 
 
 def test_a_run_moves(capsys, monkeypatch, at_home, tmp_path):
     """What has moved is named anew."""
-    home = at_home
-    folder = home / "runs" / "one"
-    trains(f"--resume={folder}", "--steps=3")
-    folder = folder.rename(tmp_path / "run")
-    (home / "model").rename(tmp_path / "m")
-    (home / "train.jsonl").rename(tmp_path / "t.jsonl")
-    (home / "mine.py").rename(tmp_path / "his.py")
-    capsys.readouterr()
+    folder = (at_home / "runs" / "one").rename(tmp_path / "run")
+    (at_home / "model").rename(tmp_path / "m")
+    (at_home / "train.jsonl").rename(tmp_path / "t.jsonl")
+    (at_home / "mine.py").rename(tmp_path / "his.py")
     flags = []
     for flag in ("--model=m", "--reward=his.py:score", "--data=t.jsonl"):
         line = refuses_to_resume(capsys, folder, *flags)
         assert flag.split("=")[0] in line and "huggingface" not in line
         flags.append(flag)
         monkeypatch.chdir(tmp_path)
-    trains(f"--resume={folder}", "--steps=4", *flags)
+    trains(f"--resume={folder}", "--steps=3", *flags)
     (tmp_path / "his.py").write_text("def other(answer, **_):\n    return [7.0] * len(answer)\n")
-    trains(f"--resume={folder}", "--steps=5", "--reward=his.py:other")
-    assert [m["reward_mean"] == 7 for m in metrics_of(folder)[1:]] == [*4 * [False], True]
+    trains(f"--resume={folder}", "--steps=4", "--reward=his.py:other")
+    assert [m["reward_mean"] == 7 for m in metrics_of(folder)[1:]] == [*3 * [False], True]
     config = json.loads((folder / "config.json").read_text())
     assert config["model"] == str(tmp_path / "m")
-    assert config["eval_data"] == str(home / "test.jsonl")
+    assert config["eval_data"] == str(at_home / "test.jsonl")
 
 
 def test_what_a_kill_has_left_behind_goes(uninterrupted, run_folder):
@@ -417,8 +361,7 @@ def test_what_a_kill_has_left_behind_goes(uninterrupted, run_folder):
 
 
 def of_another_version(path):
-    text = json.dumps({"step": 6, "data": "a digest"}).encode()
-    counters = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    counters = torch.frombuffer(bytearray(b'{"step": 6, "data": "a digest"}'), dtype=torch.uint8)
     edit_tensors(path, lambda tensors: {**tensors, "counters": counters})
 
 
@@ -439,36 +382,40 @@ def test_a_checkpoint_that_is_not_whole(capsys, run_folder, spoil, words):
     assert f"--resume: {path}" in line and words in line
 
 
-# What is written last, and the step after which a run has to go on
-FULL = {"metrics.jsonl": -1, "samples.jsonl": 0, f"{CHECKPOINT}.new": -1, "page.html.new": 2,
-        "final.new/config.json": 6}
+# What a run writes, early and late
+FULL = ("metrics.jsonl", "samples.jsonl", f"{CHECKPOINT}.new", "page.html.new",
+        "final.new/config.json")
 
 
-def claims_with_full(folder, name):
-    """Run.claim_folder, after which the disk is full when the file of this name is written."""
-    def claim_folder(run, s, real=train.Run.claim_folder):
-        claimed = real(run, s)
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).symlink_to("/dev/full")
-        return claimed
-    return claim_folder
+@pytest.fixture
+def stopped_by_a_full_disk(capsys, monkeypatch, tmp_path):
+    """A run, for which the disk is full when it writes the file of this name."""
+    def stopped(name, *flags):
+        folder = tmp_path / "full"
+
+        def claim_folder(run, s, real=train.Run.claim_folder):
+            claimed = real(run, s)
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).symlink_to("/dev/full")
+            return claimed
+
+        with monkeypatch.context() as patch:
+            patch.setattr(train.Run, "claim_folder", claim_folder)
+            line = refused(capsys, *flags, f"--output={folder}", begun=True)
+        assert "disk is full" in line
+        assert line.endswith(train.command("train.py", "--resume", str(folder)))
+        (folder / name).unlink()
+        return folder
+    return stopped
 
 
 @pytest.mark.parametrize("name", FULL)
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
-def test_a_full_disk_is_one_line_and_it_goes_on(capsys, monkeypatch, tmp_path, uninterrupted, name):
-    folder = tmp_path / "run"
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train.Run, "claim_folder", claims_with_full(folder, name))
-        line = refused(capsys, *FLAGS, f"--output={folder}", begun=True)
-    assert "disk is full" in line
-    assert line.endswith("continue with: " + train.command("train.py", "--resume", str(folder)))
-    (folder / name).unlink()
-    resumed_ends_the_same(folder, uninterrupted)
+def test_a_full_disk_is_one_line_and_it_goes_on(stopped_by_a_full_disk, uninterrupted, name):
+    resumed_ends_the_same(stopped_by_a_full_disk(name, *FLAGS), uninterrupted)
 
 
-def test_the_best_state_is_kept(capsys, monkeypatch, tmp_path):
+def test_the_best_state_is_kept(capsys, monkeypatch, tmp_path, stopped_by_a_full_disk):
     """best/ is the policy of the best evaluation, here that of step 2, and trains on."""
     scores = {0: 0.25, 1: 0.25, 2: 0.75, 3: 0.75, 4: 0.5}
 
@@ -477,57 +424,24 @@ def test_the_best_state_is_kept(capsys, monkeypatch, tmp_path):
         return {"eval_accuracy": scores[len(run.history)]}
 
     monkeypatch.setattr(train.Run, "measure", measure)
-    whole = trained(tmp_path / "whole", *FLAGS, "--steps=4", "--eval-every=1")
+    flags = (*FLAGS, "--steps=4", "--eval-every=1")
+    whole = trained(tmp_path / "whole", *flags)
     assert f"best state           {whole}/best, of step 2\n" in capsys.readouterr().out
     assert "The best evaluation is that of step 2." in (whole / "page.html").read_text()
-    two = trained(tmp_path / "two", *FLAGS, "--steps=2", "--eval-every=1", "--no-best")
+    two = trained(tmp_path / "two", *flags, "--steps=2", "--no-best")
     assert not (two / "best").exists() and "best state" not in capsys.readouterr().out
     best, final = (load_file(folder / "model.safetensors")
                    for folder in (whole / "best", two / "final"))
     same(best, final)
-    assert {*os.listdir(whole / "best")} == {
-        *os.listdir(whole / "final")}
-    folder = tmp_path / "full"
-    with monkeypatch.context() as patch:                  # nothing is lost
-        patch.setattr(train.Run, "claim_folder", claims_with_full(folder, "best.new/config.json"))
-        line = refused(capsys, *FLAGS, "--steps=4", "--eval-every=1", f"--output={folder}",
-                       begun=True)
-    assert "disk is full" in line and metrics_of(folder)[-1]["step"] == 2
-    (folder / "best.new" / "config.json").unlink()
+    assert {*os.listdir(whole / "best")} == {*os.listdir(whole / "final")}
+    folder = stopped_by_a_full_disk("best.new/config.json", *flags)     # nothing is lost
+    assert metrics_of(folder)[-1]["step"] == 2
     trains(f"--resume={folder}")
     assert_bitwise(folder, whole)
     same(load_file(folder / "best" / "model.safetensors"), best)
     again = ("--config", str(whole / "config.json"), "--model", str(whole / "best"))
     loaded = train.load(train.parse(again)).policy_model
     same(dict(loaded.named_parameters()), best)
-
-
-# --- How a checkpoint is written ------------------------------------------------------------------
-def test_safetensors_reads_what_was_written():
-    tensors = {"scalar": torch.tensor(2.5), "three": torch.arange(3).bfloat16(),
-               "matrix": torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).T,
-               "none": torch.empty(0, 5), "half": torch.full((2, 1, 2), 0.1, dtype=torch.float16),
-               'a "name"\n': torch.tensor([torch.inf, -0.0]),
-               "text": torch.frombuffer(bytearray(b"x"), dtype=torch.uint8)}
-    found = load(b"".join(map(bytes, train.as_safetensors(tensors))))
-    same(found, tensors)
-    assert all(found[name].dtype == tensors[name].dtype for name in tensors)
-
-
-def test_a_checkpoint_on_its_way_holds_one_tensor_in_memory(monkeypatch, tmp_path, uninterrupted):
-    live, peaks = [], []                                  # bytes of what was gathered
-
-    def gathered(tensor):
-        copy = tensor.clone()
-        live.append(copy.nbytes)
-        peaks.append(sum(live))
-        weakref.finalize(copy, live.remove, copy.nbytes)
-        return copy
-
-    monkeypatch.setattr(train, "gather_full", gathered)
-    folder = trained(tmp_path / "run", *FLAGS, "--steps=1")
-    sizes = [tensor.nbytes for tensor in checkpoint_of(folder).values()]
-    assert not live and max(peaks) == max(sizes) < sum(sizes) / 5
 
 
 # --- Numbers that are not finite, memory that runs out --------------------------------------------
@@ -551,10 +465,7 @@ def test_ten_skipped_updates_stop_it_and_a_good_checkpoint_stays(
     assert metrics[-1]["step"] == 7 and metrics[-1]["loss"] is None
     assert [m["skipped_updates"] for m in metrics[1:]] == [0, 0, 2, 2, 2, 2, 2]
     resumed_ends_the_same(folder, uninterrupted, "--steps=6")
-
-
-def test_updates_that_are_skipped_now_and_then_do_not_stop_it(tmp_path):
-    run = run_in(tmp_path)
+    run = run_in(tmp_path)                                # one now and then does not stop it
     for step in range(1, 21):
         run.log({"step": step, "skipped_updates": 3 if step % 4 else 0})
     assert run.skipped == 45
