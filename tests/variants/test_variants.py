@@ -4,14 +4,14 @@ import dataclasses
 import functools
 import itertools
 import math
+import random
 import re
 from types import SimpleNamespace
 import pytest
 import torch
 from checks import same, seeded
-from files import FEW, MINE, SHORT, assert_same_run
+from files import FEW, MINE, SHORT
 from models import logprobs_on_full_logits
-from runs import begin, trained, well_ended
 from steps import REWARDS, loop, own_rewards, parts, parts_of, settings, whole_step
 import sample
 import train
@@ -152,12 +152,15 @@ def test_gdpo_reads_each_reward():
 
 @pytest.mark.parametrize("flags", [
     ["--advantage=gdpo", "--reward", "rule", f"{MINE}:some"], ["--advantage=batch-std"]])
-def test_the_std_of_the_batch_is_that_of_all_ranks(tmp_path, flags):
-    flags = (*FLAGS, "--steps=2", *flags, "--lr=0.003")
-    end = begin("train.py", *flags, f"--output={tmp_path / 'two'}", ranks=2)
-    trained(tmp_path / "one", *flags)
-    well_ended(end())
-    assert_same_run(tmp_path / "two", tmp_path / "one")
+def test_the_std_of_the_batch_is_that_of_all_ranks(monkeypatch, flags):
+    """Beside a rank whose answers are all alike."""
+    p = parts(*flags)
+    _, rollout, _ = whole_step(p, own_rewards(p.settings))
+    monkeypatch.setattr(train, "gathered", lambda mine: torch.cat([mine, 0 * mine]))
+    p = parts(*flags)
+    _, beside, _ = whole_step(p, own_rewards(p.settings))
+    torch.testing.assert_close(beside.advantages, 2**0.5 * rollout.advantages)
+    assert rollout.advantages.any()
 
 
 @pytest.mark.parametrize("flag, words", [
@@ -175,14 +178,11 @@ def test_mini_batches_take_every_group_once_in_each_pass():
     metrics = assert_same_step(p, rollout, by_hand(p, rollout, ("--minibatches=2",)))
     assert abs(metrics["ratio_mean"] - 1) > 1e-4          # the second is off 1 at once
     p.policy_model.model.norm.weight.register_hook(lambda grad: grad * math.nan)
-    again = assert_same_step(p, mixed_rollout(p), [])
-    assert again["skipped_updates"] == 4                  # counted one by one
+    assert assert_same_step(p, mixed_rollout(p), [])["skipped_updates"] == 4  # one by one
     rollout = sample.take(rollout, [*range(8), 0, 1])      # five groups of two in two batches
     rollout.old_logprobs = rollout.logprobs                # known: no policy is needed
-    s = settings("--group-size=2", "--minibatches=2")
-    first, second = train.mini_batches(None, rollout, s)
-    same(first.logprobs, rollout.logprobs[:6])
-    same(second.logprobs, rollout.logprobs[6:])
+    first, second = train.mini_batches(None, rollout, settings("--group-size=2", "--minibatches=2"))
+    same([first.logprobs, second.logprobs], [rollout.logprobs[:6], rollout.logprobs[6:]])
 
 
 class Bigrams(torch.nn.Module):
@@ -218,7 +218,10 @@ TEXTS = ["7 + 2 = 9 , \\boxed{ 9 }", "\\boxed{ 5 } , 9 \\boxed{ 9 }", "9", "\\bo
 
 
 def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, tiny):
-    """Two steps with each pair: a flag that leaves the weights as without it is told or refused."""
+    """Two steps with a pair: a flag that leaves the weights as without it is told or refused.
+
+    Of all pairs these are some; every flag is tried alone.
+    """
     tokenizer = tiny[1]
     rows = [tokenizer(text, add_special_tokens=False).input_ids for text in TEXTS]
     labels = torch.tensor([[IGNORE] * 3 + row + [IGNORE] * (20 - len(row)) for row in rows])
@@ -242,19 +245,15 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, ti
         """-> what two steps move in the table, and what is told; None for a refusal."""
         s = train.Settings(**{**plain, **{k: v for f in flags for k, v in given[f].items()}})
         capsys.readouterr()
-        try:
-            train.check_combinations(s)
-            reward_of = own_rewards(s)
-        except train.BadInput:
-            return None
-        told = capsys.readouterr().out
         start, policy, reference = (Bigrams(seed).requires_grad_(k == 1) for k in range(3))
         reference.table += 0.3 * torch.randn(64, 64, generator=seeded(2))
         try:
+            train.check_combinations(s)
             p = SimpleNamespace(policy_model=policy, ref_model=reference if s.kl_coef else None,
                                 optimizer=torch.optim.SGD(policy.named_parameters()),
                                 tokenizer=tokenizer, reward_model=None)
-            train.train_grpo(parts_of(p, batch, sampler=drawn, reward_of=reward_of), s)
+            told = capsys.readouterr().out
+            train.train_grpo(parts_of(p, batch, sampler=drawn, reward_of=own_rewards(s)), s)
         except train.BadInput:  # MaxRL, and a reward below 0
             return None
         return (policy.table - start.table).detach(), told
@@ -262,13 +261,13 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, ti
     def moves_alike(one, other, seed):
         ours, theirs = trained(one, seed)[0], trained(other, seed)[0]
         return bool((ours - theirs).norm() <= 1e-5 * theirs.norm())
-    tried = 0
+    pairs = random.Random(0).sample([*itertools.permutations(given, 2)], 150)
+    pairs += [(one, "") for one in given]
     given[""] = {}
-    for one, other in itertools.permutations(given, 2):
+    tried = 0
+    for one, other in pairs:
         beside, both = frozenset([other]), frozenset([one, other])
-        if not one or not (trained(beside, 5) and trained(both, 5)):
-            continue
-        if given[one].keys() & given[other].keys():
+        if given[one].keys() & given[other].keys() or not (trained(beside, 5) and trained(both, 5)):
             continue
         tried += 1
         alike = (moves_alike(both, beside, seed) for seed in range(5, 15))
@@ -276,7 +275,7 @@ def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, ti
             assert next(alike), (other, one)
         else:
             assert not all(alike), (other, one)           # not every start needs to show it
-    assert tried > 600
+    assert tried > 90
     settings("--kl-coef=0", "--kl-estimator=k2")
     assert capsys.readouterr().out.count("--kl-estimator has no effect: --kl-coef is 0\n") == 1
     three = frozenset(["--ratio sequence", "--advantage gtpo", "--updates-per-rollout 1"])
@@ -341,9 +340,7 @@ def test_flat_groups_are_replaced_whole():
     expected = {"reward_mean": mean, "reward/one": mean, "reward/two": mean + 1, "accuracy": 2 / 16,
                 "resampled_groups": 5, "zero_variance_groups": 0.25}  # 5 were drawn to no use
     assert {name: r.metrics[name] for name in expected} == pytest.approx(expected)
-    # Whole rows, test_a_sample.py has how they are joined
-    assert r.rollout.input_ids[:, 0].tolist() == [
-        *range(9, 13), *range(24, 28), *range(44, 48), *range(5, 9)]
+    assert r.rollout.input_ids[::4, 0].tolist() == [9, 24, 44, 5]      # whole rows
 
 
 def test_rounds_of_resampling():

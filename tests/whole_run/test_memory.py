@@ -55,11 +55,11 @@ def test_count_of_the_memory(monkeypatch, tmp_path):
         count, n, _ = counted(tmp_path)
     assert count["policy"] == 2 * n and count["policy's shard"] == count["reference"] == n
     count, n, model = counted(tmp_path)
-    assert count["policy's shard"] == 0
     largest = 4 * 1000 * 64                               # a tensor of a checkpoint, in float32
     assert count["policy"] == count["reference"] == 2 * n
     assert count["float32 masters"] == count["gradients, float32"] == 4 * n
-    assert count["AdamW's two moments"] == 8 * n and count["reward model"] == 0
+    assert count["AdamW's two moments"] == 8 * n
+    assert count["policy's shard"] == count["reward model"] == 0
     assert count[train.HOST] == 2 * n + largest           # weights on their way to the device
     # keys and values of 12 rows, 300 positions, 3 layers, 2 heads of 16, in bfloat16
     assert count["key/value cache"] == 2 * 12 * 300 * 3 * 2 * 16 * 2
@@ -71,18 +71,6 @@ def test_count_of_the_memory(monkeypatch, tmp_path):
     assert count[train.HOST] == 8 * n + 2 * pinned + largest     # masters and gradients are pinned
     count, n, _ = counted(tmp_path, dtype=torch.float32)  # the weights are their own masters
     assert count["float32 masters"] == 0 and count["policy"] == 4 * n
-    head = 4 * 1000 * 64
-    # On a CPU the head in half precision has a float32 copy, else a second gradient; and a single
-    # backward pass frees what it kept while the gradients grow: in bfloat16 half of them fit. With
-    # several passes a seventh more is held.
-    for dtype in (torch.float32, torch.bfloat16):
-        for flags, passes in (([], 2), (["--micro-batch-tokens=1000000"], 1)):
-            count, n, _ = counted(tmp_path, *flags, dtype=dtype, device="cpu")
-            on_a_gpu, _, _ = counted(tmp_path, *flags, dtype=dtype)
-            kept = on_a_gpu["kept for the backward pass"]
-            kept = kept - dtype.itemsize * n if passes == 1 else 1.15 * kept
-            assert count["kept for the backward pass"] == kept
-            assert count["the program"] == 5e8 + head
     # LoRA's factors; the first weights are a copy where no reference keeps them
     linears = [W for name, W in model.named_parameters() if "proj" in name]
     factors = sum(4 * sum(W.shape) for W in linears)
@@ -100,12 +88,6 @@ def test_count_of_the_memory(monkeypatch, tmp_path):
     for flags, each in (((), 4), (("--renew-reference=1",), 16)):
         count, _, _ = counted(tmp_path, f"--reward-model={tmp_path / 'scorer'}", *flags)
         assert count["reward model"] == each * weights
-
-
-def test_a_width_for_each_layer_is_counted(monkeypatch, tmp_path):
-    wide = dict(model_type="gemma3n_text", num_kv_shared_layers=0, intermediate_size=[96, 96, 192])
-    monkeypatch.setattr(sys.modules[__name__], "QWEN", QWEN | wide)
-    assert counted(tmp_path)[0]["kept for the backward pass"] > 500 * 3 * 4 * 192 * 2
 
 
 @pytest.mark.parametrize("changes", [
@@ -158,32 +140,41 @@ def test_the_first_way_that_fits_is_taken(capsys, machine, big, device, free, ho
 
 def test_dry_run_counts_from_the_configuration_alone(capsys, machine, big):
     """Qwen2.5-1.5B; a star stands over the first way that fits."""
+    def rows_of(*flags):
+        trains(big, *flags)
+        lines = capsys.readouterr().out.splitlines()
+        return {line[:30].strip(): line[30:] for line in lines[1:]}, lines[-1]
+
     machine("cuda", 43)
-    trains(big, "--dry-run")
-    rows = {line[:30].strip(): line[30:] for line in capsys.readouterr().out.splitlines()[1:]}
+    rows, _ = rows_of("--dry-run")
     assert rows["--offload"] == "                     yes     yes"
     assert rows["--gradient-checkpointing"] == "             yes             yes"
-    star, = [cells for what, cells in rows.items() if "*" in what]
-    assert star.index("*") == 15                          # of the second column
+    assert rows["*: a run takes this way"].index("*") == 15   # of the second column
     assert rows["device memory"].split() == ["62.64", "37.04", "44.12", "18.52"]
-    machine("cpu", 100, 100)                              # the card of another machine
-    trains(big, "--dry-run=8", "--lora-rank=16")
-    out = capsys.readouterr().out
-    assert "bfloat16" in out and " 11.76 " in out and "no way" in out
     # A card of so many GB, which lie in no machine; a run of 1.5B keeps 37 GB while it saves
+    machine("cpu", 100, 100)
     for size, star in ((80, 7), (40, 15), (24, 31)):
-        trains(big, f"--dry-run={size}")
-        rows = {line[:30].strip(): line[30:] for line in capsys.readouterr().out.splitlines()[1:]}
+        rows, _ = rows_of(f"--dry-run={size}")
         assert rows["*: a run takes this way"].index("*") == star
-    trains(big, "--dry-run", "20")
-    out = capsys.readouterr().out
-    assert "*" not in out.replace("*: ", "") and "--lora-rank 16" in out.splitlines()[-1]
+    rows, last = rows_of("--dry-run", "20")
+    assert not any("*" in cells for cells in rows.values()) and "--lora-rank 16" in last
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_products_of_many_shapes_keep_little_memory():
-    """400 new shapes in bfloat16 would keep 250 MB; on a CPU that has no bfloat16 nothing."""
+    """200 new shapes in bfloat16 would keep 125 MB; on a CPU that has no bfloat16 nothing."""
     program = """
+import re, train, torch
+def held(first, last):
+    for n in range(first, last):
+        torch.ones(n, 128, dtype=torch.bfloat16) @ torch.ones(128, 128, dtype=torch.bfloat16)
+    return int(re.search("VmRSS:(.*) kB", open("/proc/self/status").read())[1]) / 1000
+before = held(100, 200)
+print(held(200, 400) - before)"""
+    unset = {name: value for name, value in os.environ.items() if "CACHE_CAPACITY" not in name}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                          timeout=LIMIT, cwd=train.HERE, env=unset)
+    assert float(well_ended(done)) < 60
 import re, train, torch
 def held(first, last):
     for n in range(first, last):
@@ -195,23 +186,3 @@ print(held(200, 600) - before)"""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
                           timeout=LIMIT, cwd=train.HERE, env=unset)
     assert float(well_ended(done)) < 80
-
-
-def test_memory_that_runs_out_in_the_optimizer_repeats_no_step(monkeypatch):
-    p = parts(dtype=torch.bfloat16)
-    rollout = rollout_of(p)
-    monkeypatch.setattr(train.MasterAdamW, "round", raises(NO_MEMORY[0]))
-    with pytest.raises(torch.OutOfMemoryError):
-        updated(p, p.policy_model, p.optimizer, rollout, kl_coef=0)
-    assert {int(state["step"]) for state in p.optimizer.state.values()} == {1}
-
-
-@pytest.mark.parametrize("capability, dtype", [((7, 5), torch.float16), ((7, 0), torch.float16),
-                                               ((6, 1), torch.float32), ((8, 0), torch.bfloat16)])
-def test_dtype_and_number_of_a_card(monkeypatch, machine, capability, dtype):
-    current = []
-    machine("cuda", 80, capability=capability)
-    monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    for flag in ("--device=cuda", "--device=cuda:1"):
-        assert train.choose_device(train.parse([flag]))[1] == dtype
-    assert current == [torch.device("cuda:1")]

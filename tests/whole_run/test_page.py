@@ -9,7 +9,7 @@ import pytest
 import torch
 from files import FEW, MINE, TINY, curve, lines_of
 from models import opened
-from runs import begin, trained, trains, well_ended
+from runs import trained, trains, well_ended
 from steps import parts, rollout_of, run_in, settings
 import sample
 import train
@@ -160,47 +160,29 @@ def test_a_curve_between_its_axes():
     assert dot == "50.0,2.0"                              # one point is a dot
 
 
-def run_of(*history):
+def test_which_curves_are_shown():
+    """Means of five steps; what says nothing is left out, and what is new has its own name."""
+    def curves(*history):
+        run.history = [{"step": step, **metrics} for step, metrics in enumerate(history)]
+        return {name: points for name, _, points in train.curves_of(run)}
+
     run = train.Run()
-    run.history = [{"step": step, **metrics} for step, metrics in enumerate(history)]
-    return run
-
-
-def test_what_says_nothing_is_left_out():
-    run = run_of({"eval_reward": 0.5, "eval_accuracy": 0.0},
-                 {"accuracy": 0.0, "reward_mean": 0.5, "clip_fraction": 0.0, "approx_kl": None,
-                  "reward/a": 0.5, "reward/b": 0.0, "grad_norm": 1.0, "lr": 1.0, "mine": 0.5})
-    told = [metric for metric, _, _ in train.curves_of(run)]
-    assert told == ["eval_reward", "reward/a", "reward/b", "reward_mean", "grad_norm", "mine"]
-    del run.history[0]["eval_reward"]                     # an accuracy of 0 is a score, too
-    assert [metric for metric, _, _ in train.curves_of(run)][:2] == ["eval_accuracy", "reward/a"]
-
-
-def test_first_and_last_numbers_are_means_of_five_steps():
-    def ends(n, name="grad_norm"):
-        (_, _, points), = train.curves_of(run_of({}, *({name: float(i)} for i in range(n))))
-        return points[0][1], points[-1][1], len(points)
-
-    assert ends(20) == (2, 17, 4) and ends(20, "eval_accuracy") == (0, 19, 20)
-    assert ends(2) == (0, 1, 2) and ends(1) == (0, 0, 1) and ends(9)[::2] == (2, 2)
-    assert ends(1000)[2] == 40
-
-
-def test_a_new_metric_needs_no_second_place(folder):
-    """All that a step returns is known to the page, or hidden on purpose, or shown."""
-    run = restored(folder)
-    told = {metric for metric, _, _ in train.curves_of(run)} | {*train.TITLES, *train.UNTOLD}
-    assert set(run.history[-1]) <= told
-    run.history[-1]["mine"] = 0.25
-    assert train.curves_of(run)[-1] == ("mine", "mine", [[2, 0.25]])
+    shown = curves({"eval_reward": 0.5, "eval_accuracy": 0.0},
+                   {"accuracy": 0.0, "reward_mean": 0.5, "clip_fraction": 0.0, "approx_kl": None,
+                    "reward/a": 0.5, "reward/b": 0.0, "grad_norm": 1.0, "lr": 1.0, "mine": 0.5})
+    assert [*shown] == ["eval_reward", "reward/a", "reward/b", "reward_mean", "grad_norm", "mine"]
+    for n, first, last, many in ((20, 2, 17, 4), (2, 0, 1, 2), (1, 0, 0, 1), (1000, 12, 987, 40)):
+        points = curves({}, *({"grad_norm": float(i)} for i in range(n)))["grad_norm"]
+        assert (points[0][1], points[-1][1], len(points)) == (first, last, many)
 
 
 def test_a_run_that_is_stopped_early_says_so(folder):
-    assert "Held-out accuracy" in page(folder, "word") and "gained most" in page(folder, "word")
     stopped = restored(folder)
-    stopped.history = stopped.history[:2]                 # no evaluation but the first
-    text = train.page_of(stopped, "", settings(*FLAGS))
-    assert "<h1>Stopped before the second evaluation" in text and "gained most" not in text
+    for told in (True, False):
+        text = train.page_of(stopped, "", settings(*FLAGS))
+        assert ("gained most" in text) == ("<h1>Held-out accuracy" in text) == told
+        assert ("<h1>Stopped before the second evaluation" in text) != told
+        stopped.history = stopped.history[:2]             # no evaluation but the first
 
 
 def page(folder, word, steps=9, signal=0):
@@ -230,18 +212,9 @@ def test_what_a_model_wrote_is_text(folder):
     assert {name for _, *names in wild.tags for name in names} <= {
         "lang", "charset", "http-equiv", "content", "name", "class", "style", "title", "dir",
         "viewbox", "points", "x", "y", "text-anchor"}     # none that loads or runs anything
-
-
-def test_the_page_loads_itself_anew_while_the_run_goes_on(folder):
+    # It loads itself anew while the run goes on
     at_step_2 = {how: page(folder, "word", *how) for how in ((3,), (2,), (3, 15))}
     assert [how for how, text in at_step_2.items() if 'http-equiv="refresh"' in text] == [(3,)]
-
-
-def test_two_ranks_write_one_page(folder, tmp_path):
-    well_ended(begin("train.py", *FLAGS, f"--output={tmp_path / 'run'}", ranks=2)())
-    ours, one = page_in(tmp_path / "run"), page_in(folder)
-    assert ours.tags == one.tags
-    assert list(map(float, ours.titles)) == pytest.approx(list(map(float, one.titles)), abs=1e-4)
 
 
 def test_a_browser_reads_it_as_it_stands(folder, tmp_path):

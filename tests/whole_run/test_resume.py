@@ -58,7 +58,7 @@ def resumed_ends_the_same(folder, whole, *flags):
 
 KINDS = {  # what each has to find again
     "the masters of bfloat16": ("--dtype=bfloat16",),
-    "the loss scale of float16": ("--dtype=float16",), "LoRA's factors": LORA,
+    "the loss scale of float16": ("--dtype=float16",),
     "LoRA's first weights": (*LORA, "--dtype=bfloat16", "--kl-coef=0"),
     "LoRA's renewed reference": (*LORA, "--dtype=bfloat16", "--renew-reference=1"),
     "reference, beta, other problems, schedule": (

@@ -5,20 +5,19 @@ import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from files import FEW, SHORT, TINY, lines_of
-from runs import begin, trains
+from runs import trains
 import train
 
 FLAGS = (*FEW, *SHORT)
 
 
-def test_the_help():
-    done = begin("train.py", "--help")()
-    assert done.returncode == 0 and done.stderr == ""
+def test_the_help(run_here):
+    out = run_here("train.py", "--help")
     for name in train.FIELDS:
-        assert len(re.findall(rf"\n  {train.flag_of(name)}[ ,\n]", done.stdout)) == 1, name
-    assert "_" not in "".join(re.findall(r"\n  --(\S+)", done.stdout))
+        assert len(re.findall(rf"\n  {train.flag_of(name)}[ ,\n]", out)) == 1, name
+    assert "_" not in "".join(re.findall(r"\n  --(\S+)", out))
     heads = [field.metadata["head"] for field in train.FIELDS.values() if field.metadata["head"]]
-    places = [done.stdout.index(head + ":") for head in heads]
+    places = [out.index(head + ":") for head in heads]
     assert len(heads) == 8 and places == sorted(places)
 
 
