@@ -1,9 +1,7 @@
 """The benchmark's models, floors and tables; the counts of first_run.py, on a CPU."""
 import math
 import sys
-from types import SimpleNamespace
 import benchmark
-import first_run
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -46,11 +44,6 @@ def test_flops_of_a_forward_pass_and_bytes_of_a_rollout():
     assert benchmark.rollout_bytes(model, P, [7, 3]) == 4 * (7 * weights + caches)
 
 
-def test_first_run_counts_on_a_card_alone(capsys):
-    """What it prints on one, test_cuda.py sees."""
-    assert first_run.main([]) == 2 and capsys.readouterr().err.startswith("first_run.py: ")
-
-
 def test_a_measurement(tmp_path):
     """The folder opens with train.py's own loader, `auto` is settled, every figure is there."""
     benchmark.make_folder(TINY, tmp_path)
@@ -65,20 +58,6 @@ def test_a_measurement(tmp_path):
         assert len(result["rewards"]) == 2  # the warm-up's, too
         assert result["seconds"][0] == pytest.approx(result["sampling"][0] + result["update"][0])
         assert all(math.isfinite(value) for values in result.values() for value in values)
-
-
-def test_a_training_has_the_problems_of_its_steps():
-    settings = train.parse(["--prompts-per-step=4"])
-    _, same = benchmark.read_batches(settings, 2)
-    assert same[0] is same[1]
-    settings.reward = ["mine.py:reward"]
-    tokenizer, (first, second) = benchmark.read_batches(settings, 2)
-    assert not set(first.prompts) & set(second.prompts)
-    problems = benchmark.load_problems(settings.data)
-    given = SimpleNamespace(tokenizer=tokenizer, problems=problems)
-    assert second.prompts == train.batch_of_step(given, 2, settings).prompts
-    [reward] = benchmark.reward_functions(train.parse(["--reward=rule"]))  # as TRL calls it
-    assert reward(completions=[r"\boxed{3}", "4"], answer=["#### 3"] * 2, prompts=[]) == [1.5, 0]
 
 
 @pytest.mark.parametrize("argv, words", [

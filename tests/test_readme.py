@@ -30,15 +30,6 @@ def test_every_function_of_the_tables_is_in_its_file():
             assert hasattr(importlib.import_module(file), name), (file, name)
 
 
-def test_the_lines_to_read():
-    told = {file: int(lines) for lines, file in re.findall(r"(\d+) of `(\w+)\.py`", README)}
-    assert list(told) == list(STAGES)
-    for file, lines in told.items():
-        text = (ROOT / f"{file}.py").read_text(encoding="utf-8")
-        found = text[:text.index("# A reader of the theory may stop here")].count("\n")
-        assert lines == pytest.approx(found, rel=0.1), file
-
-
 FIELDS = {train.flag_of(field.name) for field in dataclasses.fields(train.Settings)}
 # of torchrun, and of tests/
 OTHERS = {"--all", "--bf16", "--boxed", "--dist", "--examples", "--help", "--max-restarts",

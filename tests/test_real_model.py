@@ -1,10 +1,8 @@
 """A real model's script: its problems, its rewards, its folder, and GGUF read right."""
 import hashlib
-import importlib.util
 import json
 import re
 import subprocess
-import sys
 import zipfile
 from collections import Counter
 import pytest
@@ -13,10 +11,8 @@ import real_qwen
 import real_reward
 import torch
 from checks import seeded
-from files import lines_of, snapshot
+from files import lines_of
 from models import small_model
-from runs import one_line_of
-from steps import raises
 from transformers import AutoModelForCausalLM, AutoTokenizer
 import reward
 from sample import chat_prompt, sample_groups
@@ -127,55 +123,6 @@ def test_the_rewards_as_training_calls_them(task, tiny):
 
 
 # --- The folder of the model ----------------------------------------------------------------------
-@pytest.fixture
-def script(tmp_path, monkeypatch):
-    """main() on a folder in tmp_path, with a download and a conversion that are played."""
-    def convert(gguf, folder, source):
-        folder.mkdir()
-        (folder / "model.safetensors").write_text(f"made from {gguf}")
-        (folder / "config.json").write_text("{}")
-
-    monkeypatch.setattr(real_model, "gguf_file", lambda place, source: "a file")
-    monkeypatch.setattr(real_model, "convert", convert)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)  # gguf is there
-    flags = [f"--folder={tmp_path / 'models' / 'smol'}", f"--task={tmp_path / 'task'}"]
-    return lambda *more: real_model.main([*flags, *more])
-
-
-def test_the_folder_is_made_once_and_the_command_printed(script, tmp_path, capsys):
-    def times():
-        return {path.name: path.stat().st_mtime_ns for path in (tmp_path / "models").rglob("*")}
-
-    assert script() == 0
-    before = times()                                      # nothing is left beside the folder
-    assert before.keys() == {"smol", "model.safetensors", "config.json", "SHA256SUMS"}
-    capsys.readouterr()
-    assert script() == 0 and times() == before
-    command = f"{sys.executable} {real_model.HERE.parents[1] / 'train.py'} --config "
-    assert capsys.readouterr().out == f"{command}{tmp_path / 'task' / 'config.json'}\n"
-
-
-@pytest.mark.parametrize("harm", [
-    lambda folder: (folder / "model.safetensors").write_text("made of a file"),
-    lambda folder: (folder / "config.json").unlink(),
-    lambda folder: (folder / "SHA256SUMS").unlink(),
-    lambda folder: (folder / "more.safetensors").write_text("")])
-def test_a_folder_that_was_changed_is_refused_and_left_alone(script, tmp_path, capsys, harm):
-    assert script() == 0
-    folder = tmp_path / "models" / "smol"
-    harm(folder)
-    before = snapshot(folder)
-    assert script() == 2
-    line = one_line_of(capsys.readouterr().err, "real_model.py")
-    assert line.startswith(f"real_model.py: --folder {folder}: ") and snapshot(folder) == before
-
-
-def test_what_fails_leaves_nothing(script, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(real_model, "convert", raises(OSError("no space left")))
-    assert script() == 2 and capsys.readouterr().err == "real_model.py: no space left\n"
-    assert list((tmp_path / "models").iterdir()) == []
-
-
 @pytest.mark.parametrize("answer, right, completions", [
     ("13", 1.0, ("4 + 9 = 13", "Anna has 13 stamps.", "$13.00")), ("1300", 1.0, ("1,300",)),
     ("0", 1.0, ("0",)), ("13", 0.0, ("13, not 12", "113", "13.5", "-13", "thirteen", ""))])

@@ -152,18 +152,17 @@ def test_what_all_prompts_begin_with_runs_once(model, runs, monkeypatch, plain):
     """The same answers as to each prompt alone; --plain runs whole prompts."""
     monkeypatch.setattr(sample, "PLAIN", plain)
     common = [2 + 7 * t % 59 for t in range(110)]
-    prompts = [[*common, *range(2 + n, 2 + n + n % 5)] for n in range(1, 12)]
-    u = torch.rand(11 * 2, 6, dtype=torch.float64, generator=seeded(3))
-    found = sample.write_answers(model, prompts, u, 1.2, ENDS)
-    assert runs[:1 + (not plain)] == ([(11, 114)] if plain else [(1, 109), (11, 5)])
-    for n, (ids, logprobs) in enumerate(found):
-        expected, theirs = plain_answer(model, prompts[n // 2], u[n], 1.2, ENDS)
-        assert ids == expected and logprobs == pytest.approx(theirs, abs=1e-4)
-    # Equal prompts, one that is the beginning of all others, a single one
-    for prompts in ([common] * 12, [common + [3] * n for n in range(12)], [common]):
-        u = torch.rand(len(prompts), 3, dtype=torch.float64, generator=seeded(4))
-        for n, (ids, _) in enumerate(sample.write_answers(model, prompts, u, 1.2, ENDS)):
-            assert ids == plain_answer(model, prompts[n], u[n], 1.2, ENDS)[0]
+    several = [[*common, *range(2 + n, 2 + n + n % 5)] for n in range(1, 12)]
+    # and equal prompts, one that is the beginning of all others, a single one
+    for prompts in (several, [common] * 12, [common + [3] * n for n in range(12)], [common]):
+        runs.clear()
+        u = torch.rand(len(prompts), 6, dtype=torch.float64, generator=seeded(3))
+        found = sample.write_answers(model, prompts, u, 1.2, ENDS)
+        if prompts is several:
+            assert runs[:1 + (not plain)] == ([(11, 114)] if plain else [(1, 109), (11, 5)])
+        for prompt, numbers, (ids, logprobs) in zip(prompts, u, found):
+            expected, theirs = plain_answer(model, prompt, numbers, 1.2, ENDS)
+            assert ids == expected and logprobs == pytest.approx(theirs, abs=1e-4)
 
 
 # --- The rows -------------------------------------------------------------------------------------
@@ -246,14 +245,6 @@ def test_join(widths):
     assert (both.labels[short, S:] == IGNORE).all() and not both.input_ids[short, S:].any()
     for per_token in (both.logprobs, both.measured["entropy"]):
         assert not per_token[short, S - 1:].any()
-
-
-def test_a_broken_logprob_is_not_hidden():
-    rows = [[([7, END], [math.nan, -1.0])], [([END], [0.0])]]
-    rollout = sample.to_rollout(TOKENIZER, [[5, 6], [5]], rows, [END], torch.device("cpu"))
-    assert rollout.labels.tolist() == [[IGNORE, IGNORE, 7, END], [IGNORE, END, IGNORE, IGNORE]]
-    assert rollout.logprobs[0, 1].isnan() and rollout.logprobs[0, 2] == -1
-    assert rollout.finished.all() and rollout.responses == ["w7", ""]
 
 
 @pytest.mark.parametrize("generation, special, ends", [
@@ -456,28 +447,15 @@ def test_conversations(tiny):
     assert_logprobs(model, rollout)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "smollm3", "mistral with a window", "gemma2", "gpt2",
-                                  "granite", "cohere"])
-def test_conversations_of_every_family(name):
-    model = member(name) if name in FAMILY else small_model(name.split()[0])
-    rollout = talked(model)
-    assert set(turns_of(rollout)) > {2, 3}  # rows leave, the others have many lengths
-    assert_logprobs(model, rollout, 1.2)
-
-
-def test_a_conversation_of_one_turn_is_a_group(tiny):
-    model, tokenizer = tiny
-    prompts = [sample.chat_prompt(tokenizer, {"question": text}, "") for text in ASKED]
-    group = sample_groups(model, tokenizer, prompts, 3, 12, 1.0, [seeded(1), seeded(2)])
+def test_a_conversation_of_one_turn_is_a_group(model, tiny):
+    prompts = [sample.chat_prompt(tiny[1], {"question": text}, "") for text in ASKED]
+    group = sample_groups(*tiny, prompts, 3, 12, 1.0, [seeded(1), seeded(2)])
     group.turns = [[text] for text in group.responses]
     for turns, reply in ((1, lambda *_: "more"), (5, lambda *_: None)):
-        talk = sample_conversations(model, tokenizer, prompts, 3, 12, 1.0, [seeded(1), seeded(2)],
+        talk = sample_conversations(*tiny, prompts, 3, 12, 1.0, [seeded(1), seeded(2)],
                                     reply=reply, max_turns=turns)
         same(talk, group)
-
-
-def test_a_template_with_nothing_between_two_turns_is_refused(model):
-    with value_error("nothing between"):
+    with value_error("nothing between"):                 # two turns, by this template
         sample_conversations(model, with_template("{{ messages[0].content }} w3"), PROMPTS, 5, 4,
                              reply=lambda *_: "w5")
 
@@ -596,18 +574,4 @@ def test_open_policy(capsys, tmp_path):
     tokenizer.save_pretrained(folder)
     with value_error("no embedding"):
         sample.open_policy(folder)
-
-
-def test_script_draws_a_group(run_here, tiny):
-    model, tokenizer = tiny
-    flags = "--group-size=3", "--max-new-tokens=9", "--seed=4", "--temperature=3"
-    head, *answers = run_here("sample.py", *flags, "How many ?").split("\n\n")
-    prompt = sample.chat_prompt(tokenizer, {"question": "How many ?"}, "")
-    rollout = sample_groups(model, tokenizer, [prompt], 3, 9, 3.0, seeded(4))
-    assert head == prompt.rstrip("\n") and len(answers) == 3
-    for n, answer in enumerate(answers):
-        facts, _, text = answer.rstrip("\n").partition("\n")
-        length, total = len(rollout.answer_ids[n]), float(rollout.logprobs[n].sum())
-        assert facts.startswith(f"[{n}] {length} tokens, log-prob {total:.2f}")
-        assert ("cut" in facts) == (not rollout.finished[n]) and text == rollout.responses[n]
 

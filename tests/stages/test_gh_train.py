@@ -195,20 +195,6 @@ def test_every_metric_is_its_definition(measured):
     assert metrics.keys() - expected.keys() >= by_gradient
 
 
-@pytest.mark.parametrize("flags", [[], ["--minibatches=2", "--micro-batch-tokens=25"]])
-def test_what_d_measures_is_logged_under_its_name(monkeypatch, flags):
-    """A quantity that is measured beside the entropy needs no other line."""
-    monkeypatch.setattr(train.logprob, "measured_of", lambda logp: {
-        "entropy": torch.ones(len(logp)), "first_token": logp.exp()[:, 0]})
-    p = parts(*flags)
-    metrics, rollout, _ = whole_step(p)
-    p = parts(*flags)                                     # as it was before the updates
-    chances = p.policy_model(rollout.input_ids).logits[:, :-1].softmax(dim=2).detach()
-    expected = float(chances[:, :, 0][rollout.mask].mean())
-    assert metrics["first_token"] == pytest.approx(expected, rel=1e-4)
-    assert metrics["entropy"] == pytest.approx(1)
-
-
 def test_accuracy_is_the_rules_and_zero_variance_the_rewards(monkeypatch, measured):
     metrics, *_ = measured(lambda *_: torch.tensor([3.0, 3, 1, 1, 0, 2]))
     names = ("reward_mean", "accuracy", "format_rate", "zero_variance_groups")

@@ -125,11 +125,10 @@ def test_what_cannot_be_sampled_from_is_refused_in_one_line(name, reason, tmp_pa
         sample.open_policy(str(tmp_path))
 
 
-def test_no_family_looks_ahead():
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_family_looks_ahead(name):
     """In half precision rounding must not look like it."""
-    for name in FAMILIES:
-        for model in (family(name), copy.deepcopy(family(name)).bfloat16()):
-            assert not sample.looks_ahead(model), name
+    assert not sample.looks_ahead(copy.deepcopy(family(name)).bfloat16())
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -1,6 +1,7 @@
 """Somebody's text may not speak as the model, or end a turn; and none of its words may be lost."""
 import re
 import pytest
+from checks import value_error
 from chat_families import EACH, FAMILIES, family
 from tokenizers import AddedToken, normalizers
 import sample
@@ -71,9 +72,8 @@ def test_a_template_that_puts_a_token_together(change, text):
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "else m.content }}", f"else m.content.{change} }}}}")
     assert next(prompts(tokenizer, "Anna ~ <|im|>")).count("<|im_end|>") == 1
-    with pytest.raises(ValueError, match="special tokens") as error:
+    with value_error(re.escape(repr(text))):
         next(prompts(tokenizer, text))
-    assert repr(text) in str(error.value) and len(str(error.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("normalizer, text", [
@@ -95,14 +95,6 @@ def test_ordinary_text_has_the_template_s_own_ids(tokenizer, text):
     prompt = sample.chat_prompt(tokenizer, {"question": text}, "")
     expected = render(tokenizer, text, tokenize=True, return_dict=False)
     assert tokenizer(prompt, add_special_tokens=False).input_ids == expected
-
-
-@pytest.mark.parametrize("name", ["deepseek", "qwen 3"])
-def test_the_template_cuts_a_thought(name):
-    first, last = {"role": "user", "content": "x"}, {"role": "user", "content": "y"}
-    messages = [first, {"role": "assistant", "content": "<think>a secret</think>It is 2."}, last]
-    prompt = sample.chat_prompt(family(name), {"messages": messages}, "")
-    assert "It is 2." in prompt and "secret" not in prompt
 
 
 def thinking(arguments):

@@ -112,25 +112,17 @@ def test_two_ranks_train_the_same_reward_model(whole, two_ranks):
 def test_without_truths_or_renewal_the_reward_model_stays(capsys, tmp_path):
     asked = [{"question": problem["question"]} for problem in PROBLEMS[:12]]
     (tmp_path / "asked.jsonl").write_text(json_lines(*asked))
-    data = f"--data={tmp_path / 'asked.jsonl'}"
-    folder = trained(tmp_path / "run", *ITERATIVE, "--steps=2", data)
+    folder = trained(tmp_path / "run", *ITERATIVE, "--steps=2",
+                     f"--data={tmp_path / 'asked.jsonl'}")
     last = curve(folder)[-1]
     assert last["reward_model_loss"] is None and last["accuracy"] is None
     assert last["reward_std"] > 0 and last["grad_norm"] > 0
     same(weights(folder / "reward_model"), weights(MODEL))
     assert "--renew-reference: no true answer is known" in capsys.readouterr().out
     folder = trained(tmp_path / "fixed", *FLAGS, f"--reward-model={MODEL}", "--steps=1")
-    assert "--renew-reference: " not in capsys.readouterr().out
     assert not (folder / "reward_model").exists()
     assert not any("/reward_model/" in name for name in checkpoint_of(folder))
     assert curve(folder)[1]["reward_mean"] != 0 and "eval_reward" in curve(folder)[1]
-
-
-def test_a_score_that_is_not_finite_ends_the_step(learner):
-    with torch.no_grad():
-        learner.model.score.weight[:] = 3e38
-    with pytest.raises(train.BadInput, match="^--reward-model: scores are not finite"):
-        reward.reward_model_scores(learner.model, learner.tokenizer, ["Ben has 9"], ["9"])
 
 
 # --- The reward model's own learning --------------------------------------------------------------
@@ -149,13 +141,6 @@ def saved_model(folder, **changes):
     learner.tokenizer.save_pretrained(folder)
 
 
-def test_a_reward_model_has_no_dropout(tmp_path):
-    saved_model(tmp_path, attention_dropout=0.9)
-    learner, _ = reward.open_reward_model(tmp_path)
-    given = (learner.model, learner.tokenizer, ["Anna has 9 books"], ["\\boxed{ 9 }"])
-    assert len({float(reward.reward_model_scores(*given)[0]) for _ in range(4)}) == 1
-
-
 def worked_and_guessed(first, last):
     """Rows of a group of two per problem: worked out, and a guess that is wrong."""
     rows = []
@@ -166,7 +151,8 @@ def worked_and_guessed(first, last):
     return rows
 
 
-def test_a_reward_model_learns_from_round_to_round():
+def test_a_reward_model_learns_from_round_to_round(monkeypatch):
+    """Pairs and replay are bounded, and keep some of what is old."""
     learner = fresh_learner()
     generator = seeded()
     figures = []
@@ -178,12 +164,8 @@ def test_a_reward_model_learns_from_round_to_round():
     assert first["reward_model_accuracy"] < 0.9 and last["reward_model_accuracy"] == 1.0
     assert last["reward_model_loss"] < 0.2 < first["reward_model_loss"] and learner.pairs == []
     assert all(p.grad is None for p in learner.model.parameters())
-
-
-def test_pairs_and_replay_are_bounded_and_keep_what_is_old(monkeypatch):
     monkeypatch.setattr(reward, "PAIRS_KEPT", 8)
     learner = fresh_learner()
-    generator = seeded()
     for first, last in ((0, 8), (8, 20)):
         reward.collect_pairs(learner, worked_and_guessed(first, last), 2, generator)
         assert len(learner.pairs) == len(set(learner.pairs)) == 8
@@ -191,14 +173,6 @@ def test_pairs_and_replay_are_bounded_and_keep_what_is_old(monkeypatch):
         assert len(learner.replay) == 8
     seen = {row[0] for row in worked_and_guessed(0, 8)}
     assert 0 < sum(prompt in seen for prompt, *_ in learner.replay) < 8
-
-
-def test_the_tiny_reward_model_ranks_worked_answers_higher(learner):
-    questions, answers, _ = zip(*worked_and_guessed(0, 50))
-    prompts = [f"<|user|> {question} <|assistant|>" for question in questions]
-    scores = reward.reward_model_scores(learner.model, learner.tokenizer, prompts, answers)
-    assert float((scores[::2] > scores[1::2]).float().mean()) >= 0.95
-    assert (MODEL / "model.safetensors").stat().st_size < 60_000
 
 
 # --- Process supervision --------------------------------------------------------------------------
@@ -226,45 +200,25 @@ def test_step_rewards_reach_the_gradient():
     assert (all_gradients(start) - gradients[0]).norm() <= 1e-5 * all_gradients(start).norm()
 
 
-def test_a_run_with_step_rewards_and_a_reward_beside_them(tmp_path):
-    folder = trained(tmp_path / "run", *FLAGS, *COMMAS, "--reward", "rule", "--clip-advantages=1",
-                     "--steps=2")
-    records = lines_of(folder / "samples.jsonl")
-    rows = [set(row) for record in records for row in record["advantages"]]
-    assert all(-1 <= a <= 1 for row in rows for a in row)
-    assert any(len(row) > 1 for row in rows)              # of the tokens and not of the answer
-    assert curve(folder)[-1]["reward/rule"] == curve(folder)[-1]["reward_mean"]
-
-
-def step_rewards(steps):
-    table = {"question": ["q", "q"], "completions": ["good", "bad"],
-             "completion_ids": [[4, 5, 6], [7, 8]]}
-    return reward.call_function("mine.py:steps", steps, table, reward.as_steps)
-
-
 @pytest.mark.parametrize("second", [[0.5], 5, [(0, 1.0, 2.0)], [(0.5, 1.0)], None, [(0, None)],
                                     [(0, "much")], [(2, 1.0)], [(-1, 1.0)], [(1, math.nan)]])
 def test_what_a_step_function_gives_is_looked_at(second):
+    """It may be nothing, and numbers of any kind; and it belongs to a token of the answer."""
+    table = {"completions": ["good", "bad"], "completion_ids": [[4, 5, 6], [7, 8]]}
+
+    def given(*steps):
+        return reward.call_function("mine.py:steps", lambda **_: iter(steps), table,
+                                    reward.as_steps)
+
+    found = given([], [(torch.tensor(1), torch.tensor(0.5)), [0, 1]])
+    assert found == [[], [(1, 0.5), (0, 1.0)]]
     with value_error("^mine.py:steps: "):
-        step_rewards(lambda **columns: [[(0, 1.0)], second])
-
-
-def test_step_functions_may_give_nothing_and_numbers_of_any_kind():
-    def steps(completions, completion_ids, question, **columns):
-        assert completions == ["good", "bad"] and question == ["q", "q"]
-        yield []
-        yield [(torch.tensor(1), torch.tensor(0.5)), [0, 1]]
-
-    assert step_rewards(steps) == [[], [(1, 0.5), (0, 1.0)]]
-
-
-def without_safetensors(folder):
-    torch.save(weights(folder), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
+        given([(0, 1.0)], second)
 
 
 @pytest.mark.parametrize("change, said", [
-    (shutil.rmtree, "cannot be loaded"), (without_safetensors, "cannot be loaded"),
+    (shutil.rmtree, "cannot be loaded"),
+    (lambda folder: (folder / "model.safetensors").unlink(), "cannot be loaded"),
     (lambda folder: shutil.copytree(TINY, folder, dirs_exist_ok=True), "score.weight"),
     (lambda folder: saved_model(folder, num_labels=2), "has 2 labels, a reward model has one"),
     (lambda folder: edit_tensors(folder / "model.safetensors", lambda tensors: tensors | {
@@ -319,9 +273,9 @@ def test_reward_model_scores(tiny):
     assert all(row[-1] == end and row.count(end) == 1 for row in rows)
     assert rows[0][:-1] == [token for text in ("1 + 2", "3")
                             for token in tokenizer(text, add_special_tokens=False).input_ids]
-    assert scores.tolist() == pytest.approx(score_rows(model, rows).tolist(), abs=1e-6)
-    one_by_one = reward_model_scores(model, tokenizer, prompts, responses, batch_rows=1)
-    assert scores.tolist() == pytest.approx(one_by_one.tolist(), abs=1e-5)
+    for found in (score_rows(model, rows),
+                  reward_model_scores(model, tokenizer, prompts, responses, batch_rows=1)):
+        assert scores.tolist() == pytest.approx(found.tolist(), abs=1e-5)
 
 
 def test_pairs_are_of_one_group_the_better_first():

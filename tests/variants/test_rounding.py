@@ -2,12 +2,10 @@
 
 Random numbers differ from CPU to CPU, so the margins are four standard errors.
 """
-import copy
-from types import SimpleNamespace
 import pytest
 import torch
 from checks import is_same, same, seeded
-from models import logprobs_on_full_logits, small_model
+from models import small_model
 import train
 from train import MasterAdamW, off_grid, with_moments
 
@@ -75,17 +73,17 @@ def test_masters_begin_anywhere_within_half_a_unit(dtype):
 def test_the_places_never_change():
     weight = torch.randn(99, generator=seeded())
     same(off_grid(weight, 0, 0), weight, "in float32 none")
-    n = 2**22
+    n = 2**20
     start, move = torch.ones(n), 2**-7 * 0.25            # a quarter of a unit above 1
     once = rounded(start, torch.bfloat16, move) > 1
     same(once, rounded(start, torch.bfloat16, move) > 1, "the same in every run")
     others = rounded(start, torch.bfloat16, move, seed=2) > 1
     # No two weights share a place, nor do two seeds. With lags, neighbours are not independent:
     # the variance is 0.23 + 2 * 0.05 in place of 0.23.
-    lags = [(once[lag:], once[:-lag]) for lag in (1, 2, 3, 4, 2**18, 2**20)]
+    lags = [(once[lag:], once[:-lag]) for lag in (1, 2, 3, 4, 2**16, 2**18)]
     for a, b in [(once, others), *lags]:
         agree = float((a == b).double().mean())
-        assert abs(agree - 0.625) < 4 * (0.33 / n) ** 0.5  # 3/4 squared + 1/4 squared
+        assert abs(agree - 0.625) < 4 * (0.33 / len(a)) ** 0.5  # 3/4 squared + 1/4 squared
 
 
 @pytest.mark.parametrize("flags", [[], ["--lora-rank=4"]])
@@ -107,40 +105,6 @@ def test_each_shard_of_a_weight_has_its_own_places(monkeypatch):
         monkeypatch.setenv("RANK", rank)
         shards.append(off_grid(torch.ones(99, dtype=torch.bfloat16).as_subclass(Shard), 0, 0))
     assert not torch.equal(*shards)
-
-
-def train_briefly(dtype, updates=60, lr=1e-6):
-    """-> log-probs of the tokens that are trained, after minus before."""
-    model = small_model("qwen2", std=0.02, hidden_size=64, intermediate_size=128)
-    model.load_state_dict({name: w.bfloat16() for name, w in model.state_dict().items()})
-    weights = list(model.parameters())
-    if dtype == torch.float32:
-        optimizer = torch.optim.AdamW(weights, lr=lr, weight_decay=0.0)
-    else:
-        for weight in weights:
-            weight.data = weight.data.to(dtype)
-        optimizer = masters_of(*weights, lr=lr, weight_decay=0.0)
-        optimizer.scale.fill_(1.0)
-    rows = SimpleNamespace(input_ids=torch.arange(2, 62).view(4, 15))
-
-    def logprobs():
-        """In float64: what the weights say, and not how the products round."""
-        exact = copy.deepcopy(model).double()
-        return logprobs_on_full_logits(exact, rows, 1.0)[0].detach()
-
-    before = logprobs()
-    for _ in range(updates):
-        optimizer.zero_grad()
-        (-logprobs_on_full_logits(model, rows, 1.0)[0].mean()).backward()
-        optimizer.step()
-    return logprobs() - before
-
-
-def test_bfloat16_follows_float32():
-    """Of 24 seeds the standard deviation is 0.011."""
-    meant = train_briefly(torch.float32)
-    followed = train_briefly(torch.bfloat16)
-    assert float((followed * meant).sum() / meant.square().sum()) == pytest.approx(1, abs=0.05)
 
 
 def test_the_loss_scale_of_float16():

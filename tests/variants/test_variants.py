@@ -140,27 +140,25 @@ def test_a_flag_that_changes_the_mathematics_arrives(flags):
     assert metrics["accuracy"] == pytest.approx(3 / 8)    # by the rule, whatever was added to it
 
 
-def test_gdpo_reads_each_reward():
-    p = parts("--advantage=gdpo", "--reward", "rule", f"{MINE}:some",
-              "--reward-weights", "0.5", "2", "--micro-batch-tokens=64", "--minibatches=2")
-    metrics, rollout, _ = whole_step(p, own_rewards(p.settings))
-    both = torch.stack(list(rollout.reward_parts.values()))
-    assert both.isnan().any() and rollout.advantages.isfinite().all()
-    same(rollout.advantages, gdpo_advantages(both, (0.5, 2), 4))
-    assert rollout.advantages.std() > 0 and metrics["skipped_updates"] == 0
+GDPO = ("--advantage=gdpo", "--reward", "rule", f"{MINE}:some", "--reward-weights", "0.5", "2")
 
 
-@pytest.mark.parametrize("flags", [
-    ["--advantage=gdpo", "--reward", "rule", f"{MINE}:some"], ["--advantage=batch-std"]])
+@pytest.mark.parametrize("flags", [GDPO, ["--advantage=batch-std"]])
 def test_the_std_of_the_batch_is_that_of_all_ranks(monkeypatch, flags):
-    """Beside a rank whose answers are all alike."""
-    p = parts(*flags)
-    _, rollout, _ = whole_step(p, own_rewards(p.settings))
+    """Beside a rank whose answers are all alike. GDPO reads each reward, where it applies."""
+    def advantages():
+        p = parts(*flags, "--micro-batch-tokens=64", "--minibatches=2")
+        metrics, rollout, _ = whole_step(p, own_rewards(p.settings))
+        assert metrics["skipped_updates"] == 0 and rollout.advantages.any()
+        return rollout.advantages, rollout.reward_parts
+
+    alone, rewards = advantages()
+    if flags is GDPO:
+        both = torch.stack([*rewards.values()])
+        assert both.isnan().any()
+        same(alone, gdpo_advantages(both, (0.5, 2), 4))
     monkeypatch.setattr(train, "gathered", lambda mine: torch.cat([mine, 0 * mine]))
-    p = parts(*flags)
-    _, beside, _ = whole_step(p, own_rewards(p.settings))
-    torch.testing.assert_close(beside.advantages, 2**0.5 * rollout.advantages)
-    assert rollout.advantages.any()
+    torch.testing.assert_close(advantages()[0], 2**0.5 * alone)
 
 
 @pytest.mark.parametrize("flag, words", [

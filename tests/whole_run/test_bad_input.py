@@ -190,20 +190,6 @@ def test_a_bad_model(capsys, tmp_path, make_wrong, words):
 
 
 # --- Data -----------------------------------------------------------------------------------------
-@pytest.mark.parametrize("flag", ["--data", "--eval-data"])
-@pytest.mark.parametrize("text, words", [
-    (None, "No such file"), ("", "x.jsonl: no line"),
-    (json_lines(GOOD, GOOD, {"question": "?"}), "x.jsonl, line 3: 'answer'"),
-], ids=["no file", "empty", "no answer"])
-def test_bad_data(capsys, tmp_path, flag, text, words):
-    """Also where rewards of our own compare with the truth; test_b_reward.py has all faults."""
-    if text is not None:
-        (tmp_path / "x.jsonl").write_text(text)
-    flags = (f"{flag}={tmp_path / 'x.jsonl'}", "--reward", "rule", "think")
-    line = refused_before_a_folder_is_made(capsys, tmp_path, *flags)
-    assert refused(capsys, flags[0]) == line and f"{flag}: {tmp_path}" in line and words in line
-
-
 def test_problems_that_cannot_be_asked_or_held_out_are_named(capsys, tmp_path):
     """One that the model has no room for, and a role that nobody plays."""
     longer = [{**GOOD, "question": GOOD["question"] * n} for n in (1, 9, 12, 10)]

@@ -10,7 +10,7 @@ from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForSequence
                           Qwen2Config)
 from files import LIMIT
 from runs import trains, well_ended
-from steps import NO_MEMORY, parts, raises, rollout_of, updated
+from steps import parts, rollout_of, updated
 import train
 
 
@@ -175,14 +175,10 @@ print(held(200, 400) - before)"""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
                           timeout=LIMIT, cwd=train.HERE, env=unset)
     assert float(well_ended(done)) < 60
-import re, train, torch
-def held(first, last):
-    for n in range(first, last):
-        torch.ones(n, 128, dtype=torch.bfloat16) @ torch.ones(128, 128, dtype=torch.bfloat16)
-    return int(re.search("VmRSS:(.*) kB", open("/proc/self/status").read())[1]) / 1000
-before = held(100, 200)
-print(held(200, 600) - before)"""
-    unset = {name: value for name, value in os.environ.items() if "CACHE_CAPACITY" not in name}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
-                          timeout=LIMIT, cwd=train.HERE, env=unset)
-    assert float(well_ended(done)) < 80
+
+
+@pytest.mark.parametrize("capability, dtype", [
+    ((7, 5), torch.float16), ((6, 1), torch.float32), ((8, 0), torch.bfloat16)])
+def test_the_dtype_of_a_card(machine, capability, dtype):
+    machine("cuda", 80, capability=capability)
+    assert train.choose_device(train.parse(["--device=cuda"]))[1] == dtype

@@ -13,7 +13,7 @@ import torch
 from checks import value_error
 from files import MINE, SHORT, json_lines, lines_of, metrics_of
 from models import make_tokenizer
-from runs import begin, trained, trains, well_ended
+from runs import begin, trained, well_ended
 from steps import PROBLEMS, parts, raises, run_in, whole_step
 import loss
 import reward
@@ -277,17 +277,6 @@ def test_without_known_answers_the_rules_figures_are_null(unknown):
     questions = {p["question"] for p in PROBLEMS[:20]}   # they stand in another column
     for record in lines_of(unknown.folder / "samples.jsonl"):
         assert record["question"] in questions and record["question"] in record["prompt"]
-
-
-def test_evaluation_of_a_runs_folder(capsys, unknown):
-    """Without the reward nothing is known of these answers, with it their mean is shown."""
-    flags = ("--eval-only", "--group-size=2", "--eval-limit=2", "--system-prompt=",
-             f"--data={unknown.folder.parent / 'mine.jsonl'}", "--question-field=task",
-             f"--reward={MINE}:length", "--max-new-tokens=16")
-    trains(*flags, f"--model={unknown.folder}")
-    out = capsys.readouterr().out
-    assert "eval_accuracy: greedy nan" in out and "pass@" not in out
-    assert float(re.search(r"eval_reward: greedy ([\d.]+)", out)[1]) > 0
 
 
 def test_the_end_draws_curves_and_names_what_comes_next(unknown):

@@ -2,14 +2,12 @@
 import html.parser
 import json
 import re
-import shutil
-import subprocess
 from types import SimpleNamespace
 import pytest
 import torch
 from files import FEW, MINE, TINY, curve, lines_of
 from models import opened
-from runs import trained, trains, well_ended
+from runs import trained, trains
 from steps import parts, rollout_of, run_in, settings
 import sample
 import train
@@ -180,7 +178,7 @@ def test_a_run_that_is_stopped_early_says_so(folder):
     stopped = restored(folder)
     for told in (True, False):
         text = train.page_of(stopped, "", settings(*FLAGS))
-        assert ("gained most" in text) == ("<h1>Held-out accuracy" in text) == told
+        assert ("gained most" in text) == told
         assert ("<h1>Stopped before the second evaluation" in text) != told
         stopped.history = stopped.history[:2]             # no evaluation but the first
 
@@ -215,15 +213,3 @@ def test_what_a_model_wrote_is_text(folder):
     # It loads itself anew while the run goes on
     at_step_2 = {how: page(folder, "word", *how) for how in ((3,), (2,), (3, 15))}
     assert [how for how, text in at_step_2.items() if 'http-equiv="refresh"' in text] == [(3,)]
-
-
-def test_a_browser_reads_it_as_it_stands(folder, tmp_path):
-    if not (chromium := shutil.which("chromium")):
-        pytest.skip("no chromium")
-    quiet = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking"
-    done = subprocess.run([chromium, *quiet.split(), f"--user-data-dir={tmp_path}", "--dump-dom",
-                           (folder / "page.html").as_uri()],
-                          capture_output=True, encoding="utf-8", timeout=120)
-    seen, ours = Tags(well_ended(done)), page_in(folder)
-    assert seen.tags == ours.tags and seen.titles == ours.titles
-    assert "".join(seen.texts).split() == "".join(ours.texts).split()

@@ -46,19 +46,14 @@ def test_only_a_reward_that_has_fallen_or_stands_is_trouble(rewards, accuracy, t
     (3, {"reward_std": [0.1, 0.0, 0.0]}, False), (3, {"policy_loss": [0.01]}, False)])
 def test_nothing_to_learn_is_told_after_three_steps(n, series, told):
     """Not one whose first step alone is flat, and not one that step rewards teach."""
-    same = {name: [value] * n for name, value in dict(
-        reward_mean=0.0, reward_std=0.0, policy_loss=0.0, format_rate=0.0,
-        truncated_fraction=0.9).items()}
-    rows = history(n, **same)
+    flat = dict.fromkeys(("reward_mean", "reward_std", "policy_loss", "format_rate"), [0.0] * n)
+    rows = history(n, **flat, truncated_fraction=[0.9] * n)
     for name, values in series.items():
         for row, value in zip(rows, values):
             row[name] = value
-    found = train.symptoms(rows)
-    assert ("nothing to learn" in found) == told
-    if told:
-        line = found["nothing to learn"]
-        assert all(word in line for word in ("earned 0,", "0% have a \\boxed{}", "90%",
-                                             "--data", "--system-prompt", "--max-new-tokens"))
+    line = train.symptoms(rows).get("nothing to learn", "")
+    for word in ("earned 0,", "0% have a \\boxed{}", "90%", "--data", "--max-new-tokens"):
+        assert (word in line) == told
 
 
 @pytest.mark.parametrize("what, n, name, failing, healthy, words", [
