@@ -80,10 +80,6 @@ def races():
     return sum(n for name, n in counters.items() if name.startswith("races:"))
 
 
-def fell_back():
-    return sample.PLAIN
-
-
 def same(a, b, tolerance):
     a, b = (x.detach().cpu().double() for x in (a, b))
     return a.shape == b.shape and bool((a - b).norm() <= tolerance * b.norm() + 1e-12)
@@ -357,7 +353,7 @@ def test_variants_in_float32(graphs, flags):
     expected, weights = on_the_cpu(*SHORT, *flags)
     assert_same_steps(metrics, expected, 1e-4)
     assert_same_weights(tensors, weights, 1e-4)
-    assert bool(graphs["replayed"]) == (not fell_back()) == ("--plain" not in flags)
+    assert bool(graphs["replayed"]) == (not sample.PLAIN) == ("--plain" not in flags)
 
 
 IN_HALF = {"default": [], "offload": ["--offload"], "checkpointing": ["--gradient-checkpointing"],
@@ -370,7 +366,7 @@ def test_steps_in_half_precision(flags):
     """Within rounding of the CPU's run: a few draws differ, and with them the answers."""
     metrics, tensors = run(*SHORT, *flags, "--device=cuda")
     expected, weights = on_the_cpu(*SHORT, *[flag for flag in flags if flag != "--offload"])
-    assert fell_back() == ("--plain" in flags)
+    assert sample.PLAIN == ("--plain" in flags)
     assert_same_steps(metrics[:2], expected[:2], 0.15, LEARNED[:3])
     assert_same_steps(metrics, expected, 0.4, LEARNED[:3])
     assert all(line["sampler_difference"] < 0.05 for line in metrics[1:])
@@ -405,7 +401,7 @@ def test_the_second_of_two_cards(capsys, monkeypatch, graphs, run_here):
     monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", None)  # as in a new process
     metrics, _ = run(*SHORT, "--device=cuda:1", "--dtype=float32")
     assert_same_steps(metrics, on_the_cpu(*SHORT)[0], 1e-4)
-    assert graphs["replayed"] and not fell_back()
+    assert graphs["replayed"] and not sample.PLAIN
     capsys.readouterr()
     torch.cuda.set_device(0)                                 # the model's card is not the current
     on_card, on_cpu = (run_here("sample.py", "--device", device) for device in ("cuda:1", "cpu"))
@@ -519,33 +515,29 @@ def test_a_run_goes_on_after_a_fault(monkeypatch, capsys, tmp_path, fault):
     metrics = metrics_of(tmp_path / "run")
     assert [line["step"] for line in metrics] == [0, 1, 2]
     assert not any(line["skipped_updates"] for line in metrics[1:])
-    assert fell_back() == (fault is not memory_runs_out)
+    assert sample.PLAIN == (fault is not memory_runs_out)
     assert_same_steps(metrics, expected, 0.4, LEARNED[:3])
 
 
-def reserved():
-    """Bytes of device memory that the allocator holds when nothing is left to free."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    return torch.cuda.memory_reserved()
-
-
-def limit_memory(size):
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(max(size / total, 1e-9), 1.0))
-
-
 @pytest.fixture
-def without_limit():
-    yield
+def only_so_much_memory():
+    """A function that leaves so many bytes beside those that the allocator cannot free."""
+    def leave(more):
+        gc.collect()
+        torch.cuda.empty_cache()
+        size = torch.cuda.memory_reserved() + more
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(max(size / total, 1e-9), 1.0))
+
+    yield leave
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 @pytest.mark.parametrize("more", [0, 2**22, 2**24])
-def test_memory_that_runs_out_early(tmp_path, capsys, without_limit, more):
+def test_memory_that_runs_out_early(tmp_path, capsys, only_so_much_memory, more):
     """Before the model is there or in a rollout: one line, and a run that can be resumed."""
     folder = tmp_path / "run"
-    limit_memory(reserved() + more)
+    only_so_much_memory(more)
     assert "memory" in refused(capsys, f"--output={folder}", *SHORT, "--device=cuda", begun=True)
     torch.cuda.set_per_process_memory_fraction(1.0)
     if folder.exists():

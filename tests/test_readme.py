@@ -4,7 +4,6 @@ import importlib
 import inspect
 import re
 import shlex
-import subprocess
 import pytest
 from files import MINE, ROOT, metrics_of
 from runs import trains
@@ -67,16 +66,6 @@ def test_files_and_commands_exist():
     assert pictures
     for picture in pictures:
         assert picture.read_bytes()[:4] == b"\x89PNG" and picture.stat().st_size <= 150_000
-
-
-def test_the_layout():
-    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
-    tracked = done.stdout.split()
-    if not tracked:
-        pytest.skip("not a git checkout")
-    top = {name.split("/")[0] for name in tracked if not name.startswith(".")}
-    stages = {f"{stage}.py" for stage in STAGES}
-    assert top == stages | {"README.md", "LICENSE", "requirements.txt", "tests"}
 
 
 def test_a_stage_imports_no_other_stage():

@@ -122,7 +122,7 @@ def test_the_rewards_as_training_calls_them(task, tiny):
     assert list(rollout.reward_parts) == ["right", "ended"]
 
 
-# --- The folder of the model ----------------------------------------------------------------------
+# --- A model from a GGUF file, and GSM8K for Qwen2.5 ----------------------------------------------
 @pytest.mark.parametrize("answer, right, completions", [
     ("13", 1.0, ("4 + 9 = 13", "Anna has 13 stamps.", "$13.00")), ("1300", 1.0, ("1,300",)),
     ("0", 1.0, ("0",)), ("13", 0.0, ("13, not 12", "113", "13.5", "-13", "thirteen", ""))])
@@ -184,7 +184,6 @@ def test_the_parts_of_a_file_are_joined_in_order_and_checked(tmp_path, monkeypat
         real_model.gguf_file(tmp_path, source)
 
 
-# --- Qwen2.5 on GSM8K -----------------------------------------------------------------------------
 @pytest.mark.parametrize("examples", [real_qwen.EXAMPLES, real_qwen.EXAMPLES[:2]])
 def test_gsm8k_as_a_conversation_whose_examples_nobody_is_asked(tmp_path, examples):
     def problem(n):

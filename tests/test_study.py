@@ -1,9 +1,10 @@
 """The study: figures, verdicts and plan on numbers written by hand; one of its runs, end to end."""
 import json
 import math
+import sys
 import pytest
 import study
-from runs import begin
+from files import metrics_of as metrics_in
 import train
 
 
@@ -71,24 +72,25 @@ def test_the_plan_names_what_exists(name):
         assert other in labels or sign == "in" or (sign, other) == (">", "0")
 
 
-def test_one_run_end_to_end_the_others_are_kept(tmp_path):
+def test_one_run_end_to_end_the_others_are_kept(capsys, monkeypatch, tmp_path):
+    for name in ("step_metrics", "sample_groups", "check_sampler"):
+        monkeypatch.setattr(train, name, getattr(train, name))         # which a run replaces
     arms = study.STUDY["mismatch"][2]
-    fake = study.figures(metrics_of([0.5, 0.5])) | {"sampled": 0.5, "kl": 0, "entropy": 1,
-                                                    "cpu_seconds": 1}
-    for arm in arms[:2] + arms[3:]:
-        folder = study.folder_of(tmp_path, arm, 0, 2)
-        folder.mkdir()
-        (folder / "figures.json").write_text(json.dumps({"code": "old", "figures": fake}))
-    done = begin("tests/tools/study.py", "--only", "mismatch", "--seeds", "0", "--steps", "2",
-                 "--output", tmp_path)()
-    assert done.returncode == 0, done.stderr
-    assert "4 runs, 1 of them to do" in done.stderr
-    assert "0 runs missing, 3 made by other code" in done.stdout
-    assert all(f"| {arm.label} | " in done.stdout for arm in arms)
+    assert study.run_one(tmp_path, arms[2], 0, 2) == 0
     folder = study.folder_of(tmp_path, arms[2], 0, 2)
     found = json.loads((folder / "figures.json").read_text())["figures"]
     assert found["sampler_gap"] > 0.01                   # sampled at 1.3, scored at 1.0
     assert len(found["std_curve"]) == 2 and 0 < found["std_curve"][0] < 0.75
     assert 0 < found["sampled"] < 1 and 0 < found["entropy"] < 3 and abs(found["kl"]) < 0.05
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(lines[-1])["eval_accuracy"] == found["greedy"]
+    assert metrics_in(folder)[-1]["eval_accuracy"] == found["greedy"]
+    for arm in arms[:2] + arms[3:]:
+        folder = study.folder_of(tmp_path, arm, 0, 2)
+        folder.mkdir()
+        (folder / "figures.json").write_text(json.dumps({"code": "old", "figures": found}))
+    flags = f"study.py --only mismatch --seeds 0 --steps 2 --output {tmp_path}"
+    monkeypatch.setattr(sys, "argv", flags.split())
+    with pytest.raises(SystemExit, match="0"):
+        study.main()
+    out, err = capsys.readouterr()
+    assert "4 runs, 0 of them to do" in err and "0 runs missing, 3 made by other code" in out
+    assert all(f"| {arm.label} | " in out for arm in arms)

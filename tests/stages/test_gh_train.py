@@ -397,26 +397,19 @@ def test_a_reward_from_python_is_not_replaced_in_silence(capsys, finished_run, t
 
 
 def test_a_run_goes_on_from_its_model_with_all_of_its_settings(finished_run):
+    """An evaluation of its folder has them, too; a flag that is given wins."""
+    folder = finished_run.folder
     command = finished_run.out.splitlines()[-1].partition("train.py ")[2].split()
     assert command[::2] == ["--config", "--model"]
-    first = train.parse(FLAGS)
-    for model in (command[3], str(finished_run.folder)):
-        s = train.parse([*command[:2], "--model", model])
-        assert s.model == str(finished_run.folder / "final")
-        for name in train.FIELDS.keys() - {"model", "offload", "dtype", *train.THIS_CALL}:
-            assert getattr(s, name) == getattr(first, name), name
-
-
-def test_an_evaluation_of_a_run_has_its_settings(finished_run):
-    """As sample.py has; a flag that is given wins, and another model brings none."""
-    folder = str(finished_run.folder)
-    s = train.parse(["--eval-only", "--model", folder, "--temperature=0.5"])
-    saved = json.loads((finished_run.folder / "config.json").read_text())
-    expected = saved | {"model": f"{folder}/final", "temperature": 0.5, "eval_only": True,
-                        "config": f"{folder}/config.json"}
-    assert expected.items() <= vars(s).items()
-    for words in (["--model", folder], ["--eval-only", "--model", f"{folder}/final"]):
-        assert train.parse(words).data == "gsm8k"
+    first = vars(train.parse(FLAGS))
+    expected = {name: first[name] for name in train.FIELDS.keys() - {
+        "model", "offload", "dtype", *train.THIS_CALL}} | {"model": f"{folder}/final"}
+    for words in (command, [*command[:2], "--model", str(folder)],
+                  ["--eval-only", "--model", str(folder)]):
+        assert expected.items() <= vars(train.parse(words)).items()
+    assert train.parse(["--eval-only", "--model", str(folder), "--lr=0.5"]).lr == 0.5
+    for words in (["--model", str(folder)], ["--eval-only", "--model", f"{folder}/final"]):
+        assert train.parse(words).data == "gsm8k"         # another model brings none
     assert train.parse(["--eval-only"]).config == str(train.TINY_CONFIG)
 
 

@@ -135,19 +135,6 @@ def test_half_precision(dtype):
         2 ** (16 + 2 / 200) if dtype == torch.float16 else 1)
 
 
-def test_every_rank_rounds_to_the_same_weights(monkeypatch):
-    """With LoRA all of them hold all weights; a shard begins in places of its own."""
-    found = []
-    for number in "01":
-        monkeypatch.setenv("RANK", number)
-        p = parts("--lora-rank=4", dtype=torch.bfloat16)
-        for factor in p.optimizer.factors.values():
-            factor.data.fill_(0.01)
-        p.optimizer.round()
-        found.append(weights_of(p.policy_model))
-    same(*found)
-
-
 @pytest.mark.parametrize("flags, copied", [([], False), (["--kl-coef=0"], True),
                                            (["--renew-reference=1"], True)])
 def test_first_weights_are_the_references_where_that_is_frozen(flags, copied):

@@ -2,13 +2,11 @@
 import itertools
 import os
 import re
-import runpy
 import shutil
-import sys
 import pytest
 import torch
-from files import FEW, MINE, ROOT, TINY, edit_json, edit_tensors, json_lines
-from runs import one_line_of, refused, trains
+from files import FEW, MINE, TINY, edit_json, edit_tensors, json_lines
+from runs import refused, trains
 from steps import raises
 import train
 
@@ -218,23 +216,7 @@ def test_a_line_about_problems_of_little_use(capsys, tmp_path, tiny, question, a
         assert re.search(expected, line) and bool(line) == bool(expected) and not others, line
 
 
-def test_names_of_ours_stay_names(tmp_path):
-    """Where a file or a folder has one of them."""
-    for name in ("gsm8k", "gsm8k:test", "rule", "think", "mine"):
-        (tmp_path / "here" / name).mkdir()
-    s = train.parse(["--data=gsm8k", "--eval-data=gsm8k:test", "--reward", "rule", "think"])
-    assert (s.data, s.eval_data, s.reward) == ("gsm8k", "gsm8k:test", ["rule", "think"])
-    assert train.parse(["--data=mine"]).data == str(tmp_path / "here" / "mine")
-
-
 # --- The terminal ---------------------------------------------------------------------------------
-def test_an_older_python_is_told_in_one_line(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "version_info", (3, 10, 13))
-    with pytest.raises(SystemExit) as leaving:
-        runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
-    assert leaving.value.code == 2 and "Python 3.11" in one_line_of(capsys.readouterr().err)
-
-
 def test_bars_on_a_slow_machine(capsys, monkeypatch, tmp_path):
     """While answers are written and while it trains; on a fast one the loop's and evaluation's."""
     for slow in (False, True):
