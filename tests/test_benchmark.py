@@ -1,6 +1,5 @@
 """The benchmark's models, floors and tables; the counts of first_run.py, on a CPU."""
 import math
-import sys
 import benchmark
 import pytest
 import torch
@@ -58,15 +57,3 @@ def test_a_measurement(tmp_path):
         assert len(result["rewards"]) == 2  # the warm-up's, too
         assert result["seconds"][0] == pytest.approx(result["sampling"][0] + result["update"][0])
         assert all(math.isfinite(value) for values in result.values() for value in values)
-
-
-@pytest.mark.parametrize("argv, words", [
-    (["medium"], "no preset medium"),
-    (["small", "--against=--nonsense=3"], "--against: unrecognized arguments: --nonsense=3"),
-    (["real", "--task=nowhere"], "--task nowhere: no config.json there")])
-def test_bad_input(argv, words, capsys):
-    with pytest.raises(SystemExit) as leaving:
-        benchmark.main(argv)
-    said = str(leaving.value.code) + capsys.readouterr().err.rpartition("\n\n")[2]
-    assert leaving.value.code and words in said
-    assert "trl" not in sys.modules and "datasets" not in sys.modules   # nothing but requirements

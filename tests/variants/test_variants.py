@@ -1,11 +1,6 @@
 """train.py beyond plain GRPO: every variant arrives, every warning comes, every choice is shown."""
 import copy
-import dataclasses
-import functools
-import itertools
 import math
-import random
-import re
 from types import SimpleNamespace
 import pytest
 import torch
@@ -181,103 +176,6 @@ def test_mini_batches_take_every_group_once_in_each_pass():
     rollout.old_logprobs = rollout.logprobs                # known: no policy is needed
     first, second = train.mini_batches(None, rollout, settings("--group-size=2", "--minibatches=2"))
     same([first.logprobs, second.logprobs], [rollout.logprobs[:6], rollout.logprobs[6:]])
-
-
-class Bigrams(torch.nn.Module):
-    """A policy of one table: the next token follows from the one before."""
-    config = SimpleNamespace(model_type="bigrams", _attn_implementation=None)
-    dtype = torch.float32
-
-    def __init__(self, seed):
-        super().__init__()
-        self.table = torch.nn.Parameter(torch.randn(64, 64, generator=seeded(seed)))
-
-    def get_output_embeddings(self):
-        return None
-
-    def token_logprobs(self, input_ids, labels, temperature, measure):
-        log_p = (self.table[input_ids[:, :-1]] / temperature).log_softmax(-1)
-        mask = labels[:, 1:] != IGNORE
-        found = log_p.gather(2, input_ids[:, 1:, None])[..., 0].where(mask, 0)
-        entropies = -(log_p.exp() * log_p).sum(-1).detach().where(mask, 0)
-        return found, {"entropy": entropies} if measure else {}
-
-
-ONE_FLAG = """--clip-eps 0.9|--clip-eps-high 2|--kl-coef 0|--kl-estimator k2|--aggregate token
---ratio sequence|--objective cispo|--sampler-correction 1.1|--mask-truncated|--renew-reference 1
---kl-band 1e-6 2e-6|--advantage leave-one-out|--advantage gtpo|--advantage grpo-s|--advantage shape
---advantage max-rl|--advantage batch-std
---no-scale-by-std|--clip-advantages 0.7|--length-rescale 0.3|--overlong-buffer 9
---reward M:words rule|--reward M:words|--advantage gdpo|--reward-weights 0.5 2|--reward-weights 3
---minibatches 2|--step-reward M:steps|--reward-model-lr 0.1|--updates-per-rollout 1
---lora-alpha 3|--max-turns 2"""
-TEXTS = ["7 + 2 = 9 , \\boxed{ 9 }", "\\boxed{ 5 } , 9 \\boxed{ 9 }", "9", "\\boxed{ 7 } 2 2 2",
-         "\\boxed{ 9 }", "2 - 2 \\boxed{ 2 }", "\\boxed{ 2 } \\boxed{ 9 }", "4 = 4 = 4 , 5"]
-
-
-def test_no_pair_of_flags_hides_one_that_changes_nothing(capsys, monkeypatch, tiny):
-    """Two steps with a pair: a flag that leaves the weights as without it is told or refused.
-
-    Of all pairs these are some; every flag is tried alone.
-    """
-    tokenizer = tiny[1]
-    rows = [tokenizer(text, add_special_tokens=False).input_ids for text in TEXTS]
-    labels = torch.tensor([[IGNORE] * 3 + row + [IGNORE] * (20 - len(row)) for row in rows])
-    rollout = Rollout(labels.clamp(min=3), labels, torch.zeros(8, 22), TEXTS,
-                      torch.arange(8) % 4 > 0)
-    noise = 1e-3 * rollout.mask * torch.randn(8, 22, generator=seeded())  # as rounding may give
-
-    def drawn(model, *_):
-        found = model.token_logprobs(rollout.input_ids, labels, 1.0, False)[0].detach()
-        return dataclasses.replace(copy.deepcopy(rollout), logprobs=found + noise)
-    batch = [{"question": "?", "answer": "9"}, {"question": "?", "answer": "2"}]
-    monkeypatch.setattr(train, "batch_of_step", lambda *_: train.Batch(batch, ["", ""]))
-    monkeypatch.setattr(train, "evaluate", lambda *_: ({"eval_accuracy": 0.5}, [("", 0.0)] * 2))
-    plain = vars(settings("--steps=2", "--prompts-per-step=2", "--group-size=4", "--lr=20",
-                          "--max-new-tokens=12", "--kl-coef=0.3", "--updates-per-rollout=2"))
-    given = {words: train.given_flags(words.replace("M:", f"{MINE}:").split())
-             for words in re.split(r"\||\n", ONE_FLAG)}
-
-    @functools.cache
-    def trained(flags, seed):
-        """-> what two steps move in the table, and what is told; None for a refusal."""
-        s = train.Settings(**{**plain, **{k: v for f in flags for k, v in given[f].items()}})
-        capsys.readouterr()
-        start, policy, reference = (Bigrams(seed).requires_grad_(k == 1) for k in range(3))
-        reference.table += 0.3 * torch.randn(64, 64, generator=seeded(2))
-        try:
-            train.check_combinations(s)
-            p = SimpleNamespace(policy_model=policy, ref_model=reference if s.kl_coef else None,
-                                optimizer=torch.optim.SGD(policy.named_parameters()),
-                                tokenizer=tokenizer, reward_model=None)
-            told = capsys.readouterr().out
-            train.train_grpo(parts_of(p, batch, sampler=drawn, reward_of=own_rewards(s)), s)
-        except train.BadInput:  # MaxRL, and a reward below 0
-            return None
-        return (policy.table - start.table).detach(), told
-
-    def moves_alike(one, other, seed):
-        ours, theirs = trained(one, seed)[0], trained(other, seed)[0]
-        return bool((ours - theirs).norm() <= 1e-5 * theirs.norm())
-    pairs = random.Random(0).sample([*itertools.permutations(given, 2)], 150)
-    pairs += [(one, "") for one in given]
-    given[""] = {}
-    tried = 0
-    for one, other in pairs:
-        beside, both = frozenset([other]), frozenset([one, other])
-        if given[one].keys() & given[other].keys() or not (trained(beside, 5) and trained(both, 5)):
-            continue
-        tried += 1
-        alike = (moves_alike(both, beside, seed) for seed in range(5, 15))
-        if f"{one.split()[0]} has no effect" in trained(both, 5)[1]:
-            assert next(alike), (other, one)
-        else:
-            assert not all(alike), (other, one)           # not every start needs to show it
-    assert tried > 90
-    settings("--kl-coef=0", "--kl-estimator=k2")
-    assert capsys.readouterr().out.count("--kl-estimator has no effect: --kl-coef is 0\n") == 1
-    three = frozenset(["--ratio sequence", "--advantage gtpo", "--updates-per-rollout 1"])
-    assert "--ratio" not in trained(three, 5)[1]              # the advantages of tokens are mixed
 
 
 # --- --max-resample: flat groups make room for those of other problems ----------------------------

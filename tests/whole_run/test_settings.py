@@ -4,8 +4,10 @@ import re
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from files import FEW, SHORT, TINY, lines_of
+from files import FEW, MINE, SHORT, TINY, lines_of
+import pytest
 from runs import trains
+from steps import settings
 import train
 
 FLAGS = (*FEW, *SHORT)
@@ -102,3 +104,16 @@ def test_template_arguments_stay_with_the_run(capsys, run_here, tmp_path):
         assert first.endswith("<|assistant|> Ben ") == (not more)
     trains(f"--resume={folder}", "--steps=2")
     assert lines_of(folder / "samples.jsonl")[-1]["prompt"].endswith(" Ben ")
+
+
+@pytest.mark.parametrize("flags, idle", [
+    ("--clip-eps=0.1 --clip-eps-high=0.3 --objective=cispo", "clip-eps clip-eps-high objective"),
+    ("--ratio=sequence", "ratio"), ("--ratio=sequence --minibatches=2", ""),
+    ("--ratio=sequence --advantage=gtpo", ""),            # which mixes the advantages of tokens
+    (f"--ratio=sequence --step-reward={MINE}:steps", ""), ("--kl-coef=0 --kl-estimator=k2",
+    "kl-estimator"), (f"--reward think --step-reward={MINE}:steps", "reward"),
+    ("--reward-model-lr=0.1", "reward-model-lr"), ("--lora-alpha=3", "lora-alpha"),
+    ("--max-turns=2", "max-turns")])
+def test_a_flag_that_has_no_effect_is_told(capsys, flags, idle):
+    settings("--updates-per-rollout=1", *flags.split())
+    assert re.findall(r"^--(\S+) has no effect: ", capsys.readouterr().out, re.M) == idle.split()
