@@ -59,18 +59,14 @@ def fast(monkeypatch):
 
 @pytest.fixture
 def graphs(monkeypatch):
+    """How many were captured so far, and how often one was replayed."""
     counts = {"captured": 0, "replayed": 0}
+    for name, method in (("captured", "capture_end"), ("replayed", "replay")):
+        def counted(graph, name=name, real=getattr(torch.cuda.CUDAGraph, method)):
+            counts[name] += 1
+            return real(graph)
 
-    class Graph(torch.cuda.CUDAGraph):
-        def capture_end(self):
-            super().capture_end()
-            counts["captured"] += 1
-
-        def replay(self):
-            super().replay()
-            counts["replayed"] += 1
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda.CUDAGraph, method, counted)
     return counts
 
 

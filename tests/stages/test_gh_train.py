@@ -17,8 +17,8 @@ from checks import is_same, same
 from files import FEW, checkpoint_of, lines_of, metrics_of
 from models import answer_rows, logprobs_on_full_logits
 from runs import begin, refused, trains, well_ended
-from steps import (PROBLEMS, REWARDS, all_gradients, loop, parts, parts_of, rollout_of, run_in,
-                   settings, updated, whole_step)
+from steps import (PROBLEMS, REWARDS, loop, parts, parts_of, run_in,
+                   settings, whole_step)
 import reward
 import sample
 import train
@@ -76,14 +76,12 @@ def test_the_reward_is_asked_and_replaces_the_rules():
     assert asked == [(p.problems, p.prompts, rollout)]
     same(rollout.rewards, REWARDS)
     assert torch.allclose(rollout.advantages, group_advantages(REWARDS, 4))
-    # A first step is honest: of an untouched reference the KL is 0, and every ratio is 1
-    assert abs(metrics["approx_kl"]) < 1e-9 and metrics["clip_fraction"] == 0
+    assert abs(metrics["approx_kl"]) < 1e-9                # of an untouched reference
     assert metrics["sampler_difference"] < 1e-5            # decoding against one pass
     _, rollout, _ = whole_step(p, reward_of=None)
     expected = train.score_responses(rollout.responses, [q["answer"] for q in p.problems], 4)
-    same(rollout.rewards, expected)
+    same([rollout.rewards, rollout.rule_rewards], [expected, expected])
     assert expected.unique().numel() > 1
-    same(rollout.rule_rewards, expected)
 
 
 @pytest.mark.parametrize("flags, dtype", [((), torch.float32), ((), torch.bfloat16),
@@ -310,18 +308,6 @@ def test_the_optimizer_is_adamw(dtype):
         assert all(map(functools.partial(torch.allclose, atol=1e-6), masters, expected))
 
 
-def test_masters_gather_the_gradient_of_all_micro_batches():
-    """bfloat16 gradients are added up in float32, and are those of the bfloat16 model."""
-    p = parts("--max-grad-norm=1e9", "--kl-coef=0", "--lr=1e-12", dtype=torch.bfloat16)
-    rollout = rollout_of(p)
-    found = []
-    p.optimizer.register_step_pre_hook(lambda *_: found.append(all_gradients(p.policy_model)))
-    for budget in (10**6, 1):
-        updated(p, p.policy_model, p.optimizer, rollout, micro_batch_tokens=budget)
-    assert found[0].dtype == torch.float32
-    assert (found[0] - found[1]).norm() < 0.02 * found[0].norm()
-
-
 # --- A run, its files and what it prints ----------------------------------------------------------
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
@@ -332,9 +318,9 @@ def finished_run(tmp_path_factory):
 
 def test_a_run_leaves_the_files_of_the_contract(finished_run):
     folder = finished_run.folder
-    assert sorted(p.name for p in folder.iterdir() if p.name != ".lock") == [
+    assert {p.name for p in folder.iterdir()} == {
         "checkpoint.safetensors", "config.json", "final", "metrics.jsonl", "page.html",
-        "samples.jsonl"]
+        "samples.jsonl", ".lock"}
     metrics = metrics_of(folder)
     assert [m["step"] for m in metrics] == [0, 1, 2, 3]
     assert all(m.keys() >= {"reward_mean", "lr", "loss", "tokens_per_second"} for m in metrics[1:])
@@ -349,9 +335,6 @@ def test_a_run_leaves_the_files_of_the_contract(finished_run):
         assert len(record["responses"]) == len(record["finished"]) == 4
         advantages = group_advantages(torch.tensor(record["rewards"]), 4)
         assert record["advantages"] == pytest.approx(advantages.tolist(), abs=1e-6)
-    for word in ("question  ", "grpo.json", "0.08M parameters", "32 problems", "8 held out",
-                 "from step 0 to 3", str(folder)):
-        assert word in finished_run.out
     final = AutoModelForCausalLM.from_pretrained(folder / "final")
     assert AutoTokenizer.from_pretrained(folder / "final").chat_template
     assert not is_same(final.state_dict(), parts().policy_model.state_dict())

@@ -336,19 +336,17 @@ def test_an_iteration_mixes_a_tenth_of_old_pairs():
     assert sorted(none.replay) == sorted(replay) and none.tokenizer == []
 
 
-def test_a_reward_model_reads_its_own_template(tiny, monkeypatch):
+@pytest.mark.parametrize("template, prompts", [(None, ["1 + 2", "5"]), ("its own", "12")])
+def test_a_reward_model_reads_its_own_template(tiny, monkeypatch, template, prompts):
     model = reward.RewardModel(small_reward_model(), tiny[1], None)
     rollout = types.SimpleNamespace(responses=["7", "8", "7 and 7", "8"])
-    problems = [{"answer": "7"}, {"answer": ""}]
     rollout.rule_rewards = torch.tensor([0.5, 1.5, math.nan, 0.0])
-    prompt_of = {"7": "1", "": "2"}
-    for template, prompts in ((None, ["1 + 2", "5"]), ("its own", "12")):
-        monkeypatch.setattr(tiny[1], "chat_template", template)
-        scores = model_rewards(model, lambda problem: prompt_of[problem["answer"]], problems,
-                               ["1 + 2", "5"], rollout)
-        each = [prompts[0], prompts[0], prompts[1], prompts[1]]
-        read, responses, rule = map(list, zip(*rollout.judged))
-        same(scores, reward_model_scores(model.model, tiny[1], each, responses))
-        assert (read, responses) == (each, rollout.responses)
-        assert model.pairs == []  # they are kept in training steps alone
-        assert repr(rule) == "[0.5, 1.5, nan, 0.0]"
+    monkeypatch.setattr(tiny[1], "chat_template", template)
+    scores = model_rewards(model, lambda problem: problem["own"], [{"own": "1"}, {"own": "2"}],
+                           ["1 + 2", "5"], rollout)
+    each = [prompts[0], prompts[0], prompts[1], prompts[1]]
+    read, responses, rule = map(list, zip(*rollout.judged))
+    same(scores, reward_model_scores(model.model, tiny[1], each, responses))
+    assert (read, responses) == (each, rollout.responses)
+    assert repr(rule) == "[0.5, 1.5, nan, 0.0]"
+    assert model.pairs == []  # they are kept in training steps alone

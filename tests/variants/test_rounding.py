@@ -7,7 +7,7 @@ import torch
 from checks import is_same, same, seeded
 from models import small_model
 import train
-from train import MasterAdamW, off_grid, with_moments
+from train import MasterAdamW, off_grid
 
 HALF = (torch.bfloat16, torch.float16)
 BITS = {torch.bfloat16: 16, torch.float16: 13}  # of a float32 that these lack
@@ -136,16 +136,3 @@ def test_what_is_too_small_for_float16_arrives():
         train.unscaled(optimizer)
         optimizer.step()
         assert is_same(before, weight) != moves
-
-
-def test_moments_are_there_before_the_first_step():
-    """Running out of memory in the first step leaves a state that the next try can use."""
-    plain, other = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
-    ours = with_moments(torch.optim.AdamW([plain], fused=True))
-    masters = masters_of(plain)
-    assert masters.state[masters.trained[0]].keys() == {"step", "exp_avg", "exp_avg_sq"}
-    for adamw, p in ((ours, plain), (torch.optim.AdamW([other], fused=True), other)):
-        p.grad = torch.tensor([1.0, -2.0, 3.0])
-        adamw.step()
-        assert adamw.state[p].keys() == {"step", "exp_avg", "exp_avg_sq"}
-    same(plain, other, "and the step is the same")

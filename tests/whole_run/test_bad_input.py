@@ -33,17 +33,13 @@ HUGE = "9" * 30
 
 
 @pytest.mark.parametrize("flag, value", [
-    *(("--lr", value) for value in ("0", "nan", "1e400")), ("--reward-model-lr", "0"),
-    *(("--steps", value) for value in ("0", "many", HUGE)), ("--seed", HUGE),
-    ("--micro-batch-tokens", "some"), ("--temperature", "0"), ("--kl-coef", "-1"),
+    *(("--lr", value) for value in ("0", "nan", "1e400")), ("--steps", "many"), ("--seed", HUGE),
     ("--kl-coef", "-1e-5"), ("--kl-estimator", "k4"), ("--dtype", "int8"), ("--offload", "perhaps"),
-    ("--threads", "2147483648"), ("--group-size", "1"), ("--clip-eps", "1.5"),
-    ("--learning-rate", "1"), ("--kl_coef", "1"), ("--kl", "1"), ("--device", "abacus"),
-    ("--device", "xpu"), ("--prompts-per-step", "3000"), ("--model", "nobody/nothing"),
-    ("--model", "./no/such/folder"), ("--model", 300 * "m"), ("--data", 300 * "d"),
-    ("--eval-data", 300 * "d"), ("--reward", 300 * "r" + ".py:f"), ("--reward", "no_colon"),
-    ("--output", 300 * "o"), ("--template-args", "[1]"), ("--template-args", '{"a": '),
-    ("--template-args", 10**5 * "[")])
+    ("--threads", "2147483648"), ("--group-size", "1"), ("--clip-eps", "1.5"), ("--kl_coef", "1"),
+    ("--kl", "1"), ("--device", "abacus"), ("--device", "xpu"), ("--prompts-per-step", "3000"),
+    ("--model", "nobody/nothing"), ("--model", "./no/such/folder"), ("--model", 300 * "m"),
+    ("--data", 300 * "d"), ("--eval-data", 300 * "d"), ("--reward", 300 * "r" + ".py:f"),
+    ("--output", 300 * "o"), ("--template-args", '{"a": '), ("--template-args", 10**5 * "[")])
 def test_a_bad_value_is_named_with_its_flag(capsys, tmp_path, flag, value):
     line = refused_before_a_folder_is_made(capsys, tmp_path, f"{flag}={value}")
     assert flag in line and value[:200] in line
@@ -62,21 +58,16 @@ def test_bad_flags(capsys, tmp_path, flags, words):
 
 @pytest.mark.parametrize("flags", [
     "--kl-band 0.1 0.2 --kl-coef 0", "--kl-band 0.2 0.1", "--renew-reference 2 --kl-coef 0",
-    "--minibatches 17", "--around-best 3",
-    "--around-best 2 --reward rule", "--advantage shape --reply r.py:f",
+    "--minibatches 17", "--around-best 3", "--around-best 2 --reward rule",
+    "--around-best 1 --reward-model x", "--around-best 1 --reply r.py:f",
     "--reward-weights 1 2 --reward rule", "--reward-weights 1 2 3 --reward rule think",
-    "--reward-model m --reward rule",
-    "--no-scale-by-std --advantage gtpo", "--no-scale-by-std --advantage leave-one-out",
-    *(f"--advantage shape {flags}" for flags in (
-        "--reward rule", "--reward-model m", "--length-rescale 0.3", "--overlong-buffer 9",
-        "--max-resample 1")), "--kl-band 0 0.1", "--no-scale-by-std --step-reward r.py:f",
-    "--step-reward r.py:f --max-resample 1", "--step-reward r.py:f --advantage gtpo",
-    "--step-reward r.py:f --reward-model m", "--step-reward r.py:f --length-rescale 0.3",
-    "--step-reward r.py:f --overlong-buffer 4", "--step-reward r.py:f --advantage leave-one-out",
-    "--around-best 1 --reward-model x", "--around-best 1 --reply r.py:f", "--advantage gdpo",
-    "--advantage gdpo --reward rule", "--advantage gdpo --reward-model m",
-    *(f"--advantage gdpo --reward rule think {flags}" for flags in (
-        "--length-rescale 0.3", "--overlong-buffer 9", "--max-resample 1"))])
+    "--reward-model m --reward rule", "--kl-band 0 0.1", "--advantage gdpo --reward rule",
+    "--no-scale-by-std --advantage gtpo", "--no-scale-by-std --step-reward r.py:f",
+    *(f"--step-reward r.py:f --{flags}" for flags in (
+        "advantage gtpo", "reward-model m", "overlong-buffer 4", "max-resample 1")),
+    *(f"--advantage {flags}" for flags in (
+        "shape --reply r.py:f", "shape --reward rule", "shape --length-rescale 0.3",
+        "gdpo --reward rule think --overlong-buffer 9"))])
 def test_flags_that_do_not_go_together(capsys, tmp_path, flags):
     """The line names the first of them, before a file is looked for."""
     flags = flags.split()
