@@ -4,7 +4,6 @@ import benchmark
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
 import train
 
 TINY = benchmark.SMALL | {"layers": 2, "hidden": 64, "ffn": 128, "prompt_length": 16,
@@ -18,12 +17,6 @@ def cpu(monkeypatch):
 
 
 # --- The benchmark: what it makes, and what it holds it against -----------------------------------
-def test_the_shape_of_qwen():
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(benchmark.config_of(benchmark.QWEN))
-    assert sum(p.numel() for p in model.parameters()) == 1_543_714_304
-
-
 def random_tiny(**changes):
     return benchmark.random_model(TINY | changes, torch.device("cpu"), torch.float32)
 

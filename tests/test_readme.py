@@ -55,19 +55,6 @@ def test_the_flags_of_a_variant_are_taken():
         assert train.parse(shlex.split(first))
 
 
-def test_files_and_commands_exist():
-    names = re.findall(r"`((?:tests/)?\w+(?:/\w+)?\.py)`", README + RESULTS)
-    names += re.findall(r"python (\S+\.py)", README + RESULTS)
-    assert len(names) > 10
-    for name in names:
-        assert (ROOT / name).is_file() or name == "mine.py", name  # the reader's own
-    pictures = {ROOT / name for name in re.findall(r"\]\((\S+\.png)\)", README)}
-    pictures |= {ROOT / "tests" / name for name in re.findall(r"\]\((\S+\.png)\)", RESULTS)}
-    assert pictures
-    for picture in pictures:
-        assert picture.read_bytes()[:4] == b"\x89PNG" and picture.stat().st_size <= 150_000
-
-
 def test_a_stage_imports_no_other_stage():
     for stage in STAGES[:-1]:
         text = (ROOT / f"{stage}.py").read_text(encoding="utf-8")

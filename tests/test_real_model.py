@@ -1,4 +1,4 @@
-"""A real model's script: its problems, its rewards, its folder, and GGUF read right."""
+"""The tasks of real models: their problems and their rewards."""
 import json
 import re
 from collections import Counter
@@ -6,10 +6,8 @@ import pytest
 import real_model
 import real_qwen
 import real_reward
-from checks import seeded
 from files import lines_of
 import reward
-from sample import chat_prompt, sample_groups
 from train import parse
 
 # --- The problems ---------------------------------------------------------------------------------
@@ -84,25 +82,7 @@ def test_sums_of_steps_are_right_and_kinds_are_even(worked_out):
     assert not sums["test"] & (sums["train"] | shown) and not sums["train"] & shown
 
 
-def test_the_rewards_as_training_calls_them(task, tiny):
-    """On a real rollout: an answer that the limit cut off does not end in the end token."""
-    model, tokenizer = tiny
-    question = "Anna has 9 books , loses 4 , gives 2 , gets 7 . How many ?"
-    problem = {"question": question, "answer": "10"}
-    prompt = chat_prompt(tokenizer, problem, "")
-    rollout = sample_groups(model, tokenizer, [prompt], 16, 8, generator=seeded())
-    assert 0 < rollout.finished.sum() < 16
-    # This tokenizer's end token has another id than SmolLM2's.
-    assert not (rollout.labels == real_reward.END).any()
-    rollout.labels[rollout.labels == tokenizer.eos_token_id] = real_reward.END
-    specs = [str(task / spec) for spec in real_model.FLAGS["reward"]]
-    rewards = reward.own_reward_of(specs)([problem], [prompt], rollout)
-    right = [real_reward.last_number(text) == 10 for text in rollout.responses]
-    assert rewards.tolist() == [r + 0.5 * f for r, f in zip(right, rollout.finished.tolist())]
-    assert list(rollout.reward_parts) == ["right", "ended"]
-
-
-# --- A model from a GGUF file, and GSM8K for Qwen2.5 ----------------------------------------------
+# --- The rewards, and GSM8K for Qwen2.5 ----------------------------------------------------------
 @pytest.mark.parametrize("answer, right, completions", [
     ("13", 1.0, ("4 + 9 = 13", "Anna has 13 stamps.", "$13.00")), ("1300", 1.0, ("1,300",)),
     ("0", 1.0, ("0",)), ("13", 0.0, ("13, not 12", "113", "13.5", "-13", "thirteen", ""))])

@@ -96,7 +96,7 @@ def test_fast_families_on_a_gpu(name, flash_on_cpu):
     assert name not in ("llama", "qwen2") or all(flash_on_cpu)    # these share key heads
 
 
-# and prompts that begin alike: what all of them begin with runs once, unless a window forbids that
+# What all of these begin with runs once, unless a window or an attention forbids that.
 COMMON = " ".join(f"w{2 + 7 * t % 59}" for t in range(100))
 ALIKE = [COMMON + f" w{5 + 3 * n}" * (1 + n % 4) for n in range(12)]
 

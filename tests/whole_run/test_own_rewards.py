@@ -114,16 +114,14 @@ HOSTILE = type("Hostile", (), {"__float__": raises(KeyError("no"))})()
 @pytest.mark.parametrize("function, reason", [
     (lambda completions, **columns: [c[0]["content"] for c in completions], "texts are strings"),
     (lambda completions, mood, **columns: [], "'mood'"), (lambda **columns: 1.0, "'float' object"),
-    (lambda completions, **columns: 1 / 0, "test_own_rewards.py, line"), (gives(), "0 rewards"),
-    (gives(1, 2, 3), "3 rewards"), (gives(1, 2, 3, 4, 5), "5 rewards"),
-    (gives(1, 2, -math.inf, 4), "-inf"), (gives(1, 2, 3, math.nan), "nan"),
+    (lambda completions, **columns: 1 / 0, "test_own_rewards.py, line"),
+    (gives(1, 2, 3), "3 rewards"), (gives(1, 2, 3, math.nan), "nan"),
     (gives(1, -1e39, 3, 4), "-1e+39"), (gives(10**400, 2, 3, 4), "OverflowError"),
     (gives(1, "two", 3, 4), "'two'"), (gives(1, 2, [3], 4), "list"),
     (gives(1, torch.ones(2), 3, 4), "element"), (gives(1, 2, 3, 1j), "complex"),
     (gives(1, 2, HOSTILE, 4), "KeyError: 'no'"), (lambda completions: [], "**columns"),
     (lambda **columns: sys.exit(), "SystemExit"), (lambda **columns: "1010", "a str, not a list"),
-    (lambda **columns: b"1010", "bytes"), (lambda **columns: dict.fromkeys(range(4)), "dict"),
-    (lambda **columns: {1, 2, 3, 4}, "set")])
+    (lambda **columns: dict.fromkeys(range(4)), "dict")])
 def test_a_reward_that_goes_wrong_is_named(scored, function, reason):
     with value_error(f"^--reward f.py:f: .*{re.escape(reason)}"):
         scored(function)

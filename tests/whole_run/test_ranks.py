@@ -45,10 +45,10 @@ def test_ranks_compute_what_one_does_also_after_a_kill(one, tmp_path):
     assert len(metrics_of(folder)) == 4                   # and writes
 
 
-def test_prompts_that_do_not_divide_are_one_line(tmp_path):
-    done = begin("train.py", *FLAGS, "--prompts-per-step=3", f"--output={tmp_path}", ranks=2)()
-    assert done.returncode != 0 and "--prompts-per-step 3" in fault_of(done.stderr)
-    assert list(tmp_path.iterdir()) == []
+def test_prompts_that_do_not_divide_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(train.BadInput, match="^--prompts-per-step 3: "):
+        train.check_combinations(train.parse([*FLAGS, "--prompts-per-step=3"]))
 
 
 @pytest.mark.parametrize("fault, last", [("SIGTERM", 2), ("raise", 1)])

@@ -280,9 +280,8 @@ def test_a_folder_in_which_another_process_trains(capsys, run_folder):
     trains(f"--resume={run_folder}", "--steps=7")
 
 
-@pytest.fixture
-def at_home(monkeypatch, tmp_path):
-    """A run of the program in a folder with its own model, problems and reward -> that folder."""
+def test_a_run_that_moves_tells_what_has_changed(capsys, monkeypatch, tmp_path):
+    """Model, data and reward were named by relative paths; what has moved is named anew."""
     home = tmp_path / "home"
     shutil.copytree(TINY, home / "model")
     for name in ("train.jsonl", "test.jsonl"):
@@ -292,49 +291,38 @@ def at_home(monkeypatch, tmp_path):
     trains(*FLAGS, "--steps=2", "--model=model", "--data=train.jsonl", "--eval-data=test.jsonl",
            "--reward=mine.py:score", "--output=runs/one")
     monkeypatch.chdir("/")
-    return home
-
-
-def test_resumed_from_elsewhere_it_tells_what_has_changed(capsys, at_home):
-    """Its model and data were named by relative paths. It goes on, by what the flags name now."""
-    folder = at_home / "runs" / "one"
+    folder = (home / "runs" / "one").rename(tmp_path / "run")
     steps = iter(range(3, 9))
 
-    def told():
-        trains(f"--resume={folder}", f"--steps={next(steps)}")
+    def told(*flags):
+        trains(f"--resume={folder}", f"--steps={next(steps)}", *flags)
         return [line for line in capsys.readouterr().out.splitlines() if "is not what" in line]
+
     assert told() == []
     for name, flag in ("train.jsonl", "--data"), ("test.jsonl", "--eval-data"):
-        lines = (at_home / name).read_text().splitlines(True)
-        (at_home / name).write_text("".join(reversed(lines)))
+        lines = (home / name).read_text().splitlines(True)
+        (home / name).write_text("".join(reversed(lines)))
         line, = told()
-        assert line.startswith(f"{flag} {at_home / name}: ")
-    weights = at_home / "model" / "model.safetensors"
+        assert line.startswith(f"{flag} {home / name}: ")
+    weights = home / "model" / "model.safetensors"
     edit_tensors(weights, lambda tensors: {name: t * 1.001 for name, t in tensors.items()})
     line, = told()
     assert line.startswith(f"--model {weights.parent}: ")
-    assert [m["step"] for m in metrics_of(folder)] == list(range(7))
-
-
-def test_a_run_moves(capsys, monkeypatch, at_home, tmp_path):
-    """What has moved is named anew."""
-    folder = (at_home / "runs" / "one").rename(tmp_path / "run")
-    (at_home / "model").rename(tmp_path / "m")
-    (at_home / "train.jsonl").rename(tmp_path / "t.jsonl")
-    (at_home / "mine.py").rename(tmp_path / "his.py")
+    for old, new in (("model", "m"), ("train.jsonl", "t.jsonl"), ("mine.py", "his.py")):
+        (home / old).rename(tmp_path / new)
     flags = []
     for flag in ("--model=m", "--reward=his.py:score", "--data=t.jsonl"):
         line = refuses_to_resume(capsys, folder, *flags)
         assert flag.split("=")[0] in line and "huggingface" not in line
         flags.append(flag)
         monkeypatch.chdir(tmp_path)
-    trains(f"--resume={folder}", "--steps=3", *flags)
+    told(*flags)
     (tmp_path / "his.py").write_text("def other(answer, **_):\n    return [7.0] * len(answer)\n")
-    trains(f"--resume={folder}", "--steps=4", "--reward=his.py:other")
-    assert [m["reward_mean"] == 7 for m in metrics_of(folder)[1:]] == [*3 * [False], True]
+    told("--reward=his.py:other")
+    assert [m["reward_mean"] == 7 for m in metrics_of(folder)[1:]] == [*7 * [False], True]
     config = json.loads((folder / "config.json").read_text())
     assert config["model"] == str(tmp_path / "m")
-    assert config["eval_data"] == str(at_home / "test.jsonl")
+    assert config["eval_data"] == str(home / "test.jsonl")
 
 
 def test_what_a_kill_has_left_behind_goes(uninterrupted, run_folder):

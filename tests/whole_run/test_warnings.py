@@ -1,11 +1,9 @@
 """Warnings: each known failure is provoked, and nothing is said of a healthy run."""
 import copy
-import math
 import re
 import pytest
 from files import FEW, SHORT, metrics_of
 from runs import trains
-from steps import run_in
 import train
 
 FLAGS = (*FEW, *SHORT)
@@ -84,33 +82,8 @@ def test_nothing_is_said_of_steps_without_a_number_or_a_gradient(row):
         assert list(train.symptoms(rows)) == ["fallen reward"]
 
 
-def logged(lines, run):
-    for step, metrics in enumerate(lines, start=len(run.history)):
-        run.log({"step": step, **metrics})
-    return run
-
-
 def warnings_of(folder):
     return {m["step"]: m["warning"] for m in metrics_of(folder) if "warning" in m}
-
-
-@pytest.mark.parametrize("at", [1, 2, 24])
-def test_a_resumed_run_warns_as_one_that_was_never_stopped(tmp_path, at):
-    """Also where numbers were not finite: they stand as null in the file."""
-    lines = history(30, approx_kl=[math.inf, *[0.06] * 15], grad_norm=[math.nan, *[1.0] * 20])
-    lines = [{}, *({"loss": 0.0, **line} for line in in_trouble(lines))]
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for folder in (whole, parts):
-        folder.mkdir()
-    logged(lines, run_in(whole))
-    first, resumed = logged(lines[:at + 1], run_in(parts)), run_in(parts)
-    resumed.step, resumed.told = at, first.told           # these are in the checkpoint
-    resumed.before = [("", 0.5)]
-    resumed.history = train.forget_later_steps(resumed)
-    logged(lines[at + 1:], resumed)
-    warnings = warnings_of(whole)
-    assert warnings_of(parts) == warnings
-    assert list(warnings) == [2, 25], "each is told once"
 
 
 def test_a_warning_is_told_once(tmp_path, capsys):
