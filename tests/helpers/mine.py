@@ -37,10 +37,6 @@ def length(completions, **columns):
     return [float(len(text)) for text in completions]
 
 
-def words(completions, **columns):
-    return [len(text) % 7 for text in completions]
-
-
 def some(completions, **columns):
     return [None if len(text) % 3 == 0 else len(text) * 100 for text in completions]
 

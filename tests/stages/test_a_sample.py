@@ -215,26 +215,8 @@ def filled(N, S, seed):
         ref_logprobs=per_token + 7, measured={"entropy": per_token + 8})
 
 
-def rows_of(value, rows, less):
-    """These rows of a field, without the last tokens of each."""
-    if isinstance(value, dict):
-        return {name: rows_of(part, rows, less) for name, part in value.items()}
-    if isinstance(value, list):
-        return [value[n] for n in rows]
-    picked = torch.stack([value[n] for n in rows])
-    return picked[:, :picked.shape[1] - less] if picked.ndim == 2 else picked
-
-
-@pytest.mark.parametrize("rows", [[2, 0], [3], [0, 1, 2, 3], [1, 1]])
-def test_take(rows):
-    rollout = filled(4, 7, 1)
-    for width, less in ((None, 0), (5, 2)):
-        expected = {name: rows_of(value, rows, less) for name, value in vars(rollout).items()}
-        same(sample.take(rollout, rows, width), expected)
-
-
 @pytest.mark.parametrize("widths", [(7, 4), (4, 7), (5, 5)])
-def test_join(widths):
+def test_join_and_take(widths):
     """Each row ends in padding where the other rollout is longer: -100 in labels, else 0."""
     a, b = filled(2, widths[0], 1), filled(3, widths[1], 2)
     a.judged = b.judged = None
@@ -245,6 +227,9 @@ def test_join(widths):
     assert (both.labels[short, S:] == IGNORE).all() and not both.input_ids[short, S:].any()
     for per_token in (both.logprobs, both.measured["entropy"]):
         assert not per_token[short, S - 1:].any()
+    for name, value in vars(sample.take(b, [2, 0, 2])).items():      # in any order, more than once
+        if not isinstance(value, dict) and value is not None:
+            same([*value], [vars(b)[name][n] for n in (2, 0, 2)], name)
 
 
 @pytest.mark.parametrize("generation, special, ends", [

@@ -203,7 +203,7 @@ def test_accuracy_is_the_rules_and_zero_variance_the_rewards(monkeypatch, measur
         assert [metrics[x] for x in names[1:3]] == pytest.approx(expected, nan_ok=True)
 
 
-def test_evaluation_is_its_definition(monkeypatch):
+def test_evaluation_is_its_definition():
     p = parts("--max-new-tokens=11", "--system-prompt=Think.", "--prompts-per-step=3",
               "--group-size=2")
     problems = [{"question": f"q {j}", "answer": str(j)} for j in range(7)]
@@ -233,13 +233,6 @@ def test_evaluation_is_its_definition(monkeypatch):
     figures, found = train.evaluate(p, p.settings, 2, 0.7)
     assert figures == {"eval_accuracy": pytest.approx(11 / 14)} and len(found) == 14
     assert how == [(1, 11, 0.0)] * 2 + [(2, 11, 0.7)] * 3 and len(set(seeds)) == 7
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(train, "world", lambda: 2)        # this rank has a step's rows at a time
-    meetings = []
-    monkeypatch.setattr(train, "gathered_objects", lambda value: meetings.append(value) or [value])
-    train.evaluate(p, p.settings)
-    assert asked[-2:] == [prompts[:2], prompts[2:3]]
-    assert len(meetings) == 1                             # another rank may have one batch only
 
 
 # --- [H] The loop ---------------------------------------------------------------------------------
@@ -359,14 +352,12 @@ def test_a_reward_from_python_is_not_replaced_in_silence(capsys, finished_run, t
     """README's way to give one: the command line does not go on by another, and Python can."""
     folder = tmp_path / "run"
 
-    def length(problems, prompts, rollout):
-        return torch.tensor([-float(len(text)) for text in rollout.responses])
-
-    def trained(*flags, reward_of=length):
+    def trained(*flags):
         s = settings(*flags)
         s.reward = None
         p = train.load(s)
-        p.reward_of = reward_of
+        p.reward_of = lambda problems, prompts, rollout: torch.tensor(
+            [-float(len(text)) for text in rollout.responses])
         return train.train(p, s, train.Run())
 
     assert trained(*FLAGS, "--reward=rule", "--steps=1", f"--output={folder}") == 0

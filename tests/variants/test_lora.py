@@ -3,6 +3,7 @@ import copy
 import json
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM
@@ -12,7 +13,6 @@ from models import logprobs_on_full_logits, small_model
 from runs import trains
 from steps import parts, rollout_of, updated
 import train
-from logprob import sequence_logprob
 
 FLAGS = (*FEW, "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=16", "--eval-limit=4",
          "--threads=1", "--lora-rank=4", "--lr=0.003")
@@ -135,34 +135,24 @@ def test_half_precision(dtype):
         2 ** (16 + 2 / 200) if dtype == torch.float16 else 1)
 
 
-@pytest.mark.parametrize("flags, copied", [([], False), (["--kl-coef=0"], True),
-                                           (["--renew-reference=1"], True)])
-def test_first_weights_are_the_references_where_that_is_frozen(flags, copied):
-    p = train.load(train.plan_memory(train.parse([*FLAGS, *flags])))
-    assert (p.ref_model is None) == ("--kl-coef=0" in flags)
-    of_reference = {w.data_ptr() for w in p.ref_model.parameters()} if p.ref_model else set()
-    assert all((W0.data_ptr() not in of_reference) == copied for W0, _, _ in p.optimizer.triples)
-
-
-def test_final_is_merged_and_peft_opens_the_adapter(tmp_path, capsys, run_here):
+def test_final_is_the_model_with_its_adapter(tmp_path, capsys, run_here):
     out = tmp_path / "run"
     trains(*FLAGS, "--lora-alpha=6", "--steps=4", f"--output={out}")
     config = json.loads((out / "adapter" / "adapter_config.json").read_text())
     assert config["r"] == 4 and config["lora_alpha"] == 6
-    final = AutoModelForCausalLM.from_pretrained(out / "final").eval()
-    base = AutoModelForCausalLM.from_pretrained(TINY).eval()
-    ids = torch.randint(3, 30, (4, 12), generator=seeded())
-    merged = sequence_logprob(final, ids, ids)
-    assert (merged - sequence_logprob(base, ids, ids)).abs().max() > 0.01
+    final, base = map(AutoModelForCausalLM.from_pretrained, (out / "final", TINY))
+    factors = load_file(out / "adapter" / "adapter_model.safetensors")
+    for name, A in factors.items():
+        if ".lora_A." in name:                            # by PEFT's names
+            B = factors[name.replace("lora_A", "lora_B")]
+            weight = name.removeprefix("base_model.model.").replace("lora_A.", "")
+            expected = base.get_parameter(weight) + 6 / 4 * B @ A
+            assert (B @ A).norm() > 0
+            torch.testing.assert_close(final.get_parameter(weight), expected)
     trains(*FEW, f"--model={out}", "--eval-only", "--eval-limit=4", "--max-new-tokens=16")
     trains(*FLAGS, "--trace")
     assert "greedy" in capsys.readouterr().out
     assert run_here("sample.py", "--model", out, "2 + 3 = ?")
-    peft = pytest.importorskip("peft")
-    opened = peft.PeftModel.from_pretrained(base, out / "adapter").eval()
-    logits = opened(ids).logits[:, :-1].log_softmax(dim=-1)
-    ours = logits.gather(2, ids[:, 1:, None])[..., 0].sum(dim=1)
-    assert torch.allclose(ours, merged, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("family, changes, name", [

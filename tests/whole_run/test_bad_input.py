@@ -1,11 +1,10 @@
 """Bad input gives exit status 2, one line on standard error, no traceback and no folder."""
 import itertools
 import os
-import re
 import shutil
 import pytest
 import torch
-from files import FEW, MINE, TINY, edit_json, edit_tensors, json_lines
+from files import FEW, TINY, edit_json, edit_tensors, json_lines
 from runs import refused, trains
 from steps import raises
 import train
@@ -191,20 +190,6 @@ def test_problems_that_cannot_be_asked_or_held_out_are_named(capsys, tmp_path):
         (tmp_path / "x.jsonl").write_text("\n" + json_lines(*rows))
         line = refused_before_a_folder_is_made(capsys, tmp_path, f"--data={tmp_path / 'x.jsonl'}")
         assert line.startswith(f"train.py: {flag}") and words in line
-
-
-@pytest.mark.parametrize("question, answer, words", [
-    (GOOD["question"], "5", ""), ("Which country has Paris as capital ?", "5", "a --model that"),
-    *((GOOD["question"], odd, f"2 of 2 true answers begin like a number, .* {odd!r}")
-      for odd in ("5 or 6", "2x", "1:30")), (GOOD["question"], "x", "")])
-def test_a_line_about_problems_of_little_use(capsys, tmp_path, tiny, question, answer, words):
-    """Before the run; about truths that no number equals, where they are compared."""
-    (tmp_path / "x.jsonl").write_text(json_lines({"question": question, "answer": answer}) * 2)
-    for flags in ([], [f"--reward={MINE}:one"]):
-        train.checked_problems("--data", str(tmp_path / "x.jsonl"), tiny[1], train.parse(flags))
-        line, *others = capsys.readouterr().out.splitlines() or [""]
-        expected = words if question != GOOD["question"] or not flags else ""
-        assert re.search(expected, line) and bool(line) == bool(expected) and not others, line
 
 
 # --- The terminal ---------------------------------------------------------------------------------
