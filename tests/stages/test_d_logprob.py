@@ -134,13 +134,6 @@ def test_without_entropies_gradients_or_labels(random_model):
 
 
 # --- Masks, and what rows have in common; test_families.py has rows with and without padding ------
-def tokens_that_run(model):
-    """-> a list that gets the number of tokens of each pass through the model."""
-    run = []
-    model.get_input_embeddings().register_forward_pre_hook(lambda _, x: run.append(x[0].numel()))
-    return run
-
-
 # Rows of one letter a token; capitals are labels, and a dot is padding. -> Tokens that run
 ALIKE = {
     "nothing in common": ("abCD. bcDEF", 3 + 4),
@@ -169,7 +162,8 @@ def test_what_rows_begin_with_runs_once(random_model, rows, tokens):
     """Whatever it is; each row keeps its own weights in the gradient, in any order of the rows."""
     model = copy.deepcopy(random_model)
     exact = copy.deepcopy(random_model).double()
-    run = tokens_that_run(model)
+    run = []                                              # the tokens of each pass
+    model.get_input_embeddings().register_forward_pre_hook(lambda _, x: run.append(x[0].numel()))
     input_ids, labels, weights = rows_of(rows)
     for order in (torch.arange(len(labels)), torch.randperm(len(labels), generator=seeded(2))):
         rows = [x[order] for x in (input_ids, labels)]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checks import same, seeded
-from files import FEW, MINE, SHORT
+from files import MINE
 from models import logprobs_on_full_logits
 from steps import REWARDS, loop, own_rewards, parts, parts_of, settings, whole_step
 import sample
@@ -16,9 +16,6 @@ from logprob import IGNORE
 from loss import grpo_loss, next_kl_coef
 from reward import length_rescaled, overlong_penalty
 from sample import Rollout, sample_groups
-
-FLAGS = (*FEW, *SHORT)
-
 
 # --- [C] [E] [F]: the updates of a step against the stage functions on full logits ----------------
 def mixed_rollout(p):

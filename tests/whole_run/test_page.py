@@ -44,10 +44,6 @@ class Tags(html.parser.HTMLParser):
         self.texts.append(data)
 
 
-def page_in(folder):
-    return Tags((folder / "page.html").read_text(encoding="utf-8"))
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("page"), *FLAGS)
@@ -76,7 +72,7 @@ def test_the_numbers_are_those_of_the_policy_now_and_as_it_drew(more, folder, tm
         new, old = (plain_logprobs(opened(str(place))[0], ids, labels, temperature)
                     for place in (folder / "final", TINY))
     expected = [d for d in (new - old)[labels[:, 1:] != IGNORE].tolist() if abs(d) > 0.02]
-    page = page_in(folder)
+    page = Tags((folder / "page.html").read_text(encoding="utf-8"))
     found = [float(title) for title in page.titles[:len(expected)]]
     assert found == pytest.approx(expected, abs=1e-4) and len(found) > 1
     text = "".join(page.texts)

@@ -26,11 +26,6 @@ def one(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("one"), *FLAGS)
 
 
-def fault_of(err):
-    """The one line of the rank that had a fault; the other tells that it has lost that rank."""
-    return one_line_of(re.sub("train.py: rank .: lost its connection to .*\n", "", err))
-
-
 def test_ranks_compute_what_one_does_also_after_a_kill(one, tmp_path):
     """Rank 1 is killed in step 2; the run comes back, and ends as if nothing had been."""
     folder = tmp_path / "run"
@@ -59,7 +54,8 @@ def test_what_happens_to_rank_1_ends_both_and_one_goes_on(one, tmp_path, fault, 
     if fault == "SIGTERM":
         assert "stopped after step 2; continue with" in done.stdout, done.stderr
     else:
-        line = fault_of(done.stderr)
+        # the other rank tells that it has lost this one
+        line = one_line_of(re.sub("train.py: rank .: lost its connection to .*\n", "", done.stderr))
         assert done.returncode != 0 and " rank 1: " in line and "KeyError: 'no, please'" in line
     assert metrics_of(folder)[-1]["step"] == last
     trains(f"--resume={folder}")
