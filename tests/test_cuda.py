@@ -192,19 +192,6 @@ def test_answers_that_need_several_blocks_of_slots(tiny, graphs):
     assert {length for _, length, _ in sample.KEPT[model].graphs} >= {256, 512, 768}
 
 
-def test_a_step_runs_once_before_its_capture(tiny, graphs, monkeypatch):
-    """What CUDA and cuBLAS make at a kernel's first launch cannot be made in a capture."""
-    captured = []
-
-    def forward(*given, real=sample.Step.forward):
-        captured.append(torch.cuda.is_current_stream_capturing())
-        return real(*given)
-
-    monkeypatch.setattr(sample.Step, "forward", forward)
-    drawn(random_policy(), tiny)
-    assert captured == [False, True] * graphs["captured"]
-
-
 def test_many_words_are_drawn_as_on_the_cpu(tiny):
     """The running sum goes over blocks of 128 words; 4,001 do not fill the last one."""
     model = random_policy(vocab_size=4001, ends=[1])
@@ -483,14 +470,6 @@ FAULTS = {"a replay": replay_fails, "a capture": capture_fails,
           "the sampler's log-probs": sampler_is_off, "memory in the loss": memory_runs_out}
 
 
-def said_at_the_end(capsys, flags):
-    """The line in which a run ends, or what stands below its traceback."""
-    try:
-        return refused(capsys, *flags, begun=True)
-    except RuntimeError as error:
-        return error.__notes__[0]
-
-
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_run_goes_on_after_a_fault(monkeypatch, capsys, tmp_path, fault):
     """By the command that its last line names, without fast forms; or with smaller micro-batches.
@@ -498,7 +477,11 @@ def test_a_run_goes_on_after_a_fault(monkeypatch, capsys, tmp_path, fault):
     expected, _ = on_the_cpu(*SHORT)                         # before anything is at fault
     with monkeypatch.context() as patch:
         fault(patch)
-        said = said_at_the_end(capsys, (f"--output={tmp_path / 'run'}", *SHORT, "--device=cuda"))
+        try:
+            said = refused(capsys, f"--output={tmp_path / 'run'}", *SHORT, "--device=cuda",
+                           begun=True)
+        except RuntimeError as error:                        # below its traceback
+            said = error.__notes__[0]
     more = "--micro-batch-tokens" if fault is memory_runs_out else "--plain"
     assert more in said
     command = shlex.split(said.partition("continue with: ")[2].partition(" (")[0])

@@ -1,7 +1,6 @@
 """The tasks of real models: their problems and their rewards."""
 import json
 import re
-from collections import Counter
 import pytest
 import real_model
 import real_qwen
@@ -48,38 +47,6 @@ def test_nothing_held_out_is_trained_on_and_every_kind_is_asked(task):
     assert two_steps >= 20 and comparisons >= 20 and len(test) - two_steps - comparisons >= 40
     some = real_model.make_problems(20, seed=3)
     assert some == real_model.make_problems(20, seed=3) != real_model.make_problems(20, seed=4)
-
-
-@pytest.fixture(scope="module", params=real_model.WORDS)
-def worked_out(request, tmp_path_factory):
-    """The folder of --steps-per-sum 2, in either vocabulary (its name)."""
-    folder = tmp_path_factory.mktemp("real") / request.param
-    flags = real_model.FLAGS | real_model.WORKED_OUT
-    real_model.write_task(folder, folder, flags=flags, steps=2, words=request.param)
-    return folder
-
-
-def test_sums_of_steps_are_right_and_kinds_are_even(worked_out):
-    sums = {}
-    for name, steps in (("train", 2), ("test", 2), ("longer", 3)):
-        problems = reward.load_problems(str(worked_out / f"{name}.jsonl"))
-        kinds = Counter(real_model.signs_of(p["solution"]) for p in problems)
-        assert len(kinds) == 2**steps and max(kinds.values()) - min(kinds.values()) <= 1
-        for problem in problems:
-            assert int(problem["answer"]) == total_of(problem["question"]) >= 0, problem
-            assert real_reward.all_equations_true(problem["solution"])
-        sums[name] = {p["solution"] for p in problems}
-    # The examples, one of each kind, are asked and answered before every question.
-    *examples, last = problem["messages"]
-    assert [turn["role"] for turn in examples] == ["user", "assistant"] * 4
-    assert last == {"role": "user", "content": problem["question"]}
-    for question, answer in zip(examples[::2], examples[1::2]):
-        right = str(total_of(question["content"]))
-        assert real_reward.right([answer["content"]], [right]) == [1.0]
-        assert real_reward.all_equations_true(answer["content"])
-    shown = {"\n".join(turn["content"][:-1].split(", ")) for turn in examples[1::2]}
-    assert {real_model.signs_of(sum_) for sum_ in shown} == {"++", "+-", "-+", "--"}
-    assert not sums["test"] & (sums["train"] | shown) and not sums["train"] & shown
 
 
 # --- The rewards, and GSM8K for Qwen2.5 ----------------------------------------------------------

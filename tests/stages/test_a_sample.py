@@ -316,19 +316,6 @@ def test_nothing_is_run_twice_or_for_nothing(model, config, runs):
     assert runs[1:] == [(sum(length > t for length in lengths), 1) for t in range(1, max(lengths))]
 
 
-def test_of_a_conversation_only_rows_that_go_on_run_again(tiny):
-    prompts = [sample.chat_prompt(tiny[1], {"question": text}, "") for text in ASKED]
-    run = []
-    with tiny[0].get_input_embeddings().register_forward_pre_hook(
-            lambda module, args: run.append(tuple(args[0].shape))):
-        rollout = sample_conversations(
-            *tiny, prompts, 5, 9, 1.2, seeded(), max_turns=4,
-            reply=lambda prompt, turns: None if "1" in turns[-1] else "loses 4 .")
-    turns = [rows for rows, width in run if width > 1]
-    going_on = [sum(count > turn for count in turns_of(rollout)) for turn in range(1, len(turns))]
-    assert turns == [len(prompts), *going_on] and len(set(turns)) > 2
-
-
 def test_a_step_that_fails_leaves_the_model_as_it_was(monkeypatch):
     """And --plain, which takes no Step, goes on to the same answers."""
     model = small_model("llama").bfloat16()

@@ -18,14 +18,12 @@ from steps import PROBLEMS, all_gradients, own_rewards, parts, whole_step
 import reward
 import train
 from advantage import process_advantages
-from logprob import IGNORE
 from reward import (model_rewards, reward_model_rows, reward_model_scores, score_rows,
                     train_reward_model)
 
 MODEL = TINY / "reward_model"
 FLAGS = (*FEW, "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=40", "--device=cpu",
          "--eval-limit=2", "--eval-every=1", "--save-every=1", "--lr=2e-3")
-COMMAS = ("--step-reward", f"{MINE}:commas")
 ITERATIVE = (*FLAGS, "--renew-reference=2", f"--reward-model={MODEL}", "--reward-model-lr=1e-3")
 
 
@@ -134,12 +132,6 @@ def fresh_learner(lr=1e-2, **changes):
     return reward.RewardModel(model, tokenizer, optimizer)
 
 
-def saved_model(folder, **changes):
-    learner = fresh_learner(**changes)
-    learner.model.save_pretrained(folder)
-    learner.tokenizer.save_pretrained(folder)
-
-
 def worked_and_guessed(first, last):
     """Rows of a group of two per problem: worked out, and a guess that is wrong."""
     rows = []
@@ -175,25 +167,21 @@ def test_a_reward_model_learns_from_round_to_round(monkeypatch):
 
 
 # --- Process supervision --------------------------------------------------------------------------
-def by_hand(rollout, problems, comma):
-    """What `commas` says, from the ids that were trained on."""
-    for n, row in enumerate(rollout.labels):
-        ids = row[row != IGNORE].tolist()
-        ends = [i for i, token in enumerate(ids) if token == comma] + [len(ids) - 1]
-        worked = problems[n // 4]["solution"]
-        yield [(end, float((7 * end + len(worked)) % 5)) for end in ends]
-
-
 def test_step_rewards_reach_the_gradient():
-    p = parts(*COMMAS, "--updates-per-rollout=1", "--max-grad-norm=1e9", "--kl-coef=0")
+    p = parts("--step-reward", f"{MINE}:commas", "--updates-per-rollout=1", "--max-grad-norm=1e9",
+              "--kl-coef=0")
     start = copy.deepcopy(p.policy_model)
     _, rollout, gradients = whole_step(p, reward_of=own_rewards(p.settings))
+    steps = []                                 # what `commas` says, from the ids that were trained
+    for n, ids in enumerate(rollout.answer_ids):
+        comma, worked = p.tokenizer.vocab[","], p.problems[n // 4]["solution"]
+        ends = [i for i, token in enumerate(ids) if token == comma] + [len(ids) - 1]
+        steps.append([(end, float((7 * end + len(worked)) % 5)) for end in ends])
     mask = rollout.mask                                                                # (N, S-1)
-    A = process_advantages([*by_hand(rollout, p.problems, p.tokenizer.vocab[","])], mask, 4)
+    A = process_advantages(steps, mask, 4)
     same(rollout.advantages, A)
     assert A[mask].std() > 0
-    rule = reward.score_responses(rollout.responses, reward.truths_of(p.problems), 4)
-    same(rollout.rewards, rule)
+    same(rollout.rewards, rollout.rule_rewards)
     logp, _ = logprobs_on_full_logits(start, rollout, 1.0)
     (-(logp * A * mask).sum(1) / mask.sum(1)).mean().backward()
     assert (all_gradients(start) - gradients[0]).norm() <= 1e-5 * all_gradients(start).norm()
@@ -219,7 +207,7 @@ def test_what_a_step_function_gives_is_looked_at(second):
     (shutil.rmtree, "cannot be loaded"),
     (lambda folder: (folder / "model.safetensors").unlink(), "cannot be loaded"),
     (lambda folder: shutil.copytree(TINY, folder, dirs_exist_ok=True), "score.weight"),
-    (lambda folder: saved_model(folder, num_labels=2), "has 2 labels, a reward model has one"),
+    (lambda folder: fresh_learner(num_labels=2).model.save_pretrained(folder), "has 2 labels, a"),
     (lambda folder: edit_tensors(folder / "model.safetensors", lambda tensors: tensors | {
         "score.weight": torch.full((1, 32), math.nan)}), "not finite: score.weight")])
 def test_folders_that_are_no_reward_model_are_refused(tmp_path, capsys, change, said):

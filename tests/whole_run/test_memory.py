@@ -109,16 +109,13 @@ def test_count_of_what_is_kept_is_what_autograd_saves(monkeypatch, tmp_path, cha
 
 # Cards that people own: GB free there and in host memory, capability -> --offload and
 # --gradient-checkpointing for 1.5B
-OLD = (0, 0)
-OWNED = [("cuda", 84, 64, (9, 0), (False, False)), ("cuda", 69, 64, (9, 0), (False, True)),
-         ("cuda", 41.3, 64, (8, 0), (False, True)), ("cuda", 41.1, 64, (8, 0), (True, True)),
-         ("cuda", 25, 32.1, (8, 9), (True, True)), ("cuda", 25, 31.9, (8, 9), None),
-         ("cuda", 20, 64, (8, 9), None), ("cuda", 15.6, 64, (7, 5), None),
-         ("cpu", 60, 60, OLD, (False, False)), ("cpu", 42, 42, OLD, (False, True)),
-         ("cpu", 30, 30, OLD, None), ("mps", 30, 64, OLD, None)]
-
-
-@pytest.mark.parametrize("device, free, host, capability, way", OWNED)
+@pytest.mark.parametrize("device, free, host, capability, way", [
+    ("cuda", 84, 64, (9, 0), (False, False)), ("cuda", 69, 64, (9, 0), (False, True)),
+    ("cuda", 41.3, 64, (8, 0), (False, True)), ("cuda", 41.1, 64, (8, 0), (True, True)),
+    ("cuda", 25, 32.1, (8, 9), (True, True)), ("cuda", 25, 31.9, (8, 9), None),
+    ("cuda", 20, 64, (8, 9), None), ("cuda", 15.6, 64, (7, 5), None),
+    ("cpu", 60, 60, (0, 0), (False, False)), ("cpu", 42, 42, (0, 0), (False, True)),
+    ("cpu", 30, 30, (0, 0), None), ("mps", 30, 64, (0, 0), None)])
 def test_the_first_way_that_fits_is_taken(capsys, machine, big, device, free, host, capability,
                                           way):
     """Nine tenths of what is free; what is given stands; what does not fit is refused."""

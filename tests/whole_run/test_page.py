@@ -5,9 +5,9 @@ import re
 from types import SimpleNamespace
 import pytest
 import torch
-from files import FEW, MINE, TINY, curve, lines_of
+from files import FEW, MINE, TINY, lines_of
 from models import opened
-from runs import trained, trains
+from runs import trained
 from steps import parts, rollout_of, run_in, settings
 import sample
 import train
@@ -85,11 +85,6 @@ def test_the_numbers_are_those_of_the_policy_now_and_as_it_drew(more, folder, tm
     i = max(range(2), key=lambda i: run.after[i][1] - run.before[i][1])
     cards = [run.eval_problems[i]["question"], run.before[i][0], run.after[i][0]]
     assert [shown for shown in page.texts if shown in cards][:3] == cards
-
-
-def test_a_run_without_a_page_learns_the_same(folder, tmp_path):
-    trains(*FLAGS, "--no-page", f"--output={tmp_path}")
-    assert not (tmp_path / "page.html").exists() and curve(tmp_path) == curve(folder)
 
 
 def section(word="w", advantages=(1.5, -1.5, 0.0, 6.0)):

@@ -10,7 +10,7 @@ import torch.distributed.run
 from files import (FEW, LIMIT, MINE, assert_same_run, checkpoint_of, metrics_of)
 from models import small_model
 from runs import begin, one_line_of, trained, trains, well_ended
-from steps import parts, raises, rollout_of
+from steps import parts, rollout_of
 from safetensors.torch import load_file, save_file
 from torch.distributed import TCPStore
 from torch.distributed.fsdp import FSDPModule
@@ -179,19 +179,6 @@ def test_gradients_of_bfloat16_are_summed_in_float32(tmp_path):
     for name, p in model.named_parameters():
         expected = (p.grad.float() * (1 + 2**-8) / 3).bfloat16()
         assert (found[name] == expected).float().mean() > 0.99, name
-
-
-def test_ranks_on_the_cpu_of_a_machine_with_a_gpu(monkeypatch):
-    """--device cpu: no card is touched, which may be fewer than the ranks."""
-    made = []
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "set_device", raises(AssertionError))
-    monkeypatch.setattr(train, "store_of_ranks", lambda: None)
-    monkeypatch.setattr(train.dist, "init_process_group", lambda how, **_: made.append(how))
-    train.join_ranks(train.parse(["--device=cpu"]))
-    assert made == ["gloo"]
 
 
 def test_a_rank_with_fewer_micro_batches_counts_no_token_twice(monkeypatch):

@@ -361,11 +361,6 @@ def test_a_checkpoint_that_is_not_whole(capsys, run_folder, spoil, words):
     assert f"--resume: {path}" in line and words in line
 
 
-# What a run writes, early and late
-FULL = ("metrics.jsonl", "samples.jsonl", f"{CHECKPOINT}.new", "page.html.new",
-        "final.new/config.json")
-
-
 @pytest.fixture
 def stopped_by_a_full_disk(capsys, monkeypatch, tmp_path):
     """A run, for which the disk is full when it writes the file of this name."""
@@ -388,7 +383,9 @@ def stopped_by_a_full_disk(capsys, monkeypatch, tmp_path):
     return stopped
 
 
-@pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize("name", [                        # what a run writes, early and late
+    "metrics.jsonl", "samples.jsonl", f"{CHECKPOINT}.new", "page.html.new",
+    "final.new/config.json"])
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
 def test_a_full_disk_is_one_line_and_it_goes_on(stopped_by_a_full_disk, uninterrupted, name):
     resumed_ends_the_same(stopped_by_a_full_disk(name, *FLAGS), uninterrupted)

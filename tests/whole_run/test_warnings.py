@@ -73,15 +73,6 @@ def test_a_failure_is_named_with_its_number_and_its_remedy(what, n, name, failin
     assert rows == before                                 # a pure function
 
 
-@pytest.mark.parametrize("row", [
-    dict(approx_kl=None, entropy=None, grad_norm=None), dict(grad_norm=0.0)])
-def test_nothing_is_said_of_steps_without_a_number_or_a_gradient(row):
-    """Skipped updates; groups that are all flat."""
-    for rows in (45 * [row], [*40 * [{"grad_norm": 0.0}], {}]):
-        rows = in_trouble([{**metrics, **row} for metrics, row in zip(history(len(rows)), rows)])
-        assert list(train.symptoms(rows)) == ["fallen reward"]
-
-
 def test_a_warning_is_told_once(tmp_path, capsys):
     """The learning rate is a hundred times too high, and the first warning says so."""
     trains(*FLAGS, "--steps=6", "--lr=0.03", "--prompts-per-step=8", "--group-size=8",
