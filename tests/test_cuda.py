@@ -472,8 +472,7 @@ FAULTS = {"a replay": replay_fails, "a capture": capture_fails,
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 def test_a_run_goes_on_after_a_fault(monkeypatch, capsys, tmp_path, fault):
-    """By the command that its last line names, without fast forms; or with smaller micro-batches.
-    """
+    """By the command that it names: without fast forms, or with smaller micro-batches."""
     expected, _ = on_the_cpu(*SHORT)                         # before anything is at fault
     with monkeypatch.context() as patch:
         fault(patch)

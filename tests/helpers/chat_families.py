@@ -1,4 +1,5 @@
 """Small tokenizers with the marks and templates of known families, and a real one."""
+import functools
 from pathlib import Path
 
 import pytest
@@ -59,10 +60,15 @@ FAMILIES = {
 }
 
 
+@functools.cache
+def qwen():
+    return AutoTokenizer.from_pretrained(QWEN) if QWEN.is_dir() else pytest.skip("not there")
+
+
 def family(name):
     """Bytes for words, the family's own tokens and template; "qwen" is Qwen2.5's as it is."""
     if name == "qwen":
-        return AutoTokenizer.from_pretrained(QWEN) if QWEN.is_dir() else pytest.skip("not there")
+        return qwen()
     special, added, plain, template = FAMILIES[name]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     backend = Tokenizer(models.BPE({word: i for i, word in enumerate(sorted(alphabet))}, []))

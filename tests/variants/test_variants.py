@@ -19,8 +19,7 @@ from sample import Rollout, sample_groups
 
 # --- [C] [E] [F]: the updates of a step against the stage functions on full logits ----------------
 def mixed_rollout(p):
-    """Two groups with right, wrong and cut answers; a sampler that is off where that is corrected.
-    """
+    """Right, wrong and cut answers; a sampler that is off where that is corrected."""
     rollout = sample_groups(p.policy_model, p.tokenizer, p.prompts, 4, 12, p.settings.temperature,
                             seeded(3))
     rollout.finished = torch.arange(8) % 3 > 0

@@ -201,10 +201,7 @@ def test_a_reader_that_leaves_early_ends_nothing(tmp_path):
 
 
 def test_signals_while_a_line_waits_for_its_reader():
-    """Python cannot write a line within another: nobody reads any more, and the run goes on.
-
-    The second leaves at once; one that nohup ignores does nothing.
-    """
+    """The first goes nowhere and the run goes on, the second leaves; nohup's does nothing."""
     script = """if True:
         import os, signal, sys, threading, train
         _, pipe = os.pipe()
@@ -238,10 +235,7 @@ def refuses_to_resume(capsys, folder, *flags):
 
 
 def test_any_flag_may_change_and_is_told(capsys, run_folder):
-    """From an earlier state with twice the beta, say; what stays as it was is not told.
-
-    A flag that config.json does not know yet has today's default.
-    """
+    """And one that config.json does not know yet has today's default."""
     path = run_folder / "config.json"
     edit_json(path, ratio=None, clip_eps_high=None)
     trains(f"--resume={run_folder}", "--steps=7", "--kl-coef=0.08", "--lr-schedule=linear",
