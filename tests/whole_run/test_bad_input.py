@@ -198,7 +198,8 @@ def test_bars_on_a_slow_machine(capsys, monkeypatch, tmp_path):
     for slow in (False, True):
         if slow:
             monkeypatch.setattr("tqdm.std.time", itertools.count().__next__)  # a second a look
-        trains(*FLAGS, "--micro-batch-tokens=1", f"--output={tmp_path / str(slow)}")
+        trains(*FLAGS, "--max-new-tokens=40", "--micro-batch-tokens=1", "--group-size=16",
+               f"--output={tmp_path / str(slow)}")
         err = capsys.readouterr().err
         bars = [word in err for word in ("GRPO", "reading", "tokens:", "micro-batches:")]
         assert bars == [True, slow, slow, slow]
