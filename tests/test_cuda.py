@@ -192,6 +192,19 @@ def test_answers_that_need_several_blocks_of_slots(tiny, graphs):
     assert {length for _, length, _ in sample.KEPT[model].graphs} >= {256, 512, 768}
 
 
+def test_a_step_runs_once_before_its_capture(tiny, graphs, monkeypatch):
+    """What CUDA and cuBLAS make at a kernel's first launch cannot be made in a capture."""
+    captured = []
+
+    def forward(*given, real=sample.Step.forward):
+        captured.append(torch.cuda.is_current_stream_capturing())
+        return real(*given)
+
+    monkeypatch.setattr(sample.Step, "forward", forward)
+    drawn(random_policy(), tiny)
+    assert captured == [False, True] * graphs["captured"]
+
+
 def test_many_words_are_drawn_as_on_the_cpu(tiny):
     """The running sum goes over blocks of 128 words; 4,001 do not fill the last one."""
     model = random_policy(vocab_size=4001, ends=[1])
@@ -221,6 +234,12 @@ def test_logprobs_and_gradients(dtype, fast, checkpointed):
     found = run(model, *(x.to(CUDA) for x in rows))
     tolerance = 2e-5 if dtype == torch.float32 else 0.15
     assert all(same(a, b, tolerance) for a, b in zip(found, expected))
+
+
+def test_the_head_makes_an_eighth_of_its_logits_at_a_time():
+    hidden, weight = torch.empty(2**14, 1, device=CUDA), torch.empty(1000, 1)
+    assert logprob.chunks(hidden, weight) == [slice(n, n + 2048) for n in range(0, 2**14, 2048)]
+    assert logprob.chunks(hidden, torch.empty(2**18, 1))[0] == slice(0, 1024)    # 1 GB in float32
 
 
 def test_gradients_of_the_head_are_summed_in_float32():
@@ -329,9 +348,13 @@ VARIANTS = {"default": ["--steps=3", "--prompts-per-step=16", "--group-size=8", 
 def test_variants_in_float32(graphs, flags):
     metrics, tensors = run(*SHORT, *flags, "--device=cuda", "--dtype=float32")
     expected, weights = on_the_cpu(*SHORT, *flags)
-    assert_same_steps(metrics, expected, 1e-4)
-    assert_same_weights(tensors, weights, 1e-4)
+    is_default = flags is VARIANTS["default"]
+    assert_same_steps(metrics, expected, 1e-5 if is_default else 1e-4)
+    assert_same_weights(tensors, weights, 1e-5 if is_default else 1e-4)
     assert bool(graphs["replayed"]) == (not sample.PLAIN) == ("--plain" not in flags)
+    if is_default:
+        assert metrics[-1]["eval_accuracy"] == expected[-1]["eval_accuracy"]
+        assert graphs["captured"] <= 10 < graphs["replayed"]  # graphs of two temperatures are kept
 
 
 IN_HALF = {"default": [], "offload": ["--offload"], "checkpointing": ["--gradient-checkpointing"],

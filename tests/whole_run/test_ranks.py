@@ -62,10 +62,7 @@ def test_what_happens_to_rank_1_ends_both_and_one_goes_on(one, tmp_path, fault, 
     assert_same_run(folder, one)
 
 
-FAULTS = [train.BadInput("oh"), MemoryError(), RuntimeError("nobody expects this")]
 STAGES = ("load_data", "save_checkpoint", "sampling_model", "update", "evaluate", "leave_ranks")
-
-
 fork = multiprocessing.get_context("fork")
 
 
@@ -106,7 +103,8 @@ def fails_at(stage, fault, rank, port, log, flags):
     os._exit(train.main(flags))
 
 
-@pytest.mark.parametrize("stage, fault", list(zip(STAGES, FAULTS * 2)))
+@pytest.mark.parametrize("stage, fault", [*zip(STAGES, 2 * [
+    train.BadInput("oh"), MemoryError(), RuntimeError("nobody expects this")])])
 def test_a_fault_of_one_rank_ends_both_at_once(tmp_path, stage, fault):
     folder, log = tmp_path / "run", tmp_path / "log"
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
