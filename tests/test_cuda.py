@@ -335,7 +335,8 @@ def assert_same_weights(found, expected, tolerance):
 
 
 # The prompts of the default run have many lengths, so that rows are padded in the cache.
-VARIANTS = {"default": ["--steps=3", "--prompts-per-step=16", "--group-size=8", "--eval-limit=8"],
+VARIANTS = {"default": ["--steps=3", "--prompts-per-step=16", "--group-size=8", "--eval-limit=8",
+                        "--max-new-tokens=40"],
             "plain": ["--plain"], "checkpointing": ["--gradient-checkpointing"],
             "LoRA": ["--lora-rank=2"],
             "conversations": [f"--reply={MINE.with_name('checker.py')}:check", "--max-turns=2"],

@@ -85,10 +85,8 @@ def test_random_rewards(options):
 
 
 # --- Equal rewards --------------------------------------------------------------------------------
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-
-
-@pytest.mark.parametrize("dtype, options", [*zip(DTYPES, OPTIONS)])
+@pytest.mark.parametrize("dtype, options", [*zip(
+    [torch.float32, torch.bfloat16, torch.float16, torch.float64], OPTIONS)])
 def test_equal_rewards_give_exactly_zero(dtype, options):
     others = torch.tensor([1 / 3, 1e-7, 7e-5, 123.4, 1e4, -2e4])
     values = torch.cat((torch.arange(-30, 31) / 10, others)).to(dtype)

@@ -19,7 +19,7 @@ import loss
 import reward
 import sample
 import train
-from reward import load_function, own_reward_of
+from reward import own_reward_of
 
 
 def box(answer):
@@ -142,61 +142,48 @@ def test_a_file_that_cannot_be_used_is_named_at_load(tmp_path, monkeypatch, flag
         own_reward_of(*given)
 
 
-def test_a_reward_file_with_dataclasses_and_neighbours(scored, tmp_path):
-    """It may switch gradients off, too, for itself."""
-    write(tmp_path / "grpo_neighbour.py", "points = 5.0")
-    write(tmp_path / "json.py", "1 / 0")  # hides no module that is installed
-    score = load_function("--reward", write(tmp_path / "mine.py", """
+@pytest.mark.parametrize("name", ["reward", "time"])
+def test_a_file_is_one_module_under_a_name_of_its_own(tmp_path, name):
+    """Its functions share what it holds, and find its neighbours; what is ours stays as it is."""
+    write(tmp_path / "points.py", "points = 5")
+    write(tmp_path / "later.py", "points = 1")
+    for hidden in ("loss", "json"):
+        write(tmp_path / f"{hidden}.py", "1 / 0")
+    spec = write(tmp_path / f"{name}.py", """
         from __future__ import annotations
         import json
+        from concurrent.futures import ProcessPoolExecutor
         from dataclasses import dataclass
+        from multiprocessing import get_context
         import torch
-        from reward import rule_reward
+        from advantage import plain_advantages
+        from loss import plain_loss
+        from points import points
         torch.set_grad_enabled(False)
+        calls = []
 
         @dataclass
         class Part:
             value: float
 
-        def score(completions, answer, **columns):
-            from grpo_neighbour import points
-            torch.no_grad().__enter__()
-            for completion, truth in zip(completions, answer):
-                yield Part(points + rule_reward(completion, truth)).value
-    """) + ":score")
-    assert torch.is_grad_enabled()
-    assert scored(score).tolist() == [6.5, 5.5, 5.0, 6.5] and torch.is_grad_enabled()
-
-
-@pytest.mark.parametrize("name", ["reward", "time"])
-def test_a_file_is_one_module_under_a_name_of_its_own(tmp_path, name):
-    """Its functions share what it holds; ours are not hidden."""
-    write(tmp_path / "points.py", "points = 5")
-    write(tmp_path / "loss.py", "1 / 0")
-    spec = write(tmp_path / f"{name}.py", """
-        from concurrent.futures import ProcessPoolExecutor
-        from multiprocessing import get_context
-        from advantage import plain_advantages
-        from loss import plain_loss
-        from points import points
-        calls = []
-
         def length(text):
-            return len(text) + points
+            return Part(len(text) + points).value
 
         def first(completions, **columns):
             calls.append(1)
+            torch.no_grad().__enter__()
             with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
                 return list(pool.map(length, completions))
 
         def second(completions, **columns):
-            return [len(calls)] * len(completions)
+            from later import points
+            yield from [len(calls) * points] * len(completions)
     """)
     for _ in range(2):  # a run after a run begins anew
         rollout = spoken("a", "ab", "abc", "")
         own_reward_of([f"{spec}:first", f"{spec}:second"])(ASKED, ["", ""], rollout)
         found = [part.tolist() for part in rollout.reward_parts.values()]
-        assert found == [[6, 7, 8, 5], [1, 1, 1, 1]]
+        assert found == [[6, 7, 8, 5], [1, 1, 1, 1]] and torch.is_grad_enabled()
     for module in (reward, time, train, loss):
         assert sys.modules[module.__name__] is module
 

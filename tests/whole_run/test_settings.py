@@ -10,9 +10,6 @@ from runs import trains
 from steps import settings
 import train
 
-FLAGS = (*FEW, *SHORT)
-
-
 def test_the_help(run_here):
     out = run_here("train.py", "--help")
     for name in train.FIELDS:
@@ -91,7 +88,7 @@ def test_template_arguments_stay_with_the_run(capsys, run_here, tmp_path):
     template = model / "chat_template.jinja"
     template.write_text(template.read_text() + "{% if hint %} Ben {% endif %}")
     folder = tmp_path / "run"
-    flags = [*FLAGS, "--steps", 1, "--eval-limit", 2, "--model", model, "--output", folder,
+    flags = [*FEW, *SHORT, "--steps", 1, "--eval-limit", 2, "--model", model, "--output", folder,
              f"--config={TINY / 'grpo.json'}", '--template-args={"hint": true}']
     with ThreadPoolExecutor() as threads:
         assert threads.submit(train.main, flags).result() == 0

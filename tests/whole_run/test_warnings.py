@@ -6,9 +6,6 @@ from files import FEW, SHORT, metrics_of
 from runs import trains
 import train
 
-FLAGS = (*FEW, *SHORT)
-
-
 def history(n, **series):
     """n steps of a healthy run; of a name in `series` the last values are these."""
     rows = [dict(approx_kl=0.01, zero_variance_groups=0.3, entropy=0.5, reward_std=0.5,
@@ -75,7 +72,7 @@ def test_a_failure_is_named_with_its_number_and_its_remedy(what, n, name, failin
 
 def test_a_warning_is_told_once(tmp_path, capsys):
     """The learning rate is a hundred times too high, and the first warning says so."""
-    trains(*FLAGS, "--steps=6", "--lr=0.03", "--prompts-per-step=8", "--group-size=8",
+    trains(*FEW, *SHORT, "--steps=6", "--lr=0.03", "--prompts-per-step=8", "--group-size=8",
            f"--output={tmp_path}")
     step, warning = next((m["step"], m["warning"]) for m in metrics_of(tmp_path) if "warning" in m)
     assert re.findall(r"--[a-z-]+", warning)[0] == "--lr"
