@@ -359,8 +359,6 @@ def test_sampling_around_the_best(model, config, best, cut):
         assert len(answer) <= 20 and not any(ended[:-1]) and bool(around.finished[n]) == ended[-1]
 
 
-
-
 def turns_of(rollout):
     """How many answers each row has: runs of labels."""
     said = (rollout.labels != IGNORE).int()

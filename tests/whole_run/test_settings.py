@@ -4,11 +4,12 @@ import re
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from files import FEW, MINE, SHORT, TINY, lines_of
 import pytest
+from files import FEW, MINE, SHORT, TINY, lines_of
 from runs import trains
 from steps import settings
 import train
+
 
 def test_the_help(run_here):
     out = run_here("train.py", "--help")

@@ -6,6 +6,7 @@ from files import FEW, SHORT, metrics_of
 from runs import trains
 import train
 
+
 def history(n, **series):
     """n steps of a healthy run; of a name in `series` the last values are these."""
     rows = [dict(approx_kl=0.01, zero_variance_groups=0.3, entropy=0.5, reward_std=0.5,
