@@ -1,9 +1,8 @@
 """Conversations (--reply), branches of the best (--around-best), and --advantage shape."""
-import pytest
 import torch
 from checks import seeded
 from files import FEW, MINE, assert_same_run, lines_of, metrics_of
-from runs import begin, refused, trains, well_ended
+from runs import begin, trains, well_ended
 from steps import PROBLEMS, parts, whole_step
 import sample
 import train
@@ -39,15 +38,6 @@ def test_two_ranks_draw_what_one_process_draws_and_one_goes_on(tmp_path):
     talks = sum((line["responses"] for line in lines_of(two / "samples.jsonl")), [])
     assert {len(turns) for turns in talks} <= {1, 3}      # answer, reply, answer
     assert any(turns[1:2] == ["How many ?"] and len(turns) == 3 for turns in talks)
-
-
-@pytest.mark.parametrize("flags, words", [
-    (["--reply=nowhere.py:check"], ["--reply"]), ([REPLY.replace(":check", ":other")], ["--reply"]),
-    ([REPLY, "--max-turns=50"], ["--max-new-tokens", "--max-turns"]),
-    ([REPLY, "--max-turns=0"], ["--max-turns"])])
-def test_what_cannot_be_said_is_refused(capsys, flags, words):
-    line = refused(capsys, *FLAGS, *flags)
-    assert all(word in line for word in words)
 
 
 def test_half_of_a_group_goes_on_from_what_the_rule_finds_best():

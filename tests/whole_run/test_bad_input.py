@@ -4,7 +4,7 @@ import os
 import shutil
 import pytest
 import torch
-from files import FEW, TINY, edit_json, edit_tensors, json_lines
+from files import FEW, MINE, TINY, edit_json, edit_tensors, json_lines
 from runs import refused, trains
 from steps import raises
 import train
@@ -29,6 +29,7 @@ def refused_before_a_folder_is_made(capsys, tmp_path, *flags):
 
 # --- Flags ----------------------------------------------------------------------------------------
 HUGE = "9" * 30
+CHECK = MINE.with_name("checker.py:check")
 
 
 @pytest.mark.parametrize("flag, value", [
@@ -50,6 +51,8 @@ def test_a_bad_value_is_named_with_its_flag(capsys, tmp_path, flag, value):
     ("--max-new-tokens=1000", "128 positions: lower --max-new-tokens"),
     ("--resume=nowhere", "nowhere/config.json: "), ("--config=nowhere.json", "nowhere.json: "),
     ("--overlong-buffer=40", "--overlong-buffer 40: must be less than the 40 tokens"),
+    ("--reply=nowhere.py:check", "--reply"), (f"--reply={CHECK} --max-turns=0", "--max-turns"),
+    (f"--reply={CHECK} --max-turns=50", "--max-new-tokens or --max-turns"),
     ('--template-args={"enable_thinking":false}', "has no 'enable_thinking' (--template-args)")])
 def test_bad_flags(capsys, tmp_path, flags, words):
     assert words in refused_before_a_folder_is_made(capsys, tmp_path, *flags.split())
