@@ -210,7 +210,7 @@ def test_a_reward_may_change_what_it_gets(tmp_path):
     [1, 2, 3, 4, 5, 6, 7, 8], torch.arange(8.0).numpy(), torch.ones(8, 1, requires_grad=True)])
 def test_a_reward_from_python_may_give_any_list_of_numbers(given):
     _, rollout, _ = whole_step(parts("--updates-per-rollout=1"), lambda *_: given)
-    assert rollout.rewards.tolist() == [float(number) for number in given]
+    assert rollout.rewards.tolist() == torch.as_tensor(given).flatten().tolist()
     assert rollout.rewards.dtype == torch.float32 and not rollout.rewards.requires_grad
 
 
@@ -256,7 +256,8 @@ def test_without_known_answers_the_rules_figures_are_null(unknown):
     assert "truth     not known" in unknown.out
     assert "10 problems, 4 held out" in unknown.out       # a part of one's own data
     figures = [f"{m['eval_reward']:.3g}" for m in metrics if "eval_accuracy" in m]
-    line, = [line.split() for line in unknown.out.splitlines() if line.startswith("held-out")]
+    line, = [line.split() for line in unknown.out.splitlines()
+             if line.startswith("held-out reward")]
     assert [line[2], line[-1]] == [figures[0], figures[-1]] and "0" not in figures
     assert f"held-out reward {figures[0]}" in unknown.err  # the bar
     questions = {p["question"] for p in PROBLEMS[:20]}   # they stand in another column

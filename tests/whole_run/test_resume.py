@@ -102,7 +102,7 @@ def test_killed_at_any_moment_the_run_ends_the_same(uninterrupted, tmp_path):
     """SIGKILL in a rollout, an update, an evaluation or a save, as the machine has it."""
     folder = tmp_path / "run"
     log = folder / "metrics.jsonl"
-    for steps in (1, 2, 4):
+    for steps in (1, 3):
         begun = (folder / "config.json").is_file()
         flags = [f"--resume={folder}"] if begun else [*FLAGS, f"--output={folder}"]
         process, *_ = started("train.py", *flags)
@@ -242,9 +242,9 @@ def test_any_flag_may_change_and_is_told(capsys, run_folder):
            "--group-size=4", "--no-scale-by-std", "--eval-limit=1", "--eval-every=1")
     out = capsys.readouterr().out
     told = [line.split(":")[0] for line in out.splitlines() if "the run began with" in line]
-    assert set(told) == {"--steps 7", "--kl-coef 0.08", "--lr-schedule linear", "--eval-every 1",
-                         "--eval-limit 1", "--scale-by-std False"}
-    assert "--eval-data" in out                           # other problems are answered anew
+    assert set(told) == {                                 # other problems are answered anew
+        "--steps 7", "--kl-coef 0.08", "--lr-schedule linear", "--eval-every 1", "--eval-limit 1",
+        f"--eval-data {TINY / 'few.jsonl'}", "--scale-by-std False"}
     assert [(m["step"], m.get("kl_coef")) for m in metrics_of(run_folder)[-2:]] == [
         (6, 0.02), (7, 0.08)]
     config = json.loads(path.read_text())
@@ -257,9 +257,11 @@ def test_a_folder_that_holds_something_is_left_as_it_was(capsys, run_folder, tmp
     somebody.mkdir()
     (somebody / "letter.txt").write_text("mine")
     before = snapshot(tmp_path)
-    for folder in (run_folder, somebody, somebody / "letter.txt/run", somebody / (300 * "x")):
+    for folder in (run_folder, somebody):                 # before the model is looked for
         line = refused(capsys, *FLAGS, f"--output={folder}", "--model=nobody/nothing")
-        assert f"--output {folder}" in line               # before the model is looked for
+        assert f"--output {folder}" in line
+    for name in ("letter.txt/run", 300 * "x"):            # and what cannot be a folder
+        assert "--output" in refused(capsys, *FLAGS, f"--output={somebody / name}")
     assert str(somebody) in refuses_to_resume(capsys, somebody)
     assert snapshot(tmp_path) == before
 
