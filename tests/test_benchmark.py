@@ -1,4 +1,4 @@
-"""The benchmark's models, floors and tables; the counts of first_run.py, on a CPU."""
+"""The benchmark: its floors, and one measurement."""
 import math
 import benchmark
 import pytest
@@ -16,13 +16,8 @@ def cpu(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
 
 
-# --- The benchmark: what it makes, and what it holds it against -----------------------------------
-def random_tiny(**changes):
-    return benchmark.random_model(TINY | changes, torch.device("cpu"), torch.float32)
-
-
 def test_flops_of_a_forward_pass_and_bytes_of_a_rollout():
-    model, P, n = random_tiny(), 10, 30
+    model, P, n = benchmark.random_model(TINY, torch.device("cpu"), torch.float32), 10, 30
     with FlopCounterMode(display=False) as counter:
         hidden = model.model(torch.randint(2, 4000, (1, P + n))).last_hidden_state
         model.lm_head(hidden[:, -n:])
