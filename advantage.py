@@ -246,8 +246,8 @@ def grpo_s_advantages(rewards, entropies, mask, group_size=8, right=None, **opti
     return mask * gtpo_advantages(rewards, mean, answered, group_size, right, **options)
 
 
-# The words of --advantage. train.py calls a function with `rewards` and `group_size`; the others
-# need more, which its advantages_of hands to them by name.
+# The words of --advantage. train.py's advantages_of hands every function what its parameters name:
+# rewards, group_size, mask, entropies, right, candidates, parts and weights, gathered.
 ADVANTAGES = {
     "group": group_advantages,
     "leave-one-out": leave_one_out_advantages,

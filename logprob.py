@@ -325,26 +325,27 @@ def flash_attention(model, nodes, runs, ends):
 
 
 def padded_attention(model, nodes, runs, ends):
-    """-> attention of the long row without flash attention: a call for each block of columns."""
-    T = int(runs.sum())
-    A = min(64, 16 * (1 + T // len(runs) // 32))         # columns: about half of what a row runs
-    if model.device.type == "cuda":                      # each block keeps a copy of its keys
-        A = max(A, 256)
-    # Multiples of 16, else CUDA copies the mask in every layer
-    nodes, runs = (pad(x, (0, -x.shape[1] % 16)) for x in (nodes, runs))          # (U, S)
+    """-> attention of the long row without flash attention: one call for rows of similar size."""
+    nodes = pad(nodes, (0, -nodes.shape[1] % 16))        # else CUDA copies the mask in every layer
+    column = torch.arange(nodes.shape[1])                                         # (S,)
+    counts = runs.sum(dim=1)                             # of a row's queries: its last tokens
+    sizes = 2 ** counts.log2().ceil().clamp(min=4)       # 16, 32, 64, ...
     calls = []
     slots = []
-    for start in range(0, int(ends.max()), A):
-        is_query = runs[:, start:start + A]
-        n = is_query.any(dim=1)                          # the M rows that have queries here
-        queries = nodes[:, start:start + A].where(is_query, -1)[n]                # (M, A)
-        keys = nodes[n, :start + A]                                               # (M, K)
-        # A query's last key is itself; a mask of 0 and -inf hides those behind it.
-        mask = torch.full((queries.shape[1], keys.shape[1]), -torch.inf, dtype=model.dtype)
-        calls.append(uploaded(model.device, queries.clamp(min=0), keys, mask.triu(start + 1)))
-        slots.append(queries.flatten())
-    # The way back: every token stands once among the queries, and padding sorts before them all.
-    back, = uploaded(model.device, torch.cat(slots).argsort()[-T:])               # (T,)
+    for A in sizes.int().unique().tolist():
+        rows = sizes == A                                # M of them
+        longest = int(ends[rows].max())
+        keys = nodes[rows, :longest + -longest % 16]                              # (M, K)
+        # The columns of a row's queries, from its last one back
+        at = (ends[rows, None] - 1 - column[:A]).clamp(min=0)                     # (M, A)
+        is_query = column[:A] < counts[rows, None]
+        queries = nodes[rows].gather(1, at)                                       # (M, A)
+        is_hidden = column[:keys.shape[1]] > at[:, None, :, None]                 # (M, 1, A, K)
+        mask = torch.where(is_hidden, -torch.inf, 0.0).to(model.dtype)
+        calls.append(uploaded(model.device, queries, keys, mask))
+        slots.append(queries.where(is_query, -1).flatten())
+    # The way back: every token stands once among the queries, and -1 sorts before them all.
+    back, = uploaded(model.device, torch.cat(slots).argsort()[-int(runs.sum()):])         # (T,)
 
     def attend(q, k, v, scaling):
         if q.is_cuda:
@@ -391,18 +392,20 @@ def cut_rows(input_ids, labels, token_budget, share):
     """
     _, _, runs, _, ends, copies = prefix_tree(input_ids, labels)
     order = torch.arange(len(ends)) if share else ends.argsort(descending=True)
-    total = runs.sum(dim=1).cumsum(dim=0).tolist()       # tokens that run up to each row
-    shared = ((ends - runs.sum(dim=1)) * share).tolist()         # run again if a cut begins there
+    total = [0, *runs.sum(dim=1).cumsum(dim=0).tolist()]         # tokens that run before a row
+    again = ((ends - runs.sum(dim=1)) * share).tolist()          # and run again if a cut is there
     ends = ends[order].tolist()
-    best = [(0, 0)]      # of the rows before n: the fewest tokens that run again, the last cut
-    here = []            # the same with a cut that begins at n
-    first = 0            # of the rows that fit into a cut up to n
-    for n in range(len(order)):
-        here.append((best[n][0] + shared[n], n))
-        while first < n and token_budget < ends[first] + (
-                total[n] - total[first] if share else ends[first] * (n - first)):
-            first += 1
-        best.append(min(here[first:]))
+
+    def tokens(start, stop):                             # of the rows from start on, before stop
+        if share:
+            return total[stop] - total[start] + again[start]
+        return ends[start] * (stop - start)
+
+    best = [(0, 0)]      # of the rows before `stop`: the fewest tokens that run again, the last cut
+    for stop in range(1, len(order) + 1):
+        fitting = [start for start in range(stop)
+                   if start == stop - 1 or tokens(start, stop) <= token_budget]
+        best.append(min((best[start][0] + again[start], start) for start in fitting))
     found = []
     stop = len(order)
     while stop:

@@ -24,6 +24,7 @@ import argparse
 import copy
 import hashlib
 import html
+import inspect
 import json
 import math
 import os
@@ -123,8 +124,8 @@ def train_step(parts, batch, s):
 
 def update(parts, rollout, s):
     """One gradient step on these rows -> its metrics."""
-    sums, logprobs, measured = backward(parts, rollout, s)
-    keep_old_policy(parts, rollout, s, (logprobs, measured))
+    sums, scored = backward(parts, rollout, s)
+    keep_old_policy(parts, rollout, s, scored)
     # [G] The gradient step. One that is not finite is skipped and counted.
     grad_norm = clip_grad_norm_(unscaled(parts.optimizer), s.max_grad_norm)
     metrics = averaged({**sums, "grad_norm": gather_full(grad_norm)})
@@ -135,7 +136,7 @@ def update(parts, rollout, s):
 
 
 def backward(parts, rollout, s):
-    """[D] [E] [F] The gradient of the loss -> its metrics; log-probs (N, S-1), what is measured."""
+    """[D] [E] [F] The gradient of the loss -> its metrics, and what [D] found, see `whole`."""
     mask = rollout.mask                                                                # (N, S-1)
     if s.mask_truncated:  # the reward of a cut answer still counts in its group's mean
         mask = mask & rollout.finished[:, None]
@@ -143,22 +144,19 @@ def backward(parts, rollout, s):
     # micro-batches simply add up. Several GPUs divide by their mean, as FSDP averages gradients.
     sizes = averaged({"n_rows": mask.any(dim=1).sum(), "n_tokens": mask.sum()})
     sizes["n_rows"] = sizes["n_rows"] or 1  # all may be cut
-    logprobs = torch.zeros_like(rollout.logprobs)                                      # (N, S-1)
-    measured = defaultdict(partial(torch.zeros_like, rollout.logprobs))  # {name: (N, S-1)}
     sums = Counter()  # Counter.update adds
+    scored = []
     parts.optimizer.zero_grad()
     for micro, at in micro_batches(parts.policy_model, rollout, s):
         # [D] of the policy as it is now, with a gradient: (n, width-1)
-        logp, found = token_logprobs_of(parts.policy_model, micro, s, measure=True)
-        logprobs[at] = logp.detach()
-        for name, values in found.items():
-            measured[name][at] = values
+        logp, measured = token_logprobs_of(parts.policy_model, micro, s, measure=True)
+        scored.append((at, logp.detach(), measured))
         # [E] [F] against the policy that drew the answers, and against the reference
         loss, metrics = grpo_loss(logp, micro.old_logprobs, micro.ref_logprobs, micro.advantages,
                                   mask[at], **loss_options(micro, s), **sizes)
         (loss * loss_scale_of(parts.optimizer)).backward()  # the scale is 1, except in float16
         sums.update(metrics)
-    return sums, logprobs, measured
+    return sums, scored
 
 
 # --------------------------------------------------------------------------------------------------
@@ -271,33 +269,31 @@ def answers_and_rewards(policy, parts, batch, s):
 
 
 def advantages_of(parts, rollout, batch, s):
-    """[C] by --advantage: (N,), or (N, S-1) if every token has its own."""
-    G = s.group_size
+    """[C] by --advantage: (N,), or (N, S-1) if every token has its own.
+
+    Its function gets what its parameters ask for, by their names.
+    """
     function = ADVANTAGES[s.advantage]
-    # What it needs, by name; most need the rewards alone.
-    given = {"rewards": rollout.rewards}
     if rollout.step_rewards is not None:
         function = process_advantages
-        given = {"step_rewards": rollout.step_rewards, "mask": rollout.mask}
-    elif s.advantage in ("gtpo", "grpo-s"):
-        keep_old_policy(parts, rollout, s)  # for the entropies
+    asked = inspect.signature(function).parameters
+    given = {"rewards": rollout.rewards, "group_size": s.group_size, "mask": rollout.mask,
+             "scale_by_std": s.scale_by_std, "step_rewards": rollout.step_rewards,
+             "gathered": gathered}
+    if "entropies" in asked:
+        keep_old_policy(parts, rollout, s)
+        given["entropies"] = rollout.measured["entropy"]
         # By rewards other than the rule's an answer is right if its reward is positive.
-        right = None if parts.reward_of else is_right(rollout.rule_rewards)
-        given |= {"entropies": rollout.measured["entropy"], "mask": rollout.mask, "right": right}
-    elif s.advantage == "shape":
+        given["right"] = None if parts.reward_of else is_right(rollout.rule_rewards)
+    if "parts" in asked:
+        given["parts"] = torch.stack(list(rollout.reward_parts.values()))              # (K, N)
+        given["weights"] = s.reward_weights or [1.0] * len(rollout.reward_parts)
+    if "candidates" in asked:
         words = [sample.words_of(parts.tokenizer, ids) for ids in rollout.answer_ids]
-        candidates = reward.boxed_candidates(words, truths_of(batch.problems), G)
-        given = {"candidates": candidates, "mask": rollout.mask}
-    elif s.advantage == "gdpo":
-        rewards = torch.stack(list(rollout.reward_parts.values()))                     # (K, N)
-        given = {"parts": rewards, "weights": s.reward_weights or [1.0] * len(rewards),
-                 "gathered": gathered}
-    elif s.advantage == "batch-std":
-        given["gathered"] = gathered
-    elif not s.scale_by_std:
-        given["scale_by_std"] = False
+        truths = truths_of(batch.problems)
+        given["candidates"] = reward.boxed_candidates(words, truths, s.group_size)
     with blame(f"--advantage {s.advantage}:"):  # MaxRL, say, refuses negative rewards
-        advantages = function(**given, group_size=G)
+        advantages = function(**{name: given[name] for name in asked if name in given})
     if s.clip_advantages:
         advantages = advantages.clamp(-s.clip_advantages, s.clip_advantages)
     return advantages.to(rollout.labels.device)
@@ -306,10 +302,16 @@ def advantages_of(parts, rollout, batch, s):
 @torch.no_grad()
 def all_token_logprobs(model, rollout, s, measure=False):
     """[D] of the whole rollout: log-probs (N, S-1), what is measured {name: (N, S-1)}."""
-    logprobs = torch.zeros_like(rollout.logprobs)
+    return whole(rollout, [(at, *token_logprobs_of(model, micro, s, measure))
+                           for micro, at in micro_batches(model, rollout, s)])
+
+
+def whole(rollout, scored):
+    """[D] of micro-batches: (place, log-probs, measured)s -> the same of the whole rollout."""
+    logprobs = torch.zeros_like(rollout.logprobs)                                      # (N, S-1)
     measured = defaultdict(partial(torch.zeros_like, logprobs))
-    for micro, at in micro_batches(model, rollout, s):
-        logprobs[at], found = token_logprobs_of(model, micro, s, measure)
+    for at, logp, found in scored:
+        logprobs[at] = logp
         for name, values in found.items():
             measured[name][at] = values
     return logprobs, measured
@@ -350,10 +352,11 @@ def mini_batches(parts, rollout, s):
             for rows in groups.tensor_split(s.minibatches)]
 
 
-def keep_old_policy(parts, rollout, s, found=None):
+def keep_old_policy(parts, rollout, s, scored=None):
     """[D] of the policy before the first update, once: what a backward pass has found, or anew."""
     if rollout.old_logprobs is None:
-        found = found or all_token_logprobs(parts.policy_model, rollout, s, True)
+        found = (whole(rollout, scored) if scored else
+                 all_token_logprobs(parts.policy_model, rollout, s, measure=True))
         rollout.old_logprobs, rollout.measured = found
         check_sampler(parts, rollout, s)
 
@@ -1223,26 +1226,18 @@ def adapt_loss_scale(optimizer, skipped):
 # LoRA (Hu et al., arXiv 2106.09685): W = W0 + c B A for every Linear but the head, with factors
 # A (R, in), B (out, R) and c = alpha / R. Usually the factors are a second path beside W0, and are
 # merged for a fast sampler. Here the model always has the plain weights W, so every fast path
-# works. Only the backward pass and the optimizer know the factors.
+# works. Only gradients and the optimizer know the factors.
 
-class FactoredLinear(torch.autograd.Function):
-    """y = x W^T whose gradient goes to W's factors: dA = c B^T dW, dB = c dW A^T, without dW."""
+def factored_linear(W, bias, A, B, c, x):
+    """x W^T + bias, whose gradient goes to W's factors: dA = c B^T dW, dB = c dW A^T, without dW.
 
-    @staticmethod
-    def forward(ctx, W, bias, A, B, c, x):
-        # W (out, in), A (R, in), B (out, R), x (..., in)
-        ctx.save_for_backward(x, W, A, B)
-        ctx.c = c
-        return torch.nn.functional.linear(x, W, bias)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, W, A, B = ctx.saved_tensors
-        dx = dy @ W                                                                # (..., in)
-        x, dy = x.flatten(0, -2), dy.flatten(0, -2)                 # (T, in), (T, out): dW = dy^T x
-        dA = (dy @ B.to(dy)).T @ x                                                 # (R, in)
-        dB = dy.T @ (x @ A.T.to(x))                                                # (out, R)
-        return None, None, ctx.c * dA.to(A), ctx.c * dB.to(B), None, dx
+    W (out, in), A (R, in), B (out, R), x (..., in). W holds c B A already: the second path adds 0.
+    """
+    y = torch.nn.functional.linear(x, W, bias)                                     # (..., out)
+    if torch.is_grad_enabled():
+        path = c * (x.detach() @ A.T.to(x)) @ B.T.to(x)
+        y = y + (path - path.detach())
+    return y
 
 
 class LoraAdamW(MasterAdamW):
@@ -1271,7 +1266,7 @@ class LoraAdamW(MasterAdamW):
             self.triples.append((W0, A, B))
             self.factors[f"base_model.model.{name}.lora_A.weight"] = A
             self.factors[f"base_model.model.{name}.lora_B.weight"] = B
-            linear.forward = partial(FactoredLinear.apply, W, linear.bias, A.requires_grad_(),
+            linear.forward = partial(factored_linear, W, linear.bias, A.requires_grad_(),
                                      B.requires_grad_(), self.lora_scale)
         self.seed = s.seed
         super().__init__(self.factors, weights, **how)
@@ -1426,7 +1421,9 @@ def memory(s, model, device):
     count["kept for the backward pass"] = kept
     count["logits, their gradients"] = of_logits
     count[DEVICE] = count.total()
-    count[HOST] = host + largest  # a checkpoint goes through it by tensors
+    # A checkpoint goes through host memory, unless that is where the numbers are.
+    moving = 0 if device.type == "cpu" or s.offload else 12 * trained
+    count[HOST] = max(host, moving)
     return count
 
 
@@ -1732,14 +1729,21 @@ class Run:
         os.replace(new, self.folder / name)
 
 
+def on_host(run, tensors):
+    """{name: tensor, sharded or not} -> the whole tensors in host memory, on rank 0 alone."""
+    found = {}
+    for name, tensor in tensors.items():
+        whole = gather_full(tensor.detach())  # all ranks take part in gathering
+        if run.folder:
+            found[name] = whole.cpu()
+    return found
+
+
 def save_folder(model, tokenizer, run, name):
     """Save a folder that from_pretrained opens."""
     saved = model.state_dict()  # first, because FSDP drops what it has gathered
-    weights = {}
-    for key, weight in [*model.named_parameters(), *model.named_buffers()]:
-        if key in saved:
-            weight = gather_full(weight)  # all ranks take part in gathering
-            weights[key] = weight.detach().cpu() if run.folder else None
+    named = dict([*model.named_parameters(), *model.named_buffers()])
+    weights = on_host(run, {key: named[key] for key in named if key in saved})
     if run.folder:
         new = run.folder / f"{name}.new"
         model.save_pretrained(new, state_dict=weights)
@@ -1787,18 +1791,16 @@ def save_checkpoint(run, parts, s):
                            "--weight-decay may be too large")
     if run.skipped_in_a_row:  # the last good one stays
         return
+    whole = on_host(run, moving)
     if run.folder:
         if parts.reward_model:
             run.pairs = parts.reward_model.pairs, parts.reward_model.replay
         counters = {name: getattr(run, name) for name in run.SAVED}
         # The counters are a tensor, too: the text may be long, and the file's header has a limit.
         text = bytearray(json.dumps(counters).encode())
-        text = torch.frombuffer(text, dtype=torch.uint8)
-        with run.replacing(CHECKPOINT) as new, open(new, "wb") as file:
-            file.writelines(as_safetensors(moving | {"counters": text}))
-    else:
-        for tensor in moving.values():
-            gather_full(tensor)  # all ranks take part in gathering
+        whole["counters"] = torch.frombuffer(text, dtype=torch.uint8)
+        with run.replacing(CHECKPOINT) as new:
+            save_file(whole, new)
 
 
 @contextmanager
@@ -1810,28 +1812,6 @@ def saving_on_bad_input(run, parts, s):
         if world() == 1:  # other ranks may not come here
             save_checkpoint(run, parts, s)
         raise
-
-
-def as_safetensors(tensors):
-    """{name: tensor} -> the bytes of a safetensors file: header's length, header (JSON), tensors.
-
-    The library's own function needs all tensors in host memory at once; here it is one at a time.
-    """
-    names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
-    header = {}
-    end = 0
-    for name, tensor in tensors.items():
-        start = end
-        end += tensor.nbytes
-        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape),
-                        "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8
-    yield len(text).to_bytes(8, "little") + text
-    for tensor in tensors.values():
-        # A copy also on a CPU: a tensor that numpy has seen can no longer be freed by FSDP.
-        whole = gather_full(tensor).to("cpu", copy=True)
-        yield whole.flatten().view(torch.uint8).numpy()
 
 
 @torch.no_grad()
