@@ -1,9 +1,10 @@
 """train.py as a command: begun, refused, done."""
+import io
 import os
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 
 from files import LIMIT, ROOT
 from torch.distributed import TCPStore
@@ -36,6 +37,14 @@ def trained(folder, *flags):
     """The folder, in which train.py has done what it is told."""
     trains(*flags, f"--output={folder}")
     return folder
+
+
+def told(*flags):
+    """train.py does what it is told -> what it prints, on its two streams."""
+    out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
+    with redirect_stdout(out), redirect_stderr(err):
+        trains(*flags)
+    return [stream.detach().getvalue().decode() for stream in (out, err)]
 
 
 def begin(program, *arguments, ranks=1, folder=ROOT, **environment):

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from checks import is_same, same
 from files import FEW, checkpoint_of, lines_of, metrics_of
 from models import answer_rows, logprobs_on_full_logits
-from runs import begin, refused, trains, well_ended
+from runs import refused, told, trains
 from steps import (PROBLEMS, REWARDS, loop, parts, parts_of, run_in,
                    settings, whole_step)
 import reward
@@ -305,8 +305,7 @@ def test_the_optimizer_is_adamw(dtype):
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    done = begin("train.py", *FLAGS, f"--output={folder}")()
-    return SimpleNamespace(folder=folder, out=well_ended(done), err=done.stderr)
+    return SimpleNamespace(folder=folder, out=told(*FLAGS, f"--output={folder}")[0])
 
 
 def test_a_run_leaves_the_files_of_the_contract(finished_run):

@@ -13,7 +13,7 @@ import torch
 from checks import value_error
 from files import MINE, SHORT, json_lines, lines_of, metrics_of
 from models import make_tokenizer
-from runs import begin, trained, well_ended
+from runs import told, trained
 from steps import PROBLEMS, parts, raises, run_in, whole_step
 import loss
 import reward
@@ -243,9 +243,9 @@ def unknown(tmp_path_factory):
     folder = tmp_path_factory.mktemp("unknown")
     asked = [{"task": problem["question"]} for problem in PROBLEMS[:20]]
     (folder / "mine.jsonl").write_text(json_lines(*asked))
-    done = begin("train.py", *SHORT, f"--reward={MINE}:length", "--question-field=task",
-                 f"--data={folder / 'mine.jsonl'}", f"--output={folder / 'run'}")()
-    return SimpleNamespace(folder=folder / "run", out=well_ended(done), err=done.stderr)
+    out, err = told(*SHORT, f"--reward={MINE}:length", "--question-field=task",
+                    f"--data={folder / 'mine.jsonl'}", f"--output={folder / 'run'}")
+    return SimpleNamespace(folder=folder / "run", out=out, err=err)
 
 
 def test_without_known_answers_the_rules_figures_are_null(unknown):
@@ -256,8 +256,7 @@ def test_without_known_answers_the_rules_figures_are_null(unknown):
     assert "truth     not known" in unknown.out
     assert "10 problems, 4 held out" in unknown.out       # a part of one's own data
     figures = [f"{m['eval_reward']:.3g}" for m in metrics if "eval_accuracy" in m]
-    line, = [line.split() for line in unknown.out.splitlines()
-             if line.startswith("held-out reward")]
+    line = next(x for x in unknown.out.splitlines() if x.startswith("held-out reward")).split()
     assert [line[2], line[-1]] == [figures[0], figures[-1]] and "0" not in figures
     assert f"held-out reward {figures[0]}" in unknown.err  # the bar
     questions = {p["question"] for p in PROBLEMS[:20]}   # they stand in another column

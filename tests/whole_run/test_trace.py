@@ -1,11 +1,12 @@
 """--trace: one step, stage by stage, against the same step computed again."""
 import dataclasses
+import os
 import re
 from types import SimpleNamespace
 import pytest
 import torch
 from models import logprobs_on_full_logits
-from runs import begin, well_ended
+from runs import told
 from steps import PROBLEMS, parts, parts_of
 import train
 from loss import kl_estimate
@@ -14,9 +15,10 @@ from loss import kl_estimate
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory):
     flags = ("--group-size=4", "--lr=0.0005", "--temperature=0.9", "--length-rescale=0.5")
-    folder = tmp_path_factory.mktemp("trace")
-    out = well_ended(begin("train.py", "--trace", *flags, folder=folder)())
-    assert list(folder.iterdir()) == []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("trace"))
+        out, _ = told("--trace", *flags)
+        assert not os.listdir()
     p = parts(*flags, noise=0)
     # The same step once more: another problem, until its answers disagree
     s = dataclasses.replace(p.settings, prompts_per_step=1, max_resample=20, updates_per_rollout=1)
