@@ -174,6 +174,13 @@ def test_mini_batches_take_every_group_once_in_each_pass():
     same([first.logprobs, second.logprobs], [rollout.logprobs[:6], rollout.logprobs[6:]])
 
 
+def test_by_own_rewards_an_answer_is_right_if_it_earns_something():
+    p = parts("--advantage=gtpo", "--max-new-tokens=12")
+    _, rollout, _ = whole_step(p)
+    H = rollout.measured["entropy"]
+    same(rollout.advantages, gtpo_advantages(REWARDS, H, rollout.mask, 4, REWARDS > 0))
+
+
 # --- --max-resample: flat groups make room for those of other problems ----------------------------
 def draws(texts, length, start):
     """A rollout of one group for each list of texts; the ids tell where rows are from."""
