@@ -45,8 +45,6 @@ def test_nothing_held_out_is_trained_on_and_every_kind_is_asked(task):
     two_steps = sum(len(re.findall(r"\d+", p["question"])) == 3 for p in test)
     comparisons = sum(" than " in p["question"] for p in test)
     assert two_steps >= 20 and comparisons >= 20 and len(test) - two_steps - comparisons >= 40
-    some = real_model.make_problems(20, seed=3)
-    assert some == real_model.make_problems(20, seed=3) != real_model.make_problems(20, seed=4)
 
 
 # --- The rewards, and GSM8K for Qwen2.5 ----------------------------------------------------------

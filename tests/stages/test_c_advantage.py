@@ -127,7 +127,6 @@ def test_leave_one_out(rewards):
     groups = rewards.view(5, 8).tolist()
     expected = [r - (math.fsum(group) - r) / 7 for group in groups for r in group]
     assert_close(leave_one_out_advantages(rewards, 8), expected, 1e-12)
-    same(leave_one_out_advantages(rewards), leave_one_out_advantages(rewards, 8), "groups of 8")
     assert leave_one_out_advantages(torch.full((7,), 0.7), 7).tolist() == [0.0] * 7
 
 

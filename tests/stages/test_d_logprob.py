@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 from checks import pairwise, same, seeded
 from files import TINY
-from models import SHAPE, answer_rows, logprobs_on_full_logits, small_model
+from models import answer_rows, logprobs_on_full_logits, small_model
 import logprob
 from logprob import (IGNORE, LeanHead, layers_checkpointed, cut_rows, plain_logprobs,
                      sequence_logprob, token_logprobs)
@@ -45,7 +45,6 @@ def test_by_hand():
 # --------------------------------------------------------------------------------------------------
 # A reader may stop here. What follows: gradients, groups of rows, lean head, forms, micro-batches.
 
-V = SHAPE["vocab_size"]
 # Of the rows: tokens of the prompt, of the response
 SIZES = [(5, 14), (5, 1), (5, 7), (9, 3), (9, 11)]
 batch = functools.partial(answer_rows, SIZES)
@@ -266,7 +265,7 @@ def test_what_a_config_rules_out(kind, changes):
     assert logprob.is_fast(small_model(kind, **{"sliding_window": None}))
     model = small_model(kind, fast=False, **{"sliding_window": None, **changes})
     if "bias" in changes:                    # of the head
-        model.lm_head.bias = torch.nn.Parameter(torch.randn(V, generator=seeded()))
+        model.lm_head.bias = torch.nn.Parameter(model.lm_head.weight[:, 0].detach().clone())
     logprob.use_fast_paths(model)
     assert not logprob.is_fast(model)
     input_ids, labels, _ = batch()

@@ -217,7 +217,6 @@ def resampled(rounds, *flags, reward_of=length_reward):
     batch.more = more
     given = parts_of(p, [], sampler=lambda *_: next(rollouts), reward_of=reward_of)
     metrics, rollout = train.train_step(given, batch, p.settings)
-    # A problem goes where its prompt goes.
     assert [problem["question"] for problem in batch.problems] == batch.prompts
     return SimpleNamespace(prompts=batch.prompts, metrics=metrics, asked=asked, rollout=rollout)
 

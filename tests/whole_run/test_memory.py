@@ -106,8 +106,7 @@ def test_count_of_what_is_kept_is_what_autograd_saves(monkeypatch, tmp_path, cha
     assert count["kept for the backward pass"] == pytest.approx(saved, rel=0.15)
 
 
-# Cards that people own: GB free there and in host memory, capability -> --offload and
-# --gradient-checkpointing for 1.5B
+# Cards that people own: GB free there and on the host -> --offload, --gradient-checkpointing
 @pytest.mark.parametrize("device, free, host, capability, way", [
     ("cuda", 84, 64, (9, 0), (False, False)), ("cuda", 69, 64, (9, 0), (False, True)),
     ("cuda", 41.3, 64, (8, 0), (False, True)), ("cuda", 41.1, 64, (8, 0), (True, True)),

@@ -35,12 +35,9 @@ def test_a_typo_has_its_traceback(monkeypatch, tmp_path, module, name, flags):
     assert any("--resume" in note and "--plain" in note for note in notes) == begun
 
 
-def test_a_breakpoint_is_left_where_it_stands():
-    with pytest.raises(BdbQuit), reward.blame("--data:"):
-        raise BdbQuit
-
-
 def test_foreign_errors_end_in_kind_file_and_line():
     with pytest.raises(reward.BadInput, match=r"^--model x: TypeError: .*\(\w+\.py, line \d+\)$"):
         with reward.blame("--model x:"):
             raise TypeError("of somebody else")
+    with pytest.raises(BdbQuit), reward.blame("--data:"):     # a breakpoint is left where it stands
+        raise BdbQuit

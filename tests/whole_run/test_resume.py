@@ -274,7 +274,6 @@ def test_a_folder_in_which_another_process_trains(capsys, run_folder):
     other.stdout.readline()                               # it has the lock
     assert str(run_folder) in refuses_to_resume(capsys, run_folder, "--steps=7")
     other.communicate(b"\n")
-    trains(f"--resume={run_folder}", "--steps=7")
 
 
 def test_a_run_that_moves_tells_what_has_changed(capsys, monkeypatch, tmp_path):
