@@ -1429,9 +1429,9 @@ def memory(s, model, device):
     count["kept for the backward pass"] = kept
     count["logits, their gradients"] = of_logits
     count[DEVICE] = count.total()
-    # A checkpoint goes through host memory, unless that is where the numbers are.
-    moving = 0 if device.type == "cpu" or s.offload else 12 * trained
-    count[HOST] = max(host, moving)
+    if device.type != "cpu":  # a checkpoint goes through it
+        host = max(host, 12 * trained)
+    count[HOST] = host
     return count
 
 
