@@ -136,7 +136,7 @@ def update(parts, rollout, s):
 
 
 def backward(parts, rollout, s):
-    """[D] [E] [F] The gradient of the loss -> its metrics, and what [D] found, see `whole`."""
+    """[D] [E] [F] The gradient of the loss -> its metrics, and what [D] found, see `collected`."""
     mask = rollout.mask                                                                # (N, S-1)
     if s.mask_truncated:  # the reward of a cut answer still counts in its group's mean
         mask = mask & rollout.finished[:, None]
@@ -213,7 +213,7 @@ class Batch:
 
     problems: list                   # B dicts, see reward.load_problems
     prompts: list                    # their B prompts, chat template applied
-    generators: list = None   # of random numbers, one per prompt
+    generators: list = None          # of random numbers, one per prompt
     more: object = None              # (attempt, n) -> a Batch of n others, for --max-resample
     resampled: int = 0               # groups drawn anew
 
@@ -302,11 +302,11 @@ def advantages_of(parts, rollout, batch, s):
 @torch.no_grad()
 def all_token_logprobs(model, rollout, s, measure=False):
     """[D] of the whole rollout: log-probs (N, S-1), what is measured {name: (N, S-1)}."""
-    return whole(rollout, [(at, *token_logprobs_of(model, micro, s, measure))
-                           for micro, at in micro_batches(model, rollout, s)])
+    return collected(rollout, [(at, *token_logprobs_of(model, micro, s, measure))
+                               for micro, at in micro_batches(model, rollout, s)])
 
 
-def whole(rollout, scored):
+def collected(rollout, scored):
     """[D] of micro-batches: (place, log-probs, measured)s -> the same of the whole rollout."""
     logprobs = torch.zeros_like(rollout.logprobs)                                      # (N, S-1)
     measured = defaultdict(partial(torch.zeros_like, logprobs))
@@ -355,7 +355,7 @@ def mini_batches(parts, rollout, s):
 def keep_old_policy(parts, rollout, s, scored=None):
     """[D] of the policy before the first update, once: what a backward pass has found, or anew."""
     if rollout.old_logprobs is None:
-        found = (whole(rollout, scored) if scored else
+        found = (collected(rollout, scored) if scored else
                  all_token_logprobs(parts.policy_model, rollout, s, measure=True))
         rollout.old_logprobs, rollout.measured = found
         check_sampler(parts, rollout, s)
@@ -1058,8 +1058,7 @@ def checked_problems(name, source, tokenizer, s):
     # The built-in rewards need a true answer to compare with.
     need_answer = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
     limit = sample.length_limit(AutoConfig.from_pretrained(s.model))
-
-    unknown = []  # the share of each prompt's tokens
+    unknown = []  # of each prompt the share of its tokens that the tokenizer does not know
 
     # Every prompt is checked now, not in the step that happens to draw it.
     def check(number, problem):
