@@ -135,7 +135,7 @@ def chunks(hidden, weight):
     values = 2**18                           # on a CPU 1 MB in float32, which fits its cache
     if hidden.is_cuda:
         values = logits_at_a_time(M, V)
-    step = max(128, values // V)             # on a CPU a product of 32 rows has half the speed
+    step = max(256, values // V)             # fewer rows make a CPU's products slower
     # At least one slice, even if it is empty
     return [slice(start, start + step) for start in range(0, max(M, 1), step)]
 
@@ -147,8 +147,9 @@ def logits_at_a_time(M, V):
 
 # --------------------------------------------------------------------------------------------------
 # Lean head. Nearly every model ends in one matrix product, and then the gradient of log p(target)
-# with respect to the logits is known: onehot(target) - p. A chunk of logits is made and dropped in
-# the forward pass, and made again in the backward pass.
+# with respect to the logits is known: onehot(target) - p. So a chunk of logits is made and dropped
+# in the forward pass, which also finds the slope of log p. Only for a head that is trained are the
+# logits made again, in the backward pass.
 
 class LeanHead(torch.autograd.Function):
     """Log-probs of the targets, (M,), where logits = hidden @ weight.T / T; what is measured."""
@@ -157,43 +158,51 @@ class LeanHead(torch.autograd.Function):
     def forward(ctx, hidden, weight, targets, temperature, measure):
         # hidden (M, H), weight (V, H), targets (M,)
         scored = []
-        if not weight.is_cuda:                   # else half precision is summed in float32
-            weight = weight.float()
-        for rows in chunks(hidden, weight):
-            logits = scaled_logits(hidden[rows], weight, temperature)             # (m, V)
-            logp = logits.log_softmax(dim=1)
-            del logits
-            chosen = logp.gather(1, targets[rows, None])[:, 0]                    # (m,)
+        slopes = []                              # of -log p(target), but for the temperature
+        for _, target, logp in log_softmaxes(hidden, weight, targets, temperature):
+            chosen = logp.gather(1, target)[:, 0]                                 # (m,)
             scored.append((chosen, measured_of(logp) if measure else {}))
-        logprobs, measured = together(scored)
-        ctx.save_for_backward(hidden, weight, targets, logprobs)
+            if ctx.needs_input_grad[0]:
+                error = p_minus_onehot(logp, target, weight.dtype)                # (m, V)
+                slopes.append(torch.mm(error, weight, **in_float32(weight)))      # (m, H)
+                del error                        # before the next chunk is made
+        slope = torch.cat(slopes) if slopes else None
+        ctx.save_for_backward(hidden, weight, targets, slope)
         ctx.temperature = temperature
-        return logprobs, measured
+        return together(scored)
 
     @staticmethod
     def backward(ctx, grad, _):
-        hidden, weight, targets, logprobs = ctx.saved_tensors
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = None                       # a frozen weight gets none
-        if ctx.needs_input_grad[1]:              # summed in float32, then converted by autograd
-            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        how = in_float32(weight)
-        for rows in chunks(hidden, weight):
-            target = targets[rows, None]                                          # (m, 1)
-            logp = logprobs[rows, None]                                           # (m, 1)
-            # log p(v) = logit(v) - logit(target) + log p(target)
-            logits = scaled_logits(hidden[rows], weight, ctx.temperature)         # (m, V)
-            logits.sub_(logits.gather(1, target) - logp)
-            # In one pass from float32 to the weight's dtype; expm1 keeps the digits of p - 1.
-            p = torch.exp(logits, out=weight.new_empty(0))
-            p.scatter_(1, target, logp.expm1().to(p))
-            del logits
-            g = -grad[rows, None] / ctx.temperature                               # (m, 1)
-            grad_hidden[rows] = g * torch.mm(p, weight, **how)
-            if grad_weight is not None:
-                states = (g * hidden[rows]).to(p)                                 # (m, H)
-                torch.addmm(grad_weight, p.T, states, out=grad_weight, **how)
+        hidden, weight, targets, slope = ctx.saved_tensors
+        grad = -grad[:, None] / ctx.temperature                                   # (M, 1)
+        grad_hidden = grad * slope
+        if not ctx.needs_input_grad[1]:          # a frozen weight
+            return grad_hidden, None, None, None, None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # autograd converts the sum
+        dtype = weight.dtype if weight.is_cuda else torch.float32
+        for rows, target, logp in log_softmaxes(hidden, weight, targets, ctx.temperature):
+            error = p_minus_onehot(logp, target, dtype)                           # (m, V)
+            states = grad[rows] * hidden[rows]                                    # (m, H)
+            torch.addmm(grad_weight, error.T, states.to(dtype), out=grad_weight,
+                        **in_float32(weight))
+            del error
         return grad_hidden, grad_weight, None, None, None
+
+
+def log_softmaxes(hidden, weight, targets, temperature):
+    """Yield each chunk of rows: its slice, its targets (m, 1), its log-probs (m, V) in float32."""
+    if not weight.is_cuda:                       # else half precision is summed in float32
+        weight = weight.float()
+    for rows in chunks(hidden, weight):
+        logp = scaled_logits(hidden[rows], weight, temperature).log_softmax(dim=1)
+        yield rows, targets[rows, None], logp
+
+
+def p_minus_onehot(logp, target, dtype):
+    """The gradient of -log p(target) with respect to the logits: (m, V)."""
+    # In one pass from float32 to `dtype`; expm1 keeps the digits of p - 1.
+    p = torch.exp(logp, out=torch.empty(0, dtype=dtype, device=logp.device))
+    return p.scatter_(1, target, logp.gather(1, target).expm1().to(dtype))
 
 
 def scaled_logits(hidden, weight, temperature):
