@@ -175,18 +175,16 @@ class LeanHead(torch.autograd.Function):
     def backward(ctx, grad, _):
         hidden, weight, targets, slope = ctx.saved_tensors
         grad = -grad[:, None] / ctx.temperature                                   # (M, 1)
-        grad_hidden = grad * slope
-        if not ctx.needs_input_grad[1]:          # a frozen weight
-            return grad_hidden, None, None, None, None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)  # autograd converts the sum
-        dtype = weight.dtype if weight.is_cuda else torch.float32
-        for rows, target, logp in log_softmaxes(hidden, weight, targets, ctx.temperature):
-            error = p_minus_onehot(logp, target, dtype)                           # (m, V)
-            states = grad[rows] * hidden[rows]                                    # (m, H)
-            torch.addmm(grad_weight, error.T, states.to(dtype), out=grad_weight,
-                        **in_float32(weight))
-            del error
-        return grad_hidden, grad_weight, None, None, None
+        grad_weight = None                       # a frozen weight gets none
+        if ctx.needs_input_grad[1]:              # summed in float32, then converted by autograd
+            grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+            dtype = weight.dtype if weight.is_cuda else torch.float32
+            for rows, target, logp in log_softmaxes(hidden, weight, targets, ctx.temperature):
+                error = p_minus_onehot(logp, target, dtype)                       # (m, V)
+                states = (grad[rows] * hidden[rows]).to(dtype)                    # (m, H)
+                torch.addmm(grad_weight, error.T, states, out=grad_weight, **in_float32(weight))
+                del error
+        return grad * slope, grad_weight, None, None, None
 
 
 def log_softmaxes(hidden, weight, targets, temperature):
