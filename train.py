@@ -1656,12 +1656,9 @@ class Run:
         """Ctrl-C, SIGTERM and SIGHUP let the current step end; a second signal stops at once."""
         def stop(number, _):
             signal.signal(number, signal.SIG_DFL)
-            if os.getpid() != pid:  # a process that a reward has forked
-                signal.raise_signal(number)
             self.signal = number
             print0("\nstopping after this step (a second signal stops at once)", sys.stderr)
 
-        pid = os.getpid()
         names = ("SIGINT", "SIGTERM", "SIGHUP")
         with ExitStack() as at_the_end:
             for number in signal.Signals:  # Windows has no SIGHUP, and nohup ignores it
@@ -1669,6 +1666,8 @@ class Run:
                     with suppress(ValueError):  # only the main thread may set handlers
                         old = signal.signal(number, stop)
                         at_the_end.callback(signal.signal, number, old)
+            if hasattr(os, "register_at_fork"):  # a pool of a reward's ends its workers by SIGTERM
+                os.register_at_fork(after_in_child=at_the_end.close)
             yield
 
     def stopped(self):
