@@ -56,7 +56,7 @@ def test_the_last_number_counts(answer, right, completions):
     assert real_reward.right(completions=completions, answer=[answer] * n) == [right] * n
 
 
-@pytest.mark.parametrize("examples", [real_qwen.EXAMPLES, real_qwen.EXAMPLES[:2]])
+@pytest.mark.parametrize("examples", [real_qwen.EXAMPLES, (0, 117, 4242)])
 def test_gsm8k_as_a_conversation_whose_examples_nobody_is_asked(tmp_path, examples):
     def problem(n):
         return {"question": f"What is {n} + 1?", "answer": f"It is {n}+1=<<{n}+1={n + 1}>>{n + 1}"

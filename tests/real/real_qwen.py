@@ -4,6 +4,7 @@
     python tests/real/real_qwen.py --run  # and runs it
     python tests/real/real_qwen.py --size 0.5B --run  # the small one, all of its weights
     python tests/real/real_qwen.py --measure RUN  # held-out problems, before training and after
+    python tests/real/real_qwen.py --examples 117 4242 --run  # other solved ones, by their lines
 
 Flags that are not its own go to train.py: --run --steps 100 --seed 1 --output runs/second.
 
@@ -47,21 +48,21 @@ FLAGS = {
     "eval_data": "test.jsonl",
     "reward": ["rule"],
     "system_prompt": "",       # the model's chat template brings its own
-    "steps": 36,
-    "prompts_per_step": 4,
-    "group_size": 8,
+    "steps": 24,
+    "prompts_per_step": 2,
+    "group_size": 16,
     "max_new_tokens": 160,     # GSM8K's own solutions take about 100
-    "temperature": 1.0,
+    "temperature": 0.8,
     "warmup_steps": 2,
     "kl_coef": 0.0,            # no reference: a quarter of the time
     "updates_per_rollout": 1,
-    "eval_every": 36,
+    "eval_every": 24,
     "eval_limit": 16,
     "save_every": 5,
     "dtype": "bfloat16",
 }
 OF_SIZE = {"1.5B": {"lora_rank": 16, "lr": 2e-4, "lr_schedule": "linear"}, "0.5B": {"lr": 1e-5}}
-EXAMPLES = (2803, 5006, 5511)  # lines of train.jsonl, from 0: short, and nobody is asked them
+EXAMPLES = (2803, 5006)  # lines of train.jsonl, from 0: short ones
 
 
 def conversation(problem, examples):
@@ -86,6 +87,10 @@ def write_task(task, model, size, gsm8k=None, shown=EXAMPLES):
     for name, hub_name in (("train", "gsm8k"), ("test", "gsm8k:test")):
         path = gsm8k / f"{name}.jsonl" if gsm8k else gsm8k_file(hub_name)
         found[name] = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    n_train = len(found["train"])
+    for n in shown:
+        if not 0 <= n < n_train:
+            raise ValueError(f"--examples {n}: no line of train.jsonl, which has {n_train}")
     examples = [found["train"][n] for n in shown]
     for name, problems in found.items():
         lines = [json.dumps(conversation(problem, examples)) + "\n" for problem in problems
@@ -138,8 +143,9 @@ def main(argv=None):
     parser.add_argument("--task", type=Path, help="of problems and config.json; default: in runs/")
     parser.add_argument("--gsm8k", type=Path, metavar="FOLDER",
                         help="with train.jsonl and test.jsonl; default: downloaded by its name")
-    parser.add_argument("--examples", type=int, choices=range(1, 4), default=2,
-                        help="how many solved ones stand before a problem [%(default)s]")
+    parser.add_argument("--examples", type=int, nargs="+", metavar="LINE", default=EXAMPLES,
+                        help="solved ones before every problem, with --measure, too: lines of "
+                        "train.jsonl, from 0")
     parser.add_argument("--run", action="store_true", help="train, too")
     parser.add_argument("--output", type=Path, metavar="FOLDER",
                         help="of the run; with --run by default runs/gsm8k-SIZE-TIME")
@@ -152,8 +158,7 @@ def main(argv=None):
     args.task = args.task or HERE.parents[1] / "runs" / f"gsm8k-{size}"
     try:
         model_folder(args.folder, SOURCES[args.size])
-        config = write_task(args.task, args.folder, args.size, args.gsm8k,
-                            EXAMPLES[:args.examples])
+        config = write_task(args.task, args.folder, args.size, args.gsm8k, args.examples)
         if args.measure:
             run = json.loads((args.measure / "config.json").read_text("utf-8"))
             most = run["max_new_tokens"]
