@@ -33,8 +33,8 @@ FIELDS = {train.flag_of(field.name) for field in dataclasses.fields(train.Settin
 # of torchrun, and of tests/
 OTHERS = {"--all", "--bf16", "--boxed", "--dist", "--examples", "--help", "--max-restarts",
           "--measure", "--micro-batches", "--mugs", "--new-tokens", "--nnodes", "--nproc-per-node",
-          "--only", "--profile", "--real", "--repeat", "--run", "--seeds", "--shutdown-timeout",
-          "--size", "--steps-per-sum", "--threads", "--words"}
+          "--only", "--picture", "--profile", "--real", "--repeat", "--rows", "--run", "--seeds",
+          "--shutdown-timeout", "--size", "--steps-per-sum", "--threads", "--words"}
 
 
 def test_every_flag_is_a_flag():
