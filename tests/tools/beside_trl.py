@@ -149,8 +149,10 @@ def main():
     args, flags = parser.parse_known_args()
     if args.picture:
         picture(args.picture)
-    else:
+    elif args.config and args.output:
         train_by_trl(args, flags)
+    else:
+        parser.error("give RUN/config.json and --output, or --picture")
 
 
 if __name__ == "__main__":
