@@ -135,7 +135,7 @@ def curve(folder):
             seconds = sum(value for name, value in step.items() if name.startswith("seconds_"))
             minutes = step.get("minutes", minutes + seconds / 60)
             found[int(minutes // WIDTH)].append(step["accuracy"])
-    return [mean(found[k]) for k in sorted(found)]
+    return [mean(found[k]) for k in range(max(found) + 1)]
 
 
 def main():
