@@ -119,7 +119,7 @@ def gdpo_advantages(parts, weights, group_size=8, gathered=None):
     `gathered(sums)` gives the sums of all GPUs, whose answers are one batch.
     """
     sums = torch.zeros(parts.shape[1], dtype=torch.float64)                  # (N,)
-    for rewards, weight in zip(parts.cpu(), weights):
+    for rewards, weight in zip(parts, weights):
         for rows in torch.arange(len(sums)).split(group_size):
             rows = rows[~rewards[rows].isnan()]
             sums[rows] += weight * z_scores(rewards[rows])
@@ -133,15 +133,14 @@ def pooled_advantages(parts, mask, group_size):
     The rewards of all parts of a group are normalised together, so answers may have different
     numbers of parts, and each part's z-score is added to its tokens.
     """
-    on = mask.cpu()
-    advantages = torch.zeros(on.shape, dtype=torch.float64)
+    advantages = torch.zeros(mask.shape, dtype=torch.float64)
     for rows in torch.arange(len(parts)).split(group_size):
         group = [(row, *part) for row in rows for part in parts[row]]
         scores = z_scores([reward for *_, reward in group])
         for (row, first, last, _), score in zip(group, scores):
-            tokens = on[row].nonzero()[first:last + 1]  # the columns of its tokens
+            tokens = mask[row].nonzero()[first:last + 1]  # the columns of its tokens
             advantages[row, tokens] += score
-    return advantages.float().to(mask.device)
+    return advantages.float()
 
 
 def z_scores(values):
@@ -216,12 +215,11 @@ def gtpo_advantages(rewards, entropies, mask, group_size=8, right=None, a1=1.0, 
     check(rewards, group_size)
     if right is None:
         right = rewards > 0
-    on = mask.cpu().unflatten(0, (-1, group_size))                                # (B, G, S-1)
-    H = entropies.detach().cpu().double()
-    H = H.clamp(min=SMALLEST_ENTROPY)
+    on = mask.unflatten(0, (-1, group_size))                                      # (B, G, S-1)
+    H = entropies.detach().double().clamp(min=SMALLEST_ENTROPY)
     H = H.view(on.shape)                                                          # (B, G, S-1)
-    r = rewards.cpu().view(-1, group_size, 1)                                     # (B, G, 1)
-    right = right.cpu().view(r.shape)
+    r = rewards.view(-1, group_size, 1)                                           # (B, G, 1)
+    right = right.view(r.shape)
     same = (right == right.mT).double()            # (B, G, G): are two answers of the same kind?
     n = same @ on.double()                                                        # (B, G, S-1)
     weights = torch.where(right, H, 1 / H)
@@ -234,16 +232,17 @@ def gtpo_advantages(rewards, entropies, mask, group_size=8, right=None, a1=1.0, 
     if normalize:
         for b, tokens in enumerate(on):
             shaped[b, tokens] = z_scores(shaped[b, tokens])
-    return shaped.flatten(0, 1).float().to(mask.device)                           # (N, S-1)
+    return shaped.flatten(0, 1).float()                                           # (N, S-1)
 
 
-def grpo_s_advantages(rewards, entropies, mask, group_size=8, right=None, **options):
+def grpo_s_advantages(rewards, entropies, mask, group_size=8, right=None, a1=1.0, a2=0.1,
+                      normalize=True):
     """GRPO-S, the same paper: GTPO as if an answer were one token that has its mean entropy."""
-    H = entropies.cpu().double()                     # else rounding would rank equal answers
-    H = H.where(mask.cpu(), torch.nan)                                            # (N, S-1)
+    H = entropies.double()                           # else rounding would rank equal answers
+    H = H.where(mask, torch.nan)                                                  # (N, S-1)
     mean = H.nanmean(dim=1, keepdim=True)            # NaN without a token, which is not read
     answered = mask.any(dim=1, keepdim=True)                                      # (N, 1)
-    return mask * gtpo_advantages(rewards, mean, answered, group_size, right, **options)
+    return mask * gtpo_advantages(rewards, mean, answered, group_size, right, a1, a2, normalize)
 
 
 # The words of --advantage. train.py's advantages_of hands every function what its parameters name:

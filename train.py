@@ -24,7 +24,6 @@ import argparse
 import copy
 import hashlib
 import html
-import inspect
 import json
 import math
 import os
@@ -41,6 +40,7 @@ from contextlib import ExitStack, chdir, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -79,7 +79,7 @@ from sample import chat_prompt, one_line, sample_groups
 def plain_step(policy, reference, optimizer, tokenizer, prompts, truths, G=8):
     """The definition: G answers to each prompt, one update. `train_step` adds the options."""
     rollout = sample_groups(policy, tokenizer, prompts, G)                         # [A]
-    rewards = score_responses(rollout.responses, truths, G, policy.device)         # [B] (N,)
+    rewards = score_responses(rollout.responses, truths, G)                        # [B] (N,)
     A = plain_advantages(rewards, G)                                               # [C] (N,)
     logp = plain_logprobs(policy, rollout.input_ids, rollout.labels)               # [D] (N, S-1)
     with torch.no_grad():
@@ -100,14 +100,20 @@ def train_step(parts, batch, s):
     start = time.perf_counter()
 
     # [A] G answers to each prompt, drawn from the policy as it is now, [B] a reward for each.
-    rollout, seconds = scored_groups(parts, batch, s)
+    rollout, resampled, seconds = scored_groups(parts, batch, s)
     reward.add_length_terms(rollout, s.group_size, s.length_rescale, s.answer_tokens,
                             s.overlong_buffer)
 
-    # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if every token has its own.
-    rollout.advantages = advantages_of(parts, rollout, batch, s)
+    # [D] pi_old: the log-probs of the policy that drew the answers. The first update finds them on
+    # its way, but mini-batches and advantages by entropy need them before it.
+    if s.minibatches > 1 or "entropies" in signature(advantage_function(s)).parameters:
+        keep_old_logprobs(parts, rollout, s, all_token_logprobs(
+            parts.policy_model, rollout, s, measure=True))
 
-    # [D] The reference's log-probs of the same tokens. The update computes the policy's own.
+    # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if every token has its own.
+    rollout.advantages = advantages_of(parts, rollout, s)
+
+    # [D] The reference's log-probs of the same tokens
     if parts.ref_model:
         rollout.ref_logprobs, _ = all_token_logprobs(parts.ref_model, rollout, s)
 
@@ -115,17 +121,18 @@ def train_step(parts, batch, s):
     # older policy: the ratio and its clip correct for that.
     updates = []
     for _ in range(s.updates_per_rollout):
-        for mini in mini_batches(parts, rollout, s):
+        for mini in mini_batches(rollout, s):
             updates.append(update(parts, mini, s))
     parts.optimizer.zero_grad()  # the next rollout can use the gradients' memory
     seconds["seconds_training"] = time.perf_counter() - start - seconds.total()
-    return step_metrics(rollout, batch, updates, seconds, s), rollout
+    return step_metrics(rollout, resampled, updates, seconds, s), rollout
 
 
 def update(parts, rollout, s):
     """One gradient step on these rows -> its metrics."""
     sums, scored = backward(parts, rollout, s)
-    keep_old_policy(parts, rollout, s, scored)
+    if rollout.old_logprobs is None:  # no weight has moved: what [D] has found is pi_old's
+        keep_old_logprobs(parts, rollout, s, collected(rollout, scored))
     # [G] The gradient step. One that is not finite is skipped and counted.
     grad_norm = clip_grad_norm_(unscaled(parts.optimizer), s.max_grad_norm)
     metrics = averaged({**sums, "grad_norm": gather_full(grad_norm)})
@@ -137,9 +144,7 @@ def update(parts, rollout, s):
 
 def backward(parts, rollout, s):
     """[D] [E] [F] The gradient of the loss -> its metrics, and what [D] found, see `collected`."""
-    mask = rollout.mask                                                                # (N, S-1)
-    if s.mask_truncated:  # the reward of a cut answer still counts in its group's mean
-        mask = mask & rollout.finished[:, None]
+    mask = loss_mask(rollout, s)                                                       # (N, S-1)
     # The loss is divided by the rows or tokens of the whole batch, so the gradients of its
     # micro-batches simply add up. Several GPUs divide by their mean, as FSDP averages gradients.
     sizes = averaged({"n_rows": mask.any(dim=1).sum(), "n_tokens": mask.sum()})
@@ -147,13 +152,14 @@ def backward(parts, rollout, s):
     sums = Counter()  # Counter.update adds
     scored = []
     parts.optimizer.zero_grad()
-    for micro, at in micro_batches(parts.policy_model, rollout, s):
+    for rows, micro in micro_batches(parts.policy_model, rollout, s):
         # [D] of the policy as it is now, with a gradient: (n, width-1)
         logp, measured = token_logprobs_of(parts.policy_model, micro, s, measure=True)
-        scored.append((at, logp.detach(), measured))
+        scored.append((rows, logp.detach(), measured))
         # [E] [F] against the policy that drew the answers, and against the reference
+        micro = sample.on_device(micro, logp.device)
         loss, metrics = grpo_loss(logp, micro.old_logprobs, micro.ref_logprobs, micro.advantages,
-                                  mask[at], **loss_options(micro, s), **sizes)
+                                  loss_mask(micro, s), **loss_options(micro, s), **sizes)
         (loss * loss_scale_of(parts.optimizer)).backward()  # the scale is 1, except in float16
         sums.update(metrics)
     return sums, scored
@@ -189,7 +195,7 @@ def train_grpo(parts, settings, run=None):
             if is_last or step % s.eval_every == 0:
                 metrics |= run.measure(parts, s)
             run.step = step
-            run.log_samples(batch, rollout)
+            run.log_samples(rollout, s.group_size)
             run.log(metrics)
             if s.page and "eval_accuracy" in metrics:
                 write_page(run, parts, s)
@@ -209,19 +215,22 @@ def train_grpo(parts, settings, run=None):
 
 @dataclass
 class Batch:
-    """This GPU's problems of a step."""
+    """What this GPU samples in a step: G answers to each of B prompts."""
 
     problems: list                   # B dicts, see reward.load_problems
     prompts: list                    # their B prompts, chat template applied
     generators: list = None          # of random numbers, one per prompt
-    more: object = None              # (attempt, n) -> a Batch of n others, for --max-resample
-    resampled: int = 0               # groups drawn anew
+    others: object = None            # (attempt, n) -> a Batch of n others, for --max-resample
 
 
 def scored_groups(parts, batch, s):
-    """[A] [B] as answers_and_rewards; --max-resample replaces flat groups (arXiv 2503.14476)."""
+    """[A] [B] for all groups -> Rollout, how many groups were drawn anew, seconds.
+
+    --max-resample replaces flat groups (arXiv 2503.14476).
+    """
     policy = sampling_model(parts.policy_model)
     rollout, seconds = answers_and_rewards(policy, parts, batch, s)
+    resampled = 0
     B = len(batch.prompts)
     G = s.group_size
     # A group that is still flat after the last attempt stays, with advantages of 0.
@@ -229,22 +238,18 @@ def scored_groups(parts, batch, s):
         n = int(is_flat(rollout.rewards, G).sum())
         if not any(gathered_objects(n)):
             break  # every group of every rank teaches something
-        batch.resampled += n
-        n = max(n, 1)  # a rank that needs none draws one, too
-        others = batch.more(attempt, n)
-        drawn, more = answers_and_rewards(policy, parts, others, s)
-        seconds += more
+        resampled += n
+        # Every rank has to draw, or the others would wait in a collective.
+        others = batch.others(attempt, max(n, 1))
+        drawn, spent = answers_and_rewards(policy, parts, others, s)
+        seconds += spent
         both = sample.joined(rollout, drawn)
         # B groups stay: first those that teach, the old ones before the new ones, then flat ones.
         flat = is_flat(both.rewards, G).int()                                          # (B + n,)
         stay = flat.argsort(stable=True)[:B]                                           # (B,)
         rows = stay[:, None] * G + torch.arange(G)                                     # (B, G)
         rollout = sample.take(both, rows.flatten().tolist())
-        problems = batch.problems + others.problems
-        prompts = batch.prompts + others.prompts
-        batch.problems = [problems[j] for j in stay]
-        batch.prompts = [prompts[j] for j in stay]
-    return rollout, seconds
+    return rollout, resampled, seconds
 
 
 def answers_and_rewards(policy, parts, batch, s):
@@ -258,70 +263,79 @@ def answers_and_rewards(policy, parts, batch, s):
     rollout = sampler(policy, parts.tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
                       s.temperature, batch.generators)
     drawn = time.perf_counter()
+    rollout.problems = reward.repeat_each(batch.problems, s.group_size)                # N
+    rollout.prompts = reward.repeat_each(batch.prompts, s.group_size)                  # N
     rollout.rule_rewards = score_responses(rollout.responses, truths, s.group_size)    # (N,)
     rollout.rewards = rollout.rule_rewards                                             # (N,)
     if parts.reward_of:  # a function from Python may return any list of numbers
-        values = parts.reward_of(batch.problems, batch.prompts, rollout)
+        values = parts.reward_of(rollout)
         values = torch.as_tensor(values, dtype=torch.float32, device="cpu").detach()
         rollout.rewards = values.reshape_as(rollout.rule_rewards)
     return rollout, Counter(seconds_sampling=drawn - start,
                             seconds_scoring=time.perf_counter() - drawn)
 
 
-def advantages_of(parts, rollout, batch, s):
+def advantage_function(s):
+    return process_advantages if s.step_reward else ADVANTAGES[s.advantage]
+
+
+def advantages_of(parts, rollout, s):
     """[C] by --advantage: (N,), or (N, S-1) if every token has its own.
 
-    Its function gets what its parameters ask for, by their names.
+    Its function gets what its parameters name; only that is computed.
     """
-    function = ADVANTAGES[s.advantage]
-    if rollout.step_rewards is not None:
-        function = process_advantages
-    asked = inspect.signature(function).parameters
-    given = {"rewards": rollout.rewards, "group_size": s.group_size, "mask": rollout.mask,
-             "scale_by_std": s.scale_by_std, "step_rewards": rollout.step_rewards,
-             "gathered": gathered}
-    if "entropies" in asked:
-        keep_old_policy(parts, rollout, s)
-        given["entropies"] = rollout.measured["entropy"]
+    columns = {
+        "rewards": lambda: rollout.rewards,
+        "mask": lambda: rollout.mask,
+        "step_rewards": lambda: rollout.step_rewards,
+        "entropies": lambda: rollout.measured["entropy"],
         # By rewards other than the rule's an answer is right if its reward is positive.
-        given["right"] = None if parts.reward_of else is_right(rollout.rule_rewards)
-    if "parts" in asked:
-        given["parts"] = torch.stack(list(rollout.reward_parts.values()))              # (K, N)
-        given["weights"] = s.reward_weights or [1.0] * len(rollout.reward_parts)
-    if "candidates" in asked:
-        words = [sample.words_of(parts.tokenizer, ids) for ids in rollout.answer_ids]
-        truths = truths_of(batch.problems)
-        given["candidates"] = reward.boxed_candidates(words, truths, s.group_size)
+        "right": lambda: None if parts.reward_of else is_right(rollout.rule_rewards),
+        "parts": lambda: torch.stack(list(rollout.reward_parts.values())),             # (K, N)
+        "weights": lambda: s.reward_weights or [1.0] * len(rollout.reward_parts),
+        "candidates": lambda: candidates_of(rollout, parts.tokenizer, s.group_size),
+        "group_size": lambda: s.group_size,
+        "scale_by_std": lambda: s.scale_by_std,
+        "gathered": lambda: gathered,
+    }
+    function = advantage_function(s)
+    asked = reward.asked_of(function, columns)
     with blame(f"--advantage {s.advantage}:"):  # MaxRL, say, refuses negative rewards
-        advantages = function(**{name: given[name] for name in asked if name in given})
+        advantages = function(**{name: column() for name, column in asked.items()})
     if s.clip_advantages:
         advantages = advantages.clamp(-s.clip_advantages, s.clip_advantages)
-    return advantages.to(rollout.labels.device)
+    return advantages
+
+
+def candidates_of(rollout, tokenizer, group_size):
+    """For --advantage shape: the boxes of each answer, see reward.boxed_candidates."""
+    words = [sample.words_of(tokenizer, ids) for ids in rollout.answer_ids]
+    truths = truths_of(rollout.problems[::group_size])
+    return reward.boxed_candidates(words, truths, group_size)
 
 
 @torch.no_grad()
 def all_token_logprobs(model, rollout, s, measure=False):
     """[D] of the whole rollout: log-probs (N, S-1), what is measured {name: (N, S-1)}."""
-    return collected(rollout, [(at, *token_logprobs_of(model, micro, s, measure))
-                               for micro, at in micro_batches(model, rollout, s)])
+    return collected(rollout, [(rows, *token_logprobs_of(model, micro, s, measure))
+                               for rows, micro in micro_batches(model, rollout, s)])
 
 
 def collected(rollout, scored):
-    """[D] of micro-batches: (place, log-probs, measured)s -> the same of the whole rollout."""
+    """[D] of micro-batches: (rows, log-probs, measured)s -> the same of the whole rollout."""
     logprobs = torch.zeros_like(rollout.logprobs)                                      # (N, S-1)
     measured = defaultdict(partial(torch.zeros_like, logprobs))
-    for at, logp, found in scored:
-        logprobs[at] = logp
+    for rows, logp, found in scored:
+        width = logp.shape[1]
+        logprobs[rows, :width] = logp.cpu()
         for name, values in found.items():
-            measured[name][at] = values
+            measured[name][rows, :width] = values.cpu()
     return logprobs, measured
 
 
 def micro_batches(model, rollout, s):
-    """Yield each micro-batch: a Rollout, and its places in (N, S-1)."""
-    # [D] reads ids and labels on the CPU: they are copied once, or every micro-batch would wait.
-    host = replace(rollout, input_ids=rollout.input_ids.cpu(), labels=rollout.labels.cpu())
-    cuts = logprob.cut_rows(host.input_ids, host.labels, s.micro_batch_tokens,
+    """Yield each micro-batch: its rows (n,), and a Rollout of them, as wide as the longest."""
+    cuts = logprob.cut_rows(rollout.input_ids, rollout.labels, s.micro_batch_tokens,
                             logprob.is_fast(model))
     # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
     # the same number, or FSDP's gathers wait for ever: a GPU with fewer also runs the first two
@@ -329,9 +343,7 @@ def micro_batches(model, rollout, s):
     missing = max(gathered_objects(len(cuts))) - len(cuts)
     cuts += [(torch.tensor([0]), 2)] * missing
     for rows, width in sample.ticking(cuts, desc="micro-batches"):
-        micro = sample.take(host, rows.tolist(), width)
-        rows, = logprob.uploaded(rollout.labels.device, rows)
-        yield micro, (rows, slice(width - 1))
+        yield rows, sample.take(rollout, rows.tolist(), width)
 
 
 def token_logprobs_of(model, micro, s, measure):
@@ -342,23 +354,19 @@ def token_logprobs_of(model, micro, s, measure):
         return score(micro.input_ids, micro.labels, s.temperature, measure)
 
 
-def mini_batches(parts, rollout, s):
+def mini_batches(rollout, s):
     """--minibatches: the groups split in order, as evenly as possible -> Rollouts."""
     if s.minibatches == 1:
-        return [rollout]
-    keep_old_policy(parts, rollout, s)  # the first part's update moves the weights
+        return [rollout]  # itself: its first update adds old_logprobs
     groups = torch.arange(len(rollout.responses)).view(-1, s.group_size)               # (B, G)
     return [sample.take(rollout, rows.flatten().tolist())
             for rows in groups.tensor_split(s.minibatches)]
 
 
-def keep_old_policy(parts, rollout, s, scored=None):
-    """[D] of the policy before the first update, once: what a backward pass has found, or anew."""
-    if rollout.old_logprobs is None:
-        found = (collected(rollout, scored) if scored else
-                 all_token_logprobs(parts.policy_model, rollout, s, measure=True))
-        rollout.old_logprobs, rollout.measured = found
-        check_sampler(parts, rollout, s)
+def keep_old_logprobs(parts, rollout, s, found):
+    """Keep [D] of the policy that drew the answers, and compare it with the sampler's."""
+    rollout.old_logprobs, rollout.measured = found
+    check_sampler(parts, rollout, s)
 
 
 def check_sampler(parts, rollout, s):
@@ -379,6 +387,13 @@ def sampler_difference(rollout):
     return averaged({"nats": apart.sum() / rollout.mask.sum()})["nats"]
 
 
+def loss_mask(rollout, s):
+    """(N, S-1) bool: the tokens in the loss."""
+    if s.mask_truncated:  # the reward of a cut answer still counts in its group's mean
+        return rollout.mask & rollout.finished[:, None]
+    return rollout.mask
+
+
 def loss_options(micro, s):
     """The flags of [E][F]; with --sampler-correction also the sampler's log-probs."""
     names = ("clip_eps", "clip_eps_high", "kl_coef", "objective", "ratio", "kl_estimator",
@@ -391,7 +406,7 @@ def loss_options(micro, s):
     return options
 
 
-def step_metrics(rollout, batch, updates, seconds, s):
+def step_metrics(rollout, resampled, updates, seconds, s):
     """The metrics of a step: its answers, the mean of its updates, its time."""
     lengths = gathered(rollout.mask.sum(dim=1).float())                                # (N,)
     rewards = gathered(rollout.rewards)                                                # (N,)
@@ -421,7 +436,7 @@ def step_metrics(rollout, batch, updates, seconds, s):
         total = sum(update[name] for update in updates)
         metrics[name] = total if name == "skipped_updates" else total / len(updates)
     if s.max_resample:
-        metrics["resampled_groups"] = sum(gathered_objects(batch.resampled))
+        metrics["resampled_groups"] = sum(gathered_objects(resampled))
     for name, values in (rollout.reward_parts or {}).items():
         metrics[f"reward/{name}"] = gathered(values).nanmean()  # NaN where it does not apply
     return {name: float(value) for name, value in metrics.items()}
@@ -507,8 +522,7 @@ def batch_of_step(parts, step, s, attempt=0, n=None):
         order = others + order  # the step's own problems come last
     mine = share_of_rank(B)[:n]  # whole groups: a group on two GPUs would have two means
     batch = make_batch(parts.tokenizer, order, mine, key, s)
-    batch.more = partial(batch_of_step, parts, step, s)
-    return batch
+    return replace(batch, others=partial(batch_of_step, parts, step, s))
 
 
 def make_batch(tokenizer, problems, places, key, s):
@@ -1538,7 +1552,7 @@ def gathered_objects(value):
 
 def gathered(tensor):
     """Every rank's rows, in the order of the ranks: (n, ...) -> (n * world, ...)."""
-    return torch.cat(gathered_objects(tensor.cpu()))
+    return torch.cat(gathered_objects(tensor))
 
 
 def averaged(numbers):
@@ -1705,15 +1719,15 @@ class Run:
         return [(row["step"], row[name]) for row in self.history
                 if row.get(name) is not None]
 
-    def log_samples(self, batch, rollout):
+    def log_samples(self, rollout, group_size):
         """Write the step's first two groups, as they were scored."""
         self.answer = rollout.responses[-1]
-        G = len(rollout.responses) // len(batch.prompts)
-        for j, problem in enumerate(batch.problems[:2]):
-            group = sample.take(rollout, range(j * G, (j + 1) * G))
+        for rows in reward.groups_of(range(len(rollout.responses)), group_size)[:2]:
+            group = sample.take(rollout, rows)
+            problem = group.problems[0]
             record = {"step": self.step, "question": problem["question"],
                       "truth": truths_of([problem])[0] or "not known",
-                      "prompt": batch.prompts[j], "responses": group.turns or group.responses}
+                      "prompt": group.prompts[0], "responses": group.turns or group.responses}
             # page.html shows groups that teach, of the steps 1, 2, 4, 8, ...
             is_shown = group.advantages.any() and self.step.bit_count() == 1
             for name in TENSORS if is_shown else TENSORS[:3]:
@@ -2094,7 +2108,7 @@ def write_page(run, parts, s):
     model = parts.policy_model
     sections = ""
     for group in on_rank_0(tinted_groups, run):  # all ranks score
-        tensors = {name: torch.tensor(group[name], device=model.device) for name in TENSORS}
+        tensors = {name: torch.tensor(group[name]) for name in TENSORS}
         answers = sample.Rollout(**tensors, logprobs=tensors["old_logprobs"], responses=None)
         logprobs, _ = all_token_logprobs(model, answers, s)                               # (G, S-1)
         sections += section_of(group, answers, logprobs - answers.old_logprobs, parts.tokenizer)
@@ -2230,8 +2244,8 @@ def print_trace(parts, s):
     metrics, rollout = train_step(parts, batch, s)
     mask = rollout.mask                                                                # (G, S-1)
     A = rollout.advantages.view(len(mask), -1).expand(mask.shape)                      # (G, S-1)
-    print0(f"\n[A] sample_groups: {s.group_size} answers to\n{batch.prompts[0]}\n\n"
-           f"[B] score_responses: rewards, the truth is {batch.problems[0]['answer']}\n"
+    print0(f"\n[A] sample_groups: {s.group_size} answers to\n{rollout.prompts[0]}\n\n"
+           f"[B] score_responses: rewards, the truth is {rollout.problems[0]['answer']}\n"
            f"[C] advantages_of: --advantage {s.advantage}, of each answer's first token")
     for n, response in enumerate(rollout.responses):
         print0(f"  y_{n + 1}  {mask[n].sum():3} tokens, r {rollout.rewards[n]:g}, "

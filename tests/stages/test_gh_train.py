@@ -73,7 +73,8 @@ def test_the_reward_is_asked_and_replaces_the_rules():
     asked = []
     p = parts("--updates-per-rollout=1", noise=0)
     metrics, rollout, _ = whole_step(p, reward_of=lambda *given: asked.append(given) or REWARDS)
-    assert asked == [(p.problems, p.prompts, rollout)]
+    assert asked == [(rollout,)]
+    assert rollout.problems[::4] == p.problems and rollout.prompts[::4] == p.prompts
     same(rollout.rewards, REWARDS)
     assert torch.allclose(rollout.advantages, group_advantages(REWARDS, 4))
     assert abs(metrics["approx_kl"]) < 1e-9                # of an untouched reference
@@ -219,9 +220,10 @@ def test_evaluation_is_its_definition():
             f"\\boxed{{{x}}}" if int(x) % 2 == 0 or i % group_size == 1 else "?"
             for i, x in enumerate(numbers)])
 
-    def reward_of(problems, prompts, rollout):
-        assert all(problem["question"] in prompt for problem, prompt in zip(problems, prompts))
-        return torch.tensor([float(problem["answer"]) for problem in problems])
+    def reward_of(rollout):
+        rows = zip(rollout.problems, rollout.prompts, strict=True)
+        assert all(problem["question"] in prompt for problem, prompt in rows)
+        return torch.tensor([float(problem["answer"]) for problem in rollout.problems])
     p = parts_of(p, problems, sampler=answers, reward_of=reward_of)
     figures, found = train.evaluate(p, p.settings)
     assert figures == {"eval_accuracy": pytest.approx(4 / 7), "eval_reward": pytest.approx(3)}
@@ -255,9 +257,9 @@ def test_every_step_asks_its_own_problems(tmp_path):
         return sample_groups(model, tokenizer, prompts, *how)
 
     run = loop(tmp_path, "--system-prompt=", problems=PROBLEMS[:4], sampler=spy,
-               reward_of=lambda *given: torch.arange(float(len(given[2].responses))))
-    for (prompts, generators), (batch, rollout) in zip(drawn, run.samples, strict=True):
-        assert prompts == batch.prompts and generators == batch.generators
+               reward_of=lambda rollout: torch.arange(float(len(rollout.responses))))
+    for (prompts, generators), (rollout, _) in zip(drawn, run.samples, strict=True):
+        assert prompts == rollout.prompts[::2] and len(generators) == len(prompts)
         assert rollout.rewards.tolist() == [0, 1, 2, 3]
         assert rollout.advantages.tolist() == pytest.approx([-1, 1, -1, 1])
     assert run.history[-1]["eval_reward"] == pytest.approx(1.0)
@@ -355,7 +357,7 @@ def test_a_reward_from_python_is_not_replaced_in_silence(capsys, finished_run, t
         s = settings(*flags)
         s.reward = None
         p = train.load(s)
-        p.reward_of = lambda problems, prompts, rollout: torch.tensor(
+        p.reward_of = lambda rollout: torch.tensor(
             [-float(len(text)) for text in rollout.responses])
         return train.train(p, s, train.Run())
 

@@ -238,14 +238,14 @@ def ours(settings, policy, tokenizer, batches, job):
     steps = []
     rewards = []
 
-    def reward_of(problems, prompts, rollout):
+    def reward_of(rollout):
         nonlocal loaded
         if job["side"] == "update":  # its memory alone: from here on, the moments are there
             optimizer.zero_grad()
             loaded = memory_loaded(policy, reference)
         if paid:
-            return paid(problems, prompts, rollout)
-        truths = [problem["answer"] for problem in problems for _ in range(s.group_size)]
+            return paid(rollout)
+        truths = [problem["answer"] for problem in rollout.problems]
         return torch.tensor(coin_toss(rollout.responses, truths))
 
     parts = SimpleNamespace(policy_model=policy, ref_model=reference, optimizer=optimizer,

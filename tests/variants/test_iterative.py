@@ -324,9 +324,10 @@ def test_a_reward_model_reads_its_own_template(tiny, monkeypatch, template, prom
     model = reward.RewardModel(small_reward_model(), tiny[1], None)
     rollout = types.SimpleNamespace(responses=["7", "8", "7 and 7", "8"])
     rollout.rule_rewards = torch.tensor([0.5, 1.5, math.nan, 0.0])
+    rollout.problems = [{"own": own} for own in "1122"]
+    rollout.prompts = ["1 + 2", "1 + 2", "5", "5"]
     monkeypatch.setattr(tiny[1], "chat_template", template)
-    scores = model_rewards(model, lambda problem: problem["own"], [{"own": "1"}, {"own": "2"}],
-                           ["1 + 2", "5"], rollout)
+    scores = model_rewards(model, lambda problem: problem["own"], rollout)
     each = [prompts[0], prompts[0], prompts[1], prompts[1]]
     read, responses, rule = map(list, zip(*rollout.judged))
     same(scores, reward_model_scores(model.model, tiny[1], each, responses))

@@ -170,7 +170,7 @@ def test_mini_batches_take_every_group_once_in_each_pass():
     assert assert_same_step(p, mixed_rollout(p), [])["skipped_updates"] == 4  # one by one
     rollout = sample.take(rollout, [*range(8), 0, 1])      # five groups of two in two batches
     rollout.old_logprobs = rollout.logprobs                # known: no policy is needed
-    first, second = train.mini_batches(None, rollout, settings("--group-size=2", "--minibatches=2"))
+    first, second = train.mini_batches(rollout, settings("--group-size=2", "--minibatches=2"))
     same([first.logprobs, second.logprobs], [rollout.logprobs[:6], rollout.logprobs[6:]])
 
 
@@ -190,7 +190,7 @@ def draws(texts, length, start):
     return Rollout(ids, labels, -0.1 * ids[:, 1:], sum(texts, []), n < 0)
 
 
-def length_reward(problems, prompts, rollout):
+def length_reward(rollout):
     values = torch.tensor([float(len(text)) for text in rollout.responses])
     rollout.reward_parts = {"one": values, "two": values + 1}
     return values
@@ -210,15 +210,16 @@ def resampled(rounds, *flags, reward_of=length_reward):
         names = [f"{kind}{k}" for k in range(n)]
         return train.Batch([{"question": name, "answer": "7"} for name in names], names)
 
-    def more(attempt, n):
+    def drawn_anew(attempt, n):
         asked.append((attempt, n))
         return batch_of(f"new {attempt}.", n)
     batch = batch_of("old ", 4)
-    batch.more = more
+    batch.others = drawn_anew
     given = parts_of(p, [], sampler=lambda *_: next(rollouts), reward_of=reward_of)
     metrics, rollout = train.train_step(given, batch, p.settings)
-    assert [problem["question"] for problem in batch.problems] == batch.prompts
-    return SimpleNamespace(prompts=batch.prompts, metrics=metrics, asked=asked, rollout=rollout)
+    assert [problem["question"] for problem in rollout.problems] == rollout.prompts
+    return SimpleNamespace(prompts=rollout.prompts[::4], metrics=metrics, asked=asked,
+                           rollout=rollout)
 
 
 MIXED, FLAT = ["\\boxed{7}", "yyy", "xx", "zzzz"], ["q"] * 4

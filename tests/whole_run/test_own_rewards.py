@@ -37,12 +37,16 @@ def write(path, text):
     return str(path)
 
 
-def spoken(*responses):
-    """Two prompt tokens, then the answer's: 5 6 in the first row, 5 6 7 in the second, and so on"""
+def spoken(*responses, problems=ASKED, prompts=("<a>", "<b>")):
+    """Answers to these problems: two prompt tokens, then the answer's: 5 6 in the first row, 5 6 7
+    in the second, and so on."""
     count = len(responses)
     labels = torch.arange(3, 6 + count).repeat(count, 1).tril(3)
     ids = [row[row > 4].tolist() for row in labels]
-    return types.SimpleNamespace(responses=list(responses), answer_ids=ids)
+    G = count // len(problems)
+    return types.SimpleNamespace(
+        responses=list(responses), answer_ids=ids, problems=reward.repeat_each(problems, G),
+        prompts=reward.repeat_each(prompts, G))
 
 
 @pytest.fixture
@@ -54,7 +58,7 @@ def scored(monkeypatch, tmp_path):
     def score(function, rollout=None):
         monkeypatch.setitem(sys.modules, "held", types.SimpleNamespace(f=function))
         reward_of = own_reward_of(["f.py:f"])
-        return reward_of(ASKED, ["<a>", "<b>"], rollout or spoken(*FOUR))
+        return reward_of(rollout or spoken(*FOUR))
     return score
 
 
@@ -80,27 +84,27 @@ def test_the_rewards_that_apply_are_summed():
     # A chat template may write the first tag
     tokenizer = make_tokenizer(chat_template="{{ messages[-1].content }} <think>\n")
     prompts = [train.chat_prompt(tokenizer, problem, "") for problem in ASKED]
-    rollout = spoken(box(7), box(8), "8</think><answer>8</answer>", box(8))
+    rollout = spoken(box(7), box(8), "8</think><answer>8</answer>", box(8), prompts=prompts)
     specs = [f"{MINE}:one", "rule", "think", f"{MINE}:two"]
-    rewards = own_reward_of(specs, [10.0, 1.0, 100.0, 1000.0])(ASKED, prompts, rollout)
+    rewards = own_reward_of(specs, [10.0, 1.0, 100.0, 1000.0])(rollout)
     assert rewards.tolist() == [11.5, 10.5, 2160.0, 2011.5]
     parts = {name: part.nan_to_num(-1.0).tolist() for name, part in rollout.reward_parts.items()}
     assert parts == {"one": [1.0] * 4, "rule": [1.5, 0.5, 0.0, 1.5], "think": [0.0, 0.0, 1.5, 0.0],
                      "two": [-1.0, -1.0, 2.0, 2.0]}
     assert not hasattr(rollout, "step_rewards")
     assert own_reward_of(None) is own_reward_of([]) is own_reward_of(None, [1.0]) is None
-    rollout = spoken(*[box(7)] * 3)
     problems = [{"answer": answer} for answer in ("7", "", ["7"])]
+    rollout = spoken(*[box(7)] * 3, problems=problems)
     with pytest.warns(UserWarning, match="None for some rows"):  # where no truth is known
-        rewards = own_reward_of(["rule"])(problems, ["", "", ""], rollout)
+        rewards = own_reward_of(["rule"])(rollout)
     assert rewards.tolist() == [1.5, 0, 0]
     assert rollout.reward_parts["rule"].isnan().tolist() == [False, True, True]
-    rollout = spoken(box(7), "x")  # rewards of steps stand beside the rule's
-    rewards = own_reward_of(None, None, f"{MINE}:steps")(ASKED[:1], ["p"], rollout)
+    rollout = spoken(box(7), "x", problems=ASKED[:1])  # rewards of steps stand beside the rule's
+    rewards = own_reward_of(None, None, f"{MINE}:steps")(rollout)
     assert rewards.tolist() == [1.5, 0.0] and list(rollout.reward_parts) == ["rule"]
     assert rollout.step_rewards == [[(0, 2.0), (1, 1.0)], [(0, 2.0), (2, 2.0)]]
     specs = (f"{MINE}:one", f"{MINE}:one", "rule", f"{MINE}:rule", f"{MINE}:one")
-    own_reward_of(specs)(ASKED[:1], ["p"], rollout)      # each has a name of its own
+    own_reward_of(specs)(rollout)      # each has a name of its own
     assert list(rollout.reward_parts) == ["one", "one 2", "rule", "rule 4", "one 5"]
 
 
@@ -119,7 +123,7 @@ HOSTILE = type("Hostile", (), {"__float__": raises(KeyError("no"))})()
     (gives(1, -1e39, 3, 4), "-1e+39"), (gives(10**400, 2, 3, 4), "OverflowError"),
     (gives(1, "two", 3, 4), "'two'"), (gives(1, 2, [3], 4), "list"),
     (gives(1, torch.ones(2), 3, 4), "element"), (gives(1, 2, 3, 1j), "complex"),
-    (gives(1, 2, HOSTILE, 4), "KeyError: 'no'"), (lambda completions: [], "**columns"),
+    (gives(1, 2, HOSTILE, 4), "KeyError: 'no'"), (lambda completions: [], "0 rewards"),
     (lambda **columns: sys.exit(), "SystemExit"), (lambda **columns: "1010", "a str, not a list"),
     (lambda **columns: dict.fromkeys(range(4)), "dict")])
 def test_a_reward_that_goes_wrong_is_named(scored, function, reason):
@@ -181,7 +185,7 @@ def test_a_file_is_one_module_under_a_name_of_its_own(tmp_path, name):
     """)
     for _ in range(2):  # a run after a run begins anew
         rollout = spoken("a", "ab", "abc", "")
-        own_reward_of([f"{spec}:first", f"{spec}:second"])(ASKED, ["", ""], rollout)
+        own_reward_of([f"{spec}:first", f"{spec}:second"])(rollout)
         found = [part.tolist() for part in rollout.reward_parts.values()]
         assert found == [[6, 7, 8, 5], [1, 1, 1, 1]] and torch.is_grad_enabled()
     for module in (reward, time, train, loss):
@@ -201,7 +205,7 @@ def test_a_reward_may_change_what_it_gets(tmp_path):
                     for text, ids in zip(completions, completion_ids)]
     """)
     rollout = spoken(*FOUR)
-    rewards = own_reward_of([f"{spec}:greedy", f"{spec}:score"])(ASKED, ["", ""], rollout)
+    rewards = own_reward_of([f"{spec}:greedy", f"{spec}:score"])(rollout)
     assert rewards.tolist() == [len(text) + n + 4 for text, n in zip(FOUR, (2, 3, 4, 5))]
     assert rollout.responses == FOUR
 

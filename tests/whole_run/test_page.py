@@ -114,12 +114,13 @@ def test_groups_that_teach_are_shown_of_steps_that_double(tmp_path):
     p, run = parts(), run_in(tmp_path)
     rollout = rollout_of(p)
     rollout.old_logprobs = rollout.logprobs
-    batch = train.Batch(p.problems, p.prompts)
+    rollout.problems = [problem for problem in p.problems for _ in range(4)]
+    rollout.prompts = [prompt for prompt in p.prompts for _ in range(4)]
     for teaches in ((0, 1), (1, 0), (1, 1), (0, 0), (1, 1), (1, 1), (0, 1), (1, 1)):
         run.step += 1
         rollout.rewards = torch.tensor([float(r * n) for r in teaches for n in range(4)])
         rollout.advantages = group_advantages(rollout.rewards, 4)
-        run.log_samples(batch, rollout)
+        run.log_samples(rollout, 4)
     questions = [problem["question"] for problem in p.problems]
     shown = [(group["step"], questions.index(group["question"]))
              for group in train.tinted_groups(run)]

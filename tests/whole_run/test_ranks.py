@@ -177,10 +177,10 @@ def test_a_rank_with_fewer_micro_batches_counts_no_token_twice(monkeypatch):
     monkeypatch.setattr(train, "gathered_objects", lambda n: [n, n + 2])
     found = list(train.micro_batches(p.policy_model, rollout, p.settings))
     assert len(found) == alone + 2
-    assert sum(int(rollout.mask[at].sum()) for _, at in found) == rollout.mask.sum()
+    assert sum(int(micro.mask.sum()) for _, micro in found) == rollout.mask.sum()
     for options in ((), ("--plain",)):
         p = parts("--micro-batch-tokens=60", *options)
-        micro, _ = list(train.micro_batches(p.policy_model, rollout, p.settings))[-1]
+        _, micro = list(train.micro_batches(p.policy_model, rollout, p.settings))[-1]
         logp, measured = train.token_logprobs_of(p.policy_model, micro, p.settings, measure=True)
         logp.sum().backward()                             # runs through every layer
         assert logp.tolist() == measured["entropy"].tolist() == [[0]]

@@ -29,8 +29,8 @@ def traced(tmp_path_factory):
         old, new = (logprobs_on_full_logits(policy, rollout, 0.9)[0]
                     for policy in (p.ref_model, p.policy_model))
     return SimpleNamespace(out=out, tokenizer=p.tokenizer, rollout=rollout, metrics=metrics,
-                           old=old, new=new, prompt=batch.prompts[0],
-                           truth=batch.problems[0]["answer"])
+                           old=old, new=new, prompt=rollout.prompts[0],
+                           truth=rollout.problems[0]["answer"])
 
 
 def test_the_trace_tells_the_stages_in_order(traced):
