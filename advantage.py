@@ -95,47 +95,47 @@ def max_rl_advantages(rewards, group_size=8):
     return centred / m.where(m > 0, 1)
 
 
-def batch_std_advantages(rewards, group_size=8, gathered=None):
+def batch_std_advantages(rewards, group_size=8, all_rows=None):
     """A_i = (r_i - mean of its group) / (std of these differences in the batch + 1e-8) -> (N,).
 
     REINFORCE++-baseline, arXiv 2501.03262. TRL's scale_rewards="batch" (arXiv 2508.08221) takes the
-    std of the rewards themselves. `gathered`: see gdpo_advantages.
+    std of the rewards themselves. `all_rows`: see gdpo_advantages.
     """
-    return over_batch_std(group_advantages(rewards, group_size, scale_by_std=False), gathered)
+    return over_batch_std(group_advantages(rewards, group_size, scale_by_std=False), all_rows)
 
 
-def over_batch_std(values, gathered):
+def over_batch_std(values, all_rows):
     """Values (N,), of which every group has mean 0, divided by their std: (N,)."""
-    batch = gathered(values) if gathered else values
+    batch = all_rows(values) if all_rows else values
     return values / (batch.std(correction=0) + 1e-8)
 
 
-def gdpo_advantages(parts, weights, group_size=8, gathered=None):
+def gdpo_advantages(reward_parts, weights, group_size=8, all_rows=None):
     """GDPO, arXiv 2601.05242: each of K rewards is normalised in its group on its own -> (N,).
 
     A_i = s_i / std of all s in the batch, s_i = sum_k w_k z_k,i, where z_k,i is the k-th reward of
-    answer i minus its group's mean, divided by its group's std. parts (K, N): the rewards. A NaN
-    does not apply to its answer: it adds 0 there, and nothing to mean and std. weights (K,).
-    `gathered(sums)` gives the sums of all GPUs, whose answers are one batch.
+    answer i minus its group's mean, divided by its group's std. reward_parts (K, N): the rewards. A
+    NaN does not apply to its answer: it adds 0 there, and nothing to mean and std. weights (K,).
+    `all_rows(sums)` gives the sums of all GPUs, whose answers are one batch.
     """
-    sums = torch.zeros(parts.shape[1], dtype=torch.float64)                  # (N,)
-    for rewards, weight in zip(parts, weights):
+    sums = torch.zeros(reward_parts.shape[1], dtype=torch.float64)           # (N,)
+    for rewards, weight in zip(reward_parts, weights):
         for rows in torch.arange(len(sums)).split(group_size):
             rows = rows[~rewards[rows].isnan()]
             sums[rows] += weight * z_scores(rewards[rows])
-    return over_batch_std(sums, gathered).to(parts)
+    return over_batch_std(sums, all_rows).to(reward_parts)
 
 
-def pooled_advantages(parts, mask, group_size):
-    """Rewards of parts of answers, from the next two functions -> advantages (N, S-1).
+def pooled_advantages(spans, mask, group_size):
+    """Rewards of spans of answers, from the next two functions -> advantages (N, S-1).
 
-    `parts`: N lists of (first, last, reward) for an answer's tokens first to last, counted from 0.
-    The rewards of all parts of a group are normalised together, so answers may have different
-    numbers of parts, and each part's z-score is added to its tokens.
+    `spans`: N lists of (first, last, reward) for an answer's tokens first to last, counted from 0.
+    The rewards of all spans of a group are normalised together, so answers may have different
+    numbers of spans, and each span's z-score is added to its tokens.
     """
     advantages = torch.zeros(mask.shape, dtype=torch.float64)
-    for rows in torch.arange(len(parts)).split(group_size):
-        group = [(row, *part) for row in rows for part in parts[row]]
+    for rows in torch.arange(len(spans)).split(group_size):
+        group = [(row, *span) for row in rows for span in spans[row]]
         scores = z_scores([reward for *_, reward in group])
         for (row, first, last, _), score in zip(group, scores):
             tokens = mask[row].nonzero()[first:last + 1]  # the columns of its tokens
@@ -160,10 +160,10 @@ def process_advantages(step_rewards, mask, group_size=8):
     the answer, from 0. A_t is the sum of the normalised rewards of the steps that end at or after
     t: a token is responsible for its own step and for all later ones. A group's only step gives 0.
     """
-    parts = []
+    spans = []
     for steps in step_rewards:
-        parts.append([(0, end, reward) for end, reward in steps])
-    return pooled_advantages(parts, mask, group_size)
+        spans.append([(0, end, reward) for end, reward in steps])
+    return pooled_advantages(spans, mask, group_size)
 
 
 def shape_advantages(candidates, mask, group_size=8):
@@ -172,13 +172,13 @@ def shape_advantages(candidates, mask, group_size=8):
     `candidates`: N lists of (first, last, reward) for an answer's tokens first to last, from 0. Its
     other tokens have advantage 0. The shares of a group are pooled; the paper does not say.
     """
-    parts = []
+    spans = []
     for of_answer in candidates:
         rewards = [reward for _, _, reward in of_answer]
         shares = shapley_shares(rewards).tolist()
-        parts.append([(first, last, share)
+        spans.append([(first, last, share)
                       for (first, last, _), share in zip(of_answer, shares)])
-    return pooled_advantages(parts, mask, group_size)
+    return pooled_advantages(spans, mask, group_size)
 
 
 def shapley_shares(rewards):
@@ -226,8 +226,8 @@ def gtpo_advantages(rewards, entropies, mask, group_size=8, right=None, a1=1.0, 
     weights = weights.where(on, 0)
     share = a2 * n * weights / (same @ weights)    # NaN where no answer of the kind has a token
     praise = a1 * r + share
-    blame = -(a1 + share)
-    shaped = torch.where(right, praise, blame)
+    penalty = -(a1 + share)
+    shaped = torch.where(right, praise, penalty)
     shaped = shaped.where(on, 0)
     if normalize:
         for b, tokens in enumerate(on):
@@ -246,7 +246,7 @@ def grpo_s_advantages(rewards, entropies, mask, group_size=8, right=None, a1=1.0
 
 
 # The words of --advantage. train.py's advantages_of hands every function what its parameters name:
-# rewards, group_size, mask, entropies, right, candidates, parts and weights, gathered.
+# rewards, group_size, mask, entropies, right, candidates, reward_parts and weights, all_rows.
 ADVANTAGES = {
     "group": group_advantages,
     "leave-one-out": leave_one_out_advantages,

@@ -259,7 +259,7 @@ def head_logprobs(model, hidden, targets, temperature, measure):
 # A token's position is its column. Only attention mixes the tokens of a row: those that run in it
 # are its queries, and all up to the last of these are their keys.
 
-NOTHING = 2**40                          # in place of an id behind the last label: it sorts last
+BEHIND = 2**40                           # in place of an id behind the last label: it sorts last
 
 
 def prefix_tree(input_ids, labels):
@@ -272,14 +272,14 @@ def prefix_tree(input_ids, labels):
     is_label = pad(labels[:, 1:] != IGNORE, (1, 0))      # (N, S); nothing predicts the first token
     column = torch.arange(labels.shape[1])
     ends = (is_label * column).amax(dim=1, keepdim=True).clamp(min=1)
-    rows = (2 * input_ids + is_label).where(column <= ends, NOTHING)              # (N, S)
+    rows = (2 * input_ids + is_label).where(column <= ends, BEHIND)               # (N, S)
     rows, copies = rows.unique(dim=0, return_inverse=True)                        # (U, S)
-    ends = (rows < NOTHING).sum(dim=1) - 1
+    ends = (rows < BEHIND).sum(dim=1) - 1
     place = torch.arange(rows.numel()).view_as(rows)
     is_new = pad((rows[1:] != rows[:-1]).cummax(dim=1).values, (0, 0, 1, 0), value=True)
     first = place.where(is_new, 0).cummax(dim=0).values
     runs = is_new & (place[0] < ends[:, None])
-    return rows % NOTHING // 2, is_new & (rows % 2 == 1), runs, first, ends, copies
+    return rows % BEHIND // 2, is_new & (rows % 2 == 1), runs, first, ends, copies
 
 
 def hidden_states(model, ids, runs, first, ends, at):

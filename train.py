@@ -134,8 +134,8 @@ def update(parts, rollout, s):
     if rollout.old_logprobs is None:  # no weight has moved: what [D] has found is pi_old's
         keep_old_logprobs(parts, rollout, s, collected(rollout, scored))
     # [G] The gradient step. One that is not finite is skipped and counted.
-    grad_norm = clip_grad_norm_(unscaled(parts.optimizer), s.max_grad_norm)
-    metrics = averaged({**sums, "grad_norm": gather_full(grad_norm)})
+    grad_norm = clip_grad_norm_(finished_gradients(parts.optimizer), s.max_grad_norm)
+    metrics = mean_of_ranks({**sums, "grad_norm": whole_of(grad_norm)})
     skipped = not math.isfinite(metrics["grad_norm"] + metrics["loss"])
     if not skipped:
         parts.optimizer.step()
@@ -147,7 +147,7 @@ def backward(parts, rollout, s):
     mask = loss_mask(rollout, s)                                                       # (N, S-1)
     # The loss is divided by the rows or tokens of the whole batch, so the gradients of its
     # micro-batches simply add up. Several GPUs divide by their mean, as FSDP averages gradients.
-    sizes = averaged({"n_rows": mask.any(dim=1).sum(), "n_tokens": mask.sum()})
+    sizes = mean_of_ranks({"n_rows": mask.any(dim=1).sum(), "n_tokens": mask.sum()})
     sizes["n_rows"] = sizes["n_rows"] or 1  # all may be cut
     sums = Counter()  # Counter.update adds
     scored = []
@@ -236,7 +236,7 @@ def scored_groups(parts, batch, s):
     # A group that is still flat after the last attempt stays, with advantages of 0.
     for attempt in range(1, s.max_resample + 1):
         n = int(is_flat(rollout.rewards, G).sum())
-        if not any(gathered_objects(n)):
+        if not any(from_all_ranks(n)):
             break  # every group of every rank teaches something
         resampled += n
         # Every rank has to draw, or the others would wait in a collective.
@@ -291,12 +291,12 @@ def advantages_of(parts, rollout, s):
         "entropies": lambda: rollout.measured["entropy"],
         # By rewards other than the rule's an answer is right if its reward is positive.
         "right": lambda: None if parts.reward_of else is_right(rollout.rule_rewards),
-        "parts": lambda: torch.stack(list(rollout.reward_parts.values())),             # (K, N)
+        "reward_parts": lambda: torch.stack([*rollout.reward_parts.values()]),         # (K, N)
         "weights": lambda: s.reward_weights or [1.0] * len(rollout.reward_parts),
         "candidates": lambda: candidates_of(rollout, parts.tokenizer, s.group_size),
         "group_size": lambda: s.group_size,
         "scale_by_std": lambda: s.scale_by_std,
-        "gathered": lambda: gathered,
+        "all_rows": lambda: all_rows,
     }
     function = advantage_function(s)
     asked = reward.asked_of(function, columns)
@@ -340,7 +340,7 @@ def micro_batches(model, rollout, s):
     # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
     # the same number, or FSDP's gathers wait for ever: a GPU with fewer also runs the first two
     # tokens of a prompt. They are not in the mask, so they count for nothing.
-    missing = max(gathered_objects(len(cuts))) - len(cuts)
+    missing = max(from_all_ranks(len(cuts))) - len(cuts)
     cuts += [(torch.tensor([0]), 2)] * missing
     for rows, width in sample.ticking(cuts, desc="micro-batches"):
         yield rows, sample.take(rollout, rows.tolist(), width)
@@ -384,7 +384,7 @@ def sampler_difference(rollout):
     """The mean distance of the sampler's log-probs and [D]'s, in nats per token, on all GPUs."""
     old = rollout.old_logprobs                                                         # (N, S-1)
     apart = (rollout.logprobs - old).abs().where(old.isfinite(), 0)  # else the update is skipped
-    return averaged({"nats": apart.sum() / rollout.mask.sum()})["nats"]
+    return mean_of_ranks({"nats": apart.sum() / rollout.mask.sum()})["nats"]
 
 
 def loss_mask(rollout, s):
@@ -408,10 +408,10 @@ def loss_options(micro, s):
 
 def step_metrics(rollout, resampled, updates, seconds, s):
     """The metrics of a step: its answers, the mean of its updates, its time."""
-    lengths = gathered(rollout.mask.sum(dim=1).float())                                # (N,)
-    rewards = gathered(rollout.rewards)                                                # (N,)
+    lengths = all_rows(rollout.mask.sum(dim=1).float())                                # (N,)
+    rewards = all_rows(rollout.rewards)                                                # (N,)
     # Accuracy and format always come from the rule; they are NaN if no true answer is known.
-    known = gathered(rollout.rule_rewards)
+    known = all_rows(rollout.rule_rewards)
     known = known[~known.isnan()]
     metrics = {
         "reward_mean": rewards.mean(),
@@ -419,12 +419,12 @@ def step_metrics(rollout, resampled, updates, seconds, s):
         "reward_std_in_groups": rewards.view(-1, s.group_size).std(dim=1, correction=0).mean(),
         "accuracy": is_right(known).float().mean(),
         "format_rate": (known > 0).float().mean(),
-        "zero_variance_groups": is_flat(rewards, s.group_size).float().mean(),
+        "flat_groups": is_flat(rewards, s.group_size).float().mean(),
         "response_length_mean": lengths.mean(),
         "response_length_p95": lengths.quantile(0.95),
-        "truncated_fraction": (~gathered(rollout.finished)).float().mean(),
+        "truncated_fraction": (~all_rows(rollout.finished)).float().mean(),
         "tokens": lengths.sum(),
-        **{name: gathered(values.sum(dim=1)).sum() / lengths.sum()  # means per token
+        **{name: all_rows(values.sum(dim=1)).sum() / lengths.sum()  # means per token
            for name, values in rollout.measured.items()},
         "sampler_difference": sampler_difference(rollout),
         "kl_coef": s.kl_coef,
@@ -436,9 +436,9 @@ def step_metrics(rollout, resampled, updates, seconds, s):
         total = sum(update[name] for update in updates)
         metrics[name] = total if name == "skipped_updates" else total / len(updates)
     if s.max_resample:
-        metrics["resampled_groups"] = sum(gathered_objects(resampled))
+        metrics["resampled_groups"] = sum(from_all_ranks(resampled))
     for name, values in (rollout.reward_parts or {}).items():
-        metrics[f"reward/{name}"] = gathered(values).nanmean()  # NaN where it does not apply
+        metrics[f"reward/{name}"] = all_rows(values).nanmean()  # NaN where it does not apply
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -453,15 +453,15 @@ response_length_mean   answer length (tokens)
 response_length_p95    95th percentile of length
 approx_kl              KL to the reference (nats/token)
 entropy                entropy (nats/token)
-zero_variance_groups   groups that teach nothing
+flat_groups            flat groups
 reward_std_in_groups   std of rewards inside groups
 positive_advantages    tokens of positive advantage
 gradient_coefficient   mean gradient coefficient
 grad_norm              gradient norm
 truncated_fraction     answers cut at the limit
 clip_fraction          clipped tokens""".splitlines())
-UNTOLD = """step lr warning reward_std format_rate tokens kl_coef tokens_per_second peak_memory_gb
-seconds_sampling seconds_scoring seconds_training loss policy_loss clip_fraction_low
+NOT_SHOWN = """step lr warning reward_std format_rate tokens kl_coef tokens_per_second
+peak_memory_gb seconds_sampling seconds_scoring seconds_training loss policy_loss clip_fraction_low
 clip_fraction_high ratio_mean sampler_difference skipped_updates loss_scale""".split()
 
 
@@ -478,7 +478,7 @@ def curves_of(run):
         points = run.curve(metric)
         # Beside a score, what is 0 throughout says nothing.
         is_told = not curves or metric in rewards or any(value for _, value in points)
-        if points and is_told and metric not in UNTOLD:
+        if points and is_told and metric not in NOT_SHOWN:
             width = max(2, min(40, len(points) // 5))
             if "eval_" in metric:
                 width = len(points)
@@ -546,7 +546,7 @@ def update_reference(parts, rollout, step, s):
         return {}
     reward_model = parts.reward_model
     if reward_model:  # keep pairs of this step's answers: the same on every rank
-        rows = sum(gathered_objects(rollout.judged), [])
+        rows = sum(from_all_ranks(rollout.judged), [])
         reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
     if step % s.renew_reference:
         return {}
@@ -600,7 +600,7 @@ def evaluate(parts, settings, group_size=1, temperature=0.0):
         batch = make_batch(parts.tokenizer, parts.eval_problems, places, key, s)
         rollout, _ = answers_and_rewards(policy, parts, batch, s)
         rows += zip(rollout.responses, rollout.rule_rewards.tolist(), rollout.rewards.tolist())
-    responses, rule_rewards, rewards = zip(*sum(gathered_objects(rows), []))
+    responses, rule_rewards, rewards = zip(*sum(from_all_ranks(rows), []))
     known = torch.tensor(rule_rewards)
     known = known[~known.isnan()]  # NaN where no true answer is known
     metrics = {"eval_accuracy": float(is_right(known).float().mean())}
@@ -666,7 +666,7 @@ def symptoms(history, answer=""):
     for name, figure, limit, line in (
         ("KL", recent("approx_kl"), 0.05,
          "KL is {:.3g} nats per token; try --kl-band 0.02 0.05"),
-        ("flat groups", recent("zero_variance_groups"), 0.5,
+        ("flat groups", recent("flat_groups"), 0.5,
          "{:.0%} of the groups are flat, with equal rewards; try --max-resample 3, or solved "
          "examples in --system-prompt if the answers lack the rule's box"),
         ("cut answers", recent("truncated_fraction"), 0.95,
@@ -1137,9 +1137,9 @@ def off_grid(weight, seed, i):
         part = rank() if is_sharded(weight) else 0
         generator = seeded(seed, "off grid", i, part, device=master.device)
         # The bits of a float32, read as an integer, count the numbers between it and 0.
-        number = local(master).view(torch.int32)
+        number = shard_of(master).view(torch.int32)
         offset = torch.empty_like(number).random_(1 - unit // 2, unit // 2, generator=generator)
-        number += offset.masked_fill_(local(weight) == 0, 0)  # 0 stays: no count is below it
+        number += offset.masked_fill_(shard_of(weight) == 0, 0)  # 0 stays: no count is below it
     return master
 
 
@@ -1210,8 +1210,8 @@ def loss_scale_of(optimizer):
     return float(getattr(optimizer, "scale", 1.0))
 
 
-def unscaled(optimizer):
-    """Divide gradients by the loss scale, average LoRA's over GPUs -> tensors with a gradient."""
+def finished_gradients(optimizer):
+    """The tensors whose gradients are complete: unscaled, and LoRA's averaged over GPUs."""
     trained = optimizer.param_groups[0]["params"]
     weights = getattr(optimizer, "weights", [])
     tensors = [p for p in trained + weights if p.grad is not None]
@@ -1326,7 +1326,7 @@ def save_adapter(run, optimizer, s):
 # Memory is counted before anything is loaded. The four ways are with and without --offload and
 # --gradient-checkpointing; a run takes the first that fits.
 
-WAYS = "offload", "gradient_checkpointing"
+MEMORY_FLAGS = "offload", "gradient_checkpointing"
 PROMPT = 256  # tokens of a prompt that the count assumes
 DEVICE, HOST = "device memory", "host memory"  # the sums of a count
 ADVICE = ("to need less: lower --micro-batch-tokens, --prompts-per-step, --group-size or "
@@ -1348,7 +1348,7 @@ def plan_memory(s):
                        f"and a tenth more should be free; {ADVICE}")
     line = (f"loading   {s.model} in {way.dtype} on {way.device}; a step needs about "
             f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)")
-    for name in WAYS:
+    for name in MEMORY_FLAGS:
         if getattr(way, name):
             line += f", with {flag_of(name)}"
     print0(line)
@@ -1373,7 +1373,7 @@ def counted_ways(s):
     else:
         free = {DEVICE: free_memory(device.type), HOST: free_memory("cpu")}
     ways = [s]
-    for name in WAYS:
+    for name in MEMORY_FLAGS:
         if getattr(s, name) is None:
             ways = [replace(way, **{name: on}) for way in ways for on in (False, True)]
     counts = [memory(way, model, device) for way in ways]
@@ -1436,7 +1436,7 @@ def memory(s, model, device):
             kept = max(0, kept - size * trained)
         else:
             kept *= 1.15  # not all of one micro-batch fits where another was freed
-        if rows <= sample.FEW:  # a rollout's weights once more; it needs nothing of the update's
+        if rows <= sample.CPU_ROWS:  # once more; a rollout needs nothing of the update's
             count["a rollout's packed weights"] = max(0, n * size - gradients - kept - of_logits)
     count["gradients, float32"] = gradients
     count["kept for the backward pass"] = kept
@@ -1454,7 +1454,7 @@ def print_memory(s):
     where = f"a GPU of {s.dry_run:g} GB" if s.dry_run else "this machine"
     print0(f"{s.model} in {ways[0].dtype} on {where}: GB for a step")
     table = {"*: a run takes this way": ["*" if way is fitting else "" for way in ways]}
-    for name in WAYS:
+    for name in MEMORY_FLAGS:
         table[flag_of(name)] = ["yes" if getattr(way, name) else "" for way in ways]
     for what in counts[0]:
         table[what] = [f"{count[what] / 1e9:.2f}" for count in counts]
@@ -1542,7 +1542,7 @@ def share_of_rank(n):
     return range(first, end)
 
 
-def gathered_objects(value):
+def from_all_ranks(value):
     """Every rank's value, a list."""
     values = [value] * world()
     if world() > 1:
@@ -1550,32 +1550,32 @@ def gathered_objects(value):
     return values
 
 
-def gathered(tensor):
+def all_rows(tensor):
     """Every rank's rows, in the order of the ranks: (n, ...) -> (n * world, ...)."""
-    return torch.cat(gathered_objects(tensor))
+    return torch.cat(from_all_ranks(tensor))
 
 
-def averaged(numbers):
+def mean_of_ranks(numbers):
     """{name: number} -> their means over the ranks."""
-    everywhere = gathered_objects({name: float(value) for name, value in numbers.items()})
+    everywhere = from_all_ranks({name: float(value) for name, value in numbers.items()})
     return {name: sum(each[name] for each in everywhere) / world() for name in numbers}
 
 
 def on_rank_0(function, *args):
     """The function's result on rank 0, given to every rank."""
-    return gathered_objects(function(*args) if rank() == 0 else None)[0]
+    return from_all_ranks(function(*args) if rank() == 0 else None)[0]
 
 
 def is_sharded(tensor):
     return hasattr(tensor, "full_tensor")  # a DTensor, of which each rank has a part
 
 
-def gather_full(tensor):
+def whole_of(tensor):
     """A sharded tensor, gathered; every rank has to call this."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
-def local(tensor):
+def shard_of(tensor):
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
@@ -1686,7 +1686,7 @@ class Run:
 
     def stopped(self):
         """One rank's signal stops all of them."""
-        self.signal = max(gathered_objects(self.signal))
+        self.signal = max(from_all_ranks(self.signal))
         return self.signal
 
     def measure(self, parts, s):
@@ -1753,7 +1753,7 @@ def on_host(run, tensors):
     """{name: tensor, sharded or not} -> the whole tensors in host memory, on rank 0 alone."""
     found = {}
     for name, tensor in tensors.items():
-        whole = gather_full(tensor.detach())  # all ranks take part in gathering
+        whole = whole_of(tensor.detach())  # all ranks take part in gathering
         if run.folder:
             found[name] = whole.cpu()
     return found
@@ -1806,7 +1806,7 @@ def save_checkpoint(run, parts, s):
     moving = what_moves(parts, s)
     weights = dict(parts.policy_model.named_parameters())
     for name, tensor in (moving | weights).items():
-        if not local(tensor).isfinite().all():
+        if not shard_of(tensor).isfinite().all():
             raise BadInput(f"after step {run.step} weights are not finite ({name}): --lr or "
                            "--weight-decay may be too large")
     if run.skipped_in_a_row:  # the last good one stays
@@ -1884,7 +1884,7 @@ def digests_of(parts):
     if parts.reward_model:
         models["reward_model"] = parts.reward_model.model
     for name, model in models.items():  # four numbers of each weight tell models apart
-        contents[name] = [gather_full(weight.detach()).flatten()[:4].tolist()
+        contents[name] = [whole_of(weight.detach()).flatten()[:4].tolist()
                           for weight in model.parameters()]
     return {name: hashlib.sha256(json.dumps(content).encode()).hexdigest()
             for name, content in contents.items()}

@@ -82,7 +82,7 @@ def test_the_first_steps_of_the_default_run(tmp_path):
     start, first, *_, last = metrics_of(tmp_path)
     table = README[README.index("| step | reward |"):]
     names = ("reward_mean", "accuracy", "loss", "policy_loss", "approx_kl", "grad_norm",
-             "zero_variance_groups")
+             "flat_groups")
     row = re.search(r"^\| 1 \| (.*) \|$", table, flags=re.M)[1].replace("−", "-").split(" | ")
     found = [first[name] for name in names]
     assert found == pytest.approx(list(map(float, row)), abs=0.01)

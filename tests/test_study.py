@@ -11,7 +11,7 @@ import train
 def metrics_of(accuracies):
     """metrics.jsonl of a run: step 0 is the evaluation, then a line per step."""
     lines = [{"step": step, "accuracy": accuracy, "response_length_mean": 10.0 + step,
-              "group_std": 0.5 / step, "zero_variance_groups": 0.25, "grad_norm": 0.5,
+              "group_std": 0.5 / step, "flat_groups": 0.25, "grad_norm": 0.5,
               "approx_kl": None, "kl_coef": 0.02, "clip_fraction": 0.01 * step,
               "sampler_difference": 0.3 / step, "reward_mean": 1.0}
              for step, accuracy in enumerate(accuracies, 1)]

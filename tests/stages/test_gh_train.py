@@ -178,7 +178,7 @@ def test_every_metric_is_its_definition(measured):
     expected = {
         "reward_mean": 5.5 / 6, "reward_std": math.sqrt(7.25 / 6 - (5.5 / 6)**2),
         "reward_std_in_groups": (0.5 + 0.25 + 0) / 3,
-        "accuracy": 3 / 6, "format_rate": 5 / 6, "zero_variance_groups": 1 / 3,
+        "accuracy": 3 / 6, "format_rate": 5 / 6, "flat_groups": 1 / 3,
         # A is 1 -1 | -1 1 | 0 0 for answers of 2 3 | 1 4 | 5 9 tokens
         "positive_advantages": (2 + 4) / 24,
         "response_length_mean": 24 / 6,
@@ -196,7 +196,7 @@ def test_every_metric_is_its_definition(measured):
 
 def test_accuracy_is_the_rules_and_zero_variance_the_rewards(monkeypatch, measured):
     metrics, *_ = measured(lambda *_: torch.tensor([3.0, 3, 1, 1, 0, 2]))
-    names = ("reward_mean", "accuracy", "format_rate", "zero_variance_groups")
+    names = ("reward_mean", "accuracy", "format_rate", "flat_groups")
     assert [metrics[name] for name in names] == pytest.approx([10 / 6, 3 / 6, 5 / 6, 2 / 3])
     for truths, expected in ((["7", None, "5"], [3 / 4, 1.0]), (3 * [None], 2 * [math.nan])):
         monkeypatch.setattr(sys.modules[__name__], "TRUTHS", truths)

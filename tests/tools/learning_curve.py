@@ -55,7 +55,7 @@ def print_curve(lines):
     print(f"\nthe first seed, accuracy of the sampled answers:\n    x-axis [{steps}]\n"
           f"    line [{accuracies}]\n")
     names = ("reward_mean", "accuracy", "loss", "policy_loss", "approx_kl", "grad_norm",
-             "zero_variance_groups")
+             "flat_groups")
     print("| step | " + " | ".join(names) + " |\n|" + " --- |" * (len(names) + 1))
     for line in lines:
         if line["step"] in (1, 2, 5, 10, 20, 40, len(lines)):

@@ -307,7 +307,7 @@ def figures(metrics):
         "length": mean("response_length_mean", late),
         "length_growth": mean("response_length_mean", late) - mean("response_length_mean", early),
         "std_fall": mean("group_std", early) - mean("group_std", late),
-        "flat": mean("zero_variance_groups", late),
+        "flat": mean("flat_groups", late),
         "grad_norm": mean("grad_norm", late),
         "approx_kl": mean("approx_kl", late),
         "kl_coef": mean("kl_coef", late),

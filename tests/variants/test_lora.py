@@ -79,7 +79,7 @@ def test_factors_are_those_of_an_ordinary_module(in_float64, tied):
                 cross_entropy(each(rows).logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten(),
                               reduction="sum").backward()
             assert all(weight.grad is None for weight in optimizer.weights)  # the factors' alone
-            clip_grad_norm_(train.unscaled(adamw), 0.5)
+            clip_grad_norm_(train.finished_gradients(adamw), 0.5)
             adamw.step()
         assert (moved(optimizer) - moved(ordinary[1])).abs().max() < 1e-11
     logits = [each(ids[0]).logits for each in (model, ordinary[0])]

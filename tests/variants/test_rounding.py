@@ -133,6 +133,6 @@ def test_what_is_too_small_for_float16_arrives():
         before = weight.detach().clone()
         value = (torch.eye(64, dtype=torch.float16) @ weight).float().sum() * 1e-8
         (value * scale).backward()
-        train.unscaled(optimizer)
+        train.finished_gradients(optimizer)
         optimizer.step()
         assert is_same(before, weight) != moves

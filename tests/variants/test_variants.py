@@ -148,7 +148,7 @@ def test_the_std_of_the_batch_is_that_of_all_ranks(monkeypatch, flags):
         both = torch.stack([*rewards.values()])
         assert both.isnan().any()
         same(alone, gdpo_advantages(both, (0.5, 2), 4))
-    monkeypatch.setattr(train, "gathered", lambda mine: torch.cat([mine, 0 * mine]))
+    monkeypatch.setattr(train, "all_rows", lambda mine: torch.cat([mine, 0 * mine]))
     torch.testing.assert_close(advantages()[0], 2**0.5 * alone)
 
 
@@ -237,7 +237,7 @@ def test_flat_groups_are_replaced_whole():
     assert torch.allclose(r.rollout.advantages, group_advantages(r.rollout.rewards, 4))
     mean = sum(lengths) / 16
     expected = {"reward_mean": mean, "reward/one": mean, "reward/two": mean + 1, "accuracy": 2 / 16,
-                "resampled_groups": 5, "zero_variance_groups": 0.25}  # 5 were drawn to no use
+                "resampled_groups": 5, "flat_groups": 0.25}  # 5 were drawn to no use
     assert {name: r.metrics[name] for name in expected} == pytest.approx(expected)
     assert r.rollout.input_ids[::4, 0].tolist() == [9, 24, 44, 5]      # whole rows
 
@@ -246,7 +246,7 @@ def test_rounds_of_resampling():
     """No more than are needed, none without the flag; the rule's rewards are of the new answers."""
     r = resampled([[MIXED, MIXED, MIXED]], "--max-resample=5")
     assert r.asked == [(1, 3)] and r.metrics["resampled_groups"] == 3
-    assert r.metrics["zero_variance_groups"] == 0
+    assert r.metrics["flat_groups"] == 0
     r = resampled([])
     assert r.asked == [] and "resampled_groups" not in r.metrics
     right = ["\\boxed{7}", "\\boxed{8}", "no", "no"]

@@ -88,7 +88,7 @@ def fails_at(stage, fault, rank, port, log, flags):
 
     for name in ("all_gather_object", "all_gather_into_tensor", "reduce_scatter_tensor", "barrier"):
         setattr(train.dist, name, faulty(getattr(train.dist, name)))
-    for name in ("gather_full", "load_data"):             # the latter has none
+    for name in ("whole_of", "load_data"):             # the latter has none
         setattr(train, name, faulty(getattr(train, name)))
     FSDPModule.unshard = faulty(FSDPModule.unshard)
     os._exit(train.main(flags))
@@ -147,7 +147,7 @@ def gradient_of(rank, port, folder):
     train.sampling_model(model)
     assert all(map(train.is_sharded, model.parameters()))  # again
     backward_of(model, 1 if rank == "0" else 2**-9)
-    found = {name: train.gather_full(p.grad) for name, p in model.named_parameters()}
+    found = {name: train.whole_of(p.grad) for name, p in model.named_parameters()}
     if rank == "0":
         save_file(found, folder / "found.safetensors")
     train.leave_ranks(0)  # with a barrier: nobody leaves while another one still receives
@@ -174,7 +174,7 @@ def test_a_rank_with_fewer_micro_batches_counts_no_token_twice(monkeypatch):
     p = parts("--micro-batch-tokens=60")
     rollout = rollout_of(p)
     alone = len(list(train.micro_batches(p.policy_model, rollout, p.settings)))
-    monkeypatch.setattr(train, "gathered_objects", lambda n: [n, n + 2])
+    monkeypatch.setattr(train, "from_all_ranks", lambda n: [n, n + 2])
     found = list(train.micro_batches(p.policy_model, rollout, p.settings))
     assert len(found) == alone + 2
     assert sum(int(micro.mask.sum()) for _, micro in found) == rollout.mask.sum()

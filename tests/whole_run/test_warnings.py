@@ -9,7 +9,7 @@ import train
 
 def history(n, **series):
     """n steps of a healthy run; of a name in `series` the last values are these."""
-    rows = [dict(approx_kl=0.01, zero_variance_groups=0.3, entropy=0.5, reward_std=0.5,
+    rows = [dict(approx_kl=0.01, flat_groups=0.3, entropy=0.5, reward_std=0.5,
                  grad_norm=1.0, reward_mean=step / 100, accuracy=0.4) for step in range(n)]
     for name, values in series.items():
         for row, value in zip(rows[-len(values):], values):
@@ -55,7 +55,7 @@ def test_nothing_to_learn_is_told_after_three_steps(n, series, told):
 @pytest.mark.parametrize("what, n, name, failing, healthy, words", [
     ("gradient", 45, "grad_norm", [10.5], [9.5], ("10 times", "--lr")),
     ("KL", 12, "approx_kl", [0.06] * 10, [0.04] * 10, ("0.06 ", "--kl-band 0.02 0.05")),
-    ("flat groups", 10, "zero_variance_groups", [0.51] * 10, [0.5] * 10,
+    ("flat groups", 10, "flat_groups", [0.51] * 10, [0.5] * 10,
      ("51%", "--max-resample 3")),
     ("cut answers", 10, "truncated_fraction", [0.96] * 10, [0.95] * 9, ("96%", "--max-new-tokens")),
     ("entropy", 20, "entropy", [0.049] * 10, [0.051] * 10, ("1/10", "--clip-eps-high 0.28"))])
