@@ -208,9 +208,21 @@ def train_grpo(parts, settings, run=None):
 
 
 # --------------------------------------------------------------------------------------------------
-# A reader of the theory may stop here. What follows: helpers, known failures, settings (flags),
-# loading, weights, LoRA, memory, several GPUs, a run's files, the program, its page. `s`: Settings.
+# A reader of the theory may stop here. `s` are the Settings. What follows, each to be read alone:
 #
+#   the step        scored_groups … step_metrics           what train_step calls, in its order
+#   the loop        batch_of_step … evaluate               what train_grpo calls
+#   known failures  symptoms                               when a run warns
+#   settings        Settings, parse                        every flag, its default and its help
+#   loading         load                                   settings -> parts, or one line of refusal
+#   weights, LoRA   make_optimizer                         AdamW on float32 masters, or on factors
+#   memory          plan_memory                            counted before it is taken
+#   several GPUs    shard, from_all_ranks                  with one they do nothing
+#   a run           Run, save_checkpoint                   its folder; how it goes on after a kill
+#   the program     main, train                            from the command line to the exit status
+#   what it shows   curves_of, print_story, write_page     the bar, the last lines, the page
+
+# --------------------------------------------------------------------------------------------------
 # Helpers of train_step: its batch, options, log-probs by micro-batches, checks, metrics
 
 @dataclass
@@ -442,57 +454,6 @@ def step_metrics(rollout, resampled, updates, seconds, s):
     return {name: float(value) for name, value in metrics.items()}
 
 
-# Metrics in words, in the order in which the bar, the page and the last lines show them. One that
-# step_metrics returns and that stands in neither list comes last, under its own name.
-TITLES = dict(line.split(maxsplit=1) for line in """\
-eval_reward            held-out reward
-eval_accuracy          held-out accuracy
-reward_mean            sampled reward
-accuracy               sampled accuracy
-response_length_mean   answer length (tokens)
-response_length_p95    95th percentile of length
-approx_kl              KL to the reference (nats/token)
-entropy                entropy (nats/token)
-flat_groups            flat groups
-reward_std_in_groups   std of rewards inside groups
-positive_advantages    tokens of positive advantage
-gradient_coefficient   mean gradient coefficient
-grad_norm              gradient norm
-truncated_fraction     answers cut at the limit
-clip_fraction          clipped tokens""".splitlines())
-NOT_SHOWN = """step lr warning reward_std format_rate tokens kl_coef tokens_per_second
-peak_memory_gb seconds_sampling seconds_scoring seconds_training loss policy_loss clip_fraction_low
-clip_fraction_high ratio_mean sampler_difference skipped_updates loss_scale""".split()
-
-
-def curves_of(run):
-    """What the metrics say: a list of (metric, its title, (step, value)s).
-
-    Evaluations come first, and then each --reward. Of sampled answers a point is the mean of five
-    steps or more, because those of one step are few.
-    """
-    rewards = [name for name in run.history[-1] if "reward/" in name]
-    names = ["eval_reward", "eval_accuracy", *rewards, *TITLES, *run.history[-1]]
-    curves = []
-    for metric in dict.fromkeys(names):
-        points = run.curve(metric)
-        # Beside a score, what is 0 throughout says nothing.
-        is_told = not curves or metric in rewards or any(value for _, value in points)
-        if points and is_told and metric not in NOT_SHOWN:
-            width = max(2, min(40, len(points) // 5))
-            if "eval_" in metric:
-                width = len(points)
-            curves.append((metric, TITLES.get(metric, metric), pooled(points, width)))
-    return curves
-
-
-def pooled(points, width):
-    """(step, value)s -> the mean step and value of at most `width` stretches of equal length."""
-    rows = torch.tensor(points, dtype=torch.float64).T                                 # (2, n)
-    width = min(width, len(points))
-    return torch.nn.functional.adaptive_avg_pool1d(rows, width).T.tolist()
-
-
 def peak_memory():
     """Bytes: of CUDA's allocator, else of the whole process; 0 if unknown."""
     used = torch.cuda.max_memory_allocated()  # 0 if the run is on the CPU
@@ -505,7 +466,7 @@ def peak_memory():
 
 
 # --------------------------------------------------------------------------------------------------
-# Helpers of train_grpo: problems and random numbers of a step, evaluation, the bar
+# Helpers of train_grpo: problems and random numbers of a step, evaluation
 
 def batch_of_step(parts, step, s, attempt=0, n=None):
     """This GPU's share of the step's B problems -> Batch; in a resampling attempt, n others."""
@@ -607,20 +568,6 @@ def evaluate(parts, settings, group_size=1, temperature=0.0):
     if parts.reward_of:
         metrics["eval_reward"] = sum(rewards) / len(rewards)
     return metrics, list(zip(responses, rewards))
-
-
-def best_step(run):
-    """The step of the best evaluation so far; of equal ones the first."""
-    _, _, points = curves_of(run)[0]
-    return max(points, key=lambda point: point[1])[0]
-
-
-def update_bar(bar, run):
-    words = [f"{run.skipped:.0f} SKIPPED"] if run.skipped else []
-    for _, title, points in curves_of(run)[:6]:
-        words.append(f"{title.split(' (')[0]} {points[-1][1]:.3g}")  # without its unit
-    bar.set_postfix_str(", ".join(words))
-    bar.update()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2017,6 +1964,83 @@ def print0(line, file=None):
             print(line, file=file, flush=True)
 
 
+def command(program, *flags):
+    """The command to type into a shell, in any folder."""
+    # sys.executable: outside its virtual environment a bare `python` would not find torch.
+    start = [sys.executable]
+    if world() > 1 and program == "train.py":  # several machines also need their --nnodes
+        start = ["torchrun", f"--nproc-per-node={os.environ.get('LOCAL_WORLD_SIZE', world())}"]
+    return shlex.join([*start, str(HERE / program), *flags])
+
+
+# --------------------------------------------------------------------------------------------------
+# What a run shows: the bar, the last lines and the page take the same curves
+
+# Metrics in words, in the order in which the bar, the page and the last lines show them. One that
+# step_metrics returns and that stands in neither list comes last, under its own name.
+TITLES = dict(line.split(maxsplit=1) for line in """\
+eval_reward            held-out reward
+eval_accuracy          held-out accuracy
+reward_mean            sampled reward
+accuracy               sampled accuracy
+response_length_mean   answer length (tokens)
+response_length_p95    95th percentile of length
+approx_kl              KL to the reference (nats/token)
+entropy                entropy (nats/token)
+flat_groups            flat groups
+reward_std_in_groups   std of rewards inside groups
+positive_advantages    tokens of positive advantage
+gradient_coefficient   mean gradient coefficient
+grad_norm              gradient norm
+truncated_fraction     answers cut at the limit
+clip_fraction          clipped tokens""".splitlines())
+NOT_SHOWN = """step lr warning reward_std format_rate tokens kl_coef tokens_per_second
+peak_memory_gb seconds_sampling seconds_scoring seconds_training loss policy_loss clip_fraction_low
+clip_fraction_high ratio_mean sampler_difference skipped_updates loss_scale""".split()
+
+
+def curves_of(run):
+    """What the metrics say: a list of (metric, its title, (step, value)s).
+
+    Evaluations come first, and then each --reward. Of sampled answers a point is the mean of five
+    steps or more, because those of one step are few.
+    """
+    rewards = [name for name in run.history[-1] if "reward/" in name]
+    names = ["eval_reward", "eval_accuracy", *rewards, *TITLES, *run.history[-1]]
+    curves = []
+    for metric in dict.fromkeys(names):
+        points = run.curve(metric)
+        # Beside a score, what is 0 throughout says nothing.
+        is_told = not curves or metric in rewards or any(value for _, value in points)
+        if points and is_told and metric not in NOT_SHOWN:
+            width = max(2, min(40, len(points) // 5))
+            if "eval_" in metric:
+                width = len(points)
+            curves.append((metric, TITLES.get(metric, metric), pooled(points, width)))
+    return curves
+
+
+def pooled(points, width):
+    """(step, value)s -> the mean step and value of at most `width` stretches of equal length."""
+    rows = torch.tensor(points, dtype=torch.float64).T                                 # (2, n)
+    width = min(width, len(points))
+    return torch.nn.functional.adaptive_avg_pool1d(rows, width).T.tolist()
+
+
+def best_step(run):
+    """The step of the best evaluation so far; of equal ones the first."""
+    _, _, points = curves_of(run)[0]
+    return max(points, key=lambda point: point[1])[0]
+
+
+def update_bar(bar, run):
+    words = [f"{run.skipped:.0f} SKIPPED"] if run.skipped else []
+    for _, title, points in curves_of(run)[:6]:
+        words.append(f"{title.split(' (')[0]} {points[-1][1]:.3g}")  # without its unit
+    bar.set_postfix_str(", ".join(words))
+    bar.update()
+
+
 def example_of(run):
     """The held-out problem that gained most -> its place, its true answer."""
     gains = [after - before for (_, before), (_, after) in zip(run.before, run.after)]
@@ -2041,15 +2065,6 @@ def print_story(run):
         print0(f"see what it learned  {run.name}/page.html")
     print0(f"talk to the result   {command('sample.py', '--model', run.name)} \"YOUR QUESTION\"\n"
            f"go on from it        {command('train.py', *flags)}")
-
-
-def command(program, *flags):
-    """The command to type into a shell, in any folder."""
-    # sys.executable: outside its virtual environment a bare `python` would not find torch.
-    start = [sys.executable]
-    if world() > 1 and program == "train.py":  # several machines also need their --nnodes
-        start = ["torchrun", f"--nproc-per-node={os.environ.get('LOCAL_WORLD_SIZE', world())}"]
-    return shlex.join([*start, str(HERE / program), *flags])
 
 
 def small_curve(points):
@@ -2219,6 +2234,9 @@ def escape(text):
     """Escaped for HTML, with invisible characters as their code points."""
     return html.escape(UNSEEN.sub(lambda found: f"‹{ord(found[0]):04X}›", text))
 
+
+# --------------------------------------------------------------------------------------------------
+# Two flags that print and stop: --eval-only, --trace
 
 def print_figures(parts, s):
     """--eval-only: greedy accuracy, and from G samples per problem accuracy, pass@k and maj@k."""
