@@ -57,7 +57,8 @@ SMALLEST_ENTROPY = 1e-6  # nats; smaller ones count as this much, so that 1/H st
 
 def is_flat(rewards, group_size):
     """Rewards (N,) -> (B,) bool: is a group flat? Its rewards are all equal and teach nothing."""
-    groups = rewards.view(-1, group_size)                                    # (B, G)
+    # In float32, because in float64 0.1 + 0.2 is not 0.3.
+    groups = rewards.float().view(-1, group_size)                            # (B, G)
     return (groups == groups[:, :1]).all(dim=1)
 
 
@@ -123,6 +124,10 @@ def gdpo_advantages(reward_parts, weights, group_size=8, all_rows=None):
         for rows in torch.arange(len(sums)).split(group_size):
             rows = rows[~rewards[rows].isnan()]
             sums[rows] += weight * z_scores(rewards[rows])
+    # Scores that cancel leave rounding and eps. These are no advantages, so they become 0 before
+    # they are divided by a std that may be as small.
+    smallest = 1e-6 * sum(map(abs, weights))
+    sums = sums.where(sums.abs() > smallest, 0)
     return over_batch_std(sums, all_rows).to(reward_parts)
 
 

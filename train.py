@@ -281,7 +281,7 @@ def answers_and_rewards(policy, parts, batch, s):
     rollout.rewards = rollout.rule_rewards                                             # (N,)
     if parts.reward_of:  # a function from Python may return any list of numbers
         values = parts.reward_of(rollout)
-        values = torch.as_tensor(values, dtype=torch.float32, device="cpu").detach()
+        values = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach()
         rollout.rewards = values.reshape_as(rollout.rule_rewards)
     return rollout, Counter(seconds_sampling=drawn - start,
                             seconds_scoring=time.perf_counter() - drawn)
@@ -313,7 +313,7 @@ def advantages_of(parts, rollout, s):
     function = advantage_function(s)
     asked = reward.asked_of(function, columns)
     with blame(f"--advantage {s.advantage}:"):  # MaxRL, say, refuses negative rewards
-        advantages = function(**{name: column() for name, column in asked.items()})
+        advantages = function(**{name: column() for name, column in asked.items()}).float()
     if s.clip_advantages:
         advantages = advantages.clamp(-s.clip_advantages, s.clip_advantages)
     return advantages

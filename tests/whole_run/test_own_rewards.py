@@ -1,5 +1,6 @@
 """Rewards of one's own: --reward, --reward-weights, --step-reward, and from Python."""
 import math
+import random
 import re
 import shlex
 import shutil
@@ -7,18 +8,21 @@ import sys
 import textwrap
 import time
 import types
+from fractions import Fraction
 from types import SimpleNamespace
+import numpy as np
 import pytest
 import torch
 from checks import value_error
 from files import MINE, SHORT, json_lines, lines_of, metrics_of
 from models import make_tokenizer
 from runs import told, trained
-from steps import PROBLEMS, parts, raises, run_in, whole_step
+from steps import PROBLEMS, own_rewards, parts, raises, run_in, whole_step
 import loss
 import reward
 import sample
 import train
+from advantage import gdpo_advantages, is_flat
 from reward import own_reward_of
 
 
@@ -71,8 +75,7 @@ def test_a_reward_is_called_as_trl_calls_it(scored):
     rollout = spoken(*FOUR)
     with pytest.warns(UserWarning, match="every reward gave None for some rows: they count as 0"):
         rewards = scored(f, rollout)
-    assert rewards.tolist() == [1.0, 2.5, 0.0, 1.0] and rewards.dtype == torch.float32
-    assert list(rollout.reward_parts) == ["f"] and rollout.reward_parts["f"].dtype == torch.float32
+    assert rewards.tolist() == [1.0, 2.5, 0.0, 1.0] and list(rollout.reward_parts) == ["f"]
     assert rollout.reward_parts["f"].isnan().tolist() == [False, False, True, False]
     assert seen == {
         "prompts": ["<a>", "<a>", "<b>", "<b>"], "completions": FOUR, "question": [*"aabb"],
@@ -106,6 +109,86 @@ def test_the_rewards_that_apply_are_summed():
     specs = (f"{MINE}:one", f"{MINE}:one", "rule", f"{MINE}:rule", f"{MINE}:one")
     own_reward_of(specs)(rollout)      # each has a name of its own
     assert list(rollout.reward_parts) == ["one", "one 2", "rule", "rule 4", "one 5"]
+
+
+# --- Sums: what is equal in decimal earns the same ------------------------------------------------
+def summed(weights, rows):
+    """Rows of rewards of one's own -> a rollout as [C] gets it."""
+    columns = dict(zip("abcdef", zip(*rows)))
+    functions = {name: lambda table, read, part=part: [read(value, []) for value in part]
+                 for name, part in columns.items()}
+    rollout = spoken(*"x" * len(rows))
+    rollout.rewards = reward.own_rewards(functions, weights, None, rollout)
+    rollout.mask = torch.ones(len(rows), 1)
+    reward.add_length_terms(rollout, 2, 0, 1, 0)
+    return rollout
+
+
+@pytest.mark.parametrize("weights", [
+    (1, 1), (1, 1, 1), (0.6, 0.4), (0.8, 0.2), (0.5, 0.3, 0.2), (0.1, 0.2, -0.3), (0.7, -0.7),
+    (0.1,) * 6, (100, 0.1, 10), (1e-3, 0.3)])
+@pytest.mark.parametrize("kind", [float, np.float32, torch.tensor])
+def test_equal_totals_are_equal_for_any_weights(weights, kind):
+    """Of multiples of a tenth, also in other forms, beside large ones, and where they cancel."""
+    chance = random.Random(0)
+    totals = {}
+    rows = [[Fraction(chance.randrange(-10, 11), 10) for _ in weights] for _ in range(300)]
+    rows += [[reward + 1000 * (n == 0) for n, reward in enumerate(row)] for row in rows]
+    found = summed(weights, [[kind(float(reward)) for reward in row] for row in rows]).rewards
+    assert found.dtype == torch.float32
+    for row, total in zip(rows, found.tolist()):
+        exact = sum(Fraction(str(weight)) * reward for weight, reward in zip(weights, row))
+        assert total == torch.tensor(float(exact)).item()
+        totals.setdefault(exact, set()).add(total)
+    assert len(totals) > 20 and all(len(floats) == 1 for floats in totals.values())
+
+
+def test_sums_that_lie_between_two_float32_numbers():
+    """Where rounding a float64 sum would go up for one order of the terms and down for another."""
+    rows = [[8388608.5, 0, 0], [8388608.3, 0.1, 0.1], [8388608.1, 0.2, 0.2], [0.4, 8388608, 0.1]]
+    assert len({sum(row) for row in rows}) > 1
+    assert len({*summed((1, 1, 1), rows).rewards.tolist()}) == 1
+
+
+def test_equal_totals_with_length_terms():
+    """An answer of n tokens costs n tenths, or divides by 1 + n / 10, and earns as much more."""
+    lengths = torch.arange(11)
+    for alpha, buffer, rewards in ((0, 10, [0.3 + n / 10 for n in range(11)]),
+                                   (0.5, 0, [0.3 * (10 + n) for n in range(11)])):
+        rollout = types.SimpleNamespace(
+            rewards=reward.in_float64(rewards), mask=torch.arange(10) < lengths[:, None])
+        reward.add_length_terms(rollout, 11, alpha, 10, buffer)
+        assert is_flat(rollout.rewards, 11) and rollout.rewards.dtype == torch.float32
+
+
+@pytest.mark.parametrize("weights, parts", [
+    ((1, 1), [(0.0, 0.5), (0.2, 0.3)]), ((0.1, 0.2, 0.3), [(0, 0, 0.1), (0.1, 1, 0)]),
+    ((0.5, 0.5), [(0.1 + 0.2, 0.7), (0.3, 0.7)]),
+    ((0.3, 0.1, 0.1, 0.1), [(1, 0, 0, 0), (0, 3, 3, 3)]),
+    ((1, 1), [(1.5, 0), (0.5, 0.1)])])
+def test_scores_of_gdpo_that_cancel_are_no_advantage(weights, parts):
+    rollout = summed(weights, [[float(value) for value in row] for row in parts * 2])
+    both = torch.stack([*rollout.reward_parts.values()])
+    assert gdpo_advantages(both, weights, 2).tolist() == [0.0] * 4
+    assert gdpo_advantages(both.float(), weights, 2).tolist() == [0.0] * 4
+
+
+def test_a_group_of_equal_totals_teaches_nothing(tmp_path):
+    spec = write(tmp_path / "a.py", """
+        def a(completions, **columns):
+            return [0.7 if len(text) % 2 else 0.1 for text in completions]
+
+        def b(completions, **columns):
+            return [0.0 if len(text) % 2 else 0.3 for text in completions]
+
+        c = b
+    """)
+    flags = [f"--reward={spec}:{name}" for name in "abc"]
+    p = parts("--kl-coef=0", "--updates-per-rollout=1", *flags)
+    metrics, rollout, [gradient] = whole_step(p, own_rewards(p.settings))
+    assert len({len(text) % 2 for text in rollout.responses}) == 2
+    assert metrics["flat_groups"] == 1
+    assert not rollout.advantages.any() and not gradient.any()
 
 
 def gives(*values):
