@@ -29,11 +29,11 @@ def plain_advantages(rewards, group_size, eps=1e-8):
     return ((r - mean) / (std + eps)).flatten()                              # (N,)
 
 
-def group_advantages(rewards, group_size=8, eps=1e-8, scale_by_std=True, unbiased=False, clip=None):
+def group_advantages(rewards, group_size=8, eps=1e-8, scale_by_std=True, unbiased=False):
     """The same with options; 0 in a flat group, whose rewards are all equal: (N,) -> (N,).
 
     `scale_by_std=False` only centres: Dr. GRPO (arXiv 2503.20783). `unbiased=True` divides by G-1.
-    `clip=5` clips every advantage to [-5, 5]. Integers become float32. ValueError: see `check`.
+    Integers become float32. ValueError: see `check`.
     """
     check(rewards, group_size)
     precise = torch.promote_types(rewards.dtype, torch.float32)
@@ -43,8 +43,6 @@ def group_advantages(rewards, group_size=8, eps=1e-8, scale_by_std=True, unbiase
         std = r.std(dim=1, keepdim=True, correction=unbiased)                # (B, 1)
         A = A / (std + eps)
     A[is_flat(rewards, group_size)] = 0.0
-    if clip is not None:
-        A = A.clamp(-clip, clip)
     return A.flatten().to(torch.result_type(rewards, 1.0))
 
 

@@ -118,8 +118,6 @@ def test_the_rewards_are_left_as_they_are_and_groups_are_of_8(rewards):
     advantages = group_advantages(strided, 8)
     same(strided, rewards, "the rewards")
     same(advantages, plain, "advantages")
-    same(group_advantages(rewards, clip=1.0), plain.clamp(-1, 1), "clipped advantages")
-    assert plain.max() > 1 > -1 > plain.min()
 
 
 # --- Variants: one value per answer ---------------------------------------------------------------
