@@ -1263,10 +1263,10 @@ def save_adapter(run, optimizer, s):
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": s.model,
               "r": s.lora_rank, "lora_alpha": optimizer.lora_scale * s.lora_rank,
               "target_modules": sorted({name.split(".")[-3] for name in optimizer.factors})}
-    place = run.folder / "adapter"
-    place.mkdir(exist_ok=True)
-    save_file(optimizer.factors, place / "adapter_model.safetensors")
-    (place / "adapter_config.json").write_text(json.dumps(config, indent=2))
+    with run.replacing("adapter") as new:
+        new.mkdir(exist_ok=True)
+        save_file(optimizer.factors, new / "adapter_model.safetensors")
+        (new / "adapter_config.json").write_text(json.dumps(config, indent=2))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1688,11 +1688,14 @@ class Run:
 
     @contextmanager
     def replacing(self, name):
-        """Yields a path beside the file; once it is complete, it replaces the old one."""
+        """Yields a path beside the file or folder; what is complete there replaces the old one."""
         new = self.folder / f"{name}.new"
         yield new
-        with open(new, "rb+") as file:
-            os.fsync(file.fileno())
+        if new.is_dir():  # no folder that has files can be replaced
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+        else:
+            with open(new, "rb+") as file:
+                os.fsync(file.fileno())
         os.replace(new, self.folder / name)
 
 
@@ -1712,11 +1715,9 @@ def save_folder(model, tokenizer, run, name):
     named = dict([*model.named_parameters(), *model.named_buffers()])
     weights = on_host(run, {key: named[key] for key in named if key in saved})
     if run.folder:
-        new = run.folder / f"{name}.new"
-        model.save_pretrained(new, state_dict=weights)
-        tokenizer.save_pretrained(new)
-        shutil.rmtree(run.folder / name, ignore_errors=True)
-        os.rename(new, run.folder / name)
+        with run.replacing(name) as new:
+            model.save_pretrained(new, state_dict=weights)
+            tokenizer.save_pretrained(new)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2028,15 +2029,20 @@ def pooled(points, width):
 
 
 def best_step(run):
-    """The step of the best evaluation so far; of equal ones the first."""
-    _, _, points = curves_of(run)[0]
-    return max(points, key=lambda point: point[1])[0]
+    """The step of the highest held-out score so far; of equal ones the first."""
+    scores = run.curve("eval_reward") or run.curve("eval_accuracy")
+    step, _ = max(scores, key=lambda point: point[1])
+    return step
 
 
 def update_bar(bar, run):
+    """Show the last evaluation and the last step: the first six of the titles that they have."""
+    evaluated = next(row for row in reversed(run.history) if "eval_accuracy" in row)
+    last = evaluated | run.history[-1]
     words = [f"{run.skipped:.0f} SKIPPED"] if run.skipped else []
-    for _, title, points in curves_of(run)[:6]:
-        words.append(f"{title.split(' (')[0]} {points[-1][1]:.3g}")  # without its unit
+    shown = [name for name in TITLES if last.get(name) is not None]
+    for name in shown[:6]:
+        words.append(f"{TITLES[name].split(' (')[0]} {last[name]:.3g}")  # without its unit
     bar.set_postfix_str(", ".join(words))
     bar.update()
 

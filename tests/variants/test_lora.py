@@ -11,7 +11,7 @@ from checks import is_same, same, seeded
 from files import FEW, TINY
 from models import small_model
 from runs import trains
-from steps import parts, rollout_of, updated
+from steps import parts, raises, rollout_of, run_in, updated
 import train
 
 FLAGS = (*FEW, "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=16", "--eval-limit=4",
@@ -145,6 +145,25 @@ def test_final_is_the_model_with_its_adapter(tmp_path, capsys, run_here):
     trains(*FLAGS, "--trace")
     assert "greedy" in capsys.readouterr().out
     assert run_here("sample.py", "--model", out, "2 + 3 = ?")
+
+
+def test_an_adapter_stays_until_the_next_one_is_whole(tmp_path, monkeypatch):
+    p = parts("--lora-rank=4")
+    run = run_in(tmp_path)
+    train.save_adapter(run, p.optimizer, p.settings)
+    before = {file.name: file.read_bytes() for file in (tmp_path / "adapter").iterdir()}
+    for factor in p.optimizer.factors.values():
+        factor.data += 1
+    for _ in range(2):                                    # what is left of a failure is no trouble
+        with monkeypatch.context() as patch, pytest.raises(OSError):
+            patch.setattr(json, "dumps", raises(OSError("No space left")))
+            train.save_adapter(run, p.optimizer, p.settings)
+        found = {file.name: file.read_bytes() for file in (tmp_path / "adapter").iterdir()}
+        assert found == before
+    train.save_adapter(run, p.optimizer, p.settings)
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    same(saved, p.optimizer.factors)
+    assert [file.name for file in tmp_path.iterdir()] == ["adapter"]
 
 
 @pytest.mark.parametrize("family, changes, name", [
