@@ -122,10 +122,8 @@ def gdpo_advantages(reward_parts, weights, group_size=8, all_rows=None):
         for rows in torch.arange(len(sums)).split(group_size):
             rows = rows[~rewards[rows].isnan()]
             sums[rows] += weight * z_scores(rewards[rows])
-    # Scores that cancel leave rounding and eps. These are no advantages, so they become 0 before
-    # they are divided by a std that may be as small.
-    smallest = 1e-6 * sum(map(abs, weights))
-    sums = sums.where(sums.abs() > smallest, 0)
+    # Scores that cancel leave rounding and eps, which a std as small would make advantages of 1.
+    sums[sums.abs() < 1e-6 * max(map(abs, weights))] = 0
     return over_batch_std(sums, all_rows).to(reward_parts)
 
 

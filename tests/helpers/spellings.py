@@ -9,19 +9,60 @@ NUMBERS = {  # how 18, and other numbers, may be written; answers.jsonl has more
         \displaystyle 18  USD18  \text{USD }18  ¥18  18 usd  usd -18 * -1  $18 = 18$  9 \cdot 2
         9*2  9 \times \$2 = \$18  36/2 = 18 km  \frac{9 \cdot 2}{1}  \textbf{18\text{ km}}
         \frac{36}{2} = 9 \times 2 = 18\text{ km}  Total = 9 * 2 = 18  \text{The answer is } 18
-        \text{The answer is: }\$18.  It equals 18  \text{Anna's total} = 18  \text{Größe: }18""",
+        \text{The answer is: }\$18.  It equals 18  \text{Anna's total} = 18  \text{Größe: }18
+        `18`  ```18 km```  “18”  „18“  36 ÷ 2  36 \div 2  36∕2  9 ⋅ 2  9 ∙ 2  9 ∗ 2  9 \ast 2
+        Anna’s total = 18  θ = 18  \theta = 18""",
     "12.5": r"12.5  12.50  12\frac{1}{2}  12 1/2  12½  25/2  12.5\% \text{off}  1.25e1",
     "-3": r"-$3  $-3  -\$3.0  -6/2  \frac{-6}{2}  -\frac{6}{2}  6/-2",
     "1000": r"""1000  10³  1\cdot 10^3  1 × 10^3  1x10^3  1*10^3  1.0e+3  100\times 10^1
-        1\times10^3\text{ m}  1e3 m""",
+        1\times10^3\text{ m}  1e3 m  1'000  1’000  \$1'000.00  (1000)  [1000]""",
     "0.5": r"0.5  \dfrac{1}{2}  \frac12  \frac{1}2  ½  5\times 10^{-1}  5e-1",
     "3.5": r"3 \frac{1}{2}  7/2",
     "-3.5": r"-3 1/2  -\frac{7}{2}",
     "1/3": r"\frac{2}{6}  1/3  \frac{0.5}{1.5}  \frac{1,000}{3,000}",
     "1000/3": r"1000/3  1,000/3  1 000/3  333 1/3  333\frac{1}{3}",
     "0": r"0.0  $0  .0  0\%  0/5  0e9",
-    "1234567.5": r"1 234 567.5",
+    "1234567.5": r"1 234 567.5  1,234,567.5  1'234'567.5  1’234’567.5",
+    "-18": "‐18  ‑18  ‒18  –18  −18",  # hyphens, a figure dash, an en dash, a minus
 }
+SAME = r"""
+2π  2\pi  2 \pi  2 π  2pi  $2\pi$
+\frac{\pi}{2}  \dfrac{π}{2}  π/2  pi/2
+πr²  \pi r^2  \pi r^{2}
+∞  \infty  infinity  +\infty  $+\infty$
+(-∞, 3]  (-\infty, 3]  (−∞,3]  \left(-\infty, 3\right]
+(-∞, +∞)  (-\infty, \infty)  (-\infty,+\infty)
+√2  \sqrt2  \sqrt 2  \sqrt{2}  √(2)  sqrt(2)
+√12  \sqrt{12}  \sqrt{ 12 }  sqrt(12)
+2√3  2\sqrt{3}  2 \sqrt 3  2 sqrt(3)
+\frac{\sqrt2}{2}  \frac{\sqrt{2}}{2}  √2/2  \sqrt{2}/2
+√(x+1)  \sqrt{x + 1}
+x ≤ 3  x≤3  x \le 3  x\leq3  x <= 3  x \leqslant 3  x ⩽ 3
+x ≥ y  x \ge y  x\geq y  x >= y  x \geqslant y
+x ≠ 3  x \ne 3  x\neq3  x != 3  x \not= 3
+x < 3  x<3  x \lt 3
+±5  \pm 5  \pm5  +/-5  x = ±5
+3 ± √2  3\pm\sqrt{2}
+∅  \varnothing  \emptyset  \{\}  $\emptyset$
+A ∪ B  A\cup B  A \cup B
+(-∞, 1) ∪ (2, ∞)  (-\infty,1)\cup(2,\infty)  (-∞, 1) U (2, ∞)
+A ∩ B  A \cap B
+x ∈ ℝ  x \in \mathbb{R}
+∠ABC  \angle ABC
+x → 0  x \to 0  x\to0  x -> 0  x \rightarrow 0
+p ∧ ¬q  p \land \neg q  p \wedge \lnot q
+|x|  \lvert x \rvert  \left|x\right|
+f'(x)  f’(x)  f′(x)
+{1, 2, …}  {1,2,\ldots}  {1, 2, ...}  {1, 2, \dots}
+3:45 PM  3:45 p.m.  3:45pm  3:45 P.M.  3:45 \text{ PM}  3:45\,\text{p.m.}
+9 AM  9am  9 a.m.
+(2,500)  (2, 500)  \left(2, 500\right)  $(2,500)$  (2,\,500)
+[1,100]  [1, 100]  [ 1 , 100 ]
+(1,234,567)  (1, 234, 567)
+`Monday`  Monday  “Monday”
+""" + "".join(f"{letter}  \\{name}\n" for letter, name in zip(
+    "αβγδεζηθικλμνξρστυφχψωϕΔΩ", """alpha beta gamma delta varepsilon zeta eta vartheta iota kappa
+    lambda mu nu xi rho varsigma tau upsilon varphi chi psi omega phi Delta Omega""".split()))
 HUGE = ["10^999999999", "10^{999999999}", "1e999999999", "1e-999999999", r"1\times10^{999999999}",
         "9**9**9**9", "9^{9^{9^9}}"]
 NOT_EQUAL = [
@@ -38,6 +79,13 @@ NOT_EQUAL = [
     ("x^{3}5", "x^{35}"), (r"\frac{x+1}{2}", "x+1/2"), ("1/0", "1"), ("0/0", "0"),
     (r"10^{3}5", "10^{35}"), ("inf", "0"), ("-", "0"), ("%", "0"), (",", "0"), ("-.", "0"),
     ("\u00b2", "2"), ("\u0665", "6"), ("5\u4e07", "5"), ("5(x)", "5"), ("5 \u03c0", "5"),
+    ("(1,234)", "1234"), ("(2, 500)", "2500"), ("[1,100]", "1100"), ("[1, 100]", "1100"),
+    ("((1,234))", "1234"), ("(1,100]", "1100"), ("(1,234)", "(12,34)"), ("√12", r"\sqrt12"),
+    (r"\sqrt{2}", "2"), ("√2", "2"), ("±5", "5"), (r"+\infty", r"-\infty"), ("≤ 18", "18"),
+    ("x ≤ 18", "x ≥ 18"), ("x < 18", r"x \le 18"), ("≠ 18", "18"), ("2π", "2"), ("π", "p"),
+    ("2π", "2p"), ("3:45 PM", "3:45 AM"), ("5 p.m.", "5"), ("3:45 PM", "3"), ("A ∪ B", "A ∩ B"),
+    ("1'00", "100"), ("5'10", "510"), ("α", "a"), (r"\alpha", "β"), ("f'(x)", "f(x)"),
+    ("∅", "0"), (r"\in A", r"\notin A"), ("(U)", r"(\cup)"),
     ("9" * 301, "9" * 300), ("10^9999", "10"), ("1e1000", "1"), ("1e999999999", "1"),
     *((r"17 \boxed{18}", truth) for truth in ("17", "18", "1718")),  # a box with a guess and a box
     *((number, "5") for number in HUGE),  # which nothing computes
@@ -56,4 +104,5 @@ PIECES_OF_IT = [
     "10^", "1*", "= 1", "usd ", "x10^", "\\textcolor{a}{", "M", '"a"', "_{", "(a)", "<", "<think>",
     "</think>", "<think></think><answer>", "</answer>", "\ufdfa", "\ufdfa(", "\u0301\u0327",
     "\u0665", "\u2075", "\u215a-", "\u4e07", "\u044f", "qu", "mill", "million", "(a", ")(", "\\\\",
-    "\\pi ", "times ", "five"]
+    "\\pi ", "times ", "five", "√(", "√", "sqrt(", "\\sqrt", "\\sqrt{", "+∞", ") U (", "1'000",
+    "\\not", "\\{\\}", "<-", "α", "\\frac{{", "\\frac{\\sqrt{1}", "5 p. ", "p.m.", "`", "..", "\\("]

@@ -19,7 +19,7 @@ import answers
 from chat_families import family
 from checks import value_error
 from files import ROOT
-from spellings import DIFFERS, HUGE, NOT_EQUAL, NUMBERS, PIECES_OF_IT
+from spellings import DIFFERS, HUGE, NOT_EQUAL, NUMBERS, PIECES_OF_IT, SAME
 import reward
 from reward import (boxed_candidates, canonical, complete_boxes, extract_boxed, figures_of,
                     final_answer, hold_out, is_right, length_rescaled, load_problems, majority_at_k,
@@ -143,6 +143,14 @@ def test_answers_that_are_not_equal(answer, truth):
 def test_text_is_cleaned_and_compared_whole(answer, truth):
     assert isinstance(canonical(answer), str) and rule_reward(box(answer), truth) == 1.5
     assert rule_reward(box(answer + "x"), truth) == 0.5
+
+
+@pytest.mark.parametrize("row", SAME.strip().splitlines())
+def test_signs_have_several_spellings(row):
+    spellings = re.split(r"\s\s+", row)
+    for answer, truth in itertools.product(spellings, repeat=2):
+        assert rule_reward(box(answer), truth) == 1.5, (answer, truth)
+        assert rule_reward(box(answer + "x"), truth) == 0.5
 
 
 def test_the_table_of_fair_verdicts():

@@ -155,8 +155,8 @@ def test_equal_totals_with_length_terms():
     lengths = torch.arange(11)
     for alpha, buffer, rewards in ((0, 10, [0.3 + n / 10 for n in range(11)]),
                                    (0.5, 0, [0.3 * (10 + n) for n in range(11)])):
-        rollout = types.SimpleNamespace(
-            rewards=reward.in_float64(rewards), mask=torch.arange(10) < lengths[:, None])
+        rollout = types.SimpleNamespace(rewards=torch.tensor(rewards, dtype=torch.float64),
+                                        mask=torch.arange(10) < lengths[:, None])
         reward.add_length_terms(rollout, 11, alpha, 10, buffer)
         assert is_flat(rollout.rewards, 11) and rollout.rewards.dtype == torch.float32
 
