@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -54,16 +55,12 @@ def token_logprobs(model, input_ids, labels, temperature=1.0, measure=False):
     With `measure` that is {"entropy": (N, S-1)}, in nats, of the distribution that each token was
     drawn from, detached; else {}. What rows begin with in common runs once.
     """
-    ids, is_label, runs, first, ends, copies = prefix_tree(input_ids, labels)     # U rows
-    at = is_label.flatten().nonzero()[:, 0]              # (M,): places in these rows
-    hidden = hidden_states(model, ids, runs, first, ends, at - 1)                 # (M, H)
-    at, targets, back = uploaded(model.device, at, ids.flatten()[at], first[copies, 1:])
+    tree = prefix_tree(input_ids, labels)                # with M labels that differ
+    hidden = hidden_states(model, tree)                  # (M, H): before each of them
+    targets, = uploaded(model.device, tree.ids.flatten()[tree.labelled])          # (M,)
     logprobs, measured = head_logprobs(model, hidden, targets, temperature, measure)
-
-    def in_rows(values):                                 # (M,) -> (N, S-1)
-        return values.new_zeros(ids.numel()).index_put((at,), values)[back]
-
-    return in_rows(logprobs), {name: in_rows(values) for name, values in measured.items()}
+    measured = {name: in_rows(tree, values) for name, values in measured.items()}
+    return in_rows(tree, logprobs), measured
 
 
 def sequence_logprob(model, input_ids, labels, temperature=1.0):
@@ -251,10 +248,10 @@ def head_logprobs(model, hidden, targets, temperature, measure):
 # fast family each of its T tokens runs once, in one long row; the last of a row predicts nothing.
 # Of an answer 2 to a prompt 7, and 3 4 and 3 5 6 to a prompt 8 8, the long row is  7 | 8 8 3 | 5:
 #
-#   row        place           first        is_label   runs       ends  nodes    queries  keys
-#   7 2        0  1            0 1          0 1        1 0        1     0        0        0
-#   8 8 3 4    5  6  7  8      5 6 7 8      0 0 1 1    1 1 1 0    3     1 2 3    1 2 3    1 2 3
-#   8 8 3 5 6  10 11 12 13 14  5 6 7 13 14  0 0 0 1 1  0 0 0 1 0  4     1 2 3 4  4        1 2 3 4
+#   row        place           first        labelled   runs       ends  nodes    queries  keys
+#   7 2        0  1            0 1             1       1 0        1     0        0        0
+#   8 8 3 4    5  6  7  8      5 6 7 8           7 8   1 1 1 0    3     1 2 3    1 2 3    1 2 3
+#   8 8 3 5 6  10 11 12 13 14  5 6 7 13 14     13 14   0 0 0 1 0  4     1 2 3 4  4        1 2 3 4
 #
 # A token's position is its column. Only attention mixes the tokens of a row: those that run in it
 # are its queries, and all up to the last of these are their keys.
@@ -262,49 +259,68 @@ def head_logprobs(model, hidden, targets, temperature, measure):
 BEHIND = 2**40                           # in place of an id behind the last label: it sorts last
 
 
-def prefix_tree(input_ids, labels):
-    """N rows of S tokens -> of the U different ones, sorted: ids, is_label, runs, first, (U, S).
+class Tree(NamedTuple):
+    """U different rows of S tokens, sorted. Places count the tokens of all rows, row after row.
 
-    Rows share tokens as long as ids and labels are the same. `first`: the place where a token
-    stands first; is_label and runs are true only there. Also ends (U,), how many tokens of a row
-    predict one; and copies (N,), which of the U rows each one is. All are on the CPU.
+    Rows share tokens as long as ids and labels are the same. All is in host memory.
     """
+
+    ids: torch.Tensor                    # (U, S) long
+    first: torch.Tensor                  # (U, S) long: the place where a token stands first
+    runs: torch.Tensor                   # (U, S) bool: it stands here first, and predicts one
+    nodes: torch.Tensor                  # (U, S) long: its place in the long row
+    ends: torch.Tensor                   # (U,) long: how many tokens of a row predict one
+    labelled: torch.Tensor               # (M,) long: where the M labels stand first
+    row_of: torch.Tensor                 # (N,) long: which of the U rows each given row is
+
+
+def prefix_tree(input_ids, labels):
+    """N rows of S tokens -> their Tree."""
     is_label = pad(labels[:, 1:] != IGNORE, (1, 0))      # (N, S); nothing predicts the first token
     column = torch.arange(labels.shape[1])
     ends = (is_label * column).amax(dim=1, keepdim=True).clamp(min=1)
     rows = (2 * input_ids + is_label).where(column <= ends, BEHIND)               # (N, S)
-    rows, copies = rows.unique(dim=0, return_inverse=True)                        # (U, S)
+    rows, row_of = rows.unique(dim=0, return_inverse=True)                        # (U, S)
     ends = (rows < BEHIND).sum(dim=1) - 1
     place = torch.arange(rows.numel()).view_as(rows)
     is_new = pad((rows[1:] != rows[:-1]).cummax(dim=1).values, (0, 0, 1, 0), value=True)
     first = place.where(is_new, 0).cummax(dim=0).values
     runs = is_new & (place[0] < ends[:, None])
-    return rows % BEHIND // 2, is_new & (rows % 2 == 1), runs, first, ends, copies
+    nodes = runs.flatten().cumsum(dim=0)[first] - 1
+    labelled = place[is_new & (rows % 2 == 1)]
+    return Tree(rows % BEHIND // 2, first, runs, nodes, ends, labelled, row_of)
 
 
-def hidden_states(model, ids, runs, first, ends, at):
-    """Run the body on the rows of a prefix_tree -> its hidden states at the places `at`, (M, H).
+def in_rows(tree, values):
+    """Values of the M labels -> (N, S-1), 0 where no label is."""
+    labelled, back = uploaded(values.device, tree.labelled, tree.first[tree.row_of, 1:])
+    return values.new_zeros(tree.ids.numel()).index_put((labelled,), values)[back]
+
+
+def hidden_states(model, tree):
+    """Run the body on the rows of a Tree -> its hidden state before each of the M labels, (M, H).
 
     A model of a fast family runs one long row, any other the padded rows.
     """
+    ids = tree.ids
+    before = tree.labelled - 1
     options = {}
     if is_fast(model):
-        nodes = runs.flatten().cumsum(dim=0)[first] - 1          # places in the long row, (U, S)
-        at = nodes.flatten()[at]
-        ids = ids[runs][None]                                                     # (1, T)
-        positions = runs.nonzero()[:, 1]                                          # (T,)
+        ids = ids[tree.runs][None]                                                # (1, T)
+        before = tree.nodes.flatten()[before]
+        positions = tree.runs.nonzero()[:, 1]                                     # (T,)
         mask = torch.tensor([[[[True]]]])                # else transformers makes its own
         positions, mask = uploaded(model.device, positions[None], mask)
         # transformers hands what it does not know on to the attention of every layer.
         attention = flash_attention if has_flash(model) else padded_attention
-        attend = attention(model, nodes, runs, ends)
+        attend = attention(model, tree)
         options = dict(position_ids=positions, attention_mask=mask, attend=attend)
-    ids, at = uploaded(model.device, ids, at)
+    ids, before = uploaded(model.device, ids, before)
     body = model.get_decoder()                           # what returns hidden states
     if body is model:                                    # as Llama 4 says
         body = model.base_model.model
     hidden = body(input_ids=ids, use_cache=False, **options).last_hidden_state
-    return hidden.flatten(0, 1)[at]
+    return hidden.flatten(0, 1)[before]
 
 
 def has_flash(model):
@@ -314,10 +330,11 @@ def has_flash(model):
             and torch.backends.cuda.is_flash_attention_available())
 
 
-def flash_attention(model, nodes, runs, ends):
+def flash_attention(model, tree):
     """-> attention of the long row by flash attention: each row's queries with its keys."""
-    keys = nodes[torch.arange(nodes.shape[1]) < ends[:, None]]                    # (K,)
-    lengths = torch.stack((runs.sum(dim=1), ends))       # of queries and of keys: (2, U)
+    column = torch.arange(tree.nodes.shape[1])                                    # (S,)
+    keys = tree.nodes[column < tree.ends[:, None]]                                # (K,)
+    lengths = torch.stack((tree.runs.sum(dim=1), tree.ends))     # of queries and of keys: (2, U)
     longest = lengths.amax(dim=1).tolist()
     # Where the queries and keys of each row begin: (2, U + 1)
     bounds = pad(lengths.cumsum(dim=1), (1, 0)).int()
@@ -332,34 +349,34 @@ def flash_attention(model, nodes, runs, ends):
     return attend
 
 
-def padded_attention(model, nodes, runs, ends):
+def padded_attention(model, tree):
     """-> attention of the long row without flash attention: one call for rows of similar size."""
-    nodes = pad(nodes, (0, -nodes.shape[1] % 16))        # else CUDA copies the mask in every layer
+    nodes = pad(tree.nodes, (0, -tree.nodes.shape[1] % 16))      # else CUDA copies masks, per layer
     column = torch.arange(nodes.shape[1])                                         # (S,)
-    counts = runs.sum(dim=1)                             # of a row's queries: its last tokens
+    counts = tree.runs.sum(dim=1)                        # of a row's queries: its last tokens
     sizes = 2 ** counts.log2().ceil().clamp(min=4)       # 16, 32, 64, ...
     calls = []
     slots = []
     for A in sizes.int().unique().tolist():
         rows = sizes == A                                # M of them
-        longest = int(ends[rows].max())
+        longest = int(tree.ends[rows].max())
         keys = nodes[rows, :longest + -longest % 16]                              # (M, K)
         # The columns of a row's queries, from its last one back
-        at = (ends[rows, None] - 1 - column[:A]).clamp(min=0)                     # (M, A)
+        position = (tree.ends[rows, None] - 1 - column[:A]).clamp(min=0)          # (M, A)
         is_query = column[:A] < counts[rows, None]
-        queries = nodes[rows].gather(1, at)                                       # (M, A)
-        is_hidden = column[:keys.shape[1]] > at[:, None, :, None]                 # (M, 1, A, K)
+        queries = nodes[rows].gather(1, position)                                 # (M, A)
+        is_hidden = column[:keys.shape[1]] > position[:, None, :, None]           # (M, 1, A, K)
         mask = torch.where(is_hidden, -torch.inf, 0.0).to(model.dtype)
         calls.append(uploaded(model.device, queries, keys, mask))
         slots.append(queries.where(is_query, -1).flatten())
     # The way back: every token stands once among the queries, and -1 sorts before them all.
-    back, = uploaded(model.device, torch.cat(slots).argsort()[-int(runs.sum()):])         # (T,)
+    back, = uploaded(model.device, torch.cat(slots).argsort()[-int(counts.sum()):])       # (T,)
 
     def attend(q, k, v, scaling):
         if q.is_cuda:
             # As many key heads as query heads, or CUDA takes a slow kernel that holds all scores.
-            copies = q.shape[1] // k.shape[1]
-            k, v = (x.repeat_interleave(copies, dim=1) for x in (k, v))           # (T, Hq, D)
+            repeats = q.shape[1] // k.shape[1]
+            k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))          # (T, Hq, D)
         found = []
         for queries, keys, mask in calls:
             padded = []                                  # (M, H, A, D), then twice (M, H, K, D)
@@ -398,16 +415,21 @@ def cut_rows(input_ids, labels, token_budget, share):
     fits stays whole. Else rows are padded, and sorted by length: so there is little padding. Rows
     that are equal run once, count once and stay together.
     """
-    _, _, runs, _, ends, copies = prefix_tree(input_ids, labels)
-    order = torch.arange(len(ends)) if share else ends.argsort(descending=True)
-    total = [0, *runs.sum(dim=1).cumsum(dim=0).tolist()]         # tokens that run before a row
-    again = ((ends - runs.sum(dim=1)) * share).tolist()          # and run again if a cut is there
-    ends = ends[order].tolist()
+    # Rows that have 5, 6 and 4 tokens run 5, 2 and 3 of them if they share 4 and 1 with the row
+    # above. Together they are 10 tokens; a cut before the last one makes it run its 1 again.
+    tree = prefix_tree(input_ids, labels)
+    order = tree.ends.argsort(descending=True)
+    if share:
+        order = torch.arange(len(order))
+    lengths = tree.ends[order].tolist()
+    counts = tree.runs.sum(dim=1)
+    before = [0, *counts.cumsum(dim=0).tolist()]         # of a row: the tokens that run above it
+    again = ((tree.ends - counts) * share).tolist()      # those that it runs again after a cut
 
     def tokens(start, stop):                             # of the rows from start on, before stop
         if share:
-            return total[stop] - total[start] + again[start]
-        return ends[start] * (stop - start)
+            return before[stop] - before[start] + again[start]
+        return lengths[start] * (stop - start)
 
     best = [(0, 0)]      # of the rows before `stop`: the fewest tokens that run again, the last cut
     for stop in range(1, len(order) + 1):
@@ -418,8 +440,8 @@ def cut_rows(input_ids, labels, token_budget, share):
     stop = len(order)
     while stop:
         _, start = best[stop]
-        is_chosen = torch.isin(copies, order[start:stop])                         # (N,)
-        found.append((is_chosen.nonzero()[:, 0], max(ends[start:stop]) + 1))
+        is_chosen = torch.isin(tree.row_of, order[start:stop])                    # (N,)
+        found.append((is_chosen.nonzero()[:, 0], max(lengths[start:stop]) + 1))
         stop = start
     return found[::-1]
 
