@@ -109,22 +109,26 @@ def over_batch_std(values, all_rows):
     return values / (batch.std(correction=0) + 1e-8)
 
 
-def gdpo_advantages(reward_parts, weights, group_size=8, all_rows=None):
+def gdpo_advantages(reward_parts, reward_weights=None, group_size=8, all_rows=None):
     """GDPO, arXiv 2601.05242: each of K rewards is normalised in its group on its own -> (N,).
 
     A_i = s_i / std of all s in the batch, s_i = sum_k w_k z_k,i, where z_k,i is the k-th reward of
-    answer i minus its group's mean, divided by its group's std. reward_parts (K, N): the rewards. A
-    NaN does not apply to its answer: it adds 0 there, and nothing to mean and std. weights (K,).
-    `all_rows(sums)` gives the sums of all GPUs, whose answers are one batch.
+    answer i minus its group's mean, divided by its group's std. reward_parts {name: (N,)}: the K
+    rewards. A NaN does not apply to its answer: it adds 0 there, and nothing to mean and std.
+    reward_weights: K numbers, by default 1. `all_rows(sums)` gives the sums of all GPUs, whose
+    answers are one batch.
     """
-    sums = torch.zeros(reward_parts.shape[1], dtype=torch.float64)           # (N,)
-    for rewards, weight in zip(reward_parts, weights):
-        for rows in torch.arange(len(sums)).split(group_size):
+    weights = reward_weights or [1.0] * len(reward_parts)
+    sums = 0.0
+    for rewards, weight in zip(reward_parts.values(), weights):
+        scores = torch.zeros(len(rewards), dtype=torch.float64)              # (N,)
+        for rows in torch.arange(len(rewards)).split(group_size):
             rows = rows[~rewards[rows].isnan()]
-            sums[rows] += weight * z_scores(rewards[rows])
+            scores[rows] = z_scores(rewards[rows])
+        sums = sums + weight * scores
     # Scores that cancel leave rounding and eps, which a std as small would make advantages of 1.
     sums[sums.abs() < 1e-6 * max(map(abs, weights))] = 0
-    return over_batch_std(sums, all_rows).to(reward_parts)
+    return over_batch_std(sums, all_rows)
 
 
 def pooled_advantages(spans, mask, group_size):
@@ -196,7 +200,7 @@ def shapley_shares(rewards):
     return shares[order.argsort()]                                           # in their old order
 
 
-def gtpo_advantages(rewards, entropies, mask, group_size=8, right=None, a1=1.0, a2=0.1,
+def gtpo_advantages(rewards, entropy, mask, group_size=8, right=None, a1=1.0, a2=0.1,
                     normalize=True):
     """GTPO, arXiv 2508.04349: every token's own entropy shapes its reward, (N,) -> (N, S-1).
 
@@ -209,7 +213,7 @@ def gtpo_advantages(rewards, entropies, mask, group_size=8, right=None, a1=1.0, 
     `normalize=False` is the reward before it. A group that is all right or all wrong is ranked by
     entropy alone: dynamic sampling would drop it.
 
-    `entropies` H (N, S-1) of the old policy in nats, read where `mask` is true. `right` (N,) bool:
+    `entropy` H (N, S-1) of the old policy in nats, read where `mask` is true. `right` (N,) bool:
     which answers are right, by default those with a positive reward. a1 and a2, the weights of
     reward and entropy, are the theory's.
     """
@@ -217,7 +221,7 @@ def gtpo_advantages(rewards, entropies, mask, group_size=8, right=None, a1=1.0, 
     if right is None:
         right = rewards > 0
     on = mask.unflatten(0, (-1, group_size))                                      # (B, G, S-1)
-    H = entropies.detach().double().clamp(min=SMALLEST_ENTROPY)
+    H = entropy.detach().double().clamp(min=SMALLEST_ENTROPY)
     H = H.view(on.shape)                                                          # (B, G, S-1)
     r = rewards.view(-1, group_size, 1)                                           # (B, G, 1)
     right = right.view(r.shape)
@@ -236,10 +240,10 @@ def gtpo_advantages(rewards, entropies, mask, group_size=8, right=None, a1=1.0, 
     return shaped.flatten(0, 1).float()                                           # (N, S-1)
 
 
-def grpo_s_advantages(rewards, entropies, mask, group_size=8, right=None, a1=1.0, a2=0.1,
+def grpo_s_advantages(rewards, entropy, mask, group_size=8, right=None, a1=1.0, a2=0.1,
                       normalize=True):
     """GRPO-S, the same paper: GTPO as if an answer were one token that has its mean entropy."""
-    H = entropies.double()                           # else rounding would rank equal answers
+    H = entropy.double()                           # else rounding would rank equal answers
     H = H.where(mask, torch.nan)                                                  # (N, S-1)
     mean = H.nanmean(dim=1, keepdim=True)            # NaN without a token, which is not read
     answered = mask.any(dim=1, keepdim=True)                                      # (N, 1)
@@ -247,7 +251,8 @@ def grpo_s_advantages(rewards, entropies, mask, group_size=8, right=None, a1=1.0
 
 
 # The words of --advantage. train.py's advantages_of hands every function what its parameters name:
-# rewards, group_size, mask, entropies, right, candidates, reward_parts and weights, all_rows.
+# a column of the rollout (rewards, mask, reward_parts), what is measured (entropy), a setting
+# (group_size, scale_by_std, reward_weights); or right, candidates, all_rows.
 ADVANTAGES = {
     "group": group_advantages,
     "leave-one-out": leave_one_out_advantages,

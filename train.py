@@ -106,16 +106,16 @@ def train_step(parts, batch, s):
 
     # [D] pi_old: the log-probs of the policy that drew the answers. The first update finds them on
     # its way, but mini-batches and advantages by entropy need them before it.
-    if s.minibatches > 1 or "entropies" in signature(advantage_function(s)).parameters:
-        keep_old_logprobs(parts, rollout, s, all_token_logprobs(
-            parts.policy_model, rollout, s, measure=True))
+    if s.minibatches > 1 or "entropy" in signature(advantage_function(s)).parameters:
+        rollout.old_logprobs, rollout.measured = all_token_logprobs(parts.policy_model, rollout, s)
+        check_sampler(parts, rollout, s)
 
     # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if every token has its own.
     rollout.advantages = advantages_of(parts, rollout, s)
 
     # [D] The reference's log-probs of the same tokens
     if parts.ref_model:
-        rollout.ref_logprobs, _ = all_token_logprobs(parts.ref_model, rollout, s)
+        rollout.ref_logprobs, _ = all_token_logprobs(parts.ref_model, rollout, s, measure=False)
 
     # [D] [E] [F] One gradient step, or several. From the second on the answers are those of an
     # older policy: the ratio and its clip correct for that.
@@ -132,7 +132,8 @@ def update(parts, rollout, s):
     """One gradient step on these rows -> its metrics."""
     sums, scored = backward(parts, rollout, s)
     if rollout.old_logprobs is None:  # no weight has moved: what [D] has found is pi_old's
-        keep_old_logprobs(parts, rollout, s, collected(rollout, scored))
+        rollout.old_logprobs, rollout.measured = collected(rollout, scored)
+        check_sampler(parts, rollout, s)
     # [G] The gradient step. One that is not finite is skipped and counted.
     grad_norm = clip_grad_norm_(finished_gradients(parts.optimizer), s.max_grad_norm)
     metrics = mean_of_ranks({**sums, "grad_norm": whole_of(grad_norm)})
@@ -154,7 +155,7 @@ def backward(parts, rollout, s):
     parts.optimizer.zero_grad()
     for rows, micro in micro_batches(parts.policy_model, rollout, s):
         # [D] of the policy as it is now, with a gradient: (n, width-1)
-        logp, measured = token_logprobs_of(parts.policy_model, micro, s, measure=True)
+        logp, measured = token_logprobs_of(parts.policy_model, micro, s)
         scored.append((rows, logp.detach(), measured))
         # [E] [F] against the policy that drew the answers, and against the reference
         micro = sample.on_device(micro, logp.device)
@@ -243,7 +244,6 @@ def scored_groups(parts, batch, s):
     policy = sampling_model(parts.policy_model)
     rollout, seconds = answers_and_rewards(policy, parts, batch, s)
     resampled = 0
-    B = len(batch.prompts)
     G = s.group_size
     # A group that is still flat after the last attempt stays, with advantages of 0.
     for attempt in range(1, s.max_resample + 1):
@@ -257,10 +257,9 @@ def scored_groups(parts, batch, s):
         seconds += spent
         both = sample.joined(rollout, drawn)
         # B groups stay: first those that teach, the old ones before the new ones, then flat ones.
-        flat = is_flat(both.rewards, G).int()                                          # (B + n,)
-        stay = flat.argsort(stable=True)[:B]                                           # (B,)
-        rows = stay[:, None] * G + torch.arange(G)                                     # (B, G)
-        rollout = sample.take(both, rows.flatten().tolist())
+        flat = is_flat(both.rewards, G).repeat_interleave(G)                           # (N + n G,)
+        rows = flat.int().argsort(stable=True)[:len(rollout.responses)]                # (N,)
+        rollout = sample.take(both, rows)
     return rollout, resampled, seconds
 
 
@@ -294,40 +293,30 @@ def advantage_function(s):
 def advantages_of(parts, rollout, s):
     """[C] by --advantage: (N,), or (N, S-1) if every token has its own.
 
-    Its function gets what its parameters name; only that is computed.
+    Its function gets what its parameters name: columns of the rollout, and settings.
     """
-    columns = {
-        "rewards": lambda: rollout.rewards,
-        "mask": lambda: rollout.mask,
-        "step_rewards": lambda: rollout.step_rewards,
-        "entropies": lambda: rollout.measured["entropy"],
-        # By rewards other than the rule's an answer is right if its reward is positive.
-        "right": lambda: None if parts.reward_of else is_right(rollout.rule_rewards),
-        "reward_parts": lambda: torch.stack([*rollout.reward_parts.values()]),         # (K, N)
-        "weights": lambda: s.reward_weights or [1.0] * len(rollout.reward_parts),
-        "candidates": lambda: candidates_of(rollout, parts.tokenizer, s.group_size),
-        "group_size": lambda: s.group_size,
-        "scale_by_std": lambda: s.scale_by_std,
-        "all_rows": lambda: all_rows,
-    }
     function = advantage_function(s)
-    asked = reward.asked_of(function, columns)
+    columns = vars(s) | vars(rollout) | (rollout.measured or {})
+    columns |= {"mask": rollout.mask, "all_rows": all_rows}
+    if not parts.reward_of:  # by other rewards than the rule's a positive one is right
+        columns["right"] = is_right(rollout.rule_rewards)
+    if "candidates" in signature(function).parameters:  # which take a while
+        columns["candidates"] = candidates_of(rollout, parts.tokenizer)
     with blame(f"--advantage {s.advantage}:"):  # MaxRL, say, refuses negative rewards
-        advantages = function(**{name: column() for name, column in asked.items()}).float()
+        advantages = function(**reward.asked_of(function, columns)).float()
     if s.clip_advantages:
         advantages = advantages.clamp(-s.clip_advantages, s.clip_advantages)
     return advantages
 
 
-def candidates_of(rollout, tokenizer, group_size):
+def candidates_of(rollout, tokenizer):
     """For --advantage shape: the boxes of each answer, see reward.boxed_candidates."""
     words = [sample.words_of(tokenizer, ids) for ids in rollout.answer_ids]
-    truths = truths_of(rollout.problems[::group_size])
-    return reward.boxed_candidates(words, truths, group_size)
+    return reward.boxed_candidates(words, truths_of(rollout.problems))
 
 
 @torch.no_grad()
-def all_token_logprobs(model, rollout, s, measure=False):
+def all_token_logprobs(model, rollout, s, measure=True):
     """[D] of the whole rollout: log-probs (N, S-1), what is measured {name: (N, S-1)}."""
     return collected(rollout, [(rows, *token_logprobs_of(model, micro, s, measure))
                                for rows, micro in micro_batches(model, rollout, s)])
@@ -335,14 +324,11 @@ def all_token_logprobs(model, rollout, s, measure=False):
 
 def collected(rollout, scored):
     """[D] of micro-batches: (rows, log-probs, measured)s -> the same of the whole rollout."""
-    logprobs = torch.zeros_like(rollout.logprobs)                                      # (N, S-1)
-    measured = defaultdict(partial(torch.zeros_like, logprobs))
-    for rows, logp, found in scored:
-        width = logp.shape[1]
-        logprobs[rows, :width] = logp.cpu()
-        for name, values in found.items():
-            measured[name][rows, :width] = values.cpu()
-    return logprobs, measured
+    columns = defaultdict(partial(torch.zeros_like, rollout.logprobs))                 # (N, S-1)
+    for rows, logp, measured in scored:
+        for name, values in {"logp": logp, **measured}.items():
+            columns[name][rows, :logp.shape[1]] = values.cpu()
+    return columns.pop("logp"), columns
 
 
 def micro_batches(model, rollout, s):
@@ -355,10 +341,10 @@ def micro_batches(model, rollout, s):
     missing = max(from_all_ranks(len(cuts))) - len(cuts)
     cuts += [(torch.tensor([0]), 2)] * missing
     for rows, width in sample.ticking(cuts, desc="micro-batches"):
-        yield rows, sample.take(rollout, rows.tolist(), width)
+        yield rows, sample.take(rollout, rows, width)
 
 
-def token_logprobs_of(model, micro, s, measure):
+def token_logprobs_of(model, micro, s, measure=True):
     """[D] of one micro-batch: log-probs (n, width-1), what is measured {name: (n, width-1)}."""
     # A sharded model must be entered through a method that FSDP knows: see shard().
     score = getattr(model, "token_logprobs", partial(token_logprobs, model))
@@ -371,14 +357,7 @@ def mini_batches(rollout, s):
     if s.minibatches == 1:
         return [rollout]  # itself: its first update adds old_logprobs
     groups = torch.arange(len(rollout.responses)).view(-1, s.group_size)               # (B, G)
-    return [sample.take(rollout, rows.flatten().tolist())
-            for rows in groups.tensor_split(s.minibatches)]
-
-
-def keep_old_logprobs(parts, rollout, s, found):
-    """Keep [D] of the policy that drew the answers, and compare it with the sampler's."""
-    rollout.old_logprobs, rollout.measured = found
-    check_sampler(parts, rollout, s)
+    return [sample.take(rollout, rows.flatten()) for rows in groups.tensor_split(s.minibatches)]
 
 
 def check_sampler(parts, rollout, s):

@@ -173,10 +173,11 @@ def gdpo_reference(parts, weights, group_size):
 ])
 def test_gdpo_is_its_formula(parts, weights):
     for dtype, tolerance in ((torch.float64, 1e-7), (torch.float32, 1e-6)):
-        advantages = gdpo_advantages(torch.tensor(parts, dtype=dtype), weights, 4)
-        assert advantages.dtype == dtype
+        advantages = gdpo_advantages(dict(enumerate(torch.tensor(parts, dtype=dtype))), weights, 4)
+        assert advantages.dtype == torch.float64
         assert_close(advantages, gdpo_reference(parts, weights, 4), tolerance)
-    assert gdpo_advantages(torch.full((2, 7), 0.7), (1, 1), 7).tolist() == [0.0] * 7
+    equal = dict.fromkeys("ab", torch.full((7,), 0.7))
+    assert gdpo_advantages(equal, None, 7).tolist() == [0.0] * 7
 
 
 def shapley_by_definition(rewards):
@@ -328,6 +329,6 @@ def test_entropies_of_zero_or_equal(level, entropy):
 def test_refusals(rewards, group_size, reason):
     mask = torch.ones(len(rewards), 2) > 0
     for refuse in (group_advantages, leave_one_out_advantages, *(
-            partial(shaped, entropies=mask + 0.0, mask=mask) for shaped in BY_LEVEL.values())):
+            partial(shaped, entropy=mask + 0.0, mask=mask) for shaped in BY_LEVEL.values())):
         with value_error(reason):
             refuse(torch.tensor(rewards), group_size=group_size)

@@ -168,9 +168,9 @@ def test_equal_totals_with_length_terms():
     ((1, 1), [(1.5, 0), (0.5, 0.1)])])
 def test_scores_of_gdpo_that_cancel_are_no_advantage(weights, parts):
     rollout = summed(weights, [[float(value) for value in row] for row in parts * 2])
-    both = torch.stack([*rollout.reward_parts.values()])
-    assert gdpo_advantages(both, weights, 2).tolist() == [0.0] * 4
-    assert gdpo_advantages(both.float(), weights, 2).tolist() == [0.0] * 4
+    for dtype in (torch.float64, torch.float32):
+        both = {name: values.to(dtype) for name, values in rollout.reward_parts.items()}
+        assert gdpo_advantages(both, weights, 2).tolist() == [0.0] * 4
 
 
 def test_a_group_of_equal_totals_teaches_nothing(tmp_path):
