@@ -146,20 +146,20 @@ def test_graphs_are_kept_and_see_updated_weights(tiny, graphs):
     for shape in shapes:
         drawn(model, tiny, **shape)
     captured = graphs["captured"]
-    for past in sum(sample.KEPT[model].past.values(), []):   # not even a NaN shows
+    for past in sum(sample.DECODERS[model].past.values(), []):   # not even a NaN shows
         past.fill_(torch.nan)
-    sample.KEPT[model].mask.fill_(False)
+    sample.DECODERS[model].mask.fill_(False)
     for shape in shapes:
         found = drawn(model, tiny, **shape)
         expected = drawn(copy.deepcopy(model).cpu(), tiny, **shape)
         assert torch.equal(found.labels.cpu(), expected.labels)
     assert graphs["captured"] == captured
-    sample.release()
+    sample.DECODERS.clear()
     drawn(model, tiny)
-    assert graphs["captured"] > captured and (16, 256, 1.0) in sample.KEPT[model].graphs
+    assert graphs["captured"] > captured and (16, 256, 1.0) in sample.DECODERS[model].graphs
     del model, past
     gc.collect()
-    assert not sample.KEPT                                   # it does not outlive its model
+    assert not sample.DECODERS                                   # it does not outlive its model
 
 
 @pytest.mark.parametrize("changes, captures", [
@@ -189,18 +189,18 @@ def test_answers_that_need_several_blocks_of_slots(tiny, graphs):
         found = drawn(model, (None, tokenizer), max_new_tokens=tokens)
     expected = drawn(copy.deepcopy(model).cpu(), (None, tokenizer), max_new_tokens=tokens)
     assert torch.equal(found.labels.cpu(), expected.labels)
-    assert {length for _, length, _ in sample.KEPT[model].graphs} >= {256, 512, 768}
+    assert {length for _, length, _ in sample.DECODERS[model].graphs} >= {256, 512, 768}
 
 
 def test_a_step_runs_once_before_its_capture(tiny, graphs, monkeypatch):
     """What CUDA and cuBLAS make at a kernel's first launch cannot be made in a capture."""
     captured = []
 
-    def forward(*given, real=sample.Step.forward):
+    def forward(*given, real=sample.Decoder.forward):
         captured.append(torch.cuda.is_current_stream_capturing())
         return real(*given)
 
-    monkeypatch.setattr(sample.Step, "forward", forward)
+    monkeypatch.setattr(sample.Decoder, "forward", forward)
     drawn(random_policy(), tiny)
     assert captured == [False, True] * graphs["captured"]
 

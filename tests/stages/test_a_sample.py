@@ -110,7 +110,7 @@ def test_the_loop_draws_what_the_definition_draws(monkeypatch, name, plain, temp
         expected, theirs = plain_answer(model, prompts[n // 3], u[n], temperature, ENDS)
         assert ids == expected and logprobs == pytest.approx(theirs, abs=1e-5)
     assert len(found) == 12 and sample.PLAIN == plain
-    assert model not in sample.KEPT                      # no graphs to keep on a CPU
+    assert model not in sample.DECODERS                      # no graphs to keep on a CPU
 
 
 @pytest.mark.parametrize("T", [1, 6])
@@ -317,10 +317,10 @@ def test_nothing_is_run_twice_or_for_nothing(model, config, runs):
 
 
 def test_a_step_that_fails_leaves_the_model_as_it_was(monkeypatch):
-    """And --plain, which takes no Step, goes on to the same answers."""
+    """And --plain, which takes no Decoder, goes on to the same answers."""
     model = small_model("llama").bfloat16()
     expected = sample_groups(model.float(), TOKENIZER, PROMPTS, 3, 8, 1.0, seeded())
-    monkeypatch.setattr(sample.Slots, "update", raises(TypeError("no such argument")))
+    monkeypatch.setattr(sample.Decoder, "update", raises(TypeError("no such argument")))
     for each in (model.bfloat16(), model.float()):
         with pytest.raises(TypeError):
             sample_groups(each, TOKENIZER, PROMPTS, 3, 8, 1.0, seeded())
