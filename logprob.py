@@ -276,6 +276,7 @@ class Tree(NamedTuple):
 
 def prefix_tree(input_ids, labels):
     """N rows of S tokens -> their Tree."""
+    input_ids, labels = input_ids.cpu(), labels.cpu()    # FSDP has moved them to its card
     is_label = pad(labels[:, 1:] != IGNORE, (1, 0))      # (N, S); nothing predicts the first token
     column = torch.arange(labels.shape[1])
     ends = (is_label * column).amax(dim=1, keepdim=True).clamp(min=1)

@@ -265,7 +265,7 @@ def test_logits_are_not_rounded_to_half_precision(tiny):
         model.lm_head.weight += 16 * torch.randn(32, generator=seeded()).to(CUDA)  # one for all
         rollout = drawn(model, tiny)
         found, _ = token_logprobs(model, rollout.input_ids, rollout.labels)
-        hidden = model.model(rollout.input_ids).last_hidden_state[:, :-1].cpu().double()
+        hidden = model.model(rollout.input_ids.to(CUDA)).last_hidden_state[:, :-1].cpu().double()
     logits = hidden @ model.lm_head.weight.detach().cpu().double().T
     expected = logits.log_softmax(dim=2).gather(2, rollout.input_ids.cpu()[:, 1:, None])[:, :, 0]
     for logprobs in (rollout.logprobs, found):
@@ -281,8 +281,6 @@ def updates(device, dtype, loss_scale=None):
     rollout.advantages = group_advantages(REWARDS, 4)
     with torch.no_grad():
         rollout.ref_logprobs, _ = token_logprobs(p.ref_model, rollout.input_ids, rollout.labels)
-    for name in ("input_ids", "labels", "logprobs", "finished", "advantages", "ref_logprobs"):
-        setattr(rollout, name, getattr(rollout, name).to(device))
     p.policy_model.to(device, dtype)
     p.optimizer = train.make_optimizer(p.policy_model, p.settings)
     if loss_scale:
