@@ -1313,64 +1313,62 @@ def counted_ways(s):
 def memory(s, model, device):
     """The memory of a step on each process: {what: bytes}. `model` may be on the meta device."""
     shape = logprob.shape_of(model)
-    kept = logprob.kept_per_token(model, s.gradient_checkpointing)
     size = model.dtype.itemsize
     n = model.num_parameters()
-    trained = n if s.is_whole else n // world()  # by one process
-    count = Counter(policy=n * size)  # the rows that apply
-    if not s.is_whole:  # beside the whole copy that samples
-        count["policy's shard"] = trained * size
-    if s.kl_coef:
-        count["reference"] = trained * size
+    held = trained = n if s.is_whole else n // world()  # by one process
     weights = list(model.parameters())
     if s.lora_rank:
         weights = [linear.weight for linear in linears_of(model).values()]
         trained = s.lora_rank * sum(sum(W.shape) for W in weights)  # the factors
-        if not s.offload and (s.renew_reference or not s.kl_coef):  # else the reference has them
-            count["LoRA's first weights"] = sum(W.nbytes for W in weights)
-    largest = 4 * max(W.numel() for W in weights)
-    if s.offload and size < 4 and not s.lora_rank:
-        # The moments, and pinned masters and gradients: torch pins powers of two (pytorch 150517).
-        pinned = [1 << (4 * W.numel() - 1).bit_length() for W in weights]
-        host = 8 * trained + 2 * sum(pinned)
-    else:
-        host = n * size  # all weights, when they are loaded
-        count["AdamW's two moments"] = 8 * trained
-        if size < 4 or s.lora_rank:
-            count["float32 masters"] = 4 * trained
-    if s.reward_model:
-        judge = model_without_storage("--reward-model", s.reward_model, torch.float32,
-                                      AutoModelForSequenceClassification)
-        count["reward model"] = judge.num_parameters() * (16 if s.renew_reference else 4)
-    rows = s.prompts_per_step * s.group_size // world()
-    keys = shape.layers * shape.keys * size  # of one token; its values are as large
-    count["key/value cache"] = 2 * rows * (PROMPT + s.answer_tokens) * keys
-    count["logits of the draw"] = 12 * rows * shape.vocab
-    head = 4 * shape.vocab * shape.hidden  # in float32
+    on_host = s.offload and size < 4 and not s.lora_rank  # masters and moments
     gradients = 4 * trained
+    head = 4 * shape.vocab * shape.hidden  # in float32
     of_logits = 12 * logprob.logits_at_a_time(s.micro_batch_tokens, shape.vocab)
     if s.lora_rank:
-        gradients += largest  # a master, too
+        gradients += 4 * max(W.numel() for W in weights)  # a master, too
     else:
         of_logits += head
-    kept *= s.micro_batch_tokens * size
+    kept = logprob.kept_per_token(model, s.gradient_checkpointing) * s.micro_batch_tokens * size
+    rows = s.prompts_per_step * s.group_size // world()
+    keys = shape.layers * shape.keys * size  # of one token; its values are as large
+    program = packed = judge = 0
     if device.type == "cpu":
         # torch itself; of the head a float32 copy, or if it is tied a second gradient
-        count["the program"] = 5e8 + head
+        program = 5e8 + head
         if rows * (PROMPT / s.group_size + s.answer_tokens) <= s.micro_batch_tokens:
             # In one backward pass gradients take the place of what was kept; in bfloat16 half do.
             kept = max(0, kept - size * trained)
         else:
             kept *= 1.15  # not all of one micro-batch fits where another was freed
         if rows <= sample.CPU_ROWS:  # once more; a rollout needs nothing of the update's
-            count["a rollout's packed weights"] = max(0, n * size - gradients - kept - of_logits)
-    count["gradients, float32"] = gradients
-    count["kept for the backward pass"] = kept
-    count["logits, their gradients"] = of_logits
+            packed = max(0, n * size - gradients - kept - of_logits)
+    if s.reward_model:
+        judge = model_without_storage("--reward-model", s.reward_model, torch.float32,
+                                      AutoModelForSequenceClassification).num_parameters()
+    # LoRA needs the first weights; a reference that stays has them, and so has the host.
+    needs_first = s.lora_rank and not s.offload and (s.renew_reference or not s.kl_coef)
+    count = Counter({
+        "policy": n * size,
+        "policy's shard": 0 if s.is_whole else held * size,  # beside the whole copy that samples
+        "reference": held * size if s.kl_coef else 0,
+        "LoRA's first weights": sum(W.nbytes for W in weights) if needs_first else 0,
+        "AdamW's two moments": 0 if on_host else 8 * trained,
+        "float32 masters": 4 * trained if s.lora_rank or size < 4 and not on_host else 0,
+        "reward model": judge * (16 if s.renew_reference else 4),
+        "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * keys,
+        "logits of the draw": 12 * rows * shape.vocab,
+        "the program": program,
+        "a rollout's packed weights": packed,
+        "gradients, float32": gradients,
+        "kept for the backward pass": kept,
+        "logits, their gradients": of_logits})
     count[DEVICE] = count.total()
-    if device.type != "cpu":  # a checkpoint goes through it
-        host = max(host, 12 * trained)
-    count[HOST] = host
+    host = n * size  # all weights, when they are loaded
+    if on_host:
+        # The moments, and pinned masters and gradients: torch pins powers of two (pytorch 150517).
+        host = 8 * trained + 2 * sum(1 << (4 * W.numel() - 1).bit_length() for W in weights)
+    # A checkpoint goes through it.
+    count[HOST] = host if device.type == "cpu" else max(host, 12 * trained)
     return count
 
 
@@ -1383,7 +1381,8 @@ def print_memory(s):
     for name in MEMORY_FLAGS:
         table[flag_of(name)] = ["yes" if getattr(way, name) else "" for way in ways]
     for what in counts[0]:
-        table[what] = [f"{count[what] / 1e9:.2f}" for count in counts]
+        if any(count[what] for count in counts):
+            table[what] = [f"{count[what] / 1e9:.2f}" for count in counts]
     for what, cells in table.items():
         print0(f"{what:30}" + "".join(f"{cell:>8}" for cell in cells))
     if not fitting:
