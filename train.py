@@ -153,12 +153,12 @@ def backward(parts, rollout, s):
     sums = Counter()  # Counter.update adds
     scored = []
     parts.optimizer.zero_grad()
-    for rows, micro in micro_batches(parts.policy_model, rollout, s):
+    for rows, width in micro_batches(parts.policy_model, rollout, s):
         # [D] of the policy as it is now, with a gradient: (n, width-1)
-        logp, measured = token_logprobs_of(parts.policy_model, micro, s)
+        logp, measured = token_logprobs_of(parts.policy_model, rollout, rows, width, s)
         scored.append((rows, logp.detach(), measured))
         # [E] [F] against the policy that drew the answers, and against the reference
-        micro = sample.on_device(micro, logp.device)
+        micro = sample.take(rollout, rows, width, logp.device)
         loss, metrics = grpo_loss(logp, micro.old_logprobs, micro.ref_logprobs, micro.advantages,
                                   loss_mask(micro, s), **loss_options(micro, s), **sizes)
         (loss * loss_scale_of(parts.optimizer)).backward()  # the scale is 1, except in float16
@@ -318,8 +318,8 @@ def candidates_of(rollout, tokenizer):
 @torch.no_grad()
 def all_token_logprobs(model, rollout, s, measure=True):
     """[D] of the whole rollout: log-probs (N, S-1), what is measured {name: (N, S-1)}."""
-    return collected(rollout, [(rows, *token_logprobs_of(model, micro, s, measure))
-                               for rows, micro in micro_batches(model, rollout, s)])
+    return collected(rollout, [(rows, *token_logprobs_of(model, rollout, rows, width, s, measure))
+                               for rows, width in micro_batches(model, rollout, s)])
 
 
 def collected(rollout, scored):
@@ -332,7 +332,7 @@ def collected(rollout, scored):
 
 
 def micro_batches(model, rollout, s):
-    """Yield each micro-batch: its rows (n,), and a Rollout of them, as wide as the longest."""
+    """The rows (n,) of each micro-batch and the width of the longest of them, on a bar."""
     cuts = logprob.cut_rows(rollout.input_ids, rollout.labels, s.micro_batch_tokens,
                             logprob.is_fast(model))
     # Answers differ in length, so GPUs may have different numbers of micro-batches. All must run
@@ -340,12 +340,12 @@ def micro_batches(model, rollout, s):
     # tokens of a prompt. They are not in the mask, so they count for nothing.
     missing = max(from_all_ranks(len(cuts))) - len(cuts)
     cuts += [(torch.tensor([0]), 2)] * missing
-    for rows, width in sample.ticking(cuts, desc="micro-batches"):
-        yield rows, sample.take(rollout, rows, width)
+    return sample.ticking(cuts, desc="micro-batches")
 
 
-def token_logprobs_of(model, micro, s, measure=True):
+def token_logprobs_of(model, rollout, rows, width, s, measure=True):
     """[D] of one micro-batch: log-probs (n, width-1), what is measured {name: (n, width-1)}."""
+    micro = sample.take(rollout, rows, width)
     # A sharded model must be entered through a method that FSDP knows: see shard().
     score = getattr(model, "token_logprobs", partial(token_logprobs, model))
     with layers_checkpointed(model, s.gradient_checkpointing):
@@ -387,9 +387,8 @@ def loss_mask(rollout, s):
 
 def loss_options(micro, s):
     """The flags of [E][F]; with --sampler-correction also the sampler's log-probs."""
-    names = ("clip_eps", "clip_eps_high", "kl_coef", "objective", "ratio", "kl_estimator",
-             "aggregate", "max_new_tokens")
-    options = {name: getattr(s, name) for name in names}
+    names = "clip_eps clip_eps_high kl_coef objective ratio kl_estimator aggregate max_new_tokens"
+    options = {name: getattr(s, name) for name in names.split()}
     if s.sampler_correction:
         # The sampler's own numbers come from other kernels than [D]'s; plain GRPO ignores them.
         options["sampler_logprobs"] = micro.logprobs

@@ -13,6 +13,7 @@ from steps import parts, rollout_of
 from safetensors.torch import load_file, save_file
 from torch.distributed import TCPStore
 from torch.distributed.fsdp import FSDPModule
+import sample
 import train
 
 FLAGS = (*FEW, "--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=12",
@@ -177,11 +178,12 @@ def test_a_rank_with_fewer_micro_batches_counts_no_token_twice(monkeypatch):
     monkeypatch.setattr(train, "from_all_ranks", lambda n: [n, n + 2])
     found = list(train.micro_batches(p.policy_model, rollout, p.settings))
     assert len(found) == alone + 2
-    assert sum(int(micro.mask.sum()) for _, micro in found) == rollout.mask.sum()
+    masks = [sample.take(rollout, rows, width).mask for rows, width in found]
+    assert sum(int(mask.sum()) for mask in masks) == rollout.mask.sum()
     for options in ((), ("--plain",)):
         p = parts("--micro-batch-tokens=60", *options)
-        _, micro = list(train.micro_batches(p.policy_model, rollout, p.settings))[-1]
-        logp, measured = train.token_logprobs_of(p.policy_model, micro, p.settings, measure=True)
+        last = list(train.micro_batches(p.policy_model, rollout, p.settings))[-1]
+        logp, measured = train.token_logprobs_of(p.policy_model, rollout, *last, p.settings)
         logp.sum().backward()                             # runs through every layer
         assert logp.tolist() == measured["entropy"].tolist() == [[0]]
         assert all(not weight.grad.any() for weight in p.policy_model.parameters())
