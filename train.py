@@ -1171,7 +1171,7 @@ class FactoredLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, W, bias, A, B, c, x):
-        # W (out, in), A (R, in), B (out, R), x (..., in)
+        # W (out, in), A (R, in), B (out, R), x (..., in): last, because `partial` binds the others
         ctx.save_for_backward(x, W, A, B)
         ctx.c = c
         return torch.nn.functional.linear(x, W, bias)
