@@ -3,6 +3,7 @@ import html.parser
 import json
 import re
 from types import SimpleNamespace
+from unittest.mock import Mock
 import pytest
 import torch
 from files import FEW, MINE, TINY, lines_of
@@ -204,3 +205,18 @@ def test_what_a_model_wrote_is_text(folder):
     # It loads itself anew while the run goes on
     at_step_2 = {how: page(folder, "word", *how) for how in ((3,), (2,), (3, 15))}
     assert [how for how, text in at_step_2.items() if 'http-equiv="refresh"' in text] == [(3,)]
+
+
+def test_the_bar_shows_the_last_evaluation_and_the_last_step(tmp_path):
+    run = run_in(tmp_path)
+    run.history = [{"step": 0, "eval_accuracy": 0.25, "eval_reward": None},
+                   {"step": 1, "eval_accuracy": 0.5, "reward_mean": 0.75, "approx_kl": 0.1},
+                   {"step": 2, "reward_mean": 1.0, "approx_kl": None, "tokens": 7, "entropy": 2.0}]
+    bar = Mock()
+    train.update_bar(bar, run)
+    run.skipped = 3
+    train.update_bar(bar, run)
+    shown = "held-out accuracy 0.5, sampled reward 1, entropy 2"
+    assert [given.args for given in bar.set_postfix_str.call_args_list] == [
+        (shown,), (f"3 SKIPPED, {shown}",)]
+    assert bar.update.call_count == 2
