@@ -244,6 +244,29 @@ def head_logprobs(model, hidden, targets, temperature, measure):
 
 
 # --------------------------------------------------------------------------------------------------
+# A Linear that LoRA trains, see train.py: it has one weight, W = W0 + c B A.
+
+class FactoredLinear(torch.autograd.Function):
+    """y = x W^T whose gradient goes to W's factors: dA = c B^T dW, dB = c dW A^T, without dW."""
+
+    @staticmethod
+    def forward(ctx, W, bias, A, B, c, x):
+        # W (out, in), A (R, in), B (out, R), x (..., in): last, because `partial` binds the others
+        ctx.save_for_backward(x, W, A, B)
+        ctx.c = c
+        return torch.nn.functional.linear(x, W, bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, W, A, B = ctx.saved_tensors
+        dx = dy @ W                                                               # (..., in)
+        x, dy = x.flatten(0, -2), dy.flatten(0, -2)                 # (T, in), (T, out): dW = dy^T x
+        dA = (dy @ B.to(dy)).T @ x                                                # (R, in)
+        dB = dy.T @ (x @ A.T.to(x))                                               # (out, R)
+        return None, None, ctx.c * dA.to(A), ctx.c * dB.to(B), None, dx
+
+
+# --------------------------------------------------------------------------------------------------
 # Rows that are sorted share what they have in common with the row above: they form a tree. In a
 # fast family each of its T tokens runs once, in one long row; the last of a row predicts nothing.
 # Of an answer 2 to a prompt 7, and 3 4 and 3 5 6 to a prompt 8 8, the long row is  7 | 8 8 3 | 5:

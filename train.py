@@ -1164,27 +1164,7 @@ def adapt_loss_scale(optimizer, skipped):
 # LoRA (Hu et al., arXiv 2106.09685): W = W0 + c B A for every Linear but the head, with factors
 # A (R, in), B (out, R) and c = alpha / R. Usually the factors are a second path beside W0, and are
 # merged for a fast sampler. Here the model always has the plain weights W, so every fast path
-# works. Only the backward pass and the optimizer know the factors.
-
-class FactoredLinear(torch.autograd.Function):
-    """y = x W^T whose gradient goes to W's factors: dA = c B^T dW, dB = c dW A^T, without dW."""
-
-    @staticmethod
-    def forward(ctx, W, bias, A, B, c, x):
-        # W (out, in), A (R, in), B (out, R), x (..., in): last, because `partial` binds the others
-        ctx.save_for_backward(x, W, A, B)
-        ctx.c = c
-        return torch.nn.functional.linear(x, W, bias)
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, W, A, B = ctx.saved_tensors
-        dx = dy @ W                                                                # (..., in)
-        x, dy = x.flatten(0, -2), dy.flatten(0, -2)                 # (T, in), (T, out): dW = dy^T x
-        dA = (dy @ B.to(dy)).T @ x                                                 # (R, in)
-        dB = dy.T @ (x @ A.T.to(x))                                                # (out, R)
-        return None, None, ctx.c * dA.to(A), ctx.c * dB.to(B), None, dx
-
+# works. Only the backward pass, logprob.FactoredLinear, and the optimizer know the factors.
 
 class LoraAdamW(MasterAdamW):
     """AdamW on the factors; the weights are rounded from W0 + c B A after each step."""
@@ -1212,8 +1192,8 @@ class LoraAdamW(MasterAdamW):
             self.triples.append((W0, A, B))
             self.factors[f"base_model.model.{name}.lora_A.weight"] = A
             self.factors[f"base_model.model.{name}.lora_B.weight"] = B
-            linear.forward = partial(FactoredLinear.apply, W, linear.bias, A.requires_grad_(),
-                                     B.requires_grad_(), self.lora_scale)
+            linear.forward = partial(logprob.FactoredLinear.apply, W, linear.bias,
+                                     A.requires_grad_(), B.requires_grad_(), self.lora_scale)
         self.seed = s.seed
         super().__init__(self.factors, weights, **how)
 
