@@ -70,7 +70,8 @@ from advantage import ADVANTAGES, is_flat, plain_advantages, process_advantages
 from logprob import layers_checkpointed, plain_logprobs, token_logprobs
 from loss import AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS
 from loss import grpo_loss, kl_estimate, next_kl_coef, plain_loss
-from reward import BadInput, blame, is_right, out_of_memory, score_responses, shuffled, truths_of
+from reward import BadInput, accepted, blame, is_right, out_of_memory, score_responses, shuffled
+from reward import truth_in_words, truths_of
 from sample import chat_prompt, one_line, sample_groups
 
 # --------------------------------------------------------------------------------------------------
@@ -882,6 +883,8 @@ def load(s):
 
 def check_combinations(s):
     """BadInput for flags that do not go together; a printed line for each that has no effect."""
+    with blame("--system-prompt:"):
+        reward.check_escapes(json.dumps(s.system_prompt))
     band = s.kl_band or [1, 1]
     share, rest = divmod(s.prompts_per_step, world())
     not_the_rule = s.reply or s.reward or s.reward_model
@@ -987,8 +990,9 @@ def load_data(s, tokenizer):
     if not eval_problems:
         raise BadInput(f"--eval-data {s.eval_data or s.data}: no problem is left to hold out")
     if len(problems) < s.prompts_per_step and not s.eval_only:
+        others = "" if held_out else "; hold others out by --eval-data, or the same file"
         raise BadInput(f"--prompts-per-step {s.prompts_per_step}: --data {s.data} has only "
-                       f"{len(problems)} to train on")
+                       f"{len(problems)} to train on{others}")
     return problems, eval_problems
 
 
@@ -1017,7 +1021,7 @@ def checked_problems(name, source, tokenizer, s):
     if sum(unknown) > len(unknown) / 2:
         print0(f"{name}: most words of the prompts are unknown to the tokenizer of {s.model}: "
                "choose a --model that knows them")
-    odd = [truth for truth in truths_of(problems * need_answer)
+    odd = [truth for truths in truths_of(problems * need_answer) for truth in accepted(truths)
            if truth[0].isdigit() and isinstance(reward.canonical(truth), str)]
     if odd:
         print0(f"{name}: {len(odd)} of {len(problems)} true answers begin like a number, but are "
@@ -1630,7 +1634,7 @@ class Run:
             group = sample.take(rollout, rows)
             problem = group.problems[0]
             record = {"step": self.step, "question": problem["question"],
-                      "truth": truths_of([problem])[0] or "not known",
+                      "truth": truth_in_words(problem),
                       "prompt": group.prompts[0], "responses": group.turns or group.responses}
             # page.html shows groups that teach, of the steps 1, 2, 4, 8, ...
             is_shown = group.advantages.any() and self.step.bit_count() == 1
@@ -2008,8 +2012,7 @@ def example_of(run):
     """The held-out problem that gained most -> its place, its true answer."""
     gains = [after - before for (_, before), (_, after) in zip(run.before, run.after)]
     i = int(torch.tensor(gains).nan_to_num().argmax())
-    truth, = truths_of([run.eval_problems[i]])
-    return i, truth or "not known"
+    return i, truth_in_words(run.eval_problems[i])
 
 
 def print_story(run):
@@ -2226,7 +2229,7 @@ def print_trace(parts, s):
     mask = rollout.mask                                                                # (G, S-1)
     A = rollout.advantages.view(len(mask), -1).expand(mask.shape)                      # (G, S-1)
     print0(f"\n[A] sample_groups: {s.group_size} answers to\n{rollout.prompts[0]}\n\n"
-           f"[B] score_responses: rewards, the truth is {rollout.problems[0]['answer']}\n"
+           f"[B] score_responses: rewards, the truth is {truth_in_words(rollout.problems[0])}\n"
            f"[C] advantages_of: --advantage {s.advantage}, of each answer's first token")
     for n, response in enumerate(rollout.responses):
         print0(f"  y_{n + 1}  {mask[n].sum():3} tokens, r {rollout.rewards[n]:g}, "

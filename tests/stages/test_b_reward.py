@@ -214,9 +214,10 @@ def chat(*messages):
 BAD_LINES = [
     '{"question": ', line() * 2, "[" * 200_000, "\0", '["question", "answer"]', "null",  # no object
     f"[{line()}]", "question,answer", *(line(question=bad) for bad in (None, "", " \n", 5)),
-    *(line(answer=bad) for bad in ("", None, ["#### 72"], "So 72. " * 20, "8 * 9\n= 72",
-                                   "8 * 9 = 72\n####", "#### 72 ####  \n", "#### $.")),
-    chat("?"), chat(*CHAT[:1]), chat(*CHAT[:3]), chat({"role": "user", "content": " "})]
+    line(question="\ud800"), *(line(answer=bad) for bad in (
+        "", None, [], ["", None], {"a": 1}, "So 72. " * 20, "8 * 9\n= 72", "8 * 9 = 72\n####",
+        "#### 72 ####  \n", "#### $.")),
+    chat("?"), chat(*CHAT[:1]), chat(CHAT[2]), chat({"role": "user", "content": " "})]
 
 
 @pytest.mark.parametrize("bad", BAD_LINES, ids=range(len(BAD_LINES)))
@@ -228,18 +229,28 @@ def test_a_bad_line_is_named(tmp_path, bad):
 
 @pytest.mark.parametrize("name, content", [
     ("missing.jsonl", None), ("gsm8k:dev", None), ("", None), ("x" * 300, None), ("folder", None),
-    ("empty", b"\n\n  \n"), ("UTF-16", line().encode("utf-16")), ("gzip", gzip.compress(b"{}")),
+    ("openai/gsm8k", None), ("empty", b"\n\n  \n"), ("UTF-16", line().encode("utf-16")),
+    ("gzip", gzip.compress(b"{}")),
     ("GBK", line(question="Q").replace("Q", "六").encode("gbk")), ("Parquet", b"PAR1\x15\xa8\xe5")],
-    ids=range(10))
+    ids=range(11))
 def test_a_bad_file_is_named(tmp_path, monkeypatch, name, content):
     """Of one in another form it is told what it has to become."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     if content:
         (tmp_path / name).write_bytes(content)
-    form = ".*saved as UTF-8 JSON lines$" if content and name != "empty" else ""
-    with value_error(f"^{re.escape(name or '.')}: {form}"):
+    told = ".*UTF-8 JSON lines; names are gsm8k and gsm8k:test$" if name != "empty" else ""
+    with value_error(f"^{re.escape(name or '.')}: {told}"):
         load_problems(name)
+
+
+@pytest.mark.parametrize("content, words", [
+    ("version https://git-lfs.github.com/spec/v1\noid sha256:5d\nsize 5\n", "git lfs pull"),
+    (f"[{line()}]", "jq -c"), (f"[\n  {line()},\n  {line()}\n]", "line 1: .*jq -c"),
+    ("question,answer\n5,6", "line 1: .*JSON object per line")])
+def test_a_file_of_another_kind_is_told_what_to_do(tmp_path, content, words):
+    with value_error(words):
+        load(tmp_path, content)
 
 
 def test_the_fields_may_have_other_names(tmp_path):
@@ -261,7 +272,9 @@ def test_the_fields_may_have_other_names(tmp_path):
 @pytest.mark.parametrize("given, answer, truth", [
     ("8 * 9\n#### 72", "72", "72"), ("72", "72", "72"), (72, 72, "72"), (0, 0, "0"),
     (False, False, "False"), (math.nan, math.nan, None), ("Monday", "Monday", "Monday"),
-    ("", "", None), (None, "", None), ("#### ", "#### ", None), (["a", "b"], ["a", "b"], None),
+    ("", "", None), (None, "", None), ("#### ", "#### ", None), ([], [], None),
+    (["a", "b"], ["a", "b"], ["a", "b"]), (["8 * 9\n#### 72", 7], ["72", "7"], ["72", "7"]),
+    ([None, 7.5, "", "x" * 101], [None, 7.5, "", "x" * 101], ["7.5"]),
     ("#### A heading\nand text",) * 2 + (None,), ("x" * 100,) * 3, ("x" * 101,) * 2 + (None,),
     ("The answer is 72.",) * 2 + ("72.",), (" 72 ", " 72 ", "72")])
 def test_answers_of_any_kind_for_a_reward_of_ones_own(tmp_path, given, answer, truth):
@@ -285,6 +298,78 @@ def test_truths_that_an_answer_can_meet(tmp_path, given, truth):
         assert score_responses([box(truth), box("7")], truths, 2).tolist() == [1.5, 0.5]
     assert final_answer(final_answer(given)) == final_answer(given)
     assert final_answer("<answer></answer>") is final_answer("2+3=5. The answer is") is None
+
+
+@pytest.mark.parametrize("given, truth", [
+    (0.1 + 0.2, "0.3"), (2.5000000000000004, "5/2"), (1.1 * 1.1, "1.21"), (1000.1 - 1000, "0.1"),
+    (-0.7 - 0.1, "-0.8"), (4.35 * 100, "435"), (72.0, "72"), (123456789012345.0, "123456789012345"),
+    (1e300, "1e300"), (1e-7, "1e-7"), (1e15 / 3, "333333333333000")])
+def test_a_number_of_json_has_no_noise(tmp_path, given, truth):
+    for answer in (given, [given], [7, given]):
+        truths = truths_of(load(tmp_path, line(answer=answer)))
+        assert score_responses([box(truth), box("8")], truths, 2).tolist() == [1.5, 0.5]
+
+
+def test_several_answers_may_be_right(tmp_path):
+    """Everywhere a truth may be a list: in the rule, in figures, for people."""
+    [problem] = load(tmp_path, line(answer=["10", "ten", r"So \boxed{20/2}", 11.0]))
+    truth, = truths_of([problem])
+    assert problem["answer"] == truth == ["10", "ten", "20/2", "11.0"]
+    assert reward.truth_in_words(problem) == "10 or ten or 20/2 or 11.0"
+    assert [rule_reward(box(text), truth) for text in ("10.0", "Ten", "11", "12", "")] == [
+        1.5, 1.5, 1.5, 0.5, 0.0]
+    assert think_answer_reward("<think></think><answer>ten</answer>", truth) == 1.5
+    rewards = score_responses([box("ten"), "x", box(9), box(8)], [truth, ["8", "9"]], 2)
+    assert rewards.tolist() == [1.5, 0.0, 1.5, 1.5]
+    # Two spellings of one number are one winner; two right answers that tie are two
+    for votes, score in ((["10", "10.0", "7"], 1.0), (["10", "ten", "7", "7"], 0.0),
+                         (["10", "ten"], 1.0), (["10", "ten", "7"], 2 / 3)):
+        assert majority_at_k([votes], [truth], len(votes)) == score
+    figures = figures_of([box("10"), box("ten"), box("7"), "x"], [truth], 4)
+    assert (figures["pass@1"], figures["maj@4"]) == (0.5, pytest.approx(2 / 3))
+    assert boxed_candidates([[box("11")]], [truth]) == [[(0, 0, 1.0)]]
+    assert reward.truth_in_words({"answer": ""}) == "not known"
+
+
+@pytest.mark.parametrize("named, asked", [
+    (None, "And 8?"), ("question", "And 8?"), ("problem", "How many?"), ("missing", "And 8?")])
+def test_a_question_field_that_is_named_wins(tmp_path, named, asked):
+    """Over messages, which are cut where the assistant ends them."""
+    row = json.dumps({"messages": [*CHAT, {"role": "assistant", "content": "17"}], "answer": "17",
+                      "problem": "How many?"})
+    [problem] = load(tmp_path, row, **({"question_field": named} if named else {}))
+    assert problem["question"] == asked
+    assert problem.get("messages") == (None if named == "problem" else CHAT)
+
+
+SLIPS = r"""\frac{1}{3}  \tfrac12  so \boxed{10}  \binom{4}{2}  \beta  5\text{ cm}  \textbf{5}
+2 \times 3  2\times3  \theta  (1\right)  \rho=3  $\nu$  x \nu t  x \neq 3  x\neq3  x \ne 3  x \ne y
+\tan x  2 \tan 30  \forall x  \tau$x  $\tau$  x \to 0  \not= 3  \nabla f  \bar x  \begin{array}{c}
+\notin A  \tilde x  \triangle ABC  \rangle  \tbinom  \textit {a}  \fbox{3}
+\therefore x  \rightarrow"""
+
+
+@pytest.mark.parametrize("slip", re.split(r"\s\s+|\n", SLIPS))
+def test_a_backslash_that_json_has_read_is_named(tmp_path, slip):
+    """In a question, a message, a truth or one of several; not if it is written twice."""
+    text = json.loads(f'"{slip}"')
+    assert text != slip
+    for bad, good in ((line(question=f"Solve: {text}"), line(question=f"Solve: {slip}")),
+                      (line(answer=f"#### {text}"), line(answer=f"#### {slip}")),
+                      (line(answer=["5", text]), line(answer=["5", slip])),
+                      (chat({"role": "user", "content": text}), None)):
+        with value_error("line 2: .*control character.*two backslashes"):
+            load(tmp_path, line(), bad)
+        assert good is None or load(tmp_path, line(), good)
+
+
+@pytest.mark.parametrize("text", [
+    "a\nb", "The end.\nEq. 5", "pane\ne latte", "x\tan apple\t5", "name\ttext\tvalue", "a\r\nright",
+    "How many? \nIf u know", "\n\nNot 5", "do\nu know", "- a\n- b", "if x:\n\treturn\n\tan = 5",
+    "x = (\n    u, v)", "Line \nu can see", "ends so \ne poi", "a\teq\tb", "\textra cheese",
+    "x\to\ty",    "2\n3", "\t5", "I have 5 \nuntil", "so\noten", r"\frac{1}{2} \times \neq"])
+def test_line_ends_and_tabs_are_no_slips(tmp_path, text):
+    assert load(tmp_path, line(question=text))[0]["question"] == text
 
 
 def test_a_chat_history_in_place_of_the_question(tmp_path):
@@ -316,6 +401,17 @@ def test_every_tenth_question_is_held_out_with_all_its_lines():
     assert sorted(training + held_out, key=lambda problem: problem["row"]) == problems
     assert not {p["question"] for p in training} & {p["question"] for p in held_out}
     assert [problem["row"] for problem in hold_out(problems[:5])[1]] == [0, 2, 4]
+
+
+def test_conversations_that_end_alike_are_different_problems():
+    """Whether their first turns differ or their system turns; the same one is not trained on."""
+    end = {"role": "user", "content": "How many?"}
+    problems = [{"question": "How many?", "messages": [{"role": role, "content": f"{i % 6}"}, end]}
+                for i in range(12) for role in ("system", "user")]
+    training, held_out = hold_out(problems)
+    assert len(training) == len(held_out) == 12
+    assert not any(problem in training for problem in held_out)
+    assert hold_out(problems[:1] * 8) == ([], problems[:1] * 8)
 
 
 def test_gsm8k_is_downloaded_once_and_nothing_that_is_not_gsm8k(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Bad input gives exit status 2, one line on standard error, no traceback and no folder."""
 import itertools
+import json
 import os
 import shutil
 import pytest
@@ -122,6 +123,20 @@ def test_a_bad_config(capsys, tmp_path, config, words):
     assert words in refused_before_a_folder_is_made(capsys, tmp_path, f"--config={path}")
 
 
+@pytest.mark.parametrize("prompt", [
+    r"Put it in \boxed{} .", r"\frac{1}{2}", r"a \times b", r"\right)"])
+def test_a_system_prompt_has_no_control_character(capsys, tmp_path, prompt):
+    """From a config, from Python; one with line ends and tabs is taken."""
+    path = tmp_path / "c.json"
+    path.write_text(f'{{"system_prompt": "{prompt}"}}')
+    slipped = json.loads(path.read_text())["system_prompt"]
+    for flag in (f"--config={path}", f"--system-prompt={slipped}"):
+        line = refused_before_a_folder_is_made(capsys, tmp_path, flag)
+        assert "--system-prompt: in JSON " in line and "two backslashes" in line
+    for fine in (prompt, "Answer:\n\tnot 5\nin a box"):
+        train.plan_memory(train.parse([f"--system-prompt={fine}"]))
+
+
 # --- Models. A folder is the tiny policy's with something wrong in it -----------------------------
 def no_end_token(m, nothing):
     (m / "chat_template.jinja").write_text("{{ messages[-1].content }}")
@@ -186,7 +201,8 @@ def test_problems_that_cannot_be_asked_or_held_out_are_named(capsys, tmp_path):
     longer = [{**GOOD, "question": GOOD["question"] * n} for n in (1, 9, 12, 10)]
     asked = {"messages": [{"role": "boss", "content": "?"}, {"role": "user", "content": "?"}]}
     for flag, rows, words in (
-            ("--prompts-per-step", [GOOD] * 2, "x.jsonl has only 0 to train on"),
+            *(("--prompts-per-step", rows, "x.jsonl has only 0 to train on; hold others out by "
+               "--eval-data") for rows in ([GOOD], [GOOD] * 2, [GOOD] * 60)),
             ("--data", longer, "x.jsonl, line 3: a prompt of "),
             ("--data", [{**GOOD, "messages": ["?", asked["messages"][1]]}], "x.jsonl, line 2: "),
             ("--data", [GOOD, {**GOOD, **asked}], "line 3: a message has no text, or a role")):

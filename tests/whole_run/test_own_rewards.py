@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from checks import value_error
-from files import MINE, SHORT, json_lines, lines_of, metrics_of
+from files import MINE, SHORT, curve, json_lines, lines_of, metrics_of
 from models import make_tokenizer
 from runs import told, trained
 from steps import PROBLEMS, own_rewards, parts, raises, run_in, whole_step
@@ -96,7 +96,7 @@ def test_the_rewards_that_apply_are_summed():
                      "two": [-1.0, -1.0, 2.0, 2.0]}
     assert not hasattr(rollout, "step_rewards")
     assert own_reward_of(None) is own_reward_of([]) is own_reward_of(None, [1.0]) is None
-    problems = [{"answer": answer} for answer in ("7", "", ["7"])]
+    problems = [{"answer": answer} for answer in ("7", "", [])]
     rollout = spoken(*[box(7)] * 3, problems=problems)
     with pytest.warns(UserWarning, match="None for some rows"):  # where no truth is known
         rewards = own_reward_of(["rule"])(rollout)
@@ -323,6 +323,24 @@ def test_each_reward_has_its_mean(tmp_path):
     total = 0.5 * m["reward/length"] + 2 * 0.5 + 10 * m["reward/rule"]
     assert m["reward_mean"] == pytest.approx(total)
     assert sum(sum(r["rewards"]) for r in samples) / 8 == pytest.approx(total)
+
+
+def test_a_run_with_several_right_answers(tmp_path):
+    """One problem's answers are the other right ones; from them as from one."""
+    data = tmp_path / "d.jsonl"
+    runs = []
+    for wrap in (lambda answer: answer, lambda answer: [f"#### {answer}", 1000.0]):
+        rows = [{**problem, "answer": wrap(problem["answer"])} for problem in PROBLEMS[:12]]
+        data.write_text(json_lines(*rows))
+        flags = (*SHORT, f"--data={data}", f"--eval-data={data}", "--steps=2")
+        out, _ = told(*flags, f"--output={tmp_path / str(len(runs))}")
+        runs.append(tmp_path / str(len(runs)))
+    assert re.search(r"^truth +\d+ or 1000.0$", out, re.M)
+    assert curve(runs[0]) == curve(runs[1])
+    assert lines_of(runs[1] / "samples.jsonl")[0]["truth"].endswith(" or 1000.0")
+    assert "or 1000.0" in (runs[1] / "page.html").read_text()
+    _, err = told(f"--resume={runs[1]}", "--steps=3")
+    assert "not what the run began with" not in err
 
 
 @pytest.fixture(scope="module")
