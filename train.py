@@ -1384,9 +1384,8 @@ def free_memory(kind):
 
 def model_without_storage(name, folder, dtype, kind=AutoModelForCausalLM):
     """The model of --model or --reward-model on the meta device."""
-    with blame(f"{name} {folder}: cannot be loaded:"):
-        sample.check_folder(folder)
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    with blame(f"{name} {folder}:"):
+        config = sample.checked_config(folder)
         with torch.device("meta"):
             return kind.from_config(config, dtype=dtype).eval()
 

@@ -162,6 +162,20 @@ def reweighted(change):
     return lambda m: edit_tensors(m / "model.safetensors", change)
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:5d41\nsize 988097824\n"
+QUANTISED = [
+    {"quant_method": "bitsandbytes", "load_in_4bit": True, "_load_in_4bit": True},
+    {"quant_method": "bitsandbytes", "load_in_8bit": True}, {"load_in_4bit": True},
+    {"quant_method": "gptq", "bits": 4, "group_size": 128}, {"quant_method": "awq", "bits": 4},
+    {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}},
+    {"quant_method": "fp8", "weight_block_size": [128, 128]}, {"quant_method": "mxfp4"},
+    {"quant_method": "torchao", "quant_type": "int4"}, {"quant_method": "unheard of"}]
+
+
+def quantised(config):
+    return lambda m: edit_json(m / "config.json", quantization_config=config)
+
+
 NORM = "model.norm.weight"
 MODELS = [
     (without("chat_template.jinja"),
@@ -183,7 +197,11 @@ MODELS = [
     (without("tokenizer.json", "tokenizer_config.json"), "the folder lacks tokenizer.json"),
     (lambda m: (m / "config.json").rename(m / "adapter_config.json"), "it is an adapter: merge it"),
     (written("adapter_config.json", "{}"), "it is an adapter: merge it"),
-    (lambda m: (m / "metrics.jsonl").touch(), "has no final/ yet")]
+    (lambda m: (m / "metrics.jsonl").touch(), "has no final/ yet"),
+    *((written(name, POINTER), "git lfs pull")
+      for name in ("config.json", "tokenizer.json", "model.safetensors")),
+    *((quantised(config), "quantised weights cannot be trained; name the unquantised model")
+      for config in QUANTISED)]
 
 
 @pytest.mark.parametrize("make_wrong, words", MODELS)
@@ -193,6 +211,18 @@ def test_a_bad_model(capsys, tmp_path, make_wrong, words):
     line = refused_before_a_folder_is_made(capsys, tmp_path, f"--config={TINY / 'grpo.json'}",
                                            f"--model={folder}")
     assert words in line and (str(folder) in line or "chat template" in words + line)
+
+
+def test_a_quantised_folder_is_refused_wherever_it_is_opened(capsys, run_here, tmp_path):
+    """Before its weights are read; one that is dequantised as it is loaded is none."""
+    folder = shutil.copytree(TINY, tmp_path / "m")
+    quantised(QUANTISED[0])(folder)
+    (folder / "model.safetensors").write_text("torn")
+    assert "quantised" in run_here("sample.py", f"--model={folder}", status=2)
+    for flags in ([f"--model={folder}", "--dry-run=24"], [f"--reward-model={folder}"]):
+        assert "quantised" in refused(capsys, *flags)
+    quantised({"quant_method": "fp8", "dequantize": True})(folder)
+    assert train.sample.checked_config(folder).hidden_size == 64
 
 
 # --- Data -----------------------------------------------------------------------------------------
