@@ -105,8 +105,10 @@ def train_step(parts, batch, s):
     reward.add_length_terms(rollout, s.group_size, s.length_rescale, s.answer_tokens,
                             s.overlong_buffer)
 
-    # [D] pi_old: the log-probs of the policy that drew the answers. The first update finds them on
-    # its way, but mini-batches and advantages by entropy need them before it.
+    # [D] Log-probs of these tokens under the reference and pi_old, the policy that drew them.
+    # The first update finds pi_old's on its way, but mini-batches and entropy need them before it.
+    if parts.ref_model:
+        rollout.ref_logprobs, _ = all_token_logprobs(parts.ref_model, rollout, s, measure=False)
     if s.minibatches > 1 or "entropy" in signature(advantage_function(s)).parameters:
         rollout.old_logprobs, rollout.measured = all_token_logprobs(parts.policy_model, rollout, s)
         check_sampler(parts, rollout, s)
@@ -114,17 +116,12 @@ def train_step(parts, batch, s):
     # [C] Each answer is compared with its siblings: (N,), or (N, S-1) if every token has its own.
     rollout.advantages = advantages_of(parts, rollout, s)
 
-    # [D] The reference's log-probs of the same tokens
-    if parts.ref_model:
-        rollout.ref_logprobs, _ = all_token_logprobs(parts.ref_model, rollout, s, measure=False)
-
     # [D] [E] [F] One gradient step, or several. From the second on the answers are those of an
     # older policy: the ratio and its clip correct for that.
     updates = []
     for _ in range(s.updates_per_rollout):
         for mini in mini_batches(rollout, s):
             updates.append(update(parts, mini, s))
-    parts.optimizer.zero_grad()  # the next rollout can use the gradients' memory
     seconds["seconds_training"] = time.perf_counter() - start - seconds.total()
     return step_metrics(rollout, resampled, updates, seconds, s), rollout
 
@@ -141,6 +138,7 @@ def update(parts, rollout, s):
     skipped = not math.isfinite(metrics["grad_norm"] + metrics["loss"])
     if not skipped:
         parts.optimizer.step()
+    parts.optimizer.zero_grad()  # the next rollout can use the gradients' memory
     return metrics | {"skipped_updates": skipped} | adapt_loss_scale(parts.optimizer, skipped)
 
 
@@ -150,10 +148,8 @@ def backward(parts, rollout, s):
     # The loss is divided by the rows or tokens of the whole batch, so the gradients of its
     # micro-batches simply add up. Several GPUs divide by their mean, as FSDP averages gradients.
     sizes = mean_of_ranks({"n_rows": mask.any(dim=1).sum(), "n_tokens": mask.sum()})
-    sizes["n_rows"] = sizes["n_rows"] or 1  # all may be cut
     sums = Counter()  # Counter.update adds
     scored = []
-    parts.optimizer.zero_grad()
     for rows, width in micro_batches(parts.policy_model, rollout, s):
         # [D] of the policy as it is now, with a gradient: (n, width-1)
         logp, measured = token_logprobs_of(parts.policy_model, rollout, rows, width, s)
