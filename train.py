@@ -771,15 +771,22 @@ def given_flags(words):
 
 
 def parse(words):
-    """Settings: the flags in `words` win over the config file, which wins over the defaults."""
+    """The words of a command line -> Settings, in layers, of which a later one wins:
+
+    the defaults
+    base    tests/tiny/grpo.json, if no other layer names a model
+    config  the file --config, or that of the run which --resume or --eval-only names
+    given   the words
+    """
     given = given_flags(words)
-    if given.get("resume") == "auto":  # continue the run in --output, or begin it there
+    if given.get("resume") == "auto":
         if "output" not in given:
             raise BadInput("--resume auto: needs --output, the folder of the run")
-        del given["resume"]
         if os.path.exists(f"{given['output']}/config.json"):
             given["resume"] = given.pop("output")
             given.pop("config", None)  # the run has kept what it says
+        else:
+            del given["resume"]  # the run begins
     if given.get("eval_only") and os.path.isdir(f"{given.get('model')}/final"):
         given.setdefault("config", f"{given['model']}/config.json")  # of that run
     source = f"{given['resume']}/config.json" if "resume" in given else given.get("config")
@@ -1754,7 +1761,8 @@ def load_checkpoint(run, parts, s):
         if command and not run.command:
             raise ValueError("the run was begun from Python, which alone knows its sampler, reward "
                              "and weights: pass --resume to train.parse() there")
-        run.command = command and run.command  # main may go on from here if it began and goes on
+        if not command:  # Python goes on, and from here main cannot
+            run.command = ""
         if parts.reward_model:
             parts.reward_model.pairs, parts.reward_model.replay = run.pairs
         moves = what_moves(parts, s)
