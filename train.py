@@ -715,7 +715,7 @@ class Settings:
                       choices=("auto", "float32", "bfloat16", "float16"))
     threads: number(int, 0, 1024) = flag(0, "CPU threads; 0: torch's choice; small models: 1")
     config: file = flag("", "JSON, like a run's config.json", head="this call only")
-    output: str = flag("", "folder of the run; default: runs/MODEL-TIME")
+    output: str = flag("", "folder of the run; default: runs/MODEL-TIME-CODE")
     resume: str = flag("", "continue the run in this folder; auto: in --output, or begin it there")
     eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop")
     trace: bool = flag(False, "print one step stage by stage, and stop")
@@ -891,14 +891,15 @@ def check_combinations(s):
     band = s.kl_band or [1, 1]
     share, rest = divmod(s.prompts_per_step, world())
     not_the_rule = s.reply or s.reward or s.reward_model
-    in_use = os.path.isdir(s.output) and set(os.listdir(s.output)) - {".lock"}
+    of_runs = {"config.json", "metrics.jsonl", CHECKPOINT, "best", "final", "adapter"}
+    in_use = os.path.isdir(s.output) and of_runs.intersection(os.listdir(s.output))
     # Flags that give, change or use the rewards of whole answers
     of_answers = s.reward_model or s.length_rescale or s.overlong_buffer or s.max_resample
     for clash, line in [
         (rest, f"--prompts-per-step {s.prompts_per_step}: not a multiple of {world()} processes"),
         (s.minibatches > share, f"--minibatches {s.minibatches}: a process has {share} prompts"),
         (in_use and not s.resume,
-         f"--output {s.output}: is not empty; name another, or continue its run with --resume"),
+         f"--output {s.output}: is in use; name another, or continue its run with --resume"),
         (os.path.isfile(f"{s.model}/metrics.jsonl"),
          f"--model {s.model}: this run has no final/ yet; end it with --resume"),
         (not s.kl_coef and (s.kl_band or s.renew_reference),
@@ -1561,7 +1562,8 @@ class Run:
     def claim_folder(self, s):
         """On rank 0: make the folder and lock it until the process ends -> its name."""
         model = Path(re.sub("/(final|best)$", "", s.model))  # of RUN/final, the name of RUN
-        name = s.output or f"runs/{model.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        begun = time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()  # others may begin now, too
+        name = s.output or f"runs/{model.name}-{begun}"
         self.folder = Path(os.path.abspath(name))  # a reward may change the directory
         with blame(f"--output {name}: cannot be written:"):
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -1577,15 +1579,15 @@ class Run:
 
     @contextmanager
     def stopping_on_signals(self):
-        """Ctrl-C, SIGTERM and SIGHUP let the current step end; a second signal stops at once."""
+        """Ctrl-C, or a scheduler's signal, lets the step end; a second one stops at once."""
         def stop(number, _):
             signal.signal(number, signal.SIG_DFL)
             self.signal = number
             print0("\nstopping after this step (a second signal stops at once)", sys.stderr)
 
-        names = ("SIGINT", "SIGTERM", "SIGHUP")
+        names = "SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"
         with ExitStack() as at_the_end:
-            for number in signal.Signals:  # Windows has no SIGHUP, and nohup ignores it
+            for number in signal.Signals:  # Windows lacks some, and nohup ignores SIGHUP
                 if number.name in names and signal.getsignal(number) != signal.SIG_IGN:
                     with suppress(ValueError):  # only the main thread may set handlers
                         old = signal.signal(number, stop)

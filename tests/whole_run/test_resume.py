@@ -126,7 +126,8 @@ def own_reward(tmp_path_factory):
 
 @pytest.mark.parametrize("fault, call, status, said, last", [
     *((name, 4, status, "step 3", 3)
-      for name, status in (("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129))),
+      for name, status in (("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129), ("SIGUSR1", 138),
+                           ("SIGUSR2", 140), ("SIGXCPU", 152))),
     *(("raise", call, 2, "mine.py:score.*KeyError: 'no, please'", last)
       for call, last in ((1, 0), (4, 2), (5, 2)))])       # of the first evaluation, of another
 def test_what_ends_a_run_is_told_and_it_goes_on(capsys, monkeypatch, tmp_path, own_reward, fault,
@@ -258,13 +259,29 @@ def test_a_folder_that_holds_something_is_left_as_it_was(capsys, run_folder, tmp
     somebody.mkdir()
     (somebody / "letter.txt").write_text("mine")
     before = snapshot(tmp_path)
+    assert str(somebody) in refuses_to_resume(capsys, somebody)
+    (somebody / "final").mkdir()                          # which a run would replace
     for folder in (run_folder, somebody):                 # before the model is looked for
         line = refused(capsys, *FLAGS, f"--output={folder}", "--model=nobody/nothing")
         assert f"--output {folder}" in line
     for name in ("letter.txt/run", 300 * "x"):            # and what cannot be a folder
         assert "--output" in refused(capsys, *FLAGS, f"--output={somebody / name}")
-    assert str(somebody) in refuses_to_resume(capsys, somebody)
     assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("flags", [[], ["--resume=auto"]])
+def test_a_folder_with_a_log_is_free(tmp_path, flags):
+    """As a shell makes it with > out/log, and Slurm with --output=out/%j.out."""
+    (tmp_path / "slurm-7.out").touch()
+    trained(tmp_path, *FLAGS, "--steps=1", "--no-page", *flags)
+    assert {"slurm-7.out", "final", "config.json"} < {path.name for path in tmp_path.iterdir()}
+
+
+def test_runs_that_begin_in_one_second_have_two_folders(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train.time, "strftime", lambda form: "now-")
+    names = {train.Run().claim_folder(train.Settings()) for _ in range(20)}
+    assert len(names) == len([*(tmp_path / "runs").iterdir()]) == 20
 
 
 def test_a_folder_in_which_another_process_trains(capsys, run_folder):
