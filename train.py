@@ -279,6 +279,8 @@ def answers_and_rewards(policy, parts, batch, s):
         values = parts.reward_of(rollout)
         values = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach()
         rollout.rewards = values.reshape_as(rollout.rule_rewards)
+        if (values.abs() > 1e15).any():
+            raise BadInput(f"--reward: {values.abs().max():g} is too large for float32's squares")
     return rollout, Counter(seconds_sampling=drawn - start,
                             seconds_scoring=time.perf_counter() - drawn)
 
@@ -1399,14 +1401,18 @@ def model_without_storage(name, folder, dtype, kind=AutoModelForCausalLM):
 # masters, gathers a layer when it computes, and works on its own whole groups.
 
 def rank():
-    return int(os.environ.get("RANK", 0))  # torchrun sets it
+    return int(os.environ.get("RANK") or 0)  # torchrun sets it
 
 
 def world():
-    return int(os.environ.get("WORLD_SIZE", 1))
+    return int(os.environ.get("WORLD_SIZE") or 1)
 
 
 def join_ranks(s):
+    missing = {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
+    if world() > 1 and missing or rank() >= world():
+        raise BadInput(f"rank {rank()} of WORLD_SIZE {world()}: torchrun sets WORLD_SIZE, RANK, "
+                       "LOCAL_RANK, MASTER_ADDR and MASTER_PORT; set all of them, or none")
     if world() == 1:
         return
     on_gpus = s.device != "cpu" and torch.cuda.is_available()
@@ -1851,7 +1857,7 @@ def main(argv=None):
             end_rank(fault or traceback.format_exc())
         if not fault:
             raise
-    print0(f"train.py: {fault}", sys.stderr)
+    print(f"train.py: {fault}", file=sys.stderr, flush=True)
     return 2
 
 
@@ -2266,7 +2272,8 @@ def print_trace(parts, s):
 
 
 if __name__ == "__main__":
-    for stream in filter(None, (sys.stdout, sys.stderr)):
-        outlive(stream)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a notebook's has not, and may be none
+            outlive(stream)
     warnings.showwarning = lambda message, *_: print0(message, sys.stderr)  # above the bars
     sys.exit(main())

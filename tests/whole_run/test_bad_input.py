@@ -2,10 +2,13 @@
 import itertools
 import json
 import os
+import runpy
 import shutil
+import sys
+from types import SimpleNamespace
 import pytest
 import torch
-from files import FEW, MINE, TINY, edit_json, edit_tensors, json_lines
+from files import FEW, MINE, ROOT, TINY, edit_json, edit_tensors, json_lines
 from runs import refused, trains
 from steps import raises
 import train
@@ -252,6 +255,22 @@ def test_bars_on_a_slow_machine(capsys, monkeypatch, tmp_path):
         err = capsys.readouterr().err
         bars = [word in err for word in ("GRPO", "reading", "tokens:", "micro-batches:")]
         assert bars == [True, slow, slow, slow]
+
+
+@pytest.mark.parametrize("script, arguments", [
+    ("train.py", [*FLAGS, "--no-page"]), ("sample.py", ["--max-new-tokens=2", "--group-size=1"])])
+def test_a_stream_that_can_only_write(monkeypatch, script, arguments):
+    """A notebook's, into which %run prints; and IDLE's."""
+    written = []
+    stream = SimpleNamespace(write=written.append, flush=lambda: None)
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, stream)
+    monkeypatch.setattr(sys, "argv", [script, *arguments])
+    monkeypatch.setattr("warnings.showwarning", print)    # which train.py sets
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+        sys.exit(0)
+    assert end.value.code == 0 and "How many ?" in "".join(written)
 
 
 @pytest.mark.parametrize("script, arguments, word", [

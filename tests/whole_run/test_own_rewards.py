@@ -1,5 +1,6 @@
 """Rewards of one's own: --reward, --reward-weights, --step-reward, and from Python."""
 import math
+import os
 import random
 import re
 import shlex
@@ -8,16 +9,18 @@ import sys
 import textwrap
 import time
 import types
+import warnings
 from fractions import Fraction
 from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
 from checks import value_error
-from files import MINE, SHORT, curve, json_lines, lines_of, metrics_of
+from files import (MINE, SHORT, assert_same_checkpoint, curve, json_lines, lines_of,
+                   metrics_of)
 from models import make_tokenizer
 from runs import told, trained
-from steps import PROBLEMS, own_rewards, parts, raises, run_in, whole_step
+from steps import PROBLEMS, REWARDS, own_rewards, parts, raises, run_in, whole_step
 import loss
 import reward
 import sample
@@ -291,6 +294,65 @@ def test_a_reward_may_change_what_it_gets(tmp_path):
     rewards = own_reward_of([f"{spec}:greedy", f"{spec}:score"])(rollout)
     assert rewards.tolist() == [len(text) + n + 4 for text, n in zip(FOUR, (2, 3, 4, 5))]
     assert rollout.responses == FOUR
+
+
+def test_what_a_reward_does_to_the_process_changes_nothing_of_the_run(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    does = """
+        import os, random, warnings
+        import torch
+
+        def disturb():
+            torch.set_default_dtype(torch.float64)
+            torch.set_num_threads(3)
+            torch.set_grad_enabled(False)
+            torch.manual_seed(5)
+            random.seed(5)
+            os.chdir("/")
+            warnings.simplefilter("error")
+    """
+    scores = """
+        {0}
+
+        def score(completions, **columns):
+            {0}
+            return [len(text) % 7 if len(text) % 3 else None for text in completions]
+
+        def one_by_one(completions, **columns):
+            {0}
+            yield from (len(text) % 2 for text in completions)
+            {0}
+
+        def reply(prompt, turns):
+            {0}
+            return "How many ?"
+    """
+    write(tmp_path / "does.py", does)
+    folders = []
+    for name, line in (("loud", "__import__('does').disturb()"), ("quiet", "pass")):
+        write(tmp_path / f"{name}.py", scores.replace("{0}", line))
+        before = torch.get_num_threads(), warnings.filters[:], os.getcwd()
+        for n, flags in enumerate((["--reward", f"{name}.py:score"],
+                                   ["--reward", f"{name}.py:one_by_one", f"{name}.py:score"],
+                                   [f"--reply={name}.py:reply", "--max-turns=2"])):
+            folders.append(trained(f"{name}-{n}", *SHORT, "--steps=2", "--threads=1", *flags))
+            assert before == (torch.get_num_threads(), warnings.filters[:], os.getcwd())
+            assert torch.get_default_dtype() == torch.float32 and torch.is_grad_enabled()
+    for loud, quiet in zip(folders[:3], folders[3:]):
+        assert curve(tmp_path / loud) == curve(tmp_path / quiet)
+        assert_same_checkpoint(tmp_path / loud, tmp_path / quiet)
+
+
+@pytest.mark.parametrize("large", [1e16, -1e20, 3e38, math.inf])
+def test_rewards_whose_squares_overflow_are_named(large, tmp_path):
+    """They would make every std infinite, and so every advantage 0."""
+    rewards = torch.tensor([large, *REWARDS.tolist()[1:]], dtype=torch.float64)
+    with pytest.raises(train.BadInput, match=re.escape(f"--reward: {abs(large):g} is too")):
+        whole_step(parts("--updates-per-rollout=1"), lambda *_: rewards)
+    spec = write(tmp_path / "r.py", "def f(prompts): return [1e14] * len(prompts)")
+    p = parts("--reward", f"{spec}:f", "rule", "--reward-weights", "1000", "1")
+    with pytest.raises(train.BadInput, match="--reward: 1e.17 is too large"):
+        whole_step(p, own_rewards(p.settings))
 
 
 @pytest.mark.parametrize("given", [

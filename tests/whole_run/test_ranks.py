@@ -44,6 +44,38 @@ def test_prompts_that_do_not_divide_are_refused(monkeypatch):
         train.check_combinations(train.parse([*FLAGS, "--prompts-per-step=3"]))
 
 
+WHOLE = dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="1")
+
+
+@pytest.mark.parametrize("told", [
+    *({name: value for name, value in WHOLE.items() if name != missing}
+      for missing in (*WHOLE,)[1:]), dict(WORLD_SIZE="2"), dict(RANK="1"),
+    dict(RANK="3", WORLD_SIZE=""), {**WHOLE, "RANK": "2"}, dict(WORLD_SIZE="0"),
+    dict(WORLD_SIZE="1", RANK="1", LOCAL_RANK="1")])
+def test_variables_of_torchrun_that_are_set_in_part(monkeypatch, capsys, told):
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    for name in WHOLE:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as end:
+        sys.exit(train.main(FLAGS))
+    err = capsys.readouterr().err
+    assert end.value.code == 2 and err.count("\n") == 1
+    assert "torchrun sets WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT" in err
+
+
+@pytest.mark.parametrize("told", [
+    dict(MASTER_ADDR="here", MASTER_PORT="5"), dict(RANK="0"), dict(LOCAL_RANK="3"),
+    dict(WORLD_SIZE="1"), dict(WORLD_SIZE="", RANK="")])
+def test_variables_that_mean_one_process_have_no_effect(monkeypatch, told):
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    assert train.join_ranks(train.Settings()) is None
+    monkeypatch.setenv("WORLD_SIZE", "32")                # of a machine that is planned
+    trains("--dry-run=80")
+
+
 def test_a_signal_to_rank_1_ends_both_and_one_goes_on(one, tmp_path):
     """It waits for the end of step 2."""
     folder = tmp_path / "run"
