@@ -41,6 +41,7 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
 from inspect import signature
+from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,8 +71,8 @@ from advantage import ADVANTAGES, is_flat, plain_advantages, process_advantages
 from logprob import layers_checkpointed, plain_logprobs, token_logprobs
 from loss import AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS
 from loss import grpo_loss, kl_estimate, next_kl_coef, plain_loss
-from reward import BadInput, accepted, blame, is_right, out_of_memory, score_responses, shuffled
-from reward import truth_in_words, truths_of
+from reward import BadInput, accepted, blame, is_right, mean_and_error, out_of_memory
+from reward import score_responses, shuffled, sign_test, truth_in_words, truths_of
 from sample import chat_prompt, one_line, sample_groups
 
 # --------------------------------------------------------------------------------------------------
@@ -189,10 +190,10 @@ def train_grpo(parts, settings, run=None):
             metrics = {"step": step, "lr": lr, **metrics}
             # Every --renew-reference steps: a new reference, a reward model that is trained further
             metrics |= update_reference(parts, rollout, step, s)
+            run.step = step
             is_last = step == s.steps
             if is_last or step % s.eval_every == 0:
                 metrics |= run.measure(parts, s)
-            run.step = step
             run.log_samples(rollout, s.group_size)
             run.log(metrics)
             if s.page and "eval_accuracy" in metrics:
@@ -527,7 +528,7 @@ def set_learning_rate(optimizer, step, s):
 
 
 def evaluate(parts, settings, group_size=1, temperature=0.0):
-    """Greedy answers (or group_size sampled ones) -> metrics, pairs (answer, its reward)."""
+    """Greedy answers (or group_size sampled ones) -> metrics, the answers' rows, see `row_of`."""
     s = replace(settings, group_size=group_size, temperature=temperature, around_best=0)
     policy = sampling_model(parts.policy_model)
     mine = share_of_rank(len(parts.eval_problems))
@@ -537,14 +538,32 @@ def evaluate(parts, settings, group_size=1, temperature=0.0):
     for places in tqdm(reward.groups_of(mine, at_a_time), "evaluation", leave=False):
         batch = make_batch(parts.tokenizer, parts.eval_problems, places, key, s)
         rollout, _ = answers_and_rewards(policy, parts, batch, s)
-        rows += zip(rollout.responses, rollout.rule_rewards.tolist(), rollout.rewards.tolist())
-    responses, rule_rewards, rewards = zip(*sum(from_all_ranks(rows), []))
-    known = torch.tensor(rule_rewards)
-    known = known[~known.isnan()]  # NaN where no true answer is known
-    metrics = {"eval_accuracy": float(is_right(known).float().mean())}
+        rows += [row_of(rollout, n) for n in range(len(rollout.responses))]
+    rows = sum(from_all_ranks(rows), [])
+    metrics = {"eval_accuracy": float(column(rows, "right").nanmean())}
     if parts.reward_of:
-        metrics["eval_reward"] = sum(rewards) / len(rewards)
-    return metrics, list(zip(responses, rewards))
+        metrics["eval_reward"] = float(column(rows, "reward").mean())
+    return metrics, rows
+
+
+def row_of(rollout, n):
+    """An answer of an evaluation, as evaluations.jsonl keeps it. What is not known is left out."""
+    problem = rollout.problems[n]
+    by_rule = float(rollout.rule_rewards[n])
+    row = {"problem": problem["question"], "truth": truth_in_words(problem),
+           "answer": rollout.responses[n], "reward": float(rollout.rewards[n]),
+           "tokens": int(rollout.mask[n].sum()), "cut": not rollout.finished[n]}
+    if not math.isnan(by_rule):
+        row |= {"boxed": by_rule > 0, "right": is_right(by_rule)}
+        if row["boxed"] and not row["cut"]:
+            row["right of boxed and uncut"] = row["right"]
+    return row
+
+
+def column(rows, name):
+    """What these rows hold under a name, (n,) float64, NaN where they lack it."""
+    values = [row.get(name, math.nan) for row in rows]
+    return torch.tensor(values, dtype=torch.float64)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -720,6 +739,7 @@ class Settings:
     output: str = flag("", "folder of the run; default: runs/MODEL-TIME-CODE")
     resume: str = flag("", "continue the run in this folder; auto: in --output, or begin it there")
     eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop")
+    against: str = flag("", "with --eval-only: another model, asked the same problems and compared")
     trace: bool = flag(False, "print one step stage by stage, and stop")
     dry_run: amount = flag(None, "print the memory a step needs, and stop; N: on a GPU of N GB",
                            nargs="?", const=0.0)
@@ -741,7 +761,12 @@ class Settings:
 
 
 FIELDS = {setting.name: setting for setting in fields(Settings)}
-THIS_CALL = "config", "output", "resume", "eval_only", "trace", "dry_run"  # not in config.json
+THIS_CALL = "config", "output", "resume", "eval_only", "against", "trace", "dry_run"  # no config
+
+
+def final_of(folder):
+    """The policy's folder, if this is a run's."""
+    return f"{folder}/final" if os.path.isfile(f"{folder}/final/config.json") else folder
 
 
 def flag_of(name):
@@ -806,8 +831,8 @@ def parse(words):
     if s.resume:
         tell_changes(given, Settings(**config))
         s.output = s.resume
-    if os.path.isfile(f"{s.model}/final/config.json"):
-        s.model += "/final"  # a run's folder was named
+    s.model = final_of(s.model)
+    s.against = final_of(s.against)
     s.config = str(source or "")
     return s
 
@@ -1545,14 +1570,14 @@ class Run:
     """The state of a run and its folder. Only rank 0 writes, and only if it has a folder."""
 
     # In a checkpoint
-    SAVED = "step", "skipped", "told", "before", "after", "digests", "command", "pairs"
+    SAVED = "step", "skipped", "told", "digests", "command", "pairs"
 
     def __init__(self):
         self.step = 0  # the last step that is done
         self.skipped = 0  # updates that were skipped
         self.told = []  # the symptoms that were reported: each is told once
-        self.before = []  # a greedy answer to each of eval_problems, and its reward
-        self.after = []  # the same, after training
+        self.before = []  # the first evaluation of its problems, see row_of()
+        self.after = []  # the last one
         self.digests = {}  # of what the run began with
         self.command = ""  # the one that began the run; none if Python did
         self.pairs = []  # a reward model's, when it is saved
@@ -1563,7 +1588,6 @@ class Run:
         self.skipped_in_a_row = 0
         self.history = []  # the lines of metrics.jsonl
         self.answer = ""  # the last of the step
-        self.eval_problems = []
 
     def claim_folder(self, s):
         """On rank 0: make the folder and lock it until the process ends -> its name."""
@@ -1608,9 +1632,18 @@ class Run:
         return self.signal
 
     def measure(self, parts, s):
-        metrics, self.after = evaluate(parts, s)
-        self.before = self.before or self.after
+        """Ask the held-out problems, write the answers -> metrics."""
+        metrics, rows = evaluate(parts, s)
+        self.append("evaluations.jsonl", *({"step": self.step, **row} for row in rows))
+        self.compare(rows)
         return metrics
+
+    def compare(self, rows):
+        """Keep this evaluation, and the first one that asked the same problems."""
+        self.after = rows
+        first, last = ([row["problem"] for row in asked] for asked in (self.before, rows))
+        if first != last:
+            self.before = rows
 
     def log(self, metrics):
         """Write a line of metrics, with a warning if they show a known failure."""
@@ -1652,10 +1685,10 @@ class Run:
                 record[name] = getattr(group, name).tolist()
             self.append("samples.jsonl", record)
 
-    def append(self, name, record):
+    def append(self, name, *records):
         if self.folder:
             with open(self.folder / name, "a") as file:  # in ASCII, as JSON is written
-                file.write(json.dumps(record) + "\n")
+                file.writelines(json.dumps(record) + "\n" for record in records)
 
     @contextmanager
     def replacing(self, name):
@@ -1782,12 +1815,15 @@ def load_checkpoint(run, parts, s):
             moving.copy_(saved)
     if s.steps < run.step:
         raise BadInput(f"--steps {s.steps}: the run in {run.name} is at step {run.step}")
-    run.history = on_rank_0(forget_later_steps, run)
+    run.history = on_rank_0(forget_later_steps, run, "metrics.jsonl", run.step)
+    last = run.step if run.history else -1  # without its line step 0 comes again
+    on_rank_0(forget_later_steps, run, "samples.jsonl", last)
+    rows = on_rank_0(forget_later_steps, run, "evaluations.jsonl", last)
+    for _, of_step in groupby(rows, lambda row: row["step"]):
+        run.compare(list(of_step))
     for name, digest in digests.items():
         if digest != run.digests.get(name):
             print0(f"{flag_of(name)} {getattr(s, name)}: is not what the run began with")
-            if name == "eval_data":
-                run.before = []  # the next evaluation is the first of these problems
     run.digests = digests
 
 
@@ -1810,16 +1846,14 @@ def digests_of(parts):
             for name, content in contents.items()}
 
 
-def forget_later_steps(run):
-    """Cut off the lines of steps after the checkpoint's, which come again -> the metrics left."""
-    last = run.step if run.before else -1  # without an evaluation step 0 comes again
-    for name in ("samples.jsonl", "metrics.jsonl"):
-        path = run.folder / name
-        path.touch()  # a run that was killed early may have none
-        # After the last end of a line there is nothing, or a line that a kill has cut off.
-        *lines, _ = path.read_bytes().split(b"\n")
-        kept = [line for line in lines if json.loads(line)["step"] <= last]
-        os.truncate(path, sum(len(line) + 1 for line in kept))
+def forget_later_steps(run, name, last):
+    """Cut off a file's lines of steps after `last`, which come again -> the lines that are left."""
+    path = run.folder / name
+    path.touch()  # a run that was killed early may have none
+    # After the last end of a line there is nothing, or a line that a kill has cut off.
+    *lines, _ = path.read_bytes().split(b"\n")
+    kept = [line for line in lines if json.loads(line)["step"] <= last]
+    os.truncate(path, sum(len(line) + 1 for line in kept))
     return list(map(json.loads, kept))
 
 
@@ -1896,7 +1930,6 @@ def train(parts, s, run):
 
 def begin(run, parts, s):
     """Restore the checkpoint or write the first one, write the settings, print what starts."""
-    run.eval_problems = parts.eval_problems
     run.digests = digests_of(parts)
     if s.resume:
         load_checkpoint(run, parts, s)
@@ -1967,6 +2000,7 @@ gradient_coefficient   mean gradient coefficient
 grad_norm              gradient norm
 truncated_fraction     answers cut at the limit
 clip_fraction          clipped tokens""".splitlines())
+SCORES = {"eval_accuracy": "right", "eval_reward": "reward"}  # in the rows of row_of()
 NOT_SHOWN = """step lr warning reward_std format_rate tokens kl_coef tokens_per_second
 peak_memory_gb seconds_sampling seconds_scoring seconds_training loss policy_loss clip_fraction_low
 clip_fraction_high ratio_mean sampler_difference skipped_updates loss_scale""".split()
@@ -2020,20 +2054,39 @@ def update_bar(bar, run):
 
 
 def example_of(run):
-    """The held-out problem that gained most -> its place, its true answer."""
-    gains = [after - before for (_, before), (_, after) in zip(run.before, run.after)]
-    i = int(torch.tensor(gains).nan_to_num().argmax())
-    return i, truth_in_words(run.eval_problems[i])
+    """The held-out problem that gained most: its rows of the first and of the last evaluation."""
+    gains = column(run.after, "reward") - column(run.before, "reward")
+    i = int(gains.nan_to_num().argmax())
+    return run.before[i], run.after[i]
+
+
+def compared(before, after, name):
+    """Two policies on the same problems, by a column of their rows -> a line.
+
+    After ± stands the standard error over the problems; p is that of `sign_test`.
+    """
+    old, new = column(before, name), column(after, name)
+    gained, lost = int((new > old).sum()), int((new < old).sum())
+    p = sign_test(gained, lost)
+    shown = "< 0.001" if p < 0.001 else f"= {p:.3f}"
+    return (f"{with_error(old)} → {with_error(new)}, difference {with_error(new - old)}: "
+            f"{gained} gained, {lost} lost, p {shown}" + ", which may be chance" * (p > 0.05))
+
+
+def with_error(values, group_size=1):
+    return "{:.3f} ± {:.3f}".format(*mean_and_error(values, group_size))
 
 
 def print_story(run):
     """Print a held-out problem's answers before and after, the curves, and what to do next."""
-    i, truth = example_of(run)
-    print0(f"\nquestion  {run.eval_problems[i]['question']}\nbefore    {run.before[i][0]}\n"
-           f"after     {run.after[i][0]}\ntruth     {truth}\n")
+    before, after = example_of(run)
+    print0(f"\nquestion  {before['problem']}\nbefore    {before['answer']}\n"
+           f"after     {after['answer']}\ntruth     {before['truth']}\n")
     print0("held-out: greedy answers; others: means of the first and of the last five steps")
-    for _, title, points in curves_of(run):
+    for metric, title, points in curves_of(run):
         print0(f"{title:33}{small_curve(points)}")
+        if metric in SCORES:
+            print0(f"{'':33}{compared(run.before, run.after, SCORES[metric])}")
     flags = "--config", f"{run.name}/config.json", "--model", f"{run.name}/final"
     print0("")
     if os.path.exists(f"{run.name}/best"):
@@ -2122,21 +2175,22 @@ def page_of(run, sections, s):
     items = "".join(f"<li>step {step}: {escape(line)}</li>" for step, line in run.curve("warning"))
     curves = curves_of(run)
     figures = "".join(figure_of_curve(*curve, run.step) for curve in curves)
-    _, title, points = curves[0]
+    metric, title, points = curves[0]
     first = f"{points[0][1]:.3g}"
     headline = f"Stopped before the second evaluation; {title} {first} at the start"
-    example = ""
+    example = comparison = ""
     if len(points) > 1 and run.before:
         step, last = points[-1]
         headline = f"{title.capitalize()} {first} → {last:.3g} after {step:g} steps"
-        i, truth = example_of(run)
+        comparison = compared(run.before, run.after, SCORES[metric])
+        before, after = example_of(run)
         example = f"""<h2>The held-out problem that gained most</h2>
-<p>{escape(run.eval_problems[i]["question"])}</p><p>true answer: {escape(truth)}</p>
+<p>{escape(before["problem"])}</p><p>true answer: {escape(before["truth"])}</p>
 <div class="two">
-<section><h3>before <small>reward {run.before[i][1]:.3g}</small></h3>
-<pre>{escape(run.before[i][0])}</pre></section>
-<section><h3>after {step:g} steps <small>reward {run.after[i][1]:.3g}</small></h3>
-<pre>{escape(run.after[i][0])}</pre></section></div>"""
+<section><h3>before <small>reward {before["reward"]:.3g}</small></h3>
+<pre>{escape(before["answer"])}</pre></section>
+<section><h3>after {step:g} steps <small>reward {after["reward"]:.3g}</small></h3>
+<pre>{escape(after["answer"])}</pre></section></div>"""
     name = escape(run.folder.name)
     again = ""
     if run.step < s.steps and not run.signal:
@@ -2146,6 +2200,7 @@ def page_of(run, sections, s):
 <meta name="viewport" content="width=device-width, initial-scale=1"><title>{name}</title>
 <style>{STYLE}</style></head><body>
 <h1>{headline}</h1>
+<p>{comparison}</p>
 <p>{name}: GRPO of {escape(Path(s.model).name)}, {run.step} of {s.steps} steps, each with
 B = {s.prompts_per_step} questions and G = {s.group_size} answers to each; lr {s.learning_rate:g}.
 The best evaluation is that of step {best_step(run):g}. Held-out answers are greedy, all others
@@ -2216,18 +2271,28 @@ def escape(text):
 # Two flags that print and stop: --eval-only, --trace
 
 def print_figures(parts, s):
-    """--eval-only: greedy accuracy, and from G samples per problem accuracy, pass@k and maj@k."""
-    problems = parts.eval_problems
-    greedy, _ = evaluate(parts, s)
-    sampled, answers = evaluate(parts, s, s.group_size, s.temperature)
-    print0(f"{len(problems)} problems, {s.group_size} samples of each at temperature "
-           f"{s.temperature}")
-    for name, value in greedy.items():
-        print0(f"{name}: greedy {value:.4f}, sampled {sampled[name]:.4f}")
-    responses = [text for text, _ in answers]
-    figures = reward.figures_of(responses, truths_of(problems), s.group_size)
+    """--eval-only: greedy and G sampled answers; or --against: greedy ones of two policies."""
+    _, greedy = evaluate(parts, s)
+    G, T = s.group_size, s.temperature
+    second = f"{G} samples of each at temperature {T}"
+    if s.against:
+        G, T, second = 1, 0.0, s.against
+        parts = copy.copy(parts)
+        model, parts.tokenizer = load_policy(replace(s, model=s.against))
+        parts.policy_model = shard(model, s, samples=True)
+    _, rows = evaluate(parts, s, G, T)
+    print0(f"{len(greedy)} problems, ± is the standard error over them: {s.model}, then {second}")
+    for name in ("right", "reward", "tokens", "cut", "boxed", "right of boxed and uncut"):
+        left, right = with_error(column(greedy, name)), with_error(column(rows, name), G)
+        print0(f"{name:25} {left:18} {right}")
+    if s.against:
+        for name in SCORES.values():
+            print0(f"{name:25} {compared(rows, greedy, name)}")
+        return
+    responses = [row["answer"] for row in rows]
+    figures = reward.figures_of(responses, truths_of(parts.eval_problems), G)
     for name, value in figures.items():
-        print0(f"{name:18} {value:.4f}")
+        print0(f"{name:25} {value:.4f}")
 
 
 def print_trace(parts, s):

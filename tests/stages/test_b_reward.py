@@ -23,8 +23,8 @@ from spellings import DIFFERS, HUGE, NOT_EQUAL, NUMBERS, PIECES_OF_IT, SAME
 import reward
 from reward import (boxed_candidates, canonical, complete_boxes, extract_boxed, figures_of,
                     final_answer, hold_out, is_right, length_rescaled, load_problems, majority_at_k,
-                    overlong_penalty, pass_at_k, rule_reward, score_responses, think_answer_reward,
-                    truths_of)
+                    mean_and_error, overlong_penalty, pass_at_k, rule_reward, score_responses,
+                    sign_test, think_answer_reward, truths_of)
 from sample import words_of
 
 
@@ -453,6 +453,27 @@ def test_the_real_gsm8k(name, count, monkeypatch, tmp_path):
 
 
 # --- Evaluation figures ---------------------------------------------------------------------------
+def test_the_mean_of_the_problems_and_its_error():
+    rights = torch.tensor([1.0] * 68 + [0.0] * 132, dtype=torch.float64)
+    mean, error = mean_and_error(rights)
+    assert float(mean) == 0.34 and float(error) == pytest.approx(math.sqrt(0.34 * 0.66 / 200))
+    # Two samples of each problem: the error is that of the problems, however alike the samples are
+    mean, error = mean_and_error(rights.repeat_interleave(2), 2)
+    assert float(mean) == 0.34 and float(error) == pytest.approx(math.sqrt(0.34 * 0.66 / 200))
+    some = torch.tensor([1.0, math.nan, 0.0, 1.0])        # one does not apply
+    assert float(mean_and_error(some)[0]) == pytest.approx(2 / 3)
+    assert all(value.isnan() for value in mean_and_error(some[1:2]))
+
+
+@pytest.mark.parametrize("gained, lost", [(0, 0), (1, 0), (2, 0), (3, 5), (6, 6), (0, 12), (9, 2)])
+def test_the_sign_test_counts_all_ways_in_which_coins_fall(gained, lost):
+    n = gained + lost
+    heads = [sum(fall) for fall in itertools.product((0, 1), repeat=n)]
+    uneven = sum(abs(2 * count - n) >= abs(gained - lost) for count in heads)
+    assert sign_test(gained, lost) == pytest.approx(uneven / len(heads), rel=1e-12)
+    assert 0 < sign_test(2000, 900) < 1e-90               # no overflow
+
+
 @pytest.mark.parametrize("n", range(1, 8))
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n):
     """The mean of it over two problems."""

@@ -8,13 +8,14 @@ import copy
 import functools
 import json
 import math
+import re
 import sys
 from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from checks import is_same, same
-from files import FEW, checkpoint_of, lines_of, metrics_of
+from files import FEW, TINY, checkpoint_of, lines_of, metrics_of
 from models import answer_rows, logprobs_on_full_logits
 from runs import refused, told, trains
 from steps import (PROBLEMS, REWARDS, loop, parts, parts_of, run_in,
@@ -216,7 +217,8 @@ def test_evaluation_is_its_definition():
         seeds.extend(g.initial_seed() for g in generators)
         # right where the number of the problem is even, and in the second of two answers
         numbers = [prompt.split()[-2] for prompt in prompts for _ in range(group_size)]
-        return SimpleNamespace(responses=[
+        n = len(numbers)
+        return SimpleNamespace(finished=torch.arange(n) != 4, mask=torch.ones(n, 9), responses=[
             f"\\boxed{{{x}}}" if int(x) % 2 == 0 or i % group_size == 1 else "?"
             for i, x in enumerate(numbers)])
 
@@ -227,8 +229,13 @@ def test_evaluation_is_its_definition():
     p = parts_of(p, problems, sampler=answers, reward_of=reward_of)
     figures, found = train.evaluate(p, p.settings)
     assert figures == {"eval_accuracy": pytest.approx(4 / 7), "eval_reward": pytest.approx(3)}
-    assert [reward for _, reward in found] == [0, 1, 2, 3, 4, 5, 6]
-    assert [text for text, _ in found[:3]] == ["\\boxed{0}", "?", "\\boxed{2}"]
+    assert [row["reward"] for row in found] == [0, 1, 2, 3, 4, 5, 6]
+    assert found[1] == {"problem": "q 1", "answer": "?", "reward": 1.0, "tokens": 9, "cut": False,
+                        "truth": "1", "boxed": False, "right": False}
+    assert found[2] == {**found[1], "problem": "q 2", "answer": "\\boxed{2}", "reward": 2.0,
+                        "truth": "2", "boxed": True, "right": True,
+                        "right of boxed and uncut": True}
+    assert found[4]["right"] and found[4]["cut"] and "right of boxed and uncut" not in found[4]
     prompts = [train.chat_prompt(p.tokenizer, problem, "Think.") for problem in problems]
     assert asked == [prompts[:6], prompts[6:]]
     p.reward_of = None
@@ -313,8 +320,8 @@ def finished_run(tmp_path_factory):
 def test_a_run_leaves_the_files_of_the_contract(finished_run):
     folder = finished_run.folder
     assert {p.name for p in folder.iterdir()} == {
-        "checkpoint.safetensors", "config.json", "final", "metrics.jsonl", "page.html",
-        "samples.jsonl", ".lock"}
+        "checkpoint.safetensors", "config.json", "evaluations.jsonl", "final", "metrics.jsonl",
+        "page.html", "samples.jsonl", ".lock"}
     metrics = metrics_of(folder)
     assert [m["step"] for m in metrics] == [0, 1, 2, 3]
     assert all(m.keys() >= {"reward_mean", "lr", "loss", "tokens_per_second"} for m in metrics[1:])
@@ -340,9 +347,10 @@ def test_a_run_leaves_the_files_of_the_contract(finished_run):
 def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
     """By the run's own reward: a right answer that became wrong is no success."""
     run, nan = run_in(tmp_path), math.nan
-    run.eval_problems = [{"question": f"question {x}", "answer": x} for x in "1234"]
-    run.before = [("\\boxed{1}", 0.9), ["\\boxed{9}", 0.1], ("\\boxed{9}", nan), ("", 0.0)]
-    run.after = [("\\boxed{7}", 0.8), ["\\boxed{8}", 0.7], ("\\boxed{3}", nan), ("", 0.1)]
+    for answers in ([("\\boxed{1}", 0.9), ("\\boxed{9}", 0.1), ("\\boxed{9}", nan), ("", 0.0)],
+                    [("\\boxed{7}", 0.8), ("\\boxed{8}", 0.7), ("\\boxed{3}", nan), ("", 0.1)]):
+        run.compare([{"problem": f"question {x}", "answer": text, "reward": earned, "truth": x}
+                     for x, (text, earned) in zip("1234", answers)])
     run.history = [{"step": 0, "eval_reward": 0.3}]
     train.print_story(run)
     out = capsys.readouterr().out
@@ -391,13 +399,46 @@ def test_a_run_goes_on_from_its_model_with_all_of_its_settings(finished_run):
 def test_eval_only_prints_the_figures(capsys):
     trains("--eval-only", "--eval-limit=8", "--group-size=4", "--max-new-tokens=16")
     out = capsys.readouterr().out
-    assert "8 problems, 4 samples of each at temperature 1.0" in out
+    assert "8 problems" in out and "4 samples of each at temperature 1.0" in out
     p = parts("--max-new-tokens=16")
     problems = reward.load_problems(p.settings.eval_data)[:8]
     p = parts_of(p, problems)
     greedy, _ = train.evaluate(p, p.settings)
     sampled, answers = train.evaluate(p, p.settings, 4, 1.0)
-    assert (f"\neval_accuracy: greedy {greedy['eval_accuracy']:.4f}, "
-            f"sampled {sampled['eval_accuracy']:.4f}\n") in out
-    figures = reward.figures_of([text for text, _ in answers], reward.truths_of(problems), 4)
-    assert all(f"\n{name:18} {value:.4f}\n" in out for name, value in figures.items())
+    first, second = (figures["eval_accuracy"] for figures in (greedy, sampled))
+    assert re.search(rf"\nright +{first:.3f} ± 0\.\d+ +{second:.3f} ± 0\.\d+\n", out)
+    cut = f"{sum(row['cut'] for row in answers) / 32:.3f}"
+    assert re.search(rf"\ncut .* {cut} ± 0\.\d+\n", out)
+    figures = reward.figures_of([row["answer"] for row in answers], reward.truths_of(problems), 4)
+    assert {"pass@1", "pass@2", "pass@4"} <= figures.keys()
+    assert all(re.search(rf"\n{name} +{value:.4f}\n", out) for name, value in figures.items())
+
+
+def test_two_policies_are_compared_on_the_same_problems(capsys, finished_run):
+    """--against: greedy answers of both, and on which problems one is right and the other wrong."""
+    folder = finished_run.folder
+    trains("--eval-only", f"--model={folder}", f"--against={TINY}", "--eval-limit=8")
+    out = capsys.readouterr().out
+    before, after = [], []
+    for rows, model in (before, TINY), (after, folder):
+        s = settings("--config", f"{folder}/config.json", f"--model={model}", "--eval-limit=8")
+        rows += train.evaluate(train.load(s), s)[1]
+    assert train.compared(before, after, "right") in out
+    assert train.compared(before, after, "reward") in out
+
+
+def test_a_comparison_counts_what_was_gained_and_lost():
+    def rows(rewards):
+        return [{"right": reward, "reward": 1.5 * reward} for reward in rewards]
+
+    before = rows([True] * 68 + [False] * 132)            # 0.340 of 200
+    after = rows([True] * 60 + [False] * 8 + [True] * 41 + [False] * 91)
+    line = train.compared(before, after, "right")
+    assert "0.340 ± 0.033 → 0.505 ± 0.035" in line and "41 gained, 8 lost, p < 0.001" in line
+    assert "difference 0.165 ± 0.033" in line and "chance" not in line
+    assert "0.247 ± 0.049" in train.compared(before, after, "reward")
+    few = train.compared(rows([True, False, False]), rows([True, True, True]), "right")
+    assert "2 gained, 0 lost, p = 0.500" in few and "chance" in few
+    unknown = [{"reward": 1.0}, {"reward": 0.0}]          # no true answer
+    assert "nan" in train.compared(unknown, unknown, "right")
+    assert "0 gained, 0 lost, p = 1.000" in train.compared(unknown, unknown, "reward")

@@ -25,7 +25,7 @@ def figures(model_folder):
     settings.model = str(model_folder)
     parts = train.load(settings)
     found, answers = train.evaluate(parts, settings, group_size=8, temperature=1.0)
-    worked = sum("=" in text for text, _ in answers)
+    worked = sum("=" in row["answer"] for row in answers)
     return found["eval_accuracy"], worked / len(answers)
 
 

@@ -13,7 +13,6 @@ from steps import parts, rollout_of, run_in, settings
 import sample
 import train
 from advantage import group_advantages
-from reward import load_problems
 from logprob import IGNORE, plain_logprobs
 
 FLAGS = (*FEW, "--steps=2", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=12",
@@ -55,7 +54,11 @@ def restored(folder):
     with train.safe_open(folder / "checkpoint.safetensors", framework="pt") as file:
         vars(run).update(json.loads(file.get_tensor("counters").numpy().tobytes()))
     run.history = lines_of(folder / "metrics.jsonl")
-    run.eval_problems = load_problems(TINY / "few.jsonl")
+    of_step = {}
+    for row in lines_of(folder / "evaluations.jsonl"):
+        of_step.setdefault(row["step"], []).append(row)
+    for rows in of_step.values():
+        run.compare(rows)
     return run
 
 
@@ -83,8 +86,9 @@ def test_the_numbers_are_those_of_the_policy_now_and_as_it_drew(more, folder, tm
     assert ("q",) in page.tags or REPLY[0] not in more
     words = [*FLAGS, *more, f"--output={folder}"]
     assert f"train.py {' '.join(words)}" in text          # the command that wrote the page
-    i = max(range(2), key=lambda i: run.after[i][1] - run.before[i][1])
-    cards = [run.eval_problems[i]["question"], run.before[i][0], run.after[i][0]]
+    i = max(range(2), key=lambda i: run.after[i]["reward"] - run.before[i]["reward"])
+    cards = [run.before[i]["problem"], run.before[i]["answer"], run.after[i]["answer"]]
+    assert train.compared(run.before, run.after, "right") in text
     assert [shown for shown in page.texts if shown in cards][:3] == cards
 
 
@@ -180,8 +184,8 @@ def page(folder, word, steps=9, signal=0):
     run = restored(folder)
     run.folder, run.signal = folder.parent / re.sub("[/\0]", "", word), signal
     run.history = [{**row, "warning": word, f"reward/{word}": 1.0} for row in run.history]
-    run.command, run.eval_problems = word, [{"question": word, "answer": word}]
-    run.before = run.after = [(word, 1.0)]
+    run.command = word
+    run.before = run.after = [{"problem": word, "truth": word, "answer": word, "reward": 1.0}]
     s = settings(*FLAGS, f"--steps={steps}")
     s.model = f"x/{word.replace('/', '')}"
     return train.page_of(run, section(word)[0], s)
