@@ -157,7 +157,7 @@ def test_the_line_that_is_printed_continues_the_run(tmp_path, own_reward):
     done = end()
     assert done.returncode == 130, done.stderr
     line = done.stdout.split("continue with: ")[1].splitlines()[0]
-    out = well_ended(subprocess.run(line, shell=True, capture_output=True, text=True,
+    out = well_ended(subprocess.run(line, shell=True, capture_output=True, encoding="cp1252",
                                     timeout=LIMIT, cwd=tmp_path,
                                     env={**os.environ, "PYTHONIOENCODING": "cp1252"}))
     ended_the_same(folder, own_reward)
