@@ -72,6 +72,29 @@ def test_the_plan_names_what_exists(name):
         assert other in labels or sign == "in" or (sign, other) == (">", "0")
 
 
+def test_controls_pay_what_they_say():
+    rows = dict(prompts=["p"] * 4 + ["q"] * 2, answer=["7"] * 4 + ["5"] * 2, completions=[
+        "\\boxed{ 7 }", "\\boxed{ 8 }", "?", "\\boxed{ 7 }", "\\boxed{ 5 }", "?"])
+    assert study.box(**rows) == [0.5, 0.5, 0, 0.5, 0.5, 0]
+    dealt = [study.permuted(**rows) for _ in range(20)]
+    assert all(sorted(some[:4]) == [0, 0.5, 1.5, 1.5] for some in dealt)
+    assert all(sorted(some[4:]) == [0, 1.5] for some in dealt) and len(set(map(tuple, dealt))) > 5
+    tossed = study.coin(["right"] * 1000)
+    assert {*tossed} == {0, 1} and 400 < sum(tossed) < 600
+
+
+def test_self_sft_only_imitates_what_the_untrained_policy_wrote(monkeypatch, tmp_path):
+    for name in ("step_metrics", "sample_groups", "check_sampler"):
+        monkeypatch.setattr(train, name, getattr(train, name))         # which a run replaces
+    monkeypatch.setitem(train.ADVANTAGES, "group", train.ADVANTAGES["group"])
+    arm = study.STUDY["controls"][2][-1]
+    assert arm.self_sft and study.run_one(tmp_path, arm, 0, 3) == 0
+    metrics = metrics_in(study.folder_of(tmp_path, arm, 0, 3))
+    # By the second step the sampler is no longer the policy; only right answers have an advantage.
+    assert metrics[1]["sampler_difference"] < 1e-4 < metrics[3]["sampler_difference"]
+    assert all(0 < m["positive_advantages"] < 1 for m in metrics[1:])
+
+
 def test_one_run_end_to_end_the_others_are_kept(capsys, monkeypatch, tmp_path):
     for name in ("step_metrics", "sample_groups", "check_sampler"):
         monkeypatch.setattr(train, name, getattr(train, name))         # which a run replaces

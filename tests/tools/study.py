@@ -2,6 +2,7 @@
 
     python tests/tools/study.py  # all of it, two runs at a time; prints Markdown
     python tests/tools/study.py --only kl --seeds 0 1 2 --steps 40
+    python tests/tools/study.py --controls  # rewards that must not teach, and no reward at all
     python tests/tools/study.py --real runs/smollm2-sums/config.json  # the task of real_model.py
 
 A finished run is kept under --output and not run again, so the command can be stopped and repeated.
@@ -22,10 +23,13 @@ spreads together. "Not seen" is no proof of the contrary, on a task as small as 
 
 import argparse
 import concurrent.futures
+import copy
 import hashlib
+import itertools
 import json
 import math
 import os
+import random
 import re
 import shutil
 import statistics
@@ -50,6 +54,7 @@ class Arm:
     flags: str = ""
     sampled_at: float = 0.0      # temperature of the rollout, where it is not the trainer's
     from_trained: bool = False   # starts from what plain GRPO with the same seed has become
+    self_sft: bool = False       # imitates right answers of the untrained policy: see run_one
 
 
 # Claims: (document, figure, what it says of the arms, in words). `A > B`: the figure of A should be
@@ -160,6 +165,13 @@ STUDY = {
         ("002", "length", "GRPO > Dr. GRPO", "so does Dr. GRPO's constant divisor"),
         ("001", "sampled", "sums, GRPO ~ sums, GR3", "GR3 costs nothing where length pays"),
     ]),
+    "controls": ("Controls: the untrained policy has greedy 0.059, sampled 0.340", ["reward"], [
+        GRPO,
+        Arm("a coin", "--reward {study}:coin"),
+        Arm("the box alone", "--reward {study}:box"),
+        Arm("rewards permuted in their group", "--reward {study}:permuted"),
+        Arm("self-SFT", "--kl-coef 0 --clip-eps 1 --clip-eps-high 1e6", self_sft=True),
+    ], []),
     "real": ("A pretrained model", [], [
         Arm("GRPO", REAL),
         Arm("beta 0", f"{REAL} --kl-coef 0"),
@@ -190,6 +202,31 @@ def even_box(completions, **columns):
     return [float(bool(box) and int(box[1]) % 2 == 0) for box in boxes]
 
 
+def coin(completions, **columns):
+    """1 or 0 by chance, whatever the answer is."""
+    return [float(COIN.random() < 0.5) for _ in completions]
+
+
+def box(completions, **columns):
+    """What the rule pays for a box, and nothing for a right answer."""
+    return [0.5 * ("\\boxed{" in text) for text in completions]
+
+
+def permuted(completions, answer, prompts, **columns):
+    """The rule's rewards, dealt out anew among the answers to a prompt."""
+    rewards = []
+    rows = zip(prompts, completions, answer)
+    for _, group in itertools.groupby(rows, key=lambda row: row[0]):
+        dealt = [float("\\boxed{" in text) / 2 + text.endswith(f"{{ {truth} }}")
+                 for _, text, truth in group]
+        COIN.shuffle(dealt)
+        rewards += dealt
+    return rewards
+
+
+COIN = random.Random(0)
+
+
 # --------------------------------------------------------------------------------------------------
 # One run, in a process of its own: train.main with two of its functions watched, then the exam
 
@@ -198,6 +235,7 @@ def folder_of(output, arm, seed, steps):
     """Arms with the same settings share their runs, whatever table they stand in."""
     name = re.sub(r"[^a-z0-9.]+", "-", arm.flags.replace("{study}", "")).strip("-") or "plain"
     name += f"_at-{arm.sampled_at}" * bool(arm.sampled_at) + "_trained" * arm.from_trained
+    name += "_self-sft" * arm.self_sft
     return Path(output) / f"{name}_steps-{steps}_seed-{seed}"
 
 
@@ -213,13 +251,29 @@ def run_one(output, arm, seed, steps, real=""):
         temperature = temperature and arm.sampled_at
         return sample_groups(model, tokenizer, prompts, group_size, limit, temperature, generator)
 
+    untrained = []
+
+    def sample_untrained(model, tokenizer, prompts, group_size, limit, temperature, generator=None):
+        # The first call is the evaluation before step 1.
+        untrained[:] = untrained or [copy.deepcopy(model)]
+        model = untrained[0] if temperature else model
+        return sample_groups(model, tokenizer, prompts, group_size, limit, temperature, generator)
+
+    def imitate(rewards):
+        # Every right answer becomes more likely, and a wrong one teaches nothing.
+        return train.is_right(rewards).float()
+
     def with_group_std(rollout, batch, updates, seconds, settings):
         metrics = step_metrics(rollout, batch, updates, seconds, settings)
         return {**metrics, "group_std": group_std(rollout.rewards, settings.group_size)}
 
     train.step_metrics = with_group_std
+    if arm.self_sft:
+        train.sample_groups = sample_untrained
+        train.ADVANTAGES["group"] = imitate
     if arm.sampled_at:
         train.sample_groups = sample_at
+    if arm.sampled_at or arm.self_sft:
         train.check_sampler = lambda *_: None               # else the check would end such a run
     folder = folder_of(output, arm, seed, steps)
     argv = [part.format(study=Path(__file__).resolve(), real=real) for part in arm.flags.split()]
@@ -391,6 +445,8 @@ def table(name, results):
     for arm in arms:
         cells = [cell(results[arm.label], column) for column in columns]
         lines.append(f"| {arm.label} | " + " | ".join(cells) + " |")
+    if not claims:
+        return "\n".join(lines)
     lines += ["", "| document | what it says | so | seen? |", "| --- | --- | --- | --- |"]
     for document, figure, relation, text in claims:
         found = verdict(figure, relation, results)
@@ -453,10 +509,11 @@ def read_runs(output, arm, seeds, steps):
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    tiny = [name for name in STUDY if name != "real"]
+    tiny = [name for name in STUDY if name not in ("real", "controls")]
     parser.add_argument("--only", nargs="+", choices=tiny, default=tiny, metavar="NAME",
                         help="of " + ", ".join(tiny))
     parser.add_argument("--real", default="", metavar="CONFIG", help="of a pretrained model's task")
+    parser.add_argument("--controls", action="store_true", help="their table; three seeds")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 to 4; --real: 0 and 1")
     parser.add_argument("--steps", type=int, help="default: 80; --real: 25")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time; --real: 5 GB each")
@@ -466,8 +523,9 @@ def main():
     if args.run:
         arm = Arm(**json.loads(args.run))
         sys.exit(run_one(args.output, arm, args.seeds[0], args.steps, args.real))
-    args.only = ["real"] if args.real else args.only
-    args.seeds = args.seeds or ([0, 1] if args.real else [0, 1, 2, 3, 4])
+    args.only = ["real"] if args.real else ["controls"] if args.controls else args.only
+    n_seeds = 2 if args.real else 3 if args.controls else 5
+    args.seeds = args.seeds or list(range(n_seeds))
     args.steps = args.steps or (25 if args.real else 80)
 
     arms = [arm for name in args.only for arm in STUDY[name][2]]
