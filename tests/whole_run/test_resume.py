@@ -483,7 +483,7 @@ def test_out_of_memory_for_good_is_one_line(capsys, monkeypatch, tmp_path, stage
 def test_below_a_traceback_stands_the_command_that_goes_on(monkeypatch, tmp_path, uninterrupted):
     """With --plain to the same rewards."""
     with monkeypatch.context() as patch:
-        patch.setattr("train.sample.fast_decode", raises(RuntimeError("no kernel")))
+        patch.setattr("train.sample.fast_forms", raises(RuntimeError("no kernel")))
         with pytest.raises(RuntimeError, match="no kernel") as caught:
             trains(*FLAGS, f"--output={tmp_path / 'run'}")
     note, = caught.value.__notes__
