@@ -71,8 +71,8 @@ from advantage import ADVANTAGES, is_flat, plain_advantages, process_advantages
 from logprob import layers_checkpointed, plain_logprobs, token_logprobs
 from loss import AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS
 from loss import grpo_loss, kl_estimate, next_kl_coef, plain_loss
-from reward import BadInput, accepted, blame, is_right, mean_and_error, out_of_memory
-from reward import score_responses, shuffled, sign_test, truth_in_words, truths_of
+from reward import BadInput, accepted, blame, column, compared, is_right, out_of_memory, row_of
+from reward import score_responses, shuffled, symptoms, truth_in_words, truths_of, with_error
 from sample import chat_prompt, one_line, sample_groups
 
 # --------------------------------------------------------------------------------------------------
@@ -211,7 +211,6 @@ def train_grpo(parts, settings, run=None):
 #
 #   the step        scored_groups … step_metrics           what train_step calls, in its order
 #   the loop        batch_of_step … evaluate               what train_grpo calls
-#   known failures  symptoms                               when a run warns
 #   settings        Settings, parse                        every flag, its default and its help
 #   loading         load                                   settings -> parts, or one line of refusal
 #   weights, LoRA   make_optimizer                         AdamW on float32 masters, or on factors
@@ -220,6 +219,7 @@ def train_grpo(parts, settings, run=None):
 #   a run           Run, save_checkpoint                   its folder; how it goes on after a kill
 #   the program     main, train                            from the command line to the exit status
 #   what it shows   curves_of, print_story, write_page     the bar, the last lines, the page
+#   in reward.py    compared, symptoms                     what was gained; when a run warns
 
 # --------------------------------------------------------------------------------------------------
 # Helpers of train_step: its batch, options, log-probs by micro-batches, checks, metrics
@@ -544,85 +544,6 @@ def evaluate(parts, settings, group_size=1, temperature=0.0):
     if parts.reward_of:
         metrics["eval_reward"] = float(column(rows, "reward").mean())
     return metrics, rows
-
-
-def row_of(rollout, n):
-    """An answer of an evaluation, as evaluations.jsonl keeps it. What is not known is left out."""
-    problem = rollout.problems[n]
-    by_rule = float(rollout.rule_rewards[n])
-    row = {"problem": problem["question"], "truth": truth_in_words(problem),
-           "answer": rollout.responses[n], "reward": float(rollout.rewards[n]),
-           "tokens": int(rollout.mask[n].sum()), "cut": not rollout.finished[n]}
-    if not math.isnan(by_rule):
-        row |= {"boxed": by_rule > 0, "right": is_right(by_rule)}
-        if row["boxed"] and not row["cut"]:
-            row["right of boxed and uncut"] = row["right"]
-    return row
-
-
-def column(rows, name):
-    """What these rows hold under a name, (n,) float64, NaN where they lack it."""
-    values = [row.get(name, math.nan) for row in rows]
-    return torch.tensor(values, dtype=torch.float64)
-
-
-# --------------------------------------------------------------------------------------------------
-# The known failures of GRPO runs: how the metrics show them, and which flag may help. A healthy run
-# passes through most of these states, so they are told only where the reward is in trouble.
-
-def symptoms(history, answer=""):
-    """Metrics of the steps so far, an answer -> {name: one line with its number}."""
-    def recent(name, start=-10, stop=None):
-        # The mean over these steps, by default the last ten; NaN if one has no value
-        values = [row.get(name) for row in history[start:stop]]
-        if not values or None in values:
-            return math.nan
-        return sum(values) / len(values)
-
-    n = len(history)
-    rewards = [recent("reward_mean", max(0, i - 9), i + 1) for i in range(n)]
-    best = max(rewards)
-    now = rewards[-1]
-    spread = max(row["reward_std"] for row in history)
-    # All rewards were equal from the first step on, and moved nothing (step rewards would).
-    if n >= 3 and spread + best - min(rewards) < 1e-6 and recent("policy_loss", 0) == 0:
-        return {"nothing to learn": (
-            f"all answers of {n} steps earned {now:.3g}, so nothing can be learned: "
-            f"{recent('format_rate', 0):.0%} have a \\boxed{{}}, "
-            f"{recent('truncated_fraction', 0):.0%} are cut, 95% have at most "
-            f"{recent('response_length_p95', 0):.0f} tokens; the last ends in {answer[-60:]!r}; "
-            "try other --data, solved examples in --system-prompt, a larger --max-new-tokens")}
-    # The mean of ten steps lies more than half a standard deviation of the rewards below its best.
-    if best - now > 0.5 * (spread or 1):
-        found = {"fallen reward": (
-            f"the reward has fallen from {best:.3g} to {now:.3g}; first try a lower --lr")}
-    # Or it is not above that of the first five steps, unless nearly all answers are right.
-    elif n >= 30 and now <= rewards[4] and not recent("accuracy") > 0.9:
-        found = {"stuck reward": (
-            f"the reward has not risen in {n} steps; try --temperature 1, a larger --group-size, "
-            "or another --lr, on problems of which some answers are right")}
-    else:
-        return {}
-
-    norm_before = recent("grad_norm", -40, -20) or math.nan
-    entropy_now = max(recent("entropy"), 1e-3)
-    for name, figure, limit, line in (
-        ("KL", recent("approx_kl"), 0.05,
-         "KL is {:.3g} nats per token; try --kl-band 0.02 0.05"),
-        ("flat groups", recent("flat_groups"), 0.5,
-         "{:.0%} of the groups are flat, with equal rewards; try --max-resample 3, or solved "
-         "examples in --system-prompt if the answers lack the rule's box"),
-        ("cut answers", recent("truncated_fraction"), 0.95,
-         "{:.0%} of the answers are cut; try a larger --max-new-tokens, or a model that ends its "
-         "answers"),
-        ("entropy", recent("entropy", 0, 5) / entropy_now, 10,
-         "entropy is 1/{:.0f} of what it was; try --clip-eps-high 0.28"),
-        ("gradient", recent("grad_norm", -1) / norm_before, 10,
-         "the gradient norm is {:.0f} times what it was; if that lasts, try a lower --lr"),
-    ):
-        if figure > limit:  # false for NaN, the figure of metrics that are null
-            found[name] = line.format(figure)
-    return found
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2058,23 +1979,6 @@ def example_of(run):
     gains = column(run.after, "reward") - column(run.before, "reward")
     i = int(gains.nan_to_num().argmax())
     return run.before[i], run.after[i]
-
-
-def compared(before, after, name):
-    """Two policies on the same problems, by a column of their rows -> a line.
-
-    After ± stands the standard error over the problems; p is that of `sign_test`.
-    """
-    old, new = column(before, name), column(after, name)
-    gained, lost = int((new > old).sum()), int((new < old).sum())
-    p = sign_test(gained, lost)
-    shown = "< 0.001" if p < 0.001 else f"= {p:.3f}"
-    return (f"{with_error(old)} → {with_error(new)}, difference {with_error(new - old)}: "
-            f"{gained} gained, {lost} lost, p {shown}" + ", which may be chance" * (p > 0.05))
-
-
-def with_error(values, group_size=1):
-    return "{:.3f} ± {:.3f}".format(*mean_and_error(values, group_size))
 
 
 def print_story(run):
