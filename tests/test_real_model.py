@@ -5,7 +5,7 @@ import pytest
 import real_model
 import real_qwen
 import real_reward
-from files import lines_of
+from files import TINY, lines_of
 import reward
 from train import parse
 
@@ -66,7 +66,8 @@ def test_gsm8k_as_a_conversation_whose_examples_nobody_is_asked(tmp_path, exampl
         lines = [json.dumps(problem(n)) + "\n" for n in range(start, stop)]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     task = tmp_path / "task"
-    config = real_qwen.write_task(task, tmp_path, "1.5B", tmp_path, examples)
+    config, found, shown = real_qwen.write_task(task, tmp_path, "1.5B", tmp_path, examples)
+    assert len(found["test"]) == 10 and shown == [problem(n) for n in examples]
     settings = parse(["--config", str(config)])
     assert settings.lora_rank == 16 and settings.data == str(task / "train.jsonl")
     train, test = lines_of(task / "train.jsonl"), lines_of(task / "test.jsonl")
@@ -79,3 +80,18 @@ def test_gsm8k_as_a_conversation_whose_examples_nobody_is_asked(tmp_path, exampl
         assert question == {"role": "user", "content": problem(n)["question"]}
         assert question["content"] not in asked
         assert answer["content"] == f"It is {n}+1={n + 1}.\nThe answer is \\boxed{{{n + 1}}}."
+
+
+def test_a_table_of_greedy_answers_by_train_py(capsys, tmp_path):
+    """As --measure and --prompts ask, here the tiny policy: the figures are those of its rows."""
+    problems = lines_of(TINY / "test.jsonl")[:6]
+    rows = real_qwen.greedy(TINY, problems, "", 20, tmp_path)
+    assert [row["problem"] for row in rows] == [problem["question"] for problem in problems]
+    assert all(row["tokens"] <= 20 for row in rows)
+    before = [{**row, "right": False} for row in rows]
+    capsys.readouterr()
+    real_qwen.print_row("tiny", [{**row, "right": True, "cut": n < 3}
+                                 for n, row in enumerate(rows)], before)
+    line = capsys.readouterr().out
+    assert line.startswith("| tiny | 1.000 ± 0.000 | ") and "| 0.500 | " in line
+    assert "6 gained, 0 lost, p = 0.031" in line

