@@ -129,7 +129,8 @@ def greedy(folder, problems, system_prompt, most, task):
 def print_row(title, rows, before=None):
     """Shares of right answers, by the rule and by the last number in the text: so format and
     arithmetic are apart. `before`: rows of another policy, compared with these."""
-    texts, truths = ([row[name] for row in rows] for name in ("answer", "truth"))
+    texts = [row["answer"] for row in rows]
+    truths = [row["truth"].replace(",", "") for row in rows]
     by_number = torch.tensor(right(completions=texts, answer=truths))
     cells = [train.with_error(train.column(rows, "right")), f"{by_number.mean():.3f}"]
     for name in ("boxed", "cut", "right of boxed and uncut"):
