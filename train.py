@@ -235,10 +235,7 @@ class Batch:
 
 
 def scored_groups(parts, batch, s):
-    """[A] [B] for all groups -> Rollout, how many groups were drawn anew, seconds.
-
-    --max-resample replaces flat groups (arXiv 2503.14476).
-    """
+    """[A] [B] -> Rollout, how many flat groups --max-resample drew anew (2503.14476), seconds."""
     policy = sampling_model(parts.policy_model)
     rollout, seconds = answers_and_rewards(policy, parts, batch, s)
     resampled = 0
@@ -318,8 +315,9 @@ def candidates_of(rollout, tokenizer):
 @torch.no_grad()
 def all_token_logprobs(model, rollout, s, measure=True):
     """[D] of the whole rollout: log-probs (N, S-1), what is measured {name: (N, S-1)}."""
-    return collected(rollout, [(rows, *token_logprobs_of(model, rollout, rows, width, s, measure))
-                               for rows, width in micro_batches(model, rollout, s)])
+    scored = [(rows, *token_logprobs_of(model, rollout, rows, width, s, measure))
+              for rows, width in micro_batches(model, rollout, s)]
+    return collected(rollout, scored)
 
 
 def collected(rollout, scored):
@@ -357,7 +355,8 @@ def mini_batches(rollout, s):
     if s.minibatches == 1:
         return [rollout]  # itself: its first update adds old_logprobs
     groups = torch.arange(len(rollout.responses)).view(-1, s.group_size)               # (B, G)
-    return [sample.take(rollout, rows.flatten()) for rows in groups.tensor_split(s.minibatches)]
+    shares = groups.tensor_split(s.minibatches)
+    return [sample.take(rollout, rows.flatten()) for rows in shares]
 
 
 def check_sampler(parts, rollout, s):
@@ -375,7 +374,8 @@ def sampler_difference(rollout):
     """The mean distance of the sampler's log-probs and [D]'s, in nats per token, on all GPUs."""
     old = rollout.old_logprobs                                                         # (N, S-1)
     apart = (rollout.logprobs - old).abs().where(old.isfinite(), 0)  # else the update is skipped
-    return mean_of_ranks({"nats": apart.sum() / rollout.mask.sum()})["nats"]
+    nats = apart.sum() / rollout.mask.sum()
+    return mean_of_ranks({"nats": nats})["nats"]
 
 
 def loss_mask(rollout, s):
@@ -721,7 +721,6 @@ def given_flags(words):
 def parse(words):
     """The words of a command line -> Settings, in layers, of which a later one wins:
 
-    the defaults
     base    tests/tiny/grpo.json, if no other layer names a model
     config  the file --config, or that of the run which --resume or --eval-only names
     given   the words
@@ -1301,7 +1300,8 @@ def memory(s, model, device):
     host = n * size  # all weights, when they are loaded
     if on_host:
         # The moments, and pinned masters and gradients: torch pins powers of two (pytorch 150517).
-        host = 8 * trained + 2 * sum(1 << (4 * W.numel() - 1).bit_length() for W in weights)
+        pinned = [1 << (4 * W.numel() - 1).bit_length() for W in weights]
+        host = 8 * trained + 2 * sum(pinned)
     # A checkpoint goes through it.
     count[HOST] = host if device.type == "cpu" else max(host, 12 * trained)
     return count
@@ -1594,7 +1594,8 @@ class Run:
     def log_samples(self, rollout, group_size):
         """Write the step's first two groups, as they were scored."""
         self.answer = rollout.responses[-1]
-        for rows in reward.groups_of(range(len(rollout.responses)), group_size)[:2]:
+        groups = reward.groups_of(range(len(rollout.responses)), group_size)
+        for rows in groups[:2]:
             group = sample.take(rollout, rows)
             problem = group.problems[0]
             record = {"step": self.step, "question": problem["question"],
