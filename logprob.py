@@ -19,6 +19,7 @@ import argparse
 import sys
 from contextlib import contextmanager
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -364,11 +365,14 @@ def flash_attention(model, tree):
     bounds = pad(lengths.cumsum(dim=1), (1, 0)).int()
     keys, bounds = uploaded(model.device, keys, bounds)
 
+    # torch 2.11 shares key heads without being told to.
+    shared = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+
     def attend(q, k, v, scaling):
         both = torch.cat((k, v), dim=1)                  # one gather is faster than two
         k, v = both[keys].chunk(2, dim=1)
         return varlen_attn(q, k, v, *bounds, *longest, window_size=(-1, 0),  # causal
-                           scale=scaling, enable_gqa=True)
+                           scale=scaling, **shared)
 
     return attend
 
