@@ -204,7 +204,7 @@ def test_what_a_step_function_gives_is_looked_at(second):
 
 
 @pytest.mark.parametrize("change, said", [
-    (shutil.rmtree, "cannot be loaded"),
+    (shutil.rmtree, "there is no such folder"),
     (lambda folder: (folder / "model.safetensors").unlink(), "cannot be loaded"),
     (lambda folder: shutil.copytree(TINY, folder, dirs_exist_ok=True), "score.weight"),
     (lambda folder: fresh_learner(num_labels=2).model.save_pretrained(folder), "has 2 labels, a"),
