@@ -449,6 +449,7 @@ def flash_fails_backward(monkeypatch):
         pytest.skip("the card has no flash attention")
     fail = failing_after(2, lambda grad: grad)
 
+    @functools.wraps(logprob.varlen_attn)                    # its signature says what it takes
     def attention(*given, real=logprob.varlen_attn, **how):
         out = real(*given, **how)
         if out.requires_grad:
