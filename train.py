@@ -277,8 +277,6 @@ def answers_and_rewards(policy, parts, batch, s):
         values = parts.reward_of(rollout)
         values = torch.as_tensor(values, dtype=torch.float64, device="cpu").detach()
         rollout.rewards = values.reshape_as(rollout.rule_rewards)
-        if (values.abs() > 1e15).any():
-            raise BadInput(f"--reward: {values.abs().max():g} is too large for float32's squares")
     return rollout, Counter(seconds_sampling=drawn - start,
                             seconds_scoring=time.perf_counter() - drawn)
 
@@ -941,9 +939,9 @@ def load_data(s, tokenizer):
     if not eval_problems:
         raise BadInput(f"--eval-data {s.eval_data or s.data}: no problem is left to hold out")
     if len(problems) < s.prompts_per_step and not s.eval_only:
-        others = "" if held_out else "; hold others out by --eval-data, or the same file"
         raise BadInput(f"--prompts-per-step {s.prompts_per_step}: --data {s.data} has only "
-                       f"{len(problems)} to train on{others}")
+                       f"{len(problems)} to train on, beside those that are held out (--eval-data "
+                       "names others, or the same file)")
     return problems, eval_problems
 
 
@@ -1354,11 +1352,10 @@ def world():
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
+@blame("torchrun's variables RANK, WORLD_SIZE and so on (set all of them, or none):")
 def join_ranks(s):
-    missing = {"RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys()
-    if world() > 1 and missing or rank() >= world():
-        raise BadInput(f"rank {rank()} of WORLD_SIZE {world()}: torchrun sets WORLD_SIZE, RANK, "
-                       "LOCAL_RANK, MASTER_ADDR and MASTER_PORT; set all of them, or none")
+    if rank() >= world():
+        raise ValueError(f"rank {rank()} of {world()}")
     if world() == 1:
         return
     on_gpus = s.device != "cpu" and torch.cuda.is_available()
@@ -1513,7 +1510,7 @@ class Run:
     def claim_folder(self, s):
         """On rank 0: make the folder and lock it until the process ends -> its name."""
         model = Path(re.sub("/(final|best)$", "", s.model))  # of RUN/final, the name of RUN
-        begun = time.strftime("%Y%m%d-%H%M%S-") + os.urandom(3).hex()  # others may begin now, too
+        begun = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"  # a second has several
         name = s.output or f"runs/{model.name}-{begun}"
         self.folder = Path(os.path.abspath(name))  # a reward may change the directory
         with blame(f"--output {name}: cannot be written:"):
@@ -1813,7 +1810,7 @@ def main(argv=None):
             end_rank(fault or traceback.format_exc())
         if not fault:
             raise
-    print(f"train.py: {fault}", file=sys.stderr, flush=True)
+    print(f"train.py: {fault}", file=sys.stderr)
     return 2
 
 

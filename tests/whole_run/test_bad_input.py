@@ -234,8 +234,8 @@ def test_problems_that_cannot_be_asked_or_held_out_are_named(capsys, tmp_path):
     longer = [{**GOOD, "question": GOOD["question"] * n} for n in (1, 9, 12, 10)]
     asked = {"messages": [{"role": "boss", "content": "?"}, {"role": "user", "content": "?"}]}
     for flag, rows, words in (
-            *(("--prompts-per-step", rows, "x.jsonl has only 0 to train on; hold others out by "
-               "--eval-data") for rows in ([GOOD], [GOOD] * 2, [GOOD] * 60)),
+            *(("--prompts-per-step", rows, "x.jsonl has only 0 to train on, beside those that "
+               "are held out (--eval-data") for rows in ([GOOD], [GOOD] * 2, [GOOD] * 60)),
             ("--data", longer, "x.jsonl, line 3: a prompt of "),
             ("--data", [{**GOOD, "messages": ["?", asked["messages"][1]]}], "x.jsonl, line 2: "),
             ("--data", [GOOD, {**GOOD, **asked}], "line 3: a message has no text, or a role")):

@@ -347,11 +347,14 @@ def test_what_a_reward_does_to_the_process_changes_nothing_of_the_run(monkeypatc
 def test_rewards_whose_squares_overflow_are_named(large, tmp_path):
     """They would make every std infinite, and so every advantage 0."""
     rewards = torch.tensor([large, *REWARDS.tolist()[1:]], dtype=torch.float64)
-    with pytest.raises(train.BadInput, match=re.escape(f"--reward: {abs(large):g} is too")):
+    with pytest.raises(train.BadInput, match="^--advantage group: reward of row .*1e15"):
         whole_step(parts("--updates-per-rollout=1"), lambda *_: rewards)
+    for advantage in train.ADVANTAGES.keys() - {"group", "gdpo", "shape"}:
+        with pytest.raises(train.BadInput, match=f"^--advantage {advantage}: reward of row "):
+            whole_step(parts(f"--advantage={advantage}"), lambda *_: rewards.abs())
     spec = write(tmp_path / "r.py", "def f(prompts): return [1e14] * len(prompts)")
     p = parts("--reward", f"{spec}:f", "rule", "--reward-weights", "1000", "1")
-    with pytest.raises(train.BadInput, match="--reward: 1e.17 is too large"):
+    with pytest.raises(train.BadInput, match="reward of row 0 is 9.99.*e.16"):
         whole_step(p, own_rewards(p.settings))
 
 

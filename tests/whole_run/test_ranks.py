@@ -44,7 +44,7 @@ def test_prompts_that_do_not_divide_are_refused(monkeypatch):
         train.check_combinations(train.parse([*FLAGS, "--prompts-per-step=3"]))
 
 
-WHOLE = dict(WORLD_SIZE="2", RANK="0", LOCAL_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="1")
+WHOLE = dict(WORLD_SIZE="2", RANK="0", MASTER_ADDR="localhost", MASTER_PORT="1")
 
 
 @pytest.mark.parametrize("told", [
@@ -62,7 +62,7 @@ def test_variables_of_torchrun_that_are_set_in_part(monkeypatch, capsys, told):
         sys.exit(train.main(FLAGS))
     err = capsys.readouterr().err
     assert end.value.code == 2 and err.count("\n") == 1
-    assert "torchrun sets WORLD_SIZE, RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT" in err
+    assert "torchrun's variables" in err
 
 
 @pytest.mark.parametrize("told", [
