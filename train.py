@@ -1540,8 +1540,17 @@ class Run:
                     with suppress(ValueError):  # only the main thread may set handlers
                         old = signal.signal(number, stop)
                         at_the_end.callback(signal.signal, number, old)
-            if hasattr(os, "register_at_fork"):  # a pool of a reward's ends its workers by SIGTERM
-                os.register_at_fork(after_in_child=at_the_end.close)
+            # A pool of a reward's ends its workers by SIGTERM. One that comes while a worker is
+            # being forked waits until the worker has its own handlers.
+            if hasattr(os, "register_at_fork"):
+                mask = partial(signal.pthread_sigmask, mask=[signal.SIGTERM])
+
+                def in_child():
+                    at_the_end.close()
+                    mask(signal.SIG_UNBLOCK)
+
+                os.register_at_fork(before=partial(mask, signal.SIG_BLOCK), after_in_child=in_child,
+                                    after_in_parent=partial(mask, signal.SIG_UNBLOCK))
             yield
 
     def stopped(self):
