@@ -849,6 +849,7 @@ def check_combinations(s):
          f"--model {s.model}: this run has no final/ yet; end it with --resume"),
         (not s.kl_coef and (s.kl_band or s.renew_reference),
          "--kl-band, --renew-reference: need a --kl-coef above 0"),
+        (s.against and not s.eval_only, "--against: needs --eval-only"),
         (len(band) != 2 or band[0] > band[1],
          f"--kl-band {s.kl_band}: must be two numbers, the lower one first"),
         (s.reward_model and s.reward, "--reward-model and --reward: only one can give the rewards"),
