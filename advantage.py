@@ -270,6 +270,9 @@ ADVANTAGES = {
 
 def main():
     words = sys.argv[1:] or ["1.5", "1", "0", "0"]
+    if "--help" in words:
+        print(__doc__)
+        return
     rewards = torch.tensor([float(word) for word in words])
     advantages = group_advantages(rewards, len(rewards))
     print(f"mean {rewards.mean():.6g}   std {rewards.std(correction=0):.6g}")

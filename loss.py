@@ -17,6 +17,8 @@ Common mistakes that this avoids:
     python loss.py        # one answer's clip table, k1 k2 k3 side by side, gradient coefficients
 """
 
+import sys
+
 import torch
 
 MAX_LOG_RATIO = 20  # a ratio of 5e8 is beyond every clip; exp overflows above 88
@@ -234,6 +236,9 @@ def next_kl_coef(kl_coef, approx_kl, low=0.02, high=0.05, rate=0.1):
 # The demonstration: the theory's walkthrough, the estimators, the gradient coefficient
 
 def main():
+    if "--help" in sys.argv:
+        print(__doc__)
+        return
     A = -1.4321
     log_ratios = torch.tensor([0.25, -0.30])
     J, clipped = clipped_objective(log_ratios, A, 0.2, 0.2)

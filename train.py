@@ -5,10 +5,8 @@
 
 Common mistakes that this avoids:
 - Tokenising the answers' text again. The ids that were sampled are the ids that are trained on.
-- Renewing the old log-probs at every update. With several updates on one rollout they are those
-  before the first, or every ratio would be 1.
-- Averaging the means of micro-batches: their tokens would count differently. Here the gradient
-  does not depend on how the batch is cut.
+- Renewing the old log-probs at every update of a rollout: every ratio would be 1.
+- Averaging the means of micro-batches: here the gradient does not depend on how a batch is cut.
 
     python train.py                                       # the tiny policy learns to reason
     python train.py --model Qwen/Qwen2.5-1.5B-Instruct    # GSM8K, on a GPU
@@ -41,7 +39,6 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
 from inspect import signature
-from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -608,7 +605,8 @@ class Settings:
     steps: from_1 = flag(500, "number of rollouts", head="the rollout")
     prompts_per_step: from_1 = flag(8, "B, questions per step")
     group_size: number(int, 2) = flag(8, "G, answers per question: their mean is the baseline")
-    max_new_tokens: from_1 = flag(512, "an answer is cut at this length")
+    max_new_tokens: from_1 = flag(None, "an answer is cut at this length; default: 512, or half of "
+                                  "the model's positions")
     temperature: above_0 = flag(1.0, "softmax temperature of sampling and log-probs")
     max_resample: from_0 = flag(0, "DAPO: rounds in which flat groups are replaced")
     around_best: from_0 = flag(0, "half of a group continues this many of the other half's best")
@@ -671,7 +669,7 @@ class Settings:
     @property
     def answer_tokens(self):
         """The most tokens that the policy can write in one row, over all turns of --reply."""
-        return self.max_new_tokens * (self.max_turns if self.reply else 1)
+        return (self.max_new_tokens or 512) * (self.max_turns if self.reply else 1)
 
     @property
     def is_whole(self):
@@ -913,9 +911,9 @@ def choose_device(s):
     return device, torch.float16 if major == 7 else torch.float32  # Volta, Turing; or older
 
 
-def load_policy(s):
+def load_policy(s, name="--model"):
     """The policy and its tokenizer; a model that will be sharded is in host memory."""
-    with blame(f"--model {s.model}:"):
+    with blame(f"{name} {s.model}:"):
         model, tokenizer = sample.open_policy(s.model, s.device if s.is_whole else "cpu",
                                               getattr(torch, s.dtype))
         sample.set_template_arguments(tokenizer, s.template_args)
@@ -1217,6 +1215,10 @@ def plan_memory(s):
 def counted_ways(s):
     """The ways that the flags allow, the fastest first: Settings, counts; the first that fits."""
     device, dtype = choose_device(s)
+    model = model_without_storage("--model", s.model, dtype)
+    if not s.max_new_tokens:
+        half = sample.length_limit(model.config) / 2  # the other one is the question's
+        s = replace(s, max_new_tokens=int(min(512, half)))
     tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)  # two groups
     if device.type == "cpu":  # which is fastest with what fits its cache
         tokens = 2048 if dtype == torch.bfloat16 else 1024
@@ -1226,7 +1228,6 @@ def counted_ways(s):
                 threads=s.threads or torch.get_num_threads())
     if device.type != "cuda" or not s.is_whole:  # no memory of its own; or shards
         s.offload = False
-    model = model_without_storage("--model", s.model, dtype)
     if s.dry_run:  # the GPU of another machine, where CUDA itself takes about a GB
         free = {DEVICE: (s.dry_run - 1) * 2**30, HOST: math.inf}
     else:
@@ -1748,8 +1749,8 @@ def load_checkpoint(run, parts, s):
     last = run.step if run.history else -1  # without its line step 0 comes again
     on_rank_0(forget_later_steps, run, "samples.jsonl", last)
     rows = on_rank_0(forget_later_steps, run, "evaluations.jsonl", last)
-    for _, of_step in groupby(rows, lambda row: row["step"]):
-        run.compare(list(of_step))
+    for step in dict.fromkeys(column(rows, "step").tolist()):
+        run.compare([row for row in rows if row["step"] == step])
     for name, digest in digests.items():
         if digest != run.digests.get(name):
             print0(f"{flag_of(name)} {getattr(s, name)}: is not what the run began with")
@@ -2190,7 +2191,7 @@ def print_figures(parts, s):
     if s.against:
         G, T, second = 1, 0.0, s.against
         parts = copy.copy(parts)
-        model, parts.tokenizer = load_policy(replace(s, model=s.against))
+        model, parts.tokenizer = load_policy(replace(s, model=s.against), "--against")
         parts.policy_model = shard(model, s, samples=True)
     _, rows = evaluate(parts, s, G, T)
     print0(f"{len(greedy)} problems, ± is the standard error over them: {s.model}, then {second}")

@@ -62,7 +62,8 @@ def test_the_plan_names_what_exists(name):
     assert len(set(labels)) == len(labels)
     assert len({study.folder_of("", arm, 0, 80) for arm in arms}) == len(arms)
     for arm in arms:
-        flags = arm.flags.format(study=study.__file__, real=train.TINY / "grpo.json")
+        flags = arm.flags.format(study=study.__file__, real=train.TINY / "grpo.json",
+                                 rewards=study.REWARDS)
         train.check_combinations(train.parse(flags.split()))
     for document, figure, relation, _ in claims:
         assert document in ("000", "001", "002", "003", "004")

@@ -3,6 +3,7 @@
     python tests/tools/study.py  # all of it, two runs at a time; prints Markdown
     python tests/tools/study.py --only kl --seeds 0 1 2 --steps 40
     python tests/tools/study.py --controls  # rewards that must not teach, and no reward at all
+    python tests/tools/study.py --controls --real runs/smollm2-sums/config.json --steps 50
     python tests/tools/study.py --real runs/smollm2-sums/config.json  # the task of real_model.py
 
 A finished run is kept under --output and not run again, so the command can be stopped and repeated.
@@ -41,6 +42,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+REWARDS = ROOT / "tests" / "real" / "real_reward.py"
 CODE = [ROOT / f"{name}.py" for name in ("sample", "reward", "advantage", "logprob", "loss",
                                          "train")]
 
@@ -61,6 +63,7 @@ class Arm:
 # larger; `A > 0`: above 0; `A ~ B`: no difference; `A in LOW HIGH`.
 GRPO = Arm("GRPO")
 EVEN = "--reward {study}:even_box"
+IMITATION = "--kl-coef 0 --clip-eps 1 --clip-eps-high 1e6"    # never clipped
 REAL = "--config {real} --prompts-per-step 4"    # half the answers of the run in the README
 
 STUDY = {
@@ -170,7 +173,12 @@ STUDY = {
         Arm("a coin", "--reward {study}:coin"),
         Arm("the box alone", "--reward {study}:box"),
         Arm("rewards permuted in their group", "--reward {study}:permuted"),
-        Arm("self-SFT", "--kl-coef 0 --clip-eps 1 --clip-eps-high 1e6", self_sft=True),
+        Arm("self-SFT", IMITATION, self_sft=True),
+    ], []),
+    "real controls": ("Controls of sums of two operations", ["ended"], [
+        Arm("it ends in time, alone", "--config {real} --reward-weights 1 0 "
+            "--reward {rewards}:ended {rewards}:right"),
+        Arm("self-SFT", f"--config {{real}} {IMITATION}", self_sft=True),
     ], []),
     "real": ("A pretrained model", [], [
         Arm("GRPO", REAL),
@@ -233,7 +241,8 @@ COIN = random.Random(0)
 
 def folder_of(output, arm, seed, steps):
     """Arms with the same settings share their runs, whatever table they stand in."""
-    name = re.sub(r"[^a-z0-9.]+", "-", arm.flags.replace("{study}", "")).strip("-") or "plain"
+    flags = re.sub("{(study|rewards)}", "", arm.flags)
+    name = re.sub(r"[^a-z0-9.]+", "-", flags).strip("-") or "plain"
     name += f"_at-{arm.sampled_at}" * bool(arm.sampled_at) + "_trained" * arm.from_trained
     name += "_self-sft" * arm.self_sft
     return Path(output) / f"{name}_steps-{steps}_seed-{seed}"
@@ -261,7 +270,7 @@ def run_one(output, arm, seed, steps, real=""):
 
     def imitate(rewards):
         # Every right answer becomes more likely, and a wrong one teaches nothing.
-        return train.is_right(rewards).float()
+        return (rewards >= 1).float()
 
     def with_group_std(rollout, batch, updates, seconds, settings):
         metrics = step_metrics(rollout, batch, updates, seconds, settings)
@@ -276,7 +285,8 @@ def run_one(output, arm, seed, steps, real=""):
     if arm.sampled_at or arm.self_sft:
         train.check_sampler = lambda *_: None               # else the check would end such a run
     folder = folder_of(output, arm, seed, steps)
-    argv = [part.format(study=Path(__file__).resolve(), real=real) for part in arm.flags.split()]
+    places = {"study": Path(__file__).resolve(), "real": real, "rewards": REWARDS}
+    argv = [part.format(**places) for part in arm.flags.split()]
     if arm.from_trained:
         # The tiny policy's own settings come with its model; another model brings none.
         argv += ["--config", str(ROOT / "tests" / "tiny" / "grpo.json"),
@@ -290,7 +300,9 @@ def run_one(output, arm, seed, steps, real=""):
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     found = figures([json.loads(line) for line in lines])
     found["cpu_seconds"] = seconds
+    train.sample_groups = sample_groups
     if real:
+        found |= real_exam(train, real, folder / "final")
         shutil.rmtree(folder / "final")                  # half a GB
     else:
         found |= exam(train, sample_groups, folder / "final")
@@ -329,6 +341,19 @@ def exam(train, sample_groups, final, samples=4):
         log_pi += float(rollout.logprobs.double().sum())
         log_ref += float(ref_logprobs.double().sum())
     return {"sampled": right / n, "kl": (log_pi - log_ref) / tokens, "entropy": -log_pi / tokens}
+
+
+def real_exam(train, config, final, samples=4):
+    """Right answers to the held-out problems of a task: greedy and sampled, before and after."""
+    found = {}
+    for when, model in (("_before", []), ("", ["--model", str(final)])):
+        settings = train.plan_memory(train.parse(["--eval-only", "--config", config, *model]))
+        parts = train.load(settings)
+        for name, n, temperature in (("greedy", 1, 0.0), ("sampled", samples, 1.0)):
+            _, rows = train.evaluate(parts, settings, n, temperature)
+            right = train.column(rows, "reward") >= 1
+            found[name + when] = float(right.double().mean())
+    return found
 
 
 def digest():
@@ -421,6 +446,8 @@ COLUMNS = {"greedy": "greedy", "sampled": "sampled", "last_ten": "last ten", "at
 MORE = {"flat": "flat groups", "grad_norm": "gradient norm", "approx_kl": "its own KL",
         "kl_coef": "beta", "clip_fraction": "clipped", "sampler_gap": "nats off at step 1",
         "length_growth": "longer by", "reward": "reward", "std_fall": "std falls by"}
+OF_REAL_CONTROLS = {"greedy_before": "greedy before", "greedy": "after",
+                    "sampled_before": "sampled before", "sampled": "after", "length": "length"}
 OF_REAL = {"right": "right", "ended": "ended", "held_out": "held out", "length": "length",
            "approx_kl": "its own KL", "own_entropy": "entropy", "flat": "flat groups",
            "clip_fraction": "clipped", "cpu_seconds": "CPU s"}
@@ -439,7 +466,8 @@ def cell(runs, name):
 def table(name, results):
     """Markdown: the arms with their figures, then the claims with their verdicts."""
     title, more, arms, claims = STUDY[name]
-    columns = OF_REAL if name == "real" else COLUMNS | {column: MORE[column] for column in more}
+    columns = {"real": OF_REAL, "real controls": OF_REAL_CONTROLS}.get(name, COLUMNS)
+    columns = columns | {column: (MORE | OF_REAL)[column] for column in more}
     lines = [f"\n### {title}\n", "| | " + " | ".join(columns.values()) + " |",
              "|" + " --- |" * (len(columns) + 1)]
     for arm in arms:
@@ -509,7 +537,7 @@ def read_runs(output, arm, seeds, steps):
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    tiny = [name for name in STUDY if name not in ("real", "controls")]
+    tiny = [name for name in STUDY if "real" not in name and name != "controls"]
     parser.add_argument("--only", nargs="+", choices=tiny, default=tiny, metavar="NAME",
                         help="of " + ", ".join(tiny))
     parser.add_argument("--real", default="", metavar="CONFIG", help="of a pretrained model's task")
@@ -523,7 +551,8 @@ def main():
     if args.run:
         arm = Arm(**json.loads(args.run))
         sys.exit(run_one(args.output, arm, args.seeds[0], args.steps, args.real))
-    args.only = ["real"] if args.real else ["controls"] if args.controls else args.only
+    if args.real or args.controls:
+        args.only = [" ".join(["real"] * bool(args.real) + ["controls"] * args.controls)]
     n_seeds = 2 if args.real else 3 if args.controls else 5
     args.seeds = args.seeds or list(range(n_seeds))
     args.steps = args.steps or (25 if args.real else 80)

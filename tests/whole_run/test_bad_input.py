@@ -53,6 +53,7 @@ def test_a_bad_value_is_named_with_its_flag(capsys, tmp_path, flag, value):
     ("--kl-band 0.1", "--kl-band"), ("--kl-band 0.1 0.2 0.3", "0.3"), ("--resume", "--resume"),
     (f"{FEW[0]} --prompts-per-step=32", "few.jsonl has only 16 "),
     ("--max-new-tokens=1000", "128 positions: lower --max-new-tokens"),
+    ("--eval-only --against=nowhere", "--against nowhere: "),
     ("--resume=nowhere", "nowhere/config.json: "), ("--config=nowhere.json", "nowhere.json: "),
     ("--overlong-buffer=40", "--overlong-buffer 40: must be less than the 40 tokens"),
     ("--reply=nowhere.py:check", "--reply"), (f"--reply={CHECK} --max-turns=0", "--max-turns"),
@@ -273,9 +274,14 @@ def test_a_stream_that_can_only_write(monkeypatch, script, arguments):
     assert end.value.code == 0 and "How many ?" in "".join(written)
 
 
+@pytest.mark.parametrize("stage", ["sample", "advantage", "logprob", "loss", "train"])
+def test_help_says_how_a_script_is_called(run_here, stage):
+    assert f"{stage}.py " in run_here(f"{stage}.py", "--help")
+
+
 @pytest.mark.parametrize("script, arguments, word", [
     ("advantage.py", ["1", "apple"], "apple"), ("advantage.py", ["1", "nan"], "nan"),
-    ("advantage.py", ["1"], "1"), ("advantage.py", ["--help"], "usage: python advantage.py"),
+    ("advantage.py", ["1"], "1"), ("advantage.py", ["-help"], "usage: python advantage.py"),
     ("sample.py", ["--model=nowhere"], "no such folder: nowhere"),
     *(("sample.py", [flag], "--max-new-tokens and --group-size must be at least 1, --temp")
       for flag in ("--max-new-tokens=0", "--temperature=-1", "--temperature=nan",

@@ -217,6 +217,13 @@ def test_a_reward_that_goes_wrong_is_named(scored, function, reason):
         scored(function)
 
 
+def test_a_step_reward_of_another_shape_is_told_the_right_one(tmp_path):
+    file = tmp_path / "f.py"
+    write(file, "def steps(completions, **columns):\n    return [[1.0] for _ in completions]")
+    with value_error("a list of .end, reward. per answer"):
+        own_reward_of(None, None, f"{file}:steps")(spoken(*FOUR))
+
+
 @pytest.mark.parametrize("flag", ["--reward", "--step-reward"])
 @pytest.mark.parametrize("spec, reason", [
     ("mine.py", "mine.py (path/to/file.py:function): no function is named"),

@@ -5,7 +5,7 @@ import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 import pytest
-from files import FEW, MINE, SHORT, TINY, lines_of
+from files import FEW, MINE, SHORT, TINY, edit_json, lines_of
 from steps import settings
 import train
 
@@ -67,6 +67,14 @@ def test_what_flags_become(monkeypatch, tmp_path):
     assert train.parse(["--data=d.jsonl"]).eval_data == ""
     assert train.parse(["--config=c.json"]).eval_data == ""
     assert train.parse(["--data=x", "--eval-data=y"]).eval_data == "y"
+
+
+def test_the_default_limit_of_an_answer_leaves_half_of_the_positions(tmp_path):
+    model = shutil.copytree(TINY, tmp_path / "model")
+    for positions, limit in ((128, 64), (4096, 512)):
+        edit_json(model / "config.json", max_position_embeddings=positions)
+        s = train.plan_memory(train.parse(["--model", model, "--device=cpu"]))
+        assert s.max_new_tokens == limit
 
 
 def test_the_command_that_goes_on_is_the_one_that_began(monkeypatch):

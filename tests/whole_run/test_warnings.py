@@ -9,8 +9,8 @@ import train
 
 def history(n, **series):
     """n steps of a healthy run; of a name in `series` the last values are these."""
-    rows = [dict(approx_kl=0.01, flat_groups=0.3, entropy=0.5, reward_std=0.5,
-                 grad_norm=1.0, reward_mean=step / 100, accuracy=0.4) for step in range(n)]
+    rows = [dict(approx_kl=0.01, flat_groups=0.3, entropy=0.5, reward_std=0.5, grad_norm=1.0,
+                 reward_mean=step / 100, accuracy=0.4, kl_coef=0.02) for step in range(n)]
     for name, values in series.items():
         for row, value in zip(rows[-len(values):], values):
             row[name] = value
@@ -35,6 +35,12 @@ def test_only_a_reward_that_has_fallen_or_stands_is_trouble(rewards, accuracy, t
     found = train.symptoms(rows)
     assert list(found) == told and all("--lr" in line for line in found.values())
     assert train.symptoms([{**row, "reward_std": 0.0} for row in rows[:1]]) == {}
+
+
+def test_a_beta_that_has_grown_is_named_and_not_the_rate():
+    rows = in_trouble(history(12, kl_coef=[0.022]))
+    assert [train.symptoms(rows)["fallen reward"].endswith(flag) for flag in
+            ("try a higher --kl-band", "--lr")] == [True, False]
 
 
 @pytest.mark.parametrize("n, series, told", [
