@@ -22,6 +22,7 @@ import first_run  # noqa: E402
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
 from checks import seeded  # noqa: E402
 from files import FEW, LIMIT, MINE, ROOT, checkpoint_of, metrics_of  # noqa: E402
 from models import answer_rows, small_model  # noqa: E402
@@ -164,10 +165,12 @@ def test_graphs_are_kept_and_see_updated_weights(tiny, graphs):
 
 @pytest.mark.parametrize("changes, captures", [
     (dict(architecture="gemma2"), True), (dict(architecture="gpt2"), True),
+    (dict(architecture="qwen3"), True), (dict(architecture="mistral"), True),
+    (dict(architecture="llama", attention_bias=True, mlp_bias=True), True),
     (dict(architecture="falcon"), False),
     (dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=10000.0)), False)])
 def test_a_step_that_no_graph_can_hold_needs_plain(tiny, graphs, changes, captures):
-    """The others are captured, with windows and capped scores, too."""
+    """The others are captured, with windows, capped scores, norms of heads and biases, too."""
     model = small_model(**{"architecture": "qwen2", "vocab_size": 57, **changes}).to(CUDA)
     for prompts in (PROMPTS[::-1], PROMPTS[:3]):             # the second time places are left over
         expected = drawn(copy.deepcopy(model).cpu(), tiny, prompts)
@@ -178,6 +181,37 @@ def test_a_step_that_no_graph_can_hold_needs_plain(tiny, graphs, changes, captur
         found = drawn(model, tiny, prompts)
         assert torch.equal(found.labels.cpu(), expected.labels)
     assert bool(graphs["replayed"]) == captures
+
+
+def test_weights_side_by_side_stay_themselves(tiny, tmp_path):
+    """Once sampled from, q, k, v are parts of one tensor; whoever saves, copies or moves one of
+    them sees it alone."""
+    model = random_policy()
+    before = {name: weight.detach().cpu() for name, weight in model.named_parameters()}
+    answers = drawn(model, tiny).labels
+    attention = model.model.layers[0].self_attn
+    parts = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
+    assert len({part.untyped_storage().data_ptr() for part in parts}) == 1
+    model.save_pretrained(tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path)
+    copied = copy.deepcopy(model)
+    for each in (model, saved, copied):
+        assert all(torch.equal(weight.cpu(), before[name])
+                   for name, weight in each.named_parameters())
+    sizes = [file.stat().st_size for file in tmp_path.glob("*.safetensors")]
+    assert sum(sizes) < 1.2 * sum(weight.nbytes for weight in before.values()) + 10_000
+    with torch.no_grad():
+        for weight in copied.parameters():
+            weight.mul_(0.8)
+    assert torch.equal(drawn(model, tiny).labels, answers)
+    expected = drawn(copy.deepcopy(copied).cpu(), tiny).labels
+    assert torch.equal(drawn(copied, tiny).labels, expected)
+    # One of them moves away, and a graph is captured anew.
+    attention.k_proj.weight.data = 0.5 * attention.k_proj.weight.data
+    attention.v_proj.bias.data = attention.v_proj.bias.data + 1
+    sample.DECODERS.clear()
+    expected = drawn(copy.deepcopy(model).cpu(), tiny).labels
+    assert torch.equal(drawn(model, tiny).labels, expected) and not torch.equal(expected, answers)
 
 
 def test_answers_that_need_several_blocks_of_slots(tiny, graphs):
