@@ -19,7 +19,6 @@ if sys.version_info < (3, 11):  # noqa: UP036 (before the imports, which need it
     sys.exit(2)
 
 import argparse
-import copy
 import hashlib
 import html
 import json
@@ -35,6 +34,7 @@ import traceback
 import warnings
 from collections import Counter, defaultdict
 from contextlib import ExitStack, chdir, contextmanager, suppress
+from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
@@ -68,9 +68,9 @@ from advantage import ADVANTAGES, is_flat, plain_advantages, process_advantages
 from logprob import layers_checkpointed, plain_logprobs, token_logprobs
 from loss import AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS
 from loss import grpo_loss, kl_estimate, next_kl_coef, plain_loss
-from reward import BadInput, accepted, blame, column, compared, is_right, out_of_memory, row_of
-from reward import score_responses, shuffled, symptoms, truth_in_words, truths_of, with_error
-from sample import chat_prompt, one_line, sample_groups
+from reward import HERE, BadInput, accepted, blame, compared, is_right, out_of_memory, shuffled
+from reward import column, row_of, score_responses, symptoms, truth_in_words, truths_of, with_error
+from sample import chat_prompt, length_limit, one_line, sample_groups, take, ticking, words_of
 
 # --------------------------------------------------------------------------------------------------
 # [G] One step: sample, score, normalise, update
@@ -153,7 +153,7 @@ def backward(parts, rollout, s):
         logp, measured = token_logprobs_of(parts.policy_model, rollout, rows, width, s)
         scored.append((rows, logp.detach(), measured))
         # [E] [F] against the policy that drew the answers, and against the reference
-        micro = sample.take(rollout, rows, width, logp.device)
+        micro = take(rollout, rows, width, logp.device)
         loss, metrics = grpo_loss(logp, micro.old_logprobs, micro.ref_logprobs, micro.advantages,
                                   loss_mask(micro, s), **loss_options(micro, s), **sizes)
         (loss * loss_scale_of(parts.optimizer)).backward()  # the scale is 1, except in float16
@@ -228,7 +228,7 @@ class Batch:
     problems: list                   # B dicts, see reward.load_problems
     prompts: list                    # their B prompts, chat template applied
     generators: list = None          # of random numbers, one per prompt
-    others: object = None            # (attempt, n) -> a Batch of n others, for --max-resample
+    step: int = 1                    # of the run
 
 
 def scored_groups(parts, batch, s):
@@ -244,14 +244,14 @@ def scored_groups(parts, batch, s):
             break  # every group of every rank teaches something
         resampled += n
         # Every rank has to draw, or the others would wait in a collective.
-        others = batch.others(attempt, max(n, 1))
+        others = batch_of_step(parts, batch.step, s, attempt, max(n, 1))
         drawn, spent = answers_and_rewards(policy, parts, others, s)
         seconds += spent
         both = sample.joined(rollout, drawn)
         # B groups stay: first those that teach, the old ones before the new ones, then flat ones.
         flat = is_flat(both.rewards, G).repeat_interleave(G)                           # (N + n G,)
         rows = flat.int().argsort(stable=True)[:len(rollout.responses)]                # (N,)
-        rollout = sample.take(both, rows)
+        rollout = take(both, rows)
     return rollout, resampled, seconds
 
 
@@ -292,19 +292,14 @@ def advantages_of(parts, rollout, s):
     columns |= {"mask": rollout.mask, "all_rows": all_rows}
     if not parts.reward_of:  # by other rewards than the rule's a positive one is right
         columns["right"] = is_right(rollout.rule_rewards)
-    if "candidates" in signature(function).parameters:  # which take a while
-        columns["candidates"] = candidates_of(rollout, parts.tokenizer)
+    if s.advantage == "shape":  # the boxes of each answer
+        words = [words_of(parts.tokenizer, ids) for ids in rollout.answer_ids]
+        columns["candidates"] = reward.boxed_candidates(words, truths_of(rollout.problems))
     with blame(f"--advantage {s.advantage}:"):  # MaxRL, say, refuses negative rewards
         advantages = function(**reward.asked_of(function, columns)).float()
     if s.clip_advantages:
         advantages = advantages.clamp(-s.clip_advantages, s.clip_advantages)
     return advantages
-
-
-def candidates_of(rollout, tokenizer):
-    """For --advantage shape: the boxes of each answer, see reward.boxed_candidates."""
-    words = [sample.words_of(tokenizer, ids) for ids in rollout.answer_ids]
-    return reward.boxed_candidates(words, truths_of(rollout.problems))
 
 
 @torch.no_grad()
@@ -333,12 +328,12 @@ def micro_batches(model, rollout, s):
     # tokens of a prompt. They are not in the mask, so they count for nothing.
     missing = max(from_all_ranks(len(cuts))) - len(cuts)
     cuts += [(torch.tensor([0]), 2)] * missing
-    return sample.ticking(cuts, desc="micro-batches")
+    return ticking(cuts, desc="micro-batches")
 
 
 def token_logprobs_of(model, rollout, rows, width, s, measure=True):
     """[D] of one micro-batch: log-probs (n, width-1), what is measured {name: (n, width-1)}."""
-    micro = sample.take(rollout, rows, width)
+    micro = take(rollout, rows, width)
     # A sharded model must be entered through a method that FSDP knows: see shard().
     score = getattr(model, "token_logprobs", partial(token_logprobs, model))
     with layers_checkpointed(model, s.gradient_checkpointing):
@@ -351,7 +346,7 @@ def mini_batches(rollout, s):
         return [rollout]  # itself: its first update adds old_logprobs
     groups = torch.arange(len(rollout.responses)).view(-1, s.group_size)               # (B, G)
     shares = groups.tensor_split(s.minibatches)
-    return [sample.take(rollout, rows.flatten()) for rows in shares]
+    return [take(rollout, rows.flatten()) for rows in shares]
 
 
 def check_sampler(parts, rollout, s):
@@ -455,14 +450,15 @@ def batch_of_step(parts, step, s, attempt=0, n=None):
         others = [problem for problem in shuffled(problems, seeded(*key)) if problem not in order]
         order = others + order  # the step's own problems come last
     mine = share_of_rank(B)[:n]  # whole groups: a group on two GPUs would have two means
-    batch = make_batch(parts.tokenizer, order, mine, key, s)
-    return replace(batch, others=partial(batch_of_step, parts, step, s))
+    batch = make_batch(parts, order, mine, key, s)
+    batch.step = step
+    return batch
 
 
-def make_batch(tokenizer, problems, places, key, s):
+def make_batch(parts, problems, places, key, s):
     """The problems at these places -> Batch; their random numbers follow from key and place."""
     chosen = [problems[j] for j in places]
-    prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in chosen]
+    prompts = [chat_prompt(parts.tokenizer, problem, s.system_prompt) for problem in chosen]
     return Batch(chosen, prompts, [seeded(*key, j) for j in places])
 
 
@@ -484,11 +480,7 @@ def update_reference(parts, rollout, step, s):
         reward.collect_pairs(reward_model, rows, s.group_size, seeded(s.seed, "pairs", step))
     if step % s.renew_reference:
         return {}
-    for model in (parts.ref_model, parts.policy_model):
-        if hasattr(model, "reshard"):
-            model.reshard()  # FSDP may still hold gathered weights: writes to them are lost
-    for ref, p in zip(parts.ref_model.parameters(), parts.policy_model.parameters()):
-        ref.copy_(p.detach())
+    parts.ref_model.load_state_dict(parts.policy_model.state_dict())
     metrics = {"reference_renewed": 1.0}
     if reward_model:  # every rank takes the same steps on the same pairs
         metrics |= reward.train_reward_model(reward_model, seeded(s.seed, "reward model", step))
@@ -528,10 +520,10 @@ def evaluate(parts, settings, group_size=1, temperature=0.0):
     policy = sampling_model(parts.policy_model)
     mine = share_of_rank(len(parts.eval_problems))
     at_a_time = max(1, s.prompts_per_step // world() * settings.group_size // group_size)
-    key = (s.seed, "evaluation")
     rows = []
     for places in tqdm(reward.groups_of(mine, at_a_time), "evaluation", leave=False):
-        batch = make_batch(parts.tokenizer, parts.eval_problems, places, key, s)
+        key = s.seed, "evaluation"
+        batch = make_batch(parts, parts.eval_problems, places, key, s)
         rollout, _ = answers_and_rewards(policy, parts, batch, s)
         rows += [row_of(rollout, n) for n in range(len(rollout.responses))]
     rows = sum(from_all_ranks(rows), [])
@@ -545,16 +537,15 @@ def evaluate(parts, settings, group_size=1, temperature=0.0):
 # Settings: every flag with its type, its default and its help. A config file overrides the
 # defaults, and the command line overrides both.
 
-HERE = reward.HERE
 TINY = HERE / "tests" / "tiny"
 TINY_CONFIG = TINY / "grpo.json"
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
-def flag(default, help, head="", **how):
+def flag(default, help, **how):
     """A flag for add_argument; its annotation in Settings is the `type`. head: a heading above."""
     how["help"] = help if default in (None, "") else f"{help} [{default}]"
-    return field(default=default, metadata={"head": head, "how": how})
+    return field(default=default, metadata=how)
 
 
 def file(text):
@@ -702,9 +693,9 @@ def given_flags(words):
                     "without --model it is that of tests/tiny/grpo.json.")
     parser.error = error
     for name, setting in FIELDS.items():
-        how = {"type": setting.type, **setting.metadata["how"]}
-        if head := setting.metadata["head"]:
-            group = parser.add_argument_group(head)
+        how = {"type": setting.type, **setting.metadata}
+        if "head" in how:
+            group = parser.add_argument_group(how.pop("head"))
         if setting.type is bool:
             del how["type"]  # Python 3.14 allows none here
             how["action"] = argparse.BooleanOptionalAction
@@ -801,6 +792,7 @@ def load(s):
         talk = partial(sample.sample_conversations, reply=reply, max_turns=s.max_turns)
         sampler = blame("--reply fails:")(talk)
     policy_model, tokenizer = load_policy(s)
+    problems, eval_problems = load_data(s, tokenizer)
     if s.reward_model:  # after the policy: from then on transformers prints nothing
         with blame(f"--reward-model {s.reward_model}: cannot be loaded:"):
             reward_model, report = reward.open_reward_model(s.reward_model, s.reward_model_lr,
@@ -808,17 +800,16 @@ def load(s):
             sample.check_loaded(reward_model.model, report)
         if s.renew_reference:  # else it is never trained
             with_moments(reward_model.optimizer)
+            if not any(truths_of(problems)):
+                print0("--renew-reference: no true answer is known, so --reward-model is not "
+                       "trained: the rule orders its pairs")
         prompt_of = partial(chat_prompt, reward_model.tokenizer, system_prompt=s.system_prompt)
         reward_of = partial(reward.model_rewards, reward_model, prompt_of)
-    problems, eval_problems = load_data(s, tokenizer)
-    if s.reward_model and s.renew_reference and not any(truths_of(problems)):
-        print0("--renew-reference: no true answer is known, so --reward-model is not trained: "
-               "the rule orders its pairs")
     policy_model = shard(policy_model, s, samples=True)
     if not s.eval_only:
         if s.kl_coef:  # the initial policy, frozen
             # A sharded model cannot be copied, and host memory should hold one model at a time.
-            initial = copy.deepcopy(policy_model) if s.is_whole else load_policy(s)[0]
+            initial = deepcopy(policy_model) if s.is_whole else load_policy(s)[0]
             ref_model = shard(initial.requires_grad_(False), s)
         optimizer = make_optimizer(policy_model, s, ref_model)
     return SimpleNamespace(
@@ -886,9 +877,9 @@ def check_combinations(s):
 
 
 def choose_device(s):
-    """-> (torch.device, dtype of the model's weights)."""
+    """-> (torch.device, the name of the weights' dtype)."""
     if s.dry_run:  # the GPU of another machine
-        return torch.device("cuda"), getattr(torch, s.dtype, torch.bfloat16)
+        return torch.device("cuda"), "bfloat16" if s.dtype == "auto" else s.dtype
     best = ("cuda" if torch.cuda.is_available() else
             "mps" if torch.backends.mps.is_available() else "cpu")
     with blame(f"--device {s.device}: torch {torch.__version__} cannot use it:"):
@@ -902,20 +893,19 @@ def choose_device(s):
     if device.index and device.type == "cuda":
         torch.cuda.set_device(device)  # the default GPU for calls that name none
     if s.dtype != "auto":
-        return device, getattr(torch, s.dtype)
+        return device, s.dtype
     if device.type != "cuda":
-        return device, torch.float32
+        return device, "float32"
     major, _ = torch.cuda.get_device_capability(device)
     if major >= 8:
-        return device, torch.bfloat16  # older GPUs emulate it, which is slow
-    return device, torch.float16 if major == 7 else torch.float32  # Volta, Turing; or older
+        return device, "bfloat16"  # older GPUs emulate it, which is slow
+    return device, "float16" if major == 7 else "float32"  # Volta, Turing; or older
 
 
 def load_policy(s, name="--model"):
     """The policy and its tokenizer; a model that will be sharded is in host memory."""
     with blame(f"{name} {s.model}:"):
-        model, tokenizer = sample.open_policy(s.model, s.device if s.is_whole else "cpu",
-                                              getattr(torch, s.dtype))
+        model, tokenizer = sample.open_policy(s.model, s.device if s.is_whole else "cpu", s.dtype)
         sample.set_template_arguments(tokenizer, s.template_args)
     sample.PLAIN = s.plain
     if not s.plain:
@@ -948,21 +938,20 @@ def checked_problems(name, source, tokenizer, s):
     """The problems of a file, a list of dicts. BadInput: one is too long for the model."""
     # The built-in rewards need a true answer to compare with.
     need_answer = not s.reward_model and set(s.reward or []) <= {"rule", "think"}
-    limit = sample.length_limit(AutoConfig.from_pretrained(s.model))
+    limit = length_limit(AutoConfig.from_pretrained(s.model))
     unknown = []  # of each prompt the share of its tokens that the tokenizer does not know
 
     # Every prompt is checked now, not in the step that happens to draw it.
-    def check(number, problem):
-        with blame(f"{source}, line {number}:"):
-            prompt = chat_prompt(tokenizer, problem, s.system_prompt)
-            ids = sample.ids_of(tokenizer, prompt)
-            unknown.append(ids.count(tokenizer.unk_token_id) / len(ids))
-            if len(ids) + s.answer_tokens > limit:
-                raise ValueError(f"a prompt of {len(ids)} tokens and {s.answer_tokens} of an "
-                                 f"answer are more than the model's {limit} positions: lower "
-                                 "--max-new-tokens or --max-turns, or take out such problems")
+    def check(problem):
+        prompt = chat_prompt(tokenizer, problem, s.system_prompt)
+        ids = sample.ids_of(tokenizer, prompt)
+        unknown.append(ids.count(tokenizer.unk_token_id) / len(ids))
+        if len(ids) + s.answer_tokens > limit:
+            raise ValueError(f"a prompt of {len(ids)} tokens and {s.answer_tokens} of an answer "
+                             f"are more than the model's {limit} positions: lower "
+                             "--max-new-tokens or --max-turns, or take out such problems")
 
-    progress = partial(sample.ticking, desc=f"reading {source}")
+    progress = partial(ticking, desc=f"reading {source}")
     with blame(f"{name}:"):
         problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
                                         check, progress)
@@ -986,7 +975,7 @@ def make_optimizer(model, s, ref_model=None):
     how = {"lr": s.learning_rate, "weight_decay": s.weight_decay, "fused": True}
     if s.lora_rank:
         return LoraAdamW(model, ref_model, s, **how)
-    weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    weights = dict(model.named_parameters())
     if model.dtype == torch.float32:
         return with_moments(torch.optim.AdamW(weights.items(), **how))
     masters = {}
@@ -1126,9 +1115,8 @@ class LoraAdamW(MasterAdamW):
         self.triples = []  # (W0, A, B) of each weight
         self.factors = {}  # A and B, under their names in PEFT
         weights = []
-        linears = linears_of(model)
         model.requires_grad_(False)
-        for i, (name, linear) in enumerate(linears.items()):
+        for i, (name, linear) in enumerate(linears_of(model).items()):
             W = linear.weight
             weights.append(W)
             if ref_model and not s.renew_reference:  # which keeps the first weights
@@ -1194,54 +1182,54 @@ ADVICE = ("to need less: lower --micro-batch-tokens, --prompts-per-step, --group
 def plan_memory(s):
     """Settings -> the same with all that the device decides. BadInput: a clash, or no memory."""
     check_combinations(s)  # cheap checks first: flags, the device, the model's config
-    ways, counts, fitting = counted_ways(s)
-    if s.eval_only:
-        return ways[0]  # an evaluation has no step
-    way = fitting or ways[-1]  # the last takes least on the device
-    count = counts[ways.index(way)]
-    if not fitting:
-        raise BadInput(f"--model {s.model}: a step needs about {count[DEVICE] / 1e9:.3g} GB of "
-                       f"{DEVICE} and {count[HOST] / 1e9:.3g} GB of {HOST} (details: --dry-run), "
-                       f"and a tenth more should be free; {ADVICE}")
-    line = (f"loading   {s.model} in {way.dtype} on {way.device}; a step needs about "
-            f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)")
-    for name in MEMORY_FLAGS:
-        if getattr(way, name):
-            line += f", with {flag_of(name)}"
-    print0(line)
-    return way
+    for way, count, is_taken in counted_ways(s):
+        if s.eval_only:
+            return way  # an evaluation has no step
+        if is_taken:
+            line = (f"loading   {s.model} in {way.dtype} on {way.device}; a step needs about "
+                    f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)")
+            for name in MEMORY_FLAGS:
+                if getattr(way, name):
+                    line += f", with {flag_of(name)}"
+            print0(line)
+            return way
+    # Of the last, which takes least on the device
+    raise BadInput(f"--model {s.model}: a step needs about {count[DEVICE] / 1e9:.3g} GB of "
+                   f"{DEVICE} and {count[HOST] / 1e9:.3g} GB of {HOST} (details: --dry-run), "
+                   f"and a tenth more should be free; {ADVICE}")
 
 
 def counted_ways(s):
-    """The ways that the flags allow, the fastest first: Settings, counts; the first that fits."""
+    """The ways that the flags allow, the fastest first: Settings, count, if a run takes it."""
     device, dtype = choose_device(s)
     model = model_without_storage("--model", s.model, dtype)
     if not s.max_new_tokens:
-        half = sample.length_limit(model.config) / 2  # the other one is the question's
+        half = length_limit(model.config) / 2  # the other one is the question's
         s = replace(s, max_new_tokens=int(min(512, half)))
     tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)  # two groups
     if device.type == "cpu":  # which is fastest with what fits its cache
-        tokens = 2048 if dtype == torch.bfloat16 else 1024
+        tokens = 2048 if dtype == "bfloat16" else 1024
     s = replace(s, micro_batch_tokens=s.micro_batch_tokens or tokens,
-                device=str(device), dtype=str(dtype).removeprefix("torch."),
+                device=str(device), dtype=dtype,
                 # The last digit of sums depends on their number.
                 threads=s.threads or torch.get_num_threads())
     if device.type != "cuda" or not s.is_whole:  # no memory of its own; or shards
         s.offload = False
     if s.dry_run:  # the GPU of another machine, where CUDA itself takes about a GB
-        free = {DEVICE: (s.dry_run - 1) * 2**30, HOST: math.inf}
+        free = {DEVICE: (s.dry_run - 1) * 2**30}
     else:
         free = {DEVICE: free_memory(device.type), HOST: free_memory("cpu")}
     ways = [s]
     for name in MEMORY_FLAGS:
         if getattr(s, name) is None:
             ways = [replace(way, **{name: on}) for way in ways for on in (False, True)]
-    counts = [memory(way, model, device) for way in ways]
-    # A tenth stays free, for workspaces of kernels and for fragments of the allocator.
-    for way, count in zip(ways, counts):
-        if all(count[kind] < 0.9 * free[kind] for kind in free):
-            return ways, counts, way
-    return ways, counts, None
+    fits = False  # so far
+    for way in ways:
+        count = memory(way, model, device)
+        # A tenth stays free, for workspaces of kernels and for fragments of the allocator.
+        is_first = not fits and all(count[kind] < 0.9 * free[kind] for kind in free)
+        fits |= is_first
+        yield way, count, is_first
 
 
 def memory(s, model, device):
@@ -1309,18 +1297,19 @@ def memory(s, model, device):
 
 def print_memory(s):
     """--dry-run: print the count of each way, in GB; a star marks the one that a run takes."""
-    ways, counts, fitting = counted_ways(s)
+    def show(what, cells):
+        print0(f"{what:30}" + "".join(f"{cell:>8}" for cell in cells))
+
+    ways, counts, taken = zip(*counted_ways(s))
     where = f"a GPU of {s.dry_run:g} GB" if s.dry_run else "this machine"
     print0(f"{s.model} in {ways[0].dtype} on {where}: GB for a step")
-    table = {"*: a run takes this way": ["*" if way is fitting else "" for way in ways]}
+    show("*: a run takes this way", ["*" if is_taken else "" for is_taken in taken])
     for name in MEMORY_FLAGS:
-        table[flag_of(name)] = ["yes" if getattr(way, name) else "" for way in ways]
+        show(flag_of(name), ["yes" if getattr(way, name) else "" for way in ways])
     for what in counts[0]:
         if any(count[what] for count in counts):
-            table[what] = [f"{count[what] / 1e9:.2f}" for count in counts]
-    for what, cells in table.items():
-        print0(f"{what:30}" + "".join(f"{cell:>8}" for cell in cells))
-    if not fitting:
+            show(what, [f"{count[what] / 1e9:.2f}" for count in counts])
+    if not any(taken):
         print0(f"on {where} no way leaves a tenth of the memory free; {ADVICE}")
 
 
@@ -1451,7 +1440,7 @@ def shard(model, s, samples=False):
     if samples:
         # FSDP's hooks would slow sampling down: a twin with `room` for the weights does it.
         room = {id(p): torch.empty_like(p, device=device) for p in model.parameters()}
-        vars(model)["twin"] = copy.deepcopy(model, room).to(device)  # by vars(): no submodule
+        vars(model)["twin"] = deepcopy(model, room).to(device)  # by vars(): no submodule
     wrap = partial(fsdp.fully_shard, mesh=dist.init_device_mesh(device.type, (world(),)),
                    mp_policy=fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32))
     lists = (m for m in model.base_model.modules() if isinstance(m, torch.nn.ModuleList))
@@ -1514,7 +1503,7 @@ class Run:
         model = Path(re.sub("/(final|best)$", "", s.model))  # of RUN/final, the name of RUN
         begun = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(3).hex()}"  # a second has several
         name = s.output or f"runs/{model.name}-{begun}"
-        self.folder = Path(os.path.abspath(name))  # a reward may change the directory
+        self.folder = Path(name).absolute()  # a reward may change the directory
         with blame(f"--output {name}: cannot be written:"):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.lock = open(self.folder / ".lock", "w")
@@ -1546,13 +1535,10 @@ class Run:
             # being forked waits until the worker has its own handlers.
             if hasattr(os, "register_at_fork"):
                 mask = partial(signal.pthread_sigmask, mask=[signal.SIGTERM])
-
-                def in_child():
-                    at_the_end.close()
-                    mask(signal.SIG_UNBLOCK)
-
-                os.register_at_fork(before=partial(mask, signal.SIG_BLOCK), after_in_child=in_child,
-                                    after_in_parent=partial(mask, signal.SIG_UNBLOCK))
+                unblock = partial(mask, signal.SIG_UNBLOCK)
+                os.register_at_fork(after_in_child=at_the_end.close)
+                os.register_at_fork(before=partial(mask, signal.SIG_BLOCK), after_in_child=unblock,
+                                    after_in_parent=unblock)
             yield
 
     def stopped(self):
@@ -1563,7 +1549,8 @@ class Run:
     def measure(self, parts, s):
         """Ask the held-out problems, write the answers -> metrics."""
         metrics, rows = evaluate(parts, s)
-        self.append("evaluations.jsonl", *({"step": self.step, **row} for row in rows))
+        for row in rows:
+            self.append("evaluations.jsonl", {"step": self.step, **row})
         self.compare(rows)
         return metrics
 
@@ -1602,9 +1589,9 @@ class Run:
     def log_samples(self, rollout, group_size):
         """Write the step's first two groups, as they were scored."""
         self.answer = rollout.responses[-1]
-        groups = reward.groups_of(range(len(rollout.responses)), group_size)
-        for rows in groups[:2]:
-            group = sample.take(rollout, rows)
+        rows_of_all = range(len(rollout.responses))
+        for rows in reward.groups_of(rows_of_all, group_size)[:2]:
+            group = take(rollout, rows)
             problem = group.problems[0]
             record = {"step": self.step, "question": problem["question"],
                       "truth": truth_in_words(problem),
@@ -1615,10 +1602,10 @@ class Run:
                 record[name] = getattr(group, name).tolist()
             self.append("samples.jsonl", record)
 
-    def append(self, name, *records):
+    def append(self, name, record):
         if self.folder:
             with open(self.folder / name, "a") as file:  # in ASCII, as JSON is written
-                file.writelines(json.dumps(record) + "\n" for record in records)
+                file.write(json.dumps(record) + "\n")
 
     @contextmanager
     def replacing(self, name):
@@ -1722,12 +1709,17 @@ def load_checkpoint(run, parts, s):
     if not Path(run.name, "metrics.jsonl").is_file():
         return  # it was killed before it began
     path = Path(run.name, CHECKPOINT)
-    digests, command = run.digests, run.command  # of today
+    command = run.command  # of today
     with blame(f"--resume: {path} is damaged, or not of this model, or of another version of "
                "train.py:"):
         file = safe_open(path, framework="pt")
         counters = json.loads(file.get_tensor("counters").numpy().tobytes())
-        only_one_has(counters.keys(), run.SAVED)
+        moves = what_moves(parts, s)
+        # A name in one of the two alone: a resumed run would lose it, or lacks it.
+        odd = {*file.keys(), *counters} ^ {*moves, *run.SAVED, "counters"}
+        if odd:
+            raise ValueError(f"{min(odd)!r} is either not in it, or not read by this run")
+        began = counters.pop("digests")
         vars(run).update(counters)
         if command and not run.command:
             raise ValueError("the run was begun from Python, which alone knows its sampler, reward "
@@ -1736,8 +1728,6 @@ def load_checkpoint(run, parts, s):
             run.command = ""
         if parts.reward_model:
             parts.reward_model.pairs, parts.reward_model.replay = run.pairs
-        moves = what_moves(parts, s)
-        only_one_has(file.keys(), ["counters", *moves])
         for name, moving in moves.items():
             saved = file.get_tensor(name)
             if is_sharded(moving):
@@ -1751,27 +1741,20 @@ def load_checkpoint(run, parts, s):
     rows = on_rank_0(forget_later_steps, run, "evaluations.jsonl", last)
     for step in dict.fromkeys(column(rows, "step").tolist()):
         run.compare([row for row in rows if row["step"] == step])
-    for name, digest in digests.items():
-        if digest != run.digests.get(name):
+    for name, digest in run.digests.items():
+        if digest != began.get(name):
             print0(f"{flag_of(name)} {getattr(s, name)}: is not what the run began with")
-    run.digests = digests
-
-
-def only_one_has(saved, read):
-    """ValueError for a name in one of the two alone: a resumed run would lose it, or lacks it."""
-    if odd := set(saved) ^ set(read):
-        raise ValueError(f"{min(odd)!r} is either not in it, or not read by this run")
 
 
 def digests_of(parts):
     """{flag: a digest of what it names}: of the problems and of the first weights."""
-    contents = {"data": parts.problems, "eval_data": parts.eval_problems}
-    models = {"model": parts.policy_model}
+    def first_numbers(model):  # four of each weight tell models apart
+        return [whole_of(weight.detach()).flatten()[:4].tolist() for weight in model.parameters()]
+
+    contents = {"data": parts.problems, "eval_data": parts.eval_problems,
+                "model": first_numbers(parts.policy_model)}
     if parts.reward_model:
-        models["reward_model"] = parts.reward_model.model
-    for name, model in models.items():  # four numbers of each weight tell models apart
-        contents[name] = [whole_of(weight.detach()).flatten()[:4].tolist()
-                          for weight in model.parameters()]
+        contents["reward_model"] = first_numbers(parts.reward_model.model)
     return {name: hashlib.sha256(json.dumps(content).encode()).hexdigest()
             for name, content in contents.items()}
 
@@ -1967,8 +1950,7 @@ def pooled(points, width):
 def best_step(run):
     """The step of the highest held-out score so far; of equal ones the first."""
     scores = run.curve("eval_reward") or run.curve("eval_accuracy")
-    step, _ = max(scores, key=lambda point: point[1])
-    return step
+    return max(scores, key=lambda point: point[1])[0]
 
 
 def update_bar(bar, run):
@@ -2156,7 +2138,7 @@ def section_of(group, answers, moved, tokenizer):
         tokens = is_answer.nonzero()[:, 0]
         # Between its first and its last token there may be replies, which others wrote.
         span = slice(tokens[0], tokens[-1] + 1)
-        words = sample.words_of(tokenizer, answers.input_ids[n, 1:][span].tolist())
+        words = words_of(tokenizer, answers.input_ids[n, 1:][span].tolist())
         distances = moved[n, span].tolist()
         y = ""
         for word, d, wrote_it in zip(words, distances, is_answer[span].tolist()):
@@ -2190,7 +2172,6 @@ def print_figures(parts, s):
     second = f"{G} samples of each at temperature {T}"
     if s.against:
         G, T, second = 1, 0.0, s.against
-        parts = copy.copy(parts)
         model, parts.tokenizer = load_policy(replace(s, model=s.against), "--against")
         parts.policy_model = shard(model, s, samples=True)
     _, rows = evaluate(parts, s, G, T)

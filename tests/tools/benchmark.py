@@ -404,7 +404,7 @@ def make_folder(size, folder):
     device, dtype = train.choose_device(train.Settings())
     tokenizer = word_tokenizer(size["vocab"])
     tokenizer.save_pretrained(folder)
-    random_model(size, device, dtype).save_pretrained(folder)
+    random_model(size, device, getattr(torch, dtype)).save_pretrained(folder)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the processes that measure need it
     lines = [{"question": question, "answer": "#### 0"} for question in random_questions(size)]

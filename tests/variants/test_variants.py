@@ -2,6 +2,7 @@
 import copy
 import math
 from types import SimpleNamespace
+from unittest.mock import patch
 import pytest
 import torch
 from checks import same, seeded
@@ -209,13 +210,12 @@ def resampled(rounds, *flags, reward_of=length_reward):
         names = [f"{kind}{k}" for k in range(n)]
         return train.Batch([{"question": name, "answer": "7"} for name in names], names)
 
-    def drawn_anew(attempt, n):
+    def drawn_anew(parts, step, s, attempt, n):
         asked.append((attempt, n))
         return batch_of(f"new {attempt}.", n)
-    batch = batch_of("old ", 4)
-    batch.others = drawn_anew
     given = parts_of(p, [], sampler=lambda *_: next(rollouts), reward_of=reward_of)
-    metrics, rollout = train.train_step(given, batch, p.settings)
+    with patch.object(train, "batch_of_step", drawn_anew):
+        metrics, rollout = train.train_step(given, batch_of("old ", 4), p.settings)
     assert [problem["question"] for problem in rollout.problems] == rollout.prompts
     return SimpleNamespace(prompts=rollout.prompts[::4], metrics=metrics, asked=asked,
                            rollout=rollout)

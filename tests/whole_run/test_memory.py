@@ -181,7 +181,7 @@ print(held(200, 400) - before)"""
 
 
 @pytest.mark.parametrize("capability, dtype", [
-    ((7, 5), torch.float16), ((6, 1), torch.float32), ((8, 0), torch.bfloat16)])
+    ((7, 5), "float16"), ((6, 1), "float32"), ((8, 0), "bfloat16")])
 def test_the_dtype_of_a_card(machine, capability, dtype):
     machine("cuda", 80, capability=capability)
     assert train.choose_device(train.parse(["--device=cuda"]))[1] == dtype
