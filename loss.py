@@ -125,14 +125,17 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
     old_logprobs = old_logprobs.where(mask, 0)
     A = advantages.view(len(mask), -1).where(mask, 0)                        # (N, S-1)
     counted = mask.to(logprobs.dtype)                                        # 1 or 0
-    weights = token_weights(counted, aggregate, n_rows, n_tokens, max_new_tokens)
+    n_rows = n_rows or len(counted)
+    n_tokens = n_tokens or counted.sum()
+    weights = chosen(AGGREGATES, aggregate)(counted, n_rows, n_tokens, max_new_tokens)
 
     # The ratio w_t = pi / pi_old, kept as its logarithm
     log_ratio = chosen(RATIOS, ratio)(logprobs - old_logprobs, mask)         # (N, S-1) or (N, 1)
     log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
 
     # [E] J_t, the clipped objective
-    clip_eps_high = clip_eps if clip_eps_high is None else clip_eps_high
+    if clip_eps_high is None:
+        clip_eps_high = clip_eps
     objective_of = chosen(OBJECTIVES, objective)
     J, clipped = objective_of(log_ratio, A, clip_eps, clip_eps_high, logprobs)
     if sampler_logprobs is not None:
@@ -140,7 +143,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
     loss = policy_loss = -(J * weights).sum()
 
     # [F] KL_t, the penalty
-    per_token = token_weights(counted, "token", n_tokens=n_tokens)
+    per_token = AGGREGATES["token"](counted, n_rows, n_tokens, max_new_tokens)
     approx_kl = factor = torch.full_like(loss, torch.nan)
     if ref_logprobs is not None:
         ref_logprobs = ref_logprobs.where(mask, 0)
@@ -165,19 +168,13 @@ def chosen(table, word):
     return table[word]
 
 
-def token_weights(counted, aggregate, n_rows=None, n_tokens=None, max_new_tokens=None):
-    """How much each token counts in the loss of the batch: (N, S-1), from 1 or 0 in `counted`."""
-    n_rows = n_rows or len(counted)
-    n_tokens = n_tokens or counted.sum()
-    return chosen(AGGREGATES, aggregate)(counted, n_rows, n_tokens, max_new_tokens)
-
-
 def sequence_weights(counted, n_rows, n_tokens, max_new_tokens):
     """The mean over a row's tokens, then over rows: a token of a long answer counts less."""
     lengths = counted.sum(dim=1, keepdim=True)                               # (N, 1)
     return counted / (n_rows * lengths.clamp(min=1))
 
 
+# How much each token counts in the loss of the batch: (N, S-1), from 1 or 0 in `counted`.
 AGGREGATES = {
     "sequence": sequence_weights,                                            # GRPO
     # The mean over all tokens of the batch: DAPO, 2503.14476
