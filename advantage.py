@@ -90,7 +90,7 @@ def max_rl_advantages(rewards, group_size=8):
     centred = group_advantages(rewards, group_size, scale_by_std=False)
     if (rewards < 0).any():
         raise ValueError("MaxRL needs rewards that are not negative")
-    m = rewards.to(centred) - centred                                        # (N,)
+    m = rewards - centred                                                    # (N,)
     return centred / m.where(m > 0, 1)
 
 
@@ -221,19 +221,17 @@ def gtpo_advantages(rewards, entropy, mask, group_size=8, right=None, a1=1.0, a2
     if right is None:
         right = rewards > 0
     on = mask.unflatten(0, (-1, group_size))                                      # (B, G, S-1)
-    H = entropy.detach().double().clamp(min=SMALLEST_ENTROPY)
-    H = H.view(on.shape)                                                          # (B, G, S-1)
+    H = entropy.detach().double().view(on.shape)                                  # (B, G, S-1)
+    H = H.clamp(min=SMALLEST_ENTROPY)
     r = rewards.view(-1, group_size, 1)                                           # (B, G, 1)
     right = right.view(r.shape)
     same = (right == right.mT).double()            # (B, G, G): are two answers of the same kind?
     n = same @ on.double()                                                        # (B, G, S-1)
-    weights = torch.where(right, H, 1 / H)
-    weights = weights.where(on, 0)
+    weights = torch.where(right, H, 1 / H).where(on, 0)
     share = a2 * n * weights / (same @ weights)    # NaN where no answer of the kind has a token
     praise = a1 * r + share
     penalty = -(a1 + share)
-    shaped = torch.where(right, praise, penalty)
-    shaped = shaped.where(on, 0)
+    shaped = torch.where(right, praise, penalty).where(on, 0)
     if normalize:
         for b, tokens in enumerate(on):
             shaped[b, tokens] = z_scores(shaped[b, tokens])
