@@ -333,13 +333,12 @@ def hidden_states(model, tree):
     if is_fast(model):
         ids = ids[tree.runs][None]                                                # (1, T)
         before = tree.nodes.flatten()[before]
-        positions = tree.runs.nonzero()[:, 1]                                     # (T,)
-        mask = torch.tensor([[[[True]]]])                # else transformers makes its own
-        positions, mask = uploaded(model.device, positions[None], mask)
-        # transformers hands what it does not know on to the attention of every layer.
+        positions, = uploaded(model.device, tree.runs.nonzero()[None, :, 1])      # (1, T)
         attention = flash_attention if has_flash(model) else padded_attention
-        attend = attention(model, tree)
-        options = dict(position_ids=positions, attention_mask=mask, attend=attend)
+        options = dict(
+            position_ids=positions,
+            attention_mask=positions[None, None],        # any of four dimensions: else it makes one
+            attend=attention(model, tree))               # handed on to the attention of every layer
     ids, before = uploaded(model.device, ids, before)
     body = model.get_decoder()                           # what returns hidden states
     if body is model:                                    # as Llama 4 says
@@ -512,14 +511,11 @@ def shape_of(model):
 def kept_per_token(model, checkpointed):
     """How many numbers a model keeps of each token for its backward pass."""
     shape = shape_of(model)
-    of_layer = {
-        "norms and sums": 8 * shape.hidden,
-        "attention": 5 * shape.queries + shape.keys,
-        "MLP": 4 * shape.inner,
-    }
+    kept = 8 * shape.hidden                              # of a layer: by its norms and sums,
+    kept += 5 * shape.queries + shape.keys               # attention,
+    kept += 4 * shape.inner                              # MLP,
     if any("q_norm" in name for name, _ in model.named_parameters()):
-        of_layer["norms of queries and keys"] = 3 * (shape.queries + shape.keys)
-    kept = sum(of_layer.values())
+        kept += 3 * (shape.queries + shape.keys)         # norms of queries and keys
     # With checkpointing a layer keeps its input, and one layer at a time is run again.
     return kept + shape.layers * shape.hidden if checkpointed else shape.layers * kept
 
