@@ -116,9 +116,9 @@ def test_boxes_are_their_definition():
         bare = re.findall(r"\\boxed *(5+)", text)
         expected = every[-1][2] if every else bare[-1] if bare else None
         assert extract_boxed(text) == expected, text
-        outer = [(begin, end) for end, begin, _ in every
+        outer = [(end, content) for end, begin, content in every
                  if not any(b < begin and end < e for e, b, _ in every)]
-        assert [(o.start(), c.end()) for o, c in complete_boxes(text)] == outer, text
+        assert [(box.stop + 1, text[box]) for box in complete_boxes(text)] == outer, text
 
 
 @pytest.mark.parametrize("number, written", [
