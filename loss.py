@@ -143,7 +143,7 @@ def grpo_loss(logprobs, old_logprobs, ref_logprobs, advantages, mask, clip_eps=0
     loss = policy_loss = -(J * weights).sum()
 
     # [F] KL_t, the penalty
-    per_token = AGGREGATES["token"](counted, n_rows, n_tokens, max_new_tokens)
+    per_token = counted / max(n_tokens, 1)                                   # for means over tokens
     approx_kl = factor = torch.full_like(loss, torch.nan)
     if ref_logprobs is not None:
         ref_logprobs = ref_logprobs.where(mask, 0)
