@@ -179,8 +179,7 @@ def shape_advantages(candidates, mask, group_size=8):
     """
     spans = []
     for of_answer in candidates:
-        rewards = [reward for _, _, reward in of_answer]
-        shares = shapley_shares(rewards).tolist()
+        shares = shapley_shares([reward for *_, reward in of_answer]).tolist()
         spans.append([(first, last, share)
                       for (first, last, _), share in zip(of_answer, shares)])
     return pooled_advantages(spans, mask, group_size)
@@ -227,7 +226,8 @@ def gtpo_advantages(rewards, entropy, mask, group_size=8, right=None, a1=1.0, a2
     right = right.view(r.shape)
     same = (right == right.mT).double()            # (B, G, G): are two answers of the same kind?
     n = same @ on.double()                                                        # (B, G, S-1)
-    weights = torch.where(right, H, 1 / H).where(on, 0)
+    weights = torch.where(right, H, 1 / H)
+    weights = weights.where(on, 0)
     share = a2 * n * weights / (same @ weights)    # NaN where no answer of the kind has a token
     praise = a1 * r + share
     penalty = -(a1 + share)
@@ -271,7 +271,7 @@ def main():
     if "--help" in words:
         print(__doc__)
         return
-    rewards = torch.tensor([float(word) for word in words])
+    rewards = torch.tensor(list(map(float, words)))
     advantages = group_advantages(rewards, len(rewards))
     print(f"mean {rewards.mean():.6g}   std {rewards.std(correction=0):.6g}")
     print("reward     advantage")
