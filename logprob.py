@@ -333,7 +333,8 @@ def hidden_states(model, tree):
     if is_fast(model):
         ids = ids[tree.runs][None]                                                # (1, T)
         before = tree.nodes.flatten()[before]
-        positions, = uploaded(model.device, tree.runs.nonzero()[None, :, 1])      # (1, T)
+        positions = tree.runs.nonzero()[None, :, 1]                               # (1, T)
+        positions, = uploaded(model.device, positions)
         attention = flash_attention if has_flash(model) else padded_attention
         options = dict(
             position_ids=positions,
@@ -399,6 +400,10 @@ def padded_attention(model, tree):
     # The way back: every token stands once among the queries, and -1 sorts before them all.
     back, = uploaded(model.device, torch.cat(slots).argsort()[-int(counts.sum()):])       # (T,)
 
+    def padded(x, places):                               # (T, H, D), (M, A) -> (M, H, A, D)
+        x = x.index_select(0, places.flatten())
+        return x.unflatten(0, places.shape).transpose(1, 2)
+
     def attend(q, k, v, scaling):
         if q.is_cuda:
             # As many key heads as query heads, or CUDA takes a slow kernel that holds all scores.
@@ -406,11 +411,10 @@ def padded_attention(model, tree):
             k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))          # (T, Hq, D)
         found = []
         for queries, keys, mask in calls:
-            padded = []                                  # (M, H, A, D), then twice (M, H, K, D)
-            for x, places in ((q, queries), (k, keys), (v, keys)):
-                x = x.index_select(0, places.flatten())
-                padded.append(x.unflatten(0, places.shape).transpose(1, 2))
-            out = scaled_dot_product_attention(*padded, mask, scale=scaling, enable_gqa=True)
+            out = scaled_dot_product_attention(
+                padded(q, queries),                                               # (M, H, A, D)
+                padded(k, keys), padded(v, keys),                                 # (M, H, K, D)
+                mask, scale=scaling, enable_gqa=True)
             found.append(out.transpose(1, 2).flatten(0, 1))                       # (M * A, Hq, D)
         return torch.cat(found).index_select(0, back)
 
