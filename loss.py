@@ -168,15 +168,17 @@ def chosen(table, word):
     return table[word]
 
 
-def sequence_weights(counted, n_rows, n_tokens, max_new_tokens):
-    """The mean over a row's tokens, then over rows: a token of a long answer counts less."""
-    lengths = counted.sum(dim=1, keepdim=True)                               # (N, 1)
-    return counted / (n_rows * lengths.clamp(min=1))
+def lengths_of(mask):
+    """How many tokens each row has, at least 1: (N, S-1) -> (N, 1)."""
+    lengths = mask.sum(dim=1, keepdim=True)
+    return lengths.clamp(min=1)
 
 
 # How much each token counts in the loss of the batch: (N, S-1), from 1 or 0 in `counted`.
 AGGREGATES = {
-    "sequence": sequence_weights,                                            # GRPO
+    # The mean over a row's tokens, then over rows, so a token of a long answer counts less: GRPO
+    "sequence": lambda counted, n_rows, n_tokens, limit:
+        counted / (n_rows * lengths_of(counted)),
     # The mean over all tokens of the batch: DAPO, 2503.14476
     "token": lambda counted, n_rows, n_tokens, limit: counted / max(n_tokens, 1),
     # The sum over rows * max_new_tokens: Dr. GRPO, 2503.20783
@@ -184,13 +186,13 @@ AGGREGATES = {
 }
 
 
-def sequence_log_ratio(log_ratio, mask):
-    """GSPO, arXiv 2507.18071: of each row the mean of its tokens' log-ratios, (N, 1)."""
-    lengths = mask.sum(dim=1, keepdim=True).clamp(min=1)                     # (N, 1)
-    return log_ratio.sum(dim=1, keepdim=True) / lengths
-
-
-RATIOS = {"token": lambda log_ratio, mask: log_ratio, "sequence": sequence_log_ratio}
+# The logarithm of the ratio that is clipped
+RATIOS = {
+    "token": lambda log_ratio, mask: log_ratio,
+    # Of each row the mean of its tokens' log-ratios, (N, 1): GSPO, arXiv 2507.18071
+    "sequence": lambda log_ratio, mask:
+        log_ratio.sum(dim=1, keepdim=True) / lengths_of(mask),
+}
 
 
 def cispo_objective(log_ratio, advantages, clip_eps, clip_eps_high, logprobs):
@@ -206,7 +208,7 @@ def cispo_objective(log_ratio, advantages, clip_eps, clip_eps_high, logprobs):
 OBJECTIVES = {"clip": clipped_objective, "cispo": cispo_objective}
 
 
-def tis_weight(old_logprobs, sampler_logprobs, cap=2.0):
+def tis_weight(old_logprobs, sampler_logprobs, cap):
     """Truncated importance sampling, TIS: min(pi_old / pi_sampler, cap), without a gradient.
 
     It corrects for a sampler with other kernels than the trainer's. IMPALA, arXiv 1802.01561; Yao
