@@ -241,8 +241,8 @@ def gtpo_advantages(rewards, entropy, mask, group_size=8, right=None, a1=1.0, a2
 def grpo_s_advantages(rewards, entropy, mask, group_size=8, right=None, a1=1.0, a2=0.1,
                       normalize=True):
     """GRPO-S, the same paper: GTPO as if an answer were one token that has its mean entropy."""
-    H = entropy.double()                           # else rounding would rank equal answers
-    H = H.where(mask, torch.nan)                                                  # (N, S-1)
+    # In float64, else rounding would rank equal answers
+    H = entropy.double().where(mask, torch.nan)                                   # (N, S-1)
     mean = H.nanmean(dim=1, keepdim=True)            # NaN without a token, which is not read
     answered = mask.any(dim=1, keepdim=True)                                      # (N, 1)
     return mask * gtpo_advantages(rewards, mean, answered, group_size, right, a1, a2, normalize)
