@@ -197,7 +197,7 @@ def log_softmaxes(hidden, weight, targets, temperature):
 def p_minus_onehot(logp, target, dtype):
     """The gradient of -log p(target) with respect to the logits: (m, V)."""
     # In one pass from float32 to `dtype`; expm1 keeps the digits of p - 1.
-    p = torch.exp(logp, out=torch.empty(0, dtype=dtype, device=logp.device))
+    p = torch.exp(logp, out=logp.new_empty(0, dtype=dtype))
     return p.scatter_(1, target, logp.gather(1, target).expm1().to(dtype))
 
 
