@@ -243,8 +243,8 @@ def scored_groups(parts, batch, s):
         if not any(from_all_ranks(n)):
             break  # every group of every rank teaches something
         resampled += n
-        # Every rank has to draw, or the others would wait in a collective.
-        others = batch_of_step(parts, batch.step, s, attempt, max(n, 1))
+        n = max(n, 1)  # every rank has to draw, or the others would wait in a collective
+        others = batch_of_step(parts, batch.step, s, attempt, n)
         drawn, spent = answers_and_rewards(policy, parts, others, s)
         seconds += spent
         both = sample.joined(rollout, drawn)
@@ -450,15 +450,15 @@ def batch_of_step(parts, step, s, attempt=0, n=None):
         others = [problem for problem in shuffled(problems, seeded(*key)) if problem not in order]
         order = others + order  # the step's own problems come last
     mine = share_of_rank(B)[:n]  # whole groups: a group on two GPUs would have two means
-    batch = make_batch(parts, order, mine, key, s)
+    batch = make_batch(parts.tokenizer, order, mine, key, s)
     batch.step = step
     return batch
 
 
-def make_batch(parts, problems, places, key, s):
+def make_batch(tokenizer, problems, places, key, s):
     """The problems at these places -> Batch; their random numbers follow from key and place."""
     chosen = [problems[j] for j in places]
-    prompts = [chat_prompt(parts.tokenizer, problem, s.system_prompt) for problem in chosen]
+    prompts = [chat_prompt(tokenizer, problem, s.system_prompt) for problem in chosen]
     return Batch(chosen, prompts, [seeded(*key, j) for j in places])
 
 
@@ -523,7 +523,7 @@ def evaluate(parts, settings, group_size=1, temperature=0.0):
     rows = []
     for places in tqdm(reward.groups_of(mine, at_a_time), "evaluation", leave=False):
         key = s.seed, "evaluation"
-        batch = make_batch(parts, parts.eval_problems, places, key, s)
+        batch = make_batch(parts.tokenizer, parts.eval_problems, places, key, s)
         rollout, _ = answers_and_rewards(policy, parts, batch, s)
         rows += [row_of(rollout, n) for n in range(len(rollout.responses))]
     rows = sum(from_all_ranks(rows), [])
@@ -668,8 +668,8 @@ class Settings:
         return world() == 1 or self.lora_rank > 0
 
 
-FIELDS = {setting.name: setting for setting in fields(Settings)}
-THIS_CALL = "config", "output", "resume", "eval_only", "against", "trace", "dry_run"  # no config
+FIELDS = vars(Settings())  # {name: default}
+THIS_CALL = "config output resume eval_only against trace dry_run".split()  # in no config
 
 
 def final_of(folder):
@@ -692,7 +692,7 @@ def given_flags(words):
         description="Group Relative Policy Optimization. N is a number, [] holds a flag's default; "
                     "without --model it is that of tests/tiny/grpo.json.")
     parser.error = error
-    for name, setting in FIELDS.items():
+    for setting in fields(Settings):
         how = {"type": setting.type, **setting.metadata}
         if "head" in how:
             group = parser.add_argument_group(how.pop("head"))
@@ -701,7 +701,7 @@ def given_flags(words):
             how["action"] = argparse.BooleanOptionalAction
         elif setting.type not in (str, file):
             how.setdefault("metavar", "N")
-        group.add_argument(flag_of(name), **how)
+        group.add_argument(flag_of(setting.name), **how)
     return vars(parser.parse_args(map(str, words)))  # from Python also numbers
 
 
@@ -824,6 +824,7 @@ def check_combinations(s):
         reward.check_escapes(json.dumps(s.system_prompt))
     band = s.kl_band or [1, 1]
     share, rest = divmod(s.prompts_per_step, world())
+    rewards = s.reward or []
     not_the_rule = s.reply or s.reward or s.reward_model
     of_runs = {"config.json", "metrics.jsonl", CHECKPOINT, "best", "final", "adapter"}
     in_use = os.path.isdir(s.output) and of_runs.intersection(os.listdir(s.output))
@@ -842,11 +843,11 @@ def check_combinations(s):
         (len(band) != 2 or band[0] > band[1],
          f"--kl-band {s.kl_band}: must be two numbers, the lower one first"),
         (s.reward_model and s.reward, "--reward-model and --reward: only one can give the rewards"),
-        (s.reward_weights and not 2 <= len(s.reward or []) == len(s.reward_weights),
+        (s.reward_weights and not 2 <= len(rewards) == len(s.reward_weights),
          "--reward-weights: needs several --reward, and a weight for each"),
         (s.advantage == "shape" and (not_the_rule or of_answers),
          "--advantage shape: the rule rewards each box, and no other flag about rewards works"),
-        (s.advantage == "gdpo" and (len(s.reward or []) < 2 or of_answers),
+        (s.advantage == "gdpo" and (len(rewards) < 2 or of_answers),
          "--advantage gdpo: needs two --reward or more, and no other flag about rewards works"),
         (s.overlong_buffer >= s.answer_tokens,
          f"--overlong-buffer {s.overlong_buffer}: must be less than the {s.answer_tokens} tokens "
@@ -872,7 +873,7 @@ def check_combinations(s):
         ("max_turns", not s.reply, "it needs --reply"),
     ]:
         for name in names.split():
-            if idle and getattr(s, name) != FIELDS[name].default:
+            if idle and getattr(s, name) != FIELDS[name]:
                 print0(f"{flag_of(name)} has no effect: {why}")
 
 
@@ -885,13 +886,13 @@ def choose_device(s):
     with blame(f"--device {s.device}: torch {torch.__version__} cannot use it:"):
         device = torch.device(best if s.device == "auto" else s.device)
         torch.ones(1, device=device) + 1  # fails on a GPU that this torch has no kernels for
+        if device.index:
+            torch.cuda.set_device(device)  # the default GPU for calls that name none
     if s.device == "auto" and best == "cpu" and shutil.which("nvidia-smi"):
         raise BadInput("--device auto: torch cannot use this machine's GPU: install a newer driver"
                        " or a torch for an older CUDA (pytorch.org), or use --device cpu")
     if device.type == "mps" and (s.offload or s.dtype not in ("auto", "float32")):
         raise BadInput("--dtype, --offload: on mps only --dtype float32 works, without --offload")
-    if device.index and device.type == "cuda":
-        torch.cuda.set_device(device)  # the default GPU for calls that name none
     if s.dtype != "auto":
         return device, s.dtype
     if device.type != "cuda":
@@ -905,7 +906,8 @@ def choose_device(s):
 def load_policy(s, name="--model"):
     """The policy and its tokenizer; a model that will be sharded is in host memory."""
     with blame(f"{name} {s.model}:"):
-        model, tokenizer = sample.open_policy(s.model, s.device if s.is_whole else "cpu", s.dtype)
+        model, tokenizer = sample.open_policy(
+            s.model, s.device if s.is_whole else "cpu", s.dtype)
         sample.set_template_arguments(tokenizer, s.template_args)
     sample.PLAIN = s.plain
     if not s.plain:
@@ -951,10 +953,9 @@ def checked_problems(name, source, tokenizer, s):
                              f"are more than the model's {limit} positions: lower "
                              "--max-new-tokens or --max-turns, or take out such problems")
 
-    progress = partial(ticking, desc=f"reading {source}")
     with blame(f"{name}:"):
         problems = reward.load_problems(source, s.question_field, s.answer_field, need_answer,
-                                        check, progress)
+                                        check, partial(ticking, desc=f"reading {source}"))
     if sum(unknown) > len(unknown) / 2:
         print0(f"{name}: most words of the prompts are unknown to the tokenizer of {s.model}: "
                "choose a --model that knows them")
@@ -975,14 +976,13 @@ def make_optimizer(model, s, ref_model=None):
     how = {"lr": s.learning_rate, "weight_decay": s.weight_decay, "fused": True}
     if s.lora_rank:
         return LoraAdamW(model, ref_model, s, **how)
-    weights = dict(model.named_parameters())
     if model.dtype == torch.float32:
-        return with_moments(torch.optim.AdamW(weights.items(), **how))
+        return with_moments(torch.optim.AdamW(model.named_parameters(), **how))
     masters = {}
-    for i, (name, weight) in enumerate(weights.items()):
+    for i, (name, weight) in enumerate(model.named_parameters()):
         master = off_grid(weight, s.seed, i)
         masters[name] = master.cpu().pin_memory() if s.offload else master
-    return MasterAdamW(masters, list(weights.values()), **how)
+    return MasterAdamW(masters, list(model.parameters()), **how)
 
 
 @torch.no_grad()
@@ -1115,8 +1115,9 @@ class LoraAdamW(MasterAdamW):
         self.triples = []  # (W0, A, B) of each weight
         self.factors = {}  # A and B, under their names in PEFT
         weights = []
+        linears = linears_of(model)
         model.requires_grad_(False)
-        for i, (name, linear) in enumerate(linears_of(model).items()):
+        for i, (name, linear) in enumerate(linears.items()):
             W = linear.weight
             weights.append(W)
             if ref_model and not s.renew_reference:  # which keeps the first weights
@@ -1186,12 +1187,10 @@ def plan_memory(s):
         if s.eval_only:
             return way  # an evaluation has no step
         if is_taken:
-            line = (f"loading   {s.model} in {way.dtype} on {way.device}; a step needs about "
-                    f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)")
-            for name in MEMORY_FLAGS:
-                if getattr(way, name):
-                    line += f", with {flag_of(name)}"
-            print0(line)
+            print0(f"loading   {s.model} in {way.dtype} on {way.device}; a step needs about "
+                   f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)"
+                   + ", with --offload" * way.offload
+                   + ", with --gradient-checkpointing" * way.gradient_checkpointing)
             return way
     # Of the last, which takes least on the device
     raise BadInput(f"--model {s.model}: a step needs about {count[DEVICE] / 1e9:.3g} GB of "
@@ -1223,13 +1222,13 @@ def counted_ways(s):
     for name in MEMORY_FLAGS:
         if getattr(s, name) is None:
             ways = [replace(way, **{name: on}) for way in ways for on in (False, True)]
-    fits = False  # so far
+    found = False
     for way in ways:
         count = memory(way, model, device)
         # A tenth stays free, for workspaces of kernels and for fragments of the allocator.
-        is_first = not fits and all(count[kind] < 0.9 * free[kind] for kind in free)
-        fits |= is_first
-        yield way, count, is_first
+        fits = all(count[kind] < 0.9 * free[kind] for kind in free)
+        yield way, count, fits and not found
+        found |= fits
 
 
 def memory(s, model, device):
@@ -1303,9 +1302,9 @@ def print_memory(s):
     ways, counts, taken = zip(*counted_ways(s))
     where = f"a GPU of {s.dry_run:g} GB" if s.dry_run else "this machine"
     print0(f"{s.model} in {ways[0].dtype} on {where}: GB for a step")
-    show("*: a run takes this way", ["*" if is_taken else "" for is_taken in taken])
+    show("*: a run takes this way", ["*" * is_taken for is_taken in taken])
     for name in MEMORY_FLAGS:
-        show(flag_of(name), ["yes" if getattr(way, name) else "" for way in ways])
+        show(flag_of(name), ["yes" * getattr(way, name) for way in ways])
     for what in counts[0]:
         if any(count[what] for count in counts):
             show(what, [f"{count[what] / 1e9:.2f}" for count in counts])
@@ -1458,13 +1457,8 @@ def sampling_model(model):
     """The model to sample from: itself, or a sharded one's twin with the weights of all shards."""
     twin = vars(model).get("twin", model)
     if twin is not model:
-        for copied, module in zip(twin.modules(), model.modules()):
-            if hasattr(module, "unshard"):  # of FSDP: one gather for all weights of a layer
-                module.unshard()
-                for weight, whole in zip(copied.parameters(), module.parameters()):
-                    if not is_sharded(whole):
-                        weight.copy_(whole)
-                module.reshard()
+        for weight, p in zip(twin.parameters(), model.parameters()):
+            weight.copy_(whole_of(p))
     return twin
 
 
@@ -1472,31 +1466,32 @@ def sampling_model(model):
 # A run: its state, and its folder
 
 # Of a group in samples.jsonl; most groups have the first three alone
-TENSORS = ("finished", "rewards", "advantages", "input_ids", "labels", "old_logprobs")
+TENSORS = "finished rewards advantages input_ids labels old_logprobs".split()
 
 
 class Run:
     """The state of a run and its folder. Only rank 0 writes, and only if it has a folder."""
 
     # In a checkpoint
-    SAVED = "step", "skipped", "told", "digests", "command", "pairs"
+    SAVED = "step skipped told digests command pairs".split()
+
+    step = 0  # the last step that is done
+    skipped = 0  # updates that were skipped
+    skipped_in_a_row = 0
+    command = ""  # the one that began the run; none if Python did
+    resume_command = ""  # set once there is something to resume
+    name = ""
+    folder = None  # of rank 0, see claim_folder()
+    signal = 0
+    answer = ""  # the last of the step
 
     def __init__(self):
-        self.step = 0  # the last step that is done
-        self.skipped = 0  # updates that were skipped
         self.told = []  # the symptoms that were reported: each is told once
         self.before = []  # the first evaluation of its problems, see row_of()
         self.after = []  # the last one
         self.digests = {}  # of what the run began with
-        self.command = ""  # the one that began the run; none if Python did
         self.pairs = []  # a reward model's, when it is saved
-        self.name = ""
-        self.folder = None  # of rank 0, see claim_folder()
-        self.signal = 0
-        self.resume_command = ""  # set once there is something to resume
-        self.skipped_in_a_row = 0
         self.history = []  # the lines of metrics.jsonl
-        self.answer = ""  # the last of the step
 
     def claim_folder(self, s):
         """On rank 0: make the folder and lock it until the process ends -> its name."""
@@ -1524,7 +1519,7 @@ class Run:
             self.signal = number
             print0("\nstopping after this step (a second signal stops at once)", sys.stderr)
 
-        names = "SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"
+        names = "SIGINT SIGTERM SIGHUP SIGUSR1 SIGUSR2 SIGXCPU".split()
         with ExitStack() as at_the_end:
             for number in signal.Signals:  # Windows lacks some, and nohup ignores SIGHUP
                 if number.name in names and signal.getsignal(number) != signal.SIG_IGN:
@@ -1568,10 +1563,11 @@ class Run:
         self.history.append(metrics)
         if "loss" in metrics:  # the first line is that of the start
             found = symptoms(self.history[1:], self.answer)
-            new = {what: line for what, line in found.items() if what not in self.told}
-            if new:
-                self.told += new
-                metrics["warning"] = "; ".join(new.values())
+            for what in self.told:
+                found.pop(what, None)
+            if found:
+                self.told += found
+                metrics["warning"] = "; ".join(found.values())
                 print0(f"step {metrics['step']}: {metrics['warning']}", sys.stderr)
         self.append("metrics.jsonl", metrics)
         skipped = int(metrics.get("skipped_updates", 0))
@@ -1632,12 +1628,13 @@ def on_host(run, tensors):
 
 def save_folder(model, tokenizer, run, name):
     """Save a folder that from_pretrained opens."""
-    saved = model.state_dict()  # first, because FSDP drops what it has gathered
-    named = dict([*model.named_parameters(), *model.named_buffers()])
-    weights = on_host(run, {key: named[key] for key in named if key in saved})
+    weights = model.state_dict()
+    for tied in model.all_tied_weights_keys:  # say the head, if it is the embedding: written once
+        weights.pop(tied, None)
+    whole = on_host(run, weights)
     if run.folder:
         with run.replacing(name) as new:
-            model.save_pretrained(new, state_dict=weights)
+            model.save_pretrained(new, state_dict=whole)
             tokenizer.save_pretrained(new)
 
 
@@ -1715,17 +1712,16 @@ def load_checkpoint(run, parts, s):
         file = safe_open(path, framework="pt")
         counters = json.loads(file.get_tensor("counters").numpy().tobytes())
         moves = what_moves(parts, s)
+        saved = {*file.keys(), *counters}
         # A name in one of the two alone: a resumed run would lose it, or lacks it.
-        odd = {*file.keys(), *counters} ^ {*moves, *run.SAVED, "counters"}
-        if odd:
+        if odd := saved ^ {"counters", *moves, *run.SAVED}:
             raise ValueError(f"{min(odd)!r} is either not in it, or not read by this run")
         began = counters.pop("digests")
         vars(run).update(counters)
         if command and not run.command:
             raise ValueError("the run was begun from Python, which alone knows its sampler, reward "
                              "and weights: pass --resume to train.parse() there")
-        if not command:  # Python goes on, and from here main cannot
-            run.command = ""
+        run.command = command and run.command  # from where Python goes on, main cannot
         if parts.reward_model:
             parts.reward_model.pairs, parts.reward_model.replay = run.pairs
         for name, moving in moves.items():
@@ -1739,7 +1735,7 @@ def load_checkpoint(run, parts, s):
     last = run.step if run.history else -1  # without its line step 0 comes again
     on_rank_0(forget_later_steps, run, "samples.jsonl", last)
     rows = on_rank_0(forget_later_steps, run, "evaluations.jsonl", last)
-    for step in dict.fromkeys(column(rows, "step").tolist()):
+    for step in sorted({row["step"] for row in rows}):
         run.compare([row for row in rows if row["step"] == step])
     for name, digest in run.digests.items():
         if digest != began.get(name):
@@ -1749,7 +1745,8 @@ def load_checkpoint(run, parts, s):
 def digests_of(parts):
     """{flag: a digest of what it names}: of the problems and of the first weights."""
     def first_numbers(model):  # four of each weight tell models apart
-        return [whole_of(weight.detach()).flatten()[:4].tolist() for weight in model.parameters()]
+        return [whole_of(weight.detach()).flatten()[:4].tolist()
+                for weight in model.parameters()]
 
     contents = {"data": parts.problems, "eval_data": parts.eval_problems,
                 "model": first_numbers(parts.policy_model)}
@@ -1923,7 +1920,7 @@ def curves_of(run):
     """What the metrics say: a list of (metric, its title, (step, value)s).
 
     Evaluations come first, and then each --reward. Of sampled answers a point is the mean of five
-    steps or more, because those of one step are few.
+    steps or more, because those of one step are few, and there are at most 40 points.
     """
     rewards = [name for name in run.history[-1] if "reward/" in name]
     names = ["eval_reward", "eval_accuracy", *rewards, *TITLES, *run.history[-1]]
@@ -1933,18 +1930,14 @@ def curves_of(run):
         # Beside a score, what is 0 throughout says nothing.
         is_told = not curves or metric in rewards or any(value for _, value in points)
         if points and is_told and metric not in NOT_SHOWN:
-            width = max(2, min(40, len(points) // 5))
-            if "eval_" in metric:
-                width = len(points)
-            curves.append((metric, TITLES.get(metric, metric), pooled(points, width)))
+            n = len(points)
+            width = n
+            if "eval_" not in metric:
+                width = min(n, max(2, n // 5), 40)
+            rows = torch.tensor(points, dtype=torch.float64).T                         # (2, n)
+            means = torch.nn.functional.adaptive_avg_pool1d(rows, width)           # (2, width)
+            curves.append((metric, TITLES.get(metric, metric), means.T.tolist()))
     return curves
-
-
-def pooled(points, width):
-    """(step, value)s -> the mean step and value of at most `width` stretches of equal length."""
-    rows = torch.tensor(points, dtype=torch.float64).T                                 # (2, n)
-    width = min(width, len(points))
-    return torch.nn.functional.adaptive_avg_pool1d(rows, width).T.tolist()
 
 
 def best_step(run):
@@ -2071,13 +2064,13 @@ def page_of(run, sections, s):
     curves = curves_of(run)
     figures = "".join(figure_of_curve(*curve, run.step) for curve in curves)
     metric, title, points = curves[0]
-    first = f"{points[0][1]:.3g}"
-    headline = f"Stopped before the second evaluation; {title} {first} at the start"
-    example = comparison = ""
+    first = points[0][1]
+    step, last = points[-1]
+    head = f"<h1>Stopped before the second evaluation; {title} {first:.3g} at the start</h1>"
+    example = ""
     if len(points) > 1 and run.before:
-        step, last = points[-1]
-        headline = f"{title.capitalize()} {first} → {last:.3g} after {step:g} steps"
-        comparison = compared(run.before, run.after, SCORES[metric])
+        head = f"""<h1>{title.capitalize()} {first:.3g} → {last:.3g} after {step:g} steps</h1>
+<p>{compared(run.before, run.after, SCORES[metric])}</p>"""
         before, after = example_of(run)
         example = f"""<h2>The held-out problem that gained most</h2>
 <p>{escape(before["problem"])}</p><p>true answer: {escape(before["truth"])}</p>
@@ -2086,21 +2079,19 @@ def page_of(run, sections, s):
 <pre>{escape(before["answer"])}</pre></section>
 <section><h3>after {step:g} steps <small>reward {after["reward"]:.3g}</small></h3>
 <pre>{escape(after["answer"])}</pre></section></div>"""
-    name = escape(run.folder.name)
-    again = ""
-    if run.step < s.steps and not run.signal:
-        again = '<meta http-equiv="refresh" content="20">'
+    goes_on = run.step < s.steps and not run.signal
+    again = '<meta http-equiv="refresh" content="20">' * goes_on
     return f"""<!doctype html><html lang="en"><head><meta charset="utf-8">{again}
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1"><title>{name}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(run.folder.name)}</title>
 <style>{STYLE}</style></head><body>
-<h1>{headline}</h1>
-<p>{comparison}</p>
-<p>{name}: GRPO of {escape(Path(s.model).name)}, {run.step} of {s.steps} steps, each with
-B = {s.prompts_per_step} questions and G = {s.group_size} answers to each; lr {s.learning_rate:g}.
-The best evaluation is that of step {best_step(run):g}. Held-out answers are greedy, all others
-sampled: their numbers are means of the first and of the last five steps. What is 0 throughout is
-left out.</p>
+{head}
+<p>{escape(run.folder.name)}: GRPO of {escape(Path(s.model).name)}, {run.step} of {s.steps} steps,
+each with B = {s.prompts_per_step} questions and G = {s.group_size} answers to each;
+lr {s.learning_rate:g}. The best evaluation is that of step {best_step(run):g}. Held-out answers are
+greedy, all others sampled: their numbers are means of the first and of the last five steps. What is
+0 throughout is left out.</p>
 <code>{escape(run.command)}</code>
 <ul>{items}</ul><div>{figures}</div>{example}
 <h2>The groups it learned from</h2>
