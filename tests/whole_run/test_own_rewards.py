@@ -205,6 +205,7 @@ HOSTILE = type("Hostile", (), {"__float__": raises(KeyError("no"))})()
     (lambda completions, **columns: [c[0]["content"] for c in completions], "texts are strings"),
     (lambda completions, mood, **columns: [], "'mood'"), (lambda **columns: 1.0, "'float' object"),
     (lambda completions, **columns: 1 / 0, "test_own_rewards.py, line"),
+    (lambda completions, **columns: (c + 1 for c in completions), "test_own_rewards.py, line"),
     (gives(1, 2, 3), "3 rewards"), (gives(1, 2, 3, math.nan), "nan"),
     (gives(1, -1e39, 3, 4), "-1e+39"), (gives(10**400, 2, 3, 4), "OverflowError"),
     (gives(1, "two", 3, 4), "'two'"), (gives(1, 2, [3], 4), "list"),
@@ -213,7 +214,7 @@ HOSTILE = type("Hostile", (), {"__float__": raises(KeyError("no"))})()
     (lambda **columns: sys.exit(), "SystemExit"), (lambda **columns: "1010", "a str, not a list"),
     (lambda **columns: dict.fromkeys(range(4)), "dict")])
 def test_a_reward_that_goes_wrong_is_named(scored, function, reason):
-    with value_error(f"^--reward f.py:f: .*{re.escape(reason)}"):
+    with value_error(f"^--reward f.py:f: (?!.*--reward).*{re.escape(reason)}"):
         scored(function)
 
 
