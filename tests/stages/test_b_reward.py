@@ -217,7 +217,7 @@ BAD_LINES = [
     line(question="\ud800"), *(line(answer=bad) for bad in (
         "", None, [], ["", None], {"a": 1}, "So 72. " * 20, "8 * 9\n= 72", "8 * 9 = 72\n####",
         "#### 72 ####  \n", "#### $.")),
-    chat("?"), chat(*CHAT[:1]), chat(CHAT[2]), chat({"role": "user", "content": " "})]
+    chat(), chat("?"), chat(*CHAT[:1]), chat(CHAT[2]), chat({"role": "user", "content": " "})]
 
 
 @pytest.mark.parametrize("bad", BAD_LINES, ids=range(len(BAD_LINES)))
