@@ -466,7 +466,7 @@ def cut_rows(input_ids, labels, token_budget, share):
     while stop:
         _, start = best[stop]
         is_chosen = torch.isin(tree.row_of, order[start:stop])                    # (N,)
-        found.append((is_chosen.nonzero()[:, 0], max(lengths[start:stop]) + 1))
+        found.append((is_chosen.nonzero().flatten(), max(lengths[start:stop]) + 1))
         stop = start
     return found[::-1]
 
