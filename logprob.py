@@ -22,6 +22,7 @@ from functools import partial
 from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -282,12 +283,23 @@ class FactoredLinear(torch.autograd.Function):
 BEHIND = 2**40                           # in place of an id behind the last label: it sorts last
 
 
-def prefix_tree(input_ids, labels):
-    """N rows of S tokens -> the tree of the U rows that differ, sorted, in host memory.
+class Tree(NamedTuple):
+    """U different rows of S tokens, sorted. Places count the tokens of all rows, row after row.
 
-    Rows share tokens as long as ids and labels are the same. Places count the tokens of all U rows,
-    row after row.
+    Rows share tokens as long as ids and labels are the same. All is in host memory.
     """
+
+    ids: torch.Tensor                    # (U, S) long
+    first: torch.Tensor                  # (U, S) long: the place where a token stands first
+    runs: torch.Tensor                   # (U, S) bool: it stands here first, and predicts one
+    nodes: torch.Tensor                  # (U, S) long: its place in the long row
+    ends: torch.Tensor                   # (U,) long: how many tokens of a row predict one
+    labelled: torch.Tensor               # (M,) long: where the M labels stand first
+    row_of: torch.Tensor                 # (N,) long: which of the U rows each given row is
+
+
+def prefix_tree(input_ids, labels):
+    """N rows of S tokens -> their Tree."""
     input_ids, labels = input_ids.cpu(), labels.cpu()    # FSDP has moved them to its card
     is_label = pad(labels[:, 1:] != IGNORE, (1, 0))      # (N, S); nothing predicts the first token
     column = torch.arange(labels.shape[1])
@@ -300,14 +312,8 @@ def prefix_tree(input_ids, labels):
     first = place.where(is_new, 0).cummax(dim=0).values
     runs = is_new & (place[0] < ends[:, None])
     nodes = runs.flatten().cumsum(dim=0)[first] - 1
-    return SimpleNamespace(
-        ids=rows % BEHIND // 2,                          # (U, S) long
-        first=first,                                     # (U, S) long: where a token stands first
-        runs=runs,              # (U, S) bool: it stands here first, and predicts one
-        nodes=nodes,            # (U, S) long: its place in the long row
-        ends=ends,              # (U,) long: how many tokens of a row predict one
-        labelled=place[is_new & (rows % 2 == 1)],        # (M,) long: where the labels stand first
-        row_of=row_of)          # (N,) long: which of the U rows each given row is
+    labelled = place[is_new & (rows % 2 == 1)]
+    return Tree(rows % BEHIND // 2, first, runs, nodes, ends, labelled, row_of)
 
 
 def in_rows(tree, values):
@@ -317,7 +323,7 @@ def in_rows(tree, values):
 
 
 def hidden_states(model, tree):
-    """Run the body on the rows of a tree -> its hidden state before each of the M labels, (M, H).
+    """Run the body on the rows of a Tree -> its hidden state before each of the M labels, (M, H).
 
     A model of a fast family runs one long row, any other the padded rows.
     """
@@ -512,7 +518,7 @@ def kept_per_token(model, checkpointed):
     kept = 8 * shape.hidden                              # of a layer: by its norms and sums,
     kept += 5 * shape.queries + shape.keys               # attention,
     kept += 4 * shape.inner                              # MLP,
-    if "q_norm" in str(model):
+    if any("q_norm" in name for name, _ in model.named_parameters()):
         kept += 3 * (shape.queries + shape.keys)         # norms of queries and keys
     # With checkpointing a layer keeps its input, and one layer at a time is run again.
     return kept + shape.layers * shape.hidden if checkpointed else shape.layers * kept
