@@ -976,13 +976,14 @@ def make_optimizer(model, s, ref_model=None):
     how = {"lr": s.learning_rate, "weight_decay": s.weight_decay, "fused": True}
     if s.lora_rank:
         return LoraAdamW(model, ref_model, s, **how)
+    weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if model.dtype == torch.float32:
-        return with_moments(torch.optim.AdamW(model.named_parameters(), **how))
+        return with_moments(torch.optim.AdamW(weights.items(), **how))
     masters = {}
-    for i, (name, weight) in enumerate(model.named_parameters()):
+    for i, (name, weight) in enumerate(weights.items()):
         master = off_grid(weight, s.seed, i)
         masters[name] = master.cpu().pin_memory() if s.offload else master
-    return MasterAdamW(masters, list(model.parameters()), **how)
+    return MasterAdamW(masters, list(weights.values()), **how)
 
 
 @torch.no_grad()
