@@ -310,6 +310,21 @@ def test_the_optimizer_is_adamw(dtype):
         assert all(map(functools.partial(torch.allclose, atol=1e-6), masters, expected))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_frozen_weight_stays_and_takes_no_memory_of_the_optimizer(dtype):
+    p = parts("--lr=0.01", "--updates-per-rollout=1", dtype=dtype)
+    before = copy.deepcopy(p.policy_model)
+    p.policy_model.get_decoder().norm.requires_grad_(False)
+    p.optimizer = train.make_optimizer(p.policy_model, p.settings)
+    trained = [weight for weight in p.policy_model.parameters() if weight.requires_grad]
+    assert len(p.optimizer.state) == len(trained) < len(list(before.parameters()))
+    batch = train.Batch(p.problems, p.prompts, None)
+    train.train_step(parts_of(p, p.problems, reward_of=lambda *_: REWARDS), batch, p.settings)
+    moved = [name for name, weight in p.policy_model.named_parameters()
+             if not torch.equal(weight, before.get_parameter(name))]
+    assert len(moved) == len(trained)
+
+
 # --- A run, its files and what it prints ----------------------------------------------------------
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
