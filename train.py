@@ -2159,6 +2159,8 @@ def escape(text):
 
 def print_figures(parts, s):
     """--eval-only: greedy and G sampled answers; or --against: greedy ones of two policies."""
+    if s.against:  # is there such a model? Before the first one has answered
+        model_without_storage("--against", s.against, s.dtype)
     _, greedy = evaluate(parts, s)
     G, T = s.group_size, s.temperature
     second = f"{G} samples of each at temperature {T}"
