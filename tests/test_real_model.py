@@ -96,3 +96,12 @@ def test_a_table_of_greedy_answers_by_train_py(capsys, tmp_path):
     line = capsys.readouterr().out
     assert line.startswith("| tiny | 1.000 ± 0.000 | ") and "| 0.500 | " in line
     assert "6 gained, 0 lost, p = 0.031" in line
+
+
+def test_the_mean_of_several_runs_is_compared_problem_by_problem(capsys):
+    untrained, *runs = ([{"right": bool(x)} for x in right]
+                        for right in ([0, 0, 1, 1], [1, 0, 1, 1], [1, 1, 1, 0]))
+    real_qwen.print_mean("asked", untrained, *runs)
+    line = capsys.readouterr().out
+    # Of each problem 1, 1/2, 1 and 1/2 are right: 1, 1/2, 0 and -1/2 more than before.
+    assert "0.750 ± 0.125" in line and "0.250 ± 0.280" in line

@@ -140,6 +140,14 @@ def print_row(title, rows, before=None):
     print(f"| {title} | " + " | ".join(cells) + " |", flush=True)
 
 
+def print_mean(title, before, *runs):
+    """The mean of the runs and what it gained, problem by problem."""
+    right = torch.stack([train.column(rows, "right") for rows in runs])  # (runs, problems)
+    gain = right.mean(dim=0) - train.column(before, "right")
+    print(f"\n{title}, mean of the runs: {train.with_error(right.mean(dim=0))}, "
+          f"gained {train.with_error(gain)}\n", flush=True)
+
+
 def print_head():
     print("| | right | by the last number | boxed | cut | right of boxed and uncut | tokens | |\n"
           "|" + " --- |" * 8, flush=True)
@@ -147,16 +155,17 @@ def print_head():
 
 def measure(folders, task, found, examples, n):
     """--measure: the untrained policy and these, by two prompts, on n problems of the test set."""
-    print_head()
     for title, system_prompt, shown, most in (
             ("two examples, 160 tokens", "", examples, 160),
             ("no example, 512 tokens", train.BOXED, [], 512)):
         problems = [conversation(problem, shown) for problem in found["test"][:n]]
-        before = None
+        print_head()
+        asked = []
         for folder in folders:
             rows = greedy(folder, problems, system_prompt, most, task)
-            print_row(f"{folder.name}: {title}", rows, before)
-            before = before or rows
+            print_row(f"{folder.name}: {title}", rows, asked and asked[0])
+            asked.append(rows)
+        print_mean(title, *asked)
 
 
 def print_prompts(folder, task, found, n=40):
