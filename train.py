@@ -893,6 +893,9 @@ def choose_device(s):
                        " or a torch for an older CUDA (pytorch.org), or use --device cpu")
     if device.type == "mps" and (s.offload or s.dtype not in ("auto", "float32")):
         raise BadInput("--dtype, --offload: on mps only --dtype float32 works, without --offload")
+    if s.dtype == "bfloat16" and device.type == "cpu" and not sample.has_products(torch.bfloat16):
+        print0("--dtype bfloat16: this CPU has no instructions for it; --dtype float32 is faster, "
+               "and needs twice the memory")
     if s.dtype != "auto":
         return device, s.dtype
     if device.type != "cuda":

@@ -11,6 +11,7 @@ from transformers import (AutoConfig, AutoModelForCausalLM, AutoModelForSequence
 from files import LIMIT
 from runs import trains, well_ended
 from steps import parts, rollout_of, updated
+import sample
 import train
 
 
@@ -185,3 +186,13 @@ print(held(200, 400) - before)"""
 def test_the_dtype_of_a_card(machine, capability, dtype):
     machine("cuda", 80, capability=capability)
     assert train.choose_device(train.parse(["--device=cuda"]))[1] == dtype
+
+
+@pytest.mark.parametrize("dtype, has_products, is_told", [
+    ("bfloat16", False, True), ("bfloat16", True, False), ("float32", False, False)])
+def test_a_cpu_without_instructions_for_bfloat16(capsys, monkeypatch, dtype, has_products, is_told):
+    """It is four times as slow there as float32, but may be all that fits."""
+    monkeypatch.setattr(sample, "has_products", lambda dtype: has_products)
+    chosen = train.choose_device(train.parse(["--device=cpu", f"--dtype={dtype}"]))
+    assert chosen == (torch.device("cpu"), dtype)
+    assert ("--dtype float32" in capsys.readouterr().out) == is_told
