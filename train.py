@@ -894,8 +894,8 @@ def choose_device(s):
     if device.type == "mps" and (s.offload or s.dtype not in ("auto", "float32")):
         raise BadInput("--dtype, --offload: on mps only --dtype float32 works, without --offload")
     if s.dtype == "bfloat16" and device.type == "cpu" and not sample.has_products(torch.bfloat16):
-        print0("--dtype bfloat16: this CPU has no instructions for it; --dtype float32 is faster, "
-               "and needs twice the memory")
+        print0("--dtype bfloat16: oneDNN has no fast products in it on this CPU; --dtype float32 "
+               "may be faster, and needs twice the memory")
     if s.dtype != "auto":
         return device, s.dtype
     if device.type != "cuda":

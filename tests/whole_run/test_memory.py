@@ -190,8 +190,8 @@ def test_the_dtype_of_a_card(machine, capability, dtype):
 
 @pytest.mark.parametrize("dtype, has_products, is_told", [
     ("bfloat16", False, True), ("bfloat16", True, False), ("float32", False, False)])
-def test_a_cpu_without_instructions_for_bfloat16(capsys, monkeypatch, dtype, has_products, is_told):
-    """It is four times as slow there as float32, but may be all that fits."""
+def test_a_cpu_without_fast_bfloat16(capsys, monkeypatch, dtype, has_products, is_told):
+    """Float32 may be faster there, but bfloat16 may be all that fits."""
     monkeypatch.setattr(sample, "has_products", lambda dtype: has_products)
     chosen = train.choose_device(train.parse(["--device=cpu", f"--dtype={dtype}"]))
     assert chosen == (torch.device("cpu"), dtype)
