@@ -4,6 +4,7 @@ import math
 import sys
 import pytest
 import study
+from files import lines_of
 from files import metrics_of as metrics_in
 import train
 
@@ -65,6 +66,7 @@ def test_the_plan_names_what_exists(name):
         flags = arm.flags.format(study=study.__file__, real=train.TINY / "grpo.json",
                                  rewards=study.REWARDS)
         train.check_combinations(train.parse(flags.split()))
+        assert arm.answers in ("its own", "untrained", "worked")
     for document, figure, relation, _ in claims:
         assert document in ("000", "001", "002", "003", "004")
         assert figure in (study.OF_REAL if name == "real" else [*study.COLUMNS, *more])
@@ -76,7 +78,6 @@ def test_the_plan_names_what_exists(name):
 def test_controls_pay_what_they_say():
     rows = dict(prompts=["p"] * 4 + ["q"] * 2, answer=["7"] * 4 + ["5"] * 2, completions=[
         "\\boxed{ 7 }", "\\boxed{ 8 }", "?", "\\boxed{ 7 }", "\\boxed{ 5 }", "?"])
-    assert study.box(**rows) == [0.5, 0.5, 0, 0.5, 0.5, 0]
     dealt = [study.permuted(**rows) for _ in range(20)]
     assert all(sorted(some[:4]) == [0, 0.5, 1.5, 1.5] for some in dealt)
     assert all(sorted(some[4:]) == [0, 1.5] for some in dealt) and len(set(map(tuple, dealt))) > 5
@@ -84,21 +85,51 @@ def test_controls_pay_what_they_say():
     assert {*tossed} == {0, 1} and 400 < sum(tossed) < 600
 
 
-def test_self_sft_only_imitates_what_the_untrained_policy_wrote(monkeypatch, tmp_path):
-    for name in ("step_metrics", "sample_groups", "check_sampler"):
-        monkeypatch.setattr(train, name, getattr(train, name))         # which a run replaces
+@pytest.fixture
+def watched(monkeypatch):
+    """Everything that a run of the study replaces."""
+    for name in ("step_metrics", "sample_groups", "answers_and_rewards", "check_sampler"):
+        monkeypatch.setattr(train, name, getattr(train, name))
     monkeypatch.setitem(train.ADVANTAGES, "group", train.ADVANTAGES["group"])
-    arm = study.STUDY["controls"][2][-1]
-    assert arm.self_sft and study.run_one(tmp_path, arm, 0, 3) == 0
-    metrics = metrics_in(study.folder_of(tmp_path, arm, 0, 3))
-    # By the second step the sampler is no longer the policy; only right answers have an advantage.
-    assert metrics[1]["sampler_difference"] < 1e-4 < metrics[3]["sampler_difference"]
-    assert all(0 < m["positive_advantages"] < 1 for m in metrics[1:])
 
 
-def test_one_run_end_to_end_the_others_are_kept(capsys, monkeypatch, tmp_path):
-    for name in ("step_metrics", "sample_groups", "check_sampler"):
-        monkeypatch.setattr(train, name, getattr(train, name))         # which a run replaces
+@pytest.mark.parametrize("label", ["online imitation", "self-SFT", "SFT"])
+def test_imitation(watched, tmp_path, label):
+    """Right answers have A = 1, wrong ones 0. Whose answers they are, whose accuracy is told."""
+    arm, = [arm for arm in study.STUDY["controls"][2] if arm.label == label]
+    assert study.run_one(tmp_path, arm, 0, 3) == 0
+    folder = study.folder_of(tmp_path, arm, 0, 3)
+    groups, metrics = lines_of(folder / "samples.jsonl"), metrics_in(folder)[1:]
+    assert all(group["advantages"] == [float(r == 1.5) for r in group["rewards"]]
+               for group in groups)
+    own_answers = label == "online imitation"
+    # From step 2 on the policy has moved, and only its own answers are as likely as when drawn.
+    assert (metrics[-1]["sampler_difference"] < 1e-4) == own_answers
+    means = [(step["reward_mean"] - 0.5 * step["format_rate"]) for step in metrics]
+    assert ([step["accuracy"] for step in metrics] == pytest.approx(means)) == own_answers
+    if label == "SFT":
+        assert all(group["rewards"] == [1.5, 1.5] for group in groups)
+        assert " = " in groups[0]["responses"][0]
+    assert json.loads((folder / "figures.json").read_text())["figures"]["sampled"] > 0.4
+
+
+def test_real_controls_are_compared_problem_by_problem():
+    def run(greedy, sampled, curve=()):
+        return {"greedy_answers": greedy, "sampled_answers": sampled, "right_curve": list(curve)}
+
+    untrained = run([[False], [False]], [[True, False], [False, False]])
+    one = run([[True], [False]], [[True, True], [False, False]], [0.25] * 10 + [0.5] * 5)
+    two = run([[True], [True]], [[True, True], [True, False]], [0.1] * 20)
+    lines = list(study.paired({"untrained": [untrained] * 2, "GRPO": [one, two],
+                               "online imitation": [one], "self-SFT": []}))
+    assert len(lines) == 2 * 4 + 3
+    assert "run 1, greedy: 0.000" in lines[0] and "→ 0.500 ±" in lines[0]
+    assert "1 gained, 0 lost" in lines[0] and "0.250 ±" in lines[1] and "→ 0.500 ±" in lines[1]
+    assert "imitation → GRPO, all runs, sampled: 0.500 ±" in lines[7] and "→ 0.625 ±" in lines[7]
+    assert lines[8].endswith("0.25, 0.50") and lines[9].endswith("0.10, 0.10")
+
+
+def test_one_run_end_to_end_the_others_are_kept(watched, capsys, monkeypatch, tmp_path):
     arms = study.STUDY["mismatch"][2]
     assert study.run_one(tmp_path, arms[2], 0, 2) == 0
     folder = study.folder_of(tmp_path, arms[2], 0, 2)

@@ -2,7 +2,7 @@
 
     python tests/tools/study.py  # all of it, two runs at a time; prints Markdown
     python tests/tools/study.py --only kl --seeds 0 1 2 --steps 40
-    python tests/tools/study.py --controls  # rewards that must not teach, and no reward at all
+    python tests/tools/study.py --controls  # what part of GRPO teaches, and what must not teach
     python tests/tools/study.py --controls --real runs/smollm2-sums/config.json --steps 50
     python tests/tools/study.py --real runs/smollm2-sums/config.json  # the task of real_model.py
 
@@ -14,6 +14,14 @@ those of the final policy, from four answers to each held-out problem at tempera
 run trained with: KL is the mean of log pi - log ref per token, ref the untrained policy. `last ten`
 and `length` are of the training answers of the last ten steps, and `at 0.9` is the first step with
 that share of them right (with --max-resample these answers are selected: do not compare them).
+
+--controls: each arm takes something away from GRPO, whose settings it has otherwise. Online
+imitation makes the right ones of each step's own answers more likely (A = 1, wrong ones 0): no
+comparison of siblings, no KL, no clip. Self-SFT does so with answers of the untrained policy, SFT
+with the solutions of train.jsonl. Both take the mean over tokens, as supervised training does (by
+the mean over each answer a lucky guess of 4 tokens would outweigh a worked sum of 28). `at 0.9` is
+of the policy's own answers there, too, which are drawn for nothing else: their seconds are not
+counted. A coin, and the rule's rewards permuted among the answers of a group, tell nothing.
 
 --real asks the same of a pretrained model: two seeds, 25 steps of 32 answers. There `right` is the
 share of right answers of the last ten steps, and `held out` the last reward on held-out problems.
@@ -40,6 +48,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[2]
 REWARDS = ROOT / "tests" / "real" / "real_reward.py"
@@ -56,7 +65,9 @@ class Arm:
     flags: str = ""
     sampled_at: float = 0.0      # temperature of the rollout, where it is not the trainer's
     from_trained: bool = False   # starts from what plain GRPO with the same seed has become
-    self_sft: bool = False       # imitates right answers of the untrained policy: see run_one
+    trains: bool = True          # False: the untrained policy is examined
+    imitates: bool = False       # right answers have A = 1, wrong ones 0; siblings do not count
+    answers: str = "its own"     # "untrained": that policy's; "worked": the file's own solutions
 
 
 # Claims: (document, figure, what it says of the arms, in words). `A > B`: the figure of A should be
@@ -168,17 +179,24 @@ STUDY = {
         ("002", "length", "GRPO > Dr. GRPO", "so does Dr. GRPO's constant divisor"),
         ("001", "sampled", "sums, GRPO ~ sums, GR3", "GR3 costs nothing where length pays"),
     ]),
-    "controls": ("Controls: the untrained policy has greedy 0.059, sampled 0.340", ["reward"], [
+    "controls": ("Controls: the untrained policy has greedy 0.059, sampled 0.340", [], [
         GRPO,
+        Arm("GRPO, beta 0", "--kl-coef 0"),
+        Arm("online imitation", IMITATION, imitates=True),
+        Arm("self-SFT", f"{IMITATION} --aggregate token", imitates=True, answers="untrained"),
+        Arm("SFT", f"{IMITATION} --aggregate token --prompts-per-step 64 --group-size 2",
+            imitates=True, answers="worked"),
         Arm("a coin", "--reward {study}:coin"),
-        Arm("the box alone", "--reward {study}:box"),
         Arm("rewards permuted in their group", "--reward {study}:permuted"),
-        Arm("self-SFT", IMITATION, self_sft=True),
     ], []),
-    "real controls": ("Controls of sums of two operations", ["ended"], [
+    "real controls": ("Controls of sums of two operations", [], [
+        Arm("untrained", trains=False),
+        Arm("GRPO", "--config {real}"),
+        Arm("online imitation", f"--config {{real}} {IMITATION}", imitates=True),
+        Arm("self-SFT", f"--config {{real}} {IMITATION} --aggregate token", imitates=True,
+            answers="untrained"),
         Arm("it ends in time, alone", "--config {real} --reward-weights 1 0 "
             "--reward {rewards}:ended {rewards}:right"),
-        Arm("self-SFT", f"--config {{real}} {IMITATION}", self_sft=True),
     ], []),
     "real": ("A pretrained model", [], [
         Arm("GRPO", REAL),
@@ -215,11 +233,6 @@ def coin(completions, **columns):
     return [float(COIN.random() < 0.5) for _ in completions]
 
 
-def box(completions, **columns):
-    """What the rule pays for a box, and nothing for a right answer."""
-    return [0.5 * ("\\boxed{" in text) for text in completions]
-
-
 def permuted(completions, answer, prompts, **columns):
     """The rule's rewards, dealt out anew among the answers to a prompt."""
     rewards = []
@@ -244,7 +257,9 @@ def folder_of(output, arm, seed, steps):
     flags = re.sub("{(study|rewards)}", "", arm.flags)
     name = re.sub(r"[^a-z0-9.]+", "-", flags).strip("-") or "plain"
     name += f"_at-{arm.sampled_at}" * bool(arm.sampled_at) + "_trained" * arm.from_trained
-    name += "_self-sft" * arm.self_sft
+    name += "_imitates" * arm.imitates + f"_{arm.answers}" * (arm.answers != "its own")
+    if not arm.trains:
+        return Path(output) / "untrained"
     return Path(output) / f"{name}_steps-{steps}_seed-{seed}"
 
 
@@ -252,39 +267,38 @@ def run_one(output, arm, seed, steps, real=""):
     """Train, examine, write figures.json last: a run without it is not finished."""
     sys.path.insert(0, str(ROOT))
     import train
+    folder = folder_of(output, arm, seed, steps)
+    if not arm.trains:
+        folder.mkdir(parents=True, exist_ok=True)
+        return keep(folder, real_exam(train, real))
+
     sample_groups = train.sample_groups
     step_metrics = train.step_metrics
+    others = OtherAnswers(train, arm.answers, count_own=not real)
 
     def sample_at(model, tokenizer, prompts, group_size, limit, temperature, generator=None):
         # Evaluation is greedy, and stays so.
         temperature = temperature and arm.sampled_at
         return sample_groups(model, tokenizer, prompts, group_size, limit, temperature, generator)
 
-    untrained = []
-
-    def sample_untrained(model, tokenizer, prompts, group_size, limit, temperature, generator=None):
-        # The first call is the evaluation before step 1.
-        untrained[:] = untrained or [copy.deepcopy(model)]
-        model = untrained[0] if temperature else model
-        return sample_groups(model, tokenizer, prompts, group_size, limit, temperature, generator)
-
     def imitate(rewards):
         # Every right answer becomes more likely, and a wrong one teaches nothing.
         return (rewards >= 1).float()
 
-    def with_group_std(rollout, batch, updates, seconds, settings):
+    def with_more(rollout, batch, updates, seconds, settings):
         metrics = step_metrics(rollout, batch, updates, seconds, settings)
-        return {**metrics, "group_std": group_std(rollout.rewards, settings.group_size)}
+        metrics["group_std"] = group_std(rollout.rewards, settings.group_size)
+        return metrics | others.accuracy
 
-    train.step_metrics = with_group_std
-    if arm.self_sft:
-        train.sample_groups = sample_untrained
+    train.step_metrics = with_more
+    if arm.imitates:
         train.ADVANTAGES["group"] = imitate
+    if arm.answers != "its own":
+        train.answers_and_rewards = others
     if arm.sampled_at:
         train.sample_groups = sample_at
-    if arm.sampled_at or arm.self_sft:
+    if arm.sampled_at or arm.answers != "its own":
         train.check_sampler = lambda *_: None               # else the check would end such a run
-    folder = folder_of(output, arm, seed, steps)
     places = {"study": Path(__file__).resolve(), "real": real, "rewards": REWARDS}
     argv = [part.format(**places) for part in arm.flags.split()]
     if arm.from_trained:
@@ -296,7 +310,7 @@ def run_one(output, arm, seed, steps, real=""):
     status = train.main(argv)
     if status:
         return status
-    seconds = time.process_time()
+    seconds = time.process_time() - others.seconds
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     found = figures([json.loads(line) for line in lines])
     found["cpu_seconds"] = seconds
@@ -307,8 +321,59 @@ def run_one(output, arm, seed, steps, real=""):
     else:
         found |= exam(train, sample_groups, folder / "final")
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
+    return keep(folder, found)
+
+
+def keep(folder, found):
     (folder / "figures.json").write_text(json.dumps({"code": digest(), "figures": found}))
     return 0
+
+
+class OtherAnswers:
+    """train.answers_and_rewards with answers that the policy has not written.
+
+    With `count_own` it answers the same problems, too: the share of right ones is the step's
+    accuracy, and the seconds for it are no part of the training.
+    """
+
+    def __init__(self, train, whose, count_own):
+        self.train = train
+        self.answer = train.answers_and_rewards
+        self.whose = whose                                   # "untrained" or "worked"
+        self.count_own = count_own
+        self.accuracy = {}
+        self.seconds = 0.0
+        self.untrained = None
+
+    def __call__(self, policy, parts, batch, s):
+        if s.temperature == 0:                               # an evaluation
+            return self.answer(policy, parts, batch, s)
+        self.untrained = self.untrained or copy.deepcopy(policy)
+        if self.whose == "worked":
+            parts = SimpleNamespace(**vars(parts) | {"sampler": self.worked(batch)})
+        found = self.answer(self.untrained, parts, batch, s)
+        if self.count_own:
+            start = time.process_time()
+            parts = SimpleNamespace(**vars(parts) | {"sampler": self.train.sample_groups})
+            own, _ = self.answer(policy, parts, batch, s)
+            right = self.train.reward.is_right(own.rule_rewards)
+            self.accuracy = {"accuracy": float(right.double().mean())}
+            self.seconds += time.process_time() - start
+        return found
+
+    def worked(self, batch):
+        """A sampler that gives each problem's own solution, as the tiny policy writes them."""
+        def sampler(model, tokenizer, prompts, group_size, *_):
+            sample = self.train.sample
+            rows = []
+            for problem in batch.problems:
+                lines = problem["solution"].splitlines() + [f"\\boxed{{ {problem['answer']} }}"]
+                ids = sample.ids_of(tokenizer, " , ".join(lines) + " " + tokenizer.eos_token)
+                rows += group_size * [[(ids, [-1.0] * len(ids))]]    # log-probs nobody reads
+            prompt_ids = [sample.ids_of(tokenizer, prompt) for prompt in prompts]
+            return sample.to_rollout(tokenizer, prompt_ids, rows,
+                                     sample.end_token_ids(model, tokenizer))
+        return sampler
 
 
 def group_std(rewards, group_size):
@@ -340,19 +405,23 @@ def exam(train, sample_groups, final, samples=4):
         tokens += int(rollout.mask.sum())
         log_pi += float(rollout.logprobs.double().sum())
         log_ref += float(ref_logprobs.double().sum())
-    return {"sampled": right / n, "kl": (log_pi - log_ref) / tokens, "entropy": -log_pi / tokens}
+    return {"sampled": right / n, "tokens": tokens / n, "entropy": -log_pi / tokens,
+            "kl": (log_pi - log_ref) / tokens}
 
 
-def real_exam(train, config, final, samples=4):
-    """Right answers to the held-out problems of a task: greedy and sampled, before and after."""
+def real_exam(train, config, model=None, samples=8):
+    """Right answers of a model to all held-out problems of a task, greedy and sampled, pass@k."""
+    given = ["--model", str(model)] if model else []
+    settings = train.parse(["--eval-only", "--eval-limit=0", "--config", config, *given])
+    parts = train.load(train.plan_memory(settings))
     found = {}
-    for when, model in (("_before", []), ("", ["--model", str(final)])):
-        settings = train.plan_memory(train.parse(["--eval-only", "--config", config, *model]))
-        parts = train.load(settings)
-        for name, n, temperature in (("greedy", 1, 0.0), ("sampled", samples, 1.0)):
-            _, rows = train.evaluate(parts, settings, n, temperature)
-            right = train.column(rows, "reward") >= 1
-            found[name + when] = float(right.double().mean())
+    for name, n, temperature in (("greedy", 1, 0.0), ("sampled", samples, 1.0)):
+        _, rows = train.evaluate(parts, settings, n, temperature)
+        right = (train.column(rows, "reward") >= 1).view(-1, n)                      # (B, n)
+        found[name] = float(right.double().mean())
+        found[f"{name}_answers"] = right.tolist()
+    for k in (2, 4, samples):
+        found[f"pass@{k}"] = train.reward.pass_at_k(right.tolist(), k)
     return found
 
 
@@ -378,6 +447,7 @@ def figures(metrics):
         "greedy": [line["eval_accuracy"] for line in metrics if "eval_accuracy" in line][-1],
         "held_out": mean("eval_reward", metrics[-1:]),
         "right": mean("reward/right", late),             # of real_reward.py, like the next
+        "right_curve": [line.get("reward/right") for line in steps],
         "ended": mean("reward/ended", late),
         "own_entropy": mean("entropy", late),
         "last_ten": mean("accuracy", late),
@@ -446,8 +516,10 @@ COLUMNS = {"greedy": "greedy", "sampled": "sampled", "last_ten": "last ten", "at
 MORE = {"flat": "flat groups", "grad_norm": "gradient norm", "approx_kl": "its own KL",
         "kl_coef": "beta", "clip_fraction": "clipped", "sampler_gap": "nats off at step 1",
         "length_growth": "longer by", "reward": "reward", "std_fall": "std falls by"}
-OF_REAL_CONTROLS = {"greedy_before": "greedy before", "greedy": "after",
-                    "sampled_before": "sampled before", "sampled": "after", "length": "length"}
+OF_CONTROLS = {"greedy": "greedy", "sampled": "sampled", "at_09": "at 0.9", "tokens": "tokens",
+               "kl": "KL", "cpu_seconds": "CPU s"}
+OF_REAL_CONTROLS = {"greedy": "greedy", "sampled": "sampled", "pass@2": "pass@2",
+                    "pass@4": "pass@4", "pass@8": "pass@8", "cpu_seconds": "CPU s"}
 OF_REAL = {"right": "right", "ended": "ended", "held_out": "held out", "length": "length",
            "approx_kl": "its own KL", "own_entropy": "entropy", "flat": "flat groups",
            "clip_fraction": "clipped", "cpu_seconds": "CPU s"}
@@ -456,7 +528,7 @@ OF_REAL = {"right": "right", "ended": "ended", "held_out": "held out", "length":
 def cell(runs, name):
     if not runs:
         return "–"
-    mean, spread = summary([run[name] for run in runs])
+    mean, spread = summary([run.get(name, math.nan) for run in runs])
     if math.isnan(mean):
         return "–"
     late = "≥ " if name == "at_09" and any(run["never"] for run in runs) else ""
@@ -466,7 +538,8 @@ def cell(runs, name):
 def table(name, results):
     """Markdown: the arms with their figures, then the claims with their verdicts."""
     title, more, arms, claims = STUDY[name]
-    columns = {"real": OF_REAL, "real controls": OF_REAL_CONTROLS}.get(name, COLUMNS)
+    columns = {"real": OF_REAL, "controls": OF_CONTROLS,
+               "real controls": OF_REAL_CONTROLS}.get(name, COLUMNS)
     columns = columns | {column: (MORE | OF_REAL)[column] for column in more}
     lines = [f"\n### {title}\n", "| | " + " | ".join(columns.values()) + " |",
              "|" + " --- |" * (len(columns) + 1)]
@@ -505,9 +578,38 @@ def charts(name, results):
                     [[run["length_curve"] for run in results[label]] for label in labels])
 
 
+def shares(runs, name):
+    """Of each problem the share of these runs' answers that are right, as an evaluation's rows."""
+    answers = zip(*(run[f"{name}_answers"] for run in runs))
+    return [{"right": statistics.fmean(sum(of_problem, []))} for of_problem in answers]
+
+
+def paired(results):
+    """The real controls problem by problem, and the curves of what a policy drew itself."""
+    sys.path.insert(0, str(ROOT))
+    from reward import compared
+    untrained = results["untrained"][:1]
+    pairs = [(f"untrained → {label}, run {n}", untrained, [run])
+             for label, runs in results.items() if label != "untrained"
+             for n, run in enumerate(runs, 1)]
+    pairs += [("online imitation → GRPO, all runs", results["online imitation"], results["GRPO"])]
+    for title, before, after in pairs:
+        if before and after:
+            for name in ("greedy", "sampled"):
+                line = compared(shares(before, name), shares(after, name), "right")
+                yield f"- {title}, {name}: {line}"
+    for label, runs in results.items():
+        for run in runs if label not in ("untrained", "self-SFT") else []:
+            tens = [run["right_curve"][start:start + 10] for start in range(0, 50, 10)]
+            means = ", ".join(f"{statistics.fmean(ten):.2f}" for ten in tens if ten)
+            yield f"- {label}: right answers, means of ten steps: {means}"
+
+
 def seconds_of(arm, steps):
     """A rough price: measured on one idle core, torch 2.13."""
     updates = re.search(r"--updates-per-rollout (\d+)", arm.flags)
+    if not arm.trains:
+        return 120
     if "{real}" in arm.flags:
         return 30 + steps * (8 + 10 * (int(updates[1]) if updates else 1))
     resampling = 0.15 if "--max-resample" in arm.flags else 0.0
@@ -541,7 +643,7 @@ def main():
     parser.add_argument("--only", nargs="+", choices=tiny, default=tiny, metavar="NAME",
                         help="of " + ", ".join(tiny))
     parser.add_argument("--real", default="", metavar="CONFIG", help="of a pretrained model's task")
-    parser.add_argument("--controls", action="store_true", help="their table; three seeds")
+    parser.add_argument("--controls", action="store_true", help="their table")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 to 4; --real: 0 and 1")
     parser.add_argument("--steps", type=int, help="default: 80; --real: 25")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time; --real: 5 GB each")
@@ -553,7 +655,7 @@ def main():
         sys.exit(run_one(args.output, arm, args.seeds[0], args.steps, args.real))
     if args.real or args.controls:
         args.only = [" ".join(["real"] * bool(args.real) + ["controls"] * args.controls)]
-    n_seeds = 2 if args.real else 3 if args.controls else 5
+    n_seeds = 2 if args.real else 5
     args.seeds = args.seeds or list(range(n_seeds))
     args.steps = args.steps or (25 if args.real else 80)
 
@@ -586,7 +688,8 @@ def main():
             missing += len(args.seeds) - len(runs)
             other_code += sum(run["code"] != digest() for run in runs)
             results[arm.label] = [run["figures"] for run in runs]
-        print(table(name, results), *charts(name, results), sep="\n", flush=True)
+        more = paired(results) if name == "real controls" else charts(name, results)
+        print(table(name, results), *more, sep="\n", flush=True)
     print(f"\n{len(args.seeds)} seeds, {args.steps} steps; {missing} runs missing, {other_code} "
           "made by other code than this")
     sys.exit(1 if missing else 0)
