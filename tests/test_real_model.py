@@ -94,7 +94,7 @@ def test_a_table_of_greedy_answers_by_train_py(capsys, tmp_path):
     real_qwen.print_row("tiny", [{**row, "right": True, "cut": n < 3}
                                  for n, row in enumerate(rows)], before)
     line = capsys.readouterr().out
-    assert line.startswith("| tiny | 1.000 ± 0.000 | ") and "| 0.500 | " in line
+    assert line.startswith("| tiny | 1.000 [0.61, 1] | ") and "| 0.500 | " in line
     assert "6 gained, 0 lost, p = 0.031" in line
 
 

@@ -456,4 +456,17 @@ def test_a_comparison_counts_what_was_gained_and_lost():
     assert "2 gained, 0 lost, p = 0.500" in few and "chance" in few
     unknown = [{"reward": 1.0}, {"reward": 0.0}]          # no true answer
     assert "nan" in train.compared(unknown, unknown, "right")
-    assert "0 gained, 0 lost, p = 1.000" in train.compared(unknown, unknown, "reward")
+    assert train.compared(unknown, unknown, "reward").endswith(", no change")
+
+
+def test_where_all_are_right_or_all_wrong_an_interval_stands():
+    """Wilson's for k of n: (p + z²/2n ± z sqrt(p (1 - p) / n + z²/4n²)) / (1 + z²/n), z = 1.96."""
+    def half_open(n):                                     # at p = 0: (0, z²/n / (1 + z²/n))
+        return 1.96**2 / n / (1 + 1.96**2 / n)
+
+    ones, zeros = torch.ones(256).double(), torch.zeros(64).double()
+    assert train.with_error(ones) == f"1.000 [{1 - half_open(256):.3f}, 1]" == "1.000 [0.985, 1]"
+    assert train.with_error(zeros) == f"0.000 [0, {half_open(64):.4f}]" == "0.000 [0, 0.0566]"
+    assert train.with_error(zeros, 8) == f"0.000 [0, {half_open(8):.3f}]"     # of 8 problems
+    assert train.with_error(torch.tensor([1.0, -1.0]).double()).startswith("0.000 ± ")
+    assert train.with_error(0.5 * ones) == "0.500 ± 0.000"
