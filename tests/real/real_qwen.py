@@ -4,6 +4,7 @@
     python tests/real/real_qwen.py --run  # and runs it
     python tests/real/real_qwen.py --size 0.5B --run  # the small one, all of its weights
     python tests/real/real_qwen.py --prompts  # which prompt the untrained model answers best
+    python tests/real/real_qwen.py --prompts --examples 117 4242  # with these solved ones, too
     python tests/real/real_qwen.py --measure RUN RUN  # held-out problems, untrained and trained
     python tests/real/real_qwen.py --examples 117 4242 --run  # other solved ones, by their lines
 
@@ -168,10 +169,11 @@ def measure(folders, task, found, examples, n):
         print_mean(title, *asked)
 
 
-def print_prompts(folder, task, found, n=40):
+def print_prompts(folder, task, found, shown, n=40):
     """--prompts: what the untrained policy answers to n problems of the training set."""
     print_head()
-    for title, (system_prompt, lines) in PROMPTS.items():
+    others = {f"examples {shown}": ("", shown)} if shown != EXAMPLES else {}
+    for title, (system_prompt, lines) in {**PROMPTS, **others}.items():
         examples = [found["train"][line] for line in lines]
         problems = [conversation(problem, examples) for problem in found["train"][1000:1000 + n]]
         print_row(title, greedy(folder, problems, system_prompt, 512, task))
@@ -204,7 +206,7 @@ def main(argv=None):
         config, found, examples = write_task(args.task, args.folder, args.size, args.gsm8k,
                                              args.examples)
         if args.prompts:
-            print_prompts(args.folder, args.task, found)
+            print_prompts(args.folder, args.task, found, args.examples)
             return 0
         if args.measure:
             folders = [args.folder, *args.measure]

@@ -179,7 +179,8 @@ STUDY = {
         ("002", "length", "GRPO > Dr. GRPO", "so does Dr. GRPO's constant divisor"),
         ("001", "sampled", "sums, GRPO ~ sums, GR3", "GR3 costs nothing where length pays"),
     ]),
-    "controls": ("Controls: the untrained policy has greedy 0.059, sampled 0.340", [], [
+    "controls": ("Controls", [], [
+        Arm("untrained", trains=False),
         GRPO,
         Arm("GRPO, beta 0", "--kl-coef 0"),
         Arm("online imitation", IMITATION, imitates=True),
@@ -190,7 +191,7 @@ STUDY = {
         Arm("rewards permuted in their group", "--reward {study}:permuted"),
     ], []),
     "real controls": ("Controls of sums of two operations", [], [
-        Arm("untrained", trains=False),
+        Arm("untrained", "--config {real}", trains=False),
         Arm("GRPO", "--config {real}"),
         Arm("online imitation", f"--config {{real}} {IMITATION}", imitates=True),
         Arm("self-SFT", f"--config {{real}} {IMITATION} --aggregate token", imitates=True,
@@ -259,7 +260,7 @@ def folder_of(output, arm, seed, steps):
     name += f"_at-{arm.sampled_at}" * bool(arm.sampled_at) + "_trained" * arm.from_trained
     name += "_imitates" * arm.imitates + f"_{arm.answers}" * (arm.answers != "its own")
     if not arm.trains:
-        return Path(output) / "untrained"
+        return Path(output) / f"{name}_untrained"
     return Path(output) / f"{name}_steps-{steps}_seed-{seed}"
 
 
@@ -270,7 +271,7 @@ def run_one(output, arm, seed, steps, real=""):
     folder = folder_of(output, arm, seed, steps)
     if not arm.trains:
         folder.mkdir(parents=True, exist_ok=True)
-        return keep(folder, real_exam(train, real))
+        return keep(folder, real_exam(train, real) if real else exam(train, train.TINY))
 
     sample_groups = train.sample_groups
     step_metrics = train.step_metrics
@@ -319,7 +320,7 @@ def run_one(output, arm, seed, steps, real=""):
         found |= real_exam(train, real, folder / "final")
         shutil.rmtree(folder / "final")                  # half a GB
     else:
-        found |= exam(train, sample_groups, folder / "final")
+        found |= exam(train, folder / "final")
     shutil.rmtree(folder / "checkpoint", ignore_errors=True)
     return keep(folder, found)
 
@@ -382,31 +383,35 @@ def group_std(rewards, group_size):
     return float(groups.std(dim=1, correction=0).mean())
 
 
-def exam(train, sample_groups, final, samples=4):
-    """The final policy at temperature 1 on the held-out problems, against the untrained policy."""
+def exam(train, final, samples=4):
+    """A policy on the held-out problems: greedy, and at temperature 1 against the untrained one."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     policy = AutoModelForCausalLM.from_pretrained(final).eval()
     ref = AutoModelForCausalLM.from_pretrained(train.TINY).eval()
     tokenizer = AutoTokenizer.from_pretrained(train.TINY)
     problems = train.reward.load_problems(str(train.TINY / "test.jsonl"))
-    right = n = tokens = 0
+    rows = {"greedy": 0, "sampled": 0}
+    right = {"greedy": 0, "sampled": 0}
+    tokens = 0
     log_pi = log_ref = 0.0
     for start in range(0, len(problems), 32):
         part = problems[start:start + 32]
         prompts = [train.chat_prompt(tokenizer, problem, "") for problem in part]
         generators = [train.seeded("exam", start, j) for j in range(len(part))]
-        rollout = sample_groups(policy, tokenizer, prompts, samples, 40, 1.0, generators)
-        rewards = train.score_responses(
-            rollout.responses, [problem["answer"] for problem in part], samples)
-        with train.torch.no_grad():
+        for name, n, temperature in (("greedy", 1, 0.0), ("sampled", samples, 1.0)):
+            rollout = train.sample_groups(policy, tokenizer, prompts, n, 40, temperature,
+                                          generators if temperature else None)
+            truths = [problem["answer"] for problem in part]
+            rewards = train.score_responses(rollout.responses, truths, n)
+            right[name] += int(train.reward.is_right(rewards).sum())
+            rows[name] += len(rewards)
+        with train.torch.no_grad():                      # of the sampled ones
             ref_logprobs, _ = train.token_logprobs(ref, rollout.input_ids, rollout.labels)
-        right += int(train.reward.is_right(rewards).sum())
-        n += len(rewards)
         tokens += int(rollout.mask.sum())
         log_pi += float(rollout.logprobs.double().sum())
         log_ref += float(ref_logprobs.double().sum())
-    return {"sampled": right / n, "tokens": tokens / n, "entropy": -log_pi / tokens,
-            "kl": (log_pi - log_ref) / tokens}
+    return {**{name: right[name] / rows[name] for name in rows}, "tokens": tokens / rows["sampled"],
+            "kl": (log_pi - log_ref) / tokens, "entropy": -log_pi / tokens}
 
 
 def real_exam(train, config, model=None, samples=8):
@@ -609,7 +614,7 @@ def seconds_of(arm, steps):
     """A rough price: measured on one idle core, torch 2.13."""
     updates = re.search(r"--updates-per-rollout (\d+)", arm.flags)
     if not arm.trains:
-        return 120
+        return 60
     if "{real}" in arm.flags:
         return 30 + steps * (8 + 10 * (int(updates[1]) if updates else 1))
     resampling = 0.15 if "--max-resample" in arm.flags else 0.0
