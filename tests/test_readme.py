@@ -7,10 +7,12 @@ import shlex
 import pytest
 from files import MINE, ROOT, metrics_of
 from runs import trains
+import gsm8k_h200
 import train
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-RESULTS = (ROOT / "tests" / "RESULTS.md").read_text(encoding="utf-8")
+RESULTS, THEORY = ((ROOT / "tests" / f"{name}.md").read_text(encoding="utf-8")
+                   for name in ("RESULTS", "THEORY"))
 STAGES = ("sample", "reward", "advantage", "logprob", "loss", "train")
 
 
@@ -22,7 +24,7 @@ def test_every_function_of_the_tables_is_in_its_file():
         assert f"[{letter}]" in (ROOT / f"{file}.py").read_text(encoding="utf-8")
         for name in re.findall(r"`(\w+)`", names):
             assert callable(getattr(module, name)), (file, name)
-    rows = re.findall(r"^\|.*\| `(\w+)\.py` \| (.*) \|$", RESULTS, flags=re.M)
+    rows = re.findall(r"^\|.*\| `(\w+)\.py` \| (.*) \|$", THEORY, flags=re.M)
     assert len(rows) > 20
     for file, names in rows:
         for name in re.findall(r"`(\w+)`", names):
@@ -40,7 +42,7 @@ OTHERS = {"--all", "--bf16", "--boxed", "--controls", "--dist", "--examples", "-
 
 def test_every_flag_is_a_flag():
     known = FIELDS | {flag.replace("--", "--no-", 1) for flag in FIELDS}
-    named = set(re.findall(r"--[a-z][a-z0-9-]+", README + RESULTS)) - OTHERS
+    named = set(re.findall(r"--[a-z][a-z0-9-]+", README + RESULTS + THEORY)) - OTHERS
     assert named <= known, named - known
 
 
@@ -56,6 +58,28 @@ def test_the_flags_of_a_variant_are_taken():
         assert train.parse(shlex.split(first))
 
 
+@pytest.mark.parametrize("text, most", [(README, 13_000), (RESULTS, 25_000), (THEORY, 8_000)])
+def test_no_text_outgrows_its_reader_and_every_link_has_its_heading(text, most):
+    assert len(text) <= most
+    headings = [re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-")
+                for line in re.findall(r"^#+ (.*)$", RESULTS + "\n" + THEORY, flags=re.M)]
+    for anchor in re.findall(r"\]\((?:tests/)?(?:RESULTS\.md|THEORY\.md)?#([\w-]+)\)", text):
+        assert anchor in headings, anchor
+
+
+def test_the_kept_answers_of_the_card_give_the_tables(capsys):
+    """RESULTS' rows of the H200, and the rates in README, from gsm8k_h200.json."""
+    gsm8k_h200.main()
+    out = capsys.readouterr().out.replace("-0.", "−0.")
+    rows = re.findall(r"^\| [\w-]+ (\| \d.*)$", out, flags=re.M)
+    assert len(rows) == 5
+    for row in rows:
+        assert row.replace("|  |  |", "| | |") in RESULTS, row
+        assert row.split()[1] in README
+    rate, difference = re.search(r"seeds: (\S+ ± \S+), difference (\S+ ± \S+);", out).groups()
+    assert f"| {rate} | {difference} |" in README and f"| {rate} | {difference} |" in RESULTS
+
+
 def test_a_stage_imports_no_other_stage():
     for stage in STAGES[:-1]:
         text = (ROOT / f"{stage}.py").read_text(encoding="utf-8")
@@ -64,7 +88,7 @@ def test_a_stage_imports_no_other_stage():
 
 
 def test_without_flags_the_loss_is_the_papers():
-    """RESULTS' "none: our defaults", here in numbers and words; and that grpo_loss has the same."""
+    """THEORY's "none: our defaults", here in numbers and words; and that grpo_loss has the same."""
     paper = {"clip_eps": 0.2, "kl_coef": 0.04, "kl_estimator": "k3", "aggregate": "sequence",
              "ratio": "token", "objective": "clip", "clip_eps_high": None}
     ours = vars(train.Settings())
@@ -72,7 +96,7 @@ def test_without_flags_the_loss_is_the_papers():
     assert (ours["advantage"], ours["scale_by_std"]) == ("group", True)
     options = inspect.signature(train.grpo_loss).parameters
     assert {name: options[name].default for name in paper} == paper
-    *_, table = re.findall(r"\| who \| what they do \| flags \|\n((?:\|.*\n)+)", RESULTS)
+    *_, table = re.findall(r"\| who \| what they do \| flags \|\n((?:\|.*\n)+)", THEORY)
     given = re.findall("`(--[^`]+)` ?,? ?(?:or|\\|)", table)
     assert len(given) >= 3 and all(train.parse(flags.split()) for flags in given)
 
@@ -81,15 +105,15 @@ def test_the_first_steps_of_the_default_run(tmp_path):
     """The row of step 1 in "Reading a run", and the first of the way from 0.0586 to 1."""
     trains("--steps=6", "--eval-every=6", "--no-page", f"--output={tmp_path}")
     start, first, *_, last = metrics_of(tmp_path)
-    table = README[README.index("| step | reward |"):]
+    table = README[README.index("| step | sampled reward |"):]
     names = ("reward_mean", "accuracy", "loss", "policy_loss", "approx_kl", "grad_norm",
              "flat_groups")
     row = re.search(r"^\| 1 \| (.*) \|$", table, flags=re.M)[1].replace("−", "-").split(" | ")
     found = [first[name] for name in names]
     assert found == pytest.approx(list(map(float, row)), abs=0.01)
-    accuracy = f"{start['eval_accuracy']:.3g}"
-    assert re.search(rf"^held-out accuracy +{accuracy} ▁", README, flags=re.M)
-    assert f"| greedy {accuracy}," in README              # the table of commands
+    accuracy = start["eval_accuracy"]
+    assert re.search(rf"^held-out accuracy +{accuracy:.3g} ▁", README, flags=re.M)
+    assert f"| untrained | {accuracy:.3f} |" in README    # the table of controls
     assert last["eval_accuracy"] > 0.8                    # 0.941 was measured
 
 

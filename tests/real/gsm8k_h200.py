@@ -14,7 +14,7 @@ import torch
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1]))
-from reward import column, compared, with_error  # noqa: E402
+from reward import column, sign_test, with_error  # noqa: E402
 
 
 def rows_of(policy):
@@ -28,23 +28,30 @@ def rows_of(policy):
     return rows
 
 
-def print_row(title, rows, change=""):
-    """Shares over the problems; `change`: what the policy gained and lost."""
-    cells = [with_error(column(rows, "right"))]
+def print_row(title, rows, before=None):
+    """A row of the table; `before`: the policy with which it is compared, problem by problem."""
+    right = column(rows, "right")
+    cells = [with_error(right), "", ""]
+    if before:
+        change = right - column(before, "right")
+        gained, lost = int((change > 0).sum()), int((change < 0).sum())
+        p = sign_test(gained, lost)
+        shown = "< 0.001" if p < 0.001 else f"{p:.3f}"
+        cells[1:] = [with_error(change), f"{gained}, {lost}, {shown}"]
     for name in ("boxed", "cut", "right of boxed and uncut"):
         cells.append(f"{column(rows, name).nanmean():.3f}")
-    print(f"| {title} | {' | '.join(cells)} | {column(rows, 'tokens').mean():.0f} | {change} |")
+    print(f"| {title} | {' | '.join(cells)} | {column(rows, 'tokens').mean():.0f} |")
 
 
 def main():
     kept = json.loads((HERE / "gsm8k_h200.json").read_text(encoding="utf-8"))
     policies = {name: rows_of(policy) for name, policy in kept["policies"].items()}
     untrained = policies.pop("untrained")
-    print("| | right | boxed | cut | right of boxed and uncut | tokens | difference |\n"
-          "|" + " --- |" * 7)
+    print("| | right | difference | gained, lost, p | boxed | cut | right of boxed and uncut | "
+          "tokens |\n|" + " --- |" * 8)
     print_row("untrained", untrained)
     for name, rows in policies.items():
-        print_row(name, rows, compared(untrained, rows, "right").partition("difference ")[2])
+        print_row(name, rows, untrained)
     seeds = torch.stack([column(rows, "right") for name, rows in policies.items()
                          if name.startswith("seed")])                        # (seeds, problems)
     gains = seeds - column(untrained, "right")

@@ -1,4 +1,4 @@
-"""GSM8K accuracy of a real Qwen2.5 climbs by GRPO, on two cores: Qwen2.5-Coder-Instruct.
+"""GRPO on GSM8K with a real Qwen2.5, on two cores: Qwen2.5-Coder-Instruct.
 
     python tests/real/real_qwen.py  # the model, GSM8K's problems; prints the command that trains
     python tests/real/real_qwen.py --run  # and runs it

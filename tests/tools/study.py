@@ -47,6 +47,7 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -583,6 +584,13 @@ def charts(name, results):
                     [[run["length_curve"] for run in results[label]] for label in labels])
 
 
+def each_seed(results):
+    """The two accuracies of each seed: a mean of controls hides how far apart they end."""
+    for label, runs in results.items():
+        both = (", ".join(f"{run[name]:.3f}" for run in runs) for name in ("greedy", "sampled"))
+        yield f"- {label}: greedy {next(both)}; sampled {next(both)}"
+
+
 def shares(runs, name):
     """Of each problem the share of these runs' answers that are right, as an evaluation's rows."""
     answers = zip(*(run[f"{name}_answers"] for run in runs))
@@ -693,8 +701,8 @@ def main():
             missing += len(args.seeds) - len(runs)
             other_code += sum(run["code"] != digest() for run in runs)
             results[arm.label] = [run["figures"] for run in runs]
-        more = paired(results) if name == "real controls" else charts(name, results)
-        print(table(name, results), *more, sep="\n", flush=True)
+        more = {"controls": each_seed, "real controls": paired}.get(name, partial(charts, name))
+        print(table(name, results), *more(results), sep="\n", flush=True)
     print(f"\n{len(args.seeds)} seeds, {args.steps} steps; {missing} runs missing, {other_code} "
           "made by other code than this")
     sys.exit(1 if missing else 0)
