@@ -33,7 +33,7 @@ import time
 import traceback
 import warnings
 from collections import Counter, defaultdict
-from contextlib import ExitStack, chdir, contextmanager, suppress
+from contextlib import chdir, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
@@ -1473,6 +1473,29 @@ def sampling_model(model):
 TENSORS = "finished rewards advantages input_ids labels old_logprobs".split()
 
 
+OLD_HANDLERS = {}  # while a run listens to signals: {signal: what handled it before}
+
+
+def reset_signals():
+    """In a process that a reward forks: a pool may end it by SIGTERM; other signals are the run's.
+
+    A Ctrl-C reaches a pool's workers, too: if they died of it, the step would wait for ever.
+    """
+    for number in OLD_HANDLERS:
+        is_term = number == signal.SIGTERM
+        signal.signal(number, signal.SIG_DFL if is_term else signal.SIG_IGN)
+    mask_sigterm(signal.SIG_UNBLOCK)
+
+
+# Registered once, for all runs: a fork hook cannot be taken back. SIGTERM waits during a fork, until
+# the child has its own handlers: it would be lost before, or stop at the run's.
+if hasattr(os, "register_at_fork"):
+    mask_sigterm = partial(signal.pthread_sigmask, mask=[signal.SIGTERM])
+    os.register_at_fork(before=partial(mask_sigterm, signal.SIG_BLOCK),
+                        after_in_parent=partial(mask_sigterm, signal.SIG_UNBLOCK),
+                        after_in_child=reset_signals)
+
+
 class Run:
     """The state of a run and its folder. Only rank 0 writes, and only if it has a folder."""
 
@@ -1524,21 +1547,15 @@ class Run:
             print0("\nstopping after this step (a second signal stops at once)", sys.stderr)
 
         names = "SIGINT SIGTERM SIGHUP SIGUSR1 SIGUSR2 SIGXCPU".split()
-        with ExitStack() as at_the_end:
+        try:
             for number in signal.Signals:  # Windows lacks some, and nohup ignores SIGHUP
                 if number.name in names and signal.getsignal(number) != signal.SIG_IGN:
                     with suppress(ValueError):  # only the main thread may set handlers
-                        old = signal.signal(number, stop)
-                        at_the_end.callback(signal.signal, number, old)
-            # A pool of a reward's ends its workers by SIGTERM. One that comes while a worker is
-            # being forked waits until the worker has its own handlers.
-            if hasattr(os, "register_at_fork"):
-                mask = partial(signal.pthread_sigmask, mask=[signal.SIGTERM])
-                unblock = partial(mask, signal.SIG_UNBLOCK)
-                os.register_at_fork(after_in_child=at_the_end.close)
-                os.register_at_fork(before=partial(mask, signal.SIG_BLOCK), after_in_child=unblock,
-                                    after_in_parent=unblock)
+                        OLD_HANDLERS[number] = signal.signal(number, stop)
             yield
+        finally:
+            while OLD_HANDLERS:
+                signal.signal(*OLD_HANDLERS.popitem())
 
     def stopped(self):
         """One rank's signal stops all of them."""

@@ -1,5 +1,6 @@
 """What all tests have: the stage files on the path, one thread, no network; and three fixtures."""
 # ruff: noqa: E402
+import faulthandler
 import os
 import runpy
 import signal
@@ -19,6 +20,16 @@ torch.set_num_threads(1)
 for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, lambda *_: None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol():
+    """A test that hangs ends its process after ten minutes, and so it fails."""
+    faulthandler.dump_traceback_later(600, exit=True)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(autouse=True)
