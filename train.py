@@ -32,6 +32,7 @@ import signal
 import time
 import traceback
 import warnings
+import zlib
 from collections import Counter, defaultdict
 from contextlib import chdir, contextmanager, suppress
 from copy import deepcopy
@@ -172,9 +173,9 @@ def train_grpo(parts, settings, run=None):
     """
     run = run or Run()
     s = replace(settings)  # --kl-band changes it
-    if not run.history:
-        run.log({"step": 0, **run.measure(parts, s)})
     with tqdm(total=s.steps, initial=run.step, desc="GRPO") as bar:
+        if run.pending:  # the start, or a step that was saved before its evaluation
+            finish_step(run, parts, s)
         for step in range(run.step + 1, s.steps + 1):
             if run.stopped():
                 break
@@ -182,32 +183,25 @@ def train_grpo(parts, settings, run=None):
             adapt_kl_coef(run.history[-1], s)
             # Fresh problems and fresh answers: no step reuses the answers of an earlier step.
             batch = batch_of_step(parts, step, s)
-            with saving_on_bad_input(run, parts, s):
-                metrics, rollout = train_step(parts, batch, s)
+            metrics, rollout = train_step(parts, batch, s)
             metrics = {"step": step, "lr": lr, **metrics}
             # Every --renew-reference steps: a new reference, a reward model that is trained further
             metrics |= update_reference(parts, rollout, step, s)
-            run.step = step
+            run.log_samples(rollout, step, s.group_size)
             is_last = step == s.steps
-            if is_last or step % s.eval_every == 0:
-                metrics |= run.measure(parts, s)
-            run.log_samples(rollout, s.group_size)
-            run.log(metrics)
-            if s.page and "eval_accuracy" in metrics:
-                write_page(run, parts, s)
-            update_bar(bar, run)
-            # Before the checkpoint: if the disk is full here, a resumed run comes here again.
-            if s.best and best_step(run) == step:
-                save_folder(parts.policy_model, parts.tokenizer, run, "best")
+            run.hold(metrics, is_last or step % s.eval_every == 0)
+            # Before the evaluation, which takes its time: a kill in it costs no step.
             if is_last or step % s.save_every == 0:
                 save_checkpoint(run, parts, s)
+            finish_step(run, parts, s)
+            update_bar(bar, run)
 
 
 # --------------------------------------------------------------------------------------------------
 # A reader of the theory may stop here. `s` are the Settings. What follows, each to be read alone:
 #
 #   the step        scored_groups … step_metrics           what train_step calls, in its order
-#   the loop        batch_of_step … evaluate               what train_grpo calls
+#   the loop        batch_of_step … finish_step            what train_grpo calls
 #   settings        Settings, parse                        every flag, its default and its help
 #   loading         load                                   settings -> parts, or one line of refusal
 #   weights, LoRA   make_optimizer                         AdamW on float32 masters, or on factors
@@ -514,14 +508,19 @@ def set_learning_rate(optimizer, step, s):
     return lr
 
 
-def evaluate(parts, settings, group_size=1, temperature=0.0):
-    """Greedy answers (or group_size sampled ones) -> metrics, the answers' rows, see `row_of`."""
+def evaluate(parts, settings, group_size=1, temperature=0.0, run=None):
+    """Greedy answers (or group_size sampled ones) -> metrics, the answers' rows, see `row_of`.
+
+    A signal to the run breaks it off: then some problems were not asked.
+    """
     s = replace(settings, group_size=group_size, temperature=temperature, around_best=0)
     policy = sampling_model(parts.policy_model)
     mine = share_of_rank(len(parts.eval_problems))
     at_a_time = max(1, s.prompts_per_step // world() * settings.group_size // group_size)
     rows = []
     for places in tqdm(reward.groups_of(mine, at_a_time), "evaluation", leave=False):
+        if run and run.signal:
+            break
         key = s.seed, "evaluation"
         batch = make_batch(parts.tokenizer, parts.eval_problems, places, key, s)
         rollout, _ = answers_and_rewards(policy, parts, batch, s)
@@ -531,6 +530,28 @@ def evaluate(parts, settings, group_size=1, temperature=0.0):
     if parts.reward_of:
         metrics["eval_reward"] = float(column(rows, "reward").mean())
     return metrics, rows
+
+
+def finish_step(run, parts, s):
+    """Evaluate the step that is done, if it is its turn, and log it.
+
+    A signal breaks the evaluation off: the step stays pending, and a resumed run asks it anew.
+    """
+    metrics = run.pending
+    if run.is_due:
+        found, rows = evaluate(parts, s, run=run)
+        if run.stopped():
+            return
+        # Scores of other problems or rewards get another number: they are never compared.
+        asked = [(row["problem"], row["truth"]) for row in rows], s.reward, s.reward_weights
+        found["eval_id"] = zlib.crc32(repr((*asked, s.reward_model)).encode())
+        run.append("evaluations.jsonl", *({"step": run.step, **row} for row in rows))
+        metrics = metrics | found
+    run.log(metrics)
+    if run.is_due:
+        keep_best(run, parts, s)
+        if s.page and run.step and run.name:
+            write_page(run, parts, s)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -677,6 +698,25 @@ def final_of(folder):
     return f"{folder}/final" if os.path.isfile(f"{folder}/final/config.json") else folder
 
 
+def config_of(folder):
+    """The config.json of the run that this is, or whose final/ or best/ this is; else None."""
+    path = Path(str(folder))
+    run = path.parent if path.name in ("final", "best") else path
+    config = run / "config.json"
+    is_run = (run / "metrics.jsonl").is_file() or (run / "final").is_dir()
+    return str(config) if is_run and config.is_file() else None
+
+
+def check_code(config, given, source):
+    """Tell the code that a config names. BadInput if the command names neither: it is anybody's."""
+    for name in ("reward", "step_reward", "reply"):
+        if name not in given and ".py:" in str(config.get(name)):
+            line = f"{flag_of(name)}: {source} names code, {config[name]}"
+            if "config" not in given:
+                raise BadInput(f"{line}; to run it, name it in the command, too")
+            print0(line)
+
+
 def flag_of(name):
     return "--" + name.replace("_", "-")
 
@@ -721,10 +761,12 @@ def parse(words):
             given.pop("config", None)  # the run has kept what it says
         else:
             del given["resume"]  # the run begins
-    if given.get("eval_only") and os.path.isdir(f"{given.get('model')}/final"):
-        given.setdefault("config", f"{given['model']}/config.json")  # of that run
     source = f"{given['resume']}/config.json" if "resume" in given else given.get("config")
+    if given.get("eval_only") and not source:
+        source = config_of(given.get("model"))  # a run's policy is asked as in its run
     config = read_config(source) if source else {}
+    if "resume" not in given:
+        check_code(config, given, source)
     base = {}
     if "model" not in config | given:
         base = read_config(TINY_CONFIG)
@@ -736,24 +778,13 @@ def parse(words):
             s.eval_data = ""
         vars(s).update(layer)
     if s.resume:
-        tell_changes(given, Settings(**config))
+        for name in given.keys() & {*THIS_CALL} - {"resume", "dry_run"}:
+            raise BadInput(f"{flag_of(name)}: does not go with --resume")
         s.output = s.resume
     s.model = final_of(s.model)
     s.against = final_of(s.against)
     s.config = str(source or "")
     return s
-
-
-def tell_changes(given, began):
-    """Print the flags that a resumed run changes. BadInput: one that is of another call."""
-    for name, value in given.items():
-        if name in ("resume", "dry_run"):
-            continue
-        if name in THIS_CALL:
-            raise BadInput(f"{flag_of(name)}: does not go with --resume")
-        old = getattr(began, name)
-        if value != old:
-            print0(f"{flag_of(name)} {value}: the run began with {old}")
 
 
 def read_config(file):
@@ -826,7 +857,7 @@ def check_combinations(s):
     share, rest = divmod(s.prompts_per_step, world())
     rewards = s.reward or []
     not_the_rule = s.reply or s.reward or s.reward_model
-    of_runs = {"config.json", "metrics.jsonl", CHECKPOINT, "best", "final", "adapter"}
+    of_runs = {"config.json", *LOGS, "best", "final", "adapter"}
     in_use = os.path.isdir(s.output) and of_runs.intersection(os.listdir(s.output))
     # Flags that give, change or use the rewards of whole answers
     of_answers = s.reward_model or s.length_rescale or s.overlong_buffer or s.max_resample
@@ -1469,6 +1500,7 @@ def sampling_model(model):
 # --------------------------------------------------------------------------------------------------
 # A run: its state, and its folder
 
+LOGS = "metrics.jsonl", "samples.jsonl", "evaluations.jsonl"
 # Of a group in samples.jsonl; most groups have the first three alone
 TENSORS = "finished rewards advantages input_ids labels old_logprobs".split()
 
@@ -1487,8 +1519,8 @@ def reset_signals():
     mask_sigterm(signal.SIG_UNBLOCK)
 
 
-# Registered once, for all runs: a fork hook cannot be taken back. SIGTERM waits during a fork, until
-# the child has its own handlers: it would be lost before, or stop at the run's.
+# Registered once, for all runs: a fork hook cannot be taken back. During a fork SIGTERM waits until
+# the child has its own handlers; before, it would be lost, or reach the run's.
 if hasattr(os, "register_at_fork"):
     mask_sigterm = partial(signal.pthread_sigmask, mask=[signal.SIGTERM])
     os.register_at_fork(before=partial(mask_sigterm, signal.SIG_BLOCK),
@@ -1499,12 +1531,11 @@ if hasattr(os, "register_at_fork"):
 class Run:
     """The state of a run and its folder. Only rank 0 writes, and only if it has a folder."""
 
-    # In a checkpoint
-    SAVED = "step skipped told digests command pairs".split()
+    # In a checkpoint; what the logs hold is read from them
+    SAVED = "pending is_due log_sizes told pairs command".split()
 
-    step = 0  # the last step that is done
-    skipped = 0  # updates that were skipped
-    skipped_in_a_row = 0
+    is_due = True  # whether the pending step is to be evaluated
+    is_whole = True  # no weight has moved since the last step that is done
     command = ""  # the one that began the run; none if Python did
     resume_command = ""  # set once there is something to resume
     name = ""
@@ -1513,12 +1544,16 @@ class Run:
     answer = ""  # the last of the step
 
     def __init__(self):
-        self.told = []  # the symptoms that were reported: each is told once
-        self.before = []  # the first evaluation of its problems, see row_of()
-        self.after = []  # the last one
-        self.digests = {}  # of what the run began with
-        self.pairs = []  # a reward model's, when it is saved
+        self.pending = {"step": 0}  # the metrics of a step, until they are logged
         self.history = []  # the lines of metrics.jsonl
+        self.log_sizes = dict.fromkeys(LOGS, 0)  # in bytes, up to the last step that is done
+        self.told = []  # the symptoms that were reported: each is told once
+        self.pairs = [], []  # a reward model's, when it is saved
+
+    @property
+    def step(self):
+        """The last step that is done."""
+        return (self.pending or self.history[-1])["step"]
 
     def claim_folder(self, s):
         """On rank 0: make the folder and lock it until the process ends -> its name."""
@@ -1558,24 +1593,22 @@ class Run:
                 signal.signal(*OLD_HANDLERS.popitem())
 
     def stopped(self):
-        """One rank's signal stops all of them."""
-        self.signal = max(from_all_ranks(self.signal))
-        return self.signal
+        """The signal to any rank, which stops all of them; 0 if there was none."""
+        number = max(from_all_ranks(self.signal))
+        if number:  # else one may have come meanwhile, which counts the next time
+            self.signal = number
+        return number
 
-    def measure(self, parts, s):
-        """Ask the held-out problems, write the answers -> metrics."""
-        metrics, rows = evaluate(parts, s)
-        for row in rows:
-            self.append("evaluations.jsonl", {"step": self.step, **row})
-        self.compare(rows)
-        return metrics
+    def hold(self, metrics, is_due):
+        """A step is done. Its metrics wait for its evaluation, if that is due, and for the log."""
+        self.pending, self.is_due, self.is_whole = metrics, is_due, True
+        self.measure_logs()
 
-    def compare(self, rows):
-        """Keep this evaluation, and the first one that asked the same problems."""
-        self.after = rows
-        first, last = ([row["problem"] for row in asked] for asked in (self.before, rows))
-        if first != last:
-            self.before = rows
+    def measure_logs(self):
+        """Note how long the logs are: a resumed run cuts off what comes later."""
+        for name in LOGS:
+            if self.folder and (self.folder / name).exists():
+                self.log_sizes[name] = (self.folder / name).stat().st_size
 
     def log(self, metrics):
         """Write a line of metrics, with a warning if they show a known failure."""
@@ -1591,38 +1624,54 @@ class Run:
                 metrics["warning"] = "; ".join(found.values())
                 print0(f"step {metrics['step']}: {metrics['warning']}", sys.stderr)
         self.append("metrics.jsonl", metrics)
-        skipped = int(metrics.get("skipped_updates", 0))
-        self.skipped += skipped
-        self.skipped_in_a_row = self.skipped_in_a_row + skipped if skipped else 0
-        if self.skipped_in_a_row >= 10:
-            raise BadInput("10 updates in a row were skipped, for a loss or gradient that is not "
-                           "finite: --lr or a reward may be too large, or --temperature too small")
+        self.measure_logs()
+        self.pending = None
+        if all(row.get("skipped_updates") for row in self.history[-10:]):  # step 0 has none
+            raise BadInput("in 10 steps in a row updates were skipped, for a loss or gradient that "
+                           "is not finite: --lr or a reward may be too large, or --temperature "
+                           "too small")
+
+    def evaluated(self):
+        """The metrics of the evaluations that asked what the last one asked."""
+        rows = [row for row in self.history if "eval_id" in row]
+        return [row for row in rows if row["eval_id"] == rows[-1]["eval_id"]]
 
     def curve(self, name):
         """A metric over the steps: (step, value), without steps that lack it or have null."""
-        return [(row["step"], row[name]) for row in self.history
-                if row.get(name) is not None]
+        rows = self.evaluated() if name.startswith("eval_") else self.history
+        return [(row["step"], row[name]) for row in rows if row.get(name) is not None]
 
-    def log_samples(self, rollout, group_size):
+    def first_and_last(self):
+        """The answers of the first and of the last evaluation of the same problems, see row_of."""
+        rows = self.records("evaluations.jsonl")
+        steps = [row["step"] for row in self.evaluated()]
+        return [[row for row in rows if row["step"] == step] for step in (steps[0], steps[-1])]
+
+    def log_samples(self, rollout, step, group_size):
         """Write the step's first two groups, as they were scored."""
         self.answer = rollout.responses[-1]
         rows_of_all = range(len(rollout.responses))
         for rows in reward.groups_of(rows_of_all, group_size)[:2]:
             group = take(rollout, rows)
             problem = group.problems[0]
-            record = {"step": self.step, "question": problem["question"],
+            record = {"step": step, "question": problem["question"],
                       "truth": truth_in_words(problem),
                       "prompt": group.prompts[0], "responses": group.turns or group.responses}
             # page.html shows groups that teach, of the steps 1, 2, 4, 8, ...
-            is_shown = group.advantages.any() and self.step.bit_count() == 1
+            is_shown = group.advantages.any() and step.bit_count() == 1
             for name in TENSORS if is_shown else TENSORS[:3]:
                 record[name] = getattr(group, name).tolist()
             self.append("samples.jsonl", record)
 
-    def append(self, name, record):
+    def append(self, name, *records):
         if self.folder:
-            with open(self.folder / name, "a") as file:  # in ASCII, as JSON is written
-                file.write(json.dumps(record) + "\n")
+            with open(self.folder / name, "a") as log:  # in ASCII, as JSON is written
+                log.writelines(json.dumps(record) + "\n" for record in records)
+
+    def records(self, name):
+        """What a log has: a list of dicts."""
+        with open(Path(self.name, name)) as log:
+            return list(map(json.loads, log))
 
     @contextmanager
     def replacing(self, name):
@@ -1648,7 +1697,7 @@ def on_host(run, tensors):
 
 
 def save_folder(model, tokenizer, run, name):
-    """Save a folder that from_pretrained opens."""
+    """Save a folder that from_pretrained opens, and that knows its step."""
     weights = model.state_dict()
     for tied in model.all_tied_weights_keys:  # say the head, if it is the embedding: written once
         weights.pop(tied, None)
@@ -1657,48 +1706,55 @@ def save_folder(model, tokenizer, run, name):
         with run.replacing(name) as new:
             model.save_pretrained(new, state_dict=whole)
             tokenizer.save_pretrained(new)
+            (new / f"step-{run.step}").touch()
+
+
+def keep_best(run, parts, s):
+    """best/ is the policy of the best evaluation in the log, or it is not there."""
+    best = best_step(run)
+    if os.path.exists(f"{run.name}/best/step-{best}"):
+        return
+    if s.best and best == run.step > 0:
+        save_folder(parts.policy_model, parts.tokenizer, run, "best")
+    elif run.folder:  # after a kill: it is of a step that the log has no more
+        shutil.rmtree(run.folder / "best", ignore_errors=True)
 
 
 # --------------------------------------------------------------------------------------------------
-# A checkpoint: all tensors that training moves, and Run's state. Everything else that a step
-# needs (problems, random numbers, learning rate) follows from the step and the settings.
+# A checkpoint is a moment after a step: all tensors that training moves, Run's few counters, and
+# the lengths of the logs. To go on is to load it and to cut the logs to these lengths. All else, as
+# problems, random numbers and learning rate, follows from the step and the settings.
 
 CHECKPOINT = "checkpoint.safetensors"
 
 
-def what_moves(parts, s):
+def checkpoint_tensors(parts, s):
     """All that training changes: {name in a checkpoint: tensor, sharded or not}."""
-    found = {}
-    learners = [("", parts.optimizer)]
+    tensors = {}
+    optimizers = {"": parts.optimizer}
     if s.renew_reference:
         for name, p in parts.ref_model.named_parameters():
-            found[f"weight/reference/{name}"] = p
+            tensors[f"weight/reference/{name}"] = p
         if parts.reward_model:
-            learners.append(("reward_model/", parts.reward_model.optimizer))
-    for prefix, adamw in learners:
+            optimizers["reward_model/"] = parts.reward_model.optimizer
+    for prefix, adamw in optimizers.items():
         # What AdamW moves: the weights, float32 masters if they have fewer bits, LoRA's factors
         group, = adamw.param_groups
-        for name, master in zip(group["param_names"], group["params"]):
-            found[f"weight/{prefix}{name}"] = master
-            for key, moment in adamw.state[master].items():
-                found[f"{key}/{prefix}{name}"] = moment
+        for name, weight in zip(group["param_names"], group["params"]):
+            for kind, tensor in {"weight": weight, **adamw.state[weight]}.items():
+                tensors[f"{kind}/{prefix}{name}"] = tensor
     if isinstance(parts.optimizer, MasterAdamW):
-        found["weight/loss scale"] = parts.optimizer.scale
-    return found
+        tensors["weight/loss scale"] = parts.optimizer.scale
+    return tensors
 
 
 @torch.no_grad()
 def save_checkpoint(run, parts, s):
-    """Write one safetensors file and move it over the old one. BadInput: a number is not finite."""
-    moving = what_moves(parts, s)
-    weights = dict(parts.policy_model.named_parameters())
-    for name, tensor in (moving | weights).items():
-        if not shard_of(tensor).isfinite().all():
-            raise BadInput(f"after step {run.step} weights are not finite ({name}): --lr or "
-                           "--weight-decay may be too large")
-    if run.skipped_in_a_row:  # the last good one stays
-        return
-    whole = on_host(run, moving)
+    """Write one safetensors file and move it over the old one. BadInput: a weight is not finite."""
+    if not all(shard_of(weight).isfinite().all() for weight in parts.policy_model.parameters()):
+        raise BadInput(f"after step {run.step} weights are not finite: --lr or --weight-decay may "
+                       "be too large")
+    whole = on_host(run, checkpoint_tensors(parts, s))
     if run.folder:
         if parts.reward_model:
             run.pairs = parts.reward_model.pairs, parts.reward_model.replay
@@ -1710,82 +1766,42 @@ def save_checkpoint(run, parts, s):
             save_file(whole, new)
 
 
-@contextmanager
-def saving_on_bad_input(run, parts, s):
-    """Save the steps that are done if, say, a reward fails: no weight has moved since."""
-    try:
-        yield
-    except BadInput:
-        if world() == 1:  # other ranks may not come here
-            save_checkpoint(run, parts, s)
-        raise
-
-
 @torch.no_grad()
 def load_checkpoint(run, parts, s):
-    """Restore what the checkpoint holds; tell if the run began with other problems or weights."""
-    if not Path(run.name, "metrics.jsonl").is_file():
-        return  # it was killed before it began
+    """Restore what the checkpoint holds, and cut off what was logged after it."""
     path = Path(run.name, CHECKPOINT)
     command = run.command  # of today
     with blame(f"--resume: {path} is damaged, or not of this model, or of another version of "
                "train.py:"):
         file = safe_open(path, framework="pt")
         counters = json.loads(file.get_tensor("counters").numpy().tobytes())
-        moves = what_moves(parts, s)
-        saved = {*file.keys(), *counters}
+        tensors = checkpoint_tensors(parts, s)
         # A name in one of the two alone: a resumed run would lose it, or lacks it.
-        if odd := saved ^ {"counters", *moves, *run.SAVED}:
+        if odd := {*file.keys(), *counters} ^ {"counters", *tensors, *run.SAVED}:
             raise ValueError(f"{min(odd)!r} is either not in it, or not read by this run")
-        began = counters.pop("digests")
         vars(run).update(counters)
         if command and not run.command:
             raise ValueError("the run was begun from Python, which alone knows its sampler, reward "
                              "and weights: pass --resume to train.parse() there")
-        run.command = command and run.command  # from where Python goes on, main cannot
-        if parts.reward_model:
-            parts.reward_model.pairs, parts.reward_model.replay = run.pairs
-        for name, moving in moves.items():
+        for name, tensor in tensors.items():
             saved = file.get_tensor(name)
-            if is_sharded(moving):
-                saved = dist.tensor.distribute_tensor(saved, moving.device_mesh, moving.placements)
-            moving.copy_(saved)
-    if s.steps < run.step:
-        raise BadInput(f"--steps {s.steps}: the run in {run.name} is at step {run.step}")
-    run.history = on_rank_0(forget_later_steps, run, "metrics.jsonl", run.step)
-    last = run.step if run.history else -1  # without its line step 0 comes again
-    on_rank_0(forget_later_steps, run, "samples.jsonl", last)
-    rows = on_rank_0(forget_later_steps, run, "evaluations.jsonl", last)
-    for step in sorted({row["step"] for row in rows}):
-        run.compare([row for row in rows if row["step"] == step])
-    for name, digest in run.digests.items():
-        if digest != began.get(name):
-            print0(f"{flag_of(name)} {getattr(s, name)}: is not what the run began with")
-
-
-def digests_of(parts):
-    """{flag: a digest of what it names}: of the problems and of the first weights."""
-    def first_numbers(model):  # four of each weight tell models apart
-        return [whole_of(weight.detach()).flatten()[:4].tolist()
-                for weight in model.parameters()]
-
-    contents = {"data": parts.problems, "eval_data": parts.eval_problems,
-                "model": first_numbers(parts.policy_model)}
+            if is_sharded(tensor):
+                saved = dist.tensor.distribute_tensor(saved, tensor.device_mesh, tensor.placements)
+            tensor.copy_(saved)
     if parts.reward_model:
-        contents["reward_model"] = first_numbers(parts.reward_model.model)
-    return {name: hashlib.sha256(json.dumps(content).encode()).hexdigest()
-            for name, content in contents.items()}
+        parts.reward_model.pairs, parts.reward_model.replay = run.pairs
+    if isinstance(parts.optimizer, MasterAdamW):
+        parts.optimizer.round()  # the weights are still those of the start
+    on_rank_0(cut_logs, run)
+    run.history = run.records("metrics.jsonl")
+    keep_best(run, parts, s)
 
 
-def forget_later_steps(run, name, last):
-    """Cut off a file's lines of steps after `last`, which come again -> the lines that are left."""
-    path = run.folder / name
-    path.touch()  # a run that was killed early may have none
-    # After the last end of a line there is nothing, or a line that a kill has cut off.
-    *lines, _ = path.read_bytes().split(b"\n")
-    kept = [line for line in lines if json.loads(line)["step"] <= last]
-    os.truncate(path, sum(len(line) + 1 for line in kept))
-    return list(map(json.loads, kept))
+def cut_logs(run):
+    """Cut the logs to the checkpoint's lengths; one that is shorter stays as it is."""
+    for name, size in run.log_sizes.items():
+        with open(run.folder / name, "ab") as log:
+            log.truncate(min(size, log.tell()))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1832,8 +1848,8 @@ def line_of(error):
         return str(error)
     if out_of_memory(error):
         return f"out of memory; {ADVICE}"
-    if "No space left" in str(error) or "quota exceeded" in str(error):
-        return f"the disk is full: {one_line(error)}"
+    if re.search("No space left|quota exceeded|File too large", str(error)):
+        return f"the disk is full, or a file may not grow: {one_line(error)}"
     return ""
 
 
@@ -1841,10 +1857,18 @@ def train(parts, s, run):
     """A run from its folder to its final/ -> exit status."""
     run.name = on_rank_0(run.claim_folder, s)
     begin(run, parts, s)
-    # From here on a signal lets the step end; until here there was nothing to save.
-    with run.stopping_on_signals():
-        train_grpo(parts, s, run)
-    if run.step < s.steps:
+    parts.optimizer.register_step_pre_hook(lambda *_: setattr(run, "is_whole", False))
+    try:
+        # From here on a signal lets the step end; until here there was nothing to save.
+        with run.stopping_on_signals():
+            train_grpo(parts, s, run)
+    except Exception:
+        # An error in a reward, say, costs no step. With other ranks, which may not come here, it
+        # costs those since the last checkpoint.
+        if run.is_whole and world() == 1:
+            save_checkpoint(run, parts, s)
+        raise
+    if run.pending or run.step < s.steps:
         save_checkpoint(run, parts, s)
         if s.page and run.step:
             write_page(run, parts, s)
@@ -1855,24 +1879,21 @@ def train(parts, s, run):
         save_adapter(run, parts.optimizer, s)
     if s.renew_reference and parts.reward_model:  # training has changed it
         save_folder(parts.reward_model.model, parts.reward_model.tokenizer, run, "reward_model")
-    print_story(run)
+    on_rank_0(print_story, run)
     return 0
 
 
 def begin(run, parts, s):
     """Restore the checkpoint or write the first one, write the settings, print what starts."""
-    run.digests = digests_of(parts)
     if s.resume:
         load_checkpoint(run, parts, s)
-        if isinstance(parts.optimizer, MasterAdamW):
-            parts.optimizer.round()  # the weights are still those of the start
-    kept = {name: getattr(s, name) for name in FIELDS if name not in THIS_CALL}
-    if run.folder:
+    else:
+        save_checkpoint(run, parts, s)
+    if run.folder:  # last: where there are settings, there is a checkpoint
+        kept = {name: getattr(s, name) for name in FIELDS if name not in THIS_CALL}
         with run.replacing("config.json") as new:
             new.write_text(json.dumps(kept, indent=2))
     run.resume_command = command("train.py", "--resume", run.name)
-    if not run.history:  # a new run: from now on it can be resumed
-        save_checkpoint(run, parts, s)
     print0(f"policy    {parts.policy_model.num_parameters() / 1e6:.2f}M parameters; "
            f"processes: {world()}; settings of {s.config or 'the command line'}\n"
            f"data      {len(parts.problems)} problems, {len(parts.eval_problems)} held out\n"
@@ -1918,6 +1939,7 @@ def command(program, *flags):
 TITLES = dict(line.split(maxsplit=1) for line in """\
 eval_reward            held-out reward
 eval_accuracy          held-out accuracy
+skipped_updates        skipped updates
 reward_mean            sampled reward
 accuracy               sampled accuracy
 response_length_mean   answer length (tokens)
@@ -1934,7 +1956,7 @@ clip_fraction          clipped tokens""".splitlines())
 SCORES = {"eval_accuracy": "right", "eval_reward": "reward"}  # in the rows of row_of()
 NOT_SHOWN = """step lr warning reward_std format_rate tokens kl_coef tokens_per_second
 peak_memory_gb seconds_sampling seconds_scoring seconds_training loss policy_loss clip_fraction_low
-clip_fraction_high ratio_mean sampler_difference skipped_updates loss_scale""".split()
+clip_fraction_high ratio_mean sampler_difference loss_scale eval_id""".split()
 
 
 def curves_of(run):
@@ -1962,48 +1984,45 @@ def curves_of(run):
 
 
 def best_step(run):
-    """The step of the highest held-out score so far; of equal ones the first."""
+    """The step of the highest held-out score so far; of equal ones the first; None without any."""
     scores = run.curve("eval_reward") or run.curve("eval_accuracy")
-    return max(scores, key=lambda point: point[1])[0]
+    step, _ = max(scores, key=lambda point: point[1], default=(None, None))
+    return step
 
 
 def update_bar(bar, run):
-    """Show the last evaluation and the last step: the first six of the titles that they have."""
-    evaluated = next(row for row in reversed(run.history) if "eval_accuracy" in row)
-    last = evaluated | run.history[-1]
-    words = [f"{run.skipped:.0f} SKIPPED"] if run.skipped else []
-    shown = [name for name in TITLES if last.get(name) is not None]
-    for name in shown[:6]:
-        words.append(f"{TITLES[name].split(' (')[0]} {last[name]:.3g}")  # without its unit
-    bar.set_postfix_str(", ".join(words))
+    """Show where the first six curves have come to."""
+    bar.set_postfix({title.partition(" (")[0]: points[-1][1]  # without its unit
+                     for _, title, points in curves_of(run)[:6]})
     bar.update()
 
 
-def example_of(run):
-    """The held-out problem that gained most: its rows of the first and of the last evaluation."""
-    gains = column(run.after, "reward") - column(run.before, "reward")
+def example_of(first, last):
+    """The rows of the held-out problem that gained most between two evaluations."""
+    gains = column(last, "reward") - column(first, "reward")
     i = int(gains.nan_to_num().argmax())
-    return run.before[i], run.after[i]
+    return first[i], last[i]
 
 
 def print_story(run):
     """Print a held-out problem's answers before and after, the curves, and what to do next."""
-    before, after = example_of(run)
+    first, last = run.first_and_last()
+    before, after = example_of(first, last)
     print0(f"\nquestion  {before['problem']}\nbefore    {before['answer']}\n"
            f"after     {after['answer']}\ntruth     {before['truth']}\n")
     print0("held-out: greedy answers; others: means of the first and of the last five steps")
     for metric, title, points in curves_of(run):
         print0(f"{title:33}{small_curve(points)}")
         if metric in SCORES:
-            print0(f"{'':33}{compared(run.before, run.after, SCORES[metric])}")
-    flags = "--config", f"{run.name}/config.json", "--model", f"{run.name}/final"
+            print0(f"{'':33}{compared(first, last, SCORES[metric])}")
+    further = "--resume", run.name, "--steps", str(2 * run.step)
     print0("")
     if os.path.exists(f"{run.name}/best"):
         print0(f"best state           {run.name}/best, of step {best_step(run):g}")
     if os.path.exists(f"{run.name}/page.html"):
         print0(f"see what it learned  {run.name}/page.html")
     print0(f"talk to the result   {command('sample.py', '--model', run.name)} \"YOUR QUESTION\"\n"
-           f"go on from it        {command('train.py', *flags)}")
+           f"train it further     {command('train.py', *further)}")
 
 
 def small_curve(points):
@@ -2073,10 +2092,7 @@ def write_page(run, parts, s):
 
 def tinted_groups(run):
     """The groups in samples.jsonl that have token ids."""
-    if not run.folder:
-        return []
-    lines = (run.folder / "samples.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if "input_ids" in record]
+    return [record for record in run.records("samples.jsonl") if "input_ids" in record]
 
 
 def page_of(run, sections, s):
@@ -2089,10 +2105,11 @@ def page_of(run, sections, s):
     step, last = points[-1]
     head = f"<h1>Stopped before the second evaluation; {title} {first:.3g} at the start</h1>"
     example = ""
-    if len(points) > 1 and run.before:
+    if len(points) > 1:
+        rows = run.first_and_last()
         head = f"""<h1>{title.capitalize()} {first:.3g} → {last:.3g} after {step:g} steps</h1>
-<p>{compared(run.before, run.after, SCORES[metric])}</p>"""
-        before, after = example_of(run)
+<p>{compared(*rows, SCORES[metric])}</p>"""
+        before, after = example_of(*rows)
         example = f"""<h2>The held-out problem that gained most</h2>
 <p>{escape(before["problem"])}</p><p>true answer: {escape(before["truth"])}</p>
 <div class="two">
@@ -2186,6 +2203,7 @@ def print_figures(parts, s):
     second = f"{G} samples of each at temperature {T}"
     if s.against:
         G, T, second = 1, 0.0, s.against
+        tell_differences(s)
         model, parts.tokenizer = load_policy(replace(s, model=s.against), "--against")
         parts.policy_model = shard(model, s, samples=True)
     _, rows = evaluate(parts, s, G, T)
@@ -2201,6 +2219,17 @@ def print_figures(parts, s):
     figures = reward.figures_of(responses, truths_of(parts.eval_problems), G)
     for name, value in figures.items():
         print0(f"{name:25} {value:.4f}")
+
+
+def tell_differences(s):
+    """Print how --against, if it is a run's, was trained to answer otherwise than it is asked."""
+    source = config_of(s.against)
+    trained = Settings(**read_config(source)) if source else s
+    for name in "system_prompt template_args max_new_tokens reply max_turns".split():
+        theirs, ours = getattr(trained, name), getattr(s, name)
+        if theirs != ours:
+            print0(f"--against {s.against}: asked with {flag_of(name)} {ours!r}, its run had "
+                   f"{theirs!r}")
 
 
 def print_trace(parts, s):

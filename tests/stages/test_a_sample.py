@@ -529,3 +529,7 @@ def test_open_policy(capsys, tmp_path):
     with value_error("no embedding"):
         sample.open_policy(folder)
 
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch has a card")
+def test_a_device_that_is_not_there_is_one_line(run_here):
+    assert run_here("sample.py", "--device=cuda", status=2).startswith("sample.py: ")

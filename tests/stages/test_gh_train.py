@@ -252,7 +252,8 @@ def test_the_loop_warms_up_evaluates_and_saves_when_it_should(tmp_path):
     assert run.rates == pytest.approx([0.001, 0.002, 0.003, 0.004, 0.004])
     assert [m["step"] for m in run.history] == list(range(6))
     assert [m["step"] for m in run.history if "eval_accuracy" in m] == [0, 2, 4, 5]
-    assert run.checkpoints == [3, 5] and len(run.before) == len(run.after) == 3
+    assert run.checkpoints == [3, 5]
+    assert [len(rows) for rows in run.first_and_last()] == [3, 3]
 
 
 def test_every_step_asks_its_own_problems(tmp_path):
@@ -265,7 +266,7 @@ def test_every_step_asks_its_own_problems(tmp_path):
 
     run = loop(tmp_path, "--system-prompt=", problems=PROBLEMS[:4], sampler=spy,
                reward_of=lambda rollout: torch.arange(float(len(rollout.responses))))
-    for (prompts, generators), (rollout, _) in zip(drawn, run.samples, strict=True):
+    for (prompts, generators), (rollout, *_) in zip(drawn, run.samples, strict=True):
         assert prompts == rollout.prompts[::2] and len(generators) == len(prompts)
         assert rollout.rewards.tolist() == [0, 1, 2, 3]
         assert rollout.advantages.tolist() == pytest.approx([-1, 1, -1, 1])
@@ -362,11 +363,13 @@ def test_a_run_leaves_the_files_of_the_contract(finished_run):
 def test_the_story_tells_of_a_problem_that_was_learned(capsys, tmp_path):
     """By the run's own reward: a right answer that became wrong is no success."""
     run, nan = run_in(tmp_path), math.nan
-    for answers in ([("\\boxed{1}", 0.9), ("\\boxed{9}", 0.1), ("\\boxed{9}", nan), ("", 0.0)],
-                    [("\\boxed{7}", 0.8), ("\\boxed{8}", 0.7), ("\\boxed{3}", nan), ("", 0.1)]):
-        run.compare([{"problem": f"question {x}", "answer": text, "reward": earned, "truth": x}
-                     for x, (text, earned) in zip("1234", answers)])
-    run.history = [{"step": 0, "eval_reward": 0.3}]
+    for step, answers in enumerate((
+            [("\\boxed{1}", 0.9), ("\\boxed{9}", 0.1), ("\\boxed{9}", nan), ("", 0.0)],
+            [("\\boxed{7}", 0.8), ("\\boxed{8}", 0.7), ("\\boxed{3}", nan), ("", 0.1)])):
+        run.append("evaluations.jsonl", *(
+            {"step": step, "problem": f"question {x}", "answer": text, "reward": earned, "truth": x}
+            for x, (text, earned) in zip("1234", answers)))
+        run.log({"step": step, "eval_reward": 0.3, "eval_id": 1})
     train.print_story(run)
     out = capsys.readouterr().out
     assert "question  question 2\nbefore    \\boxed{9}\nafter     \\boxed{8}\ntruth     2" in out
@@ -395,19 +398,22 @@ def test_a_reward_from_python_is_not_replaced_in_silence(capsys, finished_run, t
 
 
 def test_a_run_goes_on_from_its_model_with_all_of_its_settings(finished_run):
-    """An evaluation of its folder has them, too; a flag that is given wins."""
+    """The command that is printed goes on; an evaluation of its folders has them, too."""
     folder = finished_run.folder
-    command = finished_run.out.splitlines()[-1].partition("train.py ")[2].split()
-    assert command[::2] == ["--config", "--model"]
+    printed = finished_run.out.splitlines()[-1].partition("train.py ")[2].split()
+    assert printed == ["--resume", str(folder), "--steps", "6"] and train.parse(printed).steps == 6
+    command = ["--config", f"{folder}/config.json", "--model", f"{folder}/final"]
     first = vars(train.parse(FLAGS))
     expected = {name: first[name] for name in train.FIELDS.keys() - {
         "model", "offload", "dtype", *train.THIS_CALL}} | {"model": f"{folder}/final"}
     for words in (command, [*command[:2], "--model", str(folder)],
-                  ["--eval-only", "--model", str(folder)]):
+                  ["--eval-only", "--model", str(folder)],
+                  ["--eval-only", "--model", f"{folder}/final"]):
         assert expected.items() <= vars(train.parse(words)).items()
     assert train.parse(["--eval-only", "--model", str(folder), "--lr=0.5"]).lr == 0.5
-    for words in (["--model", str(folder)], ["--eval-only", "--model", f"{folder}/final"]):
-        assert train.parse(words).data == "gsm8k"         # another model brings none
+    best = ["--eval-only", "--model", f"{folder}/best"]
+    assert train.parse(best).data == first["data"]
+    assert train.parse(["--model", str(folder)]).data == "gsm8k"  # to train on it brings none
     assert train.parse(["--eval-only"]).config == str(train.TINY_CONFIG)
 
 
@@ -440,6 +446,39 @@ def test_two_policies_are_compared_on_the_same_problems(capsys, finished_run):
         rows += train.evaluate(train.load(s), s)[1]
     assert train.compared(before, after, "right") in out
     assert train.compared(before, after, "reward") in out
+
+
+def test_a_comparison_tells_what_the_other_was_trained_by(capsys, finished_run, tmp_path):
+    """Else the order of the two would decide who wins; in both orders it is told."""
+    short = tmp_path / "short"
+    trains(*FLAGS, "--max-new-tokens=4", "--system-prompt=Ben", "--steps=1", f"--output={short}")
+    for model, other, limit in (finished_run.folder, short, 4), (short, finished_run.folder, 16):
+        capsys.readouterr()
+        trains("--eval-only", f"--model={model}/final", f"--against={other}", "--eval-limit=2")
+        lines = [line for line in capsys.readouterr().out.splitlines()
+                 if line.startswith(f"--against {other}")]
+        assert ["--system-prompt" in line for line in lines] == [True, False]
+        assert lines[1].endswith(f"--max-new-tokens {20 - limit}, its run had {limit}")
+
+
+def test_a_folder_of_somebody_runs_no_code(capsys, monkeypatch, tmp_path):
+    """A run's config that names code, unless the command names it, or the file, or resumes."""
+    folder = tmp_path / "run"
+    code = tmp_path / "r.py"
+    code.write_text("def f(completions, **_):\n    return [0.0 for _ in completions]\n")
+    trains(*FLAGS, f"--reward={code}:f", "--steps=1", f"--output={folder}")
+    (folder / "best").mkdir(exist_ok=True)
+    for name in ("", "/final", "/best"):
+        capsys.readouterr()
+        line = refused(capsys, "--eval-only", f"--model={folder}{name}")
+        assert f"{code}:f" in line and "--reward" in line and "config.json" in line
+    named = ["--eval-only", f"--model={folder}", f"--reward={code}:f"]
+    assert train.parse(named).max_new_tokens == 16
+    assert capsys.readouterr().out == ""
+    train.parse([f"--config={folder}/config.json"])
+    assert f"{code}:f" in capsys.readouterr().out
+    train.parse([f"--resume={folder}"])
+    assert capsys.readouterr().out == ""
 
 
 def test_a_comparison_counts_what_was_gained_and_lost():

@@ -436,7 +436,7 @@ def test_without_known_answers_the_rules_figures_are_null(unknown):
     figures = [f"{m['eval_reward']:.3g}" for m in metrics if "eval_accuracy" in m]
     line = next(x for x in unknown.out.splitlines() if x.startswith("held-out reward")).split()
     assert [line[2], line[-1]] == [figures[0], figures[-1]] and "0" not in figures
-    assert f"held-out reward {figures[0]}" in unknown.err  # the bar
+    assert f"held-out reward={figures[0]}" in unknown.err  # the bar
     questions = {p["question"] for p in PROBLEMS[:20]}   # they stand in another column
     for record in lines_of(unknown.folder / "samples.jsonl"):
         assert record["question"] in questions and record["question"] in record["prompt"]

@@ -1,12 +1,11 @@
 """page.html: its numbers, its curves, what hostile text does to it; ranks and a real browser."""
 import html.parser
-import json
 import re
 from types import SimpleNamespace
 from unittest.mock import Mock
 import pytest
 import torch
-from files import FEW, MINE, TINY, lines_of
+from files import FEW, MINE, TINY, counters_of
 from models import opened
 from runs import trained
 from steps import parts, rollout_of, run_in, settings
@@ -51,14 +50,8 @@ def folder(tmp_path_factory):
 
 def restored(folder):
     run = run_in(folder)
-    with train.safe_open(folder / "checkpoint.safetensors", framework="pt") as file:
-        vars(run).update(json.loads(file.get_tensor("counters").numpy().tobytes()))
-    run.history = lines_of(folder / "metrics.jsonl")
-    of_step = {}
-    for row in lines_of(folder / "evaluations.jsonl"):
-        of_step.setdefault(row["step"], []).append(row)
-    for rows in of_step.values():
-        run.compare(rows)
+    vars(run).update(counters_of(folder))
+    run.history, run.pending = run.records("metrics.jsonl"), None
     return run
 
 
@@ -86,9 +79,10 @@ def test_the_numbers_are_those_of_the_policy_now_and_as_it_drew(more, folder, tm
     assert ("q",) in page.tags or REPLY[0] not in more
     words = [*FLAGS, *more, f"--output={folder}"]
     assert f"train.py {' '.join(words)}" in text          # the command that wrote the page
-    i = max(range(2), key=lambda i: run.after[i]["reward"] - run.before[i]["reward"])
-    cards = [run.before[i]["problem"], run.before[i]["answer"], run.after[i]["answer"]]
-    assert train.compared(run.before, run.after, "right") in text
+    before, after = run.first_and_last()
+    i = max(range(2), key=lambda i: after[i]["reward"] - before[i]["reward"])
+    cards = [before[i]["problem"], before[i]["answer"], after[i]["answer"]]
+    assert train.compared(before, after, "right") in text
     assert [shown for shown in page.texts if shown in cards][:3] == cards
 
 
@@ -121,16 +115,15 @@ def test_groups_that_teach_are_shown_of_steps_that_double(tmp_path):
     rollout.old_logprobs = rollout.logprobs
     rollout.problems = [problem for problem in p.problems for _ in range(4)]
     rollout.prompts = [prompt for prompt in p.prompts for _ in range(4)]
-    for teaches in ((0, 1), (1, 0), (1, 1), (0, 0), (1, 1), (1, 1), (0, 1), (1, 1)):
-        run.step += 1
+    for step, teaches in enumerate(
+            ((0, 1), (1, 0), (1, 1), (0, 0), (1, 1), (1, 1), (0, 1), (1, 1)), start=1):
         rollout.rewards = torch.tensor([float(r * n) for r in teaches for n in range(4)])
         rollout.advantages = group_advantages(rollout.rewards, 4)
-        run.log_samples(rollout, 4)
+        run.log_samples(rollout, step, 4)
     questions = [problem["question"] for problem in p.problems]
     shown = [(group["step"], questions.index(group["question"]))
              for group in train.tinted_groups(run)]
     assert shown == [(1, 1), (2, 0), (8, 0), (8, 1)]
-    assert train.tinted_groups(train.Run()) == []             # without a folder
 
 
 def figure(points, last=10):
@@ -161,7 +154,7 @@ def test_which_curves_are_shown():
         return {name: points for name, _, points in train.curves_of(run)}
 
     run = train.Run()
-    shown = curves({"eval_reward": 0.5, "eval_accuracy": 0.0},
+    shown = curves({"eval_reward": 0.5, "eval_accuracy": 0.0, "eval_id": 1},
                    {"accuracy": 0.0, "reward_mean": 0.5, "clip_fraction": 0.0, "approx_kl": None,
                     "reward/a": 0.5, "reward/b": 0.0, "grad_norm": 1.0, "lr": 1.0, "mine": 0.5})
     assert [*shown] == ["eval_reward", "reward/a", "reward/b", "reward_mean", "grad_norm", "mine"]
@@ -185,7 +178,8 @@ def page(folder, word, steps=9, signal=0):
     run.folder, run.signal = folder.parent / re.sub("[/\0]", "", word), signal
     run.history = [{**row, "warning": word, f"reward/{word}": 1.0} for row in run.history]
     run.command = word
-    run.before = run.after = [{"problem": word, "truth": word, "answer": word, "reward": 1.0}]
+    rows = [{"problem": word, "truth": word, "answer": word, "reward": 1.0}]
+    run.first_and_last = lambda: [rows, rows]
     s = settings(*FLAGS, f"--steps={steps}")
     s.model = f"x/{word.replace('/', '')}"
     return train.page_of(run, section(word)[0], s)
@@ -213,14 +207,16 @@ def test_what_a_model_wrote_is_text(folder):
 
 def test_the_bar_shows_the_last_evaluation_and_the_last_step(tmp_path):
     run = run_in(tmp_path)
-    run.history = [{"step": 0, "eval_accuracy": 0.25, "eval_reward": None},
-                   {"step": 1, "eval_accuracy": 0.5, "reward_mean": 0.75, "approx_kl": 0.1},
+    run.history = [{"step": 0, "eval_accuracy": 0.25, "eval_reward": None, "eval_id": 1},
+                   {"step": 1, "eval_accuracy": 0.5, "reward_mean": 0.75, "approx_kl": 0.1,
+                    "eval_id": 1},
                    {"step": 2, "reward_mean": 1.0, "approx_kl": None, "tokens": 7, "entropy": 2.0}]
     bar = Mock()
     train.update_bar(bar, run)
-    run.skipped = 3
+    run.history[2]["skipped_updates"] = 3
     train.update_bar(bar, run)
-    shown = "held-out accuracy 0.5, sampled reward 1, entropy 2"
-    assert [given.args for given in bar.set_postfix_str.call_args_list] == [
-        (shown,), (f"3 SKIPPED, {shown}",)]
+    shown = {"held-out accuracy": 0.5, "sampled reward": 1, "KL to the reference": 0.1,
+             "entropy": 2}
+    assert [given.args for given in bar.set_postfix.call_args_list] == [
+        (shown,), ({**shown, "skipped updates": 3},)]
     assert bar.update.call_count == 2
