@@ -75,19 +75,22 @@ from sample import chat_prompt, length_limit, one_line, sample_groups, take, tic
 # --------------------------------------------------------------------------------------------------
 # [G] One step: sample, score, normalise, update
 
-def plain_step(policy, reference, optimizer, tokenizer, prompts, truths, G=8):
-    """The definition: G answers to each prompt, one update. `train_step` adds the options."""
-    rollout = sample_groups(policy, tokenizer, prompts, G)                         # [A]
+def plain_step(policy, reference, optimizer, tokenizer, prompts, truths, G=8, T=256,
+               generators=None, updates=1, clip_eps=0.2, kl_coef=0.04):
+    """DeepSeekMath's algorithm 1 for one batch, by the definitions alone -> rewards (N,)."""
+    rollout = sample_groups(policy, tokenizer, prompts, G, T, 1.0, generators, plain=True)  # [A]
     rewards = score_responses(rollout.responses, truths, G)                        # [B] (N,)
     A = plain_advantages(rewards, G)                                               # [C] (N,)
-    logp = plain_logprobs(policy, rollout.input_ids, rollout.labels)               # [D] (N, S-1)
     with torch.no_grad():
+        old = plain_logprobs(policy, rollout.input_ids, rollout.labels)            # [D] (N, S-1)
         ref = plain_logprobs(reference, rollout.input_ids, rollout.labels)         # [D] (N, S-1)
-    # No weight has moved since the answers were drawn: logp is also the old policy's.
-    loss = plain_loss(logp, logp.detach(), ref, A, rollout.mask)                   # [E] [F]
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+    for _ in range(updates):
+        logp = plain_logprobs(policy, rollout.input_ids, rollout.labels)           # [D] (N, S-1)
+        loss = plain_loss(logp, old, ref, A, rollout.mask, clip_eps, kl_coef)      # [E] [F]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return rewards
 
 
 def train_step(parts, batch, s):
@@ -163,6 +166,23 @@ def backward(parts, rollout, s):
 
 # --------------------------------------------------------------------------------------------------
 # [H] The loop: every step draws fresh answers from the policy as it is now
+
+def plain_grpo(parts, s):
+    """`python train.py --plain`: training by the definitions alone, with the same random numbers.
+
+    `train_step` adds the options, and `train_grpo` evaluations, a folder, a way to go on.
+    """
+    reference = parts.ref_model or parts.policy_model  # there is none if beta is 0
+    for step in range(1, s.steps + 1):
+        set_learning_rate(parts.optimizer, step, s)
+        batch = batch_of_step(parts, step, s)
+        rewards = plain_step(parts.policy_model, reference, parts.optimizer, parts.tokenizer,
+                             batch.prompts, truths_of(batch.problems), s.group_size,
+                             s.max_new_tokens, batch.generators, s.updates_per_rollout,
+                             s.clip_eps, s.kl_coef)
+        accuracy = is_right(rewards).float().mean()
+        print0(f"step {step:3}   reward {rewards.mean():.4f}   accuracy {accuracy:.4f}")
+
 
 def train_grpo(parts, settings, run=None):
     """Train: steps run.step + 1 to settings.steps. `parts` are what load() returns.
@@ -355,7 +375,7 @@ def check_sampler(parts, rollout, s):
     allowed = 0.1 if parts.policy_model.dtype.itemsize == 2 else 1e-3
     nats = sampler_difference(rollout)
     if not nats <= allowed and not s.sampler_correction:  # which corrects for any difference
-        mend = "--sampler-correction 2.0 corrects for that" if s.plain else "try --plain"
+        mend = "try --no-fast" if s.fast else "--sampler-correction 2.0 corrects for that"
         raise BadInput(f"--model {s.model}: sampler and trainer differ by {nats:.2g} nats per "
                        f"token; {mend}")
 
@@ -628,8 +648,8 @@ class Settings:
     updates_per_rollout: from_1 = flag(1, "passes over the answers of a rollout")
     minibatches: from_1 = flag(1, "gradient steps per pass, each on its share of the groups")
     max_grad_norm: above_0 = flag(1.0, "gradients are clipped to this norm")
-    plain: bool = flag(False, "no fast paths: slow, and works everywhere",
-                       head="only memory and time")
+    fast: bool = flag(True, "CUDA graphs and kernels of our own; off: works everywhere",
+                      head="only memory and time")
     micro_batch_tokens: from_0 = flag(0, "tokens of one backward pass; 0: chosen for the device")
     gradient_checkpointing: bool = flag(None, "recompute layers [if memory is short]")
     offload: bool = flag(None, "optimizer state in host memory [if memory is short]")
@@ -648,6 +668,7 @@ class Settings:
     resume: str = flag("", "continue the run in this folder; auto: in --output, or begin it there")
     eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop")
     against: str = flag("", "with --eval-only: another model, asked the same problems and compared")
+    plain: bool = flag(False, "train by plain_step alone, and print each step's rewards")
     trace: bool = flag(False, "print one step stage by stage, and stop")
     dry_run: amount = flag(None, "print the memory a step needs, and stop; N: on a GPU of N GB",
                            nargs="?", const=0.0)
@@ -669,7 +690,13 @@ class Settings:
 
 
 FIELDS = vars(Settings())  # {name: default}
-THIS_CALL = "config output resume eval_only against trace dry_run".split()  # in no config
+THIS_CALL = "config output resume eval_only against plain trace dry_run".split()  # in no config
+# What the definitions do not know
+VARIANTS = """
+    reward step_reward reward_model reply temperature max_resample around_best clip_eps_high
+    kl_estimator aggregate ratio objective sampler_correction mask_truncated renew_reference kl_band
+    advantage scale_by_std clip_advantages length_rescale overlong_buffer minibatches
+""".split()
 
 
 def final_of(folder):
@@ -824,6 +851,7 @@ def check_combinations(s):
         reward.check_escapes(json.dumps(s.system_prompt))
     band = s.kl_band or [1, 1]
     share, rest = divmod(s.prompts_per_step, world())
+    variants = [flag_of(name) for name in VARIANTS if getattr(s, name) != FIELDS[name]]
     rewards = s.reward or []
     not_the_rule = s.reply or s.reward or s.reward_model
     of_runs = {"config.json", "metrics.jsonl", CHECKPOINT, "best", "final", "adapter"}
@@ -840,6 +868,8 @@ def check_combinations(s):
         (not s.kl_coef and (s.kl_band or s.renew_reference),
          "--kl-band, --renew-reference: need a --kl-coef above 0"),
         (s.against and not s.eval_only, "--against: needs --eval-only"),
+        (s.plain and (world() > 1 or variants),
+         f"--plain: the definitions know one process, and no {' '.join(variants)}"),
         (len(band) != 2 or band[0] > band[1],
          f"--kl-band {s.kl_band}: must be two numbers, the lower one first"),
         (s.reward_model and s.reward, "--reward-model and --reward: only one can give the rewards"),
@@ -912,8 +942,8 @@ def load_policy(s, name="--model"):
         model, tokenizer = sample.open_policy(
             s.model, s.device if s.is_whole else "cpu", s.dtype)
         sample.set_template_arguments(tokenizer, s.template_args)
-    sample.PLAIN = s.plain
-    if not s.plain:
+    model.fast = s.fast and not s.plain  # sample.py asks it, too
+    if model.fast:
         logprob.use_fast_paths(model)
     return model, tokenizer
 
@@ -1790,6 +1820,8 @@ def main(argv=None):
         status = 0
         if settings.eval_only:
             print_figures(parts, settings)
+        elif settings.plain:
+            plain_grpo(parts, settings)
         elif settings.trace:
             print_trace(parts, settings)
         else:
@@ -1800,7 +1832,7 @@ def main(argv=None):
         fault = line_of(error)
         if run.resume_command:
             fault = fault and f"{fault}; continue with: {run.resume_command}"
-            error.add_note(f"continue with: {run.resume_command} (--plain takes no fast paths)")
+            error.add_note(f"continue with: {run.resume_command} (--no-fast takes no fast paths)")
         if world() > 1:
             end_rank(fault or traceback.format_exc())
         if not fault:

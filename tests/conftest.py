@@ -1,4 +1,4 @@
-"""What all tests have: the stage files on the path, one thread, no network; and three fixtures."""
+"""What all tests have: the stage files on the path, one thread, no network; and two fixtures."""
 # ruff: noqa: E402
 import os
 import runpy
@@ -19,14 +19,6 @@ torch.set_num_threads(1)
 for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, lambda *_: None)
-
-
-@pytest.fixture(autouse=True)
-def fast_forms():
-    """What one test switches off is there again for the next."""
-    yield
-    if "sample" in sys.modules:
-        sys.modules["sample"].PLAIN = False
 
 
 @pytest.fixture(scope="session")

@@ -180,7 +180,8 @@ def print_memory(layers, flags):
     rows = train.memory(s, model, torch.device("cuda"))
     counted = rows[train.DEVICE] / GB
     policy = random_model(size, torch.device("cuda:0"), dtype)
-    if not s.plain:
+    policy.fast = s.fast
+    if s.fast:
         logprob.use_fast_paths(policy)
     reference = copy.deepcopy(policy).requires_grad_(False) if s.kl_coef else None
     optimizer = train.make_optimizer(policy, s, reference)

@@ -69,6 +69,7 @@ def test_bad_flags(capsys, tmp_path, flags, words):
     "--around-best 1 --reward-model x", "--around-best 1 --reply r.py:f",
     "--reward-weights 1 2 --reward rule", "--reward-weights 1 2 3 --reward rule think",
     "--reward-model m --reward rule", "--kl-band 0 0.1", "--advantage gdpo --reward rule",
+    *(f"--plain {flags}" for flags in ("--reward rule", "--objective cispo", "--temperature 0.9")),
     "--no-scale-by-std --advantage gtpo", "--no-scale-by-std --step-reward r.py:f",
     *(f"--step-reward r.py:f --{flags}" for flags in (
         "advantage gtpo", "reward-model m", "overlong-buffer 4", "max-resample 1")),

@@ -212,7 +212,7 @@ def test_a_rank_with_fewer_micro_batches_counts_no_token_twice(monkeypatch):
     assert len(found) == alone + 2
     masks = [sample.take(rollout, rows, width).mask for rows, width in found]
     assert sum(int(mask.sum()) for mask in masks) == rollout.mask.sum()
-    for options in ((), ("--plain",)):
+    for options in ((), ("--no-fast",)):
         p = parts("--micro-batch-tokens=60", *options)
         last = list(train.micro_batches(p.policy_model, rollout, p.settings))[-1]
         logp, measured = train.token_logprobs_of(p.policy_model, rollout, *last, p.settings)

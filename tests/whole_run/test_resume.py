@@ -481,16 +481,16 @@ def test_out_of_memory_for_good_is_one_line(capsys, monkeypatch, tmp_path, stage
 
 
 def test_below_a_traceback_stands_the_command_that_goes_on(monkeypatch, tmp_path, uninterrupted):
-    """With --plain to the same rewards."""
+    """With --no-fast to the same rewards."""
     with monkeypatch.context() as patch:
-        patch.setattr("train.sample.fast_forms", raises(RuntimeError("no kernel")))
+        patch.setattr("train.sample.packed", raises(RuntimeError("no kernel")))
         with pytest.raises(RuntimeError, match="no kernel") as caught:
             trains(*FLAGS, f"--output={tmp_path / 'run'}")
     note, = caught.value.__notes__
     command = note.partition("continue with: ")[2].partition(" (")[0]
     program, *flags = shlex.split(command)[1:]
-    assert "--plain" in note and program.endswith("train.py")
-    trains(*flags, "--plain")
+    assert "--no-fast" in note and program.endswith("train.py")
+    trains(*flags, "--no-fast")
     rewards = [[m["reward_mean"] for m in metrics_of(folder)[1:]]
                for folder in (tmp_path / "run", uninterrupted)]
     assert rewards[0] == pytest.approx(rewards[1])
