@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -489,39 +488,6 @@ def layers_checkpointed(model, on):
     finally:
         for layer in layers:
             del layer.forward                    # the class's own forward again
-
-
-def shape_of(model):
-    """The sizes of a model that its memory depends on, by its config."""
-    text = model.config.get_text_config()
-    text.allow_global_per_layer_attribute_access = True  # Gemma 4's layers have two head sizes
-
-    def size_of(name, default):
-        found = getattr(text, name, None) or default
-        return max(found) if isinstance(found, list) else found  # Gemma 3n's layers have one each
-
-    hidden = text.hidden_size
-    heads = size_of("num_attention_heads", 1)
-    width = size_of("head_dim", hidden // heads)
-    return SimpleNamespace(
-        vocab=text.vocab_size,
-        layers=text.num_hidden_layers,
-        hidden=hidden,
-        queries=heads * width,
-        keys=size_of("num_key_value_heads", heads) * width,
-        inner=size_of("intermediate_size", 4 * hidden))
-
-
-def kept_per_token(model, checkpointed):
-    """How many numbers a model keeps of each token for its backward pass."""
-    shape = shape_of(model)
-    kept = 8 * shape.hidden                              # of a layer: by its norms and sums,
-    kept += 5 * shape.queries + shape.keys               # attention,
-    kept += 4 * shape.inner                              # MLP,
-    if any("q_norm" in name for name, _ in model.named_parameters()):
-        kept += 3 * (shape.queries + shape.keys)         # norms of queries and keys
-    # With checkpointing a layer keeps its input, and one layer at a time is run again.
-    return kept + shape.layers * shape.hidden if checkpointed else shape.layers * kept
 
 
 # --------------------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import partial
 from inspect import signature
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,7 +60,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import logprob
 import reward
@@ -822,6 +823,7 @@ def load(s):
     problems, eval_problems = load_data(s, tokenizer)
     if s.reward_model:  # after the policy: from then on transformers prints nothing
         with blame(f"--reward-model {s.reward_model}: cannot be loaded:"):
+            sample.checked_config(s.reward_model)
             reward_model, report = reward.open_reward_model(s.reward_model, s.reward_model_lr,
                                                             s.device)
             sample.check_loaded(reward_model.model, report)
@@ -934,6 +936,25 @@ def choose_device(s):
     if major >= 8:
         return device, "bfloat16"  # older GPUs emulate it, which is slow
     return device, "float16" if major == 7 else "float32"  # Volta, Turing; or older
+
+
+def settings_of_device(s):
+    """Settings -> the same with all that device and model decide; the model, without storage."""
+    device, dtype = choose_device(s)
+    with blame(f"--model {s.model}:"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(sample.checked_config(s.model), dtype=dtype)
+    half = length_limit(model.config) / 2  # of the positions: the other one is the question's
+    s = replace(s, device=str(device), dtype=dtype,
+                max_new_tokens=s.max_new_tokens or int(min(512, half)),
+                # The last digit of sums depends on their number.
+                threads=s.threads or torch.get_num_threads())
+    tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)  # two groups
+    if device.type == "cpu":  # which is fastest with what fits its cache
+        tokens = 2048 if dtype == "bfloat16" else 1024
+    s.micro_batch_tokens = s.micro_batch_tokens or tokens
+    if device.type != "cuda" or not s.is_whole:  # no memory of its own; or shards
+        s.offload = False
+    return s, model
 
 
 def load_policy(s, name="--model"):
@@ -1203,12 +1224,10 @@ def save_adapter(run, optimizer, s):
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory is counted before anything is loaded. The four ways are with and without --offload and
-# --gradient-checkpointing; a run takes the first that fits.
+# Memory is counted before anything is loaded. --offload and --gradient-checkpointing need less of
+# it, and more time: on a GPU a run takes the first of the four ways that fits.
 
-MEMORY_FLAGS = "offload", "gradient_checkpointing"
 PROMPT = 256  # tokens of a prompt that the count assumes
-DEVICE, HOST = "device memory", "host memory"  # the sums of a count
 ADVICE = ("to need less: lower --micro-batch-tokens, --prompts-per-step, --group-size or "
           "--max-new-tokens; or --gradient-checkpointing, --offload, --lora-rank 16, --kl-coef 0, "
           "--dtype bfloat16, a smaller --model, more GPUs (each holds a whole policy)")
@@ -1217,151 +1236,85 @@ ADVICE = ("to need less: lower --micro-batch-tokens, --prompts-per-step, --group
 def plan_memory(s):
     """Settings -> the same with all that the device decides. BadInput: a clash, or no memory."""
     check_combinations(s)  # cheap checks first: flags, the device, the model's config
-    for way, count, is_taken in counted_ways(s):
-        if s.eval_only:
-            return way  # an evaluation has no step
-        if is_taken:
-            print0(f"loading   {s.model} in {way.dtype} on {way.device}; a step needs about "
-                   f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)"
+    for way, rows, fits in counted_ways(s):
+        need = rows["in all"] / 1e9  # of the last way least
+        if fits or s.eval_only:  # an evaluation has no step
+            print0(f"loading   {s.model} in {way.dtype} on {way.device}"
                    + ", with --offload" * way.offload
                    + ", with --gradient-checkpointing" * way.gradient_checkpointing)
             return way
-    # Of the last, which takes least on the device
-    raise BadInput(f"--model {s.model}: a step needs about {count[DEVICE] / 1e9:.3g} GB of "
-                   f"{DEVICE} and {count[HOST] / 1e9:.3g} GB of {HOST} (details: --dry-run), "
-                   f"and a tenth more should be free; {ADVICE}")
+    raise BadInput(f"--model {s.model}: a step needs about {need:.3g} GB, and a tenth more should "
+                   f"be free (details: --dry-run); {ADVICE}")
 
 
 def counted_ways(s):
-    """The ways that the flags allow, the fastest first: Settings, count, if a run takes it."""
-    device, dtype = choose_device(s)
-    model = model_without_storage("--model", s.model, dtype)
-    if not s.max_new_tokens:
-        half = length_limit(model.config) / 2  # the other one is the question's
-        s = replace(s, max_new_tokens=int(min(512, half)))
-    tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)  # two groups
-    if device.type == "cpu":  # which is fastest with what fits its cache
-        tokens = 2048 if dtype == "bfloat16" else 1024
-    s = replace(s, micro_batch_tokens=s.micro_batch_tokens or tokens,
-                device=str(device), dtype=dtype,
-                # The last digit of sums depends on their number.
-                threads=s.threads or torch.get_num_threads())
-    if device.type != "cuda" or not s.is_whole:  # no memory of its own; or shards
-        s.offload = False
-    if s.dry_run:  # the GPU of another machine, where CUDA itself takes about a GB
-        free = {DEVICE: (s.dry_run - 1) * 2**30}
-    else:
-        free = {DEVICE: free_memory(device.type), HOST: free_memory("cpu")}
-    ways = [s]
-    for name in MEMORY_FLAGS:
-        if getattr(s, name) is None:
-            ways = [replace(way, **{name: on}) for way in ways for on in (False, True)]
-    found = False
-    for way in ways:
-        count = memory(way, model, device)
-        # A tenth stays free, for workspaces of kernels and for fragments of the allocator.
-        fits = all(count[kind] < 0.9 * free[kind] for kind in free)
-        yield way, count, fits and not found
-        found |= fits
+    """The ways that the flags allow, the fastest first: Settings, {what: bytes}, if it fits."""
+    s, model = settings_of_device(s)
+    free = math.inf  # a CPU's memory is not counted
+    if s.dry_run:  # another machine's GPU, where CUDA itself takes about a GB
+        free = (s.dry_run - 1) * 2**30
+    elif s.device.startswith("cuda"):
+        free, _ = torch.cuda.mem_get_info()
+    for offload, again in product((False, True), repeat=2):
+        if s.offload in (None, offload) and s.gradient_checkpointing in (None, again):
+            way = replace(s, offload=offload, gradient_checkpointing=again)
+            rows = memory(way, model)
+            # A tenth stays free, for workspaces of kernels and for fragments of the allocator.
+            yield way, rows, rows["in all"] < 0.9 * free
 
 
-def memory(s, model, device):
-    """The memory of a step on each process: {what: bytes}. `model` may be on the meta device."""
-    shape = logprob.shape_of(model)
+def memory(s, model):
+    """What a step holds on a GPU: {what: bytes}. `model` may be on the meta device."""
+    config = model.config.get_text_config()
     size = model.dtype.itemsize
     n = model.num_parameters()
     held = trained = n if s.is_whole else n // world()  # by one process
-    weights = list(model.parameters())
+    # Of each token autograd keeps about 4/3 of the numbers that enter and leave the matrices, and
+    # twice as many where queries and keys have norms.
+    matrices = [W for W in model.parameters() if W.ndim == 2 and len(W) != config.vocab_size]
+    numbers = sum(sum(W.shape) for W in matrices)
+    has_norms = any("q_norm" in name for name, _ in model.named_modules())
+    kept = numbers * (2 if has_norms else 4 / 3)
+    if s.gradient_checkpointing:  # a layer keeps its input, and one layer at a time is run again
+        kept = kept / config.num_hidden_layers + config.num_hidden_layers * config.hidden_size
     if s.lora_rank:
-        weights = [linear.weight for linear in linears_of(model).values()]
-        trained = s.lora_rank * sum(sum(W.shape) for W in weights)  # the factors
-    on_host = s.offload and size < 4 and not s.lora_rank  # masters and moments
-    gradients = 4 * trained
-    head = 4 * shape.vocab * shape.hidden  # in float32
-    of_logits = 12 * logprob.logits_at_a_time(s.micro_batch_tokens, shape.vocab)
-    if s.lora_rank:
-        gradients += 4 * max(W.numel() for W in weights)  # a master, too
-    else:
-        of_logits += head
-    kept = logprob.kept_per_token(model, s.gradient_checkpointing) * s.micro_batch_tokens * size
-    rows = s.prompts_per_step * s.group_size // world()
-    keys = shape.layers * shape.keys * size  # of one token; its values are as large
-    program = packed = judge = 0
-    if device.type == "cpu":
-        # torch itself; of the head a float32 copy, or if it is tied a second gradient
-        program = 5e8 + head
-        if rows * (PROMPT / s.group_size + s.answer_tokens) <= s.micro_batch_tokens:
-            # In one backward pass gradients take the place of what was kept; in bfloat16 half do.
-            kept = max(0, kept - size * trained)
-        else:
-            kept *= 1.15  # not all of one micro-batch fits where another was freed
-        if rows <= sample.CPU_ROWS:  # once more; a rollout needs nothing of the update's
-            packed = max(0, n * size - gradients - kept - of_logits)
-    if s.reward_model:
-        judge = model_without_storage("--reward-model", s.reward_model, torch.float32,
-                                      AutoModelForSequenceClassification).num_parameters()
-    # LoRA needs the first weights; a reference that stays has them, and so has the host.
-    needs_first = s.lora_rank and not s.offload and (s.renew_reference or not s.kl_coef)
-    count = Counter({
-        "policy": n * size,
-        "policy's shard": 0 if s.is_whole else held * size,  # beside the whole copy that samples
-        "reference": held * size if s.kl_coef else 0,
-        "LoRA's first weights": sum(W.nbytes for W in weights) if needs_first else 0,
-        "AdamW's two moments": 0 if on_host else 8 * trained,
-        "float32 masters": 4 * trained if s.lora_rank or size < 4 and not on_host else 0,
-        "reward model": judge * (16 if s.renew_reference else 4),
-        "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * keys,
-        "logits of the draw": 12 * rows * shape.vocab,
-        "the program": program,
-        "a rollout's packed weights": packed,
-        "gradients, float32": gradients,
-        "kept for the backward pass": kept,
-        "logits, their gradients": of_logits})
-    count[DEVICE] = count.total()
-    host = n * size  # all weights, when they are loaded
-    if on_host:
-        # The moments, and pinned masters and gradients: torch pins powers of two (pytorch 150517).
-        pinned = [1 << (4 * W.numel() - 1).bit_length() for W in weights]
-        host = 8 * trained + 2 * sum(pinned)
-    # A checkpoint goes through it.
-    count[HOST] = host if device.type == "cpu" else max(host, 12 * trained)
-    return count
+        trained = s.lora_rank * numbers  # the factors
+    # With --offload masters and moments are in host memory.
+    adamw = 0 if s.offload and size < 4 and not s.lora_rank else 4 * trained
+    answers = s.prompts_per_step * s.group_size // world()
+    rows = {
+        "policy": n * size + (held < n) * held * size,  # a shard, beside the copy that samples
+        # or the first weights, which LoRA needs
+        "reference": held * size * (s.kl_coef > 0 or s.lora_rank > 0 and not s.offload),
+        "gradients": 4 * trained,
+        "masters": adamw * (size < 4),
+        "moments": 2 * adamw,
+        "key/value cache": answers * (PROMPT + s.answer_tokens) * keys_and_values(config) * size,
+        "kept for the backward pass": kept * s.micro_batch_tokens * size,
+        "logits": 12 * logprob.logits_at_a_time(s.micro_batch_tokens, config.vocab_size)}
+    return rows | {"in all": sum(rows.values())}
+
+
+def keys_and_values(config):
+    """How many numbers a model caches of a token."""
+    config.allow_global_per_layer_attribute_access = True  # Gemma 4's layers have two head sizes
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    return 2 * config.num_hidden_layers * key_heads * width
 
 
 def print_memory(s):
-    """--dry-run: print the count of each way, in GB; a star marks the one that a run takes."""
-    def show(what, cells):
-        print0(f"{what:30}" + "".join(f"{cell:>8}" for cell in cells))
-
-    ways, counts, taken = zip(*counted_ways(s))
-    where = f"a GPU of {s.dry_run:g} GB" if s.dry_run else "this machine"
-    print0(f"{s.model} in {ways[0].dtype} on {where}: GB for a step")
-    show("*: a run takes this way", ["*" * is_taken for is_taken in taken])
-    for name in MEMORY_FLAGS:
-        show(flag_of(name), ["yes" * getattr(way, name) for way in ways])
-    for what in counts[0]:
-        if any(count[what] for count in counts):
-            show(what, [f"{count[what] / 1e9:.2f}" for count in counts])
-    if not any(taken):
-        print0(f"on {where} no way leaves a tenth of the memory free; {ADVICE}")
-
-
-def free_memory(kind):
-    """Bytes that a process can take on a device of this kind; inf if unknown."""
-    if kind == "cuda":
-        return torch.cuda.mem_get_info()[0]
-    with suppress(OSError):  # Linux alone has this file
-        line = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
-        return 1024 * int(line[1]) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return math.inf
-
-
-def model_without_storage(name, folder, dtype, kind=AutoModelForCausalLM):
-    """The model of --model or --reward-model on the meta device."""
-    with blame(f"{name} {folder}:"):
-        config = sample.checked_config(folder)
-        with torch.device("meta"):
-            return kind.from_config(config, dtype=dtype).eval()
+    """--dry-run: print the count of each way, in GB."""
+    ways, counts, fit = zip(*counted_ways(s))
+    print0(f"{s.model} in {ways[0].dtype}: GB for a step; a run takes the first way that fits")
+    table = {flag_of(name): [getattr(way, name) for way in ways]
+             for name in ("offload", "gradient_checkpointing")}
+    table |= {what: [f"{rows[what] / 1e9:.2f}" for rows in counts] for what in counts[0]}
+    for what, cells in (table | {"fits": fit}).items():
+        print0(f"{what:28}" + "".join(f"{cell!s:>8}" for cell in cells))
+    if not any(fit):
+        print0(ADVICE)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2195,7 +2148,8 @@ def escape(text):
 def print_figures(parts, s):
     """--eval-only: greedy and G sampled answers; or --against: greedy ones of two policies."""
     if s.against:  # is there such a model? Before the first one has answered
-        model_without_storage("--against", s.against, s.dtype)
+        with blame(f"--against {s.against}:"):
+            sample.checked_config(s.against)
     _, greedy = evaluate(parts, s)
     G, T = s.group_size, s.temperature
     second = f"{G} samples of each at temperature {T}"

@@ -175,10 +175,9 @@ def print_memory(layers, flags):
         asked = train.parse([f"--model={folder}", "--sampler-correction=2", "--device=cuda:0",
                              f"--eval-data={train.TINY / 'test.jsonl'}", *flags])
         s = train.plan_memory(asked)
-        dtype = getattr(torch, s.dtype)
-        model = train.model_without_storage("--model", folder, dtype)
-    rows = train.memory(s, model, torch.device("cuda"))
-    counted = rows[train.DEVICE] / GB
+        [(_, rows, _)] = train.counted_ways(s)
+    dtype = getattr(torch, s.dtype)
+    counted = rows["in all"] / GB
     policy = random_model(size, torch.device("cuda:0"), dtype)
     policy.fast = s.fast
     if s.fast:
