@@ -20,7 +20,6 @@ if sys.version_info < (3, 11):  # noqa: UP036 (before the imports, which need it
 
 import argparse
 import hashlib
-import html
 import json
 import math
 import os
@@ -214,8 +213,6 @@ def train_grpo(parts, settings, run=None):
                 metrics |= run.measure(parts, s)
             run.log_samples(rollout, s.group_size)
             run.log(metrics)
-            if s.page and "eval_accuracy" in metrics:
-                write_page(run, parts, s)
             update_bar(bar, run)
             # Before the checkpoint: if the disk is full here, a resumed run comes here again.
             if s.best and best_step(run) == step:
@@ -236,7 +233,7 @@ def train_grpo(parts, settings, run=None):
 #   several GPUs    shard, from_all_ranks                  with one they do nothing
 #   a run           Run, save_checkpoint                   its folder; how it goes on after a kill
 #   the program     main, train                            from the command line to the exit status
-#   what it shows   curves_of, print_story, write_page     the bar, the last lines, the page
+#   what it shows   curves_of, print_story                 the bar, the last lines
 #   in reward.py    compared, symptoms                     what was gained; when a run warns
 
 # --------------------------------------------------------------------------------------------------
@@ -658,7 +655,6 @@ class Settings:
     eval_limit: from_0 = flag(200, "held-out problems to evaluate; 0: all")
     save_every: from_1 = flag(50, "steps between checkpoints")
     best: bool = flag(True, "keep the policy of the best evaluation in best/")
-    page: bool = flag(True, "write page.html at every evaluation")
     seed: from_0 = flag(0, "seed of the problems' order and of the sampling")
     device: str = flag("auto", "cuda, mps or cpu; auto: the first of them that is available")
     dtype: str = flag("auto", "dtype of the weights; auto: bfloat16 where it is fast",
@@ -1579,7 +1575,7 @@ class Run:
             record = {"step": self.step, "question": problem["question"],
                       "truth": truth_in_words(problem),
                       "prompt": group.prompts[0], "responses": group.turns or group.responses}
-            # page.html shows groups that teach, of the steps 1, 2, 4, 8, ...
+            # tests/tools/page.py shows groups that teach, of the steps 1, 2, 4, 8, ...
             is_shown = group.advantages.any() and self.step.bit_count() == 1
             for name in TENSORS if is_shown else TENSORS[:3]:
                 record[name] = getattr(group, name).tolist()
@@ -1814,8 +1810,6 @@ def train(parts, s, run):
         train_grpo(parts, s, run)
     if run.step < s.steps:
         save_checkpoint(run, parts, s)
-        if s.page and run.step:
-            write_page(run, parts, s)
         print0(f"\nstopped after step {run.step}; continue with: {run.resume_command}")
         return 128 + run.signal
     save_folder(parts.policy_model, parts.tokenizer, run, "final")
@@ -1879,10 +1873,10 @@ def command(program, *flags):
 
 
 # --------------------------------------------------------------------------------------------------
-# What a run shows: the bar, the last lines and the page take the same curves
+# What a run shows: the bar, the last lines and the page of tests/tools take the same curves
 
-# Metrics in words, in the order in which the bar, the page and the last lines show them. One that
-# step_metrics returns and that stands in neither list comes last, under its own name.
+# Metrics in words, in the order in which these show them. One that step_metrics returns and that
+# stands in neither list comes last, under its own name.
 TITLES = dict(line.split(maxsplit=1) for line in """\
 eval_reward            held-out reward
 eval_accuracy          held-out accuracy
@@ -1968,9 +1962,8 @@ def print_story(run):
     print0("")
     if os.path.exists(f"{run.name}/best"):
         print0(f"best state           {run.name}/best, of step {best_step(run):g}")
-    if os.path.exists(f"{run.name}/page.html"):
-        print0(f"see what it learned  {run.name}/page.html")
-    print0(f"talk to the result   {command('sample.py', '--model', run.name)} \"YOUR QUESTION\"\n"
+    print0(f"see what it learned  {command('tests/tools/page.py', run.name)}\n"
+           f"talk to the result   {command('sample.py', '--model', run.name)} \"YOUR QUESTION\"\n"
            f"go on from it        {command('train.py', *flags)}")
 
 
@@ -1981,165 +1974,6 @@ def small_curve(points):
     span = max(0, *values) - low or 1
     blocks = "".join("▁▂▃▄▅▆▇█"[int(7 * (value - low) / span)] for value in values)
     return f"{values[0]:9.3g} {blocks} {values[-1]:.3g}"
-
-
-# --------------------------------------------------------------------------------------------------
-# page.html: the curves of a run, and groups of answers, tinted by how far each token has moved
-
-# Marks that turn a line around, controls, halves of surrogate pairs
-UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
-                    "\ud800-\udfff]")
-STYLE = """
-:root { color-scheme: light dark; --up: 37 105 214; --down: 230 112 10; --line: 1px solid #8884 }
-@media (prefers-color-scheme: dark) { :root { --up: 110 168 255; --down: 255 159 67 } }
-body { max-width: 64rem; margin: 2rem auto; padding: 0 1rem; font: 15px/1.6 system-ui;
-  overflow-wrap: anywhere }
-h1 { margin: 0; font-size: clamp(1.4rem, 5vw, 2rem); line-height: 1.2 }
-h2 { margin: 2rem 0 .5rem; font-size: 1.3rem } h3 { display: flow-root; margin: 0; font-size: 1rem }
-p { margin: .3rem 0 } pre { margin: 0 } code { display: block; margin: 0 0 1rem; font-size: 13px }
-small { float: right } small, text, q, code { opacity: .65; font-weight: normal } q { quotes: none }
-li { color: rgb(var(--down)) } ul:empty { display: none }
-div { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(17rem, 100%), 1fr));
-  gap: 1rem } .two { margin-top: .6rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(17rem, 100%), 1fr)) }
-figure, section { border: var(--line); border-radius: 10px; margin: 0; padding: .6rem 1rem;
-  break-inside: avoid } body > section { margin-top: 1rem }
-figure p { margin: 0 } figure b { font-size: 1.2rem; white-space: nowrap }
-figure small { margin-top: .35rem; font-size: 11px }
-svg { display: block; clear: both; margin-top: .4rem; overflow: visible }
-polyline { fill: none; stroke: rgb(var(--up)); stroke-width: 2; stroke-linejoin: round;
-  stroke-linecap: round } .dot { stroke-width: 6 } .grid { stroke: #8884; stroke-width: .7 }
-text { fill: currentColor; font-size: 10px }
-@media (max-width: 34rem) { figure { display: grid; grid-template-columns: 1fr 1fr; gap: 0 1rem }
-  svg { grid-area: 1 / 2 / 4; margin: 0 } figure b { grid-row: 2; font-size: 1rem }
-  figure small { margin: 0 } text { font-size: 14px } }
-.y { display: flex; flex-wrap: wrap; gap: 0; border-top: var(--line); margin-top: .3rem }
-.y > * { flex: 0 0 4.2rem } .y b { flex: 0 0 2rem } .y s { flex: 0 0 7rem }
-.y p { flex: 1 1 20rem; margin: 0 } .y p, pre { font: 13px/1.85 monospace; white-space: pre-wrap }
-i { font-style: normal; border-radius: 3px; print-color-adjust: exact; background:
-  linear-gradient(rgb(var(--up) / min(var(--d) * .3, .6)) 0 0),
-  linear-gradient(rgb(var(--down) / min(var(--d) * -.3, .6)) 0 0) }
-s i { display: block; height: .5rem; margin-top: .5rem; --d: calc(9 * var(--A));
-  --left: clamp(-50%, var(--A) * -50% / 3, 50%); width: max(var(--left), -1 * var(--left));
-  margin-left: calc(50% - max(var(--left), 0%)) }
-"""
-
-
-def write_page(run, parts, s):
-    """page.html: the curves so far, and groups of the samples, scored again by the policy."""
-    model = parts.policy_model
-    sections = ""
-    for group in on_rank_0(tinted_groups, run):  # all ranks score
-        tensors = {name: torch.tensor(group[name]) for name in TENSORS}
-        answers = sample.Rollout(**tensors, logprobs=tensors["old_logprobs"], responses=None)
-        logprobs, _ = all_token_logprobs(model, answers, s)                               # (G, S-1)
-        sections += section_of(group, answers, logprobs - answers.old_logprobs, parts.tokenizer)
-    if run.folder:
-        with run.replacing("page.html") as new:
-            new.write_text(page_of(run, sections, s), encoding="utf-8")
-
-
-def tinted_groups(run):
-    """The groups in samples.jsonl that have token ids."""
-    if not run.folder:
-        return []
-    lines = (run.folder / "samples.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if "input_ids" in record]
-
-
-def page_of(run, sections, s):
-    """The HTML of the page; it reloads itself while the run goes on."""
-    items = "".join(f"<li>step {step}: {escape(line)}</li>" for step, line in run.curve("warning"))
-    curves = curves_of(run)
-    figures = "".join(figure_of_curve(*curve, run.step) for curve in curves)
-    metric, title, points = curves[0]
-    first = points[0][1]
-    step, last = points[-1]
-    head = f"<h1>Stopped before the second evaluation; {title} {first:.3g} at the start</h1>"
-    example = ""
-    if len(points) > 1 and run.before:
-        head = f"""<h1>{title.capitalize()} {first:.3g} → {last:.3g} after {step:g} steps</h1>
-<p>{compared(run.before, run.after, SCORES[metric])}</p>"""
-        before, after = example_of(run)
-        example = f"""<h2>The held-out problem that gained most</h2>
-<p>{escape(before["problem"])}</p><p>true answer: {escape(before["truth"])}</p>
-<div class="two">
-<section><h3>before <small>reward {before["reward"]:.3g}</small></h3>
-<pre>{escape(before["answer"])}</pre></section>
-<section><h3>after {step:g} steps <small>reward {after["reward"]:.3g}</small></h3>
-<pre>{escape(after["answer"])}</pre></section></div>"""
-    goes_on = run.step < s.steps and not run.signal
-    again = '<meta http-equiv="refresh" content="20">' * goes_on
-    return f"""<!doctype html><html lang="en"><head><meta charset="utf-8">{again}
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(run.folder.name)}</title>
-<style>{STYLE}</style></head><body>
-{head}
-<p>{escape(run.folder.name)}: GRPO of {escape(Path(s.model).name)}, {run.step} of {s.steps} steps,
-each with B = {s.prompts_per_step} questions and G = {s.group_size} answers to each;
-lr {s.learning_rate:g}. The best evaluation is that of step {best_step(run):g}. Held-out answers are
-greedy, all others sampled: their numbers are means of the first and of the last five steps. What is
-0 throughout is left out.</p>
-<code>{escape(run.command)}</code>
-<ul>{items}</ul><div>{figures}</div>{example}
-<h2>The groups it learned from</h2>
-<p>x is a question, y<sub>i</sub> an answer of its group, r<sub>i</sub> its reward and A<sub>i</sub>
-its advantage. Tinted tokens have become <i style="--d:2">more likely</i> or
-<i style="--d:-2">less likely</i> since the policy drew them:
-<i style="--d:-2">÷ 7.4 or more</i> <i style="--d:-1">÷ 2.7</i> <i style="--d:1">× 2.7</i>
-<i style="--d:2">× 7.4 or more</i>. Hover for log π − log π<sub>old</sub> in nats, the log of
-[E]'s ratio.</p>{sections}</body></html>"""
-
-
-def figure_of_curve(metric, title, points, last):
-    """A curve of (step, value)s that rises from 0; its width spans steps 0 to `last`."""
-    _, values = zip(*points)
-    low, high = min(0, *values), max(0, *values)
-    span = high - low or 1
-    line = [f"{50 + 250 * step / last:.1f},{78 - 76 * (value - low) / span:.1f}"
-            for step, value in points]
-    return f"""<figure><p>{escape(title)}</p><small>{escape(metric)}</small>
-<b>{values[0]:.3g} → {values[-1]:.3g}</b><svg viewBox="0 0 303 94">
-<polyline points="{' '.join(line)}"/><polyline class="dot" points="{line[-1]} {line[-1]}"/>
-<polyline class="grid" points="50,2 300,2"/><polyline class="grid" points="50,78 300,78"/>
-<text y="9">{high:.3g}</text><text y="79">{low:.3g}</text><text x="50" y="91">step 0</text>
-<text x="300" y="91" text-anchor="end">{last}</text></svg></figure>"""
-
-
-def section_of(group, answers, moved, tokenizer):
-    """A group: its question x; of its answers reward r, advantage A and tinted tokens y."""
-    r = answers.rewards
-    text = (f"<section><h3>step {group['step']} <small>mean reward {r.mean():.3g}, std "
-            f"{r.std(correction=0):.3g}</small></h3><details><summary><b>x</b> "
-            f"{escape(group['question'])}</summary><pre>{escape(group['prompt'])}</pre></details>"
-            f"true answer: {escape(group['truth'])}")
-    for n, is_answer in enumerate(answers.mask):                                       # (S-1,)
-        tokens = is_answer.nonzero()[:, 0]
-        # Between its first and its last token there may be replies, which others wrote.
-        span = slice(tokens[0], tokens[-1] + 1)
-        words = words_of(tokenizer, answers.input_ids[n, 1:][span].tolist())
-        distances = moved[n, span].tolist()
-        y = ""
-        for word, d, wrote_it in zip(words, distances, is_answer[span].tolist()):
-            word = escape(word).replace("\n", "↵\n")
-            if not wrote_it:
-                word = f"<q>{word}</q>"
-            elif abs(d) > 0.02:
-                word = f'<i style="--d:{d:.2f}" title="{d:+.4f}">{word}</i>'
-            y += word
-        if not answers.finished[n]:
-            y += " <small>cut at the limit</small>"
-        A = answers.advantages[n].expand_as(is_answer)[is_answer].mean()  # each may have its own
-        text += (f'<div class="y"><b>y<sub>{n + 1}</sub></b><span>r {r[n]:.4g}'
-                 f'</span><span>A {A:+.2f}</span><s><i style="--A:{A:.2f}"></i></s>'
-                 f'<p dir="auto">{y}</p></div>')
-    return text + "</section>"
-
-
-def escape(text):
-    """Escaped for HTML, with invisible characters as their code points."""
-    return html.escape(UNSEEN.sub(lambda found: f"‹{ord(found[0]):04X}›", text))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -336,7 +336,7 @@ def test_updates_on_the_same_answers(dtype):
 
 
 SHORT = (*FEW, "--prompts-per-step=2", "--group-size=4", "--max-new-tokens=20", "--eval-limit=2",
-         "--steps=2", "--eval-every=2", "--save-every=2", "--no-page")
+         "--steps=2", "--eval-every=2", "--save-every=2")
 
 
 def run(*flags):

@@ -364,7 +364,7 @@ def test_a_run_leaves_the_files_of_the_contract(finished_run):
     folder = finished_run.folder
     assert {p.name for p in folder.iterdir()} == {
         "checkpoint.safetensors", "config.json", "evaluations.jsonl", "final", "metrics.jsonl",
-        "page.html", "samples.jsonl", ".lock"}
+        "samples.jsonl", ".lock"}
     metrics = metrics_of(folder)
     assert [m["step"] for m in metrics] == [0, 1, 2, 3]
     assert all(m.keys() >= {"reward_mean", "lr", "loss", "tokens_per_second"} for m in metrics[1:])

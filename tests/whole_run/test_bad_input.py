@@ -260,7 +260,7 @@ def test_bars_on_a_slow_machine(capsys, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("script, arguments", [
-    ("train.py", [*FLAGS, "--no-page"]), ("sample.py", ["--max-new-tokens=2", "--group-size=1"])])
+    ("train.py", FLAGS), ("sample.py", ["--max-new-tokens=2", "--group-size=1"])])
 def test_a_stream_that_can_only_write(monkeypatch, script, arguments):
     """A notebook's, into which %run prints; and IDLE's."""
     written = []

@@ -47,9 +47,6 @@ def ended_the_same(folder, whole):
     assert_bitwise(folder, whole)                         # no step twice, none missing
     steps = [record["step"] for record in lines_of(folder / "samples.jsonl")]
     assert steps == sorted(2 * list(range(1, 7)))
-    pages = {(place / "page.html").read_text(encoding="utf-8").split("</code>", 1)[1]
-             for place in (folder, whole)}               # after names of folders
-    assert len(pages) == 1
 
 
 def resumed_ends_the_same(folder, whole, *flags):
@@ -251,7 +248,6 @@ def test_any_flag_may_change_and_is_told(capsys, run_folder):
         (6, 0.02), (7, 0.08)]
     config = json.loads(path.read_text())
     assert config["kl_coef"] == 0.08 and config["ratio"] == "token"
-    assert "--resume" not in (run_folder / "page.html").read_text()  # the command that began it
 
 
 def test_a_folder_that_holds_something_is_left_as_it_was(capsys, run_folder, tmp_path):
@@ -273,7 +269,7 @@ def test_a_folder_that_holds_something_is_left_as_it_was(capsys, run_folder, tmp
 def test_a_folder_with_a_log_is_free(tmp_path, flags):
     """As a shell makes it with > out/log, and Slurm with --output=out/%j.out."""
     (tmp_path / "slurm-7.out").touch()
-    trained(tmp_path, *FLAGS, "--steps=1", "--no-page", *flags)
+    trained(tmp_path, *FLAGS, "--steps=1", *flags)
     assert {"slurm-7.out", "final", "config.json"} < {path.name for path in tmp_path.iterdir()}
 
 
@@ -400,7 +396,7 @@ def stopped_by_a_full_disk(capsys, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("name", [                        # what a run writes, early and late
-    CHECKPOINT, "metrics.jsonl", "samples.jsonl", "page.html.new", "final.new/config.json"])
+    CHECKPOINT, "metrics.jsonl", "samples.jsonl", "final.new/config.json"])
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
 def test_a_full_disk_is_one_line_and_it_goes_on(stopped_by_a_full_disk, uninterrupted, name):
     resumed_ends_the_same(stopped_by_a_full_disk(name, *FLAGS), uninterrupted)
@@ -418,7 +414,6 @@ def test_the_best_state_is_kept(capsys, monkeypatch, tmp_path, stopped_by_a_full
     flags = (*FLAGS, "--steps=4", "--eval-every=1")
     whole = trained(tmp_path / "whole", *flags)
     assert f"best state           {whole}/best, of step 2\n" in capsys.readouterr().out
-    assert "The best evaluation is that of step 2." in (whole / "page.html").read_text()
     two = trained(tmp_path / "two", *flags, "--steps=2", "--no-best")
     assert not (two / "best").exists() and "best state" not in capsys.readouterr().out
     best, final = (load_file(folder / "model.safetensors")
