@@ -34,10 +34,10 @@ import warnings
 from collections import Counter, defaultdict
 from contextlib import ExitStack, chdir, contextmanager, suppress
 from copy import deepcopy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from inspect import signature
+from inspect import getsource, signature
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,8 +68,9 @@ from advantage import ADVANTAGES, is_flat, plain_advantages, process_advantages
 from logprob import layers_checkpointed, plain_logprobs, token_logprobs
 from loss import AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS
 from loss import grpo_loss, kl_estimate, next_kl_coef, plain_loss
-from reward import HERE, BadInput, accepted, blame, compared, is_right, out_of_memory, shuffled
-from reward import column, row_of, score_responses, symptoms, truth_in_words, truths_of, with_error
+from reward import HERE, BadInput, accepted, asked_of, blame, column, compared, is_right
+from reward import out_of_memory, row_of, score_responses, shuffled, symptoms, truth_in_words
+from reward import truths_of, with_error
 from sample import chat_prompt, length_limit, one_line, sample_groups, take, ticking, words_of
 
 # --------------------------------------------------------------------------------------------------
@@ -157,8 +158,11 @@ def backward(parts, rollout, s):
         scored.append((rows, logp.detach(), measured))
         # [E] [F] against the policy that drew the answers, and against the reference
         micro = take(rollout, rows, width, logp.device)
+        options = vars(s) | sizes
+        if s.sampler_correction:  # plain GRPO ignores the sampler's own numbers
+            options |= {"sampler_logprobs": micro.logprobs, "sampler_cap": s.sampler_correction}
         loss, metrics = grpo_loss(logp, micro.old_logprobs, micro.ref_logprobs, micro.advantages,
-                                  loss_mask(micro, s), **loss_options(micro, s), **sizes)
+                                  loss_mask(micro, s), **asked_of(grpo_loss, options))
         (loss * loss_scale_of(parts.optimizer)).backward()  # the scale is 1, except in float16
         sums.update(metrics)
     return sums, scored
@@ -314,7 +318,7 @@ def advantages_of(parts, rollout, s):
         words = [words_of(parts.tokenizer, ids) for ids in rollout.answer_ids]
         columns["candidates"] = reward.boxed_candidates(words, truths_of(rollout.problems))
     with blame(f"--advantage {s.advantage}:"):  # MaxRL, say, refuses negative rewards
-        advantages = function(**reward.asked_of(function, columns)).float()
+        advantages = function(**asked_of(function, columns)).float()
     if s.clip_advantages:
         advantages = advantages.clamp(-s.clip_advantages, s.clip_advantages)
     return advantages
@@ -391,17 +395,6 @@ def loss_mask(rollout, s):
     if s.mask_truncated:  # the reward of a cut answer still counts in its group's mean
         return rollout.mask & rollout.finished[:, None]
     return rollout.mask
-
-
-def loss_options(micro, s):
-    """The flags of [E][F]; with --sampler-correction also the sampler's log-probs."""
-    names = "clip_eps clip_eps_high kl_coef objective ratio kl_estimator aggregate max_new_tokens"
-    options = {name: getattr(s, name) for name in names.split()}
-    if s.sampler_correction:
-        # The sampler's own numbers come from other kernels than [D]'s; plain GRPO ignores them.
-        options["sampler_logprobs"] = micro.logprobs
-        options["sampler_cap"] = s.sampler_correction
-    return options
 
 
 def step_metrics(rollout, resampled, updates, seconds, s):
@@ -552,18 +545,13 @@ def evaluate(parts, settings, group_size=1, temperature=0.0):
 
 
 # --------------------------------------------------------------------------------------------------
-# Settings: every flag with its type, its default and its help. A config file overrides the
-# defaults, and the command line overrides both.
+# Settings: every flag with what it takes, its default and its help, which is the comment. A flag
+# takes a word of a table or tuple, several values if that stands in [], or what a function reads.
+# A config file overrides the defaults, and the command line overrides both.
 
 TINY = HERE / "tests" / "tiny"
 TINY_CONFIG = TINY / "grpo.json"
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
-
-
-def flag(default, help, **how):
-    """A flag for add_argument; its annotation in Settings is the `type`. head: a heading above."""
-    how["help"] = help if default in (None, "") else f"{help} [{default}]"
-    return field(default=default, metadata=how)
 
 
 def file(text):
@@ -589,86 +577,86 @@ from_0 = number(int, 0)
 from_1 = number(int, 1)
 amount = number(float, 0)
 above_0 = number(float, 1e-12)
-SEVERAL = {"nargs": "+", "action": "extend"}  # of a flag that takes several values
+arguments = sample.template_arguments
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass
 class Settings:
-    model: file = flag(str(TINY), "hub name or folder, also a run's", head="model, data, rewards")
-    data: file = flag("gsm8k", "training problems: a JSONL file, `gsm8k` or `gsm8k:test`")
-    eval_data: file = flag("", "held-out problems; default: gsm8k:test, or a tenth of your --data")
-    question_field: str = flag("question", "the column of the JSONL that holds the question")
-    answer_field: str = flag("answer", "the column that ends in `#### ` and the final answer")
-    system_prompt: str = flag(BOXED, "system message before every question; empty for none")
-    template_args: sample.template_arguments = flag(
-        None, "arguments of the model's chat template, say '{\"enable_thinking\": false}', or "
-        "'{\"date_string\": \"26 Jul 2024\"}' where it writes today's date", metavar="JSON")
-    reward: file = flag(None, "own file.py:function, called like TRL's, or our `rule`, `think`; "
-                        "several are summed", **SEVERAL)
-    reward_weights: number(float, -1e9) = flag(None, "of each --reward; default: 1", **SEVERAL)
-    step_reward: file = flag(None, "file.py:function that rewards steps: process supervision")
-    reward_model: file = flag("", "folder of a sequence classifier; its scores are the rewards")
-    reward_model_lr: above_0 = flag(2e-5, "the learning rate if --renew-reference trains it")
-    reply: file = flag(None, "file.py:function that gives the user's next message: a tool, say")
-    max_turns: from_1 = flag(4, "at most this many answers in a --reply conversation")
-    steps: from_1 = flag(500, "number of rollouts", head="the rollout")
-    prompts_per_step: from_1 = flag(8, "B, questions per step")
-    group_size: number(int, 2) = flag(8, "G, answers per question: their mean is the baseline")
-    max_new_tokens: from_1 = flag(None, "an answer is cut at this length; default: 512, or half of "
-                                  "the model's positions")
-    temperature: above_0 = flag(1.0, "softmax temperature of sampling and log-probs")
-    max_resample: from_0 = flag(0, "DAPO: rounds in which flat groups are replaced")
-    around_best: from_0 = flag(0, "half of a group continues this many of the other half's best")
-    clip_eps: number(float, 0, 1) = flag(0.2, "clips ratios at 1 ± this", head="the objective")
-    clip_eps_high: amount = flag(None, "upper clip at 1 + this: DAPO's clip-higher, say 0.28")
-    kl_coef: amount = flag(0.04, "beta; 0: no KL, and no reference in memory")
-    kl_estimator: str = flag("k3", "estimator of the KL", choices=KL_ESTIMATORS)
-    aggregate: str = flag("sequence", "how tokens are averaged", choices=AGGREGATES)
-    ratio: str = flag("token", "ratio per token, or per sequence: GSPO", choices=RATIOS)
-    objective: str = flag("clip", "clip, or CISPO's weighted log-probs", choices=OBJECTIVES)
-    sampler_correction: amount = flag(0.0, "TIS: weights min(trainer / sampler, this), say 2")
-    mask_truncated: bool = flag(False, "leave cut answers out of the loss and its mean")
-    renew_reference: from_0 = flag(0, "steps until the policy becomes the reference; 0: never")
-    kl_band: above_0 = flag(None, "LOW HIGH: adapt beta to keep KL there, say 0.02 0.05", **SEVERAL)
-    advantage: str = flag("group", "how siblings are compared", choices=ADVANTAGES,
-                          head="the advantage")
-    scale_by_std: bool = flag(True, "divide the advantages by the group's std; off: Dr. GRPO")
-    clip_advantages: above_0 = flag(None, "clip advantages to -this and this, say 5")
-    length_rescale: amount = flag(0.0, "GR3's alpha: rewards shrink with length, say 0.33")
-    overlong_buffer: from_0 = flag(0, "DAPO: the last tokens before the limit cost up to 1")
-    lr: above_0 = flag(None, "learning rate; default: 1e-6, with LoRA 1e-4", head="the update")
-    lr_schedule: str = flag("constant", "after the warm-up: constant, or falling towards 0",
-                            choices=LR_SCHEDULES)
-    weight_decay: amount = flag(0.0, "weight decay of AdamW")
-    lora_rank: from_0 = flag(0, "LoRA: train factors of this rank for every Linear; 0: all weights")
-    lora_alpha: above_0 = flag(None, "W = W0 + this / rank * B A; default: 2 * rank")
-    warmup_steps: from_0 = flag(10, "the learning rate rises linearly over these")
-    updates_per_rollout: from_1 = flag(1, "passes over the answers of a rollout")
-    minibatches: from_1 = flag(1, "gradient steps per pass, each on its share of the groups")
-    max_grad_norm: above_0 = flag(1.0, "gradients are clipped to this norm")
-    fast: bool = flag(True, "CUDA graphs and kernels of our own; off: works everywhere",
-                      head="only memory and time")
-    micro_batch_tokens: from_0 = flag(0, "tokens of one backward pass; 0: chosen for the device")
-    gradient_checkpointing: bool = flag(None, "recompute layers [if memory is short]")
-    offload: bool = flag(None, "optimizer state in host memory [if memory is short]")
-    eval_every: from_1 = flag(50, "steps between evaluations", head="measuring")
-    eval_limit: from_0 = flag(200, "held-out problems to evaluate; 0: all")
-    save_every: from_1 = flag(50, "steps between checkpoints")
-    best: bool = flag(True, "keep the policy of the best evaluation in best/")
-    seed: from_0 = flag(0, "seed of the problems' order and of the sampling")
-    device: str = flag("auto", "cuda, mps or cpu; auto: the first of them that is available")
-    dtype: str = flag("auto", "dtype of the weights; auto: bfloat16 where it is fast",
-                      choices=("auto", "float32", "bfloat16", "float16"))
-    threads: number(int, 0, 1024) = flag(0, "CPU threads; 0: torch's choice; small models: 1")
-    config: file = flag("", "JSON, like a run's config.json", head="this call only")
-    output: str = flag("", "folder of the run; default: runs/MODEL-TIME-CODE")
-    resume: str = flag("", "continue the run in this folder; auto: in --output, or begin it there")
-    eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop")
-    against: str = flag("", "with --eval-only: another model, asked the same problems and compared")
-    plain: bool = flag(False, "train by plain_step alone, and print each step's rewards")
-    trace: bool = flag(False, "print one step stage by stage, and stop")
-    dry_run: amount = flag(None, "print the memory a step needs, and stop; N: on a GPU of N GB",
-                           nargs="?", const=0.0)
+    # model, data, rewards
+    model: file = str(TINY)  # hub name or folder, also a run's
+    data: file = "gsm8k"  # training problems: a JSONL file, `gsm8k` or `gsm8k:test`
+    eval_data: file = ""  # held-out problems; default: gsm8k:test, or a tenth of your --data
+    question_field: str = "question"  # the column of the JSONL that holds the question
+    answer_field: str = "answer"  # the column that ends in `#### ` and the final answer
+    system_prompt: str = BOXED  # system message before every question; empty for none
+    template_args: arguments = None  # JSON for the chat template: '{"enable_thinking": false}'
+    reward: [file] = None  # own file.py:function, called like TRL's, or `rule`, `think`; summed
+    reward_weights: [number(float, -1e9)] = None  # of each --reward; default: 1
+    step_reward: file = None  # file.py:function that rewards steps: process supervision
+    reward_model: file = ""  # folder of a sequence classifier; its scores are the rewards
+    reward_model_lr: above_0 = 2e-5  # the learning rate if --renew-reference trains it
+    reply: file = None  # file.py:function that gives the user's next message: a tool, say
+    max_turns: from_1 = 4  # at most this many answers in a --reply conversation
+    # the rollout
+    steps: from_1 = 500  # number of rollouts
+    prompts_per_step: from_1 = 8  # B, questions per step
+    group_size: number(int, 2) = 8  # G, answers per question: their mean is the baseline
+    max_new_tokens: from_1 = None  # of an answer; default: 512, or half of the model's positions
+    temperature: above_0 = 1.0  # softmax temperature of sampling and log-probs
+    max_resample: from_0 = 0  # DAPO: rounds in which flat groups are replaced
+    around_best: from_0 = 0  # half of a group continues this many of the other half's best
+    # the objective
+    clip_eps: number(float, 0, 1) = 0.2  # clips ratios at 1 ± this
+    clip_eps_high: amount = None  # upper clip at 1 + this: DAPO's clip-higher, say 0.28
+    kl_coef: amount = 0.04  # beta; 0: no KL, and no reference in memory
+    kl_estimator: KL_ESTIMATORS = "k3"  # estimator of the KL
+    aggregate: AGGREGATES = "sequence"  # how tokens are averaged
+    ratio: RATIOS = "token"  # ratio per token, or per sequence: GSPO
+    objective: OBJECTIVES = "clip"  # clip, or CISPO's weighted log-probs
+    sampler_correction: amount = 0.0  # TIS: weights min(trainer / sampler, this), say 2
+    mask_truncated: bool = False  # leave cut answers out of the loss and its mean
+    renew_reference: from_0 = 0  # steps until the policy becomes the reference; 0: never
+    kl_band: [above_0] = None  # LOW HIGH: adapt beta to keep KL there, say 0.02 0.05
+    # the advantage
+    advantage: ADVANTAGES = "group"  # how siblings are compared
+    scale_by_std: bool = True  # divide the advantages by the group's std; off: Dr. GRPO
+    clip_advantages: above_0 = None  # clip advantages to -this and this, say 5
+    length_rescale: amount = 0.0  # GR3's alpha: rewards shrink with length, say 0.33
+    overlong_buffer: from_0 = 0  # DAPO: the last tokens before the limit cost up to 1
+    # the update
+    lr: above_0 = None  # learning rate; default: 1e-6, with LoRA 1e-4
+    lr_schedule: LR_SCHEDULES = "constant"  # after the warm-up: constant, or falling towards 0
+    weight_decay: amount = 0.0  # weight decay of AdamW
+    lora_rank: from_0 = 0  # LoRA: train factors of this rank for every Linear; 0: all weights
+    lora_alpha: above_0 = None  # W = W0 + this / rank * B A; default: 2 * rank
+    warmup_steps: from_0 = 10  # the learning rate rises linearly over these
+    updates_per_rollout: from_1 = 1  # passes over the answers of a rollout
+    minibatches: from_1 = 1  # gradient steps per pass, each on its share of the groups
+    max_grad_norm: above_0 = 1.0  # gradients are clipped to this norm
+    # only memory and time
+    fast: bool = True  # CUDA graphs and kernels of our own; off: works everywhere
+    micro_batch_tokens: from_0 = 0  # tokens of one backward pass; 0: chosen for the device
+    gradient_checkpointing: bool = None  # recompute layers [if memory is short]
+    offload: bool = None  # optimizer state in host memory [if memory is short]
+    # measuring
+    eval_every: from_1 = 50  # steps between evaluations
+    eval_limit: from_0 = 200  # held-out problems to evaluate; 0: all
+    save_every: from_1 = 50  # steps between checkpoints
+    best: bool = True  # keep the policy of the best evaluation in best/
+    seed: from_0 = 0  # seed of the problems' order and of the sampling
+    device: str = "auto"  # cuda, mps or cpu; auto: the first of them that is available
+    dtype: DTYPES = "auto"  # dtype of the weights; auto: bfloat16 where it is fast
+    threads: number(int, 0, 1024) = 0  # CPU threads; 0: torch's choice; small models: 1
+    # this call only
+    config: file = ""  # JSON, like a run's config.json
+    output: str = ""  # folder of the run; default: runs/MODEL-TIME-CODE
+    resume: str = ""  # continue the run in this folder; auto: in --output, or begin it there
+    eval_only: bool = False  # evaluate --model, greedy and sampled, and stop
+    against: str = ""  # with --eval-only: another model, asked the same problems and compared
+    plain: bool = False  # train by plain_step alone, and print each step's rewards
+    trace: bool = False  # print one step stage by stage, and stop
+    dry_run: amount = None  # print the memory a step needs, and stop; N: on a GPU of N GB
 
     @property
     def learning_rate(self):
@@ -716,17 +704,33 @@ def given_flags(words):
         description="Group Relative Policy Optimization. N is a number, [] holds a flag's default; "
                     "without --model it is that of tests/tiny/grpo.json.")
     parser.error = error
-    for setting in fields(Settings):
-        how = {"type": setting.type, **setting.metadata}
-        if "head" in how:
-            group = parser.add_argument_group(how.pop("head"))
-        if setting.type is bool:
-            del how["type"]  # Python 3.14 allows none here
-            how["action"] = argparse.BooleanOptionalAction
-        elif setting.type not in (str, file):
-            how.setdefault("metavar", "N")
-        group.add_argument(flag_of(setting.name), **how)
+    group = parser
+    for line in getsource(Settings).splitlines():
+        code, mark, comment = line.partition("  # ")
+        name = code.partition(":")[0].strip()
+        if name and mark:
+            group.add_argument(flag_of(name), **options_of_flag(name, comment))
+        elif mark:  # a comment of its own is a heading
+            group = parser.add_argument_group(comment)
     return vars(parser.parse_args(map(str, words)))  # from Python also numbers
+
+
+def options_of_flag(name, comment):
+    """A field of Settings and its comment -> what add_argument takes."""
+    kind, default = Settings.__annotations__[name], FIELDS[name]
+    options = {"help": comment if default in (None, "") else f"{comment} [{default}]"}
+    if isinstance(kind, list):
+        kind, = kind
+        options |= {"nargs": "+", "action": "extend"}
+    if name == "dry_run":
+        options |= {"nargs": "?", "const": 0.0}
+    if kind is bool:
+        return options | {"action": argparse.BooleanOptionalAction}
+    if isinstance(kind, dict | tuple):
+        return options | {"choices": kind}
+    if kind not in (str, file, arguments):
+        options["metavar"] = "N"
+    return options | {"type": kind}
 
 
 def parse(words):

@@ -468,6 +468,7 @@ def test_two_ranks_on_two_cards(tmp_path):
 def failing_after(calls, function, message="CUDA error: an illegal instruction"):
     left = [calls]
 
+    @functools.wraps(function)
     def failing(*given, **how):
         left[0] -= 1
         if left[0] == -1:

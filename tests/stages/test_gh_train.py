@@ -119,6 +119,7 @@ def test_the_reward_is_asked_and_replaces_the_rules():
 @pytest.mark.parametrize("what", ["nothing", "gradient", "loss"])
 def test_what_is_not_finite_skips_the_update_and_is_counted(monkeypatch, what, flags, dtype):
     """After a step no gradient is held, and the reference stands where it stood."""
+    @functools.wraps(grpo_loss)
     def of_infinite_value(*given, **options):
         loss, metrics = grpo_loss(*given, **options)
         return loss, {**metrics, "loss": metrics["loss"] + math.inf}

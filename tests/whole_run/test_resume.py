@@ -1,5 +1,6 @@
 """Runs that survive: checkpoints, --resume, signals, rewards that fail."""
 import fcntl
+import functools
 import json
 import os
 import pty
@@ -436,6 +437,7 @@ def test_ten_skipped_updates_stop_it_and_a_good_checkpoint_stays(
     folder = tmp_path / "run"
     factors = chain(4 * [1], repeat(torch.inf))           # from step 3: two updates in a step
 
+    @functools.wraps(train.grpo_loss)
     def infinite_from_step_3(*given, real=train.grpo_loss, **options):
         value, metrics = real(*given, **options)
         factor = next(factors)
