@@ -283,6 +283,8 @@ def answers_and_rewards(policy, parts, batch, s):
     truths = truths_of(batch.problems)
     sampler = parts.sampler
     if s.around_best:  # the rule decides which answers of a half-group the other half continues
+        if s.group_size % (2 * s.around_best):
+            raise BadInput(f"--around-best {s.around_best}: must divide half of --group-size")
         rewards_of = partial(score_responses, ground_truths=truths, group_size=s.group_size // 2)
         sampler = partial(sample.sample_around, best=s.around_best, rewards_of=rewards_of)
     rollout = sampler(policy, parts.tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
@@ -317,6 +319,8 @@ def advantages_of(parts, rollout, s):
     if s.advantage == "shape":  # the boxes of each answer
         words = [words_of(parts.tokenizer, ids) for ids in rollout.answer_ids]
         columns["candidates"] = reward.boxed_candidates(words, truths_of(rollout.problems))
+    if s.advantage == "gdpo" and not rollout.reward_parts:
+        raise BadInput("--advantage gdpo: needs several --reward")
     with blame(f"--advantage {s.advantage}:"):  # MaxRL, say, refuses negative rewards
         advantages = function(**asked_of(function, columns)).float()
     if s.clip_advantages:
@@ -367,6 +371,8 @@ def mini_batches(rollout, s):
     if s.minibatches == 1:
         return [rollout]  # itself: its first update adds old_logprobs
     groups = torch.arange(len(rollout.responses)).view(-1, s.group_size)               # (B, G)
+    if s.minibatches > len(groups):
+        raise BadInput(f"--minibatches {s.minibatches}: a process has {len(groups)} prompts")
     shares = groups.tensor_split(s.minibatches)
     return [take(rollout, rows.flatten()) for rows in shares]
 
@@ -812,6 +818,10 @@ def read_config(file):
 def load(s):
     """Settings that plan_memory has completed -> the parts of a run, named below."""
     torch.set_num_threads(s.threads)
+    if s.reward_weights and len(s.reward_weights) != len(s.reward or []):
+        raise BadInput("--reward-weights: one for each --reward")
+    if s.prompts_per_step < world():
+        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: fewer than {world()} processes")
     reward_of = reward.own_reward_of(s.reward, s.reward_weights, s.step_reward)
     reward_model = ref_model = optimizer = None
     sampler = sample_groups
@@ -848,65 +858,37 @@ def load(s):
 
 
 def check_combinations(s):
-    """BadInput for flags that do not go together; a printed line for each that has no effect."""
+    """BadInput: a folder that is in use, or flags that would train something else in silence."""
     with blame("--system-prompt:"):
         reward.check_escapes(json.dumps(s.system_prompt))
-    band = s.kl_band or [1, 1]
-    share, rest = divmod(s.prompts_per_step, world())
-    variants = [flag_of(name) for name in VARIANTS if getattr(s, name) != FIELDS[name]]
-    rewards = s.reward or []
-    not_the_rule = s.reply or s.reward or s.reward_model
     of_runs = {"config.json", "metrics.jsonl", CHECKPOINT, "best", "final", "adapter"}
     in_use = os.path.isdir(s.output) and of_runs.intersection(os.listdir(s.output))
-    # Flags that give, change or use the rewards of whole answers
+    variants = [flag_of(name) for name in VARIANTS if getattr(s, name) != FIELDS[name]]
+    own = s.reward or s.reward_model or s.reply
+    of_parts = s.step_reward or s.advantage in ("shape", "gdpo")
     of_answers = s.reward_model or s.length_rescale or s.overlong_buffer or s.max_resample
+    advantages = [s.advantage != "group", bool(s.step_reward), not s.scale_by_std]
     for clash, line in [
-        (rest, f"--prompts-per-step {s.prompts_per_step}: not a multiple of {world()} processes"),
-        (s.minibatches > share, f"--minibatches {s.minibatches}: a process has {share} prompts"),
         (in_use and not s.resume,
          f"--output {s.output}: is in use; name another, or continue its run with --resume"),
-        (os.path.isfile(f"{s.model}/metrics.jsonl"),
-         f"--model {s.model}: this run has no final/ yet; end it with --resume"),
-        (not s.kl_coef and (s.kl_band or s.renew_reference),
-         "--kl-band, --renew-reference: need a --kl-coef above 0"),
         (s.against and not s.eval_only, "--against: needs --eval-only"),
         (s.plain and (world() > 1 or variants),
          f"--plain: the definitions know one process, and no {' '.join(variants)}"),
-        (len(band) != 2 or band[0] > band[1],
+        (not s.kl_coef and (s.kl_band or s.renew_reference),
+         "--kl-band, --renew-reference: need a --kl-coef above 0"),
+        (s.kl_band and (len(s.kl_band) != 2 or s.kl_band != sorted(s.kl_band)),
          f"--kl-band {s.kl_band}: must be two numbers, the lower one first"),
         (s.reward_model and s.reward, "--reward-model and --reward: only one can give the rewards"),
-        (s.reward_weights and not 2 <= len(rewards) == len(s.reward_weights),
-         "--reward-weights: needs several --reward, and a weight for each"),
-        (s.advantage == "shape" and (not_the_rule or of_answers),
-         "--advantage shape: the rule rewards each box, and no other flag about rewards works"),
-        (s.advantage == "gdpo" and (len(rewards) < 2 or of_answers),
-         "--advantage gdpo: needs two --reward or more, and no other flag about rewards works"),
-        (s.overlong_buffer >= s.answer_tokens,
-         f"--overlong-buffer {s.overlong_buffer}: must be less than the {s.answer_tokens} tokens "
-         "that an answer may have, else every answer is punished"),
-        (s.around_best and (not_the_rule or s.group_size % (2 * s.around_best)),
-         "--around-best: must divide half of --group-size, and works with the rule's reward alone"),
-        (not s.scale_by_std and (s.step_reward or s.advantage != "group"),
-         "--no-scale-by-std: only with --advantage group, without --step-reward"),
-        (s.step_reward and (s.advantage != "group" or of_answers),
-         "--step-reward: only with --advantage group, and without flags about an answer's reward"),
+        (own and (s.around_best or s.advantage == "shape"),
+         "--around-best, --advantage shape: work with the rule's reward alone"),
+        (of_parts and of_answers,
+         "--step-reward, --advantage shape, gdpo: read no rewards of whole answers, as those of "
+         "--reward-model, --length-rescale, --overlong-buffer, --max-resample"),
+        (sum(advantages) > 1,
+         "--no-scale-by-std, --step-reward, --advantage: only one of them works"),
     ]:
         if clash:
             raise BadInput(line)
-    one_update = s.updates_per_rollout * s.minibatches == 1
-    per_answer = s.advantage not in ("gtpo", "grpo-s", "shape") and not s.step_reward
-    for names, idle, why in [
-        ("clip_eps clip_eps_high objective", one_update, "with one update every ratio is 1"),
-        ("ratio", one_update and per_answer, "with one update every ratio is 1"),
-        ("kl_estimator", not s.kl_coef, "--kl-coef is 0"),
-        ("reward reward_weights", s.step_reward, "--step-reward trains; this is only measured"),
-        ("reward_model_lr", not (s.reward_model and s.renew_reference), "nothing is trained"),
-        ("lora_alpha", not s.lora_rank, "it needs --lora-rank"),
-        ("max_turns", not s.reply, "it needs --reply"),
-    ]:
-        for name in names.split():
-            if idle and getattr(s, name) != FIELDS[name]:
-                print0(f"{flag_of(name)} has no effect: {why}")
 
 
 def choose_device(s):
