@@ -65,7 +65,7 @@ import logprob
 import reward
 import sample
 from advantage import ADVANTAGES, is_flat, plain_advantages, process_advantages
-from logprob import layers_checkpointed, plain_logprobs, token_logprobs
+from logprob import plain_logprobs, token_logprobs
 from loss import AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS
 from loss import grpo_loss, kl_estimate, next_kl_coef, plain_loss
 from reward import HERE, BadInput, accepted, asked_of, blame, column, compared, is_right
@@ -362,8 +362,7 @@ def token_logprobs_of(model, rollout, rows, width, s, measure=True):
     micro = take(rollout, rows, width)
     # A sharded model must be entered through a method that FSDP knows: see shard().
     score = getattr(model, "token_logprobs", partial(token_logprobs, model))
-    with layers_checkpointed(model, s.gradient_checkpointing):
-        return score(micro.input_ids, micro.labels, s.temperature, measure)
+    return score(micro.input_ids, micro.labels, s.temperature, measure)
 
 
 def mini_batches(rollout, s):
@@ -945,9 +944,11 @@ def load_policy(s, name="--model"):
         model, tokenizer = sample.open_policy(
             s.model, s.device if s.is_whole else "cpu", s.dtype)
         sample.set_template_arguments(tokenizer, s.template_args)
-    model.fast = s.fast and not s.plain  # sample.py asks it, too
+    model.fast = s.fast and not s.plain  # the switch for speed: sample.py asks it, too
     if model.fast:
         logprob.use_fast_paths(model)
+    if s.gradient_checkpointing:
+        logprob.checkpoint_layers(model)
     return model, tokenizer
 
 
@@ -1170,8 +1171,8 @@ class LoraAdamW(MasterAdamW):
             self.triples.append((W0, A, B))
             self.factors[f"base_model.model.{name}.lora_A.weight"] = A
             self.factors[f"base_model.model.{name}.lora_B.weight"] = B
-            linear.forward = partial(logprob.FactoredLinear.apply, W, linear.bias,
-                                     A.requires_grad_(), B.requires_grad_(), self.lora_scale)
+            linear.__class__ = logprob.FactoredLinear
+            linear.factors = A.requires_grad_(), B.requires_grad_(), self.lora_scale
         self.seed = s.seed
         super().__init__(self.factors, weights, **how)
 

@@ -33,7 +33,7 @@ import logprob  # noqa: E402
 import sample  # noqa: E402
 import train  # noqa: E402
 from advantage import group_advantages  # noqa: E402
-from logprob import layers_checkpointed, plain_logprobs, token_logprobs  # noqa: E402
+from logprob import checkpoint_layers, plain_logprobs, token_logprobs  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA is not available")
 CUDA = "cuda:0"
@@ -257,13 +257,15 @@ def test_logprobs_and_gradients(dtype, fast, checkpointed):
     def run(model, ids, labels, weight):
         kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
         slow = [] if fast else [SDPBackend.MATH]             # it holds all scores
-        with layers_checkpointed(model, checkpointed), sdpa_kernel(kernels + slow):
+        with sdpa_kernel(kernels + slow):
             values, measured = token_logprobs(model, ids, labels, 0.9, measure=True)
             (values * weight).sum().backward()
         return [values, measured["entropy"], *(p.grad for p in model.parameters())]
 
     rows = answer_rows([(5, 15), (5, 4), (5, 1), (3, 14), (3, 1), (3, 17)], words=57)
     model = random_policy(dtype, fast=fast)
+    if checkpointed:
+        checkpoint_layers(model)
     expected = run(copy.deepcopy(model).to("cpu", torch.float32), *rows)
     found = run(model, *(x.to(CUDA) for x in rows))
     tolerance = 2e-5 if dtype == torch.float32 else 0.15

@@ -20,7 +20,9 @@ def test_checkpointed_layers_run_again():
     rollout = rollout_of(p)
     p.policy_model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(on))
     for on in (False, True):
-        updated(p, p.policy_model, p.optimizer, rollout, gradient_checkpointing=on)
+        if on:
+            logprob.checkpoint_layers(p.policy_model)
+        updated(p, p.policy_model, p.optimizer, rollout)
     assert calls == [False, True, True]
 
 
