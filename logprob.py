@@ -17,11 +17,9 @@ tensor belongs to token t+1, which is predicted from all tokens up to t.
 
 import argparse
 import sys
-from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -94,7 +92,7 @@ FAST = set("""
 
 
 def use_fast_paths(model):
-    """Let a model of these families take them: once, before it is copied. Not with --plain."""
+    """Let a model of these families take them: once, before it is copied. Not with --no-fast."""
     config = model.config
     rope = getattr(config, "rope_parameters", None) or {}
     head = model.get_output_embeddings()
@@ -108,7 +106,7 @@ def use_fast_paths(model):
     model.set_attn_implementation("long rows")
     for module in model.modules():               # norms of Llama's kind
         if hasattr(module, "variance_epsilon"):
-            module.forward = partial(fused_norm, module)
+            module.__class__ = FusedNorm
 
 
 def is_fast(model):
@@ -116,9 +114,11 @@ def is_fast(model):
     return model.config._attn_implementation == "long rows"
 
 
-def fused_norm(norm, x):
+class FusedNorm(torch.nn.Module):
     """A norm of Llama's kind as one kernel; it keeps only its input for the backward pass."""
-    return torch.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+    def forward(self, x):
+        return torch.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
 
 
 def uploaded(device, *tensors):
@@ -247,12 +247,19 @@ def head_logprobs(model, hidden, targets, temperature, measure):
 # --------------------------------------------------------------------------------------------------
 # A Linear that LoRA trains, see train.py: it has one weight, W = W0 + c B A.
 
-class FactoredLinear(torch.autograd.Function):
+class FactoredLinear(torch.nn.Linear):
+    """A Linear that has been given `factors`, A, B and c."""
+
+    def forward(self, x):
+        return FactoredProduct.apply(x, self.weight, self.bias, *self.factors)
+
+
+class FactoredProduct(torch.autograd.Function):
     """y = x W^T whose gradient goes to W's factors: dA = c B^T dW, dB = c dW A^T, without dW."""
 
     @staticmethod
-    def forward(ctx, W, bias, A, B, c, x):
-        # W (out, in), A (R, in), B (out, R), x (..., in): last, because `partial` binds the others
+    def forward(ctx, x, W, bias, A, B, c):
+        # x (..., in), W (out, in), A (R, in), B (out, R)
         ctx.save_for_backward(x, W, A, B)
         ctx.c = c
         return torch.nn.functional.linear(x, W, bias)
@@ -264,7 +271,7 @@ class FactoredLinear(torch.autograd.Function):
         x, dy = x.flatten(0, -2), dy.flatten(0, -2)                 # (T, in), (T, out): dW = dy^T x
         dA = (dy @ B.to(dy)).T @ x                                                # (R, in)
         dB = dy.T @ (x @ A.T.to(x))                                               # (out, R)
-        return None, None, ctx.c * dA.to(A), ctx.c * dB.to(B), None, dx
+        return dx, None, None, ctx.c * dA.to(A), ctx.c * dB.to(B), None
 
 
 # --------------------------------------------------------------------------------------------------
@@ -477,51 +484,12 @@ def cut_rows(input_ids, labels, token_budget, share):
     return found[::-1]
 
 
-@contextmanager
-def layers_checkpointed(model, on):
-    """If `on`, a layer keeps only its input, and the backward pass computes the layer again."""
-    layers = [m for m in model.modules() if on and isinstance(m, GradientCheckpointingLayer)]
-    for layer in layers:                         # dropout is off: nothing in it is random
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False,
-                                preserve_rng_state=False)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward                    # the class's own forward again
-
-
-def shape_of(model):
-    """The sizes of a model that its memory depends on, by its config."""
-    text = model.config.get_text_config()
-    text.allow_global_per_layer_attribute_access = True  # Gemma 4's layers have two head sizes
-
-    def size_of(name, default):
-        found = getattr(text, name, None) or default
-        return max(found) if isinstance(found, list) else found  # Gemma 3n's layers have one each
-
-    hidden = text.hidden_size
-    heads = size_of("num_attention_heads", 1)
-    width = size_of("head_dim", hidden // heads)
-    return SimpleNamespace(
-        vocab=text.vocab_size,
-        layers=text.num_hidden_layers,
-        hidden=hidden,
-        queries=heads * width,
-        keys=size_of("num_key_value_heads", heads) * width,
-        inner=size_of("intermediate_size", 4 * hidden))
-
-
-def kept_per_token(model, checkpointed):
-    """How many numbers a model keeps of each token for its backward pass."""
-    shape = shape_of(model)
-    kept = 8 * shape.hidden                              # of a layer: by its norms and sums,
-    kept += 5 * shape.queries + shape.keys               # attention,
-    kept += 4 * shape.inner                              # MLP,
-    if any("q_norm" in name for name, _ in model.named_parameters()):
-        kept += 3 * (shape.queries + shape.keys)         # norms of queries and keys
-    # With checkpointing a layer keeps its input, and one layer at a time is run again.
-    return kept + shape.layers * shape.hidden if checkpointed else shape.layers * kept
+def checkpoint_layers(model):
+    """From now on a layer keeps only its input, and the backward pass computes the layer again."""
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):  # dropout is off: nothing is random
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False,
+                                    preserve_rng_state=False)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ if sys.version_info < (3, 11):  # noqa: UP036 (before the imports, which need it
 
 import argparse
 import hashlib
-import html
 import json
 import math
 import os
@@ -36,10 +35,11 @@ import zlib
 from collections import Counter, defaultdict
 from contextlib import chdir, contextmanager, suppress
 from copy import deepcopy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from inspect import signature
+from inspect import getsource, signature
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,35 +60,39 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.nn.utils import clip_grad_norm_
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import logprob
 import reward
 import sample
 from advantage import ADVANTAGES, is_flat, plain_advantages, process_advantages
-from logprob import layers_checkpointed, plain_logprobs, token_logprobs
+from logprob import plain_logprobs, token_logprobs
 from loss import AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS
 from loss import grpo_loss, kl_estimate, next_kl_coef, plain_loss
-from reward import HERE, BadInput, accepted, blame, compared, is_right, out_of_memory, shuffled
-from reward import column, row_of, score_responses, symptoms, truth_in_words, truths_of, with_error
+from reward import HERE, BadInput, accepted, asked_of, blame, column, compared, is_right
+from reward import out_of_memory, row_of, score_responses, shuffled, symptoms, truth_in_words
+from reward import truths_of, with_error
 from sample import chat_prompt, length_limit, one_line, sample_groups, take, ticking, words_of
 
 # --------------------------------------------------------------------------------------------------
 # [G] One step: sample, score, normalise, update
 
-def plain_step(policy, reference, optimizer, tokenizer, prompts, truths, G=8):
-    """The definition: G answers to each prompt, one update. `train_step` adds the options."""
-    rollout = sample_groups(policy, tokenizer, prompts, G)                         # [A]
+def plain_step(policy, reference, optimizer, tokenizer, prompts, truths, G=8, T=256,
+               generators=None, updates=1, clip_eps=0.2, kl_coef=0.04):
+    """DeepSeekMath's algorithm 1 for one batch, by the definitions alone -> rewards (N,)."""
+    rollout = sample_groups(policy, tokenizer, prompts, G, T, 1.0, generators, plain=True)  # [A]
     rewards = score_responses(rollout.responses, truths, G)                        # [B] (N,)
     A = plain_advantages(rewards, G)                                               # [C] (N,)
-    logp = plain_logprobs(policy, rollout.input_ids, rollout.labels)               # [D] (N, S-1)
     with torch.no_grad():
+        old = plain_logprobs(policy, rollout.input_ids, rollout.labels)            # [D] (N, S-1)
         ref = plain_logprobs(reference, rollout.input_ids, rollout.labels)         # [D] (N, S-1)
-    # No weight has moved since the answers were drawn: logp is also the old policy's.
-    loss = plain_loss(logp, logp.detach(), ref, A, rollout.mask)                   # [E] [F]
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
+    for _ in range(updates):
+        logp = plain_logprobs(policy, rollout.input_ids, rollout.labels)           # [D] (N, S-1)
+        loss = plain_loss(logp, old, ref, A, rollout.mask, clip_eps, kl_coef)      # [E] [F]
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return rewards
 
 
 def train_step(parts, batch, s):
@@ -155,8 +159,11 @@ def backward(parts, rollout, s):
         scored.append((rows, logp.detach(), measured))
         # [E] [F] against the policy that drew the answers, and against the reference
         micro = take(rollout, rows, width, logp.device)
+        options = vars(s) | sizes
+        if s.sampler_correction:  # plain GRPO ignores the sampler's own numbers
+            options |= {"sampler_logprobs": micro.logprobs, "sampler_cap": s.sampler_correction}
         loss, metrics = grpo_loss(logp, micro.old_logprobs, micro.ref_logprobs, micro.advantages,
-                                  loss_mask(micro, s), **loss_options(micro, s), **sizes)
+                                  loss_mask(micro, s), **asked_of(grpo_loss, options))
         (loss * loss_scale_of(parts.optimizer)).backward()  # the scale is 1, except in float16
         sums.update(metrics)
     return sums, scored
@@ -164,6 +171,23 @@ def backward(parts, rollout, s):
 
 # --------------------------------------------------------------------------------------------------
 # [H] The loop: every step draws fresh answers from the policy as it is now
+
+def plain_grpo(parts, s):
+    """`python train.py --plain`: training by the definitions alone, with the same random numbers.
+
+    `train_step` adds the options, and `train_grpo` evaluations, a folder, a way to go on.
+    """
+    reference = parts.ref_model or parts.policy_model  # there is none if beta is 0
+    for step in range(1, s.steps + 1):
+        set_learning_rate(parts.optimizer, step, s)
+        batch = batch_of_step(parts, step, s)
+        rewards = plain_step(parts.policy_model, reference, parts.optimizer, parts.tokenizer,
+                             batch.prompts, truths_of(batch.problems), s.group_size,
+                             s.max_new_tokens, batch.generators, s.updates_per_rollout,
+                             s.clip_eps, s.kl_coef)
+        accuracy = is_right(rewards).float().mean()
+        print0(f"step {step:3}   reward {rewards.mean():.4f}   accuracy {accuracy:.4f}")
+
 
 def train_grpo(parts, settings, run=None):
     """Train: steps run.step + 1 to settings.steps. `parts` are what load() returns.
@@ -209,7 +233,7 @@ def train_grpo(parts, settings, run=None):
 #   several GPUs    shard, from_all_ranks                  with one they do nothing
 #   a run           Run, save_checkpoint                   its folder; how it goes on after a kill
 #   the program     main, train                            from the command line to the exit status
-#   what it shows   curves_of, print_story, write_page     the bar, the last lines, the page
+#   what it shows   curves_of, print_story                 the bar, the last lines
 #   in reward.py    compared, symptoms                     what was gained; when a run warns
 
 # --------------------------------------------------------------------------------------------------
@@ -255,6 +279,8 @@ def answers_and_rewards(policy, parts, batch, s):
     truths = truths_of(batch.problems)
     sampler = parts.sampler
     if s.around_best:  # the rule decides which answers of a half-group the other half continues
+        if s.group_size % (2 * s.around_best):
+            raise BadInput(f"--around-best {s.around_best}: must divide half of --group-size")
         rewards_of = partial(score_responses, ground_truths=truths, group_size=s.group_size // 2)
         sampler = partial(sample.sample_around, best=s.around_best, rewards_of=rewards_of)
     rollout = sampler(policy, parts.tokenizer, batch.prompts, s.group_size, s.max_new_tokens,
@@ -289,8 +315,10 @@ def advantages_of(parts, rollout, s):
     if s.advantage == "shape":  # the boxes of each answer
         words = [words_of(parts.tokenizer, ids) for ids in rollout.answer_ids]
         columns["candidates"] = reward.boxed_candidates(words, truths_of(rollout.problems))
+    if s.advantage == "gdpo" and not rollout.reward_parts:
+        raise BadInput("--advantage gdpo: needs several --reward")
     with blame(f"--advantage {s.advantage}:"):  # MaxRL, say, refuses negative rewards
-        advantages = function(**reward.asked_of(function, columns)).float()
+        advantages = function(**asked_of(function, columns)).float()
     if s.clip_advantages:
         advantages = advantages.clamp(-s.clip_advantages, s.clip_advantages)
     return advantages
@@ -330,8 +358,7 @@ def token_logprobs_of(model, rollout, rows, width, s, measure=True):
     micro = take(rollout, rows, width)
     # A sharded model must be entered through a method that FSDP knows: see shard().
     score = getattr(model, "token_logprobs", partial(token_logprobs, model))
-    with layers_checkpointed(model, s.gradient_checkpointing):
-        return score(micro.input_ids, micro.labels, s.temperature, measure)
+    return score(micro.input_ids, micro.labels, s.temperature, measure)
 
 
 def mini_batches(rollout, s):
@@ -339,6 +366,8 @@ def mini_batches(rollout, s):
     if s.minibatches == 1:
         return [rollout]  # itself: its first update adds old_logprobs
     groups = torch.arange(len(rollout.responses)).view(-1, s.group_size)               # (B, G)
+    if s.minibatches > len(groups):
+        raise BadInput(f"--minibatches {s.minibatches}: a process has {len(groups)} prompts")
     shares = groups.tensor_split(s.minibatches)
     return [take(rollout, rows.flatten()) for rows in shares]
 
@@ -349,7 +378,7 @@ def check_sampler(parts, rollout, s):
     allowed = 0.1 if parts.policy_model.dtype.itemsize == 2 else 1e-3
     nats = sampler_difference(rollout)
     if not nats <= allowed and not s.sampler_correction:  # which corrects for any difference
-        mend = "--sampler-correction 2.0 corrects for that" if s.plain else "try --plain"
+        mend = "try --no-fast" if s.fast else "--sampler-correction 2.0 corrects for that"
         raise BadInput(f"--model {s.model}: sampler and trainer differ by {nats:.2g} nats per "
                        f"token; {mend}")
 
@@ -367,17 +396,6 @@ def loss_mask(rollout, s):
     if s.mask_truncated:  # the reward of a cut answer still counts in its group's mean
         return rollout.mask & rollout.finished[:, None]
     return rollout.mask
-
-
-def loss_options(micro, s):
-    """The flags of [E][F]; with --sampler-correction also the sampler's log-probs."""
-    names = "clip_eps clip_eps_high kl_coef objective ratio kl_estimator aggregate max_new_tokens"
-    options = {name: getattr(s, name) for name in names.split()}
-    if s.sampler_correction:
-        # The sampler's own numbers come from other kernels than [D]'s; plain GRPO ignores them.
-        options["sampler_logprobs"] = micro.logprobs
-        options["sampler_cap"] = s.sampler_correction
-    return options
 
 
 def step_metrics(rollout, resampled, updates, seconds, s):
@@ -550,23 +568,16 @@ def finish_step(run, parts, s):
     run.log(metrics)
     if run.is_due:
         keep_best(run, parts, s)
-        if s.page and run.step and run.name:
-            write_page(run, parts, s)
 
 
 # --------------------------------------------------------------------------------------------------
-# Settings: every flag with its type, its default and its help. A config file overrides the
-# defaults, and the command line overrides both.
+# Settings: every flag with what it takes, its default and its help, which is the comment. A flag
+# takes a word of a table or tuple, several values if that stands in [], or what a function reads.
+# A config file overrides the defaults, and the command line overrides both.
 
 TINY = HERE / "tests" / "tiny"
 TINY_CONFIG = TINY / "grpo.json"
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
-
-
-def flag(default, help, **how):
-    """A flag for add_argument; its annotation in Settings is the `type`. head: a heading above."""
-    how["help"] = help if default in (None, "") else f"{help} [{default}]"
-    return field(default=default, metadata=how)
 
 
 def file(text):
@@ -592,86 +603,86 @@ from_0 = number(int, 0)
 from_1 = number(int, 1)
 amount = number(float, 0)
 above_0 = number(float, 1e-12)
-SEVERAL = {"nargs": "+", "action": "extend"}  # of a flag that takes several values
+arguments = sample.template_arguments
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass
 class Settings:
-    model: file = flag(str(TINY), "hub name or folder, also a run's", head="model, data, rewards")
-    data: file = flag("gsm8k", "training problems: a JSONL file, `gsm8k` or `gsm8k:test`")
-    eval_data: file = flag("", "held-out problems; default: gsm8k:test, or a tenth of your --data")
-    question_field: str = flag("question", "the column of the JSONL that holds the question")
-    answer_field: str = flag("answer", "the column that ends in `#### ` and the final answer")
-    system_prompt: str = flag(BOXED, "system message before every question; empty for none")
-    template_args: sample.template_arguments = flag(
-        None, "arguments of the model's chat template, say '{\"enable_thinking\": false}', or "
-        "'{\"date_string\": \"26 Jul 2024\"}' where it writes today's date", metavar="JSON")
-    reward: file = flag(None, "own file.py:function, called like TRL's, or our `rule`, `think`; "
-                        "several are summed", **SEVERAL)
-    reward_weights: number(float, -1e9) = flag(None, "of each --reward; default: 1", **SEVERAL)
-    step_reward: file = flag(None, "file.py:function that rewards steps: process supervision")
-    reward_model: file = flag("", "folder of a sequence classifier; its scores are the rewards")
-    reward_model_lr: above_0 = flag(2e-5, "the learning rate if --renew-reference trains it")
-    reply: file = flag(None, "file.py:function that gives the user's next message: a tool, say")
-    max_turns: from_1 = flag(4, "at most this many answers in a --reply conversation")
-    steps: from_1 = flag(500, "number of rollouts", head="the rollout")
-    prompts_per_step: from_1 = flag(8, "B, questions per step")
-    group_size: number(int, 2) = flag(8, "G, answers per question: their mean is the baseline")
-    max_new_tokens: from_1 = flag(None, "an answer is cut at this length; default: 512, or half of "
-                                  "the model's positions")
-    temperature: above_0 = flag(1.0, "softmax temperature of sampling and log-probs")
-    max_resample: from_0 = flag(0, "DAPO: rounds in which flat groups are replaced")
-    around_best: from_0 = flag(0, "half of a group continues this many of the other half's best")
-    clip_eps: number(float, 0, 1) = flag(0.2, "clips ratios at 1 ± this", head="the objective")
-    clip_eps_high: amount = flag(None, "upper clip at 1 + this: DAPO's clip-higher, say 0.28")
-    kl_coef: amount = flag(0.04, "beta; 0: no KL, and no reference in memory")
-    kl_estimator: str = flag("k3", "estimator of the KL", choices=KL_ESTIMATORS)
-    aggregate: str = flag("sequence", "how tokens are averaged", choices=AGGREGATES)
-    ratio: str = flag("token", "ratio per token, or per sequence: GSPO", choices=RATIOS)
-    objective: str = flag("clip", "clip, or CISPO's weighted log-probs", choices=OBJECTIVES)
-    sampler_correction: amount = flag(0.0, "TIS: weights min(trainer / sampler, this), say 2")
-    mask_truncated: bool = flag(False, "leave cut answers out of the loss and its mean")
-    renew_reference: from_0 = flag(0, "steps until the policy becomes the reference; 0: never")
-    kl_band: above_0 = flag(None, "LOW HIGH: adapt beta to keep KL there, say 0.02 0.05", **SEVERAL)
-    advantage: str = flag("group", "how siblings are compared", choices=ADVANTAGES,
-                          head="the advantage")
-    scale_by_std: bool = flag(True, "divide the advantages by the group's std; off: Dr. GRPO")
-    clip_advantages: above_0 = flag(None, "clip advantages to -this and this, say 5")
-    length_rescale: amount = flag(0.0, "GR3's alpha: rewards shrink with length, say 0.33")
-    overlong_buffer: from_0 = flag(0, "DAPO: the last tokens before the limit cost up to 1")
-    lr: above_0 = flag(None, "learning rate; default: 1e-6, with LoRA 1e-4", head="the update")
-    lr_schedule: str = flag("constant", "after the warm-up: constant, or falling towards 0",
-                            choices=LR_SCHEDULES)
-    weight_decay: amount = flag(0.0, "weight decay of AdamW")
-    lora_rank: from_0 = flag(0, "LoRA: train factors of this rank for every Linear; 0: all weights")
-    lora_alpha: above_0 = flag(None, "W = W0 + this / rank * B A; default: 2 * rank")
-    warmup_steps: from_0 = flag(10, "the learning rate rises linearly over these")
-    updates_per_rollout: from_1 = flag(1, "passes over the answers of a rollout")
-    minibatches: from_1 = flag(1, "gradient steps per pass, each on its share of the groups")
-    max_grad_norm: above_0 = flag(1.0, "gradients are clipped to this norm")
-    plain: bool = flag(False, "no fast paths: slow, and works everywhere",
-                       head="only memory and time")
-    micro_batch_tokens: from_0 = flag(0, "tokens of one backward pass; 0: chosen for the device")
-    gradient_checkpointing: bool = flag(None, "recompute layers [if memory is short]")
-    offload: bool = flag(None, "optimizer state in host memory [if memory is short]")
-    eval_every: from_1 = flag(50, "steps between evaluations", head="measuring")
-    eval_limit: from_0 = flag(200, "held-out problems to evaluate; 0: all")
-    save_every: from_1 = flag(50, "steps between checkpoints")
-    best: bool = flag(True, "keep the policy of the best evaluation in best/")
-    page: bool = flag(True, "write page.html at every evaluation")
-    seed: from_0 = flag(0, "seed of the problems' order and of the sampling")
-    device: str = flag("auto", "cuda, mps or cpu; auto: the first of them that is available")
-    dtype: str = flag("auto", "dtype of the weights; auto: bfloat16 where it is fast",
-                      choices=("auto", "float32", "bfloat16", "float16"))
-    threads: number(int, 0, 1024) = flag(0, "CPU threads; 0: torch's choice; small models: 1")
-    config: file = flag("", "JSON, like a run's config.json", head="this call only")
-    output: str = flag("", "folder of the run; default: runs/MODEL-TIME-CODE")
-    resume: str = flag("", "continue the run in this folder; auto: in --output, or begin it there")
-    eval_only: bool = flag(False, "evaluate --model, greedy and sampled, and stop")
-    against: str = flag("", "with --eval-only: another model, asked the same problems and compared")
-    trace: bool = flag(False, "print one step stage by stage, and stop")
-    dry_run: amount = flag(None, "print the memory a step needs, and stop; N: on a GPU of N GB",
-                           nargs="?", const=0.0)
+    # model, data, rewards
+    model: file = str(TINY)  # hub name or folder, also a run's
+    data: file = "gsm8k"  # training problems: a JSONL file, `gsm8k` or `gsm8k:test`
+    eval_data: file = ""  # held-out problems; default: gsm8k:test, or a tenth of your --data
+    question_field: str = "question"  # the column of the JSONL that holds the question
+    answer_field: str = "answer"  # the column that ends in `#### ` and the final answer
+    system_prompt: str = BOXED  # system message before every question; empty for none
+    template_args: arguments = None  # JSON for the chat template: '{"enable_thinking": false}'
+    reward: [file] = None  # own file.py:function, called like TRL's, or `rule`, `think`; summed
+    reward_weights: [number(float, -1e9)] = None  # of each --reward; default: 1
+    step_reward: file = None  # file.py:function that rewards steps: process supervision
+    reward_model: file = ""  # folder of a sequence classifier; its scores are the rewards
+    reward_model_lr: above_0 = 2e-5  # the learning rate if --renew-reference trains it
+    reply: file = None  # file.py:function that gives the user's next message: a tool, say
+    max_turns: from_1 = 4  # at most this many answers in a --reply conversation
+    # the rollout
+    steps: from_1 = 500  # number of rollouts
+    prompts_per_step: from_1 = 8  # B, questions per step
+    group_size: number(int, 2) = 8  # G, answers per question: their mean is the baseline
+    max_new_tokens: from_1 = None  # of an answer; default: 512, or half of the model's positions
+    temperature: above_0 = 1.0  # softmax temperature of sampling and log-probs
+    max_resample: from_0 = 0  # DAPO: rounds in which flat groups are replaced
+    around_best: from_0 = 0  # half of a group continues this many of the other half's best
+    # the objective
+    clip_eps: number(float, 0, 1) = 0.2  # clips ratios at 1 ± this
+    clip_eps_high: amount = None  # upper clip at 1 + this: DAPO's clip-higher, say 0.28
+    kl_coef: amount = 0.04  # beta; 0: no KL, and no reference in memory
+    kl_estimator: KL_ESTIMATORS = "k3"  # estimator of the KL
+    aggregate: AGGREGATES = "sequence"  # how tokens are averaged
+    ratio: RATIOS = "token"  # ratio per token, or per sequence: GSPO
+    objective: OBJECTIVES = "clip"  # clip, or CISPO's weighted log-probs
+    sampler_correction: amount = 0.0  # TIS: weights min(trainer / sampler, this), say 2
+    mask_truncated: bool = False  # leave cut answers out of the loss and its mean
+    renew_reference: from_0 = 0  # steps until the policy becomes the reference; 0: never
+    kl_band: [above_0] = None  # LOW HIGH: adapt beta to keep KL there, say 0.02 0.05
+    # the advantage
+    advantage: ADVANTAGES = "group"  # how siblings are compared
+    scale_by_std: bool = True  # divide the advantages by the group's std; off: Dr. GRPO
+    clip_advantages: above_0 = None  # clip advantages to -this and this, say 5
+    length_rescale: amount = 0.0  # GR3's alpha: rewards shrink with length, say 0.33
+    overlong_buffer: from_0 = 0  # DAPO: the last tokens before the limit cost up to 1
+    # the update
+    lr: above_0 = None  # learning rate; default: 1e-6, with LoRA 1e-4
+    lr_schedule: LR_SCHEDULES = "constant"  # after the warm-up: constant, or falling towards 0
+    weight_decay: amount = 0.0  # weight decay of AdamW
+    lora_rank: from_0 = 0  # LoRA: train factors of this rank for every Linear; 0: all weights
+    lora_alpha: above_0 = None  # W = W0 + this / rank * B A; default: 2 * rank
+    warmup_steps: from_0 = 10  # the learning rate rises linearly over these
+    updates_per_rollout: from_1 = 1  # passes over the answers of a rollout
+    minibatches: from_1 = 1  # gradient steps per pass, each on its share of the groups
+    max_grad_norm: above_0 = 1.0  # gradients are clipped to this norm
+    # only memory and time
+    fast: bool = True  # CUDA graphs and kernels of our own; off: works everywhere
+    micro_batch_tokens: from_0 = 0  # tokens of one backward pass; 0: chosen for the device
+    gradient_checkpointing: bool = None  # recompute layers [if memory is short]
+    offload: bool = None  # optimizer state in host memory [if memory is short]
+    # measuring
+    eval_every: from_1 = 50  # steps between evaluations
+    eval_limit: from_0 = 200  # held-out problems to evaluate; 0: all
+    save_every: from_1 = 50  # steps between checkpoints
+    best: bool = True  # keep the policy of the best evaluation in best/
+    seed: from_0 = 0  # seed of the problems' order and of the sampling
+    device: str = "auto"  # cuda, mps or cpu; auto: the first of them that is available
+    dtype: DTYPES = "auto"  # dtype of the weights; auto: bfloat16 where it is fast
+    threads: number(int, 0, 1024) = 0  # CPU threads; 0: torch's choice; small models: 1
+    # this call only
+    config: file = ""  # JSON, like a run's config.json
+    output: str = ""  # folder of the run; default: runs/MODEL-TIME-CODE
+    resume: str = ""  # continue the run in this folder; auto: in --output, or begin it there
+    eval_only: bool = False  # evaluate --model, greedy and sampled, and stop
+    against: str = ""  # with --eval-only: another model, asked the same problems and compared
+    plain: bool = False  # train by plain_step alone, and print each step's rewards
+    trace: bool = False  # print one step stage by stage, and stop
+    dry_run: amount = None  # print the memory a step needs, and stop; N: on a GPU of N GB
 
     @property
     def learning_rate(self):
@@ -690,7 +701,13 @@ class Settings:
 
 
 FIELDS = vars(Settings())  # {name: default}
-THIS_CALL = "config output resume eval_only against trace dry_run".split()  # in no config
+THIS_CALL = "config output resume eval_only against plain trace dry_run".split()  # in no config
+# What the definitions do not know
+VARIANTS = """
+    reward step_reward reward_model reply temperature max_resample around_best clip_eps_high
+    kl_estimator aggregate ratio objective sampler_correction mask_truncated renew_reference kl_band
+    advantage scale_by_std clip_advantages length_rescale overlong_buffer minibatches
+""".split()
 
 
 def final_of(folder):
@@ -732,17 +749,33 @@ def given_flags(words):
         description="Group Relative Policy Optimization. N is a number, [] holds a flag's default; "
                     "without --model it is that of tests/tiny/grpo.json.")
     parser.error = error
-    for setting in fields(Settings):
-        how = {"type": setting.type, **setting.metadata}
-        if "head" in how:
-            group = parser.add_argument_group(how.pop("head"))
-        if setting.type is bool:
-            del how["type"]  # Python 3.14 allows none here
-            how["action"] = argparse.BooleanOptionalAction
-        elif setting.type not in (str, file):
-            how.setdefault("metavar", "N")
-        group.add_argument(flag_of(setting.name), **how)
+    group = parser
+    for line in getsource(Settings).splitlines():
+        code, mark, comment = line.partition("  # ")
+        name = code.partition(":")[0].strip()
+        if name and mark:
+            group.add_argument(flag_of(name), **options_of_flag(name, comment))
+        elif mark:  # a comment of its own is a heading
+            group = parser.add_argument_group(comment)
     return vars(parser.parse_args(map(str, words)))  # from Python also numbers
+
+
+def options_of_flag(name, comment):
+    """A field of Settings and its comment -> what add_argument takes."""
+    kind, default = Settings.__annotations__[name], FIELDS[name]
+    options = {"help": comment if default in (None, "") else f"{comment} [{default}]"}
+    if isinstance(kind, list):
+        kind, = kind
+        options |= {"nargs": "+", "action": "extend"}
+    if name == "dry_run":
+        options |= {"nargs": "?", "const": 0.0}
+    if kind is bool:
+        return options | {"action": argparse.BooleanOptionalAction}
+    if isinstance(kind, dict | tuple):
+        return options | {"choices": kind}
+    if kind not in (str, file, arguments):
+        options["metavar"] = "N"
+    return options | {"type": kind}
 
 
 def parse(words):
@@ -815,6 +848,10 @@ def read_config(file):
 def load(s):
     """Settings that plan_memory has completed -> the parts of a run, named below."""
     torch.set_num_threads(s.threads)
+    if s.reward_weights and len(s.reward_weights) != len(s.reward or []):
+        raise BadInput("--reward-weights: one for each --reward")
+    if s.prompts_per_step < world():
+        raise BadInput(f"--prompts-per-step {s.prompts_per_step}: fewer than {world()} processes")
     reward_of = reward.own_reward_of(s.reward, s.reward_weights, s.step_reward)
     reward_model = ref_model = optimizer = None
     sampler = sample_groups
@@ -826,6 +863,7 @@ def load(s):
     problems, eval_problems = load_data(s, tokenizer)
     if s.reward_model:  # after the policy: from then on transformers prints nothing
         with blame(f"--reward-model {s.reward_model}: cannot be loaded:"):
+            sample.checked_config(s.reward_model)
             reward_model, report = reward.open_reward_model(s.reward_model, s.reward_model_lr,
                                                             s.device)
             sample.check_loaded(reward_model.model, report)
@@ -850,62 +888,37 @@ def load(s):
 
 
 def check_combinations(s):
-    """BadInput for flags that do not go together; a printed line for each that has no effect."""
+    """BadInput: a folder that is in use, or flags that would train something else in silence."""
     with blame("--system-prompt:"):
         reward.check_escapes(json.dumps(s.system_prompt))
-    band = s.kl_band or [1, 1]
-    share, rest = divmod(s.prompts_per_step, world())
-    rewards = s.reward or []
-    not_the_rule = s.reply or s.reward or s.reward_model
     of_runs = {"config.json", *LOGS, "best", "final", "adapter"}
     in_use = os.path.isdir(s.output) and of_runs.intersection(os.listdir(s.output))
-    # Flags that give, change or use the rewards of whole answers
+    variants = [flag_of(name) for name in VARIANTS if getattr(s, name) != FIELDS[name]]
+    own = s.reward or s.reward_model or s.reply
+    of_parts = s.step_reward or s.advantage in ("shape", "gdpo")
     of_answers = s.reward_model or s.length_rescale or s.overlong_buffer or s.max_resample
+    advantages = [s.advantage != "group", bool(s.step_reward), not s.scale_by_std]
     for clash, line in [
-        (rest, f"--prompts-per-step {s.prompts_per_step}: not a multiple of {world()} processes"),
-        (s.minibatches > share, f"--minibatches {s.minibatches}: a process has {share} prompts"),
         (in_use and not s.resume,
          f"--output {s.output}: is in use; name another, or continue its run with --resume"),
-        (os.path.isfile(f"{s.model}/metrics.jsonl"),
-         f"--model {s.model}: this run has no final/ yet; end it with --resume"),
+        (s.against and not s.eval_only, "--against: needs --eval-only"),
+        (s.plain and (world() > 1 or variants),
+         f"--plain: the definitions know one process, and no {' '.join(variants)}"),
         (not s.kl_coef and (s.kl_band or s.renew_reference),
          "--kl-band, --renew-reference: need a --kl-coef above 0"),
-        (s.against and not s.eval_only, "--against: needs --eval-only"),
-        (len(band) != 2 or band[0] > band[1],
+        (s.kl_band and (len(s.kl_band) != 2 or s.kl_band != sorted(s.kl_band)),
          f"--kl-band {s.kl_band}: must be two numbers, the lower one first"),
         (s.reward_model and s.reward, "--reward-model and --reward: only one can give the rewards"),
-        (s.reward_weights and not 2 <= len(rewards) == len(s.reward_weights),
-         "--reward-weights: needs several --reward, and a weight for each"),
-        (s.advantage == "shape" and (not_the_rule or of_answers),
-         "--advantage shape: the rule rewards each box, and no other flag about rewards works"),
-        (s.advantage == "gdpo" and (len(rewards) < 2 or of_answers),
-         "--advantage gdpo: needs two --reward or more, and no other flag about rewards works"),
-        (s.overlong_buffer >= s.answer_tokens,
-         f"--overlong-buffer {s.overlong_buffer}: must be less than the {s.answer_tokens} tokens "
-         "that an answer may have, else every answer is punished"),
-        (s.around_best and (not_the_rule or s.group_size % (2 * s.around_best)),
-         "--around-best: must divide half of --group-size, and works with the rule's reward alone"),
-        (not s.scale_by_std and (s.step_reward or s.advantage != "group"),
-         "--no-scale-by-std: only with --advantage group, without --step-reward"),
-        (s.step_reward and (s.advantage != "group" or of_answers),
-         "--step-reward: only with --advantage group, and without flags about an answer's reward"),
+        (own and (s.around_best or s.advantage == "shape"),
+         "--around-best, --advantage shape: work with the rule's reward alone"),
+        (of_parts and of_answers,
+         "--step-reward, --advantage shape, gdpo: read no rewards of whole answers, as those of "
+         "--reward-model, --length-rescale, --overlong-buffer, --max-resample"),
+        (sum(advantages) > 1,
+         "--no-scale-by-std, --step-reward, --advantage: only one of them works"),
     ]:
         if clash:
             raise BadInput(line)
-    one_update = s.updates_per_rollout * s.minibatches == 1
-    per_answer = s.advantage not in ("gtpo", "grpo-s", "shape") and not s.step_reward
-    for names, idle, why in [
-        ("clip_eps clip_eps_high objective", one_update, "with one update every ratio is 1"),
-        ("ratio", one_update and per_answer, "with one update every ratio is 1"),
-        ("kl_estimator", not s.kl_coef, "--kl-coef is 0"),
-        ("reward reward_weights", s.step_reward, "--step-reward trains; this is only measured"),
-        ("reward_model_lr", not (s.reward_model and s.renew_reference), "nothing is trained"),
-        ("lora_alpha", not s.lora_rank, "it needs --lora-rank"),
-        ("max_turns", not s.reply, "it needs --reply"),
-    ]:
-        for name in names.split():
-            if idle and getattr(s, name) != FIELDS[name]:
-                print0(f"{flag_of(name)} has no effect: {why}")
 
 
 def choose_device(s):
@@ -937,15 +950,36 @@ def choose_device(s):
     return device, "float16" if major == 7 else "float32"  # Volta, Turing; or older
 
 
+def settings_of_device(s):
+    """Settings -> the same with all that device and model decide; the model, without storage."""
+    device, dtype = choose_device(s)
+    with blame(f"--model {s.model}:"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(sample.checked_config(s.model), dtype=dtype)
+    half = length_limit(model.config) / 2  # of the positions: the other one is the question's
+    s = replace(s, device=str(device), dtype=dtype,
+                max_new_tokens=s.max_new_tokens or int(min(512, half)),
+                # The last digit of sums depends on their number.
+                threads=s.threads or torch.get_num_threads())
+    tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)  # two groups
+    if device.type == "cpu":  # which is fastest with what fits its cache
+        tokens = 2048 if dtype == "bfloat16" else 1024
+    s.micro_batch_tokens = s.micro_batch_tokens or tokens
+    if device.type != "cuda" or not s.is_whole:  # no memory of its own; or shards
+        s.offload = False
+    return s, model
+
+
 def load_policy(s, name="--model"):
     """The policy and its tokenizer; a model that will be sharded is in host memory."""
     with blame(f"{name} {s.model}:"):
         model, tokenizer = sample.open_policy(
             s.model, s.device if s.is_whole else "cpu", s.dtype)
         sample.set_template_arguments(tokenizer, s.template_args)
-    sample.PLAIN = s.plain
-    if not s.plain:
+    model.fast = s.fast and not s.plain  # the switch for speed: sample.py asks it, too
+    if model.fast:
         logprob.use_fast_paths(model)
+    if s.gradient_checkpointing:
+        logprob.checkpoint_layers(model)
     return model, tokenizer
 
 
@@ -1168,8 +1202,8 @@ class LoraAdamW(MasterAdamW):
             self.triples.append((W0, A, B))
             self.factors[f"base_model.model.{name}.lora_A.weight"] = A
             self.factors[f"base_model.model.{name}.lora_B.weight"] = B
-            linear.forward = partial(logprob.FactoredLinear.apply, W, linear.bias,
-                                     A.requires_grad_(), B.requires_grad_(), self.lora_scale)
+            linear.__class__ = logprob.FactoredLinear
+            linear.factors = A.requires_grad_(), B.requires_grad_(), self.lora_scale
         self.seed = s.seed
         super().__init__(self.factors, weights, **how)
 
@@ -1204,12 +1238,10 @@ def save_adapter(run, optimizer, s):
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory is counted before anything is loaded. The four ways are with and without --offload and
-# --gradient-checkpointing; a run takes the first that fits.
+# Memory is counted before anything is loaded. --offload and --gradient-checkpointing need less of
+# it, and more time: on a GPU a run takes the first of the four ways that fits.
 
-MEMORY_FLAGS = "offload", "gradient_checkpointing"
 PROMPT = 256  # tokens of a prompt that the count assumes
-DEVICE, HOST = "device memory", "host memory"  # the sums of a count
 ADVICE = ("to need less: lower --micro-batch-tokens, --prompts-per-step, --group-size or "
           "--max-new-tokens; or --gradient-checkpointing, --offload, --lora-rank 16, --kl-coef 0, "
           "--dtype bfloat16, a smaller --model, more GPUs (each holds a whole policy)")
@@ -1218,151 +1250,85 @@ ADVICE = ("to need less: lower --micro-batch-tokens, --prompts-per-step, --group
 def plan_memory(s):
     """Settings -> the same with all that the device decides. BadInput: a clash, or no memory."""
     check_combinations(s)  # cheap checks first: flags, the device, the model's config
-    for way, count, is_taken in counted_ways(s):
-        if s.eval_only:
-            return way  # an evaluation has no step
-        if is_taken:
-            print0(f"loading   {s.model} in {way.dtype} on {way.device}; a step needs about "
-                   f"{count[DEVICE] / 1e9:.3g} GB of its memory (details: --dry-run)"
+    for way, rows, fits in counted_ways(s):
+        need = rows["in all"] / 1e9  # of the last way least
+        if fits or s.eval_only:  # an evaluation has no step
+            print0(f"loading   {s.model} in {way.dtype} on {way.device}"
                    + ", with --offload" * way.offload
                    + ", with --gradient-checkpointing" * way.gradient_checkpointing)
             return way
-    # Of the last, which takes least on the device
-    raise BadInput(f"--model {s.model}: a step needs about {count[DEVICE] / 1e9:.3g} GB of "
-                   f"{DEVICE} and {count[HOST] / 1e9:.3g} GB of {HOST} (details: --dry-run), "
-                   f"and a tenth more should be free; {ADVICE}")
+    raise BadInput(f"--model {s.model}: a step needs about {need:.3g} GB, and a tenth more should "
+                   f"be free (details: --dry-run); {ADVICE}")
 
 
 def counted_ways(s):
-    """The ways that the flags allow, the fastest first: Settings, count, if a run takes it."""
-    device, dtype = choose_device(s)
-    model = model_without_storage("--model", s.model, dtype)
-    if not s.max_new_tokens:
-        half = length_limit(model.config) / 2  # the other one is the question's
-        s = replace(s, max_new_tokens=int(min(512, half)))
-    tokens = min(2 * (PROMPT + s.group_size * s.answer_tokens), 16384)  # two groups
-    if device.type == "cpu":  # which is fastest with what fits its cache
-        tokens = 2048 if dtype == "bfloat16" else 1024
-    s = replace(s, micro_batch_tokens=s.micro_batch_tokens or tokens,
-                device=str(device), dtype=dtype,
-                # The last digit of sums depends on their number.
-                threads=s.threads or torch.get_num_threads())
-    if device.type != "cuda" or not s.is_whole:  # no memory of its own; or shards
-        s.offload = False
-    if s.dry_run:  # the GPU of another machine, where CUDA itself takes about a GB
-        free = {DEVICE: (s.dry_run - 1) * 2**30}
-    else:
-        free = {DEVICE: free_memory(device.type), HOST: free_memory("cpu")}
-    ways = [s]
-    for name in MEMORY_FLAGS:
-        if getattr(s, name) is None:
-            ways = [replace(way, **{name: on}) for way in ways for on in (False, True)]
-    found = False
-    for way in ways:
-        count = memory(way, model, device)
-        # A tenth stays free, for workspaces of kernels and for fragments of the allocator.
-        fits = all(count[kind] < 0.9 * free[kind] for kind in free)
-        yield way, count, fits and not found
-        found |= fits
+    """The ways that the flags allow, the fastest first: Settings, {what: bytes}, if it fits."""
+    s, model = settings_of_device(s)
+    free = math.inf  # a CPU's memory is not counted
+    if s.dry_run:  # another machine's GPU, where CUDA itself takes about a GB
+        free = (s.dry_run - 1) * 2**30
+    elif s.device.startswith("cuda"):
+        free, _ = torch.cuda.mem_get_info()
+    for offload, again in product((False, True), repeat=2):
+        if s.offload in (None, offload) and s.gradient_checkpointing in (None, again):
+            way = replace(s, offload=offload, gradient_checkpointing=again)
+            rows = memory(way, model)
+            # A tenth stays free, for workspaces of kernels and for fragments of the allocator.
+            yield way, rows, rows["in all"] < 0.9 * free
 
 
-def memory(s, model, device):
-    """The memory of a step on each process: {what: bytes}. `model` may be on the meta device."""
-    shape = logprob.shape_of(model)
+def memory(s, model):
+    """What a step holds on a GPU: {what: bytes}. `model` may be on the meta device."""
+    config = model.config.get_text_config()
     size = model.dtype.itemsize
     n = model.num_parameters()
     held = trained = n if s.is_whole else n // world()  # by one process
-    weights = list(model.parameters())
+    # Of each token autograd keeps about 4/3 of the numbers that enter and leave the matrices, and
+    # twice as many where queries and keys have norms.
+    matrices = [W for W in model.parameters() if W.ndim == 2 and len(W) != config.vocab_size]
+    numbers = sum(sum(W.shape) for W in matrices)
+    has_norms = any("q_norm" in name for name, _ in model.named_modules())
+    kept = numbers * (2 if has_norms else 4 / 3)
+    if s.gradient_checkpointing:  # a layer keeps its input, and one layer at a time is run again
+        kept = kept / config.num_hidden_layers + config.num_hidden_layers * config.hidden_size
     if s.lora_rank:
-        weights = [linear.weight for linear in linears_of(model).values()]
-        trained = s.lora_rank * sum(sum(W.shape) for W in weights)  # the factors
-    on_host = s.offload and size < 4 and not s.lora_rank  # masters and moments
-    gradients = 4 * trained
-    head = 4 * shape.vocab * shape.hidden  # in float32
-    of_logits = 12 * logprob.logits_at_a_time(s.micro_batch_tokens, shape.vocab)
-    if s.lora_rank:
-        gradients += 4 * max(W.numel() for W in weights)  # a master, too
-    else:
-        of_logits += head
-    kept = logprob.kept_per_token(model, s.gradient_checkpointing) * s.micro_batch_tokens * size
-    rows = s.prompts_per_step * s.group_size // world()
-    keys = shape.layers * shape.keys * size  # of one token; its values are as large
-    program = packed = judge = 0
-    if device.type == "cpu":
-        # torch itself; of the head a float32 copy, or if it is tied a second gradient
-        program = 5e8 + head
-        if rows * (PROMPT / s.group_size + s.answer_tokens) <= s.micro_batch_tokens:
-            # In one backward pass gradients take the place of what was kept; in bfloat16 half do.
-            kept = max(0, kept - size * trained)
-        else:
-            kept *= 1.15  # not all of one micro-batch fits where another was freed
-        if rows <= sample.CPU_ROWS:  # once more; a rollout needs nothing of the update's
-            packed = max(0, n * size - gradients - kept - of_logits)
-    if s.reward_model:
-        judge = model_without_storage("--reward-model", s.reward_model, torch.float32,
-                                      AutoModelForSequenceClassification).num_parameters()
-    # LoRA needs the first weights; a reference that stays has them, and so has the host.
-    needs_first = s.lora_rank and not s.offload and (s.renew_reference or not s.kl_coef)
-    count = Counter({
-        "policy": n * size,
-        "policy's shard": 0 if s.is_whole else held * size,  # beside the whole copy that samples
-        "reference": held * size if s.kl_coef else 0,
-        "LoRA's first weights": sum(W.nbytes for W in weights) if needs_first else 0,
-        "AdamW's two moments": 0 if on_host else 8 * trained,
-        "float32 masters": 4 * trained if s.lora_rank or size < 4 and not on_host else 0,
-        "reward model": judge * (16 if s.renew_reference else 4),
-        "key/value cache": 2 * rows * (PROMPT + s.answer_tokens) * keys,
-        "logits of the draw": 12 * rows * shape.vocab,
-        "the program": program,
-        "a rollout's packed weights": packed,
-        "gradients, float32": gradients,
-        "kept for the backward pass": kept,
-        "logits, their gradients": of_logits})
-    count[DEVICE] = count.total()
-    host = n * size  # all weights, when they are loaded
-    if on_host:
-        # The moments, and pinned masters and gradients: torch pins powers of two (pytorch 150517).
-        pinned = [1 << (4 * W.numel() - 1).bit_length() for W in weights]
-        host = 8 * trained + 2 * sum(pinned)
-    # A checkpoint goes through it.
-    count[HOST] = host if device.type == "cpu" else max(host, 12 * trained)
-    return count
+        trained = s.lora_rank * numbers  # the factors
+    # With --offload masters and moments are in host memory.
+    adamw = 0 if s.offload and size < 4 and not s.lora_rank else 4 * trained
+    answers = s.prompts_per_step * s.group_size // world()
+    rows = {
+        "policy": n * size + (held < n) * held * size,  # a shard, beside the copy that samples
+        # or the first weights, which LoRA needs
+        "reference": held * size * (s.kl_coef > 0 or s.lora_rank > 0 and not s.offload),
+        "gradients": 4 * trained,
+        "masters": adamw * (size < 4),
+        "moments": 2 * adamw,
+        "key/value cache": answers * (PROMPT + s.answer_tokens) * keys_and_values(config) * size,
+        "kept for the backward pass": kept * s.micro_batch_tokens * size,
+        "logits": 12 * logprob.logits_at_a_time(s.micro_batch_tokens, config.vocab_size)}
+    return rows | {"in all": sum(rows.values())}
+
+
+def keys_and_values(config):
+    """How many numbers a model caches of a token."""
+    config.allow_global_per_layer_attribute_access = True  # Gemma 4's layers have two head sizes
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    return 2 * config.num_hidden_layers * key_heads * width
 
 
 def print_memory(s):
-    """--dry-run: print the count of each way, in GB; a star marks the one that a run takes."""
-    def show(what, cells):
-        print0(f"{what:30}" + "".join(f"{cell:>8}" for cell in cells))
-
-    ways, counts, taken = zip(*counted_ways(s))
-    where = f"a GPU of {s.dry_run:g} GB" if s.dry_run else "this machine"
-    print0(f"{s.model} in {ways[0].dtype} on {where}: GB for a step")
-    show("*: a run takes this way", ["*" * is_taken for is_taken in taken])
-    for name in MEMORY_FLAGS:
-        show(flag_of(name), ["yes" * getattr(way, name) for way in ways])
-    for what in counts[0]:
-        if any(count[what] for count in counts):
-            show(what, [f"{count[what] / 1e9:.2f}" for count in counts])
-    if not any(taken):
-        print0(f"on {where} no way leaves a tenth of the memory free; {ADVICE}")
-
-
-def free_memory(kind):
-    """Bytes that a process can take on a device of this kind; inf if unknown."""
-    if kind == "cuda":
-        return torch.cuda.mem_get_info()[0]
-    with suppress(OSError):  # Linux alone has this file
-        line = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())
-        return 1024 * int(line[1]) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return math.inf
-
-
-def model_without_storage(name, folder, dtype, kind=AutoModelForCausalLM):
-    """The model of --model or --reward-model on the meta device."""
-    with blame(f"{name} {folder}:"):
-        config = sample.checked_config(folder)
-        with torch.device("meta"):
-            return kind.from_config(config, dtype=dtype).eval()
+    """--dry-run: print the count of each way, in GB."""
+    ways, counts, fit = zip(*counted_ways(s))
+    print0(f"{s.model} in {ways[0].dtype}: GB for a step; a run takes the first way that fits")
+    table = {flag_of(name): [getattr(way, name) for way in ways]
+             for name in ("offload", "gradient_checkpointing")}
+    table |= {what: [f"{rows[what] / 1e9:.2f}" for rows in counts] for what in counts[0]}
+    for what, cells in (table | {"fits": fit}).items():
+        print0(f"{what:28}" + "".join(f"{cell!s:>8}" for cell in cells))
+    if not any(fit):
+        print0(ADVICE)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1657,7 +1623,7 @@ class Run:
             record = {"step": step, "question": problem["question"],
                       "truth": truth_in_words(problem),
                       "prompt": group.prompts[0], "responses": group.turns or group.responses}
-            # page.html shows groups that teach, of the steps 1, 2, 4, 8, ...
+            # tests/tools/page.py shows groups that teach, of the steps 1, 2, 4, 8, ...
             is_shown = group.advantages.any() and step.bit_count() == 1
             for name in TENSORS if is_shown else TENSORS[:3]:
                 record[name] = getattr(group, name).tolist()
@@ -1823,6 +1789,8 @@ def main(argv=None):
         status = 0
         if settings.eval_only:
             print_figures(parts, settings)
+        elif settings.plain:
+            plain_grpo(parts, settings)
         elif settings.trace:
             print_trace(parts, settings)
         else:
@@ -1833,7 +1801,7 @@ def main(argv=None):
         fault = line_of(error)
         if run.resume_command:
             fault = fault and f"{fault}; continue with: {run.resume_command}"
-            error.add_note(f"continue with: {run.resume_command} (--plain takes no fast paths)")
+            error.add_note(f"continue with: {run.resume_command} (--no-fast takes no fast paths)")
         if world() > 1:
             end_rank(fault or traceback.format_exc())
         if not fault:
@@ -1870,8 +1838,6 @@ def train(parts, s, run):
         raise
     if run.pending or run.step < s.steps:
         save_checkpoint(run, parts, s)
-        if s.page and run.step:
-            write_page(run, parts, s)
         print0(f"\nstopped after step {run.step}; continue with: {run.resume_command}")
         return 128 + run.signal
     save_folder(parts.policy_model, parts.tokenizer, run, "final")
@@ -1932,10 +1898,10 @@ def command(program, *flags):
 
 
 # --------------------------------------------------------------------------------------------------
-# What a run shows: the bar, the last lines and the page take the same curves
+# What a run shows: the bar, the last lines and the page of tests/tools take the same curves
 
-# Metrics in words, in the order in which the bar, the page and the last lines show them. One that
-# step_metrics returns and that stands in neither list comes last, under its own name.
+# Metrics in words, in the order in which these show them. One that step_metrics returns and that
+# stands in neither list comes last, under its own name.
 TITLES = dict(line.split(maxsplit=1) for line in """\
 eval_reward            held-out reward
 eval_accuracy          held-out accuracy
@@ -2019,9 +1985,8 @@ def print_story(run):
     print0("")
     if os.path.exists(f"{run.name}/best"):
         print0(f"best state           {run.name}/best, of step {best_step(run):g}")
-    if os.path.exists(f"{run.name}/page.html"):
-        print0(f"see what it learned  {run.name}/page.html")
-    print0(f"talk to the result   {command('sample.py', '--model', run.name)} \"YOUR QUESTION\"\n"
+    print0(f"see what it learned  {command('tests/tools/page.py', run.name)}\n"
+           f"talk to the result   {command('sample.py', '--model', run.name)} \"YOUR QUESTION\"\n"
            f"train it further     {command('train.py', *further)}")
 
 
@@ -2035,169 +2000,13 @@ def small_curve(points):
 
 
 # --------------------------------------------------------------------------------------------------
-# page.html: the curves of a run, and groups of answers, tinted by how far each token has moved
-
-# Marks that turn a line around, controls, halves of surrogate pairs
-UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
-                    "\ud800-\udfff]")
-STYLE = """
-:root { color-scheme: light dark; --up: 37 105 214; --down: 230 112 10; --line: 1px solid #8884 }
-@media (prefers-color-scheme: dark) { :root { --up: 110 168 255; --down: 255 159 67 } }
-body { max-width: 64rem; margin: 2rem auto; padding: 0 1rem; font: 15px/1.6 system-ui;
-  overflow-wrap: anywhere }
-h1 { margin: 0; font-size: clamp(1.4rem, 5vw, 2rem); line-height: 1.2 }
-h2 { margin: 2rem 0 .5rem; font-size: 1.3rem } h3 { display: flow-root; margin: 0; font-size: 1rem }
-p { margin: .3rem 0 } pre { margin: 0 } code { display: block; margin: 0 0 1rem; font-size: 13px }
-small { float: right } small, text, q, code { opacity: .65; font-weight: normal } q { quotes: none }
-li { color: rgb(var(--down)) } ul:empty { display: none }
-div { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(17rem, 100%), 1fr));
-  gap: 1rem } .two { margin-top: .6rem;
-  grid-template-columns: repeat(auto-fit, minmax(min(17rem, 100%), 1fr)) }
-figure, section { border: var(--line); border-radius: 10px; margin: 0; padding: .6rem 1rem;
-  break-inside: avoid } body > section { margin-top: 1rem }
-figure p { margin: 0 } figure b { font-size: 1.2rem; white-space: nowrap }
-figure small { margin-top: .35rem; font-size: 11px }
-svg { display: block; clear: both; margin-top: .4rem; overflow: visible }
-polyline { fill: none; stroke: rgb(var(--up)); stroke-width: 2; stroke-linejoin: round;
-  stroke-linecap: round } .dot { stroke-width: 6 } .grid { stroke: #8884; stroke-width: .7 }
-text { fill: currentColor; font-size: 10px }
-@media (max-width: 34rem) { figure { display: grid; grid-template-columns: 1fr 1fr; gap: 0 1rem }
-  svg { grid-area: 1 / 2 / 4; margin: 0 } figure b { grid-row: 2; font-size: 1rem }
-  figure small { margin: 0 } text { font-size: 14px } }
-.y { display: flex; flex-wrap: wrap; gap: 0; border-top: var(--line); margin-top: .3rem }
-.y > * { flex: 0 0 4.2rem } .y b { flex: 0 0 2rem } .y s { flex: 0 0 7rem }
-.y p { flex: 1 1 20rem; margin: 0 } .y p, pre { font: 13px/1.85 monospace; white-space: pre-wrap }
-i { font-style: normal; border-radius: 3px; print-color-adjust: exact; background:
-  linear-gradient(rgb(var(--up) / min(var(--d) * .3, .6)) 0 0),
-  linear-gradient(rgb(var(--down) / min(var(--d) * -.3, .6)) 0 0) }
-s i { display: block; height: .5rem; margin-top: .5rem; --d: calc(9 * var(--A));
-  --left: clamp(-50%, var(--A) * -50% / 3, 50%); width: max(var(--left), -1 * var(--left));
-  margin-left: calc(50% - max(var(--left), 0%)) }
-"""
-
-
-def write_page(run, parts, s):
-    """page.html: the curves so far, and groups of the samples, scored again by the policy."""
-    model = parts.policy_model
-    sections = ""
-    for group in on_rank_0(tinted_groups, run):  # all ranks score
-        tensors = {name: torch.tensor(group[name]) for name in TENSORS}
-        answers = sample.Rollout(**tensors, logprobs=tensors["old_logprobs"], responses=None)
-        logprobs, _ = all_token_logprobs(model, answers, s)                               # (G, S-1)
-        sections += section_of(group, answers, logprobs - answers.old_logprobs, parts.tokenizer)
-    if run.folder:
-        with run.replacing("page.html") as new:
-            new.write_text(page_of(run, sections, s), encoding="utf-8")
-
-
-def tinted_groups(run):
-    """The groups in samples.jsonl that have token ids."""
-    return [record for record in run.records("samples.jsonl") if "input_ids" in record]
-
-
-def page_of(run, sections, s):
-    """The HTML of the page; it reloads itself while the run goes on."""
-    items = "".join(f"<li>step {step}: {escape(line)}</li>" for step, line in run.curve("warning"))
-    curves = curves_of(run)
-    figures = "".join(figure_of_curve(*curve, run.step) for curve in curves)
-    metric, title, points = curves[0]
-    first = points[0][1]
-    step, last = points[-1]
-    head = f"<h1>Stopped before the second evaluation; {title} {first:.3g} at the start</h1>"
-    example = ""
-    if len(points) > 1:
-        rows = run.first_and_last()
-        head = f"""<h1>{title.capitalize()} {first:.3g} → {last:.3g} after {step:g} steps</h1>
-<p>{compared(*rows, SCORES[metric])}</p>"""
-        before, after = example_of(*rows)
-        example = f"""<h2>The held-out problem that gained most</h2>
-<p>{escape(before["problem"])}</p><p>true answer: {escape(before["truth"])}</p>
-<div class="two">
-<section><h3>before <small>reward {before["reward"]:.3g}</small></h3>
-<pre>{escape(before["answer"])}</pre></section>
-<section><h3>after {step:g} steps <small>reward {after["reward"]:.3g}</small></h3>
-<pre>{escape(after["answer"])}</pre></section></div>"""
-    goes_on = run.step < s.steps and not run.signal
-    again = '<meta http-equiv="refresh" content="20">' * goes_on
-    return f"""<!doctype html><html lang="en"><head><meta charset="utf-8">{again}
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(run.folder.name)}</title>
-<style>{STYLE}</style></head><body>
-{head}
-<p>{escape(run.folder.name)}: GRPO of {escape(Path(s.model).name)}, {run.step} of {s.steps} steps,
-each with B = {s.prompts_per_step} questions and G = {s.group_size} answers to each;
-lr {s.learning_rate:g}. The best evaluation is that of step {best_step(run):g}. Held-out answers are
-greedy, all others sampled: their numbers are means of the first and of the last five steps. What is
-0 throughout is left out.</p>
-<code>{escape(run.command)}</code>
-<ul>{items}</ul><div>{figures}</div>{example}
-<h2>The groups it learned from</h2>
-<p>x is a question, y<sub>i</sub> an answer of its group, r<sub>i</sub> its reward and A<sub>i</sub>
-its advantage. Tinted tokens have become <i style="--d:2">more likely</i> or
-<i style="--d:-2">less likely</i> since the policy drew them:
-<i style="--d:-2">÷ 7.4 or more</i> <i style="--d:-1">÷ 2.7</i> <i style="--d:1">× 2.7</i>
-<i style="--d:2">× 7.4 or more</i>. Hover for log π − log π<sub>old</sub> in nats, the log of
-[E]'s ratio.</p>{sections}</body></html>"""
-
-
-def figure_of_curve(metric, title, points, last):
-    """A curve of (step, value)s that rises from 0; its width spans steps 0 to `last`."""
-    _, values = zip(*points)
-    low, high = min(0, *values), max(0, *values)
-    span = high - low or 1
-    line = [f"{50 + 250 * step / last:.1f},{78 - 76 * (value - low) / span:.1f}"
-            for step, value in points]
-    return f"""<figure><p>{escape(title)}</p><small>{escape(metric)}</small>
-<b>{values[0]:.3g} → {values[-1]:.3g}</b><svg viewBox="0 0 303 94">
-<polyline points="{' '.join(line)}"/><polyline class="dot" points="{line[-1]} {line[-1]}"/>
-<polyline class="grid" points="50,2 300,2"/><polyline class="grid" points="50,78 300,78"/>
-<text y="9">{high:.3g}</text><text y="79">{low:.3g}</text><text x="50" y="91">step 0</text>
-<text x="300" y="91" text-anchor="end">{last}</text></svg></figure>"""
-
-
-def section_of(group, answers, moved, tokenizer):
-    """A group: its question x; of its answers reward r, advantage A and tinted tokens y."""
-    r = answers.rewards
-    text = (f"<section><h3>step {group['step']} <small>mean reward {r.mean():.3g}, std "
-            f"{r.std(correction=0):.3g}</small></h3><details><summary><b>x</b> "
-            f"{escape(group['question'])}</summary><pre>{escape(group['prompt'])}</pre></details>"
-            f"true answer: {escape(group['truth'])}")
-    for n, is_answer in enumerate(answers.mask):                                       # (S-1,)
-        tokens = is_answer.nonzero()[:, 0]
-        # Between its first and its last token there may be replies, which others wrote.
-        span = slice(tokens[0], tokens[-1] + 1)
-        words = words_of(tokenizer, answers.input_ids[n, 1:][span].tolist())
-        distances = moved[n, span].tolist()
-        y = ""
-        for word, d, wrote_it in zip(words, distances, is_answer[span].tolist()):
-            word = escape(word).replace("\n", "↵\n")
-            if not wrote_it:
-                word = f"<q>{word}</q>"
-            elif abs(d) > 0.02:
-                word = f'<i style="--d:{d:.2f}" title="{d:+.4f}">{word}</i>'
-            y += word
-        if not answers.finished[n]:
-            y += " <small>cut at the limit</small>"
-        A = answers.advantages[n].expand_as(is_answer)[is_answer].mean()  # each may have its own
-        text += (f'<div class="y"><b>y<sub>{n + 1}</sub></b><span>r {r[n]:.4g}'
-                 f'</span><span>A {A:+.2f}</span><s><i style="--A:{A:.2f}"></i></s>'
-                 f'<p dir="auto">{y}</p></div>')
-    return text + "</section>"
-
-
-def escape(text):
-    """Escaped for HTML, with invisible characters as their code points."""
-    return html.escape(UNSEEN.sub(lambda found: f"‹{ord(found[0]):04X}›", text))
-
-
-# --------------------------------------------------------------------------------------------------
 # Two flags that print and stop: --eval-only, --trace
 
 def print_figures(parts, s):
     """--eval-only: greedy and G sampled answers; or --against: greedy ones of two policies."""
     if s.against:  # is there such a model? Before the first one has answered
-        model_without_storage("--against", s.against, s.dtype)
+        with blame(f"--against {s.against}:"):
+            sample.checked_config(s.against)
     _, greedy = evaluate(parts, s)
     G, T = s.group_size, s.temperature
     second = f"{G} samples of each at temperature {T}"

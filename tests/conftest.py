@@ -1,4 +1,4 @@
-"""What all tests have: the stage files on the path, one thread, no network; and three fixtures."""
+"""What all tests have: the stage files on the path, one thread, no network; and two fixtures."""
 # ruff: noqa: E402
 import faulthandler
 import os
@@ -30,14 +30,6 @@ def pytest_runtest_protocol():
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
-
-
-@pytest.fixture(autouse=True)
-def fast_forms():
-    """What one test switches off is there again for the next."""
-    yield
-    if "sample" in sys.modules:
-        sys.modules["sample"].PLAIN = False
 
 
 @pytest.fixture(scope="session")

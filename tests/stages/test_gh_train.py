@@ -14,11 +14,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from checks import is_same, same
+from checks import is_same, same, seeded
 from files import FEW, TINY, checkpoint_of, lines_of, metrics_of
 from models import answer_rows, logprobs_on_full_logits
 from runs import refused, told, trains
-from steps import (PROBLEMS, REWARDS, loop, parts, parts_of, run_in,
+from steps import (PROBLEMS, REWARDS, all_gradients, loop, parts, parts_of, run_in,
                    settings, whole_step)
 import reward
 import sample
@@ -53,21 +53,49 @@ FLAGS = (*FEW, "--steps=3", "--prompts-per-step=4", "--group-size=4", "--max-new
 
 
 # --- [G] A step against the formula, and what it asks of the stages; flags: test_variants.py ------
-def test_a_step_is_the_definition():
-    """train_step moves the weights as plain_step does, and its gradient is of the same size."""
-    p = parts("--group-size=8", "--max-new-tokens=256", "--kl-coef=0.04", "--updates-per-rollout=1",
-              "--max-grad-norm=1e9")
+def test_a_step_is_the_definition(monkeypatch):
+    """plain_step draws the answers of train_step; losses, gradients and weights are its own, too,
+    to rounding: in two updates, of which the second clips."""
+    p = parts("--group-size=8", "--max-new-tokens=256", "--kl-coef=0.04", "--updates-per-rollout=2",
+              "--max-grad-norm=1e9", "--clip-eps=0.01")
     model = copy.deepcopy(p.policy_model)
-    start = {name: weight.clone() for name, weight in model.named_parameters()}
-    torch.manual_seed(0)
-    train.plain_step(model, p.ref_model, torch.optim.SGD(model.parameters(), 1.0), p.tokenizer,
-                     p.prompts, train.truths_of(p.problems))
-    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    drawn, losses, gradients = [], [], []
+
+    def noted(function, results):
+        def call(*arguments, **options):
+            results.append(function(*arguments, **options))
+            return results[-1]
+        return call
+
+    monkeypatch.setattr(train, "sample_groups", noted(train.sample_groups, drawn))
+    monkeypatch.setattr(train, "plain_loss", noted(train.plain_loss, losses))
+    optimizer.register_step_pre_hook(lambda *_: gradients.append(all_gradients(model)))
+    rewards = train.plain_step(model, p.ref_model, optimizer, p.tokenizer, p.prompts,
+                               train.truths_of(p.problems), generators=seeded(), updates=2,
+                               clip_eps=0.01)
     p.optimizer = torch.optim.SGD(p.policy_model.parameters(), 1.0)
-    train.train_step(p, train.Batch(p.problems, p.prompts), p.settings)
-    for (name, one), other in zip(model.named_parameters(), p.policy_model.parameters()):
-        moved = one - start[name]
-        assert 0 < moved.norm() and (one - other).norm() <= 1e-4 * moved.norm(), name
+    metrics, rollout, expected = whole_step(p, None)
+    assert torch.equal(drawn[0].labels, rollout.labels)
+    assert torch.equal(rewards, rollout.rewards) and metrics["clip_fraction"] > 0.01
+    assert metrics["loss"] == pytest.approx(sum(loss.item() for loss in losses) / 2, rel=1e-4)
+    for one, other in zip(gradients, expected, strict=True):
+        assert 0 < other.norm() and (one - other).norm() <= 1e-4 * other.norm()
+    for one, other in zip(model.parameters(), p.policy_model.parameters()):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_plain_is_the_same_run(capsys, tmp_path):
+    """`--plain` draws what the other run draws, and earns the same, step by step."""
+    flags = (*FEW, "--steps=4", "--prompts-per-step=4", "--group-size=4", "--max-new-tokens=16",
+             "--eval-limit=2", "--lr=0.002", "--max-grad-norm=1e9")
+    trains(*flags, "--plain")
+    shown = re.findall(r"step +(\d+) +reward (\S+) +accuracy (\S+)", capsys.readouterr().out)
+    trains(*flags, f"--output={tmp_path}")
+    assert shown == [(f"{m['step']}", f"{m['reward_mean']:.4f}", f"{m['accuracy']:.4f}")
+                     for m in metrics_of(tmp_path)[1:]]
+    assert len({reward for _, reward, _ in shown}) > 2    # it has moved
+    trains(*flags, "--plain", "--kl-coef=0", "--steps=1")  # without a reference
 
 
 def test_the_reward_is_asked_and_replaces_the_rules():
@@ -91,6 +119,7 @@ def test_the_reward_is_asked_and_replaces_the_rules():
 @pytest.mark.parametrize("what", ["nothing", "gradient", "loss"])
 def test_what_is_not_finite_skips_the_update_and_is_counted(monkeypatch, what, flags, dtype):
     """After a step no gradient is held, and the reference stands where it stood."""
+    @functools.wraps(grpo_loss)
     def of_infinite_value(*given, **options):
         loss, metrics = grpo_loss(*given, **options)
         return loss, {**metrics, "loss": metrics["loss"] + math.inf}
@@ -114,13 +143,13 @@ def test_what_is_not_finite_skips_the_update_and_is_counted(monkeypatch, what, f
 
 @pytest.mark.parametrize("dtype, rounding, fault", [
     (torch.float32, 5e-4, 2e-3), (torch.bfloat16, 0.05, 0.2)])
-@pytest.mark.parametrize("plain, correction", [(False, 0), (True, 0), (False, 2.0), (True, 2.0)])
-def test_a_sampler_that_is_off_moves_no_weight(dtype, plain, rounding, fault, correction):
-    """The run ends, with --plain as the way on if it is not plain; rounding and
+@pytest.mark.parametrize("slow, correction", [(False, 0), (True, 0), (False, 2.0), (True, 2.0)])
+def test_a_sampler_that_is_off_moves_no_weight(dtype, slow, rounding, fault, correction):
+    """The run ends, with --no-fast as the way on if it is fast; rounding and
     --sampler-correction pass. No later update of the rollout runs."""
     def off_by(nats):
         p = parts(f"--sampler-correction={correction}", "--updates-per-rollout=2",
-                  *["--plain"] * plain, dtype=dtype)
+                  *["--no-fast"] * slow, dtype=dtype)
         before = copy.deepcopy(p.policy_model.state_dict())
 
         def sampler(*how):
@@ -133,10 +162,10 @@ def test_a_sampler_that_is_off_moves_no_weight(dtype, plain, rounding, fault, co
         try:
             skipped = whole_step(p, sampler=sampler)[0]["skipped_updates"]
         except train.BadInput as error:
-            skipped = "--sampler-correction" if "--sampler-corr" in str(error) else "--plain"
+            skipped = "--sampler-correction" if "--sampler-corr" in str(error) else "--no-fast"
         return skipped, is_same(before, p.policy_model.state_dict())
     assert off_by(rounding) == (0, False)
-    ends = ("--sampler-correction" if plain else "--plain"), True
+    ends = ("--sampler-correction" if slow else "--no-fast"), True
     assert off_by(fault) == ((0, False) if correction else ends)
     if not correction:
         assert off_by(math.nan) == ends
@@ -337,7 +366,7 @@ def test_a_run_leaves_the_files_of_the_contract(finished_run):
     folder = finished_run.folder
     assert {p.name for p in folder.iterdir()} == {
         "checkpoint.safetensors", "config.json", "evaluations.jsonl", "final", "metrics.jsonl",
-        "page.html", "samples.jsonl", ".lock"}
+        "samples.jsonl", ".lock"}
     metrics = metrics_of(folder)
     assert [m["step"] for m in metrics] == [0, 1, 2, 3]
     assert all(m.keys() >= {"reward_mean", "lr", "loss", "tokens_per_second"} for m in metrics[1:])

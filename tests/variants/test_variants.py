@@ -114,7 +114,7 @@ def assert_same_step(p, rollout, expected):
     "--clip-advantages=0.6", "--advantage=gtpo --clip-advantages=0.6", "--sampler-correction=1.2",
     "--objective=cispo --clip-eps-high=0.01", "--mask-truncated", "--overlong-buffer=8",
     "--mask-truncated --aggregate=token", "--length-rescale=0.5 --overlong-buffer=8",
-    *(f"{flags} --plain" for flags in (
+    *(f"{flags} --no-fast" for flags in (
         "--clip-eps=0.01", "--aggregate=token", "--aggregate=constant"))])
 def test_a_flag_that_changes_the_mathematics_arrives(flags):
     flags = flags.split()

@@ -15,10 +15,11 @@ FLAGS = (*FEW, "--steps=1", "--prompts-per-step=2", "--group-size=4", "--max-new
 
 
 @pytest.mark.parametrize("module, name, flags", [
-    (sample, "draw", ""), (sample, "decode", "--plain"), (sample, "chat_prompt", ""),
+    (sample, "draw", ""), (sample, "plain_answer", "--plain"), (sample, "decode", "--no-fast"),
+    (sample, "chat_prompt", ""),
     (reward, "read_problem", ""), (reward, "is_equal", "--reward rule"), (advantage, "is_flat", ""),
     (logprob, "token_logprobs", ""), (loss, "kl_estimate", ""), (train, "backward", ""),
-    (train, "memory", ""), (train, "page_of", "")])
+    (train, "memory", ""), (train, "curves_of", "")])
 def test_a_typo_has_its_traceback(monkeypatch, tmp_path, module, name, flags):
     # a function that stands in that file and names what is not defined
     code = compile("def function(*given, **how):\n    return not_defined", module.__file__, "exec")
@@ -32,7 +33,7 @@ def test_a_typo_has_its_traceback(monkeypatch, tmp_path, module, name, flags):
     assert str(last.path) == module.__file__
     begun = (tmp_path / "run" / "checkpoint.safetensors").exists()
     notes = getattr(caught.value, "__notes__", [])
-    assert any("--resume" in note and "--plain" in note for note in notes) == begun
+    assert any("--resume" in note and "--no-fast" in note for note in notes) == begun
 
 
 def test_foreign_errors_end_in_kind_file_and_line():

@@ -1,14 +1,16 @@
-"""page.html: its numbers, its curves, what hostile text does to it; ranks and a real browser."""
+"""tests/tools/page.py: its numbers, its curves, what hostile text does to it."""
 import html.parser
 import re
+import shutil
 from types import SimpleNamespace
 from unittest.mock import Mock
 import pytest
 import torch
-from files import FEW, MINE, TINY, counters_of
+from files import FEW, MINE, TINY
 from models import opened
 from runs import trained
 from steps import parts, rollout_of, run_in, settings
+import page
 import sample
 import train
 from advantage import group_advantages
@@ -48,42 +50,40 @@ def folder(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("page"), *FLAGS)
 
 
-def restored(folder):
-    run = run_in(folder)
-    vars(run).update(counters_of(folder))
-    run.history, run.pending = run.records("metrics.jsonl"), None
-    return run
-
-
 @pytest.mark.parametrize("more", [
     (), REPLY, ("--kl-coef=0",), ("--advantage=gtpo", "--temperature=0.9")])
 def test_the_numbers_are_those_of_the_policy_now_and_as_it_drew(more, folder, tmp_path):
     """The first group was drawn by the policy of the start: both ends are at hand."""
     if more:
         folder = trained(tmp_path, *FLAGS, *more)
-    run = restored(folder)
-    first, *more_groups = groups = train.tinted_groups(run)
+    run = page.run_of(folder)
+    first, *more_groups = groups = page.tinted_groups(run)
     ids, labels = (torch.tensor(first[name]) for name in ("input_ids", "labels"))
     temperature = 0.9 if "--temperature=0.9" in more else 1.0
     with torch.no_grad():
         new, old = (plain_logprobs(opened(str(place))[0], ids, labels, temperature)
                     for place in (folder / "final", TINY))
     expected = [d for d in (new - old)[labels[:, 1:] != IGNORE].tolist() if abs(d) > 0.02]
-    page = Tags((folder / "page.html").read_text(encoding="utf-8"))
-    found = [float(title) for title in page.titles[:len(expected)]]
-    assert found == pytest.approx(expected, abs=1e-4) and len(found) > 1
-    text = "".join(page.texts)
+    shown = Tags(page.main(folder).read_text(encoding="utf-8"))
+    distances = [float(title) for title in shown.titles[:len(expected)]]
+    assert distances == pytest.approx(expected, abs=1e-4) and len(distances) > 1
+    text = "".join(shown.texts)
     assert first["step"] == 1 and more_groups[-1]["step"] == 2
     for group in groups:
         assert group["question"] in text and f"true answer: {group['truth']}" in text
-    assert ("q",) in page.tags or REPLY[0] not in more
-    words = [*FLAGS, *more, f"--output={folder}"]
-    assert f"train.py {' '.join(words)}" in text          # the command that wrote the page
+    assert ("q",) in shown.tags or REPLY[0] not in more
     before, after = run.first_and_last()
     i = max(range(2), key=lambda i: after[i]["reward"] - before[i]["reward"])
     cards = [before[i]["problem"], before[i]["answer"], after[i]["answer"]]
     assert train.compared(before, after, "right") in text
-    assert [shown for shown in page.texts if shown in cards][:3] == cards
+    assert [text for text in shown.texts if text in cards][:3] == cards
+
+
+def test_of_a_run_that_goes_on_its_best_state_is_shown(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy", ignore=shutil.ignore_patterns("final"))
+    shutil.copytree(folder / "final", copy / "best", dirs_exist_ok=True)
+    pages = [page.main(place).read_text(encoding="utf-8") for place in (folder, copy)]
+    assert pages[0].replace(folder.name, copy.name) == pages[1]
 
 
 def section(word="w", advantages=(1.5, -1.5, 0.0, 6.0)):
@@ -95,7 +95,7 @@ def section(word="w", advantages=(1.5, -1.5, 0.0, 6.0)):
     tokenizer = SimpleNamespace(decode=lambda ids: word * len(ids),
                                 batch_decode=lambda rows: [word] * len(rows))
     moved = torch.full(rollout.mask.shape, 0.5)
-    return train.section_of(group, rollout, moved, tokenizer), rollout
+    return page.section_of(group, rollout, moved, tokenizer), rollout
 
 
 def test_a_bar_points_the_way_of_its_advantage():
@@ -122,12 +122,12 @@ def test_groups_that_teach_are_shown_of_steps_that_double(tmp_path):
         run.log_samples(rollout, step, 4)
     questions = [problem["question"] for problem in p.problems]
     shown = [(group["step"], questions.index(group["question"]))
-             for group in train.tinted_groups(run)]
+             for group in page.tinted_groups(run)]
     assert shown == [(1, 1), (2, 0), (8, 0), (8, 1)]
 
 
 def figure(points, last=10):
-    text = train.figure_of_curve("metric", "title", points, last)
+    text = page.figure_of_curve("metric", "title", points, last)
     numbers = re.findall(r"[\d.]+", re.search(r'points="([^"]*)"', text)[1])
     return text, [*zip(map(float, numbers[::2]), map(float, numbers[1::2]))]
 
@@ -163,46 +163,31 @@ def test_which_curves_are_shown():
         assert (points[0][1], points[-1][1], len(points)) == (first, last, many)
 
 
-def test_a_run_that_is_stopped_early_says_so(folder):
-    stopped = restored(folder)
-    for told in (True, False):
-        text = train.page_of(stopped, "", settings(*FLAGS))
-        assert ("gained most" in text) == told
-        assert ("<h1>Stopped before the second evaluation" in text) != told
-        stopped.history = stopped.history[:2]             # no evaluation but the first
-
-
-def page(folder, word, steps=9, signal=0):
+def page_with(folder, word):
     """The page with this word wherever a person or a model may have written."""
-    run = restored(folder)
-    run.folder, run.signal = folder.parent / re.sub("[/\0]", "", word), signal
+    run = page.run_of(folder)
+    run.folder = folder.parent / re.sub("[/\0]", "", word)
     run.history = [{**row, "warning": word, f"reward/{word}": 1.0} for row in run.history]
-    run.command = word
     rows = [{"problem": word, "truth": word, "answer": word, "reward": 1.0}]
     run.first_and_last = lambda: [rows, rows]
-    s = settings(*FLAGS, f"--steps={steps}")
-    s.model = f"x/{word.replace('/', '')}"
-    return train.page_of(run, section(word)[0], s)
+    return page.page_of(run, section(word)[0], settings(*FLAGS))
 
 
 def test_what_a_model_wrote_is_text(folder):
-    calm = Tags(page(folder, "word"))
+    calm = Tags(page_with(folder, "word"))
     for word in HOSTILE:
-        text = page(folder, word)
+        text = page_with(folder, word)
         wild = Tags(text)
         assert wild.tags == calm.tags and len(wild.titles) == len(calm.titles)
         assert text.count("Content-Security-Policy") == 1
         text.encode("utf-8")                              # no half of a surrogate pair is left
         assert not set("\x00\x1b\r\u202e\u200f\u2066\ud800") & set(text)
-    assert "‹202E›right‹200F›" in page(folder, HOSTILE[3])
+    assert "‹202E›right‹200F›" in page_with(folder, HOSTILE[3])
     for word in ("می\u200cخواهم", "12\u202f000\u00a0€", "👩\u200d🚀", "a\tb"):  # stands as it is
-        assert page(folder, word).count(word) > 10
+        assert page_with(folder, word).count(word) > 9
     assert {name for _, *names in wild.tags for name in names} <= {
         "lang", "charset", "http-equiv", "content", "name", "class", "style", "title", "dir",
         "viewbox", "points", "x", "y", "text-anchor"}     # none that loads or runs anything
-    # It loads itself anew while the run goes on
-    at_step_2 = {how: page(folder, "word", *how) for how in ((3,), (2,), (3, 15))}
-    assert [how for how, text in at_step_2.items() if 'http-equiv="refresh"' in text] == [(3,)]
 
 
 def test_the_bar_shows_the_last_evaluation_and_the_last_step(tmp_path):

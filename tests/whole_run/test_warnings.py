@@ -84,7 +84,6 @@ def test_a_warning_is_told_once(tmp_path, capsys):
     step, warning = next((m["step"], m["warning"]) for m in metrics_of(tmp_path) if "warning" in m)
     assert re.findall(r"--[a-z-]+", warning)[0] == "--lr"
     assert f"step {step}: {warning}" in capsys.readouterr().err
-    assert f"<li>step {step}: {train.escape(warning)}<" in (tmp_path / "page.html").read_text()
     # The checkpoint knows what was told.
     trains("--resume", tmp_path, "--steps=8")
     assert not any("warning" in m for m in metrics_of(tmp_path)[5:])
