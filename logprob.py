@@ -245,13 +245,46 @@ def head_logprobs(model, hidden, targets, temperature, measure):
 
 
 # --------------------------------------------------------------------------------------------------
-# A Linear that LoRA trains, see train.py: it has one weight, W = W0 + c B A.
+# LoRA (Hu et al., arXiv 2106.09685): W = W0 + c B A for every Linear but the head, with factors
+# A (R, in), B (out, R) and c = alpha / R. Usually the factors are a second path beside W0, and are
+# merged for a fast sampler. Here the model always has the plain weights W, so every fast path
+# works. Only the backward pass and the optimizer know the factors.
+
+def linears_of(model):
+    """{name: module} of every Linear but the head. ValueError: others would stay frozen."""
+    linears = {}
+    head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        is_matrix = any(p.ndim > 1 for p in module.parameters(recurse=False))
+        if is_matrix and not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
+            raise ValueError(f"{name}: not a Linear, and would not be trained")
+        if isinstance(module, torch.nn.Linear) and module is not head:
+            linears[name] = module
+    return linears
+
+
+def add_factors(linear, first, rank, alpha, generator):
+    """Make a Linear a FactoredLinear; first() makes its W0 in float32, to which c B A is added."""
+    # PEFT begins with the same distribution. B is 0: the first W is W0.
+    n_out, n_in = linear.weight.shape
+    device = linear.weight.device
+    A = 2 * torch.rand(rank, n_in, generator=generator) - 1
+    linear.__class__ = FactoredLinear
+    linear.first = first
+    linear.A = A.div(n_in ** 0.5).to(device).requires_grad_()                     # (R, in)
+    linear.B = torch.zeros(n_out, rank, device=device, requires_grad=True)        # (out, R)
+    linear.c = alpha / rank
+
 
 class FactoredLinear(torch.nn.Linear):
-    """A Linear that has been given `factors`, A, B and c."""
+    """A Linear whose weight follows its factors."""
 
     def forward(self, x):
-        return FactoredProduct.apply(x, self.weight, self.bias, *self.factors)
+        return FactoredProduct.apply(x, self.weight, self.bias, self.A, self.B, self.c)
+
+    def merged(self):
+        """W0 + c B A, (out, in), in float32."""
+        return self.first().addmm_(self.B, self.A, alpha=self.c)
 
 
 class FactoredProduct(torch.autograd.Function):
@@ -272,6 +305,27 @@ class FactoredProduct(torch.autograd.Function):
         dA = (dy @ B.to(dy)).T @ x                                                # (R, in)
         dB = dy.T @ (x @ A.T.to(x))                                               # (out, R)
         return dx, None, None, ctx.c * dA.to(A), ctx.c * dB.to(B), None
+
+
+class LoraAdamW(torch.optim.AdamW):
+    """AdamW on the factors; after each step the weights are rounded from W0 + c B A."""
+
+    def __init__(self, linears, **options):
+        self.linears = linears
+        self.factors = {}                        # under their names in PEFT
+        for name, linear in linears.items():
+            self.factors[f"base_model.model.{name}.lora_A.weight"] = linear.A
+            self.factors[f"base_model.model.{name}.lora_B.weight"] = linear.B
+        super().__init__(self.factors.items(), **options)
+
+    def step(self):
+        super().step()
+        self.round()
+
+    @torch.no_grad()
+    def round(self):
+        for linear in self.linears.values():
+            linear.weight.copy_(linear.merged())
 
 
 # --------------------------------------------------------------------------------------------------
