@@ -65,7 +65,7 @@ import logprob
 import reward
 import sample
 from advantage import ADVANTAGES, is_flat, plain_advantages, process_advantages
-from logprob import LoraAdamW, add_factors, linears_of, plain_logprobs, token_logprobs
+from logprob import LoraAdamW, MasterAdamW, plain_logprobs, token_logprobs, with_moments
 from loss import AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS
 from loss import grpo_loss, kl_estimate, next_kl_coef, plain_loss
 from reward import HERE, BadInput, asked_of, blame, column, compared, is_right
@@ -172,18 +172,15 @@ def backward(parts, rollout, s):
 # [H] The loop: every step draws fresh answers from the policy as it is now
 
 def plain_grpo(parts, s):
-    """`python train.py --plain`: training by the definitions alone, with the same random numbers.
-
-    `train_step` adds the options, and `train_grpo` evaluations, a folder, a way to go on.
-    """
+    """`python train.py --plain`: by the definitions alone, with train_grpo's random numbers."""
     reference = parts.ref_model or parts.policy_model  # there is none if beta is 0
     for step in range(1, s.steps + 1):
         set_learning_rate(parts.optimizer, step, s)
         batch = batch_of_step(parts, step, s)
-        rewards = plain_step(parts.policy_model, reference, parts.optimizer, parts.tokenizer,
-                             batch.prompts, truths_of(batch.problems), s.group_size,
-                             s.max_new_tokens, batch.generators, s.updates_per_rollout,
-                             s.clip_eps, s.kl_coef)
+        rewards = plain_step(
+            parts.policy_model, reference, parts.optimizer, parts.tokenizer, batch.prompts,
+            truths_of(batch.problems), s.group_size, s.max_new_tokens, batch.generators,
+            s.updates_per_rollout, s.clip_eps, s.kl_coef)
         accuracy = is_right(rewards).float().mean()
         print0(f"step {step:3}   reward {rewards.mean():.4f}   accuracy {accuracy:.4f}")
 
@@ -232,7 +229,7 @@ def train_grpo(parts, settings, run=None):
 #   the loop        batch_of_step … evaluate               what train_grpo calls
 #   settings        Settings, parse                        every flag, its default and its help
 #   loading         load                                   settings -> parts, or one line of refusal
-#   weights, LoRA   make_optimizer                         AdamW on float32 masters, or on factors
+#   weights         make_optimizer                         AdamW on float32 masters, or on factors
 #   memory          plan_memory                            counted before it is taken
 #   several GPUs    shard, from_all_ranks                  with one they do nothing
 #   a run           Run, save_checkpoint                   its folder; how it goes on after a kill
@@ -1013,59 +1010,6 @@ def off_grid(weight, seed, i, device=None):
     return master
 
 
-def with_moments(optimizer):
-    """Make AdamW's moments now, so that memory cannot run out in the middle of the first step."""
-    for p in optimizer.param_groups[0]["params"]:
-        # The fused kernel needs the number of steps on the weights' device.
-        optimizer.state[p] = {"step": torch.zeros((), device=p.device),
-                              "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-    return optimizer
-
-
-def to_float32(weight):
-    weight.grad = weight.grad.float()
-
-
-class MasterAdamW(torch.optim.AdamW):
-    """AdamW on the float32 masters of bfloat16 weights, which are rounded from them.
-
-    With --offload masters and moments are in host memory: the GPU sends gradients once per update.
-    """
-
-    def __init__(self, masters, weights, **options):
-        super().__init__(masters.items(), **options)
-        self.masters = list(masters.values())
-        self.weights = weights
-        self.grads = []
-        if self.masters[0].device != weights[0].device:
-            self.grads = [torch.empty_like(master, pin_memory=True) for master in self.masters]
-        for weight in weights:
-            # A backward pass writes gradients in the weight's dtype. The hook makes the first one
-            # float32, so the others are added to it in float32.
-            weight.grad_dtype = None  # allows that
-            weight.register_post_accumulate_grad_hook(to_float32)
-
-    def step(self):
-        for i, weight in enumerate(self.weights):
-            if weight.grad is not None:
-                grad = self.grads[i].copy_(weight.grad) if self.grads else weight.grad
-                self.masters[i].grad = grad
-        super().step()
-        self.round()
-
-    @torch.no_grad()
-    def round(self):
-        """Round the masters into the model's weights, each to the nearest number."""
-        for weight, master in zip(self.weights, self.masters):
-            # From pinned memory, if with --offload; step() waits for gradients.
-            weight.copy_(master, non_blocking=True)
-
-    def zero_grad(self):
-        super().zero_grad()
-        for weight in self.weights:
-            weight.grad = None
-
-
 def finished_gradients(optimizer):
     """The tensors whose gradients are complete, and LoRA's averaged over GPUs."""
     trained = optimizer.param_groups[0]["params"]
@@ -1081,7 +1025,7 @@ def finished_gradients(optimizer):
 def lora_optimizer(model, s, ref_model, **options):
     """AdamW on LoRA's factors: see logprob.py."""
     with blame("--lora-rank:"):
-        linears = linears_of(model)
+        linears = logprob.linears_of(model)
     model.requires_grad_(False)
     for i, (name, linear) in enumerate(linears.items()):
         device = linear.weight.device
@@ -1089,20 +1033,15 @@ def lora_optimizer(model, s, ref_model, **options):
             W0 = ref_model.get_submodule(name).weight
         else:
             W0 = linear.weight.data.to("cpu" if s.offload else device, copy=True)
-        add_factors(linear, partial(off_grid, W0, s.seed, i, device), s.lora_rank,
-                    s.lora_alpha or 2 * s.lora_rank, seeded(s.seed, "lora", i))
+        logprob.add_factors(linear, partial(off_grid, W0, s.seed, i, device), s.lora_rank,
+                            s.lora_alpha or 2 * s.lora_rank, seeded(s.seed, "lora", i))
     return LoraAdamW(linears, **options)
 
 
 def save_adapter(run, optimizer, s):
     """adapter/ beside final/: the factors alone, as PEFT writes and reads them."""
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": s.model,
-              "r": s.lora_rank, "lora_alpha": s.lora_alpha or 2 * s.lora_rank,
-              "target_modules": sorted({name.split(".")[-3] for name in optimizer.factors})}
     with run.replacing("adapter") as new:
-        new.mkdir(exist_ok=True)
-        save_file(optimizer.factors, new / "adapter_model.safetensors")
-        (new / "adapter_config.json").write_text(json.dumps(config, indent=2))
+        optimizer.save(new, s.model)
 
 
 # --------------------------------------------------------------------------------------------------
