@@ -1094,9 +1094,10 @@ def memory(s, model):
     matrices = [W for W in model.parameters() if W.ndim == 2 and len(W) != config.vocab_size]
     numbers = sum(sum(W.shape) for W in matrices)
     has_norms = any("q_norm" in name for name, _ in model.named_modules())
-    kept = numbers * (2 if has_norms else 4 / 3)
+    activations = numbers * (2 if has_norms else 4 / 3)
     if s.gradient_checkpointing:  # a layer keeps its input, and one layer at a time is run again
-        kept = kept / config.num_hidden_layers + config.num_hidden_layers * config.hidden_size
+        layers = config.num_hidden_layers
+        activations = activations / layers + layers * config.hidden_size
     if s.lora_rank:
         trained = s.lora_rank * numbers  # the factors
     # With --offload masters and moments are in host memory.
@@ -1110,7 +1111,7 @@ def memory(s, model):
         "masters": adamw * (size < 4),
         "moments": 2 * adamw,
         "key/value cache": answers * (PROMPT + s.answer_tokens) * keys_and_values(config) * size,
-        "kept for the backward pass": kept * s.micro_batch_tokens * size,
+        "kept for the backward pass": activations * s.micro_batch_tokens * size,
         "logits": 12 * logprob.logits_at_a_time(s.micro_batch_tokens, config.vocab_size)}
     return rows | {"in all": sum(rows.values())}
 
