@@ -1006,7 +1006,7 @@ def off_grid(weight, seed, i, device=None):
         # The bits of a float32, read as an integer, count the numbers between it and 0.
         number = shard_of(master).view(torch.int32)
         offset = torch.empty_like(number).random_(1 - unit // 2, unit // 2, generator=generator)
-        number += offset.masked_fill_(shard_of(weight) == 0, 0)  # 0 stays: no count is below it
+        number += offset.masked_fill_(shard_of(master) == 0, 0)  # 0 stays: no count is below it
     return master
 
 
