@@ -322,7 +322,7 @@ def updates(device, dtype):
     return [train.update(p, rollout, p.settings) for _ in range(2)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, *[torch.bfloat16] * FLASH])
 def test_updates_on_the_same_answers(dtype):
     """Every metric of them."""
     rel = 1e-5 if dtype == torch.float32 else 0.02
