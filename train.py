@@ -66,10 +66,10 @@ import logprob
 import reward
 import sample
 from advantage import ADVANTAGES, is_flat, plain_advantages, process_advantages
-from logprob import plain_logprobs, token_logprobs
+from logprob import LoraAdamW, MasterAdamW, plain_logprobs, token_logprobs, with_moments
 from loss import AGGREGATES, KL_ESTIMATORS, OBJECTIVES, RATIOS
 from loss import grpo_loss, kl_estimate, next_kl_coef, plain_loss
-from reward import HERE, BadInput, accepted, asked_of, blame, column, compared, is_right
+from reward import HERE, BadInput, asked_of, blame, column, compared, is_right
 from reward import out_of_memory, row_of, score_responses, shuffled, symptoms, truth_in_words
 from reward import truths_of, with_error
 from sample import chat_prompt, length_limit, one_line, sample_groups, take, ticking, words_of
@@ -142,7 +142,7 @@ def update(parts, rollout, s):
     if not skipped:
         parts.optimizer.step()
     parts.optimizer.zero_grad()  # the next rollout can use the gradients' memory
-    return metrics | {"skipped_updates": skipped} | adapt_loss_scale(parts.optimizer, skipped)
+    return metrics | {"skipped_updates": skipped}
 
 
 def backward(parts, rollout, s):
@@ -164,7 +164,7 @@ def backward(parts, rollout, s):
             options |= {"sampler_logprobs": micro.logprobs, "sampler_cap": s.sampler_correction}
         loss, metrics = grpo_loss(logp, micro.old_logprobs, micro.ref_logprobs, micro.advantages,
                                   loss_mask(micro, s), **asked_of(grpo_loss, options))
-        (loss * loss_scale_of(parts.optimizer)).backward()  # the scale is 1, except in float16
+        loss.backward()
         sums.update(metrics)
     return sums, scored
 
@@ -173,18 +173,15 @@ def backward(parts, rollout, s):
 # [H] The loop: every step draws fresh answers from the policy as it is now
 
 def plain_grpo(parts, s):
-    """`python train.py --plain`: training by the definitions alone, with the same random numbers.
-
-    `train_step` adds the options, and `train_grpo` evaluations, a folder, a way to go on.
-    """
+    """`python train.py --plain`: by the definitions alone, with train_grpo's random numbers."""
     reference = parts.ref_model or parts.policy_model  # there is none if beta is 0
     for step in range(1, s.steps + 1):
         set_learning_rate(parts.optimizer, step, s)
         batch = batch_of_step(parts, step, s)
-        rewards = plain_step(parts.policy_model, reference, parts.optimizer, parts.tokenizer,
-                             batch.prompts, truths_of(batch.problems), s.group_size,
-                             s.max_new_tokens, batch.generators, s.updates_per_rollout,
-                             s.clip_eps, s.kl_coef)
+        rewards = plain_step(
+            parts.policy_model, reference, parts.optimizer, parts.tokenizer, batch.prompts,
+            truths_of(batch.problems), s.group_size, s.max_new_tokens, batch.generators,
+            s.updates_per_rollout, s.clip_eps, s.kl_coef)
         accuracy = is_right(rewards).float().mean()
         print0(f"step {step:3}   reward {rewards.mean():.4f}   accuracy {accuracy:.4f}")
 
@@ -228,7 +225,7 @@ def train_grpo(parts, settings, run=None):
 #   the loop        batch_of_step … finish_step            what train_grpo calls
 #   settings        Settings, parse                        every flag, its default and its help
 #   loading         load                                   settings -> parts, or one line of refusal
-#   weights, LoRA   make_optimizer                         AdamW on float32 masters, or on factors
+#   weights         make_optimizer                         AdamW on float32 masters, or on factors
 #   memory          plan_memory                            counted before it is taken
 #   several GPUs    shard, from_all_ranks                  with one they do nothing
 #   a run           Run, save_checkpoint                   its folder; how it goes on after a kill
@@ -422,7 +419,7 @@ def step_metrics(rollout, resampled, updates, seconds, s):
         "kl_coef": s.kl_coef,
         **seconds,
         "tokens_per_second": lengths.sum() / seconds.total(),
-        "peak_memory_gb": peak_memory() / 1e9,
+        "peak_memory_gb": torch.cuda.max_memory_allocated() / 1e9,  # 0 on a CPU
     }
     for name in updates[0]:
         total = sum(update[name] for update in updates)
@@ -432,17 +429,6 @@ def step_metrics(rollout, resampled, updates, seconds, s):
     for name, values in (rollout.reward_parts or {}).items():
         metrics[f"reward/{name}"] = all_rows(values).nanmean()  # NaN where it does not apply
     return {name: float(value) for name, value in metrics.items()}
-
-
-def peak_memory():
-    """Bytes: of CUDA's allocator, else of the whole process; 0 if unknown."""
-    used = torch.cuda.max_memory_allocated()  # 0 if the run is on the CPU
-    if not used and os.name == "posix":
-        import resource
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        if sys.platform != "darwin":  # macOS counts in bytes, others in KiB
-            used *= 1024
-    return used
 
 
 # --------------------------------------------------------------------------------------------------
@@ -604,7 +590,7 @@ from_1 = number(int, 1)
 amount = number(float, 0)
 above_0 = number(float, 1e-12)
 arguments = sample.template_arguments
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16")
 
 
 @dataclass
@@ -811,8 +797,8 @@ def parse(words):
             s.eval_data = ""
         vars(s).update(layer)
     if s.resume:
-        for name in given.keys() & {*THIS_CALL} - {"resume", "dry_run"}:
-            raise BadInput(f"{flag_of(name)}: does not go with --resume")
+        if others := given.keys() & set(THIS_CALL) - {"resume", "dry_run"}:
+            raise BadInput(f"{flag_of(min(others))}: does not go with --resume")
         s.output = s.resume
     s.model = final_of(s.model)
     s.against = final_of(s.against)
@@ -869,9 +855,6 @@ def load(s):
             sample.check_loaded(reward_model.model, report)
         if s.renew_reference:  # else it is never trained
             with_moments(reward_model.optimizer)
-            if not any(truths_of(problems)):
-                print0("--renew-reference: no true answer is known, so --reward-model is not "
-                       "trained: the rule orders its pairs")
         prompt_of = partial(chat_prompt, reward_model.tokenizer, system_prompt=s.system_prompt)
         reward_of = partial(reward.model_rewards, reward_model, prompt_of)
     policy_model = shard(policy_model, s, samples=True)
@@ -935,19 +918,14 @@ def choose_device(s):
     if s.device == "auto" and best == "cpu" and shutil.which("nvidia-smi"):
         raise BadInput("--device auto: torch cannot use this machine's GPU: install a newer driver"
                        " or a torch for an older CUDA (pytorch.org), or use --device cpu")
-    if device.type == "mps" and (s.offload or s.dtype not in ("auto", "float32")):
-        raise BadInput("--dtype, --offload: on mps only --dtype float32 works, without --offload")
-    if s.dtype == "bfloat16" and device.type == "cpu" and not sample.has_products(torch.bfloat16):
-        print0("--dtype bfloat16: oneDNN has no fast products in it on this CPU; --dtype float32 "
-               "may be faster, and needs twice the memory")
+    if device.type == "mps" and s.dtype not in ("auto", "float32"):
+        raise BadInput("--dtype: on mps only float32 works")
     if s.dtype != "auto":
         return device, s.dtype
     if device.type != "cuda":
         return device, "float32"
     major, _ = torch.cuda.get_device_capability(device)
-    if major >= 8:
-        return device, "bfloat16"  # older GPUs emulate it, which is slow
-    return device, "float16" if major == 7 else "float32"  # Volta, Turing; or older
+    return device, "bfloat16" if major >= 8 else "float32"  # older GPUs emulate it, which is slow
 
 
 def settings_of_device(s):
@@ -1027,11 +1005,6 @@ def checked_problems(name, source, tokenizer, s):
     if sum(unknown) > len(unknown) / 2:
         print0(f"{name}: most words of the prompts are unknown to the tokenizer of {s.model}: "
                "choose a --model that knows them")
-    odd = [truth for truths in truths_of(problems * need_answer) for truth in accepted(truths)
-           if truth[0].isdigit() and isinstance(reward.canonical(truth), str)]
-    if odd:
-        print0(f"{name}: {len(odd)} of {len(problems)} true answers begin like a number, but are "
-               f"compared as text: {odd[0]!r}, for one")
     return problems
 
 
@@ -1041,31 +1014,32 @@ def checked_problems(name, source, tokenizer, s):
 
 def make_optimizer(model, s, ref_model=None):
     """AdamW of the weights, of float32 masters if these have fewer bits, or of LoRA's factors."""
-    how = {"lr": s.learning_rate, "weight_decay": s.weight_decay, "fused": True}
+    options = {"lr": s.learning_rate, "weight_decay": s.weight_decay, "fused": True}
     if s.lora_rank:
-        return LoraAdamW(model, ref_model, s, **how)
+        return with_moments(lora_optimizer(model, s, ref_model, **options))
     weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if model.dtype == torch.float32:
-        return with_moments(torch.optim.AdamW(weights.items(), **how))
+        return with_moments(torch.optim.AdamW(weights.items(), **options))
     masters = {}
     for i, (name, weight) in enumerate(weights.items()):
         master = off_grid(weight, s.seed, i)
         masters[name] = master.cpu().pin_memory() if s.offload else master
-    return MasterAdamW(masters, list(weights.values()), **how)
+    return with_moments(MasterAdamW(masters, list(weights.values()), **options))
 
 
 @torch.no_grad()
-def off_grid(weight, seed, i):
+def off_grid(weight, seed, i, device=None):
     """A float32 copy of the i-th weight, its numbers moved at random by less than half a unit.
 
-    A unit is the distance between neighbours in bfloat16 (or float16). Rounded to nearest, the copy
-    is still the weight, bit for bit. But if a master began exactly on such a number, its weight
+    A unit is the distance between neighbours in bfloat16. Rounded to nearest, the copy is still
+    the weight, bit for bit. But if a master began exactly on such a number, its weight
     would not change until it had moved by half a unit, after hundreds of steps at 1e-6. From random
     places a move by a hundredth of a unit takes one weight in a hundred to its next number: on
     average the change arrives. Stochastic rounding (arXiv 2010.06192) would draw at every step.
     """
-    master = weight.to(torch.promote_types(weight.dtype, torch.float32), copy=True)
-    # Neighbours are so many float32 numbers apart: 2^16, or 2^13 for float16; 1 for float32.
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    master = weight.to(device or weight.device, dtype, copy=True)
+    # Neighbours are so many float32 numbers apart: 2^16; 1 for float32.
     eps = torch.finfo(weight.dtype).eps
     unit = round(eps / torch.finfo(torch.float32).eps)
     if unit > 1:
@@ -1074,167 +1048,42 @@ def off_grid(weight, seed, i):
         # The bits of a float32, read as an integer, count the numbers between it and 0.
         number = shard_of(master).view(torch.int32)
         offset = torch.empty_like(number).random_(1 - unit // 2, unit // 2, generator=generator)
-        number += offset.masked_fill_(shard_of(weight) == 0, 0)  # 0 stays: no count is below it
+        number += offset.masked_fill_(shard_of(master) == 0, 0)  # 0 stays: no count is below it
     return master
 
 
-def with_moments(optimizer):
-    """Make AdamW's moments now, so that memory cannot run out in the middle of the first step."""
-    for p in optimizer.param_groups[0]["params"]:
-        # The fused kernel needs the number of steps on the weights' device.
-        optimizer.state[p] = {"step": torch.zeros((), device=p.device),
-                              "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-    return optimizer
-
-
-def to_float32(weight):
-    weight.grad = weight.grad.float()
-
-
-class MasterAdamW(torch.optim.AdamW):
-    """AdamW on the float32 masters of bfloat16 or float16 weights, which are rounded from them.
-
-    With --offload masters and moments are in host memory: the GPU sends gradients once per update.
-    """
-
-    def __init__(self, trained, weights, **how):
-        super().__init__(trained.items(), **how)
-        with_moments(self)
-        self.trained = list(trained.values())  # float32 masters, or LoRA's factors
-        self.weights = weights
-        # Gradients below 6e-8 are 0 in float16: the loss is multiplied by this before backward().
-        is_float16 = weights[0].dtype == torch.float16
-        self.scale = torch.tensor(2.0**16 if is_float16 else 1.0)
-        self.grads = []
-        if self.trained[0].device != weights[0].device:
-            self.grads = [torch.empty_like(master, pin_memory=True) for master in self.trained]
-        for weight in weights:
-            if weight.requires_grad:  # with LoRA the factors have gradients instead
-                # A backward pass writes gradients in the weight's dtype. The hook makes the first
-                # one float32, so the others are added to it in float32.
-                weight.grad_dtype = None  # allows that
-                weight.register_post_accumulate_grad_hook(to_float32)
-
-    def master(self, i):
-        """What the i-th weight is rounded from."""
-        return self.trained[i]
-
-    def step(self):
-        for i, weight in enumerate(self.weights):
-            if weight.grad is not None:
-                grad = self.grads[i].copy_(weight.grad) if self.grads else weight.grad
-                self.trained[i].grad = grad
-        super().step()
-        self.round()
-
-    @torch.no_grad()
-    def round(self):
-        """Round the masters into the model's weights, each to the nearest number."""
-        for i, weight in enumerate(self.weights):
-            # From pinned memory, if with --offload; step() waits for gradients.
-            weight.copy_(self.master(i), non_blocking=True)
-
-    def zero_grad(self):
-        super().zero_grad()
-        for weight in self.weights:
-            weight.grad = None
-
-
-def loss_scale_of(optimizer):
-    """The factor of the loss in float16; 1 otherwise."""
-    return float(getattr(optimizer, "scale", 1.0))
-
-
 def finished_gradients(optimizer):
-    """The tensors whose gradients are complete: unscaled, and LoRA's averaged over GPUs."""
+    """The tensors whose gradients are complete, and LoRA's averaged over GPUs."""
     trained = optimizer.param_groups[0]["params"]
     weights = getattr(optimizer, "weights", [])
     tensors = [p for p in trained + weights if p.grad is not None]
-    scale = loss_scale_of(optimizer)
-    for p in tensors:
-        if scale > 1:
-            p.grad /= scale
-        if isinstance(optimizer, LoraAdamW) and world() > 1:
+    if isinstance(optimizer, LoraAdamW) and world() > 1:
+        for p in tensors:
             dist.all_reduce(p.grad)  # as FSDP does with shards
             p.grad /= world()
     return tensors
 
 
-def adapt_loss_scale(optimizer, skipped):
-    """Adapt float16's loss scale -> {"loss_scale": the one just used}."""
-    used = loss_scale_of(optimizer)
-    if used > 1:
-        # A skipped update halves it, and 200 others double it.
-        optimizer.scale *= 1 / 2 if skipped else 2 ** (1 / 200)
-        optimizer.scale.clamp_(min=1)
-    return {"loss_scale": used}
-
-
-# --------------------------------------------------------------------------------------------------
-# LoRA (Hu et al., arXiv 2106.09685): W = W0 + c B A for every Linear but the head, with factors
-# A (R, in), B (out, R) and c = alpha / R. Usually the factors are a second path beside W0, and are
-# merged for a fast sampler. Here the model always has the plain weights W, so every fast path
-# works. Only the backward pass, logprob.FactoredLinear, and the optimizer know the factors.
-
-class LoraAdamW(MasterAdamW):
-    """AdamW on the factors; the weights are rounded from W0 + c B A after each step."""
-
-    def __init__(self, model, ref_model, s, **how):
-        self.lora_scale = (s.lora_alpha or 2 * s.lora_rank) / s.lora_rank
-        self.triples = []  # (W0, A, B) of each weight
-        self.factors = {}  # A and B, under their names in PEFT
-        weights = []
-        linears = linears_of(model)
-        model.requires_grad_(False)
-        for i, (name, linear) in enumerate(linears.items()):
-            W = linear.weight
-            weights.append(W)
-            if ref_model and not s.renew_reference:  # which keeps the first weights
-                W0 = ref_model.get_submodule(name).weight
-            else:
-                W0 = W.data.to("cpu" if s.offload else W.device, copy=True)
-            # PEFT begins with the same distribution. B is 0: the first W is W0.
-            n_out, n_in = W.shape
-            generator = seeded(s.seed, "lora", i)
-            A = 2 * torch.rand(s.lora_rank, n_in, generator=generator) - 1
-            A = A.div(math.sqrt(n_in)).to(W.device)                                    # (R, in)
-            B = torch.zeros(n_out, s.lora_rank, device=W.device)                       # (out, R)
-            self.triples.append((W0, A, B))
-            self.factors[f"base_model.model.{name}.lora_A.weight"] = A
-            self.factors[f"base_model.model.{name}.lora_B.weight"] = B
-            linear.__class__ = logprob.FactoredLinear
-            linear.factors = A.requires_grad_(), B.requires_grad_(), self.lora_scale
-        self.seed = s.seed
-        super().__init__(self.factors, weights, **how)
-
-    def master(self, i):
-        W0, A, B = self.triples[i]
-        W = off_grid(W0.to(B.device), self.seed, i)                                    # (out, in)
-        return W.addmm_(B, A, alpha=self.lora_scale)
-
-
-def linears_of(model):
-    """{name: module} of every Linear but the head. BadInput: others would stay frozen."""
-    found = {}
-    head = model.get_output_embeddings()
-    for name, module in model.named_modules():
-        matrix = any(p.ndim > 1 for p in module.parameters(recurse=False))
-        if matrix and not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
-            raise BadInput(f"--lora-rank: {name}: not a Linear, and would not be trained")
-        if isinstance(module, torch.nn.Linear) and module is not head:
-            found[name] = module
-    return found
+def lora_optimizer(model, s, ref_model, **options):
+    """AdamW on LoRA's factors: see logprob.py."""
+    with blame("--lora-rank:"):
+        linears = logprob.linears_of(model)
+    model.requires_grad_(False)
+    for i, (name, linear) in enumerate(linears.items()):
+        device = linear.weight.device
+        if ref_model and not s.renew_reference:  # which keeps the first weights
+            W0 = ref_model.get_submodule(name).weight
+        else:
+            W0 = linear.weight.data.to("cpu" if s.offload else device, copy=True)
+        logprob.add_factors(linear, partial(off_grid, W0, s.seed, i, device), s.lora_rank,
+                            s.lora_alpha or 2 * s.lora_rank, seeded(s.seed, "lora", i))
+    return LoraAdamW(linears, **options)
 
 
 def save_adapter(run, optimizer, s):
     """adapter/ beside final/: the factors alone, as PEFT writes and reads them."""
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": s.model,
-              "r": s.lora_rank, "lora_alpha": optimizer.lora_scale * s.lora_rank,
-              "target_modules": sorted({name.split(".")[-3] for name in optimizer.factors})}
     with run.replacing("adapter") as new:
-        new.mkdir(exist_ok=True)
-        save_file(optimizer.factors, new / "adapter_model.safetensors")
-        (new / "adapter_config.json").write_text(json.dumps(config, indent=2))
+        optimizer.save(new, s.model)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1242,9 +1091,8 @@ def save_adapter(run, optimizer, s):
 # it, and more time: on a GPU a run takes the first of the four ways that fits.
 
 PROMPT = 256  # tokens of a prompt that the count assumes
-ADVICE = ("to need less: lower --micro-batch-tokens, --prompts-per-step, --group-size or "
-          "--max-new-tokens; or --gradient-checkpointing, --offload, --lora-rank 16, --kl-coef 0, "
-          "--dtype bfloat16, a smaller --model, more GPUs (each holds a whole policy)")
+ADVICE = ("to need less: a lower --micro-batch-tokens or --max-new-tokens, --offload, "
+          "--gradient-checkpointing, --lora-rank 16, --kl-coef 0, a smaller --model")
 
 
 def plan_memory(s):
@@ -1288,9 +1136,10 @@ def memory(s, model):
     matrices = [W for W in model.parameters() if W.ndim == 2 and len(W) != config.vocab_size]
     numbers = sum(sum(W.shape) for W in matrices)
     has_norms = any("q_norm" in name for name, _ in model.named_modules())
-    kept = numbers * (2 if has_norms else 4 / 3)
+    activations = numbers * (2 if has_norms else 4 / 3)
     if s.gradient_checkpointing:  # a layer keeps its input, and one layer at a time is run again
-        kept = kept / config.num_hidden_layers + config.num_hidden_layers * config.hidden_size
+        layers = config.num_hidden_layers
+        activations = activations / layers + layers * config.hidden_size
     if s.lora_rank:
         trained = s.lora_rank * numbers  # the factors
     # With --offload masters and moments are in host memory.
@@ -1304,7 +1153,7 @@ def memory(s, model):
         "masters": adamw * (size < 4),
         "moments": 2 * adamw,
         "key/value cache": answers * (PROMPT + s.answer_tokens) * keys_and_values(config) * size,
-        "kept for the backward pass": kept * s.micro_batch_tokens * size,
+        "kept for the backward pass": activations * s.micro_batch_tokens * size,
         "logits": 12 * logprob.logits_at_a_time(s.micro_batch_tokens, config.vocab_size)}
     return rows | {"in all": sum(rows.values())}
 
@@ -1352,16 +1201,13 @@ def join_ranks(s):
     on_gpus = s.device != "cpu" and torch.cuda.is_available()
     if on_gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    # Where the processes meet. A restart by torchrun must not find the addresses of the last.
+    store, *_ = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     # NCCL exchanges CUDA tensors, gloo exchanges Python objects and CPU tensors. Other ranks wait
     # while rank 0 writes a checkpoint, which can take longer than NCCL's usual ten minutes.
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo", store=store_of_ranks(),
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo", store=store,
                             rank=rank(), world_size=world(), timeout=timedelta(hours=1))
-
-
-def store_of_ranks(**timeout):
-    """Where the processes meet. A restart by torchrun must not find the addresses of the last."""
-    store, *_ = next(dist.rendezvous("env://", **timeout))
-    return dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
 
 
 def leave_ranks(status):
@@ -1375,15 +1221,11 @@ def leave_ranks(status):
 
 
 def end_rank(fault):
-    """Print this rank's fault, unless another rank has told one, and end without waiting."""
-    is_first = True  # the cause: ranks that it leaves alone lose their connections
-    with suppress(Exception):  # there is no store before rank 0 has begun, or after it has ended
-        is_first = store_of_ranks(timeout=timedelta(seconds=5)).add("faults", 1) == 1
-    if "gloo/transport" in fault:  # that rank was killed
+    """Print this rank's fault, and end without waiting for others."""
+    if "gloo/transport" in fault:  # it has one of its own, or was killed
         fault = "lost its connection to another rank"
-    if is_first:
-        print(f"train.py: rank {rank()}: {fault}", file=sys.stderr, flush=True)
-    os._exit(2)  # at once: sys.exit() would wait for collectives
+    print(f"train.py: rank {rank()}: {fault}", file=sys.stderr, flush=True)
+    os._exit(2)  # sys.exit() would wait for collectives
 
 
 def share_of_rank(n):
@@ -1709,8 +1551,6 @@ def checkpoint_tensors(parts, s):
         for name, weight in zip(group["param_names"], group["params"]):
             for kind, tensor in {"weight": weight, **adamw.state[weight]}.items():
                 tensors[f"{kind}/{prefix}{name}"] = tensor
-    if isinstance(parts.optimizer, MasterAdamW):
-        tensors["weight/loss scale"] = parts.optimizer.scale
     return tensors
 
 
@@ -1756,7 +1596,7 @@ def load_checkpoint(run, parts, s):
             tensor.copy_(saved)
     if parts.reward_model:
         parts.reward_model.pairs, parts.reward_model.replay = run.pairs
-    if isinstance(parts.optimizer, MasterAdamW):
+    if hasattr(parts.optimizer, "round"):
         parts.optimizer.round()  # the weights are still those of the start
     on_rank_0(cut_logs, run)
     run.history = run.records("metrics.jsonl")
@@ -1922,7 +1762,7 @@ clip_fraction          clipped tokens""".splitlines())
 SCORES = {"eval_accuracy": "right", "eval_reward": "reward"}  # in the rows of row_of()
 NOT_SHOWN = """step lr warning reward_std format_rate tokens kl_coef tokens_per_second
 peak_memory_gb seconds_sampling seconds_scoring seconds_training loss policy_loss clip_fraction_low
-clip_fraction_high ratio_mean sampler_difference loss_scale eval_id""".split()
+clip_fraction_high ratio_mean sampler_difference eval_id""".split()
 
 
 def curves_of(run):
