@@ -759,10 +759,10 @@ def tell_changes(given, began):
 def read_config(file):
     """The flags of a JSON file -> {name: value}; its paths are relative to its folder."""
     words = []  # of a command line that says the same
-    with blame(f"{file}:"):
+    with blame(f"{file}: no JSON object of flags:"):
         config = json.loads(Path(file).read_text(encoding="utf-8"))
         if not isinstance(config, dict):
-            raise ValueError("holds no JSON object")
+            raise ValueError("it is something else")
         for name, value in config.items():
             if name not in FIELDS or name in THIS_CALL:
                 raise ValueError(f"{flag_of(name)} is no flag for a config file, where names are "
@@ -820,8 +820,6 @@ def load(s):
 
 def check_combinations(s):
     """BadInput for flags that do not go together; a printed line for each that has no effect."""
-    with blame("--system-prompt:"):
-        reward.check_escapes(json.dumps(s.system_prompt))
     band = s.kl_band or [1, 1]
     share, rest = divmod(s.prompts_per_step, world())
     rewards = s.reward or []
@@ -883,7 +881,7 @@ def choose_device(s):
         return torch.device("cuda"), "bfloat16" if s.dtype == "auto" else s.dtype
     best = ("cuda" if torch.cuda.is_available() else
             "mps" if torch.backends.mps.is_available() else "cpu")
-    with blame(f"--device {s.device}: torch {torch.__version__} cannot use it:"):
+    with blame(f"--device {s.device}: torch {torch.__version__} cannot use it:", Exception):
         device = torch.device(best if s.device == "auto" else s.device)
         torch.ones(1, device=device) + 1  # fails on a GPU that this torch has no kernels for
         if device.index:
@@ -1328,7 +1326,7 @@ def free_memory(kind):
 
 def model_without_storage(name, folder, dtype, kind=AutoModelForCausalLM):
     """The model of --model or --reward-model on the meta device."""
-    with blame(f"{name} {folder}:"):
+    with blame(f"{name} {folder}:", Exception):
         config = sample.checked_config(folder)
         with torch.device("meta"):
             return kind.from_config(config, dtype=dtype).eval()
@@ -1346,7 +1344,7 @@ def world():
     return int(os.environ.get("WORLD_SIZE") or 1)
 
 
-@blame("torchrun's variables RANK, WORLD_SIZE and so on (set all of them, or none):")
+@blame("torchrun's variables RANK, WORLD_SIZE and so on (set all of them, or none):", Exception)
 def join_ranks(s):
     if rank() >= world():
         raise ValueError(f"rank {rank()} of {world()}")
@@ -1712,7 +1710,7 @@ def load_checkpoint(run, parts, s):
     path = Path(run.name, CHECKPOINT)
     command = run.command  # of today
     with blame(f"--resume: {path} is damaged, or not of this model, or of another version of "
-               "train.py:"):
+               "train.py:", Exception):
         file = safe_open(path, framework="pt")
         counters = json.loads(file.get_tensor("counters").numpy().tobytes())
         moves = what_moves(parts, s)
