@@ -2213,7 +2213,7 @@ def print_trace(parts, s):
            "the update\n  answer token        log old  log ref  log new   ratio        J        KL")
     for n, t in mask.nonzero().tolist():
         if mask[n, :t].sum() < 4:
-            word = parts.tokenizer.decode(rollout.input_ids[n, t + 1:t + 2])
+            word, = words_of(parts.tokenizer, rollout.input_ids[n, t + 1:t + 2].tolist())
             print0(f"  y_{n + 1:<4} {word[:10]!r:13}{old[n, t]:9.4f}{ref[n, t]:9.4f}"
                    f"{new[n, t]:9.4f}{log_ratio[n, t].exp():8.4f}{J[n, t]:+9.4f}{kl[n, t]:10.5f}"
                    + (" clipped" if clipped[n, t] else ""))
